@@ -1,0 +1,49 @@
+# The newcomer's two commands are `make demo` and `make test`; everything else builds on the same .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help demo test test-slow check bench format lock clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("qualms needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; set PYTHON=...") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,check,bench]'
+	@touch $@
+
+demo: $(STAMP) ## train, calibrate and judge a model with error bars
+	$(BIN)/python examples/demo.py
+
+test: $(STAMP) ## the tests
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-slow: $(STAMP) ## the tests that need minutes or large data
+	$(BIN)/python -m pytest -m slow
+
+check: $(STAMP) ## format, lint, types, layers, tests with coverage of the core
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q -m 'not slow' --cov=qualms.core --cov-branch --cov-fail-under=95
+
+bench: $(STAMP) ## the benchmarks; writes benchmarks/RESULTS.md
+	$(BIN)/python -m benchmarks
+
+format: $(STAMP) ## format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lock: ## renew constraints.txt with the newest versions that pyproject.toml allows
+	rm -rf .lock-venv
+	$(PYTHON) -m venv .lock-venv
+	.lock-venv/bin/python -m pip install --quiet '.[test,check,bench]'
+	.lock-venv/bin/python -m pip freeze --exclude qualms > constraints.txt
+	rm -rf .lock-venv
+
+clean: ## remove what the other targets made
+	rm -rf $(VENV) .lock-venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage .hypothesis build dist

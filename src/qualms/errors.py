@@ -1,0 +1,47 @@
+"""What can go wrong, said so that the reader knows what to change."""
+
+from __future__ import annotations
+
+
+class QualmsError(Exception):
+    """Base class of every error that qualms raises on purpose."""
+
+
+class InputError(QualmsError, ValueError):
+    """Something the caller gave cannot be used.
+
+    Parameters
+    ----------
+    parameter : str
+        The parameter to change, as the caller spells it.
+    given : object
+        What was given: a value, a shape or a count.
+    expected : str
+        What would have been accepted.
+    remedy : str, optional
+        What to do about it, if ``expected`` does not already say so.
+    """
+
+    def __init__(self, parameter: str, given: object, expected: str, remedy: str = "") -> None:
+        message = f"{parameter}={given} cannot be used: expected {expected}."
+        super().__init__(f"{message} {remedy}".rstrip())
+        self.parameter = parameter
+        self.given = given
+        self.expected = expected
+        self.remedy = remedy
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        # The default would rebuild the exception from its one-string message.
+        return type(self), (self.parameter, self.given, self.expected, self.remedy)
+
+
+class NumericalError(QualmsError, ArithmeticError):
+    """A computation cannot be carried out to a meaningful accuracy."""
+
+
+class CalibrationError(QualmsError, ValueError):
+    """The data cannot determine a calibration."""
+
+
+class QualmsWarning(UserWarning):
+    """Something the user must know, although a result was returned."""
