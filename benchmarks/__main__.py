@@ -1,0 +1,96 @@
+"""Run the benchmarks and write what they measured to benchmarks/RESULTS.md.
+
+python -m benchmarks             # all
+python -m benchmarks selection   # some; the sections of the others are kept
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import re
+import sys
+import time
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+
+from threadpoolctl import threadpool_info
+
+MODULES = ("selection", "members", "prediction")
+RESULTS = Path(__file__).with_name("RESULTS.md")
+HEADER = """# Benchmark results
+
+Written by `make bench`. Speed is a ratio against a peer, or against a bound, measured in the same
+run; seconds are beside it for orientation only. Memory is the peak resident set of a process of its
+own.
+"""
+
+
+def machine() -> str:
+    """Describe the machine and the libraries that do the work."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        match = re.search(r"model name\s*:\s*(.*)", cpuinfo.read_text())
+        model = match.group(1) if match else model
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    blas = {
+        f"{lib['internal_api']} {lib['version']} ({lib['num_threads']} threads)"
+        for lib in threadpool_info()
+        if lib["user_api"] == "blas"
+    }
+    packages = ", ".join(
+        f"{p} {version(p)}" for p in ("numpy", "scipy", "scikit-learn", "skmatter")
+    )
+    return (
+        f"{model}, {os.cpu_count()} cores, {memory:.0f} GiB; Python {platform.python_version()}, "
+        f"{packages}; {', '.join(sorted(blas))}"
+    )
+
+
+def render(name: str, tables: list[dict], seconds: float) -> str:
+    """Return one section of the results in Markdown."""
+    lines = [f"## {name}", "", f"{datetime.date.today()}, {seconds:.0f} s. {machine()}."]
+    for table in tables:
+        lines += ["", f"### {table['title']}", ""]
+        lines.append("| " + " | ".join(table["columns"]) + " |")
+        lines.append("|" + "---|" * len(table["columns"]))
+        for row in table["rows"]:
+            cells = [f"{c:.3g}" if isinstance(c, float) else str(c) for c in row]
+            lines.append("| " + " | ".join(cells) + " |")
+        lines += [f"\n{note}" for note in table.get("notes", [])]
+    return "\n".join(lines) + "\n"
+
+
+def sections() -> dict[str, str]:
+    """Return the sections that RESULTS.md holds now, by name."""
+    if not RESULTS.exists():
+        return {}
+    parts = re.split(r"^## (\w+)\n", RESULTS.read_text(), flags=re.MULTILINE)[1:]
+    return {
+        name: f"## {name}\n{text.rstrip()}\n"
+        for name, text in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+def main() -> None:
+    """Run what was asked for, section by section."""
+    wanted = sys.argv[1:] or list(MODULES)
+    unknown = set(wanted) - set(MODULES)
+    if unknown:
+        sys.exit(f"unknown benchmark {', '.join(unknown)}: choose from {', '.join(MODULES)}")
+    found = sections()
+    for name in wanted:
+        print(f"{name} …", flush=True)
+        start = time.perf_counter()
+        tables = import_module(f"benchmarks.bench_{name}").run()
+        found[name] = render(name, tables, time.perf_counter() - start)
+        print(found[name], flush=True)
+        ordered = [found[n] for n in MODULES if n in found]
+        RESULTS.write_text(HEADER + "\n" + "\n".join(ordered))
+
+
+if __name__ == "__main__":
+    main()

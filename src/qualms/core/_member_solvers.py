@@ -1,0 +1,212 @@
+"""The four ways to solve the members of a committee; `qualms.core.members` chooses among them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.linalg import blas, solve_triangular
+
+from qualms.core.conjugate_gradients import (
+    ConjugateGradientsResult,
+    block_size,
+    conjugate_gradients,
+    predict,
+    project,
+    spread_between_members,
+)
+from qualms.core.linalg import cholesky, cholesky_solve, cholesky_whiten
+from qualms.core.projected_process import ProjectedProcess
+from qualms.core.typing import Float64Array, FloatArray, IntArray
+from qualms.errors import NumericalError
+
+
+@dataclass(frozen=True)
+class MemberProblem:
+    """What is given: members on the first axis, rows of Φ on the last.
+
+    Attributes
+    ----------
+    Phi : (N, r) array
+    Y : (N_R, T, N) array
+        Targets of each member; may be a broadcast view.
+    C : (N_R, N) array
+        Multiplicity times sample weight.
+    sample_weight : (N,) array
+    full : ProjectedProcess
+        Of the same Phi and sample weights.
+    is_subsample : bool
+        Whether no row counts more than once.
+    """
+
+    Phi: FloatArray
+    Y: Float64Array
+    C: Float64Array
+    sample_weight: Float64Array
+    full: ProjectedProcess
+    is_subsample: bool
+
+    @property
+    def n_outputs(self) -> int:
+        """T."""
+        return int(self.Y.shape[1])
+
+    def systems(self) -> Float64Array:
+        """Return C with one row per system: member by member, outputs within."""
+        return np.repeat(self.C, self.n_outputs, axis=0)
+
+    def as_weights(self, W: Float64Array) -> Float64Array:
+        """Bring solutions of all systems (N_R·T, r) into the order (r, T, N_R)."""
+        by_member = W.reshape(len(self.C), self.n_outputs, -1)
+        return np.ascontiguousarray(by_member.transpose(2, 1, 0))
+
+    def residuals(self, W: Float64Array, F: Float64Array) -> Float64Array:
+        """Return Φᵀ diag(c)(y − Φw) − σ²w of all systems, given their predictions F = WΦᵀ."""
+        missed = self.systems() * (self.Y.reshape(F.shape) - F)
+        return project(self.Phi, missed) - self.full.noise_variance * W
+
+    def smallest_scale(self) -> Float64Array:
+        """Return, per output, a spread between members too small to matter."""
+        rms = np.sqrt(np.mean(self.Y**2, axis=(0, 2)))
+        smallest: Float64Array = np.maximum(1e-8 * rms, np.finfo(np.float64).tiny)
+        return smallest
+
+
+def solve_direct(problem: MemberProblem, i: int) -> Float64Array:
+    """Solve member i with its own Gram matrix: (r, T)."""
+    rank = problem.Phi.shape[1]
+    gram = np.zeros((rank, rank), order="F")
+    _add_gram(gram, problem.Phi, problem.C[i])
+    return _solve_gram(problem, i, gram)
+
+
+def solve_dual(problem: MemberProblem, i: int) -> Float64Array:
+    """Solve member i as w = Aᵀ(AAᵀ + σ²)⁻¹√c y, where A = diag(√c)Φ has its rows only: (r, T)."""
+    rows = np.flatnonzero(problem.C[i])
+    root = np.sqrt(problem.C[i, rows])
+    A = _scaled_rows(problem.Phi, rows, root)
+    kernel = (A @ A.T).T  # symmetric; transposed because LAPACK overwrites Fortran order only
+    kernel[np.diag_indices_from(kernel)] += problem.full.noise_variance
+    factor = cholesky(kernel, what="ΦΦᵀ + σ² of a member", overwrite=True)
+    weights: Float64Array = A.T @ cholesky_solve(factor, (root * problem.Y[i][:, rows]).T)
+    return weights
+
+
+def solve_complement(problem: MemberProblem) -> tuple[Float64Array, float]:
+    """Remove from the full model, for each member, the rows that it lacks.
+
+    Returns
+    -------
+    W : (N_R·T, r) array
+    relative_error : float
+        Estimated RMS prediction error over the spread between members; infinite if subtraction
+        left nothing positive definite.
+    """
+    Phi, T, factor = problem.Phi, problem.n_outputs, problem.full.factor
+    # The full model of each member's own targets: the one at hand need not have the same.
+    all_rows = project(Phi, problem.sample_weight * problem.Y.reshape(-1, len(Phi)))
+    W = cholesky_solve(factor, all_rows.T).T
+    remove = _woodbury if (problem.C == 0).sum(axis=1).max() < Phi.shape[1] else _downdate
+    try:
+        for i in range(len(problem.C)):
+            mine = slice(i * T, (i + 1) * T)
+            W[mine] = remove(problem, i, W[mine].T).T
+    except NumericalError:
+        return W, math.inf
+    # What subtraction lost to rounding shows in the residual ρ: ‖e‖²_A = ρ·A⁻¹ρ, and A⁻¹ is the
+    # inverse of the full model but for the rows that are absent.
+    F = predict(Phi, W)
+    rho = problem.residuals(W, F)
+    V = cholesky_whiten(factor, rho.T)
+    energy = np.einsum("rq,rq->q", V, V) / problem.systems().sum(axis=1)
+    error = np.sqrt(np.mean(energy.reshape(-1, T), axis=0))
+    scale = np.maximum(spread_between_members(F, T), problem.smallest_scale())
+    return W, float(np.max(error / scale))
+
+
+def solve_by_cg(
+    problem: MemberProblem, tolerance: float, max_iterations: int, *, may_give_up: bool
+) -> tuple[Float64Array, ConjugateGradientsResult]:
+    """Correct the full model for all members at once.
+
+    The preconditioner is the factor of the full model as it stands. That of (n/N)ΦᵀΦ + σ² would
+    count the noise once rather than N/n times, which was measured to save no iterations where
+    there are many, and would cost a factorisation and r² numbers.
+
+    Returns
+    -------
+    W : (N_R·T, r) array
+    result : ConjugateGradientsResult
+        Of the corrections.
+    """
+    n_members, full = len(problem.C), problem.full
+    start = np.tile(full.weights.T, (n_members, 1))
+    F = np.tile(predict(problem.Phi, full.weights.T), (n_members, 1))
+    result = conjugate_gradients(
+        problem.Phi,
+        problem.systems(),
+        full.noise_variance,
+        problem.residuals(start, F),
+        lambda R: cholesky_solve(full.factor, R.T).T,
+        n_outputs=problem.n_outputs,
+        smallest_scale=problem.smallest_scale(),
+        tolerance=tolerance,
+        max_iterations=max_iterations,
+        may_give_up=may_give_up,
+    )
+    return start + result.solutions, result
+
+
+def _woodbury(problem: MemberProblem, i: int, start: Float64Array) -> Float64Array:
+    """Leave rows out of the full model w by the matrix inversion lemma.
+
+    With A = diag(√s)Φ of the absent rows, (ΦᵀΦ + σ²) = LLᵀ and V = L⁻¹Aᵀ,
+
+        w_i = w − (LLᵀ)⁻¹Aᵀ (1 − A(LLᵀ)⁻¹Aᵀ)⁻¹ (√s y − A w) = w − L⁻ᵀV (1 − VᵀV)⁻¹ √s (y − Φw).
+    """
+    rows = np.flatnonzero(problem.C[i] == 0)
+    root = np.sqrt(problem.sample_weight[rows])
+    A = _scaled_rows(problem.Phi, rows, root)
+    missed = (root * problem.Y[i][:, rows]).T - A @ start
+    V = solve_triangular(problem.full.factor, A.T, lower=True, overwrite_b=True, check_finite=False)
+    core = -(V.T @ V).T
+    core[np.diag_indices_from(core)] += 1.0
+    change = V @ cholesky_solve(cholesky(core, what="1 − VᵀV", overwrite=True), missed)
+    removed: Float64Array = solve_triangular(
+        problem.full.factor, change, lower=True, trans="T", check_finite=False
+    )
+    return start - removed
+
+
+def _downdate(problem: MemberProblem, i: int, start: Float64Array) -> Float64Array:
+    """Subtract the Gram matrix of the absent rows from that of all rows."""
+    gram = np.array(problem.full.gram.T, order="F")
+    _add_gram(gram, problem.Phi, np.where(problem.C[i] == 0, problem.sample_weight, 0.0), sign=-1.0)
+    return _solve_gram(problem, i, gram)
+
+
+def _solve_gram(problem: MemberProblem, i: int, gram: Float64Array) -> Float64Array:
+    """Solve member i given the lower triangle of its Gram matrix, which is overwritten."""
+    gram[np.diag_indices_from(gram)] += problem.full.noise_variance
+    factor = cholesky(gram, what="ΦᵀΦ + σ² of a member", overwrite=True)
+    return cholesky_solve(factor, project(problem.Phi, problem.C[i] * problem.Y[i]).T)
+
+
+def _add_gram(
+    gram: Float64Array, Phi: FloatArray, weight: Float64Array, *, sign: float = 1.0
+) -> None:
+    """Add ±Φᵀ diag(weight) Φ to the lower triangle of a Fortran-ordered ``gram``, in place."""
+    rows = np.flatnonzero(weight)
+    size = block_size(Phi)
+    for start in range(0, len(rows), size):
+        some = rows[start : start + size]
+        A = _scaled_rows(Phi, some, np.sqrt(weight[some]))
+        blas.dsyrk(sign, A.T, beta=1.0, c=gram, lower=1, overwrite_c=1)
+
+
+def _scaled_rows(Phi: FloatArray, rows: IntArray, factors: Float64Array) -> Float64Array:
+    """Return diag(factors) Phi[rows], a new C-contiguous float64 array."""
+    A: Float64Array = Phi[rows].astype(np.float64, order="C", copy=False)
+    A *= factors[:, None]
+    return A

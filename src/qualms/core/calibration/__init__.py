@@ -1,0 +1,51 @@
+"""From the spread between members to error bars that hold: Eqs. (8), (9), (12), (19) and beyond.
+
+| method | what it assumes | parameters |
+|---|---|---|
+| none | the spread is the error | |
+| linear | z ~ N(0, α²ŝ²), Eqs. (9) and (12) | α |
+| power | z ~ N(0, α²ŝ^2γ), Eq. (19) | α, γ |
+| student | as linear, for a committee that is finite | α |
+| shrinkage | as power, and ŝ itself is noisy (empirical Bayes) | α, γ, m, τ |
+"""
+
+from qualms.core.calibration.base import Calibration, CalibrationData, calibration_data
+from qualms.core.calibration.extrapolation import SpreadExtrapolation, extrapolate_spread
+from qualms.core.calibration.fitting import (
+    METHODS,
+    ConfidenceIntervals,
+    PerOutputCalibration,
+    bootstrap_intervals,
+    calibrate,
+    compare_calibrations,
+    fit_calibration,
+)
+from qualms.core.calibration.scaling import (
+    LinearCalibration,
+    NoCalibration,
+    PowerCalibration,
+    variance_scale,
+)
+from qualms.core.calibration.shrinkage import ShrinkageCalibration
+from qualms.core.calibration.student import StudentCalibration
+
+__all__ = [
+    "METHODS",
+    "Calibration",
+    "CalibrationData",
+    "ConfidenceIntervals",
+    "LinearCalibration",
+    "NoCalibration",
+    "PerOutputCalibration",
+    "PowerCalibration",
+    "ShrinkageCalibration",
+    "SpreadExtrapolation",
+    "StudentCalibration",
+    "bootstrap_intervals",
+    "calibrate",
+    "calibration_data",
+    "compare_calibrations",
+    "extrapolate_spread",
+    "fit_calibration",
+    "variance_scale",
+]

@@ -1,0 +1,93 @@
+"""The paper's own calibrations: σ → ασ and σ → ασ^γ. Eqs. (8), (9), (12) and (19)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import minimize_scalar
+
+from qualms.core.calibration.base import Calibration, CalibrationData, with_likelihood
+from qualms.core.likelihood import gaussian_log_density
+from qualms.core.typing import Float64Array, FloatArray, IntArray
+
+#: Exponents tried by the power calibration. A larger spread never means a smaller error.
+_GAMMA_RANGE = (0.0, 5.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerCalibration(Calibration):
+    """σ → α σ^γ, Eq. (19), Musil et al. 2019; α has the units of σ^(1−γ)."""
+
+    method = "power"
+    n_parameters = 2
+
+    def std(self, spread: FloatArray, n_members: int | IntArray) -> Float64Array:
+        """Return α σ^γ."""
+        return self.alpha * np.asarray(spread, dtype=np.float64) ** self.gamma
+
+    def log_density(
+        self, residuals: FloatArray, spread: FloatArray, n_members: int | IntArray
+    ) -> Float64Array:
+        """Return the Gaussian ln p(z | ŝ), Eq. (5), per point."""
+        return gaussian_log_density(residuals, self.std(spread, n_members))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearCalibration(PowerCalibration):
+    """σ → α σ with α² = v₀, Eqs. (8) and (9), Musil et al. 2019; internally, Eq. (12)."""
+
+    method = "linear"
+    n_parameters = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoCalibration(PowerCalibration):
+    """σ as it is."""
+
+    method = "none"
+    n_parameters = 0
+
+
+def variance_scale(residuals: FloatArray, std: FloatArray) -> float:
+    """Return v₀ = mean(z²/σ²), which maximises Eq. (8). Eqs. (9) and (12), Musil et al. 2019."""
+    return float(np.mean((np.asarray(residuals) / np.asarray(std)) ** 2))
+
+
+def fit_none(data: CalibrationData) -> NoCalibration:
+    """Return the identity, with its likelihood."""
+    return with_likelihood(NoCalibration(), data)
+
+
+def fit_linear(data: CalibrationData) -> LinearCalibration:
+    """Return α = √v₀ in closed form. Eqs. (9) and (12), Musil et al. 2019."""
+    v_0 = data.mean((data.residuals / data.spread) ** 2)
+    return with_likelihood(LinearCalibration(alpha=v_0**0.5), data)
+
+
+def fit_power(data: CalibrationData) -> PowerCalibration:
+    """Maximise the likelihood over α and γ. Eq. (19), Musil et al. 2019.
+
+    For fixed γ the best α² is the mean of z²/σ^2γ. What is left, −½ ln α²(γ) − γ mean(ln σ), is
+    concave in γ, because the logarithm of a sum of exponentials is convex: one maximum, found by a
+    bounded search.
+    """
+    log_spread = np.log(data.spread)
+    center = data.mean(log_spread)
+    log_spread = log_spread - center  # so that powers neither overflow nor vanish
+    if np.ptp(log_spread) < 1e-6:
+        gamma = 1.0  # a constant spread cannot tell α from γ
+    else:
+
+        def negative_profile(gamma: float) -> float:
+            scaled = data.residuals**2 * np.exp(-2 * gamma * log_spread)
+            return 0.5 * float(np.log(data.mean(scaled)))  # mean(ln σ) is 0 after centring
+
+        gamma = float(
+            minimize_scalar(
+                negative_profile, bounds=_GAMMA_RANGE, method="bounded", options={"xatol": 1e-8}
+            ).x
+        )
+    alpha_centred = data.mean(data.residuals**2 * np.exp(-2 * gamma * log_spread)) ** 0.5
+    alpha = alpha_centred * float(np.exp(-gamma * center))
+    return with_likelihood(PowerCalibration(alpha=alpha, gamma=gamma), data)

@@ -1,0 +1,168 @@
+"""One sparse model and the members that share its basis, in the units of y.
+
+Targets are centred and scaled to unit variance before anything is solved, and the kernel has a mean
+diagonal of one: together that is Eq. (17), Musil et al. 2019, and the noise variance is found
+relative to Var[y]. The mean of y belongs to the model: each member subtracts that of its own
+training set, so that nothing of a point it did not see leaks into its prediction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from qualms.core.checks import as_targets, check_sample_weight
+from qualms.core.members import MemberSolution, solve_members
+from qualms.core.noise import noise_grid, select_noise
+from qualms.core.projected_process import ProjectedProcess, fit_projected_process
+from qualms.core.typing import Float64Array, FloatArray, IntArray
+
+
+@dataclass(frozen=True)
+class FullModel:
+    """The projected process of all training points.
+
+    Attributes
+    ----------
+    process : ProjectedProcess
+        For y of zero mean and unit variance.
+    center, scale : (T,) arrays
+        Mean and standard deviation of y; the scale of a constant y is one.
+    """
+
+    process: ProjectedProcess
+    center: Float64Array
+    scale: Float64Array
+
+    @property
+    def weights(self) -> Float64Array:
+        """Weights of the whitened features, in the units of y: (r, T)."""
+        return self.process.weights * self.scale
+
+    @property
+    def noise_variance(self) -> Float64Array:
+        """σ² in the units of y²: (T,)."""
+        return self.process.noise_variance * self.scale**2
+
+    def std(self, Phi_X: FloatArray, k_xx: FloatArray) -> Float64Array:
+        """Return σ_PP of Eq. (3), Musil et al. 2019, in the units of y: (n, T).
+
+        Parameters
+        ----------
+        Phi_X : (n, r) array
+            Whitened features.
+        k_xx : (n,) array
+            Prior variance relative to Var[y]: the diagonal of the kernel of unit mean diagonal.
+        """
+        relative = np.sqrt(self.process.variance(Phi_X, k_xx))
+        return relative[:, None] * self.scale
+
+
+@dataclass(frozen=True)
+class Members:
+    """The members of a committee, in the units of y.
+
+    Attributes
+    ----------
+    weights : (r, T, N_R) array
+        Weights of the whitened features.
+    intercepts : (T, N_R) array
+        Mean of y over the training set of each member.
+    solution : MemberSolution
+        How they were solved.
+    """
+
+    weights: Float64Array
+    intercepts: Float64Array
+    solution: MemberSolution
+
+    def predict(self, Phi_X: FloatArray) -> Float64Array:
+        """Return what each member predicts for whitened features (n, r): (n, T, N_R)."""
+        r, n_outputs, n_members = self.weights.shape
+        flat = Phi_X @ self.weights.reshape(r, n_outputs * n_members)
+        predicted: Float64Array = flat.reshape(-1, n_outputs, n_members) + self.intercepts
+        return predicted
+
+
+def fit_full_model(
+    Phi: FloatArray,
+    y: FloatArray,
+    noise: str | float = "loo",
+    *,
+    sample_weight: FloatArray | None = None,
+) -> FullModel:
+    """Choose the noise variance and solve the full model.
+
+    Parameters
+    ----------
+    Phi : (N, r) array
+        Whitened features, for a kernel of unit mean diagonal.
+    y : (N,) or (N, T) array
+    noise : {"loo", "evidence"} or float
+        How to choose σ², or σ² itself in the units of y² (with several outputs: for their mean
+        variance).
+    sample_weight : (N,) array, optional
+    """
+    Y = as_targets(y, len(Phi))
+    weight = check_sample_weight(sample_weight, len(Phi))
+    center = np.average(Y, axis=0, weights=weight)
+    variance = np.average((Y - center) ** 2, axis=0, weights=weight)
+    # What rounding leaves of a constant is no variance.
+    constant = variance <= (1e-14 * np.abs(center)) ** 2
+    scale = np.where(constant, 1.0, np.sqrt(variance))
+    targets = np.where(constant, 0.0, (Y - center) / scale)
+    if isinstance(noise, str):
+        relative = _selected_noise(Phi, targets, noise, sample_weight)
+    else:
+        relative = float(noise) / float(np.mean(scale**2))
+    process = fit_projected_process(Phi, targets, relative, sample_weight=sample_weight)
+    return FullModel(process, center, scale)
+
+
+def _selected_noise(
+    Phi: FloatArray, targets: Float64Array, criterion: str, sample_weight: FloatArray | None
+) -> float:
+    if not np.any(targets):
+        return 1e-6  # nothing to learn: any noise gives the same answer, a constant
+    selection = select_noise(
+        Phi, targets, noise_grid(1.0), criterion=criterion, sample_weight=sample_weight
+    )
+    return selection.noise_variance
+
+
+def fit_members(
+    full: FullModel,
+    Phi: FloatArray,
+    y: FloatArray,
+    counts: IntArray,
+    *,
+    sample_weight: FloatArray | None = None,
+) -> Members:
+    """Solve all members on the basis of the full model, with its noise.
+
+    Parameters
+    ----------
+    full : FullModel
+    Phi : (N, r) array
+    y : (N,) or (N, T) array
+    counts : (N, N_R) array of int
+        How often each point is in the training set of each member.
+    sample_weight : (N,) array, optional
+    """
+    Y = as_targets(y, len(Phi))
+    weight = check_sample_weight(sample_weight, len(Phi))[:, None] * counts
+    targets = (Y - full.center) / full.scale
+    means = targets.T @ (weight / weight.sum(axis=0))  # (T, N_R)
+    solution = solve_members(
+        Phi,
+        targets[:, :, None] - means,
+        counts,
+        full.process,
+        sample_weight=sample_weight,
+    )
+    return Members(
+        weights=solution.weights * full.scale[:, None],
+        intercepts=full.center[:, None] + full.scale[:, None] * means,
+        solution=solution,
+    )

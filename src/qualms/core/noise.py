@@ -1,0 +1,176 @@
+"""Choosing the noise variance σ² by leave-one-out errors or by the marginal likelihood.
+
+One eigen-decomposition gives the whole curve. With ΦᵀΦ = V S Vᵀ and Z = ΦV, for every σ² at once,
+
+    ŷ = Z (S + σ²)⁻¹ Zᵀy,
+    leverage h_n = Σ_k Z²_nk / (S_k + σ²),
+    ln|ΦΦᵀ + σ²| = (N−r) ln σ² + Σ_k ln(S_k + σ²).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import scipy.linalg
+
+from qualms.core.checks import as_targets, check_sample_weight
+from qualms.core.linalg import whiten
+from qualms.core.typing import Float64Array, FloatArray, IntArray
+from qualms.errors import InputError
+
+#: Rows of Φ that are rotated at once.
+_BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class NoiseSelection:
+    """A noise variance and the curve it was chosen from.
+
+    Attributes
+    ----------
+    noise_variance : float
+        The best σ², refined between grid points.
+    grid : (G,) array
+        Noise variances that were tried.
+    scores : (G,) array
+        What was minimised: mean squared leave-one-out residual, or minus the log marginal
+        likelihood.
+    """
+
+    noise_variance: float
+    grid: Float64Array
+    scores: Float64Array
+
+
+def noise_grid(variance: float, *, lowest: float = 1e-10, highest: float = 10.0) -> Float64Array:
+    """Return noise variances from `lowest` to `highest` times Var[y], evenly in ln σ²."""
+    return variance * np.geomspace(lowest, highest, 45)
+
+
+def select_noise(
+    Phi: FloatArray,
+    y: FloatArray,
+    grid: FloatArray,
+    *,
+    criterion: str = "loo",
+    sample_weight: FloatArray | None = None,
+    gram: Float64Array | None = None,
+    max_rows: int = 4096,
+) -> NoiseSelection:
+    """Choose σ² for a projected process.
+
+    Parameters
+    ----------
+    Phi : (N, r) array
+        Whitened features of the training inputs.
+    y : (N,) or (N, T) array
+        Observations. Outputs are pooled, so they should be on one scale.
+    grid : (G,) array
+        Noise variances to try, increasing, G ≥ 3.
+    criterion : {"loo", "evidence"}
+        Mean squared leave-one-out residual, or log marginal likelihood.
+    sample_weight : (N,) array, optional
+        Positive; observation n has noise σ²/w_n, and its residual counts w_n times.
+    gram : (r, r) array, optional
+        ΦᵀΦ with weighted rows, if it is known already.
+    max_rows : int
+        Leave-one-out residuals are averaged over at most so many rows, evenly spaced. Each residual
+        is exact whatever their number: it is only the average that is over fewer.
+
+    Returns
+    -------
+    NoiseSelection
+    """
+    tried = np.asarray(grid, dtype=np.float64)
+    if len(tried) < 3 or not np.all(np.isfinite(tried)) or np.any(np.diff(tried, prepend=0) <= 0):
+        raise InputError("grid", tried, "at least 3 increasing noise variances > 0")
+    Y = as_targets(y, len(Phi))
+    root = np.sqrt(check_sample_weight(sample_weight, len(Phi)))[:, None]
+    if gram is None:
+        A = Phi if sample_weight is None else Phi * root
+        gram = np.asarray(A.T @ A, dtype=np.float64)
+    S, V = scipy.linalg.eigh(gram, check_finite=False)
+    S = np.maximum(S, 0.0)
+    projected = V.T @ (Phi.T @ (root**2 * Y))
+    if criterion == "loo":
+        rows = np.linspace(0, len(Y) - 1, min(len(Y), max_rows)).astype(np.intp)
+        scores = _loo_curve(_rotated_rows(Phi, Y, root, V, rows), S, projected, tried)
+    elif criterion == "evidence":
+        scores = _evidence_curve(S, projected, root * Y, tried)
+    else:
+        raise InputError("criterion", repr(criterion), '"loo" or "evidence"')
+    return NoiseSelection(_refined_minimum(tried, scores), tried, scores)
+
+
+def select_noise_from_kernel(
+    K_NN: FloatArray,
+    y: FloatArray,
+    grid: FloatArray,
+    *,
+    criterion: str = "loo",
+    sample_weight: FloatArray | None = None,
+) -> NoiseSelection:
+    """Choose σ² for exact Gaussian process regression: the projected process with M = N.
+
+    Parameters are those of `select_noise`, with K_NN (N, N) in the place of Φ.
+    """
+    whitening = whiten(K_NN)
+    Phi = whitening.features(K_NN[:, whitening.pivots])
+    return select_noise(
+        Phi, y, grid, criterion=criterion, sample_weight=sample_weight, max_rows=len(K_NN)
+    )
+
+
+def _rotated_rows(
+    Phi: FloatArray, Y: Float64Array, root: Float64Array, V: Float64Array, rows: IntArray
+) -> Iterator[tuple[Float64Array, Float64Array]]:
+    """Yield blocks of Z = √w Φ V and of √w y."""
+    for start in range(0, len(rows), _BLOCK):
+        block = rows[start : start + _BLOCK]
+        yield (Phi[block] * root[block]) @ V, Y[block] * root[block]
+
+
+def _loo_curve(
+    blocks: Iterator[tuple[Float64Array, Float64Array]],
+    S: Float64Array,
+    projected: Float64Array,
+    grid: Float64Array,
+) -> Float64Array:
+    """Return the mean squared leave-one-out residual for each σ²: (G,)."""
+    shrink = 1 / (S[:, None] + grid)  # (r, G)
+    total, count = np.zeros(len(grid)), 0
+    for Z, Y in blocks:
+        slack = np.maximum(1 - (Z**2) @ shrink, np.finfo(np.float64).eps)
+        for t in range(Y.shape[1]):
+            residuals = (Y[:, t, None] - Z @ (projected[:, t, None] * shrink)) / slack
+            total += np.sum(residuals**2, axis=0)
+        count += Y.size
+    return total / count
+
+
+def _evidence_curve(
+    S: Float64Array, projected: Float64Array, Y: Float64Array, grid: Float64Array
+) -> Float64Array:
+    """Return minus the log marginal likelihood for each σ², up to a constant: (G,)."""
+    n, n_outputs = Y.shape
+    shifted = S[:, None] + grid
+    explained = np.sum(projected**2, axis=1) @ (1 / shifted)
+    quadratic = (float(np.sum(Y**2)) - explained) / grid
+    log_det = (n - len(S)) * np.log(grid) + np.sum(np.log(shifted), axis=0)
+    curve: Float64Array = 0.5 * (np.maximum(quadratic, 0.0) + n_outputs * log_det)
+    return curve
+
+
+def _refined_minimum(grid: Float64Array, scores: Float64Array) -> float:
+    """Return the minimum of the parabola, in ln σ², through the best point and its neighbours."""
+    best = int(np.argmin(scores))
+    if best in (0, len(grid) - 1):
+        return float(grid[best])
+    x = np.log(grid[best - 1 : best + 2])
+    curvature, slope, _ = np.polyfit(x - x[1], scores[best - 1 : best + 2], 2)
+    if not curvature > 0:
+        return float(grid[best])
+    step = np.clip(-slope / (2 * curvature), x[0] - x[1], x[2] - x[1])
+    return float(np.exp(x[1] + step))

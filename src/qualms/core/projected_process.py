@@ -1,0 +1,170 @@
+"""The projected process: Eq. (3), Musil et al. 2019, corrected.
+
+In whitened coordinates Φ = K_NM L⁻ᵀ, where K_MM = L Lᵀ, the printed expressions become those of
+ridge regression, and nothing needs to be inverted. With A = ΦᵀΦ + σ² and K̃ = K_MM + σ⁻² K_MN K_NM,
+
+    K̃ = σ⁻² L A Lᵀ                     so   K_XM K̃⁻¹ K_MX = σ² φ A⁻¹ φᵀ   with φ = K_XM L⁻ᵀ,
+    y_PP = σ⁻² K_XM K̃⁻¹ K_MN y          =   φ A⁻¹ Φᵀ y                      (the print lacks σ⁻²),
+    Q_XX = K_XM K_MM⁻¹ K_MX              =   φ φᵀ,
+    σ²_PP = σ² + k_XX − Q_XX + σ² φ A⁻¹ φᵀ.
+
+If M = N this is exact Gaussian process regression.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from qualms.core.checks import as_targets, check_noise_variance, check_sample_weight
+from qualms.core.linalg import cholesky, cholesky_solve, cholesky_whiten
+from qualms.core.typing import Float64Array, FloatArray
+
+
+@dataclass(frozen=True)
+class ProjectedProcess:
+    """A projected process conditioned on N observations, in whitened coordinates.
+
+    Attributes
+    ----------
+    weights : (r, T) array
+        A⁻¹Φᵀy, one column per output.
+    gram : (r, r) array
+        ΦᵀΦ, rows weighted: what members that lack some of the rows start from.
+    factor : (r, r) array
+        Lower Cholesky factor of A = ΦᵀΦ + σ².
+    noise_variance : float
+        σ², in the units of y².
+    """
+
+    weights: Float64Array
+    gram: Float64Array
+    factor: Float64Array
+    noise_variance: float
+
+    def mean(self, Phi_X: FloatArray) -> Float64Array:
+        """Return y_PP for features (n, r): (n, T). Eq. (3), Musil et al. 2019, corrected."""
+        predicted: Float64Array = Phi_X @ self.weights
+        return predicted
+
+    def variance(
+        self, Phi_X: FloatArray, k_xx: FloatArray, *, include_noise: bool = True
+    ) -> Float64Array:
+        """Return σ²_PP (n,). Eq. (3), Musil et al. 2019.
+
+        k_XX − Q_XX cannot be negative in exact arithmetic; rounding is clipped away.
+
+        Parameters
+        ----------
+        Phi_X : (n, r) array
+        k_xx : (n,) array
+            Prior variance of the new inputs.
+        include_noise : bool
+            Whether to predict a noisy observation, as printed, or the function itself.
+        """
+        q_xx = np.einsum("ij,ij->i", Phi_X, Phi_X)
+        V = cholesky_whiten(self.factor, Phi_X.T)
+        posterior = self.noise_variance * np.einsum("ij,ij->j", V, V)
+        latent: Float64Array = np.maximum(k_xx - q_xx, 0.0) + posterior
+        return latent + self.noise_variance if include_noise else latent
+
+    def covariance(self, Phi_X: FloatArray, K_XX: FloatArray) -> Float64Array:
+        """Return the predictive covariance (n, n) of the latent function, without noise."""
+        V = cholesky_whiten(self.factor, Phi_X.T)
+        covariance: Float64Array = K_XX - Phi_X @ Phi_X.T + self.noise_variance * (V.T @ V)
+        return covariance
+
+
+def fit_projected_process(
+    Phi: FloatArray,
+    y: FloatArray,
+    noise_variance: float,
+    *,
+    sample_weight: FloatArray | None = None,
+) -> ProjectedProcess:
+    """Solve (ΦᵀΦ + σ²) w = Φᵀy: the full model.
+
+    Parameters
+    ----------
+    Phi : (N, r) array
+        Whitened features of the training inputs.
+    y : (N,) or (N, T) array
+        Observations, of zero mean in the prior.
+    noise_variance : float
+        σ² > 0.
+    sample_weight : (N,) array, optional
+        Positive; observation n has noise σ²/w_n.
+
+    Returns
+    -------
+    ProjectedProcess
+    """
+    check_noise_variance(noise_variance)
+    Y = as_targets(y, len(Phi))
+    A, target = _weighted_rows(Phi, Y, sample_weight)
+    gram: Float64Array = np.asarray(A.T @ A, dtype=np.float64)
+    factor = cholesky(_add_diagonal(gram, noise_variance), what="ΦᵀΦ + σ²", overwrite=True)
+    return ProjectedProcess(cholesky_solve(factor, A.T @ target), gram, factor, noise_variance)
+
+
+def log_marginal_likelihood(
+    model: ProjectedProcess,
+    Phi: FloatArray,
+    y: FloatArray,
+    *,
+    sample_weight: FloatArray | None = None,
+) -> float:
+    """Return ln N(y; 0, ΦΦᵀ + σ²/w), summed over outputs.
+
+    By the determinant lemma |ΦΦᵀ + σ²| = σ^{2(N−r)} |A|, and yᵀ(ΦΦᵀ + σ²)⁻¹y = |y − Φw|²/σ² + |w|²,
+    a sum of squares in which nothing cancels.
+    """
+    Y = as_targets(y, len(Phi))
+    n, n_outputs = Y.shape
+    A, target = _weighted_rows(Phi, Y, sample_weight)
+    residual = target - A @ model.weights
+    quadratic = float(np.sum(residual**2)) / model.noise_variance + float(np.sum(model.weights**2))
+    log_det = (n - A.shape[1]) * math.log(model.noise_variance)
+    log_det += 2 * float(np.sum(np.log(np.diag(model.factor))))
+    if sample_weight is not None:
+        log_det -= float(np.sum(np.log(sample_weight)))
+    return float(-0.5 * (quadratic + n_outputs * (log_det + n * math.log(2 * math.pi))))
+
+
+def leave_one_out_residuals(
+    model: ProjectedProcess,
+    Phi: FloatArray,
+    y: FloatArray,
+    *,
+    sample_weight: FloatArray | None = None,
+) -> Float64Array:
+    """Return y_n minus its prediction by the model that lacks n, in closed form: (N, T).
+
+    The representatives are kept. Removing row n changes A by −φ_nφ_nᵀ; Sherman and Morrison give
+    the residual (y_n − ŷ_n)/(1 − h_n) with the leverage h_n = φ_n A⁻¹ φ_nᵀ < 1.
+    """
+    Y = as_targets(y, len(Phi))
+    A, target = _weighted_rows(Phi, Y, sample_weight)
+    V = cholesky_whiten(model.factor, A.T)
+    slack = np.maximum(1 - np.einsum("ij,ij->j", V, V), np.finfo(np.float64).eps)
+    residuals: Float64Array = (target - A @ model.weights) / slack[:, None]
+    return residuals if sample_weight is None else residuals / np.sqrt(sample_weight)[:, None]
+
+
+def _weighted_rows(
+    Phi: FloatArray, Y: Float64Array, sample_weight: FloatArray | None
+) -> tuple[FloatArray, Float64Array]:
+    """Scale rows by √w, which turns noise σ²/w_n into σ²; without weights nothing is copied."""
+    if sample_weight is None:
+        return Phi, Y
+    root = np.sqrt(check_sample_weight(sample_weight, len(Phi)))[:, None]
+    return Phi * root, Y * root
+
+
+def _add_diagonal(A: Float64Array, value: float) -> Float64Array:
+    """Return A + value·1, in Fortran order so that LAPACK can overwrite it."""
+    shifted = np.array(A, order="F")
+    shifted[np.diag_indices_from(shifted)] += value
+    return shifted

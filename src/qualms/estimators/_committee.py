@@ -1,0 +1,187 @@
+"""What both estimators share: training points, their members, and calibrated predictions."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import _check_sample_weight, validate_data
+
+from qualms.core.calibration import (
+    METHODS,
+    Calibration,
+    NoCalibration,
+    PerOutputCalibration,
+    calibrate,
+)
+from qualms.core.distinct import DistinctRows, distinct_rows
+from qualms.core.resampling import draw_members, group_codes, membership_counts
+from qualms.core.typing import Float64Array, FloatArray, IntArray
+from qualms.errors import InputError, QualmsWarning
+
+
+@dataclass(frozen=True)
+class TrainingSet:
+    """Rows of a training set and the distinct points among them.
+
+    Attributes
+    ----------
+    rows : (n_rows,) array of int
+        Rows, as given to ``fit``, whose weight is not zero.
+    X : (n_points, d) array
+        Features of the distinct points.
+    y : (n_rows, T) array
+        Targets of the rows.
+    weight : (n_rows,) array
+        Weights of the rows.
+    inverse : (n_rows,) array of int
+        Point of each row.
+    groups : (n_points,) array of int, optional
+        Group of each point.
+    single_output : bool
+        Whether y was one-dimensional.
+    """
+
+    rows: IntArray
+    X: FloatArray
+    y: Float64Array
+    weight: Float64Array
+    inverse: IntArray
+    groups: IntArray | None
+    single_output: bool
+
+    @property
+    def n_points(self) -> int:
+        """Number of distinct points."""
+        return len(self.X)
+
+    def point_weight(self) -> Float64Array:
+        """Total weight of each point: (n_points,)."""
+        return np.bincount(self.inverse, self.weight, minlength=self.n_points).astype(np.float64)
+
+    def point_mean(self, values: Float64Array) -> Float64Array:
+        """Average values of rows (n_rows, T) over each point, by weight: (n_points, T)."""
+        sums = np.zeros((self.n_points, values.shape[1]))
+        np.add.at(sums, self.inverse, self.weight[:, None] * values)
+        return sums / self.point_weight()[:, None]
+
+    def first_rows(self) -> IntArray:
+        """Return the first row, as given to ``fit``, of each point: (n_points,)."""
+        first = np.empty(self.n_points, dtype=np.intp)
+        first[self.inverse[::-1]] = self.rows[::-1]
+        return first
+
+    def row_counts(self, counts: IntArray) -> IntArray:
+        """Repeat what is known of the points (n_points, …) for each of their rows."""
+        repeated: IntArray = counts[self.inverse]
+        return repeated
+
+    def member_rows(self, counts: IntArray) -> list[IntArray]:
+        """Return the rows, as given to ``fit``, in the training set of each member."""
+        times = self.row_counts(counts)
+        return [np.repeat(self.rows, times[:, i]) for i in range(times.shape[1])]
+
+
+def training_set(
+    estimator: Any,
+    X: ArrayLike,
+    y: ArrayLike,
+    groups: Sequence[object] | None,
+    sample_weight: ArrayLike | None,
+    *,
+    dtype: Any,
+) -> TrainingSet:
+    """Validate what was given to ``fit`` and collect the distinct points of non-zero weight."""
+    X, y = validate_data(
+        estimator, X, y, dtype=dtype, multi_output=True, y_numeric=True, ensure_min_samples=2
+    )
+    return _distinct_points(X, y, groups, sample_weight)
+
+
+def _distinct_points(
+    X: Any, y: Any, groups: Sequence[object] | None, sample_weight: Any
+) -> TrainingSet:
+    weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+    labels = None if groups is None else group_codes(groups, len(X))
+    rows = np.flatnonzero(weight > 0)
+    if len(rows) < 2:
+        raise InputError(
+            "sample_weight", f"{len(rows)} positive weights", "at least 2 samples with weight"
+        )
+    points: DistinctRows = distinct_rows(X[rows], None if labels is None else labels[rows])
+    first = rows[points.first]
+    return TrainingSet(
+        rows=rows,
+        X=X[first],
+        y=np.asarray(y, dtype=np.float64).reshape(len(X), -1)[rows],
+        weight=weight[rows],
+        inverse=points.inverse,
+        groups=None if labels is None else labels[first],
+        single_output=y.ndim == 1,
+    )
+
+
+def draw_counts(
+    data: TrainingSet, n_members: int, subsample: float, replace: bool, rng: np.random.Generator
+) -> IntArray:
+    """Draw the members and return how often each point is in each: (n_points, N_R)."""
+    if data.n_points < 2:
+        raise InputError(
+            "X",
+            "a single distinct row",
+            "at least 2 distinct rows to draw sub-samples from",
+            "Use n_members=0 where that is offered.",
+        )
+    indices = draw_members(
+        data.n_points, n_members, subsample, rng, replace=replace, groups=data.groups
+    )
+    return membership_counts(indices, data.n_points)
+
+
+def new_generator(random_state: Any) -> np.random.Generator:
+    """Return a generator seeded in scikit-learn's way."""
+    return np.random.default_rng(check_random_state(random_state).randint(2**31 - 1))
+
+
+def check_calibration_name(calibration: str | None) -> str:
+    """Return the name of a known method; None means "none"."""
+    name = "none" if calibration is None else calibration
+    if name not in METHODS:
+        raise InputError("calibration", repr(calibration), f"None or one of {', '.join(METHODS)}")
+    return name
+
+
+def internal_calibration(
+    data: TrainingSet, members: Float64Array, counts: IntArray, method: str
+) -> Calibration | PerOutputCalibration:
+    """Calibrate internally, on the rows as they were given.
+
+    Parameters
+    ----------
+    members : (n_points, T, N_R) array
+        Predictions of the distinct points by all members.
+    counts : (n_points, N_R) array
+    """
+    none = NoCalibration()
+    if method != "none" and np.ptp(data.y, axis=0).max() == 0:
+        warnings.warn(
+            "y is constant: all members predict it, without any spread, and nothing is calibrated.",
+            QualmsWarning,
+            stacklevel=3,
+        )
+        method = "none"
+    if method == "none":
+        return none if data.single_output else PerOutputCalibration((none,) * data.y.shape[1])
+    of_rows = members[data.inverse]
+    return calibrate(
+        data.y[:, 0] if data.single_output else data.y,
+        of_rows[:, 0] if data.single_output else of_rows,
+        absent=data.row_counts(counts) == 0,
+        method=method,
+        sample_weight=data.weight,
+    )

@@ -1,0 +1,251 @@
+"""Predictions that remember what each member said, so that errors stay correlated.
+
+Errors of two predictions by one model are correlated: what a member gets wrong for a molecule it
+gets wrong, in much the same way, for its isomer. Arithmetic therefore acts member by member, and
+``(p[0] - p[1]).std`` is the error bar of the difference, which is usually much smaller than the two
+error bars in quadrature.
+
+What a calibration does to sums
+-------------------------------
+A calibration scales the members of each point about their mean, by a factor that depends on the
+spread of that point. If the factor is the same for all points (linear, student), scaling and
+summing commute: it does not matter which comes first. If it is not (power with γ ≠ 1, shrinkage),
+it does. Predictions are calibrated first and combined afterwards: the calibrated covariance between
+points is D C D, where C is the covariance of the members as they are and D the diagonal matrix of
+factors, which is positive semi-definite and has the calibrated variances on its diagonal. If a
+combination is what you care about, calibrate that combination instead: combine the uncalibrated
+predictions, `Prediction.uncalibrated`, and fit and apply a calibration to the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+from numpy.typing import ArrayLike
+
+from qualms.core.calibration.base import MemberTransform
+from qualms.core.resampling import committee
+from qualms.core.scores import Scores, score_arrays
+from qualms.core.typing import Float64Array
+from qualms.errors import InputError
+
+
+class Prediction(NDArrayOperatorsMixin):
+    """Predictions of a committee: a value and an error bar per point, and what every member said.
+
+    Indexing, the operators, NumPy's functions of numbers and `map` act member by member.
+
+    Parameters
+    ----------
+    members : (…, N_R) array
+        Predictions of each of N_R ≥ 2 members, on the last axis: (n, N_R) for n points, (n, T, N_R)
+        for T outputs.
+    uncalibrated : Prediction or callable returning one, optional
+        The same predictions before calibration.
+
+    Examples
+    --------
+    >>> p = Prediction([[1.0, 1.2, 1.1], [2.0, 2.2, 2.1]])
+    >>> p.mean
+    array([1.1, 2.1])
+    >>> p.std
+    array([0.1, 0.1])
+    >>> difference = p[1] - p[0]
+    >>> print(f"{difference.mean:.2f} ± {difference.std:.2f}")
+    1.00 ± 0.00
+    """
+
+    def __init__(
+        self,
+        members: ArrayLike,
+        *,
+        uncalibrated: Prediction | Callable[[], Prediction] | None = None,
+    ) -> None:
+        array = np.array(members, dtype=np.float64)
+        if array.ndim < 1 or array.shape[-1] < 2:
+            raise InputError(
+                "members", f"shape {array.shape}", "at least 2 members on the last axis"
+            )
+        n_bad = array.size - int(np.count_nonzero(np.isfinite(array)))
+        if n_bad:
+            raise InputError("members", f"{n_bad} NaN or infinite values", "finite predictions")
+        array.flags.writeable = False
+        self._members = array
+        self._uncalibrated = uncalibrated
+
+    @property
+    def members(self) -> Float64Array:
+        """Predictions of each member, after calibration: (…, N_R), read-only."""
+        return self._members
+
+    @property
+    def n_members(self) -> int:
+        """N_R."""
+        return int(self._members.shape[-1])
+
+    @property
+    def mean(self) -> Float64Array:
+        """The prediction: mean over the members, Eq. (4), Musil et al. 2019."""
+        return committee(self._members)[0]
+
+    @property
+    def std(self) -> Float64Array:
+        """Its standard deviation: that of the members after calibration, ddof = 1."""
+        return committee(self._members)[1]
+
+    @property
+    def uncalibrated(self) -> Prediction:
+        """The same prediction before calibration; itself if it never was calibrated."""
+        if self._uncalibrated is None:
+            return self
+        if not isinstance(self._uncalibrated, Prediction):
+            # Computed when asked for: after `map` it can cost as much as the prediction itself.
+            self._uncalibrated = self._uncalibrated()
+        return self._uncalibrated
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of `mean` and `std`."""
+        return self._members.shape[:-1]
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("a single prediction has no length")
+        return int(self.shape[0])
+
+    def covariance(self) -> Float64Array:
+        """Return the covariance of the errors of all points over the members (ddof = 1): (n, n).
+
+        Several outputs are taken in the order of ``mean.ravel()``. The rank is at most N_R − 1: use
+        it for combinations of predictions, not as a matrix to invert.
+        """
+        flat = self._members.reshape(-1, self.n_members)
+        deviations = flat - flat.mean(axis=1, keepdims=True)
+        covariance: Float64Array = deviations @ deviations.T / (self.n_members - 1)
+        return covariance
+
+    def calibrated(self, calibration: MemberTransform) -> Prediction:
+        """Return the prediction with its members scaled about their mean by a calibration.
+
+        A prediction that is calibrated already is calibrated anew from its uncalibrated members.
+        """
+        raw = self.uncalibrated
+        return Prediction(calibration.transform(raw.members), uncalibrated=raw)
+
+    def map(self, f: Callable[[Float64Array], ArrayLike]) -> Prediction:
+        """Apply a function to what each member predicts, one member at a time.
+
+        Parameters
+        ----------
+        f : callable
+            Takes the predictions of one member, an array of shape `shape`, and returns a number or
+            an array.
+
+        Returns
+        -------
+        Prediction
+            Of whatever shape `f` returns. Its mean is the mean of ``f``, which for a non-linear
+            function is not ``f`` of the mean.
+        """
+
+        def of_each_member(members: Float64Array) -> Float64Array:
+            results = [np.asarray(f(members[..., i]), dtype=float) for i in range(self.n_members)]
+            return np.stack(results, axis=-1)
+
+        return _combined(of_each_member, self)
+
+    def sum(self, axis: int | None = None, dtype: None = None, out: None = None) -> Prediction:
+        """Sum over points, member by member; ``numpy.sum`` does the same."""
+        if dtype is not None or out is not None:
+            raise TypeError("the sum of a Prediction takes neither dtype nor out")
+        axes = tuple(range(len(self.shape))) if axis is None else axis
+        if isinstance(axes, int) and axes < 0:
+            axes -= 1  # the last axis holds the members
+        return _combined(lambda members: members.sum(axis=axes), self)
+
+    @staticmethod
+    def concatenate(predictions: Sequence[Prediction]) -> Prediction:
+        """Join predictions of one model along the first axis."""
+        return _combined(lambda *members: np.concatenate(members), *predictions)
+
+    def __getitem__(self, index: Any) -> Prediction:
+        key = index if isinstance(index, tuple) else (index,)
+        if not any(k is Ellipsis for k in key):
+            key = (*key, Ellipsis)
+        # The members are the last axis and cannot be indexed away.
+        return _combined(lambda members: members[(*key, slice(None))], self)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """Apply a NumPy function member by member; members of several predictions go in pairs."""
+        if method != "__call__" or kwargs or ufunc.nout != 1:
+            return NotImplemented
+        if ufunc is np.matmul:
+            return _linear_combination(*inputs)
+        predictions = [x for x in inputs if isinstance(x, Prediction)]
+
+        def of_members(*members: Float64Array) -> Float64Array:
+            remaining = iter(members)
+            arrays = [
+                next(remaining) if isinstance(x, Prediction) else np.asarray(x)[..., None]
+                for x in inputs
+            ]
+            result: Float64Array = ufunc(*arrays)
+            if result.dtype.kind not in "fiu":
+                raise TypeError(
+                    f"{ufunc.__name__} of a Prediction is not a number: use .mean or .members"
+                )
+            return result
+
+        return _combined(of_members, *predictions)
+
+    def __repr__(self) -> str:
+        calibrated = "" if self._uncalibrated is None else ", calibrated"
+        return f"<Prediction of shape {self.shape} by {self.n_members} members{calibrated}>"
+
+
+def _combined(f: Callable[..., Float64Array], *predictions: Prediction) -> Prediction:
+    """Combine the members of predictions, and, when asked for, their members before calibration."""
+    counts = sorted({p.n_members for p in predictions})
+    if len(counts) > 1:
+        raise InputError(
+            "n_members", counts, "predictions by the members of one and the same model"
+        )
+    members = f(*(p.members for p in predictions))
+    if all(p._uncalibrated is None for p in predictions):
+        return Prediction(members)
+    return Prediction(
+        members,
+        uncalibrated=lambda: Prediction(f(*(p.uncalibrated.members for p in predictions))),
+    )
+
+
+def _linear_combination(a: Any, b: Any) -> Prediction:
+    """Return C @ p or p @ c, such as stoichiometric sums."""
+    if isinstance(a, Prediction) and isinstance(b, Prediction):
+        raise TypeError("the product of two predictions is not linear: use map")
+    if isinstance(b, Prediction):
+        return _combined(lambda members: np.tensordot(a, members, axes=(-1, 0)), b)
+    # The product leaves the members in front of the columns of b: they belong last.
+    return _combined(
+        lambda members: np.moveaxis(np.tensordot(members, b, axes=(-2, 0)), len(a.shape) - 1, -1), a
+    )
+
+
+def score(y: ArrayLike, prediction: Prediction) -> Scores:
+    """Judge a prediction against the truth.
+
+    Parameters
+    ----------
+    y : array of the shape of the prediction
+        True values.
+    prediction : Prediction
+
+    Returns
+    -------
+    Scores
+        Root mean squared error, log likelihood, coverage and the other scores, by name.
+    """
+    return score_arrays(y, prediction.mean, prediction.std, prediction.members)

@@ -1,0 +1,142 @@
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from sklearn.gaussian_process.kernels import RBF, ConstantKernel
+
+from qualms.core.kernels import (
+    PowerKernel,
+    RBFKernel,
+    WeightedSumKernel,
+    median_length_scale,
+    normalize_rows,
+    squared_distances,
+    structure_kernel,
+    sum_over_structures,
+    unit_scale,
+)
+from qualms.errors import InputError
+
+rng = np.random.default_rng(0)
+X = normalize_rows(rng.random((7, 4)))
+Y = normalize_rows(rng.random((5, 4)))
+
+
+@pytest.mark.parametrize("exponent", [1, 2, 3, 4, 5, 7, 1.5, 3.5])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_power_kernel_is_the_oracle_s(exponent, offset):
+    kernel = PowerKernel(exponent, offset)
+    np.testing.assert_allclose(
+        kernel(X, Y), oracle.power_kernel(X, Y, exponent, offset), rtol=1e-12
+    )
+    np.testing.assert_allclose(kernel.diag(X), np.diag(kernel(X, X)), rtol=1e-12)
+
+
+def test_power_kernel_does_not_change_its_arguments_and_keeps_their_precision():
+    before = X.copy()
+    PowerKernel(3)(X, Y)
+    np.testing.assert_array_equal(X, before)
+    assert PowerKernel(2.5)(X.astype("f4"), Y.astype("f4")).dtype == np.float32
+
+
+def test_fractional_power_of_negative_products_is_refused_with_a_remedy():
+    with pytest.raises(InputError, match=r"exponent=1.5.*integer.*offset=1"):
+        PowerKernel(1.5)(X, -Y)
+    assert np.all(PowerKernel(1.5, 1.0)(X, -Y) >= 0)
+    # Rounding below zero is not refused.
+    tiny = np.array([[1e-17, 1.0]])
+    assert PowerKernel(1.5)(tiny, np.array([[-1.0, 0.0]]))[0, 0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("exponent", 0.5), ("exponent", np.nan), ("offset", -1)]
+)
+def test_power_kernel_refuses_bad_parameters(name, value):
+    with pytest.raises(InputError, match=name):
+        PowerKernel(**{name: value})
+
+
+def test_rbf_kernel_is_the_oracle_s_and_scikit_learn_s():
+    kernel = RBFKernel(0.7)
+    np.testing.assert_allclose(kernel(X, Y), oracle.rbf_kernel(X, Y, 0.7), rtol=1e-10)
+    np.testing.assert_allclose(kernel(X, Y), RBF(0.7)(X, Y), rtol=1e-10)
+    np.testing.assert_array_equal(kernel.diag(X), np.ones(7))
+    with pytest.raises(InputError, match="length_scale"):
+        RBFKernel(0.0)
+
+
+def test_distances_far_from_the_origin_keep_their_digits():
+    far = X + 1e6
+    np.testing.assert_allclose(squared_distances(far, far), squared_distances(X, X), atol=1e-8)
+
+
+def test_weighted_sum_of_kernels_on_their_own_columns():
+    kernel = WeightedSumKernel(
+        [PowerKernel(2), RBFKernel(1.0)], [0.3, 0.7], [slice(0, 2), slice(2, 4)]
+    )
+    expected = 0.3 * PowerKernel(2)(X[:, :2], Y[:, :2]) + 0.7 * RBFKernel(1.0)(X[:, 2:], Y[:, 2:])
+    np.testing.assert_allclose(kernel(X, Y), expected)
+    np.testing.assert_allclose(kernel.diag(X), np.diag(kernel(X, X)))
+
+
+def test_weighted_sum_takes_kernels_of_scikit_learn():
+    kernel = WeightedSumKernel([ConstantKernel(2.0) * RBF(0.5), PowerKernel(1)], [1.0, 0.5])
+    np.testing.assert_allclose(kernel(X, Y), 2 * RBF(0.5)(X, Y) + 0.5 * X @ Y.T)
+
+
+@pytest.mark.parametrize(
+    ("weights", "columns"),
+    [([1.0], None), ([1.0, -1.0], None), ([0.0, 0.0], None), ([1.0, 1.0], [slice(None)])],
+)
+def test_weighted_sum_refuses_bad_weights_and_columns(weights, columns):
+    with pytest.raises(InputError, match="weights|columns"):
+        WeightedSumKernel([PowerKernel(), PowerKernel()], weights, columns)
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_structure_kernel_is_the_oracle_s(average):
+    rows, columns = [2, 1, 4], [3, 2]
+    K = PowerKernel(2)(X, Y)
+    result = structure_kernel(K, np.cumsum([0, *rows]), np.cumsum([0, *columns]), average=average)
+    np.testing.assert_allclose(result, oracle.structure_kernel(K, rows, columns, average))
+
+
+@pytest.mark.parametrize("offsets", [[0, 3], [1, 7], [0, 3, 3, 7], [0, 5, 4, 7], [7]])
+def test_offsets_that_do_not_fit_are_refused(offsets):
+    with pytest.raises(InputError, match="offsets"):
+        sum_over_structures(X, np.array(offsets))
+
+
+def test_unit_scale_makes_the_prior_variance_that_of_y():
+    y = rng.normal(size=7) * 3
+    diagonal = PowerKernel(2, 0.5).diag(X) * 5
+    assert np.mean(unit_scale(y, diagonal) * diagonal) == pytest.approx(np.var(y))
+    with pytest.raises(InputError, match="k_diag"):
+        unit_scale(y, np.zeros(7))
+
+
+@given(arrays(np.float64, (4, 3), elements=st.floats(-1e3, 1e3)))
+def test_normalised_rows_have_unit_length_or_are_null(A):
+    norms = np.linalg.norm(normalize_rows(A), axis=1)
+    null = np.linalg.norm(A, axis=1) == 0
+    np.testing.assert_allclose(norms[~null], 1, rtol=1e-6)
+    np.testing.assert_array_equal(norms[null], 0)
+
+
+@given(
+    arrays(np.float64, (6, 3), elements=st.floats(0, 1)),
+    st.sampled_from([1, 2, 3]),
+    st.floats(0, 2),
+)
+def test_integer_powers_are_positive_semi_definite(A, exponent, offset):
+    K = PowerKernel(exponent, offset)(A, A)
+    np.testing.assert_allclose(K, K.T)
+    assert np.linalg.eigvalsh(K).min() >= -1e-10 * max(np.trace(K), 1)
+
+
+def test_median_length_scale():
+    points = np.array([[0.0], [3.0], [3.0], [7.0]])
+    assert median_length_scale(points) == pytest.approx(4.0)
+    assert median_length_scale(np.ones((5, 2))) == 1.0

@@ -1,0 +1,169 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from qualms.core.calibration import LinearCalibration, PowerCalibration, calibrate
+from qualms.errors import InputError
+from qualms.prediction import Prediction, score
+
+rng = np.random.default_rng(0)
+MEMBERS = rng.normal(size=(5, 8)) + 3
+P = Prediction(MEMBERS)
+
+
+def same(prediction, members):
+    np.testing.assert_allclose(prediction.members, members, rtol=1e-12)
+
+
+def test_mean_and_std_are_those_of_the_members():
+    np.testing.assert_allclose(P.mean, MEMBERS.mean(axis=1))
+    np.testing.assert_allclose(P.std, MEMBERS.std(axis=1, ddof=1))
+    np.testing.assert_allclose(P.covariance(), np.cov(MEMBERS))
+    assert (P.shape, P.n_members, len(P)) == ((5,), 8, 5)
+    assert repr(P) == "<Prediction of shape (5,) by 8 members>"
+
+
+def test_members_cannot_be_changed():
+    with pytest.raises(ValueError, match="read-only"):
+        P.members[0, 0] = 1.0
+    source = MEMBERS.copy()
+    prediction = Prediction(source)
+    source[:] = 0
+    same(prediction, MEMBERS)
+
+
+def test_indexing_keeps_the_members():
+    same(P[2], MEMBERS[2])
+    same(P[1:3], MEMBERS[1:3])
+    same(P[[0, 4]], MEMBERS[[0, 4]])
+    same(P[P.mean > 3], MEMBERS[P.mean > 3])
+    two = Prediction(rng.normal(size=(4, 3, 8)))
+    same(two[:, 1], two.members[:, 1])
+    same(two[..., 0], two.members[:, 0])
+    same(two[1, 2], two.members[1, 2])
+    with pytest.raises(IndexError):
+        P[0, 0]
+    with pytest.raises(TypeError, match="no length"):
+        len(P[0])
+
+
+def test_operators_and_functions_act_member_by_member():
+    Q = Prediction(rng.normal(size=(5, 8)))
+    same(P + Q, MEMBERS + Q.members)
+    same(P - 1, MEMBERS - 1)
+    same(1 - P, 1 - MEMBERS)
+    same(np.arange(5) * P, np.arange(5)[:, None] * MEMBERS)
+    same(P / np.arange(1, 6), MEMBERS / np.arange(1, 6)[:, None])
+    same(-(P**2), -(MEMBERS**2))
+    same(abs(Q), abs(Q.members))
+    same(np.exp(P), np.exp(MEMBERS))
+    same(np.maximum(P, Q), np.maximum(MEMBERS, Q.members))
+    same(P[0] * Q, MEMBERS[0] * Q.members)
+    same(np.ones((2, 1)) + P, np.ones((2, 1, 1)) + MEMBERS)
+
+
+def test_sums_and_linear_combinations():
+    C = rng.normal(size=(3, 5))
+    same(C @ P, C @ MEMBERS)
+    same(P @ C.T, C @ MEMBERS)
+    same(C[0] @ P, C[0] @ MEMBERS)
+    same(P.sum(), MEMBERS.sum(axis=0))
+    same(np.sum(P), MEMBERS.sum(axis=0))
+    two = Prediction(rng.normal(size=(5, 3, 8)))
+    same(two.sum(axis=0), two.members.sum(axis=0))
+    same(np.sum(two, axis=-1), two.members.sum(axis=1))
+    same(C @ two, np.einsum("kn,ntr->ktr", C, two.members))
+    same(two @ np.ones((3, 2)), np.einsum("ntr,tk->nkr", two.members, np.ones((3, 2))))
+    same(Prediction.concatenate([P[:2], P[2:]]), MEMBERS)
+    with pytest.raises(TypeError, match="use map"):
+        P @ P
+    with pytest.raises(TypeError, match="dtype"):
+        P.sum(dtype=np.float32)
+
+
+def test_correlated_errors_cancel_in_differences():
+    shared = rng.normal(size=8)
+    pair = Prediction(np.stack([shared, shared + 1.0]))
+    difference = pair[1] - pair[0]
+    assert difference.mean == pytest.approx(1.0)
+    assert difference.std == pytest.approx(0.0, abs=1e-12)
+
+
+@given(
+    arrays(np.float64, (3, 6), elements=st.floats(-10, 10)),
+    arrays(np.float64, 3, elements=st.floats(-10, 10)),
+)
+def test_the_error_of_a_combination_is_that_of_the_covariance(members, c):
+    prediction = Prediction(members)
+    variance = c @ prediction.covariance() @ c
+    assert (c @ prediction).std ** 2 == pytest.approx(variance, abs=1e-8)
+
+
+def test_map_calls_the_function_once_per_member():
+    largest = P.map(np.max)
+    same(largest, MEMBERS.max(axis=0))
+    assert P.map(lambda x: np.outer(x, x)).shape == (5, 5)
+
+
+def test_linear_calibration_commutes_with_sums():
+    calibration = LinearCalibration(alpha=2.5)
+    first = calibration.apply(P)
+    combined, other = first[0] - first[1], calibration.apply(P[0] - P[1])
+    same(combined, other.members)
+
+
+def test_non_linear_calibration_is_applied_before_combining():
+    calibration = PowerCalibration(alpha=0.8, gamma=0.5)
+    calibrated = calibration.apply(P)
+    np.testing.assert_allclose(calibrated.std, 0.8 * P.std**0.5)
+    # D C D, with the factors on the diagonal.
+    factors = calibrated.std / P.std
+    np.testing.assert_allclose(
+        calibrated.covariance(), np.cov(MEMBERS) * np.outer(factors, factors)
+    )
+    # A combination can be calibrated itself, from what the members said before.
+    difference = calibrated[0] - calibrated[1]
+    same(difference.uncalibrated, MEMBERS[0] - MEMBERS[1])
+    again = calibration.apply(difference)
+    assert again.std == pytest.approx(0.8 * (P[0] - P[1]).std ** 0.5)
+
+
+def test_the_uncalibrated_prediction_is_kept_through_everything():
+    calibrated = LinearCalibration(alpha=3.0).apply(P)
+    assert repr(calibrated).endswith("calibrated>")
+    same(calibrated.uncalibrated, MEMBERS)
+    same(calibrated[1:].uncalibrated, MEMBERS[1:])
+    same(np.exp(calibrated).uncalibrated, np.exp(MEMBERS))
+    same(calibrated.map(np.max).uncalibrated, MEMBERS.max(axis=0))
+    same(calibrated.sum().uncalibrated, MEMBERS.sum(axis=0))
+    same((np.ones(5) @ calibrated).uncalibrated, MEMBERS.sum(axis=0))
+    same(Prediction.concatenate([calibrated, calibrated]).uncalibrated, np.tile(MEMBERS, (2, 1)))
+    assert P.uncalibrated is P
+    # Calibrating twice is calibrating once.
+    same(LinearCalibration(alpha=3.0).apply(calibrated), calibrated.members)
+
+
+def test_score_judges_a_prediction():
+    y = rng.normal(size=5) + 3
+    scores = score(y, P)
+    assert scores.n_points == 5
+    assert scores.rmse == pytest.approx(np.sqrt(np.mean((y - P.mean) ** 2)))
+    assert scores.crps_ensemble > 0
+    assert calibrate(y, MEMBERS, method="linear").apply(P).n_members == 8
+
+
+def test_bad_input():
+    with pytest.raises(InputError, match="at least 2 members"):
+        Prediction(np.ones((3, 1)))
+    with pytest.raises(InputError, match="at least 2 members"):
+        Prediction(1.0)
+    with pytest.raises(InputError, match="1 NaN or infinite"):
+        Prediction([[1.0, np.inf]])
+    with pytest.raises(InputError, match="one and the same model"):
+        P + Prediction(np.ones((5, 3)))
+    with pytest.raises(TypeError, match="not a number"):
+        P > 1
+    with pytest.raises(TypeError):
+        np.add.reduce(P)

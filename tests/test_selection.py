@@ -1,0 +1,364 @@
+"""Farthest points and CUR: the fast code picks what the textbook picks."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qualms.core import selection
+from qualms.core.selection import (
+    cur,
+    cur_from_kernel,
+    farthest_points,
+    farthest_points_from_kernel,
+)
+from qualms.errors import InputError
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def soap_like(rng, n_points, n_features, n_latent=6, dtype=np.float64):
+    """Non-negative normalised rows in clusters, on a manifold of few dimensions."""
+    centres = rng.normal(size=(8, n_latent))
+    latent = centres[rng.integers(8, size=n_points)] + 0.3 * rng.normal(size=(n_points, n_latent))
+    X = (latent @ rng.normal(size=(n_latent, n_features))) ** 2
+    return (X / np.linalg.norm(X, axis=1, keepdims=True)).astype(dtype)
+
+
+def assert_textbook(picks, X, n, start=0, rtol=1e-7):
+    indices, distances = oracle.farthest_points(X, n, start)
+    assert picks.indices.tolist() == indices
+    np.testing.assert_allclose(picks.distances, distances, rtol=rtol)
+
+
+@pytest.fixture
+def tiny_pools(monkeypatch):
+    """Many levels, many rounds and many partial updates, on few points."""
+    monkeypatch.setattr(selection, "_POOL_FRACTION", 4)
+    monkeypatch.setattr(selection, "_LOOP_SIZE", 8)
+    monkeypatch.setattr(selection, "_ROWS", 16)
+    monkeypatch.setattr(selection, "_PICKS", 5)
+
+
+# --- farthest points ---
+
+
+@pytest.mark.parametrize(("n_points", "n_features", "n"), [(1, 3, 1), (2, 1, 2), (60, 4, 60)])
+def test_small_cases_are_the_textbook_loop(n_points, n_features, n):
+    X = np.random.default_rng(0).normal(size=(n_points, n_features))
+    picks = farthest_points(X, n, start=n_points - 1)
+    assert_textbook(picks, X, n, start=n_points - 1)
+    assert picks.distances[0] == np.inf
+    assert picks.indices.dtype == np.intp
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "soap"])
+def test_pools_give_the_textbook_picks(kind):
+    rng = np.random.default_rng(1)
+    X = rng.normal(size=(6000, 50)) if kind == "gaussian" else soap_like(rng, 6000, 50)
+    assert_textbook(farthest_points(X, 700, start=17), X, 700, start=17)
+
+
+def test_float32_gives_the_textbook_picks():
+    # Gaps between the candidates of this set are wider than the rounding of float32.
+    X = np.random.default_rng(2).normal(size=(5000, 100)).astype(np.float32)
+    assert_textbook(farthest_points(X, 100), X, 100, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("tiny_pools")
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=seeds,
+    n_points=st.integers(1, 300),
+    n_features=st.integers(1, 5),
+    fraction=st.floats(0.01, 1),
+    levels=st.integers(1, 6),
+)
+def test_integer_grids_break_ties_and_skip_duplicates_as_the_textbook_does(
+    seed, n_points, n_features, fraction, levels
+):
+    # Integers make the arithmetic exact: ties are ties, and most rows are repeated.
+    rng = np.random.default_rng(seed)
+    X = rng.integers(0, levels, size=(n_points, n_features)).astype(rng.choice(["f4", "f8"]))
+    n, start = max(1, int(fraction * n_points)), int(rng.integers(n_points))
+    assert_textbook(farthest_points(X, n, start=start), X, n, start=start)
+
+
+@pytest.mark.usefixtures("tiny_pools")
+@settings(max_examples=30, deadline=None)
+@given(seed=seeds, n_points=st.integers(1, 400), gaussian=st.booleans())
+def test_every_level_gives_the_textbook_picks(seed, n_points, gaussian):
+    rng = np.random.default_rng(seed)
+    X = rng.normal(size=(n_points, 8)) if gaussian else soap_like(rng, n_points, 8)
+    n = int(rng.integers(1, n_points + 1))
+    assert_textbook(farthest_points(X, n), X, n, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_ties_among_thousands_are_taken_in_order(dtype):
+    X = np.eye(2500, dtype=dtype)
+    picks = farthest_points(X, 1500, start=3)
+    assert picks.indices.tolist() == [3, 0, 1, 2, *range(4, 1500)]
+    np.testing.assert_array_equal(picks.distances[1:], np.full(1499, np.sqrt(2.0)))
+
+
+def test_a_grid_with_many_ties_is_the_textbook_loop():
+    X = np.array(list(itertools.product(range(8), repeat=4)), dtype=np.float64)
+    assert_textbook(farthest_points(X, 300, start=1000), X, 300, start=1000)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_stops_when_only_duplicates_remain(dtype):
+    distinct = soap_like(np.random.default_rng(4), 300, 200, dtype=dtype)
+    X = np.tile(distinct, (20, 1))
+    picks = farthest_points(X, len(X))
+    assert sorted(picks.indices % 300) == list(range(300))
+    assert (picks.distances > 0).all()
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 1e6, 1e-30])
+def test_constant_rows_are_one_point(value):
+    for dtype in (np.float32, np.float64):
+        picks = farthest_points(np.full((500, 3000), value, dtype=dtype), 10, start=7)
+        assert picks.indices.tolist() == [7]
+
+
+def test_rounding_of_the_features_counts_as_a_duplicate():
+    X = soap_like(np.random.default_rng(5), 50, 30, dtype=np.float32)
+    picks = farthest_points(np.concatenate([X, X * np.float32(1 + 2e-7)]), 100)
+    assert len(picks.indices) == 50
+
+
+def test_distances_far_below_the_norm_are_resolved():
+    # |x|² + |c|² − 2 x·c has no correct digit here.
+    rng = np.random.default_rng(6)
+    X = (1000 + 0.1 * rng.normal(size=(1500, 3))).astype(np.float32)
+    assert_textbook(farthest_points(X, 60), X, 60)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=seeds)
+def test_picks_are_invariant_to_rotation_and_translation(seed):
+    rng = np.random.default_rng(seed)
+    X = rng.normal(size=(300, 6))
+    rotation = np.linalg.qr(rng.normal(size=(6, 6)))[0]
+    expected = farthest_points(X, 40)
+    moved = farthest_points(X @ rotation + rng.normal(size=6), 40)
+    np.testing.assert_array_equal(moved.indices, expected.indices)
+    np.testing.assert_allclose(moved.distances, expected.distances, rtol=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=seeds)
+def test_picks_follow_a_permutation(seed):
+    rng = np.random.default_rng(seed)
+    X = rng.normal(size=(500, 4))
+    order = rng.permutation(500)
+    picks = farthest_points(X[order], 60, start=int(np.flatnonzero(order == 5)[0]))
+    np.testing.assert_array_equal(order[picks.indices], farthest_points(X, 60, start=5).indices)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=seeds, n=st.integers(1, 400))
+def test_picks_are_distinct_and_cover(seed, n):
+    X = soap_like(np.random.default_rng(seed), 400, 20)
+    picks = farthest_points(X, n)
+    assert len(set(picks.indices)) == len(picks.indices) == n
+    assert (np.diff(picks.distances[1:]) <= 1e-12).all()
+    to_picks = np.linalg.norm(X[:, None] - X[picks.indices], axis=2)
+    assert to_picks.min(axis=1).max() <= picks.distances[-1] * (1 + 1e-9)
+    np.testing.assert_array_equal(farthest_points(X, 400).indices[:n], picks.indices)
+
+
+def test_layout_and_integers_do_not_matter():
+    X = np.random.default_rng(7).integers(0, 1000, size=(300, 5))
+    expected = farthest_points(X.astype(np.float64), 50).indices
+    np.testing.assert_array_equal(farthest_points(X, 50).indices, expected)
+    np.testing.assert_array_equal(farthest_points(np.asfortranarray(X), 50).indices, expected)
+    np.testing.assert_array_equal(farthest_points(X.tolist(), 50).indices, expected)
+
+
+def test_input_is_left_as_it_was():
+    X = np.random.default_rng(8).normal(size=(300, 5))
+    K = X @ X.T
+    X_before, K_before = X.copy(), K.copy()
+    farthest_points(X, 50)
+    cur(X, 5)
+    farthest_points_from_kernel(K, 50)
+    cur_from_kernel(K, 5)
+    np.testing.assert_array_equal(X, X_before)
+    np.testing.assert_array_equal(K, K_before)
+
+
+def test_kernel_version_equals_feature_version():
+    X = np.random.default_rng(9).normal(size=(1000, 12))
+    expected = farthest_points(X, 200, start=11)
+    picks = farthest_points_from_kernel(X @ X.T, 200, start=11)
+    np.testing.assert_array_equal(picks.indices, expected.indices)
+    np.testing.assert_allclose(picks.distances, expected.distances, rtol=1e-9)
+
+
+def test_square_power_kernel_on_normalised_rows_picks_as_features_do():
+    # d² = 2 (1 − (x·c)^ζ) falls with x·c, so the order of distances is that of the features.
+    X = soap_like(np.random.default_rng(10), 1000, 20)
+    picks = farthest_points_from_kernel((X @ X.T) ** 2, 150)
+    np.testing.assert_array_equal(picks.indices, farthest_points(X, 150).indices)
+
+
+def test_kernel_version_stops_at_duplicates():
+    X = np.random.default_rng(11).normal(size=(40, 60))
+    X = np.concatenate([X, X, X])
+    picks = farthest_points_from_kernel(X @ X.T, 120)
+    assert sorted(picks.indices % 40) == list(range(40))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_scikit_matter_picks_the_same(dtype):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sample_selection = pytest.importorskip("skmatter.sample_selection")
+    X = np.random.default_rng(12).normal(size=(2000, 80)).astype(dtype)
+    peer = sample_selection.FPS(initialize=3, n_to_select=100).fit(X)
+    picks = farthest_points(X, 100, start=3)
+    np.testing.assert_array_equal(picks.indices, peer.selected_idx_)
+    np.testing.assert_allclose(picks.distances[1:] ** 2, peer.get_select_distance()[1:], rtol=1e-4)
+
+
+# --- CUR ---
+
+
+@pytest.mark.parametrize("shape", [(40, 10), (10, 40), (25, 25), (1, 5), (5, 1)])
+@pytest.mark.parametrize("n_components", [1, 3])
+def test_cur_is_the_brute_force(shape, n_components):
+    n_components = min(n_components, *shape)
+    X = np.random.default_rng(20).normal(size=shape) * np.arange(1, shape[1] + 1) ** -0.5
+    picks = cur(X, shape[0], n_components=n_components)
+    indices, scores = oracle.cur(X, shape[0], n_components)
+    assert picks.indices.tolist() == indices
+    assert len(indices) == min(shape)
+    np.testing.assert_allclose(picks.scores, scores, rtol=1e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=seeds, n_components=st.integers(1, 4))
+def test_cur_from_kernel_is_cur(seed, n_components):
+    X = np.random.default_rng(seed).normal(size=(30, 12)) * np.arange(1, 13) ** -1.0
+    expected = cur(X, 8, n_components=n_components)
+    picks = cur_from_kernel(X @ X.T, 8, n_components=n_components)
+    np.testing.assert_array_equal(picks.indices, expected.indices)
+    np.testing.assert_allclose(picks.scores, expected.scores, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_cur_on_many_features_is_the_brute_force(dtype):
+    # More features than the dense solver takes: Lanczos, started from the vectors before.
+    rng = np.random.default_rng(21)
+    X = (rng.normal(size=(420, 350)) * np.arange(1, 351) ** -0.5).astype(dtype)
+    picks = cur(X, 12, n_components=2)
+    indices, scores = oracle.cur(X, 12, 2)
+    assert picks.indices.tolist() == indices
+    np.testing.assert_allclose(picks.scores, scores, rtol=1e-6)
+
+
+def test_cur_survives_eigenvalues_too_close_for_lanczos(monkeypatch):
+    def fail(*args, **kwargs):
+        raise selection.ArpackNoConvergence("no convergence", np.empty(0), np.empty((0, 0)))
+
+    X = np.random.default_rng(22).normal(size=(330, 310))
+    expected = cur(X, 4)
+    monkeypatch.setattr(selection, "eigsh", fail)
+    np.testing.assert_array_equal(cur(X, 4).indices, expected.indices)
+
+
+def test_cur_stops_when_the_rank_is_exhausted():
+    rng = np.random.default_rng(23)
+    X = rng.normal(size=(60, 4)) @ rng.normal(size=(4, 20))
+    for picks in (cur(X, 60, n_components=2), cur_from_kernel(X @ X.T, 60)):
+        assert len(picks.indices) == 4
+        assert len(set(picks.indices)) == 4
+    residual = X - X @ np.linalg.pinv(X[picks.indices]) @ X[picks.indices]
+    assert np.abs(residual).max() < 1e-9
+
+
+def test_cur_takes_the_first_of_equal_rows():
+    X = np.random.default_rng(24).normal(size=(30, 8))
+    picks = cur(np.concatenate([X, X, X]), 8)
+    assert (picks.indices < 30).all()
+    np.testing.assert_array_equal(picks.indices, cur(X, 8).indices)
+
+
+def test_cur_of_nothing_is_empty():
+    assert len(cur(np.zeros((5, 3)), 2).indices) == 0
+    assert len(cur_from_kernel(np.zeros((5, 5)), 2).indices) == 0
+
+
+# --- bad input ---
+
+GOOD = np.arange(12.0).reshape(4, 3)
+WITH_NAN = np.where(GOOD == 5, np.nan, GOOD)
+WITH_INF = np.where(GOOD == 5, np.inf, GOOD)
+
+
+@pytest.mark.parametrize("select", [farthest_points, cur])
+@pytest.mark.parametrize(
+    "X", [WITH_NAN, WITH_INF, GOOD[0], GOOD[None], GOOD[:0], GOOD[:, :0], np.array([["a"]])]
+)
+def test_unusable_features_are_named(select, X):
+    with pytest.raises(InputError) as caught:
+        select(X, 1)
+    assert caught.value.parameter == "X"
+
+
+def test_overflowing_features_are_named():
+    with pytest.raises(InputError, match="row 1") as caught:
+        farthest_points(np.array([[1.0], [1e30]], dtype=np.float32), 1)
+    assert caught.value.parameter == "X"
+
+
+KERNEL = GOOD @ GOOD.T
+
+
+@pytest.mark.parametrize("select", [farthest_points_from_kernel, cur_from_kernel])
+@pytest.mark.parametrize(
+    "K",
+    [GOOD, np.full((3, 3), np.nan), -KERNEL, KERNEL[0], KERNEL + 10 * np.triu(np.ones((4, 4)))],
+)
+def test_unusable_kernels_are_named(select, K):
+    with pytest.raises(InputError) as caught:
+        select(K, 1)
+    assert caught.value.parameter == "K"
+
+
+@pytest.mark.parametrize("n", [0, -1, 5])
+def test_unusable_counts_are_named(n):
+    for select, array in [
+        (farthest_points, GOOD),
+        (farthest_points_from_kernel, KERNEL),
+        (cur, GOOD),
+        (cur_from_kernel, KERNEL),
+    ]:
+        with pytest.raises(InputError) as caught:
+            select(array, n)
+        assert caught.value.parameter == "n"
+
+
+@pytest.mark.parametrize("start", [-1, 4])
+def test_unusable_starts_are_named(start):
+    for select, array in [(farthest_points, GOOD), (farthest_points_from_kernel, KERNEL)]:
+        with pytest.raises(InputError) as caught:
+            select(array, 2, start=start)
+        assert caught.value.parameter == "start"
+
+
+@pytest.mark.parametrize("n_components", [0, 5])
+def test_unusable_component_counts_are_named(n_components):
+    for select, array in [(cur, GOOD), (cur_from_kernel, KERNEL)]:
+        with pytest.raises(InputError) as caught:
+            select(array, 2, n_components=n_components)
+        assert caught.value.parameter == "n_components"
