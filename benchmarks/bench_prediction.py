@@ -22,7 +22,7 @@ def soap_like(n: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def fitted_model(rng: np.random.Generator) -> ProjectedProcessRegressor:
-    """A model of the stated size; the noise is given, because only predictions are timed."""
+    """Train a model of the stated size; the noise is given, because only predictions are timed."""
     X = soap_like(N_TRAIN, rng)
     y = np.log(X[:, :50].sum(axis=1)) + 0.01 * rng.normal(size=N_TRAIN)
     return ProjectedProcessRegressor(

@@ -1,7 +1,7 @@
 """Farthest point sampling against scikit-matter and against the bare matrix products.
 
-Every case runs in a process of its own, so that its peak memory is its own. Ratios compare times from
-one process, taken in turns, with the same number of BLAS threads.
+Every case runs in a process of its own, so that its peak memory is its own. Ratios compare times
+from one process, taken in turns, with the same number of BLAS threads.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,11 +39,11 @@ def soap_like(n_points: int, seed: int = 0) -> np.ndarray:
     labels = rng.choice(n_clusters, size=n_points, p=rng.dirichlet(np.full(n_clusters, 0.5)))
     directions = rng.normal(size=(n_latent, N_FEATURES))
     X = np.empty((n_points, N_FEATURES), dtype=np.float32)
-    for begin in range(0, n_points, ROWS):
-        chosen = labels[begin : begin + ROWS]
+    for begin in range(0, n_points, 256):
+        chosen = labels[begin : begin + 256]
         noise = rng.normal(size=(len(chosen), n_latent)) * decay * widths[chosen, None]
         block = ((centres[chosen] + noise) @ directions) ** 2
-        X[begin : begin + ROWS] = block / np.linalg.norm(block, axis=1, keepdims=True)
+        X[begin : begin + 256] = block / np.linalg.norm(block, axis=1, keepdims=True)
     return X
 
 
@@ -72,7 +73,7 @@ def bare_products(X: np.ndarray, picks: np.ndarray) -> None:
 
 
 def scikit_matter(X: np.ndarray, n: int) -> np.ndarray:
-    """Picks of the peer."""
+    """Pick with the peer."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from skmatter.sample_selection import FPS
@@ -97,16 +98,16 @@ def largest_excess(X: np.ndarray, indices: np.ndarray, distances: np.ndarray) ->
 
 
 def run_speed(kind: str, n_points: int, n: int, peer: bool, repeats: int = 3) -> dict[str, Any]:
-    """Times of one case, the best of some turns, and what was checked."""
+    """Time one case, the best of some turns, and check its picks."""
     X = make(kind, n_points)
     farthest_points(X[:500], 20)  # wakes the BLAS threads for everybody
     ours, bare, theirs = [], [], []
     for turn in range(repeats):
-        seconds, picks = timed(lambda: farthest_points(X, n))
+        seconds, picks = timed(partial(farthest_points, X, n))
         ours.append(seconds)
-        bare.append(timed(lambda: bare_products(X, picks.indices))[0])
+        bare.append(timed(partial(bare_products, X, picks.indices))[0])
         if peer and turn < 2:
-            seconds, expected = timed(lambda: scikit_matter(X, n))
+            seconds, expected = timed(partial(scikit_matter, X, n))
             theirs.append(seconds)
     excess = largest_excess(X, picks.indices, picks.distances)
     # Both round: so far out of order is a mistake, not a tie.
@@ -127,7 +128,7 @@ def run_memory(kind: str, n_points: int, n: int) -> dict[str, Any]:
 
 
 def in_subprocess(function: str, *arguments: Any) -> dict[str, Any]:
-    """Result of one function of this file, from a fresh process."""
+    """Call one function of this file in a fresh process."""
     command = [sys.executable, __file__, function, json.dumps(arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

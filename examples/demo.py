@@ -26,14 +26,15 @@ def main() -> None:
     """Train at every sub-sample size and print the table."""
     start = time.perf_counter()
     n_all = N_TRAIN + N_VALIDATION + N_TEST
-    X, y = make_friedman1(n_all, n_features=10, noise=0.5, random_state=0)
+    X, y = make_friedman1(n_all, n_features=10, noise=0.05, random_state=0)
     train, validation, test = np.split(np.arange(n_all), [N_TRAIN, N_TRAIN + N_VALIDATION])
 
     columns = ["Raw", "CV", "N-L", *INTERNAL]
     print(
-        f"Friedman's function #1: {N_TRAIN} training, {N_VALIDATION} validation, {N_TEST} test points."
+        f"Friedman's function #1: {N_TRAIN} training, {N_VALIDATION} validation, {N_TEST} test"
+        " points."
+        "\nMean log likelihood of the test points; 16 members, 500 shared representatives.\n"
     )
-    print("Mean log likelihood of the test points; 16 members, 500 shared representatives.\n")
     print("n/N     " + "".join(f"{name:>11}" for name in columns))
     for size in SIZES:
         row = table_row(X, y, train, validation, test, size)
@@ -57,7 +58,7 @@ def main() -> None:
 
 
 def new_model(subsample: float) -> ProjectedProcessRegressor:
-    """A sparse Gaussian process with a committee of 16, not yet calibrated."""
+    """Return a sparse Gaussian process with a committee of 16."""
     return ProjectedProcessRegressor(
         kernel="rbf", length_scale=1.5, n_representatives=500, subsample=subsample, random_state=0
     )

@@ -281,3 +281,26 @@ def cur(X, n, n_components=1):
         unit = residual[pick] / np.linalg.norm(residual[pick])
         residual = residual - np.outer(residual @ unit, unit)
     return indices, scores
+
+
+# --- members ---
+
+
+def ridge_weights(Phi, Y, noise_variance, row_weight):
+    """(r, T): the normal equations summed row by row, and an explicit inverse."""
+    Phi, Y = np.asarray(Phi, dtype=np.float64), np.asarray(Y, dtype=np.float64)
+    gram, moment = noise_variance * np.eye(Phi.shape[1]), 0.0
+    for phi, y, c in zip(Phi, Y, row_weight, strict=True):
+        gram = gram + c * np.outer(phi, phi)
+        moment = moment + c * np.outer(phi, y)
+    return np.linalg.inv(gram) @ moment
+
+
+def member_weights(Phi, Y, counts, noise_variance, sample_weight=None):
+    """(r, T, N_R): one ridge regression after another."""
+    sample_weight = np.ones(len(Phi)) if sample_weight is None else sample_weight
+    solved = []
+    for i in range(counts.shape[1]):
+        own = Y[:, :, i] if Y.ndim == 3 else Y
+        solved.append(ridge_weights(Phi, own, noise_variance, counts[:, i] * sample_weight))
+    return np.stack(solved, axis=-1)

@@ -1,4 +1,4 @@
-"""Exact Gaussian processes, projected processes and the choice of noise, against explicit inverses."""
+"""Exact and projected Gaussian processes and the choice of noise, against explicit inverses."""
 
 import numpy as np
 import oracle

@@ -91,7 +91,7 @@ def test_weighted_sum_takes_kernels_of_scikit_learn():
     [([1.0], None), ([1.0, -1.0], None), ([0.0, 0.0], None), ([1.0, 1.0], [slice(None)])],
 )
 def test_weighted_sum_refuses_bad_weights_and_columns(weights, columns):
-    with pytest.raises(InputError, match="weights|columns"):
+    with pytest.raises(InputError, match=r"weights|columns"):
         WeightedSumKernel([PowerKernel(), PowerKernel()], weights, columns)
 
 

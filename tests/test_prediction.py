@@ -164,6 +164,6 @@ def test_bad_input():
     with pytest.raises(InputError, match="one and the same model"):
         P + Prediction(np.ones((5, 3)))
     with pytest.raises(TypeError, match="not a number"):
-        P > 1
+        _ = P > 1
     with pytest.raises(TypeError):
         np.add.reduce(P)

@@ -23,7 +23,8 @@ def test_sub_samples_have_their_size_and_no_repetitions(n_train, n_members, frac
     for indices in members:
         assert len(indices) == subsample_size(fraction, n_train)
         assert np.all(np.diff(indices) > 0)
-        assert 0 <= indices[0] and indices[-1] < n_train
+        assert indices[0] >= 0
+        assert indices[-1] < n_train
 
 
 def test_sub_samples_are_uniform_and_reproducible():

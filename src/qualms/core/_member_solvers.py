@@ -82,8 +82,14 @@ def solve_direct(problem: MemberProblem, i: int) -> Float64Array:
 
 
 def solve_dual(problem: MemberProblem, i: int) -> Float64Array:
-    """Solve member i as w = Aᵀ(AAᵀ + σ²)⁻¹√c y, where A = diag(√c)Φ has its rows only: (r, T)."""
+    """Solve member i as w = Aᵀ(AAᵀ + σ²)⁻¹√c y, where A = diag(√c)Φ has its rows only: (r, T).
+
+    If there are more of these than features, AAᵀ is singular, and all that would be gained is a
+    larger system that depends on σ² more delicately: such a member is solved directly.
+    """
     rows = np.flatnonzero(problem.C[i])
+    if len(rows) > problem.Phi.shape[1]:
+        return solve_direct(problem, i)
     root = np.sqrt(problem.C[i, rows])
     A = _scaled_rows(problem.Phi, rows, root)
     kernel = (A @ A.T).T  # symmetric; transposed because LAPACK overwrites Fortran order only
@@ -166,6 +172,8 @@ def _woodbury(problem: MemberProblem, i: int, start: Float64Array) -> Float64Arr
         w_i = w − (LLᵀ)⁻¹Aᵀ (1 − A(LLᵀ)⁻¹Aᵀ)⁻¹ (√s y − A w) = w − L⁻ᵀV (1 − VᵀV)⁻¹ √s (y − Φw).
     """
     rows = np.flatnonzero(problem.C[i] == 0)
+    if not rows.size:
+        return start
     root = np.sqrt(problem.sample_weight[rows])
     A = _scaled_rows(problem.Phi, rows, root)
     missed = (root * problem.Y[i][:, rows]).T - A @ start

@@ -16,9 +16,6 @@ import numpy as np
 
 from qualms.core.typing import BoolArray, Float64Array, FloatArray, IntArray
 
-# Converged means an estimated error below half of what was asked for, since the estimate is only
-# good to a factor of two.
-_SAFETY = 0.5
 # Steps after which the observed rate of convergence is trusted enough to give up because of it.
 _STEPS_BEFORE_GIVING_UP = 16
 
@@ -61,7 +58,7 @@ def row_blocks(Phi: FloatArray) -> Iterator[tuple[slice, Float64Array]]:
 
 
 def project(Phi: FloatArray, Z: Float64Array) -> Float64Array:
-    """Return Z Φ, shape (n_systems, r), for Z of shape (n_systems, n_train)."""
+    """Return ZΦ (n_systems, r) for Z (n_systems, N)."""
     out = np.zeros((Z.shape[0], Phi.shape[1]))
     for rows, block in row_blocks(Phi):
         out += Z[:, rows] @ block
@@ -69,7 +66,7 @@ def project(Phi: FloatArray, Z: Float64Array) -> Float64Array:
 
 
 def predict(Phi: FloatArray, W: Float64Array) -> Float64Array:
-    """Return W Φᵀ, shape (n_systems, n_train), for W of shape (n_systems, r)."""
+    """Return WΦᵀ (n_systems, N) for W (n_systems, r)."""
     out = np.empty((W.shape[0], Phi.shape[0]))
     for rows, block in row_blocks(Phi):
         out[:, rows] = W @ block.T
@@ -83,17 +80,17 @@ def normal_product(
 
     Parameters
     ----------
-    Phi : (n_train, r)
-    C : (n_systems, n_train)
+    Phi : (N, r) array
+    C : (n_systems, N) array
         Weight of each row of Φ in each system.
     noise_variance : float
-    W : (n_systems, r)
+    W : (n_systems, r) array
 
     Returns
     -------
-    predictions : (n_systems, n_train)
+    predictions : (n_systems, N) array
         W Φᵀ, on all rows, whether the system sees them or not.
-    product : (n_systems, r)
+    product : (n_systems, r) array
         (C ∘ W Φᵀ) Φ + σ² W.
     """
     predictions = np.empty((W.shape[0], Phi.shape[0]))
@@ -109,13 +106,13 @@ def spread_between_members(F: Float64Array, n_outputs: int) -> Float64Array:
 
     Parameters
     ----------
-    F : (n_members * n_outputs, n_train)
+    F : (n_members * n_outputs, N) array
         Predictions, member by member.
     n_outputs : int
 
     Returns
     -------
-    (n_outputs,)
+    (n_outputs,) array
     """
     by_member = F.reshape(-1, n_outputs, F.shape[1])
     spread: Float64Array = np.sqrt(by_member.var(axis=0, ddof=1).mean(axis=-1))
@@ -130,28 +127,28 @@ def _remaining_error(steps: Float64Array) -> tuple[Float64Array, Float64Array]:
     1952), which here is that of the predictions on all rows, up to σ². So their lengths
     nearly add, ‖e_k‖ ≲ Σ_{j>k} s_j, and if they shrink by ρ each the sum is s_k ρ/(1−ρ). Unlike the
     residual this does not hide what small eigenvalues hold back, and unlike the energy norm it
-    includes the rows that a member does not see. ρ is the slower of that of the last three steps
-    and that of the latter half, so that neither a lucky step nor a plateau passes for convergence.
+    includes the rows that a member does not see. Neither a lucky step nor a plateau must pass for
+    convergence: ρ is the slowest mean rate between the last step and any but the one before it,
+    and s_k the largest of the last three steps, shrunk by ρ to the present.
 
     Parameters
     ----------
-    steps : (n_steps, n_systems)
+    steps : (n_steps, n_systems) array
         RMS change of the predictions in each step.
 
     Returns
     -------
-    error, rate : (n_systems,)
+    error, rate : (n_systems,) arrays
     """
     last = len(steps) - 1
     if last == 0:
         return np.full(steps.shape[1], np.inf), np.ones(steps.shape[1])
-    rate = np.zeros(steps.shape[1])
-    for window in (min(3, last), max(1, (last + 1) // 2)):
-        before = steps[last - window]
-        ratio = np.divide(steps[last], before, out=np.zeros_like(before), where=before > 0)
-        rate = np.maximum(rate, ratio ** (1 / window))
-    rate = np.clip(rate, 0.3, 0.98)
-    return steps[last] * rate / (1 - rate), rate
+    back = np.arange(last, min(2, last) - 1, -1)[:, None]
+    before = steps[: len(back)]
+    ratio = np.divide(steps[last], before, out=np.zeros_like(before), where=before > 0)
+    rate = np.clip(np.max(ratio ** (1 / back), axis=0), 0.3, 0.98)
+    recent = steps[-3:] * rate ** np.arange(min(2, last), -1, -1)[:, None]
+    return np.max(recent, axis=0) * rate / (1 - rate), rate
 
 
 def _divide(a: Float64Array, b: Float64Array) -> Float64Array:
@@ -186,7 +183,8 @@ class _Recurrence:
         self.X[self.active] += length[:, None] * self._P
         self.F[self.active] += length[:, None] * FP
         self._R -= length[:, None] * AP
-        return length * np.sqrt(np.einsum("qn,qn->q", FP, FP) / FP.shape[1])
+        moved: Float64Array = length * np.sqrt(np.einsum("qn,qn->q", FP, FP) / FP.shape[1])
+        return moved
 
     def go_on_with(self, going: BoolArray) -> None:
         """Freeze the other systems, and find the next directions of these."""
@@ -243,7 +241,7 @@ def conjugate_gradients(
         k += 1
         error[active], rate = _remaining_error(steps[:k, active])
         scale = np.maximum(spread_between_members(recurrence.F, n_outputs), smallest_scale)
-        excess = error[active] / (_SAFETY * tolerance * scale[active % n_outputs])
+        excess = error[active] / (tolerance * scale[active % n_outputs])
         going = ~(excess <= 1)  # so that what is not a number goes on
         recurrence.go_on_with(going)
         if may_give_up and k >= _STEPS_BEFORE_GIVING_UP and going.any():

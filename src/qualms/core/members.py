@@ -4,7 +4,7 @@ With whitened features Φ the full model is the ridge regression w = (ΦᵀΦ + 
 et al. 2019), and member i, which sees row n with multiplicity c_ni, is the same with weights c_i:
 w_i = (Φᵀ diag(c_i) Φ + σ²)⁻¹ Φᵀ diag(c_i) y_i. Four ways lead there:
 
-- ``dual``: an n × n system instead of r × r, for members of few rows;
+- ``dual``: an n × n system instead of r × r, for members of fewer rows than features;
 - ``complement``: the full model without the rows that a member lacks, for members that lack few;
 - ``cg``: conjugate gradients on all members at once, preconditioned by the full model;
 - ``direct``: a Gram matrix and a Cholesky factor for each; the reference.

@@ -18,7 +18,7 @@ from qualms.core.typing import Float64Array, FloatArray, IntArray
 from qualms.errors import InputError
 
 # Tuned on 20 000 to 100 000 points with 3 000 features; nothing but speed depends on these.
-_POOL_FRACTION = 32  # a pool holds this fraction of the points of its level
+_POOL_FRACTION = 16  # a pool holds this fraction (1/16) of the points of its level
 _LOOP_SIZE = 128  # levels up to this size run the textbook loop: their rows stay in cache
 _ROWS = 2048  # rows in one matrix product
 _PICKS = 192  # picks in one matrix product

@@ -83,24 +83,32 @@ class Basis:
 
 
 def make_kernel(
-    kernel: str | Kernel, X: FloatArray, *, exponent: float, length_scale: float | None
+    kernel: str | Kernel,
+    X: FloatArray,
+    *,
+    exponent: float,
+    offset: float | str,
+    length_scale: float | None,
 ) -> Kernel:
-    """Return a kernel given by name or as an object."""
+    """Return a kernel given by name or as an object, with the parameters that X (n, d) suggests."""
     if not isinstance(kernel, str):
         if not (callable(kernel) and hasattr(kernel, "diag")):
             raise InputError("kernel", kernel, "a callable kernel(X, Y) with a method diag(X)")
         return kernel
     if kernel == "power":
-        return PowerKernel(exponent)
+        return PowerKernel(exponent, _resolve_offset(offset, X))
     if kernel == "rbf":
         return RBFKernel(median_length_scale(X) if length_scale is None else length_scale)
     raise InputError("kernel", repr(kernel), '"power", "rbf" or a kernel object')
 
 
 def select_representatives(
-    features: FloatArray, n: int | None, selection: str, rng: np.random.Generator
+    kernel: Kernel, features: FloatArray, n: int | None, selection: str, rng: np.random.Generator
 ) -> IntArray:
-    """Choose the indices of n representatives by name; the default is at most 1000."""
+    """Choose the indices of n representatives by name; the default is at most 1000.
+
+    Farthest points are far in the space of the features; leverage scores are those of the kernel.
+    """
     n_points = len(features)
     if n is not None and not 1 <= n <= n_points:
         raise InputError(
@@ -112,17 +120,33 @@ def select_representatives(
     wanted = min(n_points, _DEFAULT_REPRESENTATIVES) if n is None else n
     if selection == "random":
         return np.sort(rng.permutation(n_points)[:wanted]).astype(np.intp)
-    if selection not in SELECTIONS:
+    if selection == "fps":
+        chosen = farthest_points(features, wanted).indices
+    elif selection == "cur":
+        chosen = cur(_kernel_features(kernel, features, 2 * wanted), wanted).indices
+    else:
         raise InputError("selection", repr(selection), f"one of {', '.join(SELECTIONS)}")
-    chosen = (farthest_points if selection == "fps" else cur)(features, wanted).indices
     if n is not None and len(chosen) < n:
         warnings.warn(
-            f"Only {len(chosen)} of n_representatives={n} were found: all other training points "
-            "coincide with these for the kernel.",
+            f"Only {len(chosen)} of n_representatives={n} were found: to the kernel, all other "
+            "training points are combinations of these.",
             QualmsWarning,
             stacklevel=4,
         )
     return chosen
+
+
+def _kernel_features(kernel: Kernel, features: FloatArray, n_landmarks: int) -> Float64Array:
+    """Return features whose products are the kernel, as far as so many landmarks can tell.
+
+    With as many landmarks as points this is exact: leverage scores of the features are those of the
+    kernel matrix, which itself need not fit into memory.
+    """
+    landmarks = farthest_points(features, min(n_landmarks, len(features))).indices
+    exact = features[landmarks].astype(np.float64)
+    whitening = whiten(kernel(exact, exact))
+    K = np.asarray(kernel(features, features[landmarks[whitening.pivots]]), dtype=np.float64)
+    return np.asarray(whitening.features(K, overwrite=True))
 
 
 def build_basis(
@@ -130,7 +154,6 @@ def build_basis(
     X: FloatArray,
     weight: Float64Array,
     *,
-    offset: float | str,
     n_representatives: int | None,
     selection: str,
     rng: np.random.Generator,
@@ -144,16 +167,12 @@ def build_basis(
         Distinct training points.
     weight : (n,) array
         Their weights, for the mean of the diagonal.
-    offset : float or "auto"
-        Of the power kernel; other kernels have none.
     n_representatives, selection, rng
         See `select_representatives`.
     """
     features = normalize_rows(X) if isinstance(kernel, PowerKernel) else X
-    chosen = select_representatives(features, n_representatives, selection, rng)
+    chosen = select_representatives(kernel, features, n_representatives, selection, rng)
     exact = features[chosen].astype(np.float64)
-    if isinstance(kernel, PowerKernel):
-        kernel = replace(kernel, offset=_resolve_offset(offset, exact))
     unit = float(np.average(kernel.diag(features), weights=weight))
     # The rounding of kernel rows in float32 limits which representatives are still independent.
     rtol = 1e-6 if features.dtype == np.float32 else None
@@ -170,10 +189,11 @@ def build_basis(
     return Basis(kernel, unit, features[indices], indices, whitening)
 
 
-def _resolve_offset(offset: float | str, representatives: Float64Array) -> float:
+def _resolve_offset(offset: float | str, X: FloatArray) -> float:
     """Return c of the power kernel: by default 1 if products are negative beyond rounding."""
-    if isinstance(offset, str):
-        if offset != "auto":
-            raise InputError("offset", repr(offset), '"auto" or a number ≥ 0')
-        return 1.0 if np.min(representatives @ representatives.T) < -1e-6 else 0.0
-    return offset
+    if not isinstance(offset, str):
+        return offset
+    if offset != "auto":
+        raise InputError("offset", repr(offset), '"auto" or a number ≥ 0')
+    rows = normalize_rows(X[:_BLOCK])  # distinct points come in random order
+    return 1.0 if np.min(rows @ rows.T) < -1e-5 else 0.0

@@ -37,8 +37,8 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
     Parameters
     ----------
     kernel : {"power", "rbf"} or kernel object
-        "power" is ``(x·x′)^exponent`` of rows scaled to unit length; "rbf" is a Gaussian of the distance. Any
-        callable ``kernel(X, Y)`` with a method ``diag(X)`` will do, such as the objects of
+        "power" is ``(x·x′)^exponent`` of rows scaled to unit length; "rbf" is a Gaussian of the
+        distance. Any callable ``kernel(X, Y)`` with a method ``diag(X)`` will do, such as those of
         `sklearn.gaussian_process.kernels`; their hyper-parameters are used as they are.
     exponent : float
         ζ ≥ 1 of the power kernel.
@@ -234,13 +234,16 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
 
     def _fit_basis(self, data: TrainingSet, rng: np.random.Generator) -> None:
         kernel = make_kernel(
-            self.kernel, data.X, exponent=self.exponent, length_scale=self.length_scale
+            self.kernel,
+            data.X,
+            exponent=self.exponent,
+            offset=self.offset,
+            length_scale=self.length_scale,
         )
         self.basis_ = build_basis(
             kernel,
             data.X,
             data.point_weight(),
-            offset=self.offset,
             n_representatives=self.n_representatives,
             selection=self.selection,
             rng=rng,

@@ -1,0 +1,389 @@
+import warnings
+
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qualms.core.conjugate_gradients import normal_product, predict, project
+from qualms.core.members import estimated_cost, solve_members
+from qualms.core.projected_process import ProjectedProcess, fit_projected_process
+from qualms.errors import InputError, NumericalError, QualmsWarning
+
+EXACT = ("dual", "direct", "complement")
+TOLERANCE = 1e-3
+
+
+def whitened_features(rng, n_train, rank):
+    """Clustered rows whose columns decay like the spectrum of a smooth kernel; mean k_nn = 1."""
+    centres = rng.standard_normal((5, rank))
+    rows = centres[rng.integers(5, size=n_train)] + rng.standard_normal((n_train, rank))
+    Phi = rows * (1.0 + np.arange(rank)) ** -1.0
+    return Phi / np.sqrt(np.mean(np.sum(Phi**2, axis=1)))
+
+
+def targets(rng, Phi, n_outputs=1):
+    smooth = np.sin(3 * Phi @ rng.standard_normal((Phi.shape[1], n_outputs)))
+    return smooth + 0.05 * rng.standard_normal(smooth.shape)
+
+
+def subsamples(rng, n_train, n_members, n):
+    counts = np.zeros((n_train, n_members), dtype=np.intp)
+    for i in range(n_members):
+        counts[rng.permutation(n_train)[:n], i] = 1
+    return counts
+
+
+def bootstraps(rng, n_train, n_members):
+    draws = rng.integers(n_train, size=(n_members, n_train))
+    return np.stack([np.bincount(d, minlength=n_train) for d in draws], axis=1)
+
+
+def full_model(Phi, Y, noise_variance, sample_weight=None):
+    shared = Y.mean(axis=2) if Y.ndim == 3 else Y
+    return fit_projected_process(
+        np.asarray(Phi, dtype=np.float64), shared, noise_variance, sample_weight=sample_weight
+    )
+
+
+def case(name):
+    """Return Phi, Y, counts, noise_variance, sample_weight."""
+    rng = np.random.default_rng(7)
+    N, r, n_members, n, noise = 120, 25, 6, 60, 1e-3
+    weight, n_outputs = None, 1
+    sizes = {"n < r": 12, "n close to N": 115, "one row absent": 119, "n just above r": 30}
+    n = sizes.get(name.split(":")[0], n)
+    if name == "two members":
+        n_members = 2
+    if name == "one representative":
+        r = 1
+    Phi = whitened_features(rng, N, r)
+    if name == "float32":
+        Phi = Phi.astype(np.float32)
+    elif name == "rank-deficient":
+        Phi[:, 15:] = Phi[:, :10] @ rng.standard_normal((10, 10))
+    elif name == "zero rows":
+        Phi[::3] = 0
+    elif "tiny noise" in name:
+        noise = 1e-10
+    elif name == "strong noise":
+        noise = 10.0
+    elif name == "fortran order":
+        Phi = np.asfortranarray(Phi)
+    if "outputs" in name:
+        n_outputs = 3
+    Y = targets(rng, Phi, n_outputs) * 10.0 ** np.arange(n_outputs)
+    counts = subsamples(rng, N, n_members, n)
+    if "bootstrap" in name:
+        counts = bootstraps(rng, N, n_members)
+    if "weights" in name:
+        weight = rng.uniform(0.2, 3.0, N)
+    if "own targets" in name:
+        Y = Y[:, :, None] - (Y.T @ counts / counts.sum(axis=0))
+    return Phi, Y, counts, noise, weight
+
+
+CASES = [
+    "sub-sampling",
+    "bootstrap",
+    "weights",
+    "bootstrap with weights",
+    "outputs",
+    "own targets",
+    "outputs with own targets and weights",
+    "n < r",
+    "n < r: tiny noise",
+    "n < r: outputs with own targets and weights",
+    "n just above r",
+    "n close to N",
+    "one row absent",
+    "rank-deficient",
+    "tiny noise",
+    "strong noise",
+    "zero rows",
+    "two members",
+    "one representative",
+    "float32",
+    "fortran order",
+]
+
+
+def prediction_error(Phi, weights, expected):
+    """RMS error of each member's predictions over the RMS spread between members, per output."""
+    F = np.einsum("nr,rti->nti", np.asarray(Phi, dtype=np.float64), expected)
+    error = np.einsum("nr,rti->nti", np.asarray(Phi, dtype=np.float64), weights - expected)
+    spread = np.sqrt(F.var(axis=2, ddof=1).mean(axis=0))
+    return np.sqrt((error**2).mean(axis=0)) / spread[:, None]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("method", [*EXACT, "cg", "auto"])
+def test_members_equal_explicit_inverses(name, method):
+    Phi, Y, counts, noise, weight = case(name)
+    if method == "complement" and counts.max() > 1:
+        pytest.skip("the complement of a bootstrap is not defined")
+    expected = oracle.member_weights(Phi, Y, counts, noise, weight)
+    full = full_model(Phi, Y, noise, weight)
+    solved = solve_members(Phi, Y, counts, full, sample_weight=weight, method=method)
+    assert solved.weights.shape == expected.shape
+    assert solved.weights.dtype == np.float64
+    assert solved.method == method or method == "auto"
+    assert solved.relative_error <= TOLERANCE
+    if solved.method == "cg":
+        assert solved.n_iterations > 0
+        assert prediction_error(Phi, solved.weights, expected).max() < TOLERANCE
+    else:
+        assert solved.n_iterations == 0
+        assert prediction_error(Phi, solved.weights, expected).max() < 1e-6
+        size = np.abs(expected).max()
+        np.testing.assert_allclose(solved.weights, expected, rtol=1e-6, atol=1e-6 * size)
+
+
+@pytest.mark.parametrize("name", ["sub-sampling", "bootstrap", "outputs", "strong noise"])
+def test_cg_reaches_the_weights_themselves_at_a_small_tolerance(name):
+    Phi, Y, counts, noise, weight = case(name)
+    expected = oracle.member_weights(Phi, Y, counts, noise, weight)
+    full = full_model(Phi, Y, noise, weight)
+    solved = solve_members(Phi, Y, counts, full, method="cg", tolerance=1e-9)
+    scale = np.abs(expected).max(axis=(0, 2))[:, None]
+    assert np.max(np.abs(solved.weights - expected) / scale) < 1e-7
+
+
+def test_cg_holds_its_tolerance_over_many_problems():
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        N, r = 400, int(rng.integers(20, 100))
+        n, noise = int(rng.integers(60, 390)), 10 ** rng.uniform(-7, -1)
+        Phi = whitened_features(rng, N, r)
+        Y, counts = targets(rng, Phi), subsamples(rng, N, 8, n)
+        full = full_model(Phi, Y, noise)
+        tolerance = 10 ** rng.uniform(-5, -2)
+        expected = solve_members(Phi, Y, counts, full, method="direct").weights
+        solved = solve_members(Phi, Y, counts, full, method="cg", tolerance=tolerance)
+        per_member = prediction_error(Phi, solved.weights, expected)
+        assert np.sqrt(np.mean(per_member**2)) < tolerance
+        assert per_member.max() < 2 * tolerance
+
+
+def test_the_full_model_is_the_ridge_oracle_and_the_member_that_lacks_nothing():
+    Phi, Y, _, noise, weight = case("outputs with own targets and weights")
+    full = full_model(Phi, Y, noise, weight)
+    expected = oracle.ridge_weights(Phi, Y.mean(axis=2), noise, weight)
+    np.testing.assert_allclose(full.weights, expected, rtol=1e-7, atol=1e-7 * abs(expected).max())
+    everything = np.ones((len(Phi), 2))
+    for method in (*EXACT, "cg"):
+        solved = solve_members(
+            Phi, Y.mean(axis=2), everything, full, sample_weight=weight, method=method
+        )
+        for i in range(2):
+            np.testing.assert_allclose(
+                solved.weights[:, :, i], full.weights, rtol=1e-7, atol=1e-7 * abs(expected).max()
+            )
+
+
+def test_complement_by_subtraction_of_gram_matrices():
+    # More absent rows than features, where the matrix inversion lemma would not pay.
+    Phi, Y, _, noise, _ = case("sub-sampling")
+    counts = subsamples(np.random.default_rng(3), len(Phi), 4, 80)
+    assert len(Phi) - 80 > Phi.shape[1]
+    expected = oracle.member_weights(Phi, Y, counts, noise)
+    full = full_model(Phi, Y, noise)
+    solved = solve_members(Phi, Y, counts, full, method="complement")
+    assert prediction_error(Phi, solved.weights, expected).max() < 1e-8
+    assert solved.relative_error < 1e-8
+
+
+def test_members_without_spread_are_still_solved():
+    Phi, Y, counts, noise, _ = case("sub-sampling")
+    same = np.repeat(counts[:, :1], 3, axis=1)
+    expected = oracle.member_weights(Phi, Y, same, noise)
+    full = full_model(Phi, Y, noise)
+    for method in (*EXACT, "cg"):
+        solved = solve_members(Phi, Y, same, full, method=method)
+        np.testing.assert_allclose(
+            solved.weights, expected, rtol=1e-6, atol=1e-6 * abs(expected).max()
+        )
+
+
+@pytest.mark.parametrize("method", [*EXACT, "cg", "auto"])
+def test_zero_targets_give_zero_weights(method):
+    Phi, Y, counts, noise, _ = case("sub-sampling")
+    full = full_model(Phi, 0 * Y, noise)
+    solved = solve_members(Phi, 0 * Y, counts, full, method=method)
+    assert not solved.weights.any()
+    assert solved.relative_error == 0
+
+
+def test_the_full_weights_are_only_a_starting_point():
+    Phi, Y, counts, noise, _ = case("sub-sampling")
+    full = full_model(Phi, Y, noise)
+    other = ProjectedProcess(0 * full.weights, full.gram, full.factor, noise)
+    expected = oracle.member_weights(Phi, Y, counts, noise)
+    for method in (*EXACT, "cg"):
+        solved = solve_members(Phi, Y, counts, other, method=method)
+        assert prediction_error(Phi, solved.weights, expected).max() < TOLERANCE
+
+
+def test_cg_that_does_not_converge_says_so_and_solves_exactly():
+    Phi, Y, counts, noise, _ = case("tiny noise")
+    full = full_model(Phi, Y, noise)
+    expected = oracle.member_weights(Phi, Y, counts, noise)
+    with pytest.warns(QualmsWarning, match="max_iterations"):
+        solved = solve_members(Phi, Y, counts, full, method="cg", max_iterations=2)
+    assert solved.method in ("dual", "direct")
+    assert solved.n_iterations == 0
+    assert prediction_error(Phi, solved.weights, expected).max() < 1e-6
+
+
+def test_auto_abandons_cg_without_a_warning_where_it_is_slow():
+    # As many rows as features and hardly any noise: the preconditioned operator is near singular.
+    rng = np.random.default_rng(0)
+    Phi = whitened_features(rng, 1200, 300)
+    Y, counts, noise = targets(rng, Phi), subsamples(rng, 1200, 16, 300), 1e-9
+    full = full_model(Phi, Y, noise)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        solved = solve_members(Phi, Y, counts, full)
+    assert solved.method in ("dual", "direct")
+    expected = solve_members(Phi, Y, counts, full, method="direct").weights
+    assert prediction_error(Phi, solved.weights, expected).max() < 1e-3
+
+
+def test_complement_that_cancels_falls_back():
+    # A full model whose Gram matrix is not that of Phi stands for one lost to rounding.
+    Phi, Y, counts, noise, _ = case("n close to N")
+    full = full_model(Phi, Y, noise)
+    expected = oracle.member_weights(Phi, Y, counts, noise)
+    weaker = full_model(0.1 * Phi, Y, noise)
+    slightly_off = full_model(Phi * (1 + 1e-3), Y, noise)
+    for wrong in (weaker, slightly_off):
+        with pytest.warns(QualmsWarning, match="complement"):
+            solved = solve_members(Phi, Y, counts, wrong, method="complement")
+        assert solved.method in ("dual", "direct")
+        assert prediction_error(Phi, solved.weights, expected).max() < 1e-6
+    assert solve_members(Phi, Y, counts, full, method="complement").method == "complement"
+
+
+def test_noise_lost_in_rounding_is_an_error():
+    rng = np.random.default_rng(0)
+    Phi = 1e6 * np.repeat(rng.standard_normal((50, 1)), 4, axis=1)
+    Y, counts = rng.standard_normal((50, 1)), subsamples(rng, 50, 3, 30)
+    unit = ProjectedProcess(np.zeros((4, 1)), np.eye(4), np.eye(4), 1e-12)
+    with pytest.raises(NumericalError, match="noise_variance"):
+        solve_members(Phi, Y, counts, unit, method="direct")
+
+
+@given(st.integers(0, 10_000), st.sampled_from([*EXACT, "cg"]))
+def test_order_of_rows_does_not_matter(seed, method):
+    rng = np.random.default_rng(seed)
+    Phi = whitened_features(rng, 50, 8)
+    Y, counts = targets(rng, Phi), subsamples(rng, 50, 3, 30)
+    full = full_model(Phi, Y, 1e-2)
+    order = rng.permutation(50)
+    options = {"method": method, "tolerance": 1e-9}
+    first = solve_members(Phi, Y, counts, full, **options).weights
+    second = solve_members(Phi[order], Y[order], counts[order], full, **options).weights
+    np.testing.assert_allclose(first, second, rtol=1e-6, atol=1e-7 * np.abs(first).max())
+
+
+@given(st.integers(0, 10_000), st.floats(-6, 6), st.sampled_from([*EXACT, "cg"]))
+def test_weights_scale_with_the_targets(seed, exponent, method):
+    rng = np.random.default_rng(seed)
+    Phi = whitened_features(rng, 50, 8)
+    Y, counts = targets(rng, Phi), subsamples(rng, 50, 3, 30)
+    scale = -(10.0**exponent)
+    first = solve_members(Phi, Y, counts, full_model(Phi, Y, 1e-2), method=method)
+    second = solve_members(Phi, scale * Y, counts, full_model(Phi, scale * Y, 1e-2), method=method)
+    assert first.n_iterations == second.n_iterations
+    expected = scale * first.weights
+    np.testing.assert_allclose(
+        second.weights, expected, rtol=1e-6, atol=1e-8 * np.abs(expected).max()
+    )
+
+
+@given(st.integers(0, 10_000))
+def test_repeating_a_row_is_weighting_it(seed):
+    rng = np.random.default_rng(seed)
+    Phi = whitened_features(rng, 40, 6)
+    Y, counts = targets(rng, Phi), bootstraps(rng, 40, 3)
+    weighted = solve_members(Phi, Y, counts, full_model(Phi, Y, 0.1), method="direct").weights
+    for i in range(3):
+        rows = np.repeat(np.arange(40), counts[:, i])
+        expected = oracle.ridge_weights(Phi[rows], Y[rows], 0.1, np.ones(len(rows)))
+        np.testing.assert_allclose(weighted[:, :, i], expected, rtol=1e-8, atol=1e-10)
+
+
+def test_thin_products_over_several_blocks(monkeypatch):
+    monkeypatch.setattr("qualms.core.conjugate_gradients.block_size", lambda Phi: 7)
+    rng = np.random.default_rng(0)
+    Phi, W, Z = (rng.standard_normal(shape) for shape in ((30, 4), (3, 4), (3, 30)))
+    C = rng.uniform(size=(3, 30))
+    np.testing.assert_allclose(project(Phi, Z), Z @ Phi)
+    np.testing.assert_allclose(predict(Phi, W), W @ Phi.T)
+    F, product = normal_product(Phi, C, 0.5, W)
+    np.testing.assert_allclose(F, W @ Phi.T)
+    for q in range(3):
+        np.testing.assert_allclose(product[q], (Phi.T * C[q]) @ Phi @ W[q] + 0.5 * W[q])
+
+
+def test_cost_model_orders_the_extremes():
+    def cheapest(**shape):
+        costs = estimated_cost(**shape)
+        return min(costs, key=costs.get)
+
+    assert cheapest(n_train=20_000, rank=5000, n_present=1000, n_members=16) == "dual"
+    assert cheapest(n_train=20_000, rank=5000, n_present=10_000, n_members=16) == "cg"
+    assert cheapest(n_train=20_000, rank=5000, n_present=19_998, n_members=2) == "complement"
+    assert cheapest(n_train=200_000, rank=50, n_present=100_000, n_members=4) == "direct"
+    # No noise to hold it: as many rows as features takes longest.
+    hard = estimated_cost(20_000, 5000, 5000, 16)["cg"]
+    assert hard > 2 * estimated_cost(20_000, 5000, 15_000, 16)["cg"]
+
+
+@pytest.mark.parametrize(
+    ("parameter", "change"),
+    [
+        ("Phi", {"Phi": np.zeros((0, 3))}),
+        ("Phi", {"Phi": np.ones((20, 3), dtype=int)}),
+        ("Phi", {"Phi": np.full((20, 3), np.nan)}),
+        ("Phi", {"Phi": np.ones(20)}),
+        ("Y", {"Y": np.ones(20)}),
+        ("Y", {"Y": np.ones((19, 1))}),
+        ("Y", {"Y": np.ones((20, 1, 3))}),
+        ("Y", {"Y": np.full((20, 1), np.inf)}),
+        ("counts", {"counts": np.ones((20, 1))}),
+        ("counts", {"counts": np.ones(20)}),
+        ("counts", {"counts": np.ones((19, 4))}),
+        ("counts", {"counts": -np.ones((20, 4))}),
+        ("counts", {"counts": np.zeros((20, 4))}),
+        ("counts", {"counts": np.full((20, 4), np.nan)}),
+        ("full", {"Y": np.ones((20, 2))}),
+        ("sample_weight", {"sample_weight": np.zeros(20)}),
+        ("sample_weight", {"sample_weight": np.ones(3)}),
+        ("method", {"method": "magic"}),
+        ("method", {"method": "complement", "counts": 2 * np.ones((20, 4))}),
+        ("tolerance", {"tolerance": 0.0}),
+        ("max_iterations", {"max_iterations": 0}),
+    ],
+)
+def test_bad_input_names_the_parameter(parameter, change):
+    rng = np.random.default_rng(0)
+    Phi = whitened_features(rng, 20, 3)
+    Y = targets(rng, Phi)
+    arguments = {
+        "Phi": Phi,
+        "Y": Y,
+        "counts": subsamples(rng, 20, 4, 10),
+        "full": full_model(Phi, Y, 0.1),
+    }
+    with pytest.raises(InputError) as caught:
+        solve_members(**(arguments | change))
+    assert caught.value.parameter == parameter
+
+
+@pytest.mark.parametrize("noise_variance", [0.0, -1.0, np.nan])
+def test_noise_must_be_positive(noise_variance):
+    with pytest.raises(InputError) as caught:
+        fit_projected_process(np.eye(3), np.ones((3, 1)), noise_variance)
+    assert caught.value.parameter == "noise_variance"
