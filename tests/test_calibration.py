@@ -415,8 +415,10 @@ def test_bad_arrays_are_named():
         calibrate(y, members, method="magic")
     with pytest.raises(InputError, match="members=shape"):
         calibrate(y[:-1], members)
-    with pytest.raises(InputError, match="NaN"):
+    with pytest.raises(InputError, match="y=.*NaN"):
         calibrate(np.where(y > 0, np.nan, y), members)
+    with pytest.raises(InputError, match="y=shape"):
+        calibrate(y[:, None], members)
     with pytest.raises(InputError, match="sample_weight"):
         calibrate(y, members, sample_weight=-np.ones(20))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from qualms.core.typing import Float64Array, FloatArray
 from qualms.errors import InputError
@@ -36,3 +37,113 @@ def check_sample_weight(sample_weight: FloatArray | None, n: int) -> Float64Arra
             "sample_weight", f"minimum {w.min():.3g}", "finite weights > 0", "Leave samples out."
         )
     return w
+
+
+def check_points(
+    parameter: str, values: ArrayLike, shape: tuple[int, ...] | None = None
+) -> Float64Array:
+    """Return ``values`` in float64, if they are real, finite, at least one, and of the right shape.
+
+    Parameters
+    ----------
+    parameter : str
+        What the caller calls the values; errors name it.
+    values : array_like
+        The numbers to check.
+    shape : tuple of int, optional
+        The shape that they must have.
+
+    Returns
+    -------
+    ndarray of float64
+    """
+    try:
+        array = np.asarray(values)
+        if np.iscomplexobj(array):
+            raise TypeError
+        array = array.astype(np.float64, copy=False)
+    except (TypeError, ValueError):
+        raise InputError(parameter, type(values).__name__, "an array of real numbers") from None
+    if shape is not None and array.shape != shape:
+        raise InputError(parameter, f"shape {array.shape}", f"shape {shape}, one value per point")
+    if array.size == 0:
+        raise InputError(parameter, f"shape {array.shape}", "at least one point")
+    n_bad = array.size - int(np.count_nonzero(np.isfinite(array)))
+    if n_bad:
+        raise InputError(
+            parameter, f"{n_bad} NaN or infinite values", "finite numbers", "Drop those points."
+        )
+    return array
+
+
+def check_std(
+    values: ArrayLike,
+    shape: tuple[int, ...] | None = None,
+    *,
+    allow_zero: bool = False,
+    parameter: str = "std",
+) -> Float64Array:
+    """Return standard deviations in float64, if they are finite and positive.
+
+    Parameters
+    ----------
+    values : array_like
+        Standard deviations, in the units of y.
+    shape : tuple of int, optional
+        The shape that they must have: that of the residuals.
+    allow_zero : bool
+        Whether a prediction may claim to be exact. It may where the score has a limit as σ → 0,
+        not where one divides by σ.
+    parameter : str
+        What the caller calls them; errors name it.
+
+    Returns
+    -------
+    ndarray of float64
+    """
+    std = check_points(parameter, values, shape)
+    n_negative = int(np.count_nonzero(std < 0.0))
+    if n_negative:
+        raise InputError(parameter, f"{n_negative} negative values", "standard deviations > 0")
+    n_zero = int(np.count_nonzero(std == 0.0))
+    if n_zero and not allow_zero:
+        raise InputError(
+            parameter,
+            f"0 for {n_zero} of {std.size} points",
+            "standard deviations > 0",
+            "Drop those points, or find out why all members agree on them.",
+        )
+    return std
+
+
+def check_dof(dof: ArrayLike, shape: tuple[int, ...], above: float = 0.0) -> Float64Array:
+    """Return degrees of freedom in float64, if they are one number or one per point.
+
+    Parameters
+    ----------
+    dof : float or array_like
+        Degrees of freedom.
+    shape : tuple of int
+        The shape of the points.
+    above : float
+        What each must exceed: 2 if the distribution must have a variance.
+
+    Returns
+    -------
+    ndarray of float64
+        Of shape () or ``shape``.
+    """
+    nu = check_points("dof", dof, None if np.ndim(dof) == 0 else shape)
+    if np.any(nu <= above):
+        raise InputError("dof", float(np.min(nu)), f"degrees of freedom > {above:g}")
+    return nu
+
+
+def check_members(members: ArrayLike, shape: tuple[int, ...]) -> Float64Array:
+    """Return the predictions of members, given as ``shape`` + (n_members,), as (n, n_members)."""
+    array = check_points("members", members)
+    if array.shape[:-1] != shape or array.ndim == 0:
+        raise InputError(
+            "members", f"shape {array.shape}", f"shape {shape} plus a last axis for the members"
+        )
+    return array.reshape(-1, array.shape[-1])

@@ -16,14 +16,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike
 
-from qualms.core.likelihood import (
-    check_members,
-    check_points,
-    check_std,
-    covering_levels,
-    gaussian_log_error_density,
-    rms_and_stderr,
-)
+from qualms.core.checks import check_members, check_points, check_std
+from qualms.core.likelihood import covering_levels, gaussian_log_error_density, rms_and_stderr
 from qualms.core.typing import BoolArray, Float64Array, IntArray
 from qualms.errors import InputError
 

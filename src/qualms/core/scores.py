@@ -13,16 +13,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import erf, ndtri, stdtrit
 
+from qualms.core.checks import check_dof, check_members, check_points, check_std
 from qualms.core.diagnostics import binned_errors
-from qualms.core.likelihood import (
-    check_dof,
-    check_members,
-    check_points,
-    check_std,
-    covering_levels,
-    log_likelihood,
-    root_mean_square,
-)
+from qualms.core.likelihood import covering_levels, log_likelihood, root_mean_square
 from qualms.core.typing import Float64Array
 from qualms.errors import InputError
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
+from qualms.core.checks import check_members, check_points
 from qualms.core.resampling import MIN_ABSENT, committee, internal_prediction
 from qualms.core.typing import BoolArray, Float64Array, FloatArray, IntArray
 from qualms.errors import CalibrationError, InputError, QualmsWarning
@@ -90,26 +91,26 @@ def calibration_data(
         Points that fewer members are absent from are left out.
     sample_weight : (n,) array, optional
     """
-    y = np.asarray(y, dtype=np.float64)
-    members = np.asarray(members, dtype=np.float64)
-    if y.ndim != 1 or members.ndim != 2 or len(members) != len(y):
-        raise InputError("members", f"shape {members.shape}", f"({len(y)}, n_members), like y")
-    if not (np.all(np.isfinite(y)) and np.all(np.isfinite(members))):
-        raise InputError("y or members", "NaN or infinite values", "finite values")
-    weights = np.ones(len(y)) if sample_weight is None else np.asarray(sample_weight, dtype=float)
-    if weights.shape != y.shape or np.any(weights < 0):
-        raise InputError("sample_weight", f"shape {weights.shape}", f"{y.shape}, not negative")
+    targets = check_points("y", y)
+    if targets.ndim != 1:
+        raise InputError("y", f"shape {targets.shape}", "one value per point, shape (n,)")
+    predicted = check_members(members, targets.shape)
+    weights = np.ones(len(targets))
+    if sample_weight is not None:
+        weights = check_points("sample_weight", sample_weight, targets.shape)
+        if np.any(weights < 0):
+            raise InputError("sample_weight", f"minimum {weights.min():.3g}", "weights ≥ 0")
     if absent is None:
-        mean, spread = committee(members)
-        c = np.full(len(y), members.shape[1])
-        return checked_data(y - mean, spread, c, weights)
-    internal = internal_prediction(members, absent, min_absent=min_absent)
+        mean, spread = committee(predicted)
+        c = np.full(len(targets), predicted.shape[1])
+        return checked_data(targets - mean, spread, c, weights)
+    internal = internal_prediction(predicted, absent, min_absent=min_absent)
     if not internal.used.any():
         raise CalibrationError(
             f"No point is absent from at least {min_absent} members, so there is nothing to "
             "calibrate on. Increase n_members or decrease subsample."
         )
-    residuals = y[internal.used] - internal.mean
+    residuals = targets[internal.used] - internal.mean
     return checked_data(residuals, internal.std, internal.n_absent, weights[internal.used])
 
 
