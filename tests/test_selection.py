@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qualms.core import selection
 from qualms.core.selection import (
     cur,
     cur_from_kernel,
+    farthest,
     farthest_points,
     farthest_points_from_kernel,
+    leverage,
 )
 from qualms.errors import InputError
 
@@ -40,10 +41,10 @@ def assert_textbook(picks, X, n, start=0, rtol=1e-7):
 @pytest.fixture
 def tiny_pools(monkeypatch):
     """Many levels, many rounds and many partial updates, on few points."""
-    monkeypatch.setattr(selection, "_POOL_FRACTION", 4)
-    monkeypatch.setattr(selection, "_LOOP_SIZE", 8)
-    monkeypatch.setattr(selection, "_ROWS", 16)
-    monkeypatch.setattr(selection, "_PICKS", 5)
+    monkeypatch.setattr(farthest, "_POOL_FRACTION", 4)
+    monkeypatch.setattr(farthest, "_LOOP_SIZE", 8)
+    monkeypatch.setattr(farthest, "ROWS", 16)
+    monkeypatch.setattr(farthest, "_PICKS", 5)
 
 
 # --- farthest points ---
@@ -258,7 +259,7 @@ def test_cur_from_kernel_is_cur(seed, n_components):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_cur_on_many_features_is_the_brute_force(dtype, monkeypatch):
     # More features than the dense solver takes: Lanczos, started from the vectors before.
-    monkeypatch.setattr(selection, "_EIGH_SIZE", 50)
+    monkeypatch.setattr(leverage, "_EIGH_SIZE", 50)
     rng = np.random.default_rng(21)
     X = (rng.normal(size=(90, 60)) * np.arange(1, 61) ** -0.5).astype(dtype)
     picks = cur(X, 12, n_components=2)
@@ -269,12 +270,12 @@ def test_cur_on_many_features_is_the_brute_force(dtype, monkeypatch):
 
 def test_cur_survives_eigenvalues_too_close_for_lanczos(monkeypatch):
     def fail(*args, **kwargs):
-        raise selection.ArpackNoConvergence("no convergence", np.empty(0), np.empty((0, 0)))
+        raise leverage.ArpackNoConvergence("no convergence", np.empty(0), np.empty((0, 0)))
 
     X = np.random.default_rng(22).normal(size=(90, 60))
     expected = cur(X, 4)
-    monkeypatch.setattr(selection, "_EIGH_SIZE", 50)
-    monkeypatch.setattr(selection, "eigsh", fail)
+    monkeypatch.setattr(leverage, "_EIGH_SIZE", 50)
+    monkeypatch.setattr(leverage, "eigsh", fail)
     np.testing.assert_array_equal(cur(X, 4).indices, expected.indices)
 
 

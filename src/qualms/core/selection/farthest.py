@@ -1,29 +1,22 @@
-"""Which points to keep: farthest point sampling and CUR (leverage scores).
-
-Both are greedy and deterministic, and give the lowest index in a tie. Both stop early when nothing
-new is left: farthest points when all other rows repeat a pick, CUR when the picks span all rows.
-"""
+"""Farthest point sampling at the speed of matrix products."""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, Self
 
 import numpy as np
-from scipy.linalg import eigh
-from scipy.sparse.linalg import ArpackNoConvergence, eigsh
 
+from qualms.core.selection.arguments import ROWS, as_float, check_counts, check_kernel
 from qualms.core.typing import Float64Array, FloatArray, IntArray
 from qualms.errors import InputError
 
-# Tuned on 20 000 to 100 000 points with 3 000 features; nothing but speed depends on these.
+# Tuned on 20 000 to 100 000 points with 3 000 features; only speed depends on these. Few large
+# products also suffer least when other processes compete for the cores.
 _POOL_FRACTION = 16  # a pool holds this fraction (1/16) of the points of its level
 _LOOP_SIZE = 128  # levels up to this size run the textbook loop: their rows stay in cache
-_ROWS = 2048  # rows in one matrix product
-_PICKS = 192  # picks in one matrix product
+_PICKS = 384  # picks in one matrix product
 _GEMV_ROWS = 64  # few enough that BLAS does not wake its threads for 0.02 ms of work
-_EIGH_SIZE = 300  # matrices up to this size are diagonalised densely
 
 #: (d², −index): of two points, the greater key is picked first.
 _Key = tuple[float, int]
@@ -44,22 +37,6 @@ class FarthestPoints:
 
     indices: IntArray
     distances: Float64Array
-
-
-@dataclass(frozen=True)
-class LeverageSelection:
-    """Picks of CUR.
-
-    Attributes
-    ----------
-    indices : IntArray of shape (n_selected,)
-        The picked rows, in order. Fewer than asked for if the picks already span all rows.
-    scores : Float64Array of shape (n_selected,)
-        Leverage score of each pick, among what the picks before it do not span.
-    """
-
-    indices: IntArray
-    scores: Float64Array
 
 
 class Points(Protocol):
@@ -107,8 +84,8 @@ def farthest_points(X: FloatArray, n: int, *, start: int = 0) -> FarthestPoints:
         `n` picks, or fewer if every other row repeats a pick: a row within ``16 ε |x|`` of a pick,
         with ε the machine precision of `X`, counts as a repetition.
     """
-    X = _as_float(X, "X")
-    _check_counts("X", len(X), n, start)
+    X = as_float(X, "X")
+    check_counts("X", len(X), n, start)
     norms = np.einsum("ij,ij->i", X, X)
     if not np.isfinite(norms).all():
         row = int(np.flatnonzero(~np.isfinite(norms))[0])
@@ -132,8 +109,8 @@ def farthest_points_from_kernel(K: FloatArray, n: int, *, start: int = 0) -> Far
         Distances are those of the kernel's feature space. A point repeats a pick if
         ``d² ≤ 64 ε k_ii``, the rounding of the kernel itself.
     """
-    K = _check_kernel(K)
-    _check_counts("K", len(K), n, start)
+    K = check_kernel(K)
+    check_counts("K", len(K), n, start)
     return pick_farthest(_KernelPoints(K, np.arange(len(K)), []), n, start)
 
 
@@ -246,9 +223,9 @@ class _Search:
         for the second time is none the worse for it.
         """
         last = len(self.indices)
-        for begin in range(0, len(level.ids), _ROWS):
-            rows = np.arange(begin, min(begin + _ROWS, len(level.ids)))
-            points = level.points.take(slice(begin, begin + _ROWS))
+        for begin in range(0, len(level.ids), ROWS):
+            rows = np.arange(begin, min(begin + ROWS, len(level.ids)))
+            points = level.points.take(slice(begin, begin + ROWS))
             first = int(level.seen[begin])
             while first < last and len(rows):
                 # Two near-equal halves rather than a full product and a sliver.
@@ -332,7 +309,7 @@ class _Features:
     ) -> Float64Array:
         """Smallest of each row of `d2`, once its doubtful entries are computed from x − c."""
         row, pick = np.nonzero(d2 <= doubt[:, None])
-        step = max(1, _ROWS * _PICKS // self.X.shape[1])
+        step = max(1, ROWS * _PICKS // self.X.shape[1])
         for begin in range(0, len(row), step):
             i, j = row[begin : begin + step], pick[begin : begin + step]
             x, c = self.X[rows[i]], self.picks.rows[first + j]
@@ -379,173 +356,3 @@ def _row_products(X: FloatArray, picks: FloatArray) -> FloatArray:
         return products
     parts = [X[i : i + _GEMV_ROWS] @ picks[0] for i in range(0, len(X), _GEMV_ROWS)]
     return np.concatenate(parts)[:, None]
-
-
-def cur(X: FloatArray, n: int, *, n_components: int = 1) -> LeverageSelection:
-    """Pick rows one by one by their leverage in what the picks so far do not span.
-
-    The leverage of row i is ``π_i = Σ_k (u_i^(k))²`` over the leading left singular vectors of the
-    residual. The row with the largest is picked, and the residual made orthogonal to it.
-
-    Parameters
-    ----------
-    X : FloatArray of shape (n_points, n_features)
-        Features. Solved in float64.
-    n : int
-        How many rows to pick.
-    n_components : int
-        How many singular vectors to count.
-
-    Returns
-    -------
-    LeverageSelection
-        `n` picks, or fewer if the picks span all rows: singular values of the residual below
-        ``sqrt(ε max(X.shape))`` of the largest of `X`, with ε that of float64, count as zero.
-    """
-    X = _as_float(X, "X")
-    _check_counts("X", len(X), n, 0)
-    _check_finite(X, "X")
-    if not 1 <= n_components <= min(X.shape):
-        raise InputError("n_components", n_components, f"from 1 to min(X.shape) = {min(X.shape)}")
-    if X.shape[0] < X.shape[1]:
-        # X = L Qᵀ: leverages depend on scalar products of rows alone, and L has the same.
-        X = np.transpose(np.linalg.qr(X.T.astype(np.float64), mode="r"))
-    return _leverage_selection(X, n, n_components)
-
-
-def cur_from_kernel(K: FloatArray, n: int, *, n_components: int = 1) -> LeverageSelection:
-    """CUR in the feature space of a kernel: as `cur` on any Φ with ``K = Φ Φᵀ``.
-
-    Parameters
-    ----------
-    K : FloatArray of shape (n_points, n_points)
-        Symmetric positive semi-definite kernel matrix.
-    n, n_components : int
-        As in `cur`.
-
-    Returns
-    -------
-    LeverageSelection
-        `n` picks, or fewer if the picks span the feature space of the points.
-    """
-    K = _check_kernel(K)
-    _check_counts("K", len(K), n, 0)
-    if not 1 <= n_components <= len(K):
-        raise InputError("n_components", n_components, f"from 1 to {len(K)}")
-    values, vectors = eigh(K.astype(np.float64))
-    kept = values > len(K) * float(np.finfo(K.dtype).eps) * max(values[-1], 0.0)
-    return _leverage_selection(vectors[:, kept] * np.sqrt(values[kept]), n, n_components)
-
-
-def _leverage_selection(X: FloatArray, n: int, n_components: int) -> LeverageSelection:
-    """CUR on the residual R = X (1 − B Bᵀ), B an orthonormal basis of the picks, without forming R.
-
-    Right singular vectors v of R are eigenvectors of ``C = Rᵀ R``, a D × D matrix. They are
-    orthogonal to B, so that ``R v = X v`` and ``u = X v / sqrt(λ)``.
-    """
-    C, start = _gram(X), np.ones(X.shape[1])
-    basis = np.empty((min(n, X.shape[1]), X.shape[1]))
-    indices: list[int] = []
-    scores: list[float] = []
-    null = np.finfo(np.float64).eps * max(X.shape) * np.trace(C)
-    while len(indices) < len(basis):
-        B = basis[: len(indices)]
-        values, vectors = _leading_eigenpairs(C, n_components, start)
-        vectors = vectors[:, values > null]
-        if not vectors.size:
-            break
-        vectors = np.linalg.qr(vectors - B.T @ (B @ vectors))[0]
-        leverage = _squared_products(X, vectors) @ (1.0 / values[values > null])
-        leverage[indices] = -np.inf
-        # Equal rows need not get equal rounding; the first of the equals is the pick.
-        row = int(np.flatnonzero(leverage >= (1.0 - 1e-10) * leverage.max())[0])
-        indices.append(row)
-        scores.append(float(leverage[row]))
-        residual = X[row].astype(np.float64)
-        for _ in range(2):  # twice is enough (Kahan): orthogonal to rounding
-            residual -= B.T @ (B @ residual)
-        direction = residual / np.linalg.norm(residual)
-        basis[len(indices) - 1] = direction
-        # C ← (1 − b bᵀ) C (1 − b bᵀ)
-        Cb = C @ direction
-        mixed = np.outer(direction, Cb - 0.5 * (direction @ Cb) * direction)
-        C -= mixed + mixed.T
-        start = vectors.sum(axis=1) - direction * (direction @ vectors.sum(axis=1))
-    return LeverageSelection(np.array(indices, dtype=np.intp), np.array(scores))
-
-
-def _leading_eigenpairs(
-    C: Float64Array, count: int, start: Float64Array
-) -> tuple[Float64Array, Float64Array]:
-    """Largest `count` eigenvalues of symmetric C, largest first, and their vectors (D, count)."""
-    size = len(C)
-    values = vectors = None
-    if size > _EIGH_SIZE and count < size // 10:
-        # Eigenvalues may be too close for Lanczos. ARPACK's own start would be random.
-        with suppress(ArpackNoConvergence):
-            values, vectors = eigsh(C, k=count, which="LA", v0=start)
-    if values is None or vectors is None:
-        values, vectors = eigh(C, subset_by_index=(size - count, size - 1))
-    order = np.argsort(-values, kind="stable")
-    return values[order], vectors[:, order]
-
-
-def _gram(X: FloatArray) -> Float64Array:
-    """``Xᵀ X`` in float64."""
-    C = np.zeros((X.shape[1], X.shape[1]))
-    for begin in range(0, len(X), _ROWS):
-        block = X[begin : begin + _ROWS].astype(np.float64)
-        C += block.T @ block
-    return C
-
-
-def _squared_products(X: FloatArray, vectors: Float64Array) -> Float64Array:
-    """``(X v)²`` in float64 for each of the vectors (D, k): an array (n_points, k)."""
-    blocks = range(0, len(X), _ROWS)
-    products = [X[i : i + _ROWS].astype(np.float64, copy=False) @ vectors for i in blocks]
-    return np.concatenate(products) ** 2
-
-
-def _as_float(X: FloatArray, name: str) -> FloatArray:
-    """`X` as it is if float32 or float64, otherwise as float64."""
-    array = np.asarray(X)
-    if array.dtype not in (np.float32, np.float64):
-        try:
-            array = array.astype(np.float64)
-        except (TypeError, ValueError) as error:
-            raise InputError(name, f"an array of {array.dtype}", "real numbers") from error
-    if array.ndim != 2 or 0 in array.shape:
-        raise InputError(name, f"an array of shape {array.shape}", "a table with rows and columns")
-    return array
-
-
-def _check_finite(X: FloatArray, name: str) -> None:
-    for begin in range(0, len(X), _ROWS):
-        finite = np.isfinite(X[begin : begin + _ROWS]).all(axis=1)
-        if not finite.all():
-            row = begin + int(finite.argmin())
-            raise InputError(name, f"a non-finite value in row {row}", "finite numbers")
-
-
-def _check_kernel(K: FloatArray) -> FloatArray:
-    """Return K as float if it can be a kernel; symmetry is checked on three rows, as K is large."""
-    K = _as_float(K, "K")
-    if K.shape[0] != K.shape[1]:
-        raise InputError("K", f"an array of shape {K.shape}", "a square matrix")
-    _check_finite(K, "K")
-    diagonal = np.diagonal(K)
-    if (diagonal < 0).any():
-        raise InputError("K", f"a diagonal down to {diagonal.min():.3g}", "a diagonal ≥ 0")
-    scale = np.sqrt(float(np.finfo(K.dtype).eps)) * float(diagonal.max())
-    for row in (0, len(K) // 2, len(K) - 1):
-        asymmetry = float(np.abs(K[row] - K[:, row]).max())
-        if asymmetry > scale:
-            raise InputError("K", f"an asymmetry of {asymmetry:.3g}", "a symmetric matrix")
-    return K
-
-
-def _check_counts(name: str, size: int, n: int, start: int) -> None:
-    if not 1 <= n <= size:
-        raise InputError("n", n, f"from 1 to the {size} rows of {name}")
-    if not 0 <= start < size:
-        raise InputError("start", start, f"from 0 to {size - 1}, a row of {name}")
