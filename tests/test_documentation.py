@@ -1,0 +1,81 @@
+"""What the README and the examples show is what happens."""
+
+import doctest
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import qualms
+from qualms import prediction
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_example(name):
+    return subprocess.run(
+        [sys.executable, "-W", "error", ROOT / "examples" / name],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+
+
+def test_the_code_of_the_readme_runs(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) >= 4
+    namespace = {}
+    for block in blocks:
+        exec(block, namespace)
+    assert "log_likelihood" in capsys.readouterr().out
+
+
+def test_docstring_examples():
+    for module in (qualms, prediction):
+        assert doctest.testmod(module).failed == 0
+
+
+def test_any_regressor_shows_the_coverage_before_and_after():
+    output = run_example("any_regressor.py")
+    before, after = (int(n) for n in re.findall(r"(\d+)% ", output))
+    assert before < 40
+    assert 63 <= after <= 77
+
+
+def test_the_demo_prints_the_table():
+    output = run_example("demo.py")
+    rows = re.findall(r"^0\.\d+ +(.*)$", output, re.MULTILINE)
+    table = [[float(v) for v in row.split()] for row in rows]
+    assert len(table) == 5
+    for raw, cv, _, internal, _, student, shrinkage in table:
+        assert student > raw - 0.01
+        assert student >= internal - 0.01
+        # Internal calibration is as good as that on a validation set.
+        assert student > cv - 0.02
+        assert shrinkage > cv - 0.02
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+)
+def test_links_lead_somewhere(page):
+    path = ROOT / page
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+        if not target.startswith("http"):
+            assert (path.parent / target).exists(), target
+
+
+def test_every_function_and_test_of_the_equation_map_exists():
+    text = (ROOT / "docs" / "equations.md").read_text()
+    tests = "\n".join(p.read_text() for p in (ROOT / "tests").glob("test_*.py"))
+    for file, name in re.findall(r"(test_\w+\.py)(?:::(\w+))?", text):
+        assert (ROOT / "tests" / file).exists()
+        assert name in tests
+    for name in re.findall(r"::(\w+)", text):
+        assert f"def {name}(" in tests
+    sources = "\n".join(p.read_text() for p in (ROOT / "src").rglob("*.py"))
+    for name in re.findall(r"`\w+\.(?:\w+\.)?(\w+)", text):
+        if name not in ("core", "py"):
+            assert re.search(rf"(def|class) {name}\b", sources), name
