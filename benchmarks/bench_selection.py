@@ -114,7 +114,9 @@ def run_speed(kind: str, n_points: int, n: int, peer: bool, repeats: int = 3) ->
     assert excess < 2e-6, f"{kind}: a point was farther than a pick by {excess:.1e} |x|²"
     result = {"ours": min(ours), "bare": min(bare), "excess": excess}
     if peer:
-        result |= {"peer": min(theirs), "same": int((picks.indices == expected).sum())}
+        same = int((picks.indices == expected).sum())
+        assert same == n, f"{kind}: {n - same} of {n} picks differ from scikit-matter's"
+        result |= {"peer": min(theirs), "same": same}
     return result
 
 

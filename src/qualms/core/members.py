@@ -32,6 +32,12 @@ from qualms.errors import InputError, QualmsWarning
 
 METHODS = ("auto", "dual", "complement", "cg", "direct")
 
+# With fewer rows than the full model has effective parameters, there are directions that the full
+# model determines well and that only σ² determines in the member. CG, with the full model as
+# preconditioner, stops before it has noticed them, seemingly converged, and the residual of the
+# complement hides them. The transition at one was sharp on all data tried.
+_ROWS_PER_PARAMETER = 1.05
+
 
 @dataclass(frozen=True)
 class MemberSolution:
@@ -77,8 +83,8 @@ def solve_members(
     counts : (N, N_R) array
         How often each member sees each row: 0 or 1 in sub-sampling, integers in a bootstrap.
     full : ProjectedProcess
-        The full model of the same Phi and sample weights, which also tells σ². Its weights are
-        only a starting point: its targets need not be those of the members.
+        The full model of the same Phi and sample weights: its factor, its Gram matrix and σ² are
+        used, its weights are not.
     sample_weight : (N,) array, optional
         Positive; multiplies the counts: c_i = counts[:, i] * sample_weight.
     method : {"auto", "dual", "complement", "cg", "direct"}
@@ -97,8 +103,8 @@ def solve_members(
     Warns
     -----
     QualmsWarning
-        If ``cg`` or ``complement`` was asked for and misses the tolerance. The members are then
-        solved by the cheapest exact way.
+        If ``cg`` or ``complement`` was asked for and cannot hold the tolerance. The members are
+        then solved by the cheapest exact way.
 
     Raises
     ------
@@ -108,30 +114,33 @@ def solve_members(
     problem = _check(Phi, Y, counts, full, sample_weight)
     _check_options(problem, method, tolerance, max_iterations)
     costs = _costs(problem, tolerance)
+    exact = min(("dual", "direct"), key=costs.__getitem__)
     chosen = min(costs, key=costs.__getitem__) if method == "auto" else method
-    fallback = min(("dual", "direct"), key=costs.__getitem__)
-    if chosen == "complement":
+    if chosen in ("dual", "direct"):
+        return _solve_exactly(problem, chosen)
+    if chosen not in costs:
+        why = "a member has fewer rows than the full model has effective parameters"
+    elif chosen == "complement":
         W, error = solve_complement(problem)
         if error <= tolerance:
             return MemberSolution(problem.as_weights(W), "complement", 0, error)
-    elif chosen == "cg":
-        affordable = math.ceil(costs[fallback] / _iteration_cost(problem))
-        budget = min(max_iterations, affordable) if method == "auto" else max_iterations
-        W, cg = solve_by_cg(problem, tolerance, budget, may_give_up=method == "auto")
-        error = cg.relative_error
-        if cg.converged:
-            return MemberSolution(problem.as_weights(W), "cg", cg.n_iterations, error)
+        why = f"rounding left a relative error of {error:.1e}"
     else:
-        return _solve_exactly(problem, chosen)
+        affordable = math.ceil(costs[exact] / _iteration_cost(problem))
+        budget = min(max_iterations, affordable) if method == "auto" else max_iterations
+        cg = solve_by_cg(problem, tolerance, budget, may_give_up=method == "auto")
+        if cg.converged:
+            W, error = cg.solutions, cg.relative_error
+            return MemberSolution(problem.as_weights(W), "cg", cg.n_iterations, error)
+        why = f"max_iterations={budget} left a relative error of {cg.relative_error:.1e}"
     if method != "auto":
         warnings.warn(
-            f"method='{method}' reached a relative error of {error:.1e}, not "
-            f"tolerance={tolerance:.1e}: the members were solved by '{fallback}' instead. Raise "
-            "max_iterations or the noise variance, or use method='auto'.",
+            f"method='{method}' cannot hold tolerance={tolerance:.1e}: {why}. The members were "
+            f"solved by method='{exact}' instead.",
             QualmsWarning,
             stacklevel=2,
         )
-    return _solve_exactly(problem, fallback)
+    return _solve_exactly(problem, exact)
 
 
 def estimated_cost(
@@ -141,6 +150,7 @@ def estimated_cost(
     n_members: int,
     *,
     n_outputs: int = 1,
+    effective_dimension: float | None = None,
     effective_fraction: float | None = None,
     tolerance: float = 1e-3,
 ) -> dict[str, float]:
@@ -149,18 +159,20 @@ def estimated_cost(
     The unit is one floating-point operation of a large matrix product. Thin products, triangular
     solves and factorisations count for more than their operations, as measured with OpenBLAS.
 
-    The number of iterations is that of CG on random rows: if all leverages are γ = r/N and a member
-    keeps a fraction p of the rows, the eigenvalues of the preconditioned operator fill
+    The number of iterations is that of CG on random rows: if all leverages are γ = d_eff/N and a
+    member keeps a fraction p of the rows, the eigenvalues of the preconditioned operator fill
     (√(p(1−γ)) ± √(γ(1−p)))² (the edges of the Jacobi ensemble), and the error shrinks by
-    √(γ(1−p)) / √(p(1−γ)) per iteration. Unequal leverages were seen to double the count, and strong
-    noise, which lowers them, to halve it again. So this is a first guess, and ``method="auto"``
-    abandons CG when the rate it observes falls behind the direct solves.
+    √(γ(1−p)) / √(p(1−γ)) per iteration. Leverages that are not equal add to that. It is no more
+    than a first guess: ``method="auto"`` abandons CG when the rate that it observes falls behind
+    the direct solves.
 
     Parameters
     ----------
     n_train, rank, n_members, n_outputs : int
     n_present : float
         Distinct rows in a member.
+    effective_dimension : float, optional
+        d_eff of the full model; ``rank`` unless given.
     effective_fraction : float, optional
         p; ``n_present / n_train`` unless given. (Σc)² / (N Σc²) for a bootstrap.
     tolerance : float
@@ -173,17 +185,17 @@ def estimated_cost(
     n, N, r, systems = float(n_present), n_train, rank, n_members * n_outputs
     lacking = N - n
     p = n / N if effective_fraction is None else effective_fraction
-    leverage = min(r / N, 1.0)
+    leverage = min((r if effective_dimension is None else effective_dimension) / N, 1.0)
     seen, unseen = math.sqrt(p * (1 - leverage)), math.sqrt(leverage * (1 - min(p, 1.0)))
     rate = min(max(unseen / seen, 0.05), 0.8) if seen > 0 else 0.8
-    iterations = 3 + 2 * math.log(2 / min(tolerance, 1.0)) / -math.log(rate)
+    iterations = 3 + 1.2 * math.log(2 / min(tolerance, 1.0)) / -math.log(rate)
     iteration = _cost_per_iteration(N, r, systems)
     woodbury = 1.2 * r**2 * lacking + 1.2 * lacking**2 * r + lacking**3 / 2
     downdate = 1.2 * r**2 * lacking + r**3 / 2 + 10 * r**2
     return {
         "dual": n_members * (1.2 * n**2 * r + n**3 / 2 + 20 * n * r),
         "complement": n_members * (min(woodbury, downdate) + 20 * lacking * r) + 2 * iteration,
-        "cg": iterations * iteration,
+        "cg": iterations * iteration + N * r * 250 + 1.2 * r**2 * N / 20,
         "direct": n_members * (1.2 * r**2 * n + r**3 / 2 + 20 * n * r),
     }
 
@@ -202,17 +214,22 @@ def _iteration_cost(problem: MemberProblem) -> float:
 def _costs(problem: MemberProblem, tolerance: float) -> dict[str, float]:
     """Cost of the methods that apply to this problem."""
     n_members, n_train = problem.C.shape
+    present = np.count_nonzero(problem.C, axis=1)
     kish = problem.C.sum(axis=1) ** 2 / (problem.C**2).sum(axis=1)
+    d_eff = problem.effective_dimension()
     costs = estimated_cost(
         n_train,
         problem.Phi.shape[1],
-        float(np.count_nonzero(problem.C)) / n_members,
+        float(present.mean()),
         n_members,
         n_outputs=problem.n_outputs,
+        effective_dimension=d_eff,
         effective_fraction=float(kish.mean()) / n_train,
         tolerance=tolerance,
     )
-    if not problem.is_subsample:
+    if present.min() < _ROWS_PER_PARAMETER * d_eff:
+        del costs["cg"], costs["complement"]
+    elif not problem.is_subsample:
         del costs["complement"]
     return costs
 
@@ -256,10 +273,8 @@ def _check(
         raise InputError("Y", f"shape {targets.shape}", shapes)
     if not np.all(np.isfinite(targets)):
         raise InputError("Y", "NaN or infinite values", "finite values")
-    if full.weights.shape != (rank, targets.shape[1]):
-        raise InputError(
-            "full", f"weights of shape {full.weights.shape}", f"({rank}, {targets.shape[1]})"
-        )
+    if full.factor.shape != (rank, rank):
+        raise InputError("full", f"factor of shape {full.factor.shape}", f"({rank}, {rank})")
     last = targets[:, :, None] if targets.ndim == 2 else targets
     per_member = np.broadcast_to(last, (*last.shape[:2], times.shape[1])).transpose(2, 1, 0)
     is_subsample = bool(np.all((times == 0) | (times == 1)))
