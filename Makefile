@@ -29,7 +29,7 @@ check: $(STAMP) ## format, lint, types, layers, tests with coverage of the core
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q -m 'not slow' --cov=qualms.core --cov-branch --cov-fail-under=95
+	$(BIN)/python -m pytest -q -m 'not slow' --cov=src/qualms/core --cov-branch --cov-fail-under=95
 
 bench: $(STAMP) ## the benchmarks; writes benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks

@@ -1,6 +1,8 @@
 import numpy as np
 import oracle
+import pandas as pd
 import pytest
+from sklearn.compose import make_column_transformer
 from sklearn.datasets import make_friedman1
 from sklearn.ensemble import HistGradientBoostingRegressor, RandomForestRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel
@@ -9,7 +11,7 @@ from sklearn.model_selection import GridSearchCV, GroupKFold, cross_val_predict
 from sklearn.neighbors import KNeighborsRegressor
 from sklearn.neural_network import MLPRegressor
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
+from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from sklearn.tree import DecisionTreeRegressor
 from sklearn.utils.estimator_checks import check_estimator
 
@@ -380,8 +382,113 @@ def test_identical_rows_are_refused_with_members_and_work_without():
     model = ProjectedProcessRegressor(n_members=0).fit(same, Y[:10])
     assert model.effective_rank_ == 1
     mean, std = model.predict(same, return_std=True)
-    assert np.all(np.isfinite(mean))
+    np.testing.assert_allclose(mean, Y[:10].mean())
+    # Their scatter is all that is known of the noise.
+    np.testing.assert_allclose(std, np.std(Y[:10], ddof=1), rtol=1e-3)
+
+
+@pytest.mark.parametrize("make", [small, lambda: ResamplingRegressor(Ridge(), random_state=0)])
+def test_one_constant_output_does_not_disturb_the_other(make):
+    with pytest.warns(QualmsWarning, match=r"outputs \[1\] of y are constant"):
+        model = make().fit(X, np.c_[Y, np.full(len(Y), 7.0)])
+    mean, std = model.predict(X_TEST, return_std=True)
+    np.testing.assert_allclose(mean[:, 1], 7.0)
+    np.testing.assert_allclose(std[:, 1], 0.0, atol=1e-12)
+    alone = make().fit(X, Y)
+    np.testing.assert_allclose(std[:, 0], alone.predict(X_TEST, return_std=True)[1], rtol=0.02)
+
+
+def test_a_given_noise_is_not_disturbed_by_a_constant_output():
+    with pytest.warns(QualmsWarning, match="constant"):
+        model = small(noise=0.5).fit(X, np.c_[Y, np.full(len(Y), 7.0)])
+    assert model.noise_variance_[0] == pytest.approx(0.5)
+
+
+def test_constant_y_without_members_says_so_too():
+    with pytest.warns(QualmsWarning, match="y is constant"):
+        model = small(n_members=0).fit(X, np.full(len(X), 3e-9))
+    mean, std = model.predict(X_TEST, return_std=True)
+    np.testing.assert_allclose(mean, 3e-9)
+    assert np.all(std < 1e-14)
+
+
+def test_too_few_groups_are_refused_rather_than_calibrated_on_rounding():
+    # With two groups all members that did not see a point are the same.
+    with pytest.raises(CalibrationError, match="all predict the same"):
+        small().fit(X, Y, groups=np.arange(len(X)) // 120)
+    with pytest.raises(CalibrationError, match="all predict the same"):
+        ResamplingRegressor(Ridge(), calibration="shrinkage", random_state=0).fit(X[:2], Y[:2])
+
+
+@pytest.mark.parametrize("noise", ["loo", "evidence"])
+def test_only_relative_weights_matter(noise):
+    plain = small(noise=noise).fit(X, Y)
+    heavy = small(noise=noise).fit(X, Y, sample_weight=np.full(len(X), 1e6))
+    assert heavy.noise_variance_ == pytest.approx(1e6 * plain.noise_variance_, rel=1e-3)
+    np.testing.assert_allclose(heavy.predict(X_TEST), plain.predict(X_TEST), rtol=1e-3)
+
+
+def test_replicates_tell_the_noise():
+    rng = np.random.default_rng(0)
+    points = np.repeat(X[:40], 25, axis=0)
+    y = np.repeat(Y[:40], 25) + 0.5 * rng.normal(size=1000)
+    model = small(n_representatives=None, noise="evidence").fit(points, y)
+    assert model.noise_variance_ == pytest.approx(0.25, rel=0.1)
+
+
+def test_a_refit_forgets_the_members_of_the_first_fit():
+    model = small().fit(X, Y).set_params(n_members=0).fit(X, 2 * Y)
+    np.testing.assert_array_equal(model.predict(X_TEST), model.pp_mean(X_TEST))
+    assert not hasattr(model, "weights_")
+
+
+def test_data_frames_reach_the_members_with_their_columns():
+    frame = pd.DataFrame(X, columns=list("abcdef"))
+    frame["kind"] = np.where(X[:, 0] > 0.5, "high", "low")
+    columns = make_column_transformer(
+        (OneHotEncoder(), ["kind"]), (StandardScaler(), list("abcdef"))
+    )
+    model = ResamplingRegressor(make_pipeline(columns, Ridge()), random_state=0).fit(frame, Y)
+    mean, std = model.predict(frame, return_std=True)
+    assert np.corrcoef(mean, Y)[0, 1] > 0.8
     assert np.all(std > 0)
+    with pytest.raises(ValueError, match="feature names"):
+        model.predict(frame.drop(columns="kind"))
+    # Numbers give the same result in a frame as in an array.
+    numbers = frame.drop(columns="kind")
+    in_frame = ResamplingRegressor(Ridge(), random_state=0).fit(numbers, Y).predict(numbers)
+    in_array = ResamplingRegressor(Ridge(), random_state=0).fit(X, Y).predict(X)
+    np.testing.assert_allclose(in_frame, in_array)
+
+
+@pytest.mark.parametrize("scale", [1e-170, 1e170])
+def test_features_of_any_scale_have_a_direction(scale):
+    model = ProjectedProcessRegressor(random_state=0).fit(scale * X, Y)
+    reference = ProjectedProcessRegressor(random_state=0, n_members=0).fit(X, Y)
+    np.testing.assert_allclose(model.pp_mean(scale * X_TEST), reference.predict(X_TEST), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "name"),
+    [
+        ({"n_members": 2.5}, "n_members"),
+        ({"n_members": "many"}, "n_members"),
+        ({"n_members": None}, "n_members"),
+        ({"subsample": "half"}, "subsample"),
+        ({"subsample": None}, "subsample"),
+        ({"noise": None}, "noise"),
+        ({"noise": True}, "noise"),
+        ({"kernel": "power", "exponent": "2"}, "exponent"),
+        ({"kernel": "power", "offset": None}, "offset"),
+        ({"length_scale": "a"}, "length_scale"),
+        ({"n_representatives": 2.5}, "n_representatives"),
+        ({"n_representatives": "all"}, "n_representatives"),
+        ({"calibration": ["student"]}, "calibration"),
+    ],
+)
+def test_parameters_of_a_wrong_type_are_named(parameters, name):
+    with pytest.raises(InputError, match=f"^{name}="):
+        small(**parameters).fit(X, Y)
 
 
 def test_too_few_absent_members_are_refused():
@@ -391,13 +498,14 @@ def test_too_few_absent_members_are_refused():
 
 
 def test_fewer_representatives_than_asked_for_are_reported():
-    few = X[:20].repeat(2, axis=0)
-    few[:, 1:] = 0.5
-    few[:20, 0] = 0.25
-    points = len(np.unique(few, axis=0))
-    model = small(n_representatives=points, selection="cur", kernel=ConstantKernel(1.0))
-    with pytest.warns(QualmsWarning, match="n_representatives"):
-        model.fit(few, np.arange(40.0))
+    model = ProjectedProcessRegressor("power", 1, n_representatives=20, selection="cur")
+    with pytest.warns(QualmsWarning, match="Only 6 of n_representatives=20"):
+        model.fit(X, Y)
+
+
+def test_a_kernel_that_cannot_tell_points_apart_is_reported():
+    with pytest.warns(QualmsWarning, match="kernel='rbf'"):
+        ProjectedProcessRegressor(random_state=0, calibration=None).fit(X[:, :1], Y)
 
 
 def test_no_ensemble_without_members():
@@ -418,4 +526,5 @@ def test_an_indefinite_kernel_is_reported():
 
 def test_everything_public_is_documented():
     for name in qualms.__all__:
-        assert getattr(qualms, name).__doc__
+        assert len(getattr(qualms, name).__doc__) > 30
+        assert not getattr(qualms, name).__doc__.startswith(f"{name}(")

@@ -133,7 +133,7 @@ def test_more_representatives_than_features_and_duplicates_work():
 
 def test_unit_scale_changes_no_prediction_but_scales_the_variance():
     # Eq. (17): kernel and noise scaled alike.
-    scale = unit_scale(7 * Y, KERNEL.diag(X))
+    scale = unit_scale(np.var(7 * Y), KERNEL.diag(X))
     plain = fit_gaussian_process(KERNEL(X, X), Y, NOISE)
     scaled = fit_gaussian_process(scale * KERNEL(X, X), Y, scale * NOISE)
     K_XN = KERNEL(X_NEW, X)
@@ -154,6 +154,7 @@ def test_variances_are_never_negative(seed, n_distinct, noise):
     Phi = whitening.features(K[:, whitening.pivots])
     model = fit_projected_process(Phi, random.normal(size=12), noise)
     assert np.all(model.variance(Phi, np.diag(K), include_noise=False) >= 0)
+    assert np.all(np.diag(model.covariance(Phi, K)) >= 0)
     exact = fit_gaussian_process(K + 1e-9 * np.eye(12), random.normal(size=12), noise)
     assert np.all(exact.variance(K, np.diag(K), include_noise=False) >= 0)
 
@@ -245,6 +246,11 @@ def test_bad_input_is_named():
         fit_projected_process(np.eye(3), np.ones(3), 1.0, sample_weight=np.ones(2))
     with pytest.raises(InputError, match="sample_weight=minimum"):
         fit_projected_process(np.eye(3), np.ones(3), 1.0, sample_weight=np.array([1.0, 0.0, 1.0]))
+    with pytest.raises(InputError, match="Phi=NaN"):
+        fit_projected_process(np.full((3, 3), np.nan), np.ones(3), 1.0)
+    for K in (np.full((3, 3), np.nan), np.ones((3, 2))):
+        with pytest.raises(InputError, match="K_NN"):
+            fit_gaussian_process(K, np.ones(3), 1.0)
     with pytest.raises(InputError, match="grid"):
         select_noise(np.eye(3), np.ones(3), np.array([1.0, 0.5, 2.0]))
     with pytest.raises(InputError, match="criterion"):

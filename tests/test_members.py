@@ -268,7 +268,7 @@ def test_cg_that_does_not_converge_says_so_and_solves_exactly():
     Phi, Y, counts, noise, _ = case("tiny noise")
     full = full_model(Phi, Y, noise)
     expected = oracle.member_weights(Phi, Y, counts, noise)
-    with pytest.warns(QualmsWarning, match="max_iterations"):
+    with pytest.warns(QualmsWarning, match="iterations left a relative error"):
         solved = solve_members(Phi, Y, counts, full, method="cg", max_iterations=2)
     assert solved.method in ("dual", "direct")
     assert solved.n_iterations == 0
@@ -447,3 +447,21 @@ def test_noise_must_be_positive(noise_variance):
     with pytest.raises(InputError) as caught:
         fit_projected_process(np.eye(3), np.ones((3, 1)), noise_variance)
     assert caught.value.parameter == "noise_variance"
+
+
+@pytest.mark.parametrize("seed", [4, 36, 7])
+@pytest.mark.parametrize("method", ["cg", "auto"])
+@pytest.mark.filterwarnings("ignore::qualms.QualmsWarning")
+def test_many_decisive_rows_do_not_fool_cg(method, seed):
+    """Rows of very different size, of which many alone determine a direction."""
+    rng = np.random.default_rng(seed)
+    Phi = rng.normal(size=(600, 150)) * np.exp(2 * rng.normal(size=(600, 1)))
+    Y = Phi @ rng.normal(size=(150, 1)) + rng.normal(size=(600, 1))
+    full = full_model(Phi, Y, 1e-4 * np.mean(Phi**2))
+    counts = np.stack([rng.permutation(600) < 540 for _ in range(6)], axis=1)
+    exact, solved = (
+        Phi @ solve_members(Phi, Y, counts, full, method=m).weights[:, 0]
+        for m in ("direct", method)
+    )
+    spread = np.sqrt(np.mean(exact.var(axis=1, ddof=1)))
+    assert np.sqrt(np.mean((solved - exact) ** 2)) < 1e-3 * spread

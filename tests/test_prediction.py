@@ -1,3 +1,6 @@
+import copy
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,6 +10,7 @@ from hypothesis.extra.numpy import arrays
 from qualms.core.calibration import LinearCalibration, PowerCalibration, calibrate
 from qualms.errors import InputError
 from qualms.prediction import Prediction, score
+from qualms.prediction import calibrate as calibrate_any
 
 rng = np.random.default_rng(0)
 MEMBERS = rng.normal(size=(5, 8)) + 3
@@ -79,8 +83,10 @@ def test_sums_and_linear_combinations():
     same(Prediction.concatenate([P[:2], P[2:]]), MEMBERS)
     with pytest.raises(TypeError, match="use map"):
         P @ P
-    with pytest.raises(TypeError, match="dtype"):
-        P.sum(dtype=np.float32)
+    same(np.concatenate([P[:2], P[2:]]), MEMBERS)
+    for axis in (1, -2, 2):
+        with pytest.raises(InputError, match="axis"):
+            P.sum(axis=axis)
 
 
 def test_correlated_errors_cancel_in_differences():
@@ -143,6 +149,59 @@ def test_the_uncalibrated_prediction_is_kept_through_everything():
     assert P.uncalibrated is P
     # Calibrating twice is calibrating once.
     same(LinearCalibration(alpha=3.0).apply(calibrated), calibrated.members)
+
+
+def test_operators_in_place_make_a_new_prediction():
+    p = P
+    p += 1
+    p *= 2
+    same(p, 2 * (MEMBERS + 1))
+    same(P, MEMBERS)
+
+
+def test_copies_and_pickles_are_whole():
+    calibrated = LinearCalibration(alpha=3.0).apply(P)
+    difference = calibrated[0] - calibrated[1]
+    for again in (pickle.loads(pickle.dumps(difference)), copy.deepcopy(difference)):
+        same(again, difference.members)
+        same(again.uncalibrated, difference.uncalibrated.members)
+        assert not again.members.flags.writeable
+
+
+def test_iteration_and_identity():
+    for i, p in enumerate(P):
+        same(p, MEMBERS[i])
+    with pytest.raises(TypeError, match="no length"):
+        list(P[0])
+    assert P in [None, P]
+    assert Prediction(MEMBERS) != P
+
+
+@pytest.mark.parametrize("function", [np.mean, np.std, np.max, np.round, np.diff, np.asarray])
+def test_what_numpy_cannot_do_member_by_member_says_what_to_do(function):
+    with pytest.raises(TypeError, match=r"\.mean"):
+        function(P)
+
+
+def test_calibrating_takes_a_prediction_as_well_as_an_array():
+    y = rng.normal(size=5) + 3
+    fitted = calibrate_any(y, LinearCalibration(alpha=3.0).apply(P), method="linear")
+    assert fitted.alpha == pytest.approx(calibrate(y, MEMBERS, method="linear").alpha)
+    with pytest.raises(InputError, match="prediction=ndarray"):
+        score(y, MEMBERS)
+    with pytest.raises(InputError, match="y="):
+        calibrate_any(["a"] * 5, MEMBERS)
+
+
+def test_a_calibration_of_several_outputs_refuses_a_prediction_of_one():
+    members = rng.normal(size=(40, 2, 8))
+    y = rng.normal(size=(40, 2))
+    fitted = calibrate_any(y, members)
+    assert fitted.log_likelihood.shape == (2,)
+    p = Prediction(members)
+    with pytest.raises(InputError, match=r"2 outputs.*outputs\[t\]"):
+        fitted.apply(p[:, 0])
+    same(fitted.outputs[0].apply(p[:, 0]), fitted.apply(p).members[:, 0])
 
 
 def test_score_judges_a_prediction():

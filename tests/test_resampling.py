@@ -13,7 +13,7 @@ from qualms.core.resampling import (
     membership_counts,
     subsample_size,
 )
-from qualms.errors import InputError
+from qualms.errors import InputError, QualmsWarning
 
 
 @given(st.integers(2, 40), st.integers(2, 9), st.floats(0.01, 0.99), st.integers(0, 2**31))
@@ -55,6 +55,16 @@ def test_groups_are_in_or_out_as_a_whole(replace):
         assert np.all(counts[labels == label] == counts[labels == label][0])
     drawn = counts[[1, 0, 3, 5]].sum(axis=0)  # one row of each group
     np.testing.assert_array_equal(drawn, 4 if replace else 2)
+
+
+def test_a_number_of_groups_is_that_number():
+    members = draw_members(60, 5, 4, np.random.default_rng(0), groups=np.arange(60) // 6)
+    assert {len(indices) for indices in members} == {24}
+
+
+def test_a_single_sample_per_member_is_surely_a_mistake():
+    with pytest.warns(QualmsWarning, match="single sample"):
+        assert subsample_size(1, 10) == 1
 
 
 @pytest.mark.parametrize(

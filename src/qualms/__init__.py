@@ -5,11 +5,11 @@
 >>> mean, std = model.fit(X, y).predict(X_new, return_std=True)  # doctest: +SKIP
 """
 
-from qualms.core.calibration import Calibration, calibrate
+from qualms.core.calibration import Calibration
 from qualms.core.selection import farthest_points
 from qualms.errors import CalibrationError, InputError, NumericalError, QualmsError, QualmsWarning
 from qualms.estimators import ProjectedProcessRegressor, ResamplingRegressor
-from qualms.prediction import Prediction, score
+from qualms.prediction import Prediction, calibrate, score
 
 __version__ = "0.1.0.dev0"
 

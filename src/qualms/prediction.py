@@ -19,14 +19,17 @@ predictions, `Prediction.uncalibrated`, and fit and apply a calibration to the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import ArrayLike
 
+from qualms.core.calibration import Calibration, PerOutputCalibration
+from qualms.core.calibration import calibrate as calibrate_arrays
 from qualms.core.calibration.base import MemberTransform
+from qualms.core.checks import check_points
 from qualms.core.resampling import committee
 from qualms.core.scores import Scores, score_arrays
 from qualms.core.typing import Float64Array
@@ -111,10 +114,28 @@ class Prediction(NDArrayOperatorsMixin):
         """Shape of `mean` and `std`."""
         return self._members.shape[:-1]
 
+    # Predictions are compared by identity: equality of numbers that have errors means little.
+    __eq__ = object.__eq__
+    __ne__ = object.__ne__
+    __hash__ = object.__hash__
+
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError("a single prediction has no length")
         return int(self.shape[0])
+
+    def __iter__(self) -> Iterator[Prediction]:
+        return (self[i] for i in range(len(self)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is computed when asked for cannot be pickled: ask for it now.
+        return {
+            "members": self._members,
+            "uncalibrated": None if self._uncalibrated is None else self.uncalibrated,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
 
     def covariance(self) -> Float64Array:
         """Return the covariance of the errors of all points over the members (ddof = 1): (n, n).
@@ -157,13 +178,15 @@ class Prediction(NDArrayOperatorsMixin):
 
         return _combined(of_each_member, self)
 
-    def sum(self, axis: int | None = None, dtype: None = None, out: None = None) -> Prediction:
+    def sum(self, axis: int | None = None) -> Prediction:
         """Sum over points, member by member; ``numpy.sum`` does the same."""
-        if dtype is not None or out is not None:
-            raise TypeError("the sum of a Prediction takes neither dtype nor out")
-        axes = tuple(range(len(self.shape))) if axis is None else axis
-        if isinstance(axes, int) and axes < 0:
-            axes -= 1  # the last axis holds the members
+        n_axes = len(self.shape)
+        if axis is None:
+            axes = tuple(range(n_axes))
+        elif -n_axes <= axis < n_axes:
+            axes = (axis % n_axes,)  # never the last axis of the members
+        else:
+            raise InputError("axis", axis, f"an axis of a prediction of shape {self.shape}")
         return _combined(lambda members: members.sum(axis=axes), self)
 
     @staticmethod
@@ -180,6 +203,8 @@ class Prediction(NDArrayOperatorsMixin):
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """Apply a NumPy function member by member; members of several predictions go in pairs."""
+        if kwargs.get("out") == (self,):
+            kwargs.pop("out")  # p += 1 makes a new prediction, as it does for other numbers
         if method != "__call__" or kwargs or ufunc.nout != 1:
             return NotImplemented
         if ufunc is np.matmul:
@@ -200,6 +225,20 @@ class Prediction(NDArrayOperatorsMixin):
             return result
 
         return _combined(of_members, *predictions)
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Understand ``numpy.sum`` and ``numpy.concatenate``; refuse the rest, with advice."""
+        if func is np.sum:
+            return args[0].sum(*args[1:], **kwargs)
+        if func is np.concatenate and len(args) == 1 and not kwargs:
+            return Prediction.concatenate(*args)
+        raise TypeError(
+            f"numpy.{func.__name__} of a Prediction is not defined: use .map to apply it to each "
+            "member, or take the arrays .mean, .std or .members"
+        )
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("a Prediction is not an array: take .mean, .std or .members")
 
     def __repr__(self) -> str:
         calibrated = "" if self._uncalibrated is None else ", calibrated"
@@ -248,4 +287,44 @@ def score(y: ArrayLike, prediction: Prediction) -> Scores:
     Scores
         Root mean squared error, log likelihood, coverage and the other scores, by name.
     """
+    if not isinstance(prediction, Prediction):
+        raise InputError(
+            "prediction", type(prediction).__name__, "a Prediction", "Make one of members."
+        )
     return score_arrays(y, prediction.mean, prediction.std, prediction.members)
+
+
+def calibrate(
+    y: ArrayLike,
+    members: ArrayLike | Prediction,
+    *,
+    absent: ArrayLike | None = None,
+    method: str = "student",
+) -> Calibration | PerOutputCalibration:
+    """Find out how the spread between members relates to the true errors.
+
+    Parameters
+    ----------
+    y : (n,) or (n, T) array
+        Targets.
+    members : (n, N_R) or (n, T, N_R) array, or Prediction
+        What each member predicts for them; of a Prediction, before calibration.
+    absent : (n, N_R) array of bool, optional
+        Whether a point was absent from the training set of a member. With it, training points serve
+        for the calibration, each predicted only by the members that did not see it. Without it the
+        points must be new to all members.
+    method : {"student", "shrinkage", "linear", "power", "none"}
+
+    Returns
+    -------
+    Calibration
+        With ``.alpha``, ``.gamma`` and ``.apply(prediction)``; one per output if y has T columns.
+    """
+    if isinstance(members, Prediction):
+        members = members.uncalibrated.members
+    return calibrate_arrays(
+        check_points("y", y),
+        check_points("members", members),
+        absent=None if absent is None else np.asarray(absent, dtype=bool),
+        method=method,
+    )

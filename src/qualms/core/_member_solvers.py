@@ -154,6 +154,12 @@ def solve_by_cg(
     it started from stays: labels that the member must not know. From zero, the preconditioner is
     all that it learns of the rows it lacks, and that holds no labels.
 
+    Raises
+    ------
+    NumericalError
+        If more rows have a leverage close to one than can be taken out of the preconditioner: CG
+        might then stop, seemingly converged, before it has noticed a direction that only absent
+        rows determine.
     """
     C = problem.systems()
     precondition = _Preconditioner(problem)
@@ -239,7 +245,11 @@ def _high_leverage_rows(problem: MemberProblem) -> IntArray:
     )
     F = predict(problem.Phi, np.ascontiguousarray(probes.T))
     leverage = problem.sample_weight * np.mean(F**2, axis=0)
-    highest = np.argsort(-leverage, kind="stable")[: max(1, len(leverage) // 20)]
+    order = np.argsort(-leverage, kind="stable")
+    highest, others = np.split(order, [max(1, len(leverage) // 20)])
+    n_decisive = int(np.sum(leverage[others] > 0.7))
+    if n_decisive:
+        raise NumericalError(f"{n_decisive + highest.size} rows have a leverage close to one")
     return np.sort(highest[leverage[highest] > 0.3])
 
 

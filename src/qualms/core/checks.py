@@ -9,10 +9,26 @@ from qualms.core.typing import Float64Array, FloatArray
 from qualms.errors import InputError
 
 
+def check_integer(parameter: str, value: object, lowest: int, what: str = "") -> int:
+    """Return an integer that is at least `lowest`; refuse numbers with a point and booleans."""
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not whole or int(value) < lowest:  # type: ignore[call-overload]
+        raise InputError(parameter, repr(value), what or f"an integer ≥ {lowest}")
+    return int(value)  # type: ignore[call-overload, no-any-return]
+
+
+def check_number(parameter: str, value: object, lowest: float, *, strict: bool = False) -> float:
+    """Return a finite number that is at least (or above) `lowest`."""
+    number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    if not number or not np.isfinite(value) or value < lowest or (strict and value == lowest):  # type: ignore[call-overload, operator]
+        sign = ">" if strict else "≥"
+        raise InputError(parameter, repr(value), f"a finite number {sign} {lowest:g}")
+    return float(value)  # type: ignore[arg-type]
+
+
 def check_noise_variance(noise_variance: float) -> None:
     """Refuse a regulariser that is not a positive finite number."""
-    if not (np.isfinite(noise_variance) and noise_variance > 0):
-        raise InputError("noise_variance", noise_variance, "a finite number > 0")
+    check_number("noise_variance", noise_variance, 0, strict=True)
 
 
 def as_targets(y: FloatArray, n: int) -> Float64Array:

@@ -14,8 +14,12 @@ import numpy as np
 
 from qualms.core.checks import as_targets, check_sample_weight
 from qualms.core.members import MemberSolution, solve_members
-from qualms.core.noise import noise_grid, select_noise
-from qualms.core.projected_process import ProjectedProcess, fit_projected_process
+from qualms.core.noise import Replicates, noise_grid, select_noise
+from qualms.core.projected_process import (
+    ProjectedProcess,
+    fit_projected_process,
+    gram_matrix,
+)
 from qualms.core.typing import Float64Array, FloatArray, IntArray
 
 
@@ -91,6 +95,7 @@ def fit_full_model(
     noise: str | float = "loo",
     *,
     sample_weight: FloatArray | None = None,
+    replicates: Replicates | None = None,
 ) -> FullModel:
     """Choose the noise variance and solve the full model.
 
@@ -103,32 +108,39 @@ def fit_full_model(
         How to choose σ², or σ² itself in the units of y² (with several outputs: for their mean
         variance).
     sample_weight : (N,) array, optional
+    replicates : Replicates, optional
+        Scatter of repeated observations whose averages are y, in the units of y².
     """
     Y = as_targets(y, len(Phi))
     weight = check_sample_weight(sample_weight, len(Phi))
     center = np.average(Y, axis=0, weights=weight)
     variance = np.average((Y - center) ** 2, axis=0, weights=weight)
-    # What rounding leaves of a constant is no variance.
-    constant = variance <= (1e-14 * np.abs(center)) ** 2
-    scale = np.where(constant, 1.0, np.sqrt(variance))
+    # What rounding leaves of a constant is no variance; its scale is only a scale of rounding.
+    constant = variance <= (1e-14 * center) ** 2
+    scale = np.where(constant, 1e-6 * np.where(center == 0, 1.0, np.abs(center)), variance**0.5)
     targets = np.where(constant, 0.0, (Y - center) / scale)
-    if isinstance(noise, str):
-        relative = _selected_noise(Phi, targets, noise, sample_weight)
+    if replicates is not None:
+        replicates = Replicates(replicates.dof, replicates.sum_of_squares / scale**2)
+    gram = gram_matrix(Phi, sample_weight)
+    if not isinstance(noise, str):
+        relative = float(noise) / float(np.mean(scale[constant == constant.all()] ** 2))
+    elif constant.all():
+        # Nothing but the scatter of replicates, if there is any, tells the noise.
+        relative = 1.0 if replicates is None else max(replicates.variance, 1.0)
     else:
-        relative = float(noise) / float(np.mean(scale**2))
-    process = fit_projected_process(Phi, targets, relative, sample_weight=sample_weight)
+        # σ²/w is the noise of an observation: the grid must reach where w puts it.
+        grid = noise_grid(float(weight.mean()))
+        relative = select_noise(
+            Phi,
+            targets,
+            grid,
+            criterion=noise,
+            sample_weight=sample_weight,
+            gram=gram,
+            replicates=replicates,
+        ).noise_variance
+    process = fit_projected_process(Phi, targets, relative, sample_weight=sample_weight, gram=gram)
     return FullModel(process, center, scale)
-
-
-def _selected_noise(
-    Phi: FloatArray, targets: Float64Array, criterion: str, sample_weight: FloatArray | None
-) -> float:
-    if not np.any(targets):
-        return 1e-6  # nothing to learn: any noise gives the same answer, a constant
-    selection = select_noise(
-        Phi, targets, noise_grid(1.0), criterion=criterion, sample_weight=sample_weight
-    )
-    return selection.noise_variance
 
 
 def fit_members(

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from qualms.core.checks import as_targets, check_noise_variance, check_sample_weight
-from qualms.core.linalg import cholesky, cholesky_solve, cholesky_whiten
+from qualms.core.linalg import cholesky, cholesky_solve, cholesky_whiten, clip_diagonal
 from qualms.core.typing import Float64Array, FloatArray
+from qualms.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,7 @@ class GaussianProcess:
     def covariance(self, K_XN: FloatArray, K_XX: FloatArray) -> Float64Array:
         """Return the predictive covariance (n, n) of the latent function, without noise."""
         V = cholesky_whiten(self.factor, K_XN.T)
-        covariance: Float64Array = K_XX - V.T @ V
-        return covariance
+        return clip_diagonal(K_XX - V.T @ V)
 
     def log_marginal_likelihood(self) -> float:
         """Return ln p(y), R&W Eq. (5.8), summed over outputs."""
@@ -105,6 +105,8 @@ def fit_gaussian_process(
     GaussianProcess
     """
     check_noise_variance(noise_variance)
+    if K_NN.ndim != 2 or K_NN.shape[0] != K_NN.shape[1] or not np.all(np.isfinite(K_NN)):
+        raise InputError("K_NN", f"shape {K_NN.shape}", "a square matrix of finite values")
     Y = as_targets(y, len(K_NN))
     w = check_sample_weight(sample_weight, len(K_NN))
     A = np.array(K_NN, dtype=np.float64)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from qualms.core.checks import check_number
 from qualms.core.typing import Float64Array, FloatArray, IntArray
 from qualms.errors import InputError
 
@@ -31,7 +32,13 @@ class Kernel(Protocol):
 
 def normalize_rows(X: FloatArray) -> FloatArray:
     """Scale each row of X (n, d) to unit length, in the precision of X; a null row stays null."""
-    norms = np.linalg.norm(X, axis=1, keepdims=True)
+    with np.errstate(over="ignore"):
+        norms = np.linalg.norm(X, axis=1, keepdims=True)
+    if not np.all(np.isfinite(norms) & (norms > 1e-15)):
+        # The squares may have left the range of numbers although the row has not.
+        largest = np.abs(X).max(axis=1, keepdims=True, initial=0)
+        X = X / np.where(largest > 0, largest, largest.dtype.type(1))
+        norms = np.linalg.norm(X, axis=1, keepdims=True)
     normalized: FloatArray = X / np.where(norms > 0, norms, norms.dtype.type(1))
     return normalized
 
@@ -59,10 +66,8 @@ class PowerKernel:
     offset: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (np.isfinite(self.exponent) and self.exponent >= 1):
-            raise InputError("exponent", self.exponent, "a finite number ≥ 1")
-        if not (np.isfinite(self.offset) and self.offset >= 0):
-            raise InputError("offset", self.offset, "a finite number ≥ 0")
+        check_number("exponent", self.exponent, 1)
+        check_number("offset", self.offset, 0)
 
     def __call__(self, X: FloatArray, Y: FloatArray, /) -> FloatArray:
         """Return the kernel between the rows of X (n, d) and those of Y (m, d): (n, m)."""
@@ -74,6 +79,8 @@ class PowerKernel:
 
     def _power(self, dots: FloatArray) -> FloatArray:
         """Apply offset and exponent in place: a kernel block is the largest array of a stream."""
+        if not np.issubdtype(dots.dtype, np.floating):
+            dots = dots.astype(np.float64)
         if self.offset:
             dots += dots.dtype.type(self.offset)
             dots /= dots.dtype.type(1 + self.offset)
@@ -120,8 +127,7 @@ class RBFKernel:
     length_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (np.isfinite(self.length_scale) and self.length_scale > 0):
-            raise InputError("length_scale", self.length_scale, "a finite number > 0")
+        check_number("length_scale", self.length_scale, 0, strict=True)
 
     def __call__(self, X: FloatArray, Y: FloatArray, /) -> FloatArray:
         """Return the kernel between the rows of X (n, d) and those of Y (m, d): (n, m)."""
@@ -154,8 +160,8 @@ def squared_distances(X: FloatArray, Y: FloatArray) -> FloatArray:
 class WeightedSumKernel:
     """A weighted sum of kernels, each of its own columns of the features: k = Σ_j w_j k_j.
 
-    With one SOAP cutoff per group of columns this is the multi-scale kernel; the features of each
-    group are normalised by themselves.
+    With one SOAP cutoff per group of columns this is the multi-scale kernel. Features are used as
+    they are: where a term wants rows of unit length, normalise its group of columns by itself.
 
     Parameters
     ----------
@@ -246,7 +252,9 @@ def structure_kernel(
     return np.ascontiguousarray(sum_over_structures(rows.T, column_offsets, average=average).T)
 
 
-def unit_scale(y: FloatArray, k_diag: FloatArray) -> float:
+def unit_scale(
+    variance: float, k_diag: FloatArray, sample_weight: FloatArray | None = None
+) -> float:
     """Return the factor that gives a kernel the units of y²: N·Var[y] / Tr[K].
 
     Eq. (17), Musil et al. 2019, with the missing factor N: as printed, the mean of the diagonal
@@ -254,16 +262,22 @@ def unit_scale(y: FloatArray, k_diag: FloatArray) -> float:
 
     Parameters
     ----------
-    y : (N,) array
+    variance : float
+        Var[y].
     k_diag : (N,) array
         The diagonal of the kernel matrix of the same N inputs.
+    sample_weight : (N,) array, optional
+        How much each input counts.
     """
-    mean_diag = float(np.mean(k_diag, dtype=np.float64))
-    if not mean_diag > 0:
+    mean_diag = float(np.average(k_diag.astype(np.float64), weights=sample_weight))
+    if not (mean_diag > 0 and np.isfinite(mean_diag)):
         raise InputError(
-            "k_diag", f"mean {mean_diag:.3g}", "a positive mean", "Are all features zero?"
+            "k_diag",
+            f"mean {mean_diag:.3g}",
+            "a positive finite mean",
+            "Are all features zero, or far too large? Scale them.",
         )
-    return float(np.var(y, dtype=np.float64)) / mean_diag
+    return variance / mean_diag
 
 
 def median_length_scale(X: FloatArray, *, max_rows: int = 1000) -> float:

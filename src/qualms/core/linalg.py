@@ -123,6 +123,13 @@ def whiten(K_MM: FloatArray, *, rtol: float | None = None) -> Whitening:
     )
 
 
+def clip_diagonal(covariance: Float64Array) -> Float64Array:
+    """Set what rounding made negative on the diagonal of a covariance (n, n) to zero, in place."""
+    diagonal = np.diag_indices_from(covariance)
+    covariance[diagonal] = np.maximum(covariance[diagonal], 0.0)
+    return covariance
+
+
 def cholesky(A: Float64Array, *, what: str, overwrite: bool = False) -> Float64Array:
     """Return the lower Cholesky factor of A (n, n), or say which matrix is not positive definite.
 

@@ -28,7 +28,7 @@ from qualms.core._member_solvers import (
 from qualms.core.checks import check_sample_weight
 from qualms.core.projected_process import ProjectedProcess
 from qualms.core.typing import Float64Array, FloatArray, IntArray
-from qualms.errors import InputError, QualmsWarning
+from qualms.errors import InputError, NumericalError, QualmsWarning
 
 METHODS = ("auto", "dual", "complement", "cg", "direct")
 
@@ -121,18 +121,22 @@ def solve_members(
     if chosen not in costs:
         why = "a member has fewer rows than the full model has effective parameters"
     elif chosen == "complement":
-        W, error = solve_complement(problem)
-        if error <= tolerance:
-            return MemberSolution(problem.as_weights(W), "complement", 0, error)
-        why = f"rounding left a relative error of {error:.1e}"
+        W, left = solve_complement(problem)
+        if left <= tolerance:
+            return MemberSolution(problem.as_weights(W), "complement", 0, left)
+        why = f"rounding left a relative error of {left:.1e}"
     else:
         affordable = math.ceil(costs[exact] / _iteration_cost(problem))
         budget = min(max_iterations, affordable) if method == "auto" else max_iterations
-        cg = solve_by_cg(problem, tolerance, budget, may_give_up=method == "auto")
-        if cg.converged:
-            W, error = cg.solutions, cg.relative_error
-            return MemberSolution(problem.as_weights(W), "cg", cg.n_iterations, error)
-        why = f"max_iterations={budget} left a relative error of {cg.relative_error:.1e}"
+        try:
+            cg = solve_by_cg(problem, tolerance, budget, may_give_up=method == "auto")
+        except NumericalError as error:
+            why = str(error)
+        else:
+            if cg.converged and cg.relative_error <= tolerance:
+                weights = problem.as_weights(cg.solutions)
+                return MemberSolution(weights, "cg", cg.n_iterations, cg.relative_error)
+            why = f"{cg.n_iterations} iterations left a relative error of {cg.relative_error:.1e}"
     if method != "auto":
         warnings.warn(
             f"method='{method}' cannot hold tolerance={tolerance:.1e}: {why}. The members were "
@@ -190,13 +194,14 @@ def estimated_cost(
     rate = min(max(unseen / seen, 0.05), 0.8) if seen > 0 else 0.8
     iterations = 3 + 1.2 * math.log(2 / min(tolerance, 1.0)) / -math.log(rate)
     iteration = _cost_per_iteration(N, r, systems)
+    gather, factorise = 300 * r, r**3 / 2 + 60 * N * r  # per row; with the right-hand side
     woodbury = 1.2 * r**2 * lacking + 1.2 * lacking**2 * r + lacking**3 / 2
-    downdate = 1.2 * r**2 * lacking + r**3 / 2 + 10 * r**2
+    downdate = 1.2 * r**2 * lacking + 10 * r**2 + factorise
     return {
-        "dual": n_members * (1.2 * n**2 * r + n**3 / 2 + 20 * n * r),
-        "complement": n_members * (min(woodbury, downdate) + 20 * lacking * r) + 2 * iteration,
-        "cg": iterations * iteration + N * r * 250 + 1.2 * r**2 * N / 20,
-        "direct": n_members * (1.2 * r**2 * n + r**3 / 2 + 20 * n * r),
+        "dual": n_members * (1.2 * n**2 * r + n**3 / 2 + 3 * gather * n),  # all rows at once
+        "complement": n_members * (min(woodbury, downdate) + gather * lacking) + 2 * iteration,
+        "cg": iterations * iteration + 250 * N * r + 1.2 * r**2 * N / 20,
+        "direct": n_members * (1.2 * r**2 * n + gather * n + factorise),
     }
 
 

@@ -17,6 +17,7 @@ import scipy.linalg
 
 from qualms.core.checks import as_targets, check_sample_weight
 from qualms.core.linalg import whiten
+from qualms.core.projected_process import gram_matrix
 from qualms.core.typing import Float64Array, FloatArray, IntArray
 from qualms.errors import InputError
 
@@ -44,6 +45,34 @@ class NoiseSelection:
     scores: Float64Array
 
 
+@dataclass(frozen=True)
+class Replicates:
+    """Scatter of several observations of one input about their mean, over all inputs.
+
+    Attributes
+    ----------
+    dof : int
+        Number of different observations less that of inputs.
+    sum_of_squares : (T,) array
+        Weighted sum of squared deviations of each output, in the units of y².
+    """
+
+    dof: int
+    sum_of_squares: Float64Array
+
+    @property
+    def variance(self) -> float:
+        """Noise variance that the scatter alone suggests, averaged over outputs."""
+        return float(np.mean(self.sum_of_squares)) / max(self.dof, 1)
+
+    def negative_log_likelihood(self, noise_variance: Float64Array) -> Float64Array:
+        """Return minus the log likelihood of the scatter, up to a constant, for each σ²: (G,)."""
+        dof = self.dof * self.sum_of_squares.size
+        total = float(np.sum(self.sum_of_squares))
+        curve: Float64Array = 0.5 * (dof * np.log(noise_variance) + total / noise_variance)
+        return curve
+
+
 def noise_grid(variance: float, *, lowest: float = 1e-10, highest: float = 10.0) -> Float64Array:
     """Return noise variances from `lowest` to `highest` times Var[y], evenly in ln σ²."""
     return variance * np.geomspace(lowest, highest, 45)
@@ -57,6 +86,7 @@ def select_noise(
     criterion: str = "loo",
     sample_weight: FloatArray | None = None,
     gram: Float64Array | None = None,
+    replicates: Replicates | None = None,
     max_rows: int = 4096,
 ) -> NoiseSelection:
     """Choose σ² for a projected process.
@@ -75,6 +105,9 @@ def select_noise(
         Positive; observation n has noise σ²/w_n, and its residual counts w_n times.
     gram : (r, r) array, optional
         ΦᵀΦ with weighted rows, if it is known already.
+    replicates : Replicates, optional
+        What observations of the same input say about the noise, if y is their average; part of the
+        marginal likelihood. Leave-one-out errors differ by a constant, whatever σ² is.
     max_rows : int
         Leave-one-out residuals are averaged over at most so many rows, evenly spaced. Each residual
         is exact whatever their number: it is only the average that is over fewer.
@@ -89,8 +122,7 @@ def select_noise(
     Y = as_targets(y, len(Phi))
     root = np.sqrt(check_sample_weight(sample_weight, len(Phi)))[:, None]
     if gram is None:
-        A = Phi if sample_weight is None else Phi * root
-        gram = np.asarray(A.T @ A, dtype=np.float64)
+        gram = gram_matrix(Phi, sample_weight)
     S, V = scipy.linalg.eigh(gram, check_finite=False)
     S = np.maximum(S, 0.0)
     projected = V.T @ (Phi.T @ (root**2 * Y))
@@ -99,6 +131,8 @@ def select_noise(
         scores = _loo_curve(_rotated_rows(Phi, Y, root, V, rows), S, projected, tried)
     elif criterion == "evidence":
         scores = _evidence_curve(S, projected, root * Y, tried)
+        if replicates is not None:
+            scores += replicates.negative_log_likelihood(tried)
     else:
         raise InputError("criterion", repr(criterion), '"loo" or "evidence"')
     return NoiseSelection(_refined_minimum(tried, scores), tried, scores)

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from qualms.core.checks import as_targets, check_noise_variance, check_sample_weight
-from qualms.core.linalg import cholesky, cholesky_solve, cholesky_whiten
+from qualms.core.linalg import cholesky, cholesky_solve, cholesky_whiten, clip_diagonal
 from qualms.core.typing import Float64Array, FloatArray
+from qualms.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,7 @@ class ProjectedProcess:
     def covariance(self, Phi_X: FloatArray, K_XX: FloatArray) -> Float64Array:
         """Return the predictive covariance (n, n) of the latent function, without noise."""
         V = cholesky_whiten(self.factor, Phi_X.T)
-        covariance: Float64Array = K_XX - Phi_X @ Phi_X.T + self.noise_variance * (V.T @ V)
-        return covariance
+        return clip_diagonal(K_XX - Phi_X @ Phi_X.T + self.noise_variance * (V.T @ V))
 
 
 def fit_projected_process(
@@ -83,6 +83,7 @@ def fit_projected_process(
     noise_variance: float,
     *,
     sample_weight: FloatArray | None = None,
+    gram: Float64Array | None = None,
 ) -> ProjectedProcess:
     """Solve (ΦᵀΦ + σ²) w = Φᵀy: the full model.
 
@@ -96,6 +97,8 @@ def fit_projected_process(
         σ² > 0.
     sample_weight : (N,) array, optional
         Positive; observation n has noise σ²/w_n.
+    gram : (r, r) array, optional
+        ΦᵀΦ with weighted rows, if it is known already.
 
     Returns
     -------
@@ -103,10 +106,22 @@ def fit_projected_process(
     """
     check_noise_variance(noise_variance)
     Y = as_targets(y, len(Phi))
-    A, target = _weighted_rows(Phi, Y, sample_weight)
-    gram: Float64Array = np.asarray(A.T @ A, dtype=np.float64)
+    if gram is None:
+        gram = gram_matrix(Phi, sample_weight)
     factor = cholesky(_add_diagonal(gram, noise_variance), what="ΦᵀΦ + σ²", overwrite=True)
-    return ProjectedProcess(cholesky_solve(factor, A.T @ target), gram, factor, noise_variance)
+    w = check_sample_weight(sample_weight, len(Phi))
+    projected = np.asarray(Phi.T @ (w[:, None] * Y), dtype=np.float64)
+    return ProjectedProcess(cholesky_solve(factor, projected), gram, factor, noise_variance)
+
+
+def gram_matrix(Phi: FloatArray, sample_weight: FloatArray | None = None) -> Float64Array:
+    """Return Φᵀ diag(w) Φ in float64: (r, r)."""
+    root = None if sample_weight is None else check_sample_weight(sample_weight, len(Phi)) ** 0.5
+    A = Phi if root is None else Phi * root[:, None]
+    gram: Float64Array = np.asarray(A.T @ A, dtype=np.float64)
+    if not np.all(np.isfinite(gram)):
+        raise InputError("Phi", "NaN or infinite values", "finite values")
+    return gram
 
 
 def log_marginal_likelihood(

@@ -6,13 +6,14 @@ outputs.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from qualms.core.typing import BoolArray, Float64Array, FloatArray, IntArray
-from qualms.errors import InputError
+from qualms.errors import InputError, QualmsWarning
 
 #: A spread of fewer members says too little: Student's t then has less than two degrees of freedom.
 MIN_ABSENT = 3
@@ -32,11 +33,18 @@ def subsample_size(subsample: float, n_train: int) -> int:
     remedy = "Use a fraction between 0 and 1, fewer samples, or replace=True for a bootstrap."
     if n_train < 2:
         raise InputError("n_train", n_train, "at least 2 samples to draw sub-samples from")
-    if isinstance(subsample, (bool, np.bool_)) or not np.isfinite(subsample):
+    is_number = isinstance(subsample, (int, float, np.number)) and not isinstance(subsample, bool)
+    if not is_number or not np.isfinite(subsample):
         raise InputError("subsample", subsample, "a fraction or a number of samples", remedy)
     if isinstance(subsample, (int, np.integer)):
         if not 1 <= subsample < n_train:
-            raise InputError("subsample", subsample, f"1 ≤ n < N = {n_train} samples", remedy)
+            raise InputError("subsample", subsample, f"1 ≤ n < N = {n_train}", remedy)
+        if subsample == 1:
+            warnings.warn(
+                "subsample=1 is a single sample per member, not all of them.",
+                QualmsWarning,
+                stacklevel=3,
+            )
         return int(subsample)
     if not 0 < subsample < 1:
         raise InputError("subsample", subsample, "a fraction strictly between 0 and 1", remedy)
@@ -61,7 +69,8 @@ def draw_members(
     n_members : int
         N_R ≥ 2.
     subsample : float or int
-        n, as a fraction of N or as a number; not used for a bootstrap, where n = N.
+        n, as a fraction of the samples (or groups) or as a number of them; not used for a
+        bootstrap, where n = N.
     rng : numpy.random.Generator
     replace : bool
         Draw N with replacement (bootstrap) rather than n < N without (sub-sampling).
@@ -84,9 +93,7 @@ def draw_members(
     if replace:
         draws = [rng.integers(n_groups, size=n_groups) for _ in range(n_members)]
     else:
-        n = subsample_size(subsample, n_train)
-        if groups is not None:
-            n = subsample_size(n / n_train, n_groups)
+        n = subsample_size(subsample, n_groups)
         draws = [rng.permutation(n_groups)[:n] for _ in range(n_members)]
     times = [np.bincount(drawn, minlength=n_groups)[codes] for drawn in draws]
     return [np.repeat(np.arange(n_train), t) for t in times]

@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from qualms.core.checks import check_integer
 from qualms.core.kernels import (
     Kernel,
     PowerKernel,
     RBFKernel,
     median_length_scale,
     normalize_rows,
+    unit_scale,
 )
 from qualms.core.linalg import Whitening, whiten
 from qualms.core.selection import cur, farthest_points
@@ -34,9 +36,9 @@ class Basis:
     Attributes
     ----------
     kernel : Kernel
-    unit : float
-        Mean of the diagonal of the kernel over the training points; kernels are divided by it,
-        which is Eq. (17), Musil et al. 2019, for y of unit variance.
+    scale : float
+        Factor of Eq. (17), Musil et al. 2019, for y of unit variance: the scaled kernel has a mean
+        diagonal of one over the training points.
     representatives : (r, d) array
         What the kernel acts on: for the power kernel, rows of unit length.
     indices : (r,) array of int
@@ -45,7 +47,7 @@ class Basis:
     """
 
     kernel: Kernel
-    unit: float
+    scale: float
     representatives: FloatArray
     indices: IntArray
     whitening: Whitening
@@ -59,12 +61,12 @@ class Basis:
     def kernel_rows(self, block: FloatArray) -> Float64Array:
         """Return the kernel between a block (b, d) and the representatives: (b, r)."""
         rows = np.asarray(self.kernel(block, self.representatives), dtype=np.float64)
-        rows /= self.unit
+        rows *= self.scale
         return rows
 
     def prior_variance(self, block: FloatArray) -> Float64Array:
         """Return the diagonal of the kernel for a block (b, d): (b,)."""
-        return np.asarray(self.kernel.diag(block), dtype=np.float64) / self.unit
+        return np.asarray(self.kernel.diag(block), dtype=np.float64) * self.scale
 
     def features(self, X: FloatArray) -> Float64Array:
         """Return the whitened features Φ of X (n, d): (n, r)."""
@@ -110,7 +112,7 @@ def select_representatives(
     Farthest points are far in the space of the features; leverage scores are those of the kernel.
     """
     n_points = len(features)
-    if n is not None and not 1 <= n <= n_points:
+    if n is not None and check_integer("n_representatives", n, 1) > n_points:
         raise InputError(
             "n_representatives",
             n,
@@ -173,20 +175,27 @@ def build_basis(
     features = normalize_rows(X) if isinstance(kernel, PowerKernel) else X
     chosen = select_representatives(kernel, features, n_representatives, selection, rng)
     exact = features[chosen].astype(np.float64)
-    unit = float(np.average(kernel.diag(features), weights=weight))
+    scale = unit_scale(1.0, kernel.diag(features), weight)
     # The rounding of kernel rows in float32 limits which representatives are still independent.
     rtol = 1e-6 if features.dtype == np.float32 else None
     whitening = whiten(kernel(exact, exact), rtol=rtol)
-    whitening = replace(whitening, factor=whitening.factor / np.sqrt(unit))
+    whitening = replace(whitening, factor=whitening.factor * np.sqrt(scale))
     if whitening.negative > 1e-6:
         warnings.warn(
-            f"The kernel is not positive semi-definite (by {whitening.negative:.1e} of its largest "
-            "value). What is negative was dropped; an integer exponent avoids it.",
+            "The kernel is not positive semi-definite; what is negative was dropped. "
+            "(The power kernel is positive semi-definite for integer exponents.)",
             QualmsWarning,
             stacklevel=3,
         )
+    if whitening.effective_rank == 1 and len(X) > 1:
+        warnings.warn(
+            "All training points are the same to the kernel, which cannot tell them apart. "
+            "The power kernel sees only directions: use kernel='rbf' for a single feature.",
+            QualmsWarning,
+            stacklevel=4,
+        )
     indices = chosen[whitening.pivots]
-    return Basis(kernel, unit, features[indices], indices, whitening)
+    return Basis(kernel, scale, features[indices], indices, whitening)
 
 
 def _resolve_offset(offset: float | str, X: FloatArray) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
-from sklearn.utils import check_random_state
+from sklearn.utils import check_array, check_consistent_length, check_random_state
 from sklearn.utils.validation import _check_sample_weight, validate_data
 
 from qualms.core.calibration import (
@@ -17,11 +17,14 @@ from qualms.core.calibration import (
     Calibration,
     NoCalibration,
     PerOutputCalibration,
-    calibrate,
+    calibration_data,
+    fit_calibration,
 )
+from qualms.core.checks import check_integer
 from qualms.core.distinct import DistinctRows, distinct_rows
+from qualms.core.noise import Replicates
 from qualms.core.resampling import draw_members, group_codes, membership_counts
-from qualms.core.typing import Float64Array, FloatArray, IntArray
+from qualms.core.typing import Float64Array, IntArray
 from qualms.errors import InputError, QualmsWarning
 
 
@@ -33,7 +36,7 @@ class TrainingSet:
     ----------
     rows : (n_rows,) array of int
         Rows, as given to ``fit``, whose weight is not zero.
-    X : (n_points, d) array
+    X : (n_points, d) array or data frame
         Features of the distinct points.
     y : (n_rows, T) array
         Targets of the rows.
@@ -48,7 +51,7 @@ class TrainingSet:
     """
 
     rows: IntArray
-    X: FloatArray
+    X: Any
     y: Float64Array
     weight: Float64Array
     inverse: IntArray
@@ -69,6 +72,15 @@ class TrainingSet:
         sums = np.zeros((self.n_points, values.shape[1]))
         np.add.at(sums, self.inverse, self.weight[:, None] * values)
         return sums / self.point_weight()[:, None]
+
+    def replicates(self) -> Replicates:
+        """Return the scatter of rows about the mean of their point; equal rows count as one."""
+        deviations = self.y - self.point_mean(self.y)[self.inverse]
+        different = distinct_rows(self.y, self.inverse)
+        return Replicates(
+            dof=len(different.first) - self.n_points,
+            sum_of_squares=self.weight @ deviations**2,
+        )
 
     def first_rows(self) -> IntArray:
         """Return the first row, as given to ``fit``, of each point: (n_points,)."""
@@ -94,30 +106,42 @@ def training_set(
     groups: Sequence[object] | None,
     sample_weight: ArrayLike | None,
     *,
-    dtype: Any,
+    dtype: Any = "numeric",
+    keep_frames: bool = False,
 ) -> TrainingSet:
     """Validate what was given to ``fit`` and collect the distinct points of non-zero weight."""
-    X, y = validate_data(
-        estimator, X, y, dtype=dtype, multi_output=True, y_numeric=True, ensure_min_samples=2
-    )
-    return _distinct_points(X, y, groups, sample_weight)
+    if keep_frames and hasattr(X, "iloc"):
+        # Columns have names and types that a pipeline may ask for: members get them as they are.
+        X, y = validate_data(estimator, X, y, skip_check_array=True)
+        y = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y", ensure_min_samples=2)
+        check_consistent_length(X, y)
+    else:
+        X, y = validate_data(
+            estimator, X, y, dtype=dtype, multi_output=True, y_numeric=True, ensure_min_samples=2
+        )
+    data = _distinct_points(X, y, groups, sample_weight)
+    warn_if_constant(data)
+    return data
 
 
 def _distinct_points(
     X: Any, y: Any, groups: Sequence[object] | None, sample_weight: Any
 ) -> TrainingSet:
-    weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+    weight = _check_sample_weight(
+        sample_weight, np.empty((len(X), 1)), dtype=np.float64, ensure_non_negative=True
+    )
     labels = None if groups is None else group_codes(groups, len(X))
     rows = np.flatnonzero(weight > 0)
     if len(rows) < 2:
         raise InputError(
             "sample_weight", f"{len(rows)} positive weights", "at least 2 samples with weight"
         )
-    points: DistinctRows = distinct_rows(X[rows], None if labels is None else labels[rows])
+    codes = None if labels is None else labels[rows]
+    points = _distinct_rows_of(take_rows(X, rows), codes)
     first = rows[points.first]
     return TrainingSet(
         rows=rows,
-        X=X[first],
+        X=take_rows(X, first),
         y=np.asarray(y, dtype=np.float64).reshape(len(X), -1)[rows],
         weight=weight[rows],
         inverse=points.inverse,
@@ -126,10 +150,29 @@ def _distinct_points(
     )
 
 
+def take_rows(X: Any, rows: IntArray) -> Any:
+    """Return some rows of an array or of a data frame."""
+    return X.iloc[rows] if hasattr(X, "iloc") else X[rows]
+
+
+def _distinct_rows_of(X: Any, labels: IntArray | None) -> DistinctRows:
+    """Find the distinct rows of an array, or of a data frame with columns of any type."""
+    if not hasattr(X, "iloc"):
+        return distinct_rows(X, labels)
+    columns = []
+    for j in range(X.shape[1]):
+        values = np.asarray(X.iloc[:, j])
+        if values.dtype.kind not in "biuf":
+            values = np.unique(values.astype(str), return_inverse=True)[1]
+        columns.append(values.astype(np.float64))
+    return distinct_rows(np.stack(columns, axis=1), labels)
+
+
 def draw_counts(
     data: TrainingSet, n_members: int, subsample: float, replace: bool, rng: np.random.Generator
 ) -> IntArray:
     """Draw the members and return how often each point is in each: (n_points, N_R)."""
+    check_integer("n_members", n_members, 2, "at least 2 members, so that there is a spread")
     if data.n_points < 2:
         raise InputError(
             "X",
@@ -151,7 +194,7 @@ def new_generator(random_state: Any) -> np.random.Generator:
 def check_calibration_name(calibration: str | None) -> str:
     """Return the name of a known method; None means "none"."""
     name = "none" if calibration is None else calibration
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         raise InputError("calibration", repr(calibration), f"None or one of {', '.join(METHODS)}")
     return name
 
@@ -167,21 +210,27 @@ def internal_calibration(
         Predictions of the distinct points by all members.
     counts : (n_points, N_R) array
     """
-    none = NoCalibration()
-    if method != "none" and np.ptp(data.y, axis=0).max() == 0:
-        warnings.warn(
-            "y is constant: all members predict it, without any spread, and nothing is calibrated.",
-            QualmsWarning,
-            stacklevel=3,
+    of_rows, absent = members[data.inverse], data.row_counts(counts) == 0
+
+    def of_output(t: int) -> Calibration:
+        if method == "none" or np.ptp(data.y[:, t]) == 0:
+            return NoCalibration()  # all members predict a constant, without any spread
+        calibration_set = calibration_data(
+            data.y[:, t], of_rows[:, t], absent, sample_weight=data.weight
         )
-        method = "none"
-    if method == "none":
-        return none if data.single_output else PerOutputCalibration((none,) * data.y.shape[1])
-    of_rows = members[data.inverse]
-    return calibrate(
-        data.y[:, 0] if data.single_output else data.y,
-        of_rows[:, 0] if data.single_output else of_rows,
-        absent=data.row_counts(counts) == 0,
-        method=method,
-        sample_weight=data.weight,
-    )
+        return fit_calibration(calibration_set, method)
+
+    outputs = tuple(of_output(t) for t in range(data.y.shape[1]))
+    return outputs[0] if data.single_output else PerOutputCalibration(outputs)
+
+
+def warn_if_constant(data: TrainingSet) -> None:
+    """Say that there is nothing to learn."""
+    constant = np.flatnonzero(np.ptp(data.y, axis=0) == 0)
+    if constant.size:
+        what = "y is" if data.single_output else f"outputs {constant.tolist()} of y are"
+        warnings.warn(
+            f"{what} constant: there is nothing to learn, and the error bar is zero.",
+            QualmsWarning,
+            stacklevel=4,
+        )

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 from sklearn.base import BaseEstimator, MultiOutputMixin, RegressorMixin
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from qualms.core.checks import check_integer, check_number
 from qualms.core.committee import FullModel, fit_full_model, fit_members
 from qualms.core.kernels import Kernel
 from qualms.core.typing import Float64Array, FloatArray
@@ -156,6 +157,9 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         self._fit_basis(data, rng)
         Phi = self.basis_.features(data.X)
         full = self._fit_full_model(data, Phi)
+        for fitted in ("weights_", "intercept_", "member_indices_", "calibration_"):
+            if hasattr(self, fitted):
+                delattr(self, fitted)  # of an earlier fit with members
         if self.n_members:
             self._fit_members(data, Phi, full, method, rng)
         return self
@@ -223,12 +227,11 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         """Refuse parameters that no data could make right; return the name of the calibration."""
         if self.selection not in SELECTIONS:
             raise InputError("selection", repr(self.selection), f"one of {', '.join(SELECTIONS)}")
-        if isinstance(self.noise, str):
-            if self.noise not in ("loo", "evidence"):
-                raise InputError("noise", repr(self.noise), '"loo", "evidence" or a number > 0')
-        elif not (np.isfinite(self.noise) and self.noise > 0):
-            raise InputError("noise", self.noise, "a finite number > 0")
-        if self.n_members != 0 and self.n_members < 2:
+        if not isinstance(self.noise, str):
+            check_number("noise", self.noise, 0, strict=True)
+        elif self.noise not in ("loo", "evidence"):
+            raise InputError("noise", repr(self.noise), '"loo", "evidence" or a number > 0')
+        if check_integer("n_members", self.n_members, 0) == 1:
             raise InputError("n_members", self.n_members, "at least 2 members, or 0 for none")
         return check_calibration_name(self.calibration)
 
@@ -253,7 +256,11 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
 
     def _fit_full_model(self, data: TrainingSet, Phi: Float64Array) -> FullModel:
         full = fit_full_model(
-            Phi, data.point_mean(data.y), self.noise, sample_weight=data.point_weight()
+            Phi,
+            data.point_mean(data.y),
+            self.noise,
+            sample_weight=data.point_weight(),
+            replicates=data.replicates(),
         )
         self._full = full
         self.pp_weights_ = self._outputs(self.basis_.whitening.kernel_weights(full.weights))

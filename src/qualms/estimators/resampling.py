@@ -11,7 +11,7 @@ from sklearn.base import BaseEstimator, MetaEstimatorMixin, RegressorMixin, clon
 from sklearn.utils.parallel import Parallel, delayed
 from sklearn.utils.validation import check_is_fitted, has_fit_parameter, validate_data
 
-from qualms.core.typing import Float64Array, FloatArray, IntArray
+from qualms.core.typing import Float64Array, IntArray
 from qualms.errors import InputError
 from qualms.estimators._committee import (
     TrainingSet,
@@ -19,6 +19,7 @@ from qualms.estimators._committee import (
     draw_counts,
     internal_calibration,
     new_generator,
+    take_rows,
     training_set,
 )
 from qualms.prediction import Prediction
@@ -91,7 +92,8 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
 
         Parameters
         ----------
-        X : (N, d) array
+        X : (N, d) array or data frame
+            A data frame is handed on as it is, with its column names and types.
         y : (N,) or (N, T) array
         groups : (N,) array, optional
             Labels of samples that belong together: in or out of a sub-sample together.
@@ -109,7 +111,7 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
                 "an array",
                 f"None, because {type(self.estimator).__name__}.fit takes no sample_weight",
             )
-        data = training_set(self, X, y, groups, sample_weight, dtype="numeric")
+        data = training_set(self, X, y, groups, sample_weight, keep_frames=True)
         self._single_output = data.single_output
         rng = new_generator(self.random_state)
         counts = draw_counts(data, self.n_members, self.subsample, self.replace, rng)
@@ -149,8 +151,11 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
         Prediction
         """
         check_is_fitted(self)
-        inputs: FloatArray = validate_data(self, X, reset=False, dtype="numeric")
-        members = self._members(inputs)
+        if hasattr(X, "iloc"):
+            validate_data(self, X, reset=False, skip_check_array=True)
+            members = self._members(X)
+        else:
+            members = self._members(validate_data(self, X, reset=False))
         members = members[:, 0] if self._single_output else members
         return Prediction(members).calibrated(self.calibration_)
 
@@ -168,17 +173,19 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
         order = np.argsort(data.inverse, kind="stable")
         times = data.row_counts(counts)[order]
         seeds = rng.integers(2**31 - 1, size=self.n_members)
-        jobs = []
-        for i in range(self.n_members):
+
+        def job(i: int) -> Any:
             rows = np.repeat(order, times[:, i])
             y = data.y[rows, 0] if self._single_output else data.y[rows]
             weight = data.weight[rows] if weighted else None
             member = _seeded(clone(self.estimator), int(seeds[i]))
-            jobs.append(delayed(_fit_one)(member, data.X[data.inverse[rows]], y, weight))
-        fitted: list[Any] = Parallel(n_jobs=self.n_jobs)(jobs)
+            return delayed(_fit_one)(member, take_rows(data.X, data.inverse[rows]), y, weight)
+
+        # One after the other, so that not all copies of the data are in memory at once.
+        fitted: list[Any] = Parallel(n_jobs=self.n_jobs)(job(i) for i in range(self.n_members))
         return fitted
 
-    def _members(self, X: FloatArray) -> Float64Array:
+    def _members(self, X: Any) -> Float64Array:
         """Return what each member predicts: (n, T, N_R)."""
         predicted = [np.asarray(e.predict(X), dtype=np.float64) for e in self.estimators_]
         return np.stack([p.reshape(len(X), -1) for p in predicted], axis=-1)
@@ -195,5 +202,5 @@ def _seeded(estimator: Any, seed: int) -> Any:
     return estimator
 
 
-def _fit_one(estimator: Any, X: FloatArray, y: Float64Array, weight: Float64Array | None) -> Any:
+def _fit_one(estimator: Any, X: Any, y: Float64Array, weight: Float64Array | None) -> Any:
     return estimator.fit(X, y) if weight is None else estimator.fit(X, y, sample_weight=weight)

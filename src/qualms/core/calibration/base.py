@@ -98,12 +98,16 @@ def calibration_data(
     weights = np.ones(len(targets))
     if sample_weight is not None:
         weights = check_points("sample_weight", sample_weight, targets.shape)
-        if np.any(weights < 0):
-            raise InputError("sample_weight", f"minimum {weights.min():.3g}", "weights ≥ 0")
+        if np.any(weights < 0) or not np.any(weights > 0):
+            raise InputError(
+                "sample_weight", f"minimum {weights.min():.3g}", "weights ≥ 0, not all of them 0"
+            )
+    # Members that agree to rounding have no spread; their deviations are noise of the last digit.
+    rounding = 16 * np.finfo(np.float64).eps * np.abs(predicted).max(axis=1)
     if absent is None:
         mean, spread = committee(predicted)
         c = np.full(len(targets), predicted.shape[1])
-        return checked_data(targets - mean, spread, c, weights)
+        return _with_spread(CalibrationData(targets - mean, spread, c, weights), rounding)
     internal = internal_prediction(predicted, absent, min_absent=min_absent)
     if not internal.used.any():
         raise CalibrationError(
@@ -111,33 +115,35 @@ def calibration_data(
             "calibrate on. Increase n_members or decrease subsample."
         )
     residuals = targets[internal.used] - internal.mean
-    return checked_data(residuals, internal.std, internal.n_absent, weights[internal.used])
+    data = CalibrationData(residuals, internal.std, internal.n_absent, weights[internal.used])
+    return _with_spread(data, rounding[internal.used])
 
 
-def checked_data(
-    residuals: Float64Array, spread: Float64Array, n_members: IntArray, weights: Float64Array
-) -> CalibrationData:
+def _with_spread(data: CalibrationData, rounding: Float64Array) -> CalibrationData:
     """Leave out, with a warning, points without spread, whose likelihood is not defined."""
-    # Members that agree to rounding have no spread; their deviations are noise of the last digit.
-    keep = spread > 1e-13 * np.max(spread, initial=0.0)
+    keep = (data.spread > rounding) & (data.weights > 0)
+    n_without = int(np.sum(data.spread <= rounding))
     if keep.sum() < 2:
         raise CalibrationError(
-            f"{keep.sum()} of {keep.size} points have a spread between members; at least 2 are "
-            "needed. Do all members predict the same?"
+            f"{keep.sum()} of {keep.size} points can be used, {n_without} because the members that "
+            "did not see them all predict the same; at least 2 are needed. Use more data, more "
+            "groups or more members, or no calibration."
         )
-    if not np.any(residuals[keep]):
+    if not np.any(data.residuals[keep]):
         raise CalibrationError(
             "All residuals are exactly zero, so no scale of the errors can be found. "
             "Are the targets predictions of the same members?"
         )
-    if not keep.all():
+    if n_without:
         warnings.warn(
-            f"{np.sum(~keep)} of {keep.size} points have no spread between members "
+            f"{n_without} of {keep.size} points have no spread between members "
             "and are left out of the calibration.",
             QualmsWarning,
-            stacklevel=2,
+            stacklevel=4,
         )
-    return CalibrationData(residuals[keep], spread[keep], n_members[keep], weights[keep])
+    return CalibrationData(
+        data.residuals[keep], data.spread[keep], data.n_members[keep], data.weights[keep]
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

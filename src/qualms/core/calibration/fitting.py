@@ -52,19 +52,35 @@ class PerOutputCalibration:
         """γ of each output: (T,)."""
         return np.array([c.gamma for c in self.outputs])
 
+    @property
+    def log_likelihood(self) -> Float64Array:
+        """Mean log likelihood of each output: (T,)."""
+        return np.array([c.log_likelihood for c in self.outputs])
+
     def std(self, spread: FloatArray, n_members: int) -> Float64Array:
         """Return the calibrated standard deviations for spreads (…, T)."""
+        self._check_outputs(spread.shape)
         columns = [c.std(spread[..., t], n_members) for t, c in enumerate(self.outputs)]
         return np.stack(columns, axis=-1)
 
     def transform(self, members: FloatArray) -> Float64Array:
         """Scale the members (…, T, N_R) about their means, output by output."""
+        self._check_outputs(members.shape[:-1])
         scaled = [c.transform(members[..., t, :]) for t, c in enumerate(self.outputs)]
         return np.stack(scaled, axis=-2)
 
     def apply(self, prediction: Calibratable[P_co]) -> P_co:
         """Return the calibrated prediction."""
         return prediction.calibrated(self)
+
+    def _check_outputs(self, shape: tuple[int, ...]) -> None:
+        if not shape or shape[-1] != len(self.outputs):
+            raise InputError(
+                "prediction",
+                f"shape {shape}",
+                f"{len(self.outputs)} outputs on the last axis",
+                "For some of the outputs, apply their own calibrations, .outputs[t].",
+            )
 
 
 def fit_calibration(data: CalibrationData, method: str = "student") -> Calibration:

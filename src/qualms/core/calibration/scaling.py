@@ -49,9 +49,11 @@ class NoCalibration(PowerCalibration):
     n_parameters = 0
 
 
-def variance_scale(residuals: FloatArray, std: FloatArray) -> float:
+def variance_scale(
+    residuals: FloatArray, std: FloatArray, weights: FloatArray | None = None
+) -> float:
     """Return v₀ = mean(z²/σ²), which maximises Eq. (8). Eqs. (9) and (12), Musil et al. 2019."""
-    return float(np.mean((np.asarray(residuals) / np.asarray(std)) ** 2))
+    return float(np.average((np.asarray(residuals) / np.asarray(std)) ** 2, weights=weights))
 
 
 def fit_none(data: CalibrationData) -> NoCalibration:
@@ -61,7 +63,7 @@ def fit_none(data: CalibrationData) -> NoCalibration:
 
 def fit_linear(data: CalibrationData) -> LinearCalibration:
     """Return α = √v₀ in closed form. Eqs. (9) and (12), Musil et al. 2019."""
-    v_0 = data.mean((data.residuals / data.spread) ** 2)
+    v_0 = variance_scale(data.residuals, data.spread, data.weights)
     return with_likelihood(LinearCalibration(alpha=v_0**0.5), data)
 
 

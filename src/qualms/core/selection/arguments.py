@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from qualms.core.checks import check_integer
 from qualms.core.typing import FloatArray
 from qualms.errors import InputError
 
@@ -52,7 +53,7 @@ def check_kernel(K: FloatArray) -> FloatArray:
 
 def check_counts(name: str, size: int, n: int, start: int) -> None:
     """Refuse more picks than rows, and a start that is not a row."""
-    if not 1 <= n <= size:
+    if check_integer("n", n, 1) > size:
         raise InputError("n", n, f"from 1 to the {size} rows of {name}")
-    if not 0 <= start < size:
+    if check_integer("start", start, 0) >= size:
         raise InputError("start", start, f"from 0 to {size - 1}, a row of {name}")
