@@ -30,7 +30,7 @@ def fitted_model(rng: np.random.Generator) -> ProjectedProcessRegressor:
     ).fit(X, y)
 
 
-def best_times(calls: dict[str, Callable[[], object]], n_repeats: int = 7) -> dict[str, float]:
+def median_times(calls: dict[str, Callable[[], object]], n_repeats: int = 7) -> dict[str, float]:
     """Return the median time of each call; calls take turns, so that noise hits all alike."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(n_repeats):
@@ -53,7 +53,7 @@ def main() -> None:
     }
     for call in calls.values():
         call()
-    times = best_times(calls)
+    times = median_times(calls)
     for name, seconds in times.items():
         print(f"{name}\t{seconds}\t{seconds / times['mean alone']}")
     print(f"peak\t{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}\t{X.nbytes / 2**20}")

@@ -1,6 +1,7 @@
 """Which points to keep: farthest point sampling and CUR (leverage scores).
 
-Both are greedy and deterministic, and give the lowest index in a tie. Both stop early when nothing
+Both are greedy and deterministic. Among rows that are equally far, or of equal leverage, the lowest
+index is taken, as far as rounding lets a tie be seen. Both stop early when nothing
 new is left: farthest points when all other rows repeat a pick, CUR when the picks span all rows.
 """
 
