@@ -420,6 +420,15 @@ def test_too_few_groups_are_refused_rather_than_calibrated_on_rounding():
         ResamplingRegressor(Ridge(), calibration="shrinkage", random_state=0).fit(X[:2], Y[:2])
 
 
+def test_an_exact_fit_has_no_error_bar_and_says_so():
+    y = X @ np.arange(6.0)
+    with pytest.warns(QualmsWarning, match="right to rounding"):
+        model = ResamplingRegressor(LinearRegression(), random_state=0).fit(X, y)
+    mean, std = model.predict(X_TEST, return_std=True)
+    np.testing.assert_allclose(mean, X_TEST @ np.arange(6.0))
+    assert np.all(std < 1e-12)
+
+
 @pytest.mark.parametrize("noise", ["loo", "evidence"])
 def test_only_relative_weights_matter(noise):
     plain = small(noise=noise).fit(X, Y)

@@ -43,5 +43,9 @@ class CalibrationError(QualmsError, ValueError):
     """The data cannot determine a calibration."""
 
 
+class ExactFitError(CalibrationError):
+    """Members agree with each other and with the truth to rounding: there is no error to scale."""
+
+
 class QualmsWarning(UserWarning):
     """Something the user must know, although a result was returned."""

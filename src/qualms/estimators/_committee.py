@@ -25,7 +25,7 @@ from qualms.core.distinct import DistinctRows, distinct_rows
 from qualms.core.noise import Replicates
 from qualms.core.resampling import draw_members, group_codes, membership_counts
 from qualms.core.typing import Float64Array, IntArray
-from qualms.errors import InputError, QualmsWarning
+from qualms.errors import ExactFitError, InputError, QualmsWarning
 
 
 @dataclass(frozen=True)
@@ -215,9 +215,12 @@ def internal_calibration(
     def of_output(t: int) -> Calibration:
         if method == "none" or np.ptp(data.y[:, t]) == 0:
             return NoCalibration()  # all members predict a constant, without any spread
-        calibration_set = calibration_data(
-            data.y[:, t], of_rows[:, t], absent, sample_weight=data.weight
-        )
+        y, weight = data.y[:, t], data.weight
+        try:
+            calibration_set = calibration_data(y, of_rows[:, t], absent, sample_weight=weight)
+        except ExactFitError as error:
+            warnings.warn(f"{error} The spread is used as it is.", QualmsWarning, stacklevel=5)
+            return NoCalibration()
         return fit_calibration(calibration_set, method)
 
     outputs = tuple(of_output(t) for t in range(data.y.shape[1]))

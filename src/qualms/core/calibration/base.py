@@ -12,7 +12,7 @@ import numpy as np
 from qualms.core.checks import check_members, check_points
 from qualms.core.resampling import MIN_ABSENT, committee, internal_prediction
 from qualms.core.typing import BoolArray, Float64Array, FloatArray, IntArray
-from qualms.errors import CalibrationError, InputError, QualmsWarning
+from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWarning
 
 P_co = TypeVar("P_co", covariant=True)
 C = TypeVar("C", bound="Calibration")
@@ -123,6 +123,8 @@ def _with_spread(data: CalibrationData, rounding: Float64Array) -> CalibrationDa
     """Leave out, with a warning, points without spread, whose likelihood is not defined."""
     keep = (data.spread > rounding) & (data.weights > 0)
     n_without = int(np.sum(data.spread <= rounding))
+    if keep.sum() < 2 and np.all(np.abs(data.residuals) <= 1e4 * rounding):
+        raise ExactFitError("The members are right to rounding: there is no error to calibrate.")
     if keep.sum() < 2:
         raise CalibrationError(
             f"{keep.sum()} of {keep.size} points can be used, {n_without} because the members that "
