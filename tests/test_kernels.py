@@ -81,6 +81,13 @@ def test_weighted_sum_of_kernels_on_their_own_columns():
     np.testing.assert_allclose(kernel.diag(X), np.diag(kernel(X, X)))
 
 
+def test_weighted_sums_keep_float32_and_integers_become_numbers():
+    kernel = WeightedSumKernel([PowerKernel(2), PowerKernel(1)], [0.5, 0.5])
+    assert kernel(X.astype("f4"), Y.astype("f4")).dtype == np.float32
+    counts = np.arange(6).reshape(3, 2)
+    np.testing.assert_allclose(PowerKernel(2.5)(counts, counts), (counts @ counts.T) ** 2.5)
+
+
 def test_weighted_sum_takes_kernels_of_scikit_learn():
     kernel = WeightedSumKernel([ConstantKernel(2.0) * RBF(0.5), PowerKernel(1)], [1.0, 0.5])
     np.testing.assert_allclose(kernel(X, Y), 2 * RBF(0.5)(X, Y) + 0.5 * X @ Y.T)

@@ -7,6 +7,7 @@ can be used wherever these can.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -201,14 +202,10 @@ class WeightedSumKernel:
 
     def _sum(self, term: Callable[[Kernel, slice], FloatArray]) -> FloatArray:
         columns = self.columns or [slice(None)] * len(self.kernels)
-        total: FloatArray | None = None
-        for kernel, weight, cols in zip(self.kernels, self.weights, columns, strict=True):
-            block = term(kernel, cols)
-            block = block * block.dtype.type(weight)
-            total = block if total is None else total + block
-        if total is None:  # unreachable after __post_init__, which asks for a positive weight
-            raise InputError("kernels", "none", "at least one kernel")
-        return total
+        terms = zip(self.kernels, self.weights, columns, strict=True)
+        return functools.reduce(
+            np.add, (float(w) * term(kernel, cols) for kernel, w, cols in terms)
+        )
 
 
 def sum_over_structures(K: FloatArray, offsets: IntArray, *, average: bool = False) -> FloatArray:
