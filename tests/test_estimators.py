@@ -11,7 +11,7 @@ from sklearn.model_selection import GridSearchCV, GroupKFold, cross_val_predict
 from sklearn.neighbors import KNeighborsRegressor
 from sklearn.neural_network import MLPRegressor
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import OneHotEncoder, StandardScaler
+from sklearn.preprocessing import FunctionTransformer, OneHotEncoder, StandardScaler
 from sklearn.tree import DecisionTreeRegressor
 from sklearn.utils.estimator_checks import check_estimator
 
@@ -421,12 +421,13 @@ def test_too_few_groups_are_refused_rather_than_calibrated_on_rounding():
 
 
 def test_an_exact_fit_has_no_error_bar_and_says_so():
-    y = X @ np.arange(6.0)
-    with pytest.warns(QualmsWarning, match="right to rounding"):
-        model = ResamplingRegressor(LinearRegression(), random_state=0).fit(X, y)
-    mean, std = model.predict(X_TEST, return_std=True)
-    np.testing.assert_allclose(mean, X_TEST @ np.arange(6.0))
-    assert np.all(std < 1e-12)
+    for seed in range(5):
+        model = ResamplingRegressor(LinearRegression(), random_state=seed)
+        with pytest.warns(QualmsWarning, match="right to rounding"):
+            model.fit(X, 1 + X @ np.arange(6.0))
+        mean, std = model.predict(X_TEST, return_std=True)
+        np.testing.assert_allclose(mean, 1 + X_TEST @ np.arange(6.0))
+        assert np.all(std < 1e-12)
 
 
 @pytest.mark.parametrize("noise", ["loo", "evidence"])
@@ -470,6 +471,42 @@ def test_data_frames_reach_the_members_with_their_columns():
     np.testing.assert_allclose(in_frame, in_array)
 
 
+def test_rows_of_a_frame_that_only_look_alike_are_different():
+    class Structure:
+        def __init__(self, features):
+            self.features = features
+
+        def __repr__(self):
+            return "Structure(H2O)"
+
+    frame = pd.DataFrame({"structure": [Structure(x) for x in X], "vector": list(X)})
+    features = FunctionTransformer(lambda f: np.stack([s.features for s in f["structure"]]))
+    ridge = make_pipeline(features, Ridge())
+    model = ResamplingRegressor(ridge, random_state=0).fit(frame, Y)
+    plain = ResamplingRegressor(Ridge(), random_state=0).fit(X, Y)
+    # The same model but for other sub-samples.
+    assert np.std(model.predict(frame) - plain.predict(X)) < 0.1 * np.std(Y)
+
+
+def test_missing_values_are_for_the_estimator_to_accept():
+    holes = np.where(np.random.default_rng(0).random(X.shape) < 0.05, np.nan, X)
+    boosting = HistGradientBoostingRegressor(max_iter=20)
+    model = ResamplingRegressor(boosting, n_members=8, random_state=0).fit(holes, Y)
+    assert np.all(np.isfinite(model.predict(holes)))
+    with pytest.raises(ValueError, match="NaN"):
+        ResamplingRegressor(Ridge(), random_state=0).fit(holes, Y)
+
+
+@pytest.mark.filterwarnings("ignore:.*have no spread:qualms.QualmsWarning")
+def test_groups_that_share_a_row_are_joined():
+    doubled, y = np.concatenate([X, X]), np.concatenate([Y, Y])
+    model = ResamplingRegressor(KNeighborsRegressor(1), random_state=0)
+    by_group = model.fit(doubled, y, groups=np.arange(480)).calibration_.alpha
+    by_row = model.fit(doubled, y).calibration_.alpha
+    # A member that saw one copy has seen the other, whatever their labels.
+    assert by_group == pytest.approx(by_row, rel=0.25)
+
+
 @pytest.mark.parametrize("scale", [1e-170, 1e170])
 def test_features_of_any_scale_have_a_direction(scale):
     model = ProjectedProcessRegressor(random_state=0).fit(scale * X, Y)
@@ -486,6 +523,7 @@ def test_features_of_any_scale_have_a_direction(scale):
         ({"subsample": "half"}, "subsample"),
         ({"subsample": None}, "subsample"),
         ({"noise": None}, "noise"),
+        ({"replace": "no"}, "replace"),
         ({"noise": True}, "noise"),
         ({"kernel": "power", "exponent": "2"}, "exponent"),
         ({"kernel": "power", "offset": None}, "offset"),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qualms.core.distinct import distinct_rows, hash_rows
+from qualms.core.distinct import distinct_rows, hash_rows, joined_groups
 from qualms.core.resampling import (
     committee,
     draw_members,
@@ -128,11 +128,20 @@ def test_distinct_rows_are_found_in_an_order_of_their_own():
     np.testing.assert_array_equal(X[shuffle][shuffled.first], X[points.first])
 
 
-def test_rows_with_different_labels_are_different():
-    X = np.ones((4, 2))
-    points = distinct_rows(X, np.array([0, 0, 1, 2]))
-    assert len(points.first) == 3
-    assert points.inverse[0] == points.inverse[1]
+def test_groups_that_share_a_point_are_joined():
+    # Rows 0 and 3 are the same point, so groups 0 and 2 are one; group 1 stays by itself.
+    inverse, codes = np.array([0, 1, 2, 0, 3]), np.array([0, 0, 1, 2, 2])
+    groups = joined_groups(inverse, codes)
+    assert groups[0] == groups[1] == groups[3]
+    assert groups[2] != groups[0]
+
+
+def test_long_integers_are_told_apart():
+    ids = (2**60 + np.arange(100))[:, None]
+    assert len(distinct_rows(ids).first) == 100
+    np.testing.assert_array_equal(
+        hash_rows(np.arange(9)[:, None]), hash_rows(np.arange(9.0)[:, None])
+    )
 
 
 def test_hashes_do_not_collide_on_regular_grids():

@@ -183,7 +183,7 @@ class Prediction(NDArrayOperatorsMixin):
         n_axes = len(self.shape)
         if axis is None:
             axes = tuple(range(n_axes))
-        elif -n_axes <= axis < n_axes:
+        elif isinstance(axis, int) and -n_axes <= axis < n_axes:
             axes = (axis % n_axes,)  # never the last axis of the members
         else:
             raise InputError("axis", axis, f"an axis of a prediction of shape {self.shape}")
@@ -291,6 +291,8 @@ def score(y: ArrayLike, prediction: Prediction) -> Scores:
         raise InputError(
             "prediction", type(prediction).__name__, "a Prediction", "Make one of members."
         )
+    if np.shape(y) != prediction.shape:
+        raise InputError("y", f"shape {np.shape(y)}", f"that of the prediction, {prediction.shape}")
     return score_arrays(y, prediction.mean, prediction.std, prediction.members)
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from qualms.core.typing import FloatArray, IntArray
 
@@ -31,16 +33,33 @@ class DistinctRows:
     inverse: IntArray
 
 
-def distinct_rows(X: FloatArray, labels: IntArray | None = None) -> DistinctRows:
-    """Find the distinct rows of X (n, d); rows with different labels (n,) count as different."""
+def distinct_rows(X: FloatArray | IntArray) -> DistinctRows:
+    """Find the distinct rows of X (n, d)."""
     hashes = hash_rows(X)
-    if labels is not None:
-        hashes = hashes + np.asarray(labels, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
     return DistinctRows(first.astype(np.intp), inverse.reshape(-1).astype(np.intp))
 
 
-def hash_rows(X: FloatArray) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+def joined_groups(inverse: IntArray, codes: IntArray) -> IntArray:
+    """Return a group for each point, such that neither a group nor a point is divided: (n_points,).
+
+    Groups that share a point are joined: they are not independent of each other.
+
+    Parameters
+    ----------
+    inverse : (n,) array of int
+        Point of each row.
+    codes : (n,) array of int
+        Group of each row, 0 … G−1.
+    """
+    n_groups, n_points = int(codes.max()) + 1, int(inverse.max()) + 1
+    links = coo_array(
+        (np.ones(len(codes)), (codes, n_groups + inverse)), shape=(n_groups + n_points,) * 2
+    )
+    return connected_components(links, directed=False)[1][n_groups:].astype(np.intp)
+
+
+def hash_rows(X: FloatArray | IntArray) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     """Return a 64-bit hash of each row: equal rows, equal hashes; different rows, different ones.
 
     A random linear form of the bit patterns modulo 2⁶⁴, so two given rows collide with a
@@ -52,9 +71,11 @@ def hash_rows(X: FloatArray) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     )
     coefficients = coefficients * np.uint64(2) + np.uint64(1)
     hashes = np.zeros(len(X), dtype=np.uint64)
+    # Integers and floats of the same value are the same, unless the integers are too long for that.
+    long = X.dtype.kind in "iu" and X.size > 0 and int(np.max(np.abs(X))) > 2**53
     for start in range(0, len(X), 2048):
         # Float64 holds every float32 exactly; adding zero turns −0.0 into 0.0.
-        block = np.ascontiguousarray(X[start : start + 2048], dtype=np.float64) + 0.0
+        block = X[start : start + 2048].astype(np.int64 if long else np.float64, order="C") + 0
         bits = block.view(np.uint64)
         bits = bits ^ (bits >> np.uint64(32))
         hashes[start : start + 2048] = np.sum(bits * coefficients, axis=1, dtype=np.uint64)

@@ -106,7 +106,12 @@ def group_codes(groups: Sequence[object] | IntArray, n_train: int) -> IntArray:
         raise InputError(
             "groups", f"shape {labels.shape}", f"one label for each of {n_train} samples"
         )
-    codes: IntArray = np.unique(labels, return_inverse=True)[1].reshape(-1).astype(np.intp)
+    try:
+        codes: IntArray = np.unique(labels, return_inverse=True)[1].reshape(-1).astype(np.intp)
+    except TypeError as error:
+        raise InputError(
+            "groups", f"labels of mixed types ({error})", "one type of label"
+        ) from error
     return codes
 
 

@@ -187,7 +187,7 @@ def build_basis(
             QualmsWarning,
             stacklevel=3,
         )
-    if whitening.effective_rank == 1 and len(X) > 1:
+    if whitening.effective_rank == 1 and len(X) > 1 and n_representatives != 1:
         warnings.warn(
             "All training points are the same to the kernel, which cannot tell them apart. "
             "The power kernel sees only directions: use kernel='rbf' for a single feature.",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
-from sklearn.utils import check_array, check_consistent_length, check_random_state
+from sklearn.utils import check_array, check_consistent_length, check_random_state, get_tags
 from sklearn.utils.validation import _check_sample_weight, validate_data
 
 from qualms.core.calibration import (
@@ -21,7 +21,7 @@ from qualms.core.calibration import (
     fit_calibration,
 )
 from qualms.core.checks import check_integer
-from qualms.core.distinct import DistinctRows, distinct_rows
+from qualms.core.distinct import DistinctRows, distinct_rows, joined_groups
 from qualms.core.noise import Replicates
 from qualms.core.resampling import draw_members, group_codes, membership_counts
 from qualms.core.typing import Float64Array, IntArray
@@ -36,14 +36,16 @@ class TrainingSet:
     ----------
     rows : (n_rows,) array of int
         Rows, as given to ``fit``, whose weight is not zero.
-    X : (n_points, d) array or data frame
-        Features of the distinct points.
+    X : (n_rows, d) array or data frame
+        Features of the rows.
     y : (n_rows, T) array
         Targets of the rows.
     weight : (n_rows,) array
         Weights of the rows.
     inverse : (n_rows,) array of int
         Point of each row.
+    first : (n_points,) array of int
+        A row of each point.
     groups : (n_points,) array of int, optional
         Group of each point.
     single_output : bool
@@ -55,13 +57,18 @@ class TrainingSet:
     y: Float64Array
     weight: Float64Array
     inverse: IntArray
+    first: IntArray
     groups: IntArray | None
     single_output: bool
 
     @property
     def n_points(self) -> int:
         """Number of distinct points."""
-        return len(self.X)
+        return len(self.first)
+
+    def points(self) -> Any:
+        """Features of the distinct points: (n_points, d)."""
+        return take_rows(self.X, self.first)
 
     def point_weight(self) -> Float64Array:
         """Total weight of each point: (n_points,)."""
@@ -76,17 +83,11 @@ class TrainingSet:
     def replicates(self) -> Replicates:
         """Return the scatter of rows about the mean of their point; equal rows count as one."""
         deviations = self.y - self.point_mean(self.y)[self.inverse]
-        different = distinct_rows(self.y, self.inverse)
+        different = distinct_rows(np.column_stack([self.inverse, self.y]))
         return Replicates(
             dof=len(different.first) - self.n_points,
             sum_of_squares=self.weight @ deviations**2,
         )
-
-    def first_rows(self) -> IntArray:
-        """Return the first row, as given to ``fit``, of each point: (n_points,)."""
-        first = np.empty(self.n_points, dtype=np.intp)
-        first[self.inverse[::-1]] = self.rows[::-1]
-        return first
 
     def row_counts(self, counts: IntArray) -> IntArray:
         """Repeat what is known of the points (n_points, …) for each of their rows."""
@@ -110,14 +111,21 @@ def training_set(
     keep_frames: bool = False,
 ) -> TrainingSet:
     """Validate what was given to ``fit`` and collect the distinct points of non-zero weight."""
-    if keep_frames and hasattr(X, "iloc"):
+    if keep_frames and is_frame(X):
         # Columns have names and types that a pipeline may ask for: members get them as they are.
         X, y = validate_data(estimator, X, y, skip_check_array=True)
         y = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y", ensure_min_samples=2)
         check_consistent_length(X, y)
     else:
         X, y = validate_data(
-            estimator, X, y, dtype=dtype, multi_output=True, y_numeric=True, ensure_min_samples=2
+            estimator,
+            X,
+            y,
+            dtype=dtype,
+            multi_output=True,
+            y_numeric=True,
+            ensure_min_samples=2,
+            ensure_all_finite=finite_or_nan(estimator),
         )
     data = _distinct_points(X, y, groups, sample_weight)
     warn_if_constant(data)
@@ -136,18 +144,28 @@ def _distinct_points(
         raise InputError(
             "sample_weight", f"{len(rows)} positive weights", "at least 2 samples with weight"
         )
-    codes = None if labels is None else labels[rows]
-    points = _distinct_rows_of(take_rows(X, rows), codes)
-    first = rows[points.first]
+    kept = take_rows(X, rows)
+    points = _distinct_rows_of(kept)
     return TrainingSet(
         rows=rows,
-        X=take_rows(X, first),
+        X=kept,
         y=np.asarray(y, dtype=np.float64).reshape(len(X), -1)[rows],
         weight=weight[rows],
         inverse=points.inverse,
-        groups=None if labels is None else labels[first],
+        first=points.first,
+        groups=None if labels is None else joined_groups(points.inverse, labels[rows]),
         single_output=y.ndim == 1,
     )
+
+
+def is_frame(X: Any) -> bool:
+    """Whether X is a data frame, with columns."""
+    return hasattr(X, "iloc") and hasattr(X, "columns") and len(X.columns) > 0
+
+
+def finite_or_nan(estimator: Any) -> bool | str:
+    """Return what scikit-learn's checks may let pass: NaN where the estimator takes it."""
+    return "allow-nan" if get_tags(estimator).input_tags.allow_nan else True
 
 
 def take_rows(X: Any, rows: IntArray) -> Any:
@@ -155,17 +173,25 @@ def take_rows(X: Any, rows: IntArray) -> Any:
     return X.iloc[rows] if hasattr(X, "iloc") else X[rows]
 
 
-def _distinct_rows_of(X: Any, labels: IntArray | None) -> DistinctRows:
+def _distinct_rows_of(X: Any) -> DistinctRows:
     """Find the distinct rows of an array, or of a data frame with columns of any type."""
     if not hasattr(X, "iloc"):
-        return distinct_rows(X, labels)
-    columns = []
-    for j in range(X.shape[1]):
-        values = np.asarray(X.iloc[:, j])
-        if values.dtype.kind not in "biuf":
-            values = np.unique(values.astype(str), return_inverse=True)[1]
-        columns.append(values.astype(np.float64))
-    return distinct_rows(np.stack(columns, axis=1), labels)
+        return distinct_rows(X)
+    columns = [_column_of_numbers(np.asarray(X.iloc[:, j])) for j in range(X.shape[1])]
+    return distinct_rows(np.stack(columns, axis=1))
+
+
+def _column_of_numbers(values: Any) -> Float64Array:
+    """Return numbers that are equal where the values of a column are."""
+    long = values.dtype.kind in "iu" and int(np.max(np.abs(values), initial=0)) > 2**53
+    if values.dtype.kind in "biuf" and not long:
+        return np.asarray(values, dtype=np.float64)
+    if long or all(isinstance(v, str) for v in values):
+        return np.unique(values, return_inverse=True)[1].astype(np.float64)
+    # Objects: equal if they say so; what cannot be compared is equal to itself alone.
+    codes: dict[Any, int] = {}
+    keys = [v if isinstance(v, Hashable) else id(v) for v in values]
+    return np.array([codes.setdefault(key, len(codes)) for key in keys], dtype=np.float64)
 
 
 def draw_counts(
@@ -173,6 +199,8 @@ def draw_counts(
 ) -> IntArray:
     """Draw the members and return how often each point is in each: (n_points, N_R)."""
     check_integer("n_members", n_members, 2, "at least 2 members, so that there is a spread")
+    if not isinstance(replace, (bool, np.bool_)):
+        raise InputError("replace", repr(replace), "True or False")
     if data.n_points < 2:
         raise InputError(
             "X",
@@ -206,18 +234,18 @@ def internal_calibration(
 
     Parameters
     ----------
-    members : (n_points, T, N_R) array
-        Predictions of the distinct points by all members.
+    members : (n_rows, T, N_R) array
+        Predictions of the rows by all members.
     counts : (n_points, N_R) array
     """
-    of_rows, absent = members[data.inverse], data.row_counts(counts) == 0
+    absent = data.row_counts(counts) == 0
 
     def of_output(t: int) -> Calibration:
         if method == "none" or np.ptp(data.y[:, t]) == 0:
             return NoCalibration()  # all members predict a constant, without any spread
         y, weight = data.y[:, t], data.weight
         try:
-            calibration_set = calibration_data(y, of_rows[:, t], absent, sample_weight=weight)
+            calibration_set = calibration_data(y, members[:, t], absent, sample_weight=weight)
         except ExactFitError as error:
             warnings.warn(f"{error} The spread is used as it is.", QualmsWarning, stacklevel=5)
             return NoCalibration()

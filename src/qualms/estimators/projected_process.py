@@ -155,7 +155,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         self._single_output = data.single_output
         rng = new_generator(self.random_state)
         self._fit_basis(data, rng)
-        Phi = self.basis_.features(data.X)
+        Phi = self.basis_.features(data.points())
         full = self._fit_full_model(data, Phi)
         for fitted in ("weights_", "intercept_", "member_indices_", "calibration_"):
             if hasattr(self, fitted):
@@ -227,7 +227,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         """Refuse parameters that no data could make right; return the name of the calibration."""
         if self.selection not in SELECTIONS:
             raise InputError("selection", repr(self.selection), f"one of {', '.join(SELECTIONS)}")
-        if not isinstance(self.noise, str):
+        if isinstance(self.noise, (int, float, np.number)):
             check_number("noise", self.noise, 0, strict=True)
         elif self.noise not in ("loo", "evidence"):
             raise InputError("noise", repr(self.noise), '"loo", "evidence" or a number > 0')
@@ -236,22 +236,23 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         return check_calibration_name(self.calibration)
 
     def _fit_basis(self, data: TrainingSet, rng: np.random.Generator) -> None:
+        points = data.points()
         kernel = make_kernel(
             self.kernel,
-            data.X,
+            points,
             exponent=self.exponent,
             offset=self.offset,
             length_scale=self.length_scale,
         )
         self.basis_ = build_basis(
             kernel,
-            data.X,
+            points,
             data.point_weight(),
             n_representatives=self.n_representatives,
             selection=self.selection,
             rng=rng,
         )
-        self.representative_indices_ = data.first_rows()[self.basis_.indices]
+        self.representative_indices_ = data.rows[data.first[self.basis_.indices]]
         self.effective_rank_ = self.basis_.whitening.effective_rank
 
     def _fit_full_model(self, data: TrainingSet, Phi: Float64Array) -> FullModel:
@@ -284,7 +285,9 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         self.weights_ = self._outputs(weights, axis=1)
         self.intercept_ = self._outputs(members.intercepts, axis=0)
         self.member_indices_ = data.member_rows(counts)
-        self.calibration_ = internal_calibration(data, members.predict(Phi), counts, method)
+        self.calibration_ = internal_calibration(
+            data, members.predict(Phi)[data.inverse], counts, method
+        )
 
     def _has_members(self) -> bool:
         check_is_fitted(self)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 from sklearn.base import BaseEstimator, MetaEstimatorMixin, RegressorMixin, clone
+from sklearn.utils import get_tags
 from sklearn.utils.parallel import Parallel, delayed
 from sklearn.utils.validation import check_is_fitted, has_fit_parameter, validate_data
 
@@ -17,7 +18,9 @@ from qualms.estimators._committee import (
     TrainingSet,
     check_calibration_name,
     draw_counts,
+    finite_or_nan,
     internal_calibration,
+    is_frame,
     new_generator,
     take_rows,
     training_set,
@@ -151,16 +154,18 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
         Prediction
         """
         check_is_fitted(self)
-        if hasattr(X, "iloc"):
+        if is_frame(X):
             validate_data(self, X, reset=False, skip_check_array=True)
             members = self._members(X)
         else:
-            members = self._members(validate_data(self, X, reset=False))
+            finite = finite_or_nan(self)
+            members = self._members(validate_data(self, X, reset=False, ensure_all_finite=finite))
         members = members[:, 0] if self._single_output else members
         return Prediction(members).calibrated(self.calibration_)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = get_tags(self.estimator).input_tags.allow_nan
         tags.target_tags.multi_output = True
         tags.target_tags.single_output = True
         return tags
@@ -179,7 +184,7 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
             y = data.y[rows, 0] if self._single_output else data.y[rows]
             weight = data.weight[rows] if weighted else None
             member = _seeded(clone(self.estimator), int(seeds[i]))
-            return delayed(_fit_one)(member, take_rows(data.X, data.inverse[rows]), y, weight)
+            return delayed(_fit_one)(member, take_rows(data.X, rows), y, weight)
 
         # One after the other, so that not all copies of the data are in memory at once.
         fitted: list[Any] = Parallel(n_jobs=self.n_jobs)(job(i) for i in range(self.n_members))

@@ -123,7 +123,7 @@ def _with_spread(data: CalibrationData, rounding: Float64Array) -> CalibrationDa
     """Leave out, with a warning, points without spread, whose likelihood is not defined."""
     keep = (data.spread > rounding) & (data.weights > 0)
     n_without = int(np.sum(data.spread <= rounding))
-    if keep.sum() < 2 and np.all(np.abs(data.residuals) <= 1e4 * rounding):
+    if np.all(np.maximum(np.abs(data.residuals), data.spread) <= 1e4 * rounding):
         raise ExactFitError("The members are right to rounding: there is no error to calibrate.")
     if keep.sum() < 2:
         raise CalibrationError(
