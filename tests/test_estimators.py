@@ -362,6 +362,11 @@ def test_bad_data_are_named(make):
         make().fit(X, Y, sample_weight=np.zeros(len(X)))
     with pytest.raises(InputError, match="groups"):
         make().fit(X, Y, groups=np.zeros(3))
+    with pytest.raises(InputError, match="groups=labels of mixed types"):
+        make().fit(X, Y, groups=[None, "a"] * 120)
+    for unit in (1e-200, 1e200):
+        with pytest.raises(InputError, match="^y=values of"):
+            make().fit(X, unit * Y)
     with pytest.raises(ValueError, match="Negative"):
         make().fit(X, Y, sample_weight=-np.ones(len(X)))
 
@@ -393,6 +398,7 @@ def test_one_constant_output_does_not_disturb_the_other(make):
         model = make().fit(X, np.c_[Y, np.full(len(Y), 7.0)])
     mean, std = model.predict(X_TEST, return_std=True)
     np.testing.assert_allclose(mean[:, 1], 7.0)
+    assert model.calibration_.method == "student"
     np.testing.assert_allclose(std[:, 1], 0.0, atol=1e-12)
     alone = make().fit(X, Y)
     np.testing.assert_allclose(std[:, 0], alone.predict(X_TEST, return_std=True)[1], rtol=0.02)

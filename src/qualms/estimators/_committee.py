@@ -127,6 +127,9 @@ def training_set(
             ensure_min_samples=2,
             ensure_all_finite=finite_or_nan(estimator),
         )
+    largest = float(np.max(np.abs(y)))
+    if largest and not 1e-140 < largest < 1e140:
+        raise InputError("y", f"values of {largest:.1e}", "numbers whose squares are numbers, too")
     data = _distinct_points(X, y, groups, sample_weight)
     warn_if_constant(data)
     return data

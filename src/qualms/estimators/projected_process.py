@@ -45,8 +45,8 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         ζ ≥ 1 of the power kernel.
     offset : float or "auto"
         c of the power kernel ``((x·x′ + c)/(1 + c))^exponent``. "auto" is 0 where no product of
-        representatives is negative, as for SOAP vectors, else 1, because an even power of negative
-        products could not tell x from −x.
+        training points (the first 2048) is negative, as for SOAP vectors, else 1, because an even
+        power of negative products could not tell x from −x.
     length_scale : float, optional
         ℓ of the "rbf" kernel; the median distance between training points by default.
     n_representatives : int, optional

@@ -39,8 +39,8 @@ class PerOutputCalibration:
 
     @property
     def method(self) -> str:
-        """Name of the method, the same for all outputs."""
-        return self.outputs[0].method
+        """Name of the method; an output that is constant has none."""
+        return next((c.method for c in self.outputs if c.method != "none"), "none")
 
     @property
     def alpha(self) -> Float64Array:
