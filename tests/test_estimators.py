@@ -365,7 +365,7 @@ def test_bad_data_are_named(make):
     with pytest.raises(InputError, match="groups=labels of mixed types"):
         make().fit(X, Y, groups=[None, "a"] * 120)
     for unit in (1e-200, 1e200):
-        with pytest.raises(InputError, match="^y=values of"):
+        with pytest.raises(InputError, match=r"^y=values of"):
             make().fit(X, unit * Y)
     with pytest.raises(ValueError, match="Negative"):
         make().fit(X, Y, sample_weight=-np.ones(len(X)))
