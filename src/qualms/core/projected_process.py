@@ -116,8 +116,8 @@ def fit_projected_process(
 
 def gram_matrix(Phi: FloatArray, sample_weight: FloatArray | None = None) -> Float64Array:
     """Return Φᵀ diag(w) Φ in float64: (r, r)."""
-    root = None if sample_weight is None else check_sample_weight(sample_weight, len(Phi)) ** 0.5
-    A = Phi if root is None else Phi * root[:, None]
+    root = _root_weight(sample_weight, len(Phi))
+    A = Phi if root is None else Phi * root
     gram: Float64Array = np.asarray(A.T @ A, dtype=np.float64)
     if not np.all(np.isfinite(gram)):
         raise InputError("Phi", "NaN or infinite values", "finite values")
@@ -171,11 +171,15 @@ def leave_one_out_residuals(
 def _weighted_rows(
     Phi: FloatArray, Y: Float64Array, sample_weight: FloatArray | None
 ) -> tuple[FloatArray, Float64Array]:
-    """Scale rows by √w, which turns noise σ²/w_n into σ²; without weights nothing is copied."""
-    if sample_weight is None:
-        return Phi, Y
-    root = np.sqrt(check_sample_weight(sample_weight, len(Phi)))[:, None]
-    return Phi * root, Y * root
+    """Scale rows by √w, which turns noise σ²/w_n into σ²."""
+    root = _root_weight(sample_weight, len(Phi))
+    return (Phi, Y) if root is None else (Phi * root, Y * root)
+
+
+def _root_weight(sample_weight: FloatArray | None, n: int) -> Float64Array | None:
+    """Return √w (n, 1), or None where nothing is to be scaled and so nothing to be copied."""
+    w = check_sample_weight(sample_weight, n)
+    return None if np.all(w == 1) else np.sqrt(w)[:, None]
 
 
 def _add_diagonal(A: Float64Array, value: float) -> Float64Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -66,23 +67,26 @@ class TrainingSet:
         """Number of distinct points."""
         return len(self.first)
 
+    @cached_property
     def points(self) -> Any:
         """Features of the distinct points: (n_points, d)."""
         return take_rows(self.X, self.first)
 
+    @cached_property
     def point_weight(self) -> Float64Array:
         """Total weight of each point: (n_points,)."""
         return np.bincount(self.inverse, self.weight, minlength=self.n_points).astype(np.float64)
 
-    def point_mean(self, values: Float64Array) -> Float64Array:
-        """Average values of rows (n_rows, T) over each point, by weight: (n_points, T)."""
-        sums = np.zeros((self.n_points, values.shape[1]))
-        np.add.at(sums, self.inverse, self.weight[:, None] * values)
-        return sums / self.point_weight()[:, None]
+    @cached_property
+    def point_y(self) -> Float64Array:
+        """Targets averaged over the rows of each point, by weight: (n_points, T)."""
+        sums = np.zeros((self.n_points, self.y.shape[1]))
+        np.add.at(sums, self.inverse, self.weight[:, None] * self.y)
+        return sums / self.point_weight[:, None]
 
     def replicates(self) -> Replicates:
         """Return the scatter of rows about the mean of their point; equal rows count as one."""
-        deviations = self.y - self.point_mean(self.y)[self.inverse]
+        deviations = self.y - self.point_y[self.inverse]
         different = distinct_rows(np.column_stack([self.inverse, self.y]))
         return Replicates(
             dof=len(different.first) - self.n_points,
@@ -147,7 +151,7 @@ def _distinct_points(
         raise InputError(
             "sample_weight", f"{len(rows)} positive weights", "at least 2 samples with weight"
         )
-    kept = take_rows(X, rows)
+    kept = X if len(rows) == len(X) else take_rows(X, rows)
     points = _distinct_rows_of(kept)
     return TrainingSet(
         rows=rows,

@@ -155,7 +155,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         self._single_output = data.single_output
         rng = new_generator(self.random_state)
         self._fit_basis(data, rng)
-        Phi = self.basis_.features(data.points())
+        Phi = self.basis_.features(data.points)
         full = self._fit_full_model(data, Phi)
         for fitted in ("weights_", "intercept_", "member_indices_", "calibration_"):
             if hasattr(self, fitted):
@@ -236,18 +236,17 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         return check_calibration_name(self.calibration)
 
     def _fit_basis(self, data: TrainingSet, rng: np.random.Generator) -> None:
-        points = data.points()
         kernel = make_kernel(
             self.kernel,
-            points,
+            data.points,
             exponent=self.exponent,
             offset=self.offset,
             length_scale=self.length_scale,
         )
         self.basis_ = build_basis(
             kernel,
-            points,
-            data.point_weight(),
+            data.points,
+            data.point_weight,
             n_representatives=self.n_representatives,
             selection=self.selection,
             rng=rng,
@@ -258,9 +257,9 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
     def _fit_full_model(self, data: TrainingSet, Phi: Float64Array) -> FullModel:
         full = fit_full_model(
             Phi,
-            data.point_mean(data.y),
+            data.point_y,
             self.noise,
-            sample_weight=data.point_weight(),
+            sample_weight=data.point_weight,
             replicates=data.replicates(),
         )
         self._full = full
@@ -278,9 +277,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         rng: np.random.Generator,
     ) -> None:
         counts = draw_counts(data, self.n_members, self.subsample, self.replace, rng)
-        members = fit_members(
-            full, Phi, data.point_mean(data.y), counts, sample_weight=data.point_weight()
-        )
+        members = fit_members(full, Phi, data.point_y, counts, sample_weight=data.point_weight)
         weights = self.basis_.whitening.kernel_weights(members.weights)
         self.weights_ = self._outputs(weights, axis=1)
         self.intercept_ = self._outputs(members.intercepts, axis=0)
