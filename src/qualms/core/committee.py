@@ -32,12 +32,16 @@ class FullModel:
     process : ProjectedProcess
         For y of zero mean and unit variance.
     center, scale : (T,) arrays
-        Mean and standard deviation of y; the scale of a constant y is one.
+        Mean and standard deviation of y; the scale of a constant y is one. Without centring, zero
+        and the root of the mean square.
+    centered : bool
+        Whether each member subtracts a mean of its own.
     """
 
     process: ProjectedProcess
     center: Float64Array
     scale: Float64Array
+    centered: bool = True
 
     @property
     def weights(self) -> Float64Array:
@@ -94,6 +98,7 @@ def fit_full_model(
     y: FloatArray,
     noise: str | float = "loo",
     *,
+    center: bool = True,
     sample_weight: FloatArray | None = None,
     replicates: Replicates | None = None,
 ) -> FullModel:
@@ -107,18 +112,21 @@ def fit_full_model(
     noise : {"loo", "evidence"} or float
         How to choose σ², or σ² itself in the units of y² (with several outputs: for their mean
         variance).
+    center : bool
+        Whether the mean of y belongs to the model; without, its prior mean is zero.
     sample_weight : (N,) array, optional
     replicates : Replicates, optional
         Scatter of repeated observations whose averages are y, in the units of y².
     """
     Y = as_targets(y, len(Phi))
     weight = check_sample_weight(sample_weight, len(Phi))
-    center = np.average(Y, axis=0, weights=weight)
-    variance = np.average((Y - center) ** 2, axis=0, weights=weight)
+    mean = np.average(Y, axis=0, weights=weight)
+    offset = mean if center else np.zeros_like(mean)
+    variance = np.average((Y - offset) ** 2, axis=0, weights=weight)
     # What rounding leaves of a constant is no variance; its scale is only a scale of rounding.
-    constant = variance <= (1e-14 * center) ** 2
-    scale = np.where(constant, 1e-6 * np.where(center == 0, 1.0, np.abs(center)), variance**0.5)
-    targets = np.where(constant, 0.0, (Y - center) / scale)
+    constant = variance <= (1e-14 * offset) ** 2
+    scale = np.where(constant, 1e-6 * np.where(offset == 0, 1.0, np.abs(offset)), variance**0.5)
+    targets = np.where(constant, 0.0, (Y - offset) / scale)
     if replicates is not None:
         replicates = Replicates(replicates.dof, replicates.sum_of_squares / scale**2)
     gram = gram_matrix(Phi, sample_weight)
@@ -140,7 +148,7 @@ def fit_full_model(
             replicates=replicates,
         ).noise_variance
     process = fit_projected_process(Phi, targets, relative, sample_weight=sample_weight, gram=gram)
-    return FullModel(process, center, scale)
+    return FullModel(process, offset, scale, center)
 
 
 def fit_members(
@@ -157,18 +165,22 @@ def fit_members(
     ----------
     full : FullModel
     Phi : (N, r) array
-    y : (N,) or (N, T) array
+    y : (N,), (N, T) or (N, T, N_R) array
+        Targets, common to all members or, if each has subtracted a baseline of its own, each
+        member's own.
     counts : (N, N_R) array of int
         How often each point is in the training set of each member.
     sample_weight : (N,) array, optional
     """
-    Y = as_targets(y, len(Phi))
+    Y = y if y.ndim == 3 else as_targets(y, len(Phi))[:, :, None]
     weight = check_sample_weight(sample_weight, len(Phi))[:, None] * counts
-    targets = (Y - full.center) / full.scale
-    means = targets.T @ (weight / weight.sum(axis=0))  # (T, N_R)
+    targets = (Y - full.center[:, None]) / full.scale[:, None]
+    means = np.sum(targets * (weight / weight.sum(axis=0))[:, None], axis=0)  # (T, N_R)
+    if not full.centered:
+        means = np.zeros_like(means)
     solution = solve_members(
         Phi,
-        targets[:, :, None] - means,
+        targets - means,
         counts,
         full.process,
         sample_weight=sample_weight,

@@ -65,16 +65,24 @@ class ProjectedProcess:
         include_noise : bool
             Whether to predict a noisy observation, as printed, or the function itself.
         """
-        q_xx = np.einsum("ij,ij->i", Phi_X, Phi_X)
-        V = cholesky_whiten(self.factor, Phi_X.T)
-        posterior = self.noise_variance * np.einsum("ij,ij->j", V, V)
-        latent: Float64Array = np.maximum(k_xx - q_xx, 0.0) + posterior
+        latent = latent_variance(Phi_X, k_xx, self.factor, self.noise_variance)
         return latent + self.noise_variance if include_noise else latent
 
     def covariance(self, Phi_X: FloatArray, K_XX: FloatArray) -> Float64Array:
         """Return the predictive covariance (n, n) of the latent function, without noise."""
         V = cholesky_whiten(self.factor, Phi_X.T)
         return clip_diagonal(K_XX - Phi_X @ Phi_X.T + self.noise_variance * (V.T @ V))
+
+
+def latent_variance(
+    Phi_X: FloatArray, k_xx: FloatArray, factor: Float64Array, noise_variance: float
+) -> Float64Array:
+    """Return σ²_PP − σ² of Eq. (3): k_XX − φφᵀ + σ² φA⁻¹φᵀ, given the factor of A: (n,)."""
+    q_xx = np.einsum("ij,ij->i", Phi_X, Phi_X)
+    V = cholesky_whiten(factor, Phi_X.T)
+    posterior = noise_variance * np.einsum("ij,ij->j", V, V)
+    latent: Float64Array = np.maximum(k_xx - q_xx, 0.0) + posterior
+    return latent
 
 
 def fit_projected_process(

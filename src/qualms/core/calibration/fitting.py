@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +15,16 @@ from qualms.core.calibration.base import (
     P_co,
     calibration_data,
 )
-from qualms.core.calibration.scaling import fit_linear, fit_none, fit_power
-from qualms.core.calibration.shrinkage import fit_shrinkage
-from qualms.core.calibration.student import fit_student
+from qualms.core.calibration.scaling import (
+    LinearCalibration,
+    NoCalibration,
+    PowerCalibration,
+    fit_linear,
+    fit_none,
+    fit_power,
+)
+from qualms.core.calibration.shrinkage import ShrinkageCalibration, fit_shrinkage
+from qualms.core.calibration.student import StudentCalibration, fit_student
 from qualms.core.resampling import MIN_ABSENT, group_codes
 from qualms.core.typing import BoolArray, Float64Array, FloatArray, IntArray
 from qualms.errors import InputError
@@ -28,6 +36,17 @@ METHODS: dict[str, Callable[[CalibrationData], Calibration]] = {
     "power": fit_power,
     "student": fit_student,
     "shrinkage": fit_shrinkage,
+}
+
+_CLASSES: dict[str, type[Calibration]] = {
+    cls.method: cls
+    for cls in (
+        NoCalibration,
+        LinearCalibration,
+        PowerCalibration,
+        StudentCalibration,
+        ShrinkageCalibration,
+    )
 }
 
 
@@ -81,6 +100,13 @@ class PerOutputCalibration:
                 f"{len(self.outputs)} outputs on the last axis",
                 "For some of the outputs, apply their own calibrations, .outputs[t].",
             )
+
+
+def build_calibration(method: str, parameters: Mapping[str, Any]) -> Calibration:
+    """Build a calibration again from what `Calibration.parameters` said about it."""
+    if method not in _CLASSES:
+        raise InputError("method", repr(method), f"one of {', '.join(_CLASSES)}")
+    return _CLASSES[method](**parameters)
 
 
 def fit_calibration(data: CalibrationData, method: str = "student") -> Calibration:

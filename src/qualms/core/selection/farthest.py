@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -62,7 +63,36 @@ class Points(Protocol):
         ...
 
 
-def farthest_points(X: FloatArray, n: int, *, start: int = 0) -> FarthestPoints:
+class RowSource(Protocol):
+    """A table of float32 or float64 that need not be in memory: rows are read when they are needed.
+
+    Unlike an array it has no ``__array__``.
+    """
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of rows and of columns."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """float32 or float64."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: Any, /) -> FloatArray:
+        """Return one row, a slice, or rows by their indices, as an array."""
+        ...
+
+
+def farthest_points(
+    X: FloatArray | RowSource,
+    n: int,
+    *,
+    start: int = 0,
+    on_pick: Callable[[int], object] | None = None,
+) -> FarthestPoints:
     """Pick rows one by one, each the farthest from those already picked.
 
     The picks are those of the textbook loop, at the speed of matrix products. Distances come from
@@ -71,12 +101,14 @@ def farthest_points(X: FloatArray, n: int, *, start: int = 0) -> FarthestPoints:
 
     Parameters
     ----------
-    X : FloatArray of shape (n_points, n_features)
+    X : FloatArray or RowSource of shape (n_points, n_features)
         Features, float32 or float64. Read in blocks and never copied as a whole.
     n : int
         How many rows to pick.
     start : int
         The first pick.
+    on_pick : callable, optional
+        Called with the number of picks after each one, to show progress.
 
     Returns
     -------
@@ -84,13 +116,16 @@ def farthest_points(X: FloatArray, n: int, *, start: int = 0) -> FarthestPoints:
         `n` picks, or fewer if every other row repeats a pick: a row within ``16 ε |x|`` of a pick,
         with ε the machine precision of `X`, counts as a repetition.
     """
-    X = as_float(X, "X")
+    if isinstance(X, np.ndarray) or hasattr(X, "__array__") or not hasattr(X, "shape"):
+        X = as_float(X, "X")  # type: ignore[arg-type]
+    elif len(X) <= _LOOP_SIZE:
+        X = X[:]
     check_counts("X", len(X), n, start)
-    norms = np.einsum("ij,ij->i", X, X)
+    norms = _squared_norms(X)
     if not np.isfinite(norms).all():
         row = int(np.flatnonzero(~np.isfinite(norms))[0])
         raise InputError("X", f"a non-finite or overflowing value in row {row}", "finite features")
-    return pick_farthest(_Features(X, norms, _PickedRows(X, n)), n, start)
+    return pick_farthest(_Features(X, norms, _PickedRows(X, n)), n, start, on_pick)
 
 
 def farthest_points_from_kernel(K: FloatArray, n: int, *, start: int = 0) -> FarthestPoints:
@@ -114,7 +149,9 @@ def farthest_points_from_kernel(K: FloatArray, n: int, *, start: int = 0) -> Far
     return pick_farthest(_KernelPoints(K, np.arange(len(K)), []), n, start)
 
 
-def pick_farthest(points: Points, n: int, start: int) -> FarthestPoints:
+def pick_farthest(
+    points: Points, n: int, start: int, on_pick: Callable[[int], object] | None = None
+) -> FarthestPoints:
     """Farthest point sampling on any `Points`; the arguments are taken to be valid.
 
     A distance to the picks only shrinks as picks are added, so an old value is an upper bound. The
@@ -124,7 +161,7 @@ def pick_farthest(points: Points, n: int, start: int) -> FarthestPoints:
     that enter a pool, by matrix products with the picks they have missed. Most points never meet
     most picks, and the whole costs less than the product of all points with all picks.
     """
-    search = _Search(n)
+    search = _Search(n, on_pick)
     level = _Level(points, np.arange(len(points)), np.full(len(points), np.inf))
     search.record(level, start)
     search.refresh(level, -np.inf)
@@ -187,8 +224,9 @@ class _Level:
 class _Search:
     """The picks so far, and how to find the next ones."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, on_pick: Callable[[int], object] | None = None) -> None:
         self.n = n
+        self.on_pick = on_pick
         self.indices: list[int] = []
         self.d2: list[float] = []
 
@@ -196,6 +234,8 @@ class _Search:
         self.indices.append(int(level.ids[row]))
         self.d2.append(float(level.d2[row]))
         level.points.pick(row)
+        if self.on_pick is not None:
+            self.on_pick(len(self.indices))
 
     def advance(self, level: _Level, bound: _Key) -> None:
         """Pick from `level` for as long as its best beats `bound`, the best key outside it."""
@@ -256,7 +296,7 @@ class _Search:
 class _PickedRows:
     """Contiguous copy of the picked rows, shared by all subsets of the points."""
 
-    def __init__(self, X: FloatArray, n: int) -> None:
+    def __init__(self, X: FloatArray | RowSource, n: int) -> None:
         self.rows = np.empty((n, X.shape[1]), dtype=X.dtype)
         self.half_norms = np.empty(n, dtype=X.dtype)
         self.count = 0
@@ -270,7 +310,7 @@ class _PickedRows:
 class _Features:
     """Points given by their features; a `Points`."""
 
-    def __init__(self, X: FloatArray, norms: FloatArray, picks: _PickedRows) -> None:
+    def __init__(self, X: FloatArray | RowSource, norms: FloatArray, picks: _PickedRows) -> None:
         self.X = X
         self.norms = norms
         self.picks = picks
@@ -289,9 +329,12 @@ class _Features:
     def pick(self, row: int) -> None:
         self.picks.append(self.X[row], float(self.norms[row]))
 
+    def _rows_in_memory(self) -> FloatArray:
+        return self.X if isinstance(self.X, np.ndarray) else self.X[:]
+
     def nearest(self, first: int, last: int) -> Float64Array:
         # d² = |x|² + 2 (|c|²/2 − x·c): the minimum over picks needs only the parenthesis.
-        products = _row_products(self.X, self.picks.rows[first:last])
+        products = _row_products(self._rows_in_memory(), self.picks.rows[first:last])
         halves = np.subtract(self.picks.half_norms[first:last], products, out=products)
         norms = self.norms.astype(np.float64)
         d2: Float64Array = norms + 2.0 * halves.min(axis=1)
@@ -347,6 +390,14 @@ class _KernelPoints:
         d2 = np.diagonal(self.K)[picks, None] - 2.0 * self.K[np.ix_(picks, self.ids)]
         nearest: Float64Array = np.maximum(self.diagonal + d2.min(axis=0), 0.0)
         return nearest
+
+
+def _squared_norms(X: FloatArray | RowSource) -> FloatArray:
+    norms = np.empty(len(X), dtype=X.dtype)
+    for begin in range(0, len(X), ROWS):
+        block = X[begin : begin + ROWS]
+        norms[begin : begin + ROWS] = np.einsum("ij,ij->i", block, block)
+    return norms
 
 
 def _row_products(X: FloatArray, picks: FloatArray) -> FloatArray:
