@@ -12,11 +12,11 @@ help: ## list the targets
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("qualms needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; set PYTHON=...") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,check,bench]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,check,bench,qm9]'
 	@touch $@
 
 demo: $(STAMP) ## train, calibrate and judge a model with error bars
-	$(BIN)/python examples/demo.py
+	$(BIN)/qualms demo --force
 
 test: $(STAMP) ## the tests
 	$(BIN)/python -m pytest -m 'not slow'
@@ -41,7 +41,7 @@ format: $(STAMP) ## format the code
 lock: ## renew constraints.txt with the newest versions that pyproject.toml allows
 	rm -rf .lock-venv
 	$(PYTHON) -m venv .lock-venv
-	.lock-venv/bin/python -m pip install --quiet '.[test,check,bench]'
+	.lock-venv/bin/python -m pip install --quiet '.[test,check,bench,qm9]'
 	.lock-venv/bin/python -m pip freeze --exclude qualms > constraints.txt
 	rm -rf .lock-venv
 

@@ -5,6 +5,8 @@
 >>> mean, std = model.fit(X, y).predict(X_new, return_std=True)  # doctest: +SKIP
 """
 
+from typing import TYPE_CHECKING, Any
+
 from qualms.core.calibration import Calibration
 from qualms.core.selection import farthest_points
 from qualms.errors import CalibrationError, InputError, NumericalError, QualmsError, QualmsWarning
@@ -13,7 +15,11 @@ from qualms.prediction import Prediction, calibrate, score
 
 __version__ = "0.1.0.dev0"
 
+if TYPE_CHECKING:
+    from qualms.atomistic import AtomisticModel
+
 __all__ = [
+    "AtomisticModel",
     "Calibration",
     "CalibrationError",
     "InputError",
@@ -27,3 +33,12 @@ __all__ = [
     "farthest_points",
     "score",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # ASE and the engines take a second to import: only who wants structures pays for that.
+    if name == "AtomisticModel":
+        from qualms.atomistic import AtomisticModel
+
+        return AtomisticModel
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,103 @@
+"""Kernel rows of structures, or of atoms, in a stream.
+
+A property of a structure is an average over its environments, and so is its kernel with a
+representative environment. An extensive property is the number of atoms times an average, so that
+extensive and intensive properties share one model of averages, with noise per atom. A property of
+an atom has the kernel of its environment.
+
+Kernel blocks are (environments of a batch) × (representatives) and are reduced at once: no array of
+size (all environments) × (representatives) is ever held.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from qualms.atomistic.environments import structure_blocks
+from qualms.core.kernels import Kernel
+from qualms.core.typing import Float64Array, FloatArray, IntArray
+
+#: Elements of a kernel block: 64 MB of float32.
+_ELEMENTS = 16_000_000
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Representative environments, and the kernel with them.
+
+    Attributes
+    ----------
+    kernel : Kernel
+        Between environments.
+    representatives : (r, d) array of float32
+    scale : float
+        Factor of Eq. (17), Musil et al. 2019, for targets of unit variance.
+    per_atom : bool
+        Whether rows are environments rather than averages over structures.
+    """
+
+    kernel: Kernel
+    representatives: FloatArray
+    scale: float
+    per_atom: bool
+
+    def rows(
+        self, features: FloatArray, offsets: IntArray, *, novelty: Float64Array | None = None
+    ) -> Float64Array:
+        """Return the kernel rows K_XM of a batch: (n_structures, r), or (n_environments, r).
+
+        Parameters
+        ----------
+        features : (n_environments, d) array
+        offsets : (n_structures + 1,) array of int
+            Environments of structure s are rows ``offsets[s]:offsets[s + 1]``.
+        novelty : (n_environments,) array, optional
+            Is filled with how unlike every representative each environment is, from 0 to 1: one
+            minus the largest normalised kernel with a representative.
+        """
+        n = len(features) if self.per_atom else len(offsets) - 1
+        rows = np.empty((n, len(self.representatives)))
+        for first, last in structure_blocks(offsets, _ELEMENTS // len(self.representatives)):
+            begin, end = offsets[first], offsets[last]
+            block = features[begin:end]
+            K = self.kernel(block, self.representatives)
+            if novelty is not None:
+                novelty[begin:end] = self._novelty(K, block)
+            if self.per_atom:
+                rows[begin:end] = K
+            else:
+                local = offsets[first : last + 1] - begin
+                # Summed in float64: contributions of atoms then add up to the structure's.
+                np.add.reduceat(K, local[:-1], axis=0, dtype=np.float64, out=rows[first:last])
+        if not self.per_atom:
+            rows /= np.diff(offsets)[:, None]
+        rows *= self.scale
+        return rows
+
+    def environment_rows(self, features: FloatArray) -> Float64Array:
+        """Return the kernel rows of single environments (n, d): (n, r)."""
+        return (
+            np.asarray(self.kernel(features, self.representatives), dtype=np.float64) * self.scale
+        )
+
+    def prior_variance(self, features: FloatArray, offsets: IntArray) -> Float64Array:
+        """Return the diagonal of the kernel: (n_structures,), or (n_environments,)."""
+        if self.per_atom:
+            diagonal = np.asarray(self.kernel.diag(features), dtype=np.float64)
+        else:
+            diagonal = np.empty(len(offsets) - 1)
+            for s, (begin, end) in enumerate(pairwise(offsets)):
+                block = features[begin:end]
+                diagonal[s] = np.mean(self.kernel(block, block), dtype=np.float64)
+        return diagonal * self.scale
+
+    def _novelty(self, K: FloatArray, features: FloatArray) -> Float64Array:
+        own = np.sqrt(self.kernel.diag(self.representatives))
+        if not np.allclose(own, 1, atol=1e-4):
+            K = K / np.where(own > 0, own, np.float32(1))
+        norms = np.sqrt(self.kernel.diag(features))
+        likeness = K.max(axis=1) / np.where(norms > 0, norms, np.float32(1))
+        return np.asarray(np.clip(1.0 - likeness, 0.0, 1.0), dtype=np.float64)

@@ -1,0 +1,94 @@
+"""Fewer features that keep the kernel: principal components, or a choice of columns.
+
+The kernel of Eq. (13) is an inner product of power spectra, so what a linear map of the features
+must keep is x·x′, not distances from a mean: nothing is centred. With X = U S Vᵀ the best q
+features are X V_q; of a choice of columns, combinations are taken that stand for the columns left
+out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import scipy.linalg
+
+from qualms.atomistic.hypers import Compression
+from qualms.core.kernels import normalize_rows
+from qualms.core.selection import cur, farthest_points
+from qualms.core.typing import Float64Array, FloatArray, IntArray
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A linear map from all features to fewer.
+
+    Attributes
+    ----------
+    matrix : (D, q) array of float32
+    kernel_error : float
+        Root mean squared change of x·x′ (of unit vectors) between environments it was not made
+        from.
+    """
+
+    matrix: FloatArray
+    kernel_error: float
+
+
+def fit_projection(X: FloatArray, compression: Compression) -> Projection:
+    """Find a map for the features X (n, D), rows of unit length.
+
+    A tenth of the rows is kept aside to measure the change of the kernel.
+    """
+    n_held_out = min(max(len(X) // 10, 1), 2000)
+    seen = X[n_held_out:] if len(X) > 2 * n_held_out else X
+    q = min(compression.n_features, X.shape[1])
+    matrix = (
+        principal_components(seen, q)
+        if compression.method == "pca"
+        else chosen_columns(seen, q, compression.method)
+    ).astype(np.float32)
+    held_out = X[:n_held_out]
+    reduced = normalize_rows(held_out @ matrix)
+    change = held_out @ held_out.T - reduced @ reduced.T
+    return Projection(matrix, float(np.sqrt(np.mean(change.astype(np.float64) ** 2))))
+
+
+def principal_components(X: FloatArray, q: int) -> Float64Array:
+    """Return the q leading right singular vectors of X (n, D): (D, q).
+
+    Columns that are zero throughout (pairs of species that never meet) are left out of the
+    eigenvalue problem, whose cost is cubic.
+    """
+    used = np.flatnonzero(np.any(X != 0, axis=0))
+    Y = X if len(used) == X.shape[1] else X[:, used]
+    gram = (Y.T @ Y).astype(np.float64)
+    first = max(len(used) - q, 0)
+    _, V = scipy.linalg.eigh(gram, subset_by_index=(first, len(used) - 1), check_finite=False)
+    components = np.zeros((X.shape[1], V.shape[1]))
+    components[used] = V[:, ::-1]
+    return components
+
+
+def chosen_columns(X: FloatArray, q: int, method: str) -> Float64Array:
+    """Return a map that needs only q columns C of X (n, D): (D, q), zero in all other rows.
+
+    All columns are, as far as they can be, combinations of the chosen ones, X ≈ C P with
+    P = C⁺X, so that XXᵀ ≈ C (PPᵀ) Cᵀ: the map is the symmetric root of PPᵀ (Imbalzano et al.,
+    J. Chem. Phys. 148, 241730 (2018)).
+    """
+    columns = _pick_columns(X, q, method)
+    chosen = X[:, columns].astype(np.float64)
+    P = scipy.linalg.lstsq(chosen.T @ chosen, chosen.T @ X, cond=1e-12, check_finite=False)[0]
+    values, U = scipy.linalg.eigh(P @ P.T, check_finite=False)
+    matrix = np.zeros((X.shape[1], len(columns)))
+    matrix[columns] = (U * np.sqrt(np.maximum(values, 0.0))) @ U.T
+    return matrix
+
+
+def _pick_columns(X: FloatArray, q: int, method: str) -> IntArray:
+    columns = np.ascontiguousarray(X.T)
+    if method == "cur":
+        return cur(columns, q).indices
+    largest = int(np.argmax(np.einsum("ij,ij->i", columns, columns)))
+    return farthest_points(columns, q, start=largest).indices

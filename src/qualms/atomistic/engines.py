@@ -1,0 +1,230 @@
+"""Power spectra of atomic environments, computed by dscribe or by featomic.
+
+Both expand the density of each species around an atom (Eqs. (15) and (16), Musil et al. 2019) and
+contract it to the power spectrum ⟨αnα′n′l|X⟩ of Eq. (14). Their radial functions differ, so that a
+model belongs to the engine it was trained with. dscribe is the faster one for values: measured on
+one core against two, 20 000 against 13 000 environments of QM9 a second. featomic has the
+gradients, and a smooth cutoff.
+
+An engine stores every pair (αn, α′n′) once and weights it by the square root of how often it occurs
+in the sum of Eq. (13), so that the inner product of two vectors is that sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import combinations_with_replacement
+from typing import Any, Protocol
+
+import numpy as np
+from ase import Atoms
+
+from qualms.atomistic.hypers import Scale
+from qualms.core.typing import FloatArray, IntArray
+from qualms.errors import InputError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Power spectra of some environments of a batch; features that are not listed are zero.
+
+    Attributes
+    ----------
+    rows : (n,) array of int
+        Environments, counted through the batch.
+    columns : (c,) array of int, or slice
+        Features.
+    values : (n, c) array of float32
+    """
+
+    rows: IntArray
+    columns: IntArray | slice
+    values: FloatArray
+
+
+class Engine(Protocol):
+    """What computes power spectra for one scale."""
+
+    @property
+    def n_features(self) -> int:
+        """Length of a power spectrum."""
+        ...
+
+    def pieces(self, frames: Sequence[Atoms], centers: Sequence[IntArray]) -> Iterator[Piece]:
+        """Yield the power spectra of the chosen atoms of each structure."""
+        ...
+
+
+@lru_cache(maxsize=16)
+def make_engine(name: str, scale: Scale, species: tuple[int, ...]) -> Engine:
+    """Return the engine for one scale and the species (atomic numbers, increasing) of a model.
+
+    Engines are kept: setting one up takes longer than a small molecule.
+    """
+    if name == "dscribe":
+        return DscribeEngine(scale, species)
+    if name == "featomic":
+        return FeatomicEngine(scale, species)
+    raise InputError("engine", repr(name), '"dscribe" or "featomic"')
+
+
+@dataclass(frozen=True)
+class DscribeEngine:
+    """dscribe's SOAP.
+
+    A molecule is described in the species that it has, which is faster and gives shorter vectors
+    to normalise and compress; `Piece.columns` says where they belong.
+    """
+
+    scale: Scale
+    species: tuple[int, ...]
+
+    @property
+    def n_features(self) -> int:
+        """Length of a power spectrum."""
+        return int(self._soap(self.species, False).get_number_of_features())
+
+    def pieces(self, frames: Sequence[Atoms], centers: Sequence[IntArray]) -> Iterator[Piece]:
+        """Yield power spectra, a piece for each set of species and kind of periodicity."""
+        starts = np.concatenate([[0], np.cumsum([len(c) for c in centers])])
+        alike: dict[tuple[tuple[int, ...], bool], list[int]] = {}
+        for i, atoms in enumerate(frames):
+            if len(centers[i]):
+                present = tuple(np.unique(atoms.numbers).tolist())
+                alike.setdefault((present, bool(np.any(atoms.pbc))), []).append(i)
+        for (present, periodic), members in alike.items():
+            soap = self._soap(present, periodic)
+            spectra = [soap.create(frames[i], centers=centers[i].tolist()) for i in members]
+            values = np.concatenate(spectra).astype(np.float32)
+            values *= self._root_multiplicity(len(present))
+            rows = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
+            yield Piece(rows, self._columns(present), values)
+
+    @cached_property
+    def _soaps(self) -> dict[tuple[tuple[int, ...], bool], Any]:
+        return {}
+
+    def _soap(self, species: tuple[int, ...], periodic: bool) -> Any:
+        if (species, periodic) not in self._soaps:
+            from dscribe.descriptors import SOAP
+
+            scale = self.scale
+            weighting: dict[str, Any] = {"w0": scale.center_weight}
+            if scale.radial_scaling is not None:
+                rate = scale.radial_scaling.rate
+                weighting |= {"function": "pow", "c": rate, "d": rate}
+                weighting |= {
+                    "r0": scale.radial_scaling.scale,
+                    "m": scale.radial_scaling.exponent,
+                }
+            self._soaps[species, periodic] = SOAP(
+                species=list(species),
+                r_cut=scale.cutoff,
+                n_max=scale.n_radial,
+                l_max=scale.l_max,
+                sigma=scale.gaussian_width,
+                rbf=scale.radial_basis,
+                weighting=weighting,
+                periodic=periodic,
+            )
+        return self._soaps[species, periodic]
+
+    def _columns(self, present: tuple[int, ...]) -> IntArray | slice:
+        """Return where the features of a molecule with fewer species belong."""
+        if present == self.species:
+            return slice(None)
+        everything = self._soap(self.species, False)
+        pairs = combinations_with_replacement(present, 2)
+        ranges = [everything.get_location(pair) for pair in pairs]
+        return np.concatenate([np.arange(r.start, r.stop) for r in ranges])
+
+    def _root_multiplicity(self, n_species: int) -> FloatArray:
+        """Return √2 for each pair αn ≠ α′n′, and 1 for αn = α′n′, in dscribe's order."""
+        n = self.scale.n_radial
+        same = np.where(np.eye(n, dtype=bool), 1.0, np.sqrt(2.0))[np.triu_indices(n)]
+        other = np.full(n * n, np.sqrt(2.0))
+        pairs = combinations_with_replacement(range(n_species), 2)
+        blocks = [np.tile(same if a == b else other, self.scale.l_max + 1) for a, b in pairs]
+        return np.concatenate(blocks).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class FeatomicEngine:
+    """featomic's power spectrum, with a smooth cutoff."""
+
+    scale: Scale
+    species: tuple[int, ...]
+
+    @property
+    def n_features(self) -> int:
+        """Length of a power spectrum."""
+        n_species = len(self.species)
+        return n_species * (n_species + 1) // 2 * self._block_size
+
+    @property
+    def _block_size(self) -> int:
+        # featomic stores n, n′ and n′, n of a pair of species.
+        return (self.scale.l_max + 1) * self.scale.n_radial**2
+
+    def pieces(self, frames: Sequence[Atoms], centers: Sequence[IntArray]) -> Iterator[Piece]:
+        """Yield the power spectra of the whole batch as one piece."""
+        from metatensor import Labels
+
+        samples = np.array(
+            [(i, j) for i, chosen in enumerate(centers) for j in chosen], dtype=np.int32
+        ).reshape(-1, 2)
+        starts = np.concatenate([[0], np.cumsum([len(c) for c in centers])])
+        # Position of an atom among the chosen ones of its structure.
+        position = [np.full(len(f), -1) for f in frames]
+        for row, chosen in zip(position, centers, strict=True):
+            row[chosen] = np.arange(len(chosen))
+        values = np.zeros((len(samples), self.n_features), dtype=np.float32)
+        if len(samples):
+            computed = self._calculator.compute(
+                list(frames),
+                selected_samples=Labels(["system", "atom"], samples),
+                use_native_system=True,
+            )
+            columns = self._pair_columns
+            for key, block in computed.items():
+                pair = columns[int(key["neighbor_1_type"]), int(key["neighbor_2_type"])]
+                where = block.samples.values
+                rows = [
+                    starts[s] + position[s][a]
+                    for s, a in zip(where[:, 0].tolist(), where[:, 1].tolist(), strict=True)
+                ]
+                values[rows, pair] = block.values
+        yield Piece(np.arange(len(samples)), slice(None), values)
+
+    @cached_property
+    def _pair_columns(self) -> dict[tuple[int, int], slice]:
+        size = self._block_size
+        pairs = combinations_with_replacement(self.species, 2)
+        return {pair: slice(i * size, (i + 1) * size) for i, pair in enumerate(pairs)}
+
+    @cached_property
+    def _calculator(self) -> Any:
+        from featomic import SoapPowerSpectrum
+
+        scale = self.scale
+        density: dict[str, Any] = {
+            "type": "Gaussian",
+            "width": scale.gaussian_width,
+            "center_atom_weight": scale.center_weight,
+        }
+        if scale.radial_scaling is not None:
+            density["scaling"] = {"type": "Willatt2018", **scale.radial_scaling.model_dump()}
+        smoothing: dict[str, Any] = {"type": "Step"}
+        if scale.smoothing is not None:
+            smoothing = {"type": "ShiftedCosine", "width": scale.smoothing}
+        return SoapPowerSpectrum(
+            cutoff={"radius": scale.cutoff, "smoothing": smoothing},
+            density=density,
+            basis={
+                "type": "TensorProduct",
+                "max_angular": scale.l_max,
+                "radial": {"type": "Gto", "max_radial": scale.n_radial - 1},
+            },
+        )

@@ -1,0 +1,150 @@
+"""Scores of a model on new structures, for every calibration: the rows of the paper's tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from ase import Atoms
+
+from qualms.atomistic.model import AtomisticModel
+from qualms.atomistic.summary import units_of
+from qualms.atomistic.targets import labelled
+from qualms.core.calibration import METHODS, Calibration, calibration_data, fit_calibration
+from qualms.core.scores import Scores, score_arrays
+from qualms.core.typing import BoolArray, Float64Array
+from qualms.errors import CalibrationError
+from qualms.prediction import Prediction, score
+
+#: Methods that the paper also fits to a validation set: "CV" and "N-L" in its tables.
+_VALIDATED = ("linear", "power")
+#: Fewer points than these cannot be divided for a cross-fit.
+_MIN_CROSS_FIT = 8
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A model on labelled structures.
+
+    Attributes
+    ----------
+    rows : mapping of str to Scores
+        By estimator: "raw", "linear (validation)", …, "student (internal)", …, "GPR PP".
+    y : (n,) array
+        Labels; per atom if the target is extensive.
+    prediction : Prediction
+        With the model's own calibration, same units.
+    units : str
+    validation : str
+        What calibrations that are not internal were fitted to.
+    n_unlabelled : int
+    """
+
+    rows: Mapping[str, Scores]
+    y: Float64Array
+    prediction: Prediction
+    units: str
+    validation: str
+    n_unlabelled: int
+
+
+def evaluate(
+    model: AtomisticModel, frames: Sequence[Atoms], validation: Sequence[Atoms] | None = None
+) -> Evaluation:
+    """Score a model with every calibration, and its projected process.
+
+    Parameters
+    ----------
+    model : AtomisticModel
+        Trained.
+    frames : sequence of Atoms
+        New structures with labels; those without are skipped.
+    validation : sequence of Atoms, optional
+        More of them, to fit the calibrations that are not internal to. Without, these are fitted to
+        each half of `frames` and judged on the other half.
+    """
+    test = _predicted(model, frames)
+    held_out = None if validation is None else _predicted(model, validation)
+    calibrations = model.fitted.calibrations
+    rows = {"raw": score(test.y, test.raw)}
+    for method in _VALIDATED:
+        validated = _validated(test, held_out, method)
+        if validated is not None:
+            rows[f"{method} (validation)"] = score(test.y, validated)
+    for method in METHODS:
+        if method != "none" and method in calibrations:
+            rows[f"{method} (internal)"] = score(test.y, calibrations[method].apply(test.raw))
+    if test.pp is not None:
+        rows["GPR PP"] = score_arrays(test.y, *test.pp)
+    source = "the other half of the test set"
+    return Evaluation(
+        rows=rows,
+        y=test.y,
+        prediction=model.fitted.calibration.apply(test.raw),
+        units=units_of(model.fitted),
+        validation=source if held_out is None else f"{len(held_out.y)} validation points",
+        n_unlabelled=test.n_unlabelled,
+    )
+
+
+@dataclass(frozen=True)
+class _Predicted:
+    """Labels and what members, uncalibrated, and the projected process say about them."""
+
+    y: Float64Array
+    raw: Prediction
+    pp: tuple[Float64Array, Float64Array] | None
+    n_unlabelled: int
+
+
+def _predicted(model: AtomisticModel, frames: Sequence[Atoms]) -> _Predicted:
+    settings, fitted = model.settings, model.fitted
+    found = labelled(frames, settings.target, settings.kind, settings.species)
+    used = [frames[i] for i in found.frames]
+    members, means, stds = [], [], []
+    for chunk in model.stream(used):
+        K_XM, design = chunk.rows(), chunk.design
+        members.append(fitted.members(K_XM, design))
+        if fitted.pp_variance is not None:
+            k_xx = fitted.basis.prior_variance(chunk.batch.features, chunk.batch.offsets)
+            means.append(fitted.pp_mean(K_XM, design))
+            stds.append(fitted.pp_variance.std(K_XM, k_xx))
+    # Atoms of the wanted species without a label are predicted, but cannot be judged.
+    judged: slice | BoolArray = slice(None)
+    if settings.kind == "atomic":
+        pairs = zip(model.target_atoms(used), found.rows, strict=True)
+        judged = np.concatenate([np.isin(predicted, rows) for predicted, rows in pairs])
+    n_atoms = np.array([len(atoms) for atoms in used], dtype=np.float64)
+    return _Predicted(
+        y=found.values / n_atoms if settings.kind == "extensive" else found.values,
+        raw=Prediction(np.concatenate(members)[judged]),
+        pp=(np.concatenate(means)[judged], np.concatenate(stds)[judged]) if means else None,
+        n_unlabelled=found.n_unlabelled,
+    )
+
+
+def _validated(test: _Predicted, held_out: _Predicted | None, method: str) -> Prediction | None:
+    """Calibrate by other points than those that are judged, if that can be done."""
+    try:
+        if held_out is not None:
+            return _fitted(held_out.y, held_out.raw, method).apply(test.raw)
+        if len(test.y) >= _MIN_CROSS_FIT:
+            return _cross_fitted(test.y, test.raw, method)
+    except CalibrationError:
+        pass
+    return None
+
+
+def _fitted(y: Float64Array, raw: Prediction, method: str) -> Calibration:
+    return fit_calibration(calibration_data(y, raw.members), method)
+
+
+def _cross_fitted(y: Float64Array, raw: Prediction, method: str) -> Prediction:
+    """Calibrate each half of the points by the other one."""
+    even = np.arange(len(y)) % 2 == 0
+    members = np.empty_like(raw.members)
+    for half in (even, ~even):
+        calibration = _fitted(y[~half], raw[~half], method)
+        members[half] = calibration.transform(raw.members[half])
+    return Prediction(members, uncalibrated=raw)

@@ -1,0 +1,378 @@
+"""AtomisticModel: structures in, properties with calibrated error bars out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ase import Atoms
+from threadpoolctl import threadpool_limits
+
+from qualms.atomistic.checkpoint import Checkpoint, run_key
+from qualms.atomistic.fitted import Fitted
+from qualms.atomistic.hypers import Soap
+from qualms.atomistic.model_file import (
+    Provenance,
+    Record,
+    make_provenance,
+    read_model,
+    write_model,
+)
+from qualms.atomistic.plan import Plan, default_threads
+from qualms.atomistic.predicting import Chunk, atom_contributions, concatenated, stream_chunks
+from qualms.atomistic.progress import Display, Stages
+from qualms.atomistic.settings import Settings, make_settings
+from qualms.atomistic.solving import Outcome
+from qualms.atomistic.summary import describe
+from qualms.atomistic.training import Resources, Training
+from qualms.atomistic.training_set import TrainingSet, make_training_set
+from qualms.core.calibration import CalibrationData
+from qualms.core.typing import Float64Array
+from qualms.errors import InputError, QualmsError
+from qualms.prediction import Prediction
+from qualms.storage.files import check_output
+
+
+class AtomisticModel:
+    """A property of structures or of atoms, with error bars that hold.
+
+    SOAP environments, a sparse projected process, and members trained on sub-samples that share its
+    representatives: Musil et al., J. Chem. Theory Comput. 15, 906 (2019).
+
+    Parameters
+    ----------
+    target : str
+        Key of the property: in ``atoms.info``, or ``atoms.arrays`` for atomic properties. ``REF_``
+        keys and results of calculators are understood.
+    kind : {"extensive", "intensive", "atomic"}
+        A sum over atoms, such as an energy; an average over atoms; or a value for each atom.
+    representation : str, dict or Soap
+        A preset ("organic", "nmr", "general"), or hyper-parameters: see `qualms.atomistic.hypers`.
+    species : list of str, optional
+        Elements that an atomic property is of; all that have labels by default.
+    n_representatives : int
+        M.
+    selection : {"fps", "cur", "random"}
+        How representative environments are chosen.
+    per_species : bool
+        Whether each element gets its share of the representatives, rather than all competing.
+    baseline : {"composition", "mean", "atoms", "none"} or dict
+        What is subtracted first: least squares in the composition; a constant; energies of isolated
+        atoms, given here by element or found in the data (``config_type=isolated_atom``); nothing.
+    noise : {"loo", "evidence"} or float
+        How to choose the noise variance σ², or σ² itself, in the units of the target squared (per
+        atom if it is extensive).
+    n_members : int
+        N_R.
+    subsample : float or int
+        Size of the sub-samples, as a fraction or a number.
+    resample : {"structures", "atoms"}
+        What is drawn for atomic properties: whole structures, since atoms of one crystal are
+        near-copies, or single atoms.
+    replace : bool
+        Bootstrap instead of sub-sampling.
+    calibration : {"student", "shrinkage", "linear", "power", "none"}
+        How the spread between members is turned into an error bar; fitted internally.
+    units : str
+        Of the target; kept with the model and shown.
+    seed : int
+    keep_pp : bool
+        Whether the model keeps what the variance of the projected process, Eq. (3), needs: two
+        triangular matrices of M rows.
+    memory : str or float, optional
+        Limit for training, such as ``"8GB"``.
+    threads : int, optional
+        Cores to use; all by default.
+
+    Examples
+    --------
+    >>> from qualms.data import qm9
+    >>> molecules = qm9(n=300)
+    >>> model = AtomisticModel("atomization_energy", n_representatives=300, units="eV")
+    >>> prediction = model.fit(molecules[:250]).predict(molecules[250:])
+    >>> prediction.mean.shape, prediction.std.shape
+    ((50,), (50,))
+    """
+
+    def __init__(
+        self,
+        target: str,
+        kind: str = "extensive",
+        *,
+        representation: str | Mapping[str, Any] | Soap = "organic",
+        species: Sequence[str | int] | str | None = None,
+        n_representatives: int = 1000,
+        selection: str = "fps",
+        per_species: bool = False,
+        baseline: str | Mapping[str | int, float] = "composition",
+        noise: str | float = "loo",
+        n_members: int = 16,
+        subsample: float = 0.5,
+        resample: str = "structures",
+        replace: bool = False,
+        calibration: str | None = "student",
+        units: str = "",
+        seed: int = 0,
+        keep_pp: bool = True,
+        memory: str | float | None = None,
+        threads: int | None = None,
+    ) -> None:
+        given = dict(locals())
+        for name in ("self", "memory", "threads"):
+            given.pop(name)
+        self.settings: Settings = make_settings(given)
+        self.memory = memory
+        self.threads = default_threads(threads)
+        self._fitted: Fitted | None = None
+        self._record: Record | None = None
+        self._provenance: Provenance | None = None
+        self._internal: CalibrationData | None = None
+
+    def fit(
+        self,
+        frames: Sequence[Atoms],
+        groups: Sequence[object] | None = None,
+        *,
+        checkpoint: str | Path | None = None,
+        resume: bool = False,
+        progress: Display | None = None,
+        on_plan: Callable[[Plan, TrainingSet], object] | None = None,
+    ) -> AtomisticModel:
+        """Train all members and calibrate them internally.
+
+        Parameters
+        ----------
+        frames : sequence of Atoms
+            Structures without a label are skipped.
+        groups : sequence, optional
+            Labels of structures that belong together, such as snapshots of one trajectory: in or
+            out of a sub-sample together.
+        checkpoint : path, optional
+            Directory for what is needed to resume an interrupted run; removed at the end.
+        resume : bool
+            Whether to go on from what is in `checkpoint`.
+        progress : Display, optional
+            Shows the progress.
+        on_plan : callable, optional
+            Called with the plan (memory, time, file sizes) before the work starts.
+
+        Returns
+        -------
+        self
+        """
+        data = make_training_set(frames, self.settings, groups)
+        saved = None
+        if checkpoint is not None:
+            key = run_key(data.digest, self.settings.model_dump_json())
+            saved = Checkpoint(Path(checkpoint), key, resume=resume)
+        stages = Stages(progress)
+        with threadpool_limits(limits=self.threads):
+            training = Training(
+                data, self.settings, Resources(self.threads, self.memory, saved), stages
+            )
+            if on_plan is not None:
+                on_plan(training.plan, data)
+            outcome = training.run()
+        self._keep(data, outcome, stages)
+        if saved is not None:
+            saved.remove()
+        return self
+
+    def _keep(self, data: TrainingSet, outcome: Outcome, stages: Stages) -> None:
+        """Become the outcome of a training run."""
+        self._fitted = outcome.fitted
+        self._internal = outcome.internal
+        self._record = _record(data, outcome, stages)
+        self._provenance = make_provenance(data.digest)
+
+    @classmethod
+    def from_outcome(cls, data: TrainingSet, outcome: Outcome, stages: Stages) -> AtomisticModel:
+        """Return the model that a training run ended in."""
+        model = cls._empty(outcome.fitted.settings, None)
+        model._keep(data, outcome, stages)
+        return model
+
+    @classmethod
+    def _empty(cls, settings: Settings, threads: int | None) -> AtomisticModel:
+        model = cls.__new__(cls)
+        model.settings = settings
+        model.memory = None
+        model.threads = default_threads(threads)
+        model._fitted = model._record = model._provenance = model._internal = None
+        return model
+
+    def predict(self, frames: Sequence[Atoms], *, unknown_species: str = "error") -> Prediction:
+        """Predict with calibrated error bars.
+
+        Parameters
+        ----------
+        frames : sequence of Atoms
+        unknown_species : {"error", "ignore"}
+            What to do about elements that the model has not been trained on: refuse, or predict as
+            if these atoms were not there. `extrapolates` flags such structures.
+
+        Returns
+        -------
+        Prediction
+            One value for each structure; for atomic properties one for each atom of the species of
+            the model, structure after structure, in the order of `target_atoms`.
+        """
+        chunks = self.stream(frames, unknown_species=unknown_species)
+        return concatenated([chunk.predict(chunk.rows()) for chunk in chunks])
+
+    def predict_mean(
+        self, frames: Sequence[Atoms], *, unknown_species: str = "error"
+    ) -> Float64Array:
+        """Predict without error bars: the mean of the committee, Eq. (4)."""
+        parts = [
+            self.fitted.mean(chunk.rows(), chunk.design) * _factor(chunk)
+            for chunk in self.stream(frames, unknown_species=unknown_species)
+        ]
+        return np.concatenate(parts)
+
+    def predict_atoms(
+        self, frames: Sequence[Atoms], *, unknown_species: str = "error"
+    ) -> list[Prediction]:
+        """Predict what each atom contributes, with error bars, for each structure.
+
+        Contributions sum (extensive) or average (intensive) to the prediction of the structure,
+        member by member. Of atomic properties, they are the predictions themselves.
+        """
+        chunks = self.stream(frames, unknown_species=unknown_species)
+        return [atom for chunk in chunks for atom in atom_contributions(chunk)]
+
+    def predict_pp(
+        self, frames: Sequence[Atoms], *, unknown_species: str = "error"
+    ) -> tuple[Float64Array, Float64Array]:
+        """Predict with the full projected process, Eq. (3): mean and σ_PP, not calibrated."""
+        variance = self.fitted.pp_variance
+        if variance is None:
+            raise InputError("keep_pp", False, "True when the model was trained")
+        means, stds = [], []
+        for chunk in self.stream(frames, unknown_species=unknown_species):
+            rows = chunk.rows()
+            k_xx = self.fitted.basis.prior_variance(chunk.batch.features, chunk.batch.offsets)
+            factor = _factor(chunk)
+            means.append(self.fitted.pp_mean(rows, chunk.design) * factor)
+            stds.append(variance.std(rows, k_xx) * factor)
+        return np.concatenate(means), np.concatenate(stds)
+
+    def extrapolates(
+        self, frames: Sequence[Atoms], *, unknown_species: str = "error"
+    ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+        """Return for each structure whether it looks like extrapolation.
+
+        It does if one of its environments is farther from every representative than any training
+        environment was, if the members disagree more than about any training structure that they
+        had not seen, or if it has elements that the model does not know.
+        """
+        flags = []
+        for chunk in self.stream(frames, unknown_species=unknown_species):
+            novelty = np.empty(len(chunk.batch.features))
+            rows = chunk.rows(novelty)
+            flags.append(chunk.extrapolates(chunk.predict(rows), novelty))
+        return np.concatenate(flags)
+
+    def stream(self, frames: Iterable[Atoms], *, unknown_species: str = "error") -> Iterator[Chunk]:
+        """Yield structures and their features in chunks; `frames` may be larger than memory."""
+        if unknown_species not in ("error", "ignore"):
+            raise InputError("unknown_species", repr(unknown_species), '"error" or "ignore"')
+        if isinstance(frames, Atoms):
+            raise InputError("frames", "one Atoms", "a sequence of them", "Write [atoms].")
+        some = False
+        with threadpool_limits(limits=self.threads):
+            for chunk in stream_chunks(
+                self.fitted,
+                frames,
+                threads=self.threads,
+                allow_unknown=unknown_species == "ignore",
+            ):
+                some = True
+                yield chunk
+        if not some:
+            raise InputError("frames", "no structures", "at least one")
+
+    def target_atoms(self, frames: Sequence[Atoms]) -> list[Any]:
+        """Return, for an atomic property, the atoms of each structure that `predict` predicts."""
+        species = self.settings.species
+        if self.settings.kind != "atomic":
+            raise InputError("kind", repr(self.settings.kind), "'atomic'")
+        if species is None:
+            return [np.arange(len(atoms)) for atoms in frames]
+        return [np.flatnonzero(np.isin(atoms.numbers, species)) for atoms in frames]
+
+    def save(self, path: str | Path, *, force: bool = False) -> None:
+        """Write the model to one safetensors file, completely or not at all."""
+        check_output(path, force=force)
+        write_model(path, self.fitted, self.record, self.provenance, force=force)
+
+    @classmethod
+    def load(cls, path: str | Path, *, threads: int | None = None) -> AtomisticModel:
+        """Read a model; everything is checked before anything is built."""
+        fitted, record, provenance = read_model(path)
+        model = cls._empty(fitted.settings, threads)
+        model._fitted, model._record, model._provenance = fitted, record, provenance
+        return model
+
+    def summary(self) -> str:
+        """Return what the model is and what it learned, in a few lines."""
+        return describe(self.fitted, self.record, self.provenance)
+
+    @property
+    def fitted(self) -> Fitted:
+        """The trained model."""
+        if self._fitted is None:
+            raise QualmsError("The model is not trained: call fit first.")
+        return self._fitted
+
+    @property
+    def record(self) -> Record:
+        """What is known of the training."""
+        self.fitted  # noqa: B018
+        assert self._record is not None
+        return self._record
+
+    @property
+    def provenance(self) -> Provenance:
+        """Versions, date and digest of the data."""
+        self.fitted  # noqa: B018
+        assert self._provenance is not None
+        return self._provenance
+
+    @property
+    def internal(self) -> CalibrationData | None:
+        """Residuals and spreads the calibration was fitted to; not kept in the model file."""
+        return self._internal
+
+    def __repr__(self) -> str:
+        state = "trained" if self._fitted is not None else "not trained"
+        settings = self.settings
+        return f"<AtomisticModel of {settings.target} ({settings.kind}), {state}>"
+
+
+def _factor(chunk: Chunk) -> Float64Array:
+    """Return what averages are multiplied by, a number for each prediction."""
+    return np.ones(len(chunk.batch.features)) if chunk.fitted.per_atom else chunk.sizes
+
+
+def _record(data: TrainingSet, outcome: Outcome, stages: Stages) -> Record:
+    internal = outcome.internal
+    z = None if internal is None else internal.residuals
+    return Record(
+        n_structures=len(data.frames),
+        n_rows=len(data.y),
+        n_environments=data.n_environments,
+        n_unlabelled=data.n_unlabelled,
+        n_isolated=data.n_isolated,
+        n_duplicates=data.n_duplicates,
+        n_internal=0 if z is None else len(z),
+        rmse=None if z is None else float(np.sqrt(np.mean(z**2))),
+        mae=None if z is None else float(np.mean(np.abs(z))),
+        effective_rank=len(outcome.fitted.representatives),
+        noise=float(np.sqrt(outcome.full.noise_variance[0])),
+        target_std=float(outcome.full.scale[0]),
+        solver=outcome.solution,
+        seconds=dict(stages.seconds),
+    )

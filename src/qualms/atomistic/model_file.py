@@ -1,0 +1,281 @@
+"""Model files: one safetensors file with everything that a prediction needs.
+
+The document is validated against a schema, and every tensor against the sizes that the document
+implies, before anything is built. Nothing in the file is ever executed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from qualms.atomistic.baselines import Baseline
+from qualms.atomistic.compression import Projection
+from qualms.atomistic.fitted import Fitted, ProjectedVariance
+from qualms.atomistic.representation import Representation
+from qualms.atomistic.settings import Settings
+from qualms.core.calibration import METHODS, build_calibration
+from qualms.errors import QualmsError
+from qualms.storage.container import (
+    Document,
+    StorageError,
+    TensorSpec,
+    check_tensors,
+    read_container,
+    read_document,
+    write_container,
+)
+
+FORMAT = "qualms model"
+#: Raised whenever the meaning of a file changes; older files stay readable.
+PROTOCOL = 1
+
+_PACKAGES = ("qualms", "numpy", "scipy", "ase", "dscribe", "featomic", "safetensors")
+
+
+class Provenance(Document):
+    """Where a model comes from.
+
+    Attributes
+    ----------
+    created : str
+        Date and time, UTC.
+    python, packages
+        Versions.
+    data_digest : str
+        Of structures and labels.
+    """
+
+    created: str
+    python: str
+    packages: dict[str, str]
+    data_digest: str
+
+
+class Record(Document):
+    """What is known of the training.
+
+    Attributes
+    ----------
+    n_structures, n_rows, n_environments : int
+        Labelled structures, labels, and environments.
+    n_unlabelled, n_isolated, n_duplicates : int
+    n_internal : int
+        Rows that enough members had not seen.
+    rmse, mae : float, optional
+        Of these rows, by the members that had not seen them, in the units of the target; per atom
+        if it is extensive.
+    effective_rank : int
+    noise : float
+        Standard deviation σ of the noise, same units.
+    target_std : float
+        Standard deviation of the targets less the baseline, same units.
+    solver : str
+        How the members were solved.
+    seconds : dict
+        Time of each stage.
+    """
+
+    n_structures: int
+    n_rows: int
+    n_environments: int
+    n_unlabelled: int
+    n_isolated: int
+    n_duplicates: int
+    n_internal: int
+    rmse: float | None
+    mae: float | None
+    effective_rank: int
+    noise: float
+    target_std: float
+    solver: str
+    seconds: dict[str, float]
+
+
+class CalibrationDocument(Document):
+    """Method and parameters of a calibration."""
+
+    method: str
+    parameters: dict[str, float | int]
+
+
+class ModelDocument(Document):
+    """Everything in a model file that is not a tensor."""
+
+    settings: Settings
+    species: tuple[int, ...] = Field(min_length=1)
+    baseline: str
+    n_projections: int = Field(ge=0)
+    kernel_errors: tuple[float, ...]
+    feature_scale: float = Field(gt=0)
+    kernel_scale: float = Field(gt=0)
+    pp_intercept: float
+    pp_noise: float | None
+    pp_target_variance: float | None
+    calibrations: dict[str, CalibrationDocument]
+    training_novelty: float
+    training_spread: float
+    record: Record
+    provenance: Provenance
+
+
+def make_provenance(digest: str) -> Provenance:
+    """Return versions and date of now."""
+    return Provenance(
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        python=platform.python_version(),
+        packages={name: _version(name) for name in _PACKAGES},
+        data_digest=digest,
+    )
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def write_model(
+    path: str | Path, fitted: Fitted, record: Record, provenance: Provenance, *, force: bool
+) -> None:
+    """Write a model, completely or not at all."""
+    document = ModelDocument(
+        settings=fitted.settings,
+        species=fitted.representation.species,
+        baseline=fitted.baseline.name,
+        n_projections=len(fitted.representation.projections),
+        kernel_errors=tuple(p.kernel_error for p in fitted.representation.projections),
+        feature_scale=fitted.representation.feature_scale,
+        kernel_scale=fitted.kernel_scale,
+        pp_intercept=fitted.pp_intercept,
+        pp_noise=fitted.pp_variance.noise_variance if fitted.pp_variance else None,
+        pp_target_variance=fitted.pp_variance.variance if fitted.pp_variance else None,
+        calibrations={
+            name: CalibrationDocument(method=c.method, parameters=c.parameters())
+            for name, c in fitted.calibrations.items()
+        },
+        training_novelty=fitted.training_novelty,
+        training_spread=fitted.training_spread,
+        record=record,
+        provenance=provenance,
+    )
+    write_container(path, _tensors(fitted), document, format=FORMAT, version=PROTOCOL, force=force)
+
+
+def _tensors(fitted: Fitted) -> dict[str, Any]:
+    tensors: dict[str, Any] = {
+        "representatives": fitted.representatives,
+        "origins": fitted.origins,
+        "weights": fitted.weights,
+        "intercepts": fitted.intercepts,
+        "pp_weights": fitted.pp_weights,
+        "baseline": fitted.baseline.full,
+        "baseline_members": fitted.baseline.members,
+        "membership": fitted.membership,
+    }
+    for s, projection in enumerate(fitted.representation.projections):
+        tensors[f"projection_{s}"] = projection.matrix
+    if fitted.pp_variance is not None:
+        rows = np.tril_indices(len(fitted.representatives))
+        tensors["pp_whitening"] = fitted.pp_variance.whitening[rows]
+        tensors["pp_posterior"] = fitted.pp_variance.posterior[rows]
+    return tensors
+
+
+def read_model_document(path: str | Path) -> ModelDocument:
+    """Read only the description of a model."""
+    return read_document(path, ModelDocument, format=FORMAT, version=PROTOCOL)
+
+
+def read_model(path: str | Path) -> tuple[Fitted, Record, Provenance]:
+    """Read a model; a `StorageError` says what is wrong with the file."""
+    container = read_container(path, ModelDocument, format=FORMAT, version=PROTOCOL)
+    document, tensors = container.document, container.tensors
+    sizes = check_tensors(tensors, _expected(document), path=path, sizes=_sizes(document))
+    try:
+        fitted = _build(document, tensors, sizes["r"])
+        if fitted.representation.n_features != sizes["d"]:
+            raise ValueError(f"{sizes['d']} features do not fit the representation")
+    except (QualmsError, ValueError, TypeError, KeyError) as error:
+        raise StorageError(path, f"the parts do not belong together ({error})") from error
+    return fitted, document.record, document.provenance
+
+
+def _sizes(document: ModelDocument) -> dict[str, int]:
+    return {
+        "n_members": document.settings.n_members,
+        "species": len(document.species),
+        "rows": document.record.n_rows,
+    }
+
+
+def _expected(document: ModelDocument) -> dict[str, TensorSpec]:
+    expected = {
+        "representatives": TensorSpec("f", ("r", "d")),
+        "origins": TensorSpec("i", ("r", 2)),
+        "weights": TensorSpec("f", ("r", "n_members")),
+        "intercepts": TensorSpec("f", ("n_members",)),
+        "pp_weights": TensorSpec("f", ("r",)),
+        "baseline": TensorSpec("f", ("species",)),
+        "baseline_members": TensorSpec("f", ("species", "n_members")),
+        "membership": TensorSpec("u", ("rows", "n_members")),
+    }
+    for s in range(document.n_projections):
+        expected[f"projection_{s}"] = TensorSpec("f", (f"D{s}", f"q{s}"))
+    if document.pp_noise is not None:
+        for name in ("pp_whitening", "pp_posterior"):
+            expected[name] = TensorSpec("f", ("triangle",))
+    return expected
+
+
+def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
+    pairs = zip(range(document.n_projections), document.kernel_errors, strict=True)
+    projections = tuple(Projection(tensors[f"projection_{s}"], error) for s, error in pairs)
+    if document.settings.calibration not in document.calibrations:
+        raise ValueError(f"no calibration {document.settings.calibration}")
+    if not {c.method for c in document.calibrations.values()} <= set(METHODS):
+        raise ValueError("unknown calibration")
+    return Fitted(
+        settings=document.settings,
+        representation=Representation(
+            document.settings.representation, document.species, projections, document.feature_scale
+        ),
+        representatives=tensors["representatives"],
+        origins=tensors["origins"],
+        kernel_scale=document.kernel_scale,
+        weights=tensors["weights"],
+        intercepts=tensors["intercepts"],
+        pp_weights=tensors["pp_weights"],
+        pp_intercept=document.pp_intercept,
+        baseline=Baseline(
+            document.baseline, document.species, tensors["baseline"], tensors["baseline_members"]
+        ),
+        calibrations={
+            name: build_calibration(c.method, c.parameters)
+            for name, c in document.calibrations.items()
+        },
+        pp_variance=_variance(document, tensors, r),
+        membership=tensors["membership"],
+        training_novelty=document.training_novelty,
+        training_spread=document.training_spread,
+    )
+
+
+def _variance(document: ModelDocument, tensors: dict[str, Any], r: int) -> ProjectedVariance | None:
+    if document.pp_noise is None or document.pp_target_variance is None:
+        return None
+    factors = []
+    for name in ("pp_whitening", "pp_posterior"):
+        if tensors[name].size != r * (r + 1) // 2:
+            raise ValueError(f"{name} has {tensors[name].size} elements")
+        factor = np.zeros((r, r), dtype=np.float32)
+        factor[np.tril_indices(r)] = tensors[name]
+        factors.append(factor)
+    return ProjectedVariance(factors[0], factors[1], document.pp_noise, document.pp_target_variance)

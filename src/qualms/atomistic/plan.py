@@ -1,0 +1,228 @@
+"""How much memory, disk and time a training run will take, and where its features will live.
+
+The features of all environments are needed twice: to choose representatives and to compute kernel
+rows. If they fit into the memory limit they are kept; if not they are written to disk; if there is
+no room there either, they are computed twice, and representatives are chosen among as many
+environments as fit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from qualms.atomistic.environments import BLOCK
+from qualms.atomistic.featurize import BATCH
+from qualms.core.checks import check_integer
+from qualms.errors import InputError
+
+GB = 1e9
+#: Interpreter and libraries, in this process and in each process that computes features.
+_BASE, _WORKER = 0.35 * GB, 0.25 * GB
+#: Share of the machine's memory that is used if no limit is given.
+_SHARE = 0.75
+
+Mode = Literal["keep", "spill", "recompute"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will take.
+
+    Attributes
+    ----------
+    mode : {"keep", "spill", "recompute"}
+        Where features live.
+    n_rows, n_environments, n_features, n_representatives, n_members : int
+    memory : float
+        Expected peak, in bytes, with the processes that compute features.
+    limit : float
+    disk : float
+        Bytes of features on disk while the run lasts.
+    model_size : float
+        Bytes of the model file, about.
+    seconds : float
+        Expected time; within a factor of two or three on another machine.
+    n_candidates : int
+        Environments among which representatives are chosen.
+    """
+
+    mode: Mode
+    n_rows: int
+    n_environments: int
+    n_features: int
+    n_representatives: int
+    n_members: int
+    memory: float
+    limit: float
+    disk: float
+    model_size: float
+    seconds: float
+    n_candidates: int
+
+    def describe(self) -> str:
+        """Return the plan in a few lines."""
+        where = {
+            "keep": "kept in memory",
+            "spill": f"on disk while the run lasts ({format_bytes(self.disk)})",
+            "recompute": f"computed twice; representatives among {self.n_candidates:,} of them",
+        }[self.mode]
+        return (
+            f"{self.n_environments:,} environments × {self.n_features:,} features, {where}\n"
+            f"{self.n_rows:,} labels, {self.n_representatives:,} representatives, "
+            f"{self.n_members} members\n"
+            f"memory {format_bytes(self.memory)} of {format_bytes(self.limit)}; "
+            f"model file about {format_bytes(self.model_size)}; time about "
+            f"{format_time(self.seconds)}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan as numbers and strings."""
+        return asdict(self)
+
+
+def make_plan(
+    *,
+    n_rows: int,
+    n_environments: int,
+    n_features: int,
+    n_raw_features: int,
+    n_representatives: int,
+    n_members: int,
+    n_workers: int,
+    memory: str | float | None,
+    directory: Path | None = None,
+    keep_pp: bool = True,
+    to_disk: bool = False,
+) -> Plan:
+    """Decide where features live.
+
+    Parameters
+    ----------
+    n_rows, n_environments, n_features, n_representatives, n_members : int
+    n_raw_features : int
+        Before compression.
+    n_workers : int
+    memory : str, float, optional
+        Limit such as ``"8GB"``, or bytes; three quarters of the machine's memory by default.
+    directory : Path, optional
+        Where features would be written; the system's temporary directory by default.
+    keep_pp : bool
+        Whether the model keeps what the variance of Eq. (3) needs.
+    to_disk : bool
+        Whether features go to disk in any case, so that the run can be resumed.
+    """
+    limit = parse_memory(memory)
+    d, M = n_features, n_representatives
+    batches = n_workers * (_WORKER + 12 * BATCH * n_raw_features) if n_workers > 1 else 0.0
+    batches += 20 * BATCH * n_raw_features + 4 * 2 * n_workers * BATCH * d
+    features = 4.0 * n_environments * d
+    picking = 4.0 * M * d + 1.2 * features / 16 + 100e6
+    products = 3 * 4.0 * BLOCK * M + 4.0 * BLOCK * d
+    rows = 8.0 * n_rows * M
+    # Solving a member exactly takes a copy of its rows, in turn; conjugate gradients do not.
+    solving = rows + 6 * 8.0 * M**2 + min(0.5 * rows, 2 * GB) + 16 * 8.0 * n_members * n_rows
+    later = max(rows + products, solving)
+    needed = {
+        # Features are let go once the kernel rows are there; a bit of both at the end of that.
+        "keep": _BASE + max(features + max(batches, picking, rows + products), solving),
+        "spill": _BASE + max(batches, picking, later),
+        "recompute": _BASE + max(batches + rows + products, picking, solving),
+    }
+    mode = _choose(needed, limit, features, directory, to_disk)
+    room = max(limit - _BASE - 100e6 - 4.0 * M * d, 0.0) / (4.0 * d * 1.1)
+    candidates = n_environments if mode != "recompute" else int(min(n_environments, room))
+    return Plan(
+        mode=mode,
+        n_rows=n_rows,
+        n_environments=n_environments,
+        n_features=d,
+        n_representatives=M,
+        n_members=n_members,
+        memory=needed[mode],
+        limit=limit,
+        disk=features if mode == "spill" or to_disk else 0.0,
+        model_size=4.0 * M * (d + 2 * n_members + (M if keep_pp else 0)) + 1e5,
+        seconds=_expected_seconds(n_rows, n_environments, d, n_raw_features, M, n_workers, mode),
+        n_candidates=candidates,
+    )
+
+
+def _choose(
+    needed: dict[str, float], limit: float, features: float, directory: Path | None, to_disk: bool
+) -> Mode:
+    if needed["keep"] <= limit:
+        return "keep"
+    where = directory if directory is not None else Path(tempfile.gettempdir())
+    if needed["spill"] <= limit and (to_disk or shutil.disk_usage(where).free > 1.1 * features):
+        return "spill"
+    if needed["recompute"] <= limit:
+        return "recompute"
+    least = min(needed.values())
+    raise InputError(
+        "memory",
+        format_bytes(limit),
+        f"at least {format_bytes(1.01 * least)}",
+        "Allow more memory, or use fewer representatives or training structures.",
+    )
+
+
+def _expected_seconds(
+    n_rows: int, n_environments: int, d: int, raw: int, M: int, n_workers: int, mode: Mode
+) -> float:
+    """Rates measured on one core of a 2.x GHz server of 2020, with two for the products."""
+    per_environment = 2e-5 + 1.5e-8 * raw + (2.0e-11 * raw * d if d < raw else 0.0)
+    spectra = n_environments * per_environment / n_workers * (2 if mode == "recompute" else 1)
+    products = 2.0 * n_environments * d * M * (1 + 0.8) / 1e11
+    solving = (1.5 * n_rows * M**2 + 20.0 * M**3 / 3) / 4e10
+    return 2.0 + spectra + products + solving * 2
+
+
+def parse_memory(memory: str | float | None) -> float:
+    """Return a limit in bytes, given as ``"8GB"``, ``"500 MB"``, ``"16GiB"``, bytes or None."""
+    if memory is None:
+        return _SHARE * float(psutil.virtual_memory().total)
+    if isinstance(memory, str):
+        match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]?)(i?)b?\s*", memory.lower())
+        try:
+            if match is None:
+                raise ValueError
+            power = " kmgt".index(match[2] or " ")
+            memory = float(match[1]) * (1024.0 if match[3] else 1000.0) ** power
+        except ValueError:
+            raise InputError("memory", repr(memory), 'a size such as "8GB"') from None
+    if not 0 < float(memory) < float("inf"):
+        raise InputError("memory", memory, "a positive number of bytes")
+    return float(memory)
+
+
+def default_threads(threads: int | None = None) -> int:
+    """Return the number of cores to use: all that this process may run on, unless given."""
+    if threads is not None:
+        return check_integer("threads", threads, 1)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def format_bytes(n: float) -> str:
+    """Return a size for people: "3.1 GB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000:
+            return f"{n:.0f} {unit}" if unit in ("B", "kB") else f"{n:.1f} {unit}"
+        n /= 1000
+    return f"{n:.1f} TB"
+
+
+def format_time(seconds: float) -> str:
+    """Return a duration for people: "3 min"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

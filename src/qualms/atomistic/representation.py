@@ -1,0 +1,144 @@
+"""From structures to the features of their environments. Eqs. (13)–(16), Musil et al. 2019."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from ase import Atoms
+
+from qualms.atomistic.compression import Projection, fit_projection
+from qualms.atomistic.engines import Engine, Piece, make_engine
+from qualms.atomistic.hypers import Soap
+from qualms.core.kernels import Kernel, PowerKernel, WeightedSumKernel, normalize_rows
+from qualms.core.typing import FloatArray, IntArray
+
+
+@dataclass(frozen=True)
+class Representation:
+    """SOAP hyper-parameters, the species they are for, and how features are compressed.
+
+    Attributes
+    ----------
+    soap : Soap
+    species : tuple of int
+        Atomic numbers, increasing.
+    projections : tuple of Projection
+        One for each scale, or none at all.
+    feature_scale : float
+        What features are divided by if they are not normalised: keeps powers of them in range.
+    """
+
+    soap: Soap
+    species: tuple[int, ...]
+    projections: tuple[Projection, ...] = ()
+    feature_scale: float = 1.0
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Number of features of each scale."""
+        if self.projections:
+            return tuple(projection.matrix.shape[1] for projection in self.projections)
+        return tuple(engine.n_features for engine in self._engines())
+
+    @property
+    def n_features(self) -> int:
+        """Number d of features of an environment."""
+        return sum(self.widths)
+
+    @cached_property
+    def kernel(self) -> Kernel:
+        """The kernel between environments: Eq. (13) to the power ζ, summed over the scales."""
+        single = PowerKernel(self.soap.exponent)
+        if len(self.widths) == 1:
+            return single
+        ends = np.cumsum(self.widths)
+        columns = [slice(int(e - w), int(e)) for e, w in zip(ends, self.widths, strict=True)]
+        weights = np.array([scale.weight for scale in self.soap.scales])
+        return WeightedSumKernel(
+            (single,) * len(columns), tuple(weights / weights.sum()), tuple(columns)
+        )
+
+    def features(self, frames: Sequence[Atoms], centers: Sequence[IntArray]) -> FloatArray:
+        """Return the features of the chosen atoms of each structure, in order.
+
+        Parameters
+        ----------
+        frames : sequence of Atoms
+            With no species but those of the representation.
+        centers : sequence of arrays of int
+            The chosen atoms of each.
+
+        Returns
+        -------
+        (n_environments, d) array of float32
+            For each scale of unit length, unless the hyper-parameters say otherwise.
+        """
+        n = sum(len(chosen) for chosen in centers)
+        features = np.zeros((n, self.n_features), dtype=np.float32)
+        first = 0
+        for s, engine in enumerate(self._engines()):
+            block = features[:, first : first + self.widths[s]]
+            first += self.widths[s]
+            for piece in engine.pieces(frames, centers):
+                self._place(block, self._scaled(piece), s)
+            if self.soap.normalize and self.projections:
+                block[:] = normalize_rows(block)
+        return features
+
+    def _engines(self) -> list[Engine]:
+        name = self.soap.resolved_engine
+        return [make_engine(name, scale, self.species) for scale in self.soap.scales]
+
+    def _scaled(self, piece: Piece) -> Piece:
+        if self.soap.normalize:
+            return Piece(piece.rows, piece.columns, normalize_rows(piece.values))
+        piece.values[:] /= np.float32(self.feature_scale)
+        return piece
+
+    def _place(self, block: FloatArray, piece: Piece, s: int) -> None:
+        """Write a piece, compressed if so wanted, where it belongs in the features of a scale."""
+        if self.projections:
+            # Only the rows of the map whose features are not zero: for most molecules, a third.
+            block[piece.rows] = piece.values @ self.projections[s].matrix[piece.columns]
+        elif isinstance(piece.columns, slice):
+            block[piece.rows, piece.columns] = piece.values
+        else:
+            block[np.ix_(piece.rows, piece.columns)] = piece.values
+
+
+def fit_representation(
+    soap: Soap, species: Sequence[int], frames: Sequence[Atoms], centers: Sequence[IntArray]
+) -> Representation:
+    """Find the compression, and the scale of features that are not normalised.
+
+    Parameters
+    ----------
+    soap : Soap
+    species : sequence of int
+        Atomic numbers of all structures to come.
+    frames, centers
+        A sample of environments; a few thousand will do.
+    """
+    plain = Representation(soap, tuple(sorted(species)))
+    if soap.compression is None and soap.normalize:
+        return plain
+    X = plain.features(frames, centers)
+    feature_scale = 1.0
+    if not soap.normalize:
+        feature_scale = float(np.sqrt(np.mean(np.einsum("ij,ij->i", X, X)))) or 1.0
+        X /= np.float32(feature_scale)
+    return Representation(soap, plain.species, _projections(plain, X), feature_scale)
+
+
+def _projections(plain: Representation, X: FloatArray) -> tuple[Projection, ...]:
+    compression = plain.soap.compression
+    if compression is None or all(w <= compression.n_features for w in plain.widths):
+        return ()
+    ends = np.cumsum(plain.widths)
+    return tuple(
+        fit_projection(X[:, end - width : end], compression)
+        for end, width in zip(ends, plain.widths, strict=True)
+    )

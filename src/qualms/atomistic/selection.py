@@ -1,0 +1,98 @@
+"""Choosing representative environments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from qualms.atomistic.environments import Features
+from qualms.atomistic.settings import Settings
+from qualms.core.kernels import Kernel
+from qualms.core.selection import cur_from_kernel, farthest_points
+from qualms.core.typing import FloatArray, IntArray
+
+#: CUR chooses among this many times more farthest points than are wanted.
+_LANDMARKS = 2
+
+
+class _Rows:
+    """Some rows of features, numbered anew."""
+
+    def __init__(self, features: Features, rows: IntArray) -> None:
+        self._features, self._rows = features, rows
+        self.shape = (len(rows), features.shape[1])
+        self.dtype = features.dtype
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, rows: Any) -> FloatArray:
+        return self._features[self._rows[rows]]
+
+
+def select_representatives(
+    features: Features,
+    kernel: Kernel,
+    center_species: IntArray,
+    settings: Settings,
+    rng: np.random.Generator,
+    on_pick: Callable[[int], object] | None = None,
+) -> IntArray:
+    """Choose environments: at most ``settings.n_representatives`` indices, in order of choice.
+
+    Parameters
+    ----------
+    features : Features
+        Of all candidates, (n, d).
+    kernel : Kernel
+    center_species : (n,) array of int
+        Atomic number at the centre of each.
+    settings : Settings
+        ``selection``, ``n_representatives``, and ``per_species``, whether each species gets its
+        share of the representatives or all compete.
+    rng : Generator
+        For a random choice.
+    on_pick : callable, optional
+        Called with the number of picks so far.
+    """
+    n = min(settings.n_representatives, len(features))
+    if not settings.per_species:
+        return _select(features, kernel, n, settings.selection, rng, on_pick)
+    picks: list[IntArray] = []
+    for z, share in _shares(center_species, n).items():
+        rows = np.flatnonzero(center_species == z)
+        chosen = _select(_Rows(features, rows), kernel, share, settings.selection, rng, None)
+        picks.append(rows[chosen])
+        if on_pick is not None:
+            on_pick(sum(map(len, picks)))
+    return np.concatenate(picks)
+
+
+def _select(
+    features: Features | _Rows,
+    kernel: Kernel,
+    n: int,
+    selection: str,
+    rng: np.random.Generator,
+    on_pick: Callable[[int], object] | None,
+) -> IntArray:
+    if selection == "random":
+        return rng.permutation(len(features))[:n]
+    if selection == "fps":
+        return farthest_points(features, n, on_pick=on_pick).indices
+    landmarks = farthest_points(features, min(_LANDMARKS * n, len(features))).indices
+    X = features[landmarks].astype(np.float64)
+    return landmarks[cur_from_kernel(np.asarray(kernel(X, X)), min(n, len(landmarks))).indices]
+
+
+def _shares(center_species: IntArray, n: int) -> dict[int, int]:
+    """Divide n among the species in proportion to their environments, one at least for each."""
+    species, counts = np.unique(center_species, return_counts=True)
+    exact = n * counts / counts.sum()
+    shares = np.maximum(np.floor(exact).astype(int), 1)
+    # What rounding left over goes to the largest remainders.
+    for i in np.argsort(shares - exact)[: max(n - int(shares.sum()), 0)]:
+        shares[i] += 1
+    return {int(z): int(min(s, c)) for z, s, c in zip(species, shares, counts, strict=True)}

@@ -1,0 +1,218 @@
+"""From kernel rows to the weights of all members, and their calibration."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+
+from qualms.atomistic.baselines import Baseline, fit_baseline
+from qualms.atomistic.basis import Basis
+from qualms.atomistic.fitted import Fitted, ProjectedVariance
+from qualms.atomistic.plan import Plan
+from qualms.atomistic.progress import Stages
+from qualms.atomistic.representation import Representation
+from qualms.atomistic.settings import Settings
+from qualms.atomistic.training_set import TrainingSet, draw_counts
+from qualms.core.calibration import (
+    METHODS,
+    Calibration,
+    CalibrationData,
+    NoCalibration,
+    calibration_data,
+    fit_calibration,
+)
+from qualms.core.committee import FullModel, Members, fit_full_model, fit_members
+from qualms.core.linalg import Whitening
+from qualms.core.typing import Float64Array, IntArray
+from qualms.errors import CalibrationError, ExactFitError, QualmsWarning
+
+
+@dataclass
+class KernelRows:
+    """Kernel rows of a training set.
+
+    Attributes
+    ----------
+    representation : Representation
+    basis : Basis
+        Scaled by Eq. (17), Musil et al. 2019.
+    origins : (r, 2) array of int
+        Structure and atom of each representative.
+    whitening : Whitening
+        Of the kernel before it was scaled.
+    K_NM : (N, r) array
+        Scaled. Is overwritten by what it is solved with: it is the largest array of all.
+    novelty : float
+        Largest novelty of a training environment.
+    """
+
+    representation: Representation
+    basis: Basis
+    origins: IntArray
+    whitening: Whitening
+    K_NM: Float64Array
+    novelty: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A trained model and what is known about its training set.
+
+    Attributes
+    ----------
+    fitted : Fitted
+    plan : Plan
+    internal : CalibrationData, optional
+        Residuals and spreads of training rows by the members that did not see them.
+    full : FullModel
+    solution : str
+        How the members were solved.
+    """
+
+    fitted: Fitted
+    plan: Plan
+    internal: CalibrationData | None
+    full: FullModel
+    solution: str
+
+
+class Solver:
+    """The full model of a training set, ready for members of any size.
+
+    Parameters
+    ----------
+    data : TrainingSet
+    settings : Settings
+    rows : KernelRows
+        Its K_NM is used up.
+    plan : Plan
+    stages : Stages
+    """
+
+    def __init__(
+        self, data: TrainingSet, settings: Settings, rows: KernelRows, plan: Plan, stages: Stages
+    ) -> None:
+        self.data = data
+        self.rows = rows
+        self.plan = plan
+        self.stages = stages
+        self.design = data.design(per_atom=rows.basis.per_atom)
+        root = np.sqrt(rows.basis.scale)
+        self.whitening = replace(rows.whitening, factor=rows.whitening.factor * root)
+        with stages.stage("Full model"):
+            self.Phi = np.asarray(self.whitening.features(rows.K_NM, overwrite=True))
+            del rows.K_NM
+            target = data.y - self._baseline(settings).predict(self.design)
+            centered = settings.baseline != "none"
+            self.full = fit_full_model(self.Phi, target, settings.noise, center=centered)
+
+    def solve(self, settings: Settings, rng: np.random.Generator) -> Outcome:
+        """Draw and solve the members, and calibrate them internally.
+
+        Parameters
+        ----------
+        settings : Settings
+            May differ from those of the full model in what concerns the members.
+        rng : Generator
+        """
+        data, Phi, stages = self.data, self.Phi, self.stages
+        counts = draw_counts(data, settings, rng)
+        baseline = self._baseline(settings, counts)
+        with stages.stage("Members"):
+            offsets = baseline.predict_members(self.design)
+            targets = data.y[:, None] - offsets
+            members = fit_members(self.full, Phi, targets[:, None, :], counts)
+            predicted = members.predict(Phi)[:, 0] + offsets
+        with stages.stage("Calibration"):
+            internal = _internal(data.y, predicted, counts)
+            calibrations = _calibrations(internal, settings.calibration)
+        fitted = self._assemble(settings, members, baseline, calibrations, counts, internal)
+        return Outcome(fitted, self.plan, internal, self.full, _how(members))
+
+    def _baseline(self, settings: Settings, counts: IntArray | None = None) -> Baseline:
+        return fit_baseline(
+            cast("str | Mapping[str | int, float]", settings.baseline),
+            self.design,
+            self.data.y,
+            species=self.data.species,
+            kind=settings.kind,
+            counts=counts,
+            isolated=self.data.isolated,
+        )
+
+    def _assemble(
+        self,
+        settings: Settings,
+        members: Members,
+        baseline: Baseline,
+        calibrations: dict[str, Calibration],
+        counts: IntArray,
+        internal: CalibrationData | None,
+    ) -> Fitted:
+        rows, whitening = self.rows, self.whitening
+        return Fitted(
+            settings=settings,
+            representation=rows.representation,
+            representatives=rows.basis.representatives,
+            origins=rows.origins,
+            kernel_scale=rows.basis.scale,
+            weights=whitening.kernel_weights(members.weights)[:, 0],
+            intercepts=members.intercepts[0],
+            pp_weights=whitening.kernel_weights(self.full.weights)[:, 0],
+            pp_intercept=float(self.full.center[0]),
+            baseline=baseline,
+            calibrations=calibrations,
+            pp_variance=_variance(self.full, whitening) if settings.keep_pp else None,
+            membership=np.minimum(counts, 255).astype(np.uint8),
+            training_novelty=rows.novelty,
+            training_spread=0.0 if internal is None else float(internal.spread.max()),
+        )
+
+
+def _internal(y: Float64Array, predicted: Float64Array, counts: IntArray) -> CalibrationData | None:
+    """Return what members that did not see a row say about it, if there is an error at all."""
+    if np.ptp(y) == 0:
+        warnings.warn(
+            "All targets are the same: there is nothing to learn, and the error bar is zero.",
+            QualmsWarning,
+            stacklevel=5,
+        )
+        return None
+    try:
+        return calibration_data(y, predicted, counts == 0)
+    except ExactFitError as error:
+        warnings.warn(f"{error} The spread is used as it is.", QualmsWarning, stacklevel=5)
+        return None
+
+
+def _calibrations(internal: CalibrationData | None, wanted: str) -> dict[str, Calibration]:
+    """Fit every method, so that they can be compared later; the one that is wanted must work."""
+    if internal is None:
+        return {"none": NoCalibration(), wanted: NoCalibration()}
+    calibrations: dict[str, Calibration] = {}
+    for method in METHODS:
+        try:
+            calibrations[method] = fit_calibration(internal, method)
+        except CalibrationError:
+            if method == wanted:
+                raise
+    return calibrations
+
+
+def _variance(full: FullModel, whitening: Whitening) -> ProjectedVariance:
+    return ProjectedVariance(
+        whitening=whitening.factor.astype(np.float32),
+        posterior=full.process.factor.astype(np.float32),
+        noise_variance=full.process.noise_variance,
+        variance=float(full.scale[0] ** 2),
+    )
+
+
+def _how(members: Members) -> str:
+    solution = members.solution
+    iterations = f", {solution.n_iterations} iterations" if solution.n_iterations else ""
+    return f"{solution.method}{iterations}"

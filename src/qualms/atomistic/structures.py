@@ -1,0 +1,393 @@
+"""Structures: reading them, refusing what cannot be used, and telling them apart.
+
+Frames, and atoms within a frame, are counted from 0, as in ASE. Lengths are in Å.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+from ase import Atoms
+from ase.data import chemical_symbols
+from ase.io import iread
+from ase.io.extxyz import read_xyz
+from ase.io.formats import (
+    UnknownFileTypeError,
+    filetype,
+    get_compression,
+    ioformats,
+    open_with_compression,
+)
+from scipy.spatial import cKDTree
+
+from qualms.core.typing import Float64Array, IntArray
+from qualms.errors import InputError
+
+#: No two nuclei come this close (Å): the bond of H₂ is seven times as long.
+MIN_DISTANCE = 0.1
+#: Smallest singular value of the periodic cell vectors, scaled to unit length, that is taken for a
+#: volume. The angle between two vectors is then about 0.1°.
+MIN_INDEPENDENCE = 1e-3
+
+_EXTENDED_XYZ = (
+    "extended XYZ (the number of atoms, a comment line and one line for each atom), or another "
+    "format that ASE can read"
+)
+
+
+def iter_frames(path: str | os.PathLike[str]) -> Iterator[Atoms]:
+    """Read structures one by one.
+
+    Parameters
+    ----------
+    path : path
+        An (extended) XYZ file, perhaps compressed (``.gz``, ``.bz2``, ``.xz``), or a file of any
+        other format that `ase.io.iread` knows. All frames are read.
+
+    Yields
+    ------
+    ase.Atoms
+        Whether their geometry makes sense is not looked at: see `check_structures`.
+
+    Raises
+    ------
+    InputError
+        At once if the file cannot be opened; when its turn comes for a frame that cannot be read;
+        at the end if there was no frame.
+    """
+    file = Path(path)
+    try:
+        file.open("rb").close()
+    except OSError as error:
+        raise InputError("path", f"'{file}' ({error.strerror})", "a file to read") from error
+    return _guarded(file, _frames(file))
+
+
+def read_frames(path: str | os.PathLike[str]) -> list[Atoms]:
+    """Read all structures of a file; see `iter_frames`."""
+    return list(iter_frames(path))
+
+
+def _guarded(file: Path, frames: Iterator[Atoms]) -> Iterator[Atoms]:
+    """Pass frames on; turn whatever a reader raises into one line that says where and why."""
+    for index in itertools.count():
+        try:
+            atoms = next(frames)
+        except StopIteration:
+            break
+        except Exception as error:
+            # Readers raise anything from KeyError to UnicodeDecodeError, often over many lines.
+            # The name of the exception tells more than the message of some: KeyError('Qq').
+            reason = " ".join(str(error).split())[:200]
+            kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+            raise InputError(
+                "path", f"'{file}' (frame {index}, {kind}{reason})", _EXTENDED_XYZ
+            ) from error
+        yield atoms
+    if index == 0:
+        raise InputError("path", f"'{file}' (empty)", "a file with at least one structure")
+
+
+def _frames(file: Path) -> Iterator[Atoms]:
+    if _is_xyz(file):
+        # With an explicit encoding a file means the same on every machine.
+        with io.TextIOWrapper(open_with_compression(str(file), "rb"), "utf-8") as stream:
+            yield from _xyz_frames(stream)
+    else:
+        yield from iread(str(file), do_not_split_by_at_sign=True)
+
+
+def _is_xyz(file: Path) -> bool:
+    """Whether the name says so, or neither name nor contents are those of any other format."""
+    suffix = Path(get_compression(str(file))[0]).suffix.lower()
+    if suffix in (".xyz", ".extxyz"):
+        return True
+    try:
+        name = filetype(str(file))
+    except UnknownFileTypeError:
+        return True
+    return name == "extxyz" or name not in ioformats
+
+
+def _xyz_frames(stream: Iterator[str]) -> Iterator[Atoms]:
+    """Cut a stream into frames, and leave it to ASE to read each.
+
+    Given the whole file, ASE scans it to its end before it returns the first frame, and silently
+    ignores all that follows a blank line.
+    """
+    line, number = next(stream, ""), 1
+    while line:
+        if line.isspace():
+            line, number = next(stream, ""), number + 1
+            continue
+        if not line.strip().isdecimal():
+            raise ValueError(f"line {number}: {line.strip()[:40]!r} is not a number of atoms")
+        size = int(line)
+        lines = [line, *itertools.islice(stream, size + 1)]
+        if len(lines) < size + 2:
+            found = max(len(lines) - 2, 0)
+            raise ValueError(f"line {number}: the file ends after {found} of {size} atoms")
+        line = next(stream, "")
+        while line.lstrip().startswith("VEC"):  # the cell, in one of the dialects
+            lines.append(line)
+            line = next(stream, "")
+        yield _read_xyz_frame(lines, number)
+        number += len(lines)
+
+
+def _read_xyz_frame(lines: list[str], number: int) -> Atoms:
+    try:
+        atoms: Atoms = next(read_xyz(io.StringIO("".join(lines)), index=slice(None)))
+    except Exception as error:
+        raise ValueError(f"line {number}: {type(error).__name__}: {error}") from error
+    return atoms
+
+
+def check_structures(frames: Iterable[Atoms], *, first: int = 0) -> None:
+    """Refuse structures whose geometry cannot be used.
+
+    These are: no atoms, atoms without an element, positions or cells that are not finite, periodic
+    directions without a cell vector, periodic vectors that are not independent, and atoms closer
+    than `MIN_DISTANCE` to each other or to periodic images. An atom without neighbours is fine, and
+    so is any cell vector along which the structure is not periodic.
+
+    Parameters
+    ----------
+    frames : iterable of ase.Atoms
+    first : int
+        The number to give to the first frame, if these are a part of many.
+
+    Raises
+    ------
+    InputError
+        Names the first such frame and the atoms.
+    """
+    if isinstance(frames, Atoms):
+        raise InputError("frames", "one ase.Atoms", "a list of ase.Atoms", "Write [atoms].")
+    for index, atoms in enumerate(frames, start=first):
+        if not isinstance(atoms, Atoms):
+            raise InputError(f"frames[{index}]", f"a {type(atoms).__name__}", "ase.Atoms")
+        _check_atoms(f"frames[{index}]", atoms)
+        vectors = _periodic_vectors(f"frames[{index}]", atoms)
+        _check_distances(f"frames[{index}]", atoms, vectors)
+
+
+def _check_atoms(name: str, atoms: Atoms) -> None:
+    """Refuse structures without atoms, and atoms without an element or a finite position."""
+    if len(atoms) == 0:
+        raise InputError(name, "no atoms", "at least one atom")
+    numbers, positions = atoms.numbers, atoms.positions
+    if numbers.min() < 1 or numbers.max() >= len(chemical_symbols):
+        bad = np.flatnonzero((numbers < 1) | (numbers >= len(chemical_symbols)))
+        raise InputError(
+            name,
+            f"atom {bad[0]} of atomic number {numbers[bad[0]]}",
+            f"elements, 1 to {len(chemical_symbols) - 1}",
+            "Atoms of no element have the number 0 and the symbol X in ASE.",
+        )
+    if not np.isfinite(positions).all():
+        bad = np.flatnonzero(~np.isfinite(positions).all(axis=1))
+        raise InputError(name, f"atom {bad[0]} at {positions[bad[0]]}", "finite positions")
+
+
+def _periodic_vectors(name: str, atoms: Atoms) -> Float64Array:
+    """Return the cell vectors of the periodic directions, (0 … 3, 3), if they are independent."""
+    periodic = np.flatnonzero(atoms.pbc)
+    vectors: Float64Array = np.asarray(atoms.cell, dtype=np.float64)[periodic]
+    if len(vectors) == 0:
+        return vectors
+    if not np.isfinite(vectors).all():
+        raise InputError(name, "a cell with NaN or infinite values", "a finite cell")
+    lengths = np.linalg.norm(vectors, axis=1)
+    remedy = "Set pbc to False along directions that are not periodic."
+    if lengths.min() < MIN_DISTANCE:
+        direction = "abc"[periodic[lengths.argmin()]]
+        raise InputError(
+            name,
+            f"cell vector {direction} of length {lengths.min():.3g} Å",
+            f"at least {MIN_DISTANCE} Å along a periodic direction",
+            remedy,
+        )
+    independence = np.linalg.svd(vectors / lengths[:, None], compute_uv=False)[-1]
+    if independence < MIN_INDEPENDENCE:
+        raise InputError(
+            name,
+            f"cell {vectors.tolist()} of no volume",
+            "linearly independent cell vectors along the periodic directions",
+            remedy,
+        )
+    return vectors
+
+
+def _check_distances(name: str, atoms: Atoms, vectors: Float64Array) -> None:
+    """Refuse atoms on the same place: with themselves only if a lattice vector is that short."""
+    points, owners = _with_images(atoms.positions, vectors)
+    found = cKDTree(points).query(points, k=2, distance_upper_bound=MIN_DISTANCE)
+    distances, neighbours = np.asarray(found[0])[:, 1], np.asarray(found[1])
+    i = int(distances.argmin())
+    if not np.isfinite(distances[i]):
+        return
+    # Of two points on the very same place either may come first.
+    j = int(neighbours[i, 1] if neighbours[i, 0] == i else neighbours[i, 0])
+    a, b = sorted((int(owners[i]), int(owners[j])))
+    symbols = atoms.symbols
+    pair = f"atoms {a} ({symbols[a]}) and {b} ({symbols[b]})"
+    if a == b:
+        pair = f"atom {a} ({symbols[a]}) and its periodic image"
+    raise InputError(
+        name,
+        f"{pair}, {distances[i]:.2g} Å apart",
+        f"atoms at least {MIN_DISTANCE} Å apart",
+        "Remove atoms that are there twice; positions and cells are in Å.",
+    )
+
+
+def _with_images(positions: Float64Array, vectors: Float64Array) -> tuple[Float64Array, IntArray]:
+    """Return the atoms in the cell, with all images that another may clash with, and their owners.
+
+    Let s be the coordinates of an atom along the p periodic vectors, wrapped to [0, 1), and g the
+    dual vectors: s = r·g. If atom j, moved by t ≥ 1 cells, is closer than d to atom i, then
+    s_j + t < s_i + d|g| < 1 + d|g|. So only atoms close to the lower faces are repeated at the
+    upper ones, and clashes are clashes between points. Since wrapping is along the periodic vectors
+    alone, the others need not even exist.
+    """
+    points, owners = positions, np.arange(len(positions))
+    if len(vectors) == 0:
+        return points, owners
+    dual = np.linalg.pinv(vectors)
+    s = positions @ dual
+    points = positions - np.floor(s) @ vectors
+    s -= np.floor(s)
+    for k, vector in enumerate(vectors):
+        reach = MIN_DISTANCE * float(np.linalg.norm(dual[:, k]))
+        shifts = np.arange(1, math.ceil(reach) + 1)
+        rows, t = np.nonzero(s[:, k, None] + shifts <= 1 + reach)
+        points = np.concatenate([points, points[rows] + shifts[t, None] * vector])
+        s = np.concatenate([s, s[rows]])
+        owners = np.concatenate([owners, owners[rows]])
+    return points, owners
+
+
+def fingerprints(frames: Iterable[Atoms]) -> list[bytes]:
+    """Return 16 bytes for each structure, the same for exact duplicates only.
+
+    Duplicates have the same elements in the same order, the same positions to 10⁻⁶ Å, and the same
+    periodicity. Cell vectors along which they are not periodic do not count: the box around a
+    molecule is not a part of it.
+    """
+    return [_fingerprint(atoms) for atoms in frames]
+
+
+def _fingerprint(atoms: Atoms) -> bytes:
+    pbc = np.asarray(atoms.pbc, dtype=bool)
+    lengths = np.concatenate([atoms.positions, np.asarray(atoms.cell) * pbc[:, None]])
+    content = hashlib.blake2b(digest_size=16)
+    # Fixed byte order, so that all machines agree; adding zero turns −0.0 into 0.0.
+    content.update(atoms.numbers.astype("<i8").tobytes())
+    content.update((np.round(lengths, 6) + 0.0).astype("<f8").tobytes())
+    content.update(pbc.tobytes())
+    return content.digest()
+
+
+def data_hash(frames: Iterable[Atoms], values: Float64Array | Sequence[Float64Array]) -> str:
+    """Return one hexadecimal digest of structures, in their order, and of their targets.
+
+    Parameters
+    ----------
+    frames : iterable of ase.Atoms
+    values : (N,) array, or list of N arrays (n_atoms,)
+        Targets; NaN where there is none.
+    """
+    parts = [np.atleast_1d(np.asarray(v, dtype=np.float64)) for v in values]
+    flat = np.concatenate([np.empty(0), *parts]) + 0.0
+    flat[np.isnan(flat)] = np.nan  # there are many bit patterns of NaN
+    content = hashlib.blake2b(digest_size=16)
+    for fingerprint in fingerprints(frames):
+        content.update(fingerprint)
+    content.update(flat.astype("<f8").tobytes())
+    return content.hexdigest()
+
+
+def species_of(frames: Iterable[Atoms]) -> list[int]:
+    """Return the atomic numbers that occur, sorted."""
+    return [int(z) for z in sorted(set().union(*(np.unique(a.numbers).tolist() for a in frames)))]
+
+
+def composition(frames: Sequence[Atoms], species: Sequence[int]) -> Float64Array:
+    """Return how many atoms of each species each structure has.
+
+    Parameters
+    ----------
+    frames : sequence of N ase.Atoms
+    species : sequence of S int
+        Atomic numbers, which include all that occur.
+
+    Returns
+    -------
+    (N, S) array of float64
+    """
+    numbers, owners = _flat_numbers(frames)
+    columns = _columns(numbers, species)
+    if np.any(columns < 0):
+        _refuse_species(numbers, owners, len(frames), species, first=0)
+    counts = np.bincount(owners * len(species) + columns, minlength=len(frames) * len(species))
+    return counts.reshape(len(frames), len(species)).astype(np.float64)
+
+
+def check_species(frames: Sequence[Atoms], known: Sequence[int], *, first: int = 0) -> None:
+    """Refuse structures with species that a model has never seen.
+
+    Parameters
+    ----------
+    frames : sequence of ase.Atoms
+    known : sequence of int
+        Atomic numbers.
+    first : int
+        The number to give to the first frame, if these are a part of many.
+    """
+    numbers, owners = _flat_numbers(frames)
+    if np.any(_columns(numbers, known) < 0):
+        _refuse_species(numbers, owners, len(frames), known, first=first)
+
+
+def symbols_of(species: Iterable[int]) -> str:
+    """Return the symbols of atomic numbers, in one readable string."""
+    names = [chemical_symbols[z] if 0 <= z < len(chemical_symbols) else str(z) for z in species]
+    return ", ".join(names) or "none"
+
+
+def _flat_numbers(frames: Sequence[Atoms]) -> tuple[IntArray, IntArray]:
+    """Return the atomic numbers of all atoms, and the structure of each."""
+    numbers = np.concatenate([np.empty(0, dtype=np.intp), *(atoms.numbers for atoms in frames)])
+    sizes = np.array([len(atoms) for atoms in frames], dtype=np.intp)
+    return numbers.astype(np.intp), np.repeat(np.arange(len(frames)), sizes)
+
+
+def _columns(numbers: IntArray, species: Sequence[int]) -> IntArray:
+    """Return the place of each atomic number in the list of species; −1 where it is not there."""
+    columns = np.full(numbers.shape, -1, dtype=np.intp)
+    for column, z in enumerate(species):
+        columns[numbers == z] = column
+    return columns
+
+
+def _refuse_species(
+    numbers: IntArray, owners: IntArray, n_frames: int, known: Sequence[int], *, first: int
+) -> NoReturn:
+    unseen = ~np.isin(numbers, known)
+    frames = np.unique(owners[unseen])
+    names = symbols_of(np.unique(numbers[unseen]).tolist())
+    raise InputError(
+        "frames",
+        f"{names} in {len(frames)} of {n_frames} structures (first in frames[{first + frames[0]}])",
+        f"known species only: {symbols_of(known)}",
+        "Leave these structures out, or train with structures that have these species.",
+    )

@@ -1,0 +1,95 @@
+"""A trained model in words."""
+
+from __future__ import annotations
+
+from qualms.atomistic.fitted import Fitted
+from qualms.atomistic.model_file import Provenance, Record
+from qualms.atomistic.plan import format_time
+from qualms.atomistic.structures import symbols_of
+
+
+def describe(fitted: Fitted, record: Record, provenance: Provenance) -> str:
+    """Return what a model is and what it learned, a line for each subject."""
+    lines = {
+        "target": _target(fitted),
+        "trained on": _data(record, fitted.per_atom),
+        "elements": symbols_of(fitted.representation.species),
+        "representation": _representation(fitted),
+        "representatives": f"{record.effective_rank} of {fitted.settings.n_representatives} "
+        f"asked for, by {fitted.settings.selection}",
+        "baseline": fitted.baseline.name,
+        "members": _members(fitted, record),
+        "internal error": _errors(fitted, record),
+        "calibration": _calibration(fitted),
+        "time": format_time(sum(record.seconds.values())),
+        "made": f"{provenance.created} by qualms {provenance.packages['qualms']}, "
+        f"data {provenance.data_digest[:12]}",
+    }
+    width = max(map(len, lines))
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
+
+
+def units_of(fitted: Fitted) -> str:
+    """Return the units of errors: per atom if the target is extensive."""
+    units = fitted.settings.units
+    if fitted.settings.kind != "extensive":
+        return units
+    return f"{units}/atom" if units else "per atom"
+
+
+def _target(fitted: Fitted) -> str:
+    settings = fitted.settings
+    units = f" in {settings.units}" if settings.units else ""
+    of = f" of {symbols_of(settings.species)}" if settings.species else ""
+    return f"{settings.target}{units} ({settings.kind}{of})"
+
+
+def _data(record: Record, per_atom: bool) -> str:
+    rows = f"{record.n_rows} atoms of " if per_atom else ""
+    text = f"{rows}{record.n_structures} structures, {record.n_environments} environments"
+    skipped = [
+        f"{n} {what}"
+        for n, what in (
+            (record.n_unlabelled, "unlabelled skipped"),
+            (record.n_isolated, "isolated atoms"),
+            (record.n_duplicates, "duplicates"),
+        )
+        if n
+    ]
+    return f"{text} ({', '.join(skipped)})" if skipped else text
+
+
+def _representation(fitted: Fitted) -> str:
+    representation = fitted.representation
+    soap = representation.soap
+    cutoffs = " + ".join(f"{scale.cutoff:g}" for scale in soap.scales)
+    text = f"SOAP by {soap.resolved_engine}, cutoff {cutoffs} Å, ζ = {soap.exponent:g}"
+    if not representation.projections:
+        return f"{text}, {representation.n_features} features"
+    raw = sum(p.matrix.shape[0] for p in representation.projections)
+    error = max(p.kernel_error for p in representation.projections)
+    method = soap.compression.method.upper() if soap.compression else ""
+    return (
+        f"{text}, {raw} → {representation.n_features} features by {method} (kernel ± {error:.1e})"
+    )
+
+
+def _members(fitted: Fitted, record: Record) -> str:
+    settings = fitted.settings
+    how = "bootstrap" if settings.replace else f"sub-samples of {settings.subsample:g}"
+    return f"{settings.n_members}, {how} ({record.solver})"
+
+
+def _errors(fitted: Fitted, record: Record) -> str:
+    if record.rmse is None or record.mae is None:
+        return "none: the members agree to rounding"
+    return (
+        f"RMSE {record.rmse:.4g}, MAE {record.mae:.4g} {units_of(fitted)} "
+        f"({record.n_internal} rows, each by members that had not seen it)"
+    )
+
+
+def _calibration(fitted: Fitted) -> str:
+    calibration = fitted.calibration
+    gamma = f", γ = {calibration.gamma:.3f}" if calibration.gamma != 1 else ""
+    return f"{calibration.method}, α = {calibration.alpha:.3f}{gamma} ({calibration.n_points} rows)"

@@ -1,0 +1,170 @@
+"""Labelled structures as rows to learn from: averages over structures, or atoms."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from ase import Atoms
+
+from qualms.atomistic.baselines import anchors, atom_design, structure_design
+from qualms.atomistic.settings import Settings
+from qualms.atomistic.structures import check_structures, data_hash, fingerprints, species_of
+from qualms.atomistic.targets import labelled
+from qualms.core.distinct import joined_groups
+from qualms.core.resampling import draw_members, group_codes, membership_counts
+from qualms.core.typing import Float64Array, IntArray
+from qualms.errors import InputError, QualmsWarning
+
+
+@dataclass(frozen=True)
+class TrainingSet:
+    """What a model learns from. A row is a structure, or an atom if the target is atomic.
+
+    Attributes
+    ----------
+    frames : list of Atoms
+        Structures with labels.
+    source : (n_frames,) array of int
+        Their indices in what was given.
+    centers : list of arrays of int
+        Atoms of each structure whose environments are needed: all, or those with labels.
+    y : (N,) array
+        Target of each row: per atom, if it is extensive.
+    row_structure : (N,) array of int
+        Structure of each row.
+    species : list of int
+        Atomic numbers of all structures.
+    groups : (n_frames,) array of int
+        What is in or out of a sub-sample together; duplicates always are.
+    n_unlabelled, n_isolated, n_duplicates : int
+    isolated : dict of int to float
+        Energies of isolated atoms found in the data.
+    digest : str
+        Of structures and labels.
+    """
+
+    frames: list[Atoms]
+    source: IntArray
+    centers: list[IntArray]
+    y: Float64Array
+    row_structure: IntArray
+    species: list[int]
+    groups: IntArray
+    n_unlabelled: int
+    n_isolated: int
+    n_duplicates: int
+    isolated: dict[int, float]
+    digest: str
+
+    @cached_property
+    def offsets(self) -> IntArray:
+        """Environments of structure s are ``offsets[s]:offsets[s + 1]``."""
+        return np.concatenate([[0], np.cumsum([len(c) for c in self.centers])]).astype(np.intp)
+
+    @property
+    def n_environments(self) -> int:
+        """Number of environments whose features are needed."""
+        return int(self.offsets[-1])
+
+    @cached_property
+    def center_species(self) -> IntArray:
+        """Atomic number at the centre of each environment."""
+        pairs = zip(self.frames, self.centers, strict=True)
+        return np.concatenate([atoms.numbers[chosen] for atoms, chosen in pairs])
+
+    def design(self, *, per_atom: bool) -> Float64Array:
+        """Return the design matrix of the baseline: (N, S)."""
+        if per_atom:
+            return atom_design(self.center_species, self.species)
+        return structure_design(self.frames, self.species)
+
+
+def make_training_set(
+    frames: Sequence[Atoms], settings: Settings, groups: Sequence[object] | None = None
+) -> TrainingSet:
+    """Find labels and duplicates, and check that the structures can be used.
+
+    Parameters
+    ----------
+    frames : sequence of Atoms
+    settings : Settings
+    groups : sequence of length len(frames), optional
+        Labels of structures that belong together, such as snapshots of one trajectory.
+    """
+    if not len(frames):
+        raise InputError("frames", "no structures", "at least 2 labelled structures")
+    if groups is not None and len(groups) != len(frames):
+        raise InputError("groups", f"{len(groups)} labels", f"one for each of {len(frames)} frames")
+    found = labelled(frames, settings.target, settings.kind, settings.species)
+    used = [frames[i] for i in found.frames]
+    check_structures(used)
+    per_atom = settings.kind == "atomic"
+    n_atoms = np.array([len(atoms) for atoms in used])
+    centers = found.rows if per_atom else [np.arange(n) for n in n_atoms]
+    y = found.values / n_atoms if settings.kind == "extensive" else found.values
+    points, n_duplicates = _joined(used, groups, found.frames)
+    if n_duplicates:
+        warnings.warn(
+            f"{n_duplicates} of {len(used)} structures repeat another one; copies are in or out of "
+            "a sub-sample together.",
+            QualmsWarning,
+            stacklevel=4,
+        )
+    if np.max(np.abs(y)) > 1e140:
+        raise InputError("target", f"values of {np.max(np.abs(y)):.1e}", "numbers below 1e140")
+    return TrainingSet(
+        frames=used,
+        source=found.frames,
+        centers=centers,
+        y=y,
+        row_structure=np.repeat(np.arange(len(used)), [len(c) for c in centers])
+        if per_atom
+        else np.arange(len(used)),
+        species=species_of(used),
+        groups=points,
+        n_unlabelled=found.n_unlabelled,
+        n_isolated=found.n_isolated,
+        n_duplicates=n_duplicates,
+        isolated=found.isolated,
+        digest=data_hash(used, found.values),
+    )
+
+
+def _joined(
+    frames: Sequence[Atoms], groups: Sequence[object] | None, source: IntArray
+) -> tuple[IntArray, int]:
+    """Return the group of each structure, and how many structures are copies of others."""
+    prints = fingerprints(frames)
+    codes = {digest: i for i, digest in enumerate(dict.fromkeys(prints))}
+    distinct = np.array([codes[digest] for digest in prints], dtype=np.intp)
+    if groups is None:
+        return distinct, len(frames) - len(codes)
+    labels = group_codes([groups[i] for i in source], len(frames))
+    return joined_groups(distinct, labels)[distinct], len(frames) - len(codes)
+
+
+def draw_counts(data: TrainingSet, settings: Settings, rng: np.random.Generator) -> IntArray:
+    """Draw the members: how often each row is in the training set of each, (N, N_R).
+
+    The few rows that determine the baseline of a composition are in all of them.
+    """
+    per_atom = settings.kind == "atomic"
+    n = len(data.y)
+    over_atoms = settings.resample == "atoms"
+    groups = np.arange(n) if over_atoms else data.groups[data.row_structure]
+    n_groups = len(np.unique(groups))
+    if n_groups < 2:
+        what = "labelled atoms" if over_atoms else "different labelled structures"
+        raise InputError("frames", f"{n_groups} {what}", f"at least 2 {what} to draw from")
+    drawn = draw_members(
+        n, settings.n_members, settings.subsample, rng, replace=settings.replace, groups=groups
+    )
+    counts = membership_counts(drawn, n)
+    if settings.baseline == "composition":
+        fixed = np.isin(groups, groups[anchors(data.design(per_atom=per_atom))])
+        counts[fixed] = np.maximum(counts[fixed], 1)
+    return counts

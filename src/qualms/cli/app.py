@@ -1,0 +1,72 @@
+"""The command ``qualms``: its verbs, its errors and its exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+import qualms
+from qualms.cli.console import Terminal
+from qualms.cli.demo import demo
+from qualms.cli.evaluate import evaluate
+from qualms.cli.info import info
+from qualms.cli.predict import predict
+from qualms.cli.train import train
+from qualms.errors import QualmsError
+
+#: Exit codes: bad input; interrupted from the keyboard, as shells have it.
+BAD_INPUT, INTERRUPTED = 2, 130
+
+app = typer.Typer(
+    name="qualms",
+    help="Chemical machine learning with honest error bars.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (train, predict, evaluate, info, demo):
+    app.command()(command)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"qualms {qualms.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Chemical machine learning with honest error bars."""
+
+
+def main() -> None:
+    """Run a command. Bad input ends in one line and exit code 2, never in a traceback."""
+    terminal = Terminal()
+    try:
+        with terminal.warnings_as_lines():
+            app()
+    except QualmsError as error:
+        _fail(str(error), BAD_INPUT)
+    except KeyboardInterrupt:
+        _fail("Interrupted; no output was written.", INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of the output, such as `head`, has gone.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (OSError, MemoryError) as error:
+        _fail(f"{type(error).__name__}: {error}", BAD_INPUT)
+
+
+def _fail(message: str, code: int) -> None:
+    one_line = " ".join(message.split())
+    sys.stderr.write(f"Error: {one_line}\n")
+    sys.exit(code)

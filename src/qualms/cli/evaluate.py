@@ -1,0 +1,54 @@
+"""``qualms evaluate``: a model judged on labelled structures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qualms.atomistic.evaluation import evaluate as evaluate_model
+from qualms.atomistic.model import AtomisticModel
+from qualms.atomistic.structures import read_frames
+from qualms.cli.console import Terminal
+from qualms.cli.options import Json, Model, Quiet, Threads
+from qualms.report.tables import score_records, score_table
+
+
+def evaluate(
+    model: Model,
+    test: Annotated[Path, typer.Argument(metavar="TEST", help="Labelled structures.")],
+    validation: Annotated[
+        Path | None,
+        typer.Option(help="Labelled structures to fit the calibrations that are not internal to."),
+    ] = None,
+    threads: Threads = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Score a model with every calibration, and its projected process, as in the paper's tables."""
+    terminal = Terminal(quiet=quiet, as_json=as_json)
+    loaded = AtomisticModel.load(model, threads=threads)
+    frames = read_frames(test)
+    held_out = None if validation is None else read_frames(validation)
+    evaluation = evaluate_model(loaded, frames, held_out)
+    if evaluation.n_unlabelled:
+        terminal.say(f"{evaluation.n_unlabelled} without a label are skipped.")
+    table = score_table(
+        evaluation.rows,
+        units=evaluation.units,
+        title=f"{loaded.settings.target}: {len(evaluation.y)} points",
+    )
+    note = f"(validation): fitted to {evaluation.validation}; (internal): to the training set."
+    terminal.result(
+        table,
+        note,
+        document={
+            "target": loaded.settings.target,
+            "units": evaluation.units,
+            "n_points": len(evaluation.y),
+            "n_unlabelled": evaluation.n_unlabelled,
+            "validation": evaluation.validation,
+            "scores": score_records(evaluation.rows),
+        },
+    )

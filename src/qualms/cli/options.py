@@ -1,0 +1,17 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Model = Annotated[Path, typer.Argument(metavar="MODEL", help="Model file (.safetensors).")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print results only.")]
+Json = Annotated[bool, typer.Option("--json", help="Print results as one JSON document.")]
+Force = Annotated[bool, typer.Option("--force", "-f", help="Replace existing output.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", min=1, help="Cores to use; all by default.")
+]
+Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Same seed, same result.")]

@@ -1,0 +1,87 @@
+"""``qualms predict``: properties of new structures, with error bars."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from qualms.atomistic.model import AtomisticModel
+from qualms.atomistic.structures import iter_frames
+from qualms.cli.console import Terminal
+from qualms.cli.options import Force, Json, Model, Quiet, Threads
+from qualms.storage.files import check_output
+from qualms.storage.predictions import open_writer
+
+#: Key of the flag of structures that look like extrapolation.
+FLAG = "qualms_extrapolates"
+
+
+def predict(
+    model: Model,
+    structures: Annotated[
+        Path, typer.Argument(metavar="STRUCTURES", help="New structures: extended XYZ.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="File to write: .xyz, .csv or .npz.")
+    ],
+    ensemble: Annotated[
+        bool, typer.Option("--ensemble", help="Write what every member says, too.")
+    ] = False,
+    ignore_unknown: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-unknown-species",
+            help="Predict as if atoms of elements the model does not know were not there.",
+        ),
+    ] = False,
+    threads: Threads = None,
+    force: Force = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Predict new structures. They are read as a stream and may be larger than memory."""
+    terminal = Terminal(quiet=quiet, as_json=as_json)
+    check_output(output, force=force)
+    loaded = AtomisticModel.load(model, threads=threads)
+    per_atom = loaded.fitted.per_atom
+    unknown = "ignore" if ignore_unknown else "error"
+    n_structures = n_flagged = n_unknown = 0
+    with open_writer(
+        output,
+        loaded.settings.target,
+        kind="atomic" if per_atom else "structure",
+        ensemble=ensemble,
+        force=force,
+    ) as writer:
+        for chunk in loaded.stream(iter_frames(structures), unknown_species=unknown):
+            novelty = np.empty(len(chunk.batch.features))
+            prediction = chunk.predict(chunk.rows(novelty))
+            flags = chunk.extrapolates(prediction, novelty)
+            writer.write(
+                chunk.frames,
+                prediction,
+                rows=chunk.centers if per_atom else None,
+                extra={FLAG: flags.tolist()},
+            )
+            n_structures += len(chunk.frames)
+            n_flagged += int(flags.sum())
+            n_unknown += int(chunk.has_unknown.sum())
+    if n_unknown:
+        terminal.warn(f"{n_unknown} of {n_structures} structures have elements that are ignored.")
+    if n_flagged:
+        terminal.warn(
+            f"{n_flagged} of {n_structures} structures look like extrapolation ({FLAG}): "
+            "trust their error bars less."
+        )
+    terminal.result(
+        f"{n_structures} structures → {output}",
+        document={
+            "output": str(output),
+            "n_structures": n_structures,
+            "n_extrapolating": n_flagged,
+            "n_unknown_species": n_unknown,
+        },
+    )

@@ -1,0 +1,221 @@
+"""``qualms train``: from labelled structures to a calibrated model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from qualms.atomistic.evaluation import Evaluation, evaluate
+from qualms.atomistic.model import AtomisticModel
+from qualms.atomistic.plan import Plan
+from qualms.atomistic.structures import read_frames
+from qualms.atomistic.training_set import TrainingSet
+from qualms.cli.console import Terminal
+from qualms.cli.options import Force, Json, Quiet, Seed, Threads
+from qualms.errors import InputError
+from qualms.report.tables import score_records, score_table
+from qualms.storage.files import atomic_output, check_output
+
+_DATA = "Data"
+_MODEL = "Model"
+_RUN = "Run"
+
+
+def train(
+    data: Annotated[Path, typer.Argument(metavar="DATA", help="Structures: extended XYZ.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Model file to write (.safetensors).")
+    ],
+    target: Annotated[
+        str | None, typer.Option(help="Key of the target in the file.", rich_help_panel=_DATA)
+    ] = None,
+    intensive: Annotated[
+        bool, typer.Option("--intensive", help="An average over atoms.", rich_help_panel=_DATA)
+    ] = False,
+    per_atom_target: Annotated[
+        bool,
+        typer.Option("--per-atom-target", help="A value for each atom.", rich_help_panel=_DATA),
+    ] = False,
+    species: Annotated[
+        str | None,
+        typer.Option(help="Elements of a per-atom target: H or H,C.", rich_help_panel=_DATA),
+    ] = None,
+    units: Annotated[
+        str | None, typer.Option(help="Units of the target.", rich_help_panel=_DATA)
+    ] = None,
+    group_key: Annotated[
+        str | None,
+        typer.Option(help="Key of labels: alike, in or out together.", rich_help_panel=_DATA),
+    ] = None,
+    validation: Annotated[
+        Path | None, typer.Option(help="Structures to score.", rich_help_panel=_DATA)
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="YAML with settings of AtomisticModel.", rich_help_panel=_MODEL),
+    ] = None,
+    representation: Annotated[
+        str | None, typer.Option(help="organic, nmr or general.", rich_help_panel=_MODEL)
+    ] = None,
+    cutoff: Annotated[
+        float | None, typer.Option(help="Cutoff in Å.", rich_help_panel=_MODEL)
+    ] = None,
+    representatives: Annotated[
+        int | None, typer.Option(help="M, 1000 by default.", rich_help_panel=_MODEL)
+    ] = None,
+    selection: Annotated[
+        str | None, typer.Option(help="fps, cur or random.", rich_help_panel=_MODEL)
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(help="composition, mean, atoms or none.", rich_help_panel=_MODEL),
+    ] = None,
+    members: Annotated[
+        int | None, typer.Option(help="N_R, 16 by default.", rich_help_panel=_MODEL)
+    ] = None,
+    subsample: Annotated[
+        float | None,
+        typer.Option(help="Fraction of structures in a member.", rich_help_panel=_MODEL),
+    ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(help="student, shrinkage, linear, power or none.", rich_help_panel=_MODEL),
+    ] = None,
+    seed: Seed = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Limit, such as 8GB.", rich_help_panel=_RUN)
+    ] = None,
+    threads: Threads = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an interrupted run.", rich_help_panel=_RUN)
+    ] = False,
+    checkpoint: Annotated[
+        bool,
+        typer.Option(help="Keep features on disk until the end.", rich_help_panel=_RUN),
+    ] = True,
+    force: Force = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Train a model on labelled structures, calibrate it internally, and write it."""
+    terminal = Terminal(quiet=quiet, as_json=as_json)
+    given = {
+        "target": target,
+        "kind": _kind(intensive, per_atom_target),
+        "species": species,
+        "units": units,
+        "representation": _representation(representation, cutoff),
+        "n_representatives": representatives,
+        "selection": selection,
+        "baseline": baseline,
+        "n_members": members,
+        "subsample": subsample,
+        "calibration": calibration,
+        "seed": seed,
+        "memory": memory,
+        "threads": threads,
+    }
+    model = AtomisticModel(**_settings(config, given))
+    summary_path = output.with_suffix(".json")
+    for path in (output, summary_path):
+        check_output(path, force=force)
+    frames = read_frames(data)
+    to_validate = None if validation is None else read_frames(validation)
+    groups = None if group_key is None else _groups(frames, group_key)
+    directory = output.with_name(output.name + ".checkpoint")
+    model.fit(
+        frames,
+        groups,
+        checkpoint=directory if checkpoint or resume else None,
+        resume=resume,
+        progress=terminal.progress(),
+        on_plan=lambda plan, found: terminal.say(_announce(plan, found)),
+    )
+    model.save(output, force=force)
+    evaluation = None if to_validate is None else evaluate(model, to_validate)
+    document = summary_document(model, evaluation)
+    with atomic_output(summary_path, force=force, mode="w") as file:
+        json.dump(document, file, indent=2)
+    parts: list[Any] = [model.summary()]
+    if evaluation is not None:
+        parts.append(score_table(evaluation.rows, units=evaluation.units, title="Validation"))
+    terminal.result(*parts, document=document)
+    terminal.say(f"Wrote {output} and {summary_path}.")
+
+
+def summary_document(model: AtomisticModel, evaluation: Evaluation | None = None) -> dict[str, Any]:
+    """Return what is known of a model as a JSON document."""
+    calibrations = {
+        name: {"method": c.method, **c.parameters()}
+        for name, c in model.fitted.calibrations.items()
+    }
+    document: dict[str, Any] = {
+        "settings": model.settings.model_dump(mode="json"),
+        "training": model.record.model_dump(mode="json"),
+        "calibrations": calibrations,
+        "provenance": model.provenance.model_dump(mode="json"),
+    }
+    if evaluation is not None:
+        document["validation"] = score_records(evaluation.rows)
+    return document
+
+
+def _kind(intensive: bool, per_atom: bool) -> str | None:
+    if intensive and per_atom:
+        raise InputError("--intensive", "with --per-atom-target", "one of the two")
+    return "atomic" if per_atom else "intensive" if intensive else None
+
+
+def _representation(name: str | None, cutoff: float | None) -> Any:
+    if cutoff is None:
+        return name
+    return {"preset": name or "organic", "cutoff": cutoff}
+
+
+def _settings(config: Path | None, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a file, with those of the command line in their place."""
+    settings = {} if config is None else _read_config(config)
+    settings |= {name: value for name, value in given.items() if value is not None}
+    if "target" not in settings:
+        raise InputError("--target", None, "the key of the property to learn")
+    unknown = sorted(set(settings) - _KNOWN)
+    if unknown:
+        raise InputError(str(config), unknown[0], f"one of {', '.join(sorted(_KNOWN))}")
+    return settings
+
+
+_KNOWN = frozenset(
+    name for name in AtomisticModel.__init__.__annotations__ if name not in ("return", "self")
+)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError("--config", str(path), f"a readable YAML file ({error})") from error
+    if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
+        raise InputError("--config", str(path), "a mapping of settings to values")
+    return settings
+
+
+def _groups(frames: list[Any], key: str) -> list[str]:
+    missing = [i for i, atoms in enumerate(frames) if key not in atoms.info]
+    if missing:
+        present = sorted({name for atoms in frames for name in atoms.info})
+        raise InputError(
+            "--group-key",
+            repr(key),
+            f"a key of every structure (missing in frames[{missing[0]}])",
+            f"Keys present: {', '.join(map(str, present)) or 'none'}.",
+        )
+    return [str(atoms.info[key]) for atoms in frames]
+
+
+def _announce(plan: Plan, data: TrainingSet) -> str:
+    skipped = f"{data.n_unlabelled} without a label are skipped.\n" if data.n_unlabelled else ""
+    return f"{skipped}{plan.describe()}"
