@@ -160,7 +160,7 @@ def test_variances_are_never_negative(seed, n_distinct, noise):
 
 
 @pytest.mark.parametrize("weight", [None, WEIGHT])
-def test_loo_curve_is_the_mean_square_of_leave_one_out_residuals(weight):
+def test_loo_curve_is_the_mean_size_of_leave_one_out_residuals(weight):
     Phi, _ = basis(M)
     Y2 = np.stack([Y, Y**2], axis=1)
     grid = np.geomspace(1e-4, 10, 7)
@@ -169,7 +169,35 @@ def test_loo_curve_is_the_mean_square_of_leave_one_out_residuals(weight):
     for noise, score in zip(grid, selection.scores, strict=True):
         model = fit_projected_process(Phi, Y2, noise, sample_weight=weight)
         residuals = leave_one_out_residuals(model, Phi, Y2, sample_weight=weight)
-        assert score == pytest.approx(np.mean(w[:, None] * residuals**2), rel=1e-6)
+        assert score == pytest.approx(w @ np.abs(residuals).mean(axis=1) / w.sum(), rel=1e-6)
+
+
+@pytest.mark.parametrize("weight", [None, WEIGHT])
+def test_groups_are_left_out_together(weight):
+    Phi, _ = basis(M)
+    groups = np.random.default_rng(1).integers(5, size=N)
+    grid = np.geomspace(1e-3, 10, 5)
+    selection = select_noise(Phi, Y, grid, sample_weight=weight, groups=groups)
+    w = np.ones(N) if weight is None else weight
+    for noise, score in zip(grid, selection.scores, strict=True):
+        residuals = np.empty(N)
+        for group in np.unique(groups):
+            out, kept = groups == group, groups != group
+            model = fit_projected_process(Phi[kept], Y[kept], noise, sample_weight=w[kept])
+            residuals[out] = Y[out] - model.mean(Phi[out])[:, 0]
+        assert score == pytest.approx(w @ np.abs(residuals) / w.sum(), rel=1e-6)
+
+
+def test_one_odd_point_does_not_decide_the_noise():
+    random = np.random.default_rng(0)
+    Z = np.zeros((400, 11))
+    Z[:, :10] = random.normal(size=(400, 10))
+    Z[0] = np.eye(11)[10]  # nothing else is like it
+    y = Z[:, :10] @ random.normal(size=10) + 0.01 * random.normal(size=400)
+    y[0] = 1000.0
+    grid = noise_grid(1.0)
+    odd = select_noise(Z, y, grid).noise_variance
+    assert odd == pytest.approx(select_noise(Z[1:], y[1:], grid).noise_variance, rel=1.0)
 
 
 @pytest.mark.parametrize("weight", [None, WEIGHT])

@@ -365,3 +365,84 @@ def test_unusable_component_counts_are_named(n_components):
         with pytest.raises(InputError) as caught:
             select(array, 2, n_components=n_components)
         assert caught.value.parameter == "n_components"
+
+
+# --- rows that are not an array, and progress ---
+
+
+class Table:
+    """A `RowSource` that counts the rows it gave."""
+
+    def __init__(self, X):
+        self._X = X
+        self.shape, self.dtype = X.shape, X.dtype
+        self.rows_read, self.largest = 0, 0
+
+    def __len__(self):
+        return len(self._X)
+
+    def __getitem__(self, rows):
+        taken = self._X[rows]
+        n = len(np.atleast_2d(taken))
+        self.rows_read += n
+        self.largest = max(self.largest, n)
+        return taken
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("n_points", "n"), [(1, 1), (100, 30), (5000, 300)])
+def test_rows_from_elsewhere_give_the_picks_of_the_array(dtype, n_points, n):
+    X = soap_like(np.random.default_rng(30), n_points, 20, dtype=dtype)
+    expected = farthest_points(X, n, start=n_points // 2)
+    picks = farthest_points(Table(X), n, start=n_points // 2)
+    np.testing.assert_array_equal(picks.indices, expected.indices)
+    np.testing.assert_array_equal(picks.distances, expected.distances)
+
+
+@pytest.mark.usefixtures("tiny_pools")
+@settings(max_examples=30, deadline=None)
+@given(seed=seeds, n_points=st.integers(1, 300), levels=st.integers(1, 6))
+def test_rows_from_elsewhere_with_ties_and_duplicates(seed, n_points, levels):
+    rng = np.random.default_rng(seed)
+    X = rng.integers(0, levels, size=(n_points, 3)).astype(np.float32)
+    n = int(rng.integers(1, n_points + 1))
+    assert_textbook(farthest_points(Table(X), n), X, n)
+
+
+def test_rows_from_elsewhere_are_read_in_parts_and_few_of_them_often():
+    X = soap_like(np.random.default_rng(31), 20_000, 10, dtype=np.float32)
+    table = Table(X)
+    farthest_points(table, 200)
+    assert table.largest <= len(X) // 8
+    assert table.rows_read < 6 * len(X)
+
+
+def test_unusable_rows_from_elsewhere_are_named():
+    for X in (WITH_NAN, np.tile(WITH_INF, (100, 1))):
+        with pytest.raises(InputError, match="row 1") as caught:
+            farthest_points(Table(X), 1)
+        assert caught.value.parameter == "X"
+    with pytest.raises(InputError) as caught:
+        farthest_points(Table(GOOD), 5)
+    assert caught.value.parameter == "n"
+
+
+@pytest.mark.parametrize("n_points", [100, 1000])
+def test_progress_counts_every_pick(n_points):
+    X = np.tile(soap_like(np.random.default_rng(32), n_points // 2, 8), (2, 1))
+    told = []
+    picks = farthest_points(X, n_points // 4, on_pick=told.append)
+    assert told == list(range(1, n_points // 4 + 1))
+    np.testing.assert_array_equal(picks.indices, farthest_points(X, n_points // 4).indices)
+    told.clear()
+    picks = farthest_points(X, n_points, on_pick=told.append)
+    assert told == list(range(1, n_points // 2 + 1))  # the others repeat a pick
+
+
+def test_progress_can_stop_the_work():
+    def stop(n):
+        if n == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        farthest_points(np.random.default_rng(33).normal(size=(300, 4)), 50, on_pick=stop)

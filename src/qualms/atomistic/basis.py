@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from qualms.atomistic.environments import structure_blocks
-from qualms.core.kernels import Kernel
+from qualms.core.kernels import Kernel, sum_over_structures
 from qualms.core.typing import Float64Array, FloatArray, IntArray
 
 #: Elements of a kernel block: 64 MB of float32.
@@ -70,10 +70,7 @@ class Basis:
                 rows[begin:end] = K
             else:
                 local = offsets[first : last + 1] - begin
-                # Summed in float64: contributions of atoms then add up to the structure's.
-                np.add.reduceat(K, local[:-1], axis=0, dtype=np.float64, out=rows[first:last])
-        if not self.per_atom:
-            rows /= np.diff(offsets)[:, None]
+                rows[first:last] = sum_over_structures(K, local, average=True)
         rows *= self.scale
         return rows
 

@@ -40,13 +40,12 @@ class Checkpoint:
         self.directory = directory
         self._manifest: dict[str, Any] = {"version": _VERSION, "key": key, "stages": {}}
         path = directory / "manifest.json"
-        if path.exists():
-            if resume:
-                self._manifest = self._read(path, key)
-        elif directory.exists() and any(directory.iterdir()):
+        if not _is_free(directory):
             raise InputError(
                 "checkpoint", str(directory), "a new directory, or one of an earlier run"
             )
+        if resume and path.exists():
+            self._manifest = self._read(path, key)
         directory.mkdir(parents=True, exist_ok=True)
         self._write()
 
@@ -102,6 +101,19 @@ class Checkpoint:
                 "Run without --resume to start anew.",
             )
         return manifest
+
+
+def _is_free(directory: Path) -> bool:
+    """Whether nothing of anyone else is there: it is new, or empty, or of an earlier run."""
+    if not directory.is_dir():
+        return not directory.exists()
+    try:
+        manifest = json.loads((directory / "manifest.json").read_bytes())
+    except OSError:
+        return not any(directory.iterdir())
+    except ValueError:
+        return True  # of an earlier run, and damaged
+    return isinstance(manifest, dict) and {"version", "key", "stages"} <= manifest.keys()
 
 
 def _damaged(directory: Path, why: str) -> InputError:

@@ -35,8 +35,19 @@ class Projection:
     kernel_error: float
 
 
+def is_worthwhile(n_environments: int, n_representatives: int, n_raw: int, q: int) -> bool:
+    """Return whether compression to q features saves more time than it takes.
+
+    All environments meet all representatives twice, in the selection and in the kernel rows. What
+    is saved there must pay for the eigen-decomposition, and for the projection of every vector.
+    """
+    saved = 2.0 * n_environments * n_representatives * (n_raw - q)
+    spent = 20.0 * n_raw**3 + 20_000.0 * n_raw**2 + 1.0 * n_environments * n_raw * q
+    return saved > spent
+
+
 def fit_projection(X: FloatArray, compression: Compression) -> Projection:
-    """Find a map for the features X (n, D), rows of unit length.
+    """Find a map for the features X (n, D), rows of about unit length.
 
     A tenth of the rows is kept aside to measure the change of the kernel.
     """
@@ -48,7 +59,7 @@ def fit_projection(X: FloatArray, compression: Compression) -> Projection:
         if compression.method == "pca"
         else chosen_columns(seen, q, compression.method)
     ).astype(np.float32)
-    held_out = X[:n_held_out]
+    held_out = normalize_rows(X[:n_held_out])
     reduced = normalize_rows(held_out @ matrix)
     change = held_out @ held_out.T - reduced @ reduced.T
     return Projection(matrix, float(np.sqrt(np.mean(change.astype(np.float64) ** 2))))

@@ -84,6 +84,8 @@ class SpilledFeatures:
 
     def append(self, block: FloatArray) -> None:
         """Add rows after those there are."""
+        if len(block) == 0:
+            return  # nothing cannot be viewed as bytes
         view = np.ascontiguousarray(block, dtype=np.float32).data.cast("B")
         while view:
             written = os.pwrite(self._descriptor, view, self._end)

@@ -25,6 +25,8 @@ _SERIAL = 30_000
 #: Batches in flight for each process.
 _AHEAD = 2
 
+_executor: Any = None
+
 #: What a process needs of a structure: numbers, positions, cell, pbc, centers. Pickles of Atoms
 #: carry everything that hangs on them.
 _Lean = tuple[IntArray, FloatArray, FloatArray, Any, IntArray]
@@ -123,6 +125,14 @@ def _compute(representation: Representation, first: int, lean: list[_Lean]) -> B
     return Batch(first, representation.features(frames, centers), sizes)
 
 
+def stop_workers() -> None:
+    """End the processes that computed features, and give back their memory."""
+    global _executor
+    if _executor is not None:
+        _executor.shutdown(wait=True)
+        _executor = None
+
+
 def _parallel(
     representation: Representation,
     batches: Iterator[tuple[int, list[_Lean]]],
@@ -132,7 +142,8 @@ def _parallel(
 
     # One thread each: the processes are the parallelism.
     single = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "RAYON")}
-    executor = get_reusable_executor(max_workers=n_workers, env=single, timeout=60)
+    global _executor
+    executor = _executor = get_reusable_executor(max_workers=n_workers, env=single, timeout=60)
     pending: deque[Any] = deque()
     try:
         for first, lean in batches:
@@ -144,4 +155,5 @@ def _parallel(
     except BaseException:
         # Ctrl-C, or a consumer that stops: nobody waits for what is still in flight.
         executor.shutdown(wait=False, kill_workers=True)
+        _executor = None
         raise

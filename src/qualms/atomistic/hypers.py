@@ -97,7 +97,8 @@ class Soap(_Frozen):
         ζ, to which the kernel of Eq. (13) is raised.
     normalize : bool
         Whether power spectra are scaled to unit length.
-    compression : Compression, optional
+    compression : Compression, "auto" or None
+        "auto" compresses to 1000 principal components if that saves time in training.
     engine : {"auto", "dscribe", "featomic"}
         "auto" is dscribe, the faster one for values, unless `smoothing` asks for featomic.
     """
@@ -105,7 +106,7 @@ class Soap(_Frozen):
     scales: Annotated[tuple[Scale, ...], Field(min_length=1)] = (Scale(),)
     exponent: Annotated[float, Field(ge=1, le=20)] = 2.0
     normalize: bool = True
-    compression: Compression | None = Compression()
+    compression: Compression | Literal["auto"] | None = "auto"
     engine: Literal["auto", "dscribe", "featomic"] = "auto"
 
     @model_validator(mode="after")
@@ -194,8 +195,8 @@ def _changed(soap: Soap, overrides: dict[str, Any]) -> Soap:
     document = soap.model_dump()
     document |= {k: v for k, v in overrides.items() if k in Soap.model_fields}
     of_scales = {k: v for k, v in overrides.items() if k in _SCALE_FIELDS}
-    if of_scales:
-        document["scales"] = [_as_dict(scale) | of_scales for scale in document["scales"]]
+    if of_scales and isinstance(document["scales"], (list, tuple)):
+        document["scales"] = [_with(scale, of_scales) for scale in document["scales"]]
     try:
         return Soap.model_validate(document)
     except ValidationError as error:
@@ -204,5 +205,7 @@ def _changed(soap: Soap, overrides: dict[str, Any]) -> Soap:
         raise InputError(name, repr(first["input"]), first["msg"]) from None
 
 
-def _as_dict(scale: Scale | dict[str, Any]) -> dict[str, Any]:
-    return scale.model_dump() if isinstance(scale, Scale) else dict(scale)
+def _with(scale: Any, overrides: dict[str, Any]) -> Any:
+    """Return a scale with some fields changed; what is no scale is left for the validation."""
+    given = scale.model_dump() if isinstance(scale, Scale) else scale
+    return {**given, **overrides} if isinstance(given, dict) else given

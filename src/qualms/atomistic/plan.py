@@ -148,7 +148,7 @@ def make_plan(
         n_members=n_members,
         memory=needed[mode],
         limit=limit,
-        disk=features if mode == "spill" or to_disk else 0.0,
+        disk=features if mode == "spill" or (to_disk and mode == "keep") else 0.0,
         model_size=4.0 * M * (d + 2 * n_members + (M if keep_pp else 0)) + 1e5,
         seconds=_expected_seconds(n_rows, n_environments, d, n_raw_features, M, n_workers, mode),
         n_candidates=candidates,

@@ -9,9 +9,9 @@ from functools import cached_property
 import numpy as np
 from ase import Atoms
 
-from qualms.atomistic.compression import Projection, fit_projection
+from qualms.atomistic.compression import Projection, fit_projection, is_worthwhile
 from qualms.atomistic.engines import Engine, Piece, make_engine
-from qualms.atomistic.hypers import Soap
+from qualms.atomistic.hypers import Compression, Soap
 from qualms.core.kernels import Kernel, PowerKernel, WeightedSumKernel, normalize_rows
 from qualms.core.typing import FloatArray, IntArray
 
@@ -110,7 +110,11 @@ class Representation:
 
 
 def fit_representation(
-    soap: Soap, species: Sequence[int], frames: Sequence[Atoms], centers: Sequence[IntArray]
+    soap: Soap,
+    species: Sequence[int],
+    frames: Sequence[Atoms],
+    centers: Sequence[IntArray],
+    compression: Compression | None,
 ) -> Representation:
     """Find the compression, and the scale of features that are not normalised.
 
@@ -121,24 +125,35 @@ def fit_representation(
         Atomic numbers of all structures to come.
     frames, centers
         A sample of environments; a few thousand will do.
+    compression : Compression, optional
+        What ``soap.compression`` stands for.
     """
     plain = Representation(soap, tuple(sorted(species)))
-    if soap.compression is None and soap.normalize:
+    if compression is None and soap.normalize:
         return plain
     X = plain.features(frames, centers)
     feature_scale = 1.0
     if not soap.normalize:
         feature_scale = float(np.sqrt(np.mean(np.einsum("ij,ij->i", X, X)))) or 1.0
         X /= np.float32(feature_scale)
-    return Representation(soap, plain.species, _projections(plain, X), feature_scale)
+    projections: tuple[Projection, ...] = ()
+    if compression is not None and any(w > compression.n_features for w in plain.widths):
+        ends = np.cumsum(plain.widths)
+        projections = tuple(
+            fit_projection(X[:, end - width : end], compression)
+            for end, width in zip(ends, plain.widths, strict=True)
+        )
+    return Representation(soap, plain.species, projections, feature_scale)
 
 
-def _projections(plain: Representation, X: FloatArray) -> tuple[Projection, ...]:
-    compression = plain.soap.compression
-    if compression is None or all(w <= compression.n_features for w in plain.widths):
-        return ()
-    ends = np.cumsum(plain.widths)
-    return tuple(
-        fit_projection(X[:, end - width : end], compression)
-        for end, width in zip(ends, plain.widths, strict=True)
-    )
+def resolve_compression(
+    soap: Soap, species: Sequence[int], n_environments: int, n_representatives: int
+) -> Compression | None:
+    """Return the compression that ``soap.compression`` stands for, for a training set."""
+    if soap.compression != "auto":
+        return soap.compression
+    standard = Compression()
+    n_raw = max(Representation(soap, tuple(species)).widths)
+    q = standard.n_features
+    worthwhile = n_raw > q and is_worthwhile(n_environments, n_representatives, n_raw, q)
+    return standard if worthwhile else None

@@ -88,11 +88,15 @@ def _select(
 
 
 def _shares(center_species: IntArray, n: int) -> dict[int, int]:
-    """Divide n among the species in proportion to their environments, one at least for each."""
+    """Divide n among the species in proportion to their environments, one at least for each.
+
+    If n is less than the number of species, the most frequent get one each.
+    """
     species, counts = np.unique(center_species, return_counts=True)
     exact = n * counts / counts.sum()
-    shares = np.maximum(np.floor(exact).astype(int), 1)
-    # What rounding left over goes to the largest remainders.
-    for i in np.argsort(shares - exact)[: max(n - int(shares.sum()), 0)]:
-        shares[i] += 1
-    return {int(z): int(min(s, c)) for z, s, c in zip(species, shares, counts, strict=True)}
+    shares = np.zeros(len(species), dtype=int)
+    shares[np.argsort(-counts, kind="stable")[:n]] = 1
+    while shares.sum() < n:
+        # What is furthest below its share is below it at all, hence below its count.
+        shares[np.argmax(exact - shares)] += 1
+    return {int(z): int(s) for z, s in zip(species, shares, strict=True) if s}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from ase.data import atomic_numbers, chemical_symbols
@@ -49,8 +49,12 @@ class Settings(BaseModel):
     @classmethod
     def _numbers_of_symbols(cls, value: Any) -> Any:
         if isinstance(value, str):
-            value = [symbol for symbol in value.replace(",", " ").split() if symbol]
-        return value if value is None else tuple(sorted({as_number(z) for z in value}))
+            value = value.replace(",", " ").split()
+        if value is None:
+            return None
+        if not isinstance(value, Iterable) or not (listed := list(value)):
+            raise ValueError("one chemical element or more")
+        return tuple(sorted({as_number(z) for z in listed}))
 
     @field_validator("baseline", mode="before")
     @classmethod
@@ -63,7 +67,7 @@ class Settings(BaseModel):
     @classmethod
     def _known_calibration(cls, value: Any) -> Any:
         name = "none" if value is None else value
-        if name not in METHODS:
+        if not isinstance(name, str) or name not in METHODS:
             raise ValueError(f"one of {', '.join(METHODS)}")
         return name
 
@@ -92,10 +96,19 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
 
 
 def _first_problem(error: ValidationError) -> InputError:
-    problem = error.errors()[0]
+    problems = error.errors()
+    problem = problems[0]
+    cause = problem.get("ctx", {}).get("error")
+    if isinstance(cause, InputError):
+        return cause
     name = str(problem["loc"][0]) if problem["loc"] else "settings"
     if problem["type"] == "extra_forbidden":
         known = ", ".join(Settings.model_fields)
         return InputError(name, repr(problem["input"]), f"a setting that exists: {known}")
-    expected = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    return InputError(name, repr(problem["input"]), expected)
+    # A value that may be of several kinds has a problem with each of them.
+    expected = [
+        other["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        for other in problems
+        if other["loc"][:1] == problem["loc"][:1]
+    ]
+    return InputError(name, repr(problem["input"]), ", or ".join(dict.fromkeys(expected)))

@@ -108,7 +108,10 @@ class Solver:
             del rows.K_NM
             target = data.y - self._baseline(settings).predict(self.design)
             centered = settings.baseline != "none"
-            self.full = fit_full_model(self.Phi, target, settings.noise, center=centered)
+            groups = None if settings.resample == "atoms" else data.groups[data.row_structure]
+            self.full = fit_full_model(
+                self.Phi, target, settings.noise, center=centered, groups=groups
+            )
 
     def solve(self, settings: Settings, rng: np.random.Generator) -> Outcome:
         """Draw and solve the members, and calibrate them internally.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from qualms.atomistic.fitted import Fitted
+from qualms.atomistic.hypers import Compression
 from qualms.atomistic.model_file import Provenance, Record
 from qualms.atomistic.plan import format_time
 from qualms.atomistic.structures import symbols_of
@@ -68,10 +69,8 @@ def _representation(fitted: Fitted) -> str:
         return f"{text}, {representation.n_features} features"
     raw = sum(p.matrix.shape[0] for p in representation.projections)
     error = max(p.kernel_error for p in representation.projections)
-    method = soap.compression.method.upper() if soap.compression else ""
-    return (
-        f"{text}, {raw} → {representation.n_features} features by {method} (kernel ± {error:.1e})"
-    )
+    method = soap.compression.method if isinstance(soap.compression, Compression) else "pca"
+    return f"{text}, {raw} → {representation.n_features} features by {method.upper()} (kernel ± {error:.1e})"
 
 
 def _members(fitted: Fitted, record: Record) -> str:

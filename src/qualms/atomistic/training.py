@@ -22,10 +22,14 @@ from qualms.atomistic.environments import (
     SpilledFeatures,
     structure_blocks,
 )
-from qualms.atomistic.featurize import stream_features
+from qualms.atomistic.featurize import stop_workers, stream_features
 from qualms.atomistic.plan import Plan, make_plan
 from qualms.atomistic.progress import Stages
-from qualms.atomistic.representation import Representation, fit_representation
+from qualms.atomistic.representation import (
+    Representation,
+    fit_representation,
+    resolve_compression,
+)
 from qualms.atomistic.selection import select_representatives
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.solving import KernelRows, Outcome, Solver
@@ -35,8 +39,8 @@ from qualms.core.linalg import Whitening, whiten
 from qualms.core.typing import Float64Array, FloatArray, IntArray
 from qualms.errors import InputError, QualmsWarning
 
-#: Environments from which a compression is found.
-_SAMPLE = 20_000
+#: Environments from which a compression is found: a quarter of them, but so many.
+_SAMPLE = (5_000, 20_000)
 #: Kernel rows are float32: see `qualms.core.linalg.whiten`.
 _RTOL = 1e-6
 
@@ -77,8 +81,13 @@ class Training:
         self.resources = resources
         self.stages = stages
         self.rng = np.random.default_rng(settings.seed)
-        plain = Representation(settings.representation, tuple(data.species))
-        self.plan = self._make_plan(plain)
+        self.compression = resolve_compression(
+            settings.representation,
+            data.species,
+            data.n_environments,
+            min(settings.n_representatives, data.n_environments),
+        )
+        self.plan = self._make_plan()
 
     def run(self) -> Outcome:
         """Train."""
@@ -91,24 +100,25 @@ class Training:
             features = self._features(representation, stack)
             candidates = features if features is not None else self._candidates(representation)
             chosen = self._representatives(representation, candidates)
-            representatives = candidates.features[chosen]
             whitening, representatives, chosen = self._whitened(
-                representation, representatives, chosen
+                representation, candidates.features[chosen], chosen
             )
             origins = self._origins(candidates.rows[chosen])
             del candidates
             basis, K, novelty = self._kernel_rows(
                 representation, representatives, None if features is None else features.features
             )
-        design = KernelRows(representation, basis, origins, whitening, K, novelty)
-        return Solver(self.data, self.settings, design, self.plan, self.stages)
+            del features  # before the largest matrices of all are made
+        rows = KernelRows(representation, basis, origins, whitening, K, novelty)
+        del K
+        return Solver(self.data, self.settings, rows, self.plan, self.stages)
 
     # -- what there is to do ----------------------------------------------------------------------
 
-    def _make_plan(self, plain: Representation) -> Plan:
-        compression = self.settings.representation.compression
-        widths = plain.widths
-        kept = [w if compression is None else min(w, compression.n_features) for w in widths]
+    def _make_plan(self) -> Plan:
+        widths = Representation(self.settings.representation, tuple(self.data.species)).widths
+        most = max(widths) if self.compression is None else self.compression.n_features
+        kept = [min(w, most) for w in widths]
         checkpoint = self.resources.checkpoint
         return make_plan(
             n_rows=len(self.data.y),
@@ -134,9 +144,11 @@ class Training:
             errors = values["kernel_errors"]
             projections = tuple(Projection(tensors[str(s)], e) for s, e in enumerate(errors))
             return Representation(soap, species, projections, values["feature_scale"])
-        with self.stages.stage("Finding a compression"):
+        if self.compression is None and soap.normalize:
+            return Representation(soap, species)
+        with self.stages.stage("Compression"):
             frames, centers = self._sample()
-            representation = fit_representation(soap, species, frames, centers)
+            representation = fit_representation(soap, species, frames, centers, self.compression)
         if checkpoint is not None:
             checkpoint.save(
                 "representation",
@@ -152,7 +164,8 @@ class Training:
         """Structures, in random order, with enough environments to find a compression from."""
         order = self.rng.permutation(len(self.data.frames))
         sizes = np.diff(self.data.offsets)[order]
-        enough = int(np.searchsorted(np.cumsum(sizes), _SAMPLE)) + 1
+        wanted = int(np.clip(self.data.n_environments // 4, *_SAMPLE))
+        enough = int(np.searchsorted(np.cumsum(sizes), wanted)) + 1
         picked = order[:enough]
         return [self.data.frames[i] for i in picked], [self.data.centers[i] for i in picked]
 
@@ -186,6 +199,7 @@ class Training:
                 features.append(batch.features)
                 done += len(batch.features)
                 advance(done)
+        stop_workers()
 
     def _stream(self, representation: Representation) -> Iterator[Any]:
         structures = zip(self.data.frames, self.data.centers, strict=True)

@@ -101,6 +101,7 @@ def fit_full_model(
     center: bool = True,
     sample_weight: FloatArray | None = None,
     replicates: Replicates | None = None,
+    groups: IntArray | None = None,
 ) -> FullModel:
     """Choose the noise variance and solve the full model.
 
@@ -117,6 +118,8 @@ def fit_full_model(
     sample_weight : (N,) array, optional
     replicates : Replicates, optional
         Scatter of repeated observations whose averages are y, in the units of y².
+    groups : (N,) array of int, optional
+        Rows that are left out together when the noise is chosen.
     """
     Y = as_targets(y, len(Phi))
     weight = check_sample_weight(sample_weight, len(Phi))
@@ -146,6 +149,7 @@ def fit_full_model(
             sample_weight=sample_weight,
             gram=gram,
             replicates=replicates,
+            groups=groups,
         ).noise_variance
     process = fit_projected_process(Phi, targets, relative, sample_weight=sample_weight, gram=gram)
     return FullModel(process, offset, scale, center)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -208,13 +209,12 @@ class WeightedSumKernel:
         )
 
 
-def sum_over_structures(K: FloatArray, offsets: IntArray, *, average: bool = False) -> FloatArray:
+def sum_over_structures(K: FloatArray, offsets: IntArray, *, average: bool = False) -> Float64Array:
     """Sum (or average) rows of environments into rows of structures.
 
     A property of a whole structure is the sum, or the average, of contributions of its
     environments, so its kernel is the sum, or the average, of the kernels of its environments (De
-    et al. 2016; the averages are what Musil et al. 2019 use for QM9). Rows are summed in the
-    precision of K.
+    et al. 2016; the averages are what Musil et al. 2019 use for QM9). Rows are summed in float64.
 
     Parameters
     ----------
@@ -227,7 +227,7 @@ def sum_over_structures(K: FloatArray, offsets: IntArray, *, average: bool = Fal
 
     Returns
     -------
-    (n_structures, m) array
+    (n_structures, m) array of float64
     """
     offsets = np.asarray(offsets, dtype=np.intp)
     sizes = np.diff(offsets)
@@ -237,8 +237,13 @@ def sum_over_structures(K: FloatArray, offsets: IntArray, *, average: bool = Fal
         )
     if np.any(sizes < 1):
         raise InputError("offsets", offsets, "at least one environment in every structure")
-    sums: FloatArray = np.add.reduceat(K, offsets[:-1], axis=0)
-    return sums / sizes[:, None].astype(K.dtype) if average else sums
+    # A sum for each structure: np.add.reduceat along the first axis takes 20 times longer.
+    sums = np.empty((len(sizes), K.shape[1]))
+    for s, (begin, end) in enumerate(pairwise(offsets)):
+        np.sum(K[begin:end], axis=0, dtype=np.float64, out=sums[s])
+    if average:
+        sums /= sizes[:, None]
+    return sums
 
 
 def structure_kernel(

@@ -36,7 +36,7 @@ class NoiseSelection:
     grid : (G,) array
         Noise variances that were tried.
     scores : (G,) array
-        What was minimised: mean squared leave-one-out residual, or minus the log marginal
+        What was minimised: mean absolute leave-one-out residual, or minus the log marginal
         likelihood.
     """
 
@@ -73,6 +73,15 @@ class Replicates:
         return curve
 
 
+@dataclass(frozen=True)
+class _Rotated:
+    """Rows in the eigenbasis: Z = √w Φ V (b, r), √w y (b, T), and √w (b, 1)."""
+
+    Z: Float64Array
+    Y: Float64Array
+    root: Float64Array
+
+
 def noise_grid(variance: float, *, lowest: float = 1e-10, highest: float = 10.0) -> Float64Array:
     """Return noise variances from `lowest` to `highest` times Var[y], evenly in ln σ²."""
     return variance * np.geomspace(lowest, highest, 45)
@@ -87,6 +96,7 @@ def select_noise(
     sample_weight: FloatArray | None = None,
     gram: Float64Array | None = None,
     replicates: Replicates | None = None,
+    groups: IntArray | None = None,
     max_rows: int = 4096,
 ) -> NoiseSelection:
     """Choose σ² for a projected process.
@@ -100,7 +110,9 @@ def select_noise(
     grid : (G,) array
         Noise variances to try, increasing, G ≥ 3.
     criterion : {"loo", "evidence"}
-        Mean squared leave-one-out residual, or log marginal likelihood.
+        Mean absolute leave-one-out residual, or log marginal likelihood. Absolute, not squared:
+        among thousands of molecules a single odd one, whose environments nothing else resembles,
+        would else outweigh all others and make the noise many times too large.
     sample_weight : (N,) array, optional
         Positive; observation n has noise σ²/w_n, and its residual counts w_n times.
     gram : (r, r) array, optional
@@ -108,6 +120,9 @@ def select_noise(
     replicates : Replicates, optional
         What observations of the same input say about the noise, if y is their average; part of the
         marginal likelihood. Leave-one-out errors differ by a constant, whatever σ² is.
+    groups : (N,) array of int, optional
+        Rows that are left out together, such as atoms of one crystal: with a near-copy left
+        behind, a noise that is too small would look best.
     max_rows : int
         Leave-one-out residuals are averaged over at most so many rows, evenly spaced. Each residual
         is exact whatever their number: it is only the average that is over fewer.
@@ -127,8 +142,10 @@ def select_noise(
     S = np.maximum(S, 0.0)
     projected = V.T @ (Phi.T @ (root**2 * Y))
     if criterion == "loo":
-        rows = np.linspace(0, len(Y) - 1, min(len(Y), max_rows)).astype(np.intp)
-        scores = _loo_curve(_rotated_rows(Phi, Y, root, V, rows), S, projected, tried)
+        parts = _left_out(len(Y), groups, max_rows)
+        rotated = _rotated_rows(Phi, Y, root, V, parts)
+        whole = groups is not None and len(np.unique(groups)) < len(Y)
+        scores = _loo_curve(rotated, S, projected, tried, whole=whole)
     elif criterion == "evidence":
         scores = _evidence_curve(S, projected, root * Y, tried)
         if replicates is not None:
@@ -157,31 +174,71 @@ def select_noise_from_kernel(
     )
 
 
+def _left_out(n: int, groups: IntArray | None, max_rows: int) -> list[IntArray]:
+    """Return sets of rows to leave out, evenly spaced: blocks of single rows, or whole groups."""
+    if groups is None or len(np.unique(groups)) == n:
+        rows = np.linspace(0, n - 1, min(n, max_rows)).astype(np.intp)
+        return [rows[start : start + _BLOCK] for start in range(0, len(rows), _BLOCK)]
+    order = np.argsort(groups, kind="stable")
+    starts = np.flatnonzero(np.diff(groups[order], prepend=groups[order[0]] - 1))
+    members = np.split(order, starts[1:])
+    wanted = max(round(len(members) * min(max_rows / n, 1.0)), 2)
+    return [members[i] for i in np.linspace(0, len(members) - 1, wanted).astype(np.intp)]
+
+
 def _rotated_rows(
-    Phi: FloatArray, Y: Float64Array, root: Float64Array, V: Float64Array, rows: IntArray
-) -> Iterator[tuple[Float64Array, Float64Array]]:
-    """Yield blocks of Z = √w Φ V and of √w y."""
-    for start in range(0, len(rows), _BLOCK):
-        block = rows[start : start + _BLOCK]
-        yield (Phi[block] * root[block]) @ V, Y[block] * root[block]
+    Phi: FloatArray,
+    Y: Float64Array,
+    root: Float64Array,
+    V: Float64Array,
+    parts: list[IntArray],
+) -> Iterator[_Rotated]:
+    """Yield blocks of Z = √w Φ V and of √w y, for parts that are left out row by row or whole."""
+    for part in parts:
+        yield _Rotated((Phi[part] * root[part]) @ V, Y[part] * root[part], root[part])
 
 
 def _loo_curve(
-    blocks: Iterator[tuple[Float64Array, Float64Array]],
+    blocks: Iterator[_Rotated],
     S: Float64Array,
     projected: Float64Array,
     grid: Float64Array,
+    *,
+    whole: bool = False,
 ) -> Float64Array:
-    """Return the mean squared leave-one-out residual for each σ²: (G,)."""
+    """Return the mean absolute leave-one-out residual for each σ²: (G,)."""
     shrink = 1 / (S[:, None] + grid)  # (r, G)
-    total, count = np.zeros(len(grid)), 0
-    for Z, Y in blocks:
-        slack = np.maximum(1 - (Z**2) @ shrink, np.finfo(np.float64).eps)
-        for t in range(Y.shape[1]):
-            residuals = (Y[:, t, None] - Z @ (projected[:, t, None] * shrink)) / slack
-            total += np.sum(residuals**2, axis=0)
-        count += Y.size
+    total, count = np.zeros(len(grid)), 0.0
+    residuals_of = _group_residuals if whole else _row_residuals
+    for block in blocks:
+        residuals = residuals_of(block, shrink, projected)  # √w times the residual: (b, T, G)
+        total += np.sum(block.root[:, :, None] * np.abs(residuals), axis=(0, 1))
+        count += float(np.sum(block.root**2)) * block.Y.shape[1]
     return total / count
+
+
+def _row_residuals(block: _Rotated, shrink: Float64Array, projected: Float64Array) -> Float64Array:
+    """Return (y − ŷ) / (1 − h) for rows that are left out one by one: (b, T, G)."""
+    slack = np.maximum(1 - (block.Z**2) @ shrink, np.finfo(np.float64).eps)
+    fitted = np.stack(
+        [block.Z @ (projected[:, t, None] * shrink) for t in range(block.Y.shape[1])], axis=1
+    )
+    residuals: Float64Array = (block.Y[:, :, None] - fitted) / slack[:, None, :]
+    return residuals
+
+
+def _group_residuals(
+    block: _Rotated, shrink: Float64Array, projected: Float64Array
+) -> Float64Array:
+    """Return (1 − H)⁻¹ (y − ŷ) for rows that are left out together: (b, T, G)."""
+    Z, Y = block.Z, block.Y
+    residuals = np.empty((*Y.shape, shrink.shape[1]))
+    for g in range(shrink.shape[1]):
+        scaled = Z * shrink[:, g]
+        slack = np.eye(len(Z)) - scaled @ Z.T
+        slack[np.diag_indices_from(slack)] += np.finfo(np.float64).eps
+        residuals[:, :, g] = np.linalg.solve(slack, Y - scaled @ projected)
+    return residuals
 
 
 def _evidence_curve(
