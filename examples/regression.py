@@ -4,7 +4,7 @@ A sparse Gaussian process learns Friedman's function #1 from 3000 noisy samples.
 the sub-samples the members' spread is used as it is (Raw), scaled on a validation set (CV, N-L),
 and scaled internally, on training points that members did not see (Int., Int. N-L, student,
 shrinkage), which needs no validation set. The score is the mean log likelihood of 1000 test points:
-higher is better. Run with `make demo`.
+higher is better. Run with `python examples/regression.py`.
 """
 
 from __future__ import annotations

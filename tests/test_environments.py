@@ -13,8 +13,8 @@ from threadpoolctl import threadpool_limits
 
 from qualms.atomistic import featurize
 from qualms.atomistic.environments import KeptFeatures, SpilledFeatures, structure_blocks
-from qualms.atomistic.featurize import all_atoms, stream_features
-from qualms.atomistic.hypers import make_soap
+from qualms.atomistic.featurize import all_atoms, stop_workers, stream_features
+from qualms.atomistic.hypers import Compression, make_soap
 from qualms.atomistic.representation import Representation, fit_representation
 from qualms.atomistic.selection import select_representatives
 from qualms.atomistic.settings import make_settings
@@ -73,10 +73,9 @@ def test_no_structures_and_no_centers():
 def test_processes_compute_the_same_to_the_last_bit(engine, compressed, monkeypatch):
     frames = some_molecules()
     centers = all_atoms(frames)
-    soap = make_soap("organic", n_radial=3, l_max=2, engine=engine, compression=None)
-    if compressed:
-        soap = make_soap(soap, compression={"n_features": 20})
-    representation = fit_representation(soap, SPECIES, frames, centers)
+    soap = make_soap("organic", n_radial=3, l_max=2, engine=engine)
+    compression = Compression(n_features=20) if compressed else None
+    representation = fit_representation(soap, SPECIES, frames, centers, compression)
 
     def stream(n_workers):
         structures = zip(frames, centers, strict=True)
@@ -120,11 +119,11 @@ def test_a_file_is_read_no_further_than_needed(n_workers, monkeypatch):
 def test_a_consumer_that_stops_leaves_the_next_one_unharmed(monkeypatch):
     monkeypatch.setattr(featurize, "_SERIAL", 50)
     frames = some_molecules()
-    for _ in range(2):
+    for stop in (lambda s: s.close(), lambda s: (list(s), stop_workers()), list):
         structures = zip(frames, all_atoms(frames), strict=True)
         stream = stream_features(plain(), structures, batch=16, n_workers=2)
         first = next(stream)
-        stream.close()
+        stop(stream)
         n = len(first.sizes)
         expected = plain().features(frames[:n], all_atoms(frames[:n]))
         np.testing.assert_array_equal(first.features, expected)

@@ -16,7 +16,11 @@ from qualms.atomistic.compression import chosen_columns, fit_projection, princip
 from qualms.atomistic.engines import make_engine
 from qualms.atomistic.featurize import all_atoms
 from qualms.atomistic.hypers import Compression, RadialScaling, Scale, make_soap
-from qualms.atomistic.representation import Representation, fit_representation
+from qualms.atomistic.representation import (
+    Representation,
+    fit_representation,
+    resolve_compression,
+)
 from qualms.core.kernels import normalize_rows
 from qualms.errors import InputError
 
@@ -295,7 +299,8 @@ def test_features_have_unit_length_at_every_scale_unless_asked_otherwise(engine)
     blocks = np.split(X, [both.widths[0]], axis=1)
     for block in blocks:
         np.testing.assert_allclose(np.linalg.norm(block, axis=1), 1, rtol=1e-6)
-    free = fit_representation(soap(engine, normalize=False), SPECIES, frames, all_atoms(frames))
+    wanted = soap(engine, normalize=False)
+    free = fit_representation(wanted, SPECIES, frames, all_atoms(frames), None)
     Y = features(free, *frames)
     assert np.mean(np.sum(Y**2, axis=1)) == pytest.approx(1, rel=1e-5)
     assert np.ptp(np.linalg.norm(Y, axis=1)) > 0.1
@@ -342,7 +347,7 @@ of_methods = pytest.mark.parametrize("method", METHODS)
 def compressed(method, n_features, frames=None, **overrides):
     frames = some_molecules() if frames is None else frames
     wanted = soap(compression=Compression(method=method, n_features=n_features), **overrides)
-    return fit_representation(wanted, SPECIES, frames, all_atoms(frames))
+    return fit_representation(wanted, SPECIES, frames, all_atoms(frames), wanted.compression)
 
 
 @of_methods
@@ -437,3 +442,13 @@ def test_what_is_small_already_is_left_as_it_is():
     assert fitted == Representation(fitted.soap, SPECIES)
     scales = (Scale(cutoff=3.0, n_radial=1, l_max=1), Scale(cutoff=4.0, n_radial=4, l_max=3))
     assert compressed("pca", 50, scales=scales).widths == (12, 50)
+
+
+def test_automatic_compression_is_for_many_environments_with_many_features():
+    small, large = make_soap("organic", n_radial=2, l_max=2), make_soap("nmr")
+    assert resolve_compression(small, SPECIES, 10**7, 5000) is None
+    assert resolve_compression(large, SPECIES, 1000, 500) is None
+    assert resolve_compression(large, SPECIES, 10**7, 5000) == Compression()
+    for wanted in (None, Compression(method="cur", n_features=7)):
+        asked = make_soap("nmr", compression=wanted)
+        assert resolve_compression(asked, SPECIES, 10**7, 5000) == wanted

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qualms.atomistic.checkpoint import Checkpoint, run_key
-from qualms.atomistic.hypers import PRESETS, Compression, RadialScaling, Scale, Soap, make_soap
+from qualms.atomistic.hypers import PRESETS, RadialScaling, Scale, Soap, make_soap
 from qualms.atomistic.settings import Settings, as_number, make_settings
 from qualms.errors import InputError
 
@@ -28,7 +28,7 @@ def test_overrides_change_what_they_name_and_nothing_else():
     changed = make_soap("nmr", cutoff=4.5, exponent=3, compression=None)
     assert changed.scales[0] == PRESETS["nmr"].scales[0].model_copy(update={"cutoff": 4.5})
     assert (changed.exponent, changed.compression) == (3, None)
-    assert make_soap(changed, cutoff=5.0, exponent=2, compression=Compression()) == PRESETS["nmr"]
+    assert make_soap(changed, cutoff=5.0, exponent=2, compression="auto") == PRESETS["nmr"]
     assert make_soap({"preset": "nmr", "cutoff": 4.5}, exponent=3, compression=None) == changed
     assert make_soap({"cutoff": 4.5}) == make_soap("organic", cutoff=4.5)
     assert PRESETS["nmr"].scales[0].cutoff == 5.0
@@ -83,6 +83,7 @@ BAD_SOAP = [
     ("exponent", float("nan")),
     ("normalize", "perhaps"),
     ("compression", 100),
+    ("compression", "much"),
     ("engine", "quip"),
     ("scales", []),
     ("scales", 5),

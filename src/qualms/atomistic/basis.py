@@ -11,6 +11,7 @@ size (all environments) × (representatives) is ever held.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -45,7 +46,12 @@ class Basis:
     per_atom: bool
 
     def rows(
-        self, features: FloatArray, offsets: IntArray, *, novelty: Float64Array | None = None
+        self,
+        features: FloatArray,
+        offsets: IntArray,
+        *,
+        novelty: Float64Array | None = None,
+        own: Sequence[IntArray] | None = None,
     ) -> Float64Array:
         """Return the kernel rows K_XM of a batch: (n_structures, r), or (n_environments, r).
 
@@ -54,9 +60,12 @@ class Basis:
         features : (n_environments, d) array
         offsets : (n_structures + 1,) array of int
             Environments of structure s are rows ``offsets[s]:offsets[s + 1]``.
-        novelty : (n_environments,) array, optional
-            Is filled with how unlike every representative each environment is, from 0 to 1: one
-            minus the largest normalised kernel with a representative.
+        novelty : (n_structures,) array, optional
+            Is filled with how unlike every representative the strangest environment of each
+            structure is, from 0 to 1: one minus the largest normalised kernel with one.
+        own : sequence of arrays of int, optional
+            Representatives of each structure that its novelty does not count: those that come from
+            itself.
         """
         n = len(features) if self.per_atom else len(offsets) - 1
         rows = np.empty((n, len(self.representatives)))
@@ -65,7 +74,10 @@ class Basis:
             block = features[begin:end]
             K = self.kernel(block, self.representatives)
             if novelty is not None:
-                novelty[begin:end] = self._novelty(K, block)
+                likeness = self._likeness(K, block)
+                for s in range(first, last):
+                    part = likeness[offsets[s] - begin : offsets[s + 1] - begin]
+                    novelty[s] = _novelty(part, None if own is None else own[s])
             if self.per_atom:
                 rows[begin:end] = K
             else:
@@ -91,10 +103,21 @@ class Basis:
                 diagonal[s] = np.mean(self.kernel(block, block), dtype=np.float64)
         return diagonal * self.scale
 
-    def _novelty(self, K: FloatArray, features: FloatArray) -> Float64Array:
+    def _likeness(self, K: FloatArray, features: FloatArray) -> FloatArray:
+        """Return the normalised kernel; K itself if the kernel is normalised."""
         own = np.sqrt(self.kernel.diag(self.representatives))
-        if not np.allclose(own, 1, atol=1e-4):
-            K = K / np.where(own > 0, own, np.float32(1))
         norms = np.sqrt(self.kernel.diag(features))
-        likeness = K.max(axis=1) / np.where(norms > 0, norms, np.float32(1))
-        return np.asarray(np.clip(1.0 - likeness, 0.0, 1.0), dtype=np.float64)
+        if np.allclose(own, 1, atol=1e-4) and np.allclose(norms, 1, atol=1e-4):
+            return K
+        own, norms = np.where(own > 0, own, 1.0), np.where(norms > 0, norms, 1.0)
+        return np.asarray(K / own / norms[:, None], dtype=K.dtype)
+
+
+def _novelty(likeness: FloatArray, own: IntArray | None) -> float:
+    """Return the novelty of the strangest of some environments (n, r)."""
+    if not len(likeness):
+        return 0.0
+    if own is not None and len(own):
+        likeness = likeness.copy()
+        likeness[:, own] = 0.0
+    return float(np.clip(1.0 - likeness.max(axis=1).min(), 0.0, 1.0))

@@ -83,7 +83,8 @@ class Fitted:
     membership : (N, N_R) array of uint8
         How often each training row is in each member.
     training_novelty : float
-        Largest novelty of a training environment.
+        Novelty of the strangest environment of a structure that only one training structure in a
+        hundred exceeds, representatives of its own not counted.
     training_spread : float
         Largest spread between members that had not seen a training row.
     """

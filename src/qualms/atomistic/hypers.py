@@ -176,8 +176,7 @@ def make_soap(representation: str | Soap | dict[str, Any] = "organic", **overrid
     """
     if isinstance(representation, dict):
         changes = {**representation, **overrides}
-        representation = changes.pop("preset", "organic")
-        return make_soap(representation, **changes)
+        return _changed(make_soap(changes.pop("preset", "organic")), changes)
     if isinstance(representation, str):
         if representation not in PRESETS:
             raise InputError("representation", repr(representation), f"one of {', '.join(PRESETS)}")
@@ -188,7 +187,7 @@ def make_soap(representation: str | Soap | dict[str, Any] = "organic", **overrid
 
 
 def _changed(soap: Soap, overrides: dict[str, Any]) -> Soap:
-    unknown = sorted(set(overrides) - _SCALE_FIELDS - set(Soap.model_fields))
+    unknown = sorted(map(str, set(overrides) - _SCALE_FIELDS - set(Soap.model_fields)))
     if unknown:
         known = sorted(_SCALE_FIELDS | set(Soap.model_fields))
         raise InputError("representation", f"unknown {', '.join(unknown)}", ", ".join(known))
@@ -201,7 +200,9 @@ def _changed(soap: Soap, overrides: dict[str, Any]) -> Soap:
         return Soap.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"]) or "representation"
+        # Fields that may be of several kinds are followed by the name of a class.
+        parts = [str(part) for part in first["loc"] if part != Compression.__name__]
+        name = ".".join(parts) or "representation"
         raise InputError(name, repr(first["input"]), first["msg"]) from None
 
 

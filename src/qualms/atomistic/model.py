@@ -20,7 +20,7 @@ from qualms.atomistic.model_file import (
     read_model,
     write_model,
 )
-from qualms.atomistic.plan import Plan, default_threads
+from qualms.atomistic.plan import Plan, default_threads, parse_memory
 from qualms.atomistic.predicting import Chunk, atom_contributions, concatenated, stream_chunks
 from qualms.atomistic.progress import Display, Stages
 from qualms.atomistic.settings import Settings, make_settings
@@ -123,6 +123,7 @@ class AtomisticModel:
         for name in ("self", "memory", "threads"):
             given.pop(name)
         self.settings: Settings = make_settings(given)
+        parse_memory(memory)
         self.memory = memory
         self.threads = default_threads(threads)
         self._fitted: Fitted | None = None
@@ -264,13 +265,13 @@ class AtomisticModel:
     ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
         """Return for each structure whether it looks like extrapolation.
 
-        It does if one of its environments is farther from every representative than any training
-        environment was, if the members disagree more than about any training structure that they
-        had not seen, or if it has elements that the model does not know.
+        It does if one of its environments is stranger than those of 99 % of the training
+        structures, if the members disagree more than about any training structure that they had not
+        seen, or if it has elements that the model does not know.
         """
         flags = []
         for chunk in self.stream(frames, unknown_species=unknown_species):
-            novelty = np.empty(len(chunk.batch.features))
+            novelty = np.empty(len(chunk.frames))
             rows = chunk.rows(novelty)
             flags.append(chunk.extrapolates(chunk.predict(rows), novelty))
         return np.concatenate(flags)

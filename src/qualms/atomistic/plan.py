@@ -198,8 +198,8 @@ def parse_memory(memory: str | float | None) -> float:
             memory = float(match[1]) * (1024.0 if match[3] else 1000.0) ** power
         except ValueError:
             raise InputError("memory", repr(memory), 'a size such as "8GB"') from None
-    if not 0 < float(memory) < float("inf"):
-        raise InputError("memory", memory, "a positive number of bytes")
+    if not isinstance(memory, (int, float)) or not 0 < memory < float("inf"):
+        raise InputError("memory", memory, 'a positive number of bytes, or a size such as "8GB"')
     return float(memory)
 
 

@@ -79,22 +79,23 @@ class Chunk:
         return calibrated * self.sizes if self.fitted.settings.kind == "extensive" else calibrated
 
     def extrapolates(self, prediction: Prediction, novelty: Float64Array) -> BoolArray:
-        """Return for each structure whether it looks like extrapolation.
+        """Return for each structure, given its novelty, whether it looks like extrapolation.
 
-        It does if an environment is less like any representative than all training environments
-        were, if the members disagree more than they did about any training row that they had not
-        seen, or if it has atoms of unknown species.
+        It does if an environment is less like any representative than those of 99 % of the training
+        structures were like representatives from other structures, if the members disagree more
+        than they did about any training row that they had not seen, or if it has atoms of unknown
+        species.
         """
-        beyond = (1 + 1e-6) * self.fitted.training_novelty + 1e-6
-        strange = novelty > beyond
-        offsets = self.batch.offsets
-        flags = np.array([bool(np.any(strange[a:b])) for a, b in pairwise(offsets)])
+        flags = novelty > self.fitted.training_novelty + 1e-6
         spread = prediction.uncalibrated.std
+        # Members that agreed to rounding on all training rows differ by rounding everywhere.
+        largest = self.fitted.training_spread or np.inf
         if self.fitted.per_atom:
-            wild = spread > self.fitted.training_spread
-            flags |= np.array([bool(np.any(wild[a:b])) for a, b in pairwise(offsets)])
+            wild = spread > largest
+            edges = pairwise(self.batch.offsets)
+            flags |= np.array([bool(np.any(wild[a:b])) for a, b in edges])
         else:
-            flags |= spread > self.fitted.training_spread * self.sizes
+            flags |= spread > largest * self.sizes
         return flags | self.has_unknown
 
 
@@ -163,18 +164,21 @@ def atom_contributions(chunk: Chunk) -> list[Prediction]:
 
     Contributions sum (extensive) or average (intensive) to the prediction of the structure, member
     by member, and so after calibration: the members of all atoms of a structure are scaled about
-    their means by the factor that calibrates the structure.
+    their means by the factor that calibrates the structure. Of atomic properties, they are the
+    predictions.
     """
     fitted = chunk.fitted
+    whole = chunk.predict(chunk.rows())
+    edges = list(pairwise(chunk.batch.offsets))
+    if fitted.per_atom:
+        return [whole[a:b] for a, b in edges]
     raw = fitted.basis.environment_rows(chunk.batch.features) @ fitted.weights
     raw += fitted.intercepts
     raw += fitted.baseline.predict_members(
         atom_design(chunk.center_species, fitted.baseline.species)
     )
-    whole = chunk.predict(chunk.rows())
     spread = whole.uncalibrated.std
     factors = np.divide(whole.std, spread, out=np.ones_like(spread), where=spread > 0)
-    edges = pairwise(chunk.batch.offsets)
     return [
         Prediction(raw[a:b]).calibrated(_Scaled(float(factor)))
         for (a, b), factor in zip(edges, factors, strict=True)

@@ -47,7 +47,7 @@ class KernelRows:
     K_NM : (N, r) array
         Scaled. Is overwritten by what it is solved with: it is the largest array of all.
     novelty : float
-        Largest novelty of a training environment.
+        What new structures must exceed to look like extrapolation.
     """
 
     representation: Representation

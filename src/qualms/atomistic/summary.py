@@ -70,7 +70,8 @@ def _representation(fitted: Fitted) -> str:
     raw = sum(p.matrix.shape[0] for p in representation.projections)
     error = max(p.kernel_error for p in representation.projections)
     method = soap.compression.method if isinstance(soap.compression, Compression) else "pca"
-    return f"{text}, {raw} → {representation.n_features} features by {method.upper()} (kernel ± {error:.1e})"
+    kept = f"{raw} → {representation.n_features} features by {method.upper()}"
+    return f"{text}, {kept} (kernel ± {error:.1e})"
 
 
 def _members(fitted: Fitted, record: Record) -> str:

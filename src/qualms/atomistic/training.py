@@ -41,6 +41,8 @@ from qualms.errors import InputError, QualmsWarning
 
 #: Environments from which a compression is found: a quarter of them, but so many.
 _SAMPLE = (5_000, 20_000)
+#: Share of the training structures that would not look like extrapolation if they were new.
+_NOT_NOVEL = 0.99
 #: Kernel rows are float32: see `qualms.core.linalg.whiten`.
 _RTOL = 1e-6
 
@@ -103,10 +105,14 @@ class Training:
             whitening, representatives, chosen = self._whitened(
                 representation, candidates.features[chosen], chosen
             )
-            origins = self._origins(candidates.rows[chosen])
+            candidates_rows = candidates.rows
+            origins = self._origins(candidates_rows[chosen])
             del candidates
             basis, K, novelty = self._kernel_rows(
-                representation, representatives, None if features is None else features.features
+                representation,
+                representatives,
+                self._own(candidates_rows[chosen]),
+                None if features is None else features.features,
             )
             del features  # before the largest matrices of all are made
         rows = KernelRows(representation, basis, origins, whitening, K, novelty)
@@ -282,34 +288,43 @@ class Training:
         atom = [self.data.centers[s][p] for s, p in zip(structure, place, strict=True)]
         return np.stack([self.data.source[structure], np.array(atom)], axis=1).astype(np.int64)
 
+    def _own(self, environments: IntArray) -> list[IntArray]:
+        """Return the representatives that come from each structure, or from its group."""
+        structure = np.searchsorted(self.data.offsets, environments, side="right") - 1
+        groups = self.data.groups[structure]
+        order = np.argsort(groups, kind="stable")
+        sizes = np.bincount(groups, minlength=int(self.data.groups.max()) + 1)
+        by_group = np.split(order, np.cumsum(sizes)[:-1])
+        return [by_group[g] for g in self.data.groups]
+
     # -- kernel rows ------------------------------------------------------------------------------
 
     def _kernel_rows(
         self,
         representation: Representation,
         representatives: FloatArray,
+        own: list[IntArray],
         features: Features | None,
     ) -> tuple[Basis, Float64Array, float]:
-        """Return the scaled basis, K_NM, and the largest novelty of a training environment."""
+        """Return the scaled basis, K_NM, and a novelty that few training structures exceed."""
         per_atom = self.settings.kind == "atomic"
         plain = Basis(representation.kernel, representatives, 1.0, per_atom)
         n = len(self.data.y)
         K = np.empty((n, len(representatives)))
         diagonal = np.empty(n)
-        largest = 0.0
-        row = done = 0
+        novelty = np.empty(len(own))
+        structure = row = done = 0
         with self.stages.stage("Kernel rows", self.data.n_environments) as advance:
             for block, offsets in self._blocks(representation, features):
-                novelty = np.empty(len(block))
-                rows = plain.rows(block, offsets, novelty=novelty)
+                here = slice(structure, structure + len(offsets) - 1)
+                rows = plain.rows(block, offsets, novelty=novelty[here], own=own[here])
                 K[row : row + len(rows)] = rows
                 diagonal[row : row + len(rows)] = plain.prior_variance(block, offsets)
-                largest = max(largest, float(novelty.max(initial=0.0)))
-                row, done = row + len(rows), done + len(block)
+                structure, row, done = here.stop, row + len(rows), done + len(block)
                 advance(done)
         scale = unit_scale(1.0, diagonal)
         K *= scale
-        return replace(plain, scale=scale), K, largest
+        return replace(plain, scale=scale), K, float(np.quantile(novelty, _NOT_NOVEL))
 
     def _blocks(
         self, representation: Representation, features: Features | None

@@ -101,7 +101,8 @@ def make_training_set(
         raise InputError("groups", f"{len(groups)} labels", f"one for each of {len(frames)} frames")
     found = labelled(frames, settings.target, settings.kind, settings.species)
     used = [frames[i] for i in found.frames]
-    check_structures(used)
+    for i in found.frames.tolist():
+        check_structures([frames[i]], first=i)
     per_atom = settings.kind == "atomic"
     n_atoms = np.array([len(atoms) for atoms in used])
     centers = found.rows if per_atom else [np.arange(n) for n in n_atoms]

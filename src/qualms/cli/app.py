@@ -19,6 +19,7 @@ from qualms.errors import QualmsError
 
 #: Exit codes: bad input; interrupted from the keyboard, as shells have it.
 BAD_INPUT, INTERRUPTED = 2, 130
+_INTERRUPTED = "Interrupted; no file is half-written. Training goes on with --resume."
 
 app = typer.Typer(
     name="qualms",
@@ -57,7 +58,11 @@ def main() -> None:
     except QualmsError as error:
         _fail(str(error), BAD_INPUT)
     except KeyboardInterrupt:
-        _fail("Interrupted; no output was written.", INTERRUPTED)
+        _fail(_INTERRUPTED, INTERRUPTED)
+    except SystemExit as end:
+        if end.code == INTERRUPTED:  # typer's way to say so
+            _fail(_INTERRUPTED, INTERRUPTED)
+        raise
     except BrokenPipeError:
         # The reader of the output, such as `head`, has gone.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -57,7 +57,7 @@ def predict(
         force=force,
     ) as writer:
         for chunk in loaded.stream(iter_frames(structures), unknown_species=unknown):
-            novelty = np.empty(len(chunk.batch.features))
+            novelty = np.empty(len(chunk.frames))
             prediction = chunk.predict(chunk.rows(novelty))
             flags = chunk.extrapolates(prediction, novelty)
             writer.write(

@@ -12,7 +12,13 @@ import yaml
 from qualms.atomistic.evaluation import Evaluation, evaluate
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.plan import Plan
-from qualms.atomistic.structures import read_frames
+from qualms.atomistic.structures import (
+    check_species,
+    check_structures,
+    read_frames,
+    species_of,
+)
+from qualms.atomistic.targets import labelled
 from qualms.atomistic.training_set import TrainingSet
 from qualms.cli.console import Terminal
 from qualms.cli.options import Force, Json, Quiet, Seed, Threads
@@ -108,7 +114,7 @@ def train(
         "kind": _kind(intensive, per_atom_target),
         "species": species,
         "units": units,
-        "representation": _representation(representation, cutoff),
+        "representation": representation,
         "n_representatives": representatives,
         "selection": selection,
         "baseline": baseline,
@@ -119,12 +125,14 @@ def train(
         "memory": memory,
         "threads": threads,
     }
-    model = AtomisticModel(**_settings(config, given))
+    model = AtomisticModel(**_settings(config, given, cutoff))
     summary_path = output.with_suffix(".json")
+    if summary_path == output:
+        raise InputError("--output", str(output), "another suffix", "The summary is a .json file.")
     for path in (output, summary_path):
         check_output(path, force=force)
     frames = read_frames(data)
-    to_validate = None if validation is None else read_frames(validation)
+    to_validate = None if validation is None else _validation(validation, model, species_of(frames))
     groups = None if group_key is None else _groups(frames, group_key)
     directory = output.with_name(output.name + ".checkpoint")
     model.fit(
@@ -170,16 +178,24 @@ def _kind(intensive: bool, per_atom: bool) -> str | None:
     return "atomic" if per_atom else "intensive" if intensive else None
 
 
-def _representation(name: str | None, cutoff: float | None) -> Any:
-    if cutoff is None:
-        return name
-    return {"preset": name or "organic", "cutoff": cutoff}
+def _validation(path: Path, model: AtomisticModel, known: list[int]) -> list[Any]:
+    """Read structures with labels; whatever is wrong with them is said before the training."""
+    frames, settings = read_frames(path), model.settings
+    found = labelled(frames, settings.target, settings.kind, settings.species)
+    for i in found.frames.tolist():
+        check_structures([frames[i]], first=i)
+        check_species([frames[i]], known, first=i)
+    return frames
 
 
-def _settings(config: Path | None, given: dict[str, Any]) -> dict[str, Any]:
+def _settings(config: Path | None, given: dict[str, Any], cutoff: float | None) -> dict[str, Any]:
     """Return the settings of a file, with those of the command line in their place."""
     settings = {} if config is None else _read_config(config)
     settings |= {name: value for name, value in given.items() if value is not None}
+    if cutoff is not None:
+        chosen = settings.get("representation", "organic")
+        known = chosen if isinstance(chosen, dict) else {"preset": chosen}
+        settings["representation"] = {**known, "cutoff": cutoff}
     if "target" not in settings:
         raise InputError("--target", None, "the key of the property to learn")
     unknown = sorted(set(settings) - _KNOWN)
