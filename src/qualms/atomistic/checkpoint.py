@@ -21,6 +21,7 @@ from qualms.errors import InputError
 from qualms.storage.files import atomic_output
 
 _VERSION = 1
+_STAGES = ("representation", "features", "selection")
 
 
 class Checkpoint:
@@ -47,6 +48,9 @@ class Checkpoint:
         if resume and path.exists():
             self._manifest = self._read(path, key)
         directory.mkdir(parents=True, exist_ok=True)
+        if not self._manifest["stages"]:
+            for stage in _STAGES:  # of an earlier run
+                self.path(stage).unlink(missing_ok=True)
         self._write()
 
     def has(self, stage: str) -> bool:

@@ -169,13 +169,18 @@ class AtomisticModel:
             key = run_key(data.digest, self.settings.model_dump_json())
             saved = Checkpoint(Path(checkpoint), key, resume=resume)
         stages = Stages(progress)
-        with threadpool_limits(limits=self.threads):
-            training = Training(
-                data, self.settings, Resources(self.threads, self.memory, saved), stages
-            )
-            if on_plan is not None:
-                on_plan(training.plan, data)
-            outcome = training.run()
+        try:
+            with threadpool_limits(limits=self.threads):
+                training = Training(
+                    data, self.settings, Resources(self.threads, self.memory, saved), stages
+                )
+                if on_plan is not None:
+                    on_plan(training.plan, data)
+                outcome = training.run()
+        except QualmsError:
+            if saved is not None and not resume:
+                saved.remove()  # the same run would fail again
+            raise
         self._keep(data, outcome, stages)
         if saved is not None:
             saved.remove()

@@ -131,7 +131,7 @@ class Solver:
             members = fit_members(self.full, Phi, targets[:, None, :], counts)
             predicted = members.predict(Phi)[:, 0] + offsets
         with stages.stage("Calibration"):
-            internal = _internal(data.y, predicted, counts)
+            internal = _internal(data.y, predicted, counts, settings.calibration)
             calibrations = _calibrations(internal, settings.calibration)
         fitted = self._assemble(settings, members, baseline, calibrations, counts, internal)
         return Outcome(fitted, self.plan, internal, self.full, _how(members))
@@ -176,7 +176,9 @@ class Solver:
         )
 
 
-def _internal(y: Float64Array, predicted: Float64Array, counts: IntArray) -> CalibrationData | None:
+def _internal(
+    y: Float64Array, predicted: Float64Array, counts: IntArray, wanted: str
+) -> CalibrationData | None:
     """Return what members that did not see a row say about it, if there is an error at all."""
     if np.ptp(y) == 0:
         warnings.warn(
@@ -187,7 +189,9 @@ def _internal(y: Float64Array, predicted: Float64Array, counts: IntArray) -> Cal
         return None
     try:
         return calibration_data(y, predicted, counts == 0)
-    except ExactFitError as error:
+    except CalibrationError as error:
+        if wanted != "none" and not isinstance(error, ExactFitError):
+            raise
         warnings.warn(f"{error} The spread is used as it is.", QualmsWarning, stacklevel=5)
         return None
 

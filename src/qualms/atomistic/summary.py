@@ -82,7 +82,7 @@ def _members(fitted: Fitted, record: Record) -> str:
 
 def _errors(fitted: Fitted, record: Record) -> str:
     if record.rmse is None or record.mae is None:
-        return "none: the members agree to rounding"
+        return "not known: the members agree to rounding, or none was without a row"
     return (
         f"RMSE {record.rmse:.4g}, MAE {record.mae:.4g} {units_of(fitted)} "
         f"({record.n_internal} rows, each by members that had not seen it)"

@@ -82,7 +82,6 @@ class Training:
         self.settings = settings
         self.resources = resources
         self.stages = stages
-        self.rng = np.random.default_rng(settings.seed)
         self.compression = resolve_compression(
             settings.representation,
             data.species,
@@ -93,7 +92,7 @@ class Training:
 
     def run(self) -> Outcome:
         """Train."""
-        return self.prepare().solve(self.settings, self.rng)
+        return self.prepare().solve(self.settings, np.random.default_rng(self.settings.seed))
 
     def prepare(self) -> Solver:
         """Compute everything that members of any size share."""
@@ -118,6 +117,10 @@ class Training:
         rows = KernelRows(representation, basis, origins, whitening, K, novelty)
         del K
         return Solver(self.data, self.settings, rows, self.plan, self.stages)
+
+    def _rng(self, purpose: int) -> np.random.Generator:
+        """Return a generator of its own for each purpose: a resumed run leaves out stages."""
+        return np.random.default_rng([self.settings.seed, purpose])
 
     # -- what there is to do ----------------------------------------------------------------------
 
@@ -168,7 +171,7 @@ class Training:
 
     def _sample(self) -> tuple[list[Any], list[IntArray]]:
         """Structures, in random order, with enough environments to find a compression from."""
-        order = self.rng.permutation(len(self.data.frames))
+        order = self._rng(1).permutation(len(self.data.frames))
         sizes = np.diff(self.data.offsets)[order]
         wanted = int(np.clip(self.data.n_environments // 4, *_SAMPLE))
         enough = int(np.searchsorted(np.cumsum(sizes), wanted)) + 1
@@ -228,10 +231,7 @@ class Training:
 
     def _candidates(self, representation: Representation) -> _Candidates:
         """Compute the features of as many environments, of random structures, as fit."""
-        order = self.rng.permutation(len(self.data.frames))
-        sizes = np.diff(self.data.offsets)
-        fits = np.cumsum(sizes[order]) <= self.plan.n_candidates
-        picked = np.sort(order[fits])
+        picked = self._pool()
         rows = [np.arange(*self.data.offsets[s : s + 2]) for s in picked]
         features = KeptFeatures(sum(map(len, rows)), representation.n_features)
         structures = ((self.data.frames[s], self.data.centers[s]) for s in picked)
@@ -245,24 +245,32 @@ class Training:
                 advance(done)
         return _Candidates(features, np.concatenate(rows))
 
+    def _pool(self) -> IntArray:
+        """Return random structures whose environments fit; or those of a choice made before."""
+        checkpoint = self.resources.checkpoint
+        if checkpoint is not None and checkpoint.has("selection"):
+            return np.unique(self._structures(_chosen_before(checkpoint)))
+        order = self._rng(2).permutation(len(self.data.frames))
+        fits = np.cumsum(np.diff(self.data.offsets)[order]) <= self.plan.n_candidates
+        return np.sort(order[fits])
+
     # -- representatives --------------------------------------------------------------------------
 
     def _representatives(self, representation: Representation, candidates: _Candidates) -> IntArray:
         checkpoint = self.resources.checkpoint
         if checkpoint is not None and checkpoint.has("selection"):
-            loaded: IntArray = checkpoint.load("selection")[0]["indices"]
-            return loaded
+            return np.searchsorted(candidates.rows, _chosen_before(checkpoint))
         with self.stages.stage("Representatives", self.plan.n_representatives) as advance:
             chosen = select_representatives(
                 candidates.features,
                 representation.kernel,
                 self.data.center_species[candidates.rows],
                 self.settings,
-                self.rng,
+                self._rng(3),
                 advance,
             )
         if checkpoint is not None:
-            checkpoint.save("selection", {"indices": chosen})
+            checkpoint.save("selection", {"environments": candidates.rows[chosen]})
         return chosen
 
     def _whitened(
@@ -281,16 +289,20 @@ class Training:
         kept = whitening.pivots
         return whitening, np.ascontiguousarray(representatives[kept]), chosen[kept]
 
+    def _structures(self, environments: IntArray) -> IntArray:
+        """Return the structure of each of some environments."""
+        return np.searchsorted(self.data.offsets, environments, side="right") - 1
+
     def _origins(self, environments: IntArray) -> IntArray:
         """Return structure, as given to ``fit``, and atom of some environments: (r, 2)."""
-        structure = np.searchsorted(self.data.offsets, environments, side="right") - 1
+        structure = self._structures(environments)
         place = environments - self.data.offsets[structure]
         atom = [self.data.centers[s][p] for s, p in zip(structure, place, strict=True)]
         return np.stack([self.data.source[structure], np.array(atom)], axis=1).astype(np.int64)
 
     def _own(self, environments: IntArray) -> list[IntArray]:
         """Return the representatives that come from each structure, or from its group."""
-        structure = np.searchsorted(self.data.offsets, environments, side="right") - 1
+        structure = self._structures(environments)
         groups = self.data.groups[structure]
         order = np.argsort(groups, kind="stable")
         sizes = np.bincount(groups, minlength=int(self.data.groups.max()) + 1)
@@ -342,10 +354,19 @@ class Training:
 
 @dataclass(frozen=True)
 class _Candidates:
-    """Features of environments among which representatives are chosen, and which they are."""
+    """Features of environments among which representatives are chosen, and which they are.
+
+    Environments are counted through all structures; `rows` is increasing.
+    """
 
     features: Features
     rows: IntArray
+
+
+def _chosen_before(checkpoint: Checkpoint) -> IntArray:
+    """Return the representatives that an interrupted run had chosen."""
+    environments: IntArray = checkpoint.load("selection")[0]["environments"]
+    return environments
 
 
 def _store(features: KeptFeatures | SpilledFeatures, checkpoint: Checkpoint) -> None:

@@ -13,7 +13,7 @@ from ase import Atoms
 from qualms.atomistic.baselines import anchors, atom_design, structure_design
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import check_structures, data_hash, fingerprints, species_of
-from qualms.atomistic.targets import labelled
+from qualms.atomistic.targets import Labelled, labelled
 from qualms.core.distinct import joined_groups
 from qualms.core.resampling import draw_members, group_codes, membership_counts
 from qualms.core.typing import Float64Array, IntArray
@@ -95,6 +95,8 @@ def make_training_set(
     groups : sequence of length len(frames), optional
         Labels of structures that belong together, such as snapshots of one trajectory.
     """
+    if isinstance(frames, Atoms):
+        raise InputError("frames", "one ase.Atoms", "a list of ase.Atoms", "Write [atoms].")
     if not len(frames):
         raise InputError("frames", "no structures", "at least 2 labelled structures")
     if groups is not None and len(groups) != len(frames):
@@ -131,8 +133,17 @@ def make_training_set(
         n_isolated=found.n_isolated,
         n_duplicates=n_duplicates,
         isolated=found.isolated,
-        digest=data_hash(used, found.values),
+        digest=data_hash(used, _by_structure(found, n_atoms) if per_atom else found.values),
     )
+
+
+def _by_structure(found: Labelled, n_atoms: IntArray) -> list[Float64Array]:
+    """Return the labels of the atoms of each structure, NaN where there is none."""
+    ends = np.cumsum([len(rows) for rows in found.rows])
+    labels = [np.full(n, np.nan) for n in n_atoms.tolist()]
+    for of_atoms, rows, end in zip(labels, found.rows, ends, strict=True):
+        of_atoms[rows] = found.values[end - len(rows) : end]
+    return labels
 
 
 def _joined(
@@ -166,6 +177,15 @@ def draw_counts(data: TrainingSet, settings: Settings, rng: np.random.Generator)
     )
     counts = membership_counts(drawn, n)
     if settings.baseline == "composition":
-        fixed = np.isin(groups, groups[anchors(data.design(per_atom=per_atom))])
+        few = anchors(data.design(per_atom=per_atom))
+        fixed = np.isin(groups, groups[few])
+        if fixed.all():
+            raise InputError(
+                "baseline",
+                "'composition'",
+                f"more than {len(few)} different structures (or groups of them), since those that "
+                "determine it are in every member and none is left to calibrate on",
+                "Use more structures, or baseline='mean'.",
+            )
         counts[fixed] = np.maximum(counts[fixed], 1)
     return counts
