@@ -19,6 +19,7 @@ from itertools import combinations_with_replacement
 from typing import Any, Protocol
 
 import numpy as np
+import scipy.linalg
 from ase import Atoms
 
 from qualms.atomistic.hypers import Scale
@@ -63,11 +64,34 @@ def make_engine(name: str, scale: Scale, species: tuple[int, ...]) -> Engine:
 
     Engines are kept: setting one up takes longer than a small molecule.
     """
-    if name == "dscribe":
-        return DscribeEngine(scale, species)
-    if name == "featomic":
-        return FeatomicEngine(scale, species)
-    raise InputError("engine", repr(name), '"dscribe" or "featomic"')
+    if name not in ("dscribe", "featomic"):
+        raise InputError("engine", repr(name), '"dscribe" or "featomic"')
+    engine = (DscribeEngine if name == "dscribe" else FeatomicEngine)(scale, species)
+    try:
+        next(engine.pieces([Atoms([species[0]])], [np.arange(1)]))
+    except Exception as error:
+        # Radial functions that can hardly be told apart; each library has its own exception.
+        raise InputError(
+            "n_radial", scale.n_radial, "fewer radial functions, or a wider cutoff", f"({error})"
+        ) from error
+    return engine
+
+
+def _in_cell(atoms: Atoms, scale: Scale) -> Atoms:
+    """Return a structure without a cell, or periodic in all directions with atoms in the cell.
+
+    dscribe loses neighbours of atoms outside the cell and wants one of finite volume; featomic does
+    not know slabs. Along directions that are not periodic the cell is made so wide that no image
+    comes near: dscribe counts atoms up to 3.7 widths of their Gaussians beyond the cutoff.
+    """
+    if not np.any(atoms.pbc):
+        return Atoms(atoms.numbers, atoms.positions) if np.any(atoms.cell.array) else atoms
+    vectors = atoms.cell.array[np.asarray(atoms.pbc)]
+    positions = atoms.positions - np.floor(atoms.positions @ np.linalg.pinv(vectors)) @ vectors
+    normals = scipy.linalg.null_space(vectors).T
+    widths = np.ptp(positions @ normals.T, axis=0) + scale.cutoff + 4 * scale.gaussian_width
+    cell = np.concatenate([vectors, widths[:, None] * normals])
+    return Atoms(atoms.numbers, positions, cell=cell, pbc=True)
 
 
 @dataclass(frozen=True)
@@ -96,7 +120,10 @@ class DscribeEngine:
                 alike.setdefault((present, bool(np.any(atoms.pbc))), []).append(i)
         for (present, periodic), members in alike.items():
             soap = self._soap(present, periodic)
-            spectra = [soap.create(frames[i], centers=centers[i].tolist()) for i in members]
+            spectra = [
+                soap.create(_in_cell(frames[i], self.scale), centers=centers[i].tolist())
+                for i in members
+            ]
             values = np.concatenate(spectra).astype(np.float32)
             values *= self._root_multiplicity(len(present))
             rows = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
@@ -183,7 +210,7 @@ class FeatomicEngine:
         values = np.zeros((len(samples), self.n_features), dtype=np.float32)
         if len(samples):
             computed = self._calculator.compute(
-                list(frames),
+                [_in_cell(atoms, self.scale) for atoms in frames],
                 selected_samples=Labels(["system", "atom"], samples),
                 use_native_system=True,
             )

@@ -9,6 +9,7 @@ import numpy as np
 from ase import Atoms
 
 from qualms.atomistic.model import AtomisticModel
+from qualms.atomistic.structures import check_species, check_structures
 from qualms.atomistic.summary import units_of
 from qualms.atomistic.targets import labelled
 from qualms.core.calibration import METHODS, Calibration, calibration_data, fit_calibration
@@ -102,6 +103,9 @@ def _predicted(model: AtomisticModel, frames: Sequence[Atoms]) -> _Predicted:
     settings, fitted = model.settings, model.fitted
     found = labelled(frames, settings.target, settings.kind, settings.species)
     used = [frames[i] for i in found.frames]
+    for i in found.frames.tolist():
+        check_structures([frames[i]], first=i)
+        check_species([frames[i]], fitted.representation.species, first=i)
     members, means, stds = [], [], []
     for chunk in model.stream(used):
         K_XM, design = chunk.rows(), chunk.design

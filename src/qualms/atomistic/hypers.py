@@ -34,7 +34,7 @@ class RadialScaling(_Frozen):
     """
 
     scale: Positive = 2.0
-    exponent: Positive = 4.0
+    exponent: Positive = 6.0
     rate: Positive = 1.0
 
 
@@ -63,7 +63,7 @@ class Scale(_Frozen):
     cutoff: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 5.0
     smoothing: Positive | None = None
     gaussian_width: Positive = 0.3
-    n_radial: Annotated[int, Field(ge=1)] = 6
+    n_radial: Annotated[int, Field(ge=1, le=100)] = 6
     l_max: Annotated[int, Field(ge=0, le=20)] = 5
     radial_basis: Literal["gto", "polynomial"] = "gto"
     radial_scaling: RadialScaling | None = RadialScaling()
@@ -130,7 +130,7 @@ class Soap(_Frozen):
 
 #: Chosen by validation on public data; see docs/representations.md.
 PRESETS: dict[str, Soap] = {
-    "organic": Soap(scales=(Scale(radial_scaling=RadialScaling(scale=2.0, exponent=6.0)),)),
+    "organic": Soap(),
     "nmr": Soap(
         scales=(
             Scale(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ase.data import chemical_symbols
 from pydantic import Field
 
 from qualms.atomistic.baselines import Baseline
@@ -20,7 +21,7 @@ from qualms.atomistic.compression import Projection
 from qualms.atomistic.fitted import Fitted, ProjectedVariance
 from qualms.atomistic.representation import Representation
 from qualms.atomistic.settings import Settings
-from qualms.core.calibration import METHODS, build_calibration
+from qualms.core.calibration import Calibration, build_calibration
 from qualms.errors import QualmsError
 from qualms.storage.container import (
     Document,
@@ -116,11 +117,11 @@ class ModelDocument(Document):
     feature_scale: float = Field(gt=0)
     kernel_scale: float = Field(gt=0)
     pp_intercept: float
-    pp_noise: float | None
-    pp_target_variance: float | None
+    pp_noise: float | None = Field(gt=0)
+    pp_target_variance: float | None = Field(gt=0)
     calibrations: dict[str, CalibrationDocument]
-    training_novelty: float
-    training_spread: float
+    training_novelty: float = Field(ge=0)
+    training_spread: float = Field(ge=0)
     record: Record
     provenance: Provenance
 
@@ -201,11 +202,20 @@ def read_model(path: str | Path) -> tuple[Fitted, Record, Provenance]:
     sizes = check_tensors(tensors, _expected(document), path=path, sizes=_sizes(document))
     try:
         fitted = _build(document, tensors, sizes["r"])
-        if fitted.representation.n_features != sizes["d"]:
-            raise ValueError(f"{sizes['d']} features do not fit the representation")
-    except (QualmsError, ValueError, TypeError, KeyError) as error:
+        _check_representation(fitted.representation, sizes["d"])
+    except (QualmsError, ValueError, TypeError, KeyError, ArithmeticError) as error:
         raise StorageError(path, f"the parts do not belong together ({error})") from error
     return fitted, document.record, document.provenance
+
+
+def _check_representation(representation: Representation, n_features: int) -> None:
+    """Refuse tensors that are not those of the hyper-parameters."""
+    plain = Representation(representation.soap, representation.species)
+    raw = tuple(projection.matrix.shape[0] for projection in representation.projections)
+    if raw not in ((), plain.widths):
+        raise ValueError(f"projections of {raw} features instead of {plain.widths}")
+    if representation.n_features != n_features:
+        raise ValueError(f"{n_features} features instead of {representation.n_features}")
 
 
 def _sizes(document: ModelDocument) -> dict[str, int]:
@@ -238,10 +248,11 @@ def _expected(document: ModelDocument) -> dict[str, TensorSpec]:
 def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
     pairs = zip(range(document.n_projections), document.kernel_errors, strict=True)
     projections = tuple(Projection(tensors[f"projection_{s}"], error) for s, error in pairs)
-    if document.settings.calibration not in document.calibrations:
-        raise ValueError(f"no calibration {document.settings.calibration}")
-    if not {c.method for c in document.calibrations.values()} <= set(METHODS):
-        raise ValueError("unknown calibration")
+    elements = range(1, len(chemical_symbols))
+    if not set(document.species) <= set(elements) or list(document.species) != sorted(
+        set(document.species)
+    ):
+        raise ValueError(f"species {document.species}")
     return Fitted(
         settings=document.settings,
         representation=Representation(
@@ -257,15 +268,27 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
         baseline=Baseline(
             document.baseline, document.species, tensors["baseline"], tensors["baseline_members"]
         ),
-        calibrations={
-            name: build_calibration(c.method, c.parameters)
-            for name, c in document.calibrations.items()
-        },
+        calibrations=_calibrations(document),
         pp_variance=_variance(document, tensors, r),
         membership=tensors["membership"],
         training_novelty=document.training_novelty,
         training_spread=document.training_spread,
     )
+
+
+def _calibrations(document: ModelDocument) -> dict[str, Calibration]:
+    calibrations = {
+        name: build_calibration(c.method, c.parameters) for name, c in document.calibrations.items()
+    }
+    if document.settings.calibration not in calibrations:
+        raise ValueError(f"no calibration {document.settings.calibration}")
+    typical = np.array([document.training_spread or 1.0])
+    for name, calibration in calibrations.items():
+        with np.errstate(all="ignore"):
+            std = float(calibration.std(typical, document.settings.n_members)[0])
+        if not 0 <= std < np.inf:
+            raise ValueError(f"calibration {name} gives an error bar of {std}")
+    return calibrations
 
 
 def _variance(document: ModelDocument, tensors: dict[str, Any], r: int) -> ProjectedVariance | None:
@@ -277,5 +300,7 @@ def _variance(document: ModelDocument, tensors: dict[str, Any], r: int) -> Proje
             raise ValueError(f"{name} has {tensors[name].size} elements")
         factor = np.zeros((r, r), dtype=np.float32)
         factor[np.tril_indices(r)] = tensors[name]
+        if np.any(np.diag(factor) <= 0):
+            raise ValueError(f"{name} is not a Cholesky factor")
         factors.append(factor)
     return ProjectedVariance(factors[0], factors[1], document.pp_noise, document.pp_target_variance)

@@ -130,15 +130,19 @@ def make_plan(
     # Solving a member exactly takes a copy of its rows, in turn; conjugate gradients do not.
     solving = rows + 6 * 8.0 * M**2 + min(0.5 * rows, 2 * GB) + 16 * 8.0 * n_members * n_rows
     later = max(rows + products, solving)
+    # What there is besides the candidates of "recompute": batches in flight, or picks and pools.
+    beside = max(batches, 4.0 * M * d + 100e6)
     needed = {
         # Features are let go once the kernel rows are there; a bit of both at the end of that.
         "keep": _BASE + max(features + max(batches, picking, rows + products), solving),
         "spill": _BASE + max(batches, picking, later),
-        "recompute": _BASE + max(batches + rows + products, picking, solving),
+        "recompute": _BASE + max(batches + rows + products, beside + 4.4 * M * d, solving),
     }
     mode = _choose(needed, limit, features, directory, to_disk)
-    room = max(limit - _BASE - 100e6 - 4.0 * M * d, 0.0) / (4.0 * d * 1.1)
-    candidates = n_environments if mode != "recompute" else int(min(n_environments, room))
+    candidates = n_environments
+    if mode == "recompute":
+        candidates = int(min(n_environments, (limit - _BASE - beside) / (4.4 * d)))
+        needed[mode] = max(needed[mode], _BASE + beside + 4.4 * d * candidates)
     return Plan(
         mode=mode,
         n_rows=n_rows,

@@ -184,8 +184,10 @@ class Training:
             return None
         n, d = self.data.n_environments, representation.n_features
         checkpoint = self.resources.checkpoint
-        features: KeptFeatures | SpilledFeatures = KeptFeatures(n, d)
-        if self.plan.mode == "spill":
+        features: KeptFeatures | SpilledFeatures
+        if self.plan.mode == "keep":
+            features = KeptFeatures(n, d)
+        else:
             directory = (
                 checkpoint.directory
                 if checkpoint is not None

@@ -95,7 +95,7 @@ def make_training_set(
     groups : sequence of length len(frames), optional
         Labels of structures that belong together, such as snapshots of one trajectory.
     """
-    if isinstance(frames, Atoms):
+    if isinstance(frames, Atoms):  # type: ignore[unreachable]
         raise InputError("frames", "one ase.Atoms", "a list of ase.Atoms", "Write [atoms].")
     if not len(frames):
         raise InputError("frames", "no structures", "at least 2 labelled structures")
