@@ -1,5 +1,30 @@
+import pytest
 from hypothesis import settings
 
 # Arrays are slow to draw on a busy machine; what is tested is not how fast they are drawn.
 settings.register_profile("qualms", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("qualms")
+
+
+@pytest.fixture(scope="session")
+def molecules():
+    """200 molecules of QM9, not to be changed."""
+    from atomistic_fixtures import labelled_molecules
+
+    return labelled_molecules(200)
+
+
+@pytest.fixture(scope="session")
+def energy_model(molecules):
+    """A model of the energies of the first 120 molecules."""
+    from atomistic_fixtures import make_model
+
+    return make_model(units="eV", n_representatives=150).fit(molecules[:120])
+
+
+@pytest.fixture(scope="session")
+def shift_model(molecules):
+    """A model of the shifts of hydrogen atoms in the first 60 molecules."""
+    from atomistic_fixtures import make_model
+
+    return make_model("shift", "atomic", species="H").fit(molecules[:60])

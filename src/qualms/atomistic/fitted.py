@@ -39,6 +39,9 @@ class ProjectedVariance:
     noise_variance: float
     variance: float
 
+    def __post_init__(self) -> None:
+        _in_file_order(self, "whitening", "posterior")
+
     def std(self, K_XM: Float64Array, k_xx: Float64Array) -> Float64Array:
         """Return σ_PP for kernel rows (n, r) and prior variances (n,): (n,)."""
         Phi = scipy.linalg.solve_triangular(
@@ -105,6 +108,10 @@ class Fitted:
     training_novelty: float
     training_spread: float
 
+    def __post_init__(self) -> None:
+        _in_file_order(self, "representatives", "weights", "intercepts", "pp_weights")
+        _in_file_order(self.baseline, "full", "members")
+
     @property
     def per_atom(self) -> bool:
         """Whether the target belongs to atoms."""
@@ -144,3 +151,9 @@ class Fitted:
         return np.asarray(
             K_XM @ self.pp_weights + self.pp_intercept + self.baseline.predict(design)
         )
+
+
+def _in_file_order(owner: object, *names: str) -> None:
+    """Lay arrays out as a file does: the order in memory decides how products are rounded."""
+    for name in names:
+        object.__setattr__(owner, name, np.ascontiguousarray(getattr(owner, name)))

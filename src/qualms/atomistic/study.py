@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from ase import Atoms
+from threadpoolctl import threadpool_limits
 
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.model import AtomisticModel
@@ -77,6 +78,19 @@ def study_subsamples(
     stages : Stages, optional
     """
     resources, stages = resources or Resources(), stages or Stages()
+    with threadpool_limits(limits=resources.threads):
+        return _study(train, validation, test, settings, sizes, resources, stages)
+
+
+def _study(
+    train: Sequence[Atoms],
+    validation: Sequence[Atoms],
+    test: Sequence[Atoms],
+    settings: Settings,
+    sizes: Sequence[float],
+    resources: Resources,
+    stages: Stages,
+) -> Study:
     data = make_training_set(train, settings)
     training = Training(data, settings, resources, stages)
     solver = training.prepare()

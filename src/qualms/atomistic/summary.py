@@ -84,8 +84,8 @@ def _errors(fitted: Fitted, record: Record) -> str:
     if record.rmse is None or record.mae is None:
         return "not known: the members agree to rounding, or none was without a row"
     return (
-        f"RMSE {record.rmse:.4g}, MAE {record.mae:.4g} {units_of(fitted)} "
-        f"({record.n_internal} rows, each by members that had not seen it)"
+        f"RMSE {record.rmse:.4g}, MAE {record.mae:.4g} {units_of(fitted)}".rstrip()
+        + f" ({record.n_internal} rows, each by members that had not seen it)"
     )
 
 

@@ -37,6 +37,7 @@ N_TRAIN, N_VALIDATION, N_TEST = 2000, 500, 500
 SIZES = (0.05, 0.25, 0.5, 0.75, 0.9)
 TARGET = "atomization_energy_per_atom"
 UNITS = "eV/atom"
+_PP = "GPR PP"
 FILES = ("model.safetensors", "errors.png", "parity.png", "reliability.png", "subsamples.png")
 
 
@@ -110,8 +111,19 @@ def _draw(
         "errors.png": ConditionalErrorDisplay.from_prediction(y, prediction, units=UNITS),
         "parity.png": ParityDisplay.from_prediction(y, prediction, units=UNITS, target="energy"),
         "reliability.png": ReliabilityDisplay.from_prediction(y, prediction),
-        "subsamples.png": SubsampleSizeDisplay.from_table(rows),
+        "subsamples.png": _sizes(rows),
     }
     for name, display in displays.items():
         with atomic_path(directory / name, force=force) as path:
             display.plot().save(path)
+
+
+def _sizes(rows: Mapping[float, Mapping[str, float]]) -> SubsampleSizeDisplay:
+    """Show the projected process, which has no sub-samples, as a line."""
+    members = {
+        size: {name: value for name, value in row.items() if name != _PP}
+        for size, row in rows.items()
+    }
+    return SubsampleSizeDisplay.from_table(
+        members, references={_PP: next(iter(rows.values()))[_PP]}
+    )

@@ -1,0 +1,237 @@
+"""The atomistic model on the molecules that come with qualms.
+
+What an error bar costs, what the engines cost and what is added to them, and what compression of
+the features saves. Run this file alone, with a divisor of all sizes if it should be quick, for the
+tables on the terminal.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from ase import Atoms
+
+from qualms import AtomisticModel
+from qualms.atomistic.engines import DscribeEngine, FeatomicEngine, make_engine
+from qualms.atomistic.featurize import all_atoms
+from qualms.atomistic.hypers import Compression, Soap, make_soap
+from qualms.atomistic.representation import Representation, fit_representation
+from qualms.data import qm9
+
+N_TRAIN, N_TEST = 2_000, 1_000
+TARGET = "atomization_energy"
+PREDICTION_SIZES = (1_000, 5_000)
+PREDICTION_TARGET = 1.03
+COMPRESSIONS: dict[str, dict[str, Any] | str | None] = {
+    "none": None,
+    "auto": "auto",
+    "PCA 1000": {"method": "pca", "n_features": 1000},
+    "PCA 500": {"method": "pca", "n_features": 500},
+    "FPS 500": {"method": "fps", "n_features": 500},
+}
+
+
+def medians(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Return the median time of each call; calls take turns, so that noise hits all alike."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            times[name].append(timed(call)[0])
+    return {name: float(np.median(t)) for name, t in times.items()}
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the time that a call takes, and its result."""
+    start = time.perf_counter()
+    result = call()
+    return time.perf_counter() - start, result
+
+
+def train(molecules: Sequence[Atoms], n_representatives: int, **settings: Any) -> AtomisticModel:
+    """Train a model of atomisation energies."""
+    return AtomisticModel(TARGET, n_representatives=n_representatives, **settings).fit(molecules)
+
+
+def mean_absolute_error(model: AtomisticModel, molecules: Sequence[Atoms]) -> float:
+    """Return the error of energies in meV per atom."""
+    sizes = np.array([len(atoms) for atoms in molecules])
+    y = np.array([atoms.info[TARGET] for atoms in molecules])
+    return 1e3 * float(np.mean(np.abs(model.predict(molecules).mean - y) / sizes))
+
+
+# --- what an error bar costs ---
+
+
+def prediction_row(
+    known: Sequence[Atoms], new: Sequence[Atoms], n_representatives: int, repeats: int = 9
+) -> list[Any]:
+    """Time predictions with and without error bars, from structures."""
+    model = train(known, n_representatives)
+    calls: dict[str, Callable[[], object]] = {
+        "mean": lambda: model.predict_mean(new),
+        "all": lambda: model.predict(new).std,
+    }
+    medians(calls, 1)  # makes the engines
+    seconds = medians(calls, repeats)
+    return [
+        n_representatives,
+        f"{seconds['mean']:.3f}",
+        f"{seconds['all']:.3f}",
+        f"{seconds['all'] / seconds['mean']:.3f} ×",
+        f"≤ {PREDICTION_TARGET} ×",
+    ]
+
+
+def prediction_table(known: Sequence[Atoms], new: Sequence[Atoms], divisor: int) -> dict[str, Any]:
+    """Compare predictions with and without error bars."""
+    return {
+        "title": f"Error bars of {len(new)} molecules, from structures, 16 members",
+        "columns": ["M", "mean alone, s", "mean, σ and members, s", "ratio", "target"],
+        "rows": [prediction_row(known, new, M // divisor) for M in PREDICTION_SIZES],
+        "notes": [f"Medians of alternating calls; models trained on {len(known)} molecules."],
+    }
+
+
+# --- what the engines cost ---
+
+
+def raw_dscribe(engine: DscribeEngine, frames: Sequence[Atoms], *, own_species: bool) -> None:
+    """Call dscribe and do nothing else; with the species of each molecule, or with all of them."""
+    for atoms in frames:
+        species = tuple(np.unique(atoms.numbers).tolist()) if own_species else engine.species
+        engine._soap(species, False).create(atoms, centers=list(range(len(atoms))))
+
+
+def raw_featomic(engine: FeatomicEngine, frames: Sequence[Atoms]) -> None:
+    """Call featomic and do nothing else."""
+    engine._calculator.compute(list(frames), use_native_system=True)
+
+
+def engine_calls(soap: Soap, frames: Sequence[Atoms]) -> dict[str, Callable[[], object]]:
+    """Return what to time for one engine: its bare calls, and features without and with PCA."""
+    species = tuple(sorted({int(z) for atoms in frames for z in atoms.numbers}))
+    centers = all_atoms(frames)
+    engine = make_engine(soap.resolved_engine, soap.scales[0], species)
+    calls: dict[str, Callable[[], object]] = {}
+    if isinstance(engine, DscribeEngine):
+        calls["all species"] = partial(raw_dscribe, engine, frames, own_species=False)
+        calls["bare"] = partial(raw_dscribe, engine, frames, own_species=True)
+    elif isinstance(engine, FeatomicEngine):
+        calls["bare"] = partial(raw_featomic, engine, frames)
+    plain = Representation(soap, species)
+    compressed = fit_representation(soap, species, frames, centers, Compression())
+    calls["features"] = partial(plain.features, frames, centers)
+    calls["features, PCA 1000"] = partial(compressed.features, frames, centers)
+    return calls
+
+
+ENGINE_LABELS = {
+    "all species": "bare calls, all species",
+    "bare": "bare calls",
+    "features": "regrouped, normalised, float32",
+    "features, PCA 1000": "the same and PCA 1000",
+}
+
+
+def engine_rows(name: str, frames: Sequence[Atoms], repeats: int = 5) -> list[list[Any]]:
+    """Time one engine."""
+    calls = engine_calls(make_soap("organic", engine=name), frames)
+    medians(calls, 1)
+    seconds = medians(calls, repeats)
+    n = sum(map(len, frames))
+    return [
+        [
+            name,
+            ENGINE_LABELS[what],
+            f"{n / t:.0f}",
+            "–" if what in ("bare", "all species") else f"{1 - seconds['bare'] / t:.1%}",
+        ]
+        for what, t in seconds.items()
+    ]
+
+
+def engine_table(frames: Sequence[Atoms]) -> dict[str, Any]:
+    """Compare the engines, and what is added to them."""
+    return {
+        "title": f"Engines: {sum(map(len, frames))} environments of {len(frames)} molecules, "
+        "one process",
+        "columns": ["engine", "what", "environments per second", "share added by qualms"],
+        "rows": [row for name in ("dscribe", "featomic") for row in engine_rows(name, frames)],
+        "notes": [
+            "One process: dscribe then uses one core, featomic all. Training spreads environments "
+            "over processes when there are many of them.",
+            "Bare calls: the library alone, molecule by molecule (dscribe, with the species that "
+            "the molecule has, as qualms calls it, or with all) or in one call (featomic).",
+        ],
+    }
+
+
+# --- what compression saves ---
+
+
+def compression_row(
+    name: str, known: Sequence[Atoms], new: Sequence[Atoms], n_representatives: int
+) -> list[Any]:
+    """Train and predict with one compression."""
+    representation = make_soap("organic", compression=COMPRESSIONS[name])
+    seconds, model = timed(partial(train, known, n_representatives, representation=representation))
+    predicting, error = timed(partial(mean_absolute_error, model, new))
+    stages = model.record.seconds
+    projections = model.fitted.representation.projections
+    return [
+        name,
+        model.fitted.representation.n_features,
+        f"{error:.3f}",
+        f"{projections[0].kernel_error:.0e}" if projections else "–",
+        f"{seconds:.1f}",
+        *(f"{stages.get(s, 0.0):.1f}" for s in COMPRESSION_STAGES),
+        f"{predicting:.2f}",
+    ]
+
+
+COMPRESSION_STAGES = ("Compression", "Power spectra", "Representatives", "Kernel rows")
+
+
+def compression_table(known: Sequence[Atoms], new: Sequence[Atoms], divisor: int) -> dict[str, Any]:
+    """Compare compressions."""
+    n_representatives = 1_000 // divisor
+    train(known[:200], min(n_representatives, 200))  # makes the engines
+    return {
+        "title": f"Compression: {len(known)} molecules, M = {n_representatives}, 16 members, "
+        f"tested on {len(new)} others",
+        "columns": [
+            "compression",
+            "features",
+            "MAE, meV/atom",
+            "kernel error",
+            "training, s",
+            *(f"{stage.lower()}, s" for stage in COMPRESSION_STAGES),
+            "predicting, s",
+        ],
+        "rows": [compression_row(name, known, new, n_representatives) for name in COMPRESSIONS],
+        "notes": [
+            "auto: what qualms chooses if it is not told. Kernel error: root mean squared change of x·x′ between environments that the "
+            "compression was not made from.",
+        ],
+    }
+
+
+def run(divisor: int = 1) -> list[dict[str, Any]]:
+    """Measure everything; `divisor` makes it small."""
+    molecules = qm9()
+    known, new = molecules[: N_TRAIN // divisor], molecules[N_TRAIN:][: N_TEST // divisor]
+    return [
+        prediction_table(known, new, divisor),
+        engine_table(new),
+        compression_table(known, new, divisor),
+    ]
+
+
+if __name__ == "__main__":
+    for table in run(*map(int, sys.argv[1:])):
+        print("\n" + table["title"], table["columns"], *table["rows"], sep="\n")

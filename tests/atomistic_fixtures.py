@@ -1,0 +1,117 @@
+"""Small molecules, crystals and models that several tests share."""
+
+import io
+import os
+import shlex
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+from ase.build import bulk
+
+from qualms import AtomisticModel
+from qualms.cli import main
+from qualms.data import qm9
+
+ENERGY = "atomization_energy"
+#: A representation that takes no time, and is good enough.
+SMALL = {"cutoff": 4.0, "n_radial": 3, "l_max": 3}
+
+
+def labelled_molecules(n):
+    """Molecules with energies, and with shifts of atoms that depend on their neighbours."""
+    molecules = qm9(n=n)
+    for atoms in molecules:
+        near = np.exp(-atoms.get_all_distances())
+        atoms.arrays["shift"] = near @ atoms.numbers - near.sum(axis=1) * atoms.numbers
+    return molecules
+
+
+def labelled_crystals(n, seed=0):
+    """Rock salt of various volumes, its atoms displaced, with the energy of a pair potential."""
+    rng = np.random.default_rng(seed)
+    crystals = [bulk("NaCl", "rocksalt", a=a, cubic=False) for a in rng.uniform(5.0, 6.2, n)]
+    for atoms in crystals:
+        atoms.positions += rng.normal(scale=0.1, size=atoms.positions.shape)
+        energy = 0.0
+        for shift in np.ndindex(5, 5, 5):
+            images = atoms.positions + (np.array(shift) - 2) @ atoms.cell.array
+            r = np.linalg.norm(atoms.positions[:, None] - images, axis=2)
+            energy += np.exp(-r[r > 0]).sum()
+        atoms.info["energy"] = energy - 3.0 * len(atoms)
+    return crystals
+
+
+def make_model(target=ENERGY, kind="extensive", **settings):
+    """A small model on one core."""
+    small = {"representation": SMALL, "n_representatives": 100, "threads": 1}
+    return AtomisticModel(target, kind, **(small | settings))
+
+
+def copies(frames):
+    """Structures that a test may change."""
+    return [atoms.copy() for atoms in frames]
+
+
+def truth(frames, key=ENERGY):
+    return np.array([atoms.info[key] for atoms in frames])
+
+
+def same_predictions(a, b, frames):
+    """Two models say the same to the last bit."""
+    first, second = a.predict(frames), b.predict(frames)
+    np.testing.assert_array_equal(first.members, second.members)
+    np.testing.assert_array_equal(first.uncalibrated.members, second.uncalibrated.members)
+    np.testing.assert_array_equal(a.predict_mean(frames), b.predict_mean(frames))
+    np.testing.assert_array_equal(a.extrapolates(frames), b.extrapolates(frames))
+    if a.settings.keep_pp:
+        np.testing.assert_array_equal(a.predict_pp(frames), b.predict_pp(frames))
+
+
+class Interrupt:
+    """A display that presses Ctrl-C when a stage begins, or after so much of it."""
+
+    def __init__(self, stage, done=None):
+        self.stage, self.done, self.now = stage, done, None
+
+    def begin(self, stage, total):
+        self.now = stage
+        if stage == self.stage and self.done is None:
+            raise KeyboardInterrupt
+
+    def advance(self, done):
+        if self.now == self.stage and self.done is not None and done >= self.done:
+            raise KeyboardInterrupt
+
+    def end(self, seconds):
+        pass
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def qualms(command, *more):
+    """Run a command in this process, which saves the two seconds that imports take."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    argv = ["qualms", *shlex.split(command), *map(str, more)]
+    with patch.object(sys, "argv", argv), redirect_stdout(out), redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+    return Ended(code, out.getvalue(), err.getvalue())
+
+
+def contents(directory):
+    """Every file under a directory, and what is in it."""
+    files = [path for path in Path(directory).rglob("*") if path.is_file()]
+    return {os.fspath(path.relative_to(directory)): path.read_bytes() for path in files}
