@@ -9,6 +9,7 @@ import numpy as np
 from ase import Atoms
 
 from qualms.atomistic.model import AtomisticModel
+from qualms.atomistic.progress import Stages
 from qualms.atomistic.structures import check_species, check_structures
 from qualms.atomistic.summary import units_of
 from qualms.atomistic.targets import labelled
@@ -51,7 +52,11 @@ class Evaluation:
 
 
 def evaluate(
-    model: AtomisticModel, frames: Sequence[Atoms], validation: Sequence[Atoms] | None = None
+    model: AtomisticModel,
+    frames: Sequence[Atoms],
+    validation: Sequence[Atoms] | None = None,
+    *,
+    stages: Stages | None = None,
 ) -> Evaluation:
     """Score a model with every calibration, and its projected process.
 
@@ -64,9 +69,12 @@ def evaluate(
     validation : sequence of Atoms, optional
         More of them, to fit the calibrations that are not internal to. Without, these are fitted to
         each half of `frames` and judged on the other half.
+    stages : Stages, optional
+        Shows the progress.
     """
-    test = _predicted(model, frames)
-    held_out = None if validation is None else _predicted(model, validation)
+    stages = stages or Stages()
+    test = _predicted(model, frames, stages)
+    held_out = None if validation is None else _predicted(model, validation, stages)
     calibrations = model.fitted.calibrations
     rows = {"raw": score(test.y, test.raw)}
     for method in _VALIDATED:
@@ -99,21 +107,14 @@ class _Predicted:
     n_unlabelled: int
 
 
-def _predicted(model: AtomisticModel, frames: Sequence[Atoms]) -> _Predicted:
-    settings, fitted = model.settings, model.fitted
+def _predicted(model: AtomisticModel, frames: Sequence[Atoms], stages: Stages) -> _Predicted:
+    settings, fitted = model.fitted.settings, model.fitted
     found = labelled(frames, settings.target, settings.kind, settings.species)
     used = [frames[i] for i in found.frames]
     for i in found.frames.tolist():
         check_structures([frames[i]], first=i)
         check_species([frames[i]], fitted.representation.species, first=i)
-    members, means, stds = [], [], []
-    for chunk in model.stream(used):
-        K_XM, design = chunk.rows(), chunk.design
-        members.append(fitted.members(K_XM, design))
-        if fitted.pp_variance is not None:
-            k_xx = fitted.basis.prior_variance(chunk.batch.features, chunk.batch.offsets)
-            means.append(fitted.pp_mean(K_XM, design))
-            stds.append(fitted.pp_variance.std(K_XM, k_xx))
+    members, pp = _streamed(model, used, stages)
     # Atoms of the wanted species without a label are predicted, but cannot be judged.
     judged: slice | BoolArray = slice(None)
     if settings.kind == "atomic":
@@ -122,10 +123,31 @@ def _predicted(model: AtomisticModel, frames: Sequence[Atoms]) -> _Predicted:
     n_atoms = np.array([len(atoms) for atoms in used], dtype=np.float64)
     return _Predicted(
         y=found.values / n_atoms if settings.kind == "extensive" else found.values,
-        raw=Prediction(np.concatenate(members)[judged]),
-        pp=(np.concatenate(means)[judged], np.concatenate(stds)[judged]) if means else None,
+        raw=Prediction(members[judged]),
+        pp=None if pp is None else (pp[0][judged], pp[1][judged]),
         n_unlabelled=found.n_unlabelled,
     )
+
+
+def _streamed(
+    model: AtomisticModel, frames: Sequence[Atoms], stages: Stages
+) -> tuple[Float64Array, tuple[Float64Array, Float64Array] | None]:
+    """Return what members, and the projected process, say: averages over atoms, or of atoms."""
+    fitted = model.fitted
+    members, means, stds = [], [], []
+    done = 0
+    with stages.stage("Predictions", len(frames)) as advance:
+        for chunk in model.stream(frames):
+            K_XM, design = chunk.rows(), chunk.design
+            members.append(fitted.members(K_XM, design))
+            if fitted.pp_variance is not None:
+                k_xx = fitted.basis.prior_variance(chunk.batch.features, chunk.batch.offsets)
+                means.append(fitted.pp_mean(K_XM, design))
+                stds.append(fitted.pp_variance.std(K_XM, k_xx))
+            done += len(chunk.frames)
+            advance(done)
+    pp = (np.concatenate(means), np.concatenate(stds)) if means else None
+    return np.concatenate(members), pp
 
 
 def _validated(test: _Predicted, held_out: _Predicted | None, method: str) -> Prediction | None:

@@ -51,7 +51,7 @@ class AtomisticModel:
     representation : str, dict or Soap
         A preset ("organic", "nmr", "general"), or hyper-parameters: see `qualms.atomistic.hypers`.
     species : list of str, optional
-        Elements that an atomic property is of; all that have labels by default.
+        Elements that an atomic property is of; those that have labels by default.
     n_representatives : int
         M.
     selection : {"fps", "cur", "random"}
@@ -302,7 +302,7 @@ class AtomisticModel:
 
     def target_atoms(self, frames: Sequence[Atoms]) -> list[Any]:
         """Return, for an atomic property, the atoms of each structure that `predict` predicts."""
-        species = self.settings.species
+        species = self.fitted.settings.species
         if self.settings.kind != "atomic":
             raise InputError("kind", repr(self.settings.kind), "'atomic'")
         if species is None:

@@ -19,7 +19,7 @@ from qualms.atomistic.predicting import stream_chunks
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.training import Resources, Training
-from qualms.atomistic.training_set import make_training_set
+from qualms.atomistic.training_set import make_training_set, resolved_species
 from qualms.core.calibration import Calibration, NoCalibration, calibration_data, fit_calibration
 from qualms.core.likelihood import log_likelihood
 from qualms.core.typing import Float64Array
@@ -92,6 +92,7 @@ def _study(
     stages: Stages,
 ) -> Study:
     data = make_training_set(train, settings)
+    settings = resolved_species(settings, data)
     training = Training(data, settings, resources, stages)
     solver = training.prepare()
     chosen = solver.solve(settings, np.random.default_rng(settings.seed))

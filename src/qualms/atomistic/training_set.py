@@ -146,6 +146,14 @@ def _by_structure(found: Labelled, n_atoms: IntArray) -> list[Float64Array]:
     return labels
 
 
+def resolved_species(settings: Settings, data: TrainingSet) -> Settings:
+    """Return the settings with the elements that an atomic property is of: those with labels."""
+    if settings.kind != "atomic" or settings.species is not None:
+        return settings
+    labelled_species = tuple(np.unique(data.center_species).tolist())
+    return settings.model_copy(update={"species": labelled_species})
+
+
 def _joined(
     frames: Sequence[Atoms], groups: Sequence[object] | None, source: IntArray
 ) -> tuple[IntArray, int]:

@@ -9,6 +9,7 @@ import typer
 
 from qualms.atomistic.evaluation import evaluate as evaluate_model
 from qualms.atomistic.model import AtomisticModel
+from qualms.atomistic.progress import Stages
 from qualms.atomistic.structures import read_frames
 from qualms.cli.console import Terminal
 from qualms.cli.options import Json, Model, Quiet, Threads
@@ -31,7 +32,7 @@ def evaluate(
     loaded = AtomisticModel.load(model, threads=threads)
     frames = read_frames(test)
     held_out = None if validation is None else read_frames(validation)
-    evaluation = evaluate_model(loaded, frames, held_out)
+    evaluation = evaluate_model(loaded, frames, held_out, stages=Stages(terminal.progress()))
     if evaluation.n_unlabelled:
         terminal.say(f"{evaluation.n_unlabelled} without a label are skipped.")
     table = score_table(

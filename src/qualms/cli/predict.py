@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import numpy as np
 import typer
 
 from qualms.atomistic.model import AtomisticModel
+from qualms.atomistic.progress import Stages
 from qualms.atomistic.structures import iter_frames
 from qualms.cli.console import Terminal
 from qualms.cli.options import Force, Json, Model, Quiet, Threads
@@ -49,13 +51,17 @@ def predict(
     per_atom = loaded.fitted.per_atom
     unknown = "ignore" if ignore_unknown else "error"
     n_structures = n_flagged = n_unknown = 0
-    with open_writer(
-        output,
-        loaded.settings.target,
-        kind="atomic" if per_atom else "structure",
-        ensemble=ensemble,
-        force=force,
-    ) as writer:
+    with ExitStack() as stack:
+        writer = stack.enter_context(
+            open_writer(
+                output,
+                loaded.settings.target,
+                kind="atomic" if per_atom else "structure",
+                ensemble=ensemble,
+                force=force,
+            )
+        )
+        advance = stack.enter_context(Stages(terminal.progress()).stage("Structures"))
         for chunk in loaded.stream(iter_frames(structures), unknown_species=unknown):
             novelty = np.empty(len(chunk.frames))
             prediction = chunk.predict(chunk.rows(novelty))
@@ -69,6 +75,7 @@ def predict(
             n_structures += len(chunk.frames)
             n_flagged += int(flags.sum())
             n_unknown += int(chunk.has_unknown.sum())
+            advance(n_structures)
     if n_unknown:
         terminal.warn(f"{n_unknown} of {n_structures} structures have elements that are ignored.")
     if n_flagged:
@@ -80,6 +87,8 @@ def predict(
         f"{n_structures} structures → {output}",
         document={
             "output": str(output),
+            "target": loaded.settings.target,
+            "units": loaded.settings.units,
             "n_structures": n_structures,
             "n_extrapolating": n_flagged,
             "n_unknown_species": n_unknown,
