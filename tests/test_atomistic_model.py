@@ -23,7 +23,14 @@ from atomistic_fixtures import (
     truth,
 )
 
-from qualms import AtomisticModel, InputError, Prediction, QualmsError, QualmsWarning
+from qualms import (
+    AtomisticModel,
+    InputError,
+    Prediction,
+    QualmsError,
+    QualmsWarning,
+    calibrate,
+)
 from qualms.atomistic import plan, training
 from qualms.atomistic.evaluation import evaluate
 from qualms.atomistic.predicting import stream_chunks
@@ -295,6 +302,24 @@ def test_what_cannot_be_done_is_said_in_one_line(molecules, energy_model, call, 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("n", "settings"),
+    [(1, {}), (4, {}), (20, {"subsample": 20}), (20, {"baseline": "atoms"}), (20, {"memory": 1e6})],
+)
+def test_what_cannot_be_trained_is_refused_before_the_work(molecules, monkeypatch, n, settings):
+    monkeypatch.setattr(training, "stream_features", None)
+    with pytest.raises(InputError):
+        make_model(**settings).fit(molecules[:n])
+
+
+def test_without_a_calibration_the_fewest_structures_will_do(molecules):
+    model = make_model(calibration="none", baseline="mean")
+    with pytest.warns(QualmsWarning, match="The spread is used as it is"):
+        model.fit(molecules[:2])
+    assert (model.predict(molecules[:2]).std > 0).all()
+    assert model.record.rmse is None
+
+
 def test_bad_structures_are_named_as_they_were_given(molecules):
     frames = copies(molecules[:20])
     del frames[2].info[ENERGY]
@@ -326,9 +351,25 @@ def test_the_summary_tells_what_was_learned(energy_model):
         energy_model.provenance.data_digest[:12],
     ):
         assert fact in text
-    internal = energy_model.internal
-    assert energy_model.record.rmse == pytest.approx(np.sqrt(np.mean(internal.residuals**2)))
-    assert energy_model.record.n_internal == 115
+
+
+def test_training_structures_are_judged_by_members_that_had_not_seen_them(molecules, energy_model):
+    train = molecules[:120]
+    n_atoms = np.array([len(atoms) for atoms in train])
+    members = energy_model.predict(train).uncalibrated.members / n_atoms[:, None]
+    residuals, spreads = [], []
+    for y, row, seen in zip(
+        truth(train) / n_atoms, members, energy_model.fitted.membership, strict=True
+    ):
+        if np.count_nonzero(seen == 0) >= 3:
+            residuals.append(y - row[seen == 0].mean())
+            spreads.append(row[seen == 0].std(ddof=1))
+    np.testing.assert_allclose(energy_model.internal.residuals, residuals, rtol=1e-5, atol=1e-8)
+    np.testing.assert_allclose(energy_model.internal.spread, spreads, rtol=1e-5)
+    assert energy_model.record.rmse == pytest.approx(np.sqrt(np.mean(np.square(residuals))))
+    assert energy_model.record.mae == pytest.approx(np.mean(np.abs(residuals)))
+    assert energy_model.record.n_internal == len(residuals) == 115
+    assert energy_model.fitted.training_spread == pytest.approx(max(spreads))
 
 
 # --- what the result depends on ---
@@ -713,6 +754,15 @@ def test_without_a_validation_set_halves_judge_each_other(molecules, energy_mode
     result = evaluate(energy_model, molecules[120:160])
     assert set(result.rows) == ROWS
     assert "half" in result.validation
+    raw = result.prediction.uncalibrated
+    variance = np.empty(40)
+    for half, other in (
+        (slice(0, None, 2), slice(1, None, 2)),
+        (slice(1, None, 2), slice(0, None, 2)),
+    ):
+        alpha = calibrate(result.y[other], raw[other], method="linear").alpha
+        variance[half] = (alpha * raw.std[half]) ** 2
+    assert result.rows["linear (validation)"].sharpness == pytest.approx(np.sqrt(variance.mean()))
     few = evaluate(energy_model, molecules[120:125])
     assert set(few.rows) == {name for name in ROWS if "validation" not in name}
 
@@ -754,6 +804,7 @@ def test_a_study_of_sub_sample_sizes(molecules):
         assert list(row) == columns
         assert np.isfinite(list(row.values())).all()
         assert row["student"] == pytest.approx(row["CV"], abs=0.3)
+    assert len({row["Raw"] for row in study.rows.values()}) == 3
     assert study.rows[0.25]["GPR PP"] == study.rows[60]["GPR PP"]  # knows nothing of members
     # The model is the one that training by itself gives, and its row is what `evaluate` says.
     alone = AtomisticModel(**settings.model_dump(), threads=1).fit(molecules[:80])

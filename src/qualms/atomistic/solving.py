@@ -106,7 +106,7 @@ class Solver:
         with stages.stage("Full model"):
             self.Phi = np.asarray(self.whitening.features(rows.K_NM, overwrite=True))
             del rows.K_NM
-            target = data.y - self._baseline(settings).predict(self.design)
+            target = data.y - _baseline(data, settings, self.design).predict(self.design)
             centered = settings.baseline != "none"
             groups = None if settings.resample == "atoms" else data.groups[data.row_structure]
             self.full = fit_full_model(
@@ -124,7 +124,7 @@ class Solver:
         """
         data, Phi, stages = self.data, self.Phi, self.stages
         counts = draw_counts(data, settings, rng)
-        baseline = self._baseline(settings, counts)
+        baseline = _baseline(data, settings, self.design, counts)
         with stages.stage("Members"):
             offsets = baseline.predict_members(self.design)
             targets = data.y[:, None] - offsets
@@ -135,17 +135,6 @@ class Solver:
             calibrations = _calibrations(internal, settings.calibration)
         fitted = self._assemble(settings, members, baseline, calibrations, counts, internal)
         return Outcome(fitted, self.plan, internal, self.full, _how(members))
-
-    def _baseline(self, settings: Settings, counts: IntArray | None = None) -> Baseline:
-        return fit_baseline(
-            cast("str | Mapping[str | int, float]", settings.baseline),
-            self.design,
-            self.data.y,
-            species=self.data.species,
-            kind=settings.kind,
-            counts=counts,
-            isolated=self.data.isolated,
-        )
 
     def _assemble(
         self,
@@ -174,6 +163,26 @@ class Solver:
             training_novelty=rows.novelty,
             training_spread=0.0 if internal is None else float(internal.spread.max()),
         )
+
+
+def check_members(data: TrainingSet, settings: Settings) -> None:
+    """Refuse data that members and their baselines cannot be had from, before the work."""
+    counts = draw_counts(data, settings, np.random.default_rng(settings.seed))
+    _baseline(data, settings, data.design(per_atom=settings.kind == "atomic"), counts)
+
+
+def _baseline(
+    data: TrainingSet, settings: Settings, design: Float64Array, counts: IntArray | None = None
+) -> Baseline:
+    return fit_baseline(
+        cast("str | Mapping[str | int, float]", settings.baseline),
+        design,
+        data.y,
+        species=data.species,
+        kind=settings.kind,
+        counts=counts,
+        isolated=data.isolated,
+    )
 
 
 def _internal(

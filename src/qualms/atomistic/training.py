@@ -32,7 +32,7 @@ from qualms.atomistic.representation import (
 )
 from qualms.atomistic.selection import select_representatives
 from qualms.atomistic.settings import Settings
-from qualms.atomistic.solving import KernelRows, Outcome, Solver
+from qualms.atomistic.solving import KernelRows, Outcome, Solver, check_members
 from qualms.atomistic.training_set import TrainingSet
 from qualms.core.kernels import unit_scale
 from qualms.core.linalg import Whitening, whiten
@@ -82,6 +82,7 @@ class Training:
         self.settings = settings
         self.resources = resources
         self.stages = stages
+        check_members(data, settings)
         self.compression = resolve_compression(
             settings.representation,
             data.species,
