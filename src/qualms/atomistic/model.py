@@ -27,7 +27,7 @@ from qualms.atomistic.settings import Settings, make_settings
 from qualms.atomistic.solving import Outcome
 from qualms.atomistic.summary import describe
 from qualms.atomistic.training import Resources, Training
-from qualms.atomistic.training_set import TrainingSet, make_training_set
+from qualms.atomistic.training_set import TrainingSet, make_training_set, resolved_species
 from qualms.core.calibration import CalibrationData
 from qualms.core.typing import Float64Array
 from qualms.errors import InputError, QualmsError
@@ -138,6 +138,7 @@ class AtomisticModel:
         *,
         checkpoint: str | Path | None = None,
         resume: bool = False,
+        keep_checkpoint: bool = False,
         progress: Display | None = None,
         on_plan: Callable[[Plan, TrainingSet], object] | None = None,
     ) -> AtomisticModel:
@@ -154,6 +155,8 @@ class AtomisticModel:
             Directory for what is needed to resume an interrupted run; removed at the end.
         resume : bool
             Whether to go on from what is in `checkpoint`.
+        keep_checkpoint : bool
+            Whether it is left in place, to be removed when the model is safely on disk.
         progress : Display, optional
             Shows the progress.
         on_plan : callable, optional
@@ -172,7 +175,10 @@ class AtomisticModel:
         try:
             with threadpool_limits(limits=self.threads):
                 training = Training(
-                    data, self.settings, Resources(self.threads, self.memory, saved), stages
+                    data,
+                    resolved_species(self.settings, data),
+                    Resources(self.threads, self.memory, saved),
+                    stages,
                 )
                 if on_plan is not None:
                     on_plan(training.plan, data)
@@ -182,7 +188,7 @@ class AtomisticModel:
                 saved.remove()  # the same run would fail again
             raise
         self._keep(data, outcome, stages)
-        if saved is not None:
+        if saved is not None and not keep_checkpoint:
             saved.remove()
         return self
 

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 from ase import Atoms
 
-from qualms.atomistic.baselines import anchors, atom_design, structure_design
+from qualms.atomistic.baselines import anchors, atom_design, spans, structure_design
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import check_structures, data_hash, fingerprints, species_of
 from qualms.atomistic.targets import Labelled, labelled
@@ -170,7 +170,8 @@ def _joined(
 def draw_counts(data: TrainingSet, settings: Settings, rng: np.random.Generator) -> IntArray:
     """Draw the members: how often each row is in the training set of each, (N, N_R).
 
-    The few rows that determine the baseline of a composition are in all of them.
+    A member whose rows do not determine the baseline of the composition, because it lacks a rare
+    element, gets the few rows that do.
     """
     per_atom = settings.kind == "atomic"
     n = len(data.y)
@@ -185,15 +186,18 @@ def draw_counts(data: TrainingSet, settings: Settings, rng: np.random.Generator)
     )
     counts = membership_counts(drawn, n)
     if settings.baseline == "composition":
-        few = anchors(data.design(per_atom=per_atom))
-        fixed = np.isin(groups, groups[few])
-        if fixed.all():
-            raise InputError(
-                "baseline",
-                "'composition'",
-                f"more than {len(few)} different structures (or groups of them), since those that "
-                "determine it are in every member and none is left to calibrate on",
-                "Use more structures, or baseline='mean'.",
-            )
-        counts[fixed] = np.maximum(counts[fixed], 1)
+        design = data.design(per_atom=per_atom)
+        lacking = np.flatnonzero(~spans(design, counts))
+        if len(lacking):
+            fixed = np.isin(groups, groups[anchors(design)])
+            here = np.ix_(fixed, lacking)
+            counts[here] = np.maximum(counts[here], 1)
+            if settings.calibration != "none" and not np.any((counts == 0).sum(axis=1) > 2):
+                raise InputError(
+                    "baseline",
+                    "'composition'",
+                    "more different structures (or groups of them): members that lack an element "
+                    "get the structures that determine it, and none is left to calibrate on",
+                    "Use more structures, or baseline='mean'.",
+                )
     return counts

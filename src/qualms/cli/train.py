@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -140,10 +141,12 @@ def train(
         groups,
         checkpoint=directory if checkpoint or resume else None,
         resume=resume,
+        keep_checkpoint=True,
         progress=terminal.progress(),
         on_plan=lambda plan, found: terminal.say(_announce(plan, found)),
     )
     model.save(output, force=force)
+    shutil.rmtree(directory, ignore_errors=True)
     evaluation = None if to_validate is None else evaluate(model, to_validate)
     document = summary_document(model, evaluation)
     with atomic_output(summary_path, force=force, mode="w") as file:
