@@ -215,8 +215,8 @@ def compression_table(known: Sequence[Atoms], new: Sequence[Atoms], divisor: int
         ],
         "rows": [compression_row(name, known, new, n_representatives) for name in COMPRESSIONS],
         "notes": [
-            "auto: what qualms chooses if it is not told. Kernel error: root mean squared change of x·x′ between environments that the "
-            "compression was not made from.",
+            "auto: what qualms chooses if not told. Kernel error: root mean squared change of "
+            "x·x′ between environments that the compression was not made from.",
         ],
     }
 

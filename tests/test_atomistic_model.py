@@ -31,7 +31,7 @@ from qualms import (
     QualmsWarning,
     calibrate,
 )
-from qualms.atomistic import plan, training
+from qualms.atomistic import feature_stage, plan, training
 from qualms.atomistic.evaluation import evaluate
 from qualms.atomistic.predicting import stream_chunks
 from qualms.atomistic.settings import make_settings
@@ -308,7 +308,7 @@ def test_what_cannot_be_done_is_said_in_one_line(molecules, energy_model, call, 
     [(1, {}), (4, {}), (20, {"subsample": 20}), (20, {"baseline": "atoms"}), (20, {"memory": 1e6})],
 )
 def test_what_cannot_be_trained_is_refused_before_the_work(molecules, monkeypatch, n, settings):
-    monkeypatch.setattr(training, "stream_features", None)
+    monkeypatch.setattr(feature_stage, "stream_features", None)
     with pytest.raises(InputError):
         make_model(**settings).fit(molecules[:n])
 
@@ -550,11 +550,11 @@ def test_a_resumed_run_ends_as_if_it_had_not_been_interrupted(
     with pytest.raises(KeyboardInterrupt):
         make_model(**settings).fit(frames, checkpoint=directory, progress=Interrupt(stage))
     calls = []
-    real = training.stream_features
+    real = feature_stage.stream_features
     monkeypatch.setattr(
-        training, "stream_features", lambda *a, **k: calls.append(a) or real(*a, **k)
+        feature_stage, "stream_features", lambda *a, **k: calls.append(a) or real(*a, **k)
     )
-    monkeypatch.setattr(training, "fit_representation", None)
+    monkeypatch.setattr(feature_stage, "fit_representation", None)
     if stage == "Kernel rows":
         monkeypatch.setattr(training, "select_representatives", None)
     resumed = make_model(**settings).fit(frames, checkpoint=directory, resume=True)

@@ -132,7 +132,7 @@ def test_ctrl_c_leaves_nothing_half_written_and_a_run_to_resume(tmp_path, monkey
     ase.io.write("data.xyz", molecules := qm9(n=150), format="extxyz")
     command = f"train data.xyz --target {ENERGY} --representatives 700 --threads 1"
     process = subprocess.Popen(
-        [COMMAND, *command.split(), "-o", "model.safetensors"],
+        [COMMAND, *command.split(), "--checkpoint", "-o", "model.safetensors"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -257,11 +257,12 @@ def test_an_interrupted_run_is_resumed_without_its_checkpoint_option_too(worksho
     command = "train train.xyz --config small.yaml -o model.safetensors"
     with monkeypatch.context() as patch:
         patch.setattr("qualms.atomistic.training.select_representatives", interrupt)
-        ended = qualms(command)
+        ended = qualms(f"{command} --checkpoint")
         assert ended.code == 130
         assert "--resume" in ended.err.splitlines()[-1]
-        # Without a checkpoint there is nothing to resume.
-        assert qualms(f"{command} --no-checkpoint").code == 130
+        # Short runs keep nothing unless they are asked to.
+        assert qualms(f"{command} -o other.safetensors").code == 130
+        assert not Path("other.safetensors.checkpoint").exists()
     assert Path("model.safetensors.checkpoint/features").stat().st_size > 0
     assert not Path("model.safetensors").exists()
     assert qualms(f"{command} --resume").code == 0

@@ -147,3 +147,19 @@ def test_median_length_scale():
     points = np.array([[0.0], [3.0], [3.0], [7.0]])
     assert median_length_scale(points) == pytest.approx(4.0)
     assert median_length_scale(np.ones((5, 2))) == 1.0
+
+
+def test_leading_features_in_float64_make_float32_as_good():
+    random = np.random.default_rng(0)
+    falling = np.geomspace(1, 1e-6, 500)
+    X = normalize_rows(random.normal(size=(200, 500)) * falling).astype(np.float32)
+    exact = PowerKernel(2)(X.astype(np.float64), X.astype(np.float64))
+
+    def error(n_exact):
+        return np.sqrt(np.mean((PowerKernel(2, n_exact=n_exact)(X, X) - exact) ** 2))
+
+    assert error(50) < 0.1 * error(0)
+    assert error(500) < 1e-14
+    assert PowerKernel(2, n_exact=50)(X, X).dtype == np.float64
+    with pytest.raises(InputError, match="n_exact"):
+        PowerKernel(2, n_exact=-1)

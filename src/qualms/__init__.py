@@ -5,18 +5,19 @@
 >>> mean, std = model.fit(X, y).predict(X_new, return_std=True)  # doctest: +SKIP
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from qualms.core.calibration import Calibration
 from qualms.core.selection import farthest_points
 from qualms.errors import CalibrationError, InputError, NumericalError, QualmsError, QualmsWarning
-from qualms.estimators import ProjectedProcessRegressor, ResamplingRegressor
 from qualms.prediction import Prediction, calibrate, score
 
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
     from qualms.atomistic import AtomisticModel
+    from qualms.estimators import ProjectedProcessRegressor, ResamplingRegressor
 
 __all__ = [
     "AtomisticModel",
@@ -35,10 +36,19 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    # ASE and the engines take a second to import: only who wants structures pays for that.
-    if name == "AtomisticModel":
-        from qualms.atomistic import AtomisticModel
+#: What takes a second to import, and where it is: only who wants it pays for that.
+_LAZY = {
+    "AtomisticModel": "qualms.atomistic",
+    "ProjectedProcessRegressor": "qualms.estimators",
+    "ResamplingRegressor": "qualms.estimators",
+}
 
-        return AtomisticModel
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -21,8 +21,8 @@ from qualms.atomistic.environments import structure_blocks
 from qualms.core.kernels import Kernel, sum_over_structures
 from qualms.core.typing import Float64Array, FloatArray, IntArray
 
-#: Elements of a kernel block: 64 MB of float32.
-_ELEMENTS = 16_000_000
+#: Elements of a kernel block: 64 MB of float64.
+_ELEMENTS = 8_000_000
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,8 @@ def chosen_columns(X: FloatArray, q: int, method: str) -> Float64Array:
     values, U = scipy.linalg.eigh(P @ P.T, check_finite=False)
     matrix = np.zeros((X.shape[1], len(columns)))
     matrix[columns] = (U * np.sqrt(np.maximum(values, 0.0))) @ U.T
-    return matrix
+    # Rotated to principal axes, the largest first, as those of `principal_components` are.
+    return matrix @ principal_components(X @ matrix.astype(np.float32), len(columns))
 
 
 def _pick_columns(X: FloatArray, q: int, method: str) -> IntArray:

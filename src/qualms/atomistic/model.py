@@ -11,6 +11,7 @@ from ase import Atoms
 from threadpoolctl import threadpool_limits
 
 from qualms.atomistic.checkpoint import Checkpoint, run_key
+from qualms.atomistic.feature_stage import Resources
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.hypers import Soap
 from qualms.atomistic.model_file import (
@@ -26,7 +27,7 @@ from qualms.atomistic.progress import Display, Stages
 from qualms.atomistic.settings import Settings, make_settings
 from qualms.atomistic.solving import Outcome
 from qualms.atomistic.summary import describe
-from qualms.atomistic.training import Resources, Training
+from qualms.atomistic.training import Training
 from qualms.atomistic.training_set import TrainingSet, make_training_set, resolved_species
 from qualms.core.calibration import CalibrationData
 from qualms.core.typing import Float64Array

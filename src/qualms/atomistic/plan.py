@@ -25,7 +25,7 @@ from qualms.errors import InputError
 
 GB = 1e9
 #: Interpreter and libraries, in this process and in each process that computes features.
-_BASE, _WORKER = 0.35 * GB, 0.25 * GB
+_BASE, _WORKER = 0.5 * GB, 0.25 * GB
 #: Share of the machine's memory that is used if no limit is given.
 _SHARE = 0.75
 

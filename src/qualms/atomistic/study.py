@@ -13,12 +13,13 @@ import numpy as np
 from ase import Atoms
 from threadpoolctl import threadpool_limits
 
+from qualms.atomistic.feature_stage import Resources
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.predicting import stream_chunks
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.settings import Settings
-from qualms.atomistic.training import Resources, Training
+from qualms.atomistic.training import Training
 from qualms.atomistic.training_set import make_training_set, resolved_species
 from qualms.core.calibration import Calibration, NoCalibration, calibration_data, fit_calibration
 from qualms.core.likelihood import log_likelihood

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from qualms.atomistic.basis import Basis
 from qualms.atomistic.checkpoint import Checkpoint
-from qualms.atomistic.compression import Projection
-from qualms.atomistic.environments import (
-    BLOCK,
-    Features,
-    KeptFeatures,
-    SpilledFeatures,
-    structure_blocks,
-)
-from qualms.atomistic.featurize import stop_workers, stream_features
+from qualms.atomistic.environments import Features
+from qualms.atomistic.feature_stage import FeatureStage, Resources
 from qualms.atomistic.plan import Plan, make_plan
 from qualms.atomistic.progress import Stages
-from qualms.atomistic.representation import (
-    Representation,
-    fit_representation,
-    resolve_compression,
-)
+from qualms.atomistic.representation import Representation, resolve_compression
 from qualms.atomistic.selection import select_representatives
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.solving import KernelRows, Outcome, Solver, check_members
@@ -37,31 +22,12 @@ from qualms.atomistic.training_set import TrainingSet
 from qualms.core.kernels import unit_scale
 from qualms.core.linalg import Whitening, whiten
 from qualms.core.typing import Float64Array, FloatArray, IntArray
-from qualms.errors import InputError, QualmsWarning
+from qualms.errors import QualmsWarning
 
-#: Environments from which a compression is found: a quarter of them, but so many.
-_SAMPLE = (5_000, 20_000)
 #: Share of the training structures that would not look like extrapolation if they were new.
 _NOT_NOVEL = 0.99
 #: Kernel rows are float32: see `qualms.core.linalg.whiten`.
 _RTOL = 1e-6
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What a run may use.
-
-    Attributes
-    ----------
-    threads : int
-    memory : str, float, optional
-        Limit, such as ``"8GB"``.
-    checkpoint : Checkpoint, optional
-    """
-
-    threads: int = 1
-    memory: str | float | None = None
-    checkpoint: Checkpoint | None = None
 
 
 class Training:
@@ -82,6 +48,7 @@ class Training:
         self.settings = settings
         self.resources = resources
         self.stages = stages
+        self.features = FeatureStage(data, resources, stages)
         check_members(data, settings)
         self.compression = resolve_compression(
             settings.representation,
@@ -98,9 +65,11 @@ class Training:
     def prepare(self) -> Solver:
         """Compute everything that members of any size share."""
         with ExitStack() as stack:
-            representation = self._representation()
-            features = self._features(representation, stack)
-            candidates = features if features is not None else self._candidates(representation)
+            representation = self.features.representation(
+                self.settings.representation, self.compression, self._rng(1)
+            )
+            candidates = self._candidates(representation, stack)
+            features = None if self.plan.mode == "recompute" else candidates.features
             chosen = self._representatives(representation, candidates)
             whitening, representatives, chosen = self._whitened(
                 representation, candidates.features[chosen], chosen
@@ -112,7 +81,7 @@ class Training:
                 representation,
                 representatives,
                 self._own(candidates_rows[chosen]),
-                None if features is None else features.features,
+                features,
             )
             del features  # before the largest matrices of all are made
         rows = KernelRows(representation, basis, origins, whitening, K, novelty)
@@ -144,109 +113,16 @@ class Training:
             to_disk=checkpoint is not None,
         )
 
-    # -- features ---------------------------------------------------------------------------------
+    # -- representatives --------------------------------------------------------------------------
 
-    def _representation(self) -> Representation:
-        soap, species = self.settings.representation, tuple(self.data.species)
-        checkpoint = self.resources.checkpoint
-        if checkpoint is not None and checkpoint.has("representation"):
-            tensors, values = checkpoint.load("representation")
-            errors = values["kernel_errors"]
-            projections = tuple(Projection(tensors[str(s)], e) for s, e in enumerate(errors))
-            return Representation(soap, species, projections, values["feature_scale"])
-        if self.compression is None and soap.normalize:
-            return Representation(soap, species)
-        with self.stages.stage("Compression"):
-            frames, centers = self._sample()
-            representation = fit_representation(soap, species, frames, centers, self.compression)
-        if checkpoint is not None:
-            checkpoint.save(
-                "representation",
-                {str(s): p.matrix for s, p in enumerate(representation.projections)},
-                {
-                    "kernel_errors": [p.kernel_error for p in representation.projections],
-                    "feature_scale": representation.feature_scale,
-                },
-            )
-        return representation
-
-    def _sample(self) -> tuple[list[Any], list[IntArray]]:
-        """Structures, in random order, with enough environments to find a compression from."""
-        order = self._rng(1).permutation(len(self.data.frames))
-        sizes = np.diff(self.data.offsets)[order]
-        wanted = int(np.clip(self.data.n_environments // 4, *_SAMPLE))
-        enough = int(np.searchsorted(np.cumsum(sizes), wanted)) + 1
-        picked = order[:enough]
-        return [self.data.frames[i] for i in picked], [self.data.centers[i] for i in picked]
-
-    def _features(self, representation: Representation, stack: ExitStack) -> _Candidates | None:
-        """Return the features of all environments, unless they are to be computed twice."""
-        if self.plan.mode == "recompute":
-            return None
-        n, d = self.data.n_environments, representation.n_features
-        checkpoint = self.resources.checkpoint
-        features: KeptFeatures | SpilledFeatures
-        if self.plan.mode == "keep":
-            features = KeptFeatures(n, d)
-        else:
-            directory = (
-                checkpoint.directory
-                if checkpoint is not None
-                else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qualms-")))
-            )
-            features = SpilledFeatures(directory / "features", n, d)
-            stack.callback(features.close)
-        if checkpoint is not None and checkpoint.has("features"):
-            self._reload(features, checkpoint)
-        else:
-            self._compute(features, representation)
-            if checkpoint is not None:
-                _store(features, checkpoint)
-        return _Candidates(features, np.arange(n))
-
-    def _compute(self, features: Features, representation: Representation) -> None:
-        with self.stages.stage("Power spectra", self.data.n_environments) as advance:
-            done = 0
-            for batch in self._stream(representation):
-                features.append(batch.features)
-                done += len(batch.features)
-                advance(done)
-        stop_workers()
-
-    def _stream(self, representation: Representation) -> Iterator[Any]:
-        structures = zip(self.data.frames, self.data.centers, strict=True)
-        return stream_features(representation, structures, n_workers=self.resources.threads)
-
-    def _reload(self, features: KeptFeatures | SpilledFeatures, checkpoint: Checkpoint) -> None:
-        n, d = features.shape
-        path = checkpoint.path("features")
-        if not path.exists() or path.stat().st_size != 4 * n * d:
-            raise InputError(
-                "resume", str(path), f"a file of {4 * n * d} bytes", "Run without --resume."
-            )
-        if isinstance(features, KeptFeatures):
-            with self.stages.stage("Reading features", n) as advance:
-                stored = SpilledFeatures(path, n, d)
-                for begin in range(0, n, BLOCK):
-                    features.append(stored[begin : begin + BLOCK])
-                    advance(min(begin + BLOCK, n))
-                stored.close()
-
-    def _candidates(self, representation: Representation) -> _Candidates:
-        """Compute the features of as many environments, of random structures, as fit."""
+    def _candidates(self, representation: Representation, stack: ExitStack) -> _Candidates:
+        """Return all environments, or, if features are computed twice, as many as fit."""
+        if self.plan.mode != "recompute":
+            features = self.features.everything(representation, self.plan.mode, stack)
+            return _Candidates(features, np.arange(self.data.n_environments))
         picked = self._pool()
         rows = [np.arange(*self.data.offsets[s : s + 2]) for s in picked]
-        features = KeptFeatures(sum(map(len, rows)), representation.n_features)
-        structures = ((self.data.frames[s], self.data.centers[s]) for s in picked)
-        with self.stages.stage("Power spectra of candidates", len(features)) as advance:
-            done = 0
-            for batch in stream_features(
-                representation, structures, n_workers=self.resources.threads
-            ):
-                features.append(batch.features)
-                done += len(batch.features)
-                advance(done)
-        return _Candidates(features, np.concatenate(rows))
+        return _Candidates(self.features.some(representation, picked), np.concatenate(rows))
 
     def _pool(self) -> IntArray:
         """Return random structures whose environments fit; or those of a choice made before."""
@@ -256,8 +132,6 @@ class Training:
         order = self._rng(2).permutation(len(self.data.frames))
         fits = np.cumsum(np.diff(self.data.offsets)[order]) <= self.plan.n_candidates
         return np.sort(order[fits])
-
-    # -- representatives --------------------------------------------------------------------------
 
     def _representatives(self, representation: Representation, candidates: _Candidates) -> IntArray:
         checkpoint = self.resources.checkpoint
@@ -330,7 +204,7 @@ class Training:
         novelty = np.empty(len(own))
         structure = row = done = 0
         with self.stages.stage("Kernel rows", self.data.n_environments) as advance:
-            for block, offsets in self._blocks(representation, features):
+            for block, offsets in self.features.blocks(representation, features):
                 here = slice(structure, structure + len(offsets) - 1)
                 rows = plain.rows(block, offsets, novelty=novelty[here], own=own[here])
                 K[row : row + len(rows)] = rows
@@ -340,19 +214,6 @@ class Training:
         scale = unit_scale(1.0, diagonal)
         K *= scale
         return replace(plain, scale=scale), K, float(np.quantile(novelty, _NOT_NOVEL))
-
-    def _blocks(
-        self, representation: Representation, features: Features | None
-    ) -> Iterator[tuple[FloatArray, IntArray]]:
-        """Yield features of consecutive structures, and where each structure begins."""
-        offsets = self.data.offsets
-        if features is None:
-            for batch in self._stream(representation):
-                yield batch.features, batch.offsets
-            return
-        for first, last in structure_blocks(offsets):
-            block = features[int(offsets[first]) : int(offsets[last])]
-            yield block, offsets[first : last + 1] - offsets[first]
 
 
 @dataclass(frozen=True)
@@ -370,16 +231,3 @@ def _chosen_before(checkpoint: Checkpoint) -> IntArray:
     """Return the representatives that an interrupted run had chosen."""
     environments: IntArray = checkpoint.load("selection")[0]["environments"]
     return environments
-
-
-def _store(features: KeptFeatures | SpilledFeatures, checkpoint: Checkpoint) -> None:
-    if isinstance(features, SpilledFeatures):
-        features.flush()
-    else:
-        n, d = features.shape
-        with_file = SpilledFeatures(checkpoint.path("features"), n, d)
-        for begin in range(0, n, BLOCK):
-            with_file.append(features[begin : begin + BLOCK])
-        with_file.flush()
-        with_file.close()
-    checkpoint.complete("features")

@@ -11,12 +11,12 @@ import typer
 from ase import Atoms
 
 from qualms.atomistic.evaluation import Evaluation, evaluate
+from qualms.atomistic.feature_stage import Resources
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.plan import default_threads
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.settings import make_settings
 from qualms.atomistic.study import study_subsamples
-from qualms.atomistic.training import Resources
 from qualms.cli.console import Terminal
 from qualms.cli.options import Force, Json, Quiet, Threads
 from qualms.cli.train import summary_document

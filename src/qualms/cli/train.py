@@ -30,6 +30,8 @@ from qualms.storage.files import atomic_output, check_output
 _DATA = "Data"
 _MODEL = "Model"
 _RUN = "Run"
+#: Atoms times representatives: about half a minute on two cores.
+_LONG = 2e8
 
 
 def train(
@@ -101,9 +103,12 @@ def train(
         bool, typer.Option("--resume", help="Go on with an interrupted run.", rich_help_panel=_RUN)
     ] = False,
     checkpoint: Annotated[
-        bool,
-        typer.Option(help="Keep features on disk until the end.", rich_help_panel=_RUN),
-    ] = True,
+        bool | None,
+        typer.Option(
+            help="Keep finished stages on disk until the end; by default, if they took long.",
+            rich_help_panel=_RUN,
+        ),
+    ] = None,
     force: Force = False,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -136,10 +141,11 @@ def train(
     to_validate = None if validation is None else _validation(validation, model, species_of(frames))
     groups = None if group_key is None else _groups(frames, group_key)
     directory = output.with_name(output.name + ".checkpoint")
+    keep = resume or (_is_long(frames, model) if checkpoint is None else checkpoint)
     model.fit(
         frames,
         groups,
-        checkpoint=directory if checkpoint or resume else None,
+        checkpoint=directory if keep else None,
         resume=resume,
         keep_checkpoint=True,
         progress=terminal.progress(),
@@ -156,6 +162,11 @@ def train(
         parts.append(score_table(evaluation.rows, units=evaluation.units, title="Validation"))
     terminal.result(*parts, document=document)
     terminal.say(f"Wrote {output} and {summary_path}.")
+
+
+def _is_long(frames: list[Any], model: AtomisticModel) -> bool:
+    """Whether a run may take so long that one would rather resume than repeat it."""
+    return sum(map(len, frames)) * model.settings.n_representatives > _LONG
 
 
 def summary_document(model: AtomisticModel, evaluation: Evaluation | None = None) -> dict[str, Any]:
