@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -221,17 +221,20 @@ def compression_table(known: Sequence[Atoms], new: Sequence[Atoms], divisor: int
     }
 
 
-def run(divisor: int = 1) -> list[dict[str, Any]]:
-    """Measure everything; `divisor` makes it small."""
+def tables(divisor: int = 1) -> Iterator[dict[str, Any]]:
+    """Measure one thing after the other; `divisor` makes them small."""
     molecules = qm9()
     known, new = molecules[: N_TRAIN // divisor], molecules[N_TRAIN:][: N_TEST // divisor]
-    return [
-        prediction_table(known, new, divisor),
-        engine_table(new),
-        compression_table(known, new, divisor),
-    ]
+    yield prediction_table(known, new, divisor)
+    yield engine_table(new)
+    yield compression_table(known, new, divisor)
+
+
+def run() -> list[dict[str, Any]]:
+    """Measure everything."""
+    return list(tables())
 
 
 if __name__ == "__main__":
-    for table in run(*map(int, sys.argv[1:])):
-        print("\n" + table["title"], table["columns"], *table["rows"], sep="\n")
+    for table in tables(*map(int, sys.argv[1:])):
+        print("\n" + table["title"], table["columns"], *table["rows"], sep="\n", flush=True)
