@@ -31,9 +31,10 @@ from qualms import (
     QualmsWarning,
     calibrate,
 )
-from qualms.atomistic import feature_stage, plan, training
+from qualms.atomistic import feature_stage, plan, training, training_set
 from qualms.atomistic.evaluation import evaluate
 from qualms.atomistic.predicting import stream_chunks
+from qualms.atomistic.progress import Stages
 from qualms.atomistic.settings import make_settings
 from qualms.atomistic.study import study_subsamples
 from qualms.core.calibration import METHODS
@@ -846,3 +847,33 @@ def test_the_plan_comes_before_the_work(molecules, tmp_path):
     model = make_model()
     with pytest.raises(RuntimeError, match="too large"):
         model.fit(molecules[:20], checkpoint=tmp_path / "checkpoint", on_plan=refuse)
+
+
+def test_compression_sees_every_pair_of_elements(molecules):
+    def elements(atoms):
+        return set(atoms.get_chemical_symbols())
+
+    plain = [a for a in molecules if "F" not in elements(a)][:100]
+    rare = next(a for a in molecules if "F" in elements(a))
+    data = training_set.make_training_set(
+        [*plain, rare], make_settings({"target": ENERGY, "n_representatives": 50})
+    )
+    stage = feature_stage.FeatureStage(data, feature_stage.Resources(), Stages())
+    for seed in range(5):
+        sample = stage._sample(np.random.default_rng(seed))
+        assert len(plain) in sample  # the last one
+        assert len(np.unique(sample)) == len(sample)
+
+
+def test_predictions_are_not_taken_for_labels(molecules, energy_model, tmp_path):
+    frames = [a.copy() for a in molecules[120:130]]
+    for atoms, mean in zip(frames, energy_model.predict(frames).mean, strict=True):
+        atoms.info[f"REF_{ENERGY}"] = atoms.info[ENERGY]
+        atoms.info[ENERGY], atoms.info[f"{ENERGY}_uncertainty"] = mean, 0.1
+    with pytest.warns(QualmsWarning, match="10 structures: these are predictions"):
+        judged = evaluate(energy_model, frames).rows["raw"]
+    assert judged.rmse == pytest.approx(evaluate(energy_model, molecules[120:130]).rows["raw"].rmse)
+    for atoms in frames:
+        del atoms.info[f"REF_{ENERGY}"]
+    with pytest.raises(InputError, match=ENERGY):
+        evaluate(energy_model, frames)

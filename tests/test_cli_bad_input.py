@@ -89,10 +89,13 @@ TRAIN = {
     "infinite labels": ("infinite.xyz", "a finite number"),
     "words for labels": ("words.xyz", "'high' cannot be used: expected one number"),
     "a misspelt key": ("good.xyz --target atomisation_energy", f"Did you mean '{ENERGY}'?"),
-    "a label of atoms": (
+    "a label with a meaning of its own": (
         "good.xyz --target positions --per-atom-target",
-        "frames[0].arrays['positions']",
+        "no name with a meaning of its own",
     ),
+    "a target that predictions could not have": ("good.xyz --target 'my key'", "letters, digits"),
+    "sub-samples that leave nothing to calibrate on": ("good.xyz --subsample 0.99", "to calibrate"),
+    "its own output": ("good.xyz -o good.xyz --force", "another file than those that are read"),
     "labels of structures for atoms": (
         "good.xyz --per-atom-target",
         "use kind='extensive' or 'intensive'",
@@ -104,7 +107,7 @@ TRAIN = {
     "too few to calibrate": ("4.xyz", "none is left to calibrate on"),
     "too few to calibrate, without their composition": (
         "4.xyz --baseline mean --members 2",
-        "at least 3 members",
+        "at least 3 of 2 members",
     ),
     "two kinds": ("good.xyz --intensive --per-atom-target", "one of the two"),
     "species of structures": ("good.xyz --species H", "unless kind='atomic'"),
@@ -222,9 +225,13 @@ def test_a_checkpoint_of_another_run(desk, monkeypatch, tmp_path):
     checkpoint.mkdir()
     command = f"train {desk / 'good.xyz'} --config {desk / 'small.yaml'} -o new.safetensors -q"
     (checkpoint / "notes.txt").write_text("mine")
-    ended = qualms(command)
+    ended = qualms(f"{command} --checkpoint")
     assert (ended.code, "a new directory" in ended.err) == (2, True)
     assert contents(tmp_path) == {"new.safetensors.checkpoint/notes.txt": b"mine"}
+    assert qualms(command).code == 0
+    assert (checkpoint / "notes.txt").read_text() == "mine"
+    Path("new.safetensors").unlink()
+    Path("new.json").unlink()
     (checkpoint / "notes.txt").unlink()
     (checkpoint / "manifest.json").write_text('{"version": 1, "key": "other", "stages": {}}')
     ended = qualms(f"{command} --resume")

@@ -89,8 +89,12 @@ def test_too_little_memory_is_refused_with_what_would_do(disk):
 
 def test_a_run_that_can_be_resumed_has_its_features_on_disk(disk):
     assert make_plan(**RUN, memory="32GB", to_disk=True).disk == FEATURES
-    disk.free = 0
+    assert "on disk" in make_plan(**RUN, memory="32GB", to_disk=True).describe()
     assert make_plan(**RUN, memory="6GB", to_disk=True).mode == "spill"
+    disk.free = 0
+    for memory in ("32GB", "6GB"):
+        with pytest.raises(InputError, match=r"checkpoint=.* free.*--no-checkpoint"):
+            make_plan(**RUN, memory=memory, to_disk=True)
 
 
 @given(

@@ -5,8 +5,8 @@ representative environment. An extensive property is the number of atoms times a
 extensive and intensive properties share one model of averages, with noise per atom. A property of
 an atom has the kernel of its environment.
 
-Kernel blocks are (environments of a batch) × (representatives) and are reduced at once: no array of
-size (all environments) × (representatives) is ever held.
+Kernel blocks are (environments of a batch) × (representatives) and are reduced at once: the largest
+array is (labels) × (representatives), never (all environments) × (representatives).
 """
 
 from __future__ import annotations

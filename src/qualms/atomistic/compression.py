@@ -51,15 +51,15 @@ def fit_projection(X: FloatArray, compression: Compression) -> Projection:
 
     A tenth of the rows is kept aside to measure the change of the kernel.
     """
-    n_held_out = min(max(len(X) // 10, 1), 2000)
-    seen = X[n_held_out:] if len(X) > 2 * n_held_out else X
+    step = max(10, len(X) // 2000)
+    held_out = normalize_rows(X[::step])
+    seen = X if len(X) < 20 else np.delete(X, np.s_[::step], axis=0)
     q = min(compression.n_features, X.shape[1])
     matrix = (
         principal_components(seen, q)
         if compression.method == "pca"
         else chosen_columns(seen, q, compression.method)
     ).astype(np.float32)
-    held_out = normalize_rows(X[:n_held_out])
     reduced = normalize_rows(held_out @ matrix)
     change = held_out @ held_out.T - reduced @ reduced.T
     return Projection(matrix, float(np.sqrt(np.mean(change.astype(np.float64) ** 2))))

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
 from pathlib import Path
 
 import numpy as np
@@ -142,11 +143,29 @@ class FeatureStage:
             yield block, offsets[first : last + 1] - offsets[first]
 
     def _sample(self, rng: np.random.Generator) -> IntArray:
-        """Structures, in random order, with enough environments to find a compression from."""
+        """Structures, in random order, with enough environments to find a compression from.
+
+        The first structure with each pair of elements comes first: the features of a pair that the
+        sample lacks would be lost, and the element be invisible.
+        """
         order = rng.permutation(len(self.data.frames))
+        order = np.concatenate([order[(first := self._with_pairs(order))], np.delete(order, first)])
         sizes = np.diff(self.data.offsets)[order]
         wanted = int(np.clip(self.data.n_environments // 4, *_SAMPLE))
-        return order[: int(np.searchsorted(np.cumsum(sizes), wanted)) + 1]
+        enough = int(np.searchsorted(np.cumsum(sizes), wanted)) + 1
+        return order[: max(enough, len(first))]
+
+    def _with_pairs(self, order: IntArray) -> IntArray:
+        """Return the places in `order` of structures that have a pair of elements first."""
+        seen: set[tuple[int, int]] = set()
+        places = []
+        for place, i in enumerate(order):
+            present = np.unique(self.data.frames[i].numbers).tolist()
+            pairs = set(combinations_with_replacement(present, 2))
+            if not pairs <= seen:
+                seen |= pairs
+                places.append(place)
+        return np.array(places, dtype=np.intp)
 
     def _structures(self, picked: IntArray) -> tuple[Sequence[Atoms], Sequence[IntArray]]:
         return [self.data.frames[i] for i in picked], [self.data.centers[i] for i in picked]

@@ -17,6 +17,7 @@ from ase import Atoms
 
 from qualms.atomistic.representation import Representation
 from qualms.core.typing import FloatArray, IntArray
+from qualms.errors import QualmsError
 
 #: Environments in a batch: enough for matrix products, few enough to bound what is in flight.
 BATCH = 4096
@@ -111,7 +112,7 @@ def _batches(
     for i, (atoms, centers) in enumerate(structures):
         group.append((atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc, centers))
         count += len(centers)
-        if count >= size:
+        if count >= size or len(group) >= size:
             yield first, group
             group, count, first = [], 0, i + 1
     if group:
@@ -139,6 +140,7 @@ def _parallel(
     n_workers: int,
 ) -> Iterator[Batch]:
     from loky import get_reusable_executor
+    from loky.process_executor import TerminatedWorkerError
 
     # One thread each: the processes are the parallelism.
     single = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "RAYON")}
@@ -152,6 +154,12 @@ def _parallel(
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
+    except TerminatedWorkerError as error:
+        _executor = None
+        raise QualmsError(
+            "A process that computed features was ended from outside, perhaps for lack of memory. "
+            "Use fewer threads, or a lower memory limit."
+        ) from error
     except BaseException:
         # Ctrl-C, or a consumer that stops: nobody waits for what is still in flight.
         executor.shutdown(wait=False, kill_workers=True)

@@ -103,7 +103,7 @@ class Soap(_Frozen):
         "auto" is dscribe, the faster one for values, unless `smoothing` asks for featomic.
     """
 
-    scales: Annotated[tuple[Scale, ...], Field(min_length=1)] = (Scale(),)
+    scales: Annotated[tuple[Scale, ...], Field(min_length=1, max_length=16)] = (Scale(),)
     exponent: Annotated[float, Field(ge=1, le=20)] = 2.0
     normalize: bool = True
     compression: Compression | Literal["auto"] | None = "auto"
@@ -128,7 +128,7 @@ class Soap(_Frozen):
         return "featomic" if smooth else "dscribe"
 
 
-#: Chosen by validation on public data; see docs/representations.md.
+#: organic was chosen by validation, see docs/representations.md; the others are starting points.
 PRESETS: dict[str, Soap] = {
     "organic": Soap(),
     "nmr": Soap(

@@ -112,7 +112,7 @@ class ModelDocument(Document):
     settings: Settings
     species: tuple[int, ...] = Field(min_length=1)
     baseline: str
-    n_projections: int = Field(ge=0)
+    n_projections: int = Field(ge=0, le=16)
     kernel_errors: tuple[float, ...]
     feature_scale: float = Field(gt=0)
     kernel_scale: float = Field(gt=0)

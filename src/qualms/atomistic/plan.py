@@ -70,7 +70,8 @@ class Plan:
     def describe(self) -> str:
         """Return the plan in a few lines."""
         where = {
-            "keep": "kept in memory",
+            "keep": "kept in memory"
+            + (f", and on disk ({format_bytes(self.disk)})" if self.disk else ""),
             "spill": f"on disk while the run lasts ({format_bytes(self.disk)})",
             "recompute": f"computed twice; representatives among {self.n_candidates:,} of them",
         }[self.mode]
@@ -162,10 +163,16 @@ def make_plan(
 def _choose(
     needed: dict[str, float], limit: float, features: float, directory: Path | None, to_disk: bool
 ) -> Mode:
+    if to_disk and _room(directory) < 1.1 * features:
+        raise InputError(
+            "checkpoint",
+            str(directory),
+            f"a directory with {format_bytes(1.1 * features)} free",
+            "Use --no-checkpoint.",
+        )
     if needed["keep"] <= limit:
         return "keep"
-    where = directory if directory is not None else Path(tempfile.gettempdir())
-    if needed["spill"] <= limit and (to_disk or shutil.disk_usage(where).free > 1.1 * features):
+    if needed["spill"] <= limit and _room(directory) > 1.1 * features:
         return "spill"
     if needed["recompute"] <= limit:
         return "recompute"
@@ -176,6 +183,17 @@ def _choose(
         f"at least {format_bytes(1.01 * least)}",
         "Allow more memory, or use fewer representatives or training structures.",
     )
+
+
+def _room(directory: Path | None) -> float:
+    """Return the bytes that are free for features, those of an interrupted run included."""
+    where = directory if directory is not None else Path(tempfile.gettempdir())
+    before = 0 if directory is None else _size(directory / "features")
+    return float(shutil.disk_usage(where).free + before)
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
 
 
 def _expected_seconds(

@@ -27,8 +27,9 @@ from qualms.core.calibration import (
 )
 from qualms.core.committee import FullModel, Members, fit_full_model, fit_members
 from qualms.core.linalg import Whitening
+from qualms.core.resampling import MIN_ABSENT
 from qualms.core.typing import Float64Array, IntArray
-from qualms.errors import CalibrationError, ExactFitError, QualmsWarning
+from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWarning
 
 
 @dataclass
@@ -168,6 +169,15 @@ class Solver:
 def check_members(data: TrainingSet, settings: Settings) -> None:
     """Refuse data that members and their baselines cannot be had from, before the work."""
     counts = draw_counts(data, settings, np.random.default_rng(settings.seed))
+    n_absent = (counts == 0).sum(axis=1)
+    if settings.calibration != "none" and not np.any(n_absent >= MIN_ABSENT):
+        raise InputError(
+            "subsample",
+            settings.subsample,
+            f"sub-samples that leave some of the {len(data.y)} rows out of at least {MIN_ABSENT} "
+            f"of {settings.n_members} members, to calibrate on",
+            "Use smaller sub-samples, more members or more structures, or calibration='none'.",
+        )
     _baseline(data, settings, data.design(per_atom=settings.kind == "atomic"), counts)
 
 

@@ -168,6 +168,14 @@ def _find_all(
         _refuse_key(frames, key, per_atom)
     _check_shared_calculators(frames, [i for i in found if found[i][1].startswith(_RESULTS)])
     places = Counter(place for _, place in found.values())
+    predicted = sum(_is_prediction(atoms, key) for atoms in frames)
+    if predicted:
+        warnings.warn(
+            f"{key!r} has {key}_uncertainty beside it in {predicted} structures: these are "
+            f"predictions, not labels; REF_{key} is used where there is one.",
+            QualmsWarning,
+            stacklevel=4,
+        )
     if len(places) > 1:
         several = ", ".join(f"{place} ({n} structures)" for place, n in places.most_common())
         warnings.warn(
@@ -182,10 +190,17 @@ def _find(atoms: Atoms, key: str, per_atom: bool) -> tuple[object, str] | None:
     """Return the label of one structure and its place; see the top of this module."""
     store, name = (atoms.arrays, "arrays") if per_atom else (atoms.info, "info")
     for k in (key, f"REF_{key}"):
-        if k in store:
+        if k in store and not _is_prediction(atoms, k):
             return store[k], f"{name}[{k!r}]"
     results = _results(atoms)
-    return (results[key], f"{_RESULTS}[{key!r}]") if key in results else None
+    if key in results and not _is_prediction(atoms, key):
+        return results[key], f"{_RESULTS}[{key!r}]"
+    return None
+
+
+def _is_prediction(atoms: Atoms, key: str) -> bool:
+    """Whether a value has an error bar beside it: it is what a model said, not what is true."""
+    return any(f"{key}_uncertainty" in s for s in (atoms.info, atoms.arrays, _results(atoms)))
 
 
 def _results(atoms: Atoms) -> dict[str, Any]:

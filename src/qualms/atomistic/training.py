@@ -131,6 +131,7 @@ class Training:
             return np.unique(self._structures(_chosen_before(checkpoint)))
         order = self._rng(2).permutation(len(self.data.frames))
         fits = np.cumsum(np.diff(self.data.offsets)[order]) <= self.plan.n_candidates
+        fits[0] = True
         return np.sort(order[fits])
 
     def _representatives(self, representation: Representation, candidates: _Candidates) -> IntArray:

@@ -19,7 +19,7 @@ from qualms.errors import QualmsError
 
 #: Exit codes: bad input; interrupted from the keyboard, as shells have it.
 BAD_INPUT, INTERRUPTED = 2, 130
-_INTERRUPTED = "Interrupted; no file is half-written. Training goes on with --resume."
+_INTERRUPTED = "Interrupted; no file is half-written. What `train` has kept, --resume goes on with."
 
 app = typer.Typer(
     name="qualms",

@@ -26,6 +26,7 @@ from qualms.cli.options import Force, Json, Quiet, Seed, Threads
 from qualms.errors import InputError
 from qualms.report.tables import score_records, score_table
 from qualms.storage.files import atomic_output, check_output
+from qualms.storage.predictions import check_target_name
 
 _DATA = "Data"
 _MODEL = "Model"
@@ -135,7 +136,9 @@ def train(
     summary_path = output.with_suffix(".json")
     if summary_path == output:
         raise InputError("--output", str(output), "another suffix", "The summary is a .json file.")
+    check_target_name(model.settings.target)
     for path in (output, summary_path):
+        _refuse_input(path, (data, validation, config))
         check_output(path, force=force)
     frames = read_frames(data)
     to_validate = None if validation is None else _validation(validation, model, species_of(frames))
@@ -152,7 +155,8 @@ def train(
         on_plan=lambda plan, found: terminal.say(_announce(plan, found)),
     )
     model.save(output, force=force)
-    shutil.rmtree(directory, ignore_errors=True)
+    if keep:
+        shutil.rmtree(directory, ignore_errors=True)
     evaluation = None if to_validate is None else evaluate(model, to_validate)
     document = summary_document(model, evaluation)
     with atomic_output(summary_path, force=force, mode="w") as file:
@@ -162,6 +166,13 @@ def train(
         parts.append(score_table(evaluation.rows, units=evaluation.units, title="Validation"))
     terminal.result(*parts, document=document)
     terminal.say(f"Wrote {output} and {summary_path}.")
+
+
+def _refuse_input(output: Path, inputs: tuple[Path | None, ...]) -> None:
+    """Refuse to replace what is read, even by --force."""
+    for given in inputs:
+        if given is not None and output.exists() and given.exists() and output.samefile(given):
+            raise InputError("--output", str(output), "another file than those that are read")
 
 
 def _is_long(frames: list[Any], model: AtomisticModel) -> bool:

@@ -284,6 +284,11 @@ _WRITERS: dict[str, type[PredictionWriter]] = {
 }
 
 
+def check_target_name(name: str) -> None:
+    """Refuse a target whose predictions could not be written under its name."""
+    _check_name("target", name)
+
+
 def _check_name(parameter: str, name: str, taken: Mapping[str, object] | None = None) -> None:
     """Refuse a key that one of the formats could not hold."""
     reserved = (*_IN_COMMENT, *_IN_COLUMNS, *_IN_TABLES, *_TENSORS)
