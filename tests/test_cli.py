@@ -130,7 +130,7 @@ def test_from_a_file_to_error_bars(tmp_path):
 def test_ctrl_c_leaves_nothing_half_written_and_a_run_to_resume(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ase.io.write("data.xyz", molecules := qm9(n=150), format="extxyz")
-    command = f"train data.xyz --target {ENERGY} --representatives 700 --threads 1"
+    command = f"train data.xyz --target {ENERGY} --representatives 2000 --threads 1"
     process = subprocess.Popen(
         [COMMAND, *command.split(), "--checkpoint", "-o", "model.safetensors"],
         stdout=subprocess.PIPE,

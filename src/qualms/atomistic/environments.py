@@ -6,10 +6,10 @@ Files are read with plain reads, never mapped: mapped pages would count as memor
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,32 +19,13 @@ from qualms.core.typing import FloatArray, IntArray
 BLOCK = 4096
 
 
-class Features(Protocol):
-    """A table (n_environments, d) of float32 that is filled in order and read by rows."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Number of environments and of features."""
-        ...
-
-    @property
-    def dtype(self) -> np.dtype[np.float32]:
-        """float32."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, rows: Any) -> FloatArray:
-        """Return some rows."""
-        ...
-
-    def append(self, block: FloatArray) -> None:
-        """Add rows after those there are."""
-        ...
+def offsets_of(sizes: Sequence[int] | IntArray) -> IntArray:
+    """Return where each of consecutive parts begins, and the last one ends: (n + 1,)."""
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
 
 
 class KeptFeatures:
-    """Features in memory."""
+    """Features (n, d) in memory, filled in order; a `RowSource`."""
 
     def __init__(self, n: int, d: int) -> None:
         self._rows = np.empty((n, d), dtype=np.float32)
@@ -66,7 +47,7 @@ class KeptFeatures:
 
 
 class SpilledFeatures:
-    """Features in a file: rows of float32, one after the other, and nothing else."""
+    """Features in a file: rows of float32, one after the other, and nothing else; a `RowSource`."""
 
     def __init__(self, path: Path, n: int, d: int) -> None:
         self.path = path

@@ -117,7 +117,7 @@ def _predicted(model: AtomisticModel, frames: Sequence[Atoms], stages: Stages) -
     members, pp = _streamed(model, used, stages)
     # Atoms of the wanted species without a label are predicted, but cannot be judged.
     judged: slice | BoolArray = slice(None)
-    if settings.kind == "atomic":
+    if settings.per_atom:
         pairs = zip(model.target_atoms(used), found.rows, strict=True)
         judged = np.concatenate([np.isin(predicted, rows) for predicted, rows in pairs])
     n_atoms = np.array([len(atoms) for atoms in used], dtype=np.float64)
@@ -141,9 +141,8 @@ def _streamed(
             K_XM, design = chunk.rows(), chunk.design
             members.append(fitted.members(K_XM, design))
             if fitted.pp_variance is not None:
-                k_xx = fitted.basis.prior_variance(chunk.batch.features, chunk.batch.offsets)
                 means.append(fitted.pp_mean(K_XM, design))
-                stds.append(fitted.pp_variance.std(K_XM, k_xx))
+                stds.append(fitted.pp_variance.std(K_XM, chunk.prior_variance()))
             done += len(chunk.frames)
             advance(done)
     pp = (np.concatenate(means), np.concatenate(stds)) if means else None

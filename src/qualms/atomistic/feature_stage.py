@@ -1,4 +1,4 @@
-"""Features of a training set: computed, kept or spilled to disk, and stored for a resumed run."""
+"""RowSource of a training set: computed, kept or spilled to disk, and stored for a resumed run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from qualms.atomistic.checkpoint import Checkpoint
 from qualms.atomistic.compression import Projection
 from qualms.atomistic.environments import (
     BLOCK,
-    Features,
     KeptFeatures,
     SpilledFeatures,
     structure_blocks,
@@ -27,6 +26,7 @@ from qualms.atomistic.plan import Mode
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.representation import Representation, fit_representation
 from qualms.atomistic.training_set import TrainingSet
+from qualms.core.selection import RowSource
 from qualms.core.typing import FloatArray, IntArray
 from qualms.errors import InputError
 
@@ -127,7 +127,7 @@ class FeatureStage:
         return features
 
     def blocks(
-        self, representation: Representation, features: Features | None
+        self, representation: Representation, features: RowSource | None
     ) -> Iterator[tuple[FloatArray, IntArray]]:
         """Yield features of consecutive structures, and where each structure begins.
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from ase import Atoms
 
+from qualms.atomistic.environments import offsets_of
 from qualms.atomistic.representation import Representation
 from qualms.core.typing import FloatArray, IntArray
 from qualms.errors import QualmsError
@@ -53,7 +54,7 @@ class Batch:
     @property
     def offsets(self) -> IntArray:
         """Environments of structure s are rows ``offsets[s]:offsets[s + 1]``."""
-        return np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.intp)
+        return offsets_of(self.sizes)
 
 
 def all_atoms(frames: Sequence[Atoms]) -> list[IntArray]:

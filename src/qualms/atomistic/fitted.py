@@ -115,7 +115,7 @@ class Fitted:
     @property
     def per_atom(self) -> bool:
         """Whether the target belongs to atoms."""
-        return self.settings.kind == "atomic"
+        return self.settings.per_atom
 
     @property
     def calibration(self) -> Calibration:

@@ -128,7 +128,7 @@ class Soap(_Frozen):
         return "featomic" if smooth else "dscribe"
 
 
-#: organic was chosen by validation, see docs/representations.md; the others are starting points.
+#: organic suits molecules such as those of QM9; the others are starting points.
 PRESETS: dict[str, Soap] = {
     "organic": Soap(),
     "nmr": Soap(

@@ -266,10 +266,9 @@ class AtomisticModel:
         means, stds = [], []
         for chunk in self.stream(frames, unknown_species=unknown_species):
             rows = chunk.rows()
-            k_xx = self.fitted.basis.prior_variance(chunk.batch.features, chunk.batch.offsets)
             factor = _factor(chunk)
             means.append(self.fitted.pp_mean(rows, chunk.design) * factor)
-            stds.append(variance.std(rows, k_xx) * factor)
+            stds.append(variance.std(rows, chunk.prior_variance()) * factor)
         return np.concatenate(means), np.concatenate(stds)
 
     def extrapolates(

@@ -72,6 +72,10 @@ class Chunk:
         """Return the kernel rows K_XM."""
         return self.fitted.basis.rows(self.batch.features, self.batch.offsets, novelty=novelty)
 
+    def prior_variance(self) -> Float64Array:
+        """Return the diagonal of K_XX, a number for each prediction."""
+        return self.fitted.basis.prior_variance(self.batch.features, self.batch.offsets)
+
     def predict(self, rows: Float64Array) -> Prediction:
         """Return the calibrated prediction."""
         raw = Prediction(self.fitted.members(rows, self.design))

@@ -15,8 +15,7 @@ from qualms.atomistic.hypers import Compression, Soap
 from qualms.core.kernels import Kernel, PowerKernel, WeightedSumKernel, normalize_rows
 from qualms.core.typing import FloatArray, IntArray
 
-#: Leading principal components that are multiplied in float64. On QM9 (20 000 molecules, M = 5000)
-#: the test error is 1.21 meV/atom with 64 and 1.71 meV/atom with none.
+#: Leading principal components that are multiplied in float64: they carry nearly all of x·x′.
 _N_EXACT = 64
 
 

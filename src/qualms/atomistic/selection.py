@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from qualms.atomistic.environments import Features
 from qualms.atomistic.settings import Settings
 from qualms.core.kernels import Kernel
-from qualms.core.selection import cur_from_kernel, farthest_points
+from qualms.core.selection import RowSource, cur_from_kernel, farthest_points
 from qualms.core.typing import FloatArray, IntArray
 
 #: CUR chooses among this many times more farthest points than are wanted.
@@ -18,9 +17,9 @@ _LANDMARKS = 2
 
 
 class _Rows:
-    """Some rows of features, numbered anew."""
+    """Some rows of features, numbered anew; a `RowSource`."""
 
-    def __init__(self, features: Features, rows: IntArray) -> None:
+    def __init__(self, features: RowSource, rows: IntArray) -> None:
         self._features, self._rows = features, rows
         self.shape = (len(rows), features.shape[1])
         self.dtype = features.dtype
@@ -33,7 +32,7 @@ class _Rows:
 
 
 def select_representatives(
-    features: Features,
+    features: RowSource,
     kernel: Kernel,
     center_species: IntArray,
     settings: Settings,
@@ -44,7 +43,7 @@ def select_representatives(
 
     Parameters
     ----------
-    features : Features
+    features : RowSource
         Of all candidates, (n, d).
     kernel : Kernel
     center_species : (n,) array of int
@@ -71,7 +70,7 @@ def select_representatives(
 
 
 def _select(
-    features: Features | _Rows,
+    features: RowSource,
     kernel: Kernel,
     n: int,
     selection: str,

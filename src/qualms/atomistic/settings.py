@@ -40,6 +40,11 @@ class Settings(BaseModel):
     seed: Annotated[int, Field(ge=0)] = 0
     keep_pp: bool = True
 
+    @property
+    def per_atom(self) -> bool:
+        """Whether the target belongs to atoms."""
+        return self.kind == "atomic"
+
     @field_validator("representation", mode="before")
     @classmethod
     def _named_representation(cls, value: Any) -> Any:

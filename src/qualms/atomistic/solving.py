@@ -16,7 +16,7 @@ from qualms.atomistic.plan import Plan
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.representation import Representation
 from qualms.atomistic.settings import Settings
-from qualms.atomistic.training_set import TrainingSet, draw_counts
+from qualms.atomistic.training_set import TrainingSet, can_calibrate, draw_counts
 from qualms.core.calibration import (
     METHODS,
     Calibration,
@@ -169,8 +169,7 @@ class Solver:
 def check_members(data: TrainingSet, settings: Settings) -> None:
     """Refuse data that members and their baselines cannot be had from, before the work."""
     counts = draw_counts(data, settings, np.random.default_rng(settings.seed))
-    n_absent = (counts == 0).sum(axis=1)
-    if settings.calibration != "none" and not np.any(n_absent >= MIN_ABSENT):
+    if not can_calibrate(counts, settings):
         raise InputError(
             "subsample",
             settings.subsample,
@@ -178,7 +177,7 @@ def check_members(data: TrainingSet, settings: Settings) -> None:
             f"of {settings.n_members} members, to calibrate on",
             "Use smaller sub-samples, more members or more structures, or calibration='none'.",
         )
-    _baseline(data, settings, data.design(per_atom=settings.kind == "atomic"), counts)
+    _baseline(data, settings, data.design(per_atom=settings.per_atom), counts)
 
 
 def _baseline(

@@ -114,7 +114,7 @@ def _rows(fitted: Fitted, frames: Sequence[Atoms], threads: int) -> _Rows:
     for chunk in stream_chunks(fitted, data.frames, threads=threads):
         K.append(chunk.rows())
         design.append(chunk.design)
-        k_xx.append(fitted.basis.prior_variance(chunk.batch.features, chunk.batch.offsets))
+        k_xx.append(chunk.prior_variance())
     return _Rows(np.concatenate(K), np.concatenate(design), np.concatenate(k_xx), data.y)
 
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from qualms.atomistic.basis import Basis
 from qualms.atomistic.checkpoint import Checkpoint
-from qualms.atomistic.environments import Features
 from qualms.atomistic.feature_stage import FeatureStage, Resources
 from qualms.atomistic.plan import Plan, make_plan
 from qualms.atomistic.progress import Stages
@@ -21,6 +20,7 @@ from qualms.atomistic.solving import KernelRows, Outcome, Solver, check_members
 from qualms.atomistic.training_set import TrainingSet
 from qualms.core.kernels import unit_scale
 from qualms.core.linalg import Whitening, whiten
+from qualms.core.selection import RowSource
 from qualms.core.typing import Float64Array, FloatArray, IntArray
 from qualms.errors import QualmsWarning
 
@@ -194,11 +194,10 @@ class Training:
         representation: Representation,
         representatives: FloatArray,
         own: list[IntArray],
-        features: Features | None,
+        features: RowSource | None,
     ) -> tuple[Basis, Float64Array, float]:
         """Return the scaled basis, K_NM, and a novelty that few training structures exceed."""
-        per_atom = self.settings.kind == "atomic"
-        plain = Basis(representation.kernel, representatives, 1.0, per_atom)
+        plain = Basis(representation.kernel, representatives, 1.0, self.settings.per_atom)
         n = len(self.data.y)
         K = np.empty((n, len(representatives)))
         diagonal = np.empty(n)
@@ -219,12 +218,12 @@ class Training:
 
 @dataclass(frozen=True)
 class _Candidates:
-    """Features of environments among which representatives are chosen, and which they are.
+    """RowSource of environments among which representatives are chosen, and which they are.
 
     Environments are counted through all structures; `rows` is increasing.
     """
 
-    features: Features
+    features: RowSource
     rows: IntArray
 
 

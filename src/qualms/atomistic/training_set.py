@@ -11,11 +11,12 @@ import numpy as np
 from ase import Atoms
 
 from qualms.atomistic.baselines import anchors, atom_design, spans, structure_design
+from qualms.atomistic.environments import offsets_of
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import check_structures, data_hash, fingerprints, species_of
 from qualms.atomistic.targets import Labelled, labelled
 from qualms.core.distinct import joined_groups
-from qualms.core.resampling import draw_members, group_codes, membership_counts
+from qualms.core.resampling import MIN_ABSENT, draw_members, group_codes, membership_counts
 from qualms.core.typing import Float64Array, IntArray
 from qualms.errors import InputError, QualmsWarning
 
@@ -63,7 +64,7 @@ class TrainingSet:
     @cached_property
     def offsets(self) -> IntArray:
         """Environments of structure s are ``offsets[s]:offsets[s + 1]``."""
-        return np.concatenate([[0], np.cumsum([len(c) for c in self.centers])]).astype(np.intp)
+        return offsets_of([len(c) for c in self.centers])
 
     @property
     def n_environments(self) -> int:
@@ -105,7 +106,7 @@ def make_training_set(
     used = [frames[i] for i in found.frames]
     for i in found.frames.tolist():
         check_structures([frames[i]], first=i)
-    per_atom = settings.kind == "atomic"
+    per_atom = settings.per_atom
     n_atoms = np.array([len(atoms) for atoms in used])
     centers = found.rows if per_atom else [np.arange(n) for n in n_atoms]
     y = found.values / n_atoms if settings.kind == "extensive" else found.values
@@ -167,13 +168,17 @@ def _joined(
     return joined_groups(distinct, labels)[distinct], len(frames) - len(codes)
 
 
+def can_calibrate(counts: IntArray, settings: Settings) -> bool:
+    """Whether enough members lack some row, or nothing is to be calibrated."""
+    return settings.calibration == "none" or bool(np.any((counts == 0).sum(axis=1) >= MIN_ABSENT))
+
+
 def draw_counts(data: TrainingSet, settings: Settings, rng: np.random.Generator) -> IntArray:
     """Draw the members: how often each row is in the training set of each, (N, N_R).
 
     A member whose rows do not determine the baseline of the composition, because it lacks a rare
     element, gets the few rows that do.
     """
-    per_atom = settings.kind == "atomic"
     n = len(data.y)
     over_atoms = settings.resample == "atoms"
     groups = np.arange(n) if over_atoms else data.groups[data.row_structure]
@@ -186,13 +191,13 @@ def draw_counts(data: TrainingSet, settings: Settings, rng: np.random.Generator)
     )
     counts = membership_counts(drawn, n)
     if settings.baseline == "composition":
-        design = data.design(per_atom=per_atom)
+        design = data.design(per_atom=settings.per_atom)
         lacking = np.flatnonzero(~spans(design, counts))
         if len(lacking):
             fixed = np.isin(groups, groups[anchors(design)])
             here = np.ix_(fixed, lacking)
             counts[here] = np.maximum(counts[here], 1)
-            if settings.calibration != "none" and not np.any((counts == 0).sum(axis=1) > 2):
+            if not can_calibrate(counts, settings):
                 raise InputError(
                     "baseline",
                     "'composition'",

@@ -26,7 +26,7 @@ from qualms.cli.options import Force, Json, Quiet, Seed, Threads
 from qualms.errors import InputError
 from qualms.report.tables import score_records, score_table
 from qualms.storage.files import atomic_output, check_output
-from qualms.storage.predictions import check_target_name
+from qualms.storage.predictions import check_name
 
 _DATA = "Data"
 _MODEL = "Model"
@@ -136,7 +136,7 @@ def train(
     summary_path = output.with_suffix(".json")
     if summary_path == output:
         raise InputError("--output", str(output), "another suffix", "The summary is a .json file.")
-    check_target_name(model.settings.target)
+    check_name("target", model.settings.target)
     for path in (output, summary_path):
         _refuse_input(path, (data, validation, config))
         check_output(path, force=force)

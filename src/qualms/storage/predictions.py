@@ -186,7 +186,7 @@ def open_writer(
         raise InputError("path", path, f"a name that ends in one of {suffixes}")
     if kind not in ("structure", "atomic"):
         raise InputError("kind", repr(kind), "'structure' or 'atomic'")
-    _check_name("target", target)
+    check_name("target", target)
     with contextlib.ExitStack() as stack:
         stream = stack.enter_context(atomic_output(path, force=force))
         if compressed:
@@ -284,12 +284,7 @@ _WRITERS: dict[str, type[PredictionWriter]] = {
 }
 
 
-def check_target_name(name: str) -> None:
-    """Refuse a target whose predictions could not be written under its name."""
-    _check_name("target", name)
-
-
-def _check_name(parameter: str, name: str, taken: Mapping[str, object] | None = None) -> None:
+def check_name(parameter: str, name: str, taken: Mapping[str, object] | None = None) -> None:
     """Refuse a key that one of the formats could not hold."""
     reserved = (*_IN_COMMENT, *_IN_COLUMNS, *_IN_TABLES, *_TENSORS)
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]*", name) or name in reserved:
@@ -305,7 +300,7 @@ def _extra_columns(
     """Return columns of one number, boolean or string for each of n structures."""
     columns = {name: np.asarray(column) for name, column in extra.items()}
     for name, column in columns.items():
-        _check_name("extra", name, values)
+        check_name("extra", name, values)
         if column.shape != (n,) or column.dtype.kind not in "biufU":
             given = f"{column.dtype} of shape {column.shape}"
             raise InputError(f"extra[{name!r}]", given, f"{n} numbers, booleans or strings")

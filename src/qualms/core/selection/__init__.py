@@ -5,6 +5,7 @@ index is taken, as far as rounding lets a tie be seen. Both stop early when noth
 new is left: farthest points when all other rows repeat a pick, CUR when the picks span all rows.
 """
 
+from qualms.core.selection.arguments import RowSource
 from qualms.core.selection.farthest import (
     FarthestPoints,
     Points,
@@ -18,6 +19,7 @@ __all__ = [
     "FarthestPoints",
     "LeverageSelection",
     "Points",
+    "RowSource",
     "cur",
     "cur_from_kernel",
     "farthest_points",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import numpy as np
 
 from qualms.core.checks import check_integer
@@ -10,6 +12,29 @@ from qualms.errors import InputError
 
 #: Rows that are looked at, or multiplied, at once.
 ROWS = 2048
+
+
+class RowSource(Protocol):
+    """A table of float32 or float64 that need not be in memory: rows are read when they are needed.
+
+    Unlike an array it has no ``__array__``.
+    """
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of rows and of columns."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """float32 or float64."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: Any, /) -> FloatArray:
+        """Return one row, a slice, or rows by their indices, as an array."""
+        ...
 
 
 def as_float(X: FloatArray, name: str) -> FloatArray:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import numpy as np
 
-from qualms.core.selection.arguments import ROWS, as_float, check_counts, check_kernel
+from qualms.core.selection.arguments import (
+    ROWS,
+    RowSource,
+    as_float,
+    check_counts,
+    check_kernel,
+)
 from qualms.core.typing import Float64Array, FloatArray, IntArray
 from qualms.errors import InputError
 
@@ -60,29 +66,6 @@ class Points(Protocol):
 
     def nearest(self, first: int, last: int) -> Float64Array:
         """Squared distance of every point to the nearest of the picks ``first`` to ``last − 1``."""
-        ...
-
-
-class RowSource(Protocol):
-    """A table of float32 or float64 that need not be in memory: rows are read when they are needed.
-
-    Unlike an array it has no ``__array__``.
-    """
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Number of rows and of columns."""
-        ...
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """float32 or float64."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, rows: Any, /) -> FloatArray:
-        """Return one row, a slice, or rows by their indices, as an array."""
         ...
 
 
