@@ -141,7 +141,7 @@ def spread_between_members(F: Float64Array, n_outputs: int) -> Float64Array:
     return spread
 
 
-def _remaining_error(steps: Float64Array) -> tuple[Float64Array, Float64Array]:
+def _remaining_error(steps: Float64Array) -> Float64Array:
     """Estimate how far the iterates still have to go, from the lengths of the steps so far.
 
     The error after step k is the sum of the steps to come. Steps of preconditioned CG make acute
@@ -160,17 +160,29 @@ def _remaining_error(steps: Float64Array) -> tuple[Float64Array, Float64Array]:
 
     Returns
     -------
-    error, rate : (n_systems,) arrays
+    (n_systems,) array
     """
     last = len(steps) - 1
     if last == 0:
-        return np.full(steps.shape[1], np.inf), np.ones(steps.shape[1])
+        return np.full(steps.shape[1], np.inf)
     back = np.arange(last, min(2, last) - 1, -1)[:, None]
     before = steps[: len(back)]
     ratio = np.divide(steps[last], before, out=np.zeros_like(before), where=before > 0)
     rate = np.clip(np.max(ratio ** (1 / back), axis=0), 0.3, 0.98)
     recent = steps[-3:] * rate ** np.arange(min(2, last), -1, -1)[:, None]
-    return np.max(recent, axis=0) * rate / (1 - rate), rate
+    remaining: Float64Array = np.max(recent, axis=0) * rate / (1 - rate)
+    return remaining
+
+
+def _mean_rate(steps: Float64Array) -> Float64Array:
+    """Return by how much the steps shrank on average since the first: (n_systems,).
+
+    This, not the cautious rate of `_remaining_error`, says whether it is worth going on: steps
+    stop shrinking for a while whenever CG finds another small eigenvalue, and go on thereafter.
+    """
+    ratio = _divide(steps[-1], steps[0])
+    rate: Float64Array = np.clip(ratio ** (1 / (len(steps) - 1)), 0.3, 0.98)
+    return rate
 
 
 def _divide(a: Float64Array, b: Float64Array) -> Float64Array:
@@ -261,14 +273,14 @@ def conjugate_gradients(
         active = recurrence.active
         steps[k, active] = recurrence.advance()
         k += 1
-        error[active], rate = _remaining_error(steps[:k, active])
+        error[active] = _remaining_error(steps[:k, active])
         scale = np.maximum(spread_between_members(recurrence.F, n_outputs), smallest_scale)
         excess = error[active] / (tolerance * scale[active % n_outputs])
         going = ~(excess <= 1)  # so that what is not a number goes on
         recurrence.go_on_with(going)
         if may_give_up and k >= _STEPS_BEFORE_GIVING_UP and going.any():
-            missing = np.max(np.log(excess[going]) / -np.log(rate[going]))
-            if not k + missing <= max_iterations:
+            missing = np.log(excess[going]) / -np.log(_mean_rate(steps[:k, active[going]]))
+            if not k + np.max(missing) <= max_iterations:
                 break
     rms = np.sqrt(np.mean(error.reshape(-1, n_outputs) ** 2, axis=0))
     return ConjugateGradientsResult(

@@ -200,7 +200,7 @@ def estimated_cost(
     return {
         "dual": n_members * (1.2 * n**2 * r + n**3 / 2 + 3 * gather * n),  # all rows at once
         "complement": n_members * (min(woodbury, downdate) + gather * lacking) + 2 * iteration,
-        "cg": iterations * iteration + 250 * N * r + 1.2 * r**2 * N / 20,
+        "cg": iterations * iteration + 450 * N * r + 1.2 * r**2 * N / 10,
         "direct": n_members * (1.2 * r**2 * n + gather * n + factorise),
     }
 
