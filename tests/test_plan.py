@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qualms.atomistic import plan
+from qualms.atomistic import plan, requirements
 from qualms.atomistic.featurize import BATCH
 from qualms.atomistic.plan import (
     default_threads,
@@ -69,9 +69,20 @@ def test_candidates_leave_room_for_what_computes_them(disk):
     disk.free = 0
     made = make_plan(**RUN, memory="6GB")
     kept = 4.0 * made.n_candidates * RUN["n_features"]
-    in_flight = RUN["n_workers"] * (plan._WORKER + 12 * BATCH * RUN["n_raw_features"])
-    assert 0.5 * made.limit < kept < made.limit - plan._BASE - in_flight
+    in_flight = RUN["n_workers"] * (requirements._WORKER + 12 * BATCH * RUN["n_raw_features"])
+    assert 0.5 * made.limit < kept < made.limit - requirements._BASE - in_flight
     assert kept < made.memory <= made.limit
+
+
+def test_structures_compression_and_cur_are_part_of_the_plan(disk):
+    small = RUN | {"n_environments": 20_000, "n_rows": 1000}
+    made = make_plan(**small, memory="32GB")
+    assert make_plan(**small, memory="32GB", n_structures=100_000).memory > made.memory + 3e8
+    cur = make_plan(**small, memory="32GB", selection="cur")
+    assert cur.memory > made.memory + 8 * (2 * RUN["n_representatives"]) ** 2
+    assert cur.seconds > made.seconds + 20
+    wide = make_plan(**small | {"n_raw_features": 20_000}, memory="32GB")
+    assert wide.memory > 3 * 8 * 20_000**2
 
 
 def test_the_disk_that_counts_is_where_features_would_go(disk, tmp_path):

@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 import oracle
 import pytest
+import scipy.linalg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -244,6 +245,18 @@ def test_cur_is_the_brute_force(shape, n_components):
     assert picks.indices.tolist() == indices
     assert len(indices) == min(shape)
     np.testing.assert_allclose(picks.scores, scores, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(40, 12), (12, 40), (25, 25)])
+@pytest.mark.parametrize("seed", range(5))
+def test_cur_in_a_fixed_space_picks_the_pivots_of_a_qr_factorisation(seed, shape):
+    X = np.random.default_rng(seed).normal(size=shape) * np.geomspace(1, 1e-3, shape[1])
+    n = min(shape) // 2
+    U = np.linalg.svd(X)[0][:, :n]
+    _, R, pivots = scipy.linalg.qr(U.T, pivoting=True)
+    for picks in (cur(X, n), cur_from_kernel(X @ X.T, n)):
+        np.testing.assert_array_equal(picks.indices, pivots[:n])
+        np.testing.assert_allclose(picks.scores, np.diag(R) ** 2, rtol=1e-6)
 
 
 @settings(max_examples=25, deadline=None)

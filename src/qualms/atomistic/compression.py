@@ -18,6 +18,9 @@ from qualms.core.kernels import normalize_rows
 from qualms.core.selection import cur, farthest_points
 from qualms.core.typing import Float64Array, FloatArray, IntArray
 
+#: Environments from which a compression is found: a quarter of them, but so many.
+_SAMPLE = (5_000, 20_000)
+
 
 @dataclass(frozen=True)
 class Projection:
@@ -33,6 +36,11 @@ class Projection:
 
     matrix: FloatArray
     kernel_error: float
+
+
+def sample_size(n_environments: int) -> int:
+    """Return how many environments a compression is found from."""
+    return min(int(np.clip(n_environments // 4, *_SAMPLE)), n_environments)
 
 
 def is_worthwhile(n_environments: int, n_representatives: int, n_raw: int, q: int) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 from ase import Atoms
 
 from qualms.atomistic.checkpoint import Checkpoint
-from qualms.atomistic.compression import Projection
+from qualms.atomistic.compression import Projection, sample_size
 from qualms.atomistic.environments import (
     BLOCK,
     KeptFeatures,
@@ -22,16 +22,13 @@ from qualms.atomistic.environments import (
 )
 from qualms.atomistic.featurize import Batch, stop_workers, stream_features
 from qualms.atomistic.hypers import Compression, Soap
-from qualms.atomistic.plan import Mode
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.representation import Representation, fit_representation
+from qualms.atomistic.requirements import Mode
 from qualms.atomistic.training_set import TrainingSet
 from qualms.core.selection import RowSource
 from qualms.core.typing import FloatArray, IntArray
 from qualms.errors import InputError
-
-#: Environments from which a compression is found: a quarter of them, but so many.
-_SAMPLE = (5_000, 20_000)
 
 
 @dataclass(frozen=True)
@@ -151,7 +148,7 @@ class FeatureStage:
         order = rng.permutation(len(self.data.frames))
         order = np.concatenate([order[(first := self._with_pairs(order))], np.delete(order, first)])
         sizes = np.diff(self.data.offsets)[order]
-        wanted = int(np.clip(self.data.n_environments // 4, *_SAMPLE))
+        wanted = sample_size(self.data.n_environments)
         enough = int(np.searchsorted(np.cumsum(sizes), wanted)) + 1
         return order[: max(enough, len(first))]
 

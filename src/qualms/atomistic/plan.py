@@ -14,22 +14,16 @@ import shutil
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
-from qualms.atomistic.environments import BLOCK
-from qualms.atomistic.featurize import BATCH
+from qualms.atomistic.requirements import Mode, Requirements
 from qualms.core.checks import check_integer
 from qualms.errors import InputError
 
-GB = 1e9
-#: Interpreter and libraries, in this process and in each process that computes features.
-_BASE, _WORKER = 0.5 * GB, 0.25 * GB
 #: Share of the machine's memory that is used if no limit is given.
 _SHARE = 0.75
-
-Mode = Literal["keep", "spill", "recompute"]
 
 
 @dataclass(frozen=True)
@@ -100,6 +94,8 @@ def make_plan(
     n_workers: int,
     memory: str | float | None,
     directory: Path | None = None,
+    n_structures: int = 0,
+    selection: str = "fps",
     keep_pp: bool = True,
     to_disk: bool = False,
 ) -> Plan:
@@ -115,6 +111,8 @@ def make_plan(
         Limit such as ``"8GB"``, or bytes; three quarters of the machine's memory by default.
     directory : Path, optional
         Where features would be written; the system's temporary directory by default.
+    n_structures : int
+    selection : {"fps", "cur", "random"}
     keep_pp : bool
         Whether the model keeps what the variance of Eq. (3) needs.
     to_disk : bool
@@ -122,28 +120,16 @@ def make_plan(
     """
     limit = parse_memory(memory)
     d, M = n_features, n_representatives
-    batches = n_workers * (_WORKER + 12 * BATCH * n_raw_features) if n_workers > 1 else 0.0
-    batches += 20 * BATCH * n_raw_features + 4 * 2 * n_workers * BATCH * d
-    features = 4.0 * n_environments * d
-    picking = 4.0 * M * d + 1.2 * features / 16 + 100e6
-    products = 3 * 4.0 * BLOCK * M + 4.0 * BLOCK * d
-    rows = 8.0 * n_rows * M
-    # Solving a member exactly takes a copy of its rows, in turn; conjugate gradients do not.
-    solving = rows + 6 * 8.0 * M**2 + min(0.5 * rows, 2 * GB) + 16 * 8.0 * n_members * n_rows
-    later = max(rows + products, solving)
-    # What there is besides the candidates of "recompute": batches in flight, or picks and pools.
-    beside = max(batches, 4.0 * M * d + 100e6)
-    needed = {
-        # Features are let go once the kernel rows are there; a bit of both at the end of that.
-        "keep": _BASE + max(features + max(batches, picking, rows + products), solving),
-        "spill": _BASE + max(batches, picking, later),
-        "recompute": _BASE + max(batches + rows + products, beside + 4.4 * M * d, solving),
-    }
+    run = Requirements(
+        n_rows, n_structures, n_environments, d, n_raw_features, M, n_members, n_workers, selection
+    )
+    needed, features = run.memory(), run.features
     mode = _choose(needed, limit, features, directory, to_disk)
     candidates = n_environments
     if mode == "recompute":
-        candidates = int(min(n_environments, (limit - _BASE - beside) / (4.4 * d)))
-        needed[mode] = max(needed[mode], _BASE + beside + 4.4 * d * candidates)
+        fixed = run.base + run.beside_candidates
+        candidates = int(min(n_environments, (limit - fixed) / (4.4 * d)))
+        needed[mode] = max(needed[mode], fixed + 4.4 * d * candidates)
     return Plan(
         mode=mode,
         n_rows=n_rows,
@@ -155,13 +141,13 @@ def make_plan(
         limit=limit,
         disk=features if mode == "spill" or (to_disk and mode == "keep") else 0.0,
         model_size=4.0 * M * (d + 2 * n_members + (M if keep_pp else 0)) + 1e5,
-        seconds=_expected_seconds(n_rows, n_environments, d, n_raw_features, M, n_workers, mode),
+        seconds=run.seconds(mode),
         n_candidates=candidates,
     )
 
 
 def _choose(
-    needed: dict[str, float], limit: float, features: float, directory: Path | None, to_disk: bool
+    needed: dict[Mode, float], limit: float, features: float, directory: Path | None, to_disk: bool
 ) -> Mode:
     if to_disk and _room(directory) < 1.1 * features:
         raise InputError(
@@ -194,17 +180,6 @@ def _room(directory: Path | None) -> float:
 
 def _size(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
-
-
-def _expected_seconds(
-    n_rows: int, n_environments: int, d: int, raw: int, M: int, n_workers: int, mode: Mode
-) -> float:
-    """Rates measured on one core of a 2.x GHz server of 2020, with two for the products."""
-    per_environment = 2e-5 + 1.5e-8 * raw + (2.0e-11 * raw * d if d < raw else 0.0)
-    spectra = n_environments * per_environment / n_workers * (2 if mode == "recompute" else 1)
-    products = 2.0 * n_environments * d * M * (1 + 0.8) / 1e11
-    solving = (1.5 * n_rows * M**2 + 20.0 * M**3 / 3) / 4e10
-    return 2.0 + spectra + products + solving * 2
 
 
 def parse_memory(memory: str | float | None) -> float:

@@ -13,7 +13,7 @@ from qualms.core.selection import RowSource, cur_from_kernel, farthest_points
 from qualms.core.typing import FloatArray, IntArray
 
 #: CUR chooses among this many times more farthest points than are wanted.
-_LANDMARKS = 2
+LANDMARKS = 2
 
 
 class _Rows:
@@ -81,9 +81,13 @@ def _select(
         return rng.permutation(len(features))[:n]
     if selection == "fps":
         return farthest_points(features, n, on_pick=on_pick).indices
-    landmarks = farthest_points(features, min(_LANDMARKS * n, len(features))).indices
+    n_landmarks = min(LANDMARKS * n, len(features))
+    found = None if on_pick is None else lambda k: on_pick(k * n // n_landmarks)
+    landmarks = farthest_points(features, n_landmarks, on_pick=found).indices
     X = features[landmarks].astype(np.float64)
-    return landmarks[cur_from_kernel(np.asarray(kernel(X, X)), min(n, len(landmarks))).indices]
+    K = np.asarray(kernel(X, X))
+    del X
+    return landmarks[cur_from_kernel(K, min(n, len(landmarks))).indices]
 
 
 def _shares(center_species: IntArray, n: int) -> dict[int, int]:

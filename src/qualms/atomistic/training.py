@@ -109,6 +109,8 @@ class Training:
             n_workers=self.resources.threads,
             memory=self.resources.memory,
             directory=None if checkpoint is None else checkpoint.directory,
+            n_structures=len(self.data.frames),
+            selection=self.settings.selection,
             keep_pp=self.settings.keep_pp,
             to_disk=checkpoint is not None,
         )
