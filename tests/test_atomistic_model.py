@@ -31,7 +31,7 @@ from qualms import (
     QualmsWarning,
     calibrate,
 )
-from qualms.atomistic import feature_stage, plan, training, training_set
+from qualms.atomistic import feature_stage, plan, requirements, training, training_set
 from qualms.atomistic.evaluation import evaluate
 from qualms.atomistic.predicting import stream_chunks
 from qualms.atomistic.progress import Stages
@@ -479,7 +479,7 @@ def modes(monkeypatch, tmp_path):
 
 def test_less_memory_makes_it_spill_and_then_recompute(molecules, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(plan, "BLOCK", 64)  # as if 40 molecules were many
+    monkeypatch.setattr(requirements, "BLOCK", 64)  # as if 40 molecules were many
     seen = []
 
     def fit(memory):
@@ -767,6 +767,26 @@ def test_without_a_validation_set_halves_judge_each_other(molecules, energy_mode
     assert result.rows["linear (validation)"].sharpness == pytest.approx(np.sqrt(variance.mean()))
     few = evaluate(energy_model, molecules[120:125])
     assert set(few.rows) == {name for name in ROWS if "validation" not in name}
+
+
+def test_halves_do_not_share_a_structure(molecules, shift_model):
+    test = molecules[120:140]
+    result = evaluate(shift_model, test)
+    raw = result.prediction.uncalibrated
+    even = np.repeat(np.arange(20) % 2 == 0, [np.sum(atoms.numbers == 1) for atoms in test])
+    variance = np.empty(len(even))
+    for half in (even, ~even):
+        alpha = calibrate(result.y[~half], raw[~half], method="linear").alpha
+        variance[half] = (alpha * raw.std[half]) ** 2
+    assert result.rows["linear (validation)"].sharpness == pytest.approx(np.sqrt(variance.mean()))
+    alone = evaluate(shift_model, [max(test, key=lambda atoms: np.sum(atoms.numbers == 1))])
+    assert not [name for name in alone.rows if "validation" in name]
+
+
+def test_structures_may_come_from_a_generator(molecules):
+    expected = make_model().fit(molecules[:40])
+    given = make_model().fit(atoms for atoms in molecules[:40])
+    same_predictions(given, expected, molecules[120:125])
 
 
 def test_only_labelled_atoms_are_judged(molecules, shift_model):

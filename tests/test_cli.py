@@ -265,8 +265,21 @@ def test_an_interrupted_run_is_resumed_without_its_checkpoint_option_too(worksho
         assert not Path("other.safetensors.checkpoint").exists()
     assert Path("model.safetensors.checkpoint/features").stat().st_size > 0
     assert not Path("model.safetensors").exists()
-    assert qualms(f"{command} --resume").code == 0
+    ended = qualms(f"{command} --resume")
+    assert ended.code == 0
+    assert "starts from the beginning" not in ended.err
     assert not Path("model.safetensors.checkpoint").exists()
+
+
+def test_what_is_not_resumed_is_said(workshop):
+    command = "train train.xyz --config small.yaml -o model.safetensors"
+    ended = qualms(f"{command} --resume")
+    assert ended.code == 0
+    assert "starts from the beginning" in ended.err
+    Path("model.safetensors.checkpoint").mkdir()
+    ended = qualms(f"{command} --checkpoint --force")
+    assert ended.code == 0
+    assert "--resume would go on with it" in ended.err
 
 
 # --- predict ---
@@ -290,12 +303,17 @@ def test_tables_and_arrays(trained, energy_model):
         [float(row[f"{ENERGY}_ensemble_15"]) for row in rows], expected.members[:, 15]
     )
     np.testing.assert_array_equal(truth(read_frames("out.xyz.gz")), expected.mean)
+    units = f"{ENERGY}_units"
+    assert {row[units] for row in rows} == {*arrays[units]} == {energy_model.settings.units}
+    assert read_frames("out.xyz.gz")[0].info[units] == energy_model.settings.units
 
 
 def test_without_being_asked_members_are_not_written(trained):
     assert qualms("predict model.safetensors test.xyz -o out.csv").code == 0
     header = Path("out.csv").read_text().splitlines()[0]
-    assert header == f"index,formula,n_atoms,{ENERGY},{ENERGY}_uncertainty,qualms_extrapolates"
+    assert header == (
+        f"index,formula,n_atoms,{ENERGY},{ENERGY}_uncertainty,qualms_extrapolates,{ENERGY}_units"
+    )
 
 
 def test_predictions_of_atoms(workshop, molecules):
@@ -388,7 +406,8 @@ def test_evaluate_prints_the_table(trained):
 
 
 def test_info_is_the_summary(trained, energy_model):
-    assert qualms("info model.safetensors").out.strip() == energy_model.summary()
+    for quiet in ("", "--quiet"):
+        assert qualms(f"info model.safetensors {quiet}").out.strip() == energy_model.summary()
     document = json.loads(qualms("info model.safetensors --json").out)
     assert document["provenance"]["data_digest"] == energy_model.provenance.data_digest
 

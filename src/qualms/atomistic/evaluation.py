@@ -14,8 +14,9 @@ from qualms.atomistic.structures import check_species, check_structures
 from qualms.atomistic.summary import units_of
 from qualms.atomistic.targets import labelled
 from qualms.core.calibration import METHODS, Calibration, calibration_data, fit_calibration
+from qualms.core.calibration.base import MemberTransform
 from qualms.core.scores import Scores, score_arrays
-from qualms.core.typing import BoolArray, Float64Array
+from qualms.core.typing import BoolArray, Float64Array, IntArray
 from qualms.errors import CalibrationError
 from qualms.prediction import Prediction, score
 
@@ -56,6 +57,7 @@ def evaluate(
     frames: Sequence[Atoms],
     validation: Sequence[Atoms] | None = None,
     *,
+    calibrations: Mapping[str, MemberTransform] | None = None,
     stages: Stages | None = None,
 ) -> Evaluation:
     """Score a model with every calibration, and its projected process.
@@ -68,29 +70,36 @@ def evaluate(
         New structures with labels; those without are skipped.
     validation : sequence of Atoms, optional
         More of them, to fit the calibrations that are not internal to. Without, these are fitted to
-        each half of `frames` and judged on the other half.
+        every other of `frames` and judged on those between.
+    calibrations : mapping of str to MemberTransform, optional
+        Further calibrations by name, made elsewhere, of what `AtomisticModel.predict` says.
     stages : Stages, optional
         Shows the progress.
     """
     stages = stages or Stages()
     test = _predicted(model, frames, stages)
     held_out = None if validation is None else _predicted(model, validation, stages)
-    calibrations = model.fitted.calibrations
+    internal = model.fitted.calibrations
     rows = {"raw": score(test.y, test.raw)}
     for method in _VALIDATED:
         validated = _validated(test, held_out, method)
         if validated is not None:
             rows[f"{method} (validation)"] = score(test.y, validated)
     for method in METHODS:
-        if method != "none" and method in calibrations:
-            rows[f"{method} (internal)"] = score(test.y, calibrations[method].apply(test.raw))
+        if method != "none" and method in internal:
+            rows[f"{method} (internal)"] = score(test.y, internal[method].apply(test.raw))
+    own = model.fitted.calibration.apply(test.raw)
+    for name, calibration in (calibrations or {}).items():
+        # Made of what is predicted, which is a sum if the target is extensive.
+        members = calibration.transform(own.members * test.sizes[:, None]) / test.sizes[:, None]
+        rows[name] = score(test.y, Prediction(members))
     if test.pp is not None:
         rows["GPR PP"] = score_arrays(test.y, *test.pp)
     source = "the other half of the test set"
     return Evaluation(
         rows=rows,
         y=test.y,
-        prediction=model.fitted.calibration.apply(test.raw),
+        prediction=own,
         units=units_of(model.fitted),
         validation=source if held_out is None else f"{len(held_out.y)} validation points",
         n_unlabelled=test.n_unlabelled,
@@ -104,6 +113,8 @@ class _Predicted:
     y: Float64Array
     raw: Prediction
     pp: tuple[Float64Array, Float64Array] | None
+    structure: IntArray  # of each label
+    sizes: Float64Array  # what an average is multiplied by
     n_unlabelled: int
 
 
@@ -117,14 +128,20 @@ def _predicted(model: AtomisticModel, frames: Sequence[Atoms], stages: Stages) -
     members, pp = _streamed(model, used, stages)
     # Atoms of the wanted species without a label are predicted, but cannot be judged.
     judged: slice | BoolArray = slice(None)
+    structure = np.arange(len(used))
     if settings.per_atom:
+        structure = np.repeat(structure, [len(rows) for rows in found.rows])
         pairs = zip(model.target_atoms(used), found.rows, strict=True)
         judged = np.concatenate([np.isin(predicted, rows) for predicted, rows in pairs])
-    n_atoms = np.array([len(atoms) for atoms in used], dtype=np.float64)
+    sizes = np.ones(len(structure))
+    if settings.kind == "extensive":
+        sizes = np.array([len(atoms) for atoms in used], dtype=np.float64)
     return _Predicted(
-        y=found.values / n_atoms if settings.kind == "extensive" else found.values,
+        y=found.values / sizes,
         raw=Prediction(members[judged]),
         pp=None if pp is None else (pp[0][judged], pp[1][judged]),
+        structure=structure,
+        sizes=sizes,
         n_unlabelled=found.n_unlabelled,
     )
 
@@ -154,8 +171,8 @@ def _validated(test: _Predicted, held_out: _Predicted | None, method: str) -> Pr
     try:
         if held_out is not None:
             return _fitted(held_out.y, held_out.raw, method).apply(test.raw)
-        if len(test.y) >= _MIN_CROSS_FIT:
-            return _cross_fitted(test.y, test.raw, method)
+        if len(test.y) >= _MIN_CROSS_FIT and test.structure[-1] > 0:
+            return _cross_fitted(test, method)
     except CalibrationError:
         pass
     return None
@@ -165,11 +182,11 @@ def _fitted(y: Float64Array, raw: Prediction, method: str) -> Calibration:
     return fit_calibration(calibration_data(y, raw.members), method)
 
 
-def _cross_fitted(y: Float64Array, raw: Prediction, method: str) -> Prediction:
-    """Calibrate each half of the points by the other one."""
-    even = np.arange(len(y)) % 2 == 0
+def _cross_fitted(test: _Predicted, method: str) -> Prediction:
+    """Calibrate each half of the structures by the other one."""
+    raw, even = test.raw, test.structure % 2 == 0
     members = np.empty_like(raw.members)
     for half in (even, ~even):
-        calibration = _fitted(y[~half], raw[~half], method)
+        calibration = _fitted(test.y[~half], raw[~half], method)
         members[half] = calibration.transform(raw.members[half])
     return Prediction(members, uncalibrated=raw)

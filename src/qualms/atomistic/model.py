@@ -26,6 +26,7 @@ from qualms.atomistic.predicting import Chunk, atom_contributions, concatenated,
 from qualms.atomistic.progress import Display, Stages
 from qualms.atomistic.settings import Settings, make_settings
 from qualms.atomistic.solving import Outcome
+from qualms.atomistic.structures import refuse_single
 from qualms.atomistic.summary import describe
 from qualms.atomistic.training import Training
 from qualms.atomistic.training_set import TrainingSet, make_training_set, resolved_species
@@ -134,7 +135,7 @@ class AtomisticModel:
 
     def fit(
         self,
-        frames: Sequence[Atoms],
+        frames: Iterable[Atoms],
         groups: Sequence[object] | None = None,
         *,
         checkpoint: str | Path | None = None,
@@ -147,7 +148,7 @@ class AtomisticModel:
 
         Parameters
         ----------
-        frames : sequence of Atoms
+        frames : iterable of Atoms
             Structures without a label are skipped.
         groups : sequence, optional
             Labels of structures that belong together, such as snapshots of one trajectory: in or
@@ -167,7 +168,8 @@ class AtomisticModel:
         -------
         self
         """
-        data = make_training_set(frames, self.settings, groups)
+        refuse_single(frames)
+        data = make_training_set(list(frames), self.settings, groups)
         saved = None
         if checkpoint is not None:
             key = run_key(data.digest, self.settings.model_dump_json())
@@ -291,8 +293,7 @@ class AtomisticModel:
         """Yield structures and their features in chunks; `frames` may be larger than memory."""
         if unknown_species not in ("error", "ignore"):
             raise InputError("unknown_species", repr(unknown_species), '"error" or "ignore"')
-        if isinstance(frames, Atoms):
-            raise InputError("frames", "one Atoms", "a sequence of them", "Write [atoms].")
+        refuse_single(frames)
         some = False
         with threadpool_limits(limits=self.threads):
             for chunk in stream_chunks(

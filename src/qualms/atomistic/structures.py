@@ -151,6 +151,12 @@ def _read_xyz_frame(lines: list[str], number: int) -> Atoms:
     return atoms
 
 
+def refuse_single(frames: object) -> None:
+    """Refuse one structure where many are wanted: it is iterable, too, over its atoms."""
+    if isinstance(frames, Atoms):
+        raise InputError("frames", "one ase.Atoms", "a list of ase.Atoms", "Write [atoms].")
+
+
 def check_structures(frames: Iterable[Atoms], *, first: int = 0) -> None:
     """Refuse structures whose geometry cannot be used.
 
@@ -170,8 +176,7 @@ def check_structures(frames: Iterable[Atoms], *, first: int = 0) -> None:
     InputError
         Names the first such frame and the atoms.
     """
-    if isinstance(frames, Atoms):
-        raise InputError("frames", "one ase.Atoms", "a list of ase.Atoms", "Write [atoms].")
+    refuse_single(frames)
     for index, atoms in enumerate(frames, start=first):
         if not isinstance(atoms, Atoms):
             raise InputError(f"frames[{index}]", f"a {type(atoms).__name__}", "ase.Atoms")

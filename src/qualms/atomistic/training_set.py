@@ -13,7 +13,13 @@ from ase import Atoms
 from qualms.atomistic.baselines import anchors, atom_design, spans, structure_design
 from qualms.atomistic.environments import offsets_of
 from qualms.atomistic.settings import Settings
-from qualms.atomistic.structures import check_structures, data_hash, fingerprints, species_of
+from qualms.atomistic.structures import (
+    check_structures,
+    data_hash,
+    fingerprints,
+    refuse_single,
+    species_of,
+)
 from qualms.atomistic.targets import Labelled, labelled
 from qualms.core.distinct import joined_groups
 from qualms.core.resampling import MIN_ABSENT, draw_members, group_codes, membership_counts
@@ -96,8 +102,7 @@ def make_training_set(
     groups : sequence of length len(frames), optional
         Labels of structures that belong together, such as snapshots of one trajectory.
     """
-    if isinstance(frames, Atoms):  # type: ignore[unreachable]
-        raise InputError("frames", "one ase.Atoms", "a list of ase.Atoms", "Write [atoms].")
+    refuse_single(frames)
     if not len(frames):
         raise InputError("frames", "no structures", "at least 2 labelled structures")
     if groups is not None and len(groups) != len(frames):

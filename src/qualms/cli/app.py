@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 import qualms
+from qualms.cli.apply import apply
+from qualms.cli.calibrate import calibrate
 from qualms.cli.console import Terminal
 from qualms.cli.demo import demo
 from qualms.cli.evaluate import evaluate
@@ -29,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (train, predict, evaluate, info, demo):
+for command in (train, predict, evaluate, calibrate, apply, info, demo):
     app.command()(command)
 
 

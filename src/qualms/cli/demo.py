@@ -18,7 +18,7 @@ from qualms.atomistic.progress import Stages
 from qualms.atomistic.settings import make_settings
 from qualms.atomistic.study import study_subsamples
 from qualms.cli.console import Terminal
-from qualms.cli.options import Force, Json, Quiet, Threads
+from qualms.cli.options import Force, Json, Quiet, Seed, Threads
 from qualms.cli.train import summary_document
 from qualms.data import qm9
 from qualms.report import (
@@ -45,6 +45,7 @@ def demo(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Directory for the model and the figures.")
     ] = Path("qualms-demo"),
+    seed: Seed = None,
     threads: Threads = None,
     force: Force = False,
     quiet: Quiet = False,
@@ -63,7 +64,9 @@ def demo(
         f"Atomisation energies of QM9: {N_TRAIN} training, {N_VALIDATION} validation, "
         f"{N_TEST} test molecules."
     )
-    settings = make_settings({"target": TARGET, "kind": "intensive", "units": UNITS})
+    settings = make_settings(
+        {"target": TARGET, "kind": "intensive", "units": UNITS, "seed": seed or 0}
+    )
     study = study_subsamples(
         train,
         validation,

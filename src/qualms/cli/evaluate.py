@@ -13,6 +13,8 @@ from qualms.atomistic.progress import Stages
 from qualms.atomistic.structures import read_frames
 from qualms.cli.console import Terminal
 from qualms.cli.options import Json, Model, Quiet, Threads
+from qualms.errors import InputError
+from qualms.external.calibration_file import CalibrationDocument, read_calibration
 from qualms.report.tables import score_records, score_table
 
 
@@ -23,6 +25,10 @@ def evaluate(
         Path | None,
         typer.Option(help="Labelled structures to fit the calibrations that are not internal to."),
     ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="Calibration of the model's predictions, by `qualms calibrate`."),
+    ] = None,
     threads: Threads = None,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -32,7 +38,13 @@ def evaluate(
     loaded = AtomisticModel.load(model, threads=threads)
     frames = read_frames(test)
     held_out = None if validation is None else read_frames(validation)
-    evaluation = evaluate_model(loaded, frames, held_out, stages=Stages(terminal.progress()))
+    evaluation = evaluate_model(
+        loaded,
+        frames,
+        held_out,
+        calibrations=None if calibration is None else _further(calibration, loaded),
+        stages=Stages(terminal.progress()),
+    )
     if evaluation.n_unlabelled:
         terminal.say(f"{evaluation.n_unlabelled} without a label are skipped.")
     table = score_table(
@@ -53,3 +65,13 @@ def evaluate(
             "scores": score_records(evaluation.rows),
         },
     )
+
+
+def _further(path: Path, model: AtomisticModel) -> dict[str, CalibrationDocument]:
+    """Read a calibration and see that it is one of what the model predicts."""
+    document = read_calibration(path)
+    kind = "atom" if model.fitted.per_atom else "structure"
+    if document.kind != kind or document.by is not None:
+        given = f"one of {document.kind}s" + (f", by {document.by}" if document.by else "")
+        raise InputError("--calibration", given, f"one of all {kind}s, not by groups")
+    return {f"{path.name} ({document.method})": document}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from qualms.atomistic.model import AtomisticModel
 from qualms.cli.console import Terminal
-from qualms.cli.options import Json, Model
+from qualms.cli.options import Json, Model, Quiet
 from qualms.cli.train import summary_document
 
 
-def info(model: Model, as_json: Json = False) -> None:
+def info(model: Model, quiet: Quiet = False, as_json: Json = False) -> None:
     """Show what a model is, what it was trained on, and how it was calibrated."""
     loaded = AtomisticModel.load(model)
-    Terminal(as_json=as_json).result(loaded.summary(), document=summary_document(loaded))
+    Terminal(quiet=quiet, as_json=as_json).result(
+        loaded.summary(), document=summary_document(loaded)
+    )

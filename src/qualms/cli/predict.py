@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -50,12 +50,13 @@ def predict(
     loaded = AtomisticModel.load(model, threads=threads)
     per_atom = loaded.fitted.per_atom
     unknown = "ignore" if ignore_unknown else "error"
+    target, units = loaded.settings.target, loaded.settings.units
     n_structures = n_flagged = n_unknown = 0
     with ExitStack() as stack:
         writer = stack.enter_context(
             open_writer(
                 output,
-                loaded.settings.target,
+                target,
                 kind="atomic" if per_atom else "structure",
                 ensemble=ensemble,
                 force=force,
@@ -66,11 +67,14 @@ def predict(
             novelty = np.empty(len(chunk.frames))
             prediction = chunk.predict(chunk.rows(novelty))
             flags = chunk.extrapolates(prediction, novelty)
+            extra: dict[str, list[Any]] = {FLAG: flags.tolist()}
+            if units:
+                extra[f"{target}_units"] = [units] * len(chunk.frames)
             writer.write(
                 chunk.frames,
                 prediction,
                 rows=chunk.centers if per_atom else None,
-                extra={FLAG: flags.tolist()},
+                extra=extra,
             )
             n_structures += len(chunk.frames)
             n_flagged += int(flags.sum())
@@ -87,8 +91,8 @@ def predict(
         f"{n_structures} structures → {output}",
         document={
             "output": str(output),
-            "target": loaded.settings.target,
-            "units": loaded.settings.units,
+            "target": target,
+            "units": units,
             "n_structures": n_structures,
             "n_extrapolating": n_flagged,
             "n_unknown_species": n_unknown,

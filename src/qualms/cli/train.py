@@ -33,6 +33,8 @@ _MODEL = "Model"
 _RUN = "Run"
 #: Atoms times representatives: about half a minute on two cores.
 _LONG = 2e8
+_NOTHING_TO_RESUME = "No run was interrupted here; this one starts from the beginning."
+_STARTED_ANEW = "What an interrupted run has kept here is not used: --resume would go on with it."
 
 
 def train(
@@ -144,6 +146,8 @@ def train(
     to_validate = None if validation is None else _validation(validation, model, species_of(frames))
     groups = None if group_key is None else _groups(frames, group_key)
     directory = output.with_name(output.name + ".checkpoint")
+    if directory.exists() != resume:
+        terminal.say(_NOTHING_TO_RESUME if resume else _STARTED_ANEW)
     keep = resume or (_is_long(frames, model) if checkpoint is None else checkpoint)
     model.fit(
         frames,

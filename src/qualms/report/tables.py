@@ -117,8 +117,8 @@ def score_table(
         cells = _COLUMNS[name].cells([getattr(scores, name) for scores in rows.values()])
         marked = comparable and name == "log_likelihood"
         body.append(_mark_best(cells) if marked else [Text(c) for c in cells])
-    table = _new_table(title, _caption(body))
-    table.add_column("", overflow="fold")
+    table = new_table(title, _caption(body))
+    table.add_column("", no_wrap=True, min_width=max(map(len, rows)))
     for name in names:
         table.add_column(Text(_COLUMNS[name].heading(units)), justify="right", no_wrap=True)
     for name, *cells_of_row in zip(rows, *body, strict=True):
@@ -178,7 +178,7 @@ def calibration_table(
     strangers = [name for name in known if name not in lines]
     if strangers:
         raise InputError("intervals", strangers, f"names among {', '.join(lines)}")
-    table = _new_table(title, "A bare 1 is not fitted.")
+    table = new_table(title, "A bare 1 is not fitted.")
     for header in ("", "method"):
         table.add_column(header, overflow="fold")
     for header in ("α", "γ", "points", "LL (fit)"):
@@ -230,7 +230,7 @@ def paper_table(
     if absent or not shown:
         raise InputError("columns", absent or "nothing", f"some of {', '.join(ordered) or 'none'}")
     body = [_mark_best([_number(row.get(name), digits) for name in shown]) for row in rows.values()]
-    table = _new_table(title, _caption(body, " of its row"))
+    table = new_table(title, _caption(body, " of its row"))
     table.add_column("size", justify="right", no_wrap=True)
     for name in shown:
         table.add_column(Text(name), justify="right")
@@ -239,7 +239,7 @@ def paper_table(
     return table
 
 
-def _new_table(title: str, caption: str = "") -> Table:
+def new_table(title: str, caption: str = "") -> Table:
     """Make a table that nine narrow columns fit into on eighty characters."""
     return Table(
         title=Text(title, style="bold") if title else None,

@@ -213,7 +213,7 @@ class _XYZWriter(PredictionWriter):
                     predicted[name] = np.full((len(atoms), *values.shape[1:]), np.nan)
                     predicted[name][batch.rows[i]] = values[part]
             atoms.info.update(batch.extra_of(i))
-            self._stream.write(_xyz(atoms).encode())
+            self._stream.write(xyz_text(atoms).encode())
 
     def _finish(self) -> None:
         """Every structure has been written."""
@@ -354,7 +354,7 @@ def _set_aside_references(
             store.setdefault(f"REF_{name}", value)
 
 
-def _xyz(atoms: Atoms) -> str:
+def xyz_text(atoms: Atoms) -> str:
     """Return a structure in extended XYZ, all numbers exact: ASE writes eight decimals."""
     fixed = [c.index for c in atoms.constraints if isinstance(c, FixAtoms)]
     arrays = {"symbols": np.array([*atoms.symbols], dtype=str), "positions": atoms.positions}

@@ -10,16 +10,25 @@
 """
 
 from qualms.core.calibration.base import Calibration, CalibrationData, calibration_data
+from qualms.core.calibration.comparison import (
+    Candidate,
+    Comparison,
+    compare_calibrations,
+    cross_validate,
+)
 from qualms.core.calibration.extrapolation import SpreadExtrapolation, extrapolate_spread
 from qualms.core.calibration.fitting import (
     METHODS,
-    ConfidenceIntervals,
     PerOutputCalibration,
-    bootstrap_intervals,
     build_calibration,
     calibrate,
-    compare_calibrations,
     fit_calibration,
+)
+from qualms.core.calibration.grouped import GroupedCalibration, GroupFactor, fit_groups
+from qualms.core.calibration.intervals import (
+    ConfidenceIntervals,
+    bootstrap_intervals,
+    confidence_intervals,
 )
 from qualms.core.calibration.scaling import (
     LinearCalibration,
@@ -34,7 +43,11 @@ __all__ = [
     "METHODS",
     "Calibration",
     "CalibrationData",
+    "Candidate",
+    "Comparison",
     "ConfidenceIntervals",
+    "GroupFactor",
+    "GroupedCalibration",
     "LinearCalibration",
     "NoCalibration",
     "PerOutputCalibration",
@@ -47,7 +60,10 @@ __all__ = [
     "calibrate",
     "calibration_data",
     "compare_calibrations",
+    "confidence_intervals",
+    "cross_validate",
     "extrapolate_spread",
     "fit_calibration",
+    "fit_groups",
     "variance_scale",
 ]

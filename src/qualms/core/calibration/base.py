@@ -102,8 +102,7 @@ def calibration_data(
             raise InputError(
                 "sample_weight", f"minimum {weights.min():.3g}", "weights ≥ 0, not all of them 0"
             )
-    # Members that agree to rounding have no spread; their deviations are noise of the last digit.
-    rounding = 16 * np.finfo(np.float64).eps * np.abs(predicted).max(axis=1)
+    rounding = rounding_of(predicted)
     if absent is None:
         mean, spread = committee(predicted)
         c = np.full(len(targets), predicted.shape[1])
@@ -117,6 +116,12 @@ def calibration_data(
     residuals = targets[internal.used] - internal.mean
     data = CalibrationData(residuals, internal.std, internal.n_absent, weights[internal.used])
     return _with_spread(data, rounding[internal.used])
+
+
+def rounding_of(members: FloatArray) -> Float64Array:
+    """Return the spread (n,) below which members (n, N_R) differ by the last digits alone."""
+    rounding: Float64Array = 16 * np.finfo(np.float64).eps * np.abs(members).max(axis=1)
+    return rounding
 
 
 def _with_spread(data: CalibrationData, rounding: Float64Array) -> CalibrationData:

@@ -1,8 +1,8 @@
-"""Fitting a calibration by name, comparing them, and saying how certain α and γ are."""
+"""Fitting a calibration by name, and building it again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,8 @@ from qualms.core.calibration.scaling import (
 )
 from qualms.core.calibration.shrinkage import ShrinkageCalibration, fit_shrinkage
 from qualms.core.calibration.student import StudentCalibration, fit_student
-from qualms.core.resampling import MIN_ABSENT, group_codes
-from qualms.core.typing import BoolArray, Float64Array, FloatArray, IntArray
+from qualms.core.resampling import MIN_ABSENT
+from qualms.core.typing import BoolArray, Float64Array, FloatArray
 from qualms.errors import InputError
 
 #: Calibrations by name.
@@ -162,68 +162,3 @@ def calibrate(
             tuple(fit_one(y[:, t], members[:, t]) for t in range(y.shape[1]))
         )
     return fit_one(y, members)
-
-
-def compare_calibrations(
-    data: CalibrationData, methods: Sequence[str] = tuple(METHODS), *, criterion: str = "bic"
-) -> list[Calibration]:
-    """Fit several calibrations to the same data and order them, best first, by AIC or BIC.
-
-    All likelihoods are those of z given ŝ, so they can be compared.
-    """
-    if criterion not in ("aic", "bic"):
-        raise InputError("criterion", repr(criterion), '"aic" or "bic"')
-    fitted = [fit_calibration(data, method) for method in methods]
-    return sorted(fitted, key=lambda c: c.aic if criterion == "aic" else c.bic)
-
-
-@dataclass(frozen=True)
-class ConfidenceIntervals:
-    """Percentile bootstrap intervals (lower, upper) of the parameters of a calibration."""
-
-    alpha: tuple[float, float]
-    gamma: tuple[float, float]
-    level: float
-
-
-def bootstrap_intervals(
-    data: CalibrationData,
-    method: str = "student",
-    *,
-    n_bootstrap: int = 200,
-    level: float = 0.95,
-    rng: np.random.Generator | None = None,
-    groups: Sequence[object] | IntArray | None = None,
-) -> ConfidenceIntervals:
-    """Resample the points with replacement and fit the calibration each time.
-
-    Parameters
-    ----------
-    data : CalibrationData
-    method : str
-    n_bootstrap : int
-        Number of resampled fits, at least 20.
-    level : float
-        Probability covered, in (0, 1).
-    rng : numpy.random.Generator, optional
-        Seeded with 0 if not given.
-    groups : (n,) array, optional
-        Labels of points whose errors are correlated: whole groups are then resampled.
-    """
-    if n_bootstrap < 20:
-        raise InputError("n_bootstrap", n_bootstrap, "at least 20")
-    if not 0 < level < 1:
-        raise InputError("level", level, "a probability between 0 and 1")
-    rng = np.random.default_rng(0) if rng is None else rng
-    n = len(data.residuals)
-    codes = np.arange(n) if groups is None else group_codes(groups, n)
-    n_groups = int(codes.max()) + 1
-    pairs = np.empty((n_bootstrap, 2))
-    for b in range(n_bootstrap):
-        times = np.bincount(rng.integers(n_groups, size=n_groups), minlength=n_groups)[codes]
-        fitted = fit_calibration(data.reweighted(data.weights * times), method)
-        pairs[b] = fitted.alpha, fitted.gamma
-    lower, upper = np.quantile(pairs, [(1 - level) / 2, (1 + level) / 2], axis=0)
-    return ConfidenceIntervals(
-        (float(lower[0]), float(upper[0])), (float(lower[1]), float(upper[1])), level
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,3 +94,23 @@ def fit_power(data: CalibrationData) -> PowerCalibration:
     alpha_centred = data.mean(data.residuals**2 * np.exp(-2 * gamma * log_spread)) ** 0.5
     alpha = alpha_centred * float(np.exp(-gamma * center))
     return with_likelihood(PowerCalibration(alpha=alpha, gamma=gamma), data)
+
+
+def power_scores(
+    calibration: PowerCalibration, data: CalibrationData
+) -> tuple[Float64Array, Callable[[Float64Array], Float64Array]]:
+    """Return θ = (ln α, γ), or ln α alone, and the gradient of ln p(z | ŝ) of each point.
+
+    With ln σ = ln α + γ ln ŝ it is (z²/σ² − 1) ∂ ln σ/∂θ.
+    """
+    log_spread = np.log(data.spread)
+    design = np.stack([np.ones_like(log_spread), log_spread], axis=1)
+    theta = np.array([np.log(calibration.alpha), calibration.gamma])
+
+    def scores(at: Float64Array) -> Float64Array:
+        full = np.append(at, calibration.gamma)[:2]
+        t2 = data.residuals**2 * np.exp(-2 * (design @ full))
+        gradient: Float64Array = (t2 - 1)[:, None] * design[:, : len(at)]
+        return gradient
+
+    return theta[: calibration.n_parameters], scores

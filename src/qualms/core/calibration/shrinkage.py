@@ -12,6 +12,7 @@ where a skewed posterior or an outlying z may pull it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -162,7 +163,16 @@ def _initial_guess(data: CalibrationData) -> Float64Array:
 def _objective(
     theta: Float64Array, data: CalibrationData, nodes: _Nodes
 ) -> tuple[float, Float64Array]:
-    """Return minus the mean log likelihood of (z, ŝ) and its gradient in (ln α, γ, m, ln τ).
+    """Return minus the mean log likelihood of (z, ŝ) and its gradient in (ln α, γ, m, ln τ)."""
+    log_density, gradients = _joint_density(theta, data, nodes)
+    mean_gradient: Float64Array = data.weights @ gradients / data.total
+    return -data.mean(log_density), -mean_gradient
+
+
+def _joint_density(
+    theta: Float64Array, data: CalibrationData, nodes: _Nodes
+) -> tuple[Float64Array, Float64Array]:
+    """Return ln p(z, ŝ) of each point (n,), and its gradient in (ln α, γ, m, ln τ): (n, 4).
 
     The nodes are fixed, so the gradient is the posterior mean of the gradient of the integrand.
     """
@@ -174,16 +184,34 @@ def _objective(
     ratio = z2 / v
     prior2 = (u - m) ** 2 / tau2
     integrand = nodes.log_weight - 0.5 * (prior2 + np.log(v) + ratio) - log_tau - _LOG_2PI
-    log_total = logsumexp(integrand, axis=1)
+    log_total: Float64Array = logsumexp(integrand, axis=1)
     posterior = np.exp(integrand - log_total[:, None])
     d_log_v = 0.5 * (ratio - 1) * spread_part / v * 2
-    per_point = np.stack(
+    gradients = np.stack(
         [
             np.sum(posterior * d_log_v, axis=1),
             np.sum(posterior * d_log_v * u, axis=1),
             np.sum(posterior * (u - m), axis=1) / tau2,
             np.sum(posterior * (prior2 - 1), axis=1),
+        ],
+        axis=1,
+    )
+    return log_total, gradients
+
+
+def shrinkage_scores(
+    calibration: ShrinkageCalibration, data: CalibrationData
+) -> tuple[Float64Array, Callable[[Float64Array], Float64Array]]:
+    """Return θ = (ln α, γ, m, ln τ), and the gradient in θ of ln p(z, ŝ) of each point."""
+    nodes = _quadrature(
+        data.spread, data.n_members, calibration.log_spread_mean, calibration.log_spread_std
+    )
+    theta = np.array(
+        [
+            np.log(calibration.alpha),
+            calibration.gamma,
+            calibration.log_spread_mean,
+            np.log(calibration.log_spread_std),
         ]
     )
-    gradient: Float64Array = per_point @ data.weights / data.total
-    return -data.mean(log_total), -gradient
+    return theta, lambda at: _joint_density(at, data, nodes)[1]

@@ -15,6 +15,7 @@ absent members of a large sub-sample overestimates the errors of the whole commi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,3 +94,24 @@ def fit_student(data: CalibrationData) -> StudentCalibration:
     at_zero = negative_log_likelihood(-np.inf) <= found.fun
     alpha = 0.0 if at_zero else float(np.exp(found.x))
     return with_likelihood(StudentCalibration(alpha=alpha), data)
+
+
+def student_scores(
+    calibration: StudentCalibration, data: CalibrationData
+) -> tuple[Float64Array, Callable[[Float64Array], Float64Array]]:
+    """Return θ = (ln α,), and the gradient of ln p(z | ŝ) of each point.
+
+    With k² = α² + 1/c and u = z²/(ν k² ŝ²) the density is −½ ln k² − ½(ν+1) ln(1 + u) + constant,
+    and its derivative in ln α is (α²/k²)((ν+1) u/(1+u) − 1).
+    """
+    nu = data.n_members - 1.0
+    t2 = (data.residuals / data.spread) ** 2
+
+    def scores(at: Float64Array) -> Float64Array:
+        alpha2 = np.exp(2 * at[0])
+        k2 = alpha2 + 1 / data.n_members
+        u = t2 / (nu * k2)
+        gradient: Float64Array = (alpha2 / k2 * ((nu + 1) * u / (1 + u) - 1))[:, None]
+        return gradient
+
+    return np.array([np.log(calibration.alpha)]), scores

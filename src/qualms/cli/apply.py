@@ -1,0 +1,53 @@
+"""``qualms apply``: a calibration on new predictions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qualms.cli.console import Terminal
+from qualms.cli.options import Force, Json, Quiet
+from qualms.external.applying import apply_calibration
+from qualms.external.calibration_file import read_calibration
+from qualms.storage.files import check_output
+
+
+def apply(
+    calibration: Annotated[
+        Path, typer.Argument(metavar="CALIBRATION", help="File that `qualms calibrate` wrote.")
+    ],
+    predictions: Annotated[
+        Path, typer.Argument(metavar="PREDICTIONS", help="New predictions of the same ensemble.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="File to write, of the same format.")
+    ],
+    target: Annotated[
+        str | None, typer.Option(help="Property, if it has another name here.")
+    ] = None,
+    members: Annotated[bool, typer.Option(help="Write calibrated members, too.")] = True,
+    force: Force = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Give predictions calibrated error bars, and members that have them."""
+    terminal = Terminal(quiet=quiet, as_json=as_json)
+    check_output(output, force=force)
+    document = read_calibration(calibration)
+    applied = apply_calibration(
+        document, predictions, output, target=target, members=members, force=force
+    )
+    for remark in applied.remarks:
+        terminal.warn(remark)
+    terminal.result(
+        f"{applied.n_points} predictions → {output}",
+        document={
+            "output": str(output),
+            "target": target or document.target,
+            "n_points": applied.n_points,
+            "n_members": applied.n_members,
+            "remarks": list(applied.remarks),
+        },
+    )

@@ -1,0 +1,98 @@
+"""``qualms calibrate``: error bars that hold, for an ensemble from anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qualms.cli.console import Terminal
+from qualms.cli.options import Force, Json, Quiet
+from qualms.external.calibrating import N_FOLDS, Calibrated, calibrate_ensemble
+from qualms.external.calibration_file import make_document, write_calibration
+from qualms.external.ensemble import Ensemble
+from qualms.external.reading import read_ensemble
+from qualms.report.comparison import comparison_table, factor_table
+from qualms.report.tables import score_table
+from qualms.storage.files import check_output
+
+
+def calibrate(
+    predictions: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PREDICTIONS", help="Extended XYZ, .csv, .parquet or .npz, with references."
+        ),
+    ],
+    target: Annotated[str, typer.Option(help="Property: TARGET_ensemble, TARGET_uncertainty, …")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Calibration file to write (.json).")
+    ],
+    reference: Annotated[
+        str | None, typer.Option(help="Key of the true values; REF_TARGET by default.")
+    ] = None,
+    method: Annotated[
+        str, typer.Option(help="auto, none, linear, power, student or shrinkage.")
+    ] = "auto",
+    by: Annotated[
+        str | None,
+        typer.Option(help="A factor for each element, or for each value of a key (config_type)."),
+    ] = None,
+    absent: Annotated[
+        str | None,
+        typer.Option(
+            help="Key of flags, one for each member: it did not see the point. "
+            "TARGET_absent by default, if there is one."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same result.")] = 0,
+    force: Force = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Calibrate the error bars of an ensemble, whoever made it, and judge them."""
+    terminal = Terminal(quiet=quiet, as_json=as_json)
+    check_output(output, force=force)
+    ensemble = read_ensemble(predictions, target, reference, absent=absent, by=by)
+    terminal.say(_what_it_is(ensemble))
+    calibrated = calibrate_ensemble(ensemble, method, seed=seed)
+    document = make_document(calibrated, ensemble, by)
+    write_calibration(document, output, force=force)
+    for remark in calibrated.remarks:
+        terminal.warn(remark)
+    rows = {"before": calibrated.before, "after": calibrated.after}
+    parts: list[Any] = [
+        _parameters(calibrated),
+        calibrated.reason[0].upper() + calibrated.reason[1:],
+        comparison_table(calibrated.comparison, title="Methods on points left out"),
+        score_table(rows, title=f"{target}: {len(calibrated.std)} {ensemble.what}"),
+        f"after: each part of {N_FOLDS} by a calibration of the others. Wrote {output}.",
+    ]
+    if calibrated.grouped is not None:
+        parts.insert(3, factor_table(calibrated.grouped, by or "", title="Factors by group"))
+    terminal.result(*parts, document=document.model_dump(mode="json"))
+
+
+def _what_it_is(ensemble: Ensemble) -> str:
+    members = "error bars" if ensemble.n_members is None else f"{ensemble.n_members} members"
+    if ensemble.absent is not None:
+        how = "each point is judged by the members that did not see it"
+    else:
+        how = "taken to be new to all members: calibrated and judged by cross-validation"
+    return f"{ensemble.key}: {len(ensemble)} {ensemble.what}, {members}; {how}."
+
+
+def _parameters(calibrated: Calibrated) -> str:
+    calibration, intervals = calibrated.calibration, calibrated.intervals
+    if calibration.n_parameters == 0:
+        return f"{calibration.method}: the error bars as they are."
+    text = (
+        f"{calibration.method}: α = {calibration.alpha:.4g} "
+        f"({intervals.alpha[0]:.4g} to {intervals.alpha[1]:.4g})"
+    )
+    if calibration.n_parameters > 1:
+        text += (
+            f", γ = {calibration.gamma:.3f} ({intervals.gamma[0]:.3f} to {intervals.gamma[1]:.3f})"
+        )
+    return f"{text}, {intervals.level:.0%} confidence."

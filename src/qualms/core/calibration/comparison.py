@@ -1,0 +1,178 @@
+"""Which calibration fits best: information criteria, and likelihoods of points left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from qualms.core.calibration.base import Calibration, CalibrationData
+from qualms.core.calibration.fitting import METHODS, fit_calibration
+from qualms.core.resampling import group_codes
+from qualms.core.typing import BoolArray, Float64Array, IntArray
+from qualms.errors import CalibrationError, InputError
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One method, judged on points that it was not fitted to.
+
+    Attributes
+    ----------
+    calibration : Calibration
+        Fitted to all points; it has the information criteria.
+    log_likelihood : float
+        Mean of ln p(z | ŝ) over points left out, under the predictive density of the method.
+    behind, standard_error : float
+        How far that is behind the best method, and the standard error of this difference.
+    """
+
+    calibration: Calibration
+    log_likelihood: float
+    behind: float
+    standard_error: float
+
+    @property
+    def is_as_good(self) -> bool:
+        """Whether the best is ahead by no more than one standard error."""
+        return self.behind <= self.standard_error
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several methods on the same points.
+
+    Attributes
+    ----------
+    candidates : tuple of Candidate
+        Those that could be fitted, the highest likelihood of points left out first.
+    failures : dict of str to str
+        Why the others could not be.
+    """
+
+    candidates: tuple[Candidate, ...]
+    failures: dict[str, str]
+
+    @property
+    def chosen(self) -> Candidate:
+        """The method of fewest parameters among those as good as the best."""
+        as_good = [c for c in self.candidates if c.is_as_good]
+        return min(as_good, key=lambda c: c.calibration.n_parameters)
+
+
+def compare_calibrations(
+    data: CalibrationData, methods: Sequence[str] = tuple(METHODS), *, criterion: str = "bic"
+) -> list[Calibration]:
+    """Fit several calibrations to the same data and order them, best first, by AIC or BIC.
+
+    All likelihoods are those of z given ŝ, so they can be compared.
+    """
+    if criterion not in ("aic", "bic"):
+        raise InputError("criterion", repr(criterion), '"aic" or "bic"')
+    fitted = [fit_calibration(data, method) for method in methods]
+    return sorted(fitted, key=lambda c: c.aic if criterion == "aic" else c.bic)
+
+
+def cross_validate(
+    data: CalibrationData,
+    methods: Sequence[str] = tuple(METHODS),
+    *,
+    groups: Sequence[object] | IntArray | None = None,
+    n_folds: int = 5,
+    seed: int = 0,
+) -> Comparison:
+    """Compare methods by the likelihood of points that they were not fitted to.
+
+    Parameters
+    ----------
+    data : CalibrationData
+    methods : sequence of str
+    groups : (n,) array, optional
+        Labels of points whose errors are correlated: they are left out together.
+    n_folds : int
+        Parts that are left out in turn.
+    seed : int
+        Of the division into parts.
+    """
+    n = len(data.residuals)
+    codes = np.arange(n) if groups is None else group_codes(groups, n)
+    folds = make_folds(codes, n_folds, seed)
+    densities: dict[str, Float64Array] = {}
+    fitted: dict[str, Calibration] = {}
+    failures: dict[str, str] = {}
+    for method in methods:
+        try:
+            fitted[method] = fit_calibration(data, method)
+            densities[method] = _left_out_densities(data, method, folds)
+        except CalibrationError as error:
+            failures[method] = str(error)
+    if not densities:
+        raise CalibrationError(next(iter(failures.values())))
+    means = {method: data.mean(density) for method, density in densities.items()}
+    best = max(means, key=means.__getitem__)
+    candidates = [
+        Candidate(
+            calibration=fitted[method],
+            log_likelihood=means[method],
+            behind=means[best] - means[method],
+            standard_error=_standard_error(densities[best] - density, data.weights, codes),
+        )
+        for method, density in densities.items()
+    ]
+    candidates.sort(key=lambda c: -c.log_likelihood)
+    return Comparison(tuple(candidates), failures)
+
+
+def make_folds(codes: IntArray, n_folds: int, seed: int = 0) -> list[BoolArray]:
+    """Divide points into parts that share no group: masks of the points to leave out.
+
+    Parameters
+    ----------
+    codes : (n,) array of int
+        Groups 0 … G−1.
+    n_folds : int
+        At least 2; no more than there are groups are made.
+    seed : int
+    """
+    if n_folds < 2:
+        raise InputError("n_folds", n_folds, "at least 2")
+    n_groups = int(codes.max()) + 1
+    if n_groups < 2:
+        raise InputError(
+            "groups", "one group", "at least 2, so that one can be left out", "Add structures."
+        )
+    order = np.random.default_rng(seed).permutation(n_groups)
+    fold = (order % min(n_folds, n_groups))[codes]
+    return [fold == k for k in range(min(n_folds, n_groups))]
+
+
+def subset(data: CalibrationData, chosen: BoolArray) -> CalibrationData:
+    """Return some of the points."""
+    return replace(
+        data,
+        residuals=data.residuals[chosen],
+        spread=data.spread[chosen],
+        n_members=data.n_members[chosen],
+        weights=data.weights[chosen],
+    )
+
+
+def _left_out_densities(
+    data: CalibrationData, method: str, folds: Sequence[BoolArray]
+) -> Float64Array:
+    density = np.empty(len(data.residuals))
+    for left_out in folds:
+        fitted = fit_calibration(subset(data, ~left_out), method)
+        rest = subset(data, left_out)
+        density[left_out] = fitted.log_density(rest.residuals, rest.spread, rest.n_members)
+    return density
+
+
+def _standard_error(differences: Float64Array, weights: Float64Array, codes: IntArray) -> float:
+    """Return the standard error of a weighted mean of points in groups."""
+    total = float(weights.sum())
+    centered = weights * (differences - float(weights @ differences) / total)
+    sums = np.bincount(codes, centered)
+    n_groups = len(sums)
+    return float(np.sqrt(np.sum(sums**2) * n_groups / max(n_groups - 1, 1))) / total

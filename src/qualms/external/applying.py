@@ -1,0 +1,191 @@
+"""Giving the predictions in a file calibrated error bars."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ase import Atoms
+
+from qualms.atomistic.structures import read_frames
+from qualms.core.typing import Float64Array
+from qualms.errors import InputError
+from qualms.external.calibration_file import CalibrationDocument
+from qualms.external.columns import is_table, read_columns, write_columns
+from qualms.external.ensemble import Ensemble
+from qualms.external.reading import VARIANCES, ensemble_of_frames, read_ensemble
+from qualms.storage.files import atomic_output
+from qualms.storage.predictions import xyz_text
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What was written.
+
+    Attributes
+    ----------
+    n_points, n_members : int
+    remarks : tuple of str
+    """
+
+    n_points: int
+    n_members: int | None
+    remarks: tuple[str, ...]
+
+
+def apply_calibration(
+    document: CalibrationDocument,
+    predictions: str | Path,
+    output: str | Path,
+    *,
+    target: str | None = None,
+    members: bool = True,
+    force: bool = False,
+) -> Applied:
+    """Write predictions again, with error bars, and members if there are any, that are calibrated.
+
+    ``{target}_uncertainty`` becomes the calibrated standard deviation, ``{target}_ensemble`` (or
+    whatever the key is) the members scaled about their mean to have it. All else is copied.
+
+    Parameters
+    ----------
+    document : CalibrationDocument
+    predictions, output : path
+        Of one format.
+    target : str, optional
+        If it has another name here than when the calibration was made.
+    members : bool
+        Whether to write members, too.
+    force : bool
+        Whether an existing file may be replaced.
+    """
+    name = target or document.target
+    _check_formats(Path(predictions), Path(output))
+    n_components = 3 if document.kind == "component" else 1
+    if is_table(predictions):
+        ensemble = read_ensemble(predictions, name, by=document.by, n_components=n_components)
+        std, scaled = _calibrated(document, ensemble, members)
+        columns = _without_members(read_columns(predictions), ensemble, name)
+        columns |= _entries(ensemble, name, ensemble.mean, std, scaled)
+        write_columns(output, columns, force=force)
+    else:
+        frames = read_frames(predictions)
+        ensemble = ensemble_of_frames(frames, name, by=document.by, n_components=n_components)
+        std, scaled = _calibrated(document, ensemble, members)
+        ends = np.searchsorted(ensemble.structure, np.arange(len(frames) + 1))
+        with atomic_output(output, force=force) as stream:
+            for atoms, begin, end in zip(frames, ends[:-1], ends[1:], strict=True):
+                mine = slice(int(begin), int(end))
+                some = None if scaled is None else scaled[mine]
+                _store(atoms, ensemble, name, ensemble.mean[mine], std[mine], some)
+                stream.write(xyz_text(atoms).encode())
+    return Applied(len(ensemble), ensemble.n_members, _remarks(document, ensemble))
+
+
+def _check_formats(predictions: Path, output: Path) -> None:
+    given, wanted = (is_table(path) and path.suffix.lower() for path in (predictions, output))
+    if given != wanted:
+        raise InputError(
+            "output", f"'{output}'", f"the format of the predictions ({predictions.suffix})"
+        )
+
+
+def _calibrated(
+    document: CalibrationDocument, ensemble: Ensemble, members: bool
+) -> tuple[Float64Array, Float64Array | None]:
+    """Return calibrated standard deviations (n,), and members (n, R) if there are any."""
+    if document.kind != ensemble.kind:
+        raise InputError(
+            "calibration",
+            f"made for a property of each {document.kind}",
+            f"one for each {ensemble.kind}, as {ensemble.target} is here",
+        )
+    bad = ~np.isfinite(ensemble.mean) | ~np.isfinite(ensemble.std) | (ensemble.std < 0)
+    if bad.any():
+        raise InputError(
+            ensemble.key,
+            f"{np.count_nonzero(bad)} values that are NaN, infinite, or negative spreads",
+            "finite predictions",
+        )
+    std = document.std(ensemble.std, ensemble.n_members, ensemble.labels)
+    if ensemble.members is None or not members:
+        return std, None
+    factor = np.divide(std, ensemble.std, out=np.ones_like(std), where=ensemble.std > 0)
+    mean = ensemble.mean[:, None]
+    return std, mean + factor[:, None] * (ensemble.members - mean)
+
+
+def _remarks(document: CalibrationDocument, ensemble: Ensemble) -> tuple[str, ...]:
+    remarks = list(ensemble.remarks)
+    if ensemble.n_members != document.n_members:
+        remarks.append(
+            f"The calibration was made for {document.n_members or 'an unknown number of'} members, "
+            f"and there are {ensemble.n_members or 'only error bars'} here."
+        )
+    if ensemble.labels is not None:
+        new = sorted(set(ensemble.labels.tolist()) - set(document.groups))
+        if new:
+            remarks.append(f"Not seen in the calibration, so without a factor: {', '.join(new)}.")
+    zero = int(np.count_nonzero(ensemble.std == 0))
+    if zero:
+        remarks.append(f"{zero} {ensemble.what} have a spread of zero, and keep it.")
+    return tuple(remarks)
+
+
+def _entries(
+    ensemble: Ensemble,
+    name: str,
+    mean: Float64Array,
+    std: Float64Array,
+    members: Float64Array | None,
+) -> dict[str, Float64Array]:
+    """Return what is to be stored, by key, a row for each structure or atom."""
+    k = ensemble.n_components
+    entries = {name: _by_row(mean, k), f"{name}_uncertainty": _by_row(std, k)}
+    if members is not None:
+        entries[ensemble.key] = _by_row(members, k)
+    elif ensemble.members is None:
+        is_variance = ensemble.key.removeprefix(name) in VARIANCES
+        entries[ensemble.key] = _by_row(std**2 if is_variance else std, k)
+    return entries
+
+
+def _by_row(values: Float64Array, k: int) -> Float64Array:
+    """Return (rows,) or (rows, k) of points; (rows, R) or (rows, R·k) of members, one by one."""
+    if values.ndim == 1:
+        return values if k == 1 else values.reshape(-1, k)
+    return values.reshape(-1, k, values.shape[1]).transpose(0, 2, 1).reshape(len(values) // k, -1)
+
+
+def _without_members(columns: dict[str, Any], ensemble: Ensemble, name: str) -> dict[str, Any]:
+    """Leave out the members as they were, whatever their columns are called."""
+    if ensemble.members is None:
+        return columns
+    stems = "|".join(re.escape(stem) for stem in (ensemble.key, name))
+    numbered = re.compile(rf"({stems})(_?\d+)?")
+    return {key: c for key, c in columns.items() if key == name or not numbered.fullmatch(key)}
+
+
+def _store(
+    atoms: Atoms,
+    ensemble: Ensemble,
+    name: str,
+    mean: Float64Array,
+    std: Float64Array,
+    members: Float64Array | None,
+) -> None:
+    """Put calibrated values into a structure, in the place of those that it came with."""
+    for key, value in getattr(atoms.calc, "results", {}).items():
+        # Keys that ASE knows were read into a calculator; they belong back into the file.
+        of_atoms = np.ndim(value) > 0 and len(value) == len(atoms) and key != "stress"
+        (atoms.arrays if of_atoms else atoms.info).setdefault(key, value)
+    atoms.calc = None
+    per_atom = ensemble.kind != "structure"
+    place = atoms.arrays if per_atom else atoms.info
+    if members is None and ensemble.members is not None:
+        place.pop(ensemble.key, None)
+    for key, rows in _entries(ensemble, name, mean, std, members).items():
+        place[key] = rows if per_atom else rows[0]

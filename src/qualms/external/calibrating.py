@@ -1,0 +1,190 @@
+"""From an ensemble with references to a calibration, and to how good it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from qualms.core.calibration import (
+    METHODS,
+    Calibration,
+    CalibrationData,
+    Comparison,
+    ConfidenceIntervals,
+    GroupedCalibration,
+    confidence_intervals,
+    cross_validate,
+    fit_calibration,
+    fit_groups,
+)
+from qualms.core.calibration.comparison import make_folds, subset
+from qualms.core.resampling import group_codes
+from qualms.core.scores import Scores, score_arrays
+from qualms.core.typing import Float64Array, IntArray
+from qualms.errors import CalibrationError, InputError
+from qualms.external.doubts import doubts_about
+from qualms.external.ensemble import Ensemble, Points, StrArray, usable_points
+from qualms.prediction import Prediction
+
+#: Methods for error bars without members: the others count members.
+ERROR_BAR_METHODS = ("none", "linear", "power")
+N_FOLDS = 5
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """A calibration, and what is known about it.
+
+    Attributes
+    ----------
+    points : Points
+        What it was fitted to.
+    calibration : Calibration
+    grouped : GroupedCalibration, optional
+        With a factor for each group.
+    intervals : ConfidenceIntervals
+        Of α and γ.
+    comparison : Comparison
+        All methods on points left out.
+    std : (n,) array
+        Calibrated error bars of the points, each by a calibration that was fitted to others.
+    before, after : Scores
+        With the spread as it is, and with `std`.
+    reason : str
+        Why this method.
+    remarks : tuple of str
+        What the user must know.
+    """
+
+    points: Points
+    calibration: Calibration
+    grouped: GroupedCalibration | None
+    intervals: ConfidenceIntervals
+    comparison: Comparison
+    std: Float64Array
+    before: Scores
+    after: Scores
+    reason: str
+    remarks: tuple[str, ...]
+
+    @property
+    def prediction(self) -> Prediction:
+        """The points with calibrated error bars, and before calibration."""
+        return self.points.prediction(self.std)
+
+
+def calibrate_ensemble(
+    ensemble: Ensemble, method: str = "auto", *, level: float = 0.95, seed: int = 0
+) -> Calibrated:
+    """Fit a calibration, for each group if there are labels, and judge it on points left out.
+
+    Parameters
+    ----------
+    ensemble : Ensemble
+        With references. If it says who saw what, every point is predicted by the members that did
+        not see it; if not, no member must have seen any.
+    method : {"auto", "none", "linear", "power", "student", "shrinkage"}
+        "auto" takes the method of fewest parameters among those that are, on points left out, as
+        likely as the best.
+    level : float
+        Of the confidence intervals.
+    seed : int
+        Of the division into parts that are left out in turn.
+    """
+    if method not in ("auto", *METHODS):
+        raise InputError("method", repr(method), f"one of auto, {', '.join(METHODS)}")
+    points = usable_points(ensemble)
+    data, clusters = points.data, _clusters(points.ensemble)
+    comparison = _compared(points, clusters, method, seed)
+    chosen = comparison.chosen.calibration.method if method == "auto" else method
+    calibration = fit_calibration(data, chosen)
+    labels = points.ensemble.labels
+    grouped = None
+    if labels is not None:
+        grouped = fit_groups(data, calibration, labels, clusters=clusters)
+    intervals = confidence_intervals(calibration, data, level=level, groups=clusters)
+    std = _left_out_std(data, chosen, labels, clusters, seed)
+    y, mean = points.ensemble.y, points.mean
+    return Calibrated(
+        points=points,
+        calibration=calibration,
+        grouped=grouped,
+        intervals=intervals,
+        comparison=comparison,
+        std=std,
+        before=score_arrays(y, mean, data.spread),
+        after=score_arrays(y, mean, std),
+        reason=_reason(comparison, chosen, asked=method != "auto"),
+        remarks=(
+            *ensemble.remarks,
+            *(f"{n} {ensemble.what} {why} were left out." for why, n in points.dropped.items()),
+            *doubts_about(points, calibration, intervals, n_independent=int(clusters.max()) + 1),
+        ),
+    )
+
+
+def _clusters(ensemble: Ensemble) -> IntArray:
+    """Return groups of points whose errors are correlated: structures; atoms, if there is one."""
+    codes = group_codes(ensemble.structure, len(ensemble))
+    if codes.max() == 0:
+        codes = group_codes(ensemble.atom, len(ensemble))
+    return codes if codes.max() > 0 else np.arange(len(ensemble))
+
+
+def _compared(points: Points, clusters: IntArray, method: str, seed: int) -> Comparison:
+    methods = tuple(METHODS)
+    if points.ensemble.members is None:
+        methods = ERROR_BAR_METHODS
+        if method not in ("auto", *methods):
+            raise InputError(
+                "method",
+                repr(method),
+                f"one of auto, {', '.join(methods)}",
+                "The others need the predictions of the members, not only an error bar.",
+            )
+    if len(clusters) < 2 or clusters.max() < 1:
+        raise CalibrationError("One point is not enough to calibrate on; at least 2 are needed.")
+    return cross_validate(points.data, methods, groups=clusters, n_folds=N_FOLDS, seed=seed)
+
+
+def _left_out_std(
+    data: CalibrationData, method: str, labels: StrArray | None, clusters: IntArray, seed: int
+) -> Float64Array:
+    """Return the calibrated error bar of each point by a calibration that did not see it."""
+    std = np.empty(len(data.residuals))
+    for left_out in make_folds(clusters, N_FOLDS, seed):
+        seen, rest = subset(data, ~left_out), subset(data, left_out)
+        fitted = fit_calibration(seen, method)
+        if labels is None:
+            std[left_out] = fitted.std(rest.spread, rest.n_members)
+        else:
+            grouped = fit_groups(seen, fitted, labels[~left_out], clusters=clusters[~left_out])
+            std[left_out] = grouped.std(rest.spread, rest.n_members, labels[left_out])
+    return std
+
+
+def _reason(comparison: Comparison, chosen: str, *, asked: bool) -> str:
+    """Say in words why this method."""
+    found = {c.calibration.method: c for c in comparison.candidates}
+    best = comparison.candidates[0].calibration.method
+    if chosen not in found:
+        return f"{chosen}, as asked."
+    mine = found[chosen]
+    if chosen == best:
+        others = [c for c in comparison.candidates if c.calibration.method != chosen]
+        ahead = (
+            f", {others[0].behind:.3f} ahead of {others[0].calibration.method}" if others else ""
+        )
+        why = f"the most likely on points left out{ahead}"
+    elif mine.is_as_good:
+        why = (
+            f"as likely as {best} on points left out "
+            f"({mine.behind:.3f} ± {mine.standard_error:.3f} behind), with fewer parameters"
+        )
+    else:
+        why = (
+            f"{best} is more likely on points left out, "
+            f"by {mine.behind:.3f} ± {mine.standard_error:.3f} per point"
+        )
+    return f"{chosen}{', as asked' if asked else ''}: {why}."

@@ -1,0 +1,110 @@
+"""Reasons to distrust a calibration, in words. Nothing is ever changed because of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from qualms.core.calibration import Calibration, CalibrationData, ConfidenceIntervals
+from qualms.core.calibration.scaling import fit_power
+from qualms.core.scores import spearman
+from qualms.external.ensemble import Points
+
+#: Fewer independent points than these are few.
+FEW = 20
+#: Residuals and spreads that differ by more than this factor are hardly in the same units.
+_SUSPICIOUS = 30.0
+#: What units are confused with what.
+_CONVERSIONS = {
+    27.2114: "Hartree and eV",
+    23.0605: "kcal/mol and eV",
+    627.509: "Hartree and kcal/mol",
+    96.4853: "kJ/mol and eV",
+    51.4221: "Hartree/Bohr and eV/Å",
+    1000.0: "eV and meV",
+}
+
+
+def doubts_about(
+    points: Points,
+    calibration: Calibration,
+    intervals: ConfidenceIntervals,
+    *,
+    n_independent: int,
+) -> Iterator[str]:
+    """Yield what the user must know.
+
+    Parameters
+    ----------
+    points : Points
+        What the calibration was fitted to.
+    calibration : Calibration
+    intervals : ConfidenceIntervals
+        Of its parameters.
+    n_independent : int
+        Structures, or what else is independent.
+    """
+    data = points.data
+    yield from _few(calibration, intervals, n_independent)
+    yield from _uninformative(data, n_independent)
+    if points.ensemble.members is None:
+        yield from _variance(data, points.ensemble.target)
+    yield from _units(data)
+    yield from _biased(data)
+
+
+def _few(
+    calibration: Calibration, intervals: ConfidenceIntervals, n_independent: int
+) -> Iterator[str]:
+    if n_independent >= FEW or calibration.n_parameters == 0:
+        return
+    lower, upper = intervals.alpha
+    yield (
+        f"Only {n_independent} independent points: α lies between {lower:.3g} and {upper:.3g} "
+        f"({intervals.level:.0%} confidence). Calibrate on more."
+    )
+
+
+def _uninformative(data: CalibrationData, n_independent: int) -> Iterator[str]:
+    """Chance alone gives rank correlations of about 1/√n."""
+    rank = spearman(data.residuals, data.spread)
+    if rank < max(0.05, 2 / np.sqrt(n_independent)):
+        yield (
+            f"The spread says nothing about the size of the error (rank correlation {rank:.2f}): "
+            "error bars are right on average only."
+        )
+
+
+def _variance(data: CalibrationData, target: str) -> Iterator[str]:
+    """If errors grow as the root of σ, and are about that size, σ is a variance."""
+    if np.ptp(np.log(data.spread)) < 0.1:
+        return
+    gamma = fit_power(data).gamma
+    as_variance = float(np.median(np.abs(data.residuals) / np.sqrt(data.spread))) / 0.6745
+    if 0.35 < gamma < 0.65 and 0.2 < as_variance < 5:
+        yield (
+            f"The error bars look like variances: errors grow as their root (γ = {gamma:.2f}). "
+            f"They are used as they are; store the roots, or name the key {target}_var."
+        )
+
+
+def _units(data: CalibrationData) -> Iterator[str]:
+    ratio = float(np.median(np.abs(data.residuals)) / np.median(data.spread)) / 0.6745
+    if not 0 < ratio < np.inf or 1 / _SUSPICIOUS < ratio < _SUSPICIOUS:
+        return
+    factor = max(ratio, 1 / ratio)
+    closest = min(_CONVERSIONS, key=lambda c: abs(np.log(factor / c)))
+    hint = f" ({_CONVERSIONS[closest]}: {closest:g})" if 0.5 < factor / closest < 2 else ""
+    which = "larger" if ratio > 1 else "smaller"
+    yield f"Errors are {factor:.3g} times {which} than the spread: are the units the same{hint}?"
+
+
+def _biased(data: CalibrationData) -> Iterator[str]:
+    bias = data.mean(data.residuals)
+    rms = float(np.sqrt(data.mean(data.residuals**2)))
+    if abs(bias) > 0.5 * rms and len(data.residuals) >= FEW:
+        yield (
+            f"Errors are {bias:+.3g} on average, {abs(bias) / rms:.0%} of their root mean square: "
+            "no error bar can make up for that. (Another zero of energy?)"
+        )

@@ -1,0 +1,193 @@
+"""What an ensemble says about each point, wherever it came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from qualms.core.calibration import CalibrationData, calibration_data
+from qualms.core.calibration.base import rounding_of
+from qualms.core.resampling import MIN_ABSENT, committee, internal_prediction
+from qualms.core.typing import BoolArray, Float64Array, IntArray
+from qualms.errors import CalibrationError, InputError
+from qualms.prediction import Prediction
+
+StrArray = np.ndarray[Any, np.dtype[np.str_]]
+
+
+@dataclass(frozen=True)
+class Ensemble:
+    """Predictions of n points: structures, atoms, or components of vectors of atoms.
+
+    Attributes
+    ----------
+    target : str
+    kind : {"structure", "atom", "component"}
+    mean, std : (n,) arrays
+        Of the members; or as they were given, if there are no members.
+    members : (n, R) array, optional
+    y : (n,) array
+        Reference values; NaN where there is none.
+    absent : (n, R) array of bool, optional
+        Whether the member did not see the point in its training.
+    structure, atom : (n,) arrays of int
+        Where each point belongs; `atom` is zero where that has no meaning.
+    key : str
+        Where members, or error bars, were found.
+    n_components : int
+        Points of one structure or atom.
+    labels : (n,) array of str, optional
+        What points are grouped by.
+    remarks : tuple of str
+        What was noticed while reading.
+    """
+
+    target: str
+    kind: str
+    mean: Float64Array
+    std: Float64Array
+    members: Float64Array | None
+    y: Float64Array
+    absent: BoolArray | None
+    structure: IntArray
+    atom: IntArray
+    key: str = ""
+    n_components: int = 1
+    labels: StrArray | None = None
+    remarks: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.mean)
+
+    @property
+    def n_members(self) -> int | None:
+        """R, or None if there are only error bars."""
+        return None if self.members is None else int(self.members.shape[1])
+
+    @property
+    def what(self) -> str:
+        """What points are, in words."""
+        return {"structure": "structures", "atom": "atoms", "component": "components"}[self.kind]
+
+    def some(self, chosen: BoolArray) -> Ensemble:
+        """Return some of the points."""
+        arrays = ("mean", "std", "members", "y", "absent", "structure", "atom", "labels")
+        taken: dict[str, Any] = {
+            name: None if getattr(self, name) is None else getattr(self, name)[chosen]
+            for name in arrays
+        }
+        return replace(self, **taken)
+
+
+@dataclass(frozen=True)
+class Points:
+    """The points of an ensemble that a calibration can be fitted to and judged on.
+
+    Attributes
+    ----------
+    ensemble : Ensemble
+        These points alone; all have a reference.
+    data : CalibrationData
+        Their residuals and spreads, by the members that did not see them.
+    dropped : dict of str to int
+        How many points were left out, and why.
+    """
+
+    ensemble: Ensemble
+    data: CalibrationData
+    dropped: dict[str, int]
+
+    @property
+    def mean(self) -> Float64Array:
+        """What the members that did not see a point say: (n,)."""
+        return self.ensemble.y - self.data.residuals
+
+    def prediction(self, std: Float64Array) -> Prediction:
+        """Return the predictions with these standard deviations, and before with the spreads."""
+        return as_prediction(self.mean, std, as_prediction(self.mean, self.data.spread))
+
+
+def usable_points(ensemble: Ensemble) -> Points:
+    """Leave out, and count, points that say nothing about errors.
+
+    These are points without a reference, with a prediction that is not finite, that too many
+    members have seen, and without any spread.
+    """
+    dropped: dict[str, int] = {}
+
+    def keep(found: Ensemble, chosen: BoolArray, why: str) -> Ensemble:
+        if not chosen.all():
+            dropped[why] = int(np.count_nonzero(~chosen))
+        if not chosen.any():
+            reasons = "; ".join(f"{n} {reason}" for reason, n in dropped.items())
+            raise CalibrationError(
+                f"None of {len(ensemble)} {ensemble.what} can be used to calibrate: {reasons}."
+            )
+        return found if chosen.all() else found.some(chosen)
+
+    found = keep(ensemble, np.isfinite(ensemble.y), "without a reference value")
+    found = keep(found, _finite(found), "with NaN or infinite predictions")
+    if found.members is None:
+        _refuse_negative(found)
+        found = keep(found, found.std > 0, "with an error bar of zero")
+        return Points(found, _from_error_bars(found), dropped)
+    if found.absent is not None:
+        enough = found.absent.sum(axis=1) >= MIN_ABSENT
+        found = keep(found, enough, f"that fewer than {MIN_ABSENT} members had not seen")
+    assert found.members is not None
+    spread = found.std
+    if found.absent is not None:
+        spread = internal_prediction(found.members, found.absent).std
+    found = keep(found, spread > rounding_of(found.members), "about which all members agree")
+    assert found.members is not None
+    return Points(found, calibration_data(found.y, found.members, found.absent), dropped)
+
+
+def as_prediction(
+    mean: Float64Array, std: Float64Array, uncalibrated: Prediction | None = None
+) -> Prediction:
+    """Return a prediction with this mean and standard deviation, of two members ȳ ± σ/√2."""
+    offset = std / np.sqrt(2.0)
+    return Prediction(np.stack([mean - offset, mean + offset], axis=-1), uncalibrated=uncalibrated)
+
+
+def with_members(target: str, kind: str, members: Float64Array, **fields: Any) -> Ensemble:
+    """Return the ensemble of members (n, R); mean and spread follow from them, Eq. (4)."""
+    if members.shape[1] < 2:
+        raise InputError(
+            target,
+            "an ensemble of one member",
+            "at least 2 members",
+            "Or store the error bar as {target}_uncertainty.",
+        )
+    with np.errstate(invalid="ignore"):
+        mean, std = committee(members)
+    return Ensemble(target, kind, mean, std, members, **fields)
+
+
+def _finite(ensemble: Ensemble) -> BoolArray:
+    finite: BoolArray = np.isfinite(ensemble.mean) & np.isfinite(ensemble.std)
+    return finite
+
+
+def _refuse_negative(ensemble: Ensemble) -> None:
+    negative = int(np.count_nonzero(ensemble.std < 0))
+    if negative:
+        raise InputError(
+            f"{ensemble.target}_uncertainty", f"{negative} negative values", "standard deviations"
+        )
+
+
+def _from_error_bars(ensemble: Ensemble) -> CalibrationData:
+    residuals = ensemble.y - ensemble.mean
+    if len(residuals) < 2 or not np.any(residuals):
+        raise CalibrationError(
+            "All residuals are exactly zero, so no scale of the errors can be found."
+            if len(residuals) > 1
+            else "One point is not enough to calibrate on; at least 2 are needed."
+        )
+    # Of error bars alone nobody knows how many members made them: see `ERROR_BAR_METHODS`.
+    n_members = np.full(len(residuals), 2)
+    return CalibrationData(residuals, ensemble.std, n_members, np.ones(len(residuals)))

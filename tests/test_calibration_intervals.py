@@ -1,0 +1,198 @@
+"""Confidence intervals of α and γ, which method, and factors of groups."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from qualms.core.calibration import (
+    METHODS,
+    CalibrationData,
+    bootstrap_intervals,
+    calibration_data,
+    confidence_intervals,
+    cross_validate,
+    fit_calibration,
+    fit_groups,
+)
+from qualms.core.calibration.comparison import make_folds
+from qualms.errors import CalibrationError, InputError
+
+ALPHA, GAMMA = 1.7, 1.3
+
+
+def committee_data(rng, method, n, n_members, alpha=ALPHA, gamma=GAMMA):
+    """Points that are distributed as the method assumes."""
+    s = np.exp(rng.normal(-1.0, 0.5, size=n))
+    if method in ("linear", "power"):
+        # These take the observed spread for the true one.
+        gamma = gamma if method == "power" else 1.0
+        z = alpha * s**gamma * rng.normal(size=n)
+        return CalibrationData(z, s, np.full(n, n_members), np.ones(n))
+    gamma = gamma if method == "shrinkage" else 1.0
+    members = s[:, None] * rng.normal(size=(n, n_members))
+    return calibration_data(alpha * s**gamma * rng.normal(size=n), members)
+
+
+@pytest.mark.parametrize(
+    ("method", "n_members"),
+    [
+        *itertools.product(["linear", "power", "student"], [3, 8, 64]),
+        ("shrinkage", 8),
+        *(pytest.param("shrinkage", c, marks=pytest.mark.slow) for c in (3, 64)),
+    ],
+)
+def test_the_truth_lies_within_the_interval_as_often_as_it_says(method, n_members):
+    n_repeats = 200
+    inside = np.zeros((n_repeats, 2), dtype=bool)
+    for seed in range(n_repeats):
+        data = committee_data(np.random.default_rng([seed, n_members]), method, 400, n_members)
+        calibration = fit_calibration(data, method)
+        intervals = confidence_intervals(calibration, data)
+        gamma = GAMMA if calibration.n_parameters > 1 else 1.0
+        inside[seed] = [
+            lower <= truth <= upper
+            for truth, (lower, upper) in ((ALPHA, intervals.alpha), (gamma, intervals.gamma))
+        ]
+    assert np.all(inside.mean(axis=0) >= 0.90)
+    assert np.all((inside.mean(axis=0) <= 0.99) | (inside.mean(axis=0) == 1.0))
+    if calibration.n_parameters > 1:
+        assert inside[:, 1].mean() < 1.0
+
+
+@pytest.mark.parametrize("method", ["linear", "power", "student"])
+def test_intervals_are_those_of_the_bootstrap(method):
+    data = committee_data(np.random.default_rng(1), method, 800, 8)
+    intervals = confidence_intervals(fit_calibration(data, method), data)
+    resampled = bootstrap_intervals(data, method, n_bootstrap=300)
+    for name in ("alpha", "gamma"):
+        np.testing.assert_allclose(getattr(intervals, name), getattr(resampled, name), rtol=0.05)
+
+
+def test_correlated_points_make_wider_intervals():
+    rng = np.random.default_rng(0)
+    few = committee_data(rng, "linear", 50, 8)
+    copies = [np.repeat(a, 20) for a in (few.residuals, few.spread, few.n_members, few.weights)]
+    data, groups = CalibrationData(*copies), np.repeat(np.arange(50), 20)
+    calibration = fit_calibration(data, "linear")
+    honest = confidence_intervals(calibration, data, groups=groups).alpha
+    np.testing.assert_allclose(honest, confidence_intervals(calibration, few).alpha, rtol=1e-6)
+    naive = confidence_intervals(calibration, data).alpha
+    assert np.diff(np.log(honest)) > 3 * np.diff(np.log(naive))
+
+
+def test_intervals_at_the_edge():
+    rng = np.random.default_rng(0)
+    # The truth is closer to the mean of the members than that is certain: α = 0.
+    members = rng.normal(size=(300, 4))
+    data = calibration_data(members.mean(axis=1) + 0.01 * rng.normal(size=300), members)
+    calibration = fit_calibration(data, "student")
+    assert calibration.alpha == 0
+    lower, upper = confidence_intervals(calibration, data).alpha
+    assert lower == 0 < upper < 0.3
+    # All spreads alike: γ cannot be known.
+    flat = CalibrationData(rng.normal(size=50), np.ones(50), np.full(50, 8), np.ones(50))
+    for method in ("power", "linear", "none"):
+        found = confidence_intervals(fit_calibration(flat, method), flat)
+        assert np.all(np.isfinite([*found.alpha, *found.gamma]))
+    assert found.alpha == found.gamma == (1.0, 1.0)
+    with pytest.raises(InputError, match="level"):
+        confidence_intervals(calibration, data, level=1.0)
+
+
+# --- which method ---
+
+
+@pytest.mark.parametrize("method", ["linear", "power", "student", "shrinkage"])
+def test_the_method_that_made_the_data_is_as_good_as_any(method):
+    data = committee_data(np.random.default_rng(3), method, 1000, 4)
+    # Shrinkage knows more than student: how the spreads of all points are distributed.
+    methods = [m for m in METHODS if m != "shrinkage" or method == "shrinkage"]
+    comparison = cross_validate(data, methods)
+    found = {c.calibration.method: c for c in comparison.candidates}
+    assert found[method].behind <= 2 * found[method].standard_error
+    assert found["none"].behind > 4 * found["none"].standard_error
+    chosen = comparison.chosen
+    assert chosen.is_as_good
+    if found[method].is_as_good:
+        assert chosen.calibration.n_parameters <= found[method].calibration.n_parameters
+
+
+def test_held_out_likelihoods_are_what_they_say():
+    data = committee_data(np.random.default_rng(4), "student", 60, 5)
+    groups = np.arange(60) // 3
+    comparison = cross_validate(data, ["student"], groups=groups, n_folds=4, seed=1)
+    total = 0.0
+    for left_out in make_folds(groups, 4, 1):
+        assert not set(groups[left_out]) & set(groups[~left_out])
+        seen = CalibrationData(*(getattr(data, f)[~left_out] for f in data.__dataclass_fields__))
+        total += (
+            fit_calibration(seen, "student")
+            .log_density(data.residuals[left_out], data.spread[left_out], data.n_members[left_out])
+            .sum()
+        )
+    assert comparison.candidates[0].log_likelihood == pytest.approx(total / 60)
+    assert comparison.candidates[0].behind == 0
+
+
+def test_methods_that_cannot_be_fitted_are_named():
+    data = committee_data(np.random.default_rng(5), "linear", 40, 2)
+    comparison = cross_validate(data)
+    assert set(comparison.failures) == {"student", "shrinkage"}
+    assert "at least 3" in " ".join(comparison.failures["student"].split())
+    with pytest.raises(CalibrationError):
+        cross_validate(data, ["student"])
+    with pytest.raises(InputError, match="groups"):
+        cross_validate(data, groups=np.zeros(40))
+    with pytest.raises(InputError, match="n_folds"):
+        cross_validate(data, n_folds=1)
+
+
+# --- factors of groups ---
+
+
+def grouped_data(rng, sizes, factors, n_members=8):
+    data = committee_data(rng, "student", sum(sizes), n_members)
+    labels = np.repeat([f"g{i}" for i in range(len(sizes))], sizes)
+    return (
+        CalibrationData(
+            data.residuals * np.repeat(factors, sizes), data.spread, data.n_members, data.weights
+        ),
+        labels,
+    )
+
+
+def test_large_groups_keep_their_own_scale_and_small_ones_take_the_common_one():
+    rng = np.random.default_rng(0)
+    data, labels = grouped_data(rng, [3000, 3000, 6], [0.5, 1.5, 4.0])
+    grouped = fit_groups(data, fit_calibration(data, "student"), labels)
+    found = grouped.groups
+    assert found["g1"].factor / found["g0"].factor == pytest.approx(3.0, rel=0.1)
+    for name in ("g0", "g1"):
+        assert found[name].factor == pytest.approx(found[name].alone, rel=0.02)
+    assert 1.0 < found["g2"].factor < found["g2"].alone
+    assert [g.n_points for g in found.values()] == [3000, 3000, 6]
+
+
+def test_groups_that_do_not_differ_get_factors_of_one():
+    close = 0
+    for seed in range(20):
+        data, labels = grouped_data(np.random.default_rng(seed), [200, 200, 30], [1.0, 1.0, 1.0])
+        grouped = fit_groups(data, fit_calibration(data, "linear"), labels)
+        close += all(abs(np.log(g.factor)) < 0.05 for g in grouped.groups.values())
+    assert close >= 16
+
+
+def test_grouped_members_have_the_grouped_spread():
+    rng = np.random.default_rng(1)
+    data, labels = grouped_data(rng, [100, 100], [0.5, 2.0])
+    grouped = fit_groups(data, fit_calibration(data, "student"), labels)
+    members = rng.normal(size=(5, 8))
+    some = ["g0", "g1", "g1", "new", "g0"]
+    scaled = grouped.transform(members, some)
+    np.testing.assert_allclose(scaled.mean(axis=1), members.mean(axis=1))
+    std = grouped.std(members.std(axis=1, ddof=1), 8, some)
+    np.testing.assert_allclose(scaled.std(axis=1, ddof=1), std)
+    assert grouped.factors(["new"])[0] == 1.0
+    with pytest.raises(InputError, match="labels"):
+        fit_groups(data, grouped.overall, ["g0"])
