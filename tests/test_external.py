@@ -404,6 +404,21 @@ def test_calibrate_and_apply(workplace):
         assert new.info["config_type"] == old.info["config_type"]
 
 
+def test_a_report_of_an_ensemble(workplace):
+    write("p.xyz", structures(60))
+    command(
+        "calibrate p.xyz --target forces -o c.json --method student --units eV/Å --report r.html"
+    )
+    page = Path("r.html").read_text()
+    assert f"by {R} members" in page
+    assert "eV/Å" in page
+    assert "left out" in page
+    before = Path("r.html").read_bytes()
+    assert qualms("calibrate p.xyz --target energy -o d.json --report r.html").code == 2
+    assert Path("r.html").read_bytes() == before
+    assert not Path("d.json").exists()
+
+
 def test_forces_are_applied_by_element(workplace):
     write("old.xyz", structures(200))
     ended = command("calibrate old.xyz --target forces --by element -o forces.json --json")

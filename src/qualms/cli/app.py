@@ -16,6 +16,7 @@ from qualms.cli.demo import demo
 from qualms.cli.evaluate import evaluate
 from qualms.cli.info import info
 from qualms.cli.predict import predict
+from qualms.cli.report import report
 from qualms.cli.train import train
 from qualms.errors import QualmsError
 
@@ -31,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (train, predict, evaluate, calibrate, apply, info, demo):
+for command in (train, predict, evaluate, report, calibrate, apply, info, demo):
     app.command()(command)
 
 

@@ -7,15 +7,20 @@ from typing import Annotated, Any
 
 import typer
 
+from qualms.atomistic.structures import read_frames
 from qualms.cli.console import Terminal
 from qualms.cli.options import Force, Json, Quiet
 from qualms.external.calibrating import N_FOLDS, Calibrated, calibrate_ensemble
 from qualms.external.calibration_file import make_document, write_calibration
+from qualms.external.columns import is_table
 from qualms.external.ensemble import Ensemble
 from qualms.external.reading import read_ensemble
+from qualms.report import Judged, check_report, interval_table, write_report
 from qualms.report.comparison import comparison_table, factor_table
-from qualms.report.tables import score_table
+from qualms.report.page import judge_scores
 from qualms.storage.files import check_output
+
+_AFTER = f"after: every one of {N_FOLDS} parts by a calibration that was fitted to the others"
 
 
 def calibrate(
@@ -46,6 +51,10 @@ def calibrate(
             "TARGET_absent by default, if there is one."
         ),
     ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Also write a report, one HTML file (.html).")
+    ] = None,
+    units: Annotated[str, typer.Option(help="Units of the property, for the tables.")] = "",
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same result.")] = 0,
     force: Force = False,
     quiet: Quiet = False,
@@ -54,6 +63,8 @@ def calibrate(
     """Calibrate the error bars of an ensemble, whoever made it, and judge them."""
     terminal = Terminal(quiet=quiet, as_json=as_json)
     check_output(output, force=force)
+    if report is not None:
+        check_report(report, force=force)
     ensemble = read_ensemble(predictions, target, reference, absent=absent, by=by)
     terminal.say(_what_it_is(ensemble))
     calibrated = calibrate_ensemble(ensemble, method, seed=seed)
@@ -61,17 +72,42 @@ def calibrate(
     write_calibration(document, output, force=force)
     for remark in calibrated.remarks:
         terminal.warn(remark)
-    rows = {"before": calibrated.before, "after": calibrated.after}
+    title = f"{target}: {predictions.name}, {len(calibrated.std)} {ensemble.what}"
+    judged = _judged(calibrated, predictions, title, units)
+    intervals, verdict = judge_scores(judged, seed=seed)
+    written = [output]
+    if report is not None:
+        written += write_report(judged, report, force=force, seed=seed)
     parts: list[Any] = [
         _parameters(calibrated),
         calibrated.reason[0].upper() + calibrated.reason[1:],
         comparison_table(calibrated.comparison, title="Methods on points left out"),
-        score_table(rows, title=f"{target}: {len(calibrated.std)} {ensemble.what}"),
-        f"after: each part of {N_FOLDS} by a calibration of the others. Wrote {output}.",
+        interval_table(intervals, units=units, title=title),
+        verdict.sentence,
+        f"({_AFTER})",
     ]
     if calibrated.grouped is not None:
         parts.insert(3, factor_table(calibrated.grouped, by or "", title="Factors by group"))
     terminal.result(*parts, document=document.model_dump(mode="json"))
+    terminal.say(f"Wrote {', '.join(map(str, written))}.")
+
+
+def _judged(calibrated: Calibrated, path: Path, title: str, units: str) -> Judged:
+    """Return what a report needs to know."""
+    ensemble = calibrated.points.ensemble
+    return Judged(
+        target=ensemble.target,
+        units=units,
+        title=title,
+        y=ensemble.y,
+        prediction=calibrated.prediction,
+        frames=None if is_table(path) else read_frames(path),
+        structure=ensemble.structure,
+        atom=None if ensemble.kind == "structure" else ensemble.atom,
+        facts={"calibration": _parameters(calibrated), "chosen": calibrated.reason},
+        remarks=(*calibrated.remarks, f"{_AFTER[0].upper()}{_AFTER[1:]}."),
+        n_members=ensemble.n_members or 0,
+    )
 
 
 def _what_it_is(ensemble: Ensemble) -> str:

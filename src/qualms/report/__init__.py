@@ -1,7 +1,8 @@
 """Pictures and tables of predictions and their error bars.
 
 The numbers are those of `qualms.core`; here they are drawn (`qualms.report.figures`, with
-matplotlib) and printed (`qualms.report.tables`, with rich).
+matplotlib), printed (`qualms.report.tables`, with rich), and written into one HTML file with a
+verdict and a map of the structures (`write_report`).
 """
 
 from qualms.report.figures import (
@@ -16,6 +17,8 @@ from qualms.report.figures import (
     line_style,
     style,
 )
+from qualms.report.interval_table import interval_records, interval_table
+from qualms.report.judged import Judged
 from qualms.report.tables import (
     PAPER_COLUMNS,
     calibration_table,
@@ -23,21 +26,27 @@ from qualms.report.tables import (
     score_records,
     score_table,
 )
+from qualms.report.writing import check_report, write_report
 
 __all__ = [
     "PAPER_COLUMNS",
     "BinnedErrorDisplay",
     "ConditionalErrorDisplay",
     "Display",
+    "Judged",
     "LearningCurveDisplay",
     "ParityDisplay",
     "ReliabilityDisplay",
     "SubsampleSizeDisplay",
     "ZScoreDisplay",
     "calibration_table",
+    "check_report",
+    "interval_records",
+    "interval_table",
     "line_style",
     "paper_table",
     "score_records",
     "score_table",
     "style",
+    "write_report",
 ]

@@ -1,0 +1,106 @@
+"""``qualms report``: a model judged on labelled structures, in one HTML file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from ase import Atoms
+
+from qualms.atomistic.evaluation import Evaluation
+from qualms.atomistic.evaluation import evaluate as evaluate_model
+from qualms.atomistic.model import AtomisticModel
+from qualms.atomistic.progress import Stages
+from qualms.atomistic.structures import read_frames
+from qualms.atomistic.targets import labelled
+from qualms.cli.console import Terminal
+from qualms.cli.options import Force, Json, Model, Quiet, Threads
+from qualms.core.typing import IntArray
+from qualms.report import Judged, check_report, interval_records, interval_table
+from qualms.report.page import make_page
+from qualms.report.writing import write_page
+
+
+def report(
+    model: Model,
+    test: Annotated[Path, typer.Argument(metavar="TEST", help="Labelled structures.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write: .html.")],
+    validation: Annotated[
+        Path | None,
+        typer.Option(help="Labelled structures to fit the calibrations that are not internal to."),
+    ] = None,
+    threads: Threads = None,
+    force: Force = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Judge a model in one HTML file: verdict, scores, figures, and a map of the structures."""
+    terminal = Terminal(quiet=quiet, as_json=as_json)
+    check_report(output, force=force)
+    loaded = AtomisticModel.load(model, threads=threads)
+    frames = read_frames(test)
+    held_out = None if validation is None else read_frames(validation)
+    evaluation = evaluate_model(loaded, frames, held_out, stages=Stages(terminal.progress()))
+    title = f"{loaded.settings.target}: {model.name} on {test.name}"
+    page = make_page(judged_by(loaded, frames, evaluation, title=title))
+    written = write_page(page, output, force=force)
+    for remark in page.remarks:
+        terminal.say(remark)
+    terminal.result(
+        page.verdict.sentence,
+        *page.verdict.details,
+        interval_table(page.intervals, units=evaluation.units, title=title),
+        f"Written: {', '.join(map(str, written))}",
+        document={
+            "output": [str(path) for path in written],
+            "target": loaded.settings.target,
+            "units": evaluation.units,
+            "n_points": len(evaluation.y),
+            "n_unlabelled": evaluation.n_unlabelled,
+            "verdict": {
+                "grade": page.verdict.grade,
+                "sentence": page.verdict.sentence,
+                "details": list(page.verdict.details),
+            },
+            "scores": interval_records(page.intervals),
+            "remarks": list(page.remarks),
+        },
+    )
+
+
+def judged_by(
+    model: AtomisticModel, frames: Sequence[Atoms], evaluation: Evaluation, *, title: str
+) -> Judged:
+    """Return what a report needs to know about a model and the structures it was judged on."""
+    structure, atom = _places(model, frames)
+    internal = "(internal): to the training set"
+    remarks = [f"(validation): fitted to {evaluation.validation}; {internal}."]
+    if evaluation.n_unlabelled:
+        remarks.insert(0, f"{evaluation.n_unlabelled} without a label are skipped.")
+    lines = (line.partition("  ") for line in model.summary().splitlines())
+    return Judged(
+        target=model.settings.target,
+        units=evaluation.units,
+        title=title,
+        y=evaluation.y,
+        prediction=evaluation.prediction,
+        frames=frames,
+        structure=structure,
+        atom=atom,
+        rows=evaluation.rows,
+        facts={name.strip(): text.strip() for name, _, text in lines},
+        remarks=remarks,
+    )
+
+
+def _places(model: AtomisticModel, frames: Sequence[Atoms]) -> tuple[IntArray, IntArray | None]:
+    """Return the structure of each label, and its atom, in the order of the evaluation."""
+    settings = model.fitted.settings
+    found = labelled(frames, settings.target, settings.kind, settings.species)
+    if not settings.per_atom:
+        return found.frames, None
+    counts = [len(rows) for rows in found.rows]
+    return np.repeat(found.frames, counts), np.concatenate(found.rows)

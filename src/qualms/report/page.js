@@ -1,0 +1,32 @@
+"use strict";
+// Shows the map, and lets the tables of the worst predictions select in it.
+(async () => {
+  const message = document.getElementById("map-message");
+  const say = (text) => { message.textContent = text; };
+  try {
+    const data = JSON.parse(document.getElementById("map-data").textContent);
+    const warnings = new Chemiscope.Warnings();
+    warnings.addHandler((text) => say(String(text)));
+    const config = { meta: "map-meta", map: "map-plane", structure: "map-structure", info: "map-info" };
+    const viewer = await Chemiscope.DefaultVisualizer.load(config, data, warnings);
+    window.qualmsMap = viewer;
+    for (const button of document.querySelectorAll("button[data-structure]")) {
+      button.addEventListener("click", () => {
+        const structure = Number(button.dataset.structure);
+        const indexes = button.dataset.atom === undefined
+          ? viewer.indexer.fromStructure(structure, "structure")
+          : viewer.indexer.fromStructureAtom("atom", structure, Number(button.dataset.atom));
+        if (indexes) {
+          viewer.select(indexes);
+          document.getElementById("map").scrollIntoView({ block: "start" });
+        }
+      });
+    }
+    document.documentElement.dataset.map = "ready";
+  } catch (error) {
+    say(`The map cannot be shown: ${error.message || error}. It needs a browser with WebGL.`);
+    document.querySelector(".map").style.display = "none";
+    for (const button of document.querySelectorAll("button[data-structure]")) button.disabled = true;
+    document.documentElement.dataset.map = "failed";
+  }
+})();

@@ -1,0 +1,233 @@
+"""The content of a report: numbers, tables and pictures, before they become HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich.table import Table
+
+from qualms.core.score_intervals import ScoreIntervals, bootstrap_scores
+from qualms.prediction import Prediction
+from qualms.report.interval_table import interval_note, score_lines, write_number
+from qualms.report.judged import Judged
+from qualms.report.pictures import Picture, draw_pictures
+from qualms.report.structure_map import (
+    HOW_TO_INSTALL,
+    StructureMap,
+    Viewer,
+    load_viewer,
+    make_map,
+)
+from qualms.report.tables import score_table
+from qualms.report.verdict import Verdict, judge
+from qualms.report.worst import WorstPoint, worst_points
+
+#: Resamples for confidence intervals.
+_N_BOOTSTRAP = 200
+
+
+@dataclass(frozen=True)
+class TableText:
+    """A table as it is written; the first cell of each row names it.
+
+    Attributes
+    ----------
+    headers : tuple of str
+    rows : sequence of tuples of str
+    note : str
+        Below the table.
+    links : sequence of (int, int or None), or None
+        For each row the structure, by its index in the map, and the atom that it is about, if
+        the map can show them.
+    """
+
+    headers: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    note: str = ""
+    links: Sequence[tuple[int, int | None] | None] | None = None
+
+
+@dataclass(frozen=True)
+class Page:
+    """All that a report says.
+
+    Attributes
+    ----------
+    title, subtitle : str
+    verdict : Verdict
+    scores : TableText
+        Before and after calibration, with intervals.
+    intervals : mapping of str to ScoreIntervals
+        The numbers of that table.
+    pictures : sequence of Picture
+    surprises, errors : TableText
+        The worst predictions, in units of σ and in those of the target.
+    comparison : TableText or None
+        Other estimators.
+    facts : mapping of str to str
+    remarks : sequence of str
+    map : StructureMap or None
+    viewer : Viewer or None
+        What shows the map.
+    """
+
+    title: str
+    subtitle: str
+    verdict: Verdict
+    scores: TableText
+    intervals: Mapping[str, ScoreIntervals]
+    pictures: Sequence[Picture]
+    surprises: TableText
+    errors: TableText
+    comparison: TableText | None
+    facts: Mapping[str, str]
+    remarks: Sequence[str]
+    map: StructureMap | None
+    viewer: Viewer | None
+
+
+def make_page(
+    judged: Judged, *, n_worst: int = 20, max_structures: int = 1000, seed: int = 0
+) -> Page:
+    """Compute everything that a report says.
+
+    Parameters
+    ----------
+    judged : Judged
+        Points with σ = 0 are left out, with a remark.
+    n_worst : int
+        How many of the worst predictions are listed.
+    max_structures : int
+        How many structures the map may hold.
+    seed : int
+        Of the resamples, and of the sample of structures on the map.
+    """
+    judged = judged.with_error_bars()
+    surprises = worst_points(judged, n_worst, "ratio")
+    errors = worst_points(judged, n_worst, "error")
+    viewer = load_viewer()
+    listed = [point.point for pair in zip(surprises, errors, strict=True) for point in pair]
+    shown = None
+    if viewer is not None:
+        shown = make_map(judged, listed, max_structures=max_structures, seed=seed)
+    remarks = list(judged.remarks)
+    if judged.frames is not None and viewer is None:
+        remarks.append(HOW_TO_INSTALL)
+    intervals, verdict = judge_scores(judged, seed=seed)
+    return Page(
+        title=judged.title or judged.target,
+        subtitle=_subtitle(judged),
+        verdict=verdict,
+        scores=_score_text(intervals, judged.units),
+        intervals=intervals,
+        pictures=draw_pictures(judged),
+        surprises=_worst_text(judged, surprises, shown),
+        errors=_worst_text(judged, errors, shown),
+        comparison=_comparison(judged),
+        facts=dict(judged.facts),
+        remarks=remarks,
+        map=shown,
+        viewer=None if shown is None else viewer,
+    )
+
+
+def judge_scores(judged: Judged, *, seed: int = 0) -> tuple[dict[str, ScoreIntervals], Verdict]:
+    """Return the scores, before and after calibration, and what they come to.
+
+    Parameters
+    ----------
+    judged : Judged
+        All points with σ > 0.
+    seed : int
+        Of the resamples.
+    """
+    intervals = _intervals(judged, seed)
+    return intervals, judge(judged, next(reversed(intervals.values())), n_bootstrap=_N_BOOTSTRAP)
+
+
+def _intervals(judged: Judged, seed: int) -> dict[str, ScoreIntervals]:
+    """Score the prediction, and what it was before calibration, on the same resamples."""
+
+    def scored(prediction: Prediction) -> ScoreIntervals:
+        return bootstrap_scores(
+            judged.y,
+            prediction.mean,
+            prediction.std,
+            prediction.members,
+            groups=judged.structure,
+            n_bootstrap=_N_BOOTSTRAP,
+            rng=np.random.default_rng(seed),
+        )
+
+    if not judged.is_calibrated:
+        return {"as predicted": scored(judged.prediction)}
+    return {
+        "before calibration": scored(judged.prediction.uncalibrated),
+        "after calibration": scored(judged.prediction),
+    }
+
+
+def _subtitle(judged: Judged) -> str:
+    units = f" in {judged.units}" if judged.units else ""
+    n_structures = np.unique(judged.structure).size
+    points = f"{judged.y.size} predictions"
+    if judged.y.size != n_structures:
+        points += f" for {n_structures} structures"
+    n = judged.prediction.n_members if judged.n_members is None else judged.n_members
+    return f"{judged.target}{units}: {points}" + (f" by {n} members" if n else "")
+
+
+def _score_text(intervals: Mapping[str, ScoreIntervals], units: str) -> TableText:
+    lines = score_lines(intervals, units=units)
+    return TableText(
+        headers=("Score", *intervals, "ideal"),
+        rows=[(line.label, *line.cells, line.ideal) for line in lines],
+        note=interval_note(next(iter(intervals.values())), "structures"),
+    )
+
+
+def _worst_text(
+    judged: Judged, points: Sequence[WorstPoint], shown: StructureMap | None
+) -> TableText:
+    headers = ["structure"]
+    headers += ["formula"] if judged.frames is not None else []
+    headers += ["atom"] if judged.atom is not None else []
+    headers += ["truth", "predicted", "σ", "error", "|error|/σ"]
+    links = None
+    if shown is not None:
+        links = [
+            (shown.places[p.structure], p.atom if shown.of_atoms else None)
+            if p.structure in shown.places
+            else None
+            for p in points
+        ]
+    note = f"In {judged.units}. " if judged.units else ""
+    note += "The error is truth minus prediction. Structures and atoms are counted from 0."
+    return TableText(tuple(headers), [_worst_row(judged, p) for p in points], note, links)
+
+
+def _worst_row(judged: Judged, p: WorstPoint) -> tuple[str, ...]:
+    cells = [str(p.structure)]
+    cells += [p.formula] if judged.frames is not None else []
+    cells += [f"{p.atom} {p.element}".rstrip()] if p.atom is not None else []
+    # Values are written as finely as the error bar can tell.
+    cells += [write_number(v, p.std) for v in (p.truth, p.mean)]
+    cells += [write_number(p.std), write_number(p.error, p.std)]
+    return (*cells, f"{p.ratio:.2f}" if p.ratio < 1e5 else f"{p.ratio:.2e}")
+
+
+def _comparison(judged: Judged) -> TableText | None:
+    if not judged.rows:
+        return None
+    table = score_table(judged.rows, units=judged.units)
+    return _text_of(table)
+
+
+def _text_of(table: Table) -> TableText:
+    """Take the cells of a table for the terminal."""
+    columns = [[str(cell) for cell in column.cells] for column in table.columns]
+    headers = tuple(" ".join(str(column.header).split()) for column in table.columns)
+    note = str(table.caption) if table.caption else ""
+    return TableText(headers, list(zip(*columns, strict=True)), note=note)
