@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-slow check bench format lock clean
+.PHONY: help demo test test-slow check bench docs format lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -12,7 +12,7 @@ help: ## list the targets
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("qualms needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; set PYTHON=...") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,check,bench,qm9]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,check,bench,qm9,docs]'
 	@touch $@
 
 demo: $(STAMP) ## train, calibrate and judge a model with error bars
@@ -34,6 +34,9 @@ check: $(STAMP) ## format, lint, types, layers, tests with coverage of the core
 bench: $(STAMP) ## the benchmarks; writes benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks
 
+docs: $(STAMP) ## the documentation, in docs/_build/html; warnings are errors
+	$(BIN)/python -m sphinx -W --keep-going -n -b html docs docs/_build/html
+
 format: $(STAMP) ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -41,9 +44,9 @@ format: $(STAMP) ## format the code
 lock: ## renew constraints.txt with the newest versions that pyproject.toml allows
 	rm -rf .lock-venv
 	$(PYTHON) -m venv .lock-venv
-	.lock-venv/bin/python -m pip install --quiet '.[test,check,bench,qm9]'
+	.lock-venv/bin/python -m pip install --quiet '.[test,check,bench,qm9,docs]'
 	.lock-venv/bin/python -m pip freeze --exclude qualms > constraints.txt
 	rm -rf .lock-venv
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) .lock-venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage .hypothesis build dist
+	rm -rf $(VENV) .lock-venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage .hypothesis build dist docs/_build docs/api

@@ -23,15 +23,6 @@ def run_example(name):
     ).stdout
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/atomistic.md", "docs/representations.md"])
-def test_the_code_of_the_pages_runs(page):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    assert blocks
-    namespace = {}
-    for block in blocks:
-        exec(block, namespace)
-
-
 def test_docstring_examples():
     for module in (qualms, prediction):
         assert doctest.testmod(module).failed == 0

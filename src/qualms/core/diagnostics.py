@@ -135,7 +135,7 @@ def calibration_curve(
     Parameters
     ----------
     residuals, std, dof
-        As in :func:`covering_levels`.
+        As in `qualms.core.likelihood.covering_levels`.
     levels : array_like of shape (n_levels,), optional
         Levels within (0, 1); 0.01, 0.02, … 0.99 by default.
 
