@@ -464,6 +464,19 @@ def test_variances_come_back_as_variances(workplace):
     np.testing.assert_allclose(found["e_var"], found["e_uncertainty"] ** 2)
 
 
+def test_no_old_error_bar_contradicts_the_new_one(workplace):
+    frames = structures(60, forces=False)
+    for atoms in frames:
+        atoms.info["energy_var"] = atoms.info["energy_comm"].var(ddof=1)
+    write("p.xyz", frames)
+    command("calibrate p.xyz --target energy -o c.json --method linear")
+    command("apply c.json p.xyz -o out.xyz")
+    for atoms in read_frames("out.xyz"):
+        info = atoms.info
+        assert info["energy_var"] == pytest.approx(info["energy_uncertainty"] ** 2)
+        assert info["energy_var"] == pytest.approx(info["energy_comm"].var(ddof=1))
+
+
 def test_predictions_of_a_model_are_calibrated_again_and_judged(workplace, molecules, energy_model):
     energy_model.save("model.safetensors")
     for name, some in (("a.xyz", molecules[60:120]), ("b.xyz", molecules[120:])):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from qualms.errors import InputError
 from qualms.external.calibration_file import CalibrationDocument
 from qualms.external.columns import is_table, read_columns, write_columns
 from qualms.external.ensemble import Ensemble
-from qualms.external.reading import VARIANCES, ensemble_of_frames, read_ensemble
+from qualms.external.reading import ERROR_BARS, VARIANCES, ensemble_of_frames, read_ensemble
 from qualms.storage.files import atomic_output
 from qualms.storage.predictions import xyz_text
 
@@ -69,7 +70,7 @@ def apply_calibration(
         ensemble = read_ensemble(predictions, name, by=document.by, n_components=n_components)
         std, scaled = _calibrated(document, ensemble, members)
         columns = _without_members(read_columns(predictions), ensemble, name)
-        columns |= _entries(ensemble, name, ensemble.mean, std, scaled)
+        columns |= _entries(ensemble, name, columns, ensemble.mean, std, scaled)
         write_columns(output, columns, force=force)
     else:
         frames = read_frames(predictions)
@@ -138,18 +139,22 @@ def _remarks(document: CalibrationDocument, ensemble: Ensemble) -> tuple[str, ..
 def _entries(
     ensemble: Ensemble,
     name: str,
+    stored: Container[str],
     mean: Float64Array,
     std: Float64Array,
     members: Float64Array | None,
 ) -> dict[str, Float64Array]:
-    """Return what is to be stored, by key, a row for each structure or atom."""
+    """Return what is to be stored, by key, a row for each structure or atom.
+
+    Error bars that are `stored` under another key would contradict the new ones: they become new.
+    """
     k = ensemble.n_components
     entries = {name: _by_row(mean, k), f"{name}_uncertainty": _by_row(std, k)}
+    for suffix in ERROR_BARS:
+        if f"{name}{suffix}" in stored:
+            entries[f"{name}{suffix}"] = _by_row(std**2 if suffix in VARIANCES else std, k)
     if members is not None:
         entries[ensemble.key] = _by_row(members, k)
-    elif ensemble.members is None:
-        is_variance = ensemble.key.removeprefix(name) in VARIANCES
-        entries[ensemble.key] = _by_row(std**2 if is_variance else std, k)
     return entries
 
 
@@ -187,5 +192,5 @@ def _store(
     place = atoms.arrays if per_atom else atoms.info
     if members is None and ensemble.members is not None:
         place.pop(ensemble.key, None)
-    for key, rows in _entries(ensemble, name, mean, std, members).items():
+    for key, rows in _entries(ensemble, name, place, mean, std, members).items():
         place[key] = rows if per_atom else rows[0]
