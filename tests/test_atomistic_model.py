@@ -38,6 +38,7 @@ from qualms.atomistic.progress import Stages
 from qualms.atomistic.settings import make_settings
 from qualms.atomistic.study import study_subsamples
 from qualms.core.calibration import METHODS
+from qualms.data import qm9
 
 PER_ATOM = "atomization_energy_per_atom"
 
@@ -688,6 +689,18 @@ def test_strange_structures_are_flagged(molecules, energy_model, shift_model, fa
         atoms.positions *= factor
     assert energy_model.extrapolates(strange).mean() > 0.9
     assert shift_model.extrapolates(strange).mean() > 0.7
+
+
+def test_molecules_too_large_or_too_small_by_a_tenth_are_flagged():
+    """No single environment is very strange, but all are a little."""
+    molecules = qm9(n=350)
+    model = AtomisticModel(ENERGY, n_representatives=300, threads=1).fit(molecules[:300])
+    assert model.extrapolates(molecules[300:]).mean() <= 0.06
+    for factor in (0.9, 1.1):
+        strange = copies(molecules[300:])
+        for atoms in strange:
+            atoms.positions *= factor
+        assert model.extrapolates(strange).mean() > 0.9
 
 
 def test_unknown_species_are_refused_or_left_out(molecules, energy_model, shift_model):

@@ -138,7 +138,7 @@ TRAIN = {
     "validation that cannot be used": ("good.xyz --validation clash.xyz", "frames[7]"),
     "validation of other elements": (
         "good.xyz --validation labelled_chlorine.xyz",
-        "first in frames[1]",
+        "in frames[1]",
     ),
     "nothing to resume": ("good.xyz --resume -o folder", "It is a directory"),
     "an existing model": ("good.xyz -o precious.safetensors", "--force"),
@@ -199,7 +199,7 @@ def test_predicting(desk, monkeypatch, case):
 EVALUATE = {
     "no labels": ("model.safetensors unlabelled.xyz", "there is none"),
     "no model": ("none.safetensors good.xyz", "there is no file"),
-    "unknown elements": ("model.safetensors labelled_chlorine.xyz", "first in frames[1]"),
+    "unknown elements": ("model.safetensors labelled_chlorine.xyz", "in frames[1]"),
     "no validation": ("model.safetensors good.xyz --validation empty.xyz", "(empty)"),
 }
 

@@ -83,7 +83,7 @@ def test_processes_compute_the_same_to_the_last_bit(engine, compressed, monkeypa
 
     with threadpool_limits(1):  # as in the processes: products are rounded by thread
         serial = stream(1)
-    monkeypatch.setattr(featurize, "_SERIAL", 50)
+    monkeypatch.setattr(featurize, "SERIAL", 50)
     parallel = stream(2)
     assert [b.first for b in parallel] == [b.first for b in serial]
     for a, b in zip(serial, parallel, strict=True):
@@ -93,7 +93,7 @@ def test_processes_compute_the_same_to_the_last_bit(engine, compressed, monkeypa
 
 @pytest.mark.parametrize("n_workers", [1, 2])
 def test_a_file_is_read_no_further_than_needed(n_workers, monkeypatch):
-    monkeypatch.setattr(featurize, "_SERIAL", 50)
+    monkeypatch.setattr(featurize, "SERIAL", 50)
     read = 0
 
     def endless():
@@ -117,7 +117,7 @@ def test_a_file_is_read_no_further_than_needed(n_workers, monkeypatch):
 
 @pytest.mark.slow
 def test_a_consumer_that_stops_leaves_the_next_one_unharmed(monkeypatch):
-    monkeypatch.setattr(featurize, "_SERIAL", 50)
+    monkeypatch.setattr(featurize, "SERIAL", 50)
     frames = some_molecules()
     for stop in (lambda s: s.close(), lambda s: (list(s), stop_workers()), list):
         structures = zip(frames, all_atoms(frames), strict=True)

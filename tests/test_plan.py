@@ -74,6 +74,16 @@ def test_candidates_leave_room_for_what_computes_them(disk):
     assert kept < made.memory <= made.limit
 
 
+def test_small_runs_and_many_cores(disk):
+    """No process is started for few environments, and no more than fit for many."""
+    small = RUN | {"n_environments": 800, "n_rows": 40, "n_representatives": 100}
+    one, many = (make_plan(**small | {"n_workers": n}, memory="8GB") for n in (1, 64))
+    assert many.memory == one.memory < 1e9
+    crowd = make_plan(**RUN | {"n_workers": 64}, memory="6GB")
+    assert 1 < crowd.n_workers < 64
+    assert crowd.memory <= 6e9
+
+
 def test_structures_compression_and_cur_are_part_of_the_plan(disk):
     small = RUN | {"n_environments": 20_000, "n_rows": 1000, "n_representatives": 5000}
     made = make_plan(**small, memory="32GB")

@@ -46,6 +46,17 @@ def test_shieldings_of_hydrogen_in_crystals_that_were_not_seen(crystals):
     assert 0.6 < own.coverage_68 < 0.8
 
 
+def test_a_few_crystals_train_a_model_of_shieldings(crystals):
+    train, test = crystals[:25], crystals[25:30]
+    model = AtomisticModel(
+        "CS_total", "atomic", species="H", representation="nmr", n_representatives=200, units="ppm"
+    ).fit(train)
+    judged = evaluate(model, test)
+    assert judged.units == "ppm"
+    assert len(judged.y) == sum(atoms.symbols.count("H") for atoms in test)
+    assert judged.rows["student (internal)"].rmse < 0.7 * np.std(judged.y)
+
+
 def test_the_engines_span_the_same_space_on_crystals(crystals):
     """Radial bases differ, what they expand does not: their kernels are nearly the same."""
     frames = crystals[:3]

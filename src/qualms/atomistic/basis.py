@@ -60,9 +60,10 @@ class Basis:
         features : (n_environments, d) array
         offsets : (n_structures + 1,) array of int
             Environments of structure s are rows ``offsets[s]:offsets[s + 1]``.
-        novelty : (n_structures,) array, optional
+        novelty : (n_structures, 2) array, optional
             Is filled with how unlike every representative the strangest environment of each
-            structure is, from 0 to 1: one minus the largest normalised kernel with one.
+            structure is, and its environments on average, from 0 to 1: one minus the largest
+            normalised kernel with a representative.
         own : sequence of arrays of int, optional
             Representatives of each structure that its novelty does not count: those that come from
             itself.
@@ -113,11 +114,12 @@ class Basis:
         return np.asarray(K / own / norms[:, None], dtype=K.dtype)
 
 
-def _novelty(likeness: FloatArray, own: IntArray | None) -> float:
-    """Return the novelty of the strangest of some environments (n, r)."""
+def _novelty(likeness: FloatArray, own: IntArray | None) -> tuple[float, float]:
+    """Return the novelty of the strangest of some environments (n, r), and their mean novelty."""
     if not len(likeness):
-        return 0.0
+        return 0.0, 0.0
     if own is not None and len(own):
         likeness = likeness.copy()
         likeness[:, own] = 0.0
-    return float(np.clip(1.0 - likeness.max(axis=1).min(), 0.0, 1.0))
+    each = np.clip(1.0 - likeness.max(axis=1), 0.0, 1.0)
+    return float(each.max()), float(each.mean(dtype=np.float64))

@@ -62,6 +62,7 @@ class FeatureStage:
         self.data = data
         self.resources = resources
         self.stages = stages
+        self.n_workers = resources.threads
 
     def representation(
         self, soap: Soap, compression: Compression | None, rng: np.random.Generator
@@ -169,7 +170,7 @@ class FeatureStage:
 
     def _stream(self, representation: Representation, picked: IntArray) -> Iterator[Batch]:
         structures = ((self.data.frames[i], self.data.centers[i]) for i in picked)
-        return stream_features(representation, structures, n_workers=self.resources.threads)
+        return stream_features(representation, structures, n_workers=self.n_workers)
 
     def _fill(
         self,

@@ -23,7 +23,7 @@ from qualms.errors import QualmsError
 #: Environments in a batch: enough for matrix products, few enough to bound what is in flight.
 BATCH = 4096
 #: Below this number of environments starting processes takes longer than the work.
-_SERIAL = 30_000
+SERIAL = 30_000
 #: Batches in flight for each process.
 _AHEAD = 2
 
@@ -88,7 +88,7 @@ def stream_features(
         for item in batches:
             head.append(item)
             count += sum(len(lean[-1]) for lean in item[1])
-            if count >= _SERIAL:
+            if count >= SERIAL:
                 yield from _parallel(representation, _chain(head, batches), n_workers)
                 return
         batches = iter(head)

@@ -85,9 +85,10 @@ class Fitted:
     pp_variance : ProjectedVariance, optional
     membership : (N, N_R) array of uint8
         How often each training row is in each member.
-    training_novelty : float
-        Novelty of the strangest environment of a structure that only one training structure in a
-        hundred exceeds, representatives of its own not counted.
+    training_novelty : (float, float)
+        Novelty of the strangest environment of a structure, and mean novelty of its environments,
+        that only one training structure in a hundred exceeds, representatives of its own not
+        counted.
     training_spread : float
         Largest spread between members that had not seen a training row.
     """
@@ -105,7 +106,7 @@ class Fitted:
     calibrations: Mapping[str, Calibration]
     pp_variance: ProjectedVariance | None
     membership: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
-    training_novelty: float
+    training_novelty: tuple[float, float]
     training_spread: float
 
     def __post_init__(self) -> None:

@@ -98,7 +98,8 @@ class Soap(_Frozen):
     normalize : bool
         Whether power spectra are scaled to unit length.
     compression : Compression, "auto" or None
-        "auto" compresses to 1000 principal components if that saves time in training.
+        "auto" compresses to 1000 principal components if that saves time in training, or if there
+        are so many representatives that rounding of float32 would limit the accuracy.
     engine : {"auto", "dscribe", "featomic"}
         "auto" is dscribe, the faster one for values, unless `smoothing` asks for featomic.
     """

@@ -24,6 +24,7 @@ from qualms.atomistic.model_file import (
 from qualms.atomistic.plan import Plan, default_threads, parse_memory
 from qualms.atomistic.predicting import Chunk, atom_contributions, concatenated, stream_chunks
 from qualms.atomistic.progress import Display, Stages
+from qualms.atomistic.progress_bars import Bars
 from qualms.atomistic.settings import Settings, make_settings
 from qualms.atomistic.solving import Outcome
 from qualms.atomistic.structures import refuse_single
@@ -141,7 +142,7 @@ class AtomisticModel:
         checkpoint: str | Path | None = None,
         resume: bool = False,
         keep_checkpoint: bool = False,
-        progress: Display | None = None,
+        progress: bool | Display = False,
         on_plan: Callable[[Plan, TrainingSet], object] | None = None,
     ) -> AtomisticModel:
         """Train all members and calibrate them internally.
@@ -159,8 +160,8 @@ class AtomisticModel:
             Whether to go on from what is in `checkpoint`.
         keep_checkpoint : bool
             Whether it is left in place, to be removed when the model is safely on disk.
-        progress : Display, optional
-            Shows the progress.
+        progress : bool or Display
+            Whether to show the progress on standard error, or what shows it.
         on_plan : callable, optional
             Called with the plan (memory, time, file sizes) before the work starts.
 
@@ -174,7 +175,7 @@ class AtomisticModel:
         if checkpoint is not None:
             key = run_key(data.digest, self.settings.model_dump_json())
             saved = Checkpoint(Path(checkpoint), key, resume=resume)
-        stages = Stages(progress)
+        stages = Stages(Bars() if progress is True else progress or None)
         try:
             with threadpool_limits(limits=self.threads):
                 training = Training(
@@ -278,13 +279,13 @@ class AtomisticModel:
     ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
         """Return for each structure whether it looks like extrapolation.
 
-        It does if one of its environments is stranger than those of 99 % of the training
-        structures, if the members disagree more than about any training structure that they had not
-        seen, or if it has elements that the model does not know.
+        It does if one of its environments, or all of them on average, are stranger than those of
+        99 % of the training structures, if the members disagree more than about any training
+        structure that they had not seen, or if it has elements that the model does not know.
         """
         flags = []
         for chunk in self.stream(frames, unknown_species=unknown_species):
-            novelty = np.empty(len(chunk.frames))
+            novelty = np.empty((len(chunk.frames), 2))
             rows = chunk.rows(novelty)
             flags.append(chunk.extrapolates(chunk.predict(rows), novelty))
         return np.concatenate(flags)

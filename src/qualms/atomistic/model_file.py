@@ -10,7 +10,7 @@ import datetime
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from ase.data import chemical_symbols
@@ -99,6 +99,9 @@ class Record(Document):
     seconds: dict[str, float]
 
 
+_Share = Annotated[float, Field(ge=0, le=1)]
+
+
 class CalibrationDocument(Document):
     """Method and parameters of a calibration."""
 
@@ -120,7 +123,7 @@ class ModelDocument(Document):
     pp_noise: float | None = Field(gt=0)
     pp_target_variance: float | None = Field(gt=0)
     calibrations: dict[str, CalibrationDocument]
-    training_novelty: float = Field(ge=0)
+    training_novelty: tuple[_Share, _Share]
     training_spread: float = Field(ge=0)
     record: Record
     provenance: Provenance

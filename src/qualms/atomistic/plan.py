@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ class Plan:
         Expected time; within a factor of two or three on another machine.
     n_candidates : int
         Environments among which representatives are chosen.
+    n_workers : int
+        Processes that compute features: fewer than asked for, if more would not fit.
     """
 
     mode: Mode
@@ -60,6 +62,7 @@ class Plan:
     model_size: float
     seconds: float
     n_candidates: int
+    n_workers: int
 
     def describe(self) -> str:
         """Return the plan in a few lines."""
@@ -123,6 +126,8 @@ def make_plan(
     run = Requirements(
         n_rows, n_structures, n_environments, d, n_raw_features, M, n_members, n_workers, selection
     )
+    while run.n_workers > 1 and min(run.memory().values()) > limit:
+        run = replace(run, n_workers=run.n_workers // 2)
     needed, features = run.memory(), run.features
     mode = _choose(needed, limit, features, directory, to_disk)
     candidates = n_environments
@@ -143,6 +148,7 @@ def make_plan(
         model_size=4.0 * M * (d + 2 * n_members + (M if keep_pp else 0)) + 1e5,
         seconds=run.seconds(mode),
         n_candidates=candidates,
+        n_workers=run.n_workers,
     )
 
 

@@ -85,12 +85,12 @@ class Chunk:
     def extrapolates(self, prediction: Prediction, novelty: Float64Array) -> BoolArray:
         """Return for each structure, given its novelty, whether it looks like extrapolation.
 
-        It does if an environment is less like any representative than those of 99 % of the training
-        structures were like representatives from other structures, if the members disagree more
-        than they did about any training row that they had not seen, or if it has atoms of unknown
-        species.
+        It does if an environment, or all of them on average, are less like any representative than
+        those of 99 % of the training structures were like representatives from other structures,
+        if the members disagree more than they did about any training row that they had not seen, or
+        if it has atoms of unknown species.
         """
-        flags = novelty > self.fitted.training_novelty + 1e-6
+        flags: BoolArray = np.any(novelty > np.array(self.fitted.training_novelty) + 1e-6, axis=1)
         spread = prediction.uncalibrated.std
         # Members that agreed to rounding on all training rows differ by rounding everywhere.
         largest = self.fitted.training_spread or np.inf

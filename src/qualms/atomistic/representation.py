@@ -17,6 +17,8 @@ from qualms.core.typing import FloatArray, IntArray
 
 #: Leading principal components that are multiplied in float64: they carry nearly all of x·x′.
 _N_EXACT = 64
+#: Representatives from which on features are compressed for accuracy, even if that takes longer.
+_MANY = 2_500
 
 
 @dataclass(frozen=True)
@@ -159,5 +161,6 @@ def resolve_compression(
     standard = Compression()
     n_raw = max(Representation(soap, tuple(species)).widths)
     q = standard.n_features
-    worthwhile = n_raw > q and is_worthwhile(n_environments, n_representatives, n_raw, q)
-    return standard if worthwhile else None
+    # With so many representatives rounding of the kernel rows matters: see `_N_EXACT`.
+    faster = is_worthwhile(n_environments, n_representatives, n_raw, q)
+    return standard if n_raw > q and (faster or n_representatives >= _MANY) else None

@@ -7,7 +7,7 @@ from typing import Literal
 
 from qualms.atomistic.compression import sample_size
 from qualms.atomistic.environments import BLOCK
-from qualms.atomistic.featurize import BATCH
+from qualms.atomistic.featurize import BATCH, SERIAL
 from qualms.atomistic.selection import LANDMARKS
 
 Mode = Literal["keep", "spill", "recompute"]
@@ -55,8 +55,10 @@ class Requirements:
     @property
     def batches(self) -> float:
         """Bytes while features are computed, beside the features."""
-        here = 20.0 * BATCH * self.n_raw + 4.0 * 2 * self.n_workers * BATCH * self.d
-        there = self.n_workers * (_WORKER + 12.0 * BATCH * self.n_raw) if self.n_workers > 1 else 0
+        batch = min(BATCH, self.n_environments)
+        n = self.n_workers if self.n_environments >= SERIAL else 1
+        here = 20.0 * batch * self.n_raw + 4.0 * 2 * n * batch * self.d
+        there = n * (_WORKER + 12.0 * batch * self.n_raw) if n > 1 else 0.0
         return here + there
 
     @property

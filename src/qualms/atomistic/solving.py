@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from qualms.atomistic.baselines import Baseline, fit_baseline
 from qualms.atomistic.basis import Basis
@@ -31,6 +32,9 @@ from qualms.core.resampling import MIN_ABSENT
 from qualms.core.typing import Float64Array, IntArray
 from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWarning
 
+#: Representatives up to which the matrices are small.
+_SMALL = 500
+
 
 @dataclass
 class KernelRows:
@@ -47,8 +51,9 @@ class KernelRows:
         Of the kernel before it was scaled.
     K_NM : (N, r) array
         Scaled. Is overwritten by what it is solved with: it is the largest array of all.
-    novelty : float
-        What new structures must exceed to look like extrapolation.
+    novelty : (float, float)
+        What the strangest environment of a new structure, or all of them on average, must exceed to
+        look like extrapolation.
     """
 
     representation: Representation
@@ -56,7 +61,7 @@ class KernelRows:
     origins: IntArray
     whitening: Whitening
     K_NM: Float64Array
-    novelty: float
+    novelty: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ class Solver:
         self.design = data.design(per_atom=rows.basis.per_atom)
         root = np.sqrt(rows.basis.scale)
         self.whitening = replace(rows.whitening, factor=rows.whitening.factor * root)
-        with stages.stage("Full model"):
+        with stages.stage("Full model"), _few_threads(rows):
             self.Phi = np.asarray(self.whitening.features(rows.K_NM, overwrite=True))
             del rows.K_NM
             target = data.y - _baseline(data, settings, self.design).predict(self.design)
@@ -126,7 +131,7 @@ class Solver:
         data, Phi, stages = self.data, self.Phi, self.stages
         counts = draw_counts(data, settings, rng)
         baseline = _baseline(data, settings, self.design, counts)
-        with stages.stage("Members"):
+        with stages.stage("Members"), _few_threads(self.rows):
             offsets = baseline.predict_members(self.design)
             targets = data.y[:, None] - offsets
             members = fit_members(self.full, Phi, targets[:, None, :], counts)
@@ -164,6 +169,12 @@ class Solver:
             training_novelty=rows.novelty,
             training_spread=0.0 if internal is None else float(internal.spread.max()),
         )
+
+
+def _few_threads(rows: KernelRows) -> threadpool_limits:
+    """Use one thread for small matrices: on a busy machine more would wait for one another."""
+    small = len(rows.origins) <= _SMALL
+    return threadpool_limits(limits=1 if small else None)
 
 
 def check_members(data: TrainingSet, settings: Settings) -> None:

@@ -390,9 +390,11 @@ def _refuse_species(
     unseen = ~np.isin(numbers, known)
     frames = np.unique(owners[unseen])
     names = symbols_of(np.unique(numbers[unseen]).tolist())
+    count = f" {len(frames)} of {n_frames} structures (first in" if n_frames > 1 else ""
     raise InputError(
         "frames",
-        f"{names} in {len(frames)} of {n_frames} structures (first in frames[{first + frames[0]}])",
+        f"{names} in{count} frames[{first + frames[0]}]" + (")" if count else ""),
         f"known species only: {symbols_of(known)}",
-        "Leave these structures out, or train with structures that have these species.",
+        "Leave such structures out, train with these species, or ignore the atoms "
+        "(unknown_species='ignore', --ignore-unknown-species).",
     )

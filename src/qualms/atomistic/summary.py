@@ -18,6 +18,8 @@ def describe(fitted: Fitted, record: Record, provenance: Provenance) -> str:
         "representation": _representation(fitted),
         "representatives": f"{record.effective_rank} of {fitted.settings.n_representatives} "
         f"asked for, by {fitted.settings.selection}",
+        "noise": f"σ = {record.noise:.4g} {units_of(fitted)}".rstrip()
+        + f" ({record.noise / record.target_std:.1e} of the spread of the target)",
         "baseline": fitted.baseline.name,
         "members": _members(fitted, record),
         "internal error": _errors(fitted, record),
@@ -91,5 +93,7 @@ def _errors(fitted: Fitted, record: Record) -> str:
 
 def _calibration(fitted: Fitted) -> str:
     calibration = fitted.calibration
-    gamma = f", γ = {calibration.gamma:.3f}" if calibration.gamma != 1 else ""
-    return f"{calibration.method}, α = {calibration.alpha:.3f}{gamma} ({calibration.n_points} rows)"
+    return (
+        f"{calibration.method}, α = {calibration.alpha:.3f}, γ = {calibration.gamma:.3f} "
+        f"({calibration.n_points} rows)"
+    )

@@ -57,6 +57,7 @@ class Training:
             min(settings.n_representatives, data.n_environments),
         )
         self.plan = self._make_plan()
+        self.features.n_workers = self.plan.n_workers
 
     def run(self) -> Outcome:
         """Train."""
@@ -197,13 +198,13 @@ class Training:
         representatives: FloatArray,
         own: list[IntArray],
         features: RowSource | None,
-    ) -> tuple[Basis, Float64Array, float]:
-        """Return the scaled basis, K_NM, and a novelty that few training structures exceed."""
+    ) -> tuple[Basis, Float64Array, tuple[float, float]]:
+        """Return the scaled basis, K_NM, and novelties that few training structures exceed."""
         plain = Basis(representation.kernel, representatives, 1.0, self.settings.per_atom)
         n = len(self.data.y)
         K = np.empty((n, len(representatives)))
         diagonal = np.empty(n)
-        novelty = np.empty(len(own))
+        novelty = np.empty((len(own), 2))
         structure = row = done = 0
         with self.stages.stage("Kernel rows", self.data.n_environments) as advance:
             for block, offsets in self.features.blocks(representation, features):
@@ -215,7 +216,8 @@ class Training:
                 advance(done)
         scale = unit_scale(1.0, diagonal)
         K *= scale
-        return replace(plain, scale=scale), K, float(np.quantile(novelty, _NOT_NOVEL))
+        strangest, mean = np.quantile(novelty, _NOT_NOVEL, axis=0).tolist()
+        return replace(plain, scale=scale), K, (strangest, mean)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from qualms.errors import QualmsError
 
 #: Exit codes: bad input; interrupted from the keyboard, as shells have it.
 BAD_INPUT, INTERRUPTED = 2, 130
-_INTERRUPTED = "Interrupted; no file is half-written. What `train` has kept, --resume goes on with."
+_INTERRUPTED = "Interrupted; no file is half-written."
+_RESUME = " What has been kept, --resume goes on with."
 
 app = typer.Typer(
     name="qualms",
@@ -61,10 +62,10 @@ def main() -> None:
     except QualmsError as error:
         _fail(str(error), BAD_INPUT)
     except KeyboardInterrupt:
-        _fail(_INTERRUPTED, INTERRUPTED)
+        _fail(_interrupted(), INTERRUPTED)
     except SystemExit as end:
         if end.code == INTERRUPTED:  # typer's way to say so
-            _fail(_INTERRUPTED, INTERRUPTED)
+            _fail(_interrupted(), INTERRUPTED)
         raise
     except BrokenPipeError:
         # The reader of the output, such as `head`, has gone.
@@ -72,6 +73,10 @@ def main() -> None:
         sys.exit(1)
     except (OSError, MemoryError) as error:
         _fail(f"{type(error).__name__}: {error}", BAD_INPUT)
+
+
+def _interrupted() -> str:
+    return _INTERRUPTED + (_RESUME if sys.argv[1:2] == ["train"] else "")
 
 
 def _fail(message: str, code: int) -> None:

@@ -10,17 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.measure import Measurement
 from rich.table import Table
 
+from qualms.atomistic.progress_bars import Bars
 from qualms.errors import QualmsWarning
 
 
@@ -55,7 +48,14 @@ class Terminal:
             if isinstance(part, str):
                 self._out.print(part, markup=False, soft_wrap=True)
             else:
-                self._out.print(part)
+                self._print_table(part)
+
+    def _print_table(self, table: Table) -> None:
+        """Print all of a table: lines longer than the terminal are better than digits cut off."""
+        options = self._out.options.update(max_width=1000)
+        wide = Measurement.get(self._out, options, table).maximum
+        self._out.width = max(self._out.width, wide)
+        self._out.print(table)
 
     def warn(self, text: str) -> None:
         """Print a warning, whatever the level of quietness."""
@@ -82,38 +82,3 @@ class Terminal:
         if self.quiet or self.as_json or not sys.stderr.isatty():
             return None
         return Bars(self._err)
-
-
-class Bars:
-    """A progress bar for each stage; a `qualms.atomistic.progress.Display`."""
-
-    def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description:<28}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-        )
-        self._task: TaskID | None = None
-
-    def begin(self, stage: str, total: int | None) -> None:
-        """Show a new bar."""
-        self._progress.start()
-        self._task = self._progress.add_task(stage, total=total)
-
-    def advance(self, done: int) -> None:
-        """Move the bar."""
-        if self._task is not None:
-            self._progress.update(self._task, completed=done)
-
-    def end(self, seconds: float) -> None:
-        """Fill the bar and let it stand."""
-        if self._task is not None:
-            task = self._progress.tasks[self._task]
-            total = task.total if task.total is not None else 1
-            self._progress.update(self._task, total=total, completed=total)
-            self._progress.stop_task(self._task)
-        self._progress.refresh()
-        self._progress.stop()

@@ -76,7 +76,7 @@ def demo(
         resources=Resources(threads=default_threads(threads)),
         stages=Stages(terminal.progress()),
     )
-    evaluation = evaluate(study.model, test, validation)
+    evaluation = evaluate(study.model, test, validation, stages=Stages(terminal.progress()))
     study.model.save(output / FILES[0], force=force)
     _draw(output, evaluation, study.rows, force)
     terminal.result(

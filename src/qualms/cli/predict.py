@@ -64,7 +64,7 @@ def predict(
         )
         advance = stack.enter_context(Stages(terminal.progress()).stage("Structures"))
         for chunk in loaded.stream(iter_frames(structures), unknown_species=unknown):
-            novelty = np.empty(len(chunk.frames))
+            novelty = np.empty((len(chunk.frames), 2))
             prediction = chunk.predict(chunk.rows(novelty))
             flags = chunk.extrapolates(prediction, novelty)
             extra: dict[str, list[Any]] = {FLAG: flags.tolist()}

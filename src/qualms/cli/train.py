@@ -13,6 +13,7 @@ import yaml
 from qualms.atomistic.evaluation import Evaluation, evaluate
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.plan import Plan
+from qualms.atomistic.progress import Stages
 from qualms.atomistic.structures import (
     check_species,
     check_structures,
@@ -155,13 +156,15 @@ def train(
         checkpoint=directory if keep else None,
         resume=resume,
         keep_checkpoint=True,
-        progress=terminal.progress(),
+        progress=terminal.progress() or False,
         on_plan=lambda plan, found: terminal.say(_announce(plan, found)),
     )
     model.save(output, force=force)
     if keep:
         shutil.rmtree(directory, ignore_errors=True)
-    evaluation = None if to_validate is None else evaluate(model, to_validate)
+    evaluation = None
+    if to_validate is not None:
+        evaluation = evaluate(model, to_validate, stages=Stages(terminal.progress()))
     document = summary_document(model, evaluation)
     with atomic_output(summary_path, force=force, mode="w") as file:
         json.dump(document, file, indent=2)
