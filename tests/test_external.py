@@ -334,6 +334,69 @@ def test_what_cannot_be_calibrated_is_refused(workplace, change, error, match):
         saved(**arrays)
 
 
+def test_arrays_of_another_length_are_named(workplace):
+    members, y = good()
+    with pytest.raises(InputError, match=r"e_absent.*30 rows"):
+        saved(e_ensemble=members, REF_e=y, e_absent=(members > 0).T)
+    with pytest.raises(InputError, match=r"REF_e.*30 rows"):
+        saved(e_ensemble=members, REF_e=y[:20])
+
+
+def test_members_of_vectors_in_any_order(workplace):
+    rng = np.random.default_rng(0)
+    truth = rng.normal(size=(40, 3))
+    members = truth[:, None] + 0.1 * rng.normal(size=(40, R, 3))
+    y = truth + 0.1 * rng.normal(size=(40, 3))
+    expected = members.transpose(0, 2, 1).reshape(-1, R)
+    by_component = members.transpose(0, 2, 1)
+    for stored in (members, by_component, members.reshape(40, -1), by_component.reshape(40, -1)):
+        np.savez("v.npz", f_ensemble=stored, REF_f=y)
+        np.testing.assert_array_equal(read_ensemble("v.npz", "f").members, expected)
+
+
+def test_tensors_of_nine_components_come_back(workplace):
+    rng = np.random.default_rng(0)
+    truth = rng.normal(size=(60, 9))
+    members = truth[:, None] + 0.1 * rng.normal(size=(60, R, 9))
+    np.savez("v.npz", w_ensemble=members.reshape(60, -1), REF_w=truth)
+    command("calibrate v.npz --target w -o c.json --method linear")
+    assert read_calibration("c.json").n_components == 9
+    np.savez("new.npz", w_ensemble=members.reshape(60, -1))
+    command("apply c.json new.npz -o out.npz")
+    assert np.load("out.npz")["w_uncertainty"].shape == (60, 9)
+
+
+def test_results_that_have_as_many_numbers_as_there_are_atoms(workplace):
+    frames = structures(24, forces=False)
+    for atoms in frames:
+        atoms.calc = SinglePointCalculator(atoms, energy=1.0, dipole=np.arange(3.0))
+    write("p.xyz", frames)
+    with pytest.raises(InputError, match="dipole"):
+        read_ensemble("p.xyz", "dipole")
+    command("calibrate p.xyz --target energy -o c.json --method linear")
+    command("apply c.json p.xyz -o out.xyz")
+    np.testing.assert_array_equal(read_frames("out.xyz")[0].get_dipole_moment(), np.arange(3.0))
+
+
+def test_members_that_saw_a_point_need_not_predict_it(workplace):
+    rng = np.random.default_rng(0)
+    members, y = good(200)
+    absent = rng.random(members.shape) < 0.8
+    expected = saved(e_ensemble=members, REF_e=y, e_absent=absent)
+    members[~absent] = np.nan
+    found = saved(e_ensemble=members, REF_e=y, e_absent=absent)
+    np.testing.assert_allclose(found.std, expected.std)
+
+
+def test_other_units_are_noticed_when_a_calibration_is_applied(workplace):
+    members, y = good(60)
+    np.savez("p.npz", e_ensemble=members, REF_e=y)
+    np.savez("milli.npz", e_ensemble=1000 * members)
+    command("calibrate p.npz --target e --units eV -o c.json --method linear")
+    assert "units" in command("apply c.json milli.npz -o out.npz").err
+    assert "units" not in command("apply c.json p.npz -o out2.npz").err
+
+
 def test_members_differ_in_number_between_structures(workplace):
     frames = structures(6, forces=False)
     frames[4].info["energy_comm"] = frames[4].info["energy_comm"][:-1]
@@ -423,7 +486,10 @@ def test_forces_are_applied_by_element(workplace):
     write("old.xyz", structures(200))
     ended = command("calibrate old.xyz --target forces --by element -o forces.json --json")
     document = json.loads(ended.out)
-    assert document == json.loads(Path("forces.json").read_text())
+    written = json.loads(Path("forces.json").read_text())
+    assert {key: document[key] for key in written} == written
+    assert document["comparison"][0]["behind"] == 0
+    assert {r["column"] for r in document["score_intervals"]} >= {"after calibration"}
     assert set(document["groups"]) == set(FACTORS)
     new = structures(100, seed=1)
     stranger = molecule("HF")
@@ -501,6 +567,10 @@ def test_predictions_of_a_model_are_calibrated_again_and_judged(workplace, molec
         ("calibrate p.xyz --target energy --by element -o c.json", "config_type|REF_energy"),
         ("calibrate p.xyz --target energy --method best -o c.json", "one of auto"),
         ("calibrate p.xyz --target energy -o here.json", "--force"),
+        ("calibrate p.xyz --target energy -o p.xyz --force", "another file"),
+        ("calibrate p.xyz --target energy -o x.html --report x.html", "another file"),
+        ("apply good.json p.xyz -o good.json --force", "another file|format"),
+        ("apply good.json p.xyz -o p.xyz --force", "another file"),
         ("calibrate missing.xyz --target energy -o c.json", "missing.xyz"),
         ("apply here.json p.xyz -o out.xyz", "qualms calibrate"),
         ("apply broken.json p.xyz -o out.xyz", "JSON"),

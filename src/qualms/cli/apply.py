@@ -11,7 +11,7 @@ from qualms.cli.console import Terminal
 from qualms.cli.options import Force, Json, Quiet
 from qualms.external.applying import apply_calibration
 from qualms.external.calibration_file import read_calibration
-from qualms.storage.files import check_output
+from qualms.storage.files import check_output, refuse_input
 
 
 def apply(
@@ -34,6 +34,7 @@ def apply(
 ) -> None:
     """Give predictions calibrated error bars, and members that have them."""
     terminal = Terminal(quiet=quiet, as_json=as_json)
+    refuse_input(output, calibration, predictions)
     check_output(output, force=force)
     document = read_calibration(calibration)
     applied = apply_calibration(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from ase import Atoms
 
 from qualms.atomistic.structures import read_frames
 from qualms.cli.console import Terminal
@@ -15,10 +17,16 @@ from qualms.external.calibration_file import make_document, write_calibration
 from qualms.external.columns import is_table
 from qualms.external.ensemble import Ensemble
 from qualms.external.reading import read_ensemble
-from qualms.report import Judged, check_report, interval_table, write_report
-from qualms.report.comparison import comparison_table, factor_table
+from qualms.report import (
+    Judged,
+    check_report,
+    interval_records,
+    interval_table,
+    write_report,
+)
+from qualms.report.comparison import comparison_records, comparison_table, factor_table
 from qualms.report.page import judge_scores
-from qualms.storage.files import check_output
+from qualms.storage.files import check_output, refuse_input
 
 _AFTER = f"after: every one of {N_FOLDS} parts by a calibration that was fitted to the others"
 
@@ -62,18 +70,22 @@ def calibrate(
 ) -> None:
     """Calibrate the error bars of an ensemble, whoever made it, and judge them."""
     terminal = Terminal(quiet=quiet, as_json=as_json)
+    refuse_input(output, predictions, report)
     check_output(output, force=force)
     if report is not None:
-        check_report(report, force=force)
+        for path in check_report(report, force=force):
+            refuse_input(path, predictions, output)
     ensemble = read_ensemble(predictions, target, reference, absent=absent, by=by)
     terminal.say(_what_it_is(ensemble))
     calibrated = calibrate_ensemble(ensemble, method, seed=seed)
-    document = make_document(calibrated, ensemble, by)
+    document = make_document(calibrated, ensemble, by, units)
     write_calibration(document, output, force=force)
     for remark in calibrated.remarks:
         terminal.warn(remark)
     title = f"{target}: {predictions.name}, {len(calibrated.std)} {ensemble.what}"
-    judged = _judged(calibrated, predictions, title, units)
+    with_map = report is not None and not is_table(predictions)
+    frames = read_frames(predictions) if with_map else None
+    judged = _judged(calibrated, frames, title, units)
     intervals, verdict = judge_scores(judged, seed=seed)
     written = [output]
     if report is not None:
@@ -88,11 +100,18 @@ def calibrate(
     ]
     if calibrated.grouped is not None:
         parts.insert(3, factor_table(calibrated.grouped, by or "", title="Factors by group"))
-    terminal.result(*parts, document=document.model_dump(mode="json"))
+    further = {
+        "comparison": comparison_records(calibrated.comparison),
+        "score_intervals": interval_records(intervals),
+        "verdict": verdict.sentence,
+    }
+    terminal.result(*parts, document=document.model_dump(mode="json") | further)
     terminal.say(f"Wrote {', '.join(map(str, written))}.")
 
 
-def _judged(calibrated: Calibrated, path: Path, title: str, units: str) -> Judged:
+def _judged(
+    calibrated: Calibrated, frames: Sequence[Atoms] | None, title: str, units: str
+) -> Judged:
     """Return what a report needs to know."""
     ensemble = calibrated.points.ensemble
     return Judged(
@@ -101,7 +120,7 @@ def _judged(calibrated: Calibrated, path: Path, title: str, units: str) -> Judge
         title=title,
         y=ensemble.y,
         prediction=calibrated.prediction,
-        frames=None if is_table(path) else read_frames(path),
+        frames=frames,
         structure=ensemble.structure,
         atom=None if ensemble.kind == "structure" else ensemble.atom,
         facts={"calibration": _parameters(calibrated), "chosen": calibrated.reason},

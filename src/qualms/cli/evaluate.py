@@ -74,4 +74,6 @@ def _further(path: Path, model: AtomisticModel) -> dict[str, CalibrationDocument
     if document.kind != kind or document.by is not None:
         given = f"one of {document.kind}s" + (f", by {document.by}" if document.by else "")
         raise InputError("--calibration", given, f"one of all {kind}s, not by groups")
+    if document.target != model.settings.target:
+        raise InputError("--calibration", f"one of {document.target}", model.settings.target)
     return {f"{path.name} ({document.method})": document}

@@ -26,7 +26,7 @@ from qualms.cli.console import Terminal
 from qualms.cli.options import Force, Json, Quiet, Seed, Threads
 from qualms.errors import InputError
 from qualms.report.tables import score_records, score_table
-from qualms.storage.files import atomic_output, check_output
+from qualms.storage.files import atomic_output, check_output, refuse_input
 from qualms.storage.predictions import check_name
 
 _DATA = "Data"
@@ -141,7 +141,7 @@ def train(
         raise InputError("--output", str(output), "another suffix", "The summary is a .json file.")
     check_name("target", model.settings.target)
     for path in (output, summary_path):
-        _refuse_input(path, (data, validation, config))
+        refuse_input(path, data, validation, config)
         check_output(path, force=force)
     frames = read_frames(data)
     to_validate = None if validation is None else _validation(validation, model, species_of(frames))
@@ -173,13 +173,6 @@ def train(
         parts.append(score_table(evaluation.rows, units=evaluation.units, title="Validation"))
     terminal.result(*parts, document=document)
     terminal.say(f"Wrote {output} and {summary_path}.")
-
-
-def _refuse_input(output: Path, inputs: tuple[Path | None, ...]) -> None:
-    """Refuse to replace what is read, even by --force."""
-    for given in inputs:
-        if given is not None and output.exists() and given.exists() and output.samefile(given):
-            raise InputError("--output", str(output), "another file than those that are read")
 
 
 def _is_long(frames: list[Any], model: AtomisticModel) -> bool:

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 from ase import Atoms
+from ase.io.extxyz import per_atom_properties
 
 from qualms.atomistic.structures import read_frames
+from qualms.core.calibration.base import rounding_of
 from qualms.core.typing import Float64Array
 from qualms.errors import InputError
 from qualms.external.calibration_file import CalibrationDocument
@@ -65,7 +67,7 @@ def apply_calibration(
     """
     name = target or document.target
     _check_formats(Path(predictions), Path(output))
-    n_components = 3 if document.kind == "component" else 1
+    n_components = document.n_components
     if is_table(predictions):
         ensemble = read_ensemble(predictions, name, by=document.by, n_components=n_components)
         std, scaled = _calibrated(document, ensemble, members)
@@ -111,10 +113,14 @@ def _calibrated(
             f"{np.count_nonzero(bad)} values that are NaN, infinite, or negative spreads",
             "finite predictions",
         )
-    std = document.std(ensemble.std, ensemble.n_members, ensemble.labels)
+    spread = ensemble.std
+    if ensemble.members is not None:
+        # What differs by rounding agrees.
+        spread = np.where(spread > rounding_of(ensemble.members), spread, 0.0)
+    std = document.std(spread, ensemble.n_members, ensemble.labels)
     if ensemble.members is None or not members:
         return std, None
-    factor = np.divide(std, ensemble.std, out=np.ones_like(std), where=ensemble.std > 0)
+    factor = np.divide(std, spread, out=np.zeros_like(std), where=spread > 0)
     mean = ensemble.mean[:, None]
     return std, mean + factor[:, None] * (ensemble.members - mean)
 
@@ -130,6 +136,14 @@ def _remarks(document: CalibrationDocument, ensemble: Ensemble) -> tuple[str, ..
         new = sorted(set(ensemble.labels.tolist()) - set(document.groups))
         if new:
             remarks.append(f"Not seen in the calibration, so without a factor: {', '.join(new)}.")
+    low, high = document.spread
+    typical = float(np.median(ensemble.std))
+    if typical > 0 and not low / 10 < typical < 10 * high:
+        remarks.append(
+            f"The spread, {typical:.3g} on average, is far from that of the calibration, "
+            f"{low:.3g} to {high:.3g} {document.units}".rstrip()
+            + ": are the units the same?"
+        )
     zero = int(np.count_nonzero(ensemble.std == 0))
     if zero:
         remarks.append(f"{zero} {ensemble.what} have a spread of zero, and keep it.")
@@ -185,8 +199,7 @@ def _store(
     """Put calibrated values into a structure, in the place of those that it came with."""
     for key, value in getattr(atoms.calc, "results", {}).items():
         # Keys that ASE knows were read into a calculator; they belong back into the file.
-        of_atoms = np.ndim(value) > 0 and len(value) == len(atoms) and key != "stress"
-        (atoms.arrays if of_atoms else atoms.info).setdefault(key, value)
+        (atoms.arrays if key in per_atom_properties else atoms.info).setdefault(key, value)
     atoms.calc = None
     per_atom = ensemble.kind != "structure"
     place = atoms.arrays if per_atom else atoms.info

@@ -23,12 +23,14 @@ from qualms.core.resampling import group_codes
 from qualms.core.scores import Scores, score_arrays
 from qualms.core.typing import Float64Array, IntArray
 from qualms.errors import CalibrationError, InputError
-from qualms.external.doubts import doubts_about
+from qualms.external.doubts import FEW, doubts_about
 from qualms.external.ensemble import Ensemble, Points, StrArray, usable_points
 from qualms.prediction import Prediction
 
 #: Methods for error bars without members: the others count members.
 ERROR_BAR_METHODS = ("none", "linear", "power")
+#: Methods of at most one parameter, for few points.
+_MODEST = ("none", "linear", "student")
 N_FOLDS = 5
 
 
@@ -143,6 +145,8 @@ def _compared(points: Points, clusters: IntArray, method: str, seed: int) -> Com
                 f"one of auto, {', '.join(methods)}",
                 "The others need the predictions of the members, not only an error bar.",
             )
+    if clusters.max() + 1 < FEW and method == "auto":
+        methods = tuple(m for m in methods if m in _MODEST)
     if len(clusters) < 2 or clusters.max() < 1:
         raise CalibrationError("One point is not enough to calibrate on; at least 2 are needed.")
     return cross_validate(points.data, methods, groups=clusters, n_folds=N_FOLDS, seed=seed)

@@ -51,8 +51,13 @@ class CalibrationDocument(_Model):
         ``"qualms-calibration"`` and 1.
     target : str
     kind : {"structure", "atom", "component"}
+    n_components : int
+        Points of one structure or atom: 3 for forces.
     n_members : int, optional
         Of the ensemble; None if it came as error bars alone.
+    units : str
+    spread : (float, float)
+        Range of most spreads, in the units of the target: others are perhaps in other units.
     method : str
     parameters : dict
         α, γ and the others, of `qualms.core.calibration`.
@@ -75,7 +80,10 @@ class CalibrationDocument(_Model):
     version: Annotated[int, Field(ge=1)] = VERSION
     target: Annotated[str, Field(min_length=1)]
     kind: Literal["structure", "atom", "component"]
+    n_components: Annotated[int, Field(ge=1)] = 1
     n_members: Annotated[int, Field(ge=2)] | None
+    units: str = ""
+    spread: tuple[_Positive, _Positive]
     method: str
     parameters: dict[str, _Finite | int]
     by: str | None = None
@@ -116,7 +124,7 @@ class CalibrationDocument(_Model):
 
 
 def make_document(
-    calibrated: Calibrated, ensemble: Ensemble, by: str | None
+    calibrated: Calibrated, ensemble: Ensemble, by: str | None, units: str = ""
 ) -> CalibrationDocument:
     """Return what is to be written about a calibration."""
     calibration, groups = calibrated.calibration, {}
@@ -128,7 +136,10 @@ def make_document(
     return CalibrationDocument(
         target=ensemble.target,
         kind=ensemble.kind,  # type: ignore[arg-type]
+        n_components=ensemble.n_components,
         n_members=ensemble.n_members,
+        units=units,
+        spread=tuple(np.quantile(calibrated.points.data.spread, [0.01, 0.99]).tolist()),
         method=calibration.method,
         parameters=calibration.parameters(),
         by=by,

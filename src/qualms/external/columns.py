@@ -23,7 +23,7 @@ def is_table(path: str | Path) -> bool:
 
 
 def read_columns(path: str | Path) -> dict[str, Any]:
-    """Return the columns of a table by name, all of one length.
+    """Return the columns of a table by name; those of an NPZ file may differ in length.
 
     Columns of a CSV file are numbers if all of their cells are (an empty one is NaN), else text.
     Nothing is ever unpickled.
@@ -39,11 +39,10 @@ def read_columns(path: str | Path) -> dict[str, Any]:
     except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError("path", f"'{file}' ({reason})", f"a {file.suffix} file") from None
-    lengths = {name: len(column) for name, column in columns.items() if np.ndim(column)}
-    if not lengths or not max(lengths.values()):
+    arrays = {name: column for name, column in columns.items() if np.ndim(column)}
+    if not any(map(len, arrays.values())):
         raise InputError("path", f"'{file}' (no rows)", "a table with at least one row")
-    n = max(lengths.values())
-    return {name: columns[name] for name, length in lengths.items() if length == n}
+    return arrays
 
 
 def write_columns(path: str | Path, columns: Mapping[str, Any], *, force: bool = False) -> None:

@@ -57,17 +57,21 @@ def doubts_about(
 def _few(
     calibration: Calibration, intervals: ConfidenceIntervals, n_independent: int
 ) -> Iterator[str]:
-    if n_independent >= FEW or calibration.n_parameters == 0:
+    if n_independent >= FEW:
         return
-    lower, upper = intervals.alpha
-    yield (
-        f"Only {n_independent} independent points: α lies between {lower:.3g} and {upper:.3g} "
-        f"({intervals.level:.0%} confidence). Calibrate on more."
-    )
+    known = []
+    if calibration.n_parameters > 0:
+        known.append("α lies between {:.3g} and {:.3g}".format(*intervals.alpha))
+    if calibration.n_parameters > 1:
+        known.append("γ between {:.3g} and {:.3g}".format(*intervals.gamma))
+    within = f": {', '.join(known)} ({intervals.level:.0%} confidence)" if known else ""
+    yield f"Only {n_independent} independent points{within}. Calibrate on more."
 
 
 def _uninformative(data: CalibrationData, n_independent: int) -> Iterator[str]:
     """Chance alone gives rank correlations of about 1/√n."""
+    if n_independent < FEW // 2:
+        return
     rank = spearman(data.residuals, data.spread)
     if rank < max(0.05, 2 / np.sqrt(n_independent)):
         yield (

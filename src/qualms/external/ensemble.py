@@ -135,6 +135,9 @@ def usable_points(ensemble: Ensemble) -> Points:
         return Points(found, _from_error_bars(found), dropped)
     if found.absent is not None:
         enough = found.absent.sum(axis=1) >= MIN_ABSENT
+        # What the others say does not matter; it may as well be missing.
+        known = np.where(found.absent, found.members, 0.0)
+        found = replace(found, members=known)
         found = keep(found, enough, f"that fewer than {MIN_ABSENT} members had not seen")
     assert found.members is not None
     spread = found.std
@@ -160,7 +163,7 @@ def with_members(target: str, kind: str, members: Float64Array, **fields: Any) -
             target,
             "an ensemble of one member",
             "at least 2 members",
-            "Or store the error bar as {target}_uncertainty.",
+            f"Or store the error bar as {target}_uncertainty.",
         )
     with np.errstate(invalid="ignore"):
         mean, std = committee(members)
@@ -168,8 +171,11 @@ def with_members(target: str, kind: str, members: Float64Array, **fields: Any) -
 
 
 def _finite(ensemble: Ensemble) -> BoolArray:
-    finite: BoolArray = np.isfinite(ensemble.mean) & np.isfinite(ensemble.std)
-    return finite
+    """Whether there is a prediction by all members that count: those that did not see the point."""
+    if ensemble.members is None:
+        return np.isfinite(ensemble.mean) & np.isfinite(ensemble.std)
+    counts = True if ensemble.absent is None else ensemble.absent
+    return np.asarray(np.all(np.isfinite(ensemble.members) | ~np.asarray(counts), axis=1))
 
 
 def _refuse_negative(ensemble: Ensemble) -> None:

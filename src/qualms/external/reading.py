@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from ase import Atoms
+from ase.io.extxyz import per_atom_properties
 
 from qualms.atomistic.structures import read_frames
 from qualms.core.typing import Float64Array
@@ -136,7 +137,8 @@ def _ensemble(
         assert found.std is not None
         mean, std = found.mean.reshape(-1), found.std.reshape(-1)
         return Ensemble(target, kind, mean, std, members=None, absent=None, **fields)
-    members = _by_component(found.members, k, found.key, found.mean)
+    guide = wanted if found.mean is None else found.mean
+    members = _by_component(found.members, k, found.key, guide)
     n_members = members.shape[2]
     flags = _absent(values, target, absent, n_members)
     return with_members(
@@ -164,7 +166,7 @@ def _predictions(values: Values, target: str) -> _Found:
     for suffix in MEMBERS:
         key = f"{target}{suffix}"
         if key in values.arrays:
-            return _Found(key, _numbers(values, key).reshape(len(values), -1), mean)
+            return _Found(key, _numbers(values, key), mean)
     for suffix in ERROR_BARS:
         key = f"{target}{suffix}"
         if key in values.arrays and mean is not None:
@@ -186,26 +188,29 @@ def _predictions(values: Values, target: str) -> _Found:
     )
 
 
-def _by_component(
-    members: Float64Array, k: int, key: str, mean: Float64Array | None
-) -> Float64Array:
+def _by_component(members: Float64Array, k: int, key: str, guide: Float64Array) -> Float64Array:
     """Return members (rows, k, R) of k columns that may be in either order.
 
-    Member by member, m0x m0y m0z m1x …, unless only the other order gives the stored mean.
+    Member by member, m0x m0y m0z m1x …, unless the other order is much closer to the mean that is
+    stored, or else to the truth.
     """
-    rows, width = members.shape
+    rows = len(members)
+    if members.ndim == 3 and k in members.shape[1:]:
+        return members if members.shape[1] == k else members.transpose(0, 2, 1)
+    members = members.reshape(rows, -1)
+    width = members.shape[1]
     if width % k:
         raise InputError(key, f"{width} columns", f"a multiple of the {k} components")
     by_member = members.reshape(rows, width // k, k).transpose(0, 2, 1)
-    if k == 1 or mean is None:
+    if k == 1 or not np.any(np.isfinite(guide)):
         return by_member
     by_part = members.reshape(rows, k, width // k)
-    stored = mean.reshape(rows, k)
+    known = guide.reshape(rows, k)
 
     def distance(ordered: Float64Array) -> float:
-        return float(np.nanmean(np.abs(ordered.mean(axis=2) - stored)))
+        return float(np.nanmean(np.abs(ordered.mean(axis=2) - known)))
 
-    return by_part if distance(by_part) < 0.1 * distance(by_member) else by_member
+    return by_part if distance(by_part) < 0.5 * distance(by_member) else by_member
 
 
 def _reference(
@@ -261,9 +266,12 @@ def _labels(values: Values, by: str | None, k: int) -> StrArray | None:
 
 def _numbers(values: Values, key: str) -> Float64Array:
     try:
-        return np.asarray(values.arrays[key], dtype=np.float64)
+        numbers = np.asarray(values.arrays[key], dtype=np.float64)
     except (TypeError, ValueError):
         raise InputError(key, "text", "numbers") from None
+    if len(numbers) != len(values):
+        raise InputError(key, f"shape {numbers.shape}", f"{len(values)} rows, as the predictions")
+    return numbers
 
 
 def _known(values: Values) -> str:
@@ -287,7 +295,9 @@ def _of_frames(frames: Sequence[Atoms], target: str, asked: Sequence[str]) -> Va
     for key in wanted:
         if key in keys:
             rows = [_rows(key, *pair, n, per_atom) for pair, n in zip(found, n_atoms, strict=True)]
-            collected[key] = _joined(key, rows, n_atoms if per_atom else np.ones_like(n_atoms))
+            if any(row is not None for row in rows):
+                counts = n_atoms if per_atom else np.ones_like(n_atoms)
+                collected[key] = _joined(key, rows, counts)
     symbols = np.concatenate([[*atoms.symbols] for atoms in frames]) if per_atom else None
     atom = np.concatenate([np.arange(n) for n in n_atoms]) if per_atom else np.zeros_like(structure)
     return Values(collected, structure, atom, symbols, frozenset(keys))
@@ -299,8 +309,7 @@ def _values(atoms: Atoms) -> tuple[dict[str, Any], dict[str, Any]]:
     for key in ("numbers", "positions"):
         arrays.pop(key, None)
     for key, value in getattr(atoms.calc, "results", {}).items():
-        per_atom = np.ndim(value) > 0 and len(value) == len(atoms) and key != "stress"
-        (arrays if per_atom else info).setdefault(key, value)
+        (arrays if key in per_atom_properties else info).setdefault(key, value)
     return info, arrays
 
 
@@ -353,15 +362,24 @@ def _of_table(columns: Mapping[str, Any], target: str) -> Values:
         if numbered:
             key = f"{target}{MEMBERS[0]}" if stem == target else stem
             arrays.setdefault(key, np.column_stack([columns[name] for name in numbered]))
-    n = len(next(iter(columns.values())))
-    structure = np.asarray(columns.get("structure", columns.get("index", np.arange(n))))
-    atom = np.asarray(columns.get("atom", np.zeros(n)))
-    if structure.dtype.kind not in "iuf" or structure.shape != (n,):
+    predicted = (f"{target}{suffix}" for suffix in (*MEMBERS, *ERROR_BARS, ""))
+    n = next((len(arrays[key]) for key in predicted if key in arrays), 0)
+    n = n or max(map(len, arrays.values()))
+
+    def column(name: str) -> Any:
+        found = np.asarray(columns.get(name, ()))
+        return found if found.shape == (n,) else None
+
+    structure = next((c for c in map(column, ("structure", "index")) if c is not None), None)
+    structure = np.arange(n) if structure is None else structure
+    if structure.dtype.kind not in "iuf":
         structure = np.unique(structure.astype(str), return_inverse=True)[1].reshape(-1)
-    symbols = columns.get("symbol")
+    atom, symbols = column("atom"), column("symbol")
+    if atom is None or atom.dtype.kind not in "iuf":
+        atom = np.zeros(n)
     return Values(
         arrays,
         structure.astype(np.intp),
-        atom.astype(np.intp) if atom.dtype.kind in "iuf" else np.zeros(n, dtype=np.intp),
+        atom.astype(np.intp),
         None if symbols is None else np.asarray(symbols).astype(str),
     )

@@ -21,7 +21,7 @@ def comparison_table(comparison: Comparison, *, title: str = "") -> Table:
     """
     table = new_table(title, "LL: log likelihood per point left out. behind: ± standard error.")
     table.add_column("method", no_wrap=True)
-    for header in ("LL", "behind", "AIC", "BIC", "α", "γ"):
+    for header in ("LL", "behind", "ΔAIC", "ΔBIC", "α", "γ"):
         table.add_column(header, justify="right", no_wrap=True)
     best = comparison.candidates[0].calibration
     for candidate in comparison.candidates:
@@ -39,6 +39,21 @@ def comparison_table(comparison: Comparison, *, title: str = "") -> Table:
     for method, why in comparison.failures.items():
         table.add_row(method, Text(why.split(";")[0].split(". ")[0]))
     return table
+
+
+def comparison_records(comparison: Comparison) -> list[dict[str, float | str]]:
+    """Return the numbers of `comparison_table` as records that JSON can hold."""
+    return [
+        {
+            "method": candidate.calibration.method,
+            "log_likelihood": candidate.log_likelihood,
+            "behind": candidate.behind,
+            "standard_error": candidate.standard_error,
+            "aic": candidate.calibration.aic,
+            "bic": candidate.calibration.bic,
+        }
+        for candidate in comparison.candidates
+    ]
 
 
 def factor_table(grouped: GroupedCalibration, by: str, *, title: str = "") -> Table:

@@ -119,7 +119,9 @@ def _parity(judged: Judged) -> Picture:
 
 
 def _z_scores(judged: Judged) -> Picture:
-    display = ZScoreDisplay.from_prediction(judged.y, judged.prediction).plot()
+    # A prediction may stand for a committee of another size.
+    dof = judged.n_members - 1.0 if judged.n_members is not None and judged.n_members > 3 else None
+    display = ZScoreDisplay.from_prediction(judged.y, judged.prediction, dof=dof).plot()
     return _picture(
         display,
         "Errors in units of σ",

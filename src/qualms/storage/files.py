@@ -41,6 +41,18 @@ def check_output(path: AnyPath, *, force: bool = False) -> Path:
     return Path(path)
 
 
+def refuse_input(output: AnyPath, *inputs: AnyPath | None) -> None:
+    """Refuse to replace what is read, whatever else is allowed."""
+    target = Path(output)
+    for given in inputs:
+        if given is None:
+            continue
+        source = Path(given)
+        same = target.exists() and source.exists() and target.samefile(source)
+        if same or target == source:
+            raise InputError("output", f"'{target}'", "another file than those that are read")
+
+
 @contextlib.contextmanager
 def atomic_path(path: AnyPath, *, force: bool = False) -> Iterator[Path]:
     """Yield the name of a temporary file that replaces ``path`` if the block succeeds.

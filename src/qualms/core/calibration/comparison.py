@@ -13,6 +13,9 @@ from qualms.core.resampling import group_codes
 from qualms.core.typing import BoolArray, Float64Array, IntArray
 from qualms.errors import CalibrationError, InputError
 
+#: Differences of the mean log likelihood that are none.
+_NEGLIGIBLE = 1e-4
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -36,7 +39,7 @@ class Candidate:
     @property
     def is_as_good(self) -> bool:
         """Whether the best is ahead by no more than one standard error."""
-        return self.behind <= self.standard_error
+        return self.behind <= max(self.standard_error, _NEGLIGIBLE)
 
 
 @dataclass(frozen=True)

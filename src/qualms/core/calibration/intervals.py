@@ -113,7 +113,8 @@ def confidence_intervals(
     n = len(data.residuals)
     codes = np.arange(n) if groups is None else group_codes(groups, n)
     variances = _sandwich(theta, scores, data.weights, codes)
-    if variances is None:
+    on_a_bound = calibration.n_parameters > 1 and not 1e-3 < calibration.gamma < 5 - 1e-3
+    if variances is None or on_a_bound:
         return bootstrap_intervals(data, calibration.method, level=level, groups=groups)
     half = -float(stdtrit(max(int(codes.max()), 1), (1 - level) / 2)) * np.sqrt(variances)
     log_alpha = theta[0]
