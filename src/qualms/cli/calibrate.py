@@ -9,9 +9,11 @@ from typing import Annotated, Any
 import typer
 from ase import Atoms
 
+from qualms.atomistic.progress import Stages
 from qualms.atomistic.structures import read_frames
 from qualms.cli.console import Terminal
 from qualms.cli.options import Force, Json, Quiet
+from qualms.core.calibration import METHODS
 from qualms.external.calibrating import N_FOLDS, Calibrated, calibrate_ensemble
 from qualms.external.calibration_file import make_document, write_calibration
 from qualms.external.columns import is_table
@@ -77,7 +79,8 @@ def calibrate(
             refuse_input(path, predictions, output)
     ensemble = read_ensemble(predictions, target, reference, absent=absent, by=by)
     terminal.say(_what_it_is(ensemble))
-    calibrated = calibrate_ensemble(ensemble, method, seed=seed)
+    with Stages(terminal.progress()).stage("Methods", len(METHODS)) as advance:
+        calibrated = calibrate_ensemble(ensemble, method, seed=seed, on_method=advance)
     document = make_document(calibrated, ensemble, by, units)
     write_calibration(document, output, force=force)
     for remark in calibrated.remarks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,10 +16,9 @@ from qualms.core.calibration import (
     GroupedCalibration,
     confidence_intervals,
     cross_validate,
-    fit_calibration,
     fit_groups,
 )
-from qualms.core.calibration.comparison import make_folds, subset
+from qualms.core.calibration.comparison import subset
 from qualms.core.resampling import group_codes
 from qualms.core.scores import Scores, score_arrays
 from qualms.core.typing import Float64Array, IntArray
@@ -77,7 +77,12 @@ class Calibrated:
 
 
 def calibrate_ensemble(
-    ensemble: Ensemble, method: str = "auto", *, level: float = 0.95, seed: int = 0
+    ensemble: Ensemble,
+    method: str = "auto",
+    *,
+    level: float = 0.95,
+    seed: int = 0,
+    on_method: Callable[[int], object] | None = None,
 ) -> Calibrated:
     """Fit a calibration, for each group if there are labels, and judge it on points left out.
 
@@ -93,20 +98,23 @@ def calibrate_ensemble(
         Of the confidence intervals.
     seed : int
         Of the division into parts that are left out in turn.
+    on_method : callable, optional
+        Called with the number of methods that have been compared.
     """
     if method not in ("auto", *METHODS):
         raise InputError("method", repr(method), f"one of auto, {', '.join(METHODS)}")
     points = usable_points(ensemble)
     data, clusters = points.data, _clusters(points.ensemble)
-    comparison = _compared(points, clusters, method, seed)
+    comparison = _compared(points, clusters, method, seed, on_method)
     chosen = comparison.chosen.calibration.method if method == "auto" else method
-    calibration = fit_calibration(data, chosen)
+    fitted = {c.calibration.method: c.calibration for c in comparison.candidates}
+    calibration = fitted[chosen]
     labels = points.ensemble.labels
     grouped = None
     if labels is not None:
         grouped = fit_groups(data, calibration, labels, clusters=clusters)
     intervals = confidence_intervals(calibration, data, level=level, groups=clusters)
-    std = _left_out_std(data, chosen, labels, clusters, seed)
+    std = _left_out_std(data, comparison, chosen, labels, clusters)
     y, mean = points.ensemble.y, points.mean
     return Calibrated(
         points=points,
@@ -134,7 +142,13 @@ def _clusters(ensemble: Ensemble) -> IntArray:
     return codes if codes.max() > 0 else np.arange(len(ensemble))
 
 
-def _compared(points: Points, clusters: IntArray, method: str, seed: int) -> Comparison:
+def _compared(
+    points: Points,
+    clusters: IntArray,
+    method: str,
+    seed: int,
+    on_method: Callable[[int], object] | None,
+) -> Comparison:
     methods = tuple(METHODS)
     if points.ensemble.members is None:
         methods = ERROR_BAR_METHODS
@@ -149,17 +163,27 @@ def _compared(points: Points, clusters: IntArray, method: str, seed: int) -> Com
         methods = tuple(m for m in methods if m in _MODEST)
     if len(clusters) < 2 or clusters.max() < 1:
         raise CalibrationError("One point is not enough to calibrate on; at least 2 are needed.")
-    return cross_validate(points.data, methods, groups=clusters, n_folds=N_FOLDS, seed=seed)
+    comparison = cross_validate(
+        points.data, methods, groups=clusters, n_folds=N_FOLDS, seed=seed, on_method=on_method
+    )
+    if method in comparison.failures:
+        raise CalibrationError(comparison.failures[method])
+    return comparison
 
 
 def _left_out_std(
-    data: CalibrationData, method: str, labels: StrArray | None, clusters: IntArray, seed: int
+    data: CalibrationData,
+    comparison: Comparison,
+    method: str,
+    labels: StrArray | None,
+    clusters: IntArray,
 ) -> Float64Array:
     """Return the calibrated error bar of each point by a calibration that did not see it."""
     std = np.empty(len(data.residuals))
-    for left_out in make_folds(clusters, N_FOLDS, seed):
+    for left_out, fitted in zip(
+        comparison.folds, comparison.fold_calibrations[method], strict=True
+    ):
         seen, rest = subset(data, ~left_out), subset(data, left_out)
-        fitted = fit_calibration(seen, method)
         if labels is None:
             std[left_out] = fitted.std(rest.spread, rest.n_members)
         else:
@@ -172,8 +196,6 @@ def _reason(comparison: Comparison, chosen: str, *, asked: bool) -> str:
     """Say in words why this method."""
     found = {c.calibration.method: c for c in comparison.candidates}
     best = comparison.candidates[0].calibration.method
-    if chosen not in found:
-        return f"{chosen}, as asked."
     mine = found[chosen]
     if chosen == best:
         others = [c for c in comparison.candidates if c.calibration.method != chosen]
@@ -191,4 +213,6 @@ def _reason(comparison: Comparison, chosen: str, *, asked: bool) -> str:
             f"{best} is more likely on points left out, "
             f"by {mine.behind:.3f} ± {mine.standard_error:.3f} per point"
         )
-    return f"{chosen}{', as asked' if asked else ''}: {why}."
+    by_bic = min(found.values(), key=lambda c: c.calibration.bic).calibration.method
+    other = "" if by_bic == chosen else f" (BIC prefers {by_bic}.)"
+    return f"{chosen}{', as asked' if asked else ''}: {why}.{other}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -52,10 +52,16 @@ class Comparison:
         Those that could be fitted, the highest likelihood of points left out first.
     failures : dict of str to str
         Why the others could not be.
+    folds : tuple of (n,) arrays of bool
+        The points that were left out in turn.
+    fold_calibrations : dict of str to tuple of Calibration
+        By method, what was fitted to the others each time.
     """
 
     candidates: tuple[Candidate, ...]
     failures: dict[str, str]
+    folds: tuple[BoolArray, ...]
+    fold_calibrations: dict[str, tuple[Calibration, ...]]
 
     @property
     def chosen(self) -> Candidate:
@@ -84,6 +90,7 @@ def cross_validate(
     groups: Sequence[object] | IntArray | None = None,
     n_folds: int = 5,
     seed: int = 0,
+    on_method: Callable[[int], object] | None = None,
 ) -> Comparison:
     """Compare methods by the likelihood of points that they were not fitted to.
 
@@ -97,19 +104,25 @@ def cross_validate(
         Parts that are left out in turn.
     seed : int
         Of the division into parts.
+    on_method : callable, optional
+        Called with the number of methods that have been fitted.
     """
     n = len(data.residuals)
     codes = np.arange(n) if groups is None else group_codes(groups, n)
     folds = make_folds(codes, n_folds, seed)
     densities: dict[str, Float64Array] = {}
     fitted: dict[str, Calibration] = {}
+    parts: dict[str, tuple[Calibration, ...]] = {}
     failures: dict[str, str] = {}
-    for method in methods:
+    for done, method in enumerate(methods, start=1):
         try:
             fitted[method] = fit_calibration(data, method)
-            densities[method] = _left_out_densities(data, method, folds)
+            parts[method] = tuple(fit_calibration(subset(data, ~out), method) for out in folds)
+            densities[method] = _left_out_densities(data, parts[method], folds)
         except CalibrationError as error:
             failures[method] = str(error)
+        if on_method is not None:
+            on_method(done)
     if not densities:
         raise CalibrationError(next(iter(failures.values())))
     means = {method: data.mean(density) for method, density in densities.items()}
@@ -124,7 +137,7 @@ def cross_validate(
         for method, density in densities.items()
     ]
     candidates.sort(key=lambda c: -c.log_likelihood)
-    return Comparison(tuple(candidates), failures)
+    return Comparison(tuple(candidates), failures, tuple(folds), parts)
 
 
 def make_folds(codes: IntArray, n_folds: int, seed: int = 0) -> list[BoolArray]:
@@ -162,11 +175,10 @@ def subset(data: CalibrationData, chosen: BoolArray) -> CalibrationData:
 
 
 def _left_out_densities(
-    data: CalibrationData, method: str, folds: Sequence[BoolArray]
+    data: CalibrationData, calibrations: Sequence[Calibration], folds: Sequence[BoolArray]
 ) -> Float64Array:
     density = np.empty(len(data.residuals))
-    for left_out in folds:
-        fitted = fit_calibration(subset(data, ~left_out), method)
+    for left_out, fitted in zip(folds, calibrations, strict=True):
         rest = subset(data, left_out)
         density[left_out] = fitted.log_density(rest.residuals, rest.spread, rest.n_members)
     return density
