@@ -366,6 +366,23 @@ def test_tensors_of_nine_components_come_back(workplace):
     assert np.load("out.npz")["w_uncertainty"].shape == (60, 9)
 
 
+def test_vectors_of_structures_come_back(workplace):
+    rng = np.random.default_rng(0)
+    frames = structures(40, forces=False)
+    for atoms in frames:
+        truth = rng.normal(size=3)
+        atoms.info["moment_ensemble"] = (truth + 0.1 * rng.normal(size=(R, 3))).ravel()
+        atoms.info["REF_moment"] = truth
+    write("p.xyz", frames)
+    command("calibrate p.xyz --target moment -o c.json --method linear")
+    command("apply c.json p.xyz -o out.xyz")
+    atoms = read_frames("out.xyz")[0]
+    assert atoms.info["moment_uncertainty"].shape == (3,)
+    members = atoms.info["moment_ensemble"].reshape(R, 3)
+    np.testing.assert_allclose(members.std(axis=0, ddof=1), atoms.info["moment_uncertainty"])
+    assert "moment_ensemble" not in atoms.arrays
+
+
 def test_results_that_have_as_many_numbers_as_there_are_atoms(workplace):
     frames = structures(24, forces=False)
     for atoms in frames:
@@ -571,6 +588,7 @@ def test_predictions_of_a_model_are_calibrated_again_and_judged(workplace, molec
         ("calibrate p.xyz --target energy -o x.html --report x.html", "another file"),
         ("apply good.json p.xyz -o good.json --force", "another file|format"),
         ("apply good.json p.xyz -o p.xyz --force", "another file"),
+        ("calibrate p.xyz --target energy -o ./y.html --report y.html", "another file"),
         ("calibrate missing.xyz --target energy -o c.json", "missing.xyz"),
         ("apply here.json p.xyz -o out.xyz", "qualms calibrate"),
         ("apply broken.json p.xyz -o out.xyz", "JSON"),

@@ -22,6 +22,7 @@ from qualms.core.typing import IntArray
 from qualms.report import Judged, check_report, interval_records, interval_table
 from qualms.report.page import make_page
 from qualms.report.writing import write_page
+from qualms.storage.files import refuse_input
 
 
 def report(
@@ -39,7 +40,8 @@ def report(
 ) -> None:
     """Judge a model in one HTML file: verdict, scores, figures, and a map of the structures."""
     terminal = Terminal(quiet=quiet, as_json=as_json)
-    check_report(output, force=force)
+    for path in check_report(output, force=force):
+        refuse_input(path, model, test, validation)
     loaded = AtomisticModel.load(model, threads=threads)
     frames = read_frames(test)
     held_out = None if validation is None else read_frames(validation)

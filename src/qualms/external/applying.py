@@ -201,7 +201,7 @@ def _store(
         # Keys that ASE knows were read into a calculator; they belong back into the file.
         (atoms.arrays if key in per_atom_properties else atoms.info).setdefault(key, value)
     atoms.calc = None
-    per_atom = ensemble.kind != "structure"
+    per_atom = ensemble.per_atom
     place = atoms.arrays if per_atom else atoms.info
     if members is None and ensemble.members is not None:
         place.pop(ensemble.key, None)

@@ -38,6 +38,8 @@ class Ensemble:
         Where members, or error bars, were found.
     n_components : int
         Points of one structure or atom.
+    per_atom : bool
+        Whether they are those of atoms.
     labels : (n,) array of str, optional
         What points are grouped by.
     remarks : tuple of str
@@ -55,6 +57,7 @@ class Ensemble:
     atom: IntArray
     key: str = ""
     n_components: int = 1
+    per_atom: bool = False
     labels: StrArray | None = None
     remarks: tuple[str, ...] = ()
 

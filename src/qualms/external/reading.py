@@ -129,6 +129,7 @@ def _ensemble(
         "atom": np.repeat(values.atom, k),
         "key": found.key,
         "n_components": k,
+        "per_atom": values.symbols is not None,
         "labels": _labels(values, by, k),
         "remarks": found.remarks,
     }
@@ -208,7 +209,8 @@ def _by_component(members: Float64Array, k: int, key: str, guide: Float64Array) 
     known = guide.reshape(rows, k)
 
     def distance(ordered: Float64Array) -> float:
-        return float(np.nanmean(np.abs(ordered.mean(axis=2) - known)))
+        middle = np.nanmedian(np.where(np.isfinite(ordered), ordered, np.nan), axis=2)
+        return float(np.nanmean(np.abs(middle - known)))
 
     return by_part if distance(by_part) < 0.5 * distance(by_member) else by_member
 

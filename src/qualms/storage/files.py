@@ -49,7 +49,7 @@ def refuse_input(output: AnyPath, *inputs: AnyPath | None) -> None:
             continue
         source = Path(given)
         same = target.exists() and source.exists() and target.samefile(source)
-        if same or target == source:
+        if same or os.path.realpath(target) == os.path.realpath(source):
             raise InputError("output", f"'{target}'", "another file than those that are read")
 
 
