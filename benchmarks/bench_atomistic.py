@@ -107,7 +107,8 @@ def raw_dscribe(engine: DscribeEngine, frames: Sequence[Atoms], *, own_species: 
     """Call dscribe and do nothing else; with the species of each molecule, or with all of them."""
     for atoms in frames:
         species = tuple(np.unique(atoms.numbers).tolist()) if own_species else engine.species
-        engine._soap(species, False).create(atoms, centers=list(range(len(atoms))))
+        soap = engine._soap(species, bool(np.any(atoms.pbc)))
+        soap.create(atoms, centers=list(range(len(atoms))))
 
 
 def raw_featomic(engine: FeatomicEngine, frames: Sequence[Atoms]) -> None:
