@@ -10,24 +10,17 @@ import typer
 from ase import Atoms
 
 from qualms.atomistic.progress import Stages
-from qualms.atomistic.structures import read_frames
 from qualms.cli.console import Terminal
 from qualms.cli.options import Force, Json, Quiet
 from qualms.core.calibration import METHODS
 from qualms.external.calibrating import N_FOLDS, Calibrated, calibrate_ensemble
 from qualms.external.calibration_file import make_document, write_calibration
-from qualms.external.columns import is_table
 from qualms.external.ensemble import Ensemble
-from qualms.external.reading import read_ensemble
-from qualms.report import (
-    Judged,
-    check_report,
-    interval_records,
-    interval_table,
-    write_report,
-)
+from qualms.external.reading import read_ensemble, read_source
+from qualms.report import Judged, check_report, interval_records, interval_table
 from qualms.report.comparison import comparison_records, comparison_table, factor_table
-from qualms.report.page import judge_scores
+from qualms.report.page import judge_scores, make_page
+from qualms.report.writing import write_page
 from qualms.storage.files import check_output, refuse_input
 
 _AFTER = f"after: every one of {N_FOLDS} parts by a calibration that was fitted to the others"
@@ -77,7 +70,8 @@ def calibrate(
     if report is not None:
         for path in check_report(report, force=force):
             refuse_input(path, predictions, output)
-    ensemble = read_ensemble(predictions, target, reference, absent=absent, by=by)
+    source = read_source(predictions)
+    ensemble = read_ensemble(source, target, reference, absent=absent, by=by)
     terminal.say(_what_it_is(ensemble))
     with Stages(terminal.progress()).stage("Methods", len(METHODS)) as advance:
         calibrated = calibrate_ensemble(ensemble, method, seed=seed, on_method=advance)
@@ -86,13 +80,15 @@ def calibrate(
     for remark in calibrated.remarks:
         terminal.warn(remark)
     title = f"{target}: {predictions.name}, {len(calibrated.std)} {ensemble.what}"
-    with_map = report is not None and not is_table(predictions)
-    frames = read_frames(predictions) if with_map else None
+    frames = source if isinstance(source, list) else None
     judged = _judged(calibrated, frames, title, units)
-    intervals, verdict = judge_scores(judged, seed=seed)
     written = [output]
-    if report is not None:
-        written += write_report(judged, report, force=force, seed=seed)
+    if report is None:
+        intervals, verdict = judge_scores(judged, seed=seed)
+    else:
+        page = make_page(judged, seed=seed)
+        intervals, verdict = page.intervals, page.verdict
+        written += write_page(page, report, force=force)
     parts: list[Any] = [
         _parameters(calibrated),
         calibrated.reason[0].upper() + calibrated.reason[1:],

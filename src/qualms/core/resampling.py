@@ -86,7 +86,7 @@ def draw_members(
     """
     if n_members < 2:
         raise InputError("n_members", n_members, "at least 2 members, so that there is a spread")
-    codes = np.arange(n_train) if groups is None else group_codes(groups, n_train)
+    codes = group_codes(groups, n_train)
     n_groups = int(codes.max()) + 1
     if groups is not None and n_groups < 2:
         raise InputError("groups", f"{n_groups} distinct label", "at least 2 groups")
@@ -99,8 +99,10 @@ def draw_members(
     return [np.repeat(np.arange(n_train), t) for t in times]
 
 
-def group_codes(groups: Sequence[object] | IntArray, n_train: int) -> IntArray:
-    """Return the labels (N,) as integers 0 … G−1."""
+def group_codes(groups: Sequence[object] | IntArray | None, n_train: int) -> IntArray:
+    """Return the labels (N,) as integers 0 … G−1; without labels, each sample is a group."""
+    if groups is None:
+        return np.arange(n_train)
     labels = np.asarray(groups)
     if labels.shape != (n_train,):
         raise InputError(

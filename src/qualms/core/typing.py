@@ -13,3 +13,5 @@ FloatArray = NDArray[np.floating[Any]]
 Float64Array = NDArray[np.float64]
 IntArray = NDArray[np.intp]
 BoolArray = NDArray[np.bool_]
+#: Labels.
+StrArray = NDArray[np.str_]

@@ -10,16 +10,20 @@ from typing import Any
 
 import numpy as np
 from ase import Atoms
-from ase.io.extxyz import per_atom_properties
 
-from qualms.atomistic.structures import read_frames
 from qualms.core.calibration.base import rounding_of
 from qualms.core.typing import Float64Array
 from qualms.errors import InputError
 from qualms.external.calibration_file import CalibrationDocument
-from qualms.external.columns import is_table, read_columns, write_columns
+from qualms.external.columns import is_table, write_columns
 from qualms.external.ensemble import Ensemble
-from qualms.external.reading import ERROR_BARS, VARIANCES, ensemble_of_frames, read_ensemble
+from qualms.external.reading import (
+    ERROR_BARS,
+    VARIANCES,
+    read_ensemble,
+    read_source,
+    with_results,
+)
 from qualms.storage.files import atomic_output
 from qualms.storage.predictions import xyz_text
 
@@ -67,20 +71,17 @@ def apply_calibration(
     """
     name = target or document.target
     _check_formats(Path(predictions), Path(output))
-    n_components = document.n_components
-    if is_table(predictions):
-        ensemble = read_ensemble(predictions, name, by=document.by, n_components=n_components)
-        std, scaled = _calibrated(document, ensemble, members)
-        columns = _without_members(read_columns(predictions), ensemble, name)
+    source = read_source(predictions)
+    ensemble = read_ensemble(source, name, by=document.by, n_components=document.n_components)
+    std, scaled = _calibrated(document, ensemble, members)
+    if isinstance(source, dict):
+        columns = _without_members(source, ensemble, name)
         columns |= _entries(ensemble, name, columns, ensemble.mean, std, scaled)
         write_columns(output, columns, force=force)
     else:
-        frames = read_frames(predictions)
-        ensemble = ensemble_of_frames(frames, name, by=document.by, n_components=n_components)
-        std, scaled = _calibrated(document, ensemble, members)
-        ends = np.searchsorted(ensemble.structure, np.arange(len(frames) + 1))
+        ends = np.searchsorted(ensemble.structure, np.arange(len(source) + 1))
         with atomic_output(output, force=force) as stream:
-            for atoms, begin, end in zip(frames, ends[:-1], ends[1:], strict=True):
+            for atoms, begin, end in zip(source, ends[:-1], ends[1:], strict=True):
                 mine = slice(int(begin), int(end))
                 some = None if scaled is None else scaled[mine]
                 _store(atoms, ensemble, name, ensemble.mean[mine], std[mine], some)
@@ -197,9 +198,9 @@ def _store(
     members: Float64Array | None,
 ) -> None:
     """Put calibrated values into a structure, in the place of those that it came with."""
-    for key, value in getattr(atoms.calc, "results", {}).items():
-        # Keys that ASE knows were read into a calculator; they belong back into the file.
-        (atoms.arrays if key in per_atom_properties else atoms.info).setdefault(key, value)
+    # Keys that ASE knows were read into a calculator; they belong back into the file.
+    atoms.info, arrays = with_results(atoms)
+    atoms.arrays.update(arrays)
     atoms.calc = None
     per_atom = ensemble.per_atom
     place = atoms.arrays if per_atom else atoms.info

@@ -18,13 +18,12 @@ from qualms.core.calibration import (
     cross_validate,
     fit_groups,
 )
-from qualms.core.calibration.comparison import subset
 from qualms.core.resampling import group_codes
 from qualms.core.scores import Scores, score_arrays
-from qualms.core.typing import Float64Array, IntArray
+from qualms.core.typing import Float64Array, IntArray, StrArray
 from qualms.errors import CalibrationError, InputError
 from qualms.external.doubts import FEW, doubts_about
-from qualms.external.ensemble import Ensemble, Points, StrArray, usable_points
+from qualms.external.ensemble import Ensemble, Points, usable_points
 from qualms.prediction import Prediction
 
 #: Methods for error bars without members: the others count members.
@@ -183,7 +182,7 @@ def _left_out_std(
     for left_out, fitted in zip(
         comparison.folds, comparison.fold_calibrations[method], strict=True
     ):
-        seen, rest = subset(data, ~left_out), subset(data, left_out)
+        seen, rest = data.some(~left_out), data.some(left_out)
         if labels is None:
             std[left_out] = fitted.std(rest.spread, rest.n_members)
         else:

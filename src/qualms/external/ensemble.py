@@ -10,11 +10,9 @@ import numpy as np
 from qualms.core.calibration import CalibrationData, calibration_data
 from qualms.core.calibration.base import rounding_of
 from qualms.core.resampling import MIN_ABSENT, committee, internal_prediction
-from qualms.core.typing import BoolArray, Float64Array, IntArray
+from qualms.core.typing import BoolArray, Float64Array, IntArray, StrArray
 from qualms.errors import CalibrationError, InputError
 from qualms.prediction import Prediction
-
-StrArray = np.ndarray[Any, np.dtype[np.str_]]
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from ase import Atoms
 from ase.io.extxyz import per_atom_properties
 
 from qualms.atomistic.structures import read_frames
-from qualms.core.typing import Float64Array
+from qualms.core.typing import Float64Array, StrArray
 from qualms.errors import InputError
 from qualms.external.columns import is_table, read_columns
-from qualms.external.ensemble import Ensemble, StrArray, with_members
+from qualms.external.ensemble import Ensemble, with_members
 
 #: Keys of members, of standard deviations and of variances, after the name of the target.
 MEMBERS = ("_ensemble", "_comm")
@@ -51,8 +51,17 @@ class Values:
         return len(self.structure)
 
 
+#: What a file holds: structures, or the columns of a table by name.
+Source = list[Atoms] | dict[str, Any]
+
+
+def read_source(path: str | Path) -> Source:
+    """Read all of a file: extended XYZ or whatever else ASE reads, CSV, Parquet or NPZ."""
+    return read_columns(path) if is_table(path) else read_frames(path)
+
+
 def read_ensemble(
-    path: str | Path,
+    source: str | Path | Source,
     target: str,
     reference: str | None = None,
     *,
@@ -64,7 +73,7 @@ def read_ensemble(
 
     Parameters
     ----------
-    path : path
+    source : path, or what `read_source` returned
         Extended XYZ (or whatever else ASE reads), ``.csv``, ``.parquet`` or ``.npz``.
     target : str
         Name of the property: members under ``{target}_ensemble`` or ``{target}_comm`` (in tables
@@ -80,27 +89,12 @@ def read_ensemble(
     n_components : int, optional
         If given, true values are not needed, and there are so many for each row.
     """
-    if is_table(path):
-        values = _of_table(read_columns(path), target)
-        return _ensemble(values, target, reference, absent, by, n_components)
-    frames = read_frames(path)
-    return ensemble_of_frames(
-        frames, target, reference, absent=absent, by=by, n_components=n_components
-    )
-
-
-def ensemble_of_frames(
-    frames: Sequence[Atoms],
-    target: str,
-    reference: str | None = None,
-    *,
-    absent: str | None = None,
-    by: str | None = None,
-    n_components: int | None = None,
-) -> Ensemble:
-    """Return the ensemble that structures hold; parameters are those of `read_ensemble`."""
-    asked = [key for key in (reference, absent, by) if key is not None and key != "element"]
-    values = _of_frames(frames, target, asked)
+    found = read_source(source) if isinstance(source, (str, Path)) else source
+    if isinstance(found, dict):
+        values = _of_table(found, target)
+    else:
+        asked = [key for key in (reference, absent, by) if key is not None and key != "element"]
+        values = _of_frames(found, target, asked)
     return _ensemble(values, target, reference, absent, by, n_components)
 
 
@@ -305,13 +299,19 @@ def _of_frames(frames: Sequence[Atoms], target: str, asked: Sequence[str]) -> Va
     return Values(collected, structure, atom, symbols, frozenset(keys))
 
 
-def _values(atoms: Atoms) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what is known of a structure and of its atoms; ASE hides some in a calculator."""
+def with_results(atoms: Atoms) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return ``info`` and ``arrays``, with the keys that ASE has read into a calculator."""
     info, arrays = dict(atoms.info), dict(atoms.arrays)
-    for key in ("numbers", "positions"):
-        arrays.pop(key, None)
     for key, value in getattr(atoms.calc, "results", {}).items():
         (arrays if key in per_atom_properties else info).setdefault(key, value)
+    return info, arrays
+
+
+def _values(atoms: Atoms) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what is known of a structure and of its atoms, but for the geometry."""
+    info, arrays = with_results(atoms)
+    for key in ("numbers", "positions"):
+        arrays.pop(key, None)
     return info, arrays
 
 

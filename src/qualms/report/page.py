@@ -133,7 +133,7 @@ def make_page(
     )
 
 
-def judge_scores(judged: Judged, *, seed: int = 0) -> tuple[dict[str, ScoreIntervals], Verdict]:
+def judge_scores(judged: Judged, *, seed: int = 0) -> tuple[Mapping[str, ScoreIntervals], Verdict]:
     """Return the scores, before and after calibration, and what they come to.
 
     Parameters

@@ -64,6 +64,15 @@ class CalibrationData:
         """Return the weighted mean over points."""
         return float(self.weights @ values) / self.total
 
+    def some(self, chosen: BoolArray) -> CalibrationData:
+        """Return some of the points."""
+        return CalibrationData(
+            self.residuals[chosen],
+            self.spread[chosen],
+            self.n_members[chosen],
+            self.weights[chosen],
+        )
+
     def reweighted(self, weights: Float64Array) -> CalibrationData:
         """Return the same points, counted differently."""
         return CalibrationData(self.residuals, self.spread, self.n_members, weights)

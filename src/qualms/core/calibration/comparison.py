@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -108,7 +108,7 @@ def cross_validate(
         Called with the number of methods that have been fitted.
     """
     n = len(data.residuals)
-    codes = np.arange(n) if groups is None else group_codes(groups, n)
+    codes = group_codes(groups, n)
     folds = make_folds(codes, n_folds, seed)
     densities: dict[str, Float64Array] = {}
     fitted: dict[str, Calibration] = {}
@@ -117,7 +117,7 @@ def cross_validate(
     for done, method in enumerate(methods, start=1):
         try:
             fitted[method] = fit_calibration(data, method)
-            parts[method] = tuple(fit_calibration(subset(data, ~out), method) for out in folds)
+            parts[method] = tuple(fit_calibration(data.some(~out), method) for out in folds)
             densities[method] = _left_out_densities(data, parts[method], folds)
         except CalibrationError as error:
             failures[method] = str(error)
@@ -163,23 +163,12 @@ def make_folds(codes: IntArray, n_folds: int, seed: int = 0) -> list[BoolArray]:
     return [fold == k for k in range(min(n_folds, n_groups))]
 
 
-def subset(data: CalibrationData, chosen: BoolArray) -> CalibrationData:
-    """Return some of the points."""
-    return replace(
-        data,
-        residuals=data.residuals[chosen],
-        spread=data.spread[chosen],
-        n_members=data.n_members[chosen],
-        weights=data.weights[chosen],
-    )
-
-
 def _left_out_densities(
     data: CalibrationData, calibrations: Sequence[Calibration], folds: Sequence[BoolArray]
 ) -> Float64Array:
     density = np.empty(len(data.residuals))
     for left_out, fitted in zip(folds, calibrations, strict=True):
-        rest = subset(data, left_out)
+        rest = data.some(left_out)
         density[left_out] = fitted.log_density(rest.residuals, rest.spread, rest.n_members)
     return density
 

@@ -15,18 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from scipy.optimize import minimize_scalar
 
 from qualms.core.calibration.base import Calibration, CalibrationData
-from qualms.core.calibration.comparison import subset
 from qualms.core.resampling import committee, group_codes
-from qualms.core.typing import Float64Array, FloatArray, IntArray
+from qualms.core.typing import Float64Array, FloatArray, IntArray, StrArray
 from qualms.errors import InputError
-
-StrArray = np.ndarray[Any, np.dtype[np.str_]]
 
 #: ln f is looked for within ± so much.
 _WIDEST = 7.0
@@ -110,10 +106,10 @@ def fit_groups(
     n = len(data.residuals)
     if names.shape != (n,):
         raise InputError("labels", f"shape {names.shape}", f"one label for each of {n} points")
-    codes = np.arange(n) if clusters is None else group_codes(clusters, n)
+    codes = group_codes(clusters, n)
     variance = _variance_per_point(data, overall, codes)
     kinds, counts = np.unique(names, return_counts=True)
-    alone = np.array([_log_factor(subset(data, names == kind), overall) for kind in kinds])
+    alone = np.array([_log_factor(data.some(names == kind), overall) for kind in kinds])
     v = variance / counts
     tau2 = max(float(np.sum(alone**2 / v) - len(kinds)) / float(np.sum(1 / v)), 0.0)
     shrunk = alone * tau2 / (tau2 + v)

@@ -68,7 +68,7 @@ def bootstrap_intervals(
         raise InputError("level", level, "a probability between 0 and 1")
     rng = np.random.default_rng(0) if rng is None else rng
     n = len(data.residuals)
-    codes = np.arange(n) if groups is None else group_codes(groups, n)
+    codes = group_codes(groups, n)
     n_groups = int(codes.max()) + 1
     pairs = np.empty((n_bootstrap, 2))
     for b in range(n_bootstrap):
@@ -111,7 +111,7 @@ def confidence_intervals(
         return ConfidenceIntervals((0.0, _largest_alpha(data, level)), (1.0, 1.0), level)
     theta, scores = _scores(calibration, data)
     n = len(data.residuals)
-    codes = np.arange(n) if groups is None else group_codes(groups, n)
+    codes = group_codes(groups, n)
     variances = _sandwich(theta, scores, data.weights, codes)
     on_a_bound = calibration.n_parameters > 1 and not 1e-3 < calibration.gamma < 5 - 1e-3
     if variances is None or on_a_bound:
