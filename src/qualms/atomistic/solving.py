@@ -112,12 +112,25 @@ class Solver:
         with stages.stage("Full model"), _few_threads(rows):
             self.Phi = np.asarray(self.whitening.features(rows.K_NM, overwrite=True))
             del rows.K_NM
-            target = data.y - _baseline(data, settings, self.design).predict(self.design)
-            centered = settings.baseline != "none"
-            groups = None if settings.resample == "atoms" else data.groups[data.row_structure]
-            self.full = fit_full_model(
-                self.Phi, target, settings.noise, center=centered, groups=groups
-            )
+            self.full = self._full_model(settings)
+
+    def _full_model(self, settings: Settings) -> FullModel:
+        data = self.data
+        target = data.y - _baseline(data, settings, self.design).predict(self.design)
+        groups = None if settings.resample == "atoms" else data.groups[data.row_structure]
+        return fit_full_model(
+            self.Phi, target, settings.noise, center=settings.baseline != "none", groups=groups
+        )
+
+    def with_process(self, fitted: Fitted, noise: str | float) -> Fitted:
+        """Return a model whose projected process, but not its members, has another noise."""
+        full = self._full_model(fitted.settings.model_copy(update={"noise": noise}))
+        return replace(
+            fitted,
+            pp_weights=self.whitening.kernel_weights(full.weights)[:, 0],
+            pp_intercept=float(full.center[0]),
+            pp_variance=_variance(full, self.whitening),
+        )
 
     def solve(self, settings: Settings, rng: np.random.Generator) -> Outcome:
         """Draw and solve the members, and calibrate them internally.

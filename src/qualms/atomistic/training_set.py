@@ -83,11 +83,15 @@ class TrainingSet:
         pairs = zip(self.frames, self.centers, strict=True)
         return np.concatenate([atoms.numbers[chosen] for atoms, chosen in pairs])
 
-    def design(self, *, per_atom: bool) -> Float64Array:
-        """Return the design matrix of the baseline: (N, S)."""
+    def design(self, *, per_atom: bool, species: Sequence[int] | None = None) -> Float64Array:
+        """Return the design matrix of the baseline: (N, S).
+
+        Its columns are the species of these structures, or those given, of another training set.
+        """
+        columns = self.species if species is None else species
         if per_atom:
-            return atom_design(self.center_species, self.species)
-        return structure_design(self.frames, self.species)
+            return atom_design(self.center_species, columns)
+        return structure_design(self.frames, columns)
 
 
 def make_training_set(
