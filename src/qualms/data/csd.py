@@ -77,12 +77,11 @@ def _read_chemiscope(path: Path) -> list[Atoms]:
 
 def _structure(given: Mapping[str, Any]) -> Atoms:
     positions = np.stack([np.asarray(given[axis], dtype=np.float64) for axis in "xyz"], axis=1)
-    cell = given.get("cell")
-    atoms = Atoms(symbols=list(given["names"]), positions=positions)
-    if cell is not None:
-        atoms.set_cell(np.asarray(cell, dtype=np.float64).reshape(3, 3))
-        atoms.pbc = True
-    return atoms
+    names = list(given["names"])
+    if given.get("cell") is None:
+        return Atoms(symbols=names, positions=positions)
+    cell = np.asarray(given["cell"], dtype=np.float64).reshape(3, 3)
+    return Atoms(symbols=names, positions=positions, cell=cell, pbc=True)
 
 
 def _add_values(

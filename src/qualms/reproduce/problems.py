@@ -175,7 +175,10 @@ def _divided_crystals(
     edges = np.searchsorted(total, np.cumsum(numbers)).clip(max=len(order) - 1) + 1
     parts = np.split(order[: edges[-1]], edges[:-1])
     return [
-        _only(crystals, np.array([(s, i) for s in part for i in np.flatnonzero(_labelled(crystals[s]))]))
+        _only(
+            crystals,
+            np.array([(s, i) for s in part for i in np.flatnonzero(_labelled(crystals[s]))]),
+        )
         for part in parts
     ]
 
