@@ -19,6 +19,7 @@ from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.settings import Settings
+from qualms.atomistic.structures import check_species
 from qualms.atomistic.training import Training
 from qualms.atomistic.training_set import make_training_set, resolved_species
 from qualms.core.calibration import (
@@ -151,6 +152,7 @@ def study_subsamples(
 def held_out_rows(fitted: Fitted, frames: Sequence[Atoms], threads: int) -> HeldOut:
     """Compute the kernel rows of what has a label, and of nothing else."""
     data = make_training_set(frames, fitted.settings)
+    check_species(data.frames, fitted.representation.species)
     basis = fitted.basis
     K, k_xx = [], []
     structures = zip(data.frames, data.centers, strict=True)

@@ -16,7 +16,7 @@ from qualms.atomistic.training import Training
 from qualms.atomistic.training_set import make_training_set
 from qualms.cli.console import Terminal
 from qualms.cli.options import Force, Json, Quiet, Threads
-from qualms.data.csd import csd as read_csd
+from qualms.data import csd as read_csd
 from qualms.errors import InputError
 from qualms.report.tables import new_table
 from qualms.reproduce.page import make_page, table_rows

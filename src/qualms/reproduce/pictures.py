@@ -61,9 +61,10 @@ def _draw_panels(path: Path, panels: Mapping[str, Drawn], units: str) -> None:
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots(2, n_columns, squeeze=False).ravel()
         for ax, (label, found) in zip(axes, panels.items(), strict=False):
-            densities = conditional_error_density(found.y, found.mean, found.std, found.members)
-            display = ConditionalErrorDisplay(densities, units=units)
-            display.plot(ax, legend=False)
+            densities = conditional_error_density(
+                found.y, found.mean, found.std, found.members, min_points=20.0
+            )
+            ConditionalErrorDisplay(densities, units=units).plot(ax, legend=False)
             ax.set_title(label, fontsize="medium")
         used = list(axes[: len(panels)])
         for ax in axes[len(panels) :]:

@@ -144,7 +144,7 @@ def csd_problem(
 def _in_crystals(problem: Problem) -> Problem:
     """Say how many crystals a sub-sample has, rather than how many atoms."""
     total = sum(int(_labelled(atoms).sum()) for atoms in problem.train)
-    sizes = tuple(round(n * len(problem.train) / total) for n in problem.sizes)
+    sizes = tuple(max(round(n * len(problem.train) / total), 2) for n in problem.sizes)
     return replace(problem, sizes=sizes)
 
 

@@ -26,6 +26,8 @@ from qualms.reproduce.results import Shift, Shifted, as_column
 _HELD_OUT = 0.1
 #: Molecules of each size that are predicted.
 _N_NEW = 5_000
+#: Crystals that a small run still takes.
+_FEWEST = 20
 
 
 def qm9_shift(
@@ -92,9 +94,11 @@ def csd_shift(
     say : callable
     """
     rng = np.random.default_rng(int(settings["seed"]))
-    divisor = DIVISORS[scale]
-    mixed = [rattled[i] for i in rng.permutation(len(rattled))[: len(rattled) // divisor]]
-    new = [relaxed[i] for i in rng.permutation(len(relaxed))[: len(relaxed) // divisor]]
+    n_rattled, n_relaxed = (
+        max(len(crystals) // DIVISORS[scale], _FEWEST) for crystals in (rattled, relaxed)
+    )
+    mixed = [rattled[i] for i in rng.permutation(len(rattled))[:n_rattled]]
+    new = [relaxed[i] for i in rng.permutation(len(relaxed))[:n_relaxed]]
     n_back = max(int(_HELD_OUT * len(mixed)), 1)
     sets = {"rattled crystals, held out": mixed[:n_back], "relaxed crystals": new}
     trained_on = "rattled crystals"
