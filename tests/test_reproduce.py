@@ -342,6 +342,24 @@ def test_the_committed_results_keep_what_is_promised():
     assert min(s.columns["student"].scores["mae"] for s in best.schemes) < 1.5e-3
 
 
+# --- at full scale ---
+
+
+@pytest.mark.slow
+def test_qm9_at_full_scale(tmp_path):
+    """20,000 molecules, 5,000 representatives: about a quarter of an hour on two cores."""
+    source = os.environ.get("QUALMS_QM9", "qm9pack")
+    results, _ = run_small(qm9_problem(source, "paper"), tmp_path, keep_kernels=False)
+    (seed,) = results.seeds
+    assert seed.memory < 10e9
+    for scheme in seed.schemes:
+        found = {c: scheme.columns[c].scores["log_likelihood"] for c in MEMBERS}
+        assert found["student"] > found["CV"] - 0.005
+        assert found["shrinkage"] > found["N-L"] - 0.001
+    assert max(s.columns["CV"].scores["log_likelihood"] for s in seed.schemes) > 4.95
+    assert min(s.columns["student"].scores["mae"] for s in seed.schemes) < 1.5e-3
+
+
 # --- the command ---
 
 

@@ -9,10 +9,12 @@ Made by `qualms reproduce page` from result files; not typed. Musil, Willatt, La
 *Fast and Accurate Uncertainty Estimation in Chemical Machine Learning*, J. Chem. Theory Comput. 15,
 906 (2019), on the same data, with
 
-    pip install 'qualms[qm9]'
-    qualms reproduce qm9 --seeds 3 --shift
-    qualms reproduce csd --data CSD-1000R.extxyz --seeds 2 --relaxed CSD-2k.extxyz
-    qualms reproduce page qm9.json csd-atoms.json csd-crystals.json -o reproduction.md
+```sh
+pip install 'qualms[qm9]'
+qualms reproduce qm9 --seeds 3 --shift
+qualms reproduce csd --data CSD-1000R.extxyz --relaxed CSD-2k.extxyz --seeds 2
+qualms reproduce page qm9.json csd-atoms.json csd-crystals.json -o reproduction.md
+```
 
 Each command says beforehand how long it will take, can be interrupted at any time, and goes on
 where it was when it is started again. `--scale small` does all of it with a tenth of the data in
