@@ -87,7 +87,7 @@ def _cell(values: Sequence[float], printed: float | None) -> str:
     mean = f"{np.mean(values):.3f}"
     if len(values) > 1:
         mean += f" ± {np.std(values, ddof=1) / np.sqrt(len(values)):.3f}"
-    cell = mean if printed is None else f"{mean} [{printed:g}]"
+    cell = mean if printed is None else f"{mean} [{printed:.{3 if abs(printed) < 10 else 2}f}]"
     return cell.replace("-", "−")
 
 

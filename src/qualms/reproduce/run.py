@@ -155,8 +155,7 @@ def expected_seconds(problem: Problem, plan: Plan) -> float:
         dual = R * (float(n) ** 2 * M + n**3 / 3)
         iterative = 60 * 4.0 * N * M * R
         flops += min(dual, iterative)
-    evidence = 25.0 * M**3 / 3
-    return plan.seconds + (flops + evidence) / 4e10 + 5.0
+    return plan.seconds + (flops + float(N) * M**2) / 4e10 + 5.0
 
 
 def _n_groups(problem: Problem) -> int:
@@ -190,8 +189,9 @@ def _with_process(seed: Seed, problem: Problem, prepared: Prepared, workplace: W
     """Judge the projected process, with the noise of the members and by the evidence."""
     estimates, columns = _process(prepared, prepared.fitted)
     save_estimates(workplace.predictions(problem.name, "process"), estimates)
-    evidence = prepared.solver.with_process(prepared.fitted, "evidence")
-    _, by_evidence = _process(prepared, evidence)
+    noise = prepared.solver.full.evidence
+    assert noise is not None, "the noise is chosen by the data"
+    _, by_evidence = _process(prepared, prepared.solver.with_process(prepared.fitted, noise))
     update = {"process": columns, "process_evidence": by_evidence, "memory": peak_memory()}
     return seed.model_copy(update=update)
 
