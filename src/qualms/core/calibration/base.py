@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import numpy as np
 
 from qualms.core.checks import check_members, check_points
-from qualms.core.resampling import MIN_ABSENT, committee, internal_prediction
+from qualms.core.resampling import MIN_ABSENT, committee, internal_prediction, stretched
 from qualms.core.typing import BoolArray, Float64Array, FloatArray, IntArray
 from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWarning
 
@@ -205,8 +205,7 @@ class Calibration(ABC):
         std = self.std(spread[positive], members.shape[-1])
         factor = np.ones_like(spread)
         factor[positive] = std / spread[positive]
-        scaled: Float64Array = mean[..., None] + factor[..., None] * (members - mean[..., None])
-        return scaled
+        return stretched(members, factor, mean)
 
     def apply(self, prediction: Calibratable[P_co]) -> P_co:
         """Return the calibrated prediction."""

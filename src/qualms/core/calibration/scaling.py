@@ -78,7 +78,7 @@ def fit_power(data: CalibrationData) -> PowerCalibration:
     log_spread = np.log(data.spread)
     center = data.mean(log_spread)
     log_spread = log_spread - center  # so that powers neither overflow nor vanish
-    if np.ptp(log_spread) < 1e-6:
+    if is_constant(data):
         gamma = 1.0  # a constant spread cannot tell α from γ
     else:
 
@@ -94,6 +94,11 @@ def fit_power(data: CalibrationData) -> PowerCalibration:
     alpha_centred = data.mean(data.residuals**2 * np.exp(-2 * gamma * log_spread)) ** 0.5
     alpha = alpha_centred * float(np.exp(-gamma * center))
     return with_likelihood(PowerCalibration(alpha=alpha, gamma=gamma), data)
+
+
+def is_constant(data: CalibrationData) -> bool:
+    """Whether all spreads are alike, so that no exponent can be found."""
+    return float(np.ptp(np.log(data.spread))) < 1e-6
 
 
 def power_scores(
