@@ -298,9 +298,7 @@ def test_members_that_saw_a_point_may_be_missing_when_a_calibration_is_applied(w
     alpha = read_calibration("c.json").parameters["alpha"]
     spread = np.nanstd(members, axis=1, ddof=1)
     np.testing.assert_allclose(found["e"], np.nanmean(members, axis=1))
-    np.testing.assert_allclose(
-        found["e_uncertainty"], spread * np.sqrt(4 / 2 * (alpha**2 + 1 / 5))
-    )
+    np.testing.assert_allclose(found["e_uncertainty"], spread * np.sqrt(4 / 2 * (alpha**2 + 1 / 5)))
     np.testing.assert_array_equal(np.isnan(found["e_ensemble"]), ~absent)
     np.testing.assert_allclose(
         np.nanstd(found["e_ensemble"], axis=1, ddof=1), found["e_uncertainty"]

@@ -9,6 +9,7 @@ import typer
 
 from qualms.cli.console import Terminal
 from qualms.cli.options import Absent, Force, Json, Order, Quiet
+from qualms.errors import counted
 from qualms.external.applying import apply_calibration
 from qualms.external.calibration_file import read_calibration
 from qualms.storage.files import check_output, refuse_input
@@ -52,7 +53,7 @@ def apply(
     for remark in applied.remarks:
         terminal.warn(remark)
     terminal.result(
-        f"{applied.n_points} predictions → {output}",
+        f"{counted(applied.n_points, 'prediction')} → {output}",
         document={
             "output": str(output),
             "target": target or document.target,

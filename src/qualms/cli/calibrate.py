@@ -16,7 +16,8 @@ from qualms.core.calibration import METHODS
 from qualms.external.calibrating import Calibrated, calibrate_ensemble
 from qualms.external.calibration_file import make_document, write_calibration
 from qualms.external.ensemble import Ensemble
-from qualms.external.reading import read_ensemble, read_source
+from qualms.external.reading import read_ensemble
+from qualms.external.sources import read_source
 from qualms.report import Judged, check_report, interval_records, interval_table
 from qualms.report.comparison import comparison_records, comparison_table, factor_table
 from qualms.report.page import judge_scores, make_page

@@ -14,7 +14,7 @@ from qualms.atomistic.progress import Stages
 from qualms.atomistic.structures import read_frames
 from qualms.cli.console import Terminal
 from qualms.cli.options import Json, Model, Quiet, Threads
-from qualms.errors import InputError
+from qualms.errors import InputError, counted
 from qualms.external.calibration_file import CalibrationDocument, read_calibration
 from qualms.report.tables import score_records, score_table
 
@@ -52,7 +52,7 @@ def evaluate(
     table = score_table(
         evaluation.rows,
         units=evaluation.units,
-        title=f"{loaded.settings.target}: {len(evaluation.y)} points",
+        title=f"{loaded.settings.target}: {counted(len(evaluation.y), 'point')}",
     )
     note = f"(validation): fitted to {evaluation.validation}; (internal): to the training set."
     terminal.result(

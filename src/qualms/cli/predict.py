@@ -17,6 +17,7 @@ from qualms.atomistic.structures import iter_frames
 from qualms.cli.console import Terminal
 from qualms.cli.options import Force, Json, Model, Quiet, Threads
 from qualms.core.typing import BoolArray
+from qualms.errors import counted
 from qualms.storage.files import check_output
 from qualms.storage.predictions import Kind, PredictionWriter, open_writer
 
@@ -65,7 +66,7 @@ def predict(
     for warning in tally.warnings():
         terminal.warn(warning)
     terminal.result(
-        f"{tally.n_structures} structures → {output}",
+        f"{counted(tally.n_structures, 'structure')} → {output}",
         document={"output": str(output), "target": target, "units": units, **asdict(tally)},
     )
 

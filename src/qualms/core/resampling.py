@@ -135,7 +135,7 @@ def committee(members: FloatArray) -> tuple[Float64Array, Float64Array]:
 
 
 def stretched(
-    members: FloatArray, factor: float | FloatArray, mean: FloatArray | None = None
+    members: FloatArray, factor: float | FloatArray, mean: Float64Array | None = None
 ) -> Float64Array:
     """Scale members (…, N_R) about their mean: ȳ + f (y⁽ⁱ⁾ − ȳ).
 
@@ -147,10 +147,9 @@ def stretched(
     mean : (…) array, optional
         What to scale about, if not the mean of all of them.
     """
-    center = np.mean(members, axis=-1) if mean is None else np.asarray(mean)
-    scaled: Float64Array = center[..., None] + np.asarray(factor)[..., None] * (
-        members - center[..., None]
-    )
+    values, f = np.asarray(members, dtype=np.float64), np.asarray(factor, dtype=np.float64)
+    center = committee(values)[0] if mean is None else mean
+    scaled: Float64Array = center[..., None] + (values - center[..., None]) * f[..., None]
     return scaled
 
 
@@ -170,8 +169,7 @@ def group_scatter(terms: Float64Array, codes: IntArray) -> Float64Array:
     n_groups = int(codes.max()) + 1
     sums = [np.bincount(codes, column, minlength=n_groups) for column in centered.T]
     S = np.stack(sums, axis=1)
-    scatter: Float64Array = S.T @ S * (n_groups / max(n_groups - 1, 1))
-    return scatter
+    return np.asarray(S.T @ S * n_groups / max(n_groups - 1, 1), dtype=np.float64)
 
 
 @dataclass(frozen=True)

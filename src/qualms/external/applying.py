@@ -128,6 +128,12 @@ def _calibrated(document: CalibrationDocument, ensemble: Ensemble, members: bool
             f"made for a property of each {document.kind}",
             f"one for each {ensemble.kind}, as {ensemble.target} is here",
         )
+    if document.n_components != ensemble.n_components:
+        raise InputError(
+            "calibration",
+            f"made for {document.n_components} components",
+            f"one for {ensemble.n_components}, as {ensemble.target} has here",
+        )
     _refuse_unusable(ensemble)
     mean, spread, count = _committee(ensemble)
     std = document.std(spread, count, ensemble.labels)
@@ -148,7 +154,7 @@ def _refuse_unusable(ensemble: Ensemble) -> None:
             "finite ones",
             f"If members are missing that saw a point, say so under {ensemble.target}_absent."
             if seen
-            else None,
+            else "",
         )
     if ensemble.members is None:
         refuse_negative(ensemble)

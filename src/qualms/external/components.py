@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import numpy as np
 
@@ -69,7 +69,7 @@ def find_layout(
     known: Mapping[str, Float64Array],
     *,
     order: str | None = None,
-    likely: str | None = None,
+    likely: Order | None = None,
 ) -> tuple[Layout, tuple[str, ...]]:
     """Find out how members are stored, and what the user must know about it.
 
@@ -100,8 +100,7 @@ def find_layout(
         return Layout(shape, n_components, possible[0]), ()
     rows = members.reshape(len(members), -1)
     judged = _judged(rows, n_components, known)
-    asked = cast("Order | None", order)
-    found, remarks = _decide(key, judged, asked, cast("Order | None", likely), len(shape) > 1)
+    found, remarks = _decide(key, judged, order, likely, len(shape) > 1)
     return Layout(shape, n_components, found), remarks
 
 
@@ -113,10 +112,12 @@ def _possible(key: str, shape: tuple[int, ...], k: int) -> list[Order]:
         raise InputError(key, f"{width} numbers per row", f"a multiple of the {k} components")
     n_members = width // k
     fits: list[Order] = list(ORDERS)
-    if len(inner) > 1:
+    if k == 1 and sum(size > 1 for size in inner) > 1:
+        fits = []
+    elif k > 1 and len(inner) > 1:
         axes: dict[Order, int] = {"member": inner[0], "component": inner[-1]}
         fits = [order for order in ORDERS if axes[order] == n_members]
-    if not fits or (k == 1 and sum(size > 1 for size in inner) > 1):
+    if not fits:
         expected = (
             f"({n}, N_R)" if k == 1 else f"({n}, {n_members}, {k}) or ({n}, {k}, {n_members})"
         )
@@ -146,11 +147,11 @@ def _decide(
             f"it would be closer to {judged.against}.",
         )
     if judged.certain:
-        if likely in (None, taken):
+        if likely is None or likely == taken:
             return taken, ()
         return taken, (
             f"{key} is stored {words} here, as {judged.against} tells, and was "
-            f"{_WORDS[cast(Order, likely)]} in the calibration.",
+            f"{_WORDS[likely]} in the calibration.",
         )
     if order is not None or (likely is not None and not doubted):
         return taken, ()
@@ -214,4 +215,6 @@ def _mean(members: Float64Array) -> Float64Array:
     finite = np.isfinite(members)
     count = finite.sum(axis=2)
     total = np.where(finite, members, 0.0).sum(axis=2)
-    return np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
+    mean: Float64Array = np.full(total.shape, np.nan)
+    np.divide(total, count, out=mean, where=count > 0)
+    return mean

@@ -12,7 +12,7 @@ from qualms.core.calibration import CalibrationData, calibration_data
 from qualms.core.calibration.base import rounding_of
 from qualms.core.resampling import MIN_ABSENT, committee, internal_prediction
 from qualms.core.typing import BoolArray, Float64Array, IntArray, StrArray
-from qualms.errors import CalibrationError, InputError
+from qualms.errors import CalibrationError, InputError, counted
 from qualms.external.components import Layout
 from qualms.prediction import Prediction
 
@@ -82,8 +82,7 @@ class Ensemble:
 
     def counted(self, n: int | None = None) -> str:
         """Return a number of points, all of them by default, in words."""
-        number = len(self) if n is None else n
-        return f"{number} {self.kind}{'' if number == 1 else 's'}"
+        return counted(len(self) if n is None else n, self.kind)
 
     def some(self, chosen: BoolArray) -> Ensemble:
         """Return some of the points."""
@@ -196,7 +195,7 @@ def refuse_negative(ensemble: Ensemble) -> None:
     if negative:
         raise InputError(
             ensemble.key,
-            f"{negative} negative value{'' if negative == 1 else 's'}",
+            counted(negative, "negative value"),
             "standard deviations",
         )
 

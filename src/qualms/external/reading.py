@@ -12,7 +12,7 @@ from ase.stress import voigt_6_to_full_3x3_stress
 from qualms.core.typing import BoolArray, Float64Array, StrArray
 from qualms.errors import InputError
 from qualms.external.columns import order_of
-from qualms.external.components import find_layout
+from qualms.external.components import Order, find_layout
 from qualms.external.ensemble import Ensemble, with_members
 from qualms.external.sources import (
     ERROR_BARS,
@@ -57,7 +57,7 @@ class Wanted:
     by: str | None = None
     order: str | None = None
     n_components: int | None = None
-    likely_order: str | None = None
+    likely_order: Order | None = None
 
     @property
     def truths(self) -> list[str]:
@@ -76,7 +76,7 @@ def read_ensemble(
     by: str | None = None,
     order: str | None = None,
     n_components: int | None = None,
-    likely_order: str | None = None,
+    likely_order: Order | None = None,
 ) -> Ensemble:
     """Read the predictions of an ensemble, and the truth.
 
@@ -118,8 +118,8 @@ def _ensemble(values: Values, wanted: Wanted) -> Ensemble:
     if found.members is None:
         assert mean is not None
         std, remarks = _error_bars(found)
-        given = {"members": None, "absent": None, "remarks": remarks}
-        return Ensemble(wanted.target, kind, mean.reshape(-1), std.reshape(-1), **given, **fields)
+        fields |= {"members": None, "absent": None, "remarks": remarks}
+        return Ensemble(wanted.target, kind, mean.reshape(-1), std.reshape(-1), **fields)
     known = {} if mean is None else {wanted.target: mean}
     known |= {"the reference": y}
     order = wanted.order or order_of(values.columns.get(found.key, ("",)))
@@ -191,11 +191,6 @@ def _reference(
         if name in values.arrays:
             y = _numbers(values, name)
             shape = y.shape[1:] if found.mean is None else _shape(found.mean, y.shape[1:])
-            k = int(np.prod(y.shape[1:]))
-            if wanted.n_components not in (None, k):
-                raise InputError(
-                    name, f"{k} per row", f"{wanted.n_components}, as in the calibration"
-                )
             return y.reshape(len(values), -1), shape
     if wanted.n_components is None:
         raise InputError(

@@ -131,7 +131,7 @@ def confidence_intervals(
     log_alpha = theta[0]
     gamma: tuple[float, float] = (calibration.gamma, calibration.gamma)
     if len(theta) > 1:
-        gamma = (max(theta[1] - half[1], 0.0), float(theta[1] + half[1]))
+        gamma = (max(float(theta[1] - half[1]), 0.0), float(theta[1] + half[1]))
     alpha = (float(np.exp(log_alpha - half[0])), float(np.exp(log_alpha + half[0])))
     return ConfidenceIntervals(alpha, gamma, level)
 
