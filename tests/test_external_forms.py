@@ -376,6 +376,35 @@ def test_error_bars_beside_members_must_fit(workplace):
         saved(e_ensemble=members, REF_e=y, e_var=np.ones((200, 2)))
 
 
+def test_the_array_that_differs_from_the_others_is_to_blame(workplace):
+    y = np.arange(60.0)
+    with pytest.raises(InputError, match=r"e_uncertainty=shape \(50,\).*60 rows"):
+        saved(e=y, e_uncertainty=np.ones(50), REF_e=y)
+    with pytest.raises(InputError, match=r"e=shape \(50,\).*60 rows"):
+        saved(e=y[:50], e_uncertainty=np.ones(60), REF_e=y)
+    with pytest.raises(InputError, match="complex"):
+        saved(e=y, e_uncertainty=np.ones(60) + 1j, REF_e=y)
+
+
+def test_one_point_that_is_left_is_not_enough(workplace):
+    members, y, _ = masked()
+    y[1:] = np.nan
+    ensemble = saved(e_ensemble=np.nan_to_num(members), REF_e=y)
+    with pytest.raises(CalibrationError, match=r"Only one point.*199 structures without a ref"):
+        calibrate_ensemble(ensemble)
+
+
+def test_spreads_that_differ_by_noise_alone_tell_no_exponent(workplace):
+    rng = np.random.default_rng(0)
+    members = rng.normal(size=(60, 6))
+    ensemble = saved(e_ensemble=members, REF_e=members.mean(axis=1) + rng.normal(size=60))
+    found = calibrate_ensemble(ensemble, "shrinkage")
+    assert found.calibration.log_spread_std < 0.01
+    assert found.intervals.gamma is None
+    low, high = found.intervals.alpha
+    assert low < found.calibration.alpha < high < 2 * low
+
+
 def test_transposed_members_are_to_blame(workplace):
     members, y, _ = masked()
     with pytest.raises(InputError, match=r"e_ensemble.*\(10, 200\).*200 rows.*transposed"):

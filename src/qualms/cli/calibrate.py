@@ -145,7 +145,7 @@ def _parameters(calibrated: Calibrated) -> str:
         f"({intervals.alpha[0]:.4g} to {intervals.alpha[1]:.4g})"
     )
     if calibration.n_parameters > 1 and intervals.gamma is None:
-        text += f", γ = {calibration.gamma:.3f} (cannot be told: all error bars are alike)"
+        text += f", γ = {calibration.gamma:.3f} (cannot be told: spreads are alike)"
     elif calibration.n_parameters > 1 and intervals.gamma is not None:
         text += (
             f", γ = {calibration.gamma:.3f} ({intervals.gamma[0]:.3f} to {intervals.gamma[1]:.3f})"

@@ -133,9 +133,11 @@ def usable_points(ensemble: Ensemble) -> Points:
     def keep(found: Ensemble, chosen: BoolArray, why: str) -> Ensemble:
         if not chosen.all():
             dropped[why] = int(np.count_nonzero(~chosen))
-        if not chosen.any():
+        if np.count_nonzero(chosen) < 2:
             reasons = "; ".join(f"{ensemble.counted(n)} {reason}" for reason, n in dropped.items())
-            raise CalibrationError(f"No point can be used to calibrate: {reasons}.")
+            number = "Only one point" if chosen.any() else "No point"
+            needed = "at least 2 are needed"
+            raise CalibrationError(f"{number} can be used to calibrate ({reasons or needed}).")
         return found if chosen.all() else found.some(chosen)
 
     found = keep(ensemble, np.isfinite(ensemble.y), "without a reference value")
@@ -202,11 +204,9 @@ def refuse_negative(ensemble: Ensemble) -> None:
 
 def _from_error_bars(ensemble: Ensemble) -> CalibrationData:
     residuals = ensemble.y - ensemble.mean
-    if len(residuals) < 2 or not np.any(residuals):
+    if not np.any(residuals):
         raise CalibrationError(
             "All residuals are exactly zero, so no scale of the errors can be found."
-            if len(residuals) > 1
-            else "One point is not enough to calibrate on; at least 2 are needed."
         )
     # Of error bars alone nobody knows how many members made them: see `ERROR_BAR_METHODS`.
     n_members = np.full(len(residuals), 2)

@@ -258,6 +258,8 @@ def _labels(values: Values, by: str | None, k: int) -> StrArray | None:
 
 
 def _numbers(values: Values, key: str) -> Float64Array:
+    if np.iscomplexobj(values.arrays[key]):
+        raise InputError(key, "complex numbers", "real ones")
     try:
         numbers = np.asarray(values.arrays[key], dtype=np.float64)
     except (TypeError, ValueError):

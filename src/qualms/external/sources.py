@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,9 +143,10 @@ def of_table(
 ) -> Values:
     """Join columns that belong together, and find out what the rows are."""
     arrays, joined = _joined_columns(columns, target, [*asked, *truths])
-    predicted = [f"{target}{suffix}" for suffix in (*MEMBERS, *ERROR_BARS, "")]
-    n = next((len(arrays[key]) for key in predicted if key in arrays), 0)
-    n = n or max(map(len, arrays.values()))
+    about = [*(f"{target}{suffix}" for suffix in (*MEMBERS, *ERROR_BARS, "")), *truths]
+    lengths = Counter(len(arrays[key]) for key in about if key in arrays)
+    # Most of what belongs together has as many rows as it should: the rest is to blame.
+    n = lengths.most_common(1)[0][0] if lengths else max(map(len, arrays.values()))
     _refuse_transposed(arrays, [f"{target}{s}" for s in MEMBERS], [*truths, target])
 
     def column(name: str) -> Any:

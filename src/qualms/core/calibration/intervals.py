@@ -27,6 +27,8 @@ from qualms.errors import InputError
 
 #: Step of the derivative of gradients, in ln α, γ, m and ln τ.
 _STEP = 1e-4
+#: Spreads whose logarithms scatter by less than this, τ, are alike.
+_ALIKE = 0.01
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def bootstrap_intervals(
         pairs[b] = fitted.alpha, fitted.gamma
     lower, upper = np.quantile(pairs, [(1 - level) / 2, (1 + level) / 2], axis=0)
     gamma = (float(lower[1]), float(upper[1]))
-    untold = near.n_parameters > 1 and is_constant(data)
+    untold = near.n_parameters > 1 and _tells_no_exponent(near, data)
     return ConfidenceIntervals((float(lower[0]), float(upper[0])), None if untold else gamma, level)
 
 
@@ -113,18 +115,16 @@ def confidence_intervals(
         return ConfidenceIntervals((1.0, 1.0), (1.0, 1.0), level)
     if isinstance(calibration, StudentCalibration) and calibration.alpha == 0:
         return ConfidenceIntervals((0.0, _largest_alpha(data, level)), (1.0, 1.0), level)
-    if calibration.n_parameters > 1 and is_constant(data):
-        if not isinstance(calibration, PowerCalibration):
-            return bootstrap_intervals(data, calibration.method, level=level, groups=groups)
-        # Whatever γ is, α makes up for it; at γ = 1 it is that of the linear calibration.
-        linear = fit_calibration(data, "linear")
-        known = confidence_intervals(linear, data, level=level, groups=groups)
-        return ConfidenceIntervals(known.alpha, None, level)
     theta, scores = _scores(calibration, data)
     n = len(data.residuals)
     codes = group_codes(groups, n)
+    untold = calibration.n_parameters > 1 and _tells_no_exponent(calibration, data)
+    if untold:
+        # Whatever γ is, α makes up for it: what is known is α at this γ.
+        rest, all_scores = theta[1:], scores
+        theta, scores = theta[:1], lambda at: all_scores(np.append(at, rest))[:, :1]
     variances = _sandwich(theta, scores, data.weights, codes)
-    on_a_bound = calibration.n_parameters > 1 and not 1e-3 < calibration.gamma < 5 - 1e-3
+    on_a_bound = len(theta) > 1 and not 1e-3 < calibration.gamma < 5 - 1e-3
     if variances is None or on_a_bound:
         return bootstrap_intervals(data, calibration.method, level=level, groups=groups)
     half = -float(stdtrit(max(int(codes.max()), 1), (1 - level) / 2)) * np.sqrt(variances)
@@ -133,7 +133,14 @@ def confidence_intervals(
     if len(theta) > 1:
         gamma = (max(float(theta[1] - half[1]), 0.0), float(theta[1] + half[1]))
     alpha = (float(np.exp(log_alpha - half[0])), float(np.exp(log_alpha + half[0])))
-    return ConfidenceIntervals(alpha, gamma, level)
+    return ConfidenceIntervals(alpha, None if untold else gamma, level)
+
+
+def _tells_no_exponent(calibration: Calibration, data: CalibrationData) -> bool:
+    """Whether all spreads are alike; for shrinkage, once the noise is taken out of them."""
+    if isinstance(calibration, ShrinkageCalibration):
+        return calibration.log_spread_std < _ALIKE
+    return is_constant(data)
 
 
 def _scores(
