@@ -394,6 +394,14 @@ def test_one_point_that_is_left_is_not_enough(workplace):
         calibrate_ensemble(ensemble)
 
 
+def test_a_part_without_any_error_is_named(workplace):
+    members, _, _ = masked()
+    members = np.nan_to_num(members)[:2]
+    ensemble = saved(e_ensemble=members, REF_e=members.mean(axis=1) + np.arange(2.0))
+    with pytest.raises(CalibrationError, match=r"residuals of 1 point .* zero"):
+        calibrate_ensemble(ensemble, "linear")
+
+
 def test_spreads_that_differ_by_noise_alone_tell_no_exponent(workplace):
     rng = np.random.default_rng(0)
     members = rng.normal(size=(60, 6))

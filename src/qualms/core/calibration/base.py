@@ -12,7 +12,7 @@ import numpy as np
 from qualms.core.checks import check_members, check_points
 from qualms.core.resampling import MIN_ABSENT, committee, internal_prediction, stretched
 from qualms.core.typing import BoolArray, Float64Array, FloatArray, IntArray
-from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWarning
+from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWarning, counted
 
 P_co = TypeVar("P_co", covariant=True)
 C = TypeVar("C", bound="Calibration")
@@ -160,6 +160,16 @@ def _with_spread(data: CalibrationData, rounding: Float64Array) -> CalibrationDa
     return CalibrationData(
         data.residuals[keep], data.spread[keep], data.n_members[keep], data.weights[keep]
     )
+
+
+def refuse_exact(data: CalibrationData) -> None:
+    """Refuse points without any error, which no scale can be found from."""
+    if not np.any(data.residuals[data.weights > 0]):
+        n = len(data.residuals)
+        raise CalibrationError(
+            f"All residuals of {counted(n, 'point')} are exactly zero, so no scale can be found. "
+            "Use more points."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
