@@ -247,7 +247,7 @@ def test_vectors_in_columns(workplace, components):
     )
 
 
-@pytest.mark.parametrize("form", ["f_{i}_{c}", "f_ensemble_{c}_{i}"])
+@pytest.mark.parametrize("form", ["f_{i}_{c}", "f_{c}_{i}", "f_ensemble_{c}_{i}"])
 def test_columns_that_name_member_and_component(workplace, form):
     members, y = vectors(n=30, n_members=3, signal=0.0)
     columns = {

@@ -172,11 +172,7 @@ def of_table(
 def _joined_columns(
     columns: Mapping[str, Any], target: str, asked: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    """Return arrays by key, and the columns that they were joined from.
-
-    Columns ``{target}_0``, ``{target}_1``, … are members, unless there are other ones, or error
-    bars of as many components: then they are the components of the prediction.
-    """
+    """Return arrays by key, and the columns that they were joined from."""
     arrays, joined = dict(columns), {}
     suffixes = (*MEMBERS, *ERROR_BARS, "_absent")
     for stem in (*(f"{target}{s}" for s in suffixes), *asked):
@@ -186,15 +182,34 @@ def _joined_columns(
     found = join_columns(columns, target)
     if found is not None:
         names, values = found
-        bars = [arrays[f"{target}{s}"] for s in ERROR_BARS if f"{target}{s}" in arrays]
-        numbered = names[0].removeprefix(target).strip("_")[0].isdigit()
-        are_parts = any(f"{target}{s}" in arrays for s in MEMBERS) or any(
-            np.shape(bar) == values.shape for bar in bars
-        )
-        key = target if are_parts or not numbered else f"{target}{MEMBERS[0]}"
-        if key not in arrays:
+        alike = [key for key in joined if np.shape(arrays[key]) == values.shape]
+        key = _meaning(target, names, values.ndim == 3, arrays, alike)
+        if key is not None and key not in arrays:
             joined[key], arrays[key] = names, values
     return arrays, joined
+
+
+def _meaning(
+    target: str,
+    names: Sequence[str],
+    of_members: bool,
+    arrays: Mapping[str, Any],
+    alike: Sequence[str],
+) -> str | None:
+    """Return the key that columns called after the target itself belong to, if any.
+
+    ``{target}_x``, … are components of the prediction. Numbered ones are members, unless there are
+    other members, or error bars of as many components: then they are components, too, if that is
+    how many there are of the truth or of error bars.
+    """
+    members = [f"{target}{suffix}" for suffix in MEMBERS]
+    bars = [f"{target}{suffix}" for suffix in ERROR_BARS]
+    if not of_members and not names[0][-1].isdigit():
+        return target
+    if any(key in arrays for key in members):
+        has_as_many = any(key not in (*members, f"{target}_absent") for key in alike)
+        return target if has_as_many and not of_members else None
+    return target if any(key in bars for key in alike) and not of_members else members[0]
 
 
 def _refuse_transposed(
