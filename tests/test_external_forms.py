@@ -14,6 +14,7 @@ from qualms.atomistic.structures import read_frames
 from qualms.errors import CalibrationError, InputError
 from qualms.external import calibrate_ensemble, read_calibration, read_ensemble
 from qualms.external.columns import read_columns, write_columns
+from qualms.external.components import find_layout
 
 AXES = "xyz"
 
@@ -127,6 +128,26 @@ def test_a_stored_mean_overrules_the_calibration_and_that_is_said(workplace):
     ended = command("apply c.json new.npz -o out.npz")
     assert "member by member here" in ended.err
     np.testing.assert_allclose(np.load("out.npz")["f"], members[:1].mean(axis=1))
+
+
+@pytest.mark.parametrize("signal", [0.0, 0.3, 1.0])
+def test_no_order_is_read_wrongly_in_silence(signal):
+    """Whatever the sizes, the offsets of components and the biases of members are."""
+    silent = 0
+    for seed in range(200):
+        rng = np.random.default_rng([seed, int(10 * signal)])
+        n, n_members, k = rng.integers(2, 300), rng.integers(2, 9), rng.choice([3, 6, 9])
+        members, y = vectors(n, n_members, k, signal, seed)
+        if seed % 3 == 0:
+            offset = rng.normal(size=k)
+            members, y = members + offset, y + offset
+        if seed % 2 == 0:
+            members = members + rng.normal(size=(1, n_members, 1))
+        order = ["member", "component"][seed // 2 % 2]
+        layout, remarks = find_layout("f", flat(members, order), k, {"the reference": y})
+        silent += not remarks
+        assert remarks or layout.order == order
+    assert signal < 1 or silent > 120
 
 
 @pytest.mark.parametrize("form", ["(n,R,3)", "(n,3,R)"])

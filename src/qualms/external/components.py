@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from scipy.special import stdtr
 
 from qualms.core.typing import Float64Array
 from qualms.errors import InputError
@@ -22,10 +23,10 @@ Order = Literal["member", "component"]
 ORDERS: tuple[Order, ...] = ("member", "component")
 #: In words.
 _WORDS = {"member": "member by member", "component": "component by component"}
-#: So many standard errors make an order certain.
-_CERTAIN = 5.0
-#: Or so much closer to what is known: a mean that is that of the members, but for rounding.
-_EXACT = 1e-3
+#: An order that chance would prefer no more often, as by five standard errors, is certain.
+_CHANCE = 3e-7
+#: And one in which the error is so many times smaller, as from the mean of these very members.
+_CLOSER = 0.1
 #: Fewer rows have no standard error.
 _FEW = 5
 
@@ -190,17 +191,21 @@ def _against(
     if not some.any():
         return None
     y = values[some]
-    difference = np.sum(y * (means["member"][some] - means["component"][some]), axis=1)
-    order: Order = "member" if difference.sum() >= 0 else "component"
-    errors = {o: float(np.sum((mean[some] - y) ** 2)) for o, mean in means.items()}
-    other: Order = "component" if order == "member" else "member"
-    if errors[order] < _EXACT**2 * errors[other]:
-        return _Judged(order, name, certain=True), np.inf
+    errors = {order: float(np.sum((mean[some] - y) ** 2)) for order, mean in means.items()}
+    closer, other = sorted(ORDERS, key=lambda order: errors[order])
+    if errors[closer] < _CLOSER**2 * errors[other]:
+        return _Judged(closer, name, certain=True), np.inf
     if len(y) < _FEW:
-        return _Judged(order, name, certain=False), 0.0
+        return _Judged(closer, name, certain=False), 0.0
+    # What is the same in all rows, such as the bias of a member, says the same in all of them, be
+    # it right or wrong: only what varies is evidence.
+    varies = y - y.mean(axis=0)
+    difference = np.sum(varies * (means["member"][some] - means["component"][some]), axis=1)
     error = float(np.std(difference, ddof=1)) / np.sqrt(len(y))
-    sigmas = abs(float(np.mean(difference))) / error if error > 0 else 0.0
-    return _Judged(order, name, certain=sigmas > _CERTAIN), sigmas
+    sigmas = float(np.mean(difference)) / error if error > 0 else 0.0
+    if float(stdtr(len(y) - 1, -abs(sigmas))) < _CHANCE:
+        return _Judged("member" if sigmas > 0 else "component", name, certain=True), abs(sigmas)
+    return _Judged(closer, name, certain=False), abs(sigmas)
 
 
 def _by_component(rows: Float64Array, k: int, order: Order | None) -> Float64Array:
