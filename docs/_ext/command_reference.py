@@ -27,7 +27,9 @@ class CommandReference(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Return the sections."""
-        return [self._section(title, command) for title, command in _leaves("qualms", get_command(app))]
+        return [
+            self._section(title, command) for title, command in _leaves("qualms", get_command(app))
+        ]
 
     def _section(self, title: str, command: Any) -> nodes.section:
         section = nodes.section(ids=[nodes.make_id(title)], names=[title])
