@@ -161,34 +161,38 @@ def _batch_derivatives(
     P = np.zeros((n, scale.engine.n_features))
     for block in blocks:
         P[block.rows, block.columns] = block.values
-    energies, slopes = scale.energies_and_slopes(P)
+    energies, slopes = scale.slopes(P)
     R = energies.shape[1]
-    by_position = np.zeros((int(batch.atom_offsets[-1]), 3 * R))
-    by_strain = np.zeros((n, 9 * R)) if strain else None
+    by_strain = np.zeros((n, 9, R)) if strain else None
     for block in blocks:
-        own = slopes[block.rows, :, block.columns]
-        by_position += _on_atoms(block, _by_position(block, own), len(by_position))
         if by_strain is not None and block.strain is not None:
-            change = block.strain.reshape(len(own), 9, -1) @ own.transpose(0, 2, 1)
-            by_strain[block.rows] += change.reshape(len(own), -1)
-    return energies, by_position, by_strain
+            of_block = slopes[block.rows, :, block.columns]
+            change = block.strain.reshape(len(of_block), 9, -1) @ of_block.transpose(0, 2, 1)
+            by_strain[block.rows] += change
+    by_position = _by_position(blocks, slopes, int(batch.atom_offsets[-1]))
+    return energies, by_position, None if by_strain is None else by_strain.reshape(n, -1)
 
 
-def _by_position(block: GradientBlock, slopes: Float64Array) -> Float64Array:
-    """Return (∂e_i/∂p_i)·(∂p_i/∂r_j) for each entry of a block, given slopes (n, R, c): (g, 3R)."""
-    R, c = slopes.shape[1:]
-    change = np.empty((len(block.atoms), 3, R))
-    for k, (begin, end) in enumerate(pairwise(block.edges.tolist())):
-        flat = block.positions[begin:end].reshape(-1, c)
-        np.matmul(flat, slopes[k].T, out=change[begin:end].reshape(-1, R))
-    return change.reshape(-1, 3 * R)
-
-
-def _on_atoms(block: GradientBlock, change: Float64Array, n_atoms: int) -> Float64Array:
-    """Sum entries (g, 3R) of the same atom: (n_atoms, 3R)."""
-    g = len(block.atoms)
-    sums = csr_array((np.ones(g), (block.atoms, np.arange(g))), shape=(n_atoms, g))
-    return np.asarray(sums @ change)
+def _by_position(
+    blocks: Sequence[GradientBlock], slopes: Float64Array, n_atoms: int
+) -> Float64Array:
+    """Return Σ_i (∂e_i/∂p_i)·(∂p_i/∂r_j) for slopes ∂e_i/∂p_i (n, R, D): (n_atoms, 3R)."""
+    R = slopes.shape[1]
+    atoms = np.concatenate([block.atoms for block in blocks])
+    change = np.empty((len(atoms), 3, R))
+    first = 0
+    for block in blocks:
+        c = block.values.shape[1]
+        for row, (begin, end) in zip(block.rows, pairwise(block.edges.tolist()), strict=True):
+            np.matmul(
+                block.positions[begin:end].reshape(-1, c),
+                slopes[row, :, block.columns].T,
+                out=change[first + begin : first + end].reshape(-1, R),
+            )
+        first += len(block.atoms)
+    shape = (n_atoms, len(atoms))
+    sums = csr_array((np.ones(len(atoms)), (atoms, np.arange(len(atoms)))), shape=shape)
+    return np.asarray(sums @ change.reshape(-1, 3 * R))
 
 
 def member_energies(

@@ -7,13 +7,13 @@ x = y/|y|, and for each member the energy
 
 With b = ∂e/∂x = Σ_m ζ w_m (x·X_m)^(ζ−1) X_m, the chain back to the raw features is
 
-    ∂e/∂p = P (b − x (x·b)) / |y|           for normalised features,
+    ∂e/∂p = P (b − (x·b) x) / |y|           for normalised features,
     ∂e/∂p = P b / c                         for features divided by a constant c.
 
 The kernel is homogeneous in x, so that x·b = ζe: energies come with their derivatives. All members
-share representatives, so that b of all members is one matrix product. If ζ = 2 the energy is a
-quadratic form in x, with a matrix for each member; if there are fewer features than
-representatives, that is less work, and the same.
+share representatives, so that b of all members is one matrix product, in which −(x·b) x is the term
+of one more representative, x itself. If ζ = 2 the energy is a quadratic form in x, with a matrix
+for each member; if there are fewer features than representatives, that is less work, and the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import numpy as np
 
 from qualms.atomistic.engines import FeatomicEngine, make_engine
 from qualms.atomistic.fitted import Fitted
-from qualms.core.kernels import normalize_rows
 from qualms.core.typing import Float64Array
 
 #: Bytes that the quadratic forms of all members may take.
@@ -57,39 +56,54 @@ class ScalePotential:
     projection: Float64Array | None
     feature_scale: float | None
 
-    def energies_and_slopes(self, P: Float64Array) -> tuple[Float64Array, Float64Array]:
+    def slopes(self, P: Float64Array) -> tuple[Float64Array, Float64Array]:
         """Return e (n, R) and ∂e/∂p (n, R, D) for power spectra (n, D)."""
         y = P if self.projection is None else P @ self.projection
-        x = self._normalized(y)
-        slopes = self._slopes(x)
-        along = np.einsum("irf,if->ir", slopes, x)
+        if self.feature_scale is None:
+            lengths = np.linalg.norm(y, axis=1, keepdims=True)
+            lengths[lengths == 0] = 1.0
+        else:
+            lengths = np.full((len(y), 1), self.feature_scale)
+        x = y / lengths
+        if self._is_quadratic:
+            energies, slopes = self._by_forms(x, 1 / lengths)
+        else:
+            energies, slopes = self._by_representatives(x, 1 / lengths)
+        if self.projection is None:
+            return energies, slopes
+        n, R, q = slopes.shape
+        return energies, (slopes.reshape(n * R, q) @ self.projection.T).reshape(n, R, -1)
+
+    def _by_representatives(
+        self, x: Float64Array, factors: Float64Array
+    ) -> tuple[Float64Array, Float64Array]:
+        """Return e (n, R), and b − (x·b) x times factors (n, 1), or b, by its definition."""
+        (n, q), (M, R), zeta = x.shape, self.weights.shape, self.exponent
+        kernel = x @ self.representatives.T
+        if not float(zeta).is_integer():
+            np.maximum(kernel, 0.0, out=kernel)  # rounding; negative products are no such kernel
+        powers = kernel ** (zeta - 1)
+        energies = (kernel * powers) @ self.weights
+        if self.feature_scale is None:
+            # Environment i has a representative of its own, x_i.
+            terms = np.zeros((n, R, M + n))
+            terms[np.arange(n), :, M + np.arange(n)] = -zeta * factors * energies
+            X = np.concatenate([self.representatives, x])
+        else:
+            terms, X = np.empty((n, R, M)), self.representatives
+        np.multiply((zeta * factors * powers)[:, None, :], self.weights.T, out=terms[:, :, :M])
+        return energies, (terms.reshape(n * R, -1) @ X).reshape(n, R, q)
+
+    def _by_forms(
+        self, x: Float64Array, factors: Float64Array
+    ) -> tuple[Float64Array, Float64Array]:
+        """Return the same for ζ = 2."""
+        slopes = (x @ self._forms).reshape(len(x), -1, x.shape[1])
+        along = (slopes @ x[:, :, None])[:, :, 0]
         if self.feature_scale is None:
             slopes -= along[:, :, None] * x[:, None, :]
-            lengths = np.linalg.norm(y, axis=1)
-            slopes /= np.where(lengths > 0, lengths, 1.0)[:, None, None]
-        else:
-            slopes /= self.feature_scale
-        if self.projection is not None:
-            n, R, q = slopes.shape
-            slopes = (slopes.reshape(n * R, q) @ self.projection.T).reshape(n, R, -1)
-        return along / self.exponent, slopes
-
-    def _normalized(self, y: Float64Array) -> Float64Array:
-        if self.feature_scale is None:
-            return np.asarray(normalize_rows(y), dtype=np.float64)
-        return y / self.feature_scale
-
-    def _slopes(self, x: Float64Array) -> Float64Array:
-        """Return ∂e/∂x: (n, R, q)."""
-        (n, q), R = x.shape, self.weights.shape[1]
-        if self._is_quadratic:
-            return (x @ self._forms).reshape(n, R, q)
-        kernel = x @ self.representatives.T
-        if not float(self.exponent).is_integer():
-            np.maximum(kernel, 0.0, out=kernel)  # rounding; negative products are no such kernel
-        kernel = self.exponent * kernel ** (self.exponent - 1)
-        terms = kernel[:, None, :] * self.weights.T
-        return (terms.reshape(n * R, -1) @ self.representatives).reshape(n, R, q)
+        slopes *= factors[:, :, None]
+        return along / 2, slopes
 
     @property
     def _is_quadratic(self) -> bool:
