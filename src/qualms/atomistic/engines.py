@@ -77,7 +77,7 @@ def make_engine(name: str, scale: Scale, species: tuple[int, ...]) -> Engine:
     return engine
 
 
-def _in_cell(atoms: Atoms, scale: Scale) -> Atoms:
+def in_cell(atoms: Atoms, scale: Scale) -> Atoms:
     """Return a structure without a cell, or periodic in all directions with atoms in the cell.
 
     dscribe loses neighbours of atoms outside the cell and wants one of finite volume; featomic does
@@ -121,7 +121,7 @@ class DscribeEngine:
         for (present, periodic), members in alike.items():
             soap = self._soap(present, periodic)
             spectra = [
-                soap.create(_in_cell(frames[i], self.scale), centers=centers[i].tolist())
+                soap.create(in_cell(frames[i], self.scale), centers=centers[i].tolist())
                 for i in members
             ]
             values = np.concatenate(spectra).astype(np.float32)
@@ -209,12 +209,12 @@ class FeatomicEngine:
             row[chosen] = np.arange(len(chosen))
         values = np.zeros((len(samples), self.n_features), dtype=np.float32)
         if len(samples):
-            computed = self._calculator.compute(
-                [_in_cell(atoms, self.scale) for atoms in frames],
+            computed = self.calculator.compute(
+                [in_cell(atoms, self.scale) for atoms in frames],
                 selected_samples=Labels(["system", "atom"], samples),
                 use_native_system=True,
             )
-            columns = self._pair_columns
+            columns = self.pair_columns
             for key, block in computed.items():
                 pair = columns[int(key["neighbor_1_type"]), int(key["neighbor_2_type"])]
                 where = block.samples.values
@@ -226,13 +226,15 @@ class FeatomicEngine:
         yield Piece(np.arange(len(samples)), slice(None), values)
 
     @cached_property
-    def _pair_columns(self) -> dict[tuple[int, int], slice]:
+    def pair_columns(self) -> dict[tuple[int, int], slice]:
+        """Features of each pair of species."""
         size = self._block_size
         pairs = combinations_with_replacement(self.species, 2)
         return {pair: slice(i * size, (i + 1) * size) for i, pair in enumerate(pairs)}
 
     @cached_property
-    def _calculator(self) -> Any:
+    def calculator(self) -> Any:
+        """Featomic's own."""
         from featomic import SoapPowerSpectrum
 
         scale = self.scale
