@@ -1,11 +1,10 @@
 """A committee of pair potentials with exact derivatives, in the place of a trained model."""
 
-from types import SimpleNamespace
-
 import numpy as np
 from ase.neighborlist import neighbor_list
 
 from qualms import Prediction
+from qualms.atomistic.mechanics import Mechanics
 from qualms.core.calibration import build_calibration
 
 CUTOFF = 3.0
@@ -31,7 +30,7 @@ class PairCommittee:
     def predict_forces(self, frames, *, stress=False):
         self.calls.append("stress" if stress else "forces")
         energy, forces, stresses = self._members(frames)
-        return SimpleNamespace(
+        return Mechanics(
             energy=self._calibrated(energy, ENERGY_FACTOR),
             forces=self._calibrated(forces, FORCES_FACTOR),
             offsets=np.cumsum([0, *map(len, frames)]),

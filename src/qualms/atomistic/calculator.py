@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from ase import Atoms
@@ -15,14 +15,13 @@ from ase.calculators.calculator import PropertyNotImplementedError, all_changes
 from ase.outputs import Properties, all_outputs
 from numpy.typing import ArrayLike
 
+from qualms.atomistic.exact_energies import exact_energies
+from qualms.atomistic.mechanics import Mechanics
 from qualms.atomistic.model import AtomisticModel
 from qualms.core.calibrated_gradients import CalibratedPoint, calibrated_point
 from qualms.core.checks import check_integer, check_number
 from qualms.errors import InputError, QualmsWarning, UncertaintyError
 from qualms.prediction import Prediction
-
-if TYPE_CHECKING:
-    from qualms.atomistic.mechanics import Mechanics
 
 Results = dict[str, Any]
 #: Called with a structure that is too uncertain, and what is known about it.
@@ -223,7 +222,7 @@ class Calculator(_Potential):
 
     def _compute(self, atoms: Atoms, *, forces: bool, stress: bool) -> Results:
         if not forces:
-            return _of_energy(self.model.predict([atoms])[0])
+            return _of_energy(_energy(self.model, atoms))
         found = self.model.predict_forces([atoms], stress=stress)
         results = _of_energy(found.energy[0])
         point = _point(self.model, found.energy[0], len(atoms))
@@ -293,7 +292,7 @@ class MemberCalculator(_Potential):
 
     def _compute(self, atoms: Atoms, *, forces: bool, stress: bool) -> Results:
         if not forces:
-            return self._of_energy(self.model.predict([atoms])[0])
+            return self._of_energy(_energy(self.model, atoms))
         found = self.model.predict_forces([atoms], stress=stress)
         results = self._of_energy(found.energy[0])
         point = _point(self.model, found.energy[0], len(atoms))
@@ -309,6 +308,15 @@ class MemberCalculator(_Potential):
             raise InputError("index", self.index, f"one of {energy.n_members} members, from 0")
         value = float(energy.members[self.index])
         return {"energy": value, "free_energy": value}
+
+
+def _energy(model: Model, atoms: Atoms) -> Prediction:
+    """Return the energy of a structure, the same as would come with its forces."""
+    if not isinstance(model, AtomisticModel):
+        return model.predict([atoms])[0]
+    if model.fitted.representation.soap.resolved_engine == "featomic":
+        return exact_energies(model, [atoms])[0]
+    return model.predict([atoms])[0]  # there are no forces
 
 
 def _of_energy(energy: Prediction) -> Results:

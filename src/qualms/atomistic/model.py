@@ -285,10 +285,8 @@ class AtomisticModel:
         refuse_single(frames)
         frames = list(frames)
         check_frames(self.fitted, frames, stress=stress)
-        if self._potential is None:
-            self._potential = make_potential(self.fitted, self.fitted.weights)
         with threadpool_limits(limits=self.threads):
-            return predict_mechanics(self.fitted, self._potential, frames, stress=stress)
+            return predict_mechanics(self.fitted, self.potential, frames, stress=stress)
 
     def predict_pp(
         self, frames: Sequence[Atoms], *, unknown_species: str = "error"
@@ -371,6 +369,17 @@ class AtomisticModel:
         if self._fitted is None:
             raise QualmsError("The model is not trained: call fit first.")
         return self._fitted
+
+    @property
+    def potential(self) -> Potential:
+        """The energy of environments by all members, for features by featomic."""
+        if self._potential is None:
+            self._potential = make_potential(self.fitted, self.fitted.weights)
+        return self._potential
+
+    def __getstate__(self) -> dict[str, Any]:
+        # featomic's calculators cannot be pickled, and are made again when they are needed.
+        return self.__dict__ | {"_potential": None}
 
     @property
     def record(self) -> Record:

@@ -56,15 +56,28 @@ class ScalePotential:
     projection: Float64Array | None
     feature_scale: float | None
 
-    def slopes(self, P: Float64Array) -> tuple[Float64Array, Float64Array]:
-        """Return e (n, R) and ∂e/∂p (n, R, D) for power spectra (n, D)."""
+    def energies(self, P: Float64Array) -> Float64Array:
+        """Return e (n, R) for power spectra (n, D)."""
+        x, _ = self._features(P)
+        kernel = x @ self.representatives.T
+        if not float(self.exponent).is_integer():
+            np.maximum(kernel, 0.0, out=kernel)  # as for the slopes
+        energies: Float64Array = kernel**self.exponent @ self.weights
+        return energies
+
+    def _features(self, P: Float64Array) -> tuple[Float64Array, Float64Array]:
+        """Return x (n, q), and what y was divided by (n, 1)."""
         y = P if self.projection is None else P @ self.projection
         if self.feature_scale is None:
             lengths = np.linalg.norm(y, axis=1, keepdims=True)
             lengths[lengths == 0] = 1.0
         else:
             lengths = np.full((len(y), 1), self.feature_scale)
-        x = y / lengths
+        return y / lengths, lengths
+
+    def slopes(self, P: Float64Array) -> tuple[Float64Array, Float64Array]:
+        """Return e (n, R) and ∂e/∂p (n, R, D) for power spectra (n, D)."""
+        x, lengths = self._features(P)
         if self._is_quadratic:
             energies, slopes = self._by_forms(x, 1 / lengths)
         else:
