@@ -44,7 +44,9 @@ def exact_energies(model: AtomisticModel, frames: Sequence[Atoms]) -> Prediction
                 P = power_spectra(scale.engine, batch)
                 np.add.at(energies, owners, scale.energies(P))
     per_atom = Prediction(member_energies(fitted, frames, energies))
-    return per_atom.calibrated(fitted.calibration) * np.array([len(atoms) for atoms in frames])
+    sizes = np.array([len(atoms) for atoms in frames])
+    energies_of_structures: Prediction = per_atom.calibrated(fitted.calibration) * sizes
+    return energies_of_structures
 
 
 def power_spectra(engine: FeatomicEngine, batch: Environments) -> Float64Array:

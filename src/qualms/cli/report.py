@@ -18,7 +18,7 @@ from qualms.atomistic.structures import read_frames
 from qualms.atomistic.targets import labelled
 from qualms.cli.console import Terminal
 from qualms.cli.options import Force, Json, Model, Quiet, Threads
-from qualms.core.typing import IntArray
+from qualms.core.typing import Float64Array, IntArray
 from qualms.report import Judged, check_report, interval_records, interval_table
 from qualms.report.page import make_page
 from qualms.report.writing import write_page
@@ -95,7 +95,15 @@ def judged_by(
         rows=evaluation.rows,
         facts={name.strip(): text.strip() for name, _, text in lines},
         remarks=remarks,
+        atom_std=None if model.fitted.per_atom else lambda some: _atom_std(model, frames, some),
     )
+
+
+def _atom_std(
+    model: AtomisticModel, frames: Sequence[Atoms], some: Sequence[int]
+) -> list[Float64Array]:
+    """Return how sure the model is of what each atom of some structures contributes."""
+    return [atoms.std for atoms in model.predict_atoms([frames[i] for i in some])]
 
 
 def _places(model: AtomisticModel, frames: Sequence[Atoms]) -> tuple[IntArray, IntArray | None]:
