@@ -106,8 +106,8 @@ class Derivatives:
     virials: Float64Array | None
 
 
-def check_frames(fitted: Fitted, frames: Sequence[Atoms], *, stress: bool) -> None:
-    """Refuse a model or structures that have no forces, or no stress."""
+def check_model(fitted: Fitted) -> None:
+    """Refuse a model that has no forces."""
     if fitted.settings.kind != "extensive":
         raise InputError(
             "kind", repr(fitted.settings.kind), "'extensive': forces are derivatives of an energy"
@@ -118,8 +118,13 @@ def check_frames(fitted: Fitted, frames: Sequence[Atoms], *, stress: bool) -> No
             "engine",
             repr(engine),
             "'featomic', whose features have derivatives",
-            "Train with representation={'engine': 'featomic', 'smoothing': 0.5, …}.",
+            "Train with forces, or with representation={'engine': 'featomic', 'smoothing': 0.5}.",
         )
+
+
+def check_frames(fitted: Fitted, frames: Sequence[Atoms], *, stress: bool) -> None:
+    """Refuse a model without forces, and structures that it cannot predict, or without a stress."""
+    check_model(fitted)
     if not len(frames):
         raise InputError("frames", "no structures", "at least one")
     for i, atoms in enumerate(frames):

@@ -276,7 +276,11 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
     return Fitted(
         settings=document.settings,
         representation=Representation(
-            document.settings.representation, document.species, projections, document.feature_scale
+            document.settings.representation,
+            document.species,
+            projections,
+            document.feature_scale,
+            precise=document.settings.mechanical,
         ),
         representatives=tensors["representatives"],
         origins=tensors["origins"],
@@ -323,7 +327,7 @@ def _variance(document: ModelDocument, tensors: dict[str, Any], r: int) -> Proje
     for name in ("pp_whitening", "pp_posterior"):
         if tensors[name].size != r * (r + 1) // 2:
             raise ValueError(f"{name} has {tensors[name].size} elements")
-        factor = np.zeros((r, r), dtype=np.float32)
+        factor = np.zeros((r, r), dtype=tensors[name].dtype)
         factor[np.tril_indices(r)] = tensors[name]
         if np.any(np.diag(factor) <= 0):
             raise ValueError(f"{name} is not a Cholesky factor")

@@ -108,7 +108,11 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
         raise InputError("species", values["species"], "none, unless kind='atomic'")
     if settings.resample == "atoms" and settings.kind != "atomic":
         raise InputError("resample", "'atoms'", "'structures', unless kind='atomic'")
-    return _with_derivatives(settings) if settings.mechanical else settings
+    if settings.mechanical:
+        return _with_derivatives(settings)
+    if settings.forces_noise != "auto":
+        raise InputError("forces_noise", settings.forces_noise, "'auto', without forces to learn")
+    return settings
 
 
 def _with_derivatives(settings: Settings) -> Settings:

@@ -205,7 +205,7 @@ class Solver:
         rows, whitening = self.rows, self.whitening
         return Fitted(
             settings=settings,
-            representation=rows.representation,
+            representation=replace(rows.representation, precise=settings.mechanical),
             representatives=rows.basis.representatives,
             origins=rows.origins,
             kernel_scale=rows.basis.scale,
@@ -215,7 +215,7 @@ class Solver:
             pp_intercept=float(self.full.center[0]),
             baseline=baseline,
             calibrations=calibrations,
-            pp_variance=_variance(self.full, whitening) if settings.keep_pp else None,
+            pp_variance=_variance(self.full, whitening, settings) if settings.keep_pp else None,
             membership=np.minimum(counts, 255).astype(np.uint8),
             training_novelty=rows.novelty,
             training_spread=0.0 if internal is None else float(internal.spread.max()),
@@ -290,10 +290,11 @@ def _calibrations(internal: CalibrationData | None, wanted: str) -> dict[str, Ca
     return calibrations
 
 
-def _variance(full: FullModel, whitening: Whitening) -> ProjectedVariance:
+def _variance(full: FullModel, whitening: Whitening, settings: Settings) -> ProjectedVariance:
+    precision = np.float64 if settings.mechanical else np.float32
     return ProjectedVariance(
-        whitening=whitening.factor.astype(np.float32),
-        posterior=full.process.factor.astype(np.float32),
+        whitening=whitening.factor.astype(precision),
+        posterior=full.process.factor.astype(precision),
         noise_variance=full.process.noise_variance,
         variance=float(full.scale[0] ** 2),
     )

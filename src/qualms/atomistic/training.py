@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import numpy as np
+from ase.neighborlist import neighbor_list
 
 from qualms.atomistic.basis import Basis
 from qualms.atomistic.checkpoint import Checkpoint
@@ -29,6 +30,8 @@ from qualms.errors import QualmsWarning
 _NOT_NOVEL = 0.99
 #: Kernel rows are float32, or with forces float64: see `qualms.core.linalg.whiten`.
 _RTOL, _RTOL_OF_FORCES = 1e-6, 1e-10
+#: Structures whose neighbours are counted for the plan.
+_SAMPLED = 10
 
 
 class Training:
@@ -115,7 +118,18 @@ class Training:
             selection=self.settings.selection,
             keep_pp=self.settings.keep_pp,
             to_disk=checkpoint is not None,
+            n_pairs=self._n_pairs() if self.settings.mechanical else 0,
         )
+
+    def _n_pairs(self) -> int:
+        """Estimate the number of neighbours of all environments, from a few structures."""
+        frames = self.data.frames[:: max(1, len(self.data.frames) // _SAMPLED)]
+        found = sum(
+            len(neighbor_list("i", atoms, scale.cutoff))  # type: ignore[no-untyped-call]
+            for scale in self.settings.representation.scales
+            for atoms in frames
+        )
+        return int(found / sum(map(len, frames)) * self.data.n_environments)
 
     # -- representatives --------------------------------------------------------------------------
 

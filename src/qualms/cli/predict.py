@@ -9,11 +9,13 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from qualms.atomistic.mechanics import Mechanics, check_model
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.structures import iter_frames
 from qualms.cli.console import Terminal
 from qualms.cli.options import Force, Json, Model, Quiet, Threads
+from qualms.errors import InputError
 from qualms.storage.files import check_output
 from qualms.storage.predictions import open_writer
 
@@ -32,6 +34,9 @@ def predict(
     ensemble: Annotated[
         bool, typer.Option("--ensemble", help="Write what every member says, too.")
     ] = False,
+    forces: Annotated[
+        bool, typer.Option("--forces", help="Predict forces, too; to .xyz or .npz.")
+    ] = False,
     ignore_unknown: Annotated[
         bool,
         typer.Option(
@@ -48,6 +53,8 @@ def predict(
     terminal = Terminal(quiet=quiet, as_json=as_json)
     check_output(output, force=force)
     loaded = AtomisticModel.load(model, threads=threads)
+    if forces:
+        _check_forces(loaded, output, ignore_unknown)
     per_atom = loaded.fitted.per_atom
     unknown = "ignore" if ignore_unknown else "error"
     target, units = loaded.settings.target, loaded.settings.units
@@ -66,6 +73,10 @@ def predict(
         for chunk in loaded.stream(iter_frames(structures), unknown_species=unknown):
             novelty = np.empty((len(chunk.frames), 2))
             prediction = chunk.predict(chunk.rows(novelty))
+            arrays = None
+            if forces:
+                mechanics = loaded.predict_forces(chunk.frames)
+                prediction, arrays = mechanics.energy, force_arrays(mechanics, ensemble=ensemble)
             flags = chunk.extrapolates(prediction, novelty)
             extra: dict[str, list[Any]] = {FLAG: flags.tolist()}
             if units:
@@ -75,6 +86,7 @@ def predict(
                 prediction,
                 rows=chunk.centers if per_atom else None,
                 extra=extra,
+                arrays=arrays,
             )
             n_structures += len(chunk.frames)
             n_flagged += int(flags.sum())
@@ -98,3 +110,21 @@ def predict(
             "n_unknown_species": n_unknown,
         },
     )
+
+
+def _check_forces(model: AtomisticModel, output: Path, ignore_unknown: bool) -> None:
+    check_model(model.fitted)
+    if ignore_unknown:
+        raise InputError("--forces", "with --ignore-unknown-species", "one of the two")
+    if output.suffix == ".csv":
+        raise InputError("--output", str(output), "a file that ends in .xyz or .npz, for forces")
+
+
+def force_arrays(mechanics: Mechanics, *, ensemble: bool) -> dict[str, Any]:
+    """Return forces (n_atoms, 3), their error bars, and perhaps what each member says."""
+    forces = mechanics.forces
+    arrays: dict[str, Any] = {"forces": forces.mean, "forces_uncertainty": forces.std}
+    if ensemble:
+        by_member = forces.members.transpose(0, 2, 1)
+        arrays["forces_ensemble"] = by_member.reshape(len(by_member), -1)
+    return arrays
