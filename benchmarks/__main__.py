@@ -28,10 +28,11 @@ BENCHMARKS = {
     "gap": ("bench_gap", "run"),
     "presets": ("bench_presets", "run"),
     "calibration": ("bench_calibration", "run"),
+    "differences": ("bench_differences", "run"),
     "paper": ("bench_scale", "run_paper"),
     "qm9": ("bench_scale", "run_qm9"),
 }
-SLOW = ("presets", "calibration", "paper", "qm9")
+SLOW = ("presets", "calibration", "differences", "paper", "qm9")
 RESULTS = Path(__file__).with_name("RESULTS.md")
 HEADER = """# Benchmark results
 

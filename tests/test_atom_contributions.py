@@ -1,6 +1,5 @@
 """Which atoms make a structure uncertain: files of predictions, and the map of a report."""
 
-import csv
 import gzip
 import json
 from pathlib import Path
@@ -49,17 +48,36 @@ def test_contributions_are_columns_of_the_structure(files, energy_model):
         np.testing.assert_allclose(members, whole.members[i], rtol=1e-6)
 
 
-def test_tables_have_a_row_for_each_atom(files, energy_model):
+def test_arrays_have_a_row_for_each_atom(files, energy_model):
     expected = energy_model.predict_atoms(files)
-    with open(predict("out.csv"), newline="") as stream:
-        rows = list(csv.DictReader(stream))
-    assert len(rows) == sum(map(len, files))
-    std = [float(row[f"{ENERGY}_atoms_uncertainty"]) for row in rows]
-    np.testing.assert_allclose(std, np.concatenate([p.std for p in expected]), rtol=1e-6)
-    assert [row["symbol"] for row in rows[: len(files[0])]] == [*files[0].symbols]
     with np.load(predict("out.npz")) as arrays:
-        np.testing.assert_allclose(arrays[f"{ENERGY}_atoms_uncertainty"], std, rtol=1e-6)
+        np.testing.assert_allclose(
+            arrays[f"{ENERGY}_atoms_uncertainty"],
+            np.concatenate([p.std for p in expected]),
+            rtol=1e-6,
+        )
         assert arrays[ENERGY].shape == (len(files),)
+
+
+def test_a_table_of_structures_has_no_place_for_atoms(files):
+    ended = qualms("predict model.safetensors new.xyz --atoms -o out.csv")
+    assert ended.code != 0
+    assert ".xyz or .npz" in ended.err
+
+
+def test_atoms_that_the_model_does_not_know_contribute_nothing(files, energy_model):
+    strange = files[0].copy()
+    strange.symbols[0] = "Si"
+    ase.io.write("new.xyz", [strange, files[1]], format="extxyz")
+    first, second = ase.io.read(predict("out.xyz", "--ignore-unknown-species"), ":")
+    std = first.arrays[f"{ENERGY}_atoms_uncertainty"]
+    assert np.isnan(std[0])
+    assert np.all(std[1:] > 0)
+    np.testing.assert_allclose(
+        second.arrays[f"{ENERGY}_atoms_uncertainty"],
+        energy_model.predict_atoms([files[1]])[0].std,
+        rtol=1e-6,
+    )
 
 
 def test_an_earlier_prediction_is_no_reference(molecules, tmp_path, monkeypatch):

@@ -26,6 +26,9 @@ from qualms.atomistic.hypers import Scale
 from qualms.core.typing import FloatArray, IntArray
 from qualms.errors import InputError
 
+#: Of power spectra.
+Precision = type[np.float32] | type[np.float64]
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -37,7 +40,7 @@ class Piece:
         Environments, counted through the batch.
     columns : (c,) array of int, or slice
         Features.
-    values : (n, c) array of float32
+    values : (n, c) array
     """
 
     rows: IntArray
@@ -53,7 +56,9 @@ class Engine(Protocol):
         """Length of a power spectrum."""
         ...
 
-    def pieces(self, frames: Sequence[Atoms], centers: Sequence[IntArray]) -> Iterator[Piece]:
+    def pieces(
+        self, frames: Sequence[Atoms], centers: Sequence[IntArray], dtype: Precision = np.float32
+    ) -> Iterator[Piece]:
         """Yield the power spectra of the chosen atoms of each structure."""
         ...
 
@@ -110,7 +115,9 @@ class DscribeEngine:
         """Length of a power spectrum."""
         return int(self._soap(self.species, False).get_number_of_features())
 
-    def pieces(self, frames: Sequence[Atoms], centers: Sequence[IntArray]) -> Iterator[Piece]:
+    def pieces(
+        self, frames: Sequence[Atoms], centers: Sequence[IntArray], dtype: Precision = np.float32
+    ) -> Iterator[Piece]:
         """Yield power spectra, a piece for each set of species and kind of periodicity."""
         starts = offsets_of([len(c) for c in centers])
         alike: dict[tuple[tuple[int, ...], bool], list[int]] = {}
@@ -124,8 +131,8 @@ class DscribeEngine:
                 soap.create(in_cell(frames[i], self.scale), centers=centers[i].tolist())
                 for i in members
             ]
-            values = np.concatenate(spectra).astype(np.float32)
-            values *= self._root_multiplicity(len(present))
+            values: FloatArray = np.concatenate(spectra).astype(dtype)
+            values *= self._root_multiplicity(len(present)).astype(dtype)
             rows = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
             yield Piece(rows, self._columns(present), values)
 
@@ -174,7 +181,7 @@ class DscribeEngine:
         other = np.full(n * n, np.sqrt(2.0))
         pairs = combinations_with_replacement(range(n_species), 2)
         blocks = [np.tile(same if a == b else other, self.scale.l_max + 1) for a, b in pairs]
-        return np.concatenate(blocks).astype(np.float32)
+        return np.concatenate(blocks)
 
 
 @dataclass(frozen=True)
@@ -195,7 +202,9 @@ class FeatomicEngine:
         # featomic stores n, n′ and n′, n of a pair of species.
         return (self.scale.l_max + 1) * self.scale.n_radial**2
 
-    def pieces(self, frames: Sequence[Atoms], centers: Sequence[IntArray]) -> Iterator[Piece]:
+    def pieces(
+        self, frames: Sequence[Atoms], centers: Sequence[IntArray], dtype: Precision = np.float32
+    ) -> Iterator[Piece]:
         """Yield the power spectra of the whole batch as one piece."""
         from metatensor import Labels
 
@@ -207,7 +216,7 @@ class FeatomicEngine:
         position = [np.full(len(f), -1) for f in frames]
         for row, chosen in zip(position, centers, strict=True):
             row[chosen] = np.arange(len(chosen))
-        values = np.zeros((len(samples), self.n_features), dtype=np.float32)
+        values = np.zeros((len(samples), self.n_features), dtype=dtype)
         if len(samples):
             computed = self.calculator.compute(
                 [in_cell(atoms, self.scale) for atoms in frames],

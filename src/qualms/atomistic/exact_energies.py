@@ -41,7 +41,7 @@ def exact_energies(model: AtomisticModel, frames: Sequence[Atoms]) -> Prediction
         for batch in batches(frames, _BATCH):
             owners = batch.structures[batch.owners]
             for scale in potential.scales:
-                P = power_spectra(scale.engine, batch)
+                P = _power_spectra(scale.scale.engine, batch)
                 np.add.at(energies, owners, scale.energies(P))
     per_atom = Prediction(member_energies(fitted, frames, energies))
     sizes = np.array([len(atoms) for atoms in frames])
@@ -49,7 +49,7 @@ def exact_energies(model: AtomisticModel, frames: Sequence[Atoms]) -> Prediction
     return energies_of_structures
 
 
-def power_spectra(engine: FeatomicEngine, batch: Environments) -> Float64Array:
+def _power_spectra(engine: FeatomicEngine, batch: Environments) -> Float64Array:
     """Return the features of a batch, (n_environments, D), as featomic computes them."""
     from metatensor import Labels
 

@@ -22,11 +22,11 @@ from qualms.core.typing import Float64Array, FloatArray, IntArray
 class ProjectedVariance:
     """What σ_PP of Eq. (3), Musil et al. 2019, needs.
 
-    The factors are kept in float32: kernel rows have no more digits than that.
+    The factors are kept in float32, if kernel rows have no more digits than that.
 
     Attributes
     ----------
-    whitening, posterior : (r, r) arrays of float32
+    whitening, posterior : (r, r) arrays
         Lower Cholesky factors of K_MM and of A = ΦᵀΦ + σ².
     noise_variance : float
         σ² relative to `variance`.

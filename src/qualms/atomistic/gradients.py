@@ -54,6 +54,11 @@ class Environments:
         """Structure of each environment, counted from 0 in this batch."""
         return np.repeat(np.arange(len(self.frames)), [len(chosen) for chosen in self.centers])
 
+    @property
+    def center_atoms(self) -> IntArray:
+        """Atom at the centre of each environment, counted through the batch."""
+        return np.concatenate(self.centers) + self.atom_offsets[self.owners]
+
 
 @dataclass(frozen=True)
 class GradientBlock:
@@ -139,3 +144,11 @@ def gradient_blocks(
             positions=np.asarray(moved.values),
             strain=np.asarray(block.gradient("strain").values) if strain else None,
         )
+
+
+def power_spectra(blocks: Sequence[GradientBlock], n: int, n_features: int) -> Float64Array:
+    """Return the power spectra of the n environments of a batch: (n, D)."""
+    P = np.zeros((n, n_features))
+    for block in blocks:
+        P[block.rows, block.columns] = block.values
+    return P

@@ -26,7 +26,13 @@ from scipy.sparse import csr_array
 from qualms.atomistic.baselines import structure_design
 from qualms.atomistic.environments import offsets_of
 from qualms.atomistic.fitted import Fitted
-from qualms.atomistic.gradients import Environments, GradientBlock, batches, gradient_blocks
+from qualms.atomistic.gradients import (
+    Environments,
+    GradientBlock,
+    batches,
+    gradient_blocks,
+    power_spectra,
+)
 from qualms.atomistic.potential import Potential, ScalePotential
 from qualms.atomistic.structures import check_species, check_structures
 from qualms.core.typing import Float64Array, FloatArray, IntArray
@@ -100,8 +106,8 @@ class Derivatives:
     virials: Float64Array | None
 
 
-def check_frames(fitted: Fitted, frames: Sequence[Atoms], *, stress: bool) -> None:
-    """Refuse a model or structures that have no forces, or no stress."""
+def check_model(fitted: Fitted) -> None:
+    """Refuse a model that has no forces."""
     if fitted.settings.kind != "extensive":
         raise InputError(
             "kind", repr(fitted.settings.kind), "'extensive': forces are derivatives of an energy"
@@ -112,8 +118,13 @@ def check_frames(fitted: Fitted, frames: Sequence[Atoms], *, stress: bool) -> No
             "engine",
             repr(engine),
             "'featomic', whose features have derivatives",
-            "Train with representation={'engine': 'featomic', 'smoothing': 0.5, …}.",
+            "Train with forces, or with representation={'engine': 'featomic', 'smoothing': 0.5}.",
         )
+
+
+def check_frames(fitted: Fitted, frames: Sequence[Atoms], *, stress: bool) -> None:
+    """Refuse a model without forces, and structures that it cannot predict, or without a stress."""
+    check_model(fitted)
     if not len(frames):
         raise InputError("frames", "no structures", "at least one")
     for i, atoms in enumerate(frames):
@@ -156,11 +167,9 @@ def _batch_derivatives(
     scale: ScalePotential, batch: Environments, strain: bool
 ) -> tuple[Float64Array, Float64Array, Float64Array | None]:
     """Return e_i (n, R), Σ_i ∂e_i/∂r (n_atoms, 3R), and ∂e_i/∂ε (n, 9R)."""
-    blocks = list(gradient_blocks(scale.engine, batch, strain=strain))
-    n = int(batch.offsets[-1])
-    P = np.zeros((n, scale.engine.n_features))
-    for block in blocks:
-        P[block.rows, block.columns] = block.values
+    engine, n = scale.scale.engine, int(batch.offsets[-1])
+    blocks = list(gradient_blocks(engine, batch, strain=strain))
+    P = power_spectra(blocks, n, engine.n_features)
     energies, slopes = scale.slopes(P)
     R = energies.shape[1]
     by_strain = np.zeros((n, 9, R)) if strain else None

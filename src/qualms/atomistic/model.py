@@ -70,6 +70,10 @@ class AtomisticModel:
     noise : {"loo", "evidence"} or float
         How to choose the noise variance σ², or σ² itself, in the units of the target squared (per
         atom if it is extensive).
+    forces, stress : str, optional
+        Keys of forces and of stresses to learn together with the energy.
+    forces_noise : "auto" or float
+        Noise variance of forces, in their units squared; chosen together with `noise` by default.
     n_members : int
         N_R.
     subsample : float or int
@@ -114,6 +118,9 @@ class AtomisticModel:
         per_species: bool = False,
         baseline: str | Mapping[str | int, float] = "composition",
         noise: str | float = "loo",
+        forces: str | None = None,
+        stress: str | None = None,
+        forces_noise: str | float = "auto",
         n_members: int = 16,
         subsample: float = 0.5,
         resample: str = "structures",
@@ -237,8 +244,7 @@ class AtomisticModel:
         Returns
         -------
         Prediction
-            One value for each structure; for atomic properties one for each atom of the species of
-            the model, structure after structure, in the order of `target_atoms`.
+            One value for each structure; for atomic properties, for each of `target_atoms`.
         """
         chunks = self.stream(frames, unknown_species=unknown_species)
         return concatenated([chunk.predict(chunk.rows()) for chunk in chunks])
@@ -256,10 +262,9 @@ class AtomisticModel:
     def predict_atoms(
         self, frames: Sequence[Atoms], *, unknown_species: str = "error"
     ) -> list[Prediction]:
-        """Predict what each atom contributes, with error bars, for each structure.
+        """Predict what each atom contributes to each structure, with error bars.
 
-        Contributions sum (extensive) or average (intensive) to the prediction of the structure,
-        member by member. Of atomic properties, they are the predictions themselves.
+        Contributions sum (extensive) or average (intensive) to the prediction, member by member.
         """
         chunks = self.stream(frames, unknown_species=unknown_species)
         return [atom for chunk in chunks for atom in atom_contributions(chunk)]
@@ -267,8 +272,8 @@ class AtomisticModel:
     def predict_forces(self, frames: Sequence[Atoms], *, stress: bool = False) -> Mechanics:
         """Predict energies and forces, the derivatives of every member's energy.
 
-        For energies (``kind="extensive"``) from features by featomic. Everything is computed in
-        float64, so that energies agree with `predict` up to the rounding of float32.
+        For models with features by featomic. Everything is computed in float64: energies agree
+        with those of `predict` up to the rounding of float32.
 
         Parameters
         ----------
@@ -279,8 +284,7 @@ class AtomisticModel:
         Returns
         -------
         Mechanics
-            ``.energy``, ``.forces`` and ``.stress`` are predictions with calibrated error bars;
-            iterate over it for those of single structures.
+            ``.energy``, ``.forces``, ``.stress``; iterate over it for those of each structure.
         """
         refuse_single(frames)
         frames = list(frames)
@@ -402,5 +406,4 @@ class AtomisticModel:
 
     def __repr__(self) -> str:
         state = "trained" if self._fitted is not None else "not trained"
-        settings = self.settings
-        return f"<AtomisticModel of {settings.target} ({settings.kind}), {state}>"
+        return f"<AtomisticModel of {self.settings.target} ({self.settings.kind}), {state}>"

@@ -26,10 +26,78 @@ import numpy as np
 
 from qualms.atomistic.engines import FeatomicEngine, make_engine
 from qualms.atomistic.fitted import Fitted
+from qualms.atomistic.representation import Representation
 from qualms.core.typing import Float64Array
 
 #: Bytes that the quadratic forms of all members may take.
 _QUADRATIC = 256e6
+
+
+@dataclass(frozen=True)
+class ScaleFeatures:
+    """From the power spectra of one scale to what its kernel sees.
+
+    Attributes
+    ----------
+    engine : FeatomicEngine
+    exponent : float
+        ζ.
+    share : float
+        Weight of this scale in the kernel.
+    columns : slice
+        Its features among those of all scales.
+    projection : (D, q) array, optional
+        P.
+    feature_scale : float, optional
+        c; None if features are normalised.
+    """
+
+    engine: FeatomicEngine
+    exponent: float
+    share: float
+    columns: slice
+    projection: Float64Array | None
+    feature_scale: float | None
+
+    def features(self, P: Float64Array) -> tuple[Float64Array, Float64Array]:
+        """Return x (n, q) and what y has been divided by (n, 1), for power spectra (n, D)."""
+        y = P if self.projection is None else P @ self.projection
+        if self.feature_scale is not None:
+            lengths = np.full((len(y), 1), self.feature_scale)
+        else:
+            lengths = np.linalg.norm(y, axis=1, keepdims=True)
+            lengths[lengths == 0] = 1.0
+        return y / lengths, lengths
+
+    def powers(self, products: Float64Array) -> Float64Array:
+        """Return (x·X)^(ζ−1) for products x·X, of which rounding may have made some negative."""
+        if not float(self.exponent).is_integer():
+            products = np.maximum(products, 0.0)
+        powers: Float64Array = products ** (self.exponent - 1)
+        return powers
+
+
+def scale_features(representation: Representation) -> list[ScaleFeatures]:
+    """Return the features of each scale of a representation by featomic."""
+    soap = representation.soap
+    weights = np.array([scale.weight for scale in soap.scales])
+    ends = np.cumsum(representation.widths).tolist()
+    found = []
+    for s, scale in enumerate(soap.scales):
+        engine = make_engine("featomic", scale, representation.species)
+        assert isinstance(engine, FeatomicEngine)
+        projections = representation.projections
+        found.append(
+            ScaleFeatures(
+                engine=engine,
+                exponent=soap.exponent,
+                share=float(weights[s] / weights.sum()),
+                columns=slice(ends[s] - representation.widths[s], ends[s]),
+                projection=projections[s].matrix.astype(np.float64) if projections else None,
+                feature_scale=None if soap.normalize else representation.feature_scale,
+            )
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -38,66 +106,43 @@ class ScalePotential:
 
     Attributes
     ----------
-    engine : FeatomicEngine
+    scale : ScaleFeatures
     representatives : (M, q) array
     weights : (M, R) array
-    exponent : float
-        ζ.
-    projection : (D, q) array, optional
-        P.
-    feature_scale : float, optional
-        c; None if features are normalised.
     """
 
-    engine: FeatomicEngine
+    scale: ScaleFeatures
     representatives: Float64Array
     weights: Float64Array
-    exponent: float
-    projection: Float64Array | None
-    feature_scale: float | None
 
     def energies(self, P: Float64Array) -> Float64Array:
         """Return e (n, R) for power spectra (n, D)."""
-        x, _ = self._features(P)
-        kernel = x @ self.representatives.T
-        if not float(self.exponent).is_integer():
-            np.maximum(kernel, 0.0, out=kernel)  # as for the slopes
-        energies: Float64Array = kernel**self.exponent @ self.weights
+        x, _ = self.scale.features(P)
+        products = x @ self.representatives.T
+        energies: Float64Array = (products * self.scale.powers(products)) @ self.weights
         return energies
-
-    def _features(self, P: Float64Array) -> tuple[Float64Array, Float64Array]:
-        """Return x (n, q), and what y was divided by (n, 1)."""
-        y = P if self.projection is None else P @ self.projection
-        if self.feature_scale is None:
-            lengths = np.linalg.norm(y, axis=1, keepdims=True)
-            lengths[lengths == 0] = 1.0
-        else:
-            lengths = np.full((len(y), 1), self.feature_scale)
-        return y / lengths, lengths
 
     def slopes(self, P: Float64Array) -> tuple[Float64Array, Float64Array]:
         """Return e (n, R) and ∂e/∂p (n, R, D) for power spectra (n, D)."""
-        x, lengths = self._features(P)
+        x, lengths = self.scale.features(P)
         if self._is_quadratic:
             energies, slopes = self._by_forms(x, 1 / lengths)
         else:
             energies, slopes = self._by_representatives(x, 1 / lengths)
-        if self.projection is None:
+        if self.scale.projection is None:
             return energies, slopes
         n, R, q = slopes.shape
-        return energies, (slopes.reshape(n * R, q) @ self.projection.T).reshape(n, R, -1)
+        return energies, (slopes.reshape(n * R, q) @ self.scale.projection.T).reshape(n, R, -1)
 
     def _by_representatives(
         self, x: Float64Array, factors: Float64Array
     ) -> tuple[Float64Array, Float64Array]:
         """Return e (n, R), and b − (x·b) x times factors (n, 1), or b, by its definition."""
-        (n, q), (M, R), zeta = x.shape, self.weights.shape, self.exponent
-        kernel = x @ self.representatives.T
-        if not float(zeta).is_integer():
-            np.maximum(kernel, 0.0, out=kernel)  # rounding; negative products are no such kernel
-        powers = kernel ** (zeta - 1)
-        energies = (kernel * powers) @ self.weights
-        if self.feature_scale is None:
+        (n, q), (M, R), zeta = x.shape, self.weights.shape, self.scale.exponent
+        products = x @ self.representatives.T
+        powers = self.scale.powers(products)
+        energies = (products * powers) @ self.weights
+        if self.scale.feature_scale is None:
             # Environment i has a representative of its own, x_i.
             terms = np.zeros((n, R, M + n))
             terms[np.arange(n), :, M + np.arange(n)] = -zeta * factors * energies
@@ -113,7 +158,7 @@ class ScalePotential:
         """Return the same for ζ = 2."""
         slopes = (x @ self._forms).reshape(len(x), -1, x.shape[1])
         along = (slopes @ x[:, :, None])[:, :, 0]
-        if self.feature_scale is None:
+        if self.scale.feature_scale is None:
             slopes -= along[:, :, None] * x[:, None, :]
         slopes *= factors[:, :, None]
         return along / 2, slopes
@@ -121,7 +166,8 @@ class ScalePotential:
     @property
     def _is_quadratic(self) -> bool:
         M, q = self.representatives.shape
-        return self.exponent == 2 and 2 * q <= M and 8.0 * self.weights.shape[1] * q**2 < _QUADRATIC
+        room = 8.0 * self.weights.shape[1] * q**2 < _QUADRATIC
+        return self.scale.exponent == 2 and 2 * q <= M and room
 
     @cached_property
     def _forms(self) -> Float64Array:
@@ -157,24 +203,12 @@ def make_potential(fitted: Fitted, weights: Float64Array) -> Potential:
     weights : (M, R) array
         Of its representatives; those of its members, or a mean of them.
     """
-    representation = fitted.representation
-    soap = representation.soap
-    shares = np.array([scale.weight for scale in soap.scales])
-    ends = np.cumsum(representation.widths)
-    scales = []
-    for s, scale in enumerate(soap.scales):
-        engine = make_engine("featomic", scale, representation.species)
-        assert isinstance(engine, FeatomicEngine)
-        columns = slice(int(ends[s]) - representation.widths[s], int(ends[s]))
-        projections = representation.projections
-        scales.append(
-            ScalePotential(
-                engine=engine,
-                representatives=fitted.representatives[:, columns].astype(np.float64),
-                weights=weights * (fitted.kernel_scale * shares[s] / shares.sum()),
-                exponent=soap.exponent,
-                projection=projections[s].matrix.astype(np.float64) if projections else None,
-                feature_scale=None if soap.normalize else representation.feature_scale,
-            )
+    scales = [
+        ScalePotential(
+            scale=scale,
+            representatives=fitted.representatives[:, scale.columns].astype(np.float64),
+            weights=weights * (fitted.kernel_scale * scale.share),
         )
+        for scale in scale_features(fitted.representation)
+    ]
     return Potential(tuple(scales))

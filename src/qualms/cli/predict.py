@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 import typer
-from ase import Atoms
-from ase.calculators.singlepoint import SinglePointCalculator
 
+from qualms.atomistic.mechanics import Mechanics, check_model
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.predicting import Chunk, atom_contributions
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.structures import iter_frames
 from qualms.cli.console import Terminal
 from qualms.cli.options import Force, Json, Model, Quiet, Threads
-from qualms.core.typing import IntArray
+from qualms.core.typing import Float64Array
 from qualms.errors import InputError
-from qualms.prediction import Prediction
 from qualms.storage.files import check_output
 from qualms.storage.predictions import open_writer
 
 #: Key of the flag of structures that look like extrapolation.
 FLAG = "qualms_extrapolates"
-#: What the key of the target ends in where it stands for contributions of atoms.
-ATOMS = "_atoms"
 
 
 def predict(
@@ -40,9 +37,14 @@ def predict(
     ensemble: Annotated[
         bool, typer.Option("--ensemble", help="Write what every member says, too.")
     ] = False,
+    forces: Annotated[
+        bool, typer.Option("--forces", help="Predict forces, too; to .xyz or .npz.")
+    ] = False,
     atoms: Annotated[
         bool,
-        typer.Option("--atoms", help="Write what each atom contributes, with its error bar, too."),
+        typer.Option(
+            "--atoms", help="Write what each atom contributes, with its error bar; to .xyz or .npz."
+        ),
     ] = False,
     ignore_unknown: Annotated[
         bool,
@@ -60,9 +62,11 @@ def predict(
     terminal = Terminal(quiet=quiet, as_json=as_json)
     check_output(output, force=force)
     loaded = AtomisticModel.load(model, threads=threads)
+    if forces:
+        _check_forces(loaded, output, ignore_unknown)
+    if atoms:
+        _check_atoms(loaded, output)
     per_atom = loaded.fitted.per_atom
-    if atoms and per_atom:
-        raise InputError("--atoms", "a property of atoms", "one of structures", "Leave it out.")
     unknown = "ignore" if ignore_unknown else "error"
     target, units = loaded.settings.target, loaded.settings.units
     n_structures = n_flagged = n_unknown = 0
@@ -70,8 +74,8 @@ def predict(
         writer = stack.enter_context(
             open_writer(
                 output,
-                f"{target}{ATOMS}" if atoms else target,
-                kind="atomic" if per_atom or atoms else "structure",
+                target,
+                kind="atomic" if per_atom else "structure",
                 ensemble=ensemble,
                 force=force,
             )
@@ -80,14 +84,23 @@ def predict(
         for chunk in loaded.stream(iter_frames(structures), unknown_species=unknown):
             novelty = np.empty((len(chunk.frames), 2))
             prediction = chunk.predict(chunk.rows(novelty))
+            arrays: dict[str, Any] = {}
+            if forces:
+                mechanics = loaded.predict_forces(chunk.frames)
+                prediction, arrays = mechanics.energy, force_arrays(mechanics, ensemble=ensemble)
+            if atoms:
+                arrays |= atom_arrays(chunk, ensemble=ensemble)
             flags = chunk.extrapolates(prediction, novelty)
             extra: dict[str, list[Any]] = {FLAG: flags.tolist()}
             if units:
                 extra[f"{target}_units"] = [units] * len(chunk.frames)
-            written = _Written(chunk.frames, prediction, chunk.centers if per_atom else None, extra)
-            if atoms:
-                written = _of_atoms(chunk, prediction, target, extra)
-            writer.write(written.frames, written.prediction, rows=written.rows, extra=written.extra)
+            writer.write(
+                chunk.frames,
+                prediction,
+                rows=chunk.centers if per_atom else None,
+                extra=extra,
+                arrays=arrays or None,
+            )
             n_structures += len(chunk.frames)
             n_flagged += int(flags.sum())
             n_unknown += int(chunk.has_unknown.sum())
@@ -112,41 +125,49 @@ def predict(
     )
 
 
-class _Written(NamedTuple):
-    """What goes to the file."""
+def _check_forces(model: AtomisticModel, output: Path, ignore_unknown: bool) -> None:
+    check_model(model.fitted)
+    if ignore_unknown:
+        raise InputError("--forces", "with --ignore-unknown-species", "one of the two")
+    if output.suffix == ".csv":
+        raise InputError("--output", str(output), "a file that ends in .xyz or .npz, for forces")
 
-    frames: list[Atoms]
-    prediction: Prediction
-    rows: list[IntArray] | None
-    extra: dict[str, list[Any]]
+
+def _check_atoms(model: AtomisticModel, output: Path) -> None:
+    if model.fitted.per_atom:
+        raise InputError("--atoms", "a property of atoms", "one of structures", "Leave it out.")
+    if output.suffix == ".csv":
+        raise InputError("--output", str(output), "a file that ends in .xyz or .npz, for atoms")
 
 
-def _of_atoms(
-    chunk: Chunk, prediction: Prediction, target: str, extra: dict[str, list[Any]]
-) -> _Written:
-    """Return what atoms contribute, and beside it the prediction of their structure."""
-    whole = {
-        target: prediction.mean.tolist(),
-        f"{target}_uncertainty": prediction.std.tolist(),
-    }
-    return _Written(
-        frames=[_reference_aside(frame, target) for frame in chunk.frames],
-        prediction=Prediction.concatenate(atom_contributions(chunk)),
-        rows=chunk.centers,
-        extra=whole | extra,
+def atom_arrays(chunk: Chunk, *, ensemble: bool) -> dict[str, Any]:
+    """Return what atoms contribute, with error bars; NaN for those the model does not know."""
+    parts = atom_contributions(chunk)
+    name = f"{chunk.fitted.settings.target}_atoms"
+    known = np.concatenate(
+        [np.isin(np.arange(len(f)), c) for f, c in zip(chunk.frames, chunk.centers, strict=True)]
     )
 
+    def of_all(values: Sequence[Float64Array]) -> Float64Array:
+        found = np.concatenate(values)
+        full = np.full((len(known), *found.shape[1:]), np.nan)
+        full[known] = found
+        return full
 
-def _reference_aside(frame: Atoms, target: str) -> Atoms:
-    """Return a structure whose own value of the target is a reference, unless it was predicted."""
-    atoms: Atoms = frame.copy()  # type: ignore[no-untyped-call]
-    results = dict(getattr(frame.calc, "results", {}))
-    value = atoms.info.pop(target, None)
-    value = results.pop(target, None) if value is None else value
-    was_predicted = atoms.info.pop(f"{target}_uncertainty", None) is not None
-    atoms.info.pop(f"{target}_ensemble", None)
-    if value is not None and not was_predicted:
-        atoms.info.setdefault(f"REF_{target}", value)
-    if results:
-        atoms.calc = SinglePointCalculator(atoms, **results)  # type: ignore[no-untyped-call]
-    return atoms
+    arrays = {
+        name: of_all([part.mean for part in parts]),
+        f"{name}_uncertainty": of_all([part.std for part in parts]),
+    }
+    if ensemble:
+        arrays[f"{name}_ensemble"] = of_all([part.members for part in parts])
+    return arrays
+
+
+def force_arrays(mechanics: Mechanics, *, ensemble: bool) -> dict[str, Any]:
+    """Return forces (n_atoms, 3), their error bars, and perhaps what each member says."""
+    forces = mechanics.forces
+    arrays: dict[str, Any] = {"forces": forces.mean, "forces_uncertainty": forces.std}
+    if ensemble:
+        by_member = forces.members.transpose(0, 2, 1)
+        arrays["forces_ensemble"] = by_member.reshape(len(by_member), -1)
+    return arrays

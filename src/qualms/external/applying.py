@@ -25,7 +25,7 @@ from qualms.external.reading import (
     with_results,
 )
 from qualms.storage.files import atomic_output
-from qualms.storage.predictions import xyz_text
+from qualms.storage.xyz import xyz_text
 
 
 @dataclass(frozen=True)
