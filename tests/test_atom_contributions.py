@@ -7,9 +7,12 @@ from pathlib import Path
 import ase.io
 import numpy as np
 import pytest
+from ase.build import bulk, molecule
 from ase.calculators.singlepoint import SinglePointCalculator
 from atomistic_fixtures import ENERGY, copies, make_model, qualms
 
+from qualms import InputError, Prediction
+from qualms.atomistic.attribution import local_contributions
 from qualms.report import structure_map as maps
 
 
@@ -43,6 +46,11 @@ def test_contributions_are_columns_of_the_structure(files, energy_model):
         assert atoms.info[ENERGY] == pytest.approx(whole.mean[i])
         assert atoms.info[f"{ENERGY}_uncertainty"] == pytest.approx(whole.std[i])
         assert atoms.info[f"REF_{ENERGY}"] == pytest.approx(files[i].info[ENERGY])
+        np.testing.assert_allclose(
+            atoms.arrays[f"{ENERGY}_atoms_local_uncertainty"],
+            local_contributions(files[i], expected[i]).std,
+            rtol=1e-6,
+        )
         # They sum to the structure, member by member.
         members = atoms.arrays[f"{ENERGY}_atoms_ensemble"].sum(axis=0)
         np.testing.assert_allclose(members, whole.members[i], rtol=1e-6)
@@ -104,6 +112,45 @@ def test_properties_of_atoms_need_no_such_option(shift_model, molecules, tmp_pat
     assert "Traceback" not in ended.err
 
 
+# --- what is shared with neighbours ---
+
+
+def test_shared_contributions_have_the_same_sum_and_no_internal_quarrels(molecules):
+    rng = np.random.default_rng(0)
+    atoms = molecules[0]
+    given = Prediction(rng.normal(size=(len(atoms), 6)))
+    shared = local_contributions(atoms, given)
+    np.testing.assert_allclose(shared.sum().members, given.sum().members)
+    np.testing.assert_allclose(
+        local_contributions(atoms, given, width=1e-3).members, given.members, atol=1e-12
+    )
+    everywhere = local_contributions(atoms, given, width=1e3).members
+    np.testing.assert_allclose(
+        everywhere, np.tile(given.members.mean(axis=0), (len(atoms), 1)), atol=1e-4
+    )
+    # Members that differ about carbon and its hydrogens, and agree about the sum.
+    methane = molecule("CH4")
+    quarrel = np.outer([4, -1, -1, -1, -1], rng.normal(size=6))
+    before = Prediction(quarrel + 0.01 * rng.normal(size=(5, 6)))
+    assert local_contributions(methane, before).std.max() < 0.1 * before.std.max()
+
+
+def test_images_of_atoms_are_neighbours():
+    crystal = bulk("NaCl", "rocksalt", a=5.6, cubic=True)
+    shifted = crystal.copy()
+    shifted.positions += [1.3, 0.2, 0.7]
+    shifted.wrap()
+    given = Prediction(np.random.default_rng(0).normal(size=(8, 4)))
+    np.testing.assert_allclose(
+        local_contributions(crystal, given).members, local_contributions(shifted, given).members
+    )
+
+
+def test_one_contribution_for_each_atom(molecules):
+    with pytest.raises(InputError, match="one for each atom"):
+        local_contributions(molecules[0], Prediction(np.zeros((3, 4))))
+
+
 # --- in a report ---
 
 
@@ -111,14 +158,15 @@ def test_the_map_of_a_report_colours_atoms(files, energy_model):
     assert qualms("report model.safetensors new.xyz -o report.html --threads 1").code == 0
     with gzip.open("report.chemiscope.json.gz") as stream:
         data = json.load(stream)
-    inside = data["properties"]["σ of the atom"]
+    inside = data["properties"]["σ around the atom"]
     assert inside["target"] == "atom"
-    expected = np.concatenate([p.std for p in energy_model.predict_atoms(files)])
+    pairs = zip(files, energy_model.predict_atoms(files), strict=True)
+    expected = np.concatenate([local_contributions(atoms, p).std for atoms, p in pairs])
     np.testing.assert_allclose(inside["values"], expected, rtol=1e-5)
     places = [(e["structure"], e["center"]) for e in data["environments"]]
     assert places == [(i, j) for i, atoms in enumerate(files) for j in range(len(atoms))]
     assert data["settings"]["target"] == "structure"
-    assert data["settings"]["structure"][0]["color"]["property"] == "σ of the atom"
+    assert data["settings"]["structure"][0]["color"]["property"] == "σ around the atom"
     assert "coloured by the error bars" in Path("report.html").read_text(encoding="utf-8")
 
 
@@ -128,4 +176,4 @@ def test_too_many_atoms_are_not_coloured(files, energy_model, monkeypatch):
     with gzip.open("report.chemiscope.json.gz") as stream:
         data = json.load(stream)
     assert "environments" not in data
-    assert "σ of the atom" not in data["properties"]
+    assert "σ around the atom" not in data["properties"]

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from qualms.atomistic.attribution import local_contributions
 from qualms.atomistic.mechanics import Mechanics, check_model
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.predicting import Chunk, atom_contributions
@@ -154,9 +155,12 @@ def atom_arrays(chunk: Chunk, *, ensemble: bool) -> dict[str, Any]:
         full[known] = found
         return full
 
+    pairs = zip(chunk.known, parts, strict=True)
+    local = [local_contributions(known, part).std for known, part in pairs]
     arrays = {
         name: of_all([part.mean for part in parts]),
         f"{name}_uncertainty": of_all([part.std for part in parts]),
+        f"{name}_local_uncertainty": of_all(local),
     }
     if ensemble:
         arrays[f"{name}_ensemble"] = of_all([part.members for part in parts])

@@ -10,6 +10,7 @@ import numpy as np
 import typer
 from ase import Atoms
 
+from qualms.atomistic.attribution import local_contributions
 from qualms.atomistic.evaluation import Evaluation
 from qualms.atomistic.evaluation import evaluate as evaluate_model
 from qualms.atomistic.model import AtomisticModel
@@ -102,8 +103,10 @@ def judged_by(
 def _atom_std(
     model: AtomisticModel, frames: Sequence[Atoms], some: Sequence[int]
 ) -> list[Float64Array]:
-    """Return how sure the model is of what each atom of some structures contributes."""
-    return [atoms.std for atoms in model.predict_atoms([frames[i] for i in some])]
+    """Return how sure the model is of what is around each atom of some structures."""
+    shown = [frames[i] for i in some]
+    pairs = zip(shown, model.predict_atoms(shown), strict=True)
+    return [local_contributions(atoms, contributions).std for atoms, contributions in pairs]
 
 
 def _places(model: AtomisticModel, frames: Sequence[Atoms]) -> tuple[IntArray, IntArray | None]:

@@ -51,7 +51,7 @@ class Judged:
         Of the committee, if it is not that of `prediction`; zero if nobody knows.
     atom_std : callable, optional
         Takes indices of `frames` and returns for each of them an array of standard deviations, of
-        what each atom contributes to the property of the structure. The map shows them.
+        what each atom, or what is around it, contributes. The map shows them.
     """
 
     target: str

@@ -30,7 +30,7 @@ _CUTOFF = 4.0
 #: Digits of positions in Å after the point: more would not be seen.
 _DECIMALS = 3
 #: What the error bars of atoms within a structure are called.
-_INSIDE = "σ of the atom"
+_INSIDE = "σ around the atom"
 #: Where the viewer is in the package, and the notices of the libraries in it.
 _SCRIPT, _NOTICES = "sphinx/static/chemiscope.min.js", "static/chemiscope-widget.mjs.LICENSE.txt"
 HOW_TO_INSTALL = (
@@ -330,7 +330,11 @@ def _note(n_shown: int, n_all: int, of_atoms: bool, *, averaged: bool, inside: b
     what = "Each point is an atom" if of_atoms else "Each point is a structure"
     over = ", averaged over what was predicted for it" if averaged else ""
     note = f"{what}{over}; its colour is the error bar σ. A click on it shows the structure"
-    note += ", its atoms coloured by the error bars of what they contribute." if inside else "."
+    note += (
+        ", atoms coloured by the error bars of what their surroundings contribute."
+        if inside
+        else "."
+    )
     if n_shown == n_all:
         return note
     return (
