@@ -38,11 +38,11 @@ def main() -> None:
             f"{name:18}{found.mean[i]:8.{digits}f} ± {found.std[i]:.{digits}f} {unit}"
             f"   (truth: {truth[i]:.{digits}f})"
         )
-    deepest = energies[int(energies.mean.argmin())]
-    curve = energies - deepest
-    print(f"energy at the minimum: ± {deepest.std:.4f} eV; relative to it, at the largest")
-    print(f"volume: ± {curve.std[-1]:.4f} eV, where independent errors would give ", end="")
-    print(f"± {np.hypot(deepest.std, energies.std[-1]):.4f} eV")
+    difference = energies[4] - energies[3]
+    apart = np.hypot(energies.std[3], energies.std[4])
+    print(
+        f"two neighbouring volumes: ± {1000 * difference.std:.1f} meV, not ± {1000 * apart:.1f} meV"
+    )
     if len(sys.argv) > 1:
         draw(energies, found, truth, true_energies, sys.argv[1])
 

@@ -57,6 +57,13 @@ def test_equation_of_state(tmp_path):
     np.testing.assert_array_less(np.abs(found.mean - truth), 3 * found.std)
     z = (true_energies - energies.mean) / energies.std
     assert np.sqrt(np.mean(z**2)) < 2.5
+    # Errors of neighbouring volumes cancel, and the members know how far.
+    differences, true = energies[1:] - energies[:-1], np.diff(true_energies)
+    apart = np.hypot(energies.std[1:], energies.std[:-1])
+    assert np.median(differences.std / apart) < 0.75
+    assert np.min(differences.std / apart) < 0.35
+    z = (true - differences.mean) / differences.std
+    assert np.sqrt(np.mean(z**2)) < 2.5
     example.draw(energies, found, truth, true_energies, tmp_path / "eos.png")
     assert_drawn(tmp_path / "eos.png")
 

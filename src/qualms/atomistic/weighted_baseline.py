@@ -44,7 +44,8 @@ class WeightedBaseline(AseCalculator):
     baseline_uncertainty : float
         σ_b in eV: how wrong the baseline is for a whole structure.
     learns : {"total", "difference"}
-        What the learned energy is: that of the structure, or its difference from the baseline.
+        What the learned energy is: that of the structure, with the zero of energy of the baseline,
+        or its difference from the baseline.
 
     Notes
     -----
