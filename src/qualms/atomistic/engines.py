@@ -26,6 +26,9 @@ from qualms.atomistic.hypers import Scale
 from qualms.core.typing import Float64Array, FloatArray, IntArray
 from qualms.errors import InputError
 
+#: Of power spectra.
+Precision = type[np.float32] | type[np.float64]
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -37,7 +40,7 @@ class Piece:
         Environments, counted through the batch.
     columns : tuple of slices
         Features, c in all.
-    values : (n, c) array of float32
+    values : (n, c) array
     """
 
     rows: IntArray
@@ -63,7 +66,11 @@ class Engine(Protocol):
         ...
 
     def pieces(
-        self, frames: Sequence[Atoms], centers: Sequence[IntArray], finish: Finish = as_they_are
+        self,
+        frames: Sequence[Atoms],
+        centers: Sequence[IntArray],
+        finish: Finish = as_they_are,
+        dtype: Precision = np.float32,
     ) -> Iterator[Piece]:
         """Yield the power spectra of the chosen atoms of each structure."""
         ...
@@ -88,7 +95,7 @@ def make_engine(name: str, scale: Scale, species: tuple[int, ...]) -> Engine:
     return engine
 
 
-def _in_cell(atoms: Atoms, scale: Scale) -> Atoms:
+def in_cell(atoms: Atoms, scale: Scale) -> Atoms:
     """Return a structure without a cell, or periodic in all directions with atoms in the cell.
 
     dscribe loses neighbours of atoms outside the cell and wants one of finite volume; featomic does
@@ -122,7 +129,11 @@ class DscribeEngine:
         return int(self._soap(self.species, False).get_number_of_features())
 
     def pieces(
-        self, frames: Sequence[Atoms], centers: Sequence[IntArray], finish: Finish = as_they_are
+        self,
+        frames: Sequence[Atoms],
+        centers: Sequence[IntArray],
+        finish: Finish = as_they_are,
+        dtype: Precision = np.float32,
     ) -> Iterator[Piece]:
         """Yield power spectra, a piece for each set of species and kind of periodicity."""
         starts = offsets_of([len(c) for c in centers])
@@ -135,11 +146,11 @@ class DscribeEngine:
             soap = self._soap(present, periodic)
             root = self._root_multiplicity(len(present))
             rows = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
-            values = np.empty((len(rows), len(root)), dtype=np.float32)
+            values = np.empty((len(rows), len(root)), dtype=dtype)
             first = 0
             for i in members:
                 # All that is done to the spectra of a structure, while they are in the cache.
-                spectra = soap.create(_in_cell(frames[i], self.scale), centers=centers[i].tolist())
+                spectra = soap.create(in_cell(frames[i], self.scale), centers=centers[i].tolist())
                 spectra *= root
                 values[first : first + len(spectra)] = finish(spectra)
                 first += len(spectra)
@@ -211,7 +222,11 @@ class FeatomicEngine:
         return (self.scale.l_max + 1) * self.scale.n_radial**2
 
     def pieces(
-        self, frames: Sequence[Atoms], centers: Sequence[IntArray], finish: Finish = as_they_are
+        self,
+        frames: Sequence[Atoms],
+        centers: Sequence[IntArray],
+        finish: Finish = as_they_are,
+        dtype: Precision = np.float32,
     ) -> Iterator[Piece]:
         """Yield the power spectra of the whole batch as one piece."""
         from metatensor import Labels
@@ -224,14 +239,14 @@ class FeatomicEngine:
         position = [np.full(len(f), -1) for f in frames]
         for row, chosen in zip(position, centers, strict=True):
             row[chosen] = np.arange(len(chosen))
-        values = np.zeros((len(samples), self.n_features), dtype=np.float32)
+        values = np.zeros((len(samples), self.n_features), dtype=dtype)
         if len(samples):
-            computed = self._calculator.compute(
-                [_in_cell(atoms, self.scale) for atoms in frames],
+            computed = self.calculator.compute(
+                [in_cell(atoms, self.scale) for atoms in frames],
                 selected_samples=Labels(["system", "atom"], samples),
                 use_native_system=True,
             )
-            columns = self._pair_columns
+            columns = self.pair_columns
             for key, block in computed.items():
                 pair = columns[int(key["neighbor_1_type"]), int(key["neighbor_2_type"])]
                 where = block.samples.values
@@ -243,13 +258,15 @@ class FeatomicEngine:
         yield Piece(np.arange(len(samples)), (slice(0, self.n_features),), finish(values))
 
     @cached_property
-    def _pair_columns(self) -> dict[tuple[int, int], slice]:
+    def pair_columns(self) -> dict[tuple[int, int], slice]:
+        """Features of each pair of species."""
         size = self._block_size
         pairs = combinations_with_replacement(self.species, 2)
         return {pair: slice(i * size, (i + 1) * size) for i, pair in enumerate(pairs)}
 
     @cached_property
-    def _calculator(self) -> Any:
+    def calculator(self) -> Any:
+        """Featomic's own."""
         from featomic import SoapPowerSpectrum
 
         scale = self.scale

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -22,11 +22,11 @@ from qualms.core.typing import Float64Array, FloatArray, IntArray
 class ProjectedVariance:
     """What σ_PP of Eq. (3), Musil et al. 2019, needs.
 
-    The factors are kept in float32: kernel rows have no more digits than that.
+    The factors are kept in float32, if kernel rows have no more digits than that.
 
     Attributes
     ----------
-    whitening, posterior : (r, r) arrays of float32
+    whitening, posterior : (r, r) arrays
         Lower Cholesky factors of K_MM and of A = ΦᵀΦ + σ².
     noise_variance : float
         σ² relative to `variance`.
@@ -91,6 +91,8 @@ class Fitted:
         counted.
     training_spread : float
         Largest spread between members that had not seen a training row.
+    forces_calibrations : mapping of str to Calibration
+        The same for components of forces; empty if the model was not trained on forces.
     """
 
     settings: Settings
@@ -108,6 +110,7 @@ class Fitted:
     membership: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
     training_novelty: tuple[float, float]
     training_spread: float
+    forces_calibrations: Mapping[str, Calibration] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _in_file_order(self, "representatives", "weights", "intercepts", "pp_weights")
@@ -122,6 +125,11 @@ class Fitted:
     def calibration(self) -> Calibration:
         """The calibration that predictions use."""
         return self.calibrations[self.settings.calibration]
+
+    @property
+    def forces_calibration(self) -> Calibration | None:
+        """The calibration of forces, if the model was trained on forces."""
+        return self.forces_calibrations.get(self.settings.calibration)
 
     @cached_property
     def basis(self) -> Basis:

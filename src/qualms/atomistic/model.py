@@ -14,6 +14,7 @@ from qualms.atomistic.checkpoint import Checkpoint, run_key
 from qualms.atomistic.feature_stage import Resources
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.hypers import Soap
+from qualms.atomistic.mechanics import Mechanics, check_frames, predict_mechanics
 from qualms.atomistic.model_file import (
     Provenance,
     Record,
@@ -22,9 +23,11 @@ from qualms.atomistic.model_file import (
     write_model,
 )
 from qualms.atomistic.plan import Plan, default_threads, parse_memory
+from qualms.atomistic.potential import Potential, make_potential
 from qualms.atomistic.predicting import Chunk, atom_contributions, concatenated, stream_chunks
 from qualms.atomistic.progress import Display, Stages
 from qualms.atomistic.progress_bars import Bars
+from qualms.atomistic.records import make_record
 from qualms.atomistic.settings import Settings, make_settings
 from qualms.atomistic.solving import Outcome
 from qualms.atomistic.structures import refuse_single
@@ -67,6 +70,10 @@ class AtomisticModel:
     noise : {"loo", "evidence"} or float
         How to choose the noise variance σ², or σ² itself, in the units of the target squared (per
         atom if it is extensive).
+    forces, stress : str, optional
+        Keys of forces and of stresses to learn together with the energy.
+    forces_noise : "auto" or float
+        Noise variance of forces, in their units squared; chosen together with `noise` by default.
     n_members : int
         N_R.
     subsample : float or int
@@ -111,6 +118,9 @@ class AtomisticModel:
         per_species: bool = False,
         baseline: str | Mapping[str | int, float] = "composition",
         noise: str | float = "loo",
+        forces: str | None = None,
+        stress: str | None = None,
+        forces_noise: str | float = "auto",
         n_members: int = 16,
         subsample: float = 0.5,
         resample: str = "structures",
@@ -133,6 +143,7 @@ class AtomisticModel:
         self._record: Record | None = None
         self._provenance: Provenance | None = None
         self._internal: CalibrationData | None = None
+        self._potential: Potential | None = None
 
     def fit(
         self,
@@ -198,9 +209,9 @@ class AtomisticModel:
 
     def _keep(self, data: TrainingSet, outcome: Outcome, stages: Stages) -> None:
         """Become the outcome of a training run."""
-        self._fitted = outcome.fitted
+        self._fitted, self._potential = outcome.fitted, None
         self._internal = outcome.internal
-        self._record = _record(data, outcome, stages)
+        self._record = make_record(data, outcome, stages)
         self._provenance = make_provenance(data.digest)
 
     @classmethod
@@ -217,6 +228,7 @@ class AtomisticModel:
         model.memory = None
         model.threads = default_threads(threads)
         model._fitted = model._record = model._provenance = model._internal = None
+        model._potential = None
         return model
 
     def predict(self, frames: Sequence[Atoms], *, unknown_species: str = "error") -> Prediction:
@@ -232,8 +244,7 @@ class AtomisticModel:
         Returns
         -------
         Prediction
-            One value for each structure; for atomic properties one for each atom of the species of
-            the model, structure after structure, in the order of `target_atoms`.
+            One value for each structure; for atomic properties, for each of `target_atoms`.
         """
         chunks = self.stream(frames, unknown_species=unknown_species)
         return concatenated([chunk.predict(chunk.rows()) for chunk in chunks])
@@ -243,7 +254,7 @@ class AtomisticModel:
     ) -> Float64Array:
         """Predict without error bars: the mean of the committee, Eq. (4)."""
         parts = [
-            self.fitted.mean(chunk.rows(), chunk.design) * _factor(chunk)
+            self.fitted.mean(chunk.rows(), chunk.design) * chunk.factors
             for chunk in self.stream(frames, unknown_species=unknown_species)
         ]
         return np.concatenate(parts)
@@ -251,13 +262,35 @@ class AtomisticModel:
     def predict_atoms(
         self, frames: Sequence[Atoms], *, unknown_species: str = "error"
     ) -> list[Prediction]:
-        """Predict what each atom contributes, with error bars, for each structure.
+        """Predict what each atom contributes to each structure, with error bars.
 
-        Contributions sum (extensive) or average (intensive) to the prediction of the structure,
-        member by member. Of atomic properties, they are the predictions themselves.
+        Contributions sum (extensive) or average (intensive) to the prediction, member by member.
         """
         chunks = self.stream(frames, unknown_species=unknown_species)
         return [atom for chunk in chunks for atom in atom_contributions(chunk)]
+
+    def predict_forces(self, frames: Sequence[Atoms], *, stress: bool = False) -> Mechanics:
+        """Predict energies and forces, the derivatives of every member's energy.
+
+        For models with features by featomic. Everything is computed in float64: energies agree
+        with those of `predict` up to the rounding of float32.
+
+        Parameters
+        ----------
+        frames : sequence of Atoms
+        stress : bool
+            Whether to predict stresses, too, of structures that are periodic in all directions.
+
+        Returns
+        -------
+        Mechanics
+            ``.energy``, ``.forces``, ``.stress``; iterate over it for those of each structure.
+        """
+        refuse_single(frames)
+        frames = list(frames)
+        check_frames(self.fitted, frames, stress=stress)
+        with threadpool_limits(limits=self.threads):
+            return predict_mechanics(self.fitted, self.potential, frames, stress=stress)
 
     def predict_pp(
         self, frames: Sequence[Atoms], *, unknown_species: str = "error"
@@ -269,7 +302,7 @@ class AtomisticModel:
         means, stds = [], []
         for chunk in self.stream(frames, unknown_species=unknown_species):
             rows = chunk.rows()
-            factor = _factor(chunk)
+            factor = chunk.factors
             means.append(self.fitted.pp_mean(rows, chunk.design) * factor)
             stds.append(variance.std(rows, chunk.prior_variance()) * factor)
         return np.concatenate(means), np.concatenate(stds)
@@ -342,6 +375,17 @@ class AtomisticModel:
         return self._fitted
 
     @property
+    def potential(self) -> Potential:
+        """The energy of environments by all members, for features by featomic."""
+        if self._potential is None:
+            self._potential = make_potential(self.fitted, self.fitted.weights)
+        return self._potential
+
+    def __getstate__(self) -> dict[str, Any]:
+        # featomic's calculators cannot be pickled, and are made again when they are needed.
+        return self.__dict__ | {"_potential": None}
+
+    @property
     def record(self) -> Record:
         """What is known of the training."""
         self.fitted  # noqa: B018
@@ -362,31 +406,4 @@ class AtomisticModel:
 
     def __repr__(self) -> str:
         state = "trained" if self._fitted is not None else "not trained"
-        settings = self.settings
-        return f"<AtomisticModel of {settings.target} ({settings.kind}), {state}>"
-
-
-def _factor(chunk: Chunk) -> Float64Array:
-    """Return what averages are multiplied by, a number for each prediction."""
-    return np.ones(len(chunk.batch.features)) if chunk.fitted.per_atom else chunk.sizes
-
-
-def _record(data: TrainingSet, outcome: Outcome, stages: Stages) -> Record:
-    internal = outcome.internal
-    z = None if internal is None else internal.residuals
-    return Record(
-        n_structures=len(data.frames),
-        n_rows=len(data.y),
-        n_environments=data.n_environments,
-        n_unlabelled=data.n_unlabelled,
-        n_isolated=data.n_isolated,
-        n_duplicates=data.n_duplicates,
-        n_internal=0 if z is None else len(z),
-        rmse=None if z is None else float(np.sqrt(np.mean(z**2))),
-        mae=None if z is None else float(np.mean(np.abs(z))),
-        effective_rank=len(outcome.fitted.representatives),
-        noise=float(np.sqrt(outcome.full.noise_variance[0])),
-        target_std=float(outcome.full.scale[0]),
-        solver=outcome.solution,
-        seconds=dict(stages.seconds),
-    )
+        return f"<AtomisticModel of {self.settings.target} ({self.settings.kind}), {state}>"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import platform
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,7 +36,7 @@ from qualms.storage.container import (
 
 FORMAT = "qualms model"
 #: Raised whenever the meaning of a file changes; older files stay readable.
-PROTOCOL = 1
+PROTOCOL = 2
 
 _PACKAGES = ("qualms", "numpy", "scipy", "ase", "dscribe", "featomic", "safetensors")
 
@@ -81,6 +82,10 @@ class Record(Document):
         How the members were solved.
     seconds : dict
         Time of each stage.
+    n_force_rows, n_virial_rows, n_without_forces : int
+        Components of forces and of virials that were learned, and structures without forces.
+    forces_rmse, forces_mae, forces_noise : float, optional
+        As those of the energy, of components of forces.
     """
 
     n_structures: int
@@ -97,6 +102,12 @@ class Record(Document):
     target_std: float
     solver: str
     seconds: dict[str, float]
+    n_force_rows: int = 0
+    n_virial_rows: int = 0
+    n_without_forces: int = 0
+    forces_rmse: float | None = None
+    forces_mae: float | None = None
+    forces_noise: float | None = None
 
 
 _Share = Annotated[float, Field(ge=0, le=1)]
@@ -123,6 +134,7 @@ class ModelDocument(Document):
     pp_noise: float | None = Field(gt=0)
     pp_target_variance: float | None = Field(gt=0)
     calibrations: dict[str, CalibrationDocument]
+    forces_calibrations: dict[str, CalibrationDocument] = Field(default_factory=dict)
     training_novelty: tuple[_Share, _Share]
     training_spread: float = Field(ge=0)
     record: Record
@@ -161,16 +173,21 @@ def write_model(
         pp_intercept=fitted.pp_intercept,
         pp_noise=fitted.pp_variance.noise_variance if fitted.pp_variance else None,
         pp_target_variance=fitted.pp_variance.variance if fitted.pp_variance else None,
-        calibrations={
-            name: CalibrationDocument(method=c.method, parameters=c.parameters())
-            for name, c in fitted.calibrations.items()
-        },
+        calibrations=_documents(fitted.calibrations),
+        forces_calibrations=_documents(fitted.forces_calibrations),
         training_novelty=fitted.training_novelty,
         training_spread=fitted.training_spread,
         record=record,
         provenance=provenance,
     )
     write_container(path, _tensors(fitted), document, format=FORMAT, version=PROTOCOL, force=force)
+
+
+def _documents(calibrations: Mapping[str, Calibration]) -> dict[str, CalibrationDocument]:
+    return {
+        name: CalibrationDocument(method=c.method, parameters=c.parameters())
+        for name, c in calibrations.items()
+    }
 
 
 def _tensors(fitted: Fitted) -> dict[str, Any]:
@@ -259,7 +276,11 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
     return Fitted(
         settings=document.settings,
         representation=Representation(
-            document.settings.representation, document.species, projections, document.feature_scale
+            document.settings.representation,
+            document.species,
+            projections,
+            document.feature_scale,
+            precise=document.settings.mechanical,
         ),
         representatives=tensors["representatives"],
         origins=tensors["origins"],
@@ -271,7 +292,10 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
         baseline=Baseline(
             document.baseline, document.species, tensors["baseline"], tensors["baseline_members"]
         ),
-        calibrations=_calibrations(document),
+        calibrations=_calibrations(document, document.calibrations),
+        forces_calibrations=_calibrations(document, document.forces_calibrations)
+        if document.forces_calibrations
+        else {},
         pp_variance=_variance(document, tensors, r),
         membership=tensors["membership"],
         training_novelty=document.training_novelty,
@@ -279,9 +303,11 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
     )
 
 
-def _calibrations(document: ModelDocument) -> dict[str, Calibration]:
+def _calibrations(
+    document: ModelDocument, documents: Mapping[str, CalibrationDocument]
+) -> dict[str, Calibration]:
     calibrations = {
-        name: build_calibration(c.method, c.parameters) for name, c in document.calibrations.items()
+        name: build_calibration(c.method, c.parameters) for name, c in documents.items()
     }
     if document.settings.calibration not in calibrations:
         raise ValueError(f"no calibration {document.settings.calibration}")
@@ -301,7 +327,7 @@ def _variance(document: ModelDocument, tensors: dict[str, Any], r: int) -> Proje
     for name in ("pp_whitening", "pp_posterior"):
         if tensors[name].size != r * (r + 1) // 2:
             raise ValueError(f"{name} has {tensors[name].size} elements")
-        factor = np.zeros((r, r), dtype=np.float32)
+        factor = np.zeros((r, r), dtype=tensors[name].dtype)
         factor[np.tril_indices(r)] = tensors[name]
         if np.any(np.diag(factor) <= 0):
             raise ValueError(f"{name} is not a Cholesky factor")

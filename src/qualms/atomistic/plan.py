@@ -101,6 +101,7 @@ def make_plan(
     selection: str = "fps",
     keep_pp: bool = True,
     to_disk: bool = False,
+    n_pairs: int = 0,
 ) -> Plan:
     """Decide where features live.
 
@@ -120,11 +121,22 @@ def make_plan(
         Whether the model keeps what the variance of Eq. (3) needs.
     to_disk : bool
         Whether features go to disk in any case, so that the run can be resumed.
+    n_pairs : int
+        Environments times their neighbours, if forces are learned.
     """
     limit = parse_memory(memory)
     d, M = n_features, n_representatives
     run = Requirements(
-        n_rows, n_structures, n_environments, d, n_raw_features, M, n_members, n_workers, selection
+        n_rows,
+        n_structures,
+        n_environments,
+        d,
+        n_raw_features,
+        M,
+        n_members,
+        n_workers,
+        selection,
+        n_pairs,
     )
     while run.n_workers > 1 and min(run.memory().values()) > limit:
         run = replace(run, n_workers=run.n_workers // 2)
@@ -135,6 +147,7 @@ def make_plan(
         fixed = run.base + run.beside_candidates
         candidates = int(min(n_environments, (limit - fixed) / (4.4 * d)))
         needed[mode] = max(needed[mode], fixed + 4.4 * d * candidates)
+    factors = 2 * M if n_pairs else M  # in float64, or float32
     return Plan(
         mode=mode,
         n_rows=n_rows,
@@ -145,7 +158,7 @@ def make_plan(
         memory=needed[mode],
         limit=limit,
         disk=features if mode == "spill" or (to_disk and mode == "keep") else 0.0,
-        model_size=4.0 * M * (d + 2 * n_members + (M if keep_pp else 0)) + 1e5,
+        model_size=4.0 * M * (d + 2 * n_members + (factors if keep_pp else 0)) + 1e5,
         seconds=run.seconds(mode),
         n_candidates=candidates,
         n_workers=run.n_workers,

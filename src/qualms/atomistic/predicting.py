@@ -56,6 +56,11 @@ class Chunk:
         return np.array([len(known) for known in self.known], dtype=np.float64)
 
     @property
+    def factors(self) -> Float64Array:
+        """What averages are multiplied by, a number for each prediction."""
+        return np.ones(len(self.batch.features)) if self.fitted.per_atom else self.sizes
+
+    @property
     def design(self) -> Float64Array:
         """Design matrix of the baseline, a row for each prediction."""
         species = self.fitted.baseline.species

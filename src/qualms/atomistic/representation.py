@@ -34,12 +34,15 @@ class Representation:
         One for each scale, or none at all.
     feature_scale : float
         What features are divided by if they are not normalised: keeps powers of them in range.
+    precise : bool
+        Whether features are float64, as those of models that were trained on forces.
     """
 
     soap: Soap
     species: tuple[int, ...]
     projections: tuple[Projection, ...] = ()
     feature_scale: float = 1.0
+    precise: bool = False
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
@@ -79,16 +82,17 @@ class Representation:
 
         Returns
         -------
-        (n_environments, d) array of float32
+        (n_environments, d) array of float32, or float64 if `precise`
             For each scale of unit length, unless the hyper-parameters say otherwise.
         """
         n = sum(len(chosen) for chosen in centers)
-        features = np.zeros((n, self.n_features), dtype=np.float32)
+        dtype = np.float64 if self.precise else np.float32
+        features: FloatArray = np.zeros((n, self.n_features), dtype=dtype)
         first = 0
         for s, engine in enumerate(self._engines()):
             block = features[:, first : first + self.widths[s]]
             first += self.widths[s]
-            for piece in engine.pieces(frames, centers, self._scaled):
+            for piece in engine.pieces(frames, centers, self._scaled, dtype):
                 self._place(block, piece, s)
             if self.soap.normalize and self.projections:
                 block[:] = normalize_rows(block)

@@ -8,6 +8,7 @@ from typing import Literal
 from qualms.atomistic.compression import sample_size
 from qualms.atomistic.environments import BLOCK
 from qualms.atomistic.featurize import BATCH, SERIAL
+from qualms.atomistic.gradients import BATCH as GRADIENTS
 from qualms.atomistic.selection import LANDMARKS
 
 Mode = Literal["keep", "spill", "recompute"]
@@ -30,6 +31,8 @@ class Requirements:
         Features of an environment, and how many there were before compression.
     M, n_members, n_workers : int
     selection : {"fps", "cur", "random"}
+    n_pairs : int
+        Environments times their neighbours, if forces are learned.
     """
 
     n_rows: int
@@ -41,6 +44,7 @@ class Requirements:
     n_members: int
     n_workers: int
     selection: str
+    n_pairs: int = 0
 
     @property
     def features(self) -> float:
@@ -86,8 +90,13 @@ class Requirements:
         picking = 4.0 * M * self.d + 1.2 * features / 16 + 100e6 + self._landmarks
         products = 3 * 4.0 * BLOCK * M + 4.0 * BLOCK * self.d
         rows = 8.0 * self.n_rows * M
+        # Derivatives of a batch, and what they give with all representatives; two Gram matrices of
+        # five parts, or of one, beside the factors.
+        pairs = self.n_pairs / max(self.n_environments, 1)
+        products += 2 * 3 * 8.0 * GRADIENTS * pairs * (self.n_raw + M)
+        grams = (20 if M <= 800 else 6) * 8.0 * M**2 if self.n_pairs else 0.0
         # Solving a member exactly takes a copy of its rows, in turn; conjugate gradients do not.
-        solving = rows + 6 * 8.0 * M**2 + min(0.5 * rows, 2 * GB)
+        solving = rows + 6 * 8.0 * M**2 + grams + min(0.5 * rows, 2 * GB)
         solving += 16 * 8.0 * self.n_members * self.n_rows
         stages: dict[Mode, tuple[float, ...]] = {
             # Features are let go once the kernel rows are there; a bit of both at the end of that.
@@ -109,4 +118,7 @@ class Requirements:
         products = 2.0 * n * d * M * (1 + 0.8) / 1.4e11
         solving = (1.5 * self.n_rows * M**2 + 20.0 * M**3 / 3) / 4e10
         picking = _CUR_RATE * min(LANDMARKS * M, n) ** 2 * M if self.selection == "cur" else 0.0
-        return 2.0 + spectra + compressing + products + solving + picking
+        # By featomic; compressed, half of the features being zero; and multiplied, in float64.
+        derivatives = self.n_pairs * (3e-8 * raw + (3.0 * raw * d if d < raw else 0.0) / 5e10)
+        derivatives += 6.0 * self.n_pairs * d * M / 5e10
+        return 2.0 + derivatives + spectra + compressing + products + solving + picking

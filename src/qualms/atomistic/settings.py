@@ -12,6 +12,9 @@ from qualms.atomistic.hypers import Soap, make_soap
 from qualms.core.calibration import METHODS
 from qualms.errors import InputError
 
+#: Width in Å over which neighbours fade at the cutoff, if forces are learned and nothing is said.
+SMOOTHING = 0.5
+
 Kind = Literal["extensive", "intensive", "atomic"]
 
 
@@ -29,6 +32,9 @@ class Settings(BaseModel):
     per_species: bool = False
     baseline: Literal["none", "mean", "atoms", "composition"] | dict[int, float] = "composition"
     noise: Literal["loo", "evidence"] | Annotated[float, Field(gt=0, allow_inf_nan=False)] = "loo"
+    forces: Annotated[str, Field(min_length=1)] | None = None
+    stress: Annotated[str, Field(min_length=1)] | None = None
+    forces_noise: Literal["auto"] | Annotated[float, Field(gt=0, allow_inf_nan=False)] = "auto"
     n_members: Annotated[int, Field(ge=2)] = 16
     subsample: (
         Annotated[int, Field(ge=2)] | Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
@@ -44,6 +50,11 @@ class Settings(BaseModel):
     def per_atom(self) -> bool:
         """Whether the target belongs to atoms."""
         return self.kind == "atomic"
+
+    @property
+    def mechanical(self) -> bool:
+        """Whether forces or stresses are learned, besides the energy."""
+        return self.forces is not None or self.stress is not None
 
     @field_validator("representation", mode="before")
     @classmethod
@@ -97,7 +108,31 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
         raise InputError("species", values["species"], "none, unless kind='atomic'")
     if settings.resample == "atoms" and settings.kind != "atomic":
         raise InputError("resample", "'atoms'", "'structures', unless kind='atomic'")
+    if settings.mechanical:
+        return _with_derivatives(settings)
+    if settings.forces_noise != "auto":
+        raise InputError("forces_noise", settings.forces_noise, "'auto', without forces to learn")
     return settings
+
+
+def _with_derivatives(settings: Settings) -> Settings:
+    """Return the settings with features that have derivatives, and fade at the cutoff."""
+    soap = settings.representation
+    if settings.kind != "extensive":
+        name = "forces" if settings.forces is not None else "stress"
+        raise InputError(name, f"with kind={settings.kind!r}", "kind='extensive', an energy")
+    if soap.engine == "dscribe" or any(s.radial_basis != "gto" for s in soap.scales):
+        raise InputError(
+            "engine",
+            f"{soap.engine!r}, radial_basis={soap.scales[0].radial_basis!r}",
+            "engine 'featomic' and radial_basis 'gto', whose features have derivatives",
+        )
+    scales = tuple(
+        scale if scale.smoothing is not None else scale.model_copy(update={"smoothing": SMOOTHING})
+        for scale in soap.scales
+    )
+    smooth = soap.model_copy(update={"engine": "featomic", "scales": scales})
+    return settings.model_copy(update={"representation": smooth})
 
 
 def _first_problem(error: ValidationError) -> InputError:

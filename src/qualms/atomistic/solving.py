@@ -13,6 +13,7 @@ from threadpoolctl import threadpool_limits
 from qualms.atomistic.baselines import Baseline, fit_baseline
 from qualms.atomistic.basis import Basis
 from qualms.atomistic.fitted import Fitted, ProjectedVariance
+from qualms.atomistic.joint_solving import JointModel, fit_joint_members, fit_joint_model
 from qualms.atomistic.plan import Plan
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.representation import Representation
@@ -27,13 +28,14 @@ from qualms.core.calibration import (
     fit_calibration,
 )
 from qualms.core.committee import FullModel, Members, fit_full_model, fit_members
+from qualms.core.joint_noise import JointNoise
 from qualms.core.linalg import Whitening
 from qualms.core.resampling import MIN_ABSENT
 from qualms.core.typing import Float64Array, IntArray
 from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWarning
 
-#: Representatives up to which the matrices are small.
-_SMALL = 500
+#: Representatives, and rows, up to which the matrices are small.
+_SMALL, _FEW = 500, 50_000
 
 
 @dataclass
@@ -77,6 +79,12 @@ class Outcome:
     full : FullModel
     solution : str
         How the members were solved.
+    target_std : float
+        Standard deviation of the targets less the baseline, per atom if they are extensive.
+    forces_internal : CalibrationData, optional
+        As `internal`, of components of forces.
+    joint_noise : JointNoise, optional
+        Noise of energies and of forces, if both were learned.
     """
 
     fitted: Fitted
@@ -84,6 +92,9 @@ class Outcome:
     internal: CalibrationData | None
     full: FullModel
     solution: str
+    target_std: float
+    forces_internal: CalibrationData | None = None
+    joint_noise: JointNoise | None = None
 
 
 class Solver:
@@ -109,17 +120,33 @@ class Solver:
         self.design = data.design(per_atom=rows.basis.per_atom)
         root = np.sqrt(rows.basis.scale)
         self.whitening = replace(rows.whitening, factor=rows.whitening.factor * root)
-        with stages.stage("Full model"), _few_threads(rows):
+        with stages.stage("Full model"), _few_threads(data, len(rows.origins)):
             self.Phi = np.asarray(self.whitening.features(rows.K_NM, overwrite=True))
             del rows.K_NM
-            self.full = self._full_model(settings)
+            self.joint: JointModel | None = None
+            if data.mechanics is None:
+                self.full = self._full_model(settings)
+            else:
+                self.joint = fit_joint_model(
+                    self.Phi, self._target(settings), data.mechanics, data.groups, settings
+                )
+                self.full = self.joint.full
+        target, centered = self._target(settings), settings.baseline != "none"
+        self.target_std = float(np.std(target) if centered else np.sqrt(np.mean(target**2)))
+
+    def _target(self, settings: Settings) -> Float64Array:
+        """Return the targets less the baseline."""
+        return self.data.y - _baseline(self.data, settings, self.design).predict(self.design)
 
     def _full_model(self, settings: Settings) -> FullModel:
         data = self.data
-        target = data.y - _baseline(data, settings, self.design).predict(self.design)
         groups = None if settings.resample == "atoms" else data.groups[data.row_structure]
         return fit_full_model(
-            self.Phi, target, settings.noise, center=settings.baseline != "none", groups=groups
+            self.Phi,
+            self._target(settings),
+            settings.noise,
+            center=settings.baseline != "none",
+            groups=groups,
         )
 
     def with_process(self, fitted: Fitted, noise: str | float) -> Fitted:
@@ -129,7 +156,7 @@ class Solver:
             fitted,
             pp_weights=self.whitening.kernel_weights(full.weights)[:, 0],
             pp_intercept=float(full.center[0]),
-            pp_variance=_variance(full, self.whitening),
+            pp_variance=_variance(full, self.whitening, fitted.settings),
         )
 
     def solve(self, settings: Settings, rng: np.random.Generator) -> Outcome:
@@ -144,16 +171,46 @@ class Solver:
         data, Phi, stages = self.data, self.Phi, self.stages
         counts = draw_counts(data, settings, rng)
         baseline = _baseline(data, settings, self.design, counts)
-        with stages.stage("Members"), _few_threads(self.rows):
+        with stages.stage("Members"), _few_threads(data, Phi.shape[1]):
             offsets = baseline.predict_members(self.design)
             targets = data.y[:, None] - offsets
-            members = fit_members(self.full, Phi, targets[:, None, :], counts)
-            predicted = members.predict(Phi)[:, 0] + offsets
+            if self.joint is None:
+                members = fit_members(self.full, Phi, targets[:, None, :], counts)
+            else:
+                centered = settings.baseline != "none"
+                members = fit_joint_members(self.joint, Phi, targets, counts, centered=centered)
+            n = len(data.y)
+            predicted = members.predict(Phi[:n])[:, 0] + offsets
         with stages.stage("Calibration"):
             internal = _internal(data.y, predicted, counts, settings.calibration)
             calibrations = _calibrations(internal, settings.calibration)
+            of_forces = self._internal_forces(members, counts, settings.calibration)
         fitted = self._assemble(settings, members, baseline, calibrations, counts, internal)
-        return Outcome(fitted, self.plan, internal, self.full, _how(members))
+        if data.mechanics is not None and settings.forces is not None:
+            found = _calibrations(of_forces, settings.calibration)
+            fitted = replace(fitted, forces_calibrations=found)
+        return Outcome(
+            fitted,
+            self.plan,
+            internal,
+            self.full,
+            _how(members),
+            self.target_std,
+            of_forces,
+            None if self.joint is None else self.joint.noise,
+        )
+
+    def _internal_forces(
+        self, members: Members, counts: IntArray, wanted: str
+    ) -> CalibrationData | None:
+        """Return what members that did not see a structure say about its forces."""
+        labels = self.data.mechanics
+        if labels is None or labels.is_virial.all():
+            return None
+        rows = np.flatnonzero(~labels.is_virial)
+        weights = members.weights[:, 0]
+        predicted = (self.Phi[len(self.data.y) :] @ weights)[rows]
+        return _internal(labels.y[rows], predicted, counts[labels.structure[rows]], wanted)
 
     def _assemble(
         self,
@@ -167,7 +224,7 @@ class Solver:
         rows, whitening = self.rows, self.whitening
         return Fitted(
             settings=settings,
-            representation=rows.representation,
+            representation=replace(rows.representation, precise=settings.mechanical),
             representatives=rows.basis.representatives,
             origins=rows.origins,
             kernel_scale=rows.basis.scale,
@@ -177,16 +234,16 @@ class Solver:
             pp_intercept=float(self.full.center[0]),
             baseline=baseline,
             calibrations=calibrations,
-            pp_variance=_variance(self.full, whitening) if settings.keep_pp else None,
+            pp_variance=_variance(self.full, whitening, settings) if settings.keep_pp else None,
             membership=np.minimum(counts, 255).astype(np.uint8),
             training_novelty=rows.novelty,
             training_spread=0.0 if internal is None else float(internal.spread.max()),
         )
 
 
-def _few_threads(rows: KernelRows) -> threadpool_limits:
+def _few_threads(data: TrainingSet, rank: int) -> threadpool_limits:
     """Use one thread for small matrices: on a busy machine more would wait for one another."""
-    small = len(rows.origins) <= _SMALL
+    small = rank <= _SMALL and data.n_rows <= _FEW
     return threadpool_limits(limits=1 if small else None)
 
 
@@ -252,10 +309,11 @@ def _calibrations(internal: CalibrationData | None, wanted: str) -> dict[str, Ca
     return calibrations
 
 
-def _variance(full: FullModel, whitening: Whitening) -> ProjectedVariance:
+def _variance(full: FullModel, whitening: Whitening, settings: Settings) -> ProjectedVariance:
+    precision = np.float64 if settings.mechanical else np.float32
     return ProjectedVariance(
-        whitening=whitening.factor.astype(np.float32),
-        posterior=full.process.factor.astype(np.float32),
+        whitening=whitening.factor.astype(precision),
+        posterior=full.process.factor.astype(precision),
         noise_variance=full.process.noise_variance,
         variance=float(full.scale[0] ** 2),
     )

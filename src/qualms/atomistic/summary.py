@@ -7,6 +7,7 @@ from qualms.atomistic.hypers import Compression
 from qualms.atomistic.model_file import Provenance, Record
 from qualms.atomistic.plan import format_time
 from qualms.atomistic.structures import symbols_of
+from qualms.core.calibration import Calibration
 
 
 def describe(fitted: Fitted, record: Record, provenance: Provenance) -> str:
@@ -23,7 +24,8 @@ def describe(fitted: Fitted, record: Record, provenance: Provenance) -> str:
         "baseline": fitted.baseline.name,
         "members": _members(fitted, record),
         "internal error": _errors(fitted, record),
-        "calibration": _calibration(fitted),
+        "calibration": _calibration(fitted.calibration),
+        **_forces(fitted, record),
         "time": format_time(sum(record.seconds.values())),
         "made": f"{provenance.created} by qualms {provenance.packages['qualms']}, "
         f"data {provenance.data_digest[:12]}",
@@ -91,8 +93,32 @@ def _errors(fitted: Fitted, record: Record) -> str:
     )
 
 
-def _calibration(fitted: Fitted) -> str:
-    calibration = fitted.calibration
+def forces_units_of(fitted: Fitted) -> str:
+    """Return the units of forces."""
+    return f"{fitted.settings.units}/Å" if fitted.settings.units else "per Å"
+
+
+def _forces(fitted: Fitted, record: Record) -> dict[str, str]:
+    """Return lines about forces, if they were learned."""
+    settings, units = fitted.settings, forces_units_of(fitted)
+    if not settings.mechanical:
+        return {}
+    parts = [f"{record.n_force_rows} components" if settings.forces else ""]
+    parts += [f"{record.n_virial_rows} of stresses" if settings.stress else ""]
+    parts += [f"{record.n_without_forces} structures without" if record.n_without_forces else ""]
+    lines = {"forces": ", ".join(part for part in parts if part)}
+    if record.forces_noise is not None:
+        lines["forces"] += f"; σ = {record.forces_noise:.4g} {units}"
+    if record.forces_rmse is not None:
+        lines["forces' error"] = (
+            f"RMSE {record.forces_rmse:.4g}, MAE {record.forces_mae:.4g} {units} (internal)"
+        )
+    if fitted.forces_calibration is not None:
+        lines["forces' bars"] = _calibration(fitted.forces_calibration)
+    return lines
+
+
+def _calibration(calibration: Calibration) -> str:
     return (
         f"{calibration.method}, α = {calibration.alpha:.3f}, γ = {calibration.gamma:.3f} "
         f"({calibration.n_points} rows)"

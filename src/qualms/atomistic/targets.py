@@ -89,7 +89,7 @@ def labelled(
         values = list(structure_targets(frames, key)[:, None])
     else:
         raise InputError("species", symbols_of(species), "none, unless kind='atomic'")
-    isolated = [_is_isolated(atoms) for atoms in frames]
+    isolated = [is_isolated(atoms) for atoms in frames]
     rows = [np.flatnonzero(np.isfinite(v)) for v in values]
     used = [i for i in range(len(frames)) if len(rows[i]) and not isolated[i]]
     if not used:
@@ -163,10 +163,10 @@ def _find_all(
     """Return the label, as it is stored, and its place, for each structure that has one."""
     if len(frames) == 0:
         raise InputError("frames", "no structures", "at least one")
-    found = {i: hit for i, atoms in enumerate(frames) if (hit := _find(atoms, key, per_atom))}
+    found = {i: hit for i, atoms in enumerate(frames) if (hit := find_label(atoms, key, per_atom))}
     if not found:
         _refuse_key(frames, key, per_atom)
-    _check_shared_calculators(frames, [i for i in found if found[i][1].startswith(_RESULTS)])
+    check_shared_calculators(frames, [i for i in found if found[i][1].startswith(_RESULTS)])
     places = Counter(place for _, place in found.values())
     predicted = sum(_is_prediction(atoms, key) for atoms in frames)
     if predicted:
@@ -186,13 +186,13 @@ def _find_all(
     return found
 
 
-def _find(atoms: Atoms, key: str, per_atom: bool) -> tuple[object, str] | None:
+def find_label(atoms: Atoms, key: str, per_atom: bool) -> tuple[object, str] | None:
     """Return the label of one structure and its place; see the top of this module."""
     store, name = (atoms.arrays, "arrays") if per_atom else (atoms.info, "info")
     for k in (key, f"REF_{key}"):
         if k in store and not _is_prediction(atoms, k):
             return store[k], f"{name}[{k!r}]"
-    results = _results(atoms)
+    results = stored_results(atoms)
     if key in results and not _is_prediction(atoms, key):
         return results[key], f"{_RESULTS}[{key!r}]"
     return None
@@ -200,15 +200,15 @@ def _find(atoms: Atoms, key: str, per_atom: bool) -> tuple[object, str] | None:
 
 def _is_prediction(atoms: Atoms, key: str) -> bool:
     """Whether a value has an error bar beside it: it is what a model said, not what is true."""
-    return any(f"{key}_uncertainty" in s for s in (atoms.info, atoms.arrays, _results(atoms)))
+    return any(f"{key}_uncertainty" in s for s in (atoms.info, atoms.arrays, stored_results(atoms)))
 
 
-def _results(atoms: Atoms) -> dict[str, Any]:
+def stored_results(atoms: Atoms) -> dict[str, Any]:
     """Return what a calculator has stored. Asking it for a property might start a calculation."""
     return dict(getattr(atoms.calc, "results", None) or {})
 
 
-def _check_shared_calculators(frames: Sequence[Atoms], indices: Sequence[int]) -> None:
+def check_shared_calculators(frames: Sequence[Atoms], indices: Sequence[int]) -> None:
     """Refuse one calculator for several structures: it stores the results of the last one only."""
     owners: dict[int, int] = {}
     for i in indices:
@@ -224,10 +224,10 @@ def _check_shared_calculators(frames: Sequence[Atoms], indices: Sequence[int]) -
 
 def _as_number(value: object, name: str, n_atoms: int) -> float:
     """Return the label of a structure, NaN for None."""
-    array = _as_array(np.nan if value is None else value)
+    array = as_array(np.nan if value is None else value)
     if array.dtype.kind not in "iuf" or array.shape not in ((), (1,)):
         hint = _per_atom_hint() if array.ndim > 0 and len(array) == n_atoms else _bool_hint(array)
-        raise InputError(name, _describe(array), "one number", hint)
+        raise InputError(name, describe(array), "one number", hint)
     number = float(array.reshape(()))
     if np.isinf(number):
         raise InputError(name, number, "a finite number")
@@ -236,24 +236,25 @@ def _as_number(value: object, name: str, n_atoms: int) -> float:
 
 def _as_numbers(value: object, name: str, n_atoms: int) -> Float64Array:
     """Return the labels of the atoms of a structure: (n_atoms,), NaN for None."""
-    array = _as_array(value)
+    array = as_array(value)
     if array.dtype == object:
         # Mixed with numbers None gives NaN; with strings it gives strings, which are refused.
         array = np.array([np.nan if v is None else v for v in array.ravel()]).reshape(array.shape)
     if array.dtype.kind not in "iuf" or array.shape not in ((n_atoms,), (n_atoms, 1)):
         hint = _per_structure_hint() if array.ndim == 0 else _bool_hint(array)
-        raise InputError(name, _describe(array), f"one number for each of {n_atoms} atoms", hint)
+        raise InputError(name, describe(array), f"one number for each of {n_atoms} atoms", hint)
     return array.reshape(n_atoms).astype(np.float64)
 
 
-def _as_array(value: object) -> np.ndarray[Any, Any]:
+def as_array(value: object) -> np.ndarray[Any, Any]:
+    """Return any value as an array; what cannot be one becomes a string, which is no number."""
     try:
         return np.asarray(value)
     except ValueError:  # a ragged list
         return np.asarray(str(value))
 
 
-def _describe(array: np.ndarray[Any, Any]) -> str:
+def describe(array: np.ndarray[Any, Any]) -> str:
     """Return the value if it is short, else what it is made of."""
     if array.ndim == 0:
         return repr(array.item())[:40]
@@ -293,7 +294,7 @@ def _present(frames: Sequence[Atoms], per_atom: bool) -> set[str]:
     keys: set[str] = set()
     for atoms in frames:
         keys.update(map(str, atoms.arrays if per_atom else atoms.info))
-        for k, value in _results(atoms).items():
+        for k, value in stored_results(atoms).items():
             if (np.ndim(value) > 0 and len(value) == len(atoms)) == per_atom:
                 keys.add(k)
     return keys - {"numbers", "positions"} if per_atom else keys
@@ -314,7 +315,8 @@ def _n_wanted(
     return sum(int(np.count_nonzero(_is_wanted(atoms, species))) for atoms in rest)
 
 
-def _is_isolated(atoms: Atoms) -> bool:
+def is_isolated(atoms: Atoms) -> bool:
+    """Whether a structure is an atom in vacuum, by its own account."""
     return len(atoms) == 1 and str(atoms.info.get("config_type")).lower() in ISOLATED
 
 

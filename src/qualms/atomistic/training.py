@@ -7,10 +7,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import numpy as np
+from ase.neighborlist import neighbor_list
 
 from qualms.atomistic.basis import Basis
 from qualms.atomistic.checkpoint import Checkpoint
 from qualms.atomistic.feature_stage import FeatureStage, Resources
+from qualms.atomistic.force_rows import fill_rows, scale_rows
 from qualms.atomistic.plan import Plan, make_plan
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.representation import Representation, resolve_compression
@@ -26,8 +28,10 @@ from qualms.errors import QualmsWarning
 
 #: Share of the training structures that would not look like extrapolation if they were new.
 _NOT_NOVEL = 0.99
-#: Kernel rows are float32: see `qualms.core.linalg.whiten`.
-_RTOL = 1e-6
+#: Kernel rows are float32, or with forces float64: see `qualms.core.linalg.whiten`.
+_RTOL, _RTOL_OF_FORCES = 1e-6, 1e-10
+#: Structures whose neighbours are counted for the plan.
+_SAMPLED = 10
 
 
 class Training:
@@ -103,7 +107,7 @@ class Training:
         kept = [min(w, most) for w in widths]
         checkpoint = self.resources.checkpoint
         return make_plan(
-            n_rows=len(self.data.y),
+            n_rows=self.data.n_rows,
             n_environments=self.data.n_environments,
             n_features=sum(kept),
             n_raw_features=sum(widths),
@@ -116,7 +120,18 @@ class Training:
             selection=self.settings.selection,
             keep_pp=self.settings.keep_pp,
             to_disk=checkpoint is not None,
+            n_pairs=self._n_pairs() if self.settings.mechanical else 0,
         )
+
+    def _n_pairs(self) -> int:
+        """Estimate the number of neighbours of all environments, from a few structures."""
+        frames = self.data.frames[:: max(1, len(self.data.frames) // _SAMPLED)]
+        found = sum(
+            len(neighbor_list("i", atoms, scale.cutoff))  # type: ignore[misc, no-untyped-call]
+            for scale in self.settings.representation.scales
+            for atoms in frames
+        )
+        return int(found / sum(map(len, frames)) * self.data.n_environments)
 
     # -- representatives --------------------------------------------------------------------------
 
@@ -161,7 +176,8 @@ class Training:
     ) -> tuple[Whitening, FloatArray, IntArray]:
         with self.stages.stage("Whitening"):
             exact = representatives.astype(np.float64)
-            whitening = whiten(np.asarray(representation.kernel(exact, exact)), rtol=_RTOL)
+            rtol = _RTOL_OF_FORCES if self.settings.mechanical else _RTOL
+            whitening = whiten(np.asarray(representation.kernel(exact, exact)), rtol=rtol)
         if whitening.negative > 1e-5:
             warnings.warn(
                 "The kernel is not positive semi-definite; what is negative was dropped. "
@@ -203,9 +219,8 @@ class Training:
     ) -> tuple[Basis, Float64Array, tuple[float, float]]:
         """Return the scaled basis, K_NM, and novelties that few training structures exceed."""
         plain = Basis(representation.kernel, representatives, 1.0, self.settings.per_atom)
-        n = len(self.data.y)
-        K = np.empty((n, len(representatives)))
-        diagonal = np.empty(n)
+        K = np.zeros((self.data.n_rows, len(representatives)))
+        diagonal = np.empty(len(self.data.y))
         novelty = np.empty((len(own), 2))
         structure = row = done = 0
         with self.stages.stage("Kernel rows", self.data.n_environments) as advance:
@@ -216,10 +231,28 @@ class Training:
                 diagonal[row : row + len(rows)] = plain.prior_variance(block, offsets)
                 structure, row, done = here.stop, row + len(rows), done + len(block)
                 advance(done)
+        if self.data.mechanics is not None:
+            self._derivative_rows(K, representation, representatives)
         scale = unit_scale(1.0, diagonal)
         K *= scale
         strangest, mean = np.quantile(novelty, _NOT_NOVEL, axis=0).tolist()
         return replace(plain, scale=scale), K, (strangest, mean)
+
+    def _derivative_rows(
+        self, K: Float64Array, representation: Representation, representatives: FloatArray
+    ) -> None:
+        """Fill in the rows of forces and virials, and those of energies anew, in float64."""
+        n, labels = len(self.data.y), self.data.mechanics
+        assert labels is not None
+        with self.stages.stage("Rows of forces", self.data.n_environments) as advance:
+            fill_rows(
+                K[:n],
+                K[n:],
+                self.data.frames,
+                labels,
+                scale_rows(representation, representatives),
+                advance,
+            )
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from ase import Atoms
 
 from qualms.atomistic.baselines import anchors, atom_design, spans, structure_design
 from qualms.atomistic.environments import offsets_of
+from qualms.atomistic.force_labels import ForceLabels, force_labels
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import (
     check_structures,
@@ -52,6 +53,8 @@ class TrainingSet:
         Energies of isolated atoms found in the data.
     digest : str
         Of structures and labels.
+    mechanics : ForceLabels, optional
+        Forces and virials, if they are learned.
     """
 
     frames: list[Atoms]
@@ -66,6 +69,7 @@ class TrainingSet:
     n_duplicates: int
     isolated: dict[int, float]
     digest: str
+    mechanics: ForceLabels | None = None
 
     @cached_property
     def offsets(self) -> IntArray:
@@ -82,6 +86,11 @@ class TrainingSet:
         """Atomic number at the centre of each environment."""
         pairs = zip(self.frames, self.centers, strict=True)
         return np.concatenate([atoms.numbers[chosen] for atoms, chosen in pairs])
+
+    @property
+    def n_rows(self) -> int:
+        """Number of labels, those of forces and virials included."""
+        return len(self.y) + (0 if self.mechanics is None else len(self.mechanics.y))
 
     def design(self, *, per_atom: bool, species: Sequence[int] | None = None) -> Float64Array:
         """Return the design matrix of the baseline: (N, S).
@@ -127,6 +136,9 @@ def make_training_set(
             QualmsWarning,
             stacklevel=4,
         )
+    mechanics = None
+    if settings.mechanical:
+        mechanics = force_labels(frames, found.frames, settings.forces, settings.stress)
     if np.max(np.abs(y)) > 1e140:
         raise InputError("target", f"values of {np.max(np.abs(y)):.1e}", "numbers below 1e140")
     return TrainingSet(
@@ -143,12 +155,20 @@ def make_training_set(
         n_isolated=found.n_isolated,
         n_duplicates=n_duplicates,
         isolated=found.isolated,
-        digest=data_hash(used, _by_structure(found, n_atoms) if per_atom else found.values),
+        digest=data_hash(used, _by_structure(found, n_atoms, mechanics, per_atom)),
+        mechanics=mechanics,
     )
 
 
-def _by_structure(found: Labelled, n_atoms: IntArray) -> list[Float64Array]:
-    """Return the labels of the atoms of each structure, NaN where there is none."""
+def _by_structure(
+    found: Labelled, n_atoms: IntArray, mechanics: ForceLabels | None, per_atom: bool
+) -> Float64Array | list[Float64Array]:
+    """Return all labels of each structure, those of atoms with NaN where there is none."""
+    if mechanics is not None:
+        parts = zip(found.values, mechanics.forces, mechanics.virials, strict=True)
+        return [np.concatenate([[value], f.ravel(), virial]) for value, f, virial in parts]
+    if not per_atom:
+        return found.values
     ends = np.cumsum([len(rows) for rows in found.rows])
     labels = [np.full(n, np.nan) for n in n_atoms.tolist()]
     for of_atoms, rows, end in zip(labels, found.rows, ends, strict=True):

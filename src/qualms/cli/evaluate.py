@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from qualms.atomistic.evaluation import Evaluation
 from qualms.atomistic.evaluation import evaluate as evaluate_model
+from qualms.atomistic.force_evaluation import evaluate_forces
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.structures import read_frames
@@ -54,9 +55,14 @@ def evaluate(
         units=evaluation.units,
         title=f"{loaded.settings.target}: {counted(len(evaluation.y), 'point')}",
     )
+    of_forces = None
+    if loaded.settings.forces is not None:
+        of_forces = evaluate_forces(loaded, frames, stages=Stages(terminal.progress()))
     note = f"(validation): fitted to {evaluation.validation}; (internal): to the training set."
+    parts = [] if of_forces is None else [_forces_table(loaded, of_forces)]
     terminal.result(
         table,
+        *parts,
         note,
         *remarks,
         document={
@@ -67,8 +73,25 @@ def evaluate(
             "validation": evaluation.validation,
             "scores": score_records(evaluation.rows),
             "remarks": remarks,
+            **({} if of_forces is None else _forces_document(loaded, of_forces)),
         },
     )
+
+
+def _forces_table(model: AtomisticModel, of_forces: Evaluation) -> Any:
+    title = f"{model.settings.forces}: {len(of_forces.y)} components"
+    return score_table(of_forces.rows, units=of_forces.units, title=title)
+
+
+def _forces_document(model: AtomisticModel, of_forces: Evaluation) -> dict[str, Any]:
+    document = {
+        "key": model.settings.forces,
+        "units": of_forces.units,
+        "n_points": len(of_forces.y),
+        "n_unlabelled": of_forces.n_unlabelled,
+        "scores": score_records(of_forces.rows),
+    }
+    return {"forces": document}
 
 
 def _further(path: Path, model: AtomisticModel) -> dict[str, CalibrationDocument]:

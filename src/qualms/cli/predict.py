@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,14 +10,17 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from qualms.atomistic.attribution import local_contributions
+from qualms.atomistic.mechanics import Mechanics, check_model
 from qualms.atomistic.model import AtomisticModel
-from qualms.atomistic.predicting import Chunk
+from qualms.atomistic.predicting import Chunk, atom_contributions
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.structures import iter_frames
 from qualms.cli.console import Terminal
 from qualms.cli.options import Force, Json, Model, Quiet, Threads
-from qualms.core.typing import BoolArray
-from qualms.errors import counted
+from qualms.core.typing import BoolArray, Float64Array
+from qualms.errors import InputError, counted
+from qualms.prediction import Prediction
 from qualms.storage.files import check_output
 from qualms.storage.predictions import Kind, PredictionWriter, open_writer
 
@@ -36,6 +39,15 @@ def predict(
     ensemble: Annotated[
         bool, typer.Option("--ensemble", help="Write what every member says, too.")
     ] = False,
+    forces: Annotated[
+        bool, typer.Option("--forces", help="Predict forces, too; to .xyz or .npz.")
+    ] = False,
+    atoms: Annotated[
+        bool,
+        typer.Option(
+            "--atoms", help="Write what each atom contributes, with its error bar; to .xyz or .npz."
+        ),
+    ] = False,
     ignore_unknown: Annotated[
         bool,
         typer.Option(
@@ -53,6 +65,13 @@ def predict(
     check_output(output, force=force)
     loaded = AtomisticModel.load(model, threads=threads)
     kind: Kind = "atomic" if loaded.fitted.per_atom else "structure"
+    more: list[Callable[[Chunk], tuple[Prediction | None, dict[str, Any]]]] = []
+    if forces:
+        _check_forces(loaded, output, ignore_unknown)
+        more.append(lambda chunk: _with_forces(loaded, chunk, ensemble))
+    if atoms:
+        _check_atoms(loaded, output)
+        more.append(lambda chunk: (None, atom_arrays(chunk, ensemble=ensemble)))
     unknown = "ignore" if ignore_unknown else "error"
     target, units = loaded.settings.target, loaded.settings.units
     tally = _Tally()
@@ -61,7 +80,7 @@ def predict(
         Stages(terminal.progress()).stage("Structures") as advance,
     ):
         for chunk in loaded.stream(iter_frames(structures), unknown_species=unknown):
-            tally.add(chunk, _write(writer, chunk, target, units))
+            tally.add(chunk, _write(writer, chunk, target, units, more))
             advance(tally.n_structures)
     for warning in tally.warnings():
         terminal.warn(warning)
@@ -97,14 +116,86 @@ class _Tally:
             )
 
 
-def _write(writer: PredictionWriter, chunk: Chunk, target: str, units: str) -> BoolArray:
-    """Predict and write a chunk; return which of its structures look like extrapolation."""
+def _write(
+    writer: PredictionWriter,
+    chunk: Chunk,
+    target: str,
+    units: str,
+    more: Sequence[Callable[[Chunk], tuple[Prediction | None, dict[str, Any]]]],
+) -> BoolArray:
+    """Predict and write a chunk; return which of its structures look like extrapolation.
+
+    Each of `more` returns further arrays of atoms, and perhaps a better prediction.
+    """
     novelty = np.empty((len(chunk.frames), 2))
     prediction = chunk.predict(chunk.rows(novelty))
+    arrays: dict[str, Any] = {}
+    for compute in more:
+        better, found = compute(chunk)
+        prediction = better or prediction
+        arrays |= found
     flags = chunk.extrapolates(prediction, novelty)
     extra: dict[str, list[Any]] = {FLAG: flags.tolist()}
     if units:
         extra[f"{target}_units"] = [units] * len(chunk.frames)
     rows = chunk.centers if chunk.fitted.per_atom else None
-    writer.write(chunk.frames, prediction, rows=rows, extra=extra)
+    writer.write(chunk.frames, prediction, rows=rows, extra=extra, arrays=arrays or None)
     return flags
+
+
+def _with_forces(
+    model: AtomisticModel, chunk: Chunk, ensemble: bool
+) -> tuple[Prediction, dict[str, Any]]:
+    mechanics = model.predict_forces(chunk.frames)
+    return mechanics.energy, force_arrays(mechanics, ensemble=ensemble)
+
+
+def _check_forces(model: AtomisticModel, output: Path, ignore_unknown: bool) -> None:
+    check_model(model.fitted)
+    if ignore_unknown:
+        raise InputError("--forces", "with --ignore-unknown-species", "one of the two")
+    if output.suffix == ".csv":
+        raise InputError("--output", str(output), "a file that ends in .xyz or .npz, for forces")
+
+
+def _check_atoms(model: AtomisticModel, output: Path) -> None:
+    if model.fitted.per_atom:
+        raise InputError("--atoms", "a property of atoms", "one of structures", "Leave it out.")
+    if output.suffix == ".csv":
+        raise InputError("--output", str(output), "a file that ends in .xyz or .npz, for atoms")
+
+
+def atom_arrays(chunk: Chunk, *, ensemble: bool) -> dict[str, Any]:
+    """Return what atoms contribute, with error bars; NaN for those the model does not know."""
+    parts = atom_contributions(chunk)
+    name = f"{chunk.fitted.settings.target}_atoms"
+    known = np.concatenate(
+        [np.isin(np.arange(len(f)), c) for f, c in zip(chunk.frames, chunk.centers, strict=True)]
+    )
+
+    def of_all(values: Sequence[Float64Array]) -> Float64Array:
+        found = np.concatenate(values)
+        full = np.full((len(known), *found.shape[1:]), np.nan)
+        full[known] = found
+        return full
+
+    pairs = zip(chunk.known, parts, strict=True)
+    local = [local_contributions(known, part).std for known, part in pairs]
+    arrays = {
+        name: of_all([part.mean for part in parts]),
+        f"{name}_uncertainty": of_all([part.std for part in parts]),
+        f"{name}_local_uncertainty": of_all(local),
+    }
+    if ensemble:
+        arrays[f"{name}_ensemble"] = of_all([part.members for part in parts])
+    return arrays
+
+
+def force_arrays(mechanics: Mechanics, *, ensemble: bool) -> dict[str, Any]:
+    """Return forces (n_atoms, 3), their error bars, and perhaps what each member says."""
+    forces = mechanics.forces
+    arrays: dict[str, Any] = {"forces": forces.mean, "forces_uncertainty": forces.std}
+    if ensemble:
+        by_member = forces.members.transpose(0, 2, 1)
+        arrays["forces_ensemble"] = by_member.reshape(len(by_member), -1)
+    return arrays

@@ -12,6 +12,8 @@ import typer
 import yaml
 
 from qualms.atomistic.evaluation import Evaluation, evaluate
+from qualms.atomistic.force_evaluation import evaluate_forces
+from qualms.atomistic.force_labels import find_forces
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.plan import Plan
 from qualms.atomistic.progress import Stages
@@ -57,6 +59,13 @@ def train(
     species: Annotated[
         str | None,
         typer.Option(help="Elements of a per-atom target: H or H,C.", rich_help_panel=_DATA),
+    ] = None,
+    forces: Annotated[
+        str | None,
+        typer.Option(help="Key of forces to learn together with an energy.", rich_help_panel=_DATA),
+    ] = None,
+    stress: Annotated[
+        str | None, typer.Option(help="Key of stresses, in ASE's sign.", rich_help_panel=_DATA)
     ] = None,
     units: Annotated[
         str | None, typer.Option(help="Units of the target.", rich_help_panel=_DATA)
@@ -124,6 +133,8 @@ def train(
         "target": target,
         "kind": _kind(intensive, per_atom_target),
         "species": species,
+        "forces": forces,
+        "stress": stress,
         "units": units,
         "representation": representation,
         "n_representatives": representatives,
@@ -159,11 +170,14 @@ def train(
     if keep:
         shutil.rmtree(places.checkpoint, ignore_errors=True)
     parts: list[Any] = [model.summary()]
-    evaluation = None
+    evaluation = of_forces = None
     if to_validate is not None:
         evaluation = evaluate(model, to_validate, stages=Stages(terminal.progress()))
         parts.append(score_table(evaluation.rows, units=evaluation.units, title="Validation"))
-    document = summary_document(model, evaluation)
+        if model.settings.forces is not None:
+            of_forces = evaluate_forces(model, to_validate, stages=Stages(terminal.progress()))
+            parts.append(score_table(of_forces.rows, units=of_forces.units, title="Forces"))
+    document = summary_document(model, evaluation, of_forces)
     with atomic_output(places.summary, force=force, mode="w") as file:
         json.dump(document, file, indent=2)
     terminal.result(*parts, document=document)
@@ -202,20 +216,28 @@ def _is_long(frames: list[Any], model: AtomisticModel) -> bool:
     return sum(map(len, frames)) * model.settings.n_representatives > _LONG
 
 
-def summary_document(model: AtomisticModel, evaluation: Evaluation | None = None) -> dict[str, Any]:
+def summary_document(
+    model: AtomisticModel,
+    evaluation: Evaluation | None = None,
+    of_forces: Evaluation | None = None,
+) -> dict[str, Any]:
     """Return what is known of a model as a JSON document."""
-    calibrations = {
-        name: {"method": c.method, **c.parameters()}
-        for name, c in model.fitted.calibrations.items()
-    }
+    calibrations, for_forces = (
+        {name: {"method": c.method, **c.parameters()} for name, c in found.items()}
+        for found in (model.fitted.calibrations, model.fitted.forces_calibrations)
+    )
     document: dict[str, Any] = {
         "settings": model.settings.model_dump(mode="json"),
         "training": model.record.model_dump(mode="json"),
         "calibrations": calibrations,
         "provenance": model.provenance.model_dump(mode="json"),
     }
+    if for_forces:
+        document["forces_calibrations"] = for_forces
     if evaluation is not None:
         document["validation"] = score_records(evaluation.rows)
+    if of_forces is not None:
+        document["forces_validation"] = score_records(of_forces.rows)
     return document
 
 
@@ -229,6 +251,8 @@ def _validation(path: Path, model: AtomisticModel, known: list[int]) -> list[Any
     """Read structures with labels; whatever is wrong with them is said before the training."""
     frames, settings = read_frames(path), model.settings
     found = labelled(frames, settings.target, settings.kind, settings.species)
+    if settings.forces is not None:
+        find_forces(frames, settings.forces)
     for i in found.frames.tolist():
         check_structures([frames[i]], first=i)
         check_species([frames[i]], known, first=i)
@@ -281,4 +305,6 @@ def _groups(frames: list[Any], key: str) -> list[str]:
 
 def _announce(plan: Plan, data: TrainingSet) -> str:
     skipped = f"{data.n_unlabelled} without a label are skipped.\n" if data.n_unlabelled else ""
-    return f"{skipped}{plan.describe()}"
+    without = 0 if data.mechanics is None else data.mechanics.n_without
+    lacking = f"{without} of {len(data.frames)} have no forces.\n" if without else ""
+    return f"{skipped}{lacking}{plan.describe()}"

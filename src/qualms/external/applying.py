@@ -21,7 +21,7 @@ from qualms.external.ensemble import Ensemble, finite, refuse_negative
 from qualms.external.reading import read_ensemble
 from qualms.external.sources import ERROR_BARS, VARIANCES, read_source, with_results
 from qualms.storage.files import atomic_output
-from qualms.storage.predictions import xyz_text
+from qualms.storage.xyz import xyz_text
 
 #: What ASE reads and writes as matrices, and as nothing else.
 _MATRICES = ("stress", "virial")

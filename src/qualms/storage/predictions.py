@@ -10,7 +10,6 @@ import codecs
 import contextlib
 import csv
 import gzip
-import json
 import re
 import zipfile
 from abc import ABC, abstractmethod
@@ -23,27 +22,22 @@ from typing import Any, BinaryIO, Literal, cast
 import numpy as np
 from ase import Atoms
 from ase.calculators.calculator import all_properties
-from ase.constraints import FixAtoms
-from ase.io.extxyz import output_column_format, per_atom_properties, per_config_properties
+from ase.io.extxyz import per_atom_properties, per_config_properties
 from numpy.typing import NDArray
 
 from qualms.core.typing import Float64Array, IntArray
 from qualms.errors import InputError
 from qualms.prediction import Prediction
 from qualms.storage.files import AnyPath, atomic_output
+from qualms.storage.xyz import IN_COLUMNS, IN_COMMENT, xyz_text
 
 Kind = Literal["structure", "atomic"]
 AnyArray = NDArray[Any]
 
-#: Names that mean something else: in the comment line or the columns of XYZ, or in tables.
-_IN_COMMENT = ("Lattice", "Properties", "pbc")
-_IN_COLUMNS = ("numbers", "positions", "symbols", "species", "pos", "Z", "move_mask")
+#: Names that mean something else in tables.
 _IN_TABLES = ("index", "formula", "n_atoms", "structure", "atom", "symbol")
 #: A number under these would stop ASE from reading the file: it expects tensors, or text.
 _TENSORS = ("stress", "virial", "uid")
-#: How columns of an XYZ file are written, by kind of array. Text of a float is its shortest exact
-#: representation, where the eight decimals of ASE would turn an error bar of 1e-9 into zero.
-_COLUMN_FORMATS = {"f": "%16s", "i": "%8d", "b": "%.1s", "U": "%-2s"}
 
 
 @dataclass(frozen=True)
@@ -61,6 +55,8 @@ class _Batch:
         Prediction (n,), its standard deviation (n,) and perhaps members (n, N_R), by name.
     extra : dict of arrays
         One value per structure, by name.
+    arrays : dict of arrays
+        Rows for all atoms of all structures, by name.
     """
 
     start: int
@@ -68,12 +64,18 @@ class _Batch:
     rows: list[IntArray] | None
     values: dict[str, Float64Array]
     extra: dict[str, AnyArray]
+    arrays: dict[str, AnyArray]
 
     @property
     def parts(self) -> list[slice]:
         """Which of the values belong to each structure."""
         counts = [1] * len(self.frames) if self.rows is None else [len(r) for r in self.rows]
         return [slice(*bounds) for bounds in pairwise(np.cumsum([0, *counts]).tolist())]
+
+    def atoms_of(self, i: int) -> slice:
+        """Return which rows of `arrays` belong to one structure."""
+        first = sum(map(len, self.frames[:i]))
+        return slice(first, first + len(self.frames[i]))
 
     def extra_of(self, i: int) -> dict[str, Any]:
         """Return the extra values of one structure, as Python objects."""
@@ -98,6 +100,7 @@ class PredictionWriter(ABC):
         *,
         rows: Sequence[IntArray] | None = None,
         extra: Mapping[str, Sequence[Any]] | None = None,
+        arrays: Mapping[str, AnyArray] | None = None,
     ) -> None:
         """Write the next batch.
 
@@ -111,6 +114,8 @@ class PredictionWriter(ABC):
             For atoms: the indices of those that are predicted, for each frame. All if not given.
         extra : mapping of sequences, optional
             More columns, of one number, boolean or string per frame.
+        arrays : mapping of arrays, optional
+            What else is predicted of atoms, such as forces: a row for each atom of all frames.
         """
         atoms = self._atoms(frames, rows)
         n = len(frames) if atoms is None else sum(len(indices) for indices in atoms)
@@ -121,8 +126,9 @@ class PredictionWriter(ABC):
         if self._ensemble:
             values[f"{self._target}_ensemble"] = prediction.members
         columns = _extra_columns(extra or {}, len(frames), values)
-        self._check_columns([*_flat_names(values), *columns])
-        self._write(_Batch(self.n_structures, frames, atoms, values, columns))
+        of_atoms = _atom_arrays(arrays or {}, sum(map(len, frames)))
+        self._check_columns([*_flat_names(values), *columns, *of_atoms])
+        self._write(_Batch(self.n_structures, frames, atoms, values, columns, of_atoms))
         self.n_structures += len(frames)
 
     def _atoms(
@@ -213,6 +219,10 @@ class _XYZWriter(PredictionWriter):
                     predicted[name] = np.full((len(atoms), *values.shape[1:]), np.nan)
                     predicted[name][batch.rows[i]] = values[part]
             atoms.info.update(batch.extra_of(i))
+            for name, rows in batch.arrays.items():
+                atoms.arrays[name] = rows[batch.atoms_of(i)]
+                if f"{name}_uncertainty" in frame.arrays and f"REF_{name}" not in frame.arrays:
+                    atoms.arrays.pop(f"REF_{name}", None)  # an earlier prediction
             self._stream.write(xyz_text(atoms).encode())
 
     def _finish(self) -> None:
@@ -228,6 +238,8 @@ class _CSVWriter(PredictionWriter):
         self._has_header = False
 
     def _write(self, batch: _Batch) -> None:
+        if batch.arrays:
+            raise InputError("path", "a table in CSV", "a name that ends in .xyz or .npz")
         self._write_header()
         numbers = np.column_stack([*batch.values.values()]).tolist()
         for i, (frame, part) in enumerate(zip(batch.frames, batch.parts, strict=True)):
@@ -259,7 +271,7 @@ class _NPZWriter(PredictionWriter):
         self._arrays: dict[str, list[AnyArray]] = {}
 
     def _write(self, batch: _Batch) -> None:
-        arrays: dict[str, AnyArray] = {**batch.values, **batch.extra}
+        arrays: dict[str, AnyArray] = {**batch.values, **batch.extra, **batch.arrays}
         arrays["n_atoms"] = np.array([len(frame) for frame in batch.frames], dtype=np.int64)
         if batch.rows is not None:
             counts = [len(indices) for indices in batch.rows]
@@ -286,7 +298,7 @@ _WRITERS: dict[str, type[PredictionWriter]] = {
 
 def check_name(parameter: str, name: str, taken: Mapping[str, object] | None = None) -> None:
     """Refuse a key that one of the formats could not hold."""
-    reserved = (*_IN_COMMENT, *_IN_COLUMNS, *_IN_TABLES, *_TENSORS)
+    reserved = (*IN_COMMENT, *IN_COLUMNS, *_IN_TABLES, *_TENSORS)
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]*", name) or name in reserved:
         expected = "letters, digits, _ and -, and no name with a meaning of its own in a file"
         raise InputError(parameter, repr(name), expected)
@@ -305,6 +317,15 @@ def _extra_columns(
             given = f"{column.dtype} of shape {column.shape}"
             raise InputError(f"extra[{name!r}]", given, f"{n} numbers, booleans or strings")
     return columns
+
+
+def _atom_arrays(arrays: Mapping[str, AnyArray], n_atoms: int) -> dict[str, AnyArray]:
+    """Return arrays with a row for each atom."""
+    for name, array in arrays.items():
+        check_name("arrays", name)
+        if len(array) != n_atoms:
+            raise InputError(f"arrays[{name!r}]", f"{len(array)} rows", f"{n_atoms}, one per atom")
+    return dict(arrays)
 
 
 def _flat_names(values: Mapping[str, Float64Array]) -> list[str]:
@@ -352,46 +373,3 @@ def _set_aside_references(
             references.pop(target, None)
         for name, value in references.items():
             store.setdefault(f"REF_{name}", value)
-
-
-def xyz_text(atoms: Atoms) -> str:
-    """Return a structure in extended XYZ, all numbers exact: ASE writes eight decimals."""
-    fixed = [c.index for c in atoms.constraints if isinstance(c, FixAtoms)]
-    arrays = {"symbols": np.array([*atoms.symbols], dtype=str), "positions": atoms.positions}
-    if fixed:
-        arrays["move_mask"] = ~np.isin(np.arange(len(atoms)), np.concatenate(fixed))
-    for name, array in atoms.arrays.items():
-        if name not in _IN_COLUMNS and array.size:
-            arrays[name] = _xyz_column(array)
-    info = {str(key): _xyz_value(value) for key, value in atoms.info.items()}
-    atoms.info = {key: value for key, value in info.items() if key not in _IN_COMMENT}
-    comment, *_ = output_column_format(atoms, [*arrays], arrays)  # type: ignore[no-untyped-call]
-    columns = [(c, a.dtype.kind) for a in arrays.values() for c in np.atleast_2d(a.T)]
-    line = " ".join(_COLUMN_FORMATS[kind] for _, kind in columns) + "\n"
-    rows = zip(*(column.tolist() for column, _ in columns), strict=True)
-    return "".join([f"{len(atoms)}\n{comment}\n", *(line % row for row in rows)])
-
-
-def _xyz_column(array: AnyArray) -> AnyArray:
-    """Return an array of atoms as booleans, integers, floats or words, with at most two axes."""
-    if array.ndim > 2:
-        array = array.reshape(len(array), -1)
-    if array.dtype.kind == "u":
-        return array.astype(np.int64)
-    if array.dtype.kind in "bif":
-        return array
-    # A blank would start another column.
-    words = [re.sub(r"\s+", "_", str(value)) or "_" for value in array.ravel()]
-    return np.array(words, dtype=str).reshape(array.shape)
-
-
-def _xyz_value(value: Any) -> Any:
-    """Return a value such that ASE reads it, and the rest of the line, as it was.
-
-    It would not after empty strings, nor after line ends and backslashes in strings or in JSON.
-    """
-    awkward = isinstance(value, str) and (not value or re.search(r"[^\S ]|\\", value))
-    if awkward or isinstance(value, (list, tuple, dict)):
-        with contextlib.suppress(TypeError):
-            return "_JSON " + json.dumps(value).replace("\\", "\\\\")
-    return value

@@ -1,0 +1,154 @@
+"""Power spectra and their derivatives by positions and strain, as featomic computes them.
+
+The power spectrum of an environment changes with the atoms in it alone, and the features of a pair
+of species αα′ change with atoms of α and of α′ and with the centre alone. So derivatives come in
+blocks, one for each species at the centre and pair of species around it, with one entry for each
+atom that matters to each environment. They stay like that: a dense array would mostly hold zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from ase import Atoms
+
+from qualms.atomistic.engines import FeatomicEngine, in_cell
+from qualms.atomistic.environments import offsets_of
+from qualms.core.typing import Float64Array, IntArray
+
+#: Environments whose derivatives are in memory at once: some 50 MB in a dense crystal.
+BATCH = 64
+
+
+@dataclass(frozen=True)
+class Environments:
+    """Environments of some structures, or of a part of one.
+
+    Attributes
+    ----------
+    structures : (n_structures,) array of int
+        Indices of the structures.
+    frames : list of Atoms
+    centers : list of arrays of int
+        Atoms of each structure whose environments these are.
+    """
+
+    structures: IntArray
+    frames: list[Atoms]
+    centers: list[IntArray]
+
+    @property
+    def offsets(self) -> IntArray:
+        """Environments of the structures: those of the s-th are ``offsets[s]:offsets[s + 1]``."""
+        return offsets_of([len(chosen) for chosen in self.centers])
+
+    @property
+    def atom_offsets(self) -> IntArray:
+        """Atoms of the structures, counted through all of them."""
+        return offsets_of([len(atoms) for atoms in self.frames])
+
+    @property
+    def owners(self) -> IntArray:
+        """Structure of each environment, counted from 0 in this batch."""
+        return np.repeat(np.arange(len(self.frames)), [len(chosen) for chosen in self.centers])
+
+    @property
+    def center_atoms(self) -> IntArray:
+        """Atom at the centre of each environment, counted through the batch."""
+        return np.concatenate(self.centers) + self.atom_offsets[self.owners]
+
+
+@dataclass(frozen=True)
+class GradientBlock:
+    """Features of one pair of species, and their derivatives.
+
+    Attributes
+    ----------
+    columns : slice
+        Which features of a scale these c are.
+    rows : (n,) array of int
+        Environments that have them, counted through the batch.
+    values : (n, c) array
+    edges : (n + 1,) array of int
+        Derivatives of the k-th of these environments are ``edges[k]:edges[k + 1]``.
+    atoms : (g,) array of int
+        Atom that moves, counted through the batch.
+    positions : (g, 3, c) array
+        ∂p/∂r in 1/Å.
+    strain : (n, 3, 3, c) array, optional
+        ∂p/∂ε, for r → (1 + ε) r and a cell that goes along.
+    """
+
+    columns: slice
+    rows: IntArray
+    values: Float64Array
+    edges: IntArray
+    atoms: IntArray
+    positions: Float64Array
+    strain: Float64Array | None
+
+
+def batches(frames: Iterable[Atoms], size: int = BATCH) -> Iterator[Environments]:
+    """Group environments: several small structures at a time, or a large one in parts."""
+    group: list[tuple[int, Atoms, IntArray]] = []
+    count = 0
+    for index, atoms in enumerate(frames):
+        for centers in np.array_split(np.arange(len(atoms)), -(-len(atoms) // size)):
+            if group and count + len(centers) > size:
+                yield _environments(group)
+                group, count = [], 0
+            group.append((index, atoms, centers))
+            count += len(centers)
+    if group:
+        yield _environments(group)
+
+
+def _environments(group: Sequence[tuple[int, Atoms, IntArray]]) -> Environments:
+    indices, frames, centers = zip(*group, strict=True)
+    return Environments(np.array(indices), list(frames), list(centers))
+
+
+def gradient_blocks(
+    engine: FeatomicEngine, batch: Environments, *, strain: bool = False
+) -> Iterator[GradientBlock]:
+    """Yield features and derivatives of a batch, in float64, as they are needed."""
+    from metatensor import Labels
+
+    owners = batch.owners
+    samples = np.stack([owners, np.concatenate(batch.centers)], axis=1).astype(np.int32)
+    computed = engine.calculator.compute(
+        [in_cell(atoms, engine.scale) for atoms in batch.frames],
+        gradients=["positions", "strain"] if strain else ["positions"],
+        selected_samples=Labels(["system", "atom"], samples),
+        use_native_system=True,
+    )
+    first_atom = batch.atom_offsets
+    # Place of an environment in the batch, by its atom counted through the batch.
+    place = np.full(first_atom[-1], -1)
+    place[first_atom[samples[:, 0]] + samples[:, 1]] = np.arange(len(samples))
+    for key, block in computed.items():
+        where = np.asarray(block.samples.values)
+        moved = block.gradient("positions")
+        owner, system, atom = np.asarray(moved.samples.values).T
+        # Entries come environment by environment.
+        edges = np.searchsorted(owner, np.arange(len(where) + 1))
+        pair = engine.pair_columns[int(key["neighbor_1_type"]), int(key["neighbor_2_type"])]
+        yield GradientBlock(
+            columns=pair,
+            rows=place[first_atom[where[:, 0]] + where[:, 1]],
+            values=np.asarray(block.values),
+            edges=edges,
+            atoms=first_atom[system] + atom,
+            positions=np.asarray(moved.values),
+            strain=np.asarray(block.gradient("strain").values) if strain else None,
+        )
+
+
+def power_spectra(blocks: Sequence[GradientBlock], n: int, n_features: int) -> Float64Array:
+    """Return the power spectra of the n environments of a batch: (n, D)."""
+    P = np.zeros((n, n_features))
+    for block in blocks:
+        P[block.rows, block.columns] = block.values
+    return P

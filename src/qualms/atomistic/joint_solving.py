@@ -1,0 +1,135 @@
+"""Energies and their derivatives as one least-squares problem, with a noise for each kind.
+
+Rows of energies come first, and those of forces and virials follow. What an energy of the mean
+composition is belongs to the rows of energies alone: a constant has no derivative. Members see the
+energy and the forces of a structure together, or neither.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from qualms.atomistic.force_labels import ForceLabels
+from qualms.atomistic.settings import Settings
+from qualms.core.committee import FullModel, Members
+from qualms.core.joint_noise import JointNoise, select_joint_noise
+from qualms.core.members import solve_members
+from qualms.core.projected_process import fit_projected_process
+from qualms.core.typing import Float64Array, FloatArray, IntArray
+
+
+@dataclass(frozen=True)
+class JointModel:
+    """The full model of energies and forces.
+
+    Attributes
+    ----------
+    full : FullModel
+        Centre and noise are those of the energies, per atom.
+    noise : JointNoise
+    labels : ForceLabels
+    """
+
+    full: FullModel
+    noise: JointNoise
+    labels: ForceLabels
+
+    def weight(self, n: int) -> Float64Array:
+        """Return the weight of each row, that of n energies being one: (N,)."""
+        return np.concatenate([np.ones(n), np.full(len(self.labels.y), self.noise.ratio)])
+
+    def counts(self, counts: IntArray) -> IntArray:
+        """Return how often each row is in each member, given that for energies (n, N_R)."""
+        return np.concatenate([counts, counts[self.labels.structure]])
+
+
+def fit_joint_model(
+    Phi: FloatArray,
+    energies: Float64Array,
+    labels: ForceLabels,
+    groups: IntArray,
+    settings: Settings,
+) -> JointModel:
+    """Choose both noises and solve the full model.
+
+    Parameters
+    ----------
+    Phi : (N, r) array
+        Whitened features of all rows.
+    energies : (n,) array
+        Per atom, without baseline.
+    labels : ForceLabels
+    groups : (n,) array of int
+        Structures that are left out together when the noise is chosen.
+    settings : Settings
+    """
+    n = len(energies)
+    center = float(energies.mean()) if settings.baseline != "none" else 0.0
+    y = np.concatenate([energies - center, labels.y])
+    variance = _prior_variance(Phi[n:], labels.y)
+    noise = select_joint_noise(
+        Phi,
+        y,
+        np.arange(len(y)) >= n,
+        np.concatenate([groups, groups[labels.structure]]),
+        prior=variance,
+        criterion=settings.noise if isinstance(settings.noise, str) else "loo",
+        energies=None if isinstance(settings.noise, str) else settings.noise,
+        forces=None if isinstance(settings.forces_noise, str) else settings.forces_noise,
+    )
+    scale = np.sqrt(variance)
+    weight = np.where(np.arange(len(y)) < n, 1.0, noise.ratio)
+    process = fit_projected_process(Phi, y / scale, noise.energies / variance, sample_weight=weight)
+    full = FullModel(process, np.array([center]), np.array([scale]), centered=False)
+    return JointModel(full, noise, labels)
+
+
+def _prior_variance(Phi: FloatArray, y: Float64Array) -> float:
+    """Return the prior variance of the weights that gives forces the variance that they have.
+
+    Eq. (17), Musil et al. 2019, for forces: what energies have in common does not count, and of the
+    energies of one molecule that is nearly all.
+    """
+    squares = sum(
+        float(np.sum(np.square(Phi[start : start + 4096], dtype=np.float64)))
+        for start in range(0, len(Phi), 4096)
+    )
+    return float(np.sum(y**2)) / squares if squares > 0 and np.any(y) else 1.0
+
+
+def fit_joint_members(
+    joint: JointModel,
+    Phi: FloatArray,
+    energies: Float64Array,
+    counts: IntArray,
+    *,
+    centered: bool,
+) -> Members:
+    """Solve all members, with the noises of the full model.
+
+    Parameters
+    ----------
+    joint : JointModel
+    Phi : (N, r) array
+    energies : (n, N_R) array
+        Per atom, without the baseline of each member.
+    counts : (n, N_R) array of int
+        How often each structure is in each member.
+    centered : bool
+        Whether the mean of its energies belongs to a member.
+    """
+    means = np.zeros(counts.shape[1])
+    if centered:
+        means = np.sum(energies * counts, axis=0) / counts.sum(axis=0)
+    others = np.repeat(joint.labels.y[:, None], len(means), axis=1)
+    scale = joint.full.scale[0]
+    solution = solve_members(
+        Phi,
+        np.concatenate([energies - means, others])[:, None, :] / scale,
+        joint.counts(counts),
+        joint.full.process,
+        sample_weight=joint.weight(len(energies)),
+    )
+    return Members(solution.weights * scale, means[None, :], solution)

@@ -1,0 +1,256 @@
+"""Forces and stress of every member, as derivatives of its energy.
+
+The energy of a structure is a sum over its environments, so that by the chain rule
+
+    F_j = −∂E/∂r_j = −Σ_i (∂e_i/∂p_i)·(∂p_i/∂r_j),
+    σ = (1/V) ∂E/∂ε = (1/V) Σ_i (∂e_i/∂p_i)·(∂p_i/∂ε),
+
+where p_i is the power spectrum of environment i, e_i its energy, and ε the strain. ∂e_i/∂p_i is
+computed for all members at once (see `qualms.atomistic.potential`) and then multiplied with the
+derivatives of the power spectra, which take most of the time and which all members share. Baselines
+depend on the composition alone and have no derivative. Everything is float64: features in float32,
+from which energies alone are predicted, would leave noise in place of small differences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from ase import Atoms
+from scipy.sparse import csr_array
+
+from qualms.atomistic.baselines import structure_design
+from qualms.atomistic.environments import offsets_of
+from qualms.atomistic.fitted import Fitted
+from qualms.atomistic.gradients import (
+    Environments,
+    GradientBlock,
+    batches,
+    gradient_blocks,
+    power_spectra,
+)
+from qualms.atomistic.potential import Potential, ScalePotential
+from qualms.atomistic.structures import check_species, check_structures
+from qualms.core.typing import Float64Array, FloatArray, IntArray
+from qualms.errors import InputError
+from qualms.prediction import Prediction
+
+#: Where ASE's six components of a stress are in the matrix: xx, yy, zz, yz, xz, xy.
+VOIGT = ([0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1])
+
+
+class StructureMechanics(NamedTuple):
+    """Energy, forces (n_atoms, 3) and, if asked for, stress (6,) of one structure."""
+
+    energy: Prediction
+    forces: Prediction
+    stress: Prediction | None
+
+
+@dataclass(frozen=True)
+class Mechanics:
+    """Energies, forces and stresses of structures, by all members, calibrated.
+
+    Before calibration (``forces.uncalibrated``) the forces of each member are the derivative of its
+    energy (``energy.uncalibrated``).
+
+    Attributes
+    ----------
+    energy : Prediction of shape (n_structures,)
+    forces : Prediction of shape (n_atoms, 3)
+        Of the atoms of all structures, in order; units of the energy per Å.
+    stress : Prediction of shape (n_structures, 6), optional
+        σ = (1/V) ∂E/∂ε in ASE's order (xx, yy, zz, yz, xz, xy) and sign: positive under tension.
+        Units of the energy per Å³.
+    offsets : (n_structures + 1,) array of int
+        Atoms of structure s are ``offsets[s]:offsets[s + 1]``.
+    """
+
+    energy: Prediction
+    forces: Prediction
+    stress: Prediction | None
+    offsets: IntArray
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> StructureMechanics:
+        """Return what is predicted for one structure."""
+        s = range(len(self))[index]
+        atoms = slice(int(self.offsets[s]), int(self.offsets[s + 1]))
+        stress = None if self.stress is None else self.stress[s]
+        return StructureMechanics(self.energy[s], self.forces[atoms], stress)
+
+    def __iter__(self) -> Iterator[StructureMechanics]:
+        return (self[s] for s in range(len(self)))
+
+
+@dataclass(frozen=True)
+class Derivatives:
+    """Energies without baseline, and their derivatives, for R weight columns.
+
+    Attributes
+    ----------
+    energies : (n_structures, R) array
+    forces : (n_atoms, 3, R) array
+    virials : (n_structures, 6, R) array, optional
+        ∂E/∂ε.
+    """
+
+    energies: Float64Array
+    forces: Float64Array
+    virials: Float64Array | None
+
+
+def check_model(fitted: Fitted) -> None:
+    """Refuse a model that has no forces."""
+    if fitted.settings.kind != "extensive":
+        raise InputError(
+            "kind", repr(fitted.settings.kind), "'extensive': forces are derivatives of an energy"
+        )
+    engine = fitted.representation.soap.resolved_engine
+    if engine != "featomic":
+        raise InputError(
+            "engine",
+            repr(engine),
+            "'featomic', whose features have derivatives",
+            "Train with forces, or with representation={'engine': 'featomic', 'smoothing': 0.5}.",
+        )
+
+
+def check_frames(fitted: Fitted, frames: Sequence[Atoms], *, stress: bool) -> None:
+    """Refuse a model without forces, and structures that it cannot predict, or without a stress."""
+    check_model(fitted)
+    if not len(frames):
+        raise InputError("frames", "no structures", "at least one")
+    for i, atoms in enumerate(frames):
+        check_structures([atoms], first=i)
+        check_species([atoms], fitted.representation.species, first=i)
+        if stress and not np.all(atoms.pbc):
+            raise InputError(
+                f"frames[{i}].pbc",
+                np.asarray(atoms.pbc).tolist(),
+                "periodic in all directions: without a volume there is no stress",
+            )
+
+
+def derivatives(
+    potential: Potential, frames: Sequence[Atoms], *, strain: bool = False
+) -> Derivatives:
+    """Return energies and derivatives of structures, streamed environment by environment."""
+    R = potential.n_columns
+    offsets = offsets_of([len(atoms) for atoms in frames])
+    energies = np.zeros((len(frames), R))
+    slopes = np.zeros((offsets[-1], 3 * R))
+    virials = np.zeros((len(frames), 9 * R)) if strain else None
+    for batch in batches(frames):
+        # A structure may come in several parts, but only once in each batch.
+        here = np.concatenate([np.arange(*offsets[s : s + 2]) for s in batch.structures])
+        owners = batch.structures[batch.owners]
+        for scale in potential.scales:
+            of_environments, by_position, by_strain = _batch_derivatives(scale, batch, strain)
+            np.add.at(energies, owners, of_environments)
+            slopes[here] += by_position
+            if virials is not None and by_strain is not None:
+                np.add.at(virials, owners, by_strain)
+    forces = -slopes.reshape(-1, 3, R)
+    if virials is None:
+        return Derivatives(energies, forces, None)
+    return Derivatives(energies, forces, virials.reshape(-1, 3, 3, R)[:, *VOIGT])
+
+
+def _batch_derivatives(
+    scale: ScalePotential, batch: Environments, strain: bool
+) -> tuple[Float64Array, Float64Array, Float64Array | None]:
+    """Return e_i (n, R), Σ_i ∂e_i/∂r (n_atoms, 3R), and ∂e_i/∂ε (n, 9R)."""
+    engine, n = scale.scale.engine, int(batch.offsets[-1])
+    blocks = list(gradient_blocks(engine, batch, strain=strain))
+    P = power_spectra(blocks, n, engine.n_features)
+    energies, slopes = scale.slopes(P)
+    R = energies.shape[1]
+    by_strain = np.zeros((n, 9, R)) if strain else None
+    for block in blocks:
+        if by_strain is not None and block.strain is not None:
+            of_block = slopes[block.rows, :, block.columns]
+            change = block.strain.reshape(len(of_block), 9, -1) @ of_block.transpose(0, 2, 1)
+            by_strain[block.rows] += change
+    by_position = _by_position(blocks, slopes, int(batch.atom_offsets[-1]))
+    return energies, by_position, None if by_strain is None else by_strain.reshape(n, -1)
+
+
+def _by_position(
+    blocks: Sequence[GradientBlock], slopes: Float64Array, n_atoms: int
+) -> Float64Array:
+    """Return Σ_i (∂e_i/∂p_i)·(∂p_i/∂r_j) for slopes ∂e_i/∂p_i (n, R, D): (n_atoms, 3R)."""
+    R = slopes.shape[1]
+    atoms = np.concatenate([block.atoms for block in blocks])
+    change = np.empty((len(atoms), 3, R))
+    first = 0
+    for block in blocks:
+        c = block.values.shape[1]
+        for row, (begin, end) in zip(block.rows, pairwise(block.edges.tolist()), strict=True):
+            np.matmul(
+                block.positions[begin:end].reshape(-1, c),
+                slopes[row, :, block.columns].T,
+                out=change[first + begin : first + end].reshape(-1, R),
+            )
+        first += len(block.atoms)
+    shape = (n_atoms, len(atoms))
+    sums = csr_array((np.ones(len(atoms)), (atoms, np.arange(len(atoms)))), shape=shape)
+    return np.asarray(sums @ change.reshape(-1, 3 * R))
+
+
+def member_energies(
+    fitted: Fitted, frames: Sequence[Atoms], energies: Float64Array
+) -> Float64Array:
+    """Return what each member says per atom, baseline included: (n_structures, N_R)."""
+    sizes = np.array([len(atoms) for atoms in frames], dtype=np.float64)[:, None]
+    design = structure_design(frames, fitted.baseline.species)
+    return energies / sizes + fitted.intercepts + fitted.baseline.predict_members(design)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Scales members about their mean by a factor for each point; a `MemberTransform`."""
+
+    factors: Float64Array
+
+    def transform(self, members: FloatArray) -> Float64Array:
+        """Scale members (n, …, N_R) by factors (n,)."""
+        mean = members.mean(axis=-1, keepdims=True)
+        factors = self.factors.reshape(-1, *[1] * (members.ndim - 1))
+        scaled: Float64Array = mean + factors * (members - mean)
+        return scaled
+
+
+def predict_mechanics(
+    fitted: Fitted, potential: Potential, frames: Sequence[Atoms], *, stress: bool
+) -> Mechanics:
+    """Return calibrated energies, forces and stresses by all members.
+
+    A model that was trained on forces has a calibration of its own for them. Otherwise the members
+    of the forces on all atoms of a structure, as those of its stress, are scaled about their means
+    by the factor that calibrates its energy.
+    """
+    found = derivatives(potential, frames, strain=stress)
+    sizes = np.array([len(atoms) for atoms in frames])
+    per_atom = Prediction(member_energies(fitted, frames, found.energies))
+    energy = per_atom.calibrated(fitted.calibration)
+    spread = energy.uncalibrated.std
+    factors = np.divide(energy.std, spread, out=np.ones_like(spread), where=spread > 0)
+    forces = Prediction(found.forces)
+    stresses = None
+    if found.virials is not None:
+        volumes = np.array([atoms.get_volume() for atoms in frames])  # type: ignore[no-untyped-call]
+        stresses = Prediction(found.virials / volumes[:, None, None]).calibrated(Scaled(factors))
+    own = fitted.forces_calibration
+    return Mechanics(
+        energy=energy * sizes,
+        forces=forces.calibrated(Scaled(np.repeat(factors, sizes)) if own is None else own),
+        stress=stresses,
+        offsets=offsets_of(sizes),
+    )

@@ -1,0 +1,73 @@
+"""Energies of members as the equations have them, one environment and one representative at a time.
+
+Slow and written for reading: the oracle of `qualms.atomistic.mechanics`, whose forces must be the
+numerical derivatives of these energies.
+"""
+
+import numpy as np
+
+from qualms.atomistic.engines import in_cell, make_engine
+
+
+def power_spectra(representation, scale, atoms):
+    """The raw power spectrum of each atom, in float64, all pairs of species: (n_atoms, D)."""
+    engine = make_engine("featomic", scale, representation.species)
+    spectra = np.zeros((len(atoms), engine.n_features))
+    for key, block in engine.calculator.compute(in_cell(atoms, scale)).items():
+        pair = (int(key["neighbor_1_type"]), int(key["neighbor_2_type"]))
+        for (_, atom), values in zip(block.samples.values, block.values, strict=True):
+            spectra[atom, engine.pair_columns[pair]] = values
+    return spectra
+
+
+def features(representation, s, atoms):
+    """What the kernel of scale s sees of each atom."""
+    spectra = power_spectra(representation, representation.soap.scales[s], atoms)
+    if representation.projections:
+        spectra = spectra @ representation.projections[s].matrix.astype(float)
+    if representation.soap.normalize:
+        return [y / np.linalg.norm(y) for y in spectra]
+    return [y / representation.feature_scale for y in spectra]
+
+
+def member_energies(fitted, atoms):
+    """What each member says about the energy of a structure: (N_R,)."""
+    representation = fitted.representation
+    scales = representation.soap.scales
+    total_weight = sum(scale.weight for scale in scales)
+    energies = np.zeros(fitted.weights.shape[1])
+    first = 0
+    for s, width in enumerate(representation.widths):
+        X_M = fitted.representatives[:, first : first + width].astype(float)
+        first += width
+        share = fitted.kernel_scale * scales[s].weight / total_weight
+        for x in features(representation, s, atoms):
+            for X, w in zip(X_M, fitted.weights, strict=True):
+                energies += share * w * (x @ X) ** representation.soap.exponent
+    for number in atoms.numbers:
+        column = fitted.baseline.species.index(number)
+        energies += fitted.baseline.members[column] + fitted.intercepts
+    return energies
+
+
+def derivative(function, step):
+    """Central differences of fourth order of a function of one number, about zero."""
+    values = [np.asarray(function(k * step)) for k in (1, -1, 2, -2)]
+    return (8 * (values[0] - values[1]) - (values[2] - values[3])) / (12 * step)
+
+
+def moved(atoms, atom, axis, by):
+    """The structure with one atom elsewhere."""
+    copy = atoms.copy()
+    copy.positions[atom, axis] += by
+    return copy
+
+
+def strained(atoms, a, b, by):
+    """The structure under a symmetric strain, such that its energy changes by V σ_ab times it."""
+    strain = np.zeros((3, 3))
+    strain[a, b] += by / 2
+    strain[b, a] += by / 2
+    copy = atoms.copy()
+    copy.set_cell(atoms.cell.array @ (np.eye(3) + strain), scale_atoms=True)
+    return copy
