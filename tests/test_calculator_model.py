@@ -28,7 +28,9 @@ def waters(n, scale=0.08, seed=0):
     for _ in range(n):
         atoms = Atoms("OH2", [[0, 0, 0], [1.2, 0, 0], [0, 1.2, 0]])
         atoms.positions += scale * rng.normal(size=(3, 3))
-        atoms.info["energy"] = float(TRUTH.predict([atoms]).mean[0])
+        found = TRUTH.predict_forces([atoms])
+        atoms.info["energy"] = float(found.energy.mean[0])
+        atoms.arrays["true_forces"] = found.forces.mean
         frames.append(atoms)
     return frames
 
@@ -73,6 +75,22 @@ def test_velocity_verlet_conserves_the_energy_of_a_trained_molecule(water_model,
     assert abs(slope) < 1e-5
     assert fluctuation < 1e-3
     assert water.calc.results["energy_uncertainty"] < 0.5  # it has stayed where it was trained
+
+
+def test_forces_that_were_learned_have_a_calibration_of_their_own(water):
+    """Forces of a member are derivatives of its energy all the same."""
+    model = make_model(
+        "energy", forces="true_forces", representation=SMOOTH, n_representatives=60, n_members=8
+    ).fit(waters(20))
+    calc = Calculator(model)
+    forces, std = calc.get_forces(water), calc.results["forces_uncertainty"]
+    np.testing.assert_allclose(std, model.predict_forces([water]).forces.std)
+    water.calc = calc
+    np.testing.assert_allclose(forces, calculate_numerical_forces(water, 1e-3), atol=1e-4)
+    water.calc = calc.member(3)
+    np.testing.assert_allclose(
+        water.get_forces(), calculate_numerical_forces(water, 1e-3), atol=1e-4
+    )
 
 
 def test_whatever_the_calibration_members_are_potentials(crystal_model):

@@ -1,6 +1,8 @@
 """Averages re-weighted to every member, where the answer is known."""
 
 import re
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -36,6 +38,12 @@ def oscillator(n, seed=0, correlation=0.5):
     """Positions of an oscillator of unit force constant at kT = 1, and energies of all members."""
     x = autoregressive(n, correlation, np.random.default_rng(seed))[:, 0]
     return x, 0.5 * FORCE_CONSTANTS * x[:, None] ** 2
+
+
+def test_modules_are_there_when_they_are_asked_for():
+    code = "import qualms; print(qualms.thermo.reweight.__name__, qualms.ase.Calculator.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["reweight", "Calculator"]
 
 
 # --- against brute force ---
@@ -217,6 +225,15 @@ def test_a_temperature_is_one_of_energies_in_electronvolts():
     np.testing.assert_allclose(
         found.prediction.members, reweight(energies, x**2, kT=1.0).prediction.members
     )
+
+
+def test_it_prints_as_many_digits_as_its_errors_have():
+    x, energies = oscillator(2000)
+    for scale, pattern in ((1.0, r"\d\.\d{3}"), (1e4, r"\d+"), (1e-3, r"0\.\d{6}")):
+        text = str(reweight(energies, scale * x**2, kT=1.0))
+        number = rf"({pattern})"
+        assert re.fullmatch(rf"{number} ± {number} \(model\) ± {number} \(sampling\)", text), text
+    assert "ThermalAverage" in str(reweight(energies, np.stack([x, x**2], axis=1), kT=1.0))
 
 
 # --- when it cannot be trusted ---

@@ -88,6 +88,16 @@ class ThermalAverage:
         """Both errors together."""
         return np.hypot(self.std_model, self.std_sampling)
 
+    def __str__(self) -> str:
+        if self.mean.ndim:
+            return repr(self)
+        model, sampling = float(self.std_model), float(self.std_sampling)
+        # Two digits of the smaller error, as far as that is sensible.
+        smallest = max(min(model, sampling), 1e-3 * max(model, sampling), 1e-300)
+        digits = max(0, 1 - int(np.floor(np.log10(smallest))))
+        errors = f"{model:.{digits}f} (model) ± {sampling:.{digits}f} (sampling)"
+        return f"{self.mean:.{digits}f} ± {errors}"
+
     @property
     def reliable(self) -> bool:
         """Whether nothing speaks against the result."""
@@ -141,8 +151,8 @@ def reweight(
     >>> x = np.random.default_rng(0).normal(size=4000)  # a harmonic oscillator, k = kT = 1
     >>> k = np.linspace(0.9, 1.1, 8)  # what members think of its force constant
     >>> average = reweight(0.5 * k * x[:, None] ** 2, x**2, kT=1.0)
-    >>> print(f"{average.mean:.2f} ± {average.std_model:.2f} ± {average.std_sampling:.2f}")
-    1.00 ± 0.07 ± 0.02
+    >>> print(average)
+    0.997 ± 0.067 (model) ± 0.022 (sampling)
     """
     potentials = _members("energies", energies, 1)
     n, n_members = potentials.shape
