@@ -7,6 +7,8 @@ import warnings
 
 import numpy as np
 import pytest
+from ase import Atoms
+from fake_potential import PairCommittee
 
 from qualms import InputError, Prediction, QualmsWarning
 from qualms.core.reweighting import (
@@ -182,6 +184,25 @@ def test_the_energy_depends_on_the_member_itself():
     np.testing.assert_allclose(found.prediction.members, 0.5, atol=0.015)
     fixed = reweight(energies, energies.mean(axis=1), kT=1.0, estimator="direct")
     assert found.std_model < 0.3 * fixed.std_model
+
+
+def test_a_bond_has_the_averages_that_every_member_would_find():
+    """Frames drawn for the mean of a committee; averages by quadrature, for each of its members."""
+    committee, kT = PairCommittee(n_members=6, spread=0.005), 0.1
+    r = np.linspace(0.7, 2.6, 1000)
+    pairs = [Atoms("H2", [[0, 0, 0], [x, 0, 0]]) for x in r]
+    energies = committee.predict(pairs)
+
+    def density(potential):
+        weights = np.exp(-(potential - potential.min()) / kT)
+        return weights / weights.sum()
+
+    exact = np.array([density(member) @ r for member in energies.members.T])
+    frames = np.random.default_rng(0).choice(len(r), 40_000, p=density(energies.mean))
+    for estimator, tolerance in (("direct", 1e-3), ("cea", 3e-3)):
+        found = reweight(energies[frames], r[frames], kT=kT, estimator=estimator)
+        np.testing.assert_allclose(found.prediction.members, exact, atol=tolerance)
+        assert found.std_model == pytest.approx(exact.std(ddof=1), rel=0.25)
 
 
 def test_any_potential_may_have_driven_the_run():
