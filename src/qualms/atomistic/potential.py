@@ -205,7 +205,7 @@ class ScalePotential:
     def _is_quadratic(self) -> bool:
         M, q = self.representatives.shape
         room = 8.0 * self.weights.shape[1] * q**2 < _QUADRATIC
-        return self.scale.exponent == 2 and 2 * q <= M and room
+        return self.scale.exponent == 2 and q <= M and room
 
     @cached_property
     def _forms(self) -> Float64Array:

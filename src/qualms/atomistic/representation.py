@@ -19,8 +19,8 @@ from qualms.core.typing import FloatArray, IntArray
 _N_EXACT = 64
 #: Representatives from which on features are compressed for accuracy, even if that takes longer.
 _MANY = 2_500
-#: Components of each pair of species that are kept if derivatives are needed.
-_PER_PAIR = 64
+#: Components per pair of species that are kept if derivatives are needed, and the least in all.
+_PER_PAIR, _AT_LEAST = 32, 192
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def resolve_compression(
     n_raw = max(Representation(soap, tuple(species)).widths)
     if derivatives:
         # They are multiplied with all representatives, for every neighbour: fewer features pay.
-        kept = _PER_PAIR * len(species) * (len(species) + 1) // 2
+        kept = max(_PER_PAIR * len(species) * (len(species) + 1) // 2, _AT_LEAST)
         return Compression(method="pairs", n_features=kept) if n_raw > kept else None
     q = standard.n_features
     # With so many representatives rounding of the kernel rows matters: see `_N_EXACT`.

@@ -9,6 +9,8 @@ from qualms.atomistic.plan import format_time
 from qualms.atomistic.structures import symbols_of
 from qualms.core.calibration import Calibration
 
+_METHODS = {"pca": "PCA", "pairs": "PCA of pairs of species", "fps": "FPS", "cur": "CUR"}
+
 
 def describe(fitted: Fitted, record: Record, provenance: Provenance) -> str:
     """Return what a model is and what it learned, a line for each subject."""
@@ -75,7 +77,7 @@ def _representation(fitted: Fitted) -> str:
     error = max(p.kernel_error for p in representation.projections)
     standard = "pairs" if fitted.settings.mechanical else "pca"
     method = soap.compression.method if isinstance(soap.compression, Compression) else standard
-    kept = f"{raw} → {representation.n_features} features by {method.upper()}"
+    kept = f"{raw} → {representation.n_features} features by {_METHODS[method]}"
     return f"{text}, {kept} (kernel ± {error:.1e})"
 
 
