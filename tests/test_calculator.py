@@ -76,7 +76,6 @@ def test_every_property_is_declared_and_reachable(committee, crystal):
         np.testing.assert_allclose(value, calc.get_property(name, crystal))
     with pytest.raises(PropertyNotImplementedError):
         calc.get_property("dipole", crystal)
-    assert crystal.get_properties is not None
     crystal.calc = calc
     assert crystal.get_properties(["energy"])["energy"] == pytest.approx(calc.results["energy"])
 
@@ -96,6 +95,9 @@ def test_forces_and_stress_are_computed_only_when_asked_for(committee, crystal):
     crystal.get_forces()
     crystal.get_stress()
     assert committee.calls == ["energy", "forces", "stress", "stress"]
+    crystal.rattle(0.01, seed=3)
+    crystal.get_potential_energy()
+    assert committee.calls[4:] == ["energy"]
 
 
 def test_forces_and_stress_are_derivatives(committee, crystal):
@@ -144,7 +146,7 @@ def test_map_asks_every_member(committee, atoms):
     found = Calculator(committee).map(lambda member: member.get_potential_energy(atoms))
     np.testing.assert_allclose(found.members, committee.predict([atoms]).members[0])
     with pytest.raises(InputError, match="one of 6 members"):
-        MemberCalculator(committee, 6).get_potential_energy(atoms)
+        MemberCalculator(committee, 6)
 
 
 # --- in the hands of ASE ---
@@ -245,6 +247,16 @@ def test_a_molecule_has_no_stress(committee, atoms):
     atoms.calc = Calculator(committee)
     with pytest.raises(PropertyNotImplementedError, match="volume"):
         atoms.get_stress()
+
+
+def test_a_slab_has_no_stress_after_a_crystal_that_has(committee, crystal):
+    calc = Calculator(committee)
+    calc.get_stress(crystal)
+    slab = crystal.copy()
+    slab.pbc = (True, True, False)
+    assert np.all(np.isfinite(calc.get_forces(slab)))
+    with pytest.raises(PropertyNotImplementedError, match="all directions"):
+        calc.get_stress(slab)
 
 
 def test_copies_share_the_model_and_nothing_else(committee, atoms):
