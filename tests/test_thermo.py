@@ -124,6 +124,7 @@ def test_blocks_are_longer_than_correlations_and_never_too_few():
     assert block_length(100_000, 50.0) > 4 * 50
     assert block_length(40, 50.0) == 5
     assert block_length(3, 1.0) == 1
+    assert block_length(10**7, 1.0) == 20_000
 
 
 # --- where the answer is known ---
@@ -223,6 +224,16 @@ def test_several_observables_keep_their_shape():
     for k in range(3):
         alone = reweight(energies, counts[:, k], kT=1.0)
         np.testing.assert_allclose(alone.prediction.members, found.prediction.members[k])
+
+
+def test_a_histogram_of_many_bins():
+    x, energies = oscillator(3000)
+    bins = np.stack([(x > a) & (x <= a + 0.1) for a in np.arange(-4, 4, 0.1)], axis=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", QualmsWarning)  # some bins have hardly been visited
+        found = reweight(energies, bins.astype(float), kT=1.0)
+    np.testing.assert_allclose(found.prediction.sum().members, 1.0)
+    assert found.inefficiency == pytest.approx(reweight(energies, x, kT=1.0).inefficiency, rel=0.5)
 
 
 def test_an_observable_of_another_model_goes_with_all_members():

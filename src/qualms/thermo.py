@@ -39,6 +39,8 @@ _ESTIMATORS = {"cea": reweight_cumulant, "direct": reweight_direct}
 _FEW = 20.0
 #: If the first neglected term is a larger part of the error bar than this, the expansion fails.
 _LARGE = 0.3
+#: Correlation times are found for so many observables at most.
+_SOME = 32
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ def reweight(
     if estimator not in _ESTIMATORS:
         raise InputError("estimator", repr(estimator), "'cea' or 'direct'")
     common = values.mean(axis=2) if values.ndim == 3 else values
-    inefficiency = float(statistical_inefficiency(np.hstack([common, h[:, :n_members]])).max())
+    inefficiency = _inefficiency(common, h[:, :n_members])
     length = block_length(n, inefficiency)
     found = _ESTIMATORS[estimator](values, h, length)
     std_model, std_sampling = _separated(found)
@@ -238,6 +240,14 @@ def _in_pairs(
     if paired:
         return values, h
     return np.repeat(values, n_potential, axis=2), np.tile(h, (1, n_observable))
+
+
+def _inefficiency(observables: Float64Array, h: Float64Array) -> float:
+    """Return how many frames count as one, for what varies most slowly."""
+    # Bins of a histogram are many and alike: some of them will do.
+    T = observables.shape[1]
+    some = observables[:, np.unique(np.linspace(0, T - 1, min(T, _SOME)).round().astype(int))]
+    return float(statistical_inefficiency(np.hstack([some, h])).max())
 
 
 def _separated(found: Replicates) -> tuple[Float64Array, Float64Array]:

@@ -21,13 +21,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.fft import irfft, next_fast_len, rfft
 
 from qualms.core.typing import Float64Array, IntArray
 
 #: A window of so many correlation times: Sokal's rule, a bias of e^−5 against noise.
 _WINDOW = 5.0
-#: Fewer blocks say too little about their own spread.
-MIN_BLOCKS = 8
+#: Fewer blocks say too little about their own spread; more say hardly more, and take memory.
+MIN_BLOCKS, MAX_BLOCKS = 8, 500
 
 
 def statistical_inefficiency(series: Float64Array) -> Float64Array:
@@ -45,12 +46,11 @@ def statistical_inefficiency(series: Float64Array) -> Float64Array:
         at the first t ≥ 5 τ(t), where τ(t) = ½ + Σ_{s ≤ t} ρ(s): Sokal's automatic window.
     """
     n = len(series)
-    size = 1 << (2 * n - 1).bit_length()  # padded with zeros: the correlation must not wrap around
+    size = next_fast_len(2 * n - 1, real=True)  # zeros at the end: nothing must wrap around
     found = np.ones(series.shape[1])
     for k, column in enumerate(series.T):
         deviations = column - column.mean()
-        spectrum = np.fft.rfft(deviations, size)
-        correlation = np.fft.irfft(np.abs(spectrum) ** 2, size)[:n]
+        correlation = irfft(np.abs(rfft(deviations, size)) ** 2, size)[:n]
         if correlation[0] <= n * (1e-12 * np.abs(column).max()) ** 2:
             continue
         tau = np.cumsum(correlation / correlation[0]) - 0.5
@@ -67,7 +67,7 @@ def block_length(n: int, inefficiency: float) -> int:
     √(2 L/n) of itself: their squares sum to the least at L ∝ (n g²)^(1/3).
     """
     best = round(float(np.cbrt(2.0 * n * inefficiency**2)))
-    return max(1, min(best, n // MIN_BLOCKS))
+    return max(1, min(max(best, n // MAX_BLOCKS), n // MIN_BLOCKS))
 
 
 @dataclass(frozen=True)
