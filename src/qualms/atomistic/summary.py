@@ -9,7 +9,6 @@ from qualms.atomistic.plan import format_time
 from qualms.atomistic.structures import symbols_of
 from qualms.core.calibration import Calibration
 
-
 _METHODS = {"pca": "PCA", "pairs": "PCA of pairs of species", "fps": "FPS", "cur": "CUR"}
 
 
