@@ -268,8 +268,8 @@ ERRORS = [
 
 # --- gap_fit ---
 
-#: Regularisation of gap_fit: eV per atom, eV/Å. Force errors of 50 geometries of azobenzene, M = 200,
-#: in meV/Å: 247 with these, 252 with 0.001 and 0.1, 257 with 0.0005 and 0.05, 257 with 0.0001, 0.01.
+#: Regularisation of gap_fit: eV per atom, eV/Å. Force errors with 50 geometries of azobenzene and
+#: M = 200, meV/Å: 247 so; 252 with 0.001, 0.1; 257 with 0.0005, 0.05 and with 0.0001, 0.01.
 SIGMAS = "{0.0005 0.02 0 0}"
 
 
