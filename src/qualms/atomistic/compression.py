@@ -3,7 +3,7 @@
 The kernel of Eq. (13) is an inner product of power spectra, so what a linear map of the features
 must keep is x·x′, not distances from a mean: nothing is centred. With X = U S Vᵀ the best q
 features are X V_q; of a choice of columns, combinations are taken that stand for the columns left
-out. Components of each pair of species by itself are nearly as good, and a map of blocks, one for
+out. Components of each pair of species by itself keep a little less, but a map of blocks, one for
 each pair, takes less time to go forth and, with derivatives, back.
 """
 
