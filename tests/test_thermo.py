@@ -287,6 +287,21 @@ def test_a_large_system_is_too_much_for_direct_weights_but_not_for_cumulants():
     np.testing.assert_allclose(good.prediction.members, -2.5, atol=0.35)
 
 
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("n", [2, 3, 10, 100])
+def test_whatever_members_say_results_are_finite(estimator, n):
+    rng = np.random.default_rng(n)
+    wild = 1e4 * rng.normal(size=(n, 5))
+    a = rng.normal(size=n)
+    with pytest.warns(QualmsWarning):
+        found = reweight(wild, a, kT=1.0, estimator=estimator)
+    for value in (found.mean, found.std_model, found.std_sampling, found.n_effective):
+        assert np.all(np.isfinite(value))
+    if estimator == "direct":  # averages of what there was
+        assert np.all(found.prediction.members >= a.min() - 1e-9)
+        assert np.all(found.prediction.members <= a.max() + 1e-9)
+
+
 def test_members_too_far_apart_for_cumulants():
     x, _ = oscillator(20_000)
     far = 0.5 * np.linspace(0.4, 1.6, 6) * x[:, None] ** 2

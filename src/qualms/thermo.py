@@ -177,6 +177,7 @@ def reweight(
     problems = _too_few(estimator, n / inefficiency, sizes / inefficiency)
     if estimator == "cea":
         problems += _too_far(neglected_term(values, h, length), np.hypot(std_model, std_sampling))
+        problems += _outside(found.members, values)
     for problem in problems:
         warnings.warn(problem, QualmsWarning, stacklevel=2)
     return ThermalAverage(
@@ -283,4 +284,18 @@ def _too_far(neglected: Replicates, error: Float64Array) -> tuple[str, ...]:
     return (
         f"The first term that the cumulant expansion neglects is {ratio.max():.1g} of the error "
         "bar: members differ too much for it. Use estimator='direct', if n_effective is large.",
+    )
+
+
+def _outside(averages: Float64Array, values: Float64Array) -> tuple[str, ...]:
+    """Say whether averages of members are beyond all values that the trajectory has seen."""
+    every = values.swapaxes(0, 1).reshape(values.shape[1], -1)
+    low, high = every.min(axis=1)[:, None], every.max(axis=1)[:, None]
+    slack = 0.1 * (high - low) + 1e-9 * np.abs(high)
+    n = int(np.sum(np.any((averages < low - slack) | (averages > high + slack), axis=0)))
+    if not n:
+        return ()
+    return (
+        f"{n} of {averages.shape[1]} members would have an average beyond all values that the "
+        "trajectory has seen: they differ too much from what was simulated.",
     )

@@ -130,7 +130,8 @@ class Calculator(_Potential):
         ``on_exceed(atoms, results)``.
     annotate : bool
         Whether uncertainties and ensembles are also put into ``atoms.info`` and ``atoms.arrays``,
-        from where ASE writes them to extended XYZ. It writes no results but those it knows.
+        from where ASE writes them to extended XYZ: it writes no results but those it knows. They
+        are replaced whenever this calculator is asked about the structure, and stay if another is.
 
     Notes
     -----
