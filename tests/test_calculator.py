@@ -10,14 +10,20 @@ import pytest
 from ase import Atoms, units
 from ase.build import bulk, molecule
 from ase.calculators.calculator import PropertyNotImplementedError
-from ase.calculators.fd import calculate_numerical_forces, calculate_numerical_stress
 from ase.filters import FrechetCellFilter
 from ase.md.langevin import Langevin
 from ase.md.velocitydistribution import Stationary
 from ase.md.verlet import VelocityVerlet
 from ase.mep import NEB
 from ase.optimize import BFGS, FIRE
+from atomistic_fixtures import qualms
 from fake_potential import ENERGY_FACTOR, FORCES_FACTOR, PairCommittee
+from finite_differences import (
+    gradient,
+    numerical_forces,
+    numerical_stress,
+    strain_derivative,
+)
 
 from qualms import InputError, QualmsError, QualmsWarning
 from qualms.ase import Calculator, MemberCalculator, UncertaintyError
@@ -70,7 +76,6 @@ def test_every_property_is_declared_and_reachable(committee, crystal):
         np.testing.assert_allclose(value, calc.get_property(name, crystal))
     with pytest.raises(PropertyNotImplementedError):
         calc.get_property("dipole", crystal)
-    assert crystal.get_properties is not None
     crystal.calc = calc
     assert crystal.get_properties(["energy"])["energy"] == pytest.approx(calc.results["energy"])
 
@@ -90,45 +95,15 @@ def test_forces_and_stress_are_computed_only_when_asked_for(committee, crystal):
     crystal.get_forces()
     crystal.get_stress()
     assert committee.calls == ["energy", "forces", "stress", "stress"]
+    crystal.rattle(0.01, seed=3)
+    crystal.get_potential_energy()
+    assert committee.calls[4:] == ["energy"]
 
 
 def test_forces_and_stress_are_derivatives(committee, crystal):
     crystal.calc = Calculator(committee)
-    np.testing.assert_allclose(
-        crystal.get_forces(), calculate_numerical_forces(crystal, 1e-4), atol=1e-6
-    )
-    np.testing.assert_allclose(
-        crystal.get_stress(), calculate_numerical_stress(crystal, 1e-5), atol=1e-7
-    )
-
-
-def numerical(f, atoms, h=1e-4):
-    """Gradient of a number with respect to positions."""
-    gradient = np.empty((len(atoms), 3))
-    for index in np.ndindex(gradient.shape):
-        values = []
-        for step in (h, -h):
-            moved = atoms.copy()
-            moved.positions[index] += step
-            values.append(f(moved))
-        gradient[index] = (values[0] - values[1]) / (2 * h)
-    return gradient
-
-
-def strained(f, atoms, h=1e-5):
-    """Derivative of a number with respect to strain, per volume, in ASE's six components."""
-    found = []
-    for a, b in ((0, 0), (1, 1), (2, 2), (1, 2), (0, 2), (0, 1)):
-        values = []
-        for step in (h, -h):
-            strain = np.eye(3)
-            strain[a, b] += step / 2
-            strain[b, a] += step / 2
-            moved = atoms.copy()
-            moved.set_cell(atoms.cell.array @ strain, scale_atoms=True)
-            values.append(f(moved))
-        found.append((values[0] - values[1]) / (2 * h) / atoms.cell.volume)
-    return np.array(found)
+    np.testing.assert_allclose(crystal.get_forces(), numerical_forces(crystal, 1e-4), atol=1e-6)
+    np.testing.assert_allclose(crystal.get_stress(), numerical_stress(crystal, 1e-5), atol=1e-7)
 
 
 def test_the_gradient_of_the_uncertainty_is_its_derivative(committee, crystal):
@@ -139,11 +114,13 @@ def test_the_gradient_of_the_uncertainty_is_its_derivative(committee, crystal):
 
     np.testing.assert_allclose(
         calc.get_property("energy_uncertainty_gradient", crystal),
-        numerical(std, crystal),
+        gradient(std, crystal),
         atol=1e-6,
     )
     np.testing.assert_allclose(
-        calc.get_property("energy_uncertainty_stress", crystal), strained(std, crystal), atol=1e-7
+        calc.get_property("energy_uncertainty_stress", crystal),
+        strain_derivative(std, crystal),
+        atol=1e-7,
     )
 
 
@@ -153,12 +130,8 @@ def test_a_member_is_a_potential_of_its_own(committee, crystal):
     for i in range(committee.n_members):
         crystal.calc = calc.member(i)
         assert crystal.get_potential_energy() == pytest.approx(ensemble[i])
-        np.testing.assert_allclose(
-            crystal.get_forces(), calculate_numerical_forces(crystal, 1e-4), atol=1e-6
-        )
-        np.testing.assert_allclose(
-            crystal.get_stress(), calculate_numerical_stress(crystal, 1e-5), atol=1e-7
-        )
+        np.testing.assert_allclose(crystal.get_forces(), numerical_forces(crystal, 1e-4), atol=1e-6)
+        np.testing.assert_allclose(crystal.get_stress(), numerical_stress(crystal, 1e-5), atol=1e-7)
     # Forces are calibrated apart from energies: those of a member belong to its energy.
     forces = calc.get_property("forces_ensemble", crystal)
     mean = forces.mean(axis=-1)
@@ -173,7 +146,7 @@ def test_map_asks_every_member(committee, atoms):
     found = Calculator(committee).map(lambda member: member.get_potential_energy(atoms))
     np.testing.assert_allclose(found.members, committee.predict([atoms]).members[0])
     with pytest.raises(InputError, match="one of 6 members"):
-        MemberCalculator(committee, 6).get_potential_energy(atoms)
+        MemberCalculator(committee, 6)
 
 
 # --- in the hands of ASE ---
@@ -276,6 +249,16 @@ def test_a_molecule_has_no_stress(committee, atoms):
         atoms.get_stress()
 
 
+def test_a_slab_has_no_stress_after_a_crystal_that_has(committee, crystal):
+    calc = Calculator(committee)
+    calc.get_stress(crystal)
+    slab = crystal.copy()
+    slab.pbc = (True, True, False)
+    assert np.all(np.isfinite(calc.get_forces(slab)))
+    with pytest.raises(PropertyNotImplementedError, match="all directions"):
+        calc.get_stress(slab)
+
+
 def test_copies_share_the_model_and_nothing_else(committee, atoms):
     calc = Calculator(committee, 0.5, "raise")
     calc.get_potential_energy(atoms)
@@ -322,6 +305,42 @@ def test_the_writer_of_ase_writes_everything(committee, crystal, tmp_path):
     # Member by member, as qualms reads and writes the forces of others.
     by_member = again.arrays["forces_ensemble"].reshape(len(again), committee.n_members, 3)
     np.testing.assert_allclose(np.moveaxis(by_member, 1, -1), results["forces_ensemble"], atol=1e-8)
+
+
+def test_other_files_of_ase(committee, atoms, tmp_path):
+    atoms.calc = Calculator(committee)
+    atoms.get_forces()
+    for name in ("out.traj", "out.json"):
+        ase.io.write(tmp_path / name, atoms)
+        again = ase.io.read(tmp_path / name)
+        assert again.get_potential_energy() == pytest.approx(atoms.get_potential_energy())
+        np.testing.assert_allclose(again.get_forces(), atoms.get_forces())
+
+
+def test_what_is_written_can_be_calibrated(committee, tmp_path, monkeypatch):
+    """The commands for ensembles of others take the files that ASE writes."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    truth, frames = PairCommittee(seed=5), []
+    for _ in range(40):
+        atoms = Atoms(
+            "OH2", [[0, 0, 0], [1.2, 0, 0], [0, 1.2, 0]], calculator=Calculator(committee)
+        )
+        atoms.positions += 0.1 * rng.normal(size=(3, 3))
+        atoms.get_forces()
+        found = truth.predict_forces([atoms])
+        atoms.info["REF_energy"] = found.energy.mean[0]
+        atoms.arrays["REF_forces"] = found.forces.mean
+        frames.append(atoms)
+    ase.io.write("known.xyz", frames)
+    for target in ("energy", "forces"):
+        command = f"calibrate known.xyz --target {target} --reference REF_{target}"
+        ended = qualms(f"{command} -o {target}.json")
+        assert ended.code == 0, ended.err
+        ended = qualms(f"apply {target}.json known.xyz -o {target}.xyz")
+        assert ended.code == 0, ended.err
+    again = ase.io.read("forces.xyz", 0)
+    assert again.arrays["forces_uncertainty"].shape == (3, 3)
 
 
 def test_a_trajectory_of_md_is_written(committee, atoms, tmp_path):

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from ase import Atoms
 from ase.build import molecule
-from ase.calculators.fd import calculate_numerical_forces, calculate_numerical_stress
 from ase.optimize import BFGS
 from atomistic_fixtures import labelled_crystals, make_model
 from fake_potential import PairCommittee
-from test_calculator import drift, numerical
+from finite_differences import gradient, numerical_forces, numerical_stress
+from test_calculator import drift
 
 from qualms import InputError
 from qualms.ase import Calculator
@@ -28,7 +28,9 @@ def waters(n, scale=0.08, seed=0):
     for _ in range(n):
         atoms = Atoms("OH2", [[0, 0, 0], [1.2, 0, 0], [0, 1.2, 0]])
         atoms.positions += scale * rng.normal(size=(3, 3))
-        atoms.info["energy"] = float(TRUTH.predict([atoms]).mean[0])
+        found = TRUTH.predict_forces([atoms])
+        atoms.info["energy"] = float(found.energy.mean[0])
+        atoms.arrays["true_forces"] = found.forces.mean
         frames.append(atoms)
     return frames
 
@@ -75,6 +77,20 @@ def test_velocity_verlet_conserves_the_energy_of_a_trained_molecule(water_model,
     assert water.calc.results["energy_uncertainty"] < 0.5  # it has stayed where it was trained
 
 
+def test_forces_that_were_learned_have_a_calibration_of_their_own(water):
+    """Forces of a member are derivatives of its energy all the same."""
+    model = make_model(
+        "energy", forces="true_forces", representation=SMOOTH, n_representatives=60, n_members=8
+    ).fit(waters(20))
+    calc = Calculator(model)
+    forces, std = calc.get_forces(water), calc.results["forces_uncertainty"]
+    np.testing.assert_allclose(std, model.predict_forces([water]).forces.std)
+    water.calc = calc
+    np.testing.assert_allclose(forces, numerical_forces(water, 1e-3), atol=1e-4)
+    water.calc = calc.member(3)
+    np.testing.assert_allclose(water.get_forces(), numerical_forces(water, 1e-3), atol=1e-4)
+
+
 def test_whatever_the_calibration_members_are_potentials(crystal_model):
     """Factors that depend on the spread have derivatives, too."""
     crystal = labelled_crystals(1, seed=3)[0]
@@ -83,19 +99,15 @@ def test_whatever_the_calibration_members_are_potentials(crystal_model):
     for i in (0, 5):
         crystal.calc = calc.member(i)
         assert crystal.get_potential_energy() == pytest.approx(ensemble[i])
-        np.testing.assert_allclose(
-            crystal.get_forces(), calculate_numerical_forces(crystal, 1e-3), atol=1e-5
-        )
-        np.testing.assert_allclose(
-            crystal.get_stress(), calculate_numerical_stress(crystal, 1e-4), atol=1e-6
-        )
+        np.testing.assert_allclose(crystal.get_forces(), numerical_forces(crystal, 1e-3), atol=1e-5)
+        np.testing.assert_allclose(crystal.get_stress(), numerical_stress(crystal, 1e-4), atol=1e-6)
 
     def std(atoms):
         return calc.get_property("energy_uncertainty", atoms)
 
     np.testing.assert_allclose(
         calc.get_property("energy_uncertainty_gradient", crystal),
-        numerical(std, crystal, 1e-3),
+        gradient(std, crystal, 1e-3),
         atol=1e-5,
     )
 

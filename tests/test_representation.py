@@ -384,6 +384,26 @@ def test_principal_components_are_the_singular_vectors():
     np.testing.assert_allclose(V.T @ V, np.eye(4), atol=1e-12)
 
 
+@of_engines
+def test_components_of_pairs_keep_to_their_pair(engine):
+    frames = some_molecules()
+    plain = Representation(soap(engine), SPECIES)
+    X, blocks = features(plain, *frames), plain.engines[0].pair_blocks
+    assert sorted(i for b in blocks for i in range(b.start, b.stop)) == [*range(X.shape[1])]
+    matrix = fit_projection(X, Compression(method="pairs", n_features=60), blocks).matrix
+    assert matrix.shape[1] == 60
+    for column in matrix.T:
+        assert sum(bool(np.any(column[block])) for block in blocks) == 1
+    np.testing.assert_allclose(matrix.T @ matrix, np.eye(60), atol=1e-6)
+    sizes = np.linalg.norm(X @ matrix, axis=0)
+    assert np.all(np.diff(sizes) < 1e-2 * sizes[0])
+    errors = [compressed(m, 60, frames, engine=engine).projections[0].kernel_error for m in PAIRS]
+    assert errors[0] < 10 * errors[1] + 1e-6
+
+
+PAIRS = ("pairs", "pca")
+
+
 @of_methods
 def test_columns_that_are_zero_throughout_are_not_used(method):
     rng = np.random.default_rng(6)
@@ -449,6 +469,11 @@ def test_automatic_compression_is_for_many_environments_with_many_features():
     assert resolve_compression(small, SPECIES, 10**7, 5000) is None
     assert resolve_compression(large, SPECIES, 1000, 500) is None
     assert resolve_compression(large, SPECIES, 10**7, 5000) == Compression()
+    by_pairs = Compression(method="pairs", n_features=192)
+    assert resolve_compression(large, SPECIES, 1000, 500, derivatives=True) == by_pairs
+    assert resolve_compression(small, SPECIES, 1000, 500, derivatives=True) is None
+    five = resolve_compression(large, (1, 6, 7, 8, 9), 1000, 500, derivatives=True)
+    assert five == Compression(method="pairs", n_features=480)
     for wanted in (None, Compression(method="cur", n_features=7)):
         asked = make_soap("nmr", compression=wanted)
         assert resolve_compression(asked, SPECIES, 10**7, 5000) == wanted

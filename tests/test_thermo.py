@@ -1,10 +1,14 @@
 """Averages re-weighted to every member, where the answer is known."""
 
 import re
+import subprocess
+import sys
 import warnings
 
 import numpy as np
 import pytest
+from ase import Atoms
+from fake_potential import PairCommittee
 
 from qualms import InputError, Prediction, QualmsWarning
 from qualms.core.reweighting import (
@@ -36,6 +40,12 @@ def oscillator(n, seed=0, correlation=0.5):
     """Positions of an oscillator of unit force constant at kT = 1, and energies of all members."""
     x = autoregressive(n, correlation, np.random.default_rng(seed))[:, 0]
     return x, 0.5 * FORCE_CONSTANTS * x[:, None] ** 2
+
+
+def test_modules_are_there_when_they_are_asked_for():
+    code = "import qualms; print(qualms.thermo.reweight.__name__, qualms.ase.Calculator.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["reweight", "Calculator"]
 
 
 # --- against brute force ---
@@ -114,6 +124,7 @@ def test_blocks_are_longer_than_correlations_and_never_too_few():
     assert block_length(100_000, 50.0) > 4 * 50
     assert block_length(40, 50.0) == 5
     assert block_length(3, 1.0) == 1
+    assert block_length(10**7, 1.0) == 20_000
 
 
 # --- where the answer is known ---
@@ -176,6 +187,25 @@ def test_the_energy_depends_on_the_member_itself():
     assert found.std_model < 0.3 * fixed.std_model
 
 
+def test_a_bond_has_the_averages_that_every_member_would_find():
+    """Frames drawn for the mean of a committee; averages by quadrature, for each of its members."""
+    committee, kT = PairCommittee(n_members=6, spread=0.005), 0.1
+    r = np.linspace(0.7, 2.6, 1000)
+    pairs = [Atoms("H2", [[0, 0, 0], [x, 0, 0]]) for x in r]
+    energies = committee.predict(pairs)
+
+    def density(potential):
+        weights = np.exp(-(potential - potential.min()) / kT)
+        return weights / weights.sum()
+
+    exact = np.array([density(member) @ r for member in energies.members.T])
+    frames = np.random.default_rng(0).choice(len(r), 40_000, p=density(energies.mean))
+    for estimator, tolerance in (("direct", 1e-3), ("cea", 3e-3)):
+        found = reweight(energies[frames], r[frames], kT=kT, estimator=estimator)
+        np.testing.assert_allclose(found.prediction.members, exact, atol=tolerance)
+        assert found.std_model == pytest.approx(exact.std(ddof=1), rel=0.25)
+
+
 def test_any_potential_may_have_driven_the_run():
     x, energies = oscillator(100_000)
     shifted = energies[:, 2:] + 0.02 * x[:, None] ** 2  # their mean has not driven it
@@ -194,6 +224,16 @@ def test_several_observables_keep_their_shape():
     for k in range(3):
         alone = reweight(energies, counts[:, k], kT=1.0)
         np.testing.assert_allclose(alone.prediction.members, found.prediction.members[k])
+
+
+def test_a_histogram_of_many_bins():
+    x, energies = oscillator(3000)
+    bins = np.stack([(x > a) & (x <= a + 0.1) for a in np.arange(-4, 4, 0.1)], axis=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", QualmsWarning)  # some bins have hardly been visited
+        found = reweight(energies, bins.astype(float), kT=1.0)
+    np.testing.assert_allclose(found.prediction.sum().members, 1.0)
+    assert found.inefficiency == pytest.approx(reweight(energies, x, kT=1.0).inefficiency, rel=0.5)
 
 
 def test_an_observable_of_another_model_goes_with_all_members():
@@ -219,6 +259,15 @@ def test_a_temperature_is_one_of_energies_in_electronvolts():
     )
 
 
+def test_it_prints_as_many_digits_as_its_errors_have():
+    x, energies = oscillator(2000)
+    for scale, pattern in ((1.0, r"\d\.\d{3}"), (1e4, r"\d+"), (1e-3, r"0\.\d{6}")):
+        text = str(reweight(energies, scale * x**2, kT=1.0))
+        number = rf"({pattern})"
+        assert re.fullmatch(rf"{number} ± {number} \(model\) ± {number} \(sampling\)", text), text
+    assert "ThermalAverage" in str(reweight(energies, np.stack([x, x**2], axis=1), kT=1.0))
+
+
 # --- when it cannot be trusted ---
 
 
@@ -236,6 +285,21 @@ def test_a_large_system_is_too_much_for_direct_weights_but_not_for_cumulants():
         warnings.simplefilter("error")
         good = reweight(h, a, kT=1.0, sampled=np.zeros(4000))
     np.testing.assert_allclose(good.prediction.members, -2.5, atol=0.35)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("n", [2, 3, 10, 100])
+def test_whatever_members_say_results_are_finite(estimator, n):
+    rng = np.random.default_rng(n)
+    wild = 1e4 * rng.normal(size=(n, 5))
+    a = rng.normal(size=n)
+    with pytest.warns(QualmsWarning):
+        found = reweight(wild, a, kT=1.0, estimator=estimator)
+    for value in (found.mean, found.std_model, found.std_sampling, found.n_effective):
+        assert np.all(np.isfinite(value))
+    if estimator == "direct":  # averages of what there was
+        assert np.all(found.prediction.members >= a.min() - 1e-9)
+        assert np.all(found.prediction.members <= a.max() + 1e-9)
 
 
 def test_members_too_far_apart_for_cumulants():

@@ -1,14 +1,17 @@
 """A learned potential that falls back to a robust one: energies, and forces that belong to them."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 from ase import Atoms, units
 from ase.build import bulk
 from ase.calculators.calculator import Calculator as AseCalculator
-from ase.calculators.fd import calculate_numerical_forces, calculate_numerical_stress
 from ase.calculators.lj import LennardJones
 from ase.md.verlet import VelocityVerlet
 from fake_potential import PairCommittee
+from finite_differences import numerical_forces, numerical_stress
 from test_calculator import drift
 
 from qualms import InputError
@@ -65,7 +68,7 @@ def test_forces_include_the_derivative_of_the_weight(atoms, kind, learns, factor
     std = np.std(learned("members").get_property("energy_ensemble", atoms), ddof=1)
     atoms.calc = WeightedBaseline(learned(kind), baseline(), factor * std, learns=learns)
     forces = atoms.get_forces()
-    np.testing.assert_allclose(forces, calculate_numerical_forces(atoms, 1e-4), atol=2e-6)
+    np.testing.assert_allclose(forces, numerical_forces(atoms, 1e-4), atol=2e-6)
     # It matters: without it forces would be others.
     calc, w = atoms.calc, atoms.calc.results["weight"]
     assert 0.01 < w < 0.99
@@ -79,9 +82,7 @@ def test_forces_include_the_derivative_of_the_weight(atoms, kind, learns, factor
 def test_stress_includes_the_derivative_of_the_weight(crystal):
     std = learned().get_property("energy_uncertainty", crystal)
     crystal.calc = WeightedBaseline(learned(), baseline(), std)
-    np.testing.assert_allclose(
-        crystal.get_stress(), calculate_numerical_stress(crystal, 1e-5), atol=1e-6
-    )
+    np.testing.assert_allclose(crystal.get_stress(), numerical_stress(crystal, 1e-5), atol=1e-6)
     assert (
         "stress" not in WeightedBaseline(learned("members"), baseline(), 1.0).implemented_properties
     )
@@ -107,6 +108,17 @@ def test_a_sure_model_stays_and_an_unsure_one_goes(atoms):
         alone = model if kept else base
         np.testing.assert_allclose(atoms.get_forces(), alone.get_forces(atoms), atol=1e-4)
         assert atoms.calc.results["weight"] == pytest.approx(kept, abs=1e-4)
+
+
+def test_copies(atoms):
+    calc = WeightedBaseline(learned(), baseline(), 0.5)
+    forces = calc.get_forces(atoms)
+    for again in (copy.deepcopy(calc), pickle.loads(pickle.dumps(calc))):
+        moved = atoms.copy()
+        moved.rattle(0.1, seed=0)
+        again.get_forces(moved)
+        np.testing.assert_allclose(again.get_forces(atoms), forces)
+    assert copy.deepcopy(calc).learned.model is calc.learned.model
 
 
 def test_members_that_agree_are_believed(atoms):

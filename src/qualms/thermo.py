@@ -39,6 +39,8 @@ _ESTIMATORS = {"cea": reweight_cumulant, "direct": reweight_direct}
 _FEW = 20.0
 #: If the first neglected term is a larger part of the error bar than this, the expansion fails.
 _LARGE = 0.3
+#: Correlation times are found for so many observables at most.
+_SOME = 32
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,16 @@ class ThermalAverage:
     def std(self) -> Float64Array:
         """Both errors together."""
         return np.hypot(self.std_model, self.std_sampling)
+
+    def __str__(self) -> str:
+        if self.mean.ndim:
+            return repr(self)
+        model, sampling = float(self.std_model), float(self.std_sampling)
+        # Two digits of the smaller error, as far as that is sensible.
+        smallest = max(min(model, sampling), 1e-3 * max(model, sampling), 1e-300)
+        digits = max(0, 1 - int(np.floor(np.log10(smallest))))
+        errors = f"{model:.{digits}f} (model) ± {sampling:.{digits}f} (sampling)"
+        return f"{self.mean:.{digits}f} ± {errors}"
 
     @property
     def reliable(self) -> bool:
@@ -141,8 +153,8 @@ def reweight(
     >>> x = np.random.default_rng(0).normal(size=4000)  # a harmonic oscillator, k = kT = 1
     >>> k = np.linspace(0.9, 1.1, 8)  # what members think of its force constant
     >>> average = reweight(0.5 * k * x[:, None] ** 2, x**2, kT=1.0)
-    >>> print(f"{average.mean:.2f} ± {average.std_model:.2f} ± {average.std_sampling:.2f}")
-    1.00 ± 0.07 ± 0.02
+    >>> print(average)
+    0.997 ± 0.067 (model) ± 0.022 (sampling)
     """
     potentials = _members("energies", energies, 1)
     n, n_members = potentials.shape
@@ -157,7 +169,7 @@ def reweight(
     if estimator not in _ESTIMATORS:
         raise InputError("estimator", repr(estimator), "'cea' or 'direct'")
     common = values.mean(axis=2) if values.ndim == 3 else values
-    inefficiency = float(statistical_inefficiency(np.hstack([common, h[:, :n_members]])).max())
+    inefficiency = _inefficiency(common, h[:, :n_members])
     length = block_length(n, inefficiency)
     found = _ESTIMATORS[estimator](values, h, length)
     std_model, std_sampling = _separated(found)
@@ -165,6 +177,7 @@ def reweight(
     problems = _too_few(estimator, n / inefficiency, sizes / inefficiency)
     if estimator == "cea":
         problems += _too_far(neglected_term(values, h, length), np.hypot(std_model, std_sampling))
+        problems += _outside(found.members, values)
     for problem in problems:
         warnings.warn(problem, QualmsWarning, stacklevel=2)
     return ThermalAverage(
@@ -230,6 +243,14 @@ def _in_pairs(
     return np.repeat(values, n_potential, axis=2), np.tile(h, (1, n_observable))
 
 
+def _inefficiency(observables: Float64Array, h: Float64Array) -> float:
+    """Return how many frames count as one, for what varies most slowly."""
+    # Bins of a histogram are many and alike: some of them will do.
+    T = observables.shape[1]
+    some = observables[:, np.unique(np.linspace(0, T - 1, min(T, _SOME)).round().astype(int))]
+    return float(statistical_inefficiency(np.hstack([some, h])).max())
+
+
 def _separated(found: Replicates) -> tuple[Float64Array, Float64Array]:
     """Return the error of the model and that of sampling, (T,) each."""
     # The members also differ because the frames are few: that is no error of the model.
@@ -263,4 +284,18 @@ def _too_far(neglected: Replicates, error: Float64Array) -> tuple[str, ...]:
     return (
         f"The first term that the cumulant expansion neglects is {ratio.max():.1g} of the error "
         "bar: members differ too much for it. Use estimator='direct', if n_effective is large.",
+    )
+
+
+def _outside(averages: Float64Array, values: Float64Array) -> tuple[str, ...]:
+    """Say whether averages of members are beyond all values that the trajectory has seen."""
+    every = values.swapaxes(0, 1).reshape(values.shape[1], -1)
+    low, high = every.min(axis=1)[:, None], every.max(axis=1)[:, None]
+    slack = 0.1 * (high - low) + 1e-9 * np.abs(high)
+    n = int(np.sum(np.any((averages < low - slack) | (averages > high + slack), axis=0)))
+    if not n:
+        return ()
+    return (
+        f"{n} of {averages.shape[1]} members would have an average beyond all values that the "
+        "trajectory has seen: they differ too much from what was simulated.",
     )

@@ -63,9 +63,17 @@ class _Potential(AseCalculator):
     ignored_changes = {"initial_charges", "initial_magmoms"}  # noqa: RUF012
 
     def __init__(self, model: Model) -> None:
+        _check_model(model)
         super().__init__()
         self.model = model
         self._with_stress = False
+
+    @property
+    def n_members(self) -> int:
+        """N_R."""
+        if isinstance(self.model, AtomisticModel):
+            return int(self.model.fitted.weights.shape[1])
+        return self.model.n_members
 
     def calculate(
         self,
@@ -76,13 +84,16 @@ class _Potential(AseCalculator):
         """Compute properties and what comes with them: see ASE."""
         super().calculate(atoms, properties, system_changes)
         assert self.atoms is not None
-        # Who asks for a stress once will ask again: it then comes with the forces.
+        periodic = self.atoms.cell.rank == 3 and bool(np.all(self.atoms.pbc))
         if any(name in _WITH_STRESS for name in properties):
-            if self.atoms.cell.rank < 3:
-                raise PropertyNotImplementedError("stress needs a cell with a volume")
+            if not periodic:
+                raise PropertyNotImplementedError(
+                    "stress needs a volume: a cell that is periodic in all directions"
+                )
             self._with_stress = True
-        stress = self._with_stress and self.atoms.cell.rank == 3
-        forces = stress or any(name in _WITH_FORCES for name in properties)
+        forces = any(name in (*_WITH_FORCES, *_WITH_STRESS) for name in properties)
+        # Who asks for a stress once will ask again: it then comes with the forces.
+        stress = forces and periodic and self._with_stress
         self.results = self._compute(self.atoms, forces=forces, stress=stress)
 
     def _compute(self, atoms: Atoms, *, forces: bool, stress: bool) -> Results:
@@ -119,7 +130,8 @@ class Calculator(_Potential):
         ``on_exceed(atoms, results)``.
     annotate : bool
         Whether uncertainties and ensembles are also put into ``atoms.info`` and ``atoms.arrays``,
-        from where ASE writes them to extended XYZ. It writes no results but those it knows.
+        from where ASE writes them to extended XYZ: it writes no results but those it knows. They
+        are replaced whenever this calculator is asked about the structure, and stay if another is.
 
     Notes
     -----
@@ -163,7 +175,6 @@ class Calculator(_Potential):
     ) -> None:
         if isinstance(model, (str, Path)):
             model = AtomisticModel.load(model)
-        _check_model(model)
         super().__init__(model)
         self.uncertainty_threshold = _limits(uncertainty_threshold)
         if on_exceed not in ("warn", "raise") and not callable(on_exceed):
@@ -196,13 +207,6 @@ class Calculator(_Potential):
         given = self.atoms if atoms is None else atoms
         self._annotate(given)
         self._judge(given)
-
-    @property
-    def n_members(self) -> int:
-        """N_R."""
-        if isinstance(self.model, AtomisticModel):
-            return int(self.model.fitted.weights.shape[1])
-        return self.model.n_members
 
     def member(self, i: int) -> MemberCalculator:
         """Return a calculator of the potential that member i, calibrated, believes in."""
@@ -245,7 +249,7 @@ class Calculator(_Potential):
             for name in names:
                 store.pop(name, None)
                 if name in self.results:
-                    store[name] = self.results[name]
+                    store[name] = copy.copy(self.results[name])
         if "forces_ensemble" in atoms.arrays:  # XYZ has columns: of member 0, x y z, of member 1, …
             members = np.moveaxis(atoms.arrays["forces_ensemble"], -1, 1)
             atoms.arrays["forces_ensemble"] = members.reshape(len(atoms), -1)
@@ -289,6 +293,8 @@ class MemberCalculator(_Potential):
     def __init__(self, model: Model, index: int) -> None:
         super().__init__(model)
         self.index = check_integer("index", index, 0)
+        if self.index >= self.n_members:
+            raise InputError("index", index, f"one of {self.n_members} members, from 0")
 
     def _compute(self, atoms: Atoms, *, forces: bool, stress: bool) -> Results:
         if not forces:
@@ -304,8 +310,6 @@ class MemberCalculator(_Potential):
         return results
 
     def _of_energy(self, energy: Prediction) -> Results:
-        if self.index >= energy.n_members:
-            raise InputError("index", self.index, f"one of {energy.n_members} members, from 0")
         value = float(energy.members[self.index])
         return {"energy": value, "free_energy": value}
 

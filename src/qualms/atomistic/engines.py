@@ -65,6 +65,11 @@ class Engine(Protocol):
         """Length of a power spectrum."""
         ...
 
+    @property
+    def pair_blocks(self) -> list[slice]:
+        """Features of each pair of species."""
+        ...
+
     def pieces(
         self,
         frames: Sequence[Atoms],
@@ -127,6 +132,13 @@ class DscribeEngine:
     def n_features(self) -> int:
         """Length of a power spectrum."""
         return int(self._soap(self.species, False).get_number_of_features())
+
+    @property
+    def pair_blocks(self) -> list[slice]:
+        """Features of each pair of species."""
+        everything = self._soap(self.species, False)
+        pairs = combinations_with_replacement(self.species, 2)
+        return [everything.get_location(pair) for pair in pairs]
 
     def pieces(
         self,
@@ -215,6 +227,11 @@ class FeatomicEngine:
         """Length of a power spectrum."""
         n_species = len(self.species)
         return n_species * (n_species + 1) // 2 * self._block_size
+
+    @property
+    def pair_blocks(self) -> list[slice]:
+        """Features of each pair of species."""
+        return list(self.pair_columns.values())
 
     @property
     def _block_size(self) -> int:

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 import numpy as np
 from ase import Atoms
-from threadpoolctl import threadpool_limits
 
 from qualms.atomistic.engines import FeatomicEngine, in_cell
 from qualms.atomistic.gradients import Environments, batches
 from qualms.atomistic.mechanics import check_frames, member_energies
 from qualms.atomistic.model import AtomisticModel
+from qualms.atomistic.threads import limited
 from qualms.core.typing import Float64Array
 from qualms.prediction import Prediction
 
@@ -37,7 +37,7 @@ def exact_energies(model: AtomisticModel, frames: Sequence[Atoms]) -> Prediction
     fitted, potential = model.fitted, model.potential
     check_frames(fitted, frames, stress=False)
     energies = np.zeros((len(frames), potential.n_columns))
-    with threadpool_limits(limits=model.threads):
+    with limited(model.threads):
         for batch in batches(frames, _BATCH):
             owners = batch.structures[batch.owners]
             for scale in potential.scales:

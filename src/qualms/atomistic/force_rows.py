@@ -66,13 +66,16 @@ class Pairs:
     ----------
     owners, atoms : (p,) arrays of int
         Environment, and atom that is not its centre, counted through the batch.
+    pairs : list of int
+        Pairs of species that this species is in, among all of them.
     columns : (c,) array of int
-        Features that depend on this species.
+        Their features.
     changes : (p, 3, c) array
     """
 
     owners: IntArray
     atoms: IntArray
+    pairs: list[int]
     columns: IntArray
     changes: Float64Array
 
@@ -190,7 +193,7 @@ class ScaleRows:
         if self.scale.projection is None:
             X, own = X[:, pairs.columns], x[:, pairs.columns]
         else:
-            changes = changes @ self.scale.projection[pairs.columns]
+            changes = self.scale.projected(changes, pairs.pairs)
         along = np.einsum("pcf,pf->pc", changes.reshape(p, 3, -1), own[owners])
         terms = changes @ X.T
         terms.reshape(p, 3, -1)[:] *= powers[owners, None, :]
@@ -237,9 +240,9 @@ def _pairs(
 ) -> Pairs:
     """Collect derivatives by the positions of atoms of atomic number z, centres left out."""
     pair_columns = scale.engine.pair_columns
-    with_z = {
-        columns.start: k for k, columns in enumerate(c for p, c in pair_columns.items() if z in p)
-    }
+    pairs = [k for k, pair in enumerate(pair_columns) if z in pair]
+    blocks_of_pairs = [list(pair_columns.values())[k] for k in pairs]
+    with_z = {columns.start: k for k, columns in enumerate(blocks_of_pairs)}
     numbers = np.concatenate([atoms.numbers for atoms in batch.frames])
     found = []
     for block in blocks:
@@ -251,9 +254,7 @@ def _pairs(
         np.concatenate([keys for *_, keys in found] or [np.empty(0, dtype=np.intp)]),
         return_inverse=True,
     )
-    columns = np.concatenate(
-        [np.arange(c.start, c.stop) for p, c in pair_columns.items() if z in p]
-    )
+    columns = np.concatenate([np.arange(c.start, c.stop) for c in blocks_of_pairs])
     size = len(columns) // len(with_z)
     changes = np.zeros((len(keys), 3, len(columns)))
     first = 0
@@ -262,4 +263,4 @@ def _pairs(
         here = places[first : first + len(own)]
         changes[here, :, k * size : (k + 1) * size] = block.positions[wanted]
         first += len(own)
-    return Pairs(keys // len(numbers), keys % len(numbers), columns, changes)
+    return Pairs(keys // len(numbers), keys % len(numbers), pairs, columns, changes)

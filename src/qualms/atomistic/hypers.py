@@ -76,13 +76,14 @@ class Compression(_Frozen):
 
     Attributes
     ----------
-    method : {"pca", "fps", "cur"}
-        Principal components, or columns chosen by farthest points or by leverage scores.
+    method : {"pca", "pairs", "fps", "cur"}
+        Principal components, of all features or of those of single pairs of species; or columns
+        chosen by farthest points or by leverage scores.
     n_features : int
         What remains; a representation with fewer features is left as it is.
     """
 
-    method: Literal["pca", "fps", "cur"] = "pca"
+    method: Literal["pca", "pairs", "fps", "cur"] = "pca"
     n_features: Annotated[int, Field(ge=1)] = 1000
 
 
@@ -99,7 +100,8 @@ class Soap(_Frozen):
         Whether power spectra are scaled to unit length.
     compression : Compression, "auto" or None
         "auto" compresses to 1000 principal components if that saves time in training, or if there
-        are so many representatives that rounding of float32 would limit the accuracy.
+        are so many representatives that rounding of float32 would limit the accuracy. If forces
+        are learned, it keeps 32 components for each pair of species, or 192 in all.
     engine : {"auto", "dscribe", "featomic"}
         "auto" is dscribe, the faster one for values, unless `smoothing` asks for featomic.
     """

@@ -14,7 +14,7 @@ import numpy as np
 from qualms.atomistic.force_labels import ForceLabels
 from qualms.atomistic.settings import Settings
 from qualms.core.committee import FullModel, Members
-from qualms.core.joint_noise import JointNoise, select_joint_noise
+from qualms.core.joint_noise import JointNoise, select_joint_noise, weighted_gram
 from qualms.core.members import solve_members
 from qualms.core.projected_process import fit_projected_process
 from qualms.core.typing import Float64Array, FloatArray, IntArray
@@ -81,7 +81,10 @@ def fit_joint_model(
     )
     scale = np.sqrt(variance)
     weight = np.where(np.arange(len(y)) < n, 1.0, noise.ratio)
-    process = fit_projected_process(Phi, y / scale, noise.energies / variance, sample_weight=weight)
+    gram = weighted_gram(Phi, weight)
+    process = fit_projected_process(
+        Phi, y / scale, noise.energies / variance, sample_weight=weight, gram=gram
+    )
     full = FullModel(process, np.array([center]), np.array([scale]), centered=False)
     return JointModel(full, noise, labels)
 

@@ -32,6 +32,7 @@ from qualms.atomistic.settings import Settings, make_settings
 from qualms.atomistic.solving import Outcome
 from qualms.atomistic.structures import refuse_single
 from qualms.atomistic.summary import describe
+from qualms.atomistic.threads import limited
 from qualms.atomistic.training import Training
 from qualms.atomistic.training_set import TrainingSet, make_training_set, resolved_species
 from qualms.core.calibration import CalibrationData
@@ -253,10 +254,8 @@ class AtomisticModel:
         self, frames: Sequence[Atoms], *, unknown_species: str = "error"
     ) -> Float64Array:
         """Predict without error bars: the mean of the committee, Eq. (4)."""
-        parts = [
-            self.fitted.mean(chunk.rows(), chunk.design) * chunk.factors
-            for chunk in self.stream(frames, unknown_species=unknown_species)
-        ]
+        chunks = self.stream(frames, unknown_species=unknown_species)
+        parts = [self.fitted.mean(c.rows(), c.design) * c.factors for c in chunks]
         return np.concatenate(parts)
 
     def predict_atoms(
@@ -289,7 +288,7 @@ class AtomisticModel:
         refuse_single(frames)
         frames = list(frames)
         check_frames(self.fitted, frames, stress=stress)
-        with threadpool_limits(limits=self.threads):
+        with limited(self.threads):
             return predict_mechanics(self.fitted, self.potential, frames, stress=stress)
 
     def predict_pp(

@@ -27,7 +27,7 @@ import numpy as np
 from qualms.atomistic.engines import FeatomicEngine, make_engine
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.representation import Representation
-from qualms.core.typing import Float64Array
+from qualms.core.typing import Float64Array, IntArray
 
 #: Bytes that the quadratic forms of all members may take.
 _QUADRATIC = 256e6
@@ -68,6 +68,46 @@ class ScaleFeatures:
             lengths = np.linalg.norm(y, axis=1, keepdims=True)
             lengths[lengths == 0] = 1.0
         return y / lengths, lengths
+
+    def lifted(self, slopes: Float64Array) -> Float64Array:
+        """Return P b for rows b (n, q): (n, D)."""
+        if self.projection is None:
+            return slopes
+        lifted = np.empty((len(slopes), len(self.projection)))
+        for rows, columns, part in self._blocks:
+            lifted[:, rows] = slopes[:, columns] @ part.T
+        return lifted
+
+    def projected(self, changes: Float64Array, pairs: Sequence[int]) -> Float64Array:
+        """Return Δp P for rows of changes (n, …) of the features of some pairs of species: (n, q).
+
+        Parameters
+        ----------
+        changes : (n, c) array
+            Features of these pairs, one after the other.
+        pairs : sequence of int
+            Which of the pairs of species they are.
+        """
+        assert self.projection is not None
+        projected = np.zeros((len(changes), self.projection.shape[1]))
+        first = 0
+        for pair in pairs:
+            rows, columns, part = self._blocks[pair]
+            size = rows.stop - rows.start
+            projected[:, columns] += changes[:, first : first + size] @ part
+            first += size
+        return projected
+
+    @cached_property
+    def _blocks(self) -> list[tuple[slice, IntArray | slice, Float64Array]]:
+        """Features of each pair of species, the columns of P that need them, and that part of P."""
+        P, blocks = self.projection, []
+        assert P is not None
+        for rows in self.engine.pair_blocks:
+            used = np.flatnonzero(np.any(P[rows] != 0, axis=0))
+            columns: IntArray | slice = slice(None) if len(used) == P.shape[1] else used
+            blocks.append((rows, columns, np.ascontiguousarray(P[rows][:, columns])))
+        return blocks
 
     def powers(self, products: Float64Array) -> Float64Array:
         """Return (x·X)^(ζ−1) for products x·X, of which rounding may have made some negative."""
@@ -129,10 +169,8 @@ class ScalePotential:
             energies, slopes = self._by_forms(x, 1 / lengths)
         else:
             energies, slopes = self._by_representatives(x, 1 / lengths)
-        if self.scale.projection is None:
-            return energies, slopes
         n, R, q = slopes.shape
-        return energies, (slopes.reshape(n * R, q) @ self.scale.projection.T).reshape(n, R, -1)
+        return energies, self.scale.lifted(slopes.reshape(n * R, q)).reshape(n, R, -1)
 
     def _by_representatives(
         self, x: Float64Array, factors: Float64Array
@@ -167,7 +205,7 @@ class ScalePotential:
     def _is_quadratic(self) -> bool:
         M, q = self.representatives.shape
         room = 8.0 * self.weights.shape[1] * q**2 < _QUADRATIC
-        return self.scale.exponent == 2 and 2 * q <= M and room
+        return self.scale.exponent == 2 and q <= M and room
 
     @cached_property
     def _forms(self) -> Float64Array:

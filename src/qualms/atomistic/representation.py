@@ -19,6 +19,8 @@ from qualms.core.typing import FloatArray, IntArray
 _N_EXACT = 64
 #: Representatives from which on features are compressed for accuracy, even if that takes longer.
 _MANY = 2_500
+#: Components per pair of species that are kept if derivatives are needed, and the least in all.
+_PER_PAIR, _AT_LEAST = 32, 192
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Representation:
         """Number of features of each scale."""
         if self.projections:
             return tuple(projection.matrix.shape[1] for projection in self.projections)
-        return tuple(engine.n_features for engine in self._engines())
+        return tuple(engine.n_features for engine in self.engines)
 
     @property
     def n_features(self) -> int:
@@ -89,7 +91,7 @@ class Representation:
         dtype = np.float64 if self.precise else np.float32
         features: FloatArray = np.zeros((n, self.n_features), dtype=dtype)
         first = 0
-        for s, engine in enumerate(self._engines()):
+        for s, engine in enumerate(self.engines):
             block = features[:, first : first + self.widths[s]]
             first += self.widths[s]
             for piece in engine.pieces(frames, centers, self._scaled, dtype):
@@ -98,7 +100,9 @@ class Representation:
                 block[:] = normalize_rows(block)
         return features
 
-    def _engines(self) -> list[Engine]:
+    @property
+    def engines(self) -> list[Engine]:
+        """What computes the power spectra of each scale."""
         name = self.soap.resolved_engine
         return [make_engine(name, scale, self.species) for scale in self.soap.scales]
 
@@ -152,20 +156,29 @@ def fit_representation(
     if compression is not None and any(w > compression.n_features for w in plain.widths):
         ends = np.cumsum(plain.widths)
         projections = tuple(
-            fit_projection(X[:, end - width : end], compression)
-            for end, width in zip(ends, plain.widths, strict=True)
+            fit_projection(X[:, end - width : end], compression, engine.pair_blocks)
+            for end, width, engine in zip(ends, plain.widths, plain.engines, strict=True)
         )
     return Representation(soap, plain.species, projections, feature_scale)
 
 
 def resolve_compression(
-    soap: Soap, species: Sequence[int], n_environments: int, n_representatives: int
+    soap: Soap,
+    species: Sequence[int],
+    n_environments: int,
+    n_representatives: int,
+    *,
+    derivatives: bool = False,
 ) -> Compression | None:
     """Return the compression that ``soap.compression`` stands for, for a training set."""
     if soap.compression != "auto":
         return soap.compression
     standard = Compression()
     n_raw = max(Representation(soap, tuple(species)).widths)
+    if derivatives:
+        # They are multiplied with all representatives, for every neighbour: fewer features pay.
+        kept = max(_PER_PAIR * len(species) * (len(species) + 1) // 2, _AT_LEAST)
+        return Compression(method="pairs", n_features=kept) if n_raw > kept else None
     q = standard.n_features
     # With so many representatives rounding of the kernel rows matters: see `_N_EXACT`.
     faster = is_worthwhile(n_environments, n_representatives, n_raw, q)

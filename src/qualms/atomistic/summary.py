@@ -9,6 +9,8 @@ from qualms.atomistic.plan import format_time
 from qualms.atomistic.structures import symbols_of
 from qualms.core.calibration import Calibration
 
+_METHODS = {"pca": "PCA", "pairs": "PCA of pairs of species", "fps": "FPS", "cur": "CUR"}
+
 
 def describe(fitted: Fitted, record: Record, provenance: Provenance) -> str:
     """Return what a model is and what it learned, a line for each subject."""
@@ -73,8 +75,9 @@ def _representation(fitted: Fitted) -> str:
         return f"{text}, {representation.n_features} features"
     raw = sum(p.matrix.shape[0] for p in representation.projections)
     error = max(p.kernel_error for p in representation.projections)
-    method = soap.compression.method if isinstance(soap.compression, Compression) else "pca"
-    kept = f"{raw} → {representation.n_features} features by {method.upper()}"
+    standard = "pairs" if fitted.settings.mechanical else "pca"
+    method = soap.compression.method if isinstance(soap.compression, Compression) else standard
+    kept = f"{raw} → {representation.n_features} features by {_METHODS[method]}"
     return f"{text}, {kept} (kernel ± {error:.1e})"
 
 

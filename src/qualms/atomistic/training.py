@@ -59,6 +59,7 @@ class Training:
             data.species,
             data.n_environments,
             min(settings.n_representatives, data.n_environments),
+            derivatives=settings.mechanical,
         )
         self.plan = self._make_plan()
         self.features.n_workers = self.plan.n_workers
@@ -126,11 +127,10 @@ class Training:
     def _n_pairs(self) -> int:
         """Estimate the number of neighbours of all environments, from a few structures."""
         frames = self.data.frames[:: max(1, len(self.data.frames) // _SAMPLED)]
-        found = sum(
-            len(neighbor_list("i", atoms, scale.cutoff))  # type: ignore[misc, no-untyped-call]
-            for scale in self.settings.representation.scales
-            for atoms in frames
-        )
+        found = 0
+        for scale in self.settings.representation.scales:
+            for atoms in frames:
+                found += len(neighbor_list("i", atoms, scale.cutoff))  # type: ignore[no-untyped-call]
         return int(found / sum(map(len, frames)) * self.data.n_environments)
 
     # -- representatives --------------------------------------------------------------------------

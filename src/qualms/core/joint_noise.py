@@ -152,6 +152,15 @@ def select_joint_noise(
     return JointNoise(units[0] * 10 ** best[0], units[1] * 10 ** best[1], least, n_tried)
 
 
+def weighted_gram(Phi: FloatArray, weight: Float64Array) -> Float64Array:
+    """Return Φᵀ diag(w) Φ, (r, r), for Phi (N, r) that a copy of might not fit beside."""
+    gram = np.zeros((Phi.shape[1], Phi.shape[1]))
+    for start in range(0, len(Phi), _BLOCK):
+        block = Phi[start : start + _BLOCK] * np.sqrt(weight[start : start + _BLOCK, None])
+        gram += block.T @ block
+    return gram
+
+
 def _mean_square(y: Float64Array) -> float:
     square = float(np.mean(y**2)) if len(y) else 0.0
     return square if square > 0 else 1.0

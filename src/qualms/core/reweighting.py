@@ -21,13 +21,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.fft import irfft, next_fast_len, rfft
 
 from qualms.core.typing import Float64Array, IntArray
 
 #: A window of so many correlation times: Sokal's rule, a bias of e^−5 against noise.
 _WINDOW = 5.0
-#: Fewer blocks say too little about their own spread.
-MIN_BLOCKS = 8
+#: Fewer blocks say too little about their own spread; more say hardly more, and take memory.
+MIN_BLOCKS, MAX_BLOCKS = 8, 500
 
 
 def statistical_inefficiency(series: Float64Array) -> Float64Array:
@@ -45,12 +46,11 @@ def statistical_inefficiency(series: Float64Array) -> Float64Array:
         at the first t ≥ 5 τ(t), where τ(t) = ½ + Σ_{s ≤ t} ρ(s): Sokal's automatic window.
     """
     n = len(series)
-    size = 1 << (2 * n - 1).bit_length()  # padded with zeros: the correlation must not wrap around
+    size = next_fast_len(2 * n - 1, real=True)  # zeros at the end: nothing must wrap around
     found = np.ones(series.shape[1])
     for k, column in enumerate(series.T):
         deviations = column - column.mean()
-        spectrum = np.fft.rfft(deviations, size)
-        correlation = np.fft.irfft(np.abs(spectrum) ** 2, size)[:n]
+        correlation = irfft(np.abs(rfft(deviations, size)) ** 2, size)[:n]
         if correlation[0] <= n * (1e-12 * np.abs(column).max()) ** 2:
             continue
         tau = np.cumsum(correlation / correlation[0]) - 0.5
@@ -67,7 +67,7 @@ def block_length(n: int, inefficiency: float) -> int:
     √(2 L/n) of itself: their squares sum to the least at L ∝ (n g²)^(1/3).
     """
     best = round(float(np.cbrt(2.0 * n * inefficiency**2)))
-    return max(1, min(best, n // MIN_BLOCKS))
+    return max(1, min(max(best, n // MAX_BLOCKS), n // MIN_BLOCKS))
 
 
 @dataclass(frozen=True)
@@ -124,11 +124,12 @@ def reweight_direct(observable: Float64Array, h: Float64Array, length: int) -> R
     length : int
         Frames in a block; those of the last, incomplete block join the one before.
     """
-    w = np.exp(h.min(axis=0) - h)  # the heaviest frame of a member has weight 1
+    w = _weights(h)
     numerator = _block_products(observable, w, length)
     denominator = _block_sums(w, length)[:, None, :]
-    total, norm = numerator.sum(axis=0), denominator.sum(axis=0)
-    return Replicates(total / norm, (total - numerator) / (norm - denominator))
+    return Replicates(
+        numerator.sum(axis=0) / denominator.sum(axis=0), _without(numerator) / _without(denominator)
+    )
 
 
 def reweight_cumulant(observable: Float64Array, h: Float64Array, length: int) -> Replicates:
@@ -152,9 +153,7 @@ def reweight_cumulant(observable: Float64Array, h: Float64Array, length: int) ->
         result: Float64Array = offset + a / n - (ah / n - (a / n) * (h / n))
         return result
 
-    totals = tuple(s.sum(axis=0) for s in sums)
-    without = tuple(total - s for total, s in zip(totals, sums, strict=True))
-    return Replicates(estimate(*totals), estimate(*without))
+    return Replicates(estimate(*(s.sum(axis=0) for s in sums)), estimate(*map(_without, sums)))
 
 
 def neglected_term(observable: Float64Array, h: Float64Array, length: int) -> Replicates:
@@ -166,8 +165,7 @@ def neglected_term(observable: Float64Array, h: Float64Array, length: int) -> Re
     a = observable - observable.mean(axis=0)
     sums = 0.5 * _block_products(a, deviations**2, length)
     count = _block_sums(np.ones((len(h), 1)), length)[:, :, None]
-    total = sums.sum(axis=0)
-    return Replicates(total / len(h), (total - sums) / (len(h) - count))
+    return Replicates(sums.sum(axis=0) / len(h), _without(sums) / _without(count))
 
 
 def effective_sample_size(h: Float64Array) -> Float64Array:
@@ -175,9 +173,27 @@ def effective_sample_size(h: Float64Array) -> Float64Array:
 
     It does not know of correlations between frames.
     """
-    w = np.exp(h.min(axis=0) - h)
+    w = _weights(h)
     size: Float64Array = w.sum(axis=0) ** 2 / np.sum(w**2, axis=0)
     return size
+
+
+def _weights(h: Float64Array) -> Float64Array:
+    """Return e^(−h), 1 for the heaviest frame of a member, and for none of them zero."""
+    w: Float64Array = np.maximum(np.exp(h.min(axis=0) - h), 1e-300)
+    return w
+
+
+def _without(sums: Float64Array) -> Float64Array:
+    """Return the sum over all blocks but each one, (B, …), given their own sums.
+
+    From those before and after it: the difference from the total would be rounding where one block
+    has nearly all the weight.
+    """
+    before, after = np.zeros_like(sums), np.zeros_like(sums)
+    np.cumsum(sums[:-1], axis=0, out=before[1:])
+    np.cumsum(sums[:0:-1], axis=0, out=after[-2::-1])
+    return before + after
 
 
 def _as_members(observable: Float64Array) -> Float64Array:

@@ -1,0 +1,392 @@
+"""Forces: what their error bars cost, how good they are, and gap_fit beside them.
+
+Azobenzene comes from the NPZ file of revised MD17 that QUALMS_AZOBENZENE names
+(``rmd17_azobenzene_train_01.npz``, with the test file beside it); 3BPA from the extended XYZ file
+that QUALMS_3BPA names (``3bpa_300K.xyz.gz``, with ``3bpa_mixedT.xyz.gz`` and
+``3bpa_isolated_atoms.xyz`` beside it). Without them there is the first table only, of molecules
+that come with qualms. QUALMS_GAP_FIT may name an executable: see `benchmarks.bench_gap`.
+
+Training and prediction are commands, so that time and peak memory are those of a process of their
+own. Run this file alone, with a divisor of all sizes, for small tables on the terminal.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import ase.io
+import numpy as np
+import yaml
+from ase import Atoms
+from ase.data import chemical_symbols
+from ase.units import kcal, mol
+
+from benchmarks.bench_atomistic import medians
+from benchmarks.bench_gap import ENVIRONMENT, N_THREADS, gap_fit
+from benchmarks.memory import Measured, measure
+from qualms import AtomisticModel
+from qualms.atomistic.mechanics import check_frames, derivatives
+from qualms.atomistic.potential import make_potential
+from qualms.atomistic.structures import read_frames
+from qualms.atomistic.threads import limited
+from qualms.data import qm9
+
+N_REPRESENTATIVES = 2_000
+#: What gap_fit can do in the memory of a small machine.
+N_GAP, M_GAP = 200, 500
+COST_TARGET, ERROR_TARGET = 1.3, 25.0
+SOAP = {"preset": "organic", "cutoff": 5.0, "smoothing": 0.5, "engine": "featomic"}
+#: Models whose error bars are priced.
+COSTS: dict[str, dict[str, Any]] = {
+    "ζ = 2, 192 features": {"compression": {"method": "pairs", "n_features": 192}},
+    "ζ = 2, 384 features": {"compression": {"method": "pairs", "n_features": 384}},
+    "ζ = 3, 192 features": {"compression": {"method": "pairs", "n_features": 192}, "exponent": 3},
+    "ζ = 2, all features": {"compression": None},
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A training set, and test sets by name; energies in eV, forces in eV/Å."""
+
+    name: str
+    train: list[Atoms]
+    tests: dict[str, list[Atoms]]
+    atoms: dict[str, float]  # energies of isolated atoms
+
+
+# --- data ---
+
+
+def with_labels(numbers: Any, positions: Any, energy: float, forces: Any) -> Atoms:
+    """Return a structure whose labels ASE leaves where they are, in a box as gap_fit wants it."""
+    atoms = Atoms(numbers, positions, info={"REF_energy": float(energy)})
+    atoms.arrays["REF_forces"] = np.array(forces)
+    atoms.center(vacuum=10.0)
+    return atoms
+
+
+def azobenzene(divisor: int) -> Problem | None:
+    """Return the first split of revised MD17."""
+    if "QUALMS_AZOBENZENE" not in os.environ:
+        return None
+    path = Path(os.environ["QUALMS_AZOBENZENE"])
+    sets = []
+    for kind in ("train", "test"):
+        with np.load(path.with_name(path.name.replace("train", kind))) as data:
+            unit = kcal / mol
+            rows = zip(data["coords"], unit * data["energies"], unit * data["forces"], strict=True)
+            sets.append([with_labels(data["nuclear_charges"], *row) for row in rows])
+    train, test = (frames[: len(frames) // divisor] for frames in sets)
+    return Problem("azobenzene", train, {"test": test}, {})
+
+
+def three_bpa(divisor: int) -> Problem | None:
+    """Return 3BPA: trained at 300 K, tested at 300 K and at a mixture of temperatures."""
+    if "QUALMS_3BPA" not in os.environ:
+        return None
+    path = Path(os.environ["QUALMS_3BPA"])
+
+    def read(name: str) -> list[Atoms]:
+        frames = read_frames(path.with_name(name))
+        return [
+            with_labels(a.numbers, a.positions, a.get_potential_energy(), a.get_forces())
+            for a in frames
+        ]
+
+    cold, mixed = read(path.name), read(path.name.replace("300K", "mixedT"))
+    alone = read_frames(path.with_name("3bpa_isolated_atoms.xyz"))
+    energies = {str(a.symbols): float(a.get_potential_energy()) for a in alone}
+    train, rest = cold[: 400 // divisor], cold[400:]
+    tests = {"300 K": rest[: 100 // divisor], "mixed T": mixed[: 500 // divisor]}
+    return Problem("3BPA", train, tests, energies)
+
+
+# --- what error bars cost ---
+
+
+def cost_row(name: str, frames: Sequence[Atoms], settings: dict[str, Any]) -> list[Any]:
+    """Time forces with and without error bars."""
+    n_train = len(frames) * 9 // 10
+    model = AtomisticModel("energy", representation={**SOAP, **COSTS[name]}, **settings)
+    fitted, new = model.fit(frames[:n_train]).fitted, list(frames[n_train:])
+    mean = make_potential(fitted, fitted.mean_weights[:, None])
+
+    def mean_alone() -> object:
+        check_frames(fitted, new, stress=False)
+        with limited(model.threads):
+            return derivatives(mean, new)
+
+    calls = {"mean": mean_alone, "all": lambda: model.predict_forces(new).forces.std}
+    medians(calls, 1)
+    seconds = medians(calls, 9)
+    n_atoms = sum(map(len, new))
+    return [
+        name,
+        len(fitted.representatives),
+        f"{1e3 * seconds['mean'] / n_atoms:.2f}",
+        f"{1e3 * seconds['all'] / n_atoms:.2f}",
+        f"{seconds['all'] / seconds['mean']:.2f} ×",
+        f"≤ {COST_TARGET} ×",
+    ]
+
+
+def cost_table(problem: Problem | None, divisor: int) -> dict[str, Any]:
+    """Compare forces with and without error bars."""
+    settings: dict[str, Any] = {"n_representatives": 1_000 // divisor}
+    if problem is not None:
+        frames, what = problem.train[: 120 // divisor + 10], problem.name
+        settings |= {"forces": "forces", "noise": 1e-8, "forces_noise": 1e-4}
+    else:
+        frames, what = qm9(n=400 // divisor), "molecules of QM9"
+        for atoms in frames:
+            atoms.info["REF_energy"] = atoms.info["atomization_energy"]
+    return {
+        "title": f"Forces on {what}, 16 members",
+        "columns": ["model", "M", "mean alone, ms/atom", "mean, σ and members", "ratio", "target"],
+        "rows": [cost_row(name, frames, settings) for name in COSTS],
+        "notes": ["Medians of alternating calls, from structures to arrays of forces."],
+    }
+
+
+# --- training ---
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Energies (n,), forces (n_atoms, 3), and perhaps their error bars."""
+
+    energies: Any
+    forces: Any
+    energies_std: Any = None
+    forces_std: Any = None
+
+
+def write(path: Path, frames: Sequence[Atoms]) -> None:
+    """Write structures with their labels."""
+    ase.io.write(path, list(frames), format="extxyz")
+
+
+def run_qualms(
+    folder: Path,
+    problem: Problem,
+    n_train: int,
+    n_representatives: int,
+    representation: dict[str, Any],
+) -> tuple[Measured, dict[str, Predicted]]:
+    """Train on the first structures and predict all test sets."""
+    command = Path(sys.executable).with_name("qualms")
+    config, model = folder / "config.yaml", folder / "model.safetensors"
+    settings: dict[str, Any] = {"representation": representation, "target": "energy"}
+    settings |= {"forces": "forces", "n_representatives": n_representatives}
+    if problem.atoms:
+        settings["baseline"] = problem.atoms
+    config.write_text(yaml.safe_dump(settings))
+    write(folder / "train.xyz", problem.train[:n_train])
+    common = ["--threads", str(N_THREADS), "--quiet", "--force"]
+    train = [command, "train", folder / "train.xyz", "--config", config, "--no-checkpoint"]
+    trained = measure([*train, "--memory", "8GB", "-o", model, *common], env=ENVIRONMENT)
+    found = {}
+    for name, frames in problem.tests.items():
+        write(folder / "test.xyz", frames)
+        output = folder / "out.npz"
+        predict = [command, "predict", model, folder / "test.xyz", "--forces", "-o", output]
+        measure([*predict, *common], env=ENVIRONMENT)
+        with np.load(output) as arrays:
+            keys = ("energy", "forces", "energy_uncertainty", "forces_uncertainty")
+            found[name] = Predicted(*(arrays[key] for key in keys))
+    return trained, found
+
+
+def errors(frames: Sequence[Atoms], predicted: Predicted) -> list[str]:
+    """Return MAE and RMSE of energies (meV) and forces (meV/Å), and coverages if there are any."""
+    truth = np.array([atoms.info["REF_energy"] for atoms in frames])
+    forces = np.concatenate([atoms.arrays["REF_forces"] for atoms in frames])
+    cells = []
+    for z in (predicted.energies - truth, predicted.forces - forces):
+        cells += [f"{1e3 * np.mean(np.abs(z)):.1f}", f"{1e3 * np.sqrt(np.mean(z**2)):.1f}"]
+    if predicted.forces_std is None:
+        return [*cells, "–", "–"]
+    for z, std in (
+        (predicted.energies - truth, predicted.energies_std),
+        (predicted.forces - forces, predicted.forces_std),
+    ):
+        inside = [100 * np.mean(np.abs(z) < k * std) for k in (1.0, 1.96)]
+        cells.append(f"{inside[0]:.0f} / {inside[1]:.0f}")
+    return cells
+
+
+def accuracy_table(problems: Sequence[Problem], divisor: int) -> dict[str, Any]:
+    """Train on all there is."""
+    rows = []
+    M = N_REPRESENTATIVES // divisor
+    for problem in problems:
+        with tempfile.TemporaryDirectory() as name:
+            n = len(problem.train)
+            trained, found = run_qualms(Path(name), problem, n, M, SOAP)
+        for test, predicted in found.items():
+            cells = errors(problem.tests[test], predicted)
+            cost = [f"{trained.seconds:.0f}", f"{trained.peak:.0f}"]
+            rows.append([f"{problem.name}, {test}", n, len(problem.tests[test]), *cells, *cost])
+    return {
+        "title": f"Energies and forces: M = {M}, 16 members, {N_THREADS} cores, limit 8 GB",
+        "columns": [
+            "test set",
+            "trained on",
+            "tested on",
+            *ERRORS,
+            "training, s",
+            "peak memory, MiB",
+        ],
+        "rows": rows,
+        "notes": [
+            f"Target: a force MAE of at most {ERROR_TARGET:g} meV/Å on azobenzene. Coverage: "
+            "truths within σ and within 1.96 σ; nominal 68 / 95 %.",
+            "SOAP: preset organic with a cutoff of 5 Å, smooth over 0.5 Å, 32 components of each "
+            "pair of species. 3BPA is trained on 300 K; mixed T is out of its distribution.",
+        ],
+    }
+
+
+ERRORS = [
+    "energy MAE, meV",
+    "RMSE",
+    "force MAE, meV/Å",
+    "RMSE",
+    "coverage of energies, %",
+    "of forces, %",
+]
+
+
+# --- gap_fit ---
+
+#: Regularisation of gap_fit: eV per atom, eV/Å. Force errors with 50 geometries of azobenzene and
+#: M = 200, meV/Å: 247 so; 252 with 0.001, 0.1; 257 with 0.0005, 0.05 and with 0.0001, 0.01.
+SIGMAS = "{0.0005 0.02 0 0}"
+
+
+def gap_command(executable: Path, folder: Path, problem: Problem, n: int, M: int) -> list[str]:
+    """Return the command that trains a GAP on energies and forces."""
+    numbers = np.concatenate([atoms.numbers for atoms in problem.train[:n]])
+    species, counts = np.unique(numbers, return_counts=True)
+    shares = np.maximum(np.rint(M * counts / counts.sum()), 1).astype(int)
+    neighbours = f"n_species={len(species)} species_Z={{{{{' '.join(map(str, species))}}}}}"
+    soap = (
+        "soap cutoff=5 cutoff_transition_width=0.5 n_max=6 l_max=5 atom_sigma=0.3 zeta=2 delta=0.5 "
+        "covariance_type=dot_product sparse_method=cur_points"
+    )
+    parts = [
+        f"{soap} n_sparse={m} add_species=F {neighbours} Z={z}"
+        for z, m in zip(species, shares, strict=True)
+    ]
+    energies = problem.atoms or dict.fromkeys((chemical_symbols[z] for z in species), None)
+    mean = np.mean([atoms.info["REF_energy"] / len(atoms) for atoms in problem.train[:n]])
+    e0 = ":".join(f"{s}:{mean if e is None else e:.6f}" for s, e in energies.items())
+    return [
+        str(executable),
+        f"at_file={folder / 'train.xyz'}",
+        f"gap={{{' : '.join(parts)}}}",
+        f"e0={{{e0}}}",
+        "energy_parameter_name=REF_energy",
+        "force_parameter_name=REF_forces",
+        f"default_sigma={SIGMAS}",
+        f"gp_file={folder / 'gap.xml'}",
+        "do_copy_at_file=F",
+        "rnd_seed=1",
+    ]
+
+
+def run_gap(
+    executable: Path, folder: Path, problem: Problem, n: int, M: int
+) -> tuple[Measured, dict[str, Predicted]]:
+    """Train a GAP and predict all test sets."""
+    write(folder / "train.xyz", problem.train[:n])
+    trained = measure(gap_command(executable, folder, problem, n, M), env=ENVIRONMENT)
+    found = {}
+    for name, frames in problem.tests.items():
+        write(folder / "test.xyz", frames)
+        evaluate = [executable.with_name("quip"), "E=T", "F=T"]
+        evaluate += [f"atoms_filename={folder / 'test.xyz'}"]
+        evaluate += [f"param_filename={folder / 'gap.xml'}"]
+        printed = measure(evaluate, env=ENVIRONMENT).output
+        found[name] = read_quip(printed)
+    return trained, found
+
+
+def read_quip(printed: str) -> Predicted:
+    """Return what quip predicts: structures in extended XYZ, each line after ``AT``."""
+    lines = [line.removeprefix("AT ") for line in printed.splitlines() if line.startswith("AT ")]
+    text = "\n".join(re.sub(r":force:R:3", ":quip_force:R:3", line) for line in lines)
+    text = re.sub(r"(?<=\s)energy=", "quip_energy=", text)
+    frames = ase.io.read(StringIO(text), ":", format="extxyz")
+    return Predicted(
+        np.array([atoms.info["quip_energy"] for atoms in frames]),
+        np.concatenate([atoms.arrays["quip_force"] for atoms in frames]),
+    )
+
+
+def gap_table(problem: Problem, executable: Path, divisor: int) -> dict[str, Any]:
+    """Train both on the same structures with the same settings."""
+    n, M = min(N_GAP // divisor, len(problem.train)), M_GAP // divisor
+    programs: dict[str, Callable[[Path], tuple[Measured, dict[str, Predicted]]]] = {
+        "gap_fit": lambda folder: run_gap(executable, folder, problem, n, M),
+        "qualms, as gap_fit": lambda folder: run_qualms(
+            folder, problem, n, M, {**SOAP, "radial_scaling": None, "compression": None}
+        ),
+        "qualms": lambda folder: run_qualms(folder, problem, n, M, SOAP),
+    }
+    rows, slowest = [], None
+    for program, run_program in programs.items():
+        with tempfile.TemporaryDirectory() as name:
+            trained, found = run_program(Path(name))
+        slowest = slowest or trained.seconds
+        for test, predicted in found.items():
+            faster = f"{slowest / trained.seconds:.1f} ×"
+            cells = errors(problem.tests[test], predicted)
+            rows.append(
+                [program, test, f"{trained.seconds:.1f}", faster, f"{trained.peak:.0f}", *cells]
+            )
+    return {
+        "title": f"gap_fit: {n} geometries of {problem.name}, M = {M}, {N_THREADS} cores",
+        "columns": ["program", "test set", "training, s", "faster by", "peak memory, MiB", *ERRORS],
+        "rows": rows,
+        "notes": [
+            "Whole commands. gap_fit trains one model without error bars; qualms chooses its "
+            "noises, trains 16 members and calibrates energies and forces.",
+            "All: cutoff 5 Å with a transition of 0.5 Å, 6 radial functions, l ≤ 5, Gaussians of "
+            f"0.3 Å, ζ = 2. gap_fit: cur_points, δ = 0.5 eV, σ = {SIGMAS} (eV per atom, eV/Å). "
+            "qualms: preset organic, compressed; as gap_fit: all features, no radial scaling.",
+        ],
+    }
+
+
+def tables(divisor: int = 1) -> Iterator[dict[str, Any]]:
+    """Measure one thing after the other; `divisor` makes them small."""
+    found = (azobenzene(divisor), three_bpa(divisor))
+    problems = [problem for problem in found if problem is not None]
+    yield cost_table(problems[0] if problems else None, divisor)
+    if problems:
+        yield accuracy_table(problems, divisor)
+    executable = gap_fit()
+    if executable is None:
+        return
+    for problem in problems:
+        yield gap_table(problem, executable, divisor)
+
+
+def run() -> list[dict[str, Any]]:
+    """Measure everything."""
+    return list(tables())
+
+
+if __name__ == "__main__":
+    for table in tables(*map(int, sys.argv[1:])):
+        print("\n" + table["title"], table["columns"], *table["rows"], *table["notes"], sep="\n")

@@ -1,0 +1,556 @@
+"""Models of energies and forces: labels, rows, solutions, noises and error bars."""
+
+import warnings
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import oracle_forces
+import pytest
+from ase import Atoms
+from ase.build import bulk, molecule
+from ase.calculators.emt import EMT
+from ase.calculators.singlepoint import SinglePointCalculator
+from atomistic_fixtures import copies, make_model
+from scipy.stats import multivariate_normal
+from threadpoolctl import threadpool_limits
+
+from qualms import AtomisticModel, InputError, Prediction, QualmsWarning, score
+from qualms.atomistic.force_evaluation import evaluate_forces
+from qualms.atomistic.force_labels import ForceLabels, find_forces, find_stresses
+from qualms.atomistic.force_rows import derivative_rows, fill_rows, scale_rows
+from qualms.atomistic.gradients import batches
+from qualms.atomistic.joint_solving import fit_joint_members, fit_joint_model
+from qualms.atomistic.mechanics import VOIGT, derivatives
+from qualms.atomistic.plan import make_plan
+from qualms.atomistic.potential import make_potential
+from qualms.atomistic.settings import SMOOTHING, make_settings
+from qualms.core.joint_noise import select_joint_noise
+
+SMOOTH = {"cutoff": 3.8, "n_radial": 3, "l_max": 2, "smoothing": 0.8}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    with threadpool_limits(1):
+        yield
+
+
+@cache
+def alloys(n=36, seed=0):
+    """Small cells of Cu and Al, with energies, forces and stresses by EMT; not to be changed."""
+    rng = np.random.default_rng(seed)
+    frames = []
+    for i in range(n):
+        atoms = bulk("Cu", cubic=True)
+        atoms.symbols[: 1 + i % 2] = "Al"
+        atoms.set_cell(atoms.cell.array * (1 + 0.02 * rng.normal()), scale_atoms=True)
+        atoms.positions += rng.normal(scale=0.08, size=(4, 3))
+        atoms.calc = EMT()
+        atoms.info["energy"] = atoms.get_potential_energy()
+        atoms.info["virtual"] = atoms.get_stress()
+        atoms.arrays["force"] = atoms.get_forces()
+        atoms.calc = None
+        frames.append(atoms)
+    return frames
+
+
+def model(**settings):
+    given = {"representation": SMOOTH, "n_representatives": 60, "n_members": 8, "forces": "force"}
+    return make_model("energy", **(given | settings))
+
+
+@cache
+def trained():
+    return model(units="eV").fit(alloys()[:26])
+
+
+def errors(fitted_model, frames, *, stress=False):
+    """Root mean squared errors of energies per atom, forces, and stresses."""
+    found = fitted_model.predict_forces(frames, stress=stress)
+    energy = found.energy.mean - [atoms.info["energy"] for atoms in frames]
+    forces = found.forces.mean - np.concatenate([atoms.arrays["force"] for atoms in frames])
+    rms = [np.sqrt(np.mean(energy**2)) / 4, np.sqrt(np.mean(forces**2))]
+    if stress:
+        z = found.stress.mean - [atoms.info["virtual"] for atoms in frames]
+        rms.append(np.sqrt(np.mean(z**2)))
+    return rms
+
+
+# --- rows ---
+
+ROWS = {
+    "ζ = 2": SMOOTH,
+    "ζ = 3.5": SMOOTH | {"exponent": 3.5},
+    "compressed": SMOOTH | {"compression": {"n_features": 12}},
+    "not normalised": SMOOTH | {"normalize": False},
+    "two scales": {
+        "scales": (
+            {"cutoff": 3.0, "smoothing": 0.5, "n_radial": 3, "l_max": 2},
+            {"cutoff": 4.5, "smoothing": 1.0, "n_radial": 2, "l_max": 3, "weight": 2.0},
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_are_the_derivatives_of_the_kernel_with_each_representative(name):
+    fitted = model(representation=ROWS[name], n_representatives=5).fit(alloys()[:12]).fitted
+    r = len(fitted.weights)
+    # Members that have one representative each, and nothing else.
+    baseline = replace(fitted.baseline, members=np.zeros((2, r)))
+    bare = replace(
+        fitted, weights=np.eye(r), intercepts=np.zeros(r), baseline=baseline, kernel_scale=1.0
+    )
+    atoms = alloys()[20]
+    rows = derivative_rows(
+        scale_rows(fitted.representation, fitted.representatives),
+        next(batches([atoms])),
+        strain=True,
+    )
+    energies = oracle_forces.member_energies(bare, atoms)
+    np.testing.assert_allclose(rows.energies[0], energies, rtol=1e-10)
+    for atom, axis in ((0, 0), (1, 2), (3, 1)):
+        change = oracle_forces.derivative(
+            lambda by, atom=atom, axis=axis: oracle_forces.member_energies(
+                bare, oracle_forces.moved(atoms, atom, axis, by)
+            ),
+            5e-4,
+        )
+        np.testing.assert_allclose(rows.forces[atom, axis], -change, rtol=1e-6, atol=1e-8)
+    for v in (0, 4):
+        a, b = VOIGT[0][v], VOIGT[1][v]
+        change = oracle_forces.derivative(
+            lambda by, a=a, b=b: oracle_forces.member_energies(
+                bare, oracle_forces.strained(atoms, a, b, by)
+            ),
+            5e-4,
+        )
+        np.testing.assert_allclose(rows.virials[0, v], change, rtol=1e-6, atol=1e-7)
+
+
+def test_rows_times_weights_are_what_is_predicted():
+    fitted, frames = trained().fitted, alloys()[26:32]
+    found = derivatives(make_potential(fitted, fitted.weights), frames, strain=True)
+    rows = derivative_rows(
+        scale_rows(fitted.representation, fitted.representatives),
+        next(batches(frames)),
+        strain=True,
+    )
+    weights = fitted.weights * fitted.kernel_scale
+    np.testing.assert_allclose(rows.forces @ weights, found.forces, atol=1e-8)
+    np.testing.assert_allclose(rows.virials @ weights, found.virials, atol=1e-7)
+
+
+def test_labelled_rows_are_in_the_order_of_the_labels(monkeypatch):
+    fitted, frames = trained().fitted, alloys()[:5]
+    forces = [atoms.arrays["force"].copy() for atoms in frames]
+    forces[1][:] = np.nan
+    forces[3][2, 1] = np.nan
+    virials = np.array([atoms.info["virtual"] for atoms in frames])
+    virials[2:] = np.nan
+    labels = ForceLabels(forces, virials)
+    assert labels.n_without == 1
+    assert labels.n_with_virial == 2
+    assert len(labels.y) == 4 * 12 - 1 + 12
+    np.testing.assert_array_equal(labels.structure, np.repeat(np.arange(5), [18, 6, 12, 11, 12]))
+    np.testing.assert_array_equal(np.flatnonzero(labels.is_virial), [*range(12, 24)])
+    scales = scale_rows(fitted.representation, fitted.representatives)
+    energies, others = np.ones((5, len(fitted.weights))), np.zeros((59, len(fitted.weights)))
+    fill_rows(energies, others, frames, labels, scales)
+    expected = []
+    for s, atoms in enumerate(frames):
+        rows = derivative_rows(scales, next(batches([atoms])), strain=True)
+        np.testing.assert_allclose(energies[s], rows.energies[0] / 4, atol=1e-12)
+        whole = np.concatenate([rows.forces.reshape(12, -1), rows.virials[0] / 4])
+        expected.append(whole[np.isfinite(np.concatenate([forces[s].ravel(), virials[s]]))])
+    np.testing.assert_allclose(others, np.concatenate(expected), atol=1e-11)
+    # Structures in parts give the same.
+    monkeypatch.setattr(batches, "__defaults__", (3,))
+    again = np.zeros_like(others)
+    fill_rows(energies, again, frames, labels, scales)
+    np.testing.assert_allclose(again, others, atol=1e-11)
+
+
+# --- solving ---
+
+
+def test_every_member_is_the_weighted_least_squares_solution_of_its_structures():
+    noise, forces_noise = 1e-3, 3e-2
+    frames = alloys()[:14]
+    found = model(
+        noise=noise**2, forces_noise=forces_noise**2, baseline="none", n_representatives=25
+    ).fit(frames)
+    fitted = found.fitted
+    scales = scale_rows(fitted.representation, fitted.representatives)
+    rows = derivative_rows(scales, next(batches(frames)))
+    M = len(fitted.representatives)
+    K_E, K_F = rows.energies / 4, rows.forces.reshape(-1, M)
+    X = fitted.representatives.astype(float)
+    K_MM = np.asarray(fitted.representation.kernel(X, X))
+    y_E = np.array([atoms.info["energy"] for atoms in frames]) / 4
+    y_F = np.concatenate([atoms.arrays["force"].ravel() for atoms in frames])
+    # The prior that gives forces the variance that they have.
+    L = np.linalg.cholesky(K_MM)
+    prior = np.sum(y_F**2) / np.sum(np.linalg.solve(L, K_F.T) ** 2)
+    new = derivative_rows(scales, next(batches(alloys()[30:33])))
+    predicted = found.predict_forces(alloys()[30:33])
+    for i in range(8):
+        seen = fitted.membership[:, i].astype(bool)
+        mine = np.repeat(seen, 12)
+        # Errors in units of their noise, and wᵀK_MMw in units of the prior, are least.
+        A = np.concatenate([K_E[seen] / noise, K_F[mine] / forces_noise, L.T / np.sqrt(prior)])
+        b = np.concatenate([y_E[seen] / noise, y_F[mine] / forces_noise, np.zeros(M)])
+        w = np.linalg.lstsq(A, b, rcond=None)[0]
+        np.testing.assert_allclose(
+            predicted.energy.uncalibrated.members[:, i], new.energies @ w, rtol=1e-6
+        )
+        np.testing.assert_allclose(
+            predicted.forces.uncalibrated.members[..., i], new.forces @ w, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("subsample", [0.2, 0.5, 0.9])
+def test_members_by_any_solver_are_those_of_the_direct_one(subsample):
+    rng = np.random.default_rng(0)
+    n, r, atoms = 60, 20, 4
+    labels = ForceLabels([rng.normal(size=(atoms, 3)) for _ in range(n)], np.full((n, 6), np.nan))
+    Phi = rng.normal(size=(n * (1 + 3 * atoms), r))
+    energies = rng.normal(size=n)
+    settings = make_settings({"target": "e", "forces": "f", "noise": 0.1, "forces_noise": 0.5})
+    joint = fit_joint_model(Phi, energies, labels, np.arange(n), settings)
+    counts = (rng.random((n, 5)) < subsample).astype(int)
+    members = fit_joint_members(
+        joint, Phi, np.repeat(energies[:, None], 5, 1), counts, centered=True
+    )
+    prior = joint.full.scale[0] ** 2
+    for i in range(5):
+        mine = counts[:, i].astype(bool)
+        mean = energies[mine].mean()
+        rows = np.concatenate([mine, np.repeat(mine, 3 * atoms)])
+        y = np.concatenate([energies - mean, labels.y])[rows]
+        weight = np.concatenate([np.full(n, 1 / 0.1), np.full(n * 3 * atoms, 1 / 0.5)])[rows]
+        A = Phi[rows].T @ (weight[:, None] * Phi[rows]) + np.eye(r) / prior
+        expected = np.linalg.solve(A, Phi[rows].T @ (weight * y))
+        spread = members.weights[:, 0].std(axis=1).max()
+        np.testing.assert_allclose(members.weights[:, 0, i], expected, atol=1e-2 * spread)
+        assert members.intercepts[0, i] == pytest.approx(mean)
+
+
+# --- two noises ---
+
+
+def problem(rng, noise_e=0.05, noise_f=0.5, n=80, r=15, per=6):
+    """Energies and forces of a linear function, with noise."""
+    Phi = rng.normal(size=(n * (1 + per), r))
+    w = rng.normal(size=r)
+    is_force = np.arange(len(Phi)) >= n
+    y = Phi @ w + rng.normal(size=len(Phi)) * np.where(is_force, noise_f, noise_e)
+    groups = np.concatenate([np.arange(n), np.repeat(np.arange(n), per)])
+    return Phi, y, is_force, groups
+
+
+def test_noises_that_are_given_are_kept():
+    Phi, y, is_force, groups = problem(np.random.default_rng(0))
+    both = select_joint_noise(Phi, y, is_force, groups, prior=1.0, energies=0.1, forces=2.0)
+    assert (both.energies, both.forces, both.n_tried) == (0.1, 2.0, 0)
+    assert both.ratio == pytest.approx(0.05)
+    one = select_joint_noise(Phi, y, is_force, groups, prior=1.0, forces=2.0)
+    assert one.forces == pytest.approx(2.0)
+    other = select_joint_noise(Phi, y, is_force, groups, prior=1.0, energies=0.3)
+    assert other.energies == pytest.approx(0.3)
+
+
+def test_the_evidence_finds_both_noises():
+    found = [
+        select_joint_noise(*problem(np.random.default_rng(seed)), prior=1.0, criterion="evidence")
+        for seed in range(5)
+    ]
+    energies, forces = (np.sqrt([getattr(f, k) for f in found]) for k in ("energies", "forces"))
+    assert np.median(energies) == pytest.approx(0.05, rel=0.35)
+    assert np.median(forces) == pytest.approx(0.5, rel=0.35)
+
+
+def test_the_evidence_is_that_of_the_joint_gaussian():
+    from qualms.core.joint_noise import _evidence
+
+    Phi, y, is_force, _ = problem(np.random.default_rng(1), n=12, r=4, per=3)
+    kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
+    nll = _evidence(Phi, y, kinds, 0.7)
+
+    def expected(energies, forces):
+        noise = np.where(is_force, forces, energies)
+        covariance = 0.7 * Phi @ Phi.T + np.diag(noise)
+        return -multivariate_normal(cov=covariance).logpdf(y)
+
+    constant = nll(0.1, 0.2) - expected(0.1, 0.2)
+    for pair in ((0.01, 0.2), (0.1, 3.0), (1.0, 0.01)):
+        assert nll(*pair) - expected(*pair) == pytest.approx(constant, abs=1e-8)
+
+
+def test_left_out_errors_are_those_of_models_without_the_structures():
+    from qualms.core.joint_noise import _left_out_error, _parts
+
+    Phi, y, is_force, groups = problem(np.random.default_rng(2), n=20, r=5, per=3)
+    kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
+    left_out = [np.concatenate(part.rows) for part in _parts(Phi, y, kinds, groups)]
+    assert sorted(np.concatenate(left_out).tolist()) == list(range(len(y)))
+    z = np.empty(len(y))
+    for rows in left_out:
+        # Whole groups, energy and forces.
+        assert set(groups[rows]).isdisjoint(groups[np.delete(np.arange(len(y)), rows)])
+        rest = np.delete(np.arange(len(y)), rows)
+        weight = np.where(is_force, 1 / 0.3, 1 / 0.02)[rest]
+        A = Phi[rest].T @ (weight[:, None] * Phi[rest]) + np.eye(5) / 0.7
+        z[rows] = y[rows] - Phi[rows] @ np.linalg.solve(A, Phi[rest].T @ (weight * y[rest]))
+    expected = np.log(np.abs(z[~is_force]).mean()) + np.log(np.abs(z[is_force]).mean())
+    found = _left_out_error(Phi, y, kinds, groups, 0.7)(0.02, 0.3)
+    assert found == pytest.approx(expected, abs=1e-9)
+
+
+# --- learning ---
+
+
+def test_forces_teach_energies_and_forces():
+    known, new = alloys()[:20], alloys()[26:]
+    alone = model(forces=None, representation=SMOOTH | {"engine": "featomic"}).fit(known)
+    both = model().fit(known)
+    assert errors(both, new)[0] < 0.5 * errors(alone, new)[0]
+    assert errors(both, new)[1] < 0.5 * errors(alone, new)[1]
+
+
+def test_stress_has_ase_s_sign_and_units_and_can_be_learned():
+    known, new = alloys()[:20], alloys()[26:]
+    with_stress = model(stress="virtual").fit(known)
+    assert with_stress.record.n_virial_rows == 6 * 20
+    of_truth = np.std([atoms.info["virtual"] for atoms in new])
+    assert errors(with_stress, new, stress=True)[2] < 0.05 * of_truth
+    only = model(forces=None, stress="virtual").fit(known)
+    assert errors(only, new, stress=True)[2] < 0.2 * of_truth
+    assert only.fitted.forces_calibration is None
+
+
+def test_error_bars_of_energies_and_forces_hold_and_differ():
+    found = model(n_members=16).fit(alloys()[:26])
+    new = alloys(40, seed=5)
+    predicted = found.predict_forces(new)
+    truth = np.concatenate([atoms.arrays["force"] for atoms in new])
+    flat = Prediction(predicted.forces.members.reshape(-1, 16))
+    assert 0.5 < score(truth.ravel(), flat).coverage_68 < 0.85
+    assert found.fitted.forces_calibration is not None
+    assert found.fitted.forces_calibration != found.fitted.calibration
+    assert found.fitted.forces_calibration.n_points == 26 * 12
+    spread = predicted.forces.uncalibrated
+    own = found.fitted.forces_calibration.apply(spread)
+    np.testing.assert_allclose(predicted.forces.std, own.std)
+
+
+def test_evaluation_of_forces_counts_components():
+    frames = copies(alloys()[26:])
+    frames[0].arrays["force"][1] = np.nan
+    del frames[1].arrays["force"]
+    found = evaluate_forces(trained(), frames)
+    assert found.units == "eV/Å"
+    assert len(found.y) == 10 * 12 - 3 - 12
+    assert found.n_unlabelled == 15
+    assert {"raw", "student (internal)"} <= set(found.rows)
+    expected = score(found.y, found.prediction)
+    assert found.rows["student (internal)"].coverage_68 == pytest.approx(expected.coverage_68)
+
+
+# --- what there is of labels ---
+
+
+def test_components_without_a_label_are_left_out():
+    frames = copies(alloys()[:16])
+    for i, atoms in enumerate(frames):
+        atoms.arrays["force"][i % 4, 1] = np.nan
+    del frames[3].arrays["force"]
+    found = model().fit(frames)
+    assert found.record.n_force_rows == 16 * 12 - 12 - 15
+    assert found.record.n_without_forces == 1
+    wild = copies(frames)
+    for i, atoms in enumerate(wild):
+        if "force" in atoms.arrays:
+            assert np.isnan(atoms.arrays["force"][i % 4, 1])
+    assert "1 structures without" in found.summary()
+
+
+def test_forces_without_an_energy_are_not_used_and_that_is_said():
+    frames = copies(alloys()[:16])
+    del frames[2].info["energy"]
+    with pytest.warns(QualmsWarning, match=r"1 structures \(first frames\[2\]\)"):
+        found = model().fit(frames)
+    assert found.record.n_structures == 15
+    assert found.record.n_force_rows == 15 * 12
+
+
+def test_forces_of_calculators_are_found():
+    frames = []
+    for atoms in copies(alloys()[:14]):
+        atoms.calc = SinglePointCalculator(
+            atoms,
+            energy=atoms.info.pop("energy"),
+            forces=atoms.arrays.pop("force"),
+            stress=atoms.info.pop("virtual"),
+        )
+        frames.append(atoms)
+    by_calculator = model(forces="forces", stress="stress").fit(frames)
+    plain = model(stress="virtual").fit(alloys()[:14])
+    np.testing.assert_allclose(
+        by_calculator.predict(alloys()[20:]).members, plain.predict(alloys()[20:]).members
+    )
+
+
+def test_a_misspelt_key_gets_those_that_look_like_forces():
+    frames = copies(alloys()[:5])
+    for atoms in frames:
+        atoms.arrays["velocity"] = np.zeros((4, 3))
+        atoms.arrays["charge"] = np.zeros(4)
+    with pytest.raises(InputError, match=r"'forced'.*'force', 'velocity'.*mean 'force'") as caught:
+        find_forces(frames, "forced")
+    assert "charge" not in str(caught.value)
+    with pytest.raises(InputError, match=r"stress.*'pressure'.*'energy', 'virtual'"):
+        find_stresses(frames, "pressure")
+
+
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
+        (np.zeros((4, 2)), r"shape \(4, 2\).*\(4, 3\)"),
+        (np.zeros(4), r"shape \(4,\).*\(4, 3\)"),
+        (np.full((4, 3), np.inf), "infinite"),
+        (np.full((4, 3), "x"), "str"),
+    ],
+)
+def test_forces_of_another_shape_are_refused(value, match):
+    frames = copies(alloys()[:3])
+    del frames[1].arrays["force"]
+    frames[1].arrays["force"] = value
+    with pytest.raises(InputError, match=rf"frames\[1\].arrays\['force'\].*{match}"):
+        find_forces(frames, "force")
+
+
+def test_a_stress_may_be_a_matrix_but_must_be_symmetric():
+    frames = copies(alloys()[:3])
+    for atoms in frames[:2]:
+        xx, yy, zz, yz, xz, xy = atoms.info["virtual"]
+        atoms.info["virtual"] = np.array([[xx, xy, xz], [xy, yy, yz], [xz, yz, zz]])
+    frames[1].info["virtual"] = frames[1].info["virtual"].ravel()
+    frames[2].pbc = False
+    found = find_stresses(frames, "virtual")
+    assert list(found) == [0, 1]
+    for i in found:
+        np.testing.assert_allclose(found[i], alloys()[i].info["virtual"])
+    frames[0].info["virtual"] = np.arange(9.0).reshape(3, 3)
+    with pytest.raises(InputError, match="symmetric"):
+        find_stresses(frames, "virtual")
+    frames[0].info["virtual"] = np.arange(5.0)
+    with pytest.raises(InputError, match="6 numbers"):
+        find_stresses(frames, "virtual")
+
+
+def test_no_labels_at_all():
+    frames = copies(alloys()[:6])
+    for atoms in frames:
+        atoms.arrays["force"][:] = np.nan
+    with pytest.raises(InputError, match=r"forces.*at least one structure"):
+        model().fit(frames)
+
+
+def test_settings_of_forces():
+    settings = make_settings({"target": "e", "forces": "f"})
+    assert settings.representation.resolved_engine == "featomic"
+    assert [scale.smoothing for scale in settings.representation.scales] == [SMOOTHING]
+    given = make_settings({"target": "e", "stress": "s", "representation": SMOOTH})
+    assert [scale.smoothing for scale in given.representation.scales] == [0.8]
+    assert make_settings(settings.model_dump()) == settings
+    with pytest.raises(InputError, match=r"engine.*featomic"):
+        make_settings({"target": "e", "forces": "f", "representation": {"engine": "dscribe"}})
+    with pytest.raises(InputError, match=r"forces.*kind='intensive'.*extensive"):
+        make_settings({"target": "e", "kind": "intensive", "forces": "f"})
+
+
+def test_molecules_and_isolated_atoms():
+    frames = []
+    rng = np.random.default_rng(0)
+    for i in range(16):
+        atoms = molecule(("H2O", "NH3", "CH4", "CO")[i % 4])
+        atoms.positions += rng.normal(scale=0.1, size=atoms.positions.shape)
+        atoms.calc = EMT()
+        atoms.info["energy"], atoms.arrays["force"] = (
+            atoms.get_potential_energy(),
+            atoms.get_forces(),
+        )
+        atoms.calc = None
+        frames.append(atoms)
+    for symbol in "HCNO":
+        alone = Atoms(symbol, info={"energy": -1.0, "config_type": "isolated_atom"})
+        alone.arrays["force"] = np.zeros((1, 3))
+        frames.append(alone)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = model(baseline="atoms").fit(frames)
+    assert found.record.n_isolated == 4
+    assert found.record.n_force_rows == 3 * sum(map(len, frames[:16]))
+    np.testing.assert_array_equal(found.fitted.baseline.full, -1.0)
+
+
+# --- files and plans ---
+
+
+def test_a_model_of_forces_survives_its_file(tmp_path):
+    path = tmp_path / "model.safetensors"
+    trained().save(path)
+    loaded = AtomisticModel.load(path, threads=1)
+    new = alloys()[26:30]
+    one = trained().predict_forces(new, stress=True)
+    two = loaded.predict_forces(new, stress=True)
+    for a, b in pairwise((one, two)):
+        np.testing.assert_array_equal(a.energy.members, b.energy.members)
+        np.testing.assert_array_equal(a.forces.members, b.forces.members)
+        np.testing.assert_array_equal(a.stress.members, b.stress.members)
+    np.testing.assert_array_equal(trained().predict_pp(new), loaded.predict_pp(new))
+    np.testing.assert_array_equal(trained().predict(new).members, loaded.predict(new).members)
+    assert loaded.summary() == trained().summary()
+
+
+def test_predict_says_the_same_as_predict_forces():
+    # Kernel rows of such models are float64 throughout: rounding of float32 would be amplified.
+    new = alloys()[26:]
+    np.testing.assert_allclose(
+        trained().predict(new).members, trained().predict_forces(new).energy.members, rtol=1e-7
+    )
+    assert errors(trained(), new)[0] < 2e-3
+
+
+def test_the_same_seed_gives_the_same_model():
+    again = model(units="eV").fit(alloys()[:26])
+    new = alloys()[26:28]
+    np.testing.assert_array_equal(
+        again.predict_forces(new).forces.members, trained().predict_forces(new).forces.members
+    )
+
+
+def test_the_plan_counts_the_rows_of_forces():
+    plans = []
+    model().fit(alloys()[:20], on_plan=lambda plan, data: plans.append(plan))
+    model(forces=None).fit(alloys()[:20], on_plan=lambda plan, data: plans.append(plan))
+    assert plans[0].n_rows == 20 * 13
+    assert plans[1].n_rows == 20
+    assert plans[0].seconds > plans[1].seconds
+    sizes = {"n_features": 300, "n_raw_features": 1296, "n_representatives": 2000}
+    sizes |= {"n_environments": 24_000, "n_members": 16, "n_workers": 1, "memory": "64GB"}
+    energies = make_plan(n_rows=1000, **sizes)
+    forces = make_plan(n_rows=73_000, n_pairs=400_000, **sizes)
+    assert forces.memory > energies.memory + 8 * 72_000 * 2000
+    assert forces.seconds > energies.seconds + 20
+
+
+def test_copies_and_groups_are_in_or_out_together():
+    frames = alloys()[:16]
+    labels = [i // 2 for i in range(16)]
+    found = model().fit(frames, labels)
+    membership = found.fitted.membership
+    np.testing.assert_array_equal(membership[::2], membership[1::2])
