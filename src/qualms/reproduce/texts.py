@@ -23,8 +23,9 @@ about a minute.
 
 READING = """
 ## How to read the tables
-All numbers are mean log likelihoods per point (Eq. (6) as a mean): the higher, the better, and a
-difference of 0.01 is one per cent in the error bars of all points, or 20 % in one of twenty. Raw:
+All numbers are mean log likelihoods per point (Eq. (6) as a mean): the higher, the better. Error
+bars that are right gain 0.01 by being one per cent smaller, and lose 0.01 by being
+ten per cent too large or too small. Raw:
 the spread of the members as it is. CV, N-L: scaled linearly, or by a power, on a validation set.
 Int., Int. N-L: the same, on the training set, each point by at least five members that did not see
 it. These five are the paper's. student and shrinkage know that a committee is finite
