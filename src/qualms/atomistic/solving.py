@@ -126,9 +126,6 @@ class Solver:
             target = data.y - _baseline(data, settings, self.design).predict(self.design)
             centered = settings.baseline != "none"
             groups = None if settings.resample == "atoms" else data.groups[data.row_structure]
-            self.target_std = (
-                float(np.std(target)) if centered else float(np.sqrt(np.mean(target**2)))
-            )
             self.joint: JointModel | None = None
             if data.mechanics is not None:
                 self.joint = fit_joint_model(
@@ -139,6 +136,10 @@ class Solver:
                 self.full = fit_full_model(
                     self.Phi, target, settings.noise, center=centered, groups=groups
                 )
+        # With forces, the scale of the full model is that of its prior.
+        spread = target - self.full.center[0]
+        rms = float(np.sqrt(np.mean(spread**2)))
+        self.target_std = float(self.full.scale[0]) if self.joint is None else rms or 1.0
 
     def solve(self, settings: Settings, rng: np.random.Generator) -> Outcome:
         """Draw and solve the members, and calibrate them internally.
