@@ -12,11 +12,12 @@ from ase import Atoms
 from ase.build import bulk, molecule
 from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
-from atomistic_fixtures import copies, make_model
+from atomistic_fixtures import Interrupt, copies, make_model
 from scipy.stats import multivariate_normal
 from threadpoolctl import threadpool_limits
 
 from qualms import AtomisticModel, InputError, Prediction, QualmsWarning, score
+from qualms.atomistic import plan
 from qualms.atomistic.force_evaluation import evaluate_forces
 from qualms.atomistic.force_labels import ForceLabels, find_forces, find_stresses
 from qualms.atomistic.force_rows import derivative_rows, fill_rows, scale_rows
@@ -535,8 +536,8 @@ def test_the_same_seed_gives_the_same_model():
 
 def test_the_plan_counts_the_rows_of_forces():
     plans = []
-    model().fit(alloys()[:20], on_plan=lambda plan, data: plans.append(plan))
-    model(forces=None).fit(alloys()[:20], on_plan=lambda plan, data: plans.append(plan))
+    model().fit(alloys()[:20], on_plan=lambda found, data: plans.append(found))
+    model(forces=None).fit(alloys()[:20], on_plan=lambda found, data: plans.append(found))
     assert plans[0].n_rows == 20 * 13
     assert plans[1].n_rows == 20
     assert plans[0].seconds > plans[1].seconds
@@ -546,6 +547,40 @@ def test_the_plan_counts_the_rows_of_forces():
     forces = make_plan(n_rows=73_000, n_pairs=400_000, **sizes)
     assert forces.memory > energies.memory + 8 * 72_000 * 2000
     assert forces.seconds > energies.seconds + 20
+
+
+@pytest.mark.parametrize("mode", ["spill", "recompute"])
+def test_wherever_features_live_the_model_is_the_same(mode, monkeypatch):
+    monkeypatch.setattr(plan, "_choose", lambda *given: mode)
+    found = model(units="eV").fit(alloys()[:26])
+    new = alloys()[26:28]
+    np.testing.assert_allclose(
+        found.predict_forces(new).forces.members,
+        trained().predict_forces(new).forces.members,
+        atol=1e-6,
+    )
+
+
+def test_an_interrupted_run_goes_on(tmp_path):
+    where = tmp_path / "checkpoint"
+    with pytest.raises(KeyboardInterrupt):
+        model(units="eV").fit(alloys()[:26], checkpoint=where, progress=Interrupt("Rows of forces"))
+    found = model(units="eV").fit(alloys()[:26], checkpoint=where, resume=True)
+    new = alloys()[26:28]
+    np.testing.assert_array_equal(
+        found.predict_forces(new).forces.members, trained().predict_forces(new).forces.members
+    )
+    assert not where.exists()
+
+
+def test_other_labels_are_another_run(tmp_path):
+    where = tmp_path / "checkpoint"
+    with pytest.raises(KeyboardInterrupt):
+        model().fit(alloys()[:26], checkpoint=where, progress=Interrupt("Rows of forces"))
+    frames = copies(alloys()[:26])
+    frames[5].arrays["force"][2, 1] += 0.1
+    with pytest.raises(InputError, match="same data"):
+        model().fit(frames, checkpoint=where, resume=True)
 
 
 def test_copies_and_groups_are_in_or_out_together():
