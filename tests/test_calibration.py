@@ -1,5 +1,6 @@
 import dataclasses
 import math
+import tracemalloc
 
 import numpy as np
 import oracle
@@ -22,6 +23,7 @@ from qualms.core.calibration import (
     compare_calibrations,
     extrapolate_spread,
     fit_calibration,
+    shrinkage,
     variance_scale,
 )
 from qualms.core.likelihood import log_likelihood
@@ -131,6 +133,54 @@ def test_shrinkage_maximises_the_likelihood_of_residuals_and_spreads():
 
 
 # --- known parameters are found again ---
+
+
+def test_many_points_are_fitted_in_a_few_steps_to_the_same_maximum(monkeypatch):
+    """The search in round coordinates, begun near, is that of all points from the beginning."""
+    y, members = synthetic(0, n=5000, c=5, gamma=0.8)
+    data = calibration_data(y, members)
+    evaluations = []
+    objective = shrinkage._objective
+
+    def counted(theta, some, nodes):
+        evaluations.append(len(some.residuals))
+        return objective(theta, some, nodes)
+
+    monkeypatch.setattr(shrinkage, "_objective", counted)
+    fast = fit_calibration(data, "shrinkage")
+    n_fast = evaluations.count(5000)
+    again = fit_calibration(data.some(np.arange(5000) > 500), "shrinkage", fast)
+    evaluations.clear()
+    monkeypatch.setattr(shrinkage, "_ENOUGH", 10**6)
+    slow = fit_calibration(data, "shrinkage")
+    assert n_fast < 0.7 * len(evaluations)
+    assert fast.log_likelihood == pytest.approx(slow.log_likelihood, abs=1e-6)
+    assert fast.parameters() == pytest.approx(slow.parameters(), rel=1e-3)
+    cold = fit_calibration(data.some(np.arange(5000) > 500), "shrinkage")
+    assert again.parameters() == pytest.approx(cold.parameters(), rel=1e-3)
+
+
+def test_shrinkage_keeps_no_more_than_its_nodes(monkeypatch):
+    y, members = synthetic(0, n=6000)
+    data = calibration_data(y, members)
+    one_array = 8 * 6000 * len(shrinkage._NODES)
+
+    def peak(work):
+        tracemalloc.start()
+        work()
+        largest = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return largest / one_array
+
+    expected = []
+    assert peak(lambda: expected.append(fit_calibration(data, "shrinkage"))) < 6
+    fitted = expected[0]
+    assert peak(lambda: fitted.log_density(data.residuals, data.spread, data.n_members)) < 2
+    # More points than it would keep the nodes of: these are found anew each time.
+    monkeypatch.setattr(shrinkage, "_KEPT", 0)
+    found = []
+    assert peak(lambda: found.append(fit_calibration(data, "shrinkage"))) < 2
+    assert found[0].parameters() == pytest.approx(fitted.parameters(), rel=1e-12)
 
 
 @pytest.mark.parametrize("c", [3, 5, 16, 64])

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in DOCS.glob("*.md"))]
 #: Commands that take longer than a test may: they are parsed, not run.
-LONG = ("demo",)
+LONG = ("demo", "reproduce")
 #: What commands in the pages may begin with, apart from qualms itself.
 OTHERS = ("make", "pip", "python")
 #: What training commands printed, and the files that they made.
@@ -77,9 +77,12 @@ def parse(words):
     """Fail if the command line has no such command or option."""
     group = get_command(app)
     with group.make_context("qualms", [], resilient_parsing=True) as context:
-        verb, *arguments = words[1:]
-        assert verb in group.commands, f"there is no `qualms {verb}`"
-        group.commands[verb].make_context(verb, arguments, parent=context)
+        command, arguments = group, words[1:]
+        while hasattr(command, "commands"):
+            verb, *arguments = arguments
+            assert verb in command.commands, f"there is no `{shlex.join(words)}`"
+            command = command.commands[verb]
+        command.make_context(verb, arguments, parent=context)
 
 
 def run_command(words):
@@ -333,9 +336,18 @@ def test_the_site_opens_without_a_network(site):
             assert not urlsplit(source).netloc, f"{path.name} loads {source}"
 
 
+def leaves(group, prefix=""):
+    """Yield the commands that do something, with their names joined by hyphens."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from leaves(command, f"{prefix}{name}-")
+        else:
+            yield prefix + name, command
+
+
 def test_every_command_and_option_is_in_the_reference(site):
     text = (site / "commands.html").read_text(encoding="utf-8")
-    for name, command in get_command(app).commands.items():
+    for name, command in leaves(get_command(app)):
         assert f'id="qualms-{name}"' in text
         for parameter in command.params:
             for option in parameter.opts:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from qualms.core.gaussian_process import fit_gaussian_process
 from qualms.core.kernels import PowerKernel, normalize_rows, unit_scale
 from qualms.core.linalg import whiten
-from qualms.core.noise import noise_grid, select_noise, select_noise_from_kernel
+from qualms.core.noise import Replicates, noise_grid, select_noise, select_noise_from_kernel
 from qualms.core.projected_process import (
     fit_projected_process,
     leave_one_out_residuals,
@@ -186,6 +186,28 @@ def test_groups_are_left_out_together(weight):
             model = fit_projected_process(Phi[kept], Y[kept], noise, sample_weight=w[kept])
             residuals[out] = Y[out] - model.mean(Phi[out])[:, 0]
         assert score == pytest.approx(w @ np.abs(residuals) / w.sum(), rel=1e-6)
+
+
+@pytest.mark.parametrize("criterion", ["loo", "evidence"])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_search_finds_the_noise_that_the_whole_curve_has(monkeypatch, criterion, grouped):
+    Phi, _ = basis(M)
+    Y2 = np.stack([Y, np.sin(Y)], axis=1)
+    options = {
+        "criterion": criterion,
+        "sample_weight": WEIGHT,
+        "groups": np.arange(N) // 3 if grouped else None,
+        "replicates": Replicates(5, np.array([0.3, 0.1])),
+    }
+    grid = noise_grid(float(np.var(Y2)))
+    whole = select_noise(Phi, Y2, grid, **options)
+    monkeypatch.setattr("qualms.core.noise._MANY_COLUMNS", 0)
+    searched = select_noise(Phi, Y2, grid, **options)
+    assert searched.noise_variance == pytest.approx(whole.noise_variance, rel=1e-6)
+    assert searched.evidence == pytest.approx(whole.evidence, rel=1e-6)
+    assert len(searched.grid) < 15
+    places = np.searchsorted(grid, searched.grid)
+    np.testing.assert_allclose(searched.scores, whole.scores[places], rtol=1e-6)
 
 
 def test_one_odd_point_does_not_decide_the_noise():

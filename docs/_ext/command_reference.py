@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -27,8 +27,9 @@ class CommandReference(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Return the sections."""
-        group: Any = get_command(app)
-        return [self._section(f"qualms {name}", c) for name, c in group.commands.items()]
+        return [
+            self._section(title, command) for title, command in _leaves("qualms", get_command(app))
+        ]
 
     def _section(self, title: str, command: Any) -> nodes.section:
         section = nodes.section(ids=[nodes.make_id(title)], names=[title])
@@ -43,6 +44,15 @@ class CommandReference(SphinxDirective):
             section += nodes.rubric(text=heading)
             section += _table([_row(p, types.get(p.name, str)) for p in parameters])
         return section
+
+
+def _leaves(title: str, command: Any) -> Iterator[tuple[str, Any]]:
+    """Yield commands that do something, of groups of commands their members."""
+    if not hasattr(command, "commands"):
+        yield title, command
+        return
+    for name, member in command.commands.items():
+        yield from _leaves(f"{title} {name}", member)
 
 
 def _usage(parameters: Iterable[Any], types: Mapping[str, Any]) -> list[str]:

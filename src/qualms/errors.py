@@ -49,3 +49,8 @@ class ExactFitError(CalibrationError):
 
 class QualmsWarning(UserWarning):
     """Something the user must know, although a result was returned."""
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things in words: one thing is not "1 things"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -11,11 +11,11 @@ in the sum of Eq. (13), so that the inner product of two vectors is that sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import combinations_with_replacement
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import scipy.linalg
@@ -23,7 +23,7 @@ from ase import Atoms
 
 from qualms.atomistic.environments import offsets_of
 from qualms.atomistic.hypers import Scale
-from qualms.core.typing import FloatArray, IntArray
+from qualms.core.typing import Float64Array, FloatArray, IntArray
 from qualms.errors import InputError
 
 #: Of power spectra.
@@ -38,14 +38,23 @@ class Piece:
     ----------
     rows : (n,) array of int
         Environments, counted through the batch.
-    columns : (c,) array of int, or slice
-        Features.
+    columns : tuple of slices
+        Features, c in all.
     values : (n, c) array
     """
 
     rows: IntArray
-    columns: IntArray | slice
+    columns: tuple[slice, ...]
     values: FloatArray
+
+
+#: What becomes of power spectra (n, c) while they are at hand, such as normalisation.
+Finish: TypeAlias = Callable[[FloatArray], FloatArray]
+
+
+def as_they_are(spectra: FloatArray) -> FloatArray:
+    """Change nothing."""
+    return spectra
 
 
 class Engine(Protocol):
@@ -62,7 +71,11 @@ class Engine(Protocol):
         ...
 
     def pieces(
-        self, frames: Sequence[Atoms], centers: Sequence[IntArray], dtype: Precision = np.float32
+        self,
+        frames: Sequence[Atoms],
+        centers: Sequence[IntArray],
+        finish: Finish = as_they_are,
+        dtype: Precision = np.float32,
     ) -> Iterator[Piece]:
         """Yield the power spectra of the chosen atoms of each structure."""
         ...
@@ -128,7 +141,11 @@ class DscribeEngine:
         return [everything.get_location(pair) for pair in pairs]
 
     def pieces(
-        self, frames: Sequence[Atoms], centers: Sequence[IntArray], dtype: Precision = np.float32
+        self,
+        frames: Sequence[Atoms],
+        centers: Sequence[IntArray],
+        finish: Finish = as_they_are,
+        dtype: Precision = np.float32,
     ) -> Iterator[Piece]:
         """Yield power spectra, a piece for each set of species and kind of periodicity."""
         starts = offsets_of([len(c) for c in centers])
@@ -139,13 +156,16 @@ class DscribeEngine:
                 alike.setdefault((present, bool(np.any(atoms.pbc))), []).append(i)
         for (present, periodic), members in alike.items():
             soap = self._soap(present, periodic)
-            spectra = [
-                soap.create(in_cell(frames[i], self.scale), centers=centers[i].tolist())
-                for i in members
-            ]
-            values: FloatArray = np.concatenate(spectra).astype(dtype)
-            values *= self._root_multiplicity(len(present)).astype(dtype)
+            root = self._root_multiplicity(len(present))
             rows = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
+            values = np.empty((len(rows), len(root)), dtype=dtype)
+            first = 0
+            for i in members:
+                # All that is done to the spectra of a structure, while they are in the cache.
+                spectra = soap.create(in_cell(frames[i], self.scale), centers=centers[i].tolist())
+                spectra *= root
+                values[first : first + len(spectra)] = finish(spectra)
+                first += len(spectra)
             yield Piece(rows, self._columns(present), values)
 
     @cached_property
@@ -177,16 +197,15 @@ class DscribeEngine:
             )
         return self._soaps[species, periodic]
 
-    def _columns(self, present: tuple[int, ...]) -> IntArray | slice:
-        """Return where the features of a molecule with fewer species belong."""
+    def _columns(self, present: tuple[int, ...]) -> tuple[slice, ...]:
+        """Return where the features of a molecule, which may have fewer species, belong."""
         if present == self.species:
-            return slice(None)
+            return (slice(0, self.n_features),)
         everything = self._soap(self.species, False)
         pairs = combinations_with_replacement(present, 2)
-        ranges = [everything.get_location(pair) for pair in pairs]
-        return np.concatenate([np.arange(r.start, r.stop) for r in ranges])
+        return tuple(everything.get_location(pair) for pair in pairs)
 
-    def _root_multiplicity(self, n_species: int) -> FloatArray:
+    def _root_multiplicity(self, n_species: int) -> Float64Array:
         """Return √2 for each pair αn ≠ α′n′, and 1 for αn = α′n′, in dscribe's order."""
         n = self.scale.n_radial
         same = np.where(np.eye(n, dtype=bool), 1.0, np.sqrt(2.0))[np.triu_indices(n)]
@@ -220,7 +239,11 @@ class FeatomicEngine:
         return (self.scale.l_max + 1) * self.scale.n_radial**2
 
     def pieces(
-        self, frames: Sequence[Atoms], centers: Sequence[IntArray], dtype: Precision = np.float32
+        self,
+        frames: Sequence[Atoms],
+        centers: Sequence[IntArray],
+        finish: Finish = as_they_are,
+        dtype: Precision = np.float32,
     ) -> Iterator[Piece]:
         """Yield the power spectra of the whole batch as one piece."""
         from metatensor import Labels
@@ -249,7 +272,7 @@ class FeatomicEngine:
                     for s, a in zip(where[:, 0].tolist(), where[:, 1].tolist(), strict=True)
                 ]
                 values[rows, pair] = block.values
-        yield Piece(np.arange(len(samples)), slice(None), values)
+        yield Piece(np.arange(len(samples)), (slice(0, self.n_features),), finish(values))
 
     @cached_property
     def pair_columns(self) -> dict[tuple[int, int], slice]:

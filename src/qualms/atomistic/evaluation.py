@@ -15,6 +15,7 @@ from qualms.atomistic.summary import units_of
 from qualms.atomistic.targets import labelled
 from qualms.core.calibration import METHODS, Calibration, calibration_data, fit_calibration
 from qualms.core.calibration.base import MemberTransform
+from qualms.core.resampling import group_codes
 from qualms.core.scores import Scores, score_arrays
 from qualms.core.typing import BoolArray, Float64Array, IntArray
 from qualms.errors import CalibrationError
@@ -36,6 +37,12 @@ class Evaluation:
         By estimator: "raw", "linear (validation)", …, "student (internal)", …, "GPR PP".
     y : (n,) array
         Labels; per atom if the target is extensive.
+    labels : (n,) array
+        As they are in the data.
+    structure : (n,) array of int
+        The structure of each label: its index among those that were given.
+    atom : (n,) array of int, optional
+        Its atom, if labels are those of atoms.
     prediction : Prediction
         With the model's own calibration, same units.
     units : str
@@ -46,6 +53,9 @@ class Evaluation:
 
     rows: Mapping[str, Scores]
     y: Float64Array
+    labels: Float64Array
+    structure: IntArray
+    atom: IntArray | None
     prediction: Prediction
     units: str
     validation: str
@@ -99,6 +109,9 @@ def evaluate(
     return Evaluation(
         rows=rows,
         y=test.y,
+        labels=test.y * test.sizes,
+        structure=test.structure,
+        atom=test.atom,
         prediction=own,
         units=units_of(model.fitted),
         validation=source if held_out is None else f"{len(held_out.y)} validation points",
@@ -113,7 +126,8 @@ class _Predicted:
     y: Float64Array
     raw: Prediction
     pp: tuple[Float64Array, Float64Array] | None
-    structure: IntArray  # of each label
+    structure: IntArray  # of each label, among those that were given
+    atom: IntArray | None  # of each label, if it is one of an atom
     sizes: Float64Array  # what an average is multiplied by
     n_unlabelled: int
 
@@ -128,9 +142,10 @@ def _predicted(model: AtomisticModel, frames: Sequence[Atoms], stages: Stages) -
     members, pp = _streamed(model, used, stages)
     # Atoms of the wanted species without a label are predicted, but cannot be judged.
     judged: slice | BoolArray = slice(None)
-    structure = np.arange(len(used))
+    structure, atom = found.frames, None
     if settings.per_atom:
         structure = np.repeat(structure, [len(rows) for rows in found.rows])
+        atom = np.concatenate(found.rows)
         pairs = zip(model.target_atoms(used), found.rows, strict=True)
         judged = np.concatenate([np.isin(predicted, rows) for predicted, rows in pairs])
     sizes = np.ones(len(structure))
@@ -141,6 +156,7 @@ def _predicted(model: AtomisticModel, frames: Sequence[Atoms], stages: Stages) -
         raw=Prediction(members[judged]),
         pp=None if pp is None else (pp[0][judged], pp[1][judged]),
         structure=structure,
+        atom=atom,
         sizes=sizes,
         n_unlabelled=found.n_unlabelled,
     )
@@ -171,7 +187,7 @@ def _validated(test: _Predicted, held_out: _Predicted | None, method: str) -> Pr
     try:
         if held_out is not None:
             return _fitted(held_out.y, held_out.raw, method).apply(test.raw)
-        if len(test.y) >= _MIN_CROSS_FIT and test.structure[-1] > 0:
+        if len(test.y) >= _MIN_CROSS_FIT and test.structure[-1] > test.structure[0]:
             return _cross_fitted(test, method)
     except CalibrationError:
         pass
@@ -184,7 +200,7 @@ def _fitted(y: Float64Array, raw: Prediction, method: str) -> Calibration:
 
 def _cross_fitted(test: _Predicted, method: str) -> Prediction:
     """Calibrate each half of the structures by the other one."""
-    raw, even = test.raw, test.structure % 2 == 0
+    raw, even = test.raw, group_codes(test.structure, len(test.y)) % 2 == 0
     members = np.empty_like(raw.members)
     for half in (even, ~even):
         calibration = _fitted(test.y[~half], raw[~half], method)

@@ -51,11 +51,12 @@ def evaluate_forces(
         for start in range(0, len(used), _CHUNK):
             some = used[start : start + _CHUNK]
             forces = model.predict_forces([frames[i] for i in some]).forces
-            known = np.isfinite(np.concatenate([found[i] for i in some]))
-            members.append(forces.uncalibrated.members[known])
-            calibrated.append(forces.members[known])
+            labelled = np.isfinite(np.concatenate([found[i] for i in some]))
+            members.append(forces.uncalibrated.members[labelled])
+            calibrated.append(forces.members[labelled])
             advance(start + len(some))
-    y = np.concatenate([found[i][np.isfinite(found[i])] for i in used])
+    known = [np.isfinite(found[i]) for i in used]
+    y = np.concatenate([found[i][mask] for i, mask in zip(used, known, strict=True)])
     raw = Prediction(np.concatenate(members))
     own = Prediction(np.concatenate(calibrated), uncalibrated=raw)
     internal = model.fitted.forces_calibrations
@@ -69,6 +70,9 @@ def evaluate_forces(
     return Evaluation(
         rows=rows,
         y=y,
+        labels=y,
+        structure=np.repeat(np.array(used), [np.count_nonzero(mask) for mask in known]),
+        atom=np.concatenate([np.nonzero(mask)[0] for mask in known]),
         prediction=own,
         units=forces_units_of(model.fitted),
         validation="nothing",

@@ -131,7 +131,8 @@ class Soap(_Frozen):
         return "featomic" if smooth else "dscribe"
 
 
-#: organic suits molecules such as those of QM9; the others are starting points.
+#: organic suits molecules such as those of QM9, nmr shieldings in molecular crystals (both compared
+#: with their neighbours in `python -m benchmarks presets`); general is a starting point.
 PRESETS: dict[str, Soap] = {
     "organic": Soap(),
     "nmr": Soap(

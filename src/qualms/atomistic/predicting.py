@@ -14,6 +14,7 @@ from qualms.atomistic.baselines import atom_design, structure_design
 from qualms.atomistic.featurize import BATCH, Batch, stream_features
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.structures import check_species, check_structures
+from qualms.core.resampling import stretched
 from qualms.core.typing import BoolArray, Float64Array, FloatArray, IntArray
 from qualms.prediction import Prediction
 
@@ -201,9 +202,7 @@ class _Scaled:
     factor: float
 
     def transform(self, members: FloatArray) -> Float64Array:
-        mean = members.mean(axis=-1, keepdims=True)
-        scaled: Float64Array = mean + self.factor * (members - mean)
-        return scaled
+        return stretched(members, self.factor)
 
 
 def concatenated(predictions: Sequence[Prediction]) -> Prediction:

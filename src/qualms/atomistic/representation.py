@@ -94,8 +94,8 @@ class Representation:
         for s, engine in enumerate(self.engines):
             block = features[:, first : first + self.widths[s]]
             first += self.widths[s]
-            for piece in engine.pieces(frames, centers, dtype):
-                self._place(block, self._scaled(piece), s)
+            for piece in engine.pieces(frames, centers, self._scaled, dtype):
+                self._place(block, piece, s)
             if self.soap.normalize and self.projections:
                 block[:] = normalize_rows(block)
         return features
@@ -106,21 +106,23 @@ class Representation:
         name = self.soap.resolved_engine
         return [make_engine(name, scale, self.species) for scale in self.soap.scales]
 
-    def _scaled(self, piece: Piece) -> Piece:
+    def _scaled(self, spectra: FloatArray) -> FloatArray:
         if self.soap.normalize:
-            return Piece(piece.rows, piece.columns, normalize_rows(piece.values))
-        piece.values[:] /= piece.values.dtype.type(self.feature_scale)
-        return piece
+            return normalize_rows(spectra)
+        return spectra / spectra.dtype.type(self.feature_scale)
 
     def _place(self, block: FloatArray, piece: Piece, s: int) -> None:
         """Write a piece, compressed if so wanted, where it belongs in the features of a scale."""
         if self.projections:
             # Only the rows of the map whose features are not zero: for most molecules, a third.
-            block[piece.rows] = piece.values @ self.projections[s].matrix[piece.columns]
-        elif isinstance(piece.columns, slice):
-            block[piece.rows, piece.columns] = piece.values
-        else:
-            block[np.ix_(piece.rows, piece.columns)] = piece.values
+            matrix = self.projections[s].matrix
+            block[piece.rows] = piece.values @ np.concatenate([matrix[c] for c in piece.columns])
+            return
+        first = 0
+        for columns in piece.columns:
+            width = columns.stop - columns.start
+            block[piece.rows, columns] = piece.values[:, first : first + width]
+            first += width
 
 
 def fit_representation(

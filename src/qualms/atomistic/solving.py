@@ -124,22 +124,33 @@ class Solver:
             self.Phi = np.asarray(self.whitening.features(rows.K_NM, overwrite=True))
             del rows.K_NM
             target = data.y - _baseline(data, settings, self.design).predict(self.design)
-            centered = settings.baseline != "none"
-            groups = None if settings.resample == "atoms" else data.groups[data.row_structure]
             self.joint: JointModel | None = None
             if data.mechanics is not None:
                 self.joint = fit_joint_model(
                     self.Phi, target, data.mechanics, data.groups, settings
                 )
-                self.full = self.joint.full
-            else:
-                self.full = fit_full_model(
-                    self.Phi, target, settings.noise, center=centered, groups=groups
-                )
+            self.full = self._full_model(settings) if self.joint is None else self.joint.full
         # With forces, the scale of the full model is that of its prior.
-        spread = target - self.full.center[0]
-        rms = float(np.sqrt(np.mean(spread**2)))
+        rms = float(np.sqrt(np.mean((target - self.full.center[0]) ** 2)))
         self.target_std = float(self.full.scale[0]) if self.joint is None else rms or 1.0
+
+    def _full_model(self, settings: Settings) -> FullModel:
+        data = self.data
+        target = data.y - _baseline(data, settings, self.design).predict(self.design)
+        groups = None if settings.resample == "atoms" else data.groups[data.row_structure]
+        return fit_full_model(
+            self.Phi, target, settings.noise, center=settings.baseline != "none", groups=groups
+        )
+
+    def with_process(self, fitted: Fitted, noise: str | float) -> Fitted:
+        """Return a model whose projected process, but not its members, has another noise."""
+        full = self._full_model(fitted.settings.model_copy(update={"noise": noise}))
+        return replace(
+            fitted,
+            pp_weights=self.whitening.kernel_weights(full.weights)[:, 0],
+            pp_intercept=float(full.center[0]),
+            pp_variance=_variance(full, self.whitening, fitted.settings),
+        )
 
     def solve(self, settings: Settings, rng: np.random.Generator) -> Outcome:
         """Draw and solve the members, and calibrate them internally.

@@ -14,19 +14,29 @@ from ase import Atoms
 from threadpoolctl import threadpool_limits
 
 from qualms.atomistic.feature_stage import Resources
+from qualms.atomistic.featurize import stream_features
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.model import AtomisticModel
-from qualms.atomistic.predicting import stream_chunks
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.settings import Settings
+from qualms.atomistic.structures import check_species
 from qualms.atomistic.training import Training
 from qualms.atomistic.training_set import make_training_set, resolved_species
-from qualms.core.calibration import Calibration, NoCalibration, calibration_data, fit_calibration
+from qualms.core.calibration import (
+    Calibration,
+    CalibrationData,
+    NoCalibration,
+    calibration_data,
+    fit_calibration,
+)
 from qualms.core.likelihood import log_likelihood
+from qualms.core.scores import Scores, score_arrays
 from qualms.core.typing import Float64Array
 from qualms.prediction import Prediction
 
-#: Columns of the paper's tables, and the internal calibrations behind them.
+#: Columns of the paper's tables that are fitted to a validation set, and the methods behind them.
+VALIDATED = {"CV": "linear", "N-L": "power"}
+#: Columns whose calibrations are internal: the paper's, then those beyond it.
 INTERNAL = {"Int.": "linear", "Int. N-L": "power", "student": "student", "shrinkage": "shrinkage"}
 
 
@@ -47,13 +57,54 @@ class Study:
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Kernel rows of labelled structures, in the units of averages over atoms."""
+class HeldOut:
+    """Labelled rows that no member has seen, in the units of averages over atoms.
+
+    Attributes
+    ----------
+    K_XM : (n, r) array
+        Kernel rows.
+    design : (n, S) array
+        Design matrix of the baseline.
+    k_xx : (n,) array
+        Prior variances.
+    y : (n,) array
+        Labels.
+    """
 
     K_XM: Float64Array
     design: Float64Array
     k_xx: Float64Array
     y: Float64Array
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Error bars of one estimator for points with labels.
+
+    Attributes
+    ----------
+    y, mean, std : (n,) arrays
+    calibration : Calibration
+        That made them.
+    members : (n, N_R) array, optional
+        After calibration. Without, the estimator is Gaussian.
+    """
+
+    y: Float64Array
+    mean: Float64Array
+    std: Float64Array
+    calibration: Calibration
+    members: Float64Array | None = None
+
+    @property
+    def log_likelihood(self) -> float:
+        """Mean log likelihood of the labels, Eq. (6), Musil et al. 2019."""
+        return log_likelihood(self.y - self.mean, self.std)
+
+    def scores(self) -> Scores:
+        """Return all scores."""
+        return score_arrays(self.y, self.mean, self.std, self.members)
 
 
 def study_subsamples(
@@ -80,61 +131,87 @@ def study_subsamples(
     """
     resources, stages = resources or Resources(), stages or Stages()
     with threadpool_limits(limits=resources.threads):
-        return _study(train, validation, test, settings, sizes, resources, stages)
+        data = make_training_set(train, settings)
+        settings = resolved_species(settings, data)
+        solver = Training(data, settings, resources, stages).prepare()
+        chosen = solver.solve(settings, np.random.default_rng(settings.seed))
+        with stages.stage("Kernel rows of test structures"):
+            held_out = held_out_rows(chosen.fitted, validation, resources.threads)
+            new = held_out_rows(chosen.fitted, test, resources.threads)
+        rows: dict[float, dict[str, float]] = {}
+        for size in sizes:
+            sized = settings.model_copy(update={"subsample": size})
+            fitted = solver.solve(sized, np.random.default_rng(settings.seed)).fitted
+            found = member_estimates(fitted, held_out, new)
+            rows[size] = {column: estimate.log_likelihood for column, estimate in found.items()}
+            if fitted.pp_variance is not None:
+                rows[size]["GPR PP"] = process_estimate(fitted, new).log_likelihood
+        return Study(rows, AtomisticModel.from_outcome(data, chosen, stages))
 
 
-def _study(
-    train: Sequence[Atoms],
-    validation: Sequence[Atoms],
-    test: Sequence[Atoms],
-    settings: Settings,
-    sizes: Sequence[float],
-    resources: Resources,
-    stages: Stages,
-) -> Study:
-    data = make_training_set(train, settings)
-    settings = resolved_species(settings, data)
-    training = Training(data, settings, resources, stages)
-    solver = training.prepare()
-    chosen = solver.solve(settings, np.random.default_rng(settings.seed))
-    with stages.stage("Kernel rows of test structures"):
-        held_out = _rows(chosen.fitted, validation, resources.threads)
-        new = _rows(chosen.fitted, test, resources.threads)
-    rows: dict[float, dict[str, float]] = {}
-    for size in sizes:
-        sized = settings.model_copy(update={"subsample": size})
-        fitted = solver.solve(sized, np.random.default_rng(settings.seed)).fitted
-        rows[size] = _scores(fitted, held_out, new)
-    return Study(rows, AtomisticModel.from_outcome(data, chosen, stages))
-
-
-def _rows(fitted: Fitted, frames: Sequence[Atoms], threads: int) -> _Rows:
+def held_out_rows(fitted: Fitted, frames: Sequence[Atoms], threads: int) -> HeldOut:
+    """Compute the kernel rows of what has a label, and of nothing else."""
     data = make_training_set(frames, fitted.settings)
-    K, design, k_xx = [], [], []
-    for chunk in stream_chunks(fitted, data.frames, threads=threads):
-        K.append(chunk.rows())
-        design.append(chunk.design)
-        k_xx.append(chunk.prior_variance())
-    return _Rows(np.concatenate(K), np.concatenate(design), np.concatenate(k_xx), data.y)
+    check_species(data.frames, fitted.representation.species)
+    basis = fitted.basis
+    K, k_xx = [], []
+    structures = zip(data.frames, data.centers, strict=True)
+    for batch in stream_features(fitted.representation, structures, n_workers=threads):
+        K.append(basis.rows(batch.features, batch.offsets))
+        k_xx.append(basis.prior_variance(batch.features, batch.offsets))
+    # The columns of the design are the species of the training set.
+    design = data.design(per_atom=fitted.per_atom, species=fitted.baseline.species)
+    return HeldOut(np.concatenate(K), design, np.concatenate(k_xx), data.y)
 
 
-def _scores(fitted: Fitted, held_out: _Rows, new: _Rows) -> dict[str, float]:
-    members = fitted.members(new.K_XM, new.design)
+def member_estimates(fitted: Fitted, held_out: HeldOut, new: HeldOut) -> dict[str, Estimate]:
+    """Return error bars of the members, raw and calibrated in every way, by column of the tables.
+
+    Parameters
+    ----------
+    fitted : Fitted
+    held_out : HeldOut
+        What the columns CV and N-L are calibrated on.
+    new : HeldOut
+        What is predicted.
+    """
+    raw = Prediction(fitted.members(new.K_XM, new.design))
     seen = calibration_data(held_out.y, fitted.members(held_out.K_XM, held_out.design))
-
-    def judged(calibration: Calibration) -> float:
-        prediction = calibration.apply(Prediction(members))
-        return log_likelihood(new.y - prediction.mean, prediction.std)
-
-    scores = {
-        "Raw": judged(NoCalibration()),
-        "CV": judged(fit_calibration(seen, "linear")),
-        "N-L": judged(fit_calibration(seen, "power")),
+    calibrations: dict[str, Calibration] = {"Raw": NoCalibration()}
+    calibrations |= {column: fit_calibration(seen, m) for column, m in VALIDATED.items()}
+    calibrations |= {
+        column: fitted.calibrations[m] for column, m in INTERNAL.items() if m in fitted.calibrations
     }
-    for column, method in INTERNAL.items():
-        if method in fitted.calibrations:
-            scores[column] = judged(fitted.calibrations[method])
-    if fitted.pp_variance is not None:
-        residuals = new.y - fitted.pp_mean(new.K_XM, new.design)
-        scores["GPR PP"] = log_likelihood(residuals, fitted.pp_variance.std(new.K_XM, new.k_xx))
-    return scores
+    estimates = {}
+    for column, calibration in calibrations.items():
+        found = calibration.apply(raw)
+        estimates[column] = Estimate(new.y, found.mean, found.std, calibration, found.members)
+    return estimates
+
+
+def process_estimate(
+    fitted: Fitted, new: HeldOut, held_out: HeldOut | None = None, method: str = "none"
+) -> Estimate:
+    """Return the error bars of the projected process, Eq. (3), Musil et al. 2019.
+
+    Parameters
+    ----------
+    fitted : Fitted
+        With its variance kept.
+    new : HeldOut
+        What is predicted.
+    held_out : HeldOut, optional
+        What error bars are calibrated on: there are no members to do so internally.
+    method : {"none", "linear", "power"}
+    """
+    assert fitted.pp_variance is not None, "asked of models that keep it"
+    calibration: Calibration = NoCalibration()
+    if held_out is not None:
+        residuals = held_out.y - fitted.pp_mean(held_out.K_XM, held_out.design)
+        spread = fitted.pp_variance.std(held_out.K_XM, held_out.k_xx)
+        n = len(residuals)
+        seen = CalibrationData(residuals, spread, np.full(n, 2), np.ones(n))
+        calibration = fit_calibration(seen, method)
+    mean = fitted.pp_mean(new.K_XM, new.design)
+    std = calibration.std(fitted.pp_variance.std(new.K_XM, new.k_xx), 2)
+    return Estimate(new.y, mean, std, calibration)

@@ -70,6 +70,10 @@ class Training:
 
     def prepare(self) -> Solver:
         """Compute everything that members of any size share."""
+        return Solver(self.data, self.settings, self.kernel_rows(), self.plan, self.stages)
+
+    def kernel_rows(self) -> KernelRows:
+        """Compute features, choose representatives, and compute kernel rows."""
         with ExitStack() as stack:
             representation = self.features.representation(
                 self.settings.representation, self.compression, self._rng(1)
@@ -90,9 +94,7 @@ class Training:
                 features,
             )
             del features  # before the largest matrices of all are made
-        rows = KernelRows(representation, basis, origins, whitening, K, novelty)
-        del K
-        return Solver(self.data, self.settings, rows, self.plan, self.stages)
+        return KernelRows(representation, basis, origins, whitening, K, novelty)
 
     def _rng(self, purpose: int) -> np.random.Generator:
         """Return a generator of its own for each purpose: a resumed run leaves out stages."""

@@ -92,11 +92,15 @@ class TrainingSet:
         """Number of labels, those of forces and virials included."""
         return len(self.y) + (0 if self.mechanics is None else len(self.mechanics.y))
 
-    def design(self, *, per_atom: bool) -> Float64Array:
-        """Return the design matrix of the baseline: (N, S)."""
+    def design(self, *, per_atom: bool, species: Sequence[int] | None = None) -> Float64Array:
+        """Return the design matrix of the baseline: (N, S).
+
+        Its columns are the species of these structures, or those given, of another training set.
+        """
+        columns = self.species if species is None else species
         if per_atom:
-            return atom_design(self.center_species, self.species)
-        return structure_design(self.frames, self.species)
+            return atom_design(self.center_species, columns)
+        return structure_design(self.frames, columns)
 
 
 def make_training_set(

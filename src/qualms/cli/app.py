@@ -17,6 +17,7 @@ from qualms.cli.evaluate import evaluate
 from qualms.cli.info import info
 from qualms.cli.predict import predict
 from qualms.cli.report import report
+from qualms.cli.reproduce import reproduce
 from qualms.cli.train import train
 from qualms.errors import QualmsError
 
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 for command in (train, predict, evaluate, report, calibrate, apply, info, demo):
     app.command()(command)
+app.add_typer(reproduce)
 
 
 def _show_version(wanted: bool) -> None:

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from qualms.cli.console import Terminal
-from qualms.cli.options import Force, Json, Quiet
+from qualms.cli.options import Absent, Force, Json, Order, Quiet
+from qualms.errors import counted
 from qualms.external.applying import apply_calibration
 from qualms.external.calibration_file import read_calibration
 from qualms.storage.files import check_output, refuse_input
@@ -27,6 +28,8 @@ def apply(
     target: Annotated[
         str | None, typer.Option(help="Property, if it has another name here.")
     ] = None,
+    absent: Absent = None,
+    order: Order = None,
     members: Annotated[bool, typer.Option(help="Write calibrated members, too.")] = True,
     force: Force = False,
     quiet: Quiet = False,
@@ -38,12 +41,19 @@ def apply(
     check_output(output, force=force)
     document = read_calibration(calibration)
     applied = apply_calibration(
-        document, predictions, output, target=target, members=members, force=force
+        document,
+        predictions,
+        output,
+        target=target,
+        absent=absent,
+        order=order,
+        members=members,
+        force=force,
     )
     for remark in applied.remarks:
         terminal.warn(remark)
     terminal.result(
-        f"{applied.n_points} predictions → {output}",
+        f"{counted(applied.n_points, 'prediction')} → {output}",
         document={
             "output": str(output),
             "target": target or document.target,

@@ -11,19 +11,18 @@ from ase import Atoms
 
 from qualms.atomistic.progress import Stages
 from qualms.cli.console import Terminal
-from qualms.cli.options import Force, Json, Quiet
+from qualms.cli.options import Absent, Force, Json, Order, Quiet, Seed
 from qualms.core.calibration import METHODS
-from qualms.external.calibrating import N_FOLDS, Calibrated, calibrate_ensemble
+from qualms.external.calibrating import Calibrated, calibrate_ensemble
 from qualms.external.calibration_file import make_document, write_calibration
 from qualms.external.ensemble import Ensemble
-from qualms.external.reading import read_ensemble, read_source
+from qualms.external.reading import read_ensemble
+from qualms.external.sources import read_source
 from qualms.report import Judged, check_report, interval_records, interval_table
 from qualms.report.comparison import comparison_records, comparison_table, factor_table
 from qualms.report.page import judge_scores, make_page
 from qualms.report.writing import write_page
 from qualms.storage.files import check_output, refuse_input
-
-_AFTER = f"after: every one of {N_FOLDS} parts by a calibration that was fitted to the others"
 
 
 def calibrate(
@@ -47,18 +46,13 @@ def calibrate(
         str | None,
         typer.Option(help="A factor for each element, or for each value of a key (config_type)."),
     ] = None,
-    absent: Annotated[
-        str | None,
-        typer.Option(
-            help="Key of flags, one for each member: it did not see the point. "
-            "TARGET_absent by default, if there is one."
-        ),
-    ] = None,
+    absent: Absent = None,
+    order: Order = None,
     report: Annotated[
         Path | None, typer.Option(help="Also write a report, one HTML file (.html).")
     ] = None,
     units: Annotated[str, typer.Option(help="Units of the property, for the tables.")] = "",
-    seed: Annotated[int, typer.Option(min=0, help="Same seed, same result.")] = 0,
+    seed: Seed = 0,
     force: Force = False,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -71,22 +65,22 @@ def calibrate(
         for path in check_report(report, force=force):
             refuse_input(path, predictions, output)
     source = read_source(predictions)
-    ensemble = read_ensemble(source, target, reference, absent=absent, by=by)
+    ensemble = read_ensemble(source, target, reference, absent=absent, by=by, order=order)
     terminal.say(_what_it_is(ensemble))
     with Stages(terminal.progress()).stage("Methods", len(METHODS)) as advance:
-        calibrated = calibrate_ensemble(ensemble, method, seed=seed, on_method=advance)
+        calibrated = calibrate_ensemble(ensemble, method, seed=seed or 0, on_method=advance)
     document = make_document(calibrated, ensemble, by, units)
     write_calibration(document, output, force=force)
     for remark in calibrated.remarks:
         terminal.warn(remark)
-    title = f"{target}: {predictions.name}, {len(calibrated.std)} {ensemble.what}"
+    title = f"{target}: {predictions.name}, {ensemble.counted(len(calibrated.std))}"
     frames = source if isinstance(source, list) else None
     judged = _judged(calibrated, frames, title, units)
     written = [output]
     if report is None:
-        intervals, verdict = judge_scores(judged, seed=seed)
+        intervals, verdict = judge_scores(judged, seed=seed or 0)
     else:
-        page = make_page(judged, seed=seed)
+        page = make_page(judged, seed=seed or 0)
         intervals, verdict = page.intervals, page.verdict
         written += write_page(page, report, force=force)
     parts: list[Any] = [
@@ -95,7 +89,7 @@ def calibrate(
         comparison_table(calibrated.comparison, title="Methods on points left out"),
         interval_table(intervals, units=units, title=title),
         verdict.sentence,
-        f"({_AFTER})",
+        f"({_how_after(calibrated)})",
     ]
     if calibrated.grouped is not None:
         parts.insert(3, factor_table(calibrated.grouped, by or "", title="Factors by group"))
@@ -112,7 +106,7 @@ def _judged(
     calibrated: Calibrated, frames: Sequence[Atoms] | None, title: str, units: str
 ) -> Judged:
     """Return what a report needs to know."""
-    ensemble = calibrated.points.ensemble
+    ensemble, after = calibrated.points.ensemble, _how_after(calibrated)
     return Judged(
         target=ensemble.target,
         units=units,
@@ -123,9 +117,14 @@ def _judged(
         structure=ensemble.structure,
         atom=None if ensemble.kind == "structure" else ensemble.atom,
         facts={"calibration": _parameters(calibrated), "chosen": calibrated.reason},
-        remarks=(*calibrated.remarks, f"{_AFTER[0].upper()}{_AFTER[1:]}."),
+        remarks=(*calibrated.remarks, f"{after[0].upper()}{after[1:]}."),
         n_members=ensemble.n_members or 0,
     )
+
+
+def _how_after(calibrated: Calibrated) -> str:
+    n_folds = len(calibrated.comparison.folds)
+    return f"after: each of {n_folds} parts by a calibration that was fitted to the others"
 
 
 def _what_it_is(ensemble: Ensemble) -> str:
@@ -134,7 +133,7 @@ def _what_it_is(ensemble: Ensemble) -> str:
         how = "each point is judged by the members that did not see it"
     else:
         how = "taken to be new to all members: calibrated and judged by cross-validation"
-    return f"{ensemble.key}: {len(ensemble)} {ensemble.what}, {members}; {how}."
+    return f"{ensemble.key}: {ensemble.counted()}, {members}; {how}."
 
 
 def _parameters(calibrated: Calibrated) -> str:
@@ -145,7 +144,9 @@ def _parameters(calibrated: Calibrated) -> str:
         f"{calibration.method}: α = {calibration.alpha:.4g} "
         f"({intervals.alpha[0]:.4g} to {intervals.alpha[1]:.4g})"
     )
-    if calibration.n_parameters > 1:
+    if calibration.n_parameters > 1 and intervals.gamma is None:
+        text += f", γ = {calibration.gamma:.3f} (cannot be told: spreads are alike)"
+    elif calibration.n_parameters > 1 and intervals.gamma is not None:
         text += (
             f", γ = {calibration.gamma:.3f} ({intervals.gamma[0]:.3f} to {intervals.gamma[1]:.3f})"
         )

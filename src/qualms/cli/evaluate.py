@@ -15,9 +15,12 @@ from qualms.atomistic.progress import Stages
 from qualms.atomistic.structures import read_frames
 from qualms.cli.console import Terminal
 from qualms.cli.options import Json, Model, Quiet, Threads
-from qualms.errors import InputError
+from qualms.errors import InputError, counted
 from qualms.external.calibration_file import CalibrationDocument, read_calibration
 from qualms.report.tables import score_records, score_table
+
+#: Labels may be alike by chance.
+_BY_CHANCE = 0.1
 
 
 def evaluate(
@@ -40,19 +43,17 @@ def evaluate(
     loaded = AtomisticModel.load(model, threads=threads)
     frames = read_frames(test)
     held_out = None if validation is None else read_frames(validation)
+    further = {} if calibration is None else _further(calibration, loaded)
     evaluation = evaluate_model(
-        loaded,
-        frames,
-        held_out,
-        calibrations=None if calibration is None else _further(calibration, loaded),
-        stages=Stages(terminal.progress()),
+        loaded, frames, held_out, calibrations=further, stages=Stages(terminal.progress())
     )
+    remarks = [r for pair in further.items() for r in _remarks(*pair, loaded, evaluation)]
     if evaluation.n_unlabelled:
         terminal.say(f"{evaluation.n_unlabelled} without a label are skipped.")
     table = score_table(
         evaluation.rows,
         units=evaluation.units,
-        title=f"{loaded.settings.target}: {len(evaluation.y)} points",
+        title=f"{loaded.settings.target}: {counted(len(evaluation.y), 'point')}",
     )
     of_forces = None
     if loaded.settings.forces is not None:
@@ -63,6 +64,7 @@ def evaluate(
         table,
         *parts,
         note,
+        *remarks,
         document={
             "target": loaded.settings.target,
             "units": evaluation.units,
@@ -70,6 +72,7 @@ def evaluate(
             "n_unlabelled": evaluation.n_unlabelled,
             "validation": evaluation.validation,
             "scores": score_records(evaluation.rows),
+            "remarks": remarks,
             **({} if of_forces is None else _forces_document(loaded, of_forces)),
         },
     )
@@ -101,3 +104,22 @@ def _further(path: Path, model: AtomisticModel) -> dict[str, CalibrationDocument
     if document.target != model.settings.target:
         raise InputError("--calibration", f"one of {document.target}", model.settings.target)
     return {f"{path.name} ({document.method})": document}
+
+
+def _remarks(
+    name: str, document: CalibrationDocument, model: AtomisticModel, evaluation: Evaluation
+) -> list[str]:
+    """Say what a calibration was fitted to, and if it may have been these very points."""
+    n_points = document.parameters.get("n_points", "an unknown number of")
+    remarks = [f"{name}: fitted to {n_points} points."]
+    seen = document.seen(evaluation.labels)
+    if seen > _BY_CHANCE:
+        remarks = [
+            f"{name}: fitted to {n_points} points, of which about {seen:.0%} have the label of a "
+            "point here. If they are the same points, its scores are too good."
+        ]
+    n_members = model.settings.n_members
+    if document.n_members != n_members:
+        given = f"{document.n_members} members" if document.n_members else "error bars alone"
+        remarks.append(f"{name}: made of {given}, and the model has {n_members} members.")
+    return remarks

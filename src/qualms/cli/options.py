@@ -15,3 +15,17 @@ Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="Cores to use; all by default.")
 ]
 Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Same seed, same result.")]
+Absent = Annotated[
+    str | None,
+    typer.Option(
+        help="Key of flags, one for each member: it did not see the point. "
+        "TARGET_absent by default, if there is one."
+    ),
+]
+Order = Annotated[
+    str | None,
+    typer.Option(
+        help="Members of vectors: member (m0x m0y m0z m1x …) or component (m0x m1x … m0y …). "
+        "Found out by default."
+    ),
+]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,13 +12,15 @@ import typer
 
 from qualms.atomistic.mechanics import Mechanics, check_model
 from qualms.atomistic.model import AtomisticModel
+from qualms.atomistic.predicting import Chunk
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.structures import iter_frames
 from qualms.cli.console import Terminal
 from qualms.cli.options import Force, Json, Model, Quiet, Threads
-from qualms.errors import InputError
+from qualms.core.typing import BoolArray
+from qualms.errors import InputError, counted
 from qualms.storage.files import check_output
-from qualms.storage.predictions import open_writer
+from qualms.storage.predictions import Kind, PredictionWriter, open_writer
 
 #: Key of the flag of structures that look like extrapolation.
 FLAG = "qualms_extrapolates"
@@ -55,61 +58,81 @@ def predict(
     loaded = AtomisticModel.load(model, threads=threads)
     if forces:
         _check_forces(loaded, output, ignore_unknown)
-    per_atom = loaded.fitted.per_atom
+    kind: Kind = "atomic" if loaded.fitted.per_atom else "structure"
     unknown = "ignore" if ignore_unknown else "error"
     target, units = loaded.settings.target, loaded.settings.units
-    n_structures = n_flagged = n_unknown = 0
-    with ExitStack() as stack:
-        writer = stack.enter_context(
-            open_writer(
-                output,
-                target,
-                kind="atomic" if per_atom else "structure",
-                ensemble=ensemble,
-                force=force,
-            )
-        )
-        advance = stack.enter_context(Stages(terminal.progress()).stage("Structures"))
+    tally = _Tally()
+    with (
+        open_writer(output, target, kind=kind, ensemble=ensemble, force=force) as writer,
+        Stages(terminal.progress()).stage("Structures") as advance,
+    ):
         for chunk in loaded.stream(iter_frames(structures), unknown_species=unknown):
-            novelty = np.empty((len(chunk.frames), 2))
-            prediction = chunk.predict(chunk.rows(novelty))
-            arrays = None
-            if forces:
-                mechanics = loaded.predict_forces(chunk.frames)
-                prediction, arrays = mechanics.energy, force_arrays(mechanics, ensemble=ensemble)
-            flags = chunk.extrapolates(prediction, novelty)
-            extra: dict[str, list[Any]] = {FLAG: flags.tolist()}
-            if units:
-                extra[f"{target}_units"] = [units] * len(chunk.frames)
-            writer.write(
-                chunk.frames,
-                prediction,
-                rows=chunk.centers if per_atom else None,
-                extra=extra,
-                arrays=arrays,
-            )
-            n_structures += len(chunk.frames)
-            n_flagged += int(flags.sum())
-            n_unknown += int(chunk.has_unknown.sum())
-            advance(n_structures)
-    if n_unknown:
-        terminal.warn(f"{n_unknown} of {n_structures} structures have elements that are ignored.")
-    if n_flagged:
-        terminal.warn(
-            f"{n_flagged} of {n_structures} structures look like extrapolation ({FLAG}): "
-            "trust their error bars less."
-        )
+            by = loaded if forces else None
+            tally.add(chunk, _write(writer, chunk, target, units, by, ensemble=ensemble))
+            advance(tally.n_structures)
+    for warning in tally.warnings():
+        terminal.warn(warning)
     terminal.result(
-        f"{n_structures} structures → {output}",
-        document={
-            "output": str(output),
-            "target": target,
-            "units": units,
-            "n_structures": n_structures,
-            "n_extrapolating": n_flagged,
-            "n_unknown_species": n_unknown,
-        },
+        f"{counted(tally.n_structures, 'structure')} → {output}",
+        document={"output": str(output), "target": target, "units": units, **asdict(tally)},
     )
+
+
+@dataclass
+class _Tally:
+    """How many structures there were, and how many to be careful about."""
+
+    n_structures: int = 0
+    n_extrapolating: int = 0
+    n_unknown_species: int = 0
+
+    def add(self, chunk: Chunk, extrapolates: BoolArray) -> None:
+        """Count the structures of a chunk."""
+        self.n_structures += len(chunk.frames)
+        self.n_extrapolating += int(extrapolates.sum())
+        self.n_unknown_species += int(chunk.has_unknown.sum())
+
+    def warnings(self) -> Iterator[str]:
+        """Yield what the user must know."""
+        if self.n_unknown_species:
+            some = f"{self.n_unknown_species} of {self.n_structures}"
+            yield f"{some} structures have elements that are ignored."
+        if self.n_extrapolating:
+            yield (
+                f"{self.n_extrapolating} of {self.n_structures} structures look like extrapolation "
+                f"({FLAG}): trust their error bars less."
+            )
+
+
+def _write(
+    writer: PredictionWriter,
+    chunk: Chunk,
+    target: str,
+    units: str,
+    mechanical: AtomisticModel | None = None,
+    *,
+    ensemble: bool = False,
+) -> BoolArray:
+    """Predict and write a chunk, with forces if there is a model of them.
+
+    Returns
+    -------
+    (n_structures,) array of bool
+        Which of its structures look like extrapolation.
+    """
+    novelty = np.empty((len(chunk.frames), 2))
+    prediction = chunk.predict(chunk.rows(novelty))
+    arrays = None
+    if mechanical is not None:
+        mechanics = mechanical.predict_forces(chunk.frames)
+        prediction, arrays = mechanics.energy, force_arrays(mechanics, ensemble=ensemble)
+    flags = chunk.extrapolates(prediction, novelty)
+    extra: dict[str, list[Any]] = {FLAG: flags.tolist()}
+    if units:
+        extra[f"{target}_units"] = [units] * len(chunk.frames)
+    rows = chunk.centers if chunk.fitted.per_atom else None
+    writer.write(chunk.frames, prediction, rows=rows, extra=extra, arrays=arrays)
+    return flags
 
 
 def _check_forces(model: AtomisticModel, output: Path, ignore_unknown: bool) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 from ase import Atoms
 
@@ -15,10 +14,8 @@ from qualms.atomistic.evaluation import evaluate as evaluate_model
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.structures import read_frames
-from qualms.atomistic.targets import labelled
 from qualms.cli.console import Terminal
 from qualms.cli.options import Force, Json, Model, Quiet, Threads
-from qualms.core.typing import IntArray
 from qualms.report import Judged, check_report, interval_records, interval_table
 from qualms.report.page import make_page
 from qualms.report.writing import write_page
@@ -77,7 +74,6 @@ def judged_by(
     model: AtomisticModel, frames: Sequence[Atoms], evaluation: Evaluation, *, title: str
 ) -> Judged:
     """Return what a report needs to know about a model and the structures it was judged on."""
-    structure, atom = _places(model, frames)
     internal = "(internal): to the training set"
     remarks = [f"(validation): fitted to {evaluation.validation}; {internal}."]
     if evaluation.n_unlabelled:
@@ -90,19 +86,9 @@ def judged_by(
         y=evaluation.y,
         prediction=evaluation.prediction,
         frames=frames,
-        structure=structure,
-        atom=atom,
+        structure=evaluation.structure,
+        atom=evaluation.atom,
         rows=evaluation.rows,
         facts={name.strip(): text.strip() for name, _, text in lines},
         remarks=remarks,
     )
-
-
-def _places(model: AtomisticModel, frames: Sequence[Atoms]) -> tuple[IntArray, IntArray | None]:
-    """Return the structure of each label, and its atom, in the order of the evaluation."""
-    settings = model.fitted.settings
-    found = labelled(frames, settings.target, settings.kind, settings.species)
-    if not settings.per_atom:
-        return found.frames, None
-    counts = [len(rows) for rows in found.rows]
-    return np.repeat(found.frames, counts), np.concatenate(found.rows)

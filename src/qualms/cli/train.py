@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -147,24 +148,19 @@ def train(
         "threads": threads,
     }
     model = AtomisticModel(**_settings(config, given, cutoff))
-    summary_path = output.with_suffix(".json")
-    if summary_path == output:
-        raise InputError("--output", str(output), "another suffix", "The summary is a .json file.")
     check_name("target", model.settings.target)
-    for path in (output, summary_path):
-        refuse_input(path, data, validation, config)
-        check_output(path, force=force)
+    places = _Places(output)
+    places.check(data, validation, config, force=force)
     frames = read_frames(data)
     to_validate = None if validation is None else _validation(validation, model, species_of(frames))
     groups = None if group_key is None else _groups(frames, group_key)
-    directory = output.with_name(output.name + ".checkpoint")
-    if directory.exists() != resume:
+    if places.checkpoint.exists() != resume:
         terminal.say(_NOTHING_TO_RESUME if resume else _STARTED_ANEW)
     keep = resume or (_is_long(frames, model) if checkpoint is None else checkpoint)
     model.fit(
         frames,
         groups,
-        checkpoint=directory if keep else None,
+        checkpoint=places.checkpoint if keep else None,
         resume=resume,
         keep_checkpoint=True,
         progress=terminal.progress() or False,
@@ -172,22 +168,47 @@ def train(
     )
     model.save(output, force=force)
     if keep:
-        shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(places.checkpoint, ignore_errors=True)
+    parts: list[Any] = [model.summary()]
     evaluation = of_forces = None
     if to_validate is not None:
         evaluation = evaluate(model, to_validate, stages=Stages(terminal.progress()))
+        parts.append(score_table(evaluation.rows, units=evaluation.units, title="Validation"))
         if model.settings.forces is not None:
             of_forces = evaluate_forces(model, to_validate, stages=Stages(terminal.progress()))
+            parts.append(score_table(of_forces.rows, units=of_forces.units, title="Forces"))
     document = summary_document(model, evaluation, of_forces)
-    with atomic_output(summary_path, force=force, mode="w") as file:
+    with atomic_output(places.summary, force=force, mode="w") as file:
         json.dump(document, file, indent=2)
-    parts: list[Any] = [model.summary()]
-    if evaluation is not None:
-        parts.append(score_table(evaluation.rows, units=evaluation.units, title="Validation"))
-    if of_forces is not None:
-        parts.append(score_table(of_forces.rows, units=of_forces.units, title="Forces"))
     terminal.result(*parts, document=document)
-    terminal.say(f"Wrote {output} and {summary_path}.")
+    terminal.say(f"Wrote {output} and {places.summary}.")
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where a run writes, by the name of the model file."""
+
+    model: Path
+
+    @property
+    def summary(self) -> Path:
+        """What is known of the model, as JSON."""
+        return self.model.with_suffix(".json")
+
+    @property
+    def checkpoint(self) -> Path:
+        """Finished stages, until the run has ended."""
+        return self.model.with_name(self.model.name + ".checkpoint")
+
+    def check(self, *inputs: Path | None, force: bool) -> None:
+        """Refuse to replace what is read, or, unless forced, anything."""
+        if self.summary == self.model:
+            raise InputError(
+                "--output", str(self.model), "another suffix", "The summary is a .json file."
+            )
+        for path in (self.model, self.summary):
+            refuse_input(path, *inputs)
+            check_output(path, force=force)
 
 
 def _is_long(frames: list[Any], model: AtomisticModel) -> bool:

@@ -36,12 +36,16 @@ class FullModel:
         and the root of the mean square.
     centered : bool
         Whether each member subtracts a mean of its own.
+    evidence : float, optional
+        The noise variance of the largest marginal likelihood, in the units of y² (with several
+        outputs: for their mean variance), if the noise was chosen by the data.
     """
 
     process: ProjectedProcess
     center: Float64Array
     scale: Float64Array
     centered: bool = True
+    evidence: float | None = None
 
     @property
     def weights(self) -> Float64Array:
@@ -133,15 +137,17 @@ def fit_full_model(
     if replicates is not None:
         replicates = Replicates(replicates.dof, replicates.sum_of_squares / scale**2)
     gram = gram_matrix(Phi, sample_weight)
+    unit = float(np.mean(scale[constant == constant.all()] ** 2))
+    evidence: float | None = None
     if not isinstance(noise, str):
-        relative = float(noise) / float(np.mean(scale[constant == constant.all()] ** 2))
+        relative = float(noise) / unit
     elif constant.all():
         # Nothing but the scatter of replicates, if there is any, tells the noise.
         relative = 1.0 if replicates is None else max(replicates.variance, 1.0)
     else:
         # σ²/w is the noise of an observation: the grid must reach where w puts it.
         grid = noise_grid(float(weight.mean()))
-        relative = select_noise(
+        selection = select_noise(
             Phi,
             targets,
             grid,
@@ -150,9 +156,10 @@ def fit_full_model(
             gram=gram,
             replicates=replicates,
             groups=groups,
-        ).noise_variance
+        )
+        relative, evidence = selection.noise_variance, selection.evidence * unit
     process = fit_projected_process(Phi, targets, relative, sample_weight=sample_weight, gram=gram)
-    return FullModel(process, offset, scale, center)
+    return FullModel(process, offset, scale, center, evidence)
 
 
 def fit_members(

@@ -5,11 +5,15 @@ One eigen-decomposition gives the whole curve. With ΦᵀΦ = V S Vᵀ and Z = �
     ŷ = Z (S + σ²)⁻¹ Zᵀy,
     leverage h_n = Σ_k Z²_nk / (S_k + σ²),
     ln|ΦΦᵀ + σ²| = (N−r) ln σ² + Σ_k ln(S_k + σ²).
+
+With thousands of columns that decomposition takes longer than all the rest. The best σ² is then
+found by a golden-section search, with one Cholesky factorisation for each value that is tried:
+leverages are h_n = |L⁻¹φ_n|², with L Lᵀ = ΦᵀΦ + σ².
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +27,8 @@ from qualms.errors import InputError
 
 #: Rows of Φ that are rotated at once.
 _BLOCK = 1024
+#: Columns of Φ from which on noise variances are searched rather than all compared.
+_MANY_COLUMNS = 6_000
 
 
 @dataclass(frozen=True)
@@ -38,11 +44,14 @@ class NoiseSelection:
     scores : (G,) array
         What was minimised: mean absolute leave-one-out residual, or minus the log marginal
         likelihood.
+    evidence : float
+        The σ² of the largest marginal likelihood, whatever was minimised: it comes for free.
     """
 
     noise_variance: float
     grid: Float64Array
     scores: Float64Array
+    evidence: float
 
 
 @dataclass(frozen=True)
@@ -134,25 +143,79 @@ def select_noise(
     tried = np.asarray(grid, dtype=np.float64)
     if len(tried) < 3 or not np.all(np.isfinite(tried)) or np.any(np.diff(tried, prepend=0) <= 0):
         raise InputError("grid", tried, "at least 3 increasing noise variances > 0")
+    if criterion not in ("loo", "evidence"):
+        raise InputError("criterion", repr(criterion), '"loo" or "evidence"')
     Y = as_targets(y, len(Phi))
     root = np.sqrt(check_sample_weight(sample_weight, len(Phi)))[:, None]
     if gram is None:
         gram = gram_matrix(Phi, sample_weight)
-    S, V = scipy.linalg.eigh(gram, check_finite=False)
+    parts = _left_out(len(Y), groups, max_rows)
+    whole = groups is not None and len(np.unique(groups)) < len(Y)
+    problem = _Problem(Phi, Y, root, gram, parts, whole, replicates)
+    curves = _searched if len(gram) > _MANY_COLUMNS else _decomposed
+    chosen, scores, evidence = curves(problem, tried, criterion)
+    return NoiseSelection(_refined_minimum(chosen, scores), chosen, scores, evidence)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """What σ² is chosen for: see `select_noise`. `whole` says whether parts are left out whole."""
+
+    Phi: FloatArray
+    Y: Float64Array
+    root: Float64Array
+    gram: Float64Array
+    parts: list[IntArray]
+    whole: bool
+    replicates: Replicates | None
+
+    def scatter(self, grid: Float64Array) -> Float64Array | float:
+        """Return what replicates add to the marginal likelihood."""
+        return 0.0 if self.replicates is None else self.replicates.negative_log_likelihood(grid)
+
+
+def _decomposed(
+    problem: _Problem, grid: Float64Array, criterion: str
+) -> tuple[Float64Array, Float64Array, float]:
+    """Return grid, whole curve and the best evidence from one eigen-decomposition."""
+    Phi, Y, root = problem.Phi, problem.Y, problem.root
+    S, V = scipy.linalg.eigh(problem.gram, check_finite=False)
     S = np.maximum(S, 0.0)
     projected = V.T @ (Phi.T @ (root**2 * Y))
+    evidence = _evidence_curve(S, projected, root * Y, grid) + problem.scatter(grid)
+    best = _refined_minimum(grid, evidence)
+    if criterion == "evidence":
+        return grid, evidence, best
+    rotated = _rotated_rows(Phi, Y, root, V, problem.parts)
+    return grid, _loo_curve(rotated, S, projected, grid, whole=problem.whole), best
+
+
+def _searched(
+    problem: _Problem, grid: Float64Array, criterion: str
+) -> tuple[Float64Array, Float64Array, float]:
+    """Return the values tried, their scores and the best evidence, by factorisations."""
+    moment = problem.Phi.T @ (problem.root**2 * problem.Y)
+    evidences: dict[int, float] = {}
+    residuals: dict[int, float] = {}
+
+    def evidence(i: int) -> float:
+        if i not in evidences:
+            evidences[i] = _factor_at(problem, moment, grid[i : i + 1])[1]
+        return evidences[i]
+
+    def residual(i: int) -> float:
+        if i not in residuals:
+            L, evidences[i] = _factor_at(problem, moment, grid[i : i + 1])
+            residuals[i] = _loo_at(problem, moment, L)
+        return residuals[i]
+
     if criterion == "loo":
-        parts = _left_out(len(Y), groups, max_rows)
-        rotated = _rotated_rows(Phi, Y, root, V, parts)
-        whole = groups is not None and len(np.unique(groups)) < len(Y)
-        scores = _loo_curve(rotated, S, projected, tried, whole=whole)
-    elif criterion == "evidence":
-        scores = _evidence_curve(S, projected, root * Y, tried)
-        if replicates is not None:
-            scores += replicates.negative_log_likelihood(tried)
-    else:
-        raise InputError("criterion", repr(criterion), '"loo" or "evidence"')
-    return NoiseSelection(_refined_minimum(tried, scores), tried, scores)
+        _golden_section(residual, len(grid))
+    _golden_section(evidence, len(grid))
+    best = _minimum_of(grid, evidences)
+    found = residuals if criterion == "loo" else evidences
+    tried = sorted(found)
+    return grid[tried], np.array([found[i] for i in tried]), best
 
 
 def select_noise_from_kernel(
@@ -238,6 +301,67 @@ def _group_residuals(
     slack = np.eye(b) * (1 + np.finfo(np.float64).eps) - (scaled @ Z.T).reshape(G, b, b)
     missed = Y - (scaled @ projected).reshape(G, b, -1)
     return np.asarray(np.linalg.solve(slack, missed).transpose(1, 2, 0), dtype=np.float64)
+
+
+def _golden_section(score: Callable[[int], float], n: int) -> int:
+    """Return where a unimodal function of 0 … n−1 is smallest, and evaluate its neighbours, too."""
+    low, high = 0, n - 1
+    while high - low > 2:
+        step = max(round(0.382 * (high - low)), 1)
+        left, right = low + step, high - step
+        if left >= right:
+            left, right = low + 1, low + 2
+        if score(left) <= score(right):
+            high = right
+        else:
+            low = left
+    best = min(range(low, high + 1), key=score)
+    for neighbour in (best - 1, best + 1):
+        if 0 <= neighbour < n:
+            score(neighbour)
+    return best
+
+
+def _factor_at(
+    problem: _Problem, moment: Float64Array, noise: Float64Array
+) -> tuple[Float64Array, float]:
+    """Return the lower factor of ΦᵀΦ + σ², and minus the log marginal likelihood."""
+    shifted = problem.gram.copy(order="F")
+    shifted.flat[:: len(shifted) + 1] += noise[0]
+    L: Float64Array = scipy.linalg.cholesky(
+        shifted, lower=True, overwrite_a=True, check_finite=False
+    )
+    n, n_outputs = problem.Y.shape
+    half = scipy.linalg.solve_triangular(L, moment, lower=True, check_finite=False)
+    total = float(np.sum((problem.root * problem.Y) ** 2))
+    quadratic = max((total - float(np.sum(half**2))) / noise[0], 0.0)
+    log_det = (n - len(L)) * np.log(noise[0]) + 2 * float(np.sum(np.log(np.diag(L))))
+    scatter = float(np.sum(problem.scatter(noise)))
+    return L, 0.5 * (quadratic + n_outputs * log_det) + scatter
+
+
+def _loo_at(problem: _Problem, moment: Float64Array, L: Float64Array) -> float:
+    """Return the mean absolute leave-one-out residual for the σ² of a factor."""
+    weights = scipy.linalg.cho_solve((L, True), moment, check_finite=False)
+    eps = np.finfo(np.float64).eps
+    total, count = 0.0, 0.0
+    for part in problem.parts:
+        root = problem.root[part]
+        rows, Y = problem.Phi[part] * root, problem.Y[part] * root
+        half = scipy.linalg.solve_triangular(L, rows.T, lower=True, check_finite=False)
+        missed = Y - rows @ weights
+        if problem.whole:
+            residuals = np.linalg.solve(np.eye(len(part)) * (1 + eps) - half.T @ half, missed)
+        else:
+            residuals = missed / np.maximum(1 - np.sum(half**2, axis=0), eps)[:, None]
+        total += float(np.sum(root * np.abs(residuals)))
+        count += float(np.sum(root**2)) * Y.shape[1]
+    return total / count
+
+
+def _minimum_of(grid: Float64Array, scores: Mapping[int, float]) -> float:
+    tried = sorted(scores)
+    return _refined_minimum(grid[tried], np.array([scores[i] for i in tried]))
 
 
 def _evidence_curve(

@@ -134,6 +134,44 @@ def committee(members: FloatArray) -> tuple[Float64Array, Float64Array]:
     return np.mean(members, axis=-1), np.std(members, axis=-1, ddof=1)
 
 
+def stretched(
+    members: FloatArray, factor: float | FloatArray, mean: Float64Array | None = None
+) -> Float64Array:
+    """Scale members (…, N_R) about their mean: ȳ + f (y⁽ⁱ⁾ − ȳ).
+
+    Parameters
+    ----------
+    members : (…, N_R) array
+    factor : float or (…) array
+        f; one leaves the members as they are, zero makes all of them their mean.
+    mean : (…) array, optional
+        What to scale about, if not the mean of all of them.
+    """
+    values, f = np.asarray(members, dtype=np.float64), np.asarray(factor, dtype=np.float64)
+    center = committee(values)[0] if mean is None else mean
+    scaled: Float64Array = center[..., None] + (values - center[..., None]) * f[..., None]
+    return scaled
+
+
+def group_scatter(terms: Float64Array, codes: IntArray) -> Float64Array:
+    """Return the covariance (p, p) of the sum of all terms (n, p), those of a group correlated.
+
+    Groups are independent, so it is G/(G−1) Σ_g S_g S_gᵀ, S_g being the sum over group g of the
+    terms less their mean.
+
+    Parameters
+    ----------
+    terms : (n, p) array
+    codes : (n,) array of int
+        Groups 0 … G−1.
+    """
+    centered = terms - terms.mean(axis=0)
+    n_groups = int(codes.max()) + 1
+    sums = [np.bincount(codes, column, minlength=n_groups) for column in centered.T]
+    S = np.stack(sums, axis=1)
+    return np.asarray(S.T @ S * n_groups / max(n_groups - 1, 1), dtype=np.float64)
+
+
 @dataclass(frozen=True)
 class InternalPrediction:
     """Predictions of training points by the members that did not see them.

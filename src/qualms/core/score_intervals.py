@@ -13,10 +13,16 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import erf, ndtri
+from scipy.special import erf
 
 from qualms.core.checks import check_integer, check_members, check_points, check_std
 from qualms.core.likelihood import covering_levels, gaussian_log_density
+from qualms.core.pointwise import (
+    ensemble_crps,
+    gaussian_crps,
+    gaussian_half_width,
+    interval_scores,
+)
 from qualms.core.scores import Scores, score_arrays
 from qualms.core.typing import Float64Array, IntArray
 from qualms.errors import InputError
@@ -102,8 +108,11 @@ def bootstrap_scores(
     if n_groups < 2:
         return ScoreIntervals(scores, {}, level, n_bootstrap, n_groups)
     z, sigma = (truth - np.asarray(mean)).ravel(), check_std(std, truth.shape).ravel()
+    ensemble = None
+    if members is not None:
+        ensemble = ensemble_crps(truth.ravel(), check_members(members, truth.shape), fair=True)
     parts: list[Callable[[Float64Array], dict[str, float]]]
-    parts = [_Means(z, sigma, _ensemble_crps(truth, members)), _Area(z, sigma)]
+    parts = [_Means(z, sigma, ensemble), _Area(z, sigma)]
     parts += [_Ence(z, sigma), _Spearman(z, sigma)]
     draw = np.random.default_rng(0) if rng is None else rng
     resampled: dict[str, list[float]] = {}
@@ -227,11 +236,13 @@ class _Means:
             "mae": np.abs(z),
             # Minus infinity times a count of zero would not be a number.
             "log_likelihood": np.maximum(gaussian_log_density(z, sigma), -1e300),
-            "crps": np.abs(z) * erf(t / np.sqrt(2.0)) + sigma * _crps_spread(t),
+            "crps": gaussian_crps(np.abs(z), sigma),
             "sharpness": np.square(sigma / self._largest["sharpness"]),
-            "coverage_68": t <= _quantile(0.68),
-            "coverage_95": t <= _quantile(0.95),
-            "interval_score_95": _interval_scores(np.abs(z), sigma, 0.95),
+            "coverage_68": t <= gaussian_half_width(0.68),
+            "coverage_95": t <= gaussian_half_width(0.95),
+            "interval_score_95": interval_scores(
+                np.abs(z), gaussian_half_width(0.95) * sigma, 0.95
+            ),
         }
         if ensemble is not None:
             terms["crps_ensemble"] = ensemble
@@ -312,36 +323,3 @@ class _Spearman:
         ranks = np.cumsum(of_value) - 0.5 * (of_value + counts.sum())
         centered: Float64Array = ranks[which]
         return centered
-
-
-def _quantile(level: float) -> float:
-    """Half width of the central interval of a standard normal."""
-    return -float(ndtri(0.5 * (1.0 - level)))
-
-
-def _crps_spread(t: Float64Array) -> Float64Array:
-    """Second term of the Gaussian CRPS, in units of σ: see `qualms.core.scores.crps_gaussian`."""
-    with np.errstate(over="ignore"):
-        density = np.exp(-0.5 * t * t) / np.sqrt(2.0 * np.pi)
-    spread: Float64Array = 2.0 * density - 1.0 / np.sqrt(np.pi)
-    return spread
-
-
-def _interval_scores(z: Float64Array, sigma: Float64Array, level: float) -> Float64Array:
-    """Interval score of each point: width, and what a miss costs."""
-    half = _quantile(level) * sigma
-    scores: Float64Array = 2.0 * half + 2.0 / (1.0 - level) * np.maximum(z - half, 0.0)
-    return scores
-
-
-def _ensemble_crps(truth: Float64Array, members: ArrayLike | None) -> Float64Array | None:
-    """Fair CRPS of the members of each point: see `qualms.core.scores.crps_ensemble`."""
-    if members is None:
-        return None
-    x = np.sort(check_members(members, truth.shape), axis=1)
-    n_members = x.shape[1]
-    k = np.arange(1, n_members)
-    pair_distances = np.diff(x, axis=1) @ (k * (n_members - k)).astype(np.float64)
-    distance = np.mean(np.abs(x - truth.reshape(-1, 1)), axis=1)
-    crps: Float64Array = np.maximum(distance - pair_distances / (n_members * (n_members - 1)), 0.0)
-    return crps

@@ -11,11 +11,17 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import erf, ndtri, stdtrit
+from scipy.special import stdtrit
 
 from qualms.core.checks import check_dof, check_members, check_points, check_std
 from qualms.core.diagnostics import binned_errors
 from qualms.core.likelihood import covering_levels, log_likelihood, root_mean_square
+from qualms.core.pointwise import (
+    ensemble_crps,
+    gaussian_crps,
+    gaussian_half_width,
+    interval_scores,
+)
 from qualms.core.typing import Float64Array
 from qualms.errors import InputError
 
@@ -54,13 +60,7 @@ def crps_gaussian(residuals: ArrayLike, std: ArrayLike) -> float:
     """
     z = np.abs(check_points("residuals", residuals))
     sigma = check_std(std, z.shape, allow_zero=True)
-    t = np.full(z.shape, np.inf)
-    with np.errstate(over="ignore"):
-        np.divide(z, sigma, out=t, where=sigma > 0.0)
-        # σ [t erf(t/√2) + 2 φ(t) − 1/√π] with σ t written as |z|, so that σ → 0 needs no limit.
-        density = np.exp(-0.5 * t * t) / np.sqrt(2.0 * np.pi)
-    spread = sigma * (2.0 * density - 1.0 / np.sqrt(np.pi))
-    return float(np.mean(z * erf(t / np.sqrt(2.0)) + spread))
+    return float(np.mean(gaussian_crps(z, sigma)))
 
 
 def crps_ensemble(y: ArrayLike, members: ArrayLike, *, fair: bool = True) -> float:
@@ -84,20 +84,10 @@ def crps_ensemble(y: ArrayLike, members: ArrayLike, *, fair: bool = True) -> flo
         In the units of y. The lower, the better.
     """
     truth = check_points("y", y)
-    x = np.sort(check_members(members, truth.shape), axis=1)
-    n_members = x.shape[1]
-    if n_members < 2 and fair:
+    x = check_members(members, truth.shape)
+    if x.shape[1] < 2 and fair:
         raise InputError("members", "1 member", "at least 2 members", "Or set fair=False.")
-    # Between the k-th and the next of the sorted members lie k (R − k) of the pairs, so the gaps
-    # weighted by that sum up all distances: R log R instead of R², and no term cancels another.
-    k = np.arange(1, n_members)
-    pair_distances = np.diff(x, axis=1) @ (k * (n_members - k)).astype(np.float64)
-    distance = np.mean(np.abs(x - truth.reshape(-1, 1)), axis=1)
-    # Each pair occurs twice in Σ_ij, which takes the 1/2 away.
-    n_pairs = n_members * (n_members - 1) if fair else n_members**2
-    # Neither score is negative: with k members below x < y their integrands are (k/R)² and
-    # k(k−1)/(R(R−1)), and likewise above. Only rounding could make it so.
-    return float(np.mean(np.maximum(distance - pair_distances / n_pairs, 0.0)))
+    return float(np.mean(ensemble_crps(truth.ravel(), x, fair=fair)))
 
 
 def miscalibration_area(
@@ -198,8 +188,7 @@ def interval_score(
         In the units of y. The lower, the better.
     """
     z, half_width = _central_intervals(residuals, std, level, dof)
-    missed = np.maximum(z - half_width, 0.0)
-    return float(np.mean(2.0 * half_width + 2.0 / (1.0 - level) * missed))
+    return float(np.mean(interval_scores(z, half_width, level)))
 
 
 def spearman(residuals: ArrayLike, std: ArrayLike) -> float:
@@ -325,9 +314,8 @@ def _central_intervals(
     sigma = check_std(std, z.shape, allow_zero=True)
     if not 0.0 < level < 1.0:
         raise InputError("level", level, "a number within (0, 1)")
-    # Minus the lower quantile rather than the upper: 1 − level keeps its digits when it is small.
     if dof is None:
-        return z, -float(ndtri(0.5 * (1.0 - level))) * sigma
+        return z, gaussian_half_width(level) * sigma
     nu = check_dof(dof, z.shape, above=2.0)
     quantile = -np.asarray(stdtrit(nu, 0.5 * (1.0 - level)), dtype=np.float64)
     return z, quantile * np.sqrt((nu - 2.0) / nu) * sigma

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,22 +9,22 @@ from typing import Any
 
 import numpy as np
 from ase import Atoms
+from ase.stress import voigt_6_to_full_3x3_stress
 
 from qualms.core.calibration.base import rounding_of
-from qualms.core.typing import Float64Array
+from qualms.core.resampling import MIN_ABSENT, internal_prediction, stretched
+from qualms.core.typing import Float64Array, IntArray
 from qualms.errors import InputError
 from qualms.external.calibration_file import CalibrationDocument
 from qualms.external.columns import is_table, write_columns
-from qualms.external.ensemble import Ensemble
-from qualms.external.reading import (
-    ERROR_BARS,
-    VARIANCES,
-    read_ensemble,
-    read_source,
-    with_results,
-)
+from qualms.external.ensemble import Ensemble, finite, refuse_negative
+from qualms.external.reading import read_ensemble
+from qualms.external.sources import ERROR_BARS, VARIANCES, read_source, with_results
 from qualms.storage.files import atomic_output
 from qualms.storage.xyz import xyz_text
+
+#: What ASE reads and writes as matrices, and as nothing else.
+_MATRICES = ("stress", "virial")
 
 
 @dataclass(frozen=True)
@@ -49,13 +48,16 @@ def apply_calibration(
     output: str | Path,
     *,
     target: str | None = None,
+    absent: str | None = None,
+    order: str | None = None,
     members: bool = True,
     force: bool = False,
 ) -> Applied:
     """Write predictions again, with error bars, and members if there are any, that are calibrated.
 
     ``{target}_uncertainty`` becomes the calibrated standard deviation, ``{target}_ensemble`` (or
-    whatever the key is) the members scaled about their mean to have it. All else is copied.
+    whatever the key is) the members scaled about their mean to have it. All else is copied. Where
+    members are marked that did not see a point, mean and spread are theirs.
 
     Parameters
     ----------
@@ -64,6 +66,11 @@ def apply_calibration(
         Of one format.
     target : str, optional
         If it has another name here than when the calibration was made.
+    absent : str, optional
+        Key of flags, one for each member: whether it did *not* see the point in its training;
+        ``{target}_absent`` if there is one.
+    order : {"member", "component"}, optional
+        Which comes first in members of vectors; that of the calibration if the file does not tell.
     members : bool
         Whether to write members, too.
     force : bool
@@ -72,19 +79,23 @@ def apply_calibration(
     name = target or document.target
     _check_formats(Path(predictions), Path(output))
     source = read_source(predictions)
-    ensemble = read_ensemble(source, name, by=document.by, n_components=document.n_components)
-    std, scaled = _calibrated(document, ensemble, members)
+    ensemble = read_ensemble(
+        source,
+        name,
+        absent=absent,
+        by=document.by,
+        order=order,
+        n_components=document.n_components,
+        likely_order=document.order,
+    )
+    found = _calibrated(document, ensemble, members)
     if isinstance(source, dict):
-        columns = _without_members(source, ensemble, name)
-        columns |= _entries(ensemble, name, columns, ensemble.mean, std, scaled)
-        write_columns(output, columns, force=force)
+        write_columns(output, _columns(source, ensemble, found), force=force)
     else:
         ends = np.searchsorted(ensemble.structure, np.arange(len(source) + 1))
         with atomic_output(output, force=force) as stream:
             for atoms, begin, end in zip(source, ends[:-1], ends[1:], strict=True):
-                mine = slice(int(begin), int(end))
-                some = None if scaled is None else scaled[mine]
-                _store(atoms, ensemble, name, ensemble.mean[mine], std[mine], some)
+                _store(atoms, ensemble, found.some(slice(int(begin), int(end))))
                 stream.write(xyz_text(atoms).encode())
     return Applied(len(ensemble), ensemble.n_members, _remarks(document, ensemble))
 
@@ -97,33 +108,82 @@ def _check_formats(predictions: Path, output: Path) -> None:
         )
 
 
-def _calibrated(
-    document: CalibrationDocument, ensemble: Ensemble, members: bool
-) -> tuple[Float64Array, Float64Array | None]:
-    """Return calibrated standard deviations (n,), and members (n, R) if there are any."""
+@dataclass(frozen=True)
+class _Calibrated:
+    """Mean and calibrated standard deviation (n,) of points, and members (n, R) if wanted."""
+
+    mean: Float64Array
+    std: Float64Array
+    members: Float64Array | None
+
+    def some(self, chosen: slice) -> _Calibrated:
+        members = None if self.members is None else self.members[chosen]
+        return _Calibrated(self.mean[chosen], self.std[chosen], members)
+
+
+def _calibrated(document: CalibrationDocument, ensemble: Ensemble, members: bool) -> _Calibrated:
     if document.kind != ensemble.kind:
         raise InputError(
             "calibration",
             f"made for a property of each {document.kind}",
             f"one for each {ensemble.kind}, as {ensemble.target} is here",
         )
-    bad = ~np.isfinite(ensemble.mean) | ~np.isfinite(ensemble.std) | (ensemble.std < 0)
-    if bad.any():
+    if document.n_components != ensemble.n_components:
+        raise InputError(
+            "calibration",
+            f"made for {document.n_components} components",
+            f"one for {ensemble.n_components}, as {ensemble.target} has here",
+        )
+    _refuse_unusable(ensemble)
+    mean, spread, count = _committee(ensemble)
+    std = document.std(spread, count, ensemble.labels)
+    if ensemble.members is None or not members:
+        return _Calibrated(mean, std, None)
+    factor = np.divide(std, spread, out=np.zeros_like(std), where=spread > 0)
+    return _Calibrated(mean, std, stretched(ensemble.members, factor, mean))
+
+
+def _refuse_unusable(ensemble: Ensemble) -> None:
+    """Refuse predictions that no error bar can be given to, and say why."""
+    bad = int(np.count_nonzero(~finite(ensemble)))
+    if bad:
+        seen = ensemble.absent is None and ensemble.members is not None
         raise InputError(
             ensemble.key,
-            f"{np.count_nonzero(bad)} values that are NaN, infinite, or negative spreads",
-            "finite predictions",
+            f"{ensemble.counted(bad)} with NaN or infinite predictions",
+            "finite ones",
+            f"If members are missing that saw a point, say so under {ensemble.target}_absent."
+            if seen
+            else "",
         )
-    spread = ensemble.std
-    if ensemble.members is not None:
+    if ensemble.members is None:
+        refuse_negative(ensemble)
+    if ensemble.absent is not None:
+        few = int(np.count_nonzero(ensemble.absent.sum(axis=1) < MIN_ABSENT))
+        if few:
+            raise InputError(
+                f"{ensemble.target}_absent",
+                f"{ensemble.counted(few)} that fewer than {MIN_ABSENT} members had not seen",
+                f"at least {MIN_ABSENT} such members for each",
+                "Leave those points out; or leave out the flags, if the points are new after all.",
+            )
+
+
+def _committee(
+    ensemble: Ensemble,
+) -> tuple[Float64Array, Float64Array, int | IntArray | None]:
+    """Return mean and spread of the members that did not see a point, and how many they are."""
+    if ensemble.members is None:
+        return ensemble.mean, ensemble.std, None
+    if ensemble.absent is None:
+        rounding = rounding_of(ensemble.members)
         # What differs by rounding agrees.
-        spread = np.where(spread > rounding_of(ensemble.members), spread, 0.0)
-    std = document.std(spread, ensemble.n_members, ensemble.labels)
-    if ensemble.members is None or not members:
-        return std, None
-    factor = np.divide(std, spread, out=np.zeros_like(std), where=spread > 0)
-    mean = ensemble.mean[:, None]
-    return std, mean + factor[:, None] * (ensemble.members - mean)
+        spread = np.where(ensemble.std > rounding, ensemble.std, 0.0)
+        return ensemble.mean, spread, ensemble.n_members
+    known = np.where(ensemble.absent, ensemble.members, 0.0)
+    internal = internal_prediction(known, ensemble.absent)
+    spread = np.where(internal.std > rounding_of(known), internal.std, 0.0)
+    return internal.mean, spread, internal.n_absent
 
 
 def _remarks(document: CalibrationDocument, ensemble: Ensemble) -> tuple[str, ...]:
@@ -138,73 +198,80 @@ def _remarks(document: CalibrationDocument, ensemble: Ensemble) -> tuple[str, ..
         if new:
             remarks.append(f"Not seen in the calibration, so without a factor: {', '.join(new)}.")
     low, high = document.spread
-    typical = float(np.median(ensemble.std))
+    _, spread, _ = _committee(ensemble)
+    typical = float(np.median(spread))
     if typical > 0 and not low / 10 < typical < 10 * high:
         remarks.append(
             f"The spread, {typical:.3g} on average, is far from that of the calibration, "
             f"{low:.3g} to {high:.3g} {document.units}".rstrip()
             + ": are the units the same?"
         )
-    zero = int(np.count_nonzero(ensemble.std == 0))
+    zero = int(np.count_nonzero(spread == 0))
     if zero:
-        remarks.append(f"{zero} {ensemble.what} have a spread of zero, and keep it.")
+        remarks.append(f"{ensemble.counted(zero)} without any spread: no error bar but zero.")
     return tuple(remarks)
 
 
 def _entries(
-    ensemble: Ensemble,
-    name: str,
-    stored: Container[str],
-    mean: Float64Array,
-    std: Float64Array,
-    members: Float64Array | None,
+    ensemble: Ensemble, stored: Container[str], found: _Calibrated
 ) -> dict[str, Float64Array]:
-    """Return what is to be stored, by key, a row for each structure or atom.
+    """Return what is to be stored, by key, a row for each structure or atom, in its old shape.
 
     Error bars that are `stored` under another key would contradict the new ones: they become new.
     """
-    k = ensemble.n_components
-    entries = {name: _by_row(mean, k), f"{name}_uncertainty": _by_row(std, k)}
+    name, shape = ensemble.target, (-1, *ensemble.shape)
+    std = found.std.reshape(shape)
+    entries = {name: found.mean.reshape(shape), f"{name}_uncertainty": std}
     for suffix in ERROR_BARS:
         if f"{name}{suffix}" in stored:
-            entries[f"{name}{suffix}"] = _by_row(std**2 if suffix in VARIANCES else std, k)
-    if members is not None:
-        entries[ensemble.key] = _by_row(members, k)
+            entries[f"{name}{suffix}"] = std**2 if suffix in VARIANCES else std
+    if found.members is not None:
+        assert ensemble.layout is not None
+        entries[ensemble.key] = ensemble.layout.stored(found.members)
     return entries
 
 
-def _by_row(values: Float64Array, k: int) -> Float64Array:
-    """Return (rows,) or (rows, k) of points; (rows, R) or (rows, R·k) of members, one by one."""
-    if values.ndim == 1:
-        return values if k == 1 else values.reshape(-1, k)
-    return values.reshape(-1, k, values.shape[1]).transpose(0, 2, 1).reshape(len(values) // k, -1)
+def _columns(source: dict[str, Any], ensemble: Ensemble, found: _Calibrated) -> dict[str, Any]:
+    """Return all columns of a table, new values in the place of the old ones."""
+    columns, known = dict(source), dict(ensemble.columns)
+    old = known.get(ensemble.key, (ensemble.key,))
+    named_as_values = not old[0].startswith(ensemble.key)
+    if ensemble.members is not None and (found.members is None or named_as_values):
+        columns = {key: column for key, column in columns.items() if key not in old}
+        known.pop(ensemble.key, None)
+    # What is new is called as the components of the values that were there.
+    others = [key for key in known if key not in (ensemble.key, f"{ensemble.target}_absent")]
+    stem = others[0] if others else ""
+    endings = [name.removeprefix(stem) for name in known.get(stem, ())]
+    for key, values in _entries(ensemble, {*source, *known}, found).items():
+        flat = values.reshape(len(values), -1)
+        names = known.get(key, tuple(f"{key}{ending}" for ending in endings))
+        if key not in source and values.ndim > 1 and len(names) == flat.shape[1]:
+            columns |= {column: flat[:, i] for i, column in enumerate(names)}
+        else:
+            columns[key] = values
+    return columns
 
 
-def _without_members(columns: dict[str, Any], ensemble: Ensemble, name: str) -> dict[str, Any]:
-    """Leave out the members as they were, whatever their columns are called."""
-    if ensemble.members is None:
-        return columns
-    stems = "|".join(re.escape(stem) for stem in (ensemble.key, name))
-    numbered = re.compile(rf"({stems})(_?\d+)?")
-    return {key: c for key, c in columns.items() if key == name or not numbered.fullmatch(key)}
-
-
-def _store(
-    atoms: Atoms,
-    ensemble: Ensemble,
-    name: str,
-    mean: Float64Array,
-    std: Float64Array,
-    members: Float64Array | None,
-) -> None:
+def _store(atoms: Atoms, ensemble: Ensemble, found: _Calibrated) -> None:
     """Put calibrated values into a structure, in the place of those that it came with."""
     # Keys that ASE knows were read into a calculator; they belong back into the file.
     atoms.info, arrays = with_results(atoms)
     atoms.arrays.update(arrays)
     atoms.calc = None
-    per_atom = ensemble.per_atom
-    place = atoms.arrays if per_atom else atoms.info
-    if members is None and ensemble.members is not None:
+    place = atoms.arrays if ensemble.per_atom else atoms.info
+    if found.members is None and ensemble.members is not None:
         place.pop(ensemble.key, None)
-    for key, rows in _entries(ensemble, name, place, mean, std, members).items():
-        place[key] = rows if per_atom else rows[0]
+    for key, rows in _entries(ensemble, place, found).items():
+        place[key] = rows if ensemble.per_atom else rows[0]
+    for key in _MATRICES:
+        if key in atoms.info:
+            atoms.info[key] = _matrix(atoms.info[key])
+
+
+def _matrix(value: Any) -> Any:
+    """Return a tensor as (3, 3): ASE reads nine numbers as a matrix, and no others at all."""
+    numbers = np.asarray(value)
+    if numbers.shape == (6,):
+        return voigt_6_to_full_3x3_stress(numbers)  # type: ignore[no-untyped-call]
+    return numbers.reshape(3, 3) if numbers.shape == (9,) else value

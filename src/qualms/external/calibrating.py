@@ -9,6 +9,7 @@ import numpy as np
 
 from qualms.core.calibration import (
     METHODS,
+    N_PARAMETERS,
     Calibration,
     CalibrationData,
     Comparison,
@@ -127,7 +128,7 @@ def calibrate_ensemble(
         reason=_reason(comparison, chosen, asked=method != "auto"),
         remarks=(
             *ensemble.remarks,
-            *(f"{n} {ensemble.what} {why} were left out." for why, n in points.dropped.items()),
+            *(f"{ensemble.counted(n)} {why}: left out." for why, n in points.dropped.items()),
             *doubts_about(points, calibration, intervals, n_independent=int(clusters.max()) + 1),
         ),
     )
@@ -162,12 +163,24 @@ def _compared(
         methods = tuple(m for m in methods if m in _MODEST)
     if len(clusters) < 2 or clusters.max() < 1:
         raise CalibrationError("One point is not enough to calibrate on; at least 2 are needed.")
+    _refuse_too_few(len(clusters), method)
+    methods = tuple(m for m in methods if N_PARAMETERS[m] < len(clusters))
     comparison = cross_validate(
         points.data, methods, groups=clusters, n_folds=N_FOLDS, seed=seed, on_method=on_method
     )
     if method in comparison.failures:
         raise CalibrationError(comparison.failures[method])
     return comparison
+
+
+def _refuse_too_few(n: int, method: str) -> None:
+    """Refuse a fit of as many parameters as points, which says nothing about others."""
+    needed = N_PARAMETERS.get(method, 0)
+    if n <= needed:
+        raise CalibrationError(
+            f"{n} points are too few for method='{method}', which has {needed} parameters: "
+            f"at least {needed + 1} are needed. Use more points, or method='linear'."
+        )
 
 
 def _left_out_std(

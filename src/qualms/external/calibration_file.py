@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 import qualms
 from qualms.core.calibration import (
@@ -18,14 +19,16 @@ from qualms.core.calibration import (
     GroupFactor,
     build_calibration,
 )
-from qualms.core.typing import Float64Array, FloatArray
+from qualms.core.typing import Float64Array, FloatArray, IntArray
 from qualms.errors import InputError, QualmsError
-from qualms.external.calibrating import Calibrated
+from qualms.external.calibrating import ERROR_BAR_METHODS, Calibrated
 from qualms.external.ensemble import Ensemble
 from qualms.storage.files import atomic_output
 
 FORMAT: Literal["qualms-calibration"] = "qualms-calibration"
 VERSION = 1
+#: References of this many points are remembered.
+_REMEMBERED = 64
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -53,6 +56,8 @@ class CalibrationDocument(_Model):
     kind : {"structure", "atom", "component"}
     n_components : int
         Points of one structure or atom: 3 for forces.
+    order : {"member", "component"}, optional
+        Which comes first in members of vectors; None if there are none.
     n_members : int, optional
         Of the ensemble; None if it came as error bars alone.
     units : str
@@ -71,6 +76,8 @@ class CalibrationDocument(_Model):
         Of the intervals.
     scores : dict of str to dict
         "before" and "after", on points left out.
+    points : list of str
+        Digests of some of the references, to notice if the same points are to judge it.
     remarks : list of str
     created, qualms : str
         When, and by which version.
@@ -81,6 +88,7 @@ class CalibrationDocument(_Model):
     target: Annotated[str, Field(min_length=1)]
     kind: Literal["structure", "atom", "component"]
     n_components: Annotated[int, Field(ge=1)] = 1
+    order: Literal["member", "component"] | None = None
     n_members: Annotated[int, Field(ge=2)] | None
     units: str = ""
     spread: tuple[_Positive, _Positive]
@@ -92,28 +100,41 @@ class CalibrationDocument(_Model):
     intervals: dict[str, tuple[_Finite, _Finite]]
     level: Annotated[float, Field(gt=0, lt=1)]
     scores: dict[str, dict[str, _Finite | int | None]]
+    points: list[str] = []
     remarks: list[str] = []
     created: str
     qualms: str
+
+    @model_validator(mode="after")
+    def _counts_members(self) -> CalibrationDocument:
+        if self.n_members is None and self.method not in ERROR_BAR_METHODS:
+            raise ValueError(f"method {self.method} needs n_members")
+        return self
 
     def calibration(self) -> Calibration:
         """Return the calibration of all points."""
         return build_calibration(self.method, self.parameters)
 
     def std(
-        self, spread: Float64Array, n_members: int | None, labels: Any | None = None
+        self, spread: Float64Array, n_members: int | IntArray | None, labels: Any | None = None
     ) -> Float64Array:
         """Return calibrated standard deviations (n,); zero where the spread is."""
         count = n_members if n_members is not None else self.n_members
         std = np.zeros(len(spread))
         positive = spread > 0
         # Without members (and with methods that do not count them) any number will do.
-        std[positive] = self.calibration().std(spread[positive], 2 if count is None else count)
+        counts = np.broadcast_to(2 if count is None else count, spread.shape)
+        std[positive] = self.calibration().std(spread[positive], counts[positive])
         return std if labels is None else std * self.factors(labels)
 
     def transform(self, members: FloatArray) -> Float64Array:
         """Scale members (n, N_R) about their means so that they have the calibrated spread."""
         return self.calibration().transform(members)
+
+    def seen(self, y: Float64Array) -> float:
+        """Return about which part of its points have one of these true values; 0 if unknown."""
+        known = set(_digests(y)).intersection(self.points)
+        return len(known) / len(self.points) if self.points else 0.0
 
     def factors(self, labels: Any) -> Float64Array:
         """Return the factor of each of some labels; one for those that are not known."""
@@ -121,6 +142,11 @@ class CalibrationDocument(_Model):
             name: GroupFactor(g.factor, g.alone, g.n_points) for name, g in self.groups.items()
         }
         return GroupedCalibration(self.calibration(), groups).factors(labels)
+
+
+def _digests(y: Float64Array) -> list[str]:
+    """Return a short digest of each number, to eight digits, which files may round to."""
+    return [hashlib.sha256(f"{value:.8g}".encode()).hexdigest()[:12] for value in y.tolist()]
 
 
 def make_document(
@@ -137,6 +163,7 @@ def make_document(
         target=ensemble.target,
         kind=ensemble.kind,  # type: ignore[arg-type]
         n_components=ensemble.n_components,
+        order=None if ensemble.layout is None else ensemble.layout.order,
         n_members=ensemble.n_members,
         units=units,
         spread=tuple(np.quantile(calibrated.points.data.spread, [0.01, 0.99]).tolist()),
@@ -145,12 +172,18 @@ def make_document(
         by=by,
         groups=groups,
         internal=ensemble.absent is not None,
-        intervals={"alpha": calibrated.intervals.alpha, "gamma": calibrated.intervals.gamma},
+        intervals={
+            name: interval
+            for name in ("alpha", "gamma")
+            if (interval := getattr(calibrated.intervals, name)) is not None
+        },
         level=calibrated.intervals.level,
         scores={
             "before": calibrated.before.as_dict(),
             "after": calibrated.after.as_dict(),
         },
+        # Those with the smallest digests are a random choice, but the same for the same points.
+        points=sorted(set(_digests(calibrated.points.ensemble.y)))[:_REMEMBERED],
         remarks=[calibrated.reason, *calibrated.remarks],
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         qualms=qualms.__version__,

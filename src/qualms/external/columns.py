@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
+import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,12 @@ from qualms.errors import InputError
 from qualms.storage.files import atomic_output
 
 _SUFFIXES = (".csv", ".parquet", ".npz")
+#: How components may be called: of vectors, of symmetric tensors (as ASE has them), and of tensors.
+_COMPONENTS = (
+    ("x", "y", "z"),
+    ("xx", "yy", "zz", "yz", "xz", "xy"),
+    ("xx", "xy", "xz", "yx", "yy", "yz", "zx", "zy", "zz"),
+)
 
 
 def is_table(path: str | Path) -> bool:
@@ -65,6 +73,64 @@ def write_columns(path: str | Path, columns: Mapping[str, Any], *, force: bool =
         writer.writerow(flat)
         writer.writerows(zip(*(column.tolist() for column in flat.values()), strict=True))
         stream.write(text.getvalue().encode())
+
+
+def join_columns(columns: Mapping[str, Any], stem: str) -> tuple[tuple[str, ...], Any] | None:
+    """Join columns that are called after one stem into one array with a row for each of theirs.
+
+    These are numbered ones, ``e_0`` (or ``e0``), ``e_1``, …; components, ``f_x``, ``f_y``, ``f_z``;
+    and components of members, ``f_0_x``, … or ``f_x_0``, …, which become arrays (n, R, k) or
+    (n, k, R).
+
+    Returns
+    -------
+    names : tuple of str
+        The columns, in the order of the flattened array.
+    values : (n, …) array
+    """
+    plain = {name: c for name, c in columns.items() if np.ndim(c) == 1}
+    pattern = (
+        rf"{re.escape(stem)}(?:_?(\d+)|_([xyz]{{1,2}})|_(\d+)_([xyz]{{1,2}})|_([xyz]{{1,2}})_(\d+))"
+    )
+    found: dict[tuple[str, ...], str] = {}
+    for name in plain:
+        match = re.fullmatch(pattern, name)
+        if match:
+            found[tuple(part for part in match.groups() if part)] = name
+    for form in ("i", "c", "ic", "ci"):
+        axes = _axes([key for key in found if _form(key) == form], form)
+        if axes:
+            keys = list(itertools.product(*axes))
+            names = tuple(found[key] for key in keys)
+            if len({len(plain[name]) for name in names}) > 1:
+                raise InputError(stem, f"{names[0]}, … of different lengths", "one length")
+            values = np.column_stack([plain[name] for name in names])
+            return names, values.reshape(-1, *map(len, axes))
+    return None
+
+
+def order_of(names: Sequence[str]) -> str | None:
+    """Return which comes first in columns of members, if their names tell: member or component."""
+    if all(re.search(r"\d_[xyz]{1,2}$", name) for name in names):
+        return "member"
+    return "component" if all(re.search(r"_[xyz]{1,2}_\d+$", name) for name in names) else None
+
+
+def _form(key: tuple[str, ...]) -> str:
+    return "".join("i" if part.isdigit() else "c" for part in key)
+
+
+def _axes(keys: list[tuple[str, ...]], form: str) -> list[list[str]]:
+    """Return the labels of each axis, in order; none if they are not all of a known set."""
+    axes = []
+    for kind, labels in zip(form, zip(*keys, strict=True), strict=False):
+        present = set(labels)
+        if kind == "i":
+            axes.append(sorted(present, key=int))
+        else:
+            axes += [list(known) for known in _COMPONENTS if present == set(known)]
+    complete = len(axes) == len(form) and len(keys) == np.prod([len(axis) for axis in axes])
+    return axes if complete else []
 
 
 def _flat(columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def _few(
     known = []
     if calibration.n_parameters > 0:
         known.append("α lies between {:.3g} and {:.3g}".format(*intervals.alpha))
-    if calibration.n_parameters > 1:
+    if calibration.n_parameters > 1 and intervals.gamma is not None:
         known.append("γ between {:.3g} and {:.3g}".format(*intervals.gamma))
     within = f": {', '.join(known)} ({intervals.level:.0%} confidence)" if known else ""
     yield f"Only {n_independent} independent points{within}. Calibrate on more."

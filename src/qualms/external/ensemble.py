@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ from qualms.core.calibration import CalibrationData, calibration_data
 from qualms.core.calibration.base import rounding_of
 from qualms.core.resampling import MIN_ABSENT, committee, internal_prediction
 from qualms.core.typing import BoolArray, Float64Array, IntArray, StrArray
-from qualms.errors import CalibrationError, InputError
+from qualms.errors import CalibrationError, InputError, counted
+from qualms.external.components import Layout
 from qualms.prediction import Prediction
 
 
@@ -34,8 +36,12 @@ class Ensemble:
         Where each point belongs; `atom` is zero where that has no meaning.
     key : str
         Where members, or error bars, were found.
-    n_components : int
-        Points of one structure or atom.
+    shape : tuple of int
+        Of the values of one structure or atom, as they are stored: each of them is a point.
+    layout : Layout, optional
+        How members are stored.
+    columns : mapping of str to tuple of str
+        The columns of a table that values of a key were found in, if they are several.
     per_atom : bool
         Whether they are those of atoms.
     labels : (n,) array of str, optional
@@ -54,7 +60,9 @@ class Ensemble:
     structure: IntArray
     atom: IntArray
     key: str = ""
-    n_components: int = 1
+    shape: tuple[int, ...] = ()
+    layout: Layout | None = None
+    columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     per_atom: bool = False
     labels: StrArray | None = None
     remarks: tuple[str, ...] = ()
@@ -68,9 +76,13 @@ class Ensemble:
         return None if self.members is None else int(self.members.shape[1])
 
     @property
-    def what(self) -> str:
-        """What points are, in words."""
-        return {"structure": "structures", "atom": "atoms", "component": "components"}[self.kind]
+    def n_components(self) -> int:
+        """Points of one structure or atom."""
+        return int(np.prod(self.shape))
+
+    def counted(self, n: int | None = None) -> str:
+        """Return a number of points, all of them by default, in words."""
+        return counted(len(self) if n is None else n, self.kind)
 
     def some(self, chosen: BoolArray) -> Ensemble:
         """Return some of the points."""
@@ -121,17 +133,17 @@ def usable_points(ensemble: Ensemble) -> Points:
     def keep(found: Ensemble, chosen: BoolArray, why: str) -> Ensemble:
         if not chosen.all():
             dropped[why] = int(np.count_nonzero(~chosen))
-        if not chosen.any():
-            reasons = "; ".join(f"{n} {reason}" for reason, n in dropped.items())
-            raise CalibrationError(
-                f"None of {len(ensemble)} {ensemble.what} can be used to calibrate: {reasons}."
-            )
+        if np.count_nonzero(chosen) < 2:
+            reasons = "; ".join(f"{ensemble.counted(n)} {reason}" for reason, n in dropped.items())
+            number = "Only one point" if chosen.any() else "No point"
+            needed = "at least 2 are needed"
+            raise CalibrationError(f"{number} can be used to calibrate ({reasons or needed}).")
         return found if chosen.all() else found.some(chosen)
 
     found = keep(ensemble, np.isfinite(ensemble.y), "without a reference value")
-    found = keep(found, _finite(found), "with NaN or infinite predictions")
+    found = keep(found, finite(found), "with NaN or infinite predictions")
     if found.members is None:
-        _refuse_negative(found)
+        refuse_negative(found)
         found = keep(found, found.std > 0, "with an error bar of zero")
         return Points(found, _from_error_bars(found), dropped)
     if found.absent is not None:
@@ -171,7 +183,7 @@ def with_members(target: str, kind: str, members: Float64Array, **fields: Any) -
     return Ensemble(target, kind, mean, std, members, **fields)
 
 
-def _finite(ensemble: Ensemble) -> BoolArray:
+def finite(ensemble: Ensemble) -> BoolArray:
     """Whether there is a prediction by all members that count: those that did not see the point."""
     if ensemble.members is None:
         return np.isfinite(ensemble.mean) & np.isfinite(ensemble.std)
@@ -179,21 +191,22 @@ def _finite(ensemble: Ensemble) -> BoolArray:
     return np.asarray(np.all(np.isfinite(ensemble.members) | ~np.asarray(counts), axis=1))
 
 
-def _refuse_negative(ensemble: Ensemble) -> None:
+def refuse_negative(ensemble: Ensemble) -> None:
+    """Refuse standard deviations below zero."""
     negative = int(np.count_nonzero(ensemble.std < 0))
     if negative:
         raise InputError(
-            f"{ensemble.target}_uncertainty", f"{negative} negative values", "standard deviations"
+            ensemble.key,
+            counted(negative, "negative value"),
+            "standard deviations",
         )
 
 
 def _from_error_bars(ensemble: Ensemble) -> CalibrationData:
     residuals = ensemble.y - ensemble.mean
-    if len(residuals) < 2 or not np.any(residuals):
+    if not np.any(residuals):
         raise CalibrationError(
             "All residuals are exactly zero, so no scale of the errors can be found."
-            if len(residuals) > 1
-            else "One point is not enough to calibrate on; at least 2 are needed."
         )
     # Of error bars alone nobody knows how many members made them: see `ERROR_BAR_METHODS`.
     n_members = np.full(len(residuals), 2)

@@ -2,62 +2,69 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ase import Atoms
-from ase.io.extxyz import per_atom_properties
+from ase.stress import voigt_6_to_full_3x3_stress
 
-from qualms.atomistic.structures import read_frames
-from qualms.core.typing import Float64Array, StrArray
+from qualms.core.typing import BoolArray, Float64Array, StrArray
 from qualms.errors import InputError
-from qualms.external.columns import is_table, read_columns
+from qualms.external.columns import order_of
+from qualms.external.components import Order, find_layout
 from qualms.external.ensemble import Ensemble, with_members
-
-#: Keys of members, of standard deviations and of variances, after the name of the target.
-MEMBERS = ("_ensemble", "_comm")
-ERROR_BARS = ("_uncertainty", "_std", "_var", "_variance")
-VARIANCES = ("_var", "_variance")
-#: Keys of reference values that are tried if none is given.
-REFERENCES = ("REF_{}", "{}_ref", "{}_reference", "{}_true")
+from qualms.external.sources import (
+    ERROR_BARS,
+    MEMBERS,
+    REFERENCES,
+    VARIANCES,
+    Source,
+    Values,
+    of_frames,
+    of_table,
+    read_source,
+)
 
 
 @dataclass(frozen=True)
-class Values:
-    """Arrays by key, a row for each structure or atom, and what is known about the rows.
+class Wanted:
+    """What is to be read.
 
     Attributes
     ----------
-    arrays : mapping of str to arrays
-        First axis: rows.
-    structure, atom : (n_rows,) arrays of int
-    symbols : (n_rows,) array of str, optional
-        Elements, if rows are atoms.
-    others : set of str
-        Further keys, to be named if something is missing.
+    target : str
+        Name of the property: members under ``{target}_ensemble`` or ``{target}_comm``, or a value
+        under ``{target}`` and an error bar under ``{target}_uncertainty``, ``_std`` or ``_var``.
+    reference : str, optional
+        Key of the true values; ``REF_{target}`` and the like if not given.
+    absent : str, optional
+        Key of flags, one for each member: whether it did *not* see the point in its training;
+        ``{target}_absent`` if there is one.
+    by : str, optional
+        What to group points by: ``element``, or a key such as ``config_type``.
+    order : {"member", "component"}, optional
+        Which comes first in members of vectors; found out if not given.
+    n_components : int, optional
+        If given, true values are not needed, and there are so many for each row.
+    likely_order : {"member", "component"}, optional
+        What `order` was in another file of this ensemble.
     """
 
-    arrays: Mapping[str, Any]
-    structure: Any
-    atom: Any
-    symbols: StrArray | None
-    others: frozenset[str] = frozenset()
+    target: str
+    reference: str | None = None
+    absent: str | None = None
+    by: str | None = None
+    order: str | None = None
+    n_components: int | None = None
+    likely_order: Order | None = None
 
-    def __len__(self) -> int:
-        return len(self.structure)
-
-
-#: What a file holds: structures, or the columns of a table by name.
-Source = list[Atoms] | dict[str, Any]
-
-
-def read_source(path: str | Path) -> Source:
-    """Read all of a file: extended XYZ or whatever else ASE reads, CSV, Parquet or NPZ."""
-    return read_columns(path) if is_table(path) else read_frames(path)
+    @property
+    def truths(self) -> list[str]:
+        """Keys that true values may have."""
+        if self.reference is not None:
+            return [self.reference]
+        return [name.format(self.target) for name in REFERENCES]
 
 
 def read_ensemble(
@@ -67,113 +74,95 @@ def read_ensemble(
     *,
     absent: str | None = None,
     by: str | None = None,
+    order: str | None = None,
     n_components: int | None = None,
+    likely_order: Order | None = None,
 ) -> Ensemble:
     """Read the predictions of an ensemble, and the truth.
 
     Parameters
     ----------
     source : path, or what `read_source` returned
-        Extended XYZ (or whatever else ASE reads), ``.csv``, ``.parquet`` or ``.npz``.
-    target : str
-        Name of the property: members under ``{target}_ensemble`` or ``{target}_comm`` (in tables
-        also as columns ``{target}_ensemble_0`` …, ``{target}_0`` …), or a value under ``{target}``
-        and an error bar under ``{target}_uncertainty``, ``_std`` or ``_var``.
-    reference : str, optional
-        Key of the true values; ``REF_{target}`` and the like if not given.
-    absent : str, optional
-        Key of flags, one for each member: whether it did *not* see the point in its training;
-        ``{target}_absent`` if there is one.
-    by : str, optional
-        What to group points by: ``element``, or a key such as ``config_type``.
-    n_components : int, optional
-        If given, true values are not needed, and there are so many for each row.
+        Extended XYZ (or whatever else ASE reads), ``.csv``, ``.parquet`` or ``.npz``. In tables,
+        columns ``{key}_0``, ``{key}_1``, … or ``{key}_x``, ``{key}_y``, ``{key}_z`` belong
+        together; columns ``{target}_0`` … without any others are members.
+    target, reference, absent, by, order, n_components, likely_order
+        See `Wanted`.
     """
+    wanted = Wanted(target, reference, absent, by, order, n_components, likely_order)
     found = read_source(source) if isinstance(source, (str, Path)) else source
+    asked = [key for key in (absent, by) if key is not None and key != "element"]
     if isinstance(found, dict):
-        values = _of_table(found, target)
-    else:
-        asked = [key for key in (reference, absent, by) if key is not None and key != "element"]
-        values = _of_frames(found, target, asked)
-    return _ensemble(values, target, reference, absent, by, n_components)
+        return _ensemble(of_table(found, target, asked, wanted.truths), wanted)
+    return _ensemble(of_frames(found, target, [*asked, *wanted.truths]), wanted)
 
 
-# --- from arrays by key to points ---
-
-
-def _ensemble(
-    values: Values,
-    target: str,
-    reference: str | None,
-    absent: str | None,
-    by: str | None,
-    n_components: int | None,
-) -> Ensemble:
-    found = _predictions(values, target)
-    wanted = _reference(values, target, reference, n_components)
-    k = 1 if wanted.ndim == 1 else wanted.shape[1]
-    if found.mean is not None and found.mean.shape != wanted.shape:
-        raise InputError(
-            target, f"shape {found.mean.shape}", f"that of the reference, {wanted.shape}"
-        )
+def _ensemble(values: Values, wanted: Wanted) -> Ensemble:
+    found = _predictions(values, wanted.target)
+    y, shape = _reference(values, wanted, found)
+    k = int(np.prod(shape))
+    mean = None if found.mean is None else _like(wanted.target, found.mean, (len(values), *shape))
     kind = "component" if k > 1 else "structure" if values.symbols is None else "atom"
     fields: dict[str, Any] = {
-        "y": wanted.reshape(-1),
+        "y": y.reshape(-1),
         "structure": np.repeat(values.structure, k),
         "atom": np.repeat(values.atom, k),
         "key": found.key,
-        "n_components": k,
+        "shape": shape,
         "per_atom": values.symbols is not None,
-        "labels": _labels(values, by, k),
-        "remarks": found.remarks,
+        "labels": _labels(values, wanted.by, k),
+        "columns": values.columns,
     }
+    for key, bars in found.error_bars.items():
+        _like(key, bars, (len(values), *shape))
     if found.members is None:
-        assert found.mean is not None
-        assert found.std is not None
-        mean, std = found.mean.reshape(-1), found.std.reshape(-1)
-        return Ensemble(target, kind, mean, std, members=None, absent=None, **fields)
-    guide = wanted if found.mean is None else found.mean
-    members = _by_component(found.members, k, found.key, guide)
-    n_members = members.shape[2]
-    flags = _absent(values, target, absent, n_members)
+        assert mean is not None
+        std, remarks = _error_bars(found)
+        fields |= {"members": None, "absent": None, "remarks": remarks}
+        return Ensemble(wanted.target, kind, mean.reshape(-1), std.reshape(-1), **fields)
+    known = {} if mean is None else {wanted.target: mean}
+    known |= {"the reference": y}
+    order = wanted.order or order_of(values.columns.get(found.key, ("",)))
+    layout, remarks = find_layout(
+        found.key, found.members, k, known, order=order, likely=wanted.likely_order
+    )
+    members = layout.points(found.members)
+    flags = _absent(values, wanted.target, wanted.absent, members.shape[1])
+    absent = None if flags is None else np.repeat(flags, k, axis=0)
     return with_members(
-        target,
-        kind,
-        members.reshape(-1, n_members),
-        absent=None if flags is None else np.repeat(flags, k, axis=0),
-        **fields,
+        wanted.target, kind, members, absent=absent, layout=layout, remarks=remarks, **fields
     )
 
 
 @dataclass(frozen=True)
 class _Found:
-    """Members (rows, ·), or mean and standard deviation, the key, and what is to be said of it."""
+    """What is predicted, a row for each structure or atom.
+
+    Attributes
+    ----------
+    key : str
+        Of the members, or else of the error bars.
+    members, mean : arrays, optional
+    error_bars : dict of str to arrays
+        By key.
+    """
 
     key: str
-    members: Float64Array | None = None
-    mean: Float64Array | None = None
-    std: Float64Array | None = None
-    remarks: tuple[str, ...] = ()
+    members: Float64Array | None
+    mean: Float64Array | None
+    error_bars: dict[str, Float64Array]
 
 
 def _predictions(values: Values, target: str) -> _Found:
     mean = _numbers(values, target) if target in values.arrays else None
+    bars = [f"{target}{suffix}" for suffix in ERROR_BARS if f"{target}{suffix}" in values.arrays]
+    error_bars = {key: _numbers(values, key) for key in bars}
     for suffix in MEMBERS:
         key = f"{target}{suffix}"
         if key in values.arrays:
-            return _Found(key, _numbers(values, key), mean)
-    for suffix in ERROR_BARS:
-        key = f"{target}{suffix}"
-        if key in values.arrays and mean is not None:
-            std = _numbers(values, key)
-            if std.shape != mean.shape:
-                raise InputError(key, f"shape {std.shape}", f"that of {target}, {mean.shape}")
-            if suffix not in VARIANCES:
-                return _Found(key, None, mean, std)
-            if np.any(std < 0):
-                raise InputError(key, f"{np.count_nonzero(std < 0)} negative", "variances")
-            remark = f"{key} is taken to be a variance: its root is the error bar."
-            return _Found(key, None, mean, np.sqrt(std), (remark,))
+            return _Found(key, _numbers(values, key), mean, error_bars)
+    if bars and mean is not None:
+        return _Found(bars[0], None, mean, error_bars)
     tried = ", ".join(f"{target}{suffix}" for suffix in (*MEMBERS, *ERROR_BARS))
     raise InputError(
         "target",
@@ -183,53 +172,61 @@ def _predictions(values: Values, target: str) -> _Found:
     )
 
 
-def _by_component(members: Float64Array, k: int, key: str, guide: Float64Array) -> Float64Array:
-    """Return members (rows, k, R) of k columns that may be in either order.
-
-    Member by member, m0x m0y m0z m1x …, unless the other order is much closer to the mean that is
-    stored, or else to the truth.
-    """
-    rows = len(members)
-    if members.ndim == 3 and k in members.shape[1:]:
-        return members if members.shape[1] == k else members.transpose(0, 2, 1)
-    members = members.reshape(rows, -1)
-    width = members.shape[1]
-    if width % k:
-        raise InputError(key, f"{width} columns", f"a multiple of the {k} components")
-    by_member = members.reshape(rows, width // k, k).transpose(0, 2, 1)
-    if k == 1 or not np.any(np.isfinite(guide)):
-        return by_member
-    by_part = members.reshape(rows, k, width // k)
-    known = guide.reshape(rows, k)
-
-    def distance(ordered: Float64Array) -> float:
-        middle = np.nanmedian(np.where(np.isfinite(ordered), ordered, np.nan), axis=2)
-        return float(np.nanmean(np.abs(middle - known)))
-
-    return by_part if distance(by_part) < 0.5 * distance(by_member) else by_member
+def _error_bars(found: _Found) -> tuple[Float64Array, tuple[str, ...]]:
+    """Return standard deviations, and what is to be said of them."""
+    std = found.error_bars[found.key]
+    if not found.key.endswith(VARIANCES):
+        return std, ()
+    negative = int(np.count_nonzero(std < 0))
+    if negative:
+        raise InputError(found.key, f"{negative} negative", "variances")
+    return np.sqrt(std), (f"{found.key} is taken to be a variance: its root is the error bar.",)
 
 
 def _reference(
-    values: Values, target: str, reference: str | None, n_components: int | None
-) -> Float64Array:
-    """Return the true values (rows,) or (rows, k); NaN where there are none."""
-    names = [reference] if reference is not None else [name.format(target) for name in REFERENCES]
-    for name in names:
+    values: Values, wanted: Wanted, found: _Found
+) -> tuple[Float64Array, tuple[int, ...]]:
+    """Return the true values (rows, k), NaN where there are none, and the shape of one of them."""
+    for name in wanted.truths:
         if name in values.arrays:
-            return _numbers(values, name)
-    if n_components is None:
+            y = _numbers(values, name)
+            shape = y.shape[1:] if found.mean is None else _shape(found.mean, y.shape[1:])
+            return y.reshape(len(values), -1), shape
+    if wanted.n_components is None:
         raise InputError(
             "reference",
-            repr(reference) if reference is not None else "none",
-            f"the key of the true values of {target}",
+            repr(wanted.reference) if wanted.reference is not None else "none",
+            f"the key of the true values of {wanted.target}",
             f"There are: {_known(values)}.",
         )
-    return np.full((len(values),) if n_components == 1 else (len(values), n_components), np.nan)
+    k = wanted.n_components
+    shape = () if k == 1 else (k,)
+    if found.mean is not None:
+        shape = _shape(found.mean, shape)
+    elif found.members is not None and found.members.ndim == 4:  # matrices
+        shape = next(
+            (s for s in (found.members.shape[2:], found.members.shape[1:-1]) if np.prod(s) == k),
+            shape,
+        )
+    return np.full((len(values), k), np.nan), shape
 
 
-def _absent(
-    values: Values, target: str, key: str | None, n_members: int
-) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
+def _shape(mean: Float64Array, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape that values are stored in, if it has as many numbers as is expected."""
+    return mean.shape[1:] if np.prod(mean.shape[1:]) == np.prod(shape) else shape
+
+
+def _like(key: str, values: Float64Array, shape: tuple[int, ...]) -> Float64Array:
+    """Return values (rows, k), if they have as many numbers in each row as they must."""
+    if key.startswith("stress") and values.shape[1:] == (6,) and np.prod(shape[1:]) == 9:
+        # ASE turns the nine numbers of a stress into six.
+        values = voigt_6_to_full_3x3_stress(values)  # type: ignore[no-untyped-call]
+    if np.prod(values.shape[1:]) != np.prod(shape[1:]):
+        raise InputError(key, f"shape {values.shape}", f"that of the other values, {shape}")
+    return values.reshape(len(values), -1)
+
+
+def _absent(values: Values, target: str, key: str | None, n_members: int) -> BoolArray | None:
     name = key if key is not None else f"{target}_absent"
     if name not in values.arrays:
         if key is None:
@@ -261,6 +258,8 @@ def _labels(values: Values, by: str | None, k: int) -> StrArray | None:
 
 
 def _numbers(values: Values, key: str) -> Float64Array:
+    if np.iscomplexobj(values.arrays[key]):
+        raise InputError(key, "complex numbers", "real ones")
     try:
         numbers = np.asarray(values.arrays[key], dtype=np.float64)
     except (TypeError, ValueError):
@@ -272,116 +271,3 @@ def _numbers(values: Values, key: str) -> Float64Array:
 
 def _known(values: Values) -> str:
     return ", ".join(sorted({*values.arrays, *values.others})) or "no keys at all"
-
-
-# --- from structures ---
-
-
-def _of_frames(frames: Sequence[Atoms], target: str, asked: Sequence[str]) -> Values:
-    """Collect the values of all structures under the keys that may matter."""
-    found = [_values(atoms) for atoms in frames]
-    keys = {key for info, arrays in found for key in (*info, *arrays)}
-    wanted = [target, *(f"{target}{s}" for s in (*MEMBERS, *ERROR_BARS, "_absent")), *asked]
-    wanted += [name.format(target) for name in REFERENCES]
-    predicted = [f"{target}{s}" for s in (*MEMBERS, *ERROR_BARS)]
-    per_atom = any(key in arrays for _, arrays in found for key in predicted)
-    n_atoms = np.array([len(atoms) for atoms in frames])
-    structure = np.repeat(np.arange(len(frames)), n_atoms) if per_atom else np.arange(len(frames))
-    collected: dict[str, Any] = {}
-    for key in wanted:
-        if key in keys:
-            rows = [_rows(key, *pair, n, per_atom) for pair, n in zip(found, n_atoms, strict=True)]
-            if any(row is not None for row in rows):
-                counts = n_atoms if per_atom else np.ones_like(n_atoms)
-                collected[key] = _joined(key, rows, counts)
-    symbols = np.concatenate([[*atoms.symbols] for atoms in frames]) if per_atom else None
-    atom = np.concatenate([np.arange(n) for n in n_atoms]) if per_atom else np.zeros_like(structure)
-    return Values(collected, structure, atom, symbols, frozenset(keys))
-
-
-def with_results(atoms: Atoms) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return ``info`` and ``arrays``, with the keys that ASE has read into a calculator."""
-    info, arrays = dict(atoms.info), dict(atoms.arrays)
-    for key, value in getattr(atoms.calc, "results", {}).items():
-        (arrays if key in per_atom_properties else info).setdefault(key, value)
-    return info, arrays
-
-
-def _values(atoms: Atoms) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what is known of a structure and of its atoms, but for the geometry."""
-    info, arrays = with_results(atoms)
-    for key in ("numbers", "positions"):
-        arrays.pop(key, None)
-    return info, arrays
-
-
-def _rows(
-    key: str, info: dict[str, Any], arrays: dict[str, Any], n_atoms: int, per_atom: bool
-) -> Any | None:
-    """Return the value of a key as rows of one structure: one row, or one for each atom."""
-    if per_atom and key in arrays:
-        return np.asarray(arrays[key])
-    if key not in info:
-        return None
-    value = np.asarray(info[key])
-    if value.shape == (3, 3):
-        value = value.ravel(order="F")  # how ASE reads nine numbers
-    return np.repeat(value[None], n_atoms, axis=0) if per_atom else value[None]
-
-
-def _joined(key: str, rows: Sequence[Any | None], counts: Any) -> Any:
-    """Join the rows of all structures; NaN, or no label, where a structure has none."""
-    shapes = {row.shape[1:] for row in rows if row is not None}
-    if len(shapes) > 1:
-        first = next(r.shape[1:] for r in rows if r is not None)
-        other = next(i for i, r in enumerate(rows) if r is not None and r.shape[1:] != first)
-        raise InputError(
-            key,
-            f"{first} values in the first structure and {rows[other].shape[1:]} in number {other}",  # type: ignore[union-attr]
-            "the same number in all structures",
-        )
-    shape = shapes.pop()
-    text = any(row is not None and row.dtype.kind in "US" for row in rows)
-    missing: Any = "" if text else np.nan
-    filled = [
-        np.full((n, *shape), missing) if row is None else row
-        for row, n in zip(rows, counts, strict=True)
-    ]
-    return np.concatenate([np.asarray(row, dtype=str) if text else row for row in filled])
-
-
-# --- from tables ---
-
-
-def _of_table(columns: Mapping[str, Any], target: str) -> Values:
-    """Join numbered columns into members, and find out what the rows are."""
-    arrays = dict(columns)
-    for stem in (*(f"{target}{suffix}" for suffix in MEMBERS), target, f"{target}_absent"):
-        numbered = sorted(
-            (name for name in columns if re.fullmatch(re.escape(stem) + r"_?\d+", name)),
-            key=lambda name: int(re.findall(r"\d+$", name)[0]),
-        )
-        if numbered:
-            key = f"{target}{MEMBERS[0]}" if stem == target else stem
-            arrays.setdefault(key, np.column_stack([columns[name] for name in numbered]))
-    predicted = (f"{target}{suffix}" for suffix in (*MEMBERS, *ERROR_BARS, ""))
-    n = next((len(arrays[key]) for key in predicted if key in arrays), 0)
-    n = n or max(map(len, arrays.values()))
-
-    def column(name: str) -> Any:
-        found = np.asarray(columns.get(name, ()))
-        return found if found.shape == (n,) else None
-
-    structure = next((c for c in map(column, ("structure", "index")) if c is not None), None)
-    structure = np.arange(n) if structure is None else structure
-    if structure.dtype.kind not in "iuf":
-        structure = np.unique(structure.astype(str), return_inverse=True)[1].reshape(-1)
-    atom, symbols = column("atom"), column("symbol")
-    if atom is None or atom.dtype.kind not in "iuf":
-        atom = np.zeros(n)
-    return Values(
-        arrays,
-        structure.astype(np.intp),
-        atom.astype(np.intp),
-        None if symbols is None else np.asarray(symbols).astype(str),
-    )

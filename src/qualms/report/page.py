@@ -9,6 +9,7 @@ import numpy as np
 from rich.table import Table
 
 from qualms.core.score_intervals import ScoreIntervals, bootstrap_scores
+from qualms.errors import counted
 from qualms.prediction import Prediction
 from qualms.report.interval_table import interval_note, score_lines, write_number
 from qualms.report.judged import Judged
@@ -172,9 +173,9 @@ def _intervals(judged: Judged, seed: int) -> dict[str, ScoreIntervals]:
 def _subtitle(judged: Judged) -> str:
     units = f" in {judged.units}" if judged.units else ""
     n_structures = np.unique(judged.structure).size
-    points = f"{judged.y.size} predictions"
+    points = counted(judged.y.size, "prediction")
     if judged.y.size != n_structures:
-        points += f" for {n_structures} structures"
+        points += f" for {counted(n_structures, 'structure')}"
     n = judged.prediction.n_members if judged.n_members is None else judged.n_members
     return f"{judged.target}{units}: {points}" + (f" by {n} members" if n else "")
 

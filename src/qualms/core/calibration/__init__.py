@@ -19,6 +19,7 @@ from qualms.core.calibration.comparison import (
 from qualms.core.calibration.extrapolation import SpreadExtrapolation, extrapolate_spread
 from qualms.core.calibration.fitting import (
     METHODS,
+    N_PARAMETERS,
     PerOutputCalibration,
     build_calibration,
     calibrate,
@@ -41,6 +42,7 @@ from qualms.core.calibration.student import StudentCalibration
 
 __all__ = [
     "METHODS",
+    "N_PARAMETERS",
     "Calibration",
     "CalibrationData",
     "Candidate",

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import numpy as np
 
 from qualms.core.checks import check_members, check_points
-from qualms.core.resampling import MIN_ABSENT, committee, internal_prediction
+from qualms.core.resampling import MIN_ABSENT, committee, internal_prediction, stretched
 from qualms.core.typing import BoolArray, Float64Array, FloatArray, IntArray
-from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWarning
+from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWarning, counted
 
 P_co = TypeVar("P_co", covariant=True)
 C = TypeVar("C", bound="Calibration")
@@ -162,6 +162,16 @@ def _with_spread(data: CalibrationData, rounding: Float64Array) -> CalibrationDa
     )
 
 
+def refuse_exact(data: CalibrationData) -> None:
+    """Refuse points without any error, which no scale can be found from."""
+    if not np.any(data.residuals[data.weights > 0]):
+        n = len(data.residuals)
+        raise CalibrationError(
+            f"All residuals of {counted(n, 'point')} are exactly zero, so no scale can be found. "
+            "Use more points."
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Calibration(ABC):
     """A rule that turns the spread between members into a standard deviation that holds.
@@ -205,8 +215,7 @@ class Calibration(ABC):
         std = self.std(spread[positive], members.shape[-1])
         factor = np.ones_like(spread)
         factor[positive] = std / spread[positive]
-        scaled: Float64Array = mean[..., None] + factor[..., None] * (members - mean[..., None])
-        return scaled
+        return stretched(members, factor, mean)
 
     def apply(self, prediction: Calibratable[P_co]) -> P_co:
         """Return the calibrated prediction."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from qualms.core.calibration.base import Calibration, CalibrationData
 from qualms.core.calibration.fitting import METHODS, fit_calibration
-from qualms.core.resampling import group_codes
+from qualms.core.resampling import group_codes, group_scatter
 from qualms.core.typing import BoolArray, Float64Array, IntArray
 from qualms.errors import CalibrationError, InputError
 
@@ -117,7 +117,8 @@ def cross_validate(
     for done, method in enumerate(methods, start=1):
         try:
             fitted[method] = fit_calibration(data, method)
-            parts[method] = tuple(fit_calibration(data.some(~out), method) for out in folds)
+            near = fitted[method]
+            parts[method] = tuple(fit_calibration(data.some(~out), method, near) for out in folds)
             densities[method] = _left_out_densities(data, parts[method], folds)
         except CalibrationError as error:
             failures[method] = str(error)
@@ -177,6 +178,4 @@ def _standard_error(differences: Float64Array, weights: Float64Array, codes: Int
     """Return the standard error of a weighted mean of points in groups."""
     total = float(weights.sum())
     centered = weights * (differences - float(weights @ differences) / total)
-    sums = np.bincount(codes, centered)
-    n_groups = len(sums)
-    return float(np.sqrt(np.sum(sums**2) * n_groups / max(n_groups - 1, 1))) / total
+    return float(np.sqrt(group_scatter(centered[:, None], codes)[0, 0])) / total

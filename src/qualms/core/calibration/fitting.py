@@ -48,6 +48,8 @@ _CLASSES: dict[str, type[Calibration]] = {
         ShrinkageCalibration,
     )
 }
+#: Numbers that each method fits.
+N_PARAMETERS = {method: cls.n_parameters for method, cls in _CLASSES.items()}
 
 
 @dataclass(frozen=True)
@@ -109,10 +111,22 @@ def build_calibration(method: str, parameters: Mapping[str, Any]) -> Calibration
     return _CLASSES[method](**parameters)
 
 
-def fit_calibration(data: CalibrationData, method: str = "student") -> Calibration:
-    """Fit one calibration by name to residuals and spreads."""
+def fit_calibration(
+    data: CalibrationData, method: str = "student", near: Calibration | None = None
+) -> Calibration:
+    """Fit one calibration by name to residuals and spreads.
+
+    Parameters
+    ----------
+    data : CalibrationData
+    method : str
+    near : Calibration, optional
+        A fit to similar points, which saves time where there is something to search.
+    """
     if method not in METHODS:
         raise InputError("method", repr(method), f"one of {', '.join(METHODS)}")
+    if method == ShrinkageCalibration.method and isinstance(near, ShrinkageCalibration):
+        return fit_shrinkage(data, near)
     return METHODS[method](data)
 
 

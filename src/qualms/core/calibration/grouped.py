@@ -20,7 +20,7 @@ import numpy as np
 from scipy.optimize import minimize_scalar
 
 from qualms.core.calibration.base import Calibration, CalibrationData
-from qualms.core.resampling import committee, group_codes
+from qualms.core.resampling import group_codes, group_scatter, stretched
 from qualms.core.typing import Float64Array, FloatArray, IntArray, StrArray
 from qualms.errors import InputError
 
@@ -75,10 +75,7 @@ class GroupedCalibration:
 
     def transform(self, members: FloatArray, labels: Sequence[str] | StrArray) -> Float64Array:
         """Scale members (n, N_R) about their means so that they have the calibrated spread."""
-        scaled = self.overall.transform(members)
-        mean = committee(scaled)[0][..., None]
-        stretched: Float64Array = mean + self.factors(labels)[:, None] * (scaled - mean)
-        return stretched
+        return stretched(self.overall.transform(members), self.factors(labels))
 
 
 def fit_groups(
@@ -143,5 +140,5 @@ def _variance_per_point(data: CalibrationData, overall: Calibration, codes: IntA
     below, here, above = (_densities(data, overall, h) for h in (-_STEP, 0.0, _STEP))
     curvature = -data.mean(above - 2 * here + below) / _STEP**2
     slope = data.weights * (above - below) / (2 * _STEP)
-    sums = np.bincount(codes, slope - slope.mean())
-    return float(np.sum(sums**2)) / data.total / max(curvature, 1e-3) ** 2
+    scatter = float(group_scatter(slope[:, None], codes)[0, 0])
+    return scatter / data.total / max(curvature, 1e-3) ** 2

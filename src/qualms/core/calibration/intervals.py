@@ -18,23 +18,28 @@ from scipy.special import ndtri, stdtrit
 
 from qualms.core.calibration.base import Calibration, CalibrationData
 from qualms.core.calibration.fitting import fit_calibration
-from qualms.core.calibration.scaling import PowerCalibration, power_scores
+from qualms.core.calibration.scaling import PowerCalibration, is_constant, power_scores
 from qualms.core.calibration.shrinkage import ShrinkageCalibration, shrinkage_scores
 from qualms.core.calibration.student import StudentCalibration, student_scores
-from qualms.core.resampling import group_codes
+from qualms.core.resampling import group_codes, group_scatter
 from qualms.core.typing import Float64Array, IntArray
 from qualms.errors import InputError
 
 #: Step of the derivative of gradients, in ln α, γ, m and ln τ.
 _STEP = 1e-4
+#: Spreads whose logarithms scatter by less than this, τ, are alike.
+_ALIKE = 0.01
 
 
 @dataclass(frozen=True)
 class ConfidenceIntervals:
-    """Intervals (lower, upper) of the parameters of a calibration, and their probability."""
+    """Intervals (lower, upper) of the parameters of a calibration, and their probability.
+
+    That of γ is None if it cannot be told, because all spreads are alike.
+    """
 
     alpha: tuple[float, float]
-    gamma: tuple[float, float]
+    gamma: tuple[float, float] | None
     level: float
 
 
@@ -71,14 +76,15 @@ def bootstrap_intervals(
     codes = group_codes(groups, n)
     n_groups = int(codes.max()) + 1
     pairs = np.empty((n_bootstrap, 2))
+    near = fit_calibration(data, method)
     for b in range(n_bootstrap):
         times = np.bincount(rng.integers(n_groups, size=n_groups), minlength=n_groups)[codes]
-        fitted = fit_calibration(data.reweighted(data.weights * times), method)
+        fitted = fit_calibration(data.reweighted(data.weights * times), method, near)
         pairs[b] = fitted.alpha, fitted.gamma
     lower, upper = np.quantile(pairs, [(1 - level) / 2, (1 + level) / 2], axis=0)
-    return ConfidenceIntervals(
-        (float(lower[0]), float(upper[0])), (float(lower[1]), float(upper[1])), level
-    )
+    gamma = (float(lower[1]), float(upper[1]))
+    untold = near.n_parameters > 1 and _tells_no_exponent(near, data)
+    return ConfidenceIntervals((float(lower[0]), float(upper[0])), None if untold else gamma, level)
 
 
 def confidence_intervals(
@@ -112,17 +118,29 @@ def confidence_intervals(
     theta, scores = _scores(calibration, data)
     n = len(data.residuals)
     codes = group_codes(groups, n)
+    untold = calibration.n_parameters > 1 and _tells_no_exponent(calibration, data)
+    if untold:
+        # Whatever γ is, α makes up for it: what is known is α at this γ.
+        rest, all_scores = theta[1:], scores
+        theta, scores = theta[:1], lambda at: all_scores(np.append(at, rest))[:, :1]
     variances = _sandwich(theta, scores, data.weights, codes)
-    on_a_bound = calibration.n_parameters > 1 and not 1e-3 < calibration.gamma < 5 - 1e-3
+    on_a_bound = len(theta) > 1 and not 1e-3 < calibration.gamma < 5 - 1e-3
     if variances is None or on_a_bound:
         return bootstrap_intervals(data, calibration.method, level=level, groups=groups)
     half = -float(stdtrit(max(int(codes.max()), 1), (1 - level) / 2)) * np.sqrt(variances)
     log_alpha = theta[0]
-    gamma = (calibration.gamma, calibration.gamma)
+    gamma: tuple[float, float] = (calibration.gamma, calibration.gamma)
     if len(theta) > 1:
-        gamma = (max(theta[1] - half[1], 0.0), float(theta[1] + half[1]))
+        gamma = (max(float(theta[1] - half[1]), 0.0), float(theta[1] + half[1]))
     alpha = (float(np.exp(log_alpha - half[0])), float(np.exp(log_alpha + half[0])))
-    return ConfidenceIntervals(alpha, gamma, level)
+    return ConfidenceIntervals(alpha, None if untold else gamma, level)
+
+
+def _tells_no_exponent(calibration: Calibration, data: CalibrationData) -> bool:
+    """Whether all spreads are alike; for shrinkage, once the noise is taken out of them."""
+    if isinstance(calibration, ShrinkageCalibration):
+        return calibration.log_spread_std < _ALIKE
+    return is_constant(data)
 
 
 def _scores(
@@ -151,12 +169,8 @@ def _sandwich(
     values = np.linalg.eigvalsh(H)
     if not np.all(np.isfinite(H)) or values[0] <= 1e-9 * values[-1]:
         return None
-    s = weights[:, None] * scores(theta)
     # At a maximum inside the bounds the gradients sum to zero, up to what the search left.
-    s = s - s.mean(axis=0)
-    n_groups = int(codes.max()) + 1
-    sums = np.stack([np.bincount(codes, column, minlength=n_groups) for column in s.T], axis=1)
-    J = sums.T @ sums * n_groups / max(n_groups - 1, 1)
+    J = group_scatter(weights[:, None] * scores(theta), codes)
     half = np.linalg.solve(H, J)
     variances: Float64Array = np.maximum(np.diag(np.linalg.solve(H, half.T)), 0.0)
     return variances

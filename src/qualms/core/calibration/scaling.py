@@ -8,7 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import minimize_scalar
 
-from qualms.core.calibration.base import Calibration, CalibrationData, with_likelihood
+from qualms.core.calibration.base import (
+    Calibration,
+    CalibrationData,
+    refuse_exact,
+    with_likelihood,
+)
 from qualms.core.likelihood import gaussian_log_density
 from qualms.core.typing import Float64Array, FloatArray, IntArray
 
@@ -64,6 +69,7 @@ def fit_none(data: CalibrationData) -> NoCalibration:
 
 def fit_linear(data: CalibrationData) -> LinearCalibration:
     """Return α = √v₀ in closed form. Eqs. (9) and (12), Musil et al. 2019."""
+    refuse_exact(data)
     v_0 = variance_scale(data.residuals, data.spread, data.weights)
     return with_likelihood(LinearCalibration(alpha=v_0**0.5), data)
 
@@ -75,10 +81,11 @@ def fit_power(data: CalibrationData) -> PowerCalibration:
     concave in γ, because the logarithm of a sum of exponentials is convex: one maximum, found by a
     bounded search.
     """
+    refuse_exact(data)
     log_spread = np.log(data.spread)
     center = data.mean(log_spread)
     log_spread = log_spread - center  # so that powers neither overflow nor vanish
-    if np.ptp(log_spread) < 1e-6:
+    if is_constant(data):
         gamma = 1.0  # a constant spread cannot tell α from γ
     else:
 
@@ -94,6 +101,11 @@ def fit_power(data: CalibrationData) -> PowerCalibration:
     alpha_centred = data.mean(data.residuals**2 * np.exp(-2 * gamma * log_spread)) ** 0.5
     alpha = alpha_centred * float(np.exp(-gamma * center))
     return with_likelihood(PowerCalibration(alpha=alpha, gamma=gamma), data)
+
+
+def is_constant(data: CalibrationData) -> bool:
+    """Whether all spreads are alike, so that no exponent can be found."""
+    return float(np.ptp(np.log(data.spread))) < 1e-6
 
 
 def power_scores(

@@ -22,7 +22,12 @@ import numpy as np
 from scipy.optimize import minimize_scalar
 from scipy.special import gammaln, stdtrit
 
-from qualms.core.calibration.base import Calibration, CalibrationData, with_likelihood
+from qualms.core.calibration.base import (
+    Calibration,
+    CalibrationData,
+    refuse_exact,
+    with_likelihood,
+)
 from qualms.core.likelihood import student_log_density
 from qualms.core.typing import Float64Array, FloatArray, IntArray
 from qualms.errors import CalibrationError
@@ -75,6 +80,7 @@ def fit_student(data: CalibrationData) -> StudentCalibration:
             f"Some points have only {data.n_members.min()} members; method='student' needs at "
             "least 3. Use more members, or method='linear'."
         )
+    refuse_exact(data)
     nu = data.n_members - 1.0
     t2 = (data.residuals / data.spread) ** 2
     offset = data.mean(gammaln((nu + 1) / 2) - gammaln(nu / 2) - 0.5 * np.log(nu * np.pi))

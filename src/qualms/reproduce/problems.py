@@ -1,0 +1,202 @@
+"""The two data sets of the paper, divided as it divides them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from ase import Atoms
+
+from qualms.atomistic.settings import Settings, make_settings
+from qualms.core.typing import IntArray
+from qualms.data import qm9
+from qualms.errors import InputError
+from qualms.reproduce.published import SIZES, SPLIT
+
+Scale = Literal["paper", "small"]
+Split = Literal["atoms", "crystals"]
+#: What all sizes are divided by.
+DIVISORS: dict[Scale, int] = {"paper": 1, "small": 10}
+_HYDROGEN = 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Data, divided, and what is to be done with them.
+
+    Attributes
+    ----------
+    name : {"qm9", "csd-atoms", "csd-crystals"}
+    title : str
+    scale : {"paper", "small"}
+    train, validation, test : list of Atoms
+        With labels of their own points alone: the same crystal may be in all three, with different
+        atoms.
+    settings : Settings
+    sizes : tuple of int
+        Of sub-samples.
+    source : str
+        Where the data come from.
+    """
+
+    name: str
+    title: str
+    scale: Scale
+    train: list[Atoms]
+    validation: list[Atoms]
+    test: list[Atoms]
+    settings: Settings
+    sizes: tuple[int, ...]
+    source: str
+
+
+def qm9_problem(source: str | os.PathLike[str], scale: Scale = "paper", seed: int = 0) -> Problem:
+    """Return atomisation energies per atom of QM9, drawn and divided at random.
+
+    Parameters
+    ----------
+    source : str or path
+        As `qualms.data.qm9` takes it.
+    scale : {"paper", "small"}
+    seed : int
+        Of everything that is random.
+    """
+    train, validation, test = (n // DIVISORS[scale] for n in SPLIT)
+    molecules = qm9(source, n=train + validation + test, seed=seed)
+    settings = make_settings(
+        {
+            "target": "atomization_energy_per_atom",
+            "kind": "intensive",
+            "n_representatives": 5_000 // DIVISORS[scale],
+            "units": "eV/atom",
+            "seed": seed,
+        }
+    )
+    return Problem(
+        name="qm9",
+        title="Atomisation energies of QM9",
+        scale=scale,
+        train=molecules[:train],
+        validation=molecules[train : train + validation],
+        test=molecules[train + validation :],
+        settings=settings,
+        sizes=tuple(n // DIVISORS[scale] for n in SIZES),
+        source=os.path.basename(os.fspath(source)),
+    )
+
+
+def csd_problem(
+    crystals: Sequence[Atoms],
+    split: Split = "atoms",
+    scale: Scale = "paper",
+    seed: int = 0,
+    *,
+    source: str = "",
+) -> Problem:
+    """Return ¹H shieldings of crystals, divided over atoms as in the paper, or over crystals.
+
+    Parameters
+    ----------
+    crystals : sequence of Atoms
+        From `qualms.data.csd`.
+    split : {"atoms", "crystals"}
+        Atoms of one crystal are near-copies of each other: divided over atoms, most test atoms have
+        a sibling in the training set.
+    scale : {"paper", "small"}
+    seed : int
+        Of everything that is random.
+    source : str
+        Where the crystals come from.
+    """
+    numbers = [n // DIVISORS[scale] for n in SPLIT]
+    rng = np.random.default_rng(seed)
+    divide = _divided_atoms if split == "atoms" else _divided_crystals
+    train, validation, test = divide(crystals, numbers, rng)
+    settings = make_settings(
+        {
+            "target": "shielding",
+            "kind": "atomic",
+            "species": "H",
+            "representation": "nmr",
+            "n_representatives": 10_000 // DIVISORS[scale],
+            "resample": "atoms" if split == "atoms" else "structures",
+            "units": "ppm",
+            "seed": seed,
+        }
+    )
+    problem = Problem(
+        name=f"csd-{split}",
+        title=f"¹H shieldings of CSD-1000R, divided over {split}",
+        scale=scale,
+        train=train,
+        validation=validation,
+        test=test,
+        settings=settings,
+        sizes=tuple(n // DIVISORS[scale] for n in SIZES),
+        source=source,
+    )
+    return problem if split == "atoms" else _in_crystals(problem)
+
+
+def _in_crystals(problem: Problem) -> Problem:
+    """Say how many crystals a sub-sample has, rather than how many atoms."""
+    total = sum(int(_labelled(atoms).sum()) for atoms in problem.train)
+    sizes = tuple(max(round(n * len(problem.train) / total), 2) for n in problem.sizes)
+    return replace(problem, sizes=sizes)
+
+
+def _divided_atoms(
+    crystals: Sequence[Atoms], numbers: Sequence[int], rng: np.random.Generator
+) -> list[list[Atoms]]:
+    """Divide labelled hydrogen atoms at random, whatever crystal they are in."""
+    places = np.array(
+        [(s, i) for s, atoms in enumerate(crystals) for i in np.flatnonzero(_labelled(atoms))]
+    ).reshape(-1, 2)
+    if len(places) < sum(numbers):
+        raise InputError(
+            "data", f"{len(places)} shieldings of hydrogen", f"at least {sum(numbers)} of them"
+        )
+    drawn = places[rng.permutation(len(places))[: sum(numbers)]]
+    parts = np.split(drawn, np.cumsum(numbers)[:-1])
+    return [_only(crystals, part) for part in parts]
+
+
+def _divided_crystals(
+    crystals: Sequence[Atoms], numbers: Sequence[int], rng: np.random.Generator
+) -> list[list[Atoms]]:
+    """Divide crystals at random so that their hydrogen atoms come to the numbers wanted."""
+    order = rng.permutation(len(crystals))
+    total = np.cumsum([int(_labelled(crystals[i]).sum()) for i in order])
+    if total[-1] < 0.95 * sum(numbers):
+        raise InputError("data", f"{total[-1]} shieldings of hydrogen", f"{sum(numbers)} of them")
+    edges = np.searchsorted(total, np.cumsum(numbers)).clip(max=len(order) - 1) + 1
+    parts = np.split(order[: edges[-1]], edges[:-1])
+    return [
+        _only(
+            crystals,
+            np.array([(s, i) for s in part for i in np.flatnonzero(_labelled(crystals[s]))]),
+        )
+        for part in parts
+    ]
+
+
+def _labelled(atoms: Atoms) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """Whether an atom is a hydrogen with a shielding."""
+    labelled = (atoms.numbers == _HYDROGEN) & np.isfinite(atoms.arrays["shielding"])
+    return np.asarray(labelled)
+
+
+def _only(crystals: Sequence[Atoms], places: IntArray) -> list[Atoms]:
+    """Return copies of crystals with the labels of the atoms (structure, atom) alone."""
+    found = []
+    for structure in np.unique(places[:, 0]):
+        atoms = crystals[structure].copy()
+        labels = np.full(len(atoms), np.nan)
+        chosen = places[places[:, 0] == structure, 1]
+        labels[chosen] = atoms.arrays["shielding"][chosen]
+        atoms.arrays["shielding"] = labels
+        found.append(atoms)
+    return found

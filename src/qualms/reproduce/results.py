@@ -1,0 +1,279 @@
+"""What a reproduction found, as a small JSON file: numbers only, complete after every step.
+
+The file is also how an interrupted run is resumed: what is in it is not computed again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import psutil
+from pydantic import Field, ValidationError
+
+import qualms
+from qualms.atomistic.study import Estimate
+from qualms.core.diagnostics import binned_errors
+from qualms.errors import InputError
+from qualms.storage.container import Document
+from qualms.storage.files import atomic_output
+
+_VERSION = 1
+_LIBRARIES = ("numpy", "scipy", "dscribe", "ase")
+#: Bins of σ in which errors are compared with it.
+N_BINS = 10
+
+
+class Column(Document):
+    """One estimator on the test set.
+
+    Attributes
+    ----------
+    scores : dict of str to float
+        All of `qualms.core.scores.Scores` that are defined.
+    alpha, gamma : float
+        Of its calibration.
+    decades : float
+        How many orders of magnitude σ spans, without half a per cent at each end.
+    bins : list of (float, float)
+        Root mean predicted variance and root mean squared error in bins of σ, of as many points.
+    surprises : float
+        Share of the points whose error exceeds 4σ.
+    """
+
+    scores: dict[str, float]
+    alpha: float
+    gamma: float
+    decades: float
+    bins: list[tuple[float, float]]
+    surprises: float
+
+
+class Scheme(Document):
+    """Members of one size, judged.
+
+    Attributes
+    ----------
+    n : int
+        Size of the sub-samples, in points or in groups of them.
+    replace : bool
+        Whether they were drawn with replacement: a bootstrap.
+    n_internal : int
+        Training points that the internal calibrations used.
+    seconds : float
+        To draw, solve and calibrate the members.
+    columns : dict of str to Column
+    student_t : float
+        Mean log likelihood under Student's t itself rather than a Gaussian of its variance.
+    """
+
+    n: int
+    replace: bool
+    n_internal: int
+    seconds: float
+    columns: dict[str, Column]
+    student_t: float
+
+
+class Seed(Document):
+    """One division of the data.
+
+    Attributes
+    ----------
+    seed : int
+    n_train, n_validation, n_test : int
+        Labels.
+    n_environments, n_representatives : int
+    noise : float
+        Standard deviation of the noise that the full model was given, by leave-one-out errors.
+    seconds : dict of str to float
+        Of the stages that all sizes share.
+    memory : float
+        Largest resident memory so far, of this process and its largest worker, in bytes.
+    schemes : list of Scheme
+    process : dict of str to Column
+        The projected process: Raw, CV, N-L.
+    process_evidence : dict of str to Column
+        The same with the noise that maximises the marginal likelihood.
+    """
+
+    seed: int
+    n_train: int
+    n_validation: int
+    n_test: int
+    n_environments: int
+    n_representatives: int
+    noise: float
+    seconds: dict[str, float]
+    memory: float = 0.0
+    schemes: list[Scheme] = Field(default_factory=list)
+    process: dict[str, Column] = Field(default_factory=dict)
+    process_evidence: dict[str, Column] = Field(default_factory=dict)
+
+    def has(self, n: int, replace: bool) -> bool:
+        """Whether members of this size have been judged."""
+        return any(s.n == n and s.replace == replace for s in self.schemes)
+
+
+class Shifted(Document):
+    """Predictions of one set of structures that may differ from what was trained on.
+
+    Attributes
+    ----------
+    label : str
+    n : int
+        Points.
+    flagged : float
+        Share of the structures that the model itself calls extrapolation.
+    bias : float
+        Mean of prediction less truth.
+    columns : dict of str to Column
+        By calibration.
+    """
+
+    label: str
+    n: int
+    flagged: float
+    bias: float
+    columns: dict[str, Column]
+
+
+class Shift(Document):
+    """A model far from home.
+
+    Attributes
+    ----------
+    trained_on : str
+    n_train : int
+    sets : list of Shifted
+        The first is like the training set; the others are not.
+    seconds : float
+    """
+
+    trained_on: str
+    n_train: int
+    sets: list[Shifted]
+    seconds: float
+
+
+class Results(Document):
+    """All that a command found.
+
+    Attributes
+    ----------
+    version : int
+        Of this format.
+    name, title, scale, source, units : str
+    sizes : list of int
+    representation : dict
+        Hyper-parameters.
+    machine : dict of str to str
+    seeds : list of Seed
+    shift : Shift, optional
+    """
+
+    version: Annotated[int, Field(ge=1, le=_VERSION)] = _VERSION
+    name: str
+    title: str
+    scale: str
+    source: str
+    units: str
+    sizes: list[int]
+    representation: dict[str, Any]
+    machine: dict[str, str]
+    seeds: list[Seed] = Field(default_factory=list)
+    shift: Shift | None = None
+
+    def seed(self, seed: int) -> Seed | None:
+        """Return what was found with a seed, if anything."""
+        return next((found for found in self.seeds if found.seed == seed), None)
+
+    def with_seed(self, found: Seed) -> Results:
+        """Return the results with those of a seed added or replaced."""
+        others = [other for other in self.seeds if other.seed != found.seed]
+        ordered = sorted([*others, found], key=lambda each: each.seed)
+        return self.model_copy(update={"seeds": ordered})
+
+
+def read_results(path: str | os.PathLike[str]) -> Results:
+    """Read results; whatever else a file holds is an error that says so."""
+    try:
+        return Results.model_validate_json(Path(path).read_bytes())
+    except OSError as error:
+        raise InputError("results", f"'{path}'", "a file that can be read", str(error)) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the document"
+        raise InputError(
+            "results", f"'{path}'", "results of qualms reproduce", f"{where}: {first['msg']}."
+        ) from error
+
+
+def write_results(path: Path, results: Results) -> None:
+    """Write results, replacing earlier ones at once or not at all."""
+    document = _rounded(results.model_dump(mode="json"))
+    with atomic_output(path, force=True) as file:
+        file.write((json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def _rounded(value: Any) -> Any:
+    """Leave out digits that mean nothing: files are smaller and comparisons easier."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_rounded(item) for item in value]
+    return value
+
+
+def as_column(estimate: Estimate) -> Column:
+    """Judge an estimate."""
+    z = estimate.y - estimate.mean
+    low, high = np.quantile(estimate.std, [0.005, 0.995])
+    bins = binned_errors(z, estimate.std, N_BINS)
+    return Column(
+        scores={k: v for k, v in estimate.scores().as_dict().items() if v is not None},
+        alpha=estimate.calibration.alpha,
+        gamma=estimate.calibration.gamma,
+        decades=float(np.log10(high / low)),
+        bins=list(zip(bins.rmv.tolist(), bins.rmse.tolist(), strict=True)),
+        surprises=float(np.mean(np.abs(z) > 4 * estimate.std)),
+    )
+
+
+def machine() -> dict[str, str]:
+    """Return what the figures were measured with."""
+    return {
+        "processor": _processor(),
+        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else "?"),
+        "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
+        "python": platform.python_version(),
+        "qualms": qualms.__version__,
+        **{name: version(name) for name in _LIBRARIES},
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(
+            line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+        )
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def peak_memory() -> float:
+    """Return the largest resident memory of this process and of its largest worker, in bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    used = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return float(unit * sum(resource.getrusage(who).ru_maxrss for who in used))

@@ -1,0 +1,244 @@
+"""Members of every size, judged; results are written after each of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from qualms.atomistic.feature_stage import Resources
+from qualms.atomistic.fitted import Fitted
+from qualms.atomistic.plan import Plan
+from qualms.atomistic.progress import Stages
+from qualms.atomistic.study import (
+    VALIDATED,
+    Estimate,
+    member_estimates,
+    process_estimate,
+)
+from qualms.core.resampling import committee
+from qualms.errors import InputError
+from qualms.reproduce.kernels import Prepared, discard, prepare
+from qualms.reproduce.predictions import save_estimates
+from qualms.reproduce.problems import Problem
+from qualms.reproduce.results import (
+    Column,
+    Results,
+    Scheme,
+    Seed,
+    as_column,
+    machine,
+    peak_memory,
+    read_results,
+    write_results,
+)
+
+#: What bootstrapping is called beside the sizes of sub-samples.
+BOOTSTRAP = "bootstrap"
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """Where a run writes.
+
+    Attributes
+    ----------
+    directory : Path
+        Results, and below it what is kept for a resumed run and for figures.
+    keep_kernels : bool
+        Whether kernel rows, gigabytes of them, stay once all sizes are judged.
+    """
+
+    directory: Path
+    keep_kernels: bool = True
+
+    def results(self, name: str) -> Path:
+        """File of the results of a problem."""
+        return self.directory / f"{name}.json"
+
+    def kernels(self, name: str, seed: int) -> Path:
+        """Directory of the kernel rows of a problem."""
+        return self.directory / "kernels" / f"{name}-{seed}"
+
+    def predictions(self, name: str, label: str) -> Path:
+        """File of the predictions that figures are made of."""
+        return self.directory / "predictions" / f"{name}-{label}.npz"
+
+
+def run_problem(
+    problem: Problem,
+    results: Results,
+    workplace: Workplace,
+    resources: Resources,
+    stages: Stages,
+    say: Callable[[str], None],
+) -> Results:
+    """Judge members of every size, and a bootstrap, on one division of the data.
+
+    Parameters
+    ----------
+    problem : Problem
+    results : Results
+        Those of earlier seeds, and of an interrupted run of this one.
+    workplace : Workplace
+    resources : Resources
+    stages : Stages
+    say : callable
+        Tells what has been found.
+    """
+    schemes = [(n, False) for n in problem.sizes] + [(_n_groups(problem), True)]
+    before = results.seed(problem.settings.seed)
+    if before is not None and before.process and all(before.has(*s) for s in schemes):
+        say(f"Seed {problem.settings.seed} is complete.")
+        return results
+    kernels = workplace.kernels(problem.name, problem.settings.seed)
+    with threadpool_limits(limits=resources.threads):
+        prepared = prepare(problem, kernels, resources, stages)
+        seed = before or _new_seed(problem, prepared)
+        if not seed.process:
+            seed = _with_process(seed, problem, prepared, workplace)
+            results = _written(results, seed, workplace)
+        for n, replace in schemes:
+            if not seed.has(n, replace):
+                scheme = _judge(problem, prepared, n, replace, workplace)
+                update = {"schemes": [*seed.schemes, scheme], "memory": peak_memory()}
+                seed = seed.model_copy(update=update)
+                results = _written(results, seed, workplace)
+                say(_line(scheme))
+    del prepared
+    if not workplace.keep_kernels:
+        discard(kernels)
+    return results
+
+
+def start_results(problem: Problem, workplace: Workplace, *, force: bool) -> Results:
+    """Return the results of an earlier run of the same problem, or new ones."""
+    fresh = Results(
+        name=problem.name,
+        title=problem.title,
+        scale=problem.scale,
+        source=problem.source,
+        units=problem.settings.units,
+        sizes=list(problem.sizes),
+        representation=problem.settings.representation.model_dump(mode="json"),
+        machine=machine(),
+    )
+    path = workplace.results(problem.name)
+    if force or not path.exists():
+        return fresh
+    before = read_results(path)
+    same = ("name", "scale", "source", "representation")
+    differing = [f for f in same if getattr(before, f) != getattr(fresh, f)]
+    if differing:
+        raise InputError(
+            "output",
+            f"'{path}'",
+            f"results of the same {', '.join(differing)}",
+            "Use another directory, or --force to start anew.",
+        )
+    return before
+
+
+def expected_seconds(problem: Problem, plan: Plan) -> float:
+    """Return about how long all sizes take: the plan's time, and all further members.
+
+    A member of n < M points is solved by its n × n matrix; more points by conjugate gradients, all
+    members at once, or exactly if that is cheaper: a few times the price of the rows.
+    """
+    N, M, R = plan.n_rows, plan.n_representatives, problem.settings.n_members
+    flops = 0.0
+    for n in [*problem.sizes, N]:
+        dual = R * (float(n) ** 2 * M + n**3 / 3)
+        iterative = 60 * 4.0 * N * M * R
+        flops += min(dual, iterative)
+    return plan.seconds + (flops + float(N) * M**2) / 4e10 + 5.0
+
+
+def _n_groups(problem: Problem) -> int:
+    """Return what a bootstrap draws as many of: structures, or atoms."""
+    if problem.settings.resample == "atoms":
+        target = problem.settings.target
+        return sum(int(np.isfinite(a.arrays[target]).sum()) for a in problem.train)
+    return len(problem.train)
+
+
+def _new_seed(problem: Problem, prepared: Prepared) -> Seed:
+    return Seed(
+        seed=problem.settings.seed,
+        n_train=len(prepared.data.y),
+        n_validation=len(prepared.validation.y),
+        n_test=len(prepared.test.y),
+        n_environments=prepared.data.n_environments,
+        n_representatives=len(prepared.fitted.representatives),
+        noise=float(prepared.solver.full.noise_variance[0] ** 0.5),
+        seconds=prepared.seconds,
+    )
+
+
+def _written(results: Results, seed: Seed, workplace: Workplace) -> Results:
+    results = results.with_seed(seed)
+    write_results(workplace.results(results.name), results)
+    return results
+
+
+def _with_process(seed: Seed, problem: Problem, prepared: Prepared, workplace: Workplace) -> Seed:
+    """Judge the projected process, with the noise of the members and by the evidence."""
+    estimates, columns = _process(prepared, prepared.fitted)
+    save_estimates(workplace.predictions(problem.name, "process"), estimates)
+    noise = prepared.solver.full.evidence
+    assert noise is not None, "the noise is chosen by the data"
+    _, by_evidence = _process(prepared, prepared.solver.with_process(prepared.fitted, noise))
+    update = {"process": columns, "process_evidence": by_evidence, "memory": peak_memory()}
+    return seed.model_copy(update=update)
+
+
+def _process(
+    prepared: Prepared, fitted: Fitted
+) -> tuple[Mapping[str, Estimate], dict[str, Column]]:
+    estimates = {"Raw": process_estimate(fitted, prepared.test)}
+    for column, method in VALIDATED.items():
+        estimates[column] = process_estimate(fitted, prepared.test, prepared.validation, method)
+    return estimates, {column: as_column(e) for column, e in estimates.items()}
+
+
+def _judge(
+    problem: Problem, prepared: Prepared, n: int, replace: bool, workplace: Workplace
+) -> Scheme:
+    """Draw, solve and calibrate members of one size, and judge them on the test set."""
+    settings = prepared.settings.model_copy(update={"subsample": n, "replace": replace})
+    started = time.perf_counter()
+    outcome = prepared.solver.solve(settings, np.random.default_rng(settings.seed))
+    seconds = time.perf_counter() - started
+    estimates = member_estimates(outcome.fitted, prepared.validation, prepared.test)
+    label = BOOTSTRAP if replace else str(n)
+    save_estimates(workplace.predictions(problem.name, label), estimates)
+    return Scheme(
+        n=n,
+        replace=replace,
+        n_internal=0 if outcome.internal is None else len(outcome.internal.residuals),
+        seconds=seconds,
+        columns={column: as_column(e) for column, e in estimates.items()},
+        student_t=_student_t(estimates),
+    )
+
+
+def _student_t(estimates: Mapping[str, Estimate]) -> float:
+    """Return the mean log likelihood under the t density of the student calibration."""
+    raw, student = estimates["Raw"], estimates["student"]
+    assert raw.members is not None, "raw error bars are those of members"
+    spread = committee(raw.members)[1]
+    n_members = raw.members.shape[1]
+    densities = student.calibration.log_density(raw.y - raw.mean, spread, n_members)
+    return float(np.mean(densities))
+
+
+def _line(scheme: Scheme) -> str:
+    label = BOOTSTRAP if scheme.replace else f"n = {scheme.n:,}"
+    values = ", ".join(
+        f"{column} {found.scores['log_likelihood']:.3f}" for column, found in scheme.columns.items()
+    )
+    return f"{label}: {values} ({scheme.seconds:.0f} s)"

@@ -1,0 +1,424 @@
+"""The paper's tables again, small: problems, runs that go on where they were, and the page."""
+
+import gzip
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import ase.io
+import numpy as np
+import pytest
+from ase import Atoms
+from atomistic_fixtures import labelled_crystals, qualms
+
+from qualms.atomistic.feature_stage import Resources
+from qualms.atomistic.progress import Stages
+from qualms.atomistic.study import held_out_rows, member_estimates
+from qualms.data import csd, qm9
+from qualms.errors import InputError
+from qualms.reproduce import kernels, problems, run
+from qualms.reproduce.claims import check_claims
+from qualms.reproduce.page import make_page, table_rows
+from qualms.reproduce.problems import csd_problem, qm9_problem
+from qualms.reproduce.published import COLUMNS, CSD, PROCESS, QM9, SIZES, published
+from qualms.reproduce.results import Results, read_results, write_results
+
+DOCS = Path(__file__).parents[1] / "docs"
+COMMAND = Path(sys.executable).with_name("qualms")
+#: Columns of members: the paper's, and ours.
+MEMBERS = {*COLUMNS, "student", "shrinkage"}
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """A hundredth of the paper."""
+    monkeypatch.setitem(problems.DIVISORS, "small", 100)
+
+
+def organic_crystals(n, seed=0):
+    """Boxes with a molecule each, atoms displaced; the shielding counts neighbours."""
+    rng = np.random.default_rng(seed)
+    frames = []
+    molecules = [atoms for atoms in qm9(n=2 * n) if 9 not in atoms.numbers]
+    for atoms in molecules[:n]:
+        atoms = Atoms(atoms.numbers, atoms.positions, cell=[12.0] * 3, pbc=True)
+        atoms.positions += rng.normal(scale=0.05, size=atoms.positions.shape)
+        near = np.exp(-((atoms.get_all_distances() / 2) ** 2)) @ (atoms.numbers - 1.0)
+        atoms.arrays["CS_total"] = 30.0 - near
+        frames.append(atoms)
+    return frames
+
+
+@pytest.fixture
+def crystal_file(tmp_path):
+    path = tmp_path / "crystals.extxyz"
+    ase.io.write(path, organic_crystals(60), format="extxyz")
+    return path
+
+
+# --- data ---
+
+
+def test_published_values_are_found_where_the_paper_prints_them():
+    assert published(QM9, 5_000, "N-L") == 4.673
+    assert published(CSD, PROCESS, "CV") == -0.255
+    assert published(CSD, PROCESS, "Int.") is None
+    assert published(QM9, 5_000, "student") is None
+    assert published(QM9, 7, "CV") is None
+    assert all(len(table[n]) == len(COLUMNS) for table in (QM9, CSD) for n in SIZES)
+
+
+def test_crystals_are_read_from_extended_xyz_and_from_chemiscope(tmp_path, crystal_file):
+    frames = csd(crystal_file)
+    document = {
+        "meta": {"name": "crystals"},
+        "structures": [
+            {
+                "size": len(a),
+                "names": a.get_chemical_symbols(),
+                **{axis: a.positions[:, i].tolist() for i, axis in enumerate("xyz")},
+                "cell": a.cell.array.ravel().tolist(),
+            }
+            for a in frames
+        ],
+        "environments": [
+            {"structure": s, "center": int(i), "cutoff": 3.5}
+            for s, a in enumerate(frames)
+            for i in np.flatnonzero(a.numbers == 1)
+        ],
+    }
+    values = [a.arrays["shielding"][a.numbers == 1] for a in frames]
+    document["properties"] = {
+        "CS_total": {"target": "atom", "values": np.concatenate(values).tolist()},
+        "energy": {"target": "structure", "values": [0.0] * len(frames)},
+    }
+    path = tmp_path / "crystals.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(document).encode()))
+    again = csd(path)
+    for before, after in zip(frames, again, strict=True):
+        hydrogen = before.numbers == 1
+        assert np.all(after.pbc)
+        assert np.allclose(before.cell, after.cell)
+        np.testing.assert_allclose(after.positions, before.positions)
+        np.testing.assert_allclose(
+            after.arrays["shielding"][hydrogen], before.arrays["shielding"][hydrogen]
+        )
+        assert np.isnan(after.arrays["shielding"][~hydrogen]).all()
+
+
+def test_failed_calculations_are_left_out(tmp_path):
+    frames = organic_crystals(3)
+    for atoms, status in zip(frames, ("PASSING", "FAILED", "PASSING"), strict=True):
+        atoms.info["STATUS"] = status
+        atoms.arrays["cs_iso"] = atoms.arrays.pop("CS_total")
+    path = tmp_path / "relaxed.extxyz"
+    ase.io.write(path, frames, format="extxyz")
+    assert len(csd(path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("no.json", b"{}", "a data set of chemiscope"),
+        ("bad.json.gz", b"not zipped", "a data set of chemiscope"),
+        ("missing.xyz", None, "a file of crystals"),
+    ],
+)
+def test_what_is_no_set_of_crystals_is_refused(tmp_path, name, content, message):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        csd(path)
+
+
+def test_crystals_without_shieldings_are_refused_by_the_names_there_are(tmp_path):
+    path = tmp_path / "salt.extxyz"
+    ase.io.write(path, labelled_crystals(2), format="extxyz")
+    with pytest.raises(InputError, match="none of CS_total, cs_iso"):
+        csd(path)
+
+
+# --- problems ---
+
+
+def labels(frames, key="shielding"):
+    return [a.arrays[key][np.isfinite(a.arrays[key])] for a in frames]
+
+
+def test_atoms_are_divided_without_overlap(tiny, crystal_file):
+    crystals = csd(crystal_file)
+    problem = csd_problem(crystals, "atoms", "small", seed=1)
+    parts = [np.concatenate(labels(p)) for p in (problem.train, problem.validation, problem.test)]
+    assert [len(p) for p in parts] == [200, 50, 50]
+    everything = np.concatenate(parts)
+    assert len(np.unique(everything)) == 300  # the labels of this set all differ
+    assert problem.settings.resample == "atoms"
+    assert problem.sizes == (10, 50, 100, 150, 180)
+    again = csd_problem(crystals, "atoms", "small", seed=1)
+    np.testing.assert_array_equal(np.concatenate(labels(again.test)), parts[2])
+    other = csd_problem(crystals, "atoms", "small", seed=2)
+    assert not np.array_equal(np.concatenate(labels(other.test)), parts[2])
+
+
+def test_crystals_are_divided_whole(tiny, crystal_file):
+    crystals = csd(crystal_file)
+    problem = csd_problem(crystals, "crystals", "small")
+    parts = [problem.train, problem.validation, problem.test]
+    positions = [{a.positions.tobytes() for a in part} for part in parts]
+    assert not positions[0] & positions[1]
+    assert not positions[0] & positions[2]
+    for atoms in problem.train:
+        assert np.isfinite(atoms.arrays["shielding"]).sum() == np.sum(atoms.numbers == 1)
+    counts = [sum(map(len, labels(part))) for part in parts]
+    assert 200 <= counts[0] < 220
+    assert problem.settings.resample == "structures"
+    assert max(problem.sizes) < len(problem.train)
+
+
+def test_too_few_shieldings_are_refused(crystal_file):
+    with pytest.raises(InputError, match="at least 30000"):
+        csd_problem(csd(crystal_file), "atoms")
+
+
+# --- runs ---
+
+
+def run_small(problem, directory, **kept):
+    workplace = run.Workplace(directory, **kept)
+    results = run.start_results(problem, workplace, force=False)
+    said = []
+    found = run.run_problem(
+        problem, results, workplace, Resources(), Stages(), lambda text: said.append(text)
+    )
+    return found, said
+
+
+def test_a_run_judges_every_size_and_estimator(tiny, tmp_path):
+    problem = qm9_problem("subset", "small")
+    results, said = run_small(problem, tmp_path)
+    (seed,) = results.seeds
+    assert [(s.n, s.replace) for s in seed.schemes] == [
+        *((n, False) for n in problem.sizes),
+        (200, True),
+    ]
+    assert all(set(s.columns) == MEMBERS for s in seed.schemes)
+    assert set(seed.process) == set(seed.process_evidence) == {"Raw", "CV", "N-L"}
+    assert len(said) == 6
+    assert said[0].startswith("n = 10: Raw")
+    assert read_results(tmp_path / "qm9.json").seeds[0].schemes[0].n == 10
+    # Linear scaling does not change which points are more certain than others.
+    scheme = seed.schemes[2]
+    assert scheme.columns["Raw"].scores["spearman"] == scheme.columns["CV"].scores["spearman"]
+    assert scheme.columns["CV"].gamma == 1.0
+    assert len(check_claims(results)) == 8
+
+
+def test_a_run_is_resumed_without_computing_anything_twice(tiny, tmp_path, monkeypatch):
+    problem = qm9_problem("subset", "small")
+    judge = run._judge
+    calls = []
+
+    def interrupted(problem, prepared, n, replace, workplace):
+        calls.append(n)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return judge(problem, prepared, n, replace, workplace)
+
+    monkeypatch.setattr(run, "_judge", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_small(problem, tmp_path / "a")
+    assert len(read_results(tmp_path / "a" / "qm9.json").seeds[0].schemes) == 2
+    monkeypatch.setattr(
+        kernels.Training, "kernel_rows", lambda self: pytest.fail("kernels are computed once")
+    )
+    resumed, _ = run_small(problem, tmp_path / "a")
+    assert calls == [10, 50, 100, 100, 150, 180, 200]
+    monkeypatch.undo()
+    monkeypatch.setitem(problems.DIVISORS, "small", 100)
+    whole, _ = run_small(problem, tmp_path / "b", keep_kernels=False)
+    for a, b in zip(resumed.seeds[0].schemes, whole.seeds[0].schemes, strict=True):
+        for column in MEMBERS:
+            assert a.columns[column].scores["log_likelihood"] == pytest.approx(
+                b.columns[column].scores["log_likelihood"], rel=1e-5
+            )
+    assert (tmp_path / "a" / "kernels").is_dir()
+    assert not (tmp_path / "b" / "kernels" / "qm9-0").exists()
+    done, said = run_small(problem, tmp_path / "a")
+    assert said == ["Seed 0 is complete."]
+    assert [s.n for s in done.seeds[0].schemes] == [s.n for s in resumed.seeds[0].schemes]
+
+
+def test_results_of_another_problem_are_not_continued(tiny, tmp_path, crystal_file):
+    problem = qm9_problem("subset", "small")
+    run_small(problem, tmp_path)
+    other = problems.replace(problem, source="elsewhere")
+    with pytest.raises(InputError, match="the same source"):
+        run.start_results(other, run.Workplace(tmp_path), force=False)
+    assert run.start_results(other, run.Workplace(tmp_path), force=True).seeds == []
+
+
+def test_damaged_results_say_so(tmp_path):
+    path = tmp_path / "qm9.json"
+    path.write_text('{"name": "qm9"}')
+    with pytest.raises(InputError, match="results of qualms reproduce"):
+        read_results(path)
+
+
+def test_only_labelled_atoms_are_predicted(tiny, crystal_file, tmp_path):
+    problem = csd_problem(csd(crystal_file), "atoms", "small")
+    prepared = kernels.prepare(problem, tmp_path, Resources(), Stages())
+    assert len(prepared.test.y) == len(prepared.test.K_XM) == 50
+    estimates = member_estimates(prepared.fitted, prepared.validation, prepared.test)
+    # The rows are those of the labels: predictions follow them.
+    assert np.corrcoef(estimates["CV"].mean, prepared.test.y)[0, 1] > 0.8
+    direct = held_out_rows(prepared.fitted, problem.test, 1)
+    np.testing.assert_array_equal(direct.K_XM, prepared.test.K_XM)
+
+
+# --- the page ---
+
+
+@pytest.fixture
+def found(tiny, tmp_path):
+    results = None
+    for seed in (0, 1):
+        problem = qm9_problem("subset", "small", seed)
+        results, _ = run_small(problem, tmp_path)
+    return results
+
+
+def test_tables_show_means_and_standard_errors(found):
+    rows = dict(table_rows(found))
+    values = [s.schemes[0].columns["CV"].scores["log_likelihood"] for s in found.seeds]
+    error = abs(values[0] - values[1]) / 2
+    assert rows["10"][1] == f"{np.mean(values):.3f} ± {error:.3f}".replace("-", "−")
+    assert set(rows) == {
+        "10",
+        "50",
+        "100",
+        "150",
+        "180",
+        "bootstrap",
+        PROCESS,
+        f"{PROCESS}, σ² by evidence",
+    }
+    at_paper_scale = found.model_copy(update={"scale": "paper", "sizes": list(SIZES)})
+    assert dict(table_rows(at_paper_scale))["1,000"][1].endswith("[4.651]")
+
+
+def test_the_page_has_no_gaps(found, tmp_path):
+    page = make_page([found], figures="figures/")
+    assert "nan" not in page
+    assert "None" not in page
+    assert "figures/qm9-linear.png" in page
+    assert page.count("| yes |") + page.count("| no |") == 8
+    write_results(tmp_path / "again.json", found)
+    assert make_page([read_results(tmp_path / "again.json")], figures="figures/") == make_page(
+        [Results.model_validate_json((tmp_path / "again.json").read_bytes())], figures="figures/"
+    )
+
+
+def test_the_committed_page_is_made_of_the_committed_results():
+    names = ("qm9", "csd-atoms", "csd-crystals")
+    files = [DOCS / "reproduction" / f"{name}.json" for name in names]
+    page = make_page([read_results(path) for path in files], figures="reproduction/")
+    assert (DOCS / "reproduction.md").read_text(encoding="utf-8") == page
+    for figure in (DOCS / "reproduction").glob("*.png"):
+        assert f"reproduction/{figure.name}" in page
+
+
+def test_the_committed_results_keep_what_is_promised():
+    """Internal calibration is as good as that on a validation set, at every size."""
+    for name in ("qm9", "csd-atoms", "csd-crystals"):
+        results = read_results(DOCS / "reproduction" / f"{name}.json")
+        assert results.scale == "paper"
+        assert len(results.seeds) >= 2
+        assert results.seeds[0].n_train >= 19_500
+    best = read_results(DOCS / "reproduction" / "qm9.json").seeds[0]
+    assert min(s.columns["student"].scores["mae"] for s in best.schemes) < 1.5e-3
+
+
+# --- at full scale ---
+
+
+@pytest.mark.slow
+def test_qm9_at_full_scale(tmp_path):
+    """20,000 molecules, 5,000 representatives: about a quarter of an hour on two cores."""
+    source = os.environ.get("QUALMS_QM9", "qm9pack")
+    results, _ = run_small(qm9_problem(source, "paper"), tmp_path, keep_kernels=False)
+    (seed,) = results.seeds
+    assert seed.memory < 10e9
+    for scheme in seed.schemes:
+        found = {c: scheme.columns[c].scores["log_likelihood"] for c in MEMBERS}
+        assert found["student"] > found["CV"] - 0.005
+        assert found["shrinkage"] > found["N-L"] - 0.001
+    assert max(s.columns["CV"].scores["log_likelihood"] for s in seed.schemes) > 4.95
+    assert min(s.columns["student"].scores["mae"] for s in seed.schemes) < 1.5e-3
+
+
+# --- the command ---
+
+
+def test_the_command_reproduces_qm9_small(tmp_path):
+    """As a user runs it: the whole way within two minutes, then at once."""
+    command = [COMMAND, "reproduce", "qm9", "--scale", "small", "--shift", "-o", "out"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+    assert "about" in ended.stderr
+    assert "n = 1,800" in ended.stderr
+    assert "bootstrap" in ended.stdout
+    made = set(os.listdir(tmp_path / "out"))
+    assert {"qm9.json", "reproduction.md", "qm9-linear.png", "qm9-shift.png"} <= made
+    results = read_results(tmp_path / "out" / "qm9.json")
+    (seed,) = results.seeds
+    for scheme in seed.schemes[1:]:
+        columns = scheme.columns
+        student, cv = (columns[c].scores["log_likelihood"] for c in ("student", "CV"))
+        assert student > cv - 0.03
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert again.returncode == 0
+    assert "Seed 0 is complete." in again.stderr
+    page = [COMMAND, "reproduce", "page", "out/qm9.json", "-o", "page.md"]
+    assert subprocess.run(page, cwd=tmp_path, check=False).returncode == 0
+    assert "out/qm9-linear.png" in (tmp_path / "page.md").read_text(encoding="utf-8")
+
+
+def test_the_command_reproduces_crystals_both_ways(tiny, crystal_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    relaxed = organic_crystals(30, seed=1)
+    ase.io.write("relaxed.extxyz", relaxed, format="extxyz")
+    monkeypatch.setitem(problems.DIVISORS, "small", 100)
+    ended = qualms(
+        f"reproduce csd --data {crystal_file.name} --relaxed relaxed.extxyz --scale small "
+        "--threads 1 -o out --discard-kernels"
+    )
+    assert ended.code == 0, ended.err
+    for name in ("csd-atoms", "csd-crystals"):
+        assert (Path("out") / f"{name}-power.png").stat().st_size > 1000
+    shift = read_results("out/csd-crystals.json").shift
+    assert [s.label for s in shift.sets] == ["rattled crystals, held out", "relaxed crystals"]
+    assert not any(Path("out/kernels").rglob("*.npy"))
+    shutil.rmtree("out")
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("reproduce qm9 --scale huge", "paper or small"),
+        ("reproduce qm9 --data nowhere.npz", "nowhere.npz"),
+        ("reproduce csd --data nowhere.xyz", "a file of crystals"),
+        ("reproduce csd --data {crystals} --split molecules", "atoms, crystals or both"),
+        ("reproduce csd --data {crystals}", "shieldings of hydrogen"),
+        ("reproduce page nowhere.json -o page.md", "nowhere.json"),
+    ],
+)
+def test_bad_input_is_refused(command, message, crystal_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ended = qualms(command.format(crystals=crystal_file))
+    assert ended.code == 2
+    assert message in ended.err
+    assert "Traceback" not in ended.err
