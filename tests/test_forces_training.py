@@ -13,7 +13,6 @@ from ase.build import bulk, molecule
 from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
 from atomistic_fixtures import Interrupt, copies, make_model
-from scipy.stats import multivariate_normal
 from threadpoolctl import threadpool_limits
 
 from qualms import AtomisticModel, InputError, Prediction, QualmsWarning, score
@@ -27,7 +26,6 @@ from qualms.atomistic.mechanics import VOIGT, derivatives
 from qualms.atomistic.plan import make_plan
 from qualms.atomistic.potential import make_potential
 from qualms.atomistic.settings import SMOOTHING, make_settings
-from qualms.core.joint_noise import select_joint_noise
 
 SMOOTH = {"cutoff": 3.8, "n_radial": 3, "l_max": 2, "smoothing": 0.8}
 
@@ -237,77 +235,6 @@ def test_members_by_any_solver_are_those_of_the_direct_one(subsample):
         spread = members.weights[:, 0].std(axis=1).max()
         np.testing.assert_allclose(members.weights[:, 0, i], expected, atol=1e-2 * spread)
         assert members.intercepts[0, i] == pytest.approx(mean)
-
-
-# --- two noises ---
-
-
-def problem(rng, noise_e=0.05, noise_f=0.5, n=80, r=15, per=6):
-    """Energies and forces of a linear function, with noise."""
-    Phi = rng.normal(size=(n * (1 + per), r))
-    w = rng.normal(size=r)
-    is_force = np.arange(len(Phi)) >= n
-    y = Phi @ w + rng.normal(size=len(Phi)) * np.where(is_force, noise_f, noise_e)
-    groups = np.concatenate([np.arange(n), np.repeat(np.arange(n), per)])
-    return Phi, y, is_force, groups
-
-
-def test_noises_that_are_given_are_kept():
-    Phi, y, is_force, groups = problem(np.random.default_rng(0))
-    both = select_joint_noise(Phi, y, is_force, groups, prior=1.0, energies=0.1, forces=2.0)
-    assert (both.energies, both.forces, both.n_tried) == (0.1, 2.0, 0)
-    assert both.ratio == pytest.approx(0.05)
-    one = select_joint_noise(Phi, y, is_force, groups, prior=1.0, forces=2.0)
-    assert one.forces == pytest.approx(2.0)
-    other = select_joint_noise(Phi, y, is_force, groups, prior=1.0, energies=0.3)
-    assert other.energies == pytest.approx(0.3)
-
-
-def test_the_evidence_finds_both_noises():
-    found = [
-        select_joint_noise(*problem(np.random.default_rng(seed)), prior=1.0, criterion="evidence")
-        for seed in range(5)
-    ]
-    energies, forces = (np.sqrt([getattr(f, k) for f in found]) for k in ("energies", "forces"))
-    assert np.median(energies) == pytest.approx(0.05, rel=0.35)
-    assert np.median(forces) == pytest.approx(0.5, rel=0.35)
-
-
-def test_the_evidence_is_that_of_the_joint_gaussian():
-    from qualms.core.joint_noise import _evidence
-
-    Phi, y, is_force, _ = problem(np.random.default_rng(1), n=12, r=4, per=3)
-    kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
-    nll = _evidence(Phi, y, kinds, 0.7)
-
-    def expected(energies, forces):
-        noise = np.where(is_force, forces, energies)
-        covariance = 0.7 * Phi @ Phi.T + np.diag(noise)
-        return -multivariate_normal(cov=covariance).logpdf(y)
-
-    constant = nll(0.1, 0.2) - expected(0.1, 0.2)
-    for pair in ((0.01, 0.2), (0.1, 3.0), (1.0, 0.01)):
-        assert nll(*pair) - expected(*pair) == pytest.approx(constant, abs=1e-8)
-
-
-def test_left_out_errors_are_those_of_models_without_the_structures():
-    from qualms.core.joint_noise import _left_out_error, _parts
-
-    Phi, y, is_force, groups = problem(np.random.default_rng(2), n=20, r=5, per=3)
-    kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
-    left_out = [np.concatenate(part.rows) for part in _parts(Phi, y, kinds, groups)]
-    assert sorted(np.concatenate(left_out).tolist()) == list(range(len(y)))
-    z = np.empty(len(y))
-    for rows in left_out:
-        # Whole groups, energy and forces.
-        assert set(groups[rows]).isdisjoint(groups[np.delete(np.arange(len(y)), rows)])
-        rest = np.delete(np.arange(len(y)), rows)
-        weight = np.where(is_force, 1 / 0.3, 1 / 0.02)[rest]
-        A = Phi[rest].T @ (weight[:, None] * Phi[rest]) + np.eye(5) / 0.7
-        z[rows] = y[rows] - Phi[rows] @ np.linalg.solve(A, Phi[rest].T @ (weight * y[rest]))
-    expected = np.log(np.abs(z[~is_force]).mean()) + np.log(np.abs(z[is_force]).mean())
-    found = _left_out_error(Phi, y, kinds, groups, 0.7)(0.02, 0.3)
-    assert found == pytest.approx(expected, abs=1e-9)
 
 
 # --- learning ---
