@@ -453,6 +453,20 @@ def test_predict_says_the_same_as_predict_forces():
     assert errors(trained(), new)[0] < 2e-3
 
 
+def test_forces_of_a_model_that_learned_them_are_derivatives_of_its_energy():
+    # Its weights are large and cancel, so that smaller steps would show rounding.
+    fitted, atoms = trained().fitted, alloys()[30]
+    found = trained().predict_forces([atoms]).forces.uncalibrated.members
+    for atom, axis in ((0, 1), (2, 2), (3, 0)):
+        expected = -oracle_forces.derivative(
+            lambda by, atom=atom, axis=axis: oracle_forces.member_energies(
+                fitted, oracle_forces.moved(atoms, atom, axis, by)
+            ),
+            2e-3,
+        )
+        np.testing.assert_allclose(found[atom, axis], expected, atol=1e-6 * np.abs(found).max())
+
+
 def test_the_same_seed_gives_the_same_model():
     again = model(units="eV").fit(alloys()[:26])
     new = alloys()[26:28]
