@@ -175,21 +175,28 @@ def test_labelled_rows_are_in_the_order_of_the_labels(monkeypatch):
 # --- solving ---
 
 
-def test_every_member_is_the_weighted_least_squares_solution_of_its_structures():
+@pytest.mark.parametrize("noise_per", ["atom", "structure"])
+def test_every_member_is_the_weighted_least_squares_solution_of_its_structures(noise_per):
     noise, forces_noise = 1e-3, 3e-2
-    frames = alloys()[:14]
+    frames = [twice(atoms) if i % 3 == 0 else atoms for i, atoms in enumerate(alloys()[:14])]
     found = model(
-        noise=noise**2, forces_noise=forces_noise**2, baseline="none", n_representatives=25
+        noise=noise**2,
+        forces_noise=forces_noise**2,
+        noise_per=noise_per,
+        baseline="none",
+        n_representatives=25,
     ).fit(frames)
     fitted = found.fitted
     scales = scale_rows(fitted.representation, fitted.representatives)
-    rows = derivative_rows(scales, next(batches(frames)))
-    M = len(fitted.representatives)
-    K_E, K_F = rows.energies / 4, rows.forces.reshape(-1, M)
+    rows = derivative_rows(scales, next(batches(frames, 200)))
+    M, sizes = len(fitted.representatives), np.array([len(atoms) for atoms in frames])
+    K_E, K_F = rows.energies / sizes[:, None], rows.forces.reshape(-1, M)
     X = fitted.representatives.astype(float)
     K_MM = np.asarray(fitted.representation.kernel(X, X))
-    y_E = np.array([atoms.info["energy"] for atoms in frames]) / 4
+    y_E = np.array([atoms.info["energy"] for atoms in frames]) / sizes
     y_F = np.concatenate([atoms.arrays["force"].ravel() for atoms in frames])
+    # Per structure: the same noise of the whole energy, that of a structure of mean size.
+    noises = noise * (sizes.mean() / sizes if noise_per == "structure" else np.ones(14))
     # The prior that gives forces the variance that they have.
     L = np.linalg.cholesky(K_MM)
     prior = np.sum(y_F**2) / np.sum(np.linalg.solve(L, K_F.T) ** 2)
@@ -197,10 +204,11 @@ def test_every_member_is_the_weighted_least_squares_solution_of_its_structures()
     predicted = found.predict_forces(alloys()[30:33])
     for i in range(8):
         seen = fitted.membership[:, i].astype(bool)
-        mine = np.repeat(seen, 12)
+        mine = np.repeat(seen, 3 * sizes)
         # Errors in units of their noise, and wᵀK_MMw in units of the prior, are least.
-        A = np.concatenate([K_E[seen] / noise, K_F[mine] / forces_noise, L.T / np.sqrt(prior)])
-        b = np.concatenate([y_E[seen] / noise, y_F[mine] / forces_noise, np.zeros(M)])
+        A_E = K_E[seen] / noises[seen, None]
+        A = np.concatenate([A_E, K_F[mine] / forces_noise, L.T / np.sqrt(prior)])
+        b = np.concatenate([y_E[seen] / noises[seen], y_F[mine] / forces_noise, np.zeros(M)])
         w = np.linalg.lstsq(A, b, rcond=None)[0]
         np.testing.assert_allclose(
             predicted.energy.uncalibrated.members[:, i], new.energies @ w, rtol=1e-6
@@ -208,6 +216,13 @@ def test_every_member_is_the_weighted_least_squares_solution_of_its_structures()
         np.testing.assert_allclose(
             predicted.forces.uncalibrated.members[..., i], new.forces @ w, atol=1e-6
         )
+
+
+def twice(atoms):
+    """Two cells of a crystal, as one structure."""
+    double = atoms.repeat((2, 1, 1))
+    double.info["energy"] = 2 * atoms.info["energy"]
+    return double
 
 
 @pytest.mark.parametrize("subsample", [0.2, 0.5, 0.9])

@@ -49,10 +49,11 @@ def test_the_evidence_finds_both_noises():
 def test_the_evidence_is_that_of_the_joint_gaussian():
     Phi, y, is_force, _ = problem(np.random.default_rng(1), n=12, r=4, per=3)
     kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
-    nll = _evidence(Phi, y, kinds, 0.7)
+    root = np.random.default_rng(2).uniform(0.5, 2.0, len(y))
+    nll = _evidence(Phi, y, root, kinds, 0.7)
 
     def expected(energies, forces):
-        noise = np.where(is_force, forces, energies)
+        noise = np.where(is_force, forces, energies) / root**2
         covariance = 0.7 * Phi @ Phi.T + np.diag(noise)
         return -multivariate_normal(cov=covariance).logpdf(y)
 
@@ -64,27 +65,29 @@ def test_the_evidence_is_that_of_the_joint_gaussian():
 def test_left_out_errors_are_those_of_models_without_the_structures():
     Phi, y, is_force, groups = problem(np.random.default_rng(2), n=20, r=5, per=3)
     kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
-    left_out = [np.concatenate(part.rows) for part in _parts(Phi, y, kinds, groups)]
+    root = np.random.default_rng(3).uniform(0.5, 2.0, len(y))
+    left_out = [np.concatenate(part.rows) for part in _parts(Phi, y, root, kinds, groups)]
     assert sorted(np.concatenate(left_out).tolist()) == list(range(len(y)))
     z = np.empty(len(y))
     for rows in left_out:
         # Whole groups, energy and forces.
         assert set(groups[rows]).isdisjoint(groups[np.delete(np.arange(len(y)), rows)])
         rest = np.delete(np.arange(len(y)), rows)
-        weight = np.where(is_force, 1 / 0.3, 1 / 0.02)[rest]
+        weight = (root**2 * np.where(is_force, 1 / 0.3, 1 / 0.02))[rest]
         A = Phi[rest].T @ (weight[:, None] * Phi[rest]) + np.eye(5) / 0.7
         z[rows] = y[rows] - Phi[rows] @ np.linalg.solve(A, Phi[rest].T @ (weight * y[rest]))
+    z *= root
     expected = np.log(np.abs(z[~is_force]).mean()) + np.log(np.abs(z[is_force]).mean())
-    found = _left_out_error(Phi, y, kinds, groups, 0.7)(0.02, 0.3)
+    found = _left_out_error(Phi, y, root, kinds, groups, 0.7)(0.02, 0.3)
     assert found == pytest.approx(expected, abs=1e-9)
 
 
 def test_large_models_leave_one_part_out(monkeypatch):
     Phi, y, is_force, groups = problem(np.random.default_rng(3), n=20, r=5, per=3)
     kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
-    five = _parts(Phi, y, kinds, groups)
+    five = _parts(Phi, y, np.ones(len(y)), kinds, groups)
     monkeypatch.setattr(joint_noise, "_SMALL", 4)
-    (one,) = _parts(Phi, y, kinds, groups)
+    (one,) = _parts(Phi, y, np.ones(len(y)), kinds, groups)
     for i in (0, 1):
         np.testing.assert_array_equal(one.rows[i], five[0].rows[i])
         np.testing.assert_allclose(one.rest.grams[i], five[0].rest.grams[i], atol=1e-10)
@@ -101,9 +104,8 @@ def test_neither_kind_is_sacrificed_to_the_other():
     noise = np.where(is_force, 0.3, 0.01)
     y = Phi @ w + noise * rng.normal(size=len(Phi))
     found = select_joint_noise(Phi, y, is_force, groups, prior=1.0)
-    score = _left_out_error(
-        Phi, y, (np.flatnonzero(~is_force), np.flatnonzero(is_force)), groups, 1.0
-    )
+    kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
+    score = _left_out_error(Phi, y, np.ones(len(y)), kinds, groups, 1.0)
     assert found.score == pytest.approx(score(found.energies, found.forces))
     for factor in (1e-3, 1e3):
         assert found.score <= score(factor * found.energies, found.forces) + 1e-9
@@ -124,6 +126,17 @@ def test_targets_that_are_all_zero_have_a_noise_too():
     found = select_joint_noise(Phi, 0 * y, is_force, groups, prior=1.0)
     assert found.energies > 0
     assert found.forces > 0
+
+
+def test_weights_divide_the_noise():
+    rng = np.random.default_rng(8)
+    Phi, y, is_force, groups = problem(rng, n=30, r=4, per=3)
+    weight = rng.uniform(0.3, 3.0, len(y))
+    root = np.sqrt(weight)
+    found = select_joint_noise(Phi, y, is_force, groups, prior=1.0, weight=weight)
+    scaled = select_joint_noise(Phi * root[:, None], y * root, is_force, groups, prior=1.0)
+    assert found.energies == pytest.approx(scaled.energies)
+    assert found.forces == pytest.approx(scaled.forces)
 
 
 def test_an_unknown_criterion():

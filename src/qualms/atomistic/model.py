@@ -75,6 +75,8 @@ class AtomisticModel:
         Keys of forces and of stresses to learn together with the energy.
     forces_noise : "auto" or float
         Noise variance of forces, in their units squared; chosen together with `noise` by default.
+    noise_per : {"atom", "structure"}
+        With forces: whether the noise of an energy is that of each atom, or of each structure.
     n_members : int
         N_R.
     subsample : float or int
@@ -122,6 +124,7 @@ class AtomisticModel:
         forces: str | None = None,
         stress: str | None = None,
         forces_noise: str | float = "auto",
+        noise_per: str = "atom",
         n_members: int = 16,
         subsample: float = 0.5,
         resample: str = "structures",
@@ -271,8 +274,7 @@ class AtomisticModel:
     def predict_forces(self, frames: Sequence[Atoms], *, stress: bool = False) -> Mechanics:
         """Predict energies and forces, the derivatives of every member's energy.
 
-        For models with features by featomic. Everything is computed in float64: energies agree
-        with those of `predict` up to the rounding of float32.
+        For features by featomic, in float64: energies are those of `predict` up to rounding.
 
         Parameters
         ----------
@@ -283,11 +285,10 @@ class AtomisticModel:
         Returns
         -------
         Mechanics
-            ``.energy``, ``.forces``, ``.stress``; iterate over it for those of each structure.
+            Iterate over it for energy, forces and stress of each structure.
         """
         refuse_single(frames)
-        frames = list(frames)
-        check_frames(self.fitted, frames, stress=stress)
+        check_frames(self.fitted, frames := list(frames), stress=stress)
         if self._potential is None:
             self._potential = make_potential(self.fitted, self.fitted.weights)
         with limited(self.threads):
@@ -391,7 +392,7 @@ class AtomisticModel:
 
     @property
     def internal(self) -> CalibrationData | None:
-        """Residuals and spreads the calibration was fitted to; not kept in the model file."""
+        """What the calibration was fitted to; not kept in the model file."""
         return self._internal
 
     def __repr__(self) -> str:
