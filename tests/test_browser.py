@@ -3,6 +3,7 @@
 import io
 import shutil
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -189,6 +190,21 @@ def test_fits_the_screen(browser, structures, width):
         wait_for(lambda: browser.execute_script(wide) <= 0)
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_atoms_of_a_structure_have_the_colours_of_their_error_bars(browser, tmp_path):
+    rng = np.random.default_rng(0)
+    given = judged(20)
+    given = replace(
+        given, atom_std=lambda some: [rng.uniform(0.1, 1, len(given.frames[i])) for i in some]
+    )
+    opened(browser, write_report(given, tmp_path / "coloured.html")[0])
+    settings = browser.execute_script("return window.qualmsMap.saveSettings()")
+    assert settings["target"] == "structure"
+    assert settings["structure"][0]["color"]["property"] == "σ around the atom"
+    assert settings["structure"][0]["color"]["palette"] == "viridis"
+    assert not severe(browser)
+    assert n_colors(browser, "map-structure") > 50
 
 
 def test_atoms(browser, tmp_path):

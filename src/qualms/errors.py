@@ -47,6 +47,10 @@ class ExactFitError(CalibrationError):
     """Members agree with each other and with the truth to rounding: there is no error to scale."""
 
 
+class UncertaintyError(QualmsError, RuntimeError):
+    """A prediction is less certain than the user allows."""
+
+
 class QualmsWarning(UserWarning):
     """Something the user must know, although a result was returned."""
 

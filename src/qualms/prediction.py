@@ -1,9 +1,9 @@
 """Predictions that remember what each member said, so that errors stay correlated.
 
 Errors of two predictions by one model are correlated: what a member gets wrong for a molecule it
-gets wrong, in much the same way, for its isomer. Arithmetic therefore acts member by member, and
-``(p[0] - p[1]).std`` is the error bar of the difference, which is usually much smaller than the two
-error bars in quadrature.
+gets wrong, in much the same way, for one like it. Arithmetic therefore acts member by member, and
+``(p[0] - p[1]).std`` is the error bar of the difference: smaller than the two error bars in
+quadrature, the more so the more alike the two are.
 
 What a calibration does to sums
 -------------------------------

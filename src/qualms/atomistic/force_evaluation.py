@@ -55,8 +55,8 @@ def evaluate_forces(
             members.append(forces.uncalibrated.members[labelled])
             calibrated.append(forces.members[labelled])
             advance(start + len(some))
-    known = [np.isfinite(found[i]) for i in used]
-    y = np.concatenate([found[i][mask] for i, mask in zip(used, known, strict=True)])
+    y = np.concatenate([found[i][np.isfinite(found[i])] for i in used])
+    places = [np.nonzero(np.isfinite(found[i]))[0] for i in used]
     raw = Prediction(np.concatenate(members))
     own = Prediction(np.concatenate(calibrated), uncalibrated=raw)
     internal = model.fitted.forces_calibrations
@@ -71,8 +71,8 @@ def evaluate_forces(
         rows=rows,
         y=y,
         labels=y,
-        structure=np.repeat(np.array(used), [np.count_nonzero(mask) for mask in known]),
-        atom=np.concatenate([np.nonzero(mask)[0] for mask in known]),
+        structure=np.repeat(np.array(used, dtype=np.intp), [len(p) for p in places]),
+        atom=np.concatenate(places),
         prediction=own,
         units=forces_units_of(model.fitted),
         validation="nothing",

@@ -24,7 +24,13 @@ from qualms.atomistic.model_file import (
 )
 from qualms.atomistic.plan import Plan, default_threads, parse_memory
 from qualms.atomistic.potential import Potential, make_potential
-from qualms.atomistic.predicting import Chunk, atom_contributions, concatenated, stream_chunks
+from qualms.atomistic.predicting import (
+    Chunk,
+    atom_contributions,
+    centers_of,
+    concatenated,
+    stream_chunks,
+)
 from qualms.atomistic.progress import Display, Stages
 from qualms.atomistic.progress_bars import Bars
 from qualms.atomistic.records import make_record
@@ -36,7 +42,7 @@ from qualms.atomistic.threads import limited
 from qualms.atomistic.training import Training
 from qualms.atomistic.training_set import TrainingSet, make_training_set, resolved_species
 from qualms.core.calibration import CalibrationData
-from qualms.core.typing import Float64Array
+from qualms.core.typing import BoolArray, Float64Array
 from qualms.errors import InputError, QualmsError
 from qualms.prediction import Prediction
 from qualms.storage.files import check_output
@@ -258,8 +264,7 @@ class AtomisticModel:
     ) -> Float64Array:
         """Predict without error bars: the mean of the committee, Eq. (4)."""
         chunks = self.stream(frames, unknown_species=unknown_species)
-        parts = [self.fitted.mean(c.rows(), c.design) * c.factors for c in chunks]
-        return np.concatenate(parts)
+        return np.concatenate([self.fitted.mean(c.rows(), c.design) * c.factors for c in chunks])
 
     def predict_atoms(
         self, frames: Sequence[Atoms], *, unknown_species: str = "error"
@@ -281,18 +286,11 @@ class AtomisticModel:
         frames : sequence of Atoms
         stress : bool
             Whether to predict stresses, too, of structures that are periodic in all directions.
-
-        Returns
-        -------
-        Mechanics
-            Iterate over it for energy, forces and stress of each structure.
         """
         refuse_single(frames)
         check_frames(self.fitted, frames := list(frames), stress=stress)
-        if self._potential is None:
-            self._potential = make_potential(self.fitted, self.fitted.weights)
         with limited(self.threads):
-            return predict_mechanics(self.fitted, self._potential, frames, stress=stress)
+            return predict_mechanics(self.fitted, self.potential, frames, stress=stress)
 
     def predict_pp(
         self, frames: Sequence[Atoms], *, unknown_species: str = "error"
@@ -304,14 +302,11 @@ class AtomisticModel:
         means, stds = [], []
         for chunk in self.stream(frames, unknown_species=unknown_species):
             rows = chunk.rows()
-            factor = chunk.factors
-            means.append(self.fitted.pp_mean(rows, chunk.design) * factor)
-            stds.append(variance.std(rows, chunk.prior_variance()) * factor)
+            means.append(self.fitted.pp_mean(rows, chunk.design) * chunk.factors)
+            stds.append(variance.std(rows, chunk.prior_variance()) * chunk.factors)
         return np.concatenate(means), np.concatenate(stds)
 
-    def extrapolates(
-        self, frames: Sequence[Atoms], *, unknown_species: str = "error"
-    ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    def extrapolates(self, frames: Sequence[Atoms], *, unknown_species: str = "error") -> BoolArray:
         """Return for each structure whether it looks like extrapolation.
 
         It does if one of its environments, or all of them on average, are stranger than those of
@@ -321,8 +316,7 @@ class AtomisticModel:
         flags = []
         for chunk in self.stream(frames, unknown_species=unknown_species):
             novelty = np.empty((len(chunk.frames), 2))
-            rows = chunk.rows(novelty)
-            flags.append(chunk.extrapolates(chunk.predict(rows), novelty))
+            flags.append(chunk.extrapolates(chunk.predict(chunk.rows(novelty)), novelty))
         return np.concatenate(flags)
 
     def stream(self, frames: Iterable[Atoms], *, unknown_species: str = "error") -> Iterator[Chunk]:
@@ -332,11 +326,9 @@ class AtomisticModel:
         refuse_single(frames)
         some = False
         with threadpool_limits(limits=self.threads):
+            ignore = unknown_species == "ignore"
             for chunk in stream_chunks(
-                self.fitted,
-                frames,
-                threads=self.threads,
-                allow_unknown=unknown_species == "ignore",
+                self.fitted, frames, threads=self.threads, allow_unknown=ignore
             ):
                 some = True
                 yield chunk
@@ -345,12 +337,9 @@ class AtomisticModel:
 
     def target_atoms(self, frames: Sequence[Atoms]) -> list[Any]:
         """Return, for an atomic property, the atoms of each structure that `predict` predicts."""
-        species = self.fitted.settings.species
         if self.settings.kind != "atomic":
             raise InputError("kind", repr(self.settings.kind), "'atomic'")
-        if species is None:
-            return [np.arange(len(atoms)) for atoms in frames]
-        return [np.flatnonzero(np.isin(atoms.numbers, species)) for atoms in frames]
+        return [centers_of(atoms.numbers, self.fitted) for atoms in frames]
 
     def save(self, path: str | Path, *, force: bool = False) -> None:
         """Write the model to one safetensors file, completely or not at all."""
@@ -375,6 +364,17 @@ class AtomisticModel:
         if self._fitted is None:
             raise QualmsError("The model is not trained: call fit first.")
         return self._fitted
+
+    @property
+    def potential(self) -> Potential:
+        """The energy of environments by all members, for features by featomic."""
+        if self._potential is None:
+            self._potential = make_potential(self.fitted, self.fitted.weights)
+        return self._potential
+
+    def __getstate__(self) -> dict[str, Any]:
+        # featomic's calculators cannot be pickled, and are made again when they are needed.
+        return self.__dict__ | {"_potential": None}
 
     @property
     def record(self) -> Record:

@@ -155,6 +155,13 @@ class ScalePotential:
     representatives: Float64Array
     weights: Float64Array
 
+    def energies(self, P: Float64Array) -> Float64Array:
+        """Return e (n, R) for power spectra (n, D)."""
+        x, _ = self.scale.features(P)
+        products = x @ self.representatives.T
+        energies: Float64Array = (products * self.scale.powers(products)) @ self.weights
+        return energies
+
     def slopes(self, P: Float64Array) -> tuple[Float64Array, Float64Array]:
         """Return e (n, R) and ∂e/∂p (n, R, D) for power spectra (n, D)."""
         x, lengths = self.scale.features(P)

@@ -123,23 +123,31 @@ class Solver:
         with stages.stage("Full model"), _few_threads(data, len(rows.origins)):
             self.Phi = np.asarray(self.whitening.features(rows.K_NM, overwrite=True))
             del rows.K_NM
-            target = data.y - _baseline(data, settings, self.design).predict(self.design)
             self.joint: JointModel | None = None
-            if data.mechanics is not None:
+            if data.mechanics is None:
+                self.full = self._full_model(settings)
+            else:
                 self.joint = fit_joint_model(
-                    self.Phi, target, data.mechanics, data.groups, settings
+                    self.Phi, self._target(settings), data.mechanics, data.groups, settings
                 )
-            self.full = self._full_model(settings) if self.joint is None else self.joint.full
+                self.full = self.joint.full
         # With forces, the scale of the full model is that of its prior.
-        rms = float(np.sqrt(np.mean((target - self.full.center[0]) ** 2)))
+        rms = float(np.sqrt(np.mean((self._target(settings) - self.full.center[0]) ** 2)))
         self.target_std = float(self.full.scale[0]) if self.joint is None else rms or 1.0
+
+    def _target(self, settings: Settings) -> Float64Array:
+        """Return the targets less the baseline."""
+        return self.data.y - _baseline(self.data, settings, self.design).predict(self.design)
 
     def _full_model(self, settings: Settings) -> FullModel:
         data = self.data
-        target = data.y - _baseline(data, settings, self.design).predict(self.design)
         groups = None if settings.resample == "atoms" else data.groups[data.row_structure]
         return fit_full_model(
-            self.Phi, target, settings.noise, center=settings.baseline != "none", groups=groups
+            self.Phi,
+            self._target(settings),
+            settings.noise,
+            center=settings.baseline != "none",
+            groups=groups,
         )
 
     def with_process(self, fitted: Fitted, noise: str | float) -> Fitted:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,15 +10,17 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from qualms.atomistic.attribution import local_contributions
 from qualms.atomistic.mechanics import Mechanics, check_model
 from qualms.atomistic.model import AtomisticModel
-from qualms.atomistic.predicting import Chunk
+from qualms.atomistic.predicting import Chunk, atom_contributions
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.structures import iter_frames
 from qualms.cli.console import Terminal
 from qualms.cli.options import Force, Json, Model, Quiet, Threads
-from qualms.core.typing import BoolArray
+from qualms.core.typing import BoolArray, Float64Array
 from qualms.errors import InputError, counted
+from qualms.prediction import Prediction
 from qualms.storage.files import check_output
 from qualms.storage.predictions import Kind, PredictionWriter, open_writer
 
@@ -40,6 +42,12 @@ def predict(
     forces: Annotated[
         bool, typer.Option("--forces", help="Predict forces, too; to .xyz or .npz.")
     ] = False,
+    atoms: Annotated[
+        bool,
+        typer.Option(
+            "--atoms", help="Write what each atom contributes, with its error bar; to .xyz or .npz."
+        ),
+    ] = False,
     ignore_unknown: Annotated[
         bool,
         typer.Option(
@@ -56,9 +64,14 @@ def predict(
     terminal = Terminal(quiet=quiet, as_json=as_json)
     check_output(output, force=force)
     loaded = AtomisticModel.load(model, threads=threads)
+    kind: Kind = "atomic" if loaded.fitted.per_atom else "structure"
+    more: list[Callable[[Chunk], tuple[Prediction | None, dict[str, Any]]]] = []
     if forces:
         _check_forces(loaded, output, ignore_unknown)
-    kind: Kind = "atomic" if loaded.fitted.per_atom else "structure"
+        more.append(lambda chunk: _with_forces(loaded, chunk, ensemble))
+    if atoms:
+        _check_atoms(loaded, output)
+        more.append(lambda chunk: (None, atom_arrays(chunk, ensemble=ensemble)))
     unknown = "ignore" if ignore_unknown else "error"
     target, units = loaded.settings.target, loaded.settings.units
     tally = _Tally()
@@ -67,8 +80,7 @@ def predict(
         Stages(terminal.progress()).stage("Structures") as advance,
     ):
         for chunk in loaded.stream(iter_frames(structures), unknown_species=unknown):
-            by = loaded if forces else None
-            tally.add(chunk, _write(writer, chunk, target, units, by, ensemble=ensemble))
+            tally.add(chunk, _write(writer, chunk, target, units, more))
             advance(tally.n_structures)
     for warning in tally.warnings():
         terminal.warn(warning)
@@ -109,30 +121,33 @@ def _write(
     chunk: Chunk,
     target: str,
     units: str,
-    mechanical: AtomisticModel | None = None,
-    *,
-    ensemble: bool = False,
+    more: Sequence[Callable[[Chunk], tuple[Prediction | None, dict[str, Any]]]],
 ) -> BoolArray:
-    """Predict and write a chunk, with forces if there is a model of them.
+    """Predict and write a chunk; return which of its structures look like extrapolation.
 
-    Returns
-    -------
-    (n_structures,) array of bool
-        Which of its structures look like extrapolation.
+    Each of `more` returns further arrays of atoms, and perhaps a better prediction.
     """
     novelty = np.empty((len(chunk.frames), 2))
     prediction = chunk.predict(chunk.rows(novelty))
-    arrays = None
-    if mechanical is not None:
-        mechanics = mechanical.predict_forces(chunk.frames)
-        prediction, arrays = mechanics.energy, force_arrays(mechanics, ensemble=ensemble)
+    arrays: dict[str, Any] = {}
+    for compute in more:
+        better, found = compute(chunk)
+        prediction = better or prediction
+        arrays |= found
     flags = chunk.extrapolates(prediction, novelty)
     extra: dict[str, list[Any]] = {FLAG: flags.tolist()}
     if units:
         extra[f"{target}_units"] = [units] * len(chunk.frames)
     rows = chunk.centers if chunk.fitted.per_atom else None
-    writer.write(chunk.frames, prediction, rows=rows, extra=extra, arrays=arrays)
+    writer.write(chunk.frames, prediction, rows=rows, extra=extra, arrays=arrays or None)
     return flags
+
+
+def _with_forces(
+    model: AtomisticModel, chunk: Chunk, ensemble: bool
+) -> tuple[Prediction, dict[str, Any]]:
+    mechanics = model.predict_forces(chunk.frames)
+    return mechanics.energy, force_arrays(mechanics, ensemble=ensemble)
 
 
 def _check_forces(model: AtomisticModel, output: Path, ignore_unknown: bool) -> None:
@@ -141,6 +156,39 @@ def _check_forces(model: AtomisticModel, output: Path, ignore_unknown: bool) -> 
         raise InputError("--forces", "with --ignore-unknown-species", "one of the two")
     if output.suffix == ".csv":
         raise InputError("--output", str(output), "a file that ends in .xyz or .npz, for forces")
+
+
+def _check_atoms(model: AtomisticModel, output: Path) -> None:
+    if model.fitted.per_atom:
+        raise InputError("--atoms", "a property of atoms", "one of structures", "Leave it out.")
+    if output.suffix == ".csv":
+        raise InputError("--output", str(output), "a file that ends in .xyz or .npz, for atoms")
+
+
+def atom_arrays(chunk: Chunk, *, ensemble: bool) -> dict[str, Any]:
+    """Return what atoms contribute, with error bars; NaN for those the model does not know."""
+    parts = atom_contributions(chunk)
+    name = f"{chunk.fitted.settings.target}_atoms"
+    known = np.concatenate(
+        [np.isin(np.arange(len(f)), c) for f, c in zip(chunk.frames, chunk.centers, strict=True)]
+    )
+
+    def of_all(values: Sequence[Float64Array]) -> Float64Array:
+        found = np.concatenate(values)
+        full = np.full((len(known), *found.shape[1:]), np.nan)
+        full[known] = found
+        return full
+
+    pairs = zip(chunk.known, parts, strict=True)
+    local = [local_contributions(known, part).std for known, part in pairs]
+    arrays = {
+        name: of_all([part.mean for part in parts]),
+        f"{name}_uncertainty": of_all([part.std for part in parts]),
+        f"{name}_local_uncertainty": of_all(local),
+    }
+    if ensemble:
+        arrays[f"{name}_ensemble"] = of_all([part.members for part in parts])
+    return arrays
 
 
 def force_arrays(mechanics: Mechanics, *, ensemble: bool) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,9 @@ class Judged:
         Warnings and notes.
     n_members : int, optional
         Of the committee, if it is not that of `prediction`; zero if nobody knows.
+    atom_std : callable, optional
+        Takes indices of `frames` and returns for each of them an array of standard deviations, of
+        what each atom, or what is around it, contributes. The map shows them.
     """
 
     target: str
@@ -63,6 +66,7 @@ class Judged:
     facts: Mapping[str, str] = field(default_factory=dict)
     remarks: Sequence[str] = ()
     n_members: int | None = None
+    atom_std: Callable[[Sequence[int]], Sequence[Float64Array]] | None = None
 
     def __post_init__(self) -> None:
         y = check_points("y", self.y)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,8 @@ MAX_ENVIRONMENTS = 30_000
 _CUTOFF = 4.0
 #: Digits of positions in Å after the point: more would not be seen.
 _DECIMALS = 3
+#: What the error bars of atoms within a structure are called.
+_INSIDE = "σ around the atom"
 #: Where the viewer is in the package, and the notices of the libraries in it.
 _SCRIPT, _NOTICES = "sphinx/static/chemiscope.min.js", "static/chemiscope-widget.mjs.LICENSE.txt"
 HOW_TO_INSTALL = (
@@ -135,22 +137,30 @@ def make_map(
     # One point for each structure needs no average.
     single = of_atoms or points.size == shown.size
     properties = _of_points(judged, points) if single else _of_structures(judged, points, index)
-    environments = None
+    environments, inside = None, _of_atoms_inside(judged, shown, of_atoms)
     if of_atoms and judged.atom is not None:
-        pairs = zip(index.tolist(), judged.atom[points].tolist(), strict=True)
-        environments = [(structure, atom, _CUTOFF) for structure, atom in pairs]
+        environments = _environments(index, judged.atom[points])
+    elif inside is not None:
+        environments = _environments(*inside.places)
+    written = _with_targets(properties, judged.units, "atom" if of_atoms else "structure")
+    if inside is not None:
+        written |= _with_targets({_INSIDE: (inside.std, True)}, judged.units, "atom")
     data = package.create_input(
         structures=[_structure(atoms) for atoms in frames],
-        properties=_with_targets(properties, judged.units, "atom" if of_atoms else "structure"),
+        properties=written,
         environments=environments,
         # The viewer takes the name of a data set for HTML.
         metadata={"name": html.escape(judged.title or judged.target)},
         settings=_settings(
-            package, tuple(properties), of_atoms, any(atoms.pbc.any() for atoms in frames)
+            package,
+            tuple(properties),
+            of_atoms,
+            any(atoms.pbc.any() for atoms in frames),
+            inside is not None,
         )
         | {"pinned": [_first_shown(judged, points, index, first, of_atoms)]},
     )
-    note = _note(shown.size, every.size, of_atoms, averaged=not single)
+    note = _note(shown.size, every.size, of_atoms, averaged=not single, inside=inside is not None)
     places = {structure: i for i, structure in enumerate(shown.tolist())}
     return StructureMap(data, note, places, of_atoms)
 
@@ -216,6 +226,30 @@ def _shows_atoms(judged: Judged, points: IntArray) -> bool:
     return bool(np.all(np.any(np.diff(pairs, axis=1) != 0, axis=0)))
 
 
+class _Inside(NamedTuple):
+    """How sure a model is of what each atom of some structures contributes."""
+
+    std: Float64Array
+    places: tuple[IntArray, IntArray]  # structure in the map, and atom
+
+
+def _of_atoms_inside(judged: Judged, shown: IntArray, of_atoms: bool) -> _Inside | None:
+    """Return error bars of atoms within structures, if they are known and not too many."""
+    if of_atoms or judged.atom_std is None or judged.frames is None:
+        return None
+    sizes = np.array([len(judged.frames[i]) for i in shown.tolist()])
+    if sizes.sum() > MAX_ENVIRONMENTS:
+        return None
+    std = np.concatenate(list(judged.atom_std(shown.tolist())))
+    atom = np.concatenate([np.arange(n) for n in sizes.tolist()])
+    return _Inside(std, (np.repeat(np.arange(shown.size), sizes), atom))
+
+
+def _environments(structure: IntArray, atom: IntArray) -> list[tuple[int, int, float]]:
+    pairs = zip(structure.tolist(), atom.tolist(), strict=True)
+    return [(i, j, _CUTOFF) for i, j in pairs]
+
+
 #: Values of a property by its name, and whether they have units.
 _Properties = dict[str, tuple[Float64Array, bool]]
 
@@ -272,13 +306,18 @@ def _structure(atoms: Any) -> dict[str, Any]:
     return structure
 
 
-def _settings(package: Any, names: Sequence[str], of_atoms: bool, periodic: bool) -> dict[str, Any]:
-    """Set axes and colours: errors over predictions, coloured by σ."""
+def _settings(
+    package: Any, names: Sequence[str], of_atoms: bool, periodic: bool, inside: bool
+) -> dict[str, Any]:
+    """Set axes and colours: errors over predictions, coloured by σ; and atoms by theirs."""
     x, y, color = names[:3]
     settings: dict[str, Any] = package.quick_settings(
         x=x,
         y=y,
         map_color=color,
+        structure_settings={"color": {"property": _INSIDE, "palette": "viridis"}}
+        if inside
+        else None,
         periodic=periodic,
         target="atom" if of_atoms else "structure",
         # Error bars differ by orders of magnitude.
@@ -287,10 +326,15 @@ def _settings(package: Any, names: Sequence[str], of_atoms: bool, periodic: bool
     return settings
 
 
-def _note(n_shown: int, n_all: int, of_atoms: bool, *, averaged: bool) -> str:
+def _note(n_shown: int, n_all: int, of_atoms: bool, *, averaged: bool, inside: bool) -> str:
     what = "Each point is an atom" if of_atoms else "Each point is a structure"
     over = ", averaged over what was predicted for it" if averaged else ""
-    note = f"{what}{over}; its colour is the error bar σ. A click on it shows the structure."
+    note = f"{what}{over}; its colour is the error bar σ. A click on it shows the structure"
+    note += (
+        ", atoms coloured by the error bars of what their surroundings contribute."
+        if inside
+        else "."
+    )
     if n_shown == n_all:
         return note
     return (

@@ -1,0 +1,179 @@
+"""Which atoms make a structure uncertain: files of predictions, and the map of a report."""
+
+import gzip
+import json
+from pathlib import Path
+
+import ase.io
+import numpy as np
+import pytest
+from ase.build import bulk, molecule
+from ase.calculators.singlepoint import SinglePointCalculator
+from atomistic_fixtures import ENERGY, copies, make_model, qualms
+
+from qualms import InputError, Prediction
+from qualms.atomistic.attribution import local_contributions
+from qualms.report import structure_map as maps
+
+
+@pytest.fixture
+def files(energy_model, molecules, tmp_path, monkeypatch):
+    """A model, and structures with reference values."""
+    monkeypatch.chdir(tmp_path)
+    energy_model.save("model.safetensors")
+    frames = copies(molecules[150:158])
+    for atoms in frames:
+        atoms.info = {ENERGY: atoms.info[ENERGY]}
+        atoms.arrays.pop("shift")
+    ase.io.write("new.xyz", frames, format="extxyz")
+    return frames
+
+
+def predict(name, more=""):
+    ended = qualms(f"predict model.safetensors new.xyz --atoms --threads 1 -o {name} {more}")
+    assert ended.code == 0, ended.err
+    return name
+
+
+def test_contributions_are_columns_of_the_structure(files, energy_model):
+    expected = energy_model.predict_atoms(files)
+    whole = energy_model.predict(files)
+    for i, atoms in enumerate(ase.io.read(predict("out.xyz", "--ensemble"), ":")):
+        np.testing.assert_allclose(atoms.arrays[f"{ENERGY}_atoms"], expected[i].mean, rtol=1e-6)
+        np.testing.assert_allclose(
+            atoms.arrays[f"{ENERGY}_atoms_uncertainty"], expected[i].std, rtol=1e-6
+        )
+        assert atoms.info[ENERGY] == pytest.approx(whole.mean[i])
+        assert atoms.info[f"{ENERGY}_uncertainty"] == pytest.approx(whole.std[i])
+        assert atoms.info[f"REF_{ENERGY}"] == pytest.approx(files[i].info[ENERGY])
+        np.testing.assert_allclose(
+            atoms.arrays[f"{ENERGY}_atoms_local_uncertainty"],
+            local_contributions(files[i], expected[i]).std,
+            rtol=1e-6,
+        )
+        # They sum to the structure, member by member.
+        members = atoms.arrays[f"{ENERGY}_atoms_ensemble"].sum(axis=0)
+        np.testing.assert_allclose(members, whole.members[i], rtol=1e-6)
+
+
+def test_arrays_have_a_row_for_each_atom(files, energy_model):
+    expected = energy_model.predict_atoms(files)
+    with np.load(predict("out.npz")) as arrays:
+        np.testing.assert_allclose(
+            arrays[f"{ENERGY}_atoms_uncertainty"],
+            np.concatenate([p.std for p in expected]),
+            rtol=1e-6,
+        )
+        assert arrays[ENERGY].shape == (len(files),)
+
+
+def test_a_table_of_structures_has_no_place_for_atoms(files):
+    ended = qualms("predict model.safetensors new.xyz --atoms -o out.csv")
+    assert ended.code != 0
+    assert ".xyz or .npz" in ended.err
+
+
+def test_atoms_that_the_model_does_not_know_contribute_nothing(files, energy_model):
+    strange = files[0].copy()
+    strange.symbols[0] = "Si"
+    ase.io.write("new.xyz", [strange, files[1]], format="extxyz")
+    first, second = ase.io.read(predict("out.xyz", "--ignore-unknown-species"), ":")
+    std = first.arrays[f"{ENERGY}_atoms_uncertainty"]
+    assert np.isnan(std[0])
+    assert np.all(std[1:] > 0)
+    np.testing.assert_allclose(
+        second.arrays[f"{ENERGY}_atoms_uncertainty"],
+        energy_model.predict_atoms([files[1]])[0].std,
+        rtol=1e-6,
+    )
+
+
+def test_an_earlier_prediction_is_no_reference(molecules, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    frames = copies(molecules[:62])
+    for atoms in frames:
+        atoms.calc = SinglePointCalculator(atoms, energy=atoms.info.pop(ENERGY))
+        atoms.info = {}
+    make_model("energy").fit(frames[:60]).save("model.safetensors")
+    ase.io.write("new.xyz", frames[60:], format="extxyz")
+    for _ in range(2):
+        first = ase.io.read(predict("new.xyz", "--force"), 0)
+        assert first.get_potential_energy() == pytest.approx(first.arrays["energy_atoms"].sum())
+        assert first.info["REF_energy"] == pytest.approx(frames[60].get_potential_energy())
+
+
+def test_properties_of_atoms_need_no_such_option(shift_model, molecules, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shift_model.save("model.safetensors")
+    ase.io.write("new.xyz", molecules[:2], format="extxyz")
+    ended = qualms("predict model.safetensors new.xyz --atoms -o out.xyz")
+    assert ended.code != 0
+    assert "--atoms" in ended.err
+    assert "Traceback" not in ended.err
+
+
+# --- what is shared with neighbours ---
+
+
+def test_shared_contributions_have_the_same_sum_and_no_internal_quarrels(molecules):
+    rng = np.random.default_rng(0)
+    atoms = molecules[0]
+    given = Prediction(rng.normal(size=(len(atoms), 6)))
+    shared = local_contributions(atoms, given)
+    np.testing.assert_allclose(shared.sum().members, given.sum().members)
+    np.testing.assert_allclose(
+        local_contributions(atoms, given, width=1e-3).members, given.members, atol=1e-12
+    )
+    everywhere = local_contributions(atoms, given, width=1e3).members
+    np.testing.assert_allclose(
+        everywhere, np.tile(given.members.mean(axis=0), (len(atoms), 1)), atol=1e-4
+    )
+    # Members that differ about carbon and its hydrogens, and agree about the sum.
+    methane = molecule("CH4")
+    quarrel = np.outer([4, -1, -1, -1, -1], rng.normal(size=6))
+    before = Prediction(quarrel + 0.01 * rng.normal(size=(5, 6)))
+    assert local_contributions(methane, before).std.max() < 0.1 * before.std.max()
+
+
+def test_images_of_atoms_are_neighbours():
+    crystal = bulk("NaCl", "rocksalt", a=5.6, cubic=True)
+    shifted = crystal.copy()
+    shifted.positions += [1.3, 0.2, 0.7]
+    shifted.wrap()
+    given = Prediction(np.random.default_rng(0).normal(size=(8, 4)))
+    np.testing.assert_allclose(
+        local_contributions(crystal, given).members, local_contributions(shifted, given).members
+    )
+
+
+def test_one_contribution_for_each_atom(molecules):
+    with pytest.raises(InputError, match="one for each atom"):
+        local_contributions(molecules[0], Prediction(np.zeros((3, 4))))
+
+
+# --- in a report ---
+
+
+def test_the_map_of_a_report_colours_atoms(files, energy_model):
+    assert qualms("report model.safetensors new.xyz -o report.html --threads 1").code == 0
+    with gzip.open("report.chemiscope.json.gz") as stream:
+        data = json.load(stream)
+    inside = data["properties"]["σ around the atom"]
+    assert inside["target"] == "atom"
+    pairs = zip(files, energy_model.predict_atoms(files), strict=True)
+    expected = np.concatenate([local_contributions(atoms, p).std for atoms, p in pairs])
+    np.testing.assert_allclose(inside["values"], expected, rtol=1e-5)
+    places = [(e["structure"], e["center"]) for e in data["environments"]]
+    assert places == [(i, j) for i, atoms in enumerate(files) for j in range(len(atoms))]
+    assert data["settings"]["target"] == "structure"
+    assert data["settings"]["structure"][0]["color"]["property"] == "σ around the atom"
+    assert "coloured by the error bars" in Path("report.html").read_text(encoding="utf-8")
+
+
+def test_too_many_atoms_are_not_coloured(files, energy_model, monkeypatch):
+    monkeypatch.setattr(maps, "MAX_ENVIRONMENTS", 20)
+    assert qualms("report model.safetensors new.xyz -o report.html --threads 1").code == 0
+    with gzip.open("report.chemiscope.json.gz") as stream:
+        data = json.load(stream)
+    assert "environments" not in data
+    assert "σ around the atom" not in data["properties"]

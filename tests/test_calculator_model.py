@@ -1,0 +1,183 @@
+"""The ASE calculator with trained models."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+from ase import Atoms
+from ase.build import molecule
+from ase.optimize import BFGS
+from atomistic_fixtures import labelled_crystals, make_model
+from fake_potential import PairCommittee
+from finite_differences import gradient, numerical_forces, numerical_stress
+from test_calculator import drift
+
+from qualms import InputError
+from qualms.ase import Calculator
+from qualms.atomistic.exact_energies import exact_energies
+
+SMOOTH = {"cutoff": 3.0, "n_radial": 3, "l_max": 2, "engine": "featomic", "smoothing": 0.5}
+TRUTH = PairCommittee(n_members=2, spread=0.0)
+
+
+def waters(n, scale=0.08, seed=0):
+    """Distorted molecules with energies of a pair potential."""
+    rng = np.random.default_rng(seed)
+    frames = []
+    for _ in range(n):
+        atoms = Atoms("OH2", [[0, 0, 0], [1.2, 0, 0], [0, 1.2, 0]])
+        atoms.positions += scale * rng.normal(size=(3, 3))
+        found = TRUTH.predict_forces([atoms])
+        atoms.info["energy"] = float(found.energy.mean[0])
+        atoms.arrays["true_forces"] = found.forces.mean
+        frames.append(atoms)
+    return frames
+
+
+@pytest.fixture(scope="module")
+def water_model():
+    settings = {"representation": SMOOTH, "n_representatives": 60, "units": "eV"}
+    return make_model("energy", **settings).fit(waters(80))
+
+
+@pytest.fixture
+def water():
+    return waters(1, seed=7)[0]
+
+
+@pytest.fixture(scope="module", params=["student", "power", "shrinkage"])
+def crystal_model(request):
+    return make_model(
+        "energy",
+        representation=SMOOTH | {"cutoff": 5.0},
+        n_representatives=30,
+        n_members=8,
+        calibration=request.param,
+    ).fit(labelled_crystals(30))
+
+
+def test_energies_alone_are_those_that_come_with_forces(water_model, crystal_model, water):
+    for model, frames in ((water_model, waters(5)), (crystal_model, labelled_crystals(3, seed=5))):
+        found = exact_energies(model, frames)
+        expected = model.predict_forces(frames).energy
+        np.testing.assert_allclose(found.members, expected.members, rtol=1e-10)
+        np.testing.assert_allclose(
+            found.uncalibrated.members, expected.uncalibrated.members, rtol=1e-10
+        )
+        np.testing.assert_allclose(found.mean, model.predict(frames).mean, atol=0.01)
+
+
+def test_velocity_verlet_conserves_the_energy_of_a_trained_molecule(water_model, water):
+    water.calc = Calculator(water_model)
+    BFGS(water, logfile=None).run(fmax=0.01, steps=100)
+    slope, fluctuation = drift(water, 0.25, 0.25)
+    assert abs(slope) < 1e-5
+    assert fluctuation < 1e-3
+    assert water.calc.results["energy_uncertainty"] < 0.5  # it has stayed where it was trained
+
+
+def test_forces_that_were_learned_have_a_calibration_of_their_own(water):
+    """Forces of a member are derivatives of its energy all the same."""
+    model = make_model(
+        "energy", forces="true_forces", representation=SMOOTH, n_representatives=60, n_members=8
+    ).fit(waters(20))
+    calc = Calculator(model)
+    forces, std = calc.get_forces(water), calc.results["forces_uncertainty"]
+    np.testing.assert_allclose(std, model.predict_forces([water]).forces.std)
+    water.calc = calc
+    np.testing.assert_allclose(forces, numerical_forces(water, 1e-3), atol=1e-4)
+    water.calc = calc.member(3)
+    np.testing.assert_allclose(water.get_forces(), numerical_forces(water, 1e-3), atol=1e-4)
+
+
+def test_whatever_the_calibration_members_are_potentials(crystal_model):
+    """Factors that depend on the spread have derivatives, too."""
+    crystal = labelled_crystals(1, seed=3)[0]
+    calc = Calculator(crystal_model)
+    ensemble = calc.get_property("energy_ensemble", crystal)
+    for i in (0, 5):
+        crystal.calc = calc.member(i)
+        assert crystal.get_potential_energy() == pytest.approx(ensemble[i])
+        np.testing.assert_allclose(crystal.get_forces(), numerical_forces(crystal, 1e-3), atol=1e-5)
+        np.testing.assert_allclose(crystal.get_stress(), numerical_stress(crystal, 1e-4), atol=1e-6)
+
+    def std(atoms):
+        return calc.get_property("energy_uncertainty", atoms)
+
+    np.testing.assert_allclose(
+        calc.get_property("energy_uncertainty_gradient", crystal),
+        gradient(std, crystal, 1e-3),
+        atol=1e-5,
+    )
+
+
+def test_a_file_is_as_good_as_a_model(water_model, water, tmp_path):
+    water_model.save(tmp_path / "model.safetensors")
+    for path in (tmp_path / "model.safetensors", str(tmp_path / "model.safetensors")):
+        found = Calculator(path).get_forces(water)
+        np.testing.assert_array_equal(found, Calculator(water_model).get_forces(water))
+
+
+def test_copies_and_pickles(water_model, water):
+    calc = Calculator(water_model)
+    forces = calc.get_forces(water)
+    assert calc.n_members == water_model.settings.n_members
+    assert copy.deepcopy(calc).model is water_model
+    other = pickle.loads(pickle.dumps(calc))
+    moved = water.copy()
+    moved.rattle(0.01, seed=0)
+    other.get_forces(moved)
+    np.testing.assert_array_equal(other.get_forces(water), forces)
+
+
+def test_far_from_the_data_energies_are_finite_and_error_bars_large(water_model, water):
+    calc = Calculator(water_model)
+    near = calc.get_property("energy_uncertainty", water)
+    for positions in (
+        [[0, 0, 0], [0.4, 0, 0], [0, 0.4, 0]],
+        [[0, 0, 0], [2.2, 0, 0], [0, 2.2, 0]],
+        [[0, 0, 0], [20, 0, 0], [0, 40, 0]],
+    ):
+        far = Atoms("OH2", positions, calculator=calc)
+        assert np.isfinite(far.get_potential_energy())
+        assert np.all(np.isfinite(far.get_forces()))
+        assert calc.results["energy_uncertainty"] > 5 * near
+
+
+def test_a_cell_smaller_than_the_cutoff():
+    """Its atoms see their own images, and a larger cell of the same crystal is the same."""
+    frames = labelled_crystals(20)
+    model = make_model(
+        "energy", representation=SMOOTH | {"cutoff": 6.5}, n_representatives=20, n_members=4
+    ).fit(frames)
+    small = frames[0].copy()
+    large = small.repeat((2, 1, 1))
+    for atoms in (small, large):
+        atoms.calc = Calculator(model)
+    assert large.get_potential_energy() == pytest.approx(2 * small.get_potential_energy())
+    np.testing.assert_allclose(large.get_forces()[:2], small.get_forces(), atol=1e-8)
+    np.testing.assert_allclose(large.get_stress(), small.get_stress(), atol=1e-9)
+
+
+def test_a_model_without_forces_still_has_energies(energy_model, molecules):
+    atoms = molecules[130].copy()
+    atoms.calc = Calculator(energy_model)
+    assert atoms.get_potential_energy() == pytest.approx(energy_model.predict([atoms]).mean[0])
+    with pytest.raises(InputError, match="featomic"):
+        atoms.get_forces()
+
+
+def test_models_that_are_no_potentials(shift_model, molecules):
+    with pytest.raises(InputError, match="kind 'atomic'"):
+        Calculator(shift_model)
+    in_kcal = make_model(units="kcal/mol").fit(molecules[:40])
+    with pytest.raises(InputError, match="energies in eV"):
+        Calculator(in_kcal)
+
+
+def test_an_element_that_the_model_does_not_know(water_model):
+    atoms = molecule("SH2")
+    atoms.calc = Calculator(water_model)
+    with pytest.raises(InputError, match="S"):
+        atoms.get_forces()

@@ -1,0 +1,336 @@
+"""Averages re-weighted to every member, where the answer is known."""
+
+import re
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+from ase import Atoms
+from fake_potential import PairCommittee
+
+from qualms import InputError, Prediction, QualmsWarning
+from qualms.core.reweighting import (
+    block_length,
+    effective_sample_size,
+    neglected_term,
+    reweight_cumulant,
+    reweight_direct,
+    statistical_inefficiency,
+)
+from qualms.thermo import BOLTZMANN, reweight
+
+#: Force constants that members of a committee believe in; that of their mean is 1.
+FORCE_CONSTANTS = np.linspace(0.9, 1.1, 8)
+ESTIMATORS = ("direct", "cea")
+
+
+def autoregressive(n, correlation, rng, n_series=1):
+    """Gaussian series of unit variance with ρ(t) = correlation^t: g = (1 + ρ)/(1 − ρ)."""
+    noise = rng.normal(size=(n, n_series)) * np.sqrt(1 - correlation**2)
+    x = np.empty((n, n_series))
+    x[0] = rng.normal(size=n_series)
+    for t in range(1, n):
+        x[t] = correlation * x[t - 1] + noise[t]
+    return x
+
+
+def oscillator(n, seed=0, correlation=0.5):
+    """Positions of an oscillator of unit force constant at kT = 1, and energies of all members."""
+    x = autoregressive(n, correlation, np.random.default_rng(seed))[:, 0]
+    return x, 0.5 * FORCE_CONSTANTS * x[:, None] ** 2
+
+
+def test_modules_are_there_when_they_are_asked_for():
+    code = "import qualms; print(qualms.thermo.reweight.__name__, qualms.ase.Calculator.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["reweight", "Calculator"]
+
+
+# --- against brute force ---
+
+
+@pytest.fixture
+def small():
+    rng = np.random.default_rng(1)
+    return rng.normal(size=(60, 3)), 0.5 * rng.normal(size=(60, 5))
+
+
+def test_direct_is_the_weighted_average(small):
+    a, h = small
+    found = reweight_direct(a, h, 7)
+    expected = [[np.average(a[:, k], weights=np.exp(-h[:, i])) for i in range(5)] for k in range(3)]
+    np.testing.assert_allclose(found.members, expected)
+
+
+def test_cumulants_are_the_covariance(small):
+    a, h = small
+    found = reweight_cumulant(a + 1e6, h + 1e3, 7)
+    expected = [
+        [a[:, k].mean() - np.cov(a[:, k], h[:, i], ddof=0)[0, 1] for i in range(5)]
+        for k in range(3)
+    ]
+    np.testing.assert_allclose(found.members - 1e6, expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("estimator", [reweight_direct, reweight_cumulant])
+@pytest.mark.parametrize("depends", [False, True])
+def test_replicates_leave_out_a_block_each(small, estimator, depends):
+    a, h = small
+    if depends:
+        a = a[:, :, None] + np.random.default_rng(2).normal(size=(60, 3, 5))
+    found = estimator(a, h, 13)  # the last block has 21 frames
+    starts = [0, 13, 26, 39]
+    assert len(found.without) == len(starts)
+    for b, (start, end) in enumerate(zip(starts, [*starts[1:], 60], strict=True)):
+        kept = np.r_[0:start, end:60]
+        alone = estimator(a[kept], h[kept], 5)
+        np.testing.assert_allclose(found.without[b], alone.members, atol=1e-12)
+
+
+def test_an_observable_of_each_member_is_averaged_by_that_member(small):
+    a, h = small
+    of_members = a[:, :, None] * np.arange(1, 6)
+    for estimator in (reweight_direct, reweight_cumulant):
+        common, own = estimator(a, h, 10), estimator(of_members, h, 10)
+        np.testing.assert_allclose(own.members, common.members * np.arange(1, 6), atol=1e-12)
+
+
+def test_the_neglected_term_is_the_next_cumulant(small):
+    a, h = small
+    found = neglected_term(a, h, 10).members
+    z, d = a - a.mean(axis=0), h - h.mean(axis=0)
+    np.testing.assert_allclose(found, 0.5 * np.einsum("tk,ti->ki", z, d**2) / 60)
+
+
+def test_effective_sample_size():
+    even, one = np.zeros(50), np.r_[-1000.0, np.zeros(49)]
+    np.testing.assert_allclose(effective_sample_size(np.stack([even, one], axis=1)), [50, 1])
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])
+def test_statistical_inefficiency_is_that_of_an_autoregressive_process(correlation):
+    series = autoregressive(20_000, correlation, np.random.default_rng(0), 8)
+    g = statistical_inefficiency(series)
+    assert g.mean() == pytest.approx((1 + correlation) / (1 - correlation), rel=0.1)
+
+
+def test_what_does_not_vary_is_efficient():
+    np.testing.assert_array_equal(statistical_inefficiency(np.full((50, 1), 1e7 / 3)), [1.0])
+
+
+def test_blocks_are_longer_than_correlations_and_never_too_few():
+    assert block_length(100_000, 50.0) > 4 * 50
+    assert block_length(40, 50.0) == 5
+    assert block_length(3, 1.0) == 1
+    assert block_length(10**7, 1.0) == 20_000
+
+
+# --- where the answer is known ---
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_an_oscillator_has_the_analytic_average_and_error(estimator):
+    x, energies = oscillator(200_000)
+    found = reweight(energies, x**2, kT=1.0, estimator=estimator)
+    exact = 1.0 / FORCE_CONSTANTS
+    if estimator == "cea":  # what the expansion makes of it
+        exact = 1.0 - (FORCE_CONSTANTS - 1.0)
+    np.testing.assert_allclose(found.prediction.members, exact, rtol=0.03)
+    assert found.mean == pytest.approx(exact.mean(), abs=4 * found.std_sampling)
+    assert found.std_model == pytest.approx(exact.std(ddof=1), rel=0.06)
+    assert found.reliable
+    assert found.sampled == pytest.approx((x**2).mean())
+    np.testing.assert_allclose(found.std, np.hypot(found.std_model, found.std_sampling))
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_errors_of_model_and_sampling_are_apart(estimator):
+    """Longer runs reduce one of them, as 1/√n, and not the other; over many runs both are right."""
+    means, model, sampling = {}, {}, {}
+    for n in (500, 8000):
+        runs = [
+            reweight(energies, x**2, kT=1.0, estimator=estimator)
+            for x, energies in (oscillator(n, seed, 0.4) for seed in range(60))
+        ]
+        means[n] = np.std([run.mean for run in runs])
+        model[n] = np.sqrt(np.mean([run.std_model**2 for run in runs]))
+        sampling[n] = np.sqrt(np.mean([run.std_sampling**2 for run in runs]))
+    exact = np.std(1.0 / FORCE_CONSTANTS, ddof=1)
+    assert model[500] == pytest.approx(exact, rel=0.12)
+    assert model[8000] == pytest.approx(exact, rel=0.06)
+    assert sampling[500] / sampling[8000] == pytest.approx(4.0, rel=0.1)
+    for n in (500, 8000):
+        assert sampling[n] == pytest.approx(means[n], rel=0.3)
+
+
+def test_members_that_agree_have_no_error_of_the_model():
+    """Not even in a short run, where noise makes re-weighted averages differ."""
+    rng = np.random.default_rng(0)
+    squares = []
+    for _ in range(40):
+        # What members disagree about has nothing to do with the observable.
+        x, y = rng.normal(size=(2, 300))
+        found = reweight(0.5 * x[:, None] ** 2 + 0.3 * y[:, None] * np.arange(-3, 4), x**2, kT=1.0)
+        squares.append([found.std_model**2, found.prediction.std**2])
+    corrected, as_it_is = np.sqrt(np.mean(squares, axis=0))
+    assert corrected < 0.75 * as_it_is
+
+
+def test_the_energy_depends_on_the_member_itself():
+    """⟨V⟩ of every member is kT/2, whatever its force constant: errors cancel."""
+    _, energies = oscillator(100_000)
+    found = reweight(Prediction(energies), Prediction(energies), kT=1.0, estimator="direct")
+    np.testing.assert_allclose(found.prediction.members, 0.5, atol=0.015)
+    fixed = reweight(energies, energies.mean(axis=1), kT=1.0, estimator="direct")
+    assert found.std_model < 0.3 * fixed.std_model
+
+
+def test_a_bond_has_the_averages_that_every_member_would_find():
+    """Frames drawn for the mean of a committee; averages by quadrature, for each of its members."""
+    committee, kT = PairCommittee(n_members=6, spread=0.005), 0.1
+    r = np.linspace(0.7, 2.6, 1000)
+    pairs = [Atoms("H2", [[0, 0, 0], [x, 0, 0]]) for x in r]
+    energies = committee.predict(pairs)
+
+    def density(potential):
+        weights = np.exp(-(potential - potential.min()) / kT)
+        return weights / weights.sum()
+
+    exact = np.array([density(member) @ r for member in energies.members.T])
+    frames = np.random.default_rng(0).choice(len(r), 40_000, p=density(energies.mean))
+    for estimator, tolerance in (("direct", 1e-3), ("cea", 3e-3)):
+        found = reweight(energies[frames], r[frames], kT=kT, estimator=estimator)
+        np.testing.assert_allclose(found.prediction.members, exact, atol=tolerance)
+        assert found.std_model == pytest.approx(exact.std(ddof=1), rel=0.25)
+
+
+def test_any_potential_may_have_driven_the_run():
+    x, energies = oscillator(100_000)
+    shifted = energies[:, 2:] + 0.02 * x[:, None] ** 2  # their mean has not driven it
+    found = reweight(shifted, x**2, kT=1.0, sampled=0.5 * x**2, estimator="direct")
+    np.testing.assert_allclose(
+        found.prediction.members, 1.0 / (FORCE_CONSTANTS[2:] + 0.04), rtol=0.03
+    )
+
+
+def test_several_observables_keep_their_shape():
+    x, energies = oscillator(2000)
+    counts = np.stack([x > 0, x > 1, x > 2], axis=1).astype(float)
+    found = reweight(energies, counts, kT=1.0)
+    assert found.mean.shape == found.std_model.shape == found.std_sampling.shape == (3,)
+    assert found.prediction.n_members == len(FORCE_CONSTANTS)
+    for k in range(3):
+        alone = reweight(energies, counts[:, k], kT=1.0)
+        np.testing.assert_allclose(alone.prediction.members, found.prediction.members[k])
+
+
+def test_a_histogram_of_many_bins():
+    x, energies = oscillator(3000)
+    bins = np.stack([(x > a) & (x <= a + 0.1) for a in np.arange(-4, 4, 0.1)], axis=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", QualmsWarning)  # some bins have hardly been visited
+        found = reweight(energies, bins.astype(float), kT=1.0)
+    np.testing.assert_allclose(found.prediction.sum().members, 1.0)
+    assert found.inefficiency == pytest.approx(reweight(energies, x, kT=1.0).inefficiency, rel=0.5)
+
+
+def test_an_observable_of_another_model_goes_with_all_members():
+    x, energies = oscillator(2000)
+    other = Prediction(np.stack([x**2 - 0.01, x**2, x**2 + 0.01], axis=1))
+    with pytest.raises(InputError, match="paired=False"):
+        reweight(energies, other, kT=1.0)
+    found = reweight(energies, other, kT=1.0, paired=False)
+    assert found.prediction.n_members == 3 * len(FORCE_CONSTANTS)
+    alone = reweight(energies, x**2, kT=1.0)
+    np.testing.assert_allclose(
+        found.prediction.members.reshape(3, -1),
+        alone.prediction.members + np.array([[-0.01], [0.0], [0.01]]),
+    )
+
+
+def test_a_temperature_is_one_of_energies_in_electronvolts():
+    x, energies = oscillator(2000)
+    scale = BOLTZMANN * 300.0
+    found = reweight(scale * energies, x**2, temperature=300.0)
+    np.testing.assert_allclose(
+        found.prediction.members, reweight(energies, x**2, kT=1.0).prediction.members
+    )
+
+
+def test_it_prints_as_many_digits_as_its_errors_have():
+    x, energies = oscillator(2000)
+    for scale, pattern in ((1.0, r"\d\.\d{3}"), (1e4, r"\d+"), (1e-3, r"0\.\d{6}")):
+        text = str(reweight(energies, scale * x**2, kT=1.0))
+        number = rf"({pattern})"
+        assert re.fullmatch(rf"{number} ± {number} \(model\) ± {number} \(sampling\)", text), text
+    assert "ThermalAverage" in str(reweight(energies, np.stack([x, x**2], axis=1), kT=1.0))
+
+
+# --- when it cannot be trusted ---
+
+
+def test_a_large_system_is_too_much_for_direct_weights_but_not_for_cumulants():
+    """Members that differ by several kT, as they do for many atoms, Gaussian as these are."""
+    rng = np.random.default_rng(0)
+    y = rng.normal(size=(4000, 9))
+    a = y @ np.full(9, 1.0)
+    h = 2.5 * y[:, :8]
+    with pytest.warns(QualmsWarning, match="direct re-weighting is unreliable"):
+        bad = reweight(h, a, kT=1.0, sampled=np.zeros(4000), estimator="direct")
+    assert not bad.reliable
+    assert bad.n_effective.min() < 60
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        good = reweight(h, a, kT=1.0, sampled=np.zeros(4000))
+    np.testing.assert_allclose(good.prediction.members, -2.5, atol=0.35)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("n", [2, 3, 10, 100])
+def test_whatever_members_say_results_are_finite(estimator, n):
+    rng = np.random.default_rng(n)
+    wild = 1e4 * rng.normal(size=(n, 5))
+    a = rng.normal(size=n)
+    with pytest.warns(QualmsWarning):
+        found = reweight(wild, a, kT=1.0, estimator=estimator)
+    for value in (found.mean, found.std_model, found.std_sampling, found.n_effective):
+        assert np.all(np.isfinite(value))
+    if estimator == "direct":  # averages of what there was
+        assert np.all(found.prediction.members >= a.min() - 1e-9)
+        assert np.all(found.prediction.members <= a.max() + 1e-9)
+
+
+def test_members_too_far_apart_for_cumulants():
+    x, _ = oscillator(20_000)
+    far = 0.5 * np.linspace(0.4, 1.6, 6) * x[:, None] ** 2
+    with pytest.warns(QualmsWarning, match="cumulant expansion neglects"):
+        found = reweight(far, x**2, kT=1.0)
+    assert not found.reliable
+
+
+def test_a_short_run_is_said_to_be_short():
+    x = autoregressive(400, 0.98, np.random.default_rng(0))[:, 0]
+    with pytest.warns(QualmsWarning, match=re.escape("Run longer")):
+        reweight(0.5 * FORCE_CONSTANTS * x[:, None] ** 2, x**2, kT=1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"kT": None}, "neither of temperature and kT"),
+        ({"temperature": 300.0}, "both of temperature and kT"),
+        ({"kT": -1.0}, "kT"),
+        ({"estimator": "magic"}, "'cea' or 'direct'"),
+        ({"observable": np.ones(3)}, "as many as energies"),
+        ({"observable": np.full(50, np.nan)}, "observable=50 NaN"),
+        ({"energies": np.ones(50)}, "energies=shape"),
+        ({"sampled": np.ones(3)}, "sampled=shape"),
+    ],
+)
+def test_bad_input(changes, match):
+    x, energies = oscillator(50)
+    given = {"energies": energies, "observable": x, "kT": 1.0} | changes
+    with pytest.raises(InputError, match=match):
+        reweight(given.pop("energies"), given.pop("observable"), **given)
