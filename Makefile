@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # What covers the core; `make test` runs all.
 CORE_TESTS := $(patsubst %,tests/test_%.py,calibration calibration_intervals diagnostics gaussian_process \
-	kernels likelihood linalg members prediction resampling score_intervals scores selection estimators \
+	joint_noise kernels likelihood linalg members prediction resampling score_intervals scores selection estimators \
 	calibrated_gradients thermo)
 
 .PHONY: help demo test test-slow check bench docs format lock clean

@@ -12,11 +12,11 @@ from ase import Atoms
 from ase.build import bulk, molecule
 from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
-from atomistic_fixtures import copies, make_model
-from scipy.stats import multivariate_normal
+from atomistic_fixtures import Interrupt, copies, make_model
 from threadpoolctl import threadpool_limits
 
 from qualms import AtomisticModel, InputError, Prediction, QualmsWarning, score
+from qualms.atomistic import plan
 from qualms.atomistic.force_evaluation import evaluate_forces
 from qualms.atomistic.force_labels import ForceLabels, find_forces, find_stresses
 from qualms.atomistic.force_rows import derivative_rows, fill_rows, scale_rows
@@ -26,7 +26,6 @@ from qualms.atomistic.mechanics import VOIGT, derivatives
 from qualms.atomistic.plan import make_plan
 from qualms.atomistic.potential import make_potential
 from qualms.atomistic.settings import SMOOTHING, make_settings
-from qualms.core.joint_noise import select_joint_noise
 
 SMOOTH = {"cutoff": 3.8, "n_radial": 3, "l_max": 2, "smoothing": 0.8}
 
@@ -176,21 +175,28 @@ def test_labelled_rows_are_in_the_order_of_the_labels(monkeypatch):
 # --- solving ---
 
 
-def test_every_member_is_the_weighted_least_squares_solution_of_its_structures():
+@pytest.mark.parametrize("noise_per", ["atom", "structure"])
+def test_every_member_is_the_weighted_least_squares_solution_of_its_structures(noise_per):
     noise, forces_noise = 1e-3, 3e-2
-    frames = alloys()[:14]
+    frames = [twice(atoms) if i % 3 == 0 else atoms for i, atoms in enumerate(alloys()[:14])]
     found = model(
-        noise=noise**2, forces_noise=forces_noise**2, baseline="none", n_representatives=25
+        noise=noise**2,
+        forces_noise=forces_noise**2,
+        noise_per=noise_per,
+        baseline="none",
+        n_representatives=25,
     ).fit(frames)
     fitted = found.fitted
     scales = scale_rows(fitted.representation, fitted.representatives)
-    rows = derivative_rows(scales, next(batches(frames)))
-    M = len(fitted.representatives)
-    K_E, K_F = rows.energies / 4, rows.forces.reshape(-1, M)
+    rows = derivative_rows(scales, next(batches(frames, 200)))
+    M, sizes = len(fitted.representatives), np.array([len(atoms) for atoms in frames])
+    K_E, K_F = rows.energies / sizes[:, None], rows.forces.reshape(-1, M)
     X = fitted.representatives.astype(float)
     K_MM = np.asarray(fitted.representation.kernel(X, X))
-    y_E = np.array([atoms.info["energy"] for atoms in frames]) / 4
+    y_E = np.array([atoms.info["energy"] for atoms in frames]) / sizes
     y_F = np.concatenate([atoms.arrays["force"].ravel() for atoms in frames])
+    # Per structure: the same noise of the whole energy, that of a structure of mean size.
+    noises = noise * (sizes.mean() / sizes if noise_per == "structure" else np.ones(14))
     # The prior that gives forces the variance that they have.
     L = np.linalg.cholesky(K_MM)
     prior = np.sum(y_F**2) / np.sum(np.linalg.solve(L, K_F.T) ** 2)
@@ -198,10 +204,11 @@ def test_every_member_is_the_weighted_least_squares_solution_of_its_structures()
     predicted = found.predict_forces(alloys()[30:33])
     for i in range(8):
         seen = fitted.membership[:, i].astype(bool)
-        mine = np.repeat(seen, 12)
+        mine = np.repeat(seen, 3 * sizes)
         # Errors in units of their noise, and wᵀK_MMw in units of the prior, are least.
-        A = np.concatenate([K_E[seen] / noise, K_F[mine] / forces_noise, L.T / np.sqrt(prior)])
-        b = np.concatenate([y_E[seen] / noise, y_F[mine] / forces_noise, np.zeros(M)])
+        A_E = K_E[seen] / noises[seen, None]
+        A = np.concatenate([A_E, K_F[mine] / forces_noise, L.T / np.sqrt(prior)])
+        b = np.concatenate([y_E[seen] / noises[seen], y_F[mine] / forces_noise, np.zeros(M)])
         w = np.linalg.lstsq(A, b, rcond=None)[0]
         np.testing.assert_allclose(
             predicted.energy.uncalibrated.members[:, i], new.energies @ w, rtol=1e-6
@@ -209,6 +216,13 @@ def test_every_member_is_the_weighted_least_squares_solution_of_its_structures()
         np.testing.assert_allclose(
             predicted.forces.uncalibrated.members[..., i], new.forces @ w, atol=1e-6
         )
+
+
+def twice(atoms):
+    """Two cells of a crystal, as one structure."""
+    double = atoms.repeat((2, 1, 1))
+    double.info["energy"] = 2 * atoms.info["energy"]
+    return double
 
 
 @pytest.mark.parametrize("subsample", [0.2, 0.5, 0.9])
@@ -236,77 +250,6 @@ def test_members_by_any_solver_are_those_of_the_direct_one(subsample):
         spread = members.weights[:, 0].std(axis=1).max()
         np.testing.assert_allclose(members.weights[:, 0, i], expected, atol=1e-2 * spread)
         assert members.intercepts[0, i] == pytest.approx(mean)
-
-
-# --- two noises ---
-
-
-def problem(rng, noise_e=0.05, noise_f=0.5, n=80, r=15, per=6):
-    """Energies and forces of a linear function, with noise."""
-    Phi = rng.normal(size=(n * (1 + per), r))
-    w = rng.normal(size=r)
-    is_force = np.arange(len(Phi)) >= n
-    y = Phi @ w + rng.normal(size=len(Phi)) * np.where(is_force, noise_f, noise_e)
-    groups = np.concatenate([np.arange(n), np.repeat(np.arange(n), per)])
-    return Phi, y, is_force, groups
-
-
-def test_noises_that_are_given_are_kept():
-    Phi, y, is_force, groups = problem(np.random.default_rng(0))
-    both = select_joint_noise(Phi, y, is_force, groups, prior=1.0, energies=0.1, forces=2.0)
-    assert (both.energies, both.forces, both.n_tried) == (0.1, 2.0, 0)
-    assert both.ratio == pytest.approx(0.05)
-    one = select_joint_noise(Phi, y, is_force, groups, prior=1.0, forces=2.0)
-    assert one.forces == pytest.approx(2.0)
-    other = select_joint_noise(Phi, y, is_force, groups, prior=1.0, energies=0.3)
-    assert other.energies == pytest.approx(0.3)
-
-
-def test_the_evidence_finds_both_noises():
-    found = [
-        select_joint_noise(*problem(np.random.default_rng(seed)), prior=1.0, criterion="evidence")
-        for seed in range(5)
-    ]
-    energies, forces = (np.sqrt([getattr(f, k) for f in found]) for k in ("energies", "forces"))
-    assert np.median(energies) == pytest.approx(0.05, rel=0.35)
-    assert np.median(forces) == pytest.approx(0.5, rel=0.35)
-
-
-def test_the_evidence_is_that_of_the_joint_gaussian():
-    from qualms.core.joint_noise import _evidence
-
-    Phi, y, is_force, _ = problem(np.random.default_rng(1), n=12, r=4, per=3)
-    kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
-    nll = _evidence(Phi, y, kinds, 0.7)
-
-    def expected(energies, forces):
-        noise = np.where(is_force, forces, energies)
-        covariance = 0.7 * Phi @ Phi.T + np.diag(noise)
-        return -multivariate_normal(cov=covariance).logpdf(y)
-
-    constant = nll(0.1, 0.2) - expected(0.1, 0.2)
-    for pair in ((0.01, 0.2), (0.1, 3.0), (1.0, 0.01)):
-        assert nll(*pair) - expected(*pair) == pytest.approx(constant, abs=1e-8)
-
-
-def test_left_out_errors_are_those_of_models_without_the_structures():
-    from qualms.core.joint_noise import _left_out_error, _parts
-
-    Phi, y, is_force, groups = problem(np.random.default_rng(2), n=20, r=5, per=3)
-    kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
-    left_out = [np.concatenate(part.rows) for part in _parts(Phi, y, kinds, groups)]
-    assert sorted(np.concatenate(left_out).tolist()) == list(range(len(y)))
-    z = np.empty(len(y))
-    for rows in left_out:
-        # Whole groups, energy and forces.
-        assert set(groups[rows]).isdisjoint(groups[np.delete(np.arange(len(y)), rows)])
-        rest = np.delete(np.arange(len(y)), rows)
-        weight = np.where(is_force, 1 / 0.3, 1 / 0.02)[rest]
-        A = Phi[rest].T @ (weight[:, None] * Phi[rest]) + np.eye(5) / 0.7
-        z[rows] = y[rows] - Phi[rows] @ np.linalg.solve(A, Phi[rest].T @ (weight * y[rest]))
-    expected = np.log(np.abs(z[~is_force]).mean()) + np.log(np.abs(z[is_force]).mean())
-    found = _left_out_error(Phi, y, kinds, groups, 0.7)(0.02, 0.3)
-    assert found == pytest.approx(expected, abs=1e-9)
 
 
 # --- learning ---
@@ -525,6 +468,20 @@ def test_predict_says_the_same_as_predict_forces():
     assert errors(trained(), new)[0] < 2e-3
 
 
+def test_forces_of_a_model_that_learned_them_are_derivatives_of_its_energy():
+    # Its weights are large and cancel, so that smaller steps would show rounding.
+    fitted, atoms = trained().fitted, alloys()[30]
+    found = trained().predict_forces([atoms]).forces.uncalibrated.members
+    for atom, axis in ((0, 1), (2, 2), (3, 0)):
+        expected = -oracle_forces.derivative(
+            lambda by, atom=atom, axis=axis: oracle_forces.member_energies(
+                fitted, oracle_forces.moved(atoms, atom, axis, by)
+            ),
+            2e-3,
+        )
+        np.testing.assert_allclose(found[atom, axis], expected, atol=1e-6 * np.abs(found).max())
+
+
 def test_the_same_seed_gives_the_same_model():
     again = model(units="eV").fit(alloys()[:26])
     new = alloys()[26:28]
@@ -535,8 +492,8 @@ def test_the_same_seed_gives_the_same_model():
 
 def test_the_plan_counts_the_rows_of_forces():
     plans = []
-    model().fit(alloys()[:20], on_plan=lambda plan, data: plans.append(plan))
-    model(forces=None).fit(alloys()[:20], on_plan=lambda plan, data: plans.append(plan))
+    model().fit(alloys()[:20], on_plan=lambda found, data: plans.append(found))
+    model(forces=None).fit(alloys()[:20], on_plan=lambda found, data: plans.append(found))
     assert plans[0].n_rows == 20 * 13
     assert plans[1].n_rows == 20
     assert plans[0].seconds > plans[1].seconds
@@ -546,6 +503,40 @@ def test_the_plan_counts_the_rows_of_forces():
     forces = make_plan(n_rows=73_000, n_pairs=400_000, **sizes)
     assert forces.memory > energies.memory + 8 * 72_000 * 2000
     assert forces.seconds > energies.seconds + 20
+
+
+@pytest.mark.parametrize("mode", ["spill", "recompute"])
+def test_wherever_features_live_the_model_is_the_same(mode, monkeypatch):
+    monkeypatch.setattr(plan, "_choose", lambda *given: mode)
+    found = model(units="eV").fit(alloys()[:26])
+    new = alloys()[26:28]
+    np.testing.assert_allclose(
+        found.predict_forces(new).forces.members,
+        trained().predict_forces(new).forces.members,
+        atol=1e-6,
+    )
+
+
+def test_an_interrupted_run_goes_on(tmp_path):
+    where = tmp_path / "checkpoint"
+    with pytest.raises(KeyboardInterrupt):
+        model(units="eV").fit(alloys()[:26], checkpoint=where, progress=Interrupt("Rows of forces"))
+    found = model(units="eV").fit(alloys()[:26], checkpoint=where, resume=True)
+    new = alloys()[26:28]
+    np.testing.assert_array_equal(
+        found.predict_forces(new).forces.members, trained().predict_forces(new).forces.members
+    )
+    assert not where.exists()
+
+
+def test_other_labels_are_another_run(tmp_path):
+    where = tmp_path / "checkpoint"
+    with pytest.raises(KeyboardInterrupt):
+        model().fit(alloys()[:26], checkpoint=where, progress=Interrupt("Rows of forces"))
+    frames = copies(alloys()[:26])
+    frames[5].arrays["force"][2, 1] += 0.1
+    with pytest.raises(InputError, match="same data"):
+        model().fit(frames, checkpoint=where, resume=True)
 
 
 def test_copies_and_groups_are_in_or_out_together():

@@ -51,9 +51,9 @@ def evaluate_forces(
         for start in range(0, len(used), _CHUNK):
             some = used[start : start + _CHUNK]
             forces = model.predict_forces([frames[i] for i in some]).forces
-            known = np.isfinite(np.concatenate([found[i] for i in some]))
-            members.append(forces.uncalibrated.members[known])
-            calibrated.append(forces.members[known])
+            labelled = np.isfinite(np.concatenate([found[i] for i in some]))
+            members.append(forces.uncalibrated.members[labelled])
+            calibrated.append(forces.members[labelled])
             advance(start + len(some))
     y = np.concatenate([found[i][np.isfinite(found[i])] for i in used])
     places = [np.nonzero(np.isfinite(found[i]))[0] for i in used]

@@ -30,15 +30,20 @@ class JointModel:
         Centre and noise are those of the energies, per atom.
     noise : JointNoise
     labels : ForceLabels
+    energy_weight : (n,) array
+        Of the rows of energies: noise variances are divided by it.
     """
 
     full: FullModel
     noise: JointNoise
     labels: ForceLabels
+    energy_weight: Float64Array
 
-    def weight(self, n: int) -> Float64Array:
-        """Return the weight of each row, that of n energies being one: (N,)."""
-        return np.concatenate([np.ones(n), np.full(len(self.labels.y), self.noise.ratio)])
+    @property
+    def weight(self) -> Float64Array:
+        """Weight of each row: (N,)."""
+        others = np.full(len(self.labels.y), self.noise.ratio)
+        return np.concatenate([self.energy_weight, others])
 
     def counts(self, counts: IntArray) -> IntArray:
         """Return how often each row is in each member, given that for energies (n, N_R)."""
@@ -65,8 +70,10 @@ def fit_joint_model(
         Structures that are left out together when the noise is chosen.
     settings : Settings
     """
-    n = len(energies)
-    center = float(energies.mean()) if settings.baseline != "none" else 0.0
+    n, energy_weight = len(energies), _energy_weight(labels, settings)
+    center = 0.0
+    if settings.baseline != "none":
+        center = float(np.average(energies, weights=energy_weight))
     y = np.concatenate([energies - center, labels.y])
     variance = _prior_variance(Phi[n:], labels.y)
     noise = select_joint_noise(
@@ -75,18 +82,32 @@ def fit_joint_model(
         np.arange(len(y)) >= n,
         np.concatenate([groups, groups[labels.structure]]),
         prior=variance,
+        weight=np.concatenate([energy_weight, np.ones(len(labels.y))]),
         criterion=settings.noise if isinstance(settings.noise, str) else "loo",
         energies=None if isinstance(settings.noise, str) else settings.noise,
         forces=None if isinstance(settings.forces_noise, str) else settings.forces_noise,
     )
     scale = np.sqrt(variance)
-    weight = np.where(np.arange(len(y)) < n, 1.0, noise.ratio)
+    weight = np.concatenate([energy_weight, np.full(len(labels.y), noise.ratio)])
     gram = weighted_gram(Phi, weight)
     process = fit_projected_process(
         Phi, y / scale, noise.energies / variance, sample_weight=weight, gram=gram
     )
     full = FullModel(process, np.array([center]), np.array([scale]), centered=False)
-    return JointModel(full, noise, labels)
+    return JointModel(full, noise, labels, energy_weight)
+
+
+def _energy_weight(labels: ForceLabels, settings: Settings) -> Float64Array:
+    """Return the weights of energies per atom: one, or what noise per structure comes to.
+
+    A noise σ of the energy of n atoms is σ/n per atom; so it has the weight n², in units of that of
+    a structure of mean size.
+    """
+    sizes = np.array([len(forces) for forces in labels.forces], dtype=np.float64)
+    if settings.noise_per == "atom":
+        return np.ones_like(sizes)
+    weight: Float64Array = (sizes / sizes.mean()) ** 2
+    return weight
 
 
 def _prior_variance(Phi: FloatArray, y: Float64Array) -> float:
@@ -125,7 +146,8 @@ def fit_joint_members(
     """
     means = np.zeros(counts.shape[1])
     if centered:
-        means = np.sum(energies * counts, axis=0) / counts.sum(axis=0)
+        mine = counts * joint.energy_weight[:, None]
+        means = np.sum(energies * mine, axis=0) / mine.sum(axis=0)
     others = np.repeat(joint.labels.y[:, None], len(means), axis=1)
     scale = joint.full.scale[0]
     solution = solve_members(
@@ -133,6 +155,6 @@ def fit_joint_members(
         np.concatenate([energies - means, others])[:, None, :] / scale,
         joint.counts(counts),
         joint.full.process,
-        sample_weight=joint.weight(len(energies)),
+        sample_weight=joint.weight,
     )
     return Members(solution.weights * scale, means[None, :], solution)

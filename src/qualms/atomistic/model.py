@@ -24,7 +24,13 @@ from qualms.atomistic.model_file import (
 )
 from qualms.atomistic.plan import Plan, default_threads, parse_memory
 from qualms.atomistic.potential import Potential, make_potential
-from qualms.atomistic.predicting import Chunk, atom_contributions, concatenated, stream_chunks
+from qualms.atomistic.predicting import (
+    Chunk,
+    atom_contributions,
+    centers_of,
+    concatenated,
+    stream_chunks,
+)
 from qualms.atomistic.progress import Display, Stages
 from qualms.atomistic.progress_bars import Bars
 from qualms.atomistic.records import make_record
@@ -36,7 +42,7 @@ from qualms.atomistic.threads import limited
 from qualms.atomistic.training import Training
 from qualms.atomistic.training_set import TrainingSet, make_training_set, resolved_species
 from qualms.core.calibration import CalibrationData
-from qualms.core.typing import Float64Array
+from qualms.core.typing import BoolArray, Float64Array
 from qualms.errors import InputError, QualmsError
 from qualms.prediction import Prediction
 from qualms.storage.files import check_output
@@ -75,6 +81,8 @@ class AtomisticModel:
         Keys of forces and of stresses to learn together with the energy.
     forces_noise : "auto" or float
         Noise variance of forces, in their units squared; chosen together with `noise` by default.
+    noise_per : {"atom", "structure"}
+        With forces: whether the noise of an energy is that of each atom, or of each structure.
     n_members : int
         N_R.
     subsample : float or int
@@ -122,6 +130,7 @@ class AtomisticModel:
         forces: str | None = None,
         stress: str | None = None,
         forces_noise: str | float = "auto",
+        noise_per: str = "atom",
         n_members: int = 16,
         subsample: float = 0.5,
         resample: str = "structures",
@@ -255,8 +264,7 @@ class AtomisticModel:
     ) -> Float64Array:
         """Predict without error bars: the mean of the committee, Eq. (4)."""
         chunks = self.stream(frames, unknown_species=unknown_species)
-        parts = [self.fitted.mean(c.rows(), c.design) * c.factors for c in chunks]
-        return np.concatenate(parts)
+        return np.concatenate([self.fitted.mean(c.rows(), c.design) * c.factors for c in chunks])
 
     def predict_atoms(
         self, frames: Sequence[Atoms], *, unknown_species: str = "error"
@@ -271,23 +279,16 @@ class AtomisticModel:
     def predict_forces(self, frames: Sequence[Atoms], *, stress: bool = False) -> Mechanics:
         """Predict energies and forces, the derivatives of every member's energy.
 
-        For models with features by featomic. Everything is computed in float64: energies agree
-        with those of `predict` up to the rounding of float32.
+        For features by featomic, in float64: energies are those of `predict` up to rounding.
 
         Parameters
         ----------
         frames : sequence of Atoms
         stress : bool
             Whether to predict stresses, too, of structures that are periodic in all directions.
-
-        Returns
-        -------
-        Mechanics
-            ``.energy``, ``.forces``, ``.stress``; iterate over it for those of each structure.
         """
         refuse_single(frames)
-        frames = list(frames)
-        check_frames(self.fitted, frames, stress=stress)
+        check_frames(self.fitted, frames := list(frames), stress=stress)
         with limited(self.threads):
             return predict_mechanics(self.fitted, self.potential, frames, stress=stress)
 
@@ -301,14 +302,11 @@ class AtomisticModel:
         means, stds = [], []
         for chunk in self.stream(frames, unknown_species=unknown_species):
             rows = chunk.rows()
-            factor = chunk.factors
-            means.append(self.fitted.pp_mean(rows, chunk.design) * factor)
-            stds.append(variance.std(rows, chunk.prior_variance()) * factor)
+            means.append(self.fitted.pp_mean(rows, chunk.design) * chunk.factors)
+            stds.append(variance.std(rows, chunk.prior_variance()) * chunk.factors)
         return np.concatenate(means), np.concatenate(stds)
 
-    def extrapolates(
-        self, frames: Sequence[Atoms], *, unknown_species: str = "error"
-    ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    def extrapolates(self, frames: Sequence[Atoms], *, unknown_species: str = "error") -> BoolArray:
         """Return for each structure whether it looks like extrapolation.
 
         It does if one of its environments, or all of them on average, are stranger than those of
@@ -318,8 +316,7 @@ class AtomisticModel:
         flags = []
         for chunk in self.stream(frames, unknown_species=unknown_species):
             novelty = np.empty((len(chunk.frames), 2))
-            rows = chunk.rows(novelty)
-            flags.append(chunk.extrapolates(chunk.predict(rows), novelty))
+            flags.append(chunk.extrapolates(chunk.predict(chunk.rows(novelty)), novelty))
         return np.concatenate(flags)
 
     def stream(self, frames: Iterable[Atoms], *, unknown_species: str = "error") -> Iterator[Chunk]:
@@ -329,11 +326,9 @@ class AtomisticModel:
         refuse_single(frames)
         some = False
         with threadpool_limits(limits=self.threads):
+            ignore = unknown_species == "ignore"
             for chunk in stream_chunks(
-                self.fitted,
-                frames,
-                threads=self.threads,
-                allow_unknown=unknown_species == "ignore",
+                self.fitted, frames, threads=self.threads, allow_unknown=ignore
             ):
                 some = True
                 yield chunk
@@ -342,12 +337,9 @@ class AtomisticModel:
 
     def target_atoms(self, frames: Sequence[Atoms]) -> list[Any]:
         """Return, for an atomic property, the atoms of each structure that `predict` predicts."""
-        species = self.fitted.settings.species
         if self.settings.kind != "atomic":
             raise InputError("kind", repr(self.settings.kind), "'atomic'")
-        if species is None:
-            return [np.arange(len(atoms)) for atoms in frames]
-        return [np.flatnonzero(np.isin(atoms.numbers, species)) for atoms in frames]
+        return [centers_of(atoms.numbers, self.fitted) for atoms in frames]
 
     def save(self, path: str | Path, *, force: bool = False) -> None:
         """Write the model to one safetensors file, completely or not at all."""
@@ -400,7 +392,7 @@ class AtomisticModel:
 
     @property
     def internal(self) -> CalibrationData | None:
-        """Residuals and spreads the calibration was fitted to; not kept in the model file."""
+        """What the calibration was fitted to; not kept in the model file."""
         return self._internal
 
     def __repr__(self) -> str:

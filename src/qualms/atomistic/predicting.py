@@ -137,7 +137,7 @@ def stream_chunks(
             check_structures([atoms], first=index)
             kept = _known_atoms(atoms, fitted, index, allow_unknown)
             known = atoms if len(kept) == len(atoms) else atoms[kept]
-            inside = _centers(known.numbers, fitted)
+            inside = centers_of(known.numbers, fitted)
             waiting.append((atoms, known, kept[inside]))
             yield known, inside
 
@@ -161,7 +161,7 @@ def _known_atoms(atoms: Atoms, fitted: Fitted, index: int, allow_unknown: bool) 
     return np.flatnonzero(known)
 
 
-def _centers(numbers: IntArray, fitted: Fitted) -> IntArray:
+def centers_of(numbers: IntArray, fitted: Fitted) -> IntArray:
     """Return the atoms whose environments count: all, or those of the species of the target."""
     species = fitted.settings.species
     if not fitted.per_atom or species is None:

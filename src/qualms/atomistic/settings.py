@@ -35,6 +35,7 @@ class Settings(BaseModel):
     forces: Annotated[str, Field(min_length=1)] | None = None
     stress: Annotated[str, Field(min_length=1)] | None = None
     forces_noise: Literal["auto"] | Annotated[float, Field(gt=0, allow_inf_nan=False)] = "auto"
+    noise_per: Literal["atom", "structure"] = "atom"
     n_members: Annotated[int, Field(ge=2)] = 16
     subsample: (
         Annotated[int, Field(ge=2)] | Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
@@ -112,6 +113,8 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
         return _with_derivatives(settings)
     if settings.forces_noise != "auto":
         raise InputError("forces_noise", settings.forces_noise, "'auto', without forces to learn")
+    if settings.noise_per != "atom":
+        raise InputError("noise_per", repr(settings.noise_per), "'atom', without forces to learn")
     return settings
 
 

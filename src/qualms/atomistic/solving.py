@@ -131,8 +131,9 @@ class Solver:
                     self.Phi, self._target(settings), data.mechanics, data.groups, settings
                 )
                 self.full = self.joint.full
-        target, centered = self._target(settings), settings.baseline != "none"
-        self.target_std = float(np.std(target) if centered else np.sqrt(np.mean(target**2)))
+        # With forces, the scale of the full model is that of its prior.
+        rms = float(np.sqrt(np.mean((self._target(settings) - self.full.center[0]) ** 2)))
+        self.target_std = float(self.full.scale[0]) if self.joint is None else rms or 1.0
 
     def _target(self, settings: Settings) -> Float64Array:
         """Return the targets less the baseline."""

@@ -100,6 +100,7 @@ def select_joint_noise(
     groups: IntArray,
     *,
     prior: float,
+    weight: Float64Array | None = None,
     criterion: str = "loo",
     energies: float | None = None,
     forces: float | None = None,
@@ -118,6 +119,8 @@ def select_joint_noise(
         Rows that are left out together.
     prior : float
         s², in the units of the energies squared.
+    weight : (N,) array, optional
+        Positive; the noise of a row is that of its kind divided by its weight.
     criterion : {"loo", "evidence"}
         Errors of groups left out, or the log marginal likelihood.
     energies, forces : float, optional
@@ -132,11 +135,12 @@ def select_joint_noise(
     if energies is not None and forces is not None:
         return JointNoise(energies, forces, 0.0, 0)
     kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
-    units = tuple(_mean_square(y[rows]) for rows in kinds)
+    root = np.ones(len(y)) if weight is None else np.sqrt(weight)
+    units = tuple(_mean_square((root * y)[rows]) for rows in kinds)
     if criterion == "evidence":
-        score = _evidence(Phi, y, kinds, prior)
+        score = _evidence(Phi, y, root, kinds, prior)
     else:
-        score = _left_out_error(Phi, y, kinds, groups, prior)
+        score = _left_out_error(Phi, y, root, kinds, groups, prior)
     fixed = tuple(
         None if value is None else float(np.log10(value / unit))
         for value, unit in zip((energies, forces), units, strict=True)
@@ -166,21 +170,27 @@ def _mean_square(y: Float64Array) -> float:
     return square if square > 0 else 1.0
 
 
-def _sums(Phi: FloatArray, y: Float64Array, kinds: tuple[IntArray, IntArray]) -> _Sums:
-    """Sum over rows, in blocks: a copy of all of them might not fit beside Phi."""
+def _sums(
+    Phi: FloatArray, y: Float64Array, root: Float64Array, kinds: tuple[IntArray, IntArray]
+) -> _Sums:
+    """Sum over rows, times √w, in blocks: a copy of all of them might not fit beside Phi."""
     r = Phi.shape[1]
     grams, projections = (np.zeros((r, r)), np.zeros((r, r))), (np.zeros(r), np.zeros(r))
     for i, rows in enumerate(kinds):
         for start in range(0, len(rows), _BLOCK):
             some = rows[start : start + _BLOCK]
-            block = Phi[some]
+            block = Phi[some] * root[some, None]
             grams[i][:] += block.T @ block
-            projections[i][:] += block.T @ y[some]
+            projections[i][:] += block.T @ (root[some] * y[some])
     return _Sums(grams, projections)
 
 
 def _parts(
-    Phi: FloatArray, y: Float64Array, kinds: tuple[IntArray, IntArray], groups: IntArray
+    Phi: FloatArray,
+    y: Float64Array,
+    root: Float64Array,
+    kinds: tuple[IntArray, IntArray],
+    groups: IntArray,
 ) -> list[_Part]:
     """Divide the groups into five parts, of which large models take one only."""
     codes = np.unique(groups, return_inverse=True)[1]
@@ -191,29 +201,30 @@ def _parts(
     chosen = range(n_folds if Phi.shape[1] <= _SMALL else 1)
     left_out = [(kinds[0][fold[kinds[0]] == k], kinds[1][fold[kinds[1]] == k]) for k in chosen]
     if len(left_out) == n_folds:
-        of_parts = [_sums(Phi, y, rows) for rows in left_out]
+        of_parts = [_sums(Phi, y, root, rows) for rows in left_out]
         whole = reduce(_Sums.plus, of_parts)
         return [_Part(r, whole.plus(s, -1.0)) for r, s in zip(left_out, of_parts, strict=True)]
     rest = tuple(rows[fold[rows] != 0] for rows in kinds)
-    return [_Part(left_out[0], _sums(Phi, y, (rest[0], rest[1])))]
+    return [_Part(left_out[0], _sums(Phi, y, root, (rest[0], rest[1])))]
 
 
 def _left_out_error(
     Phi: FloatArray,
     y: Float64Array,
+    root: Float64Array,
     kinds: tuple[IntArray, IntArray],
     groups: IntArray,
     prior: float,
 ) -> Callable[[float, float], float]:
     """Return the function of (σ_E², σ_F²) that is to be minimised."""
-    parts = _parts(Phi, y, kinds, groups)
+    parts = _parts(Phi, y, root, kinds, groups)
     has = [any(len(part.rows[i]) for part in parts) for i in (0, 1)]
 
     def score(energies: float, forces: float) -> float:
         errors: tuple[list[Float64Array], list[Float64Array]] = ([], [])
         for part in parts:
             w, _ = part.rest.solve(energies, forces, prior)
-            missed = np.abs(y - Phi @ w)
+            missed = root * np.abs(y - Phi @ w)
             for i in (0, 1):
                 errors[i].append(missed[part.rows[i]])
         means = [np.mean(np.concatenate(errors[i])) for i in (0, 1) if has[i]]
@@ -223,15 +234,19 @@ def _left_out_error(
 
 
 def _evidence(
-    Phi: FloatArray, y: Float64Array, kinds: tuple[IntArray, IntArray], prior: float
+    Phi: FloatArray,
+    y: Float64Array,
+    root: Float64Array,
+    kinds: tuple[IntArray, IntArray],
+    prior: float,
 ) -> Callable[[float, float], float]:
     """Return minus the log marginal likelihood, up to a constant.
 
     With W the weights 1 and ρ of the rows, |s²ΦΦᵀ + σ_E²W⁻¹| = σ_E^2N |W|⁻¹ |A| (s²/σ_E²)^r, and
     yᵀ(s²ΦΦᵀ + σ_E²W⁻¹)⁻¹y = (yᵀWy − bᵀA⁻¹b)/σ_E², b = ΦᵀWy.
     """
-    sums = _sums(Phi, y, kinds)
-    squares = [float(np.sum(y[rows] ** 2)) for rows in kinds]
+    sums = _sums(Phi, y, root, kinds)
+    squares = [float(np.sum((root * y)[rows] ** 2)) for rows in kinds]
     n, r = len(y), Phi.shape[1]
 
     def score(energies: float, forces: float) -> float:

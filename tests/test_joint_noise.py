@@ -1,0 +1,153 @@
+"""Two noises at once: those that are given, those that are found, and what is minimised."""
+
+import numpy as np
+import pytest
+from scipy.stats import multivariate_normal
+
+from qualms import InputError
+from qualms.core import joint_noise
+from qualms.core.joint_noise import (
+    _evidence,
+    _left_out_error,
+    _parts,
+    select_joint_noise,
+    weighted_gram,
+)
+
+
+def problem(rng, noise_e=0.05, noise_f=0.5, n=80, r=15, per=6):
+    """Energies and forces of a linear function, with noise."""
+    Phi = rng.normal(size=(n * (1 + per), r))
+    w = rng.normal(size=r)
+    is_force = np.arange(len(Phi)) >= n
+    y = Phi @ w + rng.normal(size=len(Phi)) * np.where(is_force, noise_f, noise_e)
+    groups = np.concatenate([np.arange(n), np.repeat(np.arange(n), per)])
+    return Phi, y, is_force, groups
+
+
+def test_noises_that_are_given_are_kept():
+    Phi, y, is_force, groups = problem(np.random.default_rng(0))
+    both = select_joint_noise(Phi, y, is_force, groups, prior=1.0, energies=0.1, forces=2.0)
+    assert (both.energies, both.forces, both.n_tried) == (0.1, 2.0, 0)
+    assert both.ratio == pytest.approx(0.05)
+    one = select_joint_noise(Phi, y, is_force, groups, prior=1.0, forces=2.0)
+    assert one.forces == pytest.approx(2.0)
+    other = select_joint_noise(Phi, y, is_force, groups, prior=1.0, energies=0.3)
+    assert other.energies == pytest.approx(0.3)
+
+
+def test_the_evidence_finds_both_noises():
+    found = [
+        select_joint_noise(*problem(np.random.default_rng(seed)), prior=1.0, criterion="evidence")
+        for seed in range(5)
+    ]
+    energies, forces = (np.sqrt([getattr(f, k) for f in found]) for k in ("energies", "forces"))
+    assert np.median(energies) == pytest.approx(0.05, rel=0.35)
+    assert np.median(forces) == pytest.approx(0.5, rel=0.35)
+
+
+def test_the_evidence_is_that_of_the_joint_gaussian():
+    Phi, y, is_force, _ = problem(np.random.default_rng(1), n=12, r=4, per=3)
+    kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
+    root = np.random.default_rng(2).uniform(0.5, 2.0, len(y))
+    nll = _evidence(Phi, y, root, kinds, 0.7)
+
+    def expected(energies, forces):
+        noise = np.where(is_force, forces, energies) / root**2
+        covariance = 0.7 * Phi @ Phi.T + np.diag(noise)
+        return -multivariate_normal(cov=covariance).logpdf(y)
+
+    constant = nll(0.1, 0.2) - expected(0.1, 0.2)
+    for pair in ((0.01, 0.2), (0.1, 3.0), (1.0, 0.01)):
+        assert nll(*pair) - expected(*pair) == pytest.approx(constant, abs=1e-8)
+
+
+def test_left_out_errors_are_those_of_models_without_the_structures():
+    Phi, y, is_force, groups = problem(np.random.default_rng(2), n=20, r=5, per=3)
+    kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
+    root = np.random.default_rng(3).uniform(0.5, 2.0, len(y))
+    left_out = [np.concatenate(part.rows) for part in _parts(Phi, y, root, kinds, groups)]
+    assert sorted(np.concatenate(left_out).tolist()) == list(range(len(y)))
+    z = np.empty(len(y))
+    for rows in left_out:
+        # Whole groups, energy and forces.
+        assert set(groups[rows]).isdisjoint(groups[np.delete(np.arange(len(y)), rows)])
+        rest = np.delete(np.arange(len(y)), rows)
+        weight = (root**2 * np.where(is_force, 1 / 0.3, 1 / 0.02))[rest]
+        A = Phi[rest].T @ (weight[:, None] * Phi[rest]) + np.eye(5) / 0.7
+        z[rows] = y[rows] - Phi[rows] @ np.linalg.solve(A, Phi[rest].T @ (weight * y[rest]))
+    z *= root
+    expected = np.log(np.abs(z[~is_force]).mean()) + np.log(np.abs(z[is_force]).mean())
+    found = _left_out_error(Phi, y, root, kinds, groups, 0.7)(0.02, 0.3)
+    assert found == pytest.approx(expected, abs=1e-9)
+
+
+def test_large_models_leave_one_part_out(monkeypatch):
+    Phi, y, is_force, groups = problem(np.random.default_rng(3), n=20, r=5, per=3)
+    kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
+    five = _parts(Phi, y, np.ones(len(y)), kinds, groups)
+    monkeypatch.setattr(joint_noise, "_SMALL", 4)
+    (one,) = _parts(Phi, y, np.ones(len(y)), kinds, groups)
+    for i in (0, 1):
+        np.testing.assert_array_equal(one.rows[i], five[0].rows[i])
+        np.testing.assert_allclose(one.rest.grams[i], five[0].rest.grams[i], atol=1e-10)
+        np.testing.assert_allclose(one.rest.projections[i], five[0].rest.projections[i], atol=1e-10)
+
+
+def test_neither_kind_is_sacrificed_to_the_other():
+    # Energies say nothing about half of the weights, and forces nothing about the other half.
+    rng = np.random.default_rng(4)
+    Phi, _, is_force, groups = problem(rng, n=60, r=8, per=6)
+    Phi[is_force, :4] = 0.0
+    Phi[~is_force, 4:] = 0.0
+    w = rng.normal(size=8)
+    noise = np.where(is_force, 0.3, 0.01)
+    y = Phi @ w + noise * rng.normal(size=len(Phi))
+    found = select_joint_noise(Phi, y, is_force, groups, prior=1.0)
+    kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
+    score = _left_out_error(Phi, y, np.ones(len(y)), kinds, groups, 1.0)
+    assert found.score == pytest.approx(score(found.energies, found.forces))
+    for factor in (1e-3, 1e3):
+        assert found.score <= score(factor * found.energies, found.forces) + 1e-9
+        assert found.score <= score(found.energies, factor * found.forces) + 1e-9
+
+
+def test_noise_that_is_lost_in_rounding_is_not_chosen():
+    Phi, y, is_force, groups = problem(np.random.default_rng(5), n=10, r=6, per=2)
+    Phi[:, 5] = Phi[:, 4]  # singular but for the noise
+    found = select_joint_noise(1e6 * Phi, y, is_force, groups, prior=1.0)
+    assert np.isfinite(found.score)
+    assert found.energies > 0
+    assert found.forces > 0
+
+
+def test_targets_that_are_all_zero_have_a_noise_too():
+    Phi, y, is_force, groups = problem(np.random.default_rng(6), n=10, r=3, per=2)
+    found = select_joint_noise(Phi, 0 * y, is_force, groups, prior=1.0)
+    assert found.energies > 0
+    assert found.forces > 0
+
+
+def test_weights_divide_the_noise():
+    rng = np.random.default_rng(8)
+    Phi, y, is_force, groups = problem(rng, n=30, r=4, per=3)
+    weight = rng.uniform(0.3, 3.0, len(y))
+    root = np.sqrt(weight)
+    found = select_joint_noise(Phi, y, is_force, groups, prior=1.0, weight=weight)
+    scaled = select_joint_noise(Phi * root[:, None], y * root, is_force, groups, prior=1.0)
+    assert found.energies == pytest.approx(scaled.energies)
+    assert found.forces == pytest.approx(scaled.forces)
+
+
+def test_an_unknown_criterion():
+    with pytest.raises(InputError, match="criterion"):
+        select_joint_noise(*problem(np.random.default_rng(0)), prior=1.0, criterion="magic")
+
+
+def test_the_gram_matrix_of_weighted_rows(monkeypatch):
+    rng = np.random.default_rng(7)
+    Phi, weight = rng.normal(size=(50, 4)), rng.random(50)
+    monkeypatch.setattr(joint_noise, "_BLOCK", 7)
+    np.testing.assert_allclose(
+        weighted_gram(Phi, weight), Phi.T @ np.diag(weight) @ Phi, atol=1e-12
+    )
