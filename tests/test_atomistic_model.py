@@ -223,7 +223,8 @@ def test_with_all_environments_it_is_exact_gaussian_process_regression(molecules
     variance = noise + scale * k_new - np.einsum("ij,ji->i", scale * K_new, solved)
     predicted, std = model.predict_pp(new)
     np.testing.assert_allclose(predicted, mean, rtol=1e-4, atol=1e-4 * np.std(y))
-    np.testing.assert_allclose(std, np.sqrt(variance), rtol=1e-3)
+    # Features, and the factors of the variance, are float32: small differences of large numbers.
+    np.testing.assert_allclose(std, np.sqrt(variance), rtol=3e-3)
 
 
 def test_without_its_factors_there_is_no_variance(molecules):
