@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,8 @@ from qualms import AtomisticModel
 from qualms.atomistic.evaluation import evaluate
 from qualms.atomistic.hypers import PRESETS, make_soap
 from qualms.atomistic.structures import read_frames
-from qualms.data import qm9
+from qualms.data import csd, qm9
+from qualms.reproduce.problems import csd_problem
 
 SEED = 0
 #: One change at a time; what a preset has already is left out.
@@ -38,11 +39,26 @@ CHANGES: dict[str, dict[str, Any]] = {
     "no radial scaling": {"radial_scaling": None},
     "radial scaling of 2 Å, m = 4": {"radial_scaling": {"scale": 2.0, "exponent": 4.0}},
     "radial scaling of 2 Å, m = 6": {"radial_scaling": {"scale": 2.0, "exponent": 6.0}},
+    "radial scaling of 3 Å, m = 4": {"radial_scaling": {"scale": 3.0, "exponent": 4.0}},
     "radial scaling of 3 Å, m = 6": {"radial_scaling": {"scale": 3.0, "exponent": 6.0}},
     "ζ = 1": {"exponent": 1.0},
     "ζ = 3": {"exponent": 3.0},
     "ζ = 4": {"exponent": 4.0},
     "3 Å and 5 Å": {"scales": [{"cutoff": 3.0}, {"cutoff": 5.0}]},
+    "2000 principal components": {"compression": {"method": "pca", "n_features": 2000}},
+}
+
+
+#: What changes together for atoms whose neighbours in the same crystal are in the training set.
+TOGETHER: dict[str, dict[str, Any]] = {
+    f"{cutoff} Å, Gaussians of {width} Å, scaling of 3 Å, m = 4, 2000 components": {
+        "cutoff": cutoff,
+        "gaussian_width": width,
+        "radial_scaling": {"scale": 3.0, "exponent": 4.0},
+        "compression": {"method": "pca", "n_features": 2000},
+    }
+    for cutoff in (5.0, 6.0)
+    for width in (0.3, 0.4)
 }
 
 
@@ -86,6 +102,33 @@ def crystals(divisor: int) -> Problem | None:
     )
 
 
+def atoms_of_crystals(divisor: int) -> Problem | None:
+    """Shieldings of hydrogen, divided over atoms as the paper does: siblings are on both sides."""
+    path = os.environ.get("QUALMS_CSD")
+    if not path:
+        return None
+    found = csd_problem(csd(path), "atoms", "paper", SEED + 1)
+    rng = np.random.default_rng(SEED)
+
+    def some(frames: Sequence[Atoms], share: float) -> list[Atoms]:
+        """Return the structures with a share of their labels."""
+        fewer = [atoms.copy() for atoms in frames]
+        for atoms in fewer:
+            atoms.arrays["shielding"][rng.random(len(atoms)) > share / divisor] = np.nan
+        return fewer
+
+    settings = found.settings.model_dump(exclude={"representation", "seed"})
+    settings |= {"n_representatives": 4_000 // divisor, "subsample": 0.75}
+    return Problem(
+        "¹H shieldings, divided over atoms",
+        some(found.train, 0.4),
+        some(found.validation, 0.4),
+        settings,
+        1.0,
+        "ppm",
+    )
+
+
 def row(problem: Problem, label: str, representation: Any) -> list[Any]:
     """Train and judge one representation."""
     model = AtomisticModel(**problem.settings, representation=representation, seed=SEED)
@@ -101,11 +144,13 @@ def row(problem: Problem, label: str, representation: Any) -> list[Any]:
     ]
 
 
-def table(problem: Problem, preset: str) -> dict[str, Any]:
+def table(
+    problem: Problem, preset: str, changes: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
     """Compare all presets, and changes of one of them, on one problem."""
     soap = make_soap(preset)
     rows = [row(problem, name, name) for name in PRESETS]
-    for label, change in CHANGES.items():
+    for label, change in changes.items():
         changed = make_soap(preset, **change)
         if changed != soap:
             rows.append(row(problem, f"{preset}, {label}", changed))
@@ -131,10 +176,13 @@ def table(problem: Problem, preset: str) -> dict[str, Any]:
 
 def tables(divisor: int = 1) -> Iterator[dict[str, Any]]:
     """Measure one thing after the other; `divisor` makes them small."""
-    yield table(molecules(divisor), "organic")
+    yield table(molecules(divisor), "organic", CHANGES)
     shieldings = crystals(divisor)
     if shieldings is not None:
-        yield table(shieldings, "nmr")
+        yield table(shieldings, "nmr", CHANGES | TOGETHER)
+    by_atoms = atoms_of_crystals(divisor)
+    if by_atoms is not None:
+        yield table(by_atoms, "nmr", CHANGES | TOGETHER)
 
 
 def run() -> list[dict[str, Any]]:
