@@ -196,10 +196,12 @@ def test_large_crystals_take_little_memory():
     local_contributions(crystal, given)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 200e6  # a matrix of all pairs, with three components, would take 204 MB
+    assert peak < 60e6  # one matrix of all pairs would take 68 MB
 
 
-def test_one_contribution_for_each_atom(molecules):
+def test_bad_contributions_and_widths(molecules):
+    with pytest.raises(InputError, match="width=1000"):
+        local_contributions(bulk("Cu"), Prediction(np.zeros((1, 4))), width=1000.0)
     with pytest.raises(InputError, match="one for each atom"):
         local_contributions(molecules[0], Prediction(np.zeros((3, 4))))
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from fake_potential import PairCommittee
 from finite_differences import gradient, numerical_forces, numerical_stress
 from test_calculator import drift
 
-from qualms import InputError
+from qualms import InputError, QualmsWarning
 from qualms.ase import Calculator
 from qualms.atomistic.exact_energies import exact_energies
 
@@ -53,6 +54,7 @@ def crystal_model(request):
         representation=SMOOTH | {"cutoff": 5.0},
         n_representatives=30,
         n_members=8,
+        units="eV",
         calibration=request.param,
     ).fit(labelled_crystals(30))
 
@@ -80,8 +82,9 @@ def test_velocity_verlet_conserves_the_energy_of_a_trained_molecule(water_model,
 def test_forces_that_were_learned_have_a_calibration_of_their_own(water):
     """Forces of a member are derivatives of its energy all the same."""
     model = make_model(
-        "energy", forces="true_forces", representation=SMOOTH, n_representatives=60, n_members=8
-    ).fit(waters(20))
+        "energy", forces="true_forces", representation=SMOOTH, n_representatives=60, n_members=8,
+        units="eV",
+    ).fit(waters(20))  # fmt: skip
     calc = Calculator(model)
     forces, std = calc.get_forces(water), calc.results["forces_uncertainty"]
     np.testing.assert_allclose(std, model.predict_forces([water]).forces.std)
@@ -149,7 +152,11 @@ def test_a_cell_smaller_than_the_cutoff():
     """Its atoms see their own images, and a larger cell of the same crystal is the same."""
     frames = labelled_crystals(20)
     model = make_model(
-        "energy", representation=SMOOTH | {"cutoff": 6.5}, n_representatives=20, n_members=4
+        "energy",
+        representation=SMOOTH | {"cutoff": 6.5},
+        n_representatives=20,
+        n_members=4,
+        units="eV",
     ).fit(frames)
     small = frames[0].copy()
     large = small.repeat((2, 1, 1))
@@ -174,6 +181,19 @@ def test_models_that_are_no_potentials(shift_model, molecules):
     in_kcal = make_model(units="kcal/mol").fit(molecules[:40])
     with pytest.raises(InputError, match="energies in eV"):
         Calculator(in_kcal)
+
+
+def test_a_model_without_units_is_taken_for_ev_with_a_warning():
+    small = {"representation": SMOOTH, "n_representatives": 20, "n_members": 4}
+    model = make_model("energy", **small).fit(waters(30))
+    with pytest.warns(QualmsWarning, match="taken for eV") as caught:
+        calc = Calculator(model)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        calc.map(lambda member: member.get_potential_energy(waters(1)[0]))
+        for name in ("eV", "ev"):
+            Calculator(make_model("energy", units=name, **small).fit(waters(30)))
 
 
 def test_an_element_that_the_model_does_not_know(water_model):

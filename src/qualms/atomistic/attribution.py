@@ -22,6 +22,8 @@ from qualms.prediction import Prediction
 WIDTH = 1.5
 #: Beyond so many widths nothing is shared: there the weight is below 4e-6.
 _REACH = 5.0
+#: Images of a cell that nobody wants to wait for.
+_MANY = 1e5
 
 
 def local_contributions(
@@ -74,6 +76,8 @@ def _with_images(atoms: Atoms, reach: float) -> tuple[Float64Array, Float64Array
     # Columns of the inverse are normal to faces: their norms are inverse distances between these.
     margin = reach * np.linalg.norm(inverse, axis=0)
     n = np.where(periodic, np.ceil(margin), 0).astype(int)
+    if np.prod(2.0 * n + 1) > _MANY:
+        raise InputError("width", f"{reach / _REACH:.6g}", "a few Å, as bonds are long")
     shifts = np.stack(np.meshgrid(*(np.arange(-k, k + 1) for k in n), indexing="ij"), axis=-1)
     moved = f + shifts.reshape(-1, 1, 3)
     near = np.all(~periodic | ((moved > -margin) & (moved < 1 + margin)), axis=2)

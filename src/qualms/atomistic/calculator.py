@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike
 from qualms.atomistic.exact_energies import exact_energies
 from qualms.atomistic.mechanics import Mechanics
 from qualms.atomistic.model import AtomisticModel
+from qualms.atomistic.plan import default_threads
 from qualms.core.calibrated_gradients import CalibratedPoint, calibrated_point
 from qualms.core.checks import check_integer, check_number
 from qualms.errors import InputError, QualmsWarning, UncertaintyError
@@ -119,7 +120,8 @@ class Calculator(_Potential):
     Parameters
     ----------
     model : AtomisticModel or path
-        Of an extensive energy in eV. A path is that of a file that `AtomisticModel.save` wrote.
+        Of an extensive energy in eV: one without units is taken for that, with a warning. A path is
+        that of a file that `AtomisticModel.save` wrote.
     uncertainty_threshold : float or mapping, optional
         The largest ``energy_uncertainty`` of a structure, in eV, that passes without a word; or
         limits by name: ``{"energy_uncertainty": 0.1, "forces_uncertainty": 0.5}``, the latter for
@@ -132,6 +134,8 @@ class Calculator(_Potential):
         Whether uncertainties and ensembles are also put into ``atoms.info`` and ``atoms.arrays``,
         from where ASE writes them to extended XYZ: it writes no results but those it knows. They
         are replaced whenever this calculator is asked about the structure, and stay if another is.
+    threads : int, optional
+        Cores to use; those of the model by default. Structures of up to 64 atoms take one.
 
     Notes
     -----
@@ -172,10 +176,14 @@ class Calculator(_Potential):
         on_exceed: str | OnExceed = "warn",
         *,
         annotate: bool = True,
+        threads: int | None = None,
     ) -> None:
         if isinstance(model, (str, Path)):
-            model = AtomisticModel.load(model)
+            model = AtomisticModel.load(model, threads=threads)
+        elif threads is not None:
+            model = _with_threads(model, threads)
         super().__init__(model)
+        _warn_of_units(model)
         self.uncertainty_threshold = _limits(uncertainty_threshold)
         if on_exceed not in ("warn", "raise") and not callable(on_exceed):
             raise InputError("on_exceed", repr(on_exceed), "'warn', 'raise' or a callable")
@@ -340,6 +348,15 @@ def _point(model: Model, energy: Prediction, n_atoms: int) -> CalibratedPoint:
     )
 
 
+def _with_threads(model: Model, threads: int) -> AtomisticModel:
+    """Return a model that shares everything with another but the number of cores it uses."""
+    if not isinstance(model, AtomisticModel):
+        raise InputError("threads", threads, "None, unless the model is an AtomisticModel")
+    same = copy.copy(model)
+    same.threads = default_threads(threads)
+    return same
+
+
 def _check_model(model: Model) -> None:
     """Refuse a model that has no forces, or whose units ASE would not understand."""
     if not isinstance(model, AtomisticModel):
@@ -349,9 +366,20 @@ def _check_model(model: Model) -> None:
     settings = model.fitted.settings
     if settings.kind != "extensive":
         raise InputError("model", f"kind {settings.kind!r}", "an energy, of kind 'extensive'")
-    if settings.units not in ("", "eV"):
+    if settings.units and settings.units.casefold() != "ev":
         raise InputError(
             "model", f"energies in {settings.units}", "energies in eV", "Train it on those."
+        )
+
+
+def _warn_of_units(model: Model) -> None:
+    """Tell of energies in units that nobody knows."""
+    if isinstance(model, AtomisticModel) and not model.fitted.settings.units:
+        warnings.warn(
+            "The model does not say what units its energies have: they are taken for eV, and "
+            "forces for eV/Å. Train it with units='eV' if they are.",
+            QualmsWarning,
+            stacklevel=3,
         )
 
 
