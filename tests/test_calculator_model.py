@@ -167,6 +167,21 @@ def test_a_cell_smaller_than_the_cutoff():
     np.testing.assert_allclose(large.get_stress(), small.get_stress(), atol=1e-9)
 
 
+@pytest.mark.parametrize("pbc", [(True, True, False), (False, False, False)])
+def test_the_stress_of_a_slab(pbc):
+    model = make_model(
+        "energy", representation=SMOOTH, n_representatives=20, n_members=4, units="eV"
+    ).fit(labelled_crystals(20))
+    slab = labelled_crystals(1, seed=3)[0]
+    slab.center(vacuum=2.0, axis=2)
+    slab.pbc = pbc
+    for calc in (Calculator(model), Calculator(model).member(2)):
+        slab.calc = calc
+        stress = slab.get_stress()
+        assert np.abs(stress).max() > 1e-3
+        np.testing.assert_allclose(stress, numerical_stress(slab, 1e-4), atol=1e-6)
+
+
 def test_a_model_without_forces_still_has_energies(energy_model, molecules):
     atoms = molecules[130].copy()
     atoms.calc = Calculator(energy_model)

@@ -285,7 +285,7 @@ class AtomisticModel:
         ----------
         frames : sequence of Atoms
         stress : bool
-            Whether to predict stresses, too, of structures that are periodic in all directions.
+            Whether to predict stresses, too, of structures whose cells have a volume.
         """
         refuse_single(frames)
         check_frames(self.fitted, frames := list(frames), stress=stress)
