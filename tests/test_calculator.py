@@ -145,6 +145,11 @@ def test_a_member_is_a_potential_of_its_own(committee, crystal):
 def test_map_asks_every_member(committee, atoms):
     found = Calculator(committee).map(lambda member: member.get_potential_energy(atoms))
     np.testing.assert_allclose(found.members, committee.predict([atoms]).members[0])
+    sizes = iter(range(10))
+    with pytest.raises(InputError, match=r"shape \(1,\) for member 1, \(0,\) for member 0"):
+        Calculator(committee).map(lambda _: np.zeros(next(sizes)))
+    with pytest.raises(InputError, match="None"):
+        Calculator(committee).map(lambda _: None)
     with pytest.raises(InputError, match="one of 6 members"):
         MemberCalculator(committee, 6)
 
@@ -398,8 +403,9 @@ def test_structures_may_be_left_alone(committee, atoms):
 def test_a_warning_comes_when_the_threshold_is_crossed(committee, atoms):
     std = committee.predict([atoms]).std[0]
     atoms.calc = Calculator(committee, 0.9 * std)
-    with pytest.warns(QualmsWarning, match="H2O: energy_uncertainty = .* exceeds"):
+    with pytest.warns(QualmsWarning, match="H2O: energy_uncertainty = .* exceeds") as caught:
         atoms.get_potential_energy()
+    assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         atoms.positions[0] += 1e-6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from qualms.atomistic.member_calculator import (
     MemberCalculator,
     Model,
     Results,
+    annotate,
     energy_of,
     point_of,
 )
@@ -25,14 +27,11 @@ from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.plan import default_threads
 from qualms.core.checks import check_number
 from qualms.errors import InputError, QualmsWarning, UncertaintyError
-from qualms.prediction import Prediction
+from qualms.prediction import Prediction, stack_members
 
 #: Called with a structure that is too uncertain, and what is known about it.
 OnExceed = Callable[[Atoms, Results], object]
 
-#: Results that ASE does not know, and would not write: kept with the structure, and where.
-_OF_STRUCTURES = ("energy_uncertainty", "energy_ensemble")
-_OF_ATOMS = ("forces_uncertainty", "forces_ensemble")
 _LIMITED = ("energy_uncertainty", "forces_uncertainty")
 
 
@@ -151,8 +150,7 @@ class Calculator(CommitteeCalculator):
             Takes a calculator and returns a number or an array, such as a bond length after
             relaxation, or frequencies.
         """
-        found = [np.asarray(f(self.member(i)), dtype=float) for i in range(self.n_members)]
-        return Prediction(np.stack(found, axis=-1))
+        return Prediction(stack_members([f(self.member(i)) for i in range(self.n_members)]))
 
     def _compute(self, atoms: Atoms, *, forces: bool, stress: bool) -> Results:
         if not forces:
@@ -175,11 +173,7 @@ class Calculator(CommitteeCalculator):
         """Keep with a structure what ASE does not write, and nothing of other calculations."""
         if not self.annotate:
             return
-        for names, store in ((_OF_STRUCTURES, atoms.info), (_OF_ATOMS, atoms.arrays)):
-            for name in names:
-                store.pop(name, None)
-                if name in self.results:
-                    store[name] = copy.copy(self.results[name])
+        annotate(atoms, self.results)
         if "forces_ensemble" in atoms.arrays:  # XYZ has columns: of member 0, x y z, of member 1, …
             members = np.moveaxis(atoms.arrays["forces_ensemble"], -1, 1)
             atoms.arrays["forces_ensemble"] = members.reshape(len(atoms), -1)
@@ -200,7 +194,7 @@ class Calculator(CommitteeCalculator):
         if callable(self.on_exceed):
             self.on_exceed(atoms, self.results)
         elif not self._beyond:
-            warnings.warn(message, QualmsWarning, stacklevel=2)
+            warnings.warn(message, QualmsWarning, stacklevel=_level_of_user())
         self._beyond = True
 
 
@@ -231,6 +225,14 @@ def _warn_of_units(model: Model) -> None:
             QualmsWarning,
             stacklevel=3,
         )
+
+
+def _level_of_user() -> int:
+    """Return how far up the stack, from who asks, the code is that is neither ASE nor qualms."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and str(frame.f_globals.get("__name__")).split(".")[0] in ("ase", "qualms"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _limits(threshold: float | Mapping[str, float] | None) -> dict[str, float]:

@@ -21,6 +21,9 @@ from qualms.prediction import Prediction
 
 Results = dict[str, Any]
 
+#: Results that ASE does not know, and would not write: kept with the structure, and where.
+_OF_STRUCTURES = ("energy_uncertainty", "energy_ensemble", "energy_predicted", "weight")
+_OF_ATOMS = ("forces_uncertainty", "forces_ensemble")
 #: What needs derivatives, and what needs them with respect to the cell.
 _WITH_FORCES = (
     "forces",
@@ -144,6 +147,15 @@ class MemberCalculator(CommitteeCalculator):
     def _of_energy(self, energy: Prediction) -> Results:
         value = float(energy.members[self.index])
         return {"energy": value, "free_energy": value}
+
+
+def annotate(atoms: Atoms, results: Results) -> None:
+    """Keep with a structure what ASE does not write, and nothing of other calculations."""
+    for names, store in ((_OF_STRUCTURES, atoms.info), (_OF_ATOMS, atoms.arrays)):
+        for name in names:
+            store.pop(name, None)
+            if name in results:
+                store[name] = copy.copy(results[name])
 
 
 def energy_of(model: Model, atoms: Atoms) -> Prediction:

@@ -38,10 +38,12 @@ def is_prediction(atoms: Atoms, key: str, value: object, calculator: Any = None)
         return False
     if calculator is not None and not isinstance(calculator, SinglePointCalculator):
         return False  # It computed the value, and no error bar: that beside it is older.
-    # A file does not tell what computed the value. It was predicted if it is what members say.
-    name = f"{key}_ensemble"
-    ensemble = atoms.info.get(name, atoms.arrays.get(name))
-    return ensemble is None or _is_mean(value, ensemble)
+    # A file does not tell what computed the value. It was predicted if it is what members say, or
+    # what a calculator that has no members left there to compare with.
+    for name in (f"{key}_ensemble", f"{key}_predicted"):
+        if name in atoms.info or name in atoms.arrays:
+            return _is_mean(value, atoms.info.get(name, atoms.arrays.get(name)))
+    return True
 
 
 def _is_mean(value: object, ensemble: object) -> bool:
