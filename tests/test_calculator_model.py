@@ -16,7 +16,9 @@ from test_calculator import drift
 
 from qualms import InputError, QualmsWarning
 from qualms.ase import Calculator
+from qualms.atomistic import mechanics, member_calculator
 from qualms.atomistic.exact_energies import exact_energies
+from qualms.atomistic.mechanics import derivatives
 
 SMOOTH = {"cutoff": 3.0, "n_radial": 3, "l_max": 2, "engine": "featomic", "smoothing": 0.5}
 TRUTH = PairCommittee(n_members=2, spread=0.0)
@@ -127,6 +129,11 @@ def test_copies_and_pickles(water_model, water):
     forces = calc.get_forces(water)
     assert calc.n_members == water_model.settings.n_members
     assert copy.deepcopy(calc).model is water_model
+    member = calc.member(1)
+    expected = member.get_forces(water)
+    for again in (copy.deepcopy(member), copy.copy(member), pickle.loads(pickle.dumps(member))):
+        again.reset()
+        np.testing.assert_allclose(again.get_forces(water), expected)
     other = pickle.loads(pickle.dumps(calc))
     moved = water.copy()
     moved.rattle(0.01, seed=0)
@@ -182,12 +189,32 @@ def test_the_stress_of_a_slab(pbc):
         np.testing.assert_allclose(stress, numerical_stress(slab, 1e-4), atol=1e-6)
 
 
+def test_a_member_computes_forces_of_one_member(water_model, water, monkeypatch):
+    columns = []
+
+    def spy(potential, *arguments, **options):
+        columns.append(potential.n_columns)
+        return derivatives(potential, *arguments, **options)
+
+    for module in (mechanics, member_calculator):
+        monkeypatch.setattr(module, "derivatives", spy)
+    calc, n = Calculator(water_model), water_model.settings.n_members
+    forces = calc.map(lambda member: member.get_forces(water))
+    energies = calc.map(lambda member: member.get_property("free_energy", water))
+    assert columns == [1] * n
+    found = water_model.predict_forces([water])
+    assert columns[n:] == [n]
+    np.testing.assert_allclose(forces.members, found.forces.members, rtol=1e-8, atol=1e-9)
+    np.testing.assert_allclose(energies.members, found.energy.members[0], rtol=1e-10)
+
+
 def test_a_model_without_forces_still_has_energies(energy_model, molecules):
     atoms = molecules[130].copy()
     atoms.calc = Calculator(energy_model)
     assert atoms.get_potential_energy() == pytest.approx(energy_model.predict([atoms]).mean[0])
-    with pytest.raises(InputError, match="featomic"):
-        atoms.get_forces()
+    for calc in (atoms.calc, atoms.calc.member(0)):
+        with pytest.raises(InputError, match="featomic"):
+            calc.get_forces(atoms)
 
 
 def test_models_that_are_no_potentials(shift_model, molecules):

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
+import numpy as np
 from ase import Atoms
 from ase.calculators.calculator import Calculator as AseCalculator
 from ase.calculators.calculator import PropertyNotImplementedError, all_changes
 from ase.outputs import Properties, all_outputs
 
 from qualms.atomistic.exact_energies import exact_energies
-from qualms.atomistic.mechanics import Mechanics
+from qualms.atomistic.mechanics import Mechanics, check_frames, derivatives, member_energies
 from qualms.atomistic.model import AtomisticModel
+from qualms.atomistic.potential import Potential
+from qualms.atomistic.threads import limited
 from qualms.core.calibrated_gradients import CalibratedPoint, calibrated_point
 from qualms.core.checks import check_integer
+from qualms.core.typing import Float64Array
 from qualms.errors import InputError
 from qualms.prediction import Prediction
 
@@ -104,7 +109,7 @@ class CommitteeCalculator(AseCalculator):
         new = copy.copy(self)
         memo[id(self)] = new
         for name, value in vars(self).items():
-            if name != "model":
+            if name not in ("model", "_potential"):
                 setattr(new, name, copy.deepcopy(value, memo))
         return new
 
@@ -130,10 +135,21 @@ class MemberCalculator(CommitteeCalculator):
         self.index = check_integer("index", index, 0)
         if self.index >= self.n_members:
             raise InputError("index", index, f"one of {self.n_members} members, from 0")
+        self._mixture = _mixture(self.model, self.index)
+        self._potential: Potential | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # featomic's calculators cannot be pickled, and are made again when they are needed.
+        return self.__dict__ | {"_potential": None}
 
     def _compute(self, atoms: Atoms, *, forces: bool, stress: bool) -> Results:
         if not forces:
             return self._of_energy(energy_of(self.model, atoms))
+        if self._mixture is not None and isinstance(self.model, AtomisticModel):
+            check_frames(self.model.fitted, [atoms], stress=stress)
+            if self._potential is None:
+                self._potential = _mixed(self.model.potential, self._mixture)
+            return _of_mixture(self.model, self._potential, self._mixture, atoms, stress=stress)
         found = self.model.predict_forces([atoms], stress=stress)
         results = self._of_energy(found.energy[0])
         point = point_of(self.model, found.energy[0], len(atoms))
@@ -147,6 +163,41 @@ class MemberCalculator(CommitteeCalculator):
     def _of_energy(self, energy: Prediction) -> Results:
         value = float(energy.members[self.index])
         return {"energy": value, "free_energy": value}
+
+
+def _mixture(model: Model, i: int) -> Float64Array | None:
+    """Return the weights c of members whose sum Σ_j c_j E_j is the calibrated energy of member i.
+
+    There are such weights if members are scaled about their mean by a factor f that is the same for
+    all spreads: c_j = f δ_ij + (1 − f) / N_R.
+    """
+    if not isinstance(model, AtomisticModel):
+        return None
+    n, spreads = model.fitted.weights.shape[1], np.array([1e-3, 1.0])
+    low, high = (model.fitted.calibration.std(spreads, n) / spreads).tolist()
+    if not np.isclose(low, high, rtol=1e-12, atol=0.0):
+        return None
+    c: Float64Array = high * np.eye(n)[i] + (1.0 - high) / n
+    return c
+
+
+def _mixed(potential: Potential, c: Float64Array) -> Potential:
+    """Return the potential Σ_j c_j E_j, one column."""
+    return Potential([replace(s, weights=s.weights @ c[:, None]) for s in potential.scales])
+
+
+def _of_mixture(
+    model: AtomisticModel, potential: Potential, c: Float64Array, atoms: Atoms, *, stress: bool
+) -> Results:
+    """Return energy, forces and, perhaps, the stress of Σ_j c_j E_j, at the price of one member."""
+    with limited(model.threads, len(atoms)):
+        found = derivatives(potential, [atoms], strain=stress)
+    others = member_energies(model.fitted, [atoms], np.zeros((1, len(c))))[0] @ c * len(atoms)
+    energy = float(found.energies[0, 0] + others)
+    results: Results = {"energy": energy, "free_energy": energy, "forces": found.forces[..., 0]}
+    if found.virials is not None:
+        results["stress"] = found.virials[0, :, 0] / atoms.cell.volume
+    return results
 
 
 def annotate(atoms: Atoms, results: Results) -> None:
