@@ -2,12 +2,14 @@
 
 import gzip
 import json
+import tracemalloc
 from pathlib import Path
 
 import ase.io
 import numpy as np
 import pytest
-from ase.build import bulk, molecule
+from ase import Atoms
+from ase.build import bulk, fcc111, molecule
 from ase.calculators.singlepoint import SinglePointCalculator
 from atomistic_fixtures import ENERGY, copies, make_model, qualms
 
@@ -146,7 +148,60 @@ def test_images_of_atoms_are_neighbours():
     )
 
 
-def test_one_contribution_for_each_atom(molecules):
+def crystals():
+    alloy = bulk("Cu", cubic=True)
+    alloy.symbols[0] = "Al"
+    alloy.rattle(0.15, seed=3)
+    skewed = Atoms(
+        "Cu2",
+        positions=[[0, 0, 0], [1.2, 1.2, 1.2]],
+        cell=[[2.55, 0, 0], [1.27, 2.2, 0], [1.27, 0.7, 2.08]],
+        pbc=True,
+    )
+    slab = fcc111("Cu", (1, 2, 3), vacuum=5.0)
+    slab.rattle(0.1, seed=1)
+    slab.positions += [40.0, 0.0, 90.0]  # far outside its cell
+    return [alloy, skewed, slab]
+
+
+@pytest.mark.parametrize("crystal", crystals(), ids=str)
+def test_a_supercell_is_the_same_crystal(crystal):
+    rng = np.random.default_rng(0)
+    given = Prediction(rng.normal(size=(len(crystal), 4)))
+    repeats = np.where(crystal.pbc, 3, 1)
+    many = Prediction(np.tile(given.members, (repeats.prod(), 1)))
+    small = local_contributions(crystal, given)
+    large = local_contributions(crystal.repeat(repeats), many)
+    np.testing.assert_allclose(large.members[: len(crystal)], small.members, atol=1e-10)
+    np.testing.assert_allclose(small.sum().members, given.sum().members)
+
+
+def test_weights_sum_over_all_images():
+    crystal = crystals()[1]
+    given = Prediction(np.random.default_rng(0).normal(size=(2, 4)))
+    K = np.zeros((2, 2))
+    for shift in np.ndindex(15, 15, 15):
+        images = crystal.positions + (np.array(shift) - 7) @ crystal.cell.array
+        r = np.linalg.norm(crystal.positions[:, None] - images, axis=2)
+        K += np.exp(-0.5 * (r / 1.5) ** 2)
+    np.testing.assert_allclose(
+        local_contributions(crystal, given).members, (K / K.sum(axis=0)) @ given.members, rtol=1e-3
+    )
+
+
+def test_large_crystals_take_little_memory():
+    crystal = bulk("Cu", cubic=True) * (9, 9, 9)
+    given = Prediction(np.random.default_rng(0).normal(size=(len(crystal), 4)))
+    tracemalloc.start()
+    local_contributions(crystal, given)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 60e6  # one matrix of all pairs would take 68 MB
+
+
+def test_bad_contributions_and_widths(molecules):
+    with pytest.raises(InputError, match="width=1000"):
+        local_contributions(bulk("Cu"), Prediction(np.zeros((1, 4))), width=1000.0)
     with pytest.raises(InputError, match="one for each atom"):
         local_contributions(molecules[0], Prediction(np.zeros((3, 4))))
 

@@ -145,6 +145,11 @@ def test_a_member_is_a_potential_of_its_own(committee, crystal):
 def test_map_asks_every_member(committee, atoms):
     found = Calculator(committee).map(lambda member: member.get_potential_energy(atoms))
     np.testing.assert_allclose(found.members, committee.predict([atoms]).members[0])
+    sizes = iter(range(10))
+    with pytest.raises(InputError, match=r"shape \(1,\) for member 1, \(0,\) for member 0"):
+        Calculator(committee).map(lambda _: np.zeros(next(sizes)))
+    with pytest.raises(InputError, match="None"):
+        Calculator(committee).map(lambda _: None)
     with pytest.raises(InputError, match="one of 6 members"):
         MemberCalculator(committee, 6)
 
@@ -249,14 +254,19 @@ def test_a_molecule_has_no_stress(committee, atoms):
         atoms.get_stress()
 
 
-def test_a_slab_has_no_stress_after_a_crystal_that_has(committee, crystal):
+def test_a_molecule_has_no_stress_after_a_crystal_that_has(committee, crystal, atoms):
     calc = Calculator(committee)
     calc.get_stress(crystal)
-    slab = crystal.copy()
-    slab.pbc = (True, True, False)
-    assert np.all(np.isfinite(calc.get_forces(slab)))
-    with pytest.raises(PropertyNotImplementedError, match="all directions"):
-        calc.get_stress(slab)
+    assert np.all(np.isfinite(calc.get_forces(atoms)))
+    with pytest.raises(PropertyNotImplementedError, match="volume"):
+        calc.get_stress(atoms)
+
+
+def test_a_slab_has_a_stress_as_other_calculators_of_ase_have_it(committee, crystal):
+    crystal.center(vacuum=3.0, axis=2)
+    crystal.pbc = (True, True, False)
+    crystal.calc = Calculator(committee)
+    np.testing.assert_allclose(crystal.get_stress(), numerical_stress(crystal, 1e-5), atol=1e-7)
 
 
 def test_copies_share_the_model_and_nothing_else(committee, atoms):
@@ -393,8 +403,9 @@ def test_structures_may_be_left_alone(committee, atoms):
 def test_a_warning_comes_when_the_threshold_is_crossed(committee, atoms):
     std = committee.predict([atoms]).std[0]
     atoms.calc = Calculator(committee, 0.9 * std)
-    with pytest.warns(QualmsWarning, match="H2O: energy_uncertainty = .* exceeds"):
+    with pytest.warns(QualmsWarning, match="H2O: energy_uncertainty = .* exceeds") as caught:
         atoms.get_potential_energy()
+    assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         atoms.positions[0] += 1e-6

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ from fake_potential import PairCommittee
 from finite_differences import gradient, numerical_forces, numerical_stress
 from test_calculator import drift
 
-from qualms import InputError
+from qualms import InputError, QualmsWarning
 from qualms.ase import Calculator
+from qualms.atomistic import mechanics, member_calculator
 from qualms.atomistic.exact_energies import exact_energies
+from qualms.atomistic.mechanics import derivatives
 
 SMOOTH = {"cutoff": 3.0, "n_radial": 3, "l_max": 2, "engine": "featomic", "smoothing": 0.5}
 TRUTH = PairCommittee(n_members=2, spread=0.0)
@@ -53,6 +56,7 @@ def crystal_model(request):
         representation=SMOOTH | {"cutoff": 5.0},
         n_representatives=30,
         n_members=8,
+        units="eV",
         calibration=request.param,
     ).fit(labelled_crystals(30))
 
@@ -80,8 +84,9 @@ def test_velocity_verlet_conserves_the_energy_of_a_trained_molecule(water_model,
 def test_forces_that_were_learned_have_a_calibration_of_their_own(water):
     """Forces of a member are derivatives of its energy all the same."""
     model = make_model(
-        "energy", forces="true_forces", representation=SMOOTH, n_representatives=60, n_members=8
-    ).fit(waters(20))
+        "energy", forces="true_forces", representation=SMOOTH, n_representatives=60, n_members=8,
+        units="eV",
+    ).fit(waters(20))  # fmt: skip
     calc = Calculator(model)
     forces, std = calc.get_forces(water), calc.results["forces_uncertainty"]
     np.testing.assert_allclose(std, model.predict_forces([water]).forces.std)
@@ -124,6 +129,11 @@ def test_copies_and_pickles(water_model, water):
     forces = calc.get_forces(water)
     assert calc.n_members == water_model.settings.n_members
     assert copy.deepcopy(calc).model is water_model
+    member = calc.member(1)
+    expected = member.get_forces(water)
+    for again in (copy.deepcopy(member), copy.copy(member), pickle.loads(pickle.dumps(member))):
+        again.reset()
+        np.testing.assert_allclose(again.get_forces(water), expected)
     other = pickle.loads(pickle.dumps(calc))
     moved = water.copy()
     moved.rattle(0.01, seed=0)
@@ -149,7 +159,11 @@ def test_a_cell_smaller_than_the_cutoff():
     """Its atoms see their own images, and a larger cell of the same crystal is the same."""
     frames = labelled_crystals(20)
     model = make_model(
-        "energy", representation=SMOOTH | {"cutoff": 6.5}, n_representatives=20, n_members=4
+        "energy",
+        representation=SMOOTH | {"cutoff": 6.5},
+        n_representatives=20,
+        n_members=4,
+        units="eV",
     ).fit(frames)
     small = frames[0].copy()
     large = small.repeat((2, 1, 1))
@@ -160,12 +174,47 @@ def test_a_cell_smaller_than_the_cutoff():
     np.testing.assert_allclose(large.get_stress(), small.get_stress(), atol=1e-9)
 
 
+@pytest.mark.parametrize("pbc", [(True, True, False), (False, False, False)])
+def test_the_stress_of_a_slab(pbc):
+    model = make_model(
+        "energy", representation=SMOOTH, n_representatives=20, n_members=4, units="eV"
+    ).fit(labelled_crystals(20))
+    slab = labelled_crystals(1, seed=3)[0]
+    slab.center(vacuum=2.0, axis=2)
+    slab.pbc = pbc
+    for calc in (Calculator(model), Calculator(model).member(2)):
+        slab.calc = calc
+        stress = slab.get_stress()
+        assert np.abs(stress).max() > 1e-3
+        np.testing.assert_allclose(stress, numerical_stress(slab, 1e-4), atol=1e-6)
+
+
+def test_a_member_computes_forces_of_one_member(water_model, water, monkeypatch):
+    columns = []
+
+    def spy(potential, *arguments, **options):
+        columns.append(potential.n_columns)
+        return derivatives(potential, *arguments, **options)
+
+    for module in (mechanics, member_calculator):
+        monkeypatch.setattr(module, "derivatives", spy)
+    calc, n = Calculator(water_model), water_model.settings.n_members
+    forces = calc.map(lambda member: member.get_forces(water))
+    energies = calc.map(lambda member: member.get_property("free_energy", water))
+    assert columns == [1] * n
+    found = water_model.predict_forces([water])
+    assert columns[n:] == [n]
+    np.testing.assert_allclose(forces.members, found.forces.members, rtol=1e-8, atol=1e-9)
+    np.testing.assert_allclose(energies.members, found.energy.members[0], rtol=1e-10)
+
+
 def test_a_model_without_forces_still_has_energies(energy_model, molecules):
     atoms = molecules[130].copy()
     atoms.calc = Calculator(energy_model)
     assert atoms.get_potential_energy() == pytest.approx(energy_model.predict([atoms]).mean[0])
-    with pytest.raises(InputError, match="featomic"):
-        atoms.get_forces()
+    for calc in (atoms.calc, atoms.calc.member(0)):
+        with pytest.raises(InputError, match="featomic"):
+            calc.get_forces(atoms)
 
 
 def test_models_that_are_no_potentials(shift_model, molecules):
@@ -174,6 +223,19 @@ def test_models_that_are_no_potentials(shift_model, molecules):
     in_kcal = make_model(units="kcal/mol").fit(molecules[:40])
     with pytest.raises(InputError, match="energies in eV"):
         Calculator(in_kcal)
+
+
+def test_a_model_without_units_is_taken_for_ev_with_a_warning():
+    small = {"representation": SMOOTH, "n_representatives": 20, "n_members": 4}
+    model = make_model("energy", **small).fit(waters(30))
+    with pytest.warns(QualmsWarning, match="taken for eV") as caught:
+        calc = Calculator(model)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        calc.map(lambda member: member.get_potential_energy(waters(1)[0]))
+        for name in ("eV", "ev"):
+            Calculator(make_model("energy", units=name, **small).fit(waters(30)))
 
 
 def test_an_element_that_the_model_does_not_know(water_model):

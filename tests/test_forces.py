@@ -322,9 +322,9 @@ def test_what_has_no_forces_is_refused(energy_model, shift_model, molecules):
 
 def test_stress_needs_a_volume():
     model = crystalline("ζ = 2")
-    slab = fcc111("Cu", (1, 1, 2), vacuum=5.0)
+    slab = fcc111("Cu", (1, 1, 2))
     slab.symbols[:] = ["Na", "Cl"]
-    with pytest.raises(InputError, match=r"frames\[1\].pbc.*volume"):
+    with pytest.raises(InputError, match=r"frames\[1\].cell.*volume"):
         model.predict_forces([some_crystal(), slab], stress=True)
 
 

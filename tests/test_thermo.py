@@ -268,6 +268,13 @@ def test_it_prints_as_many_digits_as_its_errors_have():
     assert "ThermalAverage" in str(reweight(energies, np.stack([x, x**2], axis=1), kT=1.0))
 
 
+@pytest.mark.parametrize("value", [1.0, 0.1, 0.0, 1e6 / 3])
+def test_what_does_not_vary_prints_without_a_tail_of_zeros(value):
+    _, energies = oscillator(2000)
+    text = str(reweight(energies, np.full(2000, value), kT=1.0))
+    assert text == f"{value:.6g} ± 0 (model) ± 0 (sampling)"
+
+
 # --- when it cannot be trusted ---
 
 
@@ -277,7 +284,9 @@ def test_a_large_system_is_too_much_for_direct_weights_but_not_for_cumulants():
     y = rng.normal(size=(4000, 9))
     a = y @ np.full(9, 1.0)
     h = 2.5 * y[:, :8]
-    with pytest.warns(QualmsWarning, match="direct re-weighting is unreliable"):
+    with pytest.warns(
+        QualmsWarning, match="direct re-weighting is unreliable. Use estimator='cea'"
+    ):
         bad = reweight(h, a, kT=1.0, sampled=np.zeros(4000), estimator="direct")
     assert not bad.reliable
     assert bad.n_effective.min() < 60
@@ -305,9 +314,24 @@ def test_whatever_members_say_results_are_finite(estimator, n):
 def test_members_too_far_apart_for_cumulants():
     x, _ = oscillator(20_000)
     far = 0.5 * np.linspace(0.4, 1.6, 6) * x[:, None] ** 2
-    with pytest.warns(QualmsWarning, match="cumulant expansion neglects"):
+    with pytest.warns(QualmsWarning, match="cumulant expansion neglects .* Use estimator='direct'"):
         found = reweight(far, x**2, kT=1.0)
     assert not found.reliable
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert reweight(far, x**2, kT=1.0, estimator="direct").reliable
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_where_no_estimator_helps_none_is_recommended(estimator):
+    x, _ = oscillator(20_000)
+    wild = 20.0 * np.linspace(-1.0, 1.0, 6) * x[:, None] ** 3
+    with pytest.warns(QualmsWarning) as caught:
+        found = reweight(wild, x**2, kT=1.0, sampled=0.5 * x**2, estimator=estimator)
+    assert not found.reliable
+    text = " ".join(str(warning.message) for warning in caught)
+    assert "train a model whose members agree better" in text
+    assert "Use estimator" not in text
 
 
 def test_a_short_run_is_said_to_be_short():

@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import ase.io
 import numpy as np
 import pytest
 from ase import Atoms, units
@@ -16,6 +17,7 @@ from test_calculator import drift
 
 from qualms import InputError
 from qualms.ase import Calculator, WeightedBaseline
+from qualms.atomistic.targets import find_label
 
 
 class Members(AseCalculator):
@@ -162,11 +164,39 @@ def test_it_keeps_simulations_alive():
     [
         ((baseline(), baseline(), 1.0), "energy_ensemble"),
         ((learned(), baseline(), 0.0), "baseline_uncertainty"),
+        ((learned(), "emt", 1.0), "baseline='emt' .*an ASE calculator"),
+        ((PairCommittee(), baseline(), 1.0), r"learned=.*Use qualms.ase.Calculator\(model\)"),
+        ((learned(), baseline, 1.0), "baseline="),
     ],
 )
 def test_bad_input(arguments, match):
     with pytest.raises(InputError, match=match):
         WeightedBaseline(*arguments)
+
+
+def test_files_have_the_weight_and_the_error_bar(atoms, tmp_path):
+    atoms.info["energy_ensemble"] = np.zeros(3)  # of some other calculator
+    atoms.calc = WeightedBaseline(learned(), baseline(), 0.5)
+    atoms.get_forces()
+    ase.io.write(tmp_path / "out.xyz", atoms)
+    again = ase.io.read(tmp_path / "out.xyz")
+    for name in ("weight", "energy_uncertainty"):
+        assert again.info[name] == pytest.approx(atoms.calc.results[name])
+    assert "energy_ensemble" not in again.info
+    assert find_label(again, "energy", False) is None
+    # Computed again, it is a label, also from a file.
+    copied = atoms.copy()
+    copied.calc = baseline()
+    energy = copied.get_potential_energy()
+    assert find_label(copied, "energy", False)[0] == energy
+    ase.io.write(tmp_path / "label.xyz", copied)
+    assert find_label(ase.io.read(tmp_path / "label.xyz"), "energy", False)[0] == energy
+
+
+def test_structures_may_be_left_alone(atoms):
+    atoms.calc = WeightedBaseline(learned(), baseline(), 0.5, annotate=False)
+    atoms.get_forces()
+    assert not atoms.info
 
 
 def test_what_is_learned_is_one_of_two_things():

@@ -5,7 +5,8 @@
 >>> atoms.get_potential_energy(), atoms.calc.results["energy_uncertainty"]  # doctest: +SKIP
 """
 
-from qualms.atomistic.calculator import Calculator, CommitteePotential, MemberCalculator
+from qualms.atomistic.calculator import Calculator
+from qualms.atomistic.member_calculator import CommitteePotential, MemberCalculator
 from qualms.atomistic.weighted_baseline import WeightedBaseline
 from qualms.errors import UncertaintyError
 

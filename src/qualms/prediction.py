@@ -173,8 +173,7 @@ class Prediction(NDArrayOperatorsMixin):
         """
 
         def of_each_member(members: Float64Array) -> Float64Array:
-            results = [np.asarray(f(members[..., i]), dtype=float) for i in range(self.n_members)]
-            return np.stack(results, axis=-1)
+            return stack_members([f(members[..., i]) for i in range(self.n_members)])
 
         return _combined(of_each_member, self)
 
@@ -243,6 +242,23 @@ class Prediction(NDArrayOperatorsMixin):
     def __repr__(self) -> str:
         calibrated = "" if self._uncalibrated is None else ", calibrated"
         return f"<Prediction of shape {self.shape} by {self.n_members} members{calibrated}>"
+
+
+def stack_members(results: Sequence[ArrayLike | None]) -> Float64Array:
+    """Return what a function found for each member as one array, members last.
+
+    Parameters
+    ----------
+    results : sequence of N_R numbers or arrays of one shape
+    """
+    if any(result is None for result in results):
+        raise InputError("f", "a function that returns None", "one that returns numbers")
+    arrays = [np.asarray(result, dtype=float) for result in results]
+    for i, array in enumerate(arrays):
+        if array.shape != arrays[0].shape:
+            given = f"shape {array.shape} for member {i}, {arrays[0].shape} for member 0"
+            raise InputError("f", given, "a function whose results have one shape for all members")
+    return np.stack(arrays, axis=-1)
 
 
 def _combined(f: Callable[..., Float64Array], *predictions: Prediction) -> Prediction:

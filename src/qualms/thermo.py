@@ -41,6 +41,8 @@ _FEW = 20.0
 _LARGE = 0.3
 #: Correlation times are found for so many observables at most.
 _SOME = 32
+#: Errors that are a smaller part of a mean are those of arithmetic.
+_ROUNDING = 1e-13
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,10 @@ class ThermalAverage:
         if self.mean.ndim:
             return repr(self)
         model, sampling = float(self.std_model), float(self.std_sampling)
+        if max(model, sampling) <= _ROUNDING * abs(float(self.mean)):  # or all is zero
+            return f"{self.mean:.6g} ± 0 (model) ± 0 (sampling)"
         # Two digits of the smaller error, as far as that is sensible.
-        smallest = max(min(model, sampling), 1e-3 * max(model, sampling), 1e-300)
+        smallest = max(min(model, sampling), 1e-3 * max(model, sampling))
         digits = max(0, 1 - int(np.floor(np.log10(smallest))))
         errors = f"{model:.{digits}f} (model) ± {sampling:.{digits}f} (sampling)"
         return f"{self.mean:.{digits}f} ± {errors}"
@@ -174,10 +178,9 @@ def reweight(
     found = _ESTIMATORS[estimator](values, h, length)
     std_model, std_sampling = _separated(found)
     sizes = effective_sample_size(h[:, :n_members])
-    problems = _too_few(estimator, n / inefficiency, sizes / inefficiency)
-    if estimator == "cea":
-        problems += _too_far(neglected_term(values, h, length), np.hypot(std_model, std_sampling))
-        problems += _outside(found.members, values)
+    n_all, n_least = n / inefficiency, float(sizes.min()) / inefficiency
+    check = _problems_of_direct if estimator == "direct" else _problems_of_cumulants
+    problems = check(found, values, h, length, n_all, n_least)
     for problem in problems:
         warnings.warn(problem, QualmsWarning, stacklevel=2)
     return ThermalAverage(
@@ -259,32 +262,63 @@ def _separated(found: Replicates) -> tuple[Float64Array, Float64Array]:
     return model, np.sqrt(found.variance_of_mean())
 
 
-def _too_few(estimator: str, n: float, n_effective: Float64Array) -> tuple[str, ...]:
+def _problems_of_direct(
+    found: Replicates, values: Float64Array, h: Float64Array, length: int, n: float, n_least: float
+) -> tuple[str, ...]:
     """Say whether independent frames, n or for a member, are too few."""
-    if n < _FEW:
-        return (
-            f"The trajectory has about {n:.0f} independent frames: too few to know how wrong its "
-            "averages are. Run longer.",
-        )
-    if estimator == "direct" and n_effective.min() < _FEW:
-        return (
-            f"For a member the trajectory amounts to {n_effective.min():.1f} independent frames of "
-            f"{n:.0f}: direct re-weighting is unreliable. Use estimator='cea'.",
-        )
-    return ()
+    short = _too_short(n)
+    if short or n_least >= _FEW:
+        return short
+    other = reweight_cumulant(values, h, length)
+    works = _neglected(other, values, h, length) <= _LARGE and not _outside(other.members, values)
+    return (
+        f"For a member the trajectory amounts to {n_least:.1f} independent frames of {n:.0f}: "
+        f"direct re-weighting is unreliable. {_instead('cea', works)}",
+    )
 
 
-def _too_far(neglected: Replicates, error: Float64Array) -> tuple[str, ...]:
-    """Say whether members differ too much for the expansion."""
-    # The square of an estimate is too large by its variance, and six times that is beyond chance.
-    squares = np.mean(neglected.members**2 - 6.0 * neglected.variance(), axis=1)
-    ratio = np.sqrt(np.maximum(squares, 0.0)) / np.maximum(error, np.finfo(float).tiny)
-    if ratio.max() <= _LARGE:
+def _problems_of_cumulants(
+    found: Replicates, values: Float64Array, h: Float64Array, length: int, n: float, n_least: float
+) -> tuple[str, ...]:
+    """Say whether independent frames are too few, or members differ too much for the expansion."""
+    outside = _outside(found.members, values)
+    ratio = _neglected(found, values, h, length)
+    if ratio <= _LARGE:
+        return _too_short(n) + outside
+    far = (
+        f"The first term that the cumulant expansion neglects is {ratio:.1g} of the error bar: "
+        f"members differ too much for it. {_instead('direct', n_least >= _FEW)}"
+    )
+    return (*_too_short(n), far, *outside)
+
+
+def _too_short(n: float) -> tuple[str, ...]:
+    if n >= _FEW:
         return ()
     return (
-        f"The first term that the cumulant expansion neglects is {ratio.max():.1g} of the error "
-        "bar: members differ too much for it. Use estimator='direct', if n_effective is large.",
+        f"The trajectory has about {n:.0f} independent frames: too few to know how wrong its "
+        "averages are. Run longer.",
     )
+
+
+def _instead(estimator: str, works: bool) -> str:
+    """Return what to do about an estimator that fails."""
+    if works:
+        return f"Use estimator={estimator!r}."
+    return (
+        f"Nor would estimator={estimator!r} do: train a model whose members agree better, or "
+        "simulate with single members."
+    )
+
+
+def _neglected(found: Replicates, values: Float64Array, h: Float64Array, length: int) -> float:
+    """Return how large the first term is that an expansion neglects, in units of its error bar."""
+    neglected = neglected_term(values, h, length)
+    # The square of an estimate is too large by its variance, and six times that is beyond chance.
+    squares = np.mean(neglected.members**2 - 6.0 * neglected.variance(), axis=1)
+    error = np.hypot(*_separated(found))
+    ratio = np.sqrt(np.maximum(squares, 0.0)) / np.maximum(error, np.finfo(float).tiny)
+    return float(ratio.max())
 
 
 def _outside(averages: Float64Array, values: Float64Array) -> tuple[str, ...]:

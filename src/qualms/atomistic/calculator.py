@@ -1,125 +1,48 @@
-"""ASE calculators: energies, forces and stresses with error bars, and those of single members."""
+"""An ASE calculator: energies, forces and stresses with error bars."""
 
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from ase import Atoms
-from ase.calculators.calculator import Calculator as AseCalculator
-from ase.calculators.calculator import PropertyNotImplementedError, all_changes
-from ase.outputs import Properties, all_outputs
+from ase.calculators.calculator import all_changes
 from numpy.typing import ArrayLike
 
-from qualms.atomistic.exact_energies import exact_energies
-from qualms.atomistic.mechanics import Mechanics
+from qualms.atomistic.member_calculator import (
+    CommitteeCalculator,
+    MemberCalculator,
+    Model,
+    Results,
+    annotate,
+    energy_of,
+    point_of,
+)
 from qualms.atomistic.model import AtomisticModel
-from qualms.core.calibrated_gradients import CalibratedPoint, calibrated_point
-from qualms.core.checks import check_integer, check_number
+from qualms.atomistic.plan import default_threads
+from qualms.core.checks import check_number
 from qualms.errors import InputError, QualmsWarning, UncertaintyError
-from qualms.prediction import Prediction
+from qualms.prediction import Prediction, stack_members
 
-Results = dict[str, Any]
 #: Called with a structure that is too uncertain, and what is known about it.
 OnExceed = Callable[[Atoms, Results], object]
 
-#: Results that ASE does not know, and would not write: kept with the structure, and where.
-_OF_STRUCTURES = ("energy_uncertainty", "energy_ensemble")
-_OF_ATOMS = ("forces_uncertainty", "forces_ensemble")
-#: What needs derivatives, and what needs them with respect to the cell.
-_WITH_FORCES = ("forces", *_OF_ATOMS, "energy_uncertainty_gradient")
-_WITH_STRESS = ("stress", "energy_uncertainty_stress")
 _LIMITED = ("energy_uncertainty", "forces_uncertainty")
 
 
-class CommitteePotential(Protocol):
-    """What a calculator needs of a model that is not an `AtomisticModel`."""
-
-    @property
-    def n_members(self) -> int:
-        """N_R."""
-        ...
-
-    def predict(self, frames: Sequence[Atoms]) -> Prediction:
-        """Predict energies in eV."""
-        ...
-
-    def predict_forces(self, frames: Sequence[Atoms], *, stress: bool = False) -> Mechanics:
-        """Predict energies, forces and, perhaps, stresses."""
-        ...
-
-
-Model = AtomisticModel | CommitteePotential
-
-
-class _Potential(AseCalculator):
-    """What the calculators below share: a model that copies have in common, and the cell."""
-
-    name = "qualms"
-    ignored_changes = {"initial_charges", "initial_magmoms"}  # noqa: RUF012
-
-    def __init__(self, model: Model) -> None:
-        _check_model(model)
-        super().__init__()
-        self.model = model
-        self._with_stress = False
-
-    @property
-    def n_members(self) -> int:
-        """N_R."""
-        if isinstance(self.model, AtomisticModel):
-            return int(self.model.fitted.weights.shape[1])
-        return self.model.n_members
-
-    def calculate(
-        self,
-        atoms: Atoms | None = None,
-        properties: Sequence[str] = ("energy",),
-        system_changes: Sequence[str] = all_changes,
-    ) -> None:
-        """Compute properties and what comes with them: see ASE."""
-        super().calculate(atoms, properties, system_changes)
-        assert self.atoms is not None
-        periodic = self.atoms.cell.rank == 3 and bool(np.all(self.atoms.pbc))
-        if any(name in _WITH_STRESS for name in properties):
-            if not periodic:
-                raise PropertyNotImplementedError(
-                    "stress needs a volume: a cell that is periodic in all directions"
-                )
-            self._with_stress = True
-        forces = any(name in (*_WITH_FORCES, *_WITH_STRESS) for name in properties)
-        # Who asks for a stress once will ask again: it then comes with the forces.
-        stress = forces and periodic and self._with_stress
-        self.results = self._compute(self.atoms, forces=forces, stress=stress)
-
-    def _compute(self, atoms: Atoms, *, forces: bool, stress: bool) -> Results:
-        raise NotImplementedError
-
-    def export_properties(self) -> Properties:
-        """Return the results that ASE knows."""
-        return Properties({k: v for k, v in self.results.items() if k in all_outputs})
-
-    def __deepcopy__(self, memo: dict[int, object]) -> _Potential:
-        # A trained model does not change, and may be large: copies share it.
-        new = copy.copy(self)
-        memo[id(self)] = new
-        for name, value in vars(self).items():
-            if name != "model":
-                setattr(new, name, copy.deepcopy(value, memo))
-        return new
-
-
-class Calculator(_Potential):
+class Calculator(CommitteeCalculator):
     """Energies, forces and stresses of a committee, with their error bars, for ASE.
 
     Parameters
     ----------
     model : AtomisticModel or path
-        Of an extensive energy in eV. A path is that of a file that `AtomisticModel.save` wrote.
+        Of an extensive energy in eV: one without units is taken for that, with a warning. A path is
+        that of a file that `AtomisticModel.save` wrote.
     uncertainty_threshold : float or mapping, optional
         The largest ``energy_uncertainty`` of a structure, in eV, that passes without a word; or
         limits by name: ``{"energy_uncertainty": 0.1, "forces_uncertainty": 0.5}``, the latter for
@@ -132,6 +55,8 @@ class Calculator(_Potential):
         Whether uncertainties and ensembles are also put into ``atoms.info`` and ``atoms.arrays``,
         from where ASE writes them to extended XYZ: it writes no results but those it knows. They
         are replaced whenever this calculator is asked about the structure, and stay if another is.
+    threads : int, optional
+        Cores to use; those of the model by default. Structures of up to 64 atoms take one.
 
     Notes
     -----
@@ -172,10 +97,14 @@ class Calculator(_Potential):
         on_exceed: str | OnExceed = "warn",
         *,
         annotate: bool = True,
+        threads: int | None = None,
     ) -> None:
         if isinstance(model, (str, Path)):
-            model = AtomisticModel.load(model)
+            model = AtomisticModel.load(model, threads=threads)
+        elif threads is not None:
+            model = _with_threads(model, threads)
         super().__init__(model)
+        _warn_of_units(model)
         self.uncertainty_threshold = _limits(uncertainty_threshold)
         if on_exceed not in ("warn", "raise") and not callable(on_exceed):
             raise InputError("on_exceed", repr(on_exceed), "'warn', 'raise' or a callable")
@@ -221,15 +150,14 @@ class Calculator(_Potential):
             Takes a calculator and returns a number or an array, such as a bond length after
             relaxation, or frequencies.
         """
-        found = [np.asarray(f(self.member(i)), dtype=float) for i in range(self.n_members)]
-        return Prediction(np.stack(found, axis=-1))
+        return Prediction(stack_members([f(self.member(i)) for i in range(self.n_members)]))
 
     def _compute(self, atoms: Atoms, *, forces: bool, stress: bool) -> Results:
         if not forces:
-            return _of_energy(_energy(self.model, atoms))
+            return _of_energy(energy_of(self.model, atoms))
         found = self.model.predict_forces([atoms], stress=stress)
         results = _of_energy(found.energy[0])
-        point = _point(self.model, found.energy[0], len(atoms))
+        point = point_of(self.model, found.energy[0], len(atoms))
         results["forces"] = found.forces.mean
         results["forces_uncertainty"] = found.forces.std
         results["forces_ensemble"] = found.forces.members.copy()
@@ -245,11 +173,7 @@ class Calculator(_Potential):
         """Keep with a structure what ASE does not write, and nothing of other calculations."""
         if not self.annotate:
             return
-        for names, store in ((_OF_STRUCTURES, atoms.info), (_OF_ATOMS, atoms.arrays)):
-            for name in names:
-                store.pop(name, None)
-                if name in self.results:
-                    store[name] = copy.copy(self.results[name])
+        annotate(atoms, self.results)
         if "forces_ensemble" in atoms.arrays:  # XYZ has columns: of member 0, x y z, of member 1, …
             members = np.moveaxis(atoms.arrays["forces_ensemble"], -1, 1)
             atoms.arrays["forces_ensemble"] = members.reshape(len(atoms), -1)
@@ -270,57 +194,8 @@ class Calculator(_Potential):
         if callable(self.on_exceed):
             self.on_exceed(atoms, self.results)
         elif not self._beyond:
-            warnings.warn(message, QualmsWarning, stacklevel=2)
+            warnings.warn(message, QualmsWarning, stacklevel=_level_of_user())
         self._beyond = True
-
-
-class MemberCalculator(_Potential):
-    """The potential of one member of a committee, calibrated, for ASE.
-
-    Calibrated members differ from their mean as the truth may: what they make of a bond length, a
-    frequency or a barrier differs as its true value may. Forces are exact derivatives of the
-    energy, whatever the calibration.
-
-    Parameters
-    ----------
-    model : AtomisticModel
-    index : int
-        Which member, from 0.
-    """
-
-    implemented_properties = ["energy", "free_energy", "forces", "stress"]  # noqa: RUF012
-
-    def __init__(self, model: Model, index: int) -> None:
-        super().__init__(model)
-        self.index = check_integer("index", index, 0)
-        if self.index >= self.n_members:
-            raise InputError("index", index, f"one of {self.n_members} members, from 0")
-
-    def _compute(self, atoms: Atoms, *, forces: bool, stress: bool) -> Results:
-        if not forces:
-            return self._of_energy(_energy(self.model, atoms))
-        found = self.model.predict_forces([atoms], stress=stress)
-        results = self._of_energy(found.energy[0])
-        point = _point(self.model, found.energy[0], len(atoms))
-        raw = found.forces.uncalibrated.members
-        results["forces"] = point.member_gradients(raw)[..., self.index]
-        if found.stress is not None:
-            raw = found.stress.uncalibrated.members[0]
-            results["stress"] = point.member_gradients(raw)[..., self.index]
-        return results
-
-    def _of_energy(self, energy: Prediction) -> Results:
-        value = float(energy.members[self.index])
-        return {"energy": value, "free_energy": value}
-
-
-def _energy(model: Model, atoms: Atoms) -> Prediction:
-    """Return the energy of a structure, the same as would come with its forces."""
-    if not isinstance(model, AtomisticModel):
-        return model.predict([atoms])[0]
-    if model.fitted.representation.soap.resolved_engine == "featomic":
-        return exact_energies(model, [atoms])[0]
-    return model.predict([atoms])[0]  # there are no forces
 
 
 def _of_energy(energy: Prediction) -> Results:
@@ -332,27 +207,32 @@ def _of_energy(energy: Prediction) -> Results:
     }
 
 
-def _point(model: Model, energy: Prediction, n_atoms: int) -> CalibratedPoint:
-    """Return the energy of one structure and how its calibration depends on it."""
-    calibration = model.fitted.calibration if isinstance(model, AtomisticModel) else None
-    return calibrated_point(
-        energy.uncalibrated.members, energy.members, calibration, scale=float(n_atoms)
-    )
-
-
-def _check_model(model: Model) -> None:
-    """Refuse a model that has no forces, or whose units ASE would not understand."""
+def _with_threads(model: Model, threads: int) -> AtomisticModel:
+    """Return a model that shares everything with another but the number of cores it uses."""
     if not isinstance(model, AtomisticModel):
-        if not (hasattr(model, "predict") and hasattr(model, "predict_forces")):
-            raise InputError("model", type(model).__name__, "an AtomisticModel, or its file")
-        return
-    settings = model.fitted.settings
-    if settings.kind != "extensive":
-        raise InputError("model", f"kind {settings.kind!r}", "an energy, of kind 'extensive'")
-    if settings.units not in ("", "eV"):
-        raise InputError(
-            "model", f"energies in {settings.units}", "energies in eV", "Train it on those."
+        raise InputError("threads", threads, "None, unless the model is an AtomisticModel")
+    same = copy.copy(model)
+    same.threads = default_threads(threads)
+    return same
+
+
+def _warn_of_units(model: Model) -> None:
+    """Tell of energies in units that nobody knows."""
+    if isinstance(model, AtomisticModel) and not model.fitted.settings.units:
+        warnings.warn(
+            "The model does not say what units its energies have: they are taken for eV, and "
+            "forces for eV/Å. Train it with units='eV' if they are.",
+            QualmsWarning,
+            stacklevel=3,
         )
+
+
+def _level_of_user() -> int:
+    """Return how far up the stack, from who asks, the code is that is neither ASE nor qualms."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and str(frame.f_globals.get("__name__")).split(".")[0] in ("ase", "qualms"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _limits(threshold: float | Mapping[str, float] | None) -> dict[str, float]:

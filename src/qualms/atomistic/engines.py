@@ -23,6 +23,7 @@ from ase import Atoms
 
 from qualms.atomistic.environments import offsets_of
 from qualms.atomistic.hypers import Scale
+from qualms.atomistic.threads import limit_rayon
 from qualms.core.typing import Float64Array, FloatArray, IntArray
 from qualms.errors import InputError
 
@@ -284,6 +285,7 @@ class FeatomicEngine:
     @cached_property
     def calculator(self) -> Any:
         """Featomic's own."""
+        limit_rayon()
         from featomic import SoapPowerSpectrum
 
         scale = self.scale

@@ -37,7 +37,7 @@ def exact_energies(model: AtomisticModel, frames: Sequence[Atoms]) -> Prediction
     fitted, potential = model.fitted, model.potential
     check_frames(fitted, frames, stress=False)
     energies = np.zeros((len(frames), potential.n_columns))
-    with limited(model.threads):
+    with limited(model.threads, sum(map(len, frames))):
         for batch in batches(frames, _BATCH):
             owners = batch.structures[batch.owners]
             for scale in potential.scales:

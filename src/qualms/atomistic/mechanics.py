@@ -130,11 +130,10 @@ def check_frames(fitted: Fitted, frames: Sequence[Atoms], *, stress: bool) -> No
     for i, atoms in enumerate(frames):
         check_structures([atoms], first=i)
         check_species([atoms], fitted.representation.species, first=i)
-        if stress and not np.all(atoms.pbc):
+        if stress and atoms.cell.rank < 3:
+            given = f"{atoms.cell.rank} vectors"
             raise InputError(
-                f"frames[{i}].pbc",
-                np.asarray(atoms.pbc).tolist(),
-                "periodic in all directions: without a volume there is no stress",
+                f"frames[{i}].cell", given, "three: without a volume there is no stress"
             )
 
 

@@ -103,7 +103,7 @@ class AtomisticModel:
     memory : str or float, optional
         Limit for training, such as ``"8GB"``.
     threads : int, optional
-        Cores to use; all by default.
+        Cores to use; all by default, or as many as ``OMP_NUM_THREADS`` says.
 
     Examples
     --------
@@ -285,11 +285,11 @@ class AtomisticModel:
         ----------
         frames : sequence of Atoms
         stress : bool
-            Whether to predict stresses, too, of structures that are periodic in all directions.
+            Whether to predict stresses, too, of structures whose cells have a volume.
         """
         refuse_single(frames)
         check_frames(self.fitted, frames := list(frames), stress=stress)
-        with limited(self.threads):
+        with limited(self.threads, sum(map(len, frames))):
             return predict_mechanics(self.fitted, self.potential, frames, stress=stress)
 
     def predict_pp(
@@ -325,7 +325,7 @@ class AtomisticModel:
             raise InputError("unknown_species", repr(unknown_species), '"error" or "ignore"')
         refuse_single(frames)
         some = False
-        with threadpool_limits(limits=self.threads):
+        with limited(self.threads):
             ignore = unknown_species == "ignore"
             for chunk in stream_chunks(
                 self.fitted, frames, threads=self.threads, allow_unknown=ignore

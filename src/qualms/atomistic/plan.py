@@ -8,7 +8,6 @@ environments as fit.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 import psutil
 
 from qualms.atomistic.requirements import Mode, Requirements
+from qualms.atomistic.threads import allowed_threads
 from qualms.core.checks import check_integer
 from qualms.errors import InputError
 
@@ -220,10 +220,8 @@ def parse_memory(memory: str | float | None) -> float:
 
 
 def default_threads(threads: int | None = None) -> int:
-    """Return the number of cores to use: all that this process may run on, unless given."""
-    if threads is not None:
-        return check_integer("threads", threads, 1)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of cores to use: all that this process may, unless given."""
+    return allowed_threads() if threads is None else check_integer("threads", threads, 1)
 
 
 def format_bytes(n: float) -> str:

@@ -4,7 +4,8 @@ A label ``key`` of a structure is looked for in ``atoms.info[key]``, then in
 ``atoms.info["REF_" + key]``, a custom that keeps ASE from touching it, and last among the stored
 results of a calculator, where ASE moves energies, magnetic moments and so on when it reads a file.
 For a label of atoms it is ``atoms.arrays`` instead of ``atoms.info``. Nothing is ever calculated.
-None and NaN mean that there is no label.
+None and NaN mean that there is no label, and so do values that a model predicted: see
+`qualms.storage.origin`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ase import Atoms
 from qualms.atomistic.structures import symbols_of
 from qualms.core.typing import Float64Array, IntArray
 from qualms.errors import InputError, QualmsWarning
+from qualms.storage.origin import is_prediction
 
 #: A sum over atoms, an average over atoms, or a value for each atom.
 KINDS = ("extensive", "intensive", "atomic")
@@ -168,7 +170,7 @@ def _find_all(
         _refuse_key(frames, key, per_atom)
     check_shared_calculators(frames, [i for i in found if found[i][1].startswith(_RESULTS)])
     places = Counter(place for _, place in found.values())
-    predicted = sum(_is_prediction(atoms, key) for atoms in frames)
+    predicted = sum(_is_predicted(atoms, key, per_atom) for atoms in frames)
     if predicted:
         warnings.warn(
             f"{key!r} has {key}_uncertainty beside it in {predicted} structures: these are "
@@ -190,17 +192,20 @@ def find_label(atoms: Atoms, key: str, per_atom: bool) -> tuple[object, str] | N
     """Return the label of one structure and its place; see the top of this module."""
     store, name = (atoms.arrays, "arrays") if per_atom else (atoms.info, "info")
     for k in (key, f"REF_{key}"):
-        if k in store and not _is_prediction(atoms, k):
+        if k in store and not is_prediction(atoms, k, store[k]):
             return store[k], f"{name}[{k!r}]"
     results = stored_results(atoms)
-    if key in results and not _is_prediction(atoms, key):
+    if key in results and not is_prediction(atoms, key, results[key], atoms.calc):
         return results[key], f"{_RESULTS}[{key!r}]"
     return None
 
 
-def _is_prediction(atoms: Atoms, key: str) -> bool:
-    """Whether a value has an error bar beside it: it is what a model said, not what is true."""
-    return any(f"{key}_uncertainty" in s for s in (atoms.info, atoms.arrays, stored_results(atoms)))
+def _is_predicted(atoms: Atoms, key: str, per_atom: bool) -> bool:
+    """Whether a structure has a value under this key that is no label."""
+    store, results = atoms.arrays if per_atom else atoms.info, stored_results(atoms)
+    return (key in store and is_prediction(atoms, key, store[key])) or (
+        key in results and is_prediction(atoms, key, results[key], atoms.calc)
+    )
 
 
 def stored_results(atoms: Atoms) -> dict[str, Any]:
@@ -279,6 +284,13 @@ def _per_structure_hint() -> str:
 def _refuse_key(frames: Sequence[Atoms], key: str, per_atom: bool) -> NoReturn:
     """Say which keys there are instead."""
     present = _present(frames, per_atom)
+    if any(_is_predicted(atoms, key, per_atom) for atoms in frames):
+        raise InputError(
+            "key",
+            repr(key),
+            f"labels; those with {key}_uncertainty beside them are predictions",
+            f"Keep labels as REF_{key}, or remove {key}_uncertainty where it is out of date.",
+        )
     folded = {k.casefold(): k for k in present}
     close = difflib.get_close_matches(key.casefold(), list(folded), n=1)
     hint = f"Did you mean {folded[close[0]]!r}?" if close else ""

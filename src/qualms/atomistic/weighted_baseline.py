@@ -11,6 +11,7 @@ from ase.calculators.calculator import Calculator as AseCalculator
 from ase.calculators.calculator import all_changes
 from ase.outputs import Properties, all_outputs
 
+from qualms.atomistic.member_calculator import annotate
 from qualms.core.calibrated_gradients import CalibratedPoint
 from qualms.core.checks import check_number
 from qualms.core.typing import Float64Array
@@ -46,6 +47,10 @@ class WeightedBaseline(AseCalculator):
     learns : {"total", "difference"}
         What the learned energy is: that of the structure, with the zero of energy of the baseline,
         or its difference from the baseline.
+    annotate : bool
+        Whether ``energy_uncertainty`` and ``weight`` are also put into ``atoms.info``, from where
+        ASE writes them to extended XYZ, and with them the energy they belong to,
+        ``energy_predicted``.
 
     Notes
     -----
@@ -63,8 +68,11 @@ class WeightedBaseline(AseCalculator):
         baseline_uncertainty: float,
         *,
         learns: str = "total",
+        annotate: bool = True,
     ) -> None:
         super().__init__()
+        _check_calculator("learned", learned)
+        _check_calculator("baseline", baseline)
         self._has_gradient = _has_gradient(learned)
         self.learned = learned
         self.baseline = baseline
@@ -74,6 +82,7 @@ class WeightedBaseline(AseCalculator):
         if learns not in _LEARNED:
             raise InputError("learns", repr(learns), " or ".join(map(repr, _LEARNED)))
         self.learns = learns
+        self.annotate = annotate
         # Of this object, rather than of the class: not all calculators have a stress.
         self.implemented_properties = [
             "energy", "free_energy", "forces", "energy_uncertainty", "weight"
@@ -83,6 +92,15 @@ class WeightedBaseline(AseCalculator):
             name in learned.implemented_properties for name in wanted
         ):
             self.implemented_properties.append("stress")
+
+    def get_property(
+        self, name: str, atoms: Atoms | None = None, allow_calculation: bool = True
+    ) -> Any:
+        """Return a property, computed if it must be and may be: see ASE."""
+        value = super().get_property(name, atoms, allow_calculation)
+        if self.annotate and atoms is not None and value is not None:
+            annotate(atoms, {**self.results, "energy_predicted": self.results["energy"]})
+        return value
 
     def calculate(
         self,
@@ -145,6 +163,14 @@ class WeightedBaseline(AseCalculator):
             given = f"forces_ensemble of shape {forces.shape}"
             raise InputError("learned", given, f"{(len(atoms), 3, len(members))}")
         return -CalibratedPoint(members, factor=1.0, slope=0.0).std_gradient(forces)
+
+
+def _check_calculator(name: str, given: object) -> None:
+    """Refuse what is not a calculator."""
+    if not (hasattr(given, "get_property") and hasattr(given, "implemented_properties")):
+        is_model = hasattr(given, "predict")
+        advice = "Use qualms.ase.Calculator(model)." if is_model else ""
+        raise InputError(name, repr(given), "an ASE calculator", advice)
 
 
 def _has_gradient(learned: AseCalculator) -> bool:

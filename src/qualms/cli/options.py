@@ -12,7 +12,8 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print results only."
 Json = Annotated[bool, typer.Option("--json", help="Print results as one JSON document.")]
 Force = Annotated[bool, typer.Option("--force", "-f", help="Replace existing output.")]
 Threads = Annotated[
-    int | None, typer.Option("--threads", min=1, help="Cores to use; all by default.")
+    int | None,
+    typer.Option("--threads", min=1, help="Cores to use; by default all, or OMP_NUM_THREADS."),
 ]
 Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Same seed, same result.")]
 Absent = Annotated[

@@ -29,6 +29,7 @@ from qualms.core.typing import Float64Array, IntArray
 from qualms.errors import InputError
 from qualms.prediction import Prediction
 from qualms.storage.files import AnyPath, atomic_output
+from qualms.storage.origin import is_prediction
 from qualms.storage.xyz import IN_COLUMNS, IN_COMMENT, xyz_text
 
 Kind = Literal["structure", "atomic"]
@@ -211,7 +212,7 @@ class _XYZWriter(PredictionWriter):
         for i, (frame, part) in enumerate(zip(batch.frames, batch.parts, strict=True)):
             atoms = frame.copy()  # type: ignore[no-untyped-call]
             predicted = atoms.info if batch.rows is None else atoms.arrays
-            _set_aside_references(atoms, frame.calc, predicted, self._target)
+            _set_aside_references(atoms, frame, predicted, self._target)
             for name, values in batch.values.items():
                 if batch.rows is None:
                     predicted[name] = values[i] if values.ndim == 2 else float(values[i])
@@ -219,10 +220,12 @@ class _XYZWriter(PredictionWriter):
                     predicted[name] = np.full((len(atoms), *values.shape[1:]), np.nan)
                     predicted[name][batch.rows[i]] = values[part]
             atoms.info.update(batch.extra_of(i))
+            for name in batch.arrays:  # Members of an earlier prediction are not those of this one.
+                atoms.arrays.pop(f"{name}_ensemble", None)
             for name, rows in batch.arrays.items():
                 atoms.arrays[name] = rows[batch.atoms_of(i)]
-                if f"{name}_uncertainty" in frame.arrays and f"REF_{name}" not in frame.arrays:
-                    atoms.arrays.pop(f"REF_{name}", None)  # an earlier prediction
+                if f"REF_{name}" not in frame.arrays and _was_predicted(frame, frame.arrays, name):
+                    atoms.arrays.pop(f"REF_{name}", None)
             self._stream.write(xyz_text(atoms).encode())
 
     def _finish(self) -> None:
@@ -348,19 +351,29 @@ def _atom_indices(indices: IntArray, n_atoms: int) -> IntArray:
     return array.astype(np.intp)
 
 
+def _was_predicted(frame: Atoms, store: dict[str, Any], name: str) -> bool:
+    """Return whether what a structure came with is an earlier prediction, not a reference."""
+    results = getattr(frame.calc, "results", None) or {}
+    if results.get(name) is not None:
+        return is_prediction(frame, name, results[name], frame.calc)
+    return name in store and is_prediction(frame, name, store[name])
+
+
 def _set_aside_references(
-    atoms: Atoms, calculator: Any, predicted: dict[str, Any], target: str
+    atoms: Atoms, frame: Atoms, predicted: dict[str, Any], target: str
 ) -> None:
     """Rename to REF_… what the prediction replaces, and what would pass for a prediction.
 
     ASE reads keys that it knows, such as energy and forces, as results of one calculator. Next to a
     predicted energy, forces of another origin would seem to be predicted as well.
     """
-    # A value with an error bar is an earlier prediction, not a reference. Its members must not pass
-    # for those of this one.
-    was_predicted = predicted.pop(f"{target}_uncertainty", None) is not None
+    was_predicted = _was_predicted(
+        frame, frame.info if predicted is atoms.info else frame.arrays, target
+    )
+    # Members of an earlier prediction must not pass for those of this one.
+    predicted.pop(f"{target}_uncertainty", None)
     predicted.pop(f"{target}_ensemble", None)
-    results = getattr(calculator, "results", {})
+    results = getattr(frame.calc, "results", {})
     for store, known, found in (
         (atoms.info, per_config_properties, per_config_properties),
         (atoms.arrays, per_atom_properties, all_properties),
