@@ -83,6 +83,7 @@ ROWS = {
     "ζ = 2": SMOOTH,
     "ζ = 3.5": SMOOTH | {"exponent": 3.5},
     "compressed": SMOOTH | {"compression": {"n_features": 12}},
+    "ζ = 3.5, compressed": SMOOTH | {"exponent": 3.5, "compression": {"n_features": 6}},
     "not normalised": SMOOTH | {"normalize": False},
     "two scales": {
         "scales": (
