@@ -43,11 +43,18 @@ def member_energies(fitted, atoms):
         share = fitted.kernel_scale * scales[s].weight / total_weight
         for x in features(representation, s, atoms):
             for X, w in zip(X_M, fitted.weights, strict=True):
-                energies += share * w * (x @ X) ** representation.soap.exponent
+                energies += share * w * power(x @ X, representation.soap.exponent)
     for number in atoms.numbers:
         column = fitted.baseline.species.index(number)
         energies += fitted.baseline.members[column] + fitted.intercepts
     return energies
+
+
+def power(product, exponent):
+    """The power of a product, which counts as zero if it is negative and the power fractional."""
+    if product < 0 and exponent != round(exponent):
+        return 0.0
+    return product**exponent
 
 
 def derivative(function, step):

@@ -1,7 +1,9 @@
 """Error bars of differences and of reactions, against true errors on QM9."""
 
+import io
 import itertools
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +40,28 @@ def test_errors_of_like_structures_cancel_and_the_members_know(judged):
     # Isomers in general have little in common, and their errors do not either.
     assert any_two["member by member"].sharpness > 0.9 * any_two["as if independent"].sharpness
     assert any_two["member by member"].rmse > 1.2 * judged["energies"]["as predicted"].rmse
+
+
+def first_example(seed):
+    """What the first block of the page computes, with other random numbers."""
+    page = (Path(__file__).parents[1] / "docs/differences.md").read_text(encoding="utf-8")
+    code = page.split("```python\n")[1].split("```")[0]
+    names = {}
+    with redirect_stdout(io.StringIO()):
+        exec(code.replace("default_rng(0)", f"default_rng({seed})"), names)
+    return names
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_an_error_bar_of_a_small_change_is_much_smaller_than_two_and_holds(seed):
+    names = first_example(seed)
+    rms = names["rms"]
+    energies, change, true_change = names["E"], names["change"], names["true_change"]
+    apart = np.hypot(energies.std[:80], energies.std[80:])
+    assert rms(change.std) < 0.2 * rms(apart)
+    # Not only smaller, but right: quadrature would be too large by as much.
+    assert rms(change.std) == pytest.approx(rms(change.mean - true_change), rel=0.5)
+    assert np.mean(np.abs(change.mean - true_change) < change.std) == pytest.approx(0.68, abs=0.18)
 
 
 def test_combinations_conserve_the_elements():

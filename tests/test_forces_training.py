@@ -17,6 +17,7 @@ from threadpoolctl import threadpool_limits
 
 from qualms import AtomisticModel, InputError, Prediction, QualmsWarning, score
 from qualms.atomistic import plan
+from qualms.atomistic.conventions import factor_between
 from qualms.atomistic.force_evaluation import evaluate_forces
 from qualms.atomistic.force_labels import ForceLabels, find_forces, find_stresses
 from qualms.atomistic.force_rows import derivative_rows, fill_rows, scale_rows
@@ -83,6 +84,7 @@ ROWS = {
     "ζ = 2": SMOOTH,
     "ζ = 3.5": SMOOTH | {"exponent": 3.5},
     "compressed": SMOOTH | {"compression": {"n_features": 12}},
+    "ζ = 3.5, compressed": SMOOTH | {"exponent": 3.5, "compression": {"n_features": 6}},
     "not normalised": SMOOTH | {"normalize": False},
     "two scales": {
         "scales": (
@@ -354,8 +356,10 @@ def test_a_misspelt_key_gets_those_that_look_like_forces():
     with pytest.raises(InputError, match=r"'forced'.*'force', 'velocity'.*mean 'force'") as caught:
         find_forces(frames, "forced")
     assert "charge" not in str(caught.value)
-    with pytest.raises(InputError, match=r"stress.*'pressure'.*'energy', 'virtual'"):
-        find_stresses(frames, "pressure")
+    with pytest.raises(InputError, match=r"stress.*'virtaul'.*mean 'virtual'") as caught:
+        find_stresses(frames, "virtaul")
+    # A single number is no stress.
+    assert "energy" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -381,8 +385,9 @@ def test_a_stress_may_be_a_matrix_but_must_be_symmetric():
         xx, yy, zz, yz, xz, xy = atoms.info["virtual"]
         atoms.info["virtual"] = np.array([[xx, xy, xz], [xy, yy, yz], [xz, yz, zz]])
     frames[1].info["virtual"] = frames[1].info["virtual"].ravel()
-    frames[2].pbc = False
-    found = find_stresses(frames, "virtual")
+    frames[2].pbc = [True, True, False]
+    with pytest.warns(QualmsWarning, match=r"1 structures \(first frames\[2\]\).*not periodic"):
+        found = find_stresses(frames, "virtual")
     assert list(found) == [0, 1]
     for i in found:
         np.testing.assert_allclose(found[i], alloys()[i].info["virtual"])
@@ -392,6 +397,73 @@ def test_a_stress_may_be_a_matrix_but_must_be_symmetric():
     frames[0].info["virtual"] = np.arange(5.0)
     with pytest.raises(InputError, match="6 numbers"):
         find_stresses(frames, "virtual")
+
+
+# --- signs and units ---
+
+
+def relabelled(*, forces=1.0, stress=1.0):
+    frames = copies(alloys()[:24])
+    for atoms in frames:
+        atoms.arrays["force"] *= forces
+        atoms.info["virtual"] = atoms.info["virtual"] * stress
+    return frames
+
+
+@pytest.mark.parametrize(
+    ("factors", "match"),
+    [
+        ({"forces": -1.0}, r"forces='force'.*opposite sign"),
+        ({"forces": 23.06}, r"forces='force'.*2\d\.?\d? times.*kcal/mol/Å"),
+        ({"forces": 1 / 51.42}, r"forces='force'.*Hartree/Bohr"),
+        ({"stress": -1.0}, r"stress='virtual'.*opposite sign.*positive under tension"),
+        ({"stress": 160.2}, r"stress='virtual'.*GPa"),
+        ({"stress": -1602.0}, r"stress='virtual'.*opposite sign.* and .*kbar"),
+    ],
+)
+def test_labels_of_another_sign_or_unit_than_the_energies_say_are_doubted(factors, match):
+    with pytest.warns(QualmsWarning, match=match) as caught:
+        model(stress="virtual").fit(relabelled(**factors))
+    assert len(caught) == 1
+
+
+def test_labels_are_not_doubted_where_energies_do_not_tell():
+    rng = np.random.default_rng(0)
+    frames = relabelled()
+    for atoms in frames:
+        atoms.info["energy"] = rng.normal()
+    model().fit(frames)  # warnings are errors
+    few = relabelled(forces=-1.0)[:8]
+    model(n_representatives=10).fit(few)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.02, -3.0])
+def test_the_factor_is_between_the_two_regressions(factor):
+    rng = np.random.default_rng(1)
+    truth = rng.normal(size=4000)
+    noisy = factor_between(factor * truth, truth + 0.5 * rng.normal(size=4000))
+    shrunk = factor_between(factor * (truth + 0.5 * rng.normal(size=4000)), truth)
+    for found in (noisy, shrunk):
+        low, high = sorted([abs(found.a), abs(found.b)])
+        assert 0.97 * low < abs(factor) < 1.03 * high
+        assert found.is_one == (factor == 1)
+    assert factor_between(np.zeros(3), np.ones(3)).is_one
+
+
+def test_a_key_that_says_virial_is_doubted():
+    frames = relabelled()
+    for atoms in frames:
+        atoms.info["REF_virial"] = -atoms.info["virtual"] * atoms.get_volume()
+    with pytest.warns(QualmsWarning, match=r"'REF_virial'.*divide it by -atoms.get_volume\(\)"):
+        find_stresses(frames, "REF_virial")
+
+
+def test_forces_that_are_all_zero_are_doubted():
+    with pytest.warns(QualmsWarning) as caught:
+        model().fit(relabelled(forces=0.0))
+    said = [str(warning.message) for warning in caught]
+    assert any("All forces in 'force' are zero" in text for text in said)
+    assert not any("All targets" in text for text in said)
 
 
 def test_no_labels_at_all():

@@ -50,6 +50,14 @@ def test_fractional_power_of_negative_products_is_refused_with_a_remedy():
     assert PowerKernel(1.5)(tiny, np.array([[-1.0, 0.0]]))[0, 0] == 0.0
 
 
+def test_negative_products_count_as_zero_if_so_wanted():
+    clipped, products = PowerKernel(1.5, clip=True)(X, Y - 0.5), X @ (Y - 0.5).T
+    assert np.any(products < -0.1)
+    np.testing.assert_allclose(clipped, np.maximum(products, 0) ** 1.5)
+    # Integer powers of them are what they are.
+    np.testing.assert_allclose(PowerKernel(3, clip=True)(X, Y - 0.5), products**3)
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("exponent", 0.5), ("exponent", np.nan), ("offset", -1)]
 )

@@ -116,6 +116,7 @@ def force_labels(
         known = find_forces(frames, forces)
         found = [known.get(i, empty) for i, empty in zip(used.tolist(), found, strict=True)]
         _warn_of_unused(frames, known, used, forces)
+        _warn_of_zeros(chosen, found, forces)
     if stress is not None:
         known = find_stresses(frames, stress)
         for row, i in enumerate(used.tolist()):
@@ -146,17 +147,33 @@ def find_stresses(frames: Sequence[Atoms], key: str) -> dict[int, Float64Array]:
     """Return the stress (6,) of each structure that has one and a volume."""
     places = {i: hit for i, atoms in enumerate(frames) if (hit := find_label(atoms, key, False))}
     if not places:
-        present = sorted(
-            {str(k) for atoms in frames for k in {**atoms.info, **stored_results(atoms)}}
-        )
-        keys = ", ".join(map(repr, present)) or "there is none"
-        raise InputError("stress", repr(key), f"a label that structures have ({keys})")
+        stores = ({**atoms.info, **stored_results(atoms)} for atoms in frames)
+        present = {str(k) for store in stores for k, v in store.items() if _is_tensor(v)}
+        _refuse("stress", key, "six numbers, or a symmetric matrix", present)
     check_shared_calculators(frames, [i for i in places if places[i][1].startswith("calc")])
-    found = {}
-    for i, (value, place) in places.items():
-        if np.all(frames[i].pbc):
-            found[i] = _voigt(value, f"frames[{i}].{place}")
+    values = {i: _voigt(value, f"frames[{i}].{place}") for i, (value, place) in places.items()}
+    found = {i: value for i, value in values.items() if np.all(frames[i].pbc)}
+    unused = [i for i in values if i not in found and np.any(values[i])]
+    if unused:
+        warnings.warn(
+            f"{len(unused)} structures (first frames[{unused[0]}]) have {key!r} but are not "
+            "periodic in all directions; their stress is not learned from.",
+            QualmsWarning,
+            stacklevel=6,
+        )
+    if "virial" in key.casefold():
+        warnings.warn(
+            f"stress={key!r} is taken for a stress, (1/V) ∂E/∂ε. If it is a virial, divide it by "
+            "-atoms.get_volume() first.",
+            QualmsWarning,
+            stacklevel=6,
+        )
     return found
+
+
+def _is_tensor(value: object) -> bool:
+    """Return whether a value may be a stress, by its shape."""
+    return as_array(value).shape in ((6,), (9,), (3, 3))
 
 
 def _voigt(value: object, name: str) -> Float64Array:
@@ -182,12 +199,16 @@ def _numbers(value: object, name: str, shape: tuple[int, ...], expected: str) ->
 
 def _refuse_forces(frames: Sequence[Atoms], key: str) -> NoReturn:
     """Say which arrays look like forces."""
-    present = sorted({name for atoms in frames for name in _vectors(atoms)})
-    folded = {k.casefold(): k for k in present}
+    present = {name for atoms in frames for name in _vectors(atoms)}
+    _refuse("forces", key, "three numbers for each atom", present)
+
+
+def _refuse(name: str, key: str, expected: str, present: set[str]) -> NoReturn:
+    folded = {k.casefold(): k for k in sorted(present)}
     close = difflib.get_close_matches(key.casefold(), list(folded), n=1)
     hint = f"Did you mean {folded[close[0]]!r}?" if close else ""
-    keys = ", ".join(map(repr, present)) or "there is none"
-    raise InputError("forces", repr(key), f"three numbers for each atom ({keys})", hint)
+    keys = ", ".join(map(repr, sorted(present))) or "there is none"
+    raise InputError(name, repr(key), f"{expected} ({keys})", hint)
 
 
 def _vectors(atoms: Atoms) -> list[str]:
@@ -210,6 +231,19 @@ def _warn_of_unused(
         warnings.warn(
             f"{len(unused)} structures (first frames[{unused[0]}]) have {key!r} but no energy, and "
             "are not learned from.",
+            QualmsWarning,
+            stacklevel=5,
+        )
+
+
+def _warn_of_zeros(frames: Sequence[Atoms], forces: Sequence[Float64Array], key: str) -> None:
+    """Tell of forces that are all zero, which they hardly are."""
+    several = [f for atoms, f in zip(frames, forces, strict=True) if len(atoms) > 1]
+    known = [f for f in several if np.isfinite(f).any()]
+    if known and not any(np.any(np.nan_to_num(f)) for f in known):
+        warnings.warn(
+            f"All forces in {key!r} are zero. If they stand for unknown ones, leave them out, or "
+            "write NaN: models believe them.",
             QualmsWarning,
             stacklevel=5,
         )

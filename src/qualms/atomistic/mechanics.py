@@ -170,31 +170,35 @@ def _batch_derivatives(
     blocks = list(gradient_blocks(engine, batch, strain=strain))
     P = power_spectra(blocks, n, engine.n_features)
     energies, slopes = scale.slopes(P)
+    # What is zero for all environments does not change, either.
+    blocks = [block for block in blocks if block.columns.start in slopes]
     R = energies.shape[1]
     by_strain = np.zeros((n, 9, R)) if strain else None
     for block in blocks:
         if by_strain is not None and block.strain is not None:
-            of_block = slopes[block.rows, :, block.columns]
+            of_block = slopes[block.columns.start][block.rows]
             change = block.strain.reshape(len(of_block), 9, -1) @ of_block.transpose(0, 2, 1)
             by_strain[block.rows] += change
-    by_position = _by_position(blocks, slopes, int(batch.atom_offsets[-1]))
+    by_position = _by_position(blocks, slopes, R, int(batch.atom_offsets[-1]))
     return energies, by_position, None if by_strain is None else by_strain.reshape(n, -1)
 
 
 def _by_position(
-    blocks: Sequence[GradientBlock], slopes: Float64Array, n_atoms: int
+    blocks: Sequence[GradientBlock], slopes: dict[int, Float64Array], R: int, n_atoms: int
 ) -> Float64Array:
-    """Return Σ_i (∂e_i/∂p_i)·(∂p_i/∂r_j) for slopes ∂e_i/∂p_i (n, R, D): (n_atoms, 3R)."""
-    R = slopes.shape[1]
-    atoms = np.concatenate([block.atoms for block in blocks])
+    """Return Σ_i (∂e_i/∂p_i)·(∂p_i/∂r_j): (n_atoms, 3R).
+
+    The slopes ∂e_i/∂p_i (n, R, c) are those of `ScalePotential.slopes`.
+    """
+    atoms = np.concatenate([np.empty(0, dtype=np.intp), *(block.atoms for block in blocks)])
     change = np.empty((len(atoms), 3, R))
     first = 0
     for block in blocks:
-        c = block.values.shape[1]
+        c, of_pair = block.values.shape[1], slopes[block.columns.start]
         for row, (begin, end) in zip(block.rows, pairwise(block.edges.tolist()), strict=True):
             np.matmul(
                 block.positions[begin:end].reshape(-1, c),
-                slopes[row, :, block.columns].T,
+                of_pair[row].T,
                 out=change[first + begin : first + end].reshape(-1, R),
             )
         first += len(block.atoms)

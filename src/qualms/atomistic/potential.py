@@ -11,9 +11,10 @@ With b = ∂e/∂x = Σ_m ζ w_m (x·X_m)^(ζ−1) X_m, the chain back to the ra
     ∂e/∂p = P b / c                         for features divided by a constant c.
 
 The kernel is homogeneous in x, so that x·b = ζe: energies come with their derivatives. All members
-share representatives, so that b of all members is one matrix product, in which −(x·b) x is the term
-of one more representative, x itself. If ζ = 2 the energy is a quadratic form in x, with a matrix
-for each member; if there are fewer features than representatives, that is less work, and the same.
+share representatives, so that b of all members is one matrix product. It needs the features of
+those pairs of species alone that some environment at hand has: others do not change. If ζ = 1, b is
+the same for all environments. If ζ = 2 the energy is a quadratic form in x, with a matrix for each
+member; with much fewer features than representatives, that is less work, and the same.
 """
 
 from __future__ import annotations
@@ -69,13 +70,43 @@ class ScaleFeatures:
             lengths[lengths == 0] = 1.0
         return y / lengths, lengths
 
-    def lifted(self, slopes: Float64Array) -> Float64Array:
-        """Return P b for rows b (n, q): (n, D)."""
+    def present(self, P: Float64Array) -> list[int]:
+        """Return the pairs of species that some of the environments have, given (n, D)."""
+        blocks = self.engine.pair_blocks
+        return [k for k, rows in enumerate(blocks) if np.any(P[:, rows])]
+
+    def used(self, pairs: Sequence[int]) -> IntArray:
+        """Return the columns of x that depend on the features of some pairs of species."""
+        blocks, q = self.engine.pair_blocks, self.columns.stop - self.columns.start
         if self.projection is None:
-            return slopes
-        lifted = np.empty((len(slopes), len(self.projection)))
-        for rows, columns, part in self._blocks:
-            lifted[:, rows] = slopes[:, columns] @ part.T
+            parts = [np.arange(blocks[k].start, blocks[k].stop) for k in pairs]
+        else:
+            parts = [np.arange(q)[self._blocks[k][1]] for k in pairs]
+        return np.unique(np.concatenate([np.empty(0, dtype=np.intp), *parts]))
+
+    def lifted(
+        self, slopes: Float64Array, used: IntArray, pairs: Sequence[int]
+    ) -> dict[int, Float64Array]:
+        """Return P b for b (n, R, c), of which some columns are given.
+
+        Returns
+        -------
+        dict of (n, R, D/n_pairs) arrays
+            By the first feature of each pair of species that is asked for.
+        """
+        n, R, _ = slopes.shape
+        lifted = {}
+        for k in pairs:
+            rows = self.engine.pair_blocks[k]
+            if self.projection is None:
+                begin = int(np.searchsorted(used, rows.start))
+                lifted[rows.start] = slopes[:, :, begin : begin + rows.stop - rows.start]
+                continue
+            _, columns, part = self._blocks[k]
+            mine = slopes
+            if not isinstance(columns, slice):
+                mine = np.take(slopes, np.searchsorted(used, columns), axis=2)
+            lifted[rows.start] = (mine.reshape(n * R, -1) @ part.T).reshape(n, R, -1)
         return lifted
 
     def projected(self, changes: Float64Array, pairs: Sequence[int]) -> Float64Array:
@@ -110,7 +141,10 @@ class ScaleFeatures:
         return blocks
 
     def powers(self, products: Float64Array) -> Float64Array:
-        """Return (x·X)^(ζ−1) for products x·X, of which rounding may have made some negative."""
+        """Return (x·X)^(ζ−1) for products x·X, of which rounding may have made some negative.
+
+        Compression may have, too. If ζ is fractional they count as zero, as they do in the kernel.
+        """
         if not float(self.exponent).is_integer():
             products = np.maximum(products, 0.0)
         powers: Float64Array = products ** (self.exponent - 1)
@@ -162,50 +196,64 @@ class ScalePotential:
         energies: Float64Array = (products * self.scale.powers(products)) @ self.weights
         return energies
 
-    def slopes(self, P: Float64Array) -> tuple[Float64Array, Float64Array]:
-        """Return e (n, R) and ∂e/∂p (n, R, D) for power spectra (n, D)."""
+    def slopes(self, P: Float64Array) -> tuple[Float64Array, dict[int, Float64Array]]:
+        """Return e (n, R) and ∂e/∂p, as `ScaleFeatures.lifted`, for power spectra (n, D)."""
         x, lengths = self.scale.features(P)
-        if self._is_quadratic:
-            energies, slopes = self._by_forms(x, 1 / lengths)
+        pairs = self.scale.present(P)
+        used = self.scale.used(pairs)
+        if self._prefers_forms(len(used)):
+            used = np.arange(x.shape[1])
+            energies, slopes = self._by_forms(x)
         else:
-            energies, slopes = self._by_representatives(x, 1 / lengths)
-        n, R, q = slopes.shape
-        return energies, self.scale.lifted(slopes.reshape(n * R, q)).reshape(n, R, -1)
+            x = x if len(used) == x.shape[1] else x[:, used]
+            by = self._by_sums if self.scale.exponent == 1 else self._by_representatives
+            energies, slopes = by(x, used)
+        if self.scale.feature_scale is None:
+            slopes -= (self.scale.exponent * energies)[:, :, None] * x[:, None, :]
+        slopes *= (1 / lengths)[:, :, None]
+        return energies, self.scale.lifted(slopes, used, pairs)
 
     def _by_representatives(
-        self, x: Float64Array, factors: Float64Array
+        self, x: Float64Array, used: IntArray
     ) -> tuple[Float64Array, Float64Array]:
-        """Return e (n, R), and b − (x·b) x times factors (n, 1), or b, by its definition."""
-        (n, q), (M, R), zeta = x.shape, self.weights.shape, self.scale.exponent
-        products = x @ self.representatives.T
+        """Return e (n, R) and b (n, R, c), by their definition."""
+        (n, c), R = x.shape, self.weights.shape[1]
+        X = self._columns(used)
+        products = x @ X.T
         powers = self.scale.powers(products)
         energies = (products * powers) @ self.weights
-        if self.scale.feature_scale is None:
-            # Environment i has a representative of its own, x_i.
-            terms = np.zeros((n, R, M + n))
-            terms[np.arange(n), :, M + np.arange(n)] = -zeta * factors * energies
-            X = np.concatenate([self.representatives, x])
-        else:
-            terms, X = np.empty((n, R, M)), self.representatives
-        np.multiply((zeta * factors * powers)[:, None, :], self.weights.T, out=terms[:, :, :M])
-        return energies, (terms.reshape(n * R, -1) @ X).reshape(n, R, q)
+        powers *= self.scale.exponent
+        terms = powers[:, None, :] * self.weights.T
+        return energies, (terms.reshape(n * R, -1) @ X).reshape(n, R, c)
 
-    def _by_forms(
-        self, x: Float64Array, factors: Float64Array
-    ) -> tuple[Float64Array, Float64Array]:
-        """Return the same for ζ = 2."""
+    def _by_sums(self, x: Float64Array, used: IntArray) -> tuple[Float64Array, Float64Array]:
+        """Return the same for ζ = 1: b is Xᵀw."""
+        b = self._sums[:, used]
+        return x @ b.T, np.repeat(b[None], len(x), axis=0)
+
+    def _by_forms(self, x: Float64Array) -> tuple[Float64Array, Float64Array]:
+        """Return the same for ζ = 2, with all features: b is 2 Xᵀ diag(w) X x."""
         slopes = (x @ self._forms).reshape(len(x), -1, x.shape[1])
-        along = (slopes @ x[:, :, None])[:, :, 0]
-        if self.scale.feature_scale is None:
-            slopes -= along[:, :, None] * x[:, None, :]
-        slopes *= factors[:, :, None]
-        return along / 2, slopes
+        return (slopes @ x[:, :, None])[:, :, 0] / 2, slopes
 
-    @property
-    def _is_quadratic(self) -> bool:
+    def _columns(self, used: IntArray) -> Float64Array:
+        """Return some columns of the representatives."""
+        X = self.representatives
+        return X if len(used) == X.shape[1] else X[:, used]
+
+    def _prefers_forms(self, c: int) -> bool:
+        """Return whether forms are less work, c of the features being there.
+
+        They are large and read for each batch, so they must save half of it.
+        """
         M, q = self.representatives.shape
         room = 8.0 * self.weights.shape[1] * q**2 < _QUADRATIC
-        return self.scale.exponent == 2 and q <= M and room
+        return self.scale.exponent == 2 and 2 * q**2 <= M * c and room
+
+    @cached_property
+    def _sums(self) -> Float64Array:
+        """The vectors Xᵀw of all columns: (R, q)."""
+        return np.ascontiguousarray(self.weights.T @ self.representatives)
 
     @cached_property
     def _forms(self) -> Float64Array:

@@ -61,8 +61,10 @@ class Representation:
     @cached_property
     def kernel(self) -> Kernel:
         """The kernel between environments: Eq. (13) to the power ζ, summed over the scales."""
-        # Compressed features are principal components, the largest first.
-        single = PowerKernel(self.soap.exponent, n_exact=_N_EXACT if self.projections else 0)
+        # Compressed features are principal components, the largest first. Products of power spectra
+        # are not negative, but those of what is kept of them can be, a little.
+        n_exact = _N_EXACT if self.projections else 0
+        single = PowerKernel(self.soap.exponent, n_exact=n_exact, clip=bool(self.projections))
         if len(self.widths) == 1:
             return single
         ends = np.cumsum(self.widths)
@@ -170,7 +172,16 @@ def resolve_compression(
     *,
     derivatives: bool = False,
 ) -> Compression | None:
-    """Return the compression that ``soap.compression`` stands for, for a training set."""
+    """Return the compression that ``soap.compression`` stands for, for a training set.
+
+    Parameters
+    ----------
+    soap : Soap
+    species : sequence of int
+    n_environments, n_representatives : int
+    derivatives : bool
+        Whether forces are learned, or will be wanted.
+    """
     if soap.compression != "auto":
         return soap.compression
     standard = Compression()

@@ -57,6 +57,12 @@ class Settings(BaseModel):
         """Whether forces or stresses are learned, besides the energy."""
         return self.forces is not None or self.stress is not None
 
+    @property
+    def has_forces(self) -> bool:
+        """Whether the model has continuous forces, learned or not."""
+        smooth = all(scale.smoothing is not None for scale in self.representation.scales)
+        return self.kind == "extensive" and smooth
+
     @field_validator("representation", mode="before")
     @classmethod
     def _named_representation(cls, value: Any) -> Any:

@@ -12,6 +12,7 @@ from threadpoolctl import threadpool_limits
 
 from qualms.atomistic.baselines import Baseline, fit_baseline
 from qualms.atomistic.basis import Basis
+from qualms.atomistic.conventions import check_conventions
 from qualms.atomistic.fitted import Fitted, ProjectedVariance
 from qualms.atomistic.joint_solving import JointModel, fit_joint_members, fit_joint_model
 from qualms.atomistic.plan import Plan
@@ -127,9 +128,9 @@ class Solver:
             if data.mechanics is None:
                 self.full = self._full_model(settings)
             else:
-                self.joint = fit_joint_model(
-                    self.Phi, self._target(settings), data.mechanics, data.groups, settings
-                )
+                given = (self.Phi, self._target(settings), data.mechanics, data.groups, settings)
+                check_conventions(*given)
+                self.joint = fit_joint_model(*given)
                 self.full = self.joint.full
         # With forces, the scale of the full model is that of its prior.
         rms = float(np.sqrt(np.mean((self._target(settings) - self.full.center[0]) ** 2)))
@@ -211,7 +212,8 @@ class Solver:
         rows = np.flatnonzero(~labels.is_virial)
         weights = members.weights[:, 0]
         predicted = (self.Phi[len(self.data.y) :] @ weights)[rows]
-        return _internal(labels.y[rows], predicted, counts[labels.structure[rows]], wanted)
+        seen = counts[labels.structure[rows]]
+        return _internal(labels.y[rows], predicted, seen, wanted, "components of forces")
 
     def _assemble(
         self,
@@ -277,12 +279,16 @@ def _baseline(
 
 
 def _internal(
-    y: Float64Array, predicted: Float64Array, counts: IntArray, wanted: str
+    y: Float64Array,
+    predicted: Float64Array,
+    counts: IntArray,
+    wanted: str,
+    what: str = "targets",
 ) -> CalibrationData | None:
     """Return what members that did not see a row say about it, if there is an error at all."""
     if np.ptp(y) == 0:
         warnings.warn(
-            "All targets are the same: there is nothing to learn, and the error bar is zero.",
+            f"All {what} are the same: there is nothing to learn, and the error bar is zero.",
             QualmsWarning,
             stacklevel=5,
         )

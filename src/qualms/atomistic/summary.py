@@ -75,7 +75,7 @@ def _representation(fitted: Fitted) -> str:
         return f"{text}, {representation.n_features} features"
     raw = sum(p.matrix.shape[0] for p in representation.projections)
     error = max(p.kernel_error for p in representation.projections)
-    standard = "pairs" if fitted.settings.mechanical else "pca"
+    standard = "pairs" if fitted.settings.has_forces else "pca"
     method = soap.compression.method if isinstance(soap.compression, Compression) else standard
     kept = f"{raw} → {representation.n_features} features by {_METHODS[method]}"
     return f"{text}, {kept} (kernel ± {error:.1e})"

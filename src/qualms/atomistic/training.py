@@ -59,7 +59,7 @@ class Training:
             data.species,
             data.n_environments,
             min(settings.n_representatives, data.n_environments),
-            derivatives=settings.mechanical,
+            derivatives=settings.has_forces,
         )
         self.plan = self._make_plan()
         self.features.n_workers = self.plan.n_workers

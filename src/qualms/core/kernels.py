@@ -67,11 +67,16 @@ class PowerKernel:
         nearly all of x·x′, as leading principal components do, so little is left to the others that
         their rounding does no harm: products as good as float64 for little more than float32.
         Rounding is amplified when kernel rows are whitened, by up to 10³.
+    clip : bool
+        Whether a fractional power of a negative argument is zero rather than refused:
+        k = max(x·x′ + c, 0)^ζ/(1 + c)^ζ, which has a continuous derivative for ζ > 1. Meant for
+        products that are not negative but for what a compression of the features left out.
     """
 
     exponent: float = 2.0
     offset: float = 0.0
     n_exact: int = 0
+    clip: bool = False
 
     def __post_init__(self) -> None:
         check_number("exponent", self.exponent, 1)
@@ -100,7 +105,9 @@ class PowerKernel:
             dots /= dots.dtype.type(1 + self.offset)
         if float(self.exponent).is_integer():
             return _integer_power(dots, int(self.exponent))
-        _clip_rounding_below_zero(dots, self.exponent)
+        if not self.clip:
+            _refuse_negative(dots, self.exponent)
+        np.maximum(dots, 0, out=dots)
         return np.power(dots, dots.dtype.type(self.exponent), out=dots)
 
 
@@ -115,8 +122,8 @@ def _integer_power(x: FloatArray, exponent: int) -> FloatArray:
     return result
 
 
-def _clip_rounding_below_zero(dots: FloatArray, exponent: float) -> None:
-    """Set products that rounding made negative to zero; refuse those that really are negative."""
+def _refuse_negative(dots: FloatArray, exponent: float) -> None:
+    """Refuse products that are negative by more than rounding."""
     lowest = float(dots.min(initial=0.0))
     if lowest < -100 * np.finfo(dots.dtype).eps:
         raise InputError(
@@ -125,7 +132,6 @@ def _clip_rounding_below_zero(dots: FloatArray, exponent: float) -> None:
             f"an integer, because some products x·x′ are negative (down to {lowest:.3g})",
             "Use an integer exponent, or offset=1.",
         )
-    np.maximum(dots, 0, out=dots)
 
 
 @dataclass(frozen=True)

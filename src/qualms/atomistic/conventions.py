@@ -1,0 +1,159 @@
+"""Whether forces and stresses to learn from have the sign and the units of the energies.
+
+A model of the energies alone has forces and virials. Labels that are these but for noise have, on
+average, the same sign and size; labels in other units are larger or smaller throughout. With labels
+l and predictions p, regression of l on p and of p on l gives the factor between them as
+
+    ⟨lp⟩/⟨p²⟩ = a   and   ⟨l²⟩/⟨lp⟩ = b = a/r²,        r: correlation.
+
+Errors of p make a too small and shrinkage of p makes b too large, so that the factor is between the
+two. If one is not, something is wrong with the labels. Where energies do not tell (r is small, or
+the model hardly explains the energies themselves, and shrinks everything) nothing is said.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import NamedTuple
+
+import ase.units
+import numpy as np
+
+from qualms.atomistic.force_labels import ForceLabels
+from qualms.atomistic.settings import Settings
+from qualms.core.committee import fit_full_model
+from qualms.core.typing import Float64Array, FloatArray, IntArray
+from qualms.errors import QualmsWarning
+
+#: Structures from which on energies are asked.
+_ENOUGH = 10
+#: Share of the variance of energies that their model must explain.
+_EXPLAINED = 0.7
+#: Correlation from which on, in size, they are believed, and believed to be accurate.
+_TELLING, _ACCURATE = 0.6, 0.9
+#: Factors beyond which the units are doubted, if energies tell, or tell accurately.
+_DOUBTFUL, _DOUBTFUL_IF_ACCURATE = 3.0, 1.6
+#: How much larger than with eV and Å the numbers are in other units.
+_UNITS_OF_FORCES = {
+    "kcal/mol/Å": ase.units.mol / ase.units.kcal,
+    "kJ/mol/Å": ase.units.mol / ase.units.kJ,
+    "meV/Å": 1e3,
+    "Hartree/Bohr": ase.units.Bohr / ase.units.Hartree,
+    "eV/Bohr": ase.units.Bohr,
+    "Hartree/Å": 1 / ase.units.Hartree,
+    "Ry/Bohr": ase.units.Bohr / ase.units.Rydberg,
+}
+_UNITS_OF_STRESSES = {
+    "GPa": 1 / ase.units.GPa,
+    "kbar": 10 / ase.units.GPa,
+    "bar": 1e4 / ase.units.GPa,
+}
+#: How far from such a factor another one may be and still be taken for it.
+_NEAR = 1.35
+
+
+class Factor(NamedTuple):
+    """How much larger labels are than predictions: from a to b, with the correlation r."""
+
+    a: float
+    b: float
+    r: float
+
+    @property
+    def value(self) -> float:
+        """The factor itself, between the two."""
+        return float(np.sign(self.r) * np.sqrt(self.a * self.b))
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it may be one."""
+        if abs(self.r) < _TELLING:
+            return True
+        limit = _DOUBTFUL_IF_ACCURATE if abs(self.r) > _ACCURATE else _DOUBTFUL
+        return self.r > 0 and self.a < limit and self.b > 1 / limit
+
+
+def factor_between(labels: Float64Array, predicted: Float64Array) -> Factor:
+    """Return how much larger labels are than what is predicted, both (n,)."""
+    ll, lp, pp = labels @ labels, labels @ predicted, predicted @ predicted
+    if ll == 0 or pp == 0 or lp == 0:
+        return Factor(1.0, 1.0, 0.0)
+    return Factor(float(lp / pp), float(ll / lp), float(lp / np.sqrt(ll * pp)))
+
+
+def check_conventions(
+    Phi: FloatArray,
+    energies: Float64Array,
+    labels: ForceLabels,
+    groups: IntArray,
+    settings: Settings,
+) -> None:
+    """Warn if forces or stresses are not derivatives of the energies by sign or size.
+
+    Parameters
+    ----------
+    Phi : (N, r) array
+        Whitened features, those of the energies first.
+    energies : (n,) array
+        Per atom, without baseline.
+    labels : ForceLabels
+    groups : (n,) array of int
+    settings : Settings
+    """
+    n = len(energies)
+    if len(np.unique(groups)) < _ENOUGH or np.ptp(energies) == 0:
+        return
+    center = settings.baseline != "none"
+    full = fit_full_model(Phi[:n], energies, "loo", center=center, groups=groups)
+    weights = full.weights[:, 0]
+    errors = energies - full.center[0] - Phi[:n] @ weights
+    if np.var(errors) > (1 - _EXPLAINED) * np.var(energies):
+        return
+    predicted = np.asarray(Phi[n:] @ weights, dtype=np.float64)
+    of_forces = ~labels.is_virial
+    if settings.forces is not None and of_forces.any():
+        found = factor_between(labels.y[of_forces], predicted[of_forces])
+        if not found.is_one:
+            _warn("forces", settings.forces, found, _UNITS_OF_FORCES)
+    if settings.stress is not None and labels.n_with_virial >= _ENOUGH:
+        found = factor_between(*_fluctuations(labels, predicted))
+        if not found.is_one:
+            _warn("stress", settings.stress, found, _UNITS_OF_STRESSES)
+
+
+def _fluctuations(
+    labels: ForceLabels, predicted: Float64Array
+) -> tuple[Float64Array, Float64Array]:
+    """Return virials, and predictions of them, less the mean of each component.
+
+    Energies at one volume say nothing about the pressure there.
+    """
+    known = np.isfinite(labels.virials)
+    found = np.full(labels.virials.shape, np.nan)
+    found[known] = predicted[labels.is_virial]
+    counts = np.maximum(known.sum(axis=0), 1)
+    pair = []
+    for values in (labels.virials, found):
+        mean = np.nansum(values, axis=0) / counts
+        pair.append((values - mean)[known])
+    return pair[0], pair[1]
+
+
+def _warn(name: str, key: str, found: Factor, units: dict[str, float]) -> None:
+    size = abs(found.value)
+    sign = "the opposite sign of what the energies say" if found.r < 0 else ""
+    limit = _DOUBTFUL_IF_ACCURATE
+    ratio = "" if 1 / limit < size < limit else f"{size:.3g} times the size that the energies say"
+    near = [u for u, f in units.items() if 1 / _NEAR < size / f < _NEAR] if ratio else []
+    guess = f", as those in {' or '.join(near)} would beside energies in eV" if near else ""
+    convention = {
+        "forces": "Forces are −∂E/∂r in the units of the energy per Å.",
+        "stress": "A stress is (1/V) ∂E/∂ε, positive under tension, in the units of the energy per "
+        "Å³; a virial is −V times that.",
+    }[name]
+    warnings.warn(
+        f"{name}={key!r}: labels have {' and '.join(filter(None, [sign, ratio]))} (correlation "
+        f"{found.r:.2f}){guess}. {convention}",
+        QualmsWarning,
+        stacklevel=5,
+    )
