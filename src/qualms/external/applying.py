@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from ase import Atoms
-from ase.stress import voigt_6_to_full_3x3_stress
 
 from qualms.core.calibration.base import rounding_of
 from qualms.core.resampling import MIN_ABSENT, internal_prediction, stretched
@@ -19,12 +16,10 @@ from qualms.external.calibration_file import CalibrationDocument
 from qualms.external.columns import is_table, write_columns
 from qualms.external.ensemble import Ensemble, finite, refuse_negative
 from qualms.external.reading import read_ensemble
-from qualms.external.sources import ERROR_BARS, VARIANCES, read_source, with_results
+from qualms.external.sources import read_source
+from qualms.external.storing import CalibratedValues, columns_with, references_beside, store
 from qualms.storage.files import atomic_output
 from qualms.storage.xyz import xyz_text
-
-#: What ASE reads and writes as matrices, and as nothing else.
-_MATRICES = ("stress", "virial")
 
 
 @dataclass(frozen=True)
@@ -56,8 +51,9 @@ def apply_calibration(
     """Write predictions again, with error bars, and members if there are any, that are calibrated.
 
     ``{target}_uncertainty`` becomes the calibrated standard deviation, ``{target}_ensemble`` (or
-    whatever the key is) the members scaled about their mean to have it. All else is copied. Where
-    members are marked that did not see a point, mean and spread are theirs.
+    whatever the key is) the members scaled about their mean to have it, ``{target}`` that mean. All
+    else is copied; references that have the name of the prediction are kept as ``REF_{target}``.
+    Where members are marked that did not see a point, mean and spread are theirs.
 
     Parameters
     ----------
@@ -89,15 +85,16 @@ def apply_calibration(
         likely_order=document.order,
     )
     found = _calibrated(document, ensemble, members)
+    aside = references_beside(source, ensemble, found.mean)
     if isinstance(source, dict):
-        write_columns(output, _columns(source, ensemble, found), force=force)
+        write_columns(output, columns_with(source, ensemble, found, aside), force=force)
     else:
         ends = np.searchsorted(ensemble.structure, np.arange(len(source) + 1))
         with atomic_output(output, force=force) as stream:
             for atoms, begin, end in zip(source, ends[:-1], ends[1:], strict=True):
-                _store(atoms, ensemble, found.some(slice(int(begin), int(end))))
+                store(atoms, ensemble, found.some(slice(int(begin), int(end))), aside)
                 stream.write(xyz_text(atoms).encode())
-    return Applied(len(ensemble), ensemble.n_members, _remarks(document, ensemble))
+    return Applied(len(ensemble), ensemble.n_members, _remarks(document, ensemble, aside))
 
 
 def _check_formats(predictions: Path, output: Path) -> None:
@@ -108,20 +105,9 @@ def _check_formats(predictions: Path, output: Path) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Calibrated:
-    """Mean and calibrated standard deviation (n,) of points, and members (n, R) if wanted."""
-
-    mean: Float64Array
-    std: Float64Array
-    members: Float64Array | None
-
-    def some(self, chosen: slice) -> _Calibrated:
-        members = None if self.members is None else self.members[chosen]
-        return _Calibrated(self.mean[chosen], self.std[chosen], members)
-
-
-def _calibrated(document: CalibrationDocument, ensemble: Ensemble, members: bool) -> _Calibrated:
+def _calibrated(
+    document: CalibrationDocument, ensemble: Ensemble, members: bool
+) -> CalibratedValues:
     if document.kind != ensemble.kind:
         raise InputError(
             "calibration",
@@ -138,9 +124,9 @@ def _calibrated(document: CalibrationDocument, ensemble: Ensemble, members: bool
     mean, spread, count = _committee(ensemble)
     std = document.std(spread, count, ensemble.labels)
     if ensemble.members is None or not members:
-        return _Calibrated(mean, std, None)
+        return CalibratedValues(mean, std, None)
     factor = np.divide(std, spread, out=np.zeros_like(std), where=spread > 0)
-    return _Calibrated(mean, std, stretched(ensemble.members, factor, mean))
+    return CalibratedValues(mean, std, stretched(ensemble.members, factor, mean))
 
 
 def _refuse_unusable(ensemble: Ensemble) -> None:
@@ -186,8 +172,13 @@ def _committee(
     return internal.mean, spread, internal.n_absent
 
 
-def _remarks(document: CalibrationDocument, ensemble: Ensemble) -> tuple[str, ...]:
+def _remarks(
+    document: CalibrationDocument, ensemble: Ensemble, aside: Collection[str]
+) -> tuple[str, ...]:
     remarks = list(ensemble.remarks)
+    if aside:
+        kept = ", ".join(f"{key} as REF_{key}" for key in sorted(aside))
+        remarks.append(f"Not predicted by these members, so kept under another name: {kept}.")
     if ensemble.n_members != document.n_members:
         remarks.append(
             f"The calibration was made for {document.n_members or 'an unknown number of'} members, "
@@ -210,68 +201,3 @@ def _remarks(document: CalibrationDocument, ensemble: Ensemble) -> tuple[str, ..
     if zero:
         remarks.append(f"{ensemble.counted(zero)} without any spread: no error bar but zero.")
     return tuple(remarks)
-
-
-def _entries(
-    ensemble: Ensemble, stored: Container[str], found: _Calibrated
-) -> dict[str, Float64Array]:
-    """Return what is to be stored, by key, a row for each structure or atom, in its old shape.
-
-    Error bars that are `stored` under another key would contradict the new ones: they become new.
-    """
-    name, shape = ensemble.target, (-1, *ensemble.shape)
-    std = found.std.reshape(shape)
-    entries = {name: found.mean.reshape(shape), f"{name}_uncertainty": std}
-    for suffix in ERROR_BARS:
-        if f"{name}{suffix}" in stored:
-            entries[f"{name}{suffix}"] = std**2 if suffix in VARIANCES else std
-    if found.members is not None:
-        assert ensemble.layout is not None
-        entries[ensemble.key] = ensemble.layout.stored(found.members)
-    return entries
-
-
-def _columns(source: dict[str, Any], ensemble: Ensemble, found: _Calibrated) -> dict[str, Any]:
-    """Return all columns of a table, new values in the place of the old ones."""
-    columns, known = dict(source), dict(ensemble.columns)
-    old = known.get(ensemble.key, (ensemble.key,))
-    named_as_values = not old[0].startswith(ensemble.key)
-    if ensemble.members is not None and (found.members is None or named_as_values):
-        columns = {key: column for key, column in columns.items() if key not in old}
-        known.pop(ensemble.key, None)
-    # What is new is called as the components of the values that were there.
-    others = [key for key in known if key not in (ensemble.key, f"{ensemble.target}_absent")]
-    stem = others[0] if others else ""
-    endings = [name.removeprefix(stem) for name in known.get(stem, ())]
-    for key, values in _entries(ensemble, {*source, *known}, found).items():
-        flat = values.reshape(len(values), -1)
-        names = known.get(key, tuple(f"{key}{ending}" for ending in endings))
-        if key not in source and values.ndim > 1 and len(names) == flat.shape[1]:
-            columns |= {column: flat[:, i] for i, column in enumerate(names)}
-        else:
-            columns[key] = values
-    return columns
-
-
-def _store(atoms: Atoms, ensemble: Ensemble, found: _Calibrated) -> None:
-    """Put calibrated values into a structure, in the place of those that it came with."""
-    # Keys that ASE knows were read into a calculator; they belong back into the file.
-    atoms.info, arrays = with_results(atoms)
-    atoms.arrays.update(arrays)
-    atoms.calc = None
-    place = atoms.arrays if ensemble.per_atom else atoms.info
-    if found.members is None and ensemble.members is not None:
-        place.pop(ensemble.key, None)
-    for key, rows in _entries(ensemble, place, found).items():
-        place[key] = rows if ensemble.per_atom else rows[0]
-    for key in _MATRICES:
-        if key in atoms.info:
-            atoms.info[key] = _matrix(atoms.info[key])
-
-
-def _matrix(value: Any) -> Any:
-    """Return a tensor as (3, 3): ASE reads nine numbers as a matrix, and no others at all."""
-    numbers = np.asarray(value)
-    if numbers.shape == (6,):
-        return voigt_6_to_full_3x3_stress(numbers)  # type: ignore[no-untyped-call]
-    return numbers.reshape(3, 3) if numbers.shape == (9,) else value

@@ -48,6 +48,10 @@ class Ensemble:
         What points are grouped by.
     remarks : tuple of str
         What was noticed while reading.
+    beside : (n,) array, optional
+        What was found under the name of the target itself, beside members; NaN where there is none.
+    has_bars : bool
+        Whether there are error bars beside the members.
     """
 
     target: str
@@ -66,6 +70,8 @@ class Ensemble:
     per_atom: bool = False
     labels: StrArray | None = None
     remarks: tuple[str, ...] = ()
+    beside: Float64Array | None = None
+    has_bars: bool = False
 
     def __len__(self) -> int:
         return len(self.mean)
@@ -86,7 +92,7 @@ class Ensemble:
 
     def some(self, chosen: BoolArray) -> Ensemble:
         """Return some of the points."""
-        arrays = ("mean", "std", "members", "y", "absent", "structure", "atom", "labels")
+        arrays = ("mean", "std", "members", "y", "absent", "structure", "atom", "labels", "beside")
         taken: dict[str, Any] = {
             name: None if getattr(self, name) is None else getattr(self, name)[chosen]
             for name in arrays

@@ -128,10 +128,14 @@ def _ensemble(values: Values, wanted: Wanted) -> Ensemble:
     )
     members = layout.points(found.members)
     flags = _absent(values, wanted.target, wanted.absent, members.shape[1])
-    absent = None if flags is None else np.repeat(flags, k, axis=0)
-    return with_members(
-        wanted.target, kind, members, absent=absent, layout=layout, remarks=remarks, **fields
-    )
+    fields |= {
+        "absent": None if flags is None else np.repeat(flags, k, axis=0),
+        "layout": layout,
+        "remarks": remarks,
+        "beside": None if mean is None else mean.reshape(-1),
+        "has_bars": bool(found.error_bars),
+    }
+    return with_members(wanted.target, kind, members, **fields)
 
 
 @dataclass(frozen=True)
