@@ -118,3 +118,40 @@ def test_labels_in_tables_are_kept(workplace, components):
     command(f"calibrate p.npz --target e --reference {reference} -o c.json --method linear")
     assert "REF_e" in command("apply c.json p.npz -o out.npz").err
     np.testing.assert_array_equal(read_ensemble("out.npz", "e").y, y.ravel())
+
+
+# --- points that no error bar can be given to ---
+
+
+def test_atoms_and_structures_without_predictions_get_none(workplace):
+    """As qualms itself writes shifts of one element, and a file of which some is predicted."""
+    members, y = committee(n=120)
+    frames = []
+    for i in range(30):
+        atoms = Atoms("OH4", positions=np.arange(15.0).reshape(5, 3))
+        if i > 1:
+            some = np.full((5, R), np.nan)
+            some[1:] = members[4 * i : 4 * i + 4]
+            atoms.arrays["shift_ensemble"] = some
+            atoms.arrays["REF_shift"] = np.append(np.nan, y[4 * i : 4 * i + 4])
+        frames.append(atoms)
+    ase.io.write("p.xyz", frames, format="extxyz")
+    command("calibrate p.xyz --target shift -o c.json --method linear --by element")
+    said = command("apply c.json p.xyz -o out.xyz").err
+    assert "38 atoms with NaN or infinite predictions: NaN is written for them." in said
+    assert "Traceback" not in said
+    for i, atoms in enumerate(read_frames("out.xyz")):
+        for key in ("shift", "shift_uncertainty", "shift_ensemble"):
+            assert np.isfinite(atoms.arrays[key][1:]).all() == (i > 1)
+            assert np.isnan(atoms.arrays[key][0]).all()
+
+
+def test_the_file_that_was_calibrated_internally_can_be_applied_to(workplace):
+    members, y = committee(n=200)
+    absent = np.random.default_rng(0).random(members.shape) < 0.6
+    np.savez("p.npz", e_ensemble=members, REF_e=y, e_absent=absent)
+    command("calibrate p.npz --target e -o c.json --method linear")
+    n_few = np.count_nonzero(absent.sum(axis=1) < 3)
+    assert n_few > 10
+    assert f"{n_few} structures that fewer than 3" in command("apply c.json p.npz -o o.npz").err
+    assert np.isnan(np.load("o.npz")["e_uncertainty"]).sum() == n_few

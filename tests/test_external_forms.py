@@ -334,7 +334,12 @@ def test_a_mask_of_another_name_and_one_that_leaves_too_few(workplace):
     command("apply c.json p.npz -o out.npz --absent unseen")
     absent[:7] = np.arange(10) < 2
     np.savez("few.npz", e_ensemble=np.nan_to_num(members), e_absent=absent)
-    assert "7 structures that fewer than 3 members" in refused("apply c.json few.npz -o o.npz")
+    said = command("apply c.json few.npz -o o.npz").err
+    assert "7 structures that fewer than 3 members had not seen: NaN is written" in said
+    found = np.load("o.npz")
+    for key in ("e", "e_uncertainty", "e_ensemble"):
+        assert np.isnan(found[key][:7]).all()
+        assert np.isfinite(found[key][7:]).all()
 
 
 def test_negative_error_bars_have_a_message_of_their_own(workplace):
@@ -345,9 +350,11 @@ def test_negative_error_bars_have_a_message_of_their_own(workplace):
     np.savez("n.npz", e=mean, e_uncertainty=np.where(np.arange(200) < 1, -std, std))
     assert "1 negative value cannot" in refused("apply c.json n.npz -o out.npz")
     np.savez("n.npz", e=np.where(np.arange(200) < 2, np.nan, mean), e_uncertainty=std)
-    message = refused("apply c.json n.npz -o out.npz")
+    message = command("apply c.json n.npz -o out.npz").err
     assert "2 structures with NaN" in message
     assert "negative" not in message
+    np.savez("n.npz", e=np.full(200, np.nan), e_uncertainty=std)
+    assert "200 structures with NaN" in refused("apply c.json n.npz -o out2.npz")
 
 
 # --- calibrations in evaluations ---

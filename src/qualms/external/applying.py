@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from qualms.core.calibration.base import rounding_of
 from qualms.core.resampling import MIN_ABSENT, internal_prediction, stretched
-from qualms.core.typing import Float64Array, IntArray
+from qualms.core.typing import BoolArray, Float64Array, IntArray
 from qualms.errors import InputError
 from qualms.external.calibration_file import CalibrationDocument
 from qualms.external.columns import is_table, write_columns
@@ -84,7 +84,7 @@ def apply_calibration(
         n_components=document.n_components,
         likely_order=document.order,
     )
-    found = _calibrated(document, ensemble, members)
+    found, remarks = _calibrated(document, ensemble, members)
     aside = references_beside(source, ensemble, found.mean)
     if isinstance(source, dict):
         write_columns(output, columns_with(source, ensemble, found, aside), force=force)
@@ -94,7 +94,7 @@ def apply_calibration(
             for atoms, begin, end in zip(source, ends[:-1], ends[1:], strict=True):
                 store(atoms, ensemble, found.some(slice(int(begin), int(end))), aside)
                 stream.write(xyz_text(atoms).encode())
-    return Applied(len(ensemble), ensemble.n_members, _remarks(document, ensemble, aside))
+    return Applied(len(ensemble), ensemble.n_members, (*_kept(aside), *remarks))
 
 
 def _check_formats(predictions: Path, output: Path) -> None:
@@ -107,7 +107,8 @@ def _check_formats(predictions: Path, output: Path) -> None:
 
 def _calibrated(
     document: CalibrationDocument, ensemble: Ensemble, members: bool
-) -> CalibratedValues:
+) -> tuple[CalibratedValues, tuple[str, ...]]:
+    """Return calibrated values, NaN where there are none, and what the user must know."""
     if document.kind != ensemble.kind:
         raise InputError(
             "calibration",
@@ -120,39 +121,53 @@ def _calibrated(
             f"made for {document.n_components} components",
             f"one for {ensemble.n_components}, as {ensemble.target} has here",
         )
-    _refuse_unusable(ensemble)
-    mean, spread, count = _committee(ensemble)
-    std = document.std(spread, count, ensemble.labels)
-    if ensemble.members is None or not members:
-        return CalibratedValues(mean, std, None)
-    factor = np.divide(std, spread, out=np.zeros_like(std), where=spread > 0)
-    return CalibratedValues(mean, std, stretched(ensemble.members, factor, mean))
+    usable = _usable(ensemble)
+    mean, spread, count = _committee(ensemble.some(usable.mask))
+    labels = None if ensemble.labels is None else ensemble.labels[usable.mask]
+    std = document.std(spread, count, labels)
+    found = CalibratedValues(mean, std, None)
+    if ensemble.members is not None and members:
+        factor = np.divide(std, spread, out=np.zeros_like(std), where=spread > 0)
+        stretched_members = stretched(ensemble.members[usable.mask], factor, mean)
+        found = replace(found, members=stretched_members)
+    remarks = (*usable.remarks, *_doubts(document, ensemble, spread))
+    return found.among(usable.mask), remarks
 
 
-def _refuse_unusable(ensemble: Ensemble) -> None:
-    """Refuse predictions that no error bar can be given to, and say why."""
-    bad = int(np.count_nonzero(~finite(ensemble)))
-    if bad:
-        seen = ensemble.absent is None and ensemble.members is not None
-        raise InputError(
-            ensemble.key,
-            f"{ensemble.counted(bad)} with NaN or infinite predictions",
-            "finite ones",
-            f"If members are missing that saw a point, say so under {ensemble.target}_absent."
-            if seen
-            else "",
-        )
-    if ensemble.members is None:
-        refuse_negative(ensemble)
+@dataclass(frozen=True)
+class _Usable:
+    """Which points (n,) an error bar can be given to, and why not to the others."""
+
+    mask: BoolArray
+    remarks: tuple[str, ...]
+
+
+def _usable(ensemble: Ensemble) -> _Usable:
+    """Find the predictions that an error bar can be given to; refuse if there are none."""
+    bad = ~finite(ensemble)
+    reasons = {"with NaN or infinite predictions": bad}
     if ensemble.absent is not None:
-        few = int(np.count_nonzero(ensemble.absent.sum(axis=1) < MIN_ABSENT))
-        if few:
-            raise InputError(
-                f"{ensemble.target}_absent",
-                f"{ensemble.counted(few)} that fewer than {MIN_ABSENT} members had not seen",
-                f"at least {MIN_ABSENT} such members for each",
-                "Leave those points out; or leave out the flags, if the points are new after all.",
-            )
+        few = ensemble.absent.sum(axis=1) < MIN_ABSENT
+        reasons[f"that fewer than {MIN_ABSENT} members had not seen"] = few & ~bad
+        bad = bad | few
+    counts = {why: int(np.count_nonzero(which)) for why, which in reasons.items()}
+    found = [f"{ensemble.counted(n)} {why}" for why, n in counts.items() if n]
+    hint = ""
+    if ensemble.absent is None and ensemble.members is not None and _partly(ensemble.members):
+        hint = f"If members are missing that saw a point, say so under {ensemble.target}_absent."
+    if bad.all():
+        raise InputError(ensemble.key, ", ".join(found), "finite predictions of new points", hint)
+    if ensemble.members is None:
+        refuse_negative(ensemble.some(~bad))
+    return _Usable(
+        ~bad, tuple(f"{text}: NaN is written for them. {hint}".strip() for text in found)
+    )
+
+
+def _partly(members: Float64Array) -> bool:
+    """Whether some of the members say something about a point, and others do not."""
+    known = np.isfinite(members)
+    return bool(np.any(known.any(axis=1) & ~known.all(axis=1)))
 
 
 def _committee(
@@ -172,13 +187,17 @@ def _committee(
     return internal.mean, spread, internal.n_absent
 
 
-def _remarks(
-    document: CalibrationDocument, ensemble: Ensemble, aside: Collection[str]
-) -> tuple[str, ...]:
-    remarks = list(ensemble.remarks)
+def _kept(aside: Collection[str]) -> Iterator[str]:
     if aside:
         kept = ", ".join(f"{key} as REF_{key}" for key in sorted(aside))
-        remarks.append(f"Not predicted by these members, so kept under another name: {kept}.")
+        yield f"Not predicted by these members, so kept under another name: {kept}."
+
+
+def _doubts(
+    document: CalibrationDocument, ensemble: Ensemble, spread: Float64Array
+) -> tuple[str, ...]:
+    """Say what does not fit the calibration."""
+    remarks = list(ensemble.remarks)
     if ensemble.n_members != document.n_members:
         remarks.append(
             f"The calibration was made for {document.n_members or 'an unknown number of'} members, "
@@ -189,7 +208,6 @@ def _remarks(
         if new:
             remarks.append(f"Not seen in the calibration, so without a factor: {', '.join(new)}.")
     low, high = document.spread
-    _, spread, _ = _committee(ensemble)
     typical = float(np.median(spread))
     if typical > 0 and not low / 10 < typical < 10 * high:
         remarks.append(

@@ -11,7 +11,7 @@ from ase import Atoms
 from ase.calculators.calculator import all_properties
 from ase.stress import voigt_6_to_full_3x3_stress
 
-from qualms.core.typing import Float64Array
+from qualms.core.typing import BoolArray, Float64Array
 from qualms.external.ensemble import Ensemble
 from qualms.external.sources import ERROR_BARS, MEMBERS, VARIANCES, Source, with_results
 
@@ -33,6 +33,17 @@ class CalibratedValues:
         """Return those of some of the points."""
         members = None if self.members is None else self.members[chosen]
         return CalibratedValues(self.mean[chosen], self.std[chosen], members)
+
+    def among(self, chosen: BoolArray) -> CalibratedValues:
+        """Return values of all points, of which these are some: NaN for the others."""
+
+        def filled(values: Float64Array) -> Float64Array:
+            rows: Float64Array = np.full((len(chosen), *values.shape[1:]), np.nan)
+            rows[chosen] = values
+            return rows
+
+        members = None if self.members is None else filled(self.members)
+        return CalibratedValues(filled(self.mean), filled(self.std), members)
 
 
 # --- what must not be overwritten ---
