@@ -1,5 +1,9 @@
 """What ``qualms apply`` writes, and what it leaves as it was."""
 
+import csv
+import datetime
+from pathlib import Path
+
 import ase.io
 import numpy as np
 import pytest
@@ -8,7 +12,9 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from atomistic_fixtures import qualms
 
 from qualms.atomistic.structures import read_frames
-from qualms.external import read_ensemble
+from qualms.errors import InputError
+from qualms.external import calibrate_ensemble, read_calibration, read_ensemble
+from qualms.external.tables import read_columns
 
 R = 5
 
@@ -155,3 +161,164 @@ def test_the_file_that_was_calibrated_internally_can_be_applied_to(workplace):
     assert n_few > 10
     assert f"{n_few} structures that fewer than 3" in command("apply c.json p.npz -o o.npz").err
     assert np.isnan(np.load("o.npz")["e_uncertainty"]).sum() == n_few
+
+
+# --- tables: what is not replaced stays as it was ---
+
+
+def write_csv(path, columns):
+    with Path(path).open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(columns)
+        writer.writerows(zip(*columns.values(), strict=True))
+
+
+def rows_of(path):
+    with Path(path).open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+@pytest.mark.parametrize("form", ["e_ensemble_{}", "e_{}"])
+def test_other_columns_of_csv_keep_their_text(workplace, form):
+    members, y = committee()
+    names = [form.format(i) for i in range(R)]
+    columns = {
+        "id": [9007199254740993 + i for i in range(60)],
+        "code": [f"{i:06d}" for i in range(60)],
+        "ok": [["True", "False", ""][i % 3] for i in range(60)],
+        "n": [*range(60)],
+        "price": ["1.50"] * 60,
+        **{name: members[:, i].tolist() for i, name in enumerate(names)},
+        "REF_e": y.tolist(),
+        "note": ["a, b", 'c "d"'] * 30,
+    }
+    write_csv("p.csv", columns)
+    command("calibrate p.csv --target e -o c.json --method linear")
+    command("apply c.json p.csv -o out.csv")
+    before, after = rows_of("p.csv"), rows_of("out.csv")
+    assert [*after[0]] == [*columns, "e", "e_uncertainty"]
+    for old, new in zip(before, after, strict=True):
+        for name in {*columns} - {*names}:
+            assert new[name] == old[name]
+    alpha = read_calibration("c.json").parameters["alpha"]
+    std = [float(row["e_uncertainty"]) for row in after]
+    np.testing.assert_allclose(std, alpha * members.std(axis=1, ddof=1))
+    found = np.array([[float(row[name]) for name in names] for row in after])
+    np.testing.assert_allclose(found.std(axis=1, ddof=1), std)
+
+
+def test_identifiers_of_structures_are_not_rounded(workplace):
+    members, y = committee()
+    columns = {f"e_{i}": members[:, i] for i in range(R)} | {"REF_e": y}
+    write_csv("p.csv", {"structure": [9007199254740992 + i for i in range(60)]} | columns)
+    assert len(set(read_ensemble("p.csv", "e").structure)) == 60
+
+
+def test_arrays_of_no_rows_stay_in_npz(workplace):
+    members, y = committee()
+    np.savez("p.npz", e_ensemble=members, REF_e=y, cutoff=5.0, name="mace")
+    command("calibrate p.npz --target e -o c.json --method linear")
+    command("apply c.json p.npz -o out.npz")
+    found = np.load("out.npz")
+    assert found["cutoff"] == 5.0
+    assert found["name"] == "mace"
+
+
+def parquet_of(path, columns):
+    arrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(arrow.table(columns), path)
+
+
+def table_of(path):
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_table(path)
+
+
+def test_other_columns_of_parquet_keep_type_and_values(workplace):
+    arrow = pytest.importorskip("pyarrow")
+    members, y = committee()
+    others = {
+        "tags": [["a", "b"]] * 60,
+        "numbers": [[1] * (1 + i % 3) for i in range(60)],
+        "pos": [[[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]] * 60,
+        "k": arrow.array([1, None] * 30),
+        "name": ["x", None] * 30,
+        "day": arrow.array([datetime.date(2020, 1, 1)] * 60),
+        "flag": arrow.array([True, None] * 30),
+        "kind": arrow.array(["a", "b"] * 30).dictionary_encode(),
+    }
+    parquet_of("p.parquet", {"e_ensemble": members.tolist(), "REF_e": y} | others)
+    command("calibrate p.parquet --target e -o c.json --method linear --by kind")
+    command("apply c.json p.parquet -o out.parquet")
+    before, after = table_of("p.parquet"), table_of("out.parquet")
+    for name in others:
+        assert after.column(name).equals(before.column(name)), name
+    assert after.schema.field("e_ensemble").type == before.schema.field("e_ensemble").type
+    np.testing.assert_allclose(
+        np.std(after.column("e_ensemble").to_pylist(), axis=1, ddof=1),
+        after.column("e_uncertainty"),
+    )
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_vectors_in_lists_come_back_in_lists(workplace, fixed):
+    arrow = pytest.importorskip("pyarrow")
+    members, y = committee(shape=(3,))
+    inner = arrow.list_(arrow.float64(), 3) if fixed else arrow.list_(arrow.float64())
+    outer = arrow.list_(inner, R) if fixed else arrow.list_(inner)
+    columns = {
+        "f_ensemble": arrow.array(members.tolist(), outer),
+        "REF_f": arrow.array(y.tolist(), inner),
+    }
+    parquet_of("p.parquet", columns)
+    command("calibrate p.parquet --target f -o c.json --method linear")
+    command("apply c.json p.parquet -o out.parquet")
+    after = table_of("out.parquet")
+    assert after.schema.field("f_ensemble").type == outer
+    assert after.column("REF_f").equals(table_of("p.parquet").column("REF_f"))
+    sigma = np.array(after.column("f_uncertainty").to_pylist())
+    found = np.array(after.column("f_ensemble").to_pylist())
+    np.testing.assert_allclose(found.std(axis=1, ddof=1), sigma)
+
+
+def test_lists_that_do_not_fit_are_named(workplace):
+    members, y = committee()
+    ragged = members.tolist()
+    ragged[7] = ragged[7][:-1]
+    parquet_of("p.parquet", {"e_ensemble": ragged, "REF_e": y})
+    with pytest.raises(InputError, match=r"e_ensemble=5 values in one row and 4 in another"):
+        read_ensemble("p.parquet", "e")
+    parquet_of("p.parquet", {"e_ensemble": [["a"] * R] * 60, "REF_e": y})
+    with pytest.raises(InputError, match="e_ensemble=lists of text"):
+        read_ensemble("p.parquet", "e")
+
+
+def test_a_list_that_is_missing_is_a_point_that_is_left_out(workplace):
+    members, y = committee()
+    parquet_of("p.parquet", {"e_ensemble": [None, *members[1:].tolist()], "REF_e": y})
+    found = calibrate_ensemble(read_ensemble("p.parquet", "e"), "linear")
+    assert found.points.dropped == {"with NaN or infinite predictions": 1}
+    command("calibrate p.parquet --target e -o c.json --method linear")
+    assert "1 structure with NaN" in command("apply c.json p.parquet -o out.parquet").err
+    np.testing.assert_array_equal(
+        np.isnan(read_columns("out.parquet")["e_uncertainty"]), np.arange(60) == 0
+    )
+
+
+def test_numbered_vectors_keep_their_columns(workplace):
+    members, y = committee(shape=(3,))
+    columns = {f"f_{i}": members.reshape(60, -1)[:, i] for i in range(3 * R)}
+    write_csv("p.csv", columns | {f"REF_f_{i}": y[:, i] for i in range(3)})
+    command("calibrate p.csv --target f -o c.json --method linear")
+    command("apply c.json p.csv -o out.csv")
+    added = ["f_x", "f_y", "f_z", *(f"f_uncertainty_{c}" for c in "xyz")]
+    assert [*read_columns("out.csv")] == [*columns, "REF_f_0", "REF_f_1", "REF_f_2", *added]
+
+
+def test_another_separator_is_named(workplace):
+    Path("p.csv").write_text("e;e_uncertainty;REF_e\n1;2;3\n")
+    with pytest.raises(InputError, match="separated by ';'"):
+        read_ensemble("p.csv", "e")

@@ -22,8 +22,8 @@ from qualms.external import (
     read_ensemble,
 )
 from qualms.external.calibrating import ERROR_BAR_METHODS
-from qualms.external.columns import read_columns, write_columns
 from qualms.external.ensemble import with_members
+from qualms.external.tables import read_columns, write_columns
 
 R = 6
 FACTORS = {"H": 0.7, "C": 1.4, "N": 1.0, "O": 2.0}

@@ -13,8 +13,8 @@ from atomistic_fixtures import ENERGY, qualms
 from qualms.atomistic.structures import read_frames
 from qualms.errors import CalibrationError, InputError
 from qualms.external import calibrate_ensemble, read_calibration, read_ensemble
-from qualms.external.columns import read_columns, write_columns
 from qualms.external.components import find_layout
+from qualms.external.tables import read_columns, write_columns
 
 AXES = "xyz"
 

@@ -13,11 +13,11 @@ from qualms.core.resampling import MIN_ABSENT, internal_prediction, stretched
 from qualms.core.typing import BoolArray, Float64Array, IntArray
 from qualms.errors import InputError
 from qualms.external.calibration_file import CalibrationDocument
-from qualms.external.columns import is_table, write_columns
 from qualms.external.ensemble import Ensemble, finite, refuse_negative
 from qualms.external.reading import read_ensemble
 from qualms.external.sources import read_source
-from qualms.external.storing import CalibratedValues, columns_with, references_beside, store
+from qualms.external.storing import CalibratedValues, changed_columns, references_beside, store
+from qualms.external.tables import Table, is_table
 from qualms.storage.files import atomic_output
 from qualms.storage.xyz import xyz_text
 
@@ -86,8 +86,9 @@ def apply_calibration(
     )
     found, remarks = _calibrated(document, ensemble, members)
     aside = references_beside(source, ensemble, found.mean)
-    if isinstance(source, dict):
-        write_columns(output, columns_with(source, ensemble, found, aside), force=force)
+    if isinstance(source, Table):
+        changes, without = changed_columns(source, ensemble, found, aside)
+        source.write(output, changes, without=without, force=force)
     else:
         ends = np.searchsorted(ensemble.structure, np.arange(len(source) + 1))
         with atomic_output(output, force=force) as stream:

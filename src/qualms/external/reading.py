@@ -25,6 +25,7 @@ from qualms.external.sources import (
     of_table,
     read_source,
 )
+from qualms.external.tables import Table
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def read_ensemble(
     wanted = Wanted(target, reference, absent, by, order, n_components, likely_order)
     found = read_source(source) if isinstance(source, (str, Path)) else source
     asked = [key for key in (absent, by) if key is not None and key != "element"]
-    if isinstance(found, dict):
+    if isinstance(found, Table):
         return _ensemble(of_table(found, target, asked, wanted.truths), wanted)
     return _ensemble(of_frames(found, target, [*asked, *wanted.truths]), wanted)
 

@@ -12,8 +12,10 @@ from ase.calculators.calculator import all_properties
 from ase.stress import voigt_6_to_full_3x3_stress
 
 from qualms.core.typing import BoolArray, Float64Array
+from qualms.external.columns import component_endings
 from qualms.external.ensemble import Ensemble
 from qualms.external.sources import ERROR_BARS, MEMBERS, VARIANCES, Source, with_results
+from qualms.external.tables import Table
 
 #: What ASE reads and writes as matrices, and as nothing else.
 _MATRICES = ("stress", "virial")
@@ -113,14 +115,14 @@ def _entries(
     return entries
 
 
-def columns_with(
-    source: dict[str, Any], ensemble: Ensemble, found: CalibratedValues, aside: Collection[str]
-) -> dict[str, Any]:
-    """Return all columns of a table, new values in the place of the old ones.
+def changed_columns(
+    source: Table, ensemble: Ensemble, found: CalibratedValues, aside: Collection[str]
+) -> tuple[dict[str, Any], set[str]]:
+    """Return the columns of a table that are new or have new values, and those that are no more.
 
     Parameters
     ----------
-    source : dict of str to arrays
+    source : Table
         The columns as they are.
     ensemble : Ensemble
         What was read of them.
@@ -128,26 +130,33 @@ def columns_with(
     aside : collection of str
         Keys that are to be kept under another name.
     """
-    columns, known = dict(source), dict(ensemble.columns)
-    for name in (name for key in aside for name in known.get(key, (key,))):
-        columns[f"REF_{name}"] = columns[name]
-    old = known.get(ensemble.key, (ensemble.key,))
-    named_as_values = not old[0].startswith(ensemble.key)
-    if ensemble.members is not None and (found.members is None or named_as_values):
-        columns = {key: column for key, column in columns.items() if key not in old}
-        known.pop(ensemble.key, None)
-    # What is new is called as the components of the values that were there.
-    others = [key for key in known if key not in (ensemble.key, f"{ensemble.target}_absent")]
-    stem = others[0] if others else ""
-    endings = [name.removeprefix(stem) for name in known.get(stem, ())]
+    known, without = dict(ensemble.columns), set[str]()
+    changes = {f"REF_{n}": source[n] for key in aside for n in known.get(key, (key,))}
+    endings = _endings(ensemble)
+    if ensemble.members is not None:
+        old = known.get(ensemble.key, (ensemble.key,))
+        # Numbered members of vectors take the names of numbered components.
+        clash = not {f"{ensemble.target}{ending}" for ending in endings}.isdisjoint(old)
+        if clash:
+            endings = component_endings(ensemble.n_components)
+        if found.members is None or (clash and not endings):
+            without.update(old)
+            known.pop(ensemble.key, None)
     for key, values in _entries(ensemble, {*source, *known}, found).items():
         flat = values.reshape(len(values), -1)
         names = known.get(key, tuple(f"{key}{ending}" for ending in endings))
         if key not in source and values.ndim > 1 and len(names) == flat.shape[1]:
-            columns |= {column: flat[:, i] for i, column in enumerate(names)}
+            changes |= {column: flat[:, i] for i, column in enumerate(names)}
         else:
-            columns[key] = values
-    return columns
+            changes[key] = values
+    return changes, without
+
+
+def _endings(ensemble: Ensemble) -> tuple[str, ...]:
+    """Return how the components of values are called here, after the key; nothing if by no name."""
+    members = (ensemble.key, f"{ensemble.target}_absent")
+    stem = next((key for key in ensemble.columns if key not in members), "")
+    return tuple(name.removeprefix(stem) for name in ensemble.columns.get(stem, ()))
 
 
 def store(
