@@ -374,6 +374,43 @@ def test_a_calibration_that_was_fitted_to_the_test_set_is_noticed(
     assert other["remarks"] == ["c.json (linear): fitted to 60 points."]
 
 
+def test_a_calibration_by_groups_judges_a_model(workplace, molecules, energy_model):
+    """Factors of one change nothing, factors of two double the error bars."""
+    energy_model.save("model.safetensors")
+    frames = [atoms.copy() for atoms in molecules[60:]]
+    for i, atoms in enumerate(frames):
+        atoms.info["config_type"] = ["calm", "wild"][i % 2]
+    ase.io.write("a.xyz", frames[:60], format="extxyz")
+    ase.io.write("b.xyz", frames[60:], format="extxyz")
+    command("predict model.safetensors a.xyz --ensemble -o p.xyz")
+    options = f"--target {ENERGY} --method linear"
+    command(f"calibrate p.xyz {options} -o all.json")
+    command(f"calibrate p.xyz {options} --by config_type -o groups.json")
+    content = json.loads(Path("groups.json").read_text())
+    assert {*content["groups"]} == {"calm", "wild"}
+    for factor in (1.0, 2.0):
+        content |= {"parameters": json.loads(Path("all.json").read_text())["parameters"]}
+        for group in content["groups"].values():
+            group["factor"] = factor
+        Path("twice.json").write_text(json.dumps(content))
+        scores = {}
+        for name in ("all", "twice"):
+            ended = command(f"evaluate model.safetensors b.xyz --calibration {name}.json --json")
+            rows = {row["name"]: row for row in json.loads(ended.out)["scores"]}
+            scores[name] = rows[f"{name}.json (linear)"]["sharpness"]
+        assert scores["twice"] == pytest.approx(factor * scores["all"])
+    del content["groups"]["wild"]
+    Path("twice.json").write_text(json.dumps(content))
+    said = command("evaluate model.safetensors b.xyz --calibration twice.json").out
+    assert "without a factor: wild" in said
+    for atoms in frames:
+        del atoms.info["config_type"]
+    ase.io.write("c.xyz", frames[60:], format="extxyz")
+    assert "structures with a config_type" in refused(
+        "evaluate model.safetensors c.xyz --calibration groups.json"
+    )
+
+
 def test_a_calibration_of_error_bars_counts_no_members(workplace, molecules, energy_model):
     energy_model.save("model.safetensors")
     ase.io.write("a.xyz", molecules[60:120], format="extxyz")
