@@ -264,6 +264,25 @@ def test_what_looks_wrong_is_said(workplace):
     assert "on average" in doubts(mu + s * z + 3.0, e_ensemble=members)
 
 
+def error_bars(seed, n_members, alpha, tau, n=300):
+    """Means, error bars and truths of a committee, to be doubted."""
+    rng = np.random.default_rng(seed)
+    s = np.exp(rng.normal(-4, tau, size=n))
+    members = s[:, None] * rng.normal(size=(n, n_members))
+    return members.mean(axis=1), members.std(axis=1, ddof=1), alpha * s * rng.normal(size=n)
+
+
+@pytest.mark.parametrize("n_members", [4, 8, 64])
+@pytest.mark.parametrize("alpha", [1.0, 2.0, 5.0])
+@pytest.mark.parametrize("tau", [0.3, 0.6])
+def test_variances_are_told_from_standard_deviations(workplace, n_members, alpha, tau):
+    """Noise in the spread of few members makes honest error bars look like roots."""
+    for seed in range(3):
+        mean, std, y = error_bars(seed, n_members, alpha, tau)
+        assert "variances" in doubts(y, e=mean, e_uncertainty=std**2)
+        assert "variances" not in doubts(y, e=mean, e_uncertainty=std)
+
+
 # --- bad input ---
 
 

@@ -9,12 +9,16 @@ import numpy as np
 from qualms.core.calibration import Calibration, CalibrationData, ConfidenceIntervals
 from qualms.core.calibration.scaling import fit_power
 from qualms.core.scores import spearman
+from qualms.core.typing import Float64Array
 from qualms.external.ensemble import Points
 
 #: Fewer independent points than these are few.
 FEW = 20
 #: Residuals and spreads that differ by more than this factor are hardly in the same units.
 _SUSPICIOUS = 30.0
+#: Variances explain errors to within this factor, where standard deviations do not; by more than
+#: this power of e better than these; and with an exponent below this.
+_PLAUSIBLE, _CLEARLY, _ROOT = 8.0, 0.5, 0.65
 #: What units are confused with what.
 _CONVERSIONS = {
     27.2114: "Hartree and eV",
@@ -81,27 +85,42 @@ def _uninformative(data: CalibrationData, n_independent: int) -> Iterator[str]:
 
 
 def _variance(data: CalibrationData, target: str) -> Iterator[str]:
-    """If errors grow as the root of σ, and are about that size, σ is a variance."""
+    """If the roots of σ have the size of the errors, and σ does not, σ is a variance.
+
+    Errors then grow as the root of σ, or more slowly: noise in σ makes any exponent smaller, also
+    that of an honest σ, which is why an exponent of about one half proves nothing.
+    """
     if np.ptp(np.log(data.spread)) < 0.1:
         return
     gamma = fit_power(data).gamma
-    as_variance = float(np.median(np.abs(data.residuals) / np.sqrt(data.spread))) / 0.6745
-    if 0.35 < gamma < 0.65 and 0.2 < as_variance < 5:
+    as_std, as_variance = _log_ratio(data, data.spread), _log_ratio(data, np.sqrt(data.spread))
+    plausible = abs(as_variance) < np.log(_PLAUSIBLE) < abs(as_std)
+    if gamma < _ROOT and plausible and abs(as_variance) + _CLEARLY < abs(as_std):
         yield (
-            f"The error bars look like variances: errors grow as their root (γ = {gamma:.2f}). "
+            "The error bars look like variances: their roots have the size of the errors, which "
+            f"are {_times(as_std)} they are, and grow as a power of {gamma:.2f} of them. "
             f"They are used as they are; store the roots, or name the key {target}_var."
         )
 
 
+def _log_ratio(data: CalibrationData, spread: Float64Array) -> float:
+    """Return how many times larger than a spread errors are, ln; half of |z| is below 0.67 σ."""
+    typical = max(float(np.median(np.abs(data.residuals))), np.finfo(float).tiny) / 0.6745
+    return float(np.log(typical / np.median(spread)))
+
+
+def _times(log_ratio: float) -> str:
+    return f"{np.exp(abs(log_ratio)):.3g} times {'larger' if log_ratio > 0 else 'smaller'} than"
+
+
 def _units(data: CalibrationData) -> Iterator[str]:
-    ratio = float(np.median(np.abs(data.residuals)) / np.median(data.spread)) / 0.6745
-    if not 0 < ratio < np.inf or 1 / _SUSPICIOUS < ratio < _SUSPICIOUS:
+    log_ratio = _log_ratio(data, data.spread)
+    if not np.any(data.residuals) or abs(log_ratio) < np.log(_SUSPICIOUS):
         return
-    factor = max(ratio, 1 / ratio)
+    factor = float(np.exp(abs(log_ratio)))
     closest = min(_CONVERSIONS, key=lambda c: abs(np.log(factor / c)))
     hint = f" ({_CONVERSIONS[closest]}: {closest:g})" if 0.5 < factor / closest < 2 else ""
-    which = "larger" if ratio > 1 else "smaller"
-    yield f"Errors are {factor:.3g} times {which} than the spread: are the units the same{hint}?"
+    yield f"Errors are {_times(log_ratio)} the spread: are the units the same{hint}?"
 
 
 def _biased(data: CalibrationData) -> Iterator[str]:
