@@ -283,6 +283,21 @@ def test_variances_are_told_from_standard_deviations(workplace, n_members, alpha
         assert "variances" not in doubts(y, e=mean, e_uncertainty=std)
 
 
+@pytest.mark.parametrize("n", [10, 20, 100])
+def test_a_good_spread_is_not_called_useless(workplace, n):
+    """What few points cannot tell is said to be so."""
+    untold = 0
+    for seed in range(40):
+        mean, std, y = error_bars(seed, 8, 2.0, 0.6, n=n)
+        said = doubts(y, e=mean, e_uncertainty=std)
+        assert "nothing about" not in said
+        untold += "cannot be told" in said
+    assert untold > 10 if n == 10 else untold < 30
+    rng = np.random.default_rng(0)
+    useless = doubts(rng.normal(size=1000), e=np.zeros(1000), e_uncertainty=rng.random(1000) + 0.1)
+    assert "says nothing" in useless
+
+
 # --- bad input ---
 
 

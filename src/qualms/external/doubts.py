@@ -14,6 +14,10 @@ from qualms.external.ensemble import Points
 
 #: Fewer independent points than these are few.
 FEW = 20
+#: Fewer have no interval of a rank correlation.
+_RANKED = 5
+#: A rank correlation below this orders next to nothing.
+_NO_ORDER = 0.2
 #: Residuals and spreads that differ by more than this factor are hardly in the same units.
 _SUSPICIOUS = 30.0
 #: Variances explain errors to within this factor, where standard deviations do not; by more than
@@ -73,14 +77,26 @@ def _few(
 
 
 def _uninformative(data: CalibrationData, n_independent: int) -> Iterator[str]:
-    """Chance alone gives rank correlations of about 1/√n."""
-    if n_independent < FEW // 2:
+    """Say that the spread orders nothing if that is known, and that it may not if that is not.
+
+    The inverse hyperbolic tangent of a rank correlation scatters by about 1.03/√(n − 3) (Fieller,
+    Hartley and Pearson, Biometrika 44, 470 (1957)).
+    """
+    if n_independent < _RANKED:
         return
     rank = spearman(data.residuals, data.spread)
-    if rank < max(0.05, 2 / np.sqrt(n_independent)):
+    half = 1.96 * 1.03 / np.sqrt(n_independent - 3)
+    low, high = np.tanh(np.arctanh(np.clip(rank, -0.999, 0.999)) + np.array([-half, half]))
+    found = f"rank correlation {rank:.2f}, between {low:.2f} and {high:.2f}".replace("-", "−")
+    if high < _NO_ORDER:
         yield (
-            f"The spread says nothing about the size of the error (rank correlation {rank:.2f}): "
-            "error bars are right on average only."
+            f"The spread says {'little' if low > 0 else 'nothing'} about the size of the error "
+            f"({found}): error bars are right on average only."
+        )
+    elif low <= 0:
+        yield (
+            "Whether the spread says anything about the size of the error cannot be told from so "
+            f"few points ({found})."
         )
 
 
