@@ -283,6 +283,29 @@ def test_variances_are_told_from_standard_deviations(workplace, n_members, alpha
         assert "variances" not in doubts(y, e=mean, e_uncertainty=std)
 
 
+def test_a_wrong_label_is_named(workplace):
+    frames = structures(60)
+    frames[17].info["REF_energy"] += 1e3
+    frames[5].arrays["REF_forces"][2, 1] -= 1e4
+    write("p.xyz", frames)
+    said = command("calibrate p.xyz --target energy -o e.json --report e.html")
+    assert "1 of 60 structures is far off" in said.err
+    assert re.search(r"structure 17 \([\d.e+]+ error bars\)", said.err)
+    assert "but not for 1 of 60 points" in " ".join(said.out.split())
+    assert 'class="verdict doubtful"' in Path("e.html").read_text()
+    said = command("calibrate p.xyz --target forces -o f.json --method student")
+    assert "structure 5, atom 2 (" in said.err
+    frames = structures(60)
+    write("p.xyz", frames)
+    assert "far off" not in command("calibrate p.xyz --target forces -o g.json").err
+
+
+def test_structures_are_counted_in_a_verdict_rather_than_their_atoms(workplace):
+    write("p.xyz", structures(6))
+    said = command("calibrate p.xyz --target forces -o c.json --method student").out
+    assert "Too few structures to judge the error bars" in said
+
+
 @pytest.mark.parametrize("n", [10, 20, 100])
 def test_a_good_spread_is_not_called_useless(workplace, n):
     """What few points cannot tell is said to be so."""

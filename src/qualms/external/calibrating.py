@@ -129,7 +129,9 @@ def calibrate_ensemble(
         remarks=(
             *ensemble.remarks,
             *(f"{ensemble.counted(n)} {why}: left out." for why, n in points.dropped.items()),
-            *doubts_about(points, calibration, intervals, n_independent=int(clusters.max()) + 1),
+            *doubts_about(
+                points, calibration, intervals, std, n_independent=int(clusters.max()) + 1
+            ),
         ),
     )
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from qualms.core.calibration import Calibration, CalibrationData, ConfidenceIntervals
 from qualms.core.calibration.scaling import fit_power
+from qualms.core.outliers import far_points
 from qualms.core.scores import spearman
 from qualms.core.typing import Float64Array
 from qualms.external.ensemble import Points
@@ -18,6 +19,8 @@ FEW = 20
 _RANKED = 5
 #: A rank correlation below this orders next to nothing.
 _NO_ORDER = 0.2
+#: So many of the points that are far off are named.
+_NAMED = 5
 #: Residuals and spreads that differ by more than this factor are hardly in the same units.
 _SUSPICIOUS = 30.0
 #: Variances explain errors to within this factor, where standard deviations do not; by more than
@@ -38,6 +41,7 @@ def doubts_about(
     points: Points,
     calibration: Calibration,
     intervals: ConfidenceIntervals,
+    std: Float64Array,
     *,
     n_independent: int,
 ) -> Iterator[str]:
@@ -50,11 +54,14 @@ def doubts_about(
     calibration : Calibration
     intervals : ConfidenceIntervals
         Of its parameters.
+    std : (n,) array
+        Error bars of the points, by calibrations that did not see them.
     n_independent : int
         Structures, or what else is independent.
     """
     data = points.data
     yield from _few(calibration, intervals, n_independent)
+    yield from _far(points, std)
     yield from _uninformative(data, n_independent)
     if points.ensemble.members is None:
         yield from _variance(data, points.ensemble.target)
@@ -74,6 +81,23 @@ def _few(
         known.append("γ between {:.3g} and {:.3g}".format(*intervals.gamma))
     within = f": {', '.join(known)} ({intervals.level:.0%} confidence)" if known else ""
     yield f"Only {n_independent} independent points{within}. Calibrate on more."
+
+
+def _far(points: Points, std: Float64Array) -> Iterator[str]:
+    """One wrong label is the commonest mistake, and spoils every mean square."""
+    far = far_points(points.data.residuals, std).tolist()
+    if not far:
+        return
+    ensemble, places = points.ensemble, []
+    for i in far[:_NAMED]:
+        atom = f", atom {ensemble.atom[i]}" if ensemble.kind != "structure" else ""
+        off = abs(points.data.residuals[i]) / std[i]
+        places.append(f"structure {ensemble.structure[i]}{atom} ({off:.3g} error bars)")
+    more = ", …" if len(far) > _NAMED else ""
+    yield (
+        f"{len(far)} of {ensemble.counted()} {'is' if len(far) == 1 else 'are'} far off, as if the "
+        f"reference were wrong: {', '.join(places)}{more}. (Counted from 0.)"
+    )
 
 
 def _uninformative(data: CalibrationData, n_independent: int) -> Iterator[str]:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from qualms.core.outliers import far_points
 from qualms.core.score_intervals import (
     EXPECTED_WITHIN,
     OneSigma,
     ScoreIntervals,
     bootstrap_one_sigma,
 )
+from qualms.errors import counted
 from qualms.report.interval_table import CALIBRATED_AREA
 from qualms.report.judged import Judged
 
 #: Error bars that are wrong by less than this factor hold for all that anybody does with them.
 _TOLERATED = 1.1
-#: With fewer points nothing can be said about error bars.
+#: With fewer points, or structures, nothing can be said about error bars.
 _FEW = 20
 #: An interval of the fraction within one σ that is as wide as this says little.
 _WIDE = 0.2
@@ -25,7 +28,7 @@ _AREA = 0.03
 #: Rank correlations below this order nothing.
 _NO_ORDER = 0.1
 
-Grade = Literal["hold", "small", "large", "unknown"]
+Grade = Literal["hold", "doubtful", "small", "large", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,9 @@ class Verdict:
 
     Attributes
     ----------
-    grade : {"hold", "small", "large", "unknown"}
-        Whether error bars hold, are too small, are too large, or cannot be judged.
+    grade : {"hold", "doubtful", "small", "large", "unknown"}
+        Whether error bars hold, do so but for some points that are far off, are too small, are too
+        large, or cannot be judged.
     sentence : str
         The same in one sentence.
     details : tuple of str
@@ -60,9 +64,15 @@ def judge(judged: Judged, scores: ScoreIntervals, *, n_bootstrap: int = 200) -> 
         Number of resamples of the structures.
     """
     one = _one_sigma(judged, judged.prediction.std, n_bootstrap)
+    far = far_points(judged.residuals, judged.prediction.std).tolist()
     grade = _grade(one, scores)
-    sentence = f"{_lead(grade, one, scores)}: {_within(one)}."
-    details = [_before(judged, n_bootstrap), _tails(one, scores), _order(scores)]
+    if grade == "hold" and far:
+        grade = "doubtful"
+    lead = _lead(grade, one, scores)
+    if grade == "doubtful":
+        lead += f", but not for {len(far)} of {judged.y.size} points"
+    sentence = f"{lead}: {_within(one)}."
+    details = [_far(judged, far), _before(judged, n_bootstrap), _tails(one, scores), _order(scores)]
     return Verdict(grade, sentence, tuple(text for text in details if text))
 
 
@@ -81,7 +91,7 @@ def _grade(one: OneSigma, scores: ScoreIntervals) -> Grade:
     With many points any deviation is significant; and errors that are not Gaussian have the wrong
     coverage at one level even if error bars have the right size.
     """
-    if scores.scores.n_points < _FEW or one.factor_interval is None:
+    if scores.n_groups < _FEW or one.factor_interval is None:
         return "unknown"
     (low, high), (tail_low, tail_high) = one.factor_interval, scores.intervals["coverage_95"]
     if low > 1.0 and one.factor > _TOLERATED and tail_high < 0.95:
@@ -93,7 +103,8 @@ def _grade(one: OneSigma, scores: ScoreIntervals) -> Grade:
 
 def _lead(grade: Grade, one: OneSigma, scores: ScoreIntervals) -> str:
     if grade == "unknown" or one.factor_interval is None:
-        return "Too few points to judge the error bars"
+        few = "points" if scores.scores.n_points < _FEW else "structures"
+        return f"Too few {few} to judge the error bars"
     low, high = one.factor_interval
     if grade in ("small", "large"):
         # Too large by a factor of 2: σ must be multiplied by one half.
@@ -127,6 +138,20 @@ def _percent(one: OneSigma) -> str:
         return f"{100 * one.within:.1f} %"
     low, high = one.within_interval
     return f"{100 * one.within:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def _far(judged: Judged, far: Sequence[int]) -> str:
+    """Say which point is furthest off, and that its label may be wrong."""
+    if not far:
+        return ""
+    worst = far[0]
+    atom = "" if judged.atom is None else f", atom {judged.atom[worst]},"
+    off = abs(judged.residuals[worst]) / judged.prediction.std[worst]
+    return (
+        f"{counted(len(far), 'point')} far off: structure {judged.structure[worst]}{atom} by "
+        f"{off:.3g} error bars. Look at the true value first: one that is wrong spoils the root "
+        "mean square error and the log likelihood of all."
+    )
 
 
 def _before(judged: Judged, n_bootstrap: int) -> str:
