@@ -500,6 +500,20 @@ def test_a_constant_error_bar_tells_no_exponent(workplace):
     assert set(json.loads(Path("c.json").read_text())["intervals"]) == {"alpha"}
 
 
+@pytest.mark.parametrize("n", [3, 5, 10])
+def test_few_points_have_an_interval_whatever_the_method(workplace, n):
+    rng = np.random.default_rng(n)
+    members = rng.normal(size=(n, 8))
+    np.savez("p.npz", e_ensemble=members, REF_e=members.mean(axis=1) + rng.normal(size=n))
+    for method, names in (("none", []), ("linear", ["alpha"]), ("student", ["alpha"])):
+        ended = command(f"calibrate p.npz --target e -o c.json --method {method} --force")
+        assert f"Only {n} independent points: " in ended.err
+        assert "between" in ended.err
+        content = json.loads(Path("c.json").read_text())
+        assert [*content["intervals"]] == names
+        assert ("by student, α = " in ended.out or "by linear, α = " in ended.out) == (not names)
+
+
 def test_numbers_and_words_agree(workplace):
     rng = np.random.default_rng(0)
     members = rng.normal(size=(4, 6))

@@ -139,7 +139,8 @@ def _what_it_is(ensemble: Ensemble) -> str:
 def _parameters(calibrated: Calibrated) -> str:
     calibration, intervals = calibrated.calibration, calibrated.intervals
     if calibration.n_parameters == 0:
-        return f"{calibration.method}: the error bars as they are."
+        scale = f" A scale: {calibrated.scale}." if calibrated.scale is not None else ""
+        return f"{calibration.method}: the error bars as they are.{scale}"
     text = (
         f"{calibration.method}: α = {calibration.alpha:.4g} "
         f"({intervals.alpha[0]:.4g} to {intervals.alpha[1]:.4g})"

@@ -35,6 +35,19 @@ N_FOLDS = 5
 
 
 @dataclass(frozen=True)
+class ScaleInterval:
+    """The α of the most likely method that has one, where the error bars are left as they are."""
+
+    method: str
+    alpha: float
+    interval: tuple[float, float]
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"by {self.method}, α = {self.alpha:.3g}, between {low:.3g} and {high:.3g}"
+
+
+@dataclass(frozen=True)
 class Calibrated:
     """A calibration, and what is known about it.
 
@@ -47,6 +60,8 @@ class Calibrated:
         With a factor for each group.
     intervals : ConfidenceIntervals
         Of α and γ.
+    scale : ScaleInterval, optional
+        What a scale of the error bars would be, if the method has none.
     comparison : Comparison
         All methods on points left out.
     std : (n,) array
@@ -63,6 +78,7 @@ class Calibrated:
     calibration: Calibration
     grouped: GroupedCalibration | None
     intervals: ConfidenceIntervals
+    scale: ScaleInterval | None
     comparison: Comparison
     std: Float64Array
     before: Scores
@@ -114,6 +130,7 @@ def calibrate_ensemble(
     if labels is not None:
         grouped = fit_groups(data, calibration, labels, clusters=clusters)
     intervals = confidence_intervals(calibration, data, level=level, groups=clusters)
+    scale = _scale(data, comparison, calibration, level, clusters)
     std = _left_out_std(data, comparison, chosen, labels, clusters)
     y, mean = points.ensemble.y, points.mean
     return Calibrated(
@@ -121,6 +138,7 @@ def calibrate_ensemble(
         calibration=calibration,
         grouped=grouped,
         intervals=intervals,
+        scale=scale,
         comparison=comparison,
         std=std,
         before=score_arrays(y, mean, data.spread),
@@ -130,10 +148,46 @@ def calibrate_ensemble(
             *ensemble.remarks,
             *(f"{ensemble.counted(n)} {why}: left out." for why, n in points.dropped.items()),
             *doubts_about(
-                points, calibration, intervals, std, n_independent=int(clusters.max()) + 1
+                points,
+                calibration,
+                known_parameters(calibration, intervals, scale),
+                std,
+                n_independent=int(clusters.max()) + 1,
             ),
         ),
     )
+
+
+def known_parameters(
+    calibration: Calibration, intervals: ConfidenceIntervals, scale: ScaleInterval | None
+) -> str:
+    """Say in words what is known of the parameters, be they used or not."""
+    if scale is not None:
+        return f"{scale} ({intervals.level:.0%} confidence)"
+    if calibration.n_parameters == 0:
+        return ""
+    known = "α lies between {:.3g} and {:.3g}".format(*intervals.alpha)
+    if calibration.n_parameters > 1 and intervals.gamma is not None:
+        known += ", γ between {:.3g} and {:.3g}".format(*intervals.gamma)
+    return f"{known} ({intervals.level:.0%} confidence)"
+
+
+def _scale(
+    data: CalibrationData,
+    comparison: Comparison,
+    calibration: Calibration,
+    level: float,
+    clusters: IntArray,
+) -> ScaleInterval | None:
+    """Find out how certain a scale would be, if the calibration has none."""
+    if calibration.n_parameters:
+        return None
+    for candidate in comparison.candidates:
+        one = candidate.calibration
+        if one.n_parameters == 1:
+            interval = confidence_intervals(one, data, level=level, groups=clusters).alpha
+            return ScaleInterval(one.method, one.alpha, interval)
+    return None
 
 
 def _clusters(ensemble: Ensemble) -> IntArray:

@@ -172,11 +172,7 @@ def make_document(
         by=by,
         groups=groups,
         internal=ensemble.absent is not None,
-        intervals={
-            name: interval
-            for name in ("alpha", "gamma")
-            if (interval := getattr(calibrated.intervals, name)) is not None
-        },
+        intervals=_estimated(calibrated),
         level=calibrated.intervals.level,
         scores={
             "before": calibrated.before.as_dict(),
@@ -188,6 +184,13 @@ def make_document(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         qualms=qualms.__version__,
     )
+
+
+def _estimated(calibrated: Calibrated) -> dict[str, tuple[float, float]]:
+    """Return the intervals of the parameters that were fitted, and could be."""
+    names = ("alpha", "gamma")[: calibrated.calibration.n_parameters]
+    found = {name: getattr(calibrated.intervals, name) for name in names}
+    return {name: interval for name, interval in found.items() if interval is not None}
 
 
 def write_calibration(

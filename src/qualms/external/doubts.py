@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from qualms.core.calibration import Calibration, CalibrationData, ConfidenceIntervals
+from qualms.core.calibration import Calibration, CalibrationData
 from qualms.core.calibration.scaling import fit_power
 from qualms.core.outliers import far_points
 from qualms.core.scores import spearman
@@ -40,7 +40,7 @@ _CONVERSIONS = {
 def doubts_about(
     points: Points,
     calibration: Calibration,
-    intervals: ConfidenceIntervals,
+    known: str,
     std: Float64Array,
     *,
     n_independent: int,
@@ -52,15 +52,15 @@ def doubts_about(
     points : Points
         What the calibration was fitted to.
     calibration : Calibration
-    intervals : ConfidenceIntervals
-        Of its parameters.
+    known : str
+        What is known of its parameters, in words.
     std : (n,) array
         Error bars of the points, by calibrations that did not see them.
     n_independent : int
         Structures, or what else is independent.
     """
     data = points.data
-    yield from _few(calibration, intervals, n_independent)
+    yield from _few(known, n_independent)
     yield from _far(points, std)
     yield from _uninformative(data, n_independent)
     if points.ensemble.members is None:
@@ -69,18 +69,10 @@ def doubts_about(
     yield from _biased(data)
 
 
-def _few(
-    calibration: Calibration, intervals: ConfidenceIntervals, n_independent: int
-) -> Iterator[str]:
-    if n_independent >= FEW:
-        return
-    known = []
-    if calibration.n_parameters > 0:
-        known.append("α lies between {:.3g} and {:.3g}".format(*intervals.alpha))
-    if calibration.n_parameters > 1 and intervals.gamma is not None:
-        known.append("γ between {:.3g} and {:.3g}".format(*intervals.gamma))
-    within = f": {', '.join(known)} ({intervals.level:.0%} confidence)" if known else ""
-    yield f"Only {n_independent} independent points{within}. Calibrate on more."
+def _few(known: str, n_independent: int) -> Iterator[str]:
+    if n_independent < FEW:
+        within = f": {known}" if known else ""
+        yield f"Only {n_independent} independent points{within}. Calibrate on more."
 
 
 def _far(points: Points, std: Float64Array) -> Iterator[str]:
