@@ -13,6 +13,7 @@ from qualms.core.calibration import (
     confidence_intervals,
     cross_validate,
     fit_calibration,
+    fit_grouped,
     fit_groups,
 )
 from qualms.core.calibration.comparison import make_folds
@@ -182,6 +183,57 @@ def test_groups_that_do_not_differ_get_factors_of_one():
         grouped = fit_groups(data, fit_calibration(data, "linear"), labels)
         close += all(abs(np.log(g.factor)) < 0.05 for g in grouped.groups.values())
     assert close >= 16
+
+
+def different_groups(seed, n=1000):
+    """Points whose true γ is one, in four groups of very different errors."""
+    rng = np.random.default_rng(seed)
+    labels = np.array(["a", "b", "c", "d"])[np.arange(n) % 4]
+    factors = np.array([1.0, 1.0, 3.0, 0.5])[np.arange(n) % 4]
+    s = np.exp(rng.normal(-2, 0.5, size=n))
+    members = s[:, None] * rng.normal(size=(n, 8))
+    return calibration_data(2 * factors * s * rng.normal(size=n), members), labels
+
+
+def test_groups_do_not_distort_what_they_have_in_common():
+    for seed in range(2):
+        (data, labels), (new, _) = different_groups(seed), different_groups(seed + 10)
+        found = {m: fit_grouped(data, m, labels) for m in ("student", "shrinkage")}
+        shrinkage = found["shrinkage"]
+        low, high = confidence_intervals(shrinkage.overall, shrinkage.common(data, labels)).gamma
+        assert low < 1.0 < high < low + 0.4
+        # It was taken for another power of the spread before, with an interval that excludes one.
+        assert fit_calibration(data, "shrinkage").gamma > 1.2
+        point = (new.residuals, new.spread, new.n_members, labels)
+        likely = {method: np.mean(one.log_density(*point)) for method, one in found.items()}
+        assert likely["shrinkage"] > likely["student"]
+        factors = shrinkage.factors(["a", "b", "c", "d"])
+        np.testing.assert_allclose(factors / factors[0], [1, 1, 3, 0.5], rtol=0.15)
+        assert np.mean(np.log(factors)) == pytest.approx(0, abs=0.01)
+
+
+def test_a_grouped_density_is_one():
+    data, labels = different_groups(0, n=200)
+    grouped = fit_grouped(data, "student", labels)
+    z = np.linspace(-60, 60, 200_001)
+    density = grouped.log_density(z, np.full_like(z, 0.2), 8, np.full(z.shape, "c"))
+    assert np.trapezoid(np.exp(density), z) == pytest.approx(1, abs=1e-4)
+    densities = grouped.log_density(data.residuals, data.spread, data.n_members, labels)
+    assert grouped.overall.log_likelihood == pytest.approx(densities.mean())
+
+
+def test_methods_are_compared_with_their_factors():
+    data, labels = different_groups(1, n=600)
+    methods = ["student", "shrinkage"]
+    alone = cross_validate(data, methods)
+    grouped = cross_validate(data, methods, labels=labels)
+    for one in grouped.candidates:
+        assert set(one.grouped.groups) == {"a", "b", "c", "d"}
+        assert one.log_likelihood > alone.candidates[0].log_likelihood + 0.1
+    assert alone.candidates[0].grouped is None
+    # Shrinkage is ahead for what it knows, not for a tail that factors explain.
+    assert grouped.candidates[0].calibration.method == "shrinkage"
+    assert grouped.candidates[0].calibration.gamma == pytest.approx(1.0, abs=0.2)
 
 
 def test_grouped_members_have_the_grouped_spread():

@@ -11,17 +11,16 @@ from qualms.core.calibration import (
     METHODS,
     N_PARAMETERS,
     Calibration,
-    CalibrationData,
+    Candidate,
     Comparison,
     ConfidenceIntervals,
     GroupedCalibration,
     confidence_intervals,
     cross_validate,
-    fit_groups,
 )
 from qualms.core.resampling import group_codes
 from qualms.core.scores import Scores, score_arrays
-from qualms.core.typing import Float64Array, IntArray, StrArray
+from qualms.core.typing import Float64Array, IntArray
 from qualms.errors import CalibrationError, InputError
 from qualms.external.doubts import FEW, doubts_about
 from qualms.external.ensemble import Ensemble, Points, usable_points
@@ -120,28 +119,23 @@ def calibrate_ensemble(
     if method not in ("auto", *METHODS):
         raise InputError("method", repr(method), f"one of auto, {', '.join(METHODS)}")
     points = usable_points(ensemble)
-    data, clusters = points.data, _clusters(points.ensemble)
+    clusters = _clusters(points.ensemble)
     comparison = _compared(points, clusters, method, seed, on_method)
     chosen = comparison.chosen.calibration.method if method == "auto" else method
-    fitted = {c.calibration.method: c.calibration for c in comparison.candidates}
-    calibration = fitted[chosen]
-    labels = points.ensemble.labels
-    grouped = None
-    if labels is not None:
-        grouped = fit_groups(data, calibration, labels, clusters=clusters)
-    intervals = confidence_intervals(calibration, data, level=level, groups=clusters)
-    scale = _scale(data, comparison, calibration, level, clusters)
-    std = _left_out_std(data, comparison, chosen, labels, clusters)
+    candidate = next(c for c in comparison.candidates if c.calibration.method == chosen)
+    intervals = _intervals(points, candidate, level, clusters)
+    scale = _scale(points, comparison, level, clusters) if not candidate.n_parameters else None
+    std = _left_out_std(points, comparison, chosen)
     y, mean = points.ensemble.y, points.mean
     return Calibrated(
         points=points,
-        calibration=calibration,
-        grouped=grouped,
+        calibration=candidate.calibration,
+        grouped=candidate.grouped,
         intervals=intervals,
         scale=scale,
         comparison=comparison,
         std=std,
-        before=score_arrays(y, mean, data.spread),
+        before=score_arrays(y, mean, points.data.spread),
         after=score_arrays(y, mean, std),
         reason=_reason(comparison, chosen, asked=method != "auto"),
         remarks=(
@@ -149,8 +143,8 @@ def calibrate_ensemble(
             *(f"{ensemble.counted(n)} {why}: left out." for why, n in points.dropped.items()),
             *doubts_about(
                 points,
-                calibration,
-                known_parameters(calibration, intervals, scale),
+                candidate.calibration,
+                known_parameters(candidate.calibration, intervals, scale),
                 std,
                 n_independent=int(clusters.max()) + 1,
             ),
@@ -172,20 +166,24 @@ def known_parameters(
     return f"{known} ({intervals.level:.0%} confidence)"
 
 
+def _intervals(
+    points: Points, candidate: Candidate, level: float, clusters: IntArray
+) -> ConfidenceIntervals:
+    """Return intervals of what all points have in common: factors of groups are taken as known."""
+    data, labels = points.data, points.ensemble.labels
+    if candidate.grouped is not None and labels is not None:
+        data = candidate.grouped.common(data, labels)
+    return confidence_intervals(candidate.calibration, data, level=level, groups=clusters)
+
+
 def _scale(
-    data: CalibrationData,
-    comparison: Comparison,
-    calibration: Calibration,
-    level: float,
-    clusters: IntArray,
+    points: Points, comparison: Comparison, level: float, clusters: IntArray
 ) -> ScaleInterval | None:
-    """Find out how certain a scale would be, if the calibration has none."""
-    if calibration.n_parameters:
-        return None
+    """Find out how certain a scale of the error bars would be."""
     for candidate in comparison.candidates:
-        one = candidate.calibration
-        if one.n_parameters == 1:
-            interval = confidence_intervals(one, data, level=level, groups=clusters).alpha
+        if candidate.n_parameters == 1:
+            one = candidate.calibration
+            interval = _intervals(points, candidate, level, clusters).alpha
             return ScaleInterval(one.method, one.alpha, interval)
     return None
 
@@ -222,7 +220,13 @@ def _compared(
     _refuse_too_few(len(clusters), method)
     methods = tuple(m for m in methods if N_PARAMETERS[m] < len(clusters))
     comparison = cross_validate(
-        points.data, methods, groups=clusters, n_folds=N_FOLDS, seed=seed, on_method=on_method
+        points.data,
+        methods,
+        groups=clusters,
+        labels=points.ensemble.labels,
+        n_folds=N_FOLDS,
+        seed=seed,
+        on_method=on_method,
     )
     if method in comparison.failures:
         raise CalibrationError(comparison.failures[method])
@@ -239,24 +243,17 @@ def _refuse_too_few(n: int, method: str) -> None:
         )
 
 
-def _left_out_std(
-    data: CalibrationData,
-    comparison: Comparison,
-    method: str,
-    labels: StrArray | None,
-    clusters: IntArray,
-) -> Float64Array:
+def _left_out_std(points: Points, comparison: Comparison, method: str) -> Float64Array:
     """Return the calibrated error bar of each point by a calibration that did not see it."""
+    data, labels = points.data, points.ensemble.labels
     std = np.empty(len(data.residuals))
     for left_out, fitted in zip(
         comparison.folds, comparison.fold_calibrations[method], strict=True
     ):
-        seen, rest = data.some(~left_out), data.some(left_out)
-        if labels is None:
-            std[left_out] = fitted.std(rest.spread, rest.n_members)
-        else:
-            grouped = fit_groups(seen, fitted, labels[~left_out], clusters=clusters[~left_out])
-            std[left_out] = grouped.std(rest.spread, rest.n_members, labels[left_out])
+        rest = data.some(left_out)
+        std[left_out] = fitted.overall.std(rest.spread, rest.n_members)
+        if labels is not None:
+            std[left_out] *= fitted.factors(labels[left_out])
     return std
 
 
