@@ -560,6 +560,21 @@ def test_a_report_of_an_ensemble(workplace):
     assert not Path("d.json").exists()
 
 
+def test_a_report_says_what_the_terminal_says(workplace):
+    write("p.xyz", structures(60))
+    options = "--target forces --by element --method student"
+    command(f"calibrate p.xyz {options} -o c.json --report r.html")
+    page = Path("r.html").read_text()
+    for words in ("Methods on points left out", "ΔBIC", "Factors by group", "alone", "shrinkage"):
+        assert words in page
+    groups = read_calibration("c.json").groups
+    for symbol, group in groups.items():
+        assert f'<tr><th scope="row">{symbol}</th><td>{group.n_points}</td>' in page
+        assert f"<td>{group.factor:.3f}</td>" in page
+    assert "a factor for each element" in page
+    assert 'href="#factors-by-group"' in page
+
+
 def test_forces_are_applied_by_element(workplace):
     write("old.xyz", structures(200))
     ended = command("calibrate old.xyz --target forces --by element -o forces.json --json")

@@ -16,6 +16,7 @@ from qualms.prediction import Prediction
 
 if TYPE_CHECKING:
     from ase import Atoms
+    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Judged:
         The atom of each point, for properties of atoms.
     rows : mapping of str to Scores
         Other estimators of the same points, to compare with; may be empty.
+    tables : mapping of str to rich.table.Table
+        Further tables by their headings, such as that of the methods of calibration.
     facts : mapping of str to str
         What is known about the model or the calibration.
     remarks : sequence of str
@@ -63,6 +66,7 @@ class Judged:
     structure: IntArray
     atom: IntArray | None = None
     rows: Mapping[str, Scores] = field(default_factory=dict)
+    tables: Mapping[str, Table] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
     remarks: Sequence[str] = ()
     n_members: int | None = None

@@ -67,6 +67,8 @@ class Page:
         The worst predictions, in units of σ and in those of the target.
     comparison : TableText or None
         Other estimators.
+    tables : mapping of str to TableText
+        Further ones by their headings.
     facts : mapping of str to str
     remarks : sequence of str
     map : StructureMap or None
@@ -83,6 +85,7 @@ class Page:
     surprises: TableText
     errors: TableText
     comparison: TableText | None
+    tables: Mapping[str, TableText]
     facts: Mapping[str, str]
     remarks: Sequence[str]
     map: StructureMap | None
@@ -127,6 +130,7 @@ def make_page(
         surprises=_worst_text(judged, surprises, shown),
         errors=_worst_text(judged, errors, shown),
         comparison=_comparison(judged),
+        tables={name: _text_of(table) for name, table in judged.tables.items()},
         facts=dict(judged.facts),
         remarks=remarks,
         map=shown,
