@@ -242,7 +242,9 @@ def test_elements_get_factors_of_their_own(workplace):
 
 def doubts(y, **arrays):
     np.savez("doubt.npz", REF_e=y, **arrays)
-    return " ".join(calibrate_ensemble(read_ensemble("doubt.npz", "e"), "linear").remarks)
+    ensemble = read_ensemble("doubt.npz", "e")
+    method = "linear" if ensemble.members is None else "student"
+    return " ".join(calibrate_ensemble(ensemble, method).remarks)
 
 
 def test_what_looks_wrong_is_said(workplace):
@@ -304,6 +306,21 @@ def test_structures_are_counted_in_a_verdict_rather_than_their_atoms(workplace):
     write("p.xyz", structures(6))
     said = command("calibrate p.xyz --target forces -o c.json --method student").out
     assert "Too few structures to judge the error bars" in said
+
+
+@pytest.mark.parametrize(("n_members", "words"), [(3, "without a limit"), (5, "1.41 times too")])
+def test_few_members_are_too_few_for_some_methods(workplace, n_members, words):
+    rng = np.random.default_rng(0)
+    members, y = rng.normal(size=(200, n_members)), rng.normal(size=200)
+    np.savez("p.npz", e_ensemble=members, REF_e=y)
+    ensemble = read_ensemble("p.npz", "e")
+    for method in ("linear", "power", "student"):
+        said = " ".join(calibrate_ensemble(ensemble, method).remarks)
+        assert (words in said) == (method != "student")
+    np.savez("p.npz", e_ensemble=rng.normal(size=(200, 16)), REF_e=y)
+    assert "exact" not in " ".join(
+        calibrate_ensemble(read_ensemble("p.npz", "e"), "linear").remarks
+    )
 
 
 @pytest.mark.parametrize("n", [10, 20, 100])

@@ -15,6 +15,8 @@ from qualms.external.ensemble import Points
 
 #: Fewer independent points than these are few.
 FEW = 20
+#: The spread of fewer members is too noisy to be taken for exact.
+_FEW_MEMBERS = 10
 #: Fewer have no interval of a rank correlation.
 _RANKED = 5
 #: A rank correlation below this orders next to nothing.
@@ -61,6 +63,7 @@ def doubts_about(
     """
     data = points.data
     yield from _few(known, n_independent)
+    yield from _few_members(calibration, data, points.ensemble.members is not None)
     yield from _far(points, std)
     yield from _uninformative(data, n_independent)
     if points.ensemble.members is None:
@@ -73,6 +76,24 @@ def _few(known: str, n_independent: int) -> Iterator[str]:
     if n_independent < FEW:
         within = f": {known}" if known else ""
         yield f"Only {n_independent} independent points{within}. Calibrate on more."
+
+
+def _few_members(
+    calibration: Calibration, data: CalibrationData, has_members: bool
+) -> Iterator[str]:
+    """Methods that take the spread for exact turn its noise into error: see `core.calibration`."""
+    c = int(np.median(data.n_members))
+    if not has_members or calibration.method not in ("linear", "power") or c >= _FEW_MEMBERS:
+        return
+    if c > 3:
+        excess = np.sqrt((c - 1) / (c - 3))
+        how = f"even of perfect data α comes out {excess:.3g} times too large or more"
+    else:
+        how = "α grows with the number of points, without a limit"
+    yield (
+        f"{calibration.method} takes the spread of {c} members for exact, and it is not: {how}. "
+        "student and shrinkage know how noisy it is."
+    )
 
 
 def _far(points: Points, std: Float64Array) -> Iterator[str]:
