@@ -263,7 +263,9 @@ def test_what_looks_wrong_is_said(workplace):
     units = doubts(27.2114 * (mu + s * z) - 26.2114 * mu, e_ensemble=members)
     assert "units" not in units  # a factor of 27 alone may be overconfidence
     assert "units the same (eV and meV" in doubts(mu + 1000 * s * z, e_ensemble=members)
+    assert "(eV and meV" in doubts(mu + 2000 * s * z, e_ensemble=members)
     assert "on average" in doubts(mu + s * z + 3.0, e_ensemble=members)
+    assert "(eV and meV: 1000)" in doubts(mu + s * z, e_ensemble=1000 * members)
 
 
 def error_bars(seed, n_members, alpha, tau, n=300):
@@ -674,7 +676,7 @@ def test_predictions_of_a_model_are_calibrated_again_and_judged(workplace, molec
     [
         ("calibrate p.xyz --target enrgy -o c.json", "energy_comm"),
         ("calibrate p.xyz --target energy --reference truth -o c.json", "REF_energy"),
-        ("calibrate p.xyz --target energy --by element -o c.json", "config_type|REF_energy"),
+        ("calibrate p.xyz --target energy --by element -o c.json", "needs a property of atoms"),
         ("calibrate p.xyz --target energy --method best -o c.json", "one of auto"),
         ("calibrate p.xyz --target energy -o here.json", "--force"),
         ("calibrate p.xyz --target energy -o p.xyz --force", "another file"),

@@ -399,6 +399,10 @@ def test_a_calibration_by_groups_judges_a_model(workplace, molecules, energy_mod
             rows = {row["name"]: row for row in json.loads(ended.out)["scores"]}
             scores[name] = rows[f"{name}.json (linear)"]["sharpness"]
         assert scores["twice"] == pytest.approx(factor * scores["all"])
+    command("report model.safetensors b.xyz --calibration twice.json -o r.html")
+    page = Path("r.html").read_text()
+    assert "twice.json (linear)</th>" in page
+    assert "twice.json (linear): fitted to 60 points." in page
     del content["groups"]["wild"]
     Path("twice.json").write_text(json.dumps(content))
     said = command("evaluate model.safetensors b.xyz --calibration twice.json").out

@@ -199,6 +199,24 @@ def test_verdict_names_a_point_that_is_far_off():
     assert "1 point far off: structure 7 by " in verdict.details[0]
 
 
+@pytest.mark.usefixtures("quick")
+def test_verdict_is_rough_if_the_interval_excludes_the_claim():
+    y, raw = committee(4000, spread=1.09, n_members=64)
+    verdict = make_page(judged(4000, y=y, prediction=raw, frames=None)).verdict
+    assert verdict.sentence.startswith("The error bars hold roughly: 7")
+
+
+@pytest.mark.usefixtures("quick")
+def test_verdict_of_few_points_does_not_say_that_error_bars_are_useless():
+    details = ""
+    for seed in range(5):
+        y, raw = committee(8, seed=seed)
+        scores = bootstrap_scores(y, raw.mean, raw.std)
+        details += " ".join(judge(judged(8, y=y, prediction=raw), scores).details)
+    assert "cannot be told from so few points" in details
+    assert "hardly tell" not in details
+
+
 def test_no_honest_point_is_far_off():
     """Not even those of few members, whose spread is often far too small."""
     for seed in range(20):

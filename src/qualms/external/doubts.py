@@ -28,6 +28,8 @@ _SUSPICIOUS = 30.0
 #: Variances explain errors to within this factor, where standard deviations do not; by more than
 #: this power of e better than these; and with an exponent below this.
 _PLAUSIBLE, _CLEARLY, _ROOT = 8.0, 0.5, 0.65
+#: Predictions that are correlated with the truth like this follow it.
+_FOLLOWS = 0.9
 #: What units are confused with what.
 _CONVERSIONS = {
     27.2114: "Hartree and eV",
@@ -69,6 +71,7 @@ def doubts_about(
     if points.ensemble.members is None:
         yield from _variance(data, points.ensemble.target)
     yield from _units(data)
+    yield from _other_units(points)
     yield from _biased(data)
 
 
@@ -172,8 +175,25 @@ def _units(data: CalibrationData) -> Iterator[str]:
         return
     factor = float(np.exp(abs(log_ratio)))
     closest = min(_CONVERSIONS, key=lambda c: abs(np.log(factor / c)))
-    hint = f" ({_CONVERSIONS[closest]}: {closest:g})" if 0.5 < factor / closest < 2 else ""
+    hint = f" ({_CONVERSIONS[closest]}: {closest:g})" if 0.25 < factor / closest < 4 else ""
     yield f"Errors are {_times(log_ratio)} the spread: are the units the same{hint}?"
+
+
+def _other_units(points: Points) -> Iterator[str]:
+    """If all members are in other units than the truth, errors and spread may still agree."""
+    y, mean = points.ensemble.y, points.mean
+    if len(y) < FEW or not np.ptp(y) or not np.ptp(mean):
+        return
+    slope = float(np.cov(y, mean)[0, 1] / np.var(mean, ddof=1))
+    if np.corrcoef(y, mean)[0, 1] < _FOLLOWS or not slope > 0:
+        return
+    factor = max(slope, 1 / slope)
+    closest = min(_CONVERSIONS, key=lambda c: abs(np.log(factor / c)))
+    if 0.8 < factor / closest < 1.25:
+        yield (
+            f"True values grow {slope:.3g} times as fast as predictions: are the units the same "
+            f"({_CONVERSIONS[closest]}: {closest:g})?"
+        )
 
 
 def _biased(data: CalibrationData) -> Iterator[str]:

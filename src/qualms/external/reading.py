@@ -256,6 +256,9 @@ def _labels(values: Values, by: str | None, k: int) -> StrArray | None:
         labels = np.asarray(values.arrays[by]).astype(str)
         if labels.ndim != 1:
             raise InputError("by", repr(by), "a key of one label for each structure or atom")
+    elif by == "element":
+        expected = "a key of structures: element needs a property of atoms"
+        raise InputError("by", repr(by), expected)
     else:
         extra = "element, " if values.symbols is not None else ""
         raise InputError("by", repr(by), f"one of {extra}{_known(values)}")

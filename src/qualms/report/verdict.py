@@ -23,10 +23,14 @@ _TOLERATED = 1.1
 _FEW = 20
 #: An interval of the fraction within one σ that is as wide as this says little.
 _WIDE = 0.2
+#: A fraction within one σ that is wrong by less is not worth a word.
+_NOTABLE = 0.02
 #: A miscalibration area above this is worth a word, if it is not chance.
 _AREA = 0.03
 #: Rank correlations below this order nothing.
 _NO_ORDER = 0.1
+#: And if they may be above this, too, nobody knows.
+_SOME_ORDER = 0.3
 
 Grade = Literal["hold", "doubtful", "small", "large", "unknown"]
 
@@ -119,8 +123,8 @@ def _lead(grade: Grade, one: OneSigma, scores: ScoreIntervals) -> str:
 
 def _is_rough(one: OneSigma, scores: ScoreIntervals) -> bool:
     """Whether coverage is wrong, by more than chance and by more than a little, at some levels."""
-    low, high = one.factor_interval or (1.0, 1.0)
-    differs = not low <= 1.0 <= high and not 1.0 / _TOLERATED < one.factor < _TOLERATED
+    low, high = one.within_interval or (0.0, 1.0)
+    differs = not low <= EXPECTED_WITHIN <= high and abs(one.within - EXPECTED_WITHIN) > _NOTABLE
     area = scores.scores.miscalibration_area
     by_chance = CALIBRATED_AREA / scores.scores.n_points**0.5
     return differs or (area > _AREA and scores.intervals["miscalibration_area"][0] > by_chance)
@@ -181,6 +185,11 @@ def _order(scores: ScoreIntervals) -> str:
         return ""
     low, high = interval
     found = f"rank correlation {scores.scores.spearman:.2f} [{low:.2f}, {high:.2f}]"
+    if low <= 0.0 and high > _SOME_ORDER:
+        return (
+            "Whether error bars tell good predictions from bad ones cannot be told from so few "
+            f"points ({found})."
+        ).replace("-", "−")
     if high < _NO_ORDER or low <= 0.0:
         found = f"{found}, which may be none"
         return f"Error bars hardly tell good predictions from bad ones ({found}).".replace("-", "−")
