@@ -579,6 +579,17 @@ def test_a_report_of_an_ensemble(workplace):
     assert not Path("d.json").exists()
 
 
+def test_the_worst_forces_are_named_by_component(workplace):
+    frames = structures(30)
+    frames[5].arrays["REF_forces"][2, 1] -= 100
+    write("p.xyz", frames)
+    command("calibrate p.xyz --target forces -o c.json --method student --report r.html")
+    page = Path("r.html").read_text()
+    first = re.search(r"<tbody>\n<tr>.*?</tr>", page[page.index("Largest errors for") :]).group()
+    assert "<td>2 " in first
+    assert "<td>y</td>" in first
+
+
 def test_a_report_says_what_the_terminal_says(workplace):
     write("p.xyz", structures(60))
     options = "--target forces --by element --method student"

@@ -128,7 +128,8 @@ def _judged(
         prediction=calibrated.prediction,
         frames=frames,
         structure=ensemble.structure,
-        atom=None if ensemble.kind == "structure" else ensemble.atom,
+        atom=ensemble.atom if ensemble.per_atom else None,
+        component=ensemble.component,
         tables=_tables(calibrated, by),
         facts={
             "predictions": _what_it_is(ensemble),

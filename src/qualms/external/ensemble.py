@@ -34,6 +34,8 @@ class Ensemble:
         Whether the member did not see the point in its training.
     structure, atom : (n,) arrays of int
         Where each point belongs; `atom` is zero where that has no meaning.
+    component : (n,) array of int, optional
+        Which of the values of its structure or atom a point is, if they are several.
     key : str
         Where members, or error bars, were found.
     shape : tuple of int
@@ -63,6 +65,7 @@ class Ensemble:
     absent: BoolArray | None
     structure: IntArray
     atom: IntArray
+    component: IntArray | None = None
     key: str = ""
     shape: tuple[int, ...] = ()
     layout: Layout | None = None
@@ -92,7 +95,18 @@ class Ensemble:
 
     def some(self, chosen: BoolArray) -> Ensemble:
         """Return some of the points."""
-        arrays = ("mean", "std", "members", "y", "absent", "structure", "atom", "labels", "beside")
+        arrays = (
+            "mean",
+            "std",
+            "members",
+            "y",
+            "absent",
+            "structure",
+            "atom",
+            "labels",
+            "beside",
+            "component",
+        )
         taken: dict[str, Any] = {
             name: None if getattr(self, name) is None else getattr(self, name)[chosen]
             for name in arrays

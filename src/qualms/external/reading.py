@@ -108,6 +108,7 @@ def _ensemble(values: Values, wanted: Wanted) -> Ensemble:
         "y": y.reshape(-1),
         "structure": np.repeat(values.structure, k),
         "atom": np.repeat(values.atom, k),
+        "component": np.tile(np.arange(k), len(values)) if k > 1 else None,
         "key": found.key,
         "shape": shape,
         "per_atom": values.symbols is not None,

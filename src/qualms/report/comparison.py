@@ -19,11 +19,7 @@ def comparison_table(comparison: Comparison, *, title: str = "") -> Table:
     title : str
         Heading of the table.
     """
-    table = new_table(
-        title,
-        "LL: log likelihood per point left out. behind: ± standard error. AIC and BIC are those of "
-        "z given the spread, also of shrinkage, which is fitted to both together.",
-    )
+    table = new_table(title, "LL: log likelihood per point left out. behind: ± standard error.")
     table.add_column("method", no_wrap=True)
     for header in ("LL", "behind", "ΔAIC", "ΔBIC", "α", "γ"):
         table.add_column(header, justify="right", no_wrap=True)

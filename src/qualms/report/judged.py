@@ -42,6 +42,8 @@ class Judged:
         are taken to have correlated errors.
     atom : (n,) array of int, or None
         The atom of each point, for properties of atoms.
+    component : (n,) array of int, or None
+        Which of the values of its structure or atom each point is, if they are several.
     rows : mapping of str to Scores
         Other estimators of the same points, to compare with; may be empty.
     tables : mapping of str to rich.table.Table
@@ -65,6 +67,7 @@ class Judged:
     frames: Sequence[Atoms] | None
     structure: IntArray
     atom: IntArray | None = None
+    component: IntArray | None = None
     rows: Mapping[str, Scores] = field(default_factory=dict)
     tables: Mapping[str, Table] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -85,6 +88,8 @@ class Judged:
         object.__setattr__(self, "structure", structure)
         if self.atom is not None:
             object.__setattr__(self, "atom", _indices("atom", self.atom, y.size))
+        if self.component is not None:
+            object.__setattr__(self, "component", _indices("component", self.component, y.size))
         if self.frames is not None:
             _check_places(self.frames, structure, self.atom)
 
@@ -115,6 +120,7 @@ class Judged:
             prediction=self.prediction[kept],
             structure=self.structure[kept],
             atom=None if self.atom is None else self.atom[kept],
+            component=None if self.component is None else self.component[kept],
             remarks=(*self.remarks, remark),
         )
 
