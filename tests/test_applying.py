@@ -8,6 +8,7 @@ import ase.io
 import numpy as np
 import pytest
 from ase import Atoms
+from ase.build import molecule
 from ase.calculators.singlepoint import SinglePointCalculator
 from atomistic_fixtures import qualms
 
@@ -161,6 +162,46 @@ def test_the_file_that_was_calibrated_internally_can_be_applied_to(workplace):
     assert n_few > 10
     assert f"{n_few} structures that fewer than 3" in command("apply c.json p.npz -o o.npz").err
     assert np.isnan(np.load("o.npz")["e_uncertainty"]).sum() == n_few
+
+
+# --- as calculators return them ---
+
+
+@pytest.mark.parametrize("names", [["H2O"], ["H2O", "CH4"]])
+def test_members_of_forces_that_belong_to_structures(workplace, names):
+    """``calc.results["forces_comm"]`` of MACE, (R, n_atoms, 3), put into ``atoms.info``."""
+    rng = np.random.default_rng(0)
+    frames = []
+    for i in range(40):
+        atoms = molecule(names[i % len(names)])
+        s = np.exp(rng.normal(-2, 0.5, size=(len(atoms), 3)))
+        atoms.arrays["REF_forces"] = 2 * s * rng.normal(size=s.shape)
+        atoms.info["forces_comm"] = s * rng.normal(size=(R, *s.shape))
+        frames.append(atoms)
+    ase.io.write("p.xyz", frames, format="extxyz")
+    found = read_ensemble("p.xyz", "forces", by="element")
+    assert (found.kind, found.n_members, found.layout.order) == ("component", R, "member")
+    n = len(frames[0])
+    expected = frames[0].info["forces_comm"].transpose(1, 2, 0).reshape(3 * n, R)
+    np.testing.assert_allclose(found.members[: 3 * n], expected)
+    command("calibrate p.xyz --target forces -o c.json --method linear")
+    command("apply c.json p.xyz -o out.xyz")
+    after = read_frames("out.xyz")[0]
+    assert "forces_comm" not in after.info
+    members = after.arrays["forces_comm"].reshape(n, R, 3)
+    np.testing.assert_allclose(members.std(axis=1, ddof=1), after.arrays["forces_uncertainty"])
+
+
+def test_tensors_of_three_atoms_are_not_vectors_of_atoms(workplace):
+    members, y = committee(shape=(3, 3))
+    frames = [
+        Atoms("H3", positions=np.eye(3), info={"w_comm": some, "REF_w": truth})
+        for some, truth in zip(members, y, strict=True)
+    ]
+    ase.io.write("p.xyz", frames, format="extxyz")
+    found = read_ensemble("p.xyz", "w")
+    assert not found.per_atom
+    np.testing.assert_allclose(found.y, y.ravel())
 
 
 # --- tables: what is not replaced stays as it was ---

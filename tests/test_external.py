@@ -298,7 +298,7 @@ def test_a_wrong_label_is_named(workplace):
     assert "but not for 1 of 60 points" in " ".join(said.out.split())
     assert 'class="verdict doubtful"' in Path("e.html").read_text()
     said = command("calibrate p.xyz --target forces -o f.json --method student")
-    assert "structure 5, atom 2 (" in said.err
+    assert "structure 5, atom 2, component 1 (" in said.err
     frames = structures(60)
     write("p.xyz", frames)
     assert "far off" not in command("calibrate p.xyz --target forces -o g.json").err

@@ -106,7 +106,9 @@ def _far(points: Points, std: Float64Array) -> Iterator[str]:
         return
     ensemble, places = points.ensemble, []
     for i in far[:_NAMED]:
-        atom = f", atom {ensemble.atom[i]}" if ensemble.kind != "structure" else ""
+        atom = f", atom {ensemble.atom[i]}" if ensemble.per_atom else ""
+        if ensemble.component is not None:
+            atom += f", component {ensemble.component[i]}"
         off = abs(points.data.residuals[i]) / std[i]
         places.append(f"structure {ensemble.structure[i]}{atom} ({off:.3g} error bars)")
     more = ", …" if len(far) > _NAMED else ""

@@ -68,6 +68,7 @@ def read_source(path: str | Path) -> Source:
 
 def of_frames(frames: Sequence[Atoms], target: str, asked: Sequence[str]) -> Values:
     """Collect the values of all structures under the keys that may matter."""
+    _move_members(frames, target, asked)
     found = [_values(atoms) for atoms in frames]
     keys = {key for info, arrays in found for key in (*info, *arrays)}
     wanted = [target, *(f"{target}{s}" for s in (*MEMBERS, *ERROR_BARS, "_absent")), *asked]
@@ -85,6 +86,29 @@ def of_frames(frames: Sequence[Atoms], target: str, asked: Sequence[str]) -> Val
     symbols = np.concatenate([[*atoms.symbols] for atoms in frames]) if per_atom else None
     atom = np.concatenate([np.arange(n) for n in n_atoms]) if per_atom else np.zeros_like(structure)
     return Values(collected, structure, atom, symbols, frozenset(keys))
+
+
+def _move_members(frames: Sequence[Atoms], target: str, asked: Sequence[str]) -> None:
+    """Move members (R, n_atoms, 3) of structures, as calculators return them, to the atoms.
+
+    They become (n_atoms, R, 3), the columns that an extended XYZ file has for them. (R, 3, 3) may
+    as well be tensors of structures of three atoms, unless the target is known to be one of atoms.
+    """
+    of_atoms = target in per_atom_properties or any(k in a.arrays for a in frames for k in asked)
+    if not of_atoms and all(len(atoms) == 3 for atoms in frames):
+        return
+    for key in (f"{target}{suffix}" for suffix in MEMBERS):
+        stored = [np.asarray(atoms.info.get(key, ())) for atoms in frames]
+        fit = [
+            value.ndim == 3 and value.shape[1:] == (len(atoms), 3)
+            for atoms, value in zip(frames, stored, strict=True)
+            if value.size
+        ]
+        if fit and all(fit):
+            for atoms, value in zip(frames, stored, strict=True):
+                if value.size:
+                    del atoms.info[key]
+                    atoms.arrays[key] = value.transpose(1, 0, 2)
 
 
 def with_results(atoms: Atoms) -> tuple[dict[str, Any], dict[str, Any]]:
