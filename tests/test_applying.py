@@ -204,6 +204,17 @@ def test_tensors_of_three_atoms_are_not_vectors_of_atoms(workplace):
     np.testing.assert_allclose(found.y, y.ravel())
 
 
+def test_a_calibration_that_is_applied_twice_is_noticed(workplace):
+    members, y = committee()
+    np.savez("p.npz", e_ensemble=members, REF_e=y)
+    command("calibrate p.npz --target e -o c.json --method linear")
+    assert "twice" not in command("apply c.json p.npz -o once.npz").err
+    assert "they are now so twice" in command("apply c.json once.npz -o twice.npz").err
+    # A calibration of calibrated members is one for such.
+    command("calibrate once.npz --target e -o again.json --method linear")
+    assert "twice" not in command("apply again.json once.npz -o again.npz").err
+
+
 # --- tables: what is not replaced stays as it was ---
 
 

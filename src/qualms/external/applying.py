@@ -199,6 +199,11 @@ def _doubts(
 ) -> tuple[str, ...]:
     """Say what does not fit the calibration."""
     remarks = list(ensemble.remarks)
+    if ensemble.has_stated_spread and not document.stated:
+        remarks.append(
+            f"The members have the spread that {ensemble.target}_uncertainty states: if they are "
+            "calibrated already, they are now so twice."
+        )
     if ensemble.n_members != document.n_members:
         remarks.append(
             f"The calibration was made for {document.n_members or 'an unknown number of'} members, "

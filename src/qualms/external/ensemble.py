@@ -54,6 +54,9 @@ class Ensemble:
         What was found under the name of the target itself, beside members; NaN where there is none.
     has_bars : bool
         Whether there are error bars beside the members.
+    has_stated_spread : bool
+        Whether the members have the spread that ``{target}_uncertainty`` states, as after a
+        calibration was applied to them.
     """
 
     target: str
@@ -75,6 +78,7 @@ class Ensemble:
     remarks: tuple[str, ...] = ()
     beside: Float64Array | None = None
     has_bars: bool = False
+    has_stated_spread: bool = False
 
     def __len__(self) -> int:
         return len(self.mean)

@@ -136,6 +136,9 @@ def _ensemble(values: Values, wanted: Wanted) -> Ensemble:
         "remarks": remarks,
         "beside": None if mean is None else mean.reshape(-1),
         "has_bars": bool(found.error_bars),
+        "has_stated_spread": _is_stated(
+            members, found.error_bars.get(f"{wanted.target}_uncertainty")
+        ),
     }
     return with_members(wanted.target, kind, members, **fields)
 
@@ -176,6 +179,17 @@ def _predictions(values: Values, target: str) -> _Found:
         f"members or error bars under one of {tried} (the error bars with a value under {target})",
         f"There are: {_known(values)}.",
     )
+
+
+def _is_stated(members: Float64Array, bars: Float64Array | None) -> bool:
+    """Whether the members (n, R) have these standard deviations, as far as they are known."""
+    if bars is None or members.shape[1] < 2:
+        return False
+    flat = bars.reshape(-1)
+    known = np.isfinite(flat) & np.isfinite(members).all(axis=1)
+    if flat.shape != (len(members),) or not known.any():
+        return False
+    return np.allclose(members[known].std(axis=1, ddof=1), flat[known], rtol=1e-6, atol=1e-8)
 
 
 def _error_bars(found: _Found) -> tuple[Float64Array, tuple[str, ...]]:
