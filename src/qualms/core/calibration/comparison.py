@@ -130,16 +130,8 @@ def cross_validate(
     for done, method in enumerate(methods, start=1):
         try:
             fitted[method] = _fitted(data, method, kinds, codes)
-            parts[method] = tuple(
-                _fitted(
-                    data.some(~out),
-                    method,
-                    None if kinds is None else kinds[~out],
-                    codes[~out],
-                    fitted[method],
-                )
-                for out in folds
-            )
+            near = fitted[method]
+            parts[method] = tuple(_fitted(data, method, kinds, codes, out, near) for out in folds)
             densities[method] = _left_out_densities(data, parts[method], folds, kinds)
         except CalibrationError as error:
             failures[method] = str(error)
@@ -191,14 +183,17 @@ def _fitted(
     method: str,
     kinds: StrArray | None,
     codes: IntArray,
+    left_out: BoolArray | None = None,
     near: GroupedCalibration | None = None,
 ) -> GroupedCalibration:
     """Fit a method, with a factor for each kind of points if there are kinds."""
+    if left_out is not None:
+        data, codes = data.some(~left_out), codes[~left_out]
+        kinds = None if kinds is None else kinds[~left_out]
     if kinds is not None:
         return fit_grouped(data, method, kinds, clusters=codes, near=near)
-    return GroupedCalibration(
-        fit_calibration(data, method, None if near is None else near.overall), {}
-    )
+    overall = None if near is None else near.overall
+    return GroupedCalibration(fit_calibration(data, method, overall), {})
 
 
 def _left_out_densities(
