@@ -88,14 +88,17 @@ def _few_members(
     c = int(np.median(data.n_members))
     if not has_members or calibration.method not in ("linear", "power") or c >= _FEW_MEMBERS:
         return
-    if c > 3:
+    better = "student" if calibration.method == "linear" else "shrinkage"
+    if calibration.method == "power":
+        how = "noise makes γ smaller than it is, and α is not that of the truth"
+    elif c > 3:
         excess = np.sqrt((c - 1) / (c - 3))
         how = f"even of perfect data α comes out {excess:.3g} times too large or more"
     else:
         how = "α grows with the number of points, without a limit"
     yield (
         f"{calibration.method} takes the spread of {c} members for exact, and it is not: {how}. "
-        "student and shrinkage know how noisy it is."
+        f"{better} knows how noisy it is."
     )
 
 
