@@ -1,7 +1,5 @@
 """Confidence intervals of α and γ, which method, and factors of groups."""
 
-import itertools
-
 import numpy as np
 import pytest
 
@@ -13,6 +11,7 @@ from qualms.core.calibration import (
     confidence_intervals,
     cross_validate,
     fit_calibration,
+    fit_grouped,
     fit_groups,
 )
 from qualms.core.calibration.comparison import make_folds
@@ -21,43 +20,79 @@ from qualms.errors import CalibrationError, InputError
 ALPHA, GAMMA = 1.7, 1.3
 
 
-def committee_data(rng, method, n, n_members, alpha=ALPHA, gamma=GAMMA):
-    """Points that are distributed as the method assumes."""
+def known_spread_data(rng, method, n, n_members, alpha=ALPHA, gamma=GAMMA):
+    """Points whose true spread is known, which linear and power take every spread for."""
     s = np.exp(rng.normal(-1.0, 0.5, size=n))
-    if method in ("linear", "power"):
-        # These take the observed spread for the true one.
-        gamma = gamma if method == "power" else 1.0
-        z = alpha * s**gamma * rng.normal(size=n)
-        return CalibrationData(z, s, np.full(n, n_members), np.ones(n))
-    gamma = gamma if method == "shrinkage" else 1.0
+    z = alpha * s ** (gamma if method == "power" else 1.0) * rng.normal(size=n)
+    return CalibrationData(z, s, np.full(n, n_members), np.ones(n))
+
+
+def member_data(rng, method, n, n_members, alpha=ALPHA, gamma=GAMMA):
+    """Points with members, whose spread is one of a sample."""
+    s = np.exp(rng.normal(-1.0, 0.5, size=n))
     members = s[:, None] * rng.normal(size=(n, n_members))
-    return calibration_data(alpha * s**gamma * rng.normal(size=n), members)
+    power = gamma if method == "shrinkage" else 1.0
+    return calibration_data(alpha * s**power * rng.normal(size=n), members)
+
+
+def committee_data(rng, method, n, n_members):
+    """Points that are distributed as the method assumes."""
+    made = known_spread_data if method in ("linear", "power") else member_data
+    return made(rng, method, n, n_members)
+
+
+def fractions_inside(method, data_of, alpha=ALPHA, gamma=GAMMA, n_repeats=200):
+    """Return how often α and γ lie within their 95 % intervals."""
+    inside = np.zeros((n_repeats, 2))
+    for seed in range(n_repeats):
+        data = data_of(np.random.default_rng([seed, len(method)]))
+        intervals = confidence_intervals(fit_calibration(data, method), data)
+        pairs = ((alpha, intervals.alpha), (gamma, intervals.gamma))
+        inside[seed] = [lower <= truth <= upper for truth, (lower, upper) in pairs]
+    return inside.mean(axis=0)
 
 
 @pytest.mark.parametrize(
     ("method", "n_members"),
     [
-        *itertools.product(["linear", "power", "student"], [3, 8, 64]),
+        *(("student", c) for c in (3, 8, 64)),
         ("shrinkage", 8),
         *(pytest.param("shrinkage", c, marks=pytest.mark.slow) for c in (3, 64)),
     ],
 )
 def test_the_truth_lies_within_the_interval_as_often_as_it_says(method, n_members):
-    n_repeats = 200
-    inside = np.zeros((n_repeats, 2), dtype=bool)
-    for seed in range(n_repeats):
-        data = committee_data(np.random.default_rng([seed, n_members]), method, 400, n_members)
-        calibration = fit_calibration(data, method)
-        intervals = confidence_intervals(calibration, data)
-        gamma = GAMMA if calibration.n_parameters > 1 else 1.0
-        inside[seed] = [
-            lower <= truth <= upper
-            for truth, (lower, upper) in ((ALPHA, intervals.alpha), (gamma, intervals.gamma))
-        ]
-    assert np.all(inside.mean(axis=0) >= 0.90)
-    assert np.all((inside.mean(axis=0) <= 0.99) | (inside.mean(axis=0) == 1.0))
-    if calibration.n_parameters > 1:
-        assert inside[:, 1].mean() < 1.0
+    """Of real committees, for the methods that know that these are finite."""
+    gamma = GAMMA if method == "shrinkage" else 1.0
+    found = fractions_inside(
+        method, lambda rng: member_data(rng, method, 400, n_members), gamma=gamma
+    )
+    assert np.all(found >= 0.90)
+    assert found[0] <= 0.99
+    assert (found[1] < 1.0) == (method == "shrinkage")
+
+
+@pytest.mark.parametrize(("method", "gamma"), [("linear", 1.0), ("power", GAMMA)])
+def test_the_truth_lies_within_the_interval_if_the_spread_is_known(method, gamma):
+    """As of error bars without noise, or of very many members."""
+    found = fractions_inside(
+        method, lambda rng: known_spread_data(rng, method, 400, 2), gamma=gamma
+    )
+    assert np.all(found >= 0.90)
+    assert found[0] <= 0.99
+
+
+@pytest.mark.parametrize("n_members", [8, 16, 64])
+def test_linear_estimates_its_own_limit_rather_than_the_truth(n_members):
+    """Of c members v₀ tends to the mean of z²/ŝ², a t distribution's: (α² + 1/c)(c − 1)/(c − 3)."""
+    c = n_members
+    limit = np.sqrt((ALPHA**2 + 1 / c) * (c - 1) / (c - 3))
+
+    def data_of(rng):
+        return member_data(rng, "linear", 400, c)
+
+    assert fractions_inside("linear", data_of, alpha=limit, gamma=1.0)[0] >= 0.90
+    truth = fractions_inside("linear", data_of, gamma=1.0)[0]
+    assert truth < 0.9 if c < 64 else truth > 0.8
 
 
 @pytest.mark.parametrize("method", ["linear", "power", "student"])
@@ -182,6 +217,57 @@ def test_groups_that_do_not_differ_get_factors_of_one():
         grouped = fit_groups(data, fit_calibration(data, "linear"), labels)
         close += all(abs(np.log(g.factor)) < 0.05 for g in grouped.groups.values())
     assert close >= 16
+
+
+def different_groups(seed, n=1000):
+    """Points whose true γ is one, in four groups of very different errors."""
+    rng = np.random.default_rng(seed)
+    labels = np.array(["a", "b", "c", "d"])[np.arange(n) % 4]
+    factors = np.array([1.0, 1.0, 3.0, 0.5])[np.arange(n) % 4]
+    s = np.exp(rng.normal(-2, 0.5, size=n))
+    members = s[:, None] * rng.normal(size=(n, 8))
+    return calibration_data(2 * factors * s * rng.normal(size=n), members), labels
+
+
+def test_groups_do_not_distort_what_they_have_in_common():
+    for seed in range(2):
+        (data, labels), (new, _) = different_groups(seed), different_groups(seed + 10)
+        found = {m: fit_grouped(data, m, labels) for m in ("student", "shrinkage")}
+        shrinkage = found["shrinkage"]
+        low, high = confidence_intervals(shrinkage.overall, shrinkage.common(data, labels)).gamma
+        assert low < 1.0 < high < low + 0.4
+        # It was taken for another power of the spread before, with an interval that excludes one.
+        assert fit_calibration(data, "shrinkage").gamma > 1.2
+        point = (new.residuals, new.spread, new.n_members, labels)
+        likely = {method: np.mean(one.log_density(*point)) for method, one in found.items()}
+        assert likely["shrinkage"] > likely["student"]
+        factors = shrinkage.factors(["a", "b", "c", "d"])
+        np.testing.assert_allclose(factors / factors[0], [1, 1, 3, 0.5], rtol=0.15)
+        assert np.mean(np.log(factors)) == pytest.approx(0, abs=0.01)
+
+
+def test_a_grouped_density_is_one():
+    data, labels = different_groups(0, n=200)
+    grouped = fit_grouped(data, "student", labels)
+    z = np.linspace(-60, 60, 200_001)
+    density = grouped.log_density(z, np.full_like(z, 0.2), 8, np.full(z.shape, "c"))
+    assert np.trapezoid(np.exp(density), z) == pytest.approx(1, abs=1e-4)
+    densities = grouped.log_density(data.residuals, data.spread, data.n_members, labels)
+    assert grouped.overall.log_likelihood == pytest.approx(densities.mean())
+
+
+def test_methods_are_compared_with_their_factors():
+    data, labels = different_groups(1, n=600)
+    methods = ["student", "shrinkage"]
+    alone = cross_validate(data, methods)
+    grouped = cross_validate(data, methods, labels=labels)
+    for one in grouped.candidates:
+        assert set(one.grouped.groups) == {"a", "b", "c", "d"}
+        assert one.log_likelihood > alone.candidates[0].log_likelihood + 0.1
+    assert alone.candidates[0].grouped is None
+    # Shrinkage is ahead for what it knows, not for a tail that factors explain.
+    assert grouped.candidates[0].calibration.method == "shrinkage"
+    assert grouped.candidates[0].calibration.gamma == pytest.approx(1.0, abs=0.2)
 
 
 def test_grouped_members_have_the_grouped_spread():

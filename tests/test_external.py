@@ -22,8 +22,8 @@ from qualms.external import (
     read_ensemble,
 )
 from qualms.external.calibrating import ERROR_BAR_METHODS
-from qualms.external.columns import read_columns, write_columns
 from qualms.external.ensemble import with_members
+from qualms.external.tables import read_columns, write_columns
 
 R = 6
 FACTORS = {"H": 0.7, "C": 1.4, "N": 1.0, "O": 2.0}
@@ -242,7 +242,9 @@ def test_elements_get_factors_of_their_own(workplace):
 
 def doubts(y, **arrays):
     np.savez("doubt.npz", REF_e=y, **arrays)
-    return " ".join(calibrate_ensemble(read_ensemble("doubt.npz", "e"), "linear").remarks)
+    ensemble = read_ensemble("doubt.npz", "e")
+    method = "linear" if ensemble.members is None else "student"
+    return " ".join(calibrate_ensemble(ensemble, method).remarks)
 
 
 def test_what_looks_wrong_is_said(workplace):
@@ -261,7 +263,82 @@ def test_what_looks_wrong_is_said(workplace):
     units = doubts(27.2114 * (mu + s * z) - 26.2114 * mu, e_ensemble=members)
     assert "units" not in units  # a factor of 27 alone may be overconfidence
     assert "units the same (eV and meV" in doubts(mu + 1000 * s * z, e_ensemble=members)
+    assert "(eV and meV" in doubts(mu + 2000 * s * z, e_ensemble=members)
     assert "on average" in doubts(mu + s * z + 3.0, e_ensemble=members)
+    assert "(eV and meV: 1000)" in doubts(mu + s * z, e_ensemble=1000 * members)
+
+
+def error_bars(seed, n_members, alpha, tau, n=300):
+    """Means, error bars and truths of a committee, to be doubted."""
+    rng = np.random.default_rng(seed)
+    s = np.exp(rng.normal(-4, tau, size=n))
+    members = s[:, None] * rng.normal(size=(n, n_members))
+    return members.mean(axis=1), members.std(axis=1, ddof=1), alpha * s * rng.normal(size=n)
+
+
+@pytest.mark.parametrize("n_members", [4, 8, 64])
+@pytest.mark.parametrize("alpha", [1.0, 2.0, 5.0])
+@pytest.mark.parametrize("tau", [0.3, 0.6])
+def test_variances_are_told_from_standard_deviations(workplace, n_members, alpha, tau):
+    """Noise in the spread of few members makes honest error bars look like roots."""
+    for seed in range(3):
+        mean, std, y = error_bars(seed, n_members, alpha, tau)
+        assert "variances" in doubts(y, e=mean, e_uncertainty=std**2)
+        assert "variances" not in doubts(y, e=mean, e_uncertainty=std)
+
+
+def test_a_wrong_label_is_named(workplace):
+    frames = structures(60)
+    frames[17].info["REF_energy"] += 1e3
+    frames[5].arrays["REF_forces"][2, 1] -= 1e4
+    write("p.xyz", frames)
+    said = command("calibrate p.xyz --target energy -o e.json --report e.html")
+    assert "1 of 60 structures is far off" in said.err
+    assert re.search(r"structure 17 \([\d.e+]+ error bars\)", said.err)
+    assert "but not for 1 of 60 points" in " ".join(said.out.split())
+    assert 'class="verdict doubtful"' in Path("e.html").read_text()
+    said = command("calibrate p.xyz --target forces -o f.json --method student")
+    assert "structure 5, atom 2, component 1 (" in said.err
+    frames = structures(60)
+    write("p.xyz", frames)
+    assert "far off" not in command("calibrate p.xyz --target forces -o g.json").err
+
+
+def test_structures_are_counted_in_a_verdict_rather_than_their_atoms(workplace):
+    write("p.xyz", structures(6))
+    said = command("calibrate p.xyz --target forces -o c.json --method student").out
+    assert "Too few structures to judge the error bars" in said
+
+
+@pytest.mark.parametrize(("n_members", "words"), [(3, "without a limit"), (5, "1.41 times too")])
+def test_few_members_are_too_few_for_some_methods(workplace, n_members, words):
+    rng = np.random.default_rng(0)
+    members, y = rng.normal(size=(200, n_members)), rng.normal(size=200)
+    np.savez("p.npz", e_ensemble=members, REF_e=y)
+    ensemble = read_ensemble("p.npz", "e")
+    for method in ("linear", "power", "student"):
+        said = " ".join(calibrate_ensemble(ensemble, method).remarks)
+        assert (words in said) == (method == "linear")
+        assert ("noise makes γ smaller" in said) == (method == "power")
+    np.savez("p.npz", e_ensemble=rng.normal(size=(200, 16)), REF_e=y)
+    assert "exact" not in " ".join(
+        calibrate_ensemble(read_ensemble("p.npz", "e"), "linear").remarks
+    )
+
+
+@pytest.mark.parametrize("n", [10, 20, 100])
+def test_a_good_spread_is_not_called_useless(workplace, n):
+    """What few points cannot tell is said to be so."""
+    untold = 0
+    for seed in range(40):
+        mean, std, y = error_bars(seed, 8, 2.0, 0.6, n=n)
+        said = doubts(y, e=mean, e_uncertainty=std)
+        assert "nothing about" not in said
+        untold += "cannot be told" in said
+    assert untold > 10 if n == 10 else untold < 30
+    rng = np.random.default_rng(0)
+    useless = doubts(rng.normal(size=1000), e=np.zeros(1000), e_uncertainty=rng.random(1000) + 0.1)
+    assert "says nothing" in useless
 
 
 # --- bad input ---
@@ -503,6 +580,32 @@ def test_a_report_of_an_ensemble(workplace):
     assert not Path("d.json").exists()
 
 
+def test_the_worst_forces_are_named_by_component(workplace):
+    frames = structures(30)
+    frames[5].arrays["REF_forces"][2, 1] -= 100
+    write("p.xyz", frames)
+    command("calibrate p.xyz --target forces -o c.json --method student --report r.html")
+    page = Path("r.html").read_text()
+    first = re.search(r"<tbody>\n<tr>.*?</tr>", page[page.index("Largest errors for") :]).group()
+    assert "<td>2 " in first
+    assert "<td>y</td>" in first
+
+
+def test_a_report_says_what_the_terminal_says(workplace):
+    write("p.xyz", structures(60))
+    options = "--target forces --by element --method student"
+    command(f"calibrate p.xyz {options} -o c.json --report r.html")
+    page = Path("r.html").read_text()
+    for words in ("Methods on points left out", "ΔBIC", "Factors by group", "alone", "shrinkage"):
+        assert words in page
+    groups = read_calibration("c.json").groups
+    for symbol, group in groups.items():
+        assert f'<tr><th scope="row">{symbol}</th><td>{group.n_points}</td>' in page
+        assert f"<td>{group.factor:.3f}</td>" in page
+    assert "a factor for each element" in page
+    assert 'href="#factors-by-group"' in page
+
+
 def test_forces_are_applied_by_element(workplace):
     write("old.xyz", structures(200))
     ended = command("calibrate old.xyz --target forces --by element -o forces.json --json")
@@ -585,7 +688,7 @@ def test_predictions_of_a_model_are_calibrated_again_and_judged(workplace, molec
     [
         ("calibrate p.xyz --target enrgy -o c.json", "energy_comm"),
         ("calibrate p.xyz --target energy --reference truth -o c.json", "REF_energy"),
-        ("calibrate p.xyz --target energy --by element -o c.json", "config_type|REF_energy"),
+        ("calibrate p.xyz --target energy --by element -o c.json", "needs a property of atoms"),
         ("calibrate p.xyz --target energy --method best -o c.json", "one of auto"),
         ("calibrate p.xyz --target energy -o here.json", "--force"),
         ("calibrate p.xyz --target energy -o p.xyz --force", "another file"),

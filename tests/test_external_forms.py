@@ -13,8 +13,8 @@ from atomistic_fixtures import ENERGY, qualms
 from qualms.atomistic.structures import read_frames
 from qualms.errors import CalibrationError, InputError
 from qualms.external import calibrate_ensemble, read_calibration, read_ensemble
-from qualms.external.columns import read_columns, write_columns
 from qualms.external.components import find_layout
+from qualms.external.tables import read_columns, write_columns
 
 AXES = "xyz"
 
@@ -334,7 +334,12 @@ def test_a_mask_of_another_name_and_one_that_leaves_too_few(workplace):
     command("apply c.json p.npz -o out.npz --absent unseen")
     absent[:7] = np.arange(10) < 2
     np.savez("few.npz", e_ensemble=np.nan_to_num(members), e_absent=absent)
-    assert "7 structures that fewer than 3 members" in refused("apply c.json few.npz -o o.npz")
+    said = command("apply c.json few.npz -o o.npz").err
+    assert "7 structures that fewer than 3 members had not seen: NaN is written" in said
+    found = np.load("o.npz")
+    for key in ("e", "e_uncertainty", "e_ensemble"):
+        assert np.isnan(found[key][:7]).all()
+        assert np.isfinite(found[key][7:]).all()
 
 
 def test_negative_error_bars_have_a_message_of_their_own(workplace):
@@ -345,9 +350,11 @@ def test_negative_error_bars_have_a_message_of_their_own(workplace):
     np.savez("n.npz", e=mean, e_uncertainty=np.where(np.arange(200) < 1, -std, std))
     assert "1 negative value cannot" in refused("apply c.json n.npz -o out.npz")
     np.savez("n.npz", e=np.where(np.arange(200) < 2, np.nan, mean), e_uncertainty=std)
-    message = refused("apply c.json n.npz -o out.npz")
+    message = command("apply c.json n.npz -o out.npz").err
     assert "2 structures with NaN" in message
     assert "negative" not in message
+    np.savez("n.npz", e=np.full(200, np.nan), e_uncertainty=std)
+    assert "200 structures with NaN" in refused("apply c.json n.npz -o out2.npz")
 
 
 # --- calibrations in evaluations ---
@@ -365,6 +372,47 @@ def test_a_calibration_that_was_fitted_to_the_test_set_is_noticed(
     assert "about 100% have the label of a point here" in same
     other = json.loads(command("evaluate model.safetensors b.xyz --calibration c.json --json").out)
     assert other["remarks"] == ["c.json (linear): fitted to 60 points."]
+
+
+def test_a_calibration_by_groups_judges_a_model(workplace, molecules, energy_model):
+    """Factors of one change nothing, factors of two double the error bars."""
+    energy_model.save("model.safetensors")
+    frames = [atoms.copy() for atoms in molecules[60:]]
+    for i, atoms in enumerate(frames):
+        atoms.info["config_type"] = ["calm", "wild"][i % 2]
+    ase.io.write("a.xyz", frames[:60], format="extxyz")
+    ase.io.write("b.xyz", frames[60:], format="extxyz")
+    command("predict model.safetensors a.xyz --ensemble -o p.xyz")
+    options = f"--target {ENERGY} --method linear"
+    command(f"calibrate p.xyz {options} -o all.json")
+    command(f"calibrate p.xyz {options} --by config_type -o groups.json")
+    content = json.loads(Path("groups.json").read_text())
+    assert {*content["groups"]} == {"calm", "wild"}
+    for factor in (1.0, 2.0):
+        content |= {"parameters": json.loads(Path("all.json").read_text())["parameters"]}
+        for group in content["groups"].values():
+            group["factor"] = factor
+        Path("twice.json").write_text(json.dumps(content))
+        scores = {}
+        for name in ("all", "twice"):
+            ended = command(f"evaluate model.safetensors b.xyz --calibration {name}.json --json")
+            rows = {row["name"]: row for row in json.loads(ended.out)["scores"]}
+            scores[name] = rows[f"{name}.json (linear)"]["sharpness"]
+        assert scores["twice"] == pytest.approx(factor * scores["all"])
+    command("report model.safetensors b.xyz --calibration twice.json -o r.html")
+    page = Path("r.html").read_text()
+    assert "twice.json (linear)</th>" in page
+    assert "twice.json (linear): fitted to 60 points." in page
+    del content["groups"]["wild"]
+    Path("twice.json").write_text(json.dumps(content))
+    said = command("evaluate model.safetensors b.xyz --calibration twice.json").out
+    assert "without a factor: wild" in said
+    for atoms in frames:
+        del atoms.info["config_type"]
+    ase.io.write("c.xyz", frames[60:], format="extxyz")
+    assert "structures with a config_type" in refused(
+        "evaluate model.safetensors c.xyz --calibration groups.json"
+    )
 
 
 def test_a_calibration_of_error_bars_counts_no_members(workplace, molecules, energy_model):
@@ -454,6 +502,20 @@ def test_a_constant_error_bar_tells_no_exponent(workplace):
     ended = command("calibrate p.npz --target e -o c.json --method power")
     assert "γ = 1.000 (cannot be told" in ended.out
     assert set(json.loads(Path("c.json").read_text())["intervals"]) == {"alpha"}
+
+
+@pytest.mark.parametrize("n", [3, 5, 10])
+def test_few_points_have_an_interval_whatever_the_method(workplace, n):
+    rng = np.random.default_rng(n)
+    members = rng.normal(size=(n, 8))
+    np.savez("p.npz", e_ensemble=members, REF_e=members.mean(axis=1) + rng.normal(size=n))
+    for method, names in (("none", []), ("linear", ["alpha"]), ("student", ["alpha"])):
+        ended = command(f"calibrate p.npz --target e -o c.json --method {method} --force")
+        assert f"Only {n} independent points: " in ended.err
+        assert "between" in ended.err
+        content = json.loads(Path("c.json").read_text())
+        assert [*content["intervals"]] == names
+        assert ("by student, α = " in ended.out or "by linear, α = " in ended.out) == (not names)
 
 
 def test_numbers_and_words_agree(workplace):

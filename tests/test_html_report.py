@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from qualms import InputError, Prediction, calibrate, score
 from qualms.cli.report import report
 from qualms.core.calibration import LinearCalibration
+from qualms.core.outliers import far_points
 from qualms.core.score_intervals import bootstrap_scores
 from qualms.report import Judged, interval_records, interval_table, write_report
 from qualms.report import structure_map as maps
@@ -177,6 +178,53 @@ def test_verdict_of_few_points_says_so():
     verdict = make_page(judged(12)).verdict
     assert verdict.grade == "unknown"
     assert verdict.sentence.startswith("Too few points")
+
+
+@pytest.mark.usefixtures("quick")
+def test_verdict_counts_structures():
+    y, raw = committee(300, n_members=64)
+    few = judged(300, y=y, prediction=raw, frames=None, structure=np.arange(300) % 5)
+    verdict = make_page(few).verdict
+    assert verdict.grade == "unknown"
+    assert verdict.sentence.startswith("Too few structures")
+
+
+@pytest.mark.usefixtures("quick")
+def test_verdict_names_a_point_that_is_far_off():
+    y, raw = committee(300, n_members=64)
+    y[7] += 1e6
+    verdict = make_page(judged(300, y=y, prediction=raw)).verdict
+    assert verdict.grade == "doubtful"
+    assert "hold, but not for 1 of 300 points" in verdict.sentence
+    assert "1 point far off: structure 7 by " in verdict.details[0]
+
+
+@pytest.mark.usefixtures("quick")
+def test_verdict_is_rough_if_the_interval_excludes_the_claim():
+    y, raw = committee(4000, spread=1.09, n_members=64)
+    verdict = make_page(judged(4000, y=y, prediction=raw, frames=None)).verdict
+    assert verdict.sentence.startswith("The error bars hold roughly: 7")
+
+
+@pytest.mark.usefixtures("quick")
+def test_verdict_of_few_points_does_not_say_that_error_bars_are_useless():
+    details = ""
+    for seed in range(5):
+        y, raw = committee(8, seed=seed)
+        scores = bootstrap_scores(y, raw.mean, raw.std)
+        details += " ".join(judge(judged(8, y=y, prediction=raw), scores).details)
+    assert "cannot be told from so few points" in details
+    assert "hardly tell" not in details
+
+
+def test_no_honest_point_is_far_off():
+    """Not even those of few members, whose spread is often far too small."""
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        s = np.exp(rng.normal(size=2000))
+        members = s[:, None] * rng.normal(size=(2000, 4))
+        z = s * rng.normal(size=2000) - members.mean(axis=1)
+        assert len(far_points(z, 1.7 * members.std(axis=1, ddof=1))) <= 1
 
 
 @pytest.mark.usefixtures("quick")
@@ -562,7 +610,7 @@ def test_command_of_atoms_prints_json(command, shift_model, molecules):
     document = json.loads(ended.stdout)
     n_hydrogens = sum(int(np.sum(atoms.numbers == 1)) for atoms in frames)
     assert document["n_points"] == n_hydrogens - 1
-    assert document["verdict"]["grade"] in ("hold", "small", "large", "unknown")
+    assert document["verdict"]["grade"] in ("hold", "doubtful", "small", "large", "unknown")
     assert any("1 without a label" in remark for remark in document["remarks"])
     data = json.loads(gzip.decompress(Path("report.chemiscope.json.gz").read_bytes()))
     centers = {(e["structure"], e["center"]) for e in data["environments"]}

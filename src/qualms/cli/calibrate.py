@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from ase import Atoms
+from rich.table import Table
 
 from qualms.atomistic.progress import Stages
 from qualms.cli.console import Terminal
@@ -75,7 +76,7 @@ def calibrate(
         terminal.warn(remark)
     title = f"{target}: {predictions.name}, {ensemble.counted(len(calibrated.std))}"
     frames = source if isinstance(source, list) else None
-    judged = _judged(calibrated, frames, title, units)
+    judged = _judged(calibrated, frames, title, units, by)
     written = [output]
     if report is None:
         intervals, verdict = judge_scores(judged, seed=seed or 0)
@@ -86,13 +87,11 @@ def calibrate(
     parts: list[Any] = [
         _parameters(calibrated),
         calibrated.reason[0].upper() + calibrated.reason[1:],
-        comparison_table(calibrated.comparison, title="Methods on points left out"),
+        *_tables(calibrated, by, titles=True).values(),
         interval_table(intervals, units=units, title=title),
         verdict.sentence,
         f"({_how_after(calibrated)})",
     ]
-    if calibrated.grouped is not None:
-        parts.insert(3, factor_table(calibrated.grouped, by or "", title="Factors by group"))
     further = {
         "comparison": comparison_records(calibrated.comparison),
         "score_intervals": interval_records(intervals),
@@ -102,8 +101,22 @@ def calibrate(
     terminal.say(f"Wrote {', '.join(map(str, written))}.")
 
 
+def _tables(calibrated: Calibrated, by: str | None, *, titles: bool = False) -> dict[str, Table]:
+    """Return how methods compare, and the factors of groups, by heading; if wanted, with it."""
+    methods, factors = "Methods on points left out", "Factors by group"
+    tables = {methods: comparison_table(calibrated.comparison, title=methods if titles else "")}
+    if calibrated.grouped is not None:
+        title = factors if titles else ""
+        tables[factors] = factor_table(calibrated.grouped, by or "", title=title)
+    return tables
+
+
 def _judged(
-    calibrated: Calibrated, frames: Sequence[Atoms] | None, title: str, units: str
+    calibrated: Calibrated,
+    frames: Sequence[Atoms] | None,
+    title: str,
+    units: str,
+    by: str | None,
 ) -> Judged:
     """Return what a report needs to know."""
     ensemble, after = calibrated.points.ensemble, _how_after(calibrated)
@@ -115,8 +128,15 @@ def _judged(
         prediction=calibrated.prediction,
         frames=frames,
         structure=ensemble.structure,
-        atom=None if ensemble.kind == "structure" else ensemble.atom,
-        facts={"calibration": _parameters(calibrated), "chosen": calibrated.reason},
+        atom=ensemble.atom if ensemble.per_atom else None,
+        component=ensemble.component,
+        tables=_tables(calibrated, by),
+        facts={
+            "predictions": _what_it_is(ensemble),
+            "calibration": _parameters(calibrated),
+            "chosen": calibrated.reason,
+            **({} if by is None else {"groups": f"a factor for each {by}"}),
+        },
         remarks=(*calibrated.remarks, f"{after[0].upper()}{after[1:]}."),
         n_members=ensemble.n_members or 0,
     )
@@ -139,7 +159,8 @@ def _what_it_is(ensemble: Ensemble) -> str:
 def _parameters(calibrated: Calibrated) -> str:
     calibration, intervals = calibrated.calibration, calibrated.intervals
     if calibration.n_parameters == 0:
-        return f"{calibration.method}: the error bars as they are."
+        scale = f" A scale: {calibrated.scale}." if calibrated.scale is not None else ""
+        return f"{calibration.method}: the error bars as they are.{scale}"
     text = (
         f"{calibration.method}: α = {calibration.alpha:.4g} "
         f"({intervals.alpha[0]:.4g} to {intervals.alpha[1]:.4g})"

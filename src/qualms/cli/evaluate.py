@@ -15,12 +15,9 @@ from qualms.atomistic.progress import Stages
 from qualms.atomistic.structures import read_frames
 from qualms.cli.console import Terminal
 from qualms.cli.options import Json, Model, Quiet, Threads
-from qualms.errors import InputError, counted
-from qualms.external.calibration_file import CalibrationDocument, read_calibration
+from qualms.errors import counted
+from qualms.external.for_models import calibration_for
 from qualms.report.tables import score_records, score_table
-
-#: Labels may be alike by chance.
-_BY_CHANCE = 0.1
 
 
 def evaluate(
@@ -43,11 +40,15 @@ def evaluate(
     loaded = AtomisticModel.load(model, threads=threads)
     frames = read_frames(test)
     held_out = None if validation is None else read_frames(validation)
-    further = {} if calibration is None else _further(calibration, loaded)
+    further = [] if calibration is None else [calibration_for(calibration, loaded, frames)]
     evaluation = evaluate_model(
-        loaded, frames, held_out, calibrations=further, stages=Stages(terminal.progress())
+        loaded,
+        frames,
+        held_out,
+        calibrations={one.name: one for one in further},
+        stages=Stages(terminal.progress()),
     )
-    remarks = [r for pair in further.items() for r in _remarks(*pair, loaded, evaluation)]
+    remarks = [remark for one in further for remark in one.remarks(evaluation)]
     if evaluation.n_unlabelled:
         terminal.say(f"{evaluation.n_unlabelled} without a label are skipped.")
     table = score_table(
@@ -92,34 +93,3 @@ def _forces_document(model: AtomisticModel, of_forces: Evaluation) -> dict[str, 
         "scores": score_records(of_forces.rows),
     }
     return {"forces": document}
-
-
-def _further(path: Path, model: AtomisticModel) -> dict[str, CalibrationDocument]:
-    """Read a calibration and see that it is one of what the model predicts."""
-    document = read_calibration(path)
-    kind = "atom" if model.fitted.per_atom else "structure"
-    if document.kind != kind or document.by is not None:
-        given = f"one of {document.kind}s" + (f", by {document.by}" if document.by else "")
-        raise InputError("--calibration", given, f"one of all {kind}s, not by groups")
-    if document.target != model.settings.target:
-        raise InputError("--calibration", f"one of {document.target}", model.settings.target)
-    return {f"{path.name} ({document.method})": document}
-
-
-def _remarks(
-    name: str, document: CalibrationDocument, model: AtomisticModel, evaluation: Evaluation
-) -> list[str]:
-    """Say what a calibration was fitted to, and if it may have been these very points."""
-    n_points = document.parameters.get("n_points", "an unknown number of")
-    remarks = [f"{name}: fitted to {n_points} points."]
-    seen = document.seen(evaluation.labels)
-    if seen > _BY_CHANCE:
-        remarks = [
-            f"{name}: fitted to {n_points} points, of which about {seen:.0%} have the label of a "
-            "point here. If they are the same points, its scores are too good."
-        ]
-    n_members = model.settings.n_members
-    if document.n_members != n_members:
-        given = f"{document.n_members} members" if document.n_members else "error bars alone"
-        remarks.append(f"{name}: made of {given}, and the model has {n_members} members.")
-    return remarks

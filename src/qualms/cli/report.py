@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from qualms.atomistic.structures import read_frames
 from qualms.cli.console import Terminal
 from qualms.cli.options import Force, Json, Model, Quiet, Threads
 from qualms.core.typing import Float64Array
+from qualms.external.for_models import calibration_for
 from qualms.report import Judged, check_report, interval_records, interval_table
 from qualms.report.page import make_page
 from qualms.report.writing import write_page
@@ -32,6 +34,10 @@ def report(
         Path | None,
         typer.Option(help="Labelled structures to fit the calibrations that are not internal to."),
     ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="Calibration of the model's predictions, by `qualms calibrate`."),
+    ] = None,
     threads: Threads = None,
     force: Force = False,
     quiet: Quiet = False,
@@ -40,13 +46,22 @@ def report(
     """Judge a model in one HTML file: verdict, scores, figures, and a map of the structures."""
     terminal = Terminal(quiet=quiet, as_json=as_json)
     for path in check_report(output, force=force):
-        refuse_input(path, model, test, validation)
+        refuse_input(path, model, test, validation, calibration)
     loaded = AtomisticModel.load(model, threads=threads)
     frames = read_frames(test)
     held_out = None if validation is None else read_frames(validation)
-    evaluation = evaluate_model(loaded, frames, held_out, stages=Stages(terminal.progress()))
+    further = [] if calibration is None else [calibration_for(calibration, loaded, frames)]
+    evaluation = evaluate_model(
+        loaded,
+        frames,
+        held_out,
+        calibrations={one.name: one for one in further},
+        stages=Stages(terminal.progress()),
+    )
     title = f"{loaded.settings.target}: {model.name} on {test.name}"
-    page = make_page(judged_by(loaded, frames, evaluation, title=title))
+    judged = judged_by(loaded, frames, evaluation, title=title)
+    remarks = [remark for one in further for remark in one.remarks(evaluation)]
+    page = make_page(replace(judged, remarks=(*judged.remarks, *remarks)))
     written = write_page(page, output, force=force)
     for remark in page.remarks:
         terminal.say(remark)

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from ase import Atoms
-from ase.stress import voigt_6_to_full_3x3_stress
 
 from qualms.core.calibration.base import rounding_of
 from qualms.core.resampling import MIN_ABSENT, internal_prediction, stretched
-from qualms.core.typing import Float64Array, IntArray
+from qualms.core.typing import BoolArray, Float64Array, IntArray
 from qualms.errors import InputError
 from qualms.external.calibration_file import CalibrationDocument
-from qualms.external.columns import is_table, write_columns
 from qualms.external.ensemble import Ensemble, finite, refuse_negative
 from qualms.external.reading import read_ensemble
-from qualms.external.sources import ERROR_BARS, VARIANCES, read_source, with_results
+from qualms.external.sources import read_source
+from qualms.external.storing import CalibratedValues, changed_columns, references_beside, store
+from qualms.external.tables import Table, is_table
 from qualms.storage.files import atomic_output
 from qualms.storage.xyz import xyz_text
-
-#: What ASE reads and writes as matrices, and as nothing else.
-_MATRICES = ("stress", "virial")
 
 
 @dataclass(frozen=True)
@@ -56,8 +51,9 @@ def apply_calibration(
     """Write predictions again, with error bars, and members if there are any, that are calibrated.
 
     ``{target}_uncertainty`` becomes the calibrated standard deviation, ``{target}_ensemble`` (or
-    whatever the key is) the members scaled about their mean to have it. All else is copied. Where
-    members are marked that did not see a point, mean and spread are theirs.
+    whatever the key is) the members scaled about their mean to have it, ``{target}`` that mean. All
+    else is copied; references that have the name of the prediction are kept as ``REF_{target}``.
+    Where members are marked that did not see a point, mean and spread are theirs.
 
     Parameters
     ----------
@@ -88,16 +84,18 @@ def apply_calibration(
         n_components=document.n_components,
         likely_order=document.order,
     )
-    found = _calibrated(document, ensemble, members)
-    if isinstance(source, dict):
-        write_columns(output, _columns(source, ensemble, found), force=force)
+    found, remarks = _calibrated(document, ensemble, members)
+    aside = references_beside(source, ensemble, found.mean)
+    if isinstance(source, Table):
+        changes, without = changed_columns(source, ensemble, found, aside)
+        source.write(output, changes, without=without, force=force)
     else:
         ends = np.searchsorted(ensemble.structure, np.arange(len(source) + 1))
         with atomic_output(output, force=force) as stream:
             for atoms, begin, end in zip(source, ends[:-1], ends[1:], strict=True):
-                _store(atoms, ensemble, found.some(slice(int(begin), int(end))))
+                store(atoms, ensemble, found.some(slice(int(begin), int(end))), aside)
                 stream.write(xyz_text(atoms).encode())
-    return Applied(len(ensemble), ensemble.n_members, _remarks(document, ensemble))
+    return Applied(len(ensemble), ensemble.n_members, (*_kept(aside), *remarks))
 
 
 def _check_formats(predictions: Path, output: Path) -> None:
@@ -108,20 +106,10 @@ def _check_formats(predictions: Path, output: Path) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Calibrated:
-    """Mean and calibrated standard deviation (n,) of points, and members (n, R) if wanted."""
-
-    mean: Float64Array
-    std: Float64Array
-    members: Float64Array | None
-
-    def some(self, chosen: slice) -> _Calibrated:
-        members = None if self.members is None else self.members[chosen]
-        return _Calibrated(self.mean[chosen], self.std[chosen], members)
-
-
-def _calibrated(document: CalibrationDocument, ensemble: Ensemble, members: bool) -> _Calibrated:
+def _calibrated(
+    document: CalibrationDocument, ensemble: Ensemble, members: bool
+) -> tuple[CalibratedValues, tuple[str, ...]]:
+    """Return calibrated values, NaN where there are none, and what the user must know."""
     if document.kind != ensemble.kind:
         raise InputError(
             "calibration",
@@ -134,39 +122,53 @@ def _calibrated(document: CalibrationDocument, ensemble: Ensemble, members: bool
             f"made for {document.n_components} components",
             f"one for {ensemble.n_components}, as {ensemble.target} has here",
         )
-    _refuse_unusable(ensemble)
-    mean, spread, count = _committee(ensemble)
-    std = document.std(spread, count, ensemble.labels)
-    if ensemble.members is None or not members:
-        return _Calibrated(mean, std, None)
-    factor = np.divide(std, spread, out=np.zeros_like(std), where=spread > 0)
-    return _Calibrated(mean, std, stretched(ensemble.members, factor, mean))
+    usable = _usable(ensemble)
+    mean, spread, count = _committee(ensemble.some(usable.mask))
+    labels = None if ensemble.labels is None else ensemble.labels[usable.mask]
+    std = document.std(spread, count, labels)
+    found = CalibratedValues(mean, std, None)
+    if ensemble.members is not None and members:
+        factor = np.divide(std, spread, out=np.zeros_like(std), where=spread > 0)
+        stretched_members = stretched(ensemble.members[usable.mask], factor, mean)
+        found = replace(found, members=stretched_members)
+    remarks = (*usable.remarks, *_doubts(document, ensemble, spread))
+    return found.among(usable.mask), remarks
 
 
-def _refuse_unusable(ensemble: Ensemble) -> None:
-    """Refuse predictions that no error bar can be given to, and say why."""
-    bad = int(np.count_nonzero(~finite(ensemble)))
-    if bad:
-        seen = ensemble.absent is None and ensemble.members is not None
-        raise InputError(
-            ensemble.key,
-            f"{ensemble.counted(bad)} with NaN or infinite predictions",
-            "finite ones",
-            f"If members are missing that saw a point, say so under {ensemble.target}_absent."
-            if seen
-            else "",
-        )
-    if ensemble.members is None:
-        refuse_negative(ensemble)
+@dataclass(frozen=True)
+class _Usable:
+    """Which points (n,) an error bar can be given to, and why not to the others."""
+
+    mask: BoolArray
+    remarks: tuple[str, ...]
+
+
+def _usable(ensemble: Ensemble) -> _Usable:
+    """Find the predictions that an error bar can be given to; refuse if there are none."""
+    bad = ~finite(ensemble)
+    reasons = {"with NaN or infinite predictions": bad}
     if ensemble.absent is not None:
-        few = int(np.count_nonzero(ensemble.absent.sum(axis=1) < MIN_ABSENT))
-        if few:
-            raise InputError(
-                f"{ensemble.target}_absent",
-                f"{ensemble.counted(few)} that fewer than {MIN_ABSENT} members had not seen",
-                f"at least {MIN_ABSENT} such members for each",
-                "Leave those points out; or leave out the flags, if the points are new after all.",
-            )
+        few = ensemble.absent.sum(axis=1) < MIN_ABSENT
+        reasons[f"that fewer than {MIN_ABSENT} members had not seen"] = few & ~bad
+        bad = bad | few
+    counts = {why: int(np.count_nonzero(which)) for why, which in reasons.items()}
+    found = [f"{ensemble.counted(n)} {why}" for why, n in counts.items() if n]
+    hint = ""
+    if ensemble.absent is None and ensemble.members is not None and _partly(ensemble.members):
+        hint = f"If members are missing that saw a point, say so under {ensemble.target}_absent."
+    if bad.all():
+        raise InputError(ensemble.key, ", ".join(found), "finite predictions of new points", hint)
+    if ensemble.members is None:
+        refuse_negative(ensemble.some(~bad))
+    return _Usable(
+        ~bad, tuple(f"{text}: NaN is written for them. {hint}".strip() for text in found)
+    )
+
+
+def _partly(members: Float64Array) -> bool:
+    """Whether some of the members say something about a point, and others do not."""
+    known = np.isfinite(members)
+    return bool(np.any(known.any(axis=1) & ~known.all(axis=1)))
 
 
 def _committee(
@@ -186,8 +188,22 @@ def _committee(
     return internal.mean, spread, internal.n_absent
 
 
-def _remarks(document: CalibrationDocument, ensemble: Ensemble) -> tuple[str, ...]:
+def _kept(aside: Collection[str]) -> Iterator[str]:
+    if aside:
+        kept = ", ".join(f"{key} as REF_{key}" for key in sorted(aside))
+        yield f"Not predicted by these members, so kept under another name: {kept}."
+
+
+def _doubts(
+    document: CalibrationDocument, ensemble: Ensemble, spread: Float64Array
+) -> tuple[str, ...]:
+    """Say what does not fit the calibration."""
     remarks = list(ensemble.remarks)
+    if ensemble.has_stated_spread and not document.stated:
+        remarks.append(
+            f"The members have the spread that {ensemble.target}_uncertainty states: if they are "
+            "calibrated already, they are now so twice."
+        )
     if ensemble.n_members != document.n_members:
         remarks.append(
             f"The calibration was made for {document.n_members or 'an unknown number of'} members, "
@@ -198,7 +214,6 @@ def _remarks(document: CalibrationDocument, ensemble: Ensemble) -> tuple[str, ..
         if new:
             remarks.append(f"Not seen in the calibration, so without a factor: {', '.join(new)}.")
     low, high = document.spread
-    _, spread, _ = _committee(ensemble)
     typical = float(np.median(spread))
     if typical > 0 and not low / 10 < typical < 10 * high:
         remarks.append(
@@ -210,68 +225,3 @@ def _remarks(document: CalibrationDocument, ensemble: Ensemble) -> tuple[str, ..
     if zero:
         remarks.append(f"{ensemble.counted(zero)} without any spread: no error bar but zero.")
     return tuple(remarks)
-
-
-def _entries(
-    ensemble: Ensemble, stored: Container[str], found: _Calibrated
-) -> dict[str, Float64Array]:
-    """Return what is to be stored, by key, a row for each structure or atom, in its old shape.
-
-    Error bars that are `stored` under another key would contradict the new ones: they become new.
-    """
-    name, shape = ensemble.target, (-1, *ensemble.shape)
-    std = found.std.reshape(shape)
-    entries = {name: found.mean.reshape(shape), f"{name}_uncertainty": std}
-    for suffix in ERROR_BARS:
-        if f"{name}{suffix}" in stored:
-            entries[f"{name}{suffix}"] = std**2 if suffix in VARIANCES else std
-    if found.members is not None:
-        assert ensemble.layout is not None
-        entries[ensemble.key] = ensemble.layout.stored(found.members)
-    return entries
-
-
-def _columns(source: dict[str, Any], ensemble: Ensemble, found: _Calibrated) -> dict[str, Any]:
-    """Return all columns of a table, new values in the place of the old ones."""
-    columns, known = dict(source), dict(ensemble.columns)
-    old = known.get(ensemble.key, (ensemble.key,))
-    named_as_values = not old[0].startswith(ensemble.key)
-    if ensemble.members is not None and (found.members is None or named_as_values):
-        columns = {key: column for key, column in columns.items() if key not in old}
-        known.pop(ensemble.key, None)
-    # What is new is called as the components of the values that were there.
-    others = [key for key in known if key not in (ensemble.key, f"{ensemble.target}_absent")]
-    stem = others[0] if others else ""
-    endings = [name.removeprefix(stem) for name in known.get(stem, ())]
-    for key, values in _entries(ensemble, {*source, *known}, found).items():
-        flat = values.reshape(len(values), -1)
-        names = known.get(key, tuple(f"{key}{ending}" for ending in endings))
-        if key not in source and values.ndim > 1 and len(names) == flat.shape[1]:
-            columns |= {column: flat[:, i] for i, column in enumerate(names)}
-        else:
-            columns[key] = values
-    return columns
-
-
-def _store(atoms: Atoms, ensemble: Ensemble, found: _Calibrated) -> None:
-    """Put calibrated values into a structure, in the place of those that it came with."""
-    # Keys that ASE knows were read into a calculator; they belong back into the file.
-    atoms.info, arrays = with_results(atoms)
-    atoms.arrays.update(arrays)
-    atoms.calc = None
-    place = atoms.arrays if ensemble.per_atom else atoms.info
-    if found.members is None and ensemble.members is not None:
-        place.pop(ensemble.key, None)
-    for key, rows in _entries(ensemble, place, found).items():
-        place[key] = rows if ensemble.per_atom else rows[0]
-    for key in _MATRICES:
-        if key in atoms.info:
-            atoms.info[key] = _matrix(atoms.info[key])
-
-
-def _matrix(value: Any) -> Any:
-    """Return a tensor as (3, 3): ASE reads nine numbers as a matrix, and no others at all."""
-    numbers = np.asarray(value)
-    if numbers.shape == (6,):
-        return voigt_6_to_full_3x3_stress(numbers)  # type: ignore[no-untyped-call]
-    return numbers.reshape(3, 3) if numbers.shape == (9,) else value

@@ -11,17 +11,16 @@ from qualms.core.calibration import (
     METHODS,
     N_PARAMETERS,
     Calibration,
-    CalibrationData,
+    Candidate,
     Comparison,
     ConfidenceIntervals,
     GroupedCalibration,
     confidence_intervals,
     cross_validate,
-    fit_groups,
 )
 from qualms.core.resampling import group_codes
 from qualms.core.scores import Scores, score_arrays
-from qualms.core.typing import Float64Array, IntArray, StrArray
+from qualms.core.typing import Float64Array, IntArray
 from qualms.errors import CalibrationError, InputError
 from qualms.external.doubts import FEW, doubts_about
 from qualms.external.ensemble import Ensemble, Points, usable_points
@@ -32,6 +31,19 @@ ERROR_BAR_METHODS = ("none", "linear", "power")
 #: Methods of at most one parameter, for few points.
 _MODEST = ("none", "linear", "student")
 N_FOLDS = 5
+
+
+@dataclass(frozen=True)
+class ScaleInterval:
+    """The α of the most likely method that has one, where the error bars are left as they are."""
+
+    method: str
+    alpha: float
+    interval: tuple[float, float]
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"by {self.method}, α = {self.alpha:.3g}, between {low:.3g} and {high:.3g}"
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,8 @@ class Calibrated:
         With a factor for each group.
     intervals : ConfidenceIntervals
         Of α and γ.
+    scale : ScaleInterval, optional
+        What a scale of the error bars would be, if the method has none.
     comparison : Comparison
         All methods on points left out.
     std : (n,) array
@@ -63,6 +77,7 @@ class Calibrated:
     calibration: Calibration
     grouped: GroupedCalibration | None
     intervals: ConfidenceIntervals
+    scale: ScaleInterval | None
     comparison: Comparison
     std: Float64Array
     before: Scores
@@ -104,34 +119,73 @@ def calibrate_ensemble(
     if method not in ("auto", *METHODS):
         raise InputError("method", repr(method), f"one of auto, {', '.join(METHODS)}")
     points = usable_points(ensemble)
-    data, clusters = points.data, _clusters(points.ensemble)
+    clusters = _clusters(points.ensemble)
     comparison = _compared(points, clusters, method, seed, on_method)
     chosen = comparison.chosen.calibration.method if method == "auto" else method
-    fitted = {c.calibration.method: c.calibration for c in comparison.candidates}
-    calibration = fitted[chosen]
-    labels = points.ensemble.labels
-    grouped = None
-    if labels is not None:
-        grouped = fit_groups(data, calibration, labels, clusters=clusters)
-    intervals = confidence_intervals(calibration, data, level=level, groups=clusters)
-    std = _left_out_std(data, comparison, chosen, labels, clusters)
+    candidate = next(c for c in comparison.candidates if c.calibration.method == chosen)
+    intervals = _intervals(points, candidate, level, clusters)
+    scale = _scale(points, comparison, level, clusters) if not candidate.n_parameters else None
+    std = _left_out_std(points, comparison, chosen)
     y, mean = points.ensemble.y, points.mean
     return Calibrated(
         points=points,
-        calibration=calibration,
-        grouped=grouped,
+        calibration=candidate.calibration,
+        grouped=candidate.grouped,
         intervals=intervals,
+        scale=scale,
         comparison=comparison,
         std=std,
-        before=score_arrays(y, mean, data.spread),
+        before=score_arrays(y, mean, points.data.spread),
         after=score_arrays(y, mean, std),
         reason=_reason(comparison, chosen, asked=method != "auto"),
         remarks=(
             *ensemble.remarks,
             *(f"{ensemble.counted(n)} {why}: left out." for why, n in points.dropped.items()),
-            *doubts_about(points, calibration, intervals, n_independent=int(clusters.max()) + 1),
+            *doubts_about(
+                points,
+                candidate.calibration,
+                known_parameters(candidate.calibration, intervals, scale),
+                std,
+                n_independent=int(clusters.max()) + 1,
+            ),
         ),
     )
+
+
+def known_parameters(
+    calibration: Calibration, intervals: ConfidenceIntervals, scale: ScaleInterval | None
+) -> str:
+    """Say in words what is known of the parameters, be they used or not."""
+    if scale is not None:
+        return f"{scale} ({intervals.level:.0%} confidence)"
+    if calibration.n_parameters == 0:
+        return ""
+    known = "α lies between {:.3g} and {:.3g}".format(*intervals.alpha)
+    if calibration.n_parameters > 1 and intervals.gamma is not None:
+        known += ", γ between {:.3g} and {:.3g}".format(*intervals.gamma)
+    return f"{known} ({intervals.level:.0%} confidence)"
+
+
+def _intervals(
+    points: Points, candidate: Candidate, level: float, clusters: IntArray
+) -> ConfidenceIntervals:
+    """Return intervals of what all points have in common: factors of groups are taken as known."""
+    data, labels = points.data, points.ensemble.labels
+    if candidate.grouped is not None and labels is not None:
+        data = candidate.grouped.common(data, labels)
+    return confidence_intervals(candidate.calibration, data, level=level, groups=clusters)
+
+
+def _scale(
+    points: Points, comparison: Comparison, level: float, clusters: IntArray
+) -> ScaleInterval | None:
+    """Find out how certain a scale of the error bars would be."""
+    for candidate in comparison.candidates:
+        if candidate.n_parameters == 1:
+            one = candidate.calibration
+            interval = _intervals(points, candidate, level, clusters).alpha
+            return ScaleInterval(one.method, one.alpha, interval)
+    return None
 
 
 def _clusters(ensemble: Ensemble) -> IntArray:
@@ -166,7 +220,13 @@ def _compared(
     _refuse_too_few(len(clusters), method)
     methods = tuple(m for m in methods if N_PARAMETERS[m] < len(clusters))
     comparison = cross_validate(
-        points.data, methods, groups=clusters, n_folds=N_FOLDS, seed=seed, on_method=on_method
+        points.data,
+        methods,
+        groups=clusters,
+        labels=points.ensemble.labels,
+        n_folds=N_FOLDS,
+        seed=seed,
+        on_method=on_method,
     )
     if method in comparison.failures:
         raise CalibrationError(comparison.failures[method])
@@ -183,24 +243,17 @@ def _refuse_too_few(n: int, method: str) -> None:
         )
 
 
-def _left_out_std(
-    data: CalibrationData,
-    comparison: Comparison,
-    method: str,
-    labels: StrArray | None,
-    clusters: IntArray,
-) -> Float64Array:
+def _left_out_std(points: Points, comparison: Comparison, method: str) -> Float64Array:
     """Return the calibrated error bar of each point by a calibration that did not see it."""
+    data, labels = points.data, points.ensemble.labels
     std = np.empty(len(data.residuals))
     for left_out, fitted in zip(
         comparison.folds, comparison.fold_calibrations[method], strict=True
     ):
-        seen, rest = data.some(~left_out), data.some(left_out)
-        if labels is None:
-            std[left_out] = fitted.std(rest.spread, rest.n_members)
-        else:
-            grouped = fit_groups(seen, fitted, labels[~left_out], clusters=clusters[~left_out])
-            std[left_out] = grouped.std(rest.spread, rest.n_members, labels[left_out])
+        rest = data.some(left_out)
+        std[left_out] = fitted.overall.std(rest.spread, rest.n_members)
+        if labels is not None:
+            std[left_out] *= fitted.factors(labels[left_out])
     return std
 
 

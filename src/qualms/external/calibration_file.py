@@ -69,6 +69,8 @@ class CalibrationDocument(_Model):
     by : str, optional
         Key that the groups are labels of.
     groups : dict of str to GroupDocument
+    stated : bool
+        Whether members had the spread that was stated with them, as after another calibration.
     internal : bool
         Whether points were predicted by members that had not seen them, rather than all being new.
     intervals : dict of str to (lower, upper)
@@ -96,6 +98,7 @@ class CalibrationDocument(_Model):
     parameters: dict[str, _Finite | int]
     by: str | None = None
     groups: dict[str, GroupDocument] = {}
+    stated: bool = False
     internal: bool
     intervals: dict[str, tuple[_Finite, _Finite]]
     level: Annotated[float, Field(gt=0, lt=1)]
@@ -171,12 +174,9 @@ def make_document(
         parameters=calibration.parameters(),
         by=by,
         groups=groups,
+        stated=ensemble.has_stated_spread,
         internal=ensemble.absent is not None,
-        intervals={
-            name: interval
-            for name in ("alpha", "gamma")
-            if (interval := getattr(calibrated.intervals, name)) is not None
-        },
+        intervals=_estimated(calibrated),
         level=calibrated.intervals.level,
         scores={
             "before": calibrated.before.as_dict(),
@@ -188,6 +188,13 @@ def make_document(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         qualms=qualms.__version__,
     )
+
+
+def _estimated(calibrated: Calibrated) -> dict[str, tuple[float, float]]:
+    """Return the intervals of the parameters that were fitted, and could be."""
+    names = ("alpha", "gamma")[: calibrated.calibration.n_parameters]
+    found = {name: getattr(calibrated.intervals, name) for name in names}
+    return {name: interval for name, interval in found.items() if interval is not None}
 
 
 def write_calibration(

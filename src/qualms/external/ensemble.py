@@ -34,6 +34,8 @@ class Ensemble:
         Whether the member did not see the point in its training.
     structure, atom : (n,) arrays of int
         Where each point belongs; `atom` is zero where that has no meaning.
+    component : (n,) array of int, optional
+        Which of the values of its structure or atom a point is, if they are several.
     key : str
         Where members, or error bars, were found.
     shape : tuple of int
@@ -48,6 +50,13 @@ class Ensemble:
         What points are grouped by.
     remarks : tuple of str
         What was noticed while reading.
+    beside : (n,) array, optional
+        What was found under the name of the target itself, beside members; NaN where there is none.
+    has_bars : bool
+        Whether there are error bars beside the members.
+    has_stated_spread : bool
+        Whether the members have the spread that ``{target}_uncertainty`` states, as after a
+        calibration was applied to them.
     """
 
     target: str
@@ -59,6 +68,7 @@ class Ensemble:
     absent: BoolArray | None
     structure: IntArray
     atom: IntArray
+    component: IntArray | None = None
     key: str = ""
     shape: tuple[int, ...] = ()
     layout: Layout | None = None
@@ -66,6 +76,9 @@ class Ensemble:
     per_atom: bool = False
     labels: StrArray | None = None
     remarks: tuple[str, ...] = ()
+    beside: Float64Array | None = None
+    has_bars: bool = False
+    has_stated_spread: bool = False
 
     def __len__(self) -> int:
         return len(self.mean)
@@ -86,7 +99,18 @@ class Ensemble:
 
     def some(self, chosen: BoolArray) -> Ensemble:
         """Return some of the points."""
-        arrays = ("mean", "std", "members", "y", "absent", "structure", "atom", "labels")
+        arrays = (
+            "mean",
+            "std",
+            "members",
+            "y",
+            "absent",
+            "structure",
+            "atom",
+            "labels",
+            "beside",
+            "component",
+        )
         taken: dict[str, Any] = {
             name: None if getattr(self, name) is None else getattr(self, name)[chosen]
             for name in arrays

@@ -25,6 +25,7 @@ from qualms.external.sources import (
     of_table,
     read_source,
 )
+from qualms.external.tables import Table
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def read_ensemble(
     wanted = Wanted(target, reference, absent, by, order, n_components, likely_order)
     found = read_source(source) if isinstance(source, (str, Path)) else source
     asked = [key for key in (absent, by) if key is not None and key != "element"]
-    if isinstance(found, dict):
+    if isinstance(found, Table):
         return _ensemble(of_table(found, target, asked, wanted.truths), wanted)
     return _ensemble(of_frames(found, target, [*asked, *wanted.truths]), wanted)
 
@@ -107,6 +108,7 @@ def _ensemble(values: Values, wanted: Wanted) -> Ensemble:
         "y": y.reshape(-1),
         "structure": np.repeat(values.structure, k),
         "atom": np.repeat(values.atom, k),
+        "component": np.tile(np.arange(k), len(values)) if k > 1 else None,
         "key": found.key,
         "shape": shape,
         "per_atom": values.symbols is not None,
@@ -128,10 +130,17 @@ def _ensemble(values: Values, wanted: Wanted) -> Ensemble:
     )
     members = layout.points(found.members)
     flags = _absent(values, wanted.target, wanted.absent, members.shape[1])
-    absent = None if flags is None else np.repeat(flags, k, axis=0)
-    return with_members(
-        wanted.target, kind, members, absent=absent, layout=layout, remarks=remarks, **fields
-    )
+    fields |= {
+        "absent": None if flags is None else np.repeat(flags, k, axis=0),
+        "layout": layout,
+        "remarks": remarks,
+        "beside": None if mean is None else mean.reshape(-1),
+        "has_bars": bool(found.error_bars),
+        "has_stated_spread": _is_stated(
+            members, found.error_bars.get(f"{wanted.target}_uncertainty")
+        ),
+    }
+    return with_members(wanted.target, kind, members, **fields)
 
 
 @dataclass(frozen=True)
@@ -170,6 +179,17 @@ def _predictions(values: Values, target: str) -> _Found:
         f"members or error bars under one of {tried} (the error bars with a value under {target})",
         f"There are: {_known(values)}.",
     )
+
+
+def _is_stated(members: Float64Array, bars: Float64Array | None) -> bool:
+    """Whether the members (n, R) have these standard deviations, as far as they are known."""
+    if bars is None or members.shape[1] < 2:
+        return False
+    flat = bars.reshape(-1)
+    known = np.isfinite(flat) & np.isfinite(members).all(axis=1)
+    if flat.shape != (len(members),) or not known.any():
+        return False
+    return np.allclose(members[known].std(axis=1, ddof=1), flat[known], rtol=1e-6, atol=1e-8)
 
 
 def _error_bars(found: _Found) -> tuple[Float64Array, tuple[str, ...]]:
@@ -251,6 +271,9 @@ def _labels(values: Values, by: str | None, k: int) -> StrArray | None:
         labels = np.asarray(values.arrays[by]).astype(str)
         if labels.ndim != 1:
             raise InputError("by", repr(by), "a key of one label for each structure or atom")
+    elif by == "element":
+        expected = "a key of structures: element needs a property of atoms"
+        raise InputError("by", repr(by), expected)
     else:
         extra = "element, " if values.symbols is not None else ""
         raise InputError("by", repr(by), f"one of {extra}{_known(values)}")

@@ -15,7 +15,8 @@ from ase.io.extxyz import per_atom_properties
 from qualms.atomistic.structures import read_frames
 from qualms.core.typing import StrArray
 from qualms.errors import InputError
-from qualms.external.columns import is_table, join_columns, read_columns
+from qualms.external.columns import join_columns
+from qualms.external.tables import Table, is_table, read_columns
 
 #: Keys of members, of standard deviations and of variances, after the name of the target.
 MEMBERS = ("_ensemble", "_comm")
@@ -54,7 +55,7 @@ class Values:
 
 
 #: What a file holds: structures, or the columns of a table by name.
-Source = list[Atoms] | dict[str, Any]
+Source = list[Atoms] | Table
 
 
 def read_source(path: str | Path) -> Source:
@@ -67,6 +68,7 @@ def read_source(path: str | Path) -> Source:
 
 def of_frames(frames: Sequence[Atoms], target: str, asked: Sequence[str]) -> Values:
     """Collect the values of all structures under the keys that may matter."""
+    _move_members(frames, target, asked)
     found = [_values(atoms) for atoms in frames]
     keys = {key for info, arrays in found for key in (*info, *arrays)}
     wanted = [target, *(f"{target}{s}" for s in (*MEMBERS, *ERROR_BARS, "_absent")), *asked]
@@ -84,6 +86,29 @@ def of_frames(frames: Sequence[Atoms], target: str, asked: Sequence[str]) -> Val
     symbols = np.concatenate([[*atoms.symbols] for atoms in frames]) if per_atom else None
     atom = np.concatenate([np.arange(n) for n in n_atoms]) if per_atom else np.zeros_like(structure)
     return Values(collected, structure, atom, symbols, frozenset(keys))
+
+
+def _move_members(frames: Sequence[Atoms], target: str, asked: Sequence[str]) -> None:
+    """Move members (R, n_atoms, 3) of structures, as calculators return them, to the atoms.
+
+    They become (n_atoms, R, 3), the columns that an extended XYZ file has for them. (R, 3, 3) may
+    as well be tensors of structures of three atoms, unless the target is known to be one of atoms.
+    """
+    of_atoms = target in per_atom_properties or any(k in a.arrays for a in frames for k in asked)
+    if not of_atoms and all(len(atoms) == 3 for atoms in frames):
+        return
+    for key in (f"{target}{suffix}" for suffix in MEMBERS):
+        stored = [np.asarray(atoms.info.get(key, ())) for atoms in frames]
+        fit = [
+            value.ndim == 3 and value.shape[1:] == (len(atoms), 3)
+            for atoms, value in zip(frames, stored, strict=True)
+            if value.size
+        ]
+        if fit and all(fit):
+            for atoms, value in zip(frames, stored, strict=True):
+                if value.size:
+                    del atoms.info[key]
+                    atoms.arrays[key] = value.transpose(1, 0, 2)
 
 
 def with_results(atoms: Atoms) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -138,15 +163,13 @@ def _joined(key: str, rows: Sequence[Any | None], counts: Any) -> Any:
 # --- from tables ---
 
 
-def of_table(
-    columns: Mapping[str, Any], target: str, asked: Sequence[str], truths: Sequence[str]
-) -> Values:
+def of_table(columns: Table, target: str, asked: Sequence[str], truths: Sequence[str]) -> Values:
     """Join columns that belong together, and find out what the rows are."""
     arrays, joined = _joined_columns(columns, target, [*asked, *truths])
     about = [*(f"{target}{suffix}" for suffix in (*MEMBERS, *ERROR_BARS, "")), *truths]
     lengths = Counter(len(arrays[key]) for key in about if key in arrays)
     # Most of what belongs together has as many rows as it should: the rest is to blame.
-    n = lengths.most_common(1)[0][0] if lengths else max(map(len, arrays.values()))
+    n = lengths.most_common(1)[0][0] if lengths else columns.n_rows
     _refuse_transposed(arrays, [f"{target}{s}" for s in MEMBERS], [*truths, target])
 
     def column(name: str) -> Any:
@@ -165,6 +188,7 @@ def of_table(
         structure.astype(np.intp),
         atom.astype(np.intp),
         None if symbols is None else np.asarray(symbols).astype(str),
+        others=frozenset(columns),
         columns=joined,
     )
 
@@ -173,39 +197,36 @@ def _joined_columns(
     columns: Mapping[str, Any], target: str, asked: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
     """Return arrays by key, and the columns that they were joined from."""
-    arrays, joined = dict(columns), {}
-    suffixes = (*MEMBERS, *ERROR_BARS, "_absent")
-    for stem in (*(f"{target}{s}" for s in suffixes), *asked):
+    stems = [*(f"{target}{s}" for s in (*MEMBERS, *ERROR_BARS, "_absent")), *asked]
+    arrays = {key: columns[key] for key in (target, *stems) if key in columns}
+    joined = {}
+    for stem in stems:
         found = join_columns(columns, stem)
         if found is not None and stem not in arrays:
             joined[stem], arrays[stem] = found
-    found = join_columns(columns, target)
+    found = join_columns(columns, target, ("c",))
+    if found is not None and target not in arrays:
+        joined[target], arrays[target] = found
+    found = join_columns(columns, target, ("i", "ic", "ci"))
     if found is not None:
         names, values = found
         alike = [key for key in joined if np.shape(arrays[key]) == values.shape]
-        key = _meaning(target, names, values.ndim == 3, arrays, alike)
+        key = _meaning(target, values.ndim == 3, arrays, alike)
         if key is not None and key not in arrays:
             joined[key], arrays[key] = names, values
     return arrays, joined
 
 
 def _meaning(
-    target: str,
-    names: Sequence[str],
-    of_members: bool,
-    arrays: Mapping[str, Any],
-    alike: Sequence[str],
+    target: str, of_members: bool, arrays: Mapping[str, Any], alike: Sequence[str]
 ) -> str | None:
-    """Return the key that columns called after the target itself belong to, if any.
+    """Return the key that numbered columns called after the target itself belong to, if any.
 
-    ``{target}_x``, … are components of the prediction. Numbered ones are members, unless there are
-    other members, or error bars of as many components: then they are components, too, if that is
-    how many there are of the truth or of error bars.
+    They are members, unless there are other members, or error bars of as many components: then they
+    are components of the prediction, if that is how many there are of the truth or of error bars.
     """
     members = [f"{target}{suffix}" for suffix in MEMBERS]
     bars = [f"{target}{suffix}" for suffix in ERROR_BARS]
-    if not of_members and not names[0][-1].isdigit():
-        return target
     if any(key in arrays for key in members):
         has_as_many = any(key not in (*members, f"{target}_absent") for key in alike)
         return target if has_as_many and not of_members else None

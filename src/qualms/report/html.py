@@ -75,6 +75,7 @@ def _sections(page: Page) -> dict[str, str]:
         "Figures": _figures(page.pictures),
         "Map of structures": _map(page.map) if page.map is not None else "",
         "Worst predictions": worst,
+        **{name: _table(table, name, labels=True) for name, table in page.tables.items()},
         _OTHERS: _table(page.comparison, _OTHERS, labels=True) if page.comparison else "",
         "Details": _facts(page.facts),
     }

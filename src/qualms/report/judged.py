@@ -16,6 +16,7 @@ from qualms.prediction import Prediction
 
 if TYPE_CHECKING:
     from ase import Atoms
+    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,12 @@ class Judged:
         are taken to have correlated errors.
     atom : (n,) array of int, or None
         The atom of each point, for properties of atoms.
+    component : (n,) array of int, or None
+        Which of the values of its structure or atom each point is, if they are several.
     rows : mapping of str to Scores
         Other estimators of the same points, to compare with; may be empty.
+    tables : mapping of str to rich.table.Table
+        Further tables by their headings, such as that of the methods of calibration.
     facts : mapping of str to str
         What is known about the model or the calibration.
     remarks : sequence of str
@@ -62,7 +67,9 @@ class Judged:
     frames: Sequence[Atoms] | None
     structure: IntArray
     atom: IntArray | None = None
+    component: IntArray | None = None
     rows: Mapping[str, Scores] = field(default_factory=dict)
+    tables: Mapping[str, Table] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
     remarks: Sequence[str] = ()
     n_members: int | None = None
@@ -81,6 +88,8 @@ class Judged:
         object.__setattr__(self, "structure", structure)
         if self.atom is not None:
             object.__setattr__(self, "atom", _indices("atom", self.atom, y.size))
+        if self.component is not None:
+            object.__setattr__(self, "component", _indices("component", self.component, y.size))
         if self.frames is not None:
             _check_places(self.frames, structure, self.atom)
 
@@ -111,6 +120,7 @@ class Judged:
             prediction=self.prediction[kept],
             structure=self.structure[kept],
             atom=None if self.atom is None else self.atom[kept],
+            component=None if self.component is None else self.component[kept],
             remarks=(*self.remarks, remark),
         )
 

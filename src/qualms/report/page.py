@@ -67,6 +67,8 @@ class Page:
         The worst predictions, in units of σ and in those of the target.
     comparison : TableText or None
         Other estimators.
+    tables : mapping of str to TableText
+        Further ones by their headings.
     facts : mapping of str to str
     remarks : sequence of str
     map : StructureMap or None
@@ -83,6 +85,7 @@ class Page:
     surprises: TableText
     errors: TableText
     comparison: TableText | None
+    tables: Mapping[str, TableText]
     facts: Mapping[str, str]
     remarks: Sequence[str]
     map: StructureMap | None
@@ -127,6 +130,7 @@ def make_page(
         surprises=_worst_text(judged, surprises, shown),
         errors=_worst_text(judged, errors, shown),
         comparison=_comparison(judged),
+        tables={name: _text_of(table) for name, table in judged.tables.items()},
         facts=dict(judged.facts),
         remarks=remarks,
         map=shown,
@@ -195,6 +199,7 @@ def _worst_text(
     headers = ["structure"]
     headers += ["formula"] if judged.frames is not None else []
     headers += ["atom"] if judged.atom is not None else []
+    headers += ["component"] if judged.component is not None else []
     headers += ["truth", "predicted", "σ", "error", "|error|/σ"]
     links = None
     if shown is not None:
@@ -213,10 +218,17 @@ def _worst_row(judged: Judged, p: WorstPoint) -> tuple[str, ...]:
     cells = [str(p.structure)]
     cells += [p.formula] if judged.frames is not None else []
     cells += [f"{p.atom} {p.element}".rstrip()] if p.atom is not None else []
+    cells += [_component(judged, p.component)] if p.component is not None else []
     # Values are written as finely as the error bar can tell.
     cells += [write_number(v, p.std) for v in (p.truth, p.mean)]
     cells += [write_number(p.std), write_number(p.error, p.std)]
     return (*cells, f"{p.ratio:.2f}" if p.ratio < 1e5 else f"{p.ratio:.2e}")
+
+
+def _component(judged: Judged, i: int) -> str:
+    """Return a letter, if all components are those of vectors, or else a number."""
+    assert judged.component is not None
+    return "xyz"[i] if judged.component.max() == 2 else str(i)
 
 
 def _comparison(judged: Judged) -> TableText | None:

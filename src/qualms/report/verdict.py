@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from qualms.core.outliers import far_points
 from qualms.core.score_intervals import (
     EXPECTED_WITHIN,
     OneSigma,
     ScoreIntervals,
     bootstrap_one_sigma,
 )
+from qualms.errors import counted
 from qualms.report.interval_table import CALIBRATED_AREA
 from qualms.report.judged import Judged
 
 #: Error bars that are wrong by less than this factor hold for all that anybody does with them.
 _TOLERATED = 1.1
-#: With fewer points nothing can be said about error bars.
+#: With fewer points, or structures, nothing can be said about error bars.
 _FEW = 20
 #: An interval of the fraction within one σ that is as wide as this says little.
 _WIDE = 0.2
+#: A fraction within one σ that is wrong by less is not worth a word.
+_NOTABLE = 0.02
 #: A miscalibration area above this is worth a word, if it is not chance.
 _AREA = 0.03
 #: Rank correlations below this order nothing.
 _NO_ORDER = 0.1
+#: And if they may be above this, too, nobody knows.
+_SOME_ORDER = 0.3
 
-Grade = Literal["hold", "small", "large", "unknown"]
+Grade = Literal["hold", "doubtful", "small", "large", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -34,8 +41,9 @@ class Verdict:
 
     Attributes
     ----------
-    grade : {"hold", "small", "large", "unknown"}
-        Whether error bars hold, are too small, are too large, or cannot be judged.
+    grade : {"hold", "doubtful", "small", "large", "unknown"}
+        Whether error bars hold, do so but for some points that are far off, are too small, are too
+        large, or cannot be judged.
     sentence : str
         The same in one sentence.
     details : tuple of str
@@ -60,9 +68,15 @@ def judge(judged: Judged, scores: ScoreIntervals, *, n_bootstrap: int = 200) -> 
         Number of resamples of the structures.
     """
     one = _one_sigma(judged, judged.prediction.std, n_bootstrap)
+    far = far_points(judged.residuals, judged.prediction.std).tolist()
     grade = _grade(one, scores)
-    sentence = f"{_lead(grade, one, scores)}: {_within(one)}."
-    details = [_before(judged, n_bootstrap), _tails(one, scores), _order(scores)]
+    if grade == "hold" and far:
+        grade = "doubtful"
+    lead = _lead(grade, one, scores)
+    if grade == "doubtful":
+        lead += f", but not for {len(far)} of {judged.y.size} points"
+    sentence = f"{lead}: {_within(one)}."
+    details = [_far(judged, far), _before(judged, n_bootstrap), _tails(one, scores), _order(scores)]
     return Verdict(grade, sentence, tuple(text for text in details if text))
 
 
@@ -81,7 +95,7 @@ def _grade(one: OneSigma, scores: ScoreIntervals) -> Grade:
     With many points any deviation is significant; and errors that are not Gaussian have the wrong
     coverage at one level even if error bars have the right size.
     """
-    if scores.scores.n_points < _FEW or one.factor_interval is None:
+    if scores.n_groups < _FEW or one.factor_interval is None:
         return "unknown"
     (low, high), (tail_low, tail_high) = one.factor_interval, scores.intervals["coverage_95"]
     if low > 1.0 and one.factor > _TOLERATED and tail_high < 0.95:
@@ -93,7 +107,8 @@ def _grade(one: OneSigma, scores: ScoreIntervals) -> Grade:
 
 def _lead(grade: Grade, one: OneSigma, scores: ScoreIntervals) -> str:
     if grade == "unknown" or one.factor_interval is None:
-        return "Too few points to judge the error bars"
+        few = "points" if scores.scores.n_points < _FEW else "structures"
+        return f"Too few {few} to judge the error bars"
     low, high = one.factor_interval
     if grade in ("small", "large"):
         # Too large by a factor of 2: σ must be multiplied by one half.
@@ -108,8 +123,8 @@ def _lead(grade: Grade, one: OneSigma, scores: ScoreIntervals) -> str:
 
 def _is_rough(one: OneSigma, scores: ScoreIntervals) -> bool:
     """Whether coverage is wrong, by more than chance and by more than a little, at some levels."""
-    low, high = one.factor_interval or (1.0, 1.0)
-    differs = not low <= 1.0 <= high and not 1.0 / _TOLERATED < one.factor < _TOLERATED
+    low, high = one.within_interval or (0.0, 1.0)
+    differs = not low <= EXPECTED_WITHIN <= high and abs(one.within - EXPECTED_WITHIN) > _NOTABLE
     area = scores.scores.miscalibration_area
     by_chance = CALIBRATED_AREA / scores.scores.n_points**0.5
     return differs or (area > _AREA and scores.intervals["miscalibration_area"][0] > by_chance)
@@ -127,6 +142,20 @@ def _percent(one: OneSigma) -> str:
         return f"{100 * one.within:.1f} %"
     low, high = one.within_interval
     return f"{100 * one.within:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def _far(judged: Judged, far: Sequence[int]) -> str:
+    """Say which point is furthest off, and that its label may be wrong."""
+    if not far:
+        return ""
+    worst = far[0]
+    atom = "" if judged.atom is None else f", atom {judged.atom[worst]},"
+    off = abs(judged.residuals[worst]) / judged.prediction.std[worst]
+    return (
+        f"{counted(len(far), 'point')} far off: structure {judged.structure[worst]}{atom} by "
+        f"{off:.3g} error bars. Look at the true value first: one that is wrong spoils the root "
+        "mean square error and the log likelihood of all."
+    )
 
 
 def _before(judged: Judged, n_bootstrap: int) -> str:
@@ -156,6 +185,11 @@ def _order(scores: ScoreIntervals) -> str:
         return ""
     low, high = interval
     found = f"rank correlation {scores.scores.spearman:.2f} [{low:.2f}, {high:.2f}]"
+    if low <= 0.0 and high > _SOME_ORDER:
+        return (
+            "Whether error bars tell good predictions from bad ones cannot be told from so few "
+            f"points ({found})."
+        ).replace("-", "−")
     if high < _NO_ORDER or low <= 0.0:
         found = f"{found}, which may be none"
         return f"Error bars hardly tell good predictions from bad ones ({found}).".replace("-", "−")

@@ -26,6 +26,8 @@ class WorstPoint:
         Its atom.
     element : str
         That of its atom; empty if there is none.
+    component : int or None
+        Which of the values of its structure or atom it is, if they are several.
     truth, mean, std, error : float
         In the units of the target; the error is truth minus prediction.
     ratio : float
@@ -37,6 +39,7 @@ class WorstPoint:
     formula: str
     atom: int | None
     element: str
+    component: int | None
     truth: float
     mean: float
     std: float
@@ -76,6 +79,7 @@ def _point(judged: Judged, i: int) -> WorstPoint:
         formula="" if atoms is None else atoms.symbols.get_chemical_formula(),
         atom=atom,
         element="" if atoms is None or atom is None else str(atoms.symbols[atom]),
+        component=None if judged.component is None else int(judged.component[i]),
         truth=float(judged.y[i]),
         mean=float(prediction.mean),
         std=std,

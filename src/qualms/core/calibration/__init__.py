@@ -25,7 +25,12 @@ from qualms.core.calibration.fitting import (
     calibrate,
     fit_calibration,
 )
-from qualms.core.calibration.grouped import GroupedCalibration, GroupFactor, fit_groups
+from qualms.core.calibration.grouped import (
+    GroupedCalibration,
+    GroupFactor,
+    fit_grouped,
+    fit_groups,
+)
 from qualms.core.calibration.intervals import (
     ConfidenceIntervals,
     bootstrap_intervals,
@@ -66,6 +71,7 @@ __all__ = [
     "cross_validate",
     "extrapolate_spread",
     "fit_calibration",
+    "fit_grouped",
     "fit_groups",
     "variance_scale",
 ]

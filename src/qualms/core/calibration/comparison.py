@@ -9,8 +9,9 @@ import numpy as np
 
 from qualms.core.calibration.base import Calibration, CalibrationData
 from qualms.core.calibration.fitting import METHODS, fit_calibration
+from qualms.core.calibration.grouped import GroupedCalibration, fit_grouped
 from qualms.core.resampling import group_codes, group_scatter
-from qualms.core.typing import BoolArray, Float64Array, IntArray
+from qualms.core.typing import BoolArray, Float64Array, IntArray, StrArray
 from qualms.errors import CalibrationError, InputError
 
 #: Differences of the mean log likelihood that are none.
@@ -25,6 +26,8 @@ class Candidate:
     ----------
     calibration : Calibration
         Fitted to all points; it has the information criteria.
+    grouped : GroupedCalibration, optional
+        The same with a factor for each group, if there are groups.
     log_likelihood : float
         Mean of ln p(z | ŝ) over points left out, under the predictive density of the method.
     behind, standard_error : float
@@ -35,6 +38,12 @@ class Candidate:
     log_likelihood: float
     behind: float
     standard_error: float
+    grouped: GroupedCalibration | None = None
+
+    @property
+    def n_parameters(self) -> int:
+        """Numbers that the method fits, factors of groups aside."""
+        return self.calibration.n_parameters
 
     @property
     def is_as_good(self) -> bool:
@@ -54,14 +63,14 @@ class Comparison:
         Why the others could not be.
     folds : tuple of (n,) arrays of bool
         The points that were left out in turn.
-    fold_calibrations : dict of str to tuple of Calibration
-        By method, what was fitted to the others each time.
+    fold_calibrations : dict of str to tuple of GroupedCalibration
+        By method, what was fitted to the others each time; without groups if there are none.
     """
 
     candidates: tuple[Candidate, ...]
     failures: dict[str, str]
     folds: tuple[BoolArray, ...]
-    fold_calibrations: dict[str, tuple[Calibration, ...]]
+    fold_calibrations: dict[str, tuple[GroupedCalibration, ...]]
 
     @property
     def chosen(self) -> Candidate:
@@ -88,6 +97,7 @@ def cross_validate(
     methods: Sequence[str] = tuple(METHODS),
     *,
     groups: Sequence[object] | IntArray | None = None,
+    labels: Sequence[str] | StrArray | None = None,
     n_folds: int = 5,
     seed: int = 0,
     on_method: Callable[[int], object] | None = None,
@@ -100,6 +110,8 @@ def cross_validate(
     methods : sequence of str
     groups : (n,) array, optional
         Labels of points whose errors are correlated: they are left out together.
+    labels : (n,) array of str, optional
+        Kinds of points, each of which gets a factor of its own with every method.
     n_folds : int
         Parts that are left out in turn.
     seed : int
@@ -111,15 +123,16 @@ def cross_validate(
     codes = group_codes(groups, n)
     folds = make_folds(codes, n_folds, seed)
     densities: dict[str, Float64Array] = {}
-    fitted: dict[str, Calibration] = {}
-    parts: dict[str, tuple[Calibration, ...]] = {}
+    fitted: dict[str, GroupedCalibration] = {}
+    parts: dict[str, tuple[GroupedCalibration, ...]] = {}
     failures: dict[str, str] = {}
+    kinds = None if labels is None else np.asarray(labels, dtype=str)
     for done, method in enumerate(methods, start=1):
         try:
-            fitted[method] = fit_calibration(data, method)
+            fitted[method] = _fitted(data, method, kinds, codes)
             near = fitted[method]
-            parts[method] = tuple(fit_calibration(data.some(~out), method, near) for out in folds)
-            densities[method] = _left_out_densities(data, parts[method], folds)
+            parts[method] = tuple(_fitted(data, method, kinds, codes, out, near) for out in folds)
+            densities[method] = _left_out_densities(data, parts[method], folds, kinds)
         except CalibrationError as error:
             failures[method] = str(error)
         if on_method is not None:
@@ -130,10 +143,11 @@ def cross_validate(
     best = max(means, key=means.__getitem__)
     candidates = [
         Candidate(
-            calibration=fitted[method],
+            calibration=fitted[method].overall,
             log_likelihood=means[method],
             behind=means[best] - means[method],
             standard_error=_standard_error(densities[best] - density, data.weights, codes),
+            grouped=None if labels is None else fitted[method],
         )
         for method, density in densities.items()
     ]
@@ -164,13 +178,38 @@ def make_folds(codes: IntArray, n_folds: int, seed: int = 0) -> list[BoolArray]:
     return [fold == k for k in range(min(n_folds, n_groups))]
 
 
+def _fitted(
+    data: CalibrationData,
+    method: str,
+    kinds: StrArray | None,
+    codes: IntArray,
+    left_out: BoolArray | None = None,
+    near: GroupedCalibration | None = None,
+) -> GroupedCalibration:
+    """Fit a method, with a factor for each kind of points if there are kinds."""
+    if left_out is not None:
+        data, codes = data.some(~left_out), codes[~left_out]
+        kinds = None if kinds is None else kinds[~left_out]
+    if kinds is not None:
+        return fit_grouped(data, method, kinds, clusters=codes, near=near)
+    overall = None if near is None else near.overall
+    return GroupedCalibration(fit_calibration(data, method, overall), {})
+
+
 def _left_out_densities(
-    data: CalibrationData, calibrations: Sequence[Calibration], folds: Sequence[BoolArray]
+    data: CalibrationData,
+    calibrations: Sequence[GroupedCalibration],
+    folds: Sequence[BoolArray],
+    kinds: StrArray | None,
 ) -> Float64Array:
     density = np.empty(len(data.residuals))
     for left_out, fitted in zip(folds, calibrations, strict=True):
         rest = data.some(left_out)
-        density[left_out] = fitted.log_density(rest.residuals, rest.spread, rest.n_members)
+        one = (rest.residuals, rest.spread, rest.n_members)
+        if kinds is None:
+            density[left_out] = fitted.overall.log_density(*one)
+        else:
+            density[left_out] = fitted.log_density(*one, kinds[left_out])
     return density
 
 
