@@ -304,6 +304,7 @@ def test_the_mean_alone_is_the_mean_of_the_members():
     assert_same(mean.forces[..., 0], every.forces.mean(axis=-1), 1e-9)
 
 
+@pytest.mark.slow  # times depend on who else uses the machine
 @pytest.mark.parametrize("exponent", [1, 2, 3.5])
 def test_members_take_little_longer_than_the_mean_alone(exponent):
     # As docs/forces.md has it for models that learn from energies alone. 1.1 to 1.4, and 2 without
