@@ -131,24 +131,21 @@ def test_ctrl_c_leaves_nothing_half_written_and_a_run_to_resume(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     ase.io.write("data.xyz", molecules := qm9(n=150), format="extxyz")
     command = f"train data.xyz --target {ENERGY} --representatives 2000 --threads 1"
+    process = subprocess.Popen(
+        [COMMAND, *command.split(), "--checkpoint", "-o", "model.safetensors"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Jobs in the background of a shell ignore the signal, and so would theirs.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     manifest = Path("model.safetensors.checkpoint", "manifest.json")
-    for _ in range(3):  # on a busy machine a run may end before the signal is sent
-        process = subprocess.Popen(
-            [COMMAND, *command.split(), "--checkpoint", "--force", "-o", "model.safetensors"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        while process.poll() is None:
-            if manifest.exists() and "features" in manifest.read_text():
-                break
-            time.sleep(0.002)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-        if process.returncode:
+    while process.poll() is None:
+        if manifest.exists() and "features" in manifest.read_text():
             break
-        Path("model.safetensors").unlink()
-        Path("model.json").unlink()
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert out == ""
     assert err.splitlines()[-1].startswith("Error: Interrupted")
