@@ -247,33 +247,55 @@ class FeatomicEngine:
         dtype: Precision = np.float32,
     ) -> Iterator[Piece]:
         """Yield the power spectra of the whole batch as one piece."""
+        n = sum(len(chosen) for chosen in centers)
+        values = np.zeros((n, self.n_features), dtype=dtype)
+        for columns, rows, block in self.blocks(frames, centers):
+            values[rows, columns] = block.values
+        yield Piece(np.arange(n), (slice(0, self.n_features),), finish(values))
+
+    def blocks(
+        self,
+        frames: Sequence[Atoms],
+        centers: Sequence[IntArray],
+        gradients: Sequence[str] = (),
+    ) -> Iterator[tuple[slice, IntArray, Any]]:
+        """Yield featomic's blocks of a batch, with the features and the environments they are of.
+
+        Parameters
+        ----------
+        frames, centers
+            As in `pieces`.
+        gradients : sequence of str
+            What else to compute: "positions", "strain".
+
+        Yields
+        ------
+        columns : slice
+        rows : (n,) array of int
+            Environments, counted through the batch.
+        block : metatensor.TensorBlock
+            For one species at the centre and one pair of species around it.
+        """
         from metatensor import Labels
 
-        samples = np.array(
-            [(i, j) for i, chosen in enumerate(centers) for j in chosen], dtype=np.int32
-        ).reshape(-1, 2)
-        starts = offsets_of([len(c) for c in centers])
-        # Position of an atom among the chosen ones of its structure.
-        position = [np.full(len(f), -1) for f in frames]
-        for row, chosen in zip(position, centers, strict=True):
-            row[chosen] = np.arange(len(chosen))
-        values = np.zeros((len(samples), self.n_features), dtype=dtype)
-        if len(samples):
-            computed = self.calculator.compute(
-                [in_cell(atoms, self.scale) for atoms in frames],
-                selected_samples=Labels(["system", "atom"], samples),
-                use_native_system=True,
-            )
-            columns = self.pair_columns
-            for key, block in computed.items():
-                pair = columns[int(key["neighbor_1_type"]), int(key["neighbor_2_type"])]
-                where = block.samples.values
-                rows = [
-                    starts[s] + position[s][a]
-                    for s, a in zip(where[:, 0].tolist(), where[:, 1].tolist(), strict=True)
-                ]
-                values[rows, pair] = block.values
-        yield Piece(np.arange(len(samples)), (slice(0, self.n_features),), finish(values))
+        owners = np.repeat(np.arange(len(frames)), [len(chosen) for chosen in centers])
+        if not len(owners):
+            return
+        samples = np.stack([owners, np.concatenate(centers)], axis=1).astype(np.int32)
+        computed = self.calculator.compute(
+            [in_cell(atoms, self.scale) for atoms in frames],
+            gradients=list(gradients),
+            selected_samples=Labels(["system", "atom"], samples),
+            use_native_system=True,
+        )
+        first_atom = offsets_of([len(atoms) for atoms in frames])
+        # Place of an environment in the batch, by its atom counted through the batch.
+        place = np.full(first_atom[-1], -1)
+        place[first_atom[owners] + samples[:, 1]] = np.arange(len(samples))
+        for key, block in computed.items():
+            system, atom = np.asarray(block.samples.values).T
+            pair = self.pair_columns[int(key["neighbor_1_type"]), int(key["neighbor_2_type"])]
+            yield pair, place[first_atom[system] + atom], block
 
     @cached_property
     def pair_columns(self) -> dict[tuple[int, int], slice]:

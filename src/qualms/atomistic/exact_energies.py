@@ -13,12 +13,10 @@ from collections.abc import Sequence
 import numpy as np
 from ase import Atoms
 
-from qualms.atomistic.engines import FeatomicEngine, in_cell
-from qualms.atomistic.gradients import Environments, batches
+from qualms.atomistic.gradients import batches
 from qualms.atomistic.mechanics import check_frames, member_energies
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.threads import limited
-from qualms.core.typing import Float64Array
 from qualms.prediction import Prediction
 
 #: Environments whose features are in memory at once.
@@ -41,31 +39,9 @@ def exact_energies(model: AtomisticModel, frames: Sequence[Atoms]) -> Prediction
         for batch in batches(frames, _BATCH):
             owners = batch.structures[batch.owners]
             for scale in potential.scales:
-                P = _power_spectra(scale.scale.engine, batch)
-                np.add.at(energies, owners, scale.energies(P))
+                (piece,) = scale.scale.engine.pieces(batch.frames, batch.centers, dtype=np.float64)
+                np.add.at(energies, owners, scale.energies(np.asarray(piece.values, np.float64)))
     per_atom = Prediction(member_energies(fitted, frames, energies))
     sizes = np.array([len(atoms) for atoms in frames])
     energies_of_structures: Prediction = per_atom.calibrated(fitted.calibration) * sizes
     return energies_of_structures
-
-
-def _power_spectra(engine: FeatomicEngine, batch: Environments) -> Float64Array:
-    """Return the features of a batch, (n_environments, D), as featomic computes them."""
-    from metatensor import Labels
-
-    samples = np.stack([batch.owners, np.concatenate(batch.centers)], axis=1).astype(np.int32)
-    computed = engine.calculator.compute(
-        [in_cell(atoms, engine.scale) for atoms in batch.frames],
-        selected_samples=Labels(["system", "atom"], samples),
-        use_native_system=True,
-    )
-    first_atom = batch.atom_offsets
-    # Place of an environment in the batch, by its atom counted through the batch.
-    place = np.full(first_atom[-1], -1)
-    place[first_atom[samples[:, 0]] + samples[:, 1]] = np.arange(len(samples))
-    P = np.zeros((len(samples), engine.n_features))
-    for key, block in computed.items():
-        system, atom = np.asarray(block.samples.values).T
-        pair = engine.pair_columns[int(key["neighbor_1_type"]), int(key["neighbor_2_type"])]
-        P[place[first_atom[system] + atom], pair] = np.asarray(block.values)
-    return P

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from ase import Atoms
 
-from qualms.atomistic.engines import FeatomicEngine, in_cell
+from qualms.atomistic.engines import FeatomicEngine
 from qualms.atomistic.environments import offsets_of
 from qualms.core.typing import Float64Array, IntArray
 
@@ -114,32 +114,17 @@ def gradient_blocks(
     engine: FeatomicEngine, batch: Environments, *, strain: bool = False
 ) -> Iterator[GradientBlock]:
     """Yield features and derivatives of a batch, in float64, as they are needed."""
-    from metatensor import Labels
-
-    owners = batch.owners
-    samples = np.stack([owners, np.concatenate(batch.centers)], axis=1).astype(np.int32)
-    computed = engine.calculator.compute(
-        [in_cell(atoms, engine.scale) for atoms in batch.frames],
-        gradients=["positions", "strain"] if strain else ["positions"],
-        selected_samples=Labels(["system", "atom"], samples),
-        use_native_system=True,
-    )
     first_atom = batch.atom_offsets
-    # Place of an environment in the batch, by its atom counted through the batch.
-    place = np.full(first_atom[-1], -1)
-    place[first_atom[samples[:, 0]] + samples[:, 1]] = np.arange(len(samples))
-    for key, block in computed.items():
-        where = np.asarray(block.samples.values)
+    wanted = ["positions", "strain"] if strain else ["positions"]
+    for columns, rows, block in engine.blocks(batch.frames, batch.centers, wanted):
         moved = block.gradient("positions")
         owner, system, atom = np.asarray(moved.samples.values).T
-        # Entries come environment by environment.
-        edges = np.searchsorted(owner, np.arange(len(where) + 1))
-        pair = engine.pair_columns[int(key["neighbor_1_type"]), int(key["neighbor_2_type"])]
         yield GradientBlock(
-            columns=pair,
-            rows=place[first_atom[where[:, 0]] + where[:, 1]],
+            columns=columns,
+            rows=rows,
             values=np.asarray(block.values),
-            edges=edges,
+            # Entries come environment by environment.
+            edges=np.searchsorted(owner, np.arange(len(rows) + 1)),
             atoms=first_atom[system] + atom,
             positions=np.asarray(moved.values),
             strain=np.asarray(block.gradient("strain").values) if strain else None,
