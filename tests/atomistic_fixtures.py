@@ -111,6 +111,13 @@ def qualms(command, *more):
     return Ended(code, out.getvalue(), err.getvalue())
 
 
+def command(text):
+    """Run a command that must end well."""
+    ended = qualms(text)
+    assert ended.code == 0, ended.err
+    return ended
+
+
 def contents(directory):
     """Every file under a directory, and what is in it."""
     files = [path for path in Path(directory).rglob("*") if path.is_file()]

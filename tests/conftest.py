@@ -28,3 +28,11 @@ def shift_model(molecules):
     from atomistic_fixtures import make_model
 
     return make_model("shift", "atomic", species="H").fit(molecules[:60])
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """A directory of its own, and a terminal wide enough for what is said."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    return tmp_path

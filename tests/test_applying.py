@@ -10,7 +10,7 @@ import pytest
 from ase import Atoms
 from ase.build import molecule
 from ase.calculators.singlepoint import SinglePointCalculator
-from atomistic_fixtures import qualms
+from atomistic_fixtures import command
 
 from qualms.atomistic.structures import read_frames
 from qualms.errors import InputError
@@ -18,19 +18,6 @@ from qualms.external import calibrate_ensemble, read_calibration, read_ensemble
 from qualms.external.tables import read_columns
 
 R = 5
-
-
-@pytest.fixture
-def workplace(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "120")
-    return tmp_path
-
-
-def command(text):
-    ended = qualms(text)
-    assert ended.code == 0, ended.err
-    return ended
 
 
 def committee(n=60, seed=0, shape=()):

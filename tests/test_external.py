@@ -11,7 +11,7 @@ import pytest
 from ase import Atoms
 from ase.build import molecule
 from ase.calculators.singlepoint import SinglePointCalculator
-from atomistic_fixtures import ENERGY, qualms
+from atomistic_fixtures import ENERGY, command, qualms
 
 from qualms.atomistic.structures import read_frames
 from qualms.errors import CalibrationError, InputError
@@ -27,13 +27,6 @@ from qualms.external.tables import read_columns, write_columns
 
 R = 6
 FACTORS = {"H": 0.7, "C": 1.4, "N": 1.0, "O": 2.0}
-
-
-@pytest.fixture
-def workplace(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "120")
-    return tmp_path
 
 
 def structures(n, seed=0, alpha=2.0, forces=True):
@@ -534,12 +527,6 @@ def test_files_that_are_none(workplace, name, content, match):
 
 
 # --- the commands ---
-
-
-def command(text):
-    ended = qualms(text)
-    assert ended.code == 0, ended.err
-    return ended
 
 
 def test_calibrate_and_apply(workplace):

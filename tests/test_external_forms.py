@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
-from atomistic_fixtures import ENERGY, qualms
+from atomistic_fixtures import ENERGY, command, qualms
 
 from qualms.atomistic.structures import read_frames
 from qualms.errors import CalibrationError, InputError
@@ -17,19 +17,6 @@ from qualms.external.components import find_layout
 from qualms.external.tables import read_columns, write_columns
 
 AXES = "xyz"
-
-
-@pytest.fixture
-def workplace(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "120")
-    return tmp_path
-
-
-def command(text):
-    ended = qualms(text)
-    assert ended.code == 0, ended.err
-    return ended
 
 
 def refused(text):
