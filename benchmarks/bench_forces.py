@@ -153,7 +153,7 @@ def cost_table(problem: Problem | None, divisor: int) -> dict[str, Any]:
         "title": f"Forces on {what}, 16 members",
         "columns": ["model", "M", "mean alone, ms/atom", "mean, σ and members", "ratio", "target"],
         "rows": [cost_row(name, frames, settings) for name in COSTS],
-        "notes": ["Medians of alternating calls, from structures to arrays of forces."],
+        "notes": ["Medians of 21 calls of each, in turns, from structures to arrays of forces."],
     }
 
 
