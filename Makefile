@@ -8,6 +8,9 @@ CORE_TESTS := $(patsubst %,tests/test_%.py,calibration calibration_intervals dia
 	joint_noise kernels likelihood linalg members prediction resampling score_intervals scores selection estimators \
 	calibrated_gradients thermo)
 
+# One process for each core, and one thread in each: tests are many and small. A file stays in one process.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+
 .PHONY: help demo test test-slow check bench docs format lock clean
 
 help: ## list the targets
@@ -23,7 +26,7 @@ demo: $(STAMP) ## train, calibrate and judge a model with error bars
 	$(BIN)/qualms demo --force
 
 test: $(STAMP) ## the tests
-	$(BIN)/python -m pytest -m 'not slow'
+	$(PYTEST) -m 'not slow'
 
 test-slow: $(STAMP) ## the tests that need minutes or large data
 	$(BIN)/python -m pytest -m slow
@@ -33,7 +36,7 @@ check: $(STAMP) ## format, lint, types, layers, tests with coverage of the core
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q -m 'not slow' --cov=src/qualms/core --cov-branch --cov-fail-under=95 $(CORE_TESTS)
+	$(PYTEST) -q -m 'not slow' --cov=src/qualms/core --cov-branch --cov-fail-under=95 $(CORE_TESTS)
 
 bench: $(STAMP) ## the benchmarks; writes benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks
