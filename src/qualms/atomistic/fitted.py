@@ -7,15 +7,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-import scipy.linalg
 
 from qualms.atomistic.baselines import Baseline
 from qualms.atomistic.basis import Basis
 from qualms.atomistic.representation import Representation
 from qualms.atomistic.settings import Settings
 from qualms.core.calibration import Calibration
+from qualms.core.linalg import cholesky_whiten
 from qualms.core.projected_process import latent_variance
 from qualms.core.typing import Float64Array, FloatArray, IntArray
+
+#: Kernel rows whose variances are found at once.
+_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,11 @@ class ProjectedVariance:
 
     def std(self, K_XM: Float64Array, k_xx: Float64Array) -> Float64Array:
         """Return σ_PP for kernel rows (n, r) and prior variances (n,): (n,)."""
-        Phi = scipy.linalg.solve_triangular(
-            self._whitening, K_XM.T, lower=True, check_finite=False
-        ).T
-        latent = latent_variance(Phi, k_xx, self._posterior, self.noise_variance)
+        latent = np.empty(len(K_XM))
+        for start in range(0, len(K_XM), _ROWS):
+            part = slice(start, start + _ROWS)
+            Phi = cholesky_whiten(self._whitening, K_XM[part].T).T
+            latent[part] = latent_variance(Phi, k_xx[part], self._posterior, self.noise_variance)
         std: Float64Array = np.sqrt((latent + self.noise_variance) * self.variance)
         return std
 

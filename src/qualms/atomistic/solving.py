@@ -31,6 +31,7 @@ from qualms.core.calibration import (
 from qualms.core.committee import FullModel, Members, fit_full_model, fit_members
 from qualms.core.joint_noise import JointNoise
 from qualms.core.linalg import Whitening
+from qualms.core.projected_process import fit_projected_process
 from qualms.core.resampling import MIN_ABSENT
 from qualms.core.typing import Float64Array, IntArray
 from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWarning
@@ -53,7 +54,8 @@ class KernelRows:
     whitening : Whitening
         Of the kernel before it was scaled.
     K_NM : (N, r) array
-        Scaled. Is overwritten by what it is solved with: it is the largest array of all.
+        Scaled. It and the whitening are used up by what solves with them: they are the largest
+        arrays of all.
     novelty : (float, float)
         What the strangest environment of a new structure, or all of them on average, must exceed to
         look like extrapolation.
@@ -106,7 +108,7 @@ class Solver:
     data : TrainingSet
     settings : Settings
     rows : KernelRows
-        Its K_NM is used up.
+        Its whitening and K_NM are used up.
     plan : Plan
     stages : Stages
     """
@@ -121,6 +123,7 @@ class Solver:
         self.design = data.design(per_atom=rows.basis.per_atom)
         root = np.sqrt(rows.basis.scale)
         self.whitening = replace(rows.whitening, factor=rows.whitening.factor * root)
+        del rows.whitening
         with stages.stage("Full model"), _few_threads(data, len(rows.origins)):
             self.Phi = np.asarray(self.whitening.features(rows.K_NM, overwrite=True))
             del rows.K_NM
@@ -151,9 +154,20 @@ class Solver:
             groups=groups,
         )
 
-    def with_process(self, fitted: Fitted, noise: str | float) -> Fitted:
-        """Return a model whose projected process, but not its members, has another noise."""
-        full = self._full_model(fitted.settings.model_copy(update={"noise": noise}))
+    def with_process(self, fitted: Fitted, noise: float) -> Fitted:
+        """Return a model whose projected process, but not its members, has another noise.
+
+        Parameters
+        ----------
+        fitted : Fitted
+        noise : float
+            σ² in the units of y².
+        """
+        full = self.full
+        targets = (self._target(fitted.settings)[:, None] - full.center) / full.scale
+        relative = noise / float(full.scale[0]) ** 2
+        process = fit_projected_process(self.Phi, targets, relative, gram=full.process.gram)
+        full = replace(full, process=process)
         return replace(
             fitted,
             pp_weights=self.whitening.kernel_weights(full.weights)[:, 0],

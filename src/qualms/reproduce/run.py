@@ -11,7 +11,6 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from qualms.atomistic.feature_stage import Resources
-from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.plan import Plan
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.study import (
@@ -187,18 +186,18 @@ def _written(results: Results, seed: Seed, workplace: Workplace) -> Results:
 
 def _with_process(seed: Seed, problem: Problem, prepared: Prepared, workplace: Workplace) -> Seed:
     """Judge the projected process, with the noise of the members and by the evidence."""
-    estimates, columns = _process(prepared, prepared.fitted)
+    full = prepared.solver.full
+    assert full.evidence is not None, "the noise is chosen by the data"
+    estimates, columns = _process(prepared, float(full.noise_variance[0]))
     save_estimates(workplace.predictions(problem.name, "process"), estimates)
-    noise = prepared.solver.full.evidence
-    assert noise is not None, "the noise is chosen by the data"
-    _, by_evidence = _process(prepared, prepared.solver.with_process(prepared.fitted, noise))
+    _, by_evidence = _process(prepared, full.evidence)
     update = {"process": columns, "process_evidence": by_evidence, "memory": peak_memory()}
     return seed.model_copy(update=update)
 
 
-def _process(
-    prepared: Prepared, fitted: Fitted
-) -> tuple[Mapping[str, Estimate], dict[str, Column]]:
+def _process(prepared: Prepared, noise: float) -> tuple[Mapping[str, Estimate], dict[str, Column]]:
+    """Judge a projected process of its own, whose factors (r, r) do not outlive it."""
+    fitted = prepared.solver.with_process(prepared.fitted, noise)
     estimates = {"Raw": process_estimate(fitted, prepared.test)}
     for column, method in VALIDATED.items():
         estimates[column] = process_estimate(fitted, prepared.test, prepared.validation, method)
