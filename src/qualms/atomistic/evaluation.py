@@ -49,6 +49,8 @@ class Evaluation:
     validation : str
         What calibrations that are not internal were fitted to.
     n_unlabelled : int
+    component : (n,) array of int, optional
+        Which component of a force (x, y, z) or of a stress (xx, yy, zz, yz, xz, xy) each label is.
     """
 
     rows: Mapping[str, Scores]
@@ -60,6 +62,12 @@ class Evaluation:
     units: str
     validation: str
     n_unlabelled: int
+    component: IntArray | None = None
+
+    @property
+    def n_structures(self) -> int:
+        """Structures that the labels are of; labels of one structure are not independent."""
+        return int(np.unique(self.structure).size)
 
 
 def evaluate(

@@ -1,22 +1,61 @@
-"""Scores of the forces that a model predicts, for every calibration."""
+"""Scores of the forces and stresses that a model predicts, for every calibration."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from ase import Atoms
 
 from qualms.atomistic.evaluation import Evaluation
-from qualms.atomistic.force_labels import find_forces
+from qualms.atomistic.force_labels import find_forces, find_stresses, has_stresses
+from qualms.atomistic.internal_calibration import telling
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.progress import Stages
-from qualms.atomistic.summary import forces_units_of
-from qualms.core.calibration import METHODS
+from qualms.atomistic.summary import forces_units_of, stress_units_of
+from qualms.core.calibration import METHODS, Calibration
+from qualms.core.typing import Float64Array
 from qualms.prediction import Prediction, score
 
 #: Structures that are predicted at once.
 _CHUNK = 50
+
+
+class _Said(NamedTuple):
+    """Labels (n, k) of one structure, and members (n, k, N_R) before and after calibration."""
+
+    labels: Float64Array
+    raw: Float64Array
+    calibrated: Float64Array
+
+
+def evaluate_derivatives(
+    model: AtomisticModel, frames: Sequence[Atoms], *, stages: Stages | None = None
+) -> dict[str, Evaluation]:
+    """Score components of what a model was trained on besides energies.
+
+    Parameters
+    ----------
+    model : AtomisticModel
+        Trained.
+    frames : sequence of Atoms
+        New structures, of which some have forces, if the model was trained on forces. Stresses may
+        be missing in all of them.
+    stages : Stages, optional
+        Shows the progress.
+
+    Returns
+    -------
+    dict of str to Evaluation
+        By "forces" and "stress".
+    """
+    settings = model.settings
+    forces = {} if settings.forces is None else find_forces(frames, settings.forces)
+    stresses = {}
+    if settings.stress is not None and has_stresses(frames, settings.stress):
+        stresses = find_stresses(frames, settings.stress)
+    return _evaluations(model, frames, forces, stresses, stages)
 
 
 def evaluate_forces(
@@ -45,36 +84,98 @@ def evaluate_forces(
         Its points are components of forces.
     """
     found = find_forces(frames, key or model.settings.forces or "forces")
-    used = sorted(found)
-    members, calibrated = [], []
-    with (stages or Stages()).stage("Forces", len(used)) as advance:
-        for start in range(0, len(used), _CHUNK):
-            some = used[start : start + _CHUNK]
-            forces = model.predict_forces([frames[i] for i in some]).forces
-            labelled = np.isfinite(np.concatenate([found[i] for i in some]))
-            members.append(forces.uncalibrated.members[labelled])
-            calibrated.append(forces.members[labelled])
-            advance(start + len(some))
-    y = np.concatenate([found[i][np.isfinite(found[i])] for i in used])
-    places = [np.nonzero(np.isfinite(found[i]))[0] for i in used]
-    raw = Prediction(np.concatenate(members))
-    own = Prediction(np.concatenate(calibrated), uncalibrated=raw)
-    internal = model.fitted.forces_calibrations
+    return _evaluations(model, frames, found, {}, stages)["forces"]
+
+
+def evaluate_stress(
+    model: AtomisticModel,
+    frames: Sequence[Atoms],
+    *,
+    key: str | None = None,
+    stages: Stages | None = None,
+) -> Evaluation:
+    """Score components of stresses, as `evaluate_forces` does those of forces."""
+    found = find_stresses(frames, key or model.settings.stress or "stress")
+    return _evaluations(model, frames, {}, found, stages)["stress"]
+
+
+def _evaluations(
+    model: AtomisticModel,
+    frames: Sequence[Atoms],
+    forces: Mapping[int, Float64Array],
+    stresses: Mapping[int, Float64Array],
+    stages: Stages | None,
+) -> dict[str, Evaluation]:
+    """Predict each structure once, with its stress if that is known."""
+    of_forces: dict[int, _Said] = {}
+    of_stress: dict[int, _Said] = {}
+    n_done, n_all = 0, len({*forces, *stresses})
+    with (stages or Stages()).stage("Forces", n_all) as advance:
+        for used, stress in ((sorted(stresses), True), (sorted({*forces} - {*stresses}), False)):
+            for start in range(0, len(used), _CHUNK):
+                some = used[start : start + _CHUNK]
+                predicted = model.predict_forces([frames[i] for i in some], stress=stress)
+                for i, one in zip(some, predicted, strict=True):
+                    if i in forces:
+                        of_forces[i] = _said(forces[i], one.forces)
+                    if one.stress is not None:
+                        of_stress[i] = _said(stresses[i], one.stress)
+                n_done += len(some)
+                advance(n_done)
+    found, fitted = {}, model.fitted
+    if of_forces:
+        n_components = 3 * sum(map(len, frames))
+        internal, units = fitted.forces_calibrations, forces_units_of(fitted)
+        found["forces"] = _evaluation(of_forces, internal, units, n_components, of_atoms=True)
+    if of_stress:
+        internal, units = fitted.stress_calibrations, stress_units_of(fitted)
+        found["stress"] = _evaluation(of_stress, internal, units, 6 * len(frames), of_atoms=False)
+    return found
+
+
+def _said(labels: Float64Array, predicted: Prediction) -> _Said:
+    """Return what was predicted; a stress is one row of six components."""
+    k, n_members = labels.shape[-1], predicted.n_members
+    members = (predicted.uncalibrated.members, predicted.members)
+    raw, calibrated = (values.reshape(-1, k, n_members) for values in members)
+    return _Said(labels.reshape(-1, k), raw, calibrated)
+
+
+def _evaluation(
+    said: Mapping[int, _Said],
+    internal: Mapping[str, Calibration],
+    units: str,
+    n_components: int,
+    *,
+    of_atoms: bool,
+) -> Evaluation:
+    """Score components that have a label and that are not zero by symmetry."""
+    parts = [said[i] for i in sorted(said)]
+    labels, members, calibrated = (np.concatenate(part) for part in zip(*parts, strict=True))
+    structure = np.repeat(sorted(said), [len(part.labels) for part in parts])
+    atom = np.concatenate([np.arange(len(part.labels)) for part in parts])
+    known = np.isfinite(labels)
+    n_known = int(np.count_nonzero(known))
+    y, apart = labels[known], telling(labels[known], members[known])
+    apart = apart if apart.any() else np.ones_like(apart)
+    places, component = (index[apart] for index in np.nonzero(known))
+    y, raw = y[apart], Prediction(members[known][apart])
+    own = Prediction(calibrated[known][apart], uncalibrated=raw)
     rows = {"raw": score(y, raw)}
     for method in METHODS:
         if method != "none" and method in internal:
             rows[f"{method} (internal)"] = score(y, internal[method].apply(raw))
     if not internal:
         rows["as the energy"] = score(y, own)
-    n_components = 3 * sum(map(len, frames))
     return Evaluation(
         rows=rows,
         y=y,
         labels=y,
-        structure=np.repeat(np.array(used, dtype=np.intp), [len(p) for p in places]),
-        atom=np.concatenate(places),
+        structure=structure[places],
+        atom=atom[places] if of_atoms else None,
         prediction=own,
-        units=forces_units_of(model.fitted),
+        units=units,
         validation="nothing",
-        n_unlabelled=n_components - len(y),
+        n_unlabelled=n_components - n_known,
+        component=component,
     )
