@@ -88,6 +88,8 @@ class Record(Document):
         As those of the energy, of components of forces.
     stress_rmse, stress_mae : float, optional
         The same of components of stresses.
+    virial_noise : float, optional
+        That of virials, Vσ per atom, in the units of the energy.
     forces_internal, stress_internal : int
         Structures that forces, and stresses, were calibrated on.
     """
@@ -115,6 +117,7 @@ class Record(Document):
     n_without_stress: int = 0
     stress_rmse: float | None = None
     stress_mae: float | None = None
+    virial_noise: float | None = None
     forces_internal: int = 0
     stress_internal: int = 0
 

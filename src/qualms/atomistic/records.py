@@ -40,12 +40,14 @@ def _of_forces(data: TrainingSet, outcome: Outcome) -> dict[str, Any]:
     if labels is None or noise is None:
         return {}
     n_virial_rows = int(np.count_nonzero(labels.is_virial))
-    found = {
-        "n_force_rows": len(labels.y) - n_virial_rows,
+    n_force_rows = len(labels.y) - n_virial_rows
+    found: dict[str, Any] = {
+        "n_force_rows": n_force_rows,
         "n_virial_rows": n_virial_rows,
         "n_without_forces": labels.n_without,
         "n_without_stress": labels.n_without_virial,
-        "forces_noise": float(np.sqrt(noise.forces)),
+        "forces_noise": float(np.sqrt(noise.forces)) if n_force_rows else None,
+        "virial_noise": None if noise.virials is None else float(np.sqrt(noise.virials)),
     }
     for name, of in (("forces", outcome.of_forces), ("stress", outcome.of_stress)):
         if of.internal is not None:

@@ -119,8 +119,10 @@ def _forces(fitted: Fitted, record: Record) -> dict[str, str]:
     if settings.stress and record.n_without_stress:
         parts.append(f"{record.n_without_stress} without a stress")
     lines = {"forces": ", ".join(part for part in parts if part)}
-    if record.forces_noise is not None:
-        lines["forces"] += f"; σ = {record.forces_noise:.4g} {units}"
+    noises = [] if record.forces_noise is None else [f"{record.forces_noise:.4g} {units}"]
+    if record.virial_noise is not None:
+        noises.append(f"{record.virial_noise:.4g} {units_of(fitted)} of virials")
+    lines["forces"] += f"; σ = {', '.join(noises)}" if noises else ""
     of_forces = (record.forces_rmse, record.forces_mae, record.forces_internal)
     of_stress = (record.stress_rmse, record.stress_mae, record.stress_internal)
     return {
