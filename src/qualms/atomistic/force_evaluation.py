@@ -9,7 +9,7 @@ import numpy as np
 from ase import Atoms
 
 from qualms.atomistic.evaluation import Evaluation
-from qualms.atomistic.force_labels import find_forces, find_stresses, has_stresses
+from qualms.atomistic.force_labels import find_forces, find_stresses, has_forces, has_stresses
 from qualms.atomistic.internal_calibration import telling
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.progress import Stages
@@ -40,22 +40,33 @@ def evaluate_derivatives(
     model : AtomisticModel
         Trained.
     frames : sequence of Atoms
-        New structures, of which some have forces, if the model was trained on forces. Stresses may
-        be missing in all of them.
+        New structures.
     stages : Stages, optional
         Shows the progress.
 
     Returns
     -------
     dict of str to Evaluation
-        By "forces" and "stress".
+        By "forces" and "stress", as far as structures have any: `unjudged` says what is missing.
     """
     settings = model.settings
-    forces = {} if settings.forces is None else find_forces(frames, settings.forces)
-    stresses = {}
+    forces: dict[int, Float64Array] = {}
+    stresses: dict[int, Float64Array] = {}
+    if settings.forces is not None and has_forces(frames, settings.forces):
+        forces = find_forces(frames, settings.forces)
     if settings.stress is not None and has_stresses(frames, settings.stress):
         stresses = find_stresses(frames, settings.stress)
     return _evaluations(model, frames, forces, stresses, stages)
+
+
+def unjudged(model: AtomisticModel, found: Mapping[str, Evaluation]) -> list[str]:
+    """Say what a model was trained on that no structure had."""
+    keys = {"forces": model.settings.forces, "stress": model.settings.stress}
+    return [
+        f"No structure has {key!r}: {name} cannot be judged."
+        for name, key in keys.items()
+        if key is not None and name not in found
+    ]
 
 
 def evaluate_forces(

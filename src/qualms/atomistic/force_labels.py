@@ -182,6 +182,11 @@ def find_stresses(frames: Sequence[Atoms], key: str) -> dict[int, Float64Array]:
     return found
 
 
+def has_forces(frames: Sequence[Atoms], key: str) -> bool:
+    """Return whether some structure has values of atoms under a key."""
+    return any(find_label(atoms, key, True) for atoms in frames)
+
+
 def has_stresses(frames: Sequence[Atoms], key: str) -> bool:
     """Return whether some structure with a volume has a value under a key."""
     return any(atoms.cell.rank == 3 and find_label(atoms, key, False) for atoms in frames)

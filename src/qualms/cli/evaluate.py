@@ -9,7 +9,7 @@ import typer
 
 from qualms.atomistic.evaluation import Evaluation
 from qualms.atomistic.evaluation import evaluate as evaluate_model
-from qualms.atomistic.force_evaluation import evaluate_derivatives
+from qualms.atomistic.force_evaluation import evaluate_derivatives, unjudged
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.structures import read_frames
@@ -58,8 +58,8 @@ def evaluate(
     )
     derived = evaluate_derivatives(loaded, frames, stages=Stages(terminal.progress()))
     keys = {"forces": loaded.settings.forces, "stress": loaded.settings.stress}
-    if loaded.settings.stress is not None and "stress" not in derived:
-        terminal.say(f"No structure has {loaded.settings.stress!r}: stresses are not judged.")
+    for text in unjudged(loaded, derived):
+        terminal.say(text)
     note = f"(validation): fitted to {evaluation.validation}; (internal): to the training set."
     terminal.result(
         table,

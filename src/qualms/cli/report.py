@@ -13,7 +13,7 @@ from ase import Atoms
 from qualms.atomistic.attribution import local_contributions
 from qualms.atomistic.evaluation import Evaluation
 from qualms.atomistic.evaluation import evaluate as evaluate_model
-from qualms.atomistic.force_evaluation import evaluate_derivatives
+from qualms.atomistic.force_evaluation import evaluate_derivatives, unjudged
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.structures import read_frames
@@ -66,6 +66,7 @@ def report(
     judged = judged_by(loaded, frames, evaluation, title=title)
     remarks = [remark for one in further for remark in one.remarks(evaluation)]
     derived = evaluate_derivatives(loaded, frames, stages=Stages(terminal.progress()))
+    remarks += unjudged(loaded, derived)
     page = make_page(
         replace(judged, remarks=(*judged.remarks, *remarks)),
         others={name: judged_derivative(name, frames, one) for name, one in derived.items()},
