@@ -7,7 +7,7 @@ import pytest
 from ase.build import bulk
 from ase.calculators.emt import EMT
 from atomistic_fixtures import copies
-from test_forces_training import alloys, model
+from test_forces_training import alloys, errors, model
 from threadpoolctl import threadpool_limits
 
 from qualms import AtomisticModel, Prediction, QualmsWarning, score
@@ -212,6 +212,21 @@ def test_a_test_set_without_stresses_is_judged_by_its_forces(trained):
     for atoms in frames:
         del atoms.arrays["force"]
     assert evaluate_derivatives(trained, frames) == {}
+
+
+# --- noise ---
+
+
+def test_stresses_full_of_noise_spoil_nothing_else():
+    noisy, rng = copies(alloys()[:26]), np.random.default_rng(0)
+    for atoms in noisy:
+        atoms.info["virtual"] = atoms.info["virtual"] + 0.05 * rng.normal(size=6)
+    with_noise, without = model(stress="virtual").fit(noisy), model().fit(noisy)
+    pairs = zip(errors(with_noise, alloys()[26:]), errors(without, alloys()[26:]), strict=True)
+    # With one noise for both, errors of forces would be five times as large.
+    assert all(some < 2 * others for some, others in pairs)
+    assert with_noise.record.virial_noise > 3 * with_noise.record.forces_noise
+    assert "per atom of virials" in with_noise.summary()
 
 
 # --- which structures have a stress ---

@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import product
 
 import numpy as np
 
@@ -291,21 +292,26 @@ def _evidence(
 def _pattern_search(
     score: Callable[[Sequence[float]], float], fixed: Sequence[float | None]
 ) -> tuple[tuple[float, ...], float, int]:
-    """Walk downhill on a grid of decades that becomes finer; numbers that are fixed stay."""
+    """Walk downhill on a grid of decades that becomes finer; numbers that are fixed stay.
+
+    With three of them the valley is long where all change alike, which leaves the weights of the
+    kinds as they are and changes the prior alone: so that is a step, too.
+    """
     best = tuple(s if f is None else f for s, f in zip(_START, fixed, strict=False))
     known = {best: score(best)}
     free = [i for i, value in enumerate(fixed) if value is None]
+    moves = [np.eye(len(best))[i] for i in free]
+    if len(free) > 2:
+        moves.append(np.sum(moves, axis=0))
     for step in _STEPS:
         moved = True
         while moved:
             moved = False
-            for i in free:
-                for sign in (-1, 1):
-                    trial = list(best)
-                    trial[i] = float(np.clip(best[i] + sign * step, _LOWEST, _HIGHEST))
-                    where = tuple(trial)
-                    if where not in known:
-                        known[where] = score(where)
-                    if known[where] < known[best]:
-                        best, moved = where, True
+            for move, sign in product(moves, (-1, 1)):
+                trial = np.where(move, np.clip(best + sign * step * move, _LOWEST, _HIGHEST), best)
+                where = tuple(trial.tolist())
+                if where not in known:
+                    known[where] = score(where)
+                if known[where] < known[best]:
+                    best, moved = where, True
     return best, known[best], len(known)

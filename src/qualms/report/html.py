@@ -125,9 +125,16 @@ def _header(page: Page, names: Sequence[str]) -> str:
     return (
         f'<header>\n<h1>{escape(page.title)}</h1>\n<p class="subtitle">{escape(page.subtitle)}</p>'
         f"\n{_verdict(page.verdict, 'Verdict')}\n"
+        + "".join(map(_further, page.others, page.others.values()))
         + (f'<ul class="remarks">{remarks}</ul>\n' if remarks else "")
         + f'<nav aria-label="Contents"><ul>{links}</ul></nav>\n</header>'
     )
+
+
+def _further(name: str, found: Assessment) -> str:
+    """Write the verdict on another quantity as one sentence, with a link to the rest."""
+    link = f'<a href="#{_anchor(name)}">{escape(_heading(name))}</a>'
+    return f'<p class="further">{link}: {escape(found.verdict.sentence)}</p>\n'
 
 
 def _verdict(verdict: Verdict, name: str) -> str:
