@@ -38,10 +38,6 @@ _STEPS = (1.0, 0.5, 0.25)
 _BLOCK = 4096
 
 
-#: Rows of each kind.
-Kinds = tuple[IntArray, ...]
-
-
 @dataclass(frozen=True)
 class JointNoise:
     """Noise variances of all kinds, and how good they are.
@@ -111,7 +107,7 @@ class _Sums:
 class _Part:
     """Rows that are left out together, and the sums of all others."""
 
-    rows: Kinds
+    rows: tuple[IntArray, ...]
     rest: _Sums
 
 
@@ -201,7 +197,9 @@ def _mean_square(y: Float64Array) -> float:
     return square if square > 0 else 1.0
 
 
-def _sums(Phi: FloatArray, y: Float64Array, root: Float64Array, kinds: Kinds) -> _Sums:
+def _sums(
+    Phi: FloatArray, y: Float64Array, root: Float64Array, kinds: tuple[IntArray, ...]
+) -> _Sums:
     """Sum over rows, times √w, in blocks: a copy of all of them might not fit beside Phi."""
     r = Phi.shape[1]
     grams = tuple(np.zeros((r, r)) for _ in kinds)
@@ -216,7 +214,11 @@ def _sums(Phi: FloatArray, y: Float64Array, root: Float64Array, kinds: Kinds) ->
 
 
 def _parts(
-    Phi: FloatArray, y: Float64Array, root: Float64Array, kinds: Kinds, groups: IntArray
+    Phi: FloatArray,
+    y: Float64Array,
+    root: Float64Array,
+    kinds: tuple[IntArray, ...],
+    groups: IntArray,
 ) -> list[_Part]:
     """Divide the groups into five parts, of which large models take one only."""
     codes = np.unique(groups, return_inverse=True)[1]
@@ -238,7 +240,7 @@ def _left_out_error(
     Phi: FloatArray,
     y: Float64Array,
     root: Float64Array,
-    kinds: Kinds,
+    kinds: tuple[IntArray, ...],
     groups: IntArray,
     prior: float,
 ) -> Callable[..., float]:
@@ -263,7 +265,7 @@ def _evidence(
     Phi: FloatArray,
     y: Float64Array,
     root: Float64Array,
-    kinds: Kinds,
+    kinds: tuple[IntArray, ...],
     groups: IntArray,
     prior: float,
 ) -> Callable[..., float]:
