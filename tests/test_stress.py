@@ -166,7 +166,7 @@ def test_files_of_the_protocol_before_are_read(trained, tmp_path):
 
 def test_evaluation_of_stresses_counts_components(trained):
     frames = copies(alloys()[26:])
-    frames[0].info["virtual"][[1, 4]] = np.nan
+    frames[0].info["virtual"] = np.where(np.isin(np.arange(6), [1, 4]), np.nan, stresses(frames)[0])
     del frames[1].info["virtual"]
     found = evaluate_stress(trained, frames)
     assert found.units == "eV/Å³"
@@ -200,6 +200,24 @@ def test_forces_and_stresses_are_judged_in_one_pass(trained, monkeypatch):
     np.testing.assert_array_equal(forces.y, np.concatenate(known).ravel())
     rows = (forces.structure == 3) & (forces.atom == 2) & (forces.component == 1)
     assert forces.y[rows] == frames[3].arrays["force"][2, 1]
+
+
+def test_calibrations_of_a_validation_set_are_fitted_to_it(trained):
+    frames, others = alloys()[26:], alloys(20, seed=5)
+    found = evaluate_derivatives(trained, frames, others)
+    alone = evaluate_derivatives(trained, frames)
+    for name, k in (("forces", 12), ("stress", 6)):
+        assert found[name].validation == f"{20 * k} validation points"
+        assert alone[name].validation == "the other half of the test set"
+        by_hand = evaluate_derivatives(trained, others)[name]
+        calibration = fit_calibration(
+            calibration_data(by_hand.y, by_hand.prediction.uncalibrated.members), "linear"
+        )
+        expected = score(found[name].y, calibration.apply(found[name].prediction.uncalibrated))
+        rows = found[name].rows
+        assert rows["linear (validation)"].log_likelihood == pytest.approx(expected.log_likelihood)
+        assert rows["raw"] == alone[name].rows["raw"]
+        assert rows["linear (validation)"] != alone[name].rows["linear (validation)"]
 
 
 def test_a_test_set_without_stresses_is_judged_by_its_forces(trained):

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from ase import Atoms
 
-from qualms.atomistic.evaluation import Evaluation
+from qualms.atomistic.evaluation import Evaluation, Points, calibrated_rows, source_of
 from qualms.atomistic.force_labels import find_forces, find_stresses, has_forces, has_stresses
 from qualms.atomistic.internal_calibration import telling
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.summary import forces_units_of, stress_units_of
-from qualms.core.calibration import METHODS, Calibration
-from qualms.core.typing import Float64Array
+from qualms.core.calibration import Calibration
+from qualms.core.typing import Float64Array, IntArray
 from qualms.prediction import Prediction, score
 
 #: Structures that are predicted at once.
@@ -31,7 +32,11 @@ class _Said(NamedTuple):
 
 
 def evaluate_derivatives(
-    model: AtomisticModel, frames: Sequence[Atoms], *, stages: Stages | None = None
+    model: AtomisticModel,
+    frames: Sequence[Atoms],
+    validation: Sequence[Atoms] | None = None,
+    *,
+    stages: Stages | None = None,
 ) -> dict[str, Evaluation]:
     """Score components of what a model was trained on besides energies.
 
@@ -41,6 +46,9 @@ def evaluate_derivatives(
         Trained.
     frames : sequence of Atoms
         New structures.
+    validation : sequence of Atoms, optional
+        More of them, as in `qualms.atomistic.evaluation.evaluate`; if they have no forces, or no
+        stresses, every other of `frames` stands for them.
     stages : Stages, optional
         Shows the progress.
 
@@ -49,14 +57,8 @@ def evaluate_derivatives(
     dict of str to Evaluation
         By "forces" and "stress", as far as structures have any: `unjudged` says what is missing.
     """
-    settings = model.settings
-    forces: dict[int, Float64Array] = {}
-    stresses: dict[int, Float64Array] = {}
-    if settings.forces is not None and has_forces(frames, settings.forces):
-        forces = find_forces(frames, settings.forces)
-    if settings.stress is not None and has_stresses(frames, settings.stress):
-        stresses = find_stresses(frames, settings.stress)
-    return _evaluations(model, frames, forces, stresses, stages)
+    held_out = {} if validation is None else _components(model, *_found(model, validation), stages)
+    return _evaluations(model, _components(model, *_found(model, frames), stages), held_out)
 
 
 def unjudged(model: AtomisticModel, found: Mapping[str, Evaluation]) -> list[str]:
@@ -95,7 +97,7 @@ def evaluate_forces(
         Its points are components of forces.
     """
     found = find_forces(frames, key or model.settings.forces or "forces")
-    return _evaluations(model, frames, found, {}, stages)["forces"]
+    return _evaluations(model, _components(model, frames, found, {}, stages))["forces"]
 
 
 def evaluate_stress(
@@ -107,16 +109,51 @@ def evaluate_stress(
 ) -> Evaluation:
     """Score components of stresses, as `evaluate_forces` does those of forces."""
     found = find_stresses(frames, key or model.settings.stress or "stress")
-    return _evaluations(model, frames, {}, found, stages)["stress"]
+    return _evaluations(model, _components(model, frames, {}, found, stages))["stress"]
 
 
-def _evaluations(
+def _found(
+    model: AtomisticModel, frames: Sequence[Atoms]
+) -> tuple[Sequence[Atoms], dict[int, Float64Array], dict[int, Float64Array]]:
+    """Return structures with the forces and stresses that they have of what was learned."""
+    forces: dict[int, Float64Array] = {}
+    stresses: dict[int, Float64Array] = {}
+    settings = model.settings
+    if settings.forces is not None and has_forces(frames, settings.forces):
+        forces = find_forces(frames, settings.forces)
+    if settings.stress is not None and has_stresses(frames, settings.stress):
+        stresses = find_stresses(frames, settings.stress)
+    return frames, forces, stresses
+
+
+@dataclass(frozen=True)
+class _Components:
+    """Components with a label, and what is predicted of them.
+
+    Attributes
+    ----------
+    points : Points
+    own : Prediction
+        With the calibration of the model.
+    atom, component : (n,) arrays of int
+        Which they are; stresses have no atom.
+    n_unlabelled : int
+    """
+
+    points: Points
+    own: Prediction
+    atom: IntArray | None
+    component: IntArray
+    n_unlabelled: int
+
+
+def _components(
     model: AtomisticModel,
     frames: Sequence[Atoms],
     forces: Mapping[int, Float64Array],
     stresses: Mapping[int, Float64Array],
     stages: Stages | None,
-) -> dict[str, Evaluation]:
+) -> dict[str, _Components]:
     """Predict each structure once, with its stress if that is known."""
     of_forces: dict[int, _Said] = {}
     of_stress: dict[int, _Said] = {}
@@ -133,14 +170,11 @@ def _evaluations(
                         of_stress[i] = _said(stresses[i], one.stress)
                 n_done += len(some)
                 advance(n_done)
-    found, fitted = {}, model.fitted
+    found = {}
     if of_forces:
-        n_components = 3 * sum(map(len, frames))
-        internal, units = fitted.forces_calibrations, forces_units_of(fitted)
-        found["forces"] = _evaluation(of_forces, internal, units, n_components, of_atoms=True)
+        found["forces"] = _collected(of_forces, 3 * sum(map(len, frames)), of_atoms=True)
     if of_stress:
-        internal, units = fitted.stress_calibrations, stress_units_of(fitted)
-        found["stress"] = _evaluation(of_stress, internal, units, 6 * len(frames), of_atoms=False)
+        found["stress"] = _collected(of_stress, 6 * len(frames), of_atoms=False)
     return found
 
 
@@ -152,41 +186,62 @@ def _said(labels: Float64Array, predicted: Prediction) -> _Said:
     return _Said(labels.reshape(-1, k), raw, calibrated)
 
 
-def _evaluation(
-    said: Mapping[int, _Said],
-    internal: Mapping[str, Calibration],
-    units: str,
-    n_components: int,
-    *,
-    of_atoms: bool,
-) -> Evaluation:
-    """Score components that have a label and that are not zero by symmetry."""
+def _collected(said: Mapping[int, _Said], n_components: int, *, of_atoms: bool) -> _Components:
+    """Join components that have a label and that are not zero by symmetry."""
     parts = [said[i] for i in sorted(said)]
     labels, members, calibrated = (np.concatenate(part) for part in zip(*parts, strict=True))
     structure = np.repeat(sorted(said), [len(part.labels) for part in parts])
     atom = np.concatenate([np.arange(len(part.labels)) for part in parts])
     known = np.isfinite(labels)
-    n_known = int(np.count_nonzero(known))
-    y, apart = labels[known], telling(labels[known], members[known])
+    apart = telling(labels[known], members[known])
     apart = apart if apart.any() else np.ones_like(apart)
     places, component = (index[apart] for index in np.nonzero(known))
-    y, raw = y[apart], Prediction(members[known][apart])
-    own = Prediction(calibrated[known][apart], uncalibrated=raw)
-    rows = {"raw": score(y, raw)}
-    for method in METHODS:
-        if method != "none" and method in internal:
-            rows[f"{method} (internal)"] = score(y, internal[method].apply(raw))
+    raw = Prediction(members[known][apart])
+    return _Components(
+        points=Points(labels[known][apart], raw, structure[places]),
+        own=Prediction(calibrated[known][apart], uncalibrated=raw),
+        atom=atom[places] if of_atoms else None,
+        component=component,
+        n_unlabelled=n_components - int(np.count_nonzero(known)),
+    )
+
+
+def _evaluations(
+    model: AtomisticModel,
+    found: Mapping[str, _Components],
+    held_out: Mapping[str, _Components] | None = None,
+) -> dict[str, Evaluation]:
+    """Score forces and stresses, each with its own calibrations and units."""
+    fitted, others = model.fitted, held_out or {}
+    known = {
+        "forces": (fitted.forces_calibrations, forces_units_of(fitted)),
+        "stress": (fitted.stress_calibrations, stress_units_of(fitted)),
+    }
+    return {
+        name: _evaluation(one, others[name].points if name in others else None, *known[name])
+        for name, one in found.items()
+    }
+
+
+def _evaluation(
+    found: _Components,
+    held_out: Points | None,
+    internal: Mapping[str, Calibration],
+    units: str,
+) -> Evaluation:
+    y = found.points.y
+    rows = {"raw": score(y, found.points.raw), **calibrated_rows(found.points, held_out, internal)}
     if not internal:
-        rows["as the energy"] = score(y, own)
+        rows["as the energy"] = score(y, found.own)
     return Evaluation(
         rows=rows,
         y=y,
         labels=y,
-        structure=structure[places],
-        atom=atom[places] if of_atoms else None,
-        prediction=own,
+        structure=found.points.structure,
+        atom=found.atom,
+        prediction=found.own,
         units=units,
-        validation="nothing",
-        n_unlabelled=n_components - n_known,
-        component=component,
+        validation=source_of(held_out),
+        n_unlabelled=found.n_unlabelled,
+        component=found.component,
     )

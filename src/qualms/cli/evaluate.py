@@ -56,7 +56,7 @@ def evaluate(
         units=evaluation.units,
         title=f"{loaded.settings.target}: {counted(len(evaluation.y), 'point')}",
     )
-    derived = evaluate_derivatives(loaded, frames, stages=Stages(terminal.progress()))
+    derived = evaluate_derivatives(loaded, frames, held_out, stages=Stages(terminal.progress()))
     keys = {"forces": loaded.settings.forces, "stress": loaded.settings.stress}
     for text in unjudged(loaded, derived):
         terminal.say(text)
@@ -91,5 +91,6 @@ def _document(key: str | None, found: Evaluation) -> dict[str, Any]:
         "n_points": len(found.y),
         "n_structures": found.n_structures,
         "n_unlabelled": found.n_unlabelled,
+        "validation": found.validation,
         "scores": score_records(found.rows),
     }

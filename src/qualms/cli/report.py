@@ -65,7 +65,7 @@ def report(
     title = f"{loaded.settings.target}: {model.name} on {test.name}"
     judged = judged_by(loaded, frames, evaluation, title=title)
     remarks = [remark for one in further for remark in one.remarks(evaluation)]
-    derived = evaluate_derivatives(loaded, frames, stages=Stages(terminal.progress()))
+    derived = evaluate_derivatives(loaded, frames, held_out, stages=Stages(terminal.progress()))
     remarks += unjudged(loaded, derived)
     page = make_page(
         replace(judged, remarks=(*judged.remarks, *remarks)),
