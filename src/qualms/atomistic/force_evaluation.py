@@ -17,6 +17,7 @@ from qualms.atomistic.progress import Stages
 from qualms.atomistic.summary import forces_units_of, stress_units_of
 from qualms.core.calibration import Calibration
 from qualms.core.typing import Float64Array, IntArray
+from qualms.errors import InputError
 from qualms.prediction import Prediction, score
 
 #: Structures that are predicted at once.
@@ -62,10 +63,10 @@ def evaluate_derivatives(
 
 
 def unjudged(model: AtomisticModel, found: Mapping[str, Evaluation]) -> list[str]:
-    """Say what a model was trained on that no structure had."""
+    """Say what a model was trained on and no structure tells anything about."""
     keys = {"forces": model.settings.forces, "stress": model.settings.stress}
     return [
-        f"No structure has {key!r}: {name} cannot be judged."
+        f"No structure has {key!r}, or all are zero by symmetry: {name} cannot be judged."
         for name, key in keys.items()
         if key is not None and name not in found
     ]
@@ -97,7 +98,7 @@ def evaluate_forces(
         Its points are components of forces.
     """
     found = find_forces(frames, key or model.settings.forces or "forces")
-    return _evaluations(model, _components(model, frames, found, {}, stages))["forces"]
+    return _only("forces", _evaluations(model, _components(model, frames, found, {}, stages)))
 
 
 def evaluate_stress(
@@ -109,7 +110,13 @@ def evaluate_stress(
 ) -> Evaluation:
     """Score components of stresses, as `evaluate_forces` does those of forces."""
     found = find_stresses(frames, key or model.settings.stress or "stress")
-    return _evaluations(model, _components(model, frames, {}, found, stages))["stress"]
+    return _only("stress", _evaluations(model, _components(model, frames, {}, found, stages)))
+
+
+def _only(name: str, found: Mapping[str, Evaluation]) -> Evaluation:
+    if name not in found:
+        raise InputError(name, "zero by symmetry, or no structures", "something to judge")
+    return found[name]
 
 
 def _found(
@@ -170,12 +177,11 @@ def _components(
                         of_stress[i] = _said(stresses[i], one.stress)
                 n_done += len(some)
                 advance(n_done)
-    found = {}
-    if of_forces:
-        found["forces"] = _collected(of_forces, 3 * sum(map(len, frames)), of_atoms=True)
-    if of_stress:
-        found["stress"] = _collected(of_stress, 6 * len(frames), of_atoms=False)
-    return found
+    found = {
+        "forces": _collected(of_forces, 3 * sum(map(len, frames)), of_atoms=True),
+        "stress": _collected(of_stress, 6 * len(frames), of_atoms=False),
+    }
+    return {name: one for name, one in found.items() if one is not None}
 
 
 def _said(labels: Float64Array, predicted: Prediction) -> _Said:
@@ -186,15 +192,20 @@ def _said(labels: Float64Array, predicted: Prediction) -> _Said:
     return _Said(labels.reshape(-1, k), raw, calibrated)
 
 
-def _collected(said: Mapping[int, _Said], n_components: int, *, of_atoms: bool) -> _Components:
-    """Join components that have a label and that are not zero by symmetry."""
+def _collected(
+    said: Mapping[int, _Said], n_components: int, *, of_atoms: bool
+) -> _Components | None:
+    """Join components that have a label and that are not zero by symmetry, if there are any."""
+    if not said:
+        return None
     parts = [said[i] for i in sorted(said)]
     labels, members, calibrated = (np.concatenate(part) for part in zip(*parts, strict=True))
     structure = np.repeat(sorted(said), [len(part.labels) for part in parts])
     atom = np.concatenate([np.arange(len(part.labels)) for part in parts])
     known = np.isfinite(labels)
     apart = telling(labels[known], members[known])
-    apart = apart if apart.any() else np.ones_like(apart)
+    if not apart.any():
+        return None
     places, component = (index[apart] for index in np.nonzero(known))
     raw = Prediction(members[known][apart])
     return _Components(

@@ -24,8 +24,9 @@ from qualms.core.resampling import MIN_ABSENT
 from qualms.core.typing import BoolArray, Float64Array, IntArray
 from qualms.errors import CalibrationError, ExactFitError, QualmsWarning
 
-#: Components that members agree about to this share of the largest label are zero by symmetry.
-_ROUNDING = 1e-10
+#: Components that members agree about to this share of the largest label are zero by symmetry; and
+#: to this number, whatever the units of the energy are, if all of them are.
+_ROUNDING, _TINY = 1e-10, 1e-12
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def telling(y: Float64Array, members: Float64Array) -> BoolArray:
     Components that are zero by symmetry have neither an error nor an error bar.
     """
     largest = float(np.abs(y).max(initial=0.0))
-    apart: BoolArray = np.ptp(members, axis=1) > _ROUNDING * largest
+    apart: BoolArray = np.ptp(members, axis=1) > max(_ROUNDING * largest, _TINY)
     return apart
 
 

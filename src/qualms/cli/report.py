@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ from qualms.cli.options import Force, Json, Model, Quiet, Threads
 from qualms.core.typing import Float64Array
 from qualms.external.for_models import calibration_for
 from qualms.report import Judged, check_report, interval_records, interval_table
-from qualms.report.page import Assessment, make_page
+from qualms.report.page import Assessment, Page, make_page
 from qualms.report.writing import write_page
 from qualms.storage.files import refuse_input
 
@@ -78,14 +78,7 @@ def report(
         page.verdict.sentence,
         *page.verdict.details,
         interval_table(page.intervals, units=evaluation.units, title=title),
-        *(
-            part
-            for name, other in page.others.items()
-            for part in (
-                f"{name}: {other.verdict.sentence}",
-                interval_table(other.intervals, units=derived[name].units, title=name),
-            )
-        ),
+        *_parts_of_others(page, derived),
         f"Written: {', '.join(map(str, written))}",
         document={
             "output": [str(path) for path in written],
@@ -95,11 +88,7 @@ def report(
             "n_unlabelled": evaluation.n_unlabelled,
             **_document(page),
             "remarks": list(page.remarks),
-            **{
-                name: {"units": derived[name].units, "n_points": len(derived[name].y)}
-                | _document(other)
-                for name, other in page.others.items()
-            },
+            **_documents_of_others(page, derived),
         },
     )
 
@@ -113,6 +102,22 @@ def _document(found: Assessment) -> dict[str, Any]:
             "details": list(found.verdict.details),
         },
         "scores": interval_records(found.intervals),
+    }
+
+
+def _parts_of_others(page: Page, derived: Mapping[str, Evaluation]) -> list[Any]:
+    """Return what is printed about forces and stresses: a sentence and a table each."""
+    parts: list[Any] = []
+    for name, found in page.others.items():
+        parts.append(f"{name}: {found.verdict.sentence}")
+        parts.append(interval_table(found.intervals, units=derived[name].units, title=name))
+    return parts
+
+
+def _documents_of_others(page: Page, derived: Mapping[str, Evaluation]) -> dict[str, Any]:
+    return {
+        name: {"units": derived[name].units, "n_points": len(derived[name].y), **_document(found)}
+        for name, found in page.others.items()
     }
 
 
