@@ -2,10 +2,12 @@
 
 import json
 
+import ase.io
 import numpy as np
 import pytest
 from ase.build import bulk
 from ase.calculators.emt import EMT
+from ase.calculators.singlepoint import SinglePointCalculator
 from atomistic_fixtures import copies
 from test_forces_training import alloys, errors, model
 from threadpoolctl import threadpool_limits
@@ -315,3 +317,18 @@ def test_limits_of_stresses(trained):
     atoms.get_forces()
     with pytest.warns(QualmsWarning, match="stress_uncertainty = .* exceeds"):
         atoms.get_stress()
+
+
+def test_a_stress_computed_again_is_a_label_and_a_predicted_one_is_not(trained, tmp_path):
+    atoms = alloys()[30].copy()
+    del atoms.info["virtual"], atoms.info["energy"]
+    atoms.calc = Calculator(trained)
+    atoms.get_stress()
+    ase.io.write(tmp_path / "predicted.xyz", atoms)
+    with pytest.raises(InputError, match="stress"):
+        find_stresses([ase.io.read(tmp_path / "predicted.xyz")], "stress")
+    reference = stresses(alloys()[30:31])[0]
+    atoms.calc = SinglePointCalculator(atoms, energy=0.0, stress=reference)
+    ase.io.write(tmp_path / "computed.xyz", atoms)
+    again = ase.io.read(tmp_path / "computed.xyz")
+    np.testing.assert_allclose(find_stresses([again], "stress")[0], reference, atol=1e-8)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
@@ -116,7 +117,7 @@ def _section(name: str, content: str) -> str:
 
 
 def _anchor(name: str) -> str:
-    return "map" if name.startswith("Map") else name.lower().replace(" ", "-")
+    return "map" if name.startswith("Map") else re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def _header(page: Page, names: Sequence[str]) -> str:
