@@ -315,6 +315,11 @@ def test_the_writer_of_ase_writes_everything(committee, crystal, tmp_path):
     # Member by member, as qualms reads and writes the forces of others.
     by_member = again.arrays["forces_ensemble"].reshape(len(again), committee.n_members, 3)
     np.testing.assert_allclose(np.moveaxis(by_member, 1, -1), results["forces_ensemble"], atol=1e-8)
+    np.testing.assert_allclose(
+        again.info["stress_uncertainty"], results["stress_uncertainty"], atol=1e-8
+    )
+    by_member = again.info["stress_ensemble"].reshape(committee.n_members, 6)
+    np.testing.assert_allclose(by_member.T, results["stress_ensemble"], atol=1e-8)
 
 
 def test_other_files_of_ase(committee, atoms, tmp_path):

@@ -12,6 +12,7 @@ import pytest
 from ase.calculators.singlepoint import SinglePointCalculator
 from atomistic_fixtures import contents, qualms
 from test_forces_training import alloys
+from test_html_report import Parsed
 
 from qualms import AtomisticModel
 from qualms.atomistic.model_file import FORMAT, PROTOCOL
@@ -62,6 +63,7 @@ def test_training_says_what_became_of_the_forces(files):
     assert "312 components, 156 of stresses; σ = " in printed
     assert "eV/Å" in printed
     assert "Forces" in printed.split("Validation")[1]
+    assert "Stress" in printed.split("Validation")[1]
     document = json.loads((files / "model.json").read_text())
     assert document["training"]["n_force_rows"] == 312
     assert 0 < document["forces_calibrations"]["student"]["n_points"] <= 312
@@ -120,13 +122,131 @@ def test_forces_in_arrays_of_numpy(files):
 def test_evaluate_has_a_table_of_forces(files):
     done = qualms("evaluate", files / "model.safetensors", files / "test.xyz")
     assert done.code == 0, done.err
-    assert "forces: 120 components" in done.out
+    assert "forces: 120 components of 10 structures" in done.out
+    assert "stress: 60 components of 10 structures" in done.out
     document = json.loads(
         qualms("evaluate", files / "model.safetensors", files / "test.xyz", "--json").out
     )
     scores = {row["name"]: row for row in document["forces"]["scores"]}
     assert scores["student (internal)"]["rmse"] < 0.05
     assert document["forces"]["units"] == "eV/Å"
+    assert document["forces"]["n_structures"] == 10
+    scores = {row["name"]: row for row in document["stress"]["scores"]}
+    assert scores["student (internal)"]["rmse"] < 0.01
+    assert document["stress"]["units"] == "eV/Å³"
+
+
+def test_evaluate_says_that_there_are_no_stresses(files, tmp_path):
+    frames = ase.io.read(files / "test.xyz", ":")
+    for atoms in frames:
+        del atoms.calc.results["stress"]
+    ase.io.write(tmp_path / "test.xyz", frames)
+    done = qualms("evaluate", files / "model.safetensors", tmp_path / "test.xyz")
+    assert done.code == 0, done.err
+    assert "No structure has 'stress'" in done.err
+    assert "forces: 120 components" in done.out
+    assert "stress: " not in done.out
+
+
+def test_predicted_stresses_are_those_of_the_model(files):
+    done = qualms(
+        "predict", files / "model.safetensors", files / "test.xyz", "-o", files / "stress.xyz",
+        "--stress", "--ensemble", "--threads", 1,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    found, given = ase.io.read(files / "stress.xyz", ":"), ase.io.read(files / "test.xyz", ":")
+    model = AtomisticModel.load(files / "model.safetensors", threads=1)
+    expected = model.predict_forces(given, stress=True)
+    for atoms, before, (energy, _, stress) in zip(found, given, expected, strict=True):
+        np.testing.assert_array_equal(atoms.get_stress(), stress.mean)
+        assert atoms.get_potential_energy() == energy.mean
+        assert "forces" not in atoms.calc.results
+        np.testing.assert_array_equal(atoms.info["stress_uncertainty"], stress.std)
+        members = atoms.info["stress_ensemble"].reshape(6, 6)  # members, components
+        np.testing.assert_array_equal(members, stress.members.T)
+        np.testing.assert_array_equal(atoms.info["REF_stress"], before.get_stress())
+    # What is written is what `qualms calibrate` reads, of six components.
+    ensemble = read_ensemble(files / "stress.xyz", "stress", order="member")
+    assert ensemble.n_components == 6
+    np.testing.assert_allclose(
+        ensemble.members.mean(axis=1), expected.stress.mean.ravel(), atol=1e-12
+    )
+
+
+def test_stresses_in_arrays_of_numpy_beside_forces(files):
+    done = qualms(
+        "predict", files / "model.safetensors", files / "test.xyz", "-o", files / "both.npz",
+        "--forces", "--stress", "--ensemble",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    with np.load(files / "both.npz") as arrays:
+        assert arrays["forces"].shape == (40, 3)
+        assert arrays["stress"].shape == arrays["stress_uncertainty"].shape == (10, 6)
+        assert arrays["stress_ensemble"].shape == (10, 36)
+
+
+def test_a_predicted_stress_is_no_reference_for_later(files, tmp_path):
+    frames = ase.io.read(files / "test.xyz", ":")
+    for atoms in frames:
+        atoms.calc = None
+    ase.io.write(tmp_path / "new.xyz", frames)
+    model = files / "model.safetensors"
+    for source, target, options in (
+        ("new.xyz", "once.xyz", ("--stress", "--forces", "--ensemble")),
+        ("once.xyz", "twice.xyz", ("--stress",)),
+        ("once.xyz", "plain.xyz", ()),
+    ):
+        done = qualms("predict", model, tmp_path / source, "-o", tmp_path / target, *options)
+        assert done.code == 0, done.err
+    once, twice, plain = (
+        ase.io.read(tmp_path / name, 0) for name in ("once.xyz", "twice.xyz", "plain.xyz")
+    )
+    np.testing.assert_array_equal(twice.get_stress(), once.get_stress())
+    for atoms in (twice, plain):
+        names = {*atoms.info, *atoms.arrays}
+        assert not {"REF_stress", "REF_forces", "REF_energy"} & names
+        assert not {"forces_uncertainty", "forces_ensemble", "stress_ensemble"} & names
+    assert "stress_uncertainty" not in plain.info
+
+
+def test_structures_without_a_volume_are_refused_by_their_number(files, tmp_path):
+    frames = ase.io.read(files / "test.xyz", ":")
+    frames[7].pbc, frames[7].cell = False, None
+    ase.io.write(tmp_path / "mixed.xyz", frames)
+    done = qualms(
+        "predict", files / "model.safetensors", tmp_path / "mixed.xyz", "--stress",
+        "-o", tmp_path / "out.xyz",
+    )  # fmt: skip
+    assert done.code == 2
+    assert "frames[7].cell" in done.err
+    assert "Leave out --stress" in done.err
+    assert not (tmp_path / "out.xyz").exists()
+
+
+def test_the_report_has_sections_of_forces_and_stresses(files, tmp_path):
+    done = qualms(
+        "report", files / "model.safetensors", files / "test.xyz", "-o", tmp_path / "report.html"
+    )
+    assert done.code == 0, done.err
+    page = Parsed((tmp_path / "report.html").read_text(encoding="utf-8"))
+    sections = [section["id"] for section in page.all("section")]
+    assert sections.index("forces") < sections.index("stress") < sections.index("details")
+    assert "forces in eV/Å: 120 predictions for 10 structures by 6 members" in page.text
+    assert "stress in eV/Å³: 60 predictions for 10 structures" in page.text
+    assert len(page.all("figure")) == 15
+    labels = [tag["aria-label"] for tag in page.all("div") if "aria-label" in tag]
+    assert len(labels) == len(set(labels))
+    assert {"Verdict", "Verdict on forces", "Forces: scores", "Stress: Largest errors"} <= {*labels}
+    assert "the 10 structures are independent" in page.text
+    done = qualms(
+        "report", files / "model.safetensors", files / "test.xyz", "-o", tmp_path / "report.html",
+        "--json", "--force",
+    )  # fmt: skip
+    document = json.loads(done.out)
+    assert document["forces"]["verdict"]["grade"] == "unknown"  # ten structures tell too little
+    rmse = [row for row in document["stress"]["scores"] if row["score"] == "rmse"]
+    assert [row["column"] for row in rmse] == ["before calibration", "after calibration"]
+    assert rmse[0]["low"] < rmse[0]["value"] < rmse[0]["high"]
 
 
 BAD = {
@@ -140,6 +260,8 @@ BAD = {
     ),
     "no derivatives": ("predict {plain} {test} --forces -o {new}.xyz", "featomic"),
     "a table": ("predict {model} {test} --forces -o {new}.csv", ".xyz or .npz"),
+    "a table of stresses": ("predict {model} {test} --stress -o {new}.csv", "for stress"),
+    "stress without derivatives": ("predict {plain} {test} --stress -o {new}.xyz", "featomic"),
     "unknown species": (
         "predict {model} {test} --forces --ignore-unknown-species -o {new}.xyz",
         "one of the two",
@@ -172,10 +294,11 @@ def test_files_of_the_protocol_before_forces_are_read(energy_model, molecules, t
     energy_model.save(tmp_path / "new.safetensors")
     stored = read_container(tmp_path / "new.safetensors", Anything, format=FORMAT, version=PROTOCOL)
     document = stored.document.model_dump()
-    del document["forces_calibrations"]
+    del document["forces_calibrations"], document["stress_calibrations"]
     for name in ("forces", "stress", "forces_noise"):
         del document["settings"][name]
-    for name in [key for key in document["record"] if "force" in key or "virial" in key]:
+    mechanical = ("force", "virial", "stress")
+    for name in [key for key in document["record"] if any(word in key for word in mechanical)]:
         del document["record"][name]
     write_container(
         tmp_path / "old.safetensors", stored.tensors, Anything(**document), format=FORMAT, version=1

@@ -385,8 +385,9 @@ def test_a_stress_may_be_a_matrix_but_must_be_symmetric():
         xx, yy, zz, yz, xz, xy = atoms.info["virtual"]
         atoms.info["virtual"] = np.array([[xx, xy, xz], [xy, yy, yz], [xz, yz, zz]])
     frames[1].info["virtual"] = frames[1].info["virtual"].ravel()
+    frames[2].cell[2] = 0.0
     frames[2].pbc = [True, True, False]
-    with pytest.warns(QualmsWarning, match=r"1 structures \(first frames\[2\]\).*not periodic"):
+    with pytest.warns(QualmsWarning, match=r"1 structures \(first frames\[2\]\).*no cell"):
         found = find_stresses(frames, "virtual")
     assert list(found) == [0, 1]
     for i in found:

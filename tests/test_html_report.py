@@ -5,6 +5,7 @@ import io
 import json
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from qualms.core.outliers import far_points
 from qualms.core.score_intervals import bootstrap_scores
 from qualms.report import Judged, interval_records, interval_table, write_report
 from qualms.report import structure_map as maps
+from qualms.report.html import render
 from qualms.report.interval_table import write_number
 from qualms.report.page import make_page
 from qualms.report.verdict import judge
@@ -622,3 +624,38 @@ def test_command_refuses_what_it_cannot_write_before_it_works(command):
     ended = command("no-model", "no-test", "-o", "report.pdf")
     assert isinstance(ended.exception, InputError)
     assert ".html" in str(ended.exception)
+
+
+def test_what_chance_allows_goes_by_structures():
+    given = judged_atoms(12)
+    page = make_page(given)
+    n = given.y.size
+    (area,) = [row for row in page.scores.rows if row[0] == "Miscalibration area"]
+    low, high = (float(end) for end in area[-1].split(" to "))
+    assert low == pytest.approx(0.31 / n**0.5, rel=0.05)
+    assert high == pytest.approx(0.31 / 12**0.5, rel=0.05)
+    captions = " ".join(picture.caption for picture in page.pictures)
+    assert "if the 12 structures are independent" in captions
+    assert "if points are independent" in " ".join(
+        p.caption for p in make_page(judged(30)).pictures
+    )
+
+
+def test_other_quantities_have_sections_of_their_own(written):
+    forces = judged_atoms(12, component_names=("x", "y", "z"), target="forces", units="eV/Å")
+    three = replace(forces, component=np.arange(forces.y.size) % 3)
+    given = judged(12, frames=three.frames)
+    page = make_page(given, others={"forces": three, EVIL: forces})
+    assert list(page.others) == ["forces", EVIL]
+    alone = make_page(three)
+    assert page.others["forces"].scores == alone.scores
+    assert page.others["forces"].verdict == alone.verdict
+    assert {row[3] for row in page.others["forces"].errors.rows} <= {"x", "y", "z"}
+    text = render(page)
+    assert EVIL not in text
+    parsed = Parsed(text)
+    ids = [attributes["id"] for _, attributes in parsed.tags if "id" in attributes]
+    assert "forces" in ids
+    assert len(ids) == len(set(ids))
+    assert "Forces" in [w.strip() for w in parsed.words]
+    assert f"Forces : {alone.verdict.sentence}" in parsed.text

@@ -50,7 +50,7 @@ def test_the_evidence_is_that_of_the_joint_gaussian():
     Phi, y, is_force, _ = problem(np.random.default_rng(1), n=12, r=4, per=3)
     kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
     root = np.random.default_rng(2).uniform(0.5, 2.0, len(y))
-    nll = _evidence(Phi, y, root, kinds, 0.7)
+    nll = _evidence(Phi, y, root, kinds, np.arange(len(y)), 0.7)
 
     def expected(energies, forces):
         noise = np.where(is_force, forces, energies) / root**2
@@ -151,3 +151,55 @@ def test_the_gram_matrix_of_weighted_rows(monkeypatch):
     np.testing.assert_allclose(
         weighted_gram(Phi, weight), Phi.T @ np.diag(weight) @ Phi, atol=1e-12
     )
+
+
+def three_kinds(rng, n=80, r=15):
+    """Energies, forces and virials of a linear function, with a noise for each."""
+    kind = np.repeat([0, 1, 2], [n, 5 * n, 2 * n])
+    Phi = rng.normal(size=(len(kind), r))
+    noise = np.array([0.05, 0.5, 0.01])[kind]
+    y = Phi @ rng.normal(size=r) + noise * rng.normal(size=len(kind))
+    groups = np.concatenate([np.arange(n), np.repeat(np.arange(n), 5), np.repeat(np.arange(n), 2)])
+    return Phi, y, kind, groups
+
+
+def test_virials_have_a_noise_of_their_own():
+    found = [
+        select_joint_noise(
+            *three_kinds(np.random.default_rng(seed)), prior=1.0, criterion="evidence"
+        )
+        for seed in range(5)
+    ]
+    for name, expected in (("energies", 0.05), ("forces", 0.5), ("virials", 0.01)):
+        noises = np.sqrt([getattr(one, name) for one in found])
+        assert np.median(noises) == pytest.approx(expected, rel=0.35)
+    one = found[0]
+    assert one.virial_ratio == pytest.approx(one.energies / one.virials)
+    given = {"energies": 0.1, "forces": 2.0, "virials": 3.0}
+    known = select_joint_noise(*three_kinds(np.random.default_rng(0)), prior=1.0, **given)
+    assert (known.energies, known.forces, known.virials, known.n_tried) == (0.1, 2.0, 3.0, 0)
+
+
+def test_the_evidence_of_three_kinds_is_that_of_the_joint_gaussian():
+    Phi, y, kind, groups = three_kinds(np.random.default_rng(1), n=6, r=4)
+    kinds = tuple(np.flatnonzero(kind == k) for k in range(3))
+    nll = _evidence(Phi, y, np.ones(len(y)), kinds, groups, 0.7)
+
+    def expected(*variances):
+        covariance = 0.7 * Phi @ Phi.T + np.diag(np.array(variances)[kind])
+        return -multivariate_normal(cov=covariance).logpdf(y)
+
+    constant = nll(0.1, 0.2, 0.3) - expected(0.1, 0.2, 0.3)
+    for some in ((0.01, 0.2, 0.3), (0.1, 3.0, 0.3), (0.1, 0.2, 0.001)):
+        assert nll(*some) - expected(*some) == pytest.approx(constant, abs=1e-8)
+
+
+def test_a_kind_that_is_not_there_is_not_looked_for():
+    Phi, y, kind, groups = three_kinds(np.random.default_rng(2))
+    some = kind != 1
+    given = (Phi[some], y[some], groups[some])
+    found = select_joint_noise(given[0], given[1], kind[some], given[2], prior=1.0)
+    as_forces = select_joint_noise(given[0], given[1], kind[some] > 0, given[2], prior=1.0)
+    assert found.virials == pytest.approx(as_forces.forces)
+    assert found.energies == pytest.approx(as_forces.energies)
+    assert found.n_tried == as_forces.n_tried

@@ -32,7 +32,7 @@ from qualms.prediction import Prediction, stack_members
 #: Called with a structure that is too uncertain, and what is known about it.
 OnExceed = Callable[[Atoms, Results], object]
 
-_LIMITED = ("energy_uncertainty", "forces_uncertainty")
+_LIMITED = ("energy_uncertainty", "forces_uncertainty", "stress_uncertainty")
 
 
 class Calculator(CommitteeCalculator):
@@ -45,8 +45,9 @@ class Calculator(CommitteeCalculator):
         that of a file that `AtomisticModel.save` wrote.
     uncertainty_threshold : float or mapping, optional
         The largest ``energy_uncertainty`` of a structure, in eV, that passes without a word; or
-        limits by name: ``{"energy_uncertainty": 0.1, "forces_uncertainty": 0.5}``, the latter for
-        the largest component. Limits of forces are looked at when forces are computed.
+        limits by name: ``{"energy_uncertainty": 0.1, "forces_uncertainty": 0.5}``, the latter, and
+        ``stress_uncertainty``, for the largest component. Limits of forces and stresses are looked
+        at when these are computed.
     on_exceed : {"warn", "raise"} or callable
         What to do about a structure beyond them: warn, when it happens first and again whenever it
         happens after structures within them; raise `UncertaintyError`; or call
@@ -66,6 +67,8 @@ class Calculator(CommitteeCalculator):
     - ``energy_uncertainty``, ``energy_ensemble`` (N_R,): calibrated, eV;
     - ``forces_uncertainty`` (n, 3), ``forces_ensemble`` (n, 3, N_R): calibrated, eV/Å. In
       ``atoms.arrays`` the latter has 3 N_R columns, member by member;
+    - ``stress_uncertainty`` (6,), ``stress_ensemble`` (6, N_R): calibrated, eV/Å³, with the stress.
+      In ``atoms.info`` the latter has 6 N_R numbers, member by member;
     - ``energy_uncertainty_gradient`` (n, 3) and ``energy_uncertainty_stress`` (6,): derivatives of
       ``energy_uncertainty``, eV/Å and eV/Å³.
 
@@ -86,6 +89,8 @@ class Calculator(CommitteeCalculator):
         "energy_ensemble",
         "forces_uncertainty",
         "forces_ensemble",
+        "stress_uncertainty",
+        "stress_ensemble",
         "energy_uncertainty_gradient",
         "energy_uncertainty_stress",
     ]
@@ -165,6 +170,8 @@ class Calculator(CommitteeCalculator):
         results["energy_uncertainty_gradient"] = -point.std_gradient(raw)
         if found.stress is not None:
             results["stress"] = found.stress.mean[0]
+            results["stress_uncertainty"] = found.stress.std[0]
+            results["stress_ensemble"] = found.stress.members[0].copy()
             raw = found.stress.uncalibrated.members[0]
             results["energy_uncertainty_stress"] = point.std_gradient(raw)
         return results
@@ -177,6 +184,8 @@ class Calculator(CommitteeCalculator):
         if "forces_ensemble" in atoms.arrays:  # XYZ has columns: of member 0, x y z, of member 1, …
             members = np.moveaxis(atoms.arrays["forces_ensemble"], -1, 1)
             atoms.arrays["forces_ensemble"] = members.reshape(len(atoms), -1)
+        if "stress_ensemble" in atoms.info:
+            atoms.info["stress_ensemble"] = atoms.info["stress_ensemble"].T.ravel()
 
     def _judge(self, atoms: Atoms) -> None:
         """Do what is to be done about a structure that is too uncertain."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from ase import Atoms
@@ -49,6 +50,8 @@ class Evaluation:
     validation : str
         What calibrations that are not internal were fitted to.
     n_unlabelled : int
+    component : (n,) array of int, optional
+        Which component of a force (x, y, z) or of a stress (xx, yy, zz, yz, xz, xy) each label is.
     """
 
     rows: Mapping[str, Scores]
@@ -60,6 +63,12 @@ class Evaluation:
     units: str
     validation: str
     n_unlabelled: int
+    component: IntArray | None = None
+
+    @property
+    def n_structures(self) -> int:
+        """Structures that the labels are of; labels of one structure are not independent."""
+        return int(np.unique(self.structure).size)
 
 
 def evaluate(
@@ -91,13 +100,7 @@ def evaluate(
     held_out = None if validation is None else _predicted(model, validation, stages)
     internal = model.fitted.calibrations
     rows = {"raw": score(test.y, test.raw)}
-    for method in _VALIDATED:
-        validated = _validated(test, held_out, method)
-        if validated is not None:
-            rows[f"{method} (validation)"] = score(test.y, validated)
-    for method in METHODS:
-        if method != "none" and method in internal:
-            rows[f"{method} (internal)"] = score(test.y, internal[method].apply(test.raw))
+    rows |= calibrated_rows(test.points, None if held_out is None else held_out.points, internal)
     own = model.fitted.calibration.apply(test.raw)
     for name, calibration in (calibrations or {}).items():
         # Made of what is predicted, which is a sum if the target is extensive.
@@ -105,7 +108,6 @@ def evaluate(
         rows[name] = score(test.y, Prediction(members))
     if test.pp is not None:
         rows["GPR PP"] = score_arrays(test.y, *test.pp)
-    source = "the other half of the test set"
     return Evaluation(
         rows=rows,
         y=test.y,
@@ -114,9 +116,48 @@ def evaluate(
         atom=test.atom,
         prediction=own,
         units=units_of(model.fitted),
-        validation=source if held_out is None else f"{len(held_out.y)} validation points",
+        validation=source_of(None if held_out is None else held_out.points),
         n_unlabelled=test.n_unlabelled,
     )
+
+
+class Points(NamedTuple):
+    """Labels (n,), what members say about them, and the structure of each."""
+
+    y: Float64Array
+    raw: Prediction
+    structure: IntArray
+
+
+def calibrated_rows(
+    test: Points, held_out: Points | None, internal: Mapping[str, Calibration]
+) -> dict[str, Scores]:
+    """Score points by every calibration: those of other points, and those of the training.
+
+    Parameters
+    ----------
+    test : Points
+    held_out : Points, optional
+        What calibrations that are not internal are fitted to; otherwise to one half of the
+        structures of `test`, for the other.
+    internal : mapping of str to Calibration
+    """
+    rows = {}
+    for method in _VALIDATED:
+        validated = _validated(test, held_out, method)
+        if validated is not None:
+            rows[f"{method} (validation)"] = score(test.y, validated)
+    for method in METHODS:
+        if method != "none" and method in internal:
+            rows[f"{method} (internal)"] = score(test.y, internal[method].apply(test.raw))
+    return rows
+
+
+def source_of(held_out: Points | None) -> str:
+    """Say what calibrations that are not internal were fitted to."""
+    if held_out is None:
+        return "the other half of the test set"
+    return f"{len(held_out.y)} validation points"
 
 
 @dataclass(frozen=True)
@@ -130,6 +171,10 @@ class _Predicted:
     atom: IntArray | None  # of each label, if it is one of an atom
     sizes: Float64Array  # what an average is multiplied by
     n_unlabelled: int
+
+    @property
+    def points(self) -> Points:
+        return Points(self.y, self.raw, self.structure)
 
 
 def _predicted(model: AtomisticModel, frames: Sequence[Atoms], stages: Stages) -> _Predicted:
@@ -182,7 +227,7 @@ def _streamed(
     return np.concatenate(members), pp
 
 
-def _validated(test: _Predicted, held_out: _Predicted | None, method: str) -> Prediction | None:
+def _validated(test: Points, held_out: Points | None, method: str) -> Prediction | None:
     """Calibrate by other points than those that are judged, if that can be done."""
     try:
         if held_out is not None:
@@ -198,7 +243,7 @@ def _fitted(y: Float64Array, raw: Prediction, method: str) -> Calibration:
     return fit_calibration(calibration_data(y, raw.members), method)
 
 
-def _cross_fitted(test: _Predicted, method: str) -> Prediction:
+def _cross_fitted(test: Points, method: str) -> Prediction:
     """Calibrate each half of the structures by the other one."""
     raw, even = test.raw, group_codes(test.structure, len(test.y)) % 2 == 0
     members = np.empty_like(raw.members)

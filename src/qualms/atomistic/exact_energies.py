@@ -39,7 +39,10 @@ def exact_energies(model: AtomisticModel, frames: Sequence[Atoms]) -> Prediction
         for batch in batches(frames, _BATCH):
             owners = batch.structures[batch.owners]
             for scale in potential.scales:
-                (piece,) = scale.scale.engine.pieces(batch.frames, batch.centers, dtype=np.float64)
+                engine = scale.scale.engine
+                cut = batch.cut_out(engine.scale.cutoff)
+                given = ([one.atoms for one in cut], [one.centers for one in cut])
+                (piece,) = engine.pieces(*given, dtype=np.float64)
                 np.add.at(energies, owners, scale.energies(np.asarray(piece.values, np.float64)))
     per_atom = Prediction(member_energies(fitted, frames, energies))
     sizes = np.array([len(atoms) for atoms in frames])

@@ -97,6 +97,8 @@ class Fitted:
         Largest spread between members that had not seen a training row.
     forces_calibrations : mapping of str to Calibration
         The same for components of forces; empty if the model was not trained on forces.
+    stress_calibrations : mapping of str to Calibration
+        The same for components of stresses; empty if it was not trained on enough of them.
     """
 
     settings: Settings
@@ -115,6 +117,7 @@ class Fitted:
     training_novelty: tuple[float, float]
     training_spread: float
     forces_calibrations: Mapping[str, Calibration] = field(default_factory=dict)
+    stress_calibrations: Mapping[str, Calibration] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _in_file_order(self, "representatives", "weights", "intercepts", "pp_weights")
@@ -134,6 +137,11 @@ class Fitted:
     def forces_calibration(self) -> Calibration | None:
         """The calibration of forces, if the model was trained on forces."""
         return self.forces_calibrations.get(self.settings.calibration)
+
+    @property
+    def stress_calibration(self) -> Calibration | None:
+        """The calibration of stresses, if the model was trained on stresses."""
+        return self.stress_calibrations.get(self.settings.calibration)
 
     @cached_property
     def basis(self) -> Basis:

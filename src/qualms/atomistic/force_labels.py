@@ -85,6 +85,11 @@ class ForceLabels:
         return sum(not np.isfinite(forces).any() for forces in self.forces)
 
     @property
+    def n_without_virial(self) -> int:
+        """Structures without a stress."""
+        return len(self.virials) - self.n_with_virial
+
+    @property
     def n_with_virial(self) -> int:
         """Structures with a stress."""
         return int(np.count_nonzero(np.isfinite(self.virials).any(axis=1)))
@@ -144,7 +149,11 @@ def find_forces(frames: Sequence[Atoms], key: str) -> dict[int, Float64Array]:
 
 
 def find_stresses(frames: Sequence[Atoms], key: str) -> dict[int, Float64Array]:
-    """Return the stress (6,) of each structure that has one and a volume."""
+    """Return the stress (6,) of each structure that has one and a volume.
+
+    That is as ASE has it: slabs and wires have a stress if their cells have a volume, vacuum
+    included. Zeros beside a structure that is not periodic stand for what nobody computed.
+    """
     places = {i: hit for i, atoms in enumerate(frames) if (hit := find_label(atoms, key, False))}
     if not places:
         stores = ({**atoms.info, **stored_results(atoms)} for atoms in frames)
@@ -152,12 +161,14 @@ def find_stresses(frames: Sequence[Atoms], key: str) -> dict[int, Float64Array]:
         _refuse("stress", key, "six numbers, or a symmetric matrix", present)
     check_shared_calculators(frames, [i for i in places if places[i][1].startswith("calc")])
     values = {i: _voigt(value, f"frames[{i}].{place}") for i, (value, place) in places.items()}
-    found = {i: value for i, value in values.items() if np.all(frames[i].pbc)}
-    unused = [i for i in values if i not in found and np.any(values[i])]
+    known = {i: v for i, v in values.items() if frames[i].pbc.any() or np.nan_to_num(v).any()}
+    known = {i: value for i, value in known.items() if np.isfinite(value).any()}
+    found = {i: value for i, value in known.items() if frames[i].cell.rank == 3}
+    unused = sorted({*known} - {*found})
     if unused:
         warnings.warn(
-            f"{len(unused)} structures (first frames[{unused[0]}]) have {key!r} but are not "
-            "periodic in all directions; their stress is not learned from.",
+            f"{len(unused)} structures (first frames[{unused[0]}]) have {key!r} but no cell with a "
+            "volume; their stress is not used.",
             QualmsWarning,
             stacklevel=6,
         )
@@ -169,6 +180,16 @@ def find_stresses(frames: Sequence[Atoms], key: str) -> dict[int, Float64Array]:
             stacklevel=6,
         )
     return found
+
+
+def has_forces(frames: Sequence[Atoms], key: str) -> bool:
+    """Return whether some structure has values of atoms under a key."""
+    return any(find_label(atoms, key, True) for atoms in frames)
+
+
+def has_stresses(frames: Sequence[Atoms], key: str) -> bool:
+    """Return whether some structure with a volume has a value under a key."""
+    return any(atoms.cell.rank == 3 and find_label(atoms, key, False) for atoms in frames)
 
 
 def _is_tensor(value: object) -> bool:

@@ -16,6 +16,7 @@ from ase import Atoms
 
 from qualms.atomistic.engines import FeatomicEngine
 from qualms.atomistic.environments import offsets_of
+from qualms.atomistic.surroundings import Cutting, Surroundings
 from qualms.core.typing import Float64Array, IntArray
 
 #: Environments whose derivatives are in memory at once: some 50 MB in a dense crystal.
@@ -33,11 +34,19 @@ class Environments:
     frames : list of Atoms
     centers : list of arrays of int
         Atoms of each structure whose environments these are.
+    surroundings : list of Surroundings
+        What is around them in each structure.
     """
 
     structures: IntArray
     frames: list[Atoms]
     centers: list[IntArray]
+    surroundings: list[Surroundings]
+
+    def cut_out(self, cutoff: float) -> list[Cutting]:
+        """Return what featomic needs to know of each structure."""
+        pairs = zip(self.surroundings, self.centers, strict=True)
+        return [surroundings.around(centers, cutoff) for surroundings, centers in pairs]
 
     @property
     def offsets(self) -> IntArray:
@@ -92,31 +101,38 @@ class GradientBlock:
 
 def batches(frames: Iterable[Atoms], size: int = BATCH) -> Iterator[Environments]:
     """Group environments: several small structures at a time, or a large one in parts."""
-    group: list[tuple[int, Atoms, IntArray]] = []
+    group: list[tuple[int, Surroundings, IntArray]] = []
     count = 0
     for index, atoms in enumerate(frames):
-        for centers in np.array_split(np.arange(len(atoms)), -(-len(atoms) // size)):
+        surroundings = Surroundings(atoms)
+        for centers in surroundings.parts(size):
             if group and count + len(centers) > size:
                 yield _environments(group)
                 group, count = [], 0
-            group.append((index, atoms, centers))
+            group.append((index, surroundings, centers))
             count += len(centers)
     if group:
         yield _environments(group)
 
 
-def _environments(group: Sequence[tuple[int, Atoms, IntArray]]) -> Environments:
-    indices, frames, centers = zip(*group, strict=True)
-    return Environments(np.array(indices), list(frames), list(centers))
+def _environments(group: Sequence[tuple[int, Surroundings, IntArray]]) -> Environments:
+    indices, surroundings, centers = zip(*group, strict=True)
+    frames = [one.atoms for one in surroundings]
+    return Environments(np.array(indices), frames, list(centers), list(surroundings))
 
 
 def gradient_blocks(
     engine: FeatomicEngine, batch: Environments, *, strain: bool = False
 ) -> Iterator[GradientBlock]:
     """Yield features and derivatives of a batch, in float64, as they are needed."""
+    cut = batch.cut_out(engine.scale.cutoff)
+    # Atom of the batch that each atom of what was cut out is, or is an image of.
     first_atom = batch.atom_offsets
+    atom_of = np.concatenate([first_atom[k] + one.origins for k, one in enumerate(cut)])
+    first_cut = offsets_of([len(one.origins) for one in cut])
     wanted = ["positions", "strain"] if strain else ["positions"]
-    for columns, rows, block in engine.blocks(batch.frames, batch.centers, wanted):
+    given = ([one.atoms for one in cut], [one.centers for one in cut])
+    for columns, rows, block in engine.blocks(*given, wanted):
         moved = block.gradient("positions")
         owner, system, atom = np.asarray(moved.samples.values).T
         yield GradientBlock(
@@ -125,7 +141,7 @@ def gradient_blocks(
             values=np.asarray(block.values),
             # Entries come environment by environment.
             edges=np.searchsorted(owner, np.arange(len(rows) + 1)),
-            atoms=first_atom[system] + atom,
+            atoms=atom_of[first_cut[system] + atom],
             positions=np.asarray(moved.values),
             strain=np.asarray(block.gradient("strain").values) if strain else None,
         )

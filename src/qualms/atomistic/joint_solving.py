@@ -42,8 +42,7 @@ class JointModel:
     @property
     def weight(self) -> Float64Array:
         """Weight of each row: (N,)."""
-        others = np.full(len(self.labels.y), self.noise.ratio)
-        return np.concatenate([self.energy_weight, others])
+        return _row_weight(self.energy_weight, self.labels, self.noise)
 
     def counts(self, counts: IntArray) -> IntArray:
         """Return how often each row is in each member, given that for energies (n, N_R)."""
@@ -57,7 +56,7 @@ def fit_joint_model(
     groups: IntArray,
     settings: Settings,
 ) -> JointModel:
-    """Choose both noises and solve the full model.
+    """Choose the noise of each kind and solve the full model.
 
     Parameters
     ----------
@@ -76,25 +75,35 @@ def fit_joint_model(
         center = float(np.average(energies, weights=energy_weight))
     y = np.concatenate([energies - center, labels.y])
     variance = _prior_variance(Phi[n:], labels.y)
+    known = None if isinstance(settings.forces_noise, str) else settings.forces_noise
     noise = select_joint_noise(
         Phi,
         y,
-        np.arange(len(y)) >= n,
+        np.concatenate([np.zeros(n, dtype=np.intp), 1 + labels.is_virial]),
         np.concatenate([groups, groups[labels.structure]]),
         prior=variance,
         weight=np.concatenate([energy_weight, np.ones(len(labels.y))]),
         criterion=settings.noise if isinstance(settings.noise, str) else "loo",
         energies=None if isinstance(settings.noise, str) else settings.noise,
-        forces=None if isinstance(settings.forces_noise, str) else settings.forces_noise,
+        forces=known,
+        virials=known,
     )
     scale = np.sqrt(variance)
-    weight = np.concatenate([energy_weight, np.full(len(labels.y), noise.ratio)])
+    weight = _row_weight(energy_weight, labels, noise)
     gram = weighted_gram(Phi, weight)
     process = fit_projected_process(
         Phi, y / scale, noise.energies / variance, sample_weight=weight, gram=gram
     )
     full = FullModel(process, np.array([center]), np.array([scale]), centered=False)
     return JointModel(full, noise, labels, energy_weight)
+
+
+def _row_weight(
+    energy_weight: Float64Array, labels: ForceLabels, noise: JointNoise
+) -> Float64Array:
+    """Return the weight of each row: (N,)."""
+    others = np.where(labels.is_virial, noise.virial_ratio, noise.ratio)
+    return np.concatenate([energy_weight, others])
 
 
 def _energy_weight(labels: ForceLabels, settings: Settings) -> Float64Array:

@@ -130,11 +130,17 @@ def check_frames(fitted: Fitted, frames: Sequence[Atoms], *, stress: bool) -> No
     for i, atoms in enumerate(frames):
         check_structures([atoms], first=i)
         check_species([atoms], fitted.representation.species, first=i)
-        if stress and atoms.cell.rank < 3:
+    if stress:
+        check_volumes(frames)
+
+
+def check_volumes(frames: Sequence[Atoms], *, first: int = 0, advice: str = "") -> None:
+    """Refuse structures that have no stress; the first has the number `first`."""
+    for i, atoms in enumerate(frames, start=first):
+        if atoms.cell.rank < 3:
             given = f"{atoms.cell.rank} vectors"
-            raise InputError(
-                f"frames[{i}].cell", given, "three: without a volume there is no stress"
-            )
+            expected = "three: without a volume there is no stress"
+            raise InputError(f"frames[{i}].cell", given, expected, advice)
 
 
 def derivatives(
@@ -235,9 +241,9 @@ def predict_mechanics(
 ) -> Mechanics:
     """Return calibrated energies, forces and stresses by all members.
 
-    A model that was trained on forces has a calibration of its own for them. Otherwise the members
-    of the forces on all atoms of a structure, as those of its stress, are scaled about their means
-    by the factor that calibrates its energy.
+    A model that was trained on forces has a calibration of its own for them, and one that was
+    trained on stresses for those. Otherwise the members of the forces on all atoms of a structure,
+    and those of its stress, are scaled about their means by the factor that calibrates its energy.
     """
     found = derivatives(potential, frames, strain=stress)
     sizes = np.array([len(atoms) for atoms in frames])
@@ -249,11 +255,12 @@ def predict_mechanics(
     stresses = None
     if found.virials is not None:
         volumes = np.array([atoms.get_volume() for atoms in frames])  # type: ignore[no-untyped-call]
-        stresses = Prediction(found.virials / volumes[:, None, None]).calibrated(Scaled(factors))
-    own = fitted.forces_calibration
+        stress_own = fitted.stress_calibration or Scaled(factors)
+        stresses = Prediction(found.virials / volumes[:, None, None]).calibrated(stress_own)
+    forces_own = fitted.forces_calibration or Scaled(np.repeat(factors, sizes))
     return Mechanics(
         energy=energy * sizes,
-        forces=forces.calibrated(Scaled(np.repeat(factors, sizes)) if own is None else own),
+        forces=forces.calibrated(forces_own),
         stress=stresses,
         offsets=offsets_of(sizes),
     )

@@ -27,7 +27,14 @@ from qualms.prediction import Prediction
 Results = dict[str, Any]
 
 #: Results that ASE does not know, and would not write: kept with the structure, and where.
-_OF_STRUCTURES = ("energy_uncertainty", "energy_ensemble", "energy_predicted", "weight")
+_OF_STRUCTURES = (
+    "energy_uncertainty",
+    "energy_ensemble",
+    "energy_predicted",
+    "stress_uncertainty",
+    "stress_ensemble",
+    "weight",
+)
 _OF_ATOMS = ("forces_uncertainty", "forces_ensemble")
 #: What needs derivatives, and what needs them with respect to the cell.
 _WITH_FORCES = (
@@ -36,7 +43,7 @@ _WITH_FORCES = (
     "forces_ensemble",
     "energy_uncertainty_gradient",
 )
-_WITH_STRESS = ("stress", "energy_uncertainty_stress")
+_WITH_STRESS = ("stress", "stress_uncertainty", "stress_ensemble", "energy_uncertainty_stress")
 
 
 class CommitteePotential(Protocol):

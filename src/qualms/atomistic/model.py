@@ -80,7 +80,7 @@ class AtomisticModel:
     forces, stress : str, optional
         Keys of forces and of stresses to learn together with the energy.
     forces_noise : "auto" or float
-        Noise variance of forces, in their units squared; chosen together with `noise` by default.
+        Noise variance of forces and of virials, in their units squared; each chosen by default.
     noise_per : {"atom", "structure"}
         With forces: whether the noise of an energy is that of each atom, or of each structure.
     n_members : int

@@ -36,7 +36,7 @@ from qualms.storage.container import (
 
 FORMAT = "qualms model"
 #: Raised whenever the meaning of a file changes; older files stay readable.
-PROTOCOL = 2
+PROTOCOL = 3
 
 _PACKAGES = ("qualms", "numpy", "scipy", "ase", "dscribe", "featomic", "safetensors")
 
@@ -82,10 +82,16 @@ class Record(Document):
         How the members were solved.
     seconds : dict
         Time of each stage.
-    n_force_rows, n_virial_rows, n_without_forces : int
-        Components of forces and of virials that were learned, and structures without forces.
+    n_force_rows, n_virial_rows, n_without_forces, n_without_stress : int
+        Components of forces and of virials that were learned, and structures without either.
     forces_rmse, forces_mae, forces_noise : float, optional
         As those of the energy, of components of forces.
+    stress_rmse, stress_mae : float, optional
+        The same of components of stresses.
+    virial_noise : float, optional
+        That of virials, Vσ per atom, in the units of the energy.
+    forces_internal, stress_internal : int
+        Structures that forces, and stresses, were calibrated on.
     """
 
     n_structures: int
@@ -108,6 +114,12 @@ class Record(Document):
     forces_rmse: float | None = None
     forces_mae: float | None = None
     forces_noise: float | None = None
+    n_without_stress: int = 0
+    stress_rmse: float | None = None
+    stress_mae: float | None = None
+    virial_noise: float | None = None
+    forces_internal: int = 0
+    stress_internal: int = 0
 
 
 _Share = Annotated[float, Field(ge=0, le=1)]
@@ -135,6 +147,7 @@ class ModelDocument(Document):
     pp_target_variance: float | None = Field(gt=0)
     calibrations: dict[str, CalibrationDocument]
     forces_calibrations: dict[str, CalibrationDocument] = Field(default_factory=dict)
+    stress_calibrations: dict[str, CalibrationDocument] = Field(default_factory=dict)
     training_novelty: tuple[_Share, _Share]
     training_spread: float = Field(ge=0)
     record: Record
@@ -175,6 +188,7 @@ def write_model(
         pp_target_variance=fitted.pp_variance.variance if fitted.pp_variance else None,
         calibrations=_documents(fitted.calibrations),
         forces_calibrations=_documents(fitted.forces_calibrations),
+        stress_calibrations=_documents(fitted.stress_calibrations),
         training_novelty=fitted.training_novelty,
         training_spread=fitted.training_spread,
         record=record,
@@ -293,9 +307,8 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
             document.baseline, document.species, tensors["baseline"], tensors["baseline_members"]
         ),
         calibrations=_calibrations(document, document.calibrations),
-        forces_calibrations=_calibrations(document, document.forces_calibrations)
-        if document.forces_calibrations
-        else {},
+        forces_calibrations=_calibrations(document, document.forces_calibrations, optional=True),
+        stress_calibrations=_calibrations(document, document.stress_calibrations, optional=True),
         pp_variance=_variance(document, tensors, r),
         membership=tensors["membership"],
         training_novelty=document.training_novelty,
@@ -304,8 +317,13 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
 
 
 def _calibrations(
-    document: ModelDocument, documents: Mapping[str, CalibrationDocument]
+    document: ModelDocument,
+    documents: Mapping[str, CalibrationDocument],
+    *,
+    optional: bool = False,
 ) -> dict[str, Calibration]:
+    if optional and not documents:
+        return {}
     calibrations = {
         name: build_calibration(c.method, c.parameters) for name, c in documents.items()
     }

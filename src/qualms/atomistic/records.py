@@ -36,16 +36,23 @@ def make_record(data: TrainingSet, outcome: Outcome, stages: Stages) -> Record:
 
 
 def _of_forces(data: TrainingSet, outcome: Outcome) -> dict[str, Any]:
-    labels, noise, internal = data.mechanics, outcome.joint_noise, outcome.forces_internal
+    labels, noise = data.mechanics, outcome.joint_noise
     if labels is None or noise is None:
         return {}
-    z = None if internal is None else internal.residuals
     n_virial_rows = int(np.count_nonzero(labels.is_virial))
-    return {
-        "n_force_rows": len(labels.y) - n_virial_rows,
+    n_force_rows = len(labels.y) - n_virial_rows
+    found: dict[str, Any] = {
+        "n_force_rows": n_force_rows,
         "n_virial_rows": n_virial_rows,
         "n_without_forces": labels.n_without,
-        "forces_rmse": None if z is None else float(np.sqrt(np.mean(z**2))),
-        "forces_mae": None if z is None else float(np.mean(np.abs(z))),
-        "forces_noise": float(np.sqrt(noise.forces)),
+        "n_without_stress": labels.n_without_virial,
+        "forces_noise": float(np.sqrt(noise.forces)) if n_force_rows else None,
+        "virial_noise": None if noise.virials is None else float(np.sqrt(noise.virials)),
     }
+    for name, of in (("forces", outcome.of_forces), ("stress", outcome.of_stress)):
+        if of.internal is not None:
+            z = of.internal.residuals
+            found[f"{name}_rmse"] = float(np.sqrt(np.mean(z**2)))
+            found[f"{name}_mae"] = float(np.mean(np.abs(z)))
+            found[f"{name}_internal"] = of.n_structures
+    return found

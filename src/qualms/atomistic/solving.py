@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -14,27 +13,27 @@ from qualms.atomistic.baselines import Baseline, fit_baseline
 from qualms.atomistic.basis import Basis
 from qualms.atomistic.conventions import check_conventions
 from qualms.atomistic.fitted import Fitted, ProjectedVariance
+from qualms.atomistic.internal_calibration import (
+    Derived,
+    calibrate_forces,
+    calibrate_stresses,
+    fit_calibrations,
+    internal_data,
+)
 from qualms.atomistic.joint_solving import JointModel, fit_joint_members, fit_joint_model
 from qualms.atomistic.plan import Plan
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.representation import Representation
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.training_set import TrainingSet, can_calibrate, draw_counts
-from qualms.core.calibration import (
-    METHODS,
-    Calibration,
-    CalibrationData,
-    NoCalibration,
-    calibration_data,
-    fit_calibration,
-)
+from qualms.core.calibration import Calibration, CalibrationData
 from qualms.core.committee import FullModel, Members, fit_full_model, fit_members
 from qualms.core.joint_noise import JointNoise
 from qualms.core.linalg import Whitening
 from qualms.core.projected_process import fit_projected_process
 from qualms.core.resampling import MIN_ABSENT
 from qualms.core.typing import Float64Array, IntArray
-from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWarning
+from qualms.errors import InputError
 
 #: Representatives, and rows, up to which the matrices are small.
 _SMALL, _FEW = 500, 50_000
@@ -84,8 +83,8 @@ class Outcome:
         How the members were solved.
     target_std : float
         Standard deviation of the targets less the baseline, per atom if they are extensive.
-    forces_internal : CalibrationData, optional
-        As `internal`, of components of forces.
+    of_forces, of_stress : Derived
+        Internal errors and calibrations of components of forces, and of stresses.
     joint_noise : JointNoise, optional
         Noise of energies and of forces, if both were learned.
     """
@@ -96,7 +95,8 @@ class Outcome:
     full: FullModel
     solution: str
     target_std: float
-    forces_internal: CalibrationData | None = None
+    of_forces: Derived = field(default_factory=Derived)
+    of_stress: Derived = field(default_factory=Derived)
     joint_noise: JointNoise | None = None
 
 
@@ -198,13 +198,14 @@ class Solver:
             n = len(data.y)
             predicted = members.predict(Phi[:n])[:, 0] + offsets
         with stages.stage("Calibration"):
-            internal = _internal(data.y, predicted, counts, settings.calibration)
-            calibrations = _calibrations(internal, settings.calibration)
-            of_forces = self._internal_forces(members, counts, settings.calibration)
-        fitted = self._assemble(settings, members, baseline, calibrations, counts, internal)
-        if data.mechanics is not None and settings.forces is not None:
-            found = _calibrations(of_forces, settings.calibration)
-            fitted = replace(fitted, forces_calibrations=found)
+            internal = internal_data(data.y, predicted, counts, settings.calibration)
+            calibrations = fit_calibrations(internal, settings.calibration)
+            of_forces, of_stress = self._derived(members, counts, settings)
+        fitted = replace(
+            self._assemble(settings, members, baseline, calibrations, counts, internal),
+            forces_calibrations=of_forces.calibrations,
+            stress_calibrations=of_stress.calibrations,
+        )
         return Outcome(
             fitted,
             self.plan,
@@ -213,21 +214,24 @@ class Solver:
             _how(members),
             self.target_std,
             of_forces,
+            of_stress,
             None if self.joint is None else self.joint.noise,
         )
 
-    def _internal_forces(
-        self, members: Members, counts: IntArray, wanted: str
-    ) -> CalibrationData | None:
-        """Return what members that did not see a structure say about its forces."""
+    def _derived(
+        self, members: Members, counts: IntArray, settings: Settings
+    ) -> tuple[Derived, Derived]:
+        """Calibrate forces and stresses by members that did not see a structure."""
         labels = self.data.mechanics
-        if labels is None or labels.is_virial.all():
-            return None
-        rows = np.flatnonzero(~labels.is_virial)
-        weights = members.weights[:, 0]
-        predicted = (self.Phi[len(self.data.y) :] @ weights)[rows]
-        seen = counts[labels.structure[rows]]
-        return _internal(labels.y[rows], predicted, seen, wanted, "components of forces")
+        if labels is None:
+            return Derived(), Derived()
+        predicted = self.Phi[len(self.data.y) :] @ members.weights[:, 0]
+        frames, wanted = self.data.frames, settings.calibration
+        forces = calibrate_forces(labels, predicted, counts, wanted)
+        if not labels.n_with_virial:
+            return forces, Derived()
+        densities = np.array([len(a) / a.cell.volume if a.cell.rank == 3 else 0.0 for a in frames])
+        return forces, calibrate_stresses(labels, predicted, counts, densities, wanted)
 
     def _assemble(
         self,
@@ -290,44 +294,6 @@ def _baseline(
         counts=counts,
         isolated=data.isolated,
     )
-
-
-def _internal(
-    y: Float64Array,
-    predicted: Float64Array,
-    counts: IntArray,
-    wanted: str,
-    what: str = "targets",
-) -> CalibrationData | None:
-    """Return what members that did not see a row say about it, if there is an error at all."""
-    if np.ptp(y) == 0:
-        warnings.warn(
-            f"All {what} are the same: there is nothing to learn, and the error bar is zero.",
-            QualmsWarning,
-            stacklevel=5,
-        )
-        return None
-    try:
-        return calibration_data(y, predicted, counts == 0)
-    except CalibrationError as error:
-        if wanted != "none" and not isinstance(error, ExactFitError):
-            raise
-        warnings.warn(f"{error} The spread is used as it is.", QualmsWarning, stacklevel=5)
-        return None
-
-
-def _calibrations(internal: CalibrationData | None, wanted: str) -> dict[str, Calibration]:
-    """Fit every method, so that they can be compared later; the one that is wanted must work."""
-    if internal is None:
-        return {"none": NoCalibration(), wanted: NoCalibration()}
-    calibrations: dict[str, Calibration] = {}
-    for method in METHODS:
-        try:
-            calibrations[method] = fit_calibration(internal, method)
-        except CalibrationError:
-            if method == wanted:
-                raise
-    return calibrations
 
 
 def _variance(full: FullModel, whitening: Whitening, settings: Settings) -> ProjectedVariance:

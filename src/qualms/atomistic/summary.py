@@ -8,6 +8,7 @@ from qualms.atomistic.model_file import Provenance, Record
 from qualms.atomistic.plan import format_time
 from qualms.atomistic.structures import symbols_of
 from qualms.core.calibration import Calibration
+from qualms.errors import counted
 
 _METHODS = {"pca": "PCA", "pairs": "PCA of pairs of species", "fps": "FPS", "cur": "CUR"}
 
@@ -101,28 +102,58 @@ def forces_units_of(fitted: Fitted) -> str:
     return f"{fitted.settings.units}/Å" if fitted.settings.units else "per Å"
 
 
+def stress_units_of(fitted: Fitted) -> str:
+    """Return the units of stresses."""
+    return f"{fitted.settings.units}/Å³" if fitted.settings.units else "per Å³"
+
+
 def _forces(fitted: Fitted, record: Record) -> dict[str, str]:
-    """Return lines about forces, if they were learned."""
+    """Return lines about forces and stresses, if they were learned."""
     settings, units = fitted.settings, forces_units_of(fitted)
     if not settings.mechanical:
         return {}
     parts = [f"{record.n_force_rows} components" if settings.forces else ""]
     parts += [f"{record.n_virial_rows} of stresses" if settings.stress else ""]
-    parts += [f"{record.n_without_forces} structures without" if record.n_without_forces else ""]
+    if settings.forces and record.n_without_forces:
+        parts.append(f"{record.n_without_forces} structures without")
+    if settings.stress and record.n_without_stress:
+        parts.append(f"{record.n_without_stress} without a stress")
     lines = {"forces": ", ".join(part for part in parts if part)}
-    if record.forces_noise is not None:
-        lines["forces"] += f"; σ = {record.forces_noise:.4g} {units}"
-    if record.forces_rmse is not None:
-        lines["forces' error"] = (
-            f"RMSE {record.forces_rmse:.4g}, MAE {record.forces_mae:.4g} {units} (internal)"
-        )
-    if fitted.forces_calibration is not None:
-        lines["forces' bars"] = _calibration(fitted.forces_calibration)
+    noises = [] if record.forces_noise is None else [f"{record.forces_noise:.4g} {units}"]
+    if record.virial_noise is not None:
+        noises.append(f"{record.virial_noise:.4g} {units_of(fitted)} of virials")
+    lines["forces"] += f"; σ = {', '.join(noises)}" if noises else ""
+    of_forces = (record.forces_rmse, record.forces_mae, record.forces_internal)
+    of_stress = (record.stress_rmse, record.stress_mae, record.stress_internal)
+    return {
+        **lines,
+        **_derived("forces'", *of_forces, units, fitted.forces_calibration),
+        **_derived("stress'", *of_stress, stress_units_of(fitted), fitted.stress_calibration),
+    }
+
+
+def _derived(
+    whose: str,
+    rmse: float | None,
+    mae: float | None,
+    n_structures: int,
+    units: str,
+    own: Calibration | None,
+) -> dict[str, str]:
+    """Return lines about errors and error bars of forces, or of stresses."""
+    lines = {}
+    if rmse is not None:
+        lines[f"{whose} error"] = f"RMSE {rmse:.4g}, MAE {mae:.4g} {units} (internal)"
+    if own is not None:
+        lines[f"{whose} bars"] = _calibration(own, n_structures)
     return lines
 
 
-def _calibration(calibration: Calibration) -> str:
+def _calibration(calibration: Calibration, n_structures: int = 0) -> str:
+    """Describe a calibration; components of one structure are several rows."""
+    rows = f"{calibration.n_points} rows"
+    if n_structures:
+        rows = f"{calibration.n_points} components of {counted(n_structures, 'structure')}"
     return (
-        f"{calibration.method}, α = {calibration.alpha:.3f}, γ = {calibration.gamma:.3f} "
-        f"({calibration.n_points} rows)"
+        f"{calibration.method}, α = {calibration.alpha:.3f}, γ = {calibration.gamma:.3f} ({rows})"
     )

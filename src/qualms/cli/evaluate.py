@@ -9,7 +9,7 @@ import typer
 
 from qualms.atomistic.evaluation import Evaluation
 from qualms.atomistic.evaluation import evaluate as evaluate_model
-from qualms.atomistic.force_evaluation import evaluate_forces
+from qualms.atomistic.force_evaluation import evaluate_derivatives, unjudged
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.structures import read_frames
@@ -56,14 +56,14 @@ def evaluate(
         units=evaluation.units,
         title=f"{loaded.settings.target}: {counted(len(evaluation.y), 'point')}",
     )
-    of_forces = None
-    if loaded.settings.forces is not None:
-        of_forces = evaluate_forces(loaded, frames, stages=Stages(terminal.progress()))
+    derived = evaluate_derivatives(loaded, frames, held_out, stages=Stages(terminal.progress()))
+    keys = {"forces": loaded.settings.forces, "stress": loaded.settings.stress}
+    for text in unjudged(loaded, derived):
+        terminal.say(text)
     note = f"(validation): fitted to {evaluation.validation}; (internal): to the training set."
-    parts = [] if of_forces is None else [_forces_table(loaded, of_forces)]
     terminal.result(
         table,
-        *parts,
+        *(_table(keys[name], one) for name, one in derived.items()),
         note,
         *remarks,
         document={
@@ -74,22 +74,23 @@ def evaluate(
             "validation": evaluation.validation,
             "scores": score_records(evaluation.rows),
             "remarks": remarks,
-            **({} if of_forces is None else _forces_document(loaded, of_forces)),
+            **{name: _document(keys[name], one) for name, one in derived.items()},
         },
     )
 
 
-def _forces_table(model: AtomisticModel, of_forces: Evaluation) -> Any:
-    title = f"{model.settings.forces}: {len(of_forces.y)} components"
-    return score_table(of_forces.rows, units=of_forces.units, title=title)
+def _table(key: str | None, found: Evaluation) -> Any:
+    title = f"{key}: {len(found.y)} components of {counted(found.n_structures, 'structure')}"
+    return score_table(found.rows, units=found.units, title=title)
 
 
-def _forces_document(model: AtomisticModel, of_forces: Evaluation) -> dict[str, Any]:
-    document = {
-        "key": model.settings.forces,
-        "units": of_forces.units,
-        "n_points": len(of_forces.y),
-        "n_unlabelled": of_forces.n_unlabelled,
-        "scores": score_records(of_forces.rows),
+def _document(key: str | None, found: Evaluation) -> dict[str, Any]:
+    return {
+        "key": key,
+        "units": found.units,
+        "n_points": len(found.y),
+        "n_structures": found.n_structures,
+        "n_unlabelled": found.n_unlabelled,
+        "validation": found.validation,
+        "scores": score_records(found.rows),
     }
-    return {"forces": document}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import typer
 
 from qualms.atomistic.attribution import local_contributions
-from qualms.atomistic.mechanics import Mechanics, check_model
+from qualms.atomistic.mechanics import Mechanics, check_model, check_volumes
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.predicting import Chunk, atom_contributions
 from qualms.atomistic.progress import Stages
@@ -42,6 +42,12 @@ def predict(
     forces: Annotated[
         bool, typer.Option("--forces", help="Predict forces, too; to .xyz or .npz.")
     ] = False,
+    stress: Annotated[
+        bool,
+        typer.Option(
+            "--stress", help="Predict stresses, too, of cells with a volume; to .xyz or .npz."
+        ),
+    ] = False,
     atoms: Annotated[
         bool,
         typer.Option(
@@ -65,16 +71,18 @@ def predict(
     check_output(output, force=force)
     loaded = AtomisticModel.load(model, threads=threads)
     kind: Kind = "atomic" if loaded.fitted.per_atom else "structure"
-    more: list[Callable[[Chunk], tuple[Prediction | None, dict[str, Any]]]] = []
-    if forces:
-        _check_forces(loaded, output, ignore_unknown)
-        more.append(lambda chunk: _with_forces(loaded, chunk, ensemble))
+    more: list[Callable[[Chunk], _Further]] = []
+    tally = _Tally()
+    if forces or stress:
+        option = "--forces" if forces else "--stress"
+        _check_forces(loaded, output, ignore_unknown, option)
+        wanted = _Derivatives(forces=forces, stress=stress, ensemble=ensemble)
+        more.append(lambda chunk: wanted.of(loaded, chunk, first=tally.n_structures))
     if atoms:
         _check_atoms(loaded, output)
-        more.append(lambda chunk: (None, atom_arrays(chunk, ensemble=ensemble)))
+        more.append(lambda chunk: _Further(arrays=atom_arrays(chunk, ensemble=ensemble)))
     unknown = "ignore" if ignore_unknown else "error"
     target, units = loaded.settings.target, loaded.settings.units
-    tally = _Tally()
     with (
         open_writer(output, target, kind=kind, ensemble=ensemble, force=force) as writer,
         Stages(terminal.progress()).stage("Structures") as advance,
@@ -88,6 +96,15 @@ def predict(
         f"{counted(tally.n_structures, 'structure')} → {output}",
         document={"output": str(output), "target": target, "units": units, **asdict(tally)},
     )
+
+
+@dataclass(frozen=True)
+class _Further:
+    """Further arrays of atoms and of structures, and perhaps a better prediction."""
+
+    better: Prediction | None = None
+    arrays: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -121,41 +138,54 @@ def _write(
     chunk: Chunk,
     target: str,
     units: str,
-    more: Sequence[Callable[[Chunk], tuple[Prediction | None, dict[str, Any]]]],
+    more: Sequence[Callable[[Chunk], _Further]],
 ) -> BoolArray:
-    """Predict and write a chunk; return which of its structures look like extrapolation.
-
-    Each of `more` returns further arrays of atoms, and perhaps a better prediction.
-    """
+    """Predict and write a chunk; return which of its structures look like extrapolation."""
     novelty = np.empty((len(chunk.frames), 2))
     prediction = chunk.predict(chunk.rows(novelty))
     arrays: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for compute in more:
-        better, found = compute(chunk)
-        prediction = better or prediction
-        arrays |= found
+        found = compute(chunk)
+        prediction = found.better or prediction
+        arrays |= found.arrays
+        tensors |= found.tensors
     flags = chunk.extrapolates(prediction, novelty)
     extra: dict[str, list[Any]] = {FLAG: flags.tolist()}
     if units:
         extra[f"{target}_units"] = [units] * len(chunk.frames)
     rows = chunk.centers if chunk.fitted.per_atom else None
-    writer.write(chunk.frames, prediction, rows=rows, extra=extra, arrays=arrays or None)
+    writer.write(chunk.frames, prediction, rows=rows, extra=extra, arrays=arrays, tensors=tensors)
     return flags
 
 
-def _with_forces(
-    model: AtomisticModel, chunk: Chunk, ensemble: bool
-) -> tuple[Prediction, dict[str, Any]]:
-    mechanics = model.predict_forces(chunk.frames)
-    return mechanics.energy, force_arrays(mechanics, ensemble=ensemble)
+@dataclass(frozen=True)
+class _Derivatives:
+    """Which derivatives of the energy are to be written."""
+
+    forces: bool
+    stress: bool
+    ensemble: bool
+
+    def of(self, model: AtomisticModel, chunk: Chunk, *, first: int) -> _Further:
+        """Predict a chunk, whose first structure has the number `first`."""
+        if self.stress:
+            check_volumes(chunk.frames, first=first, advice="Leave out --stress, or these.")
+        mechanics = model.predict_forces(chunk.frames, stress=self.stress)
+        return _Further(
+            mechanics.energy,
+            force_arrays(mechanics, ensemble=self.ensemble) if self.forces else {},
+            stress_arrays(mechanics, ensemble=self.ensemble),
+        )
 
 
-def _check_forces(model: AtomisticModel, output: Path, ignore_unknown: bool) -> None:
+def _check_forces(model: AtomisticModel, output: Path, ignore_unknown: bool, option: str) -> None:
     check_model(model.fitted)
     if ignore_unknown:
-        raise InputError("--forces", "with --ignore-unknown-species", "one of the two")
+        raise InputError(option, "with --ignore-unknown-species", "one of the two")
     if output.suffix == ".csv":
-        raise InputError("--output", str(output), "a file that ends in .xyz or .npz, for forces")
+        expected = f"a file that ends in .xyz or .npz, for {option.removeprefix('--')}"
+        raise InputError("--output", str(output), expected)
 
 
 def _check_atoms(model: AtomisticModel, output: Path) -> None:
@@ -198,4 +228,16 @@ def force_arrays(mechanics: Mechanics, *, ensemble: bool) -> dict[str, Any]:
     if ensemble:
         by_member = forces.members.transpose(0, 2, 1)
         arrays["forces_ensemble"] = by_member.reshape(len(by_member), -1)
+    return arrays
+
+
+def stress_arrays(mechanics: Mechanics, *, ensemble: bool) -> dict[str, Any]:
+    """Return stresses (n_structures, 6), their error bars, and perhaps what each member says."""
+    stress = mechanics.stress
+    if stress is None:
+        return {}
+    arrays: dict[str, Any] = {"stress": stress.mean, "stress_uncertainty": stress.std}
+    if ensemble:
+        by_member = stress.members.transpose(0, 2, 1)
+        arrays["stress_ensemble"] = by_member.reshape(len(by_member), -1)
     return arrays

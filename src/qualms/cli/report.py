@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from ase import Atoms
@@ -13,6 +13,7 @@ from ase import Atoms
 from qualms.atomistic.attribution import local_contributions
 from qualms.atomistic.evaluation import Evaluation
 from qualms.atomistic.evaluation import evaluate as evaluate_model
+from qualms.atomistic.force_evaluation import evaluate_derivatives, unjudged
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.structures import read_frames
@@ -21,9 +22,12 @@ from qualms.cli.options import Force, Json, Model, Quiet, Threads
 from qualms.core.typing import Float64Array
 from qualms.external.for_models import calibration_for
 from qualms.report import Judged, check_report, interval_records, interval_table
-from qualms.report.page import make_page
+from qualms.report.page import Assessment, Page, make_page
 from qualms.report.writing import write_page
 from qualms.storage.files import refuse_input
+
+#: What components of forces and of stresses are called; the latter in ASE's order.
+_COMPONENTS = {"forces": ("x", "y", "z"), "stress": ("xx", "yy", "zz", "yz", "xz", "xy")}
 
 
 def report(
@@ -61,7 +65,12 @@ def report(
     title = f"{loaded.settings.target}: {model.name} on {test.name}"
     judged = judged_by(loaded, frames, evaluation, title=title)
     remarks = [remark for one in further for remark in one.remarks(evaluation)]
-    page = make_page(replace(judged, remarks=(*judged.remarks, *remarks)))
+    derived = evaluate_derivatives(loaded, frames, held_out, stages=Stages(terminal.progress()))
+    remarks += unjudged(loaded, derived)
+    page = make_page(
+        replace(judged, remarks=(*judged.remarks, *remarks)),
+        others={name: judged_derivative(name, frames, one) for name, one in derived.items()},
+    )
     written = write_page(page, output, force=force)
     for remark in page.remarks:
         terminal.say(remark)
@@ -69,6 +78,7 @@ def report(
         page.verdict.sentence,
         *page.verdict.details,
         interval_table(page.intervals, units=evaluation.units, title=title),
+        *_parts_of_others(page, derived),
         f"Written: {', '.join(map(str, written))}",
         document={
             "output": [str(path) for path in written],
@@ -76,15 +86,39 @@ def report(
             "units": evaluation.units,
             "n_points": len(evaluation.y),
             "n_unlabelled": evaluation.n_unlabelled,
-            "verdict": {
-                "grade": page.verdict.grade,
-                "sentence": page.verdict.sentence,
-                "details": list(page.verdict.details),
-            },
-            "scores": interval_records(page.intervals),
+            **_document(page),
             "remarks": list(page.remarks),
+            **_documents_of_others(page, derived),
         },
     )
+
+
+def _document(found: Assessment) -> dict[str, Any]:
+    """Return the verdict and the scores for other programs."""
+    return {
+        "verdict": {
+            "grade": found.verdict.grade,
+            "sentence": found.verdict.sentence,
+            "details": list(found.verdict.details),
+        },
+        "scores": interval_records(found.intervals),
+    }
+
+
+def _parts_of_others(page: Page, derived: Mapping[str, Evaluation]) -> list[Any]:
+    """Return what is printed about forces and stresses: a sentence and a table each."""
+    parts: list[Any] = []
+    for name, found in page.others.items():
+        parts.append(f"{name}: {found.verdict.sentence}")
+        parts.append(interval_table(found.intervals, units=derived[name].units, title=name))
+    return parts
+
+
+def _documents_of_others(page: Page, derived: Mapping[str, Evaluation]) -> dict[str, Any]:
+    return {
+        name: {"units": derived[name].units, "n_points": len(derived[name].y), **_document(found)}
+        for name, found in page.others.items()
+    }
 
 
 def judged_by(
@@ -109,6 +143,23 @@ def judged_by(
         facts={name.strip(): text.strip() for name, _, text in lines},
         remarks=remarks,
         atom_std=None if model.fitted.per_atom else lambda some: _atom_std(model, frames, some),
+    )
+
+
+def judged_derivative(name: str, frames: Sequence[Atoms], found: Evaluation) -> Judged:
+    """Return what a report needs to know about forces, or stresses, of the same structures."""
+    return Judged(
+        target=name,
+        units=found.units,
+        title=name,
+        y=found.y,
+        prediction=found.prediction,
+        frames=frames,
+        structure=found.structure,
+        atom=found.atom,
+        component=found.component,
+        component_names=_COMPONENTS[name],
+        rows=found.rows,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ import typer
 import yaml
 
 from qualms.atomistic.evaluation import Evaluation, evaluate
-from qualms.atomistic.force_evaluation import evaluate_forces
+from qualms.atomistic.force_evaluation import evaluate_derivatives
 from qualms.atomistic.force_labels import find_forces
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.plan import Plan
@@ -170,14 +171,15 @@ def train(
     if keep:
         shutil.rmtree(places.checkpoint, ignore_errors=True)
     parts: list[Any] = [model.summary()]
-    evaluation = of_forces = None
+    evaluation = None
+    derived: dict[str, Evaluation] = {}
     if to_validate is not None:
         evaluation = evaluate(model, to_validate, stages=Stages(terminal.progress()))
         parts.append(score_table(evaluation.rows, units=evaluation.units, title="Validation"))
-        if model.settings.forces is not None:
-            of_forces = evaluate_forces(model, to_validate, stages=Stages(terminal.progress()))
-            parts.append(score_table(of_forces.rows, units=of_forces.units, title="Forces"))
-    document = summary_document(model, evaluation, of_forces)
+        derived = evaluate_derivatives(model, to_validate, stages=Stages(terminal.progress()))
+        for name, found in derived.items():
+            parts.append(score_table(found.rows, units=found.units, title=name.capitalize()))
+    document = summary_document(model, evaluation, derived)
     with atomic_output(places.summary, force=force, mode="w") as file:
         json.dump(document, file, indent=2)
     terminal.result(*parts, document=document)
@@ -219,12 +221,13 @@ def _is_long(frames: list[Any], model: AtomisticModel) -> bool:
 def summary_document(
     model: AtomisticModel,
     evaluation: Evaluation | None = None,
-    of_forces: Evaluation | None = None,
+    derived: Mapping[str, Evaluation] | None = None,
 ) -> dict[str, Any]:
     """Return what is known of a model as a JSON document."""
-    calibrations, for_forces = (
+    fitted = model.fitted
+    calibrations, for_forces, for_stress = (
         {name: {"method": c.method, **c.parameters()} for name, c in found.items()}
-        for found in (model.fitted.calibrations, model.fitted.forces_calibrations)
+        for found in (fitted.calibrations, fitted.forces_calibrations, fitted.stress_calibrations)
     )
     document: dict[str, Any] = {
         "settings": model.settings.model_dump(mode="json"),
@@ -234,10 +237,12 @@ def summary_document(
     }
     if for_forces:
         document["forces_calibrations"] = for_forces
+    if for_stress:
+        document["stress_calibrations"] = for_stress
     if evaluation is not None:
         document["validation"] = score_records(evaluation.rows)
-    if of_forces is not None:
-        document["forces_validation"] = score_records(of_forces.rows)
+    for name, found in (derived or {}).items():
+        document[f"{name}_validation"] = score_records(found.rows)
     return document
 
 

@@ -1,36 +1,37 @@
-"""Two noise variances for observations of two kinds: energies and forces.
+"""A noise variance for each of several kinds of observations: energies, forces and virials.
 
-With whitened features Φ_E, Φ_F and targets y_E, y_F the model of both is
+With whitened features Φ_k and targets y_k of kinds k = E, F, V the model of all is
 
-    A w = Φ_Eᵀy_E + ρ Φ_Fᵀy_F,      A = Φ_EᵀΦ_E + ρ Φ_FᵀΦ_F + σ_E²/s²,      ρ = σ_E²/σ_F²,
+    A w = Σ_k ρ_k Φ_kᵀy_k,      A = Σ_k ρ_k Φ_kᵀΦ_k + σ_E²/s²,      ρ_k = σ_E²/σ_k²,
 
-where s² is the prior variance of the weights. The Gram matrices of both kinds are kept apart, so
-that a pair of variances costs one Cholesky factor. Rows belong to groups, such as structures, whose
-energy and forces are left out together: for each part that is left out in turn, A without it is the
-sum less what the part contributes.
+where s² is the prior variance of the weights. The Gram matrices of the kinds are kept apart, so
+that variances cost one Cholesky factor. Rows belong to groups, such as structures, whose energy,
+forces and virial are left out together: for each part that is left out in turn, A without it is
+the sum less what the part contributes.
 
-The score of a pair of variances is ln(mean |z_E|) + ln(mean |z_F|), z being errors of what is left
-out. It has no units, and neither kind can buy a small gain with a large loss of the other, however
-many more forces there are than energies.
+The score of variances is Σ_k ln(mean |z_k|), z being errors of what is left out. It has no units,
+and no kind can buy a small gain with a large loss of another, however many more forces there are
+than energies.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import product
 
 import numpy as np
 
 from qualms.core.linalg import cholesky, cholesky_solve
-from qualms.core.typing import Float64Array, FloatArray, IntArray
+from qualms.core.typing import BoolArray, Float64Array, FloatArray, IntArray
 from qualms.errors import InputError, NumericalError
 
 #: Share of the groups in a part that is left out, and features up to which all parts are.
 _FOLDS, _SMALL = 5, 800
 #: Decades, relative to the mean square of the targets, that are tried: first guess and limits.
-_START, _LOWEST, _HIGHEST = (-4.0, -3.0), -12.0, 1.0
+_START, _LOWEST, _HIGHEST = (-4.0, -3.0, -3.0), -12.0, 1.0
 #: Steps in decades of the search.
 _STEPS = (1.0, 0.5, 0.25)
 #: Rows that are summed over at once.
@@ -39,7 +40,7 @@ _BLOCK = 4096
 
 @dataclass(frozen=True)
 class JointNoise:
-    """Noise variances of both kinds, and how good they are.
+    """Noise variances of all kinds, and how good they are.
 
     Attributes
     ----------
@@ -48,55 +49,72 @@ class JointNoise:
     score : float
         What was minimised; 0 if there was nothing to choose.
     n_tried : int
-        Pairs of variances that were tried.
+        Sets of variances that were tried.
+    virials : float, optional
+        σ_V², likewise; None if there are no virials.
     """
 
     energies: float
     forces: float
     score: float
     n_tried: int
+    virials: float | None = None
 
     @property
     def ratio(self) -> float:
-        """ρ = σ_E²/σ_F²: the weight of a force, if that of an energy is one."""
+        """ρ_F = σ_E²/σ_F²: the weight of a force, if that of an energy is one."""
         return self.energies / self.forces
+
+    @property
+    def virial_ratio(self) -> float:
+        """ρ_V = σ_E²/σ_V²: that of a virial."""
+        return self.ratio if self.virials is None else self.energies / self.virials
 
 
 @dataclass(frozen=True)
 class _Sums:
     """What least squares needs of some rows, kind by kind: ΦᵀΦ (r, r) and Φᵀy (r,)."""
 
-    grams: tuple[Float64Array, Float64Array]
-    projections: tuple[Float64Array, Float64Array]
+    grams: tuple[Float64Array, ...]
+    projections: tuple[Float64Array, ...]
 
     def plus(self, other: _Sums, sign: float = 1.0) -> _Sums:
         """Return the sums over more rows, or over fewer."""
-        (a, b), (c, d) = self.grams, other.grams
-        (e, f), (g, h) = self.projections, other.projections
-        return _Sums((a + sign * c, b + sign * d), (e + sign * g, f + sign * h))
+        grams = zip(self.grams, other.grams, strict=True)
+        projections = zip(self.projections, other.projections, strict=True)
+        return _Sums(
+            tuple(a + sign * b for a, b in grams), tuple(a + sign * b for a, b in projections)
+        )
 
-    def solve(self, energies: float, forces: float, prior: float) -> tuple[Float64Array, float]:
-        """Return the weights (r,) and ln|A|."""
-        ratio = energies / forces
-        A = np.asfortranarray(self.grams[0] + ratio * self.grams[1])
-        A[np.diag_indices_from(A)] += energies / prior
+    def solve(self, variances: Sequence[float], prior: float) -> tuple[Float64Array, float]:
+        """Return the weights (r,) and ln|A|, for noise variances of all kinds."""
+        A = np.asfortranarray(self.weighted(self.grams, variances))
+        A[np.diag_indices_from(A)] += variances[0] / prior
         factor = cholesky(A, what="ΦᵀΦ + σ²", overwrite=True)
-        b = self.projections[0] + ratio * self.projections[1]
-        return cholesky_solve(factor, b), 2 * float(np.sum(np.log(np.diag(factor))))
+        w = cholesky_solve(factor, self.weighted(self.projections, variances))
+        return w, 2 * float(np.sum(np.log(np.diag(factor))))
+
+    @staticmethod
+    def weighted(parts: Sequence[Float64Array], variances: Sequence[float]) -> Float64Array:
+        """Return Σ_k ρ_k times what is given of each kind."""
+        total = parts[0].copy()
+        for part, variance in zip(parts[1:], variances[1:], strict=True):
+            total += variances[0] / variance * part
+        return total
 
 
 @dataclass(frozen=True)
 class _Part:
     """Rows that are left out together, and the sums of all others."""
 
-    rows: tuple[IntArray, IntArray]
+    rows: tuple[IntArray, ...]
     rest: _Sums
 
 
 def select_joint_noise(
     Phi: FloatArray,
     y: Float64Array,
-    is_force: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
+    kind: IntArray | BoolArray,
     groups: IntArray,
     *,
     prior: float,
@@ -104,8 +122,9 @@ def select_joint_noise(
     criterion: str = "loo",
     energies: float | None = None,
     forces: float | None = None,
+    virials: float | None = None,
 ) -> JointNoise:
-    """Choose σ_E² and σ_F².
+    """Choose σ_E², σ_F² and, if there are virials, σ_V².
 
     Parameters
     ----------
@@ -113,8 +132,8 @@ def select_joint_noise(
         Whitened features.
     y : (N,) array
         Targets, of zero mean in the prior.
-    is_force : (N,) array of bool
-        Kind of each row.
+    kind : (N,) array of int or bool
+        Kind of each row: 0 for energies, 1 for forces, 2 for virials.
     groups : (N,) array of int
         Rows that are left out together.
     prior : float
@@ -123,7 +142,7 @@ def select_joint_noise(
         Positive; the noise of a row is that of its kind divided by its weight.
     criterion : {"loo", "evidence"}
         Errors of groups left out, or the log marginal likelihood.
-    energies, forces : float, optional
+    energies, forces, virials : float, optional
         A variance that is known.
 
     Returns
@@ -132,28 +151,36 @@ def select_joint_noise(
     """
     if criterion not in ("loo", "evidence"):
         raise InputError("criterion", repr(criterion), '"loo" or "evidence"')
-    if energies is not None and forces is not None:
-        return JointNoise(energies, forces, 0.0, 0)
-    kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
+    n_kinds = 3 if np.any(kind == 2) else 2
+    given = (energies, forces, virials)[:n_kinds]
+    kinds = tuple(np.flatnonzero(kind == k) for k in range(n_kinds))
+    if all(value is not None for value in given):
+        return _joint_noise([value or 0.0 for value in given], 0.0, 0)
     root = np.ones(len(y)) if weight is None else np.sqrt(weight)
     units = tuple(_mean_square((root * y)[rows]) for rows in kinds)
-    if criterion == "evidence":
-        score = _evidence(Phi, y, root, kinds, prior)
-    else:
-        score = _left_out_error(Phi, y, root, kinds, groups, prior)
-    fixed = tuple(
+    make_score = _evidence if criterion == "evidence" else _left_out_error
+    score = make_score(Phi, y, root, kinds, groups, prior)
+    fixed = [
         None if value is None else float(np.log10(value / unit))
-        for value, unit in zip((energies, forces), units, strict=True)
-    )
+        for value, unit in zip(given, units, strict=True)
+    ]
+    # Of what there is nothing, nothing can be found out.
+    fixed = [_START[k] if not len(rows) else fixed[k] for k, rows in enumerate(kinds)]
 
-    def of_decades(decades: tuple[float, float]) -> float:
+    def of_decades(decades: Sequence[float]) -> float:
         try:
-            return score(units[0] * 10 ** decades[0], units[1] * 10 ** decades[1])
+            return score(*(unit * 10**d for unit, d in zip(units, decades, strict=True)))
         except NumericalError:  # so little noise that it is lost in rounding
             return np.inf
 
     best, least, n_tried = _pattern_search(of_decades, fixed)
-    return JointNoise(units[0] * 10 ** best[0], units[1] * 10 ** best[1], least, n_tried)
+    found = [unit * 10**d for unit, d in zip(units, best, strict=True)]
+    return _joint_noise(found, least, n_tried)
+
+
+def _joint_noise(variances: Sequence[float], score: float, n_tried: int) -> JointNoise:
+    energies, forces, *virials = variances
+    return JointNoise(energies, forces, score, n_tried, virials[0] if virials else None)
 
 
 def weighted_gram(Phi: FloatArray, weight: Float64Array) -> Float64Array:
@@ -171,17 +198,18 @@ def _mean_square(y: Float64Array) -> float:
 
 
 def _sums(
-    Phi: FloatArray, y: Float64Array, root: Float64Array, kinds: tuple[IntArray, IntArray]
+    Phi: FloatArray, y: Float64Array, root: Float64Array, kinds: tuple[IntArray, ...]
 ) -> _Sums:
     """Sum over rows, times √w, in blocks: a copy of all of them might not fit beside Phi."""
     r = Phi.shape[1]
-    grams, projections = (np.zeros((r, r)), np.zeros((r, r))), (np.zeros(r), np.zeros(r))
-    for i, rows in enumerate(kinds):
+    grams = tuple(np.zeros((r, r)) for _ in kinds)
+    projections = tuple(np.zeros(r) for _ in kinds)
+    for gram, projection, rows in zip(grams, projections, kinds, strict=True):
         for start in range(0, len(rows), _BLOCK):
             some = rows[start : start + _BLOCK]
             block = Phi[some] * root[some, None]
-            grams[i][:] += block.T @ block
-            projections[i][:] += block.T @ (root[some] * y[some])
+            gram += block.T @ block
+            projection += block.T @ (root[some] * y[some])
     return _Sums(grams, projections)
 
 
@@ -189,7 +217,7 @@ def _parts(
     Phi: FloatArray,
     y: Float64Array,
     root: Float64Array,
-    kinds: tuple[IntArray, IntArray],
+    kinds: tuple[IntArray, ...],
     groups: IntArray,
 ) -> list[_Part]:
     """Divide the groups into five parts, of which large models take one only."""
@@ -199,35 +227,35 @@ def _parts(
     # Groups in a mixed order: neighbours in a file are often alike.
     fold = (np.random.default_rng(0).permutation(n_groups) % n_folds)[codes]
     chosen = range(n_folds if Phi.shape[1] <= _SMALL else 1)
-    left_out = [(kinds[0][fold[kinds[0]] == k], kinds[1][fold[kinds[1]] == k]) for k in chosen]
+    left_out = [tuple(rows[fold[rows] == k] for rows in kinds) for k in chosen]
     if len(left_out) == n_folds:
         of_parts = [_sums(Phi, y, root, rows) for rows in left_out]
         whole = reduce(_Sums.plus, of_parts)
         return [_Part(r, whole.plus(s, -1.0)) for r, s in zip(left_out, of_parts, strict=True)]
     rest = tuple(rows[fold[rows] != 0] for rows in kinds)
-    return [_Part(left_out[0], _sums(Phi, y, root, (rest[0], rest[1])))]
+    return [_Part(left_out[0], _sums(Phi, y, root, rest))]
 
 
 def _left_out_error(
     Phi: FloatArray,
     y: Float64Array,
     root: Float64Array,
-    kinds: tuple[IntArray, IntArray],
+    kinds: tuple[IntArray, ...],
     groups: IntArray,
     prior: float,
-) -> Callable[[float, float], float]:
-    """Return the function of (σ_E², σ_F²) that is to be minimised."""
+) -> Callable[..., float]:
+    """Return the function of the variances of all kinds that is to be minimised."""
     parts = _parts(Phi, y, root, kinds, groups)
-    has = [any(len(part.rows[i]) for part in parts) for i in (0, 1)]
+    there = [k for k in range(len(kinds)) if any(len(part.rows[k]) for part in parts)]
 
-    def score(energies: float, forces: float) -> float:
-        errors: tuple[list[Float64Array], list[Float64Array]] = ([], [])
+    def score(*variances: float) -> float:
+        errors: dict[int, list[Float64Array]] = {k: [] for k in there}
         for part in parts:
-            w, _ = part.rest.solve(energies, forces, prior)
+            w, _ = part.rest.solve(variances, prior)
             missed = root * np.abs(y - Phi @ w)
-            for i in (0, 1):
-                errors[i].append(missed[part.rows[i]])
-        means = [np.mean(np.concatenate(errors[i])) for i in (0, 1) if has[i]]
+            for k in there:
+                errors[k].append(missed[part.rows[k]])
+        means = [np.mean(np.concatenate(errors[k])) for k in there]
         return float(np.sum(np.log(np.maximum(means, np.finfo(np.float64).tiny))))
 
     return score
@@ -237,49 +265,55 @@ def _evidence(
     Phi: FloatArray,
     y: Float64Array,
     root: Float64Array,
-    kinds: tuple[IntArray, IntArray],
+    kinds: tuple[IntArray, ...],
+    groups: IntArray,
     prior: float,
-) -> Callable[[float, float], float]:
-    """Return minus the log marginal likelihood, up to a constant.
+) -> Callable[..., float]:
+    """Return minus the log marginal likelihood, up to a constant; groups do not matter to it.
 
-    With W the weights 1 and ρ of the rows, |s²ΦΦᵀ + σ_E²W⁻¹| = σ_E^2N |W|⁻¹ |A| (s²/σ_E²)^r, and
+    With W the weights ρ_k of the rows, |s²ΦΦᵀ + σ_E²W⁻¹| = σ_E^2N |W|⁻¹ |A| (s²/σ_E²)^r, and
     yᵀ(s²ΦΦᵀ + σ_E²W⁻¹)⁻¹y = (yᵀWy − bᵀA⁻¹b)/σ_E², b = ΦᵀWy.
     """
     sums = _sums(Phi, y, root, kinds)
-    squares = [float(np.sum((root * y)[rows] ** 2)) for rows in kinds]
+    squares = [np.array(np.sum((root * y)[rows] ** 2)) for rows in kinds]
     n, r = len(y), Phi.shape[1]
 
-    def score(energies: float, forces: float) -> float:
-        ratio = energies / forces
-        w, log_det = sums.solve(energies, forces, prior)
-        b = sums.projections[0] + ratio * sums.projections[1]
-        quadratic = (squares[0] + ratio * squares[1] - float(b @ w)) / energies
+    def score(*variances: float) -> float:
+        energies = variances[0]
+        w, log_det = sums.solve(variances, prior)
+        b = sums.weighted(sums.projections, variances)
+        quadratic = (float(sums.weighted(squares, variances)) - float(b @ w)) / energies
         log_det += (n - r) * math.log(energies) + r * math.log(prior)
-        log_det -= len(kinds[1]) * math.log(ratio)
+        for rows, variance in zip(kinds[1:], variances[1:], strict=True):
+            log_det -= len(rows) * math.log(energies / variance)
         return 0.5 * float(max(quadratic, 0.0) + log_det)
 
     return score
 
 
 def _pattern_search(
-    score: Callable[[tuple[float, float]], float], fixed: tuple[float | None, ...]
-) -> tuple[tuple[float, float], float, int]:
-    """Walk downhill on a grid of decades that becomes finer; numbers that are fixed stay."""
-    start = [_START[i] if fixed[i] is None else float(fixed[i] or 0.0) for i in (0, 1)]
-    best = (start[0], start[1])
+    score: Callable[[Sequence[float]], float], fixed: Sequence[float | None]
+) -> tuple[tuple[float, ...], float, int]:
+    """Walk downhill on a grid of decades that becomes finer; numbers that are fixed stay.
+
+    With three of them the valley is long where all change alike, which leaves the weights of the
+    kinds as they are and changes the prior alone: so that is a step, too.
+    """
+    best = tuple(s if f is None else f for s, f in zip(_START, fixed, strict=False))
     known = {best: score(best)}
-    free = [i for i in (0, 1) if fixed[i] is None]
+    free = [i for i, value in enumerate(fixed) if value is None]
+    moves = [np.eye(len(best))[i] for i in free]
+    if len(free) > 2:
+        moves.append(np.sum(moves, axis=0))
     for step in _STEPS:
         moved = True
         while moved:
             moved = False
-            for i in free:
-                for sign in (-1, 1):
-                    trial = list(best)
-                    trial[i] = float(np.clip(best[i] + sign * step, _LOWEST, _HIGHEST))
-                    where = (trial[0], trial[1])
-                    if where not in known:
-                        known[where] = score(where)
-                    if known[where] < known[best]:
-                        best, moved = where, True
+            for move, sign in product(moves, (-1, 1)):
+                trial = np.where(move, np.clip(best + sign * step * move, _LOWEST, _HIGHEST), best)
+                where = tuple(trial.tolist())
+                if where not in known:
+                    known[where] = score(where)
+                if known[where] < known[best]:
+                    best, moved = where, True
     return best, known[best], len(known)

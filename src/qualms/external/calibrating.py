@@ -137,7 +137,12 @@ def calibrate_ensemble(
         std=std,
         before=score_arrays(y, mean, points.data.spread),
         after=score_arrays(y, mean, std),
-        reason=_reason(comparison, chosen, asked=method != "auto"),
+        reason=_reason(
+            comparison,
+            chosen,
+            asked=method != "auto",
+            independent=int(clusters.max()) + 1 == len(clusters),
+        ),
         remarks=(
             *ensemble.remarks,
             *(f"{ensemble.counted(n)} {why}: left out." for why, n in points.dropped.items()),
@@ -257,8 +262,8 @@ def _left_out_std(points: Points, comparison: Comparison, method: str) -> Float6
     return std
 
 
-def _reason(comparison: Comparison, chosen: str, *, asked: bool) -> str:
-    """Say in words why this method."""
+def _reason(comparison: Comparison, chosen: str, *, asked: bool, independent: bool) -> str:
+    """Say in words why this method; BIC counts points, and is right if they are independent."""
     found = {c.calibration.method: c for c in comparison.candidates}
     best = comparison.candidates[0].calibration.method
     mine = found[chosen]
@@ -279,5 +284,5 @@ def _reason(comparison: Comparison, chosen: str, *, asked: bool) -> str:
             f"by {mine.behind:.3f} ± {mine.standard_error:.3f} per point"
         )
     by_bic = min(found.values(), key=lambda c: c.calibration.bic).calibration.method
-    other = "" if by_bic == chosen else f" (BIC prefers {by_bic}.)"
+    other = f" (BIC prefers {by_bic}.)" if independent and by_bic != chosen else ""
     return f"{chosen}{', as asked' if asked else ''}: {why}.{other}"

@@ -19,7 +19,8 @@ def comparison_table(comparison: Comparison, *, title: str = "") -> Table:
     title : str
         Heading of the table.
     """
-    table = new_table(title, "LL: log likelihood per point left out. behind: ± standard error.")
+    note = "LL: log likelihood per point left out. behind: ± standard error."
+    table = new_table(title, f"{note}\nΔAIC, ΔBIC: if points were independent.")
     table.add_column("method", no_wrap=True)
     for header in ("LL", "behind", "ΔAIC", "ΔBIC", "α", "γ"):
         table.add_column(header, justify="right", no_wrap=True)

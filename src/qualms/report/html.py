@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
 
-from qualms.report.page import Page, TableText
+from qualms.report.page import Assessment, Page, TableText
 from qualms.report.pictures import Picture
 from qualms.report.structure_map import StructureMap, Viewer
+from qualms.report.verdict import Verdict
 
 #: Scripts and styles of the page itself, pictures within it, and nothing from elsewhere. The viewer
 #: compiles some of its drawing functions when it runs, which needs eval.
@@ -63,23 +65,47 @@ def render(page: Page) -> str:
 
 def _sections(page: Page) -> dict[str, str]:
     """Return the parts of the page by their names, in their order."""
-    # Two tables side by side, unless they are too wide for that.
-    kind = "worst" if len(page.errors.headers) <= _NARROW else "worst wide"
-    worst = (
-        f'<div class="{kind}">\n'
-        f"<div>\n<h3>{_SURPRISES}</h3>\n{_table(page.surprises, _SURPRISES)}\n</div>\n"
-        f"<div>\n<h3>{_ERRORS}</h3>\n{_table(page.errors, _ERRORS)}\n</div>\n</div>"
-    )
     parts = {
         "Scores": _table(page.scores, "Scores", labels=True),
         "Figures": _figures(page.pictures),
         "Map of structures": _map(page.map) if page.map is not None else "",
-        "Worst predictions": worst,
+        "Worst predictions": _worst(page),
         **{name: _table(table, name, labels=True) for name, table in page.tables.items()},
         _OTHERS: _table(page.comparison, _OTHERS, labels=True) if page.comparison else "",
+        **{_heading(name): _other(name, other) for name, other in page.others.items()},
         "Details": _facts(page.facts),
     }
     return {name: _section(name, part) for name, part in parts.items() if part}
+
+
+def _heading(name: str) -> str:
+    return name[:1].upper() + name[1:]
+
+
+def _other(name: str, found: Assessment) -> str:
+    """Write all about another quantity of the same structures."""
+    head = _heading(name)
+    parts = [
+        f'<p class="subtitle">{escape(found.subtitle)}</p>',
+        _verdict(found.verdict, f"Verdict on {name}"),
+        f"<h3>Scores</h3>\n{_table(found.scores, f'{head}: scores', labels=True)}",
+        _figures(found.pictures),
+        _worst(found, f"{head}: "),
+    ]
+    if found.comparison is not None:
+        table = _table(found.comparison, f"{head}: {_OTHERS.lower()}", labels=True)
+        parts.append(f"<h3>{_OTHERS}</h3>\n{table}")
+    return "\n".join(parts)
+
+
+def _worst(found: Assessment, of: str = "") -> str:
+    """Write the worst predictions, in two tables side by side unless they are too wide for that."""
+    kind = "worst" if len(found.errors.headers) <= _NARROW else "worst wide"
+    tables = "\n".join(
+        f"<div>\n<h3>{name}</h3>\n{_table(table, of + name)}\n</div>"
+        for name, table in ((_SURPRISES, found.surprises), (_ERRORS, found.errors))
+    )
+    return f'<div class="{kind}">\n{tables}\n</div>'
 
 
 def _section(name: str, content: str) -> str:
@@ -91,19 +117,32 @@ def _section(name: str, content: str) -> str:
 
 
 def _anchor(name: str) -> str:
-    return "map" if name.startswith("Map") else name.lower().replace(" ", "-")
+    return "map" if name.startswith("Map") else re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def _header(page: Page, names: Sequence[str]) -> str:
-    details = " ".join(page.verdict.details)
     remarks = "".join(f"<li>{escape(remark)}</li>" for remark in page.remarks)
     links = "".join(f'<li><a href="#{_anchor(n)}">{escape(n)}</a></li>' for n in names)
     return (
         f'<header>\n<h1>{escape(page.title)}</h1>\n<p class="subtitle">{escape(page.subtitle)}</p>'
-        f'\n<div class="verdict {page.verdict.grade}" role="note" aria-label="Verdict">\n'
-        f"<p>{escape(page.verdict.sentence)}</p>\n<p>{escape(details)}</p>\n</div>\n"
+        f"\n{_verdict(page.verdict, 'Verdict')}\n"
+        + "".join(map(_further, page.others, page.others.values()))
         + (f'<ul class="remarks">{remarks}</ul>\n' if remarks else "")
         + f'<nav aria-label="Contents"><ul>{links}</ul></nav>\n</header>'
+    )
+
+
+def _further(name: str, found: Assessment) -> str:
+    """Write the verdict on another quantity as one sentence, with a link to the rest."""
+    link = f'<a href="#{_anchor(name)}">{escape(_heading(name))}</a>'
+    return f'<p class="further">{link}: {escape(found.verdict.sentence)}</p>\n'
+
+
+def _verdict(verdict: Verdict, name: str) -> str:
+    details = " ".join(verdict.details)
+    return (
+        f'<div class="verdict {verdict.grade}" role="note" aria-label="{escape(name)}">\n'
+        f"<p>{escape(verdict.sentence)}</p>\n<p>{escape(details)}</p>\n</div>"
     )
 
 

@@ -82,12 +82,12 @@ def score_lines(columns: Mapping[str, ScoreIntervals], *, units: str = "") -> li
     list of ScoreLine
     """
     _check_columns(columns)
-    n_points = next(iter(columns.values())).scores.n_points
+    first = next(iter(columns.values()))
     return [
         ScoreLine(
             name,
             f"{score.label}, {units}" if score.has_units and units else score.label,
-            score.ideal or _of_calibrated(name, n_points),
+            score.ideal or _of_calibrated(name, first),
             tuple(_cell(name, score, column) for column in columns.values()),
         )
         for name, score in _SCORES.items()
@@ -199,11 +199,17 @@ def _cell(name: str, score: _Score, column: ScoreIntervals) -> str:
     return f"{write_number(value, half)}{percent} {ends}"
 
 
-def _of_calibrated(name: str, n_points: int) -> str:
-    """Return what a distance from calibration is on average for calibrated, independent points."""
+def _of_calibrated(name: str, column: ScoreIntervals) -> str:
+    """Return what a distance from calibration is on average for calibrated points.
+
+    If they are independent, or, if they come in groups, from that to what it is for as many points
+    as there are groups.
+    """
+    n_points = column.scores.n_points
     n_bins = int(np.clip(n_points // 10, 1, 10))
     expected = CALIBRATED_AREA if name == "miscalibration_area" else math.sqrt(n_bins / math.pi)
-    return f"about {expected / math.sqrt(n_points):.2g}"
+    low, high = (expected / math.sqrt(n) for n in (n_points, column.n_groups))
+    return f"about {low:.2g}" if column.n_groups == n_points else f"{low:.2g} to {high:.2g}"
 
 
 def _check_columns(columns: Mapping[str, ScoreIntervals]) -> None:

@@ -44,6 +44,8 @@ class Judged:
         The atom of each point, for properties of atoms.
     component : (n,) array of int, or None
         Which of the values of its structure or atom each point is, if they are several.
+    component_names : sequence of str
+        What these values are called; may be empty.
     rows : mapping of str to Scores
         Other estimators of the same points, to compare with; may be empty.
     tables : mapping of str to rich.table.Table
@@ -68,6 +70,7 @@ class Judged:
     structure: IntArray
     atom: IntArray | None = None
     component: IntArray | None = None
+    component_names: Sequence[str] = ()
     rows: Mapping[str, Scores] = field(default_factory=dict)
     tables: Mapping[str, Table] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)

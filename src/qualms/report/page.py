@@ -51,12 +51,13 @@ class TableText:
 
 
 @dataclass(frozen=True)
-class Page:
-    """All that a report says.
+class Assessment:
+    """What a report says about predictions of one quantity.
 
     Attributes
     ----------
-    title, subtitle : str
+    subtitle : str
+        What was predicted, and how often.
     verdict : Verdict
     scores : TableText
         Before and after calibration, with intervals.
@@ -67,16 +68,8 @@ class Page:
         The worst predictions, in units of σ and in those of the target.
     comparison : TableText or None
         Other estimators.
-    tables : mapping of str to TableText
-        Further ones by their headings.
-    facts : mapping of str to str
-    remarks : sequence of str
-    map : StructureMap or None
-    viewer : Viewer or None
-        What shows the map.
     """
 
-    title: str
     subtitle: str
     verdict: Verdict
     scores: TableText
@@ -85,15 +78,42 @@ class Page:
     surprises: TableText
     errors: TableText
     comparison: TableText | None
+
+
+@dataclass(frozen=True)
+class Page(Assessment):
+    """All that a report says: about one quantity, and perhaps about others of the same structures.
+
+    Attributes
+    ----------
+    title : str
+    tables : mapping of str to TableText
+        Further ones by their headings.
+    facts : mapping of str to str
+    remarks : sequence of str
+    map : StructureMap or None
+    viewer : Viewer or None
+        What shows the map.
+    others : mapping of str to Assessment
+        Of forces and stresses, for instance, by name.
+    """
+
+    title: str
     tables: Mapping[str, TableText]
     facts: Mapping[str, str]
     remarks: Sequence[str]
     map: StructureMap | None
     viewer: Viewer | None
+    others: Mapping[str, Assessment]
 
 
 def make_page(
-    judged: Judged, *, n_worst: int = 20, max_structures: int = 1000, seed: int = 0
+    judged: Judged,
+    *,
+    others: Mapping[str, Judged] | None = None,
+    n_worst: int = 20,
+    max_structures: int = 1000,
+    seed: int = 0,
 ) -> Page:
     """Compute everything that a report says.
 
@@ -101,6 +121,8 @@ def make_page(
     ----------
     judged : Judged
         Points with σ = 0 are left out, with a remark.
+    others : mapping of str to Judged, optional
+        What else was predicted of the same structures, such as forces, by name.
     n_worst : int
         How many of the worst predictions are listed.
     max_structures : int
@@ -109,32 +131,56 @@ def make_page(
         Of the resamples, and of the sample of structures on the map.
     """
     judged = judged.with_error_bars()
-    surprises = worst_points(judged, n_worst, "ratio")
-    errors = worst_points(judged, n_worst, "error")
+    further = {name: other.with_error_bars() for name, other in (others or {}).items()}
     viewer = load_viewer()
-    listed = [point.point for pair in zip(surprises, errors, strict=True) for point in pair]
     shown = None
     if viewer is not None:
+        worst = (worst_points(judged, n_worst, by) for by in ("ratio", "error"))
+        listed = [point.point for pair in zip(*worst, strict=True) for point in pair]
         shown = make_map(judged, listed, max_structures=max_structures, seed=seed)
-    remarks = list(judged.remarks)
+    remarks = [*judged.remarks, *(text for other in further.values() for text in other.remarks)]
     if judged.frames is not None and viewer is None:
         remarks.append(HOW_TO_INSTALL)
-    intervals, verdict = judge_scores(judged, seed=seed)
+    own = assess(judged, shown, n_worst=n_worst, seed=seed)
     return Page(
+        **vars(own),
         title=judged.title or judged.target,
-        subtitle=_subtitle(judged),
-        verdict=verdict,
-        scores=_score_text(intervals, judged.units),
-        intervals=intervals,
-        pictures=draw_pictures(judged),
-        surprises=_worst_text(judged, surprises, shown),
-        errors=_worst_text(judged, errors, shown),
-        comparison=_comparison(judged),
         tables={name: _text_of(table) for name, table in judged.tables.items()},
         facts=dict(judged.facts),
         remarks=remarks,
         map=shown,
         viewer=None if shown is None else viewer,
+        others={
+            name: assess(other, shown, n_worst=n_worst, seed=seed)
+            for name, other in further.items()
+        },
+    )
+
+
+def assess(
+    judged: Judged, shown: StructureMap | None = None, *, n_worst: int = 20, seed: int = 0
+) -> Assessment:
+    """Compute what a report says about one quantity.
+
+    Parameters
+    ----------
+    judged : Judged
+        All points with σ > 0.
+    shown : StructureMap, optional
+        Where the structures of the worst predictions can be seen.
+    n_worst, seed
+        As in `make_page`.
+    """
+    intervals, verdict = judge_scores(judged, seed=seed)
+    return Assessment(
+        subtitle=_subtitle(judged),
+        verdict=verdict,
+        scores=_score_text(intervals, judged.units),
+        intervals=intervals,
+        pictures=draw_pictures(judged),
+        surprises=_worst_text(judged, worst_points(judged, n_worst, "ratio"), shown),
+        errors=_worst_text(judged, worst_points(judged, n_worst, "error"), shown),
+        comparison=_comparison(judged),
     )
 
 
@@ -226,8 +272,10 @@ def _worst_row(judged: Judged, p: WorstPoint) -> tuple[str, ...]:
 
 
 def _component(judged: Judged, i: int) -> str:
-    """Return a letter, if all components are those of vectors, or else a number."""
+    """Return its name, or a letter, if all components are those of vectors, or else a number."""
     assert judged.component is not None
+    if judged.component_names:
+        return judged.component_names[i]
     return "xyz"[i] if judged.component.max() == 2 else str(i)
 
 

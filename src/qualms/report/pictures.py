@@ -6,6 +6,8 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from qualms.prediction import Prediction
 from qualms.report.figures import (
     BinnedErrorDisplay,
@@ -73,7 +75,11 @@ def _conditional(judged: Judged) -> Picture:
 
 
 def _reliability(judged: Judged) -> Picture:
-    display = ReliabilityDisplay.from_prediction(judged.y, judged.prediction)
+    n_structures = int(np.unique(judged.structure).size)
+    what = "points" if n_structures == judged.y.size else f"the {n_structures} structures"
+    display = ReliabilityDisplay.from_prediction(
+        judged.y, judged.prediction, n_independent=n_structures
+    )
     display.plot(label="after" if judged.is_calibrated else "")
     if judged.is_calibrated:
         before = ReliabilityDisplay.from_prediction(judged.y, judged.prediction.uncalibrated)
@@ -83,7 +89,7 @@ def _reliability(judged: Judged) -> Picture:
         "Reliability",
         "How often intervals hold the truth, against how often they claim to. Below the diagonal "
         "error bars are too small, above it too large; the grey band is what chance allows if "
-        "points are independent.",
+        f"{what} are independent.",
         f"Observed against nominal coverage, miscalibration area {display.area:.3f}",
     )
 

@@ -247,7 +247,7 @@ def new_table(title: str, caption: str = "") -> Table:
         caption_justify="left",
         title_justify="left",
         # Title and caption are wrapped at the width of the table.
-        min_width=max(len(title), len(caption)),
+        min_width=max(map(len, [title, *caption.splitlines()])),
         box=box.SIMPLE_HEAD,
         padding=0,
         show_edge=False,

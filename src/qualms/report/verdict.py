@@ -126,7 +126,7 @@ def _is_rough(one: OneSigma, scores: ScoreIntervals) -> bool:
     low, high = one.within_interval or (0.0, 1.0)
     differs = not low <= EXPECTED_WITHIN <= high and abs(one.within - EXPECTED_WITHIN) > _NOTABLE
     area = scores.scores.miscalibration_area
-    by_chance = CALIBRATED_AREA / scores.scores.n_points**0.5
+    by_chance = CALIBRATED_AREA / scores.n_groups**0.5
     return differs or (area > _AREA and scores.intervals["miscalibration_area"][0] > by_chance)
 
 

@@ -13,6 +13,8 @@ import numpy as np
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
 
+from qualms.core.typing import Float64Array
+
 #: A value is the mean of an ensemble if they differ by rounding in a file, with eight decimals.
 _ROUNDING = 1e-7
 _RELATIVE = 1e-8
@@ -55,7 +57,11 @@ def _is_mean(value: object, ensemble: object) -> bool:
         return True
     if not values.size or not members.size or members.size % values.size:
         return True
-    n = len(values) if values.ndim else 1
+    # Rows are atoms; or there is one, of a structure that has a vector.
+    return any(_is_mean_of_rows(values, members, n) for n in {len(np.atleast_1d(values)), 1})
+
+
+def _is_mean_of_rows(values: Float64Array, members: Float64Array, n: int) -> bool:
     values = values.reshape(n, -1)
     c = values.shape[1]
     # Columns are the components of one member after those of another, or the other way round.

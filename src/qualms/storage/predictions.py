@@ -21,15 +21,14 @@ from typing import Any, BinaryIO, Literal, cast
 
 import numpy as np
 from ase import Atoms
-from ase.calculators.calculator import all_properties
-from ase.io.extxyz import per_atom_properties, per_config_properties
+from ase.stress import voigt_6_to_full_3x3_stress
 from numpy.typing import NDArray
 
 from qualms.core.typing import Float64Array, IntArray
 from qualms.errors import InputError
 from qualms.prediction import Prediction
 from qualms.storage.files import AnyPath, atomic_output
-from qualms.storage.origin import is_prediction
+from qualms.storage.references import set_aside_references, was_predicted
 from qualms.storage.xyz import IN_COLUMNS, IN_COMMENT, xyz_text
 
 Kind = Literal["structure", "atomic"]
@@ -58,6 +57,8 @@ class _Batch:
         One value per structure, by name.
     arrays : dict of arrays
         Rows for all atoms of all structures, by name.
+    tensors : dict of arrays
+        A row for each structure, by name.
     """
 
     start: int
@@ -66,6 +67,7 @@ class _Batch:
     values: dict[str, Float64Array]
     extra: dict[str, AnyArray]
     arrays: dict[str, AnyArray]
+    tensors: dict[str, AnyArray]
 
     @property
     def parts(self) -> list[slice]:
@@ -102,6 +104,7 @@ class PredictionWriter(ABC):
         rows: Sequence[IntArray] | None = None,
         extra: Mapping[str, Sequence[Any]] | None = None,
         arrays: Mapping[str, AnyArray] | None = None,
+        tensors: Mapping[str, AnyArray] | None = None,
     ) -> None:
         """Write the next batch.
 
@@ -117,6 +120,8 @@ class PredictionWriter(ABC):
             More columns, of one number, boolean or string per frame.
         arrays : mapping of arrays, optional
             What else is predicted of atoms, such as forces: a row for each atom of all frames.
+        tensors : mapping of arrays, optional
+            What else is predicted of structures, such as stresses: a row for each frame.
         """
         atoms = self._atoms(frames, rows)
         n = len(frames) if atoms is None else sum(len(indices) for indices in atoms)
@@ -127,9 +132,11 @@ class PredictionWriter(ABC):
         if self._ensemble:
             values[f"{self._target}_ensemble"] = prediction.members
         columns = _extra_columns(extra or {}, len(frames), values)
-        of_atoms = _atom_arrays(arrays or {}, sum(map(len, frames)))
-        self._check_columns([*_flat_names(values), *columns, *of_atoms])
-        self._write(_Batch(self.n_structures, frames, atoms, values, columns, of_atoms))
+        of_atoms = _rows_of("arrays", arrays or {}, sum(map(len, frames)), "atom")
+        of_frames = _rows_of("tensors", tensors or {}, len(frames), "structure")
+        self._check_columns([*_flat_names(values), *columns, *of_atoms, *of_frames])
+        batch = _Batch(self.n_structures, frames, atoms, values, columns, of_atoms, of_frames)
+        self._write(batch)
         self.n_structures += len(frames)
 
     def _atoms(
@@ -212,7 +219,7 @@ class _XYZWriter(PredictionWriter):
         for i, (frame, part) in enumerate(zip(batch.frames, batch.parts, strict=True)):
             atoms = frame.copy()  # type: ignore[no-untyped-call]
             predicted = atoms.info if batch.rows is None else atoms.arrays
-            _set_aside_references(atoms, frame, predicted, self._target)
+            set_aside_references(atoms, frame, predicted, self._target)
             for name, values in batch.values.items():
                 if batch.rows is None:
                     predicted[name] = values[i] if values.ndim == 2 else float(values[i])
@@ -224,12 +231,27 @@ class _XYZWriter(PredictionWriter):
                 atoms.arrays.pop(f"{name}_ensemble", None)
             for name, rows in batch.arrays.items():
                 atoms.arrays[name] = rows[batch.atoms_of(i)]
-                if f"REF_{name}" not in frame.arrays and _was_predicted(frame, frame.arrays, name):
+                if f"REF_{name}" not in frame.arrays and was_predicted(frame, frame.arrays, name):
                     atoms.arrays.pop(f"REF_{name}", None)
+            self._add_tensors(atoms, frame, {k: v[i] for k, v in batch.tensors.items()})
             self._stream.write(xyz_text(atoms).encode())
+
+    def _add_tensors(self, atoms: Atoms, frame: Atoms, tensors: dict[str, AnyArray]) -> None:
+        """Add what is predicted of a structure; a stress as ASE writes it, as a matrix."""
+        for name in tensors:
+            atoms.info.pop(f"{name}_ensemble", None)
+        for name, values in tensors.items():
+            atoms.info[name] = _as_matrix(values) if name == "stress" else values
+            if f"REF_{name}" not in frame.info and was_predicted(frame, frame.info, name):
+                atoms.info.pop(f"REF_{name}", None)
 
     def _finish(self) -> None:
         """Every structure has been written."""
+
+
+def _as_matrix(stress: AnyArray) -> AnyArray:
+    matrix: AnyArray = voigt_6_to_full_3x3_stress(stress)  # type: ignore[no-untyped-call]
+    return matrix
 
 
 class _CSVWriter(PredictionWriter):
@@ -241,7 +263,7 @@ class _CSVWriter(PredictionWriter):
         self._has_header = False
 
     def _write(self, batch: _Batch) -> None:
-        if batch.arrays:
+        if batch.arrays or batch.tensors:
             raise InputError("path", "a table in CSV", "a name that ends in .xyz or .npz")
         self._write_header()
         numbers = np.column_stack([*batch.values.values()]).tolist()
@@ -274,7 +296,12 @@ class _NPZWriter(PredictionWriter):
         self._arrays: dict[str, list[AnyArray]] = {}
 
     def _write(self, batch: _Batch) -> None:
-        arrays: dict[str, AnyArray] = {**batch.values, **batch.extra, **batch.arrays}
+        arrays: dict[str, AnyArray] = {
+            **batch.values,
+            **batch.extra,
+            **batch.arrays,
+            **batch.tensors,
+        }
         arrays["n_atoms"] = np.array([len(frame) for frame in batch.frames], dtype=np.int64)
         if batch.rows is not None:
             counts = [len(indices) for indices in batch.rows]
@@ -322,12 +349,16 @@ def _extra_columns(
     return columns
 
 
-def _atom_arrays(arrays: Mapping[str, AnyArray], n_atoms: int) -> dict[str, AnyArray]:
-    """Return arrays with a row for each atom."""
+def _rows_of(
+    parameter: str, arrays: Mapping[str, AnyArray], n: int, what: str
+) -> dict[str, AnyArray]:
+    """Return arrays with a row for each atom, or each structure."""
     for name, array in arrays.items():
-        check_name("arrays", name)
-        if len(array) != n_atoms:
-            raise InputError(f"arrays[{name!r}]", f"{len(array)} rows", f"{n_atoms}, one per atom")
+        if name not in _TENSORS or what != "structure":
+            check_name(parameter, name)
+        if len(array) != n:
+            given = f"{len(array)} rows"
+            raise InputError(f"{parameter}[{name!r}]", given, f"{n}, one per {what}")
     return dict(arrays)
 
 
@@ -349,40 +380,3 @@ def _atom_indices(indices: IntArray, n_atoms: int) -> IntArray:
     if array.min() < 0 or array.max() >= n_atoms or len(np.unique(array)) < len(array):
         raise InputError("rows", array, f"different indices of {n_atoms} atoms")
     return array.astype(np.intp)
-
-
-def _was_predicted(frame: Atoms, store: dict[str, Any], name: str) -> bool:
-    """Return whether what a structure came with is an earlier prediction, not a reference."""
-    results = getattr(frame.calc, "results", None) or {}
-    if results.get(name) is not None:
-        return is_prediction(frame, name, results[name], frame.calc)
-    return name in store and is_prediction(frame, name, store[name])
-
-
-def _set_aside_references(
-    atoms: Atoms, frame: Atoms, predicted: dict[str, Any], target: str
-) -> None:
-    """Rename to REF_… what the prediction replaces, and what would pass for a prediction.
-
-    ASE reads keys that it knows, such as energy and forces, as results of one calculator. Next to a
-    predicted energy, forces of another origin would seem to be predicted as well.
-    """
-    was_predicted = _was_predicted(
-        frame, frame.info if predicted is atoms.info else frame.arrays, target
-    )
-    # Members of an earlier prediction must not pass for those of this one.
-    predicted.pop(f"{target}_uncertainty", None)
-    predicted.pop(f"{target}_ensemble", None)
-    results = getattr(frame.calc, "results", {})
-    for store, known, found in (
-        (atoms.info, per_config_properties, per_config_properties),
-        (atoms.arrays, per_atom_properties, all_properties),
-    ):
-        references = {name: results[name] for name in known if results.get(name) is not None}
-        for name in [*store]:
-            if name in found or (store is predicted and name == target):
-                references.setdefault(name, store.pop(name))
-        if store is predicted and was_predicted:
-            references.pop(target, None)
-        for name, value in references.items():
-            store.setdefault(f"REF_{name}", value)

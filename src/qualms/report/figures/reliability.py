@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 #: Half-width, in standard errors, of the band that 95 % of calibrated curves stay within, at each
-# p.
+#: p.
 _BAND = 1.96
 
 
@@ -30,7 +30,7 @@ class ReliabilityDisplay(Display):
 
     Below the diagonal error bars are too small, above it too large. The grey band is where the
     curve of a calibrated prediction lies with a probability of 95 % at each level, if the errors of
-    its points are independent.
+    its points, or of so many of them, are independent.
 
     Parameters
     ----------
@@ -38,10 +38,13 @@ class ReliabilityDisplay(Display):
         From `qualms.core.diagnostics.calibration_curve`.
     area : float, optional
         The miscalibration area, to be written beside the label.
+    n_independent : int, optional
+        How many points have independent errors, for the band: all of them by default.
     """
 
     curve: CalibrationCurve
     area: float | None = None
+    n_independent: int | None = None
 
     @classmethod
     def from_prediction(
@@ -51,6 +54,7 @@ class ReliabilityDisplay(Display):
         *,
         levels: ArrayLike | None = None,
         dof: ArrayLike | None = None,
+        n_independent: int | None = None,
     ) -> Self:
         """Count how often the intervals of a prediction hold the truth.
 
@@ -64,10 +68,13 @@ class ReliabilityDisplay(Display):
         dof : float or array_like of the shape of the prediction, optional
             Degrees of freedom > 2 of Student's t, of which ``prediction.std`` is the standard
             deviation; for the student calibration, N_R − 1. Gaussian by default.
+        n_independent : int, optional
+            Number of structures, if points are their atoms or components: errors within one are
+            correlated.
         """
         _, z = truth_and_residuals(y, prediction)
         curve = calibration_curve(z, prediction.std, levels, dof)
-        return cls(curve, area=miscalibration_area(z, prediction.std, dof))
+        return cls(curve, miscalibration_area(z, prediction.std, dof), n_independent)
 
     def plot(
         self,
@@ -114,7 +121,7 @@ class ReliabilityDisplay(Display):
     def _draw_reference(self, ax: Axes) -> None:
         """Draw the diagonal, and the band of ±1.96 standard errors sqrt(p(1−p)/n) about it."""
         p = np.linspace(0.0, 1.0, 201)
-        half = _BAND * np.sqrt(p * (1.0 - p) / self.curve.n_points)
+        half = _BAND * np.sqrt(p * (1.0 - p) / (self.n_independent or self.curve.n_points))
         low, high = np.clip(p - half, 0.0, 1.0), np.clip(p + half, 0.0, 1.0)
         label = "calibrated, 95 %"
         ax.fill_between(p, low, high, color=GREY, linewidth=0.0, zorder=0.5, label=label)

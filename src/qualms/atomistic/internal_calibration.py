@@ -1,0 +1,185 @@
+"""Calibrations of energies, forces and stresses by members that did not see a structure.
+
+Energies, components of forces and components of stresses are calibrated apart. A stress is Vσ per
+atom where it is learned, but is calibrated as what it is asked for, in units of the energy per Å³.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from qualms.atomistic.force_labels import ForceLabels
+from qualms.core.calibration import (
+    METHODS,
+    Calibration,
+    CalibrationData,
+    NoCalibration,
+    calibration_data,
+    fit_calibration,
+)
+from qualms.core.resampling import MIN_ABSENT
+from qualms.core.typing import BoolArray, Float64Array, IntArray
+from qualms.errors import CalibrationError, ExactFitError, QualmsWarning
+
+#: Components that members agree about to this share of the largest label are zero by symmetry; and
+#: to this number, whatever the units of the energy are, if all of them are.
+_ROUNDING, _TINY = 1e-10, 1e-12
+
+
+@dataclass(frozen=True)
+class Derived:
+    """What is known of components of forces, or of stresses.
+
+    Attributes
+    ----------
+    internal : CalibrationData, optional
+        Residuals and spreads of those that enough members had not seen.
+    calibrations : dict of str to Calibration
+        By that; empty if there are none.
+    n_structures : int
+        How many structures these components are of: those of one structure are not independent.
+    """
+
+    internal: CalibrationData | None = None
+    calibrations: dict[str, Calibration] = field(default_factory=dict)
+    n_structures: int = 0
+
+
+def calibrate_forces(
+    labels: ForceLabels, predicted: Float64Array, counts: IntArray, wanted: str
+) -> Derived:
+    """Calibrate components of forces.
+
+    Parameters
+    ----------
+    labels : ForceLabels
+    predicted : (n_rows, N_R) array
+        What members say about them.
+    counts : (n_structures, N_R) array of int
+        How often each structure is in each member.
+    wanted : str
+        The method that must work.
+    """
+    rows = np.flatnonzero(~labels.is_virial)
+    if not len(rows):
+        return Derived()
+    rows = _telling(rows, labels.y[rows], predicted[rows])
+    what, seen = "components of forces", counts[labels.structure[rows]]
+    internal = internal_data(labels.y[rows], predicted[rows], seen, wanted, what, level=6)
+    found = fit_calibrations(internal, wanted)
+    return Derived(internal, found, _n_structures(labels, rows, counts))
+
+
+def calibrate_stresses(
+    labels: ForceLabels,
+    predicted: Float64Array,
+    counts: IntArray,
+    per_volume: Float64Array,
+    wanted: str,
+) -> Derived:
+    """Calibrate components of stresses; if they are too few, they have no calibration.
+
+    Parameters
+    ----------
+    labels, predicted, counts, wanted
+        As in `calibrate_forces`.
+    per_volume : (n_structures,) array
+        Atoms per Å³, which Vσ per atom is multiplied by.
+    """
+    rows = np.flatnonzero(labels.is_virial)
+    if not len(rows):
+        return Derived()
+    rows = _telling(rows, labels.y[rows], predicted[rows])
+    factors = per_volume[labels.structure[rows]]
+    y, members = labels.y[rows] * factors, predicted[rows] * factors[:, None]
+    try:
+        data = calibration_data(y, members, counts[labels.structure[rows]] == 0)
+        found = fit_calibrations(data, wanted)
+    except CalibrationError as error:
+        if wanted != "none":
+            warnings.warn(
+                f"Stresses: {error} Their error bars are scaled as those of energies are.",
+                QualmsWarning,
+                stacklevel=5,
+            )
+        return Derived()
+    return Derived(data, found, _n_structures(labels, rows, counts))
+
+
+def telling(y: Float64Array, members: Float64Array) -> BoolArray:
+    """Return which components (n,) members (n, N_R) do not agree about up to rounding.
+
+    Components that are zero by symmetry have neither an error nor an error bar.
+    """
+    largest = float(np.abs(y).max(initial=0.0))
+    apart: BoolArray = np.ptp(members, axis=1) > max(_ROUNDING * largest, _TINY)
+    return apart
+
+
+def _telling(rows: IntArray, y: Float64Array, members: Float64Array) -> IntArray:
+    """Return the rows that say something; all, if none does."""
+    apart = telling(y, members)
+    return rows[apart] if apart.any() else rows
+
+
+def _n_structures(labels: ForceLabels, rows: IntArray, counts: IntArray) -> int:
+    """Return how many structures are judged by the members that had not seen them."""
+    judged = (counts == 0).sum(axis=1) >= MIN_ABSENT
+    return int(np.count_nonzero(judged[np.unique(labels.structure[rows])]))
+
+
+def internal_data(
+    y: Float64Array,
+    predicted: Float64Array,
+    counts: IntArray,
+    wanted: str,
+    what: str = "targets",
+    *,
+    level: int = 5,
+) -> CalibrationData | None:
+    """Return what members that did not see a row say about it, if there is an error at all.
+
+    Parameters
+    ----------
+    y : (n,) array
+    predicted : (n, N_R) array
+    counts : (n, N_R) array of int
+        How often each row is in each member.
+    wanted : str
+        Method of calibration.
+    what : str
+        What the rows are.
+    level : int
+        How far up the stack a warning belongs.
+    """
+    if np.ptp(y) == 0:
+        warnings.warn(
+            f"All {what} are the same: there is nothing to learn, and the error bar is zero.",
+            QualmsWarning,
+            stacklevel=level,
+        )
+        return None
+    try:
+        return calibration_data(y, predicted, counts == 0)
+    except CalibrationError as error:
+        if wanted != "none" and not isinstance(error, ExactFitError):
+            raise
+        warnings.warn(f"{error} The spread is used as it is.", QualmsWarning, stacklevel=level)
+        return None
+
+
+def fit_calibrations(internal: CalibrationData | None, wanted: str) -> dict[str, Calibration]:
+    """Fit every method, so that they can be compared later; the one that is wanted must work."""
+    if internal is None:
+        return {"none": NoCalibration(), wanted: NoCalibration()}
+    calibrations: dict[str, Calibration] = {}
+    for method in METHODS:
+        try:
+            calibrations[method] = fit_calibration(internal, method)
+        except CalibrationError:
+            if method == wanted:
+                raise
+    return calibrations
