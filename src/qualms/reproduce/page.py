@@ -9,7 +9,7 @@ import numpy as np
 from qualms.reproduce.claims import check_claims, sub_samples
 from qualms.reproduce.pictures import PANELS
 from qualms.reproduce.published import COLUMNS, CSD, PROCESS, QM9, SIZES, Table, published
-from qualms.reproduce.results import Column, Results, Scheme, Seed, Shift
+from qualms.reproduce.results import Column, Results, Scheme, Seed, Shift, Shifted
 from qualms.reproduce.texts import (
     CAPTIONS,
     DIFFERENCES,
@@ -23,6 +23,7 @@ _PUBLISHED: dict[str, Table] = {"qm9": QM9, "csd-atoms": CSD, "csd-crystals": CS
 _OURS = ("student", "shrinkage")
 _STUDENT_T = "Student's t"
 _GB = 1e9
+_ONE_SIGMA = 0.68
 
 
 def make_page(found: Sequence[Results], *, figures: str = "") -> str:
@@ -231,19 +232,32 @@ def _shift_text(shift: Shift, units: str) -> str:
     lines = [f"Trained on {shift.n_train:,} labels of {shift.trained_on}."]
     for found in shift.sets:
         scores = found.columns["student"].scores
-        ratio = scores["rmse"] / scores["sharpness"]
-        how = (
-            f"σ is too small by a factor of {ratio:.2f}"
-            if ratio > 1.1
-            else (f"σ is too large by a factor of {1 / ratio:.2f}" if ratio < 0.9 else "σ is right")
-        )
         lines.append(
             f"**{found.label}** ({found.n:,} points): RMSE {scores['rmse']:.4g} {units} (bias "
-            f"{found.bias:+.3g}), expected {scores['sharpness']:.4g}: {how}. Errors grow with σ "
-            f"(rank correlation {scores['spearman']:.2f}); {found.flagged:.0%} of the structures "
-            "are flagged as extrapolation."
+            f"{found.bias:+.3g}), expected of student {scores['sharpness']:.4g}: in the root mean "
+            f"square {_factor(scores['rmse'] / scores['sharpness'])}, and "
+            f"{scores['coverage_68']:.0%} of the errors are within it. Errors grow with σ (rank "
+            f"correlation {scores['spearman']:.2f}); {found.flagged:.0%} of the structures are "
+            f"flagged as extrapolation. {_survivors(found)}"
         )
     return "\n\n".join(lines)
+
+
+def _factor(ratio: float) -> str:
+    if ratio > 1.1:
+        return f"σ is too small by a factor of {ratio:.2f}"
+    return f"σ is too large by a factor of {1 / ratio:.2f}" if ratio < 0.9 else "σ is right"
+
+
+def _survivors(found: Shifted) -> str:
+    """Say which calibrations are best here."""
+    scores = {name: column.scores for name, column in found.columns.items()}
+    likely = max(scores, key=lambda name: scores[name]["log_likelihood"])
+    covering = min(scores, key=lambda name: abs(scores[name]["coverage_68"] - _ONE_SIGMA))
+    return (
+        f"Of all calibrations {likely} has the highest log likelihood, and {covering} the coverage "
+        f"nearest to 68 % ({scores[covering]['coverage_68']:.0%})."
+    )
 
 
 def _shift_table(shift: Shift, units: str) -> str:
