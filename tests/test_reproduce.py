@@ -217,7 +217,9 @@ def test_a_run_judges_every_size_and_estimator(tiny, tmp_path):
     scheme = seed.schemes[2]
     assert scheme.columns["Raw"].scores["spearman"] == scheme.columns["CV"].scores["spearman"]
     assert scheme.columns["CV"].gamma == 1.0
-    assert len(check_claims(results)) == 8
+    claims = check_claims(results)
+    assert len(claims) == 9
+    assert {claim.holds for claim in claims} <= {"yes", "no", "from a quarter on"}
 
 
 def test_a_run_is_resumed_without_computing_anything_twice(tiny, tmp_path, monkeypatch):
@@ -307,7 +309,6 @@ def test_tables_show_means_and_standard_errors(found):
         "180",
         "bootstrap",
         PROCESS,
-        f"{PROCESS}, σ² by evidence",
     }
     at_paper_scale = found.model_copy(update={"scale": "paper", "sizes": list(SIZES)})
     assert dict(table_rows(at_paper_scale))["1,000"][1].endswith("[4.651]")
@@ -344,17 +345,26 @@ def test_the_committed_results_keep_what_is_promised(results):
     assert results.scale == "paper"
     for seed in results.seeds:
         assert seed.n_train >= 19_500
-        assert seed.memory < 10e9
         for scheme in seed.schemes:
             found = {c: scheme.columns[c].scores["log_likelihood"] for c in MEMBERS}
-            assert found["student"] > found["CV"] - TOLERANCE[results.name]
+            assert abs(found["student"] - found["CV"]) < TOLERANCE[results.name]
+            assert found["shrinkage"] > found["N-L"] - TOLERANCE[results.name]
 
 
-def test_the_committed_accuracy_on_qm9():
+def test_the_committed_results_of_qm9_reach_their_targets():
     for seed in committed()[0].seeds:
         columns = [scheme.columns for scheme in seed.schemes]
         assert min(c["student"].scores["mae"] for c in columns) < 1.5e-3
         assert max(c["CV"].scores["log_likelihood"] for c in columns) > 4.95
+        assert seed.memory < 10e9
+        assert sum(seed.seconds.values()) + sum(s.seconds for s in seed.schemes) < 20 * 60
+
+
+def test_the_committed_results_of_shieldings_reach_their_targets():
+    for seed in committed()[1].seeds:
+        assert seed.process["Raw"].scores["rmse"] < 0.30
+        best = max(s.columns["N-L"].scores["log_likelihood"] for s in seed.schemes)
+        assert best > -0.10
 
 
 # --- at full scale ---
@@ -370,7 +380,8 @@ def test_qm9_at_full_scale(tmp_path):
     for scheme in seed.schemes:
         found = {c: scheme.columns[c].scores["log_likelihood"] for c in MEMBERS}
         assert found["student"] > found["CV"] - 0.005
-        assert found["shrinkage"] > found["N-L"] - 0.001
+        # Few points tell a large sub-sample's α and γ: they differ by what chance makes of that.
+        assert found["shrinkage"] > found["N-L"] - 0.005
     assert max(s.columns["CV"].scores["log_likelihood"] for s in seed.schemes) > 4.95
     assert min(s.columns["student"].scores["mae"] for s in seed.schemes) < 1.5e-3
 

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from qualms.atomistic.hypers import Compression, Soap
 from qualms.reproduce.claims import check_claims, sub_samples
+from qualms.reproduce.divisions import comparison_of_divisions
+from qualms.reproduce.markdown import figure, markdown_table, minus, signed
 from qualms.reproduce.pictures import PANELS
-from qualms.reproduce.published import COLUMNS, CSD, PROCESS, QM9, SIZES, Table, published
-from qualms.reproduce.results import Column, Results, Scheme, Seed, Shift, Shifted
+from qualms.reproduce.published import COLUMNS, CSD, PROCESS, QM9, Table, published
+from qualms.reproduce.results import Column, Results, Scheme
+from qualms.reproduce.shift_page import shift_parts
 from qualms.reproduce.texts import (
     CAPTIONS,
     DIFFERENCES,
     INTRODUCTION,
     MODEL_SELECTION,
     READING,
-    SHIFT,
 )
 
-_PUBLISHED: dict[str, Table] = {"qm9": QM9, "csd-atoms": CSD, "csd-crystals": CSD}
+#: The paper divides over atoms: it has no numbers of crystals that are new.
+_PUBLISHED: dict[str, Table] = {"qm9": QM9, "csd-atoms": CSD}
 _OURS = ("student", "shrinkage")
 _STUDENT_T = "Student's t"
 _GB = 1e9
-_ONE_SIGMA = 0.68
+_MEMBERS = 16
 
 
 def make_page(found: Sequence[Results], *, figures: str = "") -> str:
@@ -39,27 +44,28 @@ def make_page(found: Sequence[Results], *, figures: str = "") -> str:
     parts = [INTRODUCTION, READING]
     for results in found:
         parts += _section(results, figures)
-    parts += [MODEL_SELECTION, *_shifts(found, figures), DIFFERENCES]
+    parts += comparison_of_divisions(found)
+    parts += [MODEL_SELECTION, *shift_parts(found, figures), DIFFERENCES]
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
 
 
 def table_rows(results: Results) -> list[tuple[str, list[str]]]:
     """Return label and cells of each row of the table: sizes, bootstrap, and GPR PP."""
-    table = _PUBLISHED[results.name] if results.scale == "paper" else {}
+    table = _published(results)
     rows = []
     for i, n in enumerate(results.sizes):
         schemes = [sub_samples(seed)[i] for seed in results.seeds]
-        # Crystals of a sub-sample stand for as many atoms as the paper's sizes.
-        printed = SIZES[i] if results.name != "qm9" else n
-        rows.append((f"{n:,}", _scheme_cells(schemes, table, printed)))
+        rows.append((f"{n:,}", _scheme_cells(schemes, table, n)))
     boots = [[s for s in seed.schemes if s.replace] for seed in results.seeds]
     if all(boots):
         rows.append(("bootstrap", _scheme_cells([b[0] for b in boots], {}, 0)))
-    for label, process in _processes(results.seeds).items():
-        printed_table = table if label == PROCESS else {}
-        cells = [_cell(_of(process, c), published(printed_table, PROCESS, c)) for c in COLUMNS]
-        rows.append((label, [*cells, "", "", ""]))
-    return rows
+    process = [seed.process for seed in results.seeds]
+    cells = [_cell(_of(process, c), published(table, PROCESS, c)) for c in COLUMNS]
+    return [*rows, (PROCESS, [*cells, "", "", ""])]
+
+
+def _published(results: Results) -> Table:
+    return _PUBLISHED.get(results.name, {}) if results.scale == "paper" else {}
 
 
 def _scheme_cells(schemes: Sequence[Scheme], table: Table, printed: int) -> list[str]:
@@ -68,13 +74,6 @@ def _scheme_cells(schemes: Sequence[Scheme], table: Table, printed: int) -> list
     references = [published(table, printed, c) for c in (*COLUMNS, *_OURS)]
     cells = [_cell(v, r) for v, r in zip(values, references, strict=True)]
     return [*cells, _cell([s.student_t for s in schemes], None)]
-
-
-def _processes(seeds: Sequence[Seed]) -> dict[str, list[Mapping[str, Column]]]:
-    return {
-        PROCESS: [seed.process for seed in seeds],
-        f"{PROCESS}, σ² by evidence": [seed.process_evidence for seed in seeds],
-    }
 
 
 def _of(process: Sequence[Mapping[str, Column]], column: str) -> list[float]:
@@ -89,7 +88,7 @@ def _cell(values: Sequence[float], printed: float | None) -> str:
     if len(values) > 1:
         mean += f" ± {np.std(values, ddof=1) / np.sqrt(len(values)):.3f}"
     cell = mean if printed is None else f"{mean} [{printed:.{3 if abs(printed) < 10 else 2}f}]"
-    return cell.replace("-", "−")
+    return minus(cell)
 
 
 def _section(results: Results, figures: str) -> list[str]:
@@ -100,15 +99,15 @@ def _section(results: Results, figures: str) -> list[str]:
         f"## {results.title}",
         _facts(results),
         f"Mean log likelihood of the {seeds[0].n_test:,} test points, {results.units}; "
-        f"{_over_seeds(len(seeds))}, in square brackets what the paper prints:",
-        _markdown_table(head, rows),
+        f"{_over_seeds(len(seeds))}{_brackets(results)}:",
+        markdown_table(head, rows),
         _differences_to_validation(results),
         _error_table(results),
         "### What the paper says in words",
         _claims_table(results),
     ]
     for ending, caption in _figures(results):
-        parts.append(_figure(f"{figures}{results.name}-{ending}.png", caption))
+        parts.append(figure(f"{figures}{results.name}-{ending}.png", caption))
     parts.append(_costs(results))
     return parts
 
@@ -119,45 +118,68 @@ def _over_seeds(n: int) -> str:
     return f"mean and standard error over {n} seeds, each with a division of the data of its own"
 
 
+def _brackets(results: Results) -> str:
+    return ", in square brackets what the paper prints" if _published(results) else ""
+
+
 def _facts(results: Results) -> str:
     seed = results.seeds[0]
-    unit = "crystals" if results.name == "csd-crystals" else "points"
-    size = f" Sizes of sub-samples count {unit}." if unit == "crystals" else ""
+    crystals = " Sizes of sub-samples count crystals." if results.name == "csd-crystals" else ""
+    small = "" if results.scale == "paper" else " A tenth of what the paper has."
     return (
         f"{seed.n_train:,} training, {seed.n_validation:,} validation and {seed.n_test:,} test "
         f"points from {results.source}; {seed.n_representatives:,} representatives by farthest "
-        f"point sampling out of {seed.n_environments:,} environments; 16 members.{size}"
+        f"point sampling out of {seed.n_environments:,} environments; {_MEMBERS} members."
+        f"{crystals}{small} {_representation(results.representation)}"
     )
+
+
+def _representation(stored: Mapping[str, Any]) -> str:
+    """Say what the hyper-parameters of SOAP are."""
+    soap = Soap.model_validate(stored)
+    scales = []
+    for scale in soap.scales:
+        near = scale.radial_scaling
+        scaled = "no radial scaling"
+        if near is not None:
+            scaled = f"radial scaling of {near.scale:g} Å, m = {near.exponent:g}"
+        scales.append(
+            f"cutoff {scale.cutoff:g} Å, Gaussians of {scale.gaussian_width:g} Å, "
+            f"{scale.n_radial} radial functions, l ≤ {scale.l_max}, {scaled}"
+        )
+    return f"SOAP: {'; '.join(scales)}; ζ = {soap.exponent:g}; {_compressed(soap)}."
+
+
+def _compressed(soap: Soap) -> str:
+    if isinstance(soap.compression, Compression):
+        return f"{soap.compression.n_features:,} components ({soap.compression.method})"
+    return "not compressed" if soap.compression is None else "compressed if that pays"
 
 
 def _differences_to_validation(results: Results) -> str:
     """Say how internal calibration compares with that on a validation set."""
-    rows = []
+    rows, means = [], []
     for i, n in enumerate(results.sizes):
         schemes = [sub_samples(seed)[i] for seed in results.seeds]
         student = [_gain(s, "student", "CV") for s in schemes]
         shrinkage = [_gain(s, "shrinkage", "N-L") for s in schemes]
+        means.append((np.mean(student), np.mean(shrinkage)))
         internal = np.mean([s.n_internal for s in schemes])
-        rows.append([f"{n:,}", f"{internal:,.0f}", _signed(student), _signed(shrinkage)])
+        rows.append([f"{n:,}", f"{internal:,.0f}", signed(student), signed(shrinkage)])
     head = ["n", "points of the internal calibration", "student − CV", "shrinkage − N-L"]
     text = (
         "Internal calibration, which sets nothing aside, against calibration on the validation set "
         "(targets: student within 0.005 of CV, shrinkage at least equal to N-L):"
     )
-    return f"{text}\n\n{_markdown_table(head, rows)}"
+    lowest = np.min(means, axis=0)
+    worst = f"At worst, student is at {lowest[0]:+.4f} and shrinkage at {lowest[1]:+.4f}."
+    return f"{text}\n\n{markdown_table(head, rows)}\n\n{minus(worst)}"
 
 
 def _gain(scheme: Scheme, column: str, over: str) -> float:
     columns = scheme.columns
     found = columns[column].scores["log_likelihood"] - columns[over].scores["log_likelihood"]
     return float(found)
-
-
-def _signed(values: Sequence[float]) -> str:
-    text = f"{np.mean(values):+.4f}"
-    if len(values) > 1:
-        text += f" ± {np.std(values, ddof=1) / np.sqrt(len(values)):.4f}"
-    return text.replace("-", "−")
 
 
 def _error_table(results: Results) -> str:
@@ -169,9 +191,9 @@ def _error_table(results: Results) -> str:
         rows.append([f"{n:,}", *_error_cells(found, factor)])
     full = [seed.process["Raw"].scores for seed in results.seeds]
     rows.append([PROCESS, *_error_cells(full, factor)[:2], "", ""])
-    head = ["n", f"MAE, {units}", f"RMSE, {units}", "within σ (student)", "within 2σ (student)"]
+    head = ["n", f"MAE, {units}", f"RMSE, {units}", "within 68 % (student)", "within 95 %"]
     text = "Errors of the committee mean, and of the full model:"
-    return f"{text}\n\n{_markdown_table(head, rows)}"
+    return f"{text}\n\n{markdown_table(head, rows)}"
 
 
 def _error_cells(scores: Sequence[Mapping[str, float]], factor: float) -> list[str]:
@@ -185,17 +207,13 @@ def _error_cells(scores: Sequence[Mapping[str, float]], factor: float) -> list[s
 
 
 def _claims_table(results: Results) -> str:
-    rows = [[c.says, c.found, "yes" if c.holds else "no"] for c in check_claims(results)]
-    return _markdown_table(["the paper", "here", "holds"], rows)
+    rows = [[c.says, c.criterion, minus(c.found), c.holds] for c in check_claims(results)]
+    return markdown_table(["the paper", "taken to hold if", "here", "holds"], rows)
 
 
 def _figures(results: Results) -> Iterable[tuple[str, str]]:
     for ending in (*PANELS.values(), "sizes"):
         yield ending, CAPTIONS[ending].format(title=results.title)
-
-
-def _figure(path: str, caption: str) -> str:
-    return f":::{{figure}} {path}\n:alt: {caption}\n:width: 46em\n\n{caption}\n:::"
 
 
 def _costs(results: Results) -> str:
@@ -211,83 +229,3 @@ def _costs(results: Results) -> str:
     where = f"{m['processor']}, {m['cores']} cores, {m['memory']}; Python {m['python']}, "
     libraries = ", ".join(f"{k} {m[k]}" for k in ("numpy", "scipy", "dscribe") if k in m)
     return f"Time and memory ({where}{libraries}): " + "; ".join(lines) + "."
-
-
-def _shifts(found: Sequence[Results], figures: str) -> list[str]:
-    shifted = [results for results in found if results.shift is not None]
-    if not shifted:
-        return []
-    parts = [SHIFT]
-    for results in shifted:
-        assert results.shift is not None, "filtered above"
-        parts += [f"### {results.title}", _shift_text(results.shift, results.units)]
-        parts.append(_shift_table(results.shift, results.units))
-        caption = CAPTIONS["shift"].format(title=results.title)
-        parts.append(_figure(f"{figures}{results.name}-shift.png", caption))
-    return parts
-
-
-def _shift_text(shift: Shift, units: str) -> str:
-    """Say plainly where σ is too small, and by how much."""
-    lines = [f"Trained on {shift.n_train:,} labels of {shift.trained_on}."]
-    for found in shift.sets:
-        scores = found.columns["student"].scores
-        lines.append(
-            f"**{found.label}** ({found.n:,} points): RMSE {scores['rmse']:.4g} {units} (bias "
-            f"{found.bias:+.3g}), expected of student {scores['sharpness']:.4g}: in the root mean "
-            f"square {_factor(scores['rmse'] / scores['sharpness'])}, and "
-            f"{scores['coverage_68']:.0%} of the errors are within it. Errors grow with σ (rank "
-            f"correlation {scores['spearman']:.2f}); {found.flagged:.0%} of the structures are "
-            f"flagged as extrapolation. {_survivors(found)}"
-        )
-    return "\n\n".join(lines)
-
-
-def _factor(ratio: float) -> str:
-    if ratio > 1.1:
-        return f"σ is too small by a factor of {ratio:.2f}"
-    return f"σ is too large by a factor of {1 / ratio:.2f}" if ratio < 0.9 else "σ is right"
-
-
-def _survivors(found: Shifted) -> str:
-    """Say which calibrations are best here."""
-    scores = {name: column.scores for name, column in found.columns.items()}
-    likely = max(scores, key=lambda name: scores[name]["log_likelihood"])
-    covering = min(scores, key=lambda name: abs(scores[name]["coverage_68"] - _ONE_SIGMA))
-    return (
-        f"Of all calibrations {likely} has the highest log likelihood, and {covering} the coverage "
-        f"nearest to 68 % ({scores[covering]['coverage_68']:.0%})."
-    )
-
-
-def _shift_table(shift: Shift, units: str) -> str:
-    head = [
-        "set",
-        "error bars",
-        f"RMSE, {units}",
-        f"expected, {units}",
-        "log likelihood",
-        "within σ",
-        "within 2σ",
-    ]
-    rows = []
-    for found in shift.sets:
-        for name, column in found.columns.items():
-            s = column.scores
-            rows.append(
-                [
-                    found.label,
-                    name,
-                    f"{s['rmse']:.4g}",
-                    f"{s['sharpness']:.4g}",
-                    f"{s['log_likelihood']:.3f}".replace("-", "−"),
-                    f"{s['coverage_68']:.1%}",
-                    f"{s['coverage_95']:.1%}",
-                ]
-            )
-    return _markdown_table(head, rows)
-
-
-def _markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

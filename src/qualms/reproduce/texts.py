@@ -60,29 +60,28 @@ far σ rises with the error all the same.
 
 DIFFERENCES = """
 ## What differs from the paper
-- **Half of the rattled crystals.** The public copies of the rattled set (CSD-1000R) have 500
-structures with 30,009 hydrogen atoms; the paper used
-  890. The 30,000 environments of its tables are taken from fewer crystals here, which are more
-  alike.
-- **Rattling.** The paper says root mean squared displacements of 0.25 Å and 0.5 Å. In the public
-files displacements are 0.025 Å per Cartesian
-  component.
-- **SOAP hyper-parameters** are not printed in the paper. Ours were chosen by validation (above);
-better features are why all our
-  likelihoods are higher. Their differences between columns and sizes are what can be compared.
+- **Half of the rattled crystals.** The paper has 890 rattled structures, of which the public copies
+  (CSD-1000R) have 500, with 30,009 hydrogen atoms. Divisions of the data for several seeds take
+  30,000 of the same 30,009: their standard errors are those of divisions, not of data.
+- **Rattling.** The paper says root mean squared displacements of 0.25 Å and 0.5 Å. Set against the
+  relaxed structures that they come from, atoms of the public files are displaced by 0.025 Å per
+  Cartesian component.
+- **SOAP hyper-parameters** are not printed in the paper. Ours were chosen by validation (above) and
+  stand with each problem. With other features, noise and crystals the log likelihoods themselves
+  are others, too; what can be compared is how they differ between columns and sizes.
 - **Noise.** How the paper chose σ² is not printed. We take leave-one-out errors, absolute ones,
-which a few odd molecules do not dominate. That is
-  best for the mean, and makes the raw σ of the projected process far too small; with the σ² of the
-  largest marginal likelihood it is nearer the truth before scaling, and the predictions are worse.
-  Both are in the tables.
-- **Compression.** Features are compressed to 1,000 principal components before representatives are
-chosen.
+  which a few odd molecules do not dominate. That is best for the mean; it makes the raw σ of the
+  projected process on QM9 far too small, where the paper's is nearly right.
+- **Compression.** Features are compressed before representatives are chosen: to 1,000 principal
+  components, and to 2,000 for shieldings divided over atoms.
 - **Baseline.** A least-squares composition baseline is part of each member; for shieldings, which
-are of one element, that is its mean.
+  are of one element, that is its mean.
+- **Target of QM9.** The paper says formation energies with zero-point energy; the target here is
+  27.2113961 (U₀ − Σ atoms)/n in eV per atom, in which U₀ has the zero-point energy already.
 - **Errata.** Eq. (3) lacks σ⁻² in the mean; Eq. (17) needs a factor N; Eq. (6) is a mean and (7),
-(8) are sums: means are reported; Eq. (14) drops
-  l in one bra; "slightly more than 50 %" of the points absent from at least five of ten half-size
-  sub-samples is 62.3 %. [Equations](equations.md) has each.
+  (8) are sums: means are reported; Eqs. (13) and (14) drop l in one bra; "slightly more than 50 %"
+  of the points absent from at least five of ten half-size sub-samples is 62.3 %.
+  [Equations](equations.md) has each.
 """
 
 _PANELS = (

@@ -1,0 +1,32 @@
+"""Tables, figures and numbers of a page in Markdown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def figure(path: str, caption: str) -> str:
+    """Return a figure with its caption."""
+    return f":::{{figure}} {path}\n:alt: {caption}\n:width: 46em\n\n{caption}\n:::"
+
+
+def minus(text: str) -> str:
+    """Return a text with minus signs, rather than hyphens, before its numbers."""
+    return re.sub(r"(^|[\s(\[])-(?=\d)", r"\1−", text)
+
+
+def signed(values: Sequence[float], digits: int = 4) -> str:
+    """Write a mean difference, and its standard error over several seeds."""
+    text = f"{np.mean(values):+.{digits}f}"
+    if len(values) > 1:
+        text += f" ± {np.std(values, ddof=1) / np.sqrt(len(values)):.{digits}f}"
+    return minus(text)
