@@ -39,15 +39,15 @@ MODEL_SELECTION = """
 Once, before these runs, on other divisions of the data and with fewer points: cutoff, width of the
 Gaussians, basis, radial scaling and ζ were changed one at a time, on 4,000 molecules of QM9 tested
 on 1,000 others, on 200 crystals tested on 50 others, and on 130 crystals with 70 % of their
-hydrogen atoms tested on the rest; the tables are in the [benchmarks](benchmarks.md)
-(`python -m benchmarks presets`). What was best, within the noise of one split, is the preset
-`organic` for molecules and `nmr` for crystals that are new. Where siblings in the same crystal are
-known, a longer cutoff, wider Gaussians, a gentler radial scaling and more principal components are
-much better, and the division over atoms uses them. The noise σ² is chosen in each run by
-leave-one-out errors of the training set alone (over crystals, where they are what is divided): it
-never sees a test point, and nor do internal calibrations. The few hyper-parameters were compared on
-the same pool of molecules and crystals, divided otherwise, so that some of the test points here
-were among those compared on there.
+hydrogen atoms tested on the rest, in a smaller comparison; the tables are in the
+[benchmarks](benchmarks.md) (`python -m benchmarks presets siblings`). What was best, within the
+noise of one split, is the preset `organic` for molecules and `nmr` for crystals that are new. Where
+siblings in the same crystal are known, a longer cutoff, wider Gaussians, a gentler radial scaling
+and more principal components are much better, and the division over atoms uses them. The noise σ²
+is chosen in each run by leave-one-out errors of the training set alone (over crystals, where they
+are what is divided): it never sees a test point, and nor do internal calibrations. The few
+hyper-parameters were compared on the same pool of molecules and crystals, divided otherwise, so
+that some of the test points here were among those compared on there.
 """
 
 SHIFT = """
