@@ -29,7 +29,7 @@ from qualms.reproduce.results import Results, read_results, write_results
 DOCS = Path(__file__).parents[1] / "docs"
 COMMAND = Path(sys.executable).with_name("qualms")
 ORDER = ("qm9", "csd-atoms", "csd-crystals")
-#: How far internal calibration may fall behind: fewer crystals than molecules are left out.
+#: How far internal calibration may fall behind that on a validation set.
 TOLERANCE = 0.005
 #: Columns of members: the paper's, and ours.
 MEMBERS = {*COLUMNS, "student", "shrinkage"}

@@ -229,6 +229,6 @@ def _costs(results: Results) -> str:
     where = f"{m['processor']}, {m['cores']} cores, {m['memory']}; Python {m['python']}, "
     libraries = ", ".join(f"{k} {m[k]}" for k in ("numpy", "scipy", "dscribe") if k in m)
     return (
-        f"Time and memory ({where}{libraries}): {'; '.join(lines)}. Other work on the machine is in "
-        "these times."
+        f"Time and memory ({where}{libraries}): {'; '.join(lines)}. Other work on the machine is "
+        "in these times."
     )
