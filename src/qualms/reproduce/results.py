@@ -10,7 +10,7 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +30,13 @@ _VERSION = 1
 _LIBRARIES = ("numpy", "scipy", "dscribe", "ase")
 #: Bins of σ in which errors are compared with it.
 N_BINS = 10
+#: Problems and scales that there are.
+NAMES, SCALES = ("qm9", "csd-atoms", "csd-crystals"), ("paper", "small")
+#: What tables and figures show of members, of the projected process, and of each of their columns.
+_OF_MEMBERS = ("Raw", "CV", "N-L", "Int.", "Int. N-L", "student", "shrinkage")
+_OF_PROCESS = ("Raw", "CV", "N-L")
+_SCORES = ("log_likelihood", "mae", "rmse", "coverage_68", "coverage_95")
+_OF_MACHINE = ("processor", "cores", "memory", "python")
 
 
 class Column(Document):
@@ -97,7 +104,12 @@ class Seed(Document):
     seconds : dict of str to float
         Of the stages that all sizes share.
     memory : float
-        Largest resident memory so far, of this process and its largest worker, in bytes.
+        Largest resident memory so far, of a process and its largest worker, in bytes.
+    wall : float, optional
+        Seconds by the clock from the first stage to the last result, those between an interruption
+        and the next start left out; None if it is not known.
+    digest : str
+        Of structures and labels; empty if it is not known.
     schemes : list of Scheme
     process : dict of str to Column
         The projected process: Raw, CV, N-L.
@@ -114,6 +126,8 @@ class Seed(Document):
     noise: float
     seconds: dict[str, float]
     memory: float = 0.0
+    wall: float | None = None
+    digest: str = ""
     schemes: list[Scheme] = Field(default_factory=list)
     process: dict[str, Column] = Field(default_factory=dict)
     process_evidence: dict[str, Column] = Field(default_factory=dict)
@@ -121,6 +135,11 @@ class Seed(Document):
     def has(self, n: int, replace: bool) -> bool:
         """Whether members of this size have been judged."""
         return any(s.n == n and s.replace == replace for s in self.schemes)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Sizes of the sub-samples that have been judged; those in crystals depend on the seed."""
+        return sorted(s.n for s in self.schemes if not s.replace)
 
 
 class Shifted(Document):
@@ -156,12 +175,17 @@ class Shift(Document):
     sets : list of Shifted
         The first is like the training set; the others are not.
     seconds : float
+    source, digest : str
+        Name of the file of the others, and digest of their structures and labels; empty if they are
+        not known.
     """
 
     trained_on: str
     n_train: int
     sets: list[Shifted]
     seconds: float
+    source: str = ""
+    digest: str = ""
 
 
 class Results(Document):
@@ -188,7 +212,7 @@ class Results(Document):
     units: str
     sizes: list[int]
     representation: dict[str, Any]
-    machine: dict[str, str]
+    machine: dict[str, str] = Field(default_factory=dict)
     seeds: list[Seed] = Field(default_factory=list)
     shift: Shift | None = None
 
@@ -222,6 +246,79 @@ def write_results(path: Path, results: Results) -> None:
     document = _rounded(results.model_dump(mode="json"))
     with atomic_output(path, force=True) as file:
         file.write((json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def missing(results: Results, seed: Seed) -> str:
+    """Say what a seed lacks of what tables and figures are made of; nothing, if it is complete."""
+    sizes, wanted = seed.sizes, len(results.sizes)
+    if not wanted or len(sizes) < wanted:
+        return f"{len(sizes)} of {wanted} sizes are there"
+    if len(sizes) > wanted:
+        return f"there are {len(sizes)} sizes rather than {wanted}"
+    if not any(s.replace for s in seed.schemes):
+        return "there is no bootstrap"
+    parts: list[tuple[Mapping[str, Column], Sequence[str], str]]
+    parts = [(s.columns, _OF_MEMBERS, f"n = {s.n:,}") for s in seed.schemes]
+    parts += [(p, _OF_PROCESS, "GPR PP") for p in (seed.process, seed.process_evidence)]
+    return next((found for part in parts if (found := _lacking(*part))), "")
+
+
+def _lacking(columns: Mapping[str, Column], wanted: Iterable[str], where: str) -> str:
+    """Say which column, or which score of it, is not there."""
+    for name in wanted:
+        if name not in columns:
+            return f"{where} lacks {name}"
+        lacking = [score for score in _SCORES if score not in columns[name].scores]
+        if lacking or not columns[name].bins:
+            return f"{where} lacks {lacking[0] if lacking else 'bins'} of {name}"
+    return ""
+
+
+def complete_part(
+    results: Results, path: str | os.PathLike[str], say: Callable[[str], None]
+) -> Results:
+    """Return what tables and figures can be made of: the complete seeds.
+
+    Parameters
+    ----------
+    results : Results
+    path : path
+        Their file, for messages.
+    say : callable
+        Told what is left out.
+    """
+    lacks = {seed.seed: missing(results, seed) for seed in results.seeds}
+    complete = [seed for seed in results.seeds if not lacks[seed.seed]]
+    words = "; ".join(f"seed {seed}: {why}" for seed, why in lacks.items() if why)
+    if not complete:
+        raise InputError(
+            "results",
+            f"'{path}'",
+            f"results with a complete seed ({words or 'there is none'})",
+            "Run the command that wrote them again: it goes on where it was.",
+        )
+    if words:
+        say(f"Left out of {path}: {words}.")
+    # Sizes in crystals depend on the seed: those of tables and figures are of the first.
+    update: dict[str, Any] = {"seeds": complete, "sizes": complete[0].sizes}
+    if results.shift is not None and not all("student" in s.columns for s in results.shift.sets):
+        say(f"Left out of {path}: predictions far from home without error bars.")
+        update["shift"] = None
+    update["machine"] = dict.fromkeys(_OF_MACHINE, "unknown") | results.machine
+    return results.model_copy(update=update)
+
+
+def check_together(found: Sequence[Results]) -> None:
+    """Refuse what does not make one page: unknown problems or scales, and the same one twice."""
+    for results in found:
+        if results.name not in NAMES:
+            raise InputError("results", f"those of '{results.name}'", f"one of {', '.join(NAMES)}")
+        if results.scale not in SCALES:
+            raise InputError("results", f"scale '{results.scale}'", f"one of {', '.join(SCALES)}")
+    names = [results.name for results in found]
+    twice = [name for name in NAMES if names.count(name) > 1]
+    if twice:
+        raise InputError("results", f"{twice[0]} more than once", "each problem once")
 
 
 def _rounded(value: Any) -> Any:
