@@ -26,6 +26,7 @@ from qualms.reproduce.results import (
     check_together,
     complete_part,
     missing,
+    size_note,
 )
 
 SCORES = ("log_likelihood", "mae", "rmse", "coverage_68", "coverage_95", "spearman", "sharpness")
@@ -160,6 +161,13 @@ def test_incomplete_seeds_are_left_out_with_a_word():
     assert len(said) == 1
     assert "seed 0: 2 of 3 sizes" in said[0]
     assert kept.machine["processor"] == "unknown"
+
+
+def test_sizes_that_depend_on_the_seed_are_said():
+    assert size_note(made_up(made_up_seed(0), made_up_seed(1))) == ""
+    said = size_note(made_up(made_up_seed(0), made_up_seed(1, sizes=(11, 52, 1040))))
+    assert "those of seed 0" in said
+    assert "11, 52, 1,040 (seed 1)" in said
 
 
 @pytest.mark.parametrize("seeds", [(), (made_up_seed(0, sizes=(10,)),)])

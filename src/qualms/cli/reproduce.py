@@ -12,6 +12,7 @@ from typing import Annotated
 import numpy as np
 import typer
 from ase import Atoms
+from rich.table import Table
 
 from qualms.atomistic.feature_stage import Resources
 from qualms.atomistic.plan import default_threads, format_time, parse_memory
@@ -42,6 +43,7 @@ from qualms.reproduce.results import (
     check_together,
     complete_part,
     read_results,
+    size_note,
     write_results,
 )
 from qualms.reproduce.run import expected_seconds, run_problem, seeds_left, start_results
@@ -269,7 +271,8 @@ class _Run:
 
     def finish(self, names: Sequence[str]) -> None:
         """Draw, and print, what was found; the page has all results of the directory."""
-        tables, found = [], {}
+        tables: list[str | Table] = []
+        found: dict[str, Results] = {}
         for name in names:
             path = self.workplace.results(name)
             results = found[name] = complete_part(read_results(path), path, self.say)
@@ -279,7 +282,7 @@ class _Run:
                 table.add_column(heading, justify="right")
             for label, cells in table_rows(results):
                 table.add_row(label, *cells)
-            tables.append(table)
+            tables += [table, *filter(None, [size_note(results)])]
         everything = other_results(self.workplace.directory, found, self.say)
         with atomic_output(self.workplace.page, force=True) as file:
             file.write(make_page(everything).encode())

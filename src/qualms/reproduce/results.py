@@ -308,6 +308,18 @@ def complete_part(
     return results.model_copy(update=update)
 
 
+def size_note(results: Results) -> str:
+    """Say how the sizes of other seeds differ from those shown, in crystals; nothing, if not."""
+    others = [seed for seed in results.seeds if seed.sizes != results.sizes]
+    if not others:
+        return ""
+    listed = "; ".join(f"{', '.join(f'{n:,}' for n in s.sizes)} (seed {s.seed})" for s in others)
+    return (
+        f"Sizes are those of seed {results.seeds[0].seed}. The same shares of the training sets of "
+        f"other seeds, which have other numbers of crystals: {listed}."
+    )
+
+
 def check_together(found: Sequence[Results]) -> None:
     """Refuse what does not make one page: unknown problems or scales, and the same one twice."""
     for results in found:
