@@ -363,6 +363,15 @@ def test_a_damaged_checkpoint_is_not_used(problem, tmp_path, monkeypatch):
     assert "is not used" in said[0]
 
 
+def test_sizes_that_leave_nothing_to_calibrate_on_are_refused_before_the_work(
+    problem, tmp_path, monkeypatch
+):
+    forbid(monkeypatch, Training, "kernel_rows")
+    greedy = problems.replace(problem, sizes=(10, 199))
+    with pytest.raises(InputError, match="sub-samples of 199 and for internal calibration"):
+        prepared_rows(greedy, tmp_path)
+
+
 def cut(path):
     path.write_bytes(path.read_bytes()[:-100])
 

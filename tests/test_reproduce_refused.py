@@ -240,6 +240,28 @@ def test_unknown_elements_are_found_before_the_work(tiny, tmp_path, monkeypatch)
 # --- the command ---
 
 
+def test_the_time_of_all_of_the_work_is_said_before_it_starts(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written("rattled.extxyz", crystals(60))
+    written("relaxed.extxyz", crystals(30, seed=1))
+    monkeypatch.setattr(command, "expected_seconds", lambda problem, plan: 1000.0)
+    monkeypatch.setattr(command, "_share", lambda *crystals: 0.0)
+
+    def stop(*args):
+        raise InputError("work", "anything", "nothing")
+
+    monkeypatch.setattr(command, "run_problem", stop)
+    one = "reproduce csd --data rattled.extxyz --scale small -o out --threads 1 --split atoms"
+    assert "In all about 17 min, kernel rows kept" in qualms(one).err
+    assert "In all about 33 min" in qualms(one.replace("atoms", "both")).err
+    assert "In all about 1.7 h" in qualms(one.replace("atoms", "both") + " --seeds 3").err
+    monkeypatch.setattr(command, "expected_seconds", lambda problem, plan: 2.0)
+    assert "about 2 s a seed, 1 to go" in qualms(one).err
+    monkeypatch.setattr(command, "_share", lambda *crystals: 1e6)
+    ended = qualms(f"{one} --relaxed relaxed.extxyz --discard-kernels")
+    assert " h, predictions far from home included\n" in ended.err
+
+
 @pytest.fixture
 def out(tiny, tmp_path, monkeypatch):
     """A finished run of crystals, divided over crystals; figures are not the subject here."""

@@ -146,6 +146,8 @@ class _Work:
             fitted = None
             self.kept.forget()
             rows = self._compute_rows()
+        # Gigabytes that have served; also those of a run that was killed before it came to this.
+        shutil.rmtree(self.kept.directory / _STAGES, ignore_errors=True)
         solver = Solver(self.data, self.settings, rows, training.plan, self.stages)
         if fitted is None:
             fitted = self._solve(solver)
@@ -198,7 +200,6 @@ class _Work:
             }
             self.kept.save_tensors("basis", tensors)
             self.kept.complete("rows", values)
-        checkpoint.remove()
         return rows
 
     def _checkpoint(self, *, resume: bool) -> Checkpoint:
