@@ -13,21 +13,11 @@ from qualms.atomistic.progress import Stages
 from qualms.atomistic.training import Training
 from qualms.errors import InputError
 from qualms.reproduce import kernels, pictures, problems, run
+from qualms.reproduce.complete import check_together, complete_part, missing, size_note
 from qualms.reproduce.places import Workplace
 from qualms.reproduce.predictions import load_estimates
-from qualms.reproduce.problems import qm9_problem
-from qualms.reproduce.results import (
-    Column,
-    Results,
-    Scheme,
-    Seed,
-    Shift,
-    Shifted,
-    check_together,
-    complete_part,
-    missing,
-    size_note,
-)
+from qualms.reproduce.problems import qm9_problem, qm9_settings
+from qualms.reproduce.results import Column, Results, Scheme, Seed, Shift, Shifted
 
 SCORES = ("log_likelihood", "mae", "rmse", "coverage_68", "coverage_95", "spearman", "sharpness")
 MEMBERS = ("Raw", "CV", "N-L", "Int.", "Int. N-L", "student", "shrinkage")
@@ -113,7 +103,7 @@ def made_up(*seeds, name="qm9", **update):
         source="file",
         units="eV/atom",
         sizes=[10, 50, 100],
-        representation={},
+        representation=qm9_settings("small").representation.model_dump(mode="json"),
         seeds=list(seeds),
     )
     return results.model_copy(update=update)
@@ -181,7 +171,13 @@ def test_a_shift_without_error_bars_is_left_out():
     shift = Shift(trained_on="y", n_train=1, sets=sets, seconds=1.0)
     said = []
     assert complete_part(made_up(made_up_seed(), shift=shift), "a", said.append).shift is None
-    assert "without error bars" in said[0]
+    assert "x lacks student" in said[0]
+    empty = shift.model_copy(update={"sets": []})
+    assert complete_part(made_up(made_up_seed(), shift=empty), "a", said.append).shift is None
+    complete = {"Raw": column(), "student": column()}
+    good = shift.model_copy(update={"sets": [sets[0].model_copy(update={"columns": complete})]})
+    kept = complete_part(made_up(made_up_seed(), shift=good), "a", pytest.fail)
+    assert kept.shift == good
 
 
 @pytest.mark.parametrize(
@@ -190,6 +186,7 @@ def test_a_shift_without_error_bars_is_left_out():
         ([made_up(), made_up()], "qm9 more than once"),
         ([made_up(name="water")], "those of 'water'"),
         ([made_up(scale="huge")], "scale 'huge'"),
+        ([made_up(representation={"cutoff": "far"})], "the representation of qm9"),
     ],
 )
 def test_what_does_not_make_a_page_is_refused(found, message):

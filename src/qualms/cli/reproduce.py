@@ -24,6 +24,7 @@ from qualms.cli.options import Force, Json, Quiet, Threads
 from qualms.data import csd as read_csd
 from qualms.errors import InputError
 from qualms.report.tables import new_table
+from qualms.reproduce.complete import check_together, complete_part, size_note
 from qualms.reproduce.page import make_page, table_rows
 from qualms.reproduce.pictures import draw_figures
 from qualms.reproduce.places import Workplace, check_page, make_directory, other_results
@@ -37,15 +38,7 @@ from qualms.reproduce.problems import (
     qm9_settings,
 )
 from qualms.reproduce.published import COLUMNS, SPLIT
-from qualms.reproduce.results import (
-    Results,
-    Shift,
-    check_together,
-    complete_part,
-    read_results,
-    size_note,
-    write_results,
-)
+from qualms.reproduce.results import Results, Shift, read_results, write_results
 from qualms.reproduce.run import expected_seconds, run_problem, seeds_left, start_results
 from qualms.reproduce.shift import Means, check_relaxed, csd_shift, digest_of, qm9_shift
 from qualms.storage.files import atomic_output, check_output, refuse_input

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qualms.errors import InputError
-from qualms.reproduce.results import NAMES, Results, complete_part, read_results
+from qualms.reproduce.complete import NAMES, complete_part
+from qualms.reproduce.results import Results, read_results
 from qualms.reproduce.texts import INTRODUCTION
 
 #: What all pages begin with.
