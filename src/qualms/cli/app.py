@@ -24,7 +24,10 @@ from qualms.errors import QualmsError
 #: Exit codes: bad input; interrupted from the keyboard, as shells have it.
 BAD_INPUT, INTERRUPTED = 2, 130
 _INTERRUPTED = "Interrupted; no file is half-written."
-_RESUME = " What has been kept, --resume goes on with."
+_RESUME = {
+    "train": " What has been kept, --resume goes on with.",
+    "reproduce": " The same command goes on where it was.",
+}
 
 app = typer.Typer(
     name="qualms",
@@ -78,7 +81,7 @@ def main() -> None:
 
 
 def _interrupted() -> str:
-    return _INTERRUPTED + (_RESUME if sys.argv[1:2] == ["train"] else "")
+    return _INTERRUPTED + _RESUME.get("".join(sys.argv[1:2]), "")
 
 
 def _fail(message: str, code: int) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
+from ase import Atoms
+from rich.table import Table
 
 from qualms.atomistic.feature_stage import Resources
-from qualms.atomistic.plan import default_threads
+from qualms.atomistic.plan import default_threads, format_time, parse_memory
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.training import Training
 from qualms.atomistic.training_set import make_training_set
@@ -19,13 +24,23 @@ from qualms.cli.options import Force, Json, Quiet, Threads
 from qualms.data import csd as read_csd
 from qualms.errors import InputError
 from qualms.report.tables import new_table
+from qualms.reproduce.complete import check_together, complete_part, size_note
 from qualms.reproduce.page import make_page, table_rows
 from qualms.reproduce.pictures import draw_figures
-from qualms.reproduce.problems import Problem, Scale, Split, csd_problem, qm9_problem
-from qualms.reproduce.published import COLUMNS
-from qualms.reproduce.results import Results, read_results, write_results
-from qualms.reproduce.run import Workplace, expected_seconds, run_problem, start_results
-from qualms.reproduce.shift import csd_shift, qm9_shift
+from qualms.reproduce.places import Workplace, check_page, make_directory, other_results
+from qualms.reproduce.problems import (
+    Problem,
+    Scale,
+    Split,
+    csd_problem,
+    csd_settings,
+    qm9_problem,
+    qm9_settings,
+)
+from qualms.reproduce.published import COLUMNS, SPLIT
+from qualms.reproduce.results import Results, Shift, read_results, write_results
+from qualms.reproduce.run import expected_seconds, run_problem, seeds_left, start_results
+from qualms.reproduce.shift import Means, check_relaxed, csd_shift, digest_of, qm9_shift
 from qualms.storage.files import atomic_output, check_output, refuse_input
 
 reproduce = typer.Typer(
@@ -67,12 +82,13 @@ def qm9(
     checked = _scale(scale)
     source = data or ("subset" if checked == "small" else "qm9pack")
     run = _Run(output, memory, discard_kernels, threads, force, quiet, as_json)
-    results = run.all_seeds(lambda seed: qm9_problem(source, checked, seed), seeds)
-    if shift and results.shift is None:
-        settings = qm9_problem("subset", "small").settings.model_dump()
-        settings |= {"n_representatives": 5_000 if checked == "paper" else 500}
-        stages = run.stages()
-        run.add_shift(results, qm9_shift(source, checked, settings, stages, run.say))
+    work = run.start(partial(qm9_problem, source, checked))
+    with_shift = shift and work.results.shift is None
+    run.announce([work], seeds, 1.0 if with_shift else 0.0)
+    results = run.all_seeds(work, seeds)
+    if with_shift:
+        means = run.means("qm9")
+        run.add_shift(results, qm9_shift(source, checked, qm9_settings(checked), means))
     run.finish(["qm9"])
 
 
@@ -101,18 +117,20 @@ def csd(
     checked = _scale(scale)
     splits = _splits(split)
     crystals = read_csd(data)
-    others = None if relaxed is None else read_csd(relaxed)
     run = _Run(output, memory, discard_kernels, threads, force, quiet, as_json)
-    for each in splits:
-
-        def problem(seed: int, each: Split = each) -> Problem:
-            return csd_problem(crystals, each, checked, seed, source=data.name)
-
-        results = run.all_seeds(problem, seeds)
-        if others is not None and each == splits[-1] and results.shift is None:
-            settings = problem(0).settings.model_dump() | {"resample": "structures"}
-            stages = run.stages()
-            run.add_shift(results, csd_shift(crystals, others, checked, settings, stages, run.say))
+    works = [
+        run.start(partial(csd_problem, crystals, each, checked, source=data.name))
+        for each in splits
+    ]
+    others = None if relaxed is None else run.relaxed(relaxed, crystals, works[-1].results)
+    run.announce(works, seeds, 0.0 if others is None else _share(crystals, others))
+    for each, work in zip(splits, works, strict=True):
+        results = run.all_seeds(work, seeds)
+        if others is not None and relaxed is not None and each == splits[-1]:
+            settings = csd_settings(each, checked).model_copy(update={"resample": "structures"})
+            means = run.means(results.name)
+            found = csd_shift(crystals, others, checked, settings, means)
+            run.add_shift(results, found.model_copy(update={"source": relaxed.name}))
     run.finish([f"csd-{each}" for each in splits])
 
 
@@ -125,7 +143,10 @@ def page(
     """Make the page of all results. Figures are taken to lie beside the result files."""
     check_output(output, force=force)
     refuse_input(output, *results)
+    say = Terminal().say
     found = [read_results(path) for path in results]
+    check_together(found)
+    found = [complete_part(each, path, say) for each, path in zip(found, results, strict=True)]
     folders = {path.resolve().parent for path in results}
     if len(folders) > 1:
         raise InputError("results", f"files in {len(folders)} directories", "files in one of them")
@@ -133,6 +154,15 @@ def page(
     text = make_page(found, figures="" if figures == "." else f"{figures}/")
     with atomic_output(output, force=force) as file:
         file.write(text.encode())
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A problem with any seed, its first division, and what is known of it."""
+
+    problem_of: Callable[[int], Problem]
+    first: Problem
+    results: Results
 
 
 class _Run:
@@ -152,63 +182,114 @@ class _Run:
         self.say: Callable[[str], None] = self.terminal.say
         self.workplace = Workplace(output, keep_kernels=not discard_kernels)
         self.resources = Resources(threads=default_threads(threads), memory=memory)
+        parse_memory(memory)
         self.force = force
-        output.mkdir(parents=True, exist_ok=True)
+        make_directory(output)
+        check_page(self.workplace.page, force=force)
 
-    def stages(self) -> Stages:
-        return Stages(self.terminal.progress())
+    def start(self, problem_of: Callable[[int], Problem]) -> _Work:
+        """Divide the data once, and find out what of the work has been done."""
+        first = problem_of(0)
+        return _Work(problem_of, first, start_results(first, self.workplace, force=self.force))
 
-    def all_seeds(self, problem_of: Callable[[int], Problem], seeds: int) -> Results:
-        """Run a problem with each seed, going on from what is there."""
-        results = None
-        for seed in range(seeds):
-            problem = problem_of(seed)
-            if results is None:
-                results = start_results(problem, self.workplace, force=self.force)
+    def relaxed(
+        self, path: Path, rattled: Sequence[Atoms], results: Results
+    ) -> Sequence[Atoms] | None:
+        """Return relaxed crystals, checked, or None if they have been predicted."""
+        crystals = read_csd(path)
+        check_relaxed(rattled, crystals)
+        before = results.shift
+        if before is None:
+            return crystals
+        if not before.digest:
+            self.say("Relaxed crystals have been predicted by an earlier version: that is kept.")
+            return None
+        if before.digest == digest_of(crystals):
+            return None
+        self.say(f"Other relaxed crystals ({before.source}) were predicted before.")
+        return crystals
+
+    def announce(self, works: Sequence[_Work], seeds: int, shift: float) -> None:
+        """Say what all of the work will take, before it starts.
+
+        Parameters
+        ----------
+        works : sequence of _Work
+        seeds : int
+        shift : float
+            Work of the shift, in units of the last problem's preparation.
+        """
+        total = preparation = 0.0
+        for work in works:
+            left = seeds_left(work.results, seeds)
+            if not left and not shift:
+                continue
+            problem = work.first
+            data = make_training_set(problem.train, problem.settings)
+            plan = Training(data, problem.settings, self.resources, Stages()).plan
+            seconds, preparation = expected_seconds(problem, plan), plan.seconds
+            total += left * seconds
+            if left:
                 self.say(f"{problem.title} ({problem.scale})")
-                self._announce(problem, seeds - len(results.seeds))
+                self.say(plan.describe())
+                self.say(f"All sizes: about {format_time(seconds)} a seed, {left:.3g} to go")
+        if total or shift:
+            total += shift * preparation
+            kept = ", kernel rows kept" if self.workplace.keep_kernels else ""
+            with_shift = ", predictions far from home included" if shift else ""
+            self.say(f"In all about {format_time(total)}{with_shift}{kept}")
+
+    def all_seeds(self, work: _Work, seeds: int) -> Results:
+        """Run a problem with each seed, going on from what is there."""
+        results = work.results
+        self.say(f"{work.first.title}:")
+        for seed in range(seeds):
+            problem = work.first if seed == 0 else work.problem_of(seed)
             self.say(f"Seed {seed}:")
+            stages = Stages(self.terminal.progress())
             results = run_problem(
-                problem, results, self.workplace, self.resources, self.stages(), self.say
+                problem, results, self.workplace, self.resources, stages, self.say
             )
-        assert results is not None, "there is at least one seed"
         return results
 
-    def _announce(self, problem: Problem, n_left: int) -> None:
-        """Say what the work will take, before it starts."""
-        if n_left <= 0:
-            return
-        data = make_training_set(problem.train, problem.settings)
-        plan = Training(data, problem.settings, self.resources, Stages()).plan
-        minutes = expected_seconds(problem, plan) / 60
-        kept = "" if not self.workplace.keep_kernels else ", kernel rows kept"
-        self.say(plan.describe())
-        self.say(f"All sizes: about {minutes:.0f} min a seed, {n_left} to go{kept}")
+    def means(self, name: str) -> Means:
+        """Return what predictions far from home are made with."""
+        stages = Stages(self.terminal.progress())
+        return Means(self.resources, stages, self.workplace.checkpoint(name), self.say)
 
-    def add_shift(self, results: Results, shift: object) -> None:
+    def add_shift(self, results: Results, shift: Shift) -> None:
         """Add what was found far from home to the results."""
         complete = results.model_copy(update={"shift": shift})
         write_results(self.workplace.results(results.name), complete)
 
-    def finish(self, names: list[str]) -> None:
-        """Draw, and print, what was found."""
-        tables = []
-        found = [read_results(self.workplace.results(name)) for name in names]
-        for results in found:
+    def finish(self, names: Sequence[str]) -> None:
+        """Draw, and print, what was found; the page has all results of the directory."""
+        tables: list[str | Table] = []
+        found: dict[str, Results] = {}
+        for name in names:
+            path = self.workplace.results(name)
+            results = found[name] = complete_part(read_results(path), path, self.say)
             draw_figures(results, self.workplace)
             table = new_table(results.title, "mean log likelihood ± standard error [the paper's]")
             for heading in ("n", *COLUMNS, "student", "shrinkage", "Student's t"):
                 table.add_column(heading, justify="right")
             for label, cells in table_rows(results):
                 table.add_row(label, *cells)
-            tables.append(table)
-        with atomic_output(self.workplace.directory / "reproduction.md", force=True) as file:
-            file.write(make_page(found).encode())
+            tables += [table, *filter(None, [size_note(results)])]
+        everything = other_results(self.workplace.directory, found, self.say)
+        with atomic_output(self.workplace.page, force=True) as file:
+            file.write(make_page(everything).encode())
         self.terminal.result(
             *tables,
             f"Results, figures and reproduction.md are in {self.workplace.directory}/.",
-            document={results.name: results.model_dump(mode="json") for results in found},
+            document={name: results.model_dump(mode="json") for name, results in found.items()},
         )
+
+
+def _share(rattled: Sequence[Atoms], relaxed: Sequence[Atoms]) -> float:
+    """Return the hydrogen atoms of a shift over those of a training set, at any scale."""
+    n = sum(int(np.count_nonzero(a.numbers == 1)) for a in (*rattled, *relaxed))
+    return n / SPLIT[0]
 
 
 def _scale(scale: str) -> Scale:

@@ -1,37 +1,47 @@
 """Kernel rows of a problem, computed once and kept on disk for a run that is resumed.
 
 A directory holds one problem with one seed: arrays in NumPy's own format, the model that shares
-their representatives, and a manifest that is written last and says what they belong to.
+their representatives, and a manifest that says what they belong to and which of them are complete.
+What a training run itself keeps is in a checkpoint below it until the kernel rows are there.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
-from qualms.atomistic.checkpoint import run_key
+from qualms.atomistic.basis import Basis
+from qualms.atomistic.checkpoint import Checkpoint, run_key
+from qualms.atomistic.compression import Projection
 from qualms.atomistic.feature_stage import Resources
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.progress import Stages
+from qualms.atomistic.representation import Representation
 from qualms.atomistic.settings import Settings
-from qualms.atomistic.solving import KernelRows, Solver
+from qualms.atomistic.solving import KernelRows, Solver, check_members
 from qualms.atomistic.structures import data_hash
 from qualms.atomistic.study import HeldOut, held_out_rows
 from qualms.atomistic.training import Training
 from qualms.atomistic.training_set import TrainingSet, make_training_set, resolved_species
 from qualms.core.linalg import Whitening
-from qualms.core.typing import Float64Array
+from qualms.core.typing import IntArray
+from qualms.errors import InputError, QualmsError
+from qualms.reproduce.kept import Kept
 from qualms.reproduce.problems import Problem
-from qualms.storage.files import atomic_output, atomic_path
 
-_MODEL, _MANIFEST = "model.safetensors", "manifest.json"
+_Part = TypeVar("_Part")
+_MODEL = "model.safetensors"
+_STAGES = "stages"
 _PARTS = ("validation", "test")
 _ARRAYS = ("K_XM", "design", "k_xx", "y")
+#: What reading a damaged file, or one that does not fit, can end in.
+_UNREADABLE = (OSError, EOFError, ValueError, TypeError, KeyError, QualmsError)
 
 
 @dataclass(frozen=True)
@@ -59,8 +69,14 @@ class Prepared:
     seconds: dict[str, float]
 
 
-def prepare(problem: Problem, directory: Path, resources: Resources, stages: Stages) -> Prepared:
-    """Return the kernel rows of a problem: those in the directory if they are the same.
+def prepare(
+    problem: Problem,
+    directory: Path,
+    resources: Resources,
+    stages: Stages,
+    say: Callable[[str], None] = lambda text: None,
+) -> Prepared:
+    """Return the kernel rows of a problem: what of them is in the directory is not computed again.
 
     Parameters
     ----------
@@ -69,53 +85,232 @@ def prepare(problem: Problem, directory: Path, resources: Resources, stages: Sta
         Made if it does not exist.
     resources : Resources
     stages : Stages
+    say : callable
+        Told what cannot be read.
     """
     data = make_training_set(problem.train, problem.settings)
     settings = resolved_species(problem.settings, data)
-    training = Training(data, settings, resources, stages)
-    key = _key(problem, data)
-    seconds = _seconds_before(directory, key)
-    if seconds is not None:
-        with stages.stage("Reading kernel rows"):
-            fitted = AtomisticModel.load(directory / _MODEL).fitted
-            rows = _load_rows(directory, fitted)
-            held_out = {part: _load_held_out(directory, part) for part in _PARTS}
-        solver = Solver(data, settings, rows, training.plan, stages)
-        return Prepared(data, settings, solver, fitted, **held_out, seconds=seconds)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / _MANIFEST).unlink(missing_ok=True)
-    rows = training.kernel_rows()
-    with stages.stage("Keeping kernel rows"):
-        _save(directory, "K_NM", rows.K_NM)
-        _save(directory, "whitening", rows.whitening.factor)
-    solver = Solver(data, settings, rows, training.plan, stages)
-    outcome = solver.solve(settings, np.random.default_rng(settings.seed))
-    found = {}
-    for part, frames in (("validation", problem.validation), ("test", problem.test)):
-        with stages.stage(f"Kernel rows of the {part} set"):
-            found[part] = held_out_rows(outcome.fitted, frames, resources.threads)
-        with stages.stage("Keeping kernel rows"):
-            for name in _ARRAYS:
-                _save(directory, f"{part}_{name}", getattr(found[part], name))
-    AtomisticModel.from_outcome(data, outcome, stages).save(directory / _MODEL, force=True)
-    seconds = dict(stages.seconds)
-    with atomic_output(directory / _MANIFEST, force=True) as file:
-        file.write(json.dumps({"key": key, "seconds": seconds}).encode())
-    return Prepared(data, settings, solver, outcome.fitted, **found, seconds=seconds)
+    _check_sizes(problem, data, settings)
+    kept = Kept(directory, _key(problem, data))
+    work = _Work(problem, data, settings, resources, stages, kept, say)
+    try:
+        return work.all()
+    finally:
+        kept.note_seconds(stages.seconds)
 
 
 def discard(directory: Path) -> None:
     """Delete kernel rows; a directory with anything else in it stays."""
-    for path in _files(directory):
-        path.unlink(missing_ok=True)
+    for name in (_MODEL, "basis", *_array_names()):
+        (directory / name).unlink(missing_ok=True)
+    (directory / "manifest.json").unlink(missing_ok=True)
+    if (directory / _STAGES / "manifest.json").exists():
+        shutil.rmtree(directory / _STAGES)
     if directory.is_dir() and not any(directory.iterdir()):
         directory.rmdir()
 
 
-def _files(directory: Path) -> Iterable[Path]:
-    arrays = ["K_NM", "whitening", *(f"{p}_{a}" for p in _PARTS for a in _ARRAYS)]
-    names = [_MANIFEST, _MODEL, *(f"{name}.npy" for name in arrays)]
-    return (directory / name for name in names)
+def _array_names() -> list[str]:
+    names = ["K_NM", "whitening", *(f"{part}_{array}" for part in _PARTS for array in _ARRAYS)]
+    return [f"{name}.npy" for name in names]
+
+
+@dataclass(frozen=True)
+class _Environments:
+    """All of `KernelRows` but the large arrays."""
+
+    representation: Representation
+    basis: Basis
+    origins: IntArray
+    novelty: tuple[float, float]
+
+
+@dataclass
+class _Work:
+    """The stages of a preparation: each read if it is there, otherwise computed and kept."""
+
+    problem: Problem
+    data: TrainingSet
+    settings: Settings
+    resources: Resources
+    stages: Stages
+    kept: Kept
+    say: Callable[[str], None]
+
+    def all(self) -> Prepared:
+        """Go through all stages."""
+        training = Training(self.data, self.settings, self.resources, self.stages)
+        fitted = self._read("model", self._load_model)
+        rows = self._read("rows", lambda: self._load_rows(fitted))
+        if rows is None:
+            fitted = None
+            self.kept.forget()
+            rows = self._compute_rows()
+        # Gigabytes that have served; also those of a run that was killed before it came to this.
+        shutil.rmtree(self.kept.directory / _STAGES, ignore_errors=True)
+        solver = Solver(self.data, self.settings, rows, training.plan, self.stages)
+        if fitted is None:
+            fitted = self._solve(solver)
+        validation, test = (self._held_out(part, fitted) for part in _PARTS)
+        self.kept.note_seconds(self.stages.seconds)
+        seconds = self.kept.seconds
+        return Prepared(self.data, self.settings, solver, fitted, validation, test, seconds)
+
+    def _read(self, stage: str, load: Callable[[], _Part]) -> _Part | None:
+        """Return a stage that was kept; if it cannot be used, say so and return None."""
+        if not self.kept.has(stage):
+            return None
+        try:
+            with self.stages.stage("Reading kernel rows"):
+                return load()
+        except _UNREADABLE as error:
+            why = " ".join(str(error).split())
+            self.say(
+                f"What was kept in {self.kept.directory} ({stage}) cannot be used and is computed "
+                f"again: {why}"
+            )
+            self.kept.forget(stage)
+            return None
+
+    # -- kernel rows ------------------------------------------------------------------------------
+
+    def _compute_rows(self) -> KernelRows:
+        checkpoint = self._checkpoint(resume=True)
+        try:
+            rows = self._training(checkpoint).kernel_rows()
+        except InputError as error:
+            if error.parameter != "resume":
+                raise
+            self.say(f"What an interrupted run has kept is not used: {error}")
+            checkpoint = self._checkpoint(resume=False)
+            rows = self._training(checkpoint).kernel_rows()
+        with self.stages.stage("Keeping kernel rows"):
+            self.kept.save_array("K_NM", rows.K_NM)
+            self.kept.save_array("whitening", rows.whitening.factor)
+            projections = rows.representation.projections
+            tensors: dict[str, Any] = {
+                f"projection_{i}": p.matrix for i, p in enumerate(projections)
+            }
+            tensors |= {"representatives": rows.basis.representatives, "origins": rows.origins}
+            values = {
+                "kernel_errors": [p.kernel_error for p in projections],
+                "feature_scale": rows.representation.feature_scale,
+                "kernel_scale": rows.basis.scale,
+                "novelty": list(rows.novelty),
+            }
+            self.kept.save_tensors("basis", tensors)
+            self.kept.complete("rows", values)
+        return rows
+
+    def _checkpoint(self, *, resume: bool) -> Checkpoint:
+        key = run_key(self.data.digest, self.settings.model_dump_json())
+        try:
+            return Checkpoint(self.kept.directory / _STAGES, key, resume=resume)
+        except InputError as error:
+            if error.parameter != "resume":
+                raise
+            return Checkpoint(self.kept.directory / _STAGES, key, resume=False)
+
+    def _training(self, checkpoint: Checkpoint) -> Training:
+        try:
+            resources = replace(self.resources, checkpoint=checkpoint)
+            return Training(self.data, self.settings, resources, self.stages)
+        except InputError as error:
+            if error.parameter != "checkpoint":
+                raise
+            self.say("The disk has no room for features: an interrupted run computes them again.")
+            return Training(self.data, self.settings, self.resources, self.stages)
+
+    def _load_rows(self, fitted: Fitted | None) -> KernelRows:
+        if fitted is not None:
+            found = _Environments(
+                fitted.representation, fitted.basis, fitted.origins, fitted.training_novelty
+            )
+        else:
+            found = self._load_basis(self.kept.values("rows"))
+        r = len(found.origins)
+        factor = self.kept.load_array("whitening", (r, None))
+        return KernelRows(
+            representation=found.representation,
+            basis=found.basis,
+            origins=found.origins,
+            # The representatives that were kept, in the order in which they were kept.
+            whitening=Whitening(np.arange(r), factor, residual=0.0, negative=0.0),
+            K_NM=self.kept.load_array("K_NM", (self.data.n_rows, r)),
+            novelty=found.novelty,
+        )
+
+    def _load_basis(self, values: Mapping[str, Any]) -> _Environments:
+        """Return what was kept before there was a model."""
+        tensors = self.kept.load_tensors("basis")
+        projections = tuple(
+            Projection(tensors[f"projection_{i}"], float(error))
+            for i, error in enumerate(values["kernel_errors"])
+        )
+        soap, species = self.settings.representation, tuple(self.data.species)
+        scale = float(values["feature_scale"])
+        representation = Representation(soap, species, projections, scale)
+        representatives = tensors["representatives"]
+        if representatives.shape[1:] != (representation.n_features,):
+            raise ValueError(f"basis has features {representatives.shape}")
+        if tensors["origins"].shape != (len(representatives), 2):
+            raise ValueError(f"basis has origins {tensors['origins'].shape}")
+        per_atom, kernel_scale = self.settings.per_atom, float(values["kernel_scale"])
+        basis = Basis(representation.kernel, representatives, kernel_scale, per_atom)
+        strangest, mean = map(float, values["novelty"])
+        return _Environments(representation, basis, tensors["origins"], (strangest, mean))
+
+    # -- the model, and what is predicted ---------------------------------------------------------
+
+    def _load_model(self) -> Fitted:
+        fitted = AtomisticModel.load(self.kept.directory / _MODEL).fitted
+        if len(fitted.membership) != len(self.data.y):
+            raise ValueError(f"a model of {len(fitted.membership)} labels")
+        return fitted
+
+    def _solve(self, solver: Solver) -> Fitted:
+        outcome = solver.solve(self.settings, np.random.default_rng(self.settings.seed))
+        model = AtomisticModel.from_outcome(self.data, outcome, self.stages)
+        model.save(self.kept.directory / _MODEL, force=True)
+        self.kept.complete("model")
+        return outcome.fitted
+
+    def _held_out(self, part: str, fitted: Fitted) -> HeldOut:
+        found = self._read(part, lambda: self._load_held_out(part, len(fitted.representatives)))
+        if found is not None:
+            return found
+        frames = self.problem.validation if part == "validation" else self.problem.test
+        with self.stages.stage(f"Kernel rows of the {part} set"):
+            found = held_out_rows(fitted, frames, self.resources.threads)
+        with self.stages.stage("Keeping kernel rows"):
+            for name in _ARRAYS:
+                self.kept.save_array(f"{part}_{name}", getattr(found, name))
+        self.kept.complete(part)
+        return found
+
+    def _load_held_out(self, part: str, r: int) -> HeldOut:
+        y = self.kept.load_array(f"{part}_y", (None,))
+        n = len(y)
+        return HeldOut(
+            K_XM=self.kept.load_array(f"{part}_K_XM", (n, r)),
+            design=self.kept.load_array(f"{part}_design", (n, len(self.data.species))),
+            k_xx=self.kept.load_array(f"{part}_k_xx", (n,)),
+            y=y,
+        )
+
+
+def _check_sizes(problem: Problem, data: TrainingSet, settings: Settings) -> None:
+    """Refuse, before the work, sizes that leave nothing for internal calibration."""
+    for n in problem.sizes:
+        try:
+            check_members(data, settings.model_copy(update={"subsample": n}))
+        except InputError as error:
+            raise InputError(
+                "data",
+                f"{len(problem.train)} structures to train on",
+                f"enough of them for sub-samples of {n} and for internal calibration",
+                str(error),
+            ) from error
 
 
 def _key(problem: Problem, data: TrainingSet) -> str:
@@ -127,41 +322,3 @@ def _key(problem: Problem, data: TrainingSet) -> str:
         labels = [a.arrays[target] if per_atom else a.info[target] for a in frames]
         parts.append(data_hash(frames, labels))
     return run_key(*parts)
-
-
-def _seconds_before(directory: Path, key: str) -> dict[str, float] | None:
-    """Return how long the stages took, if all that is needed is there."""
-    try:
-        manifest = json.loads((directory / _MANIFEST).read_bytes())
-        complete = manifest["key"] == key and all(path.exists() for path in _files(directory))
-        return dict(manifest["seconds"]) if complete else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _save(directory: Path, name: str, array: Float64Array) -> None:
-    with atomic_path(directory / f"{name}.npy", force=True) as path, path.open("wb") as file:
-        np.save(file, np.ascontiguousarray(array), allow_pickle=False)
-
-
-def _load(directory: Path, name: str) -> Float64Array:
-    array: Float64Array = np.load(directory / f"{name}.npy", allow_pickle=False)
-    return array
-
-
-def _load_rows(directory: Path, fitted: Fitted) -> KernelRows:
-    factor = _load(directory, "whitening")
-    # The representatives that were kept, in the order in which they were kept.
-    whitening = Whitening(np.arange(len(factor)), factor, residual=0.0, negative=0.0)
-    return KernelRows(
-        representation=fitted.representation,
-        basis=fitted.basis,
-        origins=fitted.origins,
-        whitening=whitening,
-        K_NM=_load(directory, "K_NM"),
-        novelty=fitted.training_novelty,
-    )
-
-
-def _load_held_out(directory: Path, part: str) -> HeldOut:
-    return HeldOut(**{name: _load(directory, f"{part}_{name}") for name in _ARRAYS})

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from qualms.core.diagnostics import conditional_error_density
+from qualms.core.likelihood import log_likelihood
+from qualms.core.typing import Float64Array
+from qualms.errors import InputError
 from qualms.report.figures import ConditionalErrorDisplay, SubsampleSizeDisplay, line_style
-from qualms.report.figures._style import COLUMN_WIDTH, axis_label, style
-from qualms.reproduce.claims import likelihoods
+from qualms.report.figures._axes import set_log_scale
+from qualms.report.figures._style import (
+    ACCENT,
+    COLUMN_WIDTH,
+    GREY,
+    GUIDE,
+    INK,
+    axis_label,
+    style,
+)
+from qualms.reproduce.places import Workplace
 from qualms.reproduce.predictions import Drawn, load_estimates
 from qualms.reproduce.published import PROCESS
-from qualms.reproduce.results import Results
-from qualms.reproduce.run import Workplace
+from qualms.reproduce.results import Column, Results, Scheme, Seed
+from qualms.reproduce.run import BOOTSTRAP
 from qualms.storage.files import atomic_path
 
 if TYPE_CHECKING:
@@ -24,31 +36,74 @@ if TYPE_CHECKING:
 _DPI = 150
 #: Figures of panels: the column they show, and what their names end in.
 PANELS = {"CV": "linear", "N-L": "power", "student": "student"}
+#: The line of the t density itself.
+_STUDENT_T = "Student's t"
+#: How far a log likelihood may change by rounding predictions to single precision.
+_ROUNDING = 2e-3
+#: Empty margin at either side of panels, as a factor: contours are not cut at the frame.
+_MARGIN = 1.06
 
 
 def draw_figures(results: Results, workplace: Workplace) -> list[Path]:
     """Draw all figures of complete results; return their files."""
     files = []
-    labels = [str(n) for n in results.sizes]
-    drawn = {f"n = {int(n):,}": _load(workplace, results.name, n) for n in labels}
-    drawn[PROCESS] = _load(workplace, results.name, "process")
+    drawn = _of_one_seed(results, workplace)
     for column, ending in PANELS.items():
         panels = {label: found[column] for label, found in drawn.items() if column in found}
         path = workplace.directory / f"{results.name}-{ending}.png"
         _draw_panels(path, panels, results.units)
         files.append(path)
-    path = workplace.directory / f"{results.name}-sizes.png"
-    with atomic_path(path, force=True) as temporary:
-        _sizes(results).plot().save(temporary, dpi=_DPI, format="png")
-    files.append(path)
+    files.append(workplace.directory / f"{results.name}-sizes.png")
+    _draw_sizes(files[-1], results)
     if results.shift is not None:
         files.append(workplace.directory / f"{results.name}-shift.png")
         _draw_shift(files[-1], results)
     return files
 
 
-def _load(workplace: Workplace, name: str, label: str) -> dict[str, Drawn]:
-    return load_estimates(workplace.predictions(name, label))
+# --- panels ---
+
+
+def _of_one_seed(results: Results, workplace: Workplace) -> dict[str, dict[str, Drawn]]:
+    """Return the predictions of the first seed that has them all: panels must not mix seeds."""
+    errors = []
+    for seed in results.seeds:
+        try:
+            return _of_seed(results.name, seed, workplace)
+        except InputError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _of_seed(name: str, seed: Seed, workplace: Workplace) -> dict[str, dict[str, Drawn]]:
+    wanted: dict[str, tuple[str, Mapping[str, Column]]] = {
+        f"n = {s.n:,}": (str(s.n), s.columns) for s in _sub_samples(seed)
+    }
+    wanted[PROCESS] = ("process", seed.process)
+    found = {}
+    for label, (ending, columns) in wanted.items():
+        path = workplace.predictions(name, seed.seed, ending)
+        unnamed = path.with_name(f"{name}-{ending}.npz")  # of an earlier version
+        path = path if path.exists() or not unnamed.exists() else unnamed
+        found[label] = load_estimates(path)
+        _check_belongs(path, found[label], columns)
+    return found
+
+
+def _check_belongs(path: Path, drawn: Mapping[str, Drawn], columns: Mapping[str, Column]) -> None:
+    """Refuse predictions that are not those that the results were found with."""
+    for column, found in drawn.items():
+        if column not in columns:
+            continue
+        expected = columns[column].scores["log_likelihood"]
+        here = log_likelihood(found.y - found.mean, found.std)
+        if abs(here - expected) > _ROUNDING * max(abs(expected), 1.0):
+            raise InputError(
+                "output",
+                f"'{path}'",
+                f"predictions of log likelihood {expected:.4g} ({column}), not {here:.4g}",
+                "They belong to another run: run with --force to compute them again.",
+            )
 
 
 def _draw_panels(path: Path, panels: Mapping[str, Drawn], units: str) -> None:
@@ -57,7 +112,7 @@ def _draw_panels(path: Path, panels: Mapping[str, Drawn], units: str) -> None:
 
     n_columns = (len(panels) + 1) // 2
     with style():
-        size = (0.8 * COLUMN_WIDTH * n_columns, 1.6 * COLUMN_WIDTH)
+        size = (0.8 * COLUMN_WIDTH * n_columns, 1.7 * COLUMN_WIDTH)
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots(2, n_columns, squeeze=False).ravel()
         for ax, (label, found) in zip(axes, panels.items(), strict=False):
@@ -66,31 +121,112 @@ def _draw_panels(path: Path, panels: Mapping[str, Drawn], units: str) -> None:
             )
             ConditionalErrorDisplay(densities, units=units).plot(ax, legend=False)
             ax.set_title(label, fontsize="medium")
-        used = list(axes[: len(panels)])
         for ax in axes[len(panels) :]:
             ax.remove()
-        _share_limits(used)
+        _share_axes(list(axes[: len(panels)]))
+        figure.legend(handles=_handles(), loc="outside upper center", ncols=4)
         with atomic_path(path, force=True) as temporary:
             figure.savefig(temporary, dpi=_DPI, format="png")
 
 
-def _share_limits(axes: list[Axes]) -> None:
+def _handles() -> list[object]:
+    """Return what the legend of panels names."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    return [
+        Line2D([], [], color=INK, linestyle="-", linewidth=0.9, label="true errors"),
+        Line2D([], [], color=ACCENT, linestyle="--", linewidth=0.9, label="errors of the model"),
+        Patch(facecolor=GREY, label=r"$P(\ln\sigma)$"),
+        Line2D([], [], color=GUIDE, linestyle=":", linewidth=0.9, label=r"$\epsilon=\sigma$"),
+    ]
+
+
+def _share_axes(axes: Sequence[Axes]) -> None:
+    """Give all panels the same limits, and hence the same ticks, with some room around them."""
     x = np.array([ax.get_xlim() for ax in axes])
     y = np.array([ax.get_ylim() for ax in axes])
     for ax in axes:
-        ax.set(xlim=(x[:, 0].min(), x[:, 1].max()), ylim=(y[:, 0].min(), y[:, 1].max()))
+        set_log_scale(ax, "x", (x[:, 0].min() / _MARGIN, x[:, 1].max() * _MARGIN))
+        set_log_scale(ax, "y", (y[:, 0].min() / _MARGIN, y[:, 1].max() * _MARGIN))
 
 
-def _sizes(results: Results) -> SubsampleSizeDisplay:
-    """Log likelihood against size, the mean over seeds, with GPR PP as a line."""
-    columns = list(results.seeds[0].schemes[0].columns)
-    lines = {
-        column: np.mean([likelihoods(seed, column) for seed in results.seeds], axis=0)
-        for column in columns
+# --- sizes ---
+
+
+def _sub_samples(seed: Seed) -> list[Scheme]:
+    return sorted((s for s in seed.schemes if not s.replace), key=lambda s: s.n)
+
+
+def _estimators(results: Results) -> dict[str, Callable[[Scheme], float]]:
+    """Return the log likelihood of each estimator as a function of what was judged."""
+
+    def of(column: str) -> Callable[[Scheme], float]:
+        return lambda scheme: scheme.columns[column].scores["log_likelihood"]
+
+    first = _sub_samples(results.seeds[0])[0]
+    return {column: of(column) for column in first.columns} | {_STUDENT_T: lambda s: s.student_t}
+
+
+def _draw_sizes(path: Path, results: Results) -> None:
+    """Draw log likelihoods against size: means over seeds, their standard errors, the bootstrap."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    seeds = results.seeds
+    # Crystals differ in size, and so do, by a few, the sizes of sub-samples with other seeds.
+    sizes = np.array(seeds[0].sizes, dtype=np.float64)
+    by_name = {
+        name: np.array([[value(s) for s in _sub_samples(seed)] for seed in seeds])
+        for name, value in _estimators(results).items()
     }
-    process = np.mean([seed.process["CV"].scores["log_likelihood"] for seed in results.seeds])
-    sizes = np.array(sorted(results.sizes), dtype=np.float64)
-    return SubsampleSizeDisplay(sizes, lines, {f"{PROCESS}, CV": float(process)})
+    process = np.mean([seed.process["CV"].scores["log_likelihood"] for seed in seeds])
+    lines = {name: values.mean(axis=0) for name, values in by_name.items()}
+    display = SubsampleSizeDisplay(sizes, lines, {f"{PROCESS}, CV": float(process)})
+    with style():
+        figure = Figure(figsize=(1.3 * COLUMN_WIDTH, 1.15 * COLUMN_WIDTH), layout="constrained")
+        ax = figure.add_subplot()
+        display.plot(ax, legend=False)
+        for i, values in enumerate(by_name.values()):
+            _draw_errors(ax, sizes, values, line_style(i)["color"])
+        _draw_bootstrap(ax, results)
+        if results.name == "csd-crystals":
+            ax.set_xlabel(r"Sub-sample size $n$ (crystals)")
+        hollow = Line2D([], [], color=INK, marker="o", linestyle="", fillstyle="none")
+        hollow.set_label(BOOTSTRAP)
+        handles = [*ax.get_legend_handles_labels()[0], hollow]
+        figure.legend(handles=handles, loc="outside upper center", ncols=4)
+        with atomic_path(path, force=True) as temporary:
+            figure.savefig(temporary, dpi=_DPI, format="png")
+
+
+def _draw_errors(ax: Axes, x: Float64Array, values: Float64Array, color: str) -> None:
+    """Draw standard errors over seeds, if there are several: values is (n_seeds, n_sizes)."""
+    if len(values) > 1:
+        error = values.std(axis=0, ddof=1) / np.sqrt(len(values))
+        ax.errorbar(x, values.mean(axis=0), error, fmt="none", ecolor=color, capsize=2.0)
+
+
+def _draw_bootstrap(ax: Axes, results: Results) -> None:
+    """Draw hollow symbols at the size of the training set; triangles where they lie below."""
+    schemes = [next(s for s in seed.schemes if s.replace) for seed in results.seeds]
+    x = np.array([np.mean([s.n for s in schemes])])
+    low, high = ax.get_ylim()
+    for i, value in enumerate(_estimators(results).values()):
+        values = np.array([[value(s)] for s in schemes])
+        look = line_style(i) | {"linestyle": "", "fillstyle": "none"}
+        if values.mean() < low:
+            look["marker"] = "v"
+            ax.plot(x, [0.03], transform=ax.get_xaxis_transform(), **look)
+            continue
+        ax.plot(x, values.mean(axis=0), **look)
+        _draw_errors(ax, x, values, look["color"])
+        high = max(high, values.mean() + 0.05 * (high - low))
+    ax.set_ylim(low, high)
+    ax.set_xlim(None, max(ax.get_xlim()[1], 1.06 * float(x[0])))
+
+
+# --- shift ---
 
 
 def _draw_shift(path: Path, results: Results) -> None:
@@ -106,9 +242,10 @@ def _draw_shift(path: Path, results: Results) -> None:
             rmv, rmse = np.array(found.columns["student"].bins).T
             ax.plot(rmv, rmse, label=found.label, **line_style(i))
             values += [rmv, rmse]
-        limits = 0.8 * np.min(values), 1.25 * np.max(values)
-        ax.plot(limits, limits, color="0.45", linestyle=":", linewidth=1.0)
-        ax.set(xscale="log", yscale="log", xlim=limits, ylim=limits)
+        limits = 0.8 * float(np.min(values)), 1.25 * float(np.max(values))
+        ax.plot(limits, limits, color=GUIDE, linestyle=":", linewidth=1.0)
+        for which in ("x", "y"):
+            set_log_scale(ax, which, limits)
         ax.set_xlabel(axis_label(r"Predicted error $\sigma$", units=results.units))
         ax.set_ylabel(axis_label("RMSE", units=results.units))
         ax.legend(loc="upper left")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,10 @@ def load_estimates(path: Path) -> dict[str, Drawn]:
             )
             for c in columns
         }
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        expected = "predictions of an earlier run"
-        raise InputError("output", f"'{path}'", expected, str(error)) from error
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        raise InputError(
+            "output",
+            f"'{path}'",
+            f"predictions of an earlier run, which figures are made of ({error})",
+            "Run with --force to compute them again.",
+        ) from error

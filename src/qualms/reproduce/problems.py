@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 from ase import Atoms
 
+from qualms.atomistic.checkpoint import run_key
 from qualms.atomistic.settings import Settings, make_settings
+from qualms.atomistic.structures import data_hash
 from qualms.core.typing import IntArray
 from qualms.data import qm9
 from qualms.errors import InputError
@@ -32,6 +36,8 @@ REPRESENTATIONS: dict[Split, dict[str, Any]] = {
     },
     "crystals": {"preset": "nmr"},
 }
+#: Components that are kept at the small scale: more would take longer than all the rest.
+_SMALL_COMPRESSION = 500
 _HYDROGEN = 1
 
 
@@ -64,6 +70,30 @@ class Problem:
     sizes: tuple[int, ...]
     source: str
 
+    @cached_property
+    def digest(self) -> str:
+        """Of all structures and labels, as they are divided."""
+        target, per_atom = self.settings.target, self.settings.per_atom
+        return run_key(
+            *(
+                data_hash(part, [a.arrays[target] if per_atom else a.info[target] for a in part])
+                for part in (self.train, self.validation, self.test)
+            )
+        )
+
+
+def qm9_settings(scale: Scale, seed: int = 0) -> Settings:
+    """Return how atomisation energies per atom are learned."""
+    return make_settings(
+        {
+            "target": "atomization_energy_per_atom",
+            "kind": "intensive",
+            "n_representatives": 5_000 // DIVISORS[scale],
+            "units": "eV/atom",
+            "seed": seed,
+        }
+    )
+
 
 def qm9_problem(source: str | os.PathLike[str], scale: Scale = "paper", seed: int = 0) -> Problem:
     """Return atomisation energies per atom of QM9, drawn and divided at random.
@@ -78,15 +108,6 @@ def qm9_problem(source: str | os.PathLike[str], scale: Scale = "paper", seed: in
     """
     train, validation, test = (n // DIVISORS[scale] for n in SPLIT)
     molecules = qm9(source, n=train + validation + test, seed=seed)
-    settings = make_settings(
-        {
-            "target": "atomization_energy_per_atom",
-            "kind": "intensive",
-            "n_representatives": 5_000 // DIVISORS[scale],
-            "units": "eV/atom",
-            "seed": seed,
-        }
-    )
     return Problem(
         name="qm9",
         title="Atomisation energies of QM9",
@@ -94,9 +115,25 @@ def qm9_problem(source: str | os.PathLike[str], scale: Scale = "paper", seed: in
         train=molecules[:train],
         validation=molecules[train : train + validation],
         test=molecules[train + validation :],
-        settings=settings,
+        settings=qm9_settings(scale, seed),
         sizes=tuple(n // DIVISORS[scale] for n in SIZES),
         source=os.path.basename(os.fspath(source)),
+    )
+
+
+def csd_settings(split: Split, scale: Scale, seed: int = 0) -> Settings:
+    """Return how shieldings are learned."""
+    return make_settings(
+        {
+            "target": "shielding",
+            "kind": "atomic",
+            "species": "H",
+            "representation": _representation(split, scale),
+            "n_representatives": 10_000 // DIVISORS[scale],
+            "resample": "atoms" if split == "atoms" else "structures",
+            "units": "ppm",
+            "seed": seed,
+        }
     )
 
 
@@ -127,18 +164,7 @@ def csd_problem(
     rng = np.random.default_rng(seed)
     divide = _divided_atoms if split == "atoms" else _divided_crystals
     train, validation, test = divide(crystals, numbers, rng)
-    settings = make_settings(
-        {
-            "target": "shielding",
-            "kind": "atomic",
-            "species": "H",
-            "representation": REPRESENTATIONS[split],
-            "n_representatives": 10_000 // DIVISORS[scale],
-            "resample": "atoms" if split == "atoms" else "structures",
-            "units": "ppm",
-            "seed": seed,
-        }
-    )
+    _check_labels(train)
     problem = Problem(
         name=f"csd-{split}",
         title=f"¹H shieldings of CSD-1000R, divided over {split}",
@@ -146,18 +172,45 @@ def csd_problem(
         train=train,
         validation=validation,
         test=test,
-        settings=settings,
+        settings=csd_settings(split, scale, seed),
         sizes=tuple(n // DIVISORS[scale] for n in SIZES),
         source=source,
     )
     return problem if split == "atoms" else _in_crystals(problem)
 
 
+def _representation(split: Split, scale: Scale) -> dict[str, Any]:
+    chosen = REPRESENTATIONS[split]
+    if scale == "paper" or "compression" not in chosen:
+        return chosen
+    return chosen | {"compression": {"method": "pca", "n_features": _SMALL_COMPRESSION}}
+
+
 def _in_crystals(problem: Problem) -> Problem:
-    """Say how many crystals a sub-sample has, rather than how many atoms."""
+    """Say how many crystals a sub-sample has, rather than how many atoms.
+
+    It is the same share of the training set with every seed. How many crystals make up a training
+    set differs a little, for some have more atoms than others, and so do the sizes.
+    """
     total = sum(int(_labelled(atoms).sum()) for atoms in problem.train)
-    sizes = tuple(max(round(n * len(problem.train) / total), 2) for n in problem.sizes)
+    n = len(problem.train)
+    sizes = tuple(max(round(size * n / total), 2) for size in problem.sizes)
+    if any(a >= b for a, b in pairwise([*sizes, n])):
+        raise InputError(
+            "data",
+            f"{n} crystals to train on",
+            f"more of them: sub-samples would have {', '.join(map(str, sizes))} crystals",
+            "Use more and smaller crystals, or divide over atoms (--split atoms).",
+        )
     return replace(problem, sizes=sizes)
+
+
+def _check_labels(train: Sequence[Atoms]) -> None:
+    """Refuse shieldings that there is nothing to learn from."""
+    labels = np.concatenate([atoms.arrays["shielding"] for atoms in train])
+    labels = labels[np.isfinite(labels)]
+    if np.ptp(labels) == 0:
+        raise InputError("data", f"shieldings that all are {labels[0]:g}", "shieldings that differ")
 
 
 def _divided_atoms(
@@ -181,18 +234,24 @@ def _divided_crystals(
 ) -> list[list[Atoms]]:
     """Divide crystals at random so that their hydrogen atoms come to the numbers wanted."""
     order = rng.permutation(len(crystals))
-    total = np.cumsum([int(_labelled(crystals[i]).sum()) for i in order])
-    if total[-1] < 0.95 * sum(numbers):
-        raise InputError("data", f"{total[-1]} shieldings of hydrogen", f"{sum(numbers)} of them")
+    total = np.cumsum([0, *(int(_labelled(crystals[i]).sum()) for i in order)])[1:]
+    n_found = int(total[-1]) if len(total) else 0
+    if n_found < 0.95 * sum(numbers):
+        raise InputError("data", f"{n_found} shieldings of hydrogen", f"{sum(numbers)} of them")
     edges = np.searchsorted(total, np.cumsum(numbers)).clip(max=len(order) - 1) + 1
     parts = np.split(order[: edges[-1]], edges[:-1])
-    return [
-        _only(
-            crystals,
-            np.array([(s, i) for s in part for i in np.flatnonzero(_labelled(crystals[s]))]),
-        )
-        for part in parts
+    places = [
+        [(s, i) for s in part for i in np.flatnonzero(_labelled(crystals[s]))] for part in parts
     ]
+    if not all(places):
+        raise InputError(
+            "data",
+            f"{len(crystals)} crystals with up to {np.diff(total, prepend=0).max()} shieldings of "
+            "hydrogen",
+            "enough crystals for training, validation and test sets of their own",
+            "Use more and smaller crystals, or divide over atoms (--split atoms).",
+        )
+    return [_only(crystals, np.array(part)) for part in places]
 
 
 def _labelled(atoms: Atoms) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:

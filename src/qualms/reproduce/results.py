@@ -97,7 +97,12 @@ class Seed(Document):
     seconds : dict of str to float
         Of the stages that all sizes share.
     memory : float
-        Largest resident memory so far, of this process and its largest worker, in bytes.
+        Largest resident memory so far, of a process and its largest worker, in bytes.
+    wall : float, optional
+        Seconds by the clock from the first stage to the last result, those between an interruption
+        and the next start left out; None if it is not known.
+    digest : str
+        Of structures and labels; empty if it is not known.
     schemes : list of Scheme
     process : dict of str to Column
         The projected process: Raw, CV, N-L.
@@ -114,6 +119,8 @@ class Seed(Document):
     noise: float
     seconds: dict[str, float]
     memory: float = 0.0
+    wall: float | None = None
+    digest: str = ""
     schemes: list[Scheme] = Field(default_factory=list)
     process: dict[str, Column] = Field(default_factory=dict)
     process_evidence: dict[str, Column] = Field(default_factory=dict)
@@ -121,6 +128,11 @@ class Seed(Document):
     def has(self, n: int, replace: bool) -> bool:
         """Whether members of this size have been judged."""
         return any(s.n == n and s.replace == replace for s in self.schemes)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Sizes of the sub-samples that have been judged; those in crystals depend on the seed."""
+        return sorted(s.n for s in self.schemes if not s.replace)
 
 
 class Shifted(Document):
@@ -156,12 +168,17 @@ class Shift(Document):
     sets : list of Shifted
         The first is like the training set; the others are not.
     seconds : float
+    source, digest : str
+        Name of the file of the others, and digest of their structures and labels; empty if they are
+        not known.
     """
 
     trained_on: str
     n_train: int
     sets: list[Shifted]
     seconds: float
+    source: str = ""
+    digest: str = ""
 
 
 class Results(Document):
@@ -188,7 +205,7 @@ class Results(Document):
     units: str
     sizes: list[int]
     representation: dict[str, Any]
-    machine: dict[str, str]
+    machine: dict[str, str] = Field(default_factory=dict)
     seeds: list[Seed] = Field(default_factory=list)
     shift: Shift | None = None
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -22,6 +21,7 @@ from qualms.atomistic.study import (
 from qualms.core.resampling import committee
 from qualms.errors import InputError
 from qualms.reproduce.kernels import Prepared, discard, prepare
+from qualms.reproduce.places import Workplace
 from qualms.reproduce.predictions import save_estimates
 from qualms.reproduce.problems import Problem
 from qualms.reproduce.results import (
@@ -38,34 +38,7 @@ from qualms.reproduce.results import (
 
 #: What bootstrapping is called beside the sizes of sub-samples.
 BOOTSTRAP = "bootstrap"
-
-
-@dataclass(frozen=True)
-class Workplace:
-    """Where a run writes.
-
-    Attributes
-    ----------
-    directory : Path
-        Results, and below it what is kept for a resumed run and for figures.
-    keep_kernels : bool
-        Whether kernel rows, gigabytes of them, stay once all sizes are judged.
-    """
-
-    directory: Path
-    keep_kernels: bool = True
-
-    def results(self, name: str) -> Path:
-        """File of the results of a problem."""
-        return self.directory / f"{name}.json"
-
-    def kernels(self, name: str, seed: int) -> Path:
-        """Directory of the kernel rows of a problem."""
-        return self.directory / "kernels" / f"{name}-{seed}"
-
-    def predictions(self, name: str, label: str) -> Path:
-        """File of the predictions that figures are made of."""
-        return self.directory / "predictions" / f"{name}-{label}.npz"
+_ANEW = "Use another directory, or --force to start anew."
 
 
 def run_problem(
@@ -89,29 +62,65 @@ def run_problem(
     say : callable
         Tells what has been found.
     """
-    schemes = [(n, False) for n in problem.sizes] + [(_n_groups(problem), True)]
+    started = time.perf_counter()
+    schemes = _schemes(problem)
     before = results.seed(problem.settings.seed)
-    if before is not None and before.process and all(before.has(*s) for s in schemes):
-        say(f"Seed {problem.settings.seed} is complete.")
-        return results
     kernels = workplace.kernels(problem.name, problem.settings.seed)
-    with threadpool_limits(limits=resources.threads):
-        prepared = prepare(problem, kernels, resources, stages)
-        seed = before or _new_seed(problem, prepared)
-        if not seed.process:
-            seed = _with_process(seed, problem, prepared, workplace)
-            results = _written(results, seed, workplace)
-        for n, replace in schemes:
-            if not seed.has(n, replace):
-                scheme = _judge(problem, prepared, n, replace, workplace)
-                update = {"schemes": [*seed.schemes, scheme], "memory": peak_memory()}
-                seed = seed.model_copy(update=update)
+    _check_same_data(problem, results, workplace)
+    if before is None or not before.process or not all(before.has(*s) for s in schemes):
+        _say_resumed(problem, before, schemes, say)
+        with threadpool_limits(limits=resources.threads):
+            prepared = prepare(problem, kernels, resources, stages, say)
+            seed = before or _new_seed(problem, prepared)
+            clock = _Clock(started, before)
+            if not seed.process:
+                seed = clock.stamp(_with_process(seed, problem, prepared, workplace))
                 results = _written(results, seed, workplace)
-                say(_line(scheme))
-    del prepared
+            for n, replace in schemes:
+                if not seed.has(n, replace):
+                    scheme = _judge(problem, prepared, n, replace, workplace)
+                    update = {"schemes": [*seed.schemes, scheme]}
+                    seed = clock.stamp(seed.model_copy(update=update))
+                    results = _written(results, seed, workplace)
+                    say(_line(scheme))
+        del prepared
+    else:
+        say(f"Seed {problem.settings.seed} is complete.")
     if not workplace.keep_kernels:
         discard(kernels)
     return results
+
+
+def _schemes(problem: Problem) -> list[tuple[int, bool]]:
+    """Return sizes, and whether they are drawn with replacement."""
+    return [(n, False) for n in problem.sizes] + [(_n_groups(problem), True)]
+
+
+def _say_resumed(
+    problem: Problem,
+    before: Seed | None,
+    schemes: Sequence[tuple[int, bool]],
+    say: Callable[[str], None],
+) -> None:
+    if before is not None:
+        judged = sum(before.has(*scheme) for scheme in schemes)
+        seed = problem.settings.seed
+        say(f"Seed {seed} goes on where it was: {judged} of {len(schemes)} sizes are there.")
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """Adds time and memory of this process to those of the processes before it."""
+
+    started: float
+    before: Seed | None
+
+    def stamp(self, seed: Seed) -> Seed:
+        # Results of an earlier version do not say how long they took.
+        earlier = 0.0 if self.before is None else self.before.wall
+        wall = None if earlier is None else earlier + time.perf_counter() - self.started
+        update = {"memory": max(seed.memory, peak_memory()), "wall": wall}
+        return seed.model_copy(update=update)
 
 
 def start_results(problem: Problem, workplace: Workplace, *, force: bool) -> Results:
@@ -137,9 +146,23 @@ def start_results(problem: Problem, workplace: Workplace, *, force: bool) -> Res
             "output",
             f"'{path}'",
             f"results of the same {', '.join(differing)}",
-            "Use another directory, or --force to start anew.",
+            _ANEW,
         )
+    _check_same_data(problem, before, workplace)
     return before
+
+
+def _check_same_data(problem: Problem, results: Results, workplace: Workplace) -> None:
+    """Refuse to pass off as new what was found with other structures or labels."""
+    before = results.seed(problem.settings.seed)
+    if before is not None and before.digest and before.digest != problem.digest:
+        raise InputError(
+            "output",
+            f"'{workplace.results(problem.name)}'",
+            f"results of the same data (those of seed {before.seed} have other structures or "
+            "labels)",
+            _ANEW,
+        )
 
 
 def expected_seconds(problem: Problem, plan: Plan) -> float:
@@ -155,6 +178,19 @@ def expected_seconds(problem: Problem, plan: Plan) -> float:
         iterative = 60 * 4.0 * N * M * R
         flops += min(dual, iterative)
     return plan.seconds + (flops + float(N) * M**2) / 4e10 + 5.0
+
+
+def seeds_left(results: Results, seeds: int) -> float:
+    """Return how many of the first seeds are to be run; of a partial one, the share of its sizes.
+
+    It counts for more than that if its kernel rows were not kept.
+    """
+    wanted = len(results.sizes) + 1
+    left = 0.0
+    for seed in range(seeds):
+        before = results.seed(seed)
+        left += 1.0 if before is None else max(1.0 - len(before.schemes) / wanted, 0.0)
+    return left
 
 
 def _n_groups(problem: Problem) -> int:
@@ -175,6 +211,7 @@ def _new_seed(problem: Problem, prepared: Prepared) -> Seed:
         n_representatives=len(prepared.fitted.representatives),
         noise=float(prepared.solver.full.noise_variance[0] ** 0.5),
         seconds=prepared.seconds,
+        digest=problem.digest,
     )
 
 
@@ -187,12 +224,11 @@ def _written(results: Results, seed: Seed, workplace: Workplace) -> Results:
 def _with_process(seed: Seed, problem: Problem, prepared: Prepared, workplace: Workplace) -> Seed:
     """Judge the projected process, with the noise of the members and by the evidence."""
     full = prepared.solver.full
-    assert full.evidence is not None, "the noise is chosen by the data"
+    assert full.evidence is not None, "labels differ, and the noise is chosen by them"
     estimates, columns = _process(prepared, float(full.noise_variance[0]))
-    save_estimates(workplace.predictions(problem.name, "process"), estimates)
+    save_estimates(workplace.predictions(problem.name, seed.seed, "process"), estimates)
     _, by_evidence = _process(prepared, full.evidence)
-    update = {"process": columns, "process_evidence": by_evidence, "memory": peak_memory()}
-    return seed.model_copy(update=update)
+    return seed.model_copy(update={"process": columns, "process_evidence": by_evidence})
 
 
 def _process(prepared: Prepared, noise: float) -> tuple[Mapping[str, Estimate], dict[str, Column]]:
@@ -214,7 +250,8 @@ def _judge(
     seconds = time.perf_counter() - started
     estimates = member_estimates(outcome.fitted, prepared.validation, prepared.test)
     label = BOOTSTRAP if replace else str(n)
-    save_estimates(workplace.predictions(problem.name, label), estimates)
+    path = workplace.predictions(problem.name, problem.settings.seed, label)
+    save_estimates(path, estimates)
     return Scheme(
         n=n,
         replace=replace,

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from ase import Atoms
 
+from qualms.atomistic.feature_stage import Resources
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.progress import Stages
+from qualms.atomistic.settings import Settings
+from qualms.atomistic.structures import data_hash, species_of, symbols_of
 from qualms.atomistic.study import INTERNAL, Estimate
 from qualms.core.calibration import NoCalibration
 from qualms.core.typing import Float64Array
@@ -30,12 +35,31 @@ _N_NEW = 5_000
 _FEWEST = 20
 
 
+@dataclass(frozen=True)
+class Means:
+    """What the work is done with.
+
+    Attributes
+    ----------
+    resources : Resources
+    stages : Stages
+    checkpoint : Path
+        Directory for what an interrupted training run goes on with; removed when it has ended.
+    say : callable
+        Tells what has been found.
+    """
+
+    resources: Resources
+    stages: Stages
+    checkpoint: Path
+    say: Callable[[str], None]
+
+
 def qm9_shift(
     source: str | os.PathLike[str],
     scale: Scale,
-    settings: Mapping[str, Any],
-    stages: Stages,
-    say: Callable[[str], None],
+    settings: Settings,
+    means: Means,
 ) -> Shift:
     """Train on molecules of at most seven heavy atoms, predict those of eight and of nine.
 
@@ -47,12 +71,11 @@ def qm9_shift(
     source : str or path
         As `qualms.data.qm9` takes it; all of its molecules.
     scale : {"paper", "small"}
-    settings : mapping
+    settings : Settings
         Of the model.
-    stages : Stages
-    say : callable
+    means : Means
     """
-    rng = np.random.default_rng(int(settings["seed"]))
+    rng = np.random.default_rng(settings.seed)
     molecules = qm9(source)
     heavy = np.array([np.count_nonzero(atoms.numbers > 1) for atoms in molecules])
     largest = 7 if scale == "paper" else 8
@@ -69,16 +92,15 @@ def qm9_shift(
     chosen = {label: [molecules[i] for i in picked] for label, picked in sets.items()}
     trained_on = f"molecules of QM9 of at most {largest} heavy atoms"
     train = [molecules[i] for i in small[n_back:]]
-    return _shifted(trained_on, train, chosen, settings, stages, say)
+    return _shifted(trained_on, train, chosen, settings, means)
 
 
 def csd_shift(
     rattled: Sequence[Atoms],
     relaxed: Sequence[Atoms],
     scale: Scale,
-    settings: Mapping[str, Any],
-    stages: Stages,
-    say: Callable[[str], None],
+    settings: Settings,
+    means: Means,
 ) -> Shift:
     """Train on rattled crystals, predict other crystals, relaxed.
 
@@ -88,40 +110,67 @@ def csd_shift(
         From `qualms.data.csd`.
     scale : {"paper", "small"}
         The small one takes a tenth of the crystals.
-    settings : mapping
+    settings : Settings
         Of the model.
-    stages : Stages
-    say : callable
+    means : Means
     """
-    rng = np.random.default_rng(int(settings["seed"]))
-    n_rattled, n_relaxed = (
-        max(len(crystals) // DIVISORS[scale], _FEWEST) for crystals in (rattled, relaxed)
-    )
+    rng = np.random.default_rng(settings.seed)
+    check_relaxed(rattled, relaxed)
+    n_rattled = max(len(rattled) // DIVISORS[scale], _FEWEST)
     mixed = [rattled[i] for i in rng.permutation(len(rattled))[:n_rattled]]
-    new = [relaxed[i] for i in rng.permutation(len(relaxed))[:n_relaxed]]
     n_back = max(int(_HELD_OUT * len(mixed)), 1)
-    sets = {"rattled crystals, held out": mixed[:n_back], "relaxed crystals": new}
-    trained_on = "rattled crystals"
-    return _shifted(trained_on, mixed[n_back:], sets, settings, stages, say)
+    train = mixed[n_back:]
+    back, others = _with_species_of(train, mixed[:n_back]), _with_species_of(train, relaxed)
+    if not back or not others:
+        raise InputError(
+            "relaxed", "no crystals", "crystals of the elements that the model is trained on"
+        )
+    n_relaxed = max(len(relaxed) // DIVISORS[scale], _FEWEST)
+    new = [others[i] for i in rng.permutation(len(others))[:n_relaxed]]
+    sets = {"rattled crystals, held out": back, "relaxed crystals": new}
+    found = _shifted("rattled crystals", train, sets, settings, means)
+    return found.model_copy(update={"digest": digest_of(relaxed)})
+
+
+def check_relaxed(rattled: Sequence[Atoms], relaxed: Sequence[Atoms]) -> None:
+    """Refuse crystals with elements that there is nothing to learn about from."""
+    known = species_of(rattled)
+    unknown = sorted(set(species_of(relaxed)) - set(known))
+    if unknown:
+        raise InputError(
+            "relaxed",
+            f"crystals with {symbols_of(unknown)}",
+            f"crystals of the elements of the rattled ones: {symbols_of(known)}",
+        )
+
+
+def digest_of(crystals: Sequence[Atoms]) -> str:
+    """Return a digest of crystals and their shieldings."""
+    return data_hash(crystals, [atoms.arrays["shielding"] for atoms in crystals])
+
+
+def _with_species_of(train: Sequence[Atoms], crystals: Sequence[Atoms]) -> list[Atoms]:
+    """Return the crystals whose elements a training set has: it may be a part of the data."""
+    known = set(species_of(train))
+    return [atoms for atoms in crystals if known >= set(atoms.numbers.tolist())]
 
 
 def _shifted(
     trained_on: str,
     train: Sequence[Atoms],
     sets: Mapping[str, Sequence[Atoms]],
-    settings: Mapping[str, Any],
-    stages: Stages,
-    say: Callable[[str], None],
+    settings: Settings,
+    means: Means,
 ) -> Shift:
     started = time.perf_counter()
-    model = AtomisticModel(**settings).fit(train)
+    model = _trained(train, settings, means)
     found = []
     for label, frames in sets.items():
-        with stages.stage(label, len(frames)) as advance:
+        with means.stages.stage(label, len(frames)) as advance:
             shifted = _judged(model, label, frames, advance)
         found.append(shifted)
         scores = shifted.columns["student"].scores
-        say(
+        means.say(
             f"{label}: RMSE {scores['rmse']:.4g}, expected {scores['sharpness']:.4g}, within σ "
             f"{scores['coverage_68']:.1%}, flagged {shifted.flagged:.1%}"
         )
@@ -131,6 +180,26 @@ def _shifted(
         sets=found,
         seconds=time.perf_counter() - started,
     )
+
+
+def _trained(train: Sequence[Atoms], settings: Settings, means: Means) -> AtomisticModel:
+    """Train, going on from what an interrupted run has kept if it can be used."""
+    resources = means.resources
+    model = AtomisticModel(
+        **settings.model_dump(), memory=resources.memory, threads=resources.threads
+    )
+    means.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    progress = means.stages.display or False
+    for resume in (True, False):
+        try:
+            return model.fit(train, checkpoint=means.checkpoint, resume=resume, progress=progress)
+        except InputError as error:
+            if error.parameter == "checkpoint":  # no room on the disk
+                return model.fit(train, progress=progress)
+            if error.parameter != "resume" or not resume:
+                raise
+            means.say(f"What an interrupted run has kept is not used: {error}")
+    raise AssertionError("the second attempt ends one way or the other")
 
 
 def _judged(

@@ -1,0 +1,105 @@
+"""Where a reproduction writes, and what is there already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from qualms.errors import InputError
+from qualms.reproduce.complete import NAMES, complete_part
+from qualms.reproduce.results import Results, read_results
+from qualms.reproduce.texts import INTRODUCTION
+
+#: What all pages begin with.
+_TITLE = INTRODUCTION.strip().splitlines()[0]
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """Where a run writes.
+
+    Attributes
+    ----------
+    directory : Path
+        Results, and below it what is kept for a resumed run and for figures.
+    keep_kernels : bool
+        Whether kernel rows, gigabytes of them, stay once all sizes are judged.
+    """
+
+    directory: Path
+    keep_kernels: bool = True
+
+    def results(self, name: str) -> Path:
+        """File of the results of a problem."""
+        return self.directory / f"{name}.json"
+
+    def kernels(self, name: str, seed: int) -> Path:
+        """Directory of the kernel rows of a problem."""
+        return self.directory / "kernels" / f"{name}-{seed}"
+
+    def checkpoint(self, name: str) -> Path:
+        """Directory for what an interrupted training far from home goes on with."""
+        return self.directory / "kernels" / f"{name}-shift"
+
+    def predictions(self, name: str, seed: int, label: str) -> Path:
+        """File of the predictions that figures are made of."""
+        return self.directory / "predictions" / f"{name}-{seed}-{label}.npz"
+
+    @property
+    def page(self) -> Path:
+        """The page of all results of the directory."""
+        return self.directory / "reproduction.md"
+
+
+def make_directory(directory: Path) -> None:
+    """Make the directory of a run; what is in the way is an error that says so."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            "output", f"'{directory}'", "a directory, or a name for a new one", f"({error})"
+        ) from error
+
+
+def check_page(page: Path, *, force: bool) -> None:
+    """Refuse to replace a page that was not made by a reproduction."""
+    if force or not page.exists():
+        return
+    try:
+        made = page.read_text(encoding="utf-8").startswith(_TITLE)
+    except (OSError, ValueError):
+        made = False
+    if not made:
+        raise InputError(
+            "output",
+            f"'{page}'",
+            "a page made by this command, or none",
+            "Move it, use another directory, or replace it with --force.",
+        )
+
+
+def other_results(
+    directory: Path, found: Mapping[str, Results], say: Callable[[str], None]
+) -> list[Results]:
+    """Return what was found, and complete results that were there before, in the page's order.
+
+    Parameters
+    ----------
+    directory : Path
+    found : mapping of str to Results
+        By name.
+    say : callable
+        Told what is left out.
+    """
+    everything = []
+    for name in NAMES:
+        path = directory / f"{name}.json"
+        if name in found:
+            everything.append(found[name])
+        elif path.exists():
+            try:
+                everything.append(complete_part(read_results(path), path, say))
+            except InputError as error:
+                say(f"Not on the page: {error}")
+    return everything
