@@ -90,7 +90,6 @@ def made_up_seed(number=0, sizes=(10, 50, 100), **update):
         seconds={"Members": 1.0},
         schemes=[*(scheme(n, value=1.0 + number) for n in sizes), scheme(200, replace=True)],
         process=process,
-        process_evidence=process,
     )
     return seed.model_copy(update=update)
 
@@ -121,7 +120,7 @@ def made_up(*seeds, name="qm9", **update):
         ({"schemes": [scheme(n) for n in (10, 50, 100, 150)]}, "4 sizes rather than 3"),
         ({"schemes": [scheme(10), scheme(50), scheme(100)]}, "no bootstrap"),
         ({"process": {}}, "GPR PP lacks Raw"),
-        ({"process_evidence": {"Raw": column(), "CV": column()}}, "GPR PP lacks N-L"),
+        ({"process": {"Raw": column(), "CV": column()}}, "GPR PP lacks N-L"),
     ],
 )
 def test_what_a_seed_lacks_is_said(update, why):

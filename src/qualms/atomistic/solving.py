@@ -30,7 +30,6 @@ from qualms.core.calibration import Calibration, CalibrationData
 from qualms.core.committee import FullModel, Members, fit_full_model, fit_members
 from qualms.core.joint_noise import JointNoise
 from qualms.core.linalg import Whitening
-from qualms.core.projected_process import fit_projected_process
 from qualms.core.resampling import MIN_ABSENT
 from qualms.core.typing import Float64Array, IntArray
 from qualms.errors import InputError
@@ -152,27 +151,6 @@ class Solver:
             settings.noise,
             center=settings.baseline != "none",
             groups=groups,
-        )
-
-    def with_process(self, fitted: Fitted, noise: float) -> Fitted:
-        """Return a model whose projected process, but not its members, has another noise.
-
-        Parameters
-        ----------
-        fitted : Fitted
-        noise : float
-            σ² in the units of y².
-        """
-        full = self.full
-        targets = (self._target(fitted.settings)[:, None] - full.center) / full.scale
-        relative = noise / float(full.scale[0]) ** 2
-        process = fit_projected_process(self.Phi, targets, relative, gram=full.process.gram)
-        full = replace(full, process=process)
-        return replace(
-            fitted,
-            pp_weights=self.whitening.kernel_weights(full.weights)[:, 0],
-            pp_intercept=float(full.center[0]),
-            pp_variance=_variance(full, self.whitening, fitted.settings),
         )
 
     def solve(self, settings: Settings, rng: np.random.Generator) -> Outcome:

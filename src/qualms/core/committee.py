@@ -36,16 +36,12 @@ class FullModel:
         and the root of the mean square.
     centered : bool
         Whether each member subtracts a mean of its own.
-    evidence : float, optional
-        The noise variance of the largest marginal likelihood, in the units of y² (with several
-        outputs: for their mean variance), if the noise was chosen by the data.
     """
 
     process: ProjectedProcess
     center: Float64Array
     scale: Float64Array
     centered: bool = True
-    evidence: float | None = None
 
     @property
     def weights(self) -> Float64Array:
@@ -138,7 +134,6 @@ def fit_full_model(
         replicates = Replicates(replicates.dof, replicates.sum_of_squares / scale**2)
     gram = gram_matrix(Phi, sample_weight)
     unit = float(np.mean(scale[constant == constant.all()] ** 2))
-    evidence: float | None = None
     if not isinstance(noise, str):
         relative = float(noise) / unit
     elif constant.all():
@@ -157,9 +152,9 @@ def fit_full_model(
             replicates=replicates,
             groups=groups,
         )
-        relative, evidence = selection.noise_variance, selection.evidence * unit
+        relative = selection.noise_variance
     process = fit_projected_process(Phi, targets, relative, sample_weight=sample_weight, gram=gram)
-    return FullModel(process, offset, scale, center, evidence)
+    return FullModel(process, offset, scale, center)
 
 
 def fit_members(

@@ -13,7 +13,7 @@ leverages are h_n = |L⁻¹φ_n|², with L Lᵀ = ΦᵀΦ + σ².
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,14 +44,11 @@ class NoiseSelection:
     scores : (G,) array
         What was minimised: mean absolute leave-one-out residual, or minus the log marginal
         likelihood.
-    evidence : float
-        The σ² of the largest marginal likelihood, whatever was minimised: it comes for free.
     """
 
     noise_variance: float
     grid: Float64Array
     scores: Float64Array
-    evidence: float
 
 
 @dataclass(frozen=True)
@@ -153,8 +150,8 @@ def select_noise(
     whole = groups is not None and len(np.unique(groups)) < len(Y)
     problem = _Problem(Phi, Y, root, gram, parts, whole, replicates)
     curves = _searched if len(gram) > _MANY_COLUMNS else _decomposed
-    chosen, scores, evidence = curves(problem, tried, criterion)
-    return NoiseSelection(_refined_minimum(chosen, scores), chosen, scores, evidence)
+    chosen, scores = curves(problem, tried, criterion)
+    return NoiseSelection(_refined_minimum(chosen, scores), chosen, scores)
 
 
 @dataclass(frozen=True)
@@ -176,46 +173,37 @@ class _Problem:
 
 def _decomposed(
     problem: _Problem, grid: Float64Array, criterion: str
-) -> tuple[Float64Array, Float64Array, float]:
-    """Return grid, whole curve and the best evidence from one eigen-decomposition."""
+) -> tuple[Float64Array, Float64Array]:
+    """Return grid and whole curve from one eigen-decomposition."""
     Phi, Y, root = problem.Phi, problem.Y, problem.root
     S, V = scipy.linalg.eigh(problem.gram, check_finite=False)
     S = np.maximum(S, 0.0)
     projected = V.T @ (Phi.T @ (root**2 * Y))
-    evidence = _evidence_curve(S, projected, root * Y, grid) + problem.scatter(grid)
-    best = _refined_minimum(grid, evidence)
     if criterion == "evidence":
-        return grid, evidence, best
+        return grid, _evidence_curve(S, projected, root * Y, grid) + problem.scatter(grid)
     rotated = _rotated_rows(Phi, Y, root, V, problem.parts)
-    return grid, _loo_curve(rotated, S, projected, grid, whole=problem.whole), best
+    return grid, _loo_curve(rotated, S, projected, grid, whole=problem.whole)
 
 
 def _searched(
     problem: _Problem, grid: Float64Array, criterion: str
-) -> tuple[Float64Array, Float64Array, float]:
-    """Return the values tried, their scores and the best evidence, by factorisations."""
+) -> tuple[Float64Array, Float64Array]:
+    """Return the values tried and their scores, by factorisations."""
     moment = problem.Phi.T @ (problem.root**2 * problem.Y)
-    evidences: dict[int, float] = {}
-    residuals: dict[int, float] = {}
+    found: dict[int, float] = {}
 
-    def evidence(i: int) -> float:
-        if i not in evidences:
-            evidences[i] = _factor_at(problem, moment, grid[i : i + 1])[1]
-        return evidences[i]
+    def score(i: int) -> float:
+        if i not in found:
+            L = _factor_at(problem, grid[i])
+            if criterion == "loo":
+                found[i] = _loo_at(problem, moment, L)
+            else:
+                found[i] = _evidence_at(problem, moment, L, grid[i])
+        return found[i]
 
-    def residual(i: int) -> float:
-        if i not in residuals:
-            L, evidences[i] = _factor_at(problem, moment, grid[i : i + 1])
-            residuals[i] = _loo_at(problem, moment, L)
-        return residuals[i]
-
-    if criterion == "loo":
-        _golden_section(residual, len(grid))
-    _golden_section(evidence, len(grid))
-    best = _minimum_of(grid, evidences)
-    found = residuals if criterion == "loo" else evidences
+    _golden_section(score, len(grid))
     tried = sorted(found)
-    return grid[tried], np.array([found[i] for i in tried]), best
+    return grid[tried], np.array([found[i] for i in tried])
 
 
 def select_noise_from_kernel(
@@ -322,22 +310,25 @@ def _golden_section(score: Callable[[int], float], n: int) -> int:
     return best
 
 
-def _factor_at(
-    problem: _Problem, moment: Float64Array, noise: Float64Array
-) -> tuple[Float64Array, float]:
-    """Return the lower factor of ΦᵀΦ + σ², and minus the log marginal likelihood."""
+def _factor_at(problem: _Problem, noise: float) -> Float64Array:
+    """Return the lower factor of ΦᵀΦ + σ²."""
     shifted = problem.gram.copy(order="F")
-    shifted.flat[:: len(shifted) + 1] += noise[0]
+    shifted.flat[:: len(shifted) + 1] += noise
     L: Float64Array = scipy.linalg.cholesky(
         shifted, lower=True, overwrite_a=True, check_finite=False
     )
+    return L
+
+
+def _evidence_at(problem: _Problem, moment: Float64Array, L: Float64Array, noise: float) -> float:
+    """Return minus the log marginal likelihood for a σ² and its factor, up to a constant."""
     n, n_outputs = problem.Y.shape
     half = scipy.linalg.solve_triangular(L, moment, lower=True, check_finite=False)
     total = float(np.sum((problem.root * problem.Y) ** 2))
-    quadratic = max((total - float(np.sum(half**2))) / noise[0], 0.0)
-    log_det = (n - len(L)) * np.log(noise[0]) + 2 * float(np.sum(np.log(np.diag(L))))
-    scatter = float(np.sum(problem.scatter(noise)))
-    return L, 0.5 * (quadratic + n_outputs * log_det) + scatter
+    quadratic = max((total - float(np.sum(half**2))) / noise, 0.0)
+    log_det = (n - len(L)) * np.log(noise) + 2 * float(np.sum(np.log(np.diag(L))))
+    scatter = float(np.sum(problem.scatter(np.array([noise]))))
+    return float(0.5 * (quadratic + n_outputs * log_det) + scatter)
 
 
 def _loo_at(problem: _Problem, moment: Float64Array, L: Float64Array) -> float:
@@ -357,11 +348,6 @@ def _loo_at(problem: _Problem, moment: Float64Array, L: Float64Array) -> float:
         total += float(np.sum(root * np.abs(residuals)))
         count += float(np.sum(root**2)) * Y.shape[1]
     return total / count
-
-
-def _minimum_of(grid: Float64Array, scores: Mapping[int, float]) -> float:
-    tried = sorted(scores)
-    return _refined_minimum(grid[tried], np.array([scores[i] for i in tried]))
 
 
 def _evidence_curve(

@@ -32,7 +32,7 @@ def missing(results: Results, seed: Seed) -> str:
         return "there is no bootstrap"
     parts: list[tuple[Mapping[str, Column], Sequence[str], str]]
     parts = [(s.columns, _OF_MEMBERS, f"n = {s.n:,}") for s in seed.schemes]
-    parts += [(p, _OF_PROCESS, "GPR PP") for p in (seed.process, seed.process_evidence)]
+    parts.append((seed.process, _OF_PROCESS, "GPR PP"))
     return next((found for part in parts if (found := _lacking(*part))), "")
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from qualms.atomistic.hypers import Compression, Soap
 from qualms.reproduce.claims import check_claims, sub_samples
+from qualms.reproduce.complete import size_note
 from qualms.reproduce.divisions import comparison_of_divisions
 from qualms.reproduce.markdown import figure, markdown_table, minus, signed
 from qualms.reproduce.pictures import PANELS
@@ -101,6 +102,7 @@ def _section(results: Results, figures: str) -> list[str]:
         f"Mean log likelihood of the {seeds[0].n_test:,} test points, {results.units}; "
         f"{_over_seeds(len(seeds))}{_brackets(results)}:",
         markdown_table(head, rows),
+        size_note(results),
         _differences_to_validation(results),
         _error_table(results),
         "### What the paper says in words",

@@ -24,8 +24,8 @@ Scale = Literal["paper", "small"]
 Split = Literal["atoms", "crystals"]
 #: What all sizes are divided by.
 DIVISORS: dict[Scale, int] = {"paper": 1, "small": 10}
-#: How crystals are represented, chosen by `python -m benchmarks presets siblings`. Where siblings of
-#: an atom in its own crystal are known, it pays to see farther, and more smoothly.
+#: How crystals are represented: see `python -m benchmarks presets siblings`. Where siblings of an
+#: atom in its own crystal are known, it pays to see farther, and more smoothly.
 REPRESENTATIONS: dict[Split, dict[str, Any]] = {
     "atoms": {
         "preset": "nmr",

@@ -106,8 +106,6 @@ class Seed(Document):
     schemes : list of Scheme
     process : dict of str to Column
         The projected process: Raw, CV, N-L.
-    process_evidence : dict of str to Column
-        The same with the noise that maximises the marginal likelihood.
     """
 
     seed: int
@@ -123,7 +121,6 @@ class Seed(Document):
     digest: str = ""
     schemes: list[Scheme] = Field(default_factory=list)
     process: dict[str, Column] = Field(default_factory=dict)
-    process_evidence: dict[str, Column] = Field(default_factory=dict)
 
     def has(self, n: int, replace: bool) -> bool:
         """Whether members of this size have been judged."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -25,7 +25,6 @@ from qualms.reproduce.places import Workplace
 from qualms.reproduce.predictions import save_estimates
 from qualms.reproduce.problems import Problem
 from qualms.reproduce.results import (
-    Column,
     Results,
     Scheme,
     Seed,
@@ -222,22 +221,16 @@ def _written(results: Results, seed: Seed, workplace: Workplace) -> Results:
 
 
 def _with_process(seed: Seed, problem: Problem, prepared: Prepared, workplace: Workplace) -> Seed:
-    """Judge the projected process, with the noise of the members and by the evidence."""
-    full = prepared.solver.full
-    assert full.evidence is not None, "labels differ, and the noise is chosen by them"
-    estimates, columns = _process(prepared, float(full.noise_variance[0]))
-    save_estimates(workplace.predictions(problem.name, seed.seed, "process"), estimates)
-    _, by_evidence = _process(prepared, full.evidence)
-    return seed.model_copy(update={"process": columns, "process_evidence": by_evidence})
-
-
-def _process(prepared: Prepared, noise: float) -> tuple[Mapping[str, Estimate], dict[str, Column]]:
-    """Judge a projected process of its own, whose factors (r, r) do not outlive it."""
-    fitted = prepared.solver.with_process(prepared.fitted, noise)
+    """Judge the projected process."""
+    assert prepared.fitted.pp_variance is not None, "the settings keep it"
+    # A copy: the factors (r, r) that it makes of its own do not outlive this function.
+    fitted = replace(prepared.fitted, pp_variance=replace(prepared.fitted.pp_variance))
     estimates = {"Raw": process_estimate(fitted, prepared.test)}
     for column, method in VALIDATED.items():
         estimates[column] = process_estimate(fitted, prepared.test, prepared.validation, method)
-    return estimates, {column: as_column(e) for column, e in estimates.items()}
+    save_estimates(workplace.predictions(problem.name, seed.seed, "process"), estimates)
+    columns = {column: as_column(e) for column, e in estimates.items()}
+    return seed.model_copy(update={"process": columns})
 
 
 def _judge(

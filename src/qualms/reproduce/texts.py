@@ -92,6 +92,7 @@ CAPTIONS = {
     "linear": _PANELS + "scaled linearly on the validation set.",
     "power": _PANELS + "scaled by a power on the validation set.",
     "student": "{title}: the same, student calibration, internal.",
-    "sizes": "{title}: log likelihood against sub-sample size.",
+    "sizes": "{title}: log likelihood against sub-sample size; hollow symbols: bootstrap; bars: "
+    "standard errors over seeds.",
     "shift": "{title}: error in bins of σ against σ (student); on the dotted line σ is right.",
 }
