@@ -1,6 +1,7 @@
 """Stresses with error bars of their own: calibrated apart, kept with the model, judged."""
 
 import json
+import warnings
 
 import ase.io
 import numpy as np
@@ -96,6 +97,44 @@ def test_too_few_stresses_are_scaled_as_energies_are_and_that_is_said():
     assert found.record.n_without_stress == 15
     assert found.fitted.stress_calibrations == {}
     assert "stress' bars" not in found.summary()
+
+
+def without(key, n, frames):
+    """Return copies of structures, only some of which have a label."""
+    kept = copies(frames)
+    for atoms in kept[n:]:
+        atoms.info.pop(key, None)
+        atoms.arrays.pop(key, None)
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("key", "n", "match"),
+    [
+        ("virtual", 1, "Stresses of 1 structure that .* scaled as those of energies"),
+        ("virtual", 8, r"Stresses of \d structures that .* poorly known"),
+        ("force", 8, r"Forces of \d structures that .* scaled as those of energies"),
+    ],
+)
+def test_labels_of_a_few_structures_are_calibrated_with_a_warning_or_not_at_all(key, n, match):
+    with pytest.warns(QualmsWarning, match=match):
+        found = model(stress="virtual").fit(without(key, n, alloys()[:26])).fitted
+    own = {"virtual": found.stress_calibrations, "force": found.forces_calibrations}
+    assert bool(own.pop(key)) == ("poorly" in match)
+    assert all(own.values())
+
+
+def test_a_single_stress_does_not_make_energies_worse():
+    def error(n, seed):
+        frames, new = alloys(), alloys(20, seed=5)
+        frames = without("virtual", 1, frames[seed:] + frames[:seed])
+        found = model(stress="virtual" if n else None).fit(frames)
+        return np.abs(found.predict_mean(new) - [a.info["energy"] for a in new]).mean()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", QualmsWarning)
+        ratios = [error(1, seed) / error(0, seed) for seed in (8, 16, 20)]
+    assert max(ratios) < 1.25
 
 
 def test_components_that_are_zero_by_symmetry_do_not_count():
