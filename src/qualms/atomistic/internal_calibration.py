@@ -33,6 +33,9 @@ _ROUNDING, _TINY = 1e-10, 1e-12
 #: it is often too small by half, and three structures tell more.
 _ENOUGH = {"Forces": 10, "Stresses": 3}
 _WELL = 10
+#: Labels whose errors, in units of the spread, are so many times those of energies are doubted: a
+#: model that is trained on them learns next to nothing about those of other structures.
+_DOUBTFUL = 10.0
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,32 @@ def calibrate_stresses(
             )
         return Derived()
     return Derived(data, found, _n_structures(labels, rows, counts))
+
+
+def doubt_labels(name: str, key: str, of: Derived, energies: dict[str, Calibration]) -> None:
+    """Warn if members are much more wrong about forces, or stresses, than they are about energies.
+
+    Parameters
+    ----------
+    name : {"forces", "stress"}
+    key : str
+        Where the labels are.
+    of : Derived
+    energies : dict of str to Calibration
+    """
+    # Of the methods that have one factor: with a power, it has units.
+    method = next((m for m in ("student", "linear") if m in of.calibrations and m in energies), "")
+    if not method or energies[method].alpha <= 0:
+        return
+    ratio = of.calibrations[method].alpha / energies[method].alpha
+    if ratio >= _DOUBTFUL:
+        warnings.warn(
+            f"{name}={key!r}: errors of members are {ratio:.0f} times as large in units of their "
+            "spread as those of energies. Are these labels derivatives of the same energies, of "
+            "the same structures, in the right order, and more than noise?",
+            QualmsWarning,
+            stacklevel=5,
+        )
 
 
 def telling(y: Float64Array, members: Float64Array) -> BoolArray:

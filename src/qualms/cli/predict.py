@@ -51,7 +51,8 @@ def predict(
     atoms: Annotated[
         bool,
         typer.Option(
-            "--atoms", help="Write what each atom contributes, with its error bar; to .xyz or .npz."
+            "--atoms",
+            help="Write how strange each atom is, and what it contributes; to .xyz or .npz.",
         ),
     ] = False,
     ignore_unknown: Annotated[
@@ -196,7 +197,7 @@ def _check_atoms(model: AtomisticModel, output: Path) -> None:
 
 
 def atom_arrays(chunk: Chunk, *, ensemble: bool) -> dict[str, Any]:
-    """Return what atoms contribute, with error bars; NaN for those the model does not know."""
+    """Return what atoms contribute, and how strange they are; NaN for those that are unknown."""
     parts = atom_contributions(chunk)
     name = f"{chunk.fitted.settings.target}_atoms"
     known = np.concatenate(
@@ -215,6 +216,7 @@ def atom_arrays(chunk: Chunk, *, ensemble: bool) -> dict[str, Any]:
         name: of_all([part.mean for part in parts]),
         f"{name}_uncertainty": of_all([part.std for part in parts]),
         f"{name}_local_uncertainty": of_all(local),
+        f"{name}_novelty": of_all(chunk.atom_novelty()),
     }
     if ensemble:
         arrays[f"{name}_ensemble"] = of_all([part.members for part in parts])
