@@ -1,7 +1,9 @@
 """Stresses with error bars of their own: calibrated apart, kept with the model, judged."""
 
 import json
+import re
 import warnings
+from dataclasses import replace
 
 import ase.io
 import numpy as np
@@ -23,6 +25,7 @@ from qualms.atomistic.force_evaluation import (
 )
 from qualms.atomistic.force_labels import find_stresses
 from qualms.atomistic.model_file import FORMAT, PROTOCOL
+from qualms.atomistic.summary import describe
 from qualms.cli.train import summary_document
 from qualms.core.calibration import calibration_data, fit_calibration
 from qualms.core.resampling import MIN_ABSENT
@@ -175,6 +178,29 @@ def test_the_summary_counts_structures_rather_than_components(trained):
 
 
 # --- files ---
+
+
+def test_the_summary_of_a_model_of_stresses_alone_does_not_speak_of_forces():
+    found = model(forces=None, stress="virtual", units="eV").fit(alloys()[:26])
+    assert re.search(r"^stresses +156 components", found.summary(), re.MULTILINE)
+    assert not re.search(r"^forces", found.summary(), re.MULTILINE)
+
+
+def test_small_factors_are_not_written_as_zero(trained):
+    calibration = replace(trained.fitted.calibration, alpha=1.234e-5)
+    fitted = replace(trained.fitted, calibrations={"student": calibration})
+    fitted = replace(fitted, settings=fitted.settings.model_copy(update={"calibration": "student"}))
+    assert "α = 1.23e-05" in describe(fitted, trained.record, trained.provenance)
+
+
+def test_slices_of_what_is_predicted_are_of_several_structures(trained):
+    every = trained.predict_forces(alloys()[26:32], stress=True)
+    for chosen in (slice(1, 3), slice(None, None, -2), slice(4, 4)):
+        some = every[chosen]
+        assert len(some) == len(range(6)[chosen])
+        for one, s in zip(some, range(6)[chosen], strict=True):
+            for found, expected in zip(one, every[s], strict=True):
+                np.testing.assert_array_equal(found.members, expected.members)
 
 
 def test_the_calibration_of_stresses_is_kept_with_the_model(trained, tmp_path):
