@@ -171,7 +171,7 @@ def _too_few(what: str, labels: ForceLabels, rows: IntArray, counts: IntArray, w
     too_few = n < min(_ENOUGH[what], judged)
     if wanted != "none" and n < min(_WELL, judged):
         known = f"{what} of {counted(n, 'structure')} that members had not seen are"
-        scaled = f"too few to calibrate their error bars ({_ENOUGH[what]}): these are scaled as"
+        scaled = f"too few to calibrate error bars, which takes {_ENOUGH[what]}: they are scaled as"
         warnings.warn(
             f"{known} {scaled} those of energies are."
             if too_few
