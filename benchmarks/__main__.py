@@ -27,13 +27,14 @@ BENCHMARKS = {
     "atomistic": ("bench_atomistic", "run"),
     "gap": ("bench_gap", "run"),
     "forces": ("bench_forces", "run"),
+    "attribution": ("bench_attribution", "run"),
     "presets": ("bench_presets", "run"),
     "siblings": ("bench_presets", "run_siblings"),
     "differences": ("bench_differences", "run"),
     "paper": ("bench_scale", "run_paper"),
     "qm9": ("bench_scale", "run_qm9"),
 }
-SLOW = ("forces", "presets", "siblings", "differences", "paper", "qm9")
+SLOW = ("forces", "attribution", "presets", "siblings", "differences", "paper", "qm9")
 RESULTS = Path(__file__).with_name("RESULTS.md")
 HEADER = """# Benchmark results
 

@@ -49,6 +49,11 @@ COSTS: dict[str, dict[str, Any]] = {
     "ζ = 2, 192 features": {"compression": {"method": "pairs", "n_features": 192}},
     "ζ = 2, 384 features": {"compression": {"method": "pairs", "n_features": 384}},
     "ζ = 3, 192 features": {"compression": {"method": "pairs", "n_features": 192}, "exponent": 3},
+    "ζ = 3.5, 192 features": {
+        "compression": {"method": "pairs", "n_features": 192},
+        "exponent": 3.5,
+    },
+    "two scales, ζ = 2": {"scales": [{"cutoff": 3.0}, {"cutoff": 5.0}]},
     "ζ = 2, all features": {"compression": None},
 }
 
@@ -116,7 +121,10 @@ def three_bpa(divisor: int) -> Problem | None:
 def cost_row(name: str, frames: Sequence[Atoms], settings: dict[str, Any]) -> list[Any]:
     """Time forces with and without error bars."""
     n_train = len(frames) * 9 // 10
-    model = AtomisticModel("energy", representation={**SOAP, **COSTS[name]}, **settings)
+    soap = {**SOAP, **COSTS[name]}
+    if "scales" in soap:
+        del soap["cutoff"]  # it would be that of all scales
+    model = AtomisticModel("energy", representation=soap, **settings)
     fitted, new = model.fit(frames[:n_train]).fitted, list(frames[n_train:])
     mean = make_potential(fitted, fitted.mean_weights[:, None])
 

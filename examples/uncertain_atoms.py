@@ -1,4 +1,4 @@
-"""Which atoms make a molecule uncertain: its atoms coloured by their error bars.
+"""Which atoms make a molecule uncertain: its atoms coloured by how strange they are.
 
 A model of the energies of molecules is a sum over atoms, and so is what each of its members says.
 The model sees molecules of QM9, all at rest. One bond of a new molecule is stretched, which none of
@@ -6,8 +6,8 @@ the training molecules has: the error bar of its energy grows.
 
 Error bars of what single atoms contribute hardly change. How an energy is divided between carbon
 and its hydrogens is a matter of taste, as far as data tell, and members differ in taste: the model
-is sure of the sum, and not of its parts. Shared with the neighbours, `local_contributions`, that
-cancels, and the atoms at the stretched bond stand out.
+is sure of the sum, and not of its parts. The novelty of atoms, how unlike those that the model
+knows they are, does not depend on that: the atoms at the stretched bond stand out.
 
 Run with `python examples/uncertain_atoms.py [PICTURE]`.
 """
@@ -22,7 +22,7 @@ from ase import Atoms
 from ase.data import covalent_radii
 
 from qualms import AtomisticModel, Prediction
-from qualms.atomistic.attribution import local_contributions
+from qualms.atomistic.attribution import atom_novelty
 from qualms.data import qm9
 
 TARGET = "atomization_energy"
@@ -30,22 +30,22 @@ TARGET = "atomization_energy"
 
 def main() -> None:
     """Train, stretch bonds, and look for them."""
-    molecules, contributions, local, energies = run()
+    molecules, contributions, novelty, energies = run()
     for i, atoms in enumerate(molecules):
-        worst = int(local[i].std.argmax())
+        strangest = int(novelty[i].argmax())
         print(
             f"{atoms.info['what']:26}{energies.mean[i]:8.2f} ± {energies.std[i]:.2f} eV; "
-            f"least sure: {atoms.symbols[worst]}{worst}, ± {local[i].std[worst]:.3f} eV around it, "
-            f"± {contributions[i].std[worst]:.3f} eV of its own"
+            f"strangest: {atoms.symbols[strangest]}{strangest}, novelty "
+            f"{novelty[i][strangest]:.2f}, ± {contributions[i].std[strangest]:.3f} eV of its own"
         )
     if len(sys.argv) > 1:
-        draw(molecules, contributions, local, sys.argv[1])
+        draw(molecules, contributions, novelty, sys.argv[1])
 
 
 def run(
     n_train: int = 600, n_shown: int = 2
-) -> tuple[list[Atoms], list[Prediction], list[Prediction], Prediction]:
-    """Return molecules at rest and stretched, contributions, the same shared, and energies."""
+) -> tuple[list[Atoms], list[Prediction], list[np.ndarray], Prediction]:
+    """Return molecules at rest and stretched, contributions, novelty of atoms, and energies."""
     molecules = qm9(n=n_train + 100)
     model = AtomisticModel(TARGET, n_representatives=400, units="eV", threads=1)
     model.fit(molecules[:n_train])
@@ -53,10 +53,7 @@ def run(
     for atoms in [atoms for atoms in molecules[n_train:] if len(atoms) > 15][:n_shown]:
         atoms.info["what"] = f"{atoms.get_chemical_formula()}, at rest"
         shown += [atoms, stretched(atoms)]
-    contributions = model.predict_atoms(shown)
-    pairs = zip(shown, contributions, strict=True)
-    local = [local_contributions(atoms, parts) for atoms, parts in pairs]
-    return shown, contributions, local, model.predict(shown)
+    return shown, model.predict_atoms(shown), atom_novelty(model, shown), model.predict(shown)
 
 
 def stretched(atoms: Atoms, by: float = 0.4) -> Atoms:
@@ -74,22 +71,22 @@ def stretched(atoms: Atoms, by: float = 0.4) -> Atoms:
 def draw(
     molecules: Sequence[Atoms],
     contributions: Sequence[Prediction],
-    local: Sequence[Prediction],
+    novelty: Sequence[np.ndarray],
     path: str,
 ) -> None:
-    """Draw the molecules in their planes, atoms coloured by their error bars."""
+    """Draw the molecules in their planes, atoms coloured by error bars and by novelty."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(2.4 * len(molecules) + 1, 4.4), layout="constrained")
     rows = figure.subplots(2, len(molecules), squeeze=False)
-    labels = ("σ of the atom, eV", "σ around the atom, eV")
-    for axes, predictions, label in zip(rows, (contributions, local), labels, strict=True):
-        largest = max(prediction.std.max() for prediction in predictions)
-        colors = ScalarMappable(Normalize(0, largest), "viridis")
-        for ax, atoms, prediction in zip(axes, molecules, predictions, strict=True):
-            _draw_molecule(ax, atoms, colors.to_rgba(prediction.std))
+    labels = ("σ of the contribution, eV", "novelty, relative")
+    shown = ([prediction.std for prediction in contributions], novelty)
+    for axes, values, label in zip(rows, shown, labels, strict=True):
+        colors = ScalarMappable(Normalize(0, max(v.max() for v in values)), "viridis")
+        for ax, atoms, value in zip(axes, molecules, values, strict=True):
+            _draw_molecule(ax, atoms, colors.to_rgba(value))
         figure.colorbar(colors, ax=axes, label=label)
     for ax, atoms in zip(rows[0], molecules, strict=True):
         ax.set_title(atoms.info["what"], fontsize=9)

@@ -11,10 +11,14 @@ import pytest
 from ase import Atoms
 from ase.build import bulk, fcc111, molecule
 from ase.calculators.singlepoint import SinglePointCalculator
+from ase.data import covalent_radii
 from atomistic_fixtures import ENERGY, copies, make_model, qualms
+from scipy.sparse.csgraph import connected_components
+from test_forces_training import alloys as force_alloys
+from test_forces_training import model as force_model
 
 from qualms import InputError, Prediction
-from qualms.atomistic.attribution import local_contributions
+from qualms.atomistic.attribution import atom_novelty, local_contributions
 from qualms.report import structure_map as maps
 
 
@@ -53,6 +57,11 @@ def test_contributions_are_columns_of_the_structure(files, energy_model):
             local_contributions(files[i], expected[i]).std,
             rtol=1e-6,
         )
+        np.testing.assert_allclose(
+            atoms.arrays[f"{ENERGY}_atoms_novelty"],
+            atom_novelty(energy_model, [files[i]])[0],
+            atol=1e-5,
+        )
         # They sum to the structure, member by member.
         members = atoms.arrays[f"{ENERGY}_atoms_ensemble"].sum(axis=0)
         np.testing.assert_allclose(members, whole.members[i], rtol=1e-6)
@@ -83,6 +92,13 @@ def test_atoms_that_the_model_does_not_know_contribute_nothing(files, energy_mod
     std = first.arrays[f"{ENERGY}_atoms_uncertainty"]
     assert np.isnan(std[0])
     assert np.all(std[1:] > 0)
+    novelty = first.arrays[f"{ENERGY}_atoms_novelty"]
+    assert np.isnan(novelty[0])
+    np.testing.assert_allclose(
+        novelty[1:],
+        atom_novelty(energy_model, [strange], unknown_species="ignore")[0],
+        atol=1e-5,
+    )
     np.testing.assert_allclose(
         second.arrays[f"{ENERGY}_atoms_uncertainty"],
         energy_model.predict_atoms([files[1]])[0].std,
@@ -112,6 +128,82 @@ def test_properties_of_atoms_need_no_such_option(shift_model, molecules, tmp_pat
     assert ended.code != 0
     assert "--atoms" in ended.err
     assert "Traceback" not in ended.err
+
+
+# --- how strange an atom is ---
+
+
+def stretched(atoms, factor):
+    """Molecules with one bond stretched, for each bond that is not part of a ring."""
+    radii = covalent_radii[atoms.numbers]
+    distances = atoms.get_all_distances()
+    bonded = (distances < 1.25 * (radii[:, None] + radii)) & (distances > 0)
+    for i, j in np.argwhere(np.triu(bonded)):
+        left = bonded.copy()
+        left[i, j] = left[j, i] = False
+        parts = connected_components(left)[1]
+        if parts[i] != parts[j]:
+            new = atoms.copy()
+            bond = atoms.positions[j] - atoms.positions[i]
+            new.positions[parts == parts[j]] += (factor - 1) * bond
+            yield new, (i, j)
+
+
+#: What they are by default, but for the name of it.
+MODELS = {
+    "dscribe": {"representation": {}},
+    "featomic": {"representation": {"engine": "featomic", "smoothing": 0.5}},
+    "not normalised": {"representation": {"normalize": False}},
+    "intensive": {"representation": {}, "kind": "intensive"},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_strangest_atom_is_at_the_bond_that_is_too_long(name, molecules):
+    model = make_model(n_representatives=150, **MODELS[name]).fit(molecules[:120])
+    # Some have a strange atom to begin with.
+    plain = [a for a in molecules[150:160] if atom_novelty(model, [a])[0].max() < 0.5]
+    for factor in (0.8, 1.35):
+        cases = [case for atoms in plain for case in stretched(atoms, factor)]
+        found = atom_novelty(model, [atoms for atoms, _ in cases])
+        pairs = list(zip(found, cases, strict=True))
+        assert len(pairs) > 80
+        assert np.mean([novelty.argmax() in bond for novelty, (_, bond) in pairs]) > 0.9
+
+
+def test_the_atom_that_was_moved_is_the_strangest_of_a_crystal():
+    model = force_model().fit(force_alloys()[:26])
+    crystal = bulk("Cu", cubic=True) * (2, 2, 2)
+    crystal.symbols[::4] = "Al"
+    crystal.rattle(0.08, seed=1)
+    cases, rng = [], np.random.default_rng(0)
+    for i in range(len(crystal)):
+        cases.append(crystal.copy())
+        direction = rng.normal(size=3)
+        cases[i].positions[i] += 0.6 * direction / np.linalg.norm(direction)
+    hits = []
+    for i, novelty in enumerate(atom_novelty(model, cases)):
+        # The bond that is now too short has two ends.
+        nearest = np.argsort(cases[i].get_distances(i, range(len(crystal)), mic=True))[:2]
+        hits.append(novelty.argmax() in nearest)
+    assert np.mean(hits) > 0.9
+
+
+def test_novelty_is_one_where_extrapolation_begins(energy_model, molecules):
+    fitted = energy_model.fitted
+    origin, atom = fitted.origins[0]
+    known = atom_novelty(energy_model, [molecules[origin]])[0]
+    assert known[atom] < 1e-3  # a representative itself
+    new = molecules[150:190]
+    largest = np.array([novelty.max() for novelty in atom_novelty(energy_model, new)])
+    assert largest.min() < 1 < largest.max()
+    assert np.all(energy_model.extrapolates(new)[largest > 1])
+    # One minus the largest kernel with a representative, against one computed by hand.
+    chunk = next(iter(energy_model.stream(new[:1])))
+    x, X = (a.astype(np.float64) for a in (chunk.batch.features, fitted.representatives))
+    kernel = (x @ X.T) ** fitted.representation.soap.exponent
+    expected = (1 - kernel.max(axis=1)) / fitted.training_novelty[0]
+    np.testing.assert_allclose(atom_novelty(energy_model, new[:1])[0], expected, atol=1e-4)
 
 
 # --- what is shared with neighbours ---
@@ -213,16 +305,17 @@ def test_the_map_of_a_report_colours_atoms(files, energy_model):
     assert qualms("report model.safetensors new.xyz -o report.html --threads 1").code == 0
     with gzip.open("report.chemiscope.json.gz") as stream:
         data = json.load(stream)
-    inside = data["properties"]["σ around the atom"]
+    inside = data["properties"]["novelty (relative)"]
     assert inside["target"] == "atom"
-    pairs = zip(files, energy_model.predict_atoms(files), strict=True)
-    expected = np.concatenate([local_contributions(atoms, p).std for atoms, p in pairs])
-    np.testing.assert_allclose(inside["values"], expected, rtol=1e-5)
+    expected = np.concatenate(atom_novelty(energy_model, files))
+    np.testing.assert_allclose(inside["values"], expected, rtol=1e-5, atol=1e-5)
     places = [(e["structure"], e["center"]) for e in data["environments"]]
     assert places == [(i, j) for i, atoms in enumerate(files) for j in range(len(atoms))]
     assert data["settings"]["target"] == "structure"
-    assert data["settings"]["structure"][0]["color"]["property"] == "σ around the atom"
-    assert "coloured by the error bars" in Path("report.html").read_text(encoding="utf-8")
+    color = data["settings"]["structure"][0]["color"]
+    # One range for all structures.
+    assert (color["property"], color["min"], color["max"]) == ("novelty (relative)", 0, 1)
+    assert "coloured by novelty" in Path("report.html").read_text(encoding="utf-8")
 
 
 def test_too_many_atoms_are_not_coloured(files, energy_model, monkeypatch):
@@ -231,4 +324,4 @@ def test_too_many_atoms_are_not_coloured(files, energy_model, monkeypatch):
     with gzip.open("report.chemiscope.json.gz") as stream:
         data = json.load(stream)
     assert "environments" not in data
-    assert "σ around the atom" not in data["properties"]
+    assert "novelty (relative)" not in data["properties"]

@@ -192,17 +192,22 @@ def test_fits_the_screen(browser, structures, width):
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_atoms_of_a_structure_have_the_colours_of_their_error_bars(browser, tmp_path):
+def test_atoms_of_a_structure_have_the_colours_of_their_novelty(browser, tmp_path):
     rng = np.random.default_rng(0)
     given = judged(20)
     given = replace(
-        given, atom_std=lambda some: [rng.uniform(0.1, 1, len(given.frames[i])) for i in some]
+        given, atom_novelty=lambda some: [rng.uniform(0.1, 5, len(given.frames[i])) for i in some]
     )
     opened(browser, write_report(given, tmp_path / "coloured.html")[0])
     settings = browser.execute_script("return window.qualmsMap.saveSettings()")
     assert settings["target"] == "structure"
-    assert settings["structure"][0]["color"]["property"] == "σ around the atom"
+    assert settings["structure"][0]["color"]["property"] == "novelty (relative)"
     assert settings["structure"][0]["color"]["palette"] == "viridis"
+    # The same range for all structures, not that of the one at hand.
+    browser.find_elements(By.CSS_SELECTOR, "button[data-structure]")[2].click()
+    settings = browser.execute_script("return window.qualmsMap.saveSettings()")
+    color = settings["structure"][0]["color"]
+    assert (color["min"], color["max"]) == (0, 1)
     assert not severe(browser)
     assert n_colors(browser, "map-structure") > 50
 

@@ -70,17 +70,16 @@ def test_equation_of_state(tmp_path):
 
 def test_uncertain_atoms(tmp_path):
     example = load("uncertain_atoms")
-    molecules, contributions, local, energies = example.run()
+    molecules, contributions, novelty, energies = example.run()
     for i in range(0, len(molecules), 2):
-        bond = molecules[i + 1].info["bond"]
+        bond = list(molecules[i + 1].info["bond"])
         # The energy of the stretched molecule is less sure, and the bond is why.
         assert energies.std[i + 1] > 1.5 * energies.std[i]
-        assert int(local[i + 1].std.argmax()) in bond
-        grown = local[i + 1].std / local[i].std
-        assert int(grown.argmax()) in bond
+        assert int(novelty[i + 1].argmax()) in bond
+        assert novelty[i + 1][bond].max() > 2 * novelty[i].max()
         # Error bars of single atoms do not tell.
         own = contributions[i + 1].std / contributions[i].std
-        assert own.max() < 0.5 * grown.max()
-        np.testing.assert_allclose(local[i].sum().members, energies[i].members, rtol=1e-6)
-    example.draw(molecules, contributions, local, tmp_path / "atoms.png")
+        assert own.max() < 0.5 * novelty[i + 1].max() / novelty[i].max()
+        np.testing.assert_allclose(contributions[i].sum().members, energies[i].members, rtol=1e-6)
+    example.draw(molecules, contributions, novelty, tmp_path / "atoms.png")
     assert_drawn(tmp_path / "atoms.png")

@@ -321,9 +321,9 @@ def test_members_take_little_longer_than_the_mean_alone(exponent):
         middle = process_time()
         assert model.predict_forces(frames).forces.std.shape == (sum(map(len, frames)), 3)
         ratios.append((process_time() - middle) / (middle - begin))
-        if len(ratios) > 2 and np.median(ratios) < 1.6:
+        if len(ratios) > 2 and np.median(ratios) < 1.4:
             return
-    assert np.median(ratios) < 1.6, ratios
+    assert np.median(ratios) < 1.4, ratios
 
 
 def test_features_are_compressed_if_there_are_forces():

@@ -209,18 +209,50 @@ def test_a_predicted_stress_is_no_reference_for_later(files, tmp_path):
     assert "stress_uncertainty" not in plain.info
 
 
-def test_structures_without_a_volume_are_refused_by_their_number(files, tmp_path):
+@pytest.fixture
+def mixed(files, tmp_path):
+    """One molecule among crystals."""
     frames = ase.io.read(files / "test.xyz", ":")
+    frames[7].calc = None
     frames[7].pbc, frames[7].cell = False, None
     ase.io.write(tmp_path / "mixed.xyz", frames)
+    ase.io.write(tmp_path / "molecule.xyz", frames[7])
+    return frames
+
+
+def test_structures_without_a_volume_have_no_stress_and_are_counted(files, mixed, tmp_path):
+    model = files / "model.safetensors"
+    for name in ("out.npz", "out.xyz"):
+        done = qualms(
+            "predict", model, tmp_path / "mixed.xyz", "--stress", "--forces", "--ensemble",
+            "-o", tmp_path / name,
+        )  # fmt: skip
+        assert done.code == 0, done.err
+        assert "1 of 10 structures have no cell with a volume" in done.err
+    solid = np.arange(10) != 7
+    some = [atoms for atoms, has in zip(mixed, solid, strict=True) if has]
+    loaded = AtomisticModel.load(model, threads=1)
+    expected = loaded.predict_forces(some, stress=True).stress
+    with np.load(tmp_path / "out.npz") as arrays:
+        assert np.isnan(arrays["stress"][7]).all()
+        assert np.isnan(arrays["stress_ensemble"][7]).all()
+        assert np.isfinite(arrays["forces"]).all()
+        np.testing.assert_allclose(arrays["stress"][solid], expected.mean, atol=1e-9)
+        np.testing.assert_allclose(arrays["stress_uncertainty"][solid], expected.std, atol=1e-9)
+    written = ase.io.read(tmp_path / "out.xyz", ":")
+    assert "stress_uncertainty" not in written[7].info
+    assert "stress" not in written[7].calc.results
+    np.testing.assert_allclose(written[8].get_stress(), expected.mean[7], atol=1e-9)
+
+
+def test_stress_of_molecules_alone_is_refused(files, mixed, tmp_path):
     done = qualms(
-        "predict", files / "model.safetensors", tmp_path / "mixed.xyz", "--stress",
-        "-o", tmp_path / "out.xyz",
+        "predict", files / "model.safetensors", tmp_path / "molecule.xyz", "--stress",
+        "-o", tmp_path / "out.npz",
     )  # fmt: skip
     assert done.code == 2
-    assert "frames[7].cell" in done.err
-    assert "Leave out --stress" in done.err
-    assert not (tmp_path / "out.xyz").exists()
+    assert "no structure whose cell has a volume" in done.err
+    assert not (tmp_path / "out.npz").exists()
 
 
 def test_the_report_has_sections_of_forces_and_stresses(files, tmp_path):

@@ -1,5 +1,6 @@
 """Models of energies and forces: labels, rows, solutions, noises and error bars."""
 
+import re
 import warnings
 from dataclasses import replace
 from functools import cache
@@ -17,7 +18,7 @@ from threadpoolctl import threadpool_limits
 
 from qualms import AtomisticModel, InputError, Prediction, QualmsWarning, score
 from qualms.atomistic import plan
-from qualms.atomistic.conventions import factor_between
+from qualms.atomistic.conventions import factor_between, order_of_shear
 from qualms.atomistic.force_evaluation import evaluate_forces
 from qualms.atomistic.force_labels import ForceLabels, find_forces, find_stresses
 from qualms.atomistic.force_rows import derivative_rows, fill_rows, scale_rows
@@ -423,9 +424,10 @@ def relabelled(*, forces=1.0, stress=1.0):
     ],
 )
 def test_labels_of_another_sign_or_unit_than_the_energies_say_are_doubted(factors, match):
-    with pytest.warns(QualmsWarning, match=match) as caught:
+    with pytest.warns(QualmsWarning) as caught:
         model(stress="virtual").fit(relabelled(**factors))
-    assert len(caught) == 1
+    (said,) = [w for w in caught if "the energies say" in str(w.message)]
+    assert re.search(match, str(said.message))
 
 
 def test_labels_are_not_doubted_where_energies_do_not_tell():
@@ -451,12 +453,14 @@ def test_the_factor_is_between_the_two_regressions(factor):
     assert factor_between(np.zeros(3), np.ones(3)).is_one
 
 
-def test_a_key_that_says_virial_is_doubted():
+def test_a_key_that_says_virial_is_refused():
     frames = relabelled()
     for atoms in frames:
         atoms.info["REF_virial"] = -atoms.info["virtual"] * atoms.get_volume()
-    with pytest.warns(QualmsWarning, match=r"'REF_virial'.*divide it by -atoms.get_volume\(\)"):
+        atoms.info["virial_stress"] = atoms.info["virtual"]
+    with pytest.raises(InputError, match=r"'REF_virial'.*Convert it.*/ atoms.get_volume\(\)"):
         find_stresses(frames, "REF_virial")
+    assert len(find_stresses(frames, "virial_stress")) == len(frames)
 
 
 def test_forces_that_are_all_zero_are_doubted():
@@ -465,6 +469,60 @@ def test_forces_that_are_all_zero_are_doubted():
     said = [str(warning.message) for warning in caught]
     assert any("All forces in 'force' are zero" in text for text in said)
     assert not any("All targets" in text for text in said)
+
+
+@pytest.mark.parametrize(("value", "match"), [(0.0, "are zero"), (0.01, "are the same")])
+def test_stresses_that_are_all_the_same_are_doubted(value, match):
+    frames = relabelled()
+    for atoms in frames:
+        atoms.info["virtual"] = np.full(6, value)
+    with pytest.warns(QualmsWarning) as caught:
+        model(stress="virtual").fit(frames)
+    assert any(f"All stresses in 'virtual' {match}" in str(w.message) for w in caught)
+
+
+def test_stresses_in_another_order_are_doubted():
+    frames = relabelled()
+    for atoms in frames:  # xx, yy, zz, xy, yz, zx
+        atoms.info["virtual"] = atoms.info["virtual"][[0, 1, 2, 5, 3, 4]]
+    with pytest.warns(QualmsWarning) as caught:
+        model(stress="virtual").fit(frames)
+    (said,) = [w for w in caught if "order xx, yy, zz, xy, yz, xz." in str(w.message)]
+    assert said.filename == __file__  # where `fit` is called
+
+
+def test_an_order_is_believed_only_if_it_is_clear():
+    rng = np.random.default_rng(0)
+    truth = rng.normal(size=(200, 6))
+    labels = truth[:, [0, 1, 2, 4, 3, 5]]
+    labels[:5, 3] = np.nan
+    assert order_of_shear(labels, truth) == ("xz", "yz", "xy")
+    assert order_of_shear(truth, truth) == ("yz", "xz", "xy")
+    noisy = truth + 3 * rng.normal(size=truth.shape)
+    assert order_of_shear(labels, noisy) == ("yz", "xz", "xy")
+    alike = np.repeat(truth[:, 3:4], 6, axis=1) + 0.1 * truth
+    assert order_of_shear(alike[:, [0, 1, 2, 4, 3, 5]], alike) == ("yz", "xz", "xy")
+
+
+@pytest.mark.parametrize("key", ["force", "positions"])
+def test_forces_that_belong_to_nothing_are_doubted(key):
+    frames = relabelled()
+    of_others = [atoms.arrays["force"] for atoms in frames[1:] + frames[:1]]
+    for atoms, forces in zip(frames, of_others, strict=True):
+        atoms.arrays["force"] = forces
+    with pytest.warns(QualmsWarning) as caught:
+        model(forces=key).fit(frames)
+    (said,) = [w for w in caught if "of the same energies, of the same" in str(w.message)]
+    assert f"forces={key!r}" in str(said.message)
+    assert said.filename == __file__
+
+
+def test_forces_that_are_flat_in_one_structure_are_refused():
+    frames = relabelled()
+    frames[3].info["REF_force"] = frames[3].arrays.pop("force").ravel()
+    match = r"frames\[3\].info\['REF_force'\].*shape \(4, 3\).*reshape"
+    with pytest.raises(InputError, match=match):
+        model().fit(frames)
 
 
 def test_no_labels_at_all():

@@ -209,6 +209,19 @@ def test_verdict_is_rough_if_the_interval_excludes_the_claim():
 
 
 @pytest.mark.usefixtures("quick")
+def test_verdict_is_doubtful_if_large_errors_are_too_frequent():
+    # Of the right size in the middle: 68 % within one σ, and 91 % within two.
+    rng = np.random.default_rng(0)
+    y, raw = committee(4000, n_members=64)
+    wide = rng.random(4000) < 0.12
+    z = np.where(wide, 3.5, 0.88) * (y - raw.mean)
+    given = judged(4000, y=raw.mean + z, prediction=raw, frames=None)
+    verdict = make_page(given).verdict
+    assert verdict.grade == "doubtful"
+    assert "but large errors are more frequent than they say" in verdict.sentence
+
+
+@pytest.mark.usefixtures("quick")
 def test_verdict_of_few_points_does_not_say_that_error_bars_are_useless():
     details = ""
     for seed in range(5):

@@ -82,6 +82,21 @@ def test_left_out_errors_are_those_of_models_without_the_structures():
     assert found == pytest.approx(expected, abs=1e-9)
 
 
+def test_a_kind_counts_by_the_groups_that_have_it():
+    Phi, y, is_force, groups = problem(np.random.default_rng(2), n=20, r=5, per=3)
+    few = ~is_force | (groups < 4)
+    Phi, y, is_force, groups = Phi[few], y[few], is_force[few], groups[few]
+    kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
+    root = np.ones(len(y))
+    score = _left_out_error(Phi, y, root, kinds, groups, 0.7)
+    z = np.empty(len(y))
+    for part in _parts(Phi, y, root, kinds, groups):
+        for rows in part.rows:
+            z[rows] = y[rows] - Phi[rows] @ part.rest.solve((0.02, 0.3), 0.7)[0]
+    logs = [np.log(np.abs(z[rows]).mean()) for rows in kinds]
+    assert score(0.02, 0.3) == pytest.approx(logs[0] + 4 / 20 * logs[1])
+
+
 def test_large_models_leave_one_part_out(monkeypatch):
     Phi, y, is_force, groups = problem(np.random.default_rng(3), n=20, r=5, per=3)
     kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))

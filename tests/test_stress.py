@@ -1,6 +1,9 @@
 """Stresses with error bars of their own: calibrated apart, kept with the model, judged."""
 
 import json
+import re
+import warnings
+from dataclasses import replace
 
 import ase.io
 import numpy as np
@@ -22,6 +25,7 @@ from qualms.atomistic.force_evaluation import (
 )
 from qualms.atomistic.force_labels import find_stresses
 from qualms.atomistic.model_file import FORMAT, PROTOCOL
+from qualms.atomistic.summary import describe
 from qualms.cli.train import summary_document
 from qualms.core.calibration import calibration_data, fit_calibration
 from qualms.core.resampling import MIN_ABSENT
@@ -98,6 +102,44 @@ def test_too_few_stresses_are_scaled_as_energies_are_and_that_is_said():
     assert "stress' bars" not in found.summary()
 
 
+def without(key, n, frames):
+    """Return copies of structures, only some of which have a label."""
+    kept = copies(frames)
+    for atoms in kept[n:]:
+        atoms.info.pop(key, None)
+        atoms.arrays.pop(key, None)
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("key", "n", "match"),
+    [
+        ("virtual", 1, "Stresses of 1 structure that .* scaled as those of energies"),
+        ("virtual", 8, r"Stresses of \d structures that .* poorly known"),
+        ("force", 8, r"Forces of \d structures that .* scaled as those of energies"),
+    ],
+)
+def test_labels_of_a_few_structures_are_calibrated_with_a_warning_or_not_at_all(key, n, match):
+    with pytest.warns(QualmsWarning, match=match):
+        found = model(stress="virtual").fit(without(key, n, alloys()[:26])).fitted
+    own = {"virtual": found.stress_calibrations, "force": found.forces_calibrations}
+    assert bool(own.pop(key)) == ("poorly" in match)
+    assert all(own.values())
+
+
+def test_a_single_stress_does_not_make_energies_worse():
+    def error(n, seed):
+        frames, new = alloys(), alloys(20, seed=5)
+        frames = without("virtual", 1, frames[seed:] + frames[:seed])
+        found = model(stress="virtual" if n else None).fit(frames)
+        return np.abs(found.predict_mean(new) - [a.info["energy"] for a in new]).mean()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", QualmsWarning)
+        ratios = [error(1, seed) / error(0, seed) for seed in (8, 16, 20)]
+    assert max(ratios) < 1.25
+
+
 def test_components_that_are_zero_by_symmetry_do_not_count():
     frames = copies(alloys()[:20])
     for a in np.linspace(3.5, 3.7, 6):
@@ -136,6 +178,29 @@ def test_the_summary_counts_structures_rather_than_components(trained):
 
 
 # --- files ---
+
+
+def test_the_summary_of_a_model_of_stresses_alone_does_not_speak_of_forces():
+    found = model(forces=None, stress="virtual", units="eV").fit(alloys()[:26])
+    assert re.search(r"^stresses +156 components", found.summary(), re.MULTILINE)
+    assert not re.search(r"^forces", found.summary(), re.MULTILINE)
+
+
+def test_small_factors_are_not_written_as_zero(trained):
+    calibration = replace(trained.fitted.calibration, alpha=1.234e-5)
+    fitted = replace(trained.fitted, calibrations={"student": calibration})
+    fitted = replace(fitted, settings=fitted.settings.model_copy(update={"calibration": "student"}))
+    assert "α = 1.23e-05" in describe(fitted, trained.record, trained.provenance)
+
+
+def test_slices_of_what_is_predicted_are_of_several_structures(trained):
+    every = trained.predict_forces(alloys()[26:32], stress=True)
+    for chosen in (slice(1, 3), slice(None, None, -2), slice(4, 4)):
+        some = every[chosen]
+        assert len(some) == len(range(6)[chosen])
+        for one, s in zip(some, range(6)[chosen], strict=True):
+            for found, expected in zip(one, every[s], strict=True):
+                np.testing.assert_array_equal(found.members, expected.members)
 
 
 def test_the_calibration_of_stresses_is_kept_with_the_model(trained, tmp_path):
@@ -250,7 +315,9 @@ def test_stresses_full_of_noise_spoil_nothing_else():
     noisy, rng = copies(alloys()[:26]), np.random.default_rng(0)
     for atoms in noisy:
         atoms.info["virtual"] = atoms.info["virtual"] + 0.05 * rng.normal(size=6)
-    with_noise, without = model(stress="virtual").fit(noisy), model().fit(noisy)
+    with pytest.warns(QualmsWarning, match=r"stress='virtual'.*more than noise\?"):
+        with_noise = model(stress="virtual").fit(noisy)
+    without = model().fit(noisy)
     pairs = zip(errors(with_noise, alloys()[26:]), errors(without, alloys()[26:]), strict=True)
     # With one noise for both, errors of forces would be five times as large.
     assert all(some < 2 * others for some, others in pairs)

@@ -1,18 +1,28 @@
 """Which atoms make a structure uncertain.
 
-A model that has seen energies of structures alone is sure of sums over atoms, and not of their
-parts: members that agree about a methyl group differ by tenths of an eV about how much of it is
-carbon. That says nothing about the structure. What is uncertain about a place shows once each atom
-shares its contribution with its neighbours: such differences cancel, and others do not.
+Two questions have two answers. *Where has the model nothing to go by?* The novelty of an atom is
+how unlike those that the model knows its environment is. It needs no energies, so that it does not
+matter how an energy is divided between atoms, and it finds the bond that is too long. It is
+relative, and no error bar.
+
+*What is the error bar of a part?* Members' contributions have one. But a model that has seen
+energies of structures alone is sure of sums over atoms, and not of their parts: members that agree
+about a methyl group differ by tenths of an eV about how much of it is carbon. That says nothing
+about the structure, and hides what does. Once each atom shares its contribution with its neighbours
+most of it cancels; even so, differences of this kind between groups of atoms remain, and the
+largest error bar is rarely at the bond that is too long.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from ase import Atoms
 from scipy.sparse import csr_array
 from scipy.spatial import cKDTree
 
+from qualms.atomistic.model import AtomisticModel
 from qualms.core.checks import check_number
 from qualms.core.typing import Float64Array, IntArray
 from qualms.errors import InputError
@@ -24,6 +34,33 @@ WIDTH = 1.5
 _REACH = 5.0
 #: Images of a cell that nobody wants to wait for.
 _MANY = 1e5
+
+
+def atom_novelty(
+    model: AtomisticModel, frames: Sequence[Atoms], *, unknown_species: str = "error"
+) -> list[Float64Array]:
+    """Return how strange each atom of each structure is to a model.
+
+    The novelty of an environment is one minus its largest normalised kernel with a representative.
+    It is given in units of that of the strangest environment of a training structure which only one
+    training structure in a hundred exceeds. Up to one, an atom is like those that the model was
+    trained on; beyond, it makes its structure an extrapolation, as `AtomisticModel.extrapolates`
+    says of structures.
+
+    Parameters
+    ----------
+    model : AtomisticModel
+    frames : sequence of Atoms
+    unknown_species : {"error", "ignore"}
+        As in `AtomisticModel.predict`; atoms that are ignored have no value.
+
+    Returns
+    -------
+    list of (n_atoms,) arrays
+        For a property of atoms, those of `AtomisticModel.target_atoms`.
+    """
+    chunks = model.stream(frames, unknown_species=unknown_species)
+    return [novelty for chunk in chunks for novelty in chunk.atom_novelty()]
 
 
 def local_contributions(

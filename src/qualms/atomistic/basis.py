@@ -93,6 +93,16 @@ class Basis:
             np.asarray(self.kernel(features, self.representatives), dtype=np.float64) * self.scale
         )
 
+    def novelty(self, features: FloatArray) -> Float64Array:
+        """Return how unlike every representative environments (n, d) are, from 0 to 1: (n,)."""
+        found = np.empty(len(features))
+        step = max(_ELEMENTS // len(self.representatives), 1)
+        for start in range(0, len(features), step):
+            block = features[start : start + step]
+            K = self.kernel(block, self.representatives)
+            found[start : start + step] = _novelties(self._likeness(K, block))
+        return found
+
     def prior_variance(self, features: FloatArray, offsets: IntArray) -> Float64Array:
         """Return the diagonal of the kernel: (n_structures,), or (n_environments,)."""
         if self.per_atom:
@@ -121,5 +131,11 @@ def _novelty(likeness: FloatArray, own: IntArray | None) -> tuple[float, float]:
     if own is not None and len(own):
         likeness = likeness.copy()
         likeness[:, own] = 0.0
-    each = np.clip(1.0 - likeness.max(axis=1), 0.0, 1.0)
+    each = _novelties(likeness)
     return float(each.max()), float(each.mean(dtype=np.float64))
+
+
+def _novelties(likeness: FloatArray) -> FloatArray:
+    """Return one minus the largest likeness of each environment, given (n, r): (n,)."""
+    novelties: FloatArray = np.clip(1.0 - likeness.max(axis=1), 0.0, 1.0)
+    return novelties

@@ -14,6 +14,7 @@ the model hardly explains the energies themselves, and shrinks everything) nothi
 from __future__ import annotations
 
 import warnings
+from itertools import permutations
 from typing import NamedTuple
 
 import ase.units
@@ -48,6 +49,9 @@ _UNITS_OF_STRESSES = {
     "kbar": 10 / ase.units.GPa,
     "bar": 1e4 / ase.units.GPa,
 }
+#: Components of a stress beside its diagonal, and by how much more another order of them must
+#: correlate with predictions than ASE's before that is doubted.
+_SHEAR, _CLEARLY = ("yz", "xz", "xy"), 0.3
 #: How far from such a factor another one may be and still be taken for it.
 _NEAR = 1.35
 
@@ -116,15 +120,37 @@ def check_conventions(
         if not found.is_one:
             _warn("forces", settings.forces, found, _UNITS_OF_FORCES)
     if settings.stress is not None and labels.n_with_virial >= _ENOUGH:
-        found = factor_between(*_fluctuations(labels, predicted))
+        given, said = _fluctuations(labels, predicted)
+        known = np.isfinite(given)
+        found = factor_between(given[known], said[known])
         if not found.is_one:
             _warn("stress", settings.stress, found, _UNITS_OF_STRESSES)
+        order = order_of_shear(given, said)
+        if order != _SHEAR:
+            _warn_of_order(settings.stress, order)
+
+
+def order_of_shear(labels: Float64Array, predicted: Float64Array) -> tuple[str, ...]:
+    """Return which components the last three of stresses (n, 6) seem to be, by what is predicted.
+
+    Programs that write xx, yy, zz, xy, yz, zx have the same sizes and signs as ASE.
+    """
+    known = np.isfinite(labels[:, 3:]).all(axis=1)
+    given, said = labels[known, 3:].ravel(), predicted[known, 3:]
+
+    def correlation(order: tuple[int, ...]) -> float:
+        return factor_between(given, said[:, order].ravel()).r
+
+    usual = (0, 1, 2)
+    best = max(permutations(usual), key=correlation)
+    clear = correlation(best) > max(_TELLING, correlation(usual) + _CLEARLY)
+    return tuple(_SHEAR[i] for i in (best if clear else usual))
 
 
 def _fluctuations(
     labels: ForceLabels, predicted: Float64Array
 ) -> tuple[Float64Array, Float64Array]:
-    """Return virials, and predictions of them, less the mean of each component.
+    """Return virials (n, 6), and predictions of them, less the mean of each component.
 
     Energies at one volume say nothing about the pressure there.
     """
@@ -132,11 +158,17 @@ def _fluctuations(
     found = np.full(labels.virials.shape, np.nan)
     found[known] = predicted[labels.is_virial]
     counts = np.maximum(known.sum(axis=0), 1)
-    pair = []
-    for values in (labels.virials, found):
-        mean = np.nansum(values, axis=0) / counts
-        pair.append((values - mean)[known])
-    return pair[0], pair[1]
+    virials = labels.virials - np.nansum(labels.virials, axis=0) / counts
+    return virials, found - np.nansum(found, axis=0) / counts
+
+
+def _warn_of_order(key: str, order: tuple[str, ...]) -> None:
+    warnings.warn(
+        f"stress={key!r}: by what the energies say, the components are in the order xx, yy, zz, "
+        f"{', '.join(order)}. ASE's, which is expected, is xx, yy, zz, yz, xz, xy.",
+        QualmsWarning,
+        stacklevel=7,
+    )
 
 
 def _warn(name: str, key: str, found: Factor, units: dict[str, float]) -> None:
@@ -155,5 +187,5 @@ def _warn(name: str, key: str, found: Factor, units: dict[str, float]) -> None:
         f"{name}={key!r}: labels have {' and '.join(filter(None, [sign, ratio]))} (correlation "
         f"{found.r:.2f}){guess}. {convention}",
         QualmsWarning,
-        stacklevel=5,
+        stacklevel=7,
     )

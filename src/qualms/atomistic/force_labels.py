@@ -127,6 +127,7 @@ def force_labels(
         for row, i in enumerate(used.tolist()):
             if i in known:
                 virials[row] = known[i] * frames[i].cell.volume / len(frames[i])
+        _warn_of_constant([known[i] for i in used.tolist() if i in known], stress)
     labels = ForceLabels(found, virials)
     if not len(labels.y):
         name, key = ("forces", forces) if forces is not None else ("stress", stress)
@@ -139,6 +140,7 @@ def find_forces(frames: Sequence[Atoms], key: str) -> dict[int, Float64Array]:
     places = {i: hit for i, atoms in enumerate(frames) if (hit := find_label(atoms, key, True))}
     if not places:
         _refuse_forces(frames, key)
+    _check_misplaced(frames, places, key)
     check_shared_calculators(frames, [i for i in places if places[i][1].startswith("calc")])
     found = {}
     for i, (value, place) in places.items():
@@ -154,6 +156,13 @@ def find_stresses(frames: Sequence[Atoms], key: str) -> dict[int, Float64Array]:
     That is as ASE has it: slabs and wires have a stress if their cells have a volume, vacuum
     included. Zeros beside a structure that is not periodic stand for what nobody computed.
     """
+    if "virial" in key.casefold() and "stress" not in key.casefold():
+        raise InputError(
+            "stress",
+            repr(key),
+            "the key of a stress, (1/V) ∂E/∂ε, rather than of a virial, −V times that",
+            f"Convert it: atoms.info['stress'] = -atoms.info[{key!r}] / atoms.get_volume().",
+        )
     places = {i: hit for i, atoms in enumerate(frames) if (hit := find_label(atoms, key, False))}
     if not places:
         stores = ({**atoms.info, **stored_results(atoms)} for atoms in frames)
@@ -169,13 +178,6 @@ def find_stresses(frames: Sequence[Atoms], key: str) -> dict[int, Float64Array]:
         warnings.warn(
             f"{len(unused)} structures (first frames[{unused[0]}]) have {key!r} but no cell with a "
             "volume; their stress is not used.",
-            QualmsWarning,
-            stacklevel=6,
-        )
-    if "virial" in key.casefold():
-        warnings.warn(
-            f"stress={key!r} is taken for a stress, (1/V) ∂E/∂ε. If it is a virial, divide it by "
-            "-atoms.get_volume() first.",
             QualmsWarning,
             stacklevel=6,
         )
@@ -243,6 +245,20 @@ def _vectors(atoms: Atoms) -> list[str]:
     ]
 
 
+def _check_misplaced(frames: Sequence[Atoms], places: dict[int, Any], key: str) -> None:
+    """Refuse forces that are with the structure rather than with its atoms, such as flat ones."""
+    for i, atoms in enumerate(frames):
+        if i not in places and (hit := find_label(atoms, key, False)):
+            value = as_array(hit[0])
+            if value.dtype.kind in "iuf" and value.size == 3 * len(atoms):
+                raise InputError(
+                    f"frames[{i}].{hit[1]}",
+                    describe(value),
+                    f"an array of atoms, of shape {(len(atoms), 3)}, as in other structures",
+                    f"Move it: atoms.arrays[{key!r}] = atoms.info.pop(…).reshape(-1, 3).",
+                )
+
+
 def _warn_of_unused(
     frames: Sequence[Atoms], known: dict[int, Float64Array], used: IntArray, key: str
 ) -> None:
@@ -265,6 +281,18 @@ def _warn_of_zeros(frames: Sequence[Atoms], forces: Sequence[Float64Array], key:
         warnings.warn(
             f"All forces in {key!r} are zero. If they stand for unknown ones, leave them out, or "
             "write NaN: models believe them.",
+            QualmsWarning,
+            stacklevel=5,
+        )
+
+
+def _warn_of_constant(stresses: Sequence[Float64Array], key: str) -> None:
+    """Tell of stresses that are all the same, which those of different structures hardly are."""
+    if len(stresses) > 1 and np.all(np.ptp(np.nan_to_num(stresses), axis=0) == 0):
+        what = "the same" if np.any(np.nan_to_num(stresses[0])) else "zero"
+        warnings.warn(
+            f"All stresses in {key!r} are {what}. If they stand for unknown ones, leave them out, "
+            "or write NaN: models believe them.",
             QualmsWarning,
             stacklevel=5,
         )

@@ -22,11 +22,20 @@ from qualms.core.calibration import (
 )
 from qualms.core.resampling import MIN_ABSENT
 from qualms.core.typing import BoolArray, Float64Array, IntArray
-from qualms.errors import CalibrationError, ExactFitError, QualmsWarning
+from qualms.errors import CalibrationError, ExactFitError, QualmsWarning, counted
 
 #: Components that members agree about to this share of the largest label are zero by symmetry; and
 #: to this number, whatever the units of the energy are, if all of them are.
 _ROUNDING, _TINY = 1e-10, 1e-12
+#: Structures from which on components are calibrated by themselves, and from which on that is
+#: nothing to warn of. Those of one structure err together. The factor of energies, of which there
+#: are more, does for forces as well or better than one from fewer than ten structures; for stresses
+#: it is often too small by half, and three structures tell more.
+_ENOUGH = {"Forces": 10, "Stresses": 3}
+_WELL = 10
+#: Labels whose errors, in units of the spread, are so many times those of energies are doubted: a
+#: model that is trained on them learns next to nothing about those of other structures.
+_DOUBTFUL = 10.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,7 @@ class Derived:
 def calibrate_forces(
     labels: ForceLabels, predicted: Float64Array, counts: IntArray, wanted: str
 ) -> Derived:
-    """Calibrate components of forces.
+    """Calibrate components of forces; if they are too few, they have no calibration.
 
     Parameters
     ----------
@@ -67,6 +76,8 @@ def calibrate_forces(
     if not len(rows):
         return Derived()
     rows = _telling(rows, labels.y[rows], predicted[rows])
+    if _too_few("Forces", labels, rows, counts, wanted):
+        return Derived()
     what, seen = "components of forces", counts[labels.structure[rows]]
     internal = internal_data(labels.y[rows], predicted[rows], seen, wanted, what, level=6)
     found = fit_calibrations(internal, wanted)
@@ -93,6 +104,8 @@ def calibrate_stresses(
     if not len(rows):
         return Derived()
     rows = _telling(rows, labels.y[rows], predicted[rows])
+    if _too_few("Stresses", labels, rows, counts, wanted):
+        return Derived()
     factors = per_volume[labels.structure[rows]]
     y, members = labels.y[rows] * factors, predicted[rows] * factors[:, None]
     try:
@@ -107,6 +120,32 @@ def calibrate_stresses(
             )
         return Derived()
     return Derived(data, found, _n_structures(labels, rows, counts))
+
+
+def doubt_labels(name: str, key: str, of: Derived, energies: dict[str, Calibration]) -> None:
+    """Warn if members are much more wrong about forces, or stresses, than they are about energies.
+
+    Parameters
+    ----------
+    name : {"forces", "stress"}
+    key : str
+        Where the labels are.
+    of : Derived
+    energies : dict of str to Calibration
+    """
+    # Of the methods that have one factor: with a power, it has units.
+    method = next((m for m in ("student", "linear") if m in of.calibrations and m in energies), "")
+    if not method or energies[method].alpha <= 0:
+        return
+    ratio = of.calibrations[method].alpha / energies[method].alpha
+    if ratio >= _DOUBTFUL:
+        warnings.warn(
+            f"{name}={key!r}: errors of members are {ratio:.0f} times as large in units of their "
+            "spread as those of energies. Are these labels derivatives of the same energies, of "
+            "the same structures, in the right order, and more than noise?",
+            QualmsWarning,
+            stacklevel=5,
+        )
 
 
 def telling(y: Float64Array, members: Float64Array) -> BoolArray:
@@ -125,10 +164,33 @@ def _telling(rows: IntArray, y: Float64Array, members: Float64Array) -> IntArray
     return rows[apart] if apart.any() else rows
 
 
+def _too_few(what: str, labels: ForceLabels, rows: IntArray, counts: IntArray, wanted: str) -> bool:
+    """Return whether energies tell more about error bars than some components, and say so."""
+    n = _n_structures(labels, rows, counts)
+    judged = int(np.count_nonzero(_judged(counts)))
+    too_few = n < min(_ENOUGH[what], judged)
+    if wanted != "none" and n < min(_WELL, judged):
+        known = f"{what} of {counted(n, 'structure')} that members had not seen are"
+        scaled = f"too few to calibrate error bars, which takes {_ENOUGH[what]}: they are scaled as"
+        warnings.warn(
+            f"{known} {scaled} those of energies are."
+            if too_few
+            else f"{known} few to calibrate their error bars, whose factor is poorly known.",
+            QualmsWarning,
+            stacklevel=7,
+        )
+    return too_few
+
+
+def _judged(counts: IntArray) -> BoolArray:
+    """Return which structures enough members had not seen: (n_structures,)."""
+    judged: BoolArray = (counts == 0).sum(axis=1) >= MIN_ABSENT
+    return judged
+
+
 def _n_structures(labels: ForceLabels, rows: IntArray, counts: IntArray) -> int:
     """Return how many structures are judged by the members that had not seen them."""
-    judged = (counts == 0).sum(axis=1) >= MIN_ABSENT
-    return int(np.count_nonzero(judged[np.unique(labels.structure[rows])]))
+    return int(np.count_nonzero(_judged(counts)[np.unique(labels.structure[rows])]))
 
 
 def internal_data(

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 from ase import Atoms
@@ -78,12 +78,31 @@ class Mechanics:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def __getitem__(self, index: int) -> StructureMechanics:
-        """Return what is predicted for one structure."""
+    @overload
+    def __getitem__(self, index: int) -> StructureMechanics: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Mechanics: ...
+
+    def __getitem__(self, index: int | slice) -> StructureMechanics | Mechanics:
+        """Return what is predicted for one structure, or for several."""
+        if isinstance(index, slice):
+            return self._of(range(len(self))[index])
         s = range(len(self))[index]
         atoms = slice(int(self.offsets[s]), int(self.offsets[s + 1]))
         stress = None if self.stress is None else self.stress[s]
         return StructureMechanics(self.energy[s], self.forces[atoms], stress)
+
+    def _of(self, chosen: range) -> Mechanics:
+        """Return what is predicted for some structures."""
+        some: IntArray = np.arange(chosen.start, chosen.stop, chosen.step)
+        atoms = [np.arange(*self.offsets[s : s + 2]) for s in chosen]
+        return Mechanics(
+            energy=self.energy[some],
+            forces=self.forces[np.concatenate([np.empty(0, dtype=np.intp), *atoms])],
+            stress=None if self.stress is None else self.stress[some],
+            offsets=offsets_of([len(rows) for rows in atoms]),
+        )
 
     def __iter__(self) -> Iterator[StructureMechanics]:
         return (self[s] for s in range(len(self)))
@@ -134,13 +153,13 @@ def check_frames(fitted: Fitted, frames: Sequence[Atoms], *, stress: bool) -> No
         check_volumes(frames)
 
 
-def check_volumes(frames: Sequence[Atoms], *, first: int = 0, advice: str = "") -> None:
-    """Refuse structures that have no stress; the first has the number `first`."""
-    for i, atoms in enumerate(frames, start=first):
+def check_volumes(frames: Sequence[Atoms]) -> None:
+    """Refuse structures that have no stress."""
+    for i, atoms in enumerate(frames):
         if atoms.cell.rank < 3:
             given = f"{atoms.cell.rank} vectors"
             expected = "three: without a volume there is no stress"
-            raise InputError(f"frames[{i}].cell", given, expected, advice)
+            raise InputError(f"frames[{i}].cell", given, expected)
 
 
 def derivatives(

@@ -18,6 +18,9 @@ from qualms.core.resampling import stretched
 from qualms.core.typing import BoolArray, Float64Array, FloatArray, IntArray
 from qualms.prediction import Prediction
 
+#: What novelties may differ by in rounding.
+_NOVEL = 1e-6
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -78,6 +81,16 @@ class Chunk:
         """Return the kernel rows K_XM."""
         return self.fitted.basis.rows(self.batch.features, self.batch.offsets, novelty=novelty)
 
+    def atom_novelty(self) -> list[Float64Array]:
+        """Return how strange each environment of each structure is, relative to the training set.
+
+        One is where `extrapolates` begins: so strange is the strangest environment of one training
+        structure in a hundred, representatives of its own not counted.
+        """
+        limit = self.fitted.training_novelty[0] + _NOVEL
+        novelty = self.fitted.basis.novelty(self.batch.features) / limit
+        return [novelty[a:b] for a, b in pairwise(self.batch.offsets)]
+
     def prior_variance(self) -> Float64Array:
         """Return the diagonal of K_XX, a number for each prediction."""
         return self.fitted.basis.prior_variance(self.batch.features, self.batch.offsets)
@@ -96,7 +109,7 @@ class Chunk:
         if the members disagree more than they did about any training row that they had not seen, or
         if it has atoms of unknown species.
         """
-        flags: BoolArray = np.any(novelty > np.array(self.fitted.training_novelty) + 1e-6, axis=1)
+        flags: BoolArray = np.any(novelty > np.array(self.fitted.training_novelty) + _NOVEL, axis=1)
         spread = prediction.uncalibrated.std
         # Members that agreed to rounding on all training rows differ by rounding everywhere.
         largest = self.fitted.training_spread or np.inf

@@ -17,6 +17,7 @@ from qualms.atomistic.internal_calibration import (
     Derived,
     calibrate_forces,
     calibrate_stresses,
+    doubt_labels,
     fit_calibrations,
     internal_data,
 )
@@ -179,6 +180,8 @@ class Solver:
             internal = internal_data(data.y, predicted, counts, settings.calibration)
             calibrations = fit_calibrations(internal, settings.calibration)
             of_forces, of_stress = self._derived(members, counts, settings)
+            for name, of in (("forces", of_forces), ("stress", of_stress)):
+                doubt_labels(name, getattr(settings, name), of, calibrations)
         fitted = replace(
             self._assemble(settings, members, baseline, calibrations, counts, internal),
             forces_calibrations=of_forces.calibrations,

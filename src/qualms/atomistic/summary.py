@@ -112,17 +112,19 @@ def _forces(fitted: Fitted, record: Record) -> dict[str, str]:
     settings, units = fitted.settings, forces_units_of(fitted)
     if not settings.mechanical:
         return {}
+    what = "forces" if settings.forces else "stresses"
     parts = [f"{record.n_force_rows} components" if settings.forces else ""]
-    parts += [f"{record.n_virial_rows} of stresses" if settings.stress else ""]
+    of = "of stresses" if settings.forces else "components"
+    parts += [f"{record.n_virial_rows} {of}" if settings.stress else ""]
     if settings.forces and record.n_without_forces:
         parts.append(f"{record.n_without_forces} structures without")
     if settings.stress and record.n_without_stress:
         parts.append(f"{record.n_without_stress} without a stress")
-    lines = {"forces": ", ".join(part for part in parts if part)}
+    lines = {what: ", ".join(part for part in parts if part)}
     noises = [] if record.forces_noise is None else [f"{record.forces_noise:.4g} {units}"]
     if record.virial_noise is not None:
         noises.append(f"{record.virial_noise:.4g} {units_of(fitted)} of virials")
-    lines["forces"] += f"; σ = {', '.join(noises)}" if noises else ""
+    lines[what] += f"; σ = {', '.join(noises)}" if noises else ""
     of_forces = (record.forces_rmse, record.forces_mae, record.forces_internal)
     of_stress = (record.stress_rmse, record.stress_mae, record.stress_internal)
     return {
@@ -155,5 +157,11 @@ def _calibration(calibration: Calibration, n_structures: int = 0) -> str:
     if n_structures:
         rows = f"{calibration.n_points} components of {counted(n_structures, 'structure')}"
     return (
-        f"{calibration.method}, α = {calibration.alpha:.3f}, γ = {calibration.gamma:.3f} ({rows})"
+        f"{calibration.method}, α = {_short(calibration.alpha)}, γ = {_short(calibration.gamma)} "
+        f"({rows})"
     )
+
+
+def _short(value: float) -> str:
+    """Write a number to three decimals, or if it is small to three digits."""
+    return f"{value:.3f}" if value == 0 or abs(value) >= 0.01 else f"{value:.2e}"

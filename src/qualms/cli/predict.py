@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from ase import Atoms
 
 from qualms.atomistic.attribution import local_contributions
-from qualms.atomistic.mechanics import Mechanics, check_model, check_volumes
+from qualms.atomistic.mechanics import Mechanics, check_model
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.predicting import Chunk, atom_contributions
 from qualms.atomistic.progress import Stages
@@ -51,7 +52,8 @@ def predict(
     atoms: Annotated[
         bool,
         typer.Option(
-            "--atoms", help="Write what each atom contributes, with its error bar; to .xyz or .npz."
+            "--atoms",
+            help="Write how strange each atom is, and what it contributes; to .xyz or .npz.",
         ),
     ] = False,
     ignore_unknown: Annotated[
@@ -77,7 +79,7 @@ def predict(
         option = "--forces" if forces else "--stress"
         _check_forces(loaded, output, ignore_unknown, option)
         wanted = _Derivatives(forces=forces, stress=stress, ensemble=ensemble)
-        more.append(lambda chunk: wanted.of(loaded, chunk, first=tally.n_structures))
+        more.append(lambda chunk: wanted.of(loaded, chunk, tally))
     if atoms:
         _check_atoms(loaded, output)
         more.append(lambda chunk: _Further(arrays=atom_arrays(chunk, ensemble=ensemble)))
@@ -90,6 +92,8 @@ def predict(
         for chunk in loaded.stream(iter_frames(structures), unknown_species=unknown):
             tally.add(chunk, _write(writer, chunk, target, units, more))
             advance(tally.n_structures)
+        if stress and tally.n_without_volume == tally.n_structures:
+            raise InputError("--stress", "no structure whose cell has a volume", "at least one")
     for warning in tally.warnings():
         terminal.warn(warning)
     terminal.result(
@@ -114,6 +118,7 @@ class _Tally:
     n_structures: int = 0
     n_extrapolating: int = 0
     n_unknown_species: int = 0
+    n_without_volume: int = 0
 
     def add(self, chunk: Chunk, extrapolates: BoolArray) -> None:
         """Count the structures of a chunk."""
@@ -126,6 +131,9 @@ class _Tally:
         if self.n_unknown_species:
             some = f"{self.n_unknown_species} of {self.n_structures}"
             yield f"{some} structures have elements that are ignored."
+        if self.n_without_volume:
+            some = f"{self.n_without_volume} of {self.n_structures}"
+            yield f"{some} structures have no cell with a volume, and no stress."
         if self.n_extrapolating:
             yield (
                 f"{self.n_extrapolating} of {self.n_structures} structures look like extrapolation "
@@ -167,16 +175,32 @@ class _Derivatives:
     stress: bool
     ensemble: bool
 
-    def of(self, model: AtomisticModel, chunk: Chunk, *, first: int) -> _Further:
-        """Predict a chunk, whose first structure has the number `first`."""
-        if self.stress:
-            check_volumes(chunk.frames, first=first, advice="Leave out --stress, or these.")
-        mechanics = model.predict_forces(chunk.frames, stress=self.stress)
-        return _Further(
-            mechanics.energy,
-            force_arrays(mechanics, ensemble=self.ensemble) if self.forces else {},
-            stress_arrays(mechanics, ensemble=self.ensemble),
-        )
+    def of(self, model: AtomisticModel, chunk: Chunk, tally: _Tally) -> _Further:
+        """Predict a chunk; count its structures that have no stress."""
+        solid = np.array([atoms.cell.rank == 3 for atoms in chunk.frames])
+        whole = self.stress and bool(solid.all())
+        mechanics = model.predict_forces(chunk.frames, stress=whole)
+        tensors = stress_arrays(mechanics, ensemble=self.ensemble)
+        if self.stress and not whole:
+            tally.n_without_volume += int(np.count_nonzero(~solid))
+            tensors = self._of_some(model, chunk.frames, solid)
+        forces = force_arrays(mechanics, ensemble=self.ensemble) if self.forces else {}
+        return _Further(mechanics.energy, forces, tensors)
+
+    def _of_some(
+        self, model: AtomisticModel, frames: Sequence[Atoms], solid: BoolArray
+    ) -> dict[str, Any]:
+        """Return stresses of structures with a volume, and NaN for those without one."""
+        keys = ["stress", "stress_uncertainty", *["stress_ensemble"] * self.ensemble]
+        widths = [6, 6, 6 * model.settings.n_members]
+        pairs = zip(keys, widths, strict=False)
+        arrays = {key: np.full((len(frames), width), np.nan) for key, width in pairs}
+        if solid.any():
+            some = [atoms for atoms, has in zip(frames, solid, strict=True) if has]
+            found = stress_arrays(model.predict_forces(some, stress=True), ensemble=self.ensemble)
+            for key, values in found.items():
+                arrays[key][solid] = values
+        return arrays
 
 
 def _check_forces(model: AtomisticModel, output: Path, ignore_unknown: bool, option: str) -> None:
@@ -196,7 +220,7 @@ def _check_atoms(model: AtomisticModel, output: Path) -> None:
 
 
 def atom_arrays(chunk: Chunk, *, ensemble: bool) -> dict[str, Any]:
-    """Return what atoms contribute, with error bars; NaN for those the model does not know."""
+    """Return what atoms contribute, and how strange they are; NaN for those that are unknown."""
     parts = atom_contributions(chunk)
     name = f"{chunk.fitted.settings.target}_atoms"
     known = np.concatenate(
@@ -215,6 +239,7 @@ def atom_arrays(chunk: Chunk, *, ensemble: bool) -> dict[str, Any]:
         name: of_all([part.mean for part in parts]),
         f"{name}_uncertainty": of_all([part.std for part in parts]),
         f"{name}_local_uncertainty": of_all(local),
+        f"{name}_novelty": of_all(chunk.atom_novelty()),
     }
     if ensemble:
         arrays[f"{name}_ensemble"] = of_all([part.members for part in parts])

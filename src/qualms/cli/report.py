@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from ase import Atoms
 
-from qualms.atomistic.attribution import local_contributions
+from qualms.atomistic.attribution import atom_novelty
 from qualms.atomistic.evaluation import Evaluation
 from qualms.atomistic.evaluation import evaluate as evaluate_model
 from qualms.atomistic.force_evaluation import evaluate_derivatives, unjudged
@@ -19,7 +19,6 @@ from qualms.atomistic.progress import Stages
 from qualms.atomistic.structures import read_frames
 from qualms.cli.console import Terminal
 from qualms.cli.options import Force, Json, Model, Quiet, Threads
-from qualms.core.typing import Float64Array
 from qualms.external.for_models import calibration_for
 from qualms.report import Judged, check_report, interval_records, interval_table
 from qualms.report.page import Assessment, Page, make_page
@@ -142,7 +141,9 @@ def judged_by(
         rows=evaluation.rows,
         facts={name.strip(): text.strip() for name, _, text in lines},
         remarks=remarks,
-        atom_std=None if model.fitted.per_atom else lambda some: _atom_std(model, frames, some),
+        atom_novelty=None
+        if model.fitted.per_atom
+        else lambda some: atom_novelty(model, [frames[i] for i in some]),
     )
 
 
@@ -161,12 +162,3 @@ def judged_derivative(name: str, frames: Sequence[Atoms], found: Evaluation) -> 
         component_names=_COMPONENTS[name],
         rows=found.rows,
     )
-
-
-def _atom_std(
-    model: AtomisticModel, frames: Sequence[Atoms], some: Sequence[int]
-) -> list[Float64Array]:
-    """Return how sure the model is of what is around each atom of some structures."""
-    shown = [frames[i] for i in some]
-    pairs = zip(shown, model.predict_atoms(shown), strict=True)
-    return [local_contributions(atoms, contributions).std for atoms, contributions in pairs]

@@ -56,9 +56,10 @@ class Judged:
         Warnings and notes.
     n_members : int, optional
         Of the committee, if it is not that of `prediction`; zero if nobody knows.
-    atom_std : callable, optional
-        Takes indices of `frames` and returns for each of them an array of standard deviations, of
-        what each atom, or what is around it, contributes. The map shows them.
+    atom_novelty : callable, optional
+        Takes indices of `frames` and returns for each of them an array: how strange its atoms are
+        to the model, relative to a limit beyond which they are an extrapolation. The map colours
+        atoms by it.
     """
 
     target: str
@@ -76,7 +77,7 @@ class Judged:
     facts: Mapping[str, str] = field(default_factory=dict)
     remarks: Sequence[str] = ()
     n_members: int | None = None
-    atom_std: Callable[[Sequence[int]], Sequence[Float64Array]] | None = None
+    atom_novelty: Callable[[Sequence[int]], Sequence[Float64Array]] | None = None
 
     def __post_init__(self) -> None:
         y = check_points("y", self.y)

@@ -29,8 +29,10 @@ MAX_ENVIRONMENTS = 30_000
 _CUTOFF = 4.0
 #: Digits of positions in Å after the point: more would not be seen.
 _DECIMALS = 3
-#: What the error bars of atoms within a structure are called.
-_INSIDE = "σ around the atom"
+#: What the colour of atoms within a structure is called, and its range in all structures, up to
+#: the limit beyond which an atom is an extrapolation.
+_INSIDE = "novelty (relative)"
+_INSIDE_RANGE = {"min": 0.0, "max": 1.0}
 #: Where the viewer is in the package, and the notices of the libraries in it.
 _SCRIPT, _NOTICES = "sphinx/static/chemiscope.min.js", "static/chemiscope-widget.mjs.LICENSE.txt"
 HOW_TO_INSTALL = (
@@ -144,7 +146,7 @@ def make_map(
         environments = _environments(*inside.places)
     written = _with_targets(properties, judged.units, "atom" if of_atoms else "structure")
     if inside is not None:
-        written |= _with_targets({_INSIDE: (inside.std, True)}, judged.units, "atom")
+        written |= _with_targets({_INSIDE: (inside.novelty, False)}, judged.units, "atom")
     data = package.create_input(
         structures=[_structure(atoms) for atoms in frames],
         properties=written,
@@ -227,22 +229,22 @@ def _shows_atoms(judged: Judged, points: IntArray) -> bool:
 
 
 class _Inside(NamedTuple):
-    """How sure a model is of what each atom of some structures contributes."""
+    """How strange each atom of some structures is to a model."""
 
-    std: Float64Array
+    novelty: Float64Array
     places: tuple[IntArray, IntArray]  # structure in the map, and atom
 
 
 def _of_atoms_inside(judged: Judged, shown: IntArray, of_atoms: bool) -> _Inside | None:
-    """Return error bars of atoms within structures, if they are known and not too many."""
-    if of_atoms or judged.atom_std is None or judged.frames is None:
+    """Return the novelty of atoms within structures, if it is known and they are not too many."""
+    if of_atoms or judged.atom_novelty is None or judged.frames is None:
         return None
     sizes = np.array([len(judged.frames[i]) for i in shown.tolist()])
     if sizes.sum() > MAX_ENVIRONMENTS:
         return None
-    std = np.concatenate(list(judged.atom_std(shown.tolist())))
+    novelty = np.concatenate(list(judged.atom_novelty(shown.tolist())))
     atom = np.concatenate([np.arange(n) for n in sizes.tolist()])
-    return _Inside(std, (np.repeat(np.arange(shown.size), sizes), atom))
+    return _Inside(novelty, (np.repeat(np.arange(shown.size), sizes), atom))
 
 
 def _environments(structure: IntArray, atom: IntArray) -> list[tuple[int, int, float]]:
@@ -309,13 +311,13 @@ def _structure(atoms: Any) -> dict[str, Any]:
 def _settings(
     package: Any, names: Sequence[str], of_atoms: bool, periodic: bool, inside: bool
 ) -> dict[str, Any]:
-    """Set axes and colours: errors over predictions, coloured by σ; and atoms by theirs."""
+    """Set axes and colours: errors over predictions, coloured by σ; and atoms by novelty."""
     x, y, color = names[:3]
     settings: dict[str, Any] = package.quick_settings(
         x=x,
         y=y,
         map_color=color,
-        structure_settings={"color": {"property": _INSIDE, "palette": "viridis"}}
+        structure_settings={"color": {"property": _INSIDE, "palette": "viridis", **_INSIDE_RANGE}}
         if inside
         else None,
         periodic=periodic,
@@ -331,7 +333,8 @@ def _note(n_shown: int, n_all: int, of_atoms: bool, *, averaged: bool, inside: b
     over = ", averaged over what was predicted for it" if averaged else ""
     note = f"{what}{over}; its colour is the error bar σ. A click on it shows the structure"
     note += (
-        ", atoms coloured by the error bars of what their surroundings contribute."
+        ", atoms coloured by novelty: how unlike the environments that the model knows theirs are, "
+        "from 0 to 1 in all structures; at 1 extrapolation begins."
         if inside
         else "."
     )

@@ -42,8 +42,8 @@ class Verdict:
     Attributes
     ----------
     grade : {"hold", "doubtful", "small", "large", "unknown"}
-        Whether error bars hold, do so but for some points that are far off, are too small, are too
-        large, or cannot be judged.
+        Whether error bars hold, do so but for some points that are far off or for the tails, are
+        too small, are too large, or cannot be judged.
     sentence : str
         The same in one sentence.
     details : tuple of str
@@ -70,10 +70,13 @@ def judge(judged: Judged, scores: ScoreIntervals, *, n_bootstrap: int = 200) -> 
     one = _one_sigma(judged, judged.prediction.std, n_bootstrap)
     far = far_points(judged.residuals, judged.prediction.std).tolist()
     grade = _grade(one, scores)
-    if grade == "hold" and far:
+    long = grade == "hold" and _has_long_tails(scores)
+    if grade == "hold" and (far or long):
         grade = "doubtful"
     lead = _lead(grade, one, scores)
-    if grade == "doubtful":
+    if long:
+        lead += ", but large errors are more frequent than they say"
+    elif grade == "doubtful":
         lead += f", but not for {len(far)} of {judged.y.size} points"
     sentence = f"{lead}: {_within(one)}."
     details = [_far(judged, far), _before(judged, n_bootstrap), _tails(one, scores), _order(scores)]
@@ -128,6 +131,11 @@ def _is_rough(one: OneSigma, scores: ScoreIntervals) -> bool:
     area = scores.scores.miscalibration_area
     by_chance = CALIBRATED_AREA / scores.n_groups**0.5
     return differs or (area > _AREA and scores.intervals["miscalibration_area"][0] > by_chance)
+
+
+def _has_long_tails(scores: ScoreIntervals) -> bool:
+    """Whether 95 % intervals hold too few true values, by more than chance and than a little."""
+    return scores.intervals["coverage_95"][1] < 0.95 - _NOTABLE
 
 
 def _within(one: OneSigma) -> str:

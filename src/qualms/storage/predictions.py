@@ -241,6 +241,8 @@ class _XYZWriter(PredictionWriter):
         for name in tensors:
             atoms.info.pop(f"{name}_ensemble", None)
         for name, values in tensors.items():
+            if np.isnan(values).all():  # there is none
+                continue
             atoms.info[name] = _as_matrix(values) if name == "stress" else values
             if f"REF_{name}" not in frame.info and was_predicted(frame, frame.info, name):
                 atoms.info.pop(f"REF_{name}", None)
