@@ -389,6 +389,25 @@ def test_qm9_at_full_scale(tmp_path):
     assert min(s.columns["student"].scores["mae"] for s in seed.schemes) < 1.5e-3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["atoms", "crystals"])
+def test_crystals_at_full_scale(split, tmp_path):
+    """20,000 hydrogen atoms, 10,000 representatives: about a quarter of an hour on two cores."""
+    path = os.environ.get("QUALMS_CSD")
+    if not path:
+        pytest.skip("QUALMS_CSD does not name a file of crystals with shieldings")
+    results, _ = run_small(csd_problem(csd(path), split, "paper"), tmp_path, keep_kernels=False)
+    (seed,) = results.seeds
+    assert seed.memory < 10e9
+    for scheme in seed.schemes:
+        found = {c: scheme.columns[c].scores["log_likelihood"] for c in MEMBERS}
+        assert abs(found["student"] - found["CV"]) < TOLERANCE
+        assert found["shrinkage"] > found["N-L"] - TOLERANCE
+    if split == "atoms":
+        assert seed.process["Raw"].scores["rmse"] < 0.30
+        assert max(s.columns["N-L"].scores["log_likelihood"] for s in seed.schemes) > -0.10
+
+
 # --- the command ---
 
 
