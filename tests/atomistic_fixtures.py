@@ -10,7 +10,9 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
+from ase import Atoms
 from ase.build import bulk
+from ase.calculators.emt import EMT
 
 from qualms import AtomisticModel
 from qualms.cli import main
@@ -43,6 +45,30 @@ def labelled_crystals(n, seed=0):
             energy += np.exp(-r[r > 0]).sum()
         atoms.info["energy"] = energy - 3.0 * len(atoms)
     return crystals
+
+
+def organic_crystals(n, seed=0, shielding=None):
+    """Boxes with a molecule each, atoms displaced; the shielding counts neighbours, or is given."""
+    rng = np.random.default_rng(seed)
+    frames = []
+    molecules = [atoms for atoms in qm9(n=2 * n) if 9 not in atoms.numbers]
+    for atoms in molecules[:n]:
+        atoms = Atoms(atoms.numbers, atoms.positions, cell=[12.0] * 3, pbc=True)
+        atoms.positions += rng.normal(scale=0.05, size=atoms.positions.shape)
+        near = np.exp(-((atoms.get_all_distances() / 2) ** 2)) @ (atoms.numbers - 1.0)
+        atoms.arrays["CS_total"] = 30.0 - near if shielding is None else shielding + 0 * near
+        frames.append(atoms)
+    return frames
+
+
+def labelled_by_emt(atoms):
+    """The structure with energy, stress (``virtual``) and forces (``force``) of EMT."""
+    atoms.calc = EMT()
+    atoms.info["energy"] = atoms.get_potential_energy()
+    atoms.info["virtual"] = atoms.get_stress()
+    atoms.arrays["force"] = atoms.get_forces()
+    atoms.calc = None
+    return atoms
 
 
 def make_model(target=ENERGY, kind="extensive", **settings):

@@ -13,7 +13,7 @@ from ase import Atoms
 from ase.build import bulk, molecule
 from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
-from atomistic_fixtures import Interrupt, copies, make_model
+from atomistic_fixtures import Interrupt, copies, labelled_by_emt, make_model
 from threadpoolctl import threadpool_limits
 
 from qualms import AtomisticModel, InputError, Prediction, QualmsWarning, score
@@ -48,12 +48,7 @@ def alloys(n=36, seed=0):
         atoms.symbols[: 1 + i % 2] = "Al"
         atoms.set_cell(atoms.cell.array * (1 + 0.02 * rng.normal()), scale_atoms=True)
         atoms.positions += rng.normal(scale=0.08, size=(4, 3))
-        atoms.calc = EMT()
-        atoms.info["energy"] = atoms.get_potential_energy()
-        atoms.info["virtual"] = atoms.get_stress()
-        atoms.arrays["force"] = atoms.get_forces()
-        atoms.calc = None
-        frames.append(atoms)
+        frames.append(labelled_by_emt(atoms))
     return frames
 
 

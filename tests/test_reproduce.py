@@ -11,13 +11,12 @@ from pathlib import Path
 import ase.io
 import numpy as np
 import pytest
-from ase import Atoms
-from atomistic_fixtures import labelled_crystals, qualms
+from atomistic_fixtures import labelled_crystals, organic_crystals, qualms
 
 from qualms.atomistic.feature_stage import Resources
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.study import held_out_rows, member_estimates
-from qualms.data import csd, qm9
+from qualms.data import csd
 from qualms.errors import InputError
 from qualms.reproduce import kernels, problems, run
 from qualms.reproduce.claims import check_claims
@@ -39,20 +38,6 @@ MEMBERS = {*COLUMNS, "student", "shrinkage"}
 def tiny(monkeypatch):
     """A hundredth of the paper."""
     monkeypatch.setitem(problems.DIVISORS, "small", 100)
-
-
-def organic_crystals(n, seed=0):
-    """Boxes with a molecule each, atoms displaced; the shielding counts neighbours."""
-    rng = np.random.default_rng(seed)
-    frames = []
-    molecules = [atoms for atoms in qm9(n=2 * n) if 9 not in atoms.numbers]
-    for atoms in molecules[:n]:
-        atoms = Atoms(atoms.numbers, atoms.positions, cell=[12.0] * 3, pbc=True)
-        atoms.positions += rng.normal(scale=0.05, size=atoms.positions.shape)
-        near = np.exp(-((atoms.get_all_distances() / 2) ** 2)) @ (atoms.numbers - 1.0)
-        atoms.arrays["CS_total"] = 30.0 - near
-        frames.append(atoms)
-    return frames
 
 
 @pytest.fixture

@@ -7,13 +7,13 @@ import ase.io
 import numpy as np
 import pytest
 from ase import Atoms
-from atomistic_fixtures import qualms
+from atomistic_fixtures import organic_crystals, qualms
 
 from qualms.atomistic.feature_stage import Resources
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.progress import Stages
 from qualms.cli import reproduce as command
-from qualms.data import csd, qm9
+from qualms.data import csd
 from qualms.errors import InputError
 from qualms.reproduce import problems, shift
 from qualms.reproduce.places import check_page
@@ -31,17 +31,10 @@ def tiny(monkeypatch):
 
 
 def crystals(n, seed=0, shielding=None):
-    """Boxes with a molecule each, atoms displaced; the shielding counts neighbours."""
-    rng = np.random.default_rng(seed)
-    frames = []
-    molecules = [atoms for atoms in qm9(n=2 * n) if 9 not in atoms.numbers]
-    for atoms in molecules[:n]:
-        atoms = Atoms(atoms.numbers, atoms.positions, cell=[12.0] * 3, pbc=True)
-        atoms.positions += rng.normal(scale=0.05, size=atoms.positions.shape)
-        near = np.exp(-((atoms.get_all_distances() / 2) ** 2)) @ (atoms.numbers - 1.0)
-        values = 30.0 - near if shielding is None else np.full(len(atoms), shielding)
-        atoms.arrays["shielding"] = atoms.arrays["CS_total"] = values
-        frames.append(atoms)
+    """Crystals as they are read."""
+    frames = organic_crystals(n, seed, shielding)
+    for atoms in frames:
+        atoms.arrays["shielding"] = atoms.arrays["CS_total"].copy()
     return frames
 
 

@@ -9,9 +9,8 @@ import ase.io
 import numpy as np
 import pytest
 from ase.build import bulk
-from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
-from atomistic_fixtures import copies
+from atomistic_fixtures import copies, labelled_by_emt
 from test_forces_training import alloys, errors, model
 from threadpoolctl import threadpool_limits
 
@@ -144,12 +143,7 @@ def test_components_that_are_zero_by_symmetry_do_not_count():
     frames = copies(alloys()[:20])
     for a in np.linspace(3.5, 3.7, 6):
         atoms = bulk("Cu", a=a, cubic=True)
-        atoms.calc = EMT()
-        atoms.info["energy"] = atoms.get_potential_energy()
-        atoms.info["virtual"] = atoms.get_stress()
-        atoms.arrays["force"] = atoms.get_forces()
-        atoms.calc = None
-        frames.append(atoms)
+        frames.append(labelled_by_emt(atoms))
     found = model(stress="virtual").fit(frames)
     assert found.record.n_virial_rows == 26 * 6
     judged = (found.fitted.membership == 0).sum(axis=1) >= MIN_ABSENT
@@ -349,12 +343,7 @@ def test_a_model_learns_from_the_stress_of_slabs():
         atoms.center(vacuum=2.5, axis=2)
         atoms.pbc = [True, True, False]
         atoms.rattle(0.08, seed=i)
-        atoms.calc = EMT()
-        atoms.info["energy"] = atoms.get_potential_energy()
-        atoms.info["virtual"] = atoms.get_stress()
-        atoms.arrays["force"] = atoms.get_forces()
-        atoms.calc = None
-        frames.append(atoms)
+        frames.append(labelled_by_emt(atoms))
     known, new = frames[::2], frames[1::2]
     found = model(stress="virtual").fit(known)
     assert found.record.n_virial_rows == 6 * 12
