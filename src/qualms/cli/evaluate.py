@@ -8,15 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from qualms.atomistic.evaluation import Evaluation
-from qualms.atomistic.evaluation import evaluate as evaluate_model
-from qualms.atomistic.force_evaluation import evaluate_derivatives, unjudged
-from qualms.atomistic.model import AtomisticModel
-from qualms.atomistic.progress import Stages
-from qualms.atomistic.structures import read_frames
+from qualms.atomistic.force_evaluation import unjudged
 from qualms.cli.console import Terminal
+from qualms.cli.judging import judge
 from qualms.cli.options import Json, Model, Quiet, Threads
 from qualms.errors import counted
-from qualms.external.for_models import calibration_for
 from qualms.report.tables import score_records, score_table
 
 
@@ -37,18 +33,8 @@ def evaluate(
 ) -> None:
     """Score a model with every calibration, and its projected process, as in the paper's tables."""
     terminal = Terminal(quiet=quiet, as_json=as_json)
-    loaded = AtomisticModel.load(model, threads=threads)
-    frames = read_frames(test)
-    held_out = None if validation is None else read_frames(validation)
-    further = [] if calibration is None else [calibration_for(calibration, loaded, frames)]
-    evaluation = evaluate_model(
-        loaded,
-        frames,
-        held_out,
-        calibrations={one.name: one for one in further},
-        stages=Stages(terminal.progress()),
-    )
-    remarks = [remark for one in further for remark in one.remarks(evaluation)]
+    found = judge(model, test, validation, calibration, threads, terminal)
+    loaded, evaluation, derived = found.model, found.evaluation, found.derived
     if evaluation.n_unlabelled:
         terminal.say(f"{evaluation.n_unlabelled} without a label are skipped.")
     table = score_table(
@@ -56,7 +42,6 @@ def evaluate(
         units=evaluation.units,
         title=f"{loaded.settings.target}: {counted(len(evaluation.y), 'point')}",
     )
-    derived = evaluate_derivatives(loaded, frames, held_out, stages=Stages(terminal.progress()))
     keys = {"forces": loaded.settings.forces, "stress": loaded.settings.stress}
     for text in unjudged(loaded, derived):
         terminal.say(text)
@@ -65,7 +50,7 @@ def evaluate(
         table,
         *(_table(keys[name], one) for name, one in derived.items()),
         note,
-        *remarks,
+        *found.remarks,
         document={
             "target": loaded.settings.target,
             "units": evaluation.units,
@@ -73,7 +58,7 @@ def evaluate(
             "n_unlabelled": evaluation.n_unlabelled,
             "validation": evaluation.validation,
             "scores": score_records(evaluation.rows),
-            "remarks": remarks,
+            "remarks": found.remarks,
             **{name: _document(keys[name], one) for name, one in derived.items()},
         },
     )

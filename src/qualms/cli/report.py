@@ -12,14 +12,11 @@ from ase import Atoms
 
 from qualms.atomistic.attribution import atom_novelty
 from qualms.atomistic.evaluation import Evaluation
-from qualms.atomistic.evaluation import evaluate as evaluate_model
-from qualms.atomistic.force_evaluation import evaluate_derivatives, unjudged
+from qualms.atomistic.force_evaluation import unjudged
 from qualms.atomistic.model import AtomisticModel
-from qualms.atomistic.progress import Stages
-from qualms.atomistic.structures import read_frames
 from qualms.cli.console import Terminal
+from qualms.cli.judging import judge
 from qualms.cli.options import Force, Json, Model, Quiet, Threads
-from qualms.external.for_models import calibration_for
 from qualms.report import Judged, check_report, interval_records, interval_table
 from qualms.report.page import Assessment, Page, make_page
 from qualms.report.writing import write_page
@@ -50,22 +47,11 @@ def report(
     terminal = Terminal(quiet=quiet, as_json=as_json)
     for path in check_report(output, force=force):
         refuse_input(path, model, test, validation, calibration)
-    loaded = AtomisticModel.load(model, threads=threads)
-    frames = read_frames(test)
-    held_out = None if validation is None else read_frames(validation)
-    further = [] if calibration is None else [calibration_for(calibration, loaded, frames)]
-    evaluation = evaluate_model(
-        loaded,
-        frames,
-        held_out,
-        calibrations={one.name: one for one in further},
-        stages=Stages(terminal.progress()),
-    )
+    found = judge(model, test, validation, calibration, threads, terminal)
+    loaded, frames, evaluation, derived = found.model, found.frames, found.evaluation, found.derived
     title = f"{loaded.settings.target}: {model.name} on {test.name}"
     judged = judged_by(loaded, frames, evaluation, title=title)
-    remarks = [remark for one in further for remark in one.remarks(evaluation)]
-    derived = evaluate_derivatives(loaded, frames, held_out, stages=Stages(terminal.progress()))
-    remarks += unjudged(loaded, derived)
+    remarks = [*found.remarks, *unjudged(loaded, derived)]
     page = make_page(
         replace(judged, remarks=(*judged.remarks, *remarks)),
         others={name: judged_derivative(name, frames, one) for name, one in derived.items()},
