@@ -115,16 +115,8 @@ def judged_by(
     if evaluation.n_unlabelled:
         remarks.insert(0, f"{evaluation.n_unlabelled} without a label are skipped.")
     lines = (line.partition("  ") for line in model.summary().splitlines())
-    return Judged(
-        target=model.settings.target,
-        units=evaluation.units,
-        title=title,
-        y=evaluation.y,
-        prediction=evaluation.prediction,
-        frames=frames,
-        structure=evaluation.structure,
-        atom=evaluation.atom,
-        rows=evaluation.rows,
+    return replace(
+        _judged(model.settings.target, title, frames, evaluation),
         facts={name.strip(): text.strip() for name, _, text in lines},
         remarks=remarks,
         atom_novelty=None
@@ -135,16 +127,22 @@ def judged_by(
 
 def judged_derivative(name: str, frames: Sequence[Atoms], found: Evaluation) -> Judged:
     """Return what a report needs to know about forces, or stresses, of the same structures."""
+    return replace(
+        _judged(name, name, frames, found),
+        component=found.component,
+        component_names=_COMPONENTS[name],
+    )
+
+
+def _judged(target: str, title: str, frames: Sequence[Atoms], found: Evaluation) -> Judged:
     return Judged(
-        target=name,
+        target=target,
         units=found.units,
-        title=name,
+        title=title,
         y=found.y,
         prediction=found.prediction,
         frames=frames,
         structure=found.structure,
         atom=found.atom,
-        component=found.component,
-        component_names=_COMPONENTS[name],
         rows=found.rows,
     )

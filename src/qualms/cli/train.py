@@ -170,20 +170,26 @@ def train(
     model.save(output, force=force)
     if keep:
         shutil.rmtree(places.checkpoint, ignore_errors=True)
-    parts: list[Any] = [model.summary()]
-    evaluation = None
-    derived: dict[str, Evaluation] = {}
-    if to_validate is not None:
-        evaluation = evaluate(model, to_validate, stages=Stages(terminal.progress()))
-        parts.append(score_table(evaluation.rows, units=evaluation.units, title="Validation"))
-        derived = evaluate_derivatives(model, to_validate, stages=Stages(terminal.progress()))
-        for name, found in derived.items():
-            parts.append(score_table(found.rows, units=found.units, title=name.capitalize()))
-    document = summary_document(model, evaluation, derived)
+    parts, document = _results(model, to_validate, terminal)
     with atomic_output(places.summary, force=force, mode="w") as file:
         json.dump(document, file, indent=2)
     terminal.result(*parts, document=document)
     terminal.say(f"Wrote {output} and {places.summary}.")
+
+
+def _results(
+    model: AtomisticModel, to_validate: list[Any] | None, terminal: Terminal
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return what is printed of a trained model, and what is written of it."""
+    parts: list[Any] = [model.summary()]
+    if to_validate is None:
+        return parts, summary_document(model, None, {})
+    evaluation = evaluate(model, to_validate, stages=Stages(terminal.progress()))
+    parts.append(score_table(evaluation.rows, units=evaluation.units, title="Validation"))
+    derived = evaluate_derivatives(model, to_validate, stages=Stages(terminal.progress()))
+    for name, found in derived.items():
+        parts.append(score_table(found.rows, units=found.units, title=name.capitalize()))
+    return parts, summary_document(model, evaluation, derived)
 
 
 @dataclass(frozen=True)
