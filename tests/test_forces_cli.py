@@ -327,7 +327,7 @@ def test_files_of_the_protocol_before_forces_are_read(energy_model, molecules, t
     stored = read_container(tmp_path / "new.safetensors", Anything, format=FORMAT, version=PROTOCOL)
     document = stored.document.model_dump()
     del document["forces_calibrations"], document["stress_calibrations"]
-    for name in ("forces", "stress", "forces_noise"):
+    for name in ("forces", "stress", "forces_noise", "stress_noise"):
         del document["settings"][name]
     mechanical = ("force", "virial", "stress")
     for name in [key for key in document["record"] if any(word in key for word in mechanical)]:

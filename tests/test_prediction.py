@@ -97,6 +97,22 @@ def test_correlated_errors_cancel_in_differences():
     assert difference.std == pytest.approx(0.0, abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    "combine",
+    [
+        lambda forces, energies: forces - energies,
+        lambda forces, energies: np.ones(4) * energies,
+        lambda forces, energies: np.ones((2, 3)) @ energies,
+        lambda forces, energies: energies @ np.ones(4),
+        lambda forces, energies: np.float64(3) @ energies,
+    ],
+)
+def test_shapes_that_do_not_go_together_are_named(combine):
+    forces = Prediction(np.random.default_rng(0).normal(size=(5, 3, 8)))
+    with pytest.raises(InputError, match=r"shapes .*\(5,\).* for (subtract|multiply|matmul)"):
+        combine(forces, P)
+
+
 @given(
     arrays(np.float64, (3, 6), elements=st.floats(-10, 10)),
     arrays(np.float64, 3, elements=st.floats(-10, 10)),

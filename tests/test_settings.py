@@ -159,6 +159,8 @@ BAD_SETTINGS = [
     ("forces_noise", 0.0),
     ("forces_noise", "little"),
     ("forces_noise", 0.01),
+    ("stress_noise", "auto!"),
+    ("stress_noise", 0.01),
     ("noise_per", "bond"),
     ("noise_per", "structure"),
     ("n_members", 1),

@@ -319,6 +319,13 @@ def test_stresses_full_of_noise_spoil_nothing_else():
     assert "per atom of virials" in with_noise.summary()
 
 
+def test_noises_that_are_given_are_those_of_forces_and_of_virials_per_atom():
+    given = model(stress="virtual", noise=1e-6, forces_noise=4e-4, stress_noise=9e-4)
+    record = given.fit(copies(alloys()[:8])).record
+    assert record.forces_noise == pytest.approx(2e-2)
+    assert record.virial_noise == pytest.approx(3e-2)
+
+
 # --- which structures have a stress ---
 
 

@@ -3,7 +3,8 @@
 Errors of two predictions by one model are correlated: what a member gets wrong for a molecule it
 gets wrong, in much the same way, for one like it. Arithmetic therefore acts member by member, and
 ``(p[0] - p[1]).std`` is the error bar of the difference: smaller than the two error bars in
-quadrature, the more so the more alike the two are.
+quadrature, the more so the more alike the two are. Members of different models go in pairs as well:
+if nothing connects their errors, error bars add in quadrature, up to chance.
 
 What a calibration does to sums
 -------------------------------
@@ -216,7 +217,10 @@ class Prediction(NDArrayOperatorsMixin):
                 next(remaining) if isinstance(x, Prediction) else np.asarray(x)[..., None]
                 for x in inputs
             ]
-            result: Float64Array = ufunc(*arrays)
+            try:
+                result: Float64Array = ufunc(*arrays)
+            except ValueError:
+                raise _misfit(ufunc.__name__, inputs) from None
             if result.dtype.kind not in "fiu":
                 raise TypeError(
                     f"{ufunc.__name__} of a Prediction is not a number: use .mean or .members"
@@ -281,12 +285,26 @@ def _linear_combination(a: Any, b: Any) -> Prediction:
     """Return C @ p or p @ c, such as stoichiometric sums."""
     if isinstance(a, Prediction) and isinstance(b, Prediction):
         raise TypeError("the product of two predictions is not linear: use map")
-    if isinstance(b, Prediction):
-        return _combined(lambda members: np.tensordot(a, members, axes=(-1, 0)), b)
-    # The product leaves the members in front of the columns of b: they belong last.
-    return _combined(
-        lambda members: np.moveaxis(np.tensordot(members, b, axes=(-2, 0)), len(a.shape) - 1, -1), a
-    )
+
+    def of_members(members: Float64Array) -> Float64Array:
+        if isinstance(b, Prediction):
+            combined: Float64Array = np.tensordot(a, members, axes=(-1, 0))
+            return combined
+        # The product leaves the members in front of the columns of b: they belong last.
+        combined = np.tensordot(members, b, axes=(-2, 0))
+        return np.moveaxis(combined, len(a.shape) - 1, -1)
+
+    try:
+        return _combined(of_members, b if isinstance(b, Prediction) else a)
+    except (ValueError, IndexError):
+        raise _misfit("matmul", (a, b)) from None
+
+
+def _misfit(operation: str, operands: Sequence[Any]) -> InputError:
+    """Return what to say of shapes that do not go together."""
+    shapes = [x.shape if isinstance(x, Prediction) else np.shape(x) for x in operands]
+    given = f"shapes {' and '.join(map(str, shapes))} for {operation}"
+    return InputError("prediction", given, "shapes that go together by the rules of NumPy")
 
 
 def score(y: ArrayLike, prediction: Prediction) -> Scores:

@@ -75,7 +75,6 @@ def fit_joint_model(
         center = float(np.average(energies, weights=energy_weight))
     y = np.concatenate([energies - center, labels.y])
     variance = _prior_variance(Phi[n:], labels.y)
-    known = None if isinstance(settings.forces_noise, str) else settings.forces_noise
     noise = select_joint_noise(
         Phi,
         y,
@@ -84,9 +83,9 @@ def fit_joint_model(
         prior=variance,
         weight=np.concatenate([energy_weight, np.ones(len(labels.y))]),
         criterion=settings.noise if isinstance(settings.noise, str) else "loo",
-        energies=None if isinstance(settings.noise, str) else settings.noise,
-        forces=known,
-        virials=known,
+        energies=_known(settings.noise),
+        forces=_known(settings.forces_noise),
+        virials=_known(settings.stress_noise),
     )
     scale = np.sqrt(variance)
     weight = _row_weight(energy_weight, labels, noise)
@@ -96,6 +95,11 @@ def fit_joint_model(
     )
     full = FullModel(process, np.array([center]), np.array([scale]), centered=False)
     return JointModel(full, noise, labels, energy_weight)
+
+
+def _known(noise: str | float) -> float | None:
+    """Return a variance that is given, None for the name of a way to find one."""
+    return None if isinstance(noise, str) else noise
 
 
 def _row_weight(

@@ -79,8 +79,9 @@ class AtomisticModel:
         atom if it is extensive).
     forces, stress : str, optional
         Keys of forces and of stresses to learn together with the energy.
-    forces_noise : "auto" or float
-        Noise variance of forces and of virials, in their units squared; each chosen by default.
+    forces_noise, stress_noise : "auto" or float
+        Noise variances of forces, and of virials per atom (Vσ/n, an energy), in their units
+        squared; chosen together with that of the energy by default.
     noise_per : {"atom", "structure"}
         With forces: whether the noise of an energy is that of each atom, or of each structure.
     n_members : int
@@ -130,6 +131,7 @@ class AtomisticModel:
         forces: str | None = None,
         stress: str | None = None,
         forces_noise: str | float = "auto",
+        stress_noise: str | float = "auto",
         noise_per: str = "atom",
         n_members: int = 16,
         subsample: float = 0.5,

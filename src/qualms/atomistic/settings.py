@@ -35,6 +35,7 @@ class Settings(BaseModel):
     forces: Annotated[str, Field(min_length=1)] | None = None
     stress: Annotated[str, Field(min_length=1)] | None = None
     forces_noise: Literal["auto"] | Annotated[float, Field(gt=0, allow_inf_nan=False)] = "auto"
+    stress_noise: Literal["auto"] | Annotated[float, Field(gt=0, allow_inf_nan=False)] = "auto"
     noise_per: Literal["atom", "structure"] = "atom"
     n_members: Annotated[int, Field(ge=2)] = 16
     subsample: (
@@ -115,10 +116,12 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
         raise InputError("species", values["species"], "none, unless kind='atomic'")
     if settings.resample == "atoms" and settings.kind != "atomic":
         raise InputError("resample", "'atoms'", "'structures', unless kind='atomic'")
+    for name in ("forces", "stress"):
+        noise = getattr(settings, f"{name}_noise")
+        if noise != "auto" and getattr(settings, name) is None:
+            raise InputError(f"{name}_noise", noise, f"'auto', without {name} to learn")
     if settings.mechanical:
         return _with_derivatives(settings)
-    if settings.forces_noise != "auto":
-        raise InputError("forces_noise", settings.forces_noise, "'auto', without forces to learn")
     if settings.noise_per != "atom":
         raise InputError("noise_per", repr(settings.noise_per), "'atom', without forces to learn")
     return settings
