@@ -222,8 +222,9 @@ def _costs(results: Results) -> str:
     lines = []
     for seed in results.seeds:
         shared, members = sum(seed.seconds.values()), sum(s.seconds for s in seed.schemes)
+        total = shared + members if seed.wall is None else seed.wall
         lines.append(
-            f"seed {seed.seed}: {(shared + members) / 60:.1f} min ({shared / 60:.1f} for features, "
+            f"seed {seed.seed}: {total / 60:.1f} min ({shared / 60:.1f} for features, "
             f"representatives, kernels and the full model, {members / 60:.1f} for the members of "
             f"all sizes), peak {seed.memory / _GB:.1f} GB"
         )
