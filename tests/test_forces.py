@@ -15,7 +15,7 @@ from scipy.spatial.transform import Rotation
 from threadpoolctl import threadpool_limits
 
 from qualms import InputError
-from qualms.atomistic import gradients
+from qualms.atomistic import gradients, potential
 from qualms.atomistic.force_rows import derivative_rows, scale_rows
 from qualms.atomistic.mechanics import VOIGT, derivatives
 from qualms.atomistic.potential import make_potential
@@ -302,6 +302,17 @@ def test_the_mean_alone_is_the_mean_of_the_members():
     mean = derivatives(make_potential(fitted, fitted.mean_weights[:, None]), frames)
     every = derivatives(make_potential(fitted, fitted.weights), frames)
     assert_same(mean.forces[..., 0], every.forces.mean(axis=-1), 1e-9)
+
+
+@pytest.mark.parametrize("variant", ["ζ = 2", "ζ = 2, a quadratic form", "ζ = 3.5", "two scales"])
+@pytest.mark.parametrize("name", ["CH3CH2OH", "N2"])  # all pairs of species, or few of them
+def test_matrices_of_all_members_save_time_and_change_nothing(variant, name, monkeypatch):
+    fitted, frames = molecular(variant).fitted, [molecule(name)]
+    fast = derivatives(make_potential(fitted, fitted.weights), frames, strain=True)
+    monkeypatch.setattr(potential, "_ROOM", 0.0)
+    slow = derivatives(make_potential(fitted, fitted.weights), frames, strain=True)
+    for array in ("energies", "forces", "virials"):
+        assert_same(getattr(fast, array), getattr(slow, array), 1e-9)
 
 
 @pytest.mark.slow  # times depend on who else uses the machine

@@ -11,15 +11,17 @@ With b = ∂e/∂x = Σ_m ζ w_m (x·X_m)^(ζ−1) X_m, the chain back to the ra
     ∂e/∂p = P b / c                         for features divided by a constant c.
 
 The kernel is homogeneous in x, so that x·b = ζe: energies come with their derivatives. All members
-share representatives, so that b of all members is one matrix product. It needs the features of
-those pairs of species alone that some environment at hand has: others do not change. If ζ = 1, b is
-the same for all environments. If ζ = 2 the energy is a quadratic form in x, with a matrix for each
-member; with much fewer features than representatives, that is less work, and the same.
+share representatives, so that b of all members is one matrix product, of (x·X)^(ζ−1) and of w X
+for all members side by side. If ζ = 1, b is the same for all environments. If ζ = 2 the energy is a
+quadratic form in x, with a matrix for each member; with fewer features than representatives, that
+is less work, and the same. Both need memory that grows with features times members. Where there is
+too little of it, w (x·X)^(ζ−1) is multiplied with X instead. Then the features of those pairs of
+species suffice that some environment at hand has: others do not change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,8 +32,10 @@ from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.representation import Representation
 from qualms.core.typing import Float64Array, IntArray
 
-#: Bytes that the quadratic forms of all members may take.
-_QUADRATIC = 256e6
+#: Bytes that matrices of all members, made once, may take.
+_ROOM = 256e6
+#: How much longer a multiplication takes without them.
+_SLOWER = 1.5
 
 
 @dataclass(frozen=True)
@@ -174,6 +178,10 @@ def scale_features(representation: Representation) -> list[ScaleFeatures]:
     return found
 
 
+#: From x (n, c), and the features that these c are, to e (n, R) and b (n, R, c).
+_Way = Callable[[Float64Array, IntArray], tuple[Float64Array, Float64Array]]
+
+
 @dataclass(frozen=True)
 class ScalePotential:
     """What one scale adds to the energy of an environment, for R weight columns.
@@ -201,17 +209,27 @@ class ScalePotential:
         x, lengths = self.scale.features(P)
         pairs = self.scale.present(P)
         used = self.scale.used(pairs)
-        if self._prefers_forms(len(used)):
+        by = self._least_work(len(used))
+        if by in (self._by_forms, self._by_products):
             used = np.arange(x.shape[1])
-            energies, slopes = self._by_forms(x)
-        else:
-            x = x if len(used) == x.shape[1] else x[:, used]
-            by = self._by_sums if self.scale.exponent == 1 else self._by_representatives
-            energies, slopes = by(x, used)
+        x = x if len(used) == x.shape[1] else x[:, used]
+        energies, slopes = by(x, used)
         if self.scale.feature_scale is None:
             slopes -= (self.scale.exponent * energies)[:, :, None] * x[:, None, :]
         slopes *= (1 / lengths)[:, :, None]
         return energies, self.scale.lifted(slopes, used, pairs)
+
+    def _least_work(self, c: int) -> _Way:
+        """Return how to find e and b with the fewest multiplications, c features being there."""
+        (M, q), R = self.representatives.shape, self.weights.shape[1]
+        if self.scale.exponent == 1:
+            return self._by_sums
+        work = {self._by_representatives: _SLOWER * M * c}
+        if 8.0 * R * M * q <= _ROOM:
+            work[self._by_products] = M * q
+        if self.scale.exponent == 2 and 8.0 * R * q**2 <= _ROOM:
+            work[self._by_forms] = q**2
+        return min(work, key=work.__getitem__)
 
     def _by_representatives(
         self, x: Float64Array, used: IntArray
@@ -226,12 +244,20 @@ class ScalePotential:
         terms = powers[:, None, :] * self.weights.T
         return energies, (terms.reshape(n * R, -1) @ X).reshape(n, R, c)
 
+    def _by_products(self, x: Float64Array, used: IntArray) -> tuple[Float64Array, Float64Array]:
+        """Return the same with all features: what is multiplied with powers is made once."""
+        products = x @ self.representatives.T
+        powers = self.scale.powers(products)
+        energies = (products * powers) @ self.weights
+        powers *= self.scale.exponent
+        return energies, (powers @ self._weighted).reshape(len(x), -1, x.shape[1])
+
     def _by_sums(self, x: Float64Array, used: IntArray) -> tuple[Float64Array, Float64Array]:
         """Return the same for ζ = 1: b is Xᵀw."""
         b = self._sums[:, used]
         return x @ b.T, np.repeat(b[None], len(x), axis=0)
 
-    def _by_forms(self, x: Float64Array) -> tuple[Float64Array, Float64Array]:
+    def _by_forms(self, x: Float64Array, used: IntArray) -> tuple[Float64Array, Float64Array]:
         """Return the same for ζ = 2, with all features: b is 2 Xᵀ diag(w) X x."""
         slopes = (x @ self._forms).reshape(len(x), -1, x.shape[1])
         return (slopes @ x[:, :, None])[:, :, 0] / 2, slopes
@@ -241,19 +267,16 @@ class ScalePotential:
         X = self.representatives
         return X if len(used) == X.shape[1] else X[:, used]
 
-    def _prefers_forms(self, c: int) -> bool:
-        """Return whether forms are less work, c of the features being there.
-
-        They are large and read for each batch, so they must save half of it.
-        """
-        M, q = self.representatives.shape
-        room = 8.0 * self.weights.shape[1] * q**2 < _QUADRATIC
-        return self.scale.exponent == 2 and 2 * q**2 <= M * c and room
-
     @cached_property
     def _sums(self) -> Float64Array:
         """The vectors Xᵀw of all columns: (R, q)."""
         return np.ascontiguousarray(self.weights.T @ self.representatives)
+
+    @cached_property
+    def _weighted(self) -> Float64Array:
+        """The matrices diag(w) X of all columns, side by side: (M, R·q)."""
+        weighted = self.weights[:, :, None] * self.representatives[:, None, :]
+        return weighted.reshape(len(weighted), -1)
 
     @cached_property
     def _forms(self) -> Float64Array:
