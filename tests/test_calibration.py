@@ -191,6 +191,22 @@ def test_alpha_is_recovered_without_bias_however_few_members(method, c):
     assert abs(np.mean(found) - 2.0) < max(4 * error, 0.02)
 
 
+@pytest.mark.parametrize("method", ["linear", "power", "student", "shrinkage"])
+def test_internal_fits_of_the_paper_ask_for_five_absences(method):
+    # Members saw three points of four: c is 4 on average.
+    y, members = synthetic(0, n=2000, c=16)
+    absent = np.random.default_rng(1).random(members.shape) < 0.25
+    c = absent.sum(axis=1)
+    assert np.count_nonzero(c == 3) > 100
+    least = 5 if method in ("linear", "power") else 3
+    expected = calibrate(y, members, absent=absent, method=method, min_absent=least)
+    assert calibrate(y, members, absent=absent, method=method) == expected
+    few = c < 5  # and if hardly any point has five, all that there are
+    found = calibrate(y[few], members[few], absent=absent[few], method=method)
+    by_three = calibrate(y[few], members[few], absent=absent[few], method=method, min_absent=3)
+    assert found == by_three
+
+
 def test_linear_overestimates_alpha_of_small_committees():
     # Why student exists: E[z²/ŝ²] = (α² + 1/c)(c − 1)/(c − 3).
     found = [calibrate(*synthetic(seed, c=8), method="linear").alpha for seed in range(8)]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +13,7 @@ from qualms.atomistic.feature_stage import FeatureStage, Resources
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.training import Training
 from qualms.errors import InputError
-from qualms.reproduce import kernels, pictures, problems, run
+from qualms.reproduce import kept, kernels, pictures, problems, run
 from qualms.reproduce.complete import check_together, complete_part, missing, size_note
 from qualms.reproduce.places import Workplace
 from qualms.reproduce.predictions import load_estimates
@@ -454,6 +455,31 @@ def test_memory_is_the_largest_and_time_the_sum_of_all_processes(problem, tmp_pa
     assert results.seeds[0].wall > before.seeds[0].wall > 0
     assert run.seeds_left(before, 2) == pytest.approx(1 + 4 / 6)
     assert run.seeds_left(results, 2) == 1
+
+
+def test_what_was_prepared_before_an_interruption_counts(problem, tmp_path, monkeypatch):
+    hold, solve = 0.3, kernels._Work._solve
+
+    def interrupted(self, solver):
+        time.sleep(hold)
+        with self.stages.stage("Half a model"):
+            pass
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernels._Work, "_solve", interrupted)
+    monkeypatch.setattr(kept, "peak_memory", lambda: 9e9)
+    with pytest.raises(KeyboardInterrupt):
+        run_seed(problem, tmp_path)
+    noted = json.loads((tmp_path / "kernels" / "qm9-0" / "manifest.json").read_bytes())["costs"]
+    assert noted["wall"] > hold
+    monkeypatch.setattr(kernels._Work, "_solve", solve)
+    monkeypatch.setattr(kept, "peak_memory", lambda: 1e9)
+    monkeypatch.setattr(run, "peak_memory", lambda: 2e9)
+    results, _ = run_seed(problem, tmp_path)
+    seed = results.seeds[0]
+    assert seed.memory == 9e9
+    assert seed.wall > noted["wall"] + sum(s.seconds for s in seed.schemes)
+    assert {"Kernel rows", "Full model"} <= set(seed.seconds)
 
 
 def test_results_of_other_labels_are_not_passed_off_as_new(problem, finished):

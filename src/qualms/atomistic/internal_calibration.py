@@ -18,7 +18,7 @@ from qualms.core.calibration import (
     CalibrationData,
     NoCalibration,
     calibration_data,
-    fit_calibration,
+    fit_internally,
 )
 from qualms.core.resampling import MIN_ABSENT
 from qualms.core.typing import BoolArray, Float64Array, IntArray
@@ -240,7 +240,7 @@ def fit_calibrations(internal: CalibrationData | None, wanted: str) -> dict[str,
     calibrations: dict[str, Calibration] = {}
     for method in METHODS:
         try:
-            calibrations[method] = fit_calibration(internal, method)
+            calibrations[method] = fit_internally(internal, method)
         except CalibrationError:
             if method == wanted:
                 raise

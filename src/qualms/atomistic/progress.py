@@ -35,11 +35,14 @@ class Stages:
     ----------
     seconds : dict of str to float
         How long each stage took so far.
+    after : callable, optional
+        Called after each stage, to note what is to be known if the next one is interrupted.
     """
 
     def __init__(self, display: Display | None = None) -> None:
         self.display = display
         self.seconds: dict[str, float] = {}
+        self.after: Callable[[], object] | None = None
 
     @contextmanager
     def stage(self, name: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
@@ -54,6 +57,8 @@ class Stages:
             self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
             if self.display is not None:
                 self.display.end(elapsed)
+            if self.after is not None:
+                self.after()
 
     def _advance(self, done: int) -> None:
         if self.display is not None:

@@ -19,7 +19,7 @@ from qualms.core.calibration import (
     NoCalibration,
     PerOutputCalibration,
     calibration_data,
-    fit_calibration,
+    fit_internally,
 )
 from qualms.core.checks import check_integer
 from qualms.core.distinct import DistinctRows, distinct_rows, joined_groups
@@ -256,7 +256,7 @@ def internal_calibration(
         except ExactFitError as error:
             warnings.warn(f"{error} The spread is used as it is.", QualmsWarning, stacklevel=5)
             return NoCalibration()
-        return fit_calibration(calibration_set, method)
+        return fit_internally(calibration_set, method)
 
     outputs = tuple(of_output(t) for t in range(data.y.shape[1]))
     return outputs[0] if data.single_output else PerOutputCalibration(outputs)

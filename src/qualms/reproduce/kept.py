@@ -1,8 +1,9 @@
-"""A directory of arrays that are kept, and which of its stages are complete."""
+"""A directory of arrays that are kept, which of its stages are complete, and what they took."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from qualms.core.typing import Float64Array
+from qualms.reproduce.costs import Costs, peak_memory
 from qualms.storage.files import atomic_output, atomic_path
 
 _MANIFEST = "manifest.json"
@@ -35,12 +37,16 @@ class Kept:
     ----------
     seconds : dict of str to float
         How long stages took.
+    earlier : Costs
+        Of the processes before this one that worked on what is kept.
     """
 
     def __init__(self, directory: Path, key: str) -> None:
         self.directory = directory
         self.seconds: dict[str, float] = {}
+        self.earlier = Costs()
         self._key = key
+        self._started = time.perf_counter()
         self._stages: dict[str, dict[str, Any]] = {}
         directory.mkdir(parents=True, exist_ok=True)
         try:
@@ -49,6 +55,9 @@ class Kept:
                 stages = manifest.get("stages", {stage: {} for stage in _ALL})
                 self._stages = {stage: dict(values) for stage, values in stages.items()}
                 self.seconds = {name: float(s) for name, s in manifest["seconds"].items()}
+                # An earlier version did not note what it took.
+                costs = manifest.get("costs", {"wall": None, "memory": None})
+                self.earlier = Costs(costs["wall"], costs["memory"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             self._stages = {}
 
@@ -114,6 +123,12 @@ class Kept:
             raise ValueError(f"{name}: {error}") from error
 
     def _write(self) -> None:
-        document = {"key": self._key, "seconds": self.seconds, "stages": self._stages}
+        costs = self.earlier.plus(time.perf_counter() - self._started, peak_memory())
+        document = {
+            "key": self._key,
+            "seconds": self.seconds,
+            "costs": {"wall": costs.wall, "memory": costs.memory},
+            "stages": self._stages,
+        }
         with atomic_output(self.directory / _MANIFEST, force=True) as file:
             file.write(json.dumps(document).encode())

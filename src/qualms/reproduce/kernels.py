@@ -32,6 +32,7 @@ from qualms.atomistic.training_set import TrainingSet, make_training_set, resolv
 from qualms.core.linalg import Whitening
 from qualms.core.typing import IntArray
 from qualms.errors import InputError, QualmsError
+from qualms.reproduce.costs import Costs
 from qualms.reproduce.kept import Kept
 from qualms.reproduce.problems import Problem
 
@@ -58,6 +59,8 @@ class Prepared:
     validation, test : HeldOut
     seconds : dict of str to float
         Of each stage; of those that were read from disk, when they were computed.
+    earlier : Costs
+        Of processes before this one that computed some of it.
     """
 
     data: TrainingSet
@@ -67,6 +70,7 @@ class Prepared:
     validation: HeldOut
     test: HeldOut
     seconds: dict[str, float]
+    earlier: Costs
 
 
 def prepare(
@@ -93,10 +97,11 @@ def prepare(
     _check_sizes(problem, data, settings)
     kept = Kept(directory, _key(problem, data))
     work = _Work(problem, data, settings, resources, stages, kept, say)
+    stages.after = lambda: kept.note_seconds(stages.seconds)
     try:
         return work.all()
     finally:
-        kept.note_seconds(stages.seconds)
+        stages.after = None
 
 
 def discard(directory: Path) -> None:
@@ -152,9 +157,16 @@ class _Work:
         if fitted is None:
             fitted = self._solve(solver)
         validation, test = (self._held_out(part, fitted) for part in _PARTS)
-        self.kept.note_seconds(self.stages.seconds)
-        seconds = self.kept.seconds
-        return Prepared(self.data, self.settings, solver, fitted, validation, test, seconds)
+        return Prepared(
+            data=self.data,
+            settings=self.settings,
+            solver=solver,
+            fitted=fitted,
+            validation=validation,
+            test=test,
+            seconds=self.kept.seconds,
+            earlier=self.kept.earlier,
+        )
 
     def _read(self, stage: str, load: Callable[[], _Part]) -> _Part | None:
         """Return a stage that was kept; if it cannot be used, say so and return None."""

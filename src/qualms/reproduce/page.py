@@ -14,7 +14,7 @@ from qualms.reproduce.divisions import comparison_of_divisions
 from qualms.reproduce.markdown import figure, markdown_table, minus, signed
 from qualms.reproduce.pictures import PANELS
 from qualms.reproduce.published import COLUMNS, CSD, PROCESS, QM9, Table, published
-from qualms.reproduce.results import Column, Results, Scheme
+from qualms.reproduce.results import Column, Results, Scheme, Seed
 from qualms.reproduce.shift_page import shift_parts
 from qualms.reproduce.texts import (
     CAPTIONS,
@@ -226,12 +226,16 @@ def _costs(results: Results) -> str:
         lines.append(
             f"seed {seed.seed}: {total / 60:.1f} min ({shared / 60:.1f} for features, "
             f"representatives, kernels and the full model, {members / 60:.1f} for the members of "
-            f"all sizes), peak {seed.memory / _GB:.1f} GB"
+            f"all sizes){_peak(seed)}"
         )
     m = results.machine
     where = f"{m['processor']}, {m['cores']} cores, {m['memory']}; Python {m['python']}, "
     libraries = ", ".join(f"{k} {m[k]}" for k in ("numpy", "scipy", "dscribe") if k in m)
     return (
         f"Time and memory ({where}{libraries}): {'; '.join(lines)}. Other work on the machine is "
-        "in these times."
+        "in these times. Memory is that of the process and its largest worker."
     )
+
+
+def _peak(seed: Seed) -> str:
+    return f", peak {seed.memory / _GB:.1f} GB" if seed.memory else ""

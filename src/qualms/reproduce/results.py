@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import resource
-import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -66,8 +64,9 @@ class Scheme(Document):
         Size of the sub-samples, in points or in groups of them.
     replace : bool
         Whether they were drawn with replacement: a bootstrap.
-    n_internal : int
-        Training points that the internal calibrations used.
+    n_internal, n_well_judged : int
+        Training points that student and shrinkage used, absent from three members or more; and
+        those that Int. and Int. N-L used, as the paper's from five or more.
     seconds : float
         To draw, solve and calibrate the members.
     columns : dict of str to Column
@@ -78,6 +77,7 @@ class Scheme(Document):
     n: int
     replace: bool
     n_internal: int
+    n_well_judged: int = 0
     seconds: float
     columns: dict[str, Column]
     student_t: float
@@ -96,11 +96,9 @@ class Seed(Document):
         Standard deviation of the noise that the full model was given, by leave-one-out errors.
     seconds : dict of str to float
         Of the stages that all sizes share.
-    memory : float
-        Largest resident memory so far, of a process and its largest worker, in bytes.
-    wall : float, optional
-        Seconds by the clock from the first stage to the last result, those between an interruption
-        and the next start left out; None if it is not known.
+    memory, wall : float, optional
+        What it took: see `qualms.reproduce.costs.Costs`. Memory is the largest so far, in a process
+        that did other seeds before.
     digest : str
         Of structures and labels; empty if it is not known.
     schemes : list of Scheme
@@ -116,7 +114,7 @@ class Seed(Document):
     n_representatives: int
     noise: float
     seconds: dict[str, float]
-    memory: float = 0.0
+    memory: float | None = 0.0
     wall: float | None = None
     digest: str = ""
     schemes: list[Scheme] = Field(default_factory=list)
@@ -284,10 +282,3 @@ def _processor() -> str:
         )
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def peak_memory() -> float:
-    """Return the largest resident memory of this process and of its largest worker, in bytes."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    used = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    return float(unit * sum(resource.getrusage(who).ru_maxrss for who in used))

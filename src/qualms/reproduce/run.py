@@ -18,8 +18,10 @@ from qualms.atomistic.study import (
     member_estimates,
     process_estimate,
 )
+from qualms.core.calibration import internal_points
 from qualms.core.resampling import committee
 from qualms.errors import InputError
+from qualms.reproduce.costs import Costs, peak_memory
 from qualms.reproduce.kernels import Prepared, discard, prepare
 from qualms.reproduce.places import Workplace
 from qualms.reproduce.predictions import save_estimates
@@ -30,7 +32,6 @@ from qualms.reproduce.results import (
     Seed,
     as_column,
     machine,
-    peak_memory,
     read_results,
     write_results,
 )
@@ -71,7 +72,8 @@ def run_problem(
         with threadpool_limits(limits=resources.threads):
             prepared = prepare(problem, kernels, resources, stages, say)
             seed = before or _new_seed(problem, prepared)
-            clock = _Clock(started, before)
+            earlier = prepared.earlier if before is None else Costs(before.wall, before.memory)
+            clock = _Clock(started, earlier)
             if not seed.process:
                 seed = clock.stamp(_with_process(seed, problem, prepared, workplace))
                 results = _written(results, seed, workplace)
@@ -112,14 +114,11 @@ class _Clock:
     """Adds time and memory of this process to those of the processes before it."""
 
     started: float
-    before: Seed | None
+    earlier: Costs
 
     def stamp(self, seed: Seed) -> Seed:
-        # Results of an earlier version do not say how long they took.
-        earlier = 0.0 if self.before is None else self.before.wall
-        wall = None if earlier is None else earlier + time.perf_counter() - self.started
-        update = {"memory": max(seed.memory, peak_memory()), "wall": wall}
-        return seed.model_copy(update=update)
+        costs = self.earlier.plus(time.perf_counter() - self.started, peak_memory())
+        return seed.model_copy(update={"memory": costs.memory, "wall": costs.wall})
 
 
 def start_results(problem: Problem, workplace: Workplace, *, force: bool) -> Results:
@@ -245,10 +244,12 @@ def _judge(
     label = BOOTSTRAP if replace else str(n)
     path = workplace.predictions(problem.name, problem.settings.seed, label)
     save_estimates(path, estimates)
+    internal = outcome.internal
     return Scheme(
         n=n,
         replace=replace,
-        n_internal=0 if outcome.internal is None else len(outcome.internal.residuals),
+        n_internal=0 if internal is None else len(internal.residuals),
+        n_well_judged=0 if internal is None else int(internal_points(internal, "linear").sum()),
         seconds=seconds,
         columns={column: as_column(e) for column, e in estimates.items()},
         student_t=_student_t(estimates),

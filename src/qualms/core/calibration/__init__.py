@@ -24,6 +24,8 @@ from qualms.core.calibration.fitting import (
     build_calibration,
     calibrate,
     fit_calibration,
+    fit_internally,
+    internal_points,
 )
 from qualms.core.calibration.grouped import (
     GroupedCalibration,
@@ -73,5 +75,7 @@ __all__ = [
     "fit_calibration",
     "fit_grouped",
     "fit_groups",
+    "fit_internally",
+    "internal_points",
     "variance_scale",
 ]

@@ -48,6 +48,9 @@ _CLASSES: dict[str, type[Calibration]] = {
         ShrinkageCalibration,
     )
 }
+#: Methods that take ŝ for exact, how many absences the paper then asks for, and the number of such
+#: points below which that is no use.
+_EXACT, PAPER_ABSENT, _ENOUGH = ("linear", "power"), 5, 30
 #: Numbers that each method fits.
 N_PARAMETERS = {method: cls.n_parameters for method, cls in _CLASSES.items()}
 
@@ -130,13 +133,31 @@ def fit_calibration(
     return METHODS[method](data)
 
 
+def internal_points(data: CalibrationData, method: str) -> BoolArray:
+    """Return which points (n,), seen by some members, a method is fitted to.
+
+    A spread of c members is so uncertain that E[z²/ŝ²] ∝ (c − 1)/(c − 3) is infinite at c = 3.
+    Methods that take it for exact are fitted to points absent from five members or more, as in the
+    paper; if hardly any are, to all. The others know of c and take all points.
+    """
+    well_judged: BoolArray = data.n_members >= PAPER_ABSENT
+    if method in _EXACT and np.count_nonzero(well_judged) >= _ENOUGH:
+        return well_judged
+    return np.ones(len(data.n_members), dtype=bool)
+
+
+def fit_internally(data: CalibrationData, method: str = "student") -> Calibration:
+    """Fit one calibration by name to points that were seen by some members: Eq. (12)."""
+    return fit_calibration(data.some(internal_points(data, method)), method)
+
+
 def calibrate(
     y: FloatArray,
     members: FloatArray,
     *,
     absent: BoolArray | None = None,
     method: str = "student",
-    min_absent: int = MIN_ABSENT,
+    min_absent: int | None = None,
     sample_weight: FloatArray | None = None,
 ) -> Calibration | PerOutputCalibration:
     """Find out how the spread between members relates to the true errors.
@@ -152,8 +173,9 @@ def calibrate(
         for the calibration, each predicted only by the members that did not see it (Eqs. 10–12,
         Musil et al. 2019). Without it the points must be new to all members.
     method : {"student", "shrinkage", "linear", "power", "none"}
-    min_absent : int
-        Leave out points that fewer members are absent from.
+    min_absent : int, optional
+        Leave out points that fewer members are absent from; by default 3, and for "linear" and
+        "power", which take the spread for exact, 5 as in the paper.
     sample_weight : (n,) array, optional
         How much each point counts.
 
@@ -166,10 +188,12 @@ def calibrate(
     members = np.asarray(members, dtype=np.float64)
 
     def fit_one(targets: FloatArray, predicted: FloatArray) -> Calibration:
+        least = MIN_ABSENT if min_absent is None else min_absent
         data = calibration_data(
-            targets, predicted, absent, min_absent=min_absent, sample_weight=sample_weight
+            targets, predicted, absent, min_absent=least, sample_weight=sample_weight
         )
-        return fit_calibration(data, method)
+        by_default = absent is not None and min_absent is None
+        return fit_internally(data, method) if by_default else fit_calibration(data, method)
 
     if y.ndim == 2 and members.ndim == 3 and members.shape[:2] == y.shape:
         return PerOutputCalibration(
