@@ -1,8 +1,6 @@
 """Error bars of differences and of reactions, against true errors on QM9."""
 
 import io
-import itertools
-import re
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -82,21 +80,3 @@ def test_independent_errors_add_in_quadrature():
     expected = np.hypot(prediction.std[[0, 2]], prediction.std[[1, 3]])
     np.testing.assert_allclose(found.std, expected)
     np.testing.assert_allclose(found.mean, prediction.mean[[0, 2]] - prediction.mean[[1, 3]])
-
-
-def numbers(path, start):
-    """The numbers of the rows of the first table after some words."""
-    text = (Path(__file__).parents[1] / path).read_text(encoding="utf-8")
-    lines = text[text.index(start) :].splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith("|---"))
-    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[first + 1 :])
-    return [re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.])", row) for row in rows]
-
-
-def test_the_page_shows_what_was_measured():
-    measured = numbers("benchmarks/RESULTS.md", "## differences")
-    shown = numbers("docs/differences.md", "Do these error bars hold?")
-    assert len(shown) == len(measured) == 10
-    for of_page, of_file in zip(shown, measured, strict=True):
-        # Rows about the same points do not repeat how many there are, nor their errors.
-        assert of_page in (of_file, of_file[2:])

@@ -69,3 +69,27 @@ def test_every_function_and_test_of_the_equation_map_exists():
     for name in re.findall(r"`\w+\.(?:\w+\.)?(\w+)", text):
         if name not in ("core", "atomistic", "py"):
             assert re.search(rf"(def|class) {name}\b", sources), name
+
+
+def included():
+    """Parts of recorded benchmarks that pages include: the page, and where they begin and end."""
+    found = []
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        parts = r'benchmarks/RESULTS\.md\n:start-after: "(.*)"\n:end-before: "(.*)"'
+        found += [(page.name, *ends) for ends in re.findall(parts, text)]
+    return found
+
+
+@pytest.mark.parametrize(("page", "begin", "end"), included())
+def test_pages_include_one_table_that_was_recorded(page, begin, end):
+    recorded = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    assert recorded.count(begin) == 1
+    part = recorded.split(begin)[1].split(end)[0]
+    assert end in recorded.split(begin)[1]
+    assert part.count("|---|") >= 1
+    assert "\n## " not in part  # nothing of another benchmark
+
+
+def test_tables_of_benchmarks_are_included():
+    assert {page for page, _, _ in included()} >= {"differences.md", "forces.md", "simulation.md"}
