@@ -311,10 +311,6 @@ def test_components_without_a_label_are_left_out():
     found = model().fit(frames)
     assert found.record.n_force_rows == 16 * 12 - 12 - 15
     assert found.record.n_without_forces == 1
-    wild = copies(frames)
-    for i, atoms in enumerate(wild):
-        if "force" in atoms.arrays:
-            assert np.isnan(atoms.arrays["force"][i % 4, 1])
     assert "1 structures without" in found.summary()
 
 

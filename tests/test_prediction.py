@@ -242,3 +242,18 @@ def test_bad_input():
         _ = P > 1
     with pytest.raises(TypeError):
         np.add.reduce(P)
+
+
+@pytest.mark.parametrize(
+    ("members", "text"),
+    [
+        ([1.329, 1.330, 1.331], "1.3300 ± 0.0010"),
+        ([-120.0, 0.0, 120.0], "0 ± 120"),
+        ([2.5, 2.5], "2.5 ± 0"),
+        ([0.0, 0.0], "0 ± 0"),
+        ([1e6, 1e6 + 1.0], "1000000.50 ± 0.71"),
+    ],
+)
+def test_a_single_prediction_prints_as_a_number_with_an_error_bar(members, text):
+    assert str(Prediction(members)) == text
+    assert str(Prediction([members, members])).startswith("<Prediction of shape (2,)")

@@ -14,6 +14,7 @@ from qualms import InputError, Prediction, QualmsWarning
 from qualms.core.reweighting import (
     block_length,
     effective_sample_size,
+    member_variance,
     neglected_term,
     reweight_cumulant,
     reweight_direct,
@@ -248,6 +249,27 @@ def test_an_observable_of_another_model_goes_with_all_members():
         found.prediction.members.reshape(3, -1),
         alone.prediction.members + np.array([[-0.01], [0.0], [0.01]]),
     )
+
+
+def test_pairs_share_members_and_their_variance_is_not_too_small():
+    rng, found = np.random.default_rng(0), []
+    for _ in range(400):
+        rows, columns = rng.normal(size=(4, 1)), 2 * rng.normal(size=5)
+        pairs = rows + columns + 0.5 * rng.normal(size=(4, 5))
+        found.append(member_variance(pairs.reshape(1, -1), 4)[0])
+    assert np.mean(found) == pytest.approx(1 + 4 + 0.25, rel=0.08)
+    plain = np.array([1.0, 2.0, 4.0])
+    assert member_variance(plain) == pytest.approx(np.var(plain, ddof=1))
+
+
+def test_errors_of_potential_and_observable_add_up():
+    x, energies = oscillator(4000)
+    shifts = np.array([-0.3, -0.1, 0.1, 0.3])
+    other = Prediction(x[:, None] ** 2 + shifts)
+    both = reweight(energies, other, kT=1.0, paired=False)
+    alone = reweight(energies, x**2, kT=1.0)
+    expected = np.hypot(alone.std_model, shifts.std(ddof=1))
+    assert both.std_model == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_temperature_is_one_of_energies_in_electronvolts():

@@ -36,6 +36,9 @@ from qualms.core.scores import Scores, score_arrays
 from qualms.core.typing import Float64Array
 from qualms.errors import InputError
 
+#: Errors that are a smaller part of a mean are those of arithmetic; and of a larger error, nothing.
+_ROUNDING, _MATTERS = 1e-13, 1e-2
+
 
 class Prediction(NDArrayOperatorsMixin):
     """Predictions of a committee: a value and an error bar per point, and what every member said.
@@ -243,9 +246,26 @@ class Prediction(NDArrayOperatorsMixin):
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise TypeError("a Prediction is not an array: take .mean, .std or .members")
 
+    def __str__(self) -> str:
+        """Return a single prediction with its error bar, to two digits of that; else `repr`."""
+        if self.shape:
+            return repr(self)
+        mean, std = float(self.mean), float(self.std)
+        if std <= _ROUNDING * abs(mean):
+            return f"{mean:.6g} ± 0"
+        digits = decimals(std)
+        return f"{mean:.{digits}f} ± {std:.{digits}f}"
+
     def __repr__(self) -> str:
         calibrated = "" if self._uncalibrated is None else ", calibrated"
         return f"<Prediction of shape {self.shape} by {self.n_members} members{calibrated}>"
+
+
+def decimals(*errors: float) -> int:
+    """Return how many decimals show two digits of the smallest error that matters beside others."""
+    largest = max(errors)
+    smallest = min(error for error in errors if error > _MATTERS * largest)
+    return max(0, 1 - int(np.floor(np.log10(smallest))))
 
 
 def stack_members(results: Sequence[ArrayLike | None]) -> Float64Array:

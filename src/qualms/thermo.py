@@ -28,7 +28,7 @@ from qualms.core.reweighting import (
 )
 from qualms.core.typing import Float64Array
 from qualms.errors import InputError, QualmsWarning
-from qualms.prediction import Prediction
+from qualms.prediction import Prediction, decimals
 
 __all__ = ["ThermalAverage", "reweight"]
 
@@ -98,9 +98,7 @@ class ThermalAverage:
         model, sampling = float(self.std_model), float(self.std_sampling)
         if max(model, sampling) <= _ROUNDING * abs(float(self.mean)):  # or all is zero
             return f"{self.mean:.6g} ± 0 (model) ± 0 (sampling)"
-        # Two digits of the smaller error, as far as that is sensible.
-        smallest = max(min(model, sampling), 1e-3 * max(model, sampling))
-        digits = max(0, 1 - int(np.floor(np.log10(smallest))))
+        digits = decimals(model, sampling)
         errors = f"{model:.{digits}f} (model) ± {sampling:.{digits}f} (sampling)"
         return f"{self.mean:.{digits}f} ± {errors}"
 
@@ -168,6 +166,7 @@ def reweight(
         drove = check_points("sampled", sampled, (n,))
     h = beta * (potentials - drove[:, None])
     values, shape = _observable(observable, n)
+    n_observables = None if paired or values.ndim < 3 else values.shape[2]
     if values.ndim == 3:
         values, h = _in_pairs(values, h, paired)
     if estimator not in _ESTIMATORS:
@@ -176,7 +175,8 @@ def reweight(
     inefficiency = _inefficiency(common, h[:, :n_members])
     length = block_length(n, inefficiency)
     found = _ESTIMATORS[estimator](values, h, length)
-    std_model, std_sampling = _separated(found)
+    std_model = np.sqrt(found.variance_between(n_observables))
+    std_sampling = np.sqrt(found.variance_of_mean())
     sizes = effective_sample_size(h[:, :n_members])
     n_all, n_least = n / inefficiency, float(sizes.min()) / inefficiency
     check = _problems_of_direct if estimator == "direct" else _problems_of_cumulants
@@ -254,14 +254,6 @@ def _inefficiency(observables: Float64Array, h: Float64Array) -> float:
     return float(statistical_inefficiency(np.hstack([some, h])).max())
 
 
-def _separated(found: Replicates) -> tuple[Float64Array, Float64Array]:
-    """Return the error of the model and that of sampling, (T,) each."""
-    # The members also differ because the frames are few: that is no error of the model.
-    spread = found.members.var(axis=1, ddof=1)
-    model = np.sqrt(np.maximum(spread - found.variance_of_spread(), 0.0))
-    return model, np.sqrt(found.variance_of_mean())
-
-
 def _problems_of_direct(
     found: Replicates, values: Float64Array, h: Float64Array, length: int, n: float, n_least: float
 ) -> tuple[str, ...]:
@@ -316,7 +308,7 @@ def _neglected(found: Replicates, values: Float64Array, h: Float64Array, length:
     neglected = neglected_term(values, h, length)
     # The square of an estimate is too large by its variance, and six times that is beyond chance.
     squares = np.mean(neglected.members**2 - 6.0 * neglected.variance(), axis=1)
-    error = np.hypot(*_separated(found))
+    error = np.sqrt(found.variance_between() + found.variance_of_mean())
     ratio = np.sqrt(np.maximum(squares, 0.0)) / np.maximum(error, np.finfo(float).tiny)
     return float(ratio.max())
 

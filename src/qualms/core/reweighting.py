@@ -93,16 +93,56 @@ class Replicates:
         """Return the variance (T,), by finite sampling, of the mean over the members."""
         return _jackknife(self.without.mean(axis=2))
 
-    def variance_of_spread(self) -> Float64Array:
-        """Return by how much, (T,), finite sampling raises the variance between the members.
+    def variance_between(self, n_observables: int | None = None) -> Float64Array:
+        """Return the variance (T,) between members, without what finite sampling adds to it.
 
         Members are averaged over the same frames, so most of the noise is common to them and
-        cancels in their deviations from each other. The rest adds to their variance, on average.
+        cancels in their deviations from each other. The rest adds to their variance, on average by
+        the variance between deviations of the replicates: `member_variance` is a quadratic form.
+
+        Parameters
+        ----------
+        n_observables : int, optional
+            As for `member_variance`.
         """
-        deviations = self.without - self.without.mean(axis=2, keepdims=True)
-        n_members = deviations.shape[2]
-        raised: Float64Array = _jackknife(deviations).sum(axis=1) / (n_members - 1)
-        return raised
+        B = len(self.without)
+        noise = member_variance(self.without - self.without.mean(axis=0), n_observables)
+        raised = (B - 1) / B * noise.sum(axis=0)
+        variance: Float64Array = member_variance(self.members, n_observables) - raised
+        return np.maximum(variance, 0.0)
+
+
+def member_variance(members: Float64Array, n_observables: int | None = None) -> Float64Array:
+    """Return the variance (…,) that one member has, given all of them: (…, N).
+
+    If they are all pairs of one of n observables and one of p potentials, pairs share members, and
+    their plain variance is too small. With a_ij = μ + r_i + c_j + e_ij, rows (means over j) have
+    the variance σ_r² + σ_e²/p and columns σ_c² + σ_e²/n, and what remains has σ_e²: a pair has
+
+        σ_r² + σ_c² + σ_e² = Var[rows] + Var[columns] + (1 − 1/n − 1/p) σ_e².
+
+    Parameters
+    ----------
+    members : (…, N) array
+    n_observables : int, optional
+        n, if members are pairs: N = n p, those of one observable one after the other.
+    """
+    if n_observables is None:
+        variance: Float64Array = members.var(axis=-1, ddof=1)
+        return variance
+    pairs = members.reshape(*members.shape[:-1], n_observables, -1)
+    n, p = pairs.shape[-2:]
+    rows, columns = pairs.mean(axis=-1), pairs.mean(axis=-2)
+    rest = (
+        pairs
+        - rows[..., :, None]
+        - columns[..., None, :]
+        + pairs.mean(axis=(-2, -1))[..., None, None]
+    )
+    of_rest = np.sum(rest**2, axis=(-2, -1)) / ((n - 1) * (p - 1))
+    total: Float64Array = rows.var(axis=-1, ddof=1) + columns.var(axis=-1, ddof=1)
+    total += (1 - 1 / n - 1 / p) * of_rest
+    return total
 
 
 def _jackknife(without: Float64Array) -> Float64Array:
