@@ -183,16 +183,17 @@ def describe(stored):
 
 
 def test_the_page_says_where_error_bars_far_from_home_are_too_small():
-    home = a_set("at home", student=column(), shrinkage=column())
+    home = a_set("at home", student=column(), shrinkage=column(), CV=column())
     far = a_set(
         "8 heavy atoms",
         student=column(bins(b10=2.12), coverage=(0.61, 0.89)),
         shrinkage=column(bins(b10=2.6)),
+        CV=column(),
     )
     page = "\n".join(shift_parts([results(shift=a_shift(home, far))], "", describe))
     assert (
-        "too small for 8 heavy atoms by a factor of 2.12 where it is largest (bin 10 of 10, "
-        "σ 1 eV) with student (of the others, the least shrinkage, 2.60, the most shrinkage, 2.60)"
+        "- Trained on small things, σ is too small for 8 heavy atoms by a factor of 2.12 where it "
+        "is largest (bin 10 of 10, σ 1 eV) with student (others: CV, nowhere to shrinkage, 2.60)."
     ) in page
     assert "**at home** (10,000 points)" in page
     assert "By bins, σ is right, within 10%, in all bins" in page

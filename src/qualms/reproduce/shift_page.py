@@ -32,6 +32,7 @@ _HEADINGS = {
     "qm9": "QM9: from small molecules to larger ones",
     "csd": "¹H shieldings: from rattled crystals (CSD-1000R) to relaxed ones (CSD-2k)",
 }
+_STILL = "**Where calibrated σ is still too small.** By the worst bins of each set:\n"
 _SAMPLED = {"qm9": "molecules", "csd": "crystals"}
 
 #: Says what the hyper-parameters of a stored representation are.
@@ -55,7 +56,7 @@ def shift_parts(found: Sequence[Results], figures: str, describe: Describe) -> l
     shifts = [shift for _, shift in studies]
     parts = [
         SHIFT,
-        *(_still_too_small(shift, results.units) for results, shift in studies),
+        _still_too_small(studies),
         survival_words([s.sets[1:] for s in shifts if s.sets[1:]]),
     ]
     for results, shift in studies:
@@ -119,30 +120,32 @@ def _size(subsample: float) -> str:
     return "one half of the" if subsample == 0.5 else f"{subsample:.0%} of the"
 
 
-def _still_too_small(shift: Shift, units: str) -> str:
+def _still_too_small(studies: Sequence[tuple[Results, Shift]]) -> str:
     """Say plainly where calibrated σ is too small at worst, and by how much, set by set."""
     texts = []
-    for found in shift.sets[1:]:
-        worst = {name: _worst(found, name) for name in calibrations(shift.sets[1:])}
-        default = worst.pop(_DEFAULT)
-        text = "nowhere" if default is None else f"by a factor of {default.describe(units)}"
-        text = f"for {found.label} {text} with {_DEFAULT}"
-        if worst:
-            factors = {name: 1.0 if w is None else w.factor for name, w in worst.items()}
-            ordered = sorted(factors, key=factors.__getitem__)
-            ends = [_factor(name, factors[name]) for name in (ordered[0], ordered[-1])]
-            text += f" (of the others, the least {ends[0]}, the most {ends[1]})"
-        texts.append(text)
-    if not texts:
-        return ""
-    head = (
-        f"**Where calibrated σ is still too small.** Trained on {shift.trained_on}, σ is at worst "
-    )
-    return f"{head}too small {'; '.join(texts)}."
+    for results, shift in studies:
+        sets = shift.sets[1:]
+        found = [_worst_of_set(s, calibrations(sets), results.units) for s in sets]
+        if found:
+            texts.append(f"Trained on {shift.trained_on}, σ is too small {'; '.join(found)}.")
+    return "\n".join([_STILL, *(f"- {text}" for text in texts)]) if texts else ""
 
 
-def _factor(name: str, factor: float) -> str:
-    return f"{name}, nowhere" if factor == 1.0 else f"{name}, {factor:.2f}"
+def _worst_of_set(found: Shifted, names: Sequence[str], units: str) -> str:
+    """Say by which factor σ is too small in the worst bin, by default and with all the others."""
+    worst = {name: _worst(found, name) for name in names}
+    default = worst.pop(_DEFAULT)
+    text = "nowhere" if default is None else f"by a factor of {default.describe(units)}"
+    text = f"for {found.label} {text} with {_DEFAULT}"
+    if not worst:
+        return text
+    factors = {name: 1.0 if w is None else w.factor for name, w in worst.items()}
+    ordered = sorted(factors, key=factors.__getitem__)
+    ends = [
+        f"{name}, {'nowhere' if worst[name] is None else f'{factors[name]:.2f}'}"
+        for name in dict.fromkeys((ordered[0], ordered[-1]))
+    ]
+    return f"{text} (others: {' to '.join(ends)})"
 
 
 def _worst(found: Shifted, column: str) -> Worst | None:
