@@ -283,9 +283,8 @@ def test_what_is_there_is_kept_and_what_is_stale_is_not(out, monkeypatch):
 
     def predict(rattled, relaxed, *args):
         predicted.append(len(relaxed))
-        return Shift(
-            trained_on="", n_train=1, sets=[], seconds=1.0, digest=shift.digest_of(relaxed)
-        )
+        known = {"digest": shift.digest_of(relaxed), "n_representatives": 5}
+        return Shift(trained_on="", n_train=1, sets=[], seconds=1.0, **known)
 
     monkeypatch.setattr(command, "csd_shift", predict)
     monkeypatch.setattr(command, "make_page", lambda *args: "")

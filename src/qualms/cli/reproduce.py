@@ -40,7 +40,14 @@ from qualms.reproduce.problems import (
 from qualms.reproduce.published import COLUMNS, SPLIT
 from qualms.reproduce.results import Results, Shift, read_results, write_results
 from qualms.reproduce.run import expected_seconds, run_problem, seeds_left, start_results
-from qualms.reproduce.shift import Means, check_relaxed, csd_shift, digest_of, qm9_shift
+from qualms.reproduce.shift import (
+    Means,
+    check_relaxed,
+    csd_shift,
+    digest_of,
+    is_current,
+    qm9_shift,
+)
 from qualms.storage.files import atomic_output, check_output, refuse_input
 
 reproduce = typer.Typer(
@@ -57,6 +64,7 @@ Discard = Annotated[
     bool, typer.Option("--discard-kernels", help="Delete kernel rows (GB) when they have served.")
 ]
 _DIRECTORY = Path("qualms-reproduction")
+_EARLIER = "Predictions far from home are of an earlier version: they are made again."
 
 
 @reproduce.command()
@@ -83,7 +91,7 @@ def qm9(
     source = data or ("subset" if checked == "small" else "qm9pack")
     run = _Run(output, memory, discard_kernels, threads, force, quiet, as_json)
     work = run.start(partial(qm9_problem, source, checked))
-    with_shift = shift and work.results.shift is None
+    with_shift = shift and run.needs_shift(work.results)
     run.announce([work], seeds, 1.0 if with_shift else 0.0)
     results = run.all_seeds(work, seeds)
     if with_shift:
@@ -122,13 +130,14 @@ def csd(
         run.start(partial(csd_problem, crystals, each, checked, source=data.name))
         for each in splits
     ]
-    others = None if relaxed is None else run.relaxed(relaxed, crystals, works[-1].results)
+    known = [work.results for work in works]
+    others = None if relaxed is None else run.relaxed(relaxed, crystals, known)
     run.announce(works, seeds, 0.0 if others is None else _share(crystals, others))
     for each, work in zip(splits, works, strict=True):
         results = run.all_seeds(work, seeds)
         if others is not None and relaxed is not None and each == splits[-1]:
-            settings = csd_settings(each, checked).model_copy(update={"resample": "structures"})
-            means = run.means(results.name)
+            # The model is that for new crystals, whatever the split: these are new.
+            settings, means = csd_settings("crystals", checked), run.means(results.name)
             found = csd_shift(crystals, others, checked, settings, means)
             run.add_shift(results, found.model_copy(update={"source": relaxed.name}))
     run.finish([f"csd-{each}" for each in splits])
@@ -192,21 +201,26 @@ class _Run:
         first = problem_of(0)
         return _Work(problem_of, first, start_results(first, self.workplace, force=self.force))
 
+    def needs_shift(self, results: Results) -> bool:
+        """Whether predictions far from home are to be made, for the first time or again."""
+        if results.shift is not None and not is_current(results.shift):
+            self.say(_EARLIER)
+        return not is_current(results.shift)
+
     def relaxed(
-        self, path: Path, rattled: Sequence[Atoms], results: Results
+        self, path: Path, rattled: Sequence[Atoms], known: Sequence[Results]
     ) -> Sequence[Atoms] | None:
         """Return relaxed crystals, checked, or None if they have been predicted."""
         crystals = read_csd(path)
         check_relaxed(rattled, crystals)
-        before = results.shift
-        if before is None:
-            return crystals
-        if not before.digest:
-            self.say("Relaxed crystals have been predicted by an earlier version: that is kept.")
+        before = [results.shift for results in known if results.shift is not None]
+        current = [shift for shift in before if is_current(shift)]
+        if any(shift.digest == digest_of(crystals) for shift in current):
             return None
-        if before.digest == digest_of(crystals):
-            return None
-        self.say(f"Other relaxed crystals ({before.source}) were predicted before.")
+        if current:
+            self.say(f"Other relaxed crystals ({current[-1].source}) were predicted before.")
+        elif before:
+            self.say(_EARLIER)
         return crystals
 
     def announce(self, works: Sequence[_Work], seeds: int, shift: float) -> None:

@@ -15,14 +15,14 @@ from qualms.reproduce.markdown import figure, markdown_table, minus, signed
 from qualms.reproduce.pictures import PANELS
 from qualms.reproduce.published import COLUMNS, CSD, PROCESS, QM9, Table, published
 from qualms.reproduce.results import Column, Results, Scheme, Seed
-from qualms.reproduce.shift_page import shift_parts
+from qualms.reproduce.shift_page import differences, shift_parts
 from qualms.reproduce.texts import (
     CAPTIONS,
-    DIFFERENCES,
     INTRODUCTION,
     MODEL_SELECTION,
     READING,
 )
+from qualms.reproduce.too_small import too_small_parts
 
 #: The paper divides over atoms: it has no numbers of crystals that are new.
 _PUBLISHED: dict[str, Table] = {"qm9": QM9, "csd-atoms": CSD}
@@ -46,7 +46,8 @@ def make_page(found: Sequence[Results], *, figures: str = "") -> str:
     for results in found:
         parts += _section(results, figures)
     parts += comparison_of_divisions(found)
-    parts += [MODEL_SELECTION, *shift_parts(found, figures), DIFFERENCES]
+    parts += [MODEL_SELECTION, *too_small_parts(found)]
+    parts += [*shift_parts(found, figures, _representation), differences(found)]
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
 
 

@@ -153,6 +153,28 @@ class Shifted(Document):
     columns: dict[str, Column]
 
 
+class Displacement(Document):
+    """How far atoms are from where symmetry puts them.
+
+    Attributes
+    ----------
+    rms : float
+        Root mean square of a Cartesian component, in Å, in the median crystal.
+    low, high : float
+        The same in the crystals at 5 and 95 per cent.
+    n : int
+        Crystals with a symmetry to measure it by.
+    of : int
+        Crystals.
+    """
+
+    rms: float
+    low: float
+    high: float
+    n: int
+    of: int
+
+
 class Shift(Document):
     """A model far from home.
 
@@ -161,11 +183,16 @@ class Shift(Document):
     trained_on : str
     n_train : int
     sets : list of Shifted
-        The first is like the training set; the others are not.
+        The first is like the training set; the others are not. Calibrations on a validation set
+        are fitted to the first.
     seconds : float
     source, digest : str
         Name of the file of the others, and digest of their structures and labels; empty if they are
         not known.
+    n_representatives, n_members, subsample, representation : optional
+        Of the model; None in results of an earlier version.
+    displacements : dict of str to Displacement
+        Of atoms from symmetric places, rattled and relaxed; empty where it is not measured.
     """
 
     trained_on: str
@@ -174,6 +201,11 @@ class Shift(Document):
     seconds: float
     source: str = ""
     digest: str = ""
+    n_representatives: int | None = None
+    n_members: int | None = None
+    subsample: float | None = None
+    representation: dict[str, Any] | None = None
+    displacements: dict[str, Displacement] = Field(default_factory=dict)
 
 
 class Results(Document):

@@ -17,14 +17,21 @@ from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import data_hash, species_of, symbols_of
-from qualms.atomistic.study import INTERNAL, Estimate
-from qualms.core.calibration import NoCalibration
+from qualms.atomistic.study import INTERNAL, VALIDATED, Estimate
+from qualms.core.calibration import (
+    Calibration,
+    CalibrationData,
+    NoCalibration,
+    calibration_data,
+    fit_calibration,
+)
 from qualms.core.typing import Float64Array
 from qualms.data import qm9
 from qualms.errors import InputError
 from qualms.prediction import Prediction
 from qualms.reproduce.problems import DIVISORS, Scale
 from qualms.reproduce.published import PROCESS
+from qualms.reproduce.rattling import displacement
 from qualms.reproduce.results import Shift, Shifted, as_column
 
 #: Of the training set, kept back to see what is usual.
@@ -129,7 +136,17 @@ def csd_shift(
     new = [others[i] for i in rng.permutation(len(others))[:n_relaxed]]
     sets = {"rattled crystals, held out": back, "relaxed crystals": new}
     found = _shifted("rattled crystals", train, sets, settings, means)
-    return found.model_copy(update={"digest": digest_of(relaxed)})
+    measured = {"rattled": displacement(rattled), "relaxed": displacement(relaxed)}
+    update = {
+        "digest": digest_of(relaxed),
+        "displacements": {which: value for which, value in measured.items() if value is not None},
+    }
+    return found.model_copy(update=update)
+
+
+def is_current(shift: Shift | None) -> bool:
+    """Whether there is a study, and not one by an earlier version, which judged less."""
+    return shift is not None and shift.n_representatives is not None
 
 
 def check_relaxed(rattled: Sequence[Atoms], relaxed: Sequence[Atoms]) -> None:
@@ -162,12 +179,19 @@ def _shifted(
     settings: Settings,
     means: Means,
 ) -> Shift:
+    """Train, and judge all calibrations on each set, of which the first is like the training set.
+
+    The columns CV and N-L need a validation set. It is the first: a test of them are the others.
+    """
     started = time.perf_counter()
     model = _trained(train, settings, means)
-    found = []
+    found: list[Shifted] = []
+    calibrations: dict[str, Calibration] = {}
     for label, frames in sets.items():
         with means.stages.stage(label, len(frames)) as advance:
-            shifted = _judged(model, label, frames, advance)
+            predicted = _predicted(model, frames, advance)
+        calibrations = calibrations or _calibrations(model, predicted)
+        shifted = _judged(label, predicted, calibrations)
         found.append(shifted)
         scores = shifted.columns["student"].scores
         means.say(
@@ -179,6 +203,10 @@ def _shifted(
         n_train=model.record.n_rows,
         sets=found,
         seconds=time.perf_counter() - started,
+        n_representatives=len(model.fitted.representatives),
+        n_members=settings.n_members,
+        subsample=settings.subsample,
+        representation=settings.representation.model_dump(mode="json"),
     )
 
 
@@ -202,10 +230,32 @@ def _trained(train: Sequence[Atoms], settings: Settings, means: Means) -> Atomis
     raise AssertionError("the second attempt ends one way or the other")
 
 
-def _judged(
-    model: AtomisticModel, label: str, frames: Sequence[Atoms], advance: Callable[[int], None]
-) -> Shifted:
-    """Predict structures in one pass, and judge every calibration on those with labels."""
+@dataclass(frozen=True)
+class _Predicted:
+    """Structures of one set: points with labels, and what the model says of them.
+
+    Attributes
+    ----------
+    y : (n,) array
+        Labels.
+    members : (n, N_R) array
+    mean, std : (n,) arrays
+        Of the projected process.
+    flagged : float
+        Share of the structures that the model calls extrapolation.
+    """
+
+    y: Float64Array
+    members: Float64Array
+    mean: Float64Array
+    std: Float64Array
+    flagged: float
+
+
+def _predicted(
+    model: AtomisticModel, frames: Sequence[Atoms], advance: Callable[[int], None]
+) -> _Predicted:
+    """Predict structures in one pass."""
     fitted = model.fitted
     parts: dict[str, list[Any]] = {k: [] for k in ("y", "members", "mean", "std", "flags")}
     done = 0
@@ -221,21 +271,50 @@ def _judged(
         done += len(chunk.frames)
         advance(done)
     whole = {name: np.concatenate(arrays) for name, arrays in parts.items()}
+    flagged = float(np.mean(whole.pop("flags")))
     labelled = np.isfinite(whole["y"])
-    y, raw = whole["y"][labelled], Prediction(whole["members"][labelled])
-    calibrations = {"Raw": NoCalibration()} | {
-        column: fitted.calibrations[method] for column, method in INTERNAL.items()
-    }
+    return _Predicted(**{k: array[labelled] for k, array in whole.items()}, flagged=flagged)
+
+
+def _calibrations(model: AtomisticModel, home: _Predicted) -> dict[str, Calibration]:
+    """Return calibrations of members and of the projected process, by column.
+
+    Parameters
+    ----------
+    model : AtomisticModel
+        Has those that are internal.
+    home : _Predicted
+        Points like the training set: what the others are fitted to.
+    """
+    seen = calibration_data(home.y, home.members)
+    n = len(home.y)
+    # As `qualms.atomistic.study.process_estimate`: a spread that is known, as if of many members.
+    process = CalibrationData(home.y - home.mean, home.std, np.full(n, 2), np.ones(n))
+    return (
+        {"Raw": NoCalibration()}
+        | {column: fit_calibration(seen, method) for column, method in VALIDATED.items()}
+        | {column: model.fitted.calibrations[method] for column, method in INTERNAL.items()}
+        | {PROCESS: NoCalibration()}
+        | {f"{PROCESS}, {c}": fit_calibration(process, m) for c, m in VALIDATED.items()}
+    )
+
+
+def _judged(label: str, predicted: _Predicted, calibrations: Mapping[str, Calibration]) -> Shifted:
+    """Judge every calibration on one set."""
+    y, raw = predicted.y, Prediction(predicted.members)
     columns = {}
     for column, calibration in calibrations.items():
-        p = calibration.apply(raw)
-        columns[column] = as_column(Estimate(y, p.mean, p.std, calibration, p.members))
-    process = (whole["mean"][labelled], whole["std"][labelled])
-    columns[PROCESS] = as_column(Estimate(y, *process, NoCalibration()))
+        if column.startswith(PROCESS):
+            std = calibration.std(predicted.std, 2)
+            estimate = Estimate(y, predicted.mean, std, calibration)
+        else:
+            p = calibration.apply(raw)
+            estimate = Estimate(y, p.mean, p.std, calibration, p.members)
+        columns[column] = as_column(estimate)
     return Shifted(
         label=label,
         n=len(y),
-        flagged=float(np.mean(whole["flags"])),
+        flagged=predicted.flagged,
         bias=float(np.mean(raw.mean - y)),
         columns=columns,
     )

@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from qualms.atomistic.study import VALIDATED
+from qualms.reproduce.bins import Worst, adequacy, ratios
 from qualms.reproduce.markdown import figure, markdown_table, minus
-from qualms.reproduce.results import Results, Shift, Shifted
-from qualms.reproduce.texts import CAPTIONS, SHIFT
+from qualms.reproduce.published import PROCESS
+from qualms.reproduce.results import Column, Results, Shift, Shifted
+from qualms.reproduce.survival import calibrations, survival_words
+from qualms.reproduce.texts import (
+    CAPTIONS,
+    DIFFERENCES,
+    RATTLED,
+    RATTLED_CONTROL,
+    RATTLING_UNKNOWN,
+    SHIFT,
+)
 
 #: The calibration that the words are about: what a model uses if nothing else is said.
 _DEFAULT = "student"
 _ONE_SIGMA = 0.68
-#: Factors between errors and error bars that are called right.
-_RIGHT = (0.9, 1.1)
+#: Columns that are fitted to the first set.
+_FITTED = (*VALIDATED, *(f"{PROCESS}, {column}" for column in VALIDATED))
+#: What the models are about, and what members are sub-samples of, by the beginning of a name.
+_HEADINGS = {
+    "qm9": "QM9: from small molecules to larger ones",
+    "csd": "¹H shieldings: from rattled crystals (CSD-1000R) to relaxed ones (CSD-2k)",
+}
+_STILL = "**Where calibrated σ is still too small.** By the worst bins of each set:\n"
+_SAMPLED = {"qm9": "molecules", "csd": "crystals"}
+
+#: Says what the hyper-parameters of a stored representation are.
+Describe = Callable[[Mapping[str, Any]], str]
 
 
-def shift_parts(found: Sequence[Results], figures: str) -> list[str]:
+def shift_parts(found: Sequence[Results], figures: str, describe: Describe) -> list[str]:
     """Return the section, for all results that have a model far from home.
 
     Parameters
@@ -25,14 +47,24 @@ def shift_parts(found: Sequence[Results], figures: str) -> list[str]:
     found : sequence of Results
     figures : str
         Where the figures are, seen from the page.
+    describe : callable
+        Says what the hyper-parameters of a representation are.
     """
-    shifted = [(results, results.shift) for results in found if results.shift is not None]
-    parts = [SHIFT] if shifted else []
-    for results, shift in shifted:
-        caption = CAPTIONS["shift"].format(title=results.title)
+    studies = _studies(found)
+    if not studies:
+        return []
+    shifts = [shift for _, shift in studies]
+    parts = [
+        SHIFT,
+        _still_too_small(studies),
+        survival_words([s.sets[1:] for s in shifts if s.sets[1:]]),
+    ]
+    for results, shift in studies:
+        heading = _HEADINGS[_data(results)]
+        caption = CAPTIONS["shift"].format(title=heading)
         parts += [
-            f"### {results.title}",
-            f"Trained on {shift.n_train:,} labels of {shift.trained_on}.",
+            f"### {heading}",
+            _model(shift, _SAMPLED[_data(results)], describe),
             *(_in_words(s, shift.sets[0], results.units) for s in shift.sets),
             _table(shift, results.units),
             figure(f"{figures}{results.name}-shift.png", caption),
@@ -40,20 +72,103 @@ def shift_parts(found: Sequence[Results], figures: str) -> list[str]:
     return parts
 
 
+def differences(found: Sequence[Results]) -> str:
+    """Return what differs from the paper, with the amplitude of rattling if it was measured."""
+    measured = [s.displacements for _, s in _studies(found) if "rattled" in s.displacements]
+    rattling = RATTLING_UNKNOWN
+    if measured:
+        rattled = measured[0]["rattled"]
+        rattling = RATTLED.format(**rattled.model_dump(), atom=3**0.5 * rattled.rms)
+        if "relaxed" in measured[0]:
+            control = RATTLED_CONTROL.format(**measured[0]["relaxed"].model_dump())
+            rattling = f"{rattling.strip()}\n  {control.strip()}"
+    return DIFFERENCES.replace("{rattling}", rattling.strip())
+
+
+def _data(results: Results) -> str:
+    return results.name.split("-")[0]
+
+
+def _studies(found: Sequence[Results]) -> list[tuple[Results, Shift]]:
+    """Return one study of each kind of data: of crystals it is the same whatever was divided."""
+    chosen: dict[str, tuple[Results, Shift]] = {}
+    for results in found:
+        shift, before = results.shift, chosen.get(_data(results))
+        if shift is None:
+            continue
+        # Those of an earlier version depended on the division, and judged less.
+        if before is None or before[1].n_representatives is None:
+            chosen[_data(results)] = (results, shift)
+    return list(chosen.values())
+
+
+def _model(shift: Shift, sampled: str, describe: Describe) -> str:
+    """Say what the model is."""
+    text = f"Trained on {shift.n_train:,} labels of {shift.trained_on}"
+    if shift.n_representatives is None:
+        return f"{text}; its number of representatives was not recorded."
+    text += f", with {shift.n_representatives:,} representatives"
+    if shift.n_members is not None and shift.subsample is not None:
+        text += f" and {shift.n_members} members, sub-samples of {_size(shift.subsample)} {sampled}"
+    text += "." if not shift.source else f". The relaxed crystals are those of {shift.source}."
+    return f"{text} {describe(shift.representation)}" if shift.representation else text
+
+
+def _size(subsample: float) -> str:
+    if subsample >= 1:
+        return f"{subsample:,.0f}"
+    return "one half of the" if subsample == 0.5 else f"{subsample:.0%} of the"
+
+
+def _still_too_small(studies: Sequence[tuple[Results, Shift]]) -> str:
+    """Say plainly where calibrated σ is too small at worst, and by how much, set by set."""
+    texts = []
+    for results, shift in studies:
+        sets = shift.sets[1:]
+        found = [_worst_of_set(s, calibrations(sets), results.units) for s in sets]
+        if found:
+            texts.append(f"Trained on {shift.trained_on}, σ is too small {'; '.join(found)}.")
+    return "\n".join([_STILL, *(f"- {text}" for text in texts)]) if texts else ""
+
+
+def _worst_of_set(found: Shifted, names: Sequence[str], units: str) -> str:
+    """Say by which factor σ is too small in the worst bin, by default and with all the others."""
+    worst = {name: _worst(found, name) for name in names}
+    default = worst.pop(_DEFAULT)
+    text = "nowhere" if default is None else f"by a factor of {default.describe(units)}"
+    text = f"for {found.label} {text} with {_DEFAULT}"
+    if not worst:
+        return text
+    factors = {name: 1.0 if w is None else w.factor for name, w in worst.items()}
+    ordered = sorted(factors, key=factors.__getitem__)
+    ends = [
+        f"{name}, {'nowhere' if worst[name] is None else f'{factors[name]:.2f}'}"
+        for name in dict.fromkeys((ordered[0], ordered[-1]))
+    ]
+    return f"{text} (others: {' to '.join(ends)})"
+
+
+def _worst(found: Shifted, column: str) -> Worst | None:
+    too_small = adequacy(found.columns[column].bins, found.n).too_small
+    return too_small[0].worst if too_small else None
+
+
 def _in_words(found: Shifted, home: Shifted, units: str) -> str:
     """Say plainly where σ is too small, and by how much."""
     column = found.columns[_DEFAULT]
     scores = column.scores
-    typical = float(np.median([rmse / sigma for sigma, rmse in column.bins]))
-    overall = scores["rmse"] / scores["sharpness"]
     text = (
         f"**{found.label}** ({found.n:,} points): RMSE {scores['rmse']:.4g} {units} (bias "
-        f"{found.bias:+.3g}), σ {scores['sharpness']:.4g}. Typically, in the middle of ten bins of "
-        f"σ, {_factor(typical)}; in the root mean square, which a few large errors or error bars "
-        f"decide, {_factor(overall)}. {scores['coverage_68']:.0%} of the errors are within the "
-        f"68 % interval, and their rank correlation with σ is {scores['spearman']:.2f}. The model "
-        f"itself calls {found.flagged:.0%} of the structures extrapolation. "
+        f"{found.bias:+.3g}), σ {scores['sharpness']:.4g} in the root mean square, {_DEFAULT}. "
+        f"By bins, {adequacy(column.bins, found.n).describe(units)}. "
+        f"{scores['coverage_68']:.0%} of the errors are within the 68 % interval and "
+        f"{scores['coverage_95']:.0%} within the 95 % interval; their rank correlation with σ is "
+        f"{scores['spearman']:.2f}. The model itself calls {found.flagged:.0%} of the structures "
+        "extrapolation. "
     )
+    if "shrinkage" in found.columns:
+        bins = found.columns["shrinkage"].bins
+        text += f"With shrinkage, {adequacy(bins, found.n).describe(units)}. "
     if found is not home:
         before = home.columns[_DEFAULT].scores
         text += (
@@ -61,20 +176,13 @@ def _in_words(found: Shifted, home: Shifted, units: str) -> str:
             f"{scores['rmse'] / before['rmse']:.1f} times and σ "
             f"{scores['sharpness'] / before['sharpness']:.1f} times. "
         )
-    return minus(text + _survivors(found))
+    return minus(text + _best(found, _FITTED if found is home else ()))
 
 
-def _factor(ratio: float) -> str:
-    """Say how errors compare with their error bars."""
-    low, high = _RIGHT
-    if ratio > high:
-        return f"σ is too small by a factor of {ratio:.2f}"
-    return f"σ is too large by a factor of {1 / ratio:.2f}" if ratio < low else "σ is right"
-
-
-def _survivors(found: Shifted) -> str:
-    """Say which calibrations are best here."""
-    scores = {name: column.scores for name, column in found.columns.items()}
+def _best(found: Shifted, left_out: Sequence[str]) -> str:
+    """Say which calibrations are best here; those that were fitted to this set are left out."""
+    columns = {name: c for name, c in found.columns.items() if name not in left_out}
+    scores = {name: column.scores for name, column in columns.items()}
     likely = max(scores, key=lambda name: scores[name]["log_likelihood"])
     covering = min(scores, key=lambda name: abs(scores[name]["coverage_68"] - _ONE_SIGMA))
     return (
@@ -87,13 +195,24 @@ def _survivors(found: Shifted) -> str:
 
 def _table(shift: Shift, units: str) -> str:
     head = ["set", "error bars", f"RMSE, {units}", f"RMS σ, {units}", "log likelihood"]
+    head += ["within 68 %", "within 95 %", "RMSE/σ: smallest σ, median bin, largest σ"]
     rows = []
-    for found in shift.sets:
+    for i, found in enumerate(shift.sets):
         for name, column in found.columns.items():
             s = column.scores
-            # Without members there is nothing to calibrate the projected process on internally.
-            label = f"{name}, not scaled" if column.alpha == 1 and name != "Raw" else name
             cells = [f"{s['rmse']:.4g}", f"{s['sharpness']:.4g}", f"{s['log_likelihood']:.3f}"]
             coverage = [f"{s['coverage_68']:.1%}", f"{s['coverage_95']:.1%}"]
-            rows.append([found.label, label, *map(minus, cells), *coverage])
-    return markdown_table([*head, "within 68 %", "within 95 %"], rows)
+            label = _label(name, fitted_here=i == 0)
+            rows.append([found.label, label, *map(minus, cells), *coverage, _by_bin(column)])
+    return markdown_table(head, rows)
+
+
+def _label(name: str, *, fitted_here: bool) -> str:
+    if name == PROCESS:
+        return f"{name}, not scaled"
+    return f"{name} (fitted to this set)" if fitted_here and name in _FITTED else name
+
+
+def _by_bin(column: Column) -> str:
+    factors = ratios(column.bins)
+    return f"{factors[0]:.2f}, {np.median(factors):.2f}, {factors[-1]:.2f}"
