@@ -15,6 +15,7 @@ from qualms.reproduce.divisions import comparison_of_divisions
 from qualms.reproduce.facts import asked_for, differing, facts
 from qualms.reproduce.over_seeds import VERDICTS
 from qualms.reproduce.page import make_page
+from qualms.reproduce.problems import csd_settings
 from qualms.reproduce.results import Shift, Shifted, read_results, write_results
 from qualms.reproduce.shift_page import shift_parts
 from qualms.reproduce.targets import (
@@ -122,7 +123,7 @@ def test_divisions_differ_in_more_than_the_division():
     assert "| radial scaling | 3 Å, m = 4 | 2 Å, m = 4 |" in text
     assert "| representatives used | 10,000 | 8,389 |" in text
     assert "| basis |" not in text  # the same for both
-    assert "With the preset on both sides the factor would thus be about 1.7." in text
+    assert "the factor would be about 1.7 with the preset on both sides." in text
     assert "Fewer of them are left" in text
 
 
@@ -139,6 +140,25 @@ def test_divisions_of_the_same_model_are_not_called_two():
     assert "two models" in text
     assert "benchmarks" not in text
     assert "Fewer of them are left" not in text
+
+
+def test_what_was_not_compared_in_the_benchmarks_is_not_quoted():
+    found = both_divisions()
+    small = csd_settings("atoms", "small").representation.model_dump(mode="json")
+    found[0] = found[0].model_copy(update={"scale": "small", "representation": small})
+    text = "\n\n".join(comparison_of_divisions(found))
+    assert "| compression | 500 components (pca) | 1,000 components (pca) if that pays |" in text
+    assert "benchmarks" not in text
+
+
+def test_divisions_of_several_seeds_have_standard_errors():
+    found = []
+    for name in ORDER[1:]:
+        seeds = [made_seed(i, {"CV": [0.1 * i, 0.2, 0.0]}, process={"CV": 0.1 * i}) for i in (0, 1)]
+        found.append(made_results(*seeds, name=name))
+    text = "\n\n".join(comparison_of_divisions(found))
+    assert "| GPR PP, CV | 0.050 ± 0.050 | 0.050 ± 0.050 |" in text
+    assert "| CV | 0.200 ± 0.000 |" in text
 
 
 def test_one_division_is_not_compared():
