@@ -375,7 +375,9 @@ def test_the_command_reproduces_qm9_small(tmp_path):
     for scheme in seed.schemes[1:]:
         columns = scheme.columns
         student, cv = (columns[c].scores["log_likelihood"] for c in ("student", "CV"))
-        assert student > cv - 0.03
+        # Not the target, which is for the size of the paper: α of student is fitted to as few as
+        # 400 points, that of CV to 500, each known to some 4 %, and 500 points test them.
+        assert abs(student - cv) < 0.03
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert again.returncode == 0
     assert "Seed 0 is complete." in again.stderr
