@@ -3,9 +3,11 @@
 import gzip
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import ase.io
@@ -20,16 +22,19 @@ from qualms.data import csd
 from qualms.errors import InputError
 from qualms.reproduce import kernels, problems, run
 from qualms.reproduce.claims import check_claims
+from qualms.reproduce.over_seeds import VERDICTS, sub_samples
 from qualms.reproduce.page import make_page, table_rows
 from qualms.reproduce.problems import csd_problem, qm9_problem
 from qualms.reproduce.published import COLUMNS, CSD, PROCESS, QM9, SIZES, published
-from qualms.reproduce.results import Results, read_results, write_results
+from qualms.reproduce.results import read_results
+from qualms.reproduce.targets import WITHIN
 
-DOCS = Path(__file__).parents[1] / "docs"
 COMMAND = Path(sys.executable).with_name("qualms")
-ORDER = ("qm9", "csd-atoms", "csd-crystals")
-#: How far internal calibration may fall behind that on a validation set.
-TOLERANCE = 0.005
+#: The target of shrinkage is to be at least equal to N-L. One seed may fall behind by so much: four
+#: parameters are fitted to the 4,200 points that the largest sub-samples leave, which costs
+#: 4/(2 · 4,200) = 0.0005 in the mean; by chance, and with test points, it may be some times that.
+#: The largest found was 0.0034. The page says where the target is missed.
+DEVIATION = 0.004
 #: Columns of members: the paper's, and ours.
 MEMBERS = {*COLUMNS, "student", "shrinkage"}
 
@@ -204,6 +209,7 @@ def test_a_run_judges_every_size_and_estimator(tiny, tmp_path):
     assert scheme.columns["CV"].gamma == 1.0
     claims = check_claims(results)
     assert len(claims) == 9
+    # One seed leaves nothing open.
     assert {claim.holds for claim in claims} <= {"yes", "no", "from a quarter on"}
 
 
@@ -299,78 +305,37 @@ def test_tables_show_means_and_standard_errors(found):
     assert dict(table_rows(at_paper_scale))["1,000"][1].endswith("[4.651]")
 
 
-def test_the_page_has_no_gaps(found, tmp_path):
+def test_the_page_of_a_run_has_no_gaps(found):
     page = make_page([found], figures="figures/")
     assert "nan" not in page
     assert "None" not in page
     assert "figures/qm9-linear.png" in page
-    assert sum(page.count(f"| {word} |") for word in ("yes", "no", "from a quarter on")) == 9
-    write_results(tmp_path / "again.json", found)
-    assert make_page([read_results(tmp_path / "again.json")], figures="figures/") == make_page(
-        [Results.model_validate_json((tmp_path / "again.json").read_bytes())], figures="figures/"
-    )
-
-
-def committed():
-    """Results in the order of the page."""
-    files = [DOCS / "reproduction" / f"{name}.json" for name in ORDER]
-    return [read_results(path) for path in files if path.exists()]
-
-
-def test_the_committed_page_is_made_of_the_committed_results():
-    page = make_page(committed(), figures="reproduction/")
-    assert (DOCS / "reproduction.md").read_text(encoding="utf-8") == page
-    for figure in (DOCS / "reproduction").glob("*.png"):
-        assert f"reproduction/{figure.name}" in page
-
-
-@pytest.mark.parametrize("results", committed(), ids=lambda results: results.name)
-def test_the_committed_results_keep_what_is_promised(results):
-    """Internal calibration is as good as that on a validation set, at every size."""
-    assert results.scale == "paper"
-    for seed in results.seeds:
-        assert seed.n_train >= 19_500
-        for scheme in seed.schemes:
-            found = {c: scheme.columns[c].scores["log_likelihood"] for c in MEMBERS}
-            assert abs(found["student"] - found["CV"]) < TOLERANCE
-            assert found["shrinkage"] > found["N-L"] - TOLERANCE
-
-
-def test_the_committed_results_of_qm9_reach_their_targets():
-    seeds = committed()[0].seeds
-    for seed in seeds:
-        columns = [scheme.columns for scheme in seed.schemes]
-        assert min(c["student"].scores["mae"] for c in columns) < 1.5e-3
-        assert max(c["CV"].scores["log_likelihood"] for c in columns) > 4.95
-        assert seed.memory < 10e9
-    # What it takes; a seed that shared the machine with others took longer.
-    minutes = [sum(seed.seconds.values()) + sum(s.seconds for s in seed.schemes) for seed in seeds]
-    assert min(minutes) < 20 * 60
-
-
-def test_the_committed_results_of_shieldings_reach_their_targets():
-    for seed in committed()[1].seeds:
-        assert seed.process["Raw"].scores["rmse"] < 0.30
-        best = max(s.columns["N-L"].scores["log_likelihood"] for s in seed.schemes)
-        assert best > -0.10
+    assert sum(page.count(f"| {word} |") for word in VERDICTS) == 9
 
 
 # --- at full scale ---
 
 
-@pytest.mark.slow
-def test_qm9_at_full_scale(tmp_path):
-    """20,000 molecules, 5,000 representatives: about a quarter of an hour on two cores."""
-    source = os.environ.get("QUALMS_QM9", "qm9pack")
-    results, _ = run_small(qm9_problem(source, "paper"), tmp_path, keep_kernels=False)
-    (seed,) = results.seeds
-    assert seed.memory < 10e9
+def check_internal(seed):
+    """Check internal calibration against that on a validation set, at every size."""
     for scheme in seed.schemes:
         found = {c: scheme.columns[c].scores["log_likelihood"] for c in MEMBERS}
-        assert found["student"] > found["CV"] - 0.005
-        # Few points tell a large sub-sample's α and γ: they differ by what chance makes of that.
-        assert found["shrinkage"] > found["N-L"] - 0.005
-    assert max(s.columns["CV"].scores["log_likelihood"] for s in seed.schemes) > 4.95
+        assert abs(found["student"] - found["CV"]) <= WITHIN
+        assert found["shrinkage"] >= found["N-L"] - DEVIATION
+
+
+@pytest.mark.slow
+def test_qm9_at_full_scale(tmp_path):
+    """20,000 molecules, 5,000 representatives: 20 minutes on two cores, 10 GB."""
+    source = os.environ.get("QUALMS_QM9", "qm9pack")
+    started = time.perf_counter()
+    results, _ = run_small(qm9_problem(source, "paper"), tmp_path, keep_kernels=False)
+    assert time.perf_counter() - started < 20 * 60
+    (seed,) = results.seeds
+    assert seed.wall < 20 * 60
+    assert seed.memory < 10e9
+    check_internal(seed)
+    assert max(s.columns["CV"].scores["log_likelihood"] for s in sub_samples(seed)) >= 4.95
     assert min(s.columns["student"].scores["mae"] for s in seed.schemes) < 1.5e-3
 
 
@@ -384,23 +349,30 @@ def test_crystals_at_full_scale(split, tmp_path):
     results, _ = run_small(csd_problem(csd(path), split, "paper"), tmp_path, keep_kernels=False)
     (seed,) = results.seeds
     assert seed.memory < 10e9
-    for scheme in seed.schemes:
-        found = {c: scheme.columns[c].scores["log_likelihood"] for c in MEMBERS}
-        assert abs(found["student"] - found["CV"]) < TOLERANCE
-        assert found["shrinkage"] > found["N-L"] - TOLERANCE
+    check_internal(seed)
     if split == "atoms":
         assert seed.process["Raw"].scores["rmse"] < 0.30
-        assert max(s.columns["N-L"].scores["log_likelihood"] for s in seed.schemes) > -0.10
+        assert max(s.columns["N-L"].scores["log_likelihood"] for s in sub_samples(seed)) >= -0.10
 
 
 # --- the command ---
 
 
+def processor_seconds():
+    """Return what all processes started and ended from here have computed."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_the_command_reproduces_qm9_small(tmp_path):
     """As a user runs it: the whole way within two minutes, then at once."""
     command = [COMMAND, "reproduce", "qm9", "--scale", "small", "--shift", "-o", "out"]
+    started, busy = time.perf_counter(), processor_seconds()
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    taken, busy = time.perf_counter() - started, processor_seconds() - busy
     assert ended.returncode == 0, ended.stderr
+    # By the clock; where other work has the processor, by what it would have taken alone on a core.
+    assert min(taken, busy) < 120
     assert "about" in ended.stderr
     assert "n = 1,800" in ended.stderr
     assert "bootstrap" in ended.stdout
@@ -411,8 +383,10 @@ def test_the_command_reproduces_qm9_small(tmp_path):
     for scheme in seed.schemes[1:]:
         columns = scheme.columns
         student, cv = (columns[c].scores["log_likelihood"] for c in ("student", "CV"))
-        assert student > cv - 0.03
-    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        # Not the target, which is for the size of the paper: α of student is fitted to as few as
+        # 400 points, that of CV to 500, each known to some 4 %, and 500 points test them.
+        assert abs(student - cv) < 0.03
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert again.returncode == 0
     assert "Seed 0 is complete." in again.stderr
     page = [COMMAND, "reproduce", "page", "out/qm9.json", "-o", "page.md"]

@@ -13,7 +13,7 @@ from qualms.atomistic.feature_stage import FeatureStage, Resources
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.training import Training
 from qualms.errors import InputError
-from qualms.reproduce import kept, kernels, pictures, problems, run
+from qualms.reproduce import kernels, kept, pictures, problems, run, size_picture
 from qualms.reproduce.complete import check_together, complete_part, missing, size_note
 from qualms.reproduce.places import Workplace
 from qualms.reproduce.predictions import load_estimates
@@ -256,20 +256,27 @@ def test_predictions_of_an_earlier_version_are_drawn_if_they_belong(finished, dr
 def test_sizes_show_the_t_density_the_bootstrap_and_standard_errors(tmp_path, drawn):
     seeds = [made_up_seed(0), made_up_seed(1)]
     path = tmp_path / "sizes.png"
-    pictures._draw_sizes(path, made_up(*seeds, name="csd-crystals"))
+    size_picture.draw_sizes(path, made_up(*seeds, name="csd-crystals"))
     (ax,) = drawn[0].axes
     assert "crystals" in ax.get_xlabel()
     (legend,) = drawn[0].legends
     named = [text.get_text() for text in legend.texts]
-    assert {"Student's t", "bootstrap", "GPR PP, CV"} <= set(named)
+    assert {*MEMBERS, "Student's t", "GPR PP, CV"} == set(named)
     # Seeds differ by 1: the standard error is 1/2, of eight lines.
     bars = [c for c in ax.collections if len(c.get_segments()) == 3]
     lengths = [np.ptp(segment[:, 1]) for bar in bars for segment in bar.get_segments()]
     assert np.allclose(lengths, 1.0)
     assert len(bars) == len(MEMBERS) + 1
-    at_bootstrap = [line for line in ax.lines if list(line.get_xdata()) == [200.0]]
-    assert {line.get_fillstyle() for line in at_bootstrap} >= {"none"}
-    pictures._draw_sizes(path, made_up(seeds[0]))
+    # Of the bootstrap there is a symbol for each, beyond the line that sets it apart.
+    (text,) = [t for t in ax.texts if t.get_text() == "bootstrap"]
+    apart = 150.0
+    caps = "_"
+    lines = [line for line in ax.lines if line.get_marker() != caps]
+    symbols = [line for line in lines if len(line.get_xdata()) == 1]
+    assert len([s for s in symbols if s.get_xdata()[0] > apart]) == len(MEMBERS) + 1
+    assert any(list(line.get_xdata()) == [apart, apart] for line in ax.lines)
+    assert text.get_position()[0] > 200.0
+    size_picture.draw_sizes(path, made_up(seeds[0]))
     assert "crystals" not in drawn[1].axes[0].get_xlabel()
     assert not drawn[1].axes[0].containers
 

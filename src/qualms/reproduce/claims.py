@@ -7,8 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qualms.core.typing import BoolArray, Float64Array
-from qualms.reproduce.results import Column, Results, Scheme, Seed
+from qualms.core.typing import Float64Array
+from qualms.reproduce.over_seeds import (
+    bootstrap_of,
+    likelihood,
+    likelihoods,
+    states,
+    sub_samples,
+    verdict,
+    written,
+)
+from qualms.reproduce.results import Column, Results, Scheme
 
 #: What a verdict needs: differences of log likelihoods, decades of σ, shares.
 _INSENSITIVE, _NOTICEABLE, _ADVANTAGE = 0.05, 0.05, 0.01
@@ -26,8 +35,11 @@ class Claim:
     criterion : str
         When it is taken to hold.
     found : str
+        Means over seeds; with several of them ± standard errors, of differences paired by seed.
     holds : str
-        "yes", "no", or "from a quarter on": for all sizes of sub-samples but the smallest.
+        "yes"; "no"; "from a quarter on", for all sizes of sub-samples but the smallest;
+        "undecided", where the criterion lies within one standard error of what was found; or
+        "undecided from a quarter on", if only the smallest size is clear, and is a "no".
     """
 
     says: str
@@ -43,36 +55,28 @@ def check_claims(results: Results) -> list[Claim]:
     return [check(results) for check in [*checks, _monotonic, _surprises, _bootstrap]]
 
 
-def sub_samples(seed: Seed) -> list[Scheme]:
-    """Return what was judged of sub-samples, by size."""
-    return sorted((s for s in seed.schemes if not s.replace), key=lambda s: s.n)
-
-
-def likelihoods(seed: Seed, column: str) -> list[float]:
-    """Return the log likelihoods of a column, by size of the sub-samples."""
-    return [s.columns[column].scores["log_likelihood"] for s in sub_samples(seed)]
+def how_claims_are_judged(n_seeds: int) -> str:
+    """Say what ± and "undecided" mean, or why there are none."""
+    if n_seeds == 1:
+        return (
+            "One seed: there are no standard errors, and nothing says which of these verdicts "
+            "another division of the data would turn over."
+        )
+    return (
+        f"± is the standard error over {n_seeds} seeds; differences are paired by seed. Undecided: "
+        "the criterion lies within one standard error of what was found."
+    )
 
 
 def _by_size(results: Results, value: Callable[[Scheme], float]) -> Float64Array:
-    """Return the mean over all seeds of what each size has: (n_sizes,)."""
-    found = np.array([[value(s) for s in sub_samples(seed)] for seed in results.seeds])
-    return np.asarray(found.mean(axis=0), dtype=np.float64)
+    """Return what each seed has of each size: (n_seeds, n_sizes)."""
+    found = [[value(s) for s in sub_samples(seed)] for seed in results.seeds]
+    return np.array(found, dtype=np.float64)
 
 
-def _likelihood(results: Results, column: str) -> Float64Array:
-    return _by_size(results, lambda s: s.columns[column].scores["log_likelihood"])
-
-
-def _of_process(results: Results, column: str, value: Callable[[Column], float]) -> float:
-    """Return the mean over all seeds of what the projected process has."""
-    return float(np.mean([value(seed.process[column]) for seed in results.seeds]))
-
-
-def _verdict(holds: BoolArray) -> str:
-    """Say whether something holds for all sizes, for all but the smallest, or not."""
-    if holds.all():
-        return "yes"
-    return "from a quarter on" if holds[1:].all() else "no"
+def _of_process(results: Results, column: str, value: Callable[[Column], float]) -> Float64Array:
+    """Return what the projected process of each seed has: (n_seeds,)."""
+    return np.array([value(seed.process[column]) for seed in results.seeds], dtype=np.float64)
 
 
 def _listed(values: Iterable[float], form: str) -> str:
@@ -80,57 +84,70 @@ def _listed(values: Iterable[float], form: str) -> str:
 
 
 def _quarter_best(results: Results) -> Claim:
-    best = [results.sizes[int(np.argmax(likelihoods(seed, "Raw")))] for seed in results.seeds]
+    raw = likelihoods(results, "Raw")
     quarter = results.sizes[1]
+    others = np.delete(raw, 1, axis=1)
+    gains = raw[:, 1] - others[:, others.mean(axis=0).argmax()]
+    best = [results.sizes[i] for i in raw.argmax(axis=1)]
     return Claim(
         "Before scaling, sub-samples of a quarter of the training set are best.",
-        f"the best raw size is {quarter:,}, with each seed",
-        f"Best raw size: {_listed(best, ',')}.",
-        "yes" if all(n == quarter for n in best) else "no",
+        f"Raw at {quarter:,} is above the best other size",
+        f"It is by {written(gains, '+.3f')}. Best raw size, by seed: {_listed(best, ',')}.",
+        verdict(states(gains, strict=True)),
     )
 
 
+def _widest(values: Float64Array) -> Float64Array:
+    """Return, of each seed, by how much the two sizes differ that do so most in the mean."""
+    mean = values.mean(axis=0)
+    return np.asarray(values[:, mean.argmax()] - values[:, mean.argmin()])
+
+
 def _insensitive(results: Results) -> Claim:
-    scaled = _likelihood(results, "CV")
-    ranges = [float(np.ptp(scaled)), float(np.ptp(scaled[1:]))]
+    scaled = likelihoods(results, "CV")
+    everywhere, from_a_quarter = _widest(scaled), _widest(scaled[:, 1:])
+    raw = _widest(likelihoods(results, "Raw"))
+    margins = _INSENSITIVE - np.stack([everywhere, from_a_quarter], axis=1)
     return Claim(
         "After scaling, the log likelihood is insensitive to the sub-sample size.",
         f"CV varies by at most {_INSENSITIVE}",
-        f"CV varies by {ranges[0]:.3f}, from a quarter on by {ranges[1]:.3f} (Raw: by "
-        f"{np.ptp(_likelihood(results, 'Raw')):.2f}).",
-        _verdict(np.array(ranges) <= _INSENSITIVE),
+        f"CV varies by {written(everywhere, '.3f')}, from a quarter on by "
+        f"{written(from_a_quarter, '.3f')} (Raw: by {written(raw, '.2f')}).",
+        verdict(states(margins)),
     )
 
 
 def _power_helps(results: Results) -> Claim:
-    gains = _likelihood(results, "N-L") - _likelihood(results, "CV")
+    gains = likelihoods(results, "N-L") - likelihoods(results, "CV")
     return Claim(
         "A non-linear scaling of the uncertainty improves it further.",
         "N-L is above CV at each size",
-        f"Gain of N-L over CV, by size: {_listed(gains, '+.3f')}.",
-        _verdict(gains > 0),
+        f"Gain of N-L over CV, by size: {written(gains, '+.4f')}.",
+        verdict(states(gains, strict=True)),
     )
 
 
 def _process(results: Results) -> Claim:
-    columns = ("CV", "N-L")
-    process = {c: _of_process(results, c, lambda p: p.scores["log_likelihood"]) for c in columns}
-    sizes = {c: _likelihood(results, c) for c in columns}
-    found = "; ".join(
-        f"{c}: GPR PP {process[c]:.3f}, sub-sampling {_listed(sizes[c], '.3f')}" for c in columns
-    )
+    """Compare the projected process with every size; the two data sets differ in what is said."""
+    gains = {
+        column: _of_process(results, column, likelihood)[:, None] - likelihoods(results, column)
+        for column in ("CV", "N-L")
+    }
+    listed = "; ".join(f"{written(found, '+.3f')} ({c})" for c, found in gains.items())
+    found = f"GPR PP less sub-sampling, by size: {listed}."
     if results.name == "qm9":
+        below = [states(-gain, strict=True) for gain in gains.values()]
         return Claim(
             "The GPR estimator is consistently worse, even after scaling.",
             "GPR PP is below every size, CV and N-L",
-            f"{found}.",
-            _verdict(np.all([sizes[c] > process[c] for c in columns], axis=0)),
+            found,
+            verdict([min(both) for both in zip(*below, strict=True)]),
         )
     return Claim(
         "After rescaling, the GPR PP estimator has a noticeably higher likelihood.",
         f"GPR PP is above every size by {_NOTICEABLE}, CV",
-        f"{found}.",
-        _verdict(process["CV"] > sizes["CV"] + _NOTICEABLE),
+        found,
+        verdict(states(gains["CV"] - _NOTICEABLE)),
     )
 
 
@@ -139,19 +156,19 @@ def _range(results: Results) -> Claim:
     return Claim(
         "Large sub-samples span almost two orders of magnitude in σ.",
         f"99 % of σ span {_ALMOST_TWO} decades or more at the largest size",
-        f"They span {_listed(decades, '.2f')} decades, by size.",
-        "yes" if decades[-1] >= _ALMOST_TWO else "no",
+        f"They span {written(decades, '.2f')} decades, by size.",
+        verdict(states(decades[:, -1] - _ALMOST_TWO)),
     )
 
 
 def _narrow(results: Results) -> Claim:
-    decades = float(_by_size(results, lambda s: s.columns["N-L"].decades)[-1])
+    decades = _by_size(results, lambda s: s.columns["N-L"].decades)[:, -1]
     process = _of_process(results, "N-L", lambda p: p.decades)
     return Claim(
         "Even after non-linear scaling, the GPR estimator has a very narrow distribution of σ.",
         "99 % of its σ span at most half as many decades as those of the largest size",
-        f"N-L: {process:.2f} decades, and {decades:.2f}.",
-        "yes" if process <= _NARROW * decades else "no",
+        f"N-L: {written(process, '.2f')} decades, and {written(decades, '.2f')}.",
+        verdict(states(_NARROW * decades - process)),
     )
 
 
@@ -165,8 +182,8 @@ def _monotonic(results: Results) -> Claim:
     return Claim(
         "Actual errors tend to increase monotonically with σ.",
         "the RMSE rises in eight of nine steps between ten bins of σ",
-        f"It rises in {_listed(shares, '.0%')} of them, by size.",
-        _verdict(shares >= _STEPS),
+        f"It rises in {written(shares, '.0%')} of them, by size.",
+        verdict(states(shares - _STEPS)),
     )
 
 
@@ -175,25 +192,23 @@ def _surprises(results: Results) -> Claim:
     return Claim(
         "Essentially no large error comes with a small σ.",
         f"at most {_SURPRISES:.1%} of the errors are beyond 4σ (N-L)",
-        f"Beyond 4σ: {_listed(shares, '.2%')} by size; a Gaussian has 0.006 %.",
-        _verdict(shares <= _SURPRISES),
+        f"Beyond 4σ: {written(shares, '.2%')} by size; a Gaussian has 0.006 %.",
+        verdict(states(_SURPRISES - shares)),
     )
 
 
 def _bootstrap(results: Results) -> Claim:
+    """Compare the bootstrap with the size that is best in the mean, seed by seed."""
     gains = {}
     for column in ("CV", "student"):
-        drawn = [
-            s.columns[column].scores["log_likelihood"]
-            for seed in results.seeds
-            for s in seed.schemes
-            if s.replace
-        ]
-        gains[column] = float(np.mean(drawn) - _likelihood(results, column).max())
-    listed = ", ".join(f"{gain:+.3f} ({column})" for column, gain in gains.items())
+        drawn = [likelihood(bootstrap_of(seed).columns[column]) for seed in results.seeds]
+        sizes = likelihoods(results, column)
+        gains[column] = np.array(drawn) - sizes[:, sizes.mean(axis=0).argmax()]
+    listed = ", ".join(f"{written(gain, '+.4f')} ({column})" for column, gain in gains.items())
+    worst = min(state for gain in gains.values() for state in states(_ADVANTAGE - gain))
     return Claim(
         "Bootstrapping offers no advantage over sub-sampling.",
         f"it is at most {_ADVANTAGE} above the best size",
         f"Bootstrap less the best size: {listed}.",
-        "yes" if max(gains.values()) <= _ADVANTAGE else "no",
+        verdict([worst]),
     )

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from qualms.atomistic.hypers import Compression, Soap
-from qualms.reproduce.claims import check_claims, sub_samples
+from qualms.reproduce.claims import check_claims, how_claims_are_judged
 from qualms.reproduce.complete import size_note
 from qualms.reproduce.divisions import comparison_of_divisions
-from qualms.reproduce.markdown import figure, markdown_table, minus, signed
-from qualms.reproduce.pictures import PANELS
+from qualms.reproduce.facts import facts
+from qualms.reproduce.markdown import figure, markdown_table, minus
+from qualms.reproduce.over_seeds import sub_samples
+from qualms.reproduce.pictures import LEVELS, PANELS
 from qualms.reproduce.published import COLUMNS, CSD, PROCESS, QM9, Table, published
 from qualms.reproduce.results import Column, Results, Scheme, Seed
 from qualms.reproduce.shift_page import differences, shift_parts
+from qualms.reproduce.targets import internal_against_validation
 from qualms.reproduce.texts import (
     CAPTIONS,
     INTRODUCTION,
@@ -29,7 +30,6 @@ _PUBLISHED: dict[str, Table] = {"qm9": QM9, "csd-atoms": CSD}
 _OURS = ("student", "shrinkage")
 _STUDENT_T = "Student's t"
 _GB = 1e9
-_MEMBERS = 16
 
 
 def make_page(found: Sequence[Results], *, figures: str = "") -> str:
@@ -99,12 +99,12 @@ def _section(results: Results, figures: str) -> list[str]:
     rows = [[label, *cells] for label, cells in table_rows(results)]
     parts = [
         f"## {results.title}",
-        _facts(results),
+        facts(results),
         f"Mean log likelihood of the {seeds[0].n_test:,} test points, {results.units}; "
         f"{_over_seeds(len(seeds))}{_brackets(results)}:",
         markdown_table(head, rows),
         size_note(results),
-        _differences_to_validation(results),
+        internal_against_validation(results),
         _error_table(results),
         "### What the paper says in words",
         _claims_table(results),
@@ -123,66 +123,6 @@ def _over_seeds(n: int) -> str:
 
 def _brackets(results: Results) -> str:
     return ", in square brackets what the paper prints" if _published(results) else ""
-
-
-def _facts(results: Results) -> str:
-    seed = results.seeds[0]
-    crystals = " Sizes of sub-samples count crystals." if results.name == "csd-crystals" else ""
-    small = "" if results.scale == "paper" else " A tenth of what the paper has."
-    return (
-        f"{seed.n_train:,} training, {seed.n_validation:,} validation and {seed.n_test:,} test "
-        f"points from {results.source}; {seed.n_representatives:,} representatives by farthest "
-        f"point sampling out of {seed.n_environments:,} environments; {_MEMBERS} members."
-        f"{crystals}{small} {_representation(results.representation)}"
-    )
-
-
-def _representation(stored: Mapping[str, Any]) -> str:
-    """Say what the hyper-parameters of SOAP are."""
-    soap = Soap.model_validate(stored)
-    scales = []
-    for scale in soap.scales:
-        near = scale.radial_scaling
-        scaled = "no radial scaling"
-        if near is not None:
-            scaled = f"radial scaling of {near.scale:g} Å, m = {near.exponent:g}"
-        scales.append(
-            f"cutoff {scale.cutoff:g} Å, Gaussians of {scale.gaussian_width:g} Å, "
-            f"{scale.n_radial} radial functions, l ≤ {scale.l_max}, {scaled}"
-        )
-    return f"SOAP: {'; '.join(scales)}; ζ = {soap.exponent:g}; {_compressed(soap)}."
-
-
-def _compressed(soap: Soap) -> str:
-    if isinstance(soap.compression, Compression):
-        return f"{soap.compression.n_features:,} components ({soap.compression.method})"
-    return "not compressed" if soap.compression is None else "compressed if that pays"
-
-
-def _differences_to_validation(results: Results) -> str:
-    """Say how internal calibration compares with that on a validation set."""
-    rows, means = [], []
-    for i, n in enumerate(results.sizes):
-        schemes = [sub_samples(seed)[i] for seed in results.seeds]
-        student = [_gain(s, "student", "CV") for s in schemes]
-        shrinkage = [_gain(s, "shrinkage", "N-L") for s in schemes]
-        means.append((np.mean(student), np.mean(shrinkage)))
-        internal = np.mean([s.n_internal for s in schemes])
-        rows.append([f"{n:,}", f"{internal:,.0f}", signed(student), signed(shrinkage)])
-    head = ["n", "points of the internal calibration", "student − CV", "shrinkage − N-L"]
-    text = (
-        "Internal calibration, which sets nothing aside, against calibration on the validation set "
-        "(targets: student within 0.005 of CV, shrinkage at least equal to N-L):"
-    )
-    lowest = np.min(means, axis=0)
-    worst = f"At worst, student is at {lowest[0]:+.4f} and shrinkage at {lowest[1]:+.4f}."
-    return f"{text}\n\n{markdown_table(head, rows)}\n\n{minus(worst)}"
-
-
-def _gain(scheme: Scheme, column: str, over: str) -> float:
-    columns = scheme.columns
-    found = columns[column].scores["log_likelihood"] - columns[over].scores["log_likelihood"]
-    return float(found)
 
 
 def _error_table(results: Results) -> str:
@@ -210,13 +150,15 @@ def _error_cells(scores: Sequence[Mapping[str, float]], factor: float) -> list[s
 
 
 def _claims_table(results: Results) -> str:
-    rows = [[c.says, c.criterion, minus(c.found), c.holds] for c in check_claims(results)]
-    return markdown_table(["the paper", "taken to hold if", "here", "holds"], rows)
+    rows = [[c.says, c.criterion, c.found, c.holds] for c in check_claims(results)]
+    table = markdown_table(["the paper", "taken to hold if", "here", "holds"], rows)
+    return f"{how_claims_are_judged(len(results.seeds))}\n\n{table}"
 
 
 def _figures(results: Results) -> Iterable[tuple[str, str]]:
     for ending in (*PANELS.values(), "sizes"):
-        yield ending, CAPTIONS[ending].format(title=results.title)
+        levels = ", ".join(f"{level:g}" for level in LEVELS)
+        yield ending, CAPTIONS[ending].format(title=results.title, levels=levels)
 
 
 def _costs(results: Results) -> str:

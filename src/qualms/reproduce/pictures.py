@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,9 +10,8 @@ import numpy as np
 
 from qualms.core.diagnostics import conditional_error_density
 from qualms.core.likelihood import log_likelihood
-from qualms.core.typing import Float64Array
 from qualms.errors import InputError
-from qualms.report.figures import ConditionalErrorDisplay, SubsampleSizeDisplay, line_style
+from qualms.report.figures import ConditionalErrorDisplay, line_style
 from qualms.report.figures._axes import set_log_scale
 from qualms.report.figures._style import (
     ACCENT,
@@ -23,11 +22,12 @@ from qualms.report.figures._style import (
     axis_label,
     style,
 )
+from qualms.reproduce.over_seeds import sub_samples
 from qualms.reproduce.places import Workplace
 from qualms.reproduce.predictions import Drawn, load_estimates
 from qualms.reproduce.published import PROCESS
-from qualms.reproduce.results import Column, Results, Scheme, Seed
-from qualms.reproduce.run import BOOTSTRAP
+from qualms.reproduce.results import Column, Results, Seed
+from qualms.reproduce.size_picture import draw_sizes
 from qualms.storage.files import atomic_path
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 _DPI = 150
 #: Figures of panels: the column they show, and what their names end in.
 PANELS = {"CV": "linear", "N-L": "power", "student": "student"}
-#: The line of the t density itself.
-_STUDENT_T = "Student's t"
+#: Densities per unit of ln ε at which contours are drawn; captions state them.
+LEVELS = (0.05, 0.15, 0.25, 0.35)
 #: How far a log likelihood may change by rounding predictions to single precision.
 _ROUNDING = 2e-3
 #: Empty margin at either side of panels, as a factor: contours are not cut at the frame.
@@ -54,7 +54,7 @@ def draw_figures(results: Results, workplace: Workplace) -> list[Path]:
         _draw_panels(path, panels, results.units)
         files.append(path)
     files.append(workplace.directory / f"{results.name}-sizes.png")
-    _draw_sizes(files[-1], results)
+    draw_sizes(files[-1], results)
     if results.shift is not None:
         files.append(workplace.directory / f"{results.name}-shift.png")
         _draw_shift(files[-1], results)
@@ -77,7 +77,7 @@ def _of_one_seed(results: Results, workplace: Workplace) -> dict[str, dict[str, 
 
 def _of_seed(name: str, seed: Seed, workplace: Workplace) -> dict[str, dict[str, Drawn]]:
     wanted: dict[str, tuple[str, Mapping[str, Column]]] = {
-        f"n = {s.n:,}": (str(s.n), s.columns) for s in _sub_samples(seed)
+        f"n = {s.n:,}": (str(s.n), s.columns) for s in sub_samples(seed)
     }
     wanted[PROCESS] = ("process", seed.process)
     found = {}
@@ -119,7 +119,7 @@ def _draw_panels(path: Path, panels: Mapping[str, Drawn], units: str) -> None:
             densities = conditional_error_density(
                 found.y, found.mean, found.std, found.members, min_points=20.0
             )
-            ConditionalErrorDisplay(densities, units=units).plot(ax, legend=False)
+            ConditionalErrorDisplay(densities, units=units).plot(ax, levels=LEVELS, legend=False)
             ax.set_title(label, fontsize="medium")
         for ax in axes[len(panels) :]:
             ax.remove()
@@ -149,81 +149,6 @@ def _share_axes(axes: Sequence[Axes]) -> None:
     for ax in axes:
         set_log_scale(ax, "x", (x[:, 0].min() / _MARGIN, x[:, 1].max() * _MARGIN))
         set_log_scale(ax, "y", (y[:, 0].min() / _MARGIN, y[:, 1].max() * _MARGIN))
-
-
-# --- sizes ---
-
-
-def _sub_samples(seed: Seed) -> list[Scheme]:
-    return sorted((s for s in seed.schemes if not s.replace), key=lambda s: s.n)
-
-
-def _estimators(results: Results) -> dict[str, Callable[[Scheme], float]]:
-    """Return the log likelihood of each estimator as a function of what was judged."""
-
-    def of(column: str) -> Callable[[Scheme], float]:
-        return lambda scheme: scheme.columns[column].scores["log_likelihood"]
-
-    first = _sub_samples(results.seeds[0])[0]
-    return {column: of(column) for column in first.columns} | {_STUDENT_T: lambda s: s.student_t}
-
-
-def _draw_sizes(path: Path, results: Results) -> None:
-    """Draw log likelihoods against size: means over seeds, their standard errors, the bootstrap."""
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-
-    seeds = results.seeds
-    # Crystals differ in size, and so do, by a few, the sizes of sub-samples with other seeds.
-    sizes = np.array(seeds[0].sizes, dtype=np.float64)
-    by_name = {
-        name: np.array([[value(s) for s in _sub_samples(seed)] for seed in seeds])
-        for name, value in _estimators(results).items()
-    }
-    process = np.mean([seed.process["CV"].scores["log_likelihood"] for seed in seeds])
-    lines = {name: values.mean(axis=0) for name, values in by_name.items()}
-    display = SubsampleSizeDisplay(sizes, lines, {f"{PROCESS}, CV": float(process)})
-    with style():
-        figure = Figure(figsize=(1.3 * COLUMN_WIDTH, 1.15 * COLUMN_WIDTH), layout="constrained")
-        ax = figure.add_subplot()
-        display.plot(ax, legend=False)
-        for i, values in enumerate(by_name.values()):
-            _draw_errors(ax, sizes, values, line_style(i)["color"])
-        _draw_bootstrap(ax, results)
-        if results.name == "csd-crystals":
-            ax.set_xlabel(r"Sub-sample size $n$ (crystals)")
-        hollow = Line2D([], [], color=INK, marker="o", linestyle="", fillstyle="none")
-        hollow.set_label(BOOTSTRAP)
-        handles = [*ax.get_legend_handles_labels()[0], hollow]
-        figure.legend(handles=handles, loc="outside upper center", ncols=4)
-        with atomic_path(path, force=True) as temporary:
-            figure.savefig(temporary, dpi=_DPI, format="png")
-
-
-def _draw_errors(ax: Axes, x: Float64Array, values: Float64Array, color: str) -> None:
-    """Draw standard errors over seeds, if there are several: values is (n_seeds, n_sizes)."""
-    if len(values) > 1:
-        error = values.std(axis=0, ddof=1) / np.sqrt(len(values))
-        ax.errorbar(x, values.mean(axis=0), error, fmt="none", ecolor=color, capsize=2.0)
-
-
-def _draw_bootstrap(ax: Axes, results: Results) -> None:
-    """Draw hollow symbols at the size of the training set; triangles where they lie below."""
-    schemes = [next(s for s in seed.schemes if s.replace) for seed in results.seeds]
-    x = np.array([np.mean([s.n for s in schemes])])
-    low, high = ax.get_ylim()
-    for i, value in enumerate(_estimators(results).values()):
-        values = np.array([[value(s)] for s in schemes])
-        look = line_style(i) | {"linestyle": "", "fillstyle": "none"}
-        if values.mean() < low:
-            look["marker"] = "v"
-            ax.plot(x, [0.03], transform=ax.get_xaxis_transform(), **look)
-            continue
-        ax.plot(x, values.mean(axis=0), **look)
-        _draw_errors(ax, x, values, look["color"])
-        high = max(high, values.mean() + 0.05 * (high - low))
-    ax.set_ylim(low, high)
-    ax.set_xlim(None, max(ax.get_xlim()[1], 1.06 * float(x[0])))
 
 
 # --- shift ---

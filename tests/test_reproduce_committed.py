@@ -1,0 +1,92 @@
+"""The committed results and their page: what is promised is kept, or said to be missed."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reproduce_fixtures import MEMBERS
+
+from qualms.reproduce.over_seeds import sub_samples
+from qualms.reproduce.page import make_page
+from qualms.reproduce.results import read_results
+from qualms.reproduce.targets import WITHIN, shrinkage_targets, student_targets
+
+DOCS = Path(__file__).parents[1] / "docs"
+ORDER = ("qm9", "csd-atoms", "csd-crystals")
+#: The target is that shrinkage be at least equal to N-L. It is missed at some sizes, as the page
+#: says, by up to so much in the mean over seeds: at the largest size four parameters are fitted to
+#: 4,200 points, which alone costs 4/(2 · 4,200) = 0.0005, and the two of N-L to 5,000; these points
+#: and the test points are few enough for chance to do as much again and more. This is a deviation
+#: from the target, not the target.
+DEVIATION = 0.002
+
+
+def committed():
+    """Results in the order of the page; they are all there."""
+    return [read_results(DOCS / "reproduction" / f"{name}.json") for name in ORDER]
+
+
+def test_the_committed_page_is_made_of_the_committed_results():
+    page = make_page(committed(), figures="reproduction/")
+    assert (DOCS / "reproduction.md").read_text(encoding="utf-8") == page
+    shown = set(re.findall(r"^:::\{figure\} reproduction/(.*)$", page, re.MULTILINE))
+    assert shown == {path.name for path in (DOCS / "reproduction").glob("*.png")}
+
+
+@pytest.mark.parametrize("results", committed(), ids=lambda results: results.name)
+def test_the_committed_results_keep_what_is_promised(results):
+    """Internal calibration is as good as that on a validation set, at every size."""
+    assert results.scale == "paper"
+    assert all(seed.n_train >= 19_500 for seed in results.seeds)
+    for target in student_targets(results):
+        assert abs(np.mean(target.differences)) <= WITHIN, target
+    for seed in results.seeds:
+        for scheme in seed.schemes:
+            found = {c: scheme.columns[c].scores["log_likelihood"] for c in MEMBERS}
+            assert abs(found["student"] - found["CV"]) <= WITHIN
+    shrinkage = shrinkage_targets(results)
+    for target in shrinkage:
+        assert np.mean(target.differences) >= -DEVIATION, target
+    # Where the target itself is missed, the page says so.
+    missed = [t for t in shrinkage if np.mean(t.differences) < 0]
+    page = (DOCS / "reproduction.md").read_text(encoding="utf-8")
+    section = page.split(f"## {results.title}\n")[1].split("\n## ")[0]
+    assert f"shrinkage is met at {len(shrinkage) - len(missed)} of {len(shrinkage)}" in section or (
+        not missed and f"shrinkage is met at each of the {len(shrinkage)} sizes" in section
+    )
+
+
+def test_calibration_md_says_what_the_committed_results_say():
+    """Shrinkage is not the best of each row: it is N-L to two thousandths, above or below it."""
+    text = " ".join((DOCS / "calibration.md").read_text(encoding="utf-8").split())
+    assert "agrees with N-L to two thousandths, above it at some sizes and below it at" in text
+    gains = [np.mean(t.differences) for r in committed() for t in shrinkage_targets(r)]
+    assert max(np.abs(gains)) <= DEVIATION
+    assert min(gains) < 0 < max(gains)
+
+
+def test_the_committed_results_of_qm9_reach_their_targets():
+    for seed in committed()[0].seeds:
+        columns = [scheme.columns for scheme in seed.schemes]
+        assert min(c["student"].scores["mae"] for c in columns) < 1.5e-3
+        scaled = [s.columns["CV"].scores["log_likelihood"] for s in sub_samples(seed)]
+        assert max(scaled) >= 4.95
+
+
+def test_the_committed_results_of_qm9_keep_to_their_time_and_memory():
+    """Every seed of which it is known: 20 minutes by the clock, 10 GB."""
+    seeds = committed()[0].seeds
+    memory = [seed.memory for seed in seeds if seed.memory]
+    assert all(used < 10e9 for used in memory)
+    minutes = {seed.seed: seed.wall / 60 for seed in seeds if seed.wall is not None}
+    if not minutes:
+        pytest.skip("no committed seed says how long it took by the clock")
+    assert all(each < 20 for each in minutes.values()), minutes
+
+
+def test_the_committed_results_of_shieldings_reach_their_targets():
+    for seed in committed()[1].seeds:
+        assert seed.process["Raw"].scores["rmse"] < 0.30
+        best = max(s.columns["N-L"].scores["log_likelihood"] for s in sub_samples(seed))
+        assert best >= -0.10
