@@ -13,7 +13,7 @@ from qualms.atomistic.feature_stage import FeatureStage, Resources
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.training import Training
 from qualms.errors import InputError
-from qualms.reproduce import kernels, kept, pictures, problems, run, size_picture
+from qualms.reproduce import kept, kernels, pictures, problems, run, size_picture
 from qualms.reproduce.complete import check_together, complete_part, missing, size_note
 from qualms.reproduce.places import Workplace
 from qualms.reproduce.predictions import load_estimates

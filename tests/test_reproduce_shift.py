@@ -7,6 +7,7 @@ from ase import Atoms
 from atomistic_fixtures import organic_crystals, qualms
 
 from qualms.atomistic.feature_stage import Resources
+from qualms.atomistic.hypers import make_soap
 from qualms.atomistic.progress import Stages
 from qualms.cli import reproduce as command
 from qualms.core.calibration import calibration_data, fit_calibration
@@ -178,10 +179,6 @@ def test_the_page_says_where_error_bars_of_test_points_are_too_small():
 # --- the page: far from home ---
 
 
-def describe(stored):
-    return "SOAP."
-
-
 def test_the_page_says_where_error_bars_far_from_home_are_too_small():
     home = a_set("at home", student=column(), shrinkage=column(), CV=column())
     far = a_set(
@@ -190,7 +187,7 @@ def test_the_page_says_where_error_bars_far_from_home_are_too_small():
         shrinkage=column(bins(b10=2.6)),
         CV=column(),
     )
-    page = "\n".join(shift_parts([results(shift=a_shift(home, far))], "", describe))
+    page = "\n".join(shift_parts([results(shift=a_shift(home, far))], ""))
     assert (
         "- Trained on small things, σ is too small for 8 heavy atoms by a factor of 2.12 where it "
         "is largest (bin 10 of 10, σ 1 eV) with student (others: CV, nowhere to shrinkage, 2.60)."
@@ -205,15 +202,15 @@ def test_the_page_says_where_error_bars_far_from_home_are_too_small():
 
 def test_the_page_says_what_the_model_is():
     sets = [a_set(student=column()), a_set(student=column())]
-    old = "\n".join(shift_parts([results(shift=a_shift(*sets))], "", describe))
+    old = "\n".join(shift_parts([results(shift=a_shift(*sets))], ""))
     assert "Trained on 100 labels of small things; its number of representatives was not" in old
     known = {"n_representatives": 5000, "n_members": 16, "subsample": 0.5, "source": "CSD-2k.xyz"}
-    new = a_shift(*sets, **known, representation={"any": "thing"})
-    page = "\n".join(shift_parts([results(name="csd-atoms", shift=new)], "", describe))
+    new = a_shift(*sets, **known, representation=make_soap("nmr").model_dump(mode="json"))
+    page = "\n".join(shift_parts([results(name="csd-atoms", shift=new)], ""))
     assert (
         "Trained on 100 labels of small things, with 5,000 representatives and 16 members, "
         "sub-samples of one half of the crystals. The relaxed crystals are those of CSD-2k.xyz. "
-        "SOAP."
+        "SOAP: cutoff 5 Å, "
     ) in page
 
 
@@ -225,7 +222,7 @@ def test_one_study_of_crystals_is_shown_and_its_heading_names_the_data():
             results(name=name, title=name, shift=each)
             for name, each in zip(("csd-atoms", "csd-crystals"), shifts, strict=True)
         ]
-        page = "\n".join(shift_parts(found, "", describe))
+        page = "\n".join(shift_parts(found, ""))
         assert page.count("### ") == 1
         assert "### ¹H shieldings: from rattled crystals (CSD-1000R) to relaxed ones" in page
         assert "Trained on 2 labels" in page
@@ -237,7 +234,7 @@ def test_calibrations_that_were_fitted_to_a_set_are_not_praised_for_it():
     columns["GPR PP"] = column(likelihood=0.0)
     columns["GPR PP, CV"] = column(likelihood=8.0)
     sets = [a_set("home", **columns), a_set("far", **columns)]
-    page = "\n".join(shift_parts([results(shift=a_shift(*sets))], "", describe))
+    page = "\n".join(shift_parts([results(shift=a_shift(*sets))], ""))
     home, far = page.split("**home**")[1].split("**far**")
     assert "highest log likelihood is student" in home
     assert "highest log likelihood is CV" in far

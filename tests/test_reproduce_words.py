@@ -51,7 +51,7 @@ def test_targets_of_one_seed_say_so():
     shrinkage = [t.verdict for t in shrinkage_targets(results)]
     assert shrinkage == ["met (one seed)", "met (one seed)", "missed (one seed)"]
     text = internal_against_validation(results)
-    assert "| 100 | 100 | +0.0060 | missed (one seed) | −0.0010 | missed (one seed) |" in text
+    assert "| 100 | 100 | 0 | +0.0060 | missed (one seed) | −0.0010 | missed (one seed) |" in text
     assert "student is met at 2 of 3 sizes and missed at: n = 100, +0.0060, missed (one" in text
     assert "shrinkage is met at 2 of 3 sizes and missed at: n = 100, −0.0010, missed (one" in text
 

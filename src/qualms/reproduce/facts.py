@@ -21,7 +21,7 @@ def facts(results: Results) -> str:
         f"{seed.n_train:,} training, {seed.n_validation:,} validation and {seed.n_test:,} test "
         f"points from {results.source}; {seed.n_representatives:,} representatives by farthest "
         f"point sampling out of {seed.n_environments:,} environments; {_MEMBERS} members."
-        f"{crystals}{small} {_fewer(results)}{_representation(results.representation)}"
+        f"{crystals}{small} {_fewer(results)}{described(results.representation)}"
     )
 
 
@@ -74,7 +74,7 @@ def _hyper_parameters(stored: Mapping[str, Any]) -> dict[str, str]:
     return found | {"ζ": f"{soap.exponent:g}", "compression": _compressed(soap)}
 
 
-def _representation(stored: Mapping[str, Any]) -> str:
+def described(stored: Mapping[str, Any]) -> str:
     """Say what the hyper-parameters of SOAP are."""
     soap = Soap.model_validate(stored)
     scales = []

@@ -47,7 +47,7 @@ def make_page(found: Sequence[Results], *, figures: str = "") -> str:
         parts += _section(results, figures)
     parts += comparison_of_divisions(found)
     parts += [MODEL_SELECTION, *too_small_parts(found)]
-    parts += [*shift_parts(found, figures, _representation), differences(found)]
+    parts += [*shift_parts(found, figures), differences(found)]
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
 
 

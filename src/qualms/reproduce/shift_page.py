@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from qualms.atomistic.study import VALIDATED
 from qualms.reproduce.bins import Worst, adequacy, ratios
+from qualms.reproduce.facts import described
 from qualms.reproduce.markdown import figure, markdown_table, minus
 from qualms.reproduce.published import PROCESS
 from qualms.reproduce.results import Column, Results, Shift, Shifted
@@ -35,11 +35,8 @@ _HEADINGS = {
 _STILL = "**Where calibrated σ is still too small.** By the worst bins of each set:\n"
 _SAMPLED = {"qm9": "molecules", "csd": "crystals"}
 
-#: Says what the hyper-parameters of a stored representation are.
-Describe = Callable[[Mapping[str, Any]], str]
 
-
-def shift_parts(found: Sequence[Results], figures: str, describe: Describe) -> list[str]:
+def shift_parts(found: Sequence[Results], figures: str) -> list[str]:
     """Return the section, for all results that have a model far from home.
 
     Parameters
@@ -47,8 +44,6 @@ def shift_parts(found: Sequence[Results], figures: str, describe: Describe) -> l
     found : sequence of Results
     figures : str
         Where the figures are, seen from the page.
-    describe : callable
-        Says what the hyper-parameters of a representation are.
     """
     studies = _studies(found)
     if not studies:
@@ -64,7 +59,7 @@ def shift_parts(found: Sequence[Results], figures: str, describe: Describe) -> l
         caption = CAPTIONS["shift"].format(title=heading)
         parts += [
             f"### {heading}",
-            _model(shift, _SAMPLED[_data(results)], describe),
+            _model(shift, _SAMPLED[_data(results)]),
             *(_in_words(s, shift.sets[0], results.units) for s in shift.sets),
             _table(shift, results.units),
             figure(f"{figures}{results.name}-shift.png", caption),
@@ -102,7 +97,7 @@ def _studies(found: Sequence[Results]) -> list[tuple[Results, Shift]]:
     return list(chosen.values())
 
 
-def _model(shift: Shift, sampled: str, describe: Describe) -> str:
+def _model(shift: Shift, sampled: str) -> str:
     """Say what the model is."""
     text = f"Trained on {shift.n_train:,} labels of {shift.trained_on}"
     if shift.n_representatives is None:
@@ -111,7 +106,7 @@ def _model(shift: Shift, sampled: str, describe: Describe) -> str:
     if shift.n_members is not None and shift.subsample is not None:
         text += f" and {shift.n_members} members, sub-samples of {_size(shift.subsample)} {sampled}"
     text += "." if not shift.source else f". The relaxed crystals are those of {shift.source}."
-    return f"{text} {describe(shift.representation)}" if shift.representation else text
+    return f"{text} {described(shift.representation)}" if shift.representation else text
 
 
 def _size(subsample: float) -> str:

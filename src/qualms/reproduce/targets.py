@@ -37,8 +37,8 @@ class Target:
     ----------
     n : int
         Size of the sub-samples.
-    n_internal : float
-        Points of the internal calibration, mean over seeds.
+    n_internal, n_well_judged : float
+        Points of the internal calibration, and those that Int. and Int. N-L used; means over seeds.
     differences : (n_seeds,) array
         Internal less validated, of each seed.
     shortfall : float
@@ -47,6 +47,7 @@ class Target:
 
     n: int
     n_internal: float
+    n_well_judged: float
     differences: Float64Array
     shortfall: float
 
@@ -73,10 +74,12 @@ def shrinkage_targets(results: Results) -> list[Target]:
 
 
 def _targets(results: Results, gains: Float64Array, shortfalls: Float64Array) -> list[Target]:
-    points = [[s.n_internal for s in sub_samples(seed)] for seed in results.seeds]
-    internal = np.mean(points, axis=0)
+    points = [
+        [(s.n_internal, s.n_well_judged) for s in sub_samples(seed)] for seed in results.seeds
+    ]
+    internal = np.mean(points, axis=0).tolist()
     return [
-        Target(n, float(internal[i]), gains[:, i], float(shortfalls[i]))
+        Target(n, internal[i][0], internal[i][1], gains[:, i], float(shortfalls[i]))
         for i, n in enumerate(results.sizes)
     ]
 
@@ -88,6 +91,7 @@ def internal_against_validation(results: Results) -> str:
         [
             f"{a.n:,}",
             f"{a.n_internal:,.0f}",
+            f"{a.n_well_judged:,.0f}",
             signed(a.differences.tolist()),
             a.verdict,
             signed(b.differences.tolist()),
@@ -95,7 +99,8 @@ def internal_against_validation(results: Results) -> str:
         ]
         for a, b in zip(student, shrinkage, strict=True)
     ]
-    head = ["n", "points of the internal calibration", "student − CV", f"within {WITHIN}"]
+    head = ["n", "points, student and shrinkage", "points, Int. and Int. N-L"]
+    head += ["student − CV", f"within {WITHIN}"]
     table = markdown_table([*head, "shrinkage − N-L", "at least equal"], rows)
     words = f"{_summary('student', student)} {_summary('shrinkage', shrinkage)}"
     why = _reason(shrinkage, results.seeds[0].n_validation)

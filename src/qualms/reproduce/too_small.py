@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from qualms.reproduce.bins import Adequacy, Stretch, adequacy, mean_bins
-from qualms.reproduce.claims import sub_samples
 from qualms.reproduce.markdown import markdown_table
+from qualms.reproduce.over_seeds import sub_samples
 from qualms.reproduce.published import PROCESS
 from qualms.reproduce.results import Column, Results
 from qualms.reproduce.texts import TOO_SMALL
