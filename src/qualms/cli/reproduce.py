@@ -32,6 +32,7 @@ from qualms.reproduce.problems import (
     Problem,
     Scale,
     Split,
+    check_characterized,
     csd_problem,
     csd_settings,
     qm9_problem,
@@ -65,6 +66,12 @@ def qm9(
         str | None,
         typer.Option(help="NPZ file or dsgdb9nsd.xyz.tar.bz2; otherwise the package qm9pack."),
     ] = None,
+    uncharacterized: Annotated[
+        Path | None,
+        typer.Option(
+            help="uncharacterized.txt, published with QM9: molecules of its archive to leave out."
+        ),
+    ] = None,
     output: Output = _DIRECTORY,
     scale: ScaleOption = "paper",
     seeds: Seeds = 1,
@@ -81,14 +88,18 @@ def qm9(
     """Atomisation energies of QM9: 20,000 molecules, 5,000 representatives, five sizes."""
     checked = _scale(scale)
     source = data or ("subset" if checked == "small" else "qm9pack")
+    check_characterized(source, uncharacterized)
     run = _Run(output, memory, discard_kernels, threads, force, quiet, as_json)
-    work = run.start(partial(qm9_problem, source, checked))
+    work = run.start(partial(qm9_problem, source, checked, uncharacterized=uncharacterized))
     with_shift = shift and work.results.shift is None
     run.announce([work], seeds, 1.0 if with_shift else 0.0)
     results = run.all_seeds(work, seeds)
     if with_shift:
         means = run.means("qm9")
-        run.add_shift(results, qm9_shift(source, checked, qm9_settings(checked), means))
+        found = qm9_shift(
+            source, checked, qm9_settings(checked), means, uncharacterized=uncharacterized
+        )
+        run.add_shift(results, found)
     run.finish(["qm9"])
 
 

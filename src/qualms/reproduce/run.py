@@ -133,6 +133,7 @@ def start_results(problem: Problem, workplace: Workplace, *, force: bool) -> Res
         sizes=list(problem.sizes),
         representation=problem.settings.representation.model_dump(mode="json"),
         machine=machine(),
+        left_out=problem.left_out,
     )
     path = workplace.results(problem.name)
     if force or not path.exists():
