@@ -151,17 +151,21 @@ def page(
     output: Annotated[Path, typer.Option("--output", "-o", help="Markdown file to write.")],
     force: Force = False,
 ) -> None:
-    """Make the page of all results. Figures are taken to lie beside the result files."""
+    """Make the page of all results. Figures lie beside the result files: others are drawn there."""
     check_output(output, force=force)
     refuse_input(output, *results)
-    say = Terminal().say
+    terminal = Terminal()
     found = [read_results(path) for path in results]
     check_together(found)
-    found = [complete_part(each, path, say) for each, path in zip(found, results, strict=True)]
+    pairs = zip(found, results, strict=True)
+    found = [complete_part(each, path, terminal.say) for each, path in pairs]
     folders = {path.resolve().parent for path in results}
     if len(folders) > 1:
         raise InputError("results", f"files in {len(folders)} directories", "files in one of them")
-    figures = os.path.relpath(folders.pop(), output.resolve().parent)
+    folder = folders.pop()
+    for each in found:
+        draw_figures(each, Workplace(folder), terminal.warn, only_missing=True)
+    figures = os.path.relpath(folder, output.resolve().parent)
     text = make_page(found, figures="" if figures == "." else f"{figures}/")
     with atomic_output(output, force=force) as file:
         file.write(text.encode())
@@ -280,7 +284,7 @@ class _Run:
         for name in names:
             path = self.workplace.results(name)
             results = found[name] = complete_part(read_results(path), path, self.say)
-            draw_figures(results, self.workplace)
+            draw_figures(results, self.workplace, self.terminal.warn)
             table = new_table(results.title, "mean log likelihood ± standard error [the paper's]")
             for heading in ("n", *COLUMNS, "student", "shrinkage", "Student's t"):
                 table.add_column(heading, justify="right")

@@ -9,20 +9,15 @@ import numpy as np
 
 from qualms.atomistic.hypers import Compression, Soap
 from qualms.reproduce.claims import check_claims, sub_samples
-from qualms.reproduce.complete import size_note
+from qualms.reproduce.complete import NAMES, size_note
 from qualms.reproduce.divisions import comparison_of_divisions
+from qualms.reproduce.introduction import differences, introduction
 from qualms.reproduce.markdown import figure, markdown_table, minus, signed
 from qualms.reproduce.pictures import PANELS
 from qualms.reproduce.published import COLUMNS, CSD, PROCESS, QM9, Table, published
 from qualms.reproduce.results import Column, Results, Scheme
 from qualms.reproduce.shift_page import shift_parts
-from qualms.reproduce.texts import (
-    CAPTIONS,
-    DIFFERENCES,
-    INTRODUCTION,
-    MODEL_SELECTION,
-    READING,
-)
+from qualms.reproduce.texts import CAPTIONS, MODEL_SELECTION, READING
 
 #: The paper divides over atoms: it has no numbers of crystals that are new.
 _PUBLISHED: dict[str, Table] = {"qm9": QM9, "csd-atoms": CSD}
@@ -38,15 +33,16 @@ def make_page(found: Sequence[Results], *, figures: str = "") -> str:
     Parameters
     ----------
     found : sequence of Results
-        Complete ones, in the order of the page.
+        Complete ones of one scale, in any order.
     figures : str
         Where the figures are, seen from the page: "" or a directory that ends in "/".
     """
-    parts = [INTRODUCTION, READING]
+    found = sorted(found, key=lambda results: NAMES.index(results.name))
+    parts = [introduction(found), READING]
     for results in found:
         parts += _section(results, figures)
     parts += comparison_of_divisions(found)
-    parts += [MODEL_SELECTION, *shift_parts(found, figures), DIFFERENCES]
+    parts += [MODEL_SELECTION, *shift_parts(found, figures), differences(found)]
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
 
 

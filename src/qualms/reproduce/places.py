@@ -9,10 +9,7 @@ from pathlib import Path
 from qualms.errors import InputError
 from qualms.reproduce.complete import NAMES, complete_part
 from qualms.reproduce.results import Results, read_results
-from qualms.reproduce.texts import INTRODUCTION
-
-#: What all pages begin with.
-_TITLE = INTRODUCTION.strip().splitlines()[0]
+from qualms.reproduce.texts import TITLES
 
 
 @dataclass(frozen=True)
@@ -46,6 +43,10 @@ class Workplace:
         """File of the predictions that figures are made of."""
         return self.directory / "predictions" / f"{name}-{seed}-{label}.npz"
 
+    def figure(self, name: str, ending: str) -> Path:
+        """File of a figure of a problem."""
+        return self.directory / f"{name}-{ending}.png"
+
     @property
     def page(self) -> Path:
         """The page of all results of the directory."""
@@ -67,7 +68,7 @@ def check_page(page: Path, *, force: bool) -> None:
     if force or not page.exists():
         return
     try:
-        made = page.read_text(encoding="utf-8").startswith(_TITLE)
+        made = page.read_text(encoding="utf-8").startswith(tuple(TITLES.values()))
     except (OSError, ValueError):
         made = False
     if not made:
@@ -82,7 +83,7 @@ def check_page(page: Path, *, force: bool) -> None:
 def other_results(
     directory: Path, found: Mapping[str, Results], say: Callable[[str], None]
 ) -> list[Results]:
-    """Return what was found, and complete results that were there before, in the page's order.
+    """Return what was found, and complete results of its scale that were there before, in order.
 
     Parameters
     ----------
@@ -93,13 +94,19 @@ def other_results(
         Told what is left out.
     """
     everything = []
+    scales = {results.scale for results in found.values()}
     for name in NAMES:
         path = directory / f"{name}.json"
         if name in found:
             everything.append(found[name])
         elif path.exists():
             try:
-                everything.append(complete_part(read_results(path), path, say))
+                before = complete_part(read_results(path), path, say)
             except InputError as error:
                 say(f"Not on the page: {error}")
+                continue
+            if before.scale in scales:
+                everything.append(before)
+            else:
+                say(f"Not on the page: {path}, which is of scale {before.scale}.")
     return everything
