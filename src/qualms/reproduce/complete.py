@@ -75,7 +75,7 @@ def complete_part(
             "results",
             f"'{path}'",
             f"results with a complete seed ({words or 'there is none'})",
-            "Run the command that wrote them again: it goes on where it was.",
+            "Run the command that wrote them again, without --force: it goes on where it was.",
         )
     if words:
         say(f"Left out of {path}: {words}.")

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import errno
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from qualms.atomistic.plan import format_bytes
 from qualms.errors import InputError
 from qualms.reproduce.complete import NAMES, complete_part
 from qualms.reproduce.results import Results, read_results
 from qualms.reproduce.texts import TITLES
+
+#: How systems say that a disk, a quota or a file is full.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,28 @@ def make_directory(directory: Path) -> None:
     except OSError as error:
         raise InputError(
             "output", f"'{directory}'", "a directory, or a name for a new one", f"({error})"
+        ) from error
+
+
+def is_out_of_room(error: OSError) -> bool:
+    """Whether a disk is full: NumPy says so by how much of an array is written, with no number."""
+    return error.errno in _FULL or (error.errno is None and "written" in str(error))
+
+
+@contextmanager
+def naming(directory: Path) -> Iterator[None]:
+    """Name the directory and what it has free, if a block ends because its disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if not is_out_of_room(error):
+            raise
+        raise InputError(
+            "output",
+            f"'{directory}'",
+            f"a directory with room for results: it has "
+            f"{format_bytes(shutil.disk_usage(directory).free)} free ({error})",
+            "Free some; the same command, without --force, goes on where it was.",
         ) from error
 
 
