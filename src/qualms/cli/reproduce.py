@@ -161,7 +161,7 @@ def page(
     output: Annotated[Path, typer.Option("--output", "-o", help="Markdown file to write.")],
     force: Force = False,
 ) -> None:
-    """Make the page of all results. Figures lie beside the result files: others are drawn there."""
+    """Make the page of all results; figures that are not beside them are drawn if they can be."""
     check_output(output, force=force)
     refuse_input(output, *results)
     terminal = Terminal()
