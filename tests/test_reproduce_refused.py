@@ -259,7 +259,7 @@ def test_the_time_of_all_of_the_work_is_said_before_it_starts(tiny, tmp_path, mo
 def out(tiny, tmp_path, monkeypatch):
     """A finished run of crystals, divided over crystals; figures are not the subject here."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "draw_figures", lambda *args: [])
+    monkeypatch.setattr(command, "draw_figures", lambda *args, **kwargs: [])
     written("rattled.extxyz", crystals(60))
     ended = qualms(CSD)
     assert ended.code == 0, ended.err

@@ -13,6 +13,7 @@ from qualms.cli import reproduce as command
 from qualms.core.calibration import calibration_data, fit_calibration
 from qualms.reproduce import problems, shift
 from qualms.reproduce.bins import adequacy, mean_bins
+from qualms.reproduce.introduction import differences
 from qualms.reproduce.page import make_page
 from qualms.reproduce.problems import csd_settings, qm9_settings
 from qualms.reproduce.rattling import displacement
@@ -26,7 +27,7 @@ from qualms.reproduce.results import (
     Shifted,
     read_results,
 )
-from qualms.reproduce.shift_page import differences, shift_parts
+from qualms.reproduce.shift_page import shift_parts
 from qualms.reproduce.survival import survival_words, survivors
 from qualms.reproduce.too_small import too_small_parts
 

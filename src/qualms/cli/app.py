@@ -28,6 +28,8 @@ _RESUME = {
     "train": " What has been kept, --resume goes on with.",
     "reproduce": " The same command goes on where it was.",
 }
+#: With --force it would start anew.
+_WITHOUT_FORCE = " The same command without --force goes on where it was."
 
 app = typer.Typer(
     name="qualms",
@@ -81,7 +83,16 @@ def main() -> None:
 
 
 def _interrupted() -> str:
-    return _INTERRUPTED + _RESUME.get("".join(sys.argv[1:2]), "")
+    verb, given = "".join(sys.argv[1:2]), sys.argv[2:]
+    if verb == "reproduce" and any(map(_is_force, given)):
+        return _INTERRUPTED + _WITHOUT_FORCE
+    return _INTERRUPTED + _RESUME.get(verb, "")
+
+
+def _is_force(argument: str) -> bool:
+    """Whether an argument is --force or -f, alone or among others as in -qf; -of is no such."""
+    flags = argument[1:].split("o")[0] if argument.startswith("-") else ""
+    return argument == "--force" or (not argument.startswith("--") and "f" in flags)
 
 
 def _fail(message: str, code: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from ase import Atoms
 from rich.table import Table
 
 from qualms.atomistic.feature_stage import Resources
-from qualms.atomistic.plan import default_threads, format_time, parse_memory
+from qualms.atomistic.plan import default_threads, format_bytes, format_time, parse_memory
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.training import Training
 from qualms.atomistic.training_set import make_training_set
@@ -25,13 +26,15 @@ from qualms.data import csd as read_csd
 from qualms.errors import InputError
 from qualms.report.tables import new_table
 from qualms.reproduce.complete import check_together, complete_part, size_note
+from qualms.reproduce.kernels import bytes_on_disk
 from qualms.reproduce.page import make_page, table_rows
 from qualms.reproduce.pictures import draw_figures
-from qualms.reproduce.places import Workplace, check_page, make_directory, other_results
+from qualms.reproduce.places import Workplace, check_page, make_directory, naming, other_results
 from qualms.reproduce.problems import (
     Problem,
     Scale,
     Split,
+    check_characterized,
     csd_problem,
     csd_settings,
     qm9_problem,
@@ -39,7 +42,13 @@ from qualms.reproduce.problems import (
 )
 from qualms.reproduce.published import COLUMNS, SPLIT
 from qualms.reproduce.results import Results, Shift, read_results, write_results
-from qualms.reproduce.run import expected_seconds, run_problem, seeds_left, start_results
+from qualms.reproduce.run import (
+    bytes_left,
+    expected_seconds,
+    run_problem,
+    seeds_left,
+    start_results,
+)
 from qualms.reproduce.shift import (
     Means,
     check_relaxed,
@@ -58,7 +67,7 @@ Output = Annotated[
     Path, typer.Option("--output", "-o", help="Directory for results, figures and kernels.")
 ]
 ScaleOption = Annotated[str, typer.Option("--scale", help="paper, or small: a tenth of it.")]
-Seeds = Annotated[int, typer.Option("--seeds", min=1, help="Divisions of the data.")]
+Seeds = Annotated[int, typer.Option("--seeds", min=1, max=1000, help="Divisions of the data.")]
 Memory = Annotated[str, typer.Option("--memory", help="Memory limit, such as 8GB.")]
 Discard = Annotated[
     bool, typer.Option("--discard-kernels", help="Delete kernel rows (GB) when they have served.")
@@ -72,6 +81,12 @@ def qm9(
     data: Annotated[
         str | None,
         typer.Option(help="NPZ file or dsgdb9nsd.xyz.tar.bz2; otherwise the package qm9pack."),
+    ] = None,
+    uncharacterized: Annotated[
+        Path | None,
+        typer.Option(
+            help="uncharacterized.txt, published with QM9: molecules of its archive to leave out."
+        ),
     ] = None,
     output: Output = _DIRECTORY,
     scale: ScaleOption = "paper",
@@ -89,14 +104,19 @@ def qm9(
     """Atomisation energies of QM9: 20,000 molecules, 5,000 representatives, five sizes."""
     checked = _scale(scale)
     source = data or ("subset" if checked == "small" else "qm9pack")
+    check_characterized(source, uncharacterized)
     run = _Run(output, memory, discard_kernels, threads, force, quiet, as_json)
-    work = run.start(partial(qm9_problem, source, checked))
+    work = run.start(partial(qm9_problem, source, checked, uncharacterized=uncharacterized))
     with_shift = shift and run.needs_shift(work.results)
     run.announce([work], seeds, 1.0 if with_shift else 0.0)
+    run.begin([work])
     results = run.all_seeds(work, seeds)
     if with_shift:
         means = run.means("qm9")
-        run.add_shift(results, qm9_shift(source, checked, qm9_settings(checked), means))
+        found = qm9_shift(
+            source, checked, qm9_settings(checked), means, uncharacterized=uncharacterized
+        )
+        run.add_shift(results, found)
     run.finish(["qm9"])
 
 
@@ -133,6 +153,7 @@ def csd(
     known = [work.results for work in works]
     others = None if relaxed is None else run.relaxed(relaxed, crystals, known)
     run.announce(works, seeds, 0.0 if others is None else _share(crystals, others))
+    run.begin(works)
     for each, work in zip(splits, works, strict=True):
         results = run.all_seeds(work, seeds)
         if others is not None and relaxed is not None and each == splits[-1]:
@@ -149,17 +170,21 @@ def page(
     output: Annotated[Path, typer.Option("--output", "-o", help="Markdown file to write.")],
     force: Force = False,
 ) -> None:
-    """Make the page of all results. Figures are taken to lie beside the result files."""
+    """Make the page of all results; figures that are not beside them are drawn if they can be."""
     check_output(output, force=force)
     refuse_input(output, *results)
-    say = Terminal().say
+    terminal = Terminal()
     found = [read_results(path) for path in results]
     check_together(found)
-    found = [complete_part(each, path, say) for each, path in zip(found, results, strict=True)]
+    pairs = zip(found, results, strict=True)
+    found = [complete_part(each, path, terminal.say) for each, path in pairs]
     folders = {path.resolve().parent for path in results}
     if len(folders) > 1:
         raise InputError("results", f"files in {len(folders)} directories", "files in one of them")
-    figures = os.path.relpath(folders.pop(), output.resolve().parent)
+    folder = folders.pop()
+    for each in found:
+        draw_figures(each, Workplace(folder), terminal.warn, only_missing=True)
+    figures = os.path.relpath(folder, output.resolve().parent)
     text = make_page(found, figures="" if figures == "." else f"{figures}/")
     with atomic_output(output, force=force) as file:
         file.write(text.encode())
@@ -234,6 +259,7 @@ class _Run:
             Work of the shift, in units of the last problem's preparation.
         """
         total = preparation = 0.0
+        disk = []
         for work in works:
             left = seeds_left(work.results, seeds)
             if not left and not shift:
@@ -243,6 +269,8 @@ class _Run:
             plan = Training(data, problem.settings, self.resources, Stages()).plan
             seconds, preparation = expected_seconds(problem, plan), plan.seconds
             total += left * seconds
+            each = bytes_on_disk(problem, plan)
+            disk.append(bytes_left(work.results, seeds, each, self.workplace))
             if left:
                 self.say(f"{problem.title} ({problem.scale})")
                 self.say(plan.describe())
@@ -252,6 +280,26 @@ class _Run:
             kept = ", kernel rows kept" if self.workplace.keep_kernels else ""
             with_shift = ", predictions far from home included" if shift else ""
             self.say(f"In all about {format_time(total)}{with_shift}{kept}")
+            self._announce_disk(disk)
+
+    def _announce_disk(self, needed: Sequence[float]) -> None:
+        """Say what kernel rows will take of the disk: of each problem, in bytes."""
+        keep, directory = self.workplace.keep_kernels, self.workplace.directory
+        total = sum(needed) if keep else max(needed)
+        free = shutil.disk_usage(directory).free
+        if total:
+            until = "" if keep else " while they serve"
+            lacking = ": what does not fit is not kept" if total > free else ""
+            self.say(
+                f"Kernel rows take about {format_bytes(total)} on disk{until}; {directory} has "
+                f"{format_bytes(free)} free{lacking}"
+            )
+
+    def begin(self, works: Sequence[_Work]) -> None:
+        """With --force, replace earlier results: without it, what was begun then goes on."""
+        if self.force:
+            for work in works:
+                write_results(self.workplace.results(work.results.name), work.results)
 
     def all_seeds(self, work: _Work, seeds: int) -> Results:
         """Run a problem with each seed, going on from what is there."""
@@ -261,9 +309,10 @@ class _Run:
             problem = work.first if seed == 0 else work.problem_of(seed)
             self.say(f"Seed {seed}:")
             stages = Stages(self.terminal.progress())
-            results = run_problem(
-                problem, results, self.workplace, self.resources, stages, self.say
-            )
+            with naming(self.workplace.directory):
+                results = run_problem(
+                    problem, results, self.workplace, self.resources, stages, self.say
+                )
         return results
 
     def means(self, name: str) -> Means:
@@ -274,7 +323,8 @@ class _Run:
     def add_shift(self, results: Results, shift: Shift) -> None:
         """Add what was found far from home to the results."""
         complete = results.model_copy(update={"shift": shift})
-        write_results(self.workplace.results(results.name), complete)
+        with naming(self.workplace.directory):
+            write_results(self.workplace.results(results.name), complete)
 
     def finish(self, names: Sequence[str]) -> None:
         """Draw, and print, what was found; the page has all results of the directory."""
@@ -283,19 +333,21 @@ class _Run:
         for name in names:
             path = self.workplace.results(name)
             results = found[name] = complete_part(read_results(path), path, self.say)
-            draw_figures(results, self.workplace)
+            with naming(self.workplace.directory):
+                draw_figures(results, self.workplace, self.terminal.warn)
             table = new_table(results.title, "mean log likelihood ± standard error [the paper's]")
             for heading in ("n", *COLUMNS, "student", "shrinkage", "Student's t"):
                 table.add_column(heading, justify="right")
             for label, cells in table_rows(results):
                 table.add_row(label, *cells)
             tables += [table, *filter(None, [size_note(results)])]
-        everything = other_results(self.workplace.directory, found, self.say)
-        with atomic_output(self.workplace.page, force=True) as file:
+        directory = self.workplace.directory
+        everything = other_results(directory, found, self.say)
+        with naming(directory), atomic_output(self.workplace.page, force=True) as file:
             file.write(make_page(everything).encode())
         self.terminal.result(
             *tables,
-            f"Results, figures and reproduction.md are in {self.workplace.directory}/.",
+            f"Results, figures and reproduction.md are in {directory}/.",
             document={name: results.model_dump(mode="json") for name, results in found.items()},
         )
 

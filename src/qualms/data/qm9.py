@@ -184,11 +184,9 @@ def _open(source: str | os.PathLike[str], *, warn: bool) -> Generator[Record]:
     if not isinstance(source, (str, os.PathLike)) or not Path(source).is_file():
         raise InputError("source", repr(source), _SOURCES)
     path = Path(source)
-    with path.open("rb") as file:
-        magic = file.read(3)
-    if magic.startswith(b"PK"):
+    if _magic(path).startswith(b"PK"):
         return _read_npz(path)
-    if magic != b"BZh":
+    if not is_archive(path):
         raise InputError("source", f"'{source}'", _SOURCES, "It is neither zipped nor bzip2.")
     if warn:
         warnings.warn(
@@ -199,6 +197,17 @@ def _open(source: str | os.PathLike[str], *, warn: bool) -> Generator[Record]:
             stacklevel=3,
         )
     return _read_archive(path)
+
+
+def is_archive(source: str | os.PathLike[str]) -> bool:
+    """Whether a source is a file like QM9's archive, which has uncharacterised molecules, too."""
+    return Path(source).is_file() and _magic(Path(source)) == b"BZh"
+
+
+def _magic(path: Path) -> bytes:
+    """Return what tells the kind of a file."""
+    with path.open("rb") as file:
+        return file.read(3)
 
 
 def _parse(record: Record, source: object) -> Molecule:

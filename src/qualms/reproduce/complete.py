@@ -75,7 +75,7 @@ def complete_part(
             "results",
             f"'{path}'",
             f"results with a complete seed ({words or 'there is none'})",
-            "Run the command that wrote them again: it goes on where it was.",
+            "Run the command that wrote them again, without --force: it goes on where it was.",
         )
     if words:
         say(f"Left out of {path}: {words}.")
@@ -101,7 +101,7 @@ def size_note(results: Results) -> str:
 
 
 def check_together(found: Sequence[Results]) -> None:
-    """Refuse what does not make one page: unknown problems or scales, and the same one twice."""
+    """Refuse what does not make one page: unknown problems, one twice, several scales."""
     for results in found:
         if results.name not in NAMES:
             raise InputError("results", f"those of '{results.name}'", f"one of {', '.join(NAMES)}")
@@ -117,3 +117,6 @@ def check_together(found: Sequence[Results]) -> None:
     twice = [name for name in NAMES if names.count(name) > 1]
     if twice:
         raise InputError("results", f"{twice[0]} more than once", "each problem once")
+    if len({results.scale for results in found}) > 1:
+        given = ", ".join(f"{results.name} of scale {results.scale}" for results in found)
+        raise InputError("results", given, "results of one scale", "Make a page of each scale.")

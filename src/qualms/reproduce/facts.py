@@ -19,10 +19,14 @@ def facts(results: Results) -> str:
     small = "" if results.scale == "paper" else " A tenth of what the paper has."
     return (
         f"{seed.n_train:,} training, {seed.n_validation:,} validation and {seed.n_test:,} test "
-        f"points from {results.source}; {seed.n_representatives:,} representatives by farthest "
+        f"points from {_source(results)}; {seed.n_representatives:,} representatives by farthest "
         f"point sampling out of {seed.n_environments:,} environments; {_MEMBERS} members."
         f"{crystals}{small} {_fewer(results)}{described(results.representation)}"
     )
+
+
+def _source(results: Results) -> str:
+    return f"{results.source}{f' without {results.left_out}' if results.left_out else ''}"
 
 
 def asked_for(results: Results) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from qualms.core.typing import Float64Array
+from qualms.errors import InputError
 from qualms.reproduce.costs import Costs, peak_memory
 from qualms.storage.files import atomic_output, atomic_path
 
@@ -78,7 +80,13 @@ class Kept:
         """Mark stages, or all of them, as not complete."""
         for stage in stages or tuple(self._stages):
             self._stages.pop(stage, None)
-        self._write()
+        self._note()
+
+    def drop(self, stage: str, *names: str) -> None:
+        """Delete the files of a stage that could not be kept: they take room for nothing."""
+        for name in names:
+            (self.directory / name).unlink(missing_ok=True)
+        self.forget(stage)
 
     def note_seconds(self, seconds: Mapping[str, float]) -> None:
         """Note how long stages took.
@@ -88,7 +96,7 @@ class Kept:
         for name, taken in seconds.items():
             if not name.startswith(_READING):
                 self.seconds[name] = max(taken, self.seconds.get(name, 0.0))
-        self._write()
+        self._note()
 
     def save_array(self, name: str, array: Float64Array) -> None:
         """Write an array in NumPy's format."""
@@ -121,6 +129,14 @@ class Kept:
             return dict(load_file(self.directory / name))
         except SafetensorError as error:
             raise ValueError(f"{name}: {error}") from error
+
+    def _note(self) -> None:
+        """Write the manifest if there is room for it.
+
+        One that names more than there is does no harm: what cannot be read is computed again.
+        """
+        with suppress(OSError, InputError):
+            self._write()
 
     def _write(self) -> None:
         costs = self.earlier.plus(time.perf_counter() - self._started, peak_memory())

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from safetensors import SafetensorError
 
 from qualms.atomistic.basis import Basis
 from qualms.atomistic.checkpoint import Checkpoint, run_key
@@ -21,6 +22,7 @@ from qualms.atomistic.compression import Projection
 from qualms.atomistic.feature_stage import Resources
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.model import AtomisticModel
+from qualms.atomistic.plan import Plan, format_bytes
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.representation import Representation
 from qualms.atomistic.settings import Settings
@@ -34,6 +36,7 @@ from qualms.core.typing import IntArray
 from qualms.errors import InputError, QualmsError
 from qualms.reproduce.costs import Costs
 from qualms.reproduce.kept import Kept
+from qualms.reproduce.places import is_out_of_room
 from qualms.reproduce.problems import Problem
 
 _Part = TypeVar("_Part")
@@ -43,6 +46,11 @@ _PARTS = ("validation", "test")
 _ARRAYS = ("K_XM", "design", "k_xx", "y")
 #: What reading a damaged file, or one that does not fit, can end in.
 _UNREADABLE = (OSError, EOFError, ValueError, TypeError, KeyError, QualmsError)
+_NO_FEATURES = "The disk has no room for features: an interrupted run computes them again."
+#: Bytes that are left to results, predictions and figures.
+_RESERVE = 50e6
+#: What writing to a disk without room can end in.
+_UNWRITABLE = (OSError, SafetensorError, InputError)
 
 
 @dataclass(frozen=True)
@@ -106,8 +114,9 @@ def prepare(
 
 def discard(directory: Path) -> None:
     """Delete kernel rows; a directory with anything else in it stays."""
-    for name in (_MODEL, "basis", *_array_names()):
-        (directory / name).unlink(missing_ok=True)
+    for stage in ("rows", "model", *_PARTS):
+        for name in _files(stage):
+            (directory / name).unlink(missing_ok=True)
     (directory / "manifest.json").unlink(missing_ok=True)
     if (directory / _STAGES / "manifest.json").exists():
         shutil.rmtree(directory / _STAGES)
@@ -115,9 +124,24 @@ def discard(directory: Path) -> None:
         directory.rmdir()
 
 
-def _array_names() -> list[str]:
-    names = ["K_NM", "whitening", *(f"{part}_{array}" for part in _PARTS for array in _ARRAYS)]
-    return [f"{name}.npy" for name in names]
+def bytes_on_disk(problem: Problem, plan: Plan) -> float:
+    """Return about how many bytes the kernel rows of a problem take, with all that they share.
+
+    The representatives are there twice: with the rows, and in the model.
+    """
+    target, M = problem.settings.target, plan.n_representatives
+    held_out = [*problem.validation, *problem.test]
+    per_atom = problem.settings.per_atom
+    labels = [np.isfinite(a.arrays[target]) if per_atom else True for a in held_out]
+    n = plan.n_rows + sum(int(np.sum(labelled)) for labelled in labels)
+    return 8.0 * M * (n + M) + 4.0 * M * plan.n_features + plan.model_size
+
+
+def _files(stage: str) -> list[str]:
+    """Return the names of what is kept of a stage."""
+    if stage == "rows":
+        return ["K_NM.npy", "whitening.npy", "basis"]
+    return [_MODEL] if stage == "model" else [f"{stage}_{array}.npy" for array in _ARRAYS]
 
 
 @dataclass(frozen=True)
@@ -141,10 +165,13 @@ class _Work:
     stages: Stages
     kept: Kept
     say: Callable[[str], None]
+    needed: float = 0.0
+    no_room: bool = False
 
     def all(self) -> Prepared:
         """Go through all stages."""
         training = Training(self.data, self.settings, self.resources, self.stages)
+        self.needed = bytes_on_disk(self.problem, training.plan)
         fitted = self._read("model", self._load_model)
         rows = self._read("rows", lambda: self._load_rows(fitted))
         if rows is None:
@@ -184,35 +211,68 @@ class _Work:
             self.kept.forget(stage)
             return None
 
+    def _keep(self, stage: str, save: Callable[[], Mapping[str, Any] | None]) -> None:
+        """Keep a stage: that is of use to a later run only, and this one goes on without it."""
+        directory, why = self.kept.directory, ""
+        for _ in range(0 if self.no_room else 2):
+            try:
+                self.kept.complete(stage, save())
+                if shutil.disk_usage(directory).free >= _RESERVE:
+                    return
+                why = "results would have no room"
+            except _UNWRITABLE as error:
+                why = str(error)
+            self.kept.drop(stage, *_files(stage))
+            # Features have served; what they take may be room enough.
+            shutil.rmtree(directory / _STAGES, ignore_errors=True)
+        if why:
+            self.no_room = True
+            free = format_bytes(shutil.disk_usage(directory).free)
+            self.say(
+                f"Kernel rows are not kept: they take {format_bytes(self.needed)}, and {directory} "
+                f"has {free} free ({why}). A run that is interrupted computes them again."
+            )
+
     # -- kernel rows ------------------------------------------------------------------------------
 
     def _compute_rows(self) -> KernelRows:
+        try:
+            rows = self._rows_by_stages()
+        except OSError as error:
+            if not is_out_of_room(error):
+                raise
+            self.say(_NO_FEATURES)
+            shutil.rmtree(self.kept.directory / _STAGES, ignore_errors=True)
+            rows = Training(self.data, self.settings, self.resources, self.stages).kernel_rows()
+        with self.stages.stage("Keeping kernel rows"):
+            self._keep("rows", lambda: self._save_rows(rows))
+        return rows
+
+    def _rows_by_stages(self) -> KernelRows:
+        """Compute the rows, going on from stages that an interrupted run has kept."""
         checkpoint = self._checkpoint(resume=True)
         try:
-            rows = self._training(checkpoint).kernel_rows()
+            return self._training(checkpoint).kernel_rows()
         except InputError as error:
             if error.parameter != "resume":
                 raise
             self.say(f"What an interrupted run has kept is not used: {error}")
-            checkpoint = self._checkpoint(resume=False)
-            rows = self._training(checkpoint).kernel_rows()
-        with self.stages.stage("Keeping kernel rows"):
-            self.kept.save_array("K_NM", rows.K_NM)
-            self.kept.save_array("whitening", rows.whitening.factor)
-            projections = rows.representation.projections
-            tensors: dict[str, Any] = {
-                f"projection_{i}": p.matrix for i, p in enumerate(projections)
-            }
-            tensors |= {"representatives": rows.basis.representatives, "origins": rows.origins}
-            values = {
-                "kernel_errors": [p.kernel_error for p in projections],
-                "feature_scale": rows.representation.feature_scale,
-                "kernel_scale": rows.basis.scale,
-                "novelty": list(rows.novelty),
-            }
-            self.kept.save_tensors("basis", tensors)
-            self.kept.complete("rows", values)
-        return rows
+            return self._training(self._checkpoint(resume=False)).kernel_rows()
+
+    def _save_rows(self, rows: KernelRows) -> dict[str, Any]:
+        """Save all arrays of the rows; return their numbers."""
+        self.kept.save_array("K_NM", rows.K_NM)
+        self.kept.save_array("whitening", rows.whitening.factor)
+        projections = rows.representation.projections
+        tensors: dict[str, Any] = {f"projection_{i}": p.matrix for i, p in enumerate(projections)}
+        tensors |= {"representatives": rows.basis.representatives, "origins": rows.origins}
+        self.kept.save_tensors("basis", tensors)
+        return {
+            "kernel_errors": [p.kernel_error for p in projections],
+            "feature_scale": rows.representation.feature_scale,
+            "kernel_scale": rows.basis.scale,
+            "novelty": list(rows.novelty),
+        }
 
     def _checkpoint(self, *, resume: bool) -> Checkpoint:
         key = run_key(self.data.digest, self.settings.model_dump_json())
@@ -230,7 +290,7 @@ class _Work:
         except InputError as error:
             if error.parameter != "checkpoint":
                 raise
-            self.say("The disk has no room for features: an interrupted run computes them again.")
+            self.say(_NO_FEATURES)
             return Training(self.data, self.settings, self.resources, self.stages)
 
     def _load_rows(self, fitted: Fitted | None) -> KernelRows:
@@ -283,8 +343,7 @@ class _Work:
     def _solve(self, solver: Solver) -> Fitted:
         outcome = solver.solve(self.settings, np.random.default_rng(self.settings.seed))
         model = AtomisticModel.from_outcome(self.data, outcome, self.stages)
-        model.save(self.kept.directory / _MODEL, force=True)
-        self.kept.complete("model")
+        self._keep("model", lambda: model.save(self.kept.directory / _MODEL, force=True))
         return outcome.fitted
 
     def _held_out(self, part: str, fitted: Fitted) -> HeldOut:
@@ -295,10 +354,12 @@ class _Work:
         with self.stages.stage(f"Kernel rows of the {part} set"):
             found = held_out_rows(fitted, frames, self.resources.threads)
         with self.stages.stage("Keeping kernel rows"):
-            for name in _ARRAYS:
-                self.kept.save_array(f"{part}_{name}", getattr(found, name))
-        self.kept.complete(part)
+            self._keep(part, lambda: self._save_held_out(part, found))
         return found
+
+    def _save_held_out(self, part: str, found: HeldOut) -> None:
+        for name in _ARRAYS:
+            self.kept.save_array(f"{part}_{name}", getattr(found, name))
 
     def _load_held_out(self, part: str, r: int) -> HeldOut:
         y = self.kept.load_array(f"{part}_y", (None,))

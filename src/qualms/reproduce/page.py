@@ -7,22 +7,18 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from qualms.reproduce.claims import check_claims, how_claims_are_judged
-from qualms.reproduce.complete import size_note
+from qualms.reproduce.complete import NAMES, size_note
 from qualms.reproduce.divisions import comparison_of_divisions
 from qualms.reproduce.facts import facts
+from qualms.reproduce.introduction import differences, introduction
 from qualms.reproduce.markdown import figure, markdown_table, minus
 from qualms.reproduce.over_seeds import sub_samples
 from qualms.reproduce.pictures import LEVELS, PANELS
 from qualms.reproduce.published import COLUMNS, CSD, PROCESS, QM9, Table, published
 from qualms.reproduce.results import Column, Results, Scheme, Seed
-from qualms.reproduce.shift_page import differences, shift_parts
+from qualms.reproduce.shift_page import shift_parts
 from qualms.reproduce.targets import internal_against_validation
-from qualms.reproduce.texts import (
-    CAPTIONS,
-    INTRODUCTION,
-    MODEL_SELECTION,
-    READING,
-)
+from qualms.reproduce.texts import CAPTIONS, MODEL_SELECTION, READING
 from qualms.reproduce.too_small import too_small_parts
 
 #: The paper divides over atoms: it has no numbers of crystals that are new.
@@ -38,11 +34,12 @@ def make_page(found: Sequence[Results], *, figures: str = "") -> str:
     Parameters
     ----------
     found : sequence of Results
-        Complete ones, in the order of the page.
+        Complete ones of one scale, in any order.
     figures : str
         Where the figures are, seen from the page: "" or a directory that ends in "/".
     """
-    parts = [INTRODUCTION, READING]
+    found = sorted(found, key=lambda results: NAMES.index(results.name))
+    parts = [introduction(found), READING]
     for results in found:
         parts += _section(results, figures)
     parts += comparison_of_divisions(found)

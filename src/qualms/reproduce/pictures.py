@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,24 +44,66 @@ _ROUNDING = 2e-3
 _MARGIN = 1.06
 
 
-def draw_figures(results: Results, workplace: Workplace) -> list[Path]:
-    """Draw all figures of complete results; return their files."""
-    files = []
-    drawn = _of_one_seed(results, workplace)
-    for column, ending in PANELS.items():
-        panels = {label: found[column] for label, found in drawn.items() if column in found}
-        path = workplace.directory / f"{results.name}-{ending}.png"
-        _draw_panels(path, panels, results.units)
-        files.append(path)
-    files.append(workplace.directory / f"{results.name}-sizes.png")
-    draw_sizes(files[-1], results)
+def draw_figures(
+    results: Results,
+    workplace: Workplace,
+    warn: Callable[[str], None],
+    *,
+    only_missing: bool = False,
+) -> list[Path]:
+    """Draw the figures that the page of complete results links to; return the files drawn.
+
+    Parameters
+    ----------
+    results : Results
+    workplace : Workplace
+        Figures go beside the results; panels are made of the predictions that were kept there.
+    warn : callable
+        Told which figures cannot be drawn, and why.
+    only_missing : bool
+        Whether figures that are there stay as they are.
+    """
+    files = {e: workplace.figure(results.name, e) for e in (*PANELS.values(), "sizes")}
     if results.shift is not None:
-        files.append(workplace.directory / f"{results.name}-shift.png")
-        _draw_shift(files[-1], results)
-    return files
+        files["shift"] = workplace.figure(results.name, "shift")
+    wanted = {e: path for e, path in files.items() if not (only_missing and path.exists())}
+    drawn: list[Path] = []
+    # What needs nothing but the results comes first.
+    for endings, draw in ((_OF_RESULTS, _draw_of_results), (PANELS.values(), _draw_all_panels)):
+        paths = {e: wanted[e] for e in endings if e in wanted}
+        try:
+            if paths:
+                draw(paths, results, workplace)
+                drawn += paths.values()
+        except InputError as error:
+            warn(_not_drawn(list(paths.values()), error))
+    return drawn
+
+
+def _not_drawn(paths: Sequence[Path], error: InputError) -> str:
+    """Say which figures the page links to in vain, or has as an earlier run drew them."""
+    text = f"Not drawn: {', '.join(path.name for path in paths)}. {error}"
+    absent = [path.name for path in paths if not path.exists()]
+    kept = [path.name for path in paths if path.exists()]
+    if absent:
+        text += f" Links of the page to {', '.join(absent)} lead nowhere."
+    return text + (f" {', '.join(kept)} may be of an earlier run." if kept else "")
+
+
+def _draw_of_results(paths: Mapping[str, Path], results: Results, workplace: Workplace) -> None:
+    for ending, path in paths.items():
+        _OF_RESULTS[ending](path, results)
 
 
 # --- panels ---
+
+
+def _draw_all_panels(paths: Mapping[str, Path], results: Results, workplace: Workplace) -> None:
+    drawn = _of_one_seed(results, workplace)
+    for column, ending in PANELS.items():
+        if ending in paths:
+            panels = {label: found[column] for label, found in drawn.items() if column in found}
+            _draw_panels(paths[ending], panels, results.units)
 
 
 def _of_one_seed(results: Results, workplace: Workplace) -> dict[str, dict[str, Drawn]]:
@@ -102,7 +144,8 @@ def _check_belongs(path: Path, drawn: Mapping[str, Drawn], columns: Mapping[str,
                 "output",
                 f"'{path}'",
                 f"predictions of log likelihood {expected:.4g} ({column}), not {here:.4g}",
-                "They belong to another run: run with --force to compute them again.",
+                "They belong to another run: run the command that made the results with --force to "
+                "compute them again.",
             )
 
 
@@ -176,3 +219,10 @@ def _draw_shift(path: Path, results: Results) -> None:
         ax.legend(loc="upper left")
         with atomic_path(path, force=True) as temporary:
             figure.savefig(temporary, dpi=_DPI, format="png")
+
+
+#: Figures that are made of results alone, by what their names end in.
+_OF_RESULTS: dict[str, Callable[[Path, Results], None]] = {
+    "sizes": draw_sizes,
+    "shift": _draw_shift,
+}

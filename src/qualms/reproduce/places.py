@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import errno
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from qualms.atomistic.plan import format_bytes
 from qualms.errors import InputError
 from qualms.reproduce.complete import NAMES, complete_part
 from qualms.reproduce.results import Results, read_results
-from qualms.reproduce.texts import INTRODUCTION
+from qualms.reproduce.texts import TITLES
 
-#: What all pages begin with.
-_TITLE = INTRODUCTION.strip().splitlines()[0]
+#: How systems say that a disk, a quota or a file is full.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,10 @@ class Workplace:
         """File of the predictions that figures are made of."""
         return self.directory / "predictions" / f"{name}-{seed}-{label}.npz"
 
+    def figure(self, name: str, ending: str) -> Path:
+        """File of a figure of a problem."""
+        return self.directory / f"{name}-{ending}.png"
+
     @property
     def page(self) -> Path:
         """The page of all results of the directory."""
@@ -62,12 +70,34 @@ def make_directory(directory: Path) -> None:
         ) from error
 
 
+def is_out_of_room(error: OSError) -> bool:
+    """Whether a disk is full: NumPy says so by how much of an array is written, with no number."""
+    return error.errno in _FULL or (error.errno is None and "written" in str(error))
+
+
+@contextmanager
+def naming(directory: Path) -> Iterator[None]:
+    """Name the directory and what it has free, if a block ends because its disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if not is_out_of_room(error):
+            raise
+        raise InputError(
+            "output",
+            f"'{directory}'",
+            f"a directory with room for results: it has "
+            f"{format_bytes(shutil.disk_usage(directory).free)} free ({error})",
+            "Free some; the same command, without --force, goes on where it was.",
+        ) from error
+
+
 def check_page(page: Path, *, force: bool) -> None:
     """Refuse to replace a page that was not made by a reproduction."""
     if force or not page.exists():
         return
     try:
-        made = page.read_text(encoding="utf-8").startswith(_TITLE)
+        made = page.read_text(encoding="utf-8").startswith(tuple(TITLES.values()))
     except (OSError, ValueError):
         made = False
     if not made:
@@ -82,7 +112,7 @@ def check_page(page: Path, *, force: bool) -> None:
 def other_results(
     directory: Path, found: Mapping[str, Results], say: Callable[[str], None]
 ) -> list[Results]:
-    """Return what was found, and complete results that were there before, in the page's order.
+    """Return what was found, and complete results of its scale that were there before, in order.
 
     Parameters
     ----------
@@ -93,13 +123,19 @@ def other_results(
         Told what is left out.
     """
     everything = []
+    scales = {results.scale for results in found.values()}
     for name in NAMES:
         path = directory / f"{name}.json"
         if name in found:
             everything.append(found[name])
         elif path.exists():
             try:
-                everything.append(complete_part(read_results(path), path, say))
+                before = complete_part(read_results(path), path, say)
             except InputError as error:
                 say(f"Not on the page: {error}")
+                continue
+            if before.scale in scales:
+                everything.append(before)
+            else:
+                say(f"Not on the page: {path}, which is of scale {before.scale}.")
     return everything

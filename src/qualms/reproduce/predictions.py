@@ -66,5 +66,5 @@ def load_estimates(path: Path) -> dict[str, Drawn]:
             "output",
             f"'{path}'",
             f"predictions of an earlier run, which figures are made of ({error})",
-            "Run with --force to compute them again.",
+            "Run the command that made the results with --force to compute them again.",
         ) from error

@@ -17,6 +17,7 @@ from qualms.atomistic.settings import Settings, make_settings
 from qualms.atomistic.structures import data_hash
 from qualms.core.typing import IntArray
 from qualms.data import qm9
+from qualms.data.qm9 import is_archive
 from qualms.errors import InputError
 from qualms.reproduce.published import SIZES, SPLIT
 
@@ -58,6 +59,8 @@ class Problem:
         Of sub-samples.
     source : str
         Where the data come from.
+    left_out : str
+        List of what was left out of them, by its file name; empty if there is none.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Problem:
     settings: Settings
     sizes: tuple[int, ...]
     source: str
+    left_out: str = ""
 
     @cached_property
     def digest(self) -> str:
@@ -95,7 +99,26 @@ def qm9_settings(scale: Scale, seed: int = 0) -> Settings:
     )
 
 
-def qm9_problem(source: str | os.PathLike[str], scale: Scale = "paper", seed: int = 0) -> Problem:
+def check_characterized(
+    source: str | os.PathLike[str], uncharacterized: str | os.PathLike[str] | None
+) -> None:
+    """Refuse QM9's archive without the list of what failed its consistency check."""
+    if uncharacterized is None and is_archive(source):
+        raise InputError(
+            "data",
+            f"'{source}'",
+            "the list of the 3,054 molecules of the archive that failed its consistency check, too",
+            "Leave them out with --uncharacterized FILE: uncharacterized.txt, published with it.",
+        )
+
+
+def qm9_problem(
+    source: str | os.PathLike[str],
+    scale: Scale = "paper",
+    seed: int = 0,
+    *,
+    uncharacterized: str | os.PathLike[str] | None = None,
+) -> Problem:
     """Return atomisation energies per atom of QM9, drawn and divided at random.
 
     Parameters
@@ -105,9 +128,13 @@ def qm9_problem(source: str | os.PathLike[str], scale: Scale = "paper", seed: in
     scale : {"paper", "small"}
     seed : int
         Of everything that is random.
+    uncharacterized : str or path, optional
+        List of molecules to leave out; the archive must have one.
     """
+    check_characterized(source, uncharacterized)
     train, validation, test = (n // DIVISORS[scale] for n in SPLIT)
-    molecules = qm9(source, n=train + validation + test, seed=seed)
+    n = train + validation + test
+    molecules = qm9(source, n=n, seed=seed, uncharacterized=uncharacterized)
     return Problem(
         name="qm9",
         title="Atomisation energies of QM9",
@@ -118,6 +145,7 @@ def qm9_problem(source: str | os.PathLike[str], scale: Scale = "paper", seed: in
         settings=qm9_settings(scale, seed),
         sizes=tuple(n // DIVISORS[scale] for n in SIZES),
         source=os.path.basename(os.fspath(source)),
+        left_out="" if uncharacterized is None else os.path.basename(os.fspath(uncharacterized)),
     )
 
 

@@ -222,6 +222,8 @@ class Results(Document):
     machine : dict of str to str
     seeds : list of Seed
     shift : Shift, optional
+    left_out : str
+        File name of the list of what was left out of the source; empty if there is none.
     """
 
     version: Annotated[int, Field(ge=1, le=_VERSION)] = _VERSION
@@ -235,6 +237,7 @@ class Results(Document):
     machine: dict[str, str] = Field(default_factory=dict)
     seeds: list[Seed] = Field(default_factory=list)
     shift: Shift | None = None
+    left_out: str = ""
 
     def seed(self, seed: int) -> Seed | None:
         """Return what was found with a seed, if anything."""

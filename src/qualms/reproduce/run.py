@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -132,11 +133,12 @@ def start_results(problem: Problem, workplace: Workplace, *, force: bool) -> Res
         sizes=list(problem.sizes),
         representation=problem.settings.representation.model_dump(mode="json"),
         machine=machine(),
+        left_out=problem.left_out,
     )
     path = workplace.results(problem.name)
     if force or not path.exists():
         return fresh
-    before = read_results(path)
+    before = _read_before(path)
     same = ("name", "scale", "source", "representation")
     differing = [f for f in same if getattr(before, f) != getattr(fresh, f)]
     if differing:
@@ -148,6 +150,15 @@ def start_results(problem: Problem, workplace: Workplace, *, force: bool) -> Res
         )
     _check_same_data(problem, before, workplace)
     return before
+
+
+def _read_before(path: Path) -> Results:
+    """Read earlier results; if they are damaged, say how to go on all the same."""
+    try:
+        return read_results(path)
+    except InputError as error:
+        expected = f"{error.expected} ({error.remedy.rstrip('.')})"
+        raise InputError("output", f"'{path}'", expected, _ANEW) from error
 
 
 def _check_same_data(problem: Problem, results: Results, workplace: Workplace) -> None:
@@ -189,6 +200,27 @@ def seeds_left(results: Results, seeds: int) -> float:
         before = results.seed(seed)
         left += 1.0 if before is None else max(1.0 - len(before.schemes) / wanted, 0.0)
     return left
+
+
+def bytes_left(results: Results, seeds: int, each: float, workplace: Workplace) -> float:
+    """Return how many bytes of kernel rows are still to be written for the first seeds.
+
+    Parameters
+    ----------
+    results : Results
+    seeds : int
+    each : float
+        Bytes of all that is kept of a seed.
+    workplace : Workplace
+        If it does not keep kernel rows, those of one seed are there at a time.
+    """
+    left = []
+    for seed in range(seeds):
+        before = results.seed(seed)
+        if before is None or len(before.schemes) <= len(results.sizes):
+            files = workplace.kernels(results.name, seed).rglob("*")
+            left.append(max(each - sum(f.stat().st_size for f in files if f.is_file()), 0.0))
+    return sum(left) if workplace.keep_kernels else max(left, default=0.0)
 
 
 def _n_groups(problem: Problem) -> int:

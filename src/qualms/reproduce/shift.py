@@ -29,7 +29,7 @@ from qualms.core.typing import Float64Array
 from qualms.data import qm9
 from qualms.errors import InputError
 from qualms.prediction import Prediction
-from qualms.reproduce.problems import DIVISORS, Scale
+from qualms.reproduce.problems import DIVISORS, Scale, check_characterized
 from qualms.reproduce.published import PROCESS
 from qualms.reproduce.rattling import displacement
 from qualms.reproduce.results import Shift, Shifted, as_column
@@ -67,6 +67,8 @@ def qm9_shift(
     scale: Scale,
     settings: Settings,
     means: Means,
+    *,
+    uncharacterized: str | os.PathLike[str] | None = None,
 ) -> Shift:
     """Train on molecules of at most seven heavy atoms, predict those of eight and of nine.
 
@@ -81,9 +83,12 @@ def qm9_shift(
     settings : Settings
         Of the model.
     means : Means
+    uncharacterized : str or path, optional
+        List of molecules to leave out; the archive must have one.
     """
+    check_characterized(source, uncharacterized)
     rng = np.random.default_rng(settings.seed)
-    molecules = qm9(source)
+    molecules = qm9(source, uncharacterized=uncharacterized)
     heavy = np.array([np.count_nonzero(atoms.numbers > 1) for atoms in molecules])
     largest = 7 if scale == "paper" else 8
     small = rng.permutation(np.flatnonzero(heavy <= largest))

@@ -15,7 +15,6 @@ from qualms.reproduce.results import Column, Results, Shift, Shifted
 from qualms.reproduce.survival import calibrations, survival_words
 from qualms.reproduce.texts import (
     CAPTIONS,
-    DIFFERENCES,
     RATTLED,
     RATTLED_CONTROL,
     RATTLING_UNKNOWN,
@@ -67,17 +66,17 @@ def shift_parts(found: Sequence[Results], figures: str) -> list[str]:
     return parts
 
 
-def differences(found: Sequence[Results]) -> str:
-    """Return what differs from the paper, with the amplitude of rattling if it was measured."""
+def rattling(found: Sequence[Results]) -> str:
+    """Say how far rattled crystals are from where they were, if that was measured."""
     measured = [s.displacements for _, s in _studies(found) if "rattled" in s.displacements]
-    rattling = RATTLING_UNKNOWN
-    if measured:
-        rattled = measured[0]["rattled"]
-        rattling = RATTLED.format(**rattled.model_dump(), atom=3**0.5 * rattled.rms)
-        if "relaxed" in measured[0]:
-            control = RATTLED_CONTROL.format(**measured[0]["relaxed"].model_dump())
-            rattling = f"{rattling.strip()}\n  {control.strip()}"
-    return DIFFERENCES.replace("{rattling}", rattling.strip())
+    if not measured:
+        return RATTLING_UNKNOWN.strip()
+    rattled = measured[0]["rattled"]
+    text = RATTLED.format(**rattled.model_dump(), atom=3**0.5 * rattled.rms).strip()
+    if "relaxed" in measured[0]:
+        control = RATTLED_CONTROL.format(**measured[0]["relaxed"].model_dump())
+        text += f"\n  {control.strip()}"
+    return text
 
 
 def _data(results: Results) -> str:

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+#: What pages begin with, by scale.
+TITLES = {
+    "paper": "# The paper again, at full scale",
+    "small": "# The paper again, at a tenth of its scale",
+}
+
+#: To be filled by `qualms.reproduce.introduction`, as `DIFFERENCES` is.
 INTRODUCTION = """
-# The paper again, at full scale
+{title}
 
 Made by `qualms reproduce page` from result files; not typed. Musil, Willatt, Langovoy and Ceriotti,
 *Fast and Accurate Uncertainty Estimation in Chemical Machine Learning*, J. Chem. Theory Comput. 15,
-906 (2019), on the same data, with
+906 (2019), on {data}, with
 
 ```sh
-pip install 'qualms[qm9]'
-qualms reproduce qm9 --seeds 3 --shift
-qualms reproduce csd --data CSD-1000R.extxyz --relaxed CSD-2k.extxyz --seeds 2
-qualms reproduce page qm9.json csd-atoms.json csd-crystals.json -o reproduction.md
+{commands}
 ```
 
 Each command says beforehand how long it will take, can be interrupted at any time, and goes on
-where it was when it is started again. `--scale small` does all of it with a tenth of the data in
-about a minute.
+where it was when it is started again. {scale}
 """
+
+#: What data there are, by scale, and how to come to the other one.
+DATA = {"paper": "the same data", "small": "a tenth of the same data"}
+SCALES = {
+    "paper": "`--scale small` does all of it with a tenth of the data in\nabout a minute.",
+    "small": "Without `--scale small` it does all of it with as\nmuch data as the paper.",
+}
 
 READING = """
 ## How to read the tables
@@ -93,8 +103,7 @@ are no test. Bins of σ are those of the section above.
 DIFFERENCES = """
 ## What differs from the paper
 - **Half of the rattled crystals.** The paper has 890 rattled structures, of which the public copies
-  (CSD-1000R) have 500, with 30,009 hydrogen atoms. Divisions of the data for several seeds take
-  30,000 of the same 30,009: their standard errors are those of divisions, not of data.
+  (CSD-1000R) have 500, with 30,009 hydrogen atoms.{divisions}
 - **Rattling.** The paper says root mean squared displacements of 0.25 Å and 0.5 Å.
   {rattling}
 - **SOAP hyper-parameters** are not printed in the paper. Ours were chosen by validation (above) and
@@ -103,8 +112,7 @@ DIFFERENCES = """
 - **Noise.** How the paper chose σ² is not printed. We take leave-one-out errors, absolute ones,
   which a few odd molecules do not dominate. That is best for the mean; it makes the raw σ of the
   projected process on QM9 far too small, where the paper's is nearly right.
-- **Compression.** Features are compressed before representatives are chosen: to 1,000 principal
-  components, and to 2,000 for shieldings divided over atoms.
+- **Compression.** Features are compressed before representatives are chosen: {compression}.
 - **Baseline.** A least-squares composition baseline is part of each member; for shieldings, which
   are of one element, that is its mean.
 - **Target of QM9.** The paper says formation energies with zero-point energy; the target here is
@@ -130,6 +138,9 @@ RATTLING_UNKNOWN = """
 The public files are described as displaced by 0.025 Å per Cartesian component, ten times less.
   These results do not measure it; those of `qualms reproduce csd` with `--relaxed` do.
 """
+#: At the paper's scale; at the small one, divisions have little in common.
+DIVISIONS = """ Divisions of the data for several seeds take
+  {n:,} of the same 30,009: their standard errors are those of divisions, not of data."""
 
 _PANELS = (
     "{title}: P(ln ε | ln σ) of true errors (solid) and of the model (dashed), contours at "
