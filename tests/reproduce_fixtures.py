@@ -1,7 +1,7 @@
 """Made-up results of a reproduction, whose verdicts are known."""
 
 from qualms.reproduce.problems import csd_settings, qm9_settings
-from qualms.reproduce.results import Column, Results, Scheme, Seed
+from qualms.reproduce.results import Column, Results, Scheme, Seed, Shift, Shifted
 
 #: Columns of members, and of the projected process.
 MEMBERS = ("Raw", "CV", "N-L", "Int.", "Int. N-L", "student", "shrinkage")
@@ -20,11 +20,16 @@ def made_column(value=0.0, **update):
     return Column(scores=scores, **rest | update)
 
 
-def made_scheme(n, values, *, replace=False, n_internal=100, **update):
+def made_scheme(n, values, *, replace=False, n_internal=100, student_t=0.0, **update):
     """Members of one size; log likelihoods by column, 0 where they are not given."""
     columns = {name: made_column(values.get(name, 0.0), **update) for name in MEMBERS}
     return Scheme(
-        n=n, replace=replace, n_internal=n_internal, seconds=1.0, columns=columns, student_t=0.0
+        n=n,
+        replace=replace,
+        n_internal=n_internal,
+        seconds=1.0,
+        columns=columns,
+        student_t=student_t,
     )
 
 
@@ -74,3 +79,36 @@ def made_results(*seeds, name="qm9", **update):
         seeds=list(seeds),
     )
     return results.model_copy(update=update)
+
+
+def plain_scheme(n, *, replace=False, value=1.0):
+    """Members of one size, each column 0.1 above the one before."""
+    values = {name: value + 0.1 * i for i, name in enumerate(MEMBERS)}
+    return made_scheme(n, values, replace=replace, n_internal=9, student_t=value + 1.0)
+
+
+def plain_seed(number=0, sizes=SIZES, **update):
+    """A small division of the data, whose log likelihoods grow with its number."""
+    schemes = [plain_scheme(n, value=1.0 + number) for n in sizes]
+    rest = {"n_environments": 1000, "n_representatives": 50}
+    rest["schemes"] = [*schemes, plain_scheme(200, replace=True)]
+    return made_seed(number, process=dict.fromkeys(PROCESS, 1.0), sizes=sizes, **rest | update)
+
+
+def small_results(*seeds, **update):
+    """Results at the small scale."""
+    representation = qm9_settings("small").representation.model_dump(mode="json")
+    rest = {"scale": "small", "units": "eV/atom", "title": "Title", "sizes": list(SIZES)}
+    rest |= {"representation": representation, "machine": {}}
+    first = seeds or (plain_seed(),)
+    return made_results(*first, **rest | {"seeds": list(seeds)} | update)
+
+
+def made_shift(*sets, **update):
+    """A model far from home."""
+    found = sets or [
+        Shifted(label=label, n=9, flagged=0.0, bias=0.0, columns={"student": made_column(1.0)})
+        for label in ("at home", "elsewhere")
+    ]
+    shift = Shift(trained_on="small things", n_train=100, sets=list(found), seconds=1.0)
+    return shift.model_copy(update=update)

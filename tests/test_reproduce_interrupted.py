@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from reproduction_fixtures import MEMBERS, column, made_up, made_up_seed, scheme
+from reproduce_fixtures import MEMBERS, made_column, plain_scheme, plain_seed, small_results
 
 from qualms.atomistic.feature_stage import FeatureStage, Resources
 from qualms.atomistic.progress import Stages
@@ -67,36 +67,36 @@ def run_seed(problem, directory, results=None, **kept):
     ("update", "why"),
     [
         ({}, ""),
-        ({"schemes": [scheme(10), scheme(50)]}, "2 of 3 sizes"),
+        ({"schemes": [plain_scheme(10), plain_scheme(50)]}, "2 of 3 sizes"),
         ({"schemes": []}, "0 of 3 sizes"),
-        ({"schemes": [scheme(n) for n in (10, 50, 100, 150)]}, "4 sizes rather than 3"),
-        ({"schemes": [scheme(10), scheme(50), scheme(100)]}, "no bootstrap"),
+        ({"schemes": [plain_scheme(n) for n in (10, 50, 100, 150)]}, "4 sizes rather than 3"),
+        ({"schemes": [plain_scheme(10), plain_scheme(50), plain_scheme(100)]}, "no bootstrap"),
         ({"process": {}}, "GPR PP lacks Raw"),
-        ({"process": {"Raw": column(), "CV": column()}}, "GPR PP lacks N-L"),
+        ({"process": {"Raw": made_column(), "CV": made_column()}}, "GPR PP lacks N-L"),
     ],
 )
 def test_what_a_seed_lacks_is_said(update, why):
-    found = missing(made_up(), made_up_seed(**update))
+    found = missing(small_results(), plain_seed(**update))
     assert why in found
     assert bool(found) == bool(why)
 
 
 def test_a_column_or_a_score_may_be_missing():
-    seed = made_up_seed()
+    seed = plain_seed()
     short = {k: v for k, v in seed.schemes[1].columns.items() if k != "student"}
     schemes = [seed.schemes[0], seed.schemes[1].model_copy(update={"columns": short})]
     lacking = seed.model_copy(update={"schemes": schemes + seed.schemes[2:]})
-    assert missing(made_up(), lacking) == "n = 50 lacks student"
-    bare = column().model_copy(update={"scores": {"log_likelihood": 1.0}})
-    process = {"Raw": bare, "CV": column(), "N-L": column()}
-    assert "mae of Raw" in missing(made_up(), made_up_seed(process=process))
+    assert missing(small_results(), lacking) == "n = 50 lacks student"
+    bare = made_column().model_copy(update={"scores": {"log_likelihood": 1.0}})
+    process = {"Raw": bare, "CV": made_column(), "N-L": made_column()}
+    assert "mae of Raw" in missing(small_results(), plain_seed(process=process))
 
 
 def test_incomplete_seeds_are_left_out_with_a_word():
     said = []
-    partial = made_up_seed(0, sizes=(10, 50))
-    whole = made_up_seed(1, sizes=(11, 52, 104))
-    kept = complete_part(made_up(partial, whole, name="csd-crystals"), "a.json", said.append)
+    partial = plain_seed(0, sizes=(10, 50))
+    whole = plain_seed(1, sizes=(11, 52, 104))
+    kept = complete_part(small_results(partial, whole, name="csd-crystals"), "a.json", said.append)
     assert [seed.seed for seed in kept.seeds] == [1]
     assert kept.sizes == [11, 52, 104]  # those of the seed that is shown
     assert len(said) == 1
@@ -105,39 +105,39 @@ def test_incomplete_seeds_are_left_out_with_a_word():
 
 
 def test_sizes_that_depend_on_the_seed_are_said():
-    assert size_note(made_up(made_up_seed(0), made_up_seed(1))) == ""
-    said = size_note(made_up(made_up_seed(0), made_up_seed(1, sizes=(11, 52, 1040))))
+    assert size_note(small_results(plain_seed(0), plain_seed(1))) == ""
+    said = size_note(small_results(plain_seed(0), plain_seed(1, sizes=(11, 52, 1040))))
     assert "those of seed 0" in said
     assert "11, 52, 1,040 (seed 1)" in said
 
 
-@pytest.mark.parametrize("seeds", [(), (made_up_seed(0, sizes=(10,)),)])
+@pytest.mark.parametrize("seeds", [(), (plain_seed(0, sizes=(10,)),)])
 def test_results_without_a_complete_seed_are_refused(seeds):
     with pytest.raises(InputError, match=r"a\.json.*complete seed.*goes on where it was"):
-        complete_part(made_up(*seeds), "a.json", pytest.fail)
+        complete_part(small_results(*seeds), "a.json", pytest.fail)
 
 
 def test_a_shift_without_error_bars_is_left_out():
-    sets = [Shifted(label="x", n=1, flagged=0.0, bias=0.0, columns={"Raw": column()})]
+    sets = [Shifted(label="x", n=1, flagged=0.0, bias=0.0, columns={"Raw": made_column()})]
     shift = Shift(trained_on="y", n_train=1, sets=sets, seconds=1.0)
     said = []
-    assert complete_part(made_up(made_up_seed(), shift=shift), "a", said.append).shift is None
+    assert complete_part(small_results(plain_seed(), shift=shift), "a", said.append).shift is None
     assert "x lacks student" in said[0]
     empty = shift.model_copy(update={"sets": []})
-    assert complete_part(made_up(made_up_seed(), shift=empty), "a", said.append).shift is None
-    complete = {"Raw": column(), "student": column()}
+    assert complete_part(small_results(plain_seed(), shift=empty), "a", said.append).shift is None
+    complete = {"Raw": made_column(), "student": made_column()}
     good = shift.model_copy(update={"sets": [sets[0].model_copy(update={"columns": complete})]})
-    kept = complete_part(made_up(made_up_seed(), shift=good), "a", pytest.fail)
+    kept = complete_part(small_results(plain_seed(), shift=good), "a", pytest.fail)
     assert kept.shift == good
 
 
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        ([made_up(), made_up()], "qm9 more than once"),
-        ([made_up(name="water")], "those of 'water'"),
-        ([made_up(scale="huge")], "scale 'huge'"),
-        ([made_up(representation={"cutoff": "far"})], "the representation of qm9"),
+        ([small_results(), small_results()], "qm9 more than once"),
+        ([small_results(name="water")], "those of 'water'"),
+        ([small_results(scale="huge")], "scale 'huge'"),
+        ([small_results(representation={"cutoff": "far"})], "the representation of qm9"),
     ],
 )
 def test_what_does_not_make_a_page_is_refused(found, message):
@@ -202,9 +202,9 @@ def test_predictions_of_an_earlier_version_are_drawn_if_they_belong(finished, dr
 
 
 def test_sizes_show_the_t_density_the_bootstrap_and_standard_errors(tmp_path, drawn):
-    seeds = [made_up_seed(0), made_up_seed(1)]
+    seeds = [plain_seed(0), plain_seed(1)]
     path = tmp_path / "sizes.png"
-    size_picture.draw_sizes(path, made_up(*seeds, name="csd-crystals"))
+    size_picture.draw_sizes(path, small_results(*seeds, name="csd-crystals"))
     (ax,) = drawn[0].axes
     assert "crystals" in ax.get_xlabel()
     (legend,) = drawn[0].legends
@@ -224,17 +224,17 @@ def test_sizes_show_the_t_density_the_bootstrap_and_standard_errors(tmp_path, dr
     assert len([s for s in symbols if s.get_xdata()[0] > apart]) == len(MEMBERS) + 1
     assert any(list(line.get_xdata()) == [apart, apart] for line in ax.lines)
     assert text.get_position()[0] > 200.0
-    size_picture.draw_sizes(path, made_up(seeds[0]))
+    size_picture.draw_sizes(path, small_results(seeds[0]))
     assert "crystals" not in drawn[1].axes[0].get_xlabel()
     assert not drawn[1].axes[0].containers
 
 
 def test_tick_labels_of_a_shift_do_not_overlap(tmp_path, drawn):
     bins = [(0.2 * 1.25**i, 0.3 * 1.2**i) for i in range(10)]
-    columns = {"student": column().model_copy(update={"bins": bins})}
+    columns = {"student": made_column().model_copy(update={"bins": bins})}
     sets = [Shifted(label="relaxed", n=9, flagged=0.0, bias=0.0, columns=columns)]
     shift = Shift(trained_on="rattled", n_train=9, sets=sets, seconds=1.0)
-    pictures._draw_shift(tmp_path / "shift.png", made_up(made_up_seed(), shift=shift))
+    pictures._draw_shift(tmp_path / "shift.png", small_results(plain_seed(), shift=shift))
     figure = drawn[0]
     figure.canvas.draw()
     axis = figure.axes[0].xaxis

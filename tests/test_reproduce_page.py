@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from atomistic_fixtures import contents, qualms
-from reproduction_fixtures import made_up, made_up_seed, made_up_shift
+from reproduce_fixtures import made_shift, plain_seed, small_results
 
 from qualms.errors import InputError
 from qualms.reproduce.complete import check_together
@@ -24,7 +24,7 @@ NAMES = ("qm9", "csd-atoms", "csd-crystals")
 
 def complete(name="qm9", **update):
     machine = dict.fromkeys(("processor", "cores", "memory", "python"), "?")
-    return made_up(made_up_seed(), name=name, title=name, machine=machine, **update)
+    return small_results(plain_seed(), name=name, title=name, machine=machine, **update)
 
 
 def linked(page):
@@ -36,7 +36,7 @@ def linked(page):
 def alone(tmp_path, monkeypatch):
     """A directory with nothing in it but the results of a run far from home."""
     monkeypatch.chdir(tmp_path)
-    results = complete(shift=made_up_shift())
+    results = complete(shift=made_shift())
     Path("out").mkdir()
     write_results(Path("out/qm9.json"), results)
     return results
@@ -144,10 +144,10 @@ def test_the_order_is_that_of_the_problems():
 
 
 def test_commands_are_those_that_made_the_results():
-    seeds = [made_up_seed(0), made_up_seed(1)]
+    seeds = [plain_seed(0), plain_seed(1)]
     qm9 = complete(source="subset", seeds=seeds)
     atoms, crystals = (complete(f"csd-{split}", source="c.xyz") for split in ("atoms", "crystals"))
-    shift = made_up_shift(source="my relaxed.xyz")
+    shift = made_shift(source="my relaxed.xyz")
     crystals = crystals.model_copy(update={"shift": shift})
     assert commands([qm9, atoms, crystals]) == [
         "pip install qualms",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from atomistic_fixtures import qualms
-from reproduction_fixtures import made_up, made_up_seed
+from reproduce_fixtures import plain_seed, small_results
 
 from qualms.atomistic.feature_stage import FeatureStage, Resources
 from qualms.atomistic.plan import format_bytes
@@ -134,7 +134,7 @@ def test_what_is_kept_is_what_was_announced():
 
 
 def test_kernel_rows_that_are_still_to_be_written_are_counted():
-    results = made_up(made_up_seed(0), made_up_seed(1, sizes=(10,)))
+    results = small_results(plain_seed(0), plain_seed(1, sizes=(10,)))
     keep, discard = (Workplace(Path("out"), keep_kernels=keep) for keep in (True, False))
     assert run.bytes_left(results, 4, 1e6, keep) == 3e6  # the first seed is complete
     assert run.bytes_left(results, 4, 1e6, discard) == 1e6

@@ -5,6 +5,14 @@ import numpy as np
 import pytest
 from ase import Atoms
 from atomistic_fixtures import organic_crystals, qualms
+from reproduce_fixtures import (
+    MEMBERS,
+    made_column,
+    made_shift,
+    plain_scheme,
+    plain_seed,
+    small_results,
+)
 
 from qualms.atomistic.feature_stage import Resources
 from qualms.atomistic.hypers import make_soap
@@ -15,15 +23,10 @@ from qualms.reproduce import problems, shift
 from qualms.reproduce.bins import adequacy, mean_bins
 from qualms.reproduce.introduction import differences
 from qualms.reproduce.page import make_page
-from qualms.reproduce.problems import csd_settings, qm9_settings
+from qualms.reproduce.problems import csd_settings
 from qualms.reproduce.rattling import displacement
 from qualms.reproduce.results import (
-    Column,
     Displacement,
-    Results,
-    Scheme,
-    Seed,
-    Shift,
     Shifted,
     read_results,
 )
@@ -31,8 +34,6 @@ from qualms.reproduce.shift_page import shift_parts
 from qualms.reproduce.survival import survival_words, survivors
 from qualms.reproduce.too_small import too_small_parts
 
-SCORES = ("log_likelihood", "mae", "rmse", "coverage_68", "coverage_95", "spearman", "sharpness")
-MEMBERS = ("Raw", "CV", "N-L", "Int.", "Int. N-L", "student", "shrinkage")
 SIGMAS = [0.1 * i for i in range(1, 11)]
 
 
@@ -42,56 +43,27 @@ def bins(**factors):
 
 
 def column(pairs=None, likelihood=1.0, coverage=(0.68, 0.95)):
-    scores = dict.fromkeys(SCORES, 0.5) | {"log_likelihood": likelihood}
-    scores |= {"coverage_68": coverage[0], "coverage_95": coverage[1]}
-    return Column(
-        scores=scores, alpha=1.0, gamma=1.0, decades=1.0, bins=pairs or bins(), surprises=0.0
-    )
+    scores = {"coverage_68": coverage[0], "coverage_95": coverage[1]}
+    return made_column(likelihood, scores=scores, bins=pairs or bins())
 
 
 def a_set(label="far away", n=10_000, **columns):
     return Shifted(label=label, n=n, flagged=0.1, bias=0.0, columns=columns)
 
 
-def a_shift(*sets, **update):
-    found = Shift(trained_on="small things", n_train=100, sets=list(sets), seconds=1.0)
-    return found.model_copy(update=update)
-
-
 def a_seed(student=None, number=0, n_test=10_000):
-    columns = {name: column() for name in MEMBERS}
-    columns["student"] = column(student)
-    schemes = [
-        Scheme(n=n, replace=n == 200, n_internal=9, seconds=1.0, columns=columns, student_t=1.0)
-        for n in (10, 50, 100, 200)
-    ]
-    return Seed(
-        seed=number,
-        n_train=200,
-        n_validation=50,
-        n_test=n_test,
-        n_environments=1000,
-        n_representatives=50,
-        noise=0.1,
-        seconds={"Members": 1.0},
-        schemes=schemes,
-        process={name: column() for name in ("Raw", "CV", "N-L")},
-    )
+    schemes = []
+    for n in (10, 50, 100, 200):
+        scheme = plain_scheme(n, replace=n == 200)
+        columns = {name: column() for name in MEMBERS} | {"student": column(student)}
+        schemes.append(scheme.model_copy(update={"columns": columns}))
+    return plain_seed(number, n_test=n_test, schemes=schemes)
 
 
 def results(*seeds, name="qm9", **update):
-    found = Results(
-        name=name,
-        title="Title",
-        scale="small",
-        source="file",
-        units="eV",
-        sizes=[10, 50, 100],
-        representation=qm9_settings("small").representation.model_dump(mode="json"),
-        machine=dict.fromkeys(("processor", "cores", "memory", "python"), "?"),
-        seeds=list(seeds) or [a_seed()],
-    )
-    return found.model_copy(update=update)
+    machine = dict.fromkeys(("processor", "cores", "memory", "python"), "?")
+    found = seeds or (a_seed(),)
+    return small_results(*found, name=name, **{"units": "eV", "machine": machine} | update)
 
 
 # --- bins in words ---
@@ -188,7 +160,7 @@ def test_the_page_says_where_error_bars_far_from_home_are_too_small():
         shrinkage=column(bins(b10=2.6)),
         CV=column(),
     )
-    page = "\n".join(shift_parts([results(shift=a_shift(home, far))], ""))
+    page = "\n".join(shift_parts([results(shift=made_shift(home, far))], ""))
     assert (
         "- Trained on small things, σ is too small for 8 heavy atoms by a factor of 2.12 where it "
         "is largest (bin 10 of 10, σ 1 eV) with student (others: CV, nowhere to shrinkage, 2.60)."
@@ -203,10 +175,10 @@ def test_the_page_says_where_error_bars_far_from_home_are_too_small():
 
 def test_the_page_says_what_the_model_is():
     sets = [a_set(student=column()), a_set(student=column())]
-    old = "\n".join(shift_parts([results(shift=a_shift(*sets))], ""))
+    old = "\n".join(shift_parts([results(shift=made_shift(*sets))], ""))
     assert "Trained on 100 labels of small things; its number of representatives was not" in old
     known = {"n_representatives": 5000, "n_members": 16, "subsample": 0.5, "source": "CSD-2k.xyz"}
-    new = a_shift(*sets, **known, representation=make_soap("nmr").model_dump(mode="json"))
+    new = made_shift(*sets, **known, representation=make_soap("nmr").model_dump(mode="json"))
     page = "\n".join(shift_parts([results(name="csd-atoms", shift=new)], ""))
     assert (
         "Trained on 100 labels of small things, with 5,000 representatives and 16 members, "
@@ -217,7 +189,7 @@ def test_the_page_says_what_the_model_is():
 
 def test_one_study_of_crystals_is_shown_and_its_heading_names_the_data():
     sets = [a_set(student=column()), a_set(student=column())]
-    old, new = a_shift(*sets, n_train=1), a_shift(*sets, n_train=2, n_representatives=5)
+    old, new = made_shift(*sets, n_train=1), made_shift(*sets, n_train=2, n_representatives=5)
     for shifts in ((old, new), (new, old), (new, new)):
         found = [
             results(name=name, title=name, shift=each)
@@ -235,7 +207,7 @@ def test_calibrations_that_were_fitted_to_a_set_are_not_praised_for_it():
     columns["GPR PP"] = column(likelihood=0.0)
     columns["GPR PP, CV"] = column(likelihood=8.0)
     sets = [a_set("home", **columns), a_set("far", **columns)]
-    page = "\n".join(shift_parts([results(shift=a_shift(*sets))], ""))
+    page = "\n".join(shift_parts([results(shift=made_shift(*sets))], ""))
     home, far = page.split("**home**")[1].split("**far**")
     assert "highest log likelihood is student" in home
     assert "highest log likelihood is CV" in far
@@ -344,7 +316,7 @@ def test_the_model_of_relaxed_crystals_does_not_depend_on_the_split(tiny, tmp_pa
     def predict(rattled, relaxed, scale, settings, means):
         used.append(settings)
         sets = [a_set("home", student=column()), a_set("far", student=column())]
-        return a_shift(*sets, n_representatives=5, digest=shift.digest_of(relaxed))
+        return made_shift(*sets, n_representatives=5, digest=shift.digest_of(relaxed))
 
     monkeypatch.setattr(command, "csd_shift", predict)
     csd = "reproduce csd --data rattled.extxyz --relaxed relaxed.extxyz --scale small --threads 1"
@@ -427,12 +399,12 @@ def test_without_symmetry_nothing_is_measured():
 
 def test_the_page_prints_the_rattling_that_was_measured():
     sets = [a_set(student=column()), a_set(student=column())]
-    assert "These results do not measure it" in differences([results(shift=a_shift(*sets))])
+    assert "These results do not measure it" in differences([results(shift=made_shift(*sets))])
     measured = {
         "rattled": Displacement(rms=0.0234, low=0.0217, high=0.0242, n=489, of=500),
         "relaxed": Displacement(rms=2.7e-7, low=0.0, high=1e-3, n=1935, of=1948),
     }
-    found = results(name="csd-atoms", shift=a_shift(*sets, displacements=measured))
+    found = results(name="csd-atoms", shift=made_shift(*sets, displacements=measured))
     text = " ".join(differences([found]).split())
     assert "displaced by 0.023 Å per Cartesian component, 0.041 Å per atom" in text
     assert "489 of 500 crystals; nine in ten between 0.022 and 0.024 Å" in text
