@@ -66,7 +66,8 @@ def made_seed(number=0, by_column=None, *, bootstrap=None, process=None, sizes=S
 def made_results(*seeds, name="qm9", **update):
     """Results at the scale of the paper, of which only the numbers are made up."""
     split = name.removeprefix("csd-")
-    settings = qm9_settings("paper") if name == "qm9" else csd_settings(split, "paper")
+    of_csd = name.startswith("csd-")
+    settings = csd_settings(split, "paper") if of_csd else qm9_settings("paper")
     results = Results(
         name=name,
         title=f"Title of {name}",
