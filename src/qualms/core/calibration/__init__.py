@@ -44,6 +44,7 @@ from qualms.core.calibration.scaling import (
 )
 from qualms.core.calibration.shrinkage import ShrinkageCalibration
 from qualms.core.calibration.student import StudentCalibration
+from qualms.core.calibration.whole import Scaled, WholeCalibration, whole_spread
 
 __all__ = [
     "METHODS",
@@ -59,9 +60,11 @@ __all__ = [
     "NoCalibration",
     "PerOutputCalibration",
     "PowerCalibration",
+    "Scaled",
     "ShrinkageCalibration",
     "SpreadExtrapolation",
     "StudentCalibration",
+    "WholeCalibration",
     "bootstrap_intervals",
     "build_calibration",
     "calibrate",
@@ -74,4 +77,5 @@ __all__ = [
     "fit_grouped",
     "fit_groups",
     "variance_scale",
+    "whole_spread",
 ]
