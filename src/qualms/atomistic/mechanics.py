@@ -14,6 +14,7 @@ from which energies alone are predicted, would leave noise in place of small dif
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -38,7 +39,7 @@ from qualms.atomistic.structures import check_species, check_structures
 from qualms.core.calibration import Calibration, Scaled, WholeCalibration
 from qualms.core.calibration.base import MemberTransform
 from qualms.core.typing import Float64Array, IntArray
-from qualms.errors import InputError
+from qualms.errors import InputError, QualmsWarning, level_of_user
 from qualms.prediction import Prediction
 
 #: Where ASE's six components of a stress are in the matrix: xx, yy, zz, yz, xz, xy.
@@ -128,7 +129,7 @@ class Derivatives:
 
 
 def check_model(fitted: Fitted) -> None:
-    """Refuse a model that has no forces."""
+    """Refuse a model that has no forces, and warn of one whose forces are not continuous."""
     if fitted.settings.kind != "extensive":
         raise InputError(
             "kind", repr(fitted.settings.kind), "'extensive': forces are derivatives of an energy"
@@ -140,6 +141,14 @@ def check_model(fitted: Fitted) -> None:
             repr(engine),
             "'featomic', whose features have derivatives",
             "Train with forces, or with representation={'engine': 'featomic', 'smoothing': 0.5}.",
+        )
+    if not fitted.settings.has_forces:
+        warnings.warn(
+            "The cutoff of the model is not smooth: its energy jumps when an atom crosses it, of "
+            "which forces know nothing, and simulations do not conserve it. Train with forces, or "
+            "with representation={'engine': 'featomic', 'smoothing': 0.5}.",
+            QualmsWarning,
+            stacklevel=level_of_user(),
         )
 
 
