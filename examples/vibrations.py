@@ -3,10 +3,12 @@
 What a potential says about a bond length or a frequency is the result of a calculation, a
 relaxation followed by a Hessian, and its error is not proportional to that of any energy. Every
 member of a committee is a potential that could as well be right, so the calculation is done with
-each of them, `Calculator.map`, and what they find differs as the truth may.
+each of them, `Calculator.map`, and what they find differs as the truth may. A geometry is where
+forces vanish, and frequencies are derivatives of forces, so members are calibrated for forces; that
+is what `Calculator.map` does with a model that was trained on them.
 
 The truth, here, is a made-up force field of water, so that it can be compared with. The model sees
-energies of a few distorted molecules, and no forces.
+energies and forces of a few distorted molecules.
 
 Run with `python examples/vibrations.py [PICTURE]`.
 """
@@ -27,7 +29,9 @@ from qualms.ase import Calculator
 REPRESENTATION = {"engine": "featomic", "cutoff": 3.0, "smoothing": 0.5, "n_radial": 4, "l_max": 3}
 #: Step of finite differences, Å.
 STEP = 0.01
+#: What is found, and how many digits of it are worth printing.
 NAMES = ("bond length, Å", "angle, °", "bending, 1/cm", "stretching, 1/cm", "stretching, 1/cm ")
+DIGITS = (4, 2, 1, 1, 1)
 
 
 def main() -> None:
@@ -36,7 +40,7 @@ def main() -> None:
     print(f"{'':20}{'predicted':>18}{'truth':>10}{'error/σ':>9}")
     for i, name in enumerate(NAMES):
         mean, std = found.mean[i], found.std[i]
-        digits = 3 if i == 0 else 1
+        digits = DIGITS[i]
         print(
             f"{name:20}{mean:10.{digits}f} ± {std:.{digits}f}{truth[i]:10.{digits}f}"
             f"{(mean - truth[i]) / std:9.1f}"
@@ -45,12 +49,13 @@ def main() -> None:
         draw(truth, found, sys.argv[1])
 
 
-def run(n_train: int = 40, n_members: int = 16, seed: int = 0) -> tuple[np.ndarray, Prediction]:
+def run(n_train: int = 16, n_members: int = 16, seed: int = 0) -> tuple[np.ndarray, Prediction]:
     """Return the true values of `NAMES`, and what a model says about them."""
     model = AtomisticModel(
         "energy",
+        forces="forces",
         representation=REPRESENTATION,
-        n_representatives=n_train,
+        n_representatives=3 * n_train,  # all environments
         n_members=n_members,
         units="eV",
         seed=seed,
@@ -93,13 +98,14 @@ def water() -> Atoms:
 
 
 def distorted(n: int, seed: int) -> list[Atoms]:
-    """Return molecules as a simulation might visit them, with their energies."""
+    """Return molecules as a simulation might visit them, with their energies and forces."""
     rng = np.random.default_rng(seed)
     frames = []
     for _ in range(n):
         atoms = water()
         atoms.positions += 0.06 * rng.normal(size=(3, 3))
-        atoms.info["energy"] = energy(atoms.positions)
+        atoms.calc = Reference()
+        atoms.get_forces()  # which leaves both with the calculator
         frames.append(atoms)
     return frames
 

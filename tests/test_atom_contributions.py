@@ -18,7 +18,7 @@ from test_forces_training import alloys as force_alloys
 from test_forces_training import model as force_model
 
 from qualms import InputError, Prediction
-from qualms.atomistic.attribution import atom_novelty, local_contributions
+from qualms.atomistic.attribution import atom_novelty, attributions, local_contributions
 from qualms.report import structure_map as maps
 
 
@@ -316,6 +316,27 @@ def test_the_map_of_a_report_colours_atoms(files, energy_model):
     # One range for all structures.
     assert (color["property"], color["min"], color["max"]) == ("novelty (relative)", 0, 1)
     assert "coloured by novelty" in Path("report.html").read_text(encoding="utf-8")
+    # The menu of the viewer has all properties of atoms.
+    parts = energy_model.predict_atoms(files)
+    local = [local_contributions(*pair).std for pair in zip(files, parts, strict=True)]
+    expected = {
+        "σ of what the atom contributes": np.concatenate([part.std for part in parts]),
+        "σ shared with neighbours": np.concatenate(local),
+    }
+    for name, values in expected.items():
+        found = data["properties"][name]
+        assert (found["target"], found["units"]) == ("atom", "eV")
+        np.testing.assert_allclose(found["values"], values, rtol=1e-4)
+
+
+def test_attributions_are_what_each_of_them_is(energy_model, molecules):
+    some = molecules[150:153]
+    found = attributions(energy_model, some)
+    parts = energy_model.predict_atoms(some)
+    for one, atoms, part in zip(found, some, parts, strict=True):
+        np.testing.assert_allclose(one.novelty, atom_novelty(energy_model, [atoms])[0], atol=1e-6)
+        np.testing.assert_allclose(one.std, part.std, rtol=1e-6)
+        np.testing.assert_allclose(one.local_std, local_contributions(atoms, part).std, rtol=1e-6)
 
 
 def test_too_many_atoms_are_not_coloured(files, energy_model, monkeypatch):

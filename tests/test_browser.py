@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from test_html_report import judged, judged_atoms
 
-from qualms.report import write_report
+from qualms.report import AtomValues, write_report
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 By = pytest.importorskip("selenium.webdriver.common.by").By
@@ -195,9 +195,8 @@ def test_fits_the_screen(browser, structures, width):
 def test_atoms_of_a_structure_have_the_colours_of_their_novelty(browser, tmp_path):
     rng = np.random.default_rng(0)
     given = judged(20)
-    given = replace(
-        given, atom_novelty=lambda some: [rng.uniform(0.1, 5, len(given.frames[i])) for i in some]
-    )
+    values = [AtomValues(*rng.uniform(0.1, 5, size=(3, len(atoms)))) for atoms in given.frames]
+    given = replace(given, atom_values=lambda some: [values[i] for i in some])
     opened(browser, write_report(given, tmp_path / "coloured.html")[0])
     settings = browser.execute_script("return window.qualmsMap.saveSettings()")
     assert settings["target"] == "structure"

@@ -81,19 +81,80 @@ def test_velocity_verlet_conserves_the_energy_of_a_trained_molecule(water_model,
     assert water.calc.results["energy_uncertainty"] < 0.5  # it has stayed where it was trained
 
 
-def test_forces_that_were_learned_have_a_calibration_of_their_own(water):
-    """Forces of a member are derivatives of its energy all the same."""
-    model = make_model(
-        "energy", forces="true_forces", representation=SMOOTH, n_representatives=60, n_members=8,
+@pytest.fixture(scope="module", params=["student", "power", "shrinkage"])
+def force_model(request):
+    """A model that was trained on energies and forces, and calibrated for both."""
+    return make_model(
+        "energy",
+        forces="true_forces",
+        representation=SMOOTH,
+        n_representatives=60,
+        n_members=8,
         units="eV",
-    ).fit(waters(20))  # fmt: skip
-    calc = Calculator(model)
+        calibration=request.param,
+    ).fit(waters(20))
+
+
+@pytest.mark.parametrize("calibrated_for", ["forces", "energy"])
+def test_forces_that_were_learned_have_a_calibration_of_their_own(
+    force_model, water, calibrated_for
+):
+    """Forces of a member are derivatives of its energy all the same."""
+    calc = Calculator(force_model)
     forces, std = calc.get_forces(water), calc.results["forces_uncertainty"]
-    np.testing.assert_allclose(std, model.predict_forces([water]).forces.std)
+    np.testing.assert_allclose(std, force_model.predict_forces([water]).forces.std)
     water.calc = calc
     np.testing.assert_allclose(forces, numerical_forces(water, 1e-3), atol=1e-4)
-    water.calc = calc.member(3)
+    water.calc = calc.member(3, calibrated_for=calibrated_for)
+    assert water.calc.get_potential_energy(water) == pytest.approx(
+        float(force_model.predict_forces([water]).energy.members[0, 3]), abs=0.5
+    )
     np.testing.assert_allclose(water.get_forces(), numerical_forces(water, 1e-3), atol=1e-4)
+
+
+def test_members_are_calibrated_for_forces_if_these_have_a_calibration(force_model, water):
+    calc, found = Calculator(force_model), force_model.predict_forces([water])
+    ours = force_model.fitted.forces_calibrations
+    factor = float(ours["student"].std(np.ones(1), 8)[0])
+    raw = found.forces.uncalibrated
+    forces = calc.map(lambda member: member.get_forces(water))
+    np.testing.assert_allclose(forces.mean, raw.mean, atol=1e-9)
+    np.testing.assert_allclose(forces.std, factor * raw.std, rtol=1e-6)
+    if force_model.settings.calibration == "student":
+        np.testing.assert_allclose(forces.members, found.forces.members, atol=1e-8)
+    same = calc.map(lambda member: member.get_forces(water), calibrated_for="forces")
+    np.testing.assert_array_equal(same.members, forces.members)
+    # Energies alone, and those that come with forces, are of the same potential.
+    energies = calc.map(lambda member: member.get_potential_energy(water))
+    expected = factor * found.energy.uncalibrated.std[0]
+    assert float(energies.std) == pytest.approx(expected, rel=1e-6)
+    with_forces = calc.map(lambda member: _energy_after_forces(member, water))
+    np.testing.assert_allclose(with_forces.members, energies.members, rtol=1e-9)
+
+
+def _energy_after_forces(member, atoms):
+    member.get_forces(atoms)
+    return member.results["energy"]
+
+
+def test_members_are_calibrated_for_the_energy_if_that_is_wanted(force_model, water):
+    calc, found = Calculator(force_model), force_model.predict_forces([water])
+    energies = calc.map(lambda member: member.get_potential_energy(water), calibrated_for="energy")
+    np.testing.assert_allclose(energies.members, found.energy.members[0], rtol=1e-9)
+    assert float(energies.std) == pytest.approx(float(found.energy.std[0]), rel=1e-6)
+    assert calc.member(0).calibrated_for == "forces"
+    assert calc.member(0, calibrated_for="energy").calibrated_for == "energy"
+
+
+def test_models_that_have_no_calibration_of_forces(water_model):
+    calc = Calculator(water_model)
+    assert calc.member(0).calibrated_for == "energy"
+    assert Calculator(PairCommittee()).member(0).calibrated_for == "energy"
+    for one in (calc, Calculator(PairCommittee())):
+        with pytest.raises(InputError, match="Train it on forces"):
+            one.member(0, calibrated_for="forces")
+        with pytest.raises(InputError, match="'forces' or 'energy'"):
+            one.map(lambda member: 0.0, calibrated_for="stress")
 
 
 def test_whatever_the_calibration_members_are_potentials(crystal_model):
@@ -215,6 +276,23 @@ def test_a_model_without_forces_still_has_energies(energy_model, molecules):
     for calc in (atoms.calc, atoms.calc.member(0)):
         with pytest.raises(InputError, match="featomic"):
             calc.get_forces(atoms)
+
+
+def test_a_cutoff_that_is_not_smooth_is_warned_of(water):
+    rough = {name: value for name, value in SMOOTH.items() if name != "smoothing"}
+    given = {"representation": rough, "n_representatives": 20, "n_members": 4, "units": "eV"}
+    model = make_model("energy", **given).fit(waters(30))
+    calc = Calculator(model)
+    for ask in (lambda: model.predict_forces([water]), lambda: calc.get_forces(water)):
+        with pytest.warns(QualmsWarning, match="cutoff of the model is not smooth") as caught:
+            ask()
+        assert {one.filename for one in caught} == {__file__}
+    # It is true.
+    energies = [
+        model.predict([Atoms("OH2", [[0, 0, 0], [1.2, 0, 0], [0, r, 0]])]).mean[0]
+        for r in (2.9999, 3.0001)
+    ]
+    assert abs(energies[1] - energies[0]) > 1e-3
 
 
 def test_models_that_are_no_potentials(shift_model, molecules):

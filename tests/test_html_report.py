@@ -23,7 +23,7 @@ from qualms.cli.report import report
 from qualms.core.calibration import LinearCalibration
 from qualms.core.outliers import far_points
 from qualms.core.score_intervals import bootstrap_scores
-from qualms.report import Judged, interval_records, interval_table, write_report
+from qualms.report import AtomValues, Judged, interval_records, interval_table, write_report
 from qualms.report import structure_map as maps
 from qualms.report.html import render
 from qualms.report.interval_table import write_number
@@ -331,6 +331,24 @@ def test_map_of_atoms_has_environments():
     places = [(e["structure"], e["center"]) for e in shown.data["environments"]]
     assert places == list(zip(given.structure.tolist(), given.atom.tolist(), strict=True))
     assert shown.data["settings"]["target"] == "atom"
+
+
+def test_atoms_that_only_their_novelty_is_known_of():
+    given = judged(8)
+    sizes = [len(atoms) for atoms in given.frames]
+    known = [AtomValues(np.linspace(0, 2, n)) for n in sizes]
+    given = replace(given, atom_values=lambda some: [known[i] for i in some], atom_units="eV")
+    properties = maps.make_map(given, [0]).data["properties"]
+    of_atoms = {name: one for name, one in properties.items() if one["target"] == "atom"}
+    assert list(of_atoms) == ["novelty (relative)"]
+    assert "units" not in of_atoms["novelty (relative)"]
+    both = [AtomValues(novelty, 2 * novelty, 3 * novelty) for novelty, *_ in known]
+    given = replace(given, atom_values=lambda some: [both[i] for i in some])
+    properties = maps.make_map(given, [0]).data["properties"]
+    for name, factor in (("σ of what the atom contributes", 2), ("σ shared with neighbours", 3)):
+        assert (properties[name]["target"], properties[name]["units"]) == ("atom", "eV")
+        expected = factor * np.concatenate([novelty for novelty, *_ in known])
+        np.testing.assert_allclose(properties[name]["values"], expected, rtol=1e-7)
 
 
 def test_too_many_atoms_become_structures(monkeypatch):

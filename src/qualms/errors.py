@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 
 class QualmsError(Exception):
     """Base class of every error that qualms raises on purpose."""
@@ -58,3 +60,11 @@ class QualmsWarning(UserWarning):
 def counted(number: int, noun: str) -> str:
     """Return a number of things in words: one thing is not "1 things"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def level_of_user() -> int:
+    """Return how far up the stack, from who asks, the code is that is neither ASE nor qualms."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and str(frame.f_globals.get("__name__")).split(".")[0] in ("ase", "qualms"):
+        frame, level = frame.f_back, level + 1
+    return level

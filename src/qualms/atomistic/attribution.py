@@ -16,6 +16,7 @@ largest error bar is rarely at the bond that is too long.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from ase import Atoms
@@ -23,6 +24,7 @@ from scipy.sparse import csr_array
 from scipy.spatial import cKDTree
 
 from qualms.atomistic.model import AtomisticModel
+from qualms.atomistic.predicting import atom_contributions
 from qualms.core.checks import check_number
 from qualms.core.typing import Float64Array, IntArray
 from qualms.errors import InputError
@@ -61,6 +63,42 @@ def atom_novelty(
     """
     chunks = model.stream(frames, unknown_species=unknown_species)
     return [novelty for chunk in chunks for novelty in chunk.atom_novelty()]
+
+
+class Attribution(NamedTuple):
+    """What is known of the atoms of one structure, (n_atoms,) each.
+
+    Attributes
+    ----------
+    novelty : array
+        As `atom_novelty`.
+    std : array
+        Error bar of what each atom contributes, as `AtomisticModel.predict_atoms`.
+    local_std : array
+        The same once contributions are shared with neighbours, as `local_contributions`.
+    """
+
+    novelty: Float64Array
+    std: Float64Array
+    local_std: Float64Array
+
+
+def attributions(model: AtomisticModel, frames: Sequence[Atoms]) -> list[Attribution]:
+    """Return novelty and both error bars of all atoms of structures, from features made once.
+
+    Parameters
+    ----------
+    model : AtomisticModel
+        Of a property of structures.
+    frames : sequence of Atoms
+    """
+    found = []
+    for chunk in model.stream(frames):
+        parts = zip(chunk.known, chunk.atom_novelty(), atom_contributions(chunk), strict=True)
+        for atoms, novelty, contributions in parts:
+            local = local_contributions(atoms, contributions).std
+            found.append(Attribution(novelty, contributions.std, local))
+    return found
 
 
 def local_contributions(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from qualms.atomistic.member_calculator import (
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.plan import default_threads
 from qualms.core.checks import check_number
-from qualms.errors import InputError, QualmsWarning, UncertaintyError
+from qualms.errors import InputError, QualmsWarning, UncertaintyError, level_of_user
 from qualms.prediction import Prediction, stack_members
 
 #: Called with a structure that is too uncertain, and what is known about it.
@@ -142,11 +141,23 @@ class Calculator(CommitteeCalculator):
         self._annotate(given)
         self._judge(given)
 
-    def member(self, i: int) -> MemberCalculator:
-        """Return a calculator of the potential that member i, calibrated, believes in."""
-        return MemberCalculator(self.model, i)
+    def member(self, i: int, *, calibrated_for: str | None = None) -> MemberCalculator:
+        """Return a calculator of the potential that member i, calibrated, believes in.
 
-    def map(self, f: Callable[[MemberCalculator], ArrayLike]) -> Prediction:
+        Parameters
+        ----------
+        i : int
+            From 0.
+        calibrated_for : {"forces", "energy"}, optional
+            Whether its forces, or its energy, differ from the mean as the truth may: see
+            `MemberCalculator`. Forces by default, if the model has a calibration of its own for
+            them; else the energy.
+        """
+        return MemberCalculator(self.model, i, calibrated_for)
+
+    def map(
+        self, f: Callable[[MemberCalculator], ArrayLike], *, calibrated_for: str | None = None
+    ) -> Prediction:
         """Call a function with a calculator of each member; return what it finds, with error bars.
 
         Parameters
@@ -154,8 +165,12 @@ class Calculator(CommitteeCalculator):
         f : callable
             Takes a calculator and returns a number or an array, such as a bond length after
             relaxation, or frequencies.
+        calibrated_for : {"forces", "energy"}, optional
+            As in `member`: forces are right for what follows from forces, such as geometries and
+            frequencies, and the energy for energies, and differences of them.
         """
-        return Prediction(stack_members([f(self.member(i)) for i in range(self.n_members)]))
+        members = [self.member(i, calibrated_for=calibrated_for) for i in range(self.n_members)]
+        return Prediction(stack_members([f(member) for member in members]))
 
     def _compute(self, atoms: Atoms, *, forces: bool, stress: bool) -> Results:
         if not forces:
@@ -203,7 +218,7 @@ class Calculator(CommitteeCalculator):
         if callable(self.on_exceed):
             self.on_exceed(atoms, self.results)
         elif not self._beyond:
-            warnings.warn(message, QualmsWarning, stacklevel=_level_of_user())
+            warnings.warn(message, QualmsWarning, stacklevel=level_of_user())
         self._beyond = True
 
 
@@ -234,14 +249,6 @@ def _warn_of_units(model: Model) -> None:
             QualmsWarning,
             stacklevel=3,
         )
-
-
-def _level_of_user() -> int:
-    """Return how far up the stack, from who asks, the code is that is neither ASE nor qualms."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back and str(frame.f_globals.get("__name__")).split(".")[0] in ("ase", "qualms"):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def _limits(threshold: float | Mapping[str, float] | None) -> dict[str, float]:

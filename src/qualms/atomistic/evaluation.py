@@ -122,11 +122,36 @@ def evaluate(
 
 
 class Points(NamedTuple):
-    """Labels (n,), what members say about them, and the structure of each."""
+    """Labels (n,), what members say about them, and the structure of each.
+
+    Components of vectors and tensors are multiplied by `ratios` (n,) where they are calibrated (see
+    `qualms.core.calibration.whole`).
+    """
 
     y: Float64Array
     raw: Prediction
     structure: IntArray
+    ratios: Float64Array | None = None
+
+    def some(self, chosen: BoolArray) -> Points:
+        """Return some of them."""
+        ratios = None if self.ratios is None else self.ratios[chosen]
+        return Points(self.y[chosen], self.raw[chosen], self.structure[chosen], ratios)
+
+    def calibrated(self, calibration: Calibration) -> Prediction:
+        """Return what is predicted, calibrated."""
+        if self.ratios is None:
+            return calibration.apply(self.raw)
+        scale = self.ratios[:, None]
+        members = calibration.transform(self.raw.members * scale) / scale
+        return Prediction(members, uncalibrated=self.raw)
+
+    def fit(self, method: str) -> Calibration:
+        """Return the calibration that they would have."""
+        y, members = self.y, self.raw.members
+        if self.ratios is not None:
+            y, members = y * self.ratios, members * self.ratios[:, None]
+        return fit_calibration(calibration_data(y, members), method)
 
 
 def calibrated_rows(
@@ -149,7 +174,7 @@ def calibrated_rows(
             rows[f"{method} (validation)"] = score(test.y, validated)
     for method in METHODS:
         if method != "none" and method in internal:
-            rows[f"{method} (internal)"] = score(test.y, internal[method].apply(test.raw))
+            rows[f"{method} (internal)"] = score(test.y, test.calibrated(internal[method]))
     return rows
 
 
@@ -231,7 +256,7 @@ def _validated(test: Points, held_out: Points | None, method: str) -> Prediction
     """Calibrate by other points than those that are judged, if that can be done."""
     try:
         if held_out is not None:
-            return _fitted(held_out.y, held_out.raw, method).apply(test.raw)
+            return test.calibrated(held_out.fit(method))
         if len(test.y) >= _MIN_CROSS_FIT and test.structure[-1] > test.structure[0]:
             return _cross_fitted(test, method)
     except CalibrationError:
@@ -239,15 +264,11 @@ def _validated(test: Points, held_out: Points | None, method: str) -> Prediction
     return None
 
 
-def _fitted(y: Float64Array, raw: Prediction, method: str) -> Calibration:
-    return fit_calibration(calibration_data(y, raw.members), method)
-
-
 def _cross_fitted(test: Points, method: str) -> Prediction:
     """Calibrate each half of the structures by the other one."""
-    raw, even = test.raw, group_codes(test.structure, len(test.y)) % 2 == 0
-    members = np.empty_like(raw.members)
+    even = group_codes(test.structure, len(test.y)) % 2 == 0
+    members = np.empty_like(test.raw.members)
     for half in (even, ~even):
-        calibration = _fitted(test.y[~half], raw[~half], method)
-        members[half] = calibration.transform(raw.members[half])
-    return Prediction(members, uncalibrated=raw)
+        calibration = test.some(~half).fit(method)
+        members[half] = test.some(half).calibrated(calibration).members
+    return Prediction(members, uncalibrated=test.raw)

@@ -15,7 +15,8 @@ from qualms.atomistic.internal_calibration import telling
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.summary import forces_units_of, stress_units_of
-from qualms.core.calibration import Calibration
+from qualms.core.calibration import Calibration, whole_spread
+from qualms.core.resampling import committee
 from qualms.core.typing import Float64Array, IntArray
 from qualms.errors import InputError
 from qualms.prediction import Prediction, score
@@ -208,8 +209,9 @@ def _collected(
         return None
     places, component = (index[apart] for index in np.nonzero(known))
     raw = Prediction(members[known][apart])
+    ratios = whole_spread(committee(members)[1])[places] / raw.std
     return _Components(
-        points=Points(labels[known][apart], raw, structure[places]),
+        points=Points(labels[known][apart], raw, structure[places], ratios),
         own=Prediction(calibrated[known][apart], uncalibrated=raw),
         atom=atom[places] if of_atoms else None,
         component=component,

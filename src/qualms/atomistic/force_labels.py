@@ -79,6 +79,23 @@ class ForceLabels:
         """Whether a row is a component of a virial rather than of a force."""
         return np.concatenate([np.arange(len(mask))[mask] >= len(mask) - 6 for mask in self.known])
 
+    @cached_property
+    def whole(self) -> IntArray:
+        """Which force, or virial, each row is a component of: numbers in the order of rows."""
+        sizes = [len(forces) for forces in self.forces]
+        firsts = offsets_of([n + 1 for n in sizes])[:-1]  # n forces and a virial each
+        parts = [
+            first + np.minimum(np.flatnonzero(mask) // 3, n)
+            for first, n, mask in zip(firsts.tolist(), sizes, self.known, strict=True)
+        ]
+        return np.concatenate(parts)
+
+    @cached_property
+    def multiplicity(self) -> Float64Array:
+        """How often each row is in its force, once, or in its virial, twice if off the diagonal."""
+        parts = [np.where(np.flatnonzero(mask) >= len(mask) - 3, 2.0, 1.0) for mask in self.known]
+        return np.concatenate(parts)
+
     @property
     def n_without(self) -> int:
         """Structures without any force."""

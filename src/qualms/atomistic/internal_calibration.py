@@ -2,12 +2,13 @@
 
 Energies, components of forces and components of stresses are calibrated apart. A stress is Vσ per
 atom where it is learned, but is calibrated as what it is asked for, in units of the energy per Å³.
+Components of one force, or of one stress, share a factor (see `qualms.core.calibration.whole`).
 """
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from qualms.core.calibration import (
     calibration_data,
     fit_internally,
 )
-from qualms.core.resampling import MIN_ABSENT
+from qualms.core.resampling import MIN_ABSENT, internal_prediction
 from qualms.core.typing import BoolArray, Float64Array, IntArray
 from qualms.errors import CalibrationError, ExactFitError, QualmsWarning, counted
 
@@ -75,12 +76,14 @@ def calibrate_forces(
     rows = np.flatnonzero(~labels.is_virial)
     if not len(rows):
         return Derived()
+    ratios = _ratios(labels, predicted, counts)
     rows = _telling(rows, labels.y[rows], predicted[rows])
     if _too_few("Forces", labels, rows, counts, wanted):
         return Derived()
     what, seen = "components of forces", counts[labels.structure[rows]]
-    internal = internal_data(labels.y[rows], predicted[rows], seen, wanted, what, level=6)
-    found = fit_calibrations(internal, wanted)
+    y, members = labels.y[rows], predicted[rows]
+    internal = internal_data(y, members, seen, wanted, what, level=6)
+    found = _fit_whole(internal, y, members, seen == 0, ratios[rows], wanted)
     return Derived(internal, found, _n_structures(labels, rows, counts))
 
 
@@ -103,14 +106,16 @@ def calibrate_stresses(
     rows = np.flatnonzero(labels.is_virial)
     if not len(rows):
         return Derived()
+    ratios = _ratios(labels, predicted, counts)
     rows = _telling(rows, labels.y[rows], predicted[rows])
     if _too_few("Stresses", labels, rows, counts, wanted):
         return Derived()
     factors = per_volume[labels.structure[rows]]
     y, members = labels.y[rows] * factors, predicted[rows] * factors[:, None]
+    absent = counts[labels.structure[rows]] == 0
     try:
-        data = calibration_data(y, members, counts[labels.structure[rows]] == 0)
-        found = fit_calibrations(data, wanted)
+        data = calibration_data(y, members, absent)
+        found = _fit_whole(data, y, members, absent, ratios[rows], wanted)
     except CalibrationError as error:
         if wanted != "none":
             warnings.warn(
@@ -120,6 +125,44 @@ def calibrate_stresses(
             )
         return Derived()
     return Derived(data, found, _n_structures(labels, rows, counts))
+
+
+def _ratios(labels: ForceLabels, predicted: Float64Array, counts: IntArray) -> Float64Array:
+    """Return r/ŝ of all rows (n_rows,): the spread of the whole force, or virial, by their own.
+
+    Of the whole as far as it is labelled; one where there is no spread.
+    """
+    found = internal_prediction(predicted, counts[labels.structure] == 0)
+    spread = np.zeros(len(predicted))
+    spread[found.used] = found.std
+    w, whole = labels.multiplicity, labels.whole
+    squares = np.bincount(whole, w * spread**2) / np.maximum(np.bincount(whole, w), 1.0)
+    ratios = np.ones_like(spread)
+    return np.divide(np.sqrt(squares)[whole], spread, out=ratios, where=spread > 0)
+
+
+def _fit_whole(
+    internal: CalibrationData | None,
+    y: Float64Array,
+    members: Float64Array,
+    absent: BoolArray,
+    ratios: Float64Array,
+    wanted: str,
+) -> dict[str, Calibration]:
+    """Fit every method to components (n,) that are multiplied by r/ŝ.
+
+    The density of z is r/ŝ times that of z r/ŝ, and so likelihoods are those of components.
+    """
+    if internal is None:
+        return fit_calibrations(None, wanted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of rows without a spread, which have been warned of
+        data = calibration_data(y * ratios, members * ratios[:, None], absent)
+    shift = data.mean(np.log(data.spread)) - internal.mean(np.log(internal.spread))
+    return {
+        method: replace(found, log_likelihood=found.log_likelihood + shift)
+        for method, found in fit_calibrations(data, wanted).items()
+    }
 
 
 def doubt_labels(name: str, key: str, of: Derived, energies: dict[str, Calibration]) -> None:

@@ -14,6 +14,7 @@ from which energies alone are predicted, would leave noise in place of small dif
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -35,8 +36,10 @@ from qualms.atomistic.gradients import (
 )
 from qualms.atomistic.potential import Potential, ScalePotential
 from qualms.atomistic.structures import check_species, check_structures
-from qualms.core.typing import Float64Array, FloatArray, IntArray
-from qualms.errors import InputError
+from qualms.core.calibration import Calibration, Scaled, WholeCalibration
+from qualms.core.calibration.base import MemberTransform
+from qualms.core.typing import Float64Array, IntArray
+from qualms.errors import InputError, QualmsWarning, level_of_user
 from qualms.prediction import Prediction
 
 #: Where ASE's six components of a stress are in the matrix: xx, yy, zz, yz, xz, xy.
@@ -126,7 +129,7 @@ class Derivatives:
 
 
 def check_model(fitted: Fitted) -> None:
-    """Refuse a model that has no forces."""
+    """Refuse a model that has no forces, and warn of one whose forces are not continuous."""
     if fitted.settings.kind != "extensive":
         raise InputError(
             "kind", repr(fitted.settings.kind), "'extensive': forces are derivatives of an energy"
@@ -138,6 +141,14 @@ def check_model(fitted: Fitted) -> None:
             repr(engine),
             "'featomic', whose features have derivatives",
             "Train with forces, or with representation={'engine': 'featomic', 'smoothing': 0.5}.",
+        )
+    if not fitted.settings.has_forces:
+        warnings.warn(
+            "The cutoff of the model is not smooth: its energy jumps when an atom crosses it, of "
+            "which forces know nothing, and simulations do not conserve it. Train with forces, or "
+            "with representation={'engine': 'featomic', 'smoothing': 0.5}.",
+            QualmsWarning,
+            stacklevel=level_of_user(),
         )
 
 
@@ -241,28 +252,15 @@ def member_energies(
     return energies / sizes + fitted.intercepts + fitted.baseline.predict_members(design)
 
 
-@dataclass(frozen=True)
-class Scaled:
-    """Scales members about their mean by a factor for each point; a `MemberTransform`."""
-
-    factors: Float64Array
-
-    def transform(self, members: FloatArray) -> Float64Array:
-        """Scale members (n, …, N_R) by factors (n,)."""
-        mean = members.mean(axis=-1, keepdims=True)
-        factors = self.factors.reshape(-1, *[1] * (members.ndim - 1))
-        scaled: Float64Array = mean + factors * (members - mean)
-        return scaled
-
-
 def predict_mechanics(
     fitted: Fitted, potential: Potential, frames: Sequence[Atoms], *, stress: bool
 ) -> Mechanics:
     """Return calibrated energies, forces and stresses by all members.
 
     A model that was trained on forces has a calibration of its own for them, and one that was
-    trained on stresses for those. Otherwise the members of the forces on all atoms of a structure,
-    and those of its stress, are scaled about their means by the factor that calibrates its energy.
+    trained on stresses for those; each force, and each stress, is stretched as a whole, so that
+    directions do not matter. Otherwise the members of the forces on all atoms of a structure, and
+    those of its stress, are scaled about their means by the factor that calibrates its energy.
     """
     found = derivatives(potential, frames, strain=stress)
     sizes = np.array([len(atoms) for atoms in frames])
@@ -270,16 +268,20 @@ def predict_mechanics(
     energy = per_atom.calibrated(fitted.calibration)
     spread = energy.uncalibrated.std
     factors = np.divide(energy.std, spread, out=np.ones_like(spread), where=spread > 0)
-    forces = Prediction(found.forces)
     stresses = None
     if found.virials is not None:
         volumes = np.array([atoms.get_volume() for atoms in frames])  # type: ignore[no-untyped-call]
-        stress_own = fitted.stress_calibration or Scaled(factors)
-        stresses = Prediction(found.virials / volumes[:, None, None]).calibrated(stress_own)
-    forces_own = fitted.forces_calibration or Scaled(np.repeat(factors, sizes))
+        raw = Prediction(found.virials / volumes[:, None, None])
+        stresses = raw.calibrated(_own(fitted.stress_calibration, factors))
+    forces_own = _own(fitted.forces_calibration, np.repeat(factors, sizes))
     return Mechanics(
         energy=energy * sizes,
-        forces=forces.calibrated(forces_own),
+        forces=Prediction(found.forces).calibrated(forces_own),
         stress=stresses,
         offsets=offsets_of(sizes),
     )
+
+
+def _own(calibration: Calibration | None, factors: Float64Array) -> MemberTransform:
+    """Return what calibrates forces, or stresses: their own calibration, or given factors."""
+    return Scaled(factors) if calibration is None else WholeCalibration(calibration)

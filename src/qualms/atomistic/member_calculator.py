@@ -14,11 +14,13 @@ from ase.calculators.calculator import PropertyNotImplementedError, all_changes
 from ase.outputs import Properties, all_outputs
 
 from qualms.atomistic.exact_energies import exact_energies
+from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.mechanics import Mechanics, check_frames, derivatives, member_energies
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.potential import Potential
 from qualms.atomistic.threads import limited
 from qualms.core.calibrated_gradients import CalibratedPoint, calibrated_point
+from qualms.core.calibration import Calibration
 from qualms.core.checks import check_integer
 from qualms.core.typing import Float64Array
 from qualms.errors import InputError
@@ -44,6 +46,9 @@ _WITH_FORCES = (
     "energy_uncertainty_gradient",
 )
 _WITH_STRESS = ("stress", "stress_uncertainty", "stress_ensemble", "energy_uncertainty_stress")
+#: What members can be calibrated for, and methods whose factor is the same everywhere.
+_CALIBRATED_FOR = ("forces", "energy")
+_CONSTANT = ("student", "linear")
 
 
 class CommitteePotential(Protocol):
@@ -133,16 +138,28 @@ class MemberCalculator(CommitteeCalculator):
     model : AtomisticModel
     index : int
         Which member, from 0.
+    calibrated_for : {"forces", "energy"}, optional
+        What the member is stretched for. One potential cannot have both the spread of energies and
+        that of forces, whose calibrations differ. By default that of forces if the model has one of
+        its own, else that of the energy.
+
+    Notes
+    -----
+    A calibration of forces whose factor depends on the spread (power, shrinkage) has another factor
+    for each atom, and no energy has forces that are stretched like that. Members are then stretched
+    by the one factor that fits all forces best: that of the student calibration of the same forces,
+    or of the linear one.
     """
 
     implemented_properties = ["energy", "free_energy", "forces", "stress"]  # noqa: RUF012
 
-    def __init__(self, model: Model, index: int) -> None:
+    def __init__(self, model: Model, index: int, calibrated_for: str | None = None) -> None:
         super().__init__(model)
         self.index = check_integer("index", index, 0)
         if self.index >= self.n_members:
             raise InputError("index", index, f"one of {self.n_members} members, from 0")
-        self._mixture = _mixture(self.model, self.index)
+        self.calibrated_for = _calibrated_for(self.model, calibrated_for)
+        self._mixture = _mixture(self.model, self.index, self.calibrated_for)
         self._potential: Potential | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -169,10 +186,23 @@ class MemberCalculator(CommitteeCalculator):
 
     def _of_energy(self, energy: Prediction) -> Results:
         value = float(energy.members[self.index])
+        if self._mixture is not None:
+            value = float(energy.uncalibrated.members @ self._mixture)
         return {"energy": value, "free_energy": value}
 
 
-def _mixture(model: Model, i: int) -> Float64Array | None:
+def _calibrated_for(model: Model, given: str | None) -> str:
+    """Return what members are calibrated for: what is asked for, or what the model was."""
+    if given not in (None, *_CALIBRATED_FOR):
+        raise InputError("calibrated_for", repr(given), " or ".join(map(repr, _CALIBRATED_FOR)))
+    has_own = isinstance(model, AtomisticModel) and model.fitted.forces_calibration is not None
+    if given == "forces" and not has_own:
+        expected = "'energy': the model has no calibration of forces"
+        raise InputError("calibrated_for", "'forces'", expected, "Train it on forces.")
+    return given or ("forces" if has_own else "energy")
+
+
+def _mixture(model: Model, i: int, calibrated_for: str) -> Float64Array | None:
     """Return the weights c of members whose sum Σ_j c_j E_j is the calibrated energy of member i.
 
     There are such weights if members are scaled about their mean by a factor f that is the same for
@@ -180,12 +210,29 @@ def _mixture(model: Model, i: int) -> Float64Array | None:
     """
     if not isinstance(model, AtomisticModel):
         return None
-    n, spreads = model.fitted.weights.shape[1], np.array([1e-3, 1.0])
-    low, high = (model.fitted.calibration.std(spreads, n) / spreads).tolist()
-    if not np.isclose(low, high, rtol=1e-12, atol=0.0):
+    n = model.fitted.weights.shape[1]
+    if calibrated_for == "forces":
+        f: float | None = _forces_factor(model.fitted, n)
+    else:
+        f = _constant_factor(model.fitted.calibration, n)
+    if f is None:
         return None
-    c: Float64Array = high * np.eye(n)[i] + (1.0 - high) / n
+    c: Float64Array = f * np.eye(n)[i] + (1.0 - f) / n
     return c
+
+
+def _forces_factor(fitted: Fitted, n_members: int) -> float:
+    """Return the one factor that members are stretched by if forces are to be calibrated."""
+    own = [fitted.forces_calibration, *map(fitted.forces_calibrations.get, _CONSTANT)]
+    factors = (_constant_factor(found, n_members) for found in own if found is not None)
+    return next((f for f in factors if f is not None), 1.0)
+
+
+def _constant_factor(calibration: Calibration, n_members: int) -> float | None:
+    """Return the factor of a calibration, if it is the same for all spreads."""
+    spreads = np.array([1e-3, 1.0])
+    low, high = (calibration.std(spreads, n_members) / spreads).tolist()
+    return float(high) if np.isclose(low, high, rtol=1e-12, atol=0.0) else None
 
 
 def _mixed(potential: Potential, c: Float64Array) -> Potential:

@@ -14,8 +14,8 @@ from qualms.atomistic.baselines import atom_design, structure_design
 from qualms.atomistic.featurize import BATCH, Batch, stream_features
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.structures import check_species, check_structures
-from qualms.core.resampling import stretched
-from qualms.core.typing import BoolArray, Float64Array, FloatArray, IntArray
+from qualms.core.calibration import Scaled
+from qualms.core.typing import BoolArray, Float64Array, IntArray
 from qualms.prediction import Prediction
 
 #: What novelties may differ by in rounding.
@@ -203,19 +203,9 @@ def atom_contributions(chunk: Chunk) -> list[Prediction]:
     spread = whole.uncalibrated.std
     factors = np.divide(whole.std, spread, out=np.ones_like(spread), where=spread > 0)
     return [
-        Prediction(raw[a:b]).calibrated(_Scaled(float(factor)))
+        Prediction(raw[a:b]).calibrated(Scaled(float(factor)))
         for (a, b), factor in zip(edges, factors, strict=True)
     ]
-
-
-@dataclass(frozen=True)
-class _Scaled:
-    """Scales members about their mean by one factor; a `MemberTransform`."""
-
-    factor: float
-
-    def transform(self, members: FloatArray) -> Float64Array:
-        return stretched(members, self.factor)
 
 
 def concatenated(predictions: Sequence[Prediction]) -> Prediction:

@@ -10,14 +10,14 @@ from typing import Annotated, Any
 import typer
 from ase import Atoms
 
-from qualms.atomistic.attribution import atom_novelty
+from qualms.atomistic.attribution import attributions
 from qualms.atomistic.evaluation import Evaluation
 from qualms.atomistic.force_evaluation import unjudged
 from qualms.atomistic.model import AtomisticModel
 from qualms.cli.console import Terminal
 from qualms.cli.judging import judge
 from qualms.cli.options import Force, Json, Model, Quiet, Threads
-from qualms.report import Judged, check_report, interval_records, interval_table
+from qualms.report import AtomValues, Judged, check_report, interval_records, interval_table
 from qualms.report.page import Assessment, Page, make_page
 from qualms.report.writing import write_page
 from qualms.storage.files import refuse_input
@@ -119,9 +119,10 @@ def judged_by(
         _judged(model.settings.target, title, frames, evaluation),
         facts={name.strip(): text.strip() for name, _, text in lines},
         remarks=remarks,
-        atom_novelty=None
+        atom_values=None
         if model.fitted.per_atom
-        else lambda some: atom_novelty(model, [frames[i] for i in some]),
+        else lambda some: [AtomValues(*v) for v in attributions(model, [frames[i] for i in some])],
+        atom_units=model.settings.units,
     )
 
 

@@ -18,7 +18,7 @@ from qualms.report.figures import (
     style,
 )
 from qualms.report.interval_table import interval_records, interval_table
-from qualms.report.judged import Judged
+from qualms.report.judged import AtomValues, Judged
 from qualms.report.tables import (
     PAPER_COLUMNS,
     calibration_table,
@@ -30,6 +30,7 @@ from qualms.report.writing import check_report, write_report
 
 __all__ = [
     "PAPER_COLUMNS",
+    "AtomValues",
     "BinnedErrorDisplay",
     "ConditionalErrorDisplay",
     "Display",

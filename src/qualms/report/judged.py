@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,25 @@ from qualms.prediction import Prediction
 if TYPE_CHECKING:
     from ase import Atoms
     from rich.table import Table
+
+
+class AtomValues(NamedTuple):
+    """What is known of the atoms of one structure, (n_atoms,) each.
+
+    Attributes
+    ----------
+    novelty : array
+        How strange they are to the model, relative to a limit beyond which they are an
+        extrapolation.
+    std : array, optional
+        Error bars of what they contribute.
+    local_std : array, optional
+        The same after each has shared its contribution with the atoms around it.
+    """
+
+    novelty: Float64Array
+    std: Float64Array | None = None
+    local_std: Float64Array | None = None
 
 
 @dataclass(frozen=True)
@@ -56,10 +75,11 @@ class Judged:
         Warnings and notes.
     n_members : int, optional
         Of the committee, if it is not that of `prediction`; zero if nobody knows.
-    atom_novelty : callable, optional
-        Takes indices of `frames` and returns for each of them an array: how strange its atoms are
-        to the model, relative to a limit beyond which they are an extrapolation. The map colours
-        atoms by it.
+    atom_values : callable, optional
+        Takes indices of `frames` and returns `AtomValues` for each of them. The map colours atoms
+        by their novelty, and by the others if asked to.
+    atom_units : str
+        Units of contributions of atoms.
     """
 
     target: str
@@ -77,7 +97,8 @@ class Judged:
     facts: Mapping[str, str] = field(default_factory=dict)
     remarks: Sequence[str] = ()
     n_members: int | None = None
-    atom_novelty: Callable[[Sequence[int]], Sequence[Float64Array]] | None = None
+    atom_values: Callable[[Sequence[int]], Sequence[AtomValues]] | None = None
+    atom_units: str = ""
 
     def __post_init__(self) -> None:
         y = check_points("y", self.y)

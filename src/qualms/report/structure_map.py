@@ -30,8 +30,9 @@ _CUTOFF = 4.0
 #: Digits of positions in Å after the point: more would not be seen.
 _DECIMALS = 3
 #: What the colour of atoms within a structure is called, and its range in all structures, up to
-#: the limit beyond which an atom is an extrapolation.
+#: the limit beyond which an atom is an extrapolation; and other colours that one can choose.
 _INSIDE = "novelty (relative)"
+_OF_ATOM, _AROUND_ATOM = "σ of what the atom contributes", "σ shared with neighbours"
 _INSIDE_RANGE = {"min": 0.0, "max": 1.0}
 #: Where the viewer is in the package, and the notices of the libraries in it.
 _SCRIPT, _NOTICES = "sphinx/static/chemiscope.min.js", "static/chemiscope-widget.mjs.LICENSE.txt"
@@ -146,7 +147,7 @@ def make_map(
         environments = _environments(*inside.places)
     written = _with_targets(properties, judged.units, "atom" if of_atoms else "structure")
     if inside is not None:
-        written |= _with_targets({_INSIDE: (inside.novelty, False)}, judged.units, "atom")
+        written |= _with_targets(inside.properties, judged.atom_units, "atom")
     data = package.create_input(
         structures=[_structure(atoms) for atoms in frames],
         properties=written,
@@ -228,32 +229,36 @@ def _shows_atoms(judged: Judged, points: IntArray) -> bool:
     return bool(np.all(np.any(np.diff(pairs, axis=1) != 0, axis=0)))
 
 
-class _Inside(NamedTuple):
-    """How strange each atom of some structures is to a model."""
+#: Values of a property by its name, and whether they have units.
+_Properties = dict[str, tuple[Float64Array, bool]]
 
-    novelty: Float64Array
+
+class _Inside(NamedTuple):
+    """What is known of each atom of some structures."""
+
+    properties: _Properties
     places: tuple[IntArray, IntArray]  # structure in the map, and atom
 
 
 def _of_atoms_inside(judged: Judged, shown: IntArray, of_atoms: bool) -> _Inside | None:
-    """Return the novelty of atoms within structures, if it is known and they are not too many."""
-    if of_atoms or judged.atom_novelty is None or judged.frames is None:
+    """Return values of atoms within structures, if they are known and not too many."""
+    if of_atoms or judged.atom_values is None or judged.frames is None:
         return None
     sizes = np.array([len(judged.frames[i]) for i in shown.tolist()])
     if sizes.sum() > MAX_ENVIRONMENTS:
         return None
-    novelty = np.concatenate(list(judged.atom_novelty(shown.tolist())))
+    novelty, *stds = zip(*judged.atom_values(shown.tolist()), strict=True)
+    properties: _Properties = {_INSIDE: (np.concatenate(novelty), False)}
+    for name, values in zip((_OF_ATOM, _AROUND_ATOM), stds, strict=True):
+        if all(one is not None for one in values):
+            properties[name] = (np.concatenate(values), True)
     atom = np.concatenate([np.arange(n) for n in sizes.tolist()])
-    return _Inside(novelty, (np.repeat(np.arange(shown.size), sizes), atom))
+    return _Inside(properties, (np.repeat(np.arange(shown.size), sizes), atom))
 
 
 def _environments(structure: IntArray, atom: IntArray) -> list[tuple[int, int, float]]:
     pairs = zip(structure.tolist(), atom.tolist(), strict=True)
     return [(i, j, _CUTOFF) for i, j in pairs]
-
-
-#: Values of a property by its name, and whether they have units.
-_Properties = dict[str, tuple[Float64Array, bool]]
 
 
 def _of_points(judged: Judged, points: IntArray) -> _Properties:
@@ -334,7 +339,8 @@ def _note(n_shown: int, n_all: int, of_atoms: bool, *, averaged: bool, inside: b
     note = f"{what}{over}; its colour is the error bar σ. A click on it shows the structure"
     note += (
         ", atoms coloured by novelty: how unlike the environments that the model knows theirs are, "
-        "from 0 to 1 in all structures; at 1 extrapolation begins."
+        "from 0 to 1 in all structures; at 1 extrapolation begins. The menu of the picture has "
+        "other colours: error bars of what atoms contribute."
         if inside
         else "."
     )

@@ -46,6 +46,7 @@ from qualms.core.calibration.scaling import (
 )
 from qualms.core.calibration.shrinkage import ShrinkageCalibration
 from qualms.core.calibration.student import StudentCalibration
+from qualms.core.calibration.whole import Scaled, WholeCalibration, whole_spread
 
 __all__ = [
     "METHODS",
@@ -61,9 +62,11 @@ __all__ = [
     "NoCalibration",
     "PerOutputCalibration",
     "PowerCalibration",
+    "Scaled",
     "ShrinkageCalibration",
     "SpreadExtrapolation",
     "StudentCalibration",
+    "WholeCalibration",
     "bootstrap_intervals",
     "build_calibration",
     "calibrate",
@@ -78,4 +81,5 @@ __all__ = [
     "fit_internally",
     "internal_points",
     "variance_scale",
+    "whole_spread",
 ]
