@@ -132,20 +132,6 @@ def test_the_score_has_no_units_and_no_group_decides_alone():
     assert typical_log(np.empty(0)) == 0.0
 
 
-def test_a_few_groups_with_large_errors_do_not_make_the_noise_of_all():
-    Phi, y, is_force, groups = problem(np.random.default_rng(9), noise_e=0.01, noise_f=0.1)
-    usual = select_joint_noise(Phi, y, is_force, groups, prior=1.0)
-    # Four groups have features of their own, which explain their labels, but lead the others of
-    # them astray: these err least with so much noise that nobody learns anything.
-    x = np.random.default_rng(1).normal(size=len(y))
-    own = 1.3 * (groups[:, None] == np.arange(4)) - 0.3 * (groups[:, None] < 4)
-    labels = y + np.where(groups < 4, 100 * x, 0.0)
-    wide = np.concatenate([Phi, own * x[:, None]], axis=1)
-    found = select_joint_noise(wide, labels, is_force, groups, prior=1.0)
-    assert found.energies < 10 * usual.energies
-    assert found.forces < 10 * usual.forces
-
-
 def test_large_models_leave_one_part_out(monkeypatch):
     Phi, y, is_force, groups = problem(np.random.default_rng(3), n=20, r=5, per=3)
     kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))

@@ -19,13 +19,16 @@ import numpy as np
 
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.training_set import TrainingSet
-from qualms.core.outliers import FAR
 from qualms.core.resampling import MIN_ABSENT
 from qualms.core.typing import BoolArray, Float64Array, IntArray
 from qualms.errors import QualmsWarning, counted
 
 #: Structures from which on there is a usual error.
 _ENOUGH = 10
+#: So many times the usual error is far, and so many times what is usual in units of the spread.
+#: Forces of the wrong sign are a hundred times the usual error off, and more. A spread between three
+#: members may be ten times too small by chance, so that it is not asked for more than that.
+_FAR, _FAR_IN_SPREADS = 30.0, 10.0
 #: Structures that a warning names.
 _NAMED = 5
 
@@ -74,7 +77,8 @@ def doubtful_structures(
     usual, t = float(np.median(z)), z / np.maximum(s, np.finfo(np.float64).tiny)
     # Rounding has no usual error.
     least = 1e-9 * float(np.median(np.abs(y)))
-    far = (z > FAR * max(usual, least)) & (t > FAR * max(float(np.median(t)), 1.0))
+    far = z > _FAR * max(usual, least)
+    far &= t > _FAR_IN_SPREADS * max(float(np.median(t)), 1.0)
     found = np.flatnonzero(far)
     found = found[np.argsort(-z[found], kind="stable")]
     return Doubtful(codes[found], z[found], usual)

@@ -249,8 +249,8 @@ def _warn_of_edge(decades: Sequence[float], fixed: Sequence[float | None]) -> No
         warnings.warn(
             f"By the marginal likelihood the noise of {' and '.join(largest)} is larger than they "
             "usually are themselves, so that little is learned from them. A few structures far "
-            "from all others make it so: look at their labels, or choose noises by errors of what is "
-            "left out ('loo').",
+            "from all others make it so: look at their labels, or choose noises by the errors of "
+            "what is left out ('loo').",
             QualmsWarning,
             stacklevel=7,
         )
