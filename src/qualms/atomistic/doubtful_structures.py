@@ -26,8 +26,8 @@ from qualms.errors import QualmsWarning, counted
 #: Structures from which on there is a usual error.
 _ENOUGH = 10
 #: So many times the usual error is far, and so many times what is usual in units of the spread.
-#: Forces of the wrong sign are a hundred times the usual error off, and more. A spread between three
-#: members may be ten times too small by chance, so that it is not asked for more than that.
+#: Forces of the wrong sign are a hundred times the usual error off, and more. Three members that
+#: differ by a tenth of what they should, by chance, are no reason to name a structure.
 _FAR, _FAR_IN_SPREADS = 30.0, 10.0
 #: Structures that a warning names.
 _NAMED = 5
