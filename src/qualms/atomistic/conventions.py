@@ -180,14 +180,13 @@ def _fluctuations(
     Energies at one volume say nothing about the pressure there.
     """
     known = np.isfinite(labels.virials)
-    pair = [labels.virials.copy(), np.full(labels.virials.shape, np.nan)]
-    pair[1][known] = predicted[labels.is_virial]
-    for values in pair:
+    virials, found = labels.virials.copy(), np.full(labels.virials.shape, np.nan)
+    found[known] = predicted[labels.is_virial]
+    for values in (virials, found):
         for i in np.flatnonzero(known.any(axis=0)):
             values[:, i] -= np.nanmedian(values[:, i])
-    given, said = evened(*(values[known] for values in pair), np.nonzero(known)[0])
-    pair[0][known], pair[1][known] = given, said
-    return pair[0], pair[1]
+    virials[known], found[known] = evened(virials[known], found[known], np.nonzero(known)[0])
+    return virials, found
 
 
 def _warn_of_order(key: str, order: tuple[str, ...]) -> None:

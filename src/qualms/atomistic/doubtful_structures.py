@@ -89,7 +89,7 @@ def _errors_and_spreads(
 ) -> tuple[IntArray, Float64Array, Float64Array]:
     """Return the structures that enough members did not see, RMS errors and RMS spreads."""
     judged = absent.sum(axis=1) >= MIN_ABSENT
-    y, members, absent, structure = (v[judged] for v in (y, members, absent, structure))
+    y, members, absent, structure = y[judged], members[judged], absent[judged], structure[judged]
     c = absent.sum(axis=1)
     mean = np.sum(members * absent, axis=1) / np.maximum(c, 1)
     squares = np.sum((members - mean[:, None]) ** 2 * absent, axis=1) / np.maximum(c - 1, 1)
