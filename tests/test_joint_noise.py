@@ -2,15 +2,17 @@
 
 import numpy as np
 import pytest
+from scipy.optimize import minimize_scalar
 from scipy.stats import multivariate_normal
 
-from qualms import InputError
+from qualms import InputError, QualmsWarning
 from qualms.core import joint_noise
 from qualms.core.joint_noise import (
     _evidence,
     _left_out_error,
     _parts,
     select_joint_noise,
+    typical_log,
     weighted_gram,
 )
 
@@ -23,6 +25,18 @@ def problem(rng, noise_e=0.05, noise_f=0.5, n=80, r=15, per=6):
     y = Phi @ w + rng.normal(size=len(Phi)) * np.where(is_force, noise_f, noise_e)
     groups = np.concatenate([np.arange(n), np.repeat(np.arange(n), per)])
     return Phi, y, is_force, groups
+
+
+def score_of_groups(z, groups):
+    """Minus the log likelihood of mean errors of groups, densities s/(a + s)², at the best s."""
+    a = np.array([np.abs(z[groups == g]).mean() for g in np.unique(groups)])
+    best = minimize_scalar(
+        lambda u: np.mean(2 * np.log(a + np.exp(u)) - u),
+        bounds=(np.log(a.min()) - 1, np.log(a.max()) + 1),
+        method="bounded",
+        options={"xatol": 1e-7},
+    )
+    return best.fun
 
 
 def test_noises_that_are_given_are_kept():
@@ -77,7 +91,7 @@ def test_left_out_errors_are_those_of_models_without_the_structures():
         A = Phi[rest].T @ (weight[:, None] * Phi[rest]) + np.eye(5) / 0.7
         z[rows] = y[rows] - Phi[rows] @ np.linalg.solve(A, Phi[rest].T @ (weight * y[rest]))
     z *= root
-    expected = np.log(np.abs(z[~is_force]).mean()) + np.log(np.abs(z[is_force]).mean())
+    expected = sum(score_of_groups(z[rows], groups[rows]) for rows in kinds)
     found = _left_out_error(Phi, y, root, kinds, groups, 0.7)(0.02, 0.3)
     assert found == pytest.approx(expected, abs=1e-9)
 
@@ -93,8 +107,29 @@ def test_a_kind_counts_by_the_groups_that_have_it():
     for part in _parts(Phi, y, root, kinds, groups):
         for rows in part.rows:
             z[rows] = y[rows] - Phi[rows] @ part.rest.solve((0.02, 0.3), 0.7)[0]
-    logs = [np.log(np.abs(z[rows]).mean()) for rows in kinds]
+    logs = [score_of_groups(z[rows], groups[rows]) for rows in kinds]
     assert score(0.02, 0.3) == pytest.approx(logs[0] + 4 / 20 * logs[1])
+
+
+def test_the_score_has_no_units_and_no_group_decides_alone():
+    a = np.random.default_rng(0).exponential(size=40)
+    for factor in (1e-8, 3.0, 1e9):
+        assert typical_log(factor * a) == pytest.approx(typical_log(a) + np.log(factor))
+    # One group's errors, however large, are worth 2 ln(factor)/G at most, and zeros next to none.
+    wild = a.copy()
+    scores = []
+    for size in (1e3, 1e4, 1e5):
+        wild[0] = size
+        scores.append(typical_log(wild))
+    steps = np.diff(scores)
+    assert np.all(steps > 0)
+    assert np.all(steps <= 2 * np.log(10) / 40 + 1e-12)
+    exact = a.copy()
+    exact[0] = 0.0
+    assert typical_log(exact) == pytest.approx(typical_log(a), abs=0.1)
+    assert np.isfinite(typical_log(np.zeros(3)))
+    assert typical_log(np.full(3, 2.0)) == pytest.approx(2 * np.log(4.0) - np.log(2.0))
+    assert typical_log(np.empty(0)) == 0.0
 
 
 def test_large_models_leave_one_part_out(monkeypatch):
@@ -152,6 +187,28 @@ def test_weights_divide_the_noise():
     scaled = select_joint_noise(Phi * root[:, None], y * root, is_force, groups, prior=1.0)
     assert found.energies == pytest.approx(scaled.energies)
     assert found.forces == pytest.approx(scaled.forces)
+
+
+def test_the_evidence_is_bounded_by_what_targets_usually_are():
+    Phi, y, is_force, groups = problem(np.random.default_rng(3))
+    y[0] = 1e4  # a wrong energy, which makes noise of all others by a Gaussian likelihood
+    with pytest.warns(QualmsWarning, match="noise of energies and forces is larger than"):
+        found = select_joint_noise(Phi, y, is_force, groups, prior=1.0, criterion="evidence")
+    usual = np.median(y[~is_force] ** 2)
+    assert found.energies <= 10 * usual
+    # Errors of what is left out do not care for one of them.
+    robust = select_joint_noise(Phi, y, is_force, groups, prior=1.0)
+    assert robust.forces < usual
+
+
+def test_noises_are_raised_alike():
+    noise = select_joint_noise(
+        *three_kinds(np.random.default_rng(0)), prior=1.0, energies=0.1, forces=2.0, virials=3.0
+    )
+    raised = noise.times(100.0)
+    assert (raised.energies, raised.forces, raised.virials) == pytest.approx((10.0, 200.0, 300.0))
+    assert raised.ratio == pytest.approx(noise.ratio)
+    assert raised.virial_ratio == pytest.approx(noise.virial_ratio)
 
 
 def test_an_unknown_criterion():

@@ -9,6 +9,10 @@ l and predictions p, regression of l on p and of p on l gives the factor between
 Errors of p make a too small and shrinkage of p makes b too large, so that the factor is between the
 two. If one is not, something is wrong with the labels. Where energies do not tell (r is small, or
 the model hardly explains the energies themselves, and shrinks everything) nothing is said.
+
+No structure may speak for all others, as one would whose forces are a hundred times theirs. So what
+is larger than in the median structure, labels or predictions, is scaled down to that, labels and
+predictions alike: their factor stays. And whether energies are explained is told by medians.
 """
 
 from __future__ import annotations
@@ -111,12 +115,13 @@ def check_conventions(
     full = fit_full_model(Phi[:n], energies, "loo", center=center, groups=groups)
     weights = full.weights[:, 0]
     errors = energies - full.center[0] - Phi[:n] @ weights
-    if np.var(errors) > (1 - _EXPLAINED) * np.var(energies):
+    if _usual_square(errors) > (1 - _EXPLAINED) * _usual_square(energies):
         return
     predicted = np.asarray(Phi[n:] @ weights, dtype=np.float64)
     of_forces = ~labels.is_virial
     if settings.forces is not None and of_forces.any():
-        found = factor_between(labels.y[of_forces], predicted[of_forces])
+        rows = (labels.y[of_forces], predicted[of_forces], labels.structure[of_forces])
+        found = factor_between(*evened(*rows))
         if not found.is_one:
             _warn("forces", settings.forces, found, _UNITS_OF_FORCES)
     if settings.stress is not None and labels.n_with_virial >= _ENOUGH:
@@ -128,6 +133,26 @@ def check_conventions(
         order = order_of_shear(given, said)
         if order != _SHEAR:
             _warn_of_order(settings.stress, order)
+
+
+def _usual_square(values: Float64Array) -> float:
+    """Return the median of squares about the median."""
+    return float(np.median((values - np.median(values)) ** 2))
+
+
+def evened(
+    labels: Float64Array, predicted: Float64Array, structure: IntArray
+) -> tuple[Float64Array, Float64Array]:
+    """Return labels and predictions (n,), those of no structure larger than of the median one.
+
+    Structures whose labels are all zero have no part in the median.
+    """
+    largest = np.ones(int(structure.max()) + 1)
+    for values in (labels, predicted):
+        norms = np.sqrt(np.bincount(structure, weights=values**2))
+        if norms.any():
+            largest = np.maximum(largest, norms / np.median(norms[norms > 0]))
+    return labels / largest[structure], predicted / largest[structure]
 
 
 def order_of_shear(labels: Float64Array, predicted: Float64Array) -> tuple[str, ...]:
@@ -150,16 +175,18 @@ def order_of_shear(labels: Float64Array, predicted: Float64Array) -> tuple[str, 
 def _fluctuations(
     labels: ForceLabels, predicted: Float64Array
 ) -> tuple[Float64Array, Float64Array]:
-    """Return virials (n, 6), and predictions of them, less the mean of each component.
+    """Return virials (n, 6), and predictions of them, less the median of each component.
 
     Energies at one volume say nothing about the pressure there.
     """
     known = np.isfinite(labels.virials)
-    found = np.full(labels.virials.shape, np.nan)
+    virials, found = labels.virials.copy(), np.full(labels.virials.shape, np.nan)
     found[known] = predicted[labels.is_virial]
-    counts = np.maximum(known.sum(axis=0), 1)
-    virials = labels.virials - np.nansum(labels.virials, axis=0) / counts
-    return virials, found - np.nansum(found, axis=0) / counts
+    for values in (virials, found):
+        for i in np.flatnonzero(known.any(axis=0)):
+            values[:, i] -= np.nanmedian(values[:, i])
+    virials[known], found[known] = evened(virials[known], found[known], np.nonzero(known)[0])
+    return virials, found
 
 
 def _warn_of_order(key: str, order: tuple[str, ...]) -> None:

@@ -3,11 +3,18 @@
 Rows of energies come first, and those of forces and virials follow. What an energy of the mean
 composition is belongs to the rows of energies alone: a constant has no derivative. Members see the
 energy and the forces of a structure together, or neither.
+
+Noises that could be solved with where they were chosen, on four fifths of the structures, may be
+lost in the rounding of the Gram matrix of all of them, or of those of a member. All are then raised
+alike: their ratios, and with them the Gram matrix, stay as they are.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +25,12 @@ from qualms.core.joint_noise import JointNoise, select_joint_noise, weighted_gra
 from qualms.core.members import solve_members
 from qualms.core.projected_process import fit_projected_process
 from qualms.core.typing import Float64Array, FloatArray, IntArray
+from qualms.errors import NumericalError, QualmsWarning
+
+#: By how much noise variances are raised at a time, and how often at most.
+_RAISE, _ATTEMPTS = 10.0, 8
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -32,12 +45,15 @@ class JointModel:
     labels : ForceLabels
     energy_weight : (n,) array
         Of the rows of energies: noise variances are divided by it.
+    y : (N,) array
+        Labels of all rows, energies less the centre.
     """
 
     full: FullModel
     noise: JointNoise
     labels: ForceLabels
     energy_weight: Float64Array
+    y: Float64Array
 
     @property
     def weight(self) -> Float64Array:
@@ -47,6 +63,17 @@ class JointModel:
     def counts(self, counts: IntArray) -> IntArray:
         """Return how often each row is in each member, given that for energies (n, N_R)."""
         return np.concatenate([counts, counts[self.labels.structure]])
+
+    def with_noise(self, noise: JointNoise, Phi: FloatArray) -> JointModel:
+        """Return the model of the same rows Phi (N, r) with other noises of the same ratios."""
+        if noise == self.noise:
+            return self
+        scale, gram = self.full.scale, self.full.process.gram
+        relative = noise.energies / float(scale[0]) ** 2
+        process = fit_projected_process(
+            Phi, self.y / scale, relative, sample_weight=self.weight, gram=gram
+        )
+        return replace(self, full=replace(self.full, process=process), noise=noise)
 
 
 def fit_joint_model(
@@ -87,14 +114,48 @@ def fit_joint_model(
         forces=_known(settings.forces_noise),
         virials=_known(settings.stress_noise),
     )
-    scale = np.sqrt(variance)
-    weight = _row_weight(energy_weight, labels, noise)
-    gram = weighted_gram(Phi, weight)
-    process = fit_projected_process(
-        Phi, y / scale, noise.energies / variance, sample_weight=weight, gram=gram
+    gram = weighted_gram(Phi, _row_weight(energy_weight, labels, noise))
+    scale = np.array([np.sqrt(variance)])
+
+    def solve(noise: JointNoise) -> JointModel:
+        weight = _row_weight(energy_weight, labels, noise)
+        relative = noise.energies / variance
+        process = fit_projected_process(Phi, y / scale, relative, sample_weight=weight, gram=gram)
+        full = FullModel(process, np.array([center]), scale, centered=False)
+        return JointModel(full, noise, labels, energy_weight, y)
+
+    return _solvable(solve, noise)
+
+
+def _solvable(solve: Callable[[JointNoise], T], noise: JointNoise) -> T:
+    """Return what is solved with noises, or with higher ones, of which a warning tells."""
+    for attempt in range(_ATTEMPTS):
+        tried = noise.times(_RAISE**attempt)
+        try:
+            found = solve(tried)
+        except NumericalError:
+            continue
+        if attempt:
+            warnings.warn(
+                f"Noise variances ({_described(noise)}) are lost in rounding; all were raised by "
+                f"{_RAISE**attempt:.0e}. Labels that are much larger than all others are one "
+                "reason. Noises that are given as numbers must be larger.",
+                QualmsWarning,
+                stacklevel=8,
+            )
+        return found
+    raise NumericalError(
+        f"Noise variances ({_described(noise)}) are lost in rounding, and so are those "
+        f"{_RAISE ** (_ATTEMPTS - 1):.0e} times as large. Look for labels that are much larger "
+        "than all others, or give larger ones: noise, forces_noise and stress_noise."
     )
-    full = FullModel(process, np.array([center]), np.array([scale]), centered=False)
-    return JointModel(full, noise, labels, energy_weight)
+
+
+def _described(noise: JointNoise) -> str:
+    """Return the variances in words, by the parameters that give them."""
+    found = [("noise", noise.energies), ("forces_noise", noise.forces)]
+    found += [] if noise.virials is None else [("stress_noise", noise.virials)]
+    return ", ".join(f"{name} {value:.1e}" for name, value in found)
 
 
 def _known(noise: str | float) -> float | None:
@@ -171,3 +232,23 @@ def fit_joint_members(
         sample_weight=joint.weight,
     )
     return Members(solution.weights * scale, means[None, :], solution)
+
+
+def solve_joint_members(
+    joint: JointModel,
+    Phi: FloatArray,
+    energies: Float64Array,
+    counts: IntArray,
+    *,
+    centered: bool,
+) -> tuple[JointModel, Members]:
+    """Solve all members, and the full model again if they need higher noises than it has.
+
+    Parameters are those of `fit_joint_members`.
+    """
+
+    def solve(noise: JointNoise) -> tuple[JointModel, Members]:
+        model = joint.with_noise(noise, Phi)
+        return model, fit_joint_members(model, Phi, energies, counts, centered=centered)
+
+    return _solvable(solve, joint.noise)

@@ -12,6 +12,7 @@ from threadpoolctl import threadpool_limits
 from qualms.atomistic.baselines import Baseline, fit_baseline
 from qualms.atomistic.basis import Basis
 from qualms.atomistic.conventions import check_conventions
+from qualms.atomistic.doubtful_structures import warn_of_doubtful
 from qualms.atomistic.fitted import Fitted, ProjectedVariance
 from qualms.atomistic.internal_calibration import (
     Derived,
@@ -21,7 +22,7 @@ from qualms.atomistic.internal_calibration import (
     fit_calibrations,
     internal_data,
 )
-from qualms.atomistic.joint_solving import JointModel, fit_joint_members, fit_joint_model
+from qualms.atomistic.joint_solving import JointModel, fit_joint_model, solve_joint_members
 from qualms.atomistic.plan import Plan
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.representation import Representation
@@ -173,13 +174,19 @@ class Solver:
                 members = fit_members(self.full, Phi, targets[:, None, :], counts)
             else:
                 centered = settings.baseline != "none"
-                members = fit_joint_members(self.joint, Phi, targets, counts, centered=centered)
+                self.joint, members = solve_joint_members(
+                    self.joint, Phi, targets, counts, centered=centered
+                )
+                self.full = self.joint.full
             n = len(data.y)
             predicted = members.predict(Phi[:n])[:, 0] + offsets
         with stages.stage("Calibration"):
             internal = internal_data(data.y, predicted, counts, settings.calibration)
             calibrations = fit_calibrations(internal, settings.calibration)
-            of_forces, of_stress = self._derived(members, counts, settings)
+            derived = Phi[n:] @ members.weights[:, 0]
+            of_forces, of_stress = self._derived(derived, counts, settings)
+            if self.joint is not None:
+                warn_of_doubtful(data, settings, predicted, derived, counts)
             for name, of in (("forces", of_forces), ("stress", of_stress)):
                 doubt_labels(name, getattr(settings, name), of, calibrations)
         fitted = replace(
@@ -200,13 +207,15 @@ class Solver:
         )
 
     def _derived(
-        self, members: Members, counts: IntArray, settings: Settings
+        self, predicted: Float64Array, counts: IntArray, settings: Settings
     ) -> tuple[Derived, Derived]:
-        """Calibrate forces and stresses by members that did not see a structure."""
+        """Calibrate forces and stresses by members that did not see a structure.
+
+        What members say about each row is `predicted`.
+        """
         labels = self.data.mechanics
         if labels is None:
             return Derived(), Derived()
-        predicted = self.Phi[len(self.data.y) :] @ members.weights[:, 0]
         frames, wanted = self.data.frames, settings.calibration
         forces = calibrate_forces(labels, predicted, counts, wanted)
         if not labels.n_with_virial:

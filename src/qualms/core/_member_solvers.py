@@ -72,12 +72,13 @@ class MemberProblem:
     def effective_dimension(self) -> float:
         """Estimate d_eff = Tr[ΦᵀΦ (ΦᵀΦ + σ²)⁻¹] = r − σ²|L⁻¹|² of the full model.
 
-        16 random signs s, E|L⁻¹s|² = |L⁻¹|², leave a standard error below √((r − d_eff)/8).
+        16 random signs s, E|L⁻¹s|² = |L⁻¹|², leave a standard error below √((r − d_eff)/8). Where
+        σ² is nearly lost in rounding, so is L⁻¹: the estimate stays between 0 and r all the same.
         """
         rank = self.Phi.shape[1]
         signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(rank, 16))
         V = cholesky_whiten(self.full.factor, signs)
-        return float(rank - self.full.noise_variance * np.sum(V**2) / 16)
+        return float(np.clip(rank - self.full.noise_variance * np.sum(V**2) / 16, 0.0, rank))
 
     def smallest_scale(self) -> Float64Array:
         """Return, per output, a spread between members too small to matter."""

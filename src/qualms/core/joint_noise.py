@@ -9,33 +9,58 @@ that variances cost one Cholesky factor. Rows belong to groups, such as structur
 forces and virial are left out together: for each part that is left out in turn, A without it is
 the sum less what the part contributes.
 
-The score of variances is Σ_k g_k ln(mean |z_k|), z being errors of what is left out. It has no
-units, and no kind can buy a small gain with a large loss of another, however many more forces there
-are than energies. Rows of one group err together, so that ln(mean |z_k|) is known as well as the
-number of groups that have the kind allows: g_k is that number, relative to the largest. A kind that
-all groups have counts fully, and the stress of one structure in forty next to nothing.
+The score of variances is Σ_k g_k s_k, with z the errors of what is left out and, over the groups
+that have kind k,
+
+    s_k = min_s mean_g [2 ln(a_g + s) − ln s],      a_g = mean of |z_k| in group g,
+
+minus the log likelihood of errors a with the density s/(a + s)², which falls off as slowly as a⁻².
+If all errors grow by a factor, s_k grows by its logarithm. So the score has no units, and no kind
+can buy a small gain with a large loss of another, however many more forces there are than energies.
+Nor can a few groups: errors of one group in G that become ten times smaller are worth 2 ln(10)/G at
+most, be they the largest of all. The logarithm of the mean of |z|, which is the same for a density
+exp(−a/s)/s, would be decided by five compressed crystals among forty whose errors are a thousand
+times those of the others. The mean of ln a would be decided by chance: one energy in a hundred is
+right to a hundredth of the usual error.
+
+Rows of one group err together, so that s_k is known as well as the number of groups that have the
+kind allows: g_k is that number, relative to the largest. A kind that all groups have counts fully,
+and the stress of one structure in forty next to nothing.
+
+Variances are looked for in units of the usual square of a target, that is, of the median over
+groups: a mean would be that of the few largest. They may be up to ten times the mean square, at
+which a kind counts for nothing, as it should where one wrong label has made the others useless. The
+marginal likelihood is one of Gaussians, for which a single group far from all others is reason
+enough to call everything noise. It may do so up to three times the usual square, which is more than
+labels have that are nothing but noise; where it wants more, a warning says so.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import product
 
 import numpy as np
+from scipy.optimize import brentq
 
 from qualms.core.linalg import cholesky, cholesky_solve
 from qualms.core.typing import BoolArray, Float64Array, FloatArray, IntArray
-from qualms.errors import InputError, NumericalError
+from qualms.errors import InputError, NumericalError, QualmsWarning
 
 #: Share of the groups in a part that is left out, and features up to which all parts are.
 _FOLDS, _SMALL = 5, 800
-#: Decades, relative to the mean square of the targets, that are tried: first guess and limits.
-_START, _LOWEST, _HIGHEST = (-4.0, -3.0, -3.0), -12.0, 1.0
+#: Decades that are tried, relative to the usual square of the targets: first guess and lower limit.
+_START, _LOWEST = (-4.0, -3.0, -3.0), -12.0
+#: Upper limits: relative to the mean square, and to the usual one for the marginal likelihood.
+_HIGHEST, _HIGHEST_OF_EVIDENCE = 1.0, 0.5
 #: Steps in decades of the search.
 _STEPS = (1.0, 0.5, 0.25)
+#: Logarithms of errors that differ by less are those of the same error.
+_SAME = 1e-9
 #: Rows that are summed over at once.
 _BLOCK = 4096
 
@@ -71,6 +96,13 @@ class JointNoise:
     def virial_ratio(self) -> float:
         """ρ_V = σ_E²/σ_V²: that of a virial."""
         return self.ratio if self.virials is None else self.energies / self.virials
+
+    def times(self, factor: float) -> JointNoise:
+        """Return all variances times a factor, which leaves the ratios as they are."""
+        virials = None if self.virials is None else factor * self.virials
+        return replace(
+            self, energies=factor * self.energies, forces=factor * self.forces, virials=virials
+        )
 
 
 @dataclass(frozen=True)
@@ -159,7 +191,7 @@ def select_joint_noise(
     if all(value is not None for value in given):
         return _joint_noise([value or 0.0 for value in given], 0.0, 0)
     root = np.ones(len(y)) if weight is None else np.sqrt(weight)
-    units = tuple(_mean_square((root * y)[rows]) for rows in kinds)
+    units = tuple(_usual_square(root[rows] * y[rows], groups[rows]) for rows in kinds)
     make_score = _evidence if criterion == "evidence" else _left_out_error
     score = make_score(Phi, y, root, kinds, groups, prior)
     fixed = [
@@ -175,8 +207,17 @@ def select_joint_noise(
         except NumericalError:  # so little noise that it is lost in rounding
             return np.inf
 
-    best, least, n_tried = _pattern_search(of_decades, fixed)
+    pairs = zip(kinds, units, strict=True)
+    beyond = np.array([_decades_beyond(root[rows] * y[rows], unit) for rows, unit in pairs])
+    by_evidence = criterion == "evidence"
+    highest = np.full(n_kinds, _HIGHEST_OF_EVIDENCE) if by_evidence else _HIGHEST + beyond
+    # Where the usual square and the mean square differ much, either may be the better guess.
+    guess = np.array(_START[:n_kinds])
+    starts = [np.minimum(guess + shift, highest) for shift in (0.0, beyond)]
+    best, least, n_tried = _pattern_search(of_decades, starts, fixed, highest)
     found = [unit * 10**d for unit, d in zip(units, best, strict=True)]
+    if by_evidence:
+        _warn_of_edge(best, fixed)
     return _joint_noise(found, least, n_tried)
 
 
@@ -194,9 +235,43 @@ def weighted_gram(Phi: FloatArray, weight: Float64Array) -> Float64Array:
     return gram
 
 
-def _mean_square(y: Float64Array) -> float:
-    square = float(np.mean(y**2)) if len(y) else 0.0
-    return square if square > 0 else 1.0
+def _decades_beyond(y: Float64Array, unit: float) -> float:
+    """Return by how many decades the mean square is larger than the usual one, if it is."""
+    return max(float(np.log10(np.mean(y**2) / unit)), 0.0) if np.any(y) else 0.0
+
+
+def _warn_of_edge(decades: Sequence[float], fixed: Sequence[float | None]) -> None:
+    """Tell of noises that the marginal likelihood would have liked to be even larger."""
+    names = ("energies", "forces", "virials")
+    pairs = zip(names, decades, fixed, strict=False)
+    largest = [name for name, d, f in pairs if f is None and d >= _HIGHEST_OF_EVIDENCE]
+    if largest:
+        warnings.warn(
+            f"By the marginal likelihood the noise of {' and '.join(largest)} is larger than they "
+            "usually are themselves, so that little is learned from them. A few structures far "
+            "from all others make it so: look at their labels, or choose noises by the errors of "
+            "what is left out ('loo').",
+            QualmsWarning,
+            stacklevel=7,
+        )
+
+
+def _group_means(values: Float64Array, groups: IntArray) -> Float64Array:
+    """Return the mean of some values (n,) in each group that has any."""
+    codes = np.unique(groups, return_inverse=True)[1]
+    means: Float64Array = np.bincount(codes, weights=values) / np.maximum(np.bincount(codes), 1)
+    return means
+
+
+def _usual_square(y: Float64Array, groups: IntArray) -> float:
+    """Return the median over groups of the mean square about the median of all.
+
+    Energies less their mean are all as large as what a few of them made of the mean. Groups without
+    any deviation, such as crystals whose forces are zero by symmetry, do not count.
+    """
+    squares = _group_means((y - np.median(y)) ** 2, groups) if len(y) else y
+    squares = squares[squares > 0]
+    return float(np.median(squares)) if len(squares) else 1.0
 
 
 def _sums(
@@ -253,25 +328,45 @@ def _left_out_error(
     shares = counts / counts.max()
 
     def score(*variances: float) -> float:
-        sums = np.zeros(len(kinds))
-        for part in parts:
-            w, _ = part.rest.solve(variances, prior)
-            sums += [_missed(Phi, y, root, rows, w) for rows in part.rows]
-        means = sums / np.maximum([len(rows) for rows in judged], 1)
-        return float(shares @ np.log(np.maximum(means, np.finfo(np.float64).tiny)))
+        weights = [part.rest.solve(variances, prior)[0] for part in parts]
+        total = 0.0
+        for k, rows in enumerate(judged):
+            pairs = zip(parts, weights, strict=True)
+            missed = [_missed(Phi, y, root, part.rows[k], w) for part, w in pairs]
+            errors = _group_means(np.concatenate(missed), groups[rows])
+            total += float(shares[k]) * typical_log(errors)
+        return total
 
     return score
 
 
+def typical_log(errors: Float64Array) -> float:
+    """Return min_s mean [2 ln(a + s) − ln s], for the errors a ≥ 0 of groups (G,); 0 of none.
+
+    There the mean of a/(a + s) is one half. It falls with s, from one half or more at the smallest
+    error to one half or less at the largest.
+    """
+    if not len(errors):
+        return 0.0
+    a = np.maximum(errors, np.finfo(np.float64).tiny)
+
+    def excess(log_scale: float) -> float:
+        return float(np.mean(1 / (1 + math.exp(log_scale) / a))) - 0.5
+
+    low, high = math.log(a.min()), math.log(a.max())
+    with np.errstate(over="ignore"):
+        scale = low if high - low < _SAME else brentq(excess, low - _SAME, high + _SAME)
+    return float(2 * np.mean(np.log(a + math.exp(scale))) - scale)
+
+
 def _missed(
     Phi: FloatArray, y: Float64Array, root: Float64Array, rows: IntArray, w: Float64Array
-) -> float:
-    """Return Σ √weight |z| over some rows, by the weights w (r,) of a model without them."""
-    total = 0.0
-    for start in range(0, len(rows), _BLOCK):
-        some = rows[start : start + _BLOCK]
-        total += float(root[some] @ np.abs(y[some] - Phi[some] @ w))
-    return total
+) -> Float64Array:
+    """Return √weight |z| of some rows, by the weights w (r,) of a model without them."""
+    starts = range(0, len(rows), _BLOCK)
+    blocks = (rows[start : start + _BLOCK] for start in starts)
+    found = [root[some] * np.abs(y[some] - Phi[some] @ w) for some in blocks]
+    return np.concatenate([np.empty(0), *found])
 
 
 def _evidence(
@@ -305,15 +400,22 @@ def _evidence(
 
 
 def _pattern_search(
-    score: Callable[[Sequence[float]], float], fixed: Sequence[float | None]
+    score: Callable[[Sequence[float]], float],
+    starts: Sequence[Float64Array],
+    fixed: Sequence[float | None],
+    highest: Float64Array,
 ) -> tuple[tuple[float, ...], float, int]:
-    """Walk downhill on a grid of decades that becomes finer; numbers that are fixed stay.
+    """Walk downhill from the best start on a grid that becomes finer; what is fixed stays.
 
     With three of them the valley is long where all change alike, which leaves the weights of the
     kinds as they are and changes the prior alone: so that is a step, too.
     """
-    best = tuple(s if f is None else f for s, f in zip(_START, fixed, strict=False))
-    known = {best: score(best)}
+    first = [
+        tuple(float(d) if f is None else f for d, f in zip(start, fixed, strict=True))
+        for start in starts
+    ]
+    known = {where: score(where) for where in dict.fromkeys(first)}
+    best = min(known, key=known.__getitem__)
     free = [i for i, value in enumerate(fixed) if value is None]
     moves = [np.eye(len(best))[i] for i in free]
     if len(free) > 2:
@@ -323,7 +425,7 @@ def _pattern_search(
         while moved:
             moved = False
             for move, sign in product(moves, (-1, 1)):
-                trial = np.where(move, np.clip(best + sign * step * move, _LOWEST, _HIGHEST), best)
+                trial = np.where(move, np.clip(best + sign * step * move, _LOWEST, highest), best)
                 where = tuple(trial.tolist())
                 if where not in known:
                     known[where] = score(where)

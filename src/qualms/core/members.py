@@ -189,7 +189,8 @@ def estimated_cost(
     n, N, r, systems = float(n_present), n_train, rank, n_members * n_outputs
     lacking = N - n
     p = n / N if effective_fraction is None else effective_fraction
-    leverage = min((r if effective_dimension is None else effective_dimension) / N, 1.0)
+    # An estimate of d_eff, by which rounding may have made it less than zero or more than N.
+    leverage = min(max((r if effective_dimension is None else effective_dimension) / N, 0.0), 1.0)
     seen, unseen = math.sqrt(p * (1 - leverage)), math.sqrt(leverage * (1 - min(p, 1.0)))
     rate = min(max(unseen / seen, 0.05), 0.8) if seen > 0 else 0.8
     iterations = 3 + 1.2 * math.log(2 / min(tolerance, 1.0)) / -math.log(rate)
