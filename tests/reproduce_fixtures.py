@@ -93,7 +93,8 @@ def plain_seed(number=0, sizes=SIZES, **update):
     schemes = [plain_scheme(n, value=1.0 + number) for n in sizes]
     rest = {"n_environments": 1000, "n_representatives": 50}
     rest["schemes"] = [*schemes, plain_scheme(200, replace=True)]
-    return made_seed(number, process=dict.fromkeys(PROCESS, 1.0), sizes=sizes, **rest | update)
+    seed = made_seed(number, process=dict.fromkeys(PROCESS, 1.0), sizes=sizes)
+    return seed.model_copy(update=rest | update)
 
 
 def small_results(*seeds, **update):
