@@ -165,7 +165,9 @@ def _fit_whole(
     }
 
 
-def doubt_labels(name: str, key: str, of: Derived, energies: dict[str, Calibration]) -> None:
+def doubt_labels(
+    name: str, key: str, of: Derived, energies: dict[str, Calibration], n_members: int
+) -> None:
     """Warn if members are much more wrong about forces, or stresses, than they are about energies.
 
     Parameters
@@ -175,12 +177,18 @@ def doubt_labels(name: str, key: str, of: Derived, energies: dict[str, Calibrati
         Where the labels are.
     of : Derived
     energies : dict of str to Calibration
+    n_members : int
+        N_R.
     """
     # Of the methods that have one factor: with a power, it has units.
     method = next((m for m in ("student", "linear") if m in of.calibrations and m in energies), "")
-    if not method or energies[method].alpha <= 0:
+    if not method:
         return
-    ratio = of.calibrations[method].alpha / energies[method].alpha
+    # Error bars in units of the spread: α alone may be zero where the mean of members is right.
+    of_labels, of_energies = (
+        float(found[method].std(np.ones(1), n_members)[0]) for found in (of.calibrations, energies)
+    )
+    ratio = of_labels / max(of_energies, np.finfo(np.float64).tiny)
     if ratio >= _DOUBTFUL:
         warnings.warn(
             f"{name}={key!r}: errors of members are {ratio:.0f} times as large in units of their "

@@ -188,7 +188,7 @@ class Solver:
             if self.joint is not None:
                 warn_of_doubtful(data, settings, predicted, derived, counts)
             for name, of in (("forces", of_forces), ("stress", of_stress)):
-                doubt_labels(name, getattr(settings, name), of, calibrations)
+                doubt_labels(name, getattr(settings, name), of, calibrations, counts.shape[1])
         fitted = replace(
             self._assemble(settings, members, baseline, calibrations, counts, internal),
             forces_calibrations=of_forces.calibrations,

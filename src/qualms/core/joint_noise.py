@@ -59,6 +59,9 @@ _START, _LOWEST = (-4.0, -3.0, -3.0), -12.0
 _HIGHEST, _HIGHEST_OF_EVIDENCE = 1.0, 0.5
 #: Steps in decades of the search.
 _STEPS = (1.0, 0.5, 0.25)
+#: What a step must gain for each decade: one per cent of the errors of one kind. Where the score is
+#: flat, it would otherwise walk far for nothing.
+_GAIN = 0.01
 #: Logarithms of errors that differ by less are those of the same error.
 _SAME = 1e-9
 #: Rows that are summed over at once.
@@ -429,6 +432,6 @@ def _pattern_search(
                 where = tuple(trial.tolist())
                 if where not in known:
                     known[where] = score(where)
-                if known[where] < known[best]:
+                if known[where] < known[best] - _GAIN * step:
                     best, moved = where, True
     return best, known[best], len(known)
