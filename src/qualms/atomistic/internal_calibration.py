@@ -20,6 +20,7 @@ from qualms.core.calibration import (
     NoCalibration,
     calibration_data,
     fit_internally,
+    internal_points,
 )
 from qualms.core.resampling import MIN_ABSENT, internal_prediction
 from qualms.core.typing import BoolArray, Float64Array, IntArray
@@ -158,11 +159,12 @@ def _fit_whole(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of rows without a spread, which have been warned of
         data = calibration_data(y * ratios, members * ratios[:, None], absent)
-    shift = data.mean(np.log(data.spread)) - internal.mean(np.log(internal.spread))
-    return {
-        method: replace(found, log_likelihood=found.log_likelihood + shift)
-        for method, found in fit_calibrations(data, wanted).items()
-    }
+    calibrations = {}
+    for method, found in fit_calibrations(data, wanted).items():
+        after, before = (of.some(internal_points(of, method)) for of in (data, internal))
+        shift = after.mean(np.log(after.spread)) - before.mean(np.log(before.spread))
+        calibrations[method] = replace(found, log_likelihood=found.log_likelihood + shift)
+    return calibrations
 
 
 def doubt_labels(
