@@ -447,6 +447,21 @@ def test_a_function_sees_structures_beyond_the_threshold(committee, atoms):
     assert all(value > 0.5 * std for _, value in seen)
 
 
+def test_a_function_is_called_once_for_a_structure_and_limit(committee, atoms):
+    seen = []
+    limits = {"energy_uncertainty": 1e-9, "forces_uncertainty": 1e-9}
+    atoms.calc = Calculator(committee, limits, lambda atoms, results: seen.append(results))
+    atoms.get_potential_energy()
+    assert len(seen) == 1
+    atoms.get_forces()  # another limit
+    assert len(seen) == 2
+    atoms.get_potential_energy(), atoms.get_forces(), atoms.calc.get_property("forces", atoms)
+    assert len(seen) == 2
+    atoms.positions[0] += 0.01
+    atoms.get_forces()
+    assert len(seen) == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [

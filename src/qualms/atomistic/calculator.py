@@ -50,7 +50,8 @@ class Calculator(CommitteeCalculator):
     on_exceed : {"warn", "raise"} or callable
         What to do about a structure beyond them: warn, when it happens first and again whenever it
         happens after structures within them; raise `UncertaintyError`; or call
-        ``on_exceed(atoms, results)``.
+        ``on_exceed(atoms, results)``, once for each structure, and again only if another limit is
+        exceeded when more is asked about it.
     annotate : bool
         Whether uncertainties and ensembles are also put into ``atoms.info`` and ``atoms.arrays``,
         from where ASE writes them to extended XYZ: it writes no results but those it knows. They
@@ -115,6 +116,7 @@ class Calculator(CommitteeCalculator):
         self.on_exceed = on_exceed
         self.annotate = annotate
         self._beyond = False
+        self._told: set[str] = set()
 
     def get_property(
         self, name: str, atoms: Atoms | None = None, allow_calculation: bool = True
@@ -138,6 +140,8 @@ class Calculator(CommitteeCalculator):
         super().calculate(atoms, properties, system_changes)
         assert self.atoms is not None
         given = self.atoms if atoms is None else atoms
+        if system_changes:  # otherwise it is the same structure, of which more is asked
+            self._told = set()
         self._annotate(given)
         self._judge(given)
 
@@ -204,19 +208,22 @@ class Calculator(CommitteeCalculator):
 
     def _judge(self, atoms: Atoms) -> None:
         """Do what is to be done about a structure that is too uncertain."""
-        beyond = [
-            f"{name} = {largest:.3g} exceeds {limit:.3g}"
+        beyond = {
+            name: f"{name} = {largest:.3g} exceeds {limit:.3g}"
             for name, limit in self.uncertainty_threshold.items()
             if name in self.results and (largest := float(np.max(self.results[name]))) > limit
-        ]
+        }
         if not beyond:
             self._beyond = False
             return
-        message = f"{atoms.get_chemical_formula()}: {', '.join(beyond)} (uncertainty_threshold)."
+        what = ", ".join(beyond.values())
+        message = f"{atoms.get_chemical_formula()}: {what} (uncertainty_threshold)."
         if self.on_exceed == "raise":
             raise UncertaintyError(message)
         if callable(self.on_exceed):
-            self.on_exceed(atoms, self.results)
+            if not self._told.issuperset(beyond):
+                self._told |= set(beyond)
+                self.on_exceed(atoms, self.results)
         elif not self._beyond:
             warnings.warn(message, QualmsWarning, stacklevel=level_of_user())
         self._beyond = True
