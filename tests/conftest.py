@@ -1,5 +1,6 @@
 import pytest
 from hypothesis import settings
+from matplotlib.figure import Figure
 
 # Arrays are slow to draw on a busy machine; what is tested is not how fast they are drawn.
 settings.register_profile("qualms", deadline=None, max_examples=50, derandomize=True)
@@ -36,3 +37,17 @@ def workplace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     return tmp_path
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Figures that are saved, rather than their files."""
+    figures = []
+    save = Figure.savefig
+
+    def kept(self, *args, **kwargs):
+        figures.append(self)
+        save(self, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", kept)
+    return figures

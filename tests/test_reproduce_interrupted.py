@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from reproduce_fixtures import MEMBERS, made_column, plain_scheme, plain_seed, small_results
 
 from qualms.atomistic.feature_stage import FeatureStage, Resources
@@ -146,20 +145,6 @@ def test_what_does_not_make_a_page_is_refused(found, message):
 
 
 # --- figures ---
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """Figures that are saved, rather than their files."""
-    figures = []
-    save = Figure.savefig
-
-    def kept(self, *args, **kwargs):
-        figures.append(self)
-        save(self, *args, **kwargs)
-
-    monkeypatch.setattr(Figure, "savefig", kept)
-    return figures
 
 
 def test_panels_are_all_of_the_first_seed(finished, monkeypatch):

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from atomistic_fixtures import qualms
-from matplotlib.figure import Figure
 from reproduce_fixtures import MEMBERS, made_column, made_results, made_seed
 
 from qualms.report.figures import conditional
@@ -272,20 +271,6 @@ def test_panels_have_the_contours_that_captions_state(tmp_path, monkeypatch):
     panels = {"n = 9": pictures.Drawn(y, np.zeros(2000), std, members)}
     pictures._draw_panels(tmp_path / "panels.png", panels, "eV")
     assert drawn == [pictures.LEVELS] * 2
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """Figures that are saved, rather than their files."""
-    figures = []
-    save = Figure.savefig
-
-    def kept(self, *args, **kwargs):
-        figures.append(self)
-        save(self, *args, **kwargs)
-
-    monkeypatch.setattr(Figure, "savefig", kept)
-    return figures
 
 
 def test_estimators_that_agree_do_not_hide_each_other(tmp_path, drawn):
