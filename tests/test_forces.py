@@ -18,7 +18,8 @@ from qualms import InputError
 from qualms.atomistic import gradients, potential
 from qualms.atomistic.force_rows import derivative_rows, scale_rows
 from qualms.atomistic.mechanics import VOIGT, derivatives
-from qualms.atomistic.potential import make_potential
+from qualms.atomistic.potential import ScalePotential, make_potential
+from qualms.atomistic.scale_features import scale_features
 from qualms.data import qm9
 
 SMOOTH = {"cutoff": 3.5, "n_radial": 3, "l_max": 2, "engine": "featomic", "smoothing": 0.5}
@@ -304,15 +305,46 @@ def test_the_mean_alone_is_the_mean_of_the_members():
     assert_same(mean.forces[..., 0], every.forces.mean(axis=-1), 1e-9)
 
 
-@pytest.mark.parametrize("variant", ["ζ = 2", "ζ = 2, a quadratic form", "ζ = 3.5", "two scales"])
+WAYS = [
+    *[(variant, "_by_products") for variant in ("ζ = 2", "ζ = 3.5", "two scales, compressed")],
+    *[(variant, "_by_forms") for variant in ("ζ = 2", "ζ = 2, a quadratic form", "two scales")],
+]
+
+
+@pytest.mark.parametrize(("variant", "way"), WAYS)
 @pytest.mark.parametrize("name", ["CH3CH2OH", "N2"])  # all pairs of species, or few of them
-def test_matrices_of_all_members_save_time_and_change_nothing(variant, name, monkeypatch):
+def test_all_ways_to_multiply_agree(variant, way, name, monkeypatch):
     fitted, frames = molecular(variant).fitted, [molecule(name)]
-    fast = derivatives(make_potential(fitted, fitted.weights), frames, strain=True)
-    monkeypatch.setattr(potential, "_ROOM", 0.0)
-    slow = derivatives(make_potential(fitted, fitted.weights), frames, strain=True)
+
+    def found(way):
+        monkeypatch.setattr(ScalePotential, "_quickest", lambda self, n, c: getattr(self, way))
+        return derivatives(make_potential(fitted, fitted.weights), frames, strain=True)
+
+    fast, by_definition = found(way), found("_by_representatives")
     for array in ("energies", "forces", "virials"):
-        assert_same(getattr(fast, array), getattr(slow, array), 1e-9)
+        assert_same(getattr(fast, array), getattr(by_definition, array), 1e-9)
+
+
+def test_matrices_of_all_members_must_fit_and_pay_off(monkeypatch):
+    fitted = molecular("ζ = 2, a quadratic form").fitted
+    (scale,) = make_potential(fitted, fitted.weights).scales
+    M, q = scale.representatives.shape
+    assert (M, q) == (60, 20)
+    assert scale._quickest(64, q) == scale._by_forms
+    assert scale._quickest(1, 1) == scale._by_representatives  # one feature is left of twenty
+    monkeypatch.setattr(potential, "_ROOM", 0.0)
+    assert scale._quickest(64, q) == scale._by_representatives
+
+
+def test_features_that_are_the_same_count_once_and_change_no_kernel():
+    fitted = molecular("two scales").fitted
+    stored = fitted.representatives.astype(np.float64)
+    for scale in scale_features(fitted.representation):
+        raw, x = stored[:, scale.columns], scale.representatives(stored)
+        n, l_max, n_species = scale.engine.scale.n_radial, scale.engine.scale.l_max, 5
+        same, different = n * (n + 1) // 2 * n_species, n**2 * n_species * (n_species - 1) // 2
+        assert x.shape[1] == scale.width == (same + different) * (l_max + 1) < raw.shape[1]
+        np.testing.assert_allclose(x @ x.T, raw @ raw.T, atol=1e-6)  # they are stored in float32
 
 
 @pytest.mark.slow  # times depend on who else uses the machine

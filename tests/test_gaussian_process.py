@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qualms.core import projected_process
 from qualms.core.gaussian_process import fit_gaussian_process
 from qualms.core.kernels import PowerKernel, normalize_rows, unit_scale
 from qualms.core.linalg import whiten
 from qualms.core.noise import Replicates, noise_grid, select_noise, select_noise_from_kernel
 from qualms.core.projected_process import (
     fit_projected_process,
+    gram_matrix,
     leave_one_out_residuals,
     log_marginal_likelihood,
 )
@@ -56,6 +58,13 @@ def test_exact_gp_is_the_oracle_s(weight):
     np.testing.assert_allclose(
         model.leave_one_out_residuals()[:, 0], oracle.leave_one_out(left_out, N), rtol=1e-8
     )
+
+
+def test_the_gram_matrix_of_weighted_rows_is_summed_in_blocks(monkeypatch):
+    random = np.random.default_rng(7)
+    Phi, weight = random.normal(size=(50, 4)), random.random(50)
+    monkeypatch.setattr(projected_process, "_BLOCK", 7)
+    np.testing.assert_allclose(gram_matrix(Phi, weight), Phi.T @ np.diag(weight) @ Phi, atol=1e-12)
 
 
 @pytest.mark.parametrize("weight", [None, WEIGHT])

@@ -6,15 +6,9 @@ from scipy.optimize import minimize_scalar
 from scipy.stats import multivariate_normal
 
 from qualms import InputError, QualmsWarning
-from qualms.core import joint_noise
-from qualms.core.joint_noise import (
-    _evidence,
-    _left_out_error,
-    _parts,
-    select_joint_noise,
-    typical_log,
-    weighted_gram,
-)
+from qualms.core import joint_scores
+from qualms.core.joint_noise import select_joint_noise
+from qualms.core.joint_scores import _parts, evidence, left_out_error, typical_log
 
 
 def problem(rng, noise_e=0.05, noise_f=0.5, n=80, r=15, per=6):
@@ -64,7 +58,7 @@ def test_the_evidence_is_that_of_the_joint_gaussian():
     Phi, y, is_force, _ = problem(np.random.default_rng(1), n=12, r=4, per=3)
     kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
     root = np.random.default_rng(2).uniform(0.5, 2.0, len(y))
-    nll = _evidence(Phi, y, root, kinds, np.arange(len(y)), 0.7)
+    nll = evidence(Phi, y, root, kinds, np.arange(len(y)), 0.7)
 
     def expected(energies, forces):
         noise = np.where(is_force, forces, energies) / root**2
@@ -76,7 +70,7 @@ def test_the_evidence_is_that_of_the_joint_gaussian():
         assert nll(*pair) - expected(*pair) == pytest.approx(constant, abs=1e-8)
 
 
-def test_left_out_errors_are_those_of_models_without_the_structures():
+def testleft_out_errors_are_those_of_models_without_the_structures():
     Phi, y, is_force, groups = problem(np.random.default_rng(2), n=20, r=5, per=3)
     kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
     root = np.random.default_rng(3).uniform(0.5, 2.0, len(y))
@@ -92,7 +86,7 @@ def test_left_out_errors_are_those_of_models_without_the_structures():
         z[rows] = y[rows] - Phi[rows] @ np.linalg.solve(A, Phi[rest].T @ (weight * y[rest]))
     z *= root
     expected = sum(score_of_groups(z[rows], groups[rows]) for rows in kinds)
-    found = _left_out_error(Phi, y, root, kinds, groups, 0.7)(0.02, 0.3)
+    found = left_out_error(Phi, y, root, kinds, groups, 0.7)(0.02, 0.3)
     assert found == pytest.approx(expected, abs=1e-9)
 
 
@@ -102,7 +96,7 @@ def test_a_kind_counts_by_the_groups_that_have_it():
     Phi, y, is_force, groups = Phi[few], y[few], is_force[few], groups[few]
     kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
     root = np.ones(len(y))
-    score = _left_out_error(Phi, y, root, kinds, groups, 0.7)
+    score = left_out_error(Phi, y, root, kinds, groups, 0.7)
     z = np.empty(len(y))
     for part in _parts(Phi, y, root, kinds, groups):
         for rows in part.rows:
@@ -136,7 +130,7 @@ def test_large_models_leave_one_part_out(monkeypatch):
     Phi, y, is_force, groups = problem(np.random.default_rng(3), n=20, r=5, per=3)
     kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
     five = _parts(Phi, y, np.ones(len(y)), kinds, groups)
-    monkeypatch.setattr(joint_noise, "_SMALL", 4)
+    monkeypatch.setattr(joint_scores, "_SMALL", 4)
     (one,) = _parts(Phi, y, np.ones(len(y)), kinds, groups)
     for i in (0, 1):
         np.testing.assert_array_equal(one.rows[i], five[0].rows[i])
@@ -155,7 +149,7 @@ def test_neither_kind_is_sacrificed_to_the_other():
     y = Phi @ w + noise * rng.normal(size=len(Phi))
     found = select_joint_noise(Phi, y, is_force, groups, prior=1.0)
     kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
-    score = _left_out_error(Phi, y, np.ones(len(y)), kinds, groups, 1.0)
+    score = left_out_error(Phi, y, np.ones(len(y)), kinds, groups, 1.0)
     assert found.score == pytest.approx(score(found.energies, found.forces))
     # Three decades that gain less than three per cent are no reason to go there.
     for factor in (1e-3, 1e3):
@@ -217,15 +211,6 @@ def test_an_unknown_criterion():
         select_joint_noise(*problem(np.random.default_rng(0)), prior=1.0, criterion="magic")
 
 
-def test_the_gram_matrix_of_weighted_rows(monkeypatch):
-    rng = np.random.default_rng(7)
-    Phi, weight = rng.normal(size=(50, 4)), rng.random(50)
-    monkeypatch.setattr(joint_noise, "_BLOCK", 7)
-    np.testing.assert_allclose(
-        weighted_gram(Phi, weight), Phi.T @ np.diag(weight) @ Phi, atol=1e-12
-    )
-
-
 def three_kinds(rng, n=80, r=15):
     """Energies, forces and virials of a linear function, with a noise for each."""
     kind = np.repeat([0, 1, 2], [n, 5 * n, 2 * n])
@@ -256,7 +241,7 @@ def test_virials_have_a_noise_of_their_own():
 def test_the_evidence_of_three_kinds_is_that_of_the_joint_gaussian():
     Phi, y, kind, groups = three_kinds(np.random.default_rng(1), n=6, r=4)
     kinds = tuple(np.flatnonzero(kind == k) for k in range(3))
-    nll = _evidence(Phi, y, np.ones(len(y)), kinds, groups, 0.7)
+    nll = evidence(Phi, y, np.ones(len(y)), kinds, groups, 0.7)
 
     def expected(*variances):
         covariance = 0.7 * Phi @ Phi.T + np.diag(np.array(variances)[kind])

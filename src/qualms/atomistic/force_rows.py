@@ -35,8 +35,8 @@ from qualms.atomistic.gradients import (
     power_spectra,
 )
 from qualms.atomistic.mechanics import VOIGT
-from qualms.atomistic.potential import ScaleFeatures, scale_features
 from qualms.atomistic.representation import Representation
+from qualms.atomistic.scale_features import ScaleFeatures, scale_features
 from qualms.core.typing import Float64Array, FloatArray, IntArray
 
 
@@ -68,15 +68,13 @@ class Pairs:
         Environment, and atom that is not its centre, counted through the batch.
     pairs : list of int
         Pairs of species that this species is in, among all of them.
-    columns : (c,) array of int
-        Their features.
     changes : (p, 3, c) array
+        Of their features, one pair after the other.
     """
 
     owners: IntArray
     atoms: IntArray
     pairs: list[int]
-    columns: IntArray
     changes: Float64Array
 
 
@@ -139,7 +137,7 @@ def fill_rows(
 def scale_rows(representation: Representation, representatives: FloatArray) -> list[ScaleRows]:
     """Return what computes the rows of each scale, for representatives (M, d)."""
     return [
-        ScaleRows(scale, representatives[:, scale.columns].astype(np.float64))
+        ScaleRows(scale, scale.representatives(representatives))
         for scale in scale_features(representation)
     ]
 
@@ -189,13 +187,10 @@ class ScaleRows:
     ) -> None:
         """Add the rows −Σ_i a_i (∂y_i/∂r_j·X − (∂y_i/∂r_j·x_i) x_i·X) of one species, (3n, M)."""
         owners, (p, _, c) = pairs.owners, pairs.changes.shape
-        changes, X, own = pairs.changes.reshape(3 * p, c), self.representatives, x
-        if self.scale.projection is None:
-            X, own = X[:, pairs.columns], x[:, pairs.columns]
-        else:
-            changes = self.scale.projected(changes, pairs.pairs)
-        along = np.einsum("pcf,pf->pc", changes.reshape(p, 3, -1), own[owners])
-        terms = changes @ X.T
+        changes = self.scale.projected(pairs.changes.reshape(3 * p, c), pairs.pairs)
+        used = self.scale.used(pairs.pairs)
+        along = np.einsum("pcf,pf->pc", changes.reshape(p, 3, -1), x[:, used][owners])
+        terms = changes @ self.representatives[:, used].T
         terms.reshape(p, 3, -1)[:] *= powers[owners, None, :]
         # What pushes atom j pulls the centre.
         axes = np.arange(3)
@@ -222,12 +217,11 @@ class ScaleRows:
     ) -> None:
         """Add the rows Σ_i a_i (∂y_i/∂ε·X − (∂y_i/∂ε·x_i) x_i·X)."""
         n, D = len(x), self.scale.engine.n_features
-        changes = np.zeros((n, 6, D))
+        raw = np.zeros((n, 6, D))
         for block in blocks:
             if block.strain is not None:
-                changes[block.rows, :, block.columns] = block.strain[:, *VOIGT]
-        if self.scale.projection is not None:
-            changes = changes @ self.scale.projection
+                raw[block.rows, :, block.columns] = block.strain[:, *VOIGT]
+        changes = self.scale.projected(raw.reshape(6 * n, D)).reshape(n, 6, -1)
         along = np.einsum("ivf,if->iv", changes, x)
         for v in range(6):
             terms = (changes[:, v] @ self.representatives.T) * powers
@@ -254,13 +248,12 @@ def _pairs(
         np.concatenate([keys for *_, keys in found] or [np.empty(0, dtype=np.intp)]),
         return_inverse=True,
     )
-    columns = np.concatenate([np.arange(c.start, c.stop) for c in blocks_of_pairs])
-    size = len(columns) // len(with_z)
-    changes = np.zeros((len(keys), 3, len(columns)))
+    size = blocks_of_pairs[0].stop - blocks_of_pairs[0].start
+    changes = np.zeros((len(keys), 3, size * len(pairs)))
     first = 0
     for block, wanted, own in found:
         k = with_z[block.columns.start]
         here = places[first : first + len(own)]
         changes[here, :, k * size : (k + 1) * size] = block.positions[wanted]
         first += len(own)
-    return Pairs(keys // len(numbers), keys % len(numbers), pairs, columns, changes)
+    return Pairs(keys // len(numbers), keys % len(numbers), pairs, changes)

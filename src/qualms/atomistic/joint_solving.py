@@ -21,9 +21,9 @@ import numpy as np
 from qualms.atomistic.force_labels import ForceLabels
 from qualms.atomistic.settings import Settings
 from qualms.core.committee import FullModel, Members
-from qualms.core.joint_noise import JointNoise, select_joint_noise, weighted_gram
+from qualms.core.joint_noise import JointNoise, select_joint_noise
 from qualms.core.members import solve_members
-from qualms.core.projected_process import fit_projected_process
+from qualms.core.projected_process import fit_projected_process, gram_matrix
 from qualms.core.typing import Float64Array, FloatArray, IntArray
 from qualms.errors import NumericalError, QualmsWarning
 
@@ -114,7 +114,7 @@ def fit_joint_model(
         forces=_known(settings.forces_noise),
         virials=_known(settings.stress_noise),
     )
-    gram = weighted_gram(Phi, _row_weight(energy_weight, labels, noise))
+    gram = gram_matrix(Phi, _row_weight(energy_weight, labels, noise))
     scale = np.array([np.sqrt(variance)])
 
     def solve(noise: JointNoise) -> JointModel:

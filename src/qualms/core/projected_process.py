@@ -23,6 +23,9 @@ from qualms.core.linalg import cholesky, cholesky_solve, cholesky_whiten, clip_d
 from qualms.core.typing import Float64Array, FloatArray
 from qualms.errors import InputError
 
+#: Rows that are weighted at once.
+_BLOCK = 4096
+
 
 @dataclass(frozen=True)
 class ProjectedProcess:
@@ -123,10 +126,15 @@ def fit_projected_process(
 
 
 def gram_matrix(Phi: FloatArray, sample_weight: FloatArray | None = None) -> Float64Array:
-    """Return Φᵀ diag(w) Φ in float64: (r, r)."""
+    """Return Φᵀ diag(w) Φ in float64: (r, r). A copy of all of Φ might not fit beside it."""
     root = _root_weight(sample_weight, len(Phi))
-    A = Phi if root is None else Phi * root
-    gram: Float64Array = np.asarray(A.T @ A, dtype=np.float64)
+    if root is None:
+        gram: Float64Array = np.asarray(Phi.T @ Phi, dtype=np.float64)
+    else:
+        gram = np.zeros((Phi.shape[1], Phi.shape[1]))
+        for start in range(0, len(Phi), _BLOCK):
+            block = Phi[start : start + _BLOCK] * root[start : start + _BLOCK]
+            gram += block.T @ block
     if not np.all(np.isfinite(gram)):
         raise InputError("Phi", "NaN or infinite values", "finite values")
     return gram
