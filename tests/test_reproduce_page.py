@@ -105,13 +105,13 @@ def test_the_title_is_that_of_the_scale(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("scale", "n", "other"), [("small", "500", "2,000"), ("paper", "2,000", "500 ")]
+    ("scale", "n", "other"), [("small", "500", "2,000"), ("paper", "2,000", "500")]
 )
 def test_components_are_those_of_the_results(scale, n, other):
     soap = csd_settings("atoms", scale).representation.model_dump(mode="json")
     page = make_page([complete("csd-atoms", scale=scale, representation=soap)])
-    assert f"to {n} principal components (shieldings divided over atoms)" in page
-    assert f"to {other}" not in page
+    assert f"shieldings divided over atoms: {n} components (pca)." in page
+    assert f"{other} components" not in page
     assert ("of the same 30,009" in page) == (scale == "paper")
 
 

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from qualms.atomistic.hypers import Compression, Soap
+from qualms.atomistic.hypers import Scale as SoapScale
 from qualms.reproduce.problems import Scale, Split, csd_settings, qm9_settings
 from qualms.reproduce.results import Results
 
 _MEMBERS = 16
+_NONE = "none"
 
 
 def facts(results: Results) -> str:
@@ -65,38 +67,40 @@ def differing(first: Results, second: Results) -> list[list[str]]:
 def _hyper_parameters(stored: Mapping[str, Any]) -> dict[str, str]:
     """Return the hyper-parameters of SOAP by name, those of several scales one after the other."""
     soap = Soap.model_validate(stored)
-    columns: dict[str, list[str]] = {}
-    for scale in soap.scales:
-        near = scale.radial_scaling
-        scaled = "none" if near is None else f"{near.scale:g} Å, m = {near.exponent:g}"
-        columns.setdefault("cutoff", []).append(f"{scale.cutoff:g} Å")
-        columns.setdefault("Gaussians", []).append(f"{scale.gaussian_width:g} Å")
-        basis = f"{scale.n_radial} radial functions, l ≤ {scale.l_max}"
-        columns.setdefault("basis", []).append(basis)
-        columns.setdefault("radial scaling", []).append(scaled)
-    found = {name: "; ".join(values) for name, values in columns.items()}
-    return found | {"ζ": f"{soap.exponent:g}", "compression": _compressed(soap)}
+    scales = [_of_scale(scale) for scale in soap.scales]
+    found = {name: "; ".join(scale[name] for scale in scales) for name in scales[0]}
+    return found | {"ζ": f"{soap.exponent:g}", "compression": compressed(stored)}
 
 
 def described(stored: Mapping[str, Any]) -> str:
     """Say what the hyper-parameters of SOAP are."""
     soap = Soap.model_validate(stored)
     scales = []
-    for scale in soap.scales:
-        near = scale.radial_scaling
-        scaled = "no radial scaling"
-        if near is not None:
-            scaled = f"radial scaling of {near.scale:g} Å, m = {near.exponent:g}"
+    for found in map(_of_scale, soap.scales):
+        near = found["radial scaling"]
+        scaled = "no radial scaling" if near == _NONE else f"radial scaling of {near}"
         scales.append(
-            f"cutoff {scale.cutoff:g} Å, Gaussians of {scale.gaussian_width:g} Å, "
-            f"{scale.n_radial} radial functions, l ≤ {scale.l_max}, {scaled}"
+            f"cutoff {found['cutoff']}, Gaussians of {found['Gaussians']}, {found['basis']}, "
+            f"{scaled}"
         )
-    return f"SOAP: {'; '.join(scales)}; ζ = {soap.exponent:g}; {_compressed(soap)}."
+    return f"SOAP: {'; '.join(scales)}; ζ = {soap.exponent:g}; {compressed(stored)}."
 
 
-def _compressed(soap: Soap) -> str:
-    if soap.compression is None:
+def _of_scale(scale: SoapScale) -> dict[str, str]:
+    near = scale.radial_scaling
+    return {
+        "cutoff": f"{scale.cutoff:g} Å",
+        "Gaussians": f"{scale.gaussian_width:g} Å",
+        "basis": f"{scale.n_radial} radial functions, l ≤ {scale.l_max}",
+        "radial scaling": _NONE if near is None else f"{near.scale:g} Å, m = {near.exponent:g}",
+    }
+
+
+def compressed(stored: Mapping[str, Any]) -> str:
+    """Say to how many features those of SOAP are compressed."""
+    chosen = Soap.model_validate(stored).compression
+    if chosen is None:
         return "not compressed"
-    given = isinstance(soap.compression, Compression)
-    found = soap.compression if isinstance(soap.compression, Compression) else Compression()
-    return f"{found.n_features:,} components ({found.method}){'' if given else ' if that pays'}"
+    found = chosen if isinstance(chosen, Compression) else Compression()
+    pays = "" if chosen is found else " if that pays"
+    return f"{found.n_features:,} components ({found.method}){pays}"

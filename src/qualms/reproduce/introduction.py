@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from qualms.atomistic.hypers import Compression, Soap
+from qualms.reproduce.facts import compressed
 from qualms.reproduce.results import Results
 from qualms.reproduce.shift_page import rattling
 from qualms.reproduce.texts import (
@@ -56,15 +56,8 @@ def _compressions(found: Sequence[Results]) -> str:
     """Say to how many components features of which problems are compressed."""
     names: dict[str, list[str]] = {}
     for results in found:
-        chosen = Soap.model_validate(results.representation).compression
-        kept = chosen if isinstance(chosen, Compression) else Compression()
-        text = f"to {kept.n_features:,} principal components"
-        if chosen is None:
-            text = "not at all"
-        elif chosen == "auto":
-            text += " if that pays"
-        names.setdefault(text, []).append(_SHORT[results.name])
-    return "; ".join(f"{text} ({', '.join(of)})" for text, of in names.items())
+        names.setdefault(compressed(results.representation), []).append(_SHORT[results.name])
+    return "; ".join(f"{' and '.join(of)}: {text}" for text, of in names.items())
 
 
 def commands(found: Sequence[Results]) -> list[str]:

@@ -112,7 +112,7 @@ DIFFERENCES = """
 - **Noise.** How the paper chose σ² is not printed. We take leave-one-out errors, absolute ones,
   which a few odd molecules do not dominate. That is best for the mean; it makes the raw σ of the
   projected process on QM9 far too small, where the paper's is nearly right.
-- **Compression.** Features are compressed before representatives are chosen: {compression}.
+- **Compression.** Features are compressed before representatives are chosen. {compression}.
 - **Baseline.** A least-squares composition baseline is part of each member; for shieldings, which
   are of one element, that is its mean.
 - **Target of QM9.** The paper says formation energies with zero-point energy; the target here is
