@@ -12,7 +12,7 @@ from qualms.atomistic.feature_stage import Resources
 from qualms.atomistic.progress import Stages
 from qualms.cli import reproduce as command
 from qualms.data import HARTREE_TO_EV, qm9
-from qualms.data.qm9 import ENERGIES
+from qualms.data.qm9_sources import ENERGIES
 from qualms.errors import InputError
 from qualms.reproduce import problems, shift
 from qualms.reproduce.page import make_page
