@@ -33,8 +33,10 @@ from qualms.core.typing import Float64Array, IntArray
 
 #: Bytes that matrices of all members, made once, may take.
 _ROOM = 256e6
-#: Multiplications that take as long as reading a number from memory.
-_READING = 30
+#: Multiplications that take as long as reading a number from memory, and as making one w (x·X)^ζ.
+_READING, _MAKING = 36, 260
+#: How much longer a multiplication takes without matrices made once: these are shorter products.
+_SLOWER = 1.4
 
 
 #: From x (n, c), and the features that these c are, to e (n, R) and b (n, R, c).
@@ -81,14 +83,14 @@ class ScalePotential:
     def _quickest(self, n: int, c: int) -> _Way:
         """Return how to find e and b of n environments soonest, c features being there.
 
-        Time is counted in multiplications. Reading a number from memory takes as long as several
-        of them, so that matrices of all members, which no cache holds, pay off for many
-        environments at a time only.
+        Time is counted in multiplications, as measured with 16 members. Reading a number from
+        memory takes as long as many of them, so that matrices of all members, which no cache holds,
+        pay off for many environments at a time only.
         """
         (M, q), R = self.representatives.shape, self.weights.shape[1]
         if self.scale.exponent == 1:
             return self._by_sums
-        work = {self._by_representatives: n * M * (c + _READING)}
+        work = {self._by_representatives: n * M * (_SLOWER * c + _MAKING)}
         if 8.0 * R * M * q <= _ROOM:
             work[self._by_products] = M * q * (n + _READING)
         if self.scale.exponent == 2 and 8.0 * R * q**2 <= _ROOM:
