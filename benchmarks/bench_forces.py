@@ -56,6 +56,15 @@ COSTS: dict[str, dict[str, Any]] = {
     "two scales, ζ = 2": {"scales": [{"cutoff": 3.0}, {"cutoff": 5.0}]},
     "ζ = 2, all features": {"compression": None},
 }
+#: Molecules of five elements, that is fifteen pairs of them, and few neighbours.
+ALONE = "one at a time"
+FIVE_ELEMENTS: dict[str, dict[str, Any]] = {
+    "ζ = 2": {},
+    f"ζ = 2, {ALONE}": {},
+    "ζ = 3.5": {"exponent": 3.5},
+    f"ζ = 3.5, {ALONE}": {"exponent": 3.5},
+    "ζ = 2, all features": {"compression": None},
+}
 
 
 @dataclass(frozen=True)
@@ -118,27 +127,32 @@ def three_bpa(divisor: int) -> Problem | None:
 # --- what error bars cost ---
 
 
-def cost_row(name: str, frames: Sequence[Atoms], settings: dict[str, Any]) -> list[Any]:
-    """Time forces with and without error bars."""
+def cost_row(
+    name: str, soap: dict[str, Any], frames: Sequence[Atoms], settings: dict[str, Any]
+) -> list[Any]:
+    """Time forces with and without error bars, of all new structures at once or one at a time."""
     n_train = len(frames) * 9 // 10
-    soap = {**SOAP, **COSTS[name]}
     if "scales" in soap:
         del soap["cutoff"]  # it would be that of all scales
     model = AtomisticModel("energy", representation=soap, **settings)
     fitted, new = model.fit(frames[:n_train]).fitted, list(frames[n_train:])
     mean = make_potential(fitted, fitted.mean_weights[:, None])
+    calls = [[atoms] for atoms in new] if ALONE in name else [new]
 
     def mean_alone() -> object:
-        check_frames(fitted, new, stress=False)
-        with limited(model.threads):
-            return derivatives(mean, new)
+        for some in calls:
+            check_frames(fitted, some, stress=False)
+            with limited(model.threads):
+                derivatives(mean, some)
 
-    seconds, seconds_all, ratio = priced(
-        mean_alone, lambda: model.predict_forces(new).forces.std, 21
-    )
+    def everything() -> object:
+        return [model.predict_forces(some).forces.std for some in calls]
+
+    seconds, seconds_all, ratio = priced(mean_alone, everything, 21)
     n_atoms = sum(map(len, new))
     return [
         name,
+        fitted.representation.n_features,
         len(fitted.representatives),
         f"{1e3 * seconds / n_atoms:.2f}",
         f"{1e3 * seconds_all / n_atoms:.2f}",
@@ -147,22 +161,32 @@ def cost_row(name: str, frames: Sequence[Atoms], settings: dict[str, Any]) -> li
     ]
 
 
-def cost_table(problem: Problem | None, divisor: int) -> dict[str, Any]:
+def cost_table(what: str, rows: list[list[Any]]) -> dict[str, Any]:
     """Compare forces with and without error bars."""
-    settings: dict[str, Any] = {"n_representatives": 1_000 // divisor}
-    if problem is not None:
-        frames, what = problem.train[: 120 // divisor + 10], problem.name
-        settings |= {"forces": "forces", "noise": 1e-8, "forces_noise": 1e-4}
-    else:
-        frames, what = qm9(n=400 // divisor), "molecules of QM9"
-        for atoms in frames:
-            atoms.info["REF_energy"] = atoms.info["atomization_energy"]
+    times = ["mean alone, ms/atom", "mean, σ and members"]
     return {
         "title": f"Forces on {what}, 16 members",
-        "columns": ["model", "M", "mean alone, ms/atom", "mean, σ and members", "ratio", "target"],
-        "rows": [cost_row(name, frames, settings) for name in COSTS],
+        "columns": ["model", "features", "M", *times, "ratio", "target"],
+        "rows": rows,
         "notes": ["Medians of 21 calls of each, in turns, from structures to arrays of forces."],
     }
+
+
+def cost_tables(problem: Problem | None, divisor: int) -> Iterator[dict[str, Any]]:
+    """Compare forces on molecules of three elements, and of five."""
+    settings: dict[str, Any] = {"n_representatives": 1_000 // divisor}
+    if problem is not None:
+        frames = problem.train[: 120 // divisor + 10]
+        trained = settings | {"forces": "forces", "noise": 1e-8, "forces_noise": 1e-4}
+        costs = COSTS.items()
+        rows = [cost_row(name, SOAP | soap, frames, trained) for name, soap in costs]
+        yield cost_table(problem.name, rows)
+    molecules = qm9(n=400 // divisor)
+    for atoms in molecules:
+        atoms.info["REF_energy"] = atoms.info["atomization_energy"]
+    costs = FIVE_ELEMENTS.items()
+    rows = [cost_row(name, SOAP | soap, molecules, settings) for name, soap in costs]
+    yield cost_table("molecules of QM9", rows)
 
 
 # --- training ---
@@ -380,7 +404,7 @@ def tables(divisor: int = 1) -> Iterator[dict[str, Any]]:
     """Measure one thing after the other; `divisor` makes them small."""
     found = (azobenzene(divisor), three_bpa(divisor))
     problems = [problem for problem in found if problem is not None]
-    yield cost_table(problems[0] if problems else None, divisor)
+    yield from cost_tables(problems[0] if problems else None, divisor)
     if problems:
         yield accuracy_table(problems, divisor)
     executable = gap_fit()

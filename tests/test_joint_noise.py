@@ -70,7 +70,7 @@ def test_the_evidence_is_that_of_the_joint_gaussian():
         assert nll(*pair) - expected(*pair) == pytest.approx(constant, abs=1e-8)
 
 
-def testleft_out_errors_are_those_of_models_without_the_structures():
+def test_left_out_errors_are_those_of_models_without_the_structures():
     Phi, y, is_force, groups = problem(np.random.default_rng(2), n=20, r=5, per=3)
     kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
     root = np.random.default_rng(3).uniform(0.5, 2.0, len(y))
