@@ -21,7 +21,10 @@ def made_column(value=0.0, **update):
 
 
 def made_scheme(n, values, *, replace=False, n_internal=100, student_t=0.0, **update):
-    """Members of one size; log likelihoods by column, 0 where they are not given."""
+    """Members of one size; log likelihoods by column, 0 where they are not given.
+
+    They are the same about the full model and about the mean of the members.
+    """
     columns = {name: made_column(values.get(name, 0.0), **update) for name in MEMBERS}
     return Scheme(
         n=n,
@@ -29,6 +32,7 @@ def made_scheme(n, values, *, replace=False, n_internal=100, student_t=0.0, **up
         n_internal=n_internal,
         seconds=1.0,
         columns=columns,
+        reference={name: columns[name] for name in MEMBERS[:5]},
         student_t=student_t,
     )
 

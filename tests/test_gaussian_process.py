@@ -60,6 +60,25 @@ def test_exact_gp_is_the_oracle_s(weight):
     )
 
 
+@pytest.mark.parametrize("weight", [None, WEIGHT])
+@pytest.mark.parametrize("block", [4, 4096])
+def test_rows_can_be_left_out_in_groups(weight, block, monkeypatch):
+    monkeypatch.setattr(projected_process, "_BLOCK", block)
+    Phi, _ = basis(M)
+    groups = np.random.default_rng(0).integers(7, size=N)
+    model = fit_projected_process(Phi, Y, NOISE, sample_weight=weight)
+    found = leave_one_out_residuals(model, Phi, Y, sample_weight=weight, groups=groups)[:, 0]
+    for group in np.unique(groups):
+        kept, out = groups != group, groups == group
+        some = None if weight is None else weight[kept]
+        less = fit_projected_process(Phi[kept], Y[kept], NOISE, sample_weight=some)
+        np.testing.assert_allclose(found[out], Y[out] - less.mean(Phi[out])[:, 0], rtol=1e-9)
+    alone = leave_one_out_residuals(model, Phi, Y, sample_weight=weight, groups=np.arange(N))
+    np.testing.assert_array_equal(
+        alone, leave_one_out_residuals(model, Phi, Y, sample_weight=weight)
+    )
+
+
 def test_the_gram_matrix_of_weighted_rows_is_summed_in_blocks(monkeypatch):
     random = np.random.default_rng(7)
     Phi, weight = random.normal(size=(50, 4)), random.random(50)

@@ -17,16 +17,18 @@ from atomistic_fixtures import labelled_crystals, organic_crystals, qualms
 
 from qualms.atomistic.feature_stage import Resources
 from qualms.atomistic.progress import Stages
-from qualms.atomistic.study import held_out_rows, member_estimates
+from qualms.atomistic.study import held_out_rows, member_estimates, reference_estimates
 from qualms.data import csd
 from qualms.errors import InputError
 from qualms.reproduce import kernels, problems, run
 from qualms.reproduce.claims import check_claims
+from qualms.reproduce.complete import missing
 from qualms.reproduce.over_seeds import VERDICTS, sub_samples
-from qualms.reproduce.page import make_page, table_rows
+from qualms.reproduce.page import make_page
 from qualms.reproduce.problems import csd_problem, qm9_problem
 from qualms.reproduce.published import COLUMNS, CSD, PROCESS, QM9, SIZES, published
-from qualms.reproduce.results import read_results
+from qualms.reproduce.results import read_results, write_results
+from qualms.reproduce.tables import is_published, member_rows, reference_rows
 from qualms.reproduce.targets import WITHIN
 
 COMMAND = Path(sys.executable).with_name("qualms")
@@ -199,6 +201,7 @@ def test_a_run_judges_every_size_and_estimator(tiny, tmp_path):
         (200, True),
     ]
     assert all(set(s.columns) == MEMBERS for s in seed.schemes)
+    assert all(set(s.reference) == set(COLUMNS) for s in seed.schemes)
     assert set(seed.process) == {"Raw", "CV", "N-L"}
     assert len(said) == 6
     assert said[0].startswith("n = 10: Raw")
@@ -275,6 +278,56 @@ def test_only_labelled_atoms_are_predicted(tiny, crystal_file, tmp_path):
     np.testing.assert_array_equal(direct.K_XM, prepared.test.K_XM)
 
 
+def test_the_paper_s_error_bars_are_about_the_full_model(tiny, tmp_path):
+    problem = qm9_problem("subset", "small")
+    prepared = kernels.prepare(problem, tmp_path, Resources(), Stages())
+    solver, fitted = prepared.solver, prepared.fitted
+    outcome = solver.solve(prepared.settings, np.random.default_rng(0))
+    residuals = solver.left_out_residuals(prepared.settings)
+    about = member_estimates(outcome.fitted, prepared.validation, prepared.test)
+    found = reference_estimates(outcome, residuals, prepared.validation, prepared.test)
+    assert list(found) == list(COLUMNS)
+    full = fitted.pp_mean(prepared.test.K_XM, prepared.test.design)
+    raw = found["Raw"]
+    np.testing.assert_allclose(raw.mean, full, rtol=1e-12)
+    np.testing.assert_allclose(raw.std, about["Raw"].std, rtol=1e-9)
+    np.testing.assert_allclose(raw.members.mean(axis=1), full, rtol=1e-12)
+    # CV, by its definition, Eq. (9): the root mean square of z/σ on the validation set.
+    held = prepared.validation
+    spread = outcome.fitted.members(held.K_XM, held.design).std(axis=1, ddof=1)
+    z = held.y - fitted.pp_mean(held.K_XM, held.design)
+    assert found["CV"].calibration.alpha == pytest.approx(np.sqrt(np.mean((z / spread) ** 2)))
+    # Int.: the same of training points by the members that lack them, and the model without them.
+    absent = outcome.fitted.membership == 0
+    used = absent.sum(axis=1) >= 5
+    members = np.where(absent, outcome.predicted, np.nan)[used]
+    ratios = residuals[used] / np.nanstd(members, axis=1, ddof=1)
+    assert found["Int."].calibration.alpha == pytest.approx(np.sqrt(np.mean(ratios**2)))
+    assert np.abs(residuals).mean() > np.abs(prepared.data.y - full.mean()).mean() / 100
+
+
+def test_crystals_are_left_out_as_a_whole(tiny, crystal_file, tmp_path):
+    problem = csd_problem(csd(crystal_file), "crystals", "small")
+    prepared = kernels.prepare(problem, tmp_path, Resources(), Stages())
+    atoms = prepared.settings.model_copy(update={"resample": "atoms"})
+    whole = np.abs(prepared.solver.left_out_residuals(prepared.settings)).mean()
+    assert whole > 1.05 * np.abs(prepared.solver.left_out_residuals(atoms)).mean()
+
+
+def test_what_lacks_a_column_is_judged_again(tiny, tmp_path):
+    problem = qm9_problem("subset", "small")
+    results, _ = run_small(problem, tmp_path)
+    seed = results.seeds[0]
+    partial = seed.schemes[2].model_copy(update={"reference": {}})
+    schemes = [partial if s is seed.schemes[2] else s for s in seed.schemes]
+    damaged = results.with_seed(seed.model_copy(update={"schemes": schemes}))
+    write_results(tmp_path / "qm9.json", damaged)
+    again, said = run_small(problem, tmp_path)
+    assert any("5 of 6 sizes are there" in text for text in said)
+    assert not missing(again, again.seeds[0])
+    assert len(again.seeds[0].schemes) == 6
+
+
 # --- the page ---
 
 
@@ -287,22 +340,23 @@ def found(tiny, tmp_path):
     return results
 
 
-def test_tables_show_means_and_standard_errors(found):
-    rows = dict(table_rows(found))
-    values = [s.schemes[0].columns["CV"].scores["log_likelihood"] for s in found.seeds]
+@pytest.mark.parametrize("about", ["reference", "columns"])
+def test_tables_show_means_and_standard_errors(found, about):
+    rows = dict(reference_rows(found) if about == "reference" else member_rows(found))
+    columns = [getattr(seed.schemes[0], about)["CV"] for seed in found.seeds]
+    values = [column.scores["log_likelihood"] for column in columns]
     error = abs(values[0] - values[1]) / 2
     assert rows["10"][1] == f"{np.mean(values):.3f} ± {error:.3f}".replace("-", "−")
-    assert set(rows) == {
-        "10",
-        "50",
-        "100",
-        "150",
-        "180",
-        "bootstrap",
-        PROCESS,
-    }
+    labels = {"10", "50", "100", "150", "180", "bootstrap"}
+    assert set(rows) == (labels | {PROCESS} if about == "reference" else labels)
+
+
+def test_what_the_paper_prints_stands_beside_its_columns(found):
+    assert not is_published(found)
     at_paper_scale = found.model_copy(update={"scale": "paper", "sizes": list(SIZES)})
-    assert dict(table_rows(at_paper_scale))["1,000"][1].endswith("[4.651]")
+    assert is_published(at_paper_scale)
+    assert dict(reference_rows(at_paper_scale))["1,000"][1].endswith("[4.651]")
+    assert "[" not in dict(member_rows(at_paper_scale))["1,000"][1]
 
 
 def test_the_page_of_a_run_has_no_gaps(found):

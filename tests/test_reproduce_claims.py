@@ -74,7 +74,7 @@ def test_verdicts_are_of_all_sizes(found, words):
 def test_what_undecided_means_is_said():
     assert "no standard errors" in how_claims_are_judged(1)
     assert "3 seeds" in how_claims_are_judged(3)
-    assert "within one standard error" in how_claims_are_judged(3)
+    assert "68 % confidence interval" in how_claims_are_judged(3)
 
 
 # --- the claims, each both ways, and undecided ---

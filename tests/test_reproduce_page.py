@@ -97,7 +97,7 @@ def test_the_title_is_that_of_the_scale(tmp_path):
     assert paper.startswith(f"{first}\n")
     assert small.startswith("# The paper again, at a tenth of its scale\n")
     assert "full scale" not in small
-    assert "on a tenth of the same data, with" in small
+    assert "on a tenth of as many points, with" in small
     for text in (small, paper):  # the next run may replace either
         page = tmp_path / "reproduction.md"
         page.write_text(text, encoding="utf-8")

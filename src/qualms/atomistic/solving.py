@@ -32,6 +32,7 @@ from qualms.core.calibration import Calibration, CalibrationData
 from qualms.core.committee import FullModel, Members, fit_full_model, fit_members
 from qualms.core.joint_noise import JointNoise
 from qualms.core.linalg import Whitening
+from qualms.core.projected_process import leave_one_out_residuals
 from qualms.core.resampling import MIN_ABSENT
 from qualms.core.typing import Float64Array, IntArray
 from qualms.errors import InputError
@@ -84,6 +85,9 @@ class Outcome:
         How the members were solved.
     target_std : float
         Standard deviation of the targets less the baseline, per atom if they are extensive.
+    predicted : (n, N_R) array
+        What members, uncalibrated, say about each training row; `Fitted.membership` has which of
+        them saw it.
     of_forces, of_stress : Derived
         Internal errors and calibrations of components of forces, and of stresses.
     joint_noise : JointNoise, optional
@@ -96,6 +100,7 @@ class Outcome:
     full: FullModel
     solution: str
     target_std: float
+    predicted: Float64Array
     of_forces: Derived = field(default_factory=Derived)
     of_stress: Derived = field(default_factory=Derived)
     joint_noise: JointNoise | None = None
@@ -145,15 +150,26 @@ class Solver:
         return self.data.y - _baseline(self.data, settings, self.design).predict(self.design)
 
     def _full_model(self, settings: Settings) -> FullModel:
-        data = self.data
-        groups = None if settings.resample == "atoms" else data.groups[data.row_structure]
         return fit_full_model(
             self.Phi,
             self._target(settings),
             settings.noise,
             center=settings.baseline != "none",
-            groups=groups,
+            groups=self._groups(settings),
         )
+
+    def _groups(self, settings: Settings) -> IntArray | None:
+        """Return what is left out together, a number for each row; None for single rows."""
+        data = self.data
+        return None if settings.resample == "atoms" else data.groups[data.row_structure]
+
+    def left_out_residuals(self, settings: Settings) -> Float64Array:
+        """Return labels less what the full model without them says, (n,); groups are left out."""
+        full = self.full
+        relative = (self._target(settings) - full.center[0]) / full.scale[0]
+        groups = self._groups(settings)
+        residuals = leave_one_out_residuals(full.process, self.Phi, relative, groups=groups)
+        return np.asarray(residuals[:, 0] * full.scale[0])
 
     def solve(self, settings: Settings, rng: np.random.Generator) -> Outcome:
         """Draw and solve the members, and calibrate them internally.
@@ -201,6 +217,7 @@ class Solver:
             self.full,
             _how(members),
             self.target_std,
+            predicted,
             of_forces,
             of_stress,
             None if self.joint is None else self.joint.noise,

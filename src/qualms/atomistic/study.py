@@ -19,6 +19,7 @@ from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.progress import Stages
 from qualms.atomistic.settings import Settings
+from qualms.atomistic.solving import Outcome
 from qualms.atomistic.structures import check_species
 from qualms.atomistic.training import Training
 from qualms.atomistic.training_set import make_training_set, resolved_species
@@ -28,8 +29,10 @@ from qualms.core.calibration import (
     NoCalibration,
     calibration_data,
     fit_calibration,
+    fit_internally,
 )
 from qualms.core.likelihood import log_likelihood
+from qualms.core.resampling import internal_prediction
 from qualms.core.scores import Scores, score_arrays
 from qualms.core.typing import Float64Array
 from qualms.prediction import Prediction
@@ -165,7 +168,7 @@ def held_out_rows(fitted: Fitted, frames: Sequence[Atoms], threads: int) -> Held
 
 
 def member_estimates(fitted: Fitted, held_out: HeldOut, new: HeldOut) -> dict[str, Estimate]:
-    """Return error bars of the members, raw and calibrated in every way, by column of the tables.
+    """Return error bars of the members about their mean, by column of the tables.
 
     Parameters
     ----------
@@ -177,15 +180,59 @@ def member_estimates(fitted: Fitted, held_out: HeldOut, new: HeldOut) -> dict[st
     """
     raw = Prediction(fitted.members(new.K_XM, new.design))
     seen = calibration_data(held_out.y, fitted.members(held_out.K_XM, held_out.design))
-    calibrations: dict[str, Calibration] = {"Raw": NoCalibration()}
-    calibrations |= {column: fit_calibration(seen, m) for column, m in VALIDATED.items()}
-    calibrations |= {
+    internal = {
         column: fitted.calibrations[m] for column, m in INTERNAL.items() if m in fitted.calibrations
     }
+    return _estimates(new.y, raw, _validated(seen) | internal)
+
+
+def reference_estimates(
+    outcome: Outcome, residuals: Float64Array, held_out: HeldOut, new: HeldOut
+) -> dict[str, Estimate]:
+    """Return error bars of the members about the prediction of the full model: the paper's columns.
+
+    The paper's tables come out again if the spread of the members is put around what it calls the
+    reference, the model of all training points, rather than around their mean, y_RS of Eq. (4).
+    Members are moved so that it is their mean.
+
+    Parameters
+    ----------
+    outcome : Outcome
+        Members, and the full model.
+    residuals : (n,) array
+        Of training rows, by the full model without them: `Solver.left_out_residuals`.
+    held_out, new : HeldOut
+        As in `member_estimates`.
+    """
+    fitted = outcome.fitted
+    seen = calibration_data(held_out.y, _about_reference(fitted, held_out))
+    absent = internal_prediction(outcome.predicted, fitted.membership == 0)
+    n = int(np.count_nonzero(absent.used))
+    within = CalibrationData(residuals[absent.used], absent.std, absent.n_absent, np.ones(n))
+    internal = {column: fit_internally(within, INTERNAL[column]) for column in ("Int.", "Int. N-L")}
+    return _estimates(new.y, Prediction(_about_reference(fitted, new)), _validated(seen) | internal)
+
+
+def _about_reference(fitted: Fitted, rows: HeldOut) -> Float64Array:
+    """Return members (n, N_R) that are moved, point by point, to have the full model as mean."""
+    members = fitted.members(rows.K_XM, rows.design)
+    reference = fitted.pp_mean(rows.K_XM, rows.design)
+    return np.asarray(members + (reference - members.mean(axis=1))[:, None])
+
+
+def _validated(seen: CalibrationData) -> dict[str, Calibration]:
+    """Return no calibration at all, and those that are fitted to a validation set."""
+    raw: dict[str, Calibration] = {"Raw": NoCalibration()}
+    return raw | {column: fit_calibration(seen, method) for column, method in VALIDATED.items()}
+
+
+def _estimates(
+    y: Float64Array, raw: Prediction, calibrations: Mapping[str, Calibration]
+) -> dict[str, Estimate]:
     estimates = {}
     for column, calibration in calibrations.items():
         found = calibration.apply(raw)
-        estimates[column] = Estimate(new.y, found.mean, found.std, calibration, found.members)
+        estimates[column] = Estimate(y, found.mean, found.std, calibration, found.members)
     return estimates
 
 

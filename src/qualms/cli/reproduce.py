@@ -24,10 +24,9 @@ from qualms.cli.console import Terminal
 from qualms.cli.options import Force, Json, Quiet, Threads
 from qualms.data import csd as read_csd
 from qualms.errors import InputError
-from qualms.report.tables import new_table
 from qualms.reproduce.complete import check_together, complete_part, size_note
 from qualms.reproduce.kernels import bytes_on_disk
-from qualms.reproduce.page import make_page, table_rows
+from qualms.reproduce.page import make_page
 from qualms.reproduce.pictures import draw_figures
 from qualms.reproduce.places import Workplace, check_page, make_directory, naming, other_results
 from qualms.reproduce.problems import (
@@ -40,7 +39,7 @@ from qualms.reproduce.problems import (
     qm9_problem,
     qm9_settings,
 )
-from qualms.reproduce.published import COLUMNS, SPLIT
+from qualms.reproduce.published import SPLIT
 from qualms.reproduce.results import Results, Shift, read_results, write_results
 from qualms.reproduce.run import (
     bytes_left,
@@ -57,6 +56,7 @@ from qualms.reproduce.shift import (
     is_current,
     qm9_shift,
 )
+from qualms.reproduce.tables import terminal_tables
 from qualms.storage.files import atomic_output, check_output, refuse_input
 
 reproduce = typer.Typer(
@@ -335,12 +335,8 @@ class _Run:
             results = found[name] = complete_part(read_results(path), path, self.say)
             with naming(self.workplace.directory):
                 draw_figures(results, self.workplace, self.terminal.warn)
-            table = new_table(results.title, "mean log likelihood ± standard error [the paper's]")
-            for heading in ("n", *COLUMNS, "student", "shrinkage", "Student's t"):
-                table.add_column(heading, justify="right")
-            for label, cells in table_rows(results):
-                table.add_row(label, *cells)
-            tables += [table, *filter(None, [size_note(results)])]
+            tables += terminal_tables(results)
+            tables += filter(None, [size_note(results)])
         directory = self.workplace.directory
         everything = other_results(directory, found, self.say)
         with naming(directory), atomic_output(self.workplace.page, force=True) as file:

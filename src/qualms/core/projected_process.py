@@ -14,17 +14,20 @@ If M = N this is exact Gaussian process regression.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from qualms.core.checks import as_targets, check_noise_variance, check_sample_weight
 from qualms.core.linalg import cholesky, cholesky_solve, cholesky_whiten, clip_diagonal
-from qualms.core.typing import Float64Array, FloatArray
+from qualms.core.typing import Float64Array, FloatArray, IntArray
 from qualms.errors import InputError
 
-#: Rows that are weighted at once.
+#: Rows that are weighted, or left out, at once.
 _BLOCK = 4096
+_EPS = np.finfo(np.float64).eps
 
 
 @dataclass(frozen=True)
@@ -170,18 +173,58 @@ def leave_one_out_residuals(
     y: FloatArray,
     *,
     sample_weight: FloatArray | None = None,
+    groups: IntArray | None = None,
 ) -> Float64Array:
     """Return y_n minus its prediction by the model that lacks n, in closed form: (N, T).
 
-    The representatives are kept. Removing row n changes A by −φ_nφ_nᵀ; Sherman and Morrison give
-    the residual (y_n − ŷ_n)/(1 − h_n) with the leverage h_n = φ_n A⁻¹ φ_nᵀ < 1.
+    The representatives are kept. Removing rows g changes A by −Φ_gᵀΦ_g; by the Woodbury identity
+    their residuals become (1 − H)⁻¹(y_g − ŷ_g) with H = Φ_g A⁻¹ Φ_gᵀ < 1. For a single row H is its
+    leverage, and the identity that of Sherman and Morrison.
+
+    Parameters
+    ----------
+    model : ProjectedProcess
+    Phi : (N, r) array
+        Whitened features of the training points.
+    y : (N,) or (N, T) array
+    sample_weight : (N,) array, optional
+    groups : (N,) array of int, optional
+        Rows that are left out together; each alone, if not given.
     """
     Y = as_targets(y, len(Phi))
     A, target = _weighted_rows(Phi, Y, sample_weight)
-    V = cholesky_whiten(model.factor, A.T)
-    slack = np.maximum(1 - np.einsum("ij,ij->j", V, V), np.finfo(np.float64).eps)
-    residuals: Float64Array = (target - A @ model.weights) / slack[:, None]
+    residuals: Float64Array = np.asarray(target - A @ model.weights)
+    codes = np.arange(len(Y)) if groups is None else np.unique(groups, return_inverse=True)[1]
+    order = np.argsort(codes, kind="stable")
+    edges = np.flatnonzero(np.diff(codes[order], prepend=-1, append=len(codes)))
+    for some in _in_blocks(edges):
+        rows = order[some[0] : some[-1]]
+        V = cholesky_whiten(model.factor, A[rows].T)
+        if len(rows) == len(some) - 1:
+            slack = 1 - np.einsum("ij,ij->j", V, V)
+            residuals[rows] /= np.maximum(slack, _EPS)[:, None]
+            continue
+        for begin, end in pairwise((some - some[0]).tolist()):
+            left_out = rows[begin:end]
+            residuals[left_out] = _divided(V[:, begin:end], residuals[left_out])
     return residuals if sample_weight is None else residuals / np.sqrt(sample_weight)[:, None]
+
+
+def _in_blocks(edges: IntArray) -> Iterator[IntArray]:
+    """Yield the edges of groups, whole ones, of about as many rows as are taken at once."""
+    first = 0
+    while first < len(edges) - 1:
+        last = int(np.searchsorted(edges, edges[first] + _BLOCK, side="right")) - 1
+        last = max(last, first + 1)
+        yield edges[first : last + 1]
+        first = last
+
+
+def _divided(V: Float64Array, residuals: Float64Array) -> Float64Array:
+    """Return (1 − VᵀV)⁻¹ times residuals (g, T), for V (r, g); no eigenvalue is negative."""
+    values, U = np.linalg.eigh(V.T @ V)
+    divided: Float64Array = U @ ((U.T @ residuals) / np.maximum(1 - values, _EPS)[:, None])
+    return divided
 
 
 def _weighted_rows(

@@ -1,4 +1,4 @@
-"""What the paper says in words, checked in numbers."""
+"""What the paper says in words, checked in numbers; error bars are about the full model, as its."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import numpy as np
 from qualms.core.typing import Float64Array
 from qualms.reproduce.over_seeds import (
     bootstrap_of,
+    full_model,
     likelihood,
     likelihoods,
+    mean_of_members,
     states,
     sub_samples,
     verdict,
@@ -38,7 +40,7 @@ class Claim:
         Means over seeds; with several of them ± standard errors, of differences paired by seed.
     holds : str
         "yes"; "no"; "from a quarter on", for all sizes of sub-samples but the smallest;
-        "undecided", where the criterion lies within one standard error of what was found; or
+        "undecided", where the criterion lies within the 68 % interval of what was found; or
         "undecided from a quarter on", if only the smallest size is clear, and is a "no".
     """
 
@@ -64,7 +66,7 @@ def how_claims_are_judged(n_seeds: int) -> str:
         )
     return (
         f"± is the standard error over {n_seeds} seeds; differences are paired by seed. Undecided: "
-        "the criterion lies within one standard error of what was found."
+        "the criterion lies within the 68 % confidence interval of what was found, by Student's t."
     )
 
 
@@ -84,7 +86,7 @@ def _listed(values: Iterable[float], form: str) -> str:
 
 
 def _quarter_best(results: Results) -> Claim:
-    raw = likelihoods(results, "Raw")
+    raw = likelihoods(results, "Raw", full_model)
     quarter = results.sizes[1]
     others = np.delete(raw, 1, axis=1)
     gains = raw[:, 1] - others[:, others.mean(axis=0).argmax()]
@@ -104,9 +106,9 @@ def _widest(values: Float64Array) -> Float64Array:
 
 
 def _insensitive(results: Results) -> Claim:
-    scaled = likelihoods(results, "CV")
+    scaled = likelihoods(results, "CV", full_model)
     everywhere, from_a_quarter = _widest(scaled), _widest(scaled[:, 1:])
-    raw = _widest(likelihoods(results, "Raw"))
+    raw = _widest(likelihoods(results, "Raw", full_model))
     margins = _INSENSITIVE - np.stack([everywhere, from_a_quarter], axis=1)
     return Claim(
         "After scaling, the log likelihood is insensitive to the sub-sample size.",
@@ -118,7 +120,7 @@ def _insensitive(results: Results) -> Claim:
 
 
 def _power_helps(results: Results) -> Claim:
-    gains = likelihoods(results, "N-L") - likelihoods(results, "CV")
+    gains = likelihoods(results, "N-L", full_model) - likelihoods(results, "CV", full_model)
     return Claim(
         "A non-linear scaling of the uncertainty improves it further.",
         "N-L is above CV at each size",
@@ -130,7 +132,8 @@ def _power_helps(results: Results) -> Claim:
 def _process(results: Results) -> Claim:
     """Compare the projected process with every size; the two data sets differ in what is said."""
     gains = {
-        column: _of_process(results, column, likelihood)[:, None] - likelihoods(results, column)
+        column: _of_process(results, column, likelihood)[:, None]
+        - likelihoods(results, column, full_model)
         for column in ("CV", "N-L")
     }
     listed = "; ".join(f"{written(found, '+.3f')} ({c})" for c, found in gains.items())
@@ -152,7 +155,7 @@ def _process(results: Results) -> Claim:
 
 
 def _range(results: Results) -> Claim:
-    decades = _by_size(results, lambda s: s.columns["CV"].decades)
+    decades = _by_size(results, lambda s: s.reference["CV"].decades)
     return Claim(
         "Large sub-samples span almost two orders of magnitude in σ.",
         f"99 % of σ span {_ALMOST_TWO} decades or more at the largest size",
@@ -162,7 +165,7 @@ def _range(results: Results) -> Claim:
 
 
 def _narrow(results: Results) -> Claim:
-    decades = _by_size(results, lambda s: s.columns["N-L"].decades)[:, -1]
+    decades = _by_size(results, lambda s: s.reference["N-L"].decades)[:, -1]
     process = _of_process(results, "N-L", lambda p: p.decades)
     return Claim(
         "Even after non-linear scaling, the GPR estimator has a very narrow distribution of σ.",
@@ -178,7 +181,7 @@ def _rises(column: Column) -> float:
 
 
 def _monotonic(results: Results) -> Claim:
-    shares = _by_size(results, lambda s: _rises(s.columns["CV"]))
+    shares = _by_size(results, lambda s: _rises(s.reference["CV"]))
     return Claim(
         "Actual errors tend to increase monotonically with σ.",
         "the RMSE rises in eight of nine steps between ten bins of σ",
@@ -188,7 +191,7 @@ def _monotonic(results: Results) -> Claim:
 
 
 def _surprises(results: Results) -> Claim:
-    shares = _by_size(results, lambda s: s.columns["N-L"].surprises)
+    shares = _by_size(results, lambda s: s.reference["N-L"].surprises)
     return Claim(
         "Essentially no large error comes with a small σ.",
         f"at most {_SURPRISES:.1%} of the errors are beyond 4σ (N-L)",
@@ -200,9 +203,9 @@ def _surprises(results: Results) -> Claim:
 def _bootstrap(results: Results) -> Claim:
     """Compare the bootstrap with the size that is best in the mean, seed by seed."""
     gains = {}
-    for column in ("CV", "student"):
-        drawn = [likelihood(bootstrap_of(seed).columns[column]) for seed in results.seeds]
-        sizes = likelihoods(results, column)
+    for column, about in (("CV", full_model), ("student", mean_of_members)):
+        drawn = [likelihood(about(bootstrap_of(seed))[column]) for seed in results.seeds]
+        sizes = likelihoods(results, column, about)
         gains[column] = np.array(drawn) - sizes[:, sizes.mean(axis=0).argmax()]
     listed = ", ".join(f"{written(gain, '+.4f')} ({column})" for column, gain in gains.items())
     worst = min(state for gain in gains.values() for state in states(_ADVANTAGE - gain))

@@ -10,12 +10,13 @@ from pydantic import ValidationError
 
 from qualms.atomistic.hypers import Soap
 from qualms.errors import InputError
-from qualms.reproduce.results import Column, Results, Seed, Shift
+from qualms.reproduce.published import COLUMNS, PROCESS
+from qualms.reproduce.results import Column, Results, Scheme, Seed, Shift
 
 #: Problems and scales that there are.
 NAMES, SCALES = ("qm9", "csd-atoms", "csd-crystals"), ("paper", "small")
 #: What tables and figures show of members, of the projected process, and of each of their columns.
-_OF_MEMBERS = ("Raw", "CV", "N-L", "Int.", "Int. N-L", "student", "shrinkage")
+_OF_MEMBERS = (*COLUMNS, "student", "shrinkage")
 _OF_PROCESS = ("Raw", "CV", "N-L")
 _SCORES = ("log_likelihood", "mae", "rmse", "sharpness", "coverage_68", "coverage_95")
 _OF_MACHINE = ("processor", "cores", "memory", "python")
@@ -30,10 +31,22 @@ def missing(results: Results, seed: Seed) -> str:
         return f"there are {len(sizes)} sizes rather than {wanted}"
     if not any(s.replace for s in seed.schemes):
         return "there is no bootstrap"
-    parts: list[tuple[Mapping[str, Column], Sequence[str], str]]
-    parts = [(s.columns, _OF_MEMBERS, f"n = {s.n:,}") for s in seed.schemes]
-    parts.append((seed.process, _OF_PROCESS, "GPR PP"))
-    return next((found for part in parts if (found := _lacking(*part))), "")
+    lacks = [*map(scheme_lacks, seed.schemes), process_lacks(seed)]
+    return next(filter(None, lacks), "")
+
+
+def scheme_lacks(scheme: Scheme) -> str:
+    """Say which column members of one size lack; nothing, if they are complete."""
+    where = f"n = {scheme.n:,}"
+    about = f"{where} about the full model"
+    return _lacking(scheme.columns, _OF_MEMBERS, where) or _lacking(
+        scheme.reference, COLUMNS, about
+    )
+
+
+def process_lacks(seed: Seed) -> str:
+    """Say which column the projected process lacks."""
+    return _lacking(seed.process, _OF_PROCESS, PROCESS)
 
 
 def _lacking(columns: Mapping[str, Column], wanted: Iterable[str], where: str) -> str:

@@ -6,15 +6,18 @@ therefore taken seed by seed: what a division does to both of them cancels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.special import stdtrit
 
 from qualms.core.typing import Float64Array
 from qualms.reproduce.markdown import minus
 from qualms.reproduce.results import Column, Results, Scheme, Seed
 
+#: Upper end of a 68.3 % confidence interval, as a quantile.
+_UPPER = 0.8413
 #: What a size says of a claim.
 NO, UNDECIDED, YES = -1, 0, 1
 #: Verdicts in words.
@@ -33,14 +36,26 @@ def bootstrap_of(seed: Seed) -> Scheme:
     return next(s for s in seed.schemes if s.replace)
 
 
+def mean_of_members(scheme: Scheme) -> Mapping[str, Column]:
+    """Return columns of error bars about the mean of the members, which is what qualms predicts."""
+    return scheme.columns
+
+
+def full_model(scheme: Scheme) -> Mapping[str, Column]:
+    """Return columns of error bars about the full model, as the paper has them."""
+    return scheme.reference
+
+
 def likelihood(column: Column) -> float:
     """Return the mean log likelihood of the test points."""
     return column.scores["log_likelihood"]
 
 
-def likelihoods(results: Results, column: str) -> Float64Array:
+def likelihoods(
+    results: Results, column: str, about: Callable[[Scheme], Mapping[str, Column]] = mean_of_members
+) -> Float64Array:
     """Return the log likelihoods of a column: (n_seeds, n_sizes)."""
-    found = [[likelihood(s.columns[column]) for s in sub_samples(seed)] for seed in results.seeds]
+    found = [[likelihood(about(s)[column]) for s in sub_samples(seed)] for seed in results.seeds]
     return np.array(found, dtype=np.float64)
 
 
@@ -50,6 +65,18 @@ def standard_error(values: ArrayLike) -> Float64Array | None:
     if len(found) < 2:
         return None
     return np.asarray(found.std(axis=0, ddof=1) / np.sqrt(len(found)), dtype=np.float64)
+
+
+def half_width(values: ArrayLike) -> Float64Array | None:
+    """Return half the 68 % confidence interval of the mean, by Student's t; None of a single seed.
+
+    Of two seeds it is 1.84 standard errors, of three 1.32.
+    """
+    found = np.asarray(values, dtype=np.float64)
+    error = standard_error(found)
+    if error is None:
+        return None
+    return np.asarray(error * stdtrit(len(found) - 1, _UPPER), dtype=np.float64)
 
 
 def written(values: ArrayLike, form: str) -> str:
@@ -71,7 +98,7 @@ def written(values: ArrayLike, form: str) -> str:
 
 
 def states(margins: ArrayLike, *, strict: bool = False) -> list[int]:
-    """Say of each size whether a criterion is met, is not, or lies within one standard error.
+    """Say of each size whether a criterion is met, is not, or lies within the 68 % interval.
 
     Parameters
     ----------
@@ -81,12 +108,12 @@ def states(margins: ArrayLike, *, strict: bool = False) -> list[int]:
         Whether a margin of exactly zero does not do.
     """
     found = np.asarray(margins, dtype=np.float64).reshape(len(np.asarray(margins)), -1)
-    mean, error = found.mean(axis=0), standard_error(found)
+    mean, width = found.mean(axis=0), half_width(found)
     met = mean > 0 if strict else mean >= 0
     verdicts = np.where(met, YES, NO)
-    if error is not None:
+    if width is not None:
         # Seeds that agree to the last digit have no error, and leave nothing open.
-        verdicts[(np.abs(mean) <= error) & (error > 0)] = UNDECIDED
+        verdicts[(np.abs(mean) <= width) & (width > 0)] = UNDECIDED
     return [int(v) for v in verdicts]
 
 

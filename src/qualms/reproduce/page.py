@@ -11,20 +11,17 @@ from qualms.reproduce.complete import NAMES, size_note
 from qualms.reproduce.divisions import comparison_of_divisions
 from qualms.reproduce.facts import facts
 from qualms.reproduce.introduction import differences, introduction
-from qualms.reproduce.markdown import figure, markdown_table, minus
+from qualms.reproduce.markdown import figure, markdown_table
 from qualms.reproduce.over_seeds import sub_samples
 from qualms.reproduce.pictures import LEVELS, PANELS
-from qualms.reproduce.published import COLUMNS, CSD, PROCESS, QM9, Table, published
-from qualms.reproduce.results import Column, Results, Scheme, Seed
+from qualms.reproduce.published import COLUMNS, PROCESS
+from qualms.reproduce.results import Results, Seed
 from qualms.reproduce.shift_page import shift_parts
+from qualms.reproduce.tables import OF_MEMBERS, is_published, member_rows, reference_rows
 from qualms.reproduce.targets import internal_against_validation
 from qualms.reproduce.texts import CAPTIONS, MODEL_SELECTION, READING
 from qualms.reproduce.too_small import too_small_parts
 
-#: The paper divides over atoms: it has no numbers of crystals that are new.
-_PUBLISHED: dict[str, Table] = {"qm9": QM9, "csd-atoms": CSD}
-_OURS = ("student", "shrinkage")
-_STUDENT_T = "Student's t"
 _GB = 1e9
 
 
@@ -48,58 +45,17 @@ def make_page(found: Sequence[Results], *, figures: str = "") -> str:
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
 
 
-def table_rows(results: Results) -> list[tuple[str, list[str]]]:
-    """Return label and cells of each row of the table: sizes, bootstrap, and GPR PP."""
-    table = _published(results)
-    rows = []
-    for i, n in enumerate(results.sizes):
-        schemes = [sub_samples(seed)[i] for seed in results.seeds]
-        rows.append((f"{n:,}", _scheme_cells(schemes, table, n)))
-    boots = [[s for s in seed.schemes if s.replace] for seed in results.seeds]
-    if all(boots):
-        rows.append(("bootstrap", _scheme_cells([b[0] for b in boots], {}, 0)))
-    process = [seed.process for seed in results.seeds]
-    cells = [_cell(_of(process, c), published(table, PROCESS, c)) for c in COLUMNS]
-    return [*rows, (PROCESS, [*cells, "", "", ""])]
-
-
-def _published(results: Results) -> Table:
-    return _PUBLISHED.get(results.name, {}) if results.scale == "paper" else {}
-
-
-def _scheme_cells(schemes: Sequence[Scheme], table: Table, printed: int) -> list[str]:
-    columns = [[s.columns[c] for s in schemes if c in s.columns] for c in (*COLUMNS, *_OURS)]
-    values = [[c.scores["log_likelihood"] for c in found] for found in columns]
-    references = [published(table, printed, c) for c in (*COLUMNS, *_OURS)]
-    cells = [_cell(v, r) for v, r in zip(values, references, strict=True)]
-    return [*cells, _cell([s.student_t for s in schemes], None)]
-
-
-def _of(process: Sequence[Mapping[str, Column]], column: str) -> list[float]:
-    return [p[column].scores["log_likelihood"] for p in process if column in p]
-
-
-def _cell(values: Sequence[float], printed: float | None) -> str:
-    """Write mean and standard error over seeds, and what the paper prints, in brackets."""
-    if not values:
-        return ""
-    mean = f"{np.mean(values):.3f}"
-    if len(values) > 1:
-        mean += f" ± {np.std(values, ddof=1) / np.sqrt(len(values)):.3f}"
-    cell = mean if printed is None else f"{mean} [{printed:.{3 if abs(printed) < 10 else 2}f}]"
-    return minus(cell)
-
-
 def _section(results: Results, figures: str) -> list[str]:
     seeds = results.seeds
-    head = ["n", *COLUMNS, *_OURS, _STUDENT_T]
-    rows = [[label, *cells] for label, cells in table_rows(results)]
     parts = [
         f"## {results.title}",
         facts(results),
         f"Mean log likelihood of the {seeds[0].n_test:,} test points, {results.units}; "
-        f"{_over_seeds(len(seeds))}{_brackets(results)}:",
-        markdown_table(head, rows),
+        f"{_over_seeds(len(seeds))}. The paper's columns, about the prediction of the full "
+        f"model{_brackets(results)}:",
+        _table(["n", *COLUMNS], reference_rows(results)),
+        "The same, and ours, about the mean of the members, which is what qualms predicts:",
+        _table(["n", *OF_MEMBERS], member_rows(results)),
         size_note(results),
         internal_against_validation(results),
         _error_table(results),
@@ -112,6 +68,10 @@ def _section(results: Results, figures: str) -> list[str]:
     return parts
 
 
+def _table(head: Sequence[str], rows: Iterable[tuple[str, list[str]]]) -> str:
+    return markdown_table(head, [[label, *cells] for label, cells in rows])
+
+
 def _over_seeds(n: int) -> str:
     if n == 1:
         return "one seed"
@@ -119,7 +79,7 @@ def _over_seeds(n: int) -> str:
 
 
 def _brackets(results: Results) -> str:
-    return ", in square brackets what the paper prints" if _published(results) else ""
+    return ", in square brackets what the paper prints" if is_published(results) else ""
 
 
 def _error_table(results: Results) -> str:

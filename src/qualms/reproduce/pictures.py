@@ -119,7 +119,7 @@ def _of_one_seed(results: Results, workplace: Workplace) -> dict[str, dict[str, 
 
 def _of_seed(name: str, seed: Seed, workplace: Workplace) -> dict[str, dict[str, Drawn]]:
     wanted: dict[str, tuple[str, Mapping[str, Column]]] = {
-        f"n = {s.n:,}": (str(s.n), s.columns) for s in sub_samples(seed)
+        f"n = {s.n:,}": (str(s.n), s.columns | s.reference) for s in sub_samples(seed)
     }
     wanted[PROCESS] = ("process", seed.process)
     found = {}

@@ -70,6 +70,10 @@ class Scheme(Document):
     seconds : float
         To draw, solve and calibrate the members.
     columns : dict of str to Column
+        About the mean of the members.
+    reference : dict of str to Column
+        The paper's columns, about the prediction of the full model; empty in results of an earlier
+        version.
     student_t : float
         Mean log likelihood under Student's t itself rather than a Gaussian of its variance.
     """
@@ -80,6 +84,7 @@ class Scheme(Document):
     n_well_judged: int = 0
     seconds: float
     columns: dict[str, Column]
+    reference: dict[str, Column] = Field(default_factory=dict)
     student_t: float
 
 
@@ -119,10 +124,6 @@ class Seed(Document):
     digest: str = ""
     schemes: list[Scheme] = Field(default_factory=list)
     process: dict[str, Column] = Field(default_factory=dict)
-
-    def has(self, n: int, replace: bool) -> bool:
-        """Whether members of this size have been judged."""
-        return any(s.n == n and s.replace == replace for s in self.schemes)
 
     @property
     def sizes(self) -> list[int]:

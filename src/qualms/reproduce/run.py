@@ -18,10 +18,13 @@ from qualms.atomistic.study import (
     Estimate,
     member_estimates,
     process_estimate,
+    reference_estimates,
 )
 from qualms.core.calibration import internal_points
 from qualms.core.resampling import committee
+from qualms.core.typing import Float64Array
 from qualms.errors import InputError
+from qualms.reproduce.complete import missing, process_lacks, scheme_lacks
 from qualms.reproduce.costs import Costs, peak_memory
 from qualms.reproduce.kernels import Prepared, discard, prepare
 from qualms.reproduce.places import Workplace
@@ -68,20 +71,22 @@ def run_problem(
     before = results.seed(problem.settings.seed)
     kernels = workplace.kernels(problem.name, problem.settings.seed)
     _check_same_data(problem, results, workplace)
-    if before is None or not before.process or not all(before.has(*s) for s in schemes):
+    if before is None or process_lacks(before) or not all(_judged(before, *s) for s in schemes):
         _say_resumed(problem, before, schemes, say)
         with threadpool_limits(limits=resources.threads):
             prepared = prepare(problem, kernels, resources, stages, say)
             seed = before or _new_seed(problem, prepared)
             earlier = prepared.earlier if before is None else Costs(before.wall, before.memory)
             clock = _Clock(started, earlier)
-            if not seed.process:
+            if process_lacks(seed):
                 seed = clock.stamp(_with_process(seed, problem, prepared, workplace))
                 results = _written(results, seed, workplace)
+            residuals = prepared.solver.left_out_residuals(prepared.settings)
             for n, replace in schemes:
-                if not seed.has(n, replace):
-                    scheme = _judge(problem, prepared, n, replace, workplace)
-                    update = {"schemes": [*seed.schemes, scheme]}
+                if not _judged(seed, n, replace):
+                    scheme = _judge(problem, prepared, n, replace, residuals, workplace)
+                    others = [s for s in seed.schemes if (s.n, s.replace) != (n, replace)]
+                    update = {"schemes": [*others, scheme]}
                     seed = clock.stamp(seed.model_copy(update=update))
                     results = _written(results, seed, workplace)
                     say(_line(scheme))
@@ -91,6 +96,11 @@ def run_problem(
     if not workplace.keep_kernels:
         discard(kernels)
     return results
+
+
+def _judged(seed: Seed, n: int, replace: bool) -> bool:
+    """Whether members of this size have been judged, in all columns."""
+    return any((s.n, s.replace) == (n, replace) and not scheme_lacks(s) for s in seed.schemes)
 
 
 def _schemes(problem: Problem) -> list[tuple[int, bool]]:
@@ -105,7 +115,7 @@ def _say_resumed(
     say: Callable[[str], None],
 ) -> None:
     if before is not None:
-        judged = sum(before.has(*scheme) for scheme in schemes)
+        judged = sum(_judged(before, *scheme) for scheme in schemes)
         seed = problem.settings.seed
         say(f"Seed {seed} goes on where it was: {judged} of {len(schemes)} sizes are there.")
 
@@ -198,7 +208,8 @@ def seeds_left(results: Results, seeds: int) -> float:
     left = 0.0
     for seed in range(seeds):
         before = results.seed(seed)
-        left += 1.0 if before is None else max(1.0 - len(before.schemes) / wanted, 0.0)
+        judged = 0 if before is None else sum(not scheme_lacks(s) for s in before.schemes)
+        left += max(1.0 - judged / wanted, 0.0)
     return left
 
 
@@ -217,7 +228,7 @@ def bytes_left(results: Results, seeds: int, each: float, workplace: Workplace) 
     left = []
     for seed in range(seeds):
         before = results.seed(seed)
-        if before is None or len(before.schemes) <= len(results.sizes):
+        if before is None or missing(results, before):
             files = workplace.kernels(results.name, seed).rglob("*")
             left.append(max(each - sum(f.stat().st_size for f in files if f.is_file()), 0.0))
     return sum(left) if workplace.keep_kernels else max(left, default=0.0)
@@ -265,17 +276,26 @@ def _with_process(seed: Seed, problem: Problem, prepared: Prepared, workplace: W
 
 
 def _judge(
-    problem: Problem, prepared: Prepared, n: int, replace: bool, workplace: Workplace
+    problem: Problem,
+    prepared: Prepared,
+    n: int,
+    replace: bool,
+    residuals: Float64Array,
+    workplace: Workplace,
 ) -> Scheme:
-    """Draw, solve and calibrate members of one size, and judge them on the test set."""
+    """Draw, solve and calibrate members of one size, and judge them on the test set.
+
+    The residuals are those of training rows by the full model without them.
+    """
     settings = prepared.settings.model_copy(update={"subsample": n, "replace": replace})
     started = time.perf_counter()
     outcome = prepared.solver.solve(settings, np.random.default_rng(settings.seed))
     seconds = time.perf_counter() - started
     estimates = member_estimates(outcome.fitted, prepared.validation, prepared.test)
+    reference = reference_estimates(outcome, residuals, prepared.validation, prepared.test)
     label = BOOTSTRAP if replace else str(n)
     path = workplace.predictions(problem.name, problem.settings.seed, label)
-    save_estimates(path, estimates)
+    save_estimates(path, estimates | reference)
     internal = outcome.internal
     return Scheme(
         n=n,
@@ -284,6 +304,7 @@ def _judge(
         n_well_judged=0 if internal is None else int(internal_points(internal, "linear").sum()),
         seconds=seconds,
         columns={column: as_column(e) for column, e in estimates.items()},
+        reference={column: as_column(e) for column, e in reference.items()},
         student_t=_student_t(estimates),
     )
 
@@ -299,8 +320,10 @@ def _student_t(estimates: Mapping[str, Estimate]) -> float:
 
 
 def _line(scheme: Scheme) -> str:
+    """Tell what was found: the paper's columns about the full model, ours about the mean."""
     label = BOOTSTRAP if scheme.replace else f"n = {scheme.n:,}"
     values = ", ".join(
-        f"{column} {found.scores['log_likelihood']:.3f}" for column, found in scheme.columns.items()
+        f"{column} {found.scores['log_likelihood']:.3f}"
+        for column, found in (scheme.columns | scheme.reference).items()
     )
     return f"{label}: {values} ({scheme.seconds:.0f} s)"

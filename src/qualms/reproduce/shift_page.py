@@ -12,7 +12,7 @@ from qualms.reproduce.facts import described
 from qualms.reproduce.markdown import figure, markdown_table, minus
 from qualms.reproduce.published import PROCESS
 from qualms.reproduce.results import Column, Results, Shift, Shifted
-from qualms.reproduce.survival import calibrations, survival_words
+from qualms.reproduce.survival import best_coverage, calibrations, survival_words
 from qualms.reproduce.texts import (
     CAPTIONS,
     RATTLED,
@@ -23,7 +23,6 @@ from qualms.reproduce.texts import (
 
 #: The calibration that the words are about: what a model uses if nothing else is said.
 _DEFAULT = "student"
-_ONE_SIGMA = 0.68
 #: Columns that are fitted to the first set.
 _FITTED = (*VALIDATED, *(f"{PROCESS}, {column}" for column in VALIDATED))
 #: What the models are about, and what members are sub-samples of, by the beginning of a name.
@@ -178,12 +177,13 @@ def _best(found: Shifted, left_out: Sequence[str]) -> str:
     columns = {name: c for name, c in found.columns.items() if name not in left_out}
     scores = {name: column.scores for name, column in columns.items()}
     likely = max(scores, key=lambda name: scores[name]["log_likelihood"])
-    covering = min(scores, key=lambda name: abs(scores[name]["coverage_68"] - _ONE_SIGMA))
+    covering = best_coverage([found], list(scores))
     return (
         f"The calibration with the highest log likelihood is {likely} "
         f"({scores[likely]['log_likelihood']:.3f}; {_DEFAULT} "
         f"{scores[_DEFAULT]['log_likelihood']:.3f}), the one with the best coverage {covering} "
-        f"({scores[covering]['coverage_68']:.0%} within 68 %)."
+        f"({scores[covering]['coverage_68']:.0%} within 68 %, "
+        f"{scores[covering]['coverage_95']:.0%} within 95 %)."
     )
 
 

@@ -40,44 +40,74 @@ _FOOT, _LINE = 0.055, 0.045
 
 
 def draw_sizes(path: Path, results: Results) -> None:
-    """Draw log likelihoods against size: means over seeds, their standard errors, the bootstrap."""
+    """Draw log likelihoods against size: means over seeds, their standard errors, the bootstrap.
+
+    At the left about the full model, as in the paper; at the right about the mean of the members.
+    """
     from matplotlib.figure import Figure
 
-    seeds = results.seeds
-    # Crystals differ in size, and so do, by a few, the sizes of sub-samples with other seeds.
-    sizes = np.array(seeds[0].sizes, dtype=np.float64)
-    drawn = np.array([np.mean([bootstrap_of(seed).n for seed in seeds])])
-    by_size = _values(results, [sub_samples(seed) for seed in seeds])
-    of_bootstrap = _values(results, [[bootstrap_of(seed)] for seed in seeds])
-    process = float(np.mean([likelihood(seed.process["CV"]) for seed in seeds]))
+    panels = {"about the full model": _reference, "about the mean of the members": _everything}
+    process = float(np.mean([likelihood(seed.process["CV"]) for seed in results.seeds]))
+    found = [_by_size(results, values) for values in panels.values()]
     with style():
-        figure = Figure(figsize=(1.7 * COLUMN_WIDTH, 1.3 * COLUMN_WIDTH), layout="constrained")
-        ax = figure.add_subplot()
-        ax.set_ylim(*_limits([by_size, of_bootstrap], process))
-        ax.axhline(process, color=GUIDE, linewidth=1.0, linestyle=":", label=f"{PROCESS}, CV")
-        step = _STEP * (drawn[0] - sizes[0])
-        _draw(ax, sizes, by_size, step, lines=True)
-        _draw(ax, drawn, of_bootstrap, step, lines=False)
-        _divide(ax, sizes, float(drawn[0]), step)
-        set_even_ticks(ax.xaxis)
-        counted = " (crystals)" if results.name == "csd-crystals" else ""
-        ax.set(xlabel=rf"Sub-sample size $n${counted}", ylabel="Log likelihood per point")
-        figure.legend(loc="outside upper center", ncols=5)
+        figure = Figure(figsize=(3.2 * COLUMN_WIDTH, 1.4 * COLUMN_WIDTH), layout="constrained")
+        axes = figure.subplots(1, 2, sharey=True)
+        axes[0].set_ylim(*_limits([values for both in found for values in both], process))
+        for ax, title, values in zip(axes, panels, found, strict=True):
+            ax.axhline(process, color=GUIDE, linewidth=1.0, linestyle=":", label=f"{PROCESS}, CV")
+            _draw_panel(ax, results, *values)
+            ax.set_title(title, fontsize="medium")
+        axes[0].set_ylabel("Log likelihood per point")
+        handles, labels = axes[1].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=9)
         with atomic_path(path, force=True) as temporary:
             figure.savefig(temporary, dpi=_DPI, format="png")
 
 
-def _values(results: Results, schemes: list[list[Scheme]]) -> dict[str, Float64Array]:
-    """Return the log likelihoods of each estimator: (n_seeds, n_sizes)."""
+def _draw_panel(
+    ax: Axes,
+    results: Results,
+    by_size: Mapping[str, Float64Array],
+    of_bootstrap: Mapping[str, Float64Array],
+) -> None:
+    # Crystals differ in size, and so do, by a few, the sizes of sub-samples with other seeds.
+    sizes = np.array(results.seeds[0].sizes, dtype=np.float64)
+    drawn = np.array([np.mean([bootstrap_of(seed).n for seed in results.seeds])])
+    step = _STEP * (drawn[0] - sizes[0])
+    _draw(ax, sizes, by_size, step, lines=True)
+    _draw(ax, drawn, of_bootstrap, step, lines=False)
+    _divide(ax, sizes, float(drawn[0]), step)
+    set_even_ticks(ax.xaxis)
+    counted = " (crystals)" if results.name == "csd-crystals" else ""
+    ax.set_xlabel(rf"Sub-sample size $n${counted}")
 
-    def of(column: str) -> Callable[[Scheme], float]:
-        return lambda scheme: likelihood(scheme.columns[column])
 
-    first = sub_samples(results.seeds[0])[0]
-    values = {column: of(column) for column in first.columns} | {STUDENT_T: lambda s: s.student_t}
+_Values = Callable[[Scheme], Mapping[str, float]]
+
+
+def _reference(scheme: Scheme) -> dict[str, float]:
+    return {name: likelihood(column) for name, column in scheme.reference.items()}
+
+
+def _everything(scheme: Scheme) -> dict[str, float]:
+    found = {name: likelihood(column) for name, column in scheme.columns.items()}
+    return found | {STUDENT_T: scheme.student_t}
+
+
+def _by_size(results: Results, values: _Values) -> list[dict[str, Float64Array]]:
+    """Return the log likelihoods of each estimator, (n_seeds, n_sizes), and of the bootstrap."""
+    seeds = results.seeds
+    return [
+        _values([sub_samples(seed) for seed in seeds], values),
+        _values([[bootstrap_of(seed)] for seed in seeds], values),
+    ]
+
+
+def _values(schemes: list[list[Scheme]], values: _Values) -> dict[str, Float64Array]:
+    found = [[values(scheme) for scheme in of_seed] for of_seed in schemes]
     return {
-        name: np.array([[value(s) for s in of_seed] for of_seed in schemes], dtype=np.float64)
-        for name, value in values.items()
+        name: np.array([[one[name] for one in of_seed] for of_seed in found], dtype=np.float64)
+        for name in found[0][0]
     }
 
 
@@ -90,9 +120,9 @@ def _limits(found: list[dict[str, Float64Array]], process: float) -> tuple[float
     return low - 2.0 * margin, high + margin
 
 
-def _look(name: str, names: list[str]) -> dict[str, Any]:
+def _look(name: str) -> dict[str, Any]:
     """Return colour, dashes and symbol of an estimator."""
-    look = line_style(names.index(name)) | {"linewidth": 0.9, "label": name}
+    look = line_style(_ORDER.index(name)) | {"linewidth": 0.9, "label": name}
     if name in _HOLLOW:
         # Below the others, and round them.
         return look | {"fillstyle": "none", "markersize": 7.0, "linestyle": "-", "zorder": 2.0}
@@ -103,12 +133,12 @@ def _draw(
     ax: Axes, x: Float64Array, values: Mapping[str, Float64Array], step: float, *, lines: bool
 ) -> None:
     """Draw means, and standard errors over seeds; triangles, with values, where they lie below."""
-    names = [n for n in _ORDER if n in values] + [n for n in values if n not in _ORDER]
+    names = [n for n in _ORDER if n in values]
     n_below = np.zeros(len(x), dtype=int)
     for i, name in enumerate(names):
         place = x + (i - 0.5 * (len(names) - 1)) * step
         mean, error = values[name].mean(axis=0), standard_error(values[name])
-        look = _look(name, list(values))
+        look = _look(name)
         if not lines:
             look |= {"linestyle": "", "label": None}
         ax.plot(place, mean, **look)

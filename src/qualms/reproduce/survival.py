@@ -14,7 +14,7 @@ _INTERVALS = {"coverage_68": (0.68, 0.05), "coverage_95": (0.95, 0.03)}
 _NOT_CALIBRATED = ("Raw", PROCESS)
 _CRITERION = (
     "A calibration is said to survive if, on every set, its 68 % intervals hold 63 to 73 % of the "
-    "errors and its 95 % intervals 92 to 98 %."
+    "errors and its 95 % intervals 92 to 98 %; in single bins of σ it may be wrong all the same."
 )
 
 
@@ -77,17 +77,22 @@ def _by_likelihood(sets: Sequence[Shifted]) -> str:
     return f"{text}the best of each set" + (f" ({others})." if others else ".")
 
 
-def _by_coverage(sets: Sequence[Shifted]) -> str:
-    """Name the calibration whose intervals are nearest to what they should hold."""
+def best_coverage(sets: Sequence[Shifted], names: Sequence[str]) -> str:
+    """Return the error bars whose intervals are nearest to what they should hold, 68 and 95 %."""
     off = {
         name: max(
             abs(found.columns[name].scores[interval] - target) / reach
             for found in sets
             for interval, (target, reach) in _INTERVALS.items()
         )
-        for name in calibrations(sets)
+        for name in names
     }
-    nearest = min(off, key=lambda name: off[name])
+    return min(off, key=lambda name: off[name])
+
+
+def _by_coverage(sets: Sequence[Shifted]) -> str:
+    """Name the calibration whose intervals are nearest to what they should hold."""
+    nearest = best_coverage(sets, calibrations(sets))
     ranges = []
     for interval, (target, _) in _INTERVALS.items():
         values = [found.columns[nearest].scores[interval] for found in sets]

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from qualms.core.typing import Float64Array
-from qualms.reproduce.markdown import markdown_table, signed
-from qualms.reproduce.over_seeds import likelihoods, standard_error, sub_samples, written
+from qualms.reproduce.markdown import markdown_table, minus, signed
+from qualms.reproduce.over_seeds import half_width, likelihoods, sub_samples, written
 from qualms.reproduce.results import Results
 
 #: How far student may be from CV, above or below it.
@@ -20,12 +20,12 @@ WITHIN = 0.005
 #: Parameters that are fitted: to points of the training set, and to the validation set.
 _SHRINKAGE, _POWER = 4, 2
 _MET, _MISSED = "met", "missed"
-_CLOSE, _ONE_SEED = ", within its standard error", " (one seed)"
+_CLOSE, _ONE_SEED = ", not surely", " (one seed)"
 _TEXT = f"""
 Internal calibration, which sets nothing aside, against calibration on the validation set. Targets:
 student within {WITHIN} of CV, above or below it; shrinkage at least equal to N-L. Met or missed is
-what the mean over seeds is; within its standard error, if the target is no farther from the mean
-than one of these, paired by seed:
+what the mean over seeds is; not surely, if the target lies within the 68 % confidence interval of
+the mean, by Student's t, of differences paired by seed:
 """
 
 
@@ -53,12 +53,12 @@ class Target:
 
     @property
     def verdict(self) -> str:
-        """Whether the mean meets it, and if it does so, or not, by less than a standard error."""
+        """Whether the mean meets it, and whether seeds are enough to say so."""
         word = _MET if self.shortfall <= 0 else _MISSED
-        error = standard_error(self.differences)
-        if error is None:
+        width = half_width(self.differences)
+        if width is None:
             return word + _ONE_SEED
-        return word + (_CLOSE if abs(self.shortfall) <= float(error) else "")
+        return word + (_CLOSE if abs(self.shortfall) <= float(width) else "")
 
 
 def student_targets(results: Results) -> list[Target]:
@@ -102,7 +102,7 @@ def internal_against_validation(results: Results) -> str:
     head = ["n", "points, student and shrinkage", "points, Int. and Int. N-L"]
     head += ["student − CV", f"within {WITHIN}"]
     table = markdown_table([*head, "shrinkage − N-L", "at least equal"], rows)
-    words = f"{_summary('student', student)} {_summary('shrinkage', shrinkage)}"
+    words = f"{_summary('student', student)} {_farthest(student)}{_summary('shrinkage', shrinkage)}"
     why = _reason(shrinkage, results.seeds[0].n_validation)
     return f"{_TEXT.strip()}\n\n{table}\n\n{words} {why}".strip()
 
@@ -122,6 +122,15 @@ def _summary(name: str, targets: Sequence[Target]) -> str:
     )
     met = len(targets) - len(missed)
     return f"The target of {name} is met at {met} of {len(targets)} sizes and missed at: {listed}."
+
+
+def _farthest(student: Sequence[Target]) -> str:
+    """Say how far single seeds are, which may cancel in the mean."""
+    far = max(student, key=lambda t: float(np.abs(t.differences).max()))
+    if len(far.differences) < 2:
+        return ""
+    worst = far.differences[np.abs(far.differences).argmax()]
+    return f"The farthest of single seeds is {minus(f'{worst:+.4f}')}, at n = {far.n:,}. "
 
 
 def _reason(shrinkage: Sequence[Target], n_validation: int) -> str:

@@ -12,7 +12,8 @@ TITLES = {
 INTRODUCTION = """
 {title}
 
-Made by `qualms reproduce page` from result files; not typed. Musil, Willatt, Langovoy and Ceriotti,
+Made by `qualms reproduce page` from result files; not typed, except for what does not depend on
+them, such as how hyper-parameters were chosen. Musil, Willatt, Langovoy and Ceriotti,
 *Fast and Accurate Uncertainty Estimation in Chemical Machine Learning*, J. Chem. Theory Comput. 15,
 906 (2019), on {data}, with
 
@@ -25,7 +26,10 @@ where it was when it is started again. {scale}
 """
 
 #: What data there are, by scale, and how to come to the other one.
-DATA = {"paper": "the same data", "small": "a tenth of the same data"}
+DATA = {
+    "paper": "its data, as far as they are public",
+    "small": "a tenth of as many points",
+}
 SCALES = {
     "paper": "`--scale small` does all of it with a tenth of the data in\nabout a minute.",
     "small": "Without `--scale small` it does all of it with as\nmuch data as the paper.",
@@ -35,13 +39,17 @@ READING = """
 ## How to read the tables
 All numbers are mean log likelihoods per point (Eq. (6) as a mean): the higher, the better. Error
 bars that are right gain 0.01 by being one per cent smaller, and lose 0.01 by being
-ten per cent too large or too small. Raw:
-the spread of the members as it is. CV, N-L: scaled linearly, or by a power, on a validation set.
-Int., Int. N-L: the same, on the training set, each point by at least five members that did not see
-it. These five are the paper's. student and shrinkage know that a committee is finite
-([theory](theory.md)) and are internal, too; Student's t is the density of student itself, where the
-column student has the Gaussian of the same variance. GPR PP: the variance of the projected process,
-Eq. (3).
+ten per cent too large or too small.
+
+Raw: the spread of the members as it is. CV, N-L: scaled linearly, or by a power, on a validation
+set. Int., Int. N-L: the same, on the training set, each point by at least five members that did not
+see it. These five are the paper's. Their first table has them as the paper does, about the
+prediction of the full model, which it calls the reference: a small sub-sample makes a poor model,
+but its spread still tells where the full model errs. GPR PP, the variance of the projected process,
+Eq. (3), is about the same prediction. The second table has them about the mean of the members,
+which is what qualms predicts; student and shrinkage, internal too, are made for it: they know that
+a committee is finite ([theory](theory.md)). Student's t is the density of student itself, where the
+column student has the Gaussian of the same variance.
 """
 
 MODEL_SELECTION = """
@@ -57,17 +65,13 @@ For molecules the preset `organic` was kept, with an MAE of 2.456 meV/atom and a
 4.513), 8 radial functions with l ≤ 7 (2.430 meV/atom, 4.518), and cutoffs of 3 Å and 5 Å together
 (2.437 meV/atom, 4.512); by log likelihood and RMSE, not by MAE, a cutoff of 6 Å (2.473 meV/atom,
 4.519); by RMSE alone, by 7 %, Gaussians of 0.2 Å. That is at most 2 % of the MAE and 0.011 of the
-log likelihood. Measured once more, on another division, the differences between the preset and
-the first two have standard errors, over the 1,000 test molecules, of 1.4 and 1.8 % of the MAE, 2
-and 3 % of the RMSE, and 0.014 and 0.016 of the log likelihood, and by MAE both are worse than the
-preset there, by 1.4 and 0.7 %. Differences of this size mean nothing, and that 4 Å and 6 Å both
-come out above the 5 Å between them says as much. What decided is cost: training takes 17 s with the
-preset, 35 s with the larger basis, 60 s with two cutoffs and 30 s with 6 Å. With 4 Å it takes 20 s,
-no less: it could as well have been the preset.
+log likelihood, on one division of the data. Differences of this size mean nothing, and that 4 Å and
+6 Å both come out above the 5 Å between them says as much. What decided is cost: training takes 17 s
+with the preset, 35 s with the larger basis, 60 s with two cutoffs and 30 s with 6 Å. With 4 Å it
+takes 20 s, no less: it could as well have been the preset.
 
 For crystals that are new, `nmr` was kept, with an RMSE of 0.631 ppm and a log likelihood of −0.902.
-A cutoff of 6 Å is better by every score (0.625 ppm, −0.885): by 0.9 ± 0.6 % of the RMSE and by
-0.017 ± 0.009 of the log likelihood, standard errors over the 50 test crystals. It takes half as
+A cutoff of 6 Å is better by every score (0.625 ppm, −0.885), by 1 % of the RMSE. It takes half as
 long again, 69 s rather than 46 s, and was left for that.
 
 Where siblings in the same crystal are known, a longer cutoff, wider Gaussians, a gentler radial
@@ -97,7 +101,8 @@ than any trained on, and crystals relaxed rather than rattled, from another set,
 What is asked is how far σ rises with the error all the same, and which calibration survives. None
 of them knows of the shift: internal ones are from training points; CV, N-L and both of GPR PP are
 fitted to the first set, which is held out of the training set and like it. For that set itself they
-are no test. Bins of σ are those of the section above.
+are no test. Bins of σ are those of the section above. One division of the data, and one model each:
+there are no standard errors, and small differences between calibrations mean nothing.
 """
 
 DIFFERENCES = """
@@ -106,6 +111,15 @@ DIFFERENCES = """
   (CSD-1000R) have 500, with 30,009 hydrogen atoms.{divisions}
 - **Rattling.** The paper says root mean squared displacements of 0.25 Å and 0.5 Å.
   {rattling}
+- **What σ is put around.** Eq. (4) has y_RS, the mean of the members, and σ_RS about it. The
+paper's
+  numbers come out again only if σ_RS is put around the prediction of the full model; its text
+  speaks of "the distribution of predictions about the reference". Then scaled log likelihoods
+  hardly depend on the size of the sub-samples, as it says. About the mean of the members, of which
+  small sub-samples make a poor prediction, they do. Internally, z is the error of the full model
+  without the point, by leave-one-out; over crystals, without its crystal. qualms predicts the mean
+  of the members all the same: σ, and the errors that it is calibrated on, belong to it, and with
+  sub-samples of half the training set and more it is as accurate.
 - **SOAP hyper-parameters** are not printed in the paper. Ours were chosen by validation (above) and
   stand with each problem. With other features, noise and crystals the log likelihoods themselves
   are others, too; what can be compared is how they differ between columns and sizes.
@@ -129,7 +143,8 @@ The relaxed structures that the public files come from are not public, but they 
   far the copies of an atom in a cell are from each other's places says how far they were moved. By
   that, and if copies were moved independently, atoms are displaced by {rms:.3f} Å per Cartesian
   component, {atom:.3f} Å per atom (median of {n:,} of {of:,} crystals; nine in ten between
-  {low:.3f} and {high:.3f} Å per component).
+  {low:.3f} and {high:.3f} Å per component). The files are described as displaced by 0.025 Å, a
+  little more.
 """
 RATTLED_CONTROL = """
 The same measure of the relaxed crystals of the other set is {rms:.0e} Å: they are symmetric.
@@ -150,14 +165,18 @@ _PANELS = (
 )
 #: Captions, which are the alternative texts as well: each says all of what its figure shows.
 CAPTIONS = {
-    "linear": _PANELS + ", and one for GPR PP; scaled linearly on the validation set (CV).",
-    "power": _PANELS + ", and one for GPR PP; scaled by a power on the validation set (N-L).",
-    "student": _PANELS + "; student calibration, internal. There is none for GPR PP: it has no "
-    "members, hence none that did not see a training point, and cannot be calibrated internally.",
-    "sizes": "{title}: log likelihood against sub-sample size, and of the bootstrap at the right; "
-    "mean over seeds, bars: standard errors if there are several. Estimators that agree stand side "
-    "by side: CV and N-L, calibrated on the validation set, have large hollow symbols, those with "
-    "internal calibration small filled ones. Triangles at the bottom, with their values: below the "
-    "axes. Dotted: GPR PP, scaled linearly on the validation set.",
+    "linear": _PANELS + ", and one for GPR PP; about the full model, scaled linearly on the "
+    "validation set (CV).",
+    "power": _PANELS + ", and one for GPR PP; about the full model, scaled by a power on the "
+    "validation set (N-L).",
+    "student": _PANELS + "; about the mean of the members, student calibration, internal. There is "
+    "none for GPR PP: it has no members, hence none that did not see a training point, and cannot "
+    "be calibrated internally.",
+    "sizes": "{title}: log likelihood against sub-sample size, and of the bootstrap at the right "
+    "of each panel; the paper's columns about the full model, all about the members' mean; "
+    "mean over seeds, bars: standard errors if there are several. Estimators of one size stand "
+    "side by side: CV and N-L, calibrated on the validation set, have large hollow symbols, those "
+    "with internal calibration small filled ones. Triangles at the bottom, with their values: "
+    "below the axes. Dotted: GPR PP, scaled linearly on the validation set.",
     "shift": "{title}: error in bins of σ against σ (student); on the dotted line σ is right.",
 }
