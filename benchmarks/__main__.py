@@ -26,6 +26,7 @@ BENCHMARKS = {
     "prediction": ("bench_prediction", "run"),
     "atomistic": ("bench_atomistic", "run"),
     "gap": ("bench_gap", "run"),
+    "force_costs": ("bench_force_costs", "run"),
     "forces": ("bench_forces", "run"),
     "attribution": ("bench_attribution", "run"),
     "presets": ("bench_presets", "run"),
@@ -34,7 +35,16 @@ BENCHMARKS = {
     "paper": ("bench_scale", "run_paper"),
     "qm9": ("bench_scale", "run_qm9"),
 }
-SLOW = ("forces", "attribution", "presets", "siblings", "differences", "paper", "qm9")
+SLOW = (
+    "force_costs",
+    "forces",
+    "attribution",
+    "presets",
+    "siblings",
+    "differences",
+    "paper",
+    "qm9",
+)
 RESULTS = Path(__file__).with_name("RESULTS.md")
 HEADER = """# Benchmark results
 

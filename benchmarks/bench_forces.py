@@ -1,10 +1,10 @@
-"""Forces: what their error bars cost, how good they are, and gap_fit beside them.
+"""Forces: how good they are, with their error bars, and gap_fit beside them.
 
 Azobenzene comes from the NPZ file of revised MD17 that QUALMS_AZOBENZENE names
 (``rmd17_azobenzene_train_01.npz``, with the test file beside it); 3BPA from the extended XYZ file
 that QUALMS_3BPA names (``3bpa_300K.xyz.gz``, with ``3bpa_mixedT.xyz.gz`` and
-``3bpa_isolated_atoms.xyz`` beside it). Without them there is the first table only, of molecules
-that come with qualms. QUALMS_GAP_FIT may name an executable: see `benchmarks.bench_gap`.
+``3bpa_isolated_atoms.xyz`` beside it). Without them there is nothing to measure. QUALMS_GAP_FIT may
+name an executable: see `benchmarks.bench_gap`.
 
 Training and prediction are commands, so that time and peak memory are those of a process of their
 own. Run this file alone, with a divisor of all sizes, for small tables on the terminal.
@@ -29,42 +29,15 @@ from ase import Atoms
 from ase.data import chemical_symbols
 from ase.units import kcal, mol
 
-from benchmarks.bench_atomistic import priced
 from benchmarks.bench_gap import ENVIRONMENT, N_THREADS, gap_fit
 from benchmarks.memory import Measured, measure
-from qualms import AtomisticModel
-from qualms.atomistic.mechanics import check_frames, derivatives
-from qualms.atomistic.potential import make_potential
 from qualms.atomistic.structures import read_frames
-from qualms.atomistic.threads import limited
-from qualms.data import qm9
 
 N_REPRESENTATIVES = 2_000
 #: What gap_fit can do in the memory of a small machine.
 N_GAP, M_GAP = 200, 500
-COST_TARGET, ERROR_TARGET = 1.3, 25.0
+ERROR_TARGET = 25.0
 SOAP = {"preset": "organic", "cutoff": 5.0, "smoothing": 0.5, "engine": "featomic"}
-#: Models whose error bars are priced.
-COSTS: dict[str, dict[str, Any]] = {
-    "ζ = 2, 192 features": {"compression": {"method": "pairs", "n_features": 192}},
-    "ζ = 2, 384 features": {"compression": {"method": "pairs", "n_features": 384}},
-    "ζ = 3, 192 features": {"compression": {"method": "pairs", "n_features": 192}, "exponent": 3},
-    "ζ = 3.5, 192 features": {
-        "compression": {"method": "pairs", "n_features": 192},
-        "exponent": 3.5,
-    },
-    "two scales, ζ = 2": {"scales": [{"cutoff": 3.0}, {"cutoff": 5.0}]},
-    "ζ = 2, all features": {"compression": None},
-}
-#: Molecules of five elements, that is fifteen pairs of them, and few neighbours.
-ALONE = "one at a time"
-FIVE_ELEMENTS: dict[str, dict[str, Any]] = {
-    "ζ = 2": {},
-    f"ζ = 2, {ALONE}": {},
-    "ζ = 3.5": {"exponent": 3.5},
-    f"ζ = 3.5, {ALONE}": {"exponent": 3.5},
-    "ζ = 2, all features": {"compression": None},
-}
 
 
 @dataclass(frozen=True)
@@ -122,71 +95,6 @@ def three_bpa(divisor: int) -> Problem | None:
     train, rest = cold[: 400 // divisor], cold[400:]
     tests = {"300 K": rest[: 100 // divisor], "mixed T": mixed[: 500 // divisor]}
     return Problem("3BPA", train, tests, energies)
-
-
-# --- what error bars cost ---
-
-
-def cost_row(
-    name: str, soap: dict[str, Any], frames: Sequence[Atoms], settings: dict[str, Any]
-) -> list[Any]:
-    """Time forces with and without error bars, of all new structures at once or one at a time."""
-    n_train = len(frames) * 9 // 10
-    if "scales" in soap:
-        del soap["cutoff"]  # it would be that of all scales
-    model = AtomisticModel("energy", representation=soap, **settings)
-    fitted, new = model.fit(frames[:n_train]).fitted, list(frames[n_train:])
-    mean = make_potential(fitted, fitted.mean_weights[:, None])
-    calls = [[atoms] for atoms in new] if ALONE in name else [new]
-
-    def mean_alone() -> object:
-        for some in calls:
-            check_frames(fitted, some, stress=False)
-            with limited(model.threads):
-                derivatives(mean, some)
-
-    def everything() -> object:
-        return [model.predict_forces(some).forces.std for some in calls]
-
-    seconds, seconds_all, ratio = priced(mean_alone, everything, 21)
-    n_atoms = sum(map(len, new))
-    return [
-        name,
-        fitted.representation.n_features,
-        len(fitted.representatives),
-        f"{1e3 * seconds / n_atoms:.2f}",
-        f"{1e3 * seconds_all / n_atoms:.2f}",
-        f"{ratio:.2f} ×",
-        f"≤ {COST_TARGET} ×",
-    ]
-
-
-def cost_table(what: str, rows: list[list[Any]]) -> dict[str, Any]:
-    """Compare forces with and without error bars."""
-    times = ["mean alone, ms/atom", "mean, σ and members"]
-    return {
-        "title": f"Forces on {what}, 16 members",
-        "columns": ["model", "features", "M", *times, "ratio", "target"],
-        "rows": rows,
-        "notes": ["Medians of 21 calls of each, in turns, from structures to arrays of forces."],
-    }
-
-
-def cost_tables(problem: Problem | None, divisor: int) -> Iterator[dict[str, Any]]:
-    """Compare forces on molecules of three elements, and of five."""
-    settings: dict[str, Any] = {"n_representatives": 1_000 // divisor}
-    if problem is not None:
-        frames = problem.train[: 120 // divisor + 10]
-        trained = settings | {"forces": "forces", "noise": 1e-8, "forces_noise": 1e-4}
-        costs = COSTS.items()
-        rows = [cost_row(name, SOAP | soap, frames, trained) for name, soap in costs]
-        yield cost_table(problem.name, rows)
-    molecules = qm9(n=400 // divisor)
-    for atoms in molecules:
-        atoms.info["REF_energy"] = atoms.info["atomization_energy"]
-    costs = FIVE_ELEMENTS.items()
-    rows = [cost_row(name, SOAP | soap, molecules, settings) for name, soap in costs]
-    yield cost_table("molecules of QM9", rows)
 
 
 # --- training ---
@@ -404,7 +312,6 @@ def tables(divisor: int = 1) -> Iterator[dict[str, Any]]:
     """Measure one thing after the other; `divisor` makes them small."""
     found = (azobenzene(divisor), three_bpa(divisor))
     problems = [problem for problem in found if problem is not None]
-    yield from cost_tables(problems[0] if problems else None, divisor)
     if problems:
         yield accuracy_table(problems, divisor)
     executable = gap_fit()

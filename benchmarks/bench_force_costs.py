@@ -1,0 +1,117 @@
+"""Forces: what the error bars of 16 members cost, beside the mean forces alone.
+
+On azobenzene, if QUALMS_AZOBENZENE names the file (see `benchmarks.bench_forces`), and on molecules
+that come with qualms. Run this file alone, with a divisor of all sizes, for quick tables.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ase import Atoms
+
+from benchmarks.bench_atomistic import priced
+from benchmarks.bench_forces import SOAP, azobenzene
+from qualms import AtomisticModel
+from qualms.atomistic.mechanics import check_frames, derivatives
+from qualms.atomistic.potential import make_potential
+from qualms.atomistic.threads import limited
+from qualms.data import qm9
+
+TARGET = 1.3
+#: Models whose error bars are priced.
+COSTS: dict[str, dict[str, Any]] = {
+    "ζ = 2, 192 features": {"compression": {"method": "pairs", "n_features": 192}},
+    "ζ = 2, 384 features": {"compression": {"method": "pairs", "n_features": 384}},
+    "ζ = 3, 192 features": {"compression": {"method": "pairs", "n_features": 192}, "exponent": 3},
+    "ζ = 3.5, 192 features": {
+        "compression": {"method": "pairs", "n_features": 192},
+        "exponent": 3.5,
+    },
+    "two scales, ζ = 2": {"scales": [{"cutoff": 3.0}, {"cutoff": 5.0}]},
+    "ζ = 2, all features": {"compression": None},
+}
+#: Molecules of five elements, that is fifteen pairs of them, and few neighbours.
+ALONE = "one at a time"
+FIVE_ELEMENTS: dict[str, dict[str, Any]] = {
+    "ζ = 2": {},
+    f"ζ = 2, {ALONE}": {},
+    "ζ = 3.5": {"exponent": 3.5},
+    f"ζ = 3.5, {ALONE}": {"exponent": 3.5},
+    "ζ = 2, all features": {"compression": None},
+}
+
+
+def cost_row(
+    name: str, soap: dict[str, Any], frames: Sequence[Atoms], settings: dict[str, Any]
+) -> list[Any]:
+    """Time forces with and without error bars, of all new structures at once or one at a time."""
+    n_train = len(frames) * 9 // 10
+    if "scales" in soap:
+        del soap["cutoff"]  # it would be that of all scales
+    model = AtomisticModel("energy", representation=soap, **settings)
+    fitted, new = model.fit(frames[:n_train]).fitted, list(frames[n_train:])
+    mean = make_potential(fitted, fitted.mean_weights[:, None])
+    calls = [[atoms] for atoms in new] if ALONE in name else [new]
+
+    def mean_alone() -> object:
+        for some in calls:
+            check_frames(fitted, some, stress=False)
+            with limited(model.threads):
+                derivatives(mean, some)
+
+    def everything() -> object:
+        return [model.predict_forces(some).forces.std for some in calls]
+
+    seconds, seconds_all, ratio = priced(mean_alone, everything, 21)
+    n_atoms = sum(map(len, new))
+    return [
+        name,
+        fitted.representation.n_features,
+        len(fitted.representatives),
+        f"{1e3 * seconds / n_atoms:.2f}",
+        f"{1e3 * seconds_all / n_atoms:.2f}",
+        f"{ratio:.2f} ×",
+        f"≤ {TARGET} ×",
+    ]
+
+
+def cost_table(what: str, rows: list[list[Any]]) -> dict[str, Any]:
+    """Compare forces with and without error bars."""
+    times = ["mean alone, ms/atom", "mean, σ and members"]
+    return {
+        "title": f"Forces on {what}, 16 members",
+        "columns": ["model", "features", "M", *times, "ratio", "target"],
+        "rows": rows,
+        "notes": ["Medians of 21 calls of each, in turns, from structures to arrays of forces."],
+    }
+
+
+def tables(divisor: int = 1) -> Iterator[dict[str, Any]]:
+    """Compare forces on molecules of three elements, and of five."""
+    settings: dict[str, Any] = {"n_representatives": 1_000 // divisor}
+    problem = azobenzene(divisor)
+    if problem is not None:
+        frames = problem.train[: 120 // divisor + 10]
+        trained = settings | {"forces": "forces", "noise": 1e-8, "forces_noise": 1e-4}
+        costs = COSTS.items()
+        rows = [cost_row(name, SOAP | soap, frames, trained) for name, soap in costs]
+        yield cost_table(problem.name, rows)
+    molecules = qm9(n=400 // divisor)
+    for atoms in molecules:
+        atoms.info["REF_energy"] = atoms.info["atomization_energy"]
+    costs = FIVE_ELEMENTS.items()
+    rows = [cost_row(name, SOAP | soap, molecules, settings) for name, soap in costs]
+    yield cost_table("molecules of QM9", rows)
+
+
+def run() -> list[dict[str, Any]]:
+    """Measure everything."""
+    return list(tables())
+
+
+if __name__ == "__main__":
+    for found in tables(int(sys.argv[1]) if len(sys.argv) > 1 else 1):
+        print("\n" + found["title"], found["columns"], *found["rows"], *found["notes"], sep="\n")
