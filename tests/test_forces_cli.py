@@ -245,6 +245,31 @@ def test_structures_without_a_volume_have_no_stress_and_are_counted(files, mixed
     np.testing.assert_allclose(written[8].get_stress(), expected.mean[7], atol=1e-9)
 
 
+@pytest.mark.parametrize("options", [("--stress",), ("--stress", "--forces", "--ensemble")])
+def test_each_structure_is_computed_once_whether_it_has_a_volume_or_not(
+    options, files, mixed, tmp_path, monkeypatch
+):
+    compute, asked = AtomisticModel.predict_forces, []
+
+    def counting(self, frames, **given):
+        asked.extend(frames)
+        return compute(self, frames, **given)
+
+    loaded = AtomisticModel.load(files / "model.safetensors", threads=1)
+    expected = loaded.predict_forces(mixed)
+    monkeypatch.setattr(AtomisticModel, "predict_forces", counting)
+    done = qualms(
+        "predict", files / "model.safetensors", tmp_path / "mixed.xyz", *options,
+        "-o", tmp_path / "out.npz",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert len(asked) == len(mixed)
+    with np.load(tmp_path / "out.npz") as arrays:
+        np.testing.assert_allclose(arrays["energy"], expected.energy.mean, atol=1e-9)
+        if "--forces" in options:
+            np.testing.assert_allclose(arrays["forces"], expected.forces.mean, atol=1e-9)
+
+
 def test_stress_of_molecules_alone_is_refused(files, mixed, tmp_path):
     done = qualms(
         "predict", files / "model.safetensors", tmp_path / "molecule.xyz", "--stress",
