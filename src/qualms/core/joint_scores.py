@@ -41,7 +41,7 @@ import numpy as np
 from scipy.optimize import brentq
 
 from qualms.core.linalg import cholesky, cholesky_solve
-from qualms.core.typing import Float64Array, FloatArray, IntArray
+from qualms.core.typing import BoolArray, Float64Array, FloatArray, IntArray
 
 #: Share of the groups in a part that is left out, and features up to which all parts are.
 _FOLDS, _SMALL = 5, 800
@@ -114,6 +114,32 @@ def _sums(
     return _Sums(grams, projections)
 
 
+def _folds(has: BoolArray, n_folds: int) -> IntArray:
+    """Divide groups into folds, so that each kind is in all of them, as evenly as possible.
+
+    Groups that have the rarest kind are dealt out first, each to the fold with the fewest groups of
+    that kind; then those that have the second, and so on. Of equal folds it is the first: that is
+    the one that large models leave out, and every kind must be judged.
+
+    Parameters
+    ----------
+    has : (n_groups, n_kinds) array of bool
+        Which kinds are in which groups.
+    n_folds : int
+    """
+    # Groups in a mixed order: neighbours in a file are often alike.
+    mixed = np.argsort(np.random.default_rng(0).permutation(len(has)))
+    rarest_first = has[:, np.argsort(has.sum(axis=0), kind="stable")]
+    keys = ~rarest_first[mixed, ::-1].T  # the last is the first to sort by
+    fold = np.empty(len(has), dtype=np.intp)
+    counts = np.zeros((n_folds, has.shape[1]), dtype=np.intp)
+    for g in mixed[np.lexsort(keys)].tolist():
+        rarest = int(np.argmax(rarest_first[g]))
+        fold[g] = np.argmin(counts[:, rarest])
+        counts[fold[g]] += rarest_first[g]
+    return fold
+
+
 def _parts(
     Phi: FloatArray,
     y: Float64Array,
@@ -125,8 +151,10 @@ def _parts(
     codes = np.unique(groups, return_inverse=True)[1]
     n_groups = int(codes.max()) + 1
     n_folds = min(_FOLDS, n_groups)
-    # Groups in a mixed order: neighbours in a file are often alike.
-    fold = (np.random.default_rng(0).permutation(n_groups) % n_folds)[codes]
+    has = np.zeros((n_groups, len(kinds)), dtype=bool)
+    for k, rows in enumerate(kinds):
+        has[codes[rows], k] = True
+    fold = _folds(has, n_folds)[codes]
     chosen = range(n_folds if Phi.shape[1] <= _SMALL else 1)
     left_out = [tuple(rows[fold[rows] == k] for rows in kinds) for k in chosen]
     if len(left_out) == n_folds:
