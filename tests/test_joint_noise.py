@@ -164,7 +164,7 @@ def test_groups_that_have_all_kinds_are_dealt_out_in_a_mixed_order(n_groups):
         (slice(60), slice(20, 62)),
         (slice(9), slice(20, 24)),  # in different groups
         (slice(2), slice(20, 22)),
-        (slice(1), slice(1)),
+        (slice(1, None), slice(3)),
         (slice(0), slice(13)),
     ],
 )
@@ -176,6 +176,23 @@ def test_each_kind_is_spread_over_all_parts(forces, virials):
     assert np.all(np.ptp(counts, axis=0) <= 1)
     # The first part, which may be the only one that is judged, has all that there is.
     np.testing.assert_array_equal(counts[0] > 0, has.any(axis=0))
+
+
+def test_a_kind_of_one_group_changes_no_part():
+    has = kinds_of(40, forces=slice(None), virials=slice(7, 8))
+    np.testing.assert_array_equal(_folds(has, 5), _folds(has[:, :2], 5))
+
+
+def test_kinds_of_any_groups_are_spread_almost_evenly():
+    rng = np.random.default_rng(5)
+    for _ in range(200):
+        has = rng.random((rng.integers(5, 60), 3)) < rng.random(3)
+        fold = _folds(has, 5)
+        assert np.ptp(np.bincount(fold, minlength=5)) <= 1
+        counts = np.array([has[fold == k].sum(axis=0) for k in range(5)])
+        spread = np.ptp(counts, axis=0)
+        assert spread[np.argmin(has.sum(axis=0))] <= 1  # of the rarest
+        assert spread.max() <= 2
 
 
 def test_large_models_judge_virials_of_a_few_groups(monkeypatch):

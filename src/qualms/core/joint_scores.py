@@ -115,11 +115,10 @@ def _sums(
 
 
 def _folds(has: BoolArray, n_folds: int) -> IntArray:
-    """Divide groups into folds, so that each kind is in all of them, as evenly as possible.
+    """Divide groups into folds of one size, with each kind in all of them as evenly as possible.
 
-    Groups that have the rarest kind are dealt out first, each to the fold with the fewest groups of
-    that kind; then those that have the second, and so on. Of equal folds it is the first: that is
-    the one that large models leave out, and every kind must be judged.
+    Folds are drawn first. Then groups with and without the rarest kind are exchanged until that is
+    spread evenly, then those with and without the next, alike in the kinds before, and so on.
 
     Parameters
     ----------
@@ -128,16 +127,32 @@ def _folds(has: BoolArray, n_folds: int) -> IntArray:
     n_folds : int
     """
     # Groups in a mixed order: neighbours in a file are often alike.
-    mixed = np.argsort(np.random.default_rng(0).permutation(len(has)))
-    rarest_first = has[:, np.argsort(has.sum(axis=0), kind="stable")]
-    keys = ~rarest_first[mixed, ::-1].T  # the last is the first to sort by
-    fold = np.empty(len(has), dtype=np.intp)
-    counts = np.zeros((n_folds, has.shape[1]), dtype=np.intp)
-    for g in mixed[np.lexsort(keys)].tolist():
-        rarest = int(np.argmax(rarest_first[g]))
-        fold[g] = np.argmin(counts[:, rarest])
-        counts[fold[g]] += rarest_first[g]
-    return fold
+    place = np.random.default_rng(0).permutation(len(has))
+    mixed = has[np.argsort(place)]
+    fold = np.arange(len(has)) % n_folds
+    settled = np.zeros(len(has), dtype=np.intp)  # a number for each set of kinds
+    for kind in np.argsort(has.sum(axis=0), kind="stable"):
+        _spread(fold, mixed[:, kind], settled, n_folds)
+        settled = 2 * settled + mixed[:, kind]
+    return fold[place]
+
+
+def _spread(fold: IntArray, has: BoolArray, settled: IntArray, n_folds: int) -> None:
+    """Exchange groups that are alike in what is settled, until each fold has as many of a kind.
+
+    Large models leave out the first fold alone: there must be some in it, and in the rest.
+    """
+    while True:
+        counts = np.bincount(fold[has], minlength=n_folds)
+        most, least = int(np.argmax(counts)), int(np.argmin(counts))
+        if counts[most] - counts[least] <= 1 and (counts[0] or counts.sum() < 2):
+            return
+        given = np.flatnonzero(has & (fold == most))
+        taken = np.flatnonzero(~has & (fold == least))
+        _, i, j = np.intersect1d(settled[given], settled[taken], return_indices=True)
+        if not len(i):
+            return
+        fold[given[i[0]]], fold[taken[j[0]]] = least, most
 
 
 def _parts(
