@@ -433,6 +433,21 @@ def test_an_error_stops_a_simulation_and_says_where(committee, atoms):
     assert atoms.calc.results["forces_uncertainty"].max() == pytest.approx(std)
 
 
+@pytest.mark.parametrize("share", [0.99, 1.01])
+def test_how_a_structure_is_turned_does_not_matter_to_a_limit_of_forces(committee, atoms, share):
+    lengths = np.linalg.norm(committee.predict_forces([atoms]).forces.std, axis=1)
+    calc = Calculator(committee, {"forces_uncertainty": share * lengths.max()}, "raise")
+    for angle in (0, 25, 45, 70):
+        turned = atoms.copy()
+        turned.rotate(angle, (1, 2, 3))
+        turned.calc = calc
+        if share < 1:
+            with pytest.raises(UncertaintyError, match=f"= {lengths.max():.3g} exceeds"):
+                turned.get_forces()
+        else:
+            turned.get_forces()
+
+
 def test_a_function_sees_structures_beyond_the_threshold(committee, atoms):
     seen = []
     std = committee.predict([atoms]).std[0]

@@ -245,6 +245,31 @@ def test_structures_without_a_volume_have_no_stress_and_are_counted(files, mixed
     np.testing.assert_allclose(written[8].get_stress(), expected.mean[7], atol=1e-9)
 
 
+@pytest.mark.parametrize("options", [("--stress",), ("--stress", "--forces", "--ensemble")])
+def test_each_structure_is_computed_once_whether_it_has_a_volume_or_not(
+    options, files, mixed, tmp_path, monkeypatch
+):
+    compute, asked = AtomisticModel.predict_forces, []
+
+    def counting(self, frames, **given):
+        asked.extend(frames)
+        return compute(self, frames, **given)
+
+    loaded = AtomisticModel.load(files / "model.safetensors", threads=1)
+    expected = loaded.predict_forces(mixed)
+    monkeypatch.setattr(AtomisticModel, "predict_forces", counting)
+    done = qualms(
+        "predict", files / "model.safetensors", tmp_path / "mixed.xyz", *options,
+        "-o", tmp_path / "out.npz",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert len(asked) == len(mixed)
+    with np.load(tmp_path / "out.npz") as arrays:
+        np.testing.assert_allclose(arrays["energy"], expected.energy.mean, atol=1e-9)
+        if "--forces" in options:
+            np.testing.assert_allclose(arrays["forces"], expected.forces.mean, atol=1e-9)
+
+
 def test_stress_of_molecules_alone_is_refused(files, mixed, tmp_path):
     done = qualms(
         "predict", files / "model.safetensors", tmp_path / "molecule.xyz", "--stress",
@@ -290,6 +315,11 @@ BAD = {
         "train {train} --target forces --per-atom-target --forces forces -o {new}",
         "kind='extensive'",
     ),
+    "a noise that is none": ("train {train} --target energy --noise much -o {new}", "'loo'"),
+    "a noise of nothing": (
+        "train {train} --target energy --forces-noise 0.1 -o {new}",
+        "without forces to learn",
+    ),
     "no derivatives": ("predict {plain} {test} --forces -o {new}.xyz", "featomic"),
     "a table": ("predict {model} {test} --forces -o {new}.csv", ".xyz or .npz"),
     "a table of stresses": ("predict {model} {test} --stress -o {new}.csv", "for stress"),
@@ -320,6 +350,93 @@ def test_bad_input_ends_in_one_line(name, files, energy_model, tmp_path):
     assert message in done.err
     assert len(done.err.strip().splitlines()) == 1
     assert contents(tmp_path) == before
+
+
+# --- what is said before and after training ---
+
+
+def train_on(frames, folder, *options, validation=()):
+    """Train a small model on structures of `alloys`, as the command does, and return the latter."""
+    ase.io.write(folder / "train.xyz", frames)
+    if validation:
+        ase.io.write(folder / "validation.xyz", validation)
+        options = (*options, "--validation", folder / "validation.xyz")
+    (folder / "config.yaml").write_text(
+        "representation: {cutoff: 3.8, n_radial: 2, l_max: 1, smoothing: 0.8, compression: null}\n"
+    )
+    return qualms(
+        "train", folder / "train.xyz", "--target", "energy", "--units", "eV", "--threads", 1,
+        "--representatives", 20, "--members", 4, "--config", folder / "config.yaml",
+        "-o", folder / "model.safetensors", *options,
+    )  # fmt: skip
+
+
+def alloys_without(*keys, some=slice(None)):
+    """Structures, some of them without some labels."""
+    frames = [atoms.copy() for atoms in alloys()]
+    for atoms in frames[some]:
+        for key in keys:
+            del (atoms.arrays if key == "force" else atoms.info)[key]
+    return frames
+
+
+@pytest.mark.parametrize("energy", [True, False])
+def test_stresses_to_validate_are_checked_before_training(energy, tmp_path):
+    frames = alloys_without()
+    frames[30].info["virtual"] = np.ones(5)
+    if not energy:  # it is judged by its stress all the same
+        del frames[30].info["energy"]
+    options = ("--forces", "force", "--stress", "virtual")
+    done = train_on(frames[:20], tmp_path, *options, validation=frames[20:])
+    assert done.code == 2
+    assert "frames[10].info['virtual']" in done.err
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_whatever_is_judged_has_elements_that_the_model_will_know(tmp_path):
+    frames = alloys_without()
+    del frames[30].info["energy"]
+    frames[30].symbols[0] = "Ag"
+    done = train_on(frames[:20], tmp_path, "--forces", "force", validation=frames[20:])
+    assert done.code == 2
+    assert "frames[10]" in done.err
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_a_validation_set_may_have_energies_alone(tmp_path):
+    frames, validation = alloys_without()[:20], alloys_without("force", "virtual")[20:]
+    options = ("--forces", "force", "--stress", "virtual")
+    done = train_on(frames, tmp_path, *options, validation=validation)
+    assert done.code == 0, done.err
+    assert "No structure has 'force'" in done.err
+    assert "No structure has 'virtual'" in done.err
+    document = json.loads((tmp_path / "model.json").read_text())
+    assert document["validation"]
+    assert not {"forces_validation", "stress_validation"} & {*document}
+
+
+def test_structures_without_what_was_asked_for_are_counted_before_training(tmp_path):
+    frames = alloys_without("virtual", some=slice(17, 20))[:20]
+    done = train_on(frames, tmp_path, "--stress", "virtual")
+    assert done.code == 0, done.err
+    assert "3 of 20 have no stress.\n" in done.err.split("environments ×")[0]
+    assert "no forces" not in done.err
+    frames = alloys_without("force", some=slice(18, 20))[:20]
+    done = train_on(frames, tmp_path, "--forces", "force", "--force")
+    assert done.code == 0, done.err
+    assert "2 of 20 have no forces.\n" in done.err.split("environments ×")[0]
+    assert "no stress" not in done.err
+
+
+def test_noises_are_given_as_options(tmp_path):
+    noises = ("--noise", "1e-4", "--forces-noise", "0.01", "--stress-noise", "4e-4")
+    options = ("--forces", "force", "--stress", "virtual", *noises)
+    done = train_on(alloys_without()[:20], tmp_path, *options)
+    assert done.code == 0, done.err
+    document = json.loads((tmp_path / "model.json").read_text())
+    given = [document["settings"][name] for name in ("noise", "forces_noise", "stress_noise")]
+    assert given == [1e-4, 0.01, 4e-4]
+    assert document["training"]["forces_noise"] == pytest.approx(0.1)
 
 
 def test_files_of_the_protocol_before_forces_are_read(energy_model, molecules, tmp_path):

@@ -8,7 +8,7 @@ from scipy.stats import multivariate_normal
 from qualms import InputError, QualmsWarning
 from qualms.core import joint_scores
 from qualms.core.joint_noise import select_joint_noise
-from qualms.core.joint_scores import _parts, evidence, left_out_error, typical_log
+from qualms.core.joint_scores import _folds, _parts, evidence, left_out_error, typical_log
 
 
 def problem(rng, noise_e=0.05, noise_f=0.5, n=80, r=15, per=6):
@@ -136,6 +136,73 @@ def test_large_models_leave_one_part_out(monkeypatch):
         np.testing.assert_array_equal(one.rows[i], five[0].rows[i])
         np.testing.assert_allclose(one.rest.grams[i], five[0].rest.grams[i], atol=1e-10)
         np.testing.assert_allclose(one.rest.projections[i], five[0].rest.projections[i], atol=1e-10)
+
+
+def kinds_of(n_groups, **shares):
+    """Which of n groups have energies, forces and virials."""
+    has = np.zeros((n_groups, 3), dtype=bool)
+    has[:, 0] = True
+    has[shares["forces"], 1] = True
+    has[shares["virials"], 2] = True
+    return has
+
+
+@pytest.mark.parametrize("n_groups", [1, 4, 5, 23, 500])
+def test_groups_that_have_all_kinds_are_dealt_out_in_a_mixed_order(n_groups):
+    n_folds = min(5, n_groups)
+    expected = np.random.default_rng(0).permutation(n_groups) % n_folds
+    for n_kinds in (1, 2, 3):
+        fold = _folds(np.ones((n_groups, n_kinds), dtype=bool), n_folds)
+        np.testing.assert_array_equal(fold, expected)
+
+
+@pytest.mark.parametrize(
+    ("forces", "virials"),
+    [
+        (slice(None), slice(3)),
+        (slice(None), slice(7)),
+        (slice(60), slice(20, 62)),
+        (slice(9), slice(20, 24)),  # in different groups
+        (slice(2), slice(20, 22)),
+        (slice(1, None), slice(3)),
+        (slice(0), slice(13)),
+    ],
+)
+def test_each_kind_is_spread_over_all_parts(forces, virials):
+    mixed = np.random.default_rng(1).permutation(103)
+    has = kinds_of(103, forces=forces, virials=virials)[mixed]
+    fold = _folds(has, 5)
+    counts = np.array([has[fold == k].sum(axis=0) for k in range(5)])
+    assert np.all(np.ptp(counts, axis=0) <= 1)
+    # The first part, which may be the only one that is judged, has all that there is.
+    np.testing.assert_array_equal(counts[0] > 0, has.any(axis=0))
+
+
+def test_a_kind_of_one_group_changes_no_part():
+    has = kinds_of(40, forces=slice(None), virials=slice(7, 8))
+    np.testing.assert_array_equal(_folds(has, 5), _folds(has[:, :2], 5))
+
+
+def test_kinds_of_any_groups_are_spread_almost_evenly():
+    rng = np.random.default_rng(5)
+    for _ in range(200):
+        has = rng.random((rng.integers(5, 60), 3)) < rng.random(3)
+        fold = _folds(has, 5)
+        assert np.ptp(np.bincount(fold, minlength=5)) <= 1
+        counts = np.array([has[fold == k].sum(axis=0) for k in range(5)])
+        spread = np.ptp(counts, axis=0)
+        assert spread[np.argmin(has.sum(axis=0))] <= 1  # of the rarest
+        assert spread.max() <= 2
+
+
+def test_large_models_judge_virials_of_a_few_groups(monkeypatch):
+    Phi, y, kind, groups = three_kinds(np.random.default_rng(3))
+    monkeypatch.setattr(joint_scores, "_SMALL", 4)
+    for first in range(0, 78, 6):
+        some = (kind < 2) | ((groups >= first) & (groups < first + 2))
+        kinds = tuple(np.flatnonzero(kind[some] == k) for k in range(3))
+        (part,) = _parts(Phi[some], y[some], np.ones(some.sum()), kinds, groups[some])
+        assert len(part.rows[2]) == 2  # of one of the two groups
 
 
 def test_neither_kind_is_sacrificed_to_the_other():

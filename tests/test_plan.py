@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from atomistic_fixtures import labelled_molecules, make_model
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -178,6 +179,25 @@ def test_a_plan_in_words_and_in_numbers(disk):
 def test_the_variance_makes_the_file_larger(disk):
     sizes = [make_plan(**RUN, memory="32GB", keep_pp=keep).model_size for keep in (True, False)]
     assert sizes[0] - sizes[1] == 4.0 * RUN["n_representatives"] ** 2
+
+
+def test_what_compresses_features_is_in_the_file(disk):
+    plain, compressed = (
+        make_plan(**RUN, memory="32GB", n_projection=n).model_size for n in (0, 2_700_000)
+    )
+    assert compressed - plain == 4.0 * 2_700_000
+
+
+@pytest.mark.parametrize("compression", [None, {"n_features": 40}])
+def test_a_model_file_is_as_large_as_was_said(compression, tmp_path):
+    scales = [{"cutoff": cutoff, "n_radial": 4, "l_max": 3} for cutoff in (3.0, 5.0)]
+    several = {"scales": scales, "compression": compression}
+    model = make_model(representation=several, n_representatives=60, n_members=4)
+    plans = []
+    model.fit(labelled_molecules(20), on_plan=lambda plan, _: plans.append(plan))
+    model.save(tmp_path / "model.safetensors")
+    size = (tmp_path / "model.safetensors").stat().st_size
+    assert plans[0].model_size == pytest.approx(size, abs=1e5)
 
 
 # --- sizes, times, cores ---

@@ -521,6 +521,27 @@ def test_what_ase_would_take_for_results_is_set_aside_wherever_it_is(tmp_path):
     np.testing.assert_array_equal(found.arrays["REF_forces"], np.ones((2, 3)))
 
 
+def test_batches_of_twice_as_many_structures_take_twice_the_work(tmp_path):
+    class Counted(Atoms):
+        n_asked = 0
+
+        def __len__(self):
+            Counted.n_asked += 1
+            return super().__len__()
+
+    def asked(n):
+        frames = [Counted("H2", [[0, 0, 0], [0, 0, 0.7 + i]]) for i in range(n)]
+        prediction = Prediction(rng.normal(size=(n, 3)))
+        forces = np.arange(6.0 * n).reshape(-1, 3)
+        Counted.n_asked = 0
+        write(tmp_path / "out.xyz", frames, prediction, arrays={"forces": forces})
+        written = [atoms.get_forces() for atoms in read(tmp_path / "out.xyz")]
+        np.testing.assert_array_equal(np.concatenate(written), forces)
+        return Counted.n_asked
+
+    assert asked(40) <= 2.1 * asked(20)
+
+
 @pytest.mark.parametrize("target", ["shift", "charges"])
 def test_xyz_of_atoms(tmp_path, target):
     frames = [molecule("CH4"), molecule("H2O"), Atoms("He")]

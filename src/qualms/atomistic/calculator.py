@@ -44,9 +44,10 @@ class Calculator(CommitteeCalculator):
         that of a file that `AtomisticModel.save` wrote.
     uncertainty_threshold : float or mapping, optional
         The largest ``energy_uncertainty`` of a structure, in eV, that passes without a word; or
-        limits by name: ``{"energy_uncertainty": 0.1, "forces_uncertainty": 0.5}``, the latter, and
-        ``stress_uncertainty``, for the largest component. Limits of forces and stresses are looked
-        at when these are computed.
+        limits by name: ``{"energy_uncertainty": 0.1, "forces_uncertainty": 0.5}``. That of forces
+        is for the atom whose error bar is largest, as a vector: √(σ_x² + σ_y² + σ_z²), which does
+        not depend on how the structure is turned. That of ``stress_uncertainty`` is for the largest
+        component. Limits of forces and stresses are looked at when these are computed.
     on_exceed : {"warn", "raise"} or callable
         What to do about a structure beyond them: warn, when it happens first and again whenever it
         happens after structures within them; raise `UncertaintyError`; or call
@@ -211,7 +212,7 @@ class Calculator(CommitteeCalculator):
         beyond = {
             name: f"{name} = {largest:.3g} exceeds {limit:.3g}"
             for name, limit in self.uncertainty_threshold.items()
-            if name in self.results and (largest := float(np.max(self.results[name]))) > limit
+            if name in self.results and (largest := _largest(name, self.results[name])) > limit
         }
         if not beyond:
             self._beyond = False
@@ -227,6 +228,13 @@ class Calculator(CommitteeCalculator):
         elif not self._beyond:
             warnings.warn(message, QualmsWarning, stacklevel=level_of_user())
         self._beyond = True
+
+
+def _largest(name: str, uncertainty: ArrayLike) -> float:
+    """Return what a limit is for: of forces the largest error bar of a whole force."""
+    of_forces = name == "forces_uncertainty"
+    values = np.linalg.norm(uncertainty, axis=1) if of_forces else uncertainty
+    return float(np.max(values))
 
 
 def _of_energy(energy: Prediction) -> Results:

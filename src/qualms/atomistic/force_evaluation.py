@@ -14,6 +14,7 @@ from qualms.atomistic.force_labels import find_forces, find_stresses, has_forces
 from qualms.atomistic.internal_calibration import telling
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.progress import Stages
+from qualms.atomistic.settings import Settings
 from qualms.atomistic.summary import forces_units_of, stress_units_of
 from qualms.core.calibration import Calibration, whole_spread
 from qualms.core.resampling import committee
@@ -59,8 +60,8 @@ def evaluate_derivatives(
     dict of str to Evaluation
         By "forces" and "stress", as far as structures have any: `unjudged` says what is missing.
     """
-    held_out = {} if validation is None else _components(model, *_found(model, validation), stages)
-    return _evaluations(model, _components(model, *_found(model, frames), stages), held_out)
+    held_out = {} if validation is None else _learned(model, validation, stages)
+    return _evaluations(model, _learned(model, frames, stages), held_out)
 
 
 def unjudged(model: AtomisticModel, found: Mapping[str, Evaluation]) -> list[str]:
@@ -120,18 +121,28 @@ def _only(name: str, found: Mapping[str, Evaluation]) -> Evaluation:
     return found[name]
 
 
-def _found(
-    model: AtomisticModel, frames: Sequence[Atoms]
-) -> tuple[Sequence[Atoms], dict[int, Float64Array], dict[int, Float64Array]]:
-    """Return structures with the forces and stresses that they have of what was learned."""
+def labels_to_judge(
+    settings: Settings, frames: Sequence[Atoms]
+) -> tuple[dict[int, Float64Array], dict[int, Float64Array]]:
+    """Return the forces and stresses that structures have of what is learned, by structure.
+
+    What is not learned, or what no structure has, is not judged; labels of a wrong form are
+    refused.
+    """
     forces: dict[int, Float64Array] = {}
     stresses: dict[int, Float64Array] = {}
-    settings = model.settings
     if settings.forces is not None and has_forces(frames, settings.forces):
         forces = find_forces(frames, settings.forces)
     if settings.stress is not None and has_stresses(frames, settings.stress):
         stresses = find_stresses(frames, settings.stress)
-    return frames, forces, stresses
+    return forces, stresses
+
+
+def _learned(
+    model: AtomisticModel, frames: Sequence[Atoms], stages: Stages | None
+) -> dict[str, _Components]:
+    """Predict what a model has learned besides energies, where structures have it."""
+    return _components(model, frames, *labels_to_judge(model.settings, frames), stages)
 
 
 @dataclass(frozen=True)

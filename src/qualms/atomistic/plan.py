@@ -102,6 +102,7 @@ def make_plan(
     keep_pp: bool = True,
     to_disk: bool = False,
     n_pairs: int = 0,
+    n_projection: int = 0,
 ) -> Plan:
     """Decide where features live.
 
@@ -123,6 +124,8 @@ def make_plan(
         Whether features go to disk in any case, so that the run can be resumed.
     n_pairs : int
         Environments times their neighbours, if forces are learned.
+    n_projection : int
+        Numbers in the matrices that compress features, which the model keeps.
     """
     limit = parse_memory(memory)
     d, M = n_features, n_representatives
@@ -148,6 +151,7 @@ def make_plan(
         candidates = int(min(n_environments, (limit - fixed) / (4.4 * d)))
         needed[mode] = max(needed[mode], fixed + 4.4 * d * candidates)
     factors = 2 * M if n_pairs else M  # in float64, or float32
+    of_each = d + 2 * n_members + (factors if keep_pp else 0)
     return Plan(
         mode=mode,
         n_rows=n_rows,
@@ -158,7 +162,7 @@ def make_plan(
         memory=needed[mode],
         limit=limit,
         disk=features if mode == "spill" or (to_disk and mode == "keep") else 0.0,
-        model_size=4.0 * M * (d + 2 * n_members + (factors if keep_pp else 0)) + 1e5,
+        model_size=4.0 * (M * of_each + n_projection) + 1e5,
         seconds=run.seconds(mode),
         n_candidates=candidates,
         n_workers=run.n_workers,

@@ -106,6 +106,7 @@ class Training:
         widths = Representation(self.settings.representation, tuple(self.data.species)).widths
         most = max(widths) if self.compression is None else self.compression.n_features
         kept = [min(w, most) for w in widths]
+        maps = [] if self.compression is None else zip(widths, kept, strict=True)
         checkpoint = self.resources.checkpoint
         return make_plan(
             n_rows=self.data.n_rows,
@@ -122,6 +123,7 @@ class Training:
             keep_pp=self.settings.keep_pp,
             to_disk=checkpoint is not None,
             n_pairs=self._n_pairs() if self.settings.mechanical else 0,
+            n_projection=sum(width * q for width, q in maps),
         )
 
     def _n_pairs(self) -> int:

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from ase import Atoms
 
 from qualms.atomistic.attribution import local_contributions
 from qualms.atomistic.mechanics import Mechanics, check_model
@@ -176,31 +175,41 @@ class _Derivatives:
     ensemble: bool
 
     def of(self, model: AtomisticModel, chunk: Chunk, tally: _Tally) -> _Further:
-        """Predict a chunk; count its structures that have no stress."""
-        solid = np.array([atoms.cell.rank == 3 for atoms in chunk.frames])
-        whole = self.stress and bool(solid.all())
-        mechanics = model.predict_forces(chunk.frames, stress=whole)
-        tensors = stress_arrays(mechanics, ensemble=self.ensemble)
-        if self.stress and not whole:
-            tally.n_without_volume += int(np.count_nonzero(~solid))
-            tensors = self._of_some(model, chunk.frames, solid)
-        forces = force_arrays(mechanics, ensemble=self.ensemble) if self.forces else {}
-        return _Further(mechanics.energy, forces, tensors)
+        """Predict each structure of a chunk once; count those that have no stress."""
+        frames = chunk.frames
+        solid: BoolArray = np.array([atoms.cell.rank == 3 for atoms in frames]) & self.stress
+        tally.n_without_volume += int(np.count_nonzero(~solid)) if self.stress else 0
+        parts = [chosen for chosen in (solid, ~solid) if chosen.any()]
+        energies: list[Prediction] = []
+        arrays: dict[str, Any] = {}
+        tensors = self._no_stress(len(frames), model.settings.n_members)
+        for chosen in parts:
+            some = [frames[i] for i in np.flatnonzero(chosen)]
+            found = model.predict_forces(some, stress=chosen is solid)
+            energies.append(found.energy)
+            if self.forces:
+                of_atoms = np.repeat(chosen, [len(atoms) for atoms in frames])
+                _put(arrays, of_atoms, force_arrays(found, ensemble=self.ensemble))
+            _put(tensors, chosen, stress_arrays(found, ensemble=self.ensemble))
+        back = np.argsort(np.concatenate([np.flatnonzero(chosen) for chosen in parts]))
+        return _Further(Prediction.concatenate(energies)[back], arrays, tensors)
 
-    def _of_some(
-        self, model: AtomisticModel, frames: Sequence[Atoms], solid: BoolArray
-    ) -> dict[str, Any]:
-        """Return stresses of structures with a volume, and NaN for those without one."""
-        keys = ["stress", "stress_uncertainty", *["stress_ensemble"] * self.ensemble]
-        widths = [6, 6, 6 * model.settings.n_members]
-        pairs = zip(keys, widths, strict=False)
-        arrays = {key: np.full((len(frames), width), np.nan) for key, width in pairs}
-        if solid.any():
-            some = [atoms for atoms, has in zip(frames, solid, strict=True) if has]
-            found = stress_arrays(model.predict_forces(some, stress=True), ensemble=self.ensemble)
-            for key, values in found.items():
-                arrays[key][solid] = values
-        return arrays
+    def _no_stress(self, n: int, n_members: int) -> dict[str, Any]:
+        """Return what is written of structures without a stress: all batches have the same keys."""
+        if not self.stress:
+            return {}
+        widths = {"stress": 6, "stress_uncertainty": 6}
+        if self.ensemble:
+            widths["stress_ensemble"] = 6 * n_members
+        return {key: np.full((n, width), np.nan) for key, width in widths.items()}
+
+
+def _put(arrays: dict[str, Any], rows: BoolArray, some: dict[str, Any]) -> None:
+    """Put what is known of some rows into arrays of all of them, made where there are none."""
+    for key, values in some.items():
+        if key not in arrays:
+            arrays[key] = np.full((len(rows), *values.shape[1:]), np.nan)
+        arrays[key][rows] = values
 
 
 def _check_forces(model: AtomisticModel, output: Path, ignore_unknown: bool, option: str) -> None:

@@ -13,11 +13,11 @@ import typer
 import yaml
 
 from qualms.atomistic.evaluation import Evaluation, evaluate
-from qualms.atomistic.force_evaluation import evaluate_derivatives
-from qualms.atomistic.force_labels import find_forces
+from qualms.atomistic.force_evaluation import evaluate_derivatives, labels_to_judge, unjudged
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.plan import Plan
 from qualms.atomistic.progress import Stages
+from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import (
     check_species,
     check_structures,
@@ -98,6 +98,20 @@ def train(
         str | None,
         typer.Option(help="composition, mean, atoms or none.", rich_help_panel=_MODEL),
     ] = None,
+    noise: Annotated[
+        str | None,
+        typer.Option(help="loo, evidence, or the variance of the target.", rich_help_panel=_MODEL),
+    ] = None,
+    forces_noise: Annotated[
+        float | None,
+        typer.Option(help="Variance of forces; found by default.", rich_help_panel=_MODEL),
+    ] = None,
+    stress_noise: Annotated[
+        float | None,
+        typer.Option(
+            help="Variance of virials per atom; found by default.", rich_help_panel=_MODEL
+        ),
+    ] = None,
     members: Annotated[
         int | None, typer.Option(help="N_R, 16 by default.", rich_help_panel=_MODEL)
     ] = None,
@@ -141,6 +155,9 @@ def train(
         "n_representatives": representatives,
         "selection": selection,
         "baseline": baseline,
+        "noise": noise,
+        "forces_noise": forces_noise,
+        "stress_noise": stress_noise,
         "n_members": members,
         "subsample": subsample,
         "calibration": calibration,
@@ -165,7 +182,7 @@ def train(
         resume=resume,
         keep_checkpoint=True,
         progress=terminal.progress() or False,
-        on_plan=lambda plan, found: terminal.say(_announce(plan, found)),
+        on_plan=lambda plan, found: terminal.say(_announce(plan, found, model.settings)),
     )
     model.save(output, force=force)
     if keep:
@@ -189,6 +206,8 @@ def _results(
     derived = evaluate_derivatives(model, to_validate, stages=Stages(terminal.progress()))
     for name, found in derived.items():
         parts.append(score_table(found.rows, units=found.units, title=name.capitalize()))
+    for text in unjudged(model, derived):
+        terminal.say(text)
     return parts, summary_document(model, evaluation, derived)
 
 
@@ -262,9 +281,8 @@ def _validation(path: Path, model: AtomisticModel, known: list[int]) -> list[Any
     """Read structures with labels; whatever is wrong with them is said before the training."""
     frames, settings = read_frames(path), model.settings
     found = labelled(frames, settings.target, settings.kind, settings.species)
-    if settings.forces is not None:
-        find_forces(frames, settings.forces)
-    for i in found.frames.tolist():
+    judged = {*found.frames.tolist()}.union(*labels_to_judge(settings, frames))
+    for i in sorted(judged):
         check_structures([frames[i]], first=i)
         check_species([frames[i]], known, first=i)
     return frames
@@ -314,8 +332,16 @@ def _groups(frames: list[Any], key: str) -> list[str]:
     return [str(atoms.info[key]) for atoms in frames]
 
 
-def _announce(plan: Plan, data: TrainingSet) -> str:
-    skipped = f"{data.n_unlabelled} without a label are skipped.\n" if data.n_unlabelled else ""
-    without = 0 if data.mechanics is None else data.mechanics.n_without
-    lacking = f"{without} of {len(data.frames)} have no forces.\n" if without else ""
-    return f"{skipped}{lacking}{plan.describe()}"
+def _announce(plan: Plan, data: TrainingSet, settings: Settings) -> str:
+    """Say what is missing, of what was asked for, and what the run will take."""
+    lines = [f"{data.n_unlabelled} without a label are skipped."] if data.n_unlabelled else []
+    if data.mechanics is not None:
+        without = {
+            "forces": data.mechanics.n_without if settings.forces is not None else 0,
+            "stress": data.mechanics.n_without_virial if settings.stress is not None else 0,
+        }
+        n = len(data.frames)
+        lines += [
+            f"{lacking} of {n} have no {name}." for name, lacking in without.items() if lacking
+        ]
+    return "\n".join([*lines, plan.describe()])

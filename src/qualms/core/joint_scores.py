@@ -41,7 +41,7 @@ import numpy as np
 from scipy.optimize import brentq
 
 from qualms.core.linalg import cholesky, cholesky_solve
-from qualms.core.typing import Float64Array, FloatArray, IntArray
+from qualms.core.typing import BoolArray, Float64Array, FloatArray, IntArray
 
 #: Share of the groups in a part that is left out, and features up to which all parts are.
 _FOLDS, _SMALL = 5, 800
@@ -114,6 +114,47 @@ def _sums(
     return _Sums(grams, projections)
 
 
+def _folds(has: BoolArray, n_folds: int) -> IntArray:
+    """Divide groups into folds of one size, with each kind in all of them as evenly as possible.
+
+    Folds are drawn first. Then groups with and without the rarest kind are exchanged until that is
+    spread evenly, then those with and without the next, alike in the kinds before, and so on.
+
+    Parameters
+    ----------
+    has : (n_groups, n_kinds) array of bool
+        Which kinds are in which groups.
+    n_folds : int
+    """
+    # Groups in a mixed order: neighbours in a file are often alike.
+    place = np.random.default_rng(0).permutation(len(has))
+    mixed = has[np.argsort(place)]
+    fold = np.arange(len(has)) % n_folds
+    settled = np.zeros(len(has), dtype=np.intp)  # a number for each set of kinds
+    for kind in np.argsort(has.sum(axis=0), kind="stable"):
+        _spread(fold, mixed[:, kind], settled, n_folds)
+        settled = 2 * settled + mixed[:, kind]
+    return fold[place]
+
+
+def _spread(fold: IntArray, has: BoolArray, settled: IntArray, n_folds: int) -> None:
+    """Exchange groups that are alike in what is settled, until each fold has as many of a kind.
+
+    Large models leave out the first fold alone: there must be some in it, and in the rest.
+    """
+    while True:
+        counts = np.bincount(fold[has], minlength=n_folds)
+        most, least = int(np.argmax(counts)), int(np.argmin(counts))
+        if counts[most] - counts[least] <= 1 and (counts[0] or counts.sum() < 2):
+            return
+        given = np.flatnonzero(has & (fold == most))
+        taken = np.flatnonzero(~has & (fold == least))
+        _, i, j = np.intersect1d(settled[given], settled[taken], return_indices=True)
+        if not len(i):
+            return
+        fold[given[i[0]]], fold[taken[j[0]]] = least, most
+
+
 def _parts(
     Phi: FloatArray,
     y: Float64Array,
@@ -125,8 +166,10 @@ def _parts(
     codes = np.unique(groups, return_inverse=True)[1]
     n_groups = int(codes.max()) + 1
     n_folds = min(_FOLDS, n_groups)
-    # Groups in a mixed order: neighbours in a file are often alike.
-    fold = (np.random.default_rng(0).permutation(n_groups) % n_folds)[codes]
+    has = np.zeros((n_groups, len(kinds)), dtype=bool)
+    for k, rows in enumerate(kinds):
+        has[codes[rows], k] = True
+    fold = _folds(has, n_folds)[codes]
     chosen = range(n_folds if Phi.shape[1] <= _SMALL else 1)
     left_out = [tuple(rows[fold[rows] == k] for rows in kinds) for k in chosen]
     if len(left_out) == n_folds:

@@ -73,16 +73,21 @@ class _Batch:
     def parts(self) -> list[slice]:
         """Which of the values belong to each structure."""
         counts = [1] * len(self.frames) if self.rows is None else [len(r) for r in self.rows]
-        return [slice(*bounds) for bounds in pairwise(np.cumsum([0, *counts]).tolist())]
+        return _slices(counts)
 
-    def atoms_of(self, i: int) -> slice:
-        """Return which rows of `arrays` belong to one structure."""
-        first = sum(map(len, self.frames[:i]))
-        return slice(first, first + len(self.frames[i]))
+    @property
+    def atoms(self) -> list[slice]:
+        """Which rows of `arrays` belong to each structure."""
+        return _slices([len(frame) for frame in self.frames])
 
     def extra_of(self, i: int) -> dict[str, Any]:
         """Return the extra values of one structure, as Python objects."""
         return {name: column[i].item() for name, column in self.extra.items()}
+
+
+def _slices(counts: Sequence[int]) -> list[slice]:
+    """Return slices of so many rows each, one after the other."""
+    return [slice(*bounds) for bounds in pairwise(np.cumsum([0, *counts]).tolist())]
 
 
 class PredictionWriter(ABC):
@@ -216,7 +221,8 @@ class _XYZWriter(PredictionWriter):
     """Extended XYZ: the structures with all that came with them, and the predictions."""
 
     def _write(self, batch: _Batch) -> None:
-        for i, (frame, part) in enumerate(zip(batch.frames, batch.parts, strict=True)):
+        of_frames = zip(batch.frames, batch.parts, batch.atoms, strict=True)
+        for i, (frame, part, of_atoms) in enumerate(of_frames):
             atoms = frame.copy()  # type: ignore[no-untyped-call]
             predicted = atoms.info if batch.rows is None else atoms.arrays
             set_aside_references(atoms, frame, predicted, self._target)
@@ -230,7 +236,7 @@ class _XYZWriter(PredictionWriter):
             for name in batch.arrays:  # Members of an earlier prediction are not those of this one.
                 atoms.arrays.pop(f"{name}_ensemble", None)
             for name, rows in batch.arrays.items():
-                atoms.arrays[name] = rows[batch.atoms_of(i)]
+                atoms.arrays[name] = rows[of_atoms]
                 if f"REF_{name}" not in frame.arrays and was_predicted(frame, frame.arrays, name):
                     atoms.arrays.pop(f"REF_{name}", None)
             self._add_tensors(atoms, frame, {k: v[i] for k, v in batch.tensors.items()})
