@@ -243,6 +243,21 @@ def test_attributions_have_error_bars_of_forces_if_the_model_has_forces(energy_m
         atom_force_std(energy_model, molecules[150:151])
 
 
+def test_forces_that_are_not_continuous_do_not_count(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rough = {"engine": "featomic", "cutoff": 3.8, "n_radial": 3, "l_max": 2}
+    model = make_model("energy", representation=rough, n_representatives=20)
+    model.fit(force_alloys()[:12]).save("model.safetensors")
+    some = copies(force_alloys()[30:31])
+    assert attributions(model, some)[0].force_std is None
+    ase.io.write("new.xyz", some, format="extxyz")
+    with np.load(predict("plain.npz")) as arrays:
+        assert "energy_atoms_force_uncertainty" not in arrays
+    with np.load(predict("forces.npz", "--forces")) as arrays:
+        assert "forces_uncertainty" in arrays
+        assert "energy_atoms_force_uncertainty" not in arrays
+
+
 @pytest.fixture
 def force_files(tmp_path, monkeypatch):
     """A model that learned from forces, and structures with reference values."""

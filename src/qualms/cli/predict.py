@@ -225,7 +225,7 @@ def atom_arrays(chunk: Chunk, mechanics: Mechanics | None, *, ensemble: bool) ->
     """Return what makes atoms uncertain; NaN for those that are unknown.
 
     That is what they contribute, how strange they are, and the error bars of the forces on them, if
-    there are any.
+    these are given and continuous.
     """
     parts = atom_contributions(chunk)
     name = f"{chunk.fitted.settings.target}_atoms"
@@ -247,7 +247,7 @@ def atom_arrays(chunk: Chunk, mechanics: Mechanics | None, *, ensemble: bool) ->
         f"{name}_local_uncertainty": of_all(local),
         f"{name}_novelty": of_all(chunk.atom_novelty()),
     }
-    if mechanics is not None:
+    if mechanics is not None and has_forces(chunk.fitted):
         arrays[f"{name}_force_uncertainty"] = of_all([force_norm(mechanics.forces)])
     if ensemble:
         arrays[f"{name}_ensemble"] = of_all([part.members for part in parts])
