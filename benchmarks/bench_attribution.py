@@ -22,7 +22,7 @@ from ase.data import covalent_radii
 
 from benchmarks.bench_forces import three_bpa
 from qualms import AtomisticModel
-from qualms.atomistic.attribution import atom_novelty, local_contributions
+from qualms.atomistic.attribution import atom_force_std, atom_novelty, local_contributions
 from qualms.data import qm9
 
 #: By how much bonds are stretched, or squeezed.
@@ -99,8 +99,7 @@ def measures(model: AtomisticModel, frames: Sequence[Atoms]) -> dict[str, list[A
         "the same, shared": [local_contributions(atoms, part).std for atoms, part in pairs],
     }
     if model.fitted.representation.soap.resolved_engine == "featomic":
-        norms = np.linalg.norm(model.predict_forces(frames).forces.std, axis=1)
-        found["σ of forces"] = np.split(norms, np.cumsum([len(atoms) for atoms in frames])[:-1])
+        found["σ of forces"] = atom_force_std(model, frames)
     return found
 
 

@@ -16,9 +16,17 @@ from atomistic_fixtures import ENERGY, copies, make_model, qualms
 from scipy.sparse.csgraph import connected_components
 from test_forces_training import alloys as force_alloys
 from test_forces_training import model as force_model
+from test_forces_training import trained as trained_on_forces
 
 from qualms import InputError, Prediction
-from qualms.atomistic.attribution import atom_novelty, attributions, local_contributions
+from qualms.atomistic.attribution import (
+    atom_force_std,
+    atom_novelty,
+    attributions,
+    local_contributions,
+)
+from qualms.atomistic.mechanics import has_forces
+from qualms.atomistic.model import AtomisticModel
 from qualms.report import structure_map as maps
 
 
@@ -189,6 +197,129 @@ def test_the_atom_that_was_moved_is_the_strangest_of_a_crystal():
     assert np.mean(hits) > 0.9
 
 
+# --- error bars of forces ---
+
+
+def crystal_with_a_moved_atom(i):
+    """A crystal, atom i of which was moved, and the ends of the bond that is now too short."""
+    crystal = bulk("Cu", cubic=True) * (2, 2, 2)
+    crystal.symbols[::4] = "Al"
+    crystal.rattle(0.05, seed=1)
+    direction = np.random.default_rng(i).normal(size=3)
+    crystal.positions[i] += 0.6 * direction / np.linalg.norm(direction)
+    return crystal, np.argsort(crystal.get_distances(i, range(len(crystal)), mic=True))[:2]
+
+
+def test_the_force_whose_error_bar_is_largest_is_at_the_atom_that_was_moved():
+    model = trained_on_forces()
+    cases = [crystal_with_a_moved_atom(i) for i in range(0, 32, 4)]
+    found = atom_force_std(model, [atoms for atoms, _ in cases])
+    hits = [std.argmax() in bond for std, (_, bond) in zip(found, cases, strict=True)]
+    assert np.mean(hits) > 0.8
+
+
+def test_error_bars_of_forces_do_not_depend_on_directions():
+    atoms = force_alloys()[30].copy()
+    turned = atoms.copy()
+    turned.rotate(77.0, (1, 2, 3), rotate_cell=True)
+    model = trained_on_forces()
+    forces = model.predict_forces([atoms, turned])
+    first, second = atom_force_std(model, [atoms, turned])
+    np.testing.assert_allclose(first, second, rtol=1e-6)
+    np.testing.assert_allclose(first, np.sqrt(np.sum(forces[0].forces.std ** 2, axis=1)))
+    assert not np.allclose(forces[0].forces.std, forces[1].forces.std, rtol=1e-2)
+
+
+def test_attributions_have_error_bars_of_forces_if_the_model_has_forces(energy_model, molecules):
+    model = trained_on_forces()
+    some = force_alloys()[30:32]
+    found, expected = attributions(model, some), atom_force_std(model, some)
+    for one, std in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one.force_std, std, rtol=1e-9)
+    # dscribe has no derivatives.
+    assert not has_forces(energy_model.fitted)
+    assert attributions(energy_model, molecules[150:151])[0].force_std is None
+    with pytest.raises(InputError, match="featomic"):
+        atom_force_std(energy_model, molecules[150:151])
+
+
+def test_forces_that_are_not_continuous_do_not_count(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rough = {"engine": "featomic", "cutoff": 3.8, "n_radial": 3, "l_max": 2}
+    model = make_model("energy", representation=rough, n_representatives=20)
+    model.fit(force_alloys()[:12]).save("model.safetensors")
+    some = copies(force_alloys()[30:31])
+    assert attributions(model, some)[0].force_std is None
+    ase.io.write("new.xyz", some, format="extxyz")
+    with np.load(predict("plain.npz")) as arrays:
+        assert "energy_atoms_force_uncertainty" not in arrays
+    with np.load(predict("forces.npz", "--forces")) as arrays:
+        assert "forces_uncertainty" in arrays
+        assert "energy_atoms_force_uncertainty" not in arrays
+
+
+@pytest.fixture
+def force_files(tmp_path, monkeypatch):
+    """A model that learned from forces, and structures with reference values."""
+    monkeypatch.chdir(tmp_path)
+    trained_on_forces().save("model.safetensors")
+    frames = copies(force_alloys()[26:30])
+    for atoms in frames:
+        atoms.info = {"energy": atoms.info["energy"]}
+        atoms.arrays = {name: atoms.arrays[name] for name in ("numbers", "positions", "force")}
+    ase.io.write("new.xyz", frames, format="extxyz")
+    return frames
+
+
+def test_error_bars_of_forces_are_a_column_and_forces_computed_once(force_files, monkeypatch):
+    expected = np.concatenate(atom_force_std(trained_on_forces(), force_files))
+    calls, real = [], AtomisticModel.predict_forces
+
+    def counted(self, frames, **options):
+        calls.append(len(frames))
+        return real(self, frames, **options)
+
+    monkeypatch.setattr(AtomisticModel, "predict_forces", counted)
+    for more in ("", "--forces"):
+        calls.clear()
+        with np.load(predict(f"out{more}.npz", more)) as arrays:
+            np.testing.assert_allclose(arrays["energy_atoms_force_uncertainty"], expected)
+            assert ("forces" in arrays) == bool(more)
+        assert calls == [len(force_files)]
+
+
+def test_forces_on_atoms_that_the_model_does_not_know_have_no_error_bar(force_files):
+    strange = force_files[0].copy()
+    strange.symbols[1] = "Ni"
+    ase.io.write("new.xyz", [strange], format="extxyz")
+    atoms = ase.io.read(predict("out.xyz", "--ignore-unknown-species"))
+    std = atoms.arrays["energy_atoms_force_uncertainty"]
+    assert np.isnan(std).tolist() == [False, True, False, False]
+    known = atom_force_std(trained_on_forces(), [strange[[0, 2, 3]]])[0]
+    np.testing.assert_allclose(std[[0, 2, 3]], known, rtol=1e-6)
+
+
+def test_models_without_forces_write_no_error_bars_of_forces(files):
+    # Nor do they keep those that another model has left.
+    for atoms in files:
+        for name in ("novelty", "force_uncertainty"):
+            atoms.arrays[f"{ENERGY}_atoms_{name}"] = np.ones(len(atoms))
+    ase.io.write("new.xyz", files, format="extxyz")
+    first = ase.io.read(predict("out.xyz"), 0)
+    assert f"{ENERGY}_atoms_force_uncertainty" not in first.arrays
+    assert not np.any(first.arrays[f"{ENERGY}_atoms_novelty"] == 1)
+
+
+def test_error_bars_of_forces_are_colours_of_the_map(force_files):
+    assert qualms("report model.safetensors new.xyz -o report.html --threads 1").code == 0
+    with gzip.open("report.chemiscope.json.gz") as stream:
+        found = json.load(stream)["properties"]["σ of the force on the atom"]
+    assert (found["target"], found["units"]) == ("atom", "eV/Å")
+    expected = np.concatenate(atom_force_std(trained_on_forces(), force_files))
+    np.testing.assert_allclose(found["values"], expected, rtol=1e-6)
+    assert "of the forces on them" in Path("report.html").read_text(encoding="utf-8")
+
+
 def test_novelty_is_one_where_extrapolation_begins(energy_model, molecules):
     fitted = energy_model.fitted
     origin, atom = fitted.origins[0]
@@ -313,8 +444,10 @@ def test_the_map_of_a_report_colours_atoms(files, energy_model):
     assert places == [(i, j) for i, atoms in enumerate(files) for j in range(len(atoms))]
     assert data["settings"]["target"] == "structure"
     color = data["settings"]["structure"][0]["color"]
-    # One range for all structures.
-    assert (color["property"], color["min"], color["max"]) == ("novelty (relative)", 0, 1)
+    # One range for all structures, which nearly all atoms are within.
+    assert (color["property"], color["min"]) == ("novelty (relative)", 0)
+    assert color["max"] == pytest.approx(np.quantile(expected, 0.99), rel=0.05)
+    assert "σ of the force on the atom" not in data["properties"]
     assert "coloured by novelty" in Path("report.html").read_text(encoding="utf-8")
     # The menu of the viewer has all properties of atoms.
     parts = energy_model.predict_atoms(files)

@@ -353,8 +353,7 @@ def test_features_that_are_the_same_count_once_and_change_no_kernel():
 @pytest.mark.slow  # times depend on who else uses the machine
 @pytest.mark.parametrize("exponent", [1, 2, 3.5])
 def test_members_take_little_longer_than_the_mean_alone(exponent):
-    # As docs/forces.md has it for models that learn from energies alone. 1.1 to 1.4, and 2 without
-    # compression. Whoever else uses the machine may get in the way once or twice.
+    # docs/forces.md has 1.1 to 1.4. Whoever else uses the machine may get in the way once or twice.
     chosen = {"engine": "featomic", "smoothing": 0.5, "exponent": exponent}
     model = make_model(representation=chosen, n_representatives=800).fit(qm9(n=90))
     fitted, frames = model.fitted, qm9(n=96)[90:]

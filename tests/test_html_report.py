@@ -13,6 +13,7 @@ import ase.io
 import numpy as np
 import pytest
 import typer
+from ase import Atoms
 from ase.build import bulk, molecule
 from atomistic_fixtures import contents
 from rich.console import Console
@@ -342,13 +343,39 @@ def test_atoms_that_only_their_novelty_is_known_of():
     of_atoms = {name: one for name, one in properties.items() if one["target"] == "atom"}
     assert list(of_atoms) == ["novelty (relative)"]
     assert "units" not in of_atoms["novelty (relative)"]
-    both = [AtomValues(novelty, 2 * novelty, 3 * novelty) for novelty, *_ in known]
-    given = replace(given, atom_values=lambda some: [both[i] for i in some])
-    properties = maps.make_map(given, [0]).data["properties"]
-    for name, factor in (("σ of what the atom contributes", 2), ("σ shared with neighbours", 3)):
-        assert (properties[name]["target"], properties[name]["units"]) == ("atom", "eV")
+    more = [AtomValues(*(factor * novelty for factor in (1, 2, 3, 4))) for novelty, *_ in known]
+    given = replace(given, atom_values=lambda some: [more[i] for i in some])
+    properties = maps.make_map(replace(given, force_units="eV/Å"), [0]).data["properties"]
+    for name, factor, units in (
+        ("σ of what the atom contributes", 2, "eV"),
+        ("σ shared with neighbours", 3, "eV"),
+        ("σ of the force on the atom", 4, "eV/Å"),
+    ):
+        assert (properties[name]["target"], properties[name]["units"]) == ("atom", units)
         expected = factor * np.concatenate([novelty for novelty, *_ in known])
         np.testing.assert_allclose(properties[name]["values"], expected, rtol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("values", "bright", "beyond"),
+    [
+        (np.linspace(0.002, 0.25, 99), 0.25, "no atom is beyond"),
+        (np.append(np.linspace(0, 0.1, 990), np.full(9, 7.0)), 0.1, "9 of 999 atoms are beyond"),
+        (np.linspace(1.5, 8, 99), 7.9, "99 of 99 atoms are beyond"),
+        (np.zeros(9), 1.0, "no atom is beyond"),
+    ],
+    ids=["all are known", "a few are strange", "all are strange", "all are the same"],
+)
+def test_colours_of_atoms_have_the_range_of_their_novelty(values, bright, beyond):
+    chain = Atoms(np.full(values.size, 6), positions=np.arange(values.size)[:, None] * [1.5, 0, 0])
+    one = {"frames": [chain], "structure": np.zeros(8, dtype=int)}
+    given = judged(8, **one, atom_values=lambda some: [AtomValues(values)])
+    shown = maps.make_map(given, [0])
+    color = shown.data["settings"]["structure"][0]["color"]
+    assert (color["min"], color["max"]) == (0, pytest.approx(bright))
+    assert f"to {bright:g} (bright)" in shown.note
+    assert f"At 1 extrapolation begins: {beyond}." in shown.note
+    assert "other colours" not in shown.note
 
 
 def test_too_many_atoms_become_structures(monkeypatch):

@@ -1,9 +1,13 @@
 """Which atoms make a structure uncertain.
 
-Two questions have two answers. *Where has the model nothing to go by?* The novelty of an atom is
-how unlike those that the model knows its environment is. It needs no energies, so that it does not
-matter how an energy is divided between atoms, and it finds the bond that is too long. It is
+Three questions have three answers. *Where has the model nothing to go by?* The novelty of an atom
+is how unlike those that the model knows its environment is. It needs no energies, so that it does
+not matter how an energy is divided between atoms, and it finds the bond that is too long. It is
 relative, and no error bar.
+
+*Which force may be wrong?* That on an atom, unlike a part of an energy, is something that can be
+measured, and has an error bar. In models that learned from forces, the norm of it over directions
+is large where something is strange, too. Models without derivatives have none.
 
 *What is the error bar of a part?* Members' contributions have one. But a model that has seen
 energies of structures alone is sure of sums over atoms, and not of their parts: members that agree
@@ -23,6 +27,7 @@ from ase import Atoms
 from scipy.sparse import csr_array
 from scipy.spatial import cKDTree
 
+from qualms.atomistic.mechanics import has_forces
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.predicting import atom_contributions
 from qualms.core.checks import check_number
@@ -65,6 +70,32 @@ def atom_novelty(
     return [novelty for chunk in chunks for novelty in chunk.atom_novelty()]
 
 
+def atom_force_std(model: AtomisticModel, frames: Sequence[Atoms]) -> list[Float64Array]:
+    """Return the error bar of the force on each atom of each structure, as a number.
+
+    It is the norm √(σ_x² + σ_y² + σ_z²) of the calibrated error bars of the components, which does
+    not depend on how the structure is turned.
+
+    Parameters
+    ----------
+    model : AtomisticModel
+        With forces, as for `AtomisticModel.predict_forces`; best if it has learned from some.
+    frames : sequence of Atoms
+
+    Returns
+    -------
+    list of (n_atoms,) arrays
+        Units of the energy per Å.
+    """
+    return [force_norm(found.forces.std) for found in model.predict_forces(frames)]
+
+
+def force_norm(std: Float64Array) -> Float64Array:
+    """Return √(σ_x² + σ_y² + σ_z²), (n_atoms,), of the error bars of forces (n_atoms, 3)."""
+    norm: Float64Array = np.linalg.norm(std, axis=1)
+    return norm
+
+
 class Attribution(NamedTuple):
     """What is known of the atoms of one structure, (n_atoms,) each.
 
@@ -76,15 +107,21 @@ class Attribution(NamedTuple):
         Error bar of what each atom contributes, as `AtomisticModel.predict_atoms`.
     local_std : array
         The same once contributions are shared with neighbours, as `local_contributions`.
+    force_std : array, optional
+        Error bar of the force on each atom, as `atom_force_std`; None if the model has no forces,
+        or if its cutoff is not smooth, so that they are not continuous.
     """
 
     novelty: Float64Array
     std: Float64Array
     local_std: Float64Array
+    force_std: Float64Array | None = None
 
 
 def attributions(model: AtomisticModel, frames: Sequence[Atoms]) -> list[Attribution]:
-    """Return novelty and both error bars of all atoms of structures, from features made once.
+    """Return novelty and error bars of all atoms of structures, from features made once.
+
+    Forces, if the model has any, take features of their own, with derivatives.
 
     Parameters
     ----------
@@ -94,10 +131,13 @@ def attributions(model: AtomisticModel, frames: Sequence[Atoms]) -> list[Attribu
     """
     found = []
     for chunk in model.stream(frames):
-        parts = zip(chunk.known, chunk.atom_novelty(), atom_contributions(chunk), strict=True)
-        for atoms, novelty, contributions in parts:
+        forces: Sequence[Float64Array | None] = [None] * len(chunk.frames)
+        if has_forces(model.fitted):
+            forces = atom_force_std(model, chunk.frames)
+        parts = zip(chunk.atom_novelty(), atom_contributions(chunk), forces, strict=True)
+        for atoms, (novelty, contributions, force) in zip(chunk.frames, parts, strict=True):
             local = local_contributions(atoms, contributions).std
-            found.append(Attribution(novelty, contributions.std, local))
+            found.append(Attribution(novelty, contributions.std, local, force))
     return found
 
 

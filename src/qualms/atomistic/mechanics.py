@@ -152,6 +152,12 @@ def check_model(fitted: Fitted) -> None:
         )
 
 
+def has_forces(fitted: Fitted) -> bool:
+    """Whether a model has continuous forces, learned or not: `check_model` finds no fault."""
+    engine = fitted.representation.soap.resolved_engine
+    return engine == "featomic" and fitted.settings.has_forces
+
+
 def check_frames(fitted: Fitted, frames: Sequence[Atoms], *, stress: bool) -> None:
     """Refuse a model without forces, and structures that it cannot predict, or without a stress."""
     check_model(fitted)

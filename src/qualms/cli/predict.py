@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from qualms.atomistic.attribution import local_contributions
-from qualms.atomistic.mechanics import Mechanics, check_model
+from qualms.atomistic.attribution import force_norm, local_contributions
+from qualms.atomistic.mechanics import Mechanics, check_model, has_forces
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.predicting import Chunk, atom_contributions
 from qualms.atomistic.progress import Stages
@@ -52,7 +52,8 @@ def predict(
         bool,
         typer.Option(
             "--atoms",
-            help="Write how strange each atom is, and what it contributes; to .xyz or .npz.",
+            help="Write how strange each atom is, what it contributes, and the error bar of its "
+            "force; to .xyz or .npz.",
         ),
     ] = False,
     ignore_unknown: Annotated[
@@ -72,16 +73,13 @@ def predict(
     check_output(output, force=force)
     loaded = AtomisticModel.load(model, threads=threads)
     kind: Kind = "atomic" if loaded.fitted.per_atom else "structure"
-    more: list[Callable[[Chunk], _Further]] = []
+    wanted = _Wanted(forces=forces, stress=stress, atoms=atoms, ensemble=ensemble)
     tally = _Tally()
     if forces or stress:
         option = "--forces" if forces else "--stress"
         _check_forces(loaded, output, ignore_unknown, option)
-        wanted = _Derivatives(forces=forces, stress=stress, ensemble=ensemble)
-        more.append(lambda chunk: wanted.of(loaded, chunk, tally))
     if atoms:
         _check_atoms(loaded, output)
-        more.append(lambda chunk: _Further(arrays=atom_arrays(chunk, ensemble=ensemble)))
     unknown = "ignore" if ignore_unknown else "error"
     target, units = loaded.settings.target, loaded.settings.units
     with (
@@ -89,7 +87,7 @@ def predict(
         Stages(terminal.progress()).stage("Structures") as advance,
     ):
         for chunk in loaded.stream(iter_frames(structures), unknown_species=unknown):
-            tally.add(chunk, _write(writer, chunk, target, units, more))
+            tally.add(chunk, _write(writer, chunk, target, units, wanted.of(loaded, chunk, tally)))
             advance(tally.n_structures)
         if stress and tally.n_without_volume == tally.n_structures:
             raise InputError("--stress", "no structure whose cell has a volume", "at least one")
@@ -141,42 +139,38 @@ class _Tally:
 
 
 def _write(
-    writer: PredictionWriter,
-    chunk: Chunk,
-    target: str,
-    units: str,
-    more: Sequence[Callable[[Chunk], _Further]],
+    writer: PredictionWriter, chunk: Chunk, target: str, units: str, more: _Further
 ) -> BoolArray:
     """Predict and write a chunk; return which of its structures look like extrapolation."""
     novelty = np.empty((len(chunk.frames), 2))
     prediction = chunk.predict(chunk.rows(novelty))
-    arrays: dict[str, Any] = {}
-    tensors: dict[str, Any] = {}
-    for compute in more:
-        found = compute(chunk)
-        prediction = found.better or prediction
-        arrays |= found.arrays
-        tensors |= found.tensors
+    if more.better is not None:
+        prediction = more.better
     flags = chunk.extrapolates(prediction, novelty)
     extra: dict[str, list[Any]] = {FLAG: flags.tolist()}
     if units:
         extra[f"{target}_units"] = [units] * len(chunk.frames)
     rows = chunk.centers if chunk.fitted.per_atom else None
-    writer.write(chunk.frames, prediction, rows=rows, extra=extra, arrays=arrays, tensors=tensors)
+    further = {"arrays": more.arrays, "tensors": more.tensors}
+    writer.write(chunk.frames, prediction, rows=rows, extra=extra, **further)
     return flags
 
 
 @dataclass(frozen=True)
-class _Derivatives:
-    """Which derivatives of the energy are to be written."""
+class _Wanted:
+    """What is to be written besides the prediction."""
 
     forces: bool
     stress: bool
+    atoms: bool
     ensemble: bool
 
     def of(self, model: AtomisticModel, chunk: Chunk, tally: _Tally) -> _Further:
         """Predict each structure of a chunk once; count those that have no stress."""
+        if not (self.forces or self.stress):
+            return _Further(arrays=self._of_atoms(chunk, self._forces_on_known(model, chunk)))
         frames = chunk.frames
+        sizes = [len(atoms) for atoms in frames]
         solid: BoolArray = np.array([atoms.cell.rank == 3 for atoms in frames]) & self.stress
         tally.n_without_volume += int(np.count_nonzero(~solid)) if self.stress else 0
         parts = [chosen for chosen in (solid, ~solid) if chosen.any()]
@@ -187,12 +181,21 @@ class _Derivatives:
             some = [frames[i] for i in np.flatnonzero(chosen)]
             found = model.predict_forces(some, stress=chosen is solid)
             energies.append(found.energy)
-            if self.forces:
-                of_atoms = np.repeat(chosen, [len(atoms) for atoms in frames])
-                _put(arrays, of_atoms, force_arrays(found, ensemble=self.ensemble))
+            _put(arrays, np.repeat(chosen, sizes), force_arrays(found, ensemble=self.ensemble))
             _put(tensors, chosen, stress_arrays(found, ensemble=self.ensemble))
         back = np.argsort(np.concatenate([np.flatnonzero(chosen) for chosen in parts]))
-        return _Further(Prediction.concatenate(energies)[back], arrays, tensors)
+        of_atoms = self._of_atoms(chunk, arrays["forces_uncertainty"])
+        forces = arrays if self.forces else {}
+        return _Further(Prediction.concatenate(energies)[back], forces | of_atoms, tensors)
+
+    def _forces_on_known(self, model: AtomisticModel, chunk: Chunk) -> Float64Array | None:
+        """Return error bars (n, 3) of forces on the atoms that the model knows, if it has any."""
+        if not self.atoms or not has_forces(model.fitted):
+            return None
+        return model.predict_forces(chunk.known).forces.std
+
+    def _of_atoms(self, chunk: Chunk, forces_std: Float64Array | None) -> dict[str, Any]:
+        return atom_arrays(chunk, forces_std, ensemble=self.ensemble) if self.atoms else {}
 
     def _no_stress(self, n: int, n_members: int) -> dict[str, Any]:
         """Return what is written of structures without a stress: all batches have the same keys."""
@@ -228,8 +231,12 @@ def _check_atoms(model: AtomisticModel, output: Path) -> None:
         raise InputError("--output", str(output), "a file that ends in .xyz or .npz, for atoms")
 
 
-def atom_arrays(chunk: Chunk, *, ensemble: bool) -> dict[str, Any]:
-    """Return what atoms contribute, and how strange they are; NaN for those that are unknown."""
+def atom_arrays(chunk: Chunk, forces_std: Float64Array | None, *, ensemble: bool) -> dict[str, Any]:
+    """Return what makes atoms uncertain; NaN for those that are unknown.
+
+    That is what they contribute, how strange they are, and the error bars of the forces on them, if
+    these are given, (n, 3), and continuous.
+    """
     parts = atom_contributions(chunk)
     name = f"{chunk.fitted.settings.target}_atoms"
     known = np.concatenate(
@@ -250,6 +257,8 @@ def atom_arrays(chunk: Chunk, *, ensemble: bool) -> dict[str, Any]:
         f"{name}_local_uncertainty": of_all(local),
         f"{name}_novelty": of_all(chunk.atom_novelty()),
     }
+    if forces_std is not None and has_forces(chunk.fitted):
+        arrays[f"{name}_force_uncertainty"] = of_all([force_norm(forces_std)])
     if ensemble:
         arrays[f"{name}_ensemble"] = of_all([part.members for part in parts])
     return arrays

@@ -14,6 +14,7 @@ from qualms.atomistic.attribution import attributions
 from qualms.atomistic.evaluation import Evaluation
 from qualms.atomistic.force_evaluation import unjudged
 from qualms.atomistic.model import AtomisticModel
+from qualms.atomistic.summary import forces_units_of
 from qualms.cli.console import Terminal
 from qualms.cli.judging import judge
 from qualms.cli.options import Force, Json, Model, Quiet, Threads
@@ -123,6 +124,7 @@ def judged_by(
         if model.fitted.per_atom
         else lambda some: [AtomValues(*v) for v in attributions(model, [frames[i] for i in some])],
         atom_units=model.settings.units,
+        force_units=forces_units_of(model.fitted),
     )
 
 

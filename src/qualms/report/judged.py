@@ -31,11 +31,14 @@ class AtomValues(NamedTuple):
         Error bars of what they contribute.
     local_std : array, optional
         The same after each has shared its contribution with the atoms around it.
+    force_std : array, optional
+        Norms of the error bars of the forces on them.
     """
 
     novelty: Float64Array
     std: Float64Array | None = None
     local_std: Float64Array | None = None
+    force_std: Float64Array | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ class Judged:
         by their novelty, and by the others if asked to.
     atom_units : str
         Units of contributions of atoms.
+    force_units : str
+        Units of forces on atoms.
     """
 
     target: str
@@ -99,6 +104,7 @@ class Judged:
     n_members: int | None = None
     atom_values: Callable[[Sequence[int]], Sequence[AtomValues]] | None = None
     atom_units: str = ""
+    force_units: str = ""
 
     def __post_init__(self) -> None:
         y = check_points("y", self.y)

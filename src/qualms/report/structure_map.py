@@ -29,11 +29,13 @@ MAX_ENVIRONMENTS = 30_000
 _CUTOFF = 4.0
 #: Digits of positions in Å after the point: more would not be seen.
 _DECIMALS = 3
-#: What the colour of atoms within a structure is called, and its range in all structures, up to
-#: the limit beyond which an atom is an extrapolation; and other colours that one can choose.
+#: What the colour of atoms within a structure is called, and other colours that one can choose.
 _INSIDE = "novelty (relative)"
 _OF_ATOM, _AROUND_ATOM = "σ of what the atom contributes", "σ shared with neighbours"
-_INSIDE_RANGE = {"min": 0.0, "max": 1.0}
+_OF_FORCE = "σ of the force on the atom"
+#: Share of the atoms that are not beyond the bright end of the colours: the few strangest of all
+#: would leave all others dark.
+_WITHIN = 0.99
 #: Where the viewer is in the package, and the notices of the libraries in it.
 _SCRIPT, _NOTICES = "sphinx/static/chemiscope.min.js", "static/chemiscope-widget.mjs.LICENSE.txt"
 HOW_TO_INSTALL = (
@@ -145,9 +147,9 @@ def make_map(
         environments = _environments(index, judged.atom[points])
     elif inside is not None:
         environments = _environments(*inside.places)
-    written = _with_targets(properties, judged.units, "atom" if of_atoms else "structure")
+    written = _with_targets(properties, "atom" if of_atoms else "structure")
     if inside is not None:
-        written |= _with_targets(inside.properties, judged.atom_units, "atom")
+        written |= _with_targets(inside.properties, "atom")
     data = package.create_input(
         structures=[_structure(atoms) for atoms in frames],
         properties=written,
@@ -159,11 +161,11 @@ def make_map(
             tuple(properties),
             of_atoms,
             any(atoms.pbc.any() for atoms in frames),
-            inside is not None,
+            inside,
         )
         | {"pinned": [_first_shown(judged, points, index, first, of_atoms)]},
     )
-    note = _note(shown.size, every.size, of_atoms, averaged=not single, inside=inside is not None)
+    note = _note(shown.size, every.size, of_atoms, averaged=not single, inside=inside)
     places = {structure: i for i, structure in enumerate(shown.tolist())}
     return StructureMap(data, note, places, of_atoms)
 
@@ -229,8 +231,8 @@ def _shows_atoms(judged: Judged, points: IntArray) -> bool:
     return bool(np.all(np.any(np.diff(pairs, axis=1) != 0, axis=0)))
 
 
-#: Values of a property by its name, and whether they have units.
-_Properties = dict[str, tuple[Float64Array, bool]]
+#: Values of a property by its name, and their units, which may be empty.
+_Properties = dict[str, tuple[Float64Array, str]]
 
 
 class _Inside(NamedTuple):
@@ -238,6 +240,29 @@ class _Inside(NamedTuple):
 
     properties: _Properties
     places: tuple[IntArray, IntArray]  # structure in the map, and atom
+
+    @property
+    def bright(self) -> float:
+        """Novelty of the bright end of the colours, the same in all structures; the dark is 0."""
+        end = float(f"{np.quantile(self.properties[_INSIDE][0], _WITHIN):.2g}")
+        return end if end > 0 else 1.0
+
+    def note(self) -> str:
+        """Say what colours mean, and where extrapolation begins, which may be beyond them."""
+        novelty = self.properties[_INSIDE][0]
+        n_beyond = int(np.count_nonzero(novelty > 1))
+        strange = f"{n_beyond} of {novelty.size} atoms are" if n_beyond else "no atom is"
+        of_forces = ", and of the forces on them" if _OF_FORCE in self.properties else ""
+        others = (
+            " The menu of the picture has other colours: error bars of what atoms contribute"
+            f"{of_forces}."
+        )
+        return (
+            ", atoms coloured by novelty: how unlike the environments that the model knows theirs "
+            f"are, from 0 (dark) to {self.bright:g} (bright) in all structures, which one atom in "
+            f"a hundred exceeds. At 1 extrapolation begins: {strange} beyond."
+            f"{others if len(self.properties) > 1 else ''}"
+        )
 
 
 def _of_atoms_inside(judged: Judged, shown: IntArray, of_atoms: bool) -> _Inside | None:
@@ -248,10 +273,15 @@ def _of_atoms_inside(judged: Judged, shown: IntArray, of_atoms: bool) -> _Inside
     if sizes.sum() > MAX_ENVIRONMENTS:
         return None
     novelty, *stds = zip(*judged.atom_values(shown.tolist()), strict=True)
-    properties: _Properties = {_INSIDE: (np.concatenate(novelty), False)}
-    for name, values in zip((_OF_ATOM, _AROUND_ATOM), stds, strict=True):
+    properties: _Properties = {_INSIDE: (np.concatenate(novelty), "")}
+    units = {
+        _OF_ATOM: judged.atom_units,
+        _AROUND_ATOM: judged.atom_units,
+        _OF_FORCE: judged.force_units,
+    }
+    for name, values in zip(units, stds, strict=True):
         if all(one is not None for one in values):
-            properties[name] = (np.concatenate(values), True)
+            properties[name] = (np.concatenate(values), units[name])
     atom = np.concatenate([np.arange(n) for n in sizes.tolist()])
     return _Inside(properties, (np.repeat(np.arange(shown.size), sizes), atom))
 
@@ -264,43 +294,41 @@ def _environments(structure: IntArray, atom: IntArray) -> list[tuple[int, int, f
 def _of_points(judged: Judged, points: IntArray) -> _Properties:
     z, std = judged.residuals[points], judged.prediction.std[points]
     return {
-        "predicted": (judged.prediction.mean[points], True),
-        "error": (z, True),
-        "σ": (std, True),
-        "|error|/σ": (np.abs(z) / std, False),
-        "reference": (judged.y[points], True),
-        "number of the structure": (judged.structure[points].astype(np.float64), False),
+        "predicted": (judged.prediction.mean[points], judged.units),
+        "error": (z, judged.units),
+        "σ": (std, judged.units),
+        "|error|/σ": (np.abs(z) / std, ""),
+        "reference": (judged.y[points], judged.units),
+        "number of the structure": (judged.structure[points].astype(np.float64), ""),
     }
 
 
 def _of_structures(judged: Judged, points: IntArray, index: IntArray) -> _Properties:
     """Average over the points of each structure; ``index`` says which it is."""
-    z, std = judged.residuals[points], judged.prediction.std[points]
+    z, std, units = judged.residuals[points], judged.prediction.std[points], judged.units
     count = np.bincount(index)
     worst = np.zeros(count.size)
     np.maximum.at(worst, index, np.abs(z) / std)
     return {
-        "mean predicted": (np.bincount(index, judged.prediction.mean[points]) / count, True),
-        "RMS error": (np.sqrt(np.bincount(index, z * z) / count), True),
-        "RMS σ": (np.sqrt(np.bincount(index, std * std) / count), True),
-        "largest |error|/σ": (worst, False),
-        "mean reference": (np.bincount(index, judged.y[points]) / count, True),
-        "number of the structure": (np.unique(judged.structure[points]).astype(np.float64), False),
+        "mean predicted": (np.bincount(index, judged.prediction.mean[points]) / count, units),
+        "RMS error": (np.sqrt(np.bincount(index, z * z) / count), units),
+        "RMS σ": (np.sqrt(np.bincount(index, std * std) / count), units),
+        "largest |error|/σ": (worst, ""),
+        "mean reference": (np.bincount(index, judged.y[points]) / count, units),
+        "number of the structure": (np.unique(judged.structure[points]).astype(np.float64), ""),
     }
 
 
-def _with_targets(properties: _Properties, units: str, target: str) -> dict[str, dict[str, Any]]:
+def _with_targets(properties: _Properties, target: str) -> dict[str, dict[str, Any]]:
     """Write properties as chemiscope wants them, to eight digits."""
-    # The viewer takes labels of axes for a kind of HTML.
-    plain = "".join(c for c in units if c not in "<>&")
-    return {
-        name: {
-            "target": target,
-            "values": [float(f"{v:.8g}") for v in values.tolist()],
-            **({"units": plain} if has_units and plain else {}),
-        }
-        for name, (values, has_units) in properties.items()
-    }
+    written: dict[str, dict[str, Any]] = {}
+    for name, (values, units) in properties.items():
+        digits = [float(f"{v:.8g}") for v in values.tolist()]
+        written[name] = {"target": target, "values": digits}
+        # The viewer takes labels of axes for a kind of HTML.
+        if plain := "".join(c for c in units if c not in "<>&"):
+            written[name]["units"] = plain
+    return written
 
 
 def _structure(atoms: Any) -> dict[str, Any]:
@@ -314,17 +342,19 @@ def _structure(atoms: Any) -> dict[str, Any]:
 
 
 def _settings(
-    package: Any, names: Sequence[str], of_atoms: bool, periodic: bool, inside: bool
+    package: Any, names: Sequence[str], of_atoms: bool, periodic: bool, inside: _Inside | None
 ) -> dict[str, Any]:
     """Set axes and colours: errors over predictions, coloured by σ; and atoms by novelty."""
     x, y, color = names[:3]
+    of_structure = None
+    if inside is not None:
+        novelty = {"property": _INSIDE, "palette": "viridis", "min": 0.0, "max": inside.bright}
+        of_structure = {"color": novelty}
     settings: dict[str, Any] = package.quick_settings(
         x=x,
         y=y,
         map_color=color,
-        structure_settings={"color": {"property": _INSIDE, "palette": "viridis", **_INSIDE_RANGE}}
-        if inside
-        else None,
+        structure_settings=of_structure,
         periodic=periodic,
         target="atom" if of_atoms else "structure",
         # Error bars differ by orders of magnitude.
@@ -333,17 +363,13 @@ def _settings(
     return settings
 
 
-def _note(n_shown: int, n_all: int, of_atoms: bool, *, averaged: bool, inside: bool) -> str:
+def _note(
+    n_shown: int, n_all: int, of_atoms: bool, *, averaged: bool, inside: _Inside | None
+) -> str:
     what = "Each point is an atom" if of_atoms else "Each point is a structure"
     over = ", averaged over what was predicted for it" if averaged else ""
     note = f"{what}{over}; its colour is the error bar σ. A click on it shows the structure"
-    note += (
-        ", atoms coloured by novelty: how unlike the environments that the model knows theirs are, "
-        "from 0 to 1 in all structures; at 1 extrapolation begins. The menu of the picture has "
-        "other colours: error bars of what atoms contribute."
-        if inside
-        else "."
-    )
+    note += "." if inside is None else inside.note()
     if n_shown == n_all:
         return note
     return (

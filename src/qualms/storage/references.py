@@ -10,6 +10,16 @@ from ase.io.extxyz import per_atom_properties, per_config_properties
 
 from qualms.storage.origin import is_prediction
 
+#: How columns end that say which atoms made a structure uncertain.
+_OF_ATOMS = (
+    "",
+    "_uncertainty",
+    "_local_uncertainty",
+    "_force_uncertainty",
+    "_novelty",
+    "_ensemble",
+)
+
 
 def was_predicted(frame: Atoms, store: dict[str, Any], name: str) -> bool:
     """Return whether what a structure came with is an earlier prediction, not a reference."""
@@ -26,11 +36,15 @@ def set_aside_references(
 
     ASE reads keys that it knows, such as energy and forces, as results of one calculator. Next to a
     predicted energy, forces of another origin would seem to be predicted as well. What was itself
-    predicted, earlier, is no reference: it is left out, with its error bars.
+    predicted, earlier, is no reference: it is left out, with its error bars. So is what was said of
+    atoms then: the same columns may not all be written again.
     """
     replaces_prediction = was_predicted(
         frame, frame.info if predicted is atoms.info else frame.arrays, target
     )
+    if f"{target}_atoms_novelty" in atoms.arrays:
+        for ending in _OF_ATOMS:
+            atoms.arrays.pop(f"{target}_atoms{ending}", None)
     # Members of an earlier prediction must not pass for those of this one.
     predicted.pop(f"{target}_uncertainty", None)
     predicted.pop(f"{target}_ensemble", None)
