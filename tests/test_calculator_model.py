@@ -129,7 +129,7 @@ def test_members_are_calibrated_for_forces_if_these_have_a_calibration(force_mod
     expected = factor * found.energy.uncalibrated.std[0]
     assert float(energies.std) == pytest.approx(expected, rel=1e-6)
     with_forces = calc.map(lambda member: _energy_after_forces(member, water))
-    np.testing.assert_allclose(with_forces.members, energies.members, rtol=1e-9)
+    np.testing.assert_allclose(with_forces.members, energies.members, rtol=1e-8)
 
 
 def _energy_after_forces(member, atoms):

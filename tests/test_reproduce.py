@@ -221,11 +221,11 @@ def test_a_run_is_resumed_without_computing_anything_twice(tiny, tmp_path, monke
     judge = run._judge
     calls = []
 
-    def interrupted(problem, prepared, n, replace, workplace):
+    def interrupted(problem, prepared, n, *rest):
         calls.append(n)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return judge(problem, prepared, n, replace, workplace)
+        return judge(problem, prepared, n, *rest)
 
     monkeypatch.setattr(run, "_judge", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -190,7 +190,8 @@ def test_sizes_show_the_t_density_the_bootstrap_and_standard_errors(tmp_path, dr
     seeds = [plain_seed(0), plain_seed(1)]
     path = tmp_path / "sizes.png"
     size_picture.draw_sizes(path, small_results(*seeds, name="csd-crystals"))
-    (ax,) = drawn[0].axes
+    about_full_model, ax = drawn[0].axes
+    assert about_full_model.get_ylim() == ax.get_ylim()
     assert "crystals" in ax.get_xlabel()
     (legend,) = drawn[0].legends
     named = [text.get_text() for text in legend.texts]

@@ -113,8 +113,8 @@ class ScalePotential:
         for start in range(0, n, _CHUNK):
             some = powers[start : start + _CHUNK, None, :]
             made = np.multiply(some, self.weights.T, out=terms[: len(some)])
-            into = slopes[start : start + _CHUNK].reshape(-1, c)
-            np.matmul(made.reshape(-1, len(X)), X, out=into)
+            into = slopes[start : start + _CHUNK].reshape(len(some) * R, c)
+            np.matmul(made.reshape(len(some) * R, -1), X, out=into)
         return energies, slopes
 
     def _by_products(self, x: Float64Array, used: IntArray) -> tuple[Float64Array, Float64Array]:
