@@ -15,9 +15,10 @@ from qualms.reproduce.facts import asked_for, differing, facts
 from qualms.reproduce.over_seeds import VERDICTS
 from qualms.reproduce.page import make_page
 from qualms.reproduce.problems import csd_settings
-from qualms.reproduce.published import COLUMNS
+from qualms.reproduce.published import COLUMNS, QM9, SIZES, published
 from qualms.reproduce.results import Shift, Shifted, read_results, write_results
 from qualms.reproduce.shift_page import shift_parts
+from qualms.reproduce.tables import beside_the_paper
 from qualms.reproduce.targets import (
     internal_against_validation,
     shrinkage_targets,
@@ -38,6 +39,23 @@ def with_gains(*by_seed):
         columns |= {"shrinkage": [i + g for g in shrinkage]}
         seeds.append(made_seed(i, columns))
     return made_results(*seeds)
+
+
+# --- tables ---
+
+
+def test_what_differs_from_the_paper_is_said_in_numbers():
+    by_column = {c: [published(QM9, n, c) + 0.5 for n in SIZES] for c in COLUMNS}
+    by_column["Int."][-1] += 0.2
+    text = beside_the_paper(made_results(made_seed(0, by_column, sizes=SIZES)))
+    assert "CV +0.500 to +0.500, N-L +0.500 to +0.500, Int. +0.500 to +0.700" in text
+    assert "nearly the same at every size" in text
+    by_column["CV"][0] -= 0.6
+    text = beside_the_paper(made_results(made_seed(0, by_column, sizes=SIZES)))
+    assert "CV −0.100 to +0.500" in text
+    assert "nearly the same" not in text
+    assert beside_the_paper(made_results(made_seed())) == ""  # other sizes
+    assert beside_the_paper(made_results(made_seed(), name="csd-crystals")) == ""
 
 
 # --- targets ---

@@ -17,7 +17,13 @@ from qualms.reproduce.pictures import LEVELS, PANELS
 from qualms.reproduce.published import COLUMNS, PROCESS
 from qualms.reproduce.results import Results, Seed
 from qualms.reproduce.shift_page import shift_parts
-from qualms.reproduce.tables import OF_MEMBERS, is_published, member_rows, reference_rows
+from qualms.reproduce.tables import (
+    OF_MEMBERS,
+    beside_the_paper,
+    is_published,
+    member_rows,
+    reference_rows,
+)
 from qualms.reproduce.targets import internal_against_validation
 from qualms.reproduce.texts import CAPTIONS, MODEL_SELECTION, READING
 from qualms.reproduce.too_small import too_small_parts
@@ -54,6 +60,7 @@ def _section(results: Results, figures: str) -> list[str]:
         f"{_over_seeds(len(seeds))}. The paper's columns, about the prediction of the full "
         f"model{_brackets(results)}:",
         _table(["n", *COLUMNS], reference_rows(results)),
+        beside_the_paper(results),
         "The same, and ours, about the mean of the members, which is what qualms predicts:",
         _table(["n", *OF_MEMBERS], member_rows(results)),
         size_note(results),

@@ -7,14 +7,23 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from rich.table import Table as TerminalTable
 
+from qualms.atomistic.study import VALIDATED
 from qualms.report.tables import new_table
 from qualms.reproduce.markdown import minus
-from qualms.reproduce.over_seeds import bootstrap_of, likelihood, sub_samples
+from qualms.reproduce.over_seeds import (
+    bootstrap_of,
+    full_model,
+    likelihood,
+    likelihoods,
+    sub_samples,
+)
 from qualms.reproduce.published import COLUMNS, CSD, PROCESS, QM9, Table, published
 from qualms.reproduce.results import Column, Results, Scheme
 
 #: The paper divides over atoms: it has no numbers of crystals that are new.
 _PUBLISHED: dict[str, Table] = {"qm9": QM9, "csd-atoms": CSD}
+#: Differences that vary by less than this are nearly constant.
+_CONSTANT = 0.05
 #: Columns of the table about the mean of the members.
 OF_MEMBERS = (*COLUMNS, "student", "shrinkage", "Student's t")
 
@@ -66,6 +75,24 @@ def _cell(values: Sequence[float], printed: float | None) -> str:
         mean += f" ± {np.std(values, ddof=1) / np.sqrt(len(values)):.3f}"
     cell = mean if printed is None else f"{mean} [{printed:.{3 if abs(printed) < 10 else 2}f}]"
     return minus(cell)
+
+
+def beside_the_paper(results: Results) -> str:
+    """Say by how much scaled log likelihoods differ from what the paper prints; nothing, if not."""
+    table = _published(results)
+    if not table:
+        return ""
+    ranges, widest = [], 0.0
+    for column in COLUMNS[1:]:
+        printed = [published(table, n, column) for n in results.sizes]
+        found = likelihoods(results, column, full_model).mean(axis=0)
+        if None in printed:
+            return ""
+        less = found - np.array(printed, dtype=np.float64)
+        ranges.append(f"{column} {less.min():+.3f} to {less.max():+.3f}")
+        widest = max(widest, float(np.ptp(less))) if column in VALIDATED else widest
+    same = ", nearly the same at every size on a validation set" if widest <= _CONSTANT else ""
+    return minus(f"Ours less the paper's, over all sizes: {', '.join(ranges)}{same}.")
 
 
 def is_published(results: Results) -> bool:
