@@ -17,6 +17,8 @@ from qualms.reproduce.results import Results
 
 #: How far student may be from CV, above or below it.
 WITHIN = 0.005
+#: Digits of differences.
+_DIGITS = 4
 #: Parameters that are fitted: to points of the training set, and to the validation set.
 _SHRINKAGE, _POWER = 4, 2
 _MET, _MISSED = "met", "missed"
@@ -52,9 +54,14 @@ class Target:
     shortfall: float
 
     @property
+    def missed(self) -> bool:
+        """Whether the mean misses it, to the digits that are shown."""
+        return round(self.shortfall, _DIGITS) > 0
+
+    @property
     def verdict(self) -> str:
         """Whether the mean meets it, and whether seeds are enough to say so."""
-        word = _MET if self.shortfall <= 0 else _MISSED
+        word = _MISSED if self.missed else _MET
         width = half_width(self.differences)
         if width is None:
             return word + _ONE_SEED
@@ -109,7 +116,7 @@ def internal_against_validation(results: Results) -> str:
 
 def _summary(name: str, targets: Sequence[Target]) -> str:
     """Say at how many sizes a target is met, and name the others."""
-    missed = [t for t in targets if t.shortfall > 0]
+    missed = [t for t in targets if t.missed]
     if not missed:
         far = max(targets, key=lambda t: t.shortfall)
         return (
@@ -135,7 +142,7 @@ def _farthest(student: Sequence[Target]) -> str:
 
 def _reason(shrinkage: Sequence[Target], n_validation: int) -> str:
     """Say how much of what shrinkage misses is the price of fitting its parameters."""
-    missed = [t for t in shrinkage if t.shortfall > 0]
+    missed = [t for t in shrinkage if t.missed]
     if not missed:
         return ""
     worst = max(missed, key=lambda t: t.shortfall)

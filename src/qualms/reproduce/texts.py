@@ -43,13 +43,13 @@ ten per cent too large or too small.
 
 Raw: the spread of the members as it is. CV, N-L: scaled linearly, or by a power, on a validation
 set. Int., Int. N-L: the same, on the training set, each point by at least five members that did not
-see it. These five are the paper's. Their first table has them as the paper does, about the
-prediction of the full model, which it calls the reference: a small sub-sample makes a poor model,
-but its spread still tells where the full model errs. GPR PP, the variance of the projected process,
-Eq. (3), is about the same prediction. The second table has them about the mean of the members,
-which is what qualms predicts; student and shrinkage, internal too, are made for it: they know that
-a committee is finite ([theory](theory.md)). Student's t is the density of student itself, where the
-column student has the Gaussian of the same variance.
+see it. These five are the paper's. The first table of each problem has them as the paper does:
+about the prediction of the full model, which it calls the reference. A small sub-sample makes a
+poor model, but its spread still tells where the full model errs. GPR PP, the variance of the
+projected process, Eq. (3), is about the same prediction. The second table has them about the mean
+of the members, which is what qualms predicts; student and shrinkage, internal too, are made for it:
+they know that a committee is finite ([theory](theory.md)). Student's t is the density of student
+itself, where the column student has the Gaussian of the same variance.
 """
 
 MODEL_SELECTION = """
