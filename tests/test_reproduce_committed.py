@@ -45,8 +45,8 @@ def test_the_committed_results_keep_what_is_promised(results):
     for seed in results.seeds:
         for scheme in seed.schemes:
             found = {c: scheme.columns[c].scores["log_likelihood"] for c in MEMBERS}
-            # A single division may miss it; the page says by how much.
-            assert found["student"] - found["CV"] >= -2 * WITHIN
+            # Of a single division, internal calibration may well be the better one.
+            assert found["student"] - found["CV"] >= -WITHIN
     shrinkage = shrinkage_targets(results)
     for target in shrinkage:
         assert np.mean(target.differences) >= -DEVIATION, target
@@ -63,9 +63,13 @@ def test_calibration_md_says_what_the_committed_results_say():
     """Shrinkage is not the best of each row: it is N-L to a few thousandths, above or below it."""
     text = " ".join((DOCS / "calibration.md").read_text(encoding="utf-8").split())
     assert "agrees with N-L to a few thousandths, above it at some sizes and below it at" in text
-    gains = [np.mean(t.differences) for results in committed() for t in shrinkage_targets(results)]
-    assert max(np.abs(gains)) <= 0.006
+    *others, crystals = (
+        [np.mean(t.differences) for t in shrinkage_targets(results)] for results in committed()
+    )
+    gains = np.concatenate(others)
+    assert max(np.abs(gains)) <= DEVIATION
     assert min(gains) < 0 < max(gains)
+    assert round(max(crystals), 3) == 0.005
 
 
 @pytest.mark.parametrize("results", committed()[:2], ids=lambda results: results.name)

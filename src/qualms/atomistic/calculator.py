@@ -13,6 +13,7 @@ from ase import Atoms
 from ase.calculators.calculator import all_changes
 from numpy.typing import ArrayLike
 
+from qualms.atomistic.attribution import force_norm
 from qualms.atomistic.member_calculator import (
     CommitteeCalculator,
     MemberCalculator,
@@ -233,7 +234,7 @@ class Calculator(CommitteeCalculator):
 def _largest(name: str, uncertainty: ArrayLike) -> float:
     """Return what a limit is for: of forces the largest error bar of a whole force."""
     of_forces = name == "forces_uncertainty"
-    values = np.linalg.norm(uncertainty, axis=1) if of_forces else uncertainty
+    values = force_norm(np.asarray(uncertainty)) if of_forces else uncertainty
     return float(np.max(values))
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table."""
@@ -22,11 +20,3 @@ def figure(path: str, caption: str) -> str:
 def minus(text: str) -> str:
     """Return a text with minus signs, rather than hyphens, before its numbers."""
     return re.sub(r"(^|[\s(\[])-(?=\d)", r"\1−", text)
-
-
-def signed(values: Sequence[float], digits: int = 4) -> str:
-    """Write a mean difference, and its standard error over several seeds."""
-    text = f"{np.mean(values):+.{digits}f}"
-    if len(values) > 1:
-        text += f" ± {np.std(values, ddof=1) / np.sqrt(len(values)):.{digits}f}"
-    return minus(text)

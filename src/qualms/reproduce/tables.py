@@ -16,6 +16,7 @@ from qualms.reproduce.over_seeds import (
     likelihood,
     likelihoods,
     sub_samples,
+    written,
 )
 from qualms.reproduce.published import COLUMNS, CSD, PROCESS, QM9, Table, published
 from qualms.reproduce.results import Column, Results, Scheme
@@ -70,11 +71,10 @@ def _cell(values: Sequence[float], printed: float | None) -> str:
     """Write mean and standard error over seeds, and what the paper prints, in brackets."""
     if not values:
         return ""
-    mean = f"{np.mean(values):.3f}"
-    if len(values) > 1:
-        mean += f" ± {np.std(values, ddof=1) / np.sqrt(len(values)):.3f}"
-    cell = mean if printed is None else f"{mean} [{printed:.{3 if abs(printed) < 10 else 2}f}]"
-    return minus(cell)
+    cell = written(values, ".3f")
+    if printed is None:
+        return cell
+    return f"{cell} [{minus(f'{printed:.{3 if abs(printed) < 10 else 2}f}')}]"
 
 
 def beside_the_paper(results: Results) -> str:

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from qualms.core.typing import Float64Array
-from qualms.reproduce.markdown import markdown_table, minus, signed
+from qualms.reproduce.markdown import markdown_table, minus
 from qualms.reproduce.over_seeds import half_width, likelihoods, sub_samples, written
 from qualms.reproduce.results import Results
 
 #: How far student may be from CV, above or below it.
 WITHIN = 0.005
-#: Digits of differences.
+#: Digits of differences, and how these are written.
 _DIGITS = 4
+_FORM = f"+.{_DIGITS}f"
 #: Parameters that are fitted: to points of the training set, and to the validation set.
 _SHRINKAGE, _POWER = 4, 2
 _MET, _MISSED = "met", "missed"
@@ -99,9 +100,9 @@ def internal_against_validation(results: Results) -> str:
             f"{a.n:,}",
             f"{a.n_internal:,.0f}",
             f"{a.n_well_judged:,.0f}",
-            signed(a.differences.tolist()),
+            written(a.differences, _FORM),
             a.verdict,
-            signed(b.differences.tolist()),
+            written(b.differences, _FORM),
             b.verdict,
         ]
         for a, b in zip(student, shrinkage, strict=True)
@@ -121,12 +122,10 @@ def _summary(name: str, targets: Sequence[Target]) -> str:
         far = max(targets, key=lambda t: t.shortfall)
         return (
             f"The target of {name} is met at each of the {len(targets)} sizes; it is closest to "
-            f"being missed at n = {far.n:,}, with {written(far.differences, '+.4f')}, "
+            f"being missed at n = {far.n:,}, with {written(far.differences, _FORM)}, "
             f"{far.verdict}."
         )
-    listed = "; ".join(
-        f"n = {t.n:,}, {written(t.differences, '+.4f')}, {t.verdict}" for t in missed
-    )
+    listed = "; ".join(f"n = {t.n:,}, {written(t.differences, _FORM)}, {t.verdict}" for t in missed)
     met = len(targets) - len(missed)
     return f"The target of {name} is met at {met} of {len(targets)} sizes and missed at: {listed}."
 
@@ -137,7 +136,7 @@ def _farthest(student: Sequence[Target]) -> str:
     if len(far.differences) < 2:
         return ""
     worst = far.differences[np.abs(far.differences).argmax()]
-    return f"The farthest of single seeds is {minus(f'{worst:+.4f}')}, at n = {far.n:,}. "
+    return f"The farthest of single seeds is {minus(format(worst, _FORM))}, at n = {far.n:,}. "
 
 
 def _reason(shrinkage: Sequence[Target], n_validation: int) -> str:
