@@ -8,7 +8,14 @@ from scipy.stats import multivariate_normal
 from qualms import InputError, QualmsWarning
 from qualms.core import joint_scores
 from qualms.core.joint_noise import select_joint_noise
-from qualms.core.joint_scores import _folds, _parts, evidence, left_out_error, typical_log
+from qualms.core.joint_scores import (
+    Observations,
+    _folds,
+    _parts,
+    evidence,
+    left_out_error,
+    typical_log,
+)
 
 
 def problem(rng, noise_e=0.05, noise_f=0.5, n=80, r=15, per=6):
@@ -58,7 +65,7 @@ def test_the_evidence_is_that_of_the_joint_gaussian():
     Phi, y, is_force, _ = problem(np.random.default_rng(1), n=12, r=4, per=3)
     kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
     root = np.random.default_rng(2).uniform(0.5, 2.0, len(y))
-    nll = evidence(Phi, y, root, kinds, np.arange(len(y)), 0.7)
+    nll = evidence(Observations(Phi, y, root, kinds, np.arange(len(y))), 0.7)
 
     def expected(energies, forces):
         noise = np.where(is_force, forces, energies) / root**2
@@ -74,7 +81,9 @@ def test_left_out_errors_are_those_of_models_without_the_structures():
     Phi, y, is_force, groups = problem(np.random.default_rng(2), n=20, r=5, per=3)
     kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
     root = np.random.default_rng(3).uniform(0.5, 2.0, len(y))
-    left_out = [np.concatenate(part.rows) for part in _parts(Phi, y, root, kinds, groups)]
+    left_out = [
+        np.concatenate(part.rows) for part in _parts(Observations(Phi, y, root, kinds, groups))
+    ]
     assert sorted(np.concatenate(left_out).tolist()) == list(range(len(y)))
     z = np.empty(len(y))
     for rows in left_out:
@@ -86,7 +95,7 @@ def test_left_out_errors_are_those_of_models_without_the_structures():
         z[rows] = y[rows] - Phi[rows] @ np.linalg.solve(A, Phi[rest].T @ (weight * y[rest]))
     z *= root
     expected = sum(score_of_groups(z[rows], groups[rows]) for rows in kinds)
-    found = left_out_error(Phi, y, root, kinds, groups, 0.7)(0.02, 0.3)
+    found = left_out_error(Observations(Phi, y, root, kinds, groups), 0.7)(0.02, 0.3)
     assert found == pytest.approx(expected, abs=1e-9)
 
 
@@ -96,9 +105,9 @@ def test_a_kind_counts_by_the_groups_that_have_it():
     Phi, y, is_force, groups = Phi[few], y[few], is_force[few], groups[few]
     kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
     root = np.ones(len(y))
-    score = left_out_error(Phi, y, root, kinds, groups, 0.7)
+    score = left_out_error(Observations(Phi, y, root, kinds, groups), 0.7)
     z = np.empty(len(y))
-    for part in _parts(Phi, y, root, kinds, groups):
+    for part in _parts(Observations(Phi, y, root, kinds, groups)):
         for rows in part.rows:
             z[rows] = y[rows] - Phi[rows] @ part.rest.solve((0.02, 0.3), 0.7)[0]
     logs = [score_of_groups(z[rows], groups[rows]) for rows in kinds]
@@ -129,9 +138,9 @@ def test_the_score_has_no_units_and_no_group_decides_alone():
 def test_large_models_leave_one_part_out(monkeypatch):
     Phi, y, is_force, groups = problem(np.random.default_rng(3), n=20, r=5, per=3)
     kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
-    five = _parts(Phi, y, np.ones(len(y)), kinds, groups)
+    five = _parts(Observations(Phi, y, np.ones(len(y)), kinds, groups))
     monkeypatch.setattr(joint_scores, "_SMALL", 4)
-    (one,) = _parts(Phi, y, np.ones(len(y)), kinds, groups)
+    (one,) = _parts(Observations(Phi, y, np.ones(len(y)), kinds, groups))
     for i in (0, 1):
         np.testing.assert_array_equal(one.rows[i], five[0].rows[i])
         np.testing.assert_allclose(one.rest.grams[i], five[0].rest.grams[i], atol=1e-10)
@@ -201,7 +210,7 @@ def test_large_models_judge_virials_of_a_few_groups(monkeypatch):
     for first in range(0, 78, 6):
         some = (kind < 2) | ((groups >= first) & (groups < first + 2))
         kinds = tuple(np.flatnonzero(kind[some] == k) for k in range(3))
-        (part,) = _parts(Phi[some], y[some], np.ones(some.sum()), kinds, groups[some])
+        (part,) = _parts(Observations(Phi[some], y[some], np.ones(some.sum()), kinds, groups[some]))
         assert len(part.rows[2]) == 2  # of one of the two groups
 
 
@@ -216,7 +225,7 @@ def test_neither_kind_is_sacrificed_to_the_other():
     y = Phi @ w + noise * rng.normal(size=len(Phi))
     found = select_joint_noise(Phi, y, is_force, groups, prior=1.0)
     kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
-    score = left_out_error(Phi, y, np.ones(len(y)), kinds, groups, 1.0)
+    score = left_out_error(Observations(Phi, y, np.ones(len(y)), kinds, groups), 1.0)
     assert found.score == pytest.approx(score(found.energies, found.forces))
     # Three decades that gain less than three per cent are no reason to go there.
     for factor in (1e-3, 1e3):
@@ -308,7 +317,7 @@ def test_virials_have_a_noise_of_their_own():
 def test_the_evidence_of_three_kinds_is_that_of_the_joint_gaussian():
     Phi, y, kind, groups = three_kinds(np.random.default_rng(1), n=6, r=4)
     kinds = tuple(np.flatnonzero(kind == k) for k in range(3))
-    nll = evidence(Phi, y, np.ones(len(y)), kinds, groups, 0.7)
+    nll = evidence(Observations(Phi, y, np.ones(len(y)), kinds, groups), 0.7)
 
     def expected(*variances):
         covariance = 0.7 * Phi @ Phi.T + np.diag(np.array(variances)[kind])

@@ -20,7 +20,7 @@ from itertools import product
 
 import numpy as np
 
-from qualms.core.joint_scores import evidence, group_means, left_out_error
+from qualms.core.joint_scores import Observations, evidence, group_means, left_out_error
 from qualms.core.typing import BoolArray, Float64Array, FloatArray, IntArray
 from qualms.errors import InputError, NumericalError, QualmsWarning
 
@@ -123,7 +123,7 @@ def select_joint_noise(
     root = np.ones(len(y)) if weight is None else np.sqrt(weight)
     units = tuple(_usual_square(root[rows] * y[rows], groups[rows]) for rows in kinds)
     make_score = evidence if criterion == "evidence" else left_out_error
-    score = make_score(Phi, y, root, kinds, groups, prior)
+    score = make_score(Observations(Phi, y, root, kinds, groups), prior)
     fixed = [
         None if value is None else float(np.log10(value / unit))
         for value, unit in zip(given, units, strict=True)

@@ -52,6 +52,55 @@ _BLOCK = 4096
 
 
 @dataclass(frozen=True)
+class Observations:
+    """Rows of all kinds.
+
+    Attributes
+    ----------
+    Phi : (N, r) array
+        Whitened features.
+    y : (N,) array
+        Targets.
+    root : (N,) array
+        √w: the noise of a row is that of its kind divided by its weight w.
+    kinds : tuple of arrays of int
+        Rows of each kind.
+    groups : (N,) array of int
+        Rows that are left out together.
+    """
+
+    Phi: FloatArray
+    y: Float64Array
+    root: Float64Array
+    kinds: tuple[IntArray, ...]
+    groups: IntArray
+
+    def sums(self, kinds: tuple[IntArray, ...]) -> _Sums:
+        """Sum over rows, times √w, in blocks: a copy of all of them might not fit beside Phi."""
+        r = self.Phi.shape[1]
+        grams = tuple(np.zeros((r, r)) for _ in kinds)
+        projections = tuple(np.zeros(r) for _ in kinds)
+        for gram, projection, rows in zip(grams, projections, kinds, strict=True):
+            for some in _in_blocks(rows):
+                block = self.Phi[some] * self.root[some, None]
+                gram += block.T @ block
+                projection += block.T @ (self.root[some] * self.y[some])
+        return _Sums(grams, projections)
+
+    def missed(self, rows: IntArray, w: Float64Array) -> Float64Array:
+        """Return √weight |z| of some rows, by the weights w (r,) of a model without them."""
+        found = [
+            self.root[some] * np.abs(self.y[some] - self.Phi[some] @ w) for some in _in_blocks(rows)
+        ]
+        return np.concatenate([np.empty(0), *found])
+
+
+def _in_blocks(rows: IntArray) -> list[IntArray]:
+    """Return rows, some at a time."""
+    return [rows[start : start + _BLOCK] for start in range(0, len(rows), _BLOCK)]
+
+
+@dataclass(frozen=True)
 class _Sums:
     """What least squares needs of some rows, kind by kind: ΦᵀΦ (r, r) and Φᵀy (r,)."""
 
@@ -98,22 +147,6 @@ def group_means(values: Float64Array, groups: IntArray) -> Float64Array:
     return means
 
 
-def _sums(
-    Phi: FloatArray, y: Float64Array, root: Float64Array, kinds: tuple[IntArray, ...]
-) -> _Sums:
-    """Sum over rows, times √w, in blocks: a copy of all of them might not fit beside Phi."""
-    r = Phi.shape[1]
-    grams = tuple(np.zeros((r, r)) for _ in kinds)
-    projections = tuple(np.zeros(r) for _ in kinds)
-    for gram, projection, rows in zip(grams, projections, kinds, strict=True):
-        for start in range(0, len(rows), _BLOCK):
-            some = rows[start : start + _BLOCK]
-            block = Phi[some] * root[some, None]
-            gram += block.T @ block
-            projection += block.T @ (root[some] * y[some])
-    return _Sums(grams, projections)
-
-
 def _folds(has: BoolArray, n_folds: int) -> IntArray:
     """Divide groups into folds of one size, with each kind in all of them as evenly as possible.
 
@@ -155,42 +188,31 @@ def _spread(fold: IntArray, has: BoolArray, settled: IntArray, n_folds: int) -> 
         fold[given[i[0]]], fold[taken[j[0]]] = least, most
 
 
-def _parts(
-    Phi: FloatArray,
-    y: Float64Array,
-    root: Float64Array,
-    kinds: tuple[IntArray, ...],
-    groups: IntArray,
-) -> list[_Part]:
+def _parts(observed: Observations) -> list[_Part]:
     """Divide the groups into five parts, of which large models take one only."""
-    codes = np.unique(groups, return_inverse=True)[1]
+    kinds = observed.kinds
+    codes = np.unique(observed.groups, return_inverse=True)[1]
     n_groups = int(codes.max()) + 1
     n_folds = min(_FOLDS, n_groups)
     has = np.zeros((n_groups, len(kinds)), dtype=bool)
     for k, rows in enumerate(kinds):
         has[codes[rows], k] = True
     fold = _folds(has, n_folds)[codes]
-    chosen = range(n_folds if Phi.shape[1] <= _SMALL else 1)
+    chosen = range(n_folds if observed.Phi.shape[1] <= _SMALL else 1)
     left_out = [tuple(rows[fold[rows] == k] for rows in kinds) for k in chosen]
     if len(left_out) == n_folds:
-        of_parts = [_sums(Phi, y, root, rows) for rows in left_out]
+        of_parts = [observed.sums(rows) for rows in left_out]
         whole = reduce(_Sums.plus, of_parts)
         return [_Part(r, whole.plus(s, -1.0)) for r, s in zip(left_out, of_parts, strict=True)]
     rest = tuple(rows[fold[rows] != 0] for rows in kinds)
-    return [_Part(left_out[0], _sums(Phi, y, root, rest))]
+    return [_Part(left_out[0], observed.sums(rest))]
 
 
-def left_out_error(
-    Phi: FloatArray,
-    y: Float64Array,
-    root: Float64Array,
-    kinds: tuple[IntArray, ...],
-    groups: IntArray,
-    prior: float,
-) -> Callable[..., float]:
+def left_out_error(observed: Observations, prior: float) -> Callable[..., float]:
     """Return the function of the variances of all kinds that is to be minimised."""
-    parts = _parts(Phi, y, root, kinds, groups)
-    judged = [np.concatenate([part.rows[k] for part in parts]) for k in range(len(kinds))]
+    parts, groups = _parts(observed), observed.groups
+    n_kinds = len(observed.kinds)
+    judged = [np.concatenate([part.rows[k] for part in parts]) for k in range(n_kinds)]
     counts = np.array([len(np.unique(groups[rows])) for rows in judged])
     shares = counts / counts.max()
 
@@ -199,7 +221,7 @@ def left_out_error(
         total = 0.0
         for k, rows in enumerate(judged):
             pairs = zip(parts, weights, strict=True)
-            missed = [_missed(Phi, y, root, part.rows[k], w) for part, w in pairs]
+            missed = [observed.missed(part.rows[k], w) for part, w in pairs]
             errors = group_means(np.concatenate(missed), groups[rows])
             total += float(shares[k]) * typical_log(errors)
         return total
@@ -226,32 +248,16 @@ def typical_log(errors: Float64Array) -> float:
     return float(2 * np.mean(np.log(a + math.exp(scale))) - scale)
 
 
-def _missed(
-    Phi: FloatArray, y: Float64Array, root: Float64Array, rows: IntArray, w: Float64Array
-) -> Float64Array:
-    """Return √weight |z| of some rows, by the weights w (r,) of a model without them."""
-    starts = range(0, len(rows), _BLOCK)
-    blocks = (rows[start : start + _BLOCK] for start in starts)
-    found = [root[some] * np.abs(y[some] - Phi[some] @ w) for some in blocks]
-    return np.concatenate([np.empty(0), *found])
-
-
-def evidence(
-    Phi: FloatArray,
-    y: Float64Array,
-    root: Float64Array,
-    kinds: tuple[IntArray, ...],
-    groups: IntArray,
-    prior: float,
-) -> Callable[..., float]:
+def evidence(observed: Observations, prior: float) -> Callable[..., float]:
     """Return minus the log marginal likelihood, up to a constant; groups do not matter to it.
 
     With W the weights ρ_k of the rows, |s²ΦΦᵀ + σ_E²W⁻¹| = σ_E^2N |W|⁻¹ |A| (s²/σ_E²)^r, and
     yᵀ(s²ΦΦᵀ + σ_E²W⁻¹)⁻¹y = (yᵀWy − bᵀA⁻¹b)/σ_E², b = ΦᵀWy.
     """
-    sums = _sums(Phi, y, root, kinds)
-    squares = [np.array(np.sum((root * y)[rows] ** 2)) for rows in kinds]
-    n, r = len(y), Phi.shape[1]
+    kinds, scaled = observed.kinds, observed.root * observed.y
+    sums = observed.sums(kinds)
+    squares = [np.array(np.sum(scaled[rows] ** 2)) for rows in kinds]
+    n, r = observed.Phi.shape
 
     def score(*variances: float) -> float:
         energies = variances[0]
