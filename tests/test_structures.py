@@ -147,7 +147,7 @@ def test_no_frames_compressed(tmp_path):
         ("a.xyz", b"1\nProperties=species:S:1:pos:Q:3\nH 0 0 0\n", "frame 0, line 1: ValueError"),
         ("a.xyz", b"\xff\xfe\x00\x01", "frame 0, UnicodeDecodeError"),
         ("a.xyz.gz", b"1\n\nH 0 0 0\n", "frame 0, BadGzipFile"),
-        ("a.xyz.gz", gzip.compress(WATER.encode() * 9)[:-20], "frame"),
+        ("a.xyz.gz", gzip.compress(WATER.encode() * 9, mtime=0)[:-20], "frame"),
         ("a.json", b"{}", "frame 0, "),
         ("a.traj", b"no trajectory", "frame 0, "),
         ("a.pdf", b"%PDF-1.4\n", "frame 0, "),
