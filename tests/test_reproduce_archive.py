@@ -14,7 +14,7 @@ from qualms.cli import reproduce as command
 from qualms.data import HARTREE_TO_EV, qm9
 from qualms.data.qm9_sources import ENERGIES
 from qualms.errors import InputError
-from qualms.reproduce import problems, shift
+from qualms.reproduce import problems, session, shift
 from qualms.reproduce.page import make_page
 from qualms.reproduce.problems import qm9_problem, qm9_settings
 from qualms.reproduce.results import read_results
@@ -103,7 +103,7 @@ def test_only_characterised_molecules_are_trained_on_and_predicted_far_from_home
 
 
 def test_the_command_leaves_them_out_everywhere_and_says_so(left_out, monkeypatch):
-    monkeypatch.setattr(command, "draw_figures", lambda *args: [])
+    monkeypatch.setattr(session, "draw_figures", lambda *args: [])
     given = []
     qm9_shift = command.qm9_shift
 

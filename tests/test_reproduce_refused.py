@@ -15,7 +15,7 @@ from qualms.atomistic.progress import Stages
 from qualms.cli import reproduce as command
 from qualms.data import csd
 from qualms.errors import InputError
-from qualms.reproduce import problems, shift
+from qualms.reproduce import problems, session, shift
 from qualms.reproduce.places import check_page
 from qualms.reproduce.problems import csd_problem, csd_settings, qm9_settings
 from qualms.reproduce.results import Shift, read_results
@@ -129,6 +129,12 @@ def test_files_without_candidates_say_what_is_expected(tmp_path):
     ase.io.write(path, Atoms("H2", cell=[5.0] * 3, pbc=True, positions=[[0] * 3, [1] * 3]))
     with pytest.raises(InputError, match="a file with numbers for each atom"):
         csd(path)
+    renamed = crystals(2)
+    for atoms in renamed:
+        atoms.arrays["sigma"] = atoms.arrays.pop("CS_total")
+    with pytest.raises(InputError, match=r"one of sigma. Rename the shieldings to CS_total"):
+        csd(written(path, renamed))
+    assert len(csd(path, target="sigma")) == 2
     failed = crystals(2)
     for atoms in failed:
         atoms.info["STATUS"] = "FAILED"
@@ -222,7 +228,7 @@ def test_unknown_elements_are_found_before_the_work(tiny, tmp_path, monkeypatch)
     strange = crystals(5, seed=1)
     strange[3].numbers[0] = 53
     written("relaxed.extxyz", strange)
-    monkeypatch.setattr(command, "run_problem", lambda *args: pytest.fail("the work has started"))
+    monkeypatch.setattr(session, "run_problem", lambda *args: pytest.fail("the work has started"))
     ended = qualms(
         "reproduce csd --data rattled.extxyz --relaxed relaxed.extxyz --scale small -o out"
     )
@@ -237,20 +243,20 @@ def test_the_time_of_all_of_the_work_is_said_before_it_starts(tiny, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     written("rattled.extxyz", crystals(60))
     written("relaxed.extxyz", crystals(30, seed=1))
-    monkeypatch.setattr(command, "expected_seconds", lambda problem, plan: 1000.0)
-    monkeypatch.setattr(command, "_share", lambda *crystals: 0.0)
+    monkeypatch.setattr(session, "expected_seconds", lambda problem, plan: 1000.0)
+    monkeypatch.setattr(command, "share_of_training", lambda *crystals: 0.0)
 
     def stop(*args):
         raise InputError("work", "anything", "nothing")
 
-    monkeypatch.setattr(command, "run_problem", stop)
+    monkeypatch.setattr(session, "run_problem", stop)
     one = "reproduce csd --data rattled.extxyz --scale small -o out --threads 1 --split atoms"
     assert "In all about 17 min, kernel rows kept" in qualms(one).err
     assert "In all about 33 min" in qualms(one.replace("atoms", "both")).err
     assert "In all about 1.7 h" in qualms(one.replace("atoms", "both") + " --seeds 3").err
-    monkeypatch.setattr(command, "expected_seconds", lambda problem, plan: 2.0)
+    monkeypatch.setattr(session, "expected_seconds", lambda problem, plan: 2.0)
     assert "about 2 s a seed, 1 to go" in qualms(one).err
-    monkeypatch.setattr(command, "_share", lambda *crystals: 1e6)
+    monkeypatch.setattr(command, "share_of_training", lambda *crystals: 1e6)
     ended = qualms(f"{one} --relaxed relaxed.extxyz --discard-kernels")
     assert " h, predictions far from home included\n" in ended.err
 
@@ -259,7 +265,7 @@ def test_the_time_of_all_of_the_work_is_said_before_it_starts(tiny, tmp_path, mo
 def out(tiny, tmp_path, monkeypatch):
     """A finished run of crystals, divided over crystals; figures are not the subject here."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "draw_figures", lambda *args, **kwargs: [])
+    monkeypatch.setattr(session, "draw_figures", lambda *args, **kwargs: [])
     written("rattled.extxyz", crystals(60))
     ended = qualms(CSD)
     assert ended.code == 0, ended.err
@@ -287,7 +293,7 @@ def test_what_is_there_is_kept_and_what_is_stale_is_not(out, monkeypatch):
         return Shift(trained_on="", n_train=1, sets=[], seconds=1.0, **known)
 
     monkeypatch.setattr(command, "csd_shift", predict)
-    monkeypatch.setattr(command, "make_page", lambda *args: "")
+    monkeypatch.setattr(session, "write_page", lambda path, *_, **__: path.touch())
     for n in (5, 5, 6):
         written("relaxed.extxyz", crystals(n, seed=1))
         assert qualms(f"{CSD} --relaxed relaxed.extxyz").code == 0
@@ -344,3 +350,10 @@ def test_a_file_is_no_directory(tmp_path, monkeypatch, place):
     ended = qualms(f"reproduce qm9 --scale small -o {place}")
     assert ended.code == 2
     assert "a directory, or a name for a new one" in ended.err
+
+
+def test_a_directory_that_cannot_be_written_to_is_refused_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    ended = qualms(f"reproduce qm9 --scale small -o {tmp_path}")
+    assert ended.code == 2
+    assert "nothing can be written there" in ended.err

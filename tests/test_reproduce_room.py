@@ -17,9 +17,8 @@ from qualms.atomistic.progress import Stages
 from qualms.atomistic.training import Training
 from qualms.atomistic.training_set import make_training_set
 from qualms.cli import app
-from qualms.cli import reproduce as command
 from qualms.errors import InputError
-from qualms.reproduce import kernels, problems, run
+from qualms.reproduce import kernels, problems, run, session
 from qualms.reproduce.kept import Kept
 from qualms.reproduce.places import Workplace, is_out_of_room, naming
 from qualms.reproduce.problems import qm9_problem
@@ -149,8 +148,8 @@ def test_room_is_announced_before_the_work(monkeypatch):
     def stop(*args):
         raise InputError("work", "anything", "nothing")
 
-    monkeypatch.setattr(command, "run_problem", stop)
-    monkeypatch.setattr(command, "bytes_on_disk", lambda problem, plan: 2.1e9)
+    monkeypatch.setattr(session, "run_problem", stop)
+    monkeypatch.setattr(session, "bytes_on_disk", lambda problem, plan: 2.1e9)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(9e9, 4e9, 5e9))
     said = "Kernel rows take about 4.2 GB on disk; out has 5.0 GB free\n"
     assert said in qualms(f"{QM9} --seeds 2").err
@@ -215,7 +214,7 @@ def test_an_interrupted_run_says_how_it_goes_on(words, forced, monkeypatch):
 
 
 def test_what_was_begun_anew_goes_on_without_force(monkeypatch):
-    monkeypatch.setattr(command, "draw_figures", lambda *args: [])
+    monkeypatch.setattr(session, "draw_figures", lambda *args: [])
     assert qualms(QM9).code == 0
     before = read_results("out/qm9.json")
 
@@ -240,7 +239,7 @@ def test_what_was_begun_anew_goes_on_without_force(monkeypatch):
 
 
 def test_a_run_that_cannot_start_does_not_replace_results(monkeypatch):
-    monkeypatch.setattr(command, "draw_figures", lambda *args: [])
+    monkeypatch.setattr(session, "draw_figures", lambda *args: [])
     assert qualms(QM9).code == 0
     before = Path("out/qm9.json").read_bytes()
     ended = qualms(f"{QM9} --force --memory 1MB")

@@ -19,7 +19,7 @@ from qualms.atomistic.hypers import make_soap
 from qualms.atomistic.progress import Stages
 from qualms.cli import reproduce as command
 from qualms.core.calibration import calibration_data, fit_calibration
-from qualms.reproduce import problems, shift
+from qualms.reproduce import problems, session, shift
 from qualms.reproduce.bins import adequacy, mean_bins
 from qualms.reproduce.introduction import differences
 from qualms.reproduce.page import make_page
@@ -308,7 +308,7 @@ def test_calibrations_of_a_validation_set_are_fitted_at_home_and_judged_far_from
 
 def test_the_model_of_relaxed_crystals_does_not_depend_on_the_split(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "draw_figures", lambda *args: [])
+    monkeypatch.setattr(session, "draw_figures", lambda *args: [])
     for name, n, seed in (("rattled", 60, 0), ("relaxed", 30, 1)):
         ase.io.write(f"{name}.extxyz", organic_crystals(n, seed=seed), format="extxyz")
     used = []

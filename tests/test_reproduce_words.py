@@ -8,10 +8,13 @@ import pytest
 from atomistic_fixtures import qualms
 from reproduce_fixtures import MEMBERS, made_column, made_results, made_seed
 
+from benchmarks import bench_presets
+from qualms.atomistic.hypers import make_soap
 from qualms.report.figures import conditional
 from qualms.reproduce import divisions, pictures, size_picture
 from qualms.reproduce.divisions import comparison_of_divisions
 from qualms.reproduce.facts import asked_for, differing, facts
+from qualms.reproduce.markdown import keep_links
 from qualms.reproduce.over_seeds import VERDICTS
 from qualms.reproduce.page import make_page
 from qualms.reproduce.problems import csd_settings
@@ -105,7 +108,7 @@ def test_targets_that_are_met_say_by_how_little():
 
 def test_fewer_representatives_than_asked_for_are_explained():
     enough = made_results(made_seed(), name="csd-crystals")
-    assert asked_for(enough) == 10_000
+    assert asked_for(enough).n_representatives == 10_000
     assert "asked for" not in facts(enough)
     fewer = made_results(
         *(made_seed(i, n_representatives=n) for i, n in enumerate((8389, 8401))),
@@ -117,8 +120,8 @@ def test_fewer_representatives_than_asked_for_are_explained():
     # Nobody can choose more than there are.
     few = made_results(made_seed(n_environments=9, n_representatives=9), name="csd-crystals")
     assert "asked for" not in facts(few)
-    assert asked_for(few.model_copy(update={"scale": "small"})) == 1_000
-    assert asked_for(made_results(made_seed())) == 5_000
+    assert asked_for(few.model_copy(update={"scale": "small"})).n_representatives == 1_000
+    assert asked_for(made_results(made_seed())).n_representatives == 5_000
 
 
 def both_divisions(rmse=(0.3, 0.6), n_representatives=(10_000, 8_389)):
@@ -197,17 +200,16 @@ def recorded(section):
 def test_the_page_quotes_the_recorded_benchmarks():
     """RMSE, MAE, log likelihood, coverage, seconds: what is typed is what was recorded."""
     molecules, crystals = recorded("presets")
-    (siblings,) = recorded("siblings")
-    own = "nmr, 6 Å, Gaussians of 0.4 Å, scaling of 3 Å, m = 4, 2000 components"
-    assert siblings["nmr"][0] == divisions.PRESET_RMSE
-    assert siblings[own][0] == divisions.OWN_RMSE
-    worth = divisions._worth(2.0)
-    rmse = {name: row[0] / crystals["nmr"][0] - 1 for name, row in crystals.items()}
-    assert f"{-rmse['nmr, cutoff 6 Å']:.0%} smaller".replace("%", " %") in worth
-    assert f"{rmse['nmr, Gaussians of 0.4 Å']:.0%} larger".replace("%", " %") in worth
-    assert f"{rmse['nmr, radial scaling of 3 Å, m = 6']:.0%} larger".replace("%", " %") in worth
-    assert f"none at all {rmse['nmr, no radial scaling']:.0%}".replace("%", " %") in worth
+    siblings, new = recorded("siblings")
+    own = f"nmr, {bench_presets.OWN}"
+    used = make_soap("nmr", **bench_presets.TOGETHER[bench_presets.OWN])
+    assert used == csd_settings("atoms", "paper").representation
+    assert (siblings["nmr"][0], siblings[own][0]) == (divisions.PRESET_RMSE, divisions.OWN_RMSE)
+    assert (new["nmr"][0], new[own][0]) == (divisions.NEW_PRESET_RMSE, divisions.NEW_OWN_RMSE)
+    assert siblings[own][0] == min(row[0] for row in siblings.values())
     words = " ".join(MODEL_SELECTION.split())
+    for score in (siblings[own][0], siblings["nmr"][0]):
+        assert f"{score:.3f} ppm" in words
     for name in ("organic", *(f"organic, {c}" for c in QUOTED)):
         assert f"{molecules[name][1]:.3f} meV/atom" in words, name
         assert f"{molecules[name][2]:.3f}" in words, name
@@ -262,11 +264,12 @@ def test_captions_say_what_figures_show():
     page = make_page([made_results(made_seed())], figures="figures/")
     captions = dict(re.findall(r"figures/qm9-(\w+)\.png\n:alt: (.*)\n", page))
     assert set(captions) == {*pictures.PANELS.values(), "sizes"}
-    for ending in pictures.PANELS.values():
-        assert f"contours at {levels} per unit of ln ε" in captions[ending]
-    assert "no members" in captions["student"]
-    assert "one for GPR PP" in captions["linear"]
+    assert page.count(f"contours at {levels} per unit of ln ε") == 1
+    assert "GPR PP has no panel with internal" in page
+    for ending, has_process in (("linear", True), ("power", True), ("student", False)):
+        assert ("GPR PP" in captions[ending]) == has_process
     assert not any("the same" in caption for caption in CAPTIONS.values())
+    assert max(map(len, captions.values())) < 160
     assert len(set(captions.values())) == len(captions)
 
 
@@ -365,3 +368,11 @@ def test_pages_of_files_are_those_of_what_was_found(found, tmp_path):
     again = read_results(tmp_path / "qm9.json")
     write_results(tmp_path / "again.json", again)
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "qm9.json").read_bytes()
+
+
+def test_only_pages_that_are_there_are_linked(tmp_path):
+    text = "[theory](theory.md), [a part](theory.md#part), [all](equations.md), ![](a.png)"
+    assert keep_links(text, tmp_path) == "theory, a part, all, ![](a.png)"
+    (tmp_path / "theory.md").touch()
+    assert keep_links(text, tmp_path) == text.replace("[all](equations.md)", "all")
+    assert keep_links(MODEL_SELECTION, tmp_path).count("](") == 0

@@ -87,7 +87,8 @@ def _no_shieldings(
 ) -> InputError:
     known = sorted({name for a in frames[:10] for name in a.arrays} - {"numbers", "positions"})
     expected = f"one of {', '.join(known)}" if known else "a file with numbers for each atom"
-    return InputError("target", f"none of {', '.join(names)} in '{path}'", expected)
+    hint = f"Rename the shieldings to {SHIELDINGS[0]}; in Python, target= takes any name."
+    return InputError("target", f"none of {', '.join(names)} in '{path}'", expected, hint)
 
 
 def _read_chemiscope(path: Path) -> list[Atoms]:

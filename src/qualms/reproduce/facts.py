@@ -7,10 +7,10 @@ from typing import Any
 
 from qualms.atomistic.hypers import Compression, Soap
 from qualms.atomistic.hypers import Scale as SoapScale
+from qualms.atomistic.settings import Settings
 from qualms.reproduce.problems import Scale, Split, csd_settings, qm9_settings
 from qualms.reproduce.results import Results
 
-_MEMBERS = 16
 _NONE = "none"
 
 
@@ -22,8 +22,9 @@ def facts(results: Results) -> str:
     return (
         f"{seed.n_train:,} training, {seed.n_validation:,} validation and {seed.n_test:,} test "
         f"points from {_source(results)}; {seed.n_representatives:,} representatives by farthest "
-        f"point sampling out of {seed.n_environments:,} environments; {_MEMBERS} members."
-        f"{crystals}{small} {_fewer(results)}{described(results.representation)}"
+        f"point sampling out of {seed.n_environments:,} environments; "
+        f"{asked_for(results).n_members} members.{crystals}{small} {_fewer(results)}"
+        f"{described(results.representation)}"
     )
 
 
@@ -31,19 +32,19 @@ def _source(results: Results) -> str:
     return f"{results.source}{f' without {results.left_out}' if results.left_out else ''}"
 
 
-def asked_for(results: Results) -> int:
-    """Return how many representatives were to be chosen: as many as the paper has, by scale."""
+def asked_for(results: Results) -> Settings:
+    """Return what was to be done: as many representatives and members as the paper has."""
     scale: Scale = "paper" if results.scale == "paper" else "small"
     if results.name == "qm9":
-        return qm9_settings(scale).n_representatives
+        return qm9_settings(scale)
     split: Split = "atoms" if results.name == "csd-atoms" else "crystals"
-    return csd_settings(split, scale).n_representatives
+    return csd_settings(split, scale)
 
 
 def _fewer(results: Results) -> str:
     """Say why there are fewer representatives than were asked for, if there are."""
     kept = [seed.n_representatives for seed in results.seeds]
-    chosen = min(asked_for(results), results.seeds[0].n_environments)
+    chosen = min(asked_for(results).n_representatives, results.seeds[0].n_environments)
     if min(kept) >= chosen:
         return ""
     listed = f"{min(kept):,}" if len(set(kept)) == 1 else f"{min(kept):,} to {max(kept):,}"
@@ -68,7 +69,8 @@ def _hyper_parameters(stored: Mapping[str, Any]) -> dict[str, str]:
     """Return the hyper-parameters of SOAP by name, those of several scales one after the other."""
     soap = Soap.model_validate(stored)
     scales = [_of_scale(scale) for scale in soap.scales]
-    found = {name: "; ".join(scale[name] for scale in scales) for name in scales[0]}
+    values = {name: [scale[name] for scale in scales] for name in scales[0]}
+    found = {n: v[0] if len(set(v)) == 1 else "; ".join(v) for n, v in values.items()}
     return found | {"ζ": f"{soap.exponent:g}", "compression": compressed(stored)}
 
 
@@ -98,9 +100,11 @@ def _of_scale(scale: SoapScale) -> dict[str, str]:
 
 def compressed(stored: Mapping[str, Any]) -> str:
     """Say to how many features those of SOAP are compressed."""
-    chosen = Soap.model_validate(stored).compression
+    soap = Soap.model_validate(stored)
+    chosen = soap.compression
     if chosen is None:
         return "not compressed"
     found = chosen if isinstance(chosen, Compression) else Compression()
     pays = "" if chosen is found else " if that pays"
-    return f"{found.n_features:,} components ({found.method}){pays}"
+    each = " of each cutoff" if len(soap.scales) > 1 else ""
+    return f"{found.n_features:,} components ({found.method}){each}{pays}"

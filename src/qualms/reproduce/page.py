@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from qualms.reproduce.complete import NAMES, size_note
 from qualms.reproduce.divisions import comparison_of_divisions
 from qualms.reproduce.facts import facts
 from qualms.reproduce.introduction import differences, introduction
-from qualms.reproduce.markdown import figure, markdown_table
+from qualms.reproduce.markdown import figure, keep_links, markdown_table
 from qualms.reproduce.over_seeds import sub_samples
 from qualms.reproduce.pictures import LEVELS, PANELS
 from qualms.reproduce.published import COLUMNS, PROCESS
@@ -25,8 +26,9 @@ from qualms.reproduce.tables import (
     reference_rows,
 )
 from qualms.reproduce.targets import internal_against_validation
-from qualms.reproduce.texts import CAPTIONS, MODEL_SELECTION, READING
+from qualms.reproduce.texts import CAPTIONS, FIGURES, MODEL_SELECTION, READING
 from qualms.reproduce.too_small import too_small_parts
+from qualms.storage.files import atomic_output
 
 _GB = 1e9
 
@@ -42,13 +44,23 @@ def make_page(found: Sequence[Results], *, figures: str = "") -> str:
         Where the figures are, seen from the page: "" or a directory that ends in "/".
     """
     found = sorted(found, key=lambda results: NAMES.index(results.name))
-    parts = [introduction(found), READING]
+    levels = ", ".join(f"{level:g}" for level in LEVELS)
+    parts = [introduction(found), READING, FIGURES.format(levels=levels)]
     for results in found:
         parts += _section(results, figures)
     parts += comparison_of_divisions(found)
     parts += [MODEL_SELECTION, *too_small_parts(found)]
     parts += [*shift_parts(found, figures), differences(found)]
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
+
+
+def write_page(
+    path: Path, found: Sequence[Results], *, figures: str = "", force: bool = False
+) -> None:
+    """Write the page: see `make_page`. Pages of the documentation are linked if they are there."""
+    text = keep_links(make_page(found, figures=figures), path.resolve().parent)
+    with atomic_output(path, force=force) as file:
+        file.write(text.encode())
 
 
 def _section(results: Results, figures: str) -> list[str]:
@@ -121,8 +133,7 @@ def _claims_table(results: Results) -> str:
 
 def _figures(results: Results) -> Iterable[tuple[str, str]]:
     for ending in (*PANELS.values(), "sizes"):
-        levels = ", ".join(f"{level:g}" for level in LEVELS)
-        yield ending, CAPTIONS[ending].format(title=results.title, levels=levels)
+        yield ending, CAPTIONS[ending].format(title=results.title)
 
 
 def _costs(results: Results) -> str:

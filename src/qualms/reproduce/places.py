@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -64,6 +65,8 @@ def make_directory(directory: Path) -> None:
     """Make the directory of a run; what is in the way is an error that says so."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "nothing can be written there", str(directory))
     except OSError as error:
         raise InputError(
             "output", f"'{directory}'", "a directory, or a name for a new one", f"({error})"
