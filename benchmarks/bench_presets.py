@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,32 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-#: What is compared where siblings in the same crystal are known: fewer, and some together.
+_TOGETHER: dict[str, Any] = {
+    "radial_scaling": {"scale": 3.0, "exponent": 4.0},
+    "compression": {"method": "pca", "n_features": 2000},
+}
+#: Changes of several hyper-parameters at a time: cutoffs, each with the width of its Gaussians.
+TOGETHER: dict[str, dict[str, Any]] = {
+    " and ".join(f"{cutoff:g} Å, Gaussians of {width} Å" for cutoff, width in scales)
+    + ", scaling of 3 Å, m = 4, 2000 components": {
+        "scales": [
+            {"cutoff": cutoff, "gaussian_width": width, "n_radial": 8, "l_max": 7}
+            for cutoff, width in scales
+        ],
+        **_TOGETHER,
+    }
+    for scales in (
+        [(5.0, 0.3)],
+        [(6.0, 0.3)],
+        [(6.0, 0.4)],
+        [(7.0, 0.4)],
+        [(3.5, 0.3), (6.0, 0.4)],
+        [(4.0, 0.3), (7.0, 0.5)],
+    )
+}
+#: What is used where siblings in the same crystal are known.
+OWN = next(label for label in TOGETHER if label.startswith("4 Å"))
+#: What is compared there: fewer, and some together.
 WITH_SIBLINGS: dict[str, dict[str, Any]] = {
     **{
         label: CHANGES[label]
@@ -60,15 +85,7 @@ WITH_SIBLINGS: dict[str, dict[str, Any]] = {
             "2000 principal components",
         )
     },
-    **{
-        f"{cutoff:g} Å, Gaussians of {width} Å, scaling of 3 Å, m = 4, 2000 components": {
-            "cutoff": cutoff,
-            "gaussian_width": width,
-            "radial_scaling": {"scale": 3.0, "exponent": 4.0},
-            "compression": {"method": "pca", "n_features": 2000},
-        }
-        for cutoff, width in ((5.0, 0.3), (6.0, 0.3), (6.0, 0.4), (7.0, 0.4))
-    },
+    **TOGETHER,
 }
 
 
@@ -156,11 +173,14 @@ def row(problem: Problem, label: str, representation: Any) -> list[Any]:
 
 
 def table(
-    problem: Problem, preset: str, changes: Mapping[str, Mapping[str, Any]]
+    problem: Problem,
+    preset: str,
+    changes: Mapping[str, Mapping[str, Any]],
+    presets: Iterable[str] = PRESETS,
 ) -> dict[str, Any]:
-    """Compare all presets, and changes of one of them, on one problem."""
+    """Compare presets, all if not said otherwise, and changes of one of them, on one problem."""
     soap = make_soap(preset)
-    rows = [row(problem, name, name) for name in PRESETS]
+    rows = [row(problem, name, name) for name in presets]
     for label, change in changes.items():
         changed = make_soap(preset, **change)
         if changed != soap:
@@ -194,10 +214,11 @@ def tables(divisor: int = 1) -> Iterator[dict[str, Any]]:
 
 
 def sibling_tables(divisor: int = 1) -> Iterator[dict[str, Any]]:
-    """Compare representations of atoms whose siblings are known."""
-    by_atoms = atoms_of_crystals(divisor)
-    if by_atoms is not None:
+    """Compare representations of atoms whose siblings are known, and the one used without them."""
+    by_atoms, new = atoms_of_crystals(divisor), crystals(divisor)
+    if by_atoms is not None and new is not None:
         yield table(by_atoms, "nmr", WITH_SIBLINGS)
+        yield table(new, "nmr", {OWN: TOGETHER[OWN]}, presets=["nmr"])
 
 
 def run() -> list[dict[str, Any]]:

@@ -139,8 +139,8 @@ def test_divisions_differ_in_more_than_the_division():
     assert "the error is 2.0 times that on new atoms of known ones" in text
     assert "lose ln(2.0) = 0.69" in text
     assert "two models" in text
-    assert "| cutoff | 6 Å | 5 Å |" in text
-    assert "| Gaussians | 0.4 Å | 0.3 Å |" in text
+    assert "| cutoff | 4 Å; 7 Å | 5 Å |" in text
+    assert "| Gaussians | 0.3 Å; 0.5 Å | 0.3 Å |" in text
     assert "| radial scaling | 3 Å, m = 4 | 2 Å, m = 4 |" in text
     assert "| representatives used | 10,000 | 8,389 |" in text
     assert "| basis |" not in text  # the same for both
@@ -168,7 +168,7 @@ def test_what_was_not_compared_in_the_benchmarks_is_not_quoted():
     small = csd_settings("atoms", "small").representation.model_dump(mode="json")
     found[0] = found[0].model_copy(update={"scale": "small", "representation": small})
     text = "\n\n".join(comparison_of_divisions(found))
-    assert "| compression | 500 components (pca) | 1,000 components (pca) if that pays |" in text
+    assert "500 components (pca) of each cutoff | 1,000 components (pca) if that pays |" in text
     assert "benchmarks" not in text
 
 
@@ -264,8 +264,8 @@ def test_captions_say_what_figures_show():
     page = make_page([made_results(made_seed())], figures="figures/")
     captions = dict(re.findall(r"figures/qm9-(\w+)\.png\n:alt: (.*)\n", page))
     assert set(captions) == {*pictures.PANELS.values(), "sizes"}
-    assert page.count(f"contours at {levels} per unit of ln ε") == 1
-    assert "GPR PP has no panel with internal" in page
+    assert page.count(f"Contours are at {levels} per unit of ln ε") == 1
+    assert "GPR PP has no panel\nwith internal calibration" in page
     for ending, has_process in (("linear", True), ("power", True), ("student", False)):
         assert ("GPR PP" in captions[ending]) == has_process
     assert not any("the same" in caption for caption in CAPTIONS.values())
@@ -364,7 +364,8 @@ def test_pages_of_files_are_those_of_what_was_found(found, tmp_path):
     files = " ".join(str(tmp_path / f"{name}.json") for name in ORDER)
     ended = qualms(f"reproduce page {files} -o {tmp_path / 'page.md'}")
     assert ended.code == 0, ended.err
-    assert (tmp_path / "page.md").read_text(encoding="utf-8") == make_page(found)
+    page = (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert page == keep_links(make_page(found), tmp_path)
     again = read_results(tmp_path / "qm9.json")
     write_results(tmp_path / "again.json", again)
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "qm9.json").read_bytes()

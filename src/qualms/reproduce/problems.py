@@ -26,12 +26,14 @@ Split = Literal["atoms", "crystals"]
 #: What all sizes are divided by.
 DIVISORS: dict[Scale, int] = {"paper": 1, "small": 10}
 #: How crystals are represented: see `python -m benchmarks presets siblings`. Where siblings of an
-#: atom in its own crystal are known, it pays to see farther, and more smoothly.
+#: atom in its own crystal are known, it pays to see farther, and the more smoothly the farther.
 REPRESENTATIONS: dict[Split, dict[str, Any]] = {
     "atoms": {
         "preset": "nmr",
-        "cutoff": 6.0,
-        "gaussian_width": 0.4,
+        "scales": [
+            {"cutoff": 4.0, "gaussian_width": 0.3, "n_radial": 8, "l_max": 7},
+            {"cutoff": 7.0, "gaussian_width": 0.5, "n_radial": 8, "l_max": 7},
+        ],
         "radial_scaling": {"scale": 3.0, "exponent": 4.0},
         "compression": {"method": "pca", "n_features": 2_000},
     },

@@ -161,10 +161,10 @@ DIVISIONS = """ Divisions of the data for several seeds take
 FIGURES = """
 ## How to read the figures
 The paper's figures have P(ln ε | ln σ), the density of errors ε given the error bar σ: that of true
-errors solid, that of the model dashed, contours at {levels} per unit of ln ε, where about 20 points
-or more lie within a bandwidth of ln σ; P(ln σ) in grey, ε = σ dotted. There is a panel for each
-size of the sub-samples, with the test points of one seed. GPR PP has no panel with internal
-calibration: it has no members, hence none that did not see a training point.
+errors solid, that of the model dashed. Contours are at {levels} per unit of ln ε,
+where about 20 points or more lie within a bandwidth of ln σ; P(ln σ) in grey, ε = σ dotted. There
+is a panel for each size of the sub-samples, with the test points of one seed. GPR PP has no panel
+with internal calibration: it has no members, hence none that did not see a training point.
 
 In the figures of log likelihood against sub-sample size, with the bootstrap at the right of each
 panel, estimators of one size stand side by side: CV and N-L, calibrated on the validation set, have
