@@ -67,13 +67,31 @@ def test_a_page_of_results_alone_has_the_figures_that_need_no_more(alone):
     assert "sizes" not in warning
 
 
-def test_figures_that_are_there_stay_as_they_are(alone):
+def test_panels_that_are_there_stay_and_figures_of_results_are_those_of_these(alone):
     for ending in (*PANELS, "sizes", "shift"):
         Path(f"out/qm9-{ending}.png").write_bytes(b"drawn before")
     before = contents("out")
     ended = qualms("reproduce page out/qm9.json -o page.md")
     assert (ended.code, ended.err) == (0, "")
-    assert contents("out") == before
+    changed = {name for name, content in contents("out").items() if content != before[name]}
+    assert {Path(name).name for name in changed} == {"qm9-sizes.png", "qm9-shift.png"}
+
+
+def test_damaged_results_are_refused_before_anything_is_written(alone):
+    """A representation that is none, and a seed that counts twice."""
+    shift = alone.shift.model_copy(update={"representation": {"a": 1}})
+    write_results(Path("out/qm9.json"), alone.model_copy(update={"shift": shift}))
+    before = contents("out")
+    ended = qualms("reproduce page out/qm9.json -o page.md")
+    assert ended.code == 2
+    assert "the representation of qm9, far from home" in ended.err
+    twice = alone.model_copy(update={"seeds": [*alone.seeds, *alone.seeds]})
+    write_results(Path("out/qm9.json"), twice)
+    ended = qualms("reproduce page out/qm9.json -o page.md")
+    assert ended.code == 2
+    assert "seed 0 is there more than once" in ended.err
+    assert set(contents("out")) == set(before)
+    assert not Path("page.md").exists()
 
 
 def test_a_run_without_its_predictions_draws_what_needs_none(alone):
@@ -105,12 +123,16 @@ def test_the_title_is_that_of_the_scale(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("scale", "n", "other"), [("small", "500", "2,000"), ("paper", "2,000", "500")]
+    ("scale", "n", "other"),
+    [
+        ("small", "1,000 components (pca) if that pays", "2,000"),
+        ("paper", "2,000 components (pca) of each cutoff", "1,000"),
+    ],
 )
 def test_components_are_those_of_the_results(scale, n, other):
     soap = csd_settings("atoms", scale).representation.model_dump(mode="json")
     page = make_page([complete("csd-atoms", scale=scale, representation=soap)])
-    assert f"shieldings divided over atoms: {n} components (pca)." in page
+    assert f"shieldings divided over atoms: {n}." in page
     assert f"{other} components" not in page
     assert ("of the same 30,009" in page) == (scale == "paper")
 

@@ -230,13 +230,13 @@ def test_a_calibration_survives_if_its_intervals_hold_on_every_set():
     assert survivors([one, two]) == ["CV"]
     assert survivors([two, three]) == []
     assert survivors([raw]) == []
-    assert survival_words([[raw]]) == ""
-    words = survival_words([[one, two], [three]])
-    assert "None survives on all of them (CV on one and two; student on three)." in words
+    assert survival_words([raw]) == ""
+    each = "CV and student on one; CV on two; student on three"
+    assert f"None survives on all of them ({each})." in survival_words([one, two, three])
     assert "CV survives on all of them (CV and student on one; CV on two)." in survival_words(
-        [[one], [two]]
+        [one, two]
     )
-    assert "CV and student survive." in survival_words([[one]])
+    assert "CV and student survive." in survival_words([one])
 
 
 def test_the_calibration_that_loses_least_and_the_nearest_by_coverage_are_named():
@@ -252,7 +252,7 @@ def test_the_calibration_that_loses_least_and_the_nearest_by_coverage_are_named(
         **{"Int.": column(likelihood=-1.25, coverage=(0.875, 0.988))},
         student=column(likelihood=-1.155, coverage=(0.801, 0.969)),
     )
-    words = survival_words([[one], [two]])
+    words = survival_words([one, two])
     assert "By log likelihood, student loses least: at most 0.04 below" in words
     assert "(Int. 0.10)" in words.replace("0.09", "0.10")
     assert "By coverage, student is nearest: its 68% intervals hold 67% to 80%" in words

@@ -103,6 +103,7 @@ def make_plan(
     to_disk: bool = False,
     n_pairs: int = 0,
     n_projection: int = 0,
+    n_scales: int = 1,
 ) -> Plan:
     """Decide where features live.
 
@@ -126,6 +127,8 @@ def make_plan(
         Environments times their neighbours, if forces are learned.
     n_projection : int
         Numbers in the matrices that compress features, which the model keeps.
+    n_scales : int
+        Cutoffs, whose features are compressed apart.
     """
     limit = parse_memory(memory)
     d, M = n_features, n_representatives
@@ -140,6 +143,7 @@ def make_plan(
         n_workers,
         selection,
         n_pairs,
+        n_scales,
     )
     while run.n_workers > 1 and min(run.memory().values()) > limit:
         run = replace(run, n_workers=run.n_workers // 2)

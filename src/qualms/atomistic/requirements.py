@@ -33,6 +33,8 @@ class Requirements:
     selection : {"fps", "cur", "random"}
     n_pairs : int
         Environments times their neighbours, if forces are learned.
+    n_scales : int
+        Cutoffs, whose features are compressed apart.
     """
 
     n_rows: int
@@ -45,6 +47,7 @@ class Requirements:
     n_workers: int
     selection: str
     n_pairs: int = 0
+    n_scales: int = 1
 
     @property
     def features(self) -> float:
@@ -114,7 +117,7 @@ class Requirements:
         d, raw, M, n = self.d, self.n_raw, self.M, self.n_environments
         per_environment = 2e-5 + 1.5e-8 * raw + (2.0e-11 * raw * d if d < raw else 0.0)
         spectra = n * per_environment / self.n_workers * (2 if mode == "recompute" else 1)
-        compressing = 20.0 * raw**3 / 4e10 if d < raw else 0.0
+        compressing = 20.0 * raw**3 / self.n_scales**2 / 4e10 if d < raw else 0.0
         products = 2.0 * n * d * M * (1 + 0.8) / 1.4e11
         solving = (1.5 * self.n_rows * M**2 + 20.0 * M**3 / 3) / 4e10
         picking = _CUR_RATE * min(LANDMARKS * M, n) ** 2 * M if self.selection == "cur" else 0.0

@@ -113,6 +113,7 @@ class Training:
             n_environments=self.data.n_environments,
             n_features=sum(kept),
             n_raw_features=sum(widths),
+            n_scales=len(widths),
             n_representatives=min(self.settings.n_representatives, self.data.n_environments),
             n_members=self.settings.n_members,
             n_workers=self.resources.threads,

@@ -120,12 +120,9 @@ def check_together(found: Sequence[Results]) -> None:
             raise InputError("results", f"those of '{results.name}'", f"one of {', '.join(NAMES)}")
         if results.scale not in SCALES:
             raise InputError("results", f"scale '{results.scale}'", f"one of {', '.join(SCALES)}")
-        try:
-            Soap.model_validate(results.representation)
-        except ValidationError as error:
-            given = f"the representation of {results.name}"
-            why = error.errors()[0]["msg"]
-            raise InputError("results", given, f"hyper-parameters of SOAP ({why})") from error
+        _check_representation(results.name, results.representation)
+        if results.shift is not None and results.shift.representation is not None:
+            _check_representation(f"{results.name}, far from home", results.shift.representation)
     names = [results.name for results in found]
     twice = [name for name in NAMES if names.count(name) > 1]
     if twice:
@@ -133,3 +130,11 @@ def check_together(found: Sequence[Results]) -> None:
     if len({results.scale for results in found}) > 1:
         given = ", ".join(f"{results.name} of scale {results.scale}" for results in found)
         raise InputError("results", given, "results of one scale", "Make a page of each scale.")
+
+
+def _check_representation(of: str, stored: Mapping[str, Any]) -> None:
+    try:
+        Soap.model_validate(stored)
+    except ValidationError as error:
+        given, why = f"the representation of {of}", error.errors()[0]["msg"]
+        raise InputError("results", given, f"hyper-parameters of SOAP ({why})") from error

@@ -24,8 +24,8 @@ _MODELS = """
 The division is not all that differs. Each has the hyper-parameters that suit it, and so these are
 two models:
 """
-#: From the benchmark siblings (recorded in benchmarks/RESULTS.md): RMSE in ppm of the preset nmr and
-#: of what is used over atoms, divided over atoms, and over crystals.
+#: From the benchmark siblings (recorded in benchmarks/RESULTS.md): RMSE in ppm of the preset nmr,
+#: and of what is used over atoms, divided over atoms, and over crystals.
 PRESET_RMSE, OWN_RMSE = 0.3742, 0.3123
 NEW_PRESET_RMSE, NEW_OWN_RMSE = 0.631, 0.6805
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+import numpy as np
+
 from qualms.reproduce.facts import compressed
+from qualms.reproduce.markdown import minus
+from qualms.reproduce.over_seeds import sub_samples
 from qualms.reproduce.results import Results
 from qualms.reproduce.shift_page import rattling
 from qualms.reproduce.texts import (
@@ -49,7 +53,20 @@ def differences(found: Sequence[Results]) -> str:
         divisions=DIVISIONS.format(n=drawn["csd-atoms"]) if of_atoms else "",
         rattling=rattling(found),
         compression=_compressions(found),
+        accuracy="; ".join(map(_accuracy, found)),
     )
+
+
+def _accuracy(results: Results) -> str:
+    """Say by how much the committee's RMSE differs from that of the full model, by size."""
+    full = np.array([seed.process["Raw"].scores["rmse"] for seed in results.seeds])
+    members = [
+        [scheme.columns["Raw"].scores["rmse"] for scheme in sub_samples(seed)]
+        for seed in results.seeds
+    ]
+    more = (np.array(members) / full[:, None]).mean(axis=0) - 1
+    listed = ", ".join(f"{share:+.0%}" for share in more)
+    return minus(f"{_SHORT[results.name]}: RMSE {listed}, by size, of that of the full model")
 
 
 def _compressions(found: Sequence[Results]) -> str:

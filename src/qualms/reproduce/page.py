@@ -151,7 +151,8 @@ def _costs(results: Results) -> str:
     libraries = ", ".join(f"{k} {m[k]}" for k in ("numpy", "scipy", "dscribe") if k in m)
     return (
         f"Time and memory ({where}{libraries}): {'; '.join(lines)}. Other work on the machine is "
-        "in these times. Memory is that of the process and its largest worker."
+        "in these times. Memory is the largest since the command was started, of the process "
+        "and its largest worker."
     )
 
 

@@ -61,12 +61,13 @@ def draw_figures(
     warn : callable
         Told which figures cannot be drawn, and why.
     only_missing : bool
-        Whether figures that are there stay as they are.
+        Whether panels that are there stay as they are. Others, of the results alone, do not.
     """
     files = {e: workplace.figure(results.name, e) for e in (*PANELS.values(), "sizes")}
     if results.shift is not None:
         files["shift"] = workplace.figure(results.name, "shift")
-    wanted = {e: path for e, path in files.items() if not (only_missing and path.exists())}
+    kept = [e for e in PANELS.values() if only_missing and files[e].exists()]
+    wanted = {e: path for e, path in files.items() if e not in kept}
     drawn: list[Path] = []
     # What needs nothing but the results comes first.
     for endings, draw in ((_OF_RESULTS, _draw_of_results), (PANELS.values(), _draw_all_panels)):

@@ -39,8 +39,6 @@ REPRESENTATIONS: dict[Split, dict[str, Any]] = {
     },
     "crystals": {"preset": "nmr"},
 }
-#: Components that are kept at the small scale: more would take longer than all the rest.
-_SMALL_COMPRESSION = 500
 _HYDROGEN = 1
 
 
@@ -210,10 +208,8 @@ def csd_problem(
 
 
 def _representation(split: Split, scale: Scale) -> dict[str, Any]:
-    chosen = REPRESENTATIONS[split]
-    if scale == "paper" or "compression" not in chosen:
-        return chosen
-    return chosen | {"compression": {"method": "pca", "n_features": _SMALL_COMPRESSION}}
+    # At the small scale, compressing features would take longer than all the rest.
+    return REPRESENTATIONS[split if scale == "paper" else "crystals"]
 
 
 def _in_crystals(problem: Problem) -> Problem:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import psutil
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 import qualms
 from qualms.atomistic.study import Estimate
@@ -239,6 +239,16 @@ class Results(Document):
     seeds: list[Seed] = Field(default_factory=list)
     shift: Shift | None = None
     left_out: str = ""
+
+    @field_validator("seeds")
+    @classmethod
+    def _once_each(cls, seeds: list[Seed]) -> list[Seed]:
+        """Refuse a seed that is there twice: standard errors would be too small."""
+        numbers = [seed.seed for seed in seeds]
+        twice = sorted({number for number in numbers if numbers.count(number) > 1})
+        if twice:
+            raise ValueError(f"seed {twice[0]} is there more than once")
+        return seeds
 
     def seed(self, seed: int) -> Seed | None:
         """Return what was found with a seed, if anything."""

@@ -50,7 +50,7 @@ def shift_parts(found: Sequence[Results], figures: str) -> list[str]:
     parts = [
         SHIFT,
         _still_too_small(studies),
-        survival_words([s.sets[1:] for s in shifts if s.sets[1:]]),
+        survival_words([found for shift in shifts for found in shift.sets[1:]]),
     ]
     for results, shift in studies:
         heading = _HEADINGS[_data(results)]

@@ -37,6 +37,10 @@ _LOW = ("Raw", "Int.")
 _STEP = 0.01
 #: Height of the first value written at the bottom, and of each above it, as fractions of the axes.
 _FOOT, _LINE = 0.055, 0.045
+#: How near to an edge of the axes a value stands beside its triangle, as a fraction of their width.
+_EDGE = 0.05
+#: Dashes of the projected process, scaled linearly and by a power.
+_PROCESS_LINES = {"CV": ":", "N-L": (0, (5, 3))}
 
 
 def draw_sizes(path: Path, results: Results) -> None:
@@ -47,19 +51,25 @@ def draw_sizes(path: Path, results: Results) -> None:
     from matplotlib.figure import Figure
 
     panels = {"about the full model": _reference, "about the mean of the members": _everything}
-    process = float(np.mean([likelihood(seed.process["CV"]) for seed in results.seeds]))
+    process = {
+        column: float(np.mean([likelihood(seed.process[column]) for seed in results.seeds]))
+        for column in _PROCESS_LINES
+    }
     found = [_by_size(results, values) for values in panels.values()]
     with style():
         figure = Figure(figsize=(3.2 * COLUMN_WIDTH, 1.4 * COLUMN_WIDTH), layout="constrained")
         axes = figure.subplots(1, 2, sharey=True)
-        axes[0].set_ylim(*_limits([values for both in found for values in both], process))
+        everything = [values for both in found for values in both]
+        axes[0].set_ylim(*_limits(everything, list(process.values())))
         for ax, title, values in zip(axes, panels, found, strict=True):
-            ax.axhline(process, color=GUIDE, linewidth=1.0, linestyle=":", label=f"{PROCESS}, CV")
+            for column, dashes in _PROCESS_LINES.items():
+                look: dict[str, Any] = {"linestyle": dashes, "label": f"{PROCESS}, {column}"}
+                ax.axhline(process[column], color=GUIDE, linewidth=0.9, **look)
             _draw_panel(ax, results, *values)
             ax.set_title(title, fontsize="medium")
         axes[0].set_ylabel("Log likelihood per point")
         handles, labels = axes[1].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=9)
+        figure.legend(handles, labels, loc="outside upper center", ncols=10)
         with atomic_path(path, force=True) as temporary:
             figure.savefig(temporary, dpi=_DPI, format="png")
 
@@ -74,9 +84,9 @@ def _draw_panel(
     sizes = np.array(results.seeds[0].sizes, dtype=np.float64)
     drawn = np.array([np.mean([bootstrap_of(seed).n for seed in results.seeds])])
     step = _STEP * (drawn[0] - sizes[0])
+    _divide(ax, sizes, float(drawn[0]), step)
     _draw(ax, sizes, by_size, step, lines=True)
     _draw(ax, drawn, of_bootstrap, step, lines=False)
-    _divide(ax, sizes, float(drawn[0]), step)
     set_even_ticks(ax.xaxis)
     counted = " (crystals)" if results.name == "csd-crystals" else ""
     ax.set_xlabel(rf"Sub-sample size $n${counted}")
@@ -111,10 +121,10 @@ def _values(schemes: list[list[Scheme]], values: _Values) -> dict[str, Float64Ar
     }
 
 
-def _limits(found: list[dict[str, Float64Array]], process: float) -> tuple[float, float]:
+def _limits(found: list[dict[str, Float64Array]], process: list[float]) -> tuple[float, float]:
     """Return limits that hold all that is scaled well; twice as much room below, for triangles."""
     means = [v.mean(axis=0) for values in found for n, v in values.items() if n not in _LOW]
-    everything = np.concatenate([*means, [process]])
+    everything = np.concatenate([*means, process])
     low, high = float(everything.min()), float(everything.max())
     margin = 0.1 * (high - low) if high > low else 0.1 * max(abs(low), 1.0)
     return low - 2.0 * margin, high + margin
@@ -159,7 +169,12 @@ def _mark_below(ax: Axes, place: float, value: float, color: str, n_before: int)
     white = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
     height = _FOOT + _LINE * n_before
     look: dict[str, Any] = {"color": color, "bbox": white, "zorder": 3.5, "transform": foot}
-    ax.text(place, height, text, size="small", ha="center", va="bottom", **look)
+    left, right = ax.get_xlim()
+    # At the edges, beside the triangle: it must not lie across the frame.
+    near_left = place - left < _EDGE * (right - left)
+    near_right = right - place < _EDGE * (right - left)
+    side = "left" if near_left else "right" if near_right else "center"
+    ax.text(place, height, text, size="small", ha=side, va="bottom", **look)
 
 
 def _divide(ax: Axes, sizes: Float64Array, drawn: float, step: float) -> None:

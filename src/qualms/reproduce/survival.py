@@ -31,28 +31,18 @@ def survivors(sets: Sequence[Shifted]) -> list[str]:
     ]
 
 
-def survival_words(sets: Sequence[Sequence[Shifted]]) -> str:
-    """Say which calibration survives.
-
-    Parameters
-    ----------
-    sets : sequence of sequences of Shifted
-        Those that are not like the training set, of each model.
-    """
-    everything = [found for of_model in sets for found in of_model]
-    if not calibrations(everything):
+def survival_words(sets: Sequence[Shifted]) -> str:
+    """Say which calibration survives on sets, of any models, that are not like training sets."""
+    if not calibrations(sets):
         return ""
-    each = [
-        f"{_listed(survivors(of_model)) or 'none'} on {_listed([s.label for s in of_model])}"
-        for of_model in sets
-    ]
-    surviving = survivors(everything)
+    each = [f"{_listed(survivors([found])) or 'none'} on {found.label}" for found in sets]
+    surviving = survivors(sets)
     verdict = f"{_listed(surviving) or 'None'} survive{'' if len(surviving) > 1 else 's'}"
-    verdict += " on all of them" if len(everything) > 1 else ""
+    verdict += " on all of them" if len(sets) > 1 else ""
     verdict += f" ({'; '.join(each)})" if len(sets) > 1 else ""
     return minus(
-        f"**Which calibration survives.** {_CRITERION} {verdict}. {_by_likelihood(everything)} "
-        f"{_by_coverage(everything)}"
+        f"**Which calibration survives.** {_CRITERION} {verdict}. {_by_likelihood(sets)} "
+        f"{_by_coverage(sets)}"
     )
 
 
