@@ -121,3 +121,18 @@ def test_the_readme_says_what_the_committed_results_say():
     ).groups()
     assert max(abs(np.mean(d)) for d in differences) <= float(mean)
     assert max(np.abs(d).max() for d in differences) <= float(single)
+
+
+def test_the_page_says_what_predicting_the_mean_of_the_members_costs():
+    page = " ".join((DOCS / "reproduction.md").read_text(encoding="utf-8").split())
+    said = page.split("RMSE above that of the full model, by size: ")[1]
+    for results, name in zip(committed(), ("QM9", "over atoms", "over crystals"), strict=True):
+        shares = said.split(f"{name} ")[1].split(";")[0].split(".")[0].split(", ")
+        for i, share in enumerate(shares):
+            ratios = [
+                sub_samples(seed)[i].columns["Raw"].scores["rmse"]
+                / seed.process["Raw"].scores["rmse"]
+                for seed in results.seeds
+            ]
+            assert float(share.rstrip("%")) == pytest.approx(100 * (np.mean(ratios) - 1), abs=0.6)
+        assert len(shares) == len(results.sizes)

@@ -65,8 +65,8 @@ def _accuracy(results: Results) -> str:
         for seed in results.seeds
     ]
     more = (np.array(members) / full[:, None]).mean(axis=0) - 1
-    listed = ", ".join(f"{share:+.0%}" for share in more)
-    return minus(f"{_SHORT[results.name]}: RMSE {listed}, by size, of that of the full model")
+    listed = ", ".join(f"{share + 0.0:+.0%}" for share in np.round(more, 2))  # no −0 %
+    return minus(f"{_SHORT[results.name]} {listed}")
 
 
 def _compressions(found: Sequence[Results]) -> str:

@@ -122,7 +122,8 @@ DIFFERENCES = """
   members, of which small sub-samples make a poor prediction, they do. Internally, z is the error of
   the full model without the point, by leave-one-out; over crystals, without its crystal. qualms
   predicts the mean of the members all the same: σ, and the errors that it is calibrated on, belong
-  to it. What that costs is accuracy, where sub-samples are small: {accuracy}.
+  to it. What that costs is accuracy, where sub-samples are small. RMSE above that of the full
+  model, by size: {accuracy}.
 - **SOAP hyper-parameters** are not printed in the paper. Ours were chosen by validation (above) and
   stand with each problem. With other features, noise and crystals the log likelihoods themselves
   are others, too; what can be compared is how they differ between columns and sizes.
