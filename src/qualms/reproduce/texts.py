@@ -80,7 +80,7 @@ the longer one, a gentler radial scaling and more principal components have an R
 A single cutoff of 6 Å or 7 Å comes within 2 % of that. One of 6 Å was used at first. With 20,000
 atoms its best N-L was −0.102 ± 0.020, over two divisions of the data, just short of the −0.10 aimed
 for; after that several cutoffs were tried. Five more such representations, which the table does not
-have, have larger errors.
+have, have a larger RMSE; by MAE or log likelihood some are as good, or a little better.
 
 The noise σ² is chosen in each run by leave-one-out errors of the training set alone (over crystals,
 where they are what is divided): it never sees a test point, and nor do internal calibrations. The
