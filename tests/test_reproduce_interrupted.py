@@ -195,7 +195,7 @@ def test_sizes_show_the_t_density_the_bootstrap_and_standard_errors(tmp_path, dr
     assert "crystals" in ax.get_xlabel()
     (legend,) = drawn[0].legends
     named = [text.get_text() for text in legend.texts]
-    assert {*MEMBERS, "Student's t", "GPR PP, CV"} == set(named)
+    assert {*MEMBERS, "Student's t", "GPR PP, CV", "GPR PP, N-L"} == set(named)
     # Seeds differ by 1: the standard error is 1/2, of eight lines.
     bars = [c for c in ax.collections if len(c.get_segments()) == 3]
     lengths = [np.ptp(segment[:, 1]) for bar in bars for segment in bar.get_segments()]
