@@ -10,14 +10,13 @@ from pydantic import ValidationError
 
 from qualms.atomistic.hypers import Soap
 from qualms.errors import InputError
-from qualms.reproduce.published import COLUMNS, PROCESS
+from qualms.reproduce.published import COLUMNS, OF_PROCESS, PROCESS
 from qualms.reproduce.results import Column, Results, Scheme, Seed, Shift
 
 #: Problems and scales that there are.
 NAMES, SCALES = ("qm9", "csd-atoms", "csd-crystals"), ("paper", "small")
 #: What tables and figures show of members, of the projected process, and of each of their columns.
 _OF_MEMBERS = (*COLUMNS, "student", "shrinkage")
-_OF_PROCESS = ("Raw", "CV", "N-L")
 _SCORES = ("log_likelihood", "mae", "rmse", "sharpness", "coverage_68", "coverage_95")
 _OF_MACHINE = ("processor", "cores", "memory", "python")
 
@@ -46,7 +45,7 @@ def scheme_lacks(scheme: Scheme) -> str:
 
 def process_lacks(seed: Seed) -> str:
     """Say which column the projected process lacks."""
-    return _lacking(seed.process, _OF_PROCESS, PROCESS)
+    return _lacking(seed.process, OF_PROCESS, PROCESS)
 
 
 def _lacking(columns: Mapping[str, Column], wanted: Iterable[str], where: str) -> str:

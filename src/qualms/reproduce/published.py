@@ -12,6 +12,8 @@ SPLIT = (20_000, 5_000, 5_000)
 COLUMNS = ("Raw", "CV", "N-L", "Int.", "Int. N-L")
 #: The row of the projected process, which has no sub-samples, hence no internal calibration.
 PROCESS = "GPR PP"
+#: Its columns.
+OF_PROCESS = COLUMNS[:3]
 
 Table = Mapping[int | str, tuple[float, ...]]
 

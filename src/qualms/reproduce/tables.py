@@ -18,7 +18,7 @@ from qualms.reproduce.over_seeds import (
     sub_samples,
     written,
 )
-from qualms.reproduce.published import COLUMNS, CSD, PROCESS, QM9, Table, published
+from qualms.reproduce.published import COLUMNS, CSD, OF_PROCESS, PROCESS, QM9, Table, published
 from qualms.reproduce.results import Column, Results, Scheme
 
 #: The paper divides over atoms: it has no numbers of crystals that are new.
@@ -92,17 +92,15 @@ def beside_the_paper(results: Results) -> str:
         ranges.append(f"{column} {less.min():+.3f} to {less.max():+.3f}")
         widest = max(widest, float(np.ptp(less))) if column in VALIDATED else widest
     same = ". CV and N-L differ by nearly the same at every size" if widest <= _CONSTANT else ""
-    process = ", ".join(_process_less(results, table, column) for column in COLUMNS[:3])
-    return minus(
-        f"Ours less the paper's, over all sizes: {', '.join(ranges)}; {PROCESS}: {process}{same}."
+    process = {c: _of([seed.process for seed in results.seeds], c) for c in OF_PROCESS}
+    differences = ", ".join(
+        f"{column} {np.mean(found) - printed:+.3f}"
+        for (column, found), printed in zip(process.items(), table[PROCESS], strict=True)
     )
-
-
-def _process_less(results: Results, table: Table, column: str) -> str:
-    """Write by how much the projected process differs from what the paper prints."""
-    printed = published(table, PROCESS, column)
-    found = float(np.mean(_of([seed.process for seed in results.seeds], column)))
-    return f"{column} {found - printed:+.3f}" if printed is not None else ""
+    return minus(
+        f"Ours less the paper's, over all sizes: {', '.join(ranges)}; {PROCESS}: {differences}"
+        f"{same}."
+    )
 
 
 def is_published(results: Results) -> bool:

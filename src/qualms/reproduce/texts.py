@@ -100,11 +100,11 @@ as right; atoms of one crystal resemble each other, and with them chance does mo
 SHIFT = """
 ## Where it must say "I do not know"
 All of the above is for test points like the training points. Here they are not: molecules larger
-than any trained on, and crystals relaxed rather than rattled, from another set.
-What is asked is how far σ rises with the error all the same, and which calibration survives. None
-of them knows of the shift: internal ones are from training points; CV, N-L and both of GPR PP are
-fitted to the first set, which is held out of the training set and like it. For that set itself they
-are no test. Bins of σ are those of the section above. One division of the data, and one model each:
+than any trained on, and crystals relaxed rather than rattled, from another set. What is asked is
+how far σ rises with the error all the same, and which calibration survives. None of them knows of
+the shift: internal ones are from training points; CV, N-L and both of GPR PP are fitted to the
+first set, which is held out of the training set and like it. For that set itself they are no test.
+Bins of σ are those of the section above. One division of the data, and one model each:
 there are no standard errors, and small differences between calibrations mean nothing.
 """
 
@@ -114,16 +114,15 @@ DIFFERENCES = """
   (CSD-1000R) have 500, with 30,009 hydrogen atoms.{divisions}
 - **Rattling.** The paper says root mean squared displacements of 0.25 Å and 0.5 Å.
   {rattling}
-- **What σ is put around.** Eq. (4) has y_RS, the mean of the members, and σ_RS about it.
-  The paper's scaled columns come out again, but for a constant, only if σ_RS is put around the
-  prediction of the full model;
-  its text speaks of "the distribution of predictions about the reference". Then scaled log
-  likelihoods hardly depend on the size of the sub-samples, as it says. About the mean of the
-  members, of which small sub-samples make a poor prediction, they do. Internally, z is the error of
-  the full model without the point, by leave-one-out; over crystals, without its crystal. qualms
-  predicts the mean of the members all the same: σ, and the errors that it is calibrated on, belong
-  to it. What that costs is accuracy, where sub-samples are small. RMSE above that of the full
-  model, by size: {accuracy}.
+- **What σ is put around.** Eq. (4) has y_RS, the mean of the members, and σ_RS about it. The
+  paper's scaled columns come out again, but for a constant, only if σ_RS is put around the
+  prediction of the full model; its text speaks of "the distribution of predictions about the
+  reference". Then scaled log likelihoods hardly depend on the size of the sub-samples, as it says.
+  About the mean of the members, of which small sub-samples make a poor prediction, they do.
+  Internally, z is the error of the full model without the point, by leave-one-out; over crystals,
+  without its crystal. qualms predicts the mean of the members all the same: σ, and the errors that
+  it is calibrated on, belong to it. What that costs is accuracy, where sub-samples are small. RMSE
+  above that of the full model, by size: {accuracy}.
 - **SOAP hyper-parameters** are not printed in the paper. Ours were chosen by validation (above) and
   stand with each problem. With other features, noise and crystals the log likelihoods themselves
   are others, too; what can be compared is how they differ between columns and sizes.
