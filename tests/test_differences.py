@@ -41,10 +41,11 @@ def test_errors_of_like_structures_cancel_and_the_members_know(judged):
 
 
 def first_example(seed):
-    """What the first block of the page computes, with other random numbers."""
-    page = (Path(__file__).parents[1] / "docs/differences.md").read_text(encoding="utf-8")
-    code = page.split("```python\n")[1].split("```")[0]
-    names = {}
+    """Run the example of the documentation with other random numbers."""
+    page = (Path(__file__).parents[1] / "docs/energies.md").read_text(encoding="utf-8")
+    blocks = [block.split("```")[0] for block in page.split("```python\n")]
+    code = next(block for block in blocks if "def alloy" in block)
+    names = {"AtomisticModel": AtomisticModel}
     with redirect_stdout(io.StringIO()):
         exec(code.replace("default_rng(0)", f"default_rng({seed})"), names)
     return names
@@ -54,7 +55,7 @@ def first_example(seed):
 def test_an_error_bar_of_a_small_change_is_much_smaller_than_two_and_holds(seed):
     names = first_example(seed)
     rms = names["rms"]
-    energies, change, true_change = names["E"], names["change"], names["true_change"]
+    energies, change, true_change = names["energies"], names["change"], names["reference"]
     apart = np.hypot(energies.std[:80], energies.std[80:])
     assert rms(change.std) < 0.2 * rms(apart)
     # Not only smaller, but right: quadrature would be too large by as much.
