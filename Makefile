@@ -36,7 +36,7 @@ check: $(STAMP) ## format, lint, types, layers, tests with coverage of the core
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(PYTEST) -q -m 'not slow' --cov=src/qualms/core --cov-branch --cov-fail-under=95 $(CORE_TESTS)
+	$(PYTEST) -q -m 'not slow' --cov=src/qualms/gp --cov=src/qualms/calibration --cov-branch --cov-fail-under=95 $(CORE_TESTS)
 
 bench: $(STAMP) ## the benchmarks; writes benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks

@@ -30,11 +30,10 @@ from scipy.stats import norm
 from sklearn.model_selection import KFold
 
 from qualms import AtomisticModel, Prediction, ProjectedProcessRegressor, calibrate, score
-from qualms.atomistic.featurize import all_atoms
-from qualms.atomistic.hypers import Compression, make_soap
-from qualms.atomistic.representation import fit_representation
-from qualms.core.resampling import draw_members, membership_counts
 from qualms.data import qm9
+from qualms.features.hypers import Compression, make_soap
+from qualms.features.soap import all_atoms, fit_representation
+from qualms.gp.ensemble import draw_members, membership_counts
 from qualms.report import score_table
 
 try:

@@ -15,7 +15,7 @@ import numpy as np
 from sklearn.datasets import make_friedman1
 
 from qualms import Prediction, ProjectedProcessRegressor, calibrate, score
-from qualms.core.likelihood import log_likelihood
+from qualms.metrics import log_likelihood
 
 N_TRAIN, N_VALIDATION, N_TEST = 3000, 1000, 1000
 SIZES = (0.05, 0.25, 0.5, 0.75, 0.9)

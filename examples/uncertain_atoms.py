@@ -22,7 +22,7 @@ from ase import Atoms
 from ase.data import covalent_radii
 
 from qualms import AtomisticModel, Prediction
-from qualms.atomistic.attribution import atom_novelty
+from qualms.atomistic.novelty import atom_novelty
 from qualms.data import qm9
 
 TARGET = "atomization_energy"
