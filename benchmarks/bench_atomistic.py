@@ -19,12 +19,17 @@ import numpy as np
 from ase import Atoms
 
 from qualms import AtomisticModel
-from qualms.atomistic.engines import DscribeEngine, FeatomicEngine, make_engine
-from qualms.atomistic.featurize import all_atoms
-from qualms.atomistic.hypers import Compression, Soap, make_soap
-from qualms.atomistic.representation import Representation, fit_representation
 from qualms.atomistic.structures import read_frames
 from qualms.data import qm9
+from qualms.features.hypers import Compression, Soap, make_soap
+from qualms.features.soap import (
+    DscribeEngine,
+    FeatomicEngine,
+    Representation,
+    all_atoms,
+    fit_representation,
+    make_engine,
+)
 
 N_TRAIN, N_TEST = 2_000, 1_000
 TARGET = "atomization_energy"

@@ -22,7 +22,7 @@ from ase.data import covalent_radii
 
 from benchmarks.bench_forces import three_bpa
 from qualms import AtomisticModel
-from qualms.atomistic.attribution import atom_force_std, atom_novelty, local_contributions
+from qualms.atomistic.novelty import atom_force_std, atom_novelty, local_contributions
 from qualms.data import qm9
 
 #: By how much bonds are stretched, or squeezed.

@@ -15,10 +15,9 @@ from ase import Atoms
 from benchmarks.bench_atomistic import priced
 from benchmarks.bench_forces import SOAP, azobenzene
 from qualms import AtomisticModel
-from qualms.atomistic.mechanics import check_frames, derivatives
-from qualms.atomistic.potential import make_potential
-from qualms.atomistic.threads import limited
+from qualms.atomistic.forces import check_frames, derivatives, make_potential
 from qualms.data import qm9
+from qualms.resources import limited
 
 TARGET = 1.3
 #: Models whose error bars are priced.

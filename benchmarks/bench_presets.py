@@ -22,9 +22,9 @@ from ase import Atoms
 from benchmarks.bench_atomistic import timed
 from qualms import AtomisticModel
 from qualms.atomistic.evaluation import evaluate
-from qualms.atomistic.hypers import PRESETS, make_soap
 from qualms.atomistic.structures import read_frames
 from qualms.data import csd, qm9
+from qualms.features.hypers import PRESETS, make_soap
 
 SEED = 0
 #: One change at a time; what a preset has already is left out.

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from qualms.core.selection import farthest_points
+from qualms.gp.representatives import farthest_points
 
 N_FEATURES = 3000
 SIZES = {"full": ((20_000, 500), (100_000, 2_000)), "quick": ((4_000, 100), (8_000, 200))}

@@ -16,8 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from ase.data import atomic_numbers
 
-from qualms.data.qm9 import select
-from qualms.data.qm9_sources import ATOMIC_U0, ENERGIES, Molecule, read_qm9pack
+from qualms.data.qm9 import ATOMIC_U0, ENERGIES, Molecule, read_qm9pack, select
 
 Arrays: TypeAlias = dict[str, Any]
 

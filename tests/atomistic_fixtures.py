@@ -15,7 +15,7 @@ from ase.build import bulk
 from ase.calculators.emt import EMT
 
 from qualms import AtomisticModel
-from qualms.cli import main
+from qualms.cli.app import main
 from qualms.data import qm9
 
 ENERGY = "atomization_energy"

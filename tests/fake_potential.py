@@ -4,8 +4,8 @@ import numpy as np
 from ase.neighborlist import neighbor_list
 
 from qualms import Prediction
-from qualms.atomistic.mechanics import Mechanics
-from qualms.core.calibration import build_calibration
+from qualms.atomistic.forces import Mechanics
+from qualms.calibration.fitting import build_calibration
 
 CUTOFF = 3.0
 #: Energies and forces are calibrated apart, and differently.

@@ -1,12 +1,12 @@
 """Energies of members as the equations have them, one environment and one representative at a time.
 
-Slow and written for reading: the oracle of `qualms.atomistic.mechanics`, whose forces must be the
+Slow and written for reading: the oracle of `qualms.atomistic.forces`, whose forces must be the
 numerical derivatives of these energies.
 """
 
 import numpy as np
 
-from qualms.atomistic.engines import in_cell, make_engine
+from qualms.features.soap import in_cell, make_engine
 
 
 def power_spectra(representation, scale, atoms):

@@ -13,9 +13,10 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from atomistic_fixtures import command
 
 from qualms.atomistic.structures import read_frames
+from qualms.ensembles.calibrate import calibrate_ensemble
+from qualms.ensembles.calibration_file import read_calibration
+from qualms.ensembles.io import read_columns, read_ensemble
 from qualms.errors import InputError
-from qualms.external import calibrate_ensemble, read_calibration, read_ensemble
-from qualms.external.tables import read_columns
 
 R = 5
 

@@ -19,14 +19,9 @@ from test_forces_training import model as force_model
 from test_forces_training import trained as trained_on_forces
 
 from qualms import InputError, Prediction
-from qualms.atomistic.attribution import (
-    atom_force_std,
-    atom_novelty,
-    attributions,
-    local_contributions,
-)
-from qualms.atomistic.mechanics import has_forces
+from qualms.atomistic.forces import has_forces
 from qualms.atomistic.model import AtomisticModel
+from qualms.atomistic.novelty import atom_force_std, atom_novelty, attributions, local_contributions
 from qualms.report import structure_map as maps
 
 

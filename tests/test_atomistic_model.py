@@ -23,22 +23,18 @@ from atomistic_fixtures import (
     truth,
 )
 
-from qualms import (
-    AtomisticModel,
-    InputError,
-    Prediction,
-    QualmsError,
-    QualmsWarning,
-    calibrate,
-)
-from qualms.atomistic import feature_stage, plan, requirements, training, training_set
+from qualms import AtomisticModel, InputError, Prediction, QualmsError, QualmsWarning, calibrate
+from qualms.atomistic import memory as plan
+from qualms.atomistic import memory as requirements
+from qualms.atomistic import training, training_set
+from qualms.atomistic import training as feature_stage
 from qualms.atomistic.evaluation import evaluate
-from qualms.atomistic.predicting import stream_chunks
-from qualms.atomistic.progress import Stages
+from qualms.atomistic.model import stream_chunks
 from qualms.atomistic.settings import make_settings
-from qualms.atomistic.study import study_subsamples
-from qualms.core.calibration import METHODS
+from qualms.calibration.fitting import METHODS
 from qualms.data import qm9
+from qualms.progress import Stages
+from qualms.reproduce.study import study_subsamples
 
 PER_ATOM = "atomization_energy_per_atom"
 

@@ -3,15 +3,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qualms.core.resampling import draw_members, membership_counts
 from qualms.errors import InputError
+from qualms.gp.ensemble import draw_members, membership_counts
 
 pytest.importorskip("ase")
 
 from ase import Atoms
 from ase.build import molecule
 
-from qualms.atomistic.baselines import (
+from qualms.atomistic.baseline import (
     BASELINES,
     anchors,
     atom_design,

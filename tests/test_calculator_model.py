@@ -16,9 +16,10 @@ from test_calculator import drift
 
 from qualms import InputError, QualmsWarning
 from qualms.ase import Calculator
-from qualms.atomistic import mechanics, member_calculator
-from qualms.atomistic.exact_energies import exact_energies
-from qualms.atomistic.mechanics import derivatives
+from qualms.ase import calculator as member_calculator
+from qualms.atomistic import forces as mechanics
+from qualms.atomistic.forces import derivatives
+from qualms.atomistic.model import exact_energies
 
 SMOOTH = {"cutoff": 3.0, "n_radial": 3, "l_max": 2, "engine": "featomic", "smoothing": 0.5}
 TRUTH = PairCommittee(n_members=2, spread=0.0)

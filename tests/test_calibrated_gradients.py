@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from qualms.core.calibrated_gradients import CalibratedPoint, calibrated_point
-from qualms.core.calibration import build_calibration, calibration_data, fit_calibration
+from qualms.ase.calculator import CalibratedPoint, calibrated_point
+from qualms.calibration.base import calibration_data
+from qualms.calibration.fitting import build_calibration, fit_calibration
 
 N_MEMBERS, N_VARIABLES = 7, 5
 

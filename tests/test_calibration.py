@@ -9,26 +9,21 @@ import scipy.optimize
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qualms.core.calibration import (
-    METHODS,
-    CalibrationData,
+from qualms.calibration import shrinkage
+from qualms.calibration.base import CalibrationData, calibration_data
+from qualms.calibration.fitting import METHODS, PerOutputCalibration, calibrate, fit_calibration
+from qualms.calibration.methods import (
     LinearCalibration,
-    PerOutputCalibration,
     PowerCalibration,
-    ShrinkageCalibration,
     StudentCalibration,
-    bootstrap_intervals,
-    calibrate,
-    calibration_data,
-    compare_calibrations,
     extrapolate_spread,
-    fit_calibration,
-    shrinkage,
     variance_scale,
 )
-from qualms.core.likelihood import log_likelihood
-from qualms.core.resampling import committee
+from qualms.calibration.selection import bootstrap_intervals, compare_calibrations
+from qualms.calibration.shrinkage import ShrinkageCalibration
 from qualms.errors import CalibrationError, InputError, QualmsWarning
+from qualms.gp.ensemble import committee
+from qualms.metrics import log_likelihood
 
 
 def synthetic(seed, n=1500, c=8, alpha=2.0, gamma=1.0, m=-1.0, tau=0.6):

@@ -3,18 +3,15 @@
 import numpy as np
 import pytest
 
-from qualms.core.calibration import (
-    METHODS,
-    CalibrationData,
+from qualms.calibration.base import CalibrationData, calibration_data
+from qualms.calibration.fitting import METHODS, fit_calibration
+from qualms.calibration.groups import fit_grouped, fit_groups
+from qualms.calibration.selection import (
     bootstrap_intervals,
-    calibration_data,
     confidence_intervals,
     cross_validate,
-    fit_calibration,
-    fit_grouped,
-    fit_groups,
+    make_folds,
 )
-from qualms.core.calibration.comparison import make_folds
 from qualms.errors import CalibrationError, InputError
 
 ALPHA, GAMMA = 1.7, 1.3

@@ -18,7 +18,7 @@ import pytest
 from ase.geometry import get_distances
 
 from qualms.data import HARTREE_TO_EV, QM9_ATOMIC_ENERGIES, qm9
-from qualms.data.qm9_sources import ENERGIES, read_qm9pack
+from qualms.data.qm9 import ENERGIES, read_qm9pack
 from qualms.errors import InputError, QualmsWarning
 
 ROOT = Path(__file__).parents[1]

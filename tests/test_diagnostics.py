@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy.integrate import trapezoid
 
-from qualms.core.diagnostics import (
+from qualms.errors import InputError
+from qualms.metrics import (
     binned_errors,
     calibration_curve,
     conditional_error_density,
+    coverage,
+    gaussian_log_error_density,
 )
-from qualms.core.likelihood import gaussian_log_error_density
-from qualms.core.scores import coverage
-from qualms.errors import InputError
 
 quick = settings(deadline=None, max_examples=50)
 

@@ -4,14 +4,13 @@ import numpy as np
 import pytest
 
 from qualms import QualmsWarning
-from qualms.atomistic import joint_solving
-from qualms.atomistic.conventions import evened, factor_between
-from qualms.atomistic.doubtful_structures import doubtful_structures
-from qualms.atomistic.force_labels import ForceLabels
-from qualms.atomistic.joint_solving import fit_joint_model, solve_joint_members
+from qualms.atomistic import training as joint_solving
+from qualms.atomistic.label_checks import doubtful_structures, evened, factor_between
+from qualms.atomistic.labels import ForceLabels
 from qualms.atomistic.settings import make_settings
-from qualms.core.members import estimated_cost
+from qualms.atomistic.training import fit_joint_model, solve_joint_members
 from qualms.errors import NumericalError
+from qualms.gp.ensemble import estimated_cost
 
 
 def committee(n=40, per=6, n_members=16):

@@ -11,14 +11,21 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from threadpoolctl import threadpool_limits
 
-from qualms.atomistic import featurize
-from qualms.atomistic.environments import KeptFeatures, SpilledFeatures, structure_blocks
-from qualms.atomistic.featurize import all_atoms, stop_workers, stream_features
-from qualms.atomistic.hypers import Compression, make_soap
-from qualms.atomistic.representation import Representation, fit_representation
-from qualms.atomistic.selection import select_representatives
+from qualms.atomistic.kernel_rows import select_representatives
 from qualms.atomistic.settings import make_settings
-from qualms.core.kernels import PowerKernel, normalize_rows
+from qualms.features import soap as featurize
+from qualms.features.hypers import Compression, make_soap
+from qualms.features.soap import (
+    KeptFeatures,
+    Representation,
+    SpilledFeatures,
+    all_atoms,
+    fit_representation,
+    stop_workers,
+    stream_features,
+    structure_blocks,
+)
+from qualms.gp.kernels import PowerKernel, normalize_rows
 
 SPECIES = (1, 6, 8)
 NAMES = ["CH3CH2OH", "H2O", "CH4", "C2H6", "CH3OH", "C2H4", "H2CO", "CO2"]

@@ -17,9 +17,9 @@ from sklearn.utils.estimator_checks import check_estimator
 
 import qualms
 from qualms import ProjectedProcessRegressor, ResamplingRegressor, score
-from qualms.core.calibration import PerOutputCalibration, calibrate
-from qualms.core.kernels import PowerKernel, RBFKernel
+from qualms.calibration.fitting import PerOutputCalibration, calibrate
 from qualms.errors import CalibrationError, InputError, QualmsWarning
+from qualms.gp.kernels import PowerKernel, RBFKernel
 
 X, Y = make_friedman1(360, n_features=6, noise=0.1, random_state=0)
 X_TEST, Y_TEST = X[240:], Y[240:]

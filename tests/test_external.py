@@ -14,16 +14,11 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from atomistic_fixtures import ENERGY, command, qualms
 
 from qualms.atomistic.structures import read_frames
+from qualms.ensembles.apply import apply_calibration
+from qualms.ensembles.calibrate import ERROR_BAR_METHODS, calibrate_ensemble
+from qualms.ensembles.calibration_file import read_calibration
+from qualms.ensembles.io import read_columns, read_ensemble, with_members, write_columns
 from qualms.errors import CalibrationError, InputError
-from qualms.external import (
-    apply_calibration,
-    calibrate_ensemble,
-    read_calibration,
-    read_ensemble,
-)
-from qualms.external.calibrating import ERROR_BAR_METHODS
-from qualms.external.ensemble import with_members
-from qualms.external.tables import read_columns, write_columns
 
 R = 6
 FACTORS = {"H": 0.7, "C": 1.4, "N": 1.0, "O": 2.0}

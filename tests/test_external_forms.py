@@ -11,10 +11,10 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from atomistic_fixtures import ENERGY, command, qualms
 
 from qualms.atomistic.structures import read_frames
+from qualms.ensembles.calibrate import calibrate_ensemble
+from qualms.ensembles.calibration_file import read_calibration
+from qualms.ensembles.io import find_layout, read_columns, read_ensemble, write_columns
 from qualms.errors import CalibrationError, InputError
-from qualms.external import calibrate_ensemble, read_calibration, read_ensemble
-from qualms.external.components import find_layout
-from qualms.external.tables import read_columns, write_columns
 
 AXES = "xyz"
 

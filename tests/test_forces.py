@@ -16,12 +16,13 @@ from scipy.spatial.transform import Rotation
 from threadpoolctl import threadpool_limits
 
 from qualms import InputError
-from qualms.atomistic import gradients, potential
-from qualms.atomistic.force_rows import derivative_rows, scale_rows
-from qualms.atomistic.mechanics import VOIGT, derivatives
-from qualms.atomistic.potential import ScalePotential, make_potential
-from qualms.atomistic.scale_features import scale_features
+from qualms.atomistic import forces as potential
+from qualms.atomistic.forces import ScalePotential, derivatives, make_potential
+from qualms.atomistic.kernel_rows import derivative_rows, scale_rows
+from qualms.atomistic.structures import VOIGT
 from qualms.data import qm9
+from qualms.features import gradients
+from qualms.features.gradients import scale_features
 
 SMOOTH = {"cutoff": 3.5, "n_radial": 3, "l_max": 2, "engine": "featomic", "smoothing": 0.5}
 TWO_SCALES = {

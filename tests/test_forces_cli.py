@@ -16,8 +16,8 @@ from test_html_report import Parsed
 
 from qualms import AtomisticModel
 from qualms.atomistic.model_file import FORMAT, PROTOCOL
-from qualms.external.reading import read_ensemble
-from qualms.storage.container import Document, read_container, write_container
+from qualms.ensembles.io import read_ensemble
+from qualms.io.container import Document, read_container, write_container
 
 
 class Anything(Document, extra="allow"):

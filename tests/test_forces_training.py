@@ -17,17 +17,17 @@ from atomistic_fixtures import Interrupt, copies, labelled_by_emt, make_model
 from threadpoolctl import threadpool_limits
 
 from qualms import AtomisticModel, InputError, Prediction, QualmsWarning, score
-from qualms.atomistic import plan
-from qualms.atomistic.conventions import factor_between, order_of_shear
-from qualms.atomistic.force_evaluation import evaluate_forces
-from qualms.atomistic.force_labels import ForceLabels, find_forces, find_stresses
-from qualms.atomistic.force_rows import derivative_rows, fill_rows, scale_rows
-from qualms.atomistic.gradients import batches
-from qualms.atomistic.joint_solving import fit_joint_members, fit_joint_model
-from qualms.atomistic.mechanics import VOIGT, derivatives
-from qualms.atomistic.plan import make_plan
-from qualms.atomistic.potential import make_potential
+from qualms.atomistic import memory as plan
+from qualms.atomistic.evaluation import evaluate_forces
+from qualms.atomistic.forces import derivatives, make_potential
+from qualms.atomistic.kernel_rows import derivative_rows, fill_rows, scale_rows
+from qualms.atomistic.label_checks import factor_between, order_of_shear
+from qualms.atomistic.labels import ForceLabels, find_forces, find_stresses
+from qualms.atomistic.memory import make_plan
 from qualms.atomistic.settings import SMOOTHING, make_settings
+from qualms.atomistic.structures import VOIGT
+from qualms.atomistic.training import fit_joint_members, fit_joint_model
+from qualms.features.gradients import batches
 
 SMOOTH = {"cutoff": 3.8, "n_radial": 3, "l_max": 2, "smoothing": 0.8}
 

@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qualms.core import projected_process
-from qualms.core.gaussian_process import fit_gaussian_process
-from qualms.core.kernels import PowerKernel, normalize_rows, unit_scale
-from qualms.core.linalg import whiten
-from qualms.core.noise import Replicates, noise_grid, select_noise, select_noise_from_kernel
-from qualms.core.projected_process import (
+from qualms.errors import InputError
+from qualms.gp import sparse_gp as projected_process
+from qualms.gp.kernels import PowerKernel, normalize_rows, unit_scale
+from qualms.gp.linalg import whiten
+from qualms.gp.noise import Replicates, noise_grid, select_noise, select_noise_from_kernel
+from qualms.gp.sparse_gp import (
+    fit_gaussian_process,
     fit_projected_process,
     gram_matrix,
     leave_one_out_residuals,
     log_marginal_likelihood,
 )
-from qualms.errors import InputError
 
 N, M, N_NEW, NOISE = 30, 8, 6, 0.05
 rng = np.random.default_rng(3)
@@ -229,7 +229,7 @@ def test_a_search_finds_the_noise_that_the_whole_curve_has(monkeypatch, criterio
     }
     grid = noise_grid(float(np.var(Y2)))
     whole = select_noise(Phi, Y2, grid, **options)
-    monkeypatch.setattr("qualms.core.noise._MANY_COLUMNS", 0)
+    monkeypatch.setattr("qualms.gp.noise._MANY_COLUMNS", 0)
     searched = select_noise(Phi, Y2, grid, **options)
     assert searched.noise_variance == pytest.approx(whole.noise_variance, rel=1e-6)
     assert len(searched.grid) < 15

@@ -20,16 +20,15 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from qualms import InputError, Prediction, calibrate, score
+from qualms.calibration.methods import LinearCalibration
 from qualms.cli.report import report
-from qualms.core.calibration import LinearCalibration
-from qualms.core.outliers import far_points
-from qualms.core.score_intervals import bootstrap_scores
-from qualms.report import AtomValues, Judged, interval_records, interval_table, write_report
+from qualms.metrics import bootstrap_scores, far_points
+from qualms.report import AtomValues, Judged, interval_records, write_report
 from qualms.report import structure_map as maps
-from qualms.report.html import render
-from qualms.report.interval_table import write_number
-from qualms.report.page import make_page
-from qualms.report.verdict import judge
+from qualms.report.tables import interval_table
+from qualms.report.assessment import judge
+from qualms.report.report import make_page, render
+from qualms.report.tables import write_number
 
 EVIL = '<script>alert("1")</script> & </title><img src=x onerror=alert(2)>'
 
@@ -115,7 +114,7 @@ def written(tmp_path):
 @pytest.fixture
 def quick(monkeypatch):
     """Leave out the pictures, which take most of the time."""
-    monkeypatch.setattr("qualms.report.page.draw_pictures", lambda judged: [])
+    monkeypatch.setattr("qualms.report.report.draw_pictures", lambda judged: [])
 
 
 @pytest.fixture

@@ -6,14 +6,14 @@ from scipy.optimize import minimize_scalar
 from scipy.stats import multivariate_normal
 
 from qualms import InputError, QualmsWarning
-from qualms.core import joint_scores
-from qualms.core.joint_noise import select_joint_noise
-from qualms.core.joint_scores import (
+from qualms.gp import noise as joint_scores
+from qualms.gp.noise import (
     Observations,
     _folds,
     _parts,
     evidence,
     left_out_error,
+    select_joint_noise,
     typical_log,
 )
 

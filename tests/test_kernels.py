@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel
 
-from qualms.core.kernels import (
+from qualms.errors import InputError
+from qualms.gp.kernels import (
     PowerKernel,
     RBFKernel,
     WeightedSumKernel,
@@ -17,7 +18,6 @@ from qualms.core.kernels import (
     sum_over_structures,
     unit_scale,
 )
-from qualms.errors import InputError
 
 rng = np.random.default_rng(0)
 X = normalize_rows(rng.random((7, 4)))

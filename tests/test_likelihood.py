@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from qualms.core.likelihood import (
+from qualms.errors import InputError
+from qualms.metrics import (
     covering_levels,
     gaussian_log_density,
     log_likelihood,
@@ -18,7 +19,6 @@ from qualms.core.likelihood import (
     scaled_log_likelihood,
     student_log_density,
 )
-from qualms.errors import InputError
 
 quick = settings(deadline=None, max_examples=50)
 

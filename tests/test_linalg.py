@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qualms.core.linalg import cholesky, cholesky_solve, cholesky_whiten, whiten
 from qualms.errors import InputError, NumericalError
+from qualms.gp.linalg import cholesky, cholesky_solve, cholesky_whiten, whiten
 
 rng = np.random.default_rng(0)
 

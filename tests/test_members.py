@@ -4,11 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qualms.core._member_solvers import MemberProblem, solve_by_cg
-from qualms.core.conjugate_gradients import normal_product, predict, project
-from qualms.core.members import estimated_cost, solve_members
-from qualms.core.projected_process import ProjectedProcess, fit_projected_process
 from qualms.errors import InputError, NumericalError, QualmsWarning
+from qualms.gp.ensemble import (
+    MemberProblem,
+    estimated_cost,
+    normal_product,
+    predict,
+    project,
+    solve_by_cg,
+    solve_members,
+)
+from qualms.gp.sparse_gp import ProjectedProcess, fit_projected_process
 
 EXACT = ("dual", "direct", "complement")
 TOLERANCE = 1e-3
@@ -303,7 +309,7 @@ def test_auto_abandons_cg_without_a_warning_where_it_is_slow(monkeypatch):
     def cg_looks_cheap(*args, **kwargs):
         return estimated_cost(*args, **kwargs) | {"cg": 0.0}
 
-    monkeypatch.setattr("qualms.core.members.estimated_cost", cg_looks_cheap)
+    monkeypatch.setattr("qualms.gp.ensemble.estimated_cost", cg_looks_cheap)
     solved = solve_members(Phi, Y, counts, full)  # warnings are errors
     assert solved.method in ("dual", "direct")
     expected = oracle.member_weights(Phi, Y, counts, full.noise_variance)
@@ -375,7 +381,7 @@ def test_repeating_a_row_is_weighting_it(seed):
 
 
 def test_thin_products_over_several_blocks(monkeypatch):
-    monkeypatch.setattr("qualms.core.conjugate_gradients.block_size", lambda Phi: 7)
+    monkeypatch.setattr("qualms.gp.ensemble.block_size", lambda Phi: 7)
     rng = np.random.default_rng(0)
     Phi, W, Z = (rng.standard_normal(shape) for shape in ((30, 4), (3, 4), (3, 30)))
     C = rng.uniform(size=(3, 30))

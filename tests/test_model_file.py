@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from qualms import AtomisticModel, InputError
 from qualms.atomistic.model_file import FORMAT, PROTOCOL, read_model_document
-from qualms.storage import StorageError, read_container, write_container
+from qualms.io.container import StorageError, read_container, write_container
 
 SOURCES = Path(__file__).parents[1] / "src"
 ATOMS = dict.fromkeys("HCNOF", -1.0)

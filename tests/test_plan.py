@@ -9,17 +9,18 @@ from atomistic_fixtures import labelled_molecules, make_model
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qualms.atomistic import plan, requirements
-from qualms.atomistic.featurize import BATCH
-from qualms.atomistic.plan import (
+from qualms.atomistic import memory as plan
+from qualms.atomistic import memory as requirements
+from qualms.atomistic.memory import (
     default_threads,
     format_bytes,
     format_time,
     make_plan,
     parse_memory,
 )
-from qualms.atomistic.progress import Stages
 from qualms.errors import InputError
+from qualms.features.soap import BATCH
+from qualms.progress import Stages
 
 RUN = {
     "n_rows": 100_000,

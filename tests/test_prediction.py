@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from qualms.core.calibration import LinearCalibration, PowerCalibration, calibrate
+from qualms.calibration.fitting import calibrate
+from qualms.calibration.methods import LinearCalibration, PowerCalibration
 from qualms.errors import InputError
 from qualms.prediction import Prediction, score
 from qualms.prediction import calibrate as calibrate_any

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from qualms import AtomisticModel
-from qualms.atomistic.engines import make_engine
 from qualms.atomistic.evaluation import evaluate
-from qualms.atomistic.hypers import PRESETS
 from qualms.atomistic.structures import read_frames, species_of
+from qualms.features.hypers import PRESETS
+from qualms.features.soap import make_engine
 
 #: Molecular crystals, atoms displaced, with chemical shieldings of all atoms in ppm.
 CRYSTALS = Path(

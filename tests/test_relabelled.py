@@ -13,7 +13,7 @@ from fake_potential import PairCommittee
 
 from qualms import InputError, QualmsWarning
 from qualms.ase import Calculator
-from qualms.atomistic.targets import find_label
+from qualms.atomistic.labels import find_label
 
 SMOOTH = {"cutoff": 3.0, "n_radial": 3, "l_max": 2, "engine": "featomic", "smoothing": 0.5}
 

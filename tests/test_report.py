@@ -17,9 +17,9 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from qualms import InputError, Prediction, calibrate, score
-from qualms.core.calibration import ConfidenceIntervals, LinearCalibration, PowerCalibration
-from qualms.core.diagnostics import conditional_error_density
-from qualms.core.scores import score_arrays
+from qualms.calibration.methods import LinearCalibration, PowerCalibration
+from qualms.calibration.selection import ConfidenceIntervals
+from qualms.metrics import conditional_error_density, score_arrays
 from qualms.report import (
     BinnedErrorDisplay,
     ConditionalErrorDisplay,
@@ -35,7 +35,7 @@ from qualms.report import (
     score_table,
     style,
 )
-from qualms.report.figures._axes import _plain_number, log_limits, robust_limits
+from qualms.report.figures import _plain_number, log_limits, robust_limits
 
 OF_PREDICTIONS = [
     BinnedErrorDisplay,

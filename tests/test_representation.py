@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from scipy.spatial.transform import Rotation
 from threadpoolctl import threadpool_limits
 
-from qualms.atomistic.compression import chosen_columns, fit_projection, principal_components
-from qualms.atomistic.engines import make_engine
-from qualms.atomistic.featurize import all_atoms
-from qualms.atomistic.hypers import Compression, RadialScaling, Scale, make_soap
-from qualms.atomistic.representation import (
+from qualms.errors import InputError
+from qualms.features.compression import chosen_columns, fit_projection, principal_components
+from qualms.features.hypers import Compression, RadialScaling, Scale, make_soap
+from qualms.features.soap import (
     Representation,
+    all_atoms,
     fit_representation,
+    make_engine,
     resolve_compression,
 )
-from qualms.core.kernels import normalize_rows
-from qualms.errors import InputError
+from qualms.gp.kernels import normalize_rows
 
 SPECIES = (1, 6, 8)
 ENGINES = ("dscribe", "featomic")

@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 from atomistic_fixtures import labelled_crystals, organic_crystals, qualms
 
-from qualms.atomistic.feature_stage import Resources
-from qualms.atomistic.progress import Stages
-from qualms.atomistic.study import held_out_rows, member_estimates, reference_estimates
+from qualms.atomistic.training import Resources
 from qualms.data import csd
 from qualms.errors import InputError
+from qualms.progress import Stages
 from qualms.reproduce import kernels, problems, run
 from qualms.reproduce.claims import check_claims
 from qualms.reproduce.complete import missing
@@ -28,6 +27,7 @@ from qualms.reproduce.page import make_page
 from qualms.reproduce.problems import csd_problem, qm9_problem
 from qualms.reproduce.published import COLUMNS, CSD, PROCESS, QM9, SIZES, published
 from qualms.reproduce.results import read_results, write_results
+from qualms.reproduce.study import held_out_rows, member_estimates, reference_estimates
 from qualms.reproduce.tables import is_published, member_rows, reference_rows
 from qualms.reproduce.targets import WITHIN
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from atomistic_fixtures import qualms
 
-from qualms.atomistic.feature_stage import Resources
-from qualms.atomistic.progress import Stages
+from qualms.atomistic.training import Resources
 from qualms.cli import reproduce as command
 from qualms.data import HARTREE_TO_EV, qm9
-from qualms.data.qm9_sources import ENERGIES
+from qualms.data.qm9 import ENERGIES
 from qualms.errors import InputError
+from qualms.progress import Stages
 from qualms.reproduce import problems, session, shift
 from qualms.reproduce.page import make_page
 from qualms.reproduce.problems import qm9_problem, qm9_settings

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from reproduce_fixtures import MEMBERS, made_column, plain_scheme, plain_seed, small_results
 
-from qualms.atomistic.feature_stage import FeatureStage, Resources
-from qualms.atomistic.progress import Stages
-from qualms.atomistic.training import Training
+from qualms.atomistic.training import FeatureStage, Resources, Training
 from qualms.errors import InputError
+from qualms.progress import Stages
 from qualms.reproduce import kept, kernels, pictures, problems, run, size_picture
 from qualms.reproduce.complete import check_together, complete_part, missing, size_note
 from qualms.reproduce.places import Workplace

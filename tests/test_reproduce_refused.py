@@ -10,13 +10,13 @@ import pytest
 from ase import Atoms
 from atomistic_fixtures import organic_crystals, qualms
 
-from qualms.atomistic.feature_stage import Resources
-from qualms.atomistic.hypers import make_soap
 from qualms.atomistic.model import AtomisticModel
-from qualms.atomistic.progress import Stages
+from qualms.atomistic.training import Resources
 from qualms.cli import reproduce as command
 from qualms.data import csd
 from qualms.errors import InputError
+from qualms.features.hypers import make_soap
+from qualms.progress import Stages
 from qualms.reproduce import problems, session, shift
 from qualms.reproduce.places import check_page
 from qualms.reproduce.problems import csd_problem, csd_settings, qm9_settings

@@ -11,13 +11,12 @@ import pytest
 from atomistic_fixtures import qualms
 from reproduce_fixtures import plain_seed, small_results
 
-from qualms.atomistic.feature_stage import FeatureStage, Resources
-from qualms.atomistic.plan import format_bytes
-from qualms.atomistic.progress import Stages
-from qualms.atomistic.training import Training
+from qualms.atomistic.memory import format_bytes
+from qualms.atomistic.training import FeatureStage, Resources, Training
 from qualms.atomistic.training_set import make_training_set
 from qualms.cli import app
 from qualms.errors import InputError
+from qualms.progress import Stages
 from qualms.reproduce import kernels, problems, run, session
 from qualms.reproduce.kept import Kept
 from qualms.reproduce.places import Workplace, is_out_of_room, naming
@@ -105,7 +104,7 @@ def test_results_have_room_before_kernel_rows(monkeypatch):
 
 def test_features_that_do_not_fit_are_done_without(monkeypatch):
     problem, said = qm9_problem("subset", "small"), []
-    monkeypatch.setattr("qualms.atomistic.feature_stage._store", no_room)
+    monkeypatch.setattr("qualms.atomistic.training._store", no_room)
     assert len(prepared(problem, said).test.y) == 50
     assert said == ["The disk has no room for features: an interrupted run computes them again."]
     assert "K_NM.npy" in files("kernels")

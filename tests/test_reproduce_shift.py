@@ -14,22 +14,19 @@ from reproduce_fixtures import (
     small_results,
 )
 
-from qualms.atomistic.feature_stage import Resources
-from qualms.atomistic.hypers import make_soap
-from qualms.atomistic.progress import Stages
+from qualms.atomistic.training import Resources
+from qualms.calibration.base import calibration_data
+from qualms.calibration.fitting import fit_calibration
 from qualms.cli import reproduce as command
-from qualms.core.calibration import calibration_data, fit_calibration
+from qualms.features.hypers import make_soap
+from qualms.progress import Stages
 from qualms.reproduce import problems, session, shift
 from qualms.reproduce.bins import adequacy, mean_bins
 from qualms.reproduce.introduction import differences
 from qualms.reproduce.page import make_page
 from qualms.reproduce.problems import csd_settings
 from qualms.reproduce.rattling import displacement
-from qualms.reproduce.results import (
-    Displacement,
-    Shifted,
-    read_results,
-)
+from qualms.reproduce.results import Displacement, Shifted, read_results
 from qualms.reproduce.shift_page import shift_parts
 from qualms.reproduce.survival import survival_words, survivors
 from qualms.reproduce.too_small import too_small_parts

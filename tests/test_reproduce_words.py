@@ -9,8 +9,8 @@ from atomistic_fixtures import qualms
 from reproduce_fixtures import MEMBERS, made_column, made_results, made_seed
 
 from benchmarks import bench_presets
-from qualms.atomistic.hypers import make_soap
-from qualms.report.figures import conditional
+from qualms.features.hypers import make_soap
+from qualms.report import figures as conditional
 from qualms.reproduce import divisions, pictures, size_picture
 from qualms.reproduce.divisions import comparison_of_divisions
 from qualms.reproduce.facts import asked_for, differing, facts
@@ -22,11 +22,7 @@ from qualms.reproduce.published import COLUMNS, QM9, SIZES, published
 from qualms.reproduce.results import Shift, Shifted, read_results, write_results
 from qualms.reproduce.shift_page import shift_parts
 from qualms.reproduce.tables import beside_the_paper
-from qualms.reproduce.targets import (
-    internal_against_validation,
-    shrinkage_targets,
-    student_targets,
-)
+from qualms.reproduce.targets import internal_against_validation, shrinkage_targets, student_targets
 from qualms.reproduce.texts import CAPTIONS, MODEL_SELECTION
 
 ROOT = Path(__file__).parents[1]

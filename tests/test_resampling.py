@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qualms.core.distinct import distinct_rows, hash_rows, joined_groups
-from qualms.core.resampling import (
+from qualms.arrays import distinct_rows, hash_rows, joined_groups
+from qualms.errors import InputError, QualmsWarning
+from qualms.gp.ensemble import (
     committee,
     draw_members,
     group_codes,
@@ -13,7 +14,6 @@ from qualms.core.resampling import (
     membership_counts,
     subsample_size,
 )
-from qualms.errors import InputError, QualmsWarning
 
 
 @given(st.integers(2, 40), st.integers(2, 9), st.floats(0.01, 0.99), st.integers(0, 2**31))

@@ -8,13 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qualms import InputError
-from qualms.core.score_intervals import (
+from qualms.metrics import (
     DISTANCES,
     EXPECTED_WITHIN,
     bootstrap_one_sigma,
     bootstrap_scores,
+    ence,
+    score_arrays,
 )
-from qualms.core.scores import ence, score_arrays
 
 
 def points(n, seed=0, *, factor=1.0, n_members=None):

@@ -10,15 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from qualms.core.diagnostics import calibration_curve
-from qualms.core.likelihood import log_likelihood
-from qualms.core.scores import (
+from qualms.errors import InputError
+from qualms.metrics import (
     Scores,
+    calibration_curve,
     coverage,
     crps_ensemble,
     crps_gaussian,
     ence,
     interval_score,
+    log_likelihood,
     mae,
     miscalibration_area,
     rmse,
@@ -26,7 +27,6 @@ from qualms.core.scores import (
     sharpness,
     spearman,
 )
-from qualms.errors import InputError
 
 quick = settings(deadline=None, max_examples=50)
 

@@ -12,15 +12,15 @@ import scipy.linalg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qualms.core.selection import (
+from qualms.errors import InputError
+from qualms.gp import representatives as farthest
+from qualms.gp import representatives as leverage
+from qualms.gp.representatives import (
     cur,
     cur_from_kernel,
-    farthest,
     farthest_points,
     farthest_points_from_kernel,
-    leverage,
 )
-from qualms.errors import InputError
 
 seeds = st.integers(0, 2**32 - 1)
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qualms.atomistic.checkpoint import Checkpoint, run_key
-from qualms.atomistic.hypers import PRESETS, RadialScaling, Scale, Soap, make_soap
 from qualms.atomistic.settings import Settings, as_number, make_settings
+from qualms.atomistic.training import Checkpoint, run_key
 from qualms.errors import InputError
+from qualms.features.hypers import PRESETS, RadialScaling, Scale, Soap, make_soap
 
 # --- hyper-parameters of the representation ---
 
@@ -348,7 +348,7 @@ def test_a_file_is_no_directory(tmp_path):
 def test_a_stage_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     checkpoint = Checkpoint(tmp_path, "key", resume=False)
     checkpoint.save("selection", ARRAYS)
-    monkeypatch.setattr("qualms.atomistic.checkpoint.save", lambda arrays: "not bytes")
+    monkeypatch.setattr("qualms.atomistic.training.save", lambda arrays: "not bytes")
     with pytest.raises(TypeError):
         checkpoint.save("selection", {"x": np.zeros(1)})
     arrays, _ = Checkpoint(tmp_path, "key", resume=True).load("selection")

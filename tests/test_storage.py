@@ -24,20 +24,18 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from qualms import InputError, Prediction, QualmsError
-from qualms.storage import (
+from qualms.io.container import (
+    MAX_HEADER,
     Document,
     StorageError,
     TensorSpec,
-    atomic_output,
-    atomic_path,
-    check_output,
     check_tensors,
-    open_writer,
     read_container,
     read_document,
     write_container,
 )
-from qualms.storage.container import MAX_HEADER
+from qualms.io.files import atomic_output, atomic_path, check_output
+from qualms.io.predictions import open_writer
 
 rng = np.random.default_rng(0)
 
@@ -329,7 +327,7 @@ def test_metadata_are_complete_and_nothing_else(path, changes):
 
 
 def test_numbers_that_are_none_are_found_even_if_the_checksum_is_right(path, monkeypatch, tmp_path):
-    monkeypatch.setattr("qualms.storage.container._is_sound", lambda _: True)
+    monkeypatch.setattr("qualms.io.container._is_sound", lambda _: True)
     write_container(tmp_path / "nan", {"a": np.array([1, np.inf])}, Settings(alpha=1), **KIND)
     write_container(
         tmp_path / "b", {"b": np.array([2, 0], "u1").view(bool)}, Settings(alpha=1), **KIND

@@ -16,19 +16,20 @@ from threadpoolctl import threadpool_limits
 
 from qualms import AtomisticModel, InputError, Prediction, QualmsWarning, score
 from qualms.ase import Calculator
-from qualms.atomistic.force_evaluation import (
+from qualms.atomistic.evaluation import (
     evaluate_derivatives,
     evaluate_forces,
     evaluate_stress,
     unjudged,
 )
-from qualms.atomistic.force_labels import find_stresses
+from qualms.atomistic.labels import find_stresses
+from qualms.atomistic.model import describe
 from qualms.atomistic.model_file import FORMAT, PROTOCOL
-from qualms.atomistic.summary import describe
+from qualms.calibration.base import calibration_data
+from qualms.calibration.fitting import fit_calibration, fit_internally
 from qualms.cli.train import summary_document
-from qualms.core.calibration import calibration_data, fit_calibration, fit_internally
-from qualms.core.resampling import MIN_ABSENT
-from qualms.storage.container import Document, read_container, write_container
+from qualms.gp.ensemble import MIN_ABSENT
+from qualms.io.container import Document, read_container, write_container
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -17,7 +17,8 @@ from ase.calculators.calculator import Calculator  # noqa: E402
 from ase.calculators.singlepoint import SinglePointCalculator  # noqa: E402
 from ase.io import write  # noqa: E402
 
-from qualms.atomistic.structures import (  # noqa: E402
+from qualms.atomistic.labels import atomic_targets, labelled, structure_targets
+from qualms.atomistic.structures import (
     MIN_DISTANCE,
     check_species,
     check_structures,
@@ -28,11 +29,6 @@ from qualms.atomistic.structures import (  # noqa: E402
     read_frames,
     species_of,
     symbols_of,
-)
-from qualms.atomistic.targets import (  # noqa: E402
-    atomic_targets,
-    labelled,
-    structure_targets,
 )
 
 WATER = "3\nenergy=-1.5 tag=a\nO 0 0 0\nH 0.96 0 0\nH 0 0.96 0\n"

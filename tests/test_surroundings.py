@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from test_forces_training import SMOOTH, alloys
 from threadpoolctl import threadpool_limits
 
-from qualms.atomistic import surroundings
-from qualms.atomistic.exact_energies import exact_energies
-from qualms.atomistic.force_rows import derivative_rows, scale_rows
-from qualms.atomistic.gradients import batches
-from qualms.atomistic.mechanics import derivatives
-from qualms.atomistic.surroundings import Surroundings
+from qualms.atomistic.forces import derivatives
+from qualms.atomistic.kernel_rows import derivative_rows, scale_rows
+from qualms.atomistic.model import exact_energies
+from qualms.features import gradients as surroundings
+from qualms.features.gradients import Surroundings, batches
 
 CUTOFF = SMOOTH["cutoff"]
 

@@ -11,16 +11,17 @@ from ase import Atoms
 from fake_potential import PairCommittee
 
 from qualms import InputError, Prediction, QualmsWarning
-from qualms.core.reweighting import (
+from qualms.thermo import (
+    BOLTZMANN,
     block_length,
     effective_sample_size,
     member_variance,
     neglected_term,
+    reweight,
     reweight_cumulant,
     reweight_direct,
     statistical_inefficiency,
 )
-from qualms.thermo import BOLTZMANN, reweight
 
 #: Force constants that members of a committee believe in; that of their mean is 1.
 FORCE_CONSTANTS = np.linspace(0.9, 1.1, 8)

@@ -17,7 +17,7 @@ from test_calculator import drift
 
 from qualms import InputError
 from qualms.ase import Calculator, WeightedBaseline
-from qualms.atomistic.targets import find_label
+from qualms.atomistic.labels import find_label
 
 
 class Members(AseCalculator):

@@ -9,19 +9,18 @@ from test_forces_training import alloys, model
 from threadpoolctl import threadpool_limits
 
 from qualms import Prediction, score
-from qualms.atomistic.force_evaluation import evaluate_derivatives
-from qualms.atomistic.force_labels import ForceLabels
-from qualms.atomistic.mechanics import VOIGT, predict_mechanics
-from qualms.core.calibration import (
-    Scaled,
-    WholeCalibration,
+from qualms.atomistic.evaluation import evaluate_derivatives
+from qualms.atomistic.forces import predict_mechanics
+from qualms.atomistic.labels import ForceLabels
+from qualms.atomistic.structures import VOIGT
+from qualms.calibration.base import calibration_data
+from qualms.calibration.fitting import (
     build_calibration,
-    calibration_data,
     fit_calibration,
     fit_internally,
     internal_points,
-    whole_spread,
 )
+from qualms.calibration.methods import Scaled, WholeCalibration, whole_spread
 
 METHODS = ("student", "linear", "power", "shrinkage")
 R = Rotation.from_euler("xyz", [0.7, 0.5, 1.1]).as_matrix()

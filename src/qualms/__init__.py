@@ -8,16 +8,18 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from qualms.core.calibration import Calibration
-from qualms.core.selection import farthest_points
+from qualms.calibration.base import Calibration
 from qualms.errors import CalibrationError, InputError, NumericalError, QualmsError, QualmsWarning
+from qualms.gp.representatives import farthest_points
 from qualms.prediction import Prediction, calibrate, score
 
-__version__ = "0.1.0.dev0"
-
 if TYPE_CHECKING:
-    from qualms.atomistic import AtomisticModel
-    from qualms.estimators import ProjectedProcessRegressor, ResamplingRegressor
+    from qualms.atomistic.model import AtomisticModel
+    from qualms.regressors import ProjectedProcessRegressor, ResamplingRegressor
+
+
+__version__ = "0.1.0"
+
 
 __all__ = [
     "AtomisticModel",
@@ -39,8 +41,8 @@ __all__ = [
 #: What takes a second to import, and where it is: only who wants it pays for that.
 _LAZY = {
     "AtomisticModel": "qualms.atomistic",
-    "ProjectedProcessRegressor": "qualms.estimators",
-    "ResamplingRegressor": "qualms.estimators",
+    "ProjectedProcessRegressor": "qualms.regressors",
+    "ResamplingRegressor": "qualms.regressors",
 }
 
 

@@ -27,14 +27,13 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import ArrayLike
 
-from qualms.core.calibration import Calibration, PerOutputCalibration
-from qualms.core.calibration import calibrate as calibrate_arrays
-from qualms.core.calibration.base import MemberTransform
-from qualms.core.checks import check_points
-from qualms.core.resampling import committee
-from qualms.core.scores import Scores, score_arrays
-from qualms.core.typing import Float64Array
+from qualms.arrays import Float64Array, check_points
+from qualms.calibration.base import Calibration, MemberTransform
+from qualms.calibration.fitting import PerOutputCalibration
+from qualms.calibration.fitting import calibrate as calibrate_arrays
 from qualms.errors import InputError
+from qualms.gp.ensemble import committee
+from qualms.metrics import Scores, score_arrays
 
 #: Errors that are a smaller part of a mean are those of arithmetic; and of a larger error, nothing.
 _ROUNDING, _MATTERS = 1e-13, 1e-2

@@ -8,14 +8,14 @@ from functools import cached_property
 
 import numpy as np
 
-from qualms.atomistic.baselines import Baseline
-from qualms.atomistic.basis import Basis
-from qualms.atomistic.representation import Representation
+from qualms.arrays import Float64Array, FloatArray, IntArray
+from qualms.atomistic.baseline import Baseline
+from qualms.atomistic.kernel_rows import Basis
 from qualms.atomistic.settings import Settings
-from qualms.core.calibration import Calibration
-from qualms.core.linalg import cholesky_whiten
-from qualms.core.projected_process import latent_variance
-from qualms.core.typing import Float64Array, FloatArray, IntArray
+from qualms.calibration.base import Calibration
+from qualms.features.soap import Representation
+from qualms.gp.linalg import cholesky_whiten
+from qualms.gp.sparse_gp import latent_variance
 
 #: Kernel rows whose variances are found at once.
 _ROWS = 1024

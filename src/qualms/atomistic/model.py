@@ -1,8 +1,11 @@
-"""AtomisticModel: structures in, properties with calibrated error bars out."""
+"""A trained model in words."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,44 +13,395 @@ import numpy as np
 from ase import Atoms
 from threadpoolctl import threadpool_limits
 
-from qualms.atomistic.checkpoint import Checkpoint, run_key
-from qualms.atomistic.feature_stage import Resources
+from qualms.arrays import BoolArray, Float64Array, IntArray
+from qualms.atomistic.baseline import atom_design, structure_design
 from qualms.atomistic.fitted import Fitted
-from qualms.atomistic.hypers import Soap
-from qualms.atomistic.mechanics import Mechanics, check_frames, predict_mechanics
+from qualms.atomistic.forces import (
+    Mechanics,
+    Potential,
+    check_frames,
+    make_potential,
+    member_energies,
+    predict_mechanics,
+)
+from qualms.atomistic.memory import Plan, default_threads, format_time, parse_memory
 from qualms.atomistic.model_file import (
     Provenance,
     Record,
     make_provenance,
+    make_record,
     read_model,
     write_model,
 )
-from qualms.atomistic.plan import Plan, default_threads, parse_memory
-from qualms.atomistic.potential import Potential, make_potential
-from qualms.atomistic.predicting import (
-    Chunk,
-    atom_contributions,
-    centers_of,
-    concatenated,
-    stream_chunks,
-)
-from qualms.atomistic.progress import Display, Stages
-from qualms.atomistic.progress_bars import Bars
-from qualms.atomistic.records import make_record
 from qualms.atomistic.settings import Settings, make_settings
-from qualms.atomistic.solving import Outcome
-from qualms.atomistic.structures import refuse_single
-from qualms.atomistic.summary import describe
-from qualms.atomistic.threads import limited
-from qualms.atomistic.training import Training
+from qualms.atomistic.structures import check_species, check_structures, refuse_single, symbols_of
+from qualms.atomistic.training import Checkpoint, Outcome, Resources, Training, run_key
 from qualms.atomistic.training_set import TrainingSet, make_training_set, resolved_species
-from qualms.core.calibration import CalibrationData
-from qualms.core.typing import BoolArray, Float64Array
-from qualms.errors import InputError, QualmsError
+from qualms.calibration.base import Calibration, CalibrationData
+from qualms.calibration.methods import Scaled
+from qualms.errors import InputError, QualmsError, counted
+from qualms.features.gradients import batches
+from qualms.features.hypers import Compression, Soap
+from qualms.features.soap import BATCH, Batch, stream_features
+from qualms.io.files import check_output
 from qualms.prediction import Prediction
-from qualms.storage.files import check_output
+from qualms.progress import Bars, Display, Stages
+from qualms.resources import limited
+
+_METHODS = {"pca": "PCA", "pairs": "PCA of pairs of species", "fps": "FPS", "cur": "CUR"}
 
 
+def describe(fitted: Fitted, record: Record, provenance: Provenance) -> str:
+    """Return what a model is and what it learned, a line for each subject."""
+    lines = {
+        "target": _target(fitted),
+        "trained on": _data(record, fitted.per_atom),
+        "elements": symbols_of(fitted.representation.species),
+        "representation": _representation(fitted),
+        "representatives": f"{record.effective_rank} of {fitted.settings.n_representatives} "
+        f"asked for, by {fitted.settings.selection}",
+        "noise": f"σ = {record.noise:.4g} {units_of(fitted)}".rstrip()
+        + f" ({record.noise / record.target_std:.1e} of the spread of the target)",
+        "baseline": fitted.baseline.name,
+        "members": _members(fitted, record),
+        "internal error": _errors(fitted, record),
+        "calibration": _calibration(fitted.calibration),
+        **_forces(fitted, record),
+        "time": format_time(sum(record.seconds.values())),
+        "made": f"{provenance.created} by qualms {provenance.packages['qualms']}, "
+        f"data {provenance.data_digest[:12]}",
+    }
+    width = max(map(len, lines))
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
+
+
+def units_of(fitted: Fitted) -> str:
+    """Return the units of errors: per atom if the target is extensive."""
+    units = fitted.settings.units
+    if fitted.settings.kind != "extensive":
+        return units
+    return f"{units}/atom" if units else "per atom"
+
+
+def _target(fitted: Fitted) -> str:
+    settings = fitted.settings
+    units = f" in {settings.units}" if settings.units else ""
+    of = f" of {symbols_of(settings.species)}" if settings.species else ""
+    return f"{settings.target}{units} ({settings.kind}{of})"
+
+
+def _data(record: Record, per_atom: bool) -> str:
+    rows = f"{record.n_rows} atoms of " if per_atom else ""
+    text = f"{rows}{record.n_structures} structures, {record.n_environments} environments"
+    skipped = [
+        f"{n} {what}"
+        for n, what in (
+            (record.n_unlabelled, "unlabelled skipped"),
+            (record.n_isolated, "isolated atoms"),
+            (record.n_duplicates, "duplicates"),
+        )
+        if n
+    ]
+    return f"{text} ({', '.join(skipped)})" if skipped else text
+
+
+def _representation(fitted: Fitted) -> str:
+    representation = fitted.representation
+    soap = representation.soap
+    cutoffs = " + ".join(f"{scale.cutoff:g}" for scale in soap.scales)
+    text = f"SOAP by {soap.resolved_engine}, cutoff {cutoffs} Å, ζ = {soap.exponent:g}"
+    if not representation.projections:
+        return f"{text}, {representation.n_features} features"
+    raw = sum(p.matrix.shape[0] for p in representation.projections)
+    error = max(p.kernel_error for p in representation.projections)
+    standard = "pairs" if fitted.settings.has_forces else "pca"
+    method = soap.compression.method if isinstance(soap.compression, Compression) else standard
+    kept = f"{raw} → {representation.n_features} features by {_METHODS[method]}"
+    return f"{text}, {kept} (kernel ± {error:.1e})"
+
+
+def _members(fitted: Fitted, record: Record) -> str:
+    settings = fitted.settings
+    how = "bootstrap" if settings.replace else f"sub-samples of {settings.subsample:g}"
+    return f"{settings.n_members}, {how} ({record.solver})"
+
+
+def _errors(fitted: Fitted, record: Record) -> str:
+    if record.rmse is None or record.mae is None:
+        return "not known: the members agree to rounding, or none was without a row"
+    return (
+        f"RMSE {record.rmse:.4g}, MAE {record.mae:.4g} {units_of(fitted)}".rstrip()
+        + f" ({record.n_internal} rows, each by members that had not seen it)"
+    )
+
+
+def forces_units_of(fitted: Fitted) -> str:
+    """Return the units of forces."""
+    return f"{fitted.settings.units}/Å" if fitted.settings.units else "per Å"
+
+
+def stress_units_of(fitted: Fitted) -> str:
+    """Return the units of stresses."""
+    return f"{fitted.settings.units}/Å³" if fitted.settings.units else "per Å³"
+
+
+def _forces(fitted: Fitted, record: Record) -> dict[str, str]:
+    """Return lines about forces and stresses, if they were learned."""
+    settings, units = fitted.settings, forces_units_of(fitted)
+    if not settings.mechanical:
+        return {}
+    what = "forces" if settings.forces else "stresses"
+    parts = [f"{record.n_force_rows} components" if settings.forces else ""]
+    of = "of stresses" if settings.forces else "components"
+    parts += [f"{record.n_virial_rows} {of}" if settings.stress else ""]
+    if settings.forces and record.n_without_forces:
+        parts.append(f"{record.n_without_forces} structures without")
+    if settings.stress and record.n_without_stress:
+        parts.append(f"{record.n_without_stress} without a stress")
+    lines = {what: ", ".join(part for part in parts if part)}
+    noises = [] if record.forces_noise is None else [f"{record.forces_noise:.4g} {units}"]
+    if record.virial_noise is not None:
+        noises.append(f"{record.virial_noise:.4g} {units_of(fitted)} of virials")
+    lines[what] += f"; σ = {', '.join(noises)}" if noises else ""
+    of_forces = (record.forces_rmse, record.forces_mae, record.forces_internal)
+    of_stress = (record.stress_rmse, record.stress_mae, record.stress_internal)
+    return {
+        **lines,
+        **_derived("forces'", *of_forces, units, fitted.forces_calibration),
+        **_derived("stress'", *of_stress, stress_units_of(fitted), fitted.stress_calibration),
+    }
+
+
+def _derived(
+    whose: str,
+    rmse: float | None,
+    mae: float | None,
+    n_structures: int,
+    units: str,
+    own: Calibration | None,
+) -> dict[str, str]:
+    """Return lines about errors and error bars of forces, or of stresses."""
+    lines = {}
+    if rmse is not None:
+        lines[f"{whose} error"] = f"RMSE {rmse:.4g}, MAE {mae:.4g} {units} (internal)"
+    if own is not None:
+        lines[f"{whose} bars"] = _calibration(own, n_structures)
+    return lines
+
+
+def _calibration(calibration: Calibration, n_structures: int = 0) -> str:
+    """Describe a calibration; components of one structure are several rows."""
+    rows = f"{calibration.n_points} rows"
+    if n_structures:
+        rows = f"{calibration.n_points} components of {counted(n_structures, 'structure')}"
+    return (
+        f"{calibration.method}, α = {_short(calibration.alpha)}, γ = {_short(calibration.gamma)} "
+        f"({rows})"
+    )
+
+
+def _short(value: float) -> str:
+    """Write a number to three decimals, or if it is small to three digits."""
+    return f"{value:.3f}" if value == 0 or abs(value) >= 0.01 else f"{value:.2e}"
+
+
+# From new structures to kernel rows, as a stream.
+#: What novelties may differ by in rounding.
+_NOVEL = 1e-6
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some of the structures that are to be predicted, and their features.
+
+    Attributes
+    ----------
+    frames : list of Atoms
+        As they were given.
+    known : list of Atoms
+        Without atoms of species that the model does not know.
+    centers : list of arrays of int
+        The atoms of `frames` whose environments count.
+    batch : Batch
+        Features of these environments.
+    fitted : Fitted
+    """
+
+    frames: list[Atoms]
+    known: list[Atoms]
+    centers: list[IntArray]
+    batch: Batch
+    fitted: Fitted
+
+    @property
+    def has_unknown(self) -> BoolArray:
+        """Whether a structure has atoms of species that the model does not know."""
+        pairs = zip(self.frames, self.known, strict=True)
+        return np.array([len(given) != len(known) for given, known in pairs])
+
+    @property
+    def sizes(self) -> Float64Array:
+        """What an average is multiplied by: the number of atoms if the target is extensive."""
+        if self.fitted.settings.kind != "extensive":
+            return np.ones(len(self.frames))
+        return np.array([len(known) for known in self.known], dtype=np.float64)
+
+    @property
+    def factors(self) -> Float64Array:
+        """What averages are multiplied by, a number for each prediction."""
+        return np.ones(len(self.batch.features)) if self.fitted.per_atom else self.sizes
+
+    @property
+    def design(self) -> Float64Array:
+        """Design matrix of the baseline, a row for each prediction."""
+        species = self.fitted.baseline.species
+        if self.fitted.per_atom:
+            return atom_design(self.center_species, species)
+        return structure_design(self.known, species)
+
+    @property
+    def center_species(self) -> IntArray:
+        """Atomic number at the centre of each environment."""
+        pairs = zip(self.frames, self.centers, strict=True)
+        return np.concatenate([atoms.numbers[chosen] for atoms, chosen in pairs])
+
+    def rows(self, novelty: Float64Array | None = None) -> Float64Array:
+        """Return the kernel rows K_XM."""
+        return self.fitted.basis.rows(self.batch.features, self.batch.offsets, novelty=novelty)
+
+    def atom_novelty(self) -> list[Float64Array]:
+        """Return how strange each environment of each structure is, relative to the training set.
+
+        One is where `extrapolates` begins: so strange is the strangest environment of one training
+        structure in a hundred, representatives of its own not counted.
+        """
+        limit = self.fitted.training_novelty[0] + _NOVEL
+        novelty = self.fitted.basis.novelty(self.batch.features) / limit
+        return [novelty[a:b] for a, b in pairwise(self.batch.offsets)]
+
+    def prior_variance(self) -> Float64Array:
+        """Return the diagonal of K_XX, a number for each prediction."""
+        return self.fitted.basis.prior_variance(self.batch.features, self.batch.offsets)
+
+    def predict(self, rows: Float64Array) -> Prediction:
+        """Return the calibrated prediction."""
+        raw = Prediction(self.fitted.members(rows, self.design))
+        calibrated = raw.calibrated(self.fitted.calibration)
+        return calibrated * self.sizes if self.fitted.settings.kind == "extensive" else calibrated
+
+    def extrapolates(self, prediction: Prediction, novelty: Float64Array) -> BoolArray:
+        """Return for each structure, given its novelty, whether it looks like extrapolation.
+
+        It does if an environment, or all of them on average, are less like any representative than
+        those of 99 % of the training structures were like representatives from other structures,
+        if the members disagree more than they did about any training row that they had not seen, or
+        if it has atoms of unknown species.
+        """
+        flags: BoolArray = np.any(novelty > np.array(self.fitted.training_novelty) + _NOVEL, axis=1)
+        spread = prediction.uncalibrated.std
+        # Members that agreed to rounding on all training rows differ by rounding everywhere.
+        largest = self.fitted.training_spread or np.inf
+        if self.fitted.per_atom:
+            wild = spread > largest
+            edges = pairwise(self.batch.offsets)
+            flags |= np.array([bool(np.any(wild[a:b])) for a, b in edges])
+        else:
+            flags |= spread > largest * self.sizes
+        return flags | self.has_unknown
+
+
+def stream_chunks(
+    fitted: Fitted,
+    frames: Iterable[Atoms],
+    *,
+    threads: int = 1,
+    allow_unknown: bool = False,
+    batch: int = BATCH,
+) -> Iterator[Chunk]:
+    """Yield structures with their features, in order.
+
+    Parameters
+    ----------
+    fitted : Fitted
+    frames : iterable of Atoms
+        May be a generator that reads a file.
+    threads : int
+    allow_unknown : bool
+        Whether atoms of species that the model does not know are left out, rather than an error.
+    batch : int
+        Environments in a chunk, about.
+    """
+    waiting: deque[tuple[Atoms, Atoms, IntArray]] = deque()
+
+    def structures() -> Iterator[tuple[Atoms, IntArray]]:
+        for index, atoms in enumerate(frames):
+            check_structures([atoms], first=index)
+            kept = _known_atoms(atoms, fitted, index, allow_unknown)
+            known = atoms if len(kept) == len(atoms) else atoms[kept]
+            inside = centers_of(known.numbers, fitted)
+            waiting.append((atoms, known, kept[inside]))
+            yield known, inside
+
+    for found in stream_features(
+        fitted.representation, structures(), n_workers=threads, batch=batch
+    ):
+        taken = [waiting.popleft() for _ in found.sizes]
+        yield Chunk(
+            frames=[given for given, _, _ in taken],
+            known=[known for _, known, _ in taken],
+            centers=[centers for _, _, centers in taken],
+            batch=found,
+            fitted=fitted,
+        )
+
+
+def _known_atoms(atoms: Atoms, fitted: Fitted, index: int, allow_unknown: bool) -> IntArray:
+    known = np.isin(atoms.numbers, fitted.representation.species)
+    if not known.all() and (not allow_unknown or not known.any()):
+        check_species([atoms], fitted.representation.species, first=index)
+    return np.flatnonzero(known)
+
+
+def centers_of(numbers: IntArray, fitted: Fitted) -> IntArray:
+    """Return the atoms whose environments count: all, or those of the species of the target."""
+    species = fitted.settings.species
+    if not fitted.per_atom or species is None:
+        return np.arange(len(numbers))
+    return np.flatnonzero(np.isin(numbers, species))
+
+
+def atom_contributions(chunk: Chunk) -> list[Prediction]:
+    """Return what each atom contributes to the property of its structure.
+
+    Contributions sum (extensive) or average (intensive) to the prediction of the structure, member
+    by member, and so after calibration: the members of all atoms of a structure are scaled about
+    their means by the factor that calibrates the structure. Of atomic properties, they are the
+    predictions.
+    """
+    fitted = chunk.fitted
+    whole = chunk.predict(chunk.rows())
+    edges = list(pairwise(chunk.batch.offsets))
+    if fitted.per_atom:
+        return [whole[a:b] for a, b in edges]
+    raw = fitted.basis.environment_rows(chunk.batch.features) @ fitted.weights
+    raw += fitted.intercepts
+    raw += fitted.baseline.predict_members(
+        atom_design(chunk.center_species, fitted.baseline.species)
+    )
+    spread = whole.uncalibrated.std
+    factors = np.divide(whole.std, spread, out=np.ones_like(spread), where=spread > 0)
+    return [
+        Prediction(raw[a:b]).calibrated(Scaled(float(factor)))
+        for (a, b), factor in zip(edges, factors, strict=True)
+    ]
+
+
+def concatenated(predictions: Sequence[Prediction]) -> Prediction:
+    """Join the predictions of chunks."""
+    return predictions[0] if len(predictions) == 1 else Prediction.concatenate(predictions)
+
+
+# AtomisticModel: structures in, properties with calibrated error bars out.
 class AtomisticModel:
     """A property of structures or of atoms, with error bars that hold.
 
@@ -62,7 +416,7 @@ class AtomisticModel:
     kind : {"extensive", "intensive", "atomic"}
         A sum over atoms, such as an energy; an average over atoms; or a value for each atom.
     representation : str, dict or Soap
-        A preset ("organic", "nmr", "general"), or hyper-parameters: see `qualms.atomistic.hypers`.
+        A preset ("organic", "nmr", "general"), or hyper-parameters: see `qualms.features.hypers`.
     species : list of str, optional
         Elements that an atomic property is of; those that have labels by default.
     n_representatives : int
@@ -400,3 +754,35 @@ class AtomisticModel:
     def __repr__(self) -> str:
         state = "trained" if self._fitted is not None else "not trained"
         return f"<AtomisticModel of {self.settings.target} ({self.settings.kind}), {state}>"
+
+
+# Energies in float64, the same as come with forces, at the price of energies.
+#: Environments whose features are in memory at once.
+_BATCH = 1024
+
+
+def exact_energies(model: AtomisticModel, frames: Sequence[Atoms]) -> Prediction:
+    """Predict energies as `AtomisticModel.predict_forces` does, without the forces.
+
+    Parameters
+    ----------
+    model : AtomisticModel
+        With features by featomic, of an extensive target.
+    frames : sequence of Atoms
+    """
+    fitted, potential = model.fitted, model.potential
+    check_frames(fitted, frames, stress=False)
+    energies = np.zeros((len(frames), potential.n_columns))
+    with limited(model.threads, sum(map(len, frames))):
+        for batch in batches(frames, _BATCH):
+            owners = batch.structures[batch.owners]
+            for scale in potential.scales:
+                engine = scale.scale.engine
+                cut = batch.cut_out(engine.scale.cutoff)
+                given = ([one.atoms for one in cut], [one.centers for one in cut])
+                (piece,) = engine.pieces(*given, dtype=np.float64)
+                np.add.at(energies, owners, scale.energies(np.asarray(piece.values, np.float64)))
+    per_atom = Prediction(member_energies(fitted, frames, energies))
+    sizes = np.array([len(atoms) for atoms in frames])
+    energies_of_structures: Prediction = per_atom.calibrated(fitted.calibration) * sizes
+    return energies_of_structures

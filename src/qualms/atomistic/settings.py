@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from ase.data import atomic_numbers, chemical_symbols
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from qualms.atomistic.hypers import Soap, make_soap
-from qualms.core.calibration import METHODS
+from qualms.calibration.fitting import METHODS
 from qualms.errors import InputError
+from qualms.features.hypers import Soap, make_soap
 
 #: Width in Å over which neighbours fade at the cutoff, if forces are learned and nothing is said.
 SMOOTHING = 0.5

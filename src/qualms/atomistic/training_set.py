@@ -10,9 +10,9 @@ from functools import cached_property
 import numpy as np
 from ase import Atoms
 
-from qualms.atomistic.baselines import anchors, atom_design, spans, structure_design
-from qualms.atomistic.environments import offsets_of
-from qualms.atomistic.force_labels import ForceLabels, force_labels
+from qualms.arrays import Float64Array, IntArray, joined_groups
+from qualms.atomistic.baseline import anchors, atom_design, spans, structure_design
+from qualms.atomistic.labels import ForceLabels, Labelled, force_labels, labelled
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import (
     check_structures,
@@ -21,11 +21,9 @@ from qualms.atomistic.structures import (
     refuse_single,
     species_of,
 )
-from qualms.atomistic.targets import Labelled, labelled
-from qualms.core.distinct import joined_groups
-from qualms.core.resampling import MIN_ABSENT, draw_members, group_codes, membership_counts
-from qualms.core.typing import Float64Array, IntArray
 from qualms.errors import InputError, QualmsWarning
+from qualms.features.soap import offsets_of
+from qualms.gp.ensemble import MIN_ABSENT, draw_members, group_codes, membership_counts
 
 
 @dataclass(frozen=True)

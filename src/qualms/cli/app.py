@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 import qualms
+from qualms.cli._common import Terminal
 from qualms.cli.apply import apply
 from qualms.cli.calibrate import calibrate
-from qualms.cli.console import Terminal
 from qualms.cli.demo import demo
 from qualms.cli.evaluate import evaluate
 from qualms.cli.info import info

@@ -7,12 +7,11 @@ from typing import Annotated
 
 import typer
 
-from qualms.cli.console import Terminal
-from qualms.cli.options import Absent, Force, Json, Order, Quiet
+from qualms.cli._common import Absent, Force, Json, Order, Quiet, Terminal
+from qualms.ensembles.apply import apply_calibration
+from qualms.ensembles.calibration_file import read_calibration
 from qualms.errors import counted
-from qualms.external.applying import apply_calibration
-from qualms.external.calibration_file import read_calibration
-from qualms.storage.files import check_output, refuse_input
+from qualms.io.files import check_output, refuse_input
 
 
 def apply(

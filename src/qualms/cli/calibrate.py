@@ -10,20 +10,22 @@ import typer
 from ase import Atoms
 from rich.table import Table
 
-from qualms.atomistic.progress import Stages
-from qualms.cli.console import Terminal
-from qualms.cli.options import Absent, Force, Json, Order, Quiet, Seed
-from qualms.core.calibration import METHODS
-from qualms.external.calibrating import Calibrated, calibrate_ensemble
-from qualms.external.calibration_file import make_document, write_calibration
-from qualms.external.ensemble import Ensemble
-from qualms.external.reading import read_ensemble
-from qualms.external.sources import read_source
-from qualms.report import Judged, check_report, interval_records, interval_table
-from qualms.report.comparison import comparison_records, comparison_table, factor_table
-from qualms.report.page import judge_scores, make_page
-from qualms.report.writing import write_page
-from qualms.storage.files import check_output, refuse_input
+from qualms.calibration.fitting import METHODS
+from qualms.cli._common import Absent, Force, Json, Order, Quiet, Seed, Terminal
+from qualms.ensembles.calibrate import Calibrated, calibrate_ensemble
+from qualms.ensembles.calibration_file import make_document, write_calibration
+from qualms.ensembles.io import Ensemble, read_ensemble, read_source
+from qualms.io.files import check_output, refuse_input
+from qualms.progress import Stages
+from qualms.report.tables import interval_table
+from qualms.report.judged import Judged
+from qualms.report.report import check_report, judge_scores, make_page, write_page
+from qualms.report.tables import (
+    comparison_records,
+    comparison_table,
+    factor_table,
+    interval_records,
+)
 
 
 def calibrate(

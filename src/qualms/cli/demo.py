@@ -11,27 +11,24 @@ import typer
 from ase import Atoms
 
 from qualms.atomistic.evaluation import Evaluation, evaluate
-from qualms.atomistic.feature_stage import Resources
+from qualms.atomistic.memory import default_threads
 from qualms.atomistic.model import AtomisticModel
-from qualms.atomistic.plan import default_threads
-from qualms.atomistic.progress import Stages
 from qualms.atomistic.settings import make_settings
-from qualms.atomistic.study import study_subsamples
-from qualms.cli.console import Terminal
-from qualms.cli.options import Force, Json, Quiet, Seed, Threads
+from qualms.atomistic.training import Resources
+from qualms.cli._common import Force, Json, Quiet, Seed, Terminal, Threads
 from qualms.cli.train import summary_document
 from qualms.data import qm9
-from qualms.report import (
+from qualms.io.files import atomic_path, check_output
+from qualms.progress import Stages
+from qualms.report.figures import (
     ConditionalErrorDisplay,
     Display,
     ParityDisplay,
     ReliabilityDisplay,
     SubsampleSizeDisplay,
-    paper_table,
-    score_records,
-    score_table,
 )
-from qualms.storage.files import atomic_path, check_output
+from qualms.report.tables import paper_table, score_records, score_table
+from qualms.reproduce.study import study_subsamples
 
 N_TRAIN, N_VALIDATION, N_TEST = 2000, 500, 500
 SIZES = (0.05, 0.25, 0.5, 0.75, 0.9)

@@ -7,11 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from qualms.atomistic.evaluation import Evaluation
-from qualms.atomistic.force_evaluation import unjudged
-from qualms.cli.console import Terminal
-from qualms.cli.judging import judge
-from qualms.cli.options import Json, Model, Quiet, Threads
+from qualms.atomistic.evaluation import Evaluation, unjudged
+from qualms.cli._common import Json, Model, Quiet, Terminal, Threads, judge
 from qualms.errors import counted
 from qualms.report.tables import score_records, score_table
 

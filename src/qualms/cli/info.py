@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from qualms.atomistic.model import AtomisticModel
-from qualms.cli.console import Terminal
-from qualms.cli.options import Json, Model, Quiet
+from qualms.cli._common import Json, Model, Quiet, Terminal
 from qualms.cli.train import summary_document
 
 

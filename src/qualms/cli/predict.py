@@ -10,19 +10,17 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from qualms.atomistic.attribution import force_norm, local_contributions
-from qualms.atomistic.mechanics import Mechanics, check_model, has_forces
-from qualms.atomistic.model import AtomisticModel
-from qualms.atomistic.predicting import Chunk, atom_contributions
-from qualms.atomistic.progress import Stages
+from qualms.arrays import BoolArray, Float64Array
+from qualms.atomistic.forces import Mechanics, check_model, has_forces
+from qualms.atomistic.model import AtomisticModel, Chunk, atom_contributions
+from qualms.atomistic.novelty import force_norm, local_contributions
 from qualms.atomistic.structures import iter_frames
-from qualms.cli.console import Terminal
-from qualms.cli.options import Force, Json, Model, Quiet, Threads
-from qualms.core.typing import BoolArray, Float64Array
+from qualms.cli._common import Force, Json, Model, Quiet, Terminal, Threads
 from qualms.errors import InputError, counted
+from qualms.io.files import check_output
+from qualms.io.predictions import Kind, PredictionWriter, open_writer
 from qualms.prediction import Prediction
-from qualms.storage.files import check_output
-from qualms.storage.predictions import Kind, PredictionWriter, open_writer
+from qualms.progress import Stages
 
 #: Key of the flag of structures that look like extrapolation.
 FLAG = "qualms_extrapolates"

@@ -10,18 +10,15 @@ from typing import Annotated, Any
 import typer
 from ase import Atoms
 
-from qualms.atomistic.attribution import attributions
-from qualms.atomistic.evaluation import Evaluation
-from qualms.atomistic.force_evaluation import unjudged
-from qualms.atomistic.model import AtomisticModel
-from qualms.atomistic.summary import forces_units_of
-from qualms.cli.console import Terminal
-from qualms.cli.judging import judge
-from qualms.cli.options import Force, Json, Model, Quiet, Threads
-from qualms.report import AtomValues, Judged, check_report, interval_records, interval_table
-from qualms.report.page import Assessment, Page, make_page
-from qualms.report.writing import write_page
-from qualms.storage.files import refuse_input
+from qualms.atomistic.evaluation import Evaluation, unjudged
+from qualms.atomistic.model import AtomisticModel, forces_units_of
+from qualms.atomistic.novelty import attributions
+from qualms.cli._common import Force, Json, Model, Quiet, Terminal, Threads, judge
+from qualms.io.files import refuse_input
+from qualms.report.tables import interval_table
+from qualms.report.judged import AtomValues, Judged
+from qualms.report.report import Assessment, Page, check_report, make_page, write_page
+from qualms.report.tables import interval_records
 
 #: What components of forces and of stresses are called; the latter in ASE's order.
 _COMPONENTS = {"forces": ("x", "y", "z"), "stress": ("xx", "yy", "zz", "yz", "xz", "xy")}

@@ -11,13 +11,13 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from qualms.atomistic.feature_stage import Resources
-from qualms.atomistic.plan import default_threads, parse_memory
-from qualms.atomistic.progress import Stages
-from qualms.cli.console import Terminal
-from qualms.cli.options import Force, Json, Quiet, Threads
+from qualms.atomistic.memory import default_threads, parse_memory
+from qualms.atomistic.training import Resources
+from qualms.cli._common import Force, Json, Quiet, Terminal, Threads
 from qualms.data import csd as read_csd
 from qualms.errors import InputError
+from qualms.io.files import check_output, refuse_input
+from qualms.progress import Stages
 from qualms.reproduce.complete import check_together, complete_part, size_note
 from qualms.reproduce.page import write_page
 from qualms.reproduce.pictures import draw_figures
@@ -35,7 +35,6 @@ from qualms.reproduce.results import Results, read_results
 from qualms.reproduce.session import Listener, Session, share_of_training
 from qualms.reproduce.shift import csd_shift, qm9_shift
 from qualms.reproduce.tables import terminal_tables
-from qualms.storage.files import check_output, refuse_input
 
 reproduce = typer.Typer(
     name="reproduce", help="The paper's tables and figures again.", no_args_is_help=True

@@ -12,26 +12,25 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from qualms.atomistic.evaluation import Evaluation, evaluate
-from qualms.atomistic.force_evaluation import evaluate_derivatives, labels_to_judge, unjudged
-from qualms.atomistic.model import AtomisticModel
-from qualms.atomistic.plan import Plan
-from qualms.atomistic.progress import Stages
-from qualms.atomistic.settings import Settings
-from qualms.atomistic.structures import (
-    check_species,
-    check_structures,
-    read_frames,
-    species_of,
+from qualms.atomistic.evaluation import (
+    Evaluation,
+    evaluate,
+    evaluate_derivatives,
+    labels_to_judge,
+    unjudged,
 )
-from qualms.atomistic.targets import labelled
+from qualms.atomistic.labels import labelled
+from qualms.atomistic.memory import Plan
+from qualms.atomistic.model import AtomisticModel
+from qualms.atomistic.settings import Settings
+from qualms.atomistic.structures import check_species, check_structures, read_frames, species_of
 from qualms.atomistic.training_set import TrainingSet
-from qualms.cli.console import Terminal
-from qualms.cli.options import Force, Json, Quiet, Seed, Threads
+from qualms.cli._common import Force, Json, Quiet, Seed, Terminal, Threads
 from qualms.errors import InputError
+from qualms.io.files import atomic_output, check_output, refuse_input
+from qualms.io.predictions import check_name
+from qualms.progress import Stages
 from qualms.report.tables import score_records, score_table
-from qualms.storage.files import atomic_output, check_output, refuse_input
-from qualms.storage.predictions import check_name
 
 _DATA = "Data"
 _MODEL = "Model"

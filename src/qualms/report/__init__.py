@@ -17,16 +17,17 @@ from qualms.report.figures import (
     line_style,
     style,
 )
-from qualms.report.interval_table import interval_records, interval_table
 from qualms.report.judged import AtomValues, Judged
+from qualms.report.report import check_report, write_report
 from qualms.report.tables import (
     PAPER_COLUMNS,
     calibration_table,
+    interval_records,
+    interval_table,
     paper_table,
     score_records,
     score_table,
 )
-from qualms.report.writing import check_report, write_report
 
 __all__ = [
     "PAPER_COLUMNS",

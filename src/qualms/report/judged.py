@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from qualms.core.checks import check_points
-from qualms.core.scores import Scores
-from qualms.core.typing import BoolArray, Float64Array, IntArray
+from qualms.arrays import BoolArray, Float64Array, IntArray, check_points
 from qualms.errors import InputError
+from qualms.metrics import Scores
 from qualms.prediction import Prediction
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qualms.core.checks import check_integer
-from qualms.core.typing import Float64Array, IntArray
+from qualms.arrays import Float64Array, IntArray, check_integer
 from qualms.report.judged import Judged
 
 #: More atoms than these, and the map shows structures instead.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qualms.core.typing import Float64Array
+from qualms.arrays import Float64Array
 from qualms.reproduce.over_seeds import (
     bootstrap_of,
     full_model,

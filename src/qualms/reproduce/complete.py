@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from qualms.atomistic.hypers import Soap
 from qualms.errors import InputError
+from qualms.features.hypers import Soap
 from qualms.reproduce.published import COLUMNS, OF_PROCESS, PROCESS
 from qualms.reproduce.results import Column, Results, Scheme, Seed, Shift
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qualms.atomistic.hypers import Compression, Soap
-from qualms.atomistic.hypers import Scale as SoapScale
 from qualms.atomistic.settings import Settings
+from qualms.features.hypers import Compression, Soap
+from qualms.features.hypers import Scale as SoapScale
 from qualms.reproduce.problems import Scale, Split, csd_settings, qm9_settings
 from qualms.reproduce.results import Results
 

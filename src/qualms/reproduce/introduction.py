@@ -12,14 +12,7 @@ from qualms.reproduce.markdown import minus
 from qualms.reproduce.over_seeds import sub_samples
 from qualms.reproduce.results import Results
 from qualms.reproduce.shift_page import rattling
-from qualms.reproduce.texts import (
-    DATA,
-    DIFFERENCES,
-    DIVISIONS,
-    INTRODUCTION,
-    SCALES,
-    TITLES,
-)
+from qualms.reproduce.texts import DATA, DIFFERENCES, DIVISIONS, INTRODUCTION, SCALES, TITLES
 
 #: Where molecules come from if nothing is said, by scale.
 _DEFAULT = {"paper": "qm9pack", "small": "subset"}

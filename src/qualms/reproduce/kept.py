@@ -13,10 +13,10 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from qualms.core.typing import Float64Array
+from qualms.arrays import Float64Array
 from qualms.errors import InputError
+from qualms.io.files import atomic_output, atomic_path
 from qualms.reproduce.costs import Costs, peak_memory
-from qualms.storage.files import atomic_output, atomic_path
 
 _MANIFEST = "manifest.json"
 #: What a manifest stands for that names no stages: it was written when all were complete.

@@ -16,28 +16,33 @@ from typing import Any, TypeVar
 import numpy as np
 from safetensors import SafetensorError
 
-from qualms.atomistic.basis import Basis
-from qualms.atomistic.checkpoint import Checkpoint, run_key
-from qualms.atomistic.compression import Projection
-from qualms.atomistic.feature_stage import Resources
+from qualms.arrays import IntArray
 from qualms.atomistic.fitted import Fitted
+from qualms.atomistic.kernel_rows import Basis
+from qualms.atomistic.memory import Plan, format_bytes
 from qualms.atomistic.model import AtomisticModel
-from qualms.atomistic.plan import Plan, format_bytes
-from qualms.atomistic.progress import Stages
-from qualms.atomistic.representation import Representation
 from qualms.atomistic.settings import Settings
-from qualms.atomistic.solving import KernelRows, Solver, check_members
 from qualms.atomistic.structures import data_hash
-from qualms.atomistic.study import HeldOut, held_out_rows
-from qualms.atomistic.training import Training
+from qualms.atomistic.training import (
+    Checkpoint,
+    KernelRows,
+    Resources,
+    Solver,
+    Training,
+    check_members,
+    run_key,
+)
 from qualms.atomistic.training_set import TrainingSet, make_training_set, resolved_species
-from qualms.core.linalg import Whitening
-from qualms.core.typing import IntArray
 from qualms.errors import InputError, QualmsError
+from qualms.features.compression import Projection
+from qualms.features.soap import Representation
+from qualms.gp.linalg import Whitening
+from qualms.progress import Stages
 from qualms.reproduce.costs import Costs
 from qualms.reproduce.kept import Kept
 from qualms.reproduce.places import is_out_of_room
 from qualms.reproduce.problems import Problem
+from qualms.reproduce.study import HeldOut, held_out_rows
 
 _Part = TypeVar("_Part")
 _MODEL = "model.safetensors"

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import stdtrit
 
-from qualms.core.typing import Float64Array
+from qualms.arrays import Float64Array
 from qualms.reproduce.markdown import minus
 from qualms.reproduce.results import Column, Results, Scheme, Seed
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from qualms.io.files import atomic_output
 from qualms.reproduce.claims import check_claims, how_claims_are_judged
 from qualms.reproduce.complete import NAMES, size_note
 from qualms.reproduce.divisions import comparison_of_divisions
@@ -28,7 +29,6 @@ from qualms.reproduce.tables import (
 from qualms.reproduce.targets import internal_against_validation
 from qualms.reproduce.texts import CAPTIONS, FIGURES, MODEL_SELECTION, READING
 from qualms.reproduce.too_small import too_small_parts
-from qualms.storage.files import atomic_output
 
 _GB = 1e9
 

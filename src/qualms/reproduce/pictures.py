@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qualms.core.diagnostics import conditional_error_density
-from qualms.core.likelihood import log_likelihood
 from qualms.errors import InputError
-from qualms.report.figures import ConditionalErrorDisplay, line_style
-from qualms.report.figures._axes import set_log_scale
-from qualms.report.figures._style import (
+from qualms.io.files import atomic_path
+from qualms.metrics import conditional_error_density, log_likelihood
+from qualms.report.figures import (
     ACCENT,
     COLUMN_WIDTH,
     GREY,
     GUIDE,
     INK,
+    ConditionalErrorDisplay,
     axis_label,
+    line_style,
+    set_log_scale,
     style,
 )
 from qualms.reproduce.over_seeds import sub_samples
@@ -28,10 +29,10 @@ from qualms.reproduce.predictions import Drawn, load_estimates
 from qualms.reproduce.published import PROCESS
 from qualms.reproduce.results import Column, Results, Seed
 from qualms.reproduce.size_picture import draw_sizes
-from qualms.storage.files import atomic_path
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
 
 _DPI = 150
 #: Figures of panels: the column they show, and what their names end in.

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from qualms.atomistic.plan import format_bytes
+from qualms.atomistic.memory import format_bytes
 from qualms.errors import InputError
 from qualms.reproduce.complete import NAMES, complete_part
 from qualms.reproduce.results import Results, read_results

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from qualms.atomistic.study import Estimate
-from qualms.core.typing import Float64Array
+from qualms.arrays import Float64Array
 from qualms.errors import InputError
-from qualms.storage.files import atomic_path
+from qualms.io.files import atomic_path
+from qualms.reproduce.study import Estimate
 
 #: Columns that figures show.
 SHOWN = ("CV", "N-L", "student")

@@ -12,10 +12,10 @@ from typing import Any, Literal
 import numpy as np
 from ase import Atoms
 
-from qualms.atomistic.checkpoint import run_key
+from qualms.arrays import IntArray
 from qualms.atomistic.settings import Settings, make_settings
 from qualms.atomistic.structures import data_hash
-from qualms.core.typing import IntArray
+from qualms.atomistic.training import run_key
 from qualms.data import qm9
 from qualms.data.qm9 import is_archive
 from qualms.errors import InputError

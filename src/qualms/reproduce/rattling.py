@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 from ase import Atoms
 
-from qualms.core.typing import Float64Array, IntArray
+from qualms.arrays import Float64Array, IntArray
 from qualms.reproduce.results import Displacement
 
 #: How near to its place, in Å, a copy is looked for: far beyond any rattling, below a bond.

@@ -18,11 +18,11 @@ import psutil
 from pydantic import Field, ValidationError, field_validator
 
 import qualms
-from qualms.atomistic.study import Estimate
-from qualms.core.diagnostics import binned_errors
 from qualms.errors import InputError
-from qualms.storage.container import Document
-from qualms.storage.files import atomic_output
+from qualms.io.container import Document
+from qualms.io.files import atomic_output
+from qualms.metrics import binned_errors
+from qualms.reproduce.study import Estimate
 
 _VERSION = 1
 _LIBRARIES = ("numpy", "scipy", "dscribe", "ase")
@@ -36,7 +36,7 @@ class Column(Document):
     Attributes
     ----------
     scores : dict of str to float
-        All of `qualms.core.scores.Scores` that are defined.
+        All of `qualms.metrics.Scores` that are defined.
     alpha, gamma : float
         Of its calibration.
     decades : float

@@ -10,20 +10,13 @@ from pathlib import Path
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from qualms.atomistic.feature_stage import Resources
-from qualms.atomistic.plan import Plan
-from qualms.atomistic.progress import Stages
-from qualms.atomistic.study import (
-    VALIDATED,
-    Estimate,
-    member_estimates,
-    process_estimate,
-    reference_estimates,
-)
-from qualms.core.calibration import internal_points
-from qualms.core.resampling import committee
-from qualms.core.typing import Float64Array
+from qualms.arrays import Float64Array
+from qualms.atomistic.memory import Plan
+from qualms.atomistic.training import Resources
+from qualms.calibration.fitting import internal_points
 from qualms.errors import InputError
+from qualms.gp.ensemble import committee
+from qualms.progress import Stages
 from qualms.reproduce.complete import missing, process_lacks, scheme_lacks
 from qualms.reproduce.costs import Costs, peak_memory
 from qualms.reproduce.kernels import Prepared, discard, prepare
@@ -38,6 +31,13 @@ from qualms.reproduce.results import (
     machine,
     read_results,
     write_results,
+)
+from qualms.reproduce.study import (
+    VALIDATED,
+    Estimate,
+    member_estimates,
+    process_estimate,
+    reference_estimates,
 )
 
 #: What bootstrapping is called beside the sizes of sub-samples.

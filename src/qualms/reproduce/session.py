@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from ase import Atoms
 
-from qualms.atomistic.feature_stage import Resources
-from qualms.atomistic.plan import Plan, format_bytes, format_time
-from qualms.atomistic.progress import Stages
-from qualms.atomistic.training import Training
+from qualms.atomistic.memory import Plan, format_bytes, format_time
+from qualms.atomistic.training import Resources, Training
 from qualms.atomistic.training_set import make_training_set
+from qualms.progress import Stages
 from qualms.reproduce.complete import complete_part
 from qualms.reproduce.kernels import bytes_on_disk
 from qualms.reproduce.page import write_page

@@ -12,27 +12,23 @@ from typing import Any
 import numpy as np
 from ase import Atoms
 
-from qualms.atomistic.feature_stage import Resources
+from qualms.arrays import Float64Array
 from qualms.atomistic.model import AtomisticModel
-from qualms.atomistic.progress import Stages
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import data_hash, species_of, symbols_of
-from qualms.atomistic.study import INTERNAL, VALIDATED, Estimate
-from qualms.core.calibration import (
-    Calibration,
-    CalibrationData,
-    NoCalibration,
-    calibration_data,
-    fit_calibration,
-)
-from qualms.core.typing import Float64Array
+from qualms.atomistic.training import Resources
+from qualms.calibration.base import Calibration, CalibrationData, calibration_data
+from qualms.calibration.fitting import fit_calibration
+from qualms.calibration.methods import NoCalibration
 from qualms.data import qm9
 from qualms.errors import InputError
 from qualms.prediction import Prediction
+from qualms.progress import Stages
 from qualms.reproduce.problems import DIVISORS, Scale, check_characterized
 from qualms.reproduce.published import PROCESS
 from qualms.reproduce.rattling import displacement
 from qualms.reproduce.results import Shift, Shifted, as_column
+from qualms.reproduce.study import INTERNAL, VALIDATED, Estimate
 
 #: Of the training set, kept back to see what is usual.
 _HELD_OUT = 0.1
@@ -293,7 +289,7 @@ def _calibrations(model: AtomisticModel, home: _Predicted) -> dict[str, Calibrat
     """
     seen = calibration_data(home.y, home.members)
     n = len(home.y)
-    # As `qualms.atomistic.study.process_estimate`: a spread that is known, as if of many members.
+    # As `qualms.reproduce.study.process_estimate`: a spread that is known, as if of many members.
     process = CalibrationData(home.y - home.mean, home.std, np.full(n, 2), np.ones(n))
     return (
         {"Raw": NoCalibration()}

@@ -6,20 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from qualms.atomistic.study import VALIDATED
 from qualms.reproduce.bins import Worst, adequacy, ratios
 from qualms.reproduce.facts import described
 from qualms.reproduce.markdown import figure, markdown_table, minus
 from qualms.reproduce.published import PROCESS
 from qualms.reproduce.results import Column, Results, Shift, Shifted
+from qualms.reproduce.study import VALIDATED
 from qualms.reproduce.survival import best_coverage, calibrations, survival_words
-from qualms.reproduce.texts import (
-    CAPTIONS,
-    RATTLED,
-    RATTLED_CONTROL,
-    RATTLING_UNKNOWN,
-    SHIFT,
-)
+from qualms.reproduce.texts import CAPTIONS, RATTLED, RATTLED_CONTROL, RATTLING_UNKNOWN, SHIFT
 
 #: The calibration that the words are about: what a model uses if nothing else is said.
 _DEFAULT = "student"

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qualms.core.typing import Float64Array
-from qualms.report.figures._axes import set_even_ticks
-from qualms.report.figures._style import COLUMN_WIDTH, GUIDE, line_style, style
+from qualms.arrays import Float64Array
+from qualms.io.files import atomic_path
+from qualms.report.figures import COLUMN_WIDTH, GUIDE, line_style, set_even_ticks, style
 from qualms.reproduce.over_seeds import bootstrap_of, likelihood, standard_error, sub_samples
 from qualms.reproduce.published import PROCESS
 from qualms.reproduce.results import Results, Scheme
-from qualms.storage.files import atomic_path
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
 
 _DPI = 150
 #: The line of the t density itself.

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from rich.table import Table as TerminalTable
 
-from qualms.atomistic.study import VALIDATED
 from qualms.report.tables import new_table
 from qualms.reproduce.markdown import minus
 from qualms.reproduce.over_seeds import (
@@ -20,6 +19,7 @@ from qualms.reproduce.over_seeds import (
 )
 from qualms.reproduce.published import COLUMNS, CSD, OF_PROCESS, PROCESS, QM9, Table, published
 from qualms.reproduce.results import Column, Results, Scheme
+from qualms.reproduce.study import VALIDATED
 
 #: The paper divides over atoms: it has no numbers of crystals that are new.
 _PUBLISHED: dict[str, Table] = {"qm9": QM9, "csd-atoms": CSD}

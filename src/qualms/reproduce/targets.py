@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qualms.core.typing import Float64Array
+from qualms.arrays import Float64Array
 from qualms.reproduce.markdown import markdown_table, minus
 from qualms.reproduce.over_seeds import half_width, likelihoods, sub_samples, written
 from qualms.reproduce.results import Results

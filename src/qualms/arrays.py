@@ -1,0 +1,245 @@
+"""Names for the array types that the core speaks in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from qualms.errors import InputError
+
+#: Any floating-point array: features and kernels may be float32 to save time and memory.
+FloatArray = NDArray[np.floating[Any]]
+#: What is solved, scored or calibrated is always float64.
+Float64Array = NDArray[np.float64]
+IntArray = NDArray[np.intp]
+BoolArray = NDArray[np.bool_]
+#: Labels.
+StrArray = NDArray[np.str_]
+
+
+# Checks of arguments that several modules of the core share.
+def check_integer(parameter: str, value: object, lowest: int, what: str = "") -> int:
+    """Return an integer that is at least `lowest`; refuse numbers with a point and booleans."""
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not whole or int(value) < lowest:  # type: ignore[call-overload]
+        raise InputError(parameter, repr(value), what or f"an integer ≥ {lowest}")
+    return int(value)  # type: ignore[call-overload, no-any-return]
+
+
+def check_number(parameter: str, value: object, lowest: float, *, strict: bool = False) -> float:
+    """Return a finite number that is at least (or above) `lowest`."""
+    number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    if not number or not np.isfinite(value) or value < lowest or (strict and value == lowest):  # type: ignore[call-overload, operator]
+        sign = ">" if strict else "≥"
+        raise InputError(parameter, repr(value), f"a finite number {sign} {lowest:g}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def check_noise_variance(noise_variance: float) -> None:
+    """Refuse a regulariser that is not a positive finite number."""
+    check_number("noise_variance", noise_variance, 0, strict=True)
+
+
+def as_targets(y: FloatArray, n: int) -> Float64Array:
+    """Return y (n,) or (n, T) as finite float64 of shape (n, T)."""
+    Y = np.asarray(y, dtype=np.float64)
+    if Y.ndim not in (1, 2) or len(Y) != n:
+        raise InputError("y", f"shape {Y.shape}", f"({n},) or ({n}, n_outputs)")
+    if not np.all(np.isfinite(Y)):
+        raise InputError("y", "NaN or infinite values", "finite values")
+    return Y[:, None] if Y.ndim == 1 else Y
+
+
+def check_sample_weight(sample_weight: FloatArray | None, n: int) -> Float64Array:
+    """Return the weights (n,) as float64, ones if not given; none may be zero or negative."""
+    if sample_weight is None:
+        return np.ones(n)
+    w = np.asarray(sample_weight, dtype=np.float64)
+    if w.shape != (n,):
+        raise InputError("sample_weight", f"shape {w.shape}", f"({n},)")
+    if not np.all(np.isfinite(w)) or np.any(w <= 0):
+        raise InputError(
+            "sample_weight", f"minimum {w.min():.3g}", "finite weights > 0", "Leave samples out."
+        )
+    return w
+
+
+def check_points(
+    parameter: str, values: ArrayLike, shape: tuple[int, ...] | None = None
+) -> Float64Array:
+    """Return ``values`` in float64, if they are real, finite, at least one, and of the right shape.
+
+    Parameters
+    ----------
+    parameter : str
+        What the caller calls the values; errors name it.
+    values : array_like
+        The numbers to check.
+    shape : tuple of int, optional
+        The shape that they must have.
+
+    Returns
+    -------
+    ndarray of float64
+    """
+    try:
+        array = np.asarray(values)
+        if np.iscomplexobj(array):
+            raise TypeError
+        array = array.astype(np.float64, copy=False)
+    except (TypeError, ValueError):
+        raise InputError(parameter, type(values).__name__, "an array of real numbers") from None
+    if shape is not None and array.shape != shape:
+        raise InputError(parameter, f"shape {array.shape}", f"shape {shape}, one value per point")
+    if array.size == 0:
+        raise InputError(parameter, f"shape {array.shape}", "at least one point")
+    n_bad = array.size - int(np.count_nonzero(np.isfinite(array)))
+    if n_bad:
+        raise InputError(
+            parameter, f"{n_bad} NaN or infinite values", "finite numbers", "Drop those points."
+        )
+    return array
+
+
+def check_std(
+    values: ArrayLike,
+    shape: tuple[int, ...] | None = None,
+    *,
+    allow_zero: bool = False,
+    parameter: str = "std",
+) -> Float64Array:
+    """Return standard deviations in float64, if they are finite and positive.
+
+    Parameters
+    ----------
+    values : array_like
+        Standard deviations, in the units of y.
+    shape : tuple of int, optional
+        The shape that they must have: that of the residuals.
+    allow_zero : bool
+        Whether a prediction may claim to be exact. It may where the score has a limit as σ → 0,
+        not where one divides by σ.
+    parameter : str
+        What the caller calls them; errors name it.
+
+    Returns
+    -------
+    ndarray of float64
+    """
+    std = check_points(parameter, values, shape)
+    n_negative = int(np.count_nonzero(std < 0.0))
+    if n_negative:
+        raise InputError(parameter, f"{n_negative} negative values", "standard deviations > 0")
+    n_zero = int(np.count_nonzero(std == 0.0))
+    if n_zero and not allow_zero:
+        raise InputError(
+            parameter,
+            f"0 for {n_zero} of {std.size} points",
+            "standard deviations > 0",
+            "Drop those points, or find out why all members agree on them.",
+        )
+    return std
+
+
+def check_dof(dof: ArrayLike, shape: tuple[int, ...], above: float = 0.0) -> Float64Array:
+    """Return degrees of freedom in float64, if they are one number or one per point.
+
+    Parameters
+    ----------
+    dof : float or array_like
+        Degrees of freedom.
+    shape : tuple of int
+        The shape of the points.
+    above : float
+        What each must exceed: 2 if the distribution must have a variance.
+
+    Returns
+    -------
+    ndarray of float64
+        Of shape () or ``shape``.
+    """
+    nu = check_points("dof", dof, None if np.ndim(dof) == 0 else shape)
+    if np.any(nu <= above):
+        raise InputError("dof", float(np.min(nu)), f"degrees of freedom > {above:g}")
+    return nu
+
+
+def check_members(members: ArrayLike, shape: tuple[int, ...]) -> Float64Array:
+    """Return the predictions of members, given as ``shape`` + (n_members,), as (n, n_members)."""
+    array = check_points("members", members)
+    if array.shape[:-1] != shape or array.ndim == 0:
+        raise InputError(
+            "members", f"shape {array.shape}", f"shape {shape} plus a last axis for the members"
+        )
+    return array.reshape(-1, array.shape[-1])
+
+
+# Distinct points of a training set, in an order that does not depend on how the rows came.
+@dataclass(frozen=True)
+class DistinctRows:
+    """Which rows are the same.
+
+    Attributes
+    ----------
+    first : (n_distinct,) array of int
+        A row of each distinct point.
+    inverse : (n,) array of int
+        The distinct point of each row.
+    """
+
+    first: IntArray
+    inverse: IntArray
+
+
+def distinct_rows(X: FloatArray | IntArray) -> DistinctRows:
+    """Find the distinct rows of X (n, d)."""
+    hashes = hash_rows(X)
+    _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+    return DistinctRows(first.astype(np.intp), inverse.reshape(-1).astype(np.intp))
+
+
+def joined_groups(inverse: IntArray, codes: IntArray) -> IntArray:
+    """Return a group for each point, such that neither a group nor a point is divided: (n_points,).
+
+    Groups that share a point are joined: they are not independent of each other.
+
+    Parameters
+    ----------
+    inverse : (n,) array of int
+        Point of each row.
+    codes : (n,) array of int
+        Group of each row, 0 … G−1.
+    """
+    n_groups, n_points = int(codes.max()) + 1, int(inverse.max()) + 1
+    links = coo_array(
+        (np.ones(len(codes)), (codes, n_groups + inverse)), shape=(n_groups + n_points,) * 2
+    )
+    return connected_components(links, directed=False)[1][n_groups:].astype(np.intp)
+
+
+def hash_rows(X: FloatArray | IntArray) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    """Return a 64-bit hash of each row: equal rows, equal hashes; different rows, different ones.
+
+    A random linear form of the bit patterns modulo 2⁶⁴, so two given rows collide with a
+    probability of about 2⁻⁶⁴ times the number of factors two in their difference. The words are
+    mixed first, because the low bits of short numbers are all zero.
+    """
+    coefficients = np.random.default_rng(20190214).integers(
+        1, 2**63, size=X.shape[1], dtype=np.uint64
+    )
+    coefficients = coefficients * np.uint64(2) + np.uint64(1)
+    hashes = np.zeros(len(X), dtype=np.uint64)
+    # Integers and floats of the same value are the same, unless the integers are too long for that.
+    long = X.dtype.kind in "iu" and X.size > 0 and int(np.max(np.abs(X))) > 2**53
+    for start in range(0, len(X), 2048):
+        # Float64 holds every float32 exactly; adding zero turns −0.0 into 0.0.
+        block = X[start : start + 2048].astype(np.int64 if long else np.float64, order="C") + 0
+        bits = block.view(np.uint64)
+        bits = bits ^ (bits >> np.uint64(32))
+        hashes[start : start + 2048] = np.sum(bits * coefficients, axis=1, dtype=np.uint64)
+    return hashes

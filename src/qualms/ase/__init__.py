@@ -1,0 +1,18 @@
+"""Calculators for ASE: simulations with error bars.
+
+>>> from qualms.ase import Calculator
+>>> atoms.calc = Calculator("model.safetensors")  # doctest: +SKIP
+>>> atoms.get_potential_energy(), atoms.calc.results["energy_uncertainty"]  # doctest: +SKIP
+"""
+
+from qualms.ase.calculator import Calculator, CommitteePotential, MemberCalculator
+from qualms.ase.weighted_baseline import WeightedBaseline
+from qualms.errors import UncertaintyError
+
+__all__ = [
+    "Calculator",
+    "CommitteePotential",
+    "MemberCalculator",
+    "UncertaintyError",
+    "WeightedBaseline",
+]

@@ -1,0 +1,258 @@
+"""One calibration for each kind of point, small groups leaning on the whole.
+
+A calibration of all points may be too wide for one element and too narrow for another. Group g gets
+a factor f_g on top of it, σ → f_g σ. By itself it would maximise the likelihood of the points of
+the group, p(z | ŝ) → p(z/f | ŝ)/f, at e_g = ln f_g with a variance v_g of about v/n_g, and with a
+bias, both as if it were the logarithm of the root mean square of 1/(2v_g) numbers. Between groups
+ln f is taken to be N(0, τ²), whose τ² matches the scatter of the e_g (DerSimonian & Laird, Control.
+Clin. Trials 7, 177 (1986)), so that
+
+    ln f_g = e_g τ² / (τ² + v_g):
+
+large groups keep what is their own, small ones take what is common.
+
+What is common must not be fitted as if there were no groups: errors of groups that differ look like
+long tails, or like another power of the spread. So both are fitted in turn, the calibration to
+z/f_g and the factors to z, until they no longer change; the mean of ln f goes into the calibration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import minimize_scalar
+from scipy.special import digamma, polygamma
+
+from qualms.arrays import Float64Array, FloatArray, IntArray, StrArray
+from qualms.calibration.base import Calibration, CalibrationData
+from qualms.calibration.fitting import fit_calibration
+from qualms.errors import InputError
+from qualms.gp.ensemble import group_codes, group_scatter, stretched
+
+#: ln f is looked for within ± so much.
+_WIDEST = 7.0
+_STEP = 3e-3
+#: ln f is found to within so much.
+_PRECISE = 1e-5
+#: Factors that change by less than this, ln f, no longer change: far less than they are known to.
+_SETTLED = 2e-3
+_MAX_TURNS = 20
+
+
+@dataclass(frozen=True)
+class GroupFactor:
+    """What a group adds to the calibration of all points.
+
+    Attributes
+    ----------
+    factor : float
+        f_g, after shrinkage.
+    alone : float
+        What its own points would say.
+    n_points : int
+    """
+
+    factor: float
+    alone: float
+    n_points: int
+
+
+@dataclass(frozen=True)
+class GroupedCalibration:
+    """A calibration of all points, and a factor for each kind of them.
+
+    Attributes
+    ----------
+    overall : Calibration
+    groups : mapping of str to GroupFactor
+        Labels that are not among them have a factor of one.
+    """
+
+    overall: Calibration
+    groups: Mapping[str, GroupFactor]
+
+    def factors(self, labels: Sequence[str] | StrArray) -> Float64Array:
+        """Return the factor of each point."""
+        known = {label: group.factor for label, group in self.groups.items()}
+        return np.array([known.get(str(label), 1.0) for label in labels])
+
+    def log_density(
+        self,
+        residuals: FloatArray,
+        spread: FloatArray,
+        n_members: int | IntArray,
+        labels: Sequence[str] | StrArray,
+    ) -> Float64Array:
+        """Return ln p(z | ŝ) of points (n,) with these labels: ln p(z/f | ŝ) − ln f."""
+        factors = self.factors(labels)
+        density: Float64Array = self.overall.log_density(
+            residuals / factors, spread, n_members
+        ) - np.log(factors)
+        return density
+
+    def common(self, data: CalibrationData, labels: Sequence[str] | StrArray) -> CalibrationData:
+        """Return what the overall calibration is fitted to: errors without the factors, z/f."""
+        return replace(data, residuals=data.residuals / self.factors(labels))
+
+    def std(
+        self, spread: FloatArray, n_members: int | IntArray, labels: Sequence[str] | StrArray
+    ) -> Float64Array:
+        """Return the calibrated standard deviations of points (n,) with these labels."""
+        scaled: Float64Array = self.factors(labels) * self.overall.std(spread, n_members)
+        return scaled
+
+    def transform(self, members: FloatArray, labels: Sequence[str] | StrArray) -> Float64Array:
+        """Scale members (n, N_R) about their means so that they have the calibrated spread."""
+        return stretched(self.overall.transform(members), self.factors(labels))
+
+
+def fit_grouped(
+    data: CalibrationData,
+    method: str,
+    labels: Sequence[str] | StrArray,
+    *,
+    clusters: Sequence[object] | IntArray | None = None,
+    near: GroupedCalibration | None = None,
+) -> GroupedCalibration:
+    """Fit a calibration and the factor of each group together.
+
+    Parameters
+    ----------
+    data : CalibrationData
+        n points.
+    method : str
+    labels : sequence of n str
+        The group of each.
+    clusters : (n,) array, optional
+        Labels of points whose errors are correlated.
+    near : GroupedCalibration, optional
+        A fit to similar points, to begin with.
+
+    Returns
+    -------
+    GroupedCalibration
+        The likelihood of its `overall` is that of the points with their factors.
+    """
+    overall = near.overall if near is not None else fit_calibration(data, method)
+    grouped = near if near is not None else fit_groups(data, overall, labels, clusters=clusters)
+    for _ in range(_MAX_TURNS):
+        before = _centered(grouped)
+        overall = fit_calibration(before.common(data, labels), method, overall)
+        grouped = fit_groups(data, overall, labels, clusters=clusters, near=before)
+        after = grouped.factors([*grouped.groups])
+        if np.all(np.abs(np.log(after / before.factors([*grouped.groups]))) < _SETTLED):
+            break
+    densities = grouped.log_density(data.residuals, data.spread, data.n_members, labels)
+    return replace(grouped, overall=replace(overall, log_likelihood=data.mean(densities)))
+
+
+def _centered(grouped: GroupedCalibration) -> GroupedCalibration:
+    """Return factors of which the logarithm is zero on average, groups counting alike."""
+    mean = np.mean([np.log(group.factor) for group in grouped.groups.values()])
+    groups = {
+        name: replace(group, factor=float(group.factor * np.exp(-mean)))
+        for name, group in grouped.groups.items()
+    }
+    return replace(grouped, groups=groups)
+
+
+def fit_groups(
+    data: CalibrationData,
+    overall: Calibration,
+    labels: Sequence[str] | StrArray,
+    *,
+    clusters: Sequence[object] | IntArray | None = None,
+    near: GroupedCalibration | None = None,
+) -> GroupedCalibration:
+    """Find the factor of each group.
+
+    Parameters
+    ----------
+    data : CalibrationData
+        n points.
+    overall : Calibration
+        Fitted to all of them.
+    labels : sequence of n str
+        The group of each.
+    clusters : (n,) array, optional
+        Labels of points whose errors are correlated, such as atoms of one structure: they count
+        for fewer than they are.
+    near : GroupedCalibration, optional
+        Factors to begin with.
+    """
+    names = np.asarray(labels, dtype=str)
+    n = len(data.residuals)
+    if names.shape != (n,):
+        raise InputError("labels", f"shape {names.shape}", f"one label for each of {n} points")
+    codes = group_codes(clusters, n)
+    variance = _variance_per_point(data, overall, codes)
+    kinds, which, counts = np.unique(names, return_inverse=True, return_counts=True)
+    start = np.zeros(len(kinds)) if near is None else np.log(near.factors(kinds))
+    alone = _log_factors(data, overall, which, start)
+    # The scale of k points, ½ ln(χ²_k/k), has a mean below zero and a variance above 1/(2k).
+    k = counts / (2 * variance)
+    alone -= 0.5 * (digamma(k / 2) - np.log(k / 2))
+    v = 0.25 * polygamma(1, k / 2)
+    tau2 = max(float(np.sum(alone**2 / v) - len(kinds)) / float(np.sum(1 / v)), 0.0)
+    shrunk = alone * tau2 / (tau2 + v)
+    groups = {
+        str(kind): GroupFactor(float(np.exp(f)), float(np.exp(e)), int(count))
+        for kind, f, e, count in zip(kinds, shrunk, alone, counts, strict=True)
+    }
+    return GroupedCalibration(overall, groups)
+
+
+def _densities(
+    data: CalibrationData, overall: Calibration, log_factor: float | Float64Array
+) -> Float64Array:
+    """Return ln p(z | ŝ) of each point if its error bar were wider by a factor."""
+    z = data.residuals * np.exp(-log_factor)
+    density: Float64Array = overall.log_density(z, data.spread, data.n_members) - log_factor
+    return density
+
+
+def _log_factors(
+    data: CalibrationData, overall: Calibration, which: IntArray, start: Float64Array
+) -> Float64Array:
+    """Return the ln f (G,) that maximises the likelihood of the points of each group.
+
+    By Newton's method, for all groups at once; of those that it does not settle, one by one.
+    """
+    x, moving = start.copy(), np.ones(len(start), dtype=bool)
+    for _ in range(_MAX_TURNS):
+        below, here, above = (
+            np.bincount(which, data.weights * _densities(data, overall, (x + h)[which]))
+            for h in (-_STEP, 0.0, _STEP)
+        )
+        curvature = (above - 2 * here + below) / _STEP**2
+        slope = (above - below) / (2 * _STEP)
+        step = np.divide(-slope, curvature, out=np.full_like(x, np.inf), where=curvature < 0)
+        x += np.clip(np.where(np.isfinite(step), step, 0.0), -1.0, 1.0)
+        moving = np.abs(step) > _PRECISE
+        if not moving.any():
+            break
+    for g in np.flatnonzero(moving | (np.abs(x) > _WIDEST)):
+        x[g] = _log_factor(data.some(which == g), overall)
+    return x
+
+
+def _log_factor(data: CalibrationData, overall: Calibration) -> float:
+    """Return the ln f that maximises the likelihood of the points of one group, by a search."""
+    found = minimize_scalar(
+        lambda x: -data.mean(_densities(data, overall, x)),
+        bounds=(-_WIDEST, _WIDEST),
+        method="bounded",
+        options={"xatol": _PRECISE},
+    )
+    return float(found.x)
+
+
+def _variance_per_point(data: CalibrationData, overall: Calibration, codes: IntArray) -> float:
+    """Return n times the variance of ln f, were all points one group: H⁻¹ J H⁻¹."""
+    below, here, above = (_densities(data, overall, h) for h in (-_STEP, 0.0, _STEP))
+    curvature = -data.mean(above - 2 * here + below) / _STEP**2
+    slope = data.weights * (above - below) / (2 * _STEP)
+    scatter = float(group_scatter(slope[:, None], codes)[0, 0])
+    return scatter / data.total / max(curvature, 1e-3) ** 2

@@ -1,0 +1,351 @@
+"""The paper's own calibrations: σ → ασ and σ → ασ^γ. Eqs. (8), (9), (12) and (19)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import minimize_scalar
+from scipy.special import gammaln, stdtrit
+
+from qualms.arrays import Float64Array, FloatArray, IntArray
+from qualms.calibration.base import Calibration, CalibrationData, refuse_exact, with_likelihood
+from qualms.errors import CalibrationError, InputError
+from qualms.gp.ensemble import committee, stretched
+from qualms.metrics import gaussian_log_density, student_log_density
+
+#: Exponents tried by the power calibration. A larger spread never means a smaller error.
+_GAMMA_RANGE = (0.0, 5.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerCalibration(Calibration):
+    """σ → α σ^γ, Eq. (19), Musil et al. 2019; α has the units of σ^(1−γ)."""
+
+    method = "power"
+    n_parameters = 2
+
+    def std(self, spread: FloatArray, n_members: int | IntArray) -> Float64Array:
+        """Return α σ^γ."""
+        return self.alpha * np.asarray(spread, dtype=np.float64) ** self.gamma
+
+    def log_density(
+        self, residuals: FloatArray, spread: FloatArray, n_members: int | IntArray
+    ) -> Float64Array:
+        """Return the Gaussian ln p(z | ŝ), Eq. (5), per point."""
+        return gaussian_log_density(residuals, self.std(spread, n_members))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearCalibration(PowerCalibration):
+    """σ → α σ with α² = v₀, Eqs. (8) and (9), Musil et al. 2019; internally, Eq. (12)."""
+
+    method = "linear"
+    n_parameters = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoCalibration(PowerCalibration):
+    """σ as it is."""
+
+    method = "none"
+    n_parameters = 0
+
+
+def variance_scale(
+    residuals: FloatArray, std: FloatArray, weights: FloatArray | None = None
+) -> float:
+    """Return v₀ = mean(z²/σ²), which maximises Eq. (8). Eqs. (9) and (12), Musil et al. 2019."""
+    return float(np.average((np.asarray(residuals) / np.asarray(std)) ** 2, weights=weights))
+
+
+def fit_none(data: CalibrationData) -> NoCalibration:
+    """Return the identity, with its likelihood."""
+    return with_likelihood(NoCalibration(), data)
+
+
+def fit_linear(data: CalibrationData) -> LinearCalibration:
+    """Return α = √v₀ in closed form. Eqs. (9) and (12), Musil et al. 2019."""
+    refuse_exact(data)
+    v_0 = variance_scale(data.residuals, data.spread, data.weights)
+    return with_likelihood(LinearCalibration(alpha=v_0**0.5), data)
+
+
+def fit_power(data: CalibrationData) -> PowerCalibration:
+    """Maximise the likelihood over α and γ. Eq. (19), Musil et al. 2019.
+
+    For fixed γ the best α² is the mean of z²/σ^2γ. What is left, −½ ln α²(γ) − γ mean(ln σ), is
+    concave in γ, because the logarithm of a sum of exponentials is convex: one maximum, found by a
+    bounded search.
+    """
+    refuse_exact(data)
+    log_spread = np.log(data.spread)
+    center = data.mean(log_spread)
+    log_spread = log_spread - center  # so that powers neither overflow nor vanish
+    if is_constant(data):
+        gamma = 1.0  # a constant spread cannot tell α from γ
+    else:
+
+        def negative_profile(gamma: float) -> float:
+            scaled = data.residuals**2 * np.exp(-2 * gamma * log_spread)
+            return 0.5 * float(np.log(data.mean(scaled)))  # mean(ln σ) is 0 after centring
+
+        gamma = float(
+            minimize_scalar(
+                negative_profile, bounds=_GAMMA_RANGE, method="bounded", options={"xatol": 1e-8}
+            ).x
+        )
+    alpha_centred = data.mean(data.residuals**2 * np.exp(-2 * gamma * log_spread)) ** 0.5
+    alpha = alpha_centred * float(np.exp(-gamma * center))
+    return with_likelihood(PowerCalibration(alpha=alpha, gamma=gamma), data)
+
+
+def is_constant(data: CalibrationData) -> bool:
+    """Whether all spreads are alike, so that no exponent can be found."""
+    return float(np.ptp(np.log(data.spread))) < 1e-6
+
+
+def power_scores(
+    calibration: PowerCalibration, data: CalibrationData
+) -> tuple[Float64Array, Callable[[Float64Array], Float64Array]]:
+    """Return θ = (ln α, γ), or ln α alone, and the gradient of ln p(z | ŝ) of each point.
+
+    With ln σ = ln α + γ ln ŝ it is (z²/σ² − 1) ∂ ln σ/∂θ.
+    """
+    log_spread = np.log(data.spread)
+    design = np.stack([np.ones_like(log_spread), log_spread], axis=1)
+    theta = np.array([np.log(calibration.alpha), calibration.gamma])
+
+    def scores(at: Float64Array) -> Float64Array:
+        full = np.append(at, calibration.gamma)[:2]
+        t2 = data.residuals**2 * np.exp(-2 * (design @ full))
+        gradient: Float64Array = (t2 - 1)[:, None] * design[:, : len(at)]
+        return gradient
+
+    return theta[: calibration.n_parameters], scores
+
+
+# Calibration that knows that a committee is finite.
+#: Φ(1): the probability below +σ of a Gaussian.
+_ONE_SIGMA = 0.8413447460685429
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudentCalibration(Calibration):
+    """Student's t predictive with scale ŝ√(α² + 1/N_R) and N_R − 1 degrees of freedom.
+
+    As a Gaussian error bar it has the variance of that t, (N_R−1)/(N_R−3) (α² + 1/N_R) ŝ². With two
+    or three members t has no variance; the error bar is then the half-width of its central 68 %
+    interval.
+    """
+
+    method = "student"
+    n_parameters = 1
+
+    def scale(self, spread: FloatArray, n_members: int | IntArray) -> Float64Array:
+        """Return the scale of the t distribution, ŝ√(α² + 1/N_R)."""
+        n = np.asarray(n_members, dtype=np.float64)
+        return np.asarray(spread, dtype=np.float64) * np.sqrt(self.alpha**2 + 1 / n)
+
+    def std(self, spread: FloatArray, n_members: int | IntArray) -> Float64Array:
+        """Return the calibrated standard deviation."""
+        nu = np.asarray(n_members, dtype=np.float64) - 1
+        has_variance = nu > 2
+        ratio = np.where(
+            has_variance,
+            np.sqrt(nu / np.where(has_variance, nu - 2, 1.0)),
+            stdtrit(nu, _ONE_SIGMA),
+        )
+        widened: Float64Array = ratio * self.scale(spread, n_members)
+        return widened
+
+    def log_density(
+        self, residuals: FloatArray, spread: FloatArray, n_members: int | IntArray
+    ) -> Float64Array:
+        """Return ln p(z | ŝ) of Student's t, per point."""
+        dof = np.asarray(n_members, dtype=np.float64) - 1
+        return student_log_density(residuals, self.scale(spread, n_members), dof)
+
+
+def fit_student(data: CalibrationData) -> StudentCalibration:
+    """Maximise the likelihood of Student's t over α, each point with its own number of members."""
+    if data.n_members.min() < 3:
+        raise CalibrationError(
+            f"Some points have only {data.n_members.min()} members; method='student' needs at "
+            "least 3. Use more members, or method='linear'."
+        )
+    refuse_exact(data)
+    nu = data.n_members - 1.0
+    t2 = (data.residuals / data.spread) ** 2
+    offset = data.mean(gammaln((nu + 1) / 2) - gammaln(nu / 2) - 0.5 * np.log(nu * np.pi))
+
+    def negative_log_likelihood(log_alpha: float) -> float:
+        k2 = np.exp(2 * log_alpha) + 1 / data.n_members
+        tails = (nu + 1) * np.log1p(t2 / (nu * k2))
+        return 0.5 * data.mean(np.log(k2) + tails) - offset
+
+    # No scale outside of these bounds could explain the residuals.
+    widest = 0.5 * float(np.log(np.max(t2)))
+    bounds = (min(widest, 0.0) - 20, max(widest, 0.0) + 5)
+    found = minimize_scalar(
+        negative_log_likelihood, bounds=bounds, method="bounded", options={"xatol": 1e-9}
+    )
+    # The truth may be less spread than the mean of the members is uncertain: then α = 0.
+    at_zero = negative_log_likelihood(-np.inf) <= found.fun
+    alpha = 0.0 if at_zero else float(np.exp(found.x))
+    return with_likelihood(StudentCalibration(alpha=alpha), data)
+
+
+def student_scores(
+    calibration: StudentCalibration, data: CalibrationData
+) -> tuple[Float64Array, Callable[[Float64Array], Float64Array]]:
+    """Return θ = (ln α,), and the gradient of ln p(z | ŝ) of each point.
+
+    With k² = α² + 1/c and u = z²/(ν k² ŝ²) the density is −½ ln k² − ½(ν+1) ln(1 + u) + constant,
+    and its derivative in ln α is (α²/k²)((ν+1) u/(1+u) − 1).
+    """
+    nu = data.n_members - 1.0
+    t2 = (data.residuals / data.spread) ** 2
+
+    def scores(at: Float64Array) -> Float64Array:
+        alpha2 = np.exp(2 * at[0])
+        k2 = alpha2 + 1 / data.n_members
+        u = t2 / (nu * k2)
+        gradient: Float64Array = (alpha2 / k2 * ((nu + 1) * u / (1 + u) - 1))[:, None]
+        return gradient
+
+    return np.array([np.log(calibration.alpha)]), scores
+
+
+# One factor for all components of a vector or a tensor, so that directions do not matter.
+#: How often components are in a vector (x, y, z), and in a symmetric tensor (xx, yy, zz, yz, xz,
+#: xy), by how many there are.
+MULTIPLICITY = {3: np.ones(3), 6: np.array([1.0, 1.0, 1.0, 2.0, 2.0, 2.0])}
+
+
+def whole_spread(spread: FloatArray) -> Float64Array:
+    """Return the spread r (…) of vectors or tensors whose components have spreads (…, 3 or 6)."""
+    w = MULTIPLICITY[spread.shape[-1]]
+    r: Float64Array = np.sqrt(np.asarray(spread, dtype=np.float64) ** 2 @ (w / w.sum()))
+    return r
+
+
+@dataclass(frozen=True)
+class WholeCalibration:
+    """A calibration of vectors or tensors by the spread of the whole; a `MemberTransform`.
+
+    Attributes
+    ----------
+    calibration : Calibration
+        Fitted to components that were multiplied by r/ŝ_k.
+    """
+
+    calibration: Calibration
+
+    def transform(self, members: FloatArray) -> Float64Array:
+        """Scale members (…, 3 or 6, N_R) about their mean, all components by one factor."""
+        mean, spread = committee(members)
+        r = whole_spread(spread)
+        positive = r > 0
+        factor = np.ones_like(r)
+        factor[positive] = self.calibration.std(r[positive], members.shape[-1]) / r[positive]
+        return stretched(members, np.broadcast_to(factor[..., None], spread.shape), mean)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Scales members about their mean by factors from elsewhere; a `MemberTransform`.
+
+    Attributes
+    ----------
+    factors : float or (n,) array
+        One for all, or one for each of the first axis.
+    """
+
+    factors: float | Float64Array
+
+    def transform(self, members: FloatArray) -> Float64Array:
+        """Scale members (n, …, N_R)."""
+        points = members.shape[:-1]
+        factors = np.reshape(self.factors, (-1, *[1] * (len(points) - 1)))
+        return stretched(members, np.broadcast_to(factors, points))
+
+
+# Extrapolating the spread of sub-samples of size n to n = N by a power law (Politis et al. 1999).
+@dataclass(frozen=True)
+class SpreadExtrapolation:
+    """The power law σ_n = e^a n^(−β) √(1 − n/N) and what follows from it.
+
+    Attributes
+    ----------
+    exponent : float
+        β.
+    exponent_error : float
+        Standard error of β from the regression; zero if only two sizes were given.
+    log_prefactor : float
+        a.
+    n_train : int
+        N.
+    finite_population : bool
+        Whether the factor √(1 − n/N) is part of the law.
+    """
+
+    exponent: float
+    exponent_error: float
+    log_prefactor: float
+    n_train: int
+    finite_population: bool
+
+    def alpha(self, subsample: int) -> float:
+        """Return the factor that turns the spread of sub-samples of this size into that of N."""
+        correction = 1 - subsample / self.n_train if self.finite_population else 1.0
+        if not 0 < subsample <= self.n_train or correction <= 0:
+            raise InputError("subsample", subsample, f"0 < n < N = {self.n_train}")
+        return float((subsample / self.n_train) ** self.exponent / correction**0.5)
+
+    def calibration(self, subsample: int) -> LinearCalibration:
+        """Return the calibration of committees of this sub-sample size; no target was looked at."""
+        return LinearCalibration(alpha=self.alpha(subsample))
+
+
+def extrapolate_spread(
+    subsamples: Sequence[int],
+    spreads: Sequence[FloatArray],
+    n_train: int,
+    *,
+    finite_population: bool = True,
+) -> SpreadExtrapolation:
+    """Fit the power law to the spreads at several sub-sample sizes.
+
+    Parameters
+    ----------
+    subsamples : sequence of int
+        At least two different sizes n < N.
+    spreads : sequence of arrays
+        For each size the spreads σ_n > 0 of the same test points; their geometric mean is fitted.
+    n_train : int
+        N.
+    finite_population : bool
+        Whether to undo the factor √(1 − n/N) of drawing without replacement.
+    """
+    n = np.asarray(subsamples, dtype=np.float64)
+    if len(np.unique(n)) < 2 or len(n) != len(spreads):
+        raise InputError("subsamples", list(subsamples), "at least two sizes, one per spread")
+    if np.any(n < 1) or np.any(n >= n_train):
+        raise InputError("subsamples", list(subsamples), f"1 ≤ n < N = {n_train}")
+    means = []
+    for spread in spreads:
+        sigma = np.asarray(spread, dtype=np.float64)
+        if sigma.size == 0 or not np.all(np.isfinite(sigma)) or np.any(sigma <= 0):
+            raise InputError("spreads", "values ≤ 0 or not finite", "positive finite spreads")
+        means.append(float(np.mean(np.log(sigma))))
+    log_sigma = np.array(means)
+    if finite_population:
+        log_sigma -= 0.5 * np.log(1 - n / n_train)
+    x = np.log(n) - np.mean(np.log(n))
+    slope = float(x @ log_sigma / (x @ x))
+    intercept = float(np.mean(log_sigma) - slope * np.mean(np.log(n)))
+    residual = log_sigma - intercept - slope * np.log(n)
+    error = float(np.sqrt(residual @ residual / (len(n) - 2) / (x @ x))) if len(n) > 2 else 0.0
+    return SpreadExtrapolation(-slope, error, intercept, n_train, finite_population)

@@ -1,0 +1,21 @@
+"""Ensembles that others made: read, calibrated, judged, and written with error bars that hold."""
+
+from qualms.ensembles.apply import apply_calibration
+from qualms.ensembles.calibrate import Calibrated, calibrate_ensemble
+from qualms.ensembles.calibration_file import (
+    CalibrationDocument,
+    read_calibration,
+    write_calibration,
+)
+from qualms.ensembles.io import Ensemble, read_ensemble
+
+__all__ = [
+    "Calibrated",
+    "CalibrationDocument",
+    "Ensemble",
+    "apply_calibration",
+    "calibrate_ensemble",
+    "read_calibration",
+    "read_ensemble",
+    "write_calibration",
+]

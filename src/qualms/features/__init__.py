@@ -1,0 +1,1 @@
+"""Features of atomic environments and their derivatives."""

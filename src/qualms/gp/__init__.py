@@ -1,0 +1,1 @@
+"""Sparse Gaussian process regression: pure mathematics, NumPy and SciPy only."""

@@ -1,0 +1,1250 @@
+"""Resampled training sets and what their models say together: Eqs. (4), (10) and (11).
+
+Arrays of member predictions have the members on their last axis: (n, N_R), or (n, T, N_R) for T
+outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.linalg import blas, solve_triangular
+
+from qualms.arrays import (
+    BoolArray,
+    Float64Array,
+    FloatArray,
+    IntArray,
+    as_targets,
+    check_sample_weight,
+)
+from qualms.errors import InputError, NumericalError, QualmsWarning
+from qualms.gp.linalg import cholesky, cholesky_solve, cholesky_whiten
+from qualms.gp.noise import Replicates, noise_grid, select_noise
+from qualms.gp.sparse_gp import ProjectedProcess, fit_projected_process, gram_matrix
+
+#: A spread of fewer members says too little: Student's t then has less than two degrees of freedom.
+MIN_ABSENT = 3
+
+
+def subsample_size(subsample: float, n_train: int) -> int:
+    """Return n for a sub-sample given as a fraction of N in (0, 1) or as a number of samples.
+
+    Parameters
+    ----------
+    subsample : float or int
+        A float is a fraction, rounded to at least one and at most N − 1 samples; an int is n
+        itself.
+    n_train : int
+        N ≥ 2.
+    """
+    remedy = "Use a fraction between 0 and 1, fewer samples, or replace=True for a bootstrap."
+    if n_train < 2:
+        raise InputError("n_train", n_train, "at least 2 samples to draw sub-samples from")
+    is_number = isinstance(subsample, (int, float, np.number)) and not isinstance(subsample, bool)
+    if not is_number or not np.isfinite(subsample):
+        raise InputError("subsample", subsample, "a fraction or a number of samples", remedy)
+    if isinstance(subsample, (int, np.integer)):
+        if not 1 <= subsample < n_train:
+            raise InputError("subsample", subsample, f"1 ≤ n < N = {n_train}", remedy)
+        if subsample == 1:
+            warnings.warn(
+                "subsample=1 is a single sample per member, not all of them.",
+                QualmsWarning,
+                stacklevel=3,
+            )
+        return int(subsample)
+    if not 0 < subsample < 1:
+        raise InputError("subsample", subsample, "a fraction strictly between 0 and 1", remedy)
+    return int(np.clip(round(subsample * n_train), 1, n_train - 1))
+
+
+def draw_members(
+    n_train: int,
+    n_members: int,
+    subsample: float,
+    rng: np.random.Generator,
+    *,
+    replace: bool = False,
+    groups: Sequence[object] | IntArray | None = None,
+) -> list[IntArray]:
+    """Draw the training sets D_i of all members.
+
+    Parameters
+    ----------
+    n_train : int
+        N.
+    n_members : int
+        N_R ≥ 2.
+    subsample : float or int
+        n, as a fraction of the samples (or groups) or as a number of them; not used for a
+        bootstrap, where n = N.
+    rng : numpy.random.Generator
+    replace : bool
+        Draw N with replacement (bootstrap) rather than n < N without (sub-sampling).
+    groups : (N,) array, optional
+        Label of each sample. Whole groups are then in or out, and `subsample` is a fraction of the
+        groups: samples of one crystal or of one trajectory are near-copies, and a model that saw
+        one has seen all.
+
+    Returns
+    -------
+    list of N_R arrays of int
+        Sorted indices; with repetitions for a bootstrap.
+    """
+    if n_members < 2:
+        raise InputError("n_members", n_members, "at least 2 members, so that there is a spread")
+    codes = group_codes(groups, n_train)
+    n_groups = int(codes.max()) + 1
+    if groups is not None and n_groups < 2:
+        raise InputError("groups", f"{n_groups} distinct label", "at least 2 groups")
+    if replace:
+        draws = [rng.integers(n_groups, size=n_groups) for _ in range(n_members)]
+    else:
+        n = subsample_size(subsample, n_groups)
+        draws = [rng.permutation(n_groups)[:n] for _ in range(n_members)]
+    times = [np.bincount(drawn, minlength=n_groups)[codes] for drawn in draws]
+    return [np.repeat(np.arange(n_train), t) for t in times]
+
+
+def group_codes(groups: Sequence[object] | IntArray | None, n_train: int) -> IntArray:
+    """Return the labels (N,) as integers 0 … G−1; without labels, each sample is a group."""
+    if groups is None:
+        return np.arange(n_train)
+    labels = np.asarray(groups)
+    if labels.shape != (n_train,):
+        raise InputError(
+            "groups", f"shape {labels.shape}", f"one label for each of {n_train} samples"
+        )
+    try:
+        codes: IntArray = np.unique(labels, return_inverse=True)[1].reshape(-1).astype(np.intp)
+    except TypeError as error:
+        raise InputError(
+            "groups", f"labels of mixed types ({error})", "one type of label"
+        ) from error
+    return codes
+
+
+def membership_counts(member_indices: Sequence[IntArray], n_train: int) -> IntArray:
+    """Return how often each sample is in each D_i: (N, N_R); zero where it is absent."""
+    columns = [np.bincount(indices, minlength=n_train) for indices in member_indices]
+    return np.stack(columns, axis=1).astype(np.intp)
+
+
+def committee(members: FloatArray) -> tuple[Float64Array, Float64Array]:
+    """Return mean and standard deviation (ddof = 1) over the members, the last axis.
+
+    Eq. (4), Musil et al. 2019.
+    """
+    if members.shape[-1] < 2:
+        raise InputError("members", f"{members.shape[-1]} member", "at least 2 on the last axis")
+    members = np.asarray(members, dtype=np.float64)
+    return np.mean(members, axis=-1), np.std(members, axis=-1, ddof=1)
+
+
+def stretched(
+    members: FloatArray, factor: float | FloatArray, mean: Float64Array | None = None
+) -> Float64Array:
+    """Scale members (…, N_R) about their mean: ȳ + f (y⁽ⁱ⁾ − ȳ).
+
+    Parameters
+    ----------
+    members : (…, N_R) array
+    factor : float or (…) array
+        f; one leaves the members as they are, zero makes all of them their mean.
+    mean : (…) array, optional
+        What to scale about, if not the mean of all of them.
+    """
+    values, f = np.asarray(members, dtype=np.float64), np.asarray(factor, dtype=np.float64)
+    center = committee(values)[0] if mean is None else mean
+    scaled: Float64Array = center[..., None] + (values - center[..., None]) * f[..., None]
+    return scaled
+
+
+def group_scatter(terms: Float64Array, codes: IntArray) -> Float64Array:
+    """Return the covariance (p, p) of the sum of all terms (n, p), those of a group correlated.
+
+    Groups are independent, so it is G/(G−1) Σ_g S_g S_gᵀ, S_g being the sum over group g of the
+    terms less their mean.
+
+    Parameters
+    ----------
+    terms : (n, p) array
+    codes : (n,) array of int
+        Groups 0 … G−1.
+    """
+    centered = terms - terms.mean(axis=0)
+    n_groups = int(codes.max()) + 1
+    sums = [np.bincount(codes, column, minlength=n_groups) for column in centered.T]
+    S = np.stack(sums, axis=1)
+    return np.asarray(S.T @ S * n_groups / max(n_groups - 1, 1), dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class InternalPrediction:
+    """Predictions of training points by the members that did not see them.
+
+    Attributes
+    ----------
+    used : (N,) array of bool
+        Points that enough members are absent from; the other arrays hold these points only.
+    mean, std : (n_used, …) arrays
+        y_INT and σ_INT.
+    n_absent : (n_used,) array of int
+        N_R(X): number of members that did not see the point.
+    """
+
+    used: BoolArray
+    mean: Float64Array
+    std: Float64Array
+    n_absent: IntArray
+
+
+def internal_prediction(
+    members: FloatArray, absent: BoolArray, *, min_absent: int = MIN_ABSENT
+) -> InternalPrediction:
+    """Average over the members that did not see a point. Eqs. (10) and (11), Musil et al. 2019.
+
+    Parameters
+    ----------
+    members : (N, N_R) or (N, T, N_R) array
+        Predictions of the training points by all members.
+    absent : (N, N_R) array of bool
+        Whether the member did not see the point.
+    min_absent : int
+        Points that fewer members are absent from are left out; at least 2.
+
+    Returns
+    -------
+    InternalPrediction
+    """
+    members = np.asarray(members, dtype=np.float64)
+    absent = np.asarray(absent, dtype=bool)
+    if absent.shape != (len(members), members.shape[-1]):
+        raise InputError(
+            "absent",
+            f"shape {absent.shape}",
+            f"({len(members)}, {members.shape[-1]}), like members",
+        )
+    if min_absent < 2:
+        raise InputError("min_absent", min_absent, "at least 2, so that there is a spread")
+    n_absent = absent.sum(axis=1)
+    used = n_absent >= min_absent
+    shape = (-1,) + (1,) * (members.ndim - 2)
+    c = n_absent[used].reshape(shape)
+    mask = absent[used].reshape((*shape, absent.shape[1]))
+    values = members[used]
+    mean = np.sum(np.where(mask, values, 0.0), axis=-1) / c
+    deviations = np.where(mask, values - mean[..., None], 0.0)
+    std = np.sqrt(np.sum(deviations**2, axis=-1) / (c - 1))
+    return InternalPrediction(used, mean, std, n_absent[used])
+
+
+# Conjugate gradients for many ridge regressions that share one design matrix.
+# Steps after which the observed rate of convergence is trusted enough to give up because of it.
+_STEPS_BEFORE_GIVING_UP = 16
+
+
+#: Applies an approximate inverse to residuals (·, r) of the systems whose numbers are given.
+Preconditioner = Callable[[Float64Array, IntArray], Float64Array]
+
+
+@dataclass(frozen=True)
+class ConjugateGradientsResult:
+    """Solutions of all systems, and how well they are known.
+
+    Attributes
+    ----------
+    solutions : (n_systems, r) array
+    n_iterations : int
+        Passes over Φ, whichever system needed the most.
+    relative_error : float
+        Estimated RMS prediction error over the spread between members (the worst output's).
+    converged : bool
+    """
+
+    solutions: Float64Array
+    n_iterations: int
+    relative_error: float
+    converged: bool
+
+
+def block_size(Phi: FloatArray) -> int:
+    """Rows of Φ to visit at a time: 64 MiB in float64; a float32 Φ is never widened whole."""
+    return max(1, 2**23 // int(Phi.shape[1]))
+
+
+def row_blocks(Phi: FloatArray) -> Iterator[tuple[slice, Float64Array]]:
+    """Yield ``(rows, Phi[rows])`` in C-contiguous float64, a block at a time."""
+    size = block_size(Phi)
+    for start in range(0, len(Phi), size):
+        rows = slice(start, min(start + size, len(Phi)))
+        yield rows, np.ascontiguousarray(Phi[rows], dtype=np.float64)
+
+
+def times(W: Float64Array, A: Float64Array, *, add_to: Float64Array | None = None) -> Float64Array:
+    """Return WA for C-contiguous matrices, or add it to a third one in place."""
+    # Fortran sees transposes of all of them: (WA)ᵀ = AᵀWᵀ.
+    if add_to is None:
+        product: Float64Array = blas.dgemm(1.0, A.T, W.T).T
+    else:
+        product = blas.dgemm(1.0, A.T, W.T, beta=1.0, c=add_to.T, overwrite_c=1).T
+    return product
+
+
+def times_transposed(W: Float64Array, A: Float64Array) -> Float64Array:
+    """Return WAᵀ for C-contiguous matrices."""
+    product: Float64Array = blas.dgemm(1.0, A.T, W.T, trans_a=1).T
+    return product
+
+
+def project(Phi: FloatArray, Z: Float64Array) -> Float64Array:
+    """Return ZΦ (n_systems, r) for Z (n_systems, N)."""
+    out = np.zeros((len(Z), Phi.shape[1]))
+    for rows, block in row_blocks(Phi):
+        out = times(np.ascontiguousarray(Z[:, rows]), block, add_to=out)
+    return out
+
+
+def predict(Phi: FloatArray, W: Float64Array) -> Float64Array:
+    """Return WΦᵀ (n_systems, N) for W (n_systems, r)."""
+    out = np.empty((len(W), len(Phi)))
+    for rows, block in row_blocks(Phi):
+        out[:, rows] = times_transposed(W, block)
+    return out
+
+
+def normal_product(
+    Phi: FloatArray, C: Float64Array, noise_variance: float, W: Float64Array
+) -> tuple[Float64Array, Float64Array]:
+    """Apply every system's operator to its own row of W, in one pass over Φ.
+
+    Parameters
+    ----------
+    Phi : (N, r) array
+    C : (n_systems, N) array
+        Weight of each row of Φ in each system.
+    noise_variance : float
+    W : (n_systems, r) array
+
+    Returns
+    -------
+    predictions : (n_systems, N) array
+        W Φᵀ, on all rows, whether the system sees them or not.
+    product : (n_systems, r) array
+        (C ∘ W Φᵀ) Φ + σ² W.
+    """
+    predictions = np.empty((len(W), len(Phi)))
+    product = noise_variance * W
+    for rows, block in row_blocks(Phi):
+        F = times_transposed(W, block)
+        predictions[:, rows] = F
+        product = times(C[:, rows] * F, block, add_to=product)
+    return predictions, product
+
+
+def spread_between_members(F: Float64Array, n_outputs: int) -> Float64Array:
+    """RMS over the rows of the sample standard deviation (ddof = 1) between members, per output.
+
+    Parameters
+    ----------
+    F : (n_members * n_outputs, N) array
+        Predictions, member by member.
+    n_outputs : int
+
+    Returns
+    -------
+    (n_outputs,) array
+    """
+    by_member = F.reshape(-1, n_outputs, F.shape[1])
+    spread: Float64Array = np.sqrt(by_member.var(axis=0, ddof=1).mean(axis=-1))
+    return spread
+
+
+def _remaining_error(steps: Float64Array) -> Float64Array:
+    """Estimate how far the iterates still have to go, from the lengths of the steps so far.
+
+    The error after step k is the sum of the steps to come. Steps of preconditioned CG make acute
+    angles with one another in the inner product of the preconditioner (Hestenes & Stiefel
+    1952), which here is that of the predictions on all rows, up to σ². So their lengths
+    nearly add, ‖e_k‖ ≲ Σ_{j>k} s_j, and if they shrink by ρ each the sum is s_k ρ/(1−ρ). Unlike the
+    residual this does not hide what small eigenvalues hold back, and unlike the energy norm it
+    includes the rows that a member does not see. Neither a lucky step nor a plateau must pass for
+    convergence: ρ is the slowest mean rate between the last step and any but the one before it,
+    and s_k the largest of the last three steps, shrunk by ρ to the present.
+
+    Parameters
+    ----------
+    steps : (n_steps, n_systems) array
+        RMS change of the predictions in each step.
+
+    Returns
+    -------
+    (n_systems,) array
+    """
+    last = len(steps) - 1
+    if last == 0:
+        return np.full(steps.shape[1], np.inf)
+    back = np.arange(last, min(2, last) - 1, -1)[:, None]
+    before = steps[: len(back)]
+    ratio = np.divide(steps[last], before, out=np.zeros_like(before), where=before > 0)
+    rate = np.clip(np.max(ratio ** (1 / back), axis=0), 0.3, 0.98)
+    recent = steps[-3:] * rate ** np.arange(min(2, last), -1, -1)[:, None]
+    remaining: Float64Array = np.max(recent, axis=0) * rate / (1 - rate)
+    return remaining
+
+
+def _mean_rate(steps: Float64Array) -> Float64Array:
+    """Return by how much the steps shrank on average since the first: (n_systems,).
+
+    This, not the cautious rate of `_remaining_error`, says whether it is worth going on: steps
+    stop shrinking for a while whenever CG finds another small eigenvalue, and go on thereafter.
+    """
+    ratio = _divide(steps[-1], steps[0])
+    rate: Float64Array = np.clip(ratio ** (1 / (len(steps) - 1)), 0.3, 0.98)
+    return rate
+
+
+def _divide(a: Float64Array, b: Float64Array) -> Float64Array:
+    """Return a / b, and 0 where b vanishes: a system already solved exactly takes no step."""
+    return np.divide(a, b, out=np.zeros_like(a), where=b != 0)
+
+
+class _Recurrence:
+    """The conjugate-gradient recurrences of the systems that have not converged."""
+
+    def __init__(
+        self,
+        Phi: FloatArray,
+        C: Float64Array,
+        noise_variance: float,
+        rhs: Float64Array,
+        precondition: Preconditioner,
+    ) -> None:
+        self._Phi, self._C, self._noise_variance = Phi, C, noise_variance
+        self._precondition = precondition
+        self.X, self.F = np.zeros_like(rhs), np.zeros_like(C)
+        Z = precondition(rhs, np.arange(len(rhs)))
+        rz = np.einsum("qr,qr->q", rhs, Z)
+        # Systems of zero right-hand side are solved; what is not a number is not.
+        self.active: IntArray = np.flatnonzero(rz != 0)
+        self._R, self._P, self._rz = rhs[self.active], Z[self.active], rz[self.active]
+
+    def advance(self) -> Float64Array:
+        """Take one step, and return its length: the RMS change of the predictions."""
+        FP, AP = normal_product(self._Phi, self._C[self.active], self._noise_variance, self._P)
+        length = _divide(self._rz, np.einsum("qr,qr->q", self._P, AP))
+        self.X[self.active] += length[:, None] * self._P
+        self.F[self.active] += length[:, None] * FP
+        self._R -= length[:, None] * AP
+        moved: Float64Array = length * np.sqrt(np.einsum("qn,qn->q", FP, FP) / FP.shape[1])
+        return moved
+
+    def go_on_with(self, going: BoolArray) -> None:
+        """Freeze the other systems, and find the next directions of these."""
+        self.active, R, P = self.active[going], self._R[going], self._P[going]
+        if self.active.size:
+            Z = self._precondition(R, self.active)
+            rz = np.einsum("qr,qr->q", R, Z)
+            self._P = Z + _divide(rz, self._rz[going])[:, None] * P
+            self._R, self._rz = R, rz
+
+
+def conjugate_gradients(
+    Phi: FloatArray,
+    C: Float64Array,
+    noise_variance: float,
+    rhs: Float64Array,
+    precondition: Preconditioner,
+    *,
+    n_outputs: int,
+    smallest_scale: Float64Array,
+    tolerance: float,
+    max_iterations: int,
+    may_give_up: bool = False,
+) -> ConjugateGradientsResult:
+    """Solve (Φᵀ diag(c_q) Φ + σ²) x_q = b_q for all q by preconditioned CG, starting from zero.
+
+    The predictions of the iterates, and so the spread between members, come at no cost.
+
+    Parameters
+    ----------
+    Phi : (N, r) array
+    C : (n_systems, N) array
+    noise_variance : float
+    rhs : (n_systems, r) array
+        Ordered member by member: ``q = member * n_outputs + output``.
+    precondition : callable
+        Called with residuals (·, r) and the numbers of their systems; applies a symmetric positive
+        definite approximate inverse of each system.
+    n_outputs : int
+    smallest_scale : (n_outputs,) array
+        Stands in for the spread between members where that vanishes.
+    tolerance : float
+        Accepted RMS prediction error, in units of the RMS spread between members.
+    max_iterations : int
+    may_give_up : bool
+        Stop early if the observed rate says that ``max_iterations`` will not suffice.
+    """
+    recurrence = _Recurrence(Phi, C, noise_variance, rhs, precondition)
+    steps, error = np.zeros((max_iterations, len(rhs))), np.zeros(len(rhs))
+    scale, k = smallest_scale, 0
+    while recurrence.active.size and k < max_iterations:
+        active = recurrence.active
+        steps[k, active] = recurrence.advance()
+        k += 1
+        error[active] = _remaining_error(steps[:k, active])
+        scale = np.maximum(spread_between_members(recurrence.F, n_outputs), smallest_scale)
+        excess = error[active] / (tolerance * scale[active % n_outputs])
+        going = ~(excess <= 1)  # so that what is not a number goes on
+        recurrence.go_on_with(going)
+        if may_give_up and k >= _STEPS_BEFORE_GIVING_UP and going.any():
+            missing = np.log(excess[going]) / -np.log(_mean_rate(steps[:k, active[going]]))
+            if not k + np.max(missing) <= max_iterations:
+                break
+    rms = np.sqrt(np.mean(error.reshape(-1, n_outputs) ** 2, axis=0))
+    return ConjugateGradientsResult(
+        recurrence.X, k, float(np.max(rms / scale)), recurrence.active.size == 0
+    )
+
+
+# The four ways to solve the members of a committee; `qualms.gp.ensemble` chooses among them.
+@dataclass(frozen=True)
+class MemberProblem:
+    """What is given: members on the first axis, rows of Φ on the last.
+
+    Attributes
+    ----------
+    Phi : (N, r) array
+    Y : (N_R, T, N) array
+        Targets of each member; may be a broadcast view.
+    C : (N_R, N) array
+        Multiplicity times sample weight.
+    sample_weight : (N,) array
+    full : ProjectedProcess
+        Of the same Phi and sample weights.
+    is_subsample : bool
+        Whether no row counts more than once.
+    """
+
+    Phi: FloatArray
+    Y: Float64Array
+    C: Float64Array
+    sample_weight: Float64Array
+    full: ProjectedProcess
+    is_subsample: bool
+
+    @property
+    def n_outputs(self) -> int:
+        """T."""
+        return int(self.Y.shape[1])
+
+    def systems(self) -> Float64Array:
+        """Return C with one row per system: member by member, outputs within."""
+        return np.repeat(self.C, self.n_outputs, axis=0)
+
+    def as_weights(self, W: Float64Array) -> Float64Array:
+        """Bring solutions of all systems (N_R·T, r) into the order (r, T, N_R)."""
+        by_member = W.reshape(len(self.C), self.n_outputs, -1)
+        return np.ascontiguousarray(by_member.transpose(2, 1, 0))
+
+    def residuals(self, W: Float64Array, F: Float64Array) -> Float64Array:
+        """Return Φᵀ diag(c)(y − Φw) − σ²w of all systems, given their predictions F = WΦᵀ."""
+        missed = self.systems() * (self.Y.reshape(F.shape) - F)
+        return project(self.Phi, missed) - self.full.noise_variance * W
+
+    def effective_dimension(self) -> float:
+        """Estimate d_eff = Tr[ΦᵀΦ (ΦᵀΦ + σ²)⁻¹] = r − σ²|L⁻¹|² of the full model.
+
+        16 random signs s, E|L⁻¹s|² = |L⁻¹|², leave a standard error below √((r − d_eff)/8). Where
+        σ² is nearly lost in rounding, so is L⁻¹: the estimate stays between 0 and r all the same.
+        """
+        rank = self.Phi.shape[1]
+        signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(rank, 16))
+        V = cholesky_whiten(self.full.factor, signs)
+        return float(np.clip(rank - self.full.noise_variance * np.sum(V**2) / 16, 0.0, rank))
+
+    def smallest_scale(self) -> Float64Array:
+        """Return, per output, a spread between members too small to matter."""
+        rms = np.sqrt(np.mean(self.Y**2, axis=(0, 2)))
+        smallest: Float64Array = np.maximum(1e-8 * rms, np.finfo(np.float64).tiny)
+        return smallest
+
+
+def solve_direct(problem: MemberProblem, i: int) -> Float64Array:
+    """Solve member i with its own Gram matrix: (r, T)."""
+    rank = problem.Phi.shape[1]
+    gram = np.zeros((rank, rank), order="F")
+    _add_gram(gram, problem.Phi, problem.C[i])
+    return _solve_gram(problem, i, gram)
+
+
+def solve_dual(problem: MemberProblem, i: int) -> Float64Array:
+    """Solve member i as w = Aᵀ(AAᵀ + σ²)⁻¹√c y, where A = diag(√c)Φ has its rows only: (r, T).
+
+    If there are more of these than features, AAᵀ is singular, and all that would be gained is a
+    larger system that depends on σ² more delicately: such a member is solved directly.
+    """
+    rows = np.flatnonzero(problem.C[i])
+    if len(rows) > problem.Phi.shape[1]:
+        return solve_direct(problem, i)
+    root = np.sqrt(problem.C[i, rows])
+    A = _scaled_rows(problem.Phi, rows, root)
+    kernel = blas.dsyrk(1.0, A.T, trans=1, lower=1)
+    kernel[np.diag_indices_from(kernel)] += problem.full.noise_variance
+    factor = cholesky(kernel, what="ΦΦᵀ + σ² of a member", overwrite=True)
+    dual = cholesky_solve(factor, (root * problem.Y[i][:, rows]).T)
+    return times(np.ascontiguousarray(dual.T), A).T
+
+
+def solve_complement(problem: MemberProblem) -> tuple[Float64Array, float]:
+    """Remove from the full model, for each member, the rows that it lacks.
+
+    Returns
+    -------
+    W : (N_R·T, r) array
+    relative_error : float
+        Estimated RMS prediction error over the spread between members; infinite if subtraction
+        left nothing positive definite.
+    """
+    Phi, T, factor = problem.Phi, problem.n_outputs, problem.full.factor
+    # The full model of each member's own targets: the one at hand need not have the same.
+    all_rows = project(Phi, problem.sample_weight * problem.Y.reshape(-1, len(Phi)))
+    W = cholesky_solve(factor, all_rows.T).T
+    remove = _woodbury if (problem.C == 0).sum(axis=1).max() < Phi.shape[1] else _downdate
+    try:
+        for i in range(len(problem.C)):
+            mine = slice(i * T, (i + 1) * T)
+            W[mine] = remove(problem, i, W[mine].T).T
+    except NumericalError:
+        return W, math.inf
+    # What subtraction lost to rounding shows in the residual ρ: ‖e‖²_A = ρ·A⁻¹ρ, and A⁻¹ is the
+    # inverse of the full model but for the rows that are absent.
+    F = predict(Phi, W)
+    rho = problem.residuals(W, F)
+    V = cholesky_whiten(factor, rho.T)
+    energy = np.einsum("rq,rq->q", V, V) / problem.systems().sum(axis=1)
+    error = np.sqrt(np.mean(energy.reshape(-1, T), axis=0))
+    scale = np.maximum(spread_between_members(F, T), problem.smallest_scale())
+    return W, float(np.max(error / scale))
+
+
+def solve_by_cg(
+    problem: MemberProblem, tolerance: float, max_iterations: int, *, may_give_up: bool
+) -> ConjugateGradientsResult:
+    """Solve all members at once by conjugate gradients, preconditioned by the full model.
+
+    Starting from the full model's weights would save two or three iterations. But where a member
+    lacks the only rows that determine some direction, CG does not move in that direction, and what
+    it started from stays: labels that the member must not know. From zero, the preconditioner is
+    all that it learns of the rows it lacks, and that holds no labels.
+
+    Raises
+    ------
+    NumericalError
+        If more rows have a leverage close to one than can be taken out of the preconditioner: CG
+        might then stop, seemingly converged, before it has noticed a direction that only absent
+        rows determine.
+    """
+    C = problem.systems()
+    precondition = _Preconditioner(problem)
+    return conjugate_gradients(
+        problem.Phi,
+        C,
+        problem.full.noise_variance,
+        project(problem.Phi, C * problem.Y.reshape(C.shape)),
+        precondition,
+        n_outputs=problem.n_outputs,
+        smallest_scale=problem.smallest_scale(),
+        tolerance=tolerance,
+        max_iterations=max_iterations,
+        may_give_up=may_give_up,
+    )
+
+
+class _Preconditioner:
+    """Inverse of the full model without the rows of high leverage that a member lacks.
+
+    Relative to the full model ΦᵀΦ + σ² = LLᵀ a sub-sample is 1 − VVᵀ, V = L⁻¹Aᵀ of the absent rows
+    A. Its eigenvalues crowd around n/N but for those that a few rows pull towards zero: with all
+    of |V|² = 1 in one direction nobody but that row knows of it. These are what makes CG slow, and
+    below the tolerance what makes it stop too early. So the rows of highest leverage |L⁻¹φ|² are
+    removed by the matrix inversion lemma, for each member those it lacks:
+
+        (LLᵀ − AᵀA)⁻¹ = L⁻ᵀ (1 + V (1 − VᵀV)⁻¹ Vᵀ) L⁻¹.
+
+    The rest of the full model stays as it is. (n/N)ΦᵀΦ + σ² in its place, which counts the noise
+    once rather than N/n times, was measured to save no iterations where there are many, and would
+    cost another factorisation.
+    """
+
+    def __init__(self, problem: MemberProblem) -> None:
+        self._factor, self._n_outputs = problem.full.factor, problem.n_outputs
+        self._cores: list[tuple[IntArray, Float64Array] | None] = [None] * len(problem.C)
+        rows = _high_leverage_rows(problem)
+        # V is kept transposed, like everything that thin products are taken with.
+        self._V = _scaled_rows(problem.Phi, rows, np.sqrt(problem.sample_weight[rows]))
+        if not rows.size:
+            return
+        self._V = self._solve_lower(self._V)
+        overlap = times_transposed(self._V, self._V)
+        for i, c in enumerate(problem.C[:, rows]):
+            lacking = np.flatnonzero(c == 0)
+            core = np.asfortranarray(np.eye(lacking.size) - overlap[np.ix_(lacking, lacking)])
+            if lacking.size:
+                # Where this is lost to rounding the member goes without: a preconditioner may be
+                # worse, if only it is positive definite.
+                with contextlib.suppress(NumericalError):
+                    self._cores[i] = (lacking, cholesky(core, what="1 − VᵀV", overwrite=True))
+
+    def __call__(self, R: Float64Array, systems: IntArray) -> Float64Array:
+        """Apply it to the residuals (·, r) of some systems."""
+        U = self._solve_lower(R.copy())
+        if not self._V.size:
+            return self._solve_lower(U, transposed=True)
+        overlaps = times_transposed(U, self._V)
+        B = np.zeros_like(overlaps)
+        for row, system in enumerate(systems):
+            core = self._cores[system // self._n_outputs]
+            if core is not None:
+                lacking, factor = core
+                B[row, lacking] = cholesky_solve(factor, overlaps[row, lacking])
+        return self._solve_lower(times(B, self._V, add_to=U), transposed=True)
+
+    def _solve_lower(self, B: Float64Array, *, transposed: bool = False) -> Float64Array:
+        """Return the rows L⁻¹b, or L⁻ᵀb, in the place of those of B; SciPy's own is slower."""
+        solved: Float64Array = blas.dtrsm(
+            1.0, self._factor, B.T, lower=1, trans_a=int(transposed), overwrite_b=1
+        ).T
+        return solved
+
+
+def _high_leverage_rows(problem: MemberProblem) -> IntArray:
+    """Return the rows of leverage s|L⁻¹φ|² above 0.3 or so, at most every tenth row.
+
+    128 random signs s, E(φ·L⁻ᵀs)² = |L⁻¹φ|², tell the leverages to an eighth of their value. It is
+    the few rows missed among the highest that hold CG up: on 20,000 molecules, with a noise at
+    which 300 leverages are above 0.7, 32 signs and every twentieth row took 48 iterations, 128 and
+    every twentieth 36, and 128 and every tenth 22.
+    """
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(problem.Phi.shape[1], 128))
+    probes: Float64Array = solve_triangular(
+        problem.full.factor, signs, lower=True, trans="T", check_finite=False
+    )
+    F = predict(problem.Phi, np.ascontiguousarray(probes.T))
+    leverage = problem.sample_weight * np.mean(F**2, axis=0)
+    order = np.argsort(-leverage, kind="stable")
+    highest, others = np.split(order, [max(1, len(leverage) // 10)])
+    n_decisive = int(np.sum(leverage[others] > 0.7))
+    if n_decisive:
+        raise NumericalError(f"{n_decisive + highest.size} rows have a leverage close to one")
+    return np.sort(highest[leverage[highest] > 0.3])
+
+
+def _woodbury(problem: MemberProblem, i: int, start: Float64Array) -> Float64Array:
+    """Leave rows out of the full model w by the matrix inversion lemma.
+
+    With A = diag(√s)Φ of the absent rows, (ΦᵀΦ + σ²) = LLᵀ and V = L⁻¹Aᵀ,
+
+        w_i = w − (LLᵀ)⁻¹Aᵀ (1 − A(LLᵀ)⁻¹Aᵀ)⁻¹ (√s y − A w) = w − L⁻ᵀV (1 − VᵀV)⁻¹ √s (y − Φw).
+    """
+    rows = np.flatnonzero(problem.C[i] == 0)
+    if not rows.size:
+        return start
+    root = np.sqrt(problem.sample_weight[rows])
+    A = _scaled_rows(problem.Phi, rows, root)
+    missed = (root * problem.Y[i][:, rows]).T - A @ start
+    V = solve_triangular(problem.full.factor, A.T, lower=True, overwrite_b=True, check_finite=False)
+    core = blas.dsyrk(-1.0, V, trans=1, lower=1)
+    core[np.diag_indices_from(core)] += 1.0
+    change = V @ cholesky_solve(cholesky(core, what="1 − VᵀV", overwrite=True), missed)
+    removed: Float64Array = solve_triangular(
+        problem.full.factor, change, lower=True, trans="T", check_finite=False
+    )
+    return start - removed
+
+
+def _downdate(problem: MemberProblem, i: int, start: Float64Array) -> Float64Array:
+    """Subtract the Gram matrix of the absent rows from that of all rows."""
+    gram = np.array(problem.full.gram.T, order="F")
+    _add_gram(gram, problem.Phi, np.where(problem.C[i] == 0, problem.sample_weight, 0.0), sign=-1.0)
+    return _solve_gram(problem, i, gram)
+
+
+def _solve_gram(problem: MemberProblem, i: int, gram: Float64Array) -> Float64Array:
+    """Solve member i given the lower triangle of its Gram matrix, which is overwritten."""
+    gram[np.diag_indices_from(gram)] += problem.full.noise_variance
+    factor = cholesky(gram, what="ΦᵀΦ + σ² of a member", overwrite=True)
+    return cholesky_solve(factor, project(problem.Phi, problem.C[i] * problem.Y[i]).T)
+
+
+def _add_gram(
+    gram: Float64Array, Phi: FloatArray, weight: Float64Array, *, sign: float = 1.0
+) -> None:
+    """Add ±Φᵀ diag(weight) Φ to the lower triangle of a Fortran-ordered ``gram``, in place."""
+    rows = np.flatnonzero(weight)
+    size = block_size(Phi)
+    for start in range(0, len(rows), size):
+        some = rows[start : start + size]
+        A = _scaled_rows(Phi, some, np.sqrt(weight[some]))
+        blas.dsyrk(sign, A.T, beta=1.0, c=gram, lower=1, overwrite_c=1)
+
+
+def _scaled_rows(Phi: FloatArray, rows: IntArray, factors: Float64Array) -> Float64Array:
+    """Return diag(factors) Phi[rows], a new C-contiguous float64 array."""
+    A: Float64Array = Phi[rows].astype(np.float64, order="C", copy=False)
+    A *= factors[:, None]
+    return A
+
+
+# All members of a committee on one shared basis, for little more than the price of one model.
+METHODS = ("auto", "dual", "complement", "cg", "direct")
+
+# With fewer rows than the full model has effective parameters, there are directions that the full
+# model determines well and that only σ² determines in the member. CG, with the full model as
+# preconditioner, stops before it has noticed them, seemingly converged, and the residual of the
+# complement hides them. The transition at one was sharp on all data tried.
+_ROWS_PER_PARAMETER = 1.05
+
+
+@dataclass(frozen=True)
+class MemberSolution:
+    """Weights of all members, and how they were found.
+
+    Attributes
+    ----------
+    weights : (r, T, N_R) array
+    method : str
+        ``"dual"``, ``"complement"``, ``"cg"`` or ``"direct"``.
+    n_iterations : int
+        Passes over Φ that conjugate gradients took; 0 for the other methods.
+    relative_error : float
+        Estimated RMS prediction error on the training rows, relative to the RMS spread between the
+        members' predictions; 0 for ``dual`` and ``direct``, which are exact up to rounding.
+    """
+
+    weights: Float64Array
+    method: str
+    n_iterations: int
+    relative_error: float
+
+
+def solve_members(
+    Phi: FloatArray,
+    Y: FloatArray,
+    counts: FloatArray | IntArray,
+    full: ProjectedProcess,
+    *,
+    sample_weight: FloatArray | None = None,
+    method: str = "auto",
+    tolerance: float = 1e-3,
+    max_iterations: int = 500,
+) -> MemberSolution:
+    """Train all members: w_i = (Φᵀ diag(c_i) Φ + σ²)⁻¹ Φᵀ diag(c_i) y_i.
+
+    Parameters
+    ----------
+    Phi : (N, r) array
+        Whitened features, float64 or float32; solved in float64 in either case.
+    Y : (N, T) or (N, T, N_R) array
+        Targets, common to all members or each member's own.
+    counts : (N, N_R) array
+        How often each member sees each row: 0 or 1 in sub-sampling, integers in a bootstrap.
+    full : ProjectedProcess
+        The full model of the same Phi and sample weights: its factor, its Gram matrix and σ² are
+        used, its weights are not.
+    sample_weight : (N,) array, optional
+        Positive; multiplies the counts: c_i = counts[:, i] * sample_weight.
+    method : {"auto", "dual", "complement", "cg", "direct"}
+        ``auto`` takes the cheapest by `estimated_cost`, and abandons ``cg`` for the cheapest exact
+        way if it turns out to converge too slowly to be worth it.
+    tolerance : float
+        Accepted RMS prediction error of ``cg`` on the training rows, relative to the RMS spread
+        (ddof = 1) between members.
+    max_iterations : int
+        Of ``cg``.
+
+    Returns
+    -------
+    MemberSolution
+
+    Warns
+    -----
+    QualmsWarning
+        If ``cg`` or ``complement`` was asked for and cannot hold the tolerance. The members are
+        then solved by the cheapest exact way.
+
+    Raises
+    ------
+    NumericalError
+        If σ² is lost in the rounding of a member's Gram matrix.
+    """
+    problem = _check(Phi, Y, counts, full, sample_weight)
+    _check_options(problem, method, tolerance, max_iterations)
+    costs = _costs(problem, tolerance)
+    exact = min(("dual", "direct"), key=costs.__getitem__)
+    chosen = min(costs, key=costs.__getitem__) if method == "auto" else method
+    if chosen in ("dual", "direct"):
+        return _solve_exactly(problem, chosen)
+    if chosen not in costs:
+        why = "a member has fewer rows than the full model has effective parameters"
+    elif chosen == "complement":
+        W, left = solve_complement(problem)
+        if left <= tolerance:
+            return MemberSolution(problem.as_weights(W), "complement", 0, left)
+        why = f"rounding left a relative error of {left:.1e}"
+    else:
+        affordable = math.ceil(costs[exact] / _iteration_cost(problem))
+        budget = min(max_iterations, affordable) if method == "auto" else max_iterations
+        try:
+            cg = solve_by_cg(problem, tolerance, budget, may_give_up=method == "auto")
+        except NumericalError as error:
+            why = str(error)
+        else:
+            if cg.converged and cg.relative_error <= tolerance:
+                weights = problem.as_weights(cg.solutions)
+                return MemberSolution(weights, "cg", cg.n_iterations, cg.relative_error)
+            why = f"{cg.n_iterations} iterations left a relative error of {cg.relative_error:.1e}"
+    if method != "auto":
+        warnings.warn(
+            f"method='{method}' cannot hold tolerance={tolerance:.1e}: {why}. The members were "
+            f"solved by method='{exact}' instead.",
+            QualmsWarning,
+            stacklevel=2,
+        )
+    return _solve_exactly(problem, exact)
+
+
+def estimated_cost(
+    n_train: int,
+    rank: int,
+    n_present: float,
+    n_members: int,
+    *,
+    n_outputs: int = 1,
+    effective_dimension: float | None = None,
+    effective_fraction: float | None = None,
+    tolerance: float = 1e-3,
+) -> dict[str, float]:
+    """Cost of each way to solve the members, the full model being at hand.
+
+    The unit is one floating-point operation of a large matrix product. Thin products, triangular
+    solves and factorisations count for more than their operations, as measured with OpenBLAS.
+
+    The number of iterations is that of CG on random rows: if all leverages are γ = d_eff/N and a
+    member keeps a fraction p of the rows, the eigenvalues of the preconditioned operator fill
+    (√(p(1−γ)) ± √(γ(1−p)))² (the edges of the Jacobi ensemble), and the error shrinks by
+    √(γ(1−p)) / √(p(1−γ)) per iteration. Leverages that are not equal add to that. It is no more
+    than a first guess: ``method="auto"`` abandons CG when the rate that it observes falls behind
+    the direct solves.
+
+    Parameters
+    ----------
+    n_train, rank, n_members, n_outputs : int
+    n_present : float
+        Distinct rows in a member.
+    effective_dimension : float, optional
+        d_eff of the full model; ``rank`` unless given.
+    effective_fraction : float, optional
+        p; ``n_present / n_train`` unless given. (Σc)² / (N Σc²) for a bootstrap.
+    tolerance : float
+
+    Returns
+    -------
+    dict of str to float
+        For ``"dual"``, ``"complement"``, ``"cg"`` and ``"direct"``.
+    """
+    n, N, r, systems = float(n_present), n_train, rank, n_members * n_outputs
+    lacking = N - n
+    p = n / N if effective_fraction is None else effective_fraction
+    # An estimate of d_eff, by which rounding may have made it less than zero or more than N.
+    leverage = min(max((r if effective_dimension is None else effective_dimension) / N, 0.0), 1.0)
+    seen, unseen = math.sqrt(p * (1 - leverage)), math.sqrt(leverage * (1 - min(p, 1.0)))
+    rate = min(max(unseen / seen, 0.05), 0.8) if seen > 0 else 0.8
+    iterations = 3 + 1.2 * math.log(2 / min(tolerance, 1.0)) / -math.log(rate)
+    iteration = _cost_per_iteration(N, r, systems)
+    gather, factorise = 300 * r, r**3 / 2 + 60 * N * r  # per row; with the right-hand side
+    woodbury = 1.2 * r**2 * lacking + 1.2 * lacking**2 * r + lacking**3 / 2
+    downdate = 1.2 * r**2 * lacking + 10 * r**2 + factorise
+    return {
+        "dual": n_members * (1.2 * n**2 * r + n**3 / 2 + 3 * gather * n),  # all rows at once
+        "complement": n_members * (min(woodbury, downdate) + gather * lacking) + 2 * iteration,
+        "cg": iterations * iteration + 450 * N * r + 1.2 * r**2 * N / 10,
+        "direct": n_members * (1.2 * r**2 * n + gather * n + factorise),
+    }
+
+
+def _cost_per_iteration(n_train: int, rank: int, systems: int) -> float:
+    """Cost of two thin products, two triangular solves, and bookkeeping on (systems, N) arrays."""
+    thin = 110 + 4.5 * systems
+    return thin * rank * (n_train + rank) + 1000 * systems * n_train
+
+
+def _iteration_cost(problem: MemberProblem) -> float:
+    n_members, n_train = problem.C.shape
+    return _cost_per_iteration(n_train, problem.Phi.shape[1], n_members * problem.n_outputs)
+
+
+def _costs(problem: MemberProblem, tolerance: float) -> dict[str, float]:
+    """Cost of the methods that apply to this problem."""
+    n_members, n_train = problem.C.shape
+    present = np.count_nonzero(problem.C, axis=1)
+    kish = problem.C.sum(axis=1) ** 2 / (problem.C**2).sum(axis=1)
+    d_eff = problem.effective_dimension()
+    costs = estimated_cost(
+        n_train,
+        problem.Phi.shape[1],
+        float(present.mean()),
+        n_members,
+        n_outputs=problem.n_outputs,
+        effective_dimension=d_eff,
+        effective_fraction=float(kish.mean()) / n_train,
+        tolerance=tolerance,
+    )
+    if present.min() < _ROWS_PER_PARAMETER * d_eff:
+        del costs["cg"], costs["complement"]
+    elif not problem.is_subsample:
+        del costs["complement"]
+    return costs
+
+
+def _solve_exactly(problem: MemberProblem, method: str) -> MemberSolution:
+    """Solve member by member, so that one at a time is in memory."""
+    solve = solve_dual if method == "dual" else solve_direct
+    weights = np.stack([solve(problem, i) for i in range(len(problem.C))], axis=-1)
+    return MemberSolution(weights, method, 0, 0.0)
+
+
+def _check(
+    Phi: FloatArray,
+    Y: FloatArray,
+    counts: FloatArray | IntArray,
+    full: ProjectedProcess,
+    sample_weight: FloatArray | None,
+) -> MemberProblem:
+    """Refuse what cannot be solved, and bring the rest into the solvers' order."""
+    if Phi.ndim != 2 or 0 in Phi.shape or Phi.dtype not in (np.float32, np.float64):
+        raise InputError("Phi", f"{Phi.dtype} of shape {Phi.shape}", "float64 or float32 (N, r)")
+    n_train, rank = Phi.shape
+    # One matrix-vector product finds NaN and infinities without a temporary of the size of Phi.
+    with np.errstate(invalid="ignore", over="ignore"):
+        if not np.all(np.isfinite(np.ones(n_train, dtype=Phi.dtype) @ Phi)):
+            raise InputError("Phi", "NaN or infinite values", "finite values")
+    weight = check_sample_weight(sample_weight, n_train)
+    times = np.asarray(counts, dtype=np.float64)
+    if times.ndim != 2 or len(times) != n_train or times.shape[1] < 2:
+        raise InputError("counts", f"shape {times.shape}", f"({n_train}, N_R) with N_R ≥ 2 members")
+    if not np.all(np.isfinite(times)) or np.any(times < 0):
+        raise InputError("counts", "negative or infinite values", "multiplicities ≥ 0")
+    empty = np.flatnonzero(~times.any(axis=0))
+    if empty.size:
+        raise InputError("counts", f"no rows for member {empty[0]}", "at least one row for each")
+    targets = np.asarray(Y, dtype=np.float64)
+    shapes = f"({n_train}, T) or ({n_train}, T, {times.shape[1]})"
+    if targets.ndim not in (2, 3) or len(targets) != n_train or targets.size == 0:
+        raise InputError("Y", f"shape {targets.shape}", shapes)
+    if targets.ndim == 3 and targets.shape[2] != times.shape[1]:
+        raise InputError("Y", f"shape {targets.shape}", shapes)
+    if not np.all(np.isfinite(targets)):
+        raise InputError("Y", "NaN or infinite values", "finite values")
+    if full.factor.shape != (rank, rank):
+        raise InputError("full", f"factor of shape {full.factor.shape}", f"({rank}, {rank})")
+    last = targets[:, :, None] if targets.ndim == 2 else targets
+    per_member = np.broadcast_to(last, (*last.shape[:2], times.shape[1])).transpose(2, 1, 0)
+    is_subsample = bool(np.all((times == 0) | (times == 1)))
+    C = np.ascontiguousarray((times * weight[:, None]).T)
+    return MemberProblem(Phi, per_member, C, weight, full, is_subsample)
+
+
+def _check_options(
+    problem: MemberProblem, method: str, tolerance: float, max_iterations: int
+) -> None:
+    if method not in METHODS:
+        raise InputError("method", repr(method), f"one of {', '.join(METHODS)}")
+    if method == "complement" and not problem.is_subsample:
+        raise InputError("method", "'complement'", "counts of 0 and 1", "Use method='auto'.")
+    if not (np.isfinite(tolerance) and tolerance > 0):
+        raise InputError("tolerance", tolerance, "a finite number > 0")
+    if max_iterations < 1:
+        raise InputError("max_iterations", max_iterations, "at least 1")
+
+
+# One sparse model and the members that share its basis, in the units of y.
+@dataclass(frozen=True)
+class FullModel:
+    """The projected process of all training points.
+
+    Attributes
+    ----------
+    process : ProjectedProcess
+        For y of zero mean and unit variance.
+    center, scale : (T,) arrays
+        Mean and standard deviation of y; the scale of a constant y is one. Without centring, zero
+        and the root of the mean square.
+    centered : bool
+        Whether each member subtracts a mean of its own.
+    """
+
+    process: ProjectedProcess
+    center: Float64Array
+    scale: Float64Array
+    centered: bool = True
+
+    @property
+    def weights(self) -> Float64Array:
+        """Weights of the whitened features, in the units of y: (r, T)."""
+        return self.process.weights * self.scale
+
+    @property
+    def noise_variance(self) -> Float64Array:
+        """σ² in the units of y²: (T,)."""
+        return self.process.noise_variance * self.scale**2
+
+    def std(self, Phi_X: FloatArray, k_xx: FloatArray) -> Float64Array:
+        """Return σ_PP of Eq. (3), Musil et al. 2019, in the units of y: (n, T).
+
+        Parameters
+        ----------
+        Phi_X : (n, r) array
+            Whitened features.
+        k_xx : (n,) array
+            Prior variance relative to Var[y]: the diagonal of the kernel of unit mean diagonal.
+        """
+        relative = np.sqrt(self.process.variance(Phi_X, k_xx))
+        return relative[:, None] * self.scale
+
+
+@dataclass(frozen=True)
+class Members:
+    """The members of a committee, in the units of y.
+
+    Attributes
+    ----------
+    weights : (r, T, N_R) array
+        Weights of the whitened features.
+    intercepts : (T, N_R) array
+        Mean of y over the training set of each member.
+    solution : MemberSolution
+        How they were solved.
+    """
+
+    weights: Float64Array
+    intercepts: Float64Array
+    solution: MemberSolution
+
+    def predict(self, Phi_X: FloatArray) -> Float64Array:
+        """Return what each member predicts for whitened features (n, r): (n, T, N_R)."""
+        r, n_outputs, n_members = self.weights.shape
+        flat = Phi_X @ self.weights.reshape(r, n_outputs * n_members)
+        predicted: Float64Array = flat.reshape(-1, n_outputs, n_members) + self.intercepts
+        return predicted
+
+
+def fit_full_model(
+    Phi: FloatArray,
+    y: FloatArray,
+    noise: str | float = "loo",
+    *,
+    center: bool = True,
+    sample_weight: FloatArray | None = None,
+    replicates: Replicates | None = None,
+    groups: IntArray | None = None,
+) -> FullModel:
+    """Choose the noise variance and solve the full model.
+
+    Parameters
+    ----------
+    Phi : (N, r) array
+        Whitened features, for a kernel of unit mean diagonal.
+    y : (N,) or (N, T) array
+    noise : {"loo", "evidence"} or float
+        How to choose σ², or σ² itself in the units of y² (with several outputs: for their mean
+        variance).
+    center : bool
+        Whether the mean of y belongs to the model; without, its prior mean is zero.
+    sample_weight : (N,) array, optional
+    replicates : Replicates, optional
+        Scatter of repeated observations whose averages are y, in the units of y².
+    groups : (N,) array of int, optional
+        Rows that are left out together when the noise is chosen.
+    """
+    Y = as_targets(y, len(Phi))
+    weight = check_sample_weight(sample_weight, len(Phi))
+    mean = np.average(Y, axis=0, weights=weight)
+    offset = mean if center else np.zeros_like(mean)
+    variance = np.average((Y - offset) ** 2, axis=0, weights=weight)
+    # What rounding leaves of a constant is no variance; its scale is only a scale of rounding.
+    constant = variance <= (1e-14 * offset) ** 2
+    scale = np.where(constant, 1e-6 * np.where(offset == 0, 1.0, np.abs(offset)), variance**0.5)
+    targets = np.where(constant, 0.0, (Y - offset) / scale)
+    if replicates is not None:
+        replicates = Replicates(replicates.dof, replicates.sum_of_squares / scale**2)
+    gram = gram_matrix(Phi, sample_weight)
+    unit = float(np.mean(scale[constant == constant.all()] ** 2))
+    if not isinstance(noise, str):
+        relative = float(noise) / unit
+    elif constant.all():
+        # Nothing but the scatter of replicates, if there is any, tells the noise.
+        relative = 1.0 if replicates is None else max(replicates.variance, 1.0)
+    else:
+        # σ²/w is the noise of an observation: the grid must reach where w puts it.
+        grid = noise_grid(float(weight.mean()))
+        selection = select_noise(
+            Phi,
+            targets,
+            grid,
+            criterion=noise,
+            sample_weight=sample_weight,
+            gram=gram,
+            replicates=replicates,
+            groups=groups,
+        )
+        relative = selection.noise_variance
+    process = fit_projected_process(Phi, targets, relative, sample_weight=sample_weight, gram=gram)
+    return FullModel(process, offset, scale, center)
+
+
+def fit_members(
+    full: FullModel,
+    Phi: FloatArray,
+    y: FloatArray,
+    counts: IntArray,
+    *,
+    sample_weight: FloatArray | None = None,
+) -> Members:
+    """Solve all members on the basis of the full model, with its noise.
+
+    Parameters
+    ----------
+    full : FullModel
+    Phi : (N, r) array
+    y : (N,), (N, T) or (N, T, N_R) array
+        Targets, common to all members or, if each has subtracted a baseline of its own, each
+        member's own.
+    counts : (N, N_R) array of int
+        How often each point is in the training set of each member.
+    sample_weight : (N,) array, optional
+    """
+    Y = y if y.ndim == 3 else as_targets(y, len(Phi))[:, :, None]
+    weight = check_sample_weight(sample_weight, len(Phi))[:, None] * counts
+    targets = (Y - full.center[:, None]) / full.scale[:, None]
+    means = np.sum(targets * (weight / weight.sum(axis=0))[:, None], axis=0)  # (T, N_R)
+    if not full.centered:
+        means = np.zeros_like(means)
+    solution = solve_members(
+        Phi,
+        targets - means,
+        counts,
+        full.process,
+        sample_weight=sample_weight,
+    )
+    return Members(
+        weights=solution.weights * full.scale[:, None],
+        intercepts=full.center[:, None] + full.scale[:, None] * means,
+        solution=solution,
+    )

@@ -1,0 +1,310 @@
+"""Kernels between inputs: Eq. (13) raised to a power, sums over structures, and Eq. (17).
+
+A kernel is any callable ``kernel(X, Y) -> (n, m)`` with a method ``diag(X) -> (n,)``. The ones
+below follow that protocol, and so does every object of `sklearn.gaussian_process.kernels`, which
+can be used wherever these can.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+
+from qualms.arrays import Float64Array, FloatArray, IntArray, check_integer, check_number
+from qualms.errors import InputError
+
+
+class Kernel(Protocol):
+    """What every kernel can do. Objects of `sklearn.gaussian_process.kernels` can do it too."""
+
+    def __call__(self, X: FloatArray, Y: FloatArray, /) -> FloatArray:
+        """Return the kernel between the rows of X (n, d) and those of Y (m, d): (n, m)."""
+        ...
+
+    def diag(self, X: FloatArray, /) -> FloatArray:
+        """Return the kernel of each row of X (n, d) with itself: (n,)."""
+        ...
+
+
+def normalize_rows(X: FloatArray) -> FloatArray:
+    """Scale each row of X (n, d) to unit length, in the precision of X; a null row stays null."""
+    with np.errstate(over="ignore"):
+        norms = np.linalg.norm(X, axis=1, keepdims=True)
+    if not np.all(np.isfinite(norms) & (norms > 1e-15)):
+        # The squares may have left the range of numbers although the row has not.
+        largest = np.abs(X).max(axis=1, keepdims=True, initial=0)
+        X = X / np.where(largest > 0, largest, largest.dtype.type(1))
+        norms = np.linalg.norm(X, axis=1, keepdims=True)
+    normalized: FloatArray = X / np.where(norms > 0, norms, norms.dtype.type(1))
+    return normalized
+
+
+@dataclass(frozen=True)
+class PowerKernel:
+    r"""The power kernel k(x, x′) = [(x·x′ + c) / (1 + c)]^ζ of normalised features.
+
+    With c = 0 this is the SOAP kernel of Eq. (13), Musil et al. 2019, raised to the power ζ, as is
+    customary. An even power of it cannot tell x from −x, and a fractional one is not defined for
+    x·x′ < 0. Neither occurs for power spectra, whose products are not negative. For general
+    features c = 1 cures both: it amounts to one more, constant, feature, so the argument lies in
+    [0, 1] and the kernel holds all degrees up to ζ.
+
+    Parameters
+    ----------
+    exponent : float
+        ζ ≥ 1. Real exponents are allowed; if ζ is not an integer the kernel need not be positive
+        semi-definite, and whitening drops what is not.
+    offset : float
+        c ≥ 0.
+    n_exact : int
+        Of features in float32, how many at the front are multiplied in float64. If these carry
+        nearly all of x·x′, as leading principal components do, so little is left to the others that
+        their rounding does no harm: products as good as float64 for little more than float32.
+        Rounding is amplified when kernel rows are whitened, by up to 10³.
+    clip : bool
+        Whether a fractional power of a negative argument is zero rather than refused:
+        k = max(x·x′ + c, 0)^ζ/(1 + c)^ζ, which has a continuous derivative for ζ > 1. Meant for
+        products that are not negative but for what a compression of the features left out.
+    """
+
+    exponent: float = 2.0
+    offset: float = 0.0
+    n_exact: int = 0
+    clip: bool = False
+
+    def __post_init__(self) -> None:
+        check_number("exponent", self.exponent, 1)
+        check_number("offset", self.offset, 0)
+        check_integer("n_exact", self.n_exact, 0)
+
+    def __call__(self, X: FloatArray, Y: FloatArray, /) -> FloatArray:
+        """Return the kernel between the rows of X (n, d) and those of Y (m, d): (n, m)."""
+        if not self.n_exact or X.dtype == np.float64:
+            return self._power(X @ Y.T)
+        q = self.n_exact
+        dots = X[:, :q].astype(np.float64) @ Y[:, :q].T.astype(np.float64)
+        dots += X[:, q:] @ Y[:, q:].T
+        return self._power(dots)
+
+    def diag(self, X: FloatArray, /) -> FloatArray:
+        """Return the kernel of each row of X (n, d) with itself: (n,)."""
+        return self._power(np.einsum("ij,ij->i", X, X))
+
+    def _power(self, dots: FloatArray) -> FloatArray:
+        """Apply offset and exponent in place: a kernel block is the largest array of a stream."""
+        if not np.issubdtype(dots.dtype, np.floating):
+            dots = dots.astype(np.float64)
+        if self.offset:
+            dots += dots.dtype.type(self.offset)
+            dots /= dots.dtype.type(1 + self.offset)
+        if float(self.exponent).is_integer():
+            return _integer_power(dots, int(self.exponent))
+        if not self.clip:
+            _refuse_negative(dots, self.exponent)
+        np.maximum(dots, 0, out=dots)
+        return np.power(dots, dots.dtype.type(self.exponent), out=dots)
+
+
+def _integer_power(x: FloatArray, exponent: int) -> FloatArray:
+    """Raise x to an integer power by squaring, which is some ten times faster than ``np.power``."""
+    if exponent == 1:
+        return x
+    if exponent % 2 == 0:
+        return _integer_power(np.square(x, out=x), exponent // 2)
+    result = _integer_power(np.square(x), exponent // 2)
+    result *= x
+    return result
+
+
+def _refuse_negative(dots: FloatArray, exponent: float) -> None:
+    """Refuse products that are negative by more than rounding."""
+    lowest = float(dots.min(initial=0.0))
+    if lowest < -100 * np.finfo(dots.dtype).eps:
+        raise InputError(
+            "exponent",
+            exponent,
+            f"an integer, because some products x·x′ are negative (down to {lowest:.3g})",
+            "Use an integer exponent, or offset=1.",
+        )
+
+
+@dataclass(frozen=True)
+class RBFKernel:
+    """The Gaussian (radial basis function) kernel k(x, x′) = exp(−|x − x′|² / 2ℓ²).
+
+    Parameters
+    ----------
+    length_scale : float
+        ℓ > 0, in the units of the features.
+    """
+
+    length_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("length_scale", self.length_scale, 0, strict=True)
+
+    def __call__(self, X: FloatArray, Y: FloatArray, /) -> FloatArray:
+        """Return the kernel between the rows of X (n, d) and those of Y (m, d): (n, m)."""
+        D2 = squared_distances(X, Y)
+        D2 *= D2.dtype.type(-0.5 / self.length_scale**2)
+        return np.exp(D2, out=D2)
+
+    def diag(self, X: FloatArray, /) -> FloatArray:
+        """Return the kernel of each row of X (n, d) with itself: (n,), all ones."""
+        return np.ones(len(X), dtype=X.dtype)
+
+
+def squared_distances(X: FloatArray, Y: FloatArray) -> FloatArray:
+    """Return |x − y|² for all rows of X (n, d) and Y (m, d), never negative: (n, m).
+
+    The rows are first moved to the mean of Y: |x|² + |y|² − 2 x·y cancels badly if the data are far
+    from the origin.
+    """
+    center = Y.mean(axis=0)
+    X = X - center
+    Y = Y - center
+    D2: FloatArray = X @ Y.T
+    D2 *= -2
+    D2 += np.einsum("ij,ij->i", X, X)[:, None]
+    D2 += np.einsum("ij,ij->i", Y, Y)[None, :]
+    return np.maximum(D2, 0, out=D2)
+
+
+@dataclass(frozen=True)
+class WeightedSumKernel:
+    """A weighted sum of kernels, each of its own columns of the features: k = Σ_j w_j k_j.
+
+    With one SOAP cutoff per group of columns this is the multi-scale kernel. Features are used as
+    they are: where a term wants rows of unit length, normalise its group of columns by itself.
+
+    Parameters
+    ----------
+    kernels : sequence of Kernel
+    weights : sequence of float
+        Not negative, at least one positive.
+    columns : sequence of slice, optional
+        The columns of X that each kernel sees; all of them if not given.
+    """
+
+    kernels: Sequence[Kernel]
+    weights: Sequence[float]
+    columns: Sequence[slice] | None = None
+
+    def __post_init__(self) -> None:
+        w = np.asarray(self.weights, dtype=float)
+        if w.shape != (len(self.kernels),):
+            raise InputError(
+                "weights", f"{w.size} values", f"one for each of {len(self.kernels)} kernels"
+            )
+        if not np.all(np.isfinite(w)) or np.any(w < 0) or not np.any(w > 0):
+            raise InputError("weights", list(self.weights), "finite values ≥ 0, at least one > 0")
+        if self.columns is not None and len(self.columns) != len(self.kernels):
+            raise InputError(
+                "columns",
+                f"{len(self.columns)} slices",
+                f"one for each of {len(self.kernels)} kernels",
+            )
+
+    def __call__(self, X: FloatArray, Y: FloatArray, /) -> FloatArray:
+        """Return the kernel between the rows of X (n, d) and those of Y (m, d): (n, m)."""
+        return self._sum(lambda kernel, columns: kernel(X[:, columns], Y[:, columns]))
+
+    def diag(self, X: FloatArray, /) -> FloatArray:
+        """Return the kernel of each row of X (n, d) with itself: (n,)."""
+        return self._sum(lambda kernel, columns: kernel.diag(X[:, columns]))
+
+    def _sum(self, term: Callable[[Kernel, slice], FloatArray]) -> FloatArray:
+        columns = self.columns or [slice(None)] * len(self.kernels)
+        terms = zip(self.kernels, self.weights, columns, strict=True)
+        return functools.reduce(
+            np.add, (float(w) * term(kernel, cols) for kernel, w, cols in terms)
+        )
+
+
+def sum_over_structures(K: FloatArray, offsets: IntArray, *, average: bool = False) -> Float64Array:
+    """Sum (or average) rows of environments into rows of structures.
+
+    A property of a whole structure is the sum, or the average, of contributions of its
+    environments, so its kernel is the sum, or the average, of the kernels of its environments (De
+    et al. 2016; the averages are what Musil et al. 2019 use for QM9). Rows are summed in float64.
+
+    Parameters
+    ----------
+    K : (n_environments, m) array
+        Kernel rows, environments of one structure next to each other.
+    offsets : (n_structures + 1,) array of int
+        Environments of structure s are rows ``offsets[s]:offsets[s + 1]``; no structure is empty.
+    average : bool
+        Divide by the number of environments.
+
+    Returns
+    -------
+    (n_structures, m) array of float64
+    """
+    offsets = np.asarray(offsets, dtype=np.intp)
+    sizes = np.diff(offsets)
+    if offsets.ndim != 1 or len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != len(K):
+        raise InputError(
+            "offsets", offsets, f"increasing integers from 0 to the number of rows, {len(K)}"
+        )
+    if np.any(sizes < 1):
+        raise InputError("offsets", offsets, "at least one environment in every structure")
+    # A sum for each structure: np.add.reduceat along the first axis takes 20 times longer.
+    sums = np.empty((len(sizes), K.shape[1]))
+    for s, (begin, end) in enumerate(pairwise(offsets)):
+        np.sum(K[begin:end], axis=0, dtype=np.float64, out=sums[s])
+    if average:
+        sums /= sizes[:, None]
+    return sums
+
+
+def structure_kernel(
+    K: FloatArray, row_offsets: IntArray, column_offsets: IntArray, *, average: bool = False
+) -> FloatArray:
+    """Sum (or average) a kernel of environments over structures on both sides."""
+    rows = sum_over_structures(K, row_offsets, average=average)
+    return np.ascontiguousarray(sum_over_structures(rows.T, column_offsets, average=average).T)
+
+
+def unit_scale(
+    variance: float, k_diag: FloatArray, sample_weight: FloatArray | None = None
+) -> float:
+    """Return the factor that gives a kernel the units of y²: N·Var[y] / Tr[K].
+
+    Eq. (17), Musil et al. 2019, with the missing factor N: as printed, the mean of the diagonal
+    would become Var[y]/N, whereas the prior variance of a structure should be Var[y].
+
+    Parameters
+    ----------
+    variance : float
+        Var[y].
+    k_diag : (N,) array
+        The diagonal of the kernel matrix of the same N inputs.
+    sample_weight : (N,) array, optional
+        How much each input counts.
+    """
+    mean_diag = float(np.average(k_diag.astype(np.float64), weights=sample_weight))
+    if not (mean_diag > 0 and np.isfinite(mean_diag)):
+        raise InputError(
+            "k_diag",
+            f"mean {mean_diag:.3g}",
+            "a positive finite mean",
+            "Are all features zero, or far too large? Scale them.",
+        )
+    return variance / mean_diag
+
+
+def median_length_scale(X: FloatArray, *, max_rows: int = 1000) -> float:
+    """Return the median distance between distinct rows of X, a common default for ℓ.
+
+    It is 1 if all rows are the same. At most ``max_rows`` rows, evenly spaced, are looked at.
+    """
+    rows = X[np.linspace(0, len(X) - 1, min(len(X), max_rows)).astype(int)]
+    D2 = squared_distances(rows, rows)[np.triu_indices(len(rows), k=1)]
+    scale: Float64Array = np.sqrt(D2[D2 > 0].astype(np.float64))
+    return float(np.median(scale)) if scale.size else 1.0

@@ -1,0 +1,167 @@
+"""Whitening, and factorisations that say why they fail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import scipy.linalg
+from scipy.linalg import lapack
+
+from qualms.arrays import Float64Array, FloatArray, IntArray
+from qualms.errors import InputError, NumericalError
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """A basis in which the prior of the representatives is the unit matrix.
+
+    Attributes
+    ----------
+    pivots : (r,) array of int
+        The representatives that are kept, in order of decreasing novelty. The others are, to
+        rounding, combinations of these, so that nothing is lost with them.
+    factor : (r, r) array
+        Lower triangular L with K_MM[pivots, pivots] = L Lᵀ.
+    residual : float
+        Largest prior variance, relative to the largest diagonal of K_MM, that the dropped
+        representatives would add.
+    negative : float
+        How far below zero, on the same scale, the smallest one lies: beyond rounding only if K_MM
+        is not positive semi-definite.
+    """
+
+    pivots: IntArray
+    factor: Float64Array
+    residual: float
+    negative: float
+
+    @property
+    def effective_rank(self) -> int:
+        """Number r of representatives that are kept."""
+        return len(self.pivots)
+
+    def features(self, K_XM: FloatArray, *, overwrite: bool = False) -> FloatArray:
+        """Return the whitened features Φ = K_XM L⁻ᵀ, so that Φ Φᵀ = K_XM K_MM⁻¹ K_MX.
+
+        Parameters
+        ----------
+        K_XM : (n, r) array
+            Kernel between the inputs and the kept representatives, in the order of `pivots`.
+        overwrite : bool
+            Whether K_XM may be overwritten, which saves an array of its size if it is C-contiguous
+            float64.
+
+        Returns
+        -------
+        (n, r) array
+        """
+        if K_XM.shape[1] != self.effective_rank:
+            raise InputError(
+                "K_XM", f"{K_XM.shape[1]} columns", f"one for each of {self.effective_rank} pivots"
+            )
+        solved: FloatArray = scipy.linalg.solve_triangular(
+            self.factor, K_XM.T, lower=True, overwrite_b=overwrite, check_finite=False
+        ).T
+        return solved
+
+    def kernel_weights(self, w: Float64Array) -> Float64Array:
+        """Return the weights L⁻ᵀ w of the kept representatives, for w (r, …) of the features."""
+        flat = w.reshape(len(w), -1)
+        solved: Float64Array = scipy.linalg.solve_triangular(
+            self.factor, flat, lower=True, trans="T", check_finite=False
+        )
+        return solved.reshape(w.shape)
+
+
+def whiten(K_MM: FloatArray, *, rtol: float | None = None) -> Whitening:
+    """Factorise the kernel of the representatives, dropping those that are numerically null.
+
+    Cholesky with complete pivoting: at each step the representative whose prior variance, given
+    those taken before, is largest comes next, until that variance falls below ``rtol`` times the
+    largest diagonal. Unlike jitter this changes nothing about the representatives that are kept,
+    and unlike an eigen-decomposition, which spans the same space, it needs a seventh of the time
+    and tells which representatives need not be stored.
+
+    Parameters
+    ----------
+    K_MM : (M, M) array
+        Symmetric; duplicate or null rows are allowed.
+    rtol : float, optional
+        M times the rounding unit of float64 by default. If the kernel rows that will be whitened
+        are float32, take about 1e-6: rounding of these rows is amplified by ``rtol ** -0.5``.
+
+    Returns
+    -------
+    Whitening
+    """
+    K_MM = np.array(K_MM, dtype=np.float64, order="F")
+    if K_MM.ndim != 2 or K_MM.shape[0] != K_MM.shape[1] or K_MM.size == 0:
+        raise InputError("K_MM", f"shape {K_MM.shape}", "a square matrix")
+    if not np.all(np.isfinite(K_MM)):
+        raise InputError("K_MM", "NaN or infinite values", "finite values")
+    diagonal = np.diag(K_MM).copy()
+    largest = float(diagonal.max())
+    if not largest > 0:
+        raise NumericalError(
+            "The kernel of the representatives vanishes: its largest diagonal element is "
+            f"{largest:.3g}. Are all features zero?"
+        )
+    rtol = len(K_MM) * np.finfo(np.float64).eps if rtol is None else rtol
+    factor, pivots, rank, _ = lapack.dpstrf(K_MM, tol=rtol * largest, lower=1, overwrite_a=1)
+    order = pivots.astype(np.intp) - 1
+    # Prior variance left in each dropped representative: what a further step would have found on
+    # the diagonal.
+    left = diagonal[order[rank:]] - np.einsum(
+        "ij,ij->i", factor[rank:, :rank], factor[rank:, :rank]
+    )
+    return Whitening(
+        pivots=order[:rank],
+        factor=np.tril(factor[:rank, :rank]),
+        residual=float(max(left.max(initial=0.0), 0.0)) / largest,
+        negative=float(max(-left.min(initial=0.0), 0.0)) / largest,
+    )
+
+
+def clip_diagonal(covariance: Float64Array) -> Float64Array:
+    """Set what rounding made negative on the diagonal of a covariance (n, n) to zero, in place."""
+    diagonal = np.diag_indices_from(covariance)
+    covariance[diagonal] = np.maximum(covariance[diagonal], 0.0)
+    return covariance
+
+
+def cholesky(A: Float64Array, *, what: str, overwrite: bool = False) -> Float64Array:
+    """Return the lower Cholesky factor of A (n, n), or say which matrix is not positive definite.
+
+    Parameters
+    ----------
+    A : (n, n) array
+        Symmetric.
+    what : str
+        Name of the matrix, for the message.
+    overwrite : bool
+        Whether A may be overwritten.
+    """
+    try:
+        factor: Float64Array = scipy.linalg.cholesky(
+            A, lower=True, overwrite_a=overwrite, check_finite=False
+        )
+    except scipy.linalg.LinAlgError as error:
+        raise NumericalError(
+            f"{what} is not positive definite to rounding ({error}). "
+            "Increase noise_variance, or scale the features."
+        ) from error
+    return factor
+
+
+def cholesky_solve(factor: Float64Array, B: Float64Array) -> Float64Array:
+    """Solve A X = B for B (n, …), given the lower Cholesky factor of A."""
+    flat = B.reshape(len(B), -1)
+    solved: Float64Array = scipy.linalg.cho_solve((factor, True), flat, check_finite=False)
+    return solved.reshape(B.shape)
+
+
+def cholesky_whiten(factor: Float64Array, B: FloatArray) -> Float64Array:
+    """Solve L X = B for B (n, m), given the lower factor L of A: XᵀX = BᵀA⁻¹B, never negative."""
+    solved: Float64Array = scipy.linalg.solve_triangular(factor, B, lower=True, check_finite=False)
+    return solved

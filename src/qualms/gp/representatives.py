@@ -1,0 +1,642 @@
+"""What both selections ask of their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import numpy as np
+from scipy.linalg import blas, eigh, lapack
+from scipy.sparse.linalg import ArpackNoConvergence, eigsh
+
+from qualms.arrays import Float64Array, FloatArray, IntArray, check_integer
+from qualms.errors import InputError
+
+#: Rows that are looked at, or multiplied, at once.
+ROWS = 2048
+
+
+class RowSource(Protocol):
+    """A table of float32 or float64 that need not be in memory: rows are read when they are needed.
+
+    Unlike an array it has no ``__array__``.
+    """
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of rows and of columns."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """float32 or float64."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: Any, /) -> FloatArray:
+        """Return one row, a slice, or rows by their indices, as an array."""
+        ...
+
+
+def as_float(X: FloatArray, name: str) -> FloatArray:
+    """`X` as it is if float32 or float64, otherwise as float64."""
+    array = np.asarray(X)
+    if array.dtype not in (np.float32, np.float64):
+        try:
+            array = array.astype(np.float64)
+        except (TypeError, ValueError) as error:
+            raise InputError(name, f"an array of {array.dtype}", "real numbers") from error
+    if array.ndim != 2 or 0 in array.shape:
+        raise InputError(name, f"an array of shape {array.shape}", "a table with rows and columns")
+    return array
+
+
+def check_finite(X: FloatArray, name: str) -> None:
+    """Refuse NaN and infinite values, naming the first row that has one."""
+    for begin in range(0, len(X), ROWS):
+        finite = np.isfinite(X[begin : begin + ROWS]).all(axis=1)
+        if not finite.all():
+            row = begin + int(finite.argmin())
+            raise InputError(name, f"a non-finite value in row {row}", "finite numbers")
+
+
+def check_kernel(K: FloatArray) -> FloatArray:
+    """Return K as float if it can be a kernel; symmetry is checked on three rows, as K is large."""
+    K = as_float(K, "K")
+    if K.shape[0] != K.shape[1]:
+        raise InputError("K", f"an array of shape {K.shape}", "a square matrix")
+    check_finite(K, "K")
+    diagonal = np.diagonal(K)
+    if (diagonal < 0).any():
+        raise InputError("K", f"a diagonal down to {diagonal.min():.3g}", "a diagonal ≥ 0")
+    scale = np.sqrt(float(np.finfo(K.dtype).eps)) * float(diagonal.max())
+    for row in (0, len(K) // 2, len(K) - 1):
+        asymmetry = float(np.abs(K[row] - K[:, row]).max())
+        if asymmetry > scale:
+            raise InputError("K", f"an asymmetry of {asymmetry:.3g}", "a symmetric matrix")
+    return K
+
+
+def check_counts(name: str, size: int, n: int, start: int) -> None:
+    """Refuse more picks than rows, and a start that is not a row."""
+    if check_integer("n", n, 1) > size:
+        raise InputError("n", n, f"from 1 to the {size} rows of {name}")
+    if check_integer("start", start, 0) >= size:
+        raise InputError("start", start, f"from 0 to {size - 1}, a row of {name}")
+
+
+# Farthest point sampling at the speed of matrix products.
+# Tuned on 20 000 to 100 000 points with 3 000 features; only speed depends on these. Few large
+# products also suffer least when other processes compete for the cores.
+_POOL_FRACTION = 16  # a pool holds this fraction (1/16) of the points of its level
+_LOOP_SIZE = 128  # levels up to this size run the textbook loop: their rows stay in cache
+_PICKS = 384  # picks in one matrix product
+_GEMV_ROWS = 64  # few enough that BLAS does not wake its threads for 0.02 ms of work
+
+#: (d², −index): of two points, the greater key is picked first.
+_Key = tuple[float, int]
+
+
+@dataclass(frozen=True)
+class FarthestPoints:
+    """Picks of farthest point sampling.
+
+    Attributes
+    ----------
+    indices : IntArray of shape (n_selected,)
+        The picked rows, in order. Fewer than asked for if all other rows repeat a pick.
+    distances : Float64Array of shape (n_selected,)
+        Distance of each pick to the nearest pick before it; the first is infinite. Every point lies
+        within ``distances[-1]`` of a pick.
+    """
+
+    indices: IntArray
+    distances: Float64Array
+
+
+class Points(Protocol):
+    """All that farthest point sampling asks of a set of points, however it is stored."""
+
+    @property
+    def resolution(self) -> Float64Array:
+        """Per point, the squared distance at or below which it counts as repeating a pick."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def take(self, rows: IntArray | slice) -> Self:
+        """Give some of the points, quick to reach; they share the picks of the whole."""
+        ...
+
+    def pick(self, row: int) -> None:
+        """Append one point to the picks."""
+        ...
+
+    def nearest(self, first: int, last: int) -> Float64Array:
+        """Squared distance of every point to the nearest of the picks ``first`` to ``last − 1``."""
+        ...
+
+
+def farthest_points(
+    X: FloatArray | RowSource,
+    n: int,
+    *,
+    start: int = 0,
+    on_pick: Callable[[int], object] | None = None,
+) -> FarthestPoints:
+    """Pick rows one by one, each the farthest from those already picked.
+
+    The picks are those of the textbook loop, at the speed of matrix products. Distances come from
+    ``|x|² + |c|² − 2 x·c`` in the precision of `X`, or from ``x − c`` where that would cancel.
+    Picks differ from the textbook's only where two distances agree within that rounding.
+
+    Parameters
+    ----------
+    X : FloatArray or RowSource of shape (n_points, n_features)
+        Features, float32 or float64. Read in blocks and never copied as a whole.
+    n : int
+        How many rows to pick.
+    start : int
+        The first pick.
+    on_pick : callable, optional
+        Called with the number of picks after each one, to show progress.
+
+    Returns
+    -------
+    FarthestPoints
+        `n` picks, or fewer if every other row repeats a pick: a row within ``16 ε |x|`` of a pick,
+        with ε the machine precision of `X`, counts as a repetition.
+    """
+    if isinstance(X, np.ndarray) or hasattr(X, "__array__") or not hasattr(X, "shape"):
+        X = as_float(X, "X")  # type: ignore[arg-type]
+    elif len(X) <= _LOOP_SIZE:
+        X = X[:]
+    check_counts("X", len(X), n, start)
+    norms = _squared_norms(X)
+    if not np.isfinite(norms).all():
+        row = int(np.flatnonzero(~np.isfinite(norms))[0])
+        raise InputError("X", f"a non-finite or overflowing value in row {row}", "finite features")
+    return pick_farthest(_Features(X, norms, _PickedRows(X, n)), n, start, on_pick)
+
+
+def farthest_points_from_kernel(K: FloatArray, n: int, *, start: int = 0) -> FarthestPoints:
+    """Farthest point sampling in the feature space of a kernel: ``d_ij² = k_ii + k_jj − 2 k_ij``.
+
+    Parameters
+    ----------
+    K : FloatArray of shape (n_points, n_points)
+        Symmetric positive semi-definite kernel matrix.
+    n, start : int
+        As in `farthest_points`.
+
+    Returns
+    -------
+    FarthestPoints
+        Distances are those of the kernel's feature space. A point repeats a pick if
+        ``d² ≤ 64 ε k_ii``, the rounding of the kernel itself.
+    """
+    K = check_kernel(K)
+    check_counts("K", len(K), n, start)
+    return pick_farthest(_KernelPoints(K, np.arange(len(K)), []), n, start)
+
+
+def pick_farthest(
+    points: Points, n: int, start: int, on_pick: Callable[[int], object] | None = None
+) -> FarthestPoints:
+    """Farthest point sampling on any `Points`; the arguments are taken to be valid.
+
+    A distance to the picks only shrinks as picks are added, so an old value is an upper bound. The
+    next picks are among the points with the largest bounds, the pool, as long as the best of the
+    pool beats the largest bound outside it. Finding them is the same problem on fewer points, down
+    to a textbook loop on rows that fit in the cache. Bounds are brought up to date only for points
+    that enter a pool, by matrix products with the picks they have missed. Most points never meet
+    most picks, and the whole costs less than the product of all points with all picks.
+    """
+    search = _Search(n, on_pick)
+    level = _Level(points, np.arange(len(points)), np.full(len(points), np.inf))
+    search.record(level, start)
+    search.refresh(level, -np.inf)
+    level.d2[start] = -np.inf
+    search.advance(level, (0.0, 1))  # beaten by every positive distance, whatever its index
+    return FarthestPoints(np.array(search.indices, dtype=np.intp), np.sqrt(search.d2))
+
+
+class _Level:
+    """Points with upper bounds `d2` of their squared distance to the picks.
+
+    The bound of point i takes the first ``seen[i]`` picks into account. `ids` are indices into the
+    whole. A pick has d² = −∞, a repetition of a pick 0.
+    """
+
+    def __init__(
+        self, points: Points, ids: IntArray, d2: Float64Array, seen: IntArray | None = None
+    ) -> None:
+        self.points = points
+        self.ids = ids
+        self.d2 = d2
+        self.seen = np.zeros(len(ids), dtype=np.intp) if seen is None else seen
+        self.resolution = points.resolution
+
+    def take(self, rows: IntArray) -> _Level:
+        return _Level(self.points.take(rows), self.ids[rows], self.d2[rows], self.seen[rows])
+
+    def best(self, d2: Float64Array | None = None) -> tuple[int, _Key]:
+        """Row of the largest bound (lowest index in ties) and its key."""
+        d2 = self.d2 if d2 is None else d2
+        row = int(d2.argmax())
+        ties = np.flatnonzero(d2 == d2[row])
+        if len(ties) > 1:
+            row = int(ties[self.ids[ties].argmin()])
+        return row, (float(d2[row]), -int(self.ids[row]))
+
+    def split(self, size: int) -> tuple[IntArray, _Key]:
+        """Rows of the `size` largest keys, in order of `seen`, and the best key of the rest.
+
+        The key, not the bound alone: among equal bounds the lowest indices must enter the pool, or
+        a tie across its edge could not be decided inside it.
+        """
+        cut = np.partition(self.d2, len(self.d2) - size)[len(self.d2) - size]
+        above = np.flatnonzero(self.d2 > max(cut, 0.0))
+        ties = np.flatnonzero(self.d2 == cut) if cut > 0 else above[:0]
+        ties = ties[np.argsort(self.ids[ties], kind="stable")][: size - len(above)]
+        pool = np.concatenate([above, ties])
+        rest = self.d2.copy()
+        rest[pool] = -np.inf
+        return pool[np.argsort(self.seen[pool], kind="stable")], self.best(rest)[1]
+
+    def lower(self, rows: IntArray | slice, d2: Float64Array) -> Float64Array:
+        """Lower the bounds of `rows` to `d2`, and to zero where that is below the resolution."""
+        lowered = np.minimum(self.d2[rows], d2)
+        lowered[(lowered <= self.resolution[rows]) & (lowered > 0)] = 0.0
+        self.d2[rows] = lowered
+        return lowered
+
+
+class _Search:
+    """The picks so far, and how to find the next ones."""
+
+    def __init__(self, n: int, on_pick: Callable[[int], object] | None = None) -> None:
+        self.n = n
+        self.on_pick = on_pick
+        self.indices: list[int] = []
+        self.d2: list[float] = []
+
+    def record(self, level: _Level, row: int) -> None:
+        self.indices.append(int(level.ids[row]))
+        self.d2.append(float(level.d2[row]))
+        level.points.pick(row)
+        if self.on_pick is not None:
+            self.on_pick(len(self.indices))
+
+    def advance(self, level: _Level, bound: _Key) -> None:
+        """Pick from `level` for as long as its best beats `bound`, the best key outside it."""
+        if len(level.ids) <= _LOOP_SIZE:
+            self.loop(level, bound)
+            return
+        size = max(len(level.ids) // _POOL_FRACTION, _LOOP_SIZE)
+        # Every round makes progress: if the best bound of the level is up to date, it is picked;
+        # if not, it is brought up to date.
+        while len(self.indices) < self.n and level.best()[1] > bound:
+            rows, outside = level.split(size)
+            floor = max(outside, bound)
+            pool = level.take(rows)
+            self.refresh(pool, floor[0])
+            if pool.best()[1] > floor:
+                self.advance(pool, floor)
+            level.d2[rows] = pool.d2
+            level.seen[rows] = pool.seen
+
+    def refresh(self, level: _Level, floor: float) -> None:
+        """Bring up to date every bound of `level` that stays at or above `floor`.
+
+        A bound that has sunk below `floor` cannot be picked in this round: the rest of the picks it
+        has missed can wait, perhaps for ever. Rows come sorted by `seen`; a row that meets a pick
+        for the second time is none the worse for it.
+        """
+        last = len(self.indices)
+        for begin in range(0, len(level.ids), ROWS):
+            rows = np.arange(begin, min(begin + ROWS, len(level.ids)))
+            points = level.points.take(slice(begin, begin + ROWS))
+            first = int(level.seen[begin])
+            while first < last and len(rows):
+                # Two near-equal halves rather than a full product and a sliver.
+                until = last if last - first < 1.5 * _PICKS else first + _PICKS
+                d2 = level.lower(rows, points.nearest(first, until))
+                level.seen[rows] = np.maximum(level.seen[rows], until)
+                first = until
+                stays = np.flatnonzero(d2 >= floor)
+                if first < last and len(stays) < 0.75 * len(rows):
+                    rows, points = rows[stays], points.take(stays)
+
+    def loop(self, level: _Level, bound: _Key) -> None:
+        """Pick from `level` by the textbook loop.
+
+        Bounds that are not up to date are below `bound` (see `refresh`), so none of them is picked.
+        """
+        current = level.seen == len(self.indices)
+        while len(self.indices) < self.n:
+            row, key = level.best()
+            if key <= bound:
+                break
+            self.record(level, row)
+            level.lower(slice(None), level.points.nearest(len(self.indices) - 1, len(self.indices)))
+            level.d2[row] = -np.inf
+        level.seen[current] = len(self.indices)
+
+
+class _PickedRows:
+    """Contiguous copy of the picked rows, shared by all subsets of the points."""
+
+    def __init__(self, X: FloatArray | RowSource, n: int) -> None:
+        self.rows = np.empty((n, X.shape[1]), dtype=X.dtype)
+        self.half_norms = np.empty(n, dtype=X.dtype)
+        self.count = 0
+
+    def append(self, row: FloatArray, norm: float) -> None:
+        self.rows[self.count] = row
+        self.half_norms[self.count] = norm / 2
+        self.count += 1
+
+
+class _Features:
+    """Points given by their features; a `Points`."""
+
+    def __init__(self, X: FloatArray | RowSource, norms: FloatArray, picks: _PickedRows) -> None:
+        self.X = X
+        self.norms = norms
+        self.picks = picks
+        self.eps = float(np.finfo(X.dtype).eps)
+
+    @property
+    def resolution(self) -> Float64Array:
+        return (16.0 * self.eps) ** 2 * self.norms.astype(np.float64)
+
+    def __len__(self) -> int:
+        return len(self.X)
+
+    def take(self, rows: IntArray | slice) -> _Features:
+        return _Features(self.X[rows], self.norms[rows], self.picks)
+
+    def pick(self, row: int) -> None:
+        self.picks.append(self.X[row], float(self.norms[row]))
+
+    def _rows_in_memory(self) -> FloatArray:
+        return self.X if isinstance(self.X, np.ndarray) else self.X[:]
+
+    def nearest(self, first: int, last: int) -> Float64Array:
+        # d² = |x|² + 2 (|c|²/2 − x·c): the minimum over picks needs only the parenthesis.
+        products = _row_products(self._rows_in_memory(), self.picks.rows[first:last])
+        halves = np.subtract(self.picks.half_norms[first:last], products, out=products)
+        norms = self.norms.astype(np.float64)
+        d2: Float64Array = norms + 2.0 * halves.min(axis=1)
+        # The expansion is off by 0.3 ε √D |x|² for most data, by ten times that for constant rows
+        # (measured): where little more than that is left, it has cancelled.
+        doubt = 16.0 * self.eps * np.sqrt(self.X.shape[1]) * norms
+        rows = np.flatnonzero(d2 <= doubt)
+        if len(rows):
+            expanded = norms[rows, None] + 2.0 * halves[rows]
+            d2[rows] = self._by_difference(expanded, doubt[rows], rows, first)
+        return d2
+
+    def _by_difference(
+        self, d2: Float64Array, doubt: Float64Array, rows: IntArray, first: int
+    ) -> Float64Array:
+        """Smallest of each row of `d2`, once its doubtful entries are computed from x − c."""
+        row, pick = np.nonzero(d2 <= doubt[:, None])
+        step = max(1, ROWS * _PICKS // self.X.shape[1])
+        for begin in range(0, len(row), step):
+            i, j = row[begin : begin + step], pick[begin : begin + step]
+            x, c = self.X[rows[i]], self.picks.rows[first + j]
+            difference = np.subtract(x, c, dtype=np.float64)
+            d2[i, j] = np.einsum("ij,ij->i", difference, difference)
+        smallest: Float64Array = d2.min(axis=1)
+        return smallest
+
+
+class _KernelPoints:
+    """Points given by their kernel matrix; a `Points`."""
+
+    def __init__(self, K: FloatArray, ids: IntArray, picks: list[int]) -> None:
+        self.K = K
+        self.ids = ids
+        self.picks = picks
+        self.diagonal = np.diagonal(K)[ids].astype(np.float64)
+
+    @property
+    def resolution(self) -> Float64Array:
+        return 64.0 * float(np.finfo(self.K.dtype).eps) * self.diagonal
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def take(self, rows: IntArray | slice) -> _KernelPoints:
+        return _KernelPoints(self.K, self.ids[rows], self.picks)
+
+    def pick(self, row: int) -> None:
+        self.picks.append(int(self.ids[row]))
+
+    def nearest(self, first: int, last: int) -> Float64Array:
+        picks = np.array(self.picks[first:last])
+        # K is symmetric: whole rows of picks are closer together in memory than columns.
+        d2 = np.diagonal(self.K)[picks, None] - 2.0 * self.K[np.ix_(picks, self.ids)]
+        nearest: Float64Array = np.maximum(self.diagonal + d2.min(axis=0), 0.0)
+        return nearest
+
+
+def _squared_norms(X: FloatArray | RowSource) -> FloatArray:
+    norms = np.empty(len(X), dtype=X.dtype)
+    for begin in range(0, len(X), ROWS):
+        block = X[begin : begin + ROWS]
+        norms[begin : begin + ROWS] = np.einsum("ij,ij->i", block, block)
+    return norms
+
+
+def _row_products(X: FloatArray, picks: FloatArray) -> FloatArray:
+    """``X @ picks.T``, of shape (n_rows, n_picks)."""
+    if len(picks) > 1:
+        products: FloatArray = X @ picks.T
+        return products
+    parts = [X[i : i + _GEMV_ROWS] @ picks[0] for i in range(0, len(X), _GEMV_ROWS)]
+    return np.concatenate(parts)[:, None]
+
+
+# CUR: picking rows by their leverage scores.
+_EIGH_SIZE = 300  # matrices up to this size are diagonalised densely
+
+
+@dataclass(frozen=True)
+class LeverageSelection:
+    """Picks of CUR.
+
+    Attributes
+    ----------
+    indices : IntArray of shape (n_selected,)
+        The picked rows, in order. Fewer than asked for if the picks already span all rows.
+    scores : Float64Array of shape (n_selected,)
+        Leverage score of each pick, among what the picks before it do not span.
+    """
+
+    indices: IntArray
+    scores: Float64Array
+
+
+def cur(X: FloatArray, n: int, *, n_components: int | None = None) -> LeverageSelection:
+    """Pick rows one by one by their leverage in what the picks so far do not span.
+
+    The leverage of row i is ``π_i = Σ_k (u_i^(k))²`` over the leading left singular vectors. The
+    row with the largest is picked, and what is left made orthogonal to it: either in the space of
+    the n leading vectors, found once (Drmač & Gugercin, SIAM J. Sci. Comput. 38, A631 (2016)), or
+    in all of X, whose leading vectors are then found anew for every pick (Imbalzano et al., J.
+    Chem. Phys. 148, 241730 (2018)), which was measured to take some fifty times as long.
+
+    Parameters
+    ----------
+    X : FloatArray of shape (n_points, n_features)
+        Features. Solved in float64.
+    n : int
+        How many rows to pick.
+    n_components : int, optional
+        How many singular vectors to find anew for every pick; by default n are found, once.
+
+    Returns
+    -------
+    LeverageSelection
+        `n` picks, or fewer if the picks span all rows: singular values below
+        ``sqrt(ε max(X.shape))`` of the largest of `X`, with ε that of float64, count as zero.
+    """
+    X = as_float(X, "X")
+    check_counts("X", len(X), n, 0)
+    check_finite(X, "X")
+    if n_components is None:
+        return _pivots(_left_vectors(X, n))
+    if not 1 <= n_components <= min(X.shape):
+        raise InputError("n_components", n_components, f"from 1 to min(X.shape) = {min(X.shape)}")
+    if X.shape[0] < X.shape[1]:
+        # X = L Qᵀ: leverages depend on scalar products of rows alone, and L has the same.
+        X = np.transpose(np.linalg.qr(X.T.astype(np.float64), mode="r"))
+    return _leverage_selection(X, n, n_components)
+
+
+def cur_from_kernel(K: FloatArray, n: int, *, n_components: int | None = None) -> LeverageSelection:
+    """CUR in the feature space of a kernel: as `cur` on any Φ with ``K = Φ Φᵀ``.
+
+    Parameters
+    ----------
+    K : FloatArray of shape (n_points, n_points)
+        Symmetric positive semi-definite kernel matrix.
+    n : int
+    n_components : int, optional
+        As in `cur`.
+
+    Returns
+    -------
+    LeverageSelection
+        `n` picks, or fewer if the picks span the feature space of the points.
+    """
+    K = check_kernel(K)
+    check_counts("K", len(K), n, 0)
+    if n_components is not None and not 1 <= n_components <= len(K):
+        raise InputError("n_components", n_components, f"from 1 to {len(K)}")
+    leading = None if n_components is not None else (max(len(K) - n, 0), len(K) - 1)
+    values, vectors = eigh(K.astype(np.float64), subset_by_index=leading, overwrite_a=True)
+    kept = values > len(K) * float(np.finfo(K.dtype).eps) * max(values[-1], 0.0)
+    if n_components is None:
+        return _pivots(vectors[:, kept])
+    return _leverage_selection(vectors[:, kept] * np.sqrt(values[kept]), n, n_components)
+
+
+def _left_vectors(X: FloatArray, n: int) -> Float64Array:
+    """Return at most n leading left singular vectors of X that do not belong to zero: (·, k)."""
+    wide = X.shape[0] < X.shape[1]
+    C = _gram(np.asarray(X.T)) if wide else _gram(X)
+    first = max(len(C) - n, 0)
+    values, vectors = eigh(C, subset_by_index=(first, len(C) - 1), overwrite_a=True)
+    kept = values > np.finfo(np.float64).eps * max(X.shape) * max(values[-1], 0.0)
+    if wide:
+        return np.asarray(vectors[:, kept])
+    return _products(X, vectors[:, kept] / np.sqrt(values[kept]))
+
+
+def _pivots(U: Float64Array) -> LeverageSelection:
+    """Pick as many rows as the orthonormal columns U (n_points, k) span.
+
+    UUᵀ has the leverages on its diagonal, and a step of its Cholesky factorisation leaves there
+    those in what the pivots so far do not span. So the pivots are the picks.
+    """
+    H = blas.dsyrk(1.0, U, lower=1) if U.size else np.zeros((len(U), len(U)))
+    factor, pivots, _, _ = lapack.dpstrf(H, tol=0.0, lower=1, overwrite_a=1)
+    picks = pivots[: U.shape[1]].astype(np.intp) - 1
+    return LeverageSelection(picks, np.diag(factor)[: len(picks)] ** 2)
+
+
+def _leverage_selection(X: FloatArray, n: int, n_components: int) -> LeverageSelection:
+    """CUR on the residual R = X (1 − B Bᵀ), B an orthonormal basis of the picks, without forming R.
+
+    Right singular vectors v of R are eigenvectors of ``C = Rᵀ R``, a D × D matrix. They are
+    orthogonal to B, so that ``R v = X v`` and ``u = X v / sqrt(λ)``.
+    """
+    C, start = _gram(X), np.ones(X.shape[1])
+    basis = np.empty((min(n, X.shape[1]), X.shape[1]))
+    indices: list[int] = []
+    scores: list[float] = []
+    null = np.finfo(np.float64).eps * max(X.shape) * np.trace(C)
+    while len(indices) < len(basis):
+        B = basis[: len(indices)]
+        values, vectors = _leading_eigenpairs(C, n_components, start)
+        vectors = vectors[:, values > null]
+        if not vectors.size:
+            break
+        vectors = np.linalg.qr(vectors - B.T @ (B @ vectors))[0]
+        leverage = _products(X, vectors) ** 2 @ (1.0 / values[values > null])
+        leverage[indices] = -np.inf
+        # Equal rows need not get equal rounding; the first of the equals is the pick.
+        row = int(np.flatnonzero(leverage >= (1.0 - 1e-10) * leverage.max())[0])
+        indices.append(row)
+        scores.append(float(leverage[row]))
+        residual = X[row].astype(np.float64)
+        for _ in range(2):  # twice is enough (Kahan): orthogonal to rounding
+            residual -= B.T @ (B @ residual)
+        direction = residual / np.linalg.norm(residual)
+        basis[len(indices) - 1] = direction
+        # C ← (1 − b bᵀ) C (1 − b bᵀ)
+        Cb = C @ direction
+        mixed = np.outer(direction, Cb - 0.5 * (direction @ Cb) * direction)
+        C -= mixed + mixed.T
+        start = vectors.sum(axis=1) - direction * (direction @ vectors.sum(axis=1))
+    return LeverageSelection(np.array(indices, dtype=np.intp), np.array(scores))
+
+
+def _leading_eigenpairs(
+    C: Float64Array, count: int, start: Float64Array
+) -> tuple[Float64Array, Float64Array]:
+    """Largest `count` eigenvalues of symmetric C, largest first, and their vectors (D, count)."""
+    size = len(C)
+    values = vectors = None
+    if size > _EIGH_SIZE and count < size // 10:
+        # Eigenvalues may be too close for Lanczos. ARPACK's own start would be random.
+        with suppress(ArpackNoConvergence):
+            values, vectors = eigsh(C, k=count, which="LA", v0=start)
+    if values is None or vectors is None:
+        values, vectors = eigh(C, subset_by_index=(size - count, size - 1))
+    order = np.argsort(-values, kind="stable")
+    return values[order], vectors[:, order]
+
+
+def _gram(X: FloatArray) -> Float64Array:
+    """``Xᵀ X`` in float64."""
+    C = np.zeros((X.shape[1], X.shape[1]))
+    for begin in range(0, len(X), ROWS):
+        block = X[begin : begin + ROWS].astype(np.float64)
+        C += block.T @ block
+    return C
+
+
+def _products(X: FloatArray, vectors: Float64Array) -> Float64Array:
+    """``X v`` in float64 for each of the vectors (D, k): an array (n_points, k)."""
+    blocks = range(0, len(X), ROWS)
+    return np.concatenate(
+        [X[i : i + ROWS].astype(np.float64, copy=False) @ vectors for i in blocks]
+    )

@@ -1,0 +1,347 @@
+"""Exact Gaussian process regression: Eqs. (1) and (2), Musil et al. 2019.
+
+y = f + ε with f ~ GP(0, K) and ε ~ N(0, σ²); per-sample weights w_n mean noise of variance σ²/w_n.
+The algebra is that of Rasmussen & Williams (2006), chapters 2 and 5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from qualms.arrays import (
+    Float64Array,
+    FloatArray,
+    IntArray,
+    as_targets,
+    check_noise_variance,
+    check_sample_weight,
+)
+from qualms.errors import InputError
+from qualms.gp.linalg import cholesky, cholesky_solve, cholesky_whiten, clip_diagonal
+
+
+@dataclass(frozen=True)
+class GaussianProcess:
+    """A Gaussian process conditioned on N observations.
+
+    Attributes
+    ----------
+    weights : (N, T) array
+        x = (K_NN + σ²)⁻¹ y of Eq. (2), one column per output.
+    factor : (N, N) array
+        Lower Cholesky factor of K_NN + σ².
+    targets : (N, T) array
+    noise_variance : float
+        σ², in the units of y².
+    """
+
+    weights: Float64Array
+    factor: Float64Array
+    targets: Float64Array
+    noise_variance: float
+
+    def mean(self, K_XN: FloatArray) -> Float64Array:
+        """Return the prediction Σ_n x_n k(X_n, X), Eq. (2), for kernel rows (n, N): (n, T)."""
+        predicted: Float64Array = K_XN @ self.weights
+        return predicted
+
+    def variance(
+        self, K_XN: FloatArray, k_xx: FloatArray, *, include_noise: bool = True
+    ) -> Float64Array:
+        """Return the predictive variance (n,), that of a noisy observation if `include_noise`.
+
+        Parameters
+        ----------
+        K_XN : (n, N) array
+        k_xx : (n,) array
+            Prior variance of the new inputs.
+        """
+        V = cholesky_whiten(self.factor, K_XN.T)
+        latent: Float64Array = np.maximum(k_xx - np.einsum("ij,ij->j", V, V), 0.0)
+        return latent + self.noise_variance if include_noise else latent
+
+    def covariance(self, K_XN: FloatArray, K_XX: FloatArray) -> Float64Array:
+        """Return the predictive covariance (n, n) of the latent function, without noise."""
+        V = cholesky_whiten(self.factor, K_XN.T)
+        return clip_diagonal(K_XX - V.T @ V)
+
+    def log_marginal_likelihood(self) -> float:
+        """Return ln p(y), R&W Eq. (5.8), summed over outputs."""
+        n, n_outputs = self.targets.shape
+        fit = -0.5 * float(np.sum(self.targets * self.weights))
+        complexity = -float(np.sum(np.log(np.diag(self.factor))))
+        return float(fit + n_outputs * (complexity - 0.5 * n * math.log(2 * math.pi)))
+
+    def leave_one_out_residuals(self) -> Float64Array:
+        """Return y_n minus its prediction by the model that lacks n, in closed form: (N, T).
+
+        R&W Eq. (5.12): the residual is x_n / [(K_NN + σ²)⁻¹]_nn.
+        """
+        L_inverse = cholesky_whiten(self.factor, np.eye(len(self.factor)))
+        precision = np.einsum("ij,ij->j", L_inverse, L_inverse)
+        residuals: Float64Array = self.weights / precision[:, None]
+        return residuals
+
+
+def fit_gaussian_process(
+    K_NN: FloatArray,
+    y: FloatArray,
+    noise_variance: float,
+    *,
+    sample_weight: FloatArray | None = None,
+) -> GaussianProcess:
+    """Condition a Gaussian process on observations.
+
+    Parameters
+    ----------
+    K_NN : (N, N) array
+        Prior covariance of the inputs, in the units of y².
+    y : (N,) or (N, T) array
+        Observations, of zero mean in the prior.
+    noise_variance : float
+        σ² > 0.
+    sample_weight : (N,) array, optional
+        Positive; observation n has noise σ²/w_n.
+
+    Returns
+    -------
+    GaussianProcess
+    """
+    check_noise_variance(noise_variance)
+    if K_NN.ndim != 2 or K_NN.shape[0] != K_NN.shape[1] or not np.all(np.isfinite(K_NN)):
+        raise InputError("K_NN", f"shape {K_NN.shape}", "a square matrix of finite values")
+    Y = as_targets(y, len(K_NN))
+    w = check_sample_weight(sample_weight, len(K_NN))
+    A = np.array(K_NN, dtype=np.float64)
+    A[np.diag_indices_from(A)] += noise_variance / w
+    factor = cholesky(A, what="K_NN + σ²", overwrite=True)
+    return GaussianProcess(cholesky_solve(factor, Y), factor, Y, noise_variance)
+
+
+# The projected process: Eq. (3), Musil et al. 2019, corrected.
+#: Rows that are weighted, or left out, at once.
+_BLOCK = 4096
+_EPS = np.finfo(np.float64).eps
+
+
+@dataclass(frozen=True)
+class ProjectedProcess:
+    """A projected process conditioned on N observations, in whitened coordinates.
+
+    Attributes
+    ----------
+    weights : (r, T) array
+        A⁻¹Φᵀy, one column per output.
+    gram : (r, r) array
+        ΦᵀΦ, rows weighted: what members that lack some of the rows start from.
+    factor : (r, r) array
+        Lower Cholesky factor of A = ΦᵀΦ + σ².
+    noise_variance : float
+        σ², in the units of y².
+    """
+
+    weights: Float64Array
+    gram: Float64Array
+    factor: Float64Array
+    noise_variance: float
+
+    def mean(self, Phi_X: FloatArray) -> Float64Array:
+        """Return y_PP for features (n, r): (n, T). Eq. (3), Musil et al. 2019, corrected."""
+        predicted: Float64Array = Phi_X @ self.weights
+        return predicted
+
+    def variance(
+        self, Phi_X: FloatArray, k_xx: FloatArray, *, include_noise: bool = True
+    ) -> Float64Array:
+        """Return σ²_PP (n,). Eq. (3), Musil et al. 2019.
+
+        k_XX − Q_XX cannot be negative in exact arithmetic; rounding is clipped away.
+
+        Parameters
+        ----------
+        Phi_X : (n, r) array
+        k_xx : (n,) array
+            Prior variance of the new inputs.
+        include_noise : bool
+            Whether to predict a noisy observation, as printed, or the function itself.
+        """
+        latent = latent_variance(Phi_X, k_xx, self.factor, self.noise_variance)
+        return latent + self.noise_variance if include_noise else latent
+
+    def covariance(self, Phi_X: FloatArray, K_XX: FloatArray) -> Float64Array:
+        """Return the predictive covariance (n, n) of the latent function, without noise."""
+        V = cholesky_whiten(self.factor, Phi_X.T)
+        return clip_diagonal(K_XX - Phi_X @ Phi_X.T + self.noise_variance * (V.T @ V))
+
+
+def latent_variance(
+    Phi_X: FloatArray, k_xx: FloatArray, factor: Float64Array, noise_variance: float
+) -> Float64Array:
+    """Return σ²_PP − σ² of Eq. (3): k_XX − φφᵀ + σ² φA⁻¹φᵀ, given the factor of A: (n,)."""
+    q_xx = np.einsum("ij,ij->i", Phi_X, Phi_X)
+    V = cholesky_whiten(factor, Phi_X.T)
+    posterior = noise_variance * np.einsum("ij,ij->j", V, V)
+    latent: Float64Array = np.maximum(k_xx - q_xx, 0.0) + posterior
+    return latent
+
+
+def fit_projected_process(
+    Phi: FloatArray,
+    y: FloatArray,
+    noise_variance: float,
+    *,
+    sample_weight: FloatArray | None = None,
+    gram: Float64Array | None = None,
+) -> ProjectedProcess:
+    """Solve (ΦᵀΦ + σ²) w = Φᵀy: the full model.
+
+    Parameters
+    ----------
+    Phi : (N, r) array
+        Whitened features of the training inputs.
+    y : (N,) or (N, T) array
+        Observations, of zero mean in the prior.
+    noise_variance : float
+        σ² > 0.
+    sample_weight : (N,) array, optional
+        Positive; observation n has noise σ²/w_n.
+    gram : (r, r) array, optional
+        ΦᵀΦ with weighted rows, if it is known already.
+
+    Returns
+    -------
+    ProjectedProcess
+    """
+    check_noise_variance(noise_variance)
+    Y = as_targets(y, len(Phi))
+    if gram is None:
+        gram = gram_matrix(Phi, sample_weight)
+    factor = cholesky(_add_diagonal(gram, noise_variance), what="ΦᵀΦ + σ²", overwrite=True)
+    w = check_sample_weight(sample_weight, len(Phi))
+    projected = np.asarray(Phi.T @ (w[:, None] * Y), dtype=np.float64)
+    return ProjectedProcess(cholesky_solve(factor, projected), gram, factor, noise_variance)
+
+
+def gram_matrix(Phi: FloatArray, sample_weight: FloatArray | None = None) -> Float64Array:
+    """Return Φᵀ diag(w) Φ in float64: (r, r). A copy of all of Φ might not fit beside it."""
+    root = _root_weight(sample_weight, len(Phi))
+    if root is None:
+        gram: Float64Array = np.asarray(Phi.T @ Phi, dtype=np.float64)
+    else:
+        gram = np.zeros((Phi.shape[1], Phi.shape[1]))
+        for start in range(0, len(Phi), _BLOCK):
+            block = Phi[start : start + _BLOCK] * root[start : start + _BLOCK]
+            gram += block.T @ block
+    if not np.all(np.isfinite(gram)):
+        raise InputError("Phi", "NaN or infinite values", "finite values")
+    return gram
+
+
+def log_marginal_likelihood(
+    model: ProjectedProcess,
+    Phi: FloatArray,
+    y: FloatArray,
+    *,
+    sample_weight: FloatArray | None = None,
+) -> float:
+    """Return ln N(y; 0, ΦΦᵀ + σ²/w), summed over outputs.
+
+    By the determinant lemma |ΦΦᵀ + σ²| = σ^{2(N−r)} |A|, and yᵀ(ΦΦᵀ + σ²)⁻¹y = |y − Φw|²/σ² + |w|²,
+    a sum of squares in which nothing cancels.
+    """
+    Y = as_targets(y, len(Phi))
+    n, n_outputs = Y.shape
+    A, target = _weighted_rows(Phi, Y, sample_weight)
+    residual = target - A @ model.weights
+    quadratic = float(np.sum(residual**2)) / model.noise_variance + float(np.sum(model.weights**2))
+    log_det = (n - A.shape[1]) * math.log(model.noise_variance)
+    log_det += 2 * float(np.sum(np.log(np.diag(model.factor))))
+    if sample_weight is not None:
+        log_det -= float(np.sum(np.log(sample_weight)))
+    return float(-0.5 * (quadratic + n_outputs * (log_det + n * math.log(2 * math.pi))))
+
+
+def leave_one_out_residuals(
+    model: ProjectedProcess,
+    Phi: FloatArray,
+    y: FloatArray,
+    *,
+    sample_weight: FloatArray | None = None,
+    groups: IntArray | None = None,
+) -> Float64Array:
+    """Return y_n minus its prediction by the model that lacks n, in closed form: (N, T).
+
+    The representatives are kept. Removing rows g changes A by −Φ_gᵀΦ_g; by the Woodbury identity
+    their residuals become (1 − H)⁻¹(y_g − ŷ_g) with H = Φ_g A⁻¹ Φ_gᵀ < 1. For a single row H is its
+    leverage, and the identity that of Sherman and Morrison.
+
+    Parameters
+    ----------
+    model : ProjectedProcess
+    Phi : (N, r) array
+        Whitened features of the training points.
+    y : (N,) or (N, T) array
+    sample_weight : (N,) array, optional
+    groups : (N,) array of int, optional
+        Rows that are left out together; each alone, if not given.
+    """
+    Y = as_targets(y, len(Phi))
+    A, target = _weighted_rows(Phi, Y, sample_weight)
+    residuals: Float64Array = np.asarray(target - A @ model.weights)
+    codes = np.arange(len(Y)) if groups is None else np.unique(groups, return_inverse=True)[1]
+    order = np.argsort(codes, kind="stable")
+    edges = np.flatnonzero(np.diff(codes[order], prepend=-1, append=len(codes)))
+    for some in _in_blocks(edges):
+        rows = order[some[0] : some[-1]]
+        V = cholesky_whiten(model.factor, A[rows].T)
+        if len(rows) == len(some) - 1:
+            slack = 1 - np.einsum("ij,ij->j", V, V)
+            residuals[rows] /= np.maximum(slack, _EPS)[:, None]
+            continue
+        for begin, end in pairwise((some - some[0]).tolist()):
+            left_out = rows[begin:end]
+            residuals[left_out] = _divided(V[:, begin:end], residuals[left_out])
+    return residuals if sample_weight is None else residuals / np.sqrt(sample_weight)[:, None]
+
+
+def _in_blocks(edges: IntArray) -> Iterator[IntArray]:
+    """Yield the edges of groups, whole ones, of about as many rows as are taken at once."""
+    first = 0
+    while first < len(edges) - 1:
+        last = int(np.searchsorted(edges, edges[first] + _BLOCK, side="right")) - 1
+        last = max(last, first + 1)
+        yield edges[first : last + 1]
+        first = last
+
+
+def _divided(V: Float64Array, residuals: Float64Array) -> Float64Array:
+    """Return (1 − VᵀV)⁻¹ times residuals (g, T), for V (r, g); no eigenvalue is negative."""
+    values, U = np.linalg.eigh(V.T @ V)
+    divided: Float64Array = U @ ((U.T @ residuals) / np.maximum(1 - values, _EPS)[:, None])
+    return divided
+
+
+def _weighted_rows(
+    Phi: FloatArray, Y: Float64Array, sample_weight: FloatArray | None
+) -> tuple[FloatArray, Float64Array]:
+    """Scale rows by √w, which turns noise σ²/w_n into σ²."""
+    root = _root_weight(sample_weight, len(Phi))
+    return (Phi, Y) if root is None else (Phi * root, Y * root)
+
+
+def _root_weight(sample_weight: FloatArray | None, n: int) -> Float64Array | None:
+    """Return √w (n, 1), or None where nothing is to be scaled and so nothing to be copied."""
+    w = check_sample_weight(sample_weight, n)
+    return None if np.all(w == 1) else np.sqrt(w)[:, None]
+
+
+def _add_diagonal(A: Float64Array, value: float) -> Float64Array:
+    """Return A + value·1, in Fortran order so that LAPACK can overwrite it."""
+    shifted = np.array(A, order="F")
+    shifted[np.diag_indices_from(shifted)] += value
+    return shifted

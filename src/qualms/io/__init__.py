@@ -1,0 +1,1 @@
+"""Files: extended XYZ, predictions, tensors; written completely or not at all."""

@@ -1,0 +1,112 @@
+"""Progress of long work, and how long each stage took.
+
+Numbers are told apart from how they are shown: a `Stages` times stages and passes counts on to a
+display, which may be a terminal, a test, or nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+
+class Display(Protocol):
+    """What shows progress."""
+
+    def begin(self, stage: str, total: int | None) -> None:
+        """Start to show a stage of `total` units of work, or of unknown length."""
+        ...
+
+    def advance(self, done: int) -> None:
+        """Show that so many units are done."""
+        ...
+
+    def end(self, seconds: float) -> None:
+        """Finish the stage."""
+        ...
+
+
+class Stages:
+    """Times the stages of a piece of work.
+
+    Attributes
+    ----------
+    seconds : dict of str to float
+        How long each stage took so far.
+    after : callable, optional
+        Called after each stage, to note what is to be known if the next one is interrupted.
+    """
+
+    def __init__(self, display: Display | None = None) -> None:
+        self.display = display
+        self.seconds: dict[str, float] = {}
+        self.after: Callable[[], object] | None = None
+
+    @contextmanager
+    def stage(self, name: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+        """Time a stage; the value of the context is called with the number of units done."""
+        started = time.perf_counter()
+        if self.display is not None:
+            self.display.begin(name, total)
+        try:
+            yield self._advance
+        finally:
+            elapsed = time.perf_counter() - started
+            self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
+            if self.display is not None:
+                self.display.end(elapsed)
+            if self.after is not None:
+                self.after()
+
+    def _advance(self, done: int) -> None:
+        if self.display is not None:
+            self.display.advance(done)
+
+
+# Progress on a terminal.
+class Bars:
+    """A progress bar for each stage; a `qualms.progress.Display`."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description:<28}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console or Console(stderr=True),
+        )
+        self._task: TaskID | None = None
+
+    def begin(self, stage: str, total: int | None) -> None:
+        """Show a new bar."""
+        self._progress.start()
+        self._task = self._progress.add_task(stage, total=total)
+
+    def advance(self, done: int) -> None:
+        """Move the bar."""
+        if self._task is not None:
+            self._progress.update(self._task, completed=done)
+
+    def end(self, seconds: float) -> None:
+        """Fill the bar and let it stand."""
+        if self._task is not None:
+            task = self._progress.tasks[self._task]
+            total = task.total if task.total is not None else 1
+            self._progress.update(self._task, total=total, completed=total)
+            self._progress.stop_task(self._task)
+        self._progress.refresh()
+        self._progress.stop()

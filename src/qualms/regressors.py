@@ -1,0 +1,945 @@
+"""Kernel and representatives: from features of inputs to whitened features."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+from sklearn.base import BaseEstimator, MetaEstimatorMixin, MultiOutputMixin, RegressorMixin, clone
+from sklearn.utils import check_array, check_consistent_length, check_random_state, get_tags
+from sklearn.utils.parallel import Parallel, delayed
+from sklearn.utils.validation import (
+    _check_sample_weight,
+    check_is_fitted,
+    has_fit_parameter,
+    validate_data,
+)
+
+from qualms.arrays import (
+    DistinctRows,
+    Float64Array,
+    FloatArray,
+    IntArray,
+    check_integer,
+    check_number,
+    distinct_rows,
+    joined_groups,
+)
+from qualms.calibration.base import Calibration, calibration_data
+from qualms.calibration.fitting import METHODS, PerOutputCalibration, fit_internally
+from qualms.calibration.methods import NoCalibration
+from qualms.errors import ExactFitError, InputError, QualmsWarning
+from qualms.gp.ensemble import (
+    FullModel,
+    draw_members,
+    fit_full_model,
+    fit_members,
+    group_codes,
+    membership_counts,
+)
+from qualms.gp.kernels import (
+    Kernel,
+    PowerKernel,
+    RBFKernel,
+    median_length_scale,
+    normalize_rows,
+    unit_scale,
+)
+from qualms.gp.linalg import Whitening, whiten
+from qualms.gp.noise import Replicates
+from qualms.gp.representatives import cur, farthest_points
+from qualms.prediction import Prediction
+
+#: Inputs whose kernel rows are held at once.
+_BLOCK = 2048
+#: Number of representatives if none is given.
+_DEFAULT_REPRESENTATIVES = 1000
+SELECTIONS = ("fps", "cur", "random")
+
+
+@dataclass(frozen=True)
+class Basis:
+    """A kernel and the representatives that span the model.
+
+    Attributes
+    ----------
+    kernel : Kernel
+    scale : float
+        Factor of Eq. (17), Musil et al. 2019, for y of unit variance: the scaled kernel has a mean
+        diagonal of one over the training points.
+    representatives : (r, d) array
+        What the kernel acts on: for the power kernel, rows of unit length.
+    indices : (r,) array of int
+        Training points that are representatives.
+    whitening : Whitening
+    """
+
+    kernel: Kernel
+    scale: float
+    representatives: FloatArray
+    indices: IntArray
+    whitening: Whitening
+
+    def blocks(self, X: FloatArray) -> Iterator[FloatArray]:
+        """Yield X (n, d) in blocks of rows, as the kernel wants them."""
+        for start in range(0, len(X), _BLOCK):
+            block = X[start : start + _BLOCK]
+            yield normalize_rows(block) if isinstance(self.kernel, PowerKernel) else block
+
+    def kernel_rows(self, block: FloatArray) -> Float64Array:
+        """Return the kernel between a block (b, d) and the representatives: (b, r)."""
+        rows = np.asarray(self.kernel(block, self.representatives), dtype=np.float64)
+        rows *= self.scale
+        return rows
+
+    def prior_variance(self, block: FloatArray) -> Float64Array:
+        """Return the diagonal of the kernel for a block (b, d): (b,)."""
+        return np.asarray(self.kernel.diag(block), dtype=np.float64) * self.scale
+
+    def features(self, X: FloatArray) -> Float64Array:
+        """Return the whitened features Φ of X (n, d): (n, r)."""
+        K = np.empty((len(X), len(self.representatives)))
+        start = 0
+        for block in self.blocks(X):
+            K[start : start + len(block)] = self.kernel_rows(block)
+            start += len(block)
+        return np.asarray(self.whitening.features(K, overwrite=True))
+
+    def contract(self, X: FloatArray, weights: Float64Array) -> Float64Array:
+        """Return Σ_m k(x, m) w_m for X (n, d) and kernel weights (r, …): (n, …)."""
+        flat = weights.reshape(len(weights), -1)
+        parts = [self.kernel_rows(block) @ flat for block in self.blocks(X)]
+        return np.concatenate(parts).reshape(len(X), *weights.shape[1:])
+
+
+def make_kernel(
+    kernel: str | Kernel,
+    X: FloatArray,
+    *,
+    exponent: float,
+    offset: float | str,
+    length_scale: float | None,
+) -> Kernel:
+    """Return a kernel given by name or as an object, with the parameters that X (n, d) suggests."""
+    if not isinstance(kernel, str):
+        if not (callable(kernel) and hasattr(kernel, "diag")):
+            raise InputError("kernel", kernel, "a callable kernel(X, Y) with a method diag(X)")
+        return kernel
+    if kernel == "power":
+        return PowerKernel(exponent, _resolve_offset(offset, X))
+    if kernel == "rbf":
+        return RBFKernel(median_length_scale(X) if length_scale is None else length_scale)
+    raise InputError("kernel", repr(kernel), '"power", "rbf" or a kernel object')
+
+
+def select_representatives(
+    kernel: Kernel, features: FloatArray, n: int | None, selection: str, rng: np.random.Generator
+) -> IntArray:
+    """Choose the indices of n representatives by name; the default is at most 1000.
+
+    Farthest points are far in the space of the features; leverage scores are those of the kernel.
+    """
+    n_points = len(features)
+    if n is not None and check_integer("n_representatives", n, 1) > n_points:
+        raise InputError(
+            "n_representatives",
+            n,
+            f"1 to {n_points}, the number of distinct training points",
+            "Use fewer, or None for as many as are useful.",
+        )
+    wanted = min(n_points, _DEFAULT_REPRESENTATIVES) if n is None else n
+    if selection == "random":
+        return np.sort(rng.permutation(n_points)[:wanted]).astype(np.intp)
+    if selection == "fps":
+        chosen = farthest_points(features, wanted).indices
+    elif selection == "cur":
+        chosen = cur(_kernel_features(kernel, features, 2 * wanted), wanted).indices
+    else:
+        raise InputError("selection", repr(selection), f"one of {', '.join(SELECTIONS)}")
+    if n is not None and len(chosen) < n:
+        warnings.warn(
+            f"Only {len(chosen)} of n_representatives={n} were found: to the kernel, all other "
+            "training points are combinations of these.",
+            QualmsWarning,
+            stacklevel=4,
+        )
+    return chosen
+
+
+def _kernel_features(kernel: Kernel, features: FloatArray, n_landmarks: int) -> Float64Array:
+    """Return features whose products are the kernel, as far as so many landmarks can tell.
+
+    With as many landmarks as points this is exact: leverage scores of the features are those of the
+    kernel matrix, which itself need not fit into memory.
+    """
+    landmarks = farthest_points(features, min(n_landmarks, len(features))).indices
+    exact = features[landmarks].astype(np.float64)
+    whitening = whiten(kernel(exact, exact))
+    K = np.asarray(kernel(features, features[landmarks[whitening.pivots]]), dtype=np.float64)
+    return np.asarray(whitening.features(K, overwrite=True))
+
+
+def build_basis(
+    kernel: Kernel,
+    X: FloatArray,
+    weight: Float64Array,
+    *,
+    n_representatives: int | None,
+    selection: str,
+    rng: np.random.Generator,
+) -> Basis:
+    """Choose the representatives among X (n, d) and whiten their kernel.
+
+    Parameters
+    ----------
+    kernel : Kernel
+    X : (n, d) array
+        Distinct training points.
+    weight : (n,) array
+        Their weights, for the mean of the diagonal.
+    n_representatives, selection, rng
+        See `select_representatives`.
+    """
+    features = normalize_rows(X) if isinstance(kernel, PowerKernel) else X
+    chosen = select_representatives(kernel, features, n_representatives, selection, rng)
+    exact = features[chosen].astype(np.float64)
+    scale = unit_scale(1.0, kernel.diag(features), weight)
+    # The rounding of kernel rows in float32 limits which representatives are still independent.
+    rtol = 1e-6 if features.dtype == np.float32 else None
+    whitening = whiten(kernel(exact, exact), rtol=rtol)
+    whitening = replace(whitening, factor=whitening.factor * np.sqrt(scale))
+    if whitening.negative > 1e-6:
+        warnings.warn(
+            "The kernel is not positive semi-definite; what is negative was dropped. "
+            "(The power kernel is positive semi-definite for integer exponents.)",
+            QualmsWarning,
+            stacklevel=3,
+        )
+    if whitening.effective_rank == 1 and len(X) > 1 and n_representatives != 1:
+        warnings.warn(
+            "All training points are the same to the kernel, which cannot tell them apart. "
+            "The power kernel sees only directions: use kernel='rbf' for a single feature.",
+            QualmsWarning,
+            stacklevel=4,
+        )
+    indices = chosen[whitening.pivots]
+    return Basis(kernel, scale, features[indices], indices, whitening)
+
+
+def _resolve_offset(offset: float | str, X: FloatArray) -> float:
+    """Return c of the power kernel: by default 1 if products are negative beyond rounding."""
+    if not isinstance(offset, str):
+        return offset
+    if offset != "auto":
+        raise InputError("offset", repr(offset), '"auto" or a number ≥ 0')
+    rows = normalize_rows(X[:_BLOCK])  # distinct points come in random order
+    return 1.0 if np.min(rows @ rows.T) < -1e-5 else 0.0
+
+
+# What both estimators share: training points, their members, and calibrated predictions.
+@dataclass(frozen=True)
+class TrainingSet:
+    """Rows of a training set and the distinct points among them.
+
+    Attributes
+    ----------
+    rows : (n_rows,) array of int
+        Rows, as given to ``fit``, whose weight is not zero.
+    X : (n_rows, d) array or data frame
+        Features of the rows.
+    y : (n_rows, T) array
+        Targets of the rows.
+    weight : (n_rows,) array
+        Weights of the rows.
+    inverse : (n_rows,) array of int
+        Point of each row.
+    first : (n_points,) array of int
+        A row of each point.
+    groups : (n_points,) array of int, optional
+        Group of each point.
+    single_output : bool
+        Whether y was one-dimensional.
+    """
+
+    rows: IntArray
+    X: Any
+    y: Float64Array
+    weight: Float64Array
+    inverse: IntArray
+    first: IntArray
+    groups: IntArray | None
+    single_output: bool
+
+    @property
+    def n_points(self) -> int:
+        """Number of distinct points."""
+        return len(self.first)
+
+    @cached_property
+    def points(self) -> Any:
+        """Features of the distinct points: (n_points, d)."""
+        return take_rows(self.X, self.first)
+
+    @cached_property
+    def point_weight(self) -> Float64Array:
+        """Total weight of each point: (n_points,)."""
+        return np.bincount(self.inverse, self.weight, minlength=self.n_points).astype(np.float64)
+
+    @cached_property
+    def point_y(self) -> Float64Array:
+        """Targets averaged over the rows of each point, by weight: (n_points, T)."""
+        sums = np.zeros((self.n_points, self.y.shape[1]))
+        np.add.at(sums, self.inverse, self.weight[:, None] * self.y)
+        return sums / self.point_weight[:, None]
+
+    def replicates(self) -> Replicates:
+        """Return the scatter of rows about the mean of their point; equal rows count as one."""
+        deviations = self.y - self.point_y[self.inverse]
+        different = distinct_rows(np.column_stack([self.inverse, self.y]))
+        return Replicates(
+            dof=len(different.first) - self.n_points,
+            sum_of_squares=self.weight @ deviations**2,
+        )
+
+    def row_counts(self, counts: IntArray) -> IntArray:
+        """Repeat what is known of the points (n_points, …) for each of their rows."""
+        repeated: IntArray = counts[self.inverse]
+        return repeated
+
+    def member_rows(self, counts: IntArray) -> list[IntArray]:
+        """Return the rows, as given to ``fit``, in the training set of each member."""
+        times = self.row_counts(counts)
+        return [np.repeat(self.rows, times[:, i]) for i in range(times.shape[1])]
+
+
+def training_set(
+    estimator: Any,
+    X: ArrayLike,
+    y: ArrayLike,
+    groups: Sequence[object] | None,
+    sample_weight: ArrayLike | None,
+    *,
+    dtype: Any = "numeric",
+    keep_frames: bool = False,
+) -> TrainingSet:
+    """Validate what was given to ``fit`` and collect the distinct points of non-zero weight."""
+    if keep_frames and is_frame(X):
+        # Columns have names and types that a pipeline may ask for: members get them as they are.
+        X, y = validate_data(estimator, X, y, skip_check_array=True)
+        y = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y", ensure_min_samples=2)
+        check_consistent_length(X, y)
+    else:
+        X, y = validate_data(
+            estimator,
+            X,
+            y,
+            dtype=dtype,
+            multi_output=True,
+            y_numeric=True,
+            ensure_min_samples=2,
+            ensure_all_finite=finite_or_nan(estimator),
+        )
+    largest = float(np.max(np.abs(y)))
+    if largest and not 1e-140 < largest < 1e140:
+        raise InputError("y", f"values of {largest:.1e}", "numbers whose squares are numbers, too")
+    data = _distinct_points(X, y, groups, sample_weight)
+    warn_if_constant(data)
+    return data
+
+
+def _distinct_points(
+    X: Any, y: Any, groups: Sequence[object] | None, sample_weight: Any
+) -> TrainingSet:
+    weight = _check_sample_weight(
+        sample_weight, np.empty((len(X), 1)), dtype=np.float64, ensure_non_negative=True
+    )
+    labels = None if groups is None else group_codes(groups, len(X))
+    rows = np.flatnonzero(weight > 0)
+    if len(rows) < 2:
+        raise InputError(
+            "sample_weight", f"{len(rows)} positive weights", "at least 2 samples with weight"
+        )
+    kept = X if len(rows) == len(X) else take_rows(X, rows)
+    points = _distinct_rows_of(kept)
+    return TrainingSet(
+        rows=rows,
+        X=kept,
+        y=np.asarray(y, dtype=np.float64).reshape(len(X), -1)[rows],
+        weight=weight[rows],
+        inverse=points.inverse,
+        first=points.first,
+        groups=None if labels is None else joined_groups(points.inverse, labels[rows]),
+        single_output=y.ndim == 1,
+    )
+
+
+def is_frame(X: Any) -> bool:
+    """Whether X is a data frame, with columns."""
+    return hasattr(X, "iloc") and hasattr(X, "columns") and len(X.columns) > 0
+
+
+def finite_or_nan(estimator: Any) -> bool | str:
+    """Return what scikit-learn's checks may let pass: NaN where the estimator takes it."""
+    return "allow-nan" if get_tags(estimator).input_tags.allow_nan else True
+
+
+def take_rows(X: Any, rows: IntArray) -> Any:
+    """Return some rows of an array or of a data frame."""
+    return X.iloc[rows] if hasattr(X, "iloc") else X[rows]
+
+
+def _distinct_rows_of(X: Any) -> DistinctRows:
+    """Find the distinct rows of an array, or of a data frame with columns of any type."""
+    if not hasattr(X, "iloc"):
+        return distinct_rows(X)
+    columns = [_column_of_numbers(np.asarray(X.iloc[:, j])) for j in range(X.shape[1])]
+    return distinct_rows(np.stack(columns, axis=1))
+
+
+def _column_of_numbers(values: Any) -> Float64Array:
+    """Return numbers that are equal where the values of a column are."""
+    long = values.dtype.kind in "iu" and int(np.max(np.abs(values), initial=0)) > 2**53
+    if values.dtype.kind in "biuf" and not long:
+        return np.asarray(values, dtype=np.float64)
+    if long or all(isinstance(v, str) for v in values):
+        return np.unique(values, return_inverse=True)[1].astype(np.float64)
+    # Objects: equal if they say so; what cannot be compared is equal to itself alone.
+    codes: dict[Any, int] = {}
+    keys = [v if isinstance(v, Hashable) else id(v) for v in values]
+    return np.array([codes.setdefault(key, len(codes)) for key in keys], dtype=np.float64)
+
+
+def draw_counts(
+    data: TrainingSet, n_members: int, subsample: float, replace: bool, rng: np.random.Generator
+) -> IntArray:
+    """Draw the members and return how often each point is in each: (n_points, N_R)."""
+    check_integer("n_members", n_members, 2, "at least 2 members, so that there is a spread")
+    if not isinstance(replace, (bool, np.bool_)):
+        raise InputError("replace", repr(replace), "True or False")
+    if data.n_points < 2:
+        raise InputError(
+            "X",
+            "a single distinct row",
+            "at least 2 distinct rows to draw sub-samples from",
+            "Use n_members=0 where that is offered.",
+        )
+    indices = draw_members(
+        data.n_points, n_members, subsample, rng, replace=replace, groups=data.groups
+    )
+    return membership_counts(indices, data.n_points)
+
+
+def new_generator(random_state: Any) -> np.random.Generator:
+    """Return a generator seeded in scikit-learn's way."""
+    return np.random.default_rng(check_random_state(random_state).randint(2**31 - 1))
+
+
+def check_calibration_name(calibration: str | None) -> str:
+    """Return the name of a known method; None means "none"."""
+    name = "none" if calibration is None else calibration
+    if not isinstance(name, str) or name not in METHODS:
+        raise InputError("calibration", repr(calibration), f"None or one of {', '.join(METHODS)}")
+    return name
+
+
+def internal_calibration(
+    data: TrainingSet, members: Float64Array, counts: IntArray, method: str
+) -> Calibration | PerOutputCalibration:
+    """Calibrate internally, on the rows as they were given.
+
+    Parameters
+    ----------
+    members : (n_rows, T, N_R) array
+        Predictions of the rows by all members.
+    counts : (n_points, N_R) array
+    """
+    absent = data.row_counts(counts) == 0
+
+    def of_output(t: int) -> Calibration:
+        if method == "none" or np.ptp(data.y[:, t]) == 0:
+            return NoCalibration()  # all members predict a constant, without any spread
+        y, weight = data.y[:, t], data.weight
+        try:
+            calibration_set = calibration_data(y, members[:, t], absent, sample_weight=weight)
+        except ExactFitError as error:
+            warnings.warn(f"{error} The spread is used as it is.", QualmsWarning, stacklevel=5)
+            return NoCalibration()
+        return fit_internally(calibration_set, method)
+
+    outputs = tuple(of_output(t) for t in range(data.y.shape[1]))
+    return outputs[0] if data.single_output else PerOutputCalibration(outputs)
+
+
+def warn_if_constant(data: TrainingSet) -> None:
+    """Say that there is nothing to learn."""
+    constant = np.flatnonzero(np.ptp(data.y, axis=0) == 0)
+    if constant.size:
+        what = "y is" if data.single_output else f"outputs {constant.tolist()} of y are"
+        warnings.warn(
+            f"{what} constant: there is nothing to learn, and the error bar is zero.",
+            QualmsWarning,
+            stacklevel=4,
+        )
+
+
+# A scikit-learn regressor: sparse Gaussian processes with calibrated error bars.
+class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
+    """Sparse Gaussian process regression whose error bars come from sub-sampled members.
+
+    All members share one set of representatives, so that mean, error bar and members of a
+    prediction cost one row of the kernel. The error bars are calibrated internally, on training
+    points that members did not see; no data need be set aside. Musil et al., J. Chem. Theory
+    Comput. 15, 906 (2019).
+
+    Parameters
+    ----------
+    kernel : {"power", "rbf"} or kernel object
+        "power" is ``(x·x′)^exponent`` of rows scaled to unit length; "rbf" is a Gaussian of the
+        distance. Any callable ``kernel(X, Y)`` with a method ``diag(X)`` will do, such as those of
+        `sklearn.gaussian_process.kernels`; their hyper-parameters are used as they are.
+    exponent : float
+        ζ ≥ 1 of the power kernel.
+    offset : float or "auto"
+        c of the power kernel ``((x·x′ + c)/(1 + c))^exponent``. "auto" is 0 where no product of
+        training points (the first 2048) is negative, as for SOAP vectors, else 1, because an even
+        power of negative products could not tell x from −x.
+    length_scale : float, optional
+        ℓ of the "rbf" kernel; the median distance between training points by default.
+    n_representatives : int, optional
+        M; at most 1000 by default.
+    selection : {"fps", "cur", "random"}
+        How representatives are chosen: farthest points, leverage scores, or at random.
+    noise : {"loo", "evidence"} or float
+        Noise variance σ² in the units of y² (with several outputs: for their mean variance), or how
+        to choose it: by the smallest leave-one-out error or by the largest marginal likelihood.
+    n_members : int
+        N_R ≥ 2, or 0 for the plain projected process, whose error bar is that of Eq. (3), not
+        calibrated.
+    subsample : float or int
+        Size n of the sub-samples: a fraction of the distinct training points (or groups), or a
+        number of them.
+    replace : bool
+        Bootstrap (n = N with replacement; `subsample` is not used) instead of sub-sampling.
+    calibration : {"student", "shrinkage", "linear", "power", "none"} or None
+        How the spread between members is turned into an error bar.
+    random_state : int, RandomState instance or None
+        Seed of the sub-samples (and of a random selection).
+
+    Attributes
+    ----------
+    representative_indices_ : (r,) array of int
+        Training rows that are representatives; those that are numerically null are left out.
+    effective_rank_ : int
+        r, the rank of the kernel of the representatives.
+    noise_variance_ : float or (T,) array
+        σ², in the units of y².
+    weights_ : (r, N_R) or (r, T, N_R) array
+        Kernel weights of each member.
+    intercept_ : (N_R,) or (T, N_R) array
+        Mean of y over the training set of each member.
+    member_indices_ : list of N_R arrays of int
+        Training rows of each member.
+    calibration_ : Calibration
+        With ``alpha`` and ``gamma``.
+    pp_weights_, pp_intercept_ : arrays
+        The same for the full projected process: (r,) or (r, T), and a float or (T,).
+    basis_ : Basis
+        Kernel, representatives and whitening.
+    n_features_in_ : int
+
+    Notes
+    -----
+    Rows with the same features count as one point, in or out of a sub-sample together, and the
+    result does not depend on the order of the rows.
+    """
+
+    def __init__(
+        self,
+        kernel: str | Kernel = "power",
+        exponent: float = 2,
+        *,
+        offset: float | str = "auto",
+        length_scale: float | None = None,
+        n_representatives: int | None = None,
+        selection: str = "fps",
+        noise: str | float = "loo",
+        n_members: int = 16,
+        subsample: float = 0.5,
+        replace: bool = False,
+        calibration: str | None = "student",
+        random_state: Any = None,
+    ) -> None:
+        self.kernel = kernel
+        self.exponent = exponent
+        self.offset = offset
+        self.length_scale = length_scale
+        self.n_representatives = n_representatives
+        self.selection = selection
+        self.noise = noise
+        self.n_members = n_members
+        self.subsample = subsample
+        self.replace = replace
+        self.calibration = calibration
+        self.random_state = random_state
+
+    def fit(
+        self,
+        X: ArrayLike,
+        y: ArrayLike,
+        groups: Sequence[object] | None = None,
+        sample_weight: ArrayLike | None = None,
+    ) -> ProjectedProcessRegressor:
+        """Choose representatives and noise, solve all members, and calibrate.
+
+        Parameters
+        ----------
+        X : (N, d) array
+        y : (N,) or (N, T) array
+        groups : (N,) array, optional
+            Labels of samples that belong together, such as atoms of one crystal: in or out of a
+            sub-sample together.
+        sample_weight : (N,) array, optional
+            Not negative; sample n has noise σ²/w_n. A weight of k is the same as k copies of the
+            sample.
+
+        Returns
+        -------
+        self
+        """
+        method = self._check_parameters()
+        data = training_set(self, X, y, groups, sample_weight, dtype=[np.float64, np.float32])
+        self._single_output = data.single_output
+        rng = new_generator(self.random_state)
+        self._fit_basis(data, rng)
+        Phi = self.basis_.features(data.points)
+        full = self._fit_full_model(data, Phi)
+        for fitted in ("weights_", "intercept_", "member_indices_", "calibration_"):
+            if hasattr(self, fitted):
+                delattr(self, fitted)  # of an earlier fit with members
+        if self.n_members:
+            self._fit_members(data, Phi, full, method, rng)
+        return self
+
+    def predict(
+        self, X: ArrayLike, return_std: bool = False
+    ) -> Float64Array | tuple[Float64Array, Float64Array]:
+        """Predict the mean of the committee, Eq. (4), and, if asked for, its calibrated error bar.
+
+        Without members, these are mean and error bar of the full projected process.
+
+        Parameters
+        ----------
+        X : (n, d) array
+        return_std : bool
+
+        Returns
+        -------
+        mean : (n,) or (n, T) array
+        std : array of the same shape
+            Only if `return_std`.
+        """
+        if not self._has_members():
+            return (self.pp_mean(X), self.pp_std(X)) if return_std else self.pp_mean(X)
+        if return_std:
+            prediction = self.predict_ensemble(X)
+            return prediction.mean, prediction.std
+        mean = self.basis_.contract(self._validated(X), self.weights_.mean(axis=-1))
+        return np.asarray(mean + self.intercept_.mean(axis=-1))
+
+    def predict_ensemble(self, X: ArrayLike) -> Prediction:
+        """Predict with every member, calibrated.
+
+        Parameters
+        ----------
+        X : (n, d) array
+
+        Returns
+        -------
+        Prediction
+        """
+        if not self._has_members():
+            raise InputError("n_members", 0, "at least 2 members for an ensemble")
+        members = self.basis_.contract(self._validated(X), self.weights_) + self.intercept_
+        return Prediction(members).calibrated(self.calibration_)
+
+    def pp_mean(self, X: ArrayLike) -> Float64Array:
+        """Predict with the full projected process, Eq. (3): (n,) or (n, T)."""
+        mean = self.basis_.contract(self._validated(X), self.pp_weights_)
+        return np.asarray(mean + self.pp_intercept_)
+
+    def pp_std(self, X: ArrayLike) -> Float64Array:
+        """Return σ_PP of Eq. (3) for a noisy observation, not calibrated: (n,) or (n, T)."""
+        basis, inputs = self.basis_, self._validated(X)
+        std = [
+            self._full.std(
+                basis.whitening.features(basis.kernel_rows(block), overwrite=True),
+                basis.prior_variance(block),
+            )
+            for block in basis.blocks(inputs)
+        ]
+        return np.asarray(self._outputs(np.concatenate(std)))
+
+    def _check_parameters(self) -> str:
+        """Refuse parameters that no data could make right; return the name of the calibration."""
+        if self.selection not in SELECTIONS:
+            raise InputError("selection", repr(self.selection), f"one of {', '.join(SELECTIONS)}")
+        if isinstance(self.noise, (int, float, np.number)):
+            check_number("noise", self.noise, 0, strict=True)
+        elif self.noise not in ("loo", "evidence"):
+            raise InputError("noise", repr(self.noise), '"loo", "evidence" or a number > 0')
+        if check_integer("n_members", self.n_members, 0) == 1:
+            raise InputError("n_members", self.n_members, "at least 2 members, or 0 for none")
+        return check_calibration_name(self.calibration)
+
+    def _fit_basis(self, data: TrainingSet, rng: np.random.Generator) -> None:
+        kernel = make_kernel(
+            self.kernel,
+            data.points,
+            exponent=self.exponent,
+            offset=self.offset,
+            length_scale=self.length_scale,
+        )
+        self.basis_ = build_basis(
+            kernel,
+            data.points,
+            data.point_weight,
+            n_representatives=self.n_representatives,
+            selection=self.selection,
+            rng=rng,
+        )
+        self.representative_indices_ = data.rows[data.first[self.basis_.indices]]
+        self.effective_rank_ = self.basis_.whitening.effective_rank
+
+    def _fit_full_model(self, data: TrainingSet, Phi: Float64Array) -> FullModel:
+        full = fit_full_model(
+            Phi,
+            data.point_y,
+            self.noise,
+            sample_weight=data.point_weight,
+            replicates=data.replicates(),
+        )
+        self._full = full
+        self.pp_weights_ = self._outputs(self.basis_.whitening.kernel_weights(full.weights))
+        self.pp_intercept_ = self._outputs(full.center)
+        self.noise_variance_ = self._outputs(full.noise_variance)
+        return full
+
+    def _fit_members(
+        self,
+        data: TrainingSet,
+        Phi: Float64Array,
+        full: FullModel,
+        method: str,
+        rng: np.random.Generator,
+    ) -> None:
+        counts = draw_counts(data, self.n_members, self.subsample, self.replace, rng)
+        members = fit_members(full, Phi, data.point_y, counts, sample_weight=data.point_weight)
+        weights = self.basis_.whitening.kernel_weights(members.weights)
+        self.weights_ = self._outputs(weights, axis=1)
+        self.intercept_ = self._outputs(members.intercepts, axis=0)
+        self.member_indices_ = data.member_rows(counts)
+        self.calibration_ = internal_calibration(
+            data, members.predict(Phi)[data.inverse], counts, method
+        )
+
+    def _has_members(self) -> bool:
+        check_is_fitted(self)
+        return hasattr(self, "weights_")
+
+    def _validated(self, X: ArrayLike) -> FloatArray:
+        check_is_fitted(self)
+        validated: FloatArray = validate_data(self, X, reset=False, dtype=[np.float64, np.float32])
+        return validated
+
+    def _outputs(self, values: Float64Array, axis: int = -1) -> Any:
+        """Drop the axis of outputs if y was one-dimensional."""
+        return np.take(values, 0, axis=axis) if self._single_output else values
+
+
+# A scikit-learn regressor that gives any other one calibrated error bars.
+class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
+    """Calibrated error bars for any regressor, from members trained on sub-samples.
+
+    Parameters
+    ----------
+    estimator : regressor
+        Anything with ``fit`` and ``predict``: gradient boosting, a random forest, a neural network,
+        a pipeline. It is cloned, never fitted itself.
+    n_members : int
+        N_R ≥ 2.
+    subsample : float or int
+        Size n of the sub-samples: a fraction of the distinct training points (or groups), or a
+        number of them.
+    replace : bool
+        Bootstrap (n = N with replacement; `subsample` is not used) instead of sub-sampling.
+    calibration : {"student", "shrinkage", "linear", "power", "none"} or None
+        How the spread between members is turned into an error bar, on the training points that
+        members did not see.
+    n_jobs : int, optional
+        Number of members that are trained at the same time, as in joblib.
+    random_state : int, RandomState instance or None
+        Seed of the sub-samples and of the members.
+
+    Attributes
+    ----------
+    estimators_ : list of N_R regressors
+    member_indices_ : list of N_R arrays of int
+        Training rows of each member.
+    calibration_ : Calibration
+        With ``alpha`` and ``gamma``.
+    n_features_in_ : int
+
+    Notes
+    -----
+    Rows with the same features count as one point, in or out of a sub-sample together, and the
+    result does not depend on the order of the rows, if that of the estimator does not.
+    """
+
+    def __init__(
+        self,
+        estimator: Any,
+        n_members: int = 16,
+        subsample: float = 0.5,
+        replace: bool = False,
+        calibration: str | None = "student",
+        n_jobs: int | None = None,
+        random_state: Any = None,
+    ) -> None:
+        self.estimator = estimator
+        self.n_members = n_members
+        self.subsample = subsample
+        self.replace = replace
+        self.calibration = calibration
+        self.n_jobs = n_jobs
+        self.random_state = random_state
+
+    def fit(
+        self,
+        X: ArrayLike,
+        y: ArrayLike,
+        groups: Sequence[object] | None = None,
+        sample_weight: ArrayLike | None = None,
+    ) -> ResamplingRegressor:
+        """Train all members and calibrate.
+
+        Parameters
+        ----------
+        X : (N, d) array or data frame
+            A data frame is handed on as it is, with its column names and types.
+        y : (N,) or (N, T) array
+        groups : (N,) array, optional
+            Labels of samples that belong together: in or out of a sub-sample together.
+        sample_weight : (N,) array, optional
+            Not negative; handed on to the estimator, which must accept them.
+
+        Returns
+        -------
+        self
+        """
+        method = check_calibration_name(self.calibration)
+        if sample_weight is not None and not has_fit_parameter(self.estimator, "sample_weight"):
+            raise InputError(
+                "sample_weight",
+                "an array",
+                f"None, because {type(self.estimator).__name__}.fit takes no sample_weight",
+            )
+        data = training_set(self, X, y, groups, sample_weight, keep_frames=True)
+        self._single_output = data.single_output
+        rng = new_generator(self.random_state)
+        counts = draw_counts(data, self.n_members, self.subsample, self.replace, rng)
+        self.member_indices_ = data.member_rows(counts)
+        self.estimators_ = self._fit_members(data, counts, sample_weight is not None, rng)
+        self.calibration_ = internal_calibration(data, self._members(data.X), counts, method)
+        return self
+
+    def predict(
+        self, X: ArrayLike, return_std: bool = False
+    ) -> Float64Array | tuple[Float64Array, Float64Array]:
+        """Predict the mean of the committee and, if asked for, its calibrated error bar.
+
+        Parameters
+        ----------
+        X : (n, d) array
+        return_std : bool
+
+        Returns
+        -------
+        mean : (n,) or (n, T) array
+        std : array of the same shape
+            Only if `return_std`.
+        """
+        prediction = self.predict_ensemble(X)
+        return (prediction.mean, prediction.std) if return_std else prediction.mean
+
+    def predict_ensemble(self, X: ArrayLike) -> Prediction:
+        """Predict with every member, calibrated.
+
+        Parameters
+        ----------
+        X : (n, d) array
+
+        Returns
+        -------
+        Prediction
+        """
+        check_is_fitted(self)
+        if is_frame(X):
+            validate_data(self, X, reset=False, skip_check_array=True)
+            members = self._members(X)
+        else:
+            finite = finite_or_nan(self)
+            members = self._members(validate_data(self, X, reset=False, ensure_all_finite=finite))
+        members = members[:, 0] if self._single_output else members
+        return Prediction(members).calibrated(self.calibration_)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = get_tags(self.estimator).input_tags.allow_nan
+        tags.target_tags.multi_output = True
+        tags.target_tags.single_output = True
+        return tags
+
+    def _fit_members(
+        self, data: TrainingSet, counts: IntArray, weighted: bool, rng: np.random.Generator
+    ) -> list[Any]:
+        """Train a clone of the estimator, with a seed of its own, on the rows of each member."""
+        # Points come in an order of their own, so that the order of the rows does not matter.
+        order = np.argsort(data.inverse, kind="stable")
+        times = data.row_counts(counts)[order]
+        seeds = rng.integers(2**31 - 1, size=self.n_members)
+
+        def job(i: int) -> Any:
+            rows = np.repeat(order, times[:, i])
+            y = data.y[rows, 0] if self._single_output else data.y[rows]
+            weight = data.weight[rows] if weighted else None
+            member = _seeded(clone(self.estimator), int(seeds[i]))
+            return delayed(_fit_one)(member, take_rows(data.X, rows), y, weight)
+
+        # One after the other, so that not all copies of the data are in memory at once.
+        fitted: list[Any] = Parallel(n_jobs=self.n_jobs)(job(i) for i in range(self.n_members))
+        return fitted
+
+    def _members(self, X: Any) -> Float64Array:
+        """Return what each member predicts: (n, T, N_R)."""
+        predicted = [np.asarray(e.predict(X), dtype=np.float64) for e in self.estimators_]
+        return np.stack([p.reshape(len(X), -1) for p in predicted], axis=-1)
+
+
+def _seeded(estimator: Any, seed: int) -> Any:
+    """Seed everything that takes a ``random_state``, at any depth, each differently."""
+    keys = [
+        k for k in sorted(estimator.get_params(deep=True)) if k.split("__")[-1] == "random_state"
+    ]
+    random = np.random.default_rng(seed)
+    if keys:
+        estimator.set_params(**{key: int(random.integers(2**31 - 1)) for key in keys})
+    return estimator
+
+
+def _fit_one(estimator: Any, X: Any, y: Float64Array, weight: Float64Array | None) -> Any:
+    return estimator.fit(X, y) if weight is None else estimator.fit(X, y, sample_weight=weight)
