@@ -1,0 +1,195 @@
+"""Figures of a reproduction: those of the paper, log likelihoods by size, and shifted sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qualms.arrays import Float64Array
+from qualms.io.files import atomic_path
+from qualms.metrics import conditional_error_density
+from qualms.report.figures import (
+    ACCENT,
+    COLUMN_WIDTH,
+    GREY,
+    GUIDE,
+    INK,
+    ConditionalErrorDisplay,
+    axis_label,
+    line_style,
+    set_even_ticks,
+    set_log_scale,
+    style,
+)
+from qualms.reproduce.results import EnsembleResult, Results, ShiftResult
+from qualms.reproduce.study import PROCESS, VALIDATED, Estimate, Panels
+from qualms.reproduce.tables import STUDENT_T
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+#: Columns that have a figure of P(ln ε | ln σ), and the ends of the file names.
+PANELS = {"CV": "linear", "N-L": "power", "student": "student"}
+#: Densities per unit of ln ε at which contours are drawn.
+LEVELS = (0.05, 0.15, 0.25, 0.35)
+#: Estimators in the order of their markers. Those that agree are neighbours; those fitted to a
+#: validation set are hollow. Raw and Int. may lie far below the others and do not set the limits.
+_ORDER = ("Raw", "Int.", "Int. N-L", "CV", "student", "N-L", "shrinkage", STUDENT_T)
+_LOW = ("Raw", "Int.")
+_DPI = 150
+
+
+def draw_results(directory: Path, results: Results, *, force: bool) -> list[Path]:
+    """Draw the figures that need the results file only; return the files."""
+    figures = {f"{results.name}-sizes.png": _sizes(results)}
+    if results.shift is not None:
+        figures[f"{results.name}-shift.png"] = _shift(results.shift, results.units)
+    return [_save(figure, directory / name, force) for name, figure in figures.items()]
+
+
+def draw_panels(directory: Path, name: str, panels: Panels, *, force: bool) -> list[Path]:
+    """Draw the paper's figures, P(ln ε | ln σ) of the test points; return the files."""
+    files = []
+    for column, ending in PANELS.items():
+        found = {label: e[column] for label, e in panels.estimates.items() if column in e}
+        path = directory / f"{name}-{ending}.png"
+        files.append(_save(_conditional(found, panels.units), path, force))
+    return files
+
+
+def _save(figure: Figure, path: Path, force: bool) -> Path:
+    with style(), atomic_path(path, force=force) as temporary:
+        figure.savefig(temporary, dpi=_DPI, format="png")
+    return path
+
+
+def _conditional(panels: Mapping[str, Estimate], units: str) -> Figure:
+    """Draw P(ln ε | ln σ), Eq. (18), of several estimators on equal axes."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    n_columns = (len(panels) + 1) // 2
+    with style():
+        size = (0.8 * COLUMN_WIDTH * n_columns, 1.7 * COLUMN_WIDTH)
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots(2, n_columns, squeeze=False).ravel()
+        for ax, (label, e) in zip(axes, panels.items(), strict=False):
+            densities = conditional_error_density(e.y, e.mean, e.std, e.members, min_points=20.0)
+            ConditionalErrorDisplay(densities, units=units).plot(ax, levels=LEVELS, legend=False)
+            ax.set_title(label, fontsize="medium")
+        for ax in axes[len(panels) :]:
+            ax.remove()
+        _equal_limits(list(axes[: len(panels)]))
+        handles = [
+            Line2D([], [], color=INK, linewidth=0.9, label="errors"),
+            Line2D([], [], color=ACCENT, linestyle="--", linewidth=0.9, label="predicted errors"),
+            Patch(facecolor=GREY, label=r"$P(\ln\sigma)$"),
+            Line2D([], [], color=GUIDE, linestyle=":", linewidth=0.9, label=r"$\epsilon=\sigma$"),
+        ]
+        figure.legend(handles=handles, loc="outside upper center", ncols=4)
+    return figure
+
+
+def _equal_limits(axes: Sequence[Axes]) -> None:
+    x, y = np.array([ax.get_xlim() for ax in axes]), np.array([ax.get_ylim() for ax in axes])
+    for ax in axes:
+        set_log_scale(ax, "x", (x[:, 0].min() / 1.06, x[:, 1].max() * 1.06))
+        set_log_scale(ax, "y", (y[:, 0].min() / 1.06, y[:, 1].max() * 1.06))
+
+
+def _sizes(results: Results) -> Figure:
+    """Draw log likelihoods against sub-sample size: means over seeds and their standard errors."""
+    from matplotlib.figure import Figure
+
+    panels: dict[str, Callable[[EnsembleResult], dict[str, float]]] = {
+        "centred on the full model": lambda e: {
+            c: found.log_likelihood for c, found in e.full_model.items()
+        },
+        "centred on the ensemble mean": lambda e: (
+            {c: found.log_likelihood for c, found in e.ensemble_mean.items()}
+            | {STUDENT_T: e.student_t}
+        ),
+    }
+    process = {
+        c: float(np.mean([s.projected_process[c].log_likelihood for s in results.seeds]))
+        for c in VALIDATED
+    }
+    # By panel and estimator: (n_seeds, n_sizes + 1), the bootstrap last.
+    values = [
+        {
+            c: np.array([[get(e)[c] for e in s.ensembles] for s in results.seeds])
+            for c in _ORDER
+            if c in get(results.seeds[0].ensembles[0])
+        }
+        for get in panels.values()
+    ]
+    shown = [v.mean(axis=0) for found in values for c, v in found.items() if c not in _LOW]
+    low, high = (
+        np.min(
+            [
+                *shown,
+            ]
+        ),
+        np.max(shown),
+    )
+    low, high = min(low, *process.values()), max(high, *process.values())
+    margin = 0.1 * (high - low) or 0.1 * max(abs(low), 1.0)
+    with style():
+        figure = Figure(figsize=(3.2 * COLUMN_WIDTH, 1.4 * COLUMN_WIDTH), layout="constrained")
+        axes = figure.subplots(1, 2, sharey=True)
+        axes[0].set_ylim(low - margin, high + margin)
+        axes[0].set_ylabel("Log likelihood per point")
+        for ax, title, found in zip(axes, panels, values, strict=True):
+            for (column, value), dashes in zip(process.items(), (":", (0, (5, 3))), strict=True):
+                look: dict[str, Any] = {"linestyle": dashes, "label": f"{PROCESS}, {column}"}
+                ax.axhline(value, color=GUIDE, linewidth=0.9, **look)
+            _draw_sizes(ax, np.array([e.n for e in results.seeds[0].ensembles], dtype=float), found)
+            counted = " (crystals)" if results.name == "csd-crystals" else ""
+            ax.set_xlabel(rf"Sub-sample size $n${counted}; bootstrap at the right")
+            ax.set_title(title, fontsize="medium")
+        handles, labels = axes[1].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=10)
+    return figure
+
+
+def _draw_sizes(ax: Axes, sizes: Float64Array, found: Mapping[str, Float64Array]) -> None:
+    """Draw all estimators side by side; the last size is the bootstrap, which no line connects."""
+    step = 0.01 * float(np.ptp(sizes))
+    for i, (name, values) in enumerate(found.items()):
+        x = sizes + (i - 0.5 * (len(found) - 1)) * step
+        mean = values.mean(axis=0)
+        error = values.std(axis=0, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else None
+        look: dict[str, Any] = line_style(_ORDER.index(name)) | {"linewidth": 0.9}
+        hollow = name in VALIDATED
+        look |= {"markersize": 7.0 if hollow else 3.0, "zorder": 2.0 if hollow else 2.5}
+        look |= {"fillstyle": "none"} if hollow else {}
+        for part, more in ((slice(-1), {"label": name}), (slice(-1, None), {"linestyle": ""})):
+            yerr = None if error is None else error[part]
+            ax.errorbar(x[part], mean[part], yerr, capsize=1.5, elinewidth=0.8, **look | more)
+    ax.axvline(0.5 * (sizes[-2] + sizes[-1]), color=GUIDE, linewidth=0.8, linestyle=(0, (1, 3)))
+    set_even_ticks(ax.xaxis)
+
+
+def _shift(shift: ShiftResult, units: str) -> Figure:
+    """Draw the RMSE in bins of σ (student) against σ; on the diagonal σ is right."""
+    from matplotlib.figure import Figure
+
+    with style():
+        figure = Figure(figsize=(COLUMN_WIDTH, COLUMN_WIDTH), layout="constrained")
+        ax = figure.add_subplot()
+        bins = [np.array(found.estimators["student"].bins) for found in shift.sets]
+        limits = 0.8 * float(min(b.min() for b in bins)), 1.25 * float(max(b.max() for b in bins))
+        for i, (found, values) in enumerate(zip(shift.sets, bins, strict=True)):
+            ax.plot(values[:, 0], values[:, 1], label=found.label, **line_style(i))
+        ax.plot(limits, limits, color=GUIDE, linestyle=":", linewidth=1.0)
+        for which in ("x", "y"):
+            set_log_scale(ax, which, limits)
+        ax.set_xlabel(axis_label(r"Predicted uncertainty $\sigma$", units=units))
+        ax.set_ylabel(axis_label("RMSE", units=units))
+        ax.legend(loc="upper left")
+    return figure
