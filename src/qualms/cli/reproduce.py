@@ -182,7 +182,7 @@ class _Run:
                 machine=machine(),
                 seeds=found,
             )
-            write_results(self.output / f"{results.name}.json", results)
+            results = write_results(self.output / f"{results.name}.json", results)
             if seed == 0:
                 draw_panels(self.output, results.name, panels, force=True)
         assert results is not None, "there is at least one seed"
@@ -191,7 +191,7 @@ class _Run:
             stages = Stages(self.terminal.progress())
             shift = run_shift(shifted, threads=self.threads, memory=self.memory, stages=stages)
             results = results.model_copy(update={"shift": shift})
-            write_results(self.output / f"{results.name}.json", results)
+            results = write_results(self.output / f"{results.name}.json", results)
         write_tables(self.output, results, force=True)
         draw_results(self.output, results, force=True)
         return results

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from qualms.report.figures import (
     set_log_scale,
     style,
 )
-from qualms.reproduce.results import EnsembleResult, Results, ShiftResult
+from qualms.reproduce.results import EnsembleResult, EstimatorResult, Results, ShiftResult
 from qualms.reproduce.study import PROCESS, VALIDATED, Estimate, Panels
 from qualms.reproduce.tables import STUDENT_T
 
@@ -77,14 +77,20 @@ def _conditional(panels: Mapping[str, Estimate], units: str) -> Figure:
     with style():
         size = (0.8 * COLUMN_WIDTH * n_columns, 1.7 * COLUMN_WIDTH)
         figure = Figure(figsize=size, layout="constrained")
-        axes = figure.subplots(2, n_columns, squeeze=False).ravel()
+        axes = figure.subplots(2, n_columns, squeeze=False, sharex=True, sharey=True).ravel()
+        limits = []
         for ax, (label, e) in zip(axes, panels.items(), strict=False):
             densities = conditional_error_density(e.y, e.mean, e.std, e.members, min_points=20.0)
             ConditionalErrorDisplay(densities, units=units).plot(ax, levels=LEVELS, legend=False)
             ax.set_title(label, fontsize="medium")
+            limits.append([*ax.get_xlim(), *ax.get_ylim()])
         for ax in axes[len(panels) :]:
             ax.remove()
-        _equal_limits(list(axes[: len(panels)]))
+        low, high = np.min(limits, axis=0) / 1.06, np.max(limits, axis=0) * 1.06
+        for ax in axes[: len(panels)]:
+            set_log_scale(ax, "x", (low[0], high[1]))
+            set_log_scale(ax, "y", (low[2], high[3]))
+            ax.label_outer()
         handles = [
             Line2D([], [], color=INK, linewidth=0.9, label="errors"),
             Line2D([], [], color=ACCENT, linestyle="--", linewidth=0.9, label="predicted errors"),
@@ -95,49 +101,31 @@ def _conditional(panels: Mapping[str, Estimate], units: str) -> Figure:
     return figure
 
 
-def _equal_limits(axes: Sequence[Axes]) -> None:
-    x, y = np.array([ax.get_xlim() for ax in axes]), np.array([ax.get_ylim() for ax in axes])
-    for ax in axes:
-        set_log_scale(ax, "x", (x[:, 0].min() / 1.06, x[:, 1].max() * 1.06))
-        set_log_scale(ax, "y", (y[:, 0].min() / 1.06, y[:, 1].max() * 1.06))
-
-
 def _sizes(results: Results) -> Figure:
     """Draw log likelihoods against sub-sample size: means over seeds and their standard errors."""
     from matplotlib.figure import Figure
 
-    panels: dict[str, Callable[[EnsembleResult], dict[str, float]]] = {
-        "centred on the full model": lambda e: {
-            c: found.log_likelihood for c, found in e.full_model.items()
-        },
-        "centred on the ensemble mean": lambda e: (
-            {c: found.log_likelihood for c, found in e.ensemble_mean.items()}
-            | {STUDENT_T: e.student_t}
-        ),
+    panels: dict[str, Callable[[EnsembleResult], Mapping[str, EstimatorResult]]] = {
+        "centred on the full model": lambda ensemble: ensemble.full_model,
+        "centred on the ensemble mean": lambda ensemble: ensemble.ensemble_mean,
     }
+    seeds = results.seeds
     process = {
-        c: float(np.mean([s.projected_process[c].log_likelihood for s in results.seeds]))
-        for c in VALIDATED
+        c: float(np.mean([s.projected_process[c].log_likelihood for s in seeds])) for c in VALIDATED
     }
     # By panel and estimator: (n_seeds, n_sizes + 1), the bootstrap last.
     values = [
         {
-            c: np.array([[get(e)[c] for e in s.ensembles] for s in results.seeds])
+            c: np.array([[get(e)[c].log_likelihood for e in s.ensembles] for s in seeds])
             for c in _ORDER
-            if c in get(results.seeds[0].ensembles[0])
+            if c in get(seeds[0].ensembles[0])
         }
         for get in panels.values()
     ]
-    shown = [v.mean(axis=0) for found in values for c, v in found.items() if c not in _LOW]
-    low, high = (
-        np.min(
-            [
-                *shown,
-            ]
-        ),
-        np.max(shown),
-    )
-    low, high = min(low, *process.values()), max(high, *process.values())
+    values[1][STUDENT_T] = np.array([[e.student_t for e in s.ensembles] for s in seeds])
+    means = [v.mean(axis=0) for found in values for c, v in found.items() if c not in _LOW]
+    shown = np.concatenate([*means, list(process.values())])
+    low, high = float(shown.min()), float(shown.max())
     margin = 0.1 * (high - low) or 0.1 * max(abs(low), 1.0)
     with style():
         figure = Figure(figsize=(3.2 * COLUMN_WIDTH, 1.4 * COLUMN_WIDTH), layout="constrained")
@@ -148,7 +136,7 @@ def _sizes(results: Results) -> Figure:
             for (column, value), dashes in zip(process.items(), (":", (0, (5, 3))), strict=True):
                 look: dict[str, Any] = {"linestyle": dashes, "label": f"{PROCESS}, {column}"}
                 ax.axhline(value, color=GUIDE, linewidth=0.9, **look)
-            _draw_sizes(ax, np.array([e.n for e in results.seeds[0].ensembles], dtype=float), found)
+            _draw_sizes(ax, np.array([e.n for e in seeds[0].ensembles], dtype=float), found)
             counted = " (crystals)" if results.name == "csd-crystals" else ""
             ax.set_xlabel(rf"Sub-sample size $n${counted}; bootstrap at the right")
             ax.set_title(title, fontsize="medium")

@@ -214,11 +214,12 @@ def read_results(path: str | os.PathLike[str]) -> Results:
         raise InputError("results", f"'{path}'", expected, remedy) from error
 
 
-def write_results(path: Path, results: Results) -> None:
-    """Write results with six digits, atomically; an existing file is replaced."""
+def write_results(path: Path, results: Results) -> Results:
+    """Write results, replacing an existing file; return them with the six digits of the file."""
     document = _rounded(results.model_dump(mode="json"))
     with atomic_output(path, force=True) as file:
         file.write((json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
+    return Results.model_validate(document)
 
 
 def _rounded(value: Any) -> Any:
