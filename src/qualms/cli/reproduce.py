@@ -184,7 +184,7 @@ class _Run:
             )
             results = write_results(self.output / f"{results.name}.json", results)
             if seed == 0:
-                draw_panels(self.output, results.name, panels, force=True)
+                draw_panels(self.output, results, panels)
         assert results is not None, "there is at least one seed"
         if shifted is not None:
             self.terminal.say(f"Out of distribution: trained on {shifted.trained_on}")

@@ -25,7 +25,7 @@ from qualms.report.figures import (
     style,
 )
 from qualms.reproduce.results import EnsembleResult, EstimatorResult, Results, ShiftResult
-from qualms.reproduce.study import PROCESS, VALIDATED, Estimate, Panels
+from qualms.reproduce.study import PROCESS, VALIDATED, Estimate
 from qualms.reproduce.tables import STUDENT_T
 
 if TYPE_CHECKING:
@@ -43,28 +43,28 @@ _LOW = ("Raw", "Int.")
 _DPI = 150
 
 
-def draw_results(directory: Path, results: Results, *, force: bool) -> list[Path]:
-    """Draw the figures that need the results file only; return the files."""
+def draw_results(directory: Path, results: Results, *, force: bool) -> None:
+    """Draw the figures that need the results file only."""
     figures = {f"{results.name}-sizes.png": _sizes(results)}
     if results.shift is not None:
         figures[f"{results.name}-shift.png"] = _shift(results.shift, results.units)
-    return [_save(figure, directory / name, force) for name, figure in figures.items()]
+    for name, figure in figures.items():
+        _save(figure, directory / name, force=force)
 
 
-def draw_panels(directory: Path, name: str, panels: Panels, *, force: bool) -> list[Path]:
-    """Draw the paper's figures, P(ln ε | ln σ) of the test points; return the files."""
-    files = []
+def draw_panels(
+    directory: Path, results: Results, panels: Mapping[str, Mapping[str, Estimate]]
+) -> None:
+    """Draw the paper's figures, P(ln ε | ln σ) of test points by sub-sample size and column."""
     for column, ending in PANELS.items():
-        found = {label: e[column] for label, e in panels.estimates.items() if column in e}
-        path = directory / f"{name}-{ending}.png"
-        files.append(_save(_conditional(found, panels.units), path, force))
-    return files
+        found = {label: e[column] for label, e in panels.items() if column in e}
+        path = directory / f"{results.name}-{ending}.png"
+        _save(_conditional(found, results.units), path, force=True)
 
 
-def _save(figure: Figure, path: Path, force: bool) -> Path:
+def _save(figure: Figure, path: Path, *, force: bool) -> None:
     with style(), atomic_path(path, force=force) as temporary:
         figure.savefig(temporary, dpi=_DPI, format="png")
-    return path
 
 
 def _conditional(panels: Mapping[str, Estimate], units: str) -> Figure:

@@ -25,27 +25,18 @@ class _Document(BaseModel):
 
 
 class EstimatorResult(_Document):
-    """One estimator of uncertainties on a test set.
+    """One estimator of uncertainties on a test set."""
 
-    Attributes
-    ----------
-    scores : dict of str to float
-        Fields of `qualms.metrics.Scores` that are defined.
-    alpha, gamma : float
-        Parameters of the calibration.
-    decades : float
-        Orders of magnitude between the 0.5 and 99.5 % quantiles of σ.
-    bins : list of (float, float)
-        Root mean variance and RMSE in ten bins of σ with equal numbers of points.
-    beyond_4_sigma : float
-        Share of the points with an error larger than 4σ.
-    """
-
+    #: Fields of `qualms.metrics.Scores` that are defined.
     scores: dict[str, float]
+    #: Parameters of the calibration.
     alpha: float
     gamma: float
+    #: Orders of magnitude between the 0.5 and 99.5 % quantiles of σ.
     decades: float
+    #: Root mean variance and RMSE in ten bins of σ with equal numbers of points.
     bins: list[tuple[float, float]] = Field(min_length=1)
+    #: Share of the points with an error larger than 4σ.
     beyond_4_sigma: float
 
     @property
@@ -55,52 +46,26 @@ class EstimatorResult(_Document):
 
 
 class EnsembleResult(_Document):
-    """Ensembles of one sub-sample size.
+    """Ensembles of one sub-sample size."""
 
-    Attributes
-    ----------
-    n : int
-        Sub-sample size, in points or in groups of them.
-    replace : bool
-        Whether sub-samples are drawn with replacement (bootstrap).
-    n_out_of_bag, n_out_of_bag_linear : int
-        Training points that student and shrinkage are fitted to (absent from at least three
-        members), and those that linear and power calibrations are fitted to (at least five).
-    seconds : float
-        Time to draw, solve and calibrate the members.
-    ensemble_mean, full_model : dict of str to EstimatorResult
-        Estimators centred on the ensemble mean, and on the full model, by column of the tables.
-    student_t : float
-        Mean log likelihood under Student's t, centred on the ensemble mean.
-    """
-
+    #: Sub-sample size in points or groups, and whether it is drawn with replacement (bootstrap).
     n: int
     replace: bool
+    #: Training points for student and shrinkage (absent from at least three members), and for
+    #: linear and power calibrations (at least five).
     n_out_of_bag: int
     n_out_of_bag_linear: int
+    #: Time to draw, solve and calibrate the members.
     seconds: float
+    #: Estimators by column, centred on the ensemble mean and on the full model.
     ensemble_mean: dict[str, EstimatorResult]
     full_model: dict[str, EstimatorResult]
+    #: Mean log likelihood under Student's t, centred on the ensemble mean.
     student_t: float
 
 
 class SeedResult(_Document):
-    """One split of the data.
-
-    Attributes
-    ----------
-    seed, n_train, n_validation, n_test, n_environments, n_representatives : int
-    noise : float
-        Standard deviation of the noise of the full model, relative to that of the target.
-    seconds : dict of str to float
-        Time of each stage.
-    wall, memory : float, optional
-        Elapsed time (s), and peak resident memory (bytes) of the process and its largest worker.
-    ensembles : list of EnsembleResult
-        By sub-sample size; the bootstrap is last.
-    projected_process : dict of str to EstimatorResult
-        GPR PP: Raw, CV and N-L.
-    """
+    """One split of the data."""
 
     seed: int
     n_train: int
@@ -108,49 +73,33 @@ class SeedResult(_Document):
     n_test: int
     n_environments: int
     n_representatives: int
+    #: Standard deviation of the noise of the full model, relative to that of the target.
     noise: float
+    #: Time of each stage and in total (s); peak memory, with the largest worker process (bytes).
     seconds: dict[str, float]
     wall: float | None
     memory: float | None
+    #: By sub-sample size; the bootstrap is last.
     ensembles: list[EnsembleResult] = Field(min_length=1)
+    #: GPR PP: Raw, CV and N-L.
     projected_process: dict[str, EstimatorResult]
 
 
 class ShiftedSet(_Document):
-    """Predictions of one test set by a model whose training set may be distributed differently.
-
-    Attributes
-    ----------
-    label : str
-    n : int
-        Number of points.
-    extrapolation : float
-        Share of the structures that the model flags as extrapolation.
-    bias : float
-        Mean of prediction minus reference value.
-    estimators : dict of str to EstimatorResult
-    """
+    """Predictions of one test set by a model whose training set may be distributed differently."""
 
     label: str
+    #: Number of points.
     n: int
+    #: Share of the structures that the model flags as extrapolation.
     extrapolation: float
+    #: Mean of prediction minus reference value.
     bias: float
     estimators: dict[str, EstimatorResult]
 
 
 class ShiftResult(_Document):
-    """Out-of-distribution predictions.
-
-    Attributes
-    ----------
-    trained_on, source : str
-    n_train, n_representatives, n_members : int
-    subsample : float
-    representation : dict
-    seconds : float
-    sets : list of ShiftedSet
-        The first is in distribution; validation calibrations are fitted to it.
-    """
+    """Out-of-distribution predictions."""
 
     trained_on: str
     source: str
@@ -160,23 +109,12 @@ class ShiftResult(_Document):
     subsample: float
     representation: dict[str, Any]
     seconds: float
+    #: The first is in distribution; validation calibrations are fitted to it.
     sets: list[ShiftedSet] = Field(min_length=1)
 
 
 class Results(_Document):
-    """All numbers of one problem.
-
-    Attributes
-    ----------
-    version : int
-        Version of this format.
-    name, title, scale, source, units : str
-    representation : dict
-        Hyper-parameters of SOAP.
-    machine : dict of str to str
-    seeds : list of SeedResult
-    shift : ShiftResult, optional
-    """
+    """All numbers of one problem, with the version of this format."""
 
     version: Literal[2] = 2
     name: str

@@ -74,13 +74,25 @@ class Points:
 
 @dataclass(frozen=True)
 class Subsampled:
-    """The full model and an ensemble of one sub-sample size."""
+    """The full model and an ensemble of one sub-sample size.
 
-    _outcome: Outcome
+    Attributes
+    ----------
+    training_members : (N, N_R) array
+        Uncalibrated predictions of the training points.
+    absent : (N, N_R) array of bool
+        Whether a training point is absent from a member.
+    out_of_bag : CalibrationData, optional
+        Residuals and standard deviations of the out-of-bag points.
+    calibrations : mapping of str to Calibration
+        Out-of-bag calibrations by method.
+    """
 
-    @property
-    def _fitted(self) -> Fitted:
-        return self._outcome.fitted
+    _fitted: Fitted
+    training_members: Float64Array
+    absent: BoolArray
+    out_of_bag: CalibrationData | None
+    calibrations: Mapping[str, Calibration]
 
     def members(self, points: Points) -> Float64Array:
         """Return uncalibrated predictions (n, N_R)."""
@@ -94,27 +106,6 @@ class Subsampled:
         """Return σ_PP (n,) of the full model, Eq. (3), Musil et al. 2019."""
         assert self._fitted.pp_variance is not None, "settings keep it"
         return self._fitted.pp_variance.std(points.K_XM, points.k_xx)
-
-    @property
-    def training_members(self) -> Float64Array:
-        """Uncalibrated predictions (N, N_R) of the training points."""
-        return self._outcome.predicted
-
-    @property
-    def absent(self) -> BoolArray:
-        """Whether a training point is absent from a member (N, N_R)."""
-        absent: BoolArray = self._fitted.membership == 0
-        return absent
-
-    @property
-    def out_of_bag(self) -> CalibrationData | None:
-        """Residuals and standard deviations of the out-of-bag points."""
-        return self._outcome.internal
-
-    @property
-    def calibrations(self) -> Mapping[str, Calibration]:
-        """Out-of-bag calibrations by method."""
-        return self._fitted.calibrations
 
 
 class TrainedOnce:
@@ -140,7 +131,10 @@ class TrainedOnce:
 
     def ensemble(self, subsample: float, *, replace: bool = False) -> Subsampled:
         """Draw and solve the members of one sub-sample size, and calibrate them out of bag."""
-        return Subsampled(self._solve(subsample, replace))
+        found = self._solve(subsample, replace)
+        fitted = found.fitted
+        absent = fitted.membership == 0
+        return Subsampled(fitted, found.predicted, absent, found.internal, fitted.calibrations)
 
     def leave_one_out_residuals(self) -> Float64Array:
         """Return the residuals (N,) of the full model without each point, or without its group."""
@@ -346,14 +340,6 @@ def study_subsamples(
         return Study(rows, once.model())
 
 
-@dataclass(frozen=True)
-class Panels:
-    """Estimates of the test points of one seed, by sub-sample size (or GPR PP) and column."""
-
-    units: str
-    estimates: Mapping[str, Mapping[str, Estimate]]
-
-
 def run_seed(
     problem: Problem,
     *,
@@ -361,17 +347,11 @@ def run_seed(
     memory: str | float | None,
     stages: Stages,
     report: Callable[[str], None],
-) -> tuple[SeedResult, Panels]:
+) -> tuple[SeedResult, dict[str, Mapping[str, Estimate]]]:
     """Evaluate ensembles of all sub-sample sizes, and a bootstrap, on one split of the data.
 
-    Parameters
-    ----------
-    problem : Problem
-    threads : int
-    memory : str or float, optional
-    stages : Stages
-    report : callable
-        Receives a line about each sub-sample size.
+    `report` receives a line about each size. Besides the numbers, the estimates of the test points
+    are returned, by sub-sample size (or GPR PP) and column.
     """
     started = time.perf_counter()
     with threadpool_limits(limits=threads):
@@ -424,7 +404,7 @@ def run_seed(
         ensembles=ensembles,
         projected_process={column: e.result() for column, e in process.items()},
     )
-    return seed, Panels(problem.settings.units, panels | {PROCESS: process})
+    return seed, panels | {PROCESS: process}
 
 
 def run_shift(
