@@ -73,7 +73,7 @@ class SeedResult(_Document):
     n_test: int
     n_environments: int
     n_representatives: int
-    #: Standard deviation of the noise of the full model, relative to that of the target.
+    #: Standard deviation of the noise of the full model, in the units of the target.
     noise: float
     #: Time of each stage and in total (s); peak memory, with the largest worker process (bytes).
     seconds: dict[str, float]

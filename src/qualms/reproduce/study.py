@@ -129,9 +129,9 @@ class TrainedOnce:
         self.n_representatives = len(self._solver.rows.origins)
         self.noise = float(self._solver.full.noise_variance[0] ** 0.5)
 
-    def ensemble(self, subsample: float, *, replace: bool = False) -> Subsampled:
+    def ensemble(self, subsample: float, *, with_replacement: bool = False) -> Subsampled:
         """Draw and solve the members of one sub-sample size, and calibrate them out of bag."""
-        found = self._solve(subsample, replace)
+        found = self._solve(subsample, with_replacement)
         fitted = found.fitted
         absent = fitted.membership == 0
         return Subsampled(fitted, found.predicted, absent, found.internal, fitted.calibrations)
@@ -158,8 +158,9 @@ class TrainedOnce:
         outcome = self._solve(self.settings.subsample, self.settings.replace)
         return AtomisticModel.from_outcome(self.data, outcome, self.stages)
 
-    def _solve(self, subsample: float, replace: bool) -> Outcome:
-        settings = self.settings.model_copy(update={"subsample": subsample, "replace": replace})
+    def _solve(self, subsample: float, with_replacement: bool) -> Outcome:
+        update = {"subsample": subsample, "replace": with_replacement}
+        settings = self.settings.model_copy(update=update)
         return self._solver.solve(settings, np.random.default_rng(settings.seed))
 
 
@@ -367,7 +368,7 @@ def run_seed(
         schemes = [*((n, False) for n in problem.sizes), (problem.n_groups, True)]
         for n, replace in schemes:
             before = time.perf_counter()
-            ensemble = once.ensemble(n, replace=replace)
+            ensemble = once.ensemble(n, with_replacement=replace)
             seconds = time.perf_counter() - before
             if not process:
                 process = projected_process_estimates(ensemble, validation, test)
