@@ -200,13 +200,9 @@ class _Run:
         """Print the log likelihoods."""
         from qualms.reproduce.tables import ensemble_mean_table, full_model_table
 
-        printed = [
-            table(results).rich()
-            for results in found
-            for table in (full_model_table, ensemble_mean_table)
-        ]
+        tables = [t(results) for results in found for t in (full_model_table, ensemble_mean_table)]
         self.terminal.result(
-            *printed,
+            *(table.__rich__() for table in tables),
             f"Results, tables and figures are in {self.output}/.",
             document={results.name: results.model_dump(mode="json") for results in found},
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from rich import box
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from qualms.io.files import atomic_output
 from qualms.reproduce.results import EnsembleResult, EstimatorResult, Results, ShiftResult
@@ -44,24 +45,23 @@ PUBLISHED: Mapping[str, Mapping[int | str, tuple[float, ...]]] = {
 
 @dataclass(frozen=True)
 class Table:
-    """A title, a head, and rows of cells."""
+    """Headers, rows of cells, and a title."""
 
-    title: str
-    head: Sequence[str]
+    headers: Sequence[str]
     rows: Sequence[Sequence[str]]
+    title: str = ""
 
     def markdown(self) -> str:
-        """Return the table in Markdown, below its title."""
-        lines = [self.head, ["---"] * len(self.head), *self.rows]
-        return f"{self.title}:\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        """Return the table in Markdown, without its title."""
+        rule = ["---"] + ["---:"] * (len(self.headers) - 1)
+        return "".join(f"| {' | '.join(line)} |\n" for line in [self.headers, rule, *self.rows])
 
-    def rich(self) -> RichTable:
-        """Return the table for a terminal."""
-        table = RichTable(title=self.title, box=box.SIMPLE_HEAD)
-        for heading in self.head:
-            table.add_column(heading, justify="right")
-        for cells in self.rows:
-            table.add_row(*(cell.replace("[", r"\[") for cell in cells))
+    def __rich__(self) -> RichTable:
+        table = RichTable(title=Text(self.title), box=box.SIMPLE_HEAD)
+        for header in self.headers:
+            table.add_column(Text(header), justify="right")
+        for row in self.rows:
+            table.add_row(*map(Text, row))
         return table
 
 
@@ -71,7 +71,7 @@ def write_tables(directory: Path, results: Results, *, force: bool) -> list[Path
     if results.shift is not None:
         pages[f"{results.name}-shift.md"] = [shift_table(results.shift, results.units)]
     for name, tables in pages.items():
-        text = "\n\n".join(table.markdown() for table in tables) + "\n"
+        text = "\n".join(f"{table.title}:\n\n{table.markdown()}" for table in tables)
         with atomic_output(directory / name, force=force, mode="w") as file:
             file.write(text)
     return [directory / name for name in pages]
@@ -100,7 +100,8 @@ def full_model_table(results: Results) -> Table:
     values = [[p[c].log_likelihood for p in process] for c in ("Raw", *VALIDATED)]
     rows.append([PROCESS, *_cells(values, printed.get(PROCESS, ())), "", ""])
     beside = " [value in the paper]" if printed else ""
-    return Table(_title(results, f"centred on the full model{beside}"), ["n", *PAPER_COLUMNS], rows)
+    title = _title(results, f"centred on the full model{beside}")
+    return Table(["n", *PAPER_COLUMNS], rows, title)
 
 
 def ensemble_mean_table(results: Results) -> Table:
@@ -110,7 +111,7 @@ def ensemble_mean_table(results: Results) -> Table:
         values = [[e.ensemble_mean[c].log_likelihood for e in ensembles] for c in OUR_COLUMNS]
         rows.append([label, *_cells([*values, [e.student_t for e in ensembles]])])
     head = ["n", *OUR_COLUMNS, STUDENT_T]
-    return Table(_title(results, "centred on the ensemble mean"), head, rows)
+    return Table(head, rows, _title(results, "centred on the ensemble mean"))
 
 
 def out_of_bag_table(results: Results) -> Table:
@@ -129,7 +130,7 @@ def out_of_bag_table(results: Results) -> Table:
         rows.append([label, *(f"{n:,.0f}" for n in points), *cells])
     head = ["n", "out-of-bag points", "of them for Int. and Int. N-L", "student − CV"]
     title = "Log likelihood of out-of-bag calibration minus that of validation calibration"
-    return Table(title, [*head, "shrinkage − N-L"], rows)
+    return Table([*head, "shrinkage − N-L"], rows, title)
 
 
 def error_table(results: Results) -> Table:
@@ -146,7 +147,7 @@ def error_table(results: Results) -> Table:
     rows.append(["full model", *cells, "", "", "", ""])
     head = ["n", f"MAE ({units})", f"RMSE ({units})", "within 68 %", "within 95 %"]
     title = "Errors of the ensemble mean, and uncertainties by student calibration"
-    return Table(title, [*head, "rank correlation", f"RMSE/σ: {_BINS}"], rows)
+    return Table([*head, "rank correlation", f"RMSE/σ: {_BINS}"], rows, title)
 
 
 def cost_table(results: Results) -> Table:
@@ -162,7 +163,7 @@ def cost_table(results: Results) -> Table:
     head = ["seed", "labels", "representatives", "sub-sample sizes"]
     head += ["total (min)", "members of all sizes (min)", "peak memory (GB)"]
     cores, processor = results.machine.get("cores", "?"), results.machine.get("processor", "?")
-    return Table(f"Size and cost ({cores} cores, {processor})", head, rows)
+    return Table(head, rows, f"Size and cost ({cores} cores, {processor})")
 
 
 def shift_table(shift: ShiftResult, units: str) -> Table:
@@ -186,7 +187,7 @@ def shift_table(shift: ShiftResult, units: str) -> Table:
     title = f"Trained on {shift.n_train:,} labels of {shift.trained_on}"
     flagged = ", ".join(f"{s.label} {s.extrapolation:.0%}" for s in shift.sets)
     title += f"; structures flagged as extrapolation: {flagged}"
-    return Table(title, [*head, "within 68 %", "within 95 %", f"RMSE/σ: {_BINS}"], rows)
+    return Table([*head, "within 68 %", "within 95 %", f"RMSE/σ: {_BINS}"], rows, title)
 
 
 # --- cells ---
