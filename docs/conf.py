@@ -24,7 +24,7 @@ extensions = [
     "command_reference",
     "plain_docstrings",
 ]
-exclude_patterns = ["_build", "_templates"]
+exclude_patterns = ["_build", "_templates", "reproduction"]
 templates_path = ["_templates"]
 nitpicky = True
 
