@@ -1,8 +1,8 @@
 """Tensor files: named arrays and a document that describes them, in one safetensors file.
 
 Such a file holds no code and is never unpickled. All of it is validated before anything is
-returned: a file from anybody yields the arrays that were stored, or a `StorageError`. Files are read
-as bytes and not mapped into memory: truncating a mapped file ends the process that reads it.
+returned: a file from anybody yields the arrays that were stored, or a `StorageError`. Files are
+read as bytes and not mapped into memory: truncating a mapped file ends the process that reads it.
 """
 
 # ruff: noqa: A002 — files have a format
@@ -186,10 +186,10 @@ def check_tensors(
         if tensor.dtype.kind not in spec.kinds:
             problem = f"is {tensor.dtype}, expected kind {spec.kinds!r}"
             raise StorageError(path, f"tensor {name!r} {problem}")
-        wanted = tuple(known.get(d, d) if isinstance(d, str) else d for d in spec.shape)
-        if tensor.ndim == len(wanted):
-            known |= {d: n for d, n in zip(wanted, tensor.shape, strict=True) if isinstance(d, str)}
-        if tuple(known.get(d, d) if isinstance(d, str) else d for d in wanted) != tensor.shape:
+        named = zip(spec.shape, tensor.shape, strict=False)
+        known |= {d: n for d, n in named if isinstance(d, str) and d not in known}
+        wanted = [known.get(d) if isinstance(d, str) else d for d in spec.shape]
+        if wanted != list(tensor.shape):
             shape = ", ".join(f"{d} = {known[d]}" if d in known else str(d) for d in spec.shape)
             raise StorageError(
                 path, f"tensor {name!r} has shape {tensor.shape}, expected ({shape})"
