@@ -98,7 +98,8 @@ class CalibrationDocument(_Model):
         if self.n_members is None and self.method not in STD_METHODS:
             raise ValueError(f"method {self.method} needs n_members")
         try:
-            self.std(np.ones(1), 5)
+            with np.errstate(invalid="raise"):
+                self.std(np.ones(1), 5)
         except (QualmsError, TypeError, ArithmeticError) as error:
             raise ValueError(str(error)) from None
         return self
