@@ -41,14 +41,7 @@ _THE_SAME = 0.05
 
 @dataclass(frozen=True)
 class Applied:
-    """Summary of an output file.
-
-    Attributes
-    ----------
-    n_points, n_members : int
-    remarks : tuple of str
-        Warnings for the user.
-    """
+    """Summary of an output file; the remarks are warnings for the user."""
 
     n_points: int
     n_members: int | None
@@ -329,17 +322,7 @@ def _entries(
 def _changed_columns(
     table: Table, ensemble: Ensemble, found: _Values, aside: Collection[str]
 ) -> tuple[dict[str, Any], set[str]]:
-    """Return the columns that are new or have new values, and those that are left out.
-
-    Parameters
-    ----------
-    table : Table
-    ensemble : Ensemble
-        The values that were read from it.
-    found : _Values
-    aside : collection of str
-        Keys that are kept under another name.
-    """
+    """Return the columns that are new or have new values, and those that are left out."""
     known, without = dict(ensemble.columns), set[str]()
     changes = {f"REF_{n}": table[n] for key in aside for n in known.get(key, (key,))}
     # New columns of vectors are named after columns of the same kind: `_x` or `_0`.
@@ -366,18 +349,7 @@ def _changed_columns(
 
 
 def _store(atoms: Atoms, ensemble: Ensemble, found: _Values, aside: Collection[str]) -> None:
-    """Put calibrated values into a structure, in the place of those that it has.
-
-    Parameters
-    ----------
-    atoms : Atoms
-    ensemble : Ensemble
-        The values of all structures.
-    found : _Values
-        Of this structure.
-    aside : collection of str
-        Keys that are kept under another name.
-    """
+    """Put the calibrated values of a structure in the place of those that it has."""
     # ASE has read the keys that it knows into a calculator; they belong into the file.
     atoms.info, arrays = with_results(atoms)
     atoms.arrays.update(arrays)

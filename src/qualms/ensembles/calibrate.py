@@ -51,16 +51,10 @@ _CONVERSIONS = {
 
 @dataclass(frozen=True)
 class Points:
-    """The points that a calibration is fitted to.
+    """The points that a calibration is fitted to, and the numbers of others, by reason.
 
-    Attributes
-    ----------
-    ensemble : Ensemble
-        These points only; all have a reference value.
-    data : CalibrationData
-        Their residuals and ensemble standard deviations, out-of-bag if there are flags.
-    dropped : dict of str to int
-        Numbers of points that were left out, by reason.
+    All have a reference value. Residuals and standard deviations in `data` are out-of-bag if there
+    are flags.
     """
 
     ensemble: Ensemble
@@ -127,27 +121,10 @@ class ScaleInterval:
 class Calibrated:
     """A calibration and its assessment.
 
-    Attributes
-    ----------
-    points : Points
-        The points that it was fitted to.
-    calibration : Calibration
-    grouped : GroupedCalibration, optional
-        With a factor for each group.
-    intervals : ConfidenceIntervals
-        Of α and γ.
-    scale : ScaleInterval, optional
-        The scale that another method would have fitted, if the method has none.
-    comparison : Comparison
-        Cross-validation of all methods.
-    std : (n,) array
-        Calibrated standard deviations of the points, each by a calibration fitted to other points.
-    before, after : Scores
-        With the ensemble standard deviation, and with `std`.
-    reason : str
-        Why the method was chosen.
-    remarks : tuple of str
-        Warnings for the user.
+    `std` (n,) are cross-validated standard deviations: each is by a calibration that was fitted to
+    other points. `before` and `after` are scores of the ensemble standard deviations and of `std`.
+    `comparison` is the cross-validation of all methods, `reason` why this one was chosen, and
+    `remarks` are warnings for the user.
     """
 
     points: Points
@@ -339,19 +316,7 @@ def _checks(
     std: Float64Array,
     n_independent: int,
 ) -> Iterator[str]:
-    """Yield warnings about a calibration.
-
-    Parameters
-    ----------
-    points : Points
-    calibration : Calibration
-    known : str
-        Confidence intervals of its parameters, in words.
-    std : (n,) array
-        Cross-validated standard deviations of the points.
-    n_independent : int
-        Number of independent points, such as structures.
-    """
+    """Yield warnings; `known` are confidence intervals in words, `std` is cross-validated."""
     if n_independent < FEW:
         within = f": {known}" if known else ""
         yield f"Only {n_independent} independent points{within}. Calibrate on more points."

@@ -39,37 +39,8 @@ class GroupDocument(_Model):
 class CalibrationDocument(_Model):
     """Content of a calibration file.
 
-    Attributes
-    ----------
-    format, version
-        ``"qualms-calibration"`` and 1.
-    target : str
-    kind : {"structure", "atom", "component"}
-    n_components : int
-        Points of one structure or atom: 3 for forces.
-    order : {"member", "component"}, optional
-        Order of the members of vectors; None for scalars and if there are no members.
-    n_members : int, optional
-        Of the ensemble; None if it came as standard deviations alone.
-    units : str
-    std_range : (float, float)
-        Range of most ensemble standard deviations: others may be in other units.
-    method : str
-    parameters : dict
-        α, γ and the others, of `qualms.calibration`.
-    by : str, optional
-        Key of the group labels.
-    groups : dict of str to GroupDocument
-    out_of_bag : bool
-        Whether points were predicted by their out-of-bag members, rather than by all members.
-    intervals : dict of str to (lower, upper)
-    level : float
-        Of the intervals.
-    scores : dict of str to dict
-        "before" and "after", cross-validated.
-    remarks : list of str
-    created, qualms : str
-        Date and time, and version.
+    ``docs/file-formats.md`` describes the fields. `std_range` is the range of most ensemble
+    standard deviations. `order` is None for scalars, and `n_members` if there are no members.
     """
 
     format: Literal["qualms-calibration"] = "qualms-calibration"

@@ -40,17 +40,7 @@ _COMPONENTS = (
 
 @dataclass(frozen=True)
 class Layout:
-    """The order of the members of one structure or atom in a file.
-
-    Attributes
-    ----------
-    shape : tuple of int
-        Shape of the numbers of one row.
-    n_components : int
-        k.
-    order : {"member", "component"}, optional
-        Which of the two axes comes first; None for scalars.
-    """
+    """Shape of the members of one structure or atom in a file, and which axis comes first."""
 
     shape: tuple[int, ...]
     n_components: int
@@ -80,7 +70,7 @@ class Ensemble:
     target : str
     kind : {"structure", "atom", "component"}
     mean, std : (n,) arrays
-        Mean and standard deviation (ddof = 1) of the members, or as they are stored.
+        Of the members (ddof = 1), or as they are stored if there are no members.
     members : (n, N_R) array, optional
     y : (n,) array
         Reference values; NaN where there is none.
@@ -242,7 +232,9 @@ def read_ensemble(
         raise InputError(target, "an ensemble of one member", "at least 2 members", remedy)
     with np.errstate(invalid="ignore"):
         means, std = committee(members)
-    if flat_mean is not None and np.allclose(flat_mean, means, rtol=1e-7, atol=1e-7):
+    if flat_mean is not None and np.allclose(
+        flat_mean, means, rtol=1e-7, atol=1e-7, equal_nan=True
+    ):
         remarks = ()  # the stored mean confirms the order
     return Ensemble(
         target,
@@ -366,17 +358,8 @@ def _labels(values: _Values, by: str | None, k: int) -> StrArray | None:
 class _Values:
     """Arrays by key, with a row for each structure or atom.
 
-    Attributes
-    ----------
-    arrays : mapping of str to arrays
-        First axis: rows.
-    structure, atom : (n_rows,) arrays of int
-    symbols : (n_rows,) array of str, optional
-        Elements, if rows are atoms.
-    keys : set of str
-        All keys of the file, for messages.
-    columns : mapping of str to tuple of str
-        The columns of a table that an array was joined from.
+    `symbols` are elements, if rows are atoms; `keys` are all keys of the file; `columns` are the
+    columns of a table that an array was joined from.
     """
 
     arrays: Mapping[str, Any]
@@ -506,12 +489,7 @@ def _joined(key: str, rows: Sequence[Any | None], counts: Sequence[int]) -> Any:
 
 
 class Table(Mapping[str, Any]):
-    """Columns of a CSV, Parquet or NPZ file by name; they become arrays when they are used.
-
-    Parameters
-    ----------
-    path : path
-    """
+    """Columns of a CSV, Parquet or NPZ file by name; they become arrays when they are used."""
 
     def __init__(self, path: str | Path) -> None:
         file = Path(path)
@@ -582,18 +560,7 @@ class Table(Mapping[str, Any]):
         without: Collection[str] = (),
         force: bool = False,
     ) -> None:
-        """Write the table in the same format, completely or not at all, with some columns changed.
-
-        Parameters
-        ----------
-        path : path
-        changes : mapping of str to arrays
-            Columns that replace those of the same names in their places, or that come last.
-        without : collection of str
-            Columns that are left out.
-        force : bool
-            Whether an existing file may be replaced.
-        """
+        """Write the table in the same format with columns changed, added (last) or left out."""
         kept = {n: self._data[n] for n in self._data if n not in without or n in changes}
         with atomic_output(path, force=force) as stream:
             if self.suffix == ".npz":
@@ -750,22 +717,10 @@ def _joined_columns(
 def join_columns(
     columns: Mapping[str, Any], stem: str, forms: Sequence[str]
 ) -> tuple[tuple[str, ...], Any] | None:
-    """Join columns with one stem into one array.
+    """Join columns with one stem: return their names and one array.
 
-    Parameters
-    ----------
-    columns : mapping of str to arrays
-    stem : str
-    forms : sequence of {"i", "c", "ic", "ci"}
-        Numbers (``e_0`` or ``e0``), components (``f_x``), or both (``f_0_x``, ``f_x_0``): the first
-        form that exists is used.
-
-    Returns
-    -------
-    names : tuple of str
-        The columns, in the order of the flattened array.
-    values : (n, …) array
-        (n, N_R), (n, k), (n, N_R, k) or (n, k, N_R).
+    Forms are "i" (``e_0`` or ``e0``; (n, N_R)), "c" (``f_x``; (n, k)), "ic" (``f_0_x``;
+    (n, N_R, k)) and "ci" (``f_x_0``; (n, k, N_R)). The first form that exists is used.
     """
     number, axis = r"(\d+)", r"([xyz]{1,2})"
     patterns = {"i": f"_?{number}", "c": f"_{axis}", "ic": f"_{number}_{axis}",

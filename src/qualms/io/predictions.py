@@ -41,21 +41,10 @@ _TENSORS = ("stress", "virial", "uid")
 
 @dataclass(frozen=True)
 class _Batch:
-    """Predictions of some structures, checked.
+    """Predictions of some structures, checked; `start` structures were written before.
 
-    Attributes
-    ----------
-    start : int
-        Number of structures written before.
-    frames : sequence of Atoms
-    rows : list of arrays of int, or None
-        For properties of atoms, the predicted atoms of each structure.
-    values : dict of arrays
-        Prediction (n,), its standard deviation (n,) and perhaps members (n, N_R), by name.
-    extra, tensors : dict of arrays
-        One value, or one row, per structure, by name.
-    arrays : dict of arrays
-        One row per atom of all structures, by name.
+    `rows` are the predicted atoms of each structure, for properties of atoms. `values` are the
+    prediction (n,), its standard deviation (n,) and perhaps members (n, N_R).
     """
 
     start: int
