@@ -707,7 +707,7 @@ def test_the_example(monkeypatch):
     spec = importlib.util.spec_from_file_location("external_ensemble", path)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    example.make_files(Path(), n_known=40, n_new=40, n_train=16)
+    example.make_files(Path(), n_known=60, n_new=60, n_train=20)
     for target, given, output in (("energy", "new", "with"), ("forces", "with", "calibrated")):
         document = fit("known.xyz", target, "auto")
         assert document.n_members == example.N_MEMBERS
