@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -920,6 +921,58 @@ def score_arrays(
         spearman=spearman(z, sigma),
         interval_score_95=interval_score(z, sigma, 0.95),
     )
+
+
+class _MeanAndStd(Protocol):
+    """A prediction: see `qualms.Prediction`."""
+
+    @property
+    def mean(self) -> Float64Array: ...
+    @property
+    def std(self) -> Float64Array: ...
+    @property
+    def members(self) -> Any: ...
+
+
+def score(
+    y: ArrayLike,
+    prediction: _MeanAndStd | None = None,
+    *,
+    mean: ArrayLike | None = None,
+    std: ArrayLike | None = None,
+) -> Scores:
+    """Score predictions against reference values.
+
+    Parameters
+    ----------
+    y : (n,) or (n, T) array
+        Reference values.
+    prediction : Prediction of the shape of y
+    mean, std : arrays of the shape of y
+        Instead of a prediction: predicted values and standard deviations > 0.
+
+    Returns
+    -------
+    Scores
+        Root mean squared error, log likelihood, coverage and the other scores, by name.
+
+    Examples
+    --------
+    >>> round(score([1.0, 2.0], mean=[1.1, 1.8], std=[0.1, 0.2]).mae, 6)
+    0.15
+    """
+    if prediction is None:
+        if mean is None or std is None:
+            raise InputError("prediction", None, "a Prediction, or mean and std")
+        return score_arrays(y, mean, std)
+    if mean is not None or std is not None:
+        raise InputError("mean", "a prediction and mean or std", "one or the other")
+    if not hasattr(prediction, "members"):
+        given = type(prediction).__name__
+        raise InputError("prediction", given, "a Prediction", "Or use mean= and std=.")
+    if np.shape(y) != prediction.mean.shape:
+        raise InputError("y", f"shape {np.shape(y)}", f"{prediction.mean.shape}, as predicted")
+    return score_arrays(y, prediction.mean, prediction.std, prediction.members)
 
 
 def _central_intervals(
