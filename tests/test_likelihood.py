@@ -16,7 +16,6 @@ from qualms.metrics import (
     gaussian_log_density,
     log_likelihood,
     root_mean_square,
-    scaled_log_likelihood,
     student_log_density,
 )
 
@@ -29,6 +28,10 @@ scales = st.floats(1e-3, 1e3)
 
 
 @pytest.fixture
+def scaled_log_likelihood(z, std, v, w=None):
+    return log_likelihood(z, np.sqrt(v) * np.asarray(std), w)
+
+
 def data(rng):
     std = rng.lognormal(size=N)
     return std * rng.normal(size=N), std
