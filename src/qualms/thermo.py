@@ -437,11 +437,20 @@ def reweight(
 
 def _members(name: str, given: Prediction | ArrayLike, n_axes: int) -> Float64Array:
     """Return members as an array with so many axes before the last, with at least 2 frames."""
-    array = given.members if isinstance(given, Prediction) else check_points(name, given)
+    array = (
+        _with_members(name, given) if isinstance(given, Prediction) else check_points(name, given)
+    )
     if array.ndim != n_axes + 1 or len(array) < 2 or array.shape[-1] < 2:
         expected = "(n, N_R): at least 2 frames and 2 members"
         raise InputError(name, f"shape {array.shape}", expected)
     return array
+
+
+def _with_members(name: str, prediction: Prediction) -> Float64Array:
+    if prediction.members is None:
+        raise InputError(name, "a prediction without members", "one with members")
+    members: Float64Array = prediction.members
+    return members
 
 
 def _thermal_energy(temperature: float | None, kT: float | None) -> float:
@@ -456,7 +465,7 @@ def _thermal_energy(temperature: float | None, kT: float | None) -> float:
 def _observable(given: Prediction | ArrayLike, n: int) -> tuple[Float64Array, tuple[int, ...]]:
     """Return the observable as (n, T), or (n, T, N) of members, and the shape of its average."""
     if isinstance(given, Prediction):
-        array, shape = given.members, given.shape
+        array, shape = _with_members("observable", given), given.shape
     else:
         array = check_points("observable", given)
         shape = array.shape
@@ -464,7 +473,7 @@ def _observable(given: Prediction | ArrayLike, n: int) -> tuple[Float64Array, tu
         expected = f"({n},) or ({n}, T), as many as energies"
         raise InputError("observable", f"shape {shape}", expected)
     if isinstance(given, Prediction):
-        return array.reshape(n, -1, given.n_members), shape[1:]
+        return array.reshape(n, -1, array.shape[-1]), shape[1:]
     return array.reshape(n, -1), shape[1:]
 
 

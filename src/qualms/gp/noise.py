@@ -251,7 +251,7 @@ def _searched(problem: _Problem, grid: Float64Array, criterion: str) -> NoiseSel
         return found[noise]
 
     bounds = (math.log(grid[0]), math.log(grid[-1]))
-    minimize_scalar(score, bounds=bounds, method="bounded", options={"xatol": 0.1})
+    minimize_scalar(score, bounds=bounds, method="bounded", options={"xatol": 0.25})
     tried = np.array(sorted(found))
     scores = np.array([found[noise] for noise in tried])
     return NoiseSelection(float(tried[np.argmin(scores)]), tried, scores)
