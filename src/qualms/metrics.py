@@ -521,8 +521,8 @@ def score(
 _GAUSSIAN_RANGE = (-7.0, 1.5)
 #: Smallest bandwidth, relative to the range and absolute (ln units).
 _FINEST, _SMALLEST_BANDWIDTH = 1.0 / 200.0, 0.01
-#: Bins per bandwidth, and bandwidths by which the grid extends beyond the data.
-_BINS_PER_BANDWIDTH, _MARGIN = 4, 4
+#: Bins per bandwidth, bins per grid point, and bandwidths by which the grid exceeds the data.
+_BINS_PER_BANDWIDTH, _BINS_PER_POINT, _MARGIN = 8, 4, 4
 
 
 @dataclass(frozen=True)
@@ -744,17 +744,18 @@ def conditional_error_density(
     def estimate(joint: Float64Array, pairs: Float64Array, n_columns: int) -> ConditionalDensity:
         from scipy.ndimage import gaussian_filter1d  # only figures need it
 
+        some = slice(None, None, _BINS_PER_POINT)
         smooth = gaussian_filter1d(joint, _BINS_PER_BANDWIDTH, axis=0, mode="constant", truncate=6)
-        marginal = smooth.sum(axis=1) / (x[1] - x[0])
+        smooth = smooth[some] / (x[1] - x[0])
+        marginal = smooth.sum(axis=1)
         # marginal = near / (n h sqrt(2π)), where near counts the n points by their closeness.
         near = marginal * (pairs.shape[1] / n_columns) * h_sigma * np.sqrt(2.0 * np.pi)
         supported: BoolArray = near >= min_points
-        density = gaussian_filter1d(smooth, _BINS_PER_BANDWIDTH, axis=1, mode="constant")
-        density[~supported] = 0.0
-        total = (marginal * (x[1] - x[0]) * (e[1] - e[0]))[supported, None]
-        density[supported] /= total
+        density = gaussian_filter1d(smooth, _BINS_PER_BANDWIDTH, axis=1, mode="constant")[:, some]
+        density /= np.where(supported, marginal, np.inf)[:, None] * (e[1] - e[0])
         n_dropped = sigma.size * n_columns - pairs.shape[1]
-        return ConditionalDensity(_centers(x), _centers(e), density, marginal, supported, n_dropped)
+        grids = _centers(x)[some], _centers(e)[some]
+        return ConditionalDensity(*grids, density, marginal, supported, n_dropped)
 
     return ErrorDensities(
         estimate(histograms[0], pairs[0], 1),
