@@ -372,6 +372,25 @@ def test_tables_of_atoms_and_arrays_without_rows():
     assert load("out.npz")["cutoff"] == 5.0
 
 
+def test_short_rows_and_lists_of_integers():
+    arrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    members, y = committee()
+    lines = [
+        ",".join(map(repr, [*row.tolist(), v])) for row, v in zip(members, y.tolist(), strict=True)
+    ]
+    names = ",".join([*(f"e_{i}" for i in range(R)), "REF_e"])
+    Path("p.csv").write_text("\n".join([names, *lines, "1.0,2.0"]) + "\n")
+    found = calibrate_ensemble(read_ensemble("p.csv", "e"), "linear")
+    assert found.points.dropped == {"without a reference value": 1}
+    whole = np.round(100 * members).astype(int).tolist()
+    parquet.write_table(arrow.table({"e_ensemble": whole, "REF_e": 100 * y}), "p.parquet")
+    fit_and_apply("p.parquet")
+    new = Table("out.parquet")
+    np.testing.assert_allclose(new["e_ensemble"].std(axis=1, ddof=1), new["e_uncertainty"])
+
+
 def test_tables_need_pandas(monkeypatch):
     write_csv("p.csv", {"e": [1.0], "REF_e": [1.0]})
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)

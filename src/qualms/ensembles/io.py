@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import zipfile
@@ -593,9 +594,8 @@ def _pandas() -> Any:
         import pyarrow  # noqa: F401
     except ImportError:
         remedy = "Or install pandas and pyarrow: pip install 'qualms[tables]'."
-        raise InputError(
-            "path", "a .csv or .parquet file", "an .xyz or .npz file", remedy
-        ) from None
+        given = "a .csv or .parquet file"
+        raise InputError("path", given, "an .xyz or .npz file", remedy) from None
     return pandas
 
 
@@ -617,19 +617,15 @@ def _unpacked(name: str, column: Any) -> Any:
 
     if not pyarrow.types.is_nested(column.dtype.pyarrow_dtype):
         if column.dtype.kind in "biuf":
-            return (
-                column.to_numpy(dtype=float, na_value=np.nan)
-                if column.hasnans
-                else (column.to_numpy())
-            )
+            missing = {"dtype": float, "na_value": np.nan} if column.hasnans else {}
+            return column.to_numpy(**missing)
         return column.astype(str).to_numpy(dtype=str)
     known = column.notna().to_numpy(dtype=bool)
     try:
         lists = np.array(pyarrow.array(column[known]).to_pylist(), dtype=float)
     except (TypeError, ValueError):
-        raise InputError(
-            name, "lists of text or of different lengths", "lists of numbers"
-        ) from None
+        given = "lists of text or of different lengths"
+        raise InputError(name, given, "lists of numbers") from None
     filled = np.full((len(column), *lists.shape[1:]), np.nan)
     filled[known] = lists
     return filled
@@ -642,7 +638,8 @@ def _packed(array: Any, before: Any | None) -> Any:
     values = np.asarray(array)
     packed = pyarrow.array(values.tolist())
     if before is not None and values.ndim > 1:
-        packed = packed.cast(before.dtype.pyarrow_dtype)
+        with contextlib.suppress(pyarrow.ArrowInvalid):  # lists of integers
+            packed = packed.cast(before.dtype.pyarrow_dtype)
     return _pandas().arrays.ArrowExtensionArray(packed)
 
 
