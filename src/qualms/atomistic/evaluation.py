@@ -20,8 +20,8 @@ from qualms.calibration.fitting import METHODS, fit_calibration
 from qualms.calibration.methods import whole_spread
 from qualms.errors import CalibrationError, InputError
 from qualms.gp.ensemble import committee, group_codes
-from qualms.metrics import Scores, score_arrays
-from qualms.prediction import Prediction, score
+from qualms.metrics import Scores, score, score_arrays
+from qualms.prediction import Prediction
 from qualms.progress import Stages
 
 #: Methods that the paper also fits to a validation set: "CV" and "N-L" in its tables.

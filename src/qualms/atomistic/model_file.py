@@ -27,14 +27,14 @@ from qualms.calibration.fitting import build_calibration
 from qualms.errors import QualmsError
 from qualms.features.compression import Projection
 from qualms.features.soap import Representation
-from qualms.io.container import (
+from qualms.io.tensors import (
     Document,
     StorageError,
     TensorSpec,
     check_tensors,
-    read_container,
     read_document,
-    write_container,
+    read_tensors,
+    write_tensors,
 )
 from qualms.progress import Stages
 
@@ -198,7 +198,7 @@ def write_model(
         record=record,
         provenance=provenance,
     )
-    write_container(path, _tensors(fitted), document, format=FORMAT, version=PROTOCOL, force=force)
+    write_tensors(path, _tensors(fitted), document, format=FORMAT, version=PROTOCOL, force=force)
 
 
 def _documents(calibrations: Mapping[str, Calibration]) -> dict[str, CalibrationDocument]:
@@ -235,8 +235,7 @@ def read_model_document(path: str | Path) -> ModelDocument:
 
 def read_model(path: str | Path) -> tuple[Fitted, Record, Provenance]:
     """Read a model; a `StorageError` says what is wrong with the file."""
-    container = read_container(path, ModelDocument, format=FORMAT, version=PROTOCOL)
-    document, tensors = container.document, container.tensors
+    tensors, document = read_tensors(path, ModelDocument, format=FORMAT, version=PROTOCOL)
     sizes = check_tensors(tensors, _expected(document), path=path, sizes=_sizes(document))
     try:
         fitted = _build(document, tensors, sizes["r"])

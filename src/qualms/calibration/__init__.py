@@ -1,11 +1,11 @@
-"""From the spread between members to error bars that hold: Eqs. (8), (9), (12), (19) and beyond.
+"""From ensemble standard deviations to calibrated ones: Eqs. (8), (9), (12), (19) and beyond.
 
-| method | what it assumes | parameters |
+| method | assumption | parameters |
 |---|---|---|
-| none | the spread is the error | |
+| none | σ = ŝ | |
 | linear | z ~ N(0, α²ŝ²), Eqs. (9) and (12) | α |
 | power | z ~ N(0, α²ŝ^2γ), Eq. (19) | α, γ |
-| student | as linear, for a committee that is finite | α |
+| student | as linear, for a finite ensemble | α |
 | shrinkage | as power, and ŝ itself is noisy (empirical Bayes) | α, γ, m, τ |
 """
 

@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,8 +20,11 @@ from rich.table import Table
 from qualms.atomistic.evaluation import Evaluation, evaluate, evaluate_derivatives
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.structures import read_frames
-from qualms.ensembles.apply import calibration_for
+from qualms.ensembles.apply import recalibrate
+from qualms.ensembles.calibration_file import read_calibration
 from qualms.errors import QualmsWarning
+from qualms.evaluation import Evaluation as Recalibrated
+from qualms.metrics import score_arrays
 from qualms.progress import Bars, Stages
 
 
@@ -166,14 +169,22 @@ def judge(
     loaded = AtomisticModel.load(model, threads=threads)
     frames = read_frames(test)
     held_out = None if validation is None else read_frames(validation)
-    further = [] if calibration is None else [calibration_for(calibration, loaded, frames)]
-    evaluation = evaluate(
-        loaded,
-        frames,
-        held_out,
-        calibrations={one.name: one for one in further},
-        stages=Stages(terminal.progress()),
-    )
-    remarks = [remark for one in further for remark in one.remarks(evaluation)]
+    evaluation = evaluate(loaded, frames, held_out, stages=Stages(terminal.progress()))
+    remarks = []
+    if calibration is not None:
+        document = read_calibration(calibration)
+        name = f"{calibration.name} ({document.method})"
+        found = Recalibrated(
+            target=loaded.settings.target,
+            y=evaluation.y,
+            prediction=evaluation.prediction,
+            structure=evaluation.structure,
+            atom=evaluation.atom,
+            frames=frames,
+        )
+        better = recalibrate(found, document, extensive=loaded.settings.kind == "extensive")
+        rows = {**evaluation.rows, name: score_arrays(evaluation.y, better.mean, better.std)}
+        evaluation = replace(evaluation, rows=rows)
+        remarks = [f"{name}: fitted to {document.parameters.get('n_points')} points."]
     derived = evaluate_derivatives(loaded, frames, held_out, stages=Stages(terminal.progress()))
     return ModelOnTest(loaded, frames, evaluation, derived, remarks)

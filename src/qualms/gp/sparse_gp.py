@@ -1,4 +1,4 @@
-"""Exact Gaussian process regression: Eqs. (1) and (2), Musil et al. 2019.
+"""Gaussian processes, exact and projected: Eqs. (1) to (3), Musil et al. 2019.
 
 y = f + ε with f ~ GP(0, K) and ε ~ N(0, σ²); per-sample weights w_n mean noise of variance σ²/w_n.
 The algebra is that of Rasmussen & Williams (2006), chapters 2 and 5.
@@ -138,7 +138,7 @@ class ProjectedProcess:
     weights : (r, T) array
         A⁻¹Φᵀy, one column per output.
     gram : (r, r) array
-        ΦᵀΦ, rows weighted: what members that lack some of the rows start from.
+        ΦᵀΦ, rows weighted.
     factor : (r, r) array
         Lower Cholesky factor of A = ΦᵀΦ + σ².
     noise_variance : float

@@ -1,16 +1,14 @@
-"""Exact and projected Gaussian processes and the choice of noise, against explicit inverses."""
-
 import numpy as np
 import oracle
 import pytest
+from checks import rejects
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qualms.errors import InputError
+from qualms.errors import NumericalError
 from qualms.gp import sparse_gp as projected_process
 from qualms.gp.kernels import PowerKernel, normalize_rows, unit_scale
-from qualms.gp.linalg import whiten
-from qualms.gp.noise import Replicates, noise_grid, select_noise, select_noise_from_kernel
+from qualms.gp.linalg import cholesky, cholesky_solve, cholesky_whiten, whiten
 from qualms.gp.sparse_gp import (
     fit_gaussian_process,
     fit_projected_process,
@@ -187,148 +185,101 @@ def test_variances_are_never_negative(seed, n_distinct, noise):
     assert np.all(exact.variance(K, np.diag(K), include_noise=False) >= 0)
 
 
-@pytest.mark.parametrize("weight", [None, WEIGHT])
-def test_loo_curve_is_the_mean_size_of_leave_one_out_residuals(weight):
-    Phi, _ = basis(M)
-    Y2 = np.stack([Y, Y**2], axis=1)
-    grid = np.geomspace(1e-4, 10, 7)
-    selection = select_noise(Phi, Y2, grid, sample_weight=weight)
-    w = np.ones(N) if weight is None else weight
-    for noise, score in zip(grid, selection.scores, strict=True):
-        model = fit_projected_process(Phi, Y2, noise, sample_weight=weight)
-        residuals = leave_one_out_residuals(model, Phi, Y2, sample_weight=weight)
-        assert score == pytest.approx(w @ np.abs(residuals).mean(axis=1) / w.sum(), rel=1e-6)
+rng = np.random.default_rng(0)
 
 
-@pytest.mark.parametrize("weight", [None, WEIGHT])
-def test_groups_are_left_out_together(weight):
-    Phi, _ = basis(M)
-    groups = np.random.default_rng(1).integers(5, size=N)
-    grid = np.geomspace(1e-3, 10, 5)
-    selection = select_noise(Phi, Y, grid, sample_weight=weight, groups=groups)
-    w = np.ones(N) if weight is None else weight
-    for noise, score in zip(grid, selection.scores, strict=True):
-        residuals = np.empty(N)
-        for group in np.unique(groups):
-            out, kept = groups == group, groups != group
-            model = fit_projected_process(Phi[kept], Y[kept], noise, sample_weight=w[kept])
-            residuals[out] = Y[out] - model.mean(Phi[out])[:, 0]
-        assert score == pytest.approx(w @ np.abs(residuals) / w.sum(), rel=1e-6)
+def test_whitened_features_reproduce_the_nystrom_kernel():
+    A = rng.normal(size=(6, 9))
+    K_MM, K_XM = A @ A.T, rng.normal(size=(4, 9)) @ A.T
+    whitening = whiten(K_MM)
+    Phi = whitening.features(K_XM[:, whitening.pivots])
+    np.testing.assert_allclose(Phi @ Phi.T, K_XM @ np.linalg.inv(K_MM) @ K_XM.T, rtol=1e-9)
+    assert whitening.effective_rank == 6
+    assert whitening.residual == 0.0
 
 
-@pytest.mark.parametrize("criterion", ["loo", "evidence"])
-@pytest.mark.parametrize("grouped", [False, True])
-def test_a_search_finds_the_noise_that_the_whole_curve_has(monkeypatch, criterion, grouped):
-    Phi, _ = basis(M)
-    Y2 = np.stack([Y, np.sin(Y)], axis=1)
-    options = {
-        "criterion": criterion,
-        "sample_weight": WEIGHT,
-        "groups": np.arange(N) // 3 if grouped else None,
-        "replicates": Replicates(5, np.array([0.3, 0.1])),
-    }
-    grid = noise_grid(float(np.var(Y2)))
-    whole = select_noise(Phi, Y2, grid, **options)
-    monkeypatch.setattr("qualms.gp.noise._MANY_COLUMNS", 0)
-    searched = select_noise(Phi, Y2, grid, **options)
-    assert searched.noise_variance == pytest.approx(whole.noise_variance, rel=1e-6)
-    assert len(searched.grid) < 15
-    places = np.searchsorted(grid, searched.grid)
-    np.testing.assert_allclose(searched.scores, whole.scores[places], rtol=1e-6)
+def test_kernel_weights_predict_as_whitened_weights_do():
+    A = rng.normal(size=(6, 9))
+    whitening = whiten(A @ A.T)
+    K_XM = (rng.normal(size=(4, 9)) @ A.T)[:, whitening.pivots]
+    w = rng.normal(size=(6, 2, 3))
+    expected = np.einsum("ij,jkl->ikl", whitening.features(K_XM), w)
+    result = np.einsum("ij,jkl->ikl", K_XM, whitening.kernel_weights(w))
+    np.testing.assert_allclose(result, expected, rtol=1e-9)
 
 
-def test_one_odd_point_does_not_decide_the_noise():
-    random = np.random.default_rng(0)
-    Z = np.zeros((400, 11))
-    Z[:, :10] = random.normal(size=(400, 10))
-    Z[0] = np.eye(11)[10]  # nothing else is like it
-    y = Z[:, :10] @ random.normal(size=10) + 0.01 * random.normal(size=400)
-    y[0] = 1000.0
-    grid = noise_grid(1.0)
-    odd = select_noise(Z, y, grid).noise_variance
-    assert odd == pytest.approx(select_noise(Z[1:], y[1:], grid).noise_variance, rel=1.0)
+@given(st.integers(1, 8), st.integers(1, 5), st.integers(0, 2**31))
+def test_whitening_finds_the_rank_of_a_deficient_kernel(n_distinct, n_features, seed):
+    random = np.random.default_rng(seed)
+    distinct = random.normal(size=(n_distinct, n_features))
+    rows = distinct[random.integers(n_distinct, size=20)]
+    rank = np.linalg.matrix_rank(rows)
+    whitening = whiten(rows @ rows.T)
+    assert whitening.effective_rank == rank
+    assert whitening.negative < 1e-12
+    # Nothing is lost: the kernel of all is reproduced by those that are kept.
+    Phi = whitening.features((rows @ rows.T)[:, whitening.pivots])
+    np.testing.assert_allclose(Phi @ Phi.T, rows @ rows.T, atol=1e-7)
 
 
-@pytest.mark.parametrize("weight", [None, WEIGHT])
-def test_evidence_curve_is_the_log_marginal_likelihood(weight):
-    Phi, _ = basis(M)
-    grid = np.geomspace(1e-4, 10, 7)
-    selection = select_noise(Phi, Y, grid, criterion="evidence", sample_weight=weight)
-    expected = [
-        -log_marginal_likelihood(
-            fit_projected_process(Phi, Y, noise, sample_weight=weight), Phi, Y, sample_weight=weight
-        )
-        for noise in grid
-    ]
-    # Equal up to a constant.
+def test_constant_features_leave_one_representative():
+    assert whiten(np.ones((5, 5))).effective_rank == 1
+
+
+def test_an_indefinite_kernel_is_reported():
+    K = np.array([[1.0, 2.0], [2.0, 1.0]])
+    whitening = whiten(K)
+    assert whitening.effective_rank == 1
+    assert whitening.negative == pytest.approx(3.0)
+
+
+def test_overwriting_saves_the_copy_and_changes_nothing():
+    A = rng.normal(size=(6, 6))
+    whitening = whiten(A @ A.T)
+    K_XM = rng.normal(size=(4, 6))
+    expected = whitening.features(K_XM.copy())
+    in_place = whitening.features(K_XM, overwrite=True)
+    np.testing.assert_array_equal(in_place, expected)
+    assert np.shares_memory(in_place, K_XM)
+
+
+def test_triangular_solves():
+    A = rng.normal(size=(5, 5))
+    A = A @ A.T + np.eye(5)
+    B = rng.normal(size=(5, 2, 3))
+    factor = cholesky(A, what="A")
     np.testing.assert_allclose(
-        selection.scores - selection.scores[0], np.array(expected) - expected[0], rtol=1e-7
+        np.einsum("ij,jkl->ikl", A, cholesky_solve(factor, B)), B, atol=1e-12
     )
+    V = cholesky_whiten(factor, B[:, 0])
+    np.testing.assert_allclose(V.T @ V, B[:, 0].T @ np.linalg.inv(A) @ B[:, 0])
 
 
-@pytest.mark.parametrize("criterion", ["loo", "evidence"])
-def test_the_noise_of_synthetic_data_is_found(criterion):
-    found = []
-    for seed in range(20):
-        random = np.random.default_rng(seed)
-        Z = random.normal(size=(400, 10))
-        y = Z @ random.normal(size=10) + 0.3 * random.normal(size=400)
-        found.append(select_noise(Z, y, noise_grid(np.var(y)), criterion=criterion).noise_variance)
-    # Leave-one-out looks at the error alone, which is flat near its minimum, so it scatters more.
-    assert np.median(found) == pytest.approx(0.09, rel=0.1 if criterion == "evidence" else 1.0)
+@pytest.mark.parametrize(
+    ("parameter", "call"),
+    [
+        ("noise_variance", lambda: fit_gaussian_process(np.eye(3), np.ones(3), 0.0)),
+        ("noise_variance", lambda: fit_projected_process(np.eye(3), np.ones(3), -1.0)),
+        ("y", lambda: fit_projected_process(np.eye(3), np.ones(4), 1.0)),
+        ("y", lambda: fit_projected_process(np.eye(3), np.full(3, np.nan), 1.0)),
+        ("K_NN", lambda: fit_gaussian_process(np.ones((3, 2)), np.ones(3), 1.0)),
+        ("Phi", lambda: fit_projected_process(np.full((3, 2), np.inf), np.ones(3), 1.0)),
+        (
+            "sample_weight",
+            lambda: fit_projected_process(np.eye(3), np.ones(3), 1.0, sample_weight=np.zeros(3)),
+        ),
+        ("K_MM", lambda: whiten(np.ones((2, 3)))),
+        ("K_MM", lambda: whiten(np.full((2, 2), np.nan))),
+        ("K_XM", lambda: whiten(np.eye(2)).features(np.ones((4, 3)))),
+    ],
+)
+def test_bad_input(parameter, call):
+    with rejects(parameter):
+        call()
 
 
-def test_noise_of_the_exact_process_is_that_of_the_projected_one():
-    Phi, _ = basis(N)
-    grid = noise_grid(1.0)
-    exact = select_noise_from_kernel(KERNEL(X, X), Y, grid)
-    assert exact.noise_variance == pytest.approx(
-        select_noise(Phi, Y, grid).noise_variance, rel=1e-6
-    )
-
-
-def test_the_known_gram_and_fewer_rows_can_be_used():
-    Phi, _ = basis(M)
-    grid = noise_grid(1.0)
-    full = select_noise(Phi, Y, grid)
-    np.testing.assert_allclose(select_noise(Phi, Y, grid, gram=Phi.T @ Phi).scores, full.scores)
-    some = select_noise(Phi, Y, grid, max_rows=10)
-    assert some.scores.shape == full.scores.shape
-
-
-def test_noise_at_the_end_of_the_grid_is_returned_as_it_is():
-    Phi, _ = basis(M)
-    selection = select_noise(Phi, Y, np.array([1e3, 1e4, 1e5]))
-    assert selection.noise_variance in selection.grid
-
-
-def test_flat_curves_do_not_divide_by_zero():
-    selection = select_noise(np.zeros((5, 2)), np.ones(5), np.array([1.0, 2.0, 3.0]))
-    assert selection.noise_variance > 0
-
-
-@pytest.mark.parametrize("noise", [0.0, -1.0, np.nan, np.inf])
-def test_noise_must_be_positive(noise):
-    for fit in (fit_gaussian_process, fit_projected_process):
-        with pytest.raises(InputError, match="noise_variance"):
-            fit(np.eye(3), np.ones(3), noise)
-
-
-def test_bad_input_is_named():
-    with pytest.raises(InputError, match="y=shape"):
-        fit_projected_process(np.eye(3), np.ones(4), 1.0)
-    with pytest.raises(InputError, match="y=NaN"):
-        fit_projected_process(np.eye(3), np.array([1.0, np.nan, 2.0]), 1.0)
-    with pytest.raises(InputError, match="sample_weight=shape"):
-        fit_projected_process(np.eye(3), np.ones(3), 1.0, sample_weight=np.ones(2))
-    with pytest.raises(InputError, match="sample_weight=minimum"):
-        fit_projected_process(np.eye(3), np.ones(3), 1.0, sample_weight=np.array([1.0, 0.0, 1.0]))
-    with pytest.raises(InputError, match="Phi=NaN"):
-        fit_projected_process(np.full((3, 3), np.nan), np.ones(3), 1.0)
-    for K in (np.full((3, 3), np.nan), np.ones((3, 2))):
-        with pytest.raises(InputError, match="K_NN"):
-            fit_gaussian_process(K, np.ones(3), 1.0)
-    with pytest.raises(InputError, match="grid"):
-        select_noise(np.eye(3), np.ones(3), np.array([1.0, 0.5, 2.0]))
-    with pytest.raises(InputError, match="criterion"):
-        select_noise(np.eye(3), np.ones(3), noise_grid(1.0), criterion="guess")
+def test_matrices_that_are_not_positive_definite():
+    with pytest.raises(NumericalError):
+        whiten(np.zeros((2, 2)))
+    with pytest.raises(NumericalError):
+        cholesky(-np.eye(2), what="A")
