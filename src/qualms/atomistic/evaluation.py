@@ -19,6 +19,7 @@ from qualms.calibration.base import Calibration, MemberTransform, calibration_da
 from qualms.calibration.fitting import METHODS, fit_calibration
 from qualms.calibration.methods import whole_spread
 from qualms.errors import CalibrationError, InputError
+from qualms.evaluation import COMPONENT_NAMES, Evaluation
 from qualms.gp.ensemble import committee, group_codes
 from qualms.metrics import Scores, score_arrays
 from qualms.prediction import Prediction, score
@@ -31,7 +32,7 @@ _MIN_CROSS_FIT = 8
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class TargetEvaluation:
     """A model on labelled structures.
 
     Attributes
@@ -73,14 +74,14 @@ class Evaluation:
         return int(np.unique(self.structure).size)
 
 
-def evaluate(
+def evaluate_target(
     model: AtomisticModel,
     frames: Sequence[Atoms],
     validation: Sequence[Atoms] | None = None,
     *,
     calibrations: Mapping[str, MemberTransform] | None = None,
     stages: Stages | None = None,
-) -> Evaluation:
+) -> TargetEvaluation:
     """Score a model with every calibration, and its projected process.
 
     Parameters
@@ -110,7 +111,7 @@ def evaluate(
         rows[name] = score(test.y, Prediction(members))
     if test.pp is not None:
         rows["GPR PP"] = score_arrays(test.y, *test.pp)
-    return Evaluation(
+    return TargetEvaluation(
         rows=rows,
         y=test.y,
         labels=test.y * test.sizes,
@@ -295,7 +296,7 @@ def evaluate_derivatives(
     validation: Sequence[Atoms] | None = None,
     *,
     stages: Stages | None = None,
-) -> dict[str, Evaluation]:
+) -> dict[str, TargetEvaluation]:
     """Score components of what a model was trained on besides energies.
 
     Parameters
@@ -312,14 +313,14 @@ def evaluate_derivatives(
 
     Returns
     -------
-    dict of str to Evaluation
+    dict of str to TargetEvaluation
         By "forces" and "stress", as far as structures have any: `unjudged` says what is missing.
     """
     held_out = {} if validation is None else _learned(model, validation, stages)
     return _evaluations(model, _learned(model, frames, stages), held_out)
 
 
-def unjudged(model: AtomisticModel, found: Mapping[str, Evaluation]) -> list[str]:
+def unjudged(model: AtomisticModel, found: Mapping[str, TargetEvaluation]) -> list[str]:
     """Say what a model was trained on and no structure tells anything about."""
     keys = {"forces": model.settings.forces, "stress": model.settings.stress}
     return [
@@ -335,7 +336,7 @@ def evaluate_forces(
     *,
     key: str | None = None,
     stages: Stages | None = None,
-) -> Evaluation:
+) -> TargetEvaluation:
     """Score components of forces, with every calibration.
 
     Parameters
@@ -351,7 +352,7 @@ def evaluate_forces(
 
     Returns
     -------
-    Evaluation
+    TargetEvaluation
         Its points are components of forces.
     """
     found = find_forces(frames, key or model.settings.forces or "forces")
@@ -364,13 +365,13 @@ def evaluate_stress(
     *,
     key: str | None = None,
     stages: Stages | None = None,
-) -> Evaluation:
+) -> TargetEvaluation:
     """Score components of stresses, as `evaluate_forces` does those of forces."""
     found = find_stresses(frames, key or model.settings.stress or "stress")
     return _only("stress", _evaluations(model, _components(model, frames, {}, found, stages)))
 
 
-def _only(name: str, found: Mapping[str, Evaluation]) -> Evaluation:
+def _only(name: str, found: Mapping[str, TargetEvaluation]) -> TargetEvaluation:
     if name not in found:
         raise InputError(name, "zero by symmetry, or no structures", "something to judge")
     return found[name]
@@ -489,7 +490,7 @@ def _evaluations(
     model: AtomisticModel,
     found: Mapping[str, _Components],
     held_out: Mapping[str, _Components] | None = None,
-) -> dict[str, Evaluation]:
+) -> dict[str, TargetEvaluation]:
     """Score forces and stresses, each with its own calibrations and units."""
     fitted, others = model.fitted, held_out or {}
     known = {
@@ -507,12 +508,12 @@ def _evaluation(
     held_out: Points | None,
     internal: Mapping[str, Calibration],
     units: str,
-) -> Evaluation:
+) -> TargetEvaluation:
     y = found.points.y
     rows = {"raw": score(y, found.points.raw), **calibrated_rows(found.points, held_out, internal)}
     if not internal:
         rows["as the energy"] = score(y, found.own)
-    return Evaluation(
+    return TargetEvaluation(
         rows=rows,
         y=y,
         labels=y,
@@ -524,3 +525,35 @@ def _evaluation(
         n_unlabelled=found.n_unlabelled,
         component=found.component,
     )
+
+
+def evaluate(
+    model: AtomisticModel,
+    frames: Sequence[Atoms],
+    validation: Sequence[Atoms] | None = None,
+    *,
+    stages: Stages | None = None,
+) -> dict[str, Evaluation]:
+    """Evaluate a model on labelled structures: "energy", and "forces" and "stress" if present."""
+    found = {"energy": evaluate_target(model, frames, validation, stages=stages)}
+    found |= evaluate_derivatives(model, frames, validation, stages=stages)
+    settings = model.settings
+    keys = {"energy": settings.target, "forces": settings.forces, "stress": settings.stress}
+    return {
+        quantity: Evaluation(
+            target=keys[quantity] or quantity,
+            quantity=quantity,
+            y=one.y,
+            prediction=one.prediction,
+            structure=one.structure,
+            atom=one.atom,
+            component=one.component,
+            component_names=COMPONENT_NAMES.get(quantity, ()),
+            units=one.units,
+            frames=frames,
+            scores=one.rows,
+            validation=one.validation,
+            n_unlabelled=one.n_unlabelled,
+        )
+        for quantity, one in found.items()
+    }

@@ -11,7 +11,6 @@ import numpy as np
 from ase import Atoms
 
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray, StrArray
-from qualms.atomistic.evaluation import Evaluation
 from qualms.atomistic.labels import labelled
 from qualms.atomistic.model import AtomisticModel
 from qualms.calibration.base import rounding_of
@@ -272,11 +271,11 @@ class ModelCalibration:
             scaled if self.labels is None else stretched(scaled, self.document.factors(self.labels))
         )
 
-    def remarks(self, evaluation: Evaluation) -> list[str]:
+    def remarks(self, labels_seen: Float64Array) -> list[str]:
         """Say what the calibration was fitted to, and if it may have been these very points."""
         n_points = self.document.parameters.get("n_points", "an unknown number of")
         remarks = [f"{self.name}: fitted to {n_points} points."]
-        seen = self.document.seen(evaluation.labels)
+        seen = self.document.seen(labels_seen)
         if seen > _BY_CHANCE:
             remarks = [
                 f"{self.name}: fitted to {n_points} points, of which about {seen:.0%} have the "

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-from rich.table import Table as TerminalTable
 
-from qualms.report.tables import new_table
+from qualms.report.tables import Table as TerminalTable
 from qualms.reproduce.markdown import minus
 from qualms.reproduce.over_seeds import (
     bootstrap_of,
@@ -122,9 +121,6 @@ def terminal_tables(results: Results) -> list[TerminalTable]:
 def _filled(
     title: str, caption: str, columns: Sequence[str], rows: Iterable[tuple[str, list[str]]]
 ) -> TerminalTable:
-    table = new_table(title, caption)
-    for heading in ("n", *columns):
-        table.add_column(heading, justify="right")
-    for label, cells in rows:
-        table.add_row(label, *cells)
-    return table
+    return TerminalTable(
+        ["n", *columns], [[label, *cells] for label, cells in rows], title, caption
+    )
