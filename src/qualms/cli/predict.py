@@ -195,7 +195,7 @@ def _add_forces(
     solid = np.array([stress and atoms.cell.rank == 3 for atoms in frames])
     groups = [chosen for chosen in (np.flatnonzero(solid), np.flatnonzero(~solid)) if chosen.size]
     parts = [
-        model.predict_forces([frames[i] for i in chosen], stress=bool(solid[chosen[0]]))
+        model.predict_forces([frames[i] for i in chosen.tolist()], stress=bool(solid[chosen[0]]))
         for chosen in groups
     ]
     order = np.argsort(np.concatenate(groups))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from qualms.atomistic.memory import default_threads, parse_memory
 from qualms.atomistic.training import Resources
@@ -18,6 +17,7 @@ from qualms.data import csd as read_csd
 from qualms.errors import InputError
 from qualms.io.files import check_output, refuse_input
 from qualms.progress import Stages
+from qualms.report.tables import Table
 from qualms.reproduce.complete import check_together, complete_part, size_note
 from qualms.reproduce.page import write_page
 from qualms.reproduce.pictures import draw_figures

@@ -103,8 +103,9 @@ def assess(evaluation: Evaluation, *, n_bootstrap: int = 200, seed: int = 0) -> 
         )
 
     def within(one: Prediction) -> OneSigma:
-        options = {"groups": evaluation.structure, "n_bootstrap": n_bootstrap}
-        return bootstrap_one_sigma(evaluation.residuals, one.std, **options)
+        return bootstrap_one_sigma(
+            evaluation.residuals, one.std, groups=evaluation.structure, n_bootstrap=n_bootstrap
+        )
 
     scores = {name: scored(one) for name, one in compared.items()}
     final, one = next(reversed(scores.values())), within(prediction)

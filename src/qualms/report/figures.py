@@ -331,7 +331,7 @@ class Display(ABC):
         return axis_label(quantity, target=self.target, units=self.units)
 
 
-def _checked(y: ArrayLike, prediction: Prediction) -> tuple[Float64Array, Float64Array]:
+def _checked(y: ArrayLike, prediction: object) -> tuple[Float64Array, Float64Array]:
     """Return reference values and residuals, of the shape of the prediction."""
     if not isinstance(prediction, Prediction):
         remedy = "Use Prediction(members), or Prediction(mean=..., std=...)."
@@ -545,7 +545,8 @@ def _conditional_legend(ax: Axes) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    name, thin = r"{}, $P(\ln\epsilon_{}\,|\,\ln\sigma)$", {"linewidth": 0.9}
+    name = r"{}, $P(\ln\epsilon_{}\,|\,\ln\sigma)$"
+    thin: dict[str, Any] = {"linewidth": 0.9}
     handles = [
         Line2D([], [], color=INK, linestyle="-", label=name.format("actual", "t"), **thin),
         Line2D([], [], color=ACCENT, linestyle="--", label=name.format("model", "m"), **thin),

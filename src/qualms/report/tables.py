@@ -63,7 +63,7 @@ class Table:
             # rich wraps title and caption at the width of the table.
             min_width=max(map(len, [self.title, *self.note.splitlines()])),
             box=box.SIMPLE_HEAD,
-            padding=(0, 1, 0, 0),
+            padding=0,
             show_edge=False,
             header_style="",
         )
