@@ -102,9 +102,9 @@ def _atom_values(model: AtomisticModel, frames: Sequence[Any]) -> AtomValues | N
         return None
     units = {
         NOVELTY: "",
-        "σ of the atom's contribution": model.settings.units,
-        "σ of the contribution, shared with neighbours": model.settings.units,
-        "σ of the force on the atom": forces_units_of(model.fitted),
+        "σ of the contribution": model.settings.units,
+        "σ of the contribution shared with neighbours": model.settings.units,
+        "σ of the force": forces_units_of(model.fitted),
     }
 
     def atom_values(some: Sequence[int]) -> Properties:
