@@ -6,7 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -47,11 +47,13 @@ def _option(name: str) -> inspect.Parameter:
     """Return the option for a field: its help, panel and possible values are those of the field."""
     field = Settings.model_fields[name]
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    # The type as in the documentation, such as {"fps", "cur", "random"}.
+    values = str(extra.get("type", "")).replace('"', "")
     default = None if field.default in (None, "") or field.is_required() else str(field.default)
     option = typer.Option(
         f"--{name.removeprefix('n_').replace('_', '-')}",
         help=(field.description or "").replace("``", ""),
-        metavar=_metavar(field.annotation),
+        metavar=values if values.startswith("{") else None,
         show_default=default if default is not None else False,
         rich_help_panel=str(extra.get("group", _MODEL)).capitalize(),
     )
@@ -59,27 +61,6 @@ def _option(name: str) -> inspect.Parameter:
     annotation = Annotated[type_ | None, option]  # type: ignore[valid-type]
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, kind, default=None, annotation=annotation)
-
-
-def _metavar(annotation: Any) -> str | None:
-    """Return the possible values of a field: literals, and whether a number is possible."""
-    parts: list[Any] = [annotation]
-    while any(get_origin(part) not in (None, Literal, dict, tuple) for part in parts):
-        # Annotated[float, ...] and unions.
-        parts = [
-            inner
-            for part in parts
-            for inner in (
-                [part]
-                if get_origin(part) in (None, Literal, dict, tuple)
-                else get_args(part)[:1]
-                if get_origin(part) is Annotated
-                else get_args(part)
-            )
-        ]
-    values = [str(v) for part in parts if get_origin(part) is Literal for v in get_args(part)]
-    values += ["NUMBER"] if float in parts else []
-    return f"[{'|'.join(values)}]" if len(values) > 1 else values[0] if values else None
 
 
 @_with_settings

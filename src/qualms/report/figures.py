@@ -60,10 +60,17 @@ ACCENT: Final = "#D55E00"
 GREY: Final = "0.82"
 GUIDE: Final = "0.45"
 
-#: Fonts that come with matplotlib, so that a figure looks the same everywhere.
-_FONT: Final = ("STIXGeneral", "DejaVu Sans")
-_FONT_SIZE: Final = 9.0
-
+#: Fonts that come with matplotlib, so that a figure looks the same everywhere; sizes in points.
+_FONTS: Final[dict[str, Any]] = {
+    "font.family": ["STIXGeneral", "DejaVu Sans"],
+    "mathtext.fontset": "stix",
+    "font.size": 9.0,
+    "axes.labelsize": 9.0,
+    "axes.titlesize": 9.0,
+    "xtick.labelsize": 8.0,
+    "ytick.labelsize": 8.0,
+    "legend.fontsize": 8.0,
+}
 #: TrueType in PDF, because journals reject Type 3; a fixed salt, so that the same figure gives the
 #: same file.
 _STYLE: Final[dict[str, Any]] = {
@@ -121,34 +128,8 @@ def style() -> Iterator[None]:
     """
     from matplotlib.style import context
 
-    with context(["default", _STYLE | _text(_FONT, _FONT_SIZE, "stix")]):
+    with context(["default", _STYLE | _FONTS]):
         yield
-
-
-@contextmanager
-def _style_of(ax: Axes) -> Iterator[None]:
-    """Use the style of this package with the fonts that the axes already have."""
-    from matplotlib.style import context
-
-    label = ax.xaxis.label
-    size = float(label.get_fontsize())
-    with context(_STYLE | _text(label.get_fontfamily(), size, label.get_math_fontfamily())):
-        yield
-
-
-def _text(family: Sequence[str], size: float, mathtext: str) -> dict[str, Any]:
-    """Return the font settings for axis labels of the given size, in points."""
-    small = size * 8.0 / 9.0
-    return {
-        "font.family": list(family),
-        "mathtext.fontset": mathtext,
-        "font.size": size,
-        "axes.labelsize": size,
-        "axes.titlesize": size,
-        "xtick.labelsize": small,
-        "ytick.labelsize": small,
-        "legend.fontsize": small,
-    }
 
 
 def line_style(index: int) -> dict[str, Any]:
@@ -314,14 +295,15 @@ class Display(ABC):
     @contextmanager
     def _axes(self, ax: Axes | None, aspect: float) -> Iterator[Axes]:
         """Yield the axes to draw on; a new figure has the height `aspect` times its width."""
+        from matplotlib.figure import Figure
+        from matplotlib.style import context
+
         self._owns_figure = ax is None
         if ax is not None:
             self.ax_, self.figure_ = ax, ax.figure
-            with _style_of(ax):
+            with context(_STYLE):
                 yield ax
             return
-        from matplotlib.figure import Figure
-
         with style():
             figure = Figure(figsize=(COLUMN_WIDTH, aspect * COLUMN_WIDTH), layout="constrained")
             self.ax_, self.figure_ = figure.add_subplot(), figure
@@ -371,19 +353,10 @@ class BinnedErrorDisplay(Display):
     def plot(
         self, ax: Axes | None = None, *, label: str = "", reference: bool = True, **kwargs: Any
     ) -> Self:
-        """Draw one point per bin, with standard errors, and the diagonal.
+        """Draw one point per bin, with standard errors, and with `reference` the diagonal.
 
-        Bins with zero error have no place on logarithmic axes; their number is written.
-
-        Parameters
-        ----------
-        ax : matplotlib Axes, optional
-        label : str
-            For the legend.
-        reference : bool
-            Whether to draw the diagonal; False for a second set of points on the same axes.
-        **kwargs
-            Passed to ``Axes.errorbar``.
+        Bins with zero error have no place on logarithmic axes; their number is written. `label` is
+        for the legend; `kwargs` are passed to ``Axes.errorbar``.
         """
         b = self.bins
         shown: BoolArray = (b.rmv > 0.0) & (b.rmse > 0.0)
@@ -481,14 +454,7 @@ class ConditionalErrorDisplay(Display):
     ) -> Self:
         """Draw contours of actual (solid) and of model errors (dashed), and P(ln σ) (grey).
 
-        Parameters
-        ----------
-        ax : matplotlib Axes, optional
-        levels : array_like of float
-            Densities per unit of ln ε, the same for both.
-        legend : bool
-        **kwargs
-            Passed to ``Axes.contour`` for both densities.
+        `levels` are densities per unit of ln ε; `kwargs` are passed to ``Axes.contour``.
         """
         heights = np.unique(check_points("levels", levels))
         if heights[0] <= 0.0:
@@ -611,17 +577,10 @@ class ReliabilityDisplay(Display):
     def plot(
         self, ax: Axes | None = None, *, label: str = "", reference: bool = True, **kwargs: Any
     ) -> Self:
-        """Draw the curve, the diagonal and its band.
+        """Draw the curve, and with `reference` the diagonal and its band.
 
-        Parameters
-        ----------
-        ax : matplotlib Axes, optional
-        label : str
-            For the legend, beside the area.
-        reference : bool
-            Whether to draw diagonal and band; False for a second curve on the same axes.
-        **kwargs
-            Passed to ``Axes.plot``, for instance `line_style(1)` for a second curve.
+        `label` is for the legend, beside the area; `kwargs` are passed to ``Axes.plot``, for
+        instance `line_style(1)` for a second curve on the same axes.
         """
         area = "" if self.area is None else f"area {self.area:.3f}"
         text = ", ".join(part for part in (label, area) if part)
@@ -790,14 +749,7 @@ class ParityDisplay(Display):
         """Draw every point with its error bar or, of more than `max_points`, their density.
 
         Over a density, `n_bars` points at even ranks of y have error bars. Far outliers lie
-        outside of the axes; their number is written.
-
-        Parameters
-        ----------
-        ax : matplotlib Axes, optional
-        max_points, n_bars : int
-        **kwargs
-            Passed to ``Axes.errorbar``.
+        outside of the axes; their number is written. `kwargs` are passed to ``Axes.errorbar``.
         """
         crowded = self.y.size > check_integer("max_points", max_points, 0)
         limits = robust_limits(np.concatenate([self.y, self.mean]))
@@ -902,15 +854,7 @@ class SubsampleSizeDisplay(Display):
         """Draw one line per estimator.
 
         Values far below the others lie outside of the axes; triangles at the bottom mark them, and
-        a reference has its value in the legend.
-
-        Parameters
-        ----------
-        ax : matplotlib Axes, optional
-        legend : bool
-            Whether to name the lines, above the axes.
-        **kwargs
-            Passed to ``Axes.plot`` for all lines.
+        a reference has its value in the legend. `kwargs` are passed to ``Axes.plot``.
         """
         low, high = self._limits()
         order = np.argsort(self.sizes)
@@ -965,23 +909,11 @@ _MAX_SVG = 300_000
 _DPI = 220
 
 
-@dataclass(frozen=True)
-class ReportFigure:
-    """A figure of a report: title, caption, alternative text, and the image as a data URI."""
-
-    title: str
-    caption: str
-    alt: str
-    uri: str
-
-
-def report_figures(evaluation: Evaluation) -> list[ReportFigure]:
-    """Draw all figures of a report, for points with σ > 0."""
+def report_figures(evaluation: Evaluation) -> dict[str, str]:
+    """Draw the figures of a report, for points with σ > 0, and return them as data URIs."""
     y, prediction, units = evaluation.y, evaluation.prediction, evaluation.units
     raw = None if prediction.uncalibrated is prediction else prediction.uncalibrated
     label = "" if raw is None else "after"
-
-    conditional = ConditionalErrorDisplay.from_prediction(y, prediction, units=units).plot()
     n = evaluation.n_structures
     reliability = ReliabilityDisplay.from_prediction(y, prediction, n_independent=n)
     reliability.plot(label=label)
@@ -991,51 +923,14 @@ def report_figures(evaluation: Evaluation) -> list[ReportFigure]:
         ReliabilityDisplay.from_prediction(y, raw).plot(reliability.ax_, **second)
         second |= {"linestyle": "none", "markerfacecolor": "white"}
         BinnedErrorDisplay.from_prediction(y, raw, units=units).plot(binned.ax_, **second)
-    z_scores = ZScoreDisplay.from_prediction(y, prediction)
-    parity = ParityDisplay.from_prediction(y, prediction, units=units)
-
-    independent = "points" if n == y.size else f"the {n} structures"
-    return [
-        ReportFigure(
-            "Error distribution at each uncertainty",
-            "Distribution of the actual errors (solid) and of the errors expected by the model "
-            "(dashed) for each predicted σ; grey is the distribution of σ. If the contours agree, "
-            "the uncertainties are calibrated at each σ, not only on average. Eq. (18) of Musil et "
-            "al. 2019.",
-            f"Contours of the density of errors at given σ, {y.size} points",
-            _data_uri(conditional),
-        ),
-        ReportFigure(
-            "Reliability",
-            "Observed against nominal coverage of the intervals. Below the diagonal uncertainties "
-            "are too small, above it too large. The grey band contains 95 % of calibrated curves "
-            f"if {independent} are independent.",
-            f"Observed against nominal coverage, miscalibration area {reliability.area:.3f}",
-            _data_uri(reliability),
-        ),
-        ReportFigure(
-            "Actual against predicted error",
-            "Points are sorted by σ into bins: root mean squared error of each bin against its "
-            "root mean variance. On the diagonal uncertainties are calibrated; above it too small.",
-            f"Root mean squared error against root mean variance, {binned.bins.counts.size} bins",
-            _data_uri(binned),
-        ),
-        ReportFigure(
-            "Errors in units of σ",
-            "Histogram of error/σ, compared with the standard normal distribution and, for an "
-            "ensemble, with Student's t of as many members. The root mean square is 1 if the "
-            "uncertainties are calibrated.",
-            f"Histogram of errors over σ, root mean square {z_scores.rms:.2f}",
-            _data_uri(z_scores),
-        ),
-        ReportFigure(
-            "Predictions",
-            "Predicted against reference values, with error bars of ±σ. Many points are shown as "
-            "their density, some of them with error bars.",
-            f"Predicted against reference values, RMSE {parity.rmse:.3g} {units}".rstrip(),
-            _data_uri(parity),
-        ),
-    ]
+    displays = {
+        "conditional": ConditionalErrorDisplay.from_prediction(y, prediction, units=units),
+        "reliability": reliability,
+        "binned": binned,
+        "z_scores": ZScoreDisplay.from_prediction(y, prediction),
+        "parity": ParityDisplay.from_prediction(y, prediction, units=units),
+    }
+    return {name: _data_uri(display) for name, display in displays.items()}
 
 
 def _data_uri(display: Display) -> str:

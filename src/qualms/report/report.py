@@ -17,7 +17,7 @@ from qualms.errors import InputError, counted
 from qualms.evaluation import Evaluation
 from qualms.io.files import AnyPath, atomic_output, check_output
 from qualms.report.assessment import Assessment, assess, with_uncertainty
-from qualms.report.figures import ReportFigure, report_figures
+from qualms.report.figures import report_figures
 from qualms.report.structure_map import (
     NOT_INSTALLED,
     AtomValues,
@@ -52,7 +52,8 @@ class Section:
     evaluation : Evaluation
         Of the points with σ > 0.
     assessment : Assessment
-    figures : sequence of ReportFigure
+    figures : mapping of str to str
+        Images as data URIs.
     n_worst : int
         Number of points in the tables of the worst predictions.
     map : StructureMap or None
@@ -62,7 +63,7 @@ class Section:
     name: str
     evaluation: Evaluation
     assessment: Assessment
-    figures: Sequence[ReportFigure]
+    figures: Mapping[str, str]
     n_worst: int = 20
     map: StructureMap | None = None
 

@@ -179,7 +179,6 @@ def paper_table(
     *,
     title: str = "",
     columns: Sequence[str] | None = None,
-    digits: int = 3,
 ) -> Table:
     """Compare log likelihoods over subsample sizes, as in the tables of Musil et al. 2019.
 
@@ -191,8 +190,6 @@ def paper_table(
     title : str
     columns : sequence of str, optional
         By default those of `PAPER_COLUMNS` that occur, then all others.
-    digits : int
-        Decimals of the log likelihoods.
 
     Returns
     -------
@@ -210,7 +207,7 @@ def paper_table(
     if absent or not shown:
         raise InputError("columns", absent or "nothing", f"some of {', '.join(ordered) or 'none'}")
     lines = [
-        [_size(size), *_mark_best([_number(row.get(name), digits) for name in shown])]
+        [_size(size), *_mark_best([_number(row.get(name), 3) for name in shown])]
         for size, row in rows.items()
     ]
     return Table(["size", *shown], lines, title, _best_note(lines, " of its row"))
