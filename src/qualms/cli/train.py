@@ -53,7 +53,7 @@ def _option(name: str) -> inspect.Parameter:
     option = typer.Option(
         f"--{name.removeprefix('n_').replace('_', '-')}",
         help=(field.description or "").replace("``", ""),
-        metavar=values if values.startswith("{") else None,
+        metavar=values if "{" in values or "float" in values else None,
         show_default=default if default is not None else False,
         rich_help_panel=str(extra.get("group", _MODEL)).capitalize(),
     )
