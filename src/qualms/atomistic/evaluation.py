@@ -231,9 +231,7 @@ def _validated(test: _Points, validation: _Points | None, method: str) -> Float6
         return None
 
 
-def _predict(
-    model: AtomisticModel, frames: Sequence[Atoms], stages: Stages
-) -> dict[str, _Points]:
+def _predict(model: AtomisticModel, frames: Sequence[Atoms], stages: Stages) -> dict[str, _Points]:
     """Predict everything that has a reference value."""
     references = find_references(frames, model.settings, model.fitted.representation.species)
     found = {"energy": _predict_target(model, frames, references.pop("energy"), stages)}

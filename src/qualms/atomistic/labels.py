@@ -517,9 +517,7 @@ def _hint(array: np.ndarray[Any, Any]) -> str:
     return ""
 
 
-def _reject_key(
-    frames: Sequence[Atoms], key: str, per_atom: bool, *, predicted: bool
-) -> NoReturn:
+def _reject_key(frames: Sequence[Atoms], key: str, per_atom: bool, *, predicted: bool) -> NoReturn:
     """Raise an error that lists the keys that exist."""
     if predicted:
         raise InputError(
@@ -535,7 +533,9 @@ def _reject_key(
             if per_atom
             else "It is a per-atom array: use kind='atomic' / --per-atom-target."
         )
-        raise InputError("key", repr(key), f"a label of {'atoms' if per_atom else 'structures'}", hint)
+        raise InputError(
+            "key", repr(key), f"a label of {'atoms' if per_atom else 'structures'}", hint
+        )
     _reject("key", key, f"a label of {'atoms' if per_atom else 'structures'}", present)
 
 

@@ -47,21 +47,21 @@ _EXACT_BATCH = 1024
 class AtomisticModel:
     """A property of structures or of atoms, with calibrated uncertainties.
 
-    SOAP environments, a sparse Gaussian process (projected process), and an ensemble trained on
-    subsamples that shares its representatives: Musil et al., J. Chem. Theory Comput. 15, 906 (2019).
+        SOAP environments, a sparse Gaussian process (projected process), and an ensemble trained on
+        subsamples that shares its representatives: Musil et al., J. Chem. Theory Comput. 15, 906 (2019).
 
-    Parameters
-    ----------
-{parameters}
+        Parameters
+        ----------
+    {parameters}
 
-    Examples
-    --------
-    >>> from qualms.data import qm9
-    >>> molecules = qm9(n=300)
-    >>> model = AtomisticModel("atomization_energy", n_representatives=300, units="eV")
-    >>> prediction = model.fit(molecules[:250]).predict(molecules[250:])
-    >>> prediction.mean.shape, prediction.std.shape
-    ((50,), (50,))
+        Examples
+        --------
+        >>> from qualms.data import qm9
+        >>> molecules = qm9(n=300)
+        >>> model = AtomisticModel("atomization_energy", n_representatives=300, units="eV")
+        >>> prediction = model.fit(molecules[:250]).predict(molecules[250:])
+        >>> prediction.mean.shape, prediction.std.shape
+        ((50,), (50,))
     """
 
     def __init__(self, target: str, kind: str = "extensive", **parameters: Any) -> None:
@@ -109,9 +109,7 @@ class AtomisticModel:
         return self
 
     @classmethod
-    def from_fitted(
-        cls, fitted: Fitted, *, threads: int | None = None
-    ) -> AtomisticModel:
+    def from_fitted(cls, fitted: Fitted, *, threads: int | None = None) -> AtomisticModel:
         """Return the model of a training run or of a file."""
         model = cls.__new__(cls)
         model._start(fitted.settings, threads)

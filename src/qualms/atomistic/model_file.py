@@ -117,9 +117,6 @@ def read_model(path: str | Path) -> Fitted:
     """Read a model; a `StorageError` states what is wrong with the file."""
     container = read_container(path, ModelDocument, format=FORMAT, version=PROTOCOL)
     document, tensors = container.document, container.tensors
-    if container.version < PROTOCOL:
-        problem = f"a model file of version {container.version}, expected {PROTOCOL}: train again"
-        raise StorageError(path, problem)
     sizes = check_tensors(tensors, _expected(document), path=path, sizes=_sizes(document))
     try:
         fitted = _build(document, tensors, sizes["r"])

@@ -971,9 +971,7 @@ def _fit_methods(data: CalibrationData, wanted: str) -> dict[str, Calibration]:
     return found
 
 
-def _vector_ratios(
-    quantity: Quantity, members: Float64Array, absent: BoolArray
-) -> Float64Array:
+def _vector_ratios(quantity: Quantity, members: Float64Array, absent: BoolArray) -> Float64Array:
     """Return r/ŝ of all rows (n,), r over the known components; one without spread."""
     assert quantity.vector is not None
     assert quantity.multiplicity is not None
