@@ -129,7 +129,7 @@ def fit_baseline(
     return Baseline(name, tuple(species), fitted[:, 0], fitted[:, 1:])
 
 
-def anchors(design: FloatArray) -> IntArray:
+def anchors(design: Float64Array) -> IntArray:
     """Return few rows that span all compositions, to be put into members that lack an element.
 
     A member without fluorine cannot determine the coefficient of fluorine, and would be off by as
@@ -152,7 +152,7 @@ def anchors(design: FloatArray) -> IntArray:
     return np.sort(pivots[:rank]).astype(np.intp)
 
 
-def spans(design: FloatArray, counts: IntArray) -> BoolArray:
+def spans(design: Float64Array, counts: IntArray) -> BoolArray:
     """Return whether the rows of each member determine all coefficients that the data determine.
 
     Parameters
@@ -169,7 +169,7 @@ def spans(design: FloatArray, counts: IntArray) -> BoolArray:
     X = design[rows.first]
     present = [np.bincount(rows.inverse, weights=c, minlength=len(X)) > 0 for c in counts.T]
     full = _rank(X)
-    return np.array([_rank(X[p]) == full for p in present], dtype=bool)
+    return np.array([_rank(X[p]) == full for p in present], dtype=np.bool_)
 
 
 def _rank(X: Float64Array) -> int:

@@ -42,6 +42,8 @@ ISOLATED = ("isolated_atom", "isolatedatom")
 #: A matrix whose halves differ by more than this, relative to its largest number, is no stress.
 _SYMMETRY = 1e-3
 _RESULTS = "calc.results"
+_PER_ATOM = "It is a per-atom array: use kind='atomic' / --per-atom-target."
+_PER_STRUCTURE = "It is a number per structure: use kind='extensive' or 'intensive' / --target."
 
 
 # --- the rows of the linear problem ---------------------------------------------------------------
@@ -476,7 +478,7 @@ def _as_number(value: object, name: str, n_atoms: int) -> float:
     if array.dtype.kind not in "iuf" or array.shape not in ((), (1,)):
         hint = _hint(array)
         if array.ndim > 0 and len(array) == n_atoms:
-            hint = "It is a per-atom array: use kind='atomic' / --per-atom-target."
+            hint = _PER_ATOM
         raise InputError(name, _described(array), "one number", hint)
     number = float(array.reshape(()))
     if np.isinf(number):
@@ -526,17 +528,11 @@ def _reject_key(frames: Sequence[Atoms], key: str, per_atom: bool, *, predicted:
             f"labels; values with {key}_uncertainty beside them are predictions",
             f"Store labels as REF_{key}, or remove an outdated {key}_uncertainty.",
         )
-    present = _present(frames, per_atom)
+    expected = f"a label of {'atoms' if per_atom else 'structures'}"
     if {key, f"REF_{key}"} & _present(frames, not per_atom):
-        hint = (
-            "It is a number per structure: use kind='extensive' or 'intensive' / --target."
-            if per_atom
-            else "It is a per-atom array: use kind='atomic' / --per-atom-target."
-        )
-        raise InputError(
-            "key", repr(key), f"a label of {'atoms' if per_atom else 'structures'}", hint
-        )
-    _reject("key", key, f"a label of {'atoms' if per_atom else 'structures'}", present)
+        hint = _PER_STRUCTURE if per_atom else _PER_ATOM
+        raise InputError("key", repr(key), expected, hint)
+    _reject("key", key, expected, _present(frames, per_atom))
 
 
 def _reject(name: str, key: str, expected: str, present: set[str]) -> NoReturn:

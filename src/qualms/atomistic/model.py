@@ -47,21 +47,17 @@ _EXACT_BATCH = 1024
 class AtomisticModel:
     """A property of structures or of atoms, with calibrated uncertainties.
 
-        SOAP environments, a sparse Gaussian process (projected process), and an ensemble trained on
-        subsamples that shares its representatives: Musil et al., J. Chem. Theory Comput. 15, 906 (2019).
+    SOAP environments, a sparse Gaussian process (projected process), and an ensemble trained on
+    subsamples that shares its representatives: Musil et al., JCTC 15, 906 (2019).
 
-        Parameters
-        ----------
-    {parameters}
-
-        Examples
-        --------
-        >>> from qualms.data import qm9
-        >>> molecules = qm9(n=300)
-        >>> model = AtomisticModel("atomization_energy", n_representatives=300, units="eV")
-        >>> prediction = model.fit(molecules[:250]).predict(molecules[250:])
-        >>> prediction.mean.shape, prediction.std.shape
-        ((50,), (50,))
+    Examples
+    --------
+    >>> from qualms.data import qm9
+    >>> molecules = qm9(n=300)
+    >>> model = AtomisticModel("atomization_energy", n_representatives=300, units="eV")
+    >>> prediction = model.fit(molecules[:250]).predict(molecules[250:])
+    >>> prediction.mean.shape, prediction.std.shape
+    ((50,), (50,))
     """
 
     def __init__(self, target: str, kind: str = "extensive", **parameters: Any) -> None:
@@ -261,7 +257,9 @@ class AtomisticModel:
 
 
 AtomisticModel.__signature__ = signature()  # type: ignore[attr-defined]
-AtomisticModel.__doc__ = (AtomisticModel.__doc__ or "").replace("{parameters}", parameter_list())
+AtomisticModel.__doc__ = (AtomisticModel.__doc__ or "").replace(
+    "    Examples\n", f"    Parameters\n    ----------\n{parameter_list()}\n\n    Examples\n"
+)
 
 
 # --- from new structures to predictions -----------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 from ase.data import chemical_symbols
@@ -58,7 +58,7 @@ class ModelDocument(Document):
     pp_intercept: float
     pp_noise: float | None = Field(gt=0)
     pp_target_variance: float | None = Field(gt=0)
-    calibrations: dict[Literal["energy", "forces", "stress"], dict[str, CalibrationDocument]]
+    calibrations: dict[str, dict[str, CalibrationDocument]]
     training_novelty: tuple[_Share, _Share]
     training_spread: float = Field(ge=0)
     record: Record

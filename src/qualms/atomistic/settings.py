@@ -32,7 +32,7 @@ _Fraction = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
 
 def _parameter(group: str, default: Any, description: str, type_: str = "", **options: Any) -> Any:
     """Return a field; `type_` is its type as the documentation has it."""
-    extra = {"group": group, "type": type_}
+    extra: dict[str, Any] = {"group": group, "type": type_}
     return Field(default, description=description, json_schema_extra=extra, **options)
 
 

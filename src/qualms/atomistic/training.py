@@ -30,7 +30,13 @@ from threadpoolctl import threadpool_limits
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
 from qualms.atomistic.baseline import Baseline, anchors, fit_baseline, spans
 from qualms.atomistic.fitted import Fitted, ProjectedVariance, Provenance, QuantityRecord, Record
-from qualms.atomistic.kernel_rows import Basis, fill_rows, scale_rows, select_representatives
+from qualms.atomistic.kernel_rows import (
+    LANDMARKS,
+    Basis,
+    fill_rows,
+    scale_rows,
+    select_representatives,
+)
 from qualms.atomistic.label_checks import check_derivatives, warn_of_outliers
 from qualms.atomistic.labels import Quantity, TrainingSet, collect_labels
 from qualms.atomistic.settings import Settings
@@ -181,8 +187,8 @@ def draw_ensemble(data: TrainingSet) -> Draw:
         f"{settings.n_members} members, to calibrate on",
         "Use smaller subsamples, more members or more structures, or calibration='none'.",
     )
-    lacking = np.flatnonzero(~spans(design, counts)) if settings.baseline == "composition" else []
-    if len(lacking):
+    lacking = np.flatnonzero(~spans(design, counts))
+    if settings.baseline == "composition" and len(lacking):
         here = np.ix_(np.isin(groups, groups[anchors(design)]), lacking)
         counts[here] = np.maximum(counts[here], 1)
         problem = InputError(
@@ -266,7 +272,7 @@ def compute_rows(
     del X  # before the largest matrices are made
     whitening = replace(whitening, factor=whitening.factor * np.sqrt(scale))
     with stages.stage("Whitening"), _few_threads(data, len(environments)):
-        Phi = np.asarray(whitening.features(K, overwrite=True))
+        Phi = np.asarray(whitening.features(K, overwrite=True), dtype=np.float64)
     return KernelRows(
         replace(representation, precise=data.settings.mechanical),
         replace(plain, scale=scale),
@@ -446,31 +452,30 @@ def _select(
         size = -(-n // max(-(-n // n_block), 1))
         blocks = list(structure_blocks(offsets, size))
 
-    def select(features: FloatArray, environments: IntArray) -> IntArray:
-        total = min(data.settings.n_representatives, len(features))
+    def select(features: FloatArray, environments: IntArray, settings: Settings) -> IntArray:
+        total = min(settings.n_representatives, len(features))
         with source.stages.stage("Representatives", total) as advance:
-            return select_representatives(
-                features,
-                representation.kernel,
-                data.center_species[environments],
-                data.settings,
-                rng,
-                advance,
-            )
+            species = data.center_species[environments]
+            kernel = representation.kernel
+            return select_representatives(features, kernel, species, settings, rng, advance)
 
+    settings = data.settings
+    if len(blocks) > 1 and settings.selection == "cur":  # which selects among farthest points
+        more = {"selection": "fps", "n_representatives": LANDMARKS * settings.n_representatives}
+        settings = settings.model_copy(update=more)
     picked, candidates = [], []
     for first, last in blocks:
         features = source.array(representation, first, last) if X is None else X
         environments = np.arange(offsets[first], offsets[last])
         if len(environments):
-            chosen = select(features, environments)
+            chosen = select(features, environments, settings)
             picked.append(environments[chosen])
             candidates.append(features[chosen])
         del features
     if len(picked) == 1:
         return picked[0], candidates[0]
     environments, features = np.concatenate(picked), np.concatenate(candidates)
-    chosen = select(features, environments)
+    chosen = select(features, environments, data.settings)
     return environments[chosen], features[chosen]
 
 
