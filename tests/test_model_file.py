@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from qualms import AtomisticModel, InputError
 from qualms.atomistic.model_file import FORMAT, PROTOCOL, read_model_document
-from qualms.io.container import StorageError, read_container, write_container
+from qualms.io.tensors import StorageError, read_tensors, write_tensors
 
 SOURCES = Path(__file__).parents[1] / "src"
 ATOMS = dict.fromkeys("HCNOF", -1.0)
@@ -154,7 +154,7 @@ def test_flipped_bits(saved, tmp_path):
 
 
 def test_what_is_no_model_at_all(tmp_path):
-    refused(tmp_path / "none.safetensors", "no file")
+    refused(tmp_path / "none.safetensors", "No such file")
     refused(tmp_path)
     foreign = tmp_path / "foreign.safetensors"
     save_file({"weights": np.zeros(3)}, foreign)
@@ -173,10 +173,10 @@ class Anything(BaseModel):
 
 def forge(saved, path, change, version=PROTOCOL):
     """Change document and tensors, and write them with a checksum that is right."""
-    container = read_container(saved[1], Anything, format=FORMAT, version=PROTOCOL)
-    document, tensors = container.document.model_dump(), dict(container.tensors)
+    tensors, document = read_tensors(saved[1], Anything, format=FORMAT, version=PROTOCOL)
+    document = document.model_dump()
     change(document, tensors)
-    write_container(path, tensors, Anything(**document), format=FORMAT, version=version)
+    write_tensors(path, tensors, Anything(**document), format=FORMAT, version=version)
 
 
 def test_a_forged_file_without_a_change_is_a_model(saved, tmp_path, molecules):

@@ -66,10 +66,18 @@ class Prediction(NDArrayOperatorsMixin):
 
     def __init__(
         self,
-        members: ArrayLike,
+        members: ArrayLike | None = None,
         *,
+        mean: ArrayLike | None = None,
+        std: ArrayLike | None = None,
         uncalibrated: Prediction | Callable[[], Prediction] | None = None,
     ) -> None:
+        self._mean_std: tuple[Float64Array, Float64Array] | None = None
+        if members is None:
+            self._mean_std = (np.asarray(mean, dtype=float), np.asarray(std, dtype=float))
+            self._members: Any = None
+            self._uncalibrated = uncalibrated
+            return
         array = np.array(members, dtype=np.float64)
         if array.ndim < 1 or array.shape[-1] < 2:
             raise InputError(
@@ -83,24 +91,24 @@ class Prediction(NDArrayOperatorsMixin):
         self._uncalibrated = uncalibrated
 
     @property
-    def members(self) -> Float64Array:
-        """Predictions of each member, after calibration: (…, N_R), read-only."""
+    def members(self) -> Any:
+        """Predictions of each member, after calibration: (…, N_R), read-only; or None."""
         return self._members
 
     @property
-    def n_members(self) -> int:
-        """N_R."""
-        return int(self._members.shape[-1])
+    def n_members(self) -> Any:
+        """N_R, or None."""
+        return None if self._members is None else int(self._members.shape[-1])
 
     @property
     def mean(self) -> Float64Array:
         """The prediction: mean over the members, Eq. (4), Musil et al. 2019."""
-        return committee(self._members)[0]
+        return self._mean_std[0] if self._mean_std else committee(self._members)[0]
 
     @property
     def std(self) -> Float64Array:
         """Its standard deviation: that of the members after calibration, ddof = 1."""
-        return committee(self._members)[1]
+        return self._mean_std[1] if self._mean_std else committee(self._members)[1]
 
     @property
     def uncalibrated(self) -> Prediction:
@@ -115,7 +123,7 @@ class Prediction(NDArrayOperatorsMixin):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of `mean` and `std`."""
-        return self._members.shape[:-1]
+        return self.mean.shape if self._mean_std else self._members.shape[:-1]
 
     # Predictions are compared by identity: equality of numbers that have errors means little.
     __eq__ = object.__eq__
@@ -197,6 +205,9 @@ class Prediction(NDArrayOperatorsMixin):
         return _combined(lambda *members: np.concatenate(members), *predictions)
 
     def __getitem__(self, index: Any) -> Prediction:
+        if self._mean_std:
+            raw = None if self._uncalibrated is None else self.uncalibrated[index]
+            return Prediction(mean=self.mean[index], std=self.std[index], uncalibrated=raw)
         key = index if isinstance(index, tuple) else (index,)
         if not any(k is Ellipsis for k in key):
             key = (*key, Ellipsis)

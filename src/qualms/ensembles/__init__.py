@@ -1,4 +1,4 @@
-"""Ensembles that others made: read, calibrated, judged, and written with error bars that hold."""
+"""Ensembles of other programs: read, calibrated, and written with calibrated uncertainties."""
 
 from qualms.ensembles.apply import apply_calibration
 from qualms.ensembles.calibrate import Calibrated, calibrate_ensemble

@@ -1,52 +1,71 @@
-"""Giving the predictions in a file calibrated error bars."""
+"""Applying a calibration: predictions are written again with calibrated uncertainties."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from ase import Atoms
+from ase.calculators.calculator import all_properties
+from ase.stress import voigt_6_to_full_3x3_stress
 
-from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray, StrArray
-from qualms.atomistic.labels import labelled
-from qualms.atomistic.model import AtomisticModel
+from qualms.arrays import BoolArray, Float64Array, IntArray
 from qualms.calibration.base import rounding_of
-from qualms.ensembles.calibration_file import CalibrationDocument, read_calibration
+from qualms.ensembles.calibration_file import CalibrationDocument
 from qualms.ensembles.io import (
-    CalibratedValues,
+    MEMBERS,
+    UNCERTAINTIES,
+    VARIANCES,
     Ensemble,
+    Source,
     Table,
-    changed_columns,
-    finite,
+    component_endings,
     is_table,
     read_ensemble,
     read_source,
-    references_beside,
-    refuse_negative,
-    store,
+    with_results,
 )
 from qualms.errors import InputError
+from qualms.evaluation import Evaluation
 from qualms.gp.ensemble import MIN_ABSENT, internal_prediction, stretched
 from qualms.io.files import atomic_output
 from qualms.io.xyz import xyz_text
+from qualms.prediction import Prediction
+
+#: Values closer to the mean than this fraction of the standard deviation are that mean, rounded.
+_THE_SAME = 0.05
 
 
 @dataclass(frozen=True)
 class Applied:
-    """What was written.
+    """Summary of an output file.
 
     Attributes
     ----------
     n_points, n_members : int
     remarks : tuple of str
+        Warnings for the user.
     """
 
     n_points: int
     n_members: int | None
     remarks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Values:
+    """Mean and calibrated standard deviation (n,) of points, and members (n, N_R) if wanted."""
+
+    mean: Float64Array
+    std: Float64Array
+    members: Float64Array | None
+
+    def some(self, chosen: slice) -> _Values:
+        members = None if self.members is None else self.members[chosen]
+        return _Values(self.mean[chosen], self.std[chosen], members)
 
 
 def apply_calibration(
@@ -60,275 +79,322 @@ def apply_calibration(
     members: bool = True,
     force: bool = False,
 ) -> Applied:
-    """Write predictions again, with error bars, and members if there are any, that are calibrated.
+    """Write predictions again, with calibrated uncertainties and, if there are any, members.
 
     ``{target}_uncertainty`` becomes the calibrated standard deviation, ``{target}_ensemble`` (or
-    whatever the key is) the members scaled about their mean to have it, ``{target}`` that mean. All
-    else is copied; references that have the name of the prediction are kept as ``REF_{target}``.
-    Where members are marked that did not see a point, mean and spread are theirs.
+    the key that the file has) the members, rescaled about their mean, and ``{target}`` that mean.
+    All other values are copied; reference values under the name of the prediction are kept as
+    ``REF_{target}``. With out-of-bag flags, mean and standard deviation are out-of-bag.
 
     Parameters
     ----------
     document : CalibrationDocument
     predictions, output : path
-        Of one format.
+        Of the same format.
     target : str, optional
-        If it has another name here than when the calibration was made.
+        Name of the property, if it is not that of the calibration.
     absent : str, optional
-        Key of flags, one for each member: whether it did *not* see the point in its training;
-        ``{target}_absent`` if there is one.
+        Key of one flag per member: whether the point was *not* in its training set;
+        ``{target}_absent`` by default, if there is one.
     order : {"member", "component"}, optional
-        Which comes first in members of vectors; that of the calibration if the file does not tell.
+        Order of the members of vectors where the shape leaves it open; that of the calibration by
+        default.
     members : bool
-        Whether to write members, too.
+        Whether to write members.
     force : bool
         Whether an existing file may be replaced.
     """
-    name = target or document.target
-    _check_formats(Path(predictions), Path(output))
+    formats = [is_table(path) and Path(path).suffix.lower() for path in (predictions, output)]
+    if formats[0] != formats[1]:
+        expected = f"the format of the predictions ({Path(predictions).suffix})"
+        raise InputError("output", f"'{output}'", expected)
     source = read_source(predictions)
     ensemble = read_ensemble(
         source,
-        name,
+        target or document.target,
         absent=absent,
         by=document.by,
-        order=order,
+        order=order or document.order,
         n_components=document.n_components,
-        likely_order=document.order,
     )
     found, remarks = _calibrated(document, ensemble, members)
-    aside = references_beside(source, ensemble, found.mean)
+    aside = _references(source, ensemble, found.mean)
+    if aside:
+        kept = ", ".join(f"{key} as REF_{key}" for key in sorted(aside))
+        remarks = (
+            f"Not predictions of these members, so kept under another name: {kept}.",
+            *remarks,
+        )
     if isinstance(source, Table):
-        changes, without = changed_columns(source, ensemble, found, aside)
+        changes, without = _changed_columns(source, ensemble, found, aside)
         source.write(output, changes, without=without, force=force)
     else:
-        ends = np.searchsorted(ensemble.structure, np.arange(len(source) + 1))
+        ends = np.searchsorted(ensemble.structure, np.arange(len(source) + 1)).tolist()
         with atomic_output(output, force=force) as stream:
             for atoms, begin, end in zip(source, ends[:-1], ends[1:], strict=True):
-                store(atoms, ensemble, found.some(slice(int(begin), int(end))), aside)
+                _store(atoms, ensemble, found.some(slice(begin, end)), aside)
                 stream.write(xyz_text(atoms).encode())
-    return Applied(len(ensemble), ensemble.n_members, (*_kept(aside), *remarks))
+    return Applied(len(ensemble), ensemble.n_members, remarks)
 
 
-def _check_formats(predictions: Path, output: Path) -> None:
-    given, wanted = (is_table(path) and path.suffix.lower() for path in (predictions, output))
-    if given != wanted:
-        raise InputError(
-            "output", f"'{output}'", f"the format of the predictions ({predictions.suffix})"
-        )
+def recalibrate(
+    evaluation: Evaluation, document: CalibrationDocument, *, extensive: bool = False
+) -> Prediction:
+    """Apply a calibration file to the predictions of a model, which are calibrated already.
+
+    Parameters
+    ----------
+    evaluation : Evaluation
+        With frames, if the calibration has groups or the target is extensive.
+    document : CalibrationDocument
+        Fitted to the output of `qualms predict`.
+    extensive : bool
+        Whether the values of the evaluation are per atom and those of the calibration are totals.
+    """
+    kind = "component" if evaluation.component is not None else "structure"
+    kind = "atom" if kind == "structure" and evaluation.atom is not None else kind
+    if (document.target, document.kind) != (evaluation.target, kind):
+        given = f"made for {document.target} of {document.kind}s"
+        raise InputError("calibration", given, f"one for {evaluation.target} of {kind}s")
+    labels, sizes = None, np.ones(len(evaluation))
+    frames = [] if evaluation.frames is None else evaluation.frames
+    if extensive:
+        sizes = np.array([len(frames[i]) for i in evaluation.structure])
+    if document.by is not None:
+        atoms = evaluation.structure if evaluation.atom is None else evaluation.atom
+        pairs = zip(evaluation.structure, atoms, strict=True)
+        labels = np.array([_label(frames[i], document.by, j) for i, j in pairs])
+    prediction = evaluation.prediction
+    std = document.std(prediction.std * sizes, prediction.n_members, labels) / sizes
+    return Prediction(mean=prediction.mean, std=std)
+
+
+def _label(frame: Atoms, by: str, atom: int) -> str:
+    """Return the group of an atom, or of its structure."""
+    if by == "element":
+        return str(frame.symbols[atom])
+    return str(frame.arrays[by][atom] if by in frame.arrays else frame.info.get(by, ""))
 
 
 def _calibrated(
     document: CalibrationDocument, ensemble: Ensemble, members: bool
-) -> tuple[CalibratedValues, tuple[str, ...]]:
-    """Return calibrated values, NaN where there are none, and what the user must know."""
-    if document.kind != ensemble.kind:
-        raise InputError(
-            "calibration",
-            f"made for a property of each {document.kind}",
-            f"one for each {ensemble.kind}, as {ensemble.target} is here",
-        )
-    if document.n_components != ensemble.n_components:
-        raise InputError(
-            "calibration",
-            f"made for {document.n_components} components",
-            f"one for {ensemble.n_components}, as {ensemble.target} has here",
-        )
-    usable = _usable(ensemble)
-    mean, spread, count = _committee(ensemble.some(usable.mask))
-    labels = None if ensemble.labels is None else ensemble.labels[usable.mask]
-    std = document.std(spread, count, labels)
-    found = CalibratedValues(mean, std, None)
-    if ensemble.members is not None and members:
+) -> tuple[_Values, tuple[str, ...]]:
+    """Return calibrated values, NaN where there are none, and warnings."""
+    made_for = (document.kind, document.n_components)
+    if made_for != (ensemble.kind, ensemble.n_components):
+        given = f"made for {document.kind}s, {document.n_components} per row"
+        expected = f"one for {ensemble.kind}s, {ensemble.n_components} per row"
+        raise InputError("calibration", given, expected)
+    usable, remarks = _usable(ensemble)
+    some = ensemble.some(usable)
+    mean, spread, count = _committee(some)
+    std = document.std(spread, count, some.labels)
+    found = [mean, std]
+    if some.members is not None and members:
         factor = np.divide(std, spread, out=np.zeros_like(std), where=spread > 0)
-        stretched_members = stretched(ensemble.members[usable.mask], factor, mean)
-        found = replace(found, members=stretched_members)
-    remarks = (*usable.remarks, *_doubts(document, ensemble, spread))
-    return found.among(usable.mask), remarks
+        found.append(stretched(some.members, factor, mean))
+    filled: list[Any] = [np.full((len(usable), *values.shape[1:]), np.nan) for values in found]
+    for all_rows, values in zip(filled, found, strict=True):
+        all_rows[usable] = values
+    checks = _checks(document, ensemble, spread)
+    return _Values(*filled, *[None] * (3 - len(filled))), (*ensemble.remarks, *remarks, *checks)
 
 
-@dataclass(frozen=True)
-class _Usable:
-    """Which points (n,) an error bar can be given to, and why not to the others."""
-
-    mask: BoolArray
-    remarks: tuple[str, ...]
-
-
-def _usable(ensemble: Ensemble) -> _Usable:
-    """Find the predictions that an error bar can be given to; refuse if there are none."""
-    bad = ~finite(ensemble)
+def _usable(ensemble: Ensemble) -> tuple[BoolArray, tuple[str, ...]]:
+    """Return which points (n,) can be calibrated, and warnings about the others."""
+    bad = ~ensemble.is_finite
     reasons = {"with NaN or infinite predictions": bad}
     if ensemble.absent is not None:
         few = ensemble.absent.sum(axis=1) < MIN_ABSENT
-        reasons[f"that fewer than {MIN_ABSENT} members had not seen"] = few & ~bad
+        reasons[f"with fewer than {MIN_ABSENT} out-of-bag members"] = few & ~bad
         bad = bad | few
-    counts = {why: int(np.count_nonzero(which)) for why, which in reasons.items()}
-    found = [f"{ensemble.counted(n)} {why}" for why, n in counts.items() if n]
+    found = [f"{ensemble.counted(int(w.sum()))} {why}" for why, w in reasons.items() if w.any()]
     hint = ""
-    if ensemble.absent is None and ensemble.members is not None and _partly(ensemble.members):
-        hint = f"If members are missing that saw a point, say so under {ensemble.target}_absent."
+    if ensemble.absent is None and ensemble.members is not None:
+        known = np.isfinite(ensemble.members)
+        if np.any(known.any(axis=1) & ~known.all(axis=1)):
+            hint = f"Flags of out-of-bag members are read from {ensemble.target}_absent."
     if bad.all():
         raise InputError(ensemble.key, ", ".join(found), "finite predictions of new points", hint)
-    if ensemble.members is None:
-        refuse_negative(ensemble.some(~bad))
-    return _Usable(
-        ~bad, tuple(f"{text}: NaN is written for them. {hint}".strip() for text in found)
-    )
+    return ~bad, tuple(f"{text}: NaN is written for them. {hint}".strip() for text in found)
 
 
-def _partly(members: Float64Array) -> bool:
-    """Whether some of the members say something about a point, and others do not."""
-    known = np.isfinite(members)
-    return bool(np.any(known.any(axis=1) & ~known.all(axis=1)))
-
-
-def _committee(
-    ensemble: Ensemble,
-) -> tuple[Float64Array, Float64Array, int | IntArray | None]:
-    """Return mean and spread of the members that did not see a point, and how many they are."""
+def _committee(ensemble: Ensemble) -> tuple[Float64Array, Float64Array, int | IntArray | None]:
+    """Return mean, standard deviation and number of the (out-of-bag) members of each point."""
     if ensemble.members is None:
         return ensemble.mean, ensemble.std, None
-    if ensemble.absent is None:
-        rounding = rounding_of(ensemble.members)
-        # What differs by rounding agrees.
-        spread = np.where(ensemble.std > rounding, ensemble.std, 0.0)
-        return ensemble.mean, spread, ensemble.n_members
-    known = np.where(ensemble.absent, ensemble.members, 0.0)
-    internal = internal_prediction(known, ensemble.absent)
-    spread = np.where(internal.std > rounding_of(known), internal.std, 0.0)
-    return internal.mean, spread, internal.n_absent
+    members, mean, std = ensemble.members, ensemble.mean, ensemble.std
+    count: int | IntArray | None = ensemble.n_members
+    if ensemble.absent is not None:
+        members = np.where(ensemble.absent, members, 0.0)
+        found = internal_prediction(members, ensemble.absent)
+        mean, std, count = found.mean, found.std, found.n_absent
+    # Members that differ by rounding are identical.
+    return mean, np.where(std > rounding_of(members), std, 0.0), count
 
 
-def _kept(aside: Collection[str]) -> Iterator[str]:
-    if aside:
-        kept = ", ".join(f"{key} as REF_{key}" for key in sorted(aside))
-        yield f"Not predicted by these members, so kept under another name: {kept}."
-
-
-def _doubts(
+def _checks(
     document: CalibrationDocument, ensemble: Ensemble, spread: Float64Array
-) -> tuple[str, ...]:
-    """Say what does not fit the calibration."""
-    remarks = list(ensemble.remarks)
-    if ensemble.has_stated_spread and not document.stated:
-        remarks.append(
-            f"The members have the spread that {ensemble.target}_uncertainty states: if they are "
-            "calibrated already, they are now so twice."
-        )
+) -> Iterator[str]:
+    """Yield warnings about predictions that differ from those of the calibration."""
     if ensemble.n_members != document.n_members:
-        remarks.append(
-            f"The calibration was made for {document.n_members or 'an unknown number of'} members, "
-            f"and there are {ensemble.n_members or 'only error bars'} here."
+        yield (
+            f"The calibration was fitted to {document.n_members or 'an unknown number of'} members;"
+            f" the file has {ensemble.n_members or 'only uncertainties'}."
         )
     if ensemble.labels is not None:
         new = sorted(set(ensemble.labels.tolist()) - set(document.groups))
         if new:
-            remarks.append(f"Not seen in the calibration, so without a factor: {', '.join(new)}.")
-    low, high = document.spread
+            yield f"Groups without a factor in the calibration: {', '.join(new)}."
+    low, high = document.std_range
     typical = float(np.median(spread))
     if typical > 0 and not low / 10 < typical < 10 * high:
-        remarks.append(
-            f"The spread, {typical:.3g} on average, is far from that of the calibration, "
-            f"{low:.3g} to {high:.3g} {document.units}".rstrip()
+        yield (
+            f"The median standard deviation, {typical:.3g}, is far from the range of the "
+            f"calibration, {low:.3g} to {high:.3g} {document.units}".rstrip()
             + ": are the units the same?"
         )
     zero = int(np.count_nonzero(spread == 0))
     if zero:
-        remarks.append(f"{ensemble.counted(zero)} without any spread: no error bar but zero.")
-    return tuple(remarks)
+        yield f"{ensemble.counted(zero)} with identical members: their uncertainty is zero."
 
 
-# A calibration file on what a model of qualms predicts.
-#: Labels may be alike by chance.
-_BY_CHANCE = 0.1
+# Values that must not be overwritten.
 
 
-@dataclass(frozen=True)
-class ModelCalibration:
-    """A calibration of certain points: the labelled ones of some structures.
+def _references(source: Source, ensemble: Ensemble, mean: Float64Array) -> set[str]:
+    """Return keys of reference values that would be overwritten, or look like predictions.
 
-    Attributes
-    ----------
-    name : str
-        Of the file, and the method.
-    document : CalibrationDocument
-    labels : (n,) array of str, optional
-        The group of each point, if the calibration has groups.
-    n_members : int
-        Of the model.
+    That is the target itself, if the value under its name is not the mean of the members. ASE reads
+    keys that it knows, such as energy and forces, as results of one calculation: values beside such
+    a reference value, or beside no prediction at all, were not predicted by these members either.
     """
-
-    name: str
-    document: CalibrationDocument
-    labels: StrArray | None
-    n_members: int
-
-    def transform(self, members: FloatArray) -> Float64Array:
-        """Scale members (n, N_R) about their means so that they have the calibrated spread."""
-        scaled = self.document.transform(members)
-        return (
-            scaled if self.labels is None else stretched(scaled, self.document.factors(self.labels))
-        )
-
-    def remarks(self, labels_seen: Float64Array) -> list[str]:
-        """Say what the calibration was fitted to, and if it may have been these very points."""
-        n_points = self.document.parameters.get("n_points", "an unknown number of")
-        remarks = [f"{self.name}: fitted to {n_points} points."]
-        seen = self.document.seen(labels_seen)
-        if seen > _BY_CHANCE:
-            remarks = [
-                f"{self.name}: fitted to {n_points} points, of which about {seen:.0%} have the "
-                "label of a point here. If they are the same points, its scores are too good."
-            ]
-        if self.document.n_members != self.n_members:
-            n_members = self.document.n_members
-            given = f"{n_members} members" if n_members else "error bars alone"
-            remarks.append(
-                f"{self.name}: made of {given}, and the model has {self.n_members} members."
-            )
-        if self.labels is not None:
-            new = sorted(set(self.labels.tolist()) - set(self.document.groups))
-            if new:
-                names = ", ".join(name or "(none)" for name in new)
-                remarks.append(f"{self.name}: not seen there, so without a factor: {names}.")
-        return remarks
+    name = ensemble.target
+    if ensemble.members is None:
+        return set()  # the value under that name is the prediction
+    frames = [] if isinstance(source, Table) else source
+    keys = {key for atoms in frames for part in with_results(atoms) for key in part}
+    keys |= {*source, *ensemble.columns} if isinstance(source, Table) else set()
+    is_reference = f"REF_{name}" not in keys and _is_reference(ensemble, mean)
+    aside = {name} if is_reference else set()
+    if name in all_properties and frames and (is_reference or name not in keys):
+        for key in keys.intersection(all_properties) - {name}:
+            predicted = any(f"{key}{suffix}" in keys for suffix in (*MEMBERS, *UNCERTAINTIES))
+            if f"REF_{key}" not in keys and (is_reference or not predicted):
+                aside.add(key)
+    return aside
 
 
-def calibration_for(path: Path, model: AtomisticModel, frames: Sequence[Atoms]) -> ModelCalibration:
-    """Read a calibration, see that it is one of what the model predicts, and find the groups.
+def _is_reference(ensemble: Ensemble, mean: Float64Array) -> bool:
+    """Return whether values under the name of the target are not the mean of the members.
+
+    A value beside an uncertainty is an earlier prediction.
+    """
+    if ensemble.stored_mean is None or ensemble.has_uncertainty:
+        return False
+    found = False
+    for center in (mean, ensemble.mean):
+        known = np.isfinite(ensemble.stored_mean) & np.isfinite(center) & np.isfinite(ensemble.std)
+        if known.any():
+            found = True
+            distance = np.median(np.abs(ensemble.stored_mean - center)[known])
+            rounding = 1e-9 * np.median(np.abs(center[known]))
+            if distance <= _THE_SAME * np.median(ensemble.std[known]) + rounding:
+                return False
+    return found
+
+
+# Values that are written.
+
+
+def _entries(
+    ensemble: Ensemble, stored: Collection[str], found: _Values
+) -> dict[str, Float64Array]:
+    """Return values by key, a row for each structure or atom, in the shape that they had.
+
+    Uncertainties that are `stored` under other keys are replaced, too.
+    """
+    name, shape = ensemble.target, (-1, *ensemble.shape)
+    std = found.std.reshape(shape)
+    entries = {name: found.mean.reshape(shape), f"{name}_uncertainty": std}
+    for suffix in UNCERTAINTIES:
+        if f"{name}{suffix}" in stored:
+            entries[f"{name}{suffix}"] = std**2 if suffix in VARIANCES else std
+    if found.members is not None:
+        assert ensemble.layout is not None
+        entries[ensemble.key] = ensemble.layout.stored(found.members)
+    return entries
+
+
+def _changed_columns(
+    table: Table, ensemble: Ensemble, found: _Values, aside: Collection[str]
+) -> tuple[dict[str, Any], set[str]]:
+    """Return the columns that are new or have new values, and those that are left out.
 
     Parameters
     ----------
-    path : path
-        Of the calibration.
-    model : AtomisticModel
-    frames : sequence of Atoms
-        Structures that the model is to be judged on.
+    table : Table
+    ensemble : Ensemble
+        The values that were read from it.
+    found : _Values
+    aside : collection of str
+        Keys that are kept under another name.
     """
-    document, settings = read_calibration(path), model.settings
-    if document.target != settings.target:
-        raise InputError("--calibration", f"one of {document.target}", settings.target)
-    kind = "atom" if model.fitted.per_atom else "structure"
-    if document.kind != kind:
-        raise InputError("--calibration", f"one of {document.kind}s", f"one of {kind}s")
-    labels = None
-    if document.by is not None:
-        found = labelled(frames, settings.target, settings.kind, settings.species)
-        rows: list[Any] = [*found.rows] or [None] * len(found.frames)
-        pairs = zip(found.frames.tolist(), rows, strict=True)
-        labels = np.concatenate([_labels(frames[i], document.by, some) for i, some in pairs])
-        if not labels.astype(bool).any():
-            expected = f"structures with a {document.by}"
-            raise InputError("--calibration", f"one by {document.by}", expected)
-    name = f"{path.name} ({document.method})"
-    return ModelCalibration(name, document, labels, settings.n_members)
+    known, without = dict(ensemble.columns), set[str]()
+    changes = {f"REF_{n}": table[n] for key in aside for n in known.get(key, (key,))}
+    # New columns of vectors are named after columns of the same kind: `_x` or `_0`.
+    stems = (key for key in known if key not in (ensemble.key, f"{ensemble.target}_absent"))
+    stem = next(stems, "")
+    endings = tuple(name.removeprefix(stem) for name in known.get(stem, ()))
+    if ensemble.members is not None:
+        old = known.get(ensemble.key, (ensemble.key,))
+        # Numbered members of vectors have the names of numbered components.
+        clash = not {f"{ensemble.target}{ending}" for ending in endings}.isdisjoint(old)
+        if clash:
+            endings = component_endings(ensemble.n_components)
+        if found.members is None or (clash and not endings):
+            without.update(old)
+            known.pop(ensemble.key, None)
+    for key, values in _entries(ensemble, {*table, *known}, found).items():
+        flat = values.reshape(len(values), -1)
+        names = known.get(key, tuple(f"{key}{ending}" for ending in endings))
+        if key not in table and values.ndim > 1 and len(names) == flat.shape[1]:
+            changes |= {column: flat[:, i] for i, column in enumerate(names)}
+        else:
+            changes[key] = values
+    return changes, without
 
 
-def _labels(atoms: Atoms, by: str, rows: Any | None) -> StrArray:
-    """Return the group of a structure, or of some of its atoms; empty where it has none."""
-    if rows is None or by not in ("element", *atoms.arrays):
-        return np.full(1 if rows is None else len(rows), str(atoms.info.get(by, "")))
-    values = np.array([*atoms.symbols]) if by == "element" else atoms.arrays[by]
-    labels: StrArray = values.astype(str)[rows]
-    return labels
+def _store(atoms: Atoms, ensemble: Ensemble, found: _Values, aside: Collection[str]) -> None:
+    """Put calibrated values into a structure, in the place of those that it has.
+
+    Parameters
+    ----------
+    atoms : Atoms
+    ensemble : Ensemble
+        The values of all structures.
+    found : _Values
+        Of this structure.
+    aside : collection of str
+        Keys that are kept under another name.
+    """
+    # ASE has read the keys that it knows into a calculator; they belong into the file.
+    atoms.info, arrays = with_results(atoms)
+    atoms.arrays.update(arrays)
+    atoms.calc = None
+    for place in (atoms.info, atoms.arrays):
+        for key in aside:
+            if key in place:
+                place[f"REF_{key}"] = place.pop(key)
+    place = atoms.arrays if ensemble.per_atom else atoms.info
+    if found.members is None and ensemble.members is not None:
+        place.pop(ensemble.key, None)
+    for key, rows in _entries(ensemble, place, found).items():
+        place[key] = rows if ensemble.per_atom else rows[0]
+    for key in ("stress", "virial"):
+        # ASE reads nine numbers as a matrix, and no other number of them.
+        value = np.asarray(atoms.info.get(key, ()))
+        if value.shape == (6,):
+            atoms.info[key] = voigt_6_to_full_3x3_stress(value)  # type: ignore[no-untyped-call]
+        elif value.shape == (9,):
+            atoms.info[key] = value.reshape(3, 3)

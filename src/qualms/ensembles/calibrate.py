@@ -1,17 +1,16 @@
-"""Reasons to distrust a calibration, in words. Nothing is ever changed because of them."""
+"""Calibrating an ensemble: choice of the method, fit, and sanity checks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from qualms.arrays import Float64Array, IntArray
-from qualms.calibration.base import Calibration, CalibrationData
+from qualms.arrays import BoolArray, Float64Array, IntArray
+from qualms.calibration.base import Calibration, CalibrationData, calibration_data, rounding_of
 from qualms.calibration.fitting import METHODS, N_PARAMETERS
 from qualms.calibration.groups import GroupedCalibration
-from qualms.calibration.methods import fit_power
 from qualms.calibration.selection import (
     Candidate,
     Comparison,
@@ -19,30 +18,27 @@ from qualms.calibration.selection import (
     confidence_intervals,
     cross_validate,
 )
-from qualms.ensembles.io import Ensemble, Points, usable_points
+from qualms.ensembles.io import Ensemble
 from qualms.errors import CalibrationError, InputError
-from qualms.gp.ensemble import group_codes
+from qualms.gp.ensemble import MIN_ABSENT, group_codes, internal_prediction
 from qualms.metrics import Scores, far_points, score_arrays, spearman
 from qualms.prediction import Prediction
 
-#: Fewer independent points than these are few.
+#: Methods for standard deviations without members: the others need the number of members.
+STD_METHODS = ("none", "linear", "power")
+#: Methods of at most one parameter, for few points.
+_SIMPLE = ("none", "linear", "student")
+N_FOLDS = 5
+#: A calibration set with fewer independent points is small.
 FEW = 20
-#: The spread of fewer members is too noisy to be taken for exact.
+#: Methods that neglect the sampling error of the ensemble standard deviation need more members.
 _FEW_MEMBERS = 10
-#: Fewer have no interval of a rank correlation.
-_RANKED = 5
-#: A rank correlation below this orders next to nothing.
-_NO_ORDER = 0.2
-#: So many of the points that are far off are named.
+#: A rank correlation below this is negligible.
+_UNCORRELATED = 0.2
+#: Number of outliers that are named.
 _NAMED = 5
-#: Residuals and spreads that differ by more than this factor are hardly in the same units.
+#: Ratio of errors to standard deviations beyond which units are suspected to differ.
 _SUSPICIOUS = 30.0
-#: Variances explain errors to within this factor, where standard deviations do not; by more than
-#: this power of e better than these; and with an exponent below this.
-_PLAUSIBLE, _CLEARLY, _ROOT = 8.0, 0.5, 0.65
-#: Predictions that are correlated with the truth like this follow it.
-_FOLLOWS = 0.9
-#: What units are confused with what.
 _CONVERSIONS = {
     27.2114: "Hartree and eV",
     23.0605: "kcal/mol and eV",
@@ -53,187 +49,70 @@ _CONVERSIONS = {
 }
 
 
-def doubts_about(
-    points: Points,
-    calibration: Calibration,
-    known: str,
-    std: Float64Array,
-    *,
-    n_independent: int,
-) -> Iterator[str]:
-    """Yield what the user must know.
+@dataclass(frozen=True)
+class Points:
+    """The points that a calibration is fitted to.
 
-    Parameters
+    Attributes
     ----------
-    points : Points
-        What the calibration was fitted to.
-    calibration : Calibration
-    known : str
-        What is known of its parameters, in words.
-    std : (n,) array
-        Error bars of the points, by calibrations that did not see them.
-    n_independent : int
-        Structures, or what else is independent.
+    ensemble : Ensemble
+        These points only; all have a reference value.
+    data : CalibrationData
+        Their residuals and ensemble standard deviations, out-of-bag if there are flags.
+    dropped : dict of str to int
+        Numbers of points that were left out, by reason.
     """
-    data = points.data
-    yield from _few(known, n_independent)
-    yield from _few_members(calibration, data, points.ensemble.members is not None)
-    yield from _far(points, std)
-    yield from _uninformative(data, n_independent)
-    if points.ensemble.members is None:
-        yield from _variance(data, points.ensemble.target)
-    yield from _units(data)
-    yield from _other_units(points)
-    yield from _biased(data)
+
+    ensemble: Ensemble
+    data: CalibrationData
+    dropped: dict[str, int]
+
+    @property
+    def mean(self) -> Float64Array:
+        """Mean of the members, out-of-bag if there are flags: (n,)."""
+        return self.ensemble.y - self.data.residuals
 
 
-def _few(known: str, n_independent: int) -> Iterator[str]:
-    if n_independent < FEW:
-        within = f": {known}" if known else ""
-        yield f"Only {n_independent} independent points{within}. Calibrate on more."
+def usable_points(ensemble: Ensemble) -> Points:
+    """Leave out, and count, the points that a calibration cannot be fitted to."""
+    dropped: dict[str, int] = {}
 
+    def keep(found: Ensemble, chosen: BoolArray, reason: str) -> Ensemble:
+        if not chosen.all():
+            dropped[reason] = int(np.count_nonzero(~chosen))
+        if np.count_nonzero(chosen) < 2:
+            reasons = "; ".join(f"{ensemble.counted(n)} {why}" for why, n in dropped.items())
+            left = f"{np.count_nonzero(chosen)} of {ensemble.counted()} can be used"
+            raise CalibrationError(f"{left}, at least 2 are needed. {reasons}".rstrip())
+        return found.some(chosen)
 
-def _few_members(
-    calibration: Calibration, data: CalibrationData, has_members: bool
-) -> Iterator[str]:
-    """Methods that take the spread for exact turn its noise into error: see `core.calibration`."""
-    c = int(np.median(data.n_members))
-    if not has_members or calibration.method not in ("linear", "power") or c >= _FEW_MEMBERS:
-        return
-    better = "student" if calibration.method == "linear" else "shrinkage"
-    if calibration.method == "power":
-        how = "noise makes γ smaller than it is, and α is not that of the truth"
-    elif c > 3:
-        excess = np.sqrt((c - 1) / (c - 3))
-        how = f"even of perfect data α comes out {excess:.3g} times too large or more"
-    else:
-        how = "α grows with the number of points, without a limit"
-    yield (
-        f"{calibration.method} takes the spread of {c} members for exact, and it is not: {how}. "
-        f"{better} knows how noisy it is."
-    )
-
-
-def _far(points: Points, std: Float64Array) -> Iterator[str]:
-    """One wrong label is the commonest mistake, and spoils every mean square."""
-    far = far_points(points.data.residuals, std).tolist()
-    if not far:
-        return
-    ensemble, places = points.ensemble, []
-    for i in far[:_NAMED]:
-        atom = f", atom {ensemble.atom[i]}" if ensemble.per_atom else ""
-        if ensemble.component is not None:
-            atom += f", component {ensemble.component[i]}"
-        off = abs(points.data.residuals[i]) / std[i]
-        places.append(f"structure {ensemble.structure[i]}{atom} ({off:.3g} error bars)")
-    more = ", …" if len(far) > _NAMED else ""
-    yield (
-        f"{len(far)} of {ensemble.counted()} {'is' if len(far) == 1 else 'are'} far off, as if the "
-        f"reference were wrong: {', '.join(places)}{more}. (Counted from 0.)"
-    )
-
-
-def _uninformative(data: CalibrationData, n_independent: int) -> Iterator[str]:
-    """Say that the spread orders nothing if that is known, and that it may not if that is not.
-
-    The inverse hyperbolic tangent of a rank correlation scatters by about 1.03/√(n − 3) (Fieller,
-    Hartley and Pearson, Biometrika 44, 470 (1957)).
-    """
-    if n_independent < _RANKED:
-        return
-    rank = spearman(data.residuals, data.spread)
-    half = 1.96 * 1.03 / np.sqrt(n_independent - 3)
-    low, high = np.tanh(np.arctanh(np.clip(rank, -0.999, 0.999)) + np.array([-half, half]))
-    found = f"rank correlation {rank:.2f}, between {low:.2f} and {high:.2f}".replace("-", "−")
-    if high < _NO_ORDER:
-        yield (
-            f"The spread says {'little' if low > 0 else 'nothing'} about the size of the error "
-            f"({found}): error bars are right on average only."
-        )
-    elif low <= 0:
-        yield (
-            "Whether the spread says anything about the size of the error cannot be told from so "
-            f"few points ({found})."
-        )
-
-
-def _variance(data: CalibrationData, target: str) -> Iterator[str]:
-    """If the roots of σ have the size of the errors, and σ does not, σ is a variance.
-
-    Errors then grow as the root of σ, or more slowly: noise in σ makes any exponent smaller, also
-    that of an honest σ, which is why an exponent of about one half proves nothing.
-    """
-    if np.ptp(np.log(data.spread)) < 0.1:
-        return
-    gamma = fit_power(data).gamma
-    as_std, as_variance = _log_ratio(data, data.spread), _log_ratio(data, np.sqrt(data.spread))
-    plausible = abs(as_variance) < np.log(_PLAUSIBLE) < abs(as_std)
-    if gamma < _ROOT and plausible and abs(as_variance) + _CLEARLY < abs(as_std):
-        yield (
-            "The error bars look like variances: their roots have the size of the errors, which "
-            f"are {_times(as_std)} they are, and grow as a power of {gamma:.2f} of them. "
-            f"They are used as they are; store the roots, or name the key {target}_var."
-        )
-
-
-def _log_ratio(data: CalibrationData, spread: Float64Array) -> float:
-    """Return how many times larger than a spread errors are, ln; half of |z| is below 0.67 σ."""
-    typical = max(float(np.median(np.abs(data.residuals))), np.finfo(float).tiny) / 0.6745
-    return float(np.log(typical / np.median(spread)))
-
-
-def _times(log_ratio: float) -> str:
-    return f"{np.exp(abs(log_ratio)):.3g} times {'larger' if log_ratio > 0 else 'smaller'} than"
-
-
-def _units(data: CalibrationData) -> Iterator[str]:
-    log_ratio = _log_ratio(data, data.spread)
-    if not np.any(data.residuals) or abs(log_ratio) < np.log(_SUSPICIOUS):
-        return
-    factor = float(np.exp(abs(log_ratio)))
-    closest = min(_CONVERSIONS, key=lambda c: abs(np.log(factor / c)))
-    hint = f" ({_CONVERSIONS[closest]}: {closest:g})" if 0.25 < factor / closest < 4 else ""
-    yield f"Errors are {_times(log_ratio)} the spread: are the units the same{hint}?"
-
-
-def _other_units(points: Points) -> Iterator[str]:
-    """If all members are in other units than the truth, errors and spread may still agree."""
-    y, mean = points.ensemble.y, points.mean
-    if len(y) < FEW or not np.ptp(y) or not np.ptp(mean):
-        return
-    slope = float(np.cov(y, mean)[0, 1] / np.var(mean, ddof=1))
-    if np.corrcoef(y, mean)[0, 1] < _FOLLOWS or not slope > 0:
-        return
-    factor = max(slope, 1 / slope)
-    closest = min(_CONVERSIONS, key=lambda c: abs(np.log(factor / c)))
-    if 0.8 < factor / closest < 1.25:
-        yield (
-            f"True values grow {slope:.3g} times as fast as predictions: are the units the same "
-            f"({_CONVERSIONS[closest]}: {closest:g})?"
-        )
-
-
-def _biased(data: CalibrationData) -> Iterator[str]:
-    bias = data.mean(data.residuals)
-    rms = float(np.sqrt(data.mean(data.residuals**2)))
-    if abs(bias) > 0.5 * rms and len(data.residuals) >= FEW:
-        yield (
-            f"Errors are {bias:+.3g} on average, {abs(bias) / rms:.0%} of their root mean square: "
-            "no error bar can make up for that. (Another zero of energy?)"
-        )
-
-
-# From an ensemble with references to a calibration, and to how good it is.
-#: Methods for error bars without members: the others count members.
-ERROR_BAR_METHODS = ("none", "linear", "power")
-#: Methods of at most one parameter, for few points.
-_MODEST = ("none", "linear", "student")
-N_FOLDS = 5
+    found = keep(ensemble, np.isfinite(ensemble.y), "without a reference value")
+    found = keep(found, found.is_finite, "with NaN or infinite predictions")
+    if found.members is None:
+        found = keep(found, found.std > 0, "with a standard deviation of zero")
+        residuals = found.y - found.mean
+        if not np.any(residuals):
+            raise CalibrationError("All residuals are zero: no scale of the errors can be fitted.")
+        # The number of members is unknown; no method of `STD_METHODS` uses it.
+        counts = np.full(len(residuals), 2)
+        data = CalibrationData(residuals, found.std, counts, np.ones(len(residuals)))
+        return Points(found, data, dropped)
+    std, members, absent = found.std, found.members, found.absent
+    if absent is not None:
+        enough = absent.sum(axis=1) >= MIN_ABSENT
+        found = keep(found, enough, f"with fewer than {MIN_ABSENT} out-of-bag members")
+        absent = absent[enough]
+        # Members that were trained on a point need not predict it.
+        members = np.where(absent, members[enough], 0.0)
+        std = internal_prediction(members, absent).std
+    varied = std > rounding_of(members)
+    found = keep(replace(found, members=members), varied, "with identical members")
+    return Points(found, calibration_data(found.y, members[varied], found.absent), dropped)
 
 
 @dataclass(frozen=True)
 class ScaleInterval:
-    """The α of the most likely method that has one, where the error bars are left as they are."""
+    """The scale α of the most likely method that has one, if the method chosen has none."""
 
     method: str
     alpha: float
@@ -241,34 +120,34 @@ class ScaleInterval:
 
     def __str__(self) -> str:
         low, high = self.interval
-        return f"by {self.method}, α = {self.alpha:.3g}, between {low:.3g} and {high:.3g}"
+        return f"α = {self.alpha:.3g} by {self.method}, between {low:.3g} and {high:.3g}"
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A calibration, and what is known about it.
+    """A calibration and its assessment.
 
     Attributes
     ----------
     points : Points
-        What it was fitted to.
+        The points that it was fitted to.
     calibration : Calibration
     grouped : GroupedCalibration, optional
         With a factor for each group.
     intervals : ConfidenceIntervals
         Of α and γ.
     scale : ScaleInterval, optional
-        What a scale of the error bars would be, if the method has none.
+        The scale that another method would have fitted, if the method has none.
     comparison : Comparison
-        All methods on points left out.
+        Cross-validation of all methods.
     std : (n,) array
-        Calibrated error bars of the points, each by a calibration that was fitted to others.
+        Calibrated standard deviations of the points, each by a calibration fitted to other points.
     before, after : Scores
-        With the spread as it is, and with `std`.
+        With the ensemble standard deviation, and with `std`.
     reason : str
-        Why this method.
+        Why the method was chosen.
     remarks : tuple of str
-        What the user must know.
+        Warnings for the user.
     """
 
     points: Points
@@ -285,8 +164,10 @@ class Calibrated:
 
     @property
     def prediction(self) -> Prediction:
-        """The points with calibrated error bars, and before calibration."""
-        return self.points.prediction(self.std)
+        """The points with cross-validated standard deviations, and before calibration."""
+        mean = self.points.mean
+        raw = Prediction(mean=mean, std=self.points.data.spread)
+        return Prediction(mean=mean, std=self.std, uncalibrated=raw)
 
 
 def calibrate_ensemble(
@@ -297,20 +178,20 @@ def calibrate_ensemble(
     seed: int = 0,
     on_method: Callable[[int], object] | None = None,
 ) -> Calibrated:
-    """Fit a calibration, for each group if there are labels, and judge it on points left out.
+    """Fit a calibration, with a factor for each group if there are labels, and cross-validate it.
 
     Parameters
     ----------
     ensemble : Ensemble
-        With references. If it says who saw what, every point is predicted by the members that did
-        not see it; if not, no member must have seen any.
+        With reference values. With out-of-bag flags, every point is predicted by its out-of-bag
+        members; without, no member must have been trained on any of the points.
     method : {"auto", "none", "linear", "power", "student", "shrinkage"}
-        "auto" takes the method of fewest parameters among those that are, on points left out, as
-        likely as the best.
+        "auto" chooses the method of fewest parameters among those with the highest cross-validated
+        log likelihood, within its standard error.
     level : float
-        Of the confidence intervals.
+        Probability of the confidence intervals.
     seed : int
-        Of the division into parts that are left out in turn.
+        Of the folds.
     on_method : callable, optional
         Called with the number of methods that have been compared.
     """
@@ -318,13 +199,22 @@ def calibrate_ensemble(
         raise InputError("method", repr(method), f"one of auto, {', '.join(METHODS)}")
     points = usable_points(ensemble)
     clusters = _clusters(points.ensemble)
-    comparison = _compared(points, clusters, method, seed, on_method)
+    n_independent = int(clusters.max()) + 1
+    comparison = _compare(points, clusters, method, seed, on_method)
     chosen = comparison.chosen.calibration.method if method == "auto" else method
     candidate = next(c for c in comparison.candidates if c.calibration.method == chosen)
     intervals = _intervals(points, candidate, level, clusters)
-    scale = _scale(points, comparison, level, clusters) if not candidate.n_parameters else None
+    scale = None
+    scaled = next((c for c in comparison.candidates if c.n_parameters == 1), None)
+    if candidate.n_parameters == 0 and scaled is not None:
+        interval = _intervals(points, scaled, level, clusters).alpha
+        scale = ScaleInterval(scaled.calibration.method, scaled.calibration.alpha, interval)
     std = _left_out_std(points, comparison, chosen)
     y, mean = points.ensemble.y, points.mean
+    known = known_parameters(candidate.calibration, intervals, scale)
+    dropped = (f"{ensemble.counted(n)} {why}: left out." for why, n in points.dropped.items())
+    checks = _checks(points, candidate.calibration, known, std, n_independent)
+    reason = _reason(comparison, chosen, asked=method != "auto")
     return Calibrated(
         points=points,
         calibration=candidate.calibration,
@@ -335,96 +225,57 @@ def calibrate_ensemble(
         std=std,
         before=score_arrays(y, mean, points.data.spread),
         after=score_arrays(y, mean, std),
-        reason=_reason(
-            comparison,
-            chosen,
-            asked=method != "auto",
-            independent=int(clusters.max()) + 1 == len(clusters),
-        ),
-        remarks=(
-            *ensemble.remarks,
-            *(f"{ensemble.counted(n)} {why}: left out." for why, n in points.dropped.items()),
-            *doubts_about(
-                points,
-                candidate.calibration,
-                known_parameters(candidate.calibration, intervals, scale),
-                std,
-                n_independent=int(clusters.max()) + 1,
-            ),
-        ),
+        reason=reason,
+        remarks=(*ensemble.remarks, *dropped, *checks),
     )
 
 
 def known_parameters(
     calibration: Calibration, intervals: ConfidenceIntervals, scale: ScaleInterval | None
 ) -> str:
-    """Say in words what is known of the parameters, be they used or not."""
+    """Return the confidence intervals of the parameters in words."""
     if scale is not None:
         return f"{scale} ({intervals.level:.0%} confidence)"
     if calibration.n_parameters == 0:
         return ""
-    known = "α lies between {:.3g} and {:.3g}".format(*intervals.alpha)
+    known = "α is between {:.3g} and {:.3g}".format(*intervals.alpha)
     if calibration.n_parameters > 1 and intervals.gamma is not None:
         known += ", γ between {:.3g} and {:.3g}".format(*intervals.gamma)
     return f"{known} ({intervals.level:.0%} confidence)"
 
 
-def _intervals(
-    points: Points, candidate: Candidate, level: float, clusters: IntArray
-) -> ConfidenceIntervals:
-    """Return intervals of what all points have in common: factors of groups are taken as known."""
-    data, labels = points.data, points.ensemble.labels
-    if candidate.grouped is not None and labels is not None:
-        data = candidate.grouped.common(data, labels)
-    return confidence_intervals(candidate.calibration, data, level=level, groups=clusters)
-
-
-def _scale(
-    points: Points, comparison: Comparison, level: float, clusters: IntArray
-) -> ScaleInterval | None:
-    """Find out how certain a scale of the error bars would be."""
-    for candidate in comparison.candidates:
-        if candidate.n_parameters == 1:
-            one = candidate.calibration
-            interval = _intervals(points, candidate, level, clusters).alpha
-            return ScaleInterval(one.method, one.alpha, interval)
-    return None
-
-
 def _clusters(ensemble: Ensemble) -> IntArray:
-    """Return groups of points whose errors are correlated: structures; atoms, if there is one."""
-    codes = group_codes(ensemble.structure, len(ensemble))
-    if codes.max() == 0:
-        codes = group_codes(ensemble.atom, len(ensemble))
-    return codes if codes.max() > 0 else np.arange(len(ensemble))
+    """Return groups of points with correlated errors: structures; atoms, if there is only one."""
+    for origin in (ensemble.structure, ensemble.atom):
+        codes = group_codes(origin, len(ensemble))
+        if codes.max() > 0:
+            return codes
+    return np.arange(len(ensemble))
 
 
-def _compared(
+def _compare(
     points: Points,
     clusters: IntArray,
     method: str,
     seed: int,
     on_method: Callable[[int], object] | None,
 ) -> Comparison:
-    methods = tuple(METHODS)
-    if points.ensemble.members is None:
-        methods = ERROR_BAR_METHODS
-        if method not in ("auto", *methods):
-            raise InputError(
-                "method",
-                repr(method),
-                f"one of auto, {', '.join(methods)}",
-                "The others need the predictions of the members, not only an error bar.",
-            )
+    """Cross-validate all methods that the points allow."""
+    n = len(clusters)
+    methods = STD_METHODS if points.ensemble.members is None else tuple(METHODS)
+    if method not in ("auto", *methods):
+        remedy = "The other methods need the predictions of the members."
+        raise InputError("method", repr(method), f"one of auto, {', '.join(methods)}", remedy)
+    if n <= N_PARAMETERS.get(method, 0):
+        raise CalibrationError(
+            f"{n} points are too few for method='{method}' with {N_PARAMETERS[method]} "
+            "parameters. Use more points, or method='linear'."
+        )
     if clusters.max() + 1 < FEW and method == "auto":
-        methods = tuple(m for m in methods if m in _MODEST)
-    if len(clusters) < 2 or clusters.max() < 1:
-        raise CalibrationError("One point is not enough to calibrate on; at least 2 are needed.")
-    _refuse_too_few(len(clusters), method)
-    methods = tuple(m for m in methods if N_PARAMETERS[m] < len(clusters))
+        methods = tuple(m for m in methods if m in _SIMPLE)
     comparison = cross_validate(
         points.data,
-        methods,
+        tuple(m for m in methods if N_PARAMETERS[m] < n),
         groups=clusters,
         labels=points.ensemble.labels,
         n_folds=N_FOLDS,
@@ -436,51 +287,156 @@ def _compared(
     return comparison
 
 
-def _refuse_too_few(n: int, method: str) -> None:
-    """Refuse a fit of as many parameters as points, which says nothing about others."""
-    needed = N_PARAMETERS.get(method, 0)
-    if n <= needed:
-        raise CalibrationError(
-            f"{n} points are too few for method='{method}', which has {needed} parameters: "
-            f"at least {needed + 1} are needed. Use more points, or method='linear'."
-        )
+def _intervals(
+    points: Points, candidate: Candidate, level: float, clusters: IntArray
+) -> ConfidenceIntervals:
+    """Return intervals of the common parameters, with the factors of groups taken as known."""
+    data, labels = points.data, points.ensemble.labels
+    if candidate.grouped is not None and labels is not None:
+        data = candidate.grouped.common(data, labels)
+    return confidence_intervals(candidate.calibration, data, level=level, groups=clusters)
 
 
 def _left_out_std(points: Points, comparison: Comparison, method: str) -> Float64Array:
-    """Return the calibrated error bar of each point by a calibration that did not see it."""
+    """Return the standard deviation of each point by the calibration fitted to other folds."""
     data, labels = points.data, points.ensemble.labels
     std = np.empty(len(data.residuals))
-    for left_out, fitted in zip(
-        comparison.folds, comparison.fold_calibrations[method], strict=True
-    ):
-        rest = data.some(left_out)
-        std[left_out] = fitted.overall.std(rest.spread, rest.n_members)
+    fitted = comparison.fold_calibrations[method]
+    for left_out, calibration in zip(comparison.folds, fitted, strict=True):
+        some = data.some(left_out)
+        std[left_out] = calibration.overall.std(some.spread, some.n_members)
         if labels is not None:
-            std[left_out] *= fitted.factors(labels[left_out])
+            std[left_out] *= calibration.factors(labels[left_out])
     return std
 
 
-def _reason(comparison: Comparison, chosen: str, *, asked: bool, independent: bool) -> str:
-    """Say in words why this method; BIC counts points, and is right if they are independent."""
-    found = {c.calibration.method: c for c in comparison.candidates}
-    best = comparison.candidates[0].calibration.method
-    mine = found[chosen]
-    if chosen == best:
-        others = [c for c in comparison.candidates if c.calibration.method != chosen]
-        ahead = (
-            f", {others[0].behind:.3f} ahead of {others[0].calibration.method}" if others else ""
+def _reason(comparison: Comparison, chosen: str, *, asked: bool) -> str:
+    """Return a sentence about why the method was chosen."""
+    best, *others = comparison.candidates
+    mine = next(c for c in comparison.candidates if c.calibration.method == chosen)
+    difference = f"Δ = {mine.behind:.3f} ± {mine.standard_error:.3f} per point"
+    if mine is best:
+        second = (
+            f" (Δ = {others[0].behind:.3f} to {others[0].calibration.method})" if others else ""
         )
-        why = f"the most likely on points left out{ahead}"
+        why = f"highest cross-validated log likelihood{second}"
     elif mine.is_as_good:
-        why = (
-            f"as likely as {best} on points left out "
-            f"({mine.behind:.3f} ± {mine.standard_error:.3f} behind), with fewer parameters"
-        )
+        why = f"as good as {best.calibration.method} ({difference}), with fewer parameters"
     else:
         why = (
-            f"{best} is more likely on points left out, "
-            f"by {mine.behind:.3f} ± {mine.standard_error:.3f} per point"
+            f"{best.calibration.method} has a higher cross-validated log likelihood ({difference})"
         )
-    by_bic = min(found.values(), key=lambda c: c.calibration.bic).calibration.method
-    other = f" (BIC prefers {by_bic}.)" if independent and by_bic != chosen else ""
-    return f"{chosen}{', as asked' if asked else ''}: {why}.{other}"
+    return f"{chosen}{', as requested' if asked else ''}: {why}."
+
+
+# Sanity checks. They change nothing.
+
+
+def _checks(
+    points: Points,
+    calibration: Calibration,
+    known: str,
+    std: Float64Array,
+    n_independent: int,
+) -> Iterator[str]:
+    """Yield warnings about a calibration.
+
+    Parameters
+    ----------
+    points : Points
+    calibration : Calibration
+    known : str
+        Confidence intervals of its parameters, in words.
+    std : (n,) array
+        Cross-validated standard deviations of the points.
+    n_independent : int
+        Number of independent points, such as structures.
+    """
+    if n_independent < FEW:
+        within = f": {known}" if known else ""
+        yield f"Only {n_independent} independent points{within}. Calibrate on more points."
+    c = int(np.median(points.data.n_members))
+    has_members = points.ensemble.members is not None
+    if has_members and calibration.method in ("linear", "power") and c < _FEW_MEMBERS:
+        parameter, better = (
+            ("α", "student")
+            if calibration.method == "linear"
+            else (
+                "γ",
+                "shrinkage",
+            )
+        )
+        yield (
+            f"'{calibration.method}' neglects the sampling error of the standard deviation of {c} "
+            f"members: {parameter} is biased. Consider '{better}'."
+        )
+    yield from _outliers(points, std)
+    yield from _uncorrelated(points.data, n_independent)
+    yield from _units(points.data)
+    bias = points.data.mean(points.data.residuals)
+    rms = float(np.sqrt(points.data.mean(points.data.residuals**2)))
+    if abs(bias) > 0.5 * rms and len(points.data.residuals) >= FEW:
+        yield (
+            f"Errors are biased: their mean is {bias:+.3g}, {abs(bias) / rms:.0%} of their root "
+            "mean square. Subtract it first. (Another zero of energy?)"
+        )
+
+
+def _outliers(points: Points, std: Float64Array) -> Iterator[str]:
+    """Name points with errors far beyond their standard deviation, such as wrong labels."""
+    far = far_points(points.data.residuals, std).tolist()
+    if not far:
+        return
+    ensemble, places = points.ensemble, []
+    for i in far[:_NAMED]:
+        place = f"structure {ensemble.structure[i]}"
+        if ensemble.per_atom:
+            place += f", atom {ensemble.atom[i]}"
+        if ensemble.component is not None:
+            place += f", component {ensemble.component[i]}"
+        places.append(f"{place} ({abs(points.data.residuals[i]) / std[i]:.3g} σ)")
+    more = ", …" if len(far) > _NAMED else ""
+    yield (
+        f"{len(far)} of {ensemble.counted()} may have wrong reference values: "
+        f"{', '.join(places)}{more}. (Counted from 0.)"
+    )
+
+
+def _uncorrelated(data: CalibrationData, n_independent: int) -> Iterator[str]:
+    """Check whether the ensemble standard deviation is correlated with the size of errors.
+
+    The inverse hyperbolic tangent of a rank correlation has a standard error of about 1.03/√(n − 3)
+    (Fieller, Hartley and Pearson, Biometrika 44, 470 (1957)).
+    """
+    if n_independent < 5:
+        return
+    rank = spearman(data.residuals, data.spread)
+    half = 1.96 * 1.03 / np.sqrt(n_independent - 3)
+    low, high = np.tanh(np.arctanh(np.clip(rank, -0.999, 0.999)) + np.array([-half, half]))
+    found = f"rank correlation {rank:.2f}, between {low:.2f} and {high:.2f}".replace("-", "−")
+    if high < _UNCORRELATED:
+        yield (
+            "The ensemble standard deviation does not indicate the size of the error "
+            f"({found}): uncertainties are right on average only."
+        )
+    elif low <= 0:
+        yield (
+            "Too few points to determine whether the ensemble standard deviation indicates the "
+            f"size of the error ({found})."
+        )
+
+
+def _units(data: CalibrationData) -> Iterator[str]:
+    """Check the ratio of errors to standard deviations; half of |z| is below 0.67 σ."""
+    typical = float(np.median(np.abs(data.residuals))) / 0.6745
+    ratio = typical / float(np.median(data.spread))
+    factor = max(ratio, 1 / ratio) if ratio > 0 else 1.0
+    if factor < _SUSPICIOUS:
+        return
+    closest = min(_CONVERSIONS, key=lambda c: abs(np.log(factor / c)))
+    hint = f" ({_CONVERSIONS[closest]}: {closest:g})" if 0.25 < factor / closest < 4 else ""
+    size = "larger" if ratio > 1 else "smaller"
+    yield (
+        f"Errors are {factor:.3g} times {size} than the standard deviations: are the units the "
+        f"same{hint}?"
+    )

@@ -1,7 +1,7 @@
-"""Predictions to files, batch by batch: the structures may be more than fit into memory.
+"""Writing predictions to files, batch by batch: structures may be more than fit into memory.
 
-The suffix of the file decides: extended XYZ, which keeps the structures and whatever came with
-them, CSV, or NPZ. ``docs/file-formats.md`` lists what each of them holds.
+The suffix of the file decides: extended XYZ, which keeps the structures and all their properties,
+CSV, or NPZ. ``docs/file-formats.md`` lists the keys of each format.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from qualms.prediction import Prediction
 Kind = Literal["structure", "atomic"]
 AnyArray = NDArray[Any]
 
-#: Names that mean something else in tables.
+#: Names with another meaning in tables.
 _IN_TABLES = ("index", "formula", "n_atoms", "structure", "atom", "symbol")
-#: A number under these would stop ASE from reading the file: it expects tensors, or text.
+#: ASE expects tensors, or text, under these names, and cannot read a file with numbers there.
 _TENSORS = ("stress", "virial", "uid")
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Predictions for some structures, checked.
+    """Predictions of some structures, checked.
 
     Attributes
     ----------
@@ -49,15 +49,13 @@ class _Batch:
         Number of structures written before.
     frames : sequence of Atoms
     rows : list of arrays of int, or None
-        For predictions of atoms, which atoms of each structure the next values belong to.
+        For properties of atoms, the predicted atoms of each structure.
     values : dict of arrays
         Prediction (n,), its standard deviation (n,) and perhaps members (n, N_R), by name.
-    extra : dict of arrays
-        One value per structure, by name.
+    extra, tensors : dict of arrays
+        One value, or one row, per structure, by name.
     arrays : dict of arrays
-        Rows for all atoms of all structures, by name.
-    tensors : dict of arrays
-        A row for each structure, by name.
+        One row per atom of all structures, by name.
     """
 
     start: int
@@ -70,14 +68,9 @@ class _Batch:
 
     @property
     def parts(self) -> list[slice]:
-        """Which of the values belong to each structure."""
+        """The rows of `values` that belong to each structure."""
         counts = [1] * len(self.frames) if self.rows is None else [len(r) for r in self.rows]
         return _slices(counts)
-
-    @property
-    def atoms(self) -> list[slice]:
-        """Which rows of `arrays` belong to each structure."""
-        return _slices([len(frame) for frame in self.frames])
 
     def extra_of(self, i: int) -> dict[str, Any]:
         """Return the extra values of one structure, as Python objects."""
@@ -85,7 +78,7 @@ class _Batch:
 
 
 def _slices(counts: Sequence[int]) -> list[slice]:
-    """Return slices of so many rows each, one after the other."""
+    """Return consecutive slices of these lengths."""
     return [slice(*bounds) for bounds in pairwise(np.cumsum([0, *counts]).tolist())]
 
 
@@ -117,15 +110,15 @@ class PredictionWriter(ABC):
         frames : sequence of Atoms
             Structures; they are not changed.
         prediction : Prediction
-            For structures, of shape (n_frames,). For atoms, one after the other over all frames.
+            For structures, of shape (n_frames,). For atoms, those of all frames, concatenated.
         rows : sequence of arrays of int, optional
-            For atoms: the indices of those that are predicted, for each frame. All if not given.
+            For atoms: the indices of those that are predicted, for each frame. All by default.
         extra : mapping of sequences, optional
             More columns, of one number, boolean or string per frame.
         arrays : mapping of arrays, optional
-            What else is predicted of atoms, such as forces: a row for each atom of all frames.
+            Further predictions for atoms, such as forces: one row per atom of all frames.
         tensors : mapping of arrays, optional
-            What else is predicted of structures, such as stresses: a row for each frame.
+            Further predictions for structures, such as stresses: one row per frame.
         """
         atoms = self._atoms(frames, rows)
         n = len(frames) if atoms is None else sum(len(indices) for indices in atoms)
@@ -135,12 +128,22 @@ class PredictionWriter(ABC):
         values = {self._target: prediction.mean, f"{self._target}_uncertainty": prediction.std}
         if self._ensemble:
             values[f"{self._target}_ensemble"] = prediction.members
-        columns = _extra_columns(extra or {}, len(frames), values)
-        of_atoms = _rows_of("arrays", arrays or {}, sum(map(len, frames)), "atom")
-        of_frames = _rows_of("tensors", tensors or {}, len(frames), "structure")
+        columns = {name: np.asarray(column) for name, column in (extra or {}).items()}
+        for name, column in columns.items():
+            check_name("extra", name, values)
+            if column.shape != (len(frames),) or column.dtype.kind not in "biufU":
+                given = f"{name}: {column.dtype} of shape {column.shape}"
+                raise InputError("extra", given, f"{len(frames)} numbers, booleans or strings")
+        for parameter, given_rows, n_rows in (
+            ("arrays", arrays or {}, sum(map(len, frames))),
+            ("tensors", tensors or {}, len(frames)),
+        ):
+            for name, array in given_rows.items():
+                if len(array) != n_rows:
+                    raise InputError(parameter, f"{name}: {len(array)} rows", f"{n_rows} rows")
+        of_atoms, of_frames = dict(arrays or {}), dict(tensors or {})
         self._check_columns([*_flat_names(values), *columns, *of_atoms, *of_frames])
-        batch = _Batch(self.n_structures, frames, atoms, values, columns, of_atoms, of_frames)
-        self._write(batch)
+        self._write(_Batch(self.n_structures, frames, atoms, values, columns, of_atoms, of_frames))
         self.n_structures += len(frames)
 
     def _atoms(
@@ -158,7 +161,7 @@ class PredictionWriter(ABC):
         return [_atom_indices(indices, len(f)) for indices, f in zip(rows, frames, strict=True)]
 
     def _check_columns(self, columns: list[str]) -> None:
-        """Refuse batches that do not belong into one table."""
+        """Check that all batches have the same columns."""
         if self._columns is None:
             self._columns = tuple(columns)
         if self._columns != tuple(columns):
@@ -168,9 +171,8 @@ class PredictionWriter(ABC):
     def _write(self, batch: _Batch) -> None:
         """Write a batch that has been checked."""
 
-    @abstractmethod
-    def _finish(self) -> None:
-        """Write what can only be written when all is known."""
+    def _finish(self) -> None:  # noqa: B027
+        """Write the parts that depend on all batches."""
 
 
 @contextlib.contextmanager
@@ -184,11 +186,11 @@ def open_writer(
     path : path
         Ends in ``.xyz``, ``.extxyz`` (both also with ``.gz``), ``.csv`` or ``.npz``.
     target : str
-        What is predicted: the key of the predictions in the file.
+        Key of the predictions in the file.
     kind : {"structure", "atomic"}
         Whether predictions are for structures or for atoms.
     ensemble : bool
-        Whether to write what each member says, too.
+        Whether to write the predictions of all members, too.
     force : bool
         Whether an existing file may be replaced.
 
@@ -217,11 +219,11 @@ def open_writer(
 
 
 class _XYZWriter(PredictionWriter):
-    """Extended XYZ: the structures with all that came with them, and the predictions."""
+    """Extended XYZ: the structures with all their properties, and the predictions."""
 
     def _write(self, batch: _Batch) -> None:
-        of_frames = zip(batch.frames, batch.parts, batch.atoms, strict=True)
-        for i, (frame, part, of_atoms) in enumerate(of_frames):
+        of_atoms = _slices([len(frame) for frame in batch.frames])
+        for i, (frame, part) in enumerate(zip(batch.frames, batch.parts, strict=True)):
             atoms = frame.copy()  # type: ignore[no-untyped-call]
             predicted = atoms.info if batch.rows is None else atoms.arrays
             set_aside_references(atoms, frame, predicted, self._target)
@@ -232,33 +234,27 @@ class _XYZWriter(PredictionWriter):
                     predicted[name] = np.full((len(atoms), *values.shape[1:]), np.nan)
                     predicted[name][batch.rows[i]] = values[part]
             atoms.info.update(batch.extra_of(i))
-            for name in batch.arrays:  # Members of an earlier prediction are not those of this one.
-                atoms.arrays.pop(f"{name}_ensemble", None)
-            for name, rows in batch.arrays.items():
-                atoms.arrays[name] = rows[of_atoms]
-                if f"REF_{name}" not in frame.arrays and was_predicted(frame, frame.arrays, name):
-                    atoms.arrays.pop(f"REF_{name}", None)
-            self._add_tensors(atoms, frame, {k: v[i] for k, v in batch.tensors.items()})
+            arrays = {name: rows[of_atoms[i]] for name, rows in batch.arrays.items()}
+            _add_further(atoms.arrays, arrays, frame, frame.arrays)
+            tensors = {name: rows[i] for name, rows in batch.tensors.items()}
+            for name in tensors:  # members of an earlier prediction
+                atoms.info.pop(f"{name}_ensemble", None)
+            known = {name: row for name, row in tensors.items() if not np.isnan(row).all()}
+            if "stress" in known:  # ASE reads nine numbers, and no others
+                known["stress"] = voigt_6_to_full_3x3_stress(known["stress"])  # type: ignore[no-untyped-call]
+            _add_further(atoms.info, known, frame, frame.info)
             self._stream.write(xyz_text(atoms).encode())
 
-    def _add_tensors(self, atoms: Atoms, frame: Atoms, tensors: dict[str, AnyArray]) -> None:
-        """Add what is predicted of a structure; a stress as ASE writes it, as a matrix."""
-        for name in tensors:
-            atoms.info.pop(f"{name}_ensemble", None)
-        for name, values in tensors.items():
-            if np.isnan(values).all():  # there is none
-                continue
-            atoms.info[name] = _as_matrix(values) if name == "stress" else values
-            if f"REF_{name}" not in frame.info and was_predicted(frame, frame.info, name):
-                atoms.info.pop(f"REF_{name}", None)
 
-    def _finish(self) -> None:
-        """Every structure has been written."""
-
-
-def _as_matrix(stress: AnyArray) -> AnyArray:
-    matrix: AnyArray = voigt_6_to_full_3x3_stress(stress)  # type: ignore[no-untyped-call]
-    return matrix
+def _add_further(
+    store: dict[str, Any], values: dict[str, AnyArray], frame: Atoms, before: dict[str, Any]
+) -> None:
+    """Add further predictions; earlier predictions of the same names are no reference values."""
+    for name in values:
+        store.pop(f"{name}_ensemble", None)
+        if f"REF_{name}" not in before and was_predicted(frame, before, name):
+            store.pop(f"REF_{name}", None)
+    store.update(values)
 
 
 class _CSVWriter(PredictionWriter):
@@ -296,19 +292,14 @@ class _CSVWriter(PredictionWriter):
 
 
 class _NPZWriter(PredictionWriter):
-    """Arrays by name. The predictions, not the structures, are kept in memory until the end."""
+    """Arrays by name. The predictions, not the structures, stay in memory until the end."""
 
     def __init__(self, stream: BinaryIO, target: str, *, kind: Kind, ensemble: bool) -> None:
         super().__init__(stream, target, kind=kind, ensemble=ensemble)
         self._arrays: dict[str, list[AnyArray]] = {}
 
     def _write(self, batch: _Batch) -> None:
-        arrays: dict[str, AnyArray] = {
-            **batch.values,
-            **batch.extra,
-            **batch.arrays,
-            **batch.tensors,
-        }
+        arrays: dict[str, AnyArray] = batch.values | batch.extra | batch.arrays | batch.tensors
         arrays["n_atoms"] = np.array([len(frame) for frame in batch.frames], dtype=np.int64)
         if batch.rows is not None:
             counts = [len(indices) for indices in batch.rows]
@@ -318,11 +309,7 @@ class _NPZWriter(PredictionWriter):
             self._arrays.setdefault(name, []).append(array)
 
     def _finish(self) -> None:
-        # As `numpy.savez`, which has parameters of its own that a target may share its name with.
-        with zipfile.ZipFile(self._stream, "w") as archive:
-            for name, arrays in self._arrays.items():
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-                    np.lib.format.write_array(file, np.concatenate(arrays), allow_pickle=False)
+        write_npz(self._stream, {n: np.concatenate(parts) for n, parts in self._arrays.items()})
 
 
 _WRITERS: dict[str, type[PredictionWriter]] = {
@@ -333,40 +320,22 @@ _WRITERS: dict[str, type[PredictionWriter]] = {
 }
 
 
+def write_npz(stream: BinaryIO, arrays: Mapping[str, Any]) -> None:
+    """Write arrays as `numpy.savez` does, whose own parameters restrict the names of arrays."""
+    with zipfile.ZipFile(stream, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, np.asarray(array), allow_pickle=False)
+
+
 def check_name(parameter: str, name: str, taken: Mapping[str, object] | None = None) -> None:
-    """Refuse a key that one of the formats could not hold."""
+    """Check that every format can hold a key, and that it is not taken."""
     reserved = (*IN_COMMENT, *IN_COLUMNS, *_IN_TABLES, *_TENSORS)
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]*", name) or name in reserved:
-        expected = "letters, digits, _ and -, and no name with a meaning of its own in a file"
+        expected = "letters, digits, _ and -, and no name that file formats reserve"
         raise InputError(parameter, repr(name), expected)
     if taken and name in taken:
         raise InputError(parameter, repr(name), f"another name than {', '.join(taken)}")
-
-
-def _extra_columns(
-    extra: Mapping[str, Sequence[Any]], n: int, values: Mapping[str, object]
-) -> dict[str, AnyArray]:
-    """Return columns of one number, boolean or string for each of n structures."""
-    columns = {name: np.asarray(column) for name, column in extra.items()}
-    for name, column in columns.items():
-        check_name("extra", name, values)
-        if column.shape != (n,) or column.dtype.kind not in "biufU":
-            given = f"{column.dtype} of shape {column.shape}"
-            raise InputError(f"extra[{name!r}]", given, f"{n} numbers, booleans or strings")
-    return columns
-
-
-def _rows_of(
-    parameter: str, arrays: Mapping[str, AnyArray], n: int, what: str
-) -> dict[str, AnyArray]:
-    """Return arrays with a row for each atom, or each structure."""
-    for name, array in arrays.items():
-        if name not in _TENSORS or what != "structure":
-            check_name(parameter, name)
-        if len(array) != n:
-            given = f"{len(array)} rows"
-            raise InputError(f"{parameter}[{name!r}]", given, f"{n}, one per {what}")
-    return dict(arrays)
 
 
 def _flat_names(values: Mapping[str, Float64Array]) -> list[str]:
@@ -382,8 +351,7 @@ def _atom_indices(indices: IntArray, n_atoms: int) -> IntArray:
     array = np.asarray(indices)
     if array.size == 0:
         return np.empty(0, dtype=np.intp)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InputError("rows", f"{array.dtype} of shape {array.shape}", "indices of atoms")
-    if array.min() < 0 or array.max() >= n_atoms or len(np.unique(array)) < len(array):
+    valid = array.ndim == 1 and array.dtype.kind in "iu"
+    if not valid or array.min() < 0 or array.max() >= n_atoms or len({*array}) < len(array):
         raise InputError("rows", array, f"different indices of {n_atoms} atoms")
     return array.astype(np.intp)

@@ -1,4 +1,4 @@
-"""Structures as extended XYZ, all numbers exact."""
+"""Extended XYZ: exact numbers, reference values under ``REF_`` keys, and the origin of values."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ from ase.constraints import FixAtoms
 from ase.io.extxyz import output_column_format, per_atom_properties, per_config_properties
 from numpy.typing import NDArray
 
-from qualms.arrays import Float64Array
-
 AnyArray = NDArray[Any]
 
-#: Names that mean something else, in the comment line or among the columns.
+#: Names with another meaning, in the comment line or among the columns.
 IN_COMMENT = ("Lattice", "Properties", "pbc")
 IN_COLUMNS = ("numbers", "positions", "symbols", "species", "pos", "Z", "move_mask")
-#: How columns of an XYZ file are written, by kind of array. Text of a float is its shortest exact
-#: representation, where the eight decimals of ASE would turn an error bar of 1e-9 into zero.
+#: Formats of columns, by kind of array. The text of a float is its shortest exact representation;
+#: the eight decimals of ASE would turn a standard deviation of 1e-9 into zero.
 _COLUMN_FORMATS = {"f": "%16s", "i": "%8d", "b": "%.1s", "U": "%-2s"}
 
 
 def xyz_text(atoms: Atoms) -> str:
-    """Return a structure in extended XYZ, all numbers exact: ASE writes eight decimals."""
+    """Return a structure in extended XYZ with exact numbers; ASE writes eight decimals."""
     fixed = [c.index for c in atoms.constraints if isinstance(c, FixAtoms)]
     arrays = {"symbols": np.array([*atoms.symbols], dtype=str), "positions": atoms.positions}
     if fixed:
@@ -59,9 +57,9 @@ def _xyz_column(array: AnyArray) -> AnyArray:
 
 
 def _xyz_value(value: Any) -> Any:
-    """Return a value such that ASE reads it, and the rest of the line, as it was.
+    """Return a value that ASE reads back unchanged.
 
-    It would not after empty strings, nor after line ends and backslashes in strings or in JSON.
+    Empty strings, line ends and backslashes would change it, or the rest of the line.
     """
     awkward = isinstance(value, str) and (not value or re.search(r"[^\S ]|\\", value))
     if awkward or isinstance(value, (list, tuple, dict)):
@@ -70,8 +68,7 @@ def _xyz_value(value: Any) -> Any:
     return value
 
 
-# Labels that a structure came with, kept beside what is predicted in their place.
-#: How columns end that say which atoms made a structure uncertain.
+#: Endings of the columns that describe the atoms of a predicted structure.
 _OF_ATOMS = (
     "",
     "_uncertainty",
@@ -83,7 +80,7 @@ _OF_ATOMS = (
 
 
 def was_predicted(frame: Atoms, store: dict[str, Any], name: str) -> bool:
-    """Return whether what a structure came with is an earlier prediction, not a reference."""
+    """Return whether the value of a structure is an earlier prediction, not a reference value."""
     results = getattr(frame.calc, "results", None) or {}
     if results.get(name) is not None:
         return is_prediction(frame, name, results[name], frame.calc)
@@ -93,22 +90,29 @@ def was_predicted(frame: Atoms, store: dict[str, Any], name: str) -> bool:
 def set_aside_references(
     atoms: Atoms, frame: Atoms, predicted: dict[str, Any], target: str
 ) -> None:
-    """Rename to REF_… what the prediction replaces, and what would pass for a prediction.
+    """Rename values to REF_… that the prediction replaces, or that would look like predictions.
 
-    ASE reads keys that it knows, such as energy and forces, as results of one calculator. Next to a
-    predicted energy, forces of another origin would seem to be predicted as well. What was itself
-    predicted, earlier, is no reference: it is left out, with its error bars. So is what was said of
-    atoms then: the same columns may not all be written again.
+    ASE reads keys that it knows, such as energy and forces, as results of one calculator: forces of
+    another origin would seem to belong to a predicted energy. Earlier predictions are not reference
+    values; they are removed together with their standard deviations, members and values of atoms.
+
+    Parameters
+    ----------
+    atoms : Atoms
+        The structure to be written, a copy of `frame`; it is changed.
+    frame : Atoms
+        The structure that was read.
+    predicted : dict
+        ``atoms.info`` or ``atoms.arrays``, where the prediction will be stored.
+    target : str
     """
-    replaces_prediction = was_predicted(
-        frame, frame.info if predicted is atoms.info else frame.arrays, target
-    )
+    before = frame.info if predicted is atoms.info else frame.arrays
+    replaces_prediction = was_predicted(frame, before, target)
     if f"{target}_atoms_novelty" in atoms.arrays:
         for ending in _OF_ATOMS:
             atoms.arrays.pop(f"{target}_atoms{ending}", None)
-    # Members of an earlier prediction must not pass for those of this one.
-    predicted.pop(f"{target}_uncertainty", None)
-    predicted.pop(f"{target}_ensemble", None)
+    for ending in ("uncertainty", "ensemble"):
+        predicted.pop(f"{target}_{ending}", None)
     results = getattr(frame.calc, "results", {})
     for store, before, known, found in (
         (atoms.info, frame.info, per_config_properties, per_config_properties),
@@ -128,14 +132,8 @@ def set_aside_references(
                 store.setdefault(f"REF_{name}", value)
 
 
-# Whether a value that is stored with a structure is a label, or what a model said.
-#: A value is the mean of an ensemble if they differ by rounding in a file, with eight decimals.
-_ROUNDING = 1e-7
-_RELATIVE = 1e-8
-
-
 def is_prediction(atoms: Atoms, key: str, value: object, calculator: Any = None) -> bool:
-    """Return whether a value is what a model said, rather than what is true.
+    """Return whether a stored value is a prediction and not a reference value.
 
     Parameters
     ----------
@@ -145,17 +143,17 @@ def is_prediction(atoms: Atoms, key: str, value: object, calculator: Any = None)
     value : object
         As it is stored.
     calculator : ASE calculator, optional
-        The one among whose results the value is, if it is not in ``info`` or ``arrays``.
+        The calculator whose result the value is, if it is not in ``info`` or ``arrays``.
     """
-    error_bar = f"{key}_uncertainty"
-    if error_bar in (getattr(calculator, "results", None) or {}):
+    uncertainty = f"{key}_uncertainty"
+    if uncertainty in (getattr(calculator, "results", None) or {}):
         return True
-    if error_bar not in atoms.info and error_bar not in atoms.arrays:
+    if uncertainty not in atoms.info and uncertainty not in atoms.arrays:
         return False
     if calculator is not None and not isinstance(calculator, SinglePointCalculator):
-        return False  # It computed the value, and no error bar: that beside it is older.
-    # A file does not tell what computed the value. It was predicted if it is what members say, or
-    # what a calculator that has no members left there to compare with.
+        return False  # It computed the value but no uncertainty: the stored one is older.
+    # The origin of values in a file is unknown. A value was predicted if it is the mean of the
+    # members, or equal to the copy that a calculator without members has stored.
     for name in (f"{key}_ensemble", f"{key}_predicted"):
         if name in atoms.info or name in atoms.arrays:
             return _is_mean(value, atoms.info.get(name, atoms.arrays.get(name)))
@@ -163,7 +161,7 @@ def is_prediction(atoms: Atoms, key: str, value: object, calculator: Any = None)
 
 
 def _is_mean(value: object, ensemble: object) -> bool:
-    """Return whether a value is the mean over members, or might be."""
+    """Return whether a value is the mean over members, up to rounding; True if that is unclear."""
     try:
         values = np.asarray(value, dtype=np.float64)
         members = np.asarray(ensemble, dtype=np.float64)
@@ -171,15 +169,13 @@ def _is_mean(value: object, ensemble: object) -> bool:
         return True
     if not values.size or not members.size or members.size % values.size:
         return True
-    # Rows are atoms; or there is one, of a structure that has a vector.
-    return any(_is_mean_of_rows(values, members, n) for n in {len(np.atleast_1d(values)), 1})
-
-
-def _is_mean_of_rows(values: Float64Array, members: Float64Array, n: int) -> bool:
-    values = values.reshape(n, -1)
-    c = values.shape[1]
-    # Columns are the components of one member after those of another, or the other way round.
-    means = (members.reshape(n, -1, c).mean(axis=1), members.reshape(n, c, -1).mean(axis=2))
-    return any(
-        np.allclose(values, mean, rtol=_RELATIVE, atol=_ROUNDING, equal_nan=True) for mean in means
-    )
+    for n in {len(np.atleast_1d(values)), 1}:  # rows are atoms, or the vector of a structure is one
+        rows = values.reshape(n, -1)
+        c = rows.shape[1]
+        # Members are stored one after the other, or their components are.
+        by_member, by_component = members.reshape(n, -1, c), members.reshape(n, c, -1)
+        for mean in (by_member.mean(axis=1), by_component.mean(axis=2)):
+            # Files with eight decimals are rounded.
+            if np.allclose(rows, mean, rtol=1e-8, atol=1e-7, equal_nan=True):
+                return True
+    return False

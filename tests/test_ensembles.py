@@ -1,0 +1,719 @@
+"""Ensembles of other programs: reading, calibrating, sanity checks, applying."""
+
+import csv
+import importlib.util
+import json
+from pathlib import Path
+
+import ase.io
+import numpy as np
+import pytest
+from ase import Atoms
+from ase.build import molecule
+from ase.calculators.singlepoint import SinglePointCalculator
+
+from qualms import Prediction
+from qualms.ensembles import (
+    apply_calibration,
+    calibrate_ensemble,
+    read_calibration,
+    read_ensemble,
+    write_calibration,
+)
+from qualms.ensembles.apply import recalibrate
+from qualms.ensembles.calibrate import STD_METHODS
+from qualms.ensembles.calibration_file import make_document
+from qualms.ensembles.io import Table
+from qualms.errors import CalibrationError, InputError
+from qualms.evaluation import Evaluation
+
+R = 6
+FACTORS = {"H": 0.7, "C": 1.4, "N": 1.0, "O": 2.0}
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def committee(n=60, shape=(), alpha=2.0, n_members=R, seed=0):
+    """Members (n, N_R, *shape) and reference values (n, *shape) with a known α."""
+    rng = np.random.default_rng(seed)
+    mu, s = rng.normal(size=(n, *shape)), np.exp(rng.normal(-2, 0.5, size=(n, *shape)))
+    members = mu[:, None] + s[:, None] * rng.normal(size=(n, n_members, *shape))
+    return members, mu + alpha * s * rng.normal(size=(n, *shape))
+
+
+def load(path):
+    with np.load(path) as arrays:
+        return dict(arrays)
+
+
+def points_of(members):
+    """Members (n, N_R, k) of vectors as members (n·k, N_R) of points."""
+    return members.transpose(0, 2, 1).reshape(-1, members.shape[1])
+
+
+def structures(n, seed=0, alpha=2.0):
+    """Structures with energies and forces of committees, as MACE users store them."""
+    rng = np.random.default_rng(seed)
+    frames = []
+    for i in range(n):
+        atoms = molecule(["H2O", "CH4", "NH3", "CH3OH"][i % 4])
+        members, y = committee(1, (), alpha, seed=rng.integers(2**32))
+        atoms.info |= {"energy_comm": members[0], "REF_energy": y[0]}
+        atoms.info["config_type"] = "calm" if i % 3 else "wild"
+        members, y = committee(len(atoms), (3,), 1.0, seed=rng.integers(2**32))
+        factor = alpha * np.array([FACTORS[symbol] for symbol in atoms.symbols])[:, None]
+        atoms.arrays["forces_comm"] = members.reshape(len(atoms), -1)
+        atoms.arrays["REF_forces"] = members.mean(axis=1) + factor * (y - members.mean(axis=1))
+        frames.append(atoms)
+    return frames
+
+
+def fit(path, target, method="linear", **options):
+    """Calibrate the predictions of a file."""
+    ensemble = read_ensemble(path, target, **options)
+    return make_document(calibrate_ensemble(ensemble, method), ensemble, options.get("by"))
+
+
+def fit_and_apply(path, target="e", output=None, method="linear", members=True, **options):
+    document = fit(path, target, method, **options)
+    output = output or f"out{Path(path).suffix}"
+    return document, apply_calibration(document, path, output, members=members, force=True)
+
+
+# --- reading structures ---
+
+
+def test_energies_and_forces_of_structures():
+    frames = structures(5)
+    ase.io.write("p.xyz", frames)
+    found = read_ensemble("p.xyz", "energy", by="config_type")
+    assert (found.kind, found.n_members, found.key) == ("structure", R, "energy_comm")
+    members = np.array([atoms.info["energy_comm"] for atoms in frames])
+    np.testing.assert_allclose(found.members, members)
+    np.testing.assert_allclose(found.std, members.std(axis=1, ddof=1))
+    np.testing.assert_allclose(found.y, [atoms.info["REF_energy"] for atoms in frames])
+    assert found.labels.tolist() == ["wild", "calm", "calm", "wild", "calm"]
+
+    found = read_ensemble("p.xyz", "forces", by="element")
+    assert (found.kind, found.n_members, found.n_components) == ("component", R, 3)
+    assert len(found) == 3 * sum(map(len, frames))
+    first = frames[0].arrays["forces_comm"].reshape(3, R, 3)
+    np.testing.assert_allclose(found.members[:9], points_of(first), atol=1e-7)
+    np.testing.assert_allclose(found.y[:3], frames[0].arrays["REF_forces"][0], atol=1e-7)
+    assert found.labels[:9].tolist() == ["O"] * 3 + ["H"] * 6
+    assert found.atom[:9].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_uncertainties_and_variances_alone():
+    members, y = committee(40)
+    mean, std = members.mean(axis=1), members.std(axis=1, ddof=1)
+    for key, values in {"uncertainty": std, "std": std, "var": std**2}.items():
+        np.savez("p.npz", e=mean, REF_e=y, **{f"e_{key}": values})
+        found = read_ensemble("p.npz", "e")
+        assert found.members is None
+        np.testing.assert_allclose(found.std, std)
+        np.testing.assert_array_equal(found.mean, mean)
+        assert len(found.remarks) == (key == "var")
+        calibrated = calibrate_ensemble(found)
+        methods = {c.calibration.method for c in calibrated.comparison.candidates}
+        assert methods == {*STD_METHODS}
+        with pytest.raises(InputError) as error:
+            calibrate_ensemble(found, "student")
+        assert error.value.parameter == "method"
+        document, _ = fit_and_apply("p.npz")
+        new = load("out.npz")
+        expected = document.parameters["alpha"] * std
+        np.testing.assert_allclose(new["e_uncertainty"], expected)
+        np.testing.assert_allclose(new[f"e_{key}"], expected ** (1 + (key == "var")))
+
+
+def test_members_as_the_calculator_of_mace_returns_them():
+    """(N_R, n_atoms, 3) in ``atoms.info``."""
+    frames = []
+    for i in range(40):
+        atoms = molecule(["H2O", "CH4"][i % 2])
+        members, y = committee(len(atoms), (3,), seed=i)
+        atoms.arrays["REF_forces"] = y
+        atoms.info["forces_comm"] = members.transpose(1, 0, 2)
+        frames.append(atoms)
+    ase.io.write("p.xyz", frames)
+    found = read_ensemble("p.xyz", "forces")
+    assert (found.kind, found.n_members, found.remarks) == ("component", R, ())
+    np.testing.assert_allclose(
+        found.members[:9], points_of(committee(3, (3,), seed=0)[0]), atol=1e-7
+    )
+    fit_and_apply("p.xyz", "forces")
+    after = ase.io.read("out.xyz", 0)
+    members = after.arrays["forces_comm"].reshape(3, R, 3)
+    np.testing.assert_allclose(members.std(axis=1, ddof=1), after.arrays["forces_uncertainty"])
+
+
+# --- order of members of vectors ---
+
+
+def test_shapes_and_names_determine_the_order():
+    members, y = committee(30, (3,))
+    swapped = members.transpose(0, 2, 1)
+    for stored, order in ((members, "member"), (swapped, "component")):
+        np.savez("v.npz", f_ensemble=stored, REF_f=y)
+        found = read_ensemble("v.npz", "f")
+        assert (found.layout.order, found.remarks) == (order, ())
+        np.testing.assert_array_equal(found.members, points_of(members))
+        fit_and_apply("v.npz", "f")
+        new = load("out.npz")
+        assert new["f_ensemble"].shape == stored.shape
+        axis = 1 if order == "member" else 2
+        np.testing.assert_allclose(new["f_ensemble"].std(axis=axis, ddof=1), new["f_uncertainty"])
+    three = members[:, :3]
+    for form in ("f_{i}_{c}", "f_{c}_{i}", "f_ensemble_{c}_{i}"):
+        columns = {
+            form.format(i=i, c=c): three[:, i, j] for i in range(3) for j, c in enumerate("xyz")
+        }
+        np.savez("v.npz", **columns, REF_f_x=y[:, 0], REF_f_y=y[:, 1], REF_f_z=y[:, 2])
+        found = read_ensemble("v.npz", "f")
+        assert not found.remarks
+        np.testing.assert_array_equal(found.members, points_of(three))
+
+
+@pytest.mark.parametrize("order", ["member", "component"])
+@pytest.mark.parametrize("flat", [True, False])
+def test_the_order_is_stated_where_the_shape_leaves_it_open(order, flat):
+    members, y = committee(60, (3,), n_members=3)
+    stored = members if order == "member" else members.transpose(0, 2, 1)
+    stored = stored.reshape(60, 9) if flat else stored
+    np.savez("v.npz", f_ensemble=stored, REF_f=y)
+    found = read_ensemble("v.npz", "f", order=order)
+    assert not found.remarks
+    np.testing.assert_array_equal(found.members, points_of(members))
+    default = read_ensemble("v.npz", "f")
+    assert (default.layout.order, len(default.remarks)) == ("member", 1)
+    np.savez("w.npz", f_ensemble=stored, REF_f=y, f=members.mean(axis=1))
+    assert len(read_ensemble("w.npz", "f").remarks) == (order == "component")
+    # The order of the calibration is that of new predictions.
+    document = fit("v.npz", "f", order=order)
+    assert document.order == order
+    np.savez("new.npz", f_ensemble=stored)
+    assert not apply_calibration(document, "new.npz", "out.npz").remarks
+    new = load("out.npz")
+    np.testing.assert_allclose(new["f"], members.mean(axis=1))
+    expected = document.parameters["alpha"] * members.std(axis=1, ddof=1)
+    np.testing.assert_allclose(new["f_uncertainty"], expected)
+
+
+# --- tensors ---
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("name", ["w", "virial"])
+def test_matrices_in_xyz(name, flat):
+    members, y = committee(40, (9,))
+    frames = []
+    for some, reference in zip(members, y, strict=True):
+        info = {
+            name: some.mean(axis=0).reshape(3, 3),
+            f"{name}_ensemble": some.ravel() if flat else some.reshape(R, 3, 3),
+            f"REF_{name}": reference.reshape(3, 3),
+        }
+        frames.append(Atoms("H", info=info))
+    ase.io.write("p.xyz", frames)
+    found = read_ensemble("p.xyz", name)
+    np.testing.assert_allclose(found.y, y.ravel())
+    np.testing.assert_allclose(found.members, points_of(members))
+    fit_and_apply("p.xyz", name)
+    for old, new in zip(frames, ase.io.read("out.xyz", ":"), strict=True):
+        np.testing.assert_allclose(new.info[name], old.info[name])
+        assert new.info[f"{name}_ensemble"].shape == old.info[f"{name}_ensemble"].shape
+        std = new.info[f"{name}_ensemble"].reshape(R, 3, 3).std(axis=0, ddof=1)
+        np.testing.assert_allclose(new.info[f"{name}_uncertainty"], std)
+
+
+def test_stresses_that_ase_has_read():
+    members, y = committee(40, (6,))
+    full = [0, 5, 4, 5, 1, 3, 4, 3, 2]  # of six to nine
+    frames = []
+    for some, reference in zip(members[..., full], y[:, full], strict=True):
+        atoms = Atoms("H", cell=[3, 3, 3], pbc=True)
+        atoms.info |= {"stress_ensemble": some.ravel(), "REF_stress": reference}
+        atoms.calc = SinglePointCalculator(atoms, stress=some.mean(axis=0)[[0, 4, 8, 5, 2, 1]])
+        frames.append(atoms)
+    ase.io.write("p.xyz", frames)
+    fit_and_apply("p.xyz", "stress", order="member")
+    for old, new in zip(frames, ase.io.read("out.xyz", ":"), strict=True):
+        np.testing.assert_allclose(new.get_stress(), old.get_stress())
+
+
+def test_matrices_in_npz():
+    members, y = committee(60, (3, 3))
+    np.savez("v.npz", w_ensemble=members, REF_w=y)
+    document, _ = fit_and_apply("v.npz", "w")
+    assert document.n_components == 9
+    np.savez("new.npz", w_ensemble=members)
+    apply_calibration(document, "new.npz", "out2.npz")
+    for path in ("out.npz", "out2.npz"):
+        new = load(path)
+        assert new["w_uncertainty"].shape == (60, 3, 3)
+        np.testing.assert_allclose(new["w_ensemble"].std(axis=1, ddof=1), new["w_uncertainty"])
+
+
+# --- tables ---
+
+
+def write_csv(path, columns, separator=","):
+    with Path(path).open("w", newline="") as stream:
+        writer = csv.writer(stream, delimiter=separator)
+        writer.writerow(columns)
+        writer.writerows(zip(*columns.values(), strict=True))
+
+
+@pytest.mark.parametrize("separator", [",", ";"])
+@pytest.mark.parametrize("form", ["e_ensemble_{}", "e_{}"])
+def test_other_columns_of_csv_keep_their_text(form, separator):
+    members, y = committee()
+    names = [form.format(i) for i in range(R)]
+    others = {
+        "structure": [9007199254740993 + i for i in range(60)],
+        "code": [f"{i:06d}" for i in range(60)],
+        "ok": [["True", "False", "", "NA"][i % 4] for i in range(60)],
+        "price": ["1.50"] * 60,
+        "note": ["a, b", 'c "d"; '] * 30,
+    }
+    columns = {name: members[:, i].tolist() for i, name in enumerate(names)}
+    write_csv("p.csv", others | columns | {"REF_e": ["", *y[1:].tolist()]}, separator)
+    found = read_ensemble("p.csv", "e", by="note")
+    assert len(set(found.structure)) == 60
+    assert np.isnan(found.y[0])
+    assert found.labels[0] == "a, b"
+    np.testing.assert_array_equal(found.members, members)
+    document, _ = fit_and_apply("p.csv")
+    with Path("out.csv").open(newline="") as stream:
+        header, *rows = csv.reader(stream, delimiter=separator)
+    assert header == [*others, *columns, "REF_e", "e", "e_uncertainty"]
+    after = dict(zip(header, zip(*rows, strict=True), strict=True))
+    for name, cells in others.items():
+        assert [*after[name]] == [*map(str, cells)]
+    std = document.parameters["alpha"] * members.std(axis=1, ddof=1)
+    np.testing.assert_allclose([float(cell) for cell in after["e_uncertainty"]], std)
+    np.testing.assert_allclose(read_ensemble("out.csv", "e").std, std)
+
+
+@pytest.mark.parametrize("components", [list("xyz"), ["0", "1", "2"]])
+@pytest.mark.parametrize("stem", ["f_ensemble", "f"])
+def test_vectors_in_columns(components, stem):
+    members, y = committee(60, (3,))
+    columns = {f"{stem}_{i}": members.reshape(60, -1)[:, i] for i in range(3 * R)}
+    columns |= {f"REF_f_{c}": y[:, i] for i, c in enumerate(components)}
+    if stem != "f":
+        columns |= {f"f_{c}": members.mean(axis=1)[:, i] for i, c in enumerate(components)}
+    write_csv("p.csv", columns)
+    found = read_ensemble("p.csv", "f", order="member")
+    assert (found.n_components, found.n_members) == (3, R)
+    np.testing.assert_array_equal(found.members, points_of(members))
+    document, _ = fit_and_apply("p.csv", "f", order="member")
+    after = Table("out.csv")
+    assert [*after][: len(columns)] == [*columns]
+    again = read_ensemble("out.csv", "f", order="member")
+    expected = document.parameters["alpha"] * points_of(members).std(axis=1, ddof=1)
+    np.testing.assert_allclose(again.std, expected)
+    np.testing.assert_allclose(again.mean, points_of(members).mean(axis=1), atol=1e-12)
+    fit_and_apply("p.csv", "f", order="member", output="no.csv", members=False)
+    assert not {name for name in columns if name.startswith(stem)} & {*Table("no.csv")} - {
+        f"f_{c}" for c in components
+    }
+    np.testing.assert_allclose(read_ensemble("no.csv", "f").std, expected)
+
+
+def test_parquet_keeps_types_and_lists():
+    arrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    members, y = committee(60, (3,))
+    inner = arrow.list_(arrow.float64(), 3)
+    columns = {
+        "f_ensemble": arrow.array([None, *members[1:].tolist()], arrow.list_(inner, R)),
+        "REF_f": arrow.array(y.tolist(), inner),
+        "tags": [["a", "b"]] * 60,
+        "numbers": [[1] * (1 + i % 3) for i in range(60)],
+        "k": arrow.array([1, None] * 30),
+        "name": ["x", None] * 30,
+        "flag": arrow.array([True, None] * 30),
+        "kind": arrow.array(["a", "b"] * 30).dictionary_encode(),
+    }
+    parquet.write_table(arrow.table(columns), "p.parquet")
+    document, applied = fit_and_apply("p.parquet", "f", by="kind")
+    assert {*document.groups} == {"a", "b"}
+    assert len(applied.remarks) == 1  # the list that is missing
+    before, after = parquet.read_table("p.parquet"), parquet.read_table("out.parquet")
+    for name in {*columns} - {"f_ensemble"}:
+        assert after.column(name).equals(before.column(name)), name
+    assert after.schema.field("f_ensemble").type == columns["f_ensemble"].type
+    std = np.array(after.column("f_uncertainty").to_pylist())
+    found = np.array(after.column("f_ensemble").to_pylist())
+    assert np.isnan(std[0]).all()
+    np.testing.assert_allclose(found[1:].std(axis=1, ddof=1), std[1:])
+    for bad in ([["a"] * R] * 60, [[1.0], *[[1.0, 2.0]] * 59]):
+        parquet.write_table(arrow.table({"e_ensemble": bad, "REF_e": y[:, 0]}), "bad.parquet")
+        with pytest.raises(InputError) as error:
+            read_ensemble("bad.parquet", "e")
+        assert error.value.parameter == "e_ensemble"
+
+
+def test_tables_of_atoms_and_arrays_without_rows():
+    members, y = committee()
+    symbol = np.array(["H", "C"] * 30)
+    structure, atom = np.divmod(np.arange(60), 2)
+    arrays = {"structure": structure, "atom": atom, "symbol": symbol, "cutoff": 5.0}
+    np.savez("p.npz", e_ensemble=members, REF_e=y, **arrays)
+    found = read_ensemble("p.npz", "e", by="element")
+    assert (found.kind, found.labels.tolist()) == ("atom", symbol.tolist())
+    fit_and_apply("p.npz", by="element")
+    assert load("out.npz")["cutoff"] == 5.0
+
+
+def test_tables_need_pandas(monkeypatch):
+    write_csv("p.csv", {"e": [1.0], "REF_e": [1.0]})
+    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
+    with pytest.raises(InputError) as error:
+        Table("p.csv")
+    assert "qualms[tables]" in error.value.remedy
+
+
+# --- calibrating ---
+
+
+@pytest.mark.parametrize("method", ["auto", "linear", "power", "student", "shrinkage"])
+def test_calibrated_uncertainties_have_the_right_coverage(method):
+    members, y = committee(400)
+    np.savez("p.npz", e_ensemble=members, REF_e=y)
+    found = calibrate_ensemble(read_ensemble("p.npz", "e"), method)
+    assert found.before.coverage_68 < 0.45
+    assert 0.62 < found.after.coverage_68 < 0.78
+    assert found.after.log_likelihood > found.before.log_likelihood + 0.3
+    np.testing.assert_array_equal(found.prediction.std, found.std)
+    np.testing.assert_array_equal(found.prediction.uncalibrated.std, members.std(axis=1, ddof=1))
+    assert found.prediction.members is None
+
+
+def test_scores_are_cross_validated():
+    members, y = committee(100)
+    np.savez("p.npz", e_ensemble=members, REF_e=y, own=[f"own {i}" for i in range(100)])
+    # No label of a point that is left out is known: its factor is one.
+    grouped = calibrate_ensemble(read_ensemble("p.npz", "e", by="own"), "linear")
+    overall = calibrate_ensemble(read_ensemble("p.npz", "e"), "linear")
+    np.testing.assert_allclose(grouped.std, overall.std)
+
+
+def test_out_of_bag_members_calibrate_without_a_validation_set():
+    rng = np.random.default_rng(0)
+    members, y = committee(300, n_members=16)
+    absent = rng.random(members.shape) < 0.5
+    seen = np.where(absent, members, y[:, None])  # members know the points of their training set
+    np.savez("p.npz", e_ensemble=seen, REF_e=y, e_absent=absent)
+    found = calibrate_ensemble(read_ensemble("p.npz", "e"), "student")
+    assert found.intervals.alpha[0] < 2.0 < found.intervals.alpha[1]
+    np.savez("n.npz", e_ensemble=seen, REF_e=y)
+    naive = calibrate_ensemble(read_ensemble("n.npz", "e"), "student")
+    assert naive.calibration.alpha < 0.7 * found.calibration.alpha
+    # Members need not predict the points of their training set.
+    missing = np.where(absent, members, np.nan)
+    np.savez("m.npz", e_ensemble=missing, REF_e=y, unseen=absent)
+    ensemble = read_ensemble("m.npz", "e", absent="unseen")
+    again = calibrate_ensemble(ensemble, "student")
+    np.testing.assert_allclose(again.std, found.std)
+    document = make_document(again, ensemble, None)
+    applied = apply_calibration(document, "m.npz", "out.npz", absent="unseen")
+    new, few = load("out.npz"), absent.sum(axis=1) < 3
+    assert few.any() == bool(applied.remarks)
+    c, alpha = absent.sum(axis=1)[~few], document.parameters["alpha"]
+    std = np.nanstd(missing[~few], axis=1, ddof=1)
+    good = c > 3
+    expected = std * np.sqrt((c - 1) / np.where(good, c - 3, 1) * (alpha**2 + 1 / c))
+    np.testing.assert_allclose(new["e_uncertainty"][~few][good], expected[good])
+    np.testing.assert_allclose(new["e"][~few], np.nanmean(missing[~few], axis=1))
+    assert np.isnan(new["e_uncertainty"][few]).all()
+    np.testing.assert_array_equal(np.isnan(new["e_ensemble"][~few]), ~absent[~few])
+
+
+def test_elements_and_config_types_get_factors(monkeypatch):
+    monkeypatch.setattr("qualms.ensembles.calibrate.METHODS", ("none", "linear", "student"))
+    ase.io.write("p.xyz", structures(200))
+    found = calibrate_ensemble(read_ensemble("p.xyz", "forces", by="element"), "student")
+    groups = found.grouped.groups
+    for symbol, factor in FACTORS.items():
+        assert groups[symbol].factor / groups["N"].factor == pytest.approx(factor, rel=0.12)
+    alone = calibrate_ensemble(read_ensemble("p.xyz", "forces"), "student")
+    assert found.after.log_likelihood > alone.after.log_likelihood + 0.02
+    document, _ = fit_and_apply("p.xyz", "forces", "q.xyz", "student", by="element")
+    atoms = ase.io.read("q.xyz", 0)
+    members = structures(1)[0].arrays["forces_comm"].reshape(3, R, 3)
+    alpha = document.parameters["alpha"]
+    factors = np.array([document.groups[symbol].factor for symbol in atoms.symbols])[:, None]
+    expected = factors * np.sqrt(5 / 3 * (alpha**2 + 1 / R)) * members.std(axis=1, ddof=1)
+    np.testing.assert_allclose(atoms.arrays["forces_uncertainty"], expected, rtol=1e-6)
+    assert {*fit("p.xyz", "energy", by="config_type").groups} == {"calm", "wild"}
+
+
+def test_a_calibration_file_is_validated():
+    np.savez("p.npz", **dict(zip(("e_ensemble", "REF_e"), committee(), strict=True)))
+    document = fit("p.npz", "e", "shrinkage")
+    write_calibration(document, "c.json")
+    assert read_calibration("c.json") == document
+    good = json.loads(Path("c.json").read_text())
+    for change in (
+        {"format": "x"},
+        {"version": 99},
+        {"hook": "x"},
+        {"method": "x"},
+        {"n_members": None},
+        {"parameters": good["parameters"] | {"alpha": -1.0}},
+        {"parameters": good["parameters"] | {"beta": 1.0}},
+        {"std_range": [0.0, 1.0]},
+    ):
+        Path("bad.json").write_text(json.dumps(good | change))
+        with pytest.raises(InputError) as error:
+            read_calibration("bad.json")
+        assert error.value.parameter == "path"
+    for text in ("", "[1, 2]", "{", "\xff"):
+        Path("bad.json").write_text(text)
+        with pytest.raises(InputError):
+            read_calibration("bad.json")
+    with pytest.raises(InputError):
+        read_calibration("none.json")
+
+
+# --- sanity checks ---
+
+
+def remarks(y, **arrays):
+    np.savez("doubt.npz", REF_e=y, **arrays)
+    ensemble = read_ensemble("doubt.npz", "e")
+    method = "linear" if ensemble.members is None else "student"
+    return calibrate_ensemble(ensemble, method).remarks
+
+
+def test_sanity_checks():
+    members, y = committee(300, alpha=1.0)
+    rng = np.random.default_rng(1)
+    assert remarks(y, e_ensemble=members) == ()
+    assert len(remarks(y[:19], e_ensemble=members[:19])) >= 1
+    text = " ".join(remarks(members.mean(axis=1) + rng.normal(size=300), e_ensemble=members))
+    assert "average only" in text  # the standard deviation is uninformative
+    mean = members.mean(axis=1)
+    assert "eV and meV" in " ".join(remarks(mean + 1000 * (y - mean), e_ensemble=members))
+    assert "biased" in " ".join(remarks(y + 3.0, e_ensemble=members))
+    assert "γ" in calibrate_ensemble(read_ensemble("doubt.npz", "e"), "power").remarks[0]
+    wrong = y.copy()
+    wrong[17] += 1e3
+    (text,) = remarks(wrong, e_ensemble=members)
+    assert "structure 17 (" in text
+
+
+def test_useful_standard_deviations_are_not_called_uninformative():
+    for seed in range(10):
+        members, y = committee(100, n_members=8, seed=seed)
+        assert not any("average only" in text for text in remarks(y, e_ensemble=members))
+
+
+def test_points_that_cannot_be_used_are_counted():
+    members, y = committee()
+    y[:5] = np.nan
+    members[5:8, 2] = np.nan
+    members[8:10] = 0.5
+    np.savez("p.npz", e_ensemble=members, REF_e=y)
+    found = calibrate_ensemble(read_ensemble("p.npz", "e"), "auto")
+    assert [*found.points.dropped.values()] == [5, 3, 2]
+    assert len(found.std) == 50
+    document, applied = fit_and_apply("p.npz")
+    new = load("out.npz")["e_uncertainty"]
+    assert np.flatnonzero(np.isnan(new)).tolist() == [5, 6, 7]
+    assert np.flatnonzero(new == 0).tolist() == [8, 9]
+    assert len(applied.remarks) == 2
+    np.savez("milli.npz", e_ensemble=1000 * members[10:, :4])
+    assert len(apply_calibration(document, "milli.npz", "m.npz").remarks) == 2  # units, members
+
+
+@pytest.mark.parametrize(
+    ("change", "parameter"),
+    [
+        (lambda m, y: {"e_ensemble": m}, "reference"),
+        (lambda m, y: {"e_ensemble": m[:, :1], "REF_e": y}, "e"),
+        (lambda m, y: {"e_ensemble": m.T, "REF_e": y}, "e_ensemble"),
+        (lambda m, y: {"e_ensemble": m, "REF_e": y[:20]}, "e_ensemble"),
+        (lambda m, y: {"e_ensemble": m[:, :, None] * np.ones(3), "REF_e": y}, "e_ensemble"),
+        (lambda m, y: {"e_ensemble": m * 1j, "REF_e": y}, "e_ensemble"),
+        (lambda m, y: {"e_ensemble": m, "REF_e": np.array(["x"] * 60)}, "REF_e"),
+        (lambda m, y: {"e_ensemble": m, "REF_e": y, "e_absent": m}, "absent"),
+        (lambda m, y: {"e_ensemble": m, "REF_e": y, "e_absent": m.T > 0}, "e_absent"),
+        (lambda m, y: {"e": y, "REF_e": y}, "target"),
+        (lambda m, y: {"e": y, "e_uncertainty": -np.abs(y), "REF_e": y}, "e_uncertainty"),
+        (lambda m, y: {"e": y, "e_var": -np.abs(y), "REF_e": y}, "e_var"),
+        (lambda m, y: {"e": y, "e_std": np.ones((60, 2)), "REF_e": y}, "e_std"),
+    ],
+)
+def test_values_that_cannot_be_read(change, parameter):
+    np.savez("bad.npz", **change(*committee()))
+    with pytest.raises(InputError) as error:
+        read_ensemble("bad.npz", "e")
+    assert error.value.parameter == parameter
+
+
+def test_values_that_cannot_be_calibrated():
+    members, y = committee()
+    cases = (
+        {"e_ensemble": members, "REF_e": np.full(60, np.nan)},
+        {"e_ensemble": np.repeat(members[:, :1], 4, 1), "REF_e": y},
+        {"e_ensemble": members[:1], "REF_e": y[:1]},
+        {"e": y, "e_uncertainty": np.zeros(60), "REF_e": y + 1},
+        {"e": y, "e_uncertainty": np.ones(60), "REF_e": y},
+    )
+    for arrays in cases:
+        np.savez("bad.npz", **arrays)
+        with pytest.raises(CalibrationError):
+            calibrate_ensemble(read_ensemble("bad.npz", "e"))
+    np.savez("p.npz", e_ensemble=members[:4], REF_e=y[:4])
+    with pytest.raises(CalibrationError):
+        calibrate_ensemble(read_ensemble("p.npz", "e"), "shrinkage")
+    for options in ({"order": "x"}, {"by": "no"}, {"by": "element"}, {"absent": "no"}):
+        with pytest.raises(InputError) as error:
+            read_ensemble("p.npz", "e", **options)
+        assert error.value.parameter in options
+    with pytest.raises(InputError):
+        calibrate_ensemble(read_ensemble("p.npz", "e"), "best")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", b""),
+        ("a.csv", b"e,e\n1,2\n"),
+        ("a.csv", b"e,f\n1,2,3\n"),
+        ("a.csv", b"\xff\xfe\x00"),
+        ("a.csv", b"e\n"),
+        ("a.npz", b"x"),
+        ("a.parquet", b"x"),
+        ("none.npz", None),
+    ],
+)
+def test_files_that_are_no_tables(name, content):
+    if content is not None:
+        Path(name).write_bytes(content)
+    with pytest.raises(InputError) as error:
+        read_ensemble(name, "e")
+    assert error.value.parameter == "path"
+
+
+# --- applying ---
+
+
+def with_results(**results):
+    """Structures with committees of energies, and with these results of a calculator."""
+    members, y = committee()
+    frames = []
+    for i, some in enumerate(members):
+        atoms = Atoms("H2", positions=[[0, 0, 0], [0, 0, 0.7 + i / 100]])
+        atoms.info |= {"energy_comm": some, "energy_true": y[i]}
+        atoms.calc = SinglePointCalculator(atoms, **{k: v[i] for k, v in results.items()})
+        frames.append(atoms)
+    ase.io.write("p.xyz", frames)
+    _, applied = fit_and_apply("p.xyz", "energy")
+    return ase.io.read("out.xyz", ":"), applied.remarks
+
+
+def test_reference_values_under_the_name_of_the_prediction_are_kept():
+    members, y = committee()
+    mean, forces = members.mean(axis=1), np.random.default_rng(1).normal(size=(60, 2, 3))
+    after, said = with_results(energy=y, forces=forces)
+    np.testing.assert_allclose([a.info["REF_energy"] for a in after], y, atol=1e-7)
+    np.testing.assert_allclose([a.get_potential_energy() for a in after], mean)
+    np.testing.assert_allclose([a.arrays["REF_forces"] for a in after], forces, atol=1e-7)
+    assert "forces" not in after[0].calc.results
+    assert len(said) == 1
+    after, said = with_results(energy=mean, forces=forces)  # the mean of these members
+    assert "REF_energy" not in after[0].info
+    np.testing.assert_allclose([a.get_forces() for a in after], forces, atol=1e-7)
+    assert not said
+    after, said = with_results(forces=forces)  # forces of unknown origin
+    assert "forces" not in after[0].calc.results
+    np.testing.assert_allclose(after[0].arrays["REF_forces"], forces[0], atol=1e-7)
+    np.savez("p.npz", e_ensemble=members, e=y, e_true=y)
+    fit_and_apply("p.npz")
+    np.testing.assert_array_equal(load("out.npz")["REF_e"], y)
+
+
+def test_atoms_and_structures_without_predictions_get_nan():
+    members, y = committee(120)
+    frames = []
+    for i in range(30):
+        atoms = Atoms("OH4", positions=np.arange(15.0).reshape(5, 3))
+        if i > 1:
+            some = np.full((5, R), np.nan)
+            some[1:] = members[4 * i : 4 * i + 4]
+            atoms.arrays["shift_ensemble"] = some
+            atoms.arrays["REF_shift"] = np.append(np.nan, y[4 * i : 4 * i + 4])
+        frames.append(atoms)
+    ase.io.write("p.xyz", frames)
+    fit_and_apply("p.xyz", "shift", by="element")
+    for i, atoms in enumerate(ase.io.read("out.xyz", ":")):
+        for key in ("shift", "shift_uncertainty", "shift_ensemble"):
+            assert np.isfinite(atoms.arrays[key][1:]).all() == (i > 1)
+            assert np.isnan(atoms.arrays[key][0]).all()
+
+
+def test_calibrations_that_do_not_fit():
+    members, y = committee(60, (3,))
+    np.savez("p.npz", f_ensemble=members, REF_f=y, e_ensemble=members[..., 0], REF_e=y[:, 0])
+    document = fit("p.npz", "e")
+    for options, parameter in (
+        ({"target": "nothing"}, "target"),
+        ({"output": "out.csv"}, "output"),
+        ({"target": "f"}, "calibration"),
+    ):
+        arguments = {"output": "out.npz"} | options
+        with pytest.raises(InputError) as error:
+            apply_calibration(document, "p.npz", **arguments)
+        assert error.value.parameter == parameter
+    ase.io.write("p.xyz", structures(20))
+    with pytest.raises(InputError) as error:
+        apply_calibration(document, "p.xyz", "out.xyz", target="forces")
+    assert error.value.parameter == "calibration"
+    assert not Path("out.npz").exists()
+
+
+def test_a_calibration_is_applied_to_the_evaluation_of_a_model():
+    frames = structures(60)
+    ase.io.write("p.xyz", frames)
+    document = fit("p.xyz", "energy", by="config_type")
+    ensemble = read_ensemble("p.xyz", "energy", by="config_type")
+    n_atoms = np.array([len(atoms) for atoms in frames])
+    evaluation = Evaluation(
+        target="energy",
+        y=ensemble.y / n_atoms,
+        prediction=Prediction(ensemble.members / n_atoms[:, None]),
+        structure=ensemble.structure,
+        frames=frames,
+    )
+    found = recalibrate(evaluation, document, extensive=True)
+    expected = document.std(ensemble.std, R, ensemble.labels) / n_atoms
+    np.testing.assert_allclose(found.std, expected)
+    with pytest.raises(InputError):
+        recalibrate(evaluation, document.model_copy(update={"target": "gap"}))
+
+
+def test_the_example(monkeypatch):
+    monkeypatch.setattr("qualms.ensembles.calibrate.METHODS", ("none", "linear", "student"))
+    path = Path(__file__).parents[1] / "examples" / "external_ensemble.py"
+    spec = importlib.util.spec_from_file_location("external_ensemble", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    example.make_files(Path(), n_known=40, n_new=40, n_train=16)
+    for target, given, output in (("energy", "new", "with"), ("forces", "with", "calibrated")):
+        document = fit("known.xyz", target, "auto")
+        assert document.n_members == example.N_MEMBERS
+        apply_calibration(document, f"{given}.xyz", f"{output}.xyz")
+    before, after = ase.io.read("new.xyz", ":"), ase.io.read("calibrated.xyz", ":")
+    for target in ("energy", "forces"):
+        assert example.covered(before, target) < 0.5
+        assert 0.55 < example.covered(after, target) < 0.85
+    np.testing.assert_allclose(after[0].get_forces(), before[0].get_forces(), atol=1e-7)

@@ -1,0 +1,510 @@
+"""Files: written completely or not at all; tensors, predictions, extended XYZ."""
+
+import csv
+import gzip
+import json
+import os
+import pickle
+import struct
+from contextlib import suppress
+
+import ase.io
+import numpy as np
+import pytest
+from ase import Atoms
+from ase.build import bulk, molecule
+from ase.calculators.singlepoint import SinglePointCalculator
+from ase.constraints import FixAtoms
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+from safetensors.numpy import load_file, save_file
+
+from qualms import Prediction
+from qualms.errors import InputError
+from qualms.io.files import atomic_output, atomic_path, check_output, refuse_input
+from qualms.io.predictions import open_writer
+from qualms.io.tensors import (
+    Document,
+    StorageError,
+    TensorSpec,
+    check_tensors,
+    read_document,
+    read_tensors,
+    write_tensors,
+)
+from qualms.io.xyz import is_prediction
+
+rng = np.random.default_rng(0)
+TINY = 1e-9  # ASE's eight decimals would lose it
+
+
+# Files
+
+
+def test_a_file_appears_when_it_is_complete(tmp_path):
+    path = tmp_path / "a.txt"
+    with atomic_output(path, mode="w") as file:
+        file.write("one")
+        file.flush()
+        assert not path.exists()
+    assert path.read_text() == "one"
+    with pytest.raises(InputError) as error, atomic_output(path):
+        pass
+    assert error.value.parameter == "path"
+    with suppress(KeyboardInterrupt), atomic_output(path, force=True) as file:
+        file.write(b"two")
+        raise KeyboardInterrupt
+    assert path.read_text() == "one"
+    with atomic_path(path, force=True) as temporary:
+        assert temporary.suffix == ".txt"
+        temporary.unlink()  # as libraries do that write their own temporary files
+        temporary.write_text("three")
+    assert path.read_text() == "three"
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_a_file_that_appears_in_the_meantime_is_kept(tmp_path):
+    path = tmp_path / "a"
+    with pytest.raises(InputError) as error, atomic_output(path) as file:  # noqa: PT012
+        file.write(b"mine")
+        path.write_bytes(b"theirs")
+    assert path.read_bytes() == b"theirs"
+    (kept,) = (p for p in tmp_path.iterdir() if p != path)
+    assert kept.read_bytes() == b"mine"
+    assert kept.name in error.value.remedy
+
+
+@pytest.mark.parametrize("name", [".", "no/such/file", "/dev/null", "loop"])
+def test_files_that_cannot_be_written(tmp_path, name):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(InputError) as error:
+        check_output(tmp_path / name, force=True)
+    assert error.value.parameter == "path"
+    assert check_output(tmp_path / "new") == tmp_path / "new"
+    assert os.listdir(tmp_path) == ["loop"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write anywhere")
+def test_directories_without_permission(tmp_path):
+    tmp_path.chmod(0o555)
+    with pytest.raises(InputError):
+        check_output(tmp_path / "a")
+
+
+def test_links_and_permissions(tmp_path):
+    link = tmp_path / "link.txt"
+    link.symlink_to(tmp_path / "target.txt")
+    mask = os.umask(0o027)
+    try:
+        for text in ("new", "newer"):
+            with atomic_output(link, mode="w", force=True) as file:
+                file.write(text)
+    finally:
+        os.umask(mask)
+    assert link.is_symlink()
+    assert (tmp_path / "target.txt").read_text() == "newer"
+    assert (tmp_path / "target.txt").stat().st_mode & 0o777 == 0o640
+    refuse_input(tmp_path / "other", link, None)
+    with pytest.raises(InputError) as error:
+        refuse_input(tmp_path / "target.txt", link)
+    assert error.value.parameter == "output"
+
+
+# Tensors
+
+
+class Settings(Document):
+    alpha: float
+    names: tuple[str, ...] = ()
+
+
+KIND = {"format": "test", "version": 2}
+TENSORS = {
+    "a": np.arange(6.0).reshape(2, 3),
+    "b": np.arange(4, dtype=np.float32)[::-1],
+    "c": np.asfortranarray(np.arange(6, dtype=">i4").reshape(2, 3)),
+    "d": np.array([True, False]),
+    "e": np.empty((0, 3)),
+    "f": np.array(7, dtype=np.uint8),
+}
+
+
+@pytest.fixture
+def stored(tmp_path):
+    path = tmp_path / "a.safetensors"
+    write_tensors(path, TENSORS, Settings(alpha=0.1, names=("é",)), **KIND)
+    return path
+
+
+def rejects(path):
+    with pytest.raises(StorageError) as error:
+        read_tensors(path, Settings, **KIND)
+    assert str(error.value).count("\n") == 0
+    return pickle.loads(pickle.dumps(error.value)).problem
+
+
+def test_tensors_come_back(stored):
+    tensors, document = read_tensors(stored, Settings, **KIND)
+    assert document == read_document(stored, Settings, **KIND) == Settings(alpha=0.1, names=("é",))
+    assert tensors.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        np.testing.assert_array_equal(tensors[name], tensor)
+        assert tensors[name].dtype == tensor.dtype.newbyteorder("<")
+    assert load_file(stored).keys() == TENSORS.keys()  # other programs can read it
+    with pytest.raises(InputError):
+        write_tensors(stored, TENSORS, Settings(alpha=0.1), **KIND)
+
+
+class Loose(BaseModel):
+    alpha: float
+
+
+@pytest.mark.parametrize(
+    ("tensors", "document", "parameter"),
+    [
+        ({"a": np.array([1.0, np.nan])}, Loose(alpha=1), "arrays['a']"),
+        ({"a": np.array([np.inf], dtype=np.float32)}, Loose(alpha=1), "arrays['a']"),
+        ({"a": np.array([1j])}, Loose(alpha=1), "arrays['a']"),
+        ({"a": np.array(["text"])}, Loose(alpha=1), "arrays['a']"),
+        ({}, Loose(alpha=np.nan), "document"),
+    ],
+)
+def test_tensors_that_cannot_be_stored(tmp_path, tensors, document, parameter):
+    with pytest.raises(InputError) as error:
+        write_tensors(tmp_path / "a", tensors, document, **KIND)
+    assert error.value.parameter == parameter
+    assert not os.listdir(tmp_path)
+
+
+def metadata_of(path):
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    return json.loads(data[8 : 8 + length])["__metadata__"]
+
+
+def test_damaged_and_foreign_files_are_rejected(stored, tmp_path):
+    good, path = stored.read_bytes(), tmp_path / "b"
+    assert "No such file" in rejects(path)
+    rejects(tmp_path)
+    for n in (0, 5, 8, 100, len(good) - 1):
+        path.write_bytes(good[:n])
+        rejects(path)
+    path.write_bytes(good + b"x")
+    rejects(path)
+    for position in rng.integers(len(good), size=60).tolist():
+        path.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
+        rejects(path)
+    path.write_bytes(struct.pack("<Q", 2**40) + good[8:])
+    rejects(path)
+    save_file({"a": np.zeros(3)}, path)
+    assert "not a test" in rejects(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"format": "other"}, "not a test"),
+        ({"version": "3"}, "newer"),
+        ({"version": "x"}, "version"),
+        ({"checksum": "0" * 64}, "checksum"),
+        ({"document": '{"alpha": "x"}'}, "checksum"),
+        ({"more": "x"}, "metadata"),
+    ],
+)
+def test_forged_metadata_are_rejected(stored, tmp_path, change, problem):
+    path = tmp_path / "b"
+    save_file(load_file(stored), path, metadata=metadata_of(stored) | change)
+    assert problem in rejects(path)
+
+
+def test_values_of_forged_files_are_checked(stored, tmp_path, monkeypatch):
+    monkeypatch.setattr("qualms.io.tensors._is_valid", lambda _: True)
+    bad = {"nan": np.array([np.nan]), "bool": np.array([2], dtype=np.uint8).view(np.bool_)}
+    for name, array in bad.items():
+        write_tensors(tmp_path / name, {"a": array}, Settings(alpha=1), **KIND)
+    write_tensors(tmp_path / "field", {}, Loose(alpha=1), **KIND)
+    monkeypatch.undo()
+    assert "NaN" in rejects(tmp_path / "nan")
+    assert "invalid" in rejects(tmp_path / "bool")
+    save_file({"a": np.zeros(3, dtype=np.float16)}, tmp_path / "f2", metadata_of(stored))
+    assert "float16" in rejects(tmp_path / "f2")
+
+    class Other(Document):
+        beta: float
+
+    with pytest.raises(StorageError):
+        read_document(stored, Other, **KIND)
+
+
+@settings(max_examples=30)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_rejected(tmp_path_factory, content):
+    path = tmp_path_factory.mktemp("t") / "a"
+    for prefix in (b"", struct.pack("<Q", len(content))):
+        path.write_bytes(prefix + content)
+        rejects(path)
+
+
+def test_shapes_of_tensors_fit_together():
+    tensors = {"U": np.ones((3, 4)), "w": np.ones((4, 2)), "i": np.arange(3)}
+    specs = {
+        "U": TensorSpec("f", ("r", "d")),
+        "w": TensorSpec("f", ("d", 2)),
+        "i": TensorSpec("iu", ("r",)),
+    }
+    assert check_tensors(tensors, specs, path="m", sizes={"r": 3}) == {"r": 3, "d": 4}
+    changes = [
+        {"U": np.ones((3, 5))},
+        {"w": np.ones((4, 3))},
+        {"w": np.ones(4)},
+        {"i": np.ones(3)},
+        {"x": np.ones(3)},
+    ]
+    for change in changes:
+        with pytest.raises(StorageError):
+            check_tensors(tensors | change, specs, path="m")
+    with pytest.raises(StorageError):
+        check_tensors(tensors, specs, path="m", sizes={"r": 9})
+    with pytest.raises(StorageError):
+        check_tensors({"U": tensors["U"]}, specs, path="m")
+
+
+# Predictions
+
+
+def frames_with_references():
+    """Water with results of a calculator and all kinds of properties, and a crystal without."""
+    water = molecule("H2O")
+    water.info = {
+        "name": "a b",
+        "empty": "",
+        "note": 'two\nlines \\ "q"',
+        "T": 300,
+        "v": np.eye(2),
+        "d": {"a": 'q"\\', "b": [1]},
+    }
+    water.arrays["tiny"] = rng.normal(size=(3, 3)) * TINY
+    water.arrays["tensor"] = rng.normal(size=(3, 2, 2))
+    water.arrays["label"] = np.array(["a b", "", "c"])
+    water.arrays["flag"] = np.array([True, False, True])
+    water.arrays["count"] = np.array([1, 2, 3], dtype=np.uint8)
+    water.set_constraint(FixAtoms([1]))
+    water.calc = SinglePointCalculator(
+        water, energy=-1.5, forces=np.ones((3, 3)), stress=np.arange(6.0)
+    )
+    return [water, bulk("Si", cubic=True)]
+
+
+def write(
+    path, frames, prediction, *, target="energy", kind="structure", ensemble=True, **arguments
+):
+    with open_writer(path, target, kind=kind, ensemble=ensemble, force=True) as writer:
+        writer.write(frames, prediction, **arguments)
+        assert writer.n_structures == len(frames)
+
+
+def read(path):
+    return ase.io.read(path, ":")
+
+
+@pytest.mark.parametrize("name", ["a.xyz", "c.XYZ.gz"])
+def test_xyz_keeps_structures_and_their_properties_exactly(tmp_path, name):
+    frames, path = frames_with_references(), tmp_path / name
+    p = Prediction(rng.normal(size=(2, 4)) * TINY)
+    extra = {"far": [True, False], "why": ["", "a b"], "x": [1, TINY]}
+    write(path, frames, p, extra=extra)
+    assert frames[0].calc.results["energy"] == -1.5  # the input is not changed
+    with (gzip.open if name.endswith("gz") else open)(path, "rt") as file:
+        assert f" energy={float(p.mean[0])!r} " in file.read()
+    for i, (old, new) in enumerate(zip(frames, read(path), strict=True)):
+        assert new.calc.results == {"energy": p.mean[i]}
+        assert new.info["energy_uncertainty"] == p.std[i]
+        np.testing.assert_array_equal(new.info["energy_ensemble"], p.members[i])
+        assert (new.info["far"], new.info["why"]) == ((True, ""), (False, "a b"))[i]
+        assert str(new.symbols) == str(old.symbols)
+        np.testing.assert_array_equal(new.positions, old.positions)
+        np.testing.assert_array_equal(new.cell, old.cell)
+    water, old = read(path)[0], frames[0]
+    for key in ("name", "empty", "note", "T", "d"):
+        assert water.info[key] == old.info[key]
+    np.testing.assert_array_equal(water.info["v"], np.eye(2))
+    assert water.info["REF_energy"] == -1.5
+    np.testing.assert_array_equal(water.info["REF_stress"], np.arange(6))
+    np.testing.assert_array_equal(water.arrays["REF_forces"], np.ones((3, 3)))
+    np.testing.assert_array_equal(water.arrays["tiny"], old.arrays["tiny"])
+    np.testing.assert_array_equal(water.arrays["tensor"], old.arrays["tensor"].reshape(3, 4))
+    np.testing.assert_array_equal(water.arrays["count"], [1, 2, 3])
+    np.testing.assert_array_equal(water.arrays["flag"], [True, False, True])
+    assert water.arrays["label"].tolist() == ["a_b", "_", "c"]
+    assert water.constraints[0].index.tolist() == [1]
+
+
+def test_references_survive_two_predictions(tmp_path):
+    frames = frames_with_references()
+    frames[1].info["gap"] = 1.1
+    first, second = (Prediction(rng.normal(size=(2, 4))) for _ in range(2))
+    for target in ("energy", "gap"):
+        write(tmp_path / "a.xyz", frames, first, target=target)
+        write(tmp_path / "b.xyz", read(tmp_path / "a.xyz"), second, target=target, ensemble=False)
+        water, silicon = read(tmp_path / "b.xyz")
+        assert water.info["REF_energy"] == -1.5
+        predicted = water.calc.results if target == "energy" else water.info
+        assert predicted[target] == second.mean[0]
+        assert f"{target}_ensemble" not in water.info  # it was that of the first prediction
+        assert silicon.info["REF_gap" if target == "gap" else "gap"] == 1.1
+        # The first prediction does not become a reference value.
+        assert f"REF_{target}" not in (silicon if target == "energy" else water).info
+
+
+def test_the_origin_of_values():
+    atoms = Atoms("H2", info={"e": 1.5, "f": 1.0})
+    assert not is_prediction(atoms, "e", 1.5)
+    atoms.info["e_uncertainty"] = 0.1
+    assert is_prediction(atoms, "e", 1.5)
+    atoms.info["e_ensemble"] = [1.0, 2.0]
+    assert is_prediction(atoms, "e", 1.5 + 1e-8)
+    assert not is_prediction(atoms, "e", 1.6)  # a label that was put beside a prediction
+    atoms.arrays["v_uncertainty"] = np.ones((2, 3))
+    members = rng.normal(size=(2, 4, 3))
+    for stored in (members, members.transpose(0, 2, 1)):
+        atoms.arrays["v_ensemble"] = stored.reshape(2, -1)
+        assert is_prediction(atoms, "v", members.mean(axis=1))
+        assert not is_prediction(atoms, "v", members[:, 0])
+
+
+def test_forces_and_stresses_beside_energies(tmp_path):
+    frames = [bulk("Si", cubic=True), molecule("H2O")]
+    frames[0].info["REF_stress"] = np.arange(6.0)
+    n, path = 11, tmp_path / "a.xyz"
+    forces, stress = rng.normal(size=(n, 3)), rng.normal(size=(2, 6))
+    stress[1] = np.nan
+    arrays = {"forces": forces, "forces_uncertainty": np.abs(forces)}
+    tensors = {"stress": stress, "stress_uncertainty": np.abs(stress)}
+    energies = Prediction(rng.normal(size=(2, 3)))
+    for first in (frames, None):
+        write(path, first or read(path), energies, arrays=arrays, tensors=tensors)
+    silicon, water = read(path)
+    np.testing.assert_array_equal(silicon.get_forces(), forces[:8])
+    np.testing.assert_allclose(silicon.get_stress(), stress[0])
+    np.testing.assert_array_equal(silicon.info["REF_stress"], np.arange(6))
+    assert "REF_forces" not in silicon.arrays  # the first prediction is no reference value
+    assert "stress" not in water.calc.results
+    write(tmp_path / "a.npz", frames, energies, arrays=arrays, tensors=tensors)
+    np.testing.assert_array_equal(np.load(tmp_path / "a.npz")["stress"], stress)
+    with pytest.raises(InputError) as error:
+        write(tmp_path / "a.csv", frames, energies, arrays=arrays)
+    assert error.value.parameter == "path"
+
+
+@pytest.mark.parametrize("target", ["shift", "charges"])
+def test_xyz_of_atoms(tmp_path, target):
+    frames, path = [molecule("CH4"), molecule("H2O"), Atoms("He")], tmp_path / "a.xyz"
+    reference = rng.normal(size=5)
+    frames[0].arrays[target] = reference
+    rows = [np.array([4, 1]), np.array([], dtype=int), np.array([0])]
+    p = Prediction(rng.normal(size=(3, 6)) * TINY)
+    write(path, frames, p, target=target, kind="atomic", rows=rows)
+    start = 0
+    for frame, indices in zip(read(path), rows, strict=True):
+        found = frame.calc.results[target] if target == "charges" else frame.arrays[target]
+        part = slice(start, start := start + len(indices))
+        np.testing.assert_array_equal(found[indices], p.mean[part])
+        np.testing.assert_array_equal(frame.arrays[f"{target}_uncertainty"][indices], p.std[part])
+        np.testing.assert_array_equal(frame.arrays[f"{target}_ensemble"][indices], p.members[part])
+        assert np.isnan(np.delete(found, indices)).all()
+    np.testing.assert_array_equal(read(path)[0].arrays[f"REF_{target}"], reference)
+
+
+def columns_of(path):
+    with path.open(newline="") as file:
+        names, *rows = csv.reader(file)
+    return dict(zip(names, zip(*rows, strict=True), strict=True))
+
+
+def test_csv_of_structures_and_atoms(tmp_path):
+    path = tmp_path / "a.csv"
+    frames = [molecule("CH4"), molecule("H2O")]
+    p = Prediction(rng.normal(size=(4, 3)) * TINY)
+    with open_writer(path, "energy", kind="structure", ensemble=True) as writer:
+        writer.write(frames, p[:2], extra={"why": ["a,b", 'c"']})
+        writer.write(frames, p[2:], extra={"why": ["", "d"]})
+        with pytest.raises(InputError) as error:
+            writer.write(frames, p[2:])
+        assert error.value.parameter == "columns"
+    table = columns_of(path)
+    members = [f"energy_ensemble_{i}" for i in range(3)]
+    about = ["index", "formula", "n_atoms"]
+    assert [*table] == [*about, "energy", "energy_uncertainty", *members, "why"]
+    assert table["index"] == ("0", "1", "2", "3")
+    assert table["formula"] == ("CH4", "H2O") * 2
+    assert table["why"] == ("a,b", 'c"', "", "d")
+    np.testing.assert_array_equal([float(v) for v in table["energy"]], p.mean)
+    np.testing.assert_array_equal([[float(v) for v in table[m]] for m in members], p.members.T)
+
+    rows = [[0, 4], [1, 0]]
+    write(path, frames, p, kind="atomic", ensemble=False, rows=rows, extra={"far": [1, 2]})
+    table = columns_of(path)
+    assert [*table] == ["index", "atom", "symbol", "energy", "energy_uncertainty", "far"]
+    about = [table[name] for name in ("index", "atom", "symbol", "far")]
+    assert ["".join(row) for row in zip(*about, strict=True)] == ["00C1", "04H1", "11H2", "10O2"]
+    np.testing.assert_array_equal([float(v) for v in table["energy_uncertainty"]], p.std)
+
+
+def test_npz_of_structures_and_atoms(tmp_path):
+    path = tmp_path / "a.npz"
+    frames = [molecule("CH4"), molecule("H2O")]
+    p = Prediction(rng.normal(size=(16, 3)))
+    write(path, frames, p[:2], target="file", extra={"why": ["a", "bc"]})
+    with np.load(path) as arrays:
+        assert {*arrays} == {"file", "file_uncertainty", "file_ensemble", "n_atoms", "why"}
+        assert arrays["n_atoms"].tolist() == [5, 3]
+        np.testing.assert_array_equal(arrays["file_ensemble"], p.members[:2])
+    with open_writer(path, "energy", kind="atomic", ensemble=False, force=True) as writer:
+        for batch in (p[:8], p[8:]):
+            writer.write(frames, batch)
+    with np.load(path) as arrays:
+        np.testing.assert_array_equal(arrays["energy"], p.mean)
+        assert arrays["structure"].tolist() == np.repeat([0, 1, 2, 3], [5, 3, 5, 3]).tolist()
+        assert arrays["atom"].tolist() == [0, 1, 2, 3, 4, 0, 1, 2] * 2
+
+
+@pytest.mark.parametrize("suffix", ["xyz", "xyz.gz", "csv", "npz"])
+def test_no_predictions_are_a_file_too(tmp_path, suffix):
+    path = tmp_path / f"a.{suffix}"
+    with open_writer(path, "energy", kind="structure", ensemble=True):
+        pass
+    assert os.listdir(tmp_path) == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parameter"),
+    [
+        ({"path": "a.json"}, "path"),
+        ({"path": "a.csv.gz"}, "path"),
+        ({"kind": "atom"}, "kind"),
+        ({"target": "stress"}, "target"),
+        ({"target": "a b"}, "target"),
+        ({"target": "Lattice"}, "target"),
+        ({"prediction": Prediction([[1.0, 2.0]])}, "prediction"),
+        ({"kind": "atomic"}, "prediction"),
+        ({"kind": "atomic", "rows": [[0]]}, "rows"),
+        ({"kind": "atomic", "rows": [[0], [3]]}, "rows"),
+        ({"kind": "atomic", "rows": [[0, 0], []]}, "rows"),
+        ({"kind": "atomic", "rows": [[0], [0.5]]}, "rows"),
+        ({"rows": [[0], [0]]}, "rows"),
+        ({"extra": {"far": [1]}}, "extra"),
+        ({"extra": {"far": [{}, {}]}}, "extra"),
+        ({"extra": {"energy": [1, 2]}}, "extra"),
+        ({"extra": {"pbc": [1, 2]}}, "extra"),
+        ({"arrays": {"forces": np.ones((2, 3))}}, "arrays"),
+        ({"tensors": {"stress": np.ones((3, 6))}}, "tensors"),
+    ],
+)
+def test_bad_input_writes_nothing(tmp_path, arguments, parameter):
+    given = {"path": "a.xyz", "prediction": Prediction(np.ones((2, 3)))} | arguments
+    path = tmp_path / given.pop("path")
+    with pytest.raises(InputError) as error:
+        write(path, [molecule("CH4"), molecule("H2O")], **given)
+    assert error.value.parameter == parameter
+    assert not os.listdir(tmp_path)
