@@ -160,31 +160,34 @@ def evaluate_model(
     from qualms.atomistic.evaluation import evaluate
     from qualms.atomistic.model import AtomisticModel
     from qualms.atomistic.structures import read_frames
-    from qualms.ensembles.apply import calibration_for
+    from qualms.ensembles.apply import recalibrate
+    from qualms.ensembles.calibration_file import read_calibration
+    from qualms.metrics import score_arrays
     from qualms.progress import Stages
 
     loaded = AtomisticModel.load(model, threads=threads)
     frames = read_frames(test)
     held_out = None if validation is None else read_frames(validation)
-    further = None if calibration is None else calibration_for(calibration, loaded, frames)
+    document = None if calibration is None else read_calibration(calibration)
     found = evaluate(loaded, frames, held_out, stages=Stages(terminal.progress()))
     main, remarks = found["energy"], missing_quantities(loaded, found)
     if main.n_unlabelled:
-        remarks.insert(0, f"{main.n_unlabelled} structures without a reference value are skipped.")
-    if further is not None:
-        extensive = loaded.settings.kind == "extensive"
-        found["energy"], more = _with_calibration(main, further, extensive=extensive)
-        remarks += more
+        remarks.insert(0, f"{main.n_unlabelled} without a reference value are skipped.")
+    if calibration is not None and document is not None:
+        name = f"{calibration.name} ({document.method})"
+        other = recalibrate(main, document, extensive=loaded.settings.kind == "extensive")
+        scores = {**main.scores, name: score_arrays(main.y, other.mean, other.std)}
+        found["energy"] = replace(main, scores=scores)
+        remarks.append(f"{name}: fitted to {document.parameters.get('n_points')} points.")
     return loaded, found, remarks
 
 
 def missing_quantities(model: AtomisticModel, found: Mapping[str, Evaluation]) -> list[str]:
     """Return remarks about quantities that the model has learned and no structure has."""
-    keys = {"forces": model.settings.forces, "stress": model.settings.stress}
     return [
         f"No structure has {key!r} that is not zero by symmetry: {name} is not evaluated."
-        for name, key in keys.items()
-        if key is not None and name not in found
+        for name, key in model.settings.keys.items()
+        if name not in found
     ]
 
 
@@ -194,20 +197,3 @@ def about_calibrations(evaluation: Evaluation) -> str:
         f"(validation): fitted to {evaluation.validation}. All other calibrations were fitted to "
         "out-of-bag predictions of the training set."
     )
-
-
-def _with_calibration(
-    evaluation: Evaluation, calibration: Any, *, extensive: bool
-) -> tuple[Evaluation, list[str]]:
-    """Add the scores of a calibration of predictions, which are sums if the target is extensive."""
-    import numpy as np
-
-    from qualms.prediction import Prediction, score
-
-    sizes = np.ones(len(evaluation))
-    if extensive and evaluation.frames is not None:
-        sizes = np.array([len(evaluation.frames[i]) for i in evaluation.structure.tolist()])
-    totals = evaluation.prediction.members * sizes[:, None]
-    prediction = Prediction(calibration.transform(totals) / sizes[:, None])
-    scores = {**evaluation.scores, calibration.name: score(evaluation.y, prediction)}
-    return replace(evaluation, scores=scores), calibration.remarks(evaluation.y * sizes)

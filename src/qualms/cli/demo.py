@@ -33,9 +33,7 @@ def demo(
 ) -> None:
     """Train and evaluate a model on molecules of QM9."""
     from qualms.atomistic.evaluation import evaluate
-    from qualms.atomistic.memory import default_threads
     from qualms.atomistic.settings import make_settings
-    from qualms.atomistic.training import Resources
     from qualms.cli.train import summary_document
     from qualms.data import qm9
     from qualms.io.files import atomic_path, check_output
@@ -48,6 +46,7 @@ def demo(
     )
     from qualms.report.tables import paper_table, score_records, score_table
     from qualms.reproduce.study import study_subsamples
+    from qualms.resources import default_threads
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
     started = time.perf_counter()
@@ -67,7 +66,7 @@ def demo(
         test,
         make_settings({"target": TARGET, "kind": "intensive", "units": UNITS, "seed": seed or 0}),
         SIZES,
-        resources=Resources(threads=default_threads(threads)),
+        threads=default_threads(threads),
         stages=Stages(terminal.progress()),
     )
     model, rows = study.model, study.rows

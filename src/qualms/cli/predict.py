@@ -230,7 +230,7 @@ def atom_arrays(chunk: Chunk, forces_std: Float64Array | None, *, ensemble: bool
     import numpy as np
 
     from qualms.atomistic.model import atom_contributions
-    from qualms.atomistic.novelty import force_norm, local_contributions
+    from qualms.atomistic.novelty import force_norm
 
     parts = atom_contributions(chunk)
     name = f"{chunk.fitted.settings.target}_atoms"
@@ -244,11 +244,9 @@ def atom_arrays(chunk: Chunk, forces_std: Float64Array | None, *, ensemble: bool
         full[known] = found
         return full
 
-    pairs = zip(chunk.known, parts, strict=True)
     arrays = {
         name: of_all([part.mean for part in parts]),
         f"{name}_uncertainty": of_all([part.std for part in parts]),
-        f"{name}_local_uncertainty": of_all([local_contributions(*pair).std for pair in pairs]),
         f"{name}_novelty": of_all(chunk.atom_novelty()),
     }
     if forces_std is not None:

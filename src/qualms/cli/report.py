@@ -94,7 +94,6 @@ def _atom_values(model: AtomisticModel, frames: Sequence[Any]) -> AtomValues | N
     """Return what computes novelty and uncertainties of atoms for the map of structures."""
     import numpy as np
 
-    from qualms.atomistic.model import forces_units_of
     from qualms.atomistic.novelty import attributions
     from qualms.report.structure_map import NOVELTY, Properties
 
@@ -103,8 +102,7 @@ def _atom_values(model: AtomisticModel, frames: Sequence[Any]) -> AtomValues | N
     units = {
         NOVELTY: "",
         "σ of the contribution": model.settings.units,
-        "σ of the contribution shared with neighbours": model.settings.units,
-        "σ of the force": forces_units_of(model.fitted),
+        "σ of the force": model.settings.units_of("forces"),
     }
 
     def atom_values(some: Sequence[int]) -> Properties:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from qualms.atomistic.model import AtomisticModel
     from qualms.evaluation import Evaluation
 
-_DATA, _MODEL, _UNCERTAINTY, _RESOURCES = "Data", "Model", "Uncertainty", "Resources"
+_DATA, _MODEL = "Data", "Model"
 #: Parameters of the command in the order of the help. Those that `train` does not have itself are
 #: made from the fields of `Settings`; its other fields can be set in the configuration file.
 _ORDER = (
@@ -57,7 +57,7 @@ def _option(name: str) -> inspect.Parameter:
         show_default=default if default is not None else False,
         rich_help_panel=str(extra.get("group", _MODEL)).capitalize(),
     )
-    type_ = int if field.annotation is int else str
+    type_ = int if field.annotation in (int, int | None) else str
     annotation = Annotated[type_ | None, option]  # type: ignore[valid-type]
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, kind, default=None, annotation=annotation)
@@ -100,23 +100,13 @@ def train(
         float | None,
         typer.Option(help="Cutoff of the environments in Å.", rich_help_panel=_MODEL),
     ] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="Memory limit, such as 8GB.", rich_help_panel=_RESOURCES)
-    ] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Number of cores; by default all, or OMP_NUM_THREADS.",
-            rich_help_panel=_RESOURCES,
-        ),
-    ] = None,
     force: Force = False,
     quiet: Quiet = False,
     as_json: Json = False,
     **settings: Any,
 ) -> None:
     """Train a model on labelled structures, and calibrate it on out-of-bag predictions."""
+    from qualms.atomistic.evaluation import find_references
     from qualms.atomistic.model import AtomisticModel
     from qualms.atomistic.structures import read_frames, species_of
     from qualms.io.files import atomic_output, check_output, refuse_input
@@ -126,7 +116,7 @@ def train(
     if intensive and per_atom_target:
         raise InputError("--intensive", "with --per-atom-target", "one of the two")
     kind = "atomic" if per_atom_target else "intensive" if intensive else None
-    given = {**settings, "kind": kind, "memory": memory, "threads": threads}
+    given = {**settings, "kind": kind}
     model = AtomisticModel(**_settings(config, given, cutoff))
     check_name("target", model.settings.target)
     summary = output.with_suffix(".json")
@@ -137,7 +127,9 @@ def train(
         refuse_input(path, data, validation, config)
         check_output(path, force=force)
     frames = read_frames(data)
-    held_out = None if validation is None else _validation(validation, model, species_of(frames))
+    held_out = None if validation is None else read_frames(validation)
+    if held_out is not None:  # errors are found before the training starts
+        find_references(held_out, model.settings, species_of(frames))
     groups = None if group_key is None else _groups(frames, group_key)
     model.fit(frames, groups, progress=terminal.progress() or False)
     model.save(output, force=force)
@@ -174,40 +166,21 @@ def summary_document(
     """Return the description of a model as a JSON document."""
     from qualms.report.tables import score_records
 
-    fitted = model.fitted
+    calibrations = {
+        quantity: {name: {"method": c.method, **c.parameters()} for name, c in found.items()}
+        for quantity, found in model.fitted.calibrations.items()
+    }
     document: dict[str, Any] = {
         "settings": model.settings.model_dump(mode="json"),
         "training": model.record.model_dump(mode="json"),
-        "calibrations": fitted.calibrations,
+        "calibrations": calibrations.pop("energy"),
         "provenance": model.provenance.model_dump(mode="json"),
-        "forces_calibrations": fitted.forces_calibrations,
-        "stress_calibrations": fitted.stress_calibrations,
+        **{f"{quantity}_calibrations": found for quantity, found in calibrations.items()},
     }
-    for key in ("calibrations", "forces_calibrations", "stress_calibrations"):
-        calibrations = document.pop(key)
-        if calibrations or key == "calibrations":
-            document[key] = {
-                name: {"method": c.method, **c.parameters()} for name, c in calibrations.items()
-            }
     for quantity, found in (evaluations or {}).items():
         key = "validation" if quantity == "energy" else f"{quantity}_validation"
         document[key] = score_records(found.scores)
     return document
-
-
-def _validation(path: Path, model: AtomisticModel, known: list[int]) -> list[Any]:
-    """Read labelled structures, and check them before the training starts."""
-    from qualms.atomistic.evaluation import labels_to_judge
-    from qualms.atomistic.labels import labelled
-    from qualms.atomistic.structures import check_species, check_structures, read_frames
-
-    frames, settings = read_frames(path), model.settings
-    found = labelled(frames, settings.target, settings.kind, settings.species)
-    used = {*found.frames.tolist()}.union(*labels_to_judge(settings, frames))
-    for i in sorted(used):
-        check_structures([frames[i]], first=i)
-        check_species([frames[i]], known, first=i)
-    return frames
 
 
 def _settings(config: Path | None, given: dict[str, Any], cutoff: float | None) -> dict[str, Any]:
@@ -220,10 +193,9 @@ def _settings(config: Path | None, given: dict[str, Any], cutoff: float | None) 
         settings["representation"] = {**known, "cutoff": cutoff}
     if "target" not in settings:
         raise InputError("--target", None, "the key of the property to learn")
-    possible = {*Settings.model_fields, "memory", "threads"}
-    unknown = sorted(set(settings) - possible)
+    unknown = sorted(set(settings) - {*Settings.model_fields})
     if unknown:
-        raise InputError("--config", unknown[0], f"some of {', '.join(sorted(possible))}")
+        raise InputError("--config", unknown[0], f"some of {', '.join(Settings.model_fields)}")
     return settings
 
 
