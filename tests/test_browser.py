@@ -156,14 +156,6 @@ def test_opens_without_errors_and_draws_everything(browser, structures):
     assert severe(browser) == []
 
 
-def test_a_row_of_the_worst_selects_its_structure(browser, structures):
-    opened(browser, structures[0])
-    row = browser.find_elements(By.CSS_SELECTOR, "button[data-structure]")[3]
-    row.click()
-    wait_for(lambda: shown_number(browser) == int(row.text))
-    assert severe(browser) == []
-
-
 def test_a_click_on_a_point_selects_its_structure(browser, structures):
     path, given = structures
     opened(browser, path)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from qualms.atomistic.model import AtomisticModel
     from qualms.evaluation import Evaluation
     from qualms.progress import Bars
-    from qualms.report.tables import Table
 
 
 class Terminal(logging.Handler):
@@ -66,7 +65,7 @@ class Terminal(logging.Handler):
         """Print a warning."""
         self._err.print(f"Warning: {text}", markup=False, soft_wrap=True, style="yellow")
 
-    def result(self, *parts: str | Table, document: Mapping[str, Any]) -> None:
+    def result(self, *parts: Any, document: Mapping[str, Any]) -> None:
         """Print a result: as text and tables, or as JSON."""
         if self.as_json:
             self._out.file.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
@@ -77,12 +76,12 @@ class Terminal(logging.Handler):
             else:
                 self._print_table(part)
 
-    def _print_table(self, table: Table) -> None:
+    def _print_table(self, table: Any) -> None:
         """Print all of a table: long lines are better than truncated numbers."""
         from rich.measure import Measurement
 
         options = self._out.options.update(max_width=1000)
-        wide = Measurement.get(self._out, options, table.__rich__()).maximum
+        wide = Measurement.get(self._out, options, table).maximum
         self._out.width = max(self._out.width, wide)
         self._out.print(table)
 
