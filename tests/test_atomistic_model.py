@@ -26,7 +26,7 @@ from atomistic_fixtures import (
 from qualms import AtomisticModel, InputError, Prediction, QualmsError, QualmsWarning, calibrate
 from qualms.atomistic import memory as plan
 from qualms.atomistic import memory as requirements
-from qualms.atomistic import training, training_set
+from qualms.atomistic import training
 from qualms.atomistic import training as feature_stage
 from qualms.atomistic.evaluation import evaluate
 from qualms.atomistic.model import stream_chunks
@@ -34,6 +34,7 @@ from qualms.atomistic.settings import make_settings
 from qualms.calibration.fitting import METHODS
 from qualms.data import qm9
 from qualms.progress import Stages
+from qualms.regressors import training_set
 from qualms.reproduce.study import study_subsamples
 
 PER_ATOM = "atomization_energy_per_atom"

@@ -14,6 +14,7 @@ from ase.build import bulk, molecule
 from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
 from atomistic_fixtures import Interrupt, copies, labelled_by_emt, make_model
+from qualms.atomistic.memory import make_plan
 from threadpoolctl import threadpool_limits
 
 from qualms import AtomisticModel, InputError, Prediction, QualmsWarning, score
@@ -23,7 +24,6 @@ from qualms.atomistic.forces import derivatives, make_potential
 from qualms.atomistic.kernel_rows import derivative_rows, fill_rows, scale_rows
 from qualms.atomistic.label_checks import factor_between, order_of_shear
 from qualms.atomistic.labels import ForceLabels, find_forces, find_stresses
-from qualms.atomistic.memory import make_plan
 from qualms.atomistic.settings import SMOOTHING, make_settings
 from qualms.atomistic.structures import VOIGT
 from qualms.atomistic.training import fit_joint_members, fit_joint_model

@@ -8,19 +8,14 @@ import pytest
 from atomistic_fixtures import labelled_molecules, make_model
 from hypothesis import given
 from hypothesis import strategies as st
+from qualms.atomistic.memory import make_plan
 
 from qualms.atomistic import memory as plan
 from qualms.atomistic import memory as requirements
-from qualms.atomistic.memory import (
-    default_threads,
-    format_bytes,
-    format_time,
-    make_plan,
-    parse_memory,
-)
 from qualms.errors import InputError
 from qualms.features.soap import BATCH
 from qualms.progress import Stages
+from qualms.resources import default_threads, format_bytes, format_time, parse_memory
 
 RUN = {
     "n_rows": 100_000,

@@ -29,7 +29,8 @@ from qualms.calibration.base import calibration_data
 from qualms.calibration.fitting import fit_calibration, fit_internally
 from qualms.cli.train import summary_document
 from qualms.gp.ensemble import MIN_ABSENT
-from qualms.io.container import Document, read_container, write_container
+from qualms.io.container import read_container, write_container
+from qualms.io.tensors import Document
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -12,8 +12,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from qualms import AtomisticModel, InputError
 from qualms.ase import Calculator
 from qualms.atomistic import model as models
-from qualms.atomistic.memory import default_threads
-from qualms.resources import SMALL, limit_rayon, limited
+from qualms.resources import SMALL, default_threads, limit_rayon, limited
 
 VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
 

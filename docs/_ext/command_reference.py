@@ -48,11 +48,11 @@ class CommandReference(SphinxDirective):
 
 def _leaves(title: str, command: Any) -> Iterator[tuple[str, Any]]:
     """Yield commands that do something, of groups of commands their members."""
-    if not hasattr(command, "commands"):
+    if not hasattr(command, "list_commands"):
         yield title, command
         return
-    for name, member in command.commands.items():
-        yield from _leaves(f"{title} {name}", member)
+    for name in command.list_commands(None):
+        yield from _leaves(f"{title} {name}", command.get_command(None, name))
 
 
 def _usage(parameters: Iterable[Any], types: Mapping[str, Any]) -> list[str]:

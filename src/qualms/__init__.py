@@ -1,4 +1,4 @@
-"""Honest error bars for chemical machine learning.
+"""Chemical machine learning with calibrated uncertainties.
 
 >>> from qualms import ProjectedProcessRegressor
 >>> model = ProjectedProcessRegressor(random_state=0)  # doctest: +SKIP
@@ -8,14 +8,19 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from qualms.calibration.base import Calibration
-from qualms.errors import CalibrationError, InputError, NumericalError, QualmsError, QualmsWarning
-from qualms.gp.representatives import farthest_points
-from qualms.metrics import score
-from qualms.prediction import Prediction, calibrate
-
 if TYPE_CHECKING:
     from qualms.atomistic.model import AtomisticModel
+    from qualms.calibration.base import Calibration
+    from qualms.errors import (
+        CalibrationError,
+        InputError,
+        NumericalError,
+        QualmsError,
+        QualmsWarning,
+    )
+    from qualms.gp.representatives import farthest_points
+    from qualms.metrics import score
+    from qualms.prediction import Prediction, calibrate
     from qualms.regressors import ProjectedProcessRegressor, ResamplingRegressor
 
 
@@ -39,15 +44,26 @@ __all__ = [
 ]
 
 
-#: What takes a second to import, and where it is: only who wants it pays for that.
+#: Module of each public name. They are imported when they are used, so that importing `qualms`, and
+#: with it the help of the command line, takes no time.
 _LAZY = {
-    "AtomisticModel": "qualms.atomistic",
+    "AtomisticModel": "qualms.atomistic.model",
+    "Calibration": "qualms.calibration.base",
+    "CalibrationError": "qualms.errors",
+    "InputError": "qualms.errors",
+    "NumericalError": "qualms.errors",
+    "Prediction": "qualms.prediction",
     "ProjectedProcessRegressor": "qualms.regressors",
+    "QualmsError": "qualms.errors",
+    "QualmsWarning": "qualms.errors",
     "ResamplingRegressor": "qualms.regressors",
+    "calibrate": "qualms.prediction",
+    "farthest_points": "qualms.gp.representatives",
+    "score": "qualms.metrics",
 }
 
 
-#: Modules that are there without an import of their own.
+#: Modules that are attributes without an import of their own.
 _MODULES = ("ase", "thermo")
 
 

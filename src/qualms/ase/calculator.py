@@ -33,14 +33,13 @@ from numpy.typing import ArrayLike
 from qualms.arrays import Float64Array, check_integer, check_number
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.forces import Mechanics, Potential, check_frames, derivatives, member_energies
-from qualms.atomistic.memory import default_threads
 from qualms.atomistic.model import AtomisticModel, exact_energies
 from qualms.atomistic.novelty import force_norm
 from qualms.calibration.base import Calibration
 from qualms.errors import InputError, QualmsWarning, UncertaintyError, level_of_user
 from qualms.gp.ensemble import committee
 from qualms.prediction import Prediction, stack_members
-from qualms.resources import limited
+from qualms.resources import default_threads, limited
 
 #: Step of the central difference in ln s: its error is about the square of that.
 _STEP = 1e-4
@@ -286,7 +285,9 @@ def _calibrated_for(model: Model, given: str | None) -> str:
     """Return what members are calibrated for: what is asked for, or what the model was."""
     if given not in (None, *_CALIBRATED_FOR):
         raise InputError("calibrated_for", repr(given), " or ".join(map(repr, _CALIBRATED_FOR)))
-    has_own = isinstance(model, AtomisticModel) and model.fitted.forces_calibration is not None
+    has_own = (
+        isinstance(model, AtomisticModel) and model.fitted.calibration_of("forces") is not None
+    )
     if given == "forces" and not has_own:
         expected = "'energy': the model has no calibration of forces"
         raise InputError("calibrated_for", "'forces'", expected, "Train it on forces.")
@@ -314,7 +315,8 @@ def _mixture(model: Model, i: int, calibrated_for: str) -> Float64Array | None:
 
 def _forces_factor(fitted: Fitted, n_members: int) -> float:
     """Return the one factor that members are stretched by if forces are to be calibrated."""
-    own = [fitted.forces_calibration, *map(fitted.forces_calibrations.get, _CONSTANT)]
+    found_for_forces = fitted.calibrations.get("forces", {})
+    own = [fitted.calibration_of("forces"), *map(found_for_forces.get, _CONSTANT)]
     factors = (_constant_factor(found, n_members) for found in own if found is not None)
     return next((f for f in factors if f is not None), 1.0)
 

@@ -449,8 +449,8 @@ def predict_mechanics(
     if found.virials is not None:
         volumes = np.array([atoms.get_volume() for atoms in frames])  # type: ignore[no-untyped-call]
         raw = Prediction(found.virials / volumes[:, None, None])
-        stresses = raw.calibrated(_own(fitted.stress_calibration, factors))
-    forces_own = _own(fitted.forces_calibration, np.repeat(factors, sizes))
+        stresses = raw.calibrated(_own(fitted.calibration_of("stress"), factors))
+    forces_own = _own(fitted.calibration_of("forces"), np.repeat(factors, sizes))
     return Mechanics(
         energy=energy * sizes,
         forces=Prediction(found.forces).calibrated(forces_own),

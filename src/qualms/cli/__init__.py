@@ -1,4 +1,4 @@
-"""The command line: ``qualms train``, ``predict``, ``evaluate``, ``info`` and ``demo``."""
+"""The command line: ``qualms VERB``, one module per verb."""
 
 from qualms.cli.app import main
 

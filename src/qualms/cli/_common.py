@@ -1,56 +1,71 @@
-"""What the commands print, and how they end."""
+"""What the commands share: output, options, and the evaluation of a model.
+
+Heavy packages are imported inside functions, here and in the verbs, so that help is fast.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from ase import Atoms
-from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
 
-from qualms.atomistic.evaluation import Evaluation, evaluate, evaluate_derivatives
-from qualms.atomistic.model import AtomisticModel
-from qualms.atomistic.structures import read_frames
-from qualms.ensembles.apply import recalibrate
-from qualms.ensembles.calibration_file import read_calibration
 from qualms.errors import QualmsWarning
-from qualms.evaluation import Evaluation as Recalibrated
-from qualms.metrics import score_arrays
-from qualms.progress import Bars, Stages
+
+if TYPE_CHECKING:
+    from qualms.atomistic.model import AtomisticModel
+    from qualms.evaluation import Evaluation
+    from qualms.progress import Bars
 
 
-class Terminal:
+class Terminal(logging.Handler):
     """Prints results to standard output and everything else to standard error.
+
+    It also prints what the logger "qualms" receives.
 
     Parameters
     ----------
     quiet : bool
-        Print results only.
+        Print results and warnings only.
     as_json : bool
-        Print results as one JSON document.
+        Print results as one JSON document, and warnings.
     """
 
     def __init__(self, *, quiet: bool = False, as_json: bool = False) -> None:
+        from rich.console import Console
+
+        super().__init__(logging.INFO)
         self.quiet = quiet
         self.as_json = as_json
         self._out = Console(highlight=False)
         self._err = Console(stderr=True, highlight=False)
+        log = logging.getLogger("qualms")
+        log.setLevel(logging.INFO)
+        log.handlers = [self]
 
-    def say(self, text: str) -> None:
-        """Tell what is going on."""
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a log message."""
+        (self.warn if record.levelno >= logging.WARNING else self.info)(record.getMessage())
+
+    def info(self, text: str) -> None:
+        """Print a message, unless quiet."""
         if not self.quiet and not self.as_json:
             self._err.print(text, markup=False, soft_wrap=True)
 
-    def result(self, *parts: str | Table, document: Mapping[str, Any]) -> None:
+    say = info  # used by cli/reproduce.py
+
+    def warn(self, text: str) -> None:
+        """Print a warning."""
+        self._err.print(f"Warning: {text}", markup=False, soft_wrap=True, style="yellow")
+
+    def result(self, *parts: Any, document: Mapping[str, Any]) -> None:
         """Print a result: as text and tables, or as JSON."""
         if self.as_json:
             self._out.file.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
@@ -61,130 +76,123 @@ class Terminal:
             else:
                 self._print_table(part)
 
-    def _print_table(self, table: Table) -> None:
-        """Print all of a table: lines longer than the terminal are better than digits cut off."""
+    def _print_table(self, table: Any) -> None:
+        """Print all of a table: long lines are better than truncated numbers."""
+        from rich.measure import Measurement
+
         options = self._out.options.update(max_width=1000)
         wide = Measurement.get(self._out, options, table).maximum
         self._out.width = max(self._out.width, wide)
         self._out.print(table)
 
-    def warn(self, text: str) -> None:
-        """Print a warning, whatever the level of quietness."""
-        self._err.print(f"Warning: {text}", markup=False, soft_wrap=True, style="yellow")
-
-    @contextmanager
-    def warnings_as_lines(self) -> Iterator[None]:
-        """Show warnings of qualms as single lines, once each, and hide those of libraries."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            warnings.simplefilter("always", QualmsWarning)
-            seen: set[str] = set()
-
-            def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-                if str(message) not in seen and issubclass(category, QualmsWarning):
-                    seen.add(str(message))
-                    self.warn(str(message))
-
-            warnings.showwarning = show
-            yield
-
     def progress(self) -> Bars | None:
         """Return progress bars, if standard error is a terminal."""
         if self.quiet or self.as_json or not sys.stderr.isatty():
             return None
+        from qualms.progress import Bars
+
         return Bars(self._err)
 
 
-# Options that several commands share.
+@contextmanager
+def warnings_as_lines() -> Iterator[None]:
+    """Show warnings of qualms as single lines, once each, and hide those of libraries."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", QualmsWarning)
+        seen: set[str] = set()
+
+        def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+            if str(message) not in seen and issubclass(category, QualmsWarning):
+                seen.add(str(message))
+                sys.stderr.write(f"Warning: {message}\n")
+
+        warnings.showwarning = show
+        yield
+
+
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="Model file (.safetensors).")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print results only.")]
+Test = Annotated[Path, typer.Argument(metavar="TEST", help="Labelled structures: extended XYZ.")]
+Validation = Annotated[
+    Path | None,
+    typer.Option(
+        help="Labelled structures for the calibrations that are fitted to a validation set; by "
+        "default, two halves of TEST calibrate each other."
+    ),
+]
+CalibrationFile = Annotated[
+    Path | None, typer.Option("--calibration", help="Also score this file of `qualms calibrate`.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and warnings only.")]
 Json = Annotated[bool, typer.Option("--json", help="Print results as one JSON document.")]
 Force = Annotated[bool, typer.Option("--force", "-f", help="Replace existing output.")]
 Threads = Annotated[
     int | None,
-    typer.Option("--threads", min=1, help="Cores to use; by default all, or OMP_NUM_THREADS."),
+    typer.Option("--threads", min=1, help="Number of cores; by default all, or OMP_NUM_THREADS."),
 ]
-Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Same seed, same result.")]
+Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Random seed.")]
 Absent = Annotated[
     str | None,
     typer.Option(
-        help="Key of flags, one for each member: it did not see the point. "
-        "TARGET_absent by default, if there is one."
+        help="Key of flags, one per member: the point was not in its training set. By default "
+        "TARGET_absent, if present."
     ),
 ]
 Order = Annotated[
     str | None,
     typer.Option(
-        help="Members of vectors: member (m0x m0y m0z m1x …) or component (m0x m1x … m0y …). "
-        "Found out by default."
+        help="Order of the members of vectors: member (m0x m0y m0z m1x …) or component (m0x m1x … "
+        "m0y …). By default it is determined from the data."
     ),
 ]
 
 
-# A model judged on labelled structures: what ``evaluate`` and ``report`` have in common.
-@dataclass(frozen=True)
-class ModelOnTest:
-    """A model, labelled structures, and how good it is on them.
-
-    Attributes
-    ----------
-    model : AtomisticModel
-    frames : list of Atoms
-    evaluation : Evaluation
-        Of the target.
-    derived : dict of str to Evaluation
-        Of forces and stresses, if model and structures have them.
-    remarks : list of str
-        What is to be said about a calibration of the user's.
-    """
-
-    model: AtomisticModel
-    frames: list[Atoms]
-    evaluation: Evaluation
-    derived: dict[str, Evaluation]
-    remarks: list[str]
-
-
-def judge(
+def evaluate_model(
     model: Path,
     test: Path,
     validation: Path | None,
     calibration: Path | None,
     threads: int | None,
     terminal: Terminal,
-) -> ModelOnTest:
-    """Judge the model of a file on the structures of another.
+) -> tuple[AtomisticModel, dict[str, Evaluation], list[str]]:
+    """Return a model, its evaluations by quantity, and remarks about them."""
+    from qualms.atomistic.evaluation import evaluate
+    from qualms.atomistic.model import AtomisticModel
+    from qualms.atomistic.structures import read_frames
+    from qualms.ensembles.apply import recalibrate
+    from qualms.ensembles.calibration_file import read_calibration
+    from qualms.metrics import score_arrays
+    from qualms.progress import Stages
 
-    Parameters
-    ----------
-    model, test : Path
-    validation : Path, optional
-        Structures to fit the calibrations to that are not internal.
-    calibration : Path, optional
-        A calibration of the model's predictions.
-    threads : int, optional
-    terminal : Terminal
-        Where progress is shown.
-    """
     loaded = AtomisticModel.load(model, threads=threads)
     frames = read_frames(test)
     held_out = None if validation is None else read_frames(validation)
-    evaluation = evaluate(loaded, frames, held_out, stages=Stages(terminal.progress()))
-    remarks = []
-    if calibration is not None:
-        document = read_calibration(calibration)
+    document = None if calibration is None else read_calibration(calibration)
+    found = evaluate(loaded, frames, held_out, stages=Stages(terminal.progress()))
+    main, remarks = found["energy"], missing_quantities(loaded, found)
+    if main.n_unlabelled:
+        remarks.insert(0, f"{main.n_unlabelled} without a reference value are skipped.")
+    if calibration is not None and document is not None:
         name = f"{calibration.name} ({document.method})"
-        found = Recalibrated(
-            target=loaded.settings.target,
-            y=evaluation.y,
-            prediction=evaluation.prediction,
-            structure=evaluation.structure,
-            atom=evaluation.atom,
-            frames=frames,
-        )
-        better = recalibrate(found, document, extensive=loaded.settings.kind == "extensive")
-        rows = {**evaluation.rows, name: score_arrays(evaluation.y, better.mean, better.std)}
-        evaluation = replace(evaluation, rows=rows)
-        remarks = [f"{name}: fitted to {document.parameters.get('n_points')} points."]
-    derived = evaluate_derivatives(loaded, frames, held_out, stages=Stages(terminal.progress()))
-    return ModelOnTest(loaded, frames, evaluation, derived, remarks)
+        other = recalibrate(main, document, extensive=loaded.settings.kind == "extensive")
+        scores = {**main.scores, name: score_arrays(main.y, other.mean, other.std)}
+        found["energy"] = replace(main, scores=scores)
+        remarks.append(f"{name}: fitted to {document.parameters.get('n_points')} points.")
+    return loaded, found, remarks
+
+
+def missing_quantities(model: AtomisticModel, found: Mapping[str, Evaluation]) -> list[str]:
+    """Return remarks about quantities that the model has learned and no structure has."""
+    return [
+        f"No structure has {key!r} that is not zero by symmetry: {name} is not evaluated."
+        for name, key in model.settings.keys.items()
+        if name not in found
+    ]
+
+
+def about_calibrations(evaluation: Evaluation) -> str:
+    """Return what the calibrations in the table of scores were fitted to."""
+    return (
+        f"(validation): fitted to {evaluation.validation}. All other calibrations were fitted to "
+        "out-of-bag predictions of the training set."
+    )

@@ -1,47 +1,84 @@
-"""The command ``qualms``: its verbs, its errors and its exit codes."""
+"""The command ``qualms``: its verbs, errors and exit codes.
+
+Verbs are imported when they are used: ``qualms --help`` imports nothing but typer.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 import qualms
-from qualms.cli._common import Terminal
-from qualms.cli.apply import apply
-from qualms.cli.calibrate import calibrate
-from qualms.cli.demo import demo
-from qualms.cli.evaluate import evaluate
-from qualms.cli.info import info
-from qualms.cli.predict import predict
-from qualms.cli.report import report
-from qualms.cli.reproduce import reproduce
-from qualms.cli.train import train
+from qualms.cli._common import warnings_as_lines
 from qualms.errors import QualmsError
 
 #: Exit codes: bad input; interrupted from the keyboard, as shells have it.
 BAD_INPUT, INTERRUPTED = 2, 130
-_INTERRUPTED = "Interrupted; no file is half-written."
-_RESUME = {
-    "train": " What has been kept, --resume goes on with.",
-    "reproduce": " The same command goes on where it was.",
+_INTERRUPTED = "Interrupted; no incomplete file was written."
+
+#: Verbs and their help. A verb is the function, or Typer, of the same name in its module.
+VERBS = {
+    "train": "Train a model on labelled structures, and calibrate it on out-of-bag predictions.",
+    "predict": "Predict properties of new structures, with uncertainties. Structures are read as a "
+    "stream; the file may be larger than memory.",
+    "evaluate": "Score a model on labelled structures, with all calibration methods.",
+    "report": "Evaluate a model on labelled structures, and write an HTML report.",
+    "calibrate": "Calibrate the uncertainties of an ensemble from any code, and score them.",
+    "apply": "Apply a calibration to ensemble predictions.",
+    "info": "Describe a model file.",
+    "demo": "Train and evaluate a model on 3000 molecules of QM9, with figures.",
+    "reproduce": "Reproduce the tables and figures of Musil et al. 2019.",
 }
-#: With --force it would start anew.
-_WITHOUT_FORCE = " The same command without --force goes on where it was."
+_CONTEXT = {"help_option_names": ["-h", "--help"]}
+
+
+class Verbs(TyperGroup):
+    """Commands that are imported when they are used."""
+
+    _listing = False
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of the verbs."""
+        return [*VERBS]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Import a verb; for the list of verbs, only its help is needed."""
+        if cmd_name not in VERBS:
+            return None
+        if self._listing:
+            return TyperCommand(cmd_name, help=VERBS[cmd_name])
+        verb = getattr(import_module(f"qualms.cli.{cmd_name}"), cmd_name)
+        if not isinstance(verb, typer.Typer):
+            single = typer.Typer(add_completion=False, context_settings=_CONTEXT)
+            single.command(cmd_name, help=VERBS[cmd_name])(verb)
+            verb = single
+        command = typer.main.get_command(verb)
+        command.name = cmd_name
+        return command
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the list of verbs."""
+        self._listing = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self._listing = False
+
 
 app = typer.Typer(
     name="qualms",
-    help="Chemical machine learning with honest error bars.",
+    cls=Verbs,
+    help="Chemical machine learning with calibrated uncertainties.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=_CONTEXT,
 )
-for command in (train, predict, evaluate, report, calibrate, apply, info, demo):
-    app.command()(command)
-app.add_typer(reproduce)
 
 
 def _show_version(wanted: bool) -> None:
@@ -57,45 +94,30 @@ def _options(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Chemical machine learning with honest error bars."""
+    """Chemical machine learning with calibrated uncertainties."""
 
 
 def main() -> None:
     """Run a command. Bad input ends in one line and exit code 2, never in a traceback."""
-    terminal = Terminal()
     try:
-        with terminal.warnings_as_lines():
+        with warnings_as_lines():
             app()
     except QualmsError as error:
         _fail(str(error), BAD_INPUT)
     except KeyboardInterrupt:
-        _fail(_interrupted(), INTERRUPTED)
+        _fail(_INTERRUPTED, INTERRUPTED)
     except SystemExit as end:
-        if end.code == INTERRUPTED:  # typer's way to say so
-            _fail(_interrupted(), INTERRUPTED)
+        if end.code == INTERRUPTED:  # typer converts the interrupt
+            _fail(_INTERRUPTED, INTERRUPTED)
         raise
     except BrokenPipeError:
-        # The reader of the output, such as `head`, has gone.
+        # The reader of the output, such as `head`, has ended.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (OSError, MemoryError) as error:
         _fail(f"{type(error).__name__}: {error}", BAD_INPUT)
 
 
-def _interrupted() -> str:
-    verb, given = "".join(sys.argv[1:2]), sys.argv[2:]
-    if verb == "reproduce" and any(map(_is_force, given)):
-        return _INTERRUPTED + _WITHOUT_FORCE
-    return _INTERRUPTED + _RESUME.get(verb, "")
-
-
-def _is_force(argument: str) -> bool:
-    """Whether an argument is --force or -f, alone or among others as in -qf; -of is no such."""
-    flags = argument[1:].split("o")[0] if argument.startswith("-") else ""
-    return argument == "--force" or (not argument.startswith("--") and "f" in flags)
-
-
 def _fail(message: str, code: int) -> None:
-    one_line = " ".join(message.split())
-    sys.stderr.write(f"Error: {one_line}\n")
+    sys.stderr.write(f"Error: {' '.join(message.split())}\n")
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""``qualms apply``: a calibration on new predictions."""
+"""``qualms apply``."""
 
 from __future__ import annotations
 
@@ -8,33 +8,34 @@ from typing import Annotated
 import typer
 
 from qualms.cli._common import Absent, Force, Json, Order, Quiet, Terminal
-from qualms.ensembles.apply import apply_calibration
-from qualms.ensembles.calibration_file import read_calibration
-from qualms.errors import counted
-from qualms.io.files import check_output, refuse_input
 
 
 def apply(
     calibration: Annotated[
-        Path, typer.Argument(metavar="CALIBRATION", help="File that `qualms calibrate` wrote.")
+        Path, typer.Argument(metavar="CALIBRATION", help="File written by `qualms calibrate`.")
     ],
     predictions: Annotated[
         Path, typer.Argument(metavar="PREDICTIONS", help="New predictions of the same ensemble.")
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="File to write, of the same format.")
+        Path, typer.Option("--output", "-o", help="File to write, in the same format.")
     ],
     target: Annotated[
-        str | None, typer.Option(help="Property, if it has another name here.")
+        str | None, typer.Option(help="Name of the property, if it is different here.")
     ] = None,
     absent: Absent = None,
     order: Order = None,
-    members: Annotated[bool, typer.Option(help="Write calibrated members, too.")] = True,
+    members: Annotated[bool, typer.Option(help="Whether to write calibrated members.")] = True,
     force: Force = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Give predictions calibrated error bars, and members that have them."""
+    """Apply a calibration to ensemble predictions."""
+    from qualms.ensembles.apply import apply_calibration
+    from qualms.ensembles.calibration_file import read_calibration
+    from qualms.errors import counted
+    from qualms.io.files import check_output, refuse_input
+
     terminal = Terminal(quiet=quiet, as_json=as_json)
     refuse_input(output, calibration, predictions)
     check_output(output, force=force)

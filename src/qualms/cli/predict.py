@@ -1,28 +1,23 @@
-"""``qualms predict``: properties of new structures, with error bars."""
+"""``qualms predict``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import typer
 
-from qualms.arrays import BoolArray, Float64Array
-from qualms.atomistic.forces import Mechanics, check_model, has_forces
-from qualms.atomistic.model import AtomisticModel, Chunk, atom_contributions
-from qualms.atomistic.novelty import force_norm, local_contributions
-from qualms.atomistic.structures import iter_frames
 from qualms.cli._common import Force, Json, Model, Quiet, Terminal, Threads
 from qualms.errors import InputError, counted
-from qualms.io.files import check_output
-from qualms.io.predictions import Kind, PredictionWriter, open_writer
-from qualms.prediction import Prediction
-from qualms.progress import Stages
 
-#: Key of the flag of structures that look like extrapolation.
+if TYPE_CHECKING:
+    from qualms.arrays import BoolArray, Float64Array
+    from qualms.atomistic.model import AtomisticModel, Chunk
+    from qualms.prediction import Prediction
+
+#: Key of the flag of structures that are out of distribution.
 FLAG = "qualms_extrapolates"
 
 
@@ -35,30 +30,27 @@ def predict(
         Path, typer.Option("--output", "-o", help="File to write: .xyz, .csv or .npz.")
     ],
     ensemble: Annotated[
-        bool, typer.Option("--ensemble", help="Write what every member says, too.")
+        bool, typer.Option("--ensemble", help="Write the predictions of all members, too.")
     ] = False,
     forces: Annotated[
-        bool, typer.Option("--forces", help="Predict forces, too; to .xyz or .npz.")
+        bool, typer.Option("--forces", help="Predict forces, too; .xyz or .npz.")
     ] = False,
     stress: Annotated[
         bool,
-        typer.Option(
-            "--stress", help="Predict stresses, too, of cells with a volume; to .xyz or .npz."
-        ),
+        typer.Option("--stress", help="Predict stresses of periodic structures; .xyz or .npz."),
     ] = False,
     atoms: Annotated[
         bool,
         typer.Option(
             "--atoms",
-            help="Write how strange each atom is, what it contributes, and the error bar of its "
-            "force; to .xyz or .npz.",
+            help="Write the contribution, novelty and uncertainty of each atom; .xyz or .npz.",
         ),
     ] = False,
     ignore_unknown: Annotated[
         bool,
         typer.Option(
             "--ignore-unknown-species",
-            help="Predict as if atoms of elements the model does not know were not there.",
+            help="Ignore atoms of elements that are not in the training set.",
         ),
     ] = False,
     threads: Threads = None,
@@ -66,175 +58,180 @@ def predict(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Predict new structures. They are read as a stream and may be larger than memory."""
+    """Predict properties of new structures, with uncertainties."""
+    from qualms.atomistic.model import AtomisticModel
+    from qualms.atomistic.structures import iter_frames
+    from qualms.io.files import check_output
+    from qualms.io.predictions import open_writer
+    from qualms.progress import Stages
+
     terminal = Terminal(quiet=quiet, as_json=as_json)
     check_output(output, force=force)
     loaded = AtomisticModel.load(model, threads=threads)
-    kind: Kind = "atomic" if loaded.fitted.per_atom else "structure"
-    wanted = _Wanted(forces=forces, stress=stress, atoms=atoms, ensemble=ensemble)
-    tally = _Tally()
-    if forces or stress:
-        option = "--forces" if forces else "--stress"
-        _check_forces(loaded, output, ignore_unknown, option)
-    if atoms:
-        _check_atoms(loaded, output)
-    unknown = "ignore" if ignore_unknown else "error"
+    per_atom = loaded.fitted.per_atom
+    _check_options(loaded, output, forces, stress, atoms, ignore_unknown)
     target, units = loaded.settings.target, loaded.settings.units
+    counts = _Counts()
     with (
-        open_writer(output, target, kind=kind, ensemble=ensemble, force=force) as writer,
+        open_writer(
+            output,
+            target,
+            kind="atomic" if per_atom else "structure",
+            ensemble=ensemble,
+            force=force,
+        ) as writer,
         Stages(terminal.progress()).stage("Structures") as advance,
     ):
+        unknown = "ignore" if ignore_unknown else "error"
         for chunk in loaded.stream(iter_frames(structures), unknown_species=unknown):
-            tally.add(chunk, _write(writer, chunk, target, units, wanted.of(loaded, chunk, tally)))
-            advance(tally.n_structures)
-        if stress and tally.n_without_volume == tally.n_structures:
+            found = _predict(loaded, chunk, forces, stress, atoms, ensemble)
+            extra: dict[str, list[Any]] = {FLAG: found.extrapolates.tolist()}
+            if units:
+                extra[f"{target}_units"] = [units] * len(chunk.frames)
+            writer.write(
+                chunk.frames,
+                found.prediction,
+                rows=chunk.centers if per_atom else None,
+                extra=extra,
+                arrays=found.arrays,
+                tensors=found.tensors,
+            )
+            counts.n_structures += len(chunk.frames)
+            counts.n_extrapolating += int(found.extrapolates.sum())
+            counts.n_unknown_species += int(chunk.has_unknown.sum())
+            counts.n_without_volume += found.n_without_volume
+            advance(counts.n_structures)
+        if stress and counts.n_without_volume == counts.n_structures:
             raise InputError("--stress", "no structure whose cell has a volume", "at least one")
-    for warning in tally.warnings():
+    for warning in counts.warnings():
         terminal.warn(warning)
     terminal.result(
-        f"{counted(tally.n_structures, 'structure')} → {output}",
-        document={"output": str(output), "target": target, "units": units, **asdict(tally)},
+        f"{counted(counts.n_structures, 'structure')} → {output}",
+        document={"output": str(output), "target": target, "units": units, **asdict(counts)},
     )
 
 
-@dataclass(frozen=True)
-class _Further:
-    """Further arrays of atoms and of structures, and perhaps a better prediction."""
-
-    better: Prediction | None = None
-    arrays: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, Any] = field(default_factory=dict)
-
-
 @dataclass
-class _Tally:
-    """How many structures there were, and how many to be careful about."""
+class _Counts:
+    """Numbers of structures."""
 
     n_structures: int = 0
     n_extrapolating: int = 0
     n_unknown_species: int = 0
     n_without_volume: int = 0
 
-    def add(self, chunk: Chunk, extrapolates: BoolArray) -> None:
-        """Count the structures of a chunk."""
-        self.n_structures += len(chunk.frames)
-        self.n_extrapolating += int(extrapolates.sum())
-        self.n_unknown_species += int(chunk.has_unknown.sum())
-
     def warnings(self) -> Iterator[str]:
-        """Yield what the user must know."""
+        total = f"of {self.n_structures} structures"
         if self.n_unknown_species:
-            some = f"{self.n_unknown_species} of {self.n_structures}"
-            yield f"{some} structures have elements that are ignored."
+            yield f"{self.n_unknown_species} {total} have elements that are ignored."
         if self.n_without_volume:
-            some = f"{self.n_without_volume} of {self.n_structures}"
-            yield f"{some} structures have no cell with a volume, and no stress."
+            yield f"{self.n_without_volume} {total} have no cell with a volume, and no stress."
         if self.n_extrapolating:
             yield (
-                f"{self.n_extrapolating} of {self.n_structures} structures look like extrapolation "
-                f"({FLAG}): trust their error bars less."
+                f"{self.n_extrapolating} {total} are out of distribution ({FLAG}): their "
+                "uncertainties are less reliable."
             )
 
 
-def _write(
-    writer: PredictionWriter, chunk: Chunk, target: str, units: str, more: _Further
-) -> BoolArray:
-    """Predict and write a chunk; return which of its structures look like extrapolation."""
+def _check_options(
+    model: AtomisticModel, output: Path, forces: bool, stress: bool, atoms: bool, ignore: bool
+) -> None:
+    from qualms.atomistic.forces import check_model
+
+    option = "--forces" if forces else "--stress" if stress else "--atoms" if atoms else None
+    if forces or stress:
+        check_model(model.fitted)
+        if ignore:
+            raise InputError(str(option), "with --ignore-unknown-species", "one of the two")
+    if atoms and model.fitted.per_atom:
+        raise InputError("--atoms", "for an atomic property", "a property of structures")
+    if option and output.suffix == ".csv":
+        raise InputError("--output", str(output), f"a file that ends in .xyz or .npz, for {option}")
+
+
+@dataclass
+class _Found:
+    """Predictions of one chunk: arrays of atoms, and tensors of structures, by key."""
+
+    prediction: Prediction
+    extrapolates: BoolArray
+    arrays: dict[str, Any]
+    tensors: dict[str, Any]
+    n_without_volume: int = 0
+
+
+def _predict(
+    model: AtomisticModel, chunk: Chunk, forces: bool, stress: bool, atoms: bool, ensemble: bool
+) -> _Found:
+    import numpy as np
+
+    from qualms.atomistic.forces import has_forces
+
     novelty = np.empty((len(chunk.frames), 2))
-    prediction = chunk.predict(chunk.rows(novelty))
-    if more.better is not None:
-        prediction = more.better
-    flags = chunk.extrapolates(prediction, novelty)
-    extra: dict[str, list[Any]] = {FLAG: flags.tolist()}
-    if units:
-        extra[f"{target}_units"] = [units] * len(chunk.frames)
-    rows = chunk.centers if chunk.fitted.per_atom else None
-    further = {"arrays": more.arrays, "tensors": more.tensors}
-    writer.write(chunk.frames, prediction, rows=rows, extra=extra, **further)
-    return flags
+    rows = chunk.rows(novelty)
+    found = _Found(chunk.predict(rows), np.zeros(0, bool), {}, {})
+    forces_std = None
+    if forces or stress:
+        force = _add_forces(found, model, chunk.frames, stress, ensemble)
+        forces_std = force.std
+        if forces:
+            found.arrays |= _components("forces", force, ensemble)
+    elif atoms and has_forces(model.fitted):
+        forces_std = model.predict_forces(chunk.known).forces.std
+    if atoms:
+        found.arrays |= atom_arrays(chunk, forces_std, ensemble=ensemble)
+    found.extrapolates = chunk.extrapolates(found.prediction, novelty)
+    return found
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """What is to be written besides the prediction."""
+def _add_forces(
+    found: _Found, model: AtomisticModel, frames: Sequence[Any], stress: bool, ensemble: bool
+) -> Prediction:
+    """Predict energies, forces and, where a cell has a volume, stresses; return the forces."""
+    import numpy as np
 
-    forces: bool
-    stress: bool
-    atoms: bool
-    ensemble: bool
+    from qualms.prediction import Prediction
 
-    def of(self, model: AtomisticModel, chunk: Chunk, tally: _Tally) -> _Further:
-        """Predict each structure of a chunk once; count those that have no stress."""
-        if not (self.forces or self.stress):
-            return _Further(arrays=self._of_atoms(chunk, self._forces_on_known(model, chunk)))
-        frames = chunk.frames
-        sizes = [len(atoms) for atoms in frames]
-        solid: BoolArray = np.array([atoms.cell.rank == 3 for atoms in frames]) & self.stress
-        tally.n_without_volume += int(np.count_nonzero(~solid)) if self.stress else 0
-        parts = [chosen for chosen in (solid, ~solid) if chosen.any()]
-        energies: list[Prediction] = []
-        arrays: dict[str, Any] = {}
-        tensors = self._no_stress(len(frames), model.settings.n_members)
-        for chosen in parts:
-            some = [frames[i] for i in np.flatnonzero(chosen)]
-            found = model.predict_forces(some, stress=chosen is solid)
-            energies.append(found.energy)
-            _put(arrays, np.repeat(chosen, sizes), force_arrays(found, ensemble=self.ensemble))
-            _put(tensors, chosen, stress_arrays(found, ensemble=self.ensemble))
-        back = np.argsort(np.concatenate([np.flatnonzero(chosen) for chosen in parts]))
-        of_atoms = self._of_atoms(chunk, arrays["forces_uncertainty"])
-        forces = arrays if self.forces else {}
-        return _Further(Prediction.concatenate(energies)[back], forces | of_atoms, tensors)
-
-    def _forces_on_known(self, model: AtomisticModel, chunk: Chunk) -> Float64Array | None:
-        """Return error bars (n, 3) of forces on the atoms that the model knows, if it has any."""
-        if not self.atoms or not has_forces(model.fitted):
-            return None
-        return model.predict_forces(chunk.known).forces.std
-
-    def _of_atoms(self, chunk: Chunk, forces_std: Float64Array | None) -> dict[str, Any]:
-        return atom_arrays(chunk, forces_std, ensemble=self.ensemble) if self.atoms else {}
-
-    def _no_stress(self, n: int, n_members: int) -> dict[str, Any]:
-        """Return what is written of structures without a stress: all batches have the same keys."""
-        if not self.stress:
-            return {}
+    solid = np.array([stress and atoms.cell.rank == 3 for atoms in frames])
+    groups = [chosen for chosen in (np.flatnonzero(solid), np.flatnonzero(~solid)) if chosen.size]
+    parts = [
+        model.predict_forces([frames[i] for i in chosen.tolist()], stress=bool(solid[chosen[0]]))
+        for chosen in groups
+    ]
+    order = np.argsort(np.concatenate(groups))
+    found.prediction = Prediction.concatenate([part.energy for part in parts])[order]
+    if stress:
+        found.n_without_volume = int(np.count_nonzero(~solid))
         widths = {"stress": 6, "stress_uncertainty": 6}
-        if self.ensemble:
-            widths["stress_ensemble"] = 6 * n_members
-        return {key: np.full((n, width), np.nan) for key, width in widths.items()}
+        if ensemble:
+            widths["stress_ensemble"] = 6 * model.settings.n_members
+        found.tensors = {key: np.full((len(frames), n), np.nan) for key, n in widths.items()}
+        if parts[0].stress is not None:
+            for key, values in _components("stress", parts[0].stress, ensemble).items():
+                found.tensors[key][solid] = values
+    by_structure = [one.forces for part in parts for one in part]
+    return Prediction.concatenate([by_structure[i] for i in order])
 
 
-def _put(arrays: dict[str, Any], rows: BoolArray, some: dict[str, Any]) -> None:
-    """Put what is known of some rows into arrays of all of them, made where there are none."""
-    for key, values in some.items():
-        if key not in arrays:
-            arrays[key] = np.full((len(rows), *values.shape[1:]), np.nan)
-        arrays[key][rows] = values
-
-
-def _check_forces(model: AtomisticModel, output: Path, ignore_unknown: bool, option: str) -> None:
-    check_model(model.fitted)
-    if ignore_unknown:
-        raise InputError(option, "with --ignore-unknown-species", "one of the two")
-    if output.suffix == ".csv":
-        expected = f"a file that ends in .xyz or .npz, for {option.removeprefix('--')}"
-        raise InputError("--output", str(output), expected)
-
-
-def _check_atoms(model: AtomisticModel, output: Path) -> None:
-    if model.fitted.per_atom:
-        raise InputError("--atoms", "a property of atoms", "one of structures", "Leave it out.")
-    if output.suffix == ".csv":
-        raise InputError("--output", str(output), "a file that ends in .xyz or .npz, for atoms")
+def _components(name: str, prediction: Prediction, ensemble: bool) -> dict[str, Any]:
+    """Return means and standard deviations (n, k), and members (n, N_R k) in member order."""
+    arrays: dict[str, Any] = {name: prediction.mean, f"{name}_uncertainty": prediction.std}
+    if ensemble:
+        by_member = prediction.members.transpose(0, 2, 1)
+        arrays[f"{name}_ensemble"] = by_member.reshape(len(by_member), -1)
+    return arrays
 
 
 def atom_arrays(chunk: Chunk, forces_std: Float64Array | None, *, ensemble: bool) -> dict[str, Any]:
-    """Return what makes atoms uncertain; NaN for those that are unknown.
+    """Return contributions, novelty and uncertainties of atoms; NaN for unknown elements.
 
-    That is what they contribute, how strange they are, and the error bars of the forces on them, if
-    these are given, (n, 3), and continuous.
+    `forces_std` (n, 3) are the standard deviations of the forces on atoms of known elements.
     """
+    import numpy as np
+
+    from qualms.atomistic.model import atom_contributions
+    from qualms.atomistic.novelty import force_norm
+
     parts = atom_contributions(chunk)
     name = f"{chunk.fitted.settings.target}_atoms"
     known = np.concatenate(
@@ -247,38 +244,13 @@ def atom_arrays(chunk: Chunk, forces_std: Float64Array | None, *, ensemble: bool
         full[known] = found
         return full
 
-    pairs = zip(chunk.known, parts, strict=True)
-    local = [local_contributions(known, part).std for known, part in pairs]
     arrays = {
         name: of_all([part.mean for part in parts]),
         f"{name}_uncertainty": of_all([part.std for part in parts]),
-        f"{name}_local_uncertainty": of_all(local),
         f"{name}_novelty": of_all(chunk.atom_novelty()),
     }
-    if forces_std is not None and has_forces(chunk.fitted):
+    if forces_std is not None:
         arrays[f"{name}_force_uncertainty"] = of_all([force_norm(forces_std)])
     if ensemble:
         arrays[f"{name}_ensemble"] = of_all([part.members for part in parts])
-    return arrays
-
-
-def force_arrays(mechanics: Mechanics, *, ensemble: bool) -> dict[str, Any]:
-    """Return forces (n_atoms, 3), their error bars, and perhaps what each member says."""
-    forces = mechanics.forces
-    arrays: dict[str, Any] = {"forces": forces.mean, "forces_uncertainty": forces.std}
-    if ensemble:
-        by_member = forces.members.transpose(0, 2, 1)
-        arrays["forces_ensemble"] = by_member.reshape(len(by_member), -1)
-    return arrays
-
-
-def stress_arrays(mechanics: Mechanics, *, ensemble: bool) -> dict[str, Any]:
-    """Return stresses (n_structures, 6), their error bars, and perhaps what each member says."""
-    stress = mechanics.stress
-    if stress is None:
-        return {}
-    arrays: dict[str, Any] = {"stress": stress.mean, "stress_uncertainty": stress.std}
-    if ensemble:
-        by_member = stress.members.transpose(0, 2, 1)
-        arrays["stress_ensemble"] = by_member.reshape(len(by_member), -1)
     return arrays

@@ -1,148 +1,116 @@
-"""``qualms report``: a model judged on labelled structures, in one HTML file."""
+"""``qualms report``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from ase import Atoms
 
-from qualms.atomistic.evaluation import Evaluation, unjudged
-from qualms.atomistic.model import AtomisticModel, forces_units_of
-from qualms.atomistic.novelty import attributions
-from qualms.cli._common import Force, Json, Model, Quiet, Terminal, Threads, judge
-from qualms.io.files import refuse_input
-from qualms.report.tables import interval_table
-from qualms.report.judged import AtomValues, Judged
-from qualms.report.report import Assessment, Page, check_report, make_page, write_page
-from qualms.report.tables import interval_records
+from qualms.cli._common import (
+    CalibrationFile,
+    Force,
+    Json,
+    Model,
+    Quiet,
+    Terminal,
+    Test,
+    Threads,
+    Validation,
+    about_calibrations,
+    evaluate_model,
+)
 
-#: What components of forces and of stresses are called; the latter in ASE's order.
-_COMPONENTS = {"forces": ("x", "y", "z"), "stress": ("xx", "yy", "zz", "yz", "xz", "xy")}
+if TYPE_CHECKING:
+    from qualms.atomistic.model import AtomisticModel
+    from qualms.report.structure_map import AtomValues
 
 
 def report(
     model: Model,
-    test: Annotated[Path, typer.Argument(metavar="TEST", help="Labelled structures.")],
+    test: Test,
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write: .html.")],
-    validation: Annotated[
-        Path | None,
-        typer.Option(help="Labelled structures to fit the calibrations that are not internal to."),
-    ] = None,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(help="Calibration of the model's predictions, by `qualms calibrate`."),
-    ] = None,
+    validation: Validation = None,
+    calibration: CalibrationFile = None,
     threads: Threads = None,
     force: Force = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Judge a model in one HTML file: verdict, scores, figures, and a map of the structures."""
+    """Evaluate a model on labelled structures, and write an HTML report."""
+    from qualms.io.files import refuse_input
+    from qualms.report.report import check_report, write_report
+    from qualms.report.tables import interval_records, interval_table
+
     terminal = Terminal(quiet=quiet, as_json=as_json)
     for path in check_report(output, force=force):
         refuse_input(path, model, test, validation, calibration)
-    found = judge(model, test, validation, calibration, threads, terminal)
-    loaded, frames, evaluation, derived = found.model, found.frames, found.evaluation, found.derived
-    title = f"{loaded.settings.target}: {model.name} on {test.name}"
-    judged = judged_by(loaded, frames, evaluation, title=title)
-    remarks = [*found.remarks, *unjudged(loaded, derived)]
-    page = make_page(
-        replace(judged, remarks=(*judged.remarks, *remarks)),
-        others={name: judged_derivative(name, frames, one) for name, one in derived.items()},
+    loaded, found, remarks = evaluate_model(model, test, validation, calibration, threads, terminal)
+    main = found["energy"]
+    summary = (line.partition("  ") for line in loaded.summary().splitlines())
+    written = write_report(
+        output,
+        found,
+        title=f"{main.target}: {model.name} on {test.name}",
+        facts={name.strip(): text.strip() for name, _, text in summary},
+        remarks=[*remarks, about_calibrations(main)],
+        atom_values=_atom_values(loaded, main.frames or ()),
+        force=force,
     )
-    written = write_page(page, output, force=force)
-    for remark in page.remarks:
-        terminal.say(remark)
-    terminal.result(
-        page.verdict.sentence,
-        *page.verdict.details,
-        interval_table(page.intervals, units=evaluation.units, title=title),
-        *_parts_of_others(page, derived),
-        f"Written: {', '.join(map(str, written))}",
-        document={
-            "output": [str(path) for path in written],
-            "target": loaded.settings.target,
-            "units": evaluation.units,
-            "n_points": len(evaluation.y),
-            "n_unlabelled": evaluation.n_unlabelled,
-            **_document(page),
-            "remarks": list(page.remarks),
-            **_documents_of_others(page, derived),
-        },
-    )
-
-
-def _document(found: Assessment) -> dict[str, Any]:
-    """Return the verdict and the scores for other programs."""
-    return {
-        "verdict": {
-            "grade": found.verdict.grade,
-            "sentence": found.verdict.sentence,
-            "details": list(found.verdict.details),
-        },
-        "scores": interval_records(found.intervals),
-    }
-
-
-def _parts_of_others(page: Page, derived: Mapping[str, Evaluation]) -> list[Any]:
-    """Return what is printed about forces and stresses: a sentence and a table each."""
     parts: list[Any] = []
-    for name, found in page.others.items():
-        parts.append(f"{name}: {found.verdict.sentence}")
-        parts.append(interval_table(found.intervals, units=derived[name].units, title=name))
-    return parts
+    documents: dict[str, Any] = {}
+    for name, section in written.sections.items():
+        one, assessment = section.evaluation, section.assessment
+        parts += [f"{one.target}: {assessment.sentence}", *assessment.details]
+        parts.append(interval_table(assessment.scores, units=one.units, title=one.target))
+        documents[name] = {
+            "units": one.units,
+            "n_points": len(one),
+            "verdict": {
+                "grade": assessment.grade,
+                "sentence": assessment.sentence,
+                "details": list(assessment.details),
+            },
+            "scores": interval_records(assessment.scores),
+        }
+    paths = [str(path) for path in written.paths]
+    terminal.result(
+        *parts,
+        *written.remarks,
+        f"Written: {', '.join(paths)}",
+        document={
+            "output": paths,
+            "target": main.target,
+            "n_unlabelled": main.n_unlabelled,
+            "remarks": list(written.remarks),
+            **documents.pop("energy"),
+            **documents,
+        },
+    )
 
 
-def _documents_of_others(page: Page, derived: Mapping[str, Evaluation]) -> dict[str, Any]:
-    return {
-        name: {"units": derived[name].units, "n_points": len(derived[name].y), **_document(found)}
-        for name, found in page.others.items()
+def _atom_values(model: AtomisticModel, frames: Sequence[Any]) -> AtomValues | None:
+    """Return what computes novelty and uncertainties of atoms for the map of structures."""
+    import numpy as np
+
+    from qualms.atomistic.novelty import attributions
+    from qualms.report.structure_map import NOVELTY, Properties
+
+    if model.fitted.per_atom:
+        return None
+    units = {
+        NOVELTY: "",
+        "σ of the contribution": model.settings.units,
+        "σ of the force": model.settings.units_of("forces"),
     }
 
+    def atom_values(some: Sequence[int]) -> Properties:
+        columns = zip(*attributions(model, [frames[i] for i in some]), strict=True)
+        return {
+            name: (np.concatenate(values), units[name])
+            for name, values in zip(units, columns, strict=True)
+            if all(value is not None for value in values)
+        }
 
-def judged_by(
-    model: AtomisticModel, frames: Sequence[Atoms], evaluation: Evaluation, *, title: str
-) -> Judged:
-    """Return what a report needs to know about a model and the structures it was judged on."""
-    internal = "(internal): to the training set"
-    remarks = [f"(validation): fitted to {evaluation.validation}; {internal}."]
-    if evaluation.n_unlabelled:
-        remarks.insert(0, f"{evaluation.n_unlabelled} without a label are skipped.")
-    lines = (line.partition("  ") for line in model.summary().splitlines())
-    return replace(
-        _judged(model.settings.target, title, frames, evaluation),
-        facts={name.strip(): text.strip() for name, _, text in lines},
-        remarks=remarks,
-        atom_values=None
-        if model.fitted.per_atom
-        else lambda some: [AtomValues(*v) for v in attributions(model, [frames[i] for i in some])],
-        atom_units=model.settings.units,
-        force_units=forces_units_of(model.fitted),
-    )
-
-
-def judged_derivative(name: str, frames: Sequence[Atoms], found: Evaluation) -> Judged:
-    """Return what a report needs to know about forces, or stresses, of the same structures."""
-    return replace(
-        _judged(name, name, frames, found),
-        component=found.component,
-        component_names=_COMPONENTS[name],
-    )
-
-
-def _judged(target: str, title: str, frames: Sequence[Atoms], found: Evaluation) -> Judged:
-    return Judged(
-        target=target,
-        units=found.units,
-        title=title,
-        y=found.y,
-        prediction=found.prediction,
-        frames=frames,
-        structure=found.structure,
-        atom=found.atom,
-        rows=found.rows,
-    )
+    return atom_values

@@ -131,7 +131,7 @@ class _Run:
     def __init__(
         self, terminal: Terminal, output: Path, memory: str, threads: int | None, force: bool
     ) -> None:
-        from qualms.atomistic.memory import default_threads, parse_memory
+        from qualms.resources import default_threads, parse_memory
 
         parse_memory(memory)
         self.terminal = terminal
@@ -163,13 +163,13 @@ class _Run:
         results = None
         for seed in range(seeds):
             problem = make(seed)
-            self.terminal.say(f"{problem.title}, seed {seed}:")
+            self.terminal.info(f"{problem.title}, seed {seed}:")
             one, panels = run_seed(
                 problem,
                 threads=self.threads,
                 memory=self.memory,
                 stages=Stages(self.terminal.progress()),
-                report=self.terminal.say,
+                report=self.terminal.info,
             )
             found.append(one)
             results = Results(
@@ -187,7 +187,7 @@ class _Run:
                 draw_panels(self.output, results, panels)
         assert results is not None, "there is at least one seed"
         if shifted is not None:
-            self.terminal.say(f"Out of distribution: trained on {shifted.trained_on}")
+            self.terminal.info(f"Out of distribution: trained on {shifted.trained_on}")
             stages = Stages(self.terminal.progress())
             shift = run_shift(shifted, threads=self.threads, memory=self.memory, stages=stages)
             results = results.model_copy(update={"shift": shift})
@@ -202,7 +202,7 @@ class _Run:
 
         tables = [t(results) for results in found for t in (full_model_table, ensemble_mean_table)]
         self.terminal.result(
-            *(table.__rich__() for table in tables),
+            *tables,
             f"Results, tables and figures are in {self.output}/.",
             document={results.name: results.model_dump(mode="json") for results in found},
         )

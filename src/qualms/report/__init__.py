@@ -1,15 +1,10 @@
-"""Pictures and tables of predictions and their error bars.
+"""Tables, figures and HTML reports of predictions and their uncertainties."""
 
-The numbers are those of `qualms.core`; here they are drawn (`qualms.report.figures`, with
-matplotlib), printed (`qualms.report.tables`, with rich), and written into one HTML file with a
-verdict and a map of the structures (`write_report`).
-"""
-
+from qualms.report.assessment import Assessment, assess
 from qualms.report.figures import (
     BinnedErrorDisplay,
     ConditionalErrorDisplay,
     Display,
-    LearningCurveDisplay,
     ParityDisplay,
     ReliabilityDisplay,
     SubsampleSizeDisplay,
@@ -17,11 +12,10 @@ from qualms.report.figures import (
     line_style,
     style,
 )
-from qualms.report.judged import AtomValues, Judged
-from qualms.report.report import check_report, write_report
+from qualms.report.report import Report, check_report, write_report
 from qualms.report.tables import (
     PAPER_COLUMNS,
-    calibration_table,
+    Table,
     interval_records,
     interval_table,
     paper_table,
@@ -31,17 +25,17 @@ from qualms.report.tables import (
 
 __all__ = [
     "PAPER_COLUMNS",
-    "AtomValues",
+    "Assessment",
     "BinnedErrorDisplay",
     "ConditionalErrorDisplay",
     "Display",
-    "Judged",
-    "LearningCurveDisplay",
     "ParityDisplay",
     "ReliabilityDisplay",
+    "Report",
     "SubsampleSizeDisplay",
+    "Table",
     "ZScoreDisplay",
-    "calibration_table",
+    "assess",
     "check_report",
     "interval_records",
     "interval_table",

@@ -1,148 +1,164 @@
-"""Whether error bars hold, in words."""
+"""Assessment of uncertainties: whether they are calibrated, with the scores that show it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from qualms.errors import counted
+import numpy as np
+
+from qualms.arrays import BoolArray, IntArray
+from qualms.errors import InputError, counted
+from qualms.evaluation import Evaluation
 from qualms.metrics import (
     EXPECTED_WITHIN,
     OneSigma,
     ScoreIntervals,
     bootstrap_one_sigma,
+    bootstrap_scores,
     far_points,
 )
-from qualms.report.judged import Judged
+from qualms.prediction import Prediction
 from qualms.report.tables import CALIBRATED_AREA
 
-#: Error bars that are wrong by less than this factor hold for all that anybody does with them.
+#: Uncertainties that are wrong by less than this factor count as calibrated.
 _TOLERATED = 1.1
-#: With fewer points, or structures, nothing can be said about error bars.
+#: Fewer points, or structures, are too few for an assessment.
 _FEW = 20
-#: An interval of the fraction within one σ that is as wide as this says little.
+#: A confidence interval of the fraction within one σ that is as wide as this is uninformative.
 _WIDE = 0.2
-#: A fraction within one σ that is wrong by less is not worth a word.
+#: Deviations of a coverage below this are not mentioned.
 _NOTABLE = 0.02
-#: A miscalibration area above this is worth a word, if it is not chance.
+#: A significant miscalibration area above this is mentioned.
 _AREA = 0.03
-#: Rank correlations below this order nothing.
-_NO_ORDER = 0.1
-#: And if they may be above this, too, nobody knows.
-_SOME_ORDER = 0.3
+#: Rank correlations below the first are negligible; those that may exceed the second are not.
+_NO_ORDER, _SOME_ORDER = 0.1, 0.3
 
-Grade = Literal["hold", "doubtful", "small", "large", "unknown"]
+Grade = Literal["calibrated", "partly", "small", "large", "unknown"]
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The answer that a report gives.
+class Assessment:
+    """Whether the uncertainties of a prediction are calibrated.
 
     Attributes
     ----------
-    grade : {"hold", "doubtful", "small", "large", "unknown"}
-        Whether error bars hold, do so but for some points that are far off or for the tails, are
-        too small, are too large, or cannot be judged.
+    grade : {"calibrated", "partly", "small", "large", "unknown"}
+        "partly": except for outliers or for the tails of the distribution. "small" and "large":
+        uncertainties are too small or too large. "unknown": too few points.
     sentence : str
-        The same in one sentence.
+        The same in one sentence, with numbers.
     details : tuple of str
-        Further sentences: before the calibration, far errors, and whether error bars order.
+        Further sentences: outliers, before the calibration, 95 % intervals, rank correlation.
+    scores : mapping of str to ScoreIntervals
+        "before calibration" and "after calibration", or "as predicted".
     """
 
     grade: Grade
     sentence: str
     details: tuple[str, ...]
+    scores: Mapping[str, ScoreIntervals]
 
 
-def judge(judged: Judged, scores: ScoreIntervals, *, n_bootstrap: int = 200) -> Verdict:
-    """Say whether error bars hold, from their coverage and its confidence interval.
+def with_uncertainty(evaluation: Evaluation) -> tuple[Evaluation, list[str]]:
+    """Leave out points with σ = 0, which have no score, and return a remark about them."""
+    prediction = evaluation.prediction
+    kept: BoolArray = (prediction.std > 0.0) & (prediction.uncalibrated.std > 0.0)
+    n_lost = int(np.count_nonzero(~kept))
+    if not n_lost:
+        return evaluation, []
+    if n_lost == len(evaluation):
+        raise InputError("prediction", "σ = 0 for all points", "at least one σ > 0")
+    remark = f"{evaluation.target}: {n_lost} of {len(evaluation)} points have σ = 0; left out."
+    return replace(evaluation.some(kept), scores=evaluation.scores), [remark]
+
+
+def assess(evaluation: Evaluation, *, n_bootstrap: int = 200, seed: int = 0) -> Assessment:
+    """Assess uncertainties by their coverage and its confidence interval.
 
     Parameters
     ----------
-    judged : Judged
+    evaluation : Evaluation
         With all σ > 0.
-    scores : ScoreIntervals
-        Of the calibrated prediction.
     n_bootstrap : int
-        Number of resamples of the structures.
+        Number of bootstrap samples of the structures.
+    seed : int
+        Of the bootstrap of the scores.
     """
-    one = _one_sigma(judged, judged.prediction.std, n_bootstrap)
-    far = far_points(judged.residuals, judged.prediction.std).tolist()
-    grade = _grade(one, scores)
-    long = grade == "hold" and _has_long_tails(scores)
-    if grade == "hold" and (far or long):
-        grade = "doubtful"
-    lead = _lead(grade, one, scores)
-    if long:
-        lead += ", but large errors are more frequent than they say"
-    elif grade == "doubtful":
-        lead += f", but not for {len(far)} of {judged.y.size} points"
-    sentence = f"{lead}: {_within(one)}."
-    details = [_far(judged, far), _before(judged, n_bootstrap), _tails(one, scores), _order(scores)]
-    return Verdict(grade, sentence, tuple(text for text in details if text))
+    prediction, raw = evaluation.prediction, evaluation.prediction.uncalibrated
+    compared = {"as predicted": prediction}
+    if raw is not prediction:
+        compared = {"before calibration": raw, "after calibration": prediction}
 
+    def scored(one: Prediction) -> ScoreIntervals:
+        return bootstrap_scores(
+            evaluation.y,
+            one.mean,
+            one.std,
+            one.members,
+            groups=evaluation.structure,
+            n_bootstrap=n_bootstrap,
+            rng=np.random.default_rng(seed),
+        )
 
-def _one_sigma(judged: Judged, std: object, n_bootstrap: int) -> OneSigma:
-    return bootstrap_one_sigma(
-        judged.residuals,
-        std,  # type: ignore[arg-type]
-        groups=judged.structure,
-        n_bootstrap=n_bootstrap,
+    def within(one: Prediction) -> OneSigma:
+        return bootstrap_one_sigma(
+            evaluation.residuals, one.std, groups=evaluation.structure, n_bootstrap=n_bootstrap
+        )
+
+    scores = {name: scored(one) for name, one in compared.items()}
+    final, one = next(reversed(scores.values())), within(prediction)
+    outliers = far_points(evaluation.residuals, prediction.std)
+    grade, lead = _lead(one, final, outliers.size)
+    sentence = (
+        f"{lead}: {_percent(one)} of the reference values lie within one σ of the prediction "
+        f"({100 * EXPECTED_WITHIN:.1f} % expected)."
     )
+    before = "The prediction is not calibrated."
+    if raw is not prediction:
+        before = f"Before calibration, {_percent(within(raw))} were within one σ."
+    details = (_outliers(evaluation, outliers), before, _tails(one, final), _order(final))
+    return Assessment(grade, sentence, tuple(filter(None, details)), scores)
 
 
-def _grade(one: OneSigma, scores: ScoreIntervals) -> Grade:
-    """Ask for significance and for size, both in the middle and in the tails.
+def _lead(one: OneSigma, scores: ScoreIntervals, n_outliers: int) -> tuple[Grade, str]:
+    """Require significance and size, both in the middle and in the tails.
 
-    With many points any deviation is significant; and errors that are not Gaussian have the wrong
-    coverage at one level even if error bars have the right size.
+    With many points any deviation is significant, and errors that are not Gaussian have the wrong
+    coverage at one level even if uncertainties have the right size.
     """
-    if scores.n_groups < _FEW or one.factor_interval is None:
-        return "unknown"
+    if scores.n_groups < _FEW or one.factor_interval is None or one.within_interval is None:
+        few = "points" if scores.scores.n_points < _FEW else "structures"
+        return "unknown", f"Too few {few} to assess the uncertainties"
     (low, high), (tail_low, tail_high) = one.factor_interval, scores.intervals["coverage_95"]
     if low > 1.0 and one.factor > _TOLERATED and tail_high < 0.95:
-        return "small"
+        factor = f"{one.factor:.3g} [{low:.3g}, {high:.3g}]"
+        return "small", f"The uncertainties are too small by a factor of about {factor}"
     if high < 1.0 and one.factor < 1.0 / _TOLERATED and tail_low > 0.95:
-        return "large"
-    return "hold"
-
-
-def _lead(grade: Grade, one: OneSigma, scores: ScoreIntervals) -> str:
-    if grade == "unknown" or one.factor_interval is None:
-        few = "points" if scores.scores.n_points < _FEW else "structures"
-        return f"Too few {few} to judge the error bars"
-    low, high = one.factor_interval
-    if grade in ("small", "large"):
-        # Too large by a factor of 2: σ must be multiplied by one half.
-        power = 1.0 if grade == "small" else -1.0
-        low, high = sorted(max(end, 1e-9) ** power for end in (low, high))
-        factor = f"{max(one.factor, 1e-9) ** power:.3g} [{low:.3g}, {high:.3g}]"
-        return f"The error bars are too {grade}, by a factor of about {factor}"
-    if one.within_interval and one.within_interval[1] - one.within_interval[0] > _WIDE:
-        return "The error bars hold, as far as so few points can tell"
-    return "The error bars hold roughly" if _is_rough(one, scores) else "The error bars hold"
+        best, least, most = (1.0 / max(f, 1e-9) for f in (one.factor, high, low))
+        factor = f"{best:.3g} [{least:.3g}, {most:.3g}]"
+        return "large", f"The uncertainties are too large by a factor of about {factor}"
+    if one.within_interval[1] - one.within_interval[0] > _WIDE:
+        lead = "The uncertainties are consistent with calibration, as far as so few points show"
+    elif _is_rough(one, scores):
+        lead = "The uncertainties are approximately calibrated"
+    else:
+        lead = "The uncertainties are calibrated"
+    if tail_high < 0.95 - _NOTABLE:
+        return "partly", f"{lead}, but large errors are more frequent than predicted"
+    if n_outliers:
+        return "partly", f"{lead}, except for {n_outliers} of {scores.scores.n_points} points"
+    return "calibrated", lead
 
 
 def _is_rough(one: OneSigma, scores: ScoreIntervals) -> bool:
-    """Whether coverage is wrong, by more than chance and by more than a little, at some levels."""
+    """Whether the coverage is significantly and notably wrong at some levels."""
     low, high = one.within_interval or (0.0, 1.0)
     differs = not low <= EXPECTED_WITHIN <= high and abs(one.within - EXPECTED_WITHIN) > _NOTABLE
-    area = scores.scores.miscalibration_area
     by_chance = CALIBRATED_AREA / scores.n_groups**0.5
-    return differs or (area > _AREA and scores.intervals["miscalibration_area"][0] > by_chance)
-
-
-def _has_long_tails(scores: ScoreIntervals) -> bool:
-    """Whether 95 % intervals hold too few true values, by more than chance and than a little."""
-    return scores.intervals["coverage_95"][1] < 0.95 - _NOTABLE
-
-
-def _within(one: OneSigma) -> str:
-    return (
-        f"{_percent(one)} of the true values lie within one σ of the prediction; "
-        f"{100 * EXPECTED_WITHIN:.1f} % should"
-    )
+    significant = scores.intervals["miscalibration_area"][0] > by_chance
+    return differs or (scores.scores.miscalibration_area > _AREA and significant)
 
 
 def _percent(one: OneSigma) -> str:
@@ -152,53 +168,42 @@ def _percent(one: OneSigma) -> str:
     return f"{100 * one.within:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
 
 
-def _far(judged: Judged, far: Sequence[int]) -> str:
-    """Say which point is furthest off, and that its label may be wrong."""
-    if not far:
+def _outliers(evaluation: Evaluation, outliers: IntArray) -> str:
+    if not outliers.size:
         return ""
-    worst = far[0]
-    atom = "" if judged.atom is None else f", atom {judged.atom[worst]},"
-    off = abs(judged.residuals[worst]) / judged.prediction.std[worst]
+    worst = int(outliers[0])
+    atom = "" if evaluation.atom is None else f", atom {evaluation.atom[worst]},"
+    off = abs(evaluation.residuals[worst]) / evaluation.prediction.std[worst]
     return (
-        f"{counted(len(far), 'point')} far off: structure {judged.structure[worst]}{atom} by "
-        f"{off:.3g} error bars. Look at the true value first: one that is wrong spoils the root "
-        "mean square error and the log likelihood of all."
+        f"{counted(outliers.size, 'outlier')}: the error of structure "
+        f"{evaluation.structure[worst]}{atom} is {off:.3g} σ. Check its reference value first; a "
+        "single wrong value dominates the root mean squared error and the log likelihood."
     )
 
 
-def _before(judged: Judged, n_bootstrap: int) -> str:
-    if not judged.is_calibrated:
-        return "The prediction has not been calibrated."
-    raw = judged.prediction.uncalibrated
-    return f"Before calibration, {_percent(_one_sigma(judged, raw.std, n_bootstrap))} did."
-
-
 def _tails(one: OneSigma, scores: ScoreIntervals) -> str:
-    """Say how far errors are covered, and whether they have long tails."""
     found = f"{100 * scores.scores.coverage_95:.1f} %"
     if "coverage_95" not in scores.intervals or one.within_interval is None:
-        return f"The 95 % intervals hold {found} of the true values."
+        return f"The 95 % intervals contain {found} of the reference values."
     low, high = scores.intervals["coverage_95"]
-    text = f"The 95 % intervals hold {found} [{100 * low:.1f}, {100 * high:.1f}] of the true values"
-    # More than expected within one σ and fewer within two: no factor would mend both.
-    if one.within_interval[0] > EXPECTED_WITHIN and high < 0.95:
-        return f"{text}: errors have longer tails than Gaussian ones."
-    return f"{text}."
+    found += f" [{100 * low:.1f}, {100 * high:.1f}]"
+    text = f"The 95 % intervals contain {found} of the reference values"
+    # More than expected within one σ and fewer within two: no factor corrects both.
+    heavy = one.within_interval[0] > EXPECTED_WITHIN and high < 0.95
+    return f"{text}; the errors have heavier tails than a Gaussian." if heavy else f"{text}."
 
 
 def _order(scores: ScoreIntervals) -> str:
-    """Say whether larger error bars go with larger errors."""
+    """Say whether larger uncertainties correspond to larger errors."""
     interval = scores.intervals.get("spearman")
     if interval is None:
         return ""
     low, high = interval
-    found = f"rank correlation {scores.scores.spearman:.2f} [{low:.2f}, {high:.2f}]"
     if low <= 0.0 and high > _SOME_ORDER:
-        return (
-            "Whether error bars tell good predictions from bad ones cannot be told from so few "
-            f"points ({found})."
-        ).replace("-", "−")
-    if high < _NO_ORDER or low <= 0.0:
-        found = f"{found}, which may be none"
-        return f"Error bars hardly tell good predictions from bad ones ({found}).".replace("-", "−")
-    return f"Larger error bars go with larger errors ({found}).".replace("-", "−")
+        meaning = "there are too few points to determine it"
+    elif high < _NO_ORDER or low <= 0.0:
+        meaning = "the uncertainties hardly distinguish small from large errors"
+    else:
+        meaning = "larger uncertainties correspond to larger errors"
+    found = f"{scores.scores.spearman:.2f} [{low:.2f}, {high:.2f}]".replace("-", "−")
+    return f"The rank correlation of |error| and σ is {found}: {meaning}."

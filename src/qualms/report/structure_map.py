@@ -1,7 +1,7 @@
-"""An interactive map of structures, or of atoms, for chemiscope.
+"""Interactive map of structures, or of atoms, for chemiscope.
 
-chemiscope is an extra: ``pip install 'qualms[report]'``. It brings the viewer, one file of
-JavaScript, and writes its data format; without it there is no map.
+chemiscope is an extra: ``pip install 'qualms[report]'``. It provides the viewer, one file of
+JavaScript, and the data format; without it there is no map.
 """
 
 from __future__ import annotations
@@ -11,50 +11,43 @@ import html
 import importlib
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from qualms.arrays import Float64Array, IntArray, check_integer
-from qualms.report.judged import Judged
+from qualms.evaluation import Evaluation
 
-#: More atoms than these, and the map shows structures instead.
+#: With more atoms than these, the map shows structures instead.
 MAX_ENVIRONMENTS = 30_000
-#: How far around an atom its surroundings are shown, in Å.
+#: Radius of the environment that is shown around an atom, in Å.
 _CUTOFF = 4.0
-#: Digits of positions in Å after the point: more would not be seen.
+#: Decimals of positions in Å.
 _DECIMALS = 3
-#: What the colour of atoms within a structure is called, and other colours that one can choose.
-_INSIDE = "novelty (relative)"
-_OF_ATOM, _AROUND_ATOM = "σ of what the atom contributes", "σ shared with neighbours"
-_OF_FORCE = "σ of the force on the atom"
-#: Share of the atoms that are not beyond the bright end of the colours: the few strangest of all
-#: would leave all others dark.
+#: Name of the property of atoms that is 1 where extrapolation begins.
+NOVELTY = "novelty (relative)"
+#: Fraction of the atoms within the range of the colours.
 _WITHIN = 0.99
-#: Where the viewer is in the package, and the notices of the libraries in it.
+#: The viewer in the package chemiscope, and the licences of the libraries in it.
 _SCRIPT, _NOTICES = "sphinx/static/chemiscope.min.js", "static/chemiscope-widget.mjs.LICENSE.txt"
-HOW_TO_INSTALL = (
-    "There is no map of structures, because chemiscope is not installed: "
-    "pip install 'qualms[report]'."
+NOT_INSTALLED = (
+    "The map of structures needs chemiscope, which is not installed: pip install 'qualms[report]'."
 )
+
+#: Values of properties and their units, which may be empty, by name.
+Properties = dict[str, tuple[Float64Array, str]]
+#: Returns properties of all atoms of the structures with the given indices; the map colours atoms
+#: by the first.
+AtomValues = Callable[[Sequence[int]], Mapping[str, tuple[Float64Array, str]]]
 
 
 @dataclass(frozen=True)
 class Viewer:
-    """The program that shows a map in a browser.
-
-    Attributes
-    ----------
-    version : str
-    script : str
-        JavaScript, to stand in a page.
-    licence : str
-        Its copyright notice and licence, and those of the libraries in it.
-    """
+    """The program that shows a map in a browser: version, JavaScript and licences."""
 
     version: str
     script: str
@@ -70,9 +63,9 @@ class StructureMap:
     data : mapping
         In the format of chemiscope.
     note : str
-        What is shown, in a sentence.
-    places : mapping from int to int
-        The index in the map of each structure that is shown.
+        Description for the page.
+    places : mapping of int to int
+        Index in the map of each structure that is shown.
     of_atoms : bool
         Whether a point is an atom rather than a structure.
     """
@@ -83,7 +76,7 @@ class StructureMap:
     of_atoms: bool
 
     def compressed(self) -> bytes:
-        """Return the data as compressed JSON, the same bytes for the same map."""
+        """Return the data as compressed JSON; the same map gives the same bytes."""
         text = json.dumps(self.data, allow_nan=False, separators=(",", ":"))
         return gzip.compress(text.encode("utf-8"), 9, mtime=0)
 
@@ -97,29 +90,37 @@ def load_viewer() -> Viewer | None:
     script, notices = root / _SCRIPT, root / _NOTICES
     if not script.is_file():
         return None
-    licence = [_licence()]
+    licence = _licence()
     if notices.is_file():
-        licence.append(_relevant(notices.read_text(encoding="utf-8")))
-    return Viewer(
-        version=str(package.__version__),
-        script=script.read_text(encoding="utf-8"),
-        licence="\n\n".join(part for part in licence if part),
-    )
+        comments = notices.read_text(encoding="utf-8").split("\n\n")
+        words = ("licen", "copyright", "author")
+        named = [c.strip() for c in comments if any(word in c.lower() for word in words)]
+        licence = "\n\n".join([licence, *named])
+    return Viewer(str(package.__version__), script.read_text(encoding="utf-8"), licence)
 
 
 def make_map(
-    judged: Judged, first: Sequence[int], *, max_structures: int = 1000, seed: int = 0
+    evaluation: Evaluation,
+    first: Sequence[int],
+    *,
+    title: str = "",
+    atom_values: AtomValues | None = None,
+    max_structures: int = 1000,
+    seed: int = 0,
 ) -> StructureMap | None:
-    """Put predictions, error bars and errors of structures on a map.
+    """Show predictions, uncertainties and errors of structures on a map.
 
     Parameters
     ----------
-    judged : Judged
+    evaluation : Evaluation
         With all σ > 0.
     first : sequence of int
-        Points whose structures are to be on the map in any case: the worst.
+        Points whose structures are on the map in any case: the worst.
+    title : str
+    atom_values : callable, optional
+        See `AtomValues`.
     max_structures : int
-        How many structures it may hold. If there are more, a random sample joins the first.
+        If there are more structures, a random sample is added to the first.
     seed : int
         Of that sample.
 
@@ -130,47 +131,49 @@ def make_map(
     """
     check_integer("max_structures", max_structures, 1)
     package = _chemiscope()
-    if judged.frames is None or package is None:
+    if evaluation.frames is None or package is None:
         return None
-    every: IntArray = np.unique(judged.structure)
-    shown = _chosen(every, judged.structure[np.asarray(first, dtype=np.intp)], max_structures, seed)
-    points = _points_of(judged, shown)
-    index = np.searchsorted(shown, judged.structure[points])
-    of_atoms = _shows_atoms(judged, points)
-    frames = [judged.frames[i] for i in shown.tolist()]
-    # One point for each structure needs no average.
+    every: IntArray = np.unique(evaluation.structure)
+    shown = _chosen(every, evaluation.structure[np.asarray(first, np.intp)], max_structures, seed)
+    points = _points_of(evaluation, shown)
+    index: IntArray = np.searchsorted(shown, evaluation.structure[points])
+    of_atoms = _shows_atoms(evaluation, points)
+    frames = [evaluation.frames[i] for i in shown.tolist()]
     single = of_atoms or points.size == shown.size
-    properties = _of_points(judged, points) if single else _of_structures(judged, points, index)
-    environments, inside = None, _of_atoms_inside(judged, shown, of_atoms)
-    if of_atoms and judged.atom is not None:
-        environments = _environments(index, judged.atom[points])
-    elif inside is not None:
-        environments = _environments(*inside.places)
-    written = _with_targets(properties, "atom" if of_atoms else "structure")
-    if inside is not None:
-        written |= _with_targets(inside.properties, "atom")
+    properties = (_of_points if single else _of_structures)(evaluation, points, index)
+    inside: Properties = {}
+    if not of_atoms and atom_values is not None and sum(map(len, frames)) <= MAX_ENVIRONMENTS:
+        inside = dict(atom_values(shown.tolist()))
+    environments = None
+    if of_atoms and evaluation.atom is not None:
+        environments = _environments(index, evaluation.atom[points])
+    elif inside:
+        sizes = [len(atoms) for atoms in frames]
+        atom = np.concatenate([np.arange(n) for n in sizes])
+        environments = _environments(np.repeat(np.arange(shown.size), sizes), atom)
+    bright = _bright(inside) if inside else 1.0
+    periodic = any(atoms.pbc.any() for atoms in frames)
+    settings = _settings(package, [*properties], of_atoms, periodic, next(iter(inside), ""), bright)
+    worst = int(np.flatnonzero(points == first[0])[0]) if len(first) else 0
+    settings["pinned"] = [worst if of_atoms or not len(first) else int(index[worst])]
     data = package.create_input(
         structures=[_structure(atoms) for atoms in frames],
-        properties=written,
+        properties=_written(properties, "atom" if of_atoms else "structure")
+        | _written(inside, "atom"),
         environments=environments,
-        # The viewer takes the name of a data set for HTML.
-        metadata={"name": html.escape(judged.title or judged.target)},
-        settings=_settings(
-            package,
-            tuple(properties),
-            of_atoms,
-            any(atoms.pbc.any() for atoms in frames),
-            inside,
-        )
-        | {"pinned": [_first_shown(judged, points, index, first, of_atoms)]},
+        # The viewer interprets the name of a data set as HTML.
+        metadata={"name": html.escape(title or evaluation.target)},
+        settings=settings,
     )
-    note = _note(shown.size, every.size, of_atoms, averaged=not single, inside=inside)
+    note = _note(shown.size, every.size, of_atoms, averaged=not single)
+    if inside:
+        note += _note_of_atoms(inside, bright)
     places = {structure: i for i, structure in enumerate(shown.tolist())}
     return StructureMap(data, note, places, of_atoms)
 
 
 def _chemiscope() -> Any:
-    """Import chemiscope; None if that cannot be done."""
+    """Import chemiscope; None if that fails."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the notebook widgets that it imports
@@ -180,175 +183,108 @@ def _chemiscope() -> Any:
 
 
 def _licence() -> str:
-    """Return the licence of chemiscope as it was installed."""
     for file in distribution("chemiscope").files or ():
         if file.name.upper().startswith("LICENSE"):
             return file.read_text(encoding="utf-8").strip()
     return "chemiscope: BSD 3-clause licence."
 
 
-def _relevant(notices: str) -> str:
-    """Keep the comments that name an author or a licence."""
-    comments = [comment.strip() for comment in notices.split("\n\n")]
-    words = ("licen", "copyright", "author")
-    return "\n\n".join(c for c in comments if any(word in c.lower() for word in words))
-
-
 def _chosen(every: IntArray, first: IntArray, most: int, seed: int) -> IntArray:
-    """Return the structures to show, in their order: all, or the first and a random sample."""
+    """Return the structures to show, sorted: all, or the first and a random sample."""
     if every.size <= most:
         return every
-    # In the order of the worst, so that the very worst stay if even they are too many.
     kept = np.array(list(dict.fromkeys(first.tolist()))[:most], dtype=np.intp)
     rest = np.setdiff1d(every, kept)
     sample = np.random.default_rng(seed).choice(rest, most - kept.size, replace=False)
     return np.sort(np.concatenate([kept, sample]))
 
 
-def _points_of(judged: Judged, shown: IntArray) -> IntArray:
-    """Return the points of structures, in the order of structures and atoms."""
-    points: IntArray = np.flatnonzero(np.isin(judged.structure, shown))
-    atom = np.zeros(points.size) if judged.atom is None else judged.atom[points]
-    return points[np.lexsort((atom, judged.structure[points]))]
+def _points_of(evaluation: Evaluation, shown: IntArray) -> IntArray:
+    """Return the points of structures, sorted by structure and atom."""
+    points: IntArray = np.flatnonzero(np.isin(evaluation.structure, shown))
+    atom = np.zeros(points.size) if evaluation.atom is None else evaluation.atom[points]
+    return points[np.lexsort((atom, evaluation.structure[points]))]
 
 
-def _first_shown(
-    judged: Judged, points: IntArray, index: IntArray, first: Sequence[int], of_atoms: bool
-) -> int:
-    """Return the number in the map of the worst point: of its atom, or of its structure."""
-    if not len(first):
-        return 0
-    place = int(np.flatnonzero(points == first[0])[0])
-    return place if of_atoms else int(index[place])
-
-
-def _shows_atoms(judged: Judged, points: IntArray) -> bool:
-    """Whether each point of the map can be an atom: they are not too many, and no atom has two."""
-    if judged.atom is None or points.size > MAX_ENVIRONMENTS:
+def _shows_atoms(evaluation: Evaluation, points: IntArray) -> bool:
+    """Whether each point of the map can be an atom: not too many, and one value per atom."""
+    if evaluation.atom is None or points.size > MAX_ENVIRONMENTS:
         return False
-    pairs = np.stack([judged.structure[points], judged.atom[points]])
+    pairs = np.stack([evaluation.structure[points], evaluation.atom[points]])
     return bool(np.all(np.any(np.diff(pairs, axis=1) != 0, axis=0)))
 
 
-#: Values of a property by its name, and their units, which may be empty.
-_Properties = dict[str, tuple[Float64Array, str]]
-
-
-class _Inside(NamedTuple):
-    """What is known of each atom of some structures."""
-
-    properties: _Properties
-    places: tuple[IntArray, IntArray]  # structure in the map, and atom
-
-    @property
-    def bright(self) -> float:
-        """Novelty of the bright end of the colours, the same in all structures; the dark is 0."""
-        end = float(f"{np.quantile(self.properties[_INSIDE][0], _WITHIN):.2g}")
-        return end if end > 0 else 1.0
-
-    def note(self) -> str:
-        """Say what colours mean, and where extrapolation begins, which may be beyond them."""
-        novelty = self.properties[_INSIDE][0]
-        n_beyond = int(np.count_nonzero(novelty > 1))
-        strange = f"{n_beyond} of {novelty.size} atoms are" if n_beyond else "no atom is"
-        of_forces = ", and of the forces on them" if _OF_FORCE in self.properties else ""
-        others = (
-            " The menu of the picture has other colours: error bars of what atoms contribute"
-            f"{of_forces}."
-        )
-        return (
-            ", atoms coloured by novelty: how unlike the environments that the model knows theirs "
-            f"are, from 0 (dark) to {self.bright:g} (bright) in all structures, which one atom in "
-            f"a hundred exceeds. At 1 extrapolation begins: {strange} beyond."
-            f"{others if len(self.properties) > 1 else ''}"
-        )
-
-
-def _of_atoms_inside(judged: Judged, shown: IntArray, of_atoms: bool) -> _Inside | None:
-    """Return values of atoms within structures, if they are known and not too many."""
-    if of_atoms or judged.atom_values is None or judged.frames is None:
-        return None
-    sizes = np.array([len(judged.frames[i]) for i in shown.tolist()])
-    if sizes.sum() > MAX_ENVIRONMENTS:
-        return None
-    novelty, *stds = zip(*judged.atom_values(shown.tolist()), strict=True)
-    properties: _Properties = {_INSIDE: (np.concatenate(novelty), "")}
-    units = {
-        _OF_ATOM: judged.atom_units,
-        _AROUND_ATOM: judged.atom_units,
-        _OF_FORCE: judged.force_units,
-    }
-    for name, values in zip(units, stds, strict=True):
-        if all(one is not None for one in values):
-            properties[name] = (np.concatenate(values), units[name])
-    atom = np.concatenate([np.arange(n) for n in sizes.tolist()])
-    return _Inside(properties, (np.repeat(np.arange(shown.size), sizes), atom))
-
-
 def _environments(structure: IntArray, atom: IntArray) -> list[tuple[int, int, float]]:
-    pairs = zip(structure.tolist(), atom.tolist(), strict=True)
-    return [(i, j, _CUTOFF) for i, j in pairs]
+    return [(i, j, _CUTOFF) for i, j in zip(structure.tolist(), atom.tolist(), strict=True)]
 
 
-def _of_points(judged: Judged, points: IntArray) -> _Properties:
-    z, std = judged.residuals[points], judged.prediction.std[points]
+def _of_points(evaluation: Evaluation, points: IntArray, _: IntArray) -> Properties:
+    z, std, units = (
+        evaluation.residuals[points],
+        evaluation.prediction.std[points],
+        evaluation.units,
+    )
     return {
-        "predicted": (judged.prediction.mean[points], judged.units),
-        "error": (z, judged.units),
-        "σ": (std, judged.units),
+        "predicted": (evaluation.prediction.mean[points], units),
+        "error": (z, units),
+        "σ": (std, units),
         "|error|/σ": (np.abs(z) / std, ""),
-        "reference": (judged.y[points], judged.units),
-        "number of the structure": (judged.structure[points].astype(np.float64), ""),
+        "reference": (evaluation.y[points], units),
+        "number of the structure": (evaluation.structure[points].astype(np.float64), ""),
     }
 
 
-def _of_structures(judged: Judged, points: IntArray, index: IntArray) -> _Properties:
-    """Average over the points of each structure; ``index`` says which it is."""
-    z, std, units = judged.residuals[points], judged.prediction.std[points], judged.units
+def _of_structures(evaluation: Evaluation, points: IntArray, index: IntArray) -> Properties:
+    """Average over the points of each structure; `index` is the structure of each."""
+    z, std, units = (
+        evaluation.residuals[points],
+        evaluation.prediction.std[points],
+        evaluation.units,
+    )
     count = np.bincount(index)
     worst = np.zeros(count.size)
     np.maximum.at(worst, index, np.abs(z) / std)
+    numbers = np.unique(evaluation.structure[points]).astype(np.float64)
     return {
-        "mean predicted": (np.bincount(index, judged.prediction.mean[points]) / count, units),
+        "mean predicted": (np.bincount(index, evaluation.prediction.mean[points]) / count, units),
         "RMS error": (np.sqrt(np.bincount(index, z * z) / count), units),
         "RMS σ": (np.sqrt(np.bincount(index, std * std) / count), units),
         "largest |error|/σ": (worst, ""),
-        "mean reference": (np.bincount(index, judged.y[points]) / count, units),
-        "number of the structure": (np.unique(judged.structure[points]).astype(np.float64), ""),
+        "mean reference": (np.bincount(index, evaluation.y[points]) / count, units),
+        "number of the structure": (numbers, ""),
     }
 
 
-def _with_targets(properties: _Properties, target: str) -> dict[str, dict[str, Any]]:
-    """Write properties as chemiscope wants them, to eight digits."""
+def _written(properties: Properties, target: str) -> dict[str, dict[str, Any]]:
+    """Convert properties to the format of chemiscope, with eight digits."""
     written: dict[str, dict[str, Any]] = {}
     for name, (values, units) in properties.items():
-        digits = [float(f"{v:.8g}") for v in values.tolist()]
-        written[name] = {"target": target, "values": digits}
-        # The viewer takes labels of axes for a kind of HTML.
+        written[name] = {"target": target, "values": [float(f"{v:.8g}") for v in values.tolist()]}
+        # The viewer interprets labels of axes as a kind of HTML.
         if plain := "".join(c for c in units if c not in "<>&"):
             written[name]["units"] = plain
     return written
 
 
 def _structure(atoms: Any) -> dict[str, Any]:
-    """Write one structure: elements, positions and, if it is periodic, the cell, in Å."""
+    """Convert one structure: elements, positions and, if it is periodic, the cell, in Å."""
     x, y, z = np.round(atoms.positions, _DECIMALS).T.tolist()
     structure = {"size": len(atoms), "names": list(atoms.symbols), "x": x, "y": y, "z": z}
-    # A cell without a volume is none, and the viewer refuses it.
+    # The viewer rejects a cell without a volume.
     if atoms.pbc.any() and atoms.cell.rank == 3:
         structure["cell"] = np.round(atoms.cell.array, 6).ravel().tolist()
     return structure
 
 
 def _settings(
-    package: Any, names: Sequence[str], of_atoms: bool, periodic: bool, inside: _Inside | None
+    package: Any, names: Sequence[str], of_atoms: bool, periodic: bool, inside: str, bright: float
 ) -> dict[str, Any]:
-    """Set axes and colours: errors over predictions, coloured by σ; and atoms by novelty."""
+    """Set axes and colours: errors over predictions, coloured by σ; atoms by `inside`."""
     x, y, color = names[:3]
     of_structure = None
-    if inside is not None:
-        novelty = {"property": _INSIDE, "palette": "viridis", "min": 0.0, "max": inside.bright}
-        of_structure = {"color": novelty}
+    if inside:
+        range_ = {"property": inside, "palette": "viridis", "min": 0.0, "max": bright}
+        of_structure = {"color": range_}
     settings: dict[str, Any] = package.quick_settings(
         x=x,
         y=y,
@@ -356,23 +292,37 @@ def _settings(
         structure_settings=of_structure,
         periodic=periodic,
         target="atom" if of_atoms else "structure",
-        # Error bars differ by orders of magnitude.
+        # σ varies by orders of magnitude.
         map_settings={"palette": "viridis", "color": {"property": color, "mode": "log"}},
     )
     return settings
 
 
-def _note(
-    n_shown: int, n_all: int, of_atoms: bool, *, averaged: bool, inside: _Inside | None
-) -> str:
-    what = "Each point is an atom" if of_atoms else "Each point is a structure"
-    over = ", averaged over what was predicted for it" if averaged else ""
-    note = f"{what}{over}; its colour is the error bar σ. A click on it shows the structure"
-    note += "." if inside is None else inside.note()
-    if n_shown == n_all:
-        return note
-    return (
-        f"{note} {n_shown} of {n_all} structures are on the map: "
-        "those of the worst predictions and a random sample. They are counted anew below the "
-        "picture; their own number is among the properties."
-    )
+def _bright(inside: Properties) -> float:
+    """Return the bright end of the colours, the same for all structures."""
+    values, _ = next(iter(inside.values()))
+    end = float(f"{np.quantile(values, _WITHIN):.2g}")
+    return end if end > 0 else 1.0
+
+
+def _note(n_shown: int, n_all: int, of_atoms: bool, *, averaged: bool) -> str:
+    what = "an atom" if of_atoms else "a structure"
+    over = " and its values are averages over the structure" if averaged else ""
+    note = f"Each point is {what}{over}; the colour is σ. A click shows the structure."
+    if n_shown < n_all:
+        note += (
+            f" The map contains {n_shown} of {n_all} structures: those of the worst predictions "
+            "and a random sample. Their number in the data is one of the properties."
+        )
+    return note
+
+
+def _note_of_atoms(inside: Properties, bright: float) -> str:
+    name, (values, _) = next(iter(inside.items()))
+    note = f" Its atoms are coloured by {name}, from 0 (dark) to {bright:g} (bright)."
+    if name == NOVELTY:
+        n_beyond = int(np.count_nonzero(values > 1))
+        note += f" Values above 1 indicate extrapolation: {n_beyond} of {values.size} atoms."
+    if len(inside) > 1:
+        note += f" Other colours: {', '.join([*inside][1:])}."
+    return note

@@ -1,73 +1,113 @@
-"""Scores and calibrations as tables for the terminal, and as records for files.
-
-The best of a comparison is bold and has an asterisk, so that it can be found without colours and in
-a text file. Names are written as they are; square brackets in them are no markup.
-"""
+"""Tables of scores and calibrations for the terminal, Markdown and HTML, and as JSON records."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
-from qualms.calibration.base import Calibration
-from qualms.calibration.fitting import PerOutputCalibration
 from qualms.calibration.groups import GroupedCalibration
-from qualms.calibration.selection import Comparison, ConfidenceIntervals
+from qualms.calibration.selection import Comparison
 from qualms.errors import InputError
 from qualms.metrics import ScoreIntervals, Scores
 
-#: Columns of `paper_table` in the order of the paper, and then ours.
+if TYPE_CHECKING:
+    import rich.table
+
+#: Columns of `paper_table`: those of the paper in its order, then the additional methods.
 PAPER_COLUMNS = ("Raw", "CV", "N-L", "Int.", "Int. N-L", "student", "shrinkage", "GPR PP")
+#: Mean miscalibration area of calibrated predictions of n points, times √n.
+CALIBRATED_AREA = 0.31
 
 _MISSING = "–"
 _BEST = "*"
 
+Record = dict[str, float | str | None]
+
 
 @dataclass(frozen=True)
-class _Column:
-    """How one score is written.
+class Table:
+    """A table of text: printed by rich, written as Markdown, or embedded in a report.
 
-    ``decimals`` is None for a score in the units of y, which gets three significant digits;
-    ``factor`` is 100 for a percentage.
+    Attributes
+    ----------
+    headers : sequence of str
+        A line break in a header is kept on the terminal only.
+    rows : sequence of sequences of str
+        The first cell of each row is its name. Cells that end in an asterisk are bold.
+    title, note : str
+        Above and below the table.
+    links : sequence of (structure, atom) or None, optional
+        What the map of a report shows when a row is clicked; the atom may be None.
     """
 
-    header: str
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    note: str = ""
+    links: Sequence[tuple[int, int | None] | None] = ()
+
+    def __rich__(self) -> rich.table.Table:
+        from rich import box
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        table = RichTable(
+            title=Text(self.title, style="bold") if self.title else None,
+            caption=Text(self.note) if self.note else None,
+            title_justify="left",
+            caption_justify="left",
+            # rich wraps title and caption at the width of the table.
+            min_width=max(map(len, [self.title, *self.note.splitlines()])),
+            box=box.SIMPLE_HEAD,
+            padding=0,
+            show_edge=False,
+            header_style="",
+        )
+        for i, header in enumerate(self.headers):
+            table.add_column(Text(header), justify="right" if i else "left", no_wrap=True)
+        for row in self.rows:
+            cells = (Text(cell, style="bold" if cell.endswith(_BEST) else "") for cell in row)
+            table.add_row(*cells)
+        return table
+
+    def markdown(self) -> str:
+        """Return the table in Markdown, without title and note."""
+        rule = ["---"] + ["---:"] * (len(self.headers) - 1)
+        lines = [[header.replace("\n", " ") for header in self.headers], rule, *self.rows]
+        escaped = ([cell.replace("|", r"\|") for cell in line] for line in lines)
+        return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
+
+
+@dataclass(frozen=True)
+class _Score:
+    """How a score is labelled and formatted: `decimals` is None for scores in the units of y."""
+
+    short: str
+    label: str
     decimals: int | None
+    ideal: str = ""
     factor: float = 1.0
 
-    def heading(self, units: str) -> str:
-        return f"{self.header}\n{units}" if self.decimals is None and units else self.header
 
-    def cells(self, values: Sequence[float | None]) -> list[str]:
-        """Write all values of the column with the same number of decimals."""
-        scaled = [None if v is None else self.factor * v for v in values]
-        decimals = _significant(scaled) if self.decimals is None else self.decimals
-        return [_number(v, decimals) for v in scaled]
-
-
-_COLUMNS = {
-    "n_points": _Column("points", 0),
-    "rmse": _Column("RMSE", None),
-    "mae": _Column("MAE", None),
-    "log_likelihood": _Column("LL", 3),
-    "crps": _Column("CRPS", None),
-    "crps_ensemble": _Column("CRPS\nens.", None),
-    "miscalibration_area": _Column("area", 3),
-    "ence": _Column("ENCE", 3),
-    "sharpness": _Column("RMV", None),
-    "coverage_68": _Column("cov.\n68 %", 1, 100.0),
-    "coverage_95": _Column("cov.\n95 %", 1, 100.0),
-    "spearman": _Column("rank\ncorr.", 2),
-    "interval_score_95": _Column("IS 95", None),
+_SCORES = {
+    "n_points": _Score("points", "", 0),
+    "rmse": _Score("RMSE", "Root mean squared error", None, "low"),
+    "mae": _Score("MAE", "Mean absolute error", None, "low"),
+    "log_likelihood": _Score("LL", "Log likelihood per point", 3, "high"),
+    "crps": _Score("CRPS", "CRPS", None, "low"),
+    "crps_ensemble": _Score("CRPS\nens.", "", None),
+    "miscalibration_area": _Score("area", "Miscalibration area", 3),
+    "ence": _Score("ENCE", "ENCE", 3),
+    "coverage_68": _Score("cov.\n68 %", "Coverage of the 68 % interval", 1, "68 %", 100.0),
+    "coverage_95": _Score("cov.\n95 %", "Coverage of the 95 % interval", 1, "95 %", 100.0),
+    "sharpness": _Score("RMV", "Sharpness (root mean variance)", None, "the RMSE"),
+    "spearman": _Score("rank\ncorr.", "Rank correlation of |error| and σ", 2, "high"),
+    "interval_score_95": _Score("IS 95", "Interval score (95 %)", None, "low"),
 }
-#: What `score_table` shows unless told otherwise.
 _DEFAULT_COLUMNS = (
     "rmse",
     "mae",
@@ -88,112 +128,50 @@ def score_table(
     title: str = "",
     columns: Sequence[str] | None = None,
 ) -> Table:
-    """Compare predictions of the same points, one line each.
+    """Compare predictions of the same points, one row each.
 
     Parameters
     ----------
-    rows : mapping from str to Scores
-        Scores of each estimator or calibration, by name.
+    rows : mapping of str to Scores
+        By name of the estimator or calibration.
     units : str
-        Units of y, written under the scores that have them.
+        Units of y.
     title : str
-        Heading of the table.
     columns : sequence of str, optional
-        Names of attributes of `Scores`; by default RMSE, MAE, LL (log likelihood per point), CRPS,
+        Attributes of `Scores`; by default RMSE, MAE, LL (log likelihood per point), CRPS,
         miscalibration area, ENCE, coverage of the 68 and 95 % intervals in per cent, and the rank
-        correlation of errors and error bars.
+        correlation of |error| and σ.
 
     Returns
     -------
-    rich.table.Table
-        The highest log likelihood is bold and has an asterisk, if all have the same number of
-        points.
+    Table
+        The highest log likelihood has an asterisk if all rows have the same number of points.
     """
-    _check_rows(rows, Scores)
+    _check_mapping("rows", rows, Scores)
     names = _DEFAULT_COLUMNS if columns is None else tuple(columns)
-    unknown = [name for name in names if name not in _COLUMNS]
+    unknown = [name for name in names if name not in _SCORES]
     if unknown or not names:
-        raise InputError("columns", unknown or "nothing", f"some of {', '.join(_COLUMNS)}")
-    # Likelihoods of different points cannot be compared.
+        raise InputError("columns", unknown or "nothing", f"some of {', '.join(_SCORES)}")
     comparable = len({scores.n_points for scores in rows.values()}) == 1
-    body = []
+    headers, body = [""], []
     for name in names:
-        cells = _COLUMNS[name].cells([getattr(scores, name) for scores in rows.values()])
-        marked = comparable and name == "log_likelihood"
-        body.append(_mark_best(cells) if marked else [Text(c) for c in cells])
-    table = new_table(title, _caption(body))
-    table.add_column("", no_wrap=True, min_width=max(map(len, rows)))
-    for name in names:
-        table.add_column(Text(_COLUMNS[name].heading(units)), justify="right", no_wrap=True)
-    for name, *cells_of_row in zip(rows, *body, strict=True):
-        table.add_row(Text(name), *cells_of_row)
-    return table
+        score = _SCORES[name]
+        cells = _column(score, [getattr(scores, name) for scores in rows.values()])
+        body.append(_mark_best(cells) if comparable and name == "log_likelihood" else cells)
+        headers.append(
+            f"{score.short}\n{units}" if score.decimals is None and units else score.short
+        )
+    lines = [[name, *cells] for name, *cells in zip(rows, *body, strict=True)]
+    return Table(headers, lines, title, _best_note(lines))
 
 
-def score_records(rows: Mapping[str, Scores]) -> list[dict[str, float | str | None]]:
-    """Return the scores as records that the standard JSON, and any data frame, can hold.
-
-    Parameters
-    ----------
-    rows : mapping from str to Scores
-
-    Returns
-    -------
-    list of dict
-        One for each row: its ``name``, and every attribute of `Scores`. What is missing or not
-        finite, for which JSON has no number, is None.
-    """
-    _check_rows(rows, Scores)
-    records: list[dict[str, float | str | None]] = []
-    for name, scores in rows.items():
-        record: dict[str, float | str | None] = {"name": name}
-        for key, value in scores.as_dict().items():
-            record[key] = value if value is not None and math.isfinite(value) else None
-        records.append(record)
-    return records
-
-
-def calibration_table(
-    rows: Mapping[str, Calibration | PerOutputCalibration],
-    *,
-    title: str = "",
-    intervals: Mapping[str, ConfidenceIntervals] | None = None,
-) -> Table:
-    """List the method and the parameters of calibrations, one line each, or one for each output.
-
-    Parameters
-    ----------
-    rows : mapping from str to Calibration or PerOutputCalibration
-        Calibrations by name.
-    title : str
-        Heading of the table.
-    intervals : mapping from str to ConfidenceIntervals, optional
-        Of α and γ, for some of the names; those of output t of several are ``name[t]``.
-
-    Returns
-    -------
-    rich.table.Table
-        A parameter that the method does not fit is a bare 1. LL is the log likelihood per point of
-        the points that the calibration was fitted to, under its own predictive density.
-    """
-    _check_rows(rows, (Calibration, PerOutputCalibration))
-    known = intervals or {}
-    lines = {k: c for name, value in rows.items() for k, c in _by_output(name, value).items()}
-    strangers = [name for name in known if name not in lines]
-    if strangers:
-        raise InputError("intervals", strangers, f"names among {', '.join(lines)}")
-    table = new_table(title, "A bare 1 is not fitted.")
-    for header in ("", "method"):
-        table.add_column(header, overflow="fold")
-    for header in ("α", "γ", "points", "LL (fit)"):
-        table.add_column(header, justify="right", no_wrap=True)
-    for name, one in lines.items():
-        within = known.get(name)
-        alpha = _parameter(one.alpha, one.n_parameters >= 1, within.alpha if within else None)
-        gamma = _parameter(one.gamma, one.n_parameters >= 2, within.gamma if within else None)
-        n, fit = str(one.n_points), _number(one.log_likelihood if one.n_points else None, 3)
-        table.add_row(Text(name), one.method, Text(alpha), Text(gamma), n, fit)
-    return table
+def score_records(rows: Mapping[str, Scores]) -> list[Record]:
+    """Return scores as JSON records, with a ``name``; numbers that are not finite are None."""
+    _check_mapping("rows", rows, Scores)
+    return [
+        {"name": name, **{key: _finite(value) for key, value in scores.as_dict().items()}}
+        for name, scores in rows.items()
+    ]
 
 
 def paper_table(
@@ -201,381 +179,122 @@ def paper_table(
     *,
     title: str = "",
     columns: Sequence[str] | None = None,
-    digits: int = 3,
 ) -> Table:
-    """Compare log likelihoods over sub-sample sizes, as Musil et al. 2019 do in their tables.
+    """Compare log likelihoods over subsample sizes, as in the tables of Musil et al. 2019.
 
     Parameters
     ----------
-    rows : mapping from sub-sample size to mapping from column to log likelihood
-        Sizes are numbers of points, fractions of the training set, or names. A log likelihood may
+    rows : mapping of subsample size to mapping of column to log likelihood
+        Sizes are numbers of points, fractions of the training set, or names. Log likelihoods may
         be missing or None.
     title : str
-        Heading of the table.
     columns : sequence of str, optional
-        By default those of `PAPER_COLUMNS` that occur in any row, and then all others.
-    digits : int
-        Decimals of the log likelihoods.
+        By default those of `PAPER_COLUMNS` that occur, then all others.
 
     Returns
     -------
-    rich.table.Table
-        The highest log likelihood of each row is bold and has an asterisk.
+    Table
+        The highest log likelihood of each row has an asterisk.
     """
     if not rows:
-        raise InputError("rows", "nothing", "at least one sub-sample size")
+        raise InputError("rows", "nothing", "at least one subsample size")
     given = dict.fromkeys(name for row in rows.values() for name in row)
-    ordered = [
-        *(c for c in PAPER_COLUMNS if c in given),
-        *(c for c in given if c not in PAPER_COLUMNS),
+    ordered = [c for c in PAPER_COLUMNS if c in given] + [
+        c for c in given if c not in PAPER_COLUMNS
     ]
     shown = ordered if columns is None else list(columns)
     absent = [name for name in shown if name not in given]
     if absent or not shown:
         raise InputError("columns", absent or "nothing", f"some of {', '.join(ordered) or 'none'}")
-    body = [_mark_best([_number(row.get(name), digits) for name in shown]) for row in rows.values()]
-    table = new_table(title, _caption(body, " of its row"))
-    table.add_column("size", justify="right", no_wrap=True)
-    for name in shown:
-        table.add_column(Text(name), justify="right")
-    for size, cells in zip(rows, body, strict=True):
-        table.add_row(Text(_size(size)), *cells)
-    return table
-
-
-def new_table(title: str, caption: str = "") -> Table:
-    """Make a table that nine narrow columns fit into on eighty characters."""
-    return Table(
-        title=Text(title, style="bold") if title else None,
-        caption=Text(caption) if caption else None,
-        caption_justify="left",
-        title_justify="left",
-        # Title and caption are wrapped at the width of the table.
-        min_width=max(map(len, [title, *caption.splitlines()])),
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        show_edge=False,
-        header_style="",
-    )
-
-
-def _check_rows(rows: Mapping[str, object], kind: type | tuple[type, ...]) -> None:
-    if not isinstance(rows, Mapping) or not rows:
-        raise InputError("rows", type(rows).__name__, "a mapping with at least one name")
-    for name, value in rows.items():
-        if not isinstance(value, kind):
-            kinds = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-            raise InputError(f"rows[{name!r}]", type(value).__name__, kinds)
-
-
-def _significant(values: Sequence[float | None]) -> int | None:
-    """Return the decimals that give the smallest value of a column three significant digits.
-
-    None stands for exponents: for numbers that would need more than six decimals, or that are so
-    large or so different that plain numbers would be too wide.
-    """
-    sizes = [abs(v) for v in values if v and math.isfinite(v)]
-    if not sizes:
-        return 3
-    decimals = max(2 - math.floor(math.log10(min(sizes))), 0)
-    width = decimals + max(math.floor(math.log10(max(sizes))), 0)
-    return decimals if decimals <= 6 and width <= 6 else None
-
-
-def _number(value: float | None, decimals: int | None) -> str:
-    """Write one number; None for the decimals stands for exponents."""
-    if value is None or math.isnan(value):
-        return _MISSING
-    return f"{value:.2e}" if decimals is None else f"{value:.{decimals}f}"
-
-
-def _mark_best(cells: Sequence[str]) -> list[Text]:
-    """Mark the highest of numbers, and what cannot be told from it as written."""
-    numbers = [float(c) for c in cells if c != _MISSING]
-    # One number alone, or all the same, is no comparison.
-    best = max(numbers) if len(set(numbers)) > 1 else math.nan
-    marked = []
-    for cell in cells:
-        wins = cell != _MISSING and float(cell) == best
-        marked.append(Text(cell + (_BEST if wins else " "), style="bold" if wins else ""))
-    return marked
-
-
-def _caption(body: Sequence[Sequence[Text]], of_what: str = "") -> str:
-    """Explain the asterisk, if there is one."""
-    marked = any(cell.plain.endswith(_BEST) for cells in body for cell in cells)
-    return f"{_BEST} highest log likelihood{of_what}" if marked else ""
-
-
-def _parameter(value: float, fitted: bool, interval: tuple[float, float] | None) -> str:
-    """Write α or γ, with its interval if there is one."""
-    if not fitted:
-        return "1"
-    text = f"{value:.3f}" if 0.01 <= abs(value) < 1000 or value == 0.0 else f"{value:.2e}"
-    return text if interval is None else f"{text} [{interval[0]:.3g}, {interval[1]:.3g}]"
-
-
-def _by_output(
-    name: str, calibration: Calibration | PerOutputCalibration
-) -> dict[str, Calibration]:
-    """Return the calibrations of each output, by name and index."""
-    if isinstance(calibration, Calibration):
-        return {name: calibration}
-    return {f"{name}[{t}]": one for t, one in enumerate(calibration.outputs)}
-
-
-def _size(size: float | str) -> str:
-    """Write a sub-sample size as the paper does: 5000 is 5k."""
-    if isinstance(size, str):
-        return size
-    return f"{size / 1000:g}k" if size >= 1000 and size % 100 == 0 else f"{size:g}"
-
-
-# Scores with confidence intervals, one line each, side by side: before and after calibration.
-#: Mean miscalibration area of calibrated predictions of n points, times √n.
-CALIBRATED_AREA = 0.31
-
-
-@dataclass(frozen=True)
-class _Score:
-    """How one score is called and written: ``factor`` is 100 for a percentage."""
-
-    label: str
-    has_units: bool = False
-    factor: float = 1.0
-    ideal: str = ""
-
-
-#: The scores that are shown, in this order, by their names in `qualms.metrics.Scores`.
-_SCORES = {
-    "rmse": _Score("Root mean squared error", has_units=True, ideal="low"),
-    "mae": _Score("Mean absolute error", has_units=True, ideal="low"),
-    "log_likelihood": _Score("Log likelihood per point", ideal="high"),
-    "crps": _Score("CRPS", has_units=True, ideal="low"),
-    "miscalibration_area": _Score("Miscalibration area"),
-    "ence": _Score("ENCE"),
-    "coverage_68": _Score("Truths within the 68 % interval", factor=100.0, ideal="68 %"),
-    "coverage_95": _Score("Truths within the 95 % interval", factor=100.0, ideal="95 %"),
-    "sharpness": _Score("Sharpness (root mean variance)", has_units=True, ideal="the RMSE"),
-    "spearman": _Score("Rank correlation of |error| and σ", ideal="high"),
-    "interval_score_95": _Score("Interval score (95 %)", has_units=True, ideal="low"),
-}
-
-
-@dataclass(frozen=True)
-class ScoreLine:
-    """One score of several predictions of the same points, as it is to be written.
-
-    Attributes
-    ----------
-    name : str
-        The attribute of `Scores`.
-    label : str
-        Its name in words, with units.
-    ideal : str
-        What it should be: a number, or "low", or "high".
-    cells : tuple of str
-        Value and interval of each prediction.
-    """
-
-    name: str
-    label: str
-    ideal: str
-    cells: tuple[str, ...]
-
-
-def score_lines(columns: Mapping[str, ScoreIntervals], *, units: str = "") -> list[ScoreLine]:
-    """Write the scores of predictions of the same points, with their intervals.
-
-    Parameters
-    ----------
-    columns : mapping from str to ScoreIntervals
-        For instance "before" and "after" a calibration.
-    units : str
-        Units of y.
-
-    Returns
-    -------
-    list of ScoreLine
-    """
-    _check_columns(columns)
-    first = next(iter(columns.values()))
-    return [
-        ScoreLine(
-            name,
-            f"{score.label}, {units}" if score.has_units and units else score.label,
-            score.ideal or _of_calibrated(name, first),
-            tuple(_cell(name, score, column) for column in columns.values()),
-        )
-        for name, score in _SCORES.items()
+    lines = [
+        [_size(size), *_mark_best([_number(row.get(name), 3) for name in shown])]
+        for size, row in rows.items()
     ]
+    return Table(["size", *shown], lines, title, _best_note(lines, " of its row"))
 
 
 def interval_table(
-    columns: Mapping[str, ScoreIntervals], *, units: str = "", title: str = ""
+    columns: Mapping[str, ScoreIntervals],
+    *,
+    units: str = "",
+    title: str = "",
+    resampled: str = "structures",
 ) -> Table:
-    """Compare scores and their confidence intervals, one line for each score.
+    """Compare scores and their confidence intervals, one row per score.
 
     Parameters
     ----------
-    columns : mapping from str to ScoreIntervals
-        For instance "before" and "after" a calibration, of the same points.
+    columns : mapping of str to ScoreIntervals
+        For instance "before calibration" and "after calibration", of the same points.
     units : str
-        Units of y, written beside the scores that have them.
+        Units of y.
     title : str
-        Heading of the table.
-
-    Returns
-    -------
-    rich.table.Table
+    resampled : str
+        What the bootstrap resampled, for the note.
     """
-    lines = score_lines(columns, units=units)
-    caption = interval_note(next(iter(columns.values())))
-    table = Table(
-        title=Text(title, style="bold") if title else None,
-        caption=Text(caption) if caption else None,
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        show_edge=False,
-        header_style="",
-    )
-    table.add_column("", overflow="fold")
-    for name in columns:
-        table.add_column(Text(name), justify="right", no_wrap=True)
-    table.add_column("ideal", justify="right")
-    for line in lines:
-        table.add_row(Text(line.label), *map(Text, line.cells), Text(line.ideal))
-    return table
+    _check_intervals(columns)
+    first = next(iter(columns.values()))
+    rows = []
+    for name, score in _SCORES.items():
+        if score.label:
+            label = f"{score.label}, {units}" if score.decimals is None and units else score.label
+            cells = [_interval_cell(name, score, column) for column in columns.values()]
+            rows.append([label, *cells, score.ideal or _expected_if_calibrated(name, first)])
+    note = ""
+    if first.intervals:
+        note = (
+            f"[{100 * first.level:g} % confidence intervals] from {first.n_bootstrap} bootstrap "
+            f"samples of {first.n_groups} {resampled}."
+        )
+    return Table(["Score", *columns, "ideal"], rows, title, note)
 
 
-def interval_records(
-    columns: Mapping[str, ScoreIntervals],
-) -> list[dict[str, float | str | None]]:
-    """Return scores and intervals as records that JSON can hold.
+def interval_records(columns: Mapping[str, ScoreIntervals]) -> list[Record]:
+    """Return scores and intervals as JSON records.
 
-    Returns
-    -------
-    list of dict
-        One for each column and score: ``column``, ``score``, ``value``, ``low``, ``high`` and
-        ``level``. What is not finite, or has no interval, is None.
+    Each has ``column``, ``score``, ``value``, ``low``, ``high`` and ``level``; numbers that are
+    missing or not finite are None.
     """
-    _check_columns(columns)
-    records: list[dict[str, float | str | None]] = []
+    _check_intervals(columns)
+    records: list[Record] = []
     for column, given in columns.items():
-        for name in _SCORES:
+        for name in (name for name, score in _SCORES.items() if score.label):
             low, high = given.intervals.get(name, (None, None))
-            value = getattr(given.scores, name)
-            numbers = {"value": value, "low": low, "high": high}
-            finite = {
-                k: v if v is not None and math.isfinite(v) else None for k, v in numbers.items()
-            }
+            numbers = {"value": getattr(given.scores, name), "low": low, "high": high}
+            finite = {key: _finite(value) for key, value in numbers.items()}
             records.append({"column": column, "score": name, **finite, "level": given.level})
     return records
 
 
-def interval_note(column: ScoreIntervals, what: str = "groups of points") -> str:
-    """Say in a sentence what the intervals are, and what was drawn; nothing if there are none."""
-    if not column.intervals:
-        return ""
-    return (
-        f"[{100 * column.level:g} % intervals] from {column.n_bootstrap} resamples "
-        f"of {column.n_groups} {what}."
-    )
-
-
-def write_number(value: float, uncertainty: float | None = None) -> str:
-    """Write a number to two digits of its uncertainty, or to three significant digits.
-
-    Parameters
-    ----------
-    value : float
-    uncertainty : float, optional
-        For instance half the width of an interval.
-    """
-    if not math.isfinite(value):
-        return "−∞" if value < 0 else "∞" if value > 0 else _MISSING
-    known = uncertainty if uncertainty and math.isfinite(uncertainty) else abs(value) / 10.0
-    decimals = 1 - math.floor(math.log10(known)) if known > 0.0 else 2
-    size = max(abs(value), known)
-    if size >= 1e6 or (0.0 < size < 1e-4):
-        digits = max(min(decimals + math.floor(math.log10(size)), 6), 1)
-        return f"{value:.{digits}e}".replace("-", "−")
-    return f"{value:.{min(max(decimals, 0), 8)}f}".replace("-", "−")
-
-
-def _cell(name: str, score: _Score, column: ScoreIntervals) -> str:
-    value = score.factor * getattr(column.scores, name)
-    percent = " %" if score.factor == 100.0 else ""
-    if name not in column.intervals:
-        return f"{write_number(value)}{percent}"
-    low, high = (score.factor * end for end in column.intervals[name])
-    half = 0.5 * (high - low)
-    ends = f"[{write_number(low, half)}, {write_number(high, half)}]"
-    return f"{write_number(value, half)}{percent} {ends}"
-
-
-def _of_calibrated(name: str, column: ScoreIntervals) -> str:
-    """Return what a distance from calibration is on average for calibrated points.
-
-    If they are independent, or, if they come in groups, from that to what it is for as many points
-    as there are groups.
-    """
-    n_points = column.scores.n_points
-    n_bins = int(np.clip(n_points // 10, 1, 10))
-    expected = CALIBRATED_AREA if name == "miscalibration_area" else math.sqrt(n_bins / math.pi)
-    low, high = (expected / math.sqrt(n) for n in (n_points, column.n_groups))
-    return f"about {low:.2g}" if column.n_groups == n_points else f"{low:.2g} to {high:.2g}"
-
-
-def _check_columns(columns: Mapping[str, ScoreIntervals]) -> None:
-    if not isinstance(columns, Mapping) or not columns:
-        raise InputError("columns", type(columns).__name__, "a mapping with at least one name")
-    for name, value in columns.items():
-        if not isinstance(value, ScoreIntervals):
-            raise InputError(f"columns[{name!r}]", type(value).__name__, "ScoreIntervals")
-    sizes = sorted({column.scores.n_points for column in columns.values()})
-    if len(sizes) > 1:
-        raise InputError("columns", f"scores of {sizes} points", "scores of the same points")
-
-
-# Tables of calibrations: which method, and which factor for which group.
 def comparison_table(comparison: Comparison, *, title: str = "") -> Table:
-    """Show how likely points left out are under each method, the best first.
-
-    Parameters
-    ----------
-    comparison : Comparison
-        From `qualms.calibration.cross_validate`.
-    title : str
-        Heading of the table.
-    """
-    note = "LL: log likelihood per point left out. behind: ± standard error."
-    table = new_table(title, f"{note}\nΔAIC, ΔBIC: if points were independent.")
-    table.add_column("method", no_wrap=True)
-    for header in ("LL", "behind", "ΔAIC", "ΔBIC", "α", "γ"):
-        table.add_column(header, justify="right", no_wrap=True)
+    """Show the cross-validated log likelihood of each calibration method, the best first."""
     best = comparison.candidates[0].calibration
+    rows = []
     for candidate in comparison.candidates:
         one = candidate.calibration
         behind = f"{candidate.behind:.4f} ± {candidate.standard_error:.4f}"
-        table.add_row(
-            one.method,
-            f"{candidate.log_likelihood:.4f}",
-            "" if one is best else behind,
-            f"{one.aic - best.aic:+.1f}",
-            f"{one.bic - best.bic:+.1f}",
-            f"{one.alpha:.4g}",
-            f"{one.gamma:.3f}",
+        rows.append(
+            [
+                one.method,
+                f"{candidate.log_likelihood:.4f}",
+                "" if one is best else behind,
+                f"{one.aic - best.aic:+.1f}",
+                f"{one.bic - best.bic:+.1f}",
+                f"{one.alpha:.4g}",
+                f"{one.gamma:.3f}",
+            ]
         )
-    for method, why in comparison.failures.items():
-        table.add_row(method, Text(why.split(";")[0].split(". ")[0]))
-    return table
+    rows += [[method, "not fitted", *[""] * 5] for method in comparison.failures]
+    note = (
+        "LL: cross-validated log likelihood per point. behind: difference to the best ± standard "
+        "error.\nΔAIC, ΔBIC: for independent points."
+    )
+    headers = ["method", "LL", "behind", "ΔAIC", "ΔBIC", "α", "γ"]
+    return Table(headers, rows, title, note)
 
 
-def comparison_records(comparison: Comparison) -> list[dict[str, float | str]]:
-    """Return the numbers of `comparison_table` as records that JSON can hold."""
+def comparison_records(comparison: Comparison) -> list[Record]:
+    """Return the numbers of `comparison_table` as JSON records."""
     return [
         {
             "method": candidate.calibration.method,
@@ -590,20 +309,111 @@ def comparison_records(comparison: Comparison) -> list[dict[str, float | str]]:
 
 
 def factor_table(grouped: GroupedCalibration, by: str, *, title: str = "") -> Table:
-    """Show the factor of each group on top of the calibration of all points.
+    """Show the factor of each group, applied after the calibration of all points."""
+    rows = [
+        [name, str(group.n_points), f"{group.alone:.3f}", f"{group.factor:.3f}"]
+        for name, group in sorted(grouped.groups.items())
+    ]
+    note = "factor: σ is multiplied by it. alone: the factor fitted to the group without shrinkage."
+    return Table([by, "points", "alone", "factor"], rows, title, note)
 
-    Parameters
-    ----------
-    grouped : GroupedCalibration
-    by : str
-        What the groups are values of.
-    title : str
-        Heading of the table.
+
+def write_number(value: float, uncertainty: float | None = None) -> str:
+    """Format a number to two digits of its uncertainty, or to three significant digits."""
+    if not math.isfinite(value):
+        return "−∞" if value < 0 else "∞" if value > 0 else _MISSING
+    known = uncertainty if uncertainty and math.isfinite(uncertainty) else abs(value) / 10.0
+    decimals = 1 - math.floor(math.log10(known)) if known > 0.0 else 2
+    size = max(abs(value), known)
+    if size >= 1e6 or (0.0 < size < 1e-4):
+        digits = max(min(decimals + math.floor(math.log10(size)), 6), 1)
+        return f"{value:.{digits}e}".replace("-", "−")
+    return f"{value:.{min(max(decimals, 0), 8)}f}".replace("-", "−")
+
+
+def _check_mapping(parameter: str, given: Mapping[str, object], kind: type) -> None:
+    if not isinstance(given, Mapping) or not given:
+        raise InputError(parameter, type(given).__name__, "a mapping with at least one name")
+    for name, value in given.items():
+        if not isinstance(value, kind):
+            raise InputError(f"{parameter}[{name!r}]", type(value).__name__, kind.__name__)
+
+
+def _check_intervals(columns: Mapping[str, ScoreIntervals]) -> None:
+    _check_mapping("columns", columns, ScoreIntervals)
+    sizes = sorted({column.scores.n_points for column in columns.values()})
+    if len(sizes) > 1:
+        raise InputError("columns", f"scores of {sizes} points", "scores of the same points")
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _column(score: _Score, values: Sequence[float | None]) -> list[str]:
+    """Format all values of a column with the same number of decimals."""
+    scaled = [None if v is None else score.factor * v for v in values]
+    decimals = _significant(scaled) if score.decimals is None else score.decimals
+    return [_number(v, decimals) for v in scaled]
+
+
+def _significant(values: Sequence[float | None]) -> int | None:
+    """Return the decimals that give the smallest value three significant digits.
+
+    None stands for exponents: of numbers that need more than six decimals, or that are so large
+    or so different that plain numbers would be too wide.
     """
-    table = new_table(title, "factor: σ → factor · σ; alone: what its own points would say.")
-    table.add_column(Text(by), no_wrap=True)
-    for header in ("points", "alone", "factor"):
-        table.add_column(header, justify="right", no_wrap=True)
-    for name, group in sorted(grouped.groups.items()):
-        table.add_row(Text(name), str(group.n_points), f"{group.alone:.3f}", f"{group.factor:.3f}")
-    return table
+    sizes = [abs(v) for v in values if v and math.isfinite(v)]
+    if not sizes:
+        return 3
+    decimals = max(2 - math.floor(math.log10(min(sizes))), 0)
+    width = decimals + max(math.floor(math.log10(max(sizes))), 0)
+    return decimals if decimals <= 6 and width <= 6 else None
+
+
+def _number(value: float | None, decimals: int | None) -> str:
+    if value is None or math.isnan(value):
+        return _MISSING
+    return f"{value:.2e}" if decimals is None else f"{value:.{decimals}f}"
+
+
+def _mark_best(cells: Sequence[str]) -> list[str]:
+    """Append an asterisk to the highest number and to those that are equal to it as written."""
+    numbers = [float(c) for c in cells if c != _MISSING]
+    best = max(numbers) if len(set(numbers)) > 1 else math.nan
+    return [c + (_BEST if c != _MISSING and float(c) == best else " ") for c in cells]
+
+
+def _best_note(lines: Sequence[Sequence[str]], of_what: str = "") -> str:
+    marked = any(cell.endswith(_BEST) for line in lines for cell in line[1:])
+    return f"{_BEST} highest log likelihood{of_what}" if marked else ""
+
+
+def _size(size: float | str) -> str:
+    """Write a subsample size as the paper does: 5000 is 5k."""
+    if isinstance(size, str):
+        return size
+    return f"{size / 1000:g}k" if size >= 1000 and size % 100 == 0 else f"{size:g}"
+
+
+def _interval_cell(name: str, score: _Score, column: ScoreIntervals) -> str:
+    value = score.factor * getattr(column.scores, name)
+    percent = " %" if score.factor == 100.0 else ""
+    if name not in column.intervals:
+        return f"{write_number(value)}{percent}"
+    low, high = (score.factor * end for end in column.intervals[name])
+    half = 0.5 * (high - low)
+    ends = f"[{write_number(low, half)}, {write_number(high, half)}]"
+    return f"{write_number(value, half)}{percent} {ends}"
+
+
+def _expected_if_calibrated(name: str, column: ScoreIntervals) -> str:
+    """Return the mean of a miscalibration score for calibrated predictions.
+
+    For independent points, or, for groups of points, the range up to as many points as groups.
+    """
+    n_points = column.scores.n_points
+    n_bins = int(np.clip(n_points // 10, 1, 10))
+    expected = CALIBRATED_AREA if name == "miscalibration_area" else math.sqrt(n_bins / math.pi)
+    low, high = (expected / math.sqrt(n) for n in (n_points, column.n_groups))
+    return f"about {low:.2g}" if column.n_groups == n_points else f"{low:.2g} to {high:.2g}"

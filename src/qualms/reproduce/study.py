@@ -10,7 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from ase import Atoms
@@ -18,11 +18,17 @@ from threadpoolctl import threadpool_limits
 
 from qualms.arrays import BoolArray, Float64Array
 from qualms.atomistic.fitted import Fitted
+from qualms.atomistic.labels import collect_labels
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import check_species
-from qualms.atomistic.training import Outcome, Resources, Training
-from qualms.atomistic.training_set import make_training_set, resolved_species
+from qualms.atomistic.training import (
+    Trained,
+    compute_rows,
+    draw_ensemble,
+    fit_ensemble,
+    fit_sparse_gp,
+)
 from qualms.calibration.base import Calibration, CalibrationData, calibration_data
 from qualms.calibration.fitting import fit_calibration, fit_internally, internal_points
 from qualms.calibration.methods import NoCalibration
@@ -122,27 +128,32 @@ class TrainedOnce:
     ) -> None:
         self.stages = stages or Stages()
         self.threads = threads
-        self.data = make_training_set(train, settings)
-        self.settings = resolved_species(settings, self.data)
-        resources = Resources(threads=threads, memory=memory)
-        self._solver = Training(self.data, self.settings, resources, self.stages).prepare()
-        self.n_representatives = len(self._solver.rows.origins)
-        self.noise = float(self._solver.full.noise_variance[0] ** 0.5)
+        self.data = collect_labels(train, settings)
+        self.settings = self.data.settings
+        baseline = draw_ensemble(self.data).baseline
+        rows = compute_rows(self.data, memory=memory, threads=threads, stages=self.stages)
+        self._gp = fit_sparse_gp(rows, self.data, baseline, self.stages)
+        self.n_representatives = len(rows.origins)
+        self.noise = float(self._gp.noise["energy"] ** 0.5)
 
     def ensemble(self, subsample: float, *, with_replacement: bool = False) -> Subsampled:
         """Draw and solve the members of one sub-sample size, and calibrate them out of bag."""
-        found = self._solve(subsample, with_replacement)
-        fitted = found.fitted
-        absent = fitted.membership == 0
-        return Subsampled(fitted, found.predicted, absent, found.internal, fitted.calibrations)
+        fitted, out_of_bag = self._solve(subsample, with_replacement)
+        rows = self._gp.rows
+        # Weights of the whitened kernel rows: the inverse of `Whitening.kernel_weights`.
+        members = rows.Phi @ (rows.whitening.factor.T @ fitted.weights) + fitted.intercepts
+        members += fitted.baseline.predict_members(self.data.design(fitted.baseline.species))
+        absent, calibrations = fitted.membership == 0, fitted.calibrations["energy"]
+        return Subsampled(fitted, members, absent, out_of_bag.get("energy"), calibrations)
 
     def leave_one_out_residuals(self) -> Float64Array:
         """Return the residuals (N,) of the full model without each point, or without its group."""
-        return self._solver.left_out_residuals(self.settings)
+        grouped = self.settings.resample != "atoms"
+        return self._gp.left_out_residuals(self.data.row_groups if grouped else None)
 
     def points(self, frames: Sequence[Atoms], name: str) -> Points:
         """Compute the kernel rows of the labelled points of further structures."""
-        rows, data = self._solver.rows, make_training_set(frames, self.settings)
+        rows, data = self._gp.rows, collect_labels(frames, self.settings)
         check_species(data.frames, rows.representation.species)
         K, k_xx = [], []
         structures = zip(data.frames, data.centers, strict=True)
@@ -150,18 +161,18 @@ class TrainedOnce:
             for batch in stream_features(rows.representation, structures, n_workers=self.threads):
                 K.append(rows.basis.rows(batch.features, batch.offsets))
                 k_xx.append(rows.basis.prior_variance(batch.features, batch.offsets))
-        design = data.design(per_atom=self.settings.per_atom, species=self.data.species)
+        design = data.design(self.data.species)
         return Points(np.concatenate(K), design, np.concatenate(k_xx), data.y)
 
     def model(self) -> AtomisticModel:
         """Return the model with the sub-sample size of the settings."""
-        outcome = self._solve(self.settings.subsample, self.settings.replace)
-        return AtomisticModel.from_outcome(self.data, outcome, self.stages)
+        trained = self._solve(self.settings.subsample, self.settings.replace)
+        return AtomisticModel.from_fitted(trained.fitted, threads=self.threads)
 
-    def _solve(self, subsample: float, with_replacement: bool) -> Outcome:
+    def _solve(self, subsample: float, with_replacement: bool) -> Trained:
         update = {"subsample": subsample, "replace": with_replacement}
-        settings = self.settings.model_copy(update=update)
-        return self._solver.solve(settings, np.random.default_rng(settings.seed))
+        data = replace(self.data, settings=self.settings.model_copy(update=update))
+        return fit_ensemble(self._gp, data, draw_ensemble(data), self.stages)
 
 
 # --- estimators ---
@@ -413,8 +424,8 @@ def run_shift(
 ) -> ShiftResult:
     """Train one model, and evaluate every calibration on test sets out of its distribution."""
     started = time.perf_counter()
-    settings = problem.settings
-    model = AtomisticModel(**settings.model_dump(), memory=memory, threads=threads)
+    settings = problem.settings.model_copy(update={"memory": memory, "threads": threads})
+    model = AtomisticModel(**settings.model_dump())
     model.fit(problem.train, progress=stages.display or False)
     sets: list[ShiftedSet] = []
     of_members: dict[str, Calibration] = {}
@@ -427,7 +438,7 @@ def run_shift(
             extrapolation = float(np.mean(model.extrapolates(frames)))
         if not sets:  # in distribution: serves as the validation set
             of_members = _validated(calibration_data(y, members))
-            of_members |= {c: model.fitted.calibrations[m] for c, m in OUT_OF_BAG.items()}
+            of_members |= {c: model.fitted.calibrations["energy"][m] for c, m in OUT_OF_BAG.items()}
             of_process = _gaussian_calibrations(y - mean, std)
         estimates = _of_members(y, members, of_members)
         for column, calibration in of_process.items():
@@ -445,7 +456,7 @@ def run_shift(
     return ShiftResult(
         trained_on=problem.trained_on,
         source=problem.source,
-        n_train=model.record.n_rows,
+        n_train=model.record.quantities["energy"].n_rows,
         n_representatives=len(model.fitted.representatives),
         n_members=settings.n_members,
         subsample=settings.subsample,

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from rich import box
-from rich.table import Table as RichTable
-from rich.text import Text
 
 from qualms.io.files import atomic_output
+from qualms.report.tables import Table
 from qualms.reproduce.results import EnsembleResult, EstimatorResult, Results, ShiftResult
 from qualms.reproduce.study import PROCESS, VALIDATED
 
@@ -41,28 +38,6 @@ PUBLISHED: Mapping[str, Mapping[int | str, tuple[float, ...]]] = {
         PROCESS: (-8.771, -0.255, -0.251),
     },
 }
-
-
-@dataclass(frozen=True)
-class Table:
-    """Headers, rows of cells, and a title."""
-
-    headers: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    title: str = ""
-
-    def markdown(self) -> str:
-        """Return the table in Markdown, without its title."""
-        rule = ["---"] + ["---:"] * (len(self.headers) - 1)
-        return "".join(f"| {' | '.join(line)} |\n" for line in [self.headers, rule, *self.rows])
-
-    def __rich__(self) -> RichTable:
-        table = RichTable(title=Text(self.title), box=box.SIMPLE_HEAD)
-        for header in self.headers:
-            table.add_column(Text(header), justify="right")
-        for row in self.rows:
-            table.add_row(*map(Text, row))
-        return table
 
 
 def write_tables(directory: Path, results: Results, *, force: bool) -> list[Path]:

@@ -1,12 +1,12 @@
 "use strict";
-// Shows the map, and lets the tables of the worst predictions select in it.
+// Shows the map; rows of the tables of worst predictions select structures in it.
 (async () => {
   const message = document.getElementById("map-message");
-  const say = (text) => { message.textContent = text; };
+  const show = (text) => { message.textContent = text; };
   try {
     const data = JSON.parse(document.getElementById("map-data").textContent);
     const warnings = new Chemiscope.Warnings();
-    warnings.addHandler((text) => say(String(text)));
+    warnings.addHandler((text) => show(String(text)));
     const config = { meta: "map-meta", map: "map-plane", structure: "map-structure", info: "map-info" };
     const viewer = await Chemiscope.DefaultVisualizer.load(config, data, warnings);
     window.qualmsMap = viewer;
@@ -24,7 +24,7 @@
     }
     document.documentElement.dataset.map = "ready";
   } catch (error) {
-    say(`The map cannot be shown: ${error.message || error}. It needs a browser with WebGL.`);
+    show(`The map cannot be shown: ${error.message || error}. It needs a browser with WebGL.`);
     document.querySelector(".map").style.display = "none";
     for (const button of document.querySelectorAll("button[data-structure]")) button.disabled = true;
     document.documentElement.dataset.map = "failed";
