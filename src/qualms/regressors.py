@@ -573,10 +573,6 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         sample_weight : (N,) array, optional
             Not negative; sample n has noise σ²/w_n. A weight of k is the same as k copies of the
             sample.
-
-        Returns
-        -------
-        self
         """
         method = self._check_parameters()
         data = training_set(self, X, y, groups, sample_weight, dtype=[np.float64, np.float32])
@@ -624,10 +620,6 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         Parameters
         ----------
         X : (n, d) array
-
-        Returns
-        -------
-        Prediction
         """
         if not self._has_members():
             raise InputError("n_members", 0, "at least 2 members for an ensemble")
@@ -799,10 +791,6 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
             Labels of samples that belong together: in or out of a subsample together.
         sample_weight : (N,) array, optional
             Not negative; handed on to the estimator, which must accept them.
-
-        Returns
-        -------
-        self
         """
         method = check_calibration_name(self.calibration)
         if sample_weight is not None and not has_fit_parameter(self.estimator, "sample_weight"):
@@ -845,10 +833,6 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
         Parameters
         ----------
         X : (n, d) array
-
-        Returns
-        -------
-        Prediction
         """
         check_is_fitted(self)
         if is_frame(X):

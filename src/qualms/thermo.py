@@ -379,10 +379,6 @@ def reweight(
         Whether the members of a Prediction `observable` are those of `energies`. If not, all pairs
         are taken.
 
-    Returns
-    -------
-    ThermalAverage
-
     Warns
     -----
     QualmsWarning

@@ -442,12 +442,6 @@ def _folds(has: BoolArray, n_folds: int) -> IntArray:
 
     Folds are drawn first. Then groups with and without the rarest kind are exchanged until that is
     spread evenly, then those with and without the next, alike in the kinds before, and so on.
-
-    Parameters
-    ----------
-    has : (n_groups, n_kinds) array of bool
-        Which kinds are in which groups.
-    n_folds : int
     """
     # Groups in a mixed order: neighbours in a file are often alike.
     place = np.random.default_rng(0).permutation(len(has))
@@ -649,10 +643,6 @@ def select_joint_noise(
         Errors of groups left out, or the log marginal likelihood.
     energies, forces, virials : float, optional
         A variance that is known.
-
-    Returns
-    -------
-    JointNoise
     """
     if criterion not in ("loo", "evidence"):
         raise InputError("criterion", repr(criterion), '"loo" or "evidence"')

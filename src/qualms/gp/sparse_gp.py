@@ -107,10 +107,6 @@ def fit_gaussian_process(
         σ² > 0.
     sample_weight : (N,) array, optional
         Positive; observation n has noise σ²/w_n.
-
-    Returns
-    -------
-    GaussianProcess
     """
     check_noise_variance(noise_variance)
     if K_NN.ndim != 2 or K_NN.shape[0] != K_NN.shape[1] or not np.all(np.isfinite(K_NN)):
@@ -212,10 +208,6 @@ def fit_projected_process(
         Positive; observation n has noise σ²/w_n.
     gram : (r, r) array, optional
         ΦᵀΦ with weighted rows, if it is known already.
-
-    Returns
-    -------
-    ProjectedProcess
     """
     check_noise_variance(noise_variance)
     Y = as_targets(y, len(Phi))
