@@ -12,7 +12,7 @@
 from qualms.calibration.base import Calibration, CalibrationData, calibration_data
 from qualms.calibration.fitting import METHODS, calibrate, fit_calibration
 from qualms.calibration.groups import GroupedCalibration, fit_grouped
-from qualms.calibration.methods import extrapolate_spread
+from qualms.calibration.methods import PowerCalibration, extrapolate_spread, variance_scale
 from qualms.calibration.selection import (
     bootstrap_intervals,
     compare_calibrations,
@@ -25,6 +25,7 @@ __all__ = [
     "Calibration",
     "CalibrationData",
     "GroupedCalibration",
+    "PowerCalibration",
     "bootstrap_intervals",
     "calibrate",
     "calibration_data",
@@ -34,4 +35,5 @@ __all__ = [
     "extrapolate_spread",
     "fit_calibration",
     "fit_grouped",
+    "variance_scale",
 ]
