@@ -615,12 +615,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         return np.asarray(mean + self.intercept_.mean(axis=-1))
 
     def predict_ensemble(self, X: ArrayLike) -> Prediction:
-        """Predict with every member, calibrated.
-
-        Parameters
-        ----------
-        X : (n, d) array
-        """
+        """Return the calibrated predictions of all members for X (n, d)."""
         if not self._has_members():
             raise InputError("n_members", 0, "at least 2 members for an ensemble")
         members = self.basis_.contract(self._validated(X), self.weights_) + self.intercept_
@@ -828,12 +823,7 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
         return (prediction.mean, prediction.std) if return_std else prediction.mean
 
     def predict_ensemble(self, X: ArrayLike) -> Prediction:
-        """Predict with every member, calibrated.
-
-        Parameters
-        ----------
-        X : (n, d) array
-        """
+        """Return the calibrated predictions of all members for X (n, d)."""
         check_is_fitted(self)
         if is_frame(X):
             validate_data(self, X, reset=False, skip_check_array=True)

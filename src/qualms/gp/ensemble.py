@@ -969,12 +969,8 @@ class FullModel:
     def std(self, Phi_X: FloatArray, k_xx: FloatArray) -> Float64Array:
         """Return σ_PP of Eq. (3), Musil et al. 2019, in the units of y: (n, T).
 
-        Parameters
-        ----------
-        Phi_X : (n, r) array
-            Whitened features.
-        k_xx : (n,) array
-            Prior variance relative to Var[y]: the diagonal of the kernel of unit mean diagonal.
+        Phi_X (n, r) are whitened features, k_xx (n,) prior variances relative to Var[y]: the
+        diagonal of the kernel of unit mean diagonal.
         """
         relative = np.sqrt(self.process.variance(Phi_X, k_xx))
         return relative[:, None] * self.scale

@@ -44,13 +44,8 @@ class Whitening:
     def features(self, K_XM: FloatArray, *, overwrite: bool = False) -> FloatArray:
         """Return the whitened features Φ = K_XM L⁻ᵀ, so that Φ Φᵀ = K_XM K_MM⁻¹ K_MX.
 
-        Parameters
-        ----------
-        K_XM : (n, r) array
-            Kernel between the inputs and the kept representatives, in the order of `pivots`.
-        overwrite : bool
-            Whether K_XM may be overwritten, which saves an array of its size if it is C-contiguous
-            float64.
+        K_XM (n, r) is the kernel between the inputs and the kept representatives, in the order of
+        `pivots`. Overwriting it, if it is C-contiguous float64, saves an array of its size.
         """
         if K_XM.shape[1] != self.effective_rank:
             raise InputError(
