@@ -17,7 +17,6 @@ from qualms.gp.noise import (
     noise_grid,
     select_joint_noise,
     select_noise,
-    select_noise_from_kernel,
     typical_log,
 )
 from qualms.gp.sparse_gp import (
@@ -131,15 +130,6 @@ def test_the_noise_of_synthetic_data_is_found(criterion):
         found.append(select_noise(Z, y, noise_grid(np.var(y)), criterion=criterion).noise_variance)
     # Leave-one-out looks at the error alone, which is flat near its minimum, so it scatters more.
     assert np.median(found) == pytest.approx(0.09, rel=0.1 if criterion == "evidence" else 1.0)
-
-
-def test_noise_of_the_exact_process_is_that_of_the_projected_one():
-    Phi, _ = basis(N)
-    grid = noise_grid(1.0)
-    exact = select_noise_from_kernel(KERNEL(X, X), Y, grid)
-    assert exact.noise_variance == pytest.approx(
-        select_noise(Phi, Y, grid).noise_variance, rel=1e-6
-    )
 
 
 def test_the_known_gram_and_fewer_rows_can_be_used():

@@ -13,7 +13,6 @@ from qualms.gp.representatives import (
     cur,
     cur_from_kernel,
     farthest_points,
-    farthest_points_from_kernel,
 )
 
 seeds = st.integers(0, 2**32 - 1)
@@ -145,26 +144,6 @@ def test_picks_follow_a_permutation(seed):
     np.testing.assert_array_equal(order[picks.indices], farthest_points(X, 60, start=5).indices)
 
 
-def test_input_is_left_as_it_was():
-    X = np.random.default_rng(8).normal(size=(300, 5))
-    K = X @ X.T
-    X_before, K_before = X.copy(), K.copy()
-    farthest_points(X, 50)
-    cur(X, 5)
-    farthest_points_from_kernel(K, 50)
-    cur_from_kernel(K, 5)
-    np.testing.assert_array_equal(X, X_before)
-    np.testing.assert_array_equal(K, K_before)
-
-
-def test_kernel_version_equals_feature_version():
-    X = np.random.default_rng(9).normal(size=(1000, 12))
-    expected = farthest_points(X, 200, start=11)
-    picks = farthest_points_from_kernel(X @ X.T, 200, start=11)
-    np.testing.assert_array_equal(picks.indices, expected.indices)
-    np.testing.assert_allclose(picks.distances, expected.distances, rtol=1e-9)
-
-
 @pytest.mark.parametrize("shape", [(40, 12), (12, 40), (25, 25)])
 @pytest.mark.parametrize("seed", range(5))
 def test_cur_in_a_fixed_space_picks_the_pivots_of_a_qr_factorisation(seed, shape):
@@ -262,7 +241,7 @@ def test_bad_features(select, X):
         select(X, 1)
 
 
-@pytest.mark.parametrize("select", [farthest_points_from_kernel, cur_from_kernel])
+@pytest.mark.parametrize("select", [cur_from_kernel])
 @pytest.mark.parametrize(
     "K", [GOOD, np.full((3, 3), np.nan), -KERNEL, KERNEL + 10 * np.triu(np.ones((4, 4)))]
 )
@@ -271,7 +250,7 @@ def test_bad_kernels(select, K):
         select(K, 1)
 
 
-@pytest.mark.parametrize("select", [farthest_points, farthest_points_from_kernel, cur])
+@pytest.mark.parametrize("select", [farthest_points, cur, cur_from_kernel])
 @pytest.mark.parametrize("n", [0, 5])
 def test_bad_counts(select, n):
     with rejects("n"):

@@ -38,7 +38,7 @@ from qualms.arrays import (
     check_sample_weight,
 )
 from qualms.errors import InputError, NumericalError, QualmsWarning
-from qualms.gp.linalg import cholesky, cholesky_solve, cholesky_whiten, whiten
+from qualms.gp.linalg import cholesky, cholesky_solve, cholesky_whiten
 from qualms.gp.sparse_gp import gram_matrix
 
 #: Rows that are left out one by one, in one product.
@@ -264,25 +264,6 @@ def _searched(problem: _Problem, grid: Float64Array, criterion: str) -> NoiseSel
     tried = sorted(found)
     scores = np.array([found[i] for i in tried])
     return NoiseSelection(_refined_minimum(grid[tried], scores), grid[tried], scores)
-
-
-def select_noise_from_kernel(
-    K_NN: FloatArray,
-    y: FloatArray,
-    grid: FloatArray,
-    *,
-    criterion: str = "loo",
-    sample_weight: FloatArray | None = None,
-) -> NoiseSelection:
-    """Choose σ² for exact Gaussian process regression: the projected process with M = N.
-
-    Parameters are those of `select_noise`, with K_NN (N, N) in the place of Φ.
-    """
-    whitening = whiten(K_NN)
-    Phi = whitening.features(K_NN[:, whitening.pivots])
-    return select_noise(
-        Phi, y, grid, criterion=criterion, sample_weight=sample_weight, max_rows=len(K_NN)
-    )
 
 
 def _left_out(n: int, groups: IntArray | None, max_rows: int) -> list[IntArray]:
