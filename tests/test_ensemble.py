@@ -508,6 +508,12 @@ def test_groups_that_share_a_point_are_joined():
     assert groups[2] != groups[0]
 
 
+@pytest.mark.parametrize("d_eff", [-3.0, 0.0, 500.0])  # an estimate may leave its range
+def test_costs_are_finite(d_eff):
+    size = ProblemSize(100, 20, 8, 1, 50, d_eff, 0.5, TOLERANCE)
+    assert all(0 < solver.cost(size) < np.inf for solver in SOLVERS.values())
+
+
 @pytest.mark.parametrize(
     ("n_train", "rank", "n_present", "n_members", "cheapest"),
     [
