@@ -491,7 +491,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         Size n of the subsamples: a fraction of the distinct training points (or groups), or a
         number of them.
     replace : bool
-        Bootstrap (n = N with replacement; `subsample` is not used) instead of sub-sampling.
+        Bootstrap (n = N with replacement; `subsample` is not used) instead of subsampling.
     calibration : {"student", "shrinkage", "linear", "power", "none"} or None
         Calibration of the ensemble standard deviation.
     random_state : int, RandomState instance or None
@@ -727,7 +727,7 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
         Size n of the subsamples: a fraction of the distinct training points (or groups), or a
         number of them.
     replace : bool
-        Bootstrap (n = N with replacement; `subsample` is not used) instead of sub-sampling.
+        Bootstrap (n = N with replacement; `subsample` is not used) instead of subsampling.
     calibration : {"student", "shrinkage", "linear", "power", "none"} or None
         Out-of-bag calibration of the ensemble standard deviation.
     n_jobs : int, optional

@@ -1046,7 +1046,7 @@ def fit_full_model(
     if not isinstance(noise, str):
         relative = float(noise) / unit
     elif constant.all():
-        # Nothing but the scatter of replicates, if there is any, tells the noise.
+        # Only the scatter of replicates, if there is any, determines the noise.
         relative = 1.0 if replicates is None else max(replicates.variance, 1.0)
     else:
         # σ²/w is the noise of an observation: the grid must reach where w puts it.
