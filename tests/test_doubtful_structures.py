@@ -10,7 +10,6 @@ from qualms.atomistic.labels import ForceLabels
 from qualms.atomistic.settings import make_settings
 from qualms.atomistic.training import fit_joint_model, solve_joint_members
 from qualms.errors import NumericalError
-from qualms.gp.ensemble import estimated_cost
 
 
 def committee(n=40, per=6, n_members=16):
@@ -115,9 +114,3 @@ def test_members_raise_the_noise_of_the_full_model(monkeypatch):
     expected = fit_joint_model(Phi, energies, labels, groups, degenerate(1e-2)[4])
     np.testing.assert_allclose(raised.full.weights, expected.full.weights, rtol=1e-6, atol=1e-9)
     assert np.isfinite(members.weights).all()
-
-
-@pytest.mark.parametrize("d_eff", [-3.0, 0.0, 500.0])
-def test_a_leverage_is_between_zero_and_one(d_eff):
-    costs = estimated_cost(100, 20, 50, 8, effective_dimension=d_eff)
-    assert all(np.isfinite(cost) and cost > 0 for cost in costs.values())

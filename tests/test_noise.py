@@ -17,7 +17,6 @@ from qualms.gp.noise import (
     noise_grid,
     select_joint_noise,
     select_noise,
-    select_noise_from_kernel,
     typical_log,
 )
 from qualms.gp.sparse_gp import (
@@ -92,7 +91,7 @@ def test_a_search_finds_the_noise_that_the_whole_curve_has(monkeypatch, criterio
     np.testing.assert_allclose(searched.scores, whole.scores[places], rtol=1e-6)
 
 
-def test_one_odd_point_does_not_decide_the_noise():
+def test_noise_is_robust_against_one_outlier():
     random = np.random.default_rng(0)
     Z = np.zeros((400, 11))
     Z[:, :10] = random.normal(size=(400, 10))
@@ -133,15 +132,6 @@ def test_the_noise_of_synthetic_data_is_found(criterion):
     assert np.median(found) == pytest.approx(0.09, rel=0.1 if criterion == "evidence" else 1.0)
 
 
-def test_noise_of_the_exact_process_is_that_of_the_projected_one():
-    Phi, _ = basis(N)
-    grid = noise_grid(1.0)
-    exact = select_noise_from_kernel(KERNEL(X, X), Y, grid)
-    assert exact.noise_variance == pytest.approx(
-        select_noise(Phi, Y, grid).noise_variance, rel=1e-6
-    )
-
-
 def test_the_known_gram_and_fewer_rows_can_be_used():
     Phi, _ = basis(M)
     grid = noise_grid(1.0)
@@ -155,11 +145,6 @@ def test_noise_at_the_end_of_the_grid_is_returned_as_it_is():
     Phi, _ = basis(M)
     selection = select_noise(Phi, Y, np.array([1e3, 1e4, 1e5]))
     assert selection.noise_variance in selection.grid
-
-
-def test_flat_curves_do_not_divide_by_zero():
-    selection = select_noise(np.zeros((5, 2)), np.ones(5), np.array([1.0, 2.0, 3.0]))
-    assert selection.noise_variance > 0
 
 
 def problem(rng, noise_e=0.05, noise_f=0.5, n=80, r=15, per=6):
@@ -299,19 +284,7 @@ def test_each_kind_is_spread_over_all_parts(forces, virials):
     np.testing.assert_array_equal(counts[0] > 0, has.any(axis=0))
 
 
-def test_kinds_of_any_groups_are_spread_almost_evenly():
-    rng = np.random.default_rng(5)
-    for _ in range(200):
-        has = rng.random((rng.integers(5, 60), 3)) < rng.random(3)
-        fold = _folds(has, 5)
-        assert np.ptp(np.bincount(fold, minlength=5)) <= 1
-        counts = np.array([has[fold == k].sum(axis=0) for k in range(5)])
-        spread = np.ptp(counts, axis=0)
-        assert spread[np.argmin(has.sum(axis=0))] <= 1  # of the rarest
-        assert spread.max() <= 2
-
-
-def test_neither_kind_is_sacrificed_to_the_other():
+def test_both_kinds_keep_small_errors():
     # Energies say nothing about half of the weights, and forces nothing about the other half.
     rng = np.random.default_rng(4)
     Phi, _, is_force, groups = problem(rng, n=60, r=8, per=6)
@@ -335,13 +308,6 @@ def test_noise_that_is_lost_in_rounding_is_not_chosen():
     Phi[:, 5] = Phi[:, 4]  # singular but for the noise
     found = select_joint_noise(1e6 * Phi, y, is_force, groups, prior=1.0)
     assert np.isfinite(found.score)
-    assert found.energies > 0
-    assert found.forces > 0
-
-
-def test_targets_that_are_all_zero_have_a_noise_too():
-    Phi, y, is_force, groups = problem(np.random.default_rng(6), n=10, r=3, per=2)
-    found = select_joint_noise(Phi, 0 * y, is_force, groups, prior=1.0)
     assert found.energies > 0
     assert found.forces > 0
 

@@ -238,7 +238,7 @@ def test_a_large_system_is_too_much_for_direct_weights_but_not_for_cumulants():
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("n", [2, 3, 10, 100])
-def test_whatever_members_say_results_are_finite(estimator, n):
+def test_results_are_finite_for_any_members(estimator, n):
     rng = np.random.default_rng(n)
     wild = 1e4 * rng.normal(size=(n, 5))
     a = rng.normal(size=n)
@@ -262,7 +262,7 @@ def test_members_too_far_apart_for_cumulants():
         assert reweight(far, x**2, kT=1.0, estimator="direct").reliable
 
 
-def test_a_short_run_is_said_to_be_short():
+def test_a_short_run_issues_a_warning():
     x = autoregressive(400, 0.98, np.random.default_rng(0))[:, 0]
     with pytest.warns(QualmsWarning):
         reweight(0.5 * FORCE_CONSTANTS * x[:, None] ** 2, x**2, kT=1.0)

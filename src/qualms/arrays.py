@@ -143,12 +143,7 @@ def check_members(members: ArrayLike, shape: tuple[int, ...]) -> Float64Array:
 class DistinctRows:
     """Equal rows.
 
-    Attributes
-    ----------
-    first : (n_distinct,) array of int
-        A row of each distinct point.
-    inverse : (n,) array of int
-        The distinct point of each row.
+    `first` (n_distinct,) is a row of each distinct point, `inverse` (n,) the point of each row.
     """
 
     first: IntArray
@@ -167,12 +162,7 @@ def joined_groups(inverse: IntArray, codes: IntArray) -> IntArray:
 
     Groups that share a point are joined: they are not independent of each other.
 
-    Parameters
-    ----------
-    inverse : (n,) array of int
-        Point of each row.
-    codes : (n,) array of int
-        Group of each row, 0 … G−1.
+    `inverse` (n,) is the point of each row, `codes` (n,) its group, 0 … G−1.
     """
     n_groups, n_points = int(codes.max()) + 1, int(inverse.max()) + 1
     links = coo_array(

@@ -169,11 +169,11 @@ def crps_ensemble(y: ArrayLike, members: ArrayLike, *, fair: bool = True) -> flo
         Score the distribution that the members were drawn from, without bias (Ferro 2014), rather
         than the R members themselves. It needs two members.
     """
-    truth = check_points("y", y)
-    x = check_members(members, truth.shape)
+    reference = check_points("y", y)
+    x = check_members(members, reference.shape)
     if x.shape[1] < 2 and fair:
         raise InputError("members", "1 member", "at least 2 members", "Or set fair=False.")
-    return float(np.mean(_ensemble_crps(truth.ravel(), x, fair=fair)))
+    return float(np.mean(_ensemble_crps(reference.ravel(), x, fair=fair)))
 
 
 def covering_levels(
@@ -341,7 +341,7 @@ def _gaussian_crps(z: Float64Array, sigma: Float64Array) -> Float64Array:
     return crps
 
 
-def _ensemble_crps(truth: Float64Array, members: Float64Array, *, fair: bool) -> Float64Array:
+def _ensemble_crps(reference: Float64Array, members: Float64Array, *, fair: bool) -> Float64Array:
     """CRPS of members (n, R) at reference values (n,): see `crps_ensemble`.
 
     k (R − k) of the pairs lie on both sides of the gap between the k-th and the next of the sorted
@@ -351,7 +351,7 @@ def _ensemble_crps(truth: Float64Array, members: Float64Array, *, fair: bool) ->
     n_members = x.shape[1]
     k = np.arange(1, n_members)
     pair_distances = np.diff(x, axis=1) @ (k * (n_members - k)).astype(np.float64)
-    distance = np.mean(np.abs(x - truth[:, None]), axis=1)
+    distance = np.mean(np.abs(x - reference[:, None]), axis=1)
     # Each pair occurs twice in Σ_ij, which cancels the 1/2.
     n_pairs = n_members * (n_members - 1) if fair else n_members**2
     # Neither score is negative; only rounding could make it so.
@@ -427,11 +427,11 @@ def score_arrays(
     members : array of shape y.shape + (n_members,), optional
         Predictions of at least two members, for ``crps_ensemble``.
     """
-    truth = check_points("y", y)
-    z = truth - check_points("mean", mean, truth.shape)
-    sigma = check_std(std, truth.shape)
-    flat = None if members is None else check_members(members, truth.shape)
-    terms = _score_terms(truth.ravel(), z.ravel(), sigma.ravel(), flat)
+    reference = check_points("y", y)
+    z = reference - check_points("mean", mean, reference.shape)
+    sigma = check_std(std, reference.shape)
+    flat = None if members is None else check_members(members, reference.shape)
+    terms = _score_terms(reference.ravel(), z.ravel(), sigma.ravel(), flat)
     means = {name: float(np.mean(values)) for name, values in terms.items()}
     return Scores(
         n_points=int(z.size),
@@ -445,7 +445,7 @@ def score_arrays(
 
 
 def _score_terms(
-    truth: Float64Array, z: Float64Array, sigma: Float64Array, members: Float64Array | None
+    reference: Float64Array, z: Float64Array, sigma: Float64Array, members: Float64Array | None
 ) -> dict[str, Float64Array]:
     """Return the scores that are means over points, point by point: arrays (n,) by name."""
     distance, half_width = np.abs(z), _half_width(0.95) * sigma
@@ -460,7 +460,7 @@ def _score_terms(
     if members is not None:
         if members.shape[1] < 2:
             raise InputError("members", "1 member", "at least 2 members")
-        terms["crps_ensemble"] = _ensemble_crps(truth, members, fair=True)
+        terms["crps_ensemble"] = _ensemble_crps(reference, members, fair=True)
     return terms
 
 
@@ -710,20 +710,20 @@ def conditional_error_density(
         A row is supported if the sum over the points of exp(−Δ²/2h²), Δ being their distance in
         ln σ, is at least this.
     """
-    truth = check_points("y", y)
-    center = check_points("mean", mean, truth.shape).ravel()
-    sigma = check_std(std, truth.shape, allow_zero=True).ravel()
+    reference = check_points("y", y)
+    center = check_points("mean", mean, reference.shape).ravel()
+    sigma = check_std(std, reference.shape, allow_zero=True).ravel()
     if not np.any(sigma > 0.0):
         raise InputError("std", f"0 for all {sigma.size} points", "standard deviations > 0")
     if not min_points > 0.0:
         raise InputError("min_points", min_points, "a number > 0")
     if bandwidth is not None and np.shape(bandwidth) != (2,):
         raise InputError("bandwidth", bandwidth, "two numbers, along ln σ and along ln ε")
-    actual = np.abs(truth.ravel() - center)[:, None]
+    actual = np.abs(reference.ravel() - center)[:, None]
     # Without members, an error of size σ marks the place of each point along ln σ.
     expected = sigma[:, None]
     if members is not None:
-        expected = np.abs(check_members(members, truth.shape) - center[:, None])
+        expected = np.abs(check_members(members, reference.shape) - center[:, None])
     pairs = []
     for name, errors in (("y", actual), ("members", expected)):
         used = (errors > 0.0) & (sigma > 0.0)[:, None]
@@ -886,15 +886,15 @@ def bootstrap_scores(
         Seeded with 0 by default.
     """
     scores = score_arrays(y, mean, std, members)
-    truth = check_points("y", y)
-    z, sigma = (truth - np.asarray(mean)).ravel(), check_std(std, truth.shape).ravel()
-    flat = None if members is None else check_members(members, truth.shape)
-    terms = _score_terms(truth.ravel(), z, sigma, flat)
+    reference = check_points("y", y)
+    z, sigma = (reference - np.asarray(mean)).ravel(), check_std(std, reference.shape).ravel()
+    flat = None if members is None else check_members(members, reference.shape)
+    terms = _score_terms(reference.ravel(), z, sigma, flat)
     # Minus infinity has no quantiles.
     terms["log_likelihood"] = np.maximum(terms["log_likelihood"], -1e300)
     levels, n_bins = covering_levels(z, sigma), int(np.clip(z.size // 10, 1, 10))
     resampled: list[dict[str, float]] = []
-    n_groups, draws = _resamples(groups, truth, n_bootstrap, level, rng)
+    n_groups, draws = _resamples(groups, reference, n_bootstrap, level, rng)
     for rows in draws:
         found = {name: float(np.mean(values[rows])) for name, values in terms.items()}
         found["rmse"], found["sharpness"] = rmse(z[rows]), sharpness(sigma[rows])
@@ -974,7 +974,7 @@ def bootstrap_one_sigma(
 
 def _resamples(
     groups: ArrayLike | None,
-    truth: Float64Array,
+    reference: Float64Array,
     n_bootstrap: int,
     level: float,
     rng: np.random.Generator | None,
@@ -983,11 +983,11 @@ def _resamples(
     check_integer("n_bootstrap", n_bootstrap, 20)
     if not 0.0 < level < 1.0:
         raise InputError("level", level, "a number within (0, 1)")
-    labels = np.arange(len(truth)) if groups is None else np.asarray(groups)
-    if labels.shape not in (truth.shape, truth.shape[:1]):
-        raise InputError("groups", f"shape {labels.shape}", f"{truth.shape}, a label per point")
-    if labels.shape != truth.shape:
-        labels = np.repeat(labels, truth[0].size)
+    labels = np.arange(len(reference)) if groups is None else np.asarray(groups)
+    if labels.shape not in (reference.shape, reference.shape[:1]):
+        raise InputError("groups", f"shape {labels.shape}", f"{reference.shape}, a label per point")
+    if labels.shape != reference.shape:
+        labels = np.repeat(labels, reference[0].size)
     codes = np.unique(labels.ravel(), return_inverse=True)[1].ravel()
     n_groups = int(codes.max()) + 1
     if n_groups < 2:

@@ -491,7 +491,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         Size n of the subsamples: a fraction of the distinct training points (or groups), or a
         number of them.
     replace : bool
-        Bootstrap (n = N with replacement; `subsample` is not used) instead of sub-sampling.
+        Bootstrap (n = N with replacement; `subsample` is not used) instead of subsampling.
     calibration : {"student", "shrinkage", "linear", "power", "none"} or None
         Calibration of the ensemble standard deviation.
     random_state : int, RandomState instance or None
@@ -573,10 +573,6 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         sample_weight : (N,) array, optional
             Not negative; sample n has noise σ²/w_n. A weight of k is the same as k copies of the
             sample.
-
-        Returns
-        -------
-        self
         """
         method = self._check_parameters()
         data = training_set(self, X, y, groups, sample_weight, dtype=[np.float64, np.float32])
@@ -619,16 +615,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         return np.asarray(mean + self.intercept_.mean(axis=-1))
 
     def predict_ensemble(self, X: ArrayLike) -> Prediction:
-        """Predict with every member, calibrated.
-
-        Parameters
-        ----------
-        X : (n, d) array
-
-        Returns
-        -------
-        Prediction
-        """
+        """Return the calibrated predictions of all members for X (n, d)."""
         if not self._has_members():
             raise InputError("n_members", 0, "at least 2 members for an ensemble")
         members = self.basis_.contract(self._validated(X), self.weights_) + self.intercept_
@@ -740,7 +727,7 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
         Size n of the subsamples: a fraction of the distinct training points (or groups), or a
         number of them.
     replace : bool
-        Bootstrap (n = N with replacement; `subsample` is not used) instead of sub-sampling.
+        Bootstrap (n = N with replacement; `subsample` is not used) instead of subsampling.
     calibration : {"student", "shrinkage", "linear", "power", "none"} or None
         Out-of-bag calibration of the ensemble standard deviation.
     n_jobs : int, optional
@@ -799,10 +786,6 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
             Labels of samples that belong together: in or out of a subsample together.
         sample_weight : (N,) array, optional
             Not negative; handed on to the estimator, which must accept them.
-
-        Returns
-        -------
-        self
         """
         method = check_calibration_name(self.calibration)
         if sample_weight is not None and not has_fit_parameter(self.estimator, "sample_weight"):
@@ -840,16 +823,7 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
         return (prediction.mean, prediction.std) if return_std else prediction.mean
 
     def predict_ensemble(self, X: ArrayLike) -> Prediction:
-        """Predict with every member, calibrated.
-
-        Parameters
-        ----------
-        X : (n, d) array
-
-        Returns
-        -------
-        Prediction
-        """
+        """Return the calibrated predictions of all members for X (n, d)."""
         check_is_fitted(self)
         if is_frame(X):
             validate_data(self, X, reset=False, skip_check_array=True)

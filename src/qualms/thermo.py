@@ -37,18 +37,10 @@ MIN_BLOCKS, MAX_BLOCKS = 8, 500
 
 
 def statistical_inefficiency(series: Float64Array) -> Float64Array:
-    """Return for each column how many frames count as one: g = 1 + 2 Σ_t ρ(t).
+    """Return the number of frames per independent one, g = 1 + 2 Σ_t ρ(t), of each column: (k,).
 
-    Parameters
-    ----------
-    series : (n, k) array
-        Values along a trajectory.
-
-    Returns
-    -------
-    (k,) array
-        At least 1, and 1 for a column that does not vary. The sum over the autocorrelation ρ ends
-        at the first t ≥ 5 τ(t), where τ(t) = ½ + Σ_{s ≤ t} ρ(s): Sokal's automatic window.
+    It is 1 for a constant column. The sum over the autocorrelation ρ of the series (n, k) ends at
+    the first t ≥ 5 τ(t), where τ(t) = ½ + Σ_{s ≤ t} ρ(s): Sokal's automatic window.
     """
     n = len(series)
     size = next_fast_len(2 * n - 1, real=True)  # zeros at the end: nothing must wrap around
@@ -77,15 +69,7 @@ def block_length(n: int, inefficiency: float) -> int:
 
 @dataclass(frozen=True)
 class Replicates:
-    """An estimate for every member, and the same without each of the blocks.
-
-    Attributes
-    ----------
-    members : (T, N) array
-        From all frames: T observables, N members.
-    without : (B, T, N) array
-        From all but one of B blocks.
-    """
+    """Estimates of T observables for N members: (T, N), and without each of B blocks: (B, T, N)."""
 
     members: Float64Array
     without: Float64Array
@@ -104,11 +88,6 @@ class Replicates:
         Members are averaged over the same frames, so most of the noise is common to them and
         cancels in their deviations from each other. The rest adds to their variance, on average by
         the variance between deviations of the replicates: `member_variance` is a quadratic form.
-
-        Parameters
-        ----------
-        n_observables : int, optional
-            As for `member_variance`.
         """
         B = len(self.without)
         noise = member_variance(self.without - self.without.mean(axis=0), n_observables)
@@ -126,11 +105,7 @@ def member_variance(members: Float64Array, n_observables: int | None = None) -> 
 
         σ_r² + σ_c² + σ_e² = Var[rows] + Var[columns] + (1 − 1/n − 1/p) σ_e².
 
-    Parameters
-    ----------
-    members : (…, N) array
-    n_observables : int, optional
-        n, if members are pairs: N = n p, those of one observable one after the other.
+    `n_observables` is n, if members are such pairs, N = n p, those of one observable after another.
     """
     if n_observables is None:
         variance: Float64Array = members.var(axis=-1, ddof=1)
@@ -378,10 +353,6 @@ def reweight(
     paired : bool
         Whether the members of a Prediction `observable` are those of `energies`. If not, all pairs
         are taken.
-
-    Returns
-    -------
-    ThermalAverage
 
     Warns
     -----

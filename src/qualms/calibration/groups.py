@@ -44,13 +44,7 @@ _MAX_TURNS = 20
 class GroupFactor:
     """The factor of a group.
 
-    Attributes
-    ----------
-    factor : float
-        f_g, after shrinkage.
-    alone : float
-        The same from the points of the group alone.
-    n_points : int
+    `factor` is f_g after shrinkage, `alone` the same from the points of the group only.
     """
 
     factor: float
@@ -62,11 +56,7 @@ class GroupFactor:
 class GroupedCalibration:
     """A calibration of all points, and a factor for each kind of them.
 
-    Attributes
-    ----------
-    overall : Calibration
-    groups : mapping of str to GroupFactor
-        Labels that are not among them have a factor of one.
+    Labels that are not among `groups` have a factor of one.
     """
 
     overall: Calibration

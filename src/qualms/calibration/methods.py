@@ -234,10 +234,7 @@ def whole_spread(spread: FloatArray) -> Float64Array:
 class WholeCalibration:
     """A calibration of vectors or tensors, one factor for all components; a `MemberTransform`.
 
-    Attributes
-    ----------
-    calibration : Calibration
-        Fitted to components that were multiplied by r/ŝ_k.
+    `calibration` is fitted to components multiplied by r/ŝ_k.
     """
 
     calibration: Calibration
@@ -256,10 +253,7 @@ class WholeCalibration:
 class Scaled:
     """Scaling of members about their mean by given factors; a `MemberTransform`.
 
-    Attributes
-    ----------
-    factors : float or (n,) array
-        One for all, or one for each of the first axis.
+    `factors` is one number, or one for each of the first axis: (n,).
     """
 
     factors: float | Float64Array

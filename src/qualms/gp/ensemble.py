@@ -969,12 +969,8 @@ class FullModel:
     def std(self, Phi_X: FloatArray, k_xx: FloatArray) -> Float64Array:
         """Return σ_PP of Eq. (3), Musil et al. 2019, in the units of y: (n, T).
 
-        Parameters
-        ----------
-        Phi_X : (n, r) array
-            Whitened features.
-        k_xx : (n,) array
-            Prior variance relative to Var[y]: the diagonal of the kernel of unit mean diagonal.
+        Phi_X (n, r) are whitened features, k_xx (n,) prior variances relative to Var[y]: the
+        diagonal of the kernel of unit mean diagonal.
         """
         relative = np.sqrt(self.process.variance(Phi_X, k_xx))
         return relative[:, None] * self.scale
@@ -1050,7 +1046,7 @@ def fit_full_model(
     if not isinstance(noise, str):
         relative = float(noise) / unit
     elif constant.all():
-        # Nothing but the scatter of replicates, if there is any, tells the noise.
+        # Only the scatter of replicates, if there is any, determines the noise.
         relative = 1.0 if replicates is None else max(replicates.variance, 1.0)
     else:
         # σ²/w is the noise of an observation: the grid must reach where w puts it.

@@ -239,10 +239,6 @@ def sum_over_structures(K: FloatArray, offsets: IntArray, *, average: bool = Fal
         Environments of structure s are rows ``offsets[s]:offsets[s + 1]``; no structure is empty.
     average : bool
         Divide by the number of environments.
-
-    Returns
-    -------
-    (n_structures, m) array of float64
     """
     offsets = np.asarray(offsets, dtype=np.intp)
     sizes = np.diff(offsets)

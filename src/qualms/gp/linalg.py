@@ -44,17 +44,8 @@ class Whitening:
     def features(self, K_XM: FloatArray, *, overwrite: bool = False) -> FloatArray:
         """Return the whitened features Φ = K_XM L⁻ᵀ, so that Φ Φᵀ = K_XM K_MM⁻¹ K_MX.
 
-        Parameters
-        ----------
-        K_XM : (n, r) array
-            Kernel between the inputs and the kept representatives, in the order of `pivots`.
-        overwrite : bool
-            Whether K_XM may be overwritten, which saves an array of its size if it is C-contiguous
-            float64.
-
-        Returns
-        -------
-        (n, r) array
+        K_XM (n, r) is the kernel between the inputs and the kept representatives, in the order of
+        `pivots`. Overwriting it, if it is C-contiguous float64, saves an array of its size.
         """
         if K_XM.shape[1] != self.effective_rank:
             raise InputError(
@@ -89,10 +80,6 @@ def whiten(K_MM: FloatArray, *, rtol: float | None = None) -> Whitening:
     rtol : float, optional
         M times the rounding unit of float64 by default. If the kernel rows that will be whitened
         are float32, take about 1e-6: rounding of these rows is amplified by ``rtol ** -0.5``.
-
-    Returns
-    -------
-    Whitening
     """
     K_MM = np.array(K_MM, dtype=np.float64, order="F")
     if K_MM.ndim != 2 or K_MM.shape[0] != K_MM.shape[1] or K_MM.size == 0:

@@ -38,7 +38,7 @@ from qualms.arrays import (
     check_sample_weight,
 )
 from qualms.errors import InputError, NumericalError, QualmsWarning
-from qualms.gp.linalg import cholesky, cholesky_solve, cholesky_whiten, whiten
+from qualms.gp.linalg import cholesky, cholesky_solve, cholesky_whiten
 from qualms.gp.sparse_gp import gram_matrix
 
 #: Rows that are left out one by one, in one product.
@@ -266,25 +266,6 @@ def _searched(problem: _Problem, grid: Float64Array, criterion: str) -> NoiseSel
     return NoiseSelection(_refined_minimum(grid[tried], scores), grid[tried], scores)
 
 
-def select_noise_from_kernel(
-    K_NN: FloatArray,
-    y: FloatArray,
-    grid: FloatArray,
-    *,
-    criterion: str = "loo",
-    sample_weight: FloatArray | None = None,
-) -> NoiseSelection:
-    """Choose σ² for exact Gaussian process regression: the projected process with M = N.
-
-    Parameters are those of `select_noise`, with K_NN (N, N) in the place of Φ.
-    """
-    whitening = whiten(K_NN)
-    Phi = whitening.features(K_NN[:, whitening.pivots])
-    return select_noise(
-        Phi, y, grid, criterion=criterion, sample_weight=sample_weight, max_rows=len(K_NN)
-    )
-
-
 def _left_out(n: int, groups: IntArray | None, max_rows: int) -> list[IntArray]:
     """Return sets of rows to leave out, evenly spaced: blocks of single rows, or whole groups."""
     if groups is None or len(np.unique(groups)) == n:
@@ -442,12 +423,6 @@ def _folds(has: BoolArray, n_folds: int) -> IntArray:
 
     Folds are drawn first. Then groups with and without the rarest kind are exchanged until that is
     spread evenly, then those with and without the next, alike in the kinds before, and so on.
-
-    Parameters
-    ----------
-    has : (n_groups, n_kinds) array of bool
-        Which kinds are in which groups.
-    n_folds : int
     """
     # Groups in a mixed order: neighbours in a file are often alike.
     place = np.random.default_rng(0).permutation(len(has))
@@ -649,10 +624,6 @@ def select_joint_noise(
         Errors of groups left out, or the log marginal likelihood.
     energies, forces, virials : float, optional
         A variance that is known.
-
-    Returns
-    -------
-    JointNoise
     """
     if criterion not in ("loo", "evidence"):
         raise InputError("criterion", repr(criterion), '"loo" or "evidence"')

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 from scipy.linalg import blas, eigh, lapack
@@ -112,29 +112,6 @@ class FarthestPoints:
     distances: Float64Array
 
 
-class Points(Protocol):
-    """A set of points for farthest point sampling, however it is stored."""
-
-    @property
-    def resolution(self) -> Float64Array:
-        """Per point, the squared distance at or below which it counts as repeating a pick."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def take(self, rows: IntArray | slice) -> Self:
-        """Return some of the points; they share the picks of the whole."""
-        ...
-
-    def pick(self, row: int) -> None:
-        """Append one point to the picks."""
-        ...
-
-    def nearest(self, first: int, last: int) -> Float64Array:
-        """Squared distance of every point to the nearest of the picks ``first`` to ``last − 1``."""
-        ...
-
-
 def farthest_points(
     X: FloatArray | RowSource,
     n: int,
@@ -177,31 +154,10 @@ def farthest_points(
     return pick_farthest(_Features(X, norms, _PickedRows(X, n)), n, start, on_pick)
 
 
-def farthest_points_from_kernel(K: FloatArray, n: int, *, start: int = 0) -> FarthestPoints:
-    """Farthest point sampling in the feature space of a kernel: ``d_ij² = k_ii + k_jj − 2 k_ij``.
-
-    Parameters
-    ----------
-    K : FloatArray of shape (n_points, n_points)
-        Symmetric positive semi-definite kernel matrix.
-    n, start : int
-        As in `farthest_points`.
-
-    Returns
-    -------
-    FarthestPoints
-        Distances are those of the kernel's feature space. A point repeats a pick if
-        ``d² ≤ 64 ε k_ii``, the rounding of the kernel itself.
-    """
-    K = check_kernel(K)
-    check_counts("K", len(K), n, start)
-    return pick_farthest(_KernelPoints(K, np.arange(len(K)), []), n, start)
-
-
 def pick_farthest(
-    points: Points, n: int, start: int, on_pick: Callable[[int], object] | None = None
+    points: _Features, n: int, start: int, on_pick: Callable[[int], object] | None = None
 ) -> FarthestPoints:
-    """Farthest point sampling on any `Points`; the arguments are taken to be valid.
+    """Sample farthest points; the arguments are taken to be valid.
 
     A distance to the picks only shrinks as picks are added, so an old value is an upper bound. The
     next picks are among the points with the largest bounds, the pool, as long as the best of the
@@ -227,7 +183,7 @@ class _Level:
     """
 
     def __init__(
-        self, points: Points, ids: IntArray, d2: Float64Array, seen: IntArray | None = None
+        self, points: _Features, ids: IntArray, d2: Float64Array, seen: IntArray | None = None
     ) -> None:
         self.points = points
         self.ids = ids
@@ -356,7 +312,7 @@ class _PickedRows:
 
 
 class _Features:
-    """Points given by their features; a `Points`."""
+    """A set of points; subsets share the picks of the whole."""
 
     def __init__(self, X: FloatArray | RowSource, norms: FloatArray, picks: _PickedRows) -> None:
         self.X = X
@@ -366,6 +322,7 @@ class _Features:
 
     @property
     def resolution(self) -> Float64Array:
+        """Per point, the squared distance at or below which it counts as repeating a pick."""
         return (16.0 * self.eps) ** 2 * self.norms.astype(np.float64)
 
     def __len__(self) -> int:
@@ -381,6 +338,7 @@ class _Features:
         return self.X if isinstance(self.X, np.ndarray) else self.X[:]
 
     def nearest(self, first: int, last: int) -> Float64Array:
+        """Squared distance of every point to the nearest of the picks ``first`` to ``last − 1``."""
         # d² = |x|² + 2 (|c|²/2 − x·c): the minimum over picks needs only the parenthesis.
         products = _row_products(self._rows_in_memory(), self.picks.rows[first:last])
         halves = np.subtract(self.picks.half_norms[first:last], products, out=products)
@@ -408,36 +366,6 @@ class _Features:
             d2[i, j] = np.einsum("ij,ij->i", difference, difference)
         smallest: Float64Array = d2.min(axis=1)
         return smallest
-
-
-class _KernelPoints:
-    """Points given by their kernel matrix; a `Points`."""
-
-    def __init__(self, K: FloatArray, ids: IntArray, picks: list[int]) -> None:
-        self.K = K
-        self.ids = ids
-        self.picks = picks
-        self.diagonal = np.diagonal(K)[ids].astype(np.float64)
-
-    @property
-    def resolution(self) -> Float64Array:
-        return 64.0 * float(np.finfo(self.K.dtype).eps) * self.diagonal
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def take(self, rows: IntArray | slice) -> _KernelPoints:
-        return _KernelPoints(self.K, self.ids[rows], self.picks)
-
-    def pick(self, row: int) -> None:
-        self.picks.append(int(self.ids[row]))
-
-    def nearest(self, first: int, last: int) -> Float64Array:
-        picks = np.array(self.picks[first:last])
-        # K is symmetric: whole rows of picks are closer together in memory than columns.
-        d2 = np.diagonal(self.K)[picks, None] - 2.0 * self.K[np.ix_(picks, self.ids)]
-        nearest: Float64Array = np.maximum(self.diagonal + d2.min(axis=0), 0.0)
-        return nearest
 
 
 def _squared_norms(X: FloatArray | RowSource) -> FloatArray:
