@@ -19,8 +19,13 @@ from threadpoolctl import threadpool_limits
 from qualms import AtomisticModel, InputError, Prediction, QualmsWarning, score
 from qualms.atomistic import memory as plan
 from qualms.atomistic.evaluation import evaluate_forces
-from qualms.atomistic.forces import derivatives, make_potential
-from qualms.atomistic.kernel_rows import derivative_rows, fill_rows, scale_rows
+from qualms.atomistic.forces import (
+    derivative_rows,
+    derivatives,
+    fill_rows,
+    make_potential,
+    scale_rows,
+)
 from qualms.atomistic.label_checks import factor_between, order_of_shear
 from qualms.atomistic.labels import ForceLabels, find_forces, find_stresses
 from qualms.atomistic.memory import make_plan

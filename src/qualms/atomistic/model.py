@@ -21,7 +21,6 @@ from qualms.atomistic.forces import (
     Potential,
     check_frames,
     make_potential,
-    member_energies,
     predict_mechanics,
 )
 from qualms.atomistic.memory import Plan, default_threads, format_time, parse_memory
@@ -40,7 +39,6 @@ from qualms.atomistic.training_set import TrainingSet, make_training_set, resolv
 from qualms.calibration.base import Calibration, CalibrationData
 from qualms.calibration.methods import Scaled
 from qualms.errors import InputError, QualmsError, counted
-from qualms.features.gradients import batches
 from qualms.features.hypers import Compression, Soap
 from qualms.features.soap import BATCH, Batch, stream_features
 from qualms.io.files import check_output
@@ -754,35 +752,3 @@ class AtomisticModel:
     def __repr__(self) -> str:
         state = "trained" if self._fitted is not None else "not trained"
         return f"<AtomisticModel of {self.settings.target} ({self.settings.kind}), {state}>"
-
-
-# Energies in float64, the same as come with forces, at the price of energies.
-#: Environments whose features are in memory at once.
-_BATCH = 1024
-
-
-def exact_energies(model: AtomisticModel, frames: Sequence[Atoms]) -> Prediction:
-    """Predict energies as `AtomisticModel.predict_forces` does, without the forces.
-
-    Parameters
-    ----------
-    model : AtomisticModel
-        With features by featomic, of an extensive target.
-    frames : sequence of Atoms
-    """
-    fitted, potential = model.fitted, model.potential
-    check_frames(fitted, frames, stress=False)
-    energies = np.zeros((len(frames), potential.n_columns))
-    with limited(model.threads, sum(map(len, frames))):
-        for batch in batches(frames, _BATCH):
-            owners = batch.structures[batch.owners]
-            for scale in potential.scales:
-                engine = scale.scale.engine
-                cut = batch.cut_out(engine.scale.cutoff)
-                given = ([one.atoms for one in cut], [one.centers for one in cut])
-                (piece,) = engine.pieces(*given, dtype=np.float64)
-                np.add.at(energies, owners, scale.energies(np.asarray(piece.values, np.float64)))
-    per_atom = Prediction(member_energies(fitted, frames, energies))
-    sizes = np.array([len(atoms) for atoms in frames])
-    energies_of_structures: Prediction = per_atom.calibrated(fitted.calibration) * sizes
-    return energies_of_structures

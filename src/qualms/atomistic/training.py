@@ -28,7 +28,8 @@ from threadpoolctl import threadpool_limits
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
 from qualms.atomistic.baseline import Baseline, fit_baseline
 from qualms.atomistic.fitted import Fitted, ProjectedVariance
-from qualms.atomistic.kernel_rows import Basis, fill_rows, scale_rows, select_representatives
+from qualms.atomistic.forces import fill_rows, scale_rows
+from qualms.atomistic.kernel_rows import Basis, select_representatives
 from qualms.atomistic.label_checks import check_conventions, warn_of_doubtful
 from qualms.atomistic.labels import ForceLabels
 from qualms.atomistic.memory import Mode, Plan, make_plan
