@@ -198,7 +198,7 @@ def make_soap(representation: str | Soap | dict[str, Any] = "organic", **overrid
     """
     if isinstance(representation, dict):
         overrides = {**representation, **overrides}
-        return make_soap(overrides.pop("preset", "organic"), **overrides)
+        representation = overrides.pop("preset", "organic")
     if isinstance(representation, str):
         if representation not in PRESETS:
             raise InputError("representation", repr(representation), f"one of {', '.join(PRESETS)}")
