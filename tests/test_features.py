@@ -144,8 +144,8 @@ def test_too_many_radial_functions_are_rejected(engine, capfd):
 
 # --- the kernel of the paper ---
 # Musil et al. 2019 expand the density around an atom, contract the coefficients to the power
-# spectrum of Eq. (14), and multiply power spectra, Eq. (13). With a complete basis the product is an
-# integral over all rotations of one environment (Bartók et al., Phys. Rev. B 87, 184115 (2013)):
+# spectrum of Eq. (14), and multiply power spectra, Eq. (13). With a complete basis the product is
+# an integral over all rotations of one environment (Bartók et al., Phys. Rev. B 87, 184115 (2013)):
 #     k(A, B) = ∫dR [Σ_α ∫dr ρ_α^A(r) ρ_α^B(R⁻¹r)]²
 # The oracle computes it on a grid of rotations from the overlaps of all Gaussians.
 
@@ -653,9 +653,7 @@ def test_species_share_representatives_in_proportion_and_each_has_one(counts, n)
     rng = np.random.default_rng(6)
     center_species = rng.permutation(np.repeat(np.arange(1, len(counts) + 1), counts))
     X = rng.normal(size=(len(center_species), 3)).astype(np.float32)
-    chosen = select(
-        X, center_species, selection="random", per_species=True, n_representatives=n
-    )
+    chosen = select(X, center_species, selection="random", per_species=True, n_representatives=n)
     n = min(n, len(X))
     assert len(set(chosen.tolist())) == len(chosen) == n
     shares = np.bincount(center_species[chosen], minlength=len(counts) + 1)[1:]

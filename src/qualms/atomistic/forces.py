@@ -166,7 +166,7 @@ def scale_rows(representation: Representation, representatives: FloatArray) -> l
     """Return the kernel of each scale with representatives (M, d)."""
     found = []
     for scale in scale_features(representation):
-        X = representatives[:, scale.columns].astype(np.float64)
+        X = scale.representatives(representatives)
         found.append(ScaleKernel(scale, X, np.empty((len(X), 0))))
     return found
 

@@ -21,9 +21,10 @@ from itertools import product
 
 import numpy as np
 from ase import Atoms
+from scipy.linalg import block_diag
 from scipy.spatial import cKDTree
 
-from qualms.arrays import Float64Array, IntArray
+from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.features.soap import FeatomicEngine, Representation, make_engine, offsets_of
 
 #: Structures of fewer atoms are not cut.
@@ -332,25 +333,41 @@ class ScaleFeatures:
 
     @cached_property
     def maps(self) -> list[PairMap]:
-        """P, one pair of species after the other."""
-        maps = []
-        for rows in self.engine.pair_columns.values():
-            if self.projection is None:
-                maps.append(PairMap(rows, np.arange(rows.start, rows.stop), None))
-                continue
-            part = self.projection[rows]
-            columns = np.flatnonzero(np.any(part != 0, axis=0))
-            maps.append(PairMap(rows, columns, np.ascontiguousarray(part[:, columns])))
+        """P, one pair of species after the other.
+
+        Without compression, features p_nn′ and p_n′n of one species, which are equal, are folded.
+        """
+        maps, first = [], 0
+        for (one, other), rows in self.engine.pair_columns.items():
+            part = None
+            if self.projection is not None:
+                part = self.projection[rows]
+                columns = np.flatnonzero(np.any(part != 0, axis=0))
+                part = np.ascontiguousarray(part[:, columns])
+            else:
+                if one == other:
+                    part = _fold(self.engine.scale.n_radial, self.engine.scale.l_max)
+                size = rows.stop - rows.start if part is None else part.shape[1]
+                columns = np.arange(first, first + size)
+                first += size
+            maps.append(PairMap(rows, columns, part))
         return maps
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Length of x, q."""
-        return int(self.columns.stop - self.columns.start)
+        if self.projection is not None:
+            return int(self.projection.shape[1])
+        return sum(len(one.columns) for one in self.maps)
+
+    def representatives(self, stored: FloatArray) -> Float64Array:
+        """Return the x of representatives (M, q), as a model stores those of all scales."""
+        mine = stored[:, self.columns].astype(np.float64)
+        return mine if self.projection is not None else self.projected(mine)
 
     def features(self, P: Float64Array) -> tuple[Float64Array, Float64Array]:
         """Return x (n, q) and the divisors of y (n, 1), for power spectra (n, D)."""
-        y = P if self.projection is None else self.projected(P)
+        y = self.projected(P)
         if self.feature_scale is not None:
             lengths = np.full((len(y), 1), self.feature_scale)
         else:
@@ -434,3 +451,13 @@ def _places(used: IntArray, columns: IntArray) -> IntArray | slice:
     if len(places) and places[-1] - places[0] == len(places) - 1:
         return slice(int(places[0]), int(places[-1]) + 1)
     return places
+
+
+def _fold(n_radial: int, l_max: int) -> Float64Array:
+    """Return (p_nn′, p_n′n) → (p_nn′ + p_n′n)/√2, for features in the order l, n, n′."""
+    n, other = np.triu_indices(n_radial)
+    same = np.zeros((n_radial, n_radial, len(n)))
+    column = np.arange(len(n))
+    same[n, other, column] = same[other, n, column] = np.where(n == other, 1.0, np.sqrt(0.5))
+    fold: Float64Array = block_diag(*[same.reshape(-1, len(n))] * (l_max + 1))
+    return fold
