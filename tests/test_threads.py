@@ -6,7 +6,7 @@ import pytest
 from ase import Atoms
 from atomistic_fixtures import make_model
 from fake_potential import PairCommittee
-from test_calculator_model import SMOOTH, waters
+from test_ase import SMOOTH, waters
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from qualms import AtomisticModel, InputError
