@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain, combinations_with_replacement, islice, pairwise
+from itertools import chain, combinations_with_replacement, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import numpy as np
 import scipy.linalg
 from ase import Atoms
-from joblib import Parallel, delayed, parallel_config
 from joblib.externals.loky import get_reusable_executor
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -677,7 +677,7 @@ BLOCK = 4096
 BATCH = 4096
 #: Below this number of environments starting processes takes longer than the work.
 SERIAL = 30_000
-#: Batches that each process computes before the results are waited for.
+#: Batches for each process that are computed ahead of the consumer.
 _AHEAD = 2
 
 
@@ -781,31 +781,29 @@ def _compute(representation: Representation, task: _Task) -> Batch:
     return Batch(first, representation.features(frames, centers), sizes)
 
 
-def _compute_alone(representation: Representation, task: _Task) -> Batch:
-    """Compute in a process of its own, with one thread: the processes are the parallelism."""
-    os.environ["RAYON_NUM_THREADS"] = "1"
-    return _compute(representation, task)
-
-
 def _parallel(
     representation: Representation, tasks: Iterator[_Task], n_workers: int
 ) -> Iterator[Batch]:
-    """Compute a few batches at a time: joblib does not wait for whoever consumes results."""
-    done = False
+    """Compute a few batches ahead: `joblib.Parallel` would not wait for the consumer."""
+    # One thread each: the processes are the parallelism.
+    single = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "RAYON")}
+    executor = get_reusable_executor(max_workers=n_workers, env=single)
+    pending: deque[Any] = deque()
     try:
-        with parallel_config("loky", inner_max_num_threads=1):
-            parallel = Parallel(n_workers, return_as="generator", max_nbytes=None)
-        while group := list(islice(tasks, _AHEAD * n_workers)):
-            yield from parallel(delayed(_compute_alone)(representation, task) for task in group)
-        done = True
+        for task in tasks:
+            pending.append(executor.submit(_compute, representation, task))
+            if len(pending) > _AHEAD * n_workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
     except TerminatedWorkerError as error:
         raise QualmsError(
             "A process that computed features was ended by the system, perhaps for lack of memory. "
             "Use fewer threads, or a lower memory limit."
         ) from error
     finally:
-        # After an interrupt nothing waits for batches that are still being computed.
-        get_reusable_executor().shutdown(wait=done, kill_workers=not done)
+        # After an interrupt batches may still be pending, and nothing waits for them.
+        executor.shutdown(wait=not pending, kill_workers=bool(pending))
 
 
 def stop_workers() -> None:
