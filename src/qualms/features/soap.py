@@ -680,6 +680,8 @@ SERIAL = 30_000
 #: Batches for each process that are computed ahead of the consumer.
 _AHEAD = 2
 
+_executor: Any = None
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -787,7 +789,8 @@ def _parallel(
     """Compute a few batches ahead: `joblib.Parallel` would not wait for the consumer."""
     # One thread each: the processes are the parallelism.
     single = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "RAYON")}
-    executor = get_reusable_executor(max_workers=n_workers, env=single)
+    global _executor
+    executor = _executor = get_reusable_executor(max_workers=n_workers, env=single, timeout=60)
     pending: deque[Any] = deque()
     try:
         for task in tasks:
@@ -802,12 +805,17 @@ def _parallel(
             "Use fewer threads, or a lower memory limit."
         ) from error
     finally:
-        # After an interrupt batches may still be pending, and nothing waits for them.
-        executor.shutdown(wait=not pending, kill_workers=bool(pending))
+        if pending:  # after an interrupt nothing waits for these batches
+            executor.shutdown(wait=False, kill_workers=True)
+            _executor = None
 
 
 def stop_workers() -> None:
-    """End the processes that computed features; each stream does so itself."""
+    """End the processes that computed features, and free their memory."""
+    global _executor
+    if _executor is not None:
+        _executor.shutdown(wait=True)
+        _executor = None
 
 
 # --- features in memory or on disk: to be removed with the last use in training ---
