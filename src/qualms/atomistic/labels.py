@@ -494,7 +494,8 @@ def _as_numbers(value: object, name: str, n_atoms: int) -> Float64Array:
         array = np.array([np.nan if v is None else v for v in array.ravel()]).reshape(array.shape)
     if array.dtype.kind not in "iuf" or array.shape not in ((n_atoms,), (n_atoms, 1)):
         expected = f"one number for each of {n_atoms} atoms"
-        raise InputError(name, _described(array), expected, _hint(array))
+        hint = _PER_STRUCTURE if array.ndim == 0 else _hint(array)
+        raise InputError(name, _described(array), expected, hint)
     return array.reshape(n_atoms).astype(np.float64)
 
 

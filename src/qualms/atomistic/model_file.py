@@ -117,10 +117,12 @@ def read_model(path: str | Path) -> Fitted:
     """Read a model; a `StorageError` states what is wrong with the file."""
     container = read_container(path, ModelDocument, format=FORMAT, version=PROTOCOL)
     document, tensors = container.document, container.tensors
-    sizes = check_tensors(tensors, _expected(document), path=path, sizes=_sizes(document))
     try:
+        sizes = check_tensors(tensors, _expected(document), path=path, sizes=_sizes(document))
         fitted = _build(document, tensors, sizes["r"])
         _check_representation(fitted.representation, sizes["d"])
+    except StorageError:
+        raise
     except (QualmsError, ValueError, TypeError, KeyError, ArithmeticError) as error:
         raise StorageError(path, f"inconsistent parts ({error})") from error
     return fitted

@@ -343,7 +343,7 @@ def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> _Plan:
     if keep > limit:
         # Candidates of all blocks are kept, at most M of each.
         n_block = max(int((limit - beside) / (4.4 * d)) // 2, 2 * M)
-        use = max(recompute, min(limit, beside + 4.4 * d * 2 * n_block))
+        use = max(recompute, beside + 4.4 * d * n_block)
     log.info(
         "%s environments × %s features (%s), %s labels, %s representatives: about %s of memory "
         "(limit %s).",
@@ -638,9 +638,10 @@ def fit_sparse_gp(
         if len(data.quantities) == 1 and scale <= 1e-14 * abs(center):
             # What rounding leaves of a constant target; any scale will do.
             y, scale = np.zeros_like(y), 1e-6 * (abs(center) or 1.0)
-        noise = _select_noise(Phi, y, scale, energy_weight, data)
+        gram = gram_matrix(Phi) if len(data.quantities) == 1 else None
+        noise = _select_noise(Phi, y, scale, energy_weight, data, gram)
         weight = _row_weight(energy_weight, noise, data)
-        gram = gram_matrix(Phi, weight)
+        gram = gram_matrix(Phi, weight) if gram is None else gram
 
         def solve(noise: dict[str, float]) -> SparseGP:
             process = fit_projected_process(
@@ -688,7 +689,12 @@ def _prior_variance(Phi: FloatArray, y: Float64Array, data: TrainingSet) -> floa
 
 
 def _select_noise(
-    Phi: FloatArray, y: Float64Array, scale: float, energy_weight: Float64Array, data: TrainingSet
+    Phi: FloatArray,
+    y: Float64Array,
+    scale: float,
+    energy_weight: Float64Array,
+    data: TrainingSet,
+    gram: Float64Array | None,
 ) -> dict[str, float]:
     """Return the noise variance of each quantity, given or selected."""
     settings = data.settings
@@ -713,7 +719,7 @@ def _select_noise(
             (y / scale)[:, None],
             noise_grid(1.0),
             criterion=criterion,
-            gram=gram_matrix(Phi),
+            gram=gram,
             groups=None if settings.resample == "atoms" else data.row_groups,
         )
         return {"energy": found.noise_variance * scale**2}
