@@ -105,7 +105,10 @@ def test_settings_survive_json(**values):
 
 def test_species_by_symbol_or_number():
     for species in ("O,H", "O H", ["H", 8], (8, 1, "1")):
-        assert make_settings({"target": "u", "kind": "atomic", "species": species}).species == (1, 8)
+        assert make_settings({"target": "u", "kind": "atomic", "species": species}).species == (
+            1,
+            8,
+        )
 
 
 def test_forces_need_smooth_features():
@@ -147,11 +150,13 @@ def test_an_extensive_property_is_the_number_of_atoms_times_an_average(molecules
 def test_twice_the_cell_is_twice_the_energy():
     crystals = labelled_crystals(30)
     new = crystals[25:]
-    model = make_model("energy").fit(crystals[:25])
+    model = make_model("energy", noise=1e-4).fit(crystals[:25])
     doubled = [atoms * (1, 2, 1) for atoms in new]
     one, two = model.predict(new), model.predict(doubled)
     close(two, 2 * one.members, two.std)
-    np.testing.assert_allclose(model.predict_pp(doubled)[1], 2 * model.predict_pp(new)[1])
+    np.testing.assert_allclose(
+        model.predict_pp(doubled)[1], 2 * model.predict_pp(new)[1], rtol=1e-3
+    )
 
 
 def test_atoms_of_chosen_species(molecules, shift_model):
@@ -381,7 +386,9 @@ def test_the_most_uncertain_force_is_at_the_atom_that_was_moved(force_model):
         assert np.mean(hits) >= 0.7
 
 
-def test_attributions_collect_novelty_and_uncertainties(alloys, molecules, force_model, energy_model):
+def test_attributions_collect_novelty_and_uncertainties(
+    alloys, molecules, force_model, energy_model
+):
     some = alloys[30:32]
     found = attributions(force_model, some)
     expected = zip(

@@ -204,7 +204,9 @@ FORGERIES = {
     "species in disorder": put("species", value=[1, 7, 6, 8, 9]),
     "no element": put("species", value=[1, 6, 7, 8, 999]),
     "a variance too few": cut("pp_posterior"),
-    "both variances too few": lambda d, t: [cut(f"pp_{n}")(d, t) for n in ("posterior", "whitening")],
+    "both variances too few": lambda d, t: [
+        cut(f"pp_{n}")(d, t) for n in ("posterior", "whitening")
+    ],
     "no Cholesky factor": lambda d, t: t["pp_posterior"].__imul__(-1),
     "no noise": put("pp_noise", value=0.0),
     "negative variance": put("pp_target_variance", value=-1.0),

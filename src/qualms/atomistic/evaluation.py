@@ -58,15 +58,8 @@ def find_references(
 ) -> dict[str, References]:
     """Return the reference values of each quantity, and check the structures that have some.
 
-    Forces and stresses that no structure has are left out.
-
-    Parameters
-    ----------
-    frames : sequence of Atoms
-    settings : Settings
-        Of the model to evaluate.
-    species : sequence of int
-        Elements that the model is trained on.
+    Forces and stresses that no structure has are left out. The species are those that the model is
+    trained on.
     """
     found = labelled(frames, settings.target, settings.kind, settings.species)
     structure, atom = found.frames, None

@@ -118,7 +118,12 @@ def read_model(path: str | Path) -> Fitted:
     container = read_container(path, ModelDocument, format=FORMAT, version=PROTOCOL)
     document, tensors = container.document, container.tensors
     try:
-        sizes = check_tensors(tensors, _expected(document), path=path, sizes=_sizes(document))
+        sizes = {
+            "n_members": document.settings.n_members,
+            "species": len(document.species),
+            "rows": document.record.quantities["energy"].n_rows,
+        }
+        sizes = check_tensors(tensors, _expected(document), path=path, sizes=sizes)
         fitted = _build(document, tensors, sizes["r"])
         _check_representation(fitted.representation, sizes["d"])
     except StorageError:
@@ -136,14 +141,6 @@ def _check_representation(representation: Representation, n_features: int) -> No
         raise ValueError(f"projections of {raw} features instead of {plain.widths}")
     if representation.n_features != n_features:
         raise ValueError(f"{n_features} features instead of {representation.n_features}")
-
-
-def _sizes(document: ModelDocument) -> dict[str, int]:
-    return {
-        "n_members": document.settings.n_members,
-        "species": len(document.species),
-        "rows": document.record.quantities["energy"].n_rows,
-    }
 
 
 def _expected(document: ModelDocument) -> dict[str, TensorSpec]:
