@@ -548,7 +548,7 @@ def test_forces_of_a_calibrated_member_are_derivatives(force_model, water, calib
 
 def test_members_are_calibrated_for_forces_or_for_the_energy(force_model, water):
     calc, found = Calculator(force_model), force_model.predict_forces([water])
-    factor = float(force_model.fitted.forces_calibrations["student"].std(np.ones(1), 8)[0])
+    factor = float(force_model.fitted.calibrations["forces"]["student"].std(np.ones(1), 8)[0])
     raw = found.forces.uncalibrated
     forces = calc.map(lambda member: member.get_forces(water))
     np.testing.assert_allclose(forces.mean, raw.mean, atol=1e-7)

@@ -1,8 +1,4 @@
-"""Progress of long work, and how long each stage took.
-
-Numbers are told apart from how they are shown: a `Stages` times stages and passes counts on to a
-display, which may be a terminal, a test, or nothing.
-"""
+"""Progress of long work, and the time that each stage took."""
 
 from __future__ import annotations
 
@@ -24,14 +20,14 @@ from rich.progress import (
 
 
 class Display(Protocol):
-    """What shows progress."""
+    """Shows progress."""
 
     def begin(self, stage: str, total: int | None) -> None:
-        """Start to show a stage of `total` units of work, or of unknown length."""
+        """Start a stage of `total` units of work, or of unknown length."""
         ...
 
     def advance(self, done: int) -> None:
-        """Show that so many units are done."""
+        """Show the number of units that are done."""
         ...
 
     def end(self, seconds: float) -> None:
@@ -40,20 +36,17 @@ class Display(Protocol):
 
 
 class Stages:
-    """Times the stages of a piece of work.
+    """Times the stages of a piece of work and passes counts on to a display.
 
     Attributes
     ----------
     seconds : dict of str to float
-        How long each stage took so far.
-    after : callable, optional
-        Called after each stage, to note what is to be known if the next one is interrupted.
+        Time that each stage took so far.
     """
 
     def __init__(self, display: Display | None = None) -> None:
         self.display = display
         self.seconds: dict[str, float] = {}
-        self.after: Callable[[], object] | None = None
 
     @contextmanager
     def stage(self, name: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
@@ -62,23 +55,16 @@ class Stages:
         if self.display is not None:
             self.display.begin(name, total)
         try:
-            yield self._advance
+            yield self.display.advance if self.display is not None else lambda done: None
         finally:
             elapsed = time.perf_counter() - started
             self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
             if self.display is not None:
                 self.display.end(elapsed)
-            if self.after is not None:
-                self.after()
-
-    def _advance(self, done: int) -> None:
-        if self.display is not None:
-            self.display.advance(done)
 
 
-# Progress on a terminal.
 class Bars:
-    """A progress bar for each stage; a `qualms.progress.Display`."""
+    """A progress bar for each stage; a `Display`."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._progress = Progress(
@@ -102,7 +88,7 @@ class Bars:
             self._progress.update(self._task, completed=done)
 
     def end(self, seconds: float) -> None:
-        """Fill the bar and let it stand."""
+        """Fill the bar and keep it."""
         if self._task is not None:
             task = self._progress.tasks[self._task]
             total = task.total if task.total is not None else 1

@@ -1,4 +1,4 @@
-"""How many cores are used: no more than the environment allows, and one for what is small.
+"""Cores and memory that may be used.
 
 `threadpoolctl.threadpool_limits` looks for libraries every time, which takes some milliseconds: as
 long as the forces on a small molecule. Here they are looked for once.
@@ -7,28 +7,40 @@ long as the forces on a small molecule. Here they are looked for once.
 from __future__ import annotations
 
 import os
+import re
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
+import psutil
 from threadpoolctl import ThreadpoolController
+
+from qualms.arrays import check_integer
+from qualms.errors import InputError
 
 #: Structures of so few atoms have products so small that threads would wait for one another.
 SMALL = 64
-#: What users and job schedulers limit threads with.
+#: Share of the machine's memory that is used if no limit is given.
+_SHARE = 0.75
+#: Variables by which users and job schedulers limit threads.
 _VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def allowed_threads() -> int:
-    """Return how many cores to use: all that this process may run on, or fewer if it is told so."""
+    """Return the number of cores this process may use, limited by environment variables."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    # OpenMP takes a list, too: of the outer loop, and of loops inside it.
-    said = [os.environ.get(name, "").split(",")[0].strip() for name in _VARIABLES]
-    return min([cores or 1, *(int(text) for text in said if text.isdecimal() and int(text) > 0)])
+    # OpenMP also takes a list, for nested loops.
+    given = [os.environ.get(name, "").split(",")[0].strip() for name in _VARIABLES]
+    return min([cores or 1, *(int(text) for text in given if text.isdecimal() and int(text) > 0)])
+
+
+def default_threads(threads: int | None = None) -> int:
+    """Return the number of cores to use: all that are allowed, unless given."""
+    return allowed_threads() if threads is None else check_integer("threads", threads, 1)
 
 
 def limit_rayon() -> None:
-    """Have featomic, which reads a variable of its own when it starts, keep to the same limit."""
+    """Apply the same limit to featomic, which reads a variable of its own when it starts."""
     if any(name in os.environ for name in _VARIABLES):
         os.environ.setdefault("RAYON_NUM_THREADS", str(allowed_threads()))
 
@@ -39,14 +51,7 @@ def _controller() -> ThreadpoolController:
 
 
 def limited(threads: int, n_atoms: int | None = None) -> AbstractContextManager[Any]:
-    """Return a context in which products use at most so many threads, and never more than before.
-
-    Parameters
-    ----------
-    threads : int
-    n_atoms : int, optional
-        How many atoms it is about: few need one thread.
-    """
+    """Return a context in which products use at most so many threads, and one for few atoms."""
     if n_atoms is not None and n_atoms <= SMALL:
         threads = 1
     libraries = _controller().lib_controllers
@@ -55,3 +60,37 @@ def limited(threads: int, n_atoms: int | None = None) -> AbstractContextManager[
         return nullcontext()
     found: AbstractContextManager[Any] = _controller().limit(limits=limits)
     return found
+
+
+def parse_memory(memory: str | float | None) -> float:
+    """Return a limit in bytes, given as ``"8GB"``, ``"500 MB"``, ``"16GiB"``, bytes or None."""
+    if memory is None:
+        return _SHARE * float(psutil.virtual_memory().total)
+    size: object = memory
+    if isinstance(memory, str):
+        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt]?)(i?)b?\s*", memory.lower())
+        if match is not None:
+            power = " kmgt".index(match[2] or " ")
+            size = float(match[1]) * (1024.0 if match[3] else 1000.0) ** power
+    if not isinstance(size, (int, float)) or isinstance(size, bool) or not 0 < size < float("inf"):
+        expected = 'a positive number of bytes, or a size such as "8GB"'
+        raise InputError("memory", repr(memory), expected)
+    return float(size)
+
+
+def format_bytes(n: float) -> str:
+    """Return a size as text, such as "3.1 GB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000:
+            return f"{n:.0f} {unit}" if unit in ("B", "kB") else f"{n:.1f} {unit}"
+        n /= 1000
+    return f"{n:.1f} TB"
+
+
+def format_time(seconds: float) -> str:
+    """Return a duration as text, such as "3 min"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

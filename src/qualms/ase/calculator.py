@@ -41,14 +41,13 @@ from qualms.atomistic.forces import (
     member_energies,
     predict_energies,
 )
-from qualms.atomistic.memory import default_threads
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.novelty import force_norm
 from qualms.calibration.base import Calibration
 from qualms.errors import InputError, QualmsWarning, UncertaintyError
 from qualms.gp.ensemble import committee
 from qualms.prediction import Prediction, stack_members
-from qualms.resources import limited
+from qualms.resources import default_threads, limited
 
 Results = dict[str, Any]
 #: Called with a structure that is too uncertain, and the results for it.
@@ -342,11 +341,13 @@ def _calibrated_for(model: Model, given: str | None) -> str:
     """Return the quantity that members are calibrated for: as given, or as the model has it."""
     if given not in (None, *_CALIBRATED_FOR):
         raise InputError("calibrated_for", repr(given), " or ".join(map(repr, _CALIBRATED_FOR)))
-    has_own = isinstance(model, AtomisticModel) and model.fitted.forces_calibration is not None
-    if given == "forces" and not has_own:
+    has_own = (
+        isinstance(model, AtomisticModel) and model.fitted.calibration_of("forces") is not None
+    )
+    if given == "forces" and own is None:
         expected = "'energy': the model has no calibration of forces"
         raise InputError("calibrated_for", "'forces'", expected, "Train it on forces.")
-    return given or ("forces" if has_own else "energy")
+    return given or ("energy" if own is None else "forces")
 
 
 def _mixture(model: Model, i: int, calibrated_for: str) -> Float64Array | None:
@@ -370,7 +371,8 @@ def _mixture(model: Model, i: int, calibrated_for: str) -> Float64Array | None:
 
 def _forces_factor(fitted: Fitted, n_members: int) -> float:
     """Return one factor for members whose forces are to be calibrated."""
-    own = [fitted.forces_calibration, *map(fitted.forces_calibrations.get, _CONSTANT)]
+    methods = fitted.calibrations.get("forces", {})
+    own = [fitted.calibration_of("forces"), *map(methods.get, _CONSTANT)]
     factors = (_constant_factor(found, n_members) for found in own if found is not None)
     return next((f for f in factors if f is not None), 1.0)
 

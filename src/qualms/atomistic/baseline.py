@@ -1,13 +1,13 @@
 """Baselines: what is subtracted from the target before anything is learned.
 
 A baseline is linear in the design matrix X (n, S), whose rows sum to one: the fraction of each
-species in a structure, or, for labels of atoms, one for the species of the atom and zero elsewhere.
-What it is fitted to, y (n,), is the target per atom if that is extensive, else the target itself.
-So one coefficient per species says it all, in the units of the target, and a constant is the same
-coefficient for every species.
+species in a structure or, for labels of atoms, one for the species of the atom and zero elsewhere.
+It is fitted to y (n,), the target per atom if that is extensive, else the target itself. So there
+is one coefficient per species, in the units of the target, and a constant is the same coefficient
+for every species.
 
-Each member has its own baseline, fitted to its own rows only: that the baseline is uncertain is
-then a part of the spread of the members.
+Each ensemble member has its own baseline, fitted to its own rows: the uncertainty of the baseline
+is then a part of the ensemble standard deviation.
 """
 
 from __future__ import annotations
@@ -18,18 +18,14 @@ from dataclasses import dataclass
 import numpy as np
 import scipy.linalg
 from ase import Atoms
-from ase.data import atomic_numbers
 
-from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray, check_points, distinct_rows
-from qualms.atomistic.labels import check_kind
+from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray, distinct_rows
 from qualms.atomistic.structures import composition, symbols_of
 from qualms.errors import InputError
 
-#: What can be asked for by name.
-BASELINES = ("none", "mean", "atoms", "composition")
 #: Singular values below this, relative to the largest, are rounding. Species that always come in
-# the : same ratio leave about 1e-15; one molecule with a rare species among a million leaves about
-# 1e-5.
+#: the same ratio leave about 1e-15; one molecule with a rare species among a million leaves about
+#: 1e-5.
 RCOND = 1e-9
 
 
@@ -40,7 +36,7 @@ class Baseline:
     Attributes
     ----------
     name : str
-        One of `BASELINES`.
+        "none", "mean", "atoms" or "composition".
     species : (S,) tuple of int
         Atomic numbers, in the order of the columns of the design matrix.
     full : (S,) array of float64
@@ -82,9 +78,9 @@ def atom_design(numbers: IntArray, species: Sequence[int]) -> Float64Array:
 
 
 def fit_baseline(
-    baseline: str | Mapping[str | int, float],
-    design: FloatArray,
-    y: FloatArray,
+    baseline: str | Mapping[int, float],
+    design: Float64Array,
+    y: Float64Array,
     *,
     species: Sequence[int],
     kind: str,
@@ -97,8 +93,8 @@ def fit_baseline(
     ----------
     baseline : {"none", "mean", "atoms", "composition"} or mapping
         Nothing; one constant; the energies of isolated atoms; or least squares. A mapping from
-        symbols or atomic numbers to the energies of isolated atoms is "atoms" with these. Energies
-        of atoms are not fitted, so they are the same for all members.
+        atomic numbers to the energies of isolated atoms is "atoms" with these. Energies of atoms
+        are not fitted, so they are the same for all members.
     design : (n, S) array
         Rows sum to one; see `structure_design` and `atom_design`.
     y : (n,) array
@@ -106,116 +102,59 @@ def fit_baseline(
     species : sequence of S int
         Atomic numbers of the columns.
     kind : {"extensive", "intensive", "atomic"}
-        Kind of the target.
     counts : (n, N_R) array of int, optional
         How often each row is in each member; no members if not given.
     isolated : mapping from int to float, optional
         The target of isolated atoms, as found in the data, by atomic number.
 
-    Returns
-    -------
-    Baseline
-
     Notes
     -----
     Least squares is fitted to the deviations from the mean of y, and if the rows do not determine
-    all coefficients, the solution of smallest norm is taken. Then a composition about which the
-    rows say nothing gets the mean, rather than the zero of the scale of energies, which may be far.
+    all coefficients, the solution of smallest norm is taken. Then a composition that the rows do
+    not determine gets the mean, rather than the zero of the scale of energies, which may be far.
     """
-    check_kind(kind)
-    X, target, weights = _checked(design, y, counts, len(species))
-    n_members = weights.shape[1]
+    weights = np.ones((len(y), 1 if counts is None else 1 + counts.shape[1]))
+    if counts is not None:
+        weights[:, 1:] = counts
     if isinstance(baseline, Mapping) or baseline == "atoms":
         fixed = _atoms(baseline, species, kind, isolated or {})
-        members = np.repeat(fixed[:, None], n_members, axis=1)
-        return Baseline("atoms", tuple(species), fixed, members)
-    if baseline not in BASELINES:
-        names = ", ".join(map(repr, BASELINES))
-        raise InputError("baseline", repr(baseline), f"one of {names}, or a mapping")
-    weights = np.column_stack([np.ones(len(X)), weights])
-    if baseline == "none":
-        fitted = np.zeros((len(species), 1 + n_members))
+        fitted = np.repeat(fixed[:, None], weights.shape[1], axis=1)
+    elif baseline == "none":
+        fitted = np.zeros((len(species), weights.shape[1]))
     elif baseline == "mean":
-        fitted = np.tile(_means(target, weights), (len(species), 1))
+        fitted = np.tile(_means(y, weights), (len(species), 1))
     else:
-        fitted = _least_squares(X, target, weights)
-    return Baseline(baseline, tuple(species), fitted[:, 0], fitted[:, 1:])
+        fitted = _least_squares(design, y, weights)
+    name = baseline if isinstance(baseline, str) else "atoms"
+    return Baseline(name, tuple(species), fitted[:, 0], fitted[:, 1:])
 
 
-def anchors(design: FloatArray) -> IntArray:
-    """Return few rows that span all compositions, to be put into every member.
+def anchors(design: Float64Array) -> IntArray:
+    """Return few rows that span all compositions, to be put into members that lack an element.
 
-    A member that has never seen fluorine cannot know the coefficient of fluorine, and would be off
-    by as much as the energies of elements differ. With these rows in every member all of them
-    determine the same coefficients as the whole training set. They are the pivots of a QR
-    factorisation with column pivoting of Xᵀ: each row in turn is the one that is farthest from what
-    the rows before it span, so they are well conditioned, and rare species are represented by the
-    structure that is richest in them. Anchors of common species are not needed, since any
-    sub-sample has such rows, and do no harm, since they are so few.
-
-    Parameters
-    ----------
-    design : (n, S) array
-
-    Returns
-    -------
-    (rank,) array of int
-        Sorted; the rank is at most S.
+    A member without fluorine cannot determine the coefficient of fluorine, and would be off by as
+    much as the energies of elements differ. The rows are the pivots of a QR factorisation of Xᵀ
+    with column pivoting: each row in turn is the farthest from the span of the rows before it, so
+    that rare species are represented by the structure that is richest in them.
     """
-    X = check_points("design", design)
-    R, pivots = scipy.linalg.qr(X.T, mode="r", pivoting=True, check_finite=False)
+    R, pivots = scipy.linalg.qr(design.T, mode="r", pivoting=True, check_finite=False)
     diagonal = np.abs(np.diag(R))
     rank = int(np.count_nonzero(diagonal > RCOND * diagonal[0]))
     return np.sort(pivots[:rank]).astype(np.intp)
 
 
-def spans(design: FloatArray, counts: IntArray) -> BoolArray:
-    """Return whether the rows of each member determine all coefficients that the data determine.
-
-    Parameters
-    ----------
-    design : (n, S) array
-    counts : (n, N_R) array of int
-        How often each row is in each member.
-
-    Returns
-    -------
-    (N_R,) array of bool
-    """
-    X = check_points("design", design)
-    rows = distinct_rows(X)
-    X = X[rows.first]
+def spans(design: Float64Array, counts: IntArray) -> BoolArray:
+    """Return whether the rows of each member determine all coefficients that the data do: (N_R,)."""
+    rows = distinct_rows(design)
+    X = design[rows.first]
     present = [np.bincount(rows.inverse, weights=c, minlength=len(X)) > 0 for c in counts.T]
     full = _rank(X)
-    return np.array([_rank(X[p]) == full for p in present], dtype=bool)
+    return np.array([_rank(X[p]) == full for p in present], dtype=np.bool_)
 
 
 def _rank(X: Float64Array) -> int:
     singular = np.linalg.svd(X, compute_uv=False)
     return int(np.count_nonzero(singular > RCOND * singular.max(initial=0.0)))
-
-
-def _checked(
-    design: FloatArray, y: FloatArray, counts: IntArray | None, n_species: int
-) -> tuple[Float64Array, Float64Array, Float64Array]:
-    """Return design (n, S), y (n,) and counts (n, N_R) in float64, if they fit together."""
-    target = check_points("y", y)
-    n = len(target) if target.ndim else 0
-    target = check_points("y", target, (n,))
-    X = check_points("design", design, (n, n_species))
-    if not np.allclose(X.sum(axis=1), 1.0, rtol=0.0, atol=1e-9) or np.any(X < 0):
-        raise InputError("design", "rows that do not sum to one", "fractions of species")
-    if counts is None:
-        return X, target, np.empty((n, 0))
-    weights = np.asarray(counts, dtype=np.float64)
-    if weights.ndim != 2 or len(weights) != n:
-        raise InputError("counts", f"shape {weights.shape}", f"({n}, n_members)")
-    if not np.all(np.isfinite(weights)) or np.any(weights < 0):
-        raise InputError("counts", "negative or infinite values", "how often a row is in a member")
-    empty = np.flatnonzero(weights.sum(axis=0) == 0)
-    if len(empty):
-        raise InputError("counts", f"member {empty[0]} without rows", "a row in every member")
-    return X, target, weights
 
 
 def _means(y: Float64Array, weights: Float64Array) -> Float64Array:
@@ -248,7 +187,7 @@ def _least_squares(X: Float64Array, y: Float64Array, weights: Float64Array) -> F
 
 
 def _atoms(
-    baseline: str | Mapping[str | int, float],
+    baseline: str | Mapping[int, float],
     species: Sequence[int],
     kind: str,
     isolated: Mapping[int, float],
@@ -260,32 +199,15 @@ def _atoms(
             "baseline",
             "energies of isolated atoms" if given else repr(baseline),
             f"'none', 'mean' or 'composition' for kind={kind!r}",
-            "Energies of isolated atoms only make sense for kind='extensive'.",
         )
-    energies = _by_number(baseline) if isinstance(baseline, Mapping) else dict(isolated)
+    energies = dict(baseline) if isinstance(baseline, Mapping) else dict(isolated)
     missing = [z for z in species if z not in energies]
     if missing:
         found = symbols_of(energies)
         raise InputError(
             "baseline",
             f"energies of {found}" if given else f"'atoms' (isolated atoms in the data: {found})",
-            f"an energy for each species, but there is none for {symbols_of(missing)}",
-            ""
-            if given
-            else "Give them as a mapping, such as {'H': -13.6}, in units of the target.",
+            f"an energy for each species; that of {symbols_of(missing)} is missing",
+            "" if given else "Give a mapping such as {'H': -13.6}, in units of the target.",
         )
     return np.array([energies[z] for z in species], dtype=np.float64)
-
-
-def _by_number(energies: Mapping[str | int, float]) -> dict[int, float]:
-    """Return the energies by atomic number, if each is a finite number of a known element."""
-    result: dict[int, float] = {}
-    for element, energy in energies.items():
-        z = atomic_numbers.get(element, 0) if isinstance(element, str) else element
-        if not isinstance(z, (int, np.integer)) or not 1 <= z <= max(atomic_numbers.values()):
-            raise InputError("baseline", repr(element), "symbols of elements or atomic numbers")
-        number = isinstance(energy, (int, float, np.number)) and not isinstance(energy, bool)
-        if not number or not np.isfinite(energy):
-            raise InputError(f"baseline[{element!r}]", repr(energy), "a finite number")
-        result[int(z)] = float(energy)
-    return result

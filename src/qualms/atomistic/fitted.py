@@ -1,9 +1,9 @@
-"""A trained model: representatives, weights of all members, baseline and calibrations."""
+"""A trained model: representatives, weights of all members, baseline, calibrations, record."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -16,8 +16,9 @@ from qualms.calibration.base import Calibration
 from qualms.features.soap import Representation
 from qualms.gp.linalg import cholesky_whiten
 from qualms.gp.sparse_gp import latent_variance
+from qualms.io.container import Document
 
-#: Kernel rows whose variances are found at once.
+#: Kernel rows whose variances are computed at once.
 _ROWS = 1024
 
 
@@ -25,7 +26,7 @@ _ROWS = 1024
 class ProjectedVariance:
     """What σ_PP of Eq. (3), Musil et al. 2019, needs.
 
-    The factors are kept in float32, if kernel rows have no more digits than that.
+    The factors are float32 if the kernel rows have no more digits than that.
 
     Attributes
     ----------
@@ -64,6 +65,71 @@ class ProjectedVariance:
         return self.posterior.astype(np.float64)
 
 
+class QuantityRecord(Document):
+    """Training of one quantity: numbers of labels, and errors of out-of-bag points.
+
+    Attributes
+    ----------
+    n_rows : int
+        Labels: structures, atoms, or components.
+    n_without : int
+        Structures, or atoms of an atomic property, without a label.
+    n_out_of_bag, n_out_of_bag_structures : int
+        Rows that enough members were trained without, and the structures they belong to.
+    rmse, mae : float, optional
+        Out-of-bag errors, in the units of the quantity; per atom if the target is extensive.
+    noise : float
+        Standard deviation σ of the noise; that of stresses for virials per atom.
+    """
+
+    n_rows: int
+    n_without: int
+    n_out_of_bag: int
+    n_out_of_bag_structures: int
+    rmse: float | None
+    mae: float | None
+    noise: float
+
+
+class Record(Document):
+    """Data and stages of a training run.
+
+    Attributes
+    ----------
+    n_structures, n_environments : int
+        Labelled structures, and environments.
+    n_isolated, n_duplicates : int
+    quantities : dict of str to QuantityRecord
+    effective_rank : int
+        Representatives that are linearly independent.
+    target_std : float
+        Standard deviation of the targets less the baseline.
+    solver : str
+        Method that solved the members.
+    seconds : dict
+        Time of each stage.
+    """
+
+    n_structures: int
+    n_environments: int
+    n_isolated: int
+    n_duplicates: int
+    quantities: dict[str, QuantityRecord]
+    effective_rank: int
+    target_std: float
+    solver: str
+    seconds: dict[str, float]
+
+
+class Provenance(Document):
+    """Date (UTC), versions of Python and packages, and a digest of structures and labels."""
+
+    created: str
+    python: str
+    packages: dict[str, str]
+    data_digest: str
+
+
 @dataclass(frozen=True)
 class Fitted:
     """Everything a prediction needs.
@@ -84,21 +150,19 @@ class Fitted:
         Kernel weights of the full projected process.
     pp_intercept : float
     baseline : Baseline
-    calibrations : mapping of str to Calibration
-        Internal ones, by every method that could be fitted.
+    calibrations : mapping of str to mapping of str to Calibration
+        For each quantity, "energy" and perhaps "forces" and "stress", the out-of-bag calibrations
+        by every method that could be fitted.
     pp_variance : ProjectedVariance, optional
     membership : (N, N_R) array of uint8
         How often each training row is in each member.
     training_novelty : (float, float)
-        Novelty of the strangest environment of a structure, and mean novelty of its environments,
-        that only one training structure in a hundred exceeds, representatives of its own not
-        counted.
+        Largest and mean novelty of the environments of a structure that only one training structure
+        in a hundred exceeds, its own representatives not counted.
     training_spread : float
-        Largest spread between members that had not seen a training row.
-    forces_calibrations : mapping of str to Calibration
-        The same for components of forces; empty if the model was not trained on forces.
-    stress_calibrations : mapping of str to Calibration
-        The same for components of stresses; empty if it was not trained on enough of them.
+        Largest ensemble standard deviation of an out-of-bag point.
+    record : Record
+    provenance : Provenance
     """
 
     settings: Settings
@@ -111,13 +175,13 @@ class Fitted:
     pp_weights: Float64Array
     pp_intercept: float
     baseline: Baseline
-    calibrations: Mapping[str, Calibration]
+    calibrations: Mapping[str, Mapping[str, Calibration]]
     pp_variance: ProjectedVariance | None
     membership: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
     training_novelty: tuple[float, float]
     training_spread: float
-    forces_calibrations: Mapping[str, Calibration] = field(default_factory=dict)
-    stress_calibrations: Mapping[str, Calibration] = field(default_factory=dict)
+    record: Record
+    provenance: Provenance
 
     def __post_init__(self) -> None:
         _in_file_order(self, "representatives", "weights", "intercepts", "pp_weights")
@@ -130,18 +194,12 @@ class Fitted:
 
     @property
     def calibration(self) -> Calibration:
-        """The calibration that predictions use."""
-        return self.calibrations[self.settings.calibration]
+        """The calibration of the target."""
+        return self.calibrations["energy"][self.settings.calibration]
 
-    @property
-    def forces_calibration(self) -> Calibration | None:
-        """The calibration of forces, if the model was trained on forces."""
-        return self.forces_calibrations.get(self.settings.calibration)
-
-    @property
-    def stress_calibration(self) -> Calibration | None:
-        """The calibration of stresses, if the model was trained on stresses."""
-        return self.stress_calibrations.get(self.settings.calibration)
+    def calibration_of(self, quantity: str) -> Calibration | None:
+        """Return the calibration of a quantity, if it has one of its own."""
+        return self.calibrations.get(quantity, {}).get(self.settings.calibration)
 
     @cached_property
     def basis(self) -> Basis:
@@ -152,18 +210,18 @@ class Fitted:
 
     @cached_property
     def mean_weights(self) -> Float64Array:
-        """Kernel weights of the committee mean, Eq. (4): (r,)."""
+        """Kernel weights of the ensemble mean, Eq. (4): (r,)."""
         return np.asarray(self.weights.mean(axis=1))
 
     def members(self, K_XM: Float64Array, design: Float64Array) -> Float64Array:
-        """Return what each member says, per atom if the target is extensive: (n, N_R)."""
+        """Return the prediction of each member, per atom if extensive: (n, N_R)."""
         members = K_XM @ self.weights
         members += self.intercepts
         members += self.baseline.predict_members(design)
         return members
 
     def mean(self, K_XM: Float64Array, design: Float64Array) -> Float64Array:
-        """Return the mean of the committee alone: (n,)."""
+        """Return the ensemble mean alone: (n,)."""
         baseline = design @ self.baseline.members.mean(axis=1)
         return np.asarray(K_XM @ self.mean_weights + self.intercepts.mean() + baseline)
 

@@ -510,8 +510,8 @@ def predict_mechanics(
     if found.virials is not None:
         volumes = np.array([atoms.cell.volume for atoms in frames])
         raw = Prediction(found.virials / volumes[:, None, None])
-        stresses = raw.calibrated(_own(fitted.stress_calibration, factors))
-    own = _own(fitted.forces_calibration, np.repeat(factors, sizes))
+        stresses = raw.calibrated(_own(fitted.calibration_of("stress"), factors))
+    own = _own(fitted.calibration_of("forces"), np.repeat(factors, sizes))
     return Mechanics(
         energy=energy * sizes,
         forces=Prediction(found.forces).calibrated(own),

@@ -1,11 +1,10 @@
-"""Targets: where the labels of structures and of atoms are, and which are missing.
+"""Labels: where those of structures and atoms are, which are missing, and the rows they make.
 
-A label ``key`` of a structure is looked for in ``atoms.info[key]``, then in
-``atoms.info["REF_" + key]``, a custom that keeps ASE from touching it, and last among the stored
-results of a calculator, where ASE moves energies, magnetic moments and so on when it reads a file.
-For a label of atoms it is ``atoms.arrays`` instead of ``atoms.info``. Nothing is ever calculated.
-None and NaN mean that there is no label, and so do values that a model predicted: see
-`qualms.io.xyz`.
+A label ``key`` of a structure is looked up in ``atoms.info[key]``, then in
+``atoms.info["REF_" + key]``, which ASE does not touch, and last among the stored results of a
+calculator, where ASE moves energies, forces and so on when it reads a file. Labels of atoms are in
+``atoms.arrays`` instead. Nothing is ever calculated. None and NaN mean that there is no label, and
+so do values that a model predicted: see `qualms.io.xyz`.
 """
 
 from __future__ import annotations
@@ -21,23 +20,284 @@ from typing import Any, NoReturn
 import numpy as np
 from ase import Atoms
 
-from qualms.arrays import BoolArray, Float64Array, IntArray
-from qualms.atomistic.structures import VOIGT, symbols_of
+from qualms.arrays import BoolArray, Float64Array, IntArray, joined_groups
+from qualms.atomistic.baseline import atom_design, structure_design
+from qualms.atomistic.settings import Settings
+from qualms.atomistic.structures import (
+    VOIGT,
+    check_structures,
+    data_hash,
+    fingerprints,
+    refuse_single,
+    species_of,
+    symbols_of,
+)
 from qualms.errors import InputError, QualmsWarning
 from qualms.features.soap import offsets_of
+from qualms.gp.ensemble import group_codes
 from qualms.io.xyz import is_prediction
 
-#: A sum over atoms, an average over atoms, or a value for each atom.
-KINDS = ("extensive", "intensive", "atomic")
-#: How data sets tag the atoms in vacuum that energies are counted from, in lower case.
+#: How data sets tag the isolated atoms that energies are counted from, in lower case.
 ISOLATED = ("isolated_atom", "isolatedatom")
-
+#: A matrix whose halves differ by more than this, relative to its largest number, is no stress.
+_SYMMETRY = 1e-3
 _RESULTS = "calc.results"
+_PER_ATOM = "It is a per-atom array: use kind='atomic' / --per-atom-target."
+_PER_STRUCTURE = "It is a number per structure: use kind='extensive' or 'intensive' / --target."
+
+
+# --- the rows of the linear problem ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """Labels of one quantity, a block of rows of the linear problem.
+
+    Attributes
+    ----------
+    y : (n,) array
+        Labels: energies per atom if the target is extensive, forces, virials per atom Vσ/n_atoms.
+    rows : (n,) array of int
+        Places of these rows among all rows.
+    structure : (n,) array of int
+        Structure of each row.
+    factor : (n,) array
+        From the units of the row to those of the quantity: n_atoms/V for stresses, otherwise one.
+    component : (n,) array of int, optional
+        Which component of a force (x, y, z) or virial (xx, yy, zz, yz, xz, xy) each row is.
+    vector : (n,) array of int, optional
+        The force, or the virial, that each row is a component of.
+    multiplicity : (n,) array, optional
+        How often each component occurs in its vector or symmetric tensor.
+    n_without : int
+        Structures, or atoms of an atomic property, without a label.
+    """
+
+    y: Float64Array
+    rows: IntArray
+    structure: IntArray
+    factor: Float64Array
+    component: IntArray | None = None
+    vector: IntArray | None = None
+    multiplicity: Float64Array | None = None
+    n_without: int = 0
+
+
+@dataclass(frozen=True)
+class TrainingSet:
+    """Labelled structures. A row of "energy" is a structure, or an atom if the target is atomic.
+
+    Attributes
+    ----------
+    settings : Settings
+        With the elements of an atomic property.
+    frames : list of Atoms
+        Structures with labels.
+    source : (n_frames,) array of int
+        Their indices among the structures given.
+    centers : list of arrays of int
+        Atoms of each structure whose environments are needed: all, or those with labels.
+    quantities : dict of str to Quantity
+        "energy", which stands for any target, and "forces" and "stress" if they are learned.
+    species : list of int
+        Atomic numbers of all structures.
+    groups : (n_frames,) array of int
+        Structures that are in or out of a subsample together; duplicates always are.
+    n_isolated, n_duplicates : int
+    isolated : dict of int to float
+        Energies of isolated atoms found in the data.
+    digest : str
+        Of structures and labels.
+    derivatives : ForceLabels, optional
+        Forces and virials by structure.
+    """
+
+    settings: Settings
+    frames: list[Atoms]
+    source: IntArray
+    centers: list[IntArray]
+    quantities: dict[str, Quantity]
+    species: list[int]
+    groups: IntArray
+    n_isolated: int
+    n_duplicates: int
+    isolated: dict[int, float]
+    digest: str
+    derivatives: ForceLabels | None = None
+
+    @property
+    def y(self) -> Float64Array:
+        """Labels of the target: (N,)."""
+        return self.quantities["energy"].y
+
+    @cached_property
+    def offsets(self) -> IntArray:
+        """Environments of structure s are ``offsets[s]:offsets[s + 1]``."""
+        return offsets_of([len(c) for c in self.centers])
+
+    @property
+    def n_environments(self) -> int:
+        """Number of environments whose features are needed."""
+        return int(self.offsets[-1])
+
+    @property
+    def n_rows(self) -> int:
+        """Number of labels of all quantities."""
+        return sum(len(quantity.y) for quantity in self.quantities.values())
+
+    @cached_property
+    def center_species(self) -> IntArray:
+        """Atomic number at the centre of each environment."""
+        pairs = zip(self.frames, self.centers, strict=True)
+        return np.concatenate([atoms.numbers[chosen] for atoms, chosen in pairs])
+
+    @property
+    def row_groups(self) -> IntArray:
+        """What is drawn, or left out, together: a number for each row of the target."""
+        if self.settings.resample == "atoms":
+            return np.arange(len(self.y))
+        return self.groups[self.quantities["energy"].structure]
+
+    def design(self, species: Sequence[int] | None = None) -> Float64Array:
+        """Return the design matrix of the baseline, for these species or those given: (N, S)."""
+        columns = self.species if species is None else species
+        if self.settings.per_atom:
+            return atom_design(self.center_species, columns)
+        return structure_design(self.frames, columns)
+
+
+def collect_labels(
+    frames: Sequence[Atoms], settings: Settings, groups: Sequence[object] | None = None
+) -> TrainingSet:
+    """Find labels and duplicates, and check that the structures can be used.
+
+    Parameters
+    ----------
+    frames : sequence of Atoms
+    settings : Settings
+    groups : sequence of length len(frames), optional
+        Labels of structures that belong together, such as snapshots of one trajectory.
+    """
+    refuse_single(frames)
+    if not len(frames):
+        raise InputError("frames", "no structures", "at least 2 labelled structures")
+    if groups is not None and len(groups) != len(frames):
+        raise InputError("groups", f"{len(groups)} labels", f"one for each of {len(frames)} frames")
+    found = labelled(frames, settings.target, settings.kind, settings.species)
+    used = [frames[i] for i in found.frames]
+    for i in found.frames.tolist():
+        check_structures([frames[i]], first=i)
+    n_atoms = np.array([len(atoms) for atoms in used])
+    centers = found.rows if settings.per_atom else [np.arange(n) for n in n_atoms]
+    y = found.values / n_atoms if settings.kind == "extensive" else found.values
+    if np.max(np.abs(y)) > 1e140:
+        raise InputError("target", f"values of {np.max(np.abs(y)):.1e}", "numbers below 1e140")
+    sizes = [len(c) for c in centers] if settings.per_atom else np.ones(len(used), dtype=int)
+    structure = np.repeat(np.arange(len(used)), sizes)
+    energy = Quantity(
+        y, np.arange(len(y)), structure, np.ones(len(y)), n_without=found.n_unlabelled
+    )
+    codes, n_duplicates = _joined(used, groups, found.frames)
+    if n_duplicates:
+        warnings.warn(
+            f"{n_duplicates} of {len(used)} structures are duplicates; copies are in or out of a "
+            "subsample together.",
+            QualmsWarning,
+            stacklevel=2,
+        )
+    derivatives = None
+    if settings.mechanical:
+        derivatives = force_labels(frames, found.frames, settings.forces, settings.stress)
+    if settings.per_atom and settings.species is None:
+        pairs = zip(used, centers, strict=True)
+        labelled_species = np.unique(np.concatenate([a.numbers[c] for a, c in pairs]))
+        settings = settings.model_copy(update={"species": tuple(labelled_species.tolist())})
+    return TrainingSet(
+        settings=settings.model_copy(update={"memory": None, "threads": None}),
+        frames=used,
+        source=found.frames,
+        centers=centers,
+        quantities={"energy": energy, **_derived(derivatives, used, len(y))},
+        species=species_of(used),
+        groups=codes,
+        n_isolated=found.n_isolated,
+        n_duplicates=n_duplicates,
+        isolated=found.isolated,
+        digest=data_hash(used, _by_structure(found, n_atoms, derivatives)),
+        derivatives=derivatives,
+    )
+
+
+def _derived(
+    labels: ForceLabels | None, frames: Sequence[Atoms], first: int
+) -> dict[str, Quantity]:
+    """Return the blocks of forces and virials, whose rows come after `first` others."""
+    if labels is None:
+        return {}
+    place = np.concatenate([np.flatnonzero(mask) for mask in labels.known])
+    structure = np.repeat(np.arange(len(frames)), np.diff(labels.offsets))
+    sizes = np.array([len(atoms) for atoms in frames])
+    n = sizes[structure]
+    # Each structure has n forces and a virial.
+    vector = offsets_of(sizes + 1)[:-1][structure] + np.minimum(place // 3, n)
+    multiplicity = np.where(place >= 3 * n + 3, 2.0, 1.0)
+    density = np.array([len(a) / a.cell.volume if a.cell.rank == 3 else 0.0 for a in frames])
+    is_virial = place >= 3 * n
+    component = np.where(is_virial, place - 3 * n, place % 3)
+    blocks = {"forces": np.flatnonzero(~is_virial), "stress": np.flatnonzero(is_virial)}
+    n_without = {"forces": labels.n_without, "stress": len(frames) - labels.n_with_virial}
+    factors = {"forces": np.ones(len(n)), "stress": density[structure]}
+    return {
+        name: Quantity(
+            labels.y[rows],
+            first + rows,
+            structure[rows],
+            factors[name][rows],
+            component[rows],
+            vector[rows],
+            multiplicity[rows],
+            n_without[name],
+        )
+        for name, rows in blocks.items()
+        if len(rows)
+    }
+
+
+def _by_structure(
+    found: Labelled, n_atoms: IntArray, derivatives: ForceLabels | None
+) -> Float64Array | list[Float64Array]:
+    """Return all labels of each structure, those of atoms with NaN where there is none."""
+    if derivatives is not None:
+        parts = zip(found.values, derivatives.forces, derivatives.virials, strict=True)
+        return [np.concatenate([[value], f.ravel(), virial]) for value, f, virial in parts]
+    if not found.rows:
+        return found.values
+    ends = np.cumsum([len(rows) for rows in found.rows])
+    labels = [np.full(n, np.nan) for n in n_atoms.tolist()]
+    for of_atoms, rows, end in zip(labels, found.rows, ends, strict=True):
+        of_atoms[rows] = found.values[end - len(rows) : end]
+    return labels
+
+
+def _joined(
+    frames: Sequence[Atoms], groups: Sequence[object] | None, source: IntArray
+) -> tuple[IntArray, int]:
+    """Return the group of each structure, and the number of duplicates."""
+    prints = fingerprints(frames)
+    codes = {digest: i for i, digest in enumerate(dict.fromkeys(prints))}
+    distinct = np.array([codes[digest] for digest in prints], dtype=np.intp)
+    if groups is None:
+        return distinct, len(frames) - len(codes)
+    labels = group_codes([groups[i] for i in source], len(frames))
+    return joined_groups(distinct, labels)[distinct], len(frames) - len(codes)
+
+
+# --- labels of structures and atoms ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """What there is to learn from.
+    """Labels of one key.
 
     Attributes
     ----------
@@ -49,7 +309,7 @@ class Labelled:
     rows : list of n_frames arrays of int
         The labelled atoms of each structure; empty unless the labels are of atoms.
     n_unlabelled : int
-        Structures, or atoms of the wanted species, that have no label.
+        Structures, or atoms of the wanted species, without a label.
     n_isolated : int
         Structures tagged as isolated atoms.
     isolated : dict of int to float
@@ -67,26 +327,11 @@ class Labelled:
 def labelled(
     frames: Sequence[Atoms], key: str, kind: str, species: Sequence[int] | None = None
 ) -> Labelled:
-    """Return which structures, or atoms, have a label, and the labels.
+    """Return which structures, or atoms of some species, have a label, and the labels.
 
-    Structures of one atom whose ``info["config_type"]`` is "isolated_atom" or "IsolatedAtom" tell
-    what energies are counted from. They are not to be learned, and returned by themselves.
-
-    Parameters
-    ----------
-    frames : sequence of ase.Atoms
-    key : str
-        Name of the label.
-    kind : {"extensive", "intensive", "atomic"}
-        Whether the label is of structures, as a sum or an average over atoms, or of atoms.
-    species : sequence of int, optional
-        Atomic numbers of the atoms that are wanted, if the labels are of atoms; all by default.
-
-    Returns
-    -------
-    Labelled
+    Structures of one atom whose ``info["config_type"]`` is "isolated_atom" or "IsolatedAtom" are
+    not learned from; their labels are returned apart.
     """
-    check_kind(kind)
     if kind == "atomic":
         values = atomic_targets(frames, key, species)
     elif species is None:
@@ -99,65 +344,42 @@ def labelled(
     if not used:
         of = "" if species is None else f" of {symbols_of(species)}"
         what = f"atom{of}" if kind == "atomic" else "structure"
-        besides = ", isolated atoms aside" if any(isolated) else ""
-        raise InputError("key", repr(key), f"a label of at least one {what}{besides}")
+        raise InputError("key", repr(key), f"a label of at least one {what} that is not isolated")
+    rest = [atoms for atoms, alone in zip(frames, isolated, strict=True) if not alone]
+    n_wanted = len(rest)
+    if kind == "atomic":
+        n_wanted = sum(int(np.count_nonzero(_is_wanted(atoms, species))) for atoms in rest)
     return Labelled(
         frames=np.array(used, dtype=np.intp),
         values=np.concatenate([values[i][rows[i]] for i in used]),
         rows=[rows[i] for i in used] if kind == "atomic" else [],
-        n_unlabelled=_n_wanted(frames, isolated, kind, species) - sum(len(rows[i]) for i in used),
+        n_unlabelled=n_wanted - sum(len(rows[i]) for i in used),
         n_isolated=sum(isolated),
         isolated=_isolated_values(frames, values, isolated, key),
     )
 
 
-def check_kind(kind: str) -> None:
-    """Refuse what is not a kind of target."""
-    if kind not in KINDS:
-        raise InputError("kind", repr(kind), f"one of {', '.join(map(repr, KINDS))}")
-
-
 def structure_targets(frames: Sequence[Atoms], key: str) -> Float64Array:
-    """Return the label of each structure, in the units of the data.
-
-    Returns
-    -------
-    (N,) array of float64
-        NaN where there is no label.
-    """
-    found = _find_all(frames, key, per_atom=False)
+    """Return the label of each structure, NaN where there is none: (n_frames,)."""
     values = np.full(len(frames), np.nan)
-    for i, (value, place) in found.items():
-        values[i] = _as_number(value, f"frames[{i}].{place}", len(frames[i]))
+    for i, (value, place) in _find_all(frames, key, per_atom=False).items():
+        hint = _PER_ATOM if _as_array(value).shape[:1] == (len(frames[i]),) else ""
+        number = _numbers(value, f"frames[{i}].{place}", [(), (1,)], "one number", hint)
+        values[i] = number.reshape(())
     return values
 
 
 def atomic_targets(
     frames: Sequence[Atoms], key: str, species: Sequence[int] | None = None
 ) -> list[Float64Array]:
-    """Return the labels of the atoms of each structure, in the units of the data.
-
-    Parameters
-    ----------
-    frames : sequence of N ase.Atoms
-    key : str
-        Name of the label.
-    species : sequence of int, optional
-        Atomic numbers of the atoms that are wanted; all by default.
-
-    Returns
-    -------
-    list of N arrays (n_atoms,) of float64
-        NaN where there is no label, and for atoms of other species.
-    """
-    found = _find_all(frames, key, per_atom=True)
+    """Return the labels of the atoms of each structure, NaN where there is none, or not wanted."""
     values = [np.full(len(atoms), np.nan) for atoms in frames]
-    for i, (value, place) in found.items():
-        wanted = _is_wanted(frames[i], species)
-        values[i][wanted] = _as_numbers(value, f"frames[{i}].{place}", len(frames[i]))[wanted]
-        if np.any(np.isinf(values[i])):
-            atom = int(np.flatnonzero(np.isinf(values[i]))[0])
-            raise InputError(f"frames[{i}].{place}[{atom}]", values[i][atom], "a finite number")
+    for i, (value, place) in _find_all(frames, key, per_atom=True).items():
+        n, wanted = len(frames[i]), _is_wanted(frames[i], species)
+        expected = f"one number for each of {n} atoms"
+        hint = "" if _as_array(value).ndim else _PER_STRUCTURE
+        found = _numbers(value, f"frames[{i}].{place}", [(n,), (n, 1)], expected, hint, wanted)
+        values[i][wanted] = found.reshape(n)[wanted]
     return values
 
 
@@ -168,24 +390,25 @@ def _find_all(
     if len(frames) == 0:
         raise InputError("frames", "no structures", "at least one")
     found = {i: hit for i, atoms in enumerate(frames) if (hit := find_label(atoms, key, per_atom))}
-    if not found:
-        _refuse_key(frames, key, per_atom)
-    check_shared_calculators(frames, [i for i in found if found[i][1].startswith(_RESULTS)])
-    places = Counter(place for _, place in found.values())
     predicted = sum(_is_predicted(atoms, key, per_atom) for atoms in frames)
+    if not found:
+        _reject_key(frames, key, per_atom, predicted=predicted > 0)
+    _check_shared_calculators(frames, found)
     if predicted:
         warnings.warn(
-            f"{key!r} has {key}_uncertainty beside it in {predicted} structures: these are "
-            f"predictions, not labels; REF_{key} is used where there is one.",
+            f"{key!r} has {key}_uncertainty beside it in {predicted} structures: these values are "
+            f"predictions, not labels; REF_{key} is used where it exists.",
             QualmsWarning,
-            stacklevel=4,
+            stacklevel=2,
         )
+    places = Counter(place for _, place in found.values())
     if len(places) > 1:
         several = ", ".join(f"{place} ({n} structures)" for place, n in places.most_common())
         warnings.warn(
-            f"{key!r} is in several places: {several}. Are these labels of the same origin?",
+            f"{key!r} is in several places: {several}. Check that these labels are of the same "
+            "origin.",
             QualmsWarning,
-            stacklevel=4,
+            stacklevel=2,
         )
     return found
 
@@ -196,29 +419,31 @@ def find_label(atoms: Atoms, key: str, per_atom: bool) -> tuple[object, str] | N
     for k in (key, f"REF_{key}"):
         if k in store and not is_prediction(atoms, k, store[k]):
             return store[k], f"{name}[{k!r}]"
-    results = stored_results(atoms)
+    results = _stored_results(atoms)
     if key in results and not is_prediction(atoms, key, results[key], atoms.calc):
         return results[key], f"{_RESULTS}[{key!r}]"
     return None
 
 
 def _is_predicted(atoms: Atoms, key: str, per_atom: bool) -> bool:
-    """Whether a structure has a value under this key that is no label."""
-    store, results = atoms.arrays if per_atom else atoms.info, stored_results(atoms)
+    """Whether a structure has a value under this key that is a prediction."""
+    store, results = atoms.arrays if per_atom else atoms.info, _stored_results(atoms)
     return (key in store and is_prediction(atoms, key, store[key])) or (
         key in results and is_prediction(atoms, key, results[key], atoms.calc)
     )
 
 
-def stored_results(atoms: Atoms) -> dict[str, Any]:
-    """Return what a calculator has stored. Asking it for a property might start a calculation."""
+def _stored_results(atoms: Atoms) -> dict[str, Any]:
+    """Return stored results; asking a calculator for a property might start a calculation."""
     return dict(getattr(atoms.calc, "results", None) or {})
 
 
-def check_shared_calculators(frames: Sequence[Atoms], indices: Sequence[int]) -> None:
-    """Refuse one calculator for several structures: it stores the results of the last one only."""
+def _check_shared_calculators(
+    frames: Sequence[Atoms], found: dict[int, tuple[object, str]]
+) -> None:
+    """Reject one calculator of several structures: it stores the results of the last one only."""
     owners: dict[int, int] = {}
-    for i in indices:
+    for i in (i for i, (_, place) in found.items() if place.startswith(_RESULTS)):
         j = owners.setdefault(id(frames[i].calc), i)
         if frames[i] is not frames[j]:
             raise InputError(
@@ -229,31 +454,31 @@ def check_shared_calculators(frames: Sequence[Atoms], indices: Sequence[int]) ->
             )
 
 
-def _as_number(value: object, name: str, n_atoms: int) -> float:
-    """Return the label of a structure, NaN for None."""
-    array = as_array(np.nan if value is None else value)
-    if array.dtype.kind not in "iuf" or array.shape not in ((), (1,)):
-        hint = _per_atom_hint() if array.ndim > 0 and len(array) == n_atoms else _bool_hint(array)
-        raise InputError(name, describe(array), "one number", hint)
-    number = float(array.reshape(()))
-    if np.isinf(number):
-        raise InputError(name, number, "a finite number")
-    return number
-
-
-def _as_numbers(value: object, name: str, n_atoms: int) -> Float64Array:
-    """Return the labels of the atoms of a structure: (n_atoms,), NaN for None."""
-    array = as_array(value)
+def _numbers(
+    value: object,
+    name: str,
+    shapes: Sequence[tuple[int, ...]],
+    expected: str,
+    hint: str = "",
+    wanted: BoolArray | slice = slice(None),
+) -> Float64Array:
+    """Return a label as float64, NaN for None; those that are wanted must be finite or NaN."""
+    array = _as_array(np.nan if value is None else value)
     if array.dtype == object:
-        # Mixed with numbers None gives NaN; with strings it gives strings, which are refused.
+        # Mixed with numbers None gives NaN; with strings it gives strings, which are rejected.
         array = np.array([np.nan if v is None else v for v in array.ravel()]).reshape(array.shape)
-    if array.dtype.kind not in "iuf" or array.shape not in ((n_atoms,), (n_atoms, 1)):
-        hint = _per_structure_hint() if array.ndim == 0 else _bool_hint(array)
-        raise InputError(name, describe(array), f"one number for each of {n_atoms} atoms", hint)
-    return array.reshape(n_atoms).astype(np.float64)
+    if array.dtype.kind not in "iuf" or array.shape not in shapes:
+        if array.dtype == bool:
+            hint = "In extended XYZ a key without a value means True: omit keys of missing labels."
+        given = f"an array of {array.dtype.name} of shape {array.shape}"
+        raise InputError(name, given if array.ndim else repr(array.item())[:40], expected, hint)
+    values = array.astype(np.float64)
+    if np.isinf(values if values.ndim == 0 else values[wanted]).any():
+        raise InputError(name, "infinite values", "finite numbers, or NaN where there is none")
+    return values
 
 
-def as_array(value: object) -> np.ndarray[Any, Any]:
+def _as_array(value: object) -> np.ndarray[Any, Any]:
     """Return any value as an array; what cannot be one becomes a string, which is no number."""
     try:
         return np.asarray(value)
@@ -261,46 +486,28 @@ def as_array(value: object) -> np.ndarray[Any, Any]:
         return np.asarray(str(value))
 
 
-def describe(array: np.ndarray[Any, Any]) -> str:
-    """Return the value if it is short, else what it is made of."""
-    if array.ndim == 0:
-        return repr(array.item())[:40]
-    return f"an array of {array.dtype.name} of shape {array.shape}"
-
-
-def _bool_hint(array: np.ndarray[Any, Any]) -> str:
-    """Return a word on the commonest cause of booleans."""
-    if array.dtype != bool:
-        return ""
-    return "In extended XYZ a key without a value means True: leave out keys of missing labels."
-
-
-def _per_atom_hint() -> str:
-    return "It is a per-atom array: use kind='atomic' / --per-atom-target."
-
-
-def _per_structure_hint() -> str:
-    return "It is a number per structure: use kind='extensive' or 'intensive' / --target."
-
-
-def _refuse_key(frames: Sequence[Atoms], key: str, per_atom: bool) -> NoReturn:
-    """Say which keys there are instead."""
-    present = _present(frames, per_atom)
-    if any(_is_predicted(atoms, key, per_atom) for atoms in frames):
+def _reject_key(frames: Sequence[Atoms], key: str, per_atom: bool, *, predicted: bool) -> NoReturn:
+    """Raise an error that lists the keys that exist."""
+    if predicted:
         raise InputError(
             "key",
             repr(key),
-            f"labels; those with {key}_uncertainty beside them are predictions",
-            f"Keep labels as REF_{key}, or remove {key}_uncertainty where it is out of date.",
+            f"labels; values with {key}_uncertainty beside them are predictions",
+            f"Store labels as REF_{key}, or remove an outdated {key}_uncertainty.",
         )
-    folded = {k.casefold(): k for k in present}
+    expected = f"a label of {'atoms' if per_atom else 'structures'}"
+    if {key, f"REF_{key}"} & _present(frames, not per_atom):
+        hint = _PER_STRUCTURE if per_atom else _PER_ATOM
+        raise InputError("key", repr(key), expected, hint)
+    _reject("key", key, expected, _present(frames, per_atom))
+
+
+def _reject(name: str, key: str, expected: str, present: set[str]) -> NoReturn:
+    folded = {k.casefold(): k for k in sorted(present)}
     close = difflib.get_close_matches(key.casefold(), list(folded), n=1)
     hint = f"Did you mean {folded[close[0]]!r}?" if close else ""
-    if {key, f"REF_{key}"} & _present(frames, not per_atom):
-        hint = _per_structure_hint() if per_atom else _per_atom_hint()
-    keys = ", ".join(map(repr, sorted(present))) or "there is none"
-    whose = "atoms" if per_atom else "structures"
-    raise InputError("key", repr(key), f"a label that {whose} have ({keys})", hint)
+    keys = ", ".join(map(repr, sorted(present))) or "none exists"
+    raise InputError(name, repr(key), f"{expected} ({keys})", hint)
 
 
 def _present(frames: Sequence[Atoms], per_atom: bool) -> set[str]:
@@ -308,29 +515,19 @@ def _present(frames: Sequence[Atoms], per_atom: bool) -> set[str]:
     keys: set[str] = set()
     for atoms in frames:
         keys.update(map(str, atoms.arrays if per_atom else atoms.info))
-        for k, value in stored_results(atoms).items():
+        for k, value in _stored_results(atoms).items():
             if (np.ndim(value) > 0 and len(value) == len(atoms)) == per_atom:
                 keys.add(k)
     return keys - {"numbers", "positions"} if per_atom else keys
 
 
-def _is_wanted(atoms: Atoms, species: Sequence[int] | None) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def _is_wanted(atoms: Atoms, species: Sequence[int] | None) -> BoolArray:
     numbers = np.asarray(atoms.numbers)
     return np.ones(len(numbers), dtype=bool) if species is None else np.isin(numbers, species)
 
 
-def _n_wanted(
-    frames: Sequence[Atoms], isolated: Sequence[bool], kind: str, species: Sequence[int] | None
-) -> int:
-    """Return the number of labels if there were no gaps."""
-    rest = [atoms for atoms, alone in zip(frames, isolated, strict=True) if not alone]
-    if kind != "atomic":
-        return len(rest)
-    return sum(int(np.count_nonzero(_is_wanted(atoms, species))) for atoms in rest)
-
-
 def is_isolated(atoms: Atoms) -> bool:
-    """Whether a structure is an atom in vacuum, by its own account."""
+    """Whether a structure is tagged as an isolated atom."""
     return len(atoms) == 1 and str(atoms.info.get("config_type")).lower() in ISOLATED
 
 
@@ -352,9 +549,7 @@ def _isolated_values(
     return found
 
 
-# Forces and stresses to learn from: where they are, and which are missing.
-#: A matrix whose halves differ by more than this, relative to its largest number, is no stress.
-_SYMMETRY = 1e-3
+# --- labels of forces and stresses ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -390,42 +585,10 @@ class ForceLabels:
         pairs = zip(self._components, self.known, strict=True)
         return np.concatenate([values[mask] for values, mask in pairs])
 
-    @cached_property
-    def structure(self) -> IntArray:
-        """Structure of each row."""
-        return np.repeat(np.arange(len(self.forces)), np.diff(self.offsets))
-
-    @cached_property
-    def is_virial(self) -> BoolArray:
-        """Whether a row is a component of a virial rather than of a force."""
-        return np.concatenate([np.arange(len(mask))[mask] >= len(mask) - 6 for mask in self.known])
-
-    @cached_property
-    def whole(self) -> IntArray:
-        """Which force, or virial, each row is a component of: numbers in the order of rows."""
-        sizes = [len(forces) for forces in self.forces]
-        firsts = offsets_of([n + 1 for n in sizes])[:-1]  # n forces and a virial each
-        parts = [
-            first + np.minimum(np.flatnonzero(mask) // 3, n)
-            for first, n, mask in zip(firsts.tolist(), sizes, self.known, strict=True)
-        ]
-        return np.concatenate(parts)
-
-    @cached_property
-    def multiplicity(self) -> Float64Array:
-        """How often each row is in its force, once, or in its virial, twice if off the diagonal."""
-        parts = [np.where(np.flatnonzero(mask) >= len(mask) - 3, 2.0, 1.0) for mask in self.known]
-        return np.concatenate(parts)
-
     @property
     def n_without(self) -> int:
         """Structures without any force."""
         return sum(not np.isfinite(forces).any() for forces in self.forces)
-
-    @property
-    def n_without_virial(self) -> int:
-        """Structures without a stress."""
-        return len(self.virials) - self.n_with_virial
 
     @property
     def n_with_virial(self) -> int:
@@ -441,31 +604,26 @@ class ForceLabels:
 def force_labels(
     frames: Sequence[Atoms], used: IntArray, forces: str | None, stress: str | None
 ) -> ForceLabels:
-    """Return the forces and virials of the structures that are used.
-
-    Parameters
-    ----------
-    frames : sequence of Atoms
-        All that were given.
-    used : (n_structures,) array of int
-        Those with an energy.
-    forces, stress : str, optional
-        Keys.
-    """
+    """Return the forces and virials, by their keys, of the structures with an energy (`used`)."""
     chosen = [frames[i] for i in used]
     found = [np.full((len(atoms), 3), np.nan) for atoms in chosen]
     virials = np.full((len(chosen), 6), np.nan)
     if forces is not None:
         known = find_forces(frames, forces)
+        unused = [i for i in known if i not in set(used.tolist()) and not is_isolated(frames[i])]
+        if unused:
+            _warn(
+                f"{len(unused)} structures (first frames[{unused[0]}]) have {forces!r} but no "
+                "energy; their forces are not used."
+            )
         found = [known.get(i, empty) for i, empty in zip(used.tolist(), found, strict=True)]
-        _warn_of_unused(frames, known, used, forces)
-        _warn_of_zeros(chosen, found, forces)
+        _warn_if_constant([f for f in found if len(f) > 1], forces)
     if stress is not None:
         known = find_stresses(frames, stress)
         for row, i in enumerate(used.tolist()):
             if i in known:
                 virials[row] = known[i] * frames[i].cell.volume / len(frames[i])
-        _warn_of_constant([known[i] for i in used.tolist() if i in known], stress)
+        _warn_if_constant([known[i] for i in used.tolist() if i in known], stress)
     labels = ForceLabels(found, virials)
     if not len(labels.y):
         name, key = ("forces", forces) if forces is not None else ("stress", stress)
@@ -473,26 +631,36 @@ def force_labels(
     return labels
 
 
+def _warn(text: str) -> None:
+    warnings.warn(text, QualmsWarning, stacklevel=2)
+
+
+def _warn_if_constant(labels: Sequence[Float64Array], key: str) -> None:
+    """Warn if all forces, or stresses, are zero, which stands for unknown in some data sets."""
+    known = [values for values in labels if np.isfinite(values).any()]
+    if len(known) > 1 and not any(np.any(np.nan_to_num(values)) for values in known):
+        _warn(f"All values of {key!r} are zero. If they are unknown, omit them or write NaN.")
+
+
 def find_forces(frames: Sequence[Atoms], key: str) -> dict[int, Float64Array]:
     """Return the forces (n_atoms, 3) of each structure that has some."""
     places = {i: hit for i, atoms in enumerate(frames) if (hit := find_label(atoms, key, True))}
     if not places:
-        _refuse_forces(frames, key)
-    _check_misplaced(frames, places, key)
-    check_shared_calculators(frames, [i for i in places if places[i][1].startswith("calc")])
+        present = {name for atoms in frames for name in _vectors(atoms)}
+        _reject("forces", key, "three numbers for each atom", present)
+    _check_shared_calculators(frames, places)
     found = {}
     for i, (value, place) in places.items():
-        values = _numbers(value, f"frames[{i}].{place}", (len(frames[i]), 3), "three for each atom")
+        values = _numbers(value, f"frames[{i}].{place}", [(len(frames[i]), 3)], "(n_atoms, 3)")
         if np.isfinite(values).any():
             found[i] = values
     return found
 
 
 def find_stresses(frames: Sequence[Atoms], key: str) -> dict[int, Float64Array]:
-    """Return the stress (6,) of each structure that has one and a volume.
+    """Return the stress (6,) of each structure that has one and a cell with a volume.
 
-    That is as ASE has it: slabs and wires have a stress if their cells have a volume, vacuum
-    included. Zeros beside a structure that is not periodic stand for what nobody computed.
+    Zeros beside a structure that is not periodic are taken as unknown.
     """
     if "virial" in key.casefold() and "stress" not in key.casefold():
         raise InputError(
@@ -503,134 +671,48 @@ def find_stresses(frames: Sequence[Atoms], key: str) -> dict[int, Float64Array]:
         )
     places = {i: hit for i, atoms in enumerate(frames) if (hit := find_label(atoms, key, False))}
     if not places:
-        stores = ({**atoms.info, **stored_results(atoms)} for atoms in frames)
-        present = {str(k) for store in stores for k, v in store.items() if _is_tensor(v)}
-        _refuse("stress", key, "six numbers, or a symmetric matrix", present)
-    check_shared_calculators(frames, [i for i in places if places[i][1].startswith("calc")])
+        stores = ({**atoms.info, **_stored_results(atoms)} for atoms in frames)
+        tensors = ((6,), (9,), (3, 3))
+        present = {str(k) for s in stores for k, v in s.items() if _as_array(v).shape in tensors}
+        _reject("stress", key, "six numbers, or a symmetric matrix", present)
+    _check_shared_calculators(frames, places)
     values = {i: _voigt(value, f"frames[{i}].{place}") for i, (value, place) in places.items()}
     known = {i: v for i, v in values.items() if frames[i].pbc.any() or np.nan_to_num(v).any()}
     known = {i: value for i, value in known.items() if np.isfinite(value).any()}
     found = {i: value for i, value in known.items() if frames[i].cell.rank == 3}
     unused = sorted({*known} - {*found})
     if unused:
-        warnings.warn(
+        _warn(
             f"{len(unused)} structures (first frames[{unused[0]}]) have {key!r} but no cell with a "
-            "volume; their stress is not used.",
-            QualmsWarning,
-            stacklevel=6,
+            "volume; their stress is not used."
         )
     return found
 
 
-def has_forces(frames: Sequence[Atoms], key: str) -> bool:
-    """Return whether some structure has values of atoms under a key."""
-    return any(find_label(atoms, key, True) for atoms in frames)
-
-
-def has_stresses(frames: Sequence[Atoms], key: str) -> bool:
-    """Return whether some structure with a volume has a value under a key."""
+def has_label(frames: Sequence[Atoms], quantity: str, key: str) -> bool:
+    """Return whether some structure has a value of "forces", or of a "stress" and a volume."""
+    if quantity == "forces":
+        return any(find_label(atoms, key, True) for atoms in frames)
     return any(atoms.cell.rank == 3 and find_label(atoms, key, False) for atoms in frames)
-
-
-def _is_tensor(value: object) -> bool:
-    """Return whether a value may be a stress, by its shape."""
-    return as_array(value).shape in ((6,), (9,), (3, 3))
 
 
 def _voigt(value: object, name: str) -> Float64Array:
     """Return a stress as six numbers, from six or nine."""
-    array = as_array(value)
+    array = _as_array(value)
     if array.size != 9:
-        return _numbers(value, name, (6,), "6 numbers (xx, yy, zz, yz, xz, xy) or a 3 × 3 matrix")
-    matrix = _numbers(array.reshape(-1), name, (9,), "6 or 9 numbers").reshape(3, 3)
+        return _numbers(value, name, [(6,)], "xx, yy, zz, yz, xz, xy, or a 3 × 3 matrix")
+    matrix = _numbers(array.reshape(3, 3), name, [(3, 3)], "a 3 × 3 matrix")
     if np.abs(matrix - matrix.T).max() > _SYMMETRY * np.abs(matrix).max():
-        raise InputError(name, "a matrix that is not symmetric", "a stress, which is")
+        raise InputError(name, "a matrix that is not symmetric", "a symmetric stress")
     return np.asarray((matrix + matrix.T)[VOIGT] / 2)
-
-
-def _numbers(value: object, name: str, shape: tuple[int, ...], expected: str) -> Float64Array:
-    array = as_array(value)
-    if array.dtype.kind not in "iuf" or array.shape != shape:
-        raise InputError(name, describe(array), f"{expected}, an array of shape {shape}")
-    values = array.astype(np.float64)
-    if np.isinf(values).any():
-        raise InputError(name, "infinite values", "finite numbers, or NaN where there is none")
-    return values
-
-
-def _refuse_forces(frames: Sequence[Atoms], key: str) -> NoReturn:
-    """Say which arrays look like forces."""
-    present = {name for atoms in frames for name in _vectors(atoms)}
-    _refuse("forces", key, "three numbers for each atom", present)
-
-
-def _refuse(name: str, key: str, expected: str, present: set[str]) -> NoReturn:
-    folded = {k.casefold(): k for k in sorted(present)}
-    close = difflib.get_close_matches(key.casefold(), list(folded), n=1)
-    hint = f"Did you mean {folded[close[0]]!r}?" if close else ""
-    keys = ", ".join(map(repr, sorted(present))) or "there is none"
-    raise InputError(name, repr(key), f"{expected} ({keys})", hint)
 
 
 def _vectors(atoms: Atoms) -> list[str]:
     """Return the keys of three numbers for each atom, positions left out."""
-    stores: list[dict[str, Any]] = [atoms.arrays, stored_results(atoms)]
+    stores: list[dict[str, Any]] = [atoms.arrays, _stored_results(atoms)]
     return [
         str(name)
         for store in stores
         for name, value in store.items()
         if np.shape(value) == (len(atoms), 3) and name != "positions"
     ]
-
-
-def _check_misplaced(frames: Sequence[Atoms], places: dict[int, Any], key: str) -> None:
-    """Refuse forces that are with the structure rather than with its atoms, such as flat ones."""
-    for i, atoms in enumerate(frames):
-        if i not in places and (hit := find_label(atoms, key, False)):
-            value = as_array(hit[0])
-            if value.dtype.kind in "iuf" and value.size == 3 * len(atoms):
-                raise InputError(
-                    f"frames[{i}].{hit[1]}",
-                    describe(value),
-                    f"an array of atoms, of shape {(len(atoms), 3)}, as in other structures",
-                    f"Move it: atoms.arrays[{key!r}] = atoms.info.pop(…).reshape(-1, 3).",
-                )
-
-
-def _warn_of_unused(
-    frames: Sequence[Atoms], known: dict[int, Float64Array], used: IntArray, key: str
-) -> None:
-    """Tell of forces without an energy, from which nothing is learned."""
-    unused = [i for i in known if i not in set(used.tolist()) and not is_isolated(frames[i])]
-    if unused:
-        warnings.warn(
-            f"{len(unused)} structures (first frames[{unused[0]}]) have {key!r} but no energy, and "
-            "are not learned from.",
-            QualmsWarning,
-            stacklevel=5,
-        )
-
-
-def _warn_of_zeros(frames: Sequence[Atoms], forces: Sequence[Float64Array], key: str) -> None:
-    """Tell of forces that are all zero, which they hardly are."""
-    several = [f for atoms, f in zip(frames, forces, strict=True) if len(atoms) > 1]
-    known = [f for f in several if np.isfinite(f).any()]
-    if known and not any(np.any(np.nan_to_num(f)) for f in known):
-        warnings.warn(
-            f"All forces in {key!r} are zero. If they stand for unknown ones, leave them out, or "
-            "write NaN: models believe them.",
-            QualmsWarning,
-            stacklevel=5,
-        )
-
-
-def _warn_of_constant(stresses: Sequence[Float64Array], key: str) -> None:
-    """Tell of stresses that are all the same, which those of different structures hardly are."""
-    if len(stresses) > 1 and np.all(np.ptp(np.nan_to_num(stresses), axis=0) == 0):
-        what = "the same" if np.any(np.nan_to_num(stresses[0])) else "zero"
-        warnings.warn(
-            f"All stresses in {key!r} are {what}. If they stand for unknown ones, leave them out, "
-            "or write NaN: models believe them.",
-            QualmsWarning,
-            stacklevel=5,
-        )

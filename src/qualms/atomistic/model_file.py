@@ -6,10 +6,7 @@ implies, before anything is built. Nothing in the file is ever executed.
 
 from __future__ import annotations
 
-import datetime
-import platform
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,10 +15,8 @@ from ase.data import chemical_symbols
 from pydantic import Field
 
 from qualms.atomistic.baseline import Baseline
-from qualms.atomistic.fitted import Fitted, ProjectedVariance
+from qualms.atomistic.fitted import Fitted, ProjectedVariance, Provenance, Record
 from qualms.atomistic.settings import Settings
-from qualms.atomistic.training import Outcome
-from qualms.atomistic.training_set import TrainingSet
 from qualms.calibration.base import Calibration
 from qualms.calibration.fitting import build_calibration
 from qualms.errors import QualmsError
@@ -33,98 +28,12 @@ from qualms.io.container import (
     TensorSpec,
     check_tensors,
     read_container,
-    read_document,
     write_container,
 )
-from qualms.progress import Stages
 
 FORMAT = "qualms model"
-#: Raised whenever the meaning of a file changes; older files stay readable.
-PROTOCOL = 3
-
-_PACKAGES = ("qualms", "numpy", "scipy", "ase", "dscribe", "featomic", "safetensors")
-
-
-class Provenance(Document):
-    """Where a model comes from.
-
-    Attributes
-    ----------
-    created : str
-        Date and time, UTC.
-    python, packages
-        Versions.
-    data_digest : str
-        Of structures and labels.
-    """
-
-    created: str
-    python: str
-    packages: dict[str, str]
-    data_digest: str
-
-
-class Record(Document):
-    """What is known of the training.
-
-    Attributes
-    ----------
-    n_structures, n_rows, n_environments : int
-        Labelled structures, labels, and environments.
-    n_unlabelled, n_isolated, n_duplicates : int
-    n_internal : int
-        Rows that enough members had not seen.
-    rmse, mae : float, optional
-        Of these rows, by the members that had not seen them, in the units of the target; per atom
-        if it is extensive.
-    effective_rank : int
-    noise : float
-        Standard deviation σ of the noise, same units.
-    target_std : float
-        Standard deviation of the targets less the baseline, same units.
-    solver : str
-        How the members were solved.
-    seconds : dict
-        Time of each stage.
-    n_force_rows, n_virial_rows, n_without_forces, n_without_stress : int
-        Components of forces and of virials that were learned, and structures without either.
-    forces_rmse, forces_mae, forces_noise : float, optional
-        As those of the energy, of components of forces.
-    stress_rmse, stress_mae : float, optional
-        The same of components of stresses.
-    virial_noise : float, optional
-        That of virials, Vσ per atom, in the units of the energy.
-    forces_internal, stress_internal : int
-        Structures that forces, and stresses, were calibrated on.
-    """
-
-    n_structures: int
-    n_rows: int
-    n_environments: int
-    n_unlabelled: int
-    n_isolated: int
-    n_duplicates: int
-    n_internal: int
-    rmse: float | None
-    mae: float | None
-    effective_rank: int
-    noise: float
-    target_std: float
-    solver: str
-    seconds: dict[str, float]
-    n_force_rows: int = 0
-    n_virial_rows: int = 0
-    n_without_forces: int = 0
-    forces_rmse: float | None = None
-    forces_mae: float | None = None
-    forces_noise: float | None = None
-    n_without_stress: int = 0
-    stress_rmse: float | None = None
-    stress_mae: float | None = None
-    virial_noise: float | None = None
-    forces_internal: int = 0
-    stress_internal: int = 0
-
+#: Raised whenever the meaning of a file changes.
+PROTOCOL = 4
 
 _Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -149,35 +58,14 @@ class ModelDocument(Document):
     pp_intercept: float
     pp_noise: float | None = Field(gt=0)
     pp_target_variance: float | None = Field(gt=0)
-    calibrations: dict[str, CalibrationDocument]
-    forces_calibrations: dict[str, CalibrationDocument] = Field(default_factory=dict)
-    stress_calibrations: dict[str, CalibrationDocument] = Field(default_factory=dict)
+    calibrations: dict[str, dict[str, CalibrationDocument]]
     training_novelty: tuple[_Share, _Share]
     training_spread: float = Field(ge=0)
     record: Record
     provenance: Provenance
 
 
-def make_provenance(digest: str) -> Provenance:
-    """Return versions and date of now."""
-    return Provenance(
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        python=platform.python_version(),
-        packages={name: _version(name) for name in _PACKAGES},
-        data_digest=digest,
-    )
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "unknown"
-
-
-def write_model(
-    path: str | Path, fitted: Fitted, record: Record, provenance: Provenance, *, force: bool
-) -> None:
+def write_model(path: str | Path, fitted: Fitted, *, force: bool) -> None:
     """Write a model, completely or not at all."""
     document = ModelDocument(
         settings=fitted.settings,
@@ -190,22 +78,19 @@ def write_model(
         pp_intercept=fitted.pp_intercept,
         pp_noise=fitted.pp_variance.noise_variance if fitted.pp_variance else None,
         pp_target_variance=fitted.pp_variance.variance if fitted.pp_variance else None,
-        calibrations=_documents(fitted.calibrations),
-        forces_calibrations=_documents(fitted.forces_calibrations),
-        stress_calibrations=_documents(fitted.stress_calibrations),
+        calibrations={
+            quantity: {
+                name: CalibrationDocument(method=c.method, parameters=c.parameters())
+                for name, c in calibrations.items()
+            }
+            for quantity, calibrations in fitted.calibrations.items()
+        },
         training_novelty=fitted.training_novelty,
         training_spread=fitted.training_spread,
-        record=record,
-        provenance=provenance,
+        record=fitted.record,
+        provenance=fitted.provenance,
     )
     write_container(path, _tensors(fitted), document, format=FORMAT, version=PROTOCOL, force=force)
-
-
-def _documents(calibrations: Mapping[str, Calibration]) -> dict[str, CalibrationDocument]:
-    return {
-        name: CalibrationDocument(method=c.method, parameters=c.parameters())
-        for name, c in calibrations.items()
-    }
 
 
 def _tensors(fitted: Fitted) -> dict[str, Any]:
@@ -228,40 +113,34 @@ def _tensors(fitted: Fitted) -> dict[str, Any]:
     return tensors
 
 
-def read_model_document(path: str | Path) -> ModelDocument:
-    """Read only the description of a model."""
-    return read_document(path, ModelDocument, format=FORMAT, version=PROTOCOL)
-
-
-def read_model(path: str | Path) -> tuple[Fitted, Record, Provenance]:
-    """Read a model; a `StorageError` says what is wrong with the file."""
+def read_model(path: str | Path) -> Fitted:
+    """Read a model; a `StorageError` states what is wrong with the file."""
     container = read_container(path, ModelDocument, format=FORMAT, version=PROTOCOL)
     document, tensors = container.document, container.tensors
-    sizes = check_tensors(tensors, _expected(document), path=path, sizes=_sizes(document))
     try:
+        sizes = {
+            "n_members": document.settings.n_members,
+            "species": len(document.species),
+            "rows": document.record.quantities["energy"].n_rows,
+        }
+        sizes = check_tensors(tensors, _expected(document), path=path, sizes=sizes)
         fitted = _build(document, tensors, sizes["r"])
         _check_representation(fitted.representation, sizes["d"])
+    except StorageError:
+        raise
     except (QualmsError, ValueError, TypeError, KeyError, ArithmeticError) as error:
-        raise StorageError(path, f"the parts do not belong together ({error})") from error
-    return fitted, document.record, document.provenance
+        raise StorageError(path, f"inconsistent parts ({error})") from error
+    return fitted
 
 
 def _check_representation(representation: Representation, n_features: int) -> None:
-    """Refuse tensors that are not those of the hyper-parameters."""
+    """Reject tensors that do not match the hyper-parameters."""
     plain = Representation(representation.soap, representation.species)
     raw = tuple(projection.matrix.shape[0] for projection in representation.projections)
     if raw not in ((), plain.widths):
         raise ValueError(f"projections of {raw} features instead of {plain.widths}")
     if representation.n_features != n_features:
         raise ValueError(f"{n_features} features instead of {representation.n_features}")
-
-
-def _sizes(document: ModelDocument) -> dict[str, int]:
-    return {
-        "n_members": document.settings.n_members,
-        "species": len(document.species),
-        "rows": document.record.n_rows,
-    }
 
 
 def _expected(document: ModelDocument) -> dict[str, TensorSpec]:
@@ -291,6 +170,9 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
         set(document.species)
     ):
         raise ValueError(f"species {document.species}")
+    quantities = set(document.settings.keys)
+    if "energy" not in document.calibrations or not set(document.calibrations) <= quantities:
+        raise ValueError(f"calibrations of {', '.join(document.calibrations)}")
     return Fitted(
         settings=document.settings,
         representation=Representation(
@@ -310,24 +192,22 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
         baseline=Baseline(
             document.baseline, document.species, tensors["baseline"], tensors["baseline_members"]
         ),
-        calibrations=_calibrations(document, document.calibrations),
-        forces_calibrations=_calibrations(document, document.forces_calibrations, optional=True),
-        stress_calibrations=_calibrations(document, document.stress_calibrations, optional=True),
+        calibrations={
+            quantity: _calibrations(document, documents)
+            for quantity, documents in document.calibrations.items()
+        },
         pp_variance=_variance(document, tensors, r),
         membership=tensors["membership"],
         training_novelty=document.training_novelty,
         training_spread=document.training_spread,
+        record=document.record,
+        provenance=document.provenance,
     )
 
 
 def _calibrations(
-    document: ModelDocument,
-    documents: Mapping[str, CalibrationDocument],
-    *,
-    optional: bool = False,
+    document: ModelDocument, documents: Mapping[str, CalibrationDocument]
 ) -> dict[str, Calibration]:
-    if optional and not documents:
-        return {}
     calibrations = {
         name: build_calibration(c.method, c.parameters) for name, c in documents.items()
     }
@@ -338,7 +218,7 @@ def _calibrations(
         with np.errstate(all="ignore"):
             std = float(calibration.std(typical, document.settings.n_members)[0])
         if not 0 <= std < np.inf:
-            raise ValueError(f"calibration {name} gives an error bar of {std}")
+            raise ValueError(f"calibration {name} gives a standard deviation of {std}")
     return calibrations
 
 
@@ -355,50 +235,3 @@ def _variance(document: ModelDocument, tensors: dict[str, Any], r: int) -> Proje
             raise ValueError(f"{name} is not a Cholesky factor")
         factors.append(factor)
     return ProjectedVariance(factors[0], factors[1], document.pp_noise, document.pp_target_variance)
-
-
-# What is kept of a training run besides the model.
-def make_record(data: TrainingSet, outcome: Outcome, stages: Stages) -> Record:
-    """Return sizes, errors and times of a training run."""
-    internal = outcome.internal
-    z = None if internal is None else internal.residuals
-    return Record(
-        n_structures=len(data.frames),
-        n_rows=len(data.y),
-        n_environments=data.n_environments,
-        n_unlabelled=data.n_unlabelled,
-        n_isolated=data.n_isolated,
-        n_duplicates=data.n_duplicates,
-        n_internal=0 if z is None else len(z),
-        rmse=None if z is None else float(np.sqrt(np.mean(z**2))),
-        mae=None if z is None else float(np.mean(np.abs(z))),
-        effective_rank=len(outcome.fitted.representatives),
-        noise=float(np.sqrt(outcome.full.noise_variance[0])),
-        target_std=outcome.target_std,
-        solver=outcome.solution,
-        seconds=dict(stages.seconds),
-        **_of_forces(data, outcome),
-    )
-
-
-def _of_forces(data: TrainingSet, outcome: Outcome) -> dict[str, Any]:
-    labels, noise = data.mechanics, outcome.joint_noise
-    if labels is None or noise is None:
-        return {}
-    n_virial_rows = int(np.count_nonzero(labels.is_virial))
-    n_force_rows = len(labels.y) - n_virial_rows
-    found: dict[str, Any] = {
-        "n_force_rows": n_force_rows,
-        "n_virial_rows": n_virial_rows,
-        "n_without_forces": labels.n_without,
-        "n_without_stress": labels.n_without_virial,
-        "forces_noise": float(np.sqrt(noise.forces)) if n_force_rows else None,
-        "virial_noise": None if noise.virials is None else float(np.sqrt(noise.virials)),
-    }
-    for name, of in (("forces", outcome.of_forces), ("stress", outcome.of_stress)):
-        if of.internal is not None:
-            z = of.internal.residuals
-            found[f"{name}_rmse"] = float(np.sqrt(np.mean(z**2)))
-            found[f"{name}_mae"] = float(np.mean(np.abs(z)))
-            found[f"{name}_internal"] = of.n_structures
-    return found
