@@ -26,7 +26,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from qualms import QualmsWarning, score
 from qualms.atomistic import training
-from qualms.atomistic.kernel_rows import derivative_rows, scale_rows
+from qualms.atomistic.forces import derivative_rows, scale_rows
 from qualms.atomistic.labels import collect_labels
 from qualms.atomistic.settings import make_settings
 from qualms.errors import NumericalError
@@ -422,7 +422,7 @@ def test_a_memory_limit_makes_it_recompute(molecules, caplog):
     for limit in limits:
         try:
             found.append(training._plan_memory(data, limit, 1))
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             assert getattr(error, "parameter", None) == "memory"
             found.append(None)
     modes = ["no" if p is None else "keep" if p.n_block is None else "again" for p in found]

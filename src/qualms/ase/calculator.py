@@ -341,9 +341,7 @@ def _calibrated_for(model: Model, given: str | None) -> str:
     """Return the quantity that members are calibrated for: as given, or as the model has it."""
     if given not in (None, *_CALIBRATED_FOR):
         raise InputError("calibrated_for", repr(given), " or ".join(map(repr, _CALIBRATED_FOR)))
-    has_own = (
-        isinstance(model, AtomisticModel) and model.fitted.calibration_of("forces") is not None
-    )
+    own = model.fitted.calibration_of("forces") if isinstance(model, AtomisticModel) else None
     if given == "forces" and own is None:
         expected = "'energy': the model has no calibration of forces"
         raise InputError("calibrated_for", "'forces'", expected, "Train it on forces.")
