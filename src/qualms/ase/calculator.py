@@ -452,19 +452,8 @@ class Calculator(ModelCalculator):
     """
 
     implemented_properties = [  # noqa: RUF012
-        "energy",
-        "free_energy",
-        "forces",
-        "stress",
-        "energy_uncertainty",
-        "energy_ensemble",
-        "forces_uncertainty",
-        "forces_ensemble",
-        "stress_uncertainty",
-        "stress_ensemble",
-        "energy_uncertainty_gradient",
-        "energy_uncertainty_stress",
-    ]
+        "energy", "free_energy", "energy_uncertainty", "energy_ensemble", *_WITH_FORCES
+    ]  # fmt: skip
 
     def __init__(
         self,

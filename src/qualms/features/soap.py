@@ -572,7 +572,7 @@ class Representation:
         Returns
         -------
         (n_environments, d) array of float32, or float64 if `precise`
-            For each scale of unit length, unless the hyper-parameters say otherwise.
+            Of unit length for each scale, if `soap.normalize`.
         """
         n = sum(len(chosen) for chosen in centers)
         dtype = np.float64 if self.precise else np.float32
