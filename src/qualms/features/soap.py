@@ -803,9 +803,10 @@ def _parallel(
             "Use fewer threads, or a lower memory limit."
         ) from error
     finally:
-        if pending:  # after an interrupt nothing waits for these batches
-            executor.shutdown(wait=False, kill_workers=True)
-            _executor = None
+        if pending:  # after an interrupt; to kill the processes at once is not safe in loky
+            for future in pending:
+                future.cancel()
+            stop_workers()
 
 
 def stop_workers() -> None:
