@@ -71,7 +71,7 @@ class QuantityRecord(Document):
     Attributes
     ----------
     n_rows : int
-        Labels: structures, atoms, or components of forces or stresses.
+        Labels: structures, atoms, or components.
     n_without : int
         Structures, or atoms of an atomic property, without a label.
     n_out_of_bag, n_out_of_bag_structures : int
