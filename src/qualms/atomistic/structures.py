@@ -300,7 +300,7 @@ def species_of(frames: Iterable[Atoms]) -> list[int]:
 
 
 def composition(frames: Sequence[Atoms], species: Sequence[int]) -> Float64Array:
-    """Return the number of atoms of each species (S,), which include all, in each structure: (N, S)."""
+    """Return the number of atoms of each species in each structure: (N, S)."""
     check_species(frames, species)
     numbers, owners = _flat_numbers(frames)
     counts = [np.bincount(owners[numbers == z], minlength=len(frames)) for z in species]

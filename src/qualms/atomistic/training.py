@@ -180,26 +180,26 @@ def draw_ensemble(data: TrainingSet) -> Draw:
         groups=groups,
     )
     counts, design = membership_counts(drawn, n), data.design()
-    problem = InputError(
-        "subsample",
-        settings.subsample,
-        f"subsamples that leave some of the {n} rows out of at least {MIN_ABSENT} of "
-        f"{settings.n_members} members, to calibrate on",
-        "Use smaller subsamples, more members or more structures, or calibration='none'.",
-    )
     lacking = np.flatnonzero(~spans(design, counts))
     if settings.baseline == "composition" and len(lacking):
         here = np.ix_(np.isin(groups, groups[anchors(design)]), lacking)
         counts[here] = np.maximum(counts[here], 1)
-        problem = InputError(
-            "baseline",
-            "'composition'",
-            "more different structures (or groups): members that lack an element get the "
-            "structures that determine it, and none remains to calibrate on",
-            "Use more structures, or baseline='mean'.",
-        )
     if settings.calibration != "none" and not _out_of_bag(counts).any():
-        raise problem
+        if settings.baseline == "composition" and len(lacking):
+            raise InputError(
+                "baseline",
+                "'composition'",
+                "more different structures (or groups): members that lack an element get the "
+                "structures that determine it, and none remains to calibrate on",
+                "Use more structures, or baseline='mean'.",
+            )
+        raise InputError(
+            "subsample",
+            settings.subsample,
+            f"subsamples that leave some of the {n} rows out of at least {MIN_ABSENT} of "
+            f"{settings.n_members} members, to calibrate on",
+            "Use smaller subsamples, more members or more structures, or calibration='none'.",
+        )
     baseline = fit_baseline(
         settings.baseline,
         design,
