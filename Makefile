@@ -1,57 +1,68 @@
-# The newcomer's two commands are `make demo` and `make test`; everything else builds on the same .venv.
+# The newcomer's two commands are `make demo` and `make test`. Each target installs only what it needs into .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
-# What covers the core; `make test` runs all.
-CORE_TESTS := $(patsubst %,tests/test_%.py,calibration calibration_intervals diagnostics gaussian_process \
-	joint_noise kernels likelihood linalg members prediction resampling score_intervals scores selection estimators \
-	calibrated_gradients thermo)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# One process per core and one thread in each: the tests are many and small. A file stays in one process.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m 'not slow'
+COVERAGE := --cov=src/qualms/gp --cov=src/qualms/calibration --cov-branch --cov-fail-under=95
+# Tests whose results depend on the kernels of the linear algebra library.
+NUMERICAL := $(wildcard $(patsubst %,tests/test_%.py,kernels representatives sparse_gp noise ensemble regressors model training forces ase))
 
-# One process for each core, and one thread in each: tests are many and small. A file stays in one process.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
-
-.PHONY: help demo test test-slow check bench docs format lock clean
+.PHONY: help demo test test-slow test-processors check docs dist bench format lock clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
-$(STAMP): pyproject.toml constraints.txt
+$(VENV)/.base: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("qualms needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; set PYTHON=...") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,check,bench,qm9,docs]'
+	$(PIP) -e .
 	@touch $@
 
-demo: $(STAMP) ## train, calibrate and judge a model with error bars
+# An extra of pyproject.toml, such as `test`, on top of the package.
+$(VENV)/.%: $(VENV)/.base
+	$(PIP) -e '.[$*]'
+	@touch $@
+
+demo: $(VENV)/.base ## train, calibrate and evaluate a model on 2000 molecules of QM9
 	$(BIN)/qualms demo --force
 
-test: $(STAMP) ## the tests
-	$(PYTEST) -m 'not slow'
+test: $(VENV)/.test ## run the tests, with the coverage of gp and calibration
+	$(PYTEST) $(COVERAGE)
 
-test-slow: $(STAMP) ## the tests that need minutes or large data
+test-slow: $(VENV)/.test ## run the tests that take minutes or need large data
 	$(BIN)/python -m pytest -m slow
 
-check: $(STAMP) ## format, lint, types, layers, tests with coverage of the core
+test-processors: $(VENV)/.test ## run the numerical tests with the kernels of other processors
+	OPENBLAS_CORETYPE=Haswell $(PYTEST) -q $(NUMERICAL)
+	OPENBLAS_CORETYPE=Nehalem $(PYTEST) -q $(NUMERICAL)
+
+check: $(VENV)/.check ## check format, lint, types and layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(PYTEST) -q -m 'not slow' --cov=src/qualms/gp --cov=src/qualms/calibration --cov-branch --cov-fail-under=95 $(CORE_TESTS)
 
-bench: $(STAMP) ## the benchmarks; writes benchmarks/RESULTS.md
-	$(BIN)/python -m benchmarks
-
-docs: $(STAMP) ## the documentation, in docs/_build/html; warnings are errors
+docs: $(VENV)/.docs ## build the documentation in docs/_build/html; warnings are errors
 	$(BIN)/python -m sphinx -W --keep-going -n -b html docs docs/_build/html
 
-format: $(STAMP) ## format the code
+dist: $(VENV)/.dist ## build the distributions in dist/ and check their metadata
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/twine check --strict dist/*
+
+bench: $(VENV)/.bench ## run the benchmarks; writes benchmarks/RESULTS.md
+	$(BIN)/python -m benchmarks
+
+format: $(VENV)/.check ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 lock: ## renew constraints.txt with the newest versions that pyproject.toml allows
 	rm -rf .lock-venv
 	$(PYTHON) -m venv .lock-venv
-	.lock-venv/bin/python -m pip install --quiet '.[test,check,bench,qm9,docs]'
+	.lock-venv/bin/python -m pip install --quiet '.[test,check,bench,qm9,docs,dist]'
 	.lock-venv/bin/python -m pip freeze --exclude qualms > constraints.txt
 	rm -rf .lock-venv
 

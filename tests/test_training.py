@@ -23,7 +23,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from qualms import InputError, QualmsWarning, score
 from qualms.atomistic import training
-from qualms.atomistic.kernel_rows import derivative_rows, scale_rows
+from qualms.atomistic.forces import derivative_rows, scale_rows
 from qualms.atomistic.labels import collect_labels
 from qualms.atomistic.settings import make_settings
 from qualms.errors import NumericalError

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from qualms.regressors import ProjectedProcessRegressor, ResamplingRegressor
 
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 
 __all__ = [

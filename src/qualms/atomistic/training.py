@@ -30,13 +30,8 @@ from threadpoolctl import threadpool_limits
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
 from qualms.atomistic.baseline import Baseline, anchors, fit_baseline, spans
 from qualms.atomistic.fitted import Fitted, ProjectedVariance, Provenance, QuantityRecord, Record
-from qualms.atomistic.kernel_rows import (
-    LANDMARKS,
-    Basis,
-    fill_rows,
-    scale_rows,
-    select_representatives,
-)
+from qualms.atomistic.forces import fill_rows, scale_rows
+from qualms.atomistic.kernel_rows import LANDMARKS, Basis, select_representatives
 from qualms.atomistic.label_checks import check_derivatives, warn_of_outliers
 from qualms.atomistic.labels import Quantity, TrainingSet, collect_labels
 from qualms.atomistic.settings import Settings
