@@ -1,6 +1,6 @@
 """The atomistic model on the molecules that come with qualms.
 
-What an error bar costs, what the engines cost and what is added to them, and what compression of
+What an uncertainty costs, what the engines cost and what is added to them, and what compression of
 the features saves. With the environment variable QUALMS_CSD, an extended XYZ file of crystals, the
 engines are compared on these too. Run this file alone, with a divisor of all sizes if it should be
 quick, for the tables on the terminal.
@@ -91,13 +91,13 @@ def mean_absolute_error(model: AtomisticModel, molecules: Sequence[Atoms]) -> fl
     return 1e3 * float(np.mean(np.abs(model.predict(molecules).mean - y) / sizes))
 
 
-# --- what an error bar costs ---
+# --- what an uncertainty costs ---
 
 
 def prediction_row(
     known: Sequence[Atoms], new: Sequence[Atoms], n_representatives: int, repeats: int = 21
 ) -> list[Any]:
-    """Time predictions with and without error bars, from structures."""
+    """Time predictions with and without uncertainties, from structures."""
     model = train(known, n_representatives)
     mean, everything, ratio = priced(
         lambda: model.predict_mean(new), lambda: model.predict(new).std, repeats
@@ -112,9 +112,9 @@ def prediction_row(
 
 
 def prediction_table(known: Sequence[Atoms], new: Sequence[Atoms], divisor: int) -> dict[str, Any]:
-    """Compare predictions with and without error bars."""
+    """Compare predictions with and without uncertainties."""
     return {
-        "title": f"Error bars of {len(new)} molecules, from structures, 16 members",
+        "title": f"Uncertainties of {len(new)} molecules, from structures, 16 members",
         "columns": ["M", "mean alone, s", "mean, σ and members, s", "ratio", "target"],
         "rows": [prediction_row(known, new, M // divisor) for M in PREDICTION_SIZES],
         "notes": [
@@ -247,7 +247,7 @@ def compression_table(known: Sequence[Atoms], new: Sequence[Atoms], divisor: int
         ],
         "rows": [compression_row(name, known, new, n_representatives) for name in COMPRESSIONS],
         "notes": [
-            "auto: what qualms chooses if not told. Kernel error: root mean squared change of "
+            "auto: the default of qualms. Kernel error: root mean squared change of "
             "x·x′ between environments that the compression was not made from.",
         ],
     }

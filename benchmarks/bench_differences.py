@@ -1,9 +1,9 @@
-"""Error bars of differences: isomers, reactions, and what correlations are worth.
+"""Uncertainties of differences: isomers, reactions, and what correlations are worth.
 
 A model of atomisation energies of QM9 predicts molecules that it has not seen. Energies of these
 are combined: differences between isomers, and reactions A + B → C + D that conserve the elements.
-Each combination is judged with its error bar from the members, with that of independent errors, and
-with that of members calibrated for such combinations, on combinations of training molecules.
+Uncertainties of combinations come from the members, from independent errors, and from members that
+are calibrated on combinations of training molecules.
 Molecules come from the file that the environment variable QUALMS_QM9 names, or from the package
 qm9pack. Run this file alone, with a divisor of all sizes, for a small problem.
 """
@@ -123,7 +123,7 @@ def combined(C: csr_array, prediction: Prediction) -> Prediction:
 
 
 def independent(C: csr_array, prediction: Prediction) -> Prediction:
-    """Return the same values, with error bars as if errors were independent."""
+    """Return the same values, with uncertainties as if errors were independent."""
     quadrature = np.sqrt(abs(C) @ prediction.std**2)
     joint = combined(C, prediction)
     factors = (quadrature / joint.std)[:, None]
@@ -146,7 +146,7 @@ def energies(frames: Sequence[Atoms]) -> np.ndarray:
     return np.array([atoms.info[TARGET] for atoms in frames])
 
 
-def judge(
+def evaluate_combinations(
     model: AtomisticModel, train: Sequence[Atoms], test: Sequence[Atoms]
 ) -> dict[str, dict[str, Any]]:
     """Return scores of energies and of their combinations, by what is combined and how."""
@@ -159,12 +159,12 @@ def judge(
     }
     found: dict[str, dict[str, Any]] = {"energies": {"as predicted": score(y, prediction)}}
     for name, (C_train, C) in kinds.items():
-        truth = C @ y
+        reference = C @ y
         raw = combined(C, prediction.uncalibrated)
         found[name] = {
-            "member by member": score(truth, combined(C, prediction)),
-            "as if independent": score(truth, independent(C, prediction)),
-            "calibrated anew": score(truth, recalibrated(model, train, C_train, raw)),
+            "member by member": score(reference, combined(C, prediction)),
+            "as if independent": score(reference, independent(C, prediction)),
+            "recalibrated": score(reference, recalibrated(model, train, C_train, raw)),
         }
     return found
 
@@ -187,18 +187,18 @@ def table(divisor: int = 1, source: str | None = None) -> dict[str, Any]:
             f"{100 * scores.coverage_95:.1f}",
             f"{scores.log_likelihood:.3f}",
         ]
-        for name, ways in judge(model, train, test).items()
+        for name, ways in evaluate_combinations(model, train, test).items()
         for how, scores in ways.items()
     ]
     return {
-        "title": f"Error bars of combined energies of {n_test} molecules of QM9: {n_train} trained "
-        f"on, M = {M}, 16 members",
+        "title": f"Uncertainties of combined energies of {n_test} molecules of QM9: "
+        f"{n_train} trained on, M = {M}, 16 members",
         "columns": [
-            "what", "error bars", "points", "RMSE, meV", "RMS σ, meV", "68 %", "95 %", "LL"
+            "what", "uncertainties", "points", "RMSE, meV", "RMS σ, meV", "68 %", "95 %", "LL"
         ],
         "rows": rows,
         "notes": [
-            "No molecule is in two pairs, nor in two reactions. 68 % and 95 %: how many truths lie "
+            "No molecule is in two pairs, nor in two reactions. 68 % and 95 %: reference values "
             "in these intervals. LL: mean log likelihood, energies in eV.",
         ],
     }  # fmt: skip

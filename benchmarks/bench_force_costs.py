@@ -1,4 +1,4 @@
-"""Forces: what the error bars of 16 members cost, beside the mean forces alone.
+"""Forces: what the uncertainties of 16 members cost, beside the mean forces alone.
 
 On azobenzene, if QUALMS_AZOBENZENE names the file (see `benchmarks.bench_forces`), and on molecules
 that come with qualms. Run this file alone, with a divisor of all sizes, for quick tables.
@@ -20,7 +20,7 @@ from qualms.data import qm9
 from qualms.resources import limited
 
 TARGET = 1.3
-#: Models whose error bars are priced.
+#: Models whose uncertainties are priced.
 COSTS: dict[str, dict[str, Any]] = {
     "ζ = 2, 192 features": {"compression": {"method": "pairs", "n_features": 192}},
     "ζ = 2, 384 features": {"compression": {"method": "pairs", "n_features": 384}},
@@ -46,7 +46,7 @@ FIVE_ELEMENTS: dict[str, dict[str, Any]] = {
 def cost_row(
     name: str, soap: dict[str, Any], frames: Sequence[Atoms], settings: dict[str, Any]
 ) -> list[Any]:
-    """Time forces with and without error bars, of all new structures at once or one at a time."""
+    """Time forces with and without uncertainties, of all structures at once or one at a time."""
     n_train = len(frames) * 9 // 10
     if "scales" in soap:
         del soap["cutoff"]  # it would be that of all scales
@@ -78,7 +78,7 @@ def cost_row(
 
 
 def cost_table(what: str, rows: list[list[Any]]) -> dict[str, Any]:
-    """Compare forces with and without error bars."""
+    """Compare forces with and without uncertainties."""
     times = ["mean alone, ms/atom", "mean, σ and members"]
     return {
         "title": f"Forces on {what}, 16 members",

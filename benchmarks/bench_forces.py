@@ -1,4 +1,4 @@
-"""Forces: how good they are, with their error bars, and gap_fit beside them.
+"""Forces: how good they are, with their uncertainties, and gap_fit beside them.
 
 Azobenzene comes from the NPZ file of revised MD17 that QUALMS_AZOBENZENE names
 (``rmd17_azobenzene_train_01.npz``, with the test file beside it); 3BPA from the extended XYZ file
@@ -102,7 +102,7 @@ def three_bpa(divisor: int) -> Problem | None:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Energies (n,), forces (n_atoms, 3), and perhaps their error bars."""
+    """Energies (n,), forces (n_atoms, 3), and perhaps their uncertainties."""
 
     energies: Any
     forces: Any
@@ -148,15 +148,15 @@ def run_qualms(
 
 def errors(frames: Sequence[Atoms], predicted: Predicted) -> list[str]:
     """Return MAE and RMSE of energies (meV) and forces (meV/Å), and coverages if there are any."""
-    truth = np.array([atoms.info["REF_energy"] for atoms in frames])
+    reference = np.array([atoms.info["REF_energy"] for atoms in frames])
     forces = np.concatenate([atoms.arrays["REF_forces"] for atoms in frames])
     cells = []
-    for z in (predicted.energies - truth, predicted.forces - forces):
+    for z in (predicted.energies - reference, predicted.forces - forces):
         cells += [f"{1e3 * np.mean(np.abs(z)):.1f}", f"{1e3 * np.sqrt(np.mean(z**2)):.1f}"]
     if predicted.forces_std is None:
         return [*cells, "–", "–"]
     for z, std in (
-        (predicted.energies - truth, predicted.energies_std),
+        (predicted.energies - reference, predicted.energies_std),
         (predicted.forces - forces, predicted.forces_std),
     ):
         inside = [100 * np.mean(np.abs(z) < k * std) for k in (1.0, 1.96)]
@@ -189,7 +189,7 @@ def accuracy_table(problems: Sequence[Problem], divisor: int) -> dict[str, Any]:
         "rows": rows,
         "notes": [
             f"Target: a force MAE of at most {ERROR_TARGET:g} meV/Å on azobenzene. Coverage: "
-            "truths within σ and within 1.96 σ; nominal 68 / 95 %.",
+            "reference values within σ and within 1.96 σ; nominal 68 / 95 %.",
             "SOAP: preset organic with a cutoff of 5 Å, smooth over 0.5 Å, 32 components of each "
             "pair of species. 3BPA is trained on 300 K; mixed T is out of its distribution.",
         ],
@@ -299,7 +299,7 @@ def gap_table(problem: Problem, executable: Path, divisor: int) -> dict[str, Any
         "columns": ["program", "test set", "training, s", "faster by", "peak memory, MiB", *ERRORS],
         "rows": rows,
         "notes": [
-            "Whole commands. gap_fit trains one model without error bars; qualms chooses its "
+            "Whole commands. gap_fit trains one model without uncertainties; qualms chooses its "
             "noises, trains 16 members and calibrates energies and forces.",
             "All: cutoff 5 Å with a transition of 0.5 Å, 6 radial functions, l ≤ 5, Gaussians of "
             f"0.3 Å, ζ = 2. gap_fit: cur_points, δ = 0.5 eV, σ = {SIGMAS} (eV per atom, eV/Å). "

@@ -1,7 +1,7 @@
 """Training against gap_fit, the program that fits Gaussian approximation potentials.
 
 Both are commands that read the same file of molecules; wall time and peak memory are those of the
-whole command, from its start to the model on disk. gap_fit trains one model without error bars;
+whole command, from its start to the model on disk. gap_fit trains one model without uncertainties;
 qualms chooses its noise, trains 16 members, calibrates them and saves all of it. gap_fit gets what
 suits it best: see `SIGMA` and `shares`.
 
@@ -123,7 +123,7 @@ def atomic_energies(molecules: Sequence[Atoms]) -> str:
 def shares(molecules: Sequence[Atoms], n_representatives: int) -> list[int]:
     """Return the representatives of each species, in proportion to the root of its environments.
 
-    More accurate than equal numbers, which is what gap_fit takes if it is not told.
+    More accurate than equal numbers, the default of gap_fit.
     """
     roots = np.sqrt(composition(molecules).sum(axis=0))
     return np.maximum(np.rint(n_representatives * roots / roots.sum()), 1).astype(int).tolist()
@@ -177,7 +177,7 @@ def run_gap(
 
 
 def gap_version(output: str) -> str:
-    """Return what gap_fit says of itself."""
+    """Return version and number of threads of gap_fit."""
     version = re.search(r"git version\s+\S*?,(\S+)", output)
     threads = re.search(r"OpenMP parallelisation with\s+(\d+)\s+threads", output)
     how = f"OpenMP, {threads.group(1)} threads" if threads else "not compiled for threads"

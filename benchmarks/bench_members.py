@@ -236,7 +236,7 @@ COLUMNS = [
 NOTES = [
     "Full model: Gram matrix, Cholesky factor, weights. Ratios are to the full model alone.",
     "16 direct: eight times the time of two direct solves.",
-    "Error: RMS difference to these two, over the RMS spread between members (tolerance 1e-3).",
+    "Error: RMS difference to these two, over the RMS ensemble standard deviation (at most 1e-3).",
     "Peak memory of the process over the size of Φ: with Φ loaded, after the full model, after the "
     "members.",
 ]

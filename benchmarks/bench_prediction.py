@@ -1,4 +1,4 @@
-"""What an error bar costs: mean alone, mean with error bar and members, and the PP variance."""
+"""What an uncertainty costs: mean alone, mean with uncertainty and members, and the PP variance."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def crystals(divisor: int) -> Problem | None:
 
 
 def atoms_of_crystals(divisor: int) -> Problem | None:
-    """Shieldings of hydrogen, divided over atoms as the paper does: siblings are on both sides.
+    """Shieldings of hydrogen, split over atoms as the paper does: siblings are on both sides.
 
     There are fewer crystals than in the paper, but as many labelled siblings in each of them: this
     is what decides on hyper-parameters.
@@ -154,11 +154,11 @@ def atoms_of_crystals(divisor: int) -> Problem | None:
         "resample": "atoms",
         "subsample": 0.75,
     }
-    return Problem("¹H shieldings, divided over atoms", train, test, settings, 1.0, "ppm")
+    return Problem("¹H shieldings, split over atoms", train, test, settings, 1.0, "ppm")
 
 
 def row(problem: Problem, label: str, representation: Any) -> list[Any]:
-    """Train and judge one representation."""
+    """Train and evaluate one representation."""
     model = AtomisticModel(**problem.settings, representation=representation, seed=SEED)
     seconds, _ = timed(lambda: model.fit(problem.train))
     own = evaluate(model, problem.test).rows["student (internal)"]
@@ -227,7 +227,7 @@ def run() -> list[dict[str, Any]]:
 
 
 def run_siblings() -> list[dict[str, Any]]:
-    """Measure the division over atoms."""
+    """Measure representations in a split over atoms."""
     return list(sibling_tables())
 
 

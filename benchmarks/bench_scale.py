@@ -31,7 +31,7 @@ N_REPRESENTATIVES, N_MEMBERS, SEED = 5_000, 16, 0
 PAPER_TRAIN, PAPER_TEST = 20_000, 5_000
 N_QM9 = 130_831
 QM9_MEMORY = "12GB"
-ERROR_BARS = ("Members", "Calibration")
+UNCERTAINTIES = ("Members", "Calibration")
 
 
 def draw(n: int) -> list[Atoms]:
@@ -43,12 +43,11 @@ def draw(n: int) -> list[Atoms]:
 
 
 def train(path: str, n: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Train on the first n molecules and save the model: times and what was planned."""
+    """Train on the first n molecules and save the model: times and sizes."""
     molecules = draw(n)
-    plans: list[Any] = []
     start = time.perf_counter()
     model = AtomisticModel(TARGET, n_members=N_MEMBERS, seed=SEED, **settings)
-    model.fit(molecules, on_plan=lambda plan, _: plans.append(plan))
+    model.fit(molecules)
     model.save(path)
     seconds = time.perf_counter() - start
     representation = model.fitted.representation
@@ -60,15 +59,12 @@ def train(path: str, n: int, settings: dict[str, Any]) -> dict[str, Any]:
         "features": representation.n_features,
         "compressed": bool(representation.projections),
         "solver": model.record.solver,
-        "mode": plans[0].mode,
-        "planned_memory": plans[0].memory / 2**20,
-        "planned_seconds": plans[0].seconds,
         "file": Path(path).stat().st_size / 2**20,
     }
 
 
 def predict(path: str, first: int, last: int) -> dict[str, Any]:
-    """Predict some of the molecules with error bars: time and errors, in meV per atom."""
+    """Predict some of the molecules with uncertainties: time and errors, in meV per atom."""
     molecules = draw(last)[first:]
     model = AtomisticModel.load(path)
     start = time.perf_counter()
@@ -112,18 +108,15 @@ def case(
 
 def training_row(label: str, trained: dict[str, Any]) -> list[Any]:
     """Return the cells of a training run."""
-    share = sum(trained["stages"].get(stage, 0.0) for stage in ERROR_BARS) / trained["seconds"]
+    share = sum(trained["stages"].get(stage, 0.0) for stage in UNCERTAINTIES) / trained["seconds"]
     return [
         label,
         trained["environments"],
         trained["features"],
         trained["rank"],
         f"{trained['seconds']:.0f}",
-        f"{trained['planned_seconds']:.0f}",
         f"{share:.1%}",
         f"{trained['peak']:.0f}",
-        f"{trained['planned_memory']:.0f}",
-        trained["mode"],
         f"{trained['file']:.0f}",
     ]
 
@@ -167,7 +160,7 @@ def tables(
             "rows": [stage_row(label, trained, stages) for label, trained, _ in cases],
         },
         {
-            "title": f"{title}: predictions with error bars",
+            "title": f"{title}: predictions with uncertainties",
             "columns": PREDICTION_COLUMNS,
             "rows": [prediction_row(label, predicted) for label, _, predicted in cases],
             "notes": notes,
@@ -181,16 +174,13 @@ TRAINING_COLUMNS = [
     "d",
     "rank",
     "seconds",
-    "planned, s",
     "members and calibration",
     "peak memory, MiB",
-    "planned, MiB",
-    "features are",
     "model file, MiB",
 ]
 TRAINING_NOTE = (
     "Members and calibration: their share of the time. Peak memory: of all processes, with the "
-    "molecules. Planned: what `AtomisticModel.fit` announces."
+    "molecules."
 )
 PREDICTION_COLUMNS = [
     "features",

@@ -1,4 +1,4 @@
-"""Settings of the documentation: `make docs` builds it, and every warning is an error."""
+"""Sphinx configuration: `make docs` builds the documentation, and every warning is an error."""
 
 import re
 import sys
@@ -6,6 +6,8 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 
 from sphinx.application import Sphinx
+
+import qualms
 
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
@@ -22,17 +24,18 @@ extensions = [
     "command_reference",
     "plain_docstrings",
 ]
-exclude_patterns = ["_build", "_templates"]
+exclude_patterns = ["_build", "_templates", "reproduction"]
 templates_path = ["_templates"]
 nitpicky = True
 
-# Pages are Markdown that also reads well where nothing renders it; headings can be linked to.
+# Pages are Markdown; headings are link targets.
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 suppress_warnings = ["myst.strikethrough"]
 
-# One page per module. A package lists what it exports; other modules, what they define.
+# One page for each public object and for each module. A package lists what it exports.
 autosummary_generate = True
+autosummary_context = {"public": qualms.__all__}
 autosummary_ignore_module_all = False
 autosummary_imported_members = False
 autodoc_member_order = "bysource"
@@ -40,15 +43,15 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = False
-# `name` in a docstring is a link if there is something to link to, and a parameter otherwise. What
-# belongs to other packages is not linked: that would need a network.
+# `name` in a docstring is a link if there is a target, and a parameter otherwise. Names of other
+# packages are not linked: that would need a network.
 default_role = "py:obj"
 nitpick_ignore_regex = [
     ("py:obj", ".*"),
     ("py:class", r"(abc|ase|collections|matplotlib|numpy|pathlib|pydantic|rich|typing)\..*"),
 ]
 
-# Pages link to these files, so that links work where nothing is built, too.
+# Pages link to these files, so that the links also work in the repository.
 _PAGES_OF_FILES = {"../benchmarks/RESULTS.md": "benchmarks.md", "../CHANGELOG.md": "changelog.md"}
 
 html_theme = "furo"
@@ -62,7 +65,7 @@ pygments_dark_style = "github-dark"
 
 
 def _link_to_pages(app: Sphinx, page: str, source: list[str]) -> None:
-    """Let links to files outside of this directory lead to the pages that show them."""
+    """Redirect links to files outside of this directory to the pages that include them."""
     for file, shown_by in _PAGES_OF_FILES.items():
         source[0] = source[0].replace(f"]({file})", f"]({shown_by})")
 
@@ -70,12 +73,12 @@ def _link_to_pages(app: Sphinx, page: str, source: list[str]) -> None:
 def _skip_generated(
     app: Sphinx, what: str, name: str, obj: object, skip: bool, options: object
 ) -> bool | None:
-    """Leave out what scikit-learn and pydantic write for every class."""
+    """Skip methods that scikit-learn and pydantic generate for every class."""
     generated = r"set_\w+_request|get_metadata_routing|model_config|model_post_init"
     return True if re.fullmatch(generated, name) else None
 
 
 def setup(app: Sphinx) -> None:
-    """Connect what is above."""
+    """Connect the handlers."""
     app.connect("source-read", _link_to_pages)
     app.connect("autodoc-skip-member", _skip_generated)

@@ -1,9 +1,11 @@
-"""Calibrated error bars for scikit-learn's neural network, on a public table.
+"""Calibrated uncertainties for scikit-learn's neural network, on a public table.
 
-The table is that of diabetes patients (Efron et al. 2004), which comes with scikit-learn: ten
-measurements of each of 442 patients, and the progress of the disease a year later. A committee of
-networks, each trained on half of the patients, disagrees far less than it errs. Patients that a
-network did not see tell by how much to scale the disagreement; none need be set aside.
+The diabetes data set (Efron et al. 2004) comes with scikit-learn: ten measurements of each of 442
+patients, and the progression of the disease after one year. The standard deviation of an ensemble
+of networks, each trained on half of the patients, is much smaller than the errors. Out-of-bag
+patients determine the factor; no validation set is needed.
+
+Run with `python examples/any_regressor.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from qualms import Prediction, ResamplingRegressor, score
 
 
 def main() -> None:
-    """Cross-validate the committee and compare its error bars before and after calibration."""
+    """Cross-validate the ensemble and compare its scores before and after calibration."""
     X, y = load_diabetes(return_X_y=True)
     network = TransformedTargetRegressor(
         make_pipeline(
@@ -31,22 +33,22 @@ def main() -> None:
         ),
         transformer=StandardScaler(),
     )
-    predictions, truths = [], []
+    predictions, references = [], []
     for train, test in KFold(5, shuffle=True, random_state=0).split(X):
         model = ResamplingRegressor(network, n_members=16, random_state=0)
         model.fit(X[train], y[train])
         predictions.append(model.predict_ensemble(X[test]))
-        truths.append(y[test])
-        print(f"fold {len(truths)}: alpha = {model.calibration_.alpha:.2f}")
+        references.append(y[test])
+        print(f"fold {len(references)}: alpha = {model.calibration_.alpha:.2f}")
 
-    calibrated, truth = Prediction.concatenate(predictions), np.concatenate(truths)
-    before, after = score(truth, calibrated.uncalibrated), score(truth, calibrated)
+    calibrated, y_test = Prediction.concatenate(predictions), np.concatenate(references)
+    before, after = score(y_test, calibrated.uncalibrated), score(y_test, calibrated)
     print(f"\n{'':22}{'before':>10}{'after':>10}   calibration")
     for name, value in after.as_dict().items():
         print(f"{name:22}{before.as_dict()[name]:10.4g}{value:10.4g}")
     print(
-        "\nError bars that should hold the truth in 68 % of the cases did so in "
-        f"{before.coverage_68:.0%} before, and in {after.coverage_68:.0%} after calibration."
+        "\nIntervals of one standard deviation, nominally 68 %, contain "
+        f"{before.coverage_68:.0%} before and {after.coverage_68:.0%} after calibration."
     )
 
 

@@ -1,14 +1,13 @@
-"""Lattice constant and bulk modulus of a crystal, with error bars: a curve through each member.
+"""Lattice constant and bulk modulus of a crystal, with uncertainties.
 
 A model of energies predicts the crystal at several volumes. Errors at neighbouring volumes are
-alike, so each member has a smooth curve of its own; `Prediction.map` fits the equation of state of
-Birch and Murnaghan to each of them. What the curves differ by in common, their height, has no part
-in where their minimum is and in how steep they are.
+strongly correlated, so each ensemble member has a smooth curve; `Prediction.map` fits the
+Birch-Murnaghan equation of state to each of them. A common shift of the curves cancels.
 
-The truth, here, is the potential EMT of copper, which comes with ASE. The model sees energies of
-some distorted cells, and no perfect crystal.
+The reference is the EMT potential of copper, which comes with ASE. The model is trained on energies
+of distorted cells; the perfect crystal is not in the training set.
 
-Run with `python examples/equation_of_state.py [PICTURE]`.
+Run with `python examples/equation_of_state.py [FIGURE]`.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from ase.eos import EquationOfState
 from qualms import AtomisticModel, Prediction
 
 REPRESENTATION = {"engine": "featomic", "cutoff": 4.5, "smoothing": 0.5, "n_radial": 5, "l_max": 2}
-#: Lattice constants at which energies are computed, Å.
+#: Lattice constants of the predicted crystals, Å.
 LATTICE = np.linspace(3.4, 3.9, 9)
 GPA = units.GPa
 
 
 def main() -> None:
-    """Train, fit the equation of state to each member, and compare with the truth."""
-    energies, found, truth, true_energies = run()
+    """Train, fit the equation of state to each member, and compare with the reference."""
+    energies, found, reference, reference_energies = run()
     for name, i, unit in (("lattice constant", 0, "Å"), ("bulk modulus", 1, "GPa")):
         digits = 3 if i == 0 else 1
         print(
             f"{name:18}{found.mean[i]:8.{digits}f} ± {found.std[i]:.{digits}f} {unit}"
-            f"   (truth: {truth[i]:.{digits}f})"
+            f"   (reference: {reference[i]:.{digits}f})"
         )
     difference = energies[4] - energies[3]
     apart = np.hypot(energies.std[3], energies.std[4])
@@ -44,11 +43,11 @@ def main() -> None:
         f"two neighbouring volumes: ± {1000 * difference.std:.1f} meV, not ± {1000 * apart:.1f} meV"
     )
     if len(sys.argv) > 1:
-        draw(energies, found, truth, true_energies, sys.argv[1])
+        draw(energies, found, reference, reference_energies, sys.argv[1])
 
 
 def run(n_train: int = 30, seed: int = 1) -> tuple[Prediction, Prediction, np.ndarray, np.ndarray]:
-    """Return energies per atom at `LATTICE`, (a₀, B), and the truth of both, in eV, Å and GPa."""
+    """Return energies per atom at `LATTICE`, (a₀, B), and reference values, in eV, Å and GPa."""
     model = AtomisticModel(
         "energy",
         representation=REPRESENTATION,
@@ -60,8 +59,8 @@ def run(n_train: int = 30, seed: int = 1) -> tuple[Prediction, Prediction, np.nd
     model.fit(distorted(n_train, seed))
     crystals = [bulk("Cu", a=a) for a in LATTICE]
     energies = model.predict(crystals)
-    true_energies = np.array([reference(atoms) for atoms in crystals])
-    return energies, energies.map(equilibrium), equilibrium(true_energies), true_energies
+    references = np.array([emt_energy(atoms) for atoms in crystals])
+    return energies, energies.map(equilibrium), equilibrium(references), references
 
 
 def equilibrium(energies: np.ndarray) -> np.ndarray:
@@ -79,36 +78,40 @@ def distorted(n: int, seed: int) -> list[Atoms]:
         strain = np.eye(3) + 0.03 * rng.normal(size=(3, 3))
         atoms.set_cell(atoms.cell.array @ strain, scale_atoms=True)
         atoms.positions += 0.05 * rng.normal(size=(4, 3))
-        atoms.info["energy"] = reference(atoms)
+        atoms.info["energy"] = emt_energy(atoms)
         frames.append(atoms)
     return frames
 
 
-def reference(atoms: Atoms) -> float:
-    """Return the energy of EMT in eV."""
+def emt_energy(atoms: Atoms) -> float:
+    """Return the reference energy in eV."""
     copy = atoms.copy()
     copy.calc = EMT()
     return float(copy.get_potential_energy())
 
 
 def draw(
-    energies: Prediction, found: Prediction, truth: np.ndarray, true_energies: np.ndarray, path: str
+    energies: Prediction,
+    found: Prediction,
+    reference: np.ndarray,
+    reference_energies: np.ndarray,
+    path: str,
 ) -> None:
-    """Draw the curves of all members, and where their minima are."""
+    """Draw the curves of all members, and their lattice constants and bulk moduli."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.plot(LATTICE, energies.members, color="0.75", lw=0.7)
     left.errorbar(LATTICE, energies.mean, energies.std, fmt="o", ms=3, capsize=3, label="predicted")
-    left.plot(LATTICE, true_energies, "k.", label="truth")
+    left.plot(LATTICE, reference_energies, "k.", label="reference")
     left.set(xlabel="lattice constant, Å", ylabel="energy per atom, eV")
     left.legend(frameon=False)
     right.plot(*found.members, "o", color="0.7", ms=4, label="members")
     right.errorbar(
         *found.mean, xerr=found.std[0], yerr=found.std[1], fmt="o", capsize=3, label="predicted"
     )
-    right.plot(*truth, "kx", label="truth")
+    right.plot(*reference, "kx", label="reference")
     right.set(xlabel="lattice constant, Å", ylabel="bulk modulus, GPa")
     right.legend(frameon=False)
     figure.savefig(path, dpi=150)

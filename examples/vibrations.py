@@ -1,16 +1,14 @@
-"""Bond length, angle and vibrations of a molecule, with error bars: each member has its say.
+"""Bond length, angle and vibrational frequencies of a molecule, with uncertainties.
 
-What a potential says about a bond length or a frequency is the result of a calculation, a
-relaxation followed by a Hessian, and its error is not proportional to that of any energy. Every
-member of a committee is a potential that could as well be right, so the calculation is done with
-each of them, `Calculator.map`, and what they find differs as the truth may. A geometry is where
-forces vanish, and frequencies are derivatives of forces, so members are calibrated for forces; that
-is what `Calculator.map` does with a model that was trained on them.
+Geometries and frequencies follow from a potential by a calculation: a relaxation and a Hessian.
+`Calculator.map` repeats the calculation with each ensemble member. Their standard deviation is the
+uncertainty of the result. Geometries and frequencies depend on forces, so the members are
+calibrated for forces, the default for models that were trained on forces.
 
-The truth, here, is a made-up force field of water, so that it can be compared with. The model sees
-energies and forces of a few distorted molecules.
+The reference is an analytical force field of water. The model is trained on energies and forces of
+a few distorted molecules.
 
-Run with `python examples/vibrations.py [PICTURE]`.
+Run with `python examples/vibrations.py [FIGURE]`.
 """
 
 from __future__ import annotations
@@ -29,28 +27,28 @@ from qualms.ase import Calculator
 REPRESENTATION = {"engine": "featomic", "cutoff": 3.0, "smoothing": 0.5, "n_radial": 4, "l_max": 3}
 #: Step of finite differences, Å.
 STEP = 0.01
-#: What is found, and how many digits of it are worth printing.
+#: Computed quantities, and the number of digits to print.
 NAMES = ("bond length, Å", "angle, °", "bending, 1/cm", "stretching, 1/cm", "stretching, 1/cm ")
 DIGITS = (4, 2, 1, 1, 1)
 
 
 def main() -> None:
-    """Train, ask the members, and compare with the truth."""
-    truth, found = run()
-    print(f"{'':20}{'predicted':>18}{'truth':>10}{'error/σ':>9}")
+    """Train, compute the quantities with all members, and compare with the reference."""
+    reference, found = run()
+    print(f"{'':20}{'predicted':>18}{'reference':>10}{'error/σ':>9}")
     for i, name in enumerate(NAMES):
         mean, std = found.mean[i], found.std[i]
         digits = DIGITS[i]
         print(
-            f"{name:20}{mean:10.{digits}f} ± {std:.{digits}f}{truth[i]:10.{digits}f}"
-            f"{(mean - truth[i]) / std:9.1f}"
+            f"{name:20}{mean:10.{digits}f} ± {std:.{digits}f}{reference[i]:10.{digits}f}"
+            f"{(mean - reference[i]) / std:9.1f}"
         )
     if len(sys.argv) > 1:
-        draw(truth, found, sys.argv[1])
+        draw(reference, found, sys.argv[1])
 
 
 def run(n_train: int = 16, n_members: int = 16, seed: int = 0) -> tuple[np.ndarray, Prediction]:
-    """Return the true values of `NAMES`, and what a model says about them."""
+    """Return the reference values of `NAMES`, and their prediction."""
     model = AtomisticModel(
         "energy",
         forces="forces",
@@ -61,11 +59,11 @@ def run(n_train: int = 16, n_members: int = 16, seed: int = 0) -> tuple[np.ndarr
         seed=seed,
         threads=1,
     )
-    found = Calculator(model.fit(distorted(n_train, seed))).map(observed)
-    return observed(Reference()), found
+    found = Calculator(model.fit(distorted(n_train, seed))).map(observables)
+    return observables(Reference()), found
 
 
-def observed(calc: AseCalculator) -> np.ndarray:
+def observables(calc: AseCalculator) -> np.ndarray:
     """Relax water, and return its bond length, angle and three frequencies."""
     atoms = water()
     atoms.calc = calc
@@ -87,7 +85,7 @@ def frequencies(atoms: Atoms) -> np.ndarray:
         hessian[k] = -(forces[0] - forces[1]) / (2 * STEP)
     weights = np.repeat(atoms.get_masses() ** -0.5, 3)
     squares = np.linalg.eigvalsh(weights[:, None] * (hessian + hessian.T) / 2 * weights)
-    # Six of the nine are translations and rotations; a member may find no minimum.
+    # Six of the nine are translations and rotations; a member may have no minimum.
     omega = np.sign(squares[-3:]) * np.sqrt(np.abs(squares[-3:]))
     return omega * units._hbar * np.sqrt(units._e / units._amu) * 1e10 / units._e / units.invcm
 
@@ -98,14 +96,14 @@ def water() -> Atoms:
 
 
 def distorted(n: int, seed: int) -> list[Atoms]:
-    """Return molecules as a simulation might visit them, with their energies and forces."""
+    """Return distorted molecules with energies and forces."""
     rng = np.random.default_rng(seed)
     frames = []
     for _ in range(n):
         atoms = water()
         atoms.positions += 0.06 * rng.normal(size=(3, 3))
         atoms.calc = Reference()
-        atoms.get_forces()  # which leaves both with the calculator
+        atoms.get_forces()  # energy and forces are now results of the calculator
         frames.append(atoms)
     return frames
 
@@ -120,7 +118,7 @@ def energy(positions: np.ndarray) -> float:
 
 
 class Reference(AseCalculator):
-    """The truth, as a calculator."""
+    """The force field as a calculator."""
 
     implemented_properties = ["energy", "forces"]  # noqa: RUF012
 
@@ -140,8 +138,8 @@ class Reference(AseCalculator):
         self.results = {"energy": energy(x), "forces": forces}
 
 
-def draw(truth: np.ndarray, found: Prediction, path: str) -> None:
-    """Draw what each member says, the error bar, and the truth."""
+def draw(reference: np.ndarray, found: Prediction, path: str) -> None:
+    """Draw the members, the prediction with its standard deviation, and the reference."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 2.8), layout="constrained")
@@ -149,7 +147,7 @@ def draw(truth: np.ndarray, found: Prediction, path: str) -> None:
         members = found.members[i]
         axes.plot(np.zeros(len(members)), members, "o", ms=3, color="0.7", label="members")
         axes.errorbar(0.3, found.mean[i], found.std[i], fmt="o", capsize=4, label="predicted")
-        axes.axhline(truth[i], color="k", lw=1, label="truth")
+        axes.axhline(reference[i], color="k", lw=1, label="reference")
         axes.set_title(NAMES[i].strip(), fontsize=9)
         axes.set(xticks=[], xlim=(-0.4, 0.7))
         axes.tick_params(labelsize=8)

@@ -263,26 +263,6 @@ def farthest_points(X, n, start=0):
     return indices, distances
 
 
-def cur(X, n, n_components=1):
-    """CUR with a full singular value decomposition of the residual before every pick."""
-    residual = np.array(X, dtype=np.float64)
-    largest = np.linalg.svd(residual)[1][0]
-    indices, scores = [], []
-    while len(indices) < n:
-        left, values, _ = np.linalg.svd(residual, full_matrices=False)
-        kept = [k for k in range(n_components) if values[k] > 1e-7 * largest]
-        if not kept:
-            break
-        leverage = np.array([sum(left[i, k] ** 2 for k in kept) for i in range(len(residual))])
-        # Equal rows have equal leverage up to rounding: the first of them.
-        pick = next(i for i, score in enumerate(leverage) if score > max(leverage) - 1e-10)
-        indices.append(pick)
-        scores.append(leverage[pick])
-        unit = residual[pick] / np.linalg.norm(residual[pick])
-        residual = residual - np.outer(residual @ unit, unit)
-    return indices, scores
-
-
 # --- members ---
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scipy.spatial.transform import Rotation
 from threadpoolctl import threadpool_limits
 
-from qualms import InputError, Prediction, QualmsWarning, score
+from qualms import InputError, Prediction, score
 from qualms.atomistic import forces as forces_module
 from qualms.atomistic.forces import (
     ScaleKernel,

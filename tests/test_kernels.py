@@ -1,12 +1,12 @@
 import numpy as np
 import oracle
 import pytest
+from checks import rejects
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel
 
-from qualms.errors import InputError
 from qualms.gp.kernels import (
     PowerKernel,
     RBFKernel,
@@ -42,7 +42,7 @@ def test_power_kernel_does_not_change_its_arguments_and_keeps_their_precision():
 
 
 def test_fractional_power_of_negative_products_is_refused_with_a_remedy():
-    with pytest.raises(InputError, match=r"exponent=1.5.*integer.*offset=1"):
+    with rejects("exponent"):
         PowerKernel(1.5)(X, -Y)
     assert np.all(PowerKernel(1.5, 1.0)(X, -Y) >= 0)
     # Rounding below zero is not refused.
@@ -58,20 +58,12 @@ def test_negative_products_count_as_zero_if_so_wanted():
     np.testing.assert_allclose(PowerKernel(3, clip=True)(X, Y - 0.5), products**3)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("exponent", 0.5), ("exponent", np.nan), ("offset", -1)]
-)
-def test_power_kernel_refuses_bad_parameters(name, value):
-    with pytest.raises(InputError, match=name):
-        PowerKernel(**{name: value})
-
-
 def test_rbf_kernel_is_the_oracle_s_and_scikit_learn_s():
     kernel = RBFKernel(0.7)
     np.testing.assert_allclose(kernel(X, Y), oracle.rbf_kernel(X, Y, 0.7), rtol=1e-10)
     np.testing.assert_allclose(kernel(X, Y), RBF(0.7)(X, Y), rtol=1e-10)
     np.testing.assert_array_equal(kernel.diag(X), np.ones(7))
-    with pytest.raises(InputError, match="length_scale"):
+    with rejects("length_scale"):
         RBFKernel(0.0)
 
 
@@ -101,15 +93,6 @@ def test_weighted_sum_takes_kernels_of_scikit_learn():
     np.testing.assert_allclose(kernel(X, Y), 2 * RBF(0.5)(X, Y) + 0.5 * X @ Y.T)
 
 
-@pytest.mark.parametrize(
-    ("weights", "columns"),
-    [([1.0], None), ([1.0, -1.0], None), ([0.0, 0.0], None), ([1.0, 1.0], [slice(None)])],
-)
-def test_weighted_sum_refuses_bad_weights_and_columns(weights, columns):
-    with pytest.raises(InputError, match=r"weights|columns"):
-        WeightedSumKernel([PowerKernel(), PowerKernel()], weights, columns)
-
-
 @pytest.mark.parametrize("average", [False, True])
 def test_structure_kernel_is_the_oracle_s(average):
     rows, columns = [2, 1, 4], [3, 2]
@@ -118,17 +101,11 @@ def test_structure_kernel_is_the_oracle_s(average):
     np.testing.assert_allclose(result, oracle.structure_kernel(K, rows, columns, average))
 
 
-@pytest.mark.parametrize("offsets", [[0, 3], [1, 7], [0, 3, 3, 7], [0, 5, 4, 7], [7]])
-def test_offsets_that_do_not_fit_are_refused(offsets):
-    with pytest.raises(InputError, match="offsets"):
-        sum_over_structures(X, np.array(offsets))
-
-
 def test_unit_scale_makes_the_prior_variance_that_of_y():
     y = rng.normal(size=7) * 3
     diagonal = PowerKernel(2, 0.5).diag(X) * 5
     assert np.mean(unit_scale(np.var(y), diagonal) * diagonal) == pytest.approx(np.var(y))
-    with pytest.raises(InputError, match="k_diag"):
+    with rejects("k_diag"):
         unit_scale(1.0, np.zeros(7))
 
 
@@ -169,5 +146,23 @@ def test_leading_features_in_float64_make_float32_as_good():
     assert error(50) < 0.1 * error(0)
     assert error(500) < 1e-14
     assert PowerKernel(2, n_exact=50)(X, X).dtype == np.float64
-    with pytest.raises(InputError, match="n_exact"):
+    with rejects("n_exact"):
         PowerKernel(2, n_exact=-1)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "call"),
+    [
+        ("exponent", lambda: PowerKernel(0.5)),
+        ("exponent", lambda: PowerKernel(np.nan)),
+        ("offset", lambda: PowerKernel(2, -1.0)),
+        ("weights", lambda: WeightedSumKernel([PowerKernel()], [1.0, 2.0])),
+        ("weights", lambda: WeightedSumKernel([PowerKernel()], [0.0])),
+        ("columns", lambda: WeightedSumKernel([PowerKernel()], [1.0], [slice(1), slice(2)])),
+        ("offsets", lambda: sum_over_structures(np.ones((4, 2)), np.array([0, 3]))),
+        ("offsets", lambda: sum_over_structures(np.ones((4, 2)), np.array([0, 2, 2, 4]))),
+    ],
+)
+def test_bad_input(parameter, call):
+    with rejects(parameter):
+        call()

@@ -1,16 +1,10 @@
-"""Averages re-weighted to every member, where the answer is known."""
-
-import re
-import subprocess
-import sys
 import warnings
 
 import numpy as np
 import pytest
-from ase import Atoms
-from fake_potential import PairCommittee
+from checks import rejects
 
-from qualms import InputError, Prediction, QualmsWarning
+from qualms import Prediction, QualmsWarning
 from qualms.thermo import (
     BOLTZMANN,
     block_length,
@@ -23,7 +17,6 @@ from qualms.thermo import (
     statistical_inefficiency,
 )
 
-#: Force constants that members of a committee believe in; that of their mean is 1.
 FORCE_CONSTANTS = np.linspace(0.9, 1.1, 8)
 ESTIMATORS = ("direct", "cea")
 
@@ -42,15 +35,6 @@ def oscillator(n, seed=0, correlation=0.5):
     """Positions of an oscillator of unit force constant at kT = 1, and energies of all members."""
     x = autoregressive(n, correlation, np.random.default_rng(seed))[:, 0]
     return x, 0.5 * FORCE_CONSTANTS * x[:, None] ** 2
-
-
-def test_modules_are_there_when_they_are_asked_for():
-    code = "import qualms; print(qualms.thermo.reweight.__name__, qualms.ase.Calculator.__name__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["reweight", "Calculator"]
-
-
-# --- against brute force ---
 
 
 @pytest.fixture
@@ -118,18 +102,11 @@ def test_statistical_inefficiency_is_that_of_an_autoregressive_process(correlati
     assert g.mean() == pytest.approx((1 + correlation) / (1 - correlation), rel=0.1)
 
 
-def test_what_does_not_vary_is_efficient():
-    np.testing.assert_array_equal(statistical_inefficiency(np.full((50, 1), 1e7 / 3)), [1.0])
-
-
 def test_blocks_are_longer_than_correlations_and_never_too_few():
     assert block_length(100_000, 50.0) > 4 * 50
     assert block_length(40, 50.0) == 5
     assert block_length(3, 1.0) == 1
     assert block_length(10**7, 1.0) == 20_000
-
-
-# --- where the answer is known ---
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -189,25 +166,6 @@ def test_the_energy_depends_on_the_member_itself():
     assert found.std_model < 0.3 * fixed.std_model
 
 
-def test_a_bond_has_the_averages_that_every_member_would_find():
-    """Frames drawn for the mean of a committee; averages by quadrature, for each of its members."""
-    committee, kT = PairCommittee(n_members=6, spread=0.005), 0.1
-    r = np.linspace(0.7, 2.6, 1000)
-    pairs = [Atoms("H2", [[0, 0, 0], [x, 0, 0]]) for x in r]
-    energies = committee.predict(pairs)
-
-    def density(potential):
-        weights = np.exp(-(potential - potential.min()) / kT)
-        return weights / weights.sum()
-
-    exact = np.array([density(member) @ r for member in energies.members.T])
-    frames = np.random.default_rng(0).choice(len(r), 40_000, p=density(energies.mean))
-    for estimator, tolerance in (("direct", 1e-3), ("cea", 3e-3)):
-        found = reweight(energies[frames], r[frames], kT=kT, estimator=estimator)
-        np.testing.assert_allclose(found.prediction.members, exact, atol=tolerance)
-        assert found.std_model == pytest.approx(exact.std(ddof=1), rel=0.25)
-
-
 def test_any_potential_may_have_driven_the_run():
     x, energies = oscillator(100_000)
     shifted = energies[:, 2:] + 0.02 * x[:, None] ** 2  # their mean has not driven it
@@ -228,20 +186,10 @@ def test_several_observables_keep_their_shape():
         np.testing.assert_allclose(alone.prediction.members, found.prediction.members[k])
 
 
-def test_a_histogram_of_many_bins():
-    x, energies = oscillator(3000)
-    bins = np.stack([(x > a) & (x <= a + 0.1) for a in np.arange(-4, 4, 0.1)], axis=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", QualmsWarning)  # some bins have hardly been visited
-        found = reweight(energies, bins.astype(float), kT=1.0)
-    np.testing.assert_allclose(found.prediction.sum().members, 1.0)
-    assert found.inefficiency == pytest.approx(reweight(energies, x, kT=1.0).inefficiency, rel=0.5)
-
-
 def test_an_observable_of_another_model_goes_with_all_members():
     x, energies = oscillator(2000)
     other = Prediction(np.stack([x**2 - 0.01, x**2, x**2 + 0.01], axis=1))
-    with pytest.raises(InputError, match="paired=False"):
+    with rejects("observable"):
         reweight(energies, other, kT=1.0)
     found = reweight(energies, other, kT=1.0, paired=False)
     assert found.prediction.n_members == 3 * len(FORCE_CONSTANTS)
@@ -263,16 +211,6 @@ def test_pairs_share_members_and_their_variance_is_not_too_small():
     assert member_variance(plain) == pytest.approx(np.var(plain, ddof=1))
 
 
-def test_errors_of_potential_and_observable_add_up():
-    x, energies = oscillator(4000)
-    shifts = np.array([-0.3, -0.1, 0.1, 0.3])
-    other = Prediction(x[:, None] ** 2 + shifts)
-    both = reweight(energies, other, kT=1.0, paired=False)
-    alone = reweight(energies, x**2, kT=1.0)
-    expected = np.hypot(alone.std_model, shifts.std(ddof=1))
-    assert both.std_model == pytest.approx(expected, rel=1e-6)
-
-
 def test_a_temperature_is_one_of_energies_in_electronvolts():
     x, energies = oscillator(2000)
     scale = BOLTZMANN * 300.0
@@ -282,34 +220,13 @@ def test_a_temperature_is_one_of_energies_in_electronvolts():
     )
 
 
-def test_it_prints_as_many_digits_as_its_errors_have():
-    x, energies = oscillator(2000)
-    for scale, pattern in ((1.0, r"\d\.\d{3}"), (1e4, r"\d+"), (1e-3, r"0\.\d{6}")):
-        text = str(reweight(energies, scale * x**2, kT=1.0))
-        number = rf"({pattern})"
-        assert re.fullmatch(rf"{number} ± {number} \(model\) ± {number} \(sampling\)", text), text
-    assert "ThermalAverage" in str(reweight(energies, np.stack([x, x**2], axis=1), kT=1.0))
-
-
-@pytest.mark.parametrize("value", [1.0, 0.1, 0.0, 1e6 / 3])
-def test_what_does_not_vary_prints_without_a_tail_of_zeros(value):
-    _, energies = oscillator(2000)
-    text = str(reweight(energies, np.full(2000, value), kT=1.0))
-    assert text == f"{value:.6g} ± 0 (model) ± 0 (sampling)"
-
-
-# --- when it cannot be trusted ---
-
-
 def test_a_large_system_is_too_much_for_direct_weights_but_not_for_cumulants():
     """Members that differ by several kT, as they do for many atoms, Gaussian as these are."""
     rng = np.random.default_rng(0)
     y = rng.normal(size=(4000, 9))
     a = y @ np.full(9, 1.0)
     h = 2.5 * y[:, :8]
-    with pytest.warns(
-        QualmsWarning, match="direct re-weighting is unreliable. Use estimator='cea'"
-    ):
+    with pytest.warns(QualmsWarning, match="cea"):
         bad = reweight(h, a, kT=1.0, sampled=np.zeros(4000), estimator="direct")
     assert not bad.reliable
     assert bad.n_effective.min() < 60
@@ -321,7 +238,7 @@ def test_a_large_system_is_too_much_for_direct_weights_but_not_for_cumulants():
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("n", [2, 3, 10, 100])
-def test_whatever_members_say_results_are_finite(estimator, n):
+def test_results_are_finite_for_any_members(estimator, n):
     rng = np.random.default_rng(n)
     wild = 1e4 * rng.normal(size=(n, 5))
     a = rng.normal(size=n)
@@ -337,7 +254,7 @@ def test_whatever_members_say_results_are_finite(estimator, n):
 def test_members_too_far_apart_for_cumulants():
     x, _ = oscillator(20_000)
     far = 0.5 * np.linspace(0.4, 1.6, 6) * x[:, None] ** 2
-    with pytest.warns(QualmsWarning, match="cumulant expansion neglects .* Use estimator='direct'"):
+    with pytest.warns(QualmsWarning, match="direct"):
         found = reweight(far, x**2, kT=1.0)
     assert not found.reliable
     with warnings.catch_warnings():
@@ -345,39 +262,32 @@ def test_members_too_far_apart_for_cumulants():
         assert reweight(far, x**2, kT=1.0, estimator="direct").reliable
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_where_no_estimator_helps_none_is_recommended(estimator):
-    x, _ = oscillator(20_000)
-    wild = 20.0 * np.linspace(-1.0, 1.0, 6) * x[:, None] ** 3
-    with pytest.warns(QualmsWarning) as caught:
-        found = reweight(wild, x**2, kT=1.0, sampled=0.5 * x**2, estimator=estimator)
-    assert not found.reliable
-    text = " ".join(str(warning.message) for warning in caught)
-    assert "train a model whose members agree better" in text
-    assert "Use estimator" not in text
-
-
-def test_a_short_run_is_said_to_be_short():
+def test_a_short_run_issues_a_warning():
     x = autoregressive(400, 0.98, np.random.default_rng(0))[:, 0]
-    with pytest.warns(QualmsWarning, match=re.escape("Run longer")):
+    with pytest.warns(QualmsWarning):
         reweight(0.5 * FORCE_CONSTANTS * x[:, None] ** 2, x**2, kT=1.0)
 
 
 @pytest.mark.parametrize(
-    ("changes", "match"),
+    ("parameter", "change"),
     [
-        ({"kT": None}, "neither of temperature and kT"),
-        ({"temperature": 300.0}, "both of temperature and kT"),
-        ({"kT": -1.0}, "kT"),
-        ({"estimator": "magic"}, "'cea' or 'direct'"),
-        ({"observable": np.ones(3)}, "as many as energies"),
-        ({"observable": np.full(50, np.nan)}, "observable=50 NaN"),
-        ({"energies": np.ones(50)}, "energies=shape"),
-        ({"sampled": np.ones(3)}, "sampled=shape"),
+        ("temperature", {"kT": None}),
+        ("temperature", {"temperature": 300.0}),
+        ("kT", {"kT": 0.0}),
+        ("temperature", {"kT": None, "temperature": -1.0}),
+        ("estimator", {"estimator": "magic"}),
+        ("energies", {"energies": np.ones(50)}),
+        ("energies", {"energies": np.ones((50, 1))}),
+        ("observable", {"observable": np.ones(49)}),
+        ("sampled", {"sampled": np.ones(49)}),
     ],
 )
-def test_bad_input(changes, match):
-    x, energies = oscillator(50)
-    given = {"energies": energies, "observable": x, "kT": 1.0} | changes
-    with pytest.raises(InputError, match=match):
-        reweight(given.pop("energies"), given.pop("observable"), **given)
+def test_bad_input(parameter, change):
+    arguments = {"energies": np.ones((50, 3)), "observable": np.ones(50), "kT": 1.0}
+    with rejects(parameter):
+        reweight(**(arguments | change))
+
+
+def test_energies_without_members_cannot_be_reweighted():
+    with rejects("energies"):
+        reweight(Prediction(mean=np.ones(50), std=np.ones(50)), np.ones(50), kT=1.0)

@@ -1,4 +1,4 @@
-"""The directive ``command-reference``: every command of qualms, from the code that parses it."""
+"""The directive ``command-reference``: all commands and options, from the command-line parser."""
 
 from __future__ import annotations
 

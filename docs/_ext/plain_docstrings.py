@@ -1,7 +1,7 @@
-"""Docstrings are written to be read as they are; this turns what Sphinx would misread.
+"""Convert docstrings that Sphinx would misread.
 
-``|z|`` is an absolute value, not a substitution; a table in Markdown is a table; and no sentence
-ends with "Eq."
+``|z|`` is an absolute value, not a substitution; tables are written in Markdown; and "Eq." does not
+end a sentence.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def mend(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Listen to autodoc, and tell autosummary where sentences do not end."""
+    """Process docstrings of autodoc, and register abbreviations for autosummary."""
     known = getattr(autosummary, "WELL_KNOWN_ABBREVIATIONS", ())
     autosummary.WELL_KNOWN_ABBREVIATIONS = (*known, "Eq.", "Eqs.", "cf.")
     app.connect("autodoc-process-docstring", mend)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from qualms.calibration.base import Calibration
 from qualms.errors import CalibrationError, InputError, NumericalError, QualmsError, QualmsWarning
 from qualms.gp.representatives import farthest_points
-from qualms.prediction import Prediction, calibrate, score
+from qualms.metrics import score
+from qualms.prediction import Prediction, calibrate
 
 if TYPE_CHECKING:
     from qualms.atomistic.model import AtomisticModel

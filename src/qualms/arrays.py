@@ -1,4 +1,4 @@
-"""Names for the array types that the core speaks in."""
+"""Array types, checks of array arguments, and distinct rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qualms.errors import InputError
 
 #: Any floating-point array: features and kernels may be float32 to save time and memory.
 FloatArray = NDArray[np.floating[Any]]
-#: What is solved, scored or calibrated is always float64.
+#: Everything that is solved, scored or calibrated is float64.
 Float64Array = NDArray[np.float64]
 IntArray = NDArray[np.intp]
 BoolArray = NDArray[np.bool_]
@@ -22,9 +22,8 @@ BoolArray = NDArray[np.bool_]
 StrArray = NDArray[np.str_]
 
 
-# Checks of arguments that several modules of the core share.
 def check_integer(parameter: str, value: object, lowest: int, what: str = "") -> int:
-    """Return an integer that is at least `lowest`; refuse numbers with a point and booleans."""
+    """Return an integer that is at least `lowest`; floats and booleans are rejected."""
     whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not whole or int(value) < lowest:  # type: ignore[call-overload]
         raise InputError(parameter, repr(value), what or f"an integer ≥ {lowest}")
@@ -41,7 +40,7 @@ def check_number(parameter: str, value: object, lowest: float, *, strict: bool =
 
 
 def check_noise_variance(noise_variance: float) -> None:
-    """Refuse a regulariser that is not a positive finite number."""
+    """Reject a regulariser that is not a positive finite number."""
     check_number("noise_variance", noise_variance, 0, strict=True)
 
 
@@ -72,21 +71,7 @@ def check_sample_weight(sample_weight: FloatArray | None, n: int) -> Float64Arra
 def check_points(
     parameter: str, values: ArrayLike, shape: tuple[int, ...] | None = None
 ) -> Float64Array:
-    """Return ``values`` in float64, if they are real, finite, at least one, and of the right shape.
-
-    Parameters
-    ----------
-    parameter : str
-        What the caller calls the values; errors name it.
-    values : array_like
-        The numbers to check.
-    shape : tuple of int, optional
-        The shape that they must have.
-
-    Returns
-    -------
-    ndarray of float64
-    """
+    """Return real, finite, non-empty values in float64; `shape`, if given, must match."""
     try:
         array = np.asarray(values)
         if np.iscomplexobj(array):
@@ -113,23 +98,9 @@ def check_std(
     allow_zero: bool = False,
     parameter: str = "std",
 ) -> Float64Array:
-    """Return standard deviations in float64, if they are finite and positive.
+    """Return finite standard deviations ≥ 0 in float64.
 
-    Parameters
-    ----------
-    values : array_like
-        Standard deviations, in the units of y.
-    shape : tuple of int, optional
-        The shape that they must have: that of the residuals.
-    allow_zero : bool
-        Whether a prediction may claim to be exact. It may where the score has a limit as σ → 0,
-        not where one divides by σ.
-    parameter : str
-        What the caller calls them; errors name it.
-
-    Returns
-    -------
-    ndarray of float64
+    Zero is allowed only where the score has a limit as σ → 0.
     """
     std = check_points(parameter, values, shape)
     n_negative = int(np.count_nonzero(std < 0.0))
@@ -141,27 +112,15 @@ def check_std(
             parameter,
             f"0 for {n_zero} of {std.size} points",
             "standard deviations > 0",
-            "Drop those points, or find out why all members agree on them.",
+            "Drop those points, or check why all members agree on them.",
         )
     return std
 
 
 def check_dof(dof: ArrayLike, shape: tuple[int, ...], above: float = 0.0) -> Float64Array:
-    """Return degrees of freedom in float64, if they are one number or one per point.
+    """Return degrees of freedom > `above` in float64, one number or one per point.
 
-    Parameters
-    ----------
-    dof : float or array_like
-        Degrees of freedom.
-    shape : tuple of int
-        The shape of the points.
-    above : float
-        What each must exceed: 2 if the distribution must have a variance.
-
-    Returns
-    -------
-    ndarray of float64
-        Of shape () or ``shape``.
+    They must exceed 2 if the distribution must have a variance.
     """
     nu = check_points("dof", dof, None if np.ndim(dof) == 0 else shape)
     if np.any(nu <= above):
@@ -179,17 +138,12 @@ def check_members(members: ArrayLike, shape: tuple[int, ...]) -> Float64Array:
     return array.reshape(-1, array.shape[-1])
 
 
-# Distinct points of a training set, in an order that does not depend on how the rows came.
+# Distinct points of a training set, in a pseudo-random order that does not depend on that of rows.
 @dataclass(frozen=True)
 class DistinctRows:
-    """Which rows are the same.
+    """Equal rows.
 
-    Attributes
-    ----------
-    first : (n_distinct,) array of int
-        A row of each distinct point.
-    inverse : (n,) array of int
-        The distinct point of each row.
+    `first` (n_distinct,) is a row of each distinct point, `inverse` (n,) the point of each row.
     """
 
     first: IntArray
@@ -204,16 +158,11 @@ def distinct_rows(X: FloatArray | IntArray) -> DistinctRows:
 
 
 def joined_groups(inverse: IntArray, codes: IntArray) -> IntArray:
-    """Return a group for each point, such that neither a group nor a point is divided: (n_points,).
+    """Return a group for each point, such that neither groups nor points are split: (n_points,).
 
     Groups that share a point are joined: they are not independent of each other.
 
-    Parameters
-    ----------
-    inverse : (n,) array of int
-        Point of each row.
-    codes : (n,) array of int
-        Group of each row, 0 … G−1.
+    `inverse` (n,) is the point of each row, `codes` (n,) its group, 0 … G−1.
     """
     n_groups, n_points = int(codes.max()) + 1, int(inverse.max()) + 1
     links = coo_array(
@@ -223,11 +172,12 @@ def joined_groups(inverse: IntArray, codes: IntArray) -> IntArray:
 
 
 def hash_rows(X: FloatArray | IntArray) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """Return a 64-bit hash of each row: equal rows, equal hashes; different rows, different ones.
+    """Return a 64-bit hash of each row.
 
-    A random linear form of the bit patterns modulo 2⁶⁴, so two given rows collide with a
-    probability of about 2⁻⁶⁴ times the number of factors two in their difference. The words are
-    mixed first, because the low bits of short numbers are all zero.
+    A random linear form of the bit patterns modulo 2⁶⁴: two different rows collide with a
+    probability of about 2⁻⁶⁴ times the number of factors two in their difference. Words are mixed
+    first, because the low bits of short numbers are zero. Faster than sorting rows of thousands of
+    columns (`numpy.unique`), and the order of hashes is a fixed shuffle of the points.
     """
     coefficients = np.random.default_rng(20190214).integers(
         1, 2**63, size=X.shape[1], dtype=np.uint64

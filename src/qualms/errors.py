@@ -1,4 +1,4 @@
-"""What can go wrong, said so that the reader knows what to change."""
+"""Exceptions and warnings."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ class QualmsError(Exception):
 
 
 class InputError(QualmsError, ValueError):
-    """Something the caller gave cannot be used.
+    """An argument cannot be used.
 
     Parameters
     ----------
     parameter : str
         The parameter to change, as the caller spells it.
     given : object
-        What was given: a value, a shape or a count.
+        The value, shape or count that was given.
     expected : str
-        What would have been accepted.
+        Accepted values.
     remedy : str, optional
-        What to do about it, if ``expected`` does not already say so.
+        What to do, if ``expected`` does not already state it.
     """
 
     def __init__(self, parameter: str, given: object, expected: str, remedy: str = "") -> None:
@@ -46,7 +46,7 @@ class CalibrationError(QualmsError, ValueError):
 
 
 class ExactFitError(CalibrationError):
-    """Members agree with each other and with the truth to rounding: there is no error to scale."""
+    """Members agree with each other and with the reference to rounding: there is no error."""
 
 
 class UncertaintyError(QualmsError, RuntimeError):
@@ -54,16 +54,16 @@ class UncertaintyError(QualmsError, RuntimeError):
 
 
 class QualmsWarning(UserWarning):
-    """Something the user must know, although a result was returned."""
+    """A result was returned, but the user must know about something."""
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number of things in words: one thing is not "1 things"."""
+    """Return a number with its noun, in the plural unless it is one."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def level_of_user() -> int:
-    """Return how far up the stack, from who asks, the code is that is neither ASE nor qualms."""
+    """Return the stack level of the first caller outside ASE and qualms, for warnings."""
     frame, level = sys._getframe(1), 1
     while frame.f_back and str(frame.f_globals.get("__name__")).split(".")[0] in ("ase", "qualms"):
         frame, level = frame.f_back, level + 1

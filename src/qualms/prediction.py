@@ -1,54 +1,61 @@
-"""Predictions that remember what each member said, so that errors stay correlated.
+"""Predictions that keep the values of all ensemble members, so that errors stay correlated.
 
-Errors of two predictions by one model are correlated: what a member gets wrong for a molecule it
-gets wrong, in much the same way, for one like it. Arithmetic therefore acts member by member, and
-``(p[0] - p[1]).std`` is the error bar of the difference: smaller than the two error bars in
-quadrature, the more so the more alike the two are. Members of different models go in pairs as well:
-if nothing connects their errors, error bars add in quadrature, up to chance.
+Errors of two predictions by one model are correlated: an error that a member makes for one molecule
+it makes, in much the same way, for a similar one. Arithmetic therefore acts member by member, and
+``(p[0] - p[1]).std`` is the uncertainty of the difference. It is smaller than the two uncertainties
+added in quadrature, the more so the more similar the two structures are. Members of different
+models are combined in pairs: independent errors add in quadrature, up to sampling noise.
 
-What a calibration does to sums
--------------------------------
-A calibration scales the members of each point about their mean, by a factor that depends on the
-spread of that point. If the factor is the same for all points (linear, student), scaling and
-summing commute: it does not matter which comes first. If it is not (power with γ ≠ 1, shrinkage),
-it does. Predictions are calibrated first and combined afterwards: the calibrated covariance between
-points is D C D, where C is the covariance of the members as they are and D the diagonal matrix of
-factors, which is positive semi-definite and has the calibrated variances on its diagonal. If a
-combination is what you care about, calibrate that combination instead: combine the uncalibrated
-predictions, `Prediction.uncalibrated`, and fit and apply a calibration to the result.
+Calibration and sums
+--------------------
+A calibration scales the members of each point about their mean by a factor that depends on the
+ensemble standard deviation of that point. If the factor is the same for all points (linear,
+student), scaling and summing commute. Otherwise (power with γ ≠ 1, shrinkage) they do not.
+Predictions are calibrated first and combined afterwards: the calibrated covariance between points
+is D C D, where C is the covariance of the uncalibrated members and D the diagonal matrix of
+factors. It is positive semi-definite and has the calibrated variances on its diagonal. To calibrate
+a combination itself, combine the uncalibrated predictions, `Prediction.uncalibrated`, and fit and
+apply a calibration to the result.
+
+A prediction without members has a mean and a standard deviation only. Points of it cannot be
+combined, because their correlation is not known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import ArrayLike
 
-from qualms.arrays import Float64Array, check_points
+from qualms.arrays import Float64Array, check_points, check_std
 from qualms.calibration.base import Calibration, MemberTransform
 from qualms.calibration.fitting import PerOutputCalibration
 from qualms.calibration.fitting import calibrate as calibrate_arrays
 from qualms.errors import InputError
 from qualms.gp.ensemble import committee
-from qualms.metrics import Scores, score_arrays
 
-#: Errors that are a smaller part of a mean are those of arithmetic; and of a larger error, nothing.
+#: Standard deviations below this fraction of the mean are rounding; below the second fraction of
+#: a larger standard deviation they do not determine how many decimals are printed.
 _ROUNDING, _MATTERS = 1e-13, 1e-2
 
 
 class Prediction(NDArrayOperatorsMixin):
-    """Predictions of a committee: a value and an error bar per point, and what every member said.
+    """Mean and standard deviation of each point, with or without the values of ensemble members.
 
-    Indexing, the operators, NumPy's functions of numbers and `map` act member by member.
+    Indexing, operators, NumPy's element-wise functions and `map` act member by member.
 
     Parameters
     ----------
-    members : (…, N_R) array
+    members : (…, N_R) array, optional
         Predictions of each of N_R ≥ 2 members, on the last axis: (n, N_R) for n points, (n, T, N_R)
         for T outputs.
+    mean, std : (…) arrays, optional
+        Instead of members: means and standard deviations. Such a prediction can be indexed and
+        concatenated, and constants can be added to it and multiplied with it.
     uncalibrated : Prediction or callable returning one, optional
         The same predictions before calibration.
 
@@ -66,56 +73,71 @@ class Prediction(NDArrayOperatorsMixin):
 
     def __init__(
         self,
-        members: ArrayLike,
+        members: ArrayLike | None = None,
         *,
+        mean: ArrayLike | None = None,
+        std: ArrayLike | None = None,
         uncalibrated: Prediction | Callable[[], Prediction] | None = None,
     ) -> None:
-        array = np.array(members, dtype=np.float64)
-        if array.ndim < 1 or array.shape[-1] < 2:
-            raise InputError(
-                "members", f"shape {array.shape}", "at least 2 members on the last axis"
-            )
-        n_bad = array.size - int(np.count_nonzero(np.isfinite(array)))
-        if n_bad:
-            raise InputError("members", f"{n_bad} NaN or infinite values", "finite predictions")
-        array.flags.writeable = False
-        self._members = array
         self._uncalibrated = uncalibrated
+        if members is not None:
+            if mean is not None or std is not None:
+                raise InputError("mean", "members and mean or std", "either members or both others")
+            self._members: Float64Array | None = _read_only(members, "members")
+            if self._members.ndim < 1 or self._members.shape[-1] < 2:
+                given = f"shape {self._members.shape}"
+                raise InputError("members", given, "at least 2 members on the last axis")
+        elif mean is None or std is None:
+            raise InputError("members", None, "members, or mean and std")
+        else:
+            self._members = None
+            self._moments = _read_only(mean, "mean"), _read_only(std, "std")
+            if self.std.size:
+                check_std(self.std, self.mean.shape, allow_zero=True)
+
+    @cached_property
+    def _moments(self) -> tuple[Float64Array, Float64Array]:
+        """Mean and standard deviation, computed on demand from the members."""
+        assert self._members is not None
+        return committee(self._members)
 
     @property
-    def members(self) -> Float64Array:
-        """Predictions of each member, after calibration: (…, N_R), read-only."""
+    def members(self) -> Any:
+        """Predictions of each member, after calibration: (…, N_R), read-only; None without members.
+
+        The static type is Any: code that makes predictions with members need not check for None.
+        """
         return self._members
 
     @property
-    def n_members(self) -> int:
-        """N_R."""
-        return int(self._members.shape[-1])
+    def n_members(self) -> int | None:
+        """N_R; None without members."""
+        return None if self._members is None else int(self._members.shape[-1])
 
     @property
     def mean(self) -> Float64Array:
         """The prediction: mean over the members, Eq. (4), Musil et al. 2019."""
-        return committee(self._members)[0]
+        return self._moments[0]
 
     @property
     def std(self) -> Float64Array:
-        """Its standard deviation: that of the members after calibration, ddof = 1."""
-        return committee(self._members)[1]
+        """Its standard deviation: that of the calibrated members, ddof = 1."""
+        return self._moments[1]
 
     @property
     def uncalibrated(self) -> Prediction:
-        """The same prediction before calibration; itself if it never was calibrated."""
+        """The same prediction before calibration; itself if it is not calibrated."""
         if self._uncalibrated is None:
             return self
         if not isinstance(self._uncalibrated, Prediction):
-            # Computed when asked for: after `map` it can cost as much as the prediction itself.
+            # Computed on demand: after `map` it can cost as much as the prediction itself.
             self._uncalibrated = self._uncalibrated()
         return self._uncalibrated
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of `mean` and `std`."""
-        return self._members.shape[:-1]
+        return self.mean.shape if self._members is None else self._members.shape[:-1]
 
     # Predictions are compared by identity: equality of numbers that have errors means little.
     __eq__ = object.__eq__
@@ -131,11 +153,11 @@ class Prediction(NDArrayOperatorsMixin):
         return (self[i] for i in range(len(self)))
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is computed when asked for cannot be pickled: ask for it now.
-        return {
-            "members": self._members,
-            "uncalibrated": None if self._uncalibrated is None else self.uncalibrated,
-        }
+        # A callable cannot be pickled: compute the uncalibrated prediction now.
+        before = None if self._uncalibrated is None else self.uncalibrated
+        if self._members is not None:
+            return {"members": self._members, "uncalibrated": before}
+        return {"mean": self.mean, "std": self.std, "uncalibrated": before}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
@@ -146,21 +168,23 @@ class Prediction(NDArrayOperatorsMixin):
         Several outputs are taken in the order of ``mean.ravel()``. The rank is at most N_R − 1: use
         it for combinations of predictions, not as a matrix to invert.
         """
-        flat = self._members.reshape(-1, self.n_members)
+        members = _members_of(self, "covariance")
+        flat = members.reshape(-1, members.shape[-1])
         deviations = flat - flat.mean(axis=1, keepdims=True)
-        covariance: Float64Array = deviations @ deviations.T / (self.n_members - 1)
+        covariance: Float64Array = deviations @ deviations.T / (flat.shape[1] - 1)
         return covariance
 
     def calibrated(self, calibration: MemberTransform) -> Prediction:
         """Return the prediction with its members scaled about their mean by a calibration.
 
-        A prediction that is calibrated already is calibrated anew from its uncalibrated members.
+        A calibrated prediction is calibrated again from its uncalibrated members.
         """
         raw = self.uncalibrated
-        return Prediction(calibration.transform(raw.members), uncalibrated=raw)
+        members = _members_of(raw, "calibrated")
+        return Prediction(calibration.transform(members), uncalibrated=raw)
 
     def map(self, f: Callable[[Float64Array], ArrayLike]) -> Prediction:
-        """Apply a function to what each member predicts, one member at a time.
+        """Apply a function to the predictions of each member, one member at a time.
 
         Parameters
         ----------
@@ -171,14 +195,14 @@ class Prediction(NDArrayOperatorsMixin):
         Returns
         -------
         Prediction
-            Of whatever shape `f` returns. Its mean is the mean of ``f``, which for a non-linear
+            Of the shape that `f` returns. Its mean is the mean of ``f``, which for a non-linear
             function is not ``f`` of the mean.
         """
 
         def of_each_member(members: Float64Array) -> Float64Array:
-            return stack_members([f(members[..., i]) for i in range(self.n_members)])
+            return stack_members([f(members[..., i]) for i in range(members.shape[-1])])
 
-        return _combined(of_each_member, self)
+        return _combined("map", of_each_member, self)
 
     def sum(self, axis: int | None = None) -> Prediction:
         """Sum over points, member by member; ``numpy.sum`` does the same."""
@@ -189,19 +213,19 @@ class Prediction(NDArrayOperatorsMixin):
             axes = (axis % n_axes,)  # never the last axis of the members
         else:
             raise InputError("axis", axis, f"an axis of a prediction of shape {self.shape}")
-        return _combined(lambda members: members.sum(axis=axes), self)
+        return _combined("sum", lambda members: members.sum(axis=axes), self)
 
     @staticmethod
     def concatenate(predictions: Sequence[Prediction]) -> Prediction:
         """Join predictions of one model along the first axis."""
-        return _combined(lambda *members: np.concatenate(members), *predictions)
+        return _rearranged(lambda *parts: np.concatenate(parts), *predictions)
 
     def __getitem__(self, index: Any) -> Prediction:
         key = index if isinstance(index, tuple) else (index,)
         if not any(k is Ellipsis for k in key):
             key = (*key, Ellipsis)
         # The members are the last axis and cannot be indexed away.
-        return _combined(lambda members: members[(*key, slice(None))], self)
+        return _rearranged(lambda values: values[(*key, slice(None))], self)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """Apply a NumPy function member by member; members of several predictions go in pairs."""
@@ -212,6 +236,8 @@ class Prediction(NDArrayOperatorsMixin):
         if ufunc is np.matmul:
             return _linear_combination(*inputs)
         predictions = [x for x in inputs if isinstance(x, Prediction)]
+        if self._members is None and len(predictions) == 1 and ufunc in _AFFINE:
+            return _affine(ufunc, *inputs)
 
         def of_members(*members: Float64Array) -> Float64Array:
             remaining = iter(members)
@@ -222,17 +248,17 @@ class Prediction(NDArrayOperatorsMixin):
             try:
                 result: Float64Array = ufunc(*arrays)
             except ValueError:
-                raise _misfit(ufunc.__name__, inputs) from None
+                raise _shape_error(ufunc.__name__, inputs) from None
             if result.dtype.kind not in "fiu":
                 raise TypeError(
                     f"{ufunc.__name__} of a Prediction is not a number: use .mean or .members"
                 )
             return result
 
-        return _combined(of_members, *predictions)
+        return _combined(ufunc.__name__, of_members, *predictions)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Understand ``numpy.sum`` and ``numpy.concatenate``; refuse the rest, with advice."""
+        """Support ``numpy.sum`` and ``numpy.concatenate`` only."""
         if func is np.sum:
             return args[0].sum(*args[1:], **kwargs)
         if func is np.concatenate and len(args) == 1 and not kwargs:
@@ -246,7 +272,7 @@ class Prediction(NDArrayOperatorsMixin):
         raise TypeError("a Prediction is not an array: take .mean, .std or .members")
 
     def __str__(self) -> str:
-        """Return a single prediction with its error bar, to two digits of that; else `repr`."""
+        """Return a single prediction with two digits of its standard deviation; else `repr`."""
         if self.shape:
             return repr(self)
         mean, std = float(self.mean), float(self.std)
@@ -256,24 +282,30 @@ class Prediction(NDArrayOperatorsMixin):
         return f"{mean:.{digits}f} ± {std:.{digits}f}"
 
     def __repr__(self) -> str:
+        members = "without members" if self._members is None else f"by {self.n_members} members"
         calibrated = "" if self._uncalibrated is None else ", calibrated"
-        return f"<Prediction of shape {self.shape} by {self.n_members} members{calibrated}>"
+        return f"<Prediction of shape {self.shape} {members}{calibrated}>"
+
+
+def _read_only(values: ArrayLike, name: str) -> Float64Array:
+    """Return a read-only copy in float64, if all values are finite."""
+    array = np.array(values, dtype=np.float64)
+    n_bad = array.size - int(np.count_nonzero(np.isfinite(array)))
+    if n_bad:
+        raise InputError(name, f"{n_bad} NaN or infinite values", "finite predictions")
+    array.flags.writeable = False
+    return array
 
 
 def decimals(*errors: float) -> int:
-    """Return how many decimals show two digits of the smallest error that matters beside others."""
+    """Return how many decimals show two digits of the smallest error that is not negligible."""
     largest = max(errors)
     smallest = min(error for error in errors if error > _MATTERS * largest)
     return max(0, 1 - int(np.floor(np.log10(smallest))))
 
 
 def stack_members(results: Sequence[ArrayLike | None]) -> Float64Array:
-    """Return what a function found for each member as one array, members last.
-
-    Parameters
-    ----------
-    results : sequence of N_R numbers or arrays of one shape
-    """
+    """Return the results of a function for each of N_R members, of one shape, as (…, N_R)."""
     if any(result is None for result in results):
         raise InputError("f", "a function that returns None", "one that returns numbers")
     arrays = [np.asarray(result, dtype=float) for result in results]
@@ -284,13 +316,25 @@ def stack_members(results: Sequence[ArrayLike | None]) -> Float64Array:
     return np.stack(arrays, axis=-1)
 
 
-def _combined(f: Callable[..., Float64Array], *predictions: Prediction) -> Prediction:
-    """Combine the members of predictions, and, when asked for, their members before calibration."""
-    counts = sorted({p.n_members for p in predictions})
-    if len(counts) > 1:
+def _members_of(prediction: Prediction, operation: str) -> Float64Array:
+    """Return the members, which an operation on several points or predictions needs."""
+    if prediction.members is None:
         raise InputError(
-            "n_members", counts, "predictions by the members of one and the same model"
+            "prediction",
+            f"no members, for {operation}",
+            "a prediction with members: without, the correlation of errors is not known",
         )
+    members: Float64Array = prediction.members
+    return members
+
+
+def _combined(
+    operation: str, f: Callable[..., Float64Array], *predictions: Prediction
+) -> Prediction:
+    """Combine the members of predictions and, on demand, their members before calibration."""
+    counts = sorted({_members_of(p, operation).shape[-1] for p in predictions})
+    if len(counts) > 1:
+        raise InputError("n_members", counts, "predictions by the members of one model")
     members = f(*(p.members for p in predictions))
     if all(p._uncalibrated is None for p in predictions):
         return Prediction(members)
@@ -298,6 +342,50 @@ def _combined(f: Callable[..., Float64Array], *predictions: Prediction) -> Predi
         members,
         uncalibrated=lambda: Prediction(f(*(p.uncalibrated.members for p in predictions))),
     )
+
+
+def _rearranged(f: Callable[..., Float64Array], *predictions: Prediction) -> Prediction:
+    """Apply a function that moves points, and does not combine them, to members or mean and std."""
+    if any(p.members is not None for p in predictions):
+        return _combined("concatenate", f, *predictions)
+
+    def of(parts: Sequence[Prediction]) -> Prediction:
+        mean, std = (f(*(getattr(p, x)[..., None] for p in parts))[..., 0] for x in ("mean", "std"))
+        return Prediction(mean=mean, std=std)
+
+    found = of(predictions)
+    if any(p._uncalibrated is not None for p in predictions):
+        found._uncalibrated = lambda: of([p.uncalibrated for p in predictions])
+    return found
+
+
+#: Functions of a prediction without members and a constant.
+_AFFINE = (np.add, np.subtract, np.multiply, np.divide, np.negative, np.positive)
+
+
+def _affine(ufunc: np.ufunc, *inputs: Any) -> Prediction:
+    """Return a + p, a − p, a p or p/a of a prediction without members: std is scaled by |a|."""
+    which = next(i for i, x in enumerate(inputs) if isinstance(x, Prediction))
+    if ufunc is np.divide and which == 1:
+        _members_of(inputs[1], "divide")  # a/p is not linear
+
+    def of(p: Prediction) -> Prediction:
+        try:
+            mean = ufunc(*(p.mean if x is inputs[which] else np.asarray(x) for x in inputs))
+            if ufunc in (np.multiply, np.divide):
+                std = np.abs(
+                    ufunc(*(p.std if x is inputs[which] else np.asarray(x) for x in inputs))
+                )
+            else:
+                std = np.broadcast_to(p.std, mean.shape)
+        except ValueError:
+            raise _shape_error(ufunc.__name__, inputs) from None
+        return Prediction(mean=mean, std=std)
+
+    found = of(inputs[which])
+    if inputs[which]._uncalibrated is not None:
+        found._uncalibrated = lambda: of(inputs[which].uncalibrated)
+    return found
 
 
 def _linear_combination(a: Any, b: Any) -> Prediction:
@@ -313,40 +401,18 @@ def _linear_combination(a: Any, b: Any) -> Prediction:
         combined = np.tensordot(members, b, axes=(-2, 0))
         return np.moveaxis(combined, len(a.shape) - 1, -1)
 
+    prediction = b if isinstance(b, Prediction) else a
+    _members_of(prediction, "matmul")
     try:
-        return _combined(of_members, b if isinstance(b, Prediction) else a)
+        return _combined("matmul", of_members, prediction)
     except (ValueError, IndexError):
-        raise _misfit("matmul", (a, b)) from None
+        raise _shape_error("matmul", (a, b)) from None
 
 
-def _misfit(operation: str, operands: Sequence[Any]) -> InputError:
-    """Return what to say of shapes that do not go together."""
+def _shape_error(operation: str, operands: Sequence[Any]) -> InputError:
     shapes = [x.shape if isinstance(x, Prediction) else np.shape(x) for x in operands]
     given = f"shapes {' and '.join(map(str, shapes))} for {operation}"
-    return InputError("prediction", given, "shapes that go together by the rules of NumPy")
-
-
-def score(y: ArrayLike, prediction: Prediction) -> Scores:
-    """Judge a prediction against the truth.
-
-    Parameters
-    ----------
-    y : array of the shape of the prediction
-        True values.
-    prediction : Prediction
-
-    Returns
-    -------
-    Scores
-        Root mean squared error, log likelihood, coverage and the other scores, by name.
-    """
-    if not isinstance(prediction, Prediction):
-        raise InputError(
-            "prediction", type(prediction).__name__, "a Prediction", "Make one of members."
-        )
-    if np.shape(y) != prediction.shape:
-        raise InputError("y", f"shape {np.shape(y)}", f"that of the prediction, {prediction.shape}")
-    return score_arrays(y, prediction.mean, prediction.std, prediction.members)
+    return InputError("prediction", given, "shapes that can be broadcast")
 
 
 def calibrate(
@@ -356,18 +422,18 @@ def calibrate(
     absent: ArrayLike | None = None,
     method: str = "student",
 ) -> Calibration | PerOutputCalibration:
-    """Find out how the spread between members relates to the true errors.
+    """Fit how the ensemble standard deviation relates to the actual errors.
 
     Parameters
     ----------
     y : (n,) or (n, T) array
-        Targets.
+        Reference values.
     members : (n, N_R) or (n, T, N_R) array, or Prediction
-        What each member predicts for them; of a Prediction, before calibration.
+        Predictions of each member; of a Prediction, those before calibration.
     absent : (n, N_R) array of bool, optional
-        Whether a point was absent from the training set of a member. With it, training points serve
-        for the calibration, each predicted only by the members that did not see it. Without it the
-        points must be new to all members.
+        Whether a point was absent from the training set of a member. With it, the calibration is
+        out-of-bag: it uses training points, each predicted by the members whose training sets lack
+        it. Without it the points must be new to all members.
     method : {"student", "shrinkage", "linear", "power", "none"}
 
     Returns
@@ -376,7 +442,7 @@ def calibrate(
         With ``.alpha``, ``.gamma`` and ``.apply(prediction)``; one per output if y has T columns.
     """
     if isinstance(members, Prediction):
-        members = members.uncalibrated.members
+        members = _members_of(members.uncalibrated, "calibrate")
     return calibrate_arrays(
         check_points("y", y),
         check_points("members", members),

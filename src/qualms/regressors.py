@@ -1,4 +1,4 @@
-"""Kernel and representatives: from features of inputs to whitened features."""
+"""Regressors with calibrated uncertainties for scikit-learn."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Basis:
         Factor of Eq. (17), Musil et al. 2019, for y of unit variance: the scaled kernel has a mean
         diagonal of one over the training points.
     representatives : (r, d) array
-        What the kernel acts on: for the power kernel, rows of unit length.
+        Arguments of the kernel: for the power kernel, rows of unit length.
     indices : (r,) array of int
         Training points that are representatives.
     whitening : Whitening
@@ -86,7 +86,7 @@ class Basis:
     whitening: Whitening
 
     def blocks(self, X: FloatArray) -> Iterator[FloatArray]:
-        """Yield X (n, d) in blocks of rows, as the kernel wants them."""
+        """Yield X (n, d) in blocks of rows, normalised for the power kernel."""
         for start in range(0, len(X), _BLOCK):
             block = X[start : start + _BLOCK]
             yield normalize_rows(block) if isinstance(self.kernel, PowerKernel) else block
@@ -163,19 +163,17 @@ def select_representatives(
         raise InputError("selection", repr(selection), f"one of {', '.join(SELECTIONS)}")
     if n is not None and len(chosen) < n:
         warnings.warn(
-            f"Only {len(chosen)} of n_representatives={n} were found: to the kernel, all other "
-            "training points are combinations of these.",
+            f"Only {len(chosen)} of n_representatives={n} are linearly independent in the kernel.",
             QualmsWarning,
-            stacklevel=4,
+            stacklevel=2,
         )
     return chosen
 
 
 def _kernel_features(kernel: Kernel, features: FloatArray, n_landmarks: int) -> Float64Array:
-    """Return features whose products are the kernel, as far as so many landmarks can tell.
+    """Return features whose products approximate the kernel, which need not fit into memory.
 
-    With as many landmarks as points this is exact: leverage scores of the features are those of the
-    kernel matrix, which itself need not fit into memory.
+    With as many landmarks as points this is exact.
     """
     landmarks = farthest_points(features, min(n_landmarks, len(features))).indices
     exact = features[landmarks].astype(np.float64)
@@ -215,17 +213,17 @@ def build_basis(
     whitening = replace(whitening, factor=whitening.factor * np.sqrt(scale))
     if whitening.negative > 1e-6:
         warnings.warn(
-            "The kernel is not positive semi-definite; what is negative was dropped. "
+            "The kernel is not positive semi-definite; negative directions were dropped. "
             "(The power kernel is positive semi-definite for integer exponents.)",
             QualmsWarning,
-            stacklevel=3,
+            stacklevel=2,
         )
     if whitening.effective_rank == 1 and len(X) > 1 and n_representatives != 1:
         warnings.warn(
-            "All training points are the same to the kernel, which cannot tell them apart. "
-            "The power kernel sees only directions: use kernel='rbf' for a single feature.",
+            "The kernel does not distinguish the training points. The power kernel depends on "
+            "directions only: use kernel='rbf' for a single feature.",
             QualmsWarning,
-            stacklevel=4,
+            stacklevel=2,
         )
     indices = chosen[whitening.pivots]
     return Basis(kernel, scale, features[indices], indices, whitening)
@@ -241,7 +239,7 @@ def _resolve_offset(offset: float | str, X: FloatArray) -> float:
     return 1.0 if np.min(rows @ rows.T) < -1e-5 else 0.0
 
 
-# What both estimators share: training points, their members, and calibrated predictions.
+# Training points, their members and their calibration, for both regressors.
 @dataclass(frozen=True)
 class TrainingSet:
     """Rows of a training set and the distinct points among them.
@@ -249,13 +247,10 @@ class TrainingSet:
     Attributes
     ----------
     rows : (n_rows,) array of int
-        Rows, as given to ``fit``, whose weight is not zero.
+        Rows, as given to ``fit``, whose weight is not zero; the following arrays are of these.
     X : (n_rows, d) array or data frame
-        Features of the rows.
     y : (n_rows, T) array
-        Targets of the rows.
     weight : (n_rows,) array
-        Weights of the rows.
     inverse : (n_rows,) array of int
         Point of each row.
     first : (n_points,) array of int
@@ -292,7 +287,7 @@ class TrainingSet:
 
     @cached_property
     def point_y(self) -> Float64Array:
-        """Targets averaged over the rows of each point, by weight: (n_points, T)."""
+        """Weighted mean of the targets of each point: (n_points, T)."""
         sums = np.zeros((self.n_points, self.y.shape[1]))
         np.add.at(sums, self.inverse, self.weight[:, None] * self.y)
         return sums / self.point_weight[:, None]
@@ -306,15 +301,52 @@ class TrainingSet:
             sum_of_squares=self.weight @ deviations**2,
         )
 
-    def row_counts(self, counts: IntArray) -> IntArray:
-        """Repeat what is known of the points (n_points, …) for each of their rows."""
-        repeated: IntArray = counts[self.inverse]
-        return repeated
+    def draw_counts(
+        self, n_members: int, subsample: float, replace: bool, rng: np.random.Generator
+    ) -> IntArray:
+        """Draw the members and return how often each point is in each: (n_points, N_R)."""
+        check_integer("n_members", n_members, 2, "at least 2 members, for a standard deviation")
+        if not isinstance(replace, (bool, np.bool_)):
+            raise InputError("replace", repr(replace), "True or False")
+        if self.n_points < 2:
+            expected = "at least 2 distinct rows to draw subsamples from"
+            raise InputError("X", "a single distinct row", expected)
+        indices = draw_members(
+            self.n_points, n_members, subsample, rng, replace=replace, groups=self.groups
+        )
+        return membership_counts(indices, self.n_points)
 
     def member_rows(self, counts: IntArray) -> list[IntArray]:
         """Return the rows, as given to ``fit``, in the training set of each member."""
-        times = self.row_counts(counts)
-        return [np.repeat(self.rows, times[:, i]) for i in range(times.shape[1])]
+        return [np.repeat(self.rows, times) for times in counts[self.inverse].T]
+
+    def calibrate(
+        self, members: Float64Array, counts: IntArray, method: str
+    ) -> Calibration | PerOutputCalibration:
+        """Calibrate on out-of-bag rows.
+
+        Parameters
+        ----------
+        members : (n_rows, T, N_R) array
+            Predictions of the rows by all members.
+        counts : (n_points, N_R) array
+        method : str
+        """
+        absent = counts[self.inverse] == 0
+
+        def of_output(y: Float64Array, predicted: Float64Array) -> Calibration:
+            if method == "none" or np.ptp(y) == 0:
+                return NoCalibration()  # all members predict the constant
+            try:
+                found = calibration_data(y, predicted, absent, sample_weight=self.weight)
+            except ExactFitError as error:
+                message = f"{error} The ensemble standard deviation is used as it is."
+                warnings.warn(message, QualmsWarning, stacklevel=2)
+                return NoCalibration()
+            return fit_internally(found, method)
+
+        outputs = tuple(of_output(y, members[:, t]) for t, y in enumerate(self.y.T))
+        return outputs[0] if self.single_output else PerOutputCalibration(outputs)
 
 
 def training_set(
@@ -327,9 +359,9 @@ def training_set(
     dtype: Any = "numeric",
     keep_frames: bool = False,
 ) -> TrainingSet:
-    """Validate what was given to ``fit`` and collect the distinct points of non-zero weight."""
+    """Validate the arguments of ``fit`` and collect the distinct points of non-zero weight."""
     if keep_frames and is_frame(X):
-        # Columns have names and types that a pipeline may ask for: members get them as they are.
+        # Columns have names and types that a pipeline may need: members get them unchanged.
         X, y = validate_data(estimator, X, y, skip_check_array=True)
         y = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y", ensure_min_samples=2)
         check_consistent_length(X, y)
@@ -344,37 +376,35 @@ def training_set(
             ensure_min_samples=2,
             ensure_all_finite=finite_or_nan(estimator),
         )
-    largest = float(np.max(np.abs(y)))
+    y = np.asarray(y)
+    n, largest, single_output = len(y), float(np.max(np.abs(y))), y.ndim == 1
     if largest and not 1e-140 < largest < 1e140:
-        raise InputError("y", f"values of {largest:.1e}", "numbers whose squares are numbers, too")
-    data = _distinct_points(X, y, groups, sample_weight)
-    warn_if_constant(data)
-    return data
-
-
-def _distinct_points(
-    X: Any, y: Any, groups: Sequence[object] | None, sample_weight: Any
-) -> TrainingSet:
+        raise InputError("y", f"values of {largest:.1e}", "numbers whose squares are finite")
     weight = _check_sample_weight(
-        sample_weight, np.empty((len(X), 1)), dtype=np.float64, ensure_non_negative=True
+        sample_weight, np.empty((n, 1)), dtype=np.float64, ensure_non_negative=True
     )
-    labels = None if groups is None else group_codes(groups, len(X))
+    labels = None if groups is None else group_codes(groups, n)
     rows = np.flatnonzero(weight > 0)
     if len(rows) < 2:
-        raise InputError(
-            "sample_weight", f"{len(rows)} positive weights", "at least 2 samples with weight"
-        )
-    kept = X if len(rows) == len(X) else take_rows(X, rows)
+        given = f"{len(rows)} positive weights"
+        raise InputError("sample_weight", given, "at least 2 samples with weight")
+    kept = X if len(rows) == n else take_rows(X, rows)
     points = _distinct_rows_of(kept)
+    targets = np.asarray(y, dtype=np.float64).reshape(n, -1)[rows]
+    constant = np.flatnonzero(np.ptp(targets, axis=0) == 0)
+    if constant.size:
+        which = "y is" if single_output else f"outputs {constant.tolist()} of y are"
+        message = f"{which} constant: there is nothing to learn, and the uncertainty is zero."
+        warnings.warn(message, QualmsWarning, stacklevel=2)
     return TrainingSet(
         rows=rows,
         X=kept,
-        y=np.asarray(y, dtype=np.float64).reshape(len(X), -1)[rows],
+        y=targets,
         weight=weight[rows],
         inverse=points.inverse,
         first=points.first,
         groups=None if labels is None else joined_groups(points.inverse, labels[rows]),
-        single_output=y.ndim == 1,
+        single_output=single_output,
     )
 
 
@@ -384,7 +414,7 @@ def is_frame(X: Any) -> bool:
 
 
 def finite_or_nan(estimator: Any) -> bool | str:
-    """Return what scikit-learn's checks may let pass: NaN where the estimator takes it."""
+    """Return `ensure_all_finite` of `validate_data`: NaN passes if the estimator allows it."""
     return "allow-nan" if get_tags(estimator).input_tags.allow_nan else True
 
 
@@ -408,30 +438,10 @@ def _column_of_numbers(values: Any) -> Float64Array:
         return np.asarray(values, dtype=np.float64)
     if long or all(isinstance(v, str) for v in values):
         return np.unique(values, return_inverse=True)[1].astype(np.float64)
-    # Objects: equal if they say so; what cannot be compared is equal to itself alone.
+    # Objects: compared by their hash; those without one are equal to themselves only.
     codes: dict[Any, int] = {}
     keys = [v if isinstance(v, Hashable) else id(v) for v in values]
     return np.array([codes.setdefault(key, len(codes)) for key in keys], dtype=np.float64)
-
-
-def draw_counts(
-    data: TrainingSet, n_members: int, subsample: float, replace: bool, rng: np.random.Generator
-) -> IntArray:
-    """Draw the members and return how often each point is in each: (n_points, N_R)."""
-    check_integer("n_members", n_members, 2, "at least 2 members, so that there is a spread")
-    if not isinstance(replace, (bool, np.bool_)):
-        raise InputError("replace", repr(replace), "True or False")
-    if data.n_points < 2:
-        raise InputError(
-            "X",
-            "a single distinct row",
-            "at least 2 distinct rows to draw sub-samples from",
-            "Use n_members=0 where that is offered.",
-        )
-    indices = draw_members(
-        data.n_points, n_members, subsample, rng, replace=replace, groups=data.groups
-    )
-    return membership_counts(indices, data.n_points)
 
 
 def new_generator(random_state: Any) -> np.random.Generator:
@@ -447,54 +457,12 @@ def check_calibration_name(calibration: str | None) -> str:
     return name
 
 
-def internal_calibration(
-    data: TrainingSet, members: Float64Array, counts: IntArray, method: str
-) -> Calibration | PerOutputCalibration:
-    """Calibrate internally, on the rows as they were given.
-
-    Parameters
-    ----------
-    members : (n_rows, T, N_R) array
-        Predictions of the rows by all members.
-    counts : (n_points, N_R) array
-    """
-    absent = data.row_counts(counts) == 0
-
-    def of_output(t: int) -> Calibration:
-        if method == "none" or np.ptp(data.y[:, t]) == 0:
-            return NoCalibration()  # all members predict a constant, without any spread
-        y, weight = data.y[:, t], data.weight
-        try:
-            calibration_set = calibration_data(y, members[:, t], absent, sample_weight=weight)
-        except ExactFitError as error:
-            warnings.warn(f"{error} The spread is used as it is.", QualmsWarning, stacklevel=5)
-            return NoCalibration()
-        return fit_internally(calibration_set, method)
-
-    outputs = tuple(of_output(t) for t in range(data.y.shape[1]))
-    return outputs[0] if data.single_output else PerOutputCalibration(outputs)
-
-
-def warn_if_constant(data: TrainingSet) -> None:
-    """Say that there is nothing to learn."""
-    constant = np.flatnonzero(np.ptp(data.y, axis=0) == 0)
-    if constant.size:
-        what = "y is" if data.single_output else f"outputs {constant.tolist()} of y are"
-        warnings.warn(
-            f"{what} constant: there is nothing to learn, and the error bar is zero.",
-            QualmsWarning,
-            stacklevel=4,
-        )
-
-
-# A scikit-learn regressor: sparse Gaussian processes with calibrated error bars.
 class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
-    """Sparse Gaussian process regression whose error bars come from sub-sampled members.
+    """Sparse Gaussian process regression with uncertainties from an ensemble of subsampled models.
 
-    All members share one set of representatives, so that mean, error bar and members of a
-    prediction cost one row of the kernel. The error bars are calibrated internally, on training
-    points that members did not see; no data need be set aside. Musil et al., J. Chem. Theory
-    Comput. 15, 906 (2019).
+    All members share one set of representatives, so that mean, standard deviation and members of a
+    prediction cost one row of the kernel. The standard deviations are calibrated out-of-bag; no
+    data need be set aside. Musil et al., J. Chem. Theory Comput. 15, 906 (2019).
 
     Parameters
     ----------
@@ -507,7 +475,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
     offset : float or "auto"
         c of the power kernel ``((x·x′ + c)/(1 + c))^exponent``. "auto" is 0 where no product of
         training points (the first 2048) is negative, as for SOAP vectors, else 1, because an even
-        power of negative products could not tell x from −x.
+        power of negative products does not distinguish x from −x.
     length_scale : float, optional
         ℓ of the "rbf" kernel; the median distance between training points by default.
     n_representatives : int, optional
@@ -518,17 +486,16 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         Noise variance σ² in the units of y² (with several outputs: for their mean variance), or how
         to choose it: by the smallest leave-one-out error or by the largest marginal likelihood.
     n_members : int
-        N_R ≥ 2, or 0 for the plain projected process, whose error bar is that of Eq. (3), not
-        calibrated.
+        N_R ≥ 2, or 0 for the projected process of Eq. (3), whose uncertainty is not calibrated.
     subsample : float or int
-        Size n of the sub-samples: a fraction of the distinct training points (or groups), or a
+        Size n of the subsamples: a fraction of the distinct training points (or groups), or a
         number of them.
     replace : bool
-        Bootstrap (n = N with replacement; `subsample` is not used) instead of sub-sampling.
+        Bootstrap (n = N with replacement; `subsample` is not used) instead of subsampling.
     calibration : {"student", "shrinkage", "linear", "power", "none"} or None
-        How the spread between members is turned into an error bar.
+        Calibration of the ensemble standard deviation.
     random_state : int, RandomState instance or None
-        Seed of the sub-samples (and of a random selection).
+        Seed of the subsamples (and of a random selection).
 
     Attributes
     ----------
@@ -554,7 +521,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
 
     Notes
     -----
-    Rows with the same features count as one point, in or out of a sub-sample together, and the
+    Rows with the same features count as one point, in or out of a subsample together, and the
     result does not depend on the order of the rows.
     """
 
@@ -602,14 +569,10 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         y : (N,) or (N, T) array
         groups : (N,) array, optional
             Labels of samples that belong together, such as atoms of one crystal: in or out of a
-            sub-sample together.
+            subsample together.
         sample_weight : (N,) array, optional
             Not negative; sample n has noise σ²/w_n. A weight of k is the same as k copies of the
             sample.
-
-        Returns
-        -------
-        self
         """
         method = self._check_parameters()
         data = training_set(self, X, y, groups, sample_weight, dtype=[np.float64, np.float32])
@@ -628,9 +591,9 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
     def predict(
         self, X: ArrayLike, return_std: bool = False
     ) -> Float64Array | tuple[Float64Array, Float64Array]:
-        """Predict the mean of the committee, Eq. (4), and, if asked for, its calibrated error bar.
+        """Predict the ensemble mean, Eq. (4), and its calibrated standard deviation.
 
-        Without members, these are mean and error bar of the full projected process.
+        Without members, these are those of the full projected process, Eq. (3).
 
         Parameters
         ----------
@@ -652,16 +615,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         return np.asarray(mean + self.intercept_.mean(axis=-1))
 
     def predict_ensemble(self, X: ArrayLike) -> Prediction:
-        """Predict with every member, calibrated.
-
-        Parameters
-        ----------
-        X : (n, d) array
-
-        Returns
-        -------
-        Prediction
-        """
+        """Return the calibrated predictions of all members for X (n, d)."""
         if not self._has_members():
             raise InputError("n_members", 0, "at least 2 members for an ensemble")
         members = self.basis_.contract(self._validated(X), self.weights_) + self.intercept_
@@ -685,7 +639,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         return np.asarray(self._outputs(np.concatenate(std)))
 
     def _check_parameters(self) -> str:
-        """Refuse parameters that no data could make right; return the name of the calibration."""
+        """Validate parameters before the data; return the name of the calibration."""
         if self.selection not in SELECTIONS:
             raise InputError("selection", repr(self.selection), f"one of {', '.join(SELECTIONS)}")
         if isinstance(self.noise, (int, float, np.number)):
@@ -737,15 +691,13 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         method: str,
         rng: np.random.Generator,
     ) -> None:
-        counts = draw_counts(data, self.n_members, self.subsample, self.replace, rng)
+        counts = data.draw_counts(self.n_members, self.subsample, self.replace, rng)
         members = fit_members(full, Phi, data.point_y, counts, sample_weight=data.point_weight)
         weights = self.basis_.whitening.kernel_weights(members.weights)
         self.weights_ = self._outputs(weights, axis=1)
         self.intercept_ = self._outputs(members.intercepts, axis=0)
         self.member_indices_ = data.member_rows(counts)
-        self.calibration_ = internal_calibration(
-            data, members.predict(Phi)[data.inverse], counts, method
-        )
+        self.calibration_ = data.calibrate(members.predict(Phi)[data.inverse], counts, method)
 
     def _has_members(self) -> bool:
         check_is_fitted(self)
@@ -761,9 +713,8 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         return np.take(values, 0, axis=axis) if self._single_output else values
 
 
-# A scikit-learn regressor that gives any other one calibrated error bars.
 class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
-    """Calibrated error bars for any regressor, from members trained on sub-samples.
+    """Calibrated uncertainties for any regressor, from members trained on subsamples.
 
     Parameters
     ----------
@@ -773,17 +724,16 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
     n_members : int
         N_R ≥ 2.
     subsample : float or int
-        Size n of the sub-samples: a fraction of the distinct training points (or groups), or a
+        Size n of the subsamples: a fraction of the distinct training points (or groups), or a
         number of them.
     replace : bool
-        Bootstrap (n = N with replacement; `subsample` is not used) instead of sub-sampling.
+        Bootstrap (n = N with replacement; `subsample` is not used) instead of subsampling.
     calibration : {"student", "shrinkage", "linear", "power", "none"} or None
-        How the spread between members is turned into an error bar, on the training points that
-        members did not see.
+        Out-of-bag calibration of the ensemble standard deviation.
     n_jobs : int, optional
         Number of members that are trained at the same time, as in joblib.
     random_state : int, RandomState instance or None
-        Seed of the sub-samples and of the members.
+        Seed of the subsamples and of the members.
 
     Attributes
     ----------
@@ -796,7 +746,7 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
 
     Notes
     -----
-    Rows with the same features count as one point, in or out of a sub-sample together, and the
+    Rows with the same features count as one point, in or out of a subsample together, and the
     result does not depend on the order of the rows, if that of the estimator does not.
     """
 
@@ -833,13 +783,9 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
             A data frame is handed on as it is, with its column names and types.
         y : (N,) or (N, T) array
         groups : (N,) array, optional
-            Labels of samples that belong together: in or out of a sub-sample together.
+            Labels of samples that belong together: in or out of a subsample together.
         sample_weight : (N,) array, optional
             Not negative; handed on to the estimator, which must accept them.
-
-        Returns
-        -------
-        self
         """
         method = check_calibration_name(self.calibration)
         if sample_weight is not None and not has_fit_parameter(self.estimator, "sample_weight"):
@@ -851,16 +797,16 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
         data = training_set(self, X, y, groups, sample_weight, keep_frames=True)
         self._single_output = data.single_output
         rng = new_generator(self.random_state)
-        counts = draw_counts(data, self.n_members, self.subsample, self.replace, rng)
+        counts = data.draw_counts(self.n_members, self.subsample, self.replace, rng)
         self.member_indices_ = data.member_rows(counts)
         self.estimators_ = self._fit_members(data, counts, sample_weight is not None, rng)
-        self.calibration_ = internal_calibration(data, self._members(data.X), counts, method)
+        self.calibration_ = data.calibrate(self._members(data.X), counts, method)
         return self
 
     def predict(
         self, X: ArrayLike, return_std: bool = False
     ) -> Float64Array | tuple[Float64Array, Float64Array]:
-        """Predict the mean of the committee and, if asked for, its calibrated error bar.
+        """Predict the ensemble mean and its calibrated standard deviation.
 
         Parameters
         ----------
@@ -877,16 +823,7 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
         return (prediction.mean, prediction.std) if return_std else prediction.mean
 
     def predict_ensemble(self, X: ArrayLike) -> Prediction:
-        """Predict with every member, calibrated.
-
-        Parameters
-        ----------
-        X : (n, d) array
-
-        Returns
-        -------
-        Prediction
-        """
+        """Return the calibrated predictions of all members for X (n, d)."""
         check_is_fitted(self)
         if is_frame(X):
             validate_data(self, X, reset=False, skip_check_array=True)
@@ -910,7 +847,7 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
         """Train a clone of the estimator, with a seed of its own, on the rows of each member."""
         # Points come in an order of their own, so that the order of the rows does not matter.
         order = np.argsort(data.inverse, kind="stable")
-        times = data.row_counts(counts)[order]
+        times = counts[data.inverse][order]
         seeds = rng.integers(2**31 - 1, size=self.n_members)
 
         def job(i: int) -> Any:
@@ -925,7 +862,7 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
         return fitted
 
     def _members(self, X: Any) -> Float64Array:
-        """Return what each member predicts: (n, T, N_R)."""
+        """Return the predictions of each member: (n, T, N_R)."""
         predicted = [np.asarray(e.predict(X), dtype=np.float64) for e in self.estimators_]
         return np.stack([p.reshape(len(X), -1) for p in predicted], axis=-1)
 

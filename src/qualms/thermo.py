@@ -1,4 +1,4 @@
-"""Averages over a trajectory, re-weighted to every member of a committee of potentials.
+"""Thermal averages, reweighted to every member of an ensemble of potentials.
 
 A trajectory is sampled with a potential V̄. Member i would have sampled another distribution; with
 h⁽ⁱ⁾ = β (V⁽ⁱ⁾ − V̄), the average of an observable a under it is (Imbalzano et al., J. Chem. Phys.
@@ -32,23 +32,15 @@ from qualms.prediction import Prediction, decimals
 
 #: A window of so many correlation times: Sokal's rule, a bias of e^−5 against noise.
 _WINDOW = 5.0
-#: Fewer blocks say too little about their own spread; more say hardly more, and take memory.
+#: Fewer blocks do not determine their variance; more add little, and take memory.
 MIN_BLOCKS, MAX_BLOCKS = 8, 500
 
 
 def statistical_inefficiency(series: Float64Array) -> Float64Array:
-    """Return for each column how many frames count as one: g = 1 + 2 Σ_t ρ(t).
+    """Return the number of frames per independent one, g = 1 + 2 Σ_t ρ(t), of each column: (k,).
 
-    Parameters
-    ----------
-    series : (n, k) array
-        Values along a trajectory.
-
-    Returns
-    -------
-    (k,) array
-        At least 1, and 1 for a column that does not vary. The sum over the autocorrelation ρ ends
-        at the first t ≥ 5 τ(t), where τ(t) = ½ + Σ_{s ≤ t} ρ(s): Sokal's automatic window.
+    It is 1 for a constant column. The sum over the autocorrelation ρ of the series (n, k) ends at
+    the first t ≥ 5 τ(t), where τ(t) = ½ + Σ_{s ≤ t} ρ(s): Sokal's automatic window.
     """
     n = len(series)
     size = next_fast_len(2 * n - 1, real=True)  # zeros at the end: nothing must wrap around
@@ -77,38 +69,25 @@ def block_length(n: int, inefficiency: float) -> int:
 
 @dataclass(frozen=True)
 class Replicates:
-    """An estimate for every member, and what it would be without each of the blocks.
-
-    Attributes
-    ----------
-    members : (T, N) array
-        From all frames: T observables, N members.
-    without : (B, T, N) array
-        From all but one of B blocks.
-    """
+    """Estimates of T observables for N members: (T, N), and without each of B blocks: (B, T, N)."""
 
     members: Float64Array
     without: Float64Array
 
     def variance(self) -> Float64Array:
-        """Return the variance (T, N), by finite sampling, of what each member finds."""
+        """Return the sampling variance (T, N) of the estimate of each member."""
         return _jackknife(self.without)
 
     def variance_of_mean(self) -> Float64Array:
-        """Return the variance (T,), by finite sampling, of the mean over the members."""
+        """Return the sampling variance (T,) of the mean over the members."""
         return _jackknife(self.without.mean(axis=2))
 
     def variance_between(self, n_observables: int | None = None) -> Float64Array:
-        """Return the variance (T,) between members, without what finite sampling adds to it.
+        """Return the variance (T,) between members, without the contribution of finite sampling.
 
         Members are averaged over the same frames, so most of the noise is common to them and
         cancels in their deviations from each other. The rest adds to their variance, on average by
         the variance between deviations of the replicates: `member_variance` is a quadratic form.
-
-        Parameters
-        ----------
-        n_observables : int, optional
-            As for `member_variance`.
         """
         B = len(self.without)
         noise = member_variance(self.without - self.without.mean(axis=0), n_observables)
@@ -122,15 +101,11 @@ def member_variance(members: Float64Array, n_observables: int | None = None) -> 
 
     If they are all pairs of one of n observables and one of p potentials, pairs share members, and
     their plain variance is too small. With a_ij = μ + r_i + c_j + e_ij, rows (means over j) have
-    the variance σ_r² + σ_e²/p and columns σ_c² + σ_e²/n, and what remains has σ_e²: a pair has
+    the variance σ_r² + σ_e²/p and columns σ_c² + σ_e²/n, and the rest σ_e²: a pair has
 
         σ_r² + σ_c² + σ_e² = Var[rows] + Var[columns] + (1 − 1/n − 1/p) σ_e².
 
-    Parameters
-    ----------
-    members : (…, N) array
-    n_observables : int, optional
-        n, if members are pairs: N = n p, those of one observable one after the other.
+    `n_observables` is n, if members are such pairs, N = n p, those of one observable after another.
     """
     if n_observables is None:
         variance: Float64Array = members.var(axis=-1, ddof=1)
@@ -151,7 +126,7 @@ def member_variance(members: Float64Array, n_observables: int | None = None) -> 
 
 
 def _jackknife(without: Float64Array) -> Float64Array:
-    """Return the variance of an estimate, given what it is without each of B blocks."""
+    """Return the jackknife variance of an estimate from those without each of B blocks."""
     B = len(without)
     variance: Float64Array = (B - 1) * without.var(axis=0)
     return variance
@@ -216,7 +191,7 @@ def neglected_term(observable: Float64Array, h: Float64Array, length: int) -> Re
 def effective_sample_size(h: Float64Array) -> Float64Array:
     """Return how many equally weighted frames the weights e^(−h) amount to: Kish's (Σw)²/Σw², (N,).
 
-    It does not know of correlations between frames.
+    It neglects correlations between frames.
     """
     w = _weights(h)
     size: Float64Array = w.sum(axis=0) ** 2 / np.sum(w**2, axis=0)
@@ -269,47 +244,47 @@ def _block_products(observable: Float64Array, factors: Float64Array, length: int
     )
 
 
-# Thermal averages with two error bars: of the model, and of finite sampling.
+# Thermal averages with two uncertainties: of the model, and of finite sampling.
 __all__ = ["ThermalAverage", "reweight"]
 
 #: In eV/K.
 BOLTZMANN = scipy.constants.physical_constants["Boltzmann constant in eV/K"][0]
 _ESTIMATORS = {"cea": reweight_cumulant, "direct": reweight_direct}
-#: Fewer independent frames than these, for a member or in all, and averages are guesses.
+#: Smallest number of independent frames, for a member or in all.
 _FEW = 20.0
-#: If the first neglected term is a larger part of the error bar than this, the expansion fails.
+#: Largest ratio of the first neglected term of the expansion to the uncertainty.
 _LARGE = 0.3
-#: Correlation times are found for so many observables at most.
+#: Correlation times are computed for so many observables at most.
 _SOME = 32
-#: Errors that are a smaller part of a mean are those of arithmetic.
+#: Uncertainties below this fraction of the mean are rounding.
 _ROUNDING = 1e-13
 
 
 @dataclass(frozen=True)
 class ThermalAverage:
-    """A thermal average, and how wrong it may be.
+    """A thermal average and its uncertainties.
 
     Attributes
     ----------
     prediction : Prediction
-        What every member would find, from this trajectory. Its spread holds some noise of sampling,
-        which `std_model` does not.
+        The average of every member. Its standard deviation contains sampling noise, which
+        `std_model` does not.
     std_model : array
-        Error because the potential is not the right one: does not shrink in longer runs.
+        Uncertainty due to the potential; independent of the length of the run.
     std_sampling : array
-        Error because the run is finite: shrinks with the square root of its length.
+        Uncertainty due to finite sampling; decreases with the square root of the length.
     sampled : array
         The plain average over the trajectory; if the observable depends on the model, of the mean
         over its members.
     estimator : str
-        How it was re-weighted.
+        "cea" or "direct".
     n_frames : int
     inefficiency : float
-        How many frames count as one independent one.
+        Number of frames per independent frame.
     n_effective : (N,) array
-        How many frames the weights of each member amount to, of `n_frames`.
+        Effective number of frames for the weights of each member.
     problems : tuple of str
-        Why the result is not to be trusted; empty if it is.
+        Reasons why the result is not reliable.
     """
 
     prediction: Prediction
@@ -329,7 +304,7 @@ class ThermalAverage:
 
     @property
     def std(self) -> Float64Array:
-        """Both errors together."""
+        """Both uncertainties in quadrature."""
         return np.hypot(self.std_model, self.std_sampling)
 
     def __str__(self) -> str:
@@ -344,7 +319,7 @@ class ThermalAverage:
 
     @property
     def reliable(self) -> bool:
-        """Whether nothing speaks against the result."""
+        """Whether there are no `problems`."""
         return not self.problems
 
 
@@ -358,15 +333,14 @@ def reweight(
     estimator: str = "cea",
     paired: bool = True,
 ) -> ThermalAverage:
-    """Average over a trajectory as every member of a committee would see it.
+    """Average over a trajectory, reweighted to every member of an ensemble.
 
     Parameters
     ----------
     energies : Prediction of shape (n,), or (n, N_R) array
-        Potential energies of the n frames of the trajectory: what every member says, calibrated.
+        Calibrated potential energies of the n frames of the trajectory by all members.
     observable : (n,) or (n, T) array, or Prediction of that shape
-        What is to be averaged: one number, or T of them, for each frame. A Prediction if it depends
-        on a model itself, as the energy does.
+        One number, or T of them, for each frame. A Prediction if it depends on a model itself.
     temperature : float, optional
         In K, if energies are in eV.
     kT : float, optional
@@ -374,26 +348,22 @@ def reweight(
     sampled : (n,) array, optional
         Energies of the potential that drove the simulation. By default the mean over the members.
     estimator : {"cea", "direct"}
-        The cumulant expansion, robust; or exact weights, for which the members must be so close to
-        each other (in units of kT, for the whole system) that the frames still are typical for all.
+        The cumulant expansion, which is robust; or exact weights, which require that the energies
+        of members differ by little more than kT (for the whole system).
     paired : bool
-        Whether members of a Prediction `observable` are those of `energies`, in this order, as
-        predictions of one model are. If not, all pairs are taken.
-
-    Returns
-    -------
-    ThermalAverage
+        Whether the members of a Prediction `observable` are those of `energies`. If not, all pairs
+        are taken.
 
     Warns
     -----
     QualmsWarning
-        If the run is too short, or re-weighting is unreliable.
+        If the run is too short, or reweighting is unreliable.
 
     Examples
     --------
     >>> import numpy as np
     >>> x = np.random.default_rng(0).normal(size=4000)  # a harmonic oscillator, k = kT = 1
-    >>> k = np.linspace(0.9, 1.1, 8)  # what members think of its force constant
+    >>> k = np.linspace(0.9, 1.1, 8)  # force constants of the members
     >>> average = reweight(0.5 * k * x[:, None] ** 2, x**2, kT=1.0)
     >>> print(average)
     0.997 ± 0.067 (model) ± 0.022 (sampling)
@@ -438,11 +408,20 @@ def reweight(
 
 def _members(name: str, given: Prediction | ArrayLike, n_axes: int) -> Float64Array:
     """Return members as an array with so many axes before the last, with at least 2 frames."""
-    array = given.members if isinstance(given, Prediction) else check_points(name, given)
+    array = (
+        _with_members(name, given) if isinstance(given, Prediction) else check_points(name, given)
+    )
     if array.ndim != n_axes + 1 or len(array) < 2 or array.shape[-1] < 2:
         expected = "(n, N_R): at least 2 frames and 2 members"
         raise InputError(name, f"shape {array.shape}", expected)
     return array
+
+
+def _with_members(name: str, prediction: Prediction) -> Float64Array:
+    if prediction.members is None:
+        raise InputError(name, "a prediction without members", "one with members")
+    members: Float64Array = prediction.members
+    return members
 
 
 def _thermal_energy(temperature: float | None, kT: float | None) -> float:
@@ -457,7 +436,7 @@ def _thermal_energy(temperature: float | None, kT: float | None) -> float:
 def _observable(given: Prediction | ArrayLike, n: int) -> tuple[Float64Array, tuple[int, ...]]:
     """Return the observable as (n, T), or (n, T, N) of members, and the shape of its average."""
     if isinstance(given, Prediction):
-        array, shape = given.members, given.shape
+        array, shape = _with_members("observable", given), given.shape
     else:
         array = check_points("observable", given)
         shape = array.shape
@@ -465,7 +444,7 @@ def _observable(given: Prediction | ArrayLike, n: int) -> tuple[Float64Array, tu
         expected = f"({n},) or ({n}, T), as many as energies"
         raise InputError("observable", f"shape {shape}", expected)
     if isinstance(given, Prediction):
-        return array.reshape(n, -1, given.n_members), shape[1:]
+        return array.reshape(n, -1, array.shape[-1]), shape[1:]
     return array.reshape(n, -1), shape[1:]
 
 
@@ -479,7 +458,7 @@ def _in_pairs(
             "observable",
             f"{n_observable} members",
             f"{n_potential}, those of the energies",
-            "If it is of another model, say paired=False.",
+            "Use paired=False for an observable of another model.",
         )
     if paired:
         return values, h
@@ -487,8 +466,8 @@ def _in_pairs(
 
 
 def _inefficiency(observables: Float64Array, h: Float64Array) -> float:
-    """Return how many frames count as one, for what varies most slowly."""
-    # Bins of a histogram are many and alike: some of them will do.
+    """Return the number of frames per independent frame, for the slowest of all series."""
+    # A histogram has many similar bins: some of them suffice.
     T = observables.shape[1]
     some = observables[:, np.unique(np.linspace(0, T - 1, min(T, _SOME)).round().astype(int))]
     return float(statistical_inefficiency(np.hstack([some, h])).max())
@@ -497,7 +476,7 @@ def _inefficiency(observables: Float64Array, h: Float64Array) -> float:
 def _problems_of_direct(
     found: Replicates, values: Float64Array, h: Float64Array, length: int, n: float, n_least: float
 ) -> tuple[str, ...]:
-    """Say whether independent frames, n or for a member, are too few."""
+    """Check for too few independent frames, n or for a member."""
     short = _too_short(n)
     if short or n_least >= _FEW:
         return short
@@ -505,20 +484,20 @@ def _problems_of_direct(
     works = _neglected(other, values, h, length) <= _LARGE and not _outside(other.members, values)
     return (
         f"For a member the trajectory amounts to {n_least:.1f} independent frames of {n:.0f}: "
-        f"direct re-weighting is unreliable. {_instead('cea', works)}",
+        f"direct reweighting is unreliable. {_instead('cea', works)}",
     )
 
 
 def _problems_of_cumulants(
     found: Replicates, values: Float64Array, h: Float64Array, length: int, n: float, n_least: float
 ) -> tuple[str, ...]:
-    """Say whether independent frames are too few, or members differ too much for the expansion."""
+    """Check for too few independent frames, and the accuracy of the expansion."""
     outside = _outside(found.members, values)
     ratio = _neglected(found, values, h, length)
     if ratio <= _LARGE:
         return _too_short(n) + outside
     far = (
-        f"The first term that the cumulant expansion neglects is {ratio:.1g} of the error bar: "
+        f"The first term that the cumulant expansion neglects is {ratio:.1g} of the uncertainty: "
         f"members differ too much for it. {_instead('direct', n_least >= _FEW)}"
     )
     return (*_too_short(n), far, *outside)
@@ -528,25 +507,25 @@ def _too_short(n: float) -> tuple[str, ...]:
     if n >= _FEW:
         return ()
     return (
-        f"The trajectory has about {n:.0f} independent frames: too few to know how wrong its "
-        "averages are. Run longer.",
+        f"The trajectory has about {n:.0f} independent frames, too few to estimate the "
+        "sampling error. Run longer.",
     )
 
 
 def _instead(estimator: str, works: bool) -> str:
-    """Return what to do about an estimator that fails."""
+    """Return the remedy for an estimator that fails."""
     if works:
         return f"Use estimator={estimator!r}."
     return (
-        f"Nor would estimator={estimator!r} do: train a model whose members agree better, or "
+        f"estimator={estimator!r} would fail, too: train a model whose members agree better, or "
         "simulate with single members."
     )
 
 
 def _neglected(found: Replicates, values: Float64Array, h: Float64Array, length: int) -> float:
-    """Return how large the first term is that an expansion neglects, in units of its error bar."""
+    """Return the first neglected term of an expansion, in units of the uncertainty."""
     neglected = neglected_term(values, h, length)
-    # The square of an estimate is too large by its variance, and six times that is beyond chance.
+    # The square of an estimate is biased by its variance; six times that is significant.
     squares = np.mean(neglected.members**2 - 6.0 * neglected.variance(), axis=1)
     error = np.sqrt(found.variance_between() + found.variance_of_mean())
     ratio = np.sqrt(np.maximum(squares, 0.0)) / np.maximum(error, np.finfo(float).tiny)
@@ -554,7 +533,7 @@ def _neglected(found: Replicates, values: Float64Array, h: Float64Array, length:
 
 
 def _outside(averages: Float64Array, values: Float64Array) -> tuple[str, ...]:
-    """Say whether averages of members are beyond all values that the trajectory has seen."""
+    """Check for averages of members beyond all values of the trajectory."""
     every = values.swapaxes(0, 1).reshape(values.shape[1], -1)
     low, high = every.min(axis=1)[:, None], every.max(axis=1)[:, None]
     slack = 0.1 * (high - low) + 1e-9 * np.abs(high)
@@ -562,6 +541,6 @@ def _outside(averages: Float64Array, values: Float64Array) -> tuple[str, ...]:
     if not n:
         return ()
     return (
-        f"{n} of {averages.shape[1]} members would have an average beyond all values that the "
-        "trajectory has seen: they differ too much from what was simulated.",
+        f"{n} of {averages.shape[1]} members have an average beyond all values of the trajectory: "
+        "they differ too much from the potential that was simulated.",
     )

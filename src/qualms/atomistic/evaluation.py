@@ -20,8 +20,8 @@ from qualms.calibration.methods import whole_spread
 from qualms.errors import CalibrationError
 from qualms.evaluation import COMPONENT_NAMES, Evaluation
 from qualms.gp.ensemble import committee, group_codes
-from qualms.metrics import Scores, score_arrays
-from qualms.prediction import Prediction, score
+from qualms.metrics import Scores, score, score_arrays
+from qualms.prediction import Prediction
 from qualms.progress import Stages
 
 #: Methods that the paper also fits to a validation set: "CV" and "N-L" in its tables.
@@ -217,7 +217,7 @@ def _validated(test: _Points, validation: _Points | None, method: str) -> Float6
         if len(test.y) < _MIN_CROSS_FIT or len(np.unique(test.structure)) < 2:
             return None
         even = group_codes(test.structure, len(test.y)) % 2 == 0
-        members = np.empty_like(test.raw.members)
+        members = np.empty(np.shape(test.raw.members))
         for half in (even, ~even):
             members[half] = test.apply(test.fit(method, ~half), half)
         return members

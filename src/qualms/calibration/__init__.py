@@ -1,70 +1,32 @@
-"""From the spread between members to error bars that hold: Eqs. (8), (9), (12), (19) and beyond.
+"""From ensemble standard deviations to calibrated ones: Eqs. (8), (9), (12), (19) and beyond.
 
-| method | what it assumes | parameters |
+| method | assumption | parameters |
 |---|---|---|
-| none | the spread is the error | |
+| none | σ = ŝ | |
 | linear | z ~ N(0, α²ŝ²), Eqs. (9) and (12) | α |
 | power | z ~ N(0, α²ŝ^2γ), Eq. (19) | α, γ |
-| student | as linear, for a committee that is finite | α |
+| student | as linear, for a finite ensemble | α |
 | shrinkage | as power, and ŝ itself is noisy (empirical Bayes) | α, γ, m, τ |
 """
 
 from qualms.calibration.base import Calibration, CalibrationData, calibration_data
-from qualms.calibration.fitting import (
-    METHODS,
-    N_PARAMETERS,
-    PerOutputCalibration,
-    build_calibration,
-    calibrate,
-    fit_calibration,
-    fit_internally,
-    internal_points,
-)
-from qualms.calibration.groups import GroupedCalibration, GroupFactor, fit_grouped, fit_groups
-from qualms.calibration.methods import (
-    LinearCalibration,
-    NoCalibration,
-    PowerCalibration,
-    Scaled,
-    SpreadExtrapolation,
-    StudentCalibration,
-    WholeCalibration,
-    extrapolate_spread,
-    variance_scale,
-    whole_spread,
-)
+from qualms.calibration.fitting import METHODS, calibrate, fit_calibration
+from qualms.calibration.groups import GroupedCalibration, fit_grouped
+from qualms.calibration.methods import PowerCalibration, extrapolate_spread, variance_scale
 from qualms.calibration.selection import (
-    Candidate,
-    Comparison,
-    ConfidenceIntervals,
     bootstrap_intervals,
     compare_calibrations,
     confidence_intervals,
     cross_validate,
 )
-from qualms.calibration.shrinkage import ShrinkageCalibration
 
 __all__ = [
     "METHODS",
-    "N_PARAMETERS",
     "Calibration",
     "CalibrationData",
-    "Candidate",
-    "Comparison",
-    "ConfidenceIntervals",
-    "GroupFactor",
     "GroupedCalibration",
-    "LinearCalibration",
-    "NoCalibration",
-    "PerOutputCalibration",
     "PowerCalibration",
-    "Scaled",
-    "ShrinkageCalibration",
-    "SpreadExtrapolation",
-    "StudentCalibration",
-    "WholeCalibration",
     "bootstrap_intervals",
-    "build_calibration",
     "calibrate",
     "calibration_data",
     "compare_calibrations",
@@ -73,9 +35,5 @@ __all__ = [
     "extrapolate_spread",
     "fit_calibration",
     "fit_grouped",
-    "fit_groups",
-    "fit_internally",
-    "internal_points",
     "variance_scale",
-    "whole_spread",
 ]

@@ -1,4 +1,4 @@
-"""What every calibration is fitted to and what it can do."""
+"""Calibrations and the data that they are fitted to."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ C = TypeVar("C", bound="Calibration")
 
 
 class MemberTransform(Protocol):
-    """What a calibration does to the predictions of the members."""
+    """A transformation of the predictions of members."""
 
     def transform(self, members: FloatArray) -> Float64Array:
-        """Scale the members about their mean so that they have the calibrated spread."""
+        """Scale the members about their mean so that their standard deviation is calibrated."""
         ...
 
 
@@ -35,12 +35,12 @@ class Calibratable(Protocol[P_co]):
 
 @dataclass(frozen=True)
 class CalibrationData:
-    """What a calibration is fitted to: one row per point with a known target.
+    """Residuals and ensemble standard deviations of points with reference values.
 
     Attributes
     ----------
     residuals : (n,) array
-        z = y − mean over the members that did not see the point.
+        z = y − mean over the (out-of-bag) members.
     spread : (n,) array
         ŝ, the standard deviation (ddof = 1) over the same members; positive.
     n_members : (n,) array of int
@@ -85,7 +85,7 @@ def calibration_data(
     min_absent: int = MIN_ABSENT,
     sample_weight: FloatArray | None = None,
 ) -> CalibrationData:
-    """Collect residuals and spreads, internally if `absent` is given. Eqs. (10)–(12).
+    """Collect residuals and ensemble standard deviations, out-of-bag with `absent`: Eqs. (10)–(12).
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ def calibration_data(
     members : (n, N_R) array
         Predictions of each member.
     absent : (n, N_R) array of bool, optional
-        Whether the member did not see the point. If not given, no member saw any point.
+        Whether the point is out-of-bag for the member. If not given, it is for all members.
     min_absent : int
         Points that fewer members are absent from are left out.
     sample_weight : (n,) array, optional
@@ -137,12 +137,11 @@ def _with_spread(data: CalibrationData, rounding: Float64Array) -> CalibrationDa
     keep = (data.spread > rounding) & (data.weights > 0)
     n_without = int(np.sum(data.spread <= rounding))
     if np.all(np.maximum(np.abs(data.residuals), data.spread) <= 1e4 * rounding):
-        raise ExactFitError("The members are right to rounding: there is no error to calibrate.")
+        raise ExactFitError("The members are exact to rounding: there is no error to calibrate.")
     if keep.sum() < 2:
         raise CalibrationError(
-            f"{keep.sum()} of {keep.size} points can be used, {n_without} because the members that "
-            "did not see them all predict the same; at least 2 are needed. Use more data, more "
-            "groups or more members, or no calibration."
+            f"{keep.sum()} of {keep.size} points can be used; for {n_without} all members predict "
+            "the same. At least 2 are needed: use more data, groups or members, or no calibration."
         )
     if not np.any(data.residuals[keep]):
         raise CalibrationError(
@@ -154,15 +153,15 @@ def _with_spread(data: CalibrationData, rounding: Float64Array) -> CalibrationDa
             f"{n_without} of {keep.size} points have no spread between members "
             "and are left out of the calibration.",
             QualmsWarning,
-            stacklevel=4,
+            stacklevel=2,
         )
     return CalibrationData(
         data.residuals[keep], data.spread[keep], data.n_members[keep], data.weights[keep]
     )
 
 
-def refuse_exact(data: CalibrationData) -> None:
-    """Refuse points without any error, which no scale can be found from."""
+def reject_exact(data: CalibrationData) -> None:
+    """Reject points without any error, which do not determine a scale."""
     if not np.any(data.residuals[data.weights > 0]):
         n = len(data.residuals)
         raise CalibrationError(
@@ -173,12 +172,12 @@ def refuse_exact(data: CalibrationData) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration(ABC):
-    """A rule that turns the spread between members into a standard deviation that holds.
+    """A rule that turns the ensemble standard deviation into a calibrated one.
 
     Attributes
     ----------
     alpha, gamma : float
-        Scale and exponent; what they multiply is the method's own matter.
+        Scale and exponent; see the methods.
     n_points : int
         Number of points the calibration was fitted to.
     log_likelihood : float
@@ -195,7 +194,7 @@ class Calibration(ABC):
 
     @abstractmethod
     def std(self, spread: FloatArray, n_members: int | IntArray) -> Float64Array:
-        """Return the calibrated standard deviation for a spread ŝ of so many members."""
+        """Return the calibrated standard deviation for ŝ of so many members."""
 
     @abstractmethod
     def log_density(
@@ -204,10 +203,9 @@ class Calibration(ABC):
         """Return ln p(z | ŝ) under the predictive density of the method, per point."""
 
     def transform(self, members: FloatArray) -> Float64Array:
-        """Scale the members (…, N_R) about their mean so that they have the calibrated spread.
+        """Scale the members (…, N_R) about their mean to the calibrated standard deviation.
 
-        Eq. (19), Musil et al. 2019, for any calibration. Where all members agree there is nothing
-        to scale, and they stay as they are.
+        Eq. (19), Musil et al. 2019, for any calibration. Members that agree are not changed.
         """
         mean, spread = committee(members)
         positive = spread > 0

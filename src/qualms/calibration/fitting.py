@@ -49,8 +49,8 @@ _CLASSES: dict[str, type[Calibration]] = {
         ShrinkageCalibration,
     )
 }
-#: Methods that take ŝ for exact, how many absences the paper then asks for, and the number of such
-#: points below which that is no use.
+#: Methods that neglect the sampling error of ŝ, the absences that the paper then requires, and the
+#: smallest number of such points.
 _EXACT, PAPER_ABSENT, _ENOUGH = ("linear", "power"), 5, 30
 #: Numbers that each method fits.
 N_PARAMETERS = {method: cls.n_parameters for method, cls in _CLASSES.items()}
@@ -109,7 +109,7 @@ class PerOutputCalibration:
 
 
 def build_calibration(method: str, parameters: Mapping[str, Any]) -> Calibration:
-    """Build a calibration again from what `Calibration.parameters` said about it."""
+    """Build a calibration from the result of `Calibration.parameters`."""
     if method not in _CLASSES:
         raise InputError("method", repr(method), f"one of {', '.join(_CLASSES)}")
     return _CLASSES[method](**parameters)
@@ -118,14 +118,14 @@ def build_calibration(method: str, parameters: Mapping[str, Any]) -> Calibration
 def fit_calibration(
     data: CalibrationData, method: str = "student", near: Calibration | None = None
 ) -> Calibration:
-    """Fit one calibration by name to residuals and spreads.
+    """Fit one calibration by name.
 
     Parameters
     ----------
     data : CalibrationData
     method : str
     near : Calibration, optional
-        A fit to similar points, which saves time where there is something to search.
+        A fit to similar points, to start the search from.
     """
     if method not in METHODS:
         raise InputError("method", repr(method), f"one of {', '.join(METHODS)}")
@@ -135,20 +135,20 @@ def fit_calibration(
 
 
 def internal_points(data: CalibrationData, method: str) -> BoolArray:
-    """Return which points (n,), seen by some members, a method is fitted to.
+    """Return which out-of-bag points (n,) a method is fitted to.
 
-    A spread of c members is so uncertain that E[z²/ŝ²] ∝ (c − 1)/(c − 3) is infinite at c = 3.
-    Methods that take it for exact are fitted to points absent from five members or more, as in the
-    paper; if hardly any are, to all. The others know of c and take all points.
+    E[z²/ŝ²] ∝ (c − 1)/(c − 3) is infinite for c = 3 members. Methods that neglect the sampling
+    error of ŝ are fitted to points absent from five members or more, as in the paper; if there are
+    few such points, to all. The others account for c and use all points.
     """
-    well_judged: BoolArray = data.n_members >= PAPER_ABSENT
-    if method in _EXACT and np.count_nonzero(well_judged) >= _ENOUGH:
-        return well_judged
+    often_absent: BoolArray = data.n_members >= PAPER_ABSENT
+    if method in _EXACT and np.count_nonzero(often_absent) >= _ENOUGH:
+        return often_absent
     return np.ones(len(data.n_members), dtype=bool)
 
 
 def fit_internally(data: CalibrationData, method: str = "student") -> Calibration:
-    """Fit one calibration by name to points that were seen by some members: Eq. (12)."""
+    """Fit one calibration by name to out-of-bag points: Eq. (12)."""
     return fit_calibration(data.some(internal_points(data, method)), method)
 
 
@@ -161,29 +161,16 @@ def calibrate(
     min_absent: int | None = None,
     sample_weight: FloatArray | None = None,
 ) -> Calibration | PerOutputCalibration:
-    """Find out how the spread between members relates to the true errors.
+    """Fit a calibration to members (n, N_R) or (n, T, N_R): see `qualms.calibrate`.
 
     Parameters
     ----------
-    y : (n,) or (n, T) array
-        Targets.
-    members : (n, N_R) or (n, T, N_R) array
-        What each member predicts for them.
-    absent : (n, N_R) array of bool, optional
-        Whether a point was absent from the training set of a member. With it, training points serve
-        for the calibration, each predicted only by the members that did not see it (Eqs. 10–12,
-        Musil et al. 2019). Without it the points must be new to all members.
-    method : {"student", "shrinkage", "linear", "power", "none"}
+    y, members, absent, method
+        As in `qualms.calibrate`.
     min_absent : int, optional
-        Leave out points that fewer members are absent from; by default 3, and for "linear" and
-        "power", which take the spread for exact, 5 as in the paper.
+        Leave out points absent from fewer members; by default 3, and 5 for "linear" and "power",
+        which neglect the sampling error of ŝ, as in the paper.
     sample_weight : (n,) array, optional
-        How much each point counts.
-
-    Returns
-    -------
-    Calibration
-        With ``.alpha``, ``.gamma`` and ``.apply(prediction)``; one per output if y has T columns.
     """
     y = np.asarray(y, dtype=np.float64)
     members = np.asarray(members, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""One calibration for each kind of point, small groups leaning on the whole.
+"""One calibration factor for each group of points, shrunk towards that of all points.
 
 A calibration of all points may be too wide for one element and too narrow for another. Group g gets
 a factor f_g on top of it, σ → f_g σ. By itself it would maximise the likelihood of the points of
@@ -9,11 +9,11 @@ Clin. Trials 7, 177 (1986)), so that
 
     ln f_g = e_g τ² / (τ² + v_g):
 
-large groups keep what is their own, small ones take what is common.
+small groups are shrunk towards the common calibration.
 
-What is common must not be fitted as if there were no groups: errors of groups that differ look like
-long tails, or like another power of the spread. So both are fitted in turn, the calibration to
-z/f_g and the factors to z, until they no longer change; the mean of ln f goes into the calibration.
+The common calibration must not be fitted as if there were no groups: differences between groups
+look like long tails, or like another exponent. So both are fitted in turn, the calibration to z/f_g
+and the factors to z, until they no longer change; the mean of ln f goes into the calibration.
 """
 
 from __future__ import annotations
@@ -31,27 +31,20 @@ from qualms.calibration.fitting import fit_calibration
 from qualms.errors import InputError
 from qualms.gp.ensemble import group_codes, group_scatter, stretched
 
-#: ln f is looked for within ± so much.
+#: Bounds of ln f, step of its derivatives, and its accuracy.
 _WIDEST = 7.0
 _STEP = 3e-3
-#: ln f is found to within so much.
 _PRECISE = 1e-5
-#: Factors that change by less than this, ln f, no longer change: far less than they are known to.
+#: Factors have converged if ln f changes by less than this.
 _SETTLED = 2e-3
 _MAX_TURNS = 20
 
 
 @dataclass(frozen=True)
 class GroupFactor:
-    """What a group adds to the calibration of all points.
+    """The factor of a group.
 
-    Attributes
-    ----------
-    factor : float
-        f_g, after shrinkage.
-    alone : float
-        What its own points would say.
-    n_points : int
+    `factor` is f_g after shrinkage, `alone` the same from the points of the group only.
     """
 
     factor: float
@@ -63,11 +56,7 @@ class GroupFactor:
 class GroupedCalibration:
     """A calibration of all points, and a factor for each kind of them.
 
-    Attributes
-    ----------
-    overall : Calibration
-    groups : mapping of str to GroupFactor
-        Labels that are not among them have a factor of one.
+    Labels that are not among `groups` have a factor of one.
     """
 
     overall: Calibration
@@ -93,7 +82,7 @@ class GroupedCalibration:
         return density
 
     def common(self, data: CalibrationData, labels: Sequence[str] | StrArray) -> CalibrationData:
-        """Return what the overall calibration is fitted to: errors without the factors, z/f."""
+        """Return errors without the factors, z/f, to which the overall calibration is fitted."""
         return replace(data, residuals=data.residuals / self.factors(labels))
 
     def std(
@@ -104,7 +93,7 @@ class GroupedCalibration:
         return scaled
 
     def transform(self, members: FloatArray, labels: Sequence[str] | StrArray) -> Float64Array:
-        """Scale members (n, N_R) about their means so that they have the calibrated spread."""
+        """Scale members (n, N_R) about their means so that their std is calibrated."""
         return stretched(self.overall.transform(members), self.factors(labels))
 
 
@@ -207,7 +196,7 @@ def fit_groups(
 def _densities(
     data: CalibrationData, overall: Calibration, log_factor: float | Float64Array
 ) -> Float64Array:
-    """Return ln p(z | ŝ) of each point if its error bar were wider by a factor."""
+    """Return ln p(z | ŝ) of each point with its σ multiplied by a factor."""
     z = data.residuals * np.exp(-log_factor)
     density: Float64Array = overall.log_density(z, data.spread, data.n_members) - log_factor
     return density

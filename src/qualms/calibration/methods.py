@@ -1,4 +1,4 @@
-"""The paper's own calibrations: σ → ασ and σ → ασ^γ. Eqs. (8), (9), (12) and (19)."""
+"""Calibrations in closed form or by a one-dimensional search. Eqs. (8), (9), (12) and (19)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scipy.optimize import minimize_scalar
 from scipy.special import gammaln, stdtrit
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
-from qualms.calibration.base import Calibration, CalibrationData, refuse_exact, with_likelihood
+from qualms.calibration.base import Calibration, CalibrationData, reject_exact, with_likelihood
 from qualms.errors import CalibrationError, InputError
 from qualms.gp.ensemble import committee, stretched
 from qualms.metrics import gaussian_log_density, student_log_density
@@ -67,7 +67,7 @@ def fit_none(data: CalibrationData) -> NoCalibration:
 
 def fit_linear(data: CalibrationData) -> LinearCalibration:
     """Return α = √v₀ in closed form. Eqs. (9) and (12), Musil et al. 2019."""
-    refuse_exact(data)
+    reject_exact(data)
     v_0 = variance_scale(data.residuals, data.spread, data.weights)
     return with_likelihood(LinearCalibration(alpha=v_0**0.5), data)
 
@@ -75,16 +75,16 @@ def fit_linear(data: CalibrationData) -> LinearCalibration:
 def fit_power(data: CalibrationData) -> PowerCalibration:
     """Maximise the likelihood over α and γ. Eq. (19), Musil et al. 2019.
 
-    For fixed γ the best α² is the mean of z²/σ^2γ. What is left, −½ ln α²(γ) − γ mean(ln σ), is
+    For fixed γ the best α² is the mean of z²/σ^2γ. The rest, −½ ln α²(γ) − γ mean(ln σ), is
     concave in γ, because the logarithm of a sum of exponentials is convex: one maximum, found by a
     bounded search.
     """
-    refuse_exact(data)
+    reject_exact(data)
     log_spread = np.log(data.spread)
     center = data.mean(log_spread)
     log_spread = log_spread - center  # so that powers neither overflow nor vanish
     if is_constant(data):
-        gamma = 1.0  # a constant spread cannot tell α from γ
+        gamma = 1.0  # α and γ are not identifiable
     else:
 
         def negative_profile(gamma: float) -> float:
@@ -102,7 +102,7 @@ def fit_power(data: CalibrationData) -> PowerCalibration:
 
 
 def is_constant(data: CalibrationData) -> bool:
-    """Whether all spreads are alike, so that no exponent can be found."""
+    """Whether all spreads are equal, so that γ is not identifiable."""
     return float(np.ptp(np.log(data.spread))) < 1e-6
 
 
@@ -126,7 +126,7 @@ def power_scores(
     return theta[: calibration.n_parameters], scores
 
 
-# Calibration that knows that a committee is finite.
+# Calibration for a finite ensemble.
 #: Φ(1): the probability below +σ of a Gaussian.
 _ONE_SIGMA = 0.8413447460685429
 
@@ -135,9 +135,8 @@ _ONE_SIGMA = 0.8413447460685429
 class StudentCalibration(Calibration):
     """Student's t predictive with scale ŝ√(α² + 1/N_R) and N_R − 1 degrees of freedom.
 
-    As a Gaussian error bar it has the variance of that t, (N_R−1)/(N_R−3) (α² + 1/N_R) ŝ². With two
-    or three members t has no variance; the error bar is then the half-width of its central 68 %
-    interval.
+    `std` is that of this t: the variance is (N_R−1)/(N_R−3) (α² + 1/N_R) ŝ². With two or three
+    members t has no variance; `std` is then the half-width of its central 68 % interval.
     """
 
     method = "student"
@@ -175,7 +174,7 @@ def fit_student(data: CalibrationData) -> StudentCalibration:
             f"Some points have only {data.n_members.min()} members; method='student' needs at "
             "least 3. Use more members, or method='linear'."
         )
-    refuse_exact(data)
+    reject_exact(data)
     nu = data.n_members - 1.0
     t2 = (data.residuals / data.spread) ** 2
     offset = data.mean(gammaln((nu + 1) / 2) - gammaln(nu / 2) - 0.5 * np.log(nu * np.pi))
@@ -191,7 +190,7 @@ def fit_student(data: CalibrationData) -> StudentCalibration:
     found = minimize_scalar(
         negative_log_likelihood, bounds=bounds, method="bounded", options={"xatol": 1e-9}
     )
-    # The truth may be less spread than the mean of the members is uncertain: then α = 0.
+    # If z is smaller than the standard error of the ensemble mean, α = 0.
     at_zero = negative_log_likelihood(-np.inf) <= found.fun
     alpha = 0.0 if at_zero else float(np.exp(found.x))
     return with_likelihood(StudentCalibration(alpha=alpha), data)
@@ -233,12 +232,9 @@ def whole_spread(spread: FloatArray) -> Float64Array:
 
 @dataclass(frozen=True)
 class WholeCalibration:
-    """A calibration of vectors or tensors by the spread of the whole; a `MemberTransform`.
+    """A calibration of vectors or tensors, one factor for all components; a `MemberTransform`.
 
-    Attributes
-    ----------
-    calibration : Calibration
-        Fitted to components that were multiplied by r/ŝ_k.
+    `calibration` is fitted to components multiplied by r/ŝ_k.
     """
 
     calibration: Calibration
@@ -255,12 +251,9 @@ class WholeCalibration:
 
 @dataclass(frozen=True)
 class Scaled:
-    """Scales members about their mean by factors from elsewhere; a `MemberTransform`.
+    """Scaling of members about their mean by given factors; a `MemberTransform`.
 
-    Attributes
-    ----------
-    factors : float or (n,) array
-        One for all, or one for each of the first axis.
+    `factors` is one number, or one for each of the first axis: (n,).
     """
 
     factors: float | Float64Array
@@ -272,10 +265,10 @@ class Scaled:
         return stretched(members, np.broadcast_to(factors, points))
 
 
-# Extrapolating the spread of sub-samples of size n to n = N by a power law (Politis et al. 1999).
+# Extrapolating the spread of subsamples of size n to n = N by a power law (Politis et al. 1999).
 @dataclass(frozen=True)
 class SpreadExtrapolation:
-    """The power law σ_n = e^a n^(−β) √(1 − n/N) and what follows from it.
+    """The power law σ_n = e^a n^(−β) √(1 − n/N).
 
     Attributes
     ----------
@@ -298,14 +291,14 @@ class SpreadExtrapolation:
     finite_population: bool
 
     def alpha(self, subsample: int) -> float:
-        """Return the factor that turns the spread of sub-samples of this size into that of N."""
+        """Return the factor from the spread of subsamples of this size to that of N."""
         correction = 1 - subsample / self.n_train if self.finite_population else 1.0
         if not 0 < subsample <= self.n_train or correction <= 0:
             raise InputError("subsample", subsample, f"0 < n < N = {self.n_train}")
         return float((subsample / self.n_train) ** self.exponent / correction**0.5)
 
     def calibration(self, subsample: int) -> LinearCalibration:
-        """Return the calibration of committees of this sub-sample size; no target was looked at."""
+        """Return the calibration for this subsample size; it needs no reference values."""
         return LinearCalibration(alpha=self.alpha(subsample))
 
 
@@ -316,7 +309,7 @@ def extrapolate_spread(
     *,
     finite_population: bool = True,
 ) -> SpreadExtrapolation:
-    """Fit the power law to the spreads at several sub-sample sizes.
+    """Fit the power law to the spreads at several subsample sizes.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""How certain α and γ are.
+"""Confidence intervals of α and γ, and the choice of a method.
 
 A maximum likelihood estimate θ is off by H⁻¹ Σ s, where H is minus the second derivative of the log
 likelihood and s the gradient that each point contributes, so that its covariance is H⁻¹ J H⁻¹ with
@@ -33,7 +33,7 @@ from qualms.gp.ensemble import group_codes, group_scatter
 
 #: Step of the derivative of gradients, in ln α, γ, m and ln τ.
 _STEP = 1e-4
-#: Spreads whose logarithms scatter by less than this, τ, are alike.
+#: Spreads whose logarithms scatter by less than this, τ, are equal.
 _ALIKE = 0.01
 
 
@@ -41,7 +41,7 @@ _ALIKE = 0.01
 class ConfidenceIntervals:
     """Intervals (lower, upper) of the parameters of a calibration, and their probability.
 
-    That of γ is None if it cannot be told, because all spreads are alike.
+    That of γ is None if all spreads are equal, so that γ is not identifiable.
     """
 
     alpha: tuple[float, float]
@@ -89,8 +89,10 @@ def bootstrap_intervals(
         pairs[b] = fitted.alpha, fitted.gamma
     lower, upper = np.quantile(pairs, [(1 - level) / 2, (1 + level) / 2], axis=0)
     gamma = (float(lower[1]), float(upper[1]))
-    untold = near.n_parameters > 1 and _tells_no_exponent(near, data)
-    return ConfidenceIntervals((float(lower[0]), float(upper[0])), None if untold else gamma, level)
+    unidentifiable = near.n_parameters > 1 and _has_no_exponent(near, data)
+    return ConfidenceIntervals(
+        (float(lower[0]), float(upper[0])), None if unidentifiable else gamma, level
+    )
 
 
 def confidence_intervals(
@@ -124,9 +126,9 @@ def confidence_intervals(
     theta, scores = _scores(calibration, data)
     n = len(data.residuals)
     codes = group_codes(groups, n)
-    untold = calibration.n_parameters > 1 and _tells_no_exponent(calibration, data)
-    if untold:
-        # Whatever γ is, α makes up for it: what is known is α at this γ.
+    unidentifiable = calibration.n_parameters > 1 and _has_no_exponent(calibration, data)
+    if unidentifiable:
+        # α and γ are not identifiable together: the interval is that of α at this γ.
         rest, all_scores = theta[1:], scores
         theta, scores = theta[:1], lambda at: all_scores(np.append(at, rest))[:, :1]
     variances = _sandwich(theta, scores, data.weights, codes)
@@ -139,11 +141,11 @@ def confidence_intervals(
     if len(theta) > 1:
         gamma = (max(float(theta[1] - half[1]), 0.0), float(theta[1] + half[1]))
     alpha = (float(np.exp(log_alpha - half[0])), float(np.exp(log_alpha + half[0])))
-    return ConfidenceIntervals(alpha, None if untold else gamma, level)
+    return ConfidenceIntervals(alpha, None if unidentifiable else gamma, level)
 
 
-def _tells_no_exponent(calibration: Calibration, data: CalibrationData) -> bool:
-    """Whether all spreads are alike; for shrinkage, once the noise is taken out of them."""
+def _has_no_exponent(calibration: Calibration, data: CalibrationData) -> bool:
+    """Whether all spreads are equal; for shrinkage, apart from sampling noise."""
     if isinstance(calibration, ShrinkageCalibration):
         return calibration.log_spread_std < _ALIKE
     return is_constant(data)
@@ -175,7 +177,7 @@ def _sandwich(
     values = np.linalg.eigvalsh(H)
     if not np.all(np.isfinite(H)) or values[0] <= 1e-9 * values[-1]:
         return None
-    # At a maximum inside the bounds the gradients sum to zero, up to what the search left.
+    # At a maximum inside the bounds the gradients sum to zero, up to the accuracy of the search.
     J = group_scatter(weights[:, None] * scores(theta), codes)
     half = np.linalg.solve(H, J)
     variances: Float64Array = np.maximum(np.diag(np.linalg.solve(H, half.T)), 0.0)
@@ -198,14 +200,14 @@ def _largest_alpha(data: CalibrationData, level: float) -> float:
     return float(brentq(lambda alpha: log_likelihood(alpha) - floor, 0.0, largest, xtol=1e-6))
 
 
-# Which calibration fits best: information criteria, and likelihoods of points left out.
-#: Differences of the mean log likelihood that are none.
+# Choice of a method: information criteria, and cross-validation.
+#: Negligible differences of the mean log likelihood.
 _NEGLIGIBLE = 1e-4
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One method, judged on points that it was not fitted to.
+    """One method, evaluated on points that it was not fitted to.
 
     Attributes
     ----------
@@ -216,7 +218,7 @@ class Candidate:
     log_likelihood : float
         Mean of ln p(z | ŝ) over points left out, under the predictive density of the method.
     behind, standard_error : float
-        How far that is behind the best method, and the standard error of this difference.
+        Difference to the best method, and its standard error.
     """
 
     calibration: Calibration
@@ -249,7 +251,7 @@ class Comparison:
     folds : tuple of (n,) arrays of bool
         The points that were left out in turn.
     fold_calibrations : dict of str to tuple of GroupedCalibration
-        By method, what was fitted to the others each time; without groups if there are none.
+        By method, the fits to the other points; without groups if there are none.
     """
 
     candidates: tuple[Candidate, ...]
@@ -298,9 +300,9 @@ def cross_validate(
     labels : (n,) array of str, optional
         Kinds of points, each of which gets a factor of its own with every method.
     n_folds : int
-        Parts that are left out in turn.
+        Number of folds.
     seed : int
-        Of the division into parts.
+        Of the split into folds.
     on_method : callable, optional
         Called with the number of methods that have been fitted.
     """
@@ -341,7 +343,7 @@ def cross_validate(
 
 
 def make_folds(codes: IntArray, n_folds: int, seed: int = 0) -> list[BoolArray]:
-    """Divide points into parts that share no group: masks of the points to leave out.
+    """Split points into folds that share no group: masks of the points to leave out.
 
     Parameters
     ----------

@@ -1,13 +1,12 @@
-"""Empirical-Bayes calibration: the true spread of a point is known only to within its neighbours.
+"""Empirical-Bayes calibration: ŝ of each point is shrunk towards the distribution of all points.
 
     ln s ~ N(m, τ²),     (c−1)ŝ²/s² ~ χ²_{c−1},     z ~ N(0, α²s^{2γ} + s²/c).
 
-A spread ŝ of few members is noisy; what all points have in common, m and τ, says how far to shrink
-it. α, γ, m and τ maximise the likelihood of the observed (z, ŝ), integrated over u = ln s by the
+α, γ, m and τ maximise the likelihood of the observed (z, ŝ), integrated over u = ln s by the
 trapezoidal rule, which for a smooth integrand that decays on both sides converges exponentially.
 The nodes follow the Gaussian approximation of the posterior, of width w = (2(c−1) + 1/τ²)^(−1/2):
-u = center + w sinh(x) with even x. They are dense where the posterior is, and still reach 45 w, to
-where a skewed posterior or an outlying z may pull it.
+u = center + w sinh(x) with even x. They are dense where the posterior is large, and reach 45 w, for
+skewed posteriors and outlying z.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.calibration.base import Calibration, CalibrationData, with_likelihood
 from qualms.errors import CalibrationError
 
-#: The even nodes x, before stretching.
+#: The even nodes x.
 _NODES = np.linspace(-4.5, 4.5, 61)
 _SINH = np.sinh(_NODES)
-#: Points at a time: what is computed of them stays in the cache.
+#: Points at a time: their arrays fit in the cache.
 _CHUNK = 512
-#: So many points tell where to begin with more of them.
+#: Size of the subset that the start of a larger fit is taken from.
 _ENOUGH = 2000
-#: Nodes of no more points are kept: 150 MB.
+#: Nodes of at most so many points are cached: 150 MB.
 _KEPT = 100_000
 #: Step of the derivative of gradients.
 _STEP = 1e-3
@@ -71,7 +70,7 @@ class ShrinkageCalibration(Calibration):
         flat, counts = s.reshape(-1), c.reshape(-1)
         variance = np.empty(flat.shape)
         for part in _parts(flat.size):
-            # A null spread has no logarithm; one far below all others carries the same message.
+            # A null spread has no logarithm; one far below all others has the same effect.
             nodes, log_post = self._posterior(np.maximum(flat[part], 1e-300), counts[part])
             post = np.exp(log_post - log_post.max(axis=1, keepdims=True))
             v = self._variance(nodes, counts[part])
@@ -137,7 +136,7 @@ def _quadrature(spread: Float64Array, c: IntArray, m: float, tau: float) -> _Nod
 
 @dataclass(frozen=True)
 class _AllNodes:
-    """The nodes of all points, some points at a time: kept, or found anew if that took too much."""
+    """The nodes of all points, some points at a time: cached, or recomputed if there are many."""
 
     data: CalibrationData
     m: float
@@ -165,14 +164,14 @@ def fit_shrinkage(
     """Maximise the likelihood of (z, ŝ) over α, γ, m and τ.
 
     Spreads are measured in units of their geometric mean, so that α and m are of order one; the
-    nodes are placed anew, from the last m and τ, until these no longer move. Of many points, some
-    are fitted first, to begin with what they say.
+    nodes are placed again by the last m and τ until these have converged. For many points, the
+    start is a fit to a subset.
 
     Parameters
     ----------
     data : CalibrationData
     near : ShrinkageCalibration, optional
-        What to begin with: a fit to similar points.
+        A fit to similar points, to start from.
     """
     if data.n_members.min() < 3:
         raise CalibrationError(
@@ -216,8 +215,8 @@ def _maximum(data: CalibrationData, theta: Float64Array) -> Float64Array:
 def _newton(data: CalibrationData, nodes: _AllNodes, theta: Float64Array) -> Float64Array | None:
     """Search in coordinates in which the likelihood is round, which takes a few steps only.
 
-    Some of the points tell its curvature H = LLᵀ near the maximum well enough: θ → θ + L⁻ᵀφ. Bounds
-    are no longer bounds of single coordinates; None is returned where they would matter.
+    A subset of the points determines its curvature H = LLᵀ well enough: θ → θ + L⁻ᵀφ. Bounds are
+    no longer bounds of single coordinates; None is returned where they would matter.
     """
     n = len(data.residuals)
     some = data.some(np.arange(n) % (n // _ENOUGH) == 0)

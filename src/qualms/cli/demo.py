@@ -14,7 +14,6 @@ from qualms.atomistic.evaluation import Evaluation, evaluate
 from qualms.atomistic.memory import default_threads
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.settings import make_settings
-from qualms.atomistic.training import Resources
 from qualms.cli._common import Force, Json, Quiet, Seed, Terminal, Threads
 from qualms.cli.train import summary_document
 from qualms.data import qm9
@@ -70,7 +69,7 @@ def demo(
         test,
         settings,
         SIZES,
-        resources=Resources(threads=default_threads(threads)),
+        threads=default_threads(threads),
         stages=Stages(terminal.progress()),
     )
     evaluation = evaluate(study.model, test, validation, stages=Stages(terminal.progress()))

@@ -1,54 +1,33 @@
-"""``qualms reproduce``: the paper's tables and figures again."""
+"""``qualms reproduce``: the tables and figures of the paper."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from qualms.atomistic.memory import default_threads, parse_memory
-from qualms.atomistic.training import Resources
 from qualms.cli._common import Force, Json, Quiet, Terminal, Threads
-from qualms.data import csd as read_csd
 from qualms.errors import InputError
-from qualms.io.files import check_output, refuse_input
+from qualms.io.files import check_output
 from qualms.progress import Stages
-from qualms.reproduce.complete import check_together, complete_part, size_note
-from qualms.reproduce.page import write_page
-from qualms.reproduce.pictures import draw_figures
-from qualms.reproduce.places import Workplace
-from qualms.reproduce.problems import (
-    Scale,
-    Split,
-    check_characterized,
-    csd_problem,
-    csd_settings,
-    qm9_problem,
-    qm9_settings,
-)
-from qualms.reproduce.results import Results, read_results
-from qualms.reproduce.session import Listener, Session, share_of_training
-from qualms.reproduce.shift import csd_shift, qm9_shift
-from qualms.reproduce.tables import terminal_tables
+
+if TYPE_CHECKING:
+    from qualms.reproduce.problems import Problem, Scale, ShiftedProblem, Split
+    from qualms.reproduce.results import Results
 
 reproduce = typer.Typer(
-    name="reproduce", help="The paper's tables and figures again.", no_args_is_help=True
+    name="reproduce", help="Reproduce the tables and figures of the paper.", no_args_is_help=True
 )
 
 Output = Annotated[
-    Path, typer.Option("--output", "-o", help="Directory for results, figures and kernels.")
+    Path, typer.Option("--output", "-o", help="Directory for results, tables and figures.")
 ]
 ScaleOption = Annotated[str, typer.Option("--scale", help="paper, or small: a tenth of it.")]
-Seeds = Annotated[int, typer.Option("--seeds", min=1, max=1000, help="Divisions of the data.")]
+Seeds = Annotated[int, typer.Option("--seeds", min=1, max=1000, help="Number of random splits.")]
 Memory = Annotated[str, typer.Option("--memory", help="Memory limit, such as 8GB.")]
-Discard = Annotated[
-    bool, typer.Option("--discard-kernels", help="Delete kernel rows (GB) when they have served.")
-]
 _DIRECTORY = Path("qualms-reproduction")
 
 
@@ -60,41 +39,31 @@ def qm9(
     ] = None,
     uncharacterized: Annotated[
         Path | None,
-        typer.Option(
-            help="uncharacterized.txt, published with QM9: molecules of its archive to leave out."
-        ),
+        typer.Option(help="uncharacterized.txt of QM9: molecules of the archive to leave out."),
     ] = None,
     output: Output = _DIRECTORY,
     scale: ScaleOption = "paper",
     seeds: Seeds = 1,
     shift: Annotated[
-        bool, typer.Option("--shift", help="Also train on small molecules, predict large ones.")
+        bool, typer.Option("--shift", help="Also train on small molecules and test on large ones.")
     ] = False,
     memory: Memory = "10GB",
-    discard_kernels: Discard = False,
     threads: Threads = None,
     force: Force = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Atomisation energies of QM9: 20,000 molecules, 5,000 representatives, five sizes."""
-    checked = _scale(scale)
-    source = data or ("subset" if checked == "small" else "qm9pack")
+    from qualms.reproduce.problems import check_characterized, qm9_problem, qm9_shift
+
+    chosen = _scale(scale)
+    source = data or ("subset" if chosen == "small" else "qm9pack")
     check_characterized(source, uncharacterized)
-    terminal = Terminal(quiet=quiet, as_json=as_json)
-    run = _session(terminal, output, memory, discard_kernels, threads, force)
-    work = run.start(partial(qm9_problem, source, checked, uncharacterized=uncharacterized))
-    with_shift = shift and run.needs_shift(work.results)
-    run.announce([work], seeds, 1.0 if with_shift else 0.0)
-    run.begin([work])
-    results = run.all_seeds(work, seeds)
-    if with_shift:
-        means = run.means("qm9")
-        found = qm9_shift(
-            source, checked, qm9_settings(checked), means, uncharacterized=uncharacterized
-        )
-        run.add_shift(results, found)
-    _print(terminal, output, run.finish(["qm9"]))
+    run = _Run(Terminal(quiet=quiet, as_json=as_json), output, memory, threads, force)
+    run.check("qm9")
+    make = partial(qm9_problem, source, chosen, uncharacterized=uncharacterized)
+    shifted = qm9_shift(source, chosen, uncharacterized=uncharacterized) if shift else None
+    run.finish([run.problem(make, seeds, shifted)])
 
 
 @reproduce.command()
@@ -106,94 +75,137 @@ def csd(
         Path | None, typer.Option(help="CSD-2k: also predict these relaxed crystals.")
     ] = None,
     split: Annotated[
-        str, typer.Option(help="Divide over atoms, as the paper does, over crystals, or both.")
+        str, typer.Option(help="Split over atoms, as in the paper, over crystals, or both.")
     ] = "both",
     output: Output = _DIRECTORY,
     scale: ScaleOption = "paper",
     seeds: Seeds = 1,
     memory: Memory = "10GB",
-    discard_kernels: Discard = False,
     threads: Threads = None,
     force: Force = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """¹H shieldings of molecular crystals: 20,000 atoms, 10,000 representatives, five sizes."""
-    checked = _scale(scale)
-    splits = _splits(split)
+    from qualms.data import csd as read_csd
+    from qualms.reproduce.problems import csd_problem, csd_shift
+
+    chosen, splits = _scale(scale), _splits(split)
+    run = _Run(Terminal(quiet=quiet, as_json=as_json), output, memory, threads, force)
+    run.check(*(f"csd-{each}" for each in splits))
     crystals = read_csd(data)
-    terminal = Terminal(quiet=quiet, as_json=as_json)
-    run = _session(terminal, output, memory, discard_kernels, threads, force)
-    works = [
-        run.start(partial(csd_problem, crystals, each, checked, source=data.name))
-        for each in splits
-    ]
-    others = None if relaxed is None else read_csd(relaxed)
-    if others is not None and not run.needs_relaxed(others, crystals, works):
-        others = None
-    run.announce(works, seeds, 0.0 if others is None else share_of_training(crystals, others))
-    run.begin(works)
-    for each, work in zip(splits, works, strict=True):
-        results = run.all_seeds(work, seeds)
-        if others is not None and relaxed is not None and each == splits[-1]:
-            # The model is that for new crystals, whatever the split: these are new.
-            settings, means = csd_settings("crystals", checked), run.means(results.name)
-            found = csd_shift(crystals, others, checked, settings, means)
-            run.add_shift(results, found.model_copy(update={"source": relaxed.name}))
-    _print(terminal, output, run.finish([f"csd-{each}" for each in splits]))
+    shifted = None
+    if relaxed is not None:
+        shifted = csd_shift(crystals, read_csd(relaxed), chosen, source=relaxed.name)
+    found = []
+    for each in splits:
+        make = partial(csd_problem, crystals, each, chosen, source=data.name)
+        found.append(run.problem(make, seeds, shifted if each == splits[-1] else None))
+    run.finish(found)
 
 
 @reproduce.command()
-def page(
+def tables(
     results: Annotated[list[Path], typer.Argument(metavar="RESULTS...", help="JSON files.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Markdown file to write.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Directory; otherwise that of each results file."),
+    ] = None,
     force: Force = False,
 ) -> None:
-    """Make the page of all results; figures that are not beside them are drawn if they can be."""
-    check_output(output, force=force)
-    refuse_input(output, *results)
-    terminal = Terminal()
-    found = [read_results(path) for path in results]
-    check_together(found)
-    pairs = zip(found, results, strict=True)
-    found = [complete_part(each, path, terminal.say) for each, path in pairs]
-    folders = {path.resolve().parent for path in results}
-    if len(folders) > 1:
-        raise InputError("results", f"files in {len(folders)} directories", "files in one of them")
-    folder = folders.pop()
-    for each in found:
-        draw_figures(each, Workplace(folder), terminal.warn, only_missing=True)
-    figures = os.path.relpath(folder, output.resolve().parent)
-    write_page(output, found, figures="" if figures == "." else f"{figures}/", force=force)
+    """Write the tables, and the figures that need no predictions, of existing results."""
+    from qualms.reproduce.figures import draw_results
+    from qualms.reproduce.results import read_results
+    from qualms.reproduce.tables import write_tables
+
+    for path, found in [(path, read_results(path)) for path in results]:
+        directory = output or path.parent
+        directory.mkdir(parents=True, exist_ok=True)
+        write_tables(directory, found, force=force)
+        draw_results(directory, found, force=force)
 
 
-def _session(
-    terminal: Terminal,
-    output: Path,
-    memory: str,
-    discard_kernels: bool,
-    threads: int | None,
-    force: bool,
-) -> Session:
-    parse_memory(memory)
-    return Session(
-        Workplace(output, keep_kernels=not discard_kernels),
-        Resources(threads=default_threads(threads), memory=memory),
-        Listener(terminal.say, terminal.warn, lambda: Stages(terminal.progress())),
-        force=force,
-    )
+class _Run:
+    """One invocation: where it writes, and the resources that it may use."""
 
+    def __init__(
+        self, terminal: Terminal, output: Path, memory: str, threads: int | None, force: bool
+    ) -> None:
+        from qualms.atomistic.memory import default_threads, parse_memory
 
-def _print(terminal: Terminal, directory: Path, found: Mapping[str, Results]) -> None:
-    """Print what a run found."""
-    tables: list[str | Table] = []
-    for results in found.values():
-        tables += [*terminal_tables(results), *filter(None, [size_note(results)])]
-    terminal.result(
-        *tables,
-        f"Results, figures and reproduction.md are in {directory}/.",
-        document={name: results.model_dump(mode="json") for name, results in found.items()},
-    )
+        parse_memory(memory)
+        self.terminal = terminal
+        self.output = output
+        self.memory = memory
+        self.threads = default_threads(threads)
+        self.force = force
+
+    def check(self, *names: str) -> None:
+        """Make the directory; reject existing results before the work starts."""
+        try:
+            self.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            expected = "a directory, or a name for a new one"
+            raise InputError("output", f"'{self.output}'", expected, f"({error})") from error
+        for name in names:
+            check_output(self.output / f"{name}.json", force=self.force)
+
+    def problem(
+        self, make: Callable[[int], Problem], seeds: int, shifted: ShiftedProblem | None
+    ) -> Results:
+        """Run all seeds and the shifted problem; write results after each of them."""
+        from qualms.reproduce.figures import draw_panels, draw_results
+        from qualms.reproduce.results import Results, machine, write_results
+        from qualms.reproduce.study import run_seed, run_shift
+        from qualms.reproduce.tables import write_tables
+
+        found = []
+        results = None
+        for seed in range(seeds):
+            problem = make(seed)
+            self.terminal.say(f"{problem.title}, seed {seed}:")
+            one, panels = run_seed(
+                problem,
+                threads=self.threads,
+                memory=self.memory,
+                stages=Stages(self.terminal.progress()),
+                report=self.terminal.say,
+            )
+            found.append(one)
+            results = Results(
+                name=problem.name,
+                title=problem.title,
+                scale=problem.scale,
+                source=problem.source,
+                units=problem.settings.units,
+                representation=problem.settings.representation.model_dump(mode="json"),
+                machine=machine(),
+                seeds=found,
+            )
+            results = write_results(self.output / f"{results.name}.json", results)
+            if seed == 0:
+                draw_panels(self.output, results, panels)
+        assert results is not None, "there is at least one seed"
+        if shifted is not None:
+            self.terminal.say(f"Out of distribution: trained on {shifted.trained_on}")
+            stages = Stages(self.terminal.progress())
+            shift = run_shift(shifted, threads=self.threads, memory=self.memory, stages=stages)
+            results = results.model_copy(update={"shift": shift})
+            results = write_results(self.output / f"{results.name}.json", results)
+        write_tables(self.output, results, force=True)
+        draw_results(self.output, results, force=True)
+        return results
+
+    def finish(self, found: list[Results]) -> None:
+        """Print the log likelihoods."""
+        from qualms.reproduce.tables import ensemble_mean_table, full_model_table
+
+        tables = [t(results) for results in found for t in (full_model_table, ensemble_mean_table)]
+        self.terminal.result(
+            *(table.__rich__() for table in tables),
+            f"Results, tables and figures are in {self.output}/.",
+            document={results.name: results.model_dump(mode="json") for results in found},
+        )
 
 
 def _scale(scale: str) -> Scale:

@@ -1,7 +1,7 @@
-"""The formats that QM9 comes in: an NPZ file, the tables of qm9pack, the published archive.
+"""QM9: molecules of up to nine C, N, O and F atoms, with B3LYP/6-31G(2df,p) energies.
 
-A reader yields one `Record` per molecule, which is parsed only if it is selected: a few molecules
-out of 130,831 then cost little more than finding them.
+Readers of its three formats (NPZ, the tables of qm9pack, the published archive) yield one `Record`
+per molecule, which is parsed only if it is selected.
 """
 
 from __future__ import annotations
@@ -32,10 +32,14 @@ from numpy.typing import NDArray
 from qualms.arrays import Float64Array, check_integer
 from qualms.errors import InputError, QualmsWarning
 
-#: U0 of the isolated atoms in Hartree, from the file atomref.txt that was published with QM9.
+#: The Hartree in eV (CODATA 1986); later values differ by 4e-7 of it.
+HARTREE_TO_EV = 27.2113961
+#: U0 of the isolated atoms in Hartree, from QM9's atomref.txt.
 ATOMIC_U0 = {"H": -0.500273, "C": -37.846772, "N": -54.583861, "O": -75.064579, "F": -99.718730}
+#: The same in eV: the reference of `atomization_energy`.
+QM9_ATOMIC_ENERGIES: dict[str, float] = {s: HARTREE_TO_EV * u for s, u in ATOMIC_U0.items()}
 
-#: The energies in the order of QM9's files, and what qm9pack calls them (the spelling is its own).
+#: The energies in the order of QM9's files, and their names in qm9pack.
 ENERGIES = {
     "zpve": "ZPVE_au",
     "U0": "InternalEnergy_0K_au",
@@ -48,6 +52,7 @@ SOURCES = "'subset', 'qm9pack', or the path of QM9's dsgdb9nsd.xyz.tar.bz2 or of
 _INTEGER_ARRAYS = ("index", "offsets", "numbers", "atomref_numbers")
 _FLOAT_ARRAYS = ("positions", "atomref_U0", *ENERGIES)
 _LARGEST_ATOMIC_NUMBER = max(atomic_numbers.values())
+_SUBSET = importlib.resources.files("qualms.data").joinpath("qm9_subset.npz")
 
 Arrays: TypeAlias = dict[str, NDArray[Any]]
 
@@ -63,14 +68,14 @@ class Molecule(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A molecule that has been found but not parsed."""
+    """A molecule that is not parsed yet."""
 
     gdb9_index: int
     parse: Callable[[], Molecule]
 
 
 def _reference_table(energies: Mapping[int, float]) -> Float64Array:
-    """Return U0 of the isolated atoms in Hartree by atomic number; NaN where it is not known."""
+    """Return U0 of the isolated atoms in Hartree by atomic number; NaN if unknown."""
     table = np.full(_LARGEST_ATOMIC_NUMBER + 1, np.nan)
     table[list(energies)] = list(energies.values())
     return table
@@ -82,7 +87,7 @@ _ATOMIC_U0_TABLE = _reference_table({atomic_numbers[s]: u for s, u in ATOMIC_U0.
 def _molecule(
     gdb9_index: int, symbols: Iterable[str], positions: Float64Array, energies: Mapping[str, float]
 ) -> Molecule:
-    """Return a molecule given by its chemical symbols, with the published reference energies."""
+    """Return a molecule with the published reference energies of its elements."""
     numbers = np.array([atomic_numbers[symbol] for symbol in symbols])
     if positions.shape != (len(numbers), 3):
         raise ValueError(f"{len(numbers)} elements, but positions of shape {positions.shape}")
@@ -108,7 +113,6 @@ def read_npz(path: Traversable) -> Generator[Record]:
 
 
 def _npz_molecule(arrays: Arrays, table: Float64Array, i: int) -> Molecule:
-    """Return molecule i of the arrays."""
     atoms = slice(arrays["offsets"][i], arrays["offsets"][i + 1])
     numbers = arrays["numbers"][atoms]
     positions = arrays["positions"][atoms]
@@ -118,7 +122,7 @@ def _npz_molecule(arrays: Arrays, table: Float64Array, i: int) -> Molecule:
 
 
 def _as_arrays(npz: Mapping[str, NDArray[Any]]) -> Arrays:
-    """Return the arrays of the NPZ format in int64 and float64, if they fit together."""
+    """Return the arrays of the NPZ format in int64 and float64; check their shapes."""
     # Integers may become floats, but not the other way round.
     arrays: Arrays = {k: npz[k].astype(np.int64, casting="same_kind") for k in _INTEGER_ARRAYS}
     arrays |= {k: npz[k].astype(np.float64, casting="same_kind") for k in _FLOAT_ARRAYS}
@@ -137,7 +141,7 @@ def _as_arrays(npz: Mapping[str, NDArray[Any]]) -> Arrays:
         raise ValueError(f"offsets do not rise from 0 to {n_atoms}, the number of atoms")
     for name in ("numbers", "atomref_numbers"):
         if np.any((arrays[name] < 1) | (arrays[name] > _LARGEST_ATOMIC_NUMBER)):
-            raise ValueError(f"{name} holds what is no atomic number")
+            raise ValueError(f"{name} has values that are not atomic numbers")
     return arrays
 
 
@@ -147,8 +151,7 @@ def _as_arrays(npz: Mapping[str, NDArray[Any]]) -> Arrays:
 def read_qm9pack() -> Generator[Record]:
     """Yield the 130,831 characterised molecules, in the order of their indices.
 
-    The package is found but not imported: it needs ``pkg_resources``, which is no longer part of
-    setuptools, and its tables are all that is wanted.
+    The package is located but not imported: it needs ``pkg_resources``, which setuptools removed.
     """
     spec = importlib.util.find_spec("qm9pack")
     if spec is None or not spec.submodule_search_locations:
@@ -172,7 +175,7 @@ def _read_csv(path: Path) -> Generator[Record]:
                 yield Record(index, partial(_csv_molecule, columns, row))
     except (OSError, ValueError, IndexError, csv.Error) as error:
         expected = f"its table {path.name} to have the columns {', '.join(wanted)}"
-        remedy = f"Reading it failed: {error}. Install it anew: pip install 'qualms[qm9]'"
+        remedy = f"Reading it failed: {error}. Install it again: pip install 'qualms[qm9]'"
         raise InputError("source", "'qm9pack'", expected, remedy) from error
 
 
@@ -192,7 +195,7 @@ def read_archive(path: Path) -> Generator[Record]:
     """Yield the molecules of ``dsgdb9nsd.xyz.tar.bz2`` while it is being decompressed."""
     n_found = 0
     try:
-        # tarfile would take a download that was cut short for the end of the archive; bz2 does not.
+        # tarfile takes a truncated download for the end of the archive; bz2 raises an error.
         with bz2.open(path) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
             for member in archive:
                 file = archive.extractfile(member) if member.name.endswith(".xyz") else None
@@ -203,7 +206,7 @@ def read_archive(path: Path) -> Generator[Record]:
                 n_found += 1
                 yield Record(index, partial(_xyz_molecule, text))
         if n_found == 0:
-            raise ValueError("it holds no .xyz file")
+            raise ValueError("it has no .xyz file")
     except (OSError, EOFError, ValueError, IndexError, tarfile.TarError) as error:
         remedy = f"Reading it as an archive failed after {n_found} molecules: {error}."
         raise InputError("source", f"'{path}'", SOURCES, remedy) from error
@@ -226,15 +229,7 @@ def _xyz_molecule(text: str) -> Molecule:
     return _molecule(int(scalars[1]), [row[0] for row in rows], positions, energies)
 
 
-# QM9: organic molecules of up to nine C, N, O and F atoms, with B3LYP/6-31G(2df,p) energies.
-#: The Hartree in eV, as CODATA 1986 has it. Later values differ by 4e-7 of it, which is 0.04 meV in
-#: the largest atomisation energies of QM9.
-HARTREE_TO_EV = 27.2113961
-
-#: U0 of the isolated atoms in eV: what `atomization_energy` is relative to.
-QM9_ATOMIC_ENERGIES: dict[str, float] = {s: HARTREE_TO_EV * u for s, u in ATOMIC_U0.items()}
-
-_SUBSET = importlib.resources.files("qualms.data").joinpath("qm9_subset.npz")
+# --- the loader ---
 
 
 def qm9(
@@ -252,51 +247,42 @@ def qm9(
         One of
 
         ``"subset"``
-            3,000 of the 130,831 characterised molecules, drawn at random. They come with qualms, in
-            random order; their positions are rounded to 1e-5 Å and their energies are not rounded.
+            3,000 random molecules that come with qualms, with positions rounded to 1e-5 Å.
         ``"qm9pack"``
-            The 130,831 characterised molecules, from the Python package qm9pack
-            (``pip install qualms[qm9]``), which holds no others.
+            The 130,831 characterised molecules, from the package qm9pack
+            (``pip install qualms[qm9]``).
         path of ``dsgdb9nsd.xyz.tar.bz2``
-            The archive that was published with the paper: all 133,885 molecules.
+            The published archive: all 133,885 molecules.
         path of an NPZ file
             Arrays for n molecules of N atoms in all: ``index`` (n,), ``offsets`` (n + 1,),
             ``numbers`` (N,), ``positions`` (N, 3) in Å, ``U0``, ``zpve``, ``U298``, ``H298`` and
             ``G298`` (n,) in Hartree; ``atomref_numbers`` and ``atomref_U0`` in Hartree, one per
             element. If there is a number ``positions_per_angstrom``, positions are divided by it.
     n : int, optional
-        How many molecules; all if not given.
+        Number of molecules; by default all.
     seed : int, optional
-        Draw the molecules at random, without replacement. The first of a large draw are those of a
-        small draw with the same seed. If not given, the molecules come in the order of the source.
+        Draw the molecules at random, without replacement. A smaller draw with the same seed is the
+        beginning of a larger one. By default molecules are in the order of the source.
     uncharacterized : path or iterable of int, optional
-        Molecules to leave out: the file ``uncharacterized.txt`` that was published with QM9, or
-        indices. 3,054 molecules failed QM9's consistency check: relaxed, they are written as other
-        SMILES strings than before. Only the archive holds them; to keep them, give ``()``.
+        Molecules to leave out: QM9's file ``uncharacterized.txt``, or indices. The archive has 3054
+        molecules that failed QM9's consistency check; to keep them, give ``()``.
 
     Returns
     -------
     list of ase.Atoms
-        Without cell; positions in Å. Their ``info`` holds
+        Without cell; positions in Å. Their ``info`` has
 
         - ``gdb9_index``, the number of the molecule in QM9, from 1;
-        - ``U0``, ``U298``, ``H298``, ``G298``: total energies in eV. U0, the internal energy at
-          0 K, already contains the zero-point energy;
+        - ``U0``, ``U298``, ``H298``, ``G298``: total energies in eV (U0 includes ``zpve``);
         - ``zpve``: the zero-point energy in eV;
-        - ``atomization_energy``: U0 less that of the isolated atoms, `QM9_ATOMIC_ENERGIES`, in eV.
-          It is negative if the molecule is bound;
-        - ``atomization_energy_per_atom``: the same divided by the number of atoms, in eV/atom.
-
-    Warns
-    -----
-    QualmsWarning
-        If the archive is read without ``uncharacterized``.
+        - ``atomization_energy``: U0 minus that of the isolated atoms, `QM9_ATOMIC_ENERGIES`, in eV;
+          negative if the molecule is bound;
+        - ``atomization_energy_per_atom`` in eV/atom.
 
     Notes
     -----
-    The data are those of R. Ramakrishnan, P. O. Dral, M. Rupp and O. A. von Lilienfeld, Sci. Data
-    1, 140022 (2014): please cite them. The subset was taken from the package qm9pack (MIT licence).
-    1 Hartree is 27.2113961 eV throughout.
+    Please cite R. Ramakrishnan, P. O. Dral, M. Rupp and O. A. von Lilienfeld, Sci. Data 1, 140022
+    (2014). The subset was taken from the package qm9pack (MIT licence).
 
     Examples
     --------
@@ -306,7 +292,14 @@ def qm9(
     n = None if n is None else check_integer("n", n, 1)
     seed = None if seed is None else check_integer("seed", seed, 0)
     left_out = None if uncharacterized is None else _as_indices(uncharacterized)
-    with closing(_open(source, warn=left_out is None)) as records:
+    if left_out is None and isinstance(source, (str, os.PathLike)) and is_archive(source):
+        warnings.warn(
+            "3,054 molecules of QM9's archive failed its consistency check. Leave them out with "
+            "uncharacterized='uncharacterized.txt', or keep them with uncharacterized=().",
+            QualmsWarning,
+            stacklevel=2,
+        )
+    with closing(_open(source)) as records:
         kept = (record for record in records if record.gdb9_index not in (left_out or ()))
         return [_as_atoms(_parse(record, source)) for record in select(kept, n, seed)]
 
@@ -314,8 +307,7 @@ def qm9(
 def select(records: Iterable[Record], n: int | None, seed: int | None) -> Iterable[Record]:
     """Return n (or all) of the records: the first, or random ones if there is a seed.
 
-    Every record gets a random number and those with the smallest are taken, so that one pass is
-    enough and only n records are ever kept, however many there are.
+    The records with the smallest random numbers are taken, so that one pass keeps only n of them.
     """
     if seed is not None:
         rng = np.random.default_rng(seed)
@@ -327,12 +319,12 @@ def select(records: Iterable[Record], n: int | None, seed: int | None) -> Iterab
     else:
         chosen = list(islice(records, n))
     if len(chosen) < n:
-        raise InputError("n", n, f"at most {len(chosen)}, which is all that the source has")
+        raise InputError("n", n, f"at most {len(chosen)}, the number of molecules of the source")
     return chosen
 
 
-def _open(source: str | os.PathLike[str], *, warn: bool) -> Generator[Record]:
-    """Return the records of the source, found by its name or by the kind of file it is."""
+def _open(source: str | os.PathLike[str]) -> Generator[Record]:
+    """Return the records of the source, identified by its name or by its first bytes."""
     if source == "subset":
         return read_npz(_SUBSET)
     if source == "qm9pack":
@@ -344,30 +336,21 @@ def _open(source: str | os.PathLike[str], *, warn: bool) -> Generator[Record]:
         return read_npz(path)
     if not is_archive(path):
         raise InputError("source", f"'{source}'", SOURCES, "It is neither zipped nor bzip2.")
-    if warn:
-        warnings.warn(
-            "QM9's archive holds 3,054 molecules, of 133,885, that failed its consistency check. "
-            "Leave them out with uncharacterized='uncharacterized.txt', the list published with "
-            "it, or keep them with uncharacterized=().",
-            QualmsWarning,
-            stacklevel=3,
-        )
     return read_archive(path)
 
 
 def is_archive(source: str | os.PathLike[str]) -> bool:
-    """Whether a source is a file like QM9's archive, which has uncharacterised molecules, too."""
+    """Return whether a source is QM9's archive, which has uncharacterised molecules, too."""
     return Path(source).is_file() and _magic(Path(source)) == b"BZh"
 
 
 def _magic(path: Path) -> bytes:
-    """Return what tells the kind of a file."""
     with path.open("rb") as file:
         return file.read(3)
 
 
 def _parse(record: Record, source: object) -> Molecule:
-    """Return the molecule; tell which one it is if it cannot be parsed."""
+    """Return the molecule; an error names the one that cannot be parsed."""
     try:
         molecule = record.parse()
         if not np.isfinite(molecule.positions).all():
@@ -399,8 +382,7 @@ def _as_indices(uncharacterized: str | os.PathLike[str] | Iterable[int]) -> froz
         lines = Path(uncharacterized).read_text(encoding="utf-8").splitlines()
     except (OSError, TypeError, UnicodeDecodeError) as error:
         raise InputError("uncharacterized", uncharacterized, expected, f"{error}.") from error
-    # Headings and rules surround the rows; each row is an index, SMILES strings and a distance.
     indices = frozenset(int(w[0]) for w in map(str.split, lines) if w and w[0].isdecimal())
     if not indices:
-        raise InputError("uncharacterized", uncharacterized, expected, "It holds no index.")
+        raise InputError("uncharacterized", uncharacterized, expected, "It has no index.")
     return indices

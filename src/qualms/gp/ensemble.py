@@ -1,7 +1,8 @@
-"""Resampled training sets and what their models say together: Eqs. (4), (10) and (11).
+"""Ensembles of subsampled sparse models that share one basis: Eqs. (4), (10) and (11).
 
-Arrays of member predictions have the members on their last axis: (n, N_R), or (n, T, N_R) for T
-outputs.
+Three parts: drawing the training sets of members and averaging over them; solving all members for
+little more than the cost of one model; the full model and its members in the units of y. Arrays of
+member predictions have the members on their last axis: (n, N_R), or (n, T, N_R) for T outputs.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from scipy.linalg import blas, solve_triangular
@@ -28,24 +31,18 @@ from qualms.gp.linalg import cholesky, cholesky_solve, cholesky_whiten
 from qualms.gp.noise import Replicates, noise_grid, select_noise
 from qualms.gp.sparse_gp import ProjectedProcess, fit_projected_process, gram_matrix
 
-#: A spread of fewer members says too little: Student's t then has less than two degrees of freedom.
+#: With fewer members, Student's t has less than two degrees of freedom.
 MIN_ABSENT = 3
 
 
 def subsample_size(subsample: float, n_train: int) -> int:
-    """Return n for a sub-sample given as a fraction of N in (0, 1) or as a number of samples.
+    """Return n for a subsample given as a fraction of N in (0, 1) or as a number of samples.
 
-    Parameters
-    ----------
-    subsample : float or int
-        A float is a fraction, rounded to at least one and at most N − 1 samples; an int is n
-        itself.
-    n_train : int
-        N ≥ 2.
+    A float is a fraction, rounded to at least one and at most N − 1 samples; an int is n itself.
     """
     remedy = "Use a fraction between 0 and 1, fewer samples, or replace=True for a bootstrap."
     if n_train < 2:
-        raise InputError("n_train", n_train, "at least 2 samples to draw sub-samples from")
+        raise InputError("n_train", n_train, "at least 2 samples to draw subsamples from")
     is_number = isinstance(subsample, (int, float, np.number)) and not isinstance(subsample, bool)
     if not is_number or not np.isfinite(subsample):
         raise InputError("subsample", subsample, "a fraction or a number of samples", remedy)
@@ -56,7 +53,7 @@ def subsample_size(subsample: float, n_train: int) -> int:
             warnings.warn(
                 "subsample=1 is a single sample per member, not all of them.",
                 QualmsWarning,
-                stacklevel=3,
+                stacklevel=2,
             )
         return int(subsample)
     if not 0 < subsample < 1:
@@ -77,20 +74,17 @@ def draw_members(
 
     Parameters
     ----------
-    n_train : int
-        N.
-    n_members : int
-        N_R ≥ 2.
+    n_train, n_members : int
+        N, and N_R ≥ 2.
     subsample : float or int
         n, as a fraction of the samples (or groups) or as a number of them; not used for a
         bootstrap, where n = N.
     rng : numpy.random.Generator
     replace : bool
-        Draw N with replacement (bootstrap) rather than n < N without (sub-sampling).
+        Draw N with replacement (bootstrap) rather than n < N without (subsampling).
     groups : (N,) array, optional
-        Label of each sample. Whole groups are then in or out, and `subsample` is a fraction of the
-        groups: samples of one crystal or of one trajectory are near-copies, and a model that saw
-        one has seen all.
+        Labels. Whole groups are then in or out, and `subsample` is a fraction of the groups:
+        samples of one crystal or of one trajectory are near-copies.
 
     Returns
     -------
@@ -98,7 +92,7 @@ def draw_members(
         Sorted indices; with repetitions for a bootstrap.
     """
     if n_members < 2:
-        raise InputError("n_members", n_members, "at least 2 members, so that there is a spread")
+        raise InputError("n_members", n_members, "at least 2 members, for a standard deviation")
     codes = group_codes(groups, n_train)
     n_groups = int(codes.max()) + 1
     if groups is not None and n_groups < 2:
@@ -108,8 +102,8 @@ def draw_members(
     else:
         n = subsample_size(subsample, n_groups)
         draws = [rng.permutation(n_groups)[:n] for _ in range(n_members)]
-    times = [np.bincount(drawn, minlength=n_groups)[codes] for drawn in draws]
-    return [np.repeat(np.arange(n_train), t) for t in times]
+    counts = [np.bincount(drawn, minlength=n_groups)[codes] for drawn in draws]
+    return [np.repeat(np.arange(n_train), c) for c in counts]
 
 
 def group_codes(groups: Sequence[object] | IntArray | None, n_train: int) -> IntArray:
@@ -118,15 +112,13 @@ def group_codes(groups: Sequence[object] | IntArray | None, n_train: int) -> Int
         return np.arange(n_train)
     labels = np.asarray(groups)
     if labels.shape != (n_train,):
-        raise InputError(
-            "groups", f"shape {labels.shape}", f"one label for each of {n_train} samples"
-        )
+        given = f"shape {labels.shape}"
+        raise InputError("groups", given, f"one label for each of {n_train} samples")
     try:
         codes: IntArray = np.unique(labels, return_inverse=True)[1].reshape(-1).astype(np.intp)
     except TypeError as error:
-        raise InputError(
-            "groups", f"labels of mixed types ({error})", "one type of label"
-        ) from error
+        given = f"labels of mixed types ({error})"
+        raise InputError("groups", given, "one type of label") from error
     return codes
 
 
@@ -150,16 +142,7 @@ def committee(members: FloatArray) -> tuple[Float64Array, Float64Array]:
 def stretched(
     members: FloatArray, factor: float | FloatArray, mean: Float64Array | None = None
 ) -> Float64Array:
-    """Scale members (…, N_R) about their mean: ȳ + f (y⁽ⁱ⁾ − ȳ).
-
-    Parameters
-    ----------
-    members : (…, N_R) array
-    factor : float or (…) array
-        f; one leaves the members as they are, zero makes all of them their mean.
-    mean : (…) array, optional
-        What to scale about, if not the mean of all of them.
-    """
+    """Scale members (…, N_R) about their mean, or the mean given, by f (…): ȳ + f (y⁽ⁱ⁾ − ȳ)."""
     values, f = np.asarray(members, dtype=np.float64), np.asarray(factor, dtype=np.float64)
     center = committee(values)[0] if mean is None else mean
     scaled: Float64Array = center[..., None] + (values - center[..., None]) * f[..., None]
@@ -167,36 +150,29 @@ def stretched(
 
 
 def group_scatter(terms: Float64Array, codes: IntArray) -> Float64Array:
-    """Return the covariance (p, p) of the sum of all terms (n, p), those of a group correlated.
+    """Return the covariance (p, p) of the sum of all terms (n, p), correlated within groups.
 
     Groups are independent, so it is G/(G−1) Σ_g S_g S_gᵀ, S_g being the sum over group g of the
-    terms less their mean.
-
-    Parameters
-    ----------
-    terms : (n, p) array
-    codes : (n,) array of int
-        Groups 0 … G−1.
+    terms less their mean. `codes` are 0 … G−1.
     """
     centered = terms - terms.mean(axis=0)
     n_groups = int(codes.max()) + 1
-    sums = [np.bincount(codes, column, minlength=n_groups) for column in centered.T]
-    S = np.stack(sums, axis=1)
+    S = np.stack([np.bincount(codes, column, minlength=n_groups) for column in centered.T], axis=1)
     return np.asarray(S.T @ S * n_groups / max(n_groups - 1, 1), dtype=np.float64)
 
 
 @dataclass(frozen=True)
 class InternalPrediction:
-    """Predictions of training points by the members that did not see them.
+    """Out-of-bag predictions of training points.
 
     Attributes
     ----------
     used : (N,) array of bool
-        Points that enough members are absent from; the other arrays hold these points only.
+        Points absent from enough members; the other arrays hold these points only.
     mean, std : (n_used, …) arrays
         y_INT and σ_INT.
     n_absent : (n_used,) array of int
-        N_R(X): number of members that did not see the point.
+        N_R(X): number of members whose training sets lack the point.
     """
 
     used: BoolArray
@@ -208,31 +184,24 @@ class InternalPrediction:
 def internal_prediction(
     members: FloatArray, absent: BoolArray, *, min_absent: int = MIN_ABSENT
 ) -> InternalPrediction:
-    """Average over the members that did not see a point. Eqs. (10) and (11), Musil et al. 2019.
+    """Average each point over its out-of-bag members. Eqs. (10) and (11), Musil et al. 2019.
 
     Parameters
     ----------
     members : (N, N_R) or (N, T, N_R) array
         Predictions of the training points by all members.
     absent : (N, N_R) array of bool
-        Whether the member did not see the point.
+        Whether the training set of the member lacks the point.
     min_absent : int
-        Points that fewer members are absent from are left out; at least 2.
-
-    Returns
-    -------
-    InternalPrediction
+        Points absent from fewer members are left out; at least 2.
     """
     members = np.asarray(members, dtype=np.float64)
     absent = np.asarray(absent, dtype=bool)
     if absent.shape != (len(members), members.shape[-1]):
-        raise InputError(
-            "absent",
-            f"shape {absent.shape}",
-            f"({len(members)}, {members.shape[-1]}), like members",
-        )
+        expected = f"({len(members)}, {members.shape[-1]}), like members"
+        raise InputError("absent", f"shape {absent.shape}", expected)
     if min_absent < 2:
-        raise InputError("min_absent", min_absent, "at least 2, so that there is a spread")
+        raise InputError("min_absent", min_absent, "at least 2, for a standard deviation")
     n_absent = absent.sum(axis=1)
     used = n_absent >= min_absent
     shape = (-1,) + (1,) * (members.ndim - 2)
@@ -245,37 +214,10 @@ def internal_prediction(
     return InternalPrediction(used, mean, std, n_absent[used])
 
 
-# Conjugate gradients for many ridge regressions that share one design matrix.
-# Steps after which the observed rate of convergence is trusted enough to give up because of it.
-_STEPS_BEFORE_GIVING_UP = 16
-
-
-#: Applies an approximate inverse to residuals (·, r) of the systems whose numbers are given.
-Preconditioner = Callable[[Float64Array, IntArray], Float64Array]
-
-
-@dataclass(frozen=True)
-class ConjugateGradientsResult:
-    """Solutions of all systems, and how well they are known.
-
-    Attributes
-    ----------
-    solutions : (n_systems, r) array
-    n_iterations : int
-        Passes over Φ, whichever system needed the most.
-    relative_error : float
-        Estimated RMS prediction error over the spread between members (the worst output's).
-    converged : bool
-    """
-
-    solutions: Float64Array
-    n_iterations: int
-    relative_error: float
-    converged: bool
-
-
+# Thin products in float64, a block of rows of Φ at a time: a float32 Φ is never widened whole.
+# Matrices have one row per system, q = member * n_outputs + output.
 def block_size(Phi: FloatArray) -> int:
-    """Rows of Φ to visit at a time: 64 MiB in float64; a float32 Φ is never widened whole."""
+    """Return how many rows of Φ are visited at a time: 64 MiB in float64."""
     return max(1, 2**23 // int(Phi.shape[1]))
 
 
@@ -322,201 +264,52 @@ def predict(Phi: FloatArray, W: Float64Array) -> Float64Array:
 def normal_product(
     Phi: FloatArray, C: Float64Array, noise_variance: float, W: Float64Array
 ) -> tuple[Float64Array, Float64Array]:
-    """Apply every system's operator to its own row of W, in one pass over Φ.
+    """Return F = WΦᵀ (n_systems, N) and (C ∘ F)Φ + σ²W (n_systems, r), in one pass over Φ.
 
-    Parameters
-    ----------
-    Phi : (N, r) array
-    C : (n_systems, N) array
-        Weight of each row of Φ in each system.
-    noise_variance : float
-    W : (n_systems, r) array
-
-    Returns
-    -------
-    predictions : (n_systems, N) array
-        W Φᵀ, on all rows, whether the system sees them or not.
-    product : (n_systems, r) array
-        (C ∘ W Φᵀ) Φ + σ² W.
+    C (n_systems, N) holds the weight of each row of Φ in each system.
     """
-    predictions = np.empty((len(W), len(Phi)))
-    product = noise_variance * W
+    F, product = np.empty((len(W), len(Phi))), noise_variance * W
     for rows, block in row_blocks(Phi):
-        F = times_transposed(W, block)
-        predictions[:, rows] = F
-        product = times(C[:, rows] * F, block, add_to=product)
-    return predictions, product
+        F[:, rows] = times_transposed(W, block)
+        product = times(C[:, rows] * F[:, rows], block, add_to=product)
+    return F, product
 
 
-def spread_between_members(F: Float64Array, n_outputs: int) -> Float64Array:
-    """RMS over the rows of the sample standard deviation (ddof = 1) between members, per output.
+# Solving all members.
+# With fewer rows than the full model has effective parameters, there are directions that the full
+# model determines well and that only σ² determines in the member. CG, with the full model as
+# preconditioner, stops before it has found them, seemingly converged, and the residual of the
+# complement hides them. The transition at one was sharp on all data tried.
+_ROWS_PER_PARAMETER = 1.05
+#: Steps after which the observed rate of convergence is reliable enough to stop because of it.
+_STEPS_BEFORE_GIVING_UP = 16
 
-    Parameters
+
+@dataclass(frozen=True)
+class MemberSolution:
+    """Weights of all members, and how they were found.
+
+    Attributes
     ----------
-    F : (n_members * n_outputs, N) array
-        Predictions, member by member.
-    n_outputs : int
-
-    Returns
-    -------
-    (n_outputs,) array
+    weights : (r, T, N_R) array
+    method : str
+        ``"dual"``, ``"complement"``, ``"cg"`` or ``"direct"``.
+    n_iterations : int
+        Passes over Φ of conjugate gradients; 0 for the other methods.
+    relative_error : float
+        Estimated RMS prediction error on the training rows, relative to the RMS standard deviation
+        between members; 0 for ``dual`` and ``direct``, which are exact up to rounding.
     """
-    by_member = F.reshape(-1, n_outputs, F.shape[1])
-    spread: Float64Array = np.sqrt(by_member.var(axis=0, ddof=1).mean(axis=-1))
-    return spread
+
+    weights: Float64Array
+    method: str
+    n_iterations: int = 0
+    relative_error: float = 0.0
 
 
-def _remaining_error(steps: Float64Array) -> Float64Array:
-    """Estimate how far the iterates still have to go, from the lengths of the steps so far.
-
-    The error after step k is the sum of the steps to come. Steps of preconditioned CG make acute
-    angles with one another in the inner product of the preconditioner (Hestenes & Stiefel
-    1952), which here is that of the predictions on all rows, up to σ². So their lengths
-    nearly add, ‖e_k‖ ≲ Σ_{j>k} s_j, and if they shrink by ρ each the sum is s_k ρ/(1−ρ). Unlike the
-    residual this does not hide what small eigenvalues hold back, and unlike the energy norm it
-    includes the rows that a member does not see. Neither a lucky step nor a plateau must pass for
-    convergence: ρ is the slowest mean rate between the last step and any but the one before it,
-    and s_k the largest of the last three steps, shrunk by ρ to the present.
-
-    Parameters
-    ----------
-    steps : (n_steps, n_systems) array
-        RMS change of the predictions in each step.
-
-    Returns
-    -------
-    (n_systems,) array
-    """
-    last = len(steps) - 1
-    if last == 0:
-        return np.full(steps.shape[1], np.inf)
-    back = np.arange(last, min(2, last) - 1, -1)[:, None]
-    before = steps[: len(back)]
-    ratio = np.divide(steps[last], before, out=np.zeros_like(before), where=before > 0)
-    rate = np.clip(np.max(ratio ** (1 / back), axis=0), 0.3, 0.98)
-    recent = steps[-3:] * rate ** np.arange(min(2, last), -1, -1)[:, None]
-    remaining: Float64Array = np.max(recent, axis=0) * rate / (1 - rate)
-    return remaining
-
-
-def _mean_rate(steps: Float64Array) -> Float64Array:
-    """Return by how much the steps shrank on average since the first: (n_systems,).
-
-    This, not the cautious rate of `_remaining_error`, says whether it is worth going on: steps
-    stop shrinking for a while whenever CG finds another small eigenvalue, and go on thereafter.
-    """
-    ratio = _divide(steps[-1], steps[0])
-    rate: Float64Array = np.clip(ratio ** (1 / (len(steps) - 1)), 0.3, 0.98)
-    return rate
-
-
-def _divide(a: Float64Array, b: Float64Array) -> Float64Array:
-    """Return a / b, and 0 where b vanishes: a system already solved exactly takes no step."""
-    return np.divide(a, b, out=np.zeros_like(a), where=b != 0)
-
-
-class _Recurrence:
-    """The conjugate-gradient recurrences of the systems that have not converged."""
-
-    def __init__(
-        self,
-        Phi: FloatArray,
-        C: Float64Array,
-        noise_variance: float,
-        rhs: Float64Array,
-        precondition: Preconditioner,
-    ) -> None:
-        self._Phi, self._C, self._noise_variance = Phi, C, noise_variance
-        self._precondition = precondition
-        self.X, self.F = np.zeros_like(rhs), np.zeros_like(C)
-        Z = precondition(rhs, np.arange(len(rhs)))
-        rz = np.einsum("qr,qr->q", rhs, Z)
-        # Systems of zero right-hand side are solved; what is not a number is not.
-        self.active: IntArray = np.flatnonzero(rz != 0)
-        self._R, self._P, self._rz = rhs[self.active], Z[self.active], rz[self.active]
-
-    def advance(self) -> Float64Array:
-        """Take one step, and return its length: the RMS change of the predictions."""
-        FP, AP = normal_product(self._Phi, self._C[self.active], self._noise_variance, self._P)
-        length = _divide(self._rz, np.einsum("qr,qr->q", self._P, AP))
-        self.X[self.active] += length[:, None] * self._P
-        self.F[self.active] += length[:, None] * FP
-        self._R -= length[:, None] * AP
-        moved: Float64Array = length * np.sqrt(np.einsum("qn,qn->q", FP, FP) / FP.shape[1])
-        return moved
-
-    def go_on_with(self, going: BoolArray) -> None:
-        """Freeze the other systems, and find the next directions of these."""
-        self.active, R, P = self.active[going], self._R[going], self._P[going]
-        if self.active.size:
-            Z = self._precondition(R, self.active)
-            rz = np.einsum("qr,qr->q", R, Z)
-            self._P = Z + _divide(rz, self._rz[going])[:, None] * P
-            self._R, self._rz = R, rz
-
-
-def conjugate_gradients(
-    Phi: FloatArray,
-    C: Float64Array,
-    noise_variance: float,
-    rhs: Float64Array,
-    precondition: Preconditioner,
-    *,
-    n_outputs: int,
-    smallest_scale: Float64Array,
-    tolerance: float,
-    max_iterations: int,
-    may_give_up: bool = False,
-) -> ConjugateGradientsResult:
-    """Solve (Φᵀ diag(c_q) Φ + σ²) x_q = b_q for all q by preconditioned CG, starting from zero.
-
-    The predictions of the iterates, and so the spread between members, come at no cost.
-
-    Parameters
-    ----------
-    Phi : (N, r) array
-    C : (n_systems, N) array
-    noise_variance : float
-    rhs : (n_systems, r) array
-        Ordered member by member: ``q = member * n_outputs + output``.
-    precondition : callable
-        Called with residuals (·, r) and the numbers of their systems; applies a symmetric positive
-        definite approximate inverse of each system.
-    n_outputs : int
-    smallest_scale : (n_outputs,) array
-        Stands in for the spread between members where that vanishes.
-    tolerance : float
-        Accepted RMS prediction error, in units of the RMS spread between members.
-    max_iterations : int
-    may_give_up : bool
-        Stop early if the observed rate says that ``max_iterations`` will not suffice.
-    """
-    recurrence = _Recurrence(Phi, C, noise_variance, rhs, precondition)
-    steps, error = np.zeros((max_iterations, len(rhs))), np.zeros(len(rhs))
-    scale, k = smallest_scale, 0
-    while recurrence.active.size and k < max_iterations:
-        active = recurrence.active
-        steps[k, active] = recurrence.advance()
-        k += 1
-        error[active] = _remaining_error(steps[:k, active])
-        scale = np.maximum(spread_between_members(recurrence.F, n_outputs), smallest_scale)
-        excess = error[active] / (tolerance * scale[active % n_outputs])
-        going = ~(excess <= 1)  # so that what is not a number goes on
-        recurrence.go_on_with(going)
-        if may_give_up and k >= _STEPS_BEFORE_GIVING_UP and going.any():
-            missing = np.log(excess[going]) / -np.log(_mean_rate(steps[:k, active[going]]))
-            if not k + np.max(missing) <= max_iterations:
-                break
-    rms = np.sqrt(np.mean(error.reshape(-1, n_outputs) ** 2, axis=0))
-    return ConjugateGradientsResult(
-        recurrence.X, k, float(np.max(rms / scale)), recurrence.active.size == 0
-    )
-
-
-# The four ways to solve the members of a committee; `qualms.gp.ensemble` chooses among them.
 @dataclass(frozen=True)
 class MemberProblem:
-    """What is given: members on the first axis, rows of Φ on the last.
+    """The systems to solve: members on the first axis, rows of Φ on the last.
 
     Attributes
     ----------
@@ -553,134 +346,367 @@ class MemberProblem:
         by_member = W.reshape(len(self.C), self.n_outputs, -1)
         return np.ascontiguousarray(by_member.transpose(2, 1, 0))
 
-    def residuals(self, W: Float64Array, F: Float64Array) -> Float64Array:
-        """Return Φᵀ diag(c)(y − Φw) − σ²w of all systems, given their predictions F = WΦᵀ."""
-        missed = self.systems() * (self.Y.reshape(F.shape) - F)
-        return project(self.Phi, missed) - self.full.noise_variance * W
-
     def effective_dimension(self) -> float:
         """Estimate d_eff = Tr[ΦᵀΦ (ΦᵀΦ + σ²)⁻¹] = r − σ²|L⁻¹|² of the full model.
 
         16 random signs s, E|L⁻¹s|² = |L⁻¹|², leave a standard error below √((r − d_eff)/8). Where
-        σ² is nearly lost in rounding, so is L⁻¹: the estimate stays between 0 and r all the same.
+        σ² is nearly lost in rounding, so is L⁻¹: the estimate is clipped to [0, r].
         """
         rank = self.Phi.shape[1]
         signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(rank, 16))
         V = cholesky_whiten(self.full.factor, signs)
         return float(np.clip(rank - self.full.noise_variance * np.sum(V**2) / 16, 0.0, rank))
 
-    def smallest_scale(self) -> Float64Array:
-        """Return, per output, a spread between members too small to matter."""
+    def scale(self, F: Float64Array) -> Float64Array:
+        """Return the RMS standard deviation between members of predictions F, per output: (T,).
+
+        F (N_R·T, N) has one row per system. Where the members agree, a small fraction of y is
+        returned instead.
+        """
+        by_member = F.reshape(-1, self.n_outputs, F.shape[1])
+        spread = np.sqrt(by_member.var(axis=0, ddof=1).mean(axis=-1))
+        scale: Float64Array = np.maximum(spread, self._smallest_scale)
+        return scale
+
+    @cached_property
+    def _smallest_scale(self) -> Float64Array:
         rms = np.sqrt(np.mean(self.Y**2, axis=(0, 2)))
         smallest: Float64Array = np.maximum(1e-8 * rms, np.finfo(np.float64).tiny)
         return smallest
 
 
-def solve_direct(problem: MemberProblem, i: int) -> Float64Array:
-    """Solve member i with its own Gram matrix: (r, T)."""
-    rank = problem.Phi.shape[1]
-    gram = np.zeros((rank, rank), order="F")
-    _add_gram(gram, problem.Phi, problem.C[i])
-    return _solve_gram(problem, i, gram)
+@dataclass(frozen=True)
+class ProblemSize:
+    """Numbers that determine the cost of solving the members.
 
-
-def solve_dual(problem: MemberProblem, i: int) -> Float64Array:
-    """Solve member i as w = Aᵀ(AAᵀ + σ²)⁻¹√c y, where A = diag(√c)Φ has its rows only: (r, T).
-
-    If there are more of these than features, AAᵀ is singular, and all that would be gained is a
-    larger system that depends on σ² more delicately: such a member is solved directly.
+    Attributes
+    ----------
+    n_train, rank, n_members, n_outputs : int
+    n_present : float
+        Distinct rows in a member.
+    effective_dimension : float
+        d_eff of the full model.
+    effective_fraction : float
+        p = (Σc)² / (N Σc²); n/N for a subsample.
+    tolerance : float
     """
-    rows = np.flatnonzero(problem.C[i])
-    if len(rows) > problem.Phi.shape[1]:
-        return solve_direct(problem, i)
-    root = np.sqrt(problem.C[i, rows])
-    A = _scaled_rows(problem.Phi, rows, root)
-    kernel = blas.dsyrk(1.0, A.T, trans=1, lower=1)
-    kernel[np.diag_indices_from(kernel)] += problem.full.noise_variance
-    factor = cholesky(kernel, what="ΦΦᵀ + σ² of a member", overwrite=True)
-    dual = cholesky_solve(factor, (root * problem.Y[i][:, rows]).T)
-    return times(np.ascontiguousarray(dual.T), A).T
+
+    n_train: int
+    rank: int
+    n_members: int
+    n_outputs: int
+    n_present: float
+    effective_dimension: float
+    effective_fraction: float
+    tolerance: float
+
+    @property
+    def per_iteration(self) -> float:
+        """Two thin products, two triangular solves, and bookkeeping on (systems, N) arrays."""
+        systems = self.n_members * self.n_outputs
+        thin = 110 + 4.5 * systems
+        return thin * self.rank * (self.n_train + self.rank) + 1000 * systems * self.n_train
+
+    @classmethod
+    def of(cls, problem: MemberProblem, tolerance: float) -> ProblemSize:
+        """Measure a problem."""
+        n_members, n_train = problem.C.shape
+        kish = problem.C.sum(axis=1) ** 2 / (problem.C**2).sum(axis=1)
+        return cls(
+            n_train,
+            problem.Phi.shape[1],
+            n_members,
+            problem.n_outputs,
+            float(np.count_nonzero(problem.C, axis=1).mean()),
+            problem.effective_dimension(),
+            float(kish.mean()) / n_train,
+            tolerance,
+        )
 
 
-def solve_complement(problem: MemberProblem) -> tuple[Float64Array, float]:
-    """Remove from the full model, for each member, the rows that it lacks.
+class InaccurateError(NumericalError):
+    """A solver cannot reach the tolerance for this problem."""
 
-    Returns
-    -------
-    W : (N_R·T, r) array
-    relative_error : float
-        Estimated RMS prediction error over the spread between members; infinite if subtraction
-        left nothing positive definite.
+
+class MemberSolver(ABC):
+    """One way to solve all members.
+
+    The unit of costs is one floating-point operation of a large matrix product. Thin products,
+    triangular solves and factorisations count for more than their operations, as measured with
+    OpenBLAS. The full model is given.
     """
-    Phi, T, factor = problem.Phi, problem.n_outputs, problem.full.factor
-    # The full model of each member's own targets: the one at hand need not have the same.
-    all_rows = project(Phi, problem.sample_weight * problem.Y.reshape(-1, len(Phi)))
-    W = cholesky_solve(factor, all_rows.T).T
-    remove = _woodbury if (problem.C == 0).sum(axis=1).max() < Phi.shape[1] else _downdate
-    try:
-        for i in range(len(problem.C)):
-            mine = slice(i * T, (i + 1) * T)
-            W[mine] = remove(problem, i, W[mine].T).T
-    except NumericalError:
-        return W, math.inf
-    # What subtraction lost to rounding shows in the residual ρ: ‖e‖²_A = ρ·A⁻¹ρ, and A⁻¹ is the
-    # inverse of the full model but for the rows that are absent.
-    F = predict(Phi, W)
-    rho = problem.residuals(W, F)
-    V = cholesky_whiten(factor, rho.T)
-    energy = np.einsum("rq,rq->q", V, V) / problem.systems().sum(axis=1)
-    error = np.sqrt(np.mean(energy.reshape(-1, T), axis=0))
-    scale = np.maximum(spread_between_members(F, T), problem.smallest_scale())
-    return W, float(np.max(error / scale))
+
+    @abstractmethod
+    def cost(self, size: ProblemSize) -> float:
+        """Estimate the cost."""
+
+    @abstractmethod
+    def solve(self, problem: MemberProblem, tolerance: float) -> MemberSolution:
+        """Solve all members, or raise `InaccurateError`."""
 
 
-def solve_by_cg(
-    problem: MemberProblem, tolerance: float, max_iterations: int, *, may_give_up: bool
-) -> ConjugateGradientsResult:
-    """Solve all members at once by conjugate gradients, preconditioned by the full model.
+class DirectSolver(MemberSolver):
+    """Factorise the Gram matrix of each member, one at a time in memory."""
+
+    def cost(self, size: ProblemSize) -> float:
+        """Estimate the cost: a Gram matrix and a factorisation for each member."""
+        n, r = size.n_present, size.rank
+        factorise = r**3 / 2 + 60 * size.n_train * r
+        return size.n_members * (1.2 * r**2 * n + 300 * r * n + factorise)
+
+    def solve(self, problem: MemberProblem, tolerance: float) -> MemberSolution:
+        """Solve (Φᵀ diag(c) Φ + σ²) w = Φᵀ diag(c) y member by member."""
+        members = [self._member(problem, i) for i in range(len(problem.C))]
+        return MemberSolution(np.stack(members, axis=-1), "direct")
+
+    @staticmethod
+    def _member(problem: MemberProblem, i: int) -> Float64Array:
+        rank = problem.Phi.shape[1]
+        gram = np.zeros((rank, rank), order="F")
+        _add_gram(gram, problem.Phi, problem.C[i])
+        return _solve_gram(problem, i, gram)
+
+
+class DualSolver(DirectSolver):
+    """w = Aᵀ(AAᵀ + σ²)⁻¹√c y, where A = diag(√c)Φ has the rows of one member only."""
+
+    def cost(self, size: ProblemSize) -> float:
+        """Estimate the cost: a kernel matrix and its factorisation for each member."""
+        n, r = size.n_present, size.rank
+        return size.n_members * (1.2 * n**2 * r + n**3 / 2 + 900 * r * n)
+
+    def solve(self, problem: MemberProblem, tolerance: float) -> MemberSolution:
+        """Solve member by member; one with more rows than features directly.
+
+        For such a member AAᵀ is singular and depends on σ² more delicately.
+        """
+        rank = problem.Phi.shape[1]
+        few = np.count_nonzero(problem.C, axis=1) <= rank
+        members = [
+            self._dual(problem, i) if few[i] else self._member(problem, i)
+            for i in range(len(problem.C))
+        ]
+        return MemberSolution(np.stack(members, axis=-1), "dual")
+
+    @staticmethod
+    def _dual(problem: MemberProblem, i: int) -> Float64Array:
+        rows = np.flatnonzero(problem.C[i])
+        root = np.sqrt(problem.C[i, rows])
+        A = _scaled_rows(problem.Phi, rows, root)
+        kernel = blas.dsyrk(1.0, A.T, trans=1, lower=1)
+        kernel[np.diag_indices_from(kernel)] += problem.full.noise_variance
+        factor = cholesky(kernel, what="ΦΦᵀ + σ² of a member", overwrite=True)
+        dual = cholesky_solve(factor, (root * problem.Y[i][:, rows]).T)
+        return times(np.ascontiguousarray(dual.T), A).T
+
+
+class ComplementSolver(MemberSolver):
+    """Remove from the full model, for each member, the rows that it lacks."""
+
+    def cost(self, size: ProblemSize) -> float:
+        """Estimate the cost: the matrix inversion lemma, or a subtracted Gram matrix."""
+        r, lacking = size.rank, size.n_train - size.n_present
+        woodbury = 1.2 * r**2 * lacking + 1.2 * lacking**2 * r + lacking**3 / 2
+        factorise = r**3 / 2 + 60 * size.n_train * r
+        downdate = 1.2 * r**2 * lacking + 10 * r**2 + factorise
+        per_member = min(woodbury, downdate) + 300 * r * lacking
+        return size.n_members * per_member + 2 * size.per_iteration
+
+    def solve(self, problem: MemberProblem, tolerance: float) -> MemberSolution:
+        """Solve all members, and check what subtraction lost to rounding."""
+        Phi, T, factor = problem.Phi, problem.n_outputs, problem.full.factor
+        # The full model of each member's own targets: the given one need not have the same.
+        all_rows = project(Phi, problem.sample_weight * problem.Y.reshape(-1, len(Phi)))
+        W = cholesky_solve(factor, all_rows.T).T
+        few = (problem.C == 0).sum(axis=1).max() < Phi.shape[1]
+        remove = self._woodbury if few else self._downdate
+        try:
+            for i in range(len(problem.C)):
+                mine = slice(i * T, (i + 1) * T)
+                W[mine] = remove(problem, i, W[mine].T).T
+        except NumericalError as error:
+            raise InaccurateError("the difference of Gram matrices is lost in rounding") from error
+        # The residual ρ shows the error: ‖e‖²_A = ρ·A⁻¹ρ, and A⁻¹ is about that of the full model.
+        F, C = predict(Phi, W), problem.systems()
+        rho = project(Phi, C * (problem.Y.reshape(F.shape) - F)) - problem.full.noise_variance * W
+        V = cholesky_whiten(factor, rho.T)
+        energy = np.einsum("rq,rq->q", V, V) / C.sum(axis=1)
+        rms = np.sqrt(np.mean(energy.reshape(-1, T), axis=0))
+        left = float(np.max(rms / problem.scale(F)))
+        if not left <= tolerance:
+            raise InaccurateError(f"rounding left a relative error of {left:.1e}")
+        return MemberSolution(problem.as_weights(W), "complement", 0, left)
+
+    @staticmethod
+    def _woodbury(problem: MemberProblem, i: int, start: Float64Array) -> Float64Array:
+        """Leave rows out of the full model w by the matrix inversion lemma.
+
+        With A = diag(√s)Φ of the absent rows, (ΦᵀΦ + σ²) = LLᵀ and V = L⁻¹Aᵀ,
+
+            w_i = w − (LLᵀ)⁻¹Aᵀ (1 − A(LLᵀ)⁻¹Aᵀ)⁻¹ (√s y − A w) = w − L⁻ᵀV (1 − VᵀV)⁻¹ √s (y − Φw).
+        """
+        rows = np.flatnonzero(problem.C[i] == 0)
+        if not rows.size:
+            return start
+        root = np.sqrt(problem.sample_weight[rows])
+        A = _scaled_rows(problem.Phi, rows, root)
+        missed = (root * problem.Y[i][:, rows]).T - A @ start
+        V = solve_triangular(
+            problem.full.factor, A.T, lower=True, overwrite_b=True, check_finite=False
+        )
+        core = blas.dsyrk(-1.0, V, trans=1, lower=1)
+        core[np.diag_indices_from(core)] += 1.0
+        change = V @ cholesky_solve(cholesky(core, what="1 − VᵀV", overwrite=True), missed)
+        removed: Float64Array = solve_triangular(
+            problem.full.factor, change, lower=True, trans="T", check_finite=False
+        )
+        return start - removed
+
+    @staticmethod
+    def _downdate(problem: MemberProblem, i: int, start: Float64Array) -> Float64Array:
+        """Subtract the Gram matrix of the absent rows from that of all rows."""
+        gram = np.array(problem.full.gram.T, order="F")
+        absent = np.where(problem.C[i] == 0, problem.sample_weight, 0.0)
+        _add_gram(gram, problem.Phi, absent, sign=-1.0)
+        return _solve_gram(problem, i, gram)
+
+
+class ConjugateGradientSolver(MemberSolver):
+    """Preconditioned conjugate gradients for all members at once, starting from zero.
 
     Starting from the full model's weights would save two or three iterations. But where a member
-    lacks the only rows that determine some direction, CG does not move in that direction, and what
-    it started from stays: labels that the member must not know. From zero, the preconditioner is
-    all that it learns of the rows it lacks, and that holds no labels.
+    lacks the only rows that determine some direction, CG does not move in that direction, and the
+    start stays: labels that the member must not know. The preconditioner holds no labels.
 
-    Raises
-    ------
-    NumericalError
-        If more rows have a leverage close to one than can be taken out of the preconditioner: CG
-        might then stop, seemingly converged, before it has noticed a direction that only absent
-        rows determine.
+    Parameters
+    ----------
+    max_iterations : int
+    may_give_up : bool
+        Stop early if the observed rate predicts that `max_iterations` will not suffice.
     """
-    C = problem.systems()
-    precondition = _Preconditioner(problem)
-    return conjugate_gradients(
-        problem.Phi,
-        C,
-        problem.full.noise_variance,
-        project(problem.Phi, C * problem.Y.reshape(C.shape)),
-        precondition,
-        n_outputs=problem.n_outputs,
-        smallest_scale=problem.smallest_scale(),
-        tolerance=tolerance,
-        max_iterations=max_iterations,
-        may_give_up=may_give_up,
-    )
+
+    def __init__(self, max_iterations: int = 500, *, may_give_up: bool = False) -> None:
+        self.max_iterations, self.may_give_up = max_iterations, may_give_up
+
+    def cost(self, size: ProblemSize) -> float:
+        """Estimate the cost from the number of iterations on random rows.
+
+        If all leverages are γ = d_eff/N and a member keeps a fraction p of the rows, the
+        eigenvalues of the preconditioned operator fill (√(p(1−γ)) ± √(γ(1−p)))² (the edges of the
+        Jacobi ensemble), and the error shrinks by √(γ(1−p)) / √(p(1−γ)) per iteration. Unequal
+        leverages add to that; ``method="auto"`` abandons CG when the observed rate is too slow.
+        """
+        N, r, p = size.n_train, size.rank, size.effective_fraction
+        leverage = min(max(size.effective_dimension / N, 0.0), 1.0)
+        seen, unseen = math.sqrt(p * (1 - leverage)), math.sqrt(leverage * (1 - min(p, 1.0)))
+        rate = min(max(unseen / seen, 0.05), 0.8) if seen > 0 else 0.8
+        iterations = 3 + 1.2 * math.log(2 / min(size.tolerance, 1.0)) / -math.log(rate)
+        return iterations * size.per_iteration + 450 * N * r + 1.2 * r**2 * N / 10
+
+    def solve(self, problem: MemberProblem, tolerance: float) -> MemberSolution:
+        """Solve until the estimated prediction error is below tolerance for every system."""
+        C, n_outputs = problem.systems(), problem.n_outputs
+        rhs = project(problem.Phi, C * problem.Y.reshape(C.shape))
+        recurrence = _Recurrence(problem, C, rhs)
+        steps, error = np.zeros((self.max_iterations, len(rhs))), np.zeros(len(rhs))
+        scale, k = problem.scale(recurrence.F), 0
+        while recurrence.active.size and k < self.max_iterations:
+            active = recurrence.active
+            steps[k, active] = recurrence.advance()
+            k += 1
+            error[active] = _remaining_error(steps[:k, active])
+            scale = problem.scale(recurrence.F)
+            excess = error[active] / (tolerance * scale[active % n_outputs])
+            going = ~(excess <= 1)  # NaN counts as not converged
+            recurrence.go_on_with(going)
+            if self.may_give_up and k >= _STEPS_BEFORE_GIVING_UP and going.any():
+                # The mean rate since the first step, not the cautious one of `_remaining_error`:
+                # steps stop shrinking for a while whenever CG finds another small eigenvalue.
+                ratio = _divide(steps[k - 1, active[going]], steps[0, active[going]])
+                rate = np.clip(ratio ** (1 / (k - 1)), 0.3, 0.98)
+                if not k + np.max(np.log(excess[going]) / -np.log(rate)) <= self.max_iterations:
+                    break
+        rms = np.sqrt(np.mean(error.reshape(-1, n_outputs) ** 2, axis=0))
+        left = float(np.max(rms / scale))
+        if recurrence.active.size or not left <= tolerance:
+            raise InaccurateError(f"{k} iterations left a relative error of {left:.1e}")
+        return MemberSolution(problem.as_weights(recurrence.X), "cg", k, left)
+
+
+class _Recurrence:
+    """The conjugate-gradient recurrences of the systems that have not converged."""
+
+    def __init__(self, problem: MemberProblem, C: Float64Array, rhs: Float64Array) -> None:
+        self._Phi, self._C, self._noise_variance = problem.Phi, C, problem.full.noise_variance
+        self._precondition = _Preconditioner(problem)
+        self.X, self.F = np.zeros_like(rhs), np.zeros_like(C)
+        Z = self._precondition(rhs, np.arange(len(rhs)))
+        rz = np.einsum("qr,qr->q", rhs, Z)
+        # Systems of zero right-hand side are solved; NaN is not.
+        self.active: IntArray = np.flatnonzero(rz != 0)
+        self._R, self._P, self._rz = rhs[self.active], Z[self.active], rz[self.active]
+
+    def advance(self) -> Float64Array:
+        """Take one step, and return its length: the RMS change of the predictions."""
+        FP, AP = normal_product(self._Phi, self._C[self.active], self._noise_variance, self._P)
+        length = _divide(self._rz, np.einsum("qr,qr->q", self._P, AP))
+        self.X[self.active] += length[:, None] * self._P
+        self.F[self.active] += length[:, None] * FP
+        self._R -= length[:, None] * AP
+        moved: Float64Array = length * np.sqrt(np.einsum("qn,qn->q", FP, FP) / FP.shape[1])
+        return moved
+
+    def go_on_with(self, going: BoolArray) -> None:
+        """Freeze the other systems, and find the next directions of these."""
+        self.active, R, P = self.active[going], self._R[going], self._P[going]
+        if self.active.size:
+            Z = self._precondition(R, self.active)
+            rz = np.einsum("qr,qr->q", R, Z)
+            self._P = Z + _divide(rz, self._rz[going])[:, None] * P
+            self._R, self._rz = R, rz
+
+
+def _divide(a: Float64Array, b: Float64Array) -> Float64Array:
+    """Return a / b, and 0 where b vanishes: a system already solved exactly takes no step."""
+    return np.divide(a, b, out=np.zeros_like(a), where=b != 0)
+
+
+def _remaining_error(steps: Float64Array) -> Float64Array:
+    """Estimate the RMS error (n_systems,) from the RMS lengths of steps (n_steps, n_systems).
+
+    The error after step k is the sum of the steps to come. Steps of preconditioned CG make acute
+    angles with one another in the inner product of the preconditioner (Hestenes & Stiefel 1952),
+    which here is that of the predictions on all rows, up to σ². So their lengths nearly add,
+    ‖e_k‖ ≲ Σ_{j>k} s_j, and if they shrink by ρ each the sum is s_k ρ/(1−ρ). Unlike the residual
+    this is sensitive to small eigenvalues, and unlike the energy norm it includes the absent rows.
+    To be safe against single short steps and plateaus, ρ is the slowest mean rate between the last
+    step and any but the one before it, and s_k the largest of the last three steps, shrunk by ρ to
+    the present.
+    """
+    last = len(steps) - 1
+    if last == 0:
+        return np.full(steps.shape[1], np.inf)
+    back = np.arange(last, min(2, last) - 1, -1)[:, None]
+    before = steps[: len(back)]
+    ratio = np.divide(steps[last], before, out=np.zeros_like(before), where=before > 0)
+    rate = np.clip(np.max(ratio ** (1 / back), axis=0), 0.3, 0.98)
+    recent = steps[-3:] * rate ** np.arange(min(2, last), -1, -1)[:, None]
+    remaining: Float64Array = np.max(recent, axis=0) * rate / (1 - rate)
+    return remaining
 
 
 class _Preconditioner:
     """Inverse of the full model without the rows of high leverage that a member lacks.
 
-    Relative to the full model ΦᵀΦ + σ² = LLᵀ a sub-sample is 1 − VVᵀ, V = L⁻¹Aᵀ of the absent rows
-    A. Its eigenvalues crowd around n/N but for those that a few rows pull towards zero: with all
-    of |V|² = 1 in one direction nobody but that row knows of it. These are what makes CG slow, and
-    below the tolerance what makes it stop too early. So the rows of highest leverage |L⁻¹φ|² are
-    removed by the matrix inversion lemma, for each member those it lacks:
+    Relative to the full model ΦᵀΦ + σ² = LLᵀ a subsample is 1 − VVᵀ, V = L⁻¹Aᵀ of the absent rows
+    A. Its eigenvalues crowd around n/N except for those that a few rows pull towards zero: with
+    |V|² = 1 in one direction only that row determines it. These make CG slow or, below the
+    tolerance, make it stop too early. So the rows of highest leverage |L⁻¹φ|² are removed by the
+    matrix inversion lemma, for each member those it lacks:
 
         (LLᵀ − AᵀA)⁻¹ = L⁻ᵀ (1 + V (1 − VᵀV)⁻¹ Vᵀ) L⁻¹.
 
-    The rest of the full model stays as it is. (n/N)ΦᵀΦ + σ² in its place, which counts the noise
-    once rather than N/n times, was measured to save no iterations where there are many, and would
-    cost another factorisation.
+    Using (n/N)ΦᵀΦ + σ² instead was measured to save no iterations, and costs a factorisation.
     """
 
     def __init__(self, problem: MemberProblem) -> None:
@@ -697,8 +723,8 @@ class _Preconditioner:
             lacking = np.flatnonzero(c == 0)
             core = np.asfortranarray(np.eye(lacking.size) - overlap[np.ix_(lacking, lacking)])
             if lacking.size:
-                # Where this is lost to rounding the member goes without: a preconditioner may be
-                # worse, if only it is positive definite.
+                # Where this is lost to rounding the member goes without it: a preconditioner need
+                # only be positive definite.
                 with contextlib.suppress(NumericalError):
                     self._cores[i] = (lacking, cholesky(core, what="1 − VᵀV", overwrite=True))
 
@@ -727,10 +753,9 @@ class _Preconditioner:
 def _high_leverage_rows(problem: MemberProblem) -> IntArray:
     """Return the rows of leverage s|L⁻¹φ|² above 0.3 or so, at most every tenth row.
 
-    128 random signs s, E(φ·L⁻ᵀs)² = |L⁻¹φ|², tell the leverages to an eighth of their value. It is
-    the few rows missed among the highest that hold CG up: on 20,000 molecules, with a noise at
-    which 300 leverages are above 0.7, 32 signs and every twentieth row took 48 iterations, 128 and
-    every twentieth 36, and 128 and every tenth 22.
+    128 random signs s, E(φ·L⁻ᵀs)² = |L⁻¹φ|², estimate the leverages to an eighth of their value. On
+    20,000 molecules, with 300 leverages above 0.7, 32 signs and every twentieth row took 48
+    iterations, 128 and every twentieth 36, and 128 and every tenth 22.
     """
     signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(problem.Phi.shape[1], 128))
     probes: Float64Array = solve_triangular(
@@ -742,38 +767,10 @@ def _high_leverage_rows(problem: MemberProblem) -> IntArray:
     highest, others = np.split(order, [max(1, len(leverage) // 10)])
     n_decisive = int(np.sum(leverage[others] > 0.7))
     if n_decisive:
-        raise NumericalError(f"{n_decisive + highest.size} rows have a leverage close to one")
+        # CG might stop, seemingly converged, before it has found a direction that only absent rows
+        # determine.
+        raise InaccurateError(f"{n_decisive + highest.size} rows have a leverage close to one")
     return np.sort(highest[leverage[highest] > 0.3])
-
-
-def _woodbury(problem: MemberProblem, i: int, start: Float64Array) -> Float64Array:
-    """Leave rows out of the full model w by the matrix inversion lemma.
-
-    With A = diag(√s)Φ of the absent rows, (ΦᵀΦ + σ²) = LLᵀ and V = L⁻¹Aᵀ,
-
-        w_i = w − (LLᵀ)⁻¹Aᵀ (1 − A(LLᵀ)⁻¹Aᵀ)⁻¹ (√s y − A w) = w − L⁻ᵀV (1 − VᵀV)⁻¹ √s (y − Φw).
-    """
-    rows = np.flatnonzero(problem.C[i] == 0)
-    if not rows.size:
-        return start
-    root = np.sqrt(problem.sample_weight[rows])
-    A = _scaled_rows(problem.Phi, rows, root)
-    missed = (root * problem.Y[i][:, rows]).T - A @ start
-    V = solve_triangular(problem.full.factor, A.T, lower=True, overwrite_b=True, check_finite=False)
-    core = blas.dsyrk(-1.0, V, trans=1, lower=1)
-    core[np.diag_indices_from(core)] += 1.0
-    change = V @ cholesky_solve(cholesky(core, what="1 − VᵀV", overwrite=True), missed)
-    removed: Float64Array = solve_triangular(
-        problem.full.factor, change, lower=True, trans="T", check_finite=False
-    )
-    return start - removed
-
-
-def _downdate(problem: MemberProblem, i: int, start: Float64Array) -> Float64Array:
-    """Subtract the Gram matrix of the absent rows from that of all rows."""
-    gram = np.array(problem.full.gram.T, order="F")
-    _add_gram(gram, problem.Phi, np.where(problem.C[i] == 0, problem.sample_weight, 0.0), sign=-1.0)
-    return _solve_gram(problem, i, gram)
 
 
 def _solve_gram(problem: MemberProblem, i: int, gram: Float64Array) -> Float64Array:
@@ -802,36 +799,13 @@ def _scaled_rows(Phi: FloatArray, rows: IntArray, factors: Float64Array) -> Floa
     return A
 
 
-# All members of a committee on one shared basis, for little more than the price of one model.
-METHODS = ("auto", "dual", "complement", "cg", "direct")
-
-# With fewer rows than the full model has effective parameters, there are directions that the full
-# model determines well and that only σ² determines in the member. CG, with the full model as
-# preconditioner, stops before it has noticed them, seemingly converged, and the residual of the
-# complement hides them. The transition at one was sharp on all data tried.
-_ROWS_PER_PARAMETER = 1.05
-
-
-@dataclass(frozen=True)
-class MemberSolution:
-    """Weights of all members, and how they were found.
-
-    Attributes
-    ----------
-    weights : (r, T, N_R) array
-    method : str
-        ``"dual"``, ``"complement"``, ``"cg"`` or ``"direct"``.
-    n_iterations : int
-        Passes over Φ that conjugate gradients took; 0 for the other methods.
-    relative_error : float
-        Estimated RMS prediction error on the training rows, relative to the RMS spread between the
-        members' predictions; 0 for ``dual`` and ``direct``, which are exact up to rounding.
-    """
-
-    weights: Float64Array
-    method: str
-    n_iterations: int
-    relative_error: float
+#: Ways to solve members, by name.
+SOLVERS: dict[str, MemberSolver] = {
+    "dual": DualSolver(),
+    "complement": ComplementSolver(),
+    "cg": ConjugateGradientSolver(),
+    "direct": DirectSolver(),
+}
 
 
 def solve_members(
@@ -854,30 +828,26 @@ def solve_members(
     Y : (N, T) or (N, T, N_R) array
         Targets, common to all members or each member's own.
     counts : (N, N_R) array
-        How often each member sees each row: 0 or 1 in sub-sampling, integers in a bootstrap.
+        How often each row is in each member: 0 or 1 in subsampling, integers in a bootstrap.
     full : ProjectedProcess
         The full model of the same Phi and sample weights: its factor, its Gram matrix and σ² are
         used, its weights are not.
     sample_weight : (N,) array, optional
         Positive; multiplies the counts: c_i = counts[:, i] * sample_weight.
     method : {"auto", "dual", "complement", "cg", "direct"}
-        ``auto`` takes the cheapest by `estimated_cost`, and abandons ``cg`` for the cheapest exact
-        way if it turns out to converge too slowly to be worth it.
+        ``auto`` takes the solver of lowest estimated cost, and abandons ``cg`` for the cheaper of
+        ``dual`` and ``direct`` if it converges too slowly.
     tolerance : float
-        Accepted RMS prediction error of ``cg`` on the training rows, relative to the RMS spread
-        (ddof = 1) between members.
+        Accepted RMS prediction error of ``cg`` on the training rows, relative to the RMS standard
+        deviation (ddof = 1) between members.
     max_iterations : int
         Of ``cg``.
-
-    Returns
-    -------
-    MemberSolution
 
     Warns
     -----
     QualmsWarning
-        If ``cg`` or ``complement`` was asked for and cannot hold the tolerance. The members are
-        then solved by the cheapest exact way.
+        If the requested ``cg`` or ``complement`` cannot reach the tolerance. The members are then
+        solved by the cheaper of ``dual`` and ``direct``.
 
     Raises
     ------
@@ -885,139 +855,43 @@ def solve_members(
         If σ² is lost in the rounding of a member's Gram matrix.
     """
     problem = _check(Phi, Y, counts, full, sample_weight)
-    _check_options(problem, method, tolerance, max_iterations)
-    costs = _costs(problem, tolerance)
+    if method not in ("auto", *SOLVERS):
+        raise InputError("method", repr(method), f"one of auto, {', '.join(SOLVERS)}")
+    if method == "complement" and not problem.is_subsample:
+        raise InputError("method", "'complement'", "counts of 0 and 1", "Use method='auto'.")
+    if not (np.isfinite(tolerance) and tolerance > 0):
+        raise InputError("tolerance", tolerance, "a finite number > 0")
+    if max_iterations < 1:
+        raise InputError("max_iterations", max_iterations, "at least 1")
+    size = ProblemSize.of(problem, tolerance)
+    costs = {name: solver.cost(size) for name, solver in SOLVERS.items()}
+    few = np.count_nonzero(problem.C, axis=1).min() < _ROWS_PER_PARAMETER * size.effective_dimension
     exact = min(("dual", "direct"), key=costs.__getitem__)
-    chosen = min(costs, key=costs.__getitem__) if method == "auto" else method
-    if chosen in ("dual", "direct"):
-        return _solve_exactly(problem, chosen)
-    if chosen not in costs:
-        why = "a member has fewer rows than the full model has effective parameters"
-    elif chosen == "complement":
-        W, left = solve_complement(problem)
-        if left <= tolerance:
-            return MemberSolution(problem.as_weights(W), "complement", 0, left)
-        why = f"rounding left a relative error of {left:.1e}"
-    else:
-        affordable = math.ceil(costs[exact] / _iteration_cost(problem))
-        budget = min(max_iterations, affordable) if method == "auto" else max_iterations
-        try:
-            cg = solve_by_cg(problem, tolerance, budget, may_give_up=method == "auto")
-        except NumericalError as error:
-            why = str(error)
-        else:
-            if cg.converged and cg.relative_error <= tolerance:
-                weights = problem.as_weights(cg.solutions)
-                return MemberSolution(weights, "cg", cg.n_iterations, cg.relative_error)
-            why = f"{cg.n_iterations} iterations left a relative error of {cg.relative_error:.1e}"
-    if method != "auto":
-        warnings.warn(
-            f"method='{method}' cannot hold tolerance={tolerance:.1e}: {why}. The members were "
-            f"solved by method='{exact}' instead.",
-            QualmsWarning,
-            stacklevel=2,
-        )
-    return _solve_exactly(problem, exact)
-
-
-def estimated_cost(
-    n_train: int,
-    rank: int,
-    n_present: float,
-    n_members: int,
-    *,
-    n_outputs: int = 1,
-    effective_dimension: float | None = None,
-    effective_fraction: float | None = None,
-    tolerance: float = 1e-3,
-) -> dict[str, float]:
-    """Cost of each way to solve the members, the full model being at hand.
-
-    The unit is one floating-point operation of a large matrix product. Thin products, triangular
-    solves and factorisations count for more than their operations, as measured with OpenBLAS.
-
-    The number of iterations is that of CG on random rows: if all leverages are γ = d_eff/N and a
-    member keeps a fraction p of the rows, the eigenvalues of the preconditioned operator fill
-    (√(p(1−γ)) ± √(γ(1−p)))² (the edges of the Jacobi ensemble), and the error shrinks by
-    √(γ(1−p)) / √(p(1−γ)) per iteration. Leverages that are not equal add to that. It is no more
-    than a first guess: ``method="auto"`` abandons CG when the rate that it observes falls behind
-    the direct solves.
-
-    Parameters
-    ----------
-    n_train, rank, n_members, n_outputs : int
-    n_present : float
-        Distinct rows in a member.
-    effective_dimension : float, optional
-        d_eff of the full model; ``rank`` unless given.
-    effective_fraction : float, optional
-        p; ``n_present / n_train`` unless given. (Σc)² / (N Σc²) for a bootstrap.
-    tolerance : float
-
-    Returns
-    -------
-    dict of str to float
-        For ``"dual"``, ``"complement"``, ``"cg"`` and ``"direct"``.
-    """
-    n, N, r, systems = float(n_present), n_train, rank, n_members * n_outputs
-    lacking = N - n
-    p = n / N if effective_fraction is None else effective_fraction
-    # An estimate of d_eff, by which rounding may have made it less than zero or more than N.
-    leverage = min(max((r if effective_dimension is None else effective_dimension) / N, 0.0), 1.0)
-    seen, unseen = math.sqrt(p * (1 - leverage)), math.sqrt(leverage * (1 - min(p, 1.0)))
-    rate = min(max(unseen / seen, 0.05), 0.8) if seen > 0 else 0.8
-    iterations = 3 + 1.2 * math.log(2 / min(tolerance, 1.0)) / -math.log(rate)
-    iteration = _cost_per_iteration(N, r, systems)
-    gather, factorise = 300 * r, r**3 / 2 + 60 * N * r  # per row; with the right-hand side
-    woodbury = 1.2 * r**2 * lacking + 1.2 * lacking**2 * r + lacking**3 / 2
-    downdate = 1.2 * r**2 * lacking + 10 * r**2 + factorise
-    return {
-        "dual": n_members * (1.2 * n**2 * r + n**3 / 2 + 3 * gather * n),  # all rows at once
-        "complement": n_members * (min(woodbury, downdate) + gather * lacking) + 2 * iteration,
-        "cg": iterations * iteration + 450 * N * r + 1.2 * r**2 * N / 10,
-        "direct": n_members * (1.2 * r**2 * n + gather * n + factorise),
-    }
-
-
-def _cost_per_iteration(n_train: int, rank: int, systems: int) -> float:
-    """Cost of two thin products, two triangular solves, and bookkeeping on (systems, N) arrays."""
-    thin = 110 + 4.5 * systems
-    return thin * rank * (n_train + rank) + 1000 * systems * n_train
-
-
-def _iteration_cost(problem: MemberProblem) -> float:
-    n_members, n_train = problem.C.shape
-    return _cost_per_iteration(n_train, problem.Phi.shape[1], n_members * problem.n_outputs)
-
-
-def _costs(problem: MemberProblem, tolerance: float) -> dict[str, float]:
-    """Cost of the methods that apply to this problem."""
-    n_members, n_train = problem.C.shape
-    present = np.count_nonzero(problem.C, axis=1)
-    kish = problem.C.sum(axis=1) ** 2 / (problem.C**2).sum(axis=1)
-    d_eff = problem.effective_dimension()
-    costs = estimated_cost(
-        n_train,
-        problem.Phi.shape[1],
-        float(present.mean()),
-        n_members,
-        n_outputs=problem.n_outputs,
-        effective_dimension=d_eff,
-        effective_fraction=float(kish.mean()) / n_train,
-        tolerance=tolerance,
-    )
-    if present.min() < _ROWS_PER_PARAMETER * d_eff:
-        del costs["cg"], costs["complement"]
-    elif not problem.is_subsample:
+    if few or not problem.is_subsample:
         del costs["complement"]
-    return costs
-
-
-def _solve_exactly(problem: MemberProblem, method: str) -> MemberSolution:
-    """Solve member by member, so that one at a time is in memory."""
-    solve = solve_dual if method == "dual" else solve_direct
-    weights = np.stack([solve(problem, i) for i in range(len(problem.C))], axis=-1)
-    return MemberSolution(weights, method, 0, 0.0)
+    if few:
+        del costs["cg"]
+    chosen = min(costs, key=costs.__getitem__) if method == "auto" else method
+    solver = SOLVERS[chosen]
+    if chosen == "cg":
+        affordable = math.ceil(costs[exact] / size.per_iteration)
+        budget = min(max_iterations, affordable) if method == "auto" else max_iterations
+        solver = ConjugateGradientSolver(budget, may_give_up=method == "auto")
+    try:
+        if chosen not in costs:
+            raise InaccurateError(
+                "members have fewer rows than the full model has effective parameters"
+            )
+        return solver.solve(problem, tolerance)
+    except InaccurateError as error:
+        if method != "auto":
+            warnings.warn(
+                f"method='{method}' cannot reach tolerance={tolerance:.1e}: {error}. The members "
+                f"were solved by method='{exact}' instead.",
+                QualmsWarning,
+                stacklevel=2,
+            )
+    return SOLVERS[exact].solve(problem, tolerance)
 
 
 def _check(
@@ -1027,7 +901,7 @@ def _check(
     full: ProjectedProcess,
     sample_weight: FloatArray | None,
 ) -> MemberProblem:
-    """Refuse what cannot be solved, and bring the rest into the solvers' order."""
+    """Validate the arguments, and bring them into the order of the solvers."""
     if Phi.ndim != 2 or 0 in Phi.shape or Phi.dtype not in (np.float32, np.float64):
         raise InputError("Phi", f"{Phi.dtype} of shape {Phi.shape}", "float64 or float32 (N, r)")
     n_train, rank = Phi.shape
@@ -1061,20 +935,7 @@ def _check(
     return MemberProblem(Phi, per_member, C, weight, full, is_subsample)
 
 
-def _check_options(
-    problem: MemberProblem, method: str, tolerance: float, max_iterations: int
-) -> None:
-    if method not in METHODS:
-        raise InputError("method", repr(method), f"one of {', '.join(METHODS)}")
-    if method == "complement" and not problem.is_subsample:
-        raise InputError("method", "'complement'", "counts of 0 and 1", "Use method='auto'.")
-    if not (np.isfinite(tolerance) and tolerance > 0):
-        raise InputError("tolerance", tolerance, "a finite number > 0")
-    if max_iterations < 1:
-        raise InputError("max_iterations", max_iterations, "at least 1")
-
-
-# One sparse model and the members that share its basis, in the units of y.
+# The full model and its members, in the units of y.
 @dataclass(frozen=True)
 class FullModel:
     """The projected process of all training points.
@@ -1108,12 +969,8 @@ class FullModel:
     def std(self, Phi_X: FloatArray, k_xx: FloatArray) -> Float64Array:
         """Return σ_PP of Eq. (3), Musil et al. 2019, in the units of y: (n, T).
 
-        Parameters
-        ----------
-        Phi_X : (n, r) array
-            Whitened features.
-        k_xx : (n,) array
-            Prior variance relative to Var[y]: the diagonal of the kernel of unit mean diagonal.
+        Phi_X (n, r) are whitened features, k_xx (n,) prior variances relative to Var[y]: the
+        diagonal of the kernel of unit mean diagonal.
         """
         relative = np.sqrt(self.process.variance(Phi_X, k_xx))
         return relative[:, None] * self.scale
@@ -1121,7 +978,7 @@ class FullModel:
 
 @dataclass(frozen=True)
 class Members:
-    """The members of a committee, in the units of y.
+    """The members of an ensemble, in the units of y.
 
     Attributes
     ----------
@@ -1138,7 +995,7 @@ class Members:
     solution: MemberSolution
 
     def predict(self, Phi_X: FloatArray) -> Float64Array:
-        """Return what each member predicts for whitened features (n, r): (n, T, N_R)."""
+        """Return the predictions of each member for whitened features (n, r): (n, T, N_R)."""
         r, n_outputs, n_members = self.weights.shape
         flat = Phi_X @ self.weights.reshape(r, n_outputs * n_members)
         predicted: Float64Array = flat.reshape(-1, n_outputs, n_members) + self.intercepts
@@ -1189,7 +1046,7 @@ def fit_full_model(
     if not isinstance(noise, str):
         relative = float(noise) / unit
     elif constant.all():
-        # Nothing but the scatter of replicates, if there is any, tells the noise.
+        # Only the scatter of replicates, if there is any, determines the noise.
         relative = 1.0 if replicates is None else max(replicates.variance, 1.0)
     else:
         # σ²/w is the noise of an observation: the grid must reach where w puts it.

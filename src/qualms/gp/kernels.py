@@ -20,7 +20,7 @@ from qualms.errors import InputError
 
 
 class Kernel(Protocol):
-    """What every kernel can do. Objects of `sklearn.gaussian_process.kernels` can do it too."""
+    """Interface of kernels, which `sklearn.gaussian_process.kernels` follow, too."""
 
     def __call__(self, X: FloatArray, Y: FloatArray, /) -> FloatArray:
         """Return the kernel between the rows of X (n, d) and those of Y (m, d): (n, m)."""
@@ -49,27 +49,26 @@ class PowerKernel:
     r"""The power kernel k(x, x′) = [(x·x′ + c) / (1 + c)]^ζ of normalised features.
 
     With c = 0 this is the SOAP kernel of Eq. (13), Musil et al. 2019, raised to the power ζ, as is
-    customary. An even power of it cannot tell x from −x, and a fractional one is not defined for
-    x·x′ < 0. Neither occurs for power spectra, whose products are not negative. For general
-    features c = 1 cures both: it amounts to one more, constant, feature, so the argument lies in
-    [0, 1] and the kernel holds all degrees up to ζ.
+    customary. An even power of it does not distinguish x from −x, and a fractional one is not
+    defined for x·x′ < 0; power spectra have no negative products. For general features use c = 1:
+    one more, constant, feature, so that the argument lies in [0, 1] and the kernel contains all
+    degrees up to ζ.
 
     Parameters
     ----------
     exponent : float
-        ζ ≥ 1. Real exponents are allowed; if ζ is not an integer the kernel need not be positive
-        semi-definite, and whitening drops what is not.
+        ζ ≥ 1. If ζ is not an integer the kernel need not be positive semi-definite, and whitening
+        drops negative directions.
     offset : float
         c ≥ 0.
     n_exact : int
         Of features in float32, how many at the front are multiplied in float64. If these carry
-        nearly all of x·x′, as leading principal components do, so little is left to the others that
-        their rounding does no harm: products as good as float64 for little more than float32.
-        Rounding is amplified when kernel rows are whitened, by up to 10³.
+        nearly all of x·x′, as leading principal components do, products are as accurate as float64
+        for little more than float32. Whitening amplifies rounding by up to 10³.
     clip : bool
-        Whether a fractional power of a negative argument is zero rather than refused:
-        k = max(x·x′ + c, 0)^ζ/(1 + c)^ζ, which has a continuous derivative for ζ > 1. Meant for
-        products that are not negative but for what a compression of the features left out.
+        Whether a fractional power of a negative argument is zero rather than an error:
+        k = max(x·x′ + c, 0)^ζ/(1 + c)^ζ, which has a continuous derivative for ζ > 1. For products
+        that are negative only because features were compressed.
     """
 
     exponent: float = 2.0
@@ -105,7 +104,7 @@ class PowerKernel:
         if float(self.exponent).is_integer():
             return _integer_power(dots, int(self.exponent))
         if not self.clip:
-            _refuse_negative(dots, self.exponent)
+            _reject_negative(dots, self.exponent)
         np.maximum(dots, 0, out=dots)
         return np.power(dots, dots.dtype.type(self.exponent), out=dots)
 
@@ -121,8 +120,8 @@ def _integer_power(x: FloatArray, exponent: int) -> FloatArray:
     return result
 
 
-def _refuse_negative(dots: FloatArray, exponent: float) -> None:
-    """Refuse products that are negative by more than rounding."""
+def _reject_negative(dots: FloatArray, exponent: float) -> None:
+    """Reject products that are negative by more than rounding."""
     lowest = float(dots.min(initial=0.0))
     if lowest < -100 * np.finfo(dots.dtype).eps:
         raise InputError(
@@ -180,7 +179,7 @@ class WeightedSumKernel:
     """A weighted sum of kernels, each of its own columns of the features: k = Σ_j w_j k_j.
 
     With one SOAP cutoff per group of columns this is the multi-scale kernel. Features are used as
-    they are: where a term wants rows of unit length, normalise its group of columns by itself.
+    they are: normalise groups of columns before, where a term needs rows of unit length.
 
     Parameters
     ----------
@@ -229,9 +228,8 @@ class WeightedSumKernel:
 def sum_over_structures(K: FloatArray, offsets: IntArray, *, average: bool = False) -> Float64Array:
     """Sum (or average) rows of environments into rows of structures.
 
-    A property of a whole structure is the sum, or the average, of contributions of its
-    environments, so its kernel is the sum, or the average, of the kernels of its environments (De
-    et al. 2016; the averages are what Musil et al. 2019 use for QM9). Rows are summed in float64.
+    The kernel of a property that is a sum (or average) over environments is the sum (or average)
+    of their kernels (De et al. 2016; averages for QM9 in Musil et al. 2019). Sums are in float64.
 
     Parameters
     ----------
@@ -241,10 +239,6 @@ def sum_over_structures(K: FloatArray, offsets: IntArray, *, average: bool = Fal
         Environments of structure s are rows ``offsets[s]:offsets[s + 1]``; no structure is empty.
     average : bool
         Divide by the number of environments.
-
-    Returns
-    -------
-    (n_structures, m) array of float64
     """
     offsets = np.asarray(offsets, dtype=np.intp)
     sizes = np.diff(offsets)

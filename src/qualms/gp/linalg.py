@@ -1,4 +1,4 @@
-"""Whitening, and factorisations that say why they fail."""
+"""Whitening, and Cholesky factorisations with informative errors."""
 
 from __future__ import annotations
 
@@ -44,17 +44,8 @@ class Whitening:
     def features(self, K_XM: FloatArray, *, overwrite: bool = False) -> FloatArray:
         """Return the whitened features Φ = K_XM L⁻ᵀ, so that Φ Φᵀ = K_XM K_MM⁻¹ K_MX.
 
-        Parameters
-        ----------
-        K_XM : (n, r) array
-            Kernel between the inputs and the kept representatives, in the order of `pivots`.
-        overwrite : bool
-            Whether K_XM may be overwritten, which saves an array of its size if it is C-contiguous
-            float64.
-
-        Returns
-        -------
-        (n, r) array
+        K_XM (n, r) is the kernel between the inputs and the kept representatives, in the order of
+        `pivots`. Overwriting it, if it is C-contiguous float64, saves an array of its size.
         """
         if K_XM.shape[1] != self.effective_rank:
             raise InputError(
@@ -77,11 +68,10 @@ class Whitening:
 def whiten(K_MM: FloatArray, *, rtol: float | None = None) -> Whitening:
     """Factorise the kernel of the representatives, dropping those that are numerically null.
 
-    Cholesky with complete pivoting: at each step the representative whose prior variance, given
-    those taken before, is largest comes next, until that variance falls below ``rtol`` times the
-    largest diagonal. Unlike jitter this changes nothing about the representatives that are kept,
-    and unlike an eigen-decomposition, which spans the same space, it needs a seventh of the time
-    and tells which representatives need not be stored.
+    Cholesky with complete pivoting: at each step the representative of largest prior variance,
+    given those taken before, is next, until that variance falls below ``rtol`` times the largest
+    diagonal. Unlike jitter it does not change the representatives that are kept, and unlike an
+    eigen-decomposition it identifies those that need not be stored, in a seventh of the time.
 
     Parameters
     ----------
@@ -90,10 +80,6 @@ def whiten(K_MM: FloatArray, *, rtol: float | None = None) -> Whitening:
     rtol : float, optional
         M times the rounding unit of float64 by default. If the kernel rows that will be whitened
         are float32, take about 1e-6: rounding of these rows is amplified by ``rtol ** -0.5``.
-
-    Returns
-    -------
-    Whitening
     """
     K_MM = np.array(K_MM, dtype=np.float64, order="F")
     if K_MM.ndim != 2 or K_MM.shape[0] != K_MM.shape[1] or K_MM.size == 0:
@@ -110,8 +96,7 @@ def whiten(K_MM: FloatArray, *, rtol: float | None = None) -> Whitening:
     rtol = len(K_MM) * np.finfo(np.float64).eps if rtol is None else rtol
     factor, pivots, rank, _ = lapack.dpstrf(K_MM, tol=rtol * largest, lower=1, overwrite_a=1)
     order = pivots.astype(np.intp) - 1
-    # Prior variance left in each dropped representative: what a further step would have found on
-    # the diagonal.
+    # Prior variance left in each dropped representative: the diagonal after the last step.
     left = diagonal[order[rank:]] - np.einsum(
         "ij,ij->i", factor[rank:, :rank], factor[rank:, :rank]
     )
@@ -124,24 +109,14 @@ def whiten(K_MM: FloatArray, *, rtol: float | None = None) -> Whitening:
 
 
 def clip_diagonal(covariance: Float64Array) -> Float64Array:
-    """Set what rounding made negative on the diagonal of a covariance (n, n) to zero, in place."""
+    """Set negative rounding errors on the diagonal of a covariance (n, n) to zero, in place."""
     diagonal = np.diag_indices_from(covariance)
     covariance[diagonal] = np.maximum(covariance[diagonal], 0.0)
     return covariance
 
 
 def cholesky(A: Float64Array, *, what: str, overwrite: bool = False) -> Float64Array:
-    """Return the lower Cholesky factor of A (n, n), or say which matrix is not positive definite.
-
-    Parameters
-    ----------
-    A : (n, n) array
-        Symmetric.
-    what : str
-        Name of the matrix, for the message.
-    overwrite : bool
-        Whether A may be overwritten.
-    """
+    """Return the lower Cholesky factor of a symmetric A (n, n); `what` names it in the error."""
     try:
         factor: Float64Array = scipy.linalg.cholesky(
             A, lower=True, overwrite_a=overwrite, check_finite=False

@@ -1,21 +1,26 @@
-"""Choosing the noise variance σ² by leave-one-out errors or by the marginal likelihood.
+"""Choosing noise variances by leave-one-out errors or by the marginal likelihood.
 
-One eigen-decomposition gives the whole curve. With ΦᵀΦ = V S Vᵀ and Z = ΦV, for every σ² at once,
+One quantity: one eigen-decomposition gives the whole curve. With ΦᵀΦ = V S Vᵀ and Z = ΦV, for every
+σ² at once,
 
     ŷ = Z (S + σ²)⁻¹ Zᵀy,
     leverage h_n = Σ_k Z²_nk / (S_k + σ²),
     ln|ΦΦᵀ + σ²| = (N−r) ln σ² + Σ_k ln(S_k + σ²).
 
 With thousands of columns that decomposition takes longer than all the rest. The best σ² is then
-found by a golden-section search, with one Cholesky factorisation for each value that is tried:
-leverages are h_n = |L⁻¹φ_n|², with L Lᵀ = ΦᵀΦ + σ².
+searched for, with one Cholesky factorisation for each value tried: leverages are h_n = |L⁻¹φ_n|²,
+with L Lᵀ = ΦᵀΦ + σ².
+
+Several quantities (energies, forces and virials) have a noise variance each. Their errors have
+different units and sizes, so the criterion is the sum of the logarithms of typical errors of groups
+that are left out, see `left_out_error`, which is minimised by a pattern search.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import product
@@ -33,13 +38,14 @@ from qualms.arrays import (
     check_sample_weight,
 )
 from qualms.errors import InputError, NumericalError, QualmsWarning
-from qualms.gp.linalg import cholesky, cholesky_solve, whiten
+from qualms.gp.linalg import cholesky, cholesky_solve, cholesky_whiten
 from qualms.gp.sparse_gp import gram_matrix
 
-#: Rows of Φ that are rotated at once.
+#: Rows that are left out one by one, in one product.
 _BLOCK = 1024
 #: Columns of Φ from which on noise variances are searched rather than all compared.
 _MANY_COLUMNS = 6_000
+_EPS = float(np.finfo(np.float64).eps)
 
 
 @dataclass(frozen=True)
@@ -90,15 +96,6 @@ class Replicates:
         return curve
 
 
-@dataclass(frozen=True)
-class _Rotated:
-    """Rows in the eigenbasis: Z = √w Φ V (b, r), √w y (b, T), and √w (b, 1)."""
-
-    Z: Float64Array
-    Y: Float64Array
-    root: Float64Array
-
-
 def noise_grid(variance: float, *, lowest: float = 1e-10, highest: float = 10.0) -> Float64Array:
     """Return noise variances from `lowest` to `highest` times Var[y], evenly in ln σ²."""
     return variance * np.geomspace(lowest, highest, 45)
@@ -128,25 +125,18 @@ def select_noise(
         Noise variances to try, increasing, G ≥ 3.
     criterion : {"loo", "evidence"}
         Mean absolute leave-one-out residual, or log marginal likelihood. Absolute, not squared:
-        among thousands of molecules a single odd one, whose environments nothing else resembles,
-        would else outweigh all others and make the noise many times too large.
+        a single molecule that nothing resembles would otherwise outweigh thousands of others.
     sample_weight : (N,) array, optional
         Positive; observation n has noise σ²/w_n, and its residual counts w_n times.
     gram : (r, r) array, optional
         ΦᵀΦ with weighted rows, if it is known already.
     replicates : Replicates, optional
-        What observations of the same input say about the noise, if y is their average; part of the
-        marginal likelihood. Leave-one-out errors differ by a constant, whatever σ² is.
+        Scatter of observations of the same input whose averages are y; part of the marginal
+        likelihood. To leave-one-out errors it only adds a constant.
     groups : (N,) array of int, optional
-        Rows that are left out together, such as atoms of one crystal: with a near-copy left
-        behind, a noise that is too small would look best.
+        Rows that are left out together, such as atoms of one crystal.
     max_rows : int
-        Leave-one-out residuals are averaged over at most so many rows, evenly spaced. Each residual
-        is exact whatever their number: it is only the average that is over fewer.
-
-    Returns
-    -------
-    NoiseSelection
+        Leave-one-out residuals are averaged over at most so many rows, evenly spaced.
     """
     tried = np.asarray(grid, dtype=np.float64)
     if len(tried) < 3 or not np.all(np.isfinite(tried)) or np.any(np.diff(tried, prepend=0) <= 0):
@@ -158,82 +148,122 @@ def select_noise(
     if gram is None:
         gram = gram_matrix(Phi, sample_weight)
     parts = _left_out(len(Y), groups, max_rows)
-    whole = groups is not None and len(np.unique(groups)) < len(Y)
-    problem = _Problem(Phi, Y, root, gram, parts, whole, replicates)
-    curves = _searched if len(gram) > _MANY_COLUMNS else _decomposed
-    chosen, scores = curves(problem, tried, criterion)
-    return NoiseSelection(_refined_minimum(chosen, scores), chosen, scores)
+    together = groups is not None and len(np.unique(groups)) < len(Y)
+    problem = _Problem(Phi, Y, root, gram, parts, together, replicates)
+    if len(gram) > _MANY_COLUMNS:
+        return _searched(problem, tried, criterion)
+    S, V = scipy.linalg.eigh(gram, check_finite=False)
+    curve = problem.loo_curve if criterion == "loo" else problem.evidence_curve
+    scores = curve(np.maximum(S, 0.0), V, tried)
+    return NoiseSelection(_refined_minimum(tried, scores), tried, scores)
 
 
 @dataclass(frozen=True)
 class _Problem:
-    """What σ² is chosen for: see `select_noise`. `whole` says whether parts are left out whole."""
+    """Arguments of `select_noise`: √w (N, 1), and parts that are left out row by row or together.
+
+    A score is computed for a grid of σ², from an eigen-decomposition, or for one σ², from the
+    Cholesky factor of ΦᵀΦ + σ².
+    """
 
     Phi: FloatArray
     Y: Float64Array
     root: Float64Array
     gram: Float64Array
     parts: list[IntArray]
-    whole: bool
+    together: bool
     replicates: Replicates | None
 
-    def scatter(self, grid: Float64Array) -> Float64Array | float:
-        """Return what replicates add to the marginal likelihood."""
-        return 0.0 if self.replicates is None else self.replicates.negative_log_likelihood(grid)
+    @property
+    def moment(self) -> Float64Array:
+        """Φᵀ diag(w) y: (r, T)."""
+        return np.asarray(self.Phi.T @ (self.root**2 * self.Y))
+
+    def loo_curve(self, S: Float64Array, V: Float64Array, grid: Float64Array) -> Float64Array:
+        """Return the mean absolute leave-one-out residual for each σ²: (G,)."""
+        shrink = 1 / (S[:, None] + grid)  # (r, G)
+        projected = V.T @ self.moment
+        residuals_of = _group_residuals if self.together else _row_residuals
+        total, count = np.zeros(len(grid)), 0.0
+        for part in self.parts:
+            root = self.root[part]
+            Z, Y = (self.Phi[part] * root) @ V, self.Y[part] * root
+            residuals = residuals_of(Z, Y, shrink, projected)  # √w times the residual: (b, T, G)
+            total += np.sum(root[:, :, None] * np.abs(residuals), axis=(0, 1))
+            count += float(np.sum(root**2)) * Y.shape[1]
+        return total / count
+
+    def loo_at(self, L: Float64Array, noise: float) -> float:
+        """Return the mean absolute leave-one-out residual for the σ² of a factor."""
+        weights = cholesky_solve(L, self.moment)
+        total, count = 0.0, 0.0
+        for part in self.parts:
+            root = self.root[part]
+            rows, Y = self.Phi[part] * root, self.Y[part] * root
+            half = cholesky_whiten(L, rows.T)
+            missed = Y - rows @ weights
+            if self.together:
+                residuals = np.linalg.solve(np.eye(len(part)) * (1 + _EPS) - half.T @ half, missed)
+            else:
+                residuals = missed / np.maximum(1 - np.sum(half**2, axis=0), _EPS)[:, None]
+            total += float(np.sum(root * np.abs(residuals)))
+            count += float(np.sum(root**2)) * Y.shape[1]
+        return total / count
+
+    def evidence_curve(self, S: Float64Array, V: Float64Array, grid: Float64Array) -> Float64Array:
+        """Return minus the log marginal likelihood for each σ², up to a constant: (G,)."""
+        shifted = S[:, None] + grid
+        explained = np.sum((V.T @ self.moment) ** 2, axis=1) @ (1 / shifted)
+        return self._evidence(explained, np.sum(np.log(shifted), axis=0), grid)
+
+    def evidence_at(self, L: Float64Array, noise: float) -> float:
+        """Return minus the log marginal likelihood for a σ² and its factor, up to a constant."""
+        explained = float(np.sum(cholesky_whiten(L, self.moment) ** 2))
+        log_det = 2 * float(np.sum(np.log(np.diag(L))))
+        return float(self._evidence(explained, log_det, np.array([noise]))[0])
+
+    def _evidence(
+        self, explained: Float64Array | float, log_det: Float64Array | float, grid: Float64Array
+    ) -> Float64Array:
+        """Combine bᵀA⁻¹b and ln|A|, with A = ΦᵀΦ + σ² and b = Φᵀy."""
+        n, n_outputs = self.Y.shape
+        quadratic = (float(np.sum((self.root * self.Y) ** 2)) - explained) / grid
+        log_det = (n - len(self.gram)) * np.log(grid) + log_det
+        curve: Float64Array = 0.5 * (np.maximum(quadratic, 0.0) + n_outputs * log_det)
+        if self.replicates is not None:
+            curve += self.replicates.negative_log_likelihood(grid)
+        return curve
 
 
-def _decomposed(
-    problem: _Problem, grid: Float64Array, criterion: str
-) -> tuple[Float64Array, Float64Array]:
-    """Return grid and whole curve from one eigen-decomposition."""
-    Phi, Y, root = problem.Phi, problem.Y, problem.root
-    S, V = scipy.linalg.eigh(problem.gram, check_finite=False)
-    S = np.maximum(S, 0.0)
-    projected = V.T @ (Phi.T @ (root**2 * Y))
-    if criterion == "evidence":
-        return grid, _evidence_curve(S, projected, root * Y, grid) + problem.scatter(grid)
-    rotated = _rotated_rows(Phi, Y, root, V, problem.parts)
-    return grid, _loo_curve(rotated, S, projected, grid, whole=problem.whole)
+def _searched(problem: _Problem, grid: Float64Array, criterion: str) -> NoiseSelection:
+    """Minimise the score by a golden-section search on the grid, one factorisation per value.
 
-
-def _searched(
-    problem: _Problem, grid: Float64Array, criterion: str
-) -> tuple[Float64Array, Float64Array]:
-    """Return the values tried and their scores, by factorisations."""
-    moment = problem.Phi.T @ (problem.root**2 * problem.Y)
+    `scipy.optimize.minimize_scalar` takes half as many factorisations again.
+    """
+    at = problem.loo_at if criterion == "loo" else problem.evidence_at
     found: dict[int, float] = {}
 
     def score(i: int) -> float:
         if i not in found:
-            L = _factor_at(problem, grid[i])
-            if criterion == "loo":
-                found[i] = _loo_at(problem, moment, L)
-            else:
-                found[i] = _evidence_at(problem, moment, L, grid[i])
+            shifted = problem.gram.copy(order="F")
+            shifted.flat[:: len(shifted) + 1] += grid[i]
+            found[i] = at(cholesky(shifted, what="ΦᵀΦ + σ²", overwrite=True), grid[i])
         return found[i]
 
-    _golden_section(score, len(grid))
+    low, high = 0, len(grid) - 1
+    while high - low > 2:
+        step = max(round(0.382 * (high - low)), 1)
+        left, right = low + step, high - step
+        if left >= right:
+            left, right = low + 1, low + 2
+        low, high = (low, right) if score(left) <= score(right) else (left, high)
+    best = min(range(low, high + 1), key=score)
+    for neighbour in (best - 1, best + 1):
+        if 0 <= neighbour < len(grid):
+            score(neighbour)
     tried = sorted(found)
-    return grid[tried], np.array([found[i] for i in tried])
-
-
-def select_noise_from_kernel(
-    K_NN: FloatArray,
-    y: FloatArray,
-    grid: FloatArray,
-    *,
-    criterion: str = "loo",
-    sample_weight: FloatArray | None = None,
-) -> NoiseSelection:
-    """Choose σ² for exact Gaussian process regression: the projected process with M = N.
-
-    Parameters are those of `select_noise`, with K_NN (N, N) in the place of Φ.
-    """
-    whitening = whiten(K_NN)
-    Phi = whitening.features(K_NN[:, whitening.pivots])
-    return select_noise(
-        Phi, y, grid, criterion=criterion, sample_weight=sample_weight, max_rows=len(K_NN)
-    )
+    scores = np.array([found[i] for i in tried])
+    return NoiseSelection(_refined_minimum(grid[tried], scores), grid[tried], scores)
 
 
 def _left_out(n: int, groups: IntArray | None, max_rows: int) -> list[IntArray]:
@@ -248,130 +278,26 @@ def _left_out(n: int, groups: IntArray | None, max_rows: int) -> list[IntArray]:
     return [members[i] for i in np.linspace(0, len(members) - 1, wanted).astype(np.intp)]
 
 
-def _rotated_rows(
-    Phi: FloatArray,
-    Y: Float64Array,
-    root: Float64Array,
-    V: Float64Array,
-    parts: list[IntArray],
-) -> Iterator[_Rotated]:
-    """Yield blocks of Z = √w Φ V and of √w y, for parts that are left out row by row or whole."""
-    for part in parts:
-        yield _Rotated((Phi[part] * root[part]) @ V, Y[part] * root[part], root[part])
-
-
-def _loo_curve(
-    blocks: Iterator[_Rotated],
-    S: Float64Array,
-    projected: Float64Array,
-    grid: Float64Array,
-    *,
-    whole: bool = False,
+def _row_residuals(
+    Z: Float64Array, Y: Float64Array, shrink: Float64Array, projected: Float64Array
 ) -> Float64Array:
-    """Return the mean absolute leave-one-out residual for each σ²: (G,)."""
-    shrink = 1 / (S[:, None] + grid)  # (r, G)
-    total, count = np.zeros(len(grid)), 0.0
-    residuals_of = _group_residuals if whole else _row_residuals
-    for block in blocks:
-        residuals = residuals_of(block, shrink, projected)  # √w times the residual: (b, T, G)
-        total += np.sum(block.root[:, :, None] * np.abs(residuals), axis=(0, 1))
-        count += float(np.sum(block.root**2)) * block.Y.shape[1]
-    return total / count
-
-
-def _row_residuals(block: _Rotated, shrink: Float64Array, projected: Float64Array) -> Float64Array:
     """Return (y − ŷ) / (1 − h) for rows that are left out one by one: (b, T, G)."""
-    slack = np.maximum(1 - (block.Z**2) @ shrink, np.finfo(np.float64).eps)
-    fitted = np.stack(
-        [block.Z @ (projected[:, t, None] * shrink) for t in range(block.Y.shape[1])], axis=1
-    )
-    residuals: Float64Array = (block.Y[:, :, None] - fitted) / slack[:, None, :]
+    slack = np.maximum(1 - (Z**2) @ shrink, _EPS)
+    fitted = np.stack([Z @ (column[:, None] * shrink) for column in projected.T], axis=1)
+    residuals: Float64Array = (Y[:, :, None] - fitted) / slack[:, None, :]
     return residuals
 
 
 def _group_residuals(
-    block: _Rotated, shrink: Float64Array, projected: Float64Array
+    Z: Float64Array, Y: Float64Array, shrink: Float64Array, projected: Float64Array
 ) -> Float64Array:
     """Return (1 − H)⁻¹ (y − ŷ) for rows that are left out together: (b, T, G)."""
-    Z, Y = block.Z, block.Y
     b, G = len(Z), shrink.shape[1]
-    # One product for all σ²: many small ones spend their time in waking threads.
+    # One product for all σ²: many small ones spend their time in starting threads.
     scaled = (shrink.T[:, None, :] * Z).reshape(G * b, -1)
-    slack = np.eye(b) * (1 + np.finfo(np.float64).eps) - (scaled @ Z.T).reshape(G, b, b)
+    slack = np.eye(b) * (1 + _EPS) - (scaled @ Z.T).reshape(G, b, b)
     missed = Y - (scaled @ projected).reshape(G, b, -1)
     return np.asarray(np.linalg.solve(slack, missed).transpose(1, 2, 0), dtype=np.float64)
-
-
-def _golden_section(score: Callable[[int], float], n: int) -> int:
-    """Return where a unimodal function of 0 … n−1 is smallest, and evaluate its neighbours, too."""
-    low, high = 0, n - 1
-    while high - low > 2:
-        step = max(round(0.382 * (high - low)), 1)
-        left, right = low + step, high - step
-        if left >= right:
-            left, right = low + 1, low + 2
-        if score(left) <= score(right):
-            high = right
-        else:
-            low = left
-    best = min(range(low, high + 1), key=score)
-    for neighbour in (best - 1, best + 1):
-        if 0 <= neighbour < n:
-            score(neighbour)
-    return best
-
-
-def _factor_at(problem: _Problem, noise: float) -> Float64Array:
-    """Return the lower factor of ΦᵀΦ + σ²."""
-    shifted = problem.gram.copy(order="F")
-    shifted.flat[:: len(shifted) + 1] += noise
-    L: Float64Array = scipy.linalg.cholesky(
-        shifted, lower=True, overwrite_a=True, check_finite=False
-    )
-    return L
-
-
-def _evidence_at(problem: _Problem, moment: Float64Array, L: Float64Array, noise: float) -> float:
-    """Return minus the log marginal likelihood for a σ² and its factor, up to a constant."""
-    n, n_outputs = problem.Y.shape
-    half = scipy.linalg.solve_triangular(L, moment, lower=True, check_finite=False)
-    total = float(np.sum((problem.root * problem.Y) ** 2))
-    quadratic = max((total - float(np.sum(half**2))) / noise, 0.0)
-    log_det = (n - len(L)) * np.log(noise) + 2 * float(np.sum(np.log(np.diag(L))))
-    scatter = float(np.sum(problem.scatter(np.array([noise]))))
-    return float(0.5 * (quadratic + n_outputs * log_det) + scatter)
-
-
-def _loo_at(problem: _Problem, moment: Float64Array, L: Float64Array) -> float:
-    """Return the mean absolute leave-one-out residual for the σ² of a factor."""
-    weights = scipy.linalg.cho_solve((L, True), moment, check_finite=False)
-    eps = np.finfo(np.float64).eps
-    total, count = 0.0, 0.0
-    for part in problem.parts:
-        root = problem.root[part]
-        rows, Y = problem.Phi[part] * root, problem.Y[part] * root
-        half = scipy.linalg.solve_triangular(L, rows.T, lower=True, check_finite=False)
-        missed = Y - rows @ weights
-        if problem.whole:
-            residuals = np.linalg.solve(np.eye(len(part)) * (1 + eps) - half.T @ half, missed)
-        else:
-            residuals = missed / np.maximum(1 - np.sum(half**2, axis=0), eps)[:, None]
-        total += float(np.sum(root * np.abs(residuals)))
-        count += float(np.sum(root**2)) * Y.shape[1]
-    return total / count
-
-
-def _evidence_curve(
-    S: Float64Array, projected: Float64Array, Y: Float64Array, grid: Float64Array
-) -> Float64Array:
-    """Return minus the log marginal likelihood for each σ², up to a constant: (G,)."""
-    n, n_outputs = Y.shape
-    shifted = S[:, None] + grid
-    explained = np.sum(projected**2, axis=1) @ (1 / shifted)
-    quadratic = (float(np.sum(Y**2)) - explained) / grid
-    log_det = (n - len(S)) * np.log(grid) + np.sum(np.log(shifted), axis=0)
-    curve: Float64Array = 0.5 * (np.maximum(quadratic, 0.0) + n_outputs * log_det)
-    return curve
 
 
 def _refined_minimum(grid: Float64Array, scores: Float64Array) -> float:
@@ -387,13 +313,13 @@ def _refined_minimum(grid: Float64Array, scores: Float64Array) -> float:
     return float(np.exp(x[1] + step))
 
 
-# How good noise variances of several kinds of observations are: energies, forces and virials.
+# Noise variances of several kinds of observations: energies, forces and virials.
 #: Share of the groups in a part that is left out, and features up to which all parts are.
 _FOLDS, _SMALL = 5, 800
-#: Logarithms of errors that differ by less are those of the same error.
+#: Logarithms of errors that differ by less are equal.
 _SAME = 1e-9
 #: Rows that are summed over at once.
-_BLOCK_JOINT_SCORES = 4096
+_SUM_BLOCK = 4096
 
 
 @dataclass(frozen=True)
@@ -441,16 +367,13 @@ class Observations:
 
 
 def _in_blocks(rows: IntArray) -> list[IntArray]:
-    """Return rows, some at a time."""
-    return [
-        rows[start : start + _BLOCK_JOINT_SCORES]
-        for start in range(0, len(rows), _BLOCK_JOINT_SCORES)
-    ]
+    """Divide rows into blocks."""
+    return [rows[start : start + _SUM_BLOCK] for start in range(0, len(rows), _SUM_BLOCK)]
 
 
 @dataclass(frozen=True)
 class _Sums:
-    """What least squares needs of some rows, kind by kind: ΦᵀΦ (r, r) and Φᵀy (r,)."""
+    """Sums over some rows for least squares, kind by kind: ΦᵀΦ (r, r) and Φᵀy (r,)."""
 
     grams: tuple[Float64Array, ...]
     projections: tuple[Float64Array, ...]
@@ -473,7 +396,7 @@ class _Sums:
 
     @staticmethod
     def weighted(parts: Sequence[Float64Array], variances: Sequence[float]) -> Float64Array:
-        """Return Σ_k ρ_k times what is given of each kind."""
+        """Return Σ_k ρ_k times the part of each kind."""
         total = parts[0].copy()
         for part, variance in zip(parts[1:], variances[1:], strict=True):
             total += variances[0] / variance * part
@@ -500,12 +423,6 @@ def _folds(has: BoolArray, n_folds: int) -> IntArray:
 
     Folds are drawn first. Then groups with and without the rarest kind are exchanged until that is
     spread evenly, then those with and without the next, alike in the kinds before, and so on.
-
-    Parameters
-    ----------
-    has : (n_groups, n_kinds) array of bool
-        Which kinds are in which groups.
-    n_folds : int
     """
     # Groups in a mixed order: neighbours in a file are often alike.
     place = np.random.default_rng(0).permutation(len(has))
@@ -557,17 +474,21 @@ def _parts(observed: Observations) -> list[_Part]:
 
 
 def left_out_error(observed: Observations, prior: float) -> Callable[..., float]:
-    """Return the function of the variances of all kinds that is to be minimised."""
+    """Return the function of the variances of all kinds that is minimised.
+
+    It is the sum over kinds of `typical_log` of the mean absolute errors of groups left out; a kind
+    that fewer groups have counts less.
+    """
     parts, groups = _parts(observed), observed.groups
     n_kinds = len(observed.kinds)
-    judged = [np.concatenate([part.rows[k] for part in parts]) for k in range(n_kinds)]
-    counts = np.array([len(np.unique(groups[rows])) for rows in judged])
+    left_out = [np.concatenate([part.rows[k] for part in parts]) for k in range(n_kinds)]
+    counts = np.array([len(np.unique(groups[rows])) for rows in left_out])
     shares = counts / counts.max()
 
     def score(*variances: float) -> float:
         weights = [part.rest.solve(variances, prior)[0] for part in parts]
         total = 0.0
-        for k, rows in enumerate(judged):
+        for k, rows in enumerate(left_out):
             pairs = zip(parts, weights, strict=True)
             missed = [observed.missed(part.rows[k], w) for part, w in pairs]
             errors = group_means(np.concatenate(missed), groups[rows])
@@ -620,21 +541,19 @@ def evidence(observed: Observations, prior: float) -> Callable[..., float]:
     return score
 
 
-# A noise variance for each of several kinds of observations: energies, forces and virials.
 #: Decades that are tried, relative to the usual square of the targets: first guess and lower limit.
 _START, _LOWEST = (-4.0, -3.0, -3.0), -12.0
 #: Upper limits: relative to the mean square, and to the usual one for the marginal likelihood.
 _HIGHEST, _HIGHEST_OF_EVIDENCE = 1.0, 0.5
 #: Steps in decades of the search.
 _STEPS = (1.0, 0.5, 0.25)
-#: What a step must gain for each decade: one per cent of the errors of one kind. Where the score is
-#: flat, it would otherwise walk far for nothing.
+#: Least gain of a step for each decade: one per cent of the errors of one kind.
 _GAIN = 0.01
 
 
 @dataclass(frozen=True)
 class JointNoise:
-    """Noise variances of all kinds, and how good they are.
+    """Noise variances of all kinds, and their score.
 
     Attributes
     ----------
@@ -705,10 +624,6 @@ def select_joint_noise(
         Errors of groups left out, or the log marginal likelihood.
     energies, forces, virials : float, optional
         A variance that is known.
-
-    Returns
-    -------
-    JointNoise
     """
     if criterion not in ("loo", "evidence"):
         raise InputError("criterion", repr(criterion), '"loo" or "evidence"')
@@ -725,7 +640,7 @@ def select_joint_noise(
         None if value is None else float(np.log10(value / unit))
         for value, unit in zip(given, units, strict=True)
     ]
-    # Of what there is nothing, nothing can be found out.
+    # No observations of this kind: keep the initial value.
     fixed = [_START[k] if not len(rows) else fixed[k] for k, rows in enumerate(kinds)]
 
     def of_decades(decades: Sequence[float]) -> float:
@@ -759,26 +674,25 @@ def _decades_beyond(y: Float64Array, unit: float) -> float:
 
 
 def _warn_of_edge(decades: Sequence[float], fixed: Sequence[float | None]) -> None:
-    """Tell of noises that the marginal likelihood would have liked to be even larger."""
+    """Warn about noise variances at the upper limit."""
     names = ("energies", "forces", "virials")
     pairs = zip(names, decades, fixed, strict=False)
     largest = [name for name, d, f in pairs if f is None and d >= _HIGHEST_OF_EVIDENCE]
     if largest:
         warnings.warn(
-            f"By the marginal likelihood the noise of {' and '.join(largest)} is larger than they "
-            "usually are themselves, so that little is learned from them. A few structures far "
-            "from all others make it so: look at their labels, or choose noises by the errors of "
-            "what is left out ('loo').",
+            f"The marginal likelihood is highest for a noise of {' and '.join(largest)} above "
+            "their usual size, so that little is learned from them. Structures far from all "
+            "others can cause this: check their labels, or choose the noise by 'loo'.",
             QualmsWarning,
-            stacklevel=7,
+            stacklevel=2,
         )
 
 
 def _usual_square(y: Float64Array, groups: IntArray) -> float:
     """Return the median over groups of the mean square about the median of all.
 
-    Energies less their mean are all as large as what a few of them made of the mean. Groups without
-    any deviation, such as crystals whose forces are zero by symmetry, do not count.
+    Robust against a few large values, also in the mean. Groups without any deviation, such as
+    crystals whose forces are zero by symmetry, do not count.
     """
     squares = group_means((y - np.median(y)) ** 2, groups) if len(y) else y
     squares = squares[squares > 0]
@@ -791,10 +705,11 @@ def _pattern_search(
     fixed: Sequence[float | None],
     highest: Float64Array,
 ) -> tuple[tuple[float, ...], float, int]:
-    """Walk downhill from the best start on a grid that becomes finer; what is fixed stays.
+    """Minimise on a grid of decades that becomes finer, from the best start; fixed ones stay.
 
-    With three of them the valley is long where all change alike, which leaves the weights of the
-    kinds as they are and changes the prior alone: so that is a step, too.
+    Not `scipy.optimize`: the score is flat over decades, and steps that gain too little (`_GAIN`)
+    must not be taken. With three variances the valley is long where all change alike, which changes
+    the prior only: so that is a step, too.
     """
     first = [
         tuple(float(d) if f is None else f for d, f in zip(start, fixed, strict=True))

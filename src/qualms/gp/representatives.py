@@ -1,28 +1,23 @@
-"""What both selections ask of their arguments."""
+"""Representatives: farthest point sampling at the speed of matrix products, and CUR."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 from scipy.linalg import blas, eigh, lapack
-from scipy.sparse.linalg import ArpackNoConvergence, eigsh
 
 from qualms.arrays import Float64Array, FloatArray, IntArray, check_integer
 from qualms.errors import InputError
 
-#: Rows that are looked at, or multiplied, at once.
+#: Rows that are checked, or multiplied, at once.
 ROWS = 2048
 
 
 class RowSource(Protocol):
-    """A table of float32 or float64 that need not be in memory: rows are read when they are needed.
-
-    Unlike an array it has no ``__array__``.
-    """
+    """A table of float32 or float64 that need not be in memory; it has no ``__array__``."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -55,7 +50,7 @@ def as_float(X: FloatArray, name: str) -> FloatArray:
 
 
 def check_finite(X: FloatArray, name: str) -> None:
-    """Refuse NaN and infinite values, naming the first row that has one."""
+    """Reject NaN and infinite values, naming the first row that has one."""
     for begin in range(0, len(X), ROWS):
         finite = np.isfinite(X[begin : begin + ROWS]).all(axis=1)
         if not finite.all():
@@ -81,7 +76,7 @@ def check_kernel(K: FloatArray) -> FloatArray:
 
 
 def check_counts(name: str, size: int, n: int, start: int) -> None:
-    """Refuse more picks than rows, and a start that is not a row."""
+    """Reject more picks than rows, and a start that is not a row."""
     if check_integer("n", n, 1) > size:
         raise InputError("n", n, f"from 1 to the {size} rows of {name}")
     if check_integer("start", start, 0) >= size:
@@ -115,29 +110,6 @@ class FarthestPoints:
 
     indices: IntArray
     distances: Float64Array
-
-
-class Points(Protocol):
-    """All that farthest point sampling asks of a set of points, however it is stored."""
-
-    @property
-    def resolution(self) -> Float64Array:
-        """Per point, the squared distance at or below which it counts as repeating a pick."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def take(self, rows: IntArray | slice) -> Self:
-        """Give some of the points, quick to reach; they share the picks of the whole."""
-        ...
-
-    def pick(self, row: int) -> None:
-        """Append one point to the picks."""
-        ...
-
-    def nearest(self, first: int, last: int) -> Float64Array:
-        """Squared distance of every point to the nearest of the picks ``first`` to ``last − 1``."""
-        ...
 
 
 def farthest_points(
@@ -182,31 +154,10 @@ def farthest_points(
     return pick_farthest(_Features(X, norms, _PickedRows(X, n)), n, start, on_pick)
 
 
-def farthest_points_from_kernel(K: FloatArray, n: int, *, start: int = 0) -> FarthestPoints:
-    """Farthest point sampling in the feature space of a kernel: ``d_ij² = k_ii + k_jj − 2 k_ij``.
-
-    Parameters
-    ----------
-    K : FloatArray of shape (n_points, n_points)
-        Symmetric positive semi-definite kernel matrix.
-    n, start : int
-        As in `farthest_points`.
-
-    Returns
-    -------
-    FarthestPoints
-        Distances are those of the kernel's feature space. A point repeats a pick if
-        ``d² ≤ 64 ε k_ii``, the rounding of the kernel itself.
-    """
-    K = check_kernel(K)
-    check_counts("K", len(K), n, start)
-    return pick_farthest(_KernelPoints(K, np.arange(len(K)), []), n, start)
-
-
 def pick_farthest(
-    points: Points, n: int, start: int, on_pick: Callable[[int], object] | None = None
+    points: _Features, n: int, start: int, on_pick: Callable[[int], object] | None = None
 ) -> FarthestPoints:
-    """Farthest point sampling on any `Points`; the arguments are taken to be valid.
+    """Sample farthest points; the arguments are taken to be valid.
 
     A distance to the picks only shrinks as picks are added, so an old value is an upper bound. The
     next picks are among the points with the largest bounds, the pool, as long as the best of the
@@ -232,7 +183,7 @@ class _Level:
     """
 
     def __init__(
-        self, points: Points, ids: IntArray, d2: Float64Array, seen: IntArray | None = None
+        self, points: _Features, ids: IntArray, d2: Float64Array, seen: IntArray | None = None
     ) -> None:
         self.points = points
         self.ids = ids
@@ -276,7 +227,7 @@ class _Level:
 
 
 class _Search:
-    """The picks so far, and how to find the next ones."""
+    """The picks so far, and the search for the next ones."""
 
     def __init__(self, n: int, on_pick: Callable[[int], object] | None = None) -> None:
         self.n = n
@@ -312,9 +263,8 @@ class _Search:
     def refresh(self, level: _Level, floor: float) -> None:
         """Bring up to date every bound of `level` that stays at or above `floor`.
 
-        A bound that has sunk below `floor` cannot be picked in this round: the rest of the picks it
-        has missed can wait, perhaps for ever. Rows come sorted by `seen`; a row that meets a pick
-        for the second time is none the worse for it.
+        A bound below `floor` cannot be picked in this round, so the rest of the picks it has missed
+        can wait. Rows come sorted by `seen`; comparing a row with a pick twice does no harm.
         """
         last = len(self.indices)
         for begin in range(0, len(level.ids), ROWS):
@@ -362,7 +312,7 @@ class _PickedRows:
 
 
 class _Features:
-    """Points given by their features; a `Points`."""
+    """A set of points; subsets share the picks of the whole."""
 
     def __init__(self, X: FloatArray | RowSource, norms: FloatArray, picks: _PickedRows) -> None:
         self.X = X
@@ -372,6 +322,7 @@ class _Features:
 
     @property
     def resolution(self) -> Float64Array:
+        """Per point, the squared distance at or below which it counts as repeating a pick."""
         return (16.0 * self.eps) ** 2 * self.norms.astype(np.float64)
 
     def __len__(self) -> int:
@@ -387,6 +338,7 @@ class _Features:
         return self.X if isinstance(self.X, np.ndarray) else self.X[:]
 
     def nearest(self, first: int, last: int) -> Float64Array:
+        """Squared distance of every point to the nearest of the picks ``first`` to ``last − 1``."""
         # d² = |x|² + 2 (|c|²/2 − x·c): the minimum over picks needs only the parenthesis.
         products = _row_products(self._rows_in_memory(), self.picks.rows[first:last])
         halves = np.subtract(self.picks.half_norms[first:last], products, out=products)
@@ -394,18 +346,18 @@ class _Features:
         d2: Float64Array = norms + 2.0 * halves.min(axis=1)
         # The expansion is off by 0.3 ε √D |x|² for most data, by ten times that for constant rows
         # (measured): where little more than that is left, it has cancelled.
-        doubt = 16.0 * self.eps * np.sqrt(self.X.shape[1]) * norms
-        rows = np.flatnonzero(d2 <= doubt)
+        inaccurate = 16.0 * self.eps * np.sqrt(self.X.shape[1]) * norms
+        rows = np.flatnonzero(d2 <= inaccurate)
         if len(rows):
             expanded = norms[rows, None] + 2.0 * halves[rows]
-            d2[rows] = self._by_difference(expanded, doubt[rows], rows, first)
+            d2[rows] = self._by_difference(expanded, inaccurate[rows], rows, first)
         return d2
 
     def _by_difference(
-        self, d2: Float64Array, doubt: Float64Array, rows: IntArray, first: int
+        self, d2: Float64Array, inaccurate: Float64Array, rows: IntArray, first: int
     ) -> Float64Array:
-        """Smallest of each row of `d2`, once its doubtful entries are computed from x − c."""
-        row, pick = np.nonzero(d2 <= doubt[:, None])
+        """Smallest of each row of `d2`, once its inaccurate entries are computed from x − c."""
+        row, pick = np.nonzero(d2 <= inaccurate[:, None])
         step = max(1, ROWS * _PICKS // self.X.shape[1])
         for begin in range(0, len(row), step):
             i, j = row[begin : begin + step], pick[begin : begin + step]
@@ -414,36 +366,6 @@ class _Features:
             d2[i, j] = np.einsum("ij,ij->i", difference, difference)
         smallest: Float64Array = d2.min(axis=1)
         return smallest
-
-
-class _KernelPoints:
-    """Points given by their kernel matrix; a `Points`."""
-
-    def __init__(self, K: FloatArray, ids: IntArray, picks: list[int]) -> None:
-        self.K = K
-        self.ids = ids
-        self.picks = picks
-        self.diagonal = np.diagonal(K)[ids].astype(np.float64)
-
-    @property
-    def resolution(self) -> Float64Array:
-        return 64.0 * float(np.finfo(self.K.dtype).eps) * self.diagonal
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def take(self, rows: IntArray | slice) -> _KernelPoints:
-        return _KernelPoints(self.K, self.ids[rows], self.picks)
-
-    def pick(self, row: int) -> None:
-        self.picks.append(int(self.ids[row]))
-
-    def nearest(self, first: int, last: int) -> Float64Array:
-        picks = np.array(self.picks[first:last])
-        # K is symmetric: whole rows of picks are closer together in memory than columns.
-        d2 = np.diagonal(self.K)[picks, None] - 2.0 * self.K[np.ix_(picks, self.ids)]
-        nearest: Float64Array = np.maximum(self.diagonal + d2.min(axis=0), 0.0)
-        return nearest
 
 
 def _squared_norms(X: FloatArray | RowSource) -> FloatArray:
@@ -464,9 +386,6 @@ def _row_products(X: FloatArray, picks: FloatArray) -> FloatArray:
 
 
 # CUR: picking rows by their leverage scores.
-_EIGH_SIZE = 300  # matrices up to this size are diagonalised densely
-
-
 @dataclass(frozen=True)
 class LeverageSelection:
     """Picks of CUR.
@@ -476,21 +395,19 @@ class LeverageSelection:
     indices : IntArray of shape (n_selected,)
         The picked rows, in order. Fewer than asked for if the picks already span all rows.
     scores : Float64Array of shape (n_selected,)
-        Leverage score of each pick, among what the picks before it do not span.
+        Leverage score of each pick, among directions that the picks before it do not span.
     """
 
     indices: IntArray
     scores: Float64Array
 
 
-def cur(X: FloatArray, n: int, *, n_components: int | None = None) -> LeverageSelection:
-    """Pick rows one by one by their leverage in what the picks so far do not span.
+def cur(X: FloatArray, n: int) -> LeverageSelection:
+    """Pick rows one by one by their leverage among directions that the picks so far do not span.
 
-    The leverage of row i is ``π_i = Σ_k (u_i^(k))²`` over the leading left singular vectors. The
-    row with the largest is picked, and what is left made orthogonal to it: either in the space of
-    the n leading vectors, found once (Drmač & Gugercin, SIAM J. Sci. Comput. 38, A631 (2016)), or
-    in all of X, whose leading vectors are then found anew for every pick (Imbalzano et al., J.
-    Chem. Phys. 148, 241730 (2018)), which was measured to take some fifty times as long.
+    The leverage of row i is ``π_i = Σ_k (u_i^(k))²`` over the n leading left singular vectors. The
+    row with the largest is picked, and the vectors made orthogonal to it (Drmač & Gugercin, SIAM J.
+    Sci. Comput. 38, A631 (2016)).
 
     Parameters
     ----------
@@ -498,8 +415,6 @@ def cur(X: FloatArray, n: int, *, n_components: int | None = None) -> LeverageSe
         Features. Solved in float64.
     n : int
         How many rows to pick.
-    n_components : int, optional
-        How many singular vectors to find anew for every pick; by default n are found, once.
 
     Returns
     -------
@@ -510,42 +425,17 @@ def cur(X: FloatArray, n: int, *, n_components: int | None = None) -> LeverageSe
     X = as_float(X, "X")
     check_counts("X", len(X), n, 0)
     check_finite(X, "X")
-    if n_components is None:
-        return _pivots(_left_vectors(X, n))
-    if not 1 <= n_components <= min(X.shape):
-        raise InputError("n_components", n_components, f"from 1 to min(X.shape) = {min(X.shape)}")
-    if X.shape[0] < X.shape[1]:
-        # X = L Qᵀ: leverages depend on scalar products of rows alone, and L has the same.
-        X = np.transpose(np.linalg.qr(X.T.astype(np.float64), mode="r"))
-    return _leverage_selection(X, n, n_components)
+    return _pivots(_left_vectors(X, n))
 
 
-def cur_from_kernel(K: FloatArray, n: int, *, n_components: int | None = None) -> LeverageSelection:
-    """CUR in the feature space of a kernel: as `cur` on any Φ with ``K = Φ Φᵀ``.
-
-    Parameters
-    ----------
-    K : FloatArray of shape (n_points, n_points)
-        Symmetric positive semi-definite kernel matrix.
-    n : int
-    n_components : int, optional
-        As in `cur`.
-
-    Returns
-    -------
-    LeverageSelection
-        `n` picks, or fewer if the picks span the feature space of the points.
-    """
+def cur_from_kernel(K: FloatArray, n: int) -> LeverageSelection:
+    """Pick rows by `cur` in the feature space of a kernel (n_points, n_points): K = Φ Φᵀ."""
     K = check_kernel(K)
     check_counts("K", len(K), n, 0)
-    if n_components is not None and not 1 <= n_components <= len(K):
-        raise InputError("n_components", n_components, f"from 1 to {len(K)}")
-    leading = None if n_components is not None else (max(len(K) - n, 0), len(K) - 1)
+    leading = (max(len(K) - n, 0), len(K) - 1)
     values, vectors = eigh(K.astype(np.float64), subset_by_index=leading, overwrite_a=True)
     kept = values > len(K) * float(np.finfo(K.dtype).eps) * max(values[-1], 0.0)
-    if n_components is None:
-        return _pivots(vectors[:, kept])
-    return _leverage_selection(vectors[:, kept] * np.sqrt(values[kept]), n, n_components)
+    return _pivots(vectors[:, kept])
 
 
 def _left_vectors(X: FloatArray, n: int) -> Float64Array:
@@ -564,65 +454,12 @@ def _pivots(U: Float64Array) -> LeverageSelection:
     """Pick as many rows as the orthonormal columns U (n_points, k) span.
 
     UUᵀ has the leverages on its diagonal, and a step of its Cholesky factorisation leaves there
-    those in what the pivots so far do not span. So the pivots are the picks.
+    those among directions that the pivots so far do not span. So the pivots are the picks.
     """
     H = blas.dsyrk(1.0, U, lower=1) if U.size else np.zeros((len(U), len(U)))
     factor, pivots, _, _ = lapack.dpstrf(H, tol=0.0, lower=1, overwrite_a=1)
     picks = pivots[: U.shape[1]].astype(np.intp) - 1
     return LeverageSelection(picks, np.diag(factor)[: len(picks)] ** 2)
-
-
-def _leverage_selection(X: FloatArray, n: int, n_components: int) -> LeverageSelection:
-    """CUR on the residual R = X (1 − B Bᵀ), B an orthonormal basis of the picks, without forming R.
-
-    Right singular vectors v of R are eigenvectors of ``C = Rᵀ R``, a D × D matrix. They are
-    orthogonal to B, so that ``R v = X v`` and ``u = X v / sqrt(λ)``.
-    """
-    C, start = _gram(X), np.ones(X.shape[1])
-    basis = np.empty((min(n, X.shape[1]), X.shape[1]))
-    indices: list[int] = []
-    scores: list[float] = []
-    null = np.finfo(np.float64).eps * max(X.shape) * np.trace(C)
-    while len(indices) < len(basis):
-        B = basis[: len(indices)]
-        values, vectors = _leading_eigenpairs(C, n_components, start)
-        vectors = vectors[:, values > null]
-        if not vectors.size:
-            break
-        vectors = np.linalg.qr(vectors - B.T @ (B @ vectors))[0]
-        leverage = _products(X, vectors) ** 2 @ (1.0 / values[values > null])
-        leverage[indices] = -np.inf
-        # Equal rows need not get equal rounding; the first of the equals is the pick.
-        row = int(np.flatnonzero(leverage >= (1.0 - 1e-10) * leverage.max())[0])
-        indices.append(row)
-        scores.append(float(leverage[row]))
-        residual = X[row].astype(np.float64)
-        for _ in range(2):  # twice is enough (Kahan): orthogonal to rounding
-            residual -= B.T @ (B @ residual)
-        direction = residual / np.linalg.norm(residual)
-        basis[len(indices) - 1] = direction
-        # C ← (1 − b bᵀ) C (1 − b bᵀ)
-        Cb = C @ direction
-        mixed = np.outer(direction, Cb - 0.5 * (direction @ Cb) * direction)
-        C -= mixed + mixed.T
-        start = vectors.sum(axis=1) - direction * (direction @ vectors.sum(axis=1))
-    return LeverageSelection(np.array(indices, dtype=np.intp), np.array(scores))
-
-
-def _leading_eigenpairs(
-    C: Float64Array, count: int, start: Float64Array
-) -> tuple[Float64Array, Float64Array]:
-    """Largest `count` eigenvalues of symmetric C, largest first, and their vectors (D, count)."""
-    size = len(C)
-    values = vectors = None
-    if size > _EIGH_SIZE and count < size // 10:
-        # Eigenvalues may be too close for Lanczos. ARPACK's own start would be random.
-        with suppress(ArpackNoConvergence):
-            values, vectors = eigsh(C, k=count, which="LA", v0=start)
-    if values is None or vectors is None:
-        values, vectors = eigh(C, subset_by_index=(size - count, size - 1))
-    order = np.argsort(-values, kind="stable")
-    return values[order], vectors[:, order]
 
 
 def _gram(X: FloatArray) -> Float64Array:

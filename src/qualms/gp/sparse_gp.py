@@ -1,4 +1,4 @@
-"""Exact Gaussian process regression: Eqs. (1) and (2), Musil et al. 2019.
+"""Gaussian processes, exact and projected: Eqs. (1) to (3), Musil et al. 2019.
 
 y = f + ε with f ~ GP(0, K) and ε ~ N(0, σ²); per-sample weights w_n mean noise of variance σ²/w_n.
 The algebra is that of Rasmussen & Williams (2006), chapters 2 and 5.
@@ -55,11 +55,7 @@ class GaussianProcess:
     ) -> Float64Array:
         """Return the predictive variance (n,), that of a noisy observation if `include_noise`.
 
-        Parameters
-        ----------
-        K_XN : (n, N) array
-        k_xx : (n,) array
-            Prior variance of the new inputs.
+        K_XN (n, N) are kernel rows, k_xx (n,) the prior variances of the new inputs.
         """
         V = cholesky_whiten(self.factor, K_XN.T)
         latent: Float64Array = np.maximum(k_xx - np.einsum("ij,ij->j", V, V), 0.0)
@@ -107,10 +103,6 @@ def fit_gaussian_process(
         σ² > 0.
     sample_weight : (N,) array, optional
         Positive; observation n has noise σ²/w_n.
-
-    Returns
-    -------
-    GaussianProcess
     """
     check_noise_variance(noise_variance)
     if K_NN.ndim != 2 or K_NN.shape[0] != K_NN.shape[1] or not np.all(np.isfinite(K_NN)):
@@ -138,7 +130,7 @@ class ProjectedProcess:
     weights : (r, T) array
         A⁻¹Φᵀy, one column per output.
     gram : (r, r) array
-        ΦᵀΦ, rows weighted: what members that lack some of the rows start from.
+        ΦᵀΦ, rows weighted.
     factor : (r, r) array
         Lower Cholesky factor of A = ΦᵀΦ + σ².
     noise_variance : float
@@ -160,15 +152,8 @@ class ProjectedProcess:
     ) -> Float64Array:
         """Return σ²_PP (n,). Eq. (3), Musil et al. 2019.
 
-        k_XX − Q_XX cannot be negative in exact arithmetic; rounding is clipped away.
-
-        Parameters
-        ----------
-        Phi_X : (n, r) array
-        k_xx : (n,) array
-            Prior variance of the new inputs.
-        include_noise : bool
-            Whether to predict a noisy observation, as printed, or the function itself.
+        Of features (n, r) and prior variances k_xx (n,), for a noisy observation, as printed, or
+        for the function itself. k_XX − Q_XX is clipped at zero.
         """
         latent = latent_variance(Phi_X, k_xx, self.factor, self.noise_variance)
         return latent + self.noise_variance if include_noise else latent
@@ -212,10 +197,6 @@ def fit_projected_process(
         Positive; observation n has noise σ²/w_n.
     gram : (r, r) array, optional
         ΦᵀΦ with weighted rows, if it is known already.
-
-    Returns
-    -------
-    ProjectedProcess
     """
     check_noise_variance(noise_variance)
     Y = as_targets(y, len(Phi))

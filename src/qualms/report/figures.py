@@ -1235,7 +1235,7 @@ class ZScoreDisplay(Display):
         """
         _, z = truth_and_residuals(y, prediction)
         sigma = check_std(prediction.std, prediction.shape)
-        if dof is None and prediction.n_members > 3:
+        if dof is None and prediction.n_members is not None and prediction.n_members > 3:
             dof = prediction.n_members - 1.0
         with np.errstate(over="ignore"):
             return cls(z / sigma, dof=dof)

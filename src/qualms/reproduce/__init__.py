@@ -1,1 +1,1 @@
-"""The paper's tables and figures again: problems, runs, results and the page made of them."""
+"""The tables and figures of the paper: problems, studies, results."""

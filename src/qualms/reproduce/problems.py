@@ -1,32 +1,34 @@
-"""The two data sets of the paper, divided as it divides them."""
+"""The data sets of the paper, their splits, and the settings of their models."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 from ase import Atoms
 
-from qualms.arrays import IntArray
+from qualms.arrays import BoolArray, IntArray
 from qualms.atomistic.settings import Settings, make_settings
-from qualms.atomistic.structures import data_hash
-from qualms.atomistic.training import run_key
+from qualms.atomistic.structures import species_of, symbols_of
 from qualms.data import qm9
 from qualms.data.qm9 import is_archive
 from qualms.errors import InputError
-from qualms.reproduce.published import SIZES, SPLIT
 
+AnyPath = str | os.PathLike[str]
 Scale = Literal["paper", "small"]
 Split = Literal["atoms", "crystals"]
-#: What all sizes are divided by.
+
+#: Training, validation and test points, and sub-sample sizes, of both data sets in the paper.
+N_POINTS = (20_000, 5_000, 5_000)
+SIZES = (1_000, 5_000, 10_000, 15_000, 18_000)
+#: All sizes of a scale are those of the paper divided by this number.
 DIVISORS: dict[Scale, int] = {"paper": 1, "small": 10}
-#: How crystals are represented: see `python -m benchmarks presets siblings`. Where siblings of an
-#: atom in its own crystal are known, it pays to see farther, and the more smoothly the farther.
+#: SOAP of crystals, chosen with `python -m benchmarks presets siblings`. A longer cutoff helps if
+#: other atoms of the same crystal are in the training set.
 REPRESENTATIONS: dict[Split, dict[str, Any]] = {
     "atoms": {
         "preset": "nmr",
@@ -39,12 +41,16 @@ REPRESENTATIONS: dict[Split, dict[str, Any]] = {
     },
     "crystals": {"preset": "nmr"},
 }
-_HYDROGEN = 1
+#: Share of the in-distribution structures that is held out of training on a shifted problem.
+_HELD_OUT = 0.1
+#: Molecules of each out-of-distribution set; fewest crystals of a shifted problem.
+_N_SHIFTED, _FEWEST_CRYSTALS = 5_000, 20
+_FEW_CRYSTALS = "Use more and smaller crystals, or split over atoms (--split atoms)."
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Data, divided, and what is to be done with them.
+    """A data set, split into training, validation and test sets.
 
     Attributes
     ----------
@@ -52,15 +58,13 @@ class Problem:
     title : str
     scale : {"paper", "small"}
     train, validation, test : list of Atoms
-        With labels of their own points alone: the same crystal may be in all three, with different
-        atoms.
+        Each has the labels of its own points only. In a split over atoms the same crystal may be
+        in all three.
     settings : Settings
     sizes : tuple of int
-        Of sub-samples.
+        Sub-sample sizes: labels, or structures if these are what is sub-sampled.
     source : str
-        Where the data come from.
-    left_out : str
-        List of what was left out of them, by its file name; empty if there is none.
+        Name of the data file.
     """
 
     name: str
@@ -72,22 +76,31 @@ class Problem:
     settings: Settings
     sizes: tuple[int, ...]
     source: str
-    left_out: str = ""
 
-    @cached_property
-    def digest(self) -> str:
-        """Of all structures and labels, as they are divided."""
-        target, per_atom = self.settings.target, self.settings.per_atom
-        return run_key(
-            *(
-                data_hash(part, [a.arrays[target] if per_atom else a.info[target] for a in part])
-                for part in (self.train, self.validation, self.test)
-            )
-        )
+    @property
+    def n_groups(self) -> int:
+        """Number of groups that sub-samples are drawn from: labels, or structures."""
+        if self.settings.resample == "atoms":
+            return _n_labels(self.train)
+        return len(self.train)
+
+
+@dataclass(frozen=True)
+class ShiftedProblem:
+    """A training set, and test sets of which all but the first are out of distribution."""
+
+    trained_on: str
+    train: list[Atoms]
+    tests: Mapping[str, list[Atoms]]
+    settings: Settings
+    source: str
+
+
+# --- QM9 ---
 
 
 def qm9_settings(scale: Scale, seed: int = 0) -> Settings:
-    """Return how atomisation energies per atom are learned."""
+    """Return the settings of a model of atomisation energies per atom."""
     return make_settings(
         {
             "target": "atomization_energy_per_atom",
@@ -99,64 +112,93 @@ def qm9_settings(scale: Scale, seed: int = 0) -> Settings:
     )
 
 
-def check_characterized(
-    source: str | os.PathLike[str], uncharacterized: str | os.PathLike[str] | None
-) -> None:
-    """Refuse QM9's archive without the list of what failed its consistency check."""
-    if uncharacterized is None and is_archive(source):
-        raise InputError(
-            "data",
-            f"'{source}'",
-            "the list of the 3,054 molecules of the archive that failed its consistency check, too",
-            "Leave them out with --uncharacterized FILE: uncharacterized.txt, published with it.",
-        )
-
-
 def qm9_problem(
-    source: str | os.PathLike[str],
+    source: AnyPath,
     scale: Scale = "paper",
     seed: int = 0,
     *,
-    uncharacterized: str | os.PathLike[str] | None = None,
+    uncharacterized: AnyPath | None = None,
 ) -> Problem:
-    """Return atomisation energies per atom of QM9, drawn and divided at random.
+    """Return atomisation energies per atom of QM9 with a random split.
 
     Parameters
     ----------
     source : str or path
-        As `qualms.data.qm9` takes it.
+        Source of `qualms.data.qm9`.
     scale : {"paper", "small"}
     seed : int
-        Of everything that is random.
+        Seed of the split and of the model.
     uncharacterized : str or path, optional
-        List of molecules to leave out; the archive must have one.
+        List of the molecules to leave out. The published archive requires it.
     """
     check_characterized(source, uncharacterized)
-    train, validation, test = (n // DIVISORS[scale] for n in SPLIT)
-    n = train + validation + test
-    molecules = qm9(source, n=n, seed=seed, uncharacterized=uncharacterized)
+    n = [n // DIVISORS[scale] for n in N_POINTS]
+    molecules = qm9(source, n=sum(n), seed=seed, uncharacterized=uncharacterized)
     return Problem(
         name="qm9",
         title="Atomisation energies of QM9",
         scale=scale,
-        train=molecules[:train],
-        validation=molecules[train : train + validation],
-        test=molecules[train + validation :],
+        train=molecules[: n[0]],
+        validation=molecules[n[0] : n[0] + n[1]],
+        test=molecules[n[0] + n[1] :],
         settings=qm9_settings(scale, seed),
         sizes=tuple(n // DIVISORS[scale] for n in SIZES),
         source=os.path.basename(os.fspath(source)),
-        left_out="" if uncharacterized is None else os.path.basename(os.fspath(uncharacterized)),
     )
 
 
+def check_characterized(source: AnyPath, uncharacterized: AnyPath | None) -> None:
+    """Reject the archive of QM9 without the list of molecules that failed its consistency check."""
+    if uncharacterized is None and is_archive(source):
+        raise InputError(
+            "data",
+            f"'{source}'",
+            "the list of the 3,054 molecules that failed QM9's consistency check, too",
+            "Give uncharacterized.txt, published with QM9, as --uncharacterized.",
+        )
+
+
+def qm9_shift(
+    source: AnyPath, scale: Scale = "paper", *, uncharacterized: AnyPath | None = None
+) -> ShiftedProblem:
+    """Train on molecules of at most 7 heavy atoms (8 at the small scale), test on larger ones."""
+    check_characterized(source, uncharacterized)
+    settings = qm9_settings(scale)
+    rng = np.random.default_rng(settings.seed)
+    molecules = qm9(source, uncharacterized=uncharacterized)
+    heavy = np.array([np.count_nonzero(atoms.numbers > 1) for atoms in molecules])
+    largest = 7 if scale == "paper" else 8
+    small = rng.permutation(np.flatnonzero(heavy <= largest))
+    n_held_out = int(_HELD_OUT * len(small))
+    if n_held_out < 10:
+        given = f"{len(small)} molecules of at most {largest} heavy atoms"
+        raise InputError("data", given, "100 or more of them")
+    chosen = {f"≤ {largest} heavy atoms, held out": small[:n_held_out]}
+    for n in range(largest + 1, 10):
+        of_size = rng.permutation(np.flatnonzero(heavy == n))
+        chosen[f"{n} heavy atoms"] = of_size[: _N_SHIFTED // DIVISORS[scale]]
+    return ShiftedProblem(
+        trained_on=f"molecules of QM9 of at most {largest} heavy atoms",
+        train=[molecules[i] for i in small[n_held_out:]],
+        tests={label: [molecules[i] for i in which] for label, which in chosen.items()},
+        settings=settings,
+        source=os.path.basename(os.fspath(source)),
+    )
+
+
+# --- crystals ---
+
+
 def csd_settings(split: Split, scale: Scale, seed: int = 0) -> Settings:
-    """Return how shieldings are learned."""
+    """Return the settings of a model of ¹H shieldings."""
+    # At the small scale, compressing the features of two cutoffs would take most of the time.
+    representation = REPRESENTATIONS[split if scale == "paper" else "crystals"]
     return make_settings(
         {
             "target": "shielding",
             "kind": "atomic",
             "species": "H",
-            "representation": _representation(split, scale),
+            "representation": representation,
             "n_representatives": 10_000 // DIVISORS[scale],
             "resample": "atoms" if split == "atoms" else "structures",
             "units": "ppm",
@@ -173,121 +215,132 @@ def csd_problem(
     *,
     source: str = "",
 ) -> Problem:
-    """Return ¹H shieldings of crystals, divided over atoms as in the paper, or over crystals.
+    """Return ¹H shieldings with a random split over atoms, as in the paper, or over crystals.
 
     Parameters
     ----------
     crystals : sequence of Atoms
         From `qualms.data.csd`.
     split : {"atoms", "crystals"}
-        Atoms of one crystal are near-copies of each other: divided over atoms, most test atoms have
-        a sibling in the training set.
+        In a split over atoms most test atoms have near-copies in the training set.
     scale : {"paper", "small"}
     seed : int
-        Of everything that is random.
+        Seed of the split and of the model.
     source : str
-        Where the crystals come from.
+        Name of the data file.
     """
-    numbers = [n // DIVISORS[scale] for n in SPLIT]
+    n = [n // DIVISORS[scale] for n in N_POINTS]
     rng = np.random.default_rng(seed)
-    divide = _divided_atoms if split == "atoms" else _divided_crystals
-    train, validation, test = divide(crystals, numbers, rng)
-    _check_labels(train)
-    problem = Problem(
+    places = (_split_atoms if split == "atoms" else _split_crystals)(crystals, n, rng)
+    train, validation, test = (_with_labels_of(crystals, part) for part in places)
+    labels = np.concatenate([atoms.arrays["shielding"] for atoms in train])
+    if np.nanmax(labels) == np.nanmin(labels):
+        raise InputError("data", f"shieldings that are all {np.nanmax(labels):g}", "different ones")
+    sizes = tuple(n // DIVISORS[scale] for n in SIZES)
+    return Problem(
         name=f"csd-{split}",
-        title=f"¹H shieldings of CSD-1000R, divided over {split}",
+        title=f"¹H shieldings of CSD-1000R, split over {split}",
         scale=scale,
         train=train,
         validation=validation,
         test=test,
         settings=csd_settings(split, scale, seed),
-        sizes=tuple(n // DIVISORS[scale] for n in SIZES),
+        sizes=sizes if split == "atoms" else _in_crystals(sizes, train),
         source=source,
     )
-    return problem if split == "atoms" else _in_crystals(problem)
 
 
-def _representation(split: Split, scale: Scale) -> dict[str, Any]:
-    # At the small scale, compressing features would take longer than all the rest.
-    return REPRESENTATIONS[split if scale == "paper" else "crystals"]
+def csd_shift(
+    rattled: Sequence[Atoms], relaxed: Sequence[Atoms], scale: Scale = "paper", *, source: str = ""
+) -> ShiftedProblem:
+    """Train on rattled crystals, test on other crystals that are relaxed; `source` names these."""
+    check_relaxed(rattled, relaxed)
+    settings = csd_settings("crystals", scale)
+    rng = np.random.default_rng(settings.seed)
+    n_rattled = max(len(rattled) // DIVISORS[scale], _FEWEST_CRYSTALS)
+    mixed = [rattled[i] for i in rng.permutation(len(rattled))[:n_rattled]]
+    n_held_out = max(int(_HELD_OUT * len(mixed)), 1)
+    train = mixed[n_held_out:]
+    known = set(species_of(train))
+    held_out, others = (
+        [atoms for atoms in part if known >= set(atoms.numbers.tolist())]
+        for part in (mixed[:n_held_out], relaxed)
+    )
+    if not held_out or not others:
+        raise InputError("relaxed", "no crystals", "crystals of the elements of the training set")
+    n_relaxed = max(len(relaxed) // DIVISORS[scale], _FEWEST_CRYSTALS)
+    new = [others[i] for i in rng.permutation(len(others))[:n_relaxed]]
+    tests = {"rattled crystals, held out": held_out, "relaxed crystals": new}
+    return ShiftedProblem("rattled crystals", train, tests, settings, source)
 
 
-def _in_crystals(problem: Problem) -> Problem:
-    """Say how many crystals a sub-sample has, rather than how many atoms.
+def check_relaxed(rattled: Sequence[Atoms], relaxed: Sequence[Atoms]) -> None:
+    """Reject relaxed crystals with elements that the rattled ones do not have."""
+    known = species_of(rattled)
+    unknown = sorted(set(species_of(relaxed)) - set(known))
+    if unknown:
+        expected = f"crystals of {symbols_of(known)}, the elements of the rattled ones"
+        raise InputError("relaxed", f"crystals with {symbols_of(unknown)}", expected)
 
-    It is the same share of the training set with every seed. How many crystals make up a training
-    set differs a little, for some have more atoms than others, and so do the sizes.
-    """
-    total = sum(int(_labelled(atoms).sum()) for atoms in problem.train)
-    n = len(problem.train)
-    sizes = tuple(max(round(size * n / total), 2) for size in problem.sizes)
-    if any(a >= b for a, b in pairwise([*sizes, n])):
+
+def _in_crystals(sizes: Sequence[int], train: Sequence[Atoms]) -> tuple[int, ...]:
+    """Return sub-sample sizes in crystals that are the same shares of the training set."""
+    n, n_labels = len(train), _n_labels(train)
+    found = tuple(max(round(size * n / n_labels), 2) for size in sizes)
+    if any(a >= b for a, b in pairwise([*found, n])):
         raise InputError(
             "data",
-            f"{n} crystals to train on",
-            f"more of them: sub-samples would have {', '.join(map(str, sizes))} crystals",
-            "Use more and smaller crystals, or divide over atoms (--split atoms).",
+            f"{n} training crystals",
+            f"more of them: sub-samples would have {', '.join(map(str, found))} crystals",
+            _FEW_CRYSTALS,
         )
-    return replace(problem, sizes=sizes)
+    return found
 
 
-def _check_labels(train: Sequence[Atoms]) -> None:
-    """Refuse shieldings that there is nothing to learn from."""
-    labels = np.concatenate([atoms.arrays["shielding"] for atoms in train])
-    labels = labels[np.isfinite(labels)]
-    if np.ptp(labels) == 0:
-        raise InputError("data", f"shieldings that all are {labels[0]:g}", "shieldings that differ")
-
-
-def _divided_atoms(
-    crystals: Sequence[Atoms], numbers: Sequence[int], rng: np.random.Generator
-) -> list[list[Atoms]]:
-    """Divide labelled hydrogen atoms at random, whatever crystal they are in."""
+def _split_atoms(
+    crystals: Sequence[Atoms], n: Sequence[int], rng: np.random.Generator
+) -> list[IntArray]:
+    """Return (structure, atom) of random labelled hydrogen atoms, n[i] of them in part i."""
     places = np.array(
         [(s, i) for s, atoms in enumerate(crystals) for i in np.flatnonzero(_labelled(atoms))]
     ).reshape(-1, 2)
-    if len(places) < sum(numbers):
-        raise InputError(
-            "data", f"{len(places)} shieldings of hydrogen", f"at least {sum(numbers)} of them"
-        )
-    drawn = places[rng.permutation(len(places))[: sum(numbers)]]
-    parts = np.split(drawn, np.cumsum(numbers)[:-1])
-    return [_only(crystals, part) for part in parts]
+    if len(places) < sum(n):
+        raise InputError("data", f"{len(places)} ¹H shieldings", f"at least {sum(n)} of them")
+    return np.split(places[rng.permutation(len(places))[: sum(n)]], np.cumsum(n)[:-1])
 
 
-def _divided_crystals(
-    crystals: Sequence[Atoms], numbers: Sequence[int], rng: np.random.Generator
-) -> list[list[Atoms]]:
-    """Divide crystals at random so that their hydrogen atoms come to the numbers wanted."""
+def _split_crystals(
+    crystals: Sequence[Atoms], n: Sequence[int], rng: np.random.Generator
+) -> list[IntArray]:
+    """Return (structure, atom) of all hydrogen atoms of random crystals, about n[i] in part i."""
     order = rng.permutation(len(crystals))
     total = np.cumsum([0, *(int(_labelled(crystals[i]).sum()) for i in order)])[1:]
     n_found = int(total[-1]) if len(total) else 0
-    if n_found < 0.95 * sum(numbers):
-        raise InputError("data", f"{n_found} shieldings of hydrogen", f"{sum(numbers)} of them")
-    edges = np.searchsorted(total, np.cumsum(numbers)).clip(max=len(order) - 1) + 1
+    if n_found < 0.95 * sum(n):
+        raise InputError("data", f"{n_found} ¹H shieldings", f"{sum(n)} of them")
+    edges = np.searchsorted(total, np.cumsum(n)).clip(max=len(order) - 1) + 1
     parts = np.split(order[: edges[-1]], edges[:-1])
     places = [
         [(s, i) for s in part for i in np.flatnonzero(_labelled(crystals[s]))] for part in parts
     ]
     if not all(places):
-        raise InputError(
-            "data",
-            f"{len(crystals)} crystals with up to {np.diff(total, prepend=0).max()} shieldings of "
-            "hydrogen",
-            "enough crystals for training, validation and test sets of their own",
-            "Use more and smaller crystals, or divide over atoms (--split atoms).",
-        )
-    return [_only(crystals, np.array(part)) for part in places]
+        expected = "enough crystals for separate training, validation and test sets"
+        raise InputError("data", f"{len(crystals)} crystals", expected, _FEW_CRYSTALS)
+    return [np.array(part) for part in places]
 
 
-def _labelled(atoms: Atoms) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Whether an atom is a hydrogen with a shielding."""
-    labelled = (atoms.numbers == _HYDROGEN) & np.isfinite(atoms.arrays["shielding"])
-    return np.asarray(labelled)
+def _labelled(atoms: Atoms) -> BoolArray:
+    """Return whether each atom is a hydrogen atom with a shielding."""
+    labelled: BoolArray = (atoms.numbers == 1) & np.isfinite(atoms.arrays["shielding"])
+    return labelled
 
 
-def _only(crystals: Sequence[Atoms], places: IntArray) -> list[Atoms]:
-    """Return copies of crystals with the labels of the atoms (structure, atom) alone."""
+def _n_labels(frames: Sequence[Atoms]) -> int:
+    return sum(int(_labelled(atoms).sum()) for atoms in frames)
+
+
+def _with_labels_of(crystals: Sequence[Atoms], places: IntArray) -> list[Atoms]:
+    """Return copies of the crystals that keep the labels of the given (structure, atom) only."""
     found = []
     for structure in np.unique(places[:, 0]):
         atoms = crystals[structure].copy()

@@ -1,130 +1,242 @@
-"""Log likelihoods by size, as rows of tables: the paper's columns, then all of them."""
+"""Tables of a reproduction, with the values that the paper prints beside ours."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
-from rich.table import Table as TerminalTable
+from rich import box
+from rich.table import Table as RichTable
+from rich.text import Text
 
-from qualms.report.tables import new_table
-from qualms.reproduce.markdown import minus
-from qualms.reproduce.over_seeds import (
-    bootstrap_of,
-    full_model,
-    likelihood,
-    likelihoods,
-    sub_samples,
-    written,
-)
-from qualms.reproduce.published import COLUMNS, CSD, OF_PROCESS, PROCESS, QM9, Table, published
-from qualms.reproduce.results import Column, Results, Scheme
-from qualms.reproduce.study import VALIDATED
+from qualms.io.files import atomic_output
+from qualms.reproduce.results import EnsembleResult, EstimatorResult, Results, ShiftResult
+from qualms.reproduce.study import PROCESS, VALIDATED
 
-#: The paper divides over atoms: it has no numbers of crystals that are new.
-_PUBLISHED: dict[str, Table] = {"qm9": QM9, "csd-atoms": CSD}
-#: Differences that vary by less than this are nearly constant.
-_CONSTANT = 0.05
-#: Columns of the table about the mean of the members.
-OF_MEMBERS = (*COLUMNS, "student", "shrinkage", "Student's t")
+#: Columns of the paper's tables, and of ours.
+PAPER_COLUMNS = ("Raw", "CV", "N-L", "Int.", "Int. N-L")
+OUR_COLUMNS = (*PAPER_COLUMNS, "student", "shrinkage")
+STUDENT_T = "Student's t"
 
-
-def reference_rows(results: Results) -> list[tuple[str, list[str]]]:
-    """Return label and cells of each row of the paper's table: sizes, bootstrap, and GPR PP."""
-    table = _published(results)
-    rows = []
-    for label, printed, schemes in _by_row(results):
-        values = {c: [likelihood(s.reference[c]) for s in schemes] for c in COLUMNS}
-        cells = [_cell(v, published(table, printed, c)) for c, v in values.items()]
-        rows.append((label, cells))
-    process = [seed.process for seed in results.seeds]
-    cells = [_cell(_of(process, c), published(table, PROCESS, c)) for c in COLUMNS]
-    return [*rows, (PROCESS, cells)]
+#: Mean log likelihoods that Musil et al. 2019 print, by sub-sample size: QM9 (eV/atom), and ¹H
+#: shieldings (ppm) with a split over atoms.
+PUBLISHED: Mapping[str, Mapping[int | str, tuple[float, ...]]] = {
+    "qm9": {
+        1_000: (4.310, 4.651, 4.647, 4.654, 4.652),
+        5_000: (4.655, 4.661, 4.673, 4.658, 4.673),
+        10_000: (4.319, 4.670, 4.680, 4.634, 4.665),
+        15_000: (2.928, 4.684, 4.690, 4.553, 4.631),
+        18_000: (-0.807, 4.681, 4.686, 4.462, 4.568),
+        PROCESS: (4.349, 4.374, 4.421),
+    },
+    "csd-atoms": {
+        1_000: (-0.554, -0.398, -0.356, -0.398, -0.356),
+        5_000: (-0.389, -0.381, -0.338, -0.382, -0.337),
+        10_000: (-0.952, -0.392, -0.324, -0.407, -0.324),
+        15_000: (-4.102, -0.394, -0.312, -0.470, -0.320),
+        18_000: (-18.75, -0.412, -0.308, -0.517, -0.351),
+        PROCESS: (-8.771, -0.255, -0.251),
+    },
+}
 
 
-def member_rows(results: Results) -> list[tuple[str, list[str]]]:
-    """Return label and cells of each row of the table of error bars about the members' mean."""
-    rows = []
-    for label, _, schemes in _by_row(results):
-        values = [[likelihood(s.columns[c]) for s in schemes] for c in OF_MEMBERS[:-1]]
-        values.append([s.student_t for s in schemes])
-        rows.append((label, [_cell(v, None) for v in values]))
-    return rows
+@dataclass(frozen=True)
+class Table:
+    """Headers, rows of cells, and a title."""
+
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+
+    def markdown(self) -> str:
+        """Return the table in Markdown, without its title."""
+        rule = ["---"] + ["---:"] * (len(self.headers) - 1)
+        return "".join(f"| {' | '.join(line)} |\n" for line in [self.headers, rule, *self.rows])
+
+    def __rich__(self) -> RichTable:
+        table = RichTable(title=Text(self.title), box=box.SIMPLE_HEAD)
+        for header in self.headers:
+            table.add_column(Text(header), justify="right")
+        for row in self.rows:
+            table.add_row(*map(Text, row))
+        return table
 
 
-def _by_row(results: Results) -> Iterable[tuple[str, int, list[Scheme]]]:
-    """Yield label, size in the paper and schemes of all seeds; 0 for the bootstrap."""
-    for i, n in enumerate(results.sizes):
-        yield f"{n:,}", n, [sub_samples(seed)[i] for seed in results.seeds]
-    yield "bootstrap", 0, [bootstrap_of(seed) for seed in results.seeds]
+def write_tables(directory: Path, results: Results, *, force: bool) -> list[Path]:
+    """Write all tables of a problem as Markdown; return the files."""
+    pages = {f"{results.name}.md": all_tables(results)}
+    if results.shift is not None:
+        pages[f"{results.name}-shift.md"] = [shift_table(results.shift, results.units)]
+    for name, tables in pages.items():
+        text = "\n".join(f"{table.title}:\n\n{table.markdown()}" for table in tables)
+        with atomic_output(directory / name, force=force, mode="w") as file:
+            file.write(text)
+    return [directory / name for name in pages]
 
 
-def _published(results: Results) -> Table:
-    return _PUBLISHED.get(results.name, {}) if results.scale == "paper" else {}
-
-
-def _of(process: Sequence[Mapping[str, Column]], column: str) -> list[float]:
-    return [p[column].scores["log_likelihood"] for p in process if column in p]
-
-
-def _cell(values: Sequence[float], printed: float | None) -> str:
-    """Write mean and standard error over seeds, and what the paper prints, in brackets."""
-    if not values:
-        return ""
-    cell = written(values, ".3f")
-    if printed is None:
-        return cell
-    return f"{cell} [{minus(f'{printed:.{3 if abs(printed) < 10 else 2}f}')}]"
-
-
-def beside_the_paper(results: Results) -> str:
-    """Say by how much log likelihoods differ from what the paper prints; nothing, if not."""
-    table = _published(results)
-    if not table:
-        return ""
-    ranges, widest = [], 0.0
-    for column in COLUMNS:
-        printed = [published(table, n, column) for n in results.sizes]
-        found = likelihoods(results, column, full_model).mean(axis=0)
-        if None in printed:
-            return ""
-        less = found - np.array(printed, dtype=np.float64)
-        ranges.append(f"{column} {less.min():+.3f} to {less.max():+.3f}")
-        widest = max(widest, float(np.ptp(less))) if column in VALIDATED else widest
-    same = ". CV and N-L differ by nearly the same at every size" if widest <= _CONSTANT else ""
-    process = {c: _of([seed.process for seed in results.seeds], c) for c in OF_PROCESS}
-    differences = ", ".join(
-        f"{column} {np.mean(found) - printed:+.3f}"
-        for (column, found), printed in zip(process.items(), table[PROCESS], strict=True)
-    )
-    return minus(
-        f"Ours less the paper's, over all sizes: {', '.join(ranges)}; {PROCESS}: {differences}"
-        f"{same}."
-    )
-
-
-def is_published(results: Results) -> bool:
-    """Whether the paper has numbers to compare with."""
-    return bool(_published(results))
-
-
-def terminal_tables(results: Results) -> list[TerminalTable]:
-    """Return both tables for a terminal."""
-    what = "mean log likelihood" + (" ± standard error" if len(results.seeds) > 1 else "")
-    printed = " [the paper's]" if is_published(results) else ""
-    title = results.title
+def all_tables(results: Results) -> list[Table]:
+    """Return all tables but that of shifted sets."""
     return [
-        _filled(title, f"{what}{printed}, about the full model", COLUMNS, reference_rows(results)),
-        _filled(title, f"{what}, about the members' mean", OF_MEMBERS, member_rows(results)),
+        full_model_table(results),
+        ensemble_mean_table(results),
+        out_of_bag_table(results),
+        error_table(results),
+        cost_table(results),
     ]
 
 
-def _filled(
-    title: str, caption: str, columns: Sequence[str], rows: Iterable[tuple[str, list[str]]]
-) -> TerminalTable:
-    table = new_table(title, caption)
-    for heading in ("n", *columns):
-        table.add_column(heading, justify="right")
-    for label, cells in rows:
-        table.add_row(label, *cells)
-    return table
+def full_model_table(results: Results) -> Table:
+    """Return the paper's table: log likelihoods centred on the full model."""
+    printed = PUBLISHED.get(results.name, {}) if results.scale == "paper" else {}
+    rows = []
+    for label, ensembles in _by_size(results):
+        key = 0 if ensembles[0].replace else ensembles[0].n
+        values = [[e.full_model[c].log_likelihood for e in ensembles] for c in PAPER_COLUMNS]
+        rows.append([label, *_cells(values, printed.get(key, ()))])
+    process = [seed.projected_process for seed in results.seeds]
+    values = [[p[c].log_likelihood for p in process] for c in ("Raw", *VALIDATED)]
+    rows.append([PROCESS, *_cells(values, printed.get(PROCESS, ())), "", ""])
+    beside = " [value in the paper]" if printed else ""
+    title = _title(results, f"centred on the full model{beside}")
+    return Table(["n", *PAPER_COLUMNS], rows, title)
+
+
+def ensemble_mean_table(results: Results) -> Table:
+    """Return log likelihoods centred on the ensemble mean."""
+    rows = []
+    for label, ensembles in _by_size(results):
+        values = [[e.ensemble_mean[c].log_likelihood for e in ensembles] for c in OUR_COLUMNS]
+        rows.append([label, *_cells([*values, [e.student_t for e in ensembles]])])
+    head = ["n", *OUR_COLUMNS, STUDENT_T]
+    return Table(head, rows, _title(results, "centred on the ensemble mean"))
+
+
+def out_of_bag_table(results: Results) -> Table:
+    """Return differences between out-of-bag and validation calibration, paired by seed."""
+    rows = []
+    for label, ensembles in _by_size(results):
+        gains = [
+            [_gain(e.ensemble_mean, first, second) for e in ensembles]
+            for first, second in (("student", "CV"), ("shrinkage", "N-L"))
+        ]
+        points = [
+            np.mean([e.n_out_of_bag for e in ensembles]),
+            np.mean([e.n_out_of_bag_linear for e in ensembles]),
+        ]
+        cells = [mean_and_error(gain, "+.4f") for gain in gains]
+        rows.append([label, *(f"{n:,.0f}" for n in points), *cells])
+    head = ["n", "out-of-bag points", "of them for Int. and Int. N-L", "student − CV"]
+    title = "Log likelihood of out-of-bag calibration minus that of validation calibration"
+    return Table([*head, "shrinkage − N-L"], rows, title)
+
+
+def error_table(results: Results) -> Table:
+    """Return errors of ensemble mean and full model, and coverage of the student calibration."""
+    factor, units = (1e3, "meV/atom") if results.units == "eV/atom" else (1.0, results.units)
+    rows = []
+    for label, ensembles in _by_size(results):
+        found = [e.ensemble_mean["student"] for e in ensembles]
+        cells = [f"{factor * _mean(found, name):.3g}" for name in ("mae", "rmse")]
+        cells += [f"{_mean(found, name):.1%}" for name in ("coverage_68", "coverage_95")]
+        rows.append([label, *cells, f"{_mean(found, 'spearman'):.2f}", _bin_ratios(found)])
+    full = [seed.projected_process["Raw"] for seed in results.seeds]
+    cells = [f"{factor * _mean(full, name):.3g}" for name in ("mae", "rmse")]
+    rows.append(["full model", *cells, "", "", "", ""])
+    head = ["n", f"MAE ({units})", f"RMSE ({units})", "within 68 %", "within 95 %"]
+    title = "Errors of the ensemble mean, and uncertainties by student calibration"
+    return Table([*head, "rank correlation", f"RMSE/σ: {_BINS}"], rows, title)
+
+
+def cost_table(results: Results) -> Table:
+    """Return time and memory."""
+    rows = []
+    for seed in results.seeds:
+        members = sum(e.seconds for e in seed.ensembles)
+        wall = "" if seed.wall is None else f"{seed.wall / 60:.1f}"
+        memory = "" if seed.memory is None else f"{seed.memory / 1e9:.1f}"
+        sizes = ", ".join(f"{e.n:,}" for e in seed.ensembles if not e.replace)
+        cells = [f"{seed.n_train:,}", f"{seed.n_representatives:,}", sizes]
+        rows.append([str(seed.seed), *cells, wall, f"{members / 60:.1f}", memory])
+    head = ["seed", "labels", "representatives", "sub-sample sizes"]
+    head += ["total (min)", "members of all sizes (min)", "peak memory (GB)"]
+    cores, processor = results.machine.get("cores", "?"), results.machine.get("processor", "?")
+    return Table(head, rows, f"Size and cost ({cores} cores, {processor})")
+
+
+def shift_table(shift: ShiftResult, units: str) -> Table:
+    """Return the scores of all estimators on test sets out of distribution."""
+    head = ["test set", "estimator", f"RMSE ({units})", f"RMS σ ({units})", "log likelihood"]
+    rows = []
+    for found in shift.sets:
+        for name, estimator in found.estimators.items():
+            s = estimator.scores
+            cells = [
+                f"{s['rmse']:.4g}",
+                f"{s['sharpness']:.4g}",
+                minus(f"{s['log_likelihood']:.3f}"),
+            ]
+            cells += [
+                f"{s['coverage_68']:.1%}",
+                f"{s['coverage_95']:.1%}",
+                _bin_ratios([estimator]),
+            ]
+            rows.append([found.label, name, *cells])
+    title = f"Trained on {shift.n_train:,} labels of {shift.trained_on}"
+    flagged = ", ".join(f"{s.label} {s.extrapolation:.0%}" for s in shift.sets)
+    title += f"; structures flagged as extrapolation: {flagged}"
+    return Table([*head, "within 68 %", "within 95 %", f"RMSE/σ: {_BINS}"], rows, title)
+
+
+# --- cells ---
+
+_BINS = "lowest, median, highest bin of σ"
+
+
+def mean_and_error(values: Sequence[float], form: str = ".3f") -> str:
+    """Return mean ± standard error over seeds as text."""
+    text = format(float(np.mean(values)), form)
+    if len(values) > 1:
+        error = np.std(values, ddof=1) / np.sqrt(len(values))
+        text += f" ± {format(float(error), form.replace('+', ''))}"
+    return minus(text)
+
+
+def minus(text: str) -> str:
+    """Return a text with minus signs in place of hyphens before its numbers."""
+    return re.sub(r"(^|[\s\[])-(?=\d)", r"\1−", text)
+
+
+def _cells(values: Sequence[Sequence[float]], printed: Sequence[float] = ()) -> list[str]:
+    cells = [mean_and_error(v) for v in values]
+    for i, value in enumerate(printed):
+        cells[i] += f" [{minus(f'{value:.3f}')}]"
+    return cells
+
+
+def _by_size(results: Results) -> list[tuple[str, list[EnsembleResult]]]:
+    """Return label and ensembles of each size; sizes in crystals are those of the first seed."""
+    columns = zip(*(seed.ensembles for seed in results.seeds), strict=True)
+    return [("bootstrap" if c[0].replace else f"{c[0].n:,}", list(c)) for c in columns]
+
+
+def _title(results: Results, what: str) -> str:
+    over = f", mean ± standard error over {n} splits" if (n := len(results.seeds)) > 1 else ""
+    return f"Mean log likelihood ({results.units}){over}, {what}"
+
+
+def _gain(estimators: Mapping[str, EstimatorResult], first: str, second: str) -> float:
+    return estimators[first].log_likelihood - estimators[second].log_likelihood
+
+
+def _mean(found: Sequence[EstimatorResult], score: str) -> float:
+    return float(np.mean([estimator.scores[score] for estimator in found]))
+
+
+def _bin_ratios(found: Sequence[EstimatorResult]) -> str:
+    """Return RMSE/σ in bins of σ: above 1, σ is too small."""
+    bins = np.sqrt(np.mean(np.square([e.bins for e in found]), axis=0))
+    ratios = bins[:, 1] / np.maximum(bins[:, 0], np.finfo(np.float64).tiny)
+    return f"{ratios[0]:.2f}, {np.median(ratios):.2f}, {ratios[-1]:.2f}"

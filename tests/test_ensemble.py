@@ -1,0 +1,554 @@
+import numpy as np
+import oracle
+import pytest
+from checks import rejects
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qualms.arrays import distinct_rows, joined_groups
+from qualms.errors import InputError, NumericalError, QualmsWarning
+from qualms.gp.ensemble import (
+    SOLVERS,
+    ConjugateGradientSolver,
+    InaccurateError,
+    MemberProblem,
+    ProblemSize,
+    committee,
+    draw_members,
+    internal_prediction,
+    membership_counts,
+    normal_product,
+    predict,
+    project,
+    solve_members,
+    subsample_size,
+)
+from qualms.gp.sparse_gp import ProjectedProcess, fit_projected_process
+
+EXACT = ("dual", "direct", "complement")
+TOLERANCE = 1e-3
+
+
+def whitened_features(rng, n_train, rank):
+    """Clustered rows whose columns decay like the spectrum of a smooth kernel; mean k_nn = 1."""
+    centres = rng.standard_normal((5, rank))
+    rows = centres[rng.integers(5, size=n_train)] + rng.standard_normal((n_train, rank))
+    Phi = rows * (1.0 + np.arange(rank)) ** -1.0
+    return Phi / np.sqrt(np.mean(np.sum(Phi**2, axis=1)))
+
+
+def targets(rng, Phi, n_outputs=1):
+    smooth = np.sin(3 * Phi @ rng.standard_normal((Phi.shape[1], n_outputs)))
+    return smooth + 0.05 * rng.standard_normal(smooth.shape)
+
+
+def subsamples(rng, n_train, n_members, n):
+    counts = np.zeros((n_train, n_members), dtype=np.intp)
+    for i in range(n_members):
+        counts[rng.permutation(n_train)[:n], i] = 1
+    return counts
+
+
+def bootstraps(rng, n_train, n_members):
+    draws = rng.integers(n_train, size=(n_members, n_train))
+    return np.stack([np.bincount(d, minlength=n_train) for d in draws], axis=1)
+
+
+def full_model(Phi, Y, noise_variance, sample_weight=None):
+    shared = Y.mean(axis=2) if Y.ndim == 3 else Y
+    return fit_projected_process(
+        np.asarray(Phi, dtype=np.float64), shared, noise_variance, sample_weight=sample_weight
+    )
+
+
+def case(name):
+    """Return Phi, Y, counts, noise_variance, sample_weight."""
+    rng = np.random.default_rng(7)
+    N, r, n_members, n, noise = 120, 25, 6, 60, 1e-3
+    weight, n_outputs = None, 1
+    sizes = {"n < r": 12, "n close to N": 115, "one row absent": 119, "n just above r": 30}
+    n = sizes.get(name.split(":")[0], n)
+    if name == "two members":
+        n_members = 2
+    if name == "one representative":
+        r = 1
+    Phi = whitened_features(rng, N, r)
+    if name == "float32":
+        Phi = Phi.astype(np.float32)
+    elif name == "rank-deficient":
+        Phi[:, 15:] = Phi[:, :10] @ rng.standard_normal((10, 10))
+    elif name == "zero rows":
+        Phi[::3] = 0
+    elif "tiny noise" in name:
+        noise = 1e-10
+    elif name == "strong noise":
+        noise = 10.0
+    elif name == "fortran order":
+        Phi = np.asfortranarray(Phi)
+    if "outputs" in name:
+        n_outputs = 3
+    Y = targets(rng, Phi, n_outputs) * 10.0 ** np.arange(n_outputs)
+    counts = subsamples(rng, N, n_members, n)
+    if "bootstrap" in name:
+        counts = bootstraps(rng, N, n_members)
+    if "weights" in name:
+        weight = rng.uniform(0.2, 3.0, N)
+    if "own targets" in name:
+        Y = Y[:, :, None] - (Y.T @ counts / counts.sum(axis=0))
+    return Phi, Y, counts, noise, weight
+
+
+CASES = [
+    "sub-sampling",
+    "bootstrap",
+    "weights",
+    "bootstrap with weights",
+    "outputs",
+    "own targets",
+    "outputs with own targets and weights",
+    "n < r",
+    "n < r: tiny noise",
+    "n < r: outputs with own targets and weights",
+    "n just above r",
+    "n close to N",
+    "one row absent",
+    "rank-deficient",
+    "tiny noise",
+    "strong noise",
+    "zero rows",
+    "two members",
+    "one representative",
+    "float32",
+    "fortran order",
+]
+
+
+def prediction_error(Phi, weights, expected):
+    """RMS error of each member's predictions over the RMS spread between members, per output."""
+    F = np.einsum("nr,rti->nti", np.asarray(Phi, dtype=np.float64), expected)
+    error = np.einsum("nr,rti->nti", np.asarray(Phi, dtype=np.float64), weights - expected)
+    spread = np.sqrt(F.var(axis=2, ddof=1).mean(axis=0))
+    return np.sqrt((error**2).mean(axis=0)) / spread[:, None]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("method", [*EXACT, "cg", "auto"])
+def test_members_equal_explicit_inverses(name, method):
+    Phi, Y, counts, noise, weight = case(name)
+    if method == "complement" and counts.max() > 1:
+        pytest.skip("the complement of a bootstrap is not defined")
+    if method in ("complement", "cg") and name.startswith("n < r"):
+        pytest.skip("too few rows; see the tests of falling back")
+    expected = oracle.member_weights(Phi, Y, counts, noise, weight)
+    full = full_model(Phi, Y, noise, weight)
+    solved = solve_members(Phi, Y, counts, full, sample_weight=weight, method=method)
+    assert solved.weights.shape == expected.shape
+    assert solved.weights.dtype == np.float64
+    assert solved.method == method or method == "auto"
+    assert solved.relative_error <= TOLERANCE
+    if solved.method == "cg":
+        assert solved.n_iterations > 0
+        error = prediction_error(Phi, solved.weights, expected)
+        assert np.sqrt(np.mean(error**2, axis=1)).max() < TOLERANCE
+        assert error.max() < 2 * TOLERANCE
+    else:
+        assert solved.n_iterations == 0
+        assert prediction_error(Phi, solved.weights, expected).max() < 1e-6
+        size = np.abs(expected).max()
+        np.testing.assert_allclose(solved.weights, expected, rtol=1e-6, atol=1e-6 * size)
+
+
+@pytest.mark.parametrize("name", ["sub-sampling", "bootstrap", "outputs", "strong noise"])
+def test_cg_reaches_the_weights_themselves_at_a_small_tolerance(name):
+    Phi, Y, counts, noise, weight = case(name)
+    expected = oracle.member_weights(Phi, Y, counts, noise, weight)
+    full = full_model(Phi, Y, noise, weight)
+    solved = solve_members(Phi, Y, counts, full, method="cg", tolerance=1e-9)
+    scale = np.abs(expected).max(axis=(0, 2))[:, None]
+    assert np.max(np.abs(solved.weights - expected) / scale) < 1e-7
+
+
+def test_cg_holds_its_tolerance_over_many_problems():
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        N, r = 400, int(rng.integers(20, 100))
+        n, noise = int(rng.integers(110, 390)), 10 ** rng.uniform(-7, -1)
+        Phi = whitened_features(rng, N, r)
+        Y, counts = targets(rng, Phi), subsamples(rng, N, 8, n)
+        full = full_model(Phi, Y, noise)
+        tolerance = 10 ** rng.uniform(-5, -2)
+        expected = solve_members(Phi, Y, counts, full, method="direct").weights
+        solved = solve_members(Phi, Y, counts, full, method="cg", tolerance=tolerance)
+        per_member = prediction_error(Phi, solved.weights, expected)
+        assert np.sqrt(np.mean(per_member**2)) < tolerance
+        assert per_member.max() < 2 * tolerance
+
+
+def test_the_full_model_is_the_ridge_oracle_and_the_member_that_lacks_nothing():
+    Phi, Y, _, noise, weight = case("outputs with own targets and weights")
+    full = full_model(Phi, Y, noise, weight)
+    expected = oracle.ridge_weights(Phi, Y.mean(axis=2), noise, weight)
+    np.testing.assert_allclose(full.weights, expected, rtol=1e-7, atol=1e-7 * abs(expected).max())
+    everything = np.ones((len(Phi), 2))
+    for method in (*EXACT, "cg"):
+        solved = solve_members(
+            Phi, Y.mean(axis=2), everything, full, sample_weight=weight, method=method
+        )
+        for i in range(2):
+            np.testing.assert_allclose(
+                solved.weights[:, :, i], full.weights, rtol=1e-7, atol=1e-7 * abs(expected).max()
+            )
+
+
+def test_complement_by_subtraction_of_gram_matrices():
+    # More absent rows than features, where the matrix inversion lemma would not pay.
+    Phi, Y, _, noise, _ = case("sub-sampling")
+    counts = subsamples(np.random.default_rng(3), len(Phi), 4, 80)
+    assert len(Phi) - 80 > Phi.shape[1]
+    expected = oracle.member_weights(Phi, Y, counts, noise)
+    full = full_model(Phi, Y, noise)
+    solved = solve_members(Phi, Y, counts, full, method="complement")
+    assert prediction_error(Phi, solved.weights, expected).max() < 1e-8
+    assert solved.relative_error < 1e-8
+
+
+@pytest.mark.parametrize("method", [*EXACT, "cg", "auto"])
+def test_labels_of_absent_rows_never_enter(method):
+    Phi, Y, counts, _noise, _ = case("sub-sampling")
+    # One direction that only the first row determines, hardly any noise, and a wild label.
+    Phi = np.hstack([Phi, np.zeros((len(Phi), 1))])
+    Phi[0, -1] = 1.0
+    other = Y.copy()
+    other[0] += 100.0
+    absent = np.flatnonzero(counts[0] == 0)
+    assert absent.size
+    first, second = (
+        solve_members(Phi, y, counts, full_model(Phi, y, 1e-6), method=method, tolerance=1e-6)
+        for y in (Y, other)
+    )
+    np.testing.assert_allclose(
+        first.weights[:, :, absent], second.weights[:, :, absent], rtol=0, atol=1e-3
+    )
+    assert np.all(np.abs(first.weights[-1, :, absent]) < 1e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("n < r")])
+@pytest.mark.parametrize("method", ["cg", "complement"])
+def test_too_few_rows_for_the_full_model_to_help(name, method):
+    Phi, Y, counts, noise, weight = case(name)
+    expected = oracle.member_weights(Phi, Y, counts, noise, weight)
+    full = full_model(Phi, Y, noise, weight)
+    with pytest.warns(QualmsWarning):
+        solved = solve_members(Phi, Y, counts, full, sample_weight=weight, method=method)
+    assert solved.method == "dual"
+    assert prediction_error(Phi, solved.weights, expected).max() < 1e-6
+    auto = solve_members(Phi, Y, counts, full, sample_weight=weight)
+    np.testing.assert_array_equal(auto.weights, solved.weights)
+
+
+@pytest.mark.parametrize("noise", [1e-6, 1e-3, 1.0])
+def test_effective_dimension(noise):
+    rng = np.random.default_rng(0)
+    Phi = whitened_features(rng, 300, 60)
+    Y, counts = targets(rng, Phi), subsamples(rng, 300, 2, 100)
+    full = full_model(Phi, Y, noise)
+    expected = np.trace(np.linalg.inv(full.gram + noise * np.eye(60)) @ full.gram)
+    weight = np.ones(300)
+    problem = MemberProblem(Phi, Y.T[None], counts.T * weight, weight, full, True)
+    assert abs(problem.effective_dimension() - expected) <= 3 * np.sqrt((60 - expected) / 8)
+
+
+def test_cg_that_does_not_converge_warns_and_solves_exactly():
+    Phi, Y, counts, noise, _ = case("tiny noise")
+    full = full_model(Phi, Y, noise)
+    expected = oracle.member_weights(Phi, Y, counts, noise)
+    with pytest.warns(QualmsWarning):
+        solved = solve_members(Phi, Y, counts, full, method="cg", max_iterations=2)
+    assert solved.method in ("dual", "direct")
+    assert solved.n_iterations == 0
+    assert prediction_error(Phi, solved.weights, expected).max() < 1e-6
+
+
+def slow_problem(n_members=4):
+    """About as many rows as features and hardly any noise: CG converges, but slowly."""
+    rng = np.random.default_rng(0)
+    Phi = whitened_features(rng, 400, 80)
+    Y, counts = targets(rng, Phi), subsamples(rng, 400, n_members, 90)
+    return Phi, Y, counts, full_model(Phi, Y, 1e-7)
+
+
+def test_cg_gives_up_when_its_rate_says_so():
+    Phi, Y, counts, full = slow_problem()
+    weight = np.ones(len(Phi))
+    per_member = np.repeat(Y.T[None], counts.shape[1], axis=0)
+    problem = MemberProblem(Phi, per_member, counts.T * weight, weight, full, True)
+    patient = ConjugateGradientSolver(500, may_give_up=True).solve(problem, 1e-3)
+    assert patient.n_iterations > 40
+    for may_give_up, steps in ((True, "1[0-9]|2[0-3]"), (False, "24")):
+        with pytest.raises(InaccurateError, match=f"({steps}) iterations"):
+            ConjugateGradientSolver(24, may_give_up=may_give_up).solve(problem, 1e-3)
+
+
+def test_auto_abandons_cg_without_a_warning_where_it_is_slow(monkeypatch):
+    Phi, Y, counts, full = slow_problem()
+
+    monkeypatch.setattr(ConjugateGradientSolver, "cost", lambda self, size: 0.0)
+    solved = solve_members(Phi, Y, counts, full)  # warnings are errors
+    assert solved.method in ("dual", "direct")
+    expected = oracle.member_weights(Phi, Y, counts, full.noise_variance)
+    assert prediction_error(Phi, solved.weights, expected).max() < 1e-4
+
+
+def test_complement_that_cancels_falls_back():
+    # A full model whose Gram matrix is not that of Phi stands for one lost to rounding.
+    Phi, Y, counts, noise, _ = case("n close to N")
+    full = full_model(Phi, Y, noise)
+    expected = oracle.member_weights(Phi, Y, counts, noise)
+    weaker = full_model(0.1 * Phi, Y, noise)
+    slightly_off = full_model(Phi * (1 + 1e-3), Y, noise)
+    for wrong in (weaker, slightly_off):
+        with pytest.warns(QualmsWarning):
+            solved = solve_members(Phi, Y, counts, wrong, method="complement")
+        assert solved.method in ("dual", "direct")
+        assert prediction_error(Phi, solved.weights, expected).max() < 1e-6
+    assert solve_members(Phi, Y, counts, full, method="complement").method == "complement"
+
+
+def test_noise_lost_in_rounding_is_an_error():
+    rng = np.random.default_rng(0)
+    Phi = 1e6 * np.repeat(rng.standard_normal((50, 1)), 4, axis=1)
+    Y, counts = rng.standard_normal((50, 1)), subsamples(rng, 50, 3, 30)
+    unit = ProjectedProcess(np.zeros((4, 1)), np.eye(4), np.eye(4), 1e-12)
+    with pytest.raises(NumericalError):
+        solve_members(Phi, Y, counts, unit, method="direct")
+
+
+@given(st.integers(0, 10_000), st.sampled_from([*EXACT, "cg"]))
+def test_order_of_rows_does_not_matter(seed, method):
+    rng = np.random.default_rng(seed)
+    Phi = whitened_features(rng, 50, 8)
+    Y, counts = targets(rng, Phi), subsamples(rng, 50, 3, 30)
+    full = full_model(Phi, Y, 1e-2)
+    order = rng.permutation(50)
+    options = {"method": method, "tolerance": 1e-9}
+    first = solve_members(Phi, Y, counts, full, **options).weights
+    second = solve_members(Phi[order], Y[order], counts[order], full, **options).weights
+    np.testing.assert_allclose(first, second, rtol=1e-6, atol=1e-7 * np.abs(first).max())
+
+
+@given(st.integers(0, 10_000))
+def test_repeating_a_row_is_weighting_it(seed):
+    rng = np.random.default_rng(seed)
+    Phi = whitened_features(rng, 40, 6)
+    Y, counts = targets(rng, Phi), bootstraps(rng, 40, 3)
+    weighted = solve_members(Phi, Y, counts, full_model(Phi, Y, 0.1), method="direct").weights
+    for i in range(3):
+        rows = np.repeat(np.arange(40), counts[:, i])
+        expected = oracle.ridge_weights(Phi[rows], Y[rows], 0.1, np.ones(len(rows)))
+        np.testing.assert_allclose(weighted[:, :, i], expected, rtol=1e-8, atol=1e-10)
+
+
+def test_thin_products_over_several_blocks(monkeypatch):
+    monkeypatch.setattr("qualms.gp.ensemble.block_size", lambda Phi: 7)
+    rng = np.random.default_rng(0)
+    Phi, W, Z = (rng.standard_normal(shape) for shape in ((30, 4), (3, 4), (3, 30)))
+    C = rng.uniform(size=(3, 30))
+    np.testing.assert_allclose(project(Phi, Z), Z @ Phi)
+    np.testing.assert_allclose(predict(Phi, W), W @ Phi.T)
+    F, product = normal_product(Phi, C, 0.5, W)
+    np.testing.assert_allclose(F, W @ Phi.T)
+    for q in range(3):
+        np.testing.assert_allclose(product[q], (Phi.T * C[q]) @ Phi @ W[q] + 0.5 * W[q])
+
+
+@pytest.mark.parametrize(
+    ("parameter", "change"),
+    [
+        ("Phi", {"Phi": np.zeros((0, 3))}),
+        ("Phi", {"Phi": np.ones((20, 3), dtype=int)}),
+        ("Phi", {"Phi": np.full((20, 3), np.nan)}),
+        ("Phi", {"Phi": np.ones(20)}),
+        ("Y", {"Y": np.ones(20)}),
+        ("Y", {"Y": np.ones((19, 1))}),
+        ("Y", {"Y": np.ones((20, 1, 3))}),
+        ("Y", {"Y": np.full((20, 1), np.inf)}),
+        ("counts", {"counts": np.ones((20, 1))}),
+        ("counts", {"counts": np.ones(20)}),
+        ("counts", {"counts": np.ones((19, 4))}),
+        ("counts", {"counts": -np.ones((20, 4))}),
+        ("counts", {"counts": np.zeros((20, 4))}),
+        ("counts", {"counts": np.full((20, 4), np.nan)}),
+        ("full", {"Phi": np.ones((20, 2))}),
+        ("sample_weight", {"sample_weight": np.zeros(20)}),
+        ("sample_weight", {"sample_weight": np.ones(3)}),
+        ("method", {"method": "magic"}),
+        ("method", {"method": "complement", "counts": 2 * np.ones((20, 4))}),
+        ("tolerance", {"tolerance": 0.0}),
+        ("max_iterations", {"max_iterations": 0}),
+    ],
+)
+def test_bad_input_names_the_parameter(parameter, change):
+    rng = np.random.default_rng(0)
+    Phi = whitened_features(rng, 20, 3)
+    Y = targets(rng, Phi)
+    arguments = {
+        "Phi": Phi,
+        "Y": Y,
+        "counts": subsamples(rng, 20, 4, 10),
+        "full": full_model(Phi, Y, 0.1),
+    }
+    with pytest.raises(InputError) as caught:
+        solve_members(**(arguments | change))
+    assert caught.value.parameter == parameter
+
+
+@pytest.mark.parametrize("seed", [4, 36, 7])
+@pytest.mark.parametrize("method", ["cg", "auto"])
+@pytest.mark.filterwarnings("ignore::qualms.QualmsWarning")
+def test_cg_with_many_rows_of_high_leverage(method, seed):
+    """Rows of very different size, of which many alone determine a direction."""
+    rng = np.random.default_rng(seed)
+    Phi = rng.normal(size=(600, 150)) * np.exp(2 * rng.normal(size=(600, 1)))
+    Y = Phi @ rng.normal(size=(150, 1)) + rng.normal(size=(600, 1))
+    full = full_model(Phi, Y, 1e-4 * np.mean(Phi**2))
+    counts = np.stack([rng.permutation(600) < 540 for _ in range(6)], axis=1)
+    exact, solved = (
+        Phi @ solve_members(Phi, Y, counts, full, method=m).weights[:, 0]
+        for m in ("direct", method)
+    )
+    spread = np.sqrt(np.mean(exact.var(axis=1, ddof=1)))
+    assert np.sqrt(np.mean((solved - exact) ** 2)) < 1e-3 * spread
+
+
+@given(st.integers(2, 40), st.integers(2, 9), st.floats(0.01, 0.99), st.integers(0, 2**31))
+def test_subsamples_have_their_size_and_no_repetitions(n_train, n_members, fraction, seed):
+    members = draw_members(n_train, n_members, fraction, np.random.default_rng(seed))
+    assert len(members) == n_members
+    for indices in members:
+        assert len(indices) == subsample_size(fraction, n_train)
+        assert np.all(np.diff(indices) > 0)
+        assert indices[0] >= 0
+        assert indices[-1] < n_train
+
+
+def test_subsamples_are_uniform_and_reproducible():
+    members = draw_members(10, 4000, 3, np.random.default_rng(0))
+    counts = membership_counts(members, 10)
+    assert counts.shape == (10, 4000)
+    # Each point is in 30 % of the members: a binomial with a standard error of 0.7 %.
+    np.testing.assert_allclose(counts.mean(axis=1), 0.3, atol=0.03)
+    again = draw_members(10, 4000, 3, np.random.default_rng(0))
+    assert all(np.array_equal(a, b) for a, b in zip(members, again, strict=True))
+
+
+def test_bootstrap_draws_as_many_as_there_are_with_repetitions():
+    members = draw_members(50, 400, 0.5, np.random.default_rng(0), replace=True)
+    counts = membership_counts(members, 50)
+    np.testing.assert_array_equal(counts.sum(axis=0), 50)
+    assert counts.max() > 1
+    # A point is absent with probability (1 − 1/N)^N, close to 1/e.
+    assert np.mean(counts == 0) == pytest.approx((1 - 1 / 50) ** 50, abs=0.01)
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_groups_are_in_or_out_as_a_whole(replace):
+    labels = np.array(["b", "a", "b", "c", "a", "d"] * 5)
+    members = draw_members(30, 20, 0.5, np.random.default_rng(0), replace=replace, groups=labels)
+    counts = membership_counts(members, 30)
+    for label in "abcd":
+        assert np.all(counts[labels == label] == counts[labels == label][0])
+    drawn = counts[[1, 0, 3, 5]].sum(axis=0)  # one row of each group
+    np.testing.assert_array_equal(drawn, 4 if replace else 2)
+
+
+def test_a_single_sample_per_member_is_surely_a_mistake():
+    with pytest.warns(QualmsWarning):
+        assert subsample_size(1, 10) == 1
+
+
+def test_committee_is_the_oracle_s():
+    members = np.random.default_rng(0).normal(size=(5, 7))
+    mean, std = committee(members)
+    for n in range(5):
+        assert (mean[n], std[n]) == pytest.approx(oracle.committee(members[n]))
+
+
+@given(st.integers(0, 2**31), st.integers(2, 5))
+def test_internal_prediction_is_the_oracle_s(seed, min_absent):
+    rng = np.random.default_rng(seed)
+    members = rng.normal(size=(12, 2, 6))
+    absent = rng.random((12, 6)) < 0.5
+    result = internal_prediction(members, absent, min_absent=min_absent)
+    for t in range(2):
+        expected = oracle.internal_prediction(members[:, t], absent, min_absent)
+        assert [row[0] for row in expected] == list(np.flatnonzero(result.used))
+        for k, (_, mean, std, n_absent) in enumerate(expected):
+            assert result.mean[k, t] == pytest.approx(mean)
+            assert result.std[k, t] == pytest.approx(std)
+            assert result.n_absent[k] == n_absent
+
+
+def test_distinct_rows_are_found_in_an_order_of_their_own():
+    rng = np.random.default_rng(0)
+    X = rng.integers(0, 3, size=(200, 3)).astype(float)
+    X[X == 0] *= np.where(rng.random(np.sum(X == 0)) < 0.5, -1, 1)  # −0.0 is 0.0
+    points = distinct_rows(X)
+    np.testing.assert_array_equal(X[points.first][points.inverse], X)
+    assert len(points.first) == len(np.unique(X + 0.0, axis=0)) == 27
+    shuffle = rng.permutation(200)
+    shuffled = distinct_rows(X[shuffle])
+    np.testing.assert_array_equal(X[shuffle][shuffled.first], X[points.first])
+
+
+def test_groups_that_share_a_point_are_joined():
+    # Rows 0 and 3 are the same point, so groups 0 and 2 are one; group 1 stays by itself.
+    inverse, codes = np.array([0, 1, 2, 0, 3]), np.array([0, 0, 1, 2, 2])
+    groups = joined_groups(inverse, codes)
+    assert groups[0] == groups[1] == groups[3]
+    assert groups[2] != groups[0]
+
+
+@pytest.mark.parametrize("d_eff", [-3.0, 0.0, 500.0])  # an estimate may leave its range
+def test_costs_are_finite(d_eff):
+    size = ProblemSize(100, 20, 8, 1, 50, d_eff, 0.5, TOLERANCE)
+    assert all(0 < solver.cost(size) < np.inf for solver in SOLVERS.values())
+
+
+@pytest.mark.parametrize(
+    ("n_train", "rank", "n_present", "n_members", "cheapest"),
+    [
+        (20_000, 5000, 1000, 16, "dual"),
+        (20_000, 5000, 10_000, 16, "cg"),
+        (20_000, 5000, 19_998, 2, "complement"),
+        (200_000, 50, 100_000, 4, "direct"),
+    ],
+)
+def test_estimated_costs(n_train, rank, n_present, n_members, cheapest):
+    size = ProblemSize(
+        n_train, rank, n_members, 1, n_present, float(rank), n_present / n_train, TOLERANCE
+    )
+    assert min(SOLVERS, key=lambda name: SOLVERS[name].cost(size)) == cheapest
+
+
+@pytest.mark.parametrize(
+    ("parameter", "call"),
+    [
+        *[
+            ("subsample", lambda n=n: subsample_size(n, 10))
+            for n in (0.0, 1.0, 1.5, -0.5, 10, 11, 0, np.nan, "half", True)
+        ],
+        ("n_train", lambda: subsample_size(0.5, 1)),
+        ("n_members", lambda: draw_members(10, 1, 0.5, np.random.default_rng(0))),
+        ("groups", lambda: draw_members(3, 4, 0.5, np.random.default_rng(0), groups=[1, 1, 1])),
+        ("groups", lambda: draw_members(3, 4, 0.5, np.random.default_rng(0), groups=[1, 2])),
+        ("members", lambda: committee(np.ones((3, 1)))),
+        ("absent", lambda: internal_prediction(np.ones((3, 4)), np.ones((3, 3), dtype=bool))),
+        (
+            "min_absent",
+            lambda: internal_prediction(np.ones((3, 4)), np.ones((3, 4), dtype=bool), min_absent=1),
+        ),
+    ],
+)
+def test_bad_input_of_resampling(parameter, call):
+    with rejects(parameter):
+        call()

@@ -1,0 +1,470 @@
+import math
+
+import numpy as np
+import oracle
+import pytest
+import scipy.stats
+from checks import rejects
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from scipy.integrate import trapezoid
+
+from qualms.metrics import (
+    DISTANCES,
+    EXPECTED_WITHIN,
+    binned_errors,
+    bootstrap_one_sigma,
+    bootstrap_scores,
+    calibration_curve,
+    conditional_error_density,
+    coverage,
+    covering_levels,
+    crps_ensemble,
+    crps_gaussian,
+    ence,
+    far_points,
+    gaussian_log_density,
+    gaussian_log_error_density,
+    interval_score,
+    log_likelihood,
+    mae,
+    miscalibration_area,
+    rmse,
+    score,
+    score_arrays,
+    sharpness,
+    spearman,
+    student_log_density,
+)
+
+quick = settings(max_examples=15)
+N = 30
+residual_arrays = arrays(np.float64, N, elements=st.floats(-10, 10))
+std_arrays = arrays(np.float64, N, elements=st.floats(0.1, 10))
+
+
+def calibrated(seed, n=N):
+    rng = np.random.default_rng(seed)
+    std = rng.lognormal(size=n)
+    return std * rng.normal(size=n), std
+
+
+def ensemble(seed, n, n_members=16, factor=1.0):
+    """Reference values, mean, σ and members; errors are `factor` times those of members."""
+    rng = np.random.default_rng(seed)
+    std = np.exp(0.6 * rng.normal(size=n))
+    mean = 10 * rng.normal(size=n)
+    members = mean[:, None] + std[:, None] * rng.normal(size=(n, n_members))
+    return mean + factor * std * rng.normal(size=n), mean, std, members
+
+
+# --- densities ---
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_log_likelihood_is_the_oracle_s(seed):
+    z, std = calibrated(seed)
+    expected = oracle.gaussian_log_likelihood(z, std)
+    assert log_likelihood(z, std) == pytest.approx(expected, rel=1e-12)
+    assert np.mean(gaussian_log_density(z, std)) == pytest.approx(expected, rel=1e-12)
+    for v in (0.3, 4.0):
+        expected = oracle.gaussian_log_likelihood(z, std, v)
+        assert log_likelihood(z, np.sqrt(v) * std) == pytest.approx(expected, rel=1e-12)
+
+
+@quick
+@given(residual_arrays.filter(lambda z: np.any(np.abs(z) > 0.1)), std_arrays)
+def test_eq_8_is_highest_at_eq_9(z, std):
+    best = np.sqrt(np.mean((z / std) ** 2))
+    for factor in (0.9, 1.1):
+        assert log_likelihood(z, best * std) > log_likelihood(z, factor * best * std)
+
+
+def test_weights_of_the_log_likelihood():
+    z, std = calibrated(0)
+    w = np.random.default_rng(0).integers(0, 3, size=N)
+    expected = log_likelihood(np.repeat(z, w), np.repeat(std, w))
+    assert log_likelihood(z, std, 7.0 * w) == pytest.approx(expected)
+    # A point without weight does not matter, even if it is impossible.
+    assert log_likelihood([0.0, 1.0], [1.0, 1e-200], [1.0, 0.0]) == pytest.approx(
+        -0.91894, abs=1e-5
+    )
+    assert log_likelihood([0.0, 1.0], [1.0, 1e-200]) == -np.inf
+
+
+@pytest.mark.parametrize("dof", [1.0, 3.0, 15.0, 120.0])
+def test_student_density_is_the_oracle_s(dof):
+    z, scale = calibrated(1)
+    expected = [math.log(oracle.student_density(*pair, dof)) for pair in zip(z, scale, strict=True)]
+    np.testing.assert_allclose(student_log_density(z, scale, dof), expected, rtol=1e-10)
+    np.testing.assert_allclose(student_log_density(z, scale, np.full(N, dof)), expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("dof", [1e8, 1e12])
+def test_student_becomes_gaussian(dof):
+    z, scale = calibrated(1)
+    found = student_log_density(z, scale, dof)
+    np.testing.assert_allclose(found, gaussian_log_density(z, scale), rtol=1e-6)
+
+
+def test_the_density_of_ln_error_is_normalised_with_its_mode_at_sigma():
+    x = np.linspace(-30, 5, 20_001)
+    density = gaussian_log_error_density(x, 0.7)
+    assert trapezoid(density, x) == pytest.approx(1.0, rel=1e-6)
+    assert x[np.argmax(density)] == pytest.approx(0.7, abs=2e-3)
+
+
+# --- scores ---
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_scores_are_the_oracle_s(seed):
+    z, std = calibrated(seed)
+    members = z[:, None] + std[:, None] * np.random.default_rng(seed).normal(size=(N, 5))
+    assert crps_gaussian(z[:3], std[:3]) == pytest.approx(
+        np.mean([oracle.crps_gaussian(*pair) for pair in zip(z[:3], std[:3], strict=True)]),
+        rel=1e-5,
+    )
+    for fair in (True, False):
+        expected = oracle.crps_ensemble(z, members, fair)
+        assert crps_ensemble(z, members, fair=fair) == pytest.approx(expected, rel=1e-10)
+    area = oracle.miscalibration_area(z, std)
+    assert miscalibration_area(z, std) == pytest.approx(area, abs=1e-4)
+    assert ence(z, std, 5) == pytest.approx(oracle.ence(z, std, 5), rel=1e-10)
+    assert spearman(z, std) == pytest.approx(oracle.spearman(z, std), rel=1e-10)
+    for level in (0.5, 0.95):
+        assert coverage(z, std, level) == oracle.central_coverage(z, std, level)
+        expected = oracle.interval_score(z, std, level)
+        assert interval_score(z, std, level) == pytest.approx(expected, rel=1e-10)
+
+
+def test_spearman_with_ties_is_scipy_s():
+    z, std = np.round(calibrated(2)[0]), np.round(calibrated(2)[1])
+    std += 1
+    assert spearman(z, std) == pytest.approx(scipy.stats.spearmanr(np.abs(z), std).statistic)
+    assert spearman(z, np.ones(N)) == 0.0
+
+
+def test_zero_std_is_a_limit():
+    z = np.array([0.0, 0.5, -2.0])
+    assert crps_gaussian(z, np.zeros(3)) == mae(z)
+    assert coverage(z, np.zeros(3), 0.9) == pytest.approx(1 / 3)
+    np.testing.assert_array_equal(covering_levels(z, np.zeros(3)), [0.0, 1.0, 1.0])
+    assert crps_ensemble(z, z[:, None] + 1, fair=False) == 1.0
+
+
+def test_student_intervals():
+    rng = np.random.default_rng(0)
+    std, nu = np.ones(100_000), 5.0
+    z = rng.standard_t(nu, size=std.size) * np.sqrt((nu - 2) / nu)
+    for level in (0.5, 0.9, 0.99):
+        assert coverage(z, std, level, nu) == pytest.approx(level, abs=0.005)
+    assert miscalibration_area(z, std, nu) < 0.004 < miscalibration_area(z, std)
+    assert interval_score(z, std, 0.99, 1e9) == pytest.approx(interval_score(z, std, 0.99))
+
+
+@quick
+@given(residual_arrays, std_arrays, st.sampled_from([2.0**-9, 2.0**7]))  # exact in rounding
+def test_units_order_and_shape_do_not_matter(z, std, scale):
+    order = np.random.default_rng(0).permutation(N)
+    first = score(z, mean=np.zeros(N), std=std).as_dict()
+    again = score(
+        -scale * z[order].reshape(5, 6), mean=np.zeros((5, 6)), std=scale * std[order].reshape(5, 6)
+    )
+    for name, value in again.as_dict().items():
+        if value is None:
+            continue
+        if name in ("rmse", "mae", "crps", "sharpness", "interval_score_95"):
+            value /= scale
+        elif name == "log_likelihood":
+            value += np.log(scale)
+        assert value == pytest.approx(first[name], rel=1e-9, abs=1e-9), name
+
+
+def test_calibrated_predictions_have_the_scores_of_theory():
+    n, n_seeds = 2000, 40
+    values = {name: [] for name in ("area", "ence", "c68", "c95", "crps")}
+    for seed in range(n_seeds):
+        rng = np.random.default_rng(seed)
+        std = np.exp(0.1 * rng.normal(size=n))  # narrow: σ varies little inside a bin
+        z = std * rng.normal(size=n)
+        values["area"].append(miscalibration_area(z, std))
+        values["ence"].append(ence(z, std, 10))
+        values["c68"].append(coverage(z, std, 0.68))
+        values["c95"].append(coverage(z, std, 0.95))
+        values["crps"].append(crps_gaussian(z, std) / np.mean(std))
+    expected = {
+        # E ∫|B(p)| dp / √n of a Brownian bridge: √(2/π) ∫√(p(1−p)) dp = √(2/π) π/8.
+        "area": math.sqrt(2 / math.pi) * math.pi / 8 / math.sqrt(n),
+        "ence": math.sqrt(10 / (math.pi * n)),
+        "c68": 0.68,
+        "c95": 0.95,
+        "crps": 1 / math.sqrt(math.pi),  # E CRPS of a calibrated Gaussian is σ/√π
+    }
+    for name, sample in values.items():
+        # Four standard errors of the mean over seeds; the two asymptotic laws get 2 % besides.
+        tolerance = 4 * np.std(sample) / math.sqrt(n_seeds)
+        tolerance += 0.02 * expected[name] if name in ("area", "ence") else 0.0
+        assert abs(np.mean(sample) - expected[name]) < tolerance, name
+
+
+def test_the_fair_crps_does_not_depend_on_the_number_of_members():
+    rng = np.random.default_rng(0)
+    y, members = rng.normal(size=20_000), rng.normal(size=(20_000, 50))
+    many = crps_ensemble(y, members)
+    assert crps_ensemble(y, members[:, :3]) == pytest.approx(many, abs=0.01)
+    assert crps_ensemble(y, members[:, :3], fair=False) > many + 0.1
+
+
+def test_score_collects_the_functions():
+    y, mean, std, members = ensemble(0, 200)
+    z, found = y - mean, score_arrays(y, mean, std, members)
+    expected = {
+        "n_points": 200,
+        "rmse": rmse(z),
+        "mae": mae(z),
+        "log_likelihood": log_likelihood(z, std),
+        "crps": crps_gaussian(z, std),
+        "crps_ensemble": crps_ensemble(y, members),
+        "miscalibration_area": miscalibration_area(z, std),
+        "ence": ence(z, std),
+        "sharpness": sharpness(std),
+        "coverage_68": coverage(z, std, 0.68),
+        "coverage_95": coverage(z, std, 0.95),
+        "spearman": spearman(z, std),
+        "interval_score_95": interval_score(z, std, 0.95),
+    }
+    assert found.as_dict() == pytest.approx(expected, rel=1e-12)
+    assert score_arrays(y, mean, std).crps_ensemble is None
+    assert score([1.0], mean=[1.5], std=[0.5]).rmse == 0.5
+    assert all(name in str(found) for name in expected)
+
+
+def test_outliers_are_large_for_their_std_and_among_all_errors():
+    z, std = calibrated(0, 1000)
+    z[3], z[5], std[7], z[7] = 500.0, 800.0, 1e-6, 1e-3
+    assert far_points(z, std).tolist() in ([3, 5], [5, 3])
+
+
+# --- diagnostics ---
+
+
+def test_the_calibration_curve_counts():
+    z, std = calibrated(0)
+    curve = calibration_curve(z, std)
+    counted = [oracle.central_coverage(z, std, p) for p in curve.expected]
+    np.testing.assert_array_equal(curve.observed, counted)
+    student = calibration_curve(z, std, [0.3, 0.9], dof=5.0)
+    np.testing.assert_array_equal(student.observed, [coverage(z, std, p, 5.0) for p in (0.3, 0.9)])
+
+
+def test_binned_errors_are_the_oracle_s():
+    z, std = calibrated(0)
+    found = binned_errors(z, std, 5)
+    columns = (found.rmv, found.rmse, found.counts, found.rmv_stderr, found.rmse_stderr)
+    np.testing.assert_allclose(np.transpose(columns), oracle.binned_errors(z, std, 5), rtol=1e-10)
+
+
+def test_equal_std_is_never_separated():
+    std = np.repeat([1.0, 2.0, 3.0], [3, 20, 7])
+    found = binned_errors(np.arange(30.0), std, 6)
+    np.testing.assert_array_equal(found.counts, [3, 20, 7])
+    np.testing.assert_allclose(found.rmv, [1.0, 2.0, 3.0])
+    assert binned_errors(np.ones(30), np.ones(30)).counts.tolist() == [30]
+    assert np.isinf(binned_errors([1.0, 2.0], [1.0, 2.0], 2).rmse_stderr).all()
+
+
+def test_eq_18_is_the_ratio_of_kernel_sums():
+    y, mean, std, members = ensemble(0, 40, n_members=3)
+    h = (0.3, 0.4)
+    both = conditional_error_density(y, mean, std, members, bandwidth=h, min_points=1e-3)
+    assert both.bandwidth == h
+    errors = np.log(np.abs(y - mean)), np.log(np.abs(members - mean[:, None])).ravel()
+    for found, ln_error, ln_sigma in zip(
+        (both.true, both.model), errors, (np.log(std), np.log(np.repeat(std, 3))), strict=True
+    ):
+        rows, columns = np.flatnonzero(found.supported)[::4], slice(None, None, 5)
+        density, marginal = oracle.conditional_density(
+            ln_sigma, ln_error, h, found.ln_sigma[rows], found.ln_error[columns]
+        )
+        # Points move by up to a sixteenth of a bandwidth, to the centres of bins.
+        np.testing.assert_allclose(found.density[rows, columns], density, atol=0.03 * density.max())
+        np.testing.assert_allclose(found.marginal[rows], marginal, atol=0.02 * marginal.max())
+        integral = trapezoid(found.density[rows], found.ln_error, axis=1)
+        np.testing.assert_allclose(integral, 1.0, rtol=1e-3)
+        assert trapezoid(found.marginal, found.ln_sigma) == pytest.approx(1.0, rel=1e-3)
+
+
+def total_variation(a, b):
+    """Mean over well-populated σ of half the integrated distance of two conditionals."""
+    rows = a.marginal > 0.3 * a.marginal.max()
+    distance = trapezoid(np.abs(a.density - b.density), a.ln_error, axis=1)
+    return 0.5 * float(np.mean(distance[rows]))
+
+
+@pytest.mark.parametrize("with_members", [True, False])
+def test_actual_and_predicted_densities_agree_if_calibrated(with_members):
+    right, wrong = [], []
+    for seed in range(3):
+        y, mean, std, members = ensemble(seed, 4000)
+        members = members if with_members else None
+        both = conditional_error_density(y, mean, std, members)
+        right.append(total_variation(both.true, both.model))
+        both = conditional_error_density(2 * y - mean, mean, std, members)
+        wrong.append(total_variation(both.true, both.model))
+    assert np.mean(right) < 0.06
+    # The total variation between |N(0,1)| and |N(0,4)| is 0.32.
+    assert np.mean(wrong) == pytest.approx(0.32, abs=0.05)
+
+
+def test_densities_of_special_points():
+    y, mean, std, members = ensemble(0, 50)
+    y[:3], std[3] = mean[:3], 0.0
+    both = conditional_error_density(y, mean, std, members)
+    assert (both.true.n_dropped, both.model.n_dropped) == (4, 16)
+    constant = conditional_error_density(y, mean, np.ones(50))
+    assert constant.true.supported.any()
+    assert not conditional_error_density([1.0], [0.0], [1.0]).true.supported.any()
+    far = conditional_error_density(np.append(y, 1e300), np.append(mean, 0), np.append(std, 1e-300))
+    assert far.true.density.size < 2e6
+
+
+# --- bootstrap intervals ---
+
+
+def slow_resamples(y, mean, std, members, groups, n_bootstrap, seed):
+    """Draw groups, put their points side by side, and score them."""
+    rng = np.random.default_rng(seed)
+    labels = np.unique(groups)
+    n_bins = int(np.clip(len(y) // 10, 1, 10))
+    for _ in range(n_bootstrap):
+        drawn = labels[rng.integers(len(labels), size=len(labels))]
+        rows = np.concatenate([np.flatnonzero(groups == label) for label in drawn])
+        scores = score_arrays(y[rows], mean[rows], std[rows], members[rows]).as_dict()
+        # The number of bins is that of the data.
+        yield scores | {"ence": ence(y[rows] - mean[rows], std[rows], min(n_bins, len(rows)))}
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("ties", [False, True])
+def test_intervals_are_quantiles_of_scores_of_resampled_points(grouped, ties):
+    y, mean, std, members = ensemble(0, 150, n_members=5)
+    if ties:
+        std, mean, y = np.round(std, 1) + 0.1, np.round(mean), np.round(y)
+    groups = np.random.default_rng(3).integers(40, size=150) if grouped else np.arange(150)
+    options = {"n_bootstrap": 30, "level": 0.8, "rng": np.random.default_rng(7)}
+    found = bootstrap_scores(y, mean, std, members, groups=groups if grouped else None, **options)
+    slow = list(slow_resamples(y, mean, std, members, groups, 30, 7))
+    assert found.scores == score_arrays(y, mean, std, members)
+    assert found.n_groups == len(np.unique(groups))
+    assert found.intervals.keys() == slow[0].keys() - {"n_points"}
+    for name, interval in found.intervals.items():
+        value = getattr(found.scores, name)
+        low, high = np.quantile([s[name] for s in slow], [0.1, 0.9])
+        if name in DISTANCES:
+            low, high = max(2 * value - high, 0), max(2 * value - low, 0)
+        assert interval == pytest.approx((min(low, value), max(high, value)), rel=1e-9)
+
+
+def test_intervals_contain_the_limit_of_many_points():
+    limits = score_arrays(*ensemble(0, 100_000, factor=1.3)[:3]).as_dict()
+    names = ("rmse", "log_likelihood", "miscalibration_area", "coverage_68", "spearman")
+    inside = dict.fromkeys(names, 0)
+    for seed in range(30):
+        y, mean, std, _ = ensemble(seed + 1, 300, factor=1.3)
+        found = bootstrap_scores(y, mean, std, n_bootstrap=60, level=0.9).intervals
+        for name in names:
+            inside[name] += found[name][0] <= limits[name] <= found[name][1]
+    for name, count in inside.items():
+        assert count >= 22, name  # 27 expected; three standard deviations below
+
+
+def test_groups_of_correlated_points_make_wider_intervals():
+    y, mean, std, _ = ensemble(0, 100)
+    copies = [np.repeat(v, 9) for v in (y, mean, std)]
+    together = bootstrap_scores(*copies, groups=np.repeat(np.arange(100), 9))
+    apart = bootstrap_scores(*copies)
+    widths = [np.ptp(found.intervals["rmse"]) for found in (together, apart)]
+    assert 2 < widths[0] / widths[1] < 4.5  # √9 expected
+    rows = [np.repeat(v[:, None], 9, axis=1) for v in (y, mean, std)]
+    assert bootstrap_scores(*rows).intervals == together.intervals
+    assert bootstrap_scores(y, mean, std, groups=np.zeros(100)).intervals == {}
+
+
+def test_impossible_errors_give_no_nan():
+    y, mean, std, _ = ensemble(0, 40)
+    std[0] = 1e-200
+    found = bootstrap_scores(y, mean, std, n_bootstrap=30)
+    assert not np.isnan(list(found.intervals.values())).any()
+
+
+def test_one_sigma():
+    z, std = calibrated(0, 4000)
+    found = bootstrap_one_sigma(2 * z, std)
+    assert found.factor == pytest.approx(2.0, rel=0.05)
+    assert found.factor_interval[0] < 2.0 < found.factor_interval[1]
+    assert found.within == np.mean(np.abs(2 * z) <= std)
+    right = bootstrap_one_sigma(z, std)
+    assert right.within_interval[0] < EXPECTED_WITHIN < right.within_interval[1]
+    assert bootstrap_one_sigma(z, std, groups=np.zeros(4000)).within_interval is None
+
+
+# --- bad input ---
+
+Z, S = calibrated(0)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [log_likelihood, crps_gaussian, ence, spearman, calibration_curve, bootstrap_one_sigma],
+)
+@pytest.mark.parametrize(
+    ("parameter", "z", "std"),
+    [
+        ("residuals", [], []),
+        ("residuals", [np.nan, 1.0], [1.0, 1.0]),
+        ("residuals", ["a"], [1.0]),
+        ("residuals", [1j], [1.0]),
+        ("std", [1.0, 2.0], [1.0]),
+        ("std", [1.0, 2.0], [1.0, -1.0]),
+        ("std", [1.0, 2.0], [1.0, np.inf]),
+    ],
+)
+def test_bad_arrays(function, parameter, z, std):
+    with rejects(parameter):
+        function(z, std)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "call"),
+    [
+        ("std", lambda: log_likelihood([1.0], [0.0])),
+        ("std", lambda: ence([1.0], [0.0])),
+        ("std", lambda: score(Z, mean=Z, std=0 * S)),
+        ("weights", lambda: log_likelihood(Z, S, -S)),
+        ("weights", lambda: log_likelihood(Z, S, 0 * S)),
+        ("scale", lambda: student_log_density(Z, -S, 3.0)),
+        ("dof", lambda: student_log_density(Z, S, 0.0)),
+        ("dof", lambda: coverage(Z, S, 0.5, 2.0)),
+        ("level", lambda: coverage(Z, S, 1.0)),
+        ("level", lambda: interval_score(Z, S, 0.0)),
+        ("levels", lambda: calibration_curve(Z, S, [0.5, 1.0])),
+        ("n_bins", lambda: binned_errors(Z, S, 31)),
+        ("members", lambda: crps_ensemble(Z, Z[:, None])),
+        ("members", lambda: crps_ensemble(Z, np.ones((29, 4)))),
+        ("members", lambda: score_arrays(Z, Z, S, Z[:, None])),
+        ("mean", lambda: score_arrays(Z, Z[:3], S)),
+        ("groups", lambda: bootstrap_scores(Z, Z, S, groups=np.arange(3))),
+        ("n_bootstrap", lambda: bootstrap_scores(Z, Z, S, n_bootstrap=2)),
+        ("level", lambda: bootstrap_scores(Z, Z, S, level=1.0)),
+        ("bandwidth", lambda: conditional_error_density(Z, 0 * Z, S, bandwidth=(1e-9, 1.0))),
+        ("bandwidth", lambda: conditional_error_density(Z, 0 * Z, S, bandwidth=(1.0,))),
+        ("min_points", lambda: conditional_error_density(Z, 0 * Z, S, min_points=0.0)),
+        ("y", lambda: conditional_error_density(Z, Z, S)),
+        ("std", lambda: conditional_error_density(Z, 0 * Z, 0 * S)),
+    ],
+)
+def test_bad_arguments(parameter, call):
+    with rejects(parameter):
+        call()

@@ -1,0 +1,440 @@
+import numpy as np
+import oracle
+import pandas as pd
+import pytest
+from checks import rejects
+from sklearn.compose import make_column_transformer
+from sklearn.datasets import make_friedman1
+from sklearn.ensemble import HistGradientBoostingRegressor, RandomForestRegressor
+from sklearn.gaussian_process.kernels import RBF, ConstantKernel
+from sklearn.linear_model import LinearRegression, Ridge
+from sklearn.model_selection import GridSearchCV
+from sklearn.neighbors import KNeighborsRegressor
+from sklearn.neural_network import MLPRegressor
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer, OneHotEncoder, StandardScaler
+from sklearn.tree import DecisionTreeRegressor
+from sklearn.utils.estimator_checks import check_estimator
+
+from qualms import ProjectedProcessRegressor, ResamplingRegressor, score
+from qualms.calibration.fitting import PerOutputCalibration, calibrate
+from qualms.errors import CalibrationError, QualmsWarning
+from qualms.gp.kernels import RBFKernel
+
+X, Y = make_friedman1(360, n_features=6, noise=0.1, random_state=0)
+X_TEST, Y_TEST = X[240:], Y[240:]
+X, Y = X[:240], Y[:240]
+
+
+def small(**parameters):
+    settings = {"kernel": "rbf", "n_representatives": 60, "random_state": 0}
+    return ProjectedProcessRegressor(**(settings | parameters))
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        ProjectedProcessRegressor(),
+        ProjectedProcessRegressor("rbf", calibration="shrinkage"),
+        ProjectedProcessRegressor(n_members=0, noise="evidence"),
+        ProjectedProcessRegressor(replace=True, selection="cur", calibration="power"),
+        ResamplingRegressor(Ridge()),
+        ResamplingRegressor(LinearRegression(), replace=True, calibration="linear"),
+    ],
+    ids=lambda e: f"{type(e).__name__}-{getattr(e, 'kernel', '')}-{e.n_members}-{e.calibration}",
+)
+@pytest.mark.filterwarnings("ignore::qualms.QualmsWarning", "ignore::FutureWarning")
+def test_scikit_learn_s_checks_pass_with_nothing_skipped(estimator):
+    results = check_estimator(estimator, on_fail="raise")
+    assert {r["status"] for r in results} == {"passed"}
+    assert len(results) > 50
+
+
+def rebuild(model, member):
+    """Train one member by brute force: its rows, its mean, Eq. (3) with explicit inverses."""
+    rows = model.member_indices_[member]
+    representatives = X[model.representative_indices_]
+    kernel = RBFKernel(model.basis_.kernel.length_scale)
+    center = Y[rows].mean()
+    scale = np.var(Y) / np.mean(kernel.diag(X))  # Eq. (17)
+    mean, _ = oracle.projected_process(
+        scale * kernel(representatives, representatives),
+        scale * kernel(X[rows], representatives),
+        scale * kernel(X_TEST, representatives),
+        np.zeros((len(X_TEST),) * 2),
+        Y[rows] - center,
+        model.noise_variance_,
+    )
+    return mean + center
+
+
+@pytest.mark.parametrize(
+    "parameters", [{}, {"replace": True}, {"subsample": 0.1}, {"subsample": 200}]
+)
+def test_every_member_is_the_oracle_s(parameters):
+    model = small(n_representatives=25, noise=0.5, n_members=4, calibration=None, **parameters)
+    prediction = model.fit(X, Y).predict_ensemble(X_TEST)
+    spread = prediction.std.mean()
+    for i in range(4):
+        np.testing.assert_allclose(prediction.members[:, i], rebuild(model, i), atol=1e-2 * spread)
+    np.testing.assert_allclose(model.predict(X_TEST), prediction.mean, rtol=1e-10)
+
+
+def test_the_full_model_is_the_oracle_s():
+    model = small(n_representatives=25, noise=0.5, n_members=0).fit(X, Y)
+    kernel, representatives = model.basis_.kernel, X[model.representative_indices_]
+    scale = np.var(Y)
+    mean, covariance = oracle.projected_process(
+        scale * kernel(representatives, representatives),
+        scale * kernel(X, representatives),
+        scale * kernel(X_TEST, representatives),
+        scale * kernel(X_TEST, X_TEST),
+        Y - Y.mean(),
+        0.5,
+    )
+    predicted, std = model.predict(X_TEST, return_std=True)
+    np.testing.assert_allclose(predicted, mean + Y.mean(), rtol=1e-8)
+    np.testing.assert_allclose(std, np.sqrt(np.diag(covariance) + 0.5), rtol=1e-8)
+    assert model.noise_variance_ == pytest.approx(0.5)
+    assert model.effective_rank_ == 25
+
+
+def test_calibration_is_out_of_bag():
+    model = small().fit(X, Y)
+    absent = np.stack([~np.isin(np.arange(len(X)), rows) for rows in model.member_indices_], axis=1)
+    members = model.predict_ensemble(X).uncalibrated.members
+    expected = calibrate(Y, members, absent=absent)
+    assert model.calibration_.alpha == pytest.approx(expected.alpha, rel=1e-6)
+    assert model.calibration_.n_points == expected.n_points
+
+
+@pytest.mark.parametrize(
+    ("calibration", "slack"),
+    # Linear takes the noise of a small committee for error, so its bars are somewhat too wide.
+    [("student", 0.05), ("shrinkage", 0.05), ("power", 0.05), ("linear", 0.1)],
+)
+def test_uncertainties_are_calibrated_on_new_points(calibration, slack):
+    X, y = make_friedman1(2400, n_features=5, noise=0.05, random_state=1)
+    model = small(n_representatives=150, calibration=calibration).fit(X[:1200], y[:1200])
+    scores = score(y[1200:], model.predict_ensemble(X[1200:]))
+    assert scores.coverage_68 == pytest.approx(0.68, abs=slack)
+    assert scores.coverage_95 == pytest.approx(0.95, abs=slack)
+    raw = score(y[1200:], model.predict_ensemble(X[1200:]).uncalibrated)
+    assert scores.log_likelihood > raw.log_likelihood
+
+
+def test_features_of_both_signs_get_an_offset_because_an_even_power_is_blind_to_the_sign():
+    Z = StandardScaler().fit_transform(X)
+    y = Z @ np.arange(6.0)
+    model = ProjectedProcessRegressor(random_state=0).fit(Z, y)
+    assert model.basis_.kernel.offset == 1.0
+    assert model.score(Z, y) > 0.9
+    blind = ProjectedProcessRegressor(offset=0.0, random_state=0).fit(Z, y)
+    assert blind.score(Z, y) < 0.8
+
+
+def test_the_evidence_finds_the_noise_and_leave_one_out_the_best_prediction():
+    # A draw from the prior itself, so that the noise is the only thing to be found.
+    rng = np.random.default_rng(0)
+    inputs = np.concatenate([X, X_TEST])
+    f = np.linalg.cholesky(RBFKernel(0.7)(inputs, inputs) + 1e-9 * np.eye(360)) @ rng.normal(
+        size=360
+    )
+    y, truth = f[:240] + 0.3 * rng.normal(size=240), f[240:]
+
+    def model(noise):
+        return small(length_scale=0.7, n_representatives=None, n_members=0, noise=noise).fit(X, y)
+
+    assert model("evidence").noise_variance_ == pytest.approx(0.09, rel=0.4)
+
+    def error(noise):
+        return np.sqrt(np.mean((model(noise).predict(X_TEST) - truth) ** 2))
+
+    best = min(error(noise) for noise in np.geomspace(1e-4, 10, 11))
+    assert error("loo") < 1.1 * best
+
+
+def test_kernels_of_scikit_learn_can_be_used_and_searched():
+    kernel = ConstantKernel(2.0) * RBF(2.0)
+    model = small(kernel=kernel, noise=0.1).fit(X, Y)
+    same = small(length_scale=2.0, noise=0.1).fit(X, Y)
+    # Eq. (17) undoes the constant.
+    np.testing.assert_allclose(model.predict(X_TEST), same.predict(X_TEST), rtol=1e-6)
+    np.testing.assert_allclose(model.pp_std(X_TEST), same.pp_std(X_TEST), rtol=1e-6)
+    search = GridSearchCV(
+        small(kernel=RBF(1.0), n_members=0), {"kernel__length_scale": [0.01, 2.0]}, cv=3
+    )
+    assert search.fit(X, Y).best_params_ == {"kernel__length_scale": 2.0}
+
+
+def test_float32_features_are_used_as_they_are():
+    X32 = X.astype(np.float32)
+    model = small().fit(X32, Y)
+    assert model.basis_.representatives.dtype == np.float32
+    predicted = model.predict_ensemble(X_TEST.astype(np.float32))
+    expected = small().fit(X32.astype(np.float64), Y).predict_ensemble(X_TEST.astype(np.float32))
+    assert np.sqrt(np.mean((predicted.mean - expected.mean) ** 2)) < 0.01 * expected.std.mean()
+    np.testing.assert_allclose(predicted.std, expected.std, rtol=0.05)
+
+
+def test_the_same_seed_gives_the_same_result_in_any_order_of_the_rows():
+    first = small().fit(X, Y)
+    second = small().fit(X, Y)
+    np.testing.assert_array_equal(first.predict(X_TEST), second.predict(X_TEST))
+    order = np.random.default_rng(0).permutation(len(X))
+    shuffled = small().fit(X[order], Y[order])
+    np.testing.assert_allclose(first.predict(X_TEST), shuffled.predict(X_TEST), rtol=1e-9)
+    assert set(order[shuffled.member_indices_[0]]) == set(first.member_indices_[0])
+    other = small(random_state=1).fit(X, Y)
+    assert not np.allclose(first.predict(X_TEST), other.predict(X_TEST), rtol=1e-9)
+
+
+def test_copies_of_a_row_are_in_or_out_together():
+    doubled, y = np.concatenate([X, X]), np.concatenate([Y, Y + 0.01])
+    for model in (small(), ResamplingRegressor(Ridge(), random_state=0)):
+        model.fit(doubled, y)
+        for rows in model.member_indices_:
+            inside = np.isin(np.arange(480), rows)
+            np.testing.assert_array_equal(inside[:240], inside[240:])
+
+
+def test_weights_are_copies():
+    weight = np.random.default_rng(0).integers(0, 3, size=len(X))
+    repeated = small().fit(np.repeat(X, weight, axis=0), np.repeat(Y, weight))
+    weighted = small().fit(X, Y, sample_weight=weight)
+    a, b = repeated.predict_ensemble(X_TEST), weighted.predict_ensemble(X_TEST)
+    np.testing.assert_allclose(a.mean, b.mean, rtol=1e-6)
+    np.testing.assert_allclose(a.std, b.std, rtol=1e-5)
+
+
+@pytest.mark.parametrize("model", [small(), ResamplingRegressor(Ridge(), random_state=0)])
+def test_groups_are_in_or_out_together(model):
+    groups = np.arange(len(X)) // 6
+    model.fit(X, Y, groups=groups)
+    for rows in model.member_indices_:
+        assert len(rows) == 120
+        assert set(np.unique(groups[rows], return_counts=True)[1]) == {6}
+
+
+@pytest.mark.parametrize("make", [small, lambda: ResamplingRegressor(Ridge(), random_state=0)])
+def test_several_outputs(make):
+    Y2 = np.stack([Y, 100 * X[:, 0] ** 2], axis=1)
+    model = make().fit(X, Y2)
+    mean, std = model.predict(X_TEST, return_std=True)
+    assert mean.shape == std.shape == (120, 2)
+    assert model.predict_ensemble(X_TEST).members.shape == (120, 2, 16)
+    assert isinstance(model.calibration_, PerOutputCalibration)
+    one = make().fit(X, Y2[:, :1])
+    assert one.predict(X_TEST).shape == (120, 1)
+    if isinstance(model, ProjectedProcessRegressor):
+        assert model.weights_.shape == (60, 2, 16)
+        assert model.pp_std(X_TEST).shape == (120, 2)
+        single = make().fit(X, Y)
+        np.testing.assert_allclose(one.predict(X_TEST)[:, 0], single.predict(X_TEST), rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        HistGradientBoostingRegressor(max_iter=30),
+        RandomForestRegressor(10),
+        KNeighborsRegressor(3),
+        make_pipeline(StandardScaler(), Ridge()),
+        make_pipeline(
+            StandardScaler(),
+            MLPRegressor(hidden_layer_sizes=(8,), activation="tanh", solver="lbfgs", tol=0.1),
+        ),
+    ],
+    ids=["boosting", "forest", "neighbours", "pipeline", "network"],
+)
+def test_any_regressor_gets_uncertainties(estimator):
+    model = ResamplingRegressor(estimator, n_members=8, random_state=0).fit(X, Y)
+    mean, std = model.predict(X_TEST, return_std=True)
+    assert np.all(std > 0)
+    assert np.corrcoef(mean, Y_TEST)[0, 1] > 0.7
+    z = (Y_TEST - mean) / std
+    assert 0.5 < np.mean(np.abs(z) < 1) < 0.9
+    again = ResamplingRegressor(estimator, n_members=8, random_state=0).fit(X, Y)
+    np.testing.assert_array_equal(mean, again.predict(X_TEST))
+
+
+def test_members_are_trained_on_their_rows_with_seeds_of_their_own():
+    model = ResamplingRegressor(DecisionTreeRegressor(), n_members=3, random_state=0).fit(X, Y)
+    seeds = {e.random_state for e in model.estimators_}
+    assert len(seeds) == 3
+    for tree, rows in zip(model.estimators_, model.member_indices_, strict=True):
+        # A full tree knows its training rows by heart, and no others.
+        np.testing.assert_allclose(tree.predict(X[rows]), Y[rows])
+        others = np.setdiff1d(np.arange(len(X)), rows)
+        assert np.mean(tree.predict(X[others]) == Y[others]) < 0.1
+
+
+@pytest.mark.parametrize("make", [small, lambda: ResamplingRegressor(Ridge(), random_state=0)])
+def test_constant_y_gives_no_spread_and_a_warning(make):
+    with pytest.warns(QualmsWarning):
+        model = make().fit(X, np.full(len(X), 3.7))
+    mean, std = model.predict(X_TEST, return_std=True)
+    np.testing.assert_allclose(mean, 3.7)
+    np.testing.assert_allclose(std, 0, atol=1e-12)
+
+
+def test_identical_rows_are_rejected_with_members():
+    same = np.ones((10, 3))
+    with rejects("X"):
+        ProjectedProcessRegressor(random_state=0).fit(same, Y[:10])
+    model = ProjectedProcessRegressor(n_members=0).fit(same, Y[:10])
+    assert model.effective_rank_ == 1
+    mean, std = model.predict(same, return_std=True)
+    np.testing.assert_allclose(mean, Y[:10].mean())
+    # Their scatter is all that is known of the noise.
+    np.testing.assert_allclose(std, np.std(Y[:10], ddof=1), rtol=1e-3)
+
+
+def test_too_few_groups_are_rejected():
+    # With two groups all members that did not see a point are the same.
+    with pytest.raises(CalibrationError):
+        small().fit(X, Y, groups=np.arange(len(X)) // 120)
+    with pytest.raises(CalibrationError):
+        ResamplingRegressor(Ridge(), calibration="shrinkage", random_state=0).fit(X[:2], Y[:2])
+
+
+def test_an_exact_fit_has_no_uncertainty_and_a_warning():
+    for seed in range(5):
+        model = ResamplingRegressor(LinearRegression(), random_state=seed)
+        with pytest.warns(QualmsWarning):
+            model.fit(X, 1 + X @ np.arange(6.0))
+        mean, std = model.predict(X_TEST, return_std=True)
+        np.testing.assert_allclose(mean, 1 + X_TEST @ np.arange(6.0))
+        assert np.all(std < 1e-12)
+
+
+def test_replicates_determine_the_noise():
+    rng = np.random.default_rng(0)
+    points = np.repeat(X[:40], 25, axis=0)
+    y = np.repeat(Y[:40], 25) + 0.5 * rng.normal(size=1000)
+    model = small(n_representatives=None, noise="evidence").fit(points, y)
+    assert model.noise_variance_ == pytest.approx(0.25, rel=0.1)
+
+
+def test_data_frames_reach_the_members_with_their_columns():
+    frame = pd.DataFrame(X, columns=list("abcdef"))
+    frame["kind"] = np.where(X[:, 0] > 0.5, "high", "low")
+    columns = make_column_transformer(
+        (OneHotEncoder(), ["kind"]), (StandardScaler(), list("abcdef"))
+    )
+    model = ResamplingRegressor(make_pipeline(columns, Ridge()), random_state=0).fit(frame, Y)
+    mean, std = model.predict(frame, return_std=True)
+    assert np.corrcoef(mean, Y)[0, 1] > 0.8
+    assert np.all(std > 0)
+    with pytest.raises(ValueError, match="feature names"):
+        model.predict(frame.drop(columns="kind"))
+    # Numbers give the same result in a frame as in an array.
+    numbers = frame.drop(columns="kind")
+    in_frame = ResamplingRegressor(Ridge(), random_state=0).fit(numbers, Y).predict(numbers)
+    in_array = ResamplingRegressor(Ridge(), random_state=0).fit(X, Y).predict(X)
+    np.testing.assert_allclose(in_frame, in_array)
+
+
+def test_rows_of_a_frame_that_only_look_alike_are_different():
+    class Structure:
+        def __init__(self, features):
+            self.features = features
+
+        def __repr__(self):
+            return "Structure(H2O)"
+
+    frame = pd.DataFrame({"structure": [Structure(x) for x in X], "vector": list(X)})
+    features = FunctionTransformer(lambda f: np.stack([s.features for s in f["structure"]]))
+    ridge = make_pipeline(features, Ridge())
+    model = ResamplingRegressor(ridge, random_state=0).fit(frame, Y)
+    plain = ResamplingRegressor(Ridge(), random_state=0).fit(X, Y)
+    # The same model but for other sub-samples.
+    assert np.std(model.predict(frame) - plain.predict(X)) < 0.1 * np.std(Y)
+
+
+def test_missing_values_are_for_the_estimator_to_accept():
+    holes = np.where(np.random.default_rng(0).random(X.shape) < 0.05, np.nan, X)
+    boosting = HistGradientBoostingRegressor(max_iter=20)
+    model = ResamplingRegressor(boosting, n_members=8, random_state=0).fit(holes, Y)
+    assert np.all(np.isfinite(model.predict(holes)))
+    with pytest.raises(ValueError, match="NaN"):
+        ResamplingRegressor(Ridge(), random_state=0).fit(holes, Y)
+
+
+@pytest.mark.filterwarnings("ignore:.*have no spread:qualms.QualmsWarning")
+def test_groups_that_share_a_row_are_joined():
+    doubled, y = np.concatenate([X, X]), np.concatenate([Y, Y])
+    model = ResamplingRegressor(KNeighborsRegressor(1), random_state=0)
+    by_group = model.fit(doubled, y, groups=np.arange(480)).calibration_.alpha
+    by_row = model.fit(doubled, y).calibration_.alpha
+    # A member that saw one copy has seen the other, whatever their labels.
+    assert by_group == pytest.approx(by_row, rel=0.25)
+
+
+def test_fewer_representatives_than_asked_for_are_reported():
+    model = ProjectedProcessRegressor("power", 1, n_representatives=20, selection="cur")
+    with pytest.warns(QualmsWarning):
+        model.fit(X, Y)
+
+
+def test_a_kernel_that_does_not_distinguish_points_is_reported():
+    with pytest.warns(QualmsWarning):
+        ProjectedProcessRegressor(random_state=0, calibration=None).fit(X[:, :1], Y)
+
+
+def test_an_indefinite_kernel_is_reported():
+    # Fractional powers of products are not positive semi-definite.
+    rng = np.random.default_rng(0)
+    Z = rng.random((60, 3))
+    with pytest.warns(QualmsWarning):
+        ProjectedProcessRegressor(exponent=1.1, offset=1.0, n_members=0).fit(
+            Z - 0.5, rng.normal(size=60)
+        )
+
+
+@pytest.mark.parametrize(
+    ("parameter", "settings"),
+    [
+        ("kernel", {"kernel": "magic"}),
+        ("kernel", {"kernel": 3}),
+        ("exponent", {"exponent": 0.5}),
+        ("offset", {"offset": "magic"}),
+        ("length_scale", {"kernel": "rbf", "length_scale": 0.0}),
+        ("n_representatives", {"n_representatives": 10_000}),
+        ("n_representatives", {"n_representatives": 2.5}),
+        ("selection", {"selection": "magic"}),
+        ("noise", {"noise": "magic"}),
+        ("noise", {"noise": -1.0}),
+        ("n_members", {"n_members": 1}),
+        ("n_members", {"n_members": 2.5}),
+        ("subsample", {"subsample": 1.5}),
+        ("replace", {"replace": "yes"}),
+        ("calibration", {"calibration": "magic"}),
+    ],
+)
+def test_bad_parameters(parameter, settings):
+    with rejects(parameter):
+        ProjectedProcessRegressor(**settings).fit(X[:60], Y[:60])
+
+
+@pytest.mark.parametrize(
+    ("parameter", "change"),
+    [
+        ("y", {"y": 1e200 * Y[:60]}),
+        ("groups", {"groups": np.zeros(60)}),
+        ("groups", {"groups": np.arange(59)}),
+        ("sample_weight", {"sample_weight": np.eye(60)[0]}),
+    ],
+)
+def test_bad_data(parameter, change):
+    with rejects(parameter):
+        ProjectedProcessRegressor().fit(**({"X": X[:60], "y": Y[:60]} | change))
+
+
+def test_requests_that_cannot_be_met():
+    with rejects("sample_weight"):
+        ResamplingRegressor(KNeighborsRegressor()).fit(X[:60], Y[:60], sample_weight=np.ones(60))
+    with rejects("n_members"):
+        ProjectedProcessRegressor(n_members=0).fit(X[:60], Y[:60]).predict_ensemble(X[:3])
+    with pytest.raises(CalibrationError):  # no point is absent from three members
+        ProjectedProcessRegressor(n_members=4, subsample=59).fit(X[:60], Y[:60])

@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import numpy as np
+import oracle
+import pytest
+import scipy.linalg
+from checks import rejects
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qualms.gp import representatives as farthest
+from qualms.gp.representatives import (
+    cur,
+    cur_from_kernel,
+    farthest_points,
+)
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def soap_like(rng, n_points, n_features, n_latent=6, dtype=np.float64):
+    """Non-negative normalised rows in clusters, on a manifold of few dimensions."""
+    centres = rng.normal(size=(8, n_latent))
+    latent = centres[rng.integers(8, size=n_points)] + 0.3 * rng.normal(size=(n_points, n_latent))
+    X = (latent @ rng.normal(size=(n_latent, n_features))) ** 2
+    return (X / np.linalg.norm(X, axis=1, keepdims=True)).astype(dtype)
+
+
+def assert_textbook(picks, X, n, start=0, rtol=1e-7):
+    indices, distances = oracle.farthest_points(X, n, start)
+    assert picks.indices.tolist() == indices
+    np.testing.assert_allclose(picks.distances, distances, rtol=rtol)
+
+
+@pytest.fixture
+def tiny_pools(monkeypatch):
+    """Many levels, many rounds and many partial updates, on few points."""
+    monkeypatch.setattr(farthest, "_POOL_FRACTION", 4)
+    monkeypatch.setattr(farthest, "_LOOP_SIZE", 8)
+    monkeypatch.setattr(farthest, "ROWS", 16)
+    monkeypatch.setattr(farthest, "_PICKS", 5)
+
+
+@pytest.mark.parametrize(("n_points", "n_features", "n"), [(1, 3, 1), (2, 1, 2), (60, 4, 60)])
+def test_small_cases_are_the_textbook_loop(n_points, n_features, n):
+    X = np.random.default_rng(0).normal(size=(n_points, n_features))
+    picks = farthest_points(X, n, start=n_points - 1)
+    assert_textbook(picks, X, n, start=n_points - 1)
+    assert picks.distances[0] == np.inf
+    assert picks.indices.dtype == np.intp
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "soap"])
+def test_pools_give_the_textbook_picks(kind):
+    rng = np.random.default_rng(1)
+    X = rng.normal(size=(6000, 50)) if kind == "gaussian" else soap_like(rng, 6000, 50)
+    assert_textbook(farthest_points(X, 500, start=17), X, 500, start=17)
+
+
+def test_float32_gives_the_textbook_picks():
+    # Gaps between the candidates of this set are wider than the rounding of float32.
+    X = np.random.default_rng(2).normal(size=(5000, 100)).astype(np.float32)
+    assert_textbook(farthest_points(X, 100), X, 100, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("tiny_pools")
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=seeds,
+    n_points=st.integers(1, 300),
+    n_features=st.integers(1, 5),
+    fraction=st.floats(0.01, 1),
+    levels=st.integers(1, 6),
+)
+def test_integer_grids_break_ties_and_skip_duplicates_as_the_textbook_does(
+    seed, n_points, n_features, fraction, levels
+):
+    # Integers make the arithmetic exact: ties are ties, and most rows are repeated.
+    rng = np.random.default_rng(seed)
+    X = rng.integers(0, levels, size=(n_points, n_features)).astype(rng.choice(["f4", "f8"]))
+    n, start = max(1, int(fraction * n_points)), int(rng.integers(n_points))
+    assert_textbook(farthest_points(X, n, start=start), X, n, start=start)
+
+
+@pytest.mark.usefixtures("tiny_pools")
+@settings(max_examples=30, deadline=None)
+@given(seed=seeds, n_points=st.integers(1, 400), gaussian=st.booleans())
+def test_every_level_gives_the_textbook_picks(seed, n_points, gaussian):
+    rng = np.random.default_rng(seed)
+    X = rng.normal(size=(n_points, 8)) if gaussian else soap_like(rng, n_points, 8)
+    n = int(rng.integers(1, n_points + 1))
+    assert_textbook(farthest_points(X, n), X, n, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_ties_among_thousands_are_taken_in_order(dtype):
+    X = np.eye(1500, dtype=dtype)
+    picks = farthest_points(X, 700, start=3)
+    assert picks.indices.tolist() == [3, 0, 1, 2, *range(4, 700)]
+    np.testing.assert_array_equal(picks.distances[1:], np.full(699, np.sqrt(2.0)))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_stops_when_only_duplicates_remain(dtype):
+    distinct = soap_like(np.random.default_rng(4), 300, 200, dtype=dtype)
+    X = np.tile(distinct, (20, 1))
+    picks = farthest_points(X, len(X))
+    assert sorted(picks.indices % 300) == list(range(300))
+    assert (picks.distances > 0).all()
+
+
+def test_rounding_of_the_features_counts_as_a_duplicate():
+    X = soap_like(np.random.default_rng(5), 50, 30, dtype=np.float32)
+    picks = farthest_points(np.concatenate([X, X * np.float32(1 + 2e-7)]), 100)
+    assert len(picks.indices) == 50
+
+
+def test_distances_far_below_the_norm_are_resolved():
+    # |x|² + |c|² − 2 x·c has no correct digit here.
+    rng = np.random.default_rng(6)
+    X = (1000 + 0.1 * rng.normal(size=(1500, 3))).astype(np.float32)
+    assert_textbook(farthest_points(X, 60), X, 60)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=seeds)
+def test_picks_are_invariant_to_rotation_and_translation(seed):
+    rng = np.random.default_rng(seed)
+    X = rng.normal(size=(300, 6))
+    rotation = np.linalg.qr(rng.normal(size=(6, 6)))[0]
+    expected = farthest_points(X, 40)
+    moved = farthest_points(X @ rotation + rng.normal(size=6), 40)
+    np.testing.assert_array_equal(moved.indices, expected.indices)
+    np.testing.assert_allclose(moved.distances, expected.distances, rtol=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=seeds)
+def test_picks_follow_a_permutation(seed):
+    rng = np.random.default_rng(seed)
+    X = rng.normal(size=(500, 4))
+    order = rng.permutation(500)
+    picks = farthest_points(X[order], 60, start=int(np.flatnonzero(order == 5)[0]))
+    np.testing.assert_array_equal(order[picks.indices], farthest_points(X, 60, start=5).indices)
+
+
+@pytest.mark.parametrize("shape", [(40, 12), (12, 40), (25, 25)])
+@pytest.mark.parametrize("seed", range(5))
+def test_cur_in_a_fixed_space_picks_the_pivots_of_a_qr_factorisation(seed, shape):
+    X = np.random.default_rng(seed).normal(size=shape) * np.geomspace(1, 1e-3, shape[1])
+    n = min(shape) // 2
+    U = np.linalg.svd(X)[0][:, :n]
+    _, R, pivots = scipy.linalg.qr(U.T, pivoting=True)
+    for picks in (cur(X, n), cur_from_kernel(X @ X.T, n)):
+        np.testing.assert_array_equal(picks.indices, pivots[:n])
+        np.testing.assert_allclose(picks.scores, np.diag(R) ** 2, rtol=1e-6)
+
+
+def test_cur_stops_when_the_rank_is_exhausted():
+    rng = np.random.default_rng(23)
+    X = rng.normal(size=(60, 4)) @ rng.normal(size=(4, 20))
+    for picks in (cur(X, 60), cur_from_kernel(X @ X.T, 60)):
+        assert len(picks.indices) == 4
+        assert len(set(picks.indices)) == 4
+    residual = X - X @ np.linalg.pinv(X[picks.indices]) @ X[picks.indices]
+    assert np.abs(residual).max() < 1e-9
+
+
+def test_cur_takes_the_first_of_equal_rows():
+    X = np.random.default_rng(24).normal(size=(30, 8))
+    picks = cur(np.concatenate([X, X, X]), 8)
+    assert (picks.indices < 30).all()
+    np.testing.assert_array_equal(picks.indices, cur(X, 8).indices)
+
+
+GOOD = np.arange(12.0).reshape(4, 3)
+WITH_NAN = np.where(GOOD == 5, np.nan, GOOD)
+WITH_INF = np.where(GOOD == 5, np.inf, GOOD)
+KERNEL = GOOD @ GOOD.T
+
+
+class Table:
+    """A `RowSource` that counts the rows it gave."""
+
+    def __init__(self, X):
+        self._X = X
+        self.shape, self.dtype = X.shape, X.dtype
+        self.rows_read, self.largest = 0, 0
+
+    def __len__(self):
+        return len(self._X)
+
+    def __getitem__(self, rows):
+        taken = self._X[rows]
+        n = len(np.atleast_2d(taken))
+        self.rows_read += n
+        self.largest = max(self.largest, n)
+        return taken
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("n_points", "n"), [(1, 1), (100, 30), (5000, 300)])
+def test_row_sources_give_the_picks_of_the_array(dtype, n_points, n):
+    X = soap_like(np.random.default_rng(30), n_points, 20, dtype=dtype)
+    expected = farthest_points(X, n, start=n_points // 2)
+    picks = farthest_points(Table(X), n, start=n_points // 2)
+    np.testing.assert_array_equal(picks.indices, expected.indices)
+    np.testing.assert_array_equal(picks.distances, expected.distances)
+
+
+def test_row_sources_are_read_in_parts_and_few_of_them_often():
+    X = soap_like(np.random.default_rng(31), 20_000, 10, dtype=np.float32)
+    table = Table(X)
+    farthest_points(table, 200)
+    assert table.largest <= len(X) // 8
+    assert table.rows_read < 6 * len(X)
+
+
+@pytest.mark.parametrize("n_points", [100, 1000])
+def test_progress_counts_every_pick(n_points):
+    X = np.tile(soap_like(np.random.default_rng(32), n_points // 2, 8), (2, 1))
+    told = []
+    picks = farthest_points(X, n_points // 4, on_pick=told.append)
+    assert told == list(range(1, n_points // 4 + 1))
+    np.testing.assert_array_equal(picks.indices, farthest_points(X, n_points // 4).indices)
+    told.clear()
+    picks = farthest_points(X, n_points, on_pick=told.append)
+    assert told == list(range(1, n_points // 2 + 1))  # the others repeat a pick
+
+
+GOOD = np.arange(12.0).reshape(4, 3)
+KERNEL = GOOD @ GOOD.T
+
+
+@pytest.mark.parametrize("select", [farthest_points, cur])
+@pytest.mark.parametrize(
+    "X", [np.where(GOOD == 5, np.nan, GOOD), GOOD[0], GOOD[:0], GOOD[:, :0], np.array([["a"]])]
+)
+def test_bad_features(select, X):
+    with rejects("X"):
+        select(X, 1)
+
+
+@pytest.mark.parametrize("select", [cur_from_kernel])
+@pytest.mark.parametrize(
+    "K", [GOOD, np.full((3, 3), np.nan), -KERNEL, KERNEL + 10 * np.triu(np.ones((4, 4)))]
+)
+def test_bad_kernels(select, K):
+    with rejects("K"):
+        select(K, 1)
+
+
+@pytest.mark.parametrize("select", [farthest_points, cur, cur_from_kernel])
+@pytest.mark.parametrize("n", [0, 5])
+def test_bad_counts(select, n):
+    with rejects("n"):
+        select(KERNEL, n)
+
+
+def test_bad_starts_and_sources():
+    with rejects("start"):
+        farthest_points(GOOD, 2, start=4)
+    with rejects("X"):
+        farthest_points(np.array([[1.0], [1e30]], dtype=np.float32), 1)
+    with rejects("X"):
+        farthest_points(Table(np.tile(np.where(GOOD == 5, np.inf, GOOD), (100, 1))), 1)

@@ -1,0 +1,271 @@
+import numpy as np
+import oracle
+import pytest
+from checks import rejects
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qualms.errors import NumericalError
+from qualms.gp import sparse_gp as projected_process
+from qualms.gp.kernels import PowerKernel, normalize_rows, unit_scale
+from qualms.gp.linalg import cholesky, cholesky_solve, cholesky_whiten, whiten
+from qualms.gp.sparse_gp import (
+    fit_gaussian_process,
+    fit_projected_process,
+    gram_matrix,
+    leave_one_out_residuals,
+    log_marginal_likelihood,
+)
+
+N, M, N_NEW, NOISE = 30, 8, 6, 0.05
+rng = np.random.default_rng(3)
+X = normalize_rows(rng.random((N, 12)))
+X_NEW = normalize_rows(rng.random((N_NEW, 12)))
+KERNEL = PowerKernel(3)
+Y = rng.normal(size=N)
+WEIGHT = rng.uniform(0.5, 3, size=N)
+
+
+def basis(m):
+    """Whitened features of the training and of the new points, with the first m representatives."""
+    whitening = whiten(KERNEL(X[:m], X[:m]))
+    kept = X[:m][whitening.pivots]
+    return whitening.features(KERNEL(X, kept)), whitening.features(KERNEL(X_NEW, kept))
+
+
+@pytest.mark.parametrize("weight", [None, WEIGHT])
+def test_exact_gp_is_the_oracle_s(weight):
+    noise = NOISE / (np.ones(N) if weight is None else weight)
+    mean, covariance = oracle.exact_gp(
+        KERNEL(X, X), KERNEL(X_NEW, X), KERNEL(X_NEW, X_NEW), Y, noise
+    )
+    model = fit_gaussian_process(KERNEL(X, X), Y, NOISE, sample_weight=weight)
+    K_XN = KERNEL(X_NEW, X)
+    np.testing.assert_allclose(model.mean(K_XN)[:, 0], mean, rtol=1e-9)
+    np.testing.assert_allclose(model.covariance(K_XN, KERNEL(X_NEW, X_NEW)), covariance, atol=1e-12)
+    latent = model.variance(K_XN, KERNEL.diag(X_NEW), include_noise=False)
+    np.testing.assert_allclose(latent, np.diag(covariance), rtol=1e-8)
+    np.testing.assert_allclose(model.variance(K_XN, KERNEL.diag(X_NEW)), latent + NOISE)
+    expected = oracle.gaussian_log_density(Y, KERNEL(X, X) + np.diag(noise))
+    assert model.log_marginal_likelihood() == pytest.approx(expected)
+
+    def left_out(kept, i):
+        K = KERNEL(X[kept], X[kept])
+        return Y[i] - oracle.exact_gp(K, KERNEL(X[[i]], X[kept]), 1.0, Y[kept], noise[kept])[0][0]
+
+    np.testing.assert_allclose(
+        model.leave_one_out_residuals()[:, 0], oracle.leave_one_out(left_out, N), rtol=1e-8
+    )
+
+
+@pytest.mark.parametrize("weight", [None, WEIGHT])
+@pytest.mark.parametrize("block", [4, 4096])
+def test_rows_can_be_left_out_in_groups(weight, block, monkeypatch):
+    monkeypatch.setattr(projected_process, "_BLOCK", block)
+    Phi, _ = basis(M)
+    groups = np.random.default_rng(0).integers(7, size=N)
+    model = fit_projected_process(Phi, Y, NOISE, sample_weight=weight)
+    found = leave_one_out_residuals(model, Phi, Y, sample_weight=weight, groups=groups)[:, 0]
+    for group in np.unique(groups):
+        kept, out = groups != group, groups == group
+        some = None if weight is None else weight[kept]
+        less = fit_projected_process(Phi[kept], Y[kept], NOISE, sample_weight=some)
+        np.testing.assert_allclose(found[out], Y[out] - less.mean(Phi[out])[:, 0], rtol=1e-9)
+    alone = leave_one_out_residuals(model, Phi, Y, sample_weight=weight, groups=np.arange(N))
+    np.testing.assert_array_equal(
+        alone, leave_one_out_residuals(model, Phi, Y, sample_weight=weight)
+    )
+
+
+def test_the_gram_matrix_of_weighted_rows_is_summed_in_blocks(monkeypatch):
+    random = np.random.default_rng(7)
+    Phi, weight = random.normal(size=(50, 4)), random.random(50)
+    monkeypatch.setattr(projected_process, "_BLOCK", 7)
+    np.testing.assert_allclose(gram_matrix(Phi, weight), Phi.T @ np.diag(weight) @ Phi, atol=1e-12)
+
+
+@pytest.mark.parametrize("weight", [None, WEIGHT])
+def test_projected_process_is_the_oracle_s(weight):
+    Phi, Phi_new = basis(M)
+    K_MM, K_NM, K_XM = KERNEL(X[:M], X[:M]), KERNEL(X, X[:M]), KERNEL(X_NEW, X[:M])
+    mean, covariance = oracle.projected_process(
+        K_MM, K_NM, K_XM, KERNEL(X_NEW, X_NEW), Y, NOISE, weight
+    )
+    model = fit_projected_process(Phi, Y, NOISE, sample_weight=weight)
+    np.testing.assert_allclose(model.mean(Phi_new)[:, 0], mean, rtol=1e-7)
+    np.testing.assert_allclose(
+        model.covariance(Phi_new, KERNEL(X_NEW, X_NEW)), covariance, atol=1e-9
+    )
+    latent = model.variance(Phi_new, KERNEL.diag(X_NEW), include_noise=False)
+    np.testing.assert_allclose(latent, np.diag(covariance), rtol=1e-6)
+    np.testing.assert_allclose(model.variance(Phi_new, KERNEL.diag(X_NEW)), latent + NOISE)
+
+    def left_out(kept, i):
+        w = None if weight is None else weight[kept]
+        args = K_MM, K_NM[kept], K_NM[[i]], np.zeros((1, 1)), Y[kept], NOISE, w
+        return Y[i] - oracle.projected_process(*args)[0][0]
+
+    np.testing.assert_allclose(
+        leave_one_out_residuals(model, Phi, Y, sample_weight=weight)[:, 0],
+        oracle.leave_one_out(left_out, N),
+        rtol=1e-6,
+    )
+    noise = NOISE / (np.ones(N) if weight is None else weight)
+    covariance = K_NM @ np.linalg.inv(K_MM) @ K_NM.T + np.diag(noise)
+    assert log_marginal_likelihood(model, Phi, Y, sample_weight=weight) == pytest.approx(
+        oracle.gaussian_log_density(Y, covariance)
+    )
+
+
+def test_with_all_points_as_representatives_it_is_exact():
+    Phi, Phi_new = basis(N)
+    assert Phi.shape[1] == N
+    exact = fit_gaussian_process(KERNEL(X, X), Y, NOISE)
+    projected = fit_projected_process(Phi, Y, NOISE)
+    K_XN = KERNEL(X_NEW, X)
+    np.testing.assert_allclose(projected.mean(Phi_new), exact.mean(K_XN), rtol=1e-7)
+    np.testing.assert_allclose(
+        projected.variance(Phi_new, KERNEL.diag(X_NEW)),
+        exact.variance(K_XN, KERNEL.diag(X_NEW)),
+        rtol=1e-7,
+    )
+    np.testing.assert_allclose(
+        leave_one_out_residuals(projected, Phi, Y), exact.leave_one_out_residuals(), rtol=1e-7
+    )
+    assert log_marginal_likelihood(projected, Phi, Y) == pytest.approx(
+        exact.log_marginal_likelihood()
+    )
+
+
+def test_more_representatives_than_features_and_duplicates_work():
+    # A linear kernel of 12 features has rank 12 however many representatives there are.
+    linear = PowerKernel(1)
+    representatives = np.concatenate([X, X[:10]])
+    whitening = whiten(linear(representatives, representatives))
+    assert whitening.effective_rank == 12
+    kept = representatives[whitening.pivots]
+    model = fit_projected_process(whitening.features(linear(X, kept)), Y, NOISE)
+    exact = fit_gaussian_process(linear(X, X), Y, NOISE)
+    Phi_new = whitening.features(linear(X_NEW, kept))
+    np.testing.assert_allclose(model.mean(Phi_new), exact.mean(linear(X_NEW, X)), rtol=1e-7)
+    variance = model.variance(Phi_new, linear.diag(X_NEW), include_noise=False)
+    assert np.all(variance >= 0)
+    np.testing.assert_allclose(
+        variance,
+        exact.variance(linear(X_NEW, X), linear.diag(X_NEW), include_noise=False),
+        rtol=1e-6,
+    )
+
+
+def test_unit_scale_changes_no_prediction_but_scales_the_variance():
+    # Eq. (17): kernel and noise scaled alike.
+    scale = unit_scale(np.var(7 * Y), KERNEL.diag(X))
+    plain = fit_gaussian_process(KERNEL(X, X), Y, NOISE)
+    scaled = fit_gaussian_process(scale * KERNEL(X, X), Y, scale * NOISE)
+    K_XN = KERNEL(X_NEW, X)
+    np.testing.assert_allclose(scaled.mean(scale * K_XN), plain.mean(K_XN), rtol=1e-9)
+    np.testing.assert_allclose(
+        scaled.variance(scale * K_XN, scale * KERNEL.diag(X_NEW)),
+        scale * plain.variance(K_XN, KERNEL.diag(X_NEW)),
+        rtol=1e-9,
+    )
+
+
+@given(st.integers(0, 2**31), st.integers(2, 6), st.sampled_from([1e-12, 1e-6, 1.0]))
+def test_variances_are_never_negative(seed, n_distinct, noise):
+    random = np.random.default_rng(seed)
+    rows = normalize_rows(random.random((n_distinct, 3)))[random.integers(n_distinct, size=12)]
+    K = KERNEL(rows, rows)
+    whitening = whiten(K)
+    Phi = whitening.features(K[:, whitening.pivots])
+    model = fit_projected_process(Phi, random.normal(size=12), noise)
+    assert np.all(model.variance(Phi, np.diag(K), include_noise=False) >= 0)
+    assert np.all(np.diag(model.covariance(Phi, K)) >= 0)
+    exact = fit_gaussian_process(K + 1e-9 * np.eye(12), random.normal(size=12), noise)
+    assert np.all(exact.variance(K, np.diag(K), include_noise=False) >= 0)
+
+
+rng = np.random.default_rng(0)
+
+
+def test_whitened_features_reproduce_the_nystrom_kernel():
+    A = rng.normal(size=(6, 9))
+    K_MM, K_XM = A @ A.T, rng.normal(size=(4, 9)) @ A.T
+    whitening = whiten(K_MM)
+    Phi = whitening.features(K_XM[:, whitening.pivots])
+    np.testing.assert_allclose(Phi @ Phi.T, K_XM @ np.linalg.inv(K_MM) @ K_XM.T, rtol=1e-9)
+    assert whitening.effective_rank == 6
+    assert whitening.residual == 0.0
+
+
+def test_kernel_weights_predict_as_whitened_weights_do():
+    A = rng.normal(size=(6, 9))
+    whitening = whiten(A @ A.T)
+    K_XM = (rng.normal(size=(4, 9)) @ A.T)[:, whitening.pivots]
+    w = rng.normal(size=(6, 2, 3))
+    expected = np.einsum("ij,jkl->ikl", whitening.features(K_XM), w)
+    result = np.einsum("ij,jkl->ikl", K_XM, whitening.kernel_weights(w))
+    np.testing.assert_allclose(result, expected, rtol=1e-9)
+
+
+@given(st.integers(1, 8), st.integers(1, 5), st.integers(0, 2**31))
+def test_whitening_finds_the_rank_of_a_deficient_kernel(n_distinct, n_features, seed):
+    random = np.random.default_rng(seed)
+    distinct = random.normal(size=(n_distinct, n_features))
+    rows = distinct[random.integers(n_distinct, size=20)]
+    rank = np.linalg.matrix_rank(rows)
+    whitening = whiten(rows @ rows.T)
+    assert whitening.effective_rank == rank
+    assert whitening.negative < 1e-12
+    # Nothing is lost: the kernel of all is reproduced by those that are kept.
+    Phi = whitening.features((rows @ rows.T)[:, whitening.pivots])
+    np.testing.assert_allclose(Phi @ Phi.T, rows @ rows.T, atol=1e-7)
+
+
+def test_an_indefinite_kernel_is_reported():
+    K = np.array([[1.0, 2.0], [2.0, 1.0]])
+    whitening = whiten(K)
+    assert whitening.effective_rank == 1
+    assert whitening.negative == pytest.approx(3.0)
+
+
+def test_triangular_solves():
+    A = rng.normal(size=(5, 5))
+    A = A @ A.T + np.eye(5)
+    B = rng.normal(size=(5, 2, 3))
+    factor = cholesky(A, what="A")
+    np.testing.assert_allclose(
+        np.einsum("ij,jkl->ikl", A, cholesky_solve(factor, B)), B, atol=1e-12
+    )
+    V = cholesky_whiten(factor, B[:, 0])
+    np.testing.assert_allclose(V.T @ V, B[:, 0].T @ np.linalg.inv(A) @ B[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("parameter", "call"),
+    [
+        ("noise_variance", lambda: fit_gaussian_process(np.eye(3), np.ones(3), 0.0)),
+        ("noise_variance", lambda: fit_projected_process(np.eye(3), np.ones(3), -1.0)),
+        ("y", lambda: fit_projected_process(np.eye(3), np.ones(4), 1.0)),
+        ("y", lambda: fit_projected_process(np.eye(3), np.full(3, np.nan), 1.0)),
+        ("K_NN", lambda: fit_gaussian_process(np.ones((3, 2)), np.ones(3), 1.0)),
+        ("Phi", lambda: fit_projected_process(np.full((3, 2), np.inf), np.ones(3), 1.0)),
+        (
+            "sample_weight",
+            lambda: fit_projected_process(np.eye(3), np.ones(3), 1.0, sample_weight=np.zeros(3)),
+        ),
+        ("K_MM", lambda: whiten(np.ones((2, 3)))),
+        ("K_MM", lambda: whiten(np.full((2, 2), np.nan))),
+        ("K_XM", lambda: whiten(np.eye(2)).features(np.ones((4, 3)))),
+    ],
+)
+def test_bad_input(parameter, call):
+    with rejects(parameter):
+        call()
+
+
+def test_matrices_that_are_not_positive_definite():
+    with pytest.raises(NumericalError):
+        whiten(np.zeros((2, 2)))
+    with pytest.raises(NumericalError):
+        cholesky(-np.eye(2), what="A")
