@@ -174,7 +174,7 @@ def draw_ensemble(data: TrainingSet) -> Draw:
         replace=settings.replace,
         groups=groups,
     )
-    counts, design = membership_counts(drawn, n), data.design()
+    counts, design = membership_counts(drawn, n), data.design
     lacking = np.flatnonzero(~spans(design, counts))
     if settings.baseline == "composition" and len(lacking):
         here = np.ix_(np.isin(groups, groups[anchors(design)]), lacking)
@@ -604,7 +604,7 @@ def fit_sparse_gp(
 ) -> SparseGP:
     """Select the noise variance of each quantity and solve the full model."""
     settings, Phi = data.settings, rows.Phi
-    target = data.y - baseline.predict(data.design(baseline.species))
+    target = data.y - baseline.predict(data.design)
     centered = settings.baseline != "none"
     with (stages or Stages()).stage("Full model"), _few_threads(data, Phi.shape[1]):
         if len(data.quantities) > 1:
@@ -774,7 +774,7 @@ def fit_ensemble(
     """
     stages, settings = stages or Stages(), data.settings
     counts, baseline = draw
-    design = data.design(baseline.species)
+    design = data.design
     with stages.stage("Members"), _few_threads(data, gp.rows.Phi.shape[1]):
         gp, solution, intercepts = _solve_members(gp, data, counts, baseline, design)
         weights = solution.weights[:, 0] * gp.scale
