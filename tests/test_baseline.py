@@ -71,22 +71,6 @@ def test_none_and_mean():
     np.testing.assert_allclose(mean.members, expected, rtol=1e-14)
 
 
-def test_unseen_compositions_get_the_mean():
-    rng = np.random.default_rng(3)
-    X, y = np.tile([2 / 3, 1 / 3, 0.0], (20, 1)), rng.normal(size=20) - 500
-    baseline = fit("composition", X, y, members_of(rng, 20, 3))
-    np.testing.assert_allclose(baseline.predict(np.eye(3)), y.mean(), rtol=1e-13)
-
-
-def test_constants_only_move_coefficients():
-    rng = np.random.default_rng(4)
-    X, y = fractions(rng, 50, 4), rng.normal(size=50)
-    counts = members_of(rng, 50, 5)
-    for name in ("mean", "composition"):
-        here, there = fit(name, X, y, counts), fit(name, X, y + 1e4, counts)
-        np.testing.assert_allclose(there.members, here.members + 1e4, rtol=1e-12)
-
-
 def test_energies_of_isolated_atoms():
     X = structure_design([molecule("H2O"), molecule("CH4")], [1, 6, 8])
     energies = {8: -432.0, 1: -13.6, 6: -1030.0, 9: 7.0}

@@ -70,18 +70,6 @@ def test_xyz_is_read_frame_by_frame_across_blank_lines(tmp_path, name):
     assert next(frames, None) is None
 
 
-def test_other_formats_and_cells_as_pseudo_atoms(tmp_path):
-    for name in ("a.traj", "a.cif", "a.json"):
-        write(tmp_path / name, [bulk("Cu")])
-        assert [len(atoms) for atoms in iter_frames(tmp_path / name)] == [1]
-    vectors = "VEC1 4 0 0\nVEC2 0 5 0\nVEC3 0 0 6\n"
-    (tmp_path / "a.xyz").write_text(HYDROGEN + vectors + HYDROGEN)
-    first, second = read_frames(tmp_path / "a.xyz")
-    assert first.cell.lengths() == pytest.approx([4, 5, 6])
-    assert first.pbc.all()
-    assert not second.pbc.any()
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -321,12 +309,6 @@ def test_similar_keys_are_suggested():
         assert "kind=" in caught.value.remedy
 
 
-def test_labels_in_several_places_cause_a_warning():
-    with pytest.warns(QualmsWarning):
-        values = structure_targets([water(energy=1.0), with_results(energy=2.0)], "energy")
-    assert values.tolist() == [1, 2]
-
-
 def test_a_shared_calculator_is_rejected():
     one, two = with_results(energy=1.0), molecule("H2O")
     two.calc = one.calc
@@ -414,17 +396,6 @@ def test_blocks_of_rows(alloys):
     labels = data.derivatives
     assert isinstance(labels, ForceLabels)
     np.testing.assert_array_equal(np.diff(labels.offsets), [18, 6, 12, 11, 12])
-
-
-def test_forces_of_calculators_are_found(alloys):
-    frames = copies(alloys[:3])
-    for atoms in frames:
-        forces = atoms.arrays.pop("force")
-        atoms.calc = SinglePointCalculator(atoms, forces=forces, stress=atoms.info["virtual"])
-    for i in range(3):
-        np.testing.assert_array_equal(find_forces(frames, "forces")[i], alloys[i].arrays["force"])
-        found = find_stresses(frames, "stress")[i]
-        np.testing.assert_allclose(found, alloys[i].info["virtual"])
 
 
 @pytest.mark.parametrize(
@@ -533,14 +504,6 @@ def test_outliers_are_found_worst_first():
     found = find_outliers(y, members, absent, structure)
     assert found.structures.tolist() == [20, 7]
     assert found.errors[0] > found.errors[1] > 30 * found.median
-
-
-def test_uncertain_structures_are_no_outliers():
-    y, members, absent, structure = ensemble()
-    uncertain = structure == 9
-    y[uncertain] += 100.0
-    members[uncertain] += 100 * np.random.default_rng(2).normal(size=(6, members.shape[1]))
-    assert not len(find_outliers(y, members, absent, structure).structures)
 
 
 @pytest.mark.parametrize("factors", [(-1.0, 1.0), (23.06, 1.0), (1.0, -1.0), (1.0, 160.2)])

@@ -13,7 +13,6 @@ from atomistic_fixtures import (
     ENERGY,
     SMOOTH,
     copies,
-    labelled_crystals,
     make_model,
     rejected,
     same_predictions,
@@ -103,14 +102,6 @@ def test_settings_survive_json(**values):
         assert again.baseline == {1: -13.6, 8: -2041.0}
 
 
-def test_species_by_symbol_or_number():
-    for species in ("O,H", "O H", ["H", 8], (8, 1, "1")):
-        assert make_settings({"target": "u", "kind": "atomic", "species": species}).species == (
-            1,
-            8,
-        )
-
-
 def test_forces_need_smooth_features():
     found = make_settings({"target": "e", "forces": "f"})
     assert found.representation.resolved_engine == "featomic"
@@ -147,18 +138,6 @@ def test_an_extensive_property_is_the_number_of_atoms_times_an_average(molecules
     assert 0.4 < np.mean(np.abs(errors) < one.std) < 0.9
 
 
-def test_twice_the_cell_is_twice_the_energy():
-    crystals = labelled_crystals(30)
-    new = crystals[25:]
-    model = make_model("energy", noise=1e-4).fit(crystals[:25])
-    doubled = [atoms * (1, 2, 1) for atoms in new]
-    one, two = model.predict(new), model.predict(doubled)
-    close(two, 2 * one.members, two.std)
-    np.testing.assert_allclose(
-        model.predict_pp(doubled)[1], 2 * model.predict_pp(new)[1], rtol=1e-3
-    )
-
-
 def test_atoms_of_chosen_species(molecules, shift_model):
     new = molecules[120:150]
     wanted = [np.flatnonzero(atoms.numbers == 1) for atoms in new]
@@ -192,19 +171,6 @@ def test_unlabelled_structures_are_skipped_and_counted(molecules):
     frames[7].positions[1] = frames[7].positions[0]
     with rejected("frames[7]"):
         make_model().fit(frames)
-
-
-def test_unlabelled_atoms_are_skipped_and_counted(molecules):
-    frames = copies(molecules[:30])
-    for atoms in frames:
-        atoms.arrays["shift"][atoms.numbers > 1] = np.nan
-    del frames[4].arrays["shift"]
-    model = make_model("shift", "atomic").fit(frames)
-    n = sum(np.count_nonzero(a.numbers == 1) for i, a in enumerate(frames) if i != 4)
-    found = model.record.quantities["energy"]
-    assert (found.n_rows, found.n_without) == (n, sum(map(len, frames)) - n)
-    assert model.settings.species is None
-    assert model.fitted.settings.species == (1,)
 
 
 def test_energies_of_isolated_atoms_given_or_found(molecules):
@@ -333,12 +299,6 @@ def test_unknown_species_are_rejected_or_ignored(energy_model, shift_model):
     assert [len(p) for p in parts] == [5, 4]
     with rejected("frames"):
         energy_model.predict([Atoms("Cl")], unknown_species="ignore")
-
-
-def test_atoms_without_neighbours(molecules):
-    frames = copies(molecules[:30]) + [Atoms(s, info={ENERGY: 0.0}) for s in "HCNOF"]
-    prediction = make_model().fit(frames).predict([Atoms("H"), Atoms("H2", [[0] * 3, [0, 0, 30]])])
-    close(prediction[1:], 2 * prediction.members[:1], prediction.std[1:])
 
 
 # --- which atoms are uncertain ---

@@ -240,15 +240,6 @@ def test_inconsistent_parts(saved, tmp_path, name):
     is_rejected(path)
 
 
-def test_projections_must_fit_the_representation(molecules, tmp_path):
-    compressed = SMALL | {"compression": {"n_features": 20}}
-    model = make_model(representation=compressed, n_representatives=20).fit(molecules[:20])
-    model.save(tmp_path / "model.safetensors")
-    forged = tmp_path / "forged.safetensors"
-    forge((model, tmp_path / "model.safetensors"), forged, cut("projection_0"))
-    is_rejected(forged)
-
-
 def test_newer_versions_are_rejected(saved, tmp_path):
     path = tmp_path / "model.safetensors"
     forge(saved, path, lambda document, tensors: None, version=PROTOCOL + 1)

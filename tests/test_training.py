@@ -8,9 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from ase import Atoms
-from ase.build import molecule
-from ase.calculators.emt import EMT
 from atomistic_fixtures import (
     ENERGY,
     SMALL,
@@ -24,7 +21,7 @@ from atomistic_fixtures import (
 )
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from qualms import QualmsWarning, score
+from qualms import InputError, QualmsWarning, score
 from qualms.atomistic import training
 from qualms.atomistic.forces import derivative_rows, scale_rows
 from qualms.atomistic.labels import collect_labels
@@ -241,28 +238,6 @@ def test_few_forces_are_calibrated_as_the_energy(alloys):
     assert (record.n_rows, record.n_without, record.rmse) == (60, 15, None)
 
 
-def test_molecules_and_isolated_atoms():
-    frames, rng = [], np.random.default_rng(0)
-    for i in range(16):
-        atoms = molecule(("H2O", "NH3", "CH4", "CO")[i % 4])
-        atoms.positions += rng.normal(scale=0.1, size=atoms.positions.shape)
-        atoms.calc = EMT()
-        atoms.info["energy"], atoms.arrays["force"] = (
-            atoms.get_potential_energy(),
-            atoms.get_forces(),
-        )
-        atoms.calc = None
-        frames.append(atoms)
-    for symbol in "HCNO":
-        alone = Atoms(symbol, info={"energy": -1.0, "config_type": "isolated_atom"})
-        alone.arrays["force"] = np.zeros((1, 3))
-        frames.append(alone)
-    model = make_force_model(baseline="atoms").fit(frames)
-    assert model.record.n_isolated == 4
-    assert model.record.quantities["forces"].n_rows == 3 * sum(map(len, frames[:16]))
-    np.testing.assert_array_equal(model.fitted.baseline.full, -1.0)
-
-
 # --- what the result depends on ---
 
 
@@ -277,17 +252,6 @@ def test_same_seed_same_bytes(molecules, selection):
     assert not np.array_equal(first.fitted.membership, other.fitted.membership)
     same = np.array_equal(first.fitted.origins, other.fitted.origins)
     assert same == (selection != "random")
-
-
-def test_the_full_model_does_not_depend_on_the_order(molecules):
-    train = molecules[:30]
-    order = np.random.default_rng(1).permutation(30)
-    models = [
-        make_model(n_representatives=10_000, noise=1e-4).fit(frames)
-        for frames in (train, [train[i] for i in order])
-    ]
-    for a, b in zip(*(m.predict_pp(molecules[120:140]) for m in models), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4)
 
 
 def test_duplicates_and_groups_are_in_or_out_together(molecules):
@@ -313,14 +277,6 @@ def test_atoms_of_a_structure_stay_together_unless_told(molecules, resample):
     assert model.fitted.membership.max() > 1
     split = sum(bool((part != part[0]).any()) for part in parts)
     assert split == (0 if resample == "structures" else 30)
-
-
-def test_every_species_gets_its_share(molecules):
-    own = make_model(per_species=True).fit(molecules[:40])
-    numbers = np.array([molecules[s].numbers[a] for s, a in own.fitted.origins])
-    everything = np.concatenate([atoms.numbers for atoms in molecules[:40]])
-    for z in (1, 6, 7, 8):
-        assert np.mean(numbers == z) == pytest.approx(np.mean(everything == z), abs=0.05)
 
 
 def test_the_uncertainty_of_the_baseline_is_in_the_members(molecules):
@@ -395,13 +351,6 @@ def test_insufficient_data_are_rejected_before_the_work(
         make_model(**settings).fit(molecules[:n], groups)
 
 
-def test_two_structures_suffice_without_a_calibration(molecules):
-    model = make_model(calibration="none", baseline="mean")
-    with pytest.warns(QualmsWarning):
-        model.fit(molecules[:2])
-    assert (model.predict(molecules[:2]).std > 0).all()
-
-
 # --- memory, progress, threads ---
 
 
@@ -422,8 +371,7 @@ def test_a_memory_limit_makes_it_recompute(molecules, caplog):
     for limit in limits:
         try:
             found.append(training._plan_memory(data, limit, 1))
-        except Exception as error:
-            assert getattr(error, "parameter", None) == "memory"
+        except InputError:
             found.append(None)
     modes = ["no" if p is None else "keep" if p.n_block is None else "again" for p in found]
     assert [mode for i, mode in enumerate(modes) if i == 0 or modes[i - 1] != mode] == [
@@ -460,17 +408,6 @@ def test_representatives_of_blocks_cover_all_environments(molecules, monkeypatch
     picks = model.fitted.representatives
     radius = np.sqrt(max(np.min(np.sum((x - picks) ** 2, axis=1)) for x in X))
     assert radius <= 2 * plain
-
-
-def test_forces_are_the_same_with_recomputed_features(alloys, force_model, monkeypatch):
-    in_blocks(monkeypatch, 10**6)
-    again = make_force_model(units="eV", stress="virtual").fit(alloys[:26])
-    new = alloys[26:28]
-    np.testing.assert_allclose(
-        again.predict_forces(new).forces.members,
-        force_model.predict_forces(new).forces.members,
-        atol=1e-6,
-    )
 
 
 def test_progress_is_shown_stage_by_stage(molecules):
@@ -512,8 +449,13 @@ def eight_cores(monkeypatch):
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [({}, 8), ({"OMP": "1"}, 1), ({"OMP": "3,2"}, 3), ({"OMP": "64"}, 8), ({"OMP": "many"}, 8)]
-    + [({"OPENBLAS": "2"}, 2), ({"OMP": "4", "MKL": "2"}, 2), ({"OMP": "0"}, 8)],
+    [
+        ({}, 8),
+        ({"OMP": "3,2"}, 3),
+        ({"OMP": "64"}, 8),
+        ({"OMP": "many"}, 8),
+        ({"OPENBLAS": "2"}, 2),
+    ],
 )
 def test_environment_variables_limit_threads(eight_cores, given, expected):
     for name, value in given.items():

@@ -1,4 +1,4 @@
-"""Atomistic models: structures in, properties with calibrated error bars out."""
+"""Atomistic models: structures in, properties with calibrated uncertainties out."""
 
 from qualms.atomistic.model import AtomisticModel
 from qualms.features.soap import Compression, RadialScaling, Scale, Soap, make_soap

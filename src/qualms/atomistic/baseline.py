@@ -144,7 +144,7 @@ def anchors(design: Float64Array) -> IntArray:
 
 
 def spans(design: Float64Array, counts: IntArray) -> BoolArray:
-    """Return whether the rows of each member determine all coefficients that the data do: (N_R,)."""
+    """Return whether the rows of each member determine what all rows determine: (N_R,)."""
     rows = distinct_rows(design)
     X = design[rows.first]
     present = [np.bincount(rows.inverse, weights=c, minlength=len(X)) > 0 for c in counts.T]

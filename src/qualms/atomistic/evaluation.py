@@ -217,7 +217,7 @@ def _validated(test: _Points, validation: _Points | None, method: str) -> Float6
         if len(test.y) < _MIN_CROSS_FIT or len(np.unique(test.structure)) < 2:
             return None
         even = group_codes(test.structure, len(test.y)) % 2 == 0
-        members = np.empty_like(test.raw.members)
+        members = np.empty(np.shape(test.raw.members))
         for half in (even, ~even):
             members[half] = test.apply(test.fit(method, ~half), half)
         return members

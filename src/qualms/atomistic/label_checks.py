@@ -11,8 +11,8 @@ two. No warning is issued where energies are not informative: r is small, or the
 little of the energies.
 
 Single structures must not dominate. So labels and predictions that are larger than in the median
-structure are scaled down to it, both by the same factor, and medians tell how much of the energies
-is explained.
+structure are scaled down to it, both by the same factor, and medians measure how much of the
+energies is explained.
 """
 
 from __future__ import annotations

@@ -158,12 +158,16 @@ class TrainingSet:
             return np.arange(len(self.y))
         return self.groups[self.quantities["energy"].structure]
 
-    def design(self, species: Sequence[int] | None = None) -> Float64Array:
-        """Return the design matrix of the baseline, for these species or those given: (N, S)."""
-        columns = self.species if species is None else species
+    @cached_property
+    def design(self) -> Float64Array:
+        """Design matrix of the baseline: (N, S)."""
+        return self.design_for(self.species)
+
+    def design_for(self, species: Sequence[int]) -> Float64Array:
+        """Return the design matrix of a baseline of other species, which include all: (N, S)."""
         if self.settings.per_atom:
-            return atom_design(self.center_species, columns)
-        return structure_design(self.frames, columns)
+            return atom_design(self.center_species, species)
+        return structure_design(self.frames, species)
 
 
 def collect_labels(

@@ -76,7 +76,7 @@ def _guarded(file: Path, frames: Iterator[Atoms]) -> Iterator[Atoms]:
             break
         except Exception as error:
             # Readers raise anything from KeyError to UnicodeDecodeError, often over many lines.
-            # The name of the exception tells more than the message of some: KeyError('Qq').
+            # Messages such as that of KeyError('Qq') need the name of the exception.
             reason = " ".join(str(error).split())[:200]
             kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
             raise InputError(
@@ -97,7 +97,7 @@ def _frames(file: Path) -> Iterator[Atoms]:
 
 
 def _is_xyz(file: Path) -> bool:
-    """Whether the name says so, or neither name nor contents are those of any other format."""
+    """Whether the suffix is that of XYZ, or name and contents are of no other format."""
     suffix = Path(get_compression(str(file))[0]).suffix.lower()
     if suffix in (".xyz", ".extxyz"):
         return True
@@ -300,7 +300,7 @@ def species_of(frames: Iterable[Atoms]) -> list[int]:
 
 
 def composition(frames: Sequence[Atoms], species: Sequence[int]) -> Float64Array:
-    """Return the number of atoms of each species (S,), which include all, in each structure: (N, S)."""
+    """Return the number of atoms of each species in each structure: (N, S)."""
     check_species(frames, species)
     numbers, owners = _flat_numbers(frames)
     counts = [np.bincount(owners[numbers == z], minlength=len(frames)) for z in species]

@@ -174,27 +174,27 @@ def draw_ensemble(data: TrainingSet) -> Draw:
         replace=settings.replace,
         groups=groups,
     )
-    counts, design = membership_counts(drawn, n), data.design()
-    problem = InputError(
-        "subsample",
-        settings.subsample,
-        f"subsamples that leave some of the {n} rows out of at least {MIN_ABSENT} of "
-        f"{settings.n_members} members, to calibrate on",
-        "Use smaller subsamples, more members or more structures, or calibration='none'.",
-    )
+    counts, design = membership_counts(drawn, n), data.design
     lacking = np.flatnonzero(~spans(design, counts))
     if settings.baseline == "composition" and len(lacking):
         here = np.ix_(np.isin(groups, groups[anchors(design)]), lacking)
         counts[here] = np.maximum(counts[here], 1)
-        problem = InputError(
-            "baseline",
-            "'composition'",
-            "more different structures (or groups): members that lack an element get the "
-            "structures that determine it, and none remains to calibrate on",
-            "Use more structures, or baseline='mean'.",
-        )
     if settings.calibration != "none" and not _out_of_bag(counts).any():
-        raise problem
+        if settings.baseline == "composition" and len(lacking):
+            raise InputError(
+                "baseline",
+                "'composition'",
+                "more different structures (or groups): members that lack an element get the "
+                "structures that determine it, and none remains to calibrate on",
+                "Use more structures, or baseline='mean'.",
+            )
+        raise InputError(
+            "subsample",
+            settings.subsample,
+            f"subsamples that leave some of the {n} rows out of at least {MIN_ABSENT} of "
+            f"{settings.n_members} members, to calibrate on",
+            "Use smaller subsamples, more members or more structures, or calibration='none'.",
+        )
     baseline = fit_baseline(
         settings.baseline,
         design,
@@ -604,7 +604,7 @@ def fit_sparse_gp(
 ) -> SparseGP:
     """Select the noise variance of each quantity and solve the full model."""
     settings, Phi = data.settings, rows.Phi
-    target = data.y - baseline.predict(data.design(baseline.species))
+    target = data.y - baseline.predict(data.design)
     centered = settings.baseline != "none"
     with (stages or Stages()).stage("Full model"), _few_threads(data, Phi.shape[1]):
         if len(data.quantities) > 1:
@@ -774,7 +774,7 @@ def fit_ensemble(
     """
     stages, settings = stages or Stages(), data.settings
     counts, baseline = draw
-    design = data.design(baseline.species)
+    design = data.design
     with stages.stage("Members"), _few_threads(data, gp.rows.Phi.shape[1]):
         gp, solution, intercepts = _solve_members(gp, data, counts, baseline, design)
         weights = solution.weights[:, 0] * gp.scale
