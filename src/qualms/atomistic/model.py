@@ -362,7 +362,7 @@ def stream_chunks(
     *,
     threads: int = 1,
     allow_unknown: bool = False,
-    batch: int = BATCH,
+    batch: int | None = None,
 ) -> Iterator[Chunk]:
     """Yield structures with their features, in order.
 
@@ -374,9 +374,12 @@ def stream_chunks(
     threads : int
     allow_unknown : bool
         Whether atoms of unknown species are left out, rather than an error.
-    batch : int
-        Environments in a chunk, about.
+    batch : int, optional
+        Environments in a chunk, about; 30 MB of features by default. Larger arrays are allocated
+        again each time, which takes as long as computing the features.
     """
+    if batch is None:
+        batch = min(max(30_000_000 // (8 * fitted.representation.n_features), 256), BATCH)
     waiting: deque[tuple[Atoms, Atoms, IntArray]] = deque()
     species = fitted.representation.species
 

@@ -174,7 +174,7 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
             document.species,
             projections,
             document.feature_scale,
-            precise=document.settings.mechanical,
+            precise=True,
         ),
         representatives=tensors["representatives"],
         origins=tensors["origins"],

@@ -262,15 +262,17 @@ def compute_rows(
     whitening = _whiten(representation, representatives, data.settings, stages)
     environments = environments[whitening.pivots]
     representatives = np.ascontiguousarray(representatives[whitening.pivots])
-    plain = Basis(representation.kernel, representatives, 1.0, data.settings.per_atom)
+    # The leading components of compressed features are multiplied in float64 anyway.
+    exact = representatives if representation.projections else representatives.astype(np.float64)
+    plain = Basis(representation.kernel, exact, 1.0, data.settings.per_atom)
     K, scale, novelty = _kernel_rows(source, representation, plain, environments, X)
     del X  # before the largest matrices are made
     whitening = replace(whitening, factor=whitening.factor * np.sqrt(scale))
     with stages.stage("Whitening"), _few_threads(data, len(environments)):
         Phi = np.asarray(whitening.features(K, overwrite=True), dtype=np.float64)
     return KernelRows(
-        replace(representation, precise=data.settings.mechanical),
-        replace(plain, scale=scale),
+        replace(representation, precise=True),
+        replace(plain, representatives=representatives, scale=scale),
         _origins(data, environments),
         whitening,
         Phi,
