@@ -313,7 +313,7 @@ def test_report_of_energies(desk):
     ended = qualms("report model.safetensors test.xyz -o report.html --json --threads 1")
     document = ended.document
     assert document["output"] == ["report.html", "report.chemiscope.json.gz"]
-    assert set(document["verdict"]) == {"grade", "sentence", "details"}
+    assert set(document["assessment"]) == {"grade", "sentence", "details"}
     assert (document["target"], document["n_points"]) == (ENERGY, 30)
     evaluated = qualms("evaluate model.safetensors test.xyz --json").document
     after = {r["score"]: r["value"] for r in document["scores"] if r["column"].startswith("after")}
@@ -360,7 +360,7 @@ def test_calibrate_and_apply(tmp_path, monkeypatch):
     write_ensemble("new.xyz", seed=1)
     options = "--target gap --units eV -o gap.json --report gap.html --json"
     document = qualms(f"calibrate old.xyz {options}").document
-    assert {"comparison", "score_intervals", "verdict", "parameters"} <= set(document)
+    assert {"comparison", "score_intervals", "assessment", "parameters"} <= set(document)
     written = json.loads(Path("gap.json").read_text())
     assert written["parameters"] == document["parameters"]
     assert Path("gap.html").stat().st_size > 100_000
@@ -466,7 +466,7 @@ def test_evaluation_and_report_of_forces(alloys, tmp_path):
     assert document["stress"]["n_structures"] == 8
     assert min(row["rmse"] for row in document["forces"]["scores"]) < 0.1
     report = qualms(f"report {model} {test} -o {tmp_path}/report.html --json").document
-    assert report["forces"]["verdict"]["grade"] == "unknown"  # eight structures are too few
+    assert report["forces"]["assessment"]["grade"] == "unknown"  # eight structures are too few
     rmse = [row for row in report["stress"]["scores"] if row["score"] == "rmse"]
     assert len(rmse) == 2
     assert rmse[0]["low"] < rmse[0]["value"] < rmse[0]["high"]

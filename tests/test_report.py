@@ -1,6 +1,5 @@
 """Tables, figures and reports: their numbers, awkward data, and that the page is safe."""
 
-import doctest
 import gzip
 import io
 import json
@@ -20,27 +19,30 @@ from rich.console import Console
 
 from qualms import InputError, Prediction, calibrate, score
 from qualms.evaluation import Evaluation
-from qualms.metrics import bootstrap_scores, score_arrays
+from qualms.metrics import (
+    binned_errors,
+    bootstrap_scores,
+    calibration_curve,
+    miscalibration_area,
+    score_arrays,
+)
 from qualms.report import (
     BinnedErrorDisplay,
     ConditionalErrorDisplay,
     ParityDisplay,
     ReliabilityDisplay,
-    SubsampleSizeDisplay,
     Table,
     ZScoreDisplay,
     assess,
-    interval_records,
     interval_table,
     line_style,
     paper_table,
-    score_records,
     score_table,
-    style,
     write_report,
 )
+from qualms.report.figures import subsample_figure
 from qualms.report.structure_map import NOVELTY, make_map
-from qualms.report.tables import write_number
+from qualms.report.tables import interval_records, score_records, write_number
 
 OF_PREDICTIONS = [
     BinnedErrorDisplay,
@@ -121,46 +123,48 @@ def test_conditional_contours_are_at_the_levels():
 
 def test_reliability_is_the_coverage():
     y, p = ensemble()
-    display = ReliabilityDisplay.from_prediction(y, p, levels=[0.9, 0.5])
+    display = ReliabilityDisplay.from_prediction(y, p)
     t = np.abs(y - p.mean) / p.std
-    expected = [np.mean(t <= scipy.stats.norm.ppf(0.5 + level / 2)) for level in (0.9, 0.5)]
+    levels = display.curve.expected
+    expected = [np.mean(t <= scipy.stats.norm.ppf(0.5 + level / 2)) for level in levels]
     np.testing.assert_allclose(display.curve.observed, expected)
     assert display.area == pytest.approx(score(y, p).miscalibration_area)
     x, observed = display.plot().ax_.lines[-1].get_data()
-    np.testing.assert_allclose(x, [0, 0.5, 0.9, 1])
-    np.testing.assert_allclose(observed, [0, expected[1], expected[0], 1])
+    np.testing.assert_allclose(x, [0, *levels, 1])
+    np.testing.assert_allclose(observed, [0, *expected, 1])
 
 
 def test_reliability_of_student_intervals():
     y, p = ensemble(4000, n_members=5)
     # z ~ N(0, 1 + 1/5) over a spread with 4 degrees of freedom, whose t has variance 2.
-    calibrated = Prediction(p.mean[:, None] + np.sqrt(2.4) * (p.members - p.mean[:, None]))
-    student = ReliabilityDisplay.from_prediction(y, calibrated, dof=4)
-    assert student.area < 0.02 < ReliabilityDisplay.from_prediction(y, calibrated).area
+    z, std = y - p.mean, np.sqrt(2.4) * p.std
+    display = ReliabilityDisplay(calibration_curve(z, std, dof=4), miscalibration_area(z, std, 4))
+    assert display.area < 0.02 < miscalibration_area(z, std)
 
 
 def test_bins_are_root_mean_squares():
     y, p = ensemble(100)
-    display = BinnedErrorDisplay.from_prediction(y, p, n_bins=4)
+    display = BinnedErrorDisplay(binned_errors(y - p.mean, p.std, 4))
     order = np.argsort(p.std).reshape(4, 25)
     np.testing.assert_allclose(display.bins.rmv, np.sqrt(np.mean(p.std[order] ** 2, axis=1)))
     rms = np.sqrt(np.mean((y - p.mean)[order] ** 2, axis=1))
     np.testing.assert_allclose(display.plot().ax_.containers[0].lines[0].get_ydata(), rms)
 
 
-def test_parity_errors():
+def test_parity():
     y, p = ensemble(50, outputs=(2,))
     display = ParityDisplay.from_prediction(y, p, units="eV", target="energy")
-    assert display.rmse == pytest.approx(np.sqrt(np.mean((y - p.mean) ** 2)))
-    assert display.mae == pytest.approx(np.mean(np.abs(y - p.mean)))
-    assert len(display.plot().ax_.containers[0].lines[0].get_xdata()) == 100
+    np.testing.assert_array_equal(display.std, p.std.ravel())
+    x, mean = display.plot().ax_.containers[0].lines[0].get_data()
+    np.testing.assert_array_equal(x, np.sort(y.ravel()))
+    np.testing.assert_array_equal(np.sort(mean), np.sort(p.mean.ravel()))
 
 
 def test_parity_of_many_points_is_a_density():
     y, p = ensemble(1000)
     y[0] = 1e6
-    ax = ParityDisplay.from_prediction(y, p).plot(n_bars=11).ax_
-    assert len(ax.containers[0].lines[0].get_xdata()) == 11
+    ax = ParityDisplay.from_prediction(y, p).plot().ax_
+    assert len(ax.containers[0].lines[0].get_xdata()) == 30
     assert ax.collections[0].get_array().sum() == 999  # all but the outlier
     assert ax.get_xlim()[1] < 100
 
@@ -190,11 +194,10 @@ def test_z_scores_are_compared_with_densities_of_unit_variance():
 def test_subsample_sizes():
     rows = {size: PAPER[size] for size in (5000, 1000, 18000)}
     rows[5000] = rows[5000] | {"student": -0.3}
-    display = SubsampleSizeDisplay.from_table(rows, references={"GPR PP": -0.25, "raw": -8.771})
-    np.testing.assert_array_equal(display.log_likelihoods["CV"], [-0.381, -0.398, -0.412])
-    np.testing.assert_array_equal(display.log_likelihoods["student"], [-0.3, np.nan, np.nan])
-    ax = display.plot().ax_
-    np.testing.assert_array_equal(ax.lines[0].get_xdata(), [1000, 5000, 18000])
+    (ax,) = subsample_figure(rows, {"GPR PP": -0.25, "raw": -8.771}).axes
+    lines = {line.get_label(): line.get_data() for line in ax.lines}
+    np.testing.assert_array_equal(lines["CV"], [[1000, 5000, 18000], [-0.398, -0.381, -0.412]])
+    np.testing.assert_array_equal(lines["student"][1], [np.nan, -0.3, np.nan])
     low, high = ax.get_ylim()
     assert -1 < low < -0.554  # the value of −18.75 does not hide the others
     assert -0.25 < high < 0
@@ -225,9 +228,10 @@ def test_awkward_data_can_be_drawn(case):
 
 def test_bins_without_error_can_be_drawn():
     y, p = ensemble(5)
-    BinnedErrorDisplay.from_prediction(p.mean, p, n_bins=5).plot()
-    y[np.argmin(p.std)] = p.mean[np.argmin(p.std)]
-    png(BinnedErrorDisplay.from_prediction(y, p, n_bins=5))
+    z = y - p.mean
+    for zero in (np.arange(5), np.argmin(p.std)):
+        z[zero] = 0.0
+        png(BinnedErrorDisplay(binned_errors(z, p.std, 5)))
 
 
 def test_a_display_draws_on_given_axes():
@@ -264,10 +268,6 @@ def test_importing_the_report_does_not_import_matplotlib():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_docstring_examples():
-    assert doctest.testmod(sys.modules[style.__module__]).failed == 0
-
-
 @pytest.mark.parametrize("cls", OF_PREDICTIONS)
 def test_bad_predictions(cls):
     y, p = ensemble(20)
@@ -278,20 +278,6 @@ def test_bad_predictions(cls):
     ):
         with pytest.raises(InputError) as error:
             cls.from_prediction(*given)
-        assert error.value.parameter == parameter
-
-
-def test_bad_numbers():
-    y, p = ensemble(20)
-    for parameter, make in {
-        "dof": lambda: ZScoreDisplay(np.zeros(3), dof=2.0),
-        "levels": lambda: ConditionalErrorDisplay.from_prediction(y, p).plot(levels=[0.0, 0.1]),
-        "sizes": lambda: SubsampleSizeDisplay([1.0, 1.0], {"a": [0.0, 0.0]}),
-        "log_likelihoods['a']": lambda: SubsampleSizeDisplay([1.0, 2.0], {"a": [0.0]}),
-        "rows": lambda: SubsampleSizeDisplay.from_table({"GPR PP": {"Raw": 1.0}}),
-    }.items():
-        with pytest.raises(InputError) as error:
-            make()
         assert error.value.parameter == parameter
 
 
@@ -319,11 +305,11 @@ def test_a_table_has_three_forms():
 def test_scores_as_a_table():
     y, p = ensemble()
     rows = {"raw": score(y, p), "pp": score_arrays(y, p.mean, 2 * p.std)}
-    table = score_table(rows, units="eV", columns=["rmse", "log_likelihood", "crps_ensemble"])
+    table = score_table(rows, units="eV")
     assert [row[0] for row in table.rows] == ["raw", "pp"]
     best = max(rows, key=lambda name: rows[name].log_likelihood)
-    assert [row[0] for row in table.rows if row[2].endswith("*")] == [best]
-    assert table.rows[1][3] == "–"  # no members
+    assert [row[0] for row in table.rows if row[3].endswith("*")] == [best]
+    assert float(table.rows[0][1]) == pytest.approx(rows["raw"].rmse, rel=5e-3)
     assert max(map(len, printed(score_table(rows, units="eV/atom"), 80).splitlines())) <= 80
 
 
@@ -357,26 +343,6 @@ def test_intervals_as_a_table():
     low, high = (float(end) for end in area[-1].split(" to "))
     assert low == pytest.approx(0.31 / 10, rel=0.05)
     assert high == pytest.approx(0.31 / 50**0.5, rel=0.05)
-
-
-def test_bad_tables():
-    fewer = bootstrap_scores(*(lambda y, p: (y, p.mean, p.std))(*ensemble(50)), n_bootstrap=20)
-    for parameter, make in {
-        "rows": lambda: score_records({}),
-        "rows['a']": lambda: score_table({"a": 1.0}),
-        "columns": lambda: interval_table(columns() | {"other": fewer}),
-        "columns['x']": lambda: interval_table({"x": score(*ensemble(20))}),
-    }.items():
-        with pytest.raises(InputError) as error:
-            make()
-        assert error.value.parameter == parameter
-    for make in (
-        lambda: score_table({"a": score(*ensemble(20))}, columns=["rmse", "r2"]),
-        lambda: paper_table(PAPER, columns=["Raw", "student"]),
-    ):
-        with pytest.raises(InputError) as error:
-            make()
-        assert error.value.parameter == "columns"
 
 
 @pytest.mark.parametrize(
@@ -506,13 +472,13 @@ def test_a_report_has_all_sections(tmp_path):
 def test_the_worst_predictions_are_listed(tmp_path):
     given = evaluation()
     z = np.abs(given.residuals)
-    report, page = write(tmp_path / "a.html", given, n_worst=7)
+    report, page = write(tmp_path / "a.html", given)
     by_ratio, by_error = report.sections["energy"].worst.values()
-    order = np.argsort(-z / given.prediction.std)[:7].tolist()
+    order = np.argsort(-z / given.prediction.std)[:20].tolist()
     assert [int(row[0]) for row in by_ratio.rows] == order
-    assert [int(row[0]) for row in by_error.rows] == np.argsort(-z)[:7].tolist()
+    assert [int(row[0]) for row in by_error.rows] == np.argsort(-z)[:20].tolist()
     buttons = [int(b["data-structure"]) for b in page.all("button")]
-    assert buttons[:7] == order
+    assert buttons[:20] == order
 
 
 @pytest.mark.usefixtures("quick")
@@ -612,7 +578,6 @@ def test_bad_reports(tmp_path):
     (tmp_path / "old.html").write_text("old")
     for parameter, path, options in (
         ("path", "a.pdf", {}),
-        ("n_worst", "a.html", {"n_worst": 0}),
         ("max_structures", "a.html", {"max_structures": 0}),
     ):
         with pytest.raises(InputError) as error:

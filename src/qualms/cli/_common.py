@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
 
 class Terminal(logging.Handler):
-    """Prints results to standard output and everything else to standard error.
-
-    It also prints what the logger "qualms" receives.
+    """Prints results to standard output; messages and the log of "qualms" to standard error.
 
     Parameters
     ----------
@@ -42,8 +40,7 @@ class Terminal(logging.Handler):
         from rich.console import Console
 
         super().__init__(logging.INFO)
-        self.quiet = quiet
-        self.as_json = as_json
+        self.quiet, self.as_json = quiet or as_json, as_json
         self._out = Console(highlight=False)
         self._err = Console(stderr=True, highlight=False)
         log = logging.getLogger("qualms")
@@ -56,10 +53,8 @@ class Terminal(logging.Handler):
 
     def info(self, text: str) -> None:
         """Print a message, unless quiet."""
-        if not self.quiet and not self.as_json:
+        if not self.quiet:
             self._err.print(text, markup=False, soft_wrap=True)
-
-    say = info  # used by cli/reproduce.py
 
     def warn(self, text: str) -> None:
         """Print a warning."""
@@ -71,23 +66,15 @@ class Terminal(logging.Handler):
             self._out.file.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
             return
         for part in parts:
-            if isinstance(part, str):
-                self._out.print(part, markup=False, soft_wrap=True)
-            else:
-                self._print_table(part)
-
-    def _print_table(self, table: Any) -> None:
-        """Print all of a table: long lines are better than truncated numbers."""
-        from rich.measure import Measurement
-
-        options = self._out.options.update(max_width=1000)
-        wide = Measurement.get(self._out, options, table).maximum
-        self._out.width = max(self._out.width, wide)
-        self._out.print(table)
+            # Long lines are better than truncated numbers.
+            options = (
+                {"soft_wrap": True} if isinstance(part, str) else {"width": 1000, "crop": False}
+            )
+            self._out.print(part, markup=False, **options)
 
     def progress(self) -> Bars | None:
         """Return progress bars, if standard error is a terminal."""
-        if self.quiet or self.as_json or not sys.stderr.isatty():
+        if self.quiet or not sys.stderr.isatty():
             return None
         from qualms.progress import Bars
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,16 +40,9 @@ def apply(
     refuse_input(output, calibration, predictions)
     check_output(output, force=force)
     document = read_calibration(calibration)
-    applied = apply_calibration(
-        document,
-        predictions,
-        output,
-        target=target,
-        absent=absent,
-        order=order,
-        members=members,
-        force=force,
-    )
+    options: dict[str, Any] = {"target": target, "absent": absent, "order": order}
+    options |= {"members": members, "force": force}
+    applied = apply_calibration(document, predictions, output, **options)
     for remark in applied.remarks:
         terminal.warn(remark)
     terminal.result(

@@ -42,7 +42,8 @@ def demo(
         ConditionalErrorDisplay,
         ParityDisplay,
         ReliabilityDisplay,
-        SubsampleSizeDisplay,
+        style,
+        subsample_figure,
     )
     from qualms.report.tables import paper_table, score_records, score_table
     from qualms.reproduce.study import study_subsamples
@@ -78,15 +79,15 @@ def demo(
     }
     references = {_PP: next(iter(rows.values()))[_PP]}
     y, prediction = found.y, found.prediction
-    figures: list[Display] = [
+    displays: list[Display] = [
         ConditionalErrorDisplay.from_prediction(y, prediction, units=UNITS),
         ParityDisplay.from_prediction(y, prediction, units=UNITS, target="energy"),
         ReliabilityDisplay.from_prediction(y, prediction),
-        SubsampleSizeDisplay.from_table(members, references=references),
     ]
-    for name, figure in zip(FILES[1:], figures, strict=True):
-        with atomic_path(output / name, force=force) as path:
-            figure.save(path)
+    save = [display.save for display in displays] + [subsample_figure(members, references).savefig]
+    for name, save_to in zip(FILES[1:], save, strict=True):
+        with style(), atomic_path(output / name, force=force) as path:
+            save_to(path)
     one = model.predict(test[:1])
     terminal.result(
         model.summary(),

@@ -67,11 +67,7 @@ def report(
         documents[name] = {
             "units": one.units,
             "n_points": len(one),
-            "verdict": {
-                "grade": assessment.grade,
-                "sentence": assessment.sentence,
-                "details": list(assessment.details),
-            },
+            "assessment": assessment.document(),
             "scores": interval_records(assessment.scores),
         }
     paths = [str(path) for path in written.paths]
@@ -99,18 +95,15 @@ def _atom_values(model: AtomisticModel, frames: Sequence[Any]) -> AtomValues | N
 
     if model.fitted.per_atom:
         return None
-    units = {
-        NOVELTY: "",
-        "σ of the contribution": model.settings.units,
-        "σ of the force": model.settings.units_of("forces"),
-    }
+    names = (NOVELTY, "σ of the contribution", "σ of the force")
+    units = ("", model.settings.units, model.settings.units_of("forces"))
 
     def atom_values(some: Sequence[int]) -> Properties:
         columns = zip(*attributions(model, [frames[i] for i in some]), strict=True)
         return {
-            name: (np.concatenate(values), units[name])
-            for name, values in zip(units, columns, strict=True)
-            if all(value is not None for value in values)
+            name: (np.concatenate(values), unit)
+            for name, unit, values in zip(names, units, columns, strict=True)
+            if values[0] is not None
         }
 
     return atom_values

@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -106,18 +107,19 @@ def train(
     **settings: Any,
 ) -> None:
     """Train a model on labelled structures, and calibrate it on out-of-bag predictions."""
-    from qualms.atomistic.evaluation import find_references
+    from qualms.atomistic.evaluation import evaluate, find_references
     from qualms.atomistic.model import AtomisticModel
     from qualms.atomistic.structures import read_frames, species_of
     from qualms.io.files import atomic_output, check_output, refuse_input
     from qualms.io.predictions import check_name
+    from qualms.progress import Stages
+    from qualms.report.tables import score_table
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
     if intensive and per_atom_target:
         raise InputError("--intensive", "with --per-atom-target", "one of the two")
-    kind = "atomic" if per_atom_target else "intensive" if intensive else None
-    given = {**settings, "kind": kind}
-    model = AtomisticModel(**_settings(config, given, cutoff))
+    settings["kind"] = "atomic" if per_atom_target else "intensive" if intensive else None
+    model = AtomisticModel(**_settings(config, settings, cutoff))
     check_name("target", model.settings.target)
     summary = output.with_suffix(".json")
     if summary == output:
@@ -133,35 +135,24 @@ def train(
     groups = None if group_key is None else _groups(frames, group_key)
     model.fit(frames, groups, progress=terminal.progress() or False)
     model.save(output, force=force)
-    parts, document = _results(model, held_out, terminal)
-    with atomic_output(summary, force=force, mode="w") as file:
-        json.dump(document, file, indent=2)
-    terminal.result(*parts, document=document)
-    terminal.info(f"Wrote {output} and {summary}.")
-
-
-def _results(
-    model: AtomisticModel, held_out: list[Any] | None, terminal: Terminal
-) -> tuple[list[Any], dict[str, Any]]:
-    """Return what is printed of a trained model, and its JSON document."""
-    from qualms.atomistic.evaluation import evaluate
-    from qualms.progress import Stages
-    from qualms.report.tables import score_table
-
-    if held_out is None:
-        return [model.summary()], summary_document(model)
-    found = evaluate(model, held_out, stages=Stages(terminal.progress()))
-    for remark in missing_quantities(model, found):
-        terminal.info(remark)
+    found: dict[str, Evaluation] = {}
+    if held_out is not None:
+        found = evaluate(model, held_out, stages=Stages(terminal.progress()))
+        for remark in missing_quantities(model, found):
+            terminal.info(remark)
     tables = [
         score_table(one.scores, units=one.units, title=f"Validation: {one.target}")
         for one in found.values()
     ]
-    return [model.summary(), *tables], summary_document(model, found)
+    document = summary_document(model, found)
+    with atomic_output(summary, force=force, mode="w") as file:
+        json.dump(document, file, indent=2)
+    terminal.result(model.summary(), *tables, document=document)
+    terminal.info(f"Wrote {output} and {summary}.")
 
 
 def summary_document(
-    model: AtomisticModel, evaluations: Mapping[str, Evaluation] | None = None
+    model: AtomisticModel, evaluations: Mapping[str, Evaluation] = MappingProxyType({})
 ) -> dict[str, Any]:
     """Return the description of a model as a JSON document."""
     from qualms.report.tables import score_records
@@ -177,7 +168,7 @@ def summary_document(
         "provenance": model.provenance.model_dump(mode="json"),
         **{f"{quantity}_calibrations": found for quantity, found in calibrations.items()},
     }
-    for quantity, found in (evaluations or {}).items():
+    for quantity, found in evaluations.items():
         key = "validation" if quantity == "energy" else f"{quantity}_validation"
         document[key] = score_records(found.scores)
     return document

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -59,6 +59,10 @@ class Assessment:
     sentence: str
     details: tuple[str, ...]
     scores: Mapping[str, ScoreIntervals]
+
+    def document(self) -> dict[str, Any]:
+        """Return the assessment, without the scores, for JSON."""
+        return {"grade": self.grade, "sentence": self.sentence, "details": list(self.details)}
 
 
 def with_uncertainty(evaluation: Evaluation) -> tuple[Evaluation, list[str]]:
