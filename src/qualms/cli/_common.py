@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from qualms.errors import QualmsWarning
 
@@ -98,36 +98,36 @@ def warnings_as_lines() -> Iterator[None]:
         yield
 
 
-Model = Annotated[Path, typer.Argument(metavar="MODEL", help="Model file (.safetensors).")]
-Test = Annotated[Path, typer.Argument(metavar="TEST", help="Labelled structures: extended XYZ.")]
+Model = Annotated[Path, Argument(metavar="MODEL", help="Model file (.safetensors).")]
+Test = Annotated[Path, Argument(metavar="TEST", help="Labelled structures: extended XYZ.")]
 Validation = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         help="Labelled structures for the calibrations that are fitted to a validation set; by "
         "default, two halves of TEST calibrate each other."
     ),
 ]
 CalibrationFile = Annotated[
-    Path | None, typer.Option("--calibration", help="Also score this file of `qualms calibrate`.")
+    Path | None, Option("--calibration", help="Also score this file of `qualms calibrate`.")
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and warnings only.")]
-Json = Annotated[bool, typer.Option("--json", help="Print results as one JSON document.")]
-Force = Annotated[bool, typer.Option("--force", "-f", help="Replace existing output.")]
+Quiet = Annotated[bool, Option("--quiet", "-q", help="Print results and warnings only.")]
+Json = Annotated[bool, Option("--json", help="Print results as one JSON document.")]
+Force = Annotated[bool, Option("--force", "-f", help="Replace existing output.")]
 Threads = Annotated[
     int | None,
-    typer.Option("--threads", min=1, help="Number of cores; by default all, or OMP_NUM_THREADS."),
+    Option("--threads", min=1, help="Number of cores; by default all, or OMP_NUM_THREADS."),
 ]
-Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Random seed.")]
+Seed = Annotated[int | None, Option("--seed", min=0, help="Random seed.")]
 Absent = Annotated[
     str | None,
-    typer.Option(
+    Option(
         help="Key of flags, one per member: the point was not in its training set. By default "
         "TARGET_absent, if present."
     ),
 ]
 Order = Annotated[
     str | None,
-    typer.Option(
+    Option(
         help="Order of the members of vectors: member (m0x m0y m0z m1x …) or component (m0x m1x … "
         "m0y …). By default it is determined from the data."
     ),

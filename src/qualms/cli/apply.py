@@ -5,27 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from qualms.cli._common import Absent, Force, Json, Order, Quiet, Terminal
 
 
 def apply(
     calibration: Annotated[
-        Path, typer.Argument(metavar="CALIBRATION", help="File written by `qualms calibrate`.")
+        Path, Argument(metavar="CALIBRATION", help="File written by `qualms calibrate`.")
     ],
     predictions: Annotated[
-        Path, typer.Argument(metavar="PREDICTIONS", help="New predictions of the same ensemble.")
+        Path, Argument(metavar="PREDICTIONS", help="New predictions of the same ensemble.")
     ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="File to write, in the same format.")
-    ],
+    output: Annotated[Path, Option("--output", "-o", help="File to write, in the same format.")],
     target: Annotated[
-        str | None, typer.Option(help="Name of the property, if it is different here.")
+        str | None, Option(help="Name of the property, if it is different here.")
     ] = None,
     absent: Absent = None,
     order: Order = None,
-    members: Annotated[bool, typer.Option(help="Whether to write calibrated members.")] = True,
+    members: Annotated[bool, Option(help="Whether to write calibrated members.")] = True,
     force: Force = False,
     quiet: Quiet = False,
     as_json: Json = False,

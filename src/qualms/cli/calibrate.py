@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from qualms.cli._common import Absent, Force, Json, Order, Quiet, Seed, Terminal
 
@@ -17,37 +17,35 @@ if TYPE_CHECKING:
 def calibrate(
     predictions: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             metavar="PREDICTIONS",
             help="Predictions and reference values: extended XYZ, .csv, .parquet or .npz.",
         ),
     ],
     target: Annotated[
-        str, typer.Option(help="Property: TARGET_ensemble, TARGET_uncertainty, … are read.")
+        str, Option(help="Property: TARGET_ensemble, TARGET_uncertainty, … are read.")
     ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Calibration file to write (.json).")
-    ],
+    output: Annotated[Path, Option("--output", "-o", help="Calibration file to write (.json).")],
     reference: Annotated[
-        str | None, typer.Option(help="Key of the reference values; by default REF_TARGET.")
+        str | None, Option(help="Key of the reference values; by default REF_TARGET.")
     ] = None,
     method: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="[auto|none|linear|power|student|shrinkage]",
             help="Calibration method; auto selects by cross-validation.",
         ),
     ] = "auto",
     by: Annotated[
         str | None,
-        typer.Option(help="One factor per element, or per value of a key such as config_type."),
+        Option(help="One factor per element, or per value of a key such as config_type."),
     ] = None,
     absent: Absent = None,
     order: Order = None,
     report: Annotated[
-        Path | None, typer.Option(help="Also write an HTML report to this file (.html).")
+        Path | None, Option(help="Also write an HTML report to this file (.html).")
     ] = None,
-    units: Annotated[str, typer.Option(help="Units of the property, for the output.")] = "",
+    units: Annotated[str, Option(help="Units of the property, for the output.")] = "",
     seed: Seed = 0,
     force: Force = False,
     quiet: Quiet = False,

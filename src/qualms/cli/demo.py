@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from qualms.cli._common import Force, Json, Quiet, Seed, Terminal, Threads
 
@@ -23,7 +23,7 @@ FILES = ("model.safetensors", "errors.png", "parity.png", "reliability.png", "su
 
 def demo(
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Directory for the model and the figures.")
+        Path, Option("--output", "-o", help="Directory for the model and the figures.")
     ] = Path("qualms-demo"),
     seed: Seed = None,
     threads: Threads = None,

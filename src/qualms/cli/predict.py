@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from typer import Argument, Option
 
 from qualms.cli._common import Force, Json, Model, Quiet, Terminal, Threads
 from qualms.errors import InputError, counted
@@ -29,31 +29,26 @@ _WARNINGS = {
 def predict(
     model: Model,
     structures: Annotated[
-        Path, typer.Argument(metavar="STRUCTURES", help="New structures: extended XYZ.")
+        Path, Argument(metavar="STRUCTURES", help="New structures: extended XYZ.")
     ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="File to write: .xyz, .csv or .npz.")
-    ],
+    output: Annotated[Path, Option("--output", "-o", help="File to write: .xyz, .csv or .npz.")],
     ensemble: Annotated[
-        bool, typer.Option("--ensemble", help="Write the predictions of all members, too.")
+        bool, Option("--ensemble", help="Write the predictions of all members, too.")
     ] = False,
-    forces: Annotated[
-        bool, typer.Option("--forces", help="Predict forces, too; .xyz or .npz.")
-    ] = False,
+    forces: Annotated[bool, Option("--forces", help="Predict forces, too; .xyz or .npz.")] = False,
     stress: Annotated[
-        bool,
-        typer.Option("--stress", help="Predict stresses of periodic structures; .xyz or .npz."),
+        bool, Option("--stress", help="Predict stresses of periodic structures; .xyz or .npz.")
     ] = False,
     atoms: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--atoms",
             help="Write the contribution, novelty and uncertainty of each atom; .xyz or .npz.",
         ),
     ] = False,
     ignore_unknown: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--ignore-unknown-species",
             help="Ignore atoms of elements that are not in the training set.",
         ),
@@ -114,7 +109,7 @@ def predict(
             n["structures"] += len(chunk.frames)
             n["extrapolating"] += int(extrapolates.sum())
             n["unknown_species"] += int(chunk.has_unknown.sum())
-            n["without_volume"] += sum(stress and one.cell.rank < 3 for one in chunk.frames)
+            n["without_volume"] += sum(stress and int(one.cell.rank) < 3 for one in chunk.frames)
             advance(n["structures"])
         if stress and n["without_volume"] == n["structures"]:
             raise InputError("--stress", "no structure whose cell has a volume", "at least one")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from qualms.cli._common import (
     CalibrationFile,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def report(
     model: Model,
     test: Test,
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write: .html.")],
+    output: Annotated[Path, Option("--output", "-o", help="File to write: .html.")],
     validation: Validation = None,
     calibration: CalibrationFile = None,
     threads: Threads = None,

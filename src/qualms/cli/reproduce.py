@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from qualms.cli._common import Force, Json, Quiet, Terminal, Threads
 from qualms.errors import InputError
@@ -24,11 +25,11 @@ reproduce = typer.Typer(
 )
 
 Output = Annotated[
-    Path, typer.Option("--output", "-o", help="Directory for results, tables and figures.")
+    Path, Option("--output", "-o", help="Directory for results, tables and figures.")
 ]
-ScaleOption = Annotated[str, typer.Option("--scale", help="paper, or small: a tenth of it.")]
-Seeds = Annotated[int, typer.Option("--seeds", min=1, max=1000, help="Number of random splits.")]
-Memory = Annotated[str, typer.Option("--memory", help="Memory limit, such as 8GB.")]
+ScaleOption = Annotated[str, Option("--scale", help="paper, or small: a tenth of it.")]
+Seeds = Annotated[int, Option("--seeds", min=1, max=1000, help="Number of random splits.")]
+Memory = Annotated[str, Option("--memory", help="Memory limit, such as 8GB.")]
 _DIRECTORY = Path("qualms-reproduction")
 _SCALES = {"paper": "paper", "small": "small"}
 _SPLITS = {"atoms": ["atoms"], "crystals": ["crystals"], "both": ["atoms", "crystals"]}
@@ -37,18 +38,17 @@ _SPLITS = {"atoms": ["atoms"], "crystals": ["crystals"], "both": ["atoms", "crys
 @reproduce.command()
 def qm9(
     data: Annotated[
-        str | None,
-        typer.Option(help="NPZ file or dsgdb9nsd.xyz.tar.bz2; otherwise the package qm9pack."),
+        str | None, Option(help="NPZ file or dsgdb9nsd.xyz.tar.bz2; otherwise the package qm9pack.")
     ] = None,
     uncharacterized: Annotated[
         Path | None,
-        typer.Option(help="uncharacterized.txt of QM9: molecules of the archive to leave out."),
+        Option(help="uncharacterized.txt of QM9: molecules of the archive to leave out."),
     ] = None,
     output: Output = _DIRECTORY,
     scale: ScaleOption = "paper",
     seeds: Seeds = 1,
     shift: Annotated[
-        bool, typer.Option("--shift", help="Also train on small molecules and test on large ones.")
+        bool, Option("--shift", help="Also train on small molecules and test on large ones.")
     ] = False,
     memory: Memory = "10GB",
     threads: Threads = None,
@@ -72,13 +72,13 @@ def qm9(
 @reproduce.command()
 def csd(
     data: Annotated[
-        Path, typer.Option(help="CSD-1000R: extended XYZ, or chemiscope JSON.", show_default=False)
+        Path, Option(help="CSD-1000R: extended XYZ, or chemiscope JSON.", show_default=False)
     ],
     relaxed: Annotated[
-        Path | None, typer.Option(help="CSD-2k: also predict these relaxed crystals.")
+        Path | None, Option(help="CSD-2k: also predict these relaxed crystals.")
     ] = None,
     split: Annotated[
-        str, typer.Option(help="Split over atoms, as in the paper, over crystals, or both.")
+        str, Option(help="Split over atoms, as in the paper, over crystals, or both.")
     ] = "both",
     output: Output = _DIRECTORY,
     scale: ScaleOption = "paper",
@@ -109,10 +109,10 @@ def csd(
 
 @reproduce.command()
 def tables(
-    results: Annotated[list[Path], typer.Argument(metavar="RESULTS...", help="JSON files.")],
+    results: Annotated[list[Path], Argument(metavar="RESULTS...", help="JSON files.")],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Directory; otherwise that of each results file."),
+        Option("--output", "-o", help="Directory; otherwise that of each results file."),
     ] = None,
     force: Force = False,
 ) -> None:

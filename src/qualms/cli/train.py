@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from qualms.atomistic.settings import Settings
 from qualms.cli._common import Force, Json, Quiet, Terminal, missing_quantities
@@ -51,7 +51,7 @@ def _option(name: str) -> inspect.Parameter:
     # The type as in the documentation, such as {"fps", "cur", "random"}.
     values = str(extra.get("type", "")).replace('"', "")
     default = None if field.default in (None, "") or field.is_required() else str(field.default)
-    option = typer.Option(
+    option = Option(
         f"--{name.removeprefix('n_').replace('_', '-')}",
         help=(field.description or "").replace("``", ""),
         metavar=values if "{" in values or "float" in values else None,
@@ -66,40 +66,32 @@ def _option(name: str) -> inspect.Parameter:
 
 @_with_settings
 def train(
-    data: Annotated[
-        Path, typer.Argument(metavar="DATA", help="Labelled structures: extended XYZ.")
-    ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Model file to write (.safetensors).")
-    ],
+    data: Annotated[Path, Argument(metavar="DATA", help="Labelled structures: extended XYZ.")],
+    output: Annotated[Path, Option("--output", "-o", help="Model file to write (.safetensors).")],
     config: Annotated[
         Path | None,
-        typer.Option(help="YAML file with parameters of AtomisticModel; options override it."),
+        Option(help="YAML file with parameters of AtomisticModel; options override it."),
     ] = None,
     intensive: Annotated[
-        bool,
-        typer.Option("--intensive", help="The target is an average.", rich_help_panel=_DATA),
+        bool, Option("--intensive", help="The target is an average.", rich_help_panel=_DATA)
     ] = False,
     per_atom_target: Annotated[
         bool,
-        typer.Option(
-            "--per-atom-target", help="The target is a value per atom.", rich_help_panel=_DATA
-        ),
+        Option("--per-atom-target", help="The target is a value per atom.", rich_help_panel=_DATA),
     ] = False,
     group_key: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Key of group labels; structures of one group are never split.",
             rich_help_panel=_DATA,
         ),
     ] = None,
     validation: Annotated[
         Path | None,
-        typer.Option(help="Labelled structures to evaluate the model on.", rich_help_panel=_DATA),
+        Option(help="Labelled structures to evaluate the model on.", rich_help_panel=_DATA),
     ] = None,
     cutoff: Annotated[
-        float | None,
-        typer.Option(help="Cutoff of the environments in Å.", rich_help_panel=_MODEL),
+        float | None, Option(help="Cutoff of the environments in Å.", rich_help_panel=_MODEL)
     ] = None,
     force: Force = False,
     quiet: Quiet = False,

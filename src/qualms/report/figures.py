@@ -57,7 +57,6 @@ _FONTS: Final[dict[str, Any]] = {
     "font.family": ["STIXGeneral", "DejaVu Sans"],
     "mathtext.fontset": "stix",
     "font.size": 9.0,
-    "axes.labelsize": 9.0,
     "axes.titlesize": 9.0,
     "xtick.labelsize": 8.0,
     "ytick.labelsize": 8.0,
@@ -75,16 +74,13 @@ _STYLE: Final[dict[str, Any]] = {
     "axes.axisbelow": True,
     "lines.linewidth": 1.2,
     "lines.markersize": 3.5,
-    "patch.linewidth": 0.6,
     "xtick.top": True,
     "ytick.right": True,
     **{f"{axis}tick.{name}": value for axis in "xy" for name, value in _TICKS.items()},
     "legend.frameon": False,
     "legend.handlelength": 2.2,
     "legend.handletextpad": 0.5,
-    "legend.columnspacing": 1.2,
     "legend.labelspacing": 0.25,
-    "legend.borderaxespad": 0.6,
     "pdf.fonttype": 42,
     "svg.hashsalt": "qualms",
 }
@@ -120,9 +116,7 @@ def line_style(index: int) -> dict[str, Any]:
 
 def axis_label(quantity: str, *, target: str = "", units: str = "") -> str:
     """Return an axis label such as "Error ε of the shielding (ppm)"."""
-    of_target = f" of {target}" if target else ""
-    in_units = f" ({units})" if units else ""
-    return f"{quantity}{of_target}{in_units}"
+    return quantity + (f" of {target}" if target else "") + (f" ({units})" if units else "")
 
 
 def robust_limits(values: Float64Array) -> tuple[float, float]:
@@ -138,14 +132,9 @@ def robust_limits(values: Float64Array) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def log_limits(
-    values: Float64Array, *, least: float = 2.0, pad: float = 0.06
-) -> tuple[float, float]:
-    """Return limits of a logarithmic axis that contain all positive values.
-
-    Their ratio is at least `least` before a margin of `pad` times the logarithmic range is added.
-    """
-    low, high = float(np.log(np.min(values))), float(np.log(np.max(values)))
+def log_limits(values: Float64Array, least: float = 2.0, pad: float = 0.06) -> tuple[float, float]:
+    """Return limits of a logarithmic axis: a ratio ≥ `least`, with a relative margin `pad`."""
+    low, high = np.log(np.min(values)), np.log(np.max(values))
     missing = max(np.log(least) - (high - low), 0.0)
     margin = 0.5 * missing + pad * (high - low + missing)
     return float(np.exp(low - margin)), float(np.exp(high + margin))
@@ -686,25 +675,25 @@ _DPI = 220
 def report_figures(evaluation: Evaluation) -> dict[str, str]:
     """Draw the figures of a report, for points with σ > 0, and return them as data URIs."""
     y, prediction, units = evaluation.y, evaluation.prediction, evaluation.units
-    raw = None if prediction.uncalibrated is prediction else prediction.uncalibrated
-    label = "" if raw is None else "after"
-    reliability = ReliabilityDisplay.from_prediction(y, prediction)
-    reliability.n_independent = evaluation.n_structures
-    reliability.plot(label=label)
-    binned = BinnedErrorDisplay.from_prediction(y, prediction, units=units).plot(label=label)
-    if raw is not None:
-        second: dict[str, Any] = {"label": "before", "reference": False, **line_style(1)}
-        ReliabilityDisplay.from_prediction(y, raw).plot(reliability.ax_, **second)
-        second |= {"linestyle": "none", "markerfacecolor": "white"}
-        BinnedErrorDisplay.from_prediction(y, raw, units=units).plot(binned.ax_, **second)
-    displays = {
-        "conditional": ConditionalErrorDisplay.from_prediction(y, prediction, units=units),
-        "reliability": reliability,
-        "binned": binned,
-        "z_scores": ZScoreDisplay.from_prediction(y, prediction),
-        "parity": ParityDisplay.from_prediction(y, prediction, units=units),
+    kinds: dict[str, type[Display]] = {
+        "conditional": ConditionalErrorDisplay,
+        "reliability": ReliabilityDisplay,
+        "binned": BinnedErrorDisplay,
+        "z_scores": ZScoreDisplay,
+        "parity": ParityDisplay,
     }
-    return {name: _data_uri(display) for name, display in displays.items()}
+    found = {k: kind.from_prediction(y, prediction, units=units) for k, kind in kinds.items()}
+    found["reliability"].n_independent = evaluation.n_structures  # type: ignore[attr-defined]
+    raw = prediction.uncalibrated
+    if raw is not prediction:
+        look = line_style(1) | {"label": "before", "reference": False}
+        for name, more in {
+            "reliability": {},
+            "binned": {"linestyle": "none", "markerfacecolor": "white"},
+        }.items():
+            ax = found[name].plot(label="after").ax_
+            kinds[name].from_prediction(y, raw, units=units).plot(ax, **look | more)
+    return {name: _data_uri(display) for name, display in found.items()}
 
 
 def _data_uri(display: Display) -> str:

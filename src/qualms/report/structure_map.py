@@ -162,25 +162,38 @@ def make_map(
         environments = [(i, j, _CUTOFF) for i, j in zip(index.tolist(), atom.tolist(), strict=True)]
     elif inside:
         environments = [(i, j, _CUTOFF) for i, f in enumerate(frames) for j in range(len(f))]
-    bright = _bright(inside) if inside else 1.0
-    periodic = any(atoms.pbc.any() for atoms in frames)
-    settings = _settings(package, [*properties], of_atoms, periodic, next(iter(inside), ""), bright)
+    kind = "atom" if of_atoms else "structure"
+    axes = list(properties)[:3]
+    colors, note_of_atoms = _atom_colors(inside) if inside else (None, "")
+    settings = package.quick_settings(
+        x=axes[0],
+        y=axes[1],
+        map_color=axes[2],
+        structure_settings=colors,
+        periodic=any(atoms.pbc.any() for atoms in frames),
+        target=kind,
+        # σ varies by orders of magnitude.
+        map_settings={"palette": "viridis", "color": {"property": axes[2], "mode": "log"}},
+    )
     worst = int(np.flatnonzero(points == first[0])[0])
     settings["pinned"] = [worst if of_atoms else int(index[worst])]
     data = package.create_input(
         structures=[_structure(atoms) for atoms in frames],
-        properties=_written(properties, "atom" if of_atoms else "structure")
-        | _written(inside, "atom"),
+        properties=_written(properties, kind) | _written(inside, "atom"),
         environments=environments,
         # The viewer interprets the name of a data set as HTML.
         metadata={"name": html.escape(title or evaluation.target)},
         settings=settings,
     )
-    note = _note(shown.size, every.size, of_atoms, averaged=not single)
-    if inside:
-        note += _note_of_atoms(inside, bright)
+    over = "" if single else " and its values are averages over the structure"
+    note = f"Each point is one {kind}{over}; the colour is σ. A click shows the structure."
+    if shown.size < every.size:
+        note += (
+            f" The map contains {shown.size} of {every.size} structures: those of the worst "
+            "predictions and a random sample. Their number in the data is one of the properties."
+        )
     places = {structure: i for i, structure in enumerate(shown.tolist())}
-    return StructureMap(data, note, places, of_atoms)
+    return StructureMap(data, note + note_of_atoms, places, of_atoms)
 
 
 def _chemiscope() -> Any:
@@ -251,53 +264,16 @@ def _structure(atoms: Any) -> dict[str, Any]:
     return structure
 
 
-def _settings(
-    package: Any, names: Sequence[str], of_atoms: bool, periodic: bool, inside: str, bright: float
-) -> dict[str, Any]:
-    """Set axes and colours: errors over predictions, coloured by σ; atoms by `inside`."""
-    x, y, color = names[:3]
-    of_structure = None
-    if inside:
-        range_ = {"property": inside, "palette": "viridis", "min": 0.0, "max": bright}
-        of_structure = {"color": range_}
-    settings: dict[str, Any] = package.quick_settings(
-        x=x,
-        y=y,
-        map_color=color,
-        structure_settings=of_structure,
-        periodic=periodic,
-        target="atom" if of_atoms else "structure",
-        # σ varies by orders of magnitude.
-        map_settings={"palette": "viridis", "color": {"property": color, "mode": "log"}},
-    )
-    return settings
-
-
-def _bright(inside: Properties) -> float:
-    """Return the bright end of the colours, the same for all structures."""
-    values, _ = next(iter(inside.values()))
-    end = float(f"{np.quantile(values, _WITHIN):.2g}")
-    return end if end > 0 else 1.0
-
-
-def _note(n_shown: int, n_all: int, of_atoms: bool, *, averaged: bool) -> str:
-    what = "an atom" if of_atoms else "a structure"
-    over = " and its values are averages over the structure" if averaged else ""
-    note = f"Each point is {what}{over}; the colour is σ. A click shows the structure."
-    if n_shown < n_all:
-        note += (
-            f" The map contains {n_shown} of {n_all} structures: those of the worst predictions "
-            "and a random sample. Their number in the data is one of the properties."
-        )
-    return note
-
-
-def _note_of_atoms(inside: Properties, bright: float) -> str:
+def _atom_colors(inside: Properties) -> tuple[dict[str, Any], str]:
+    """Return settings for the colours of atoms, the same in all structures, and a note."""
     name, (values, _) = next(iter(inside.items()))
+    bright = float(f"{np.quantile(values, _WITHIN):.2g}")
+    bright = bright if bright > 0 else 1.0
     note = f" Its atoms are coloured by {name}, from 0 (dark) to {bright:g} (bright)."
     if name == NOVELTY:
         n_beyond = int(np.count_nonzero(values > 1))
         note += f" Values above 1 indicate extrapolation: {n_beyond} of {values.size} atoms."
     if len(inside) > 1:
         note += f" Other colours: {', '.join([*inside][1:])}."
-    return note
+    color = {"property": name, "palette": "viridis", "min": 0.0, "max": bright}
+    return {"color": color}, note

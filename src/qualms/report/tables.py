@@ -23,6 +23,7 @@ CALIBRATED_AREA = 0.31
 
 _MISSING = "–"
 _BEST = "*"
+_BEST_NOTE = f"{_BEST} highest log likelihood"
 
 Record = dict[str, float | str | None]
 
@@ -136,7 +137,7 @@ def score_table(rows: Mapping[str, Scores], *, units: str = "", title: str = "")
         in_units = f"\n{units}" if score.decimals is None and units else ""
         headers.append(score.short + in_units)
     lines = [[name, *cells] for name, *cells in zip(rows, *body, strict=True)]
-    return Table(headers, lines, title, _best_note(lines))
+    return Table(headers, lines, title, _BEST_NOTE if comparable and len(rows) > 1 else "")
 
 
 def score_records(rows: Mapping[str, Scores]) -> list[Record]:
@@ -167,7 +168,7 @@ def paper_table(rows: Mapping[Any, Mapping[str, float | None]], *, title: str = 
         [_size(size), *_mark_best([_number(row.get(name), 3) for name in shown])]
         for size, row in rows.items()
     ]
-    return Table(["size", *shown], lines, title, _best_note(lines, " of its row"))
+    return Table(["size", *shown], lines, title, f"{_BEST_NOTE} of its row")
 
 
 def interval_table(
@@ -220,13 +221,10 @@ def comparison_table(comparison: Comparison) -> Table:
     rows = []
     for candidate in comparison.candidates:
         one = candidate.calibration
-        behind = (
-            f"{candidate.behind:.4f} ± {candidate.standard_error:.4f}" if one is not best else ""
-        )
-        criteria = [f"{one.aic - best.aic:+.1f}", f"{one.bic - best.bic:+.1f}"]
-        likelihood = f"{candidate.log_likelihood:.4f}"
-        parameters = [f"{one.alpha:.4g}", f"{one.gamma:.3f}"]
-        rows.append([one.method, likelihood, behind, *criteria, *parameters])
+        behind = f"{candidate.behind:.4f} ± {candidate.standard_error:.4f}"
+        row = [one.method, f"{candidate.log_likelihood:.4f}", "" if one is best else behind]
+        row += [f"{one.aic - best.aic:+.1f}", f"{one.bic - best.bic:+.1f}"]
+        rows.append([*row, f"{one.alpha:.4g}", f"{one.gamma:.3f}"])
     rows += [[method, "not fitted", *[""] * 5] for method in comparison.failures]
     note = (
         "LL: cross-validated log likelihood per point. behind: difference to the best ± standard "
@@ -238,14 +236,12 @@ def comparison_table(comparison: Comparison) -> Table:
 def comparison_records(comparison: Comparison) -> list[Record]:
     """Return the numbers of `comparison_table` as JSON records."""
     return [
-        {
-            "method": candidate.calibration.method,
-            "log_likelihood": candidate.log_likelihood,
-            "behind": candidate.behind,
-            "standard_error": candidate.standard_error,
-            "aic": candidate.calibration.aic,
-            "bic": candidate.calibration.bic,
+        {"method": candidate.calibration.method}
+        | {
+            name: getattr(candidate, name)
+            for name in ("log_likelihood", "behind", "standard_error")
         }
+        | {"aic": candidate.calibration.aic, "bic": candidate.calibration.bic}
         for candidate in comparison.candidates
     ]
 
@@ -290,11 +286,6 @@ def _mark_best(cells: Sequence[str]) -> list[str]:
     return [c + (_BEST if c != _MISSING and float(c) == best else " ") for c in cells]
 
 
-def _best_note(lines: Sequence[Sequence[str]], of_what: str = "") -> str:
-    marked = any(cell.endswith(_BEST) for line in lines for cell in line[1:])
-    return f"{_BEST} highest log likelihood{of_what}" if marked else ""
-
-
 def _size(size: float | str) -> str:
     """Write a subsample size as the paper does: 5000 is 5k."""
     if isinstance(size, str):
@@ -303,14 +294,12 @@ def _size(size: float | str) -> str:
 
 
 def _interval_cell(name: str, score: _Score, column: ScoreIntervals) -> str:
-    value = score.factor * getattr(column.scores, name)
-    percent = " %" if score.factor == 100.0 else ""
+    value, percent = score.factor * getattr(column.scores, name), " %" * (score.factor == 100.0)
     if name not in column.intervals:
         return f"{write_number(value)}{percent}"
     low, high = (score.factor * end for end in column.intervals[name])
-    half = 0.5 * (high - low)
-    ends = f"[{write_number(low, half)}, {write_number(high, half)}]"
-    return f"{write_number(value, half)}{percent} {ends}"
+    texts = [write_number(x, 0.5 * (high - low)) for x in (value, low, high)]
+    return f"{texts[0]}{percent} [{texts[1]}, {texts[2]}]"
 
 
 def _expected_if_calibrated(name: str, column: ScoreIntervals) -> str:
