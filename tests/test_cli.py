@@ -81,13 +81,6 @@ def source(tmp_path_factory):
 
 
 @pytest.fixture
-def no_figures(monkeypatch):
-    """Omit the figures of reports, which take most of the time."""
-    none = dict.fromkeys(("conditional", "reliability", "binned", "z_scores", "parity"), "data:,")
-    monkeypatch.setattr("qualms.report.report.report_figures", lambda evaluation: none)
-
-
-@pytest.fixture
 def desk(source, tmp_path, monkeypatch):
     """An own directory with links to these files."""
     for path in source.iterdir():
@@ -130,15 +123,6 @@ def test_wrong_usage(command):
     ended = qualms(command)
     assert ended.code == 2
     assert "Traceback" not in ended.err
-
-
-def test_the_command_in_its_own_process(desk):
-    done = subprocess.run(
-        [sys.executable, "-m", "qualms", "info", "none.safetensors"], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("Error: ")
-    assert done.stderr.count("\n") == 1
 
 
 # --- train ---

@@ -73,10 +73,7 @@ def demo(
     model, rows = study.model, study.rows
     found = evaluate(model, test, validation, stages=Stages(terminal.progress()))["energy"]
     model.save(output / FILES[0], force=force)
-    members = {
-        size: {name: value for name, value in row.items() if name != _PP}
-        for size, row in rows.items()
-    }
+    members = {size: {c: row[c] for c in row if c != _PP} for size, row in rows.items()}
     references = {_PP: next(iter(rows.values()))[_PP]}
     y, prediction = found.y, found.prediction
     displays: list[Display] = [

@@ -8,15 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from qualms.cli._common import (
+from qualms.cli._common import Force, Json, Model, Quiet, Terminal, Threads
+from qualms.cli.evaluate import (
     CalibrationFile,
-    Force,
-    Json,
-    Model,
-    Quiet,
-    Terminal,
     Test,
-    Threads,
     Validation,
     about_calibrations,
     evaluate_model,
