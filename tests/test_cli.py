@@ -21,8 +21,10 @@ from ase.calculators.emt import EMT
 
 import qualms as package
 from qualms import AtomisticModel, Prediction
+from qualms.cli._common import Terminal
 from qualms.cli.app import VERBS, main
 from qualms.data import qm9
+from qualms.report import Table
 
 ENERGY = "atomization_energy"
 SMALL = {"cutoff": 4.0, "n_radial": 3, "l_max": 3}
@@ -123,6 +125,13 @@ def test_wrong_usage(command):
     ended = qualms(command)
     assert ended.code == 2
     assert "Traceback" not in ended.err
+
+
+def test_wide_tables_are_not_truncated():
+    out = io.StringIO()
+    with redirect_stdout(out):
+        Terminal().result("b" * 300, Table(["name"], [["a" * 300]]), document={})
+    assert [line.rstrip() for line in out.getvalue().splitlines()][::3] == ["b" * 300, "a" * 300]
 
 
 # --- train ---

@@ -40,7 +40,8 @@ class Terminal(logging.Handler):
 
         super().__init__(logging.INFO)
         self.quiet, self.as_json = quiet or as_json, as_json
-        self._out = Console(highlight=False)
+        # Long lines are better than truncated numbers.
+        self._out = Console(highlight=False, width=1000)
         self._err = Console(stderr=True, highlight=False)
         log = logging.getLogger("qualms")
         log.setLevel(logging.INFO)
@@ -65,11 +66,7 @@ class Terminal(logging.Handler):
             self._out.file.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
             return
         for part in parts:
-            # Long lines are better than truncated numbers.
-            options = (
-                {"soft_wrap": True} if isinstance(part, str) else {"width": 1000, "crop": False}
-            )
-            self._out.print(part, markup=False, **options)
+            self._out.print(part, markup=False, soft_wrap=isinstance(part, str))
 
     def progress(self) -> Bars | None:
         """Return progress bars, if standard error is a terminal."""
