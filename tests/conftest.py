@@ -67,3 +67,10 @@ def drawn(monkeypatch):
 
     monkeypatch.setattr(Figure, "savefig", kept)
     return figures
+
+
+@pytest.fixture
+def no_figures(monkeypatch):
+    """Omit the figures of reports, which take most of the time."""
+    none = dict.fromkeys(("conditional", "reliability", "binned", "z_scores", "parity"), "data:,")
+    monkeypatch.setattr("qualms.report.report.report_figures", lambda evaluation: none)

@@ -21,8 +21,10 @@ from ase.calculators.emt import EMT
 
 import qualms as package
 from qualms import AtomisticModel, Prediction
+from qualms.cli._common import Terminal
 from qualms.cli.app import VERBS, main
 from qualms.data import qm9
+from qualms.report import Table
 
 ENERGY = "atomization_energy"
 SMALL = {"cutoff": 4.0, "n_radial": 3, "l_max": 3}
@@ -108,14 +110,11 @@ def test_help_is_fast_and_lists_all_verbs():
     assert all(verb in done.stdout for verb in VERBS)
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help(verb):
-    ended = qualms(f"{verb} --help")
-    assert (ended.code, ended.err) == (0, "")
-    assert "Usage" in ended.out
-
-
-def test_version():
+def test_every_verb_has_help():
+    for verb in VERBS:
+        ended = qualms(f"{verb} --help")
+        assert (ended.code, ended.err) == (0, "")
+        assert "Usage" in ended.out
     assert qualms("--version").out.strip() == f"qualms {package.__version__}"
 
 
@@ -128,15 +127,11 @@ def test_wrong_usage(command):
     assert "Traceback" not in ended.err
 
 
-def test_the_command_in_its_own_process(desk):
-    done = subprocess.run(
-        [sys.executable, "-m", "qualms", "info", "none.safetensors"],
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("Error: ")
-    assert done.stderr.count("\n") == 1
+def test_wide_tables_are_not_truncated():
+    out = io.StringIO()
+    with redirect_stdout(out):
+        Terminal().result("b" * 300, Table(["name"], [["a" * 300]]), document={})
+    assert [line.rstrip() for line in out.getvalue().splitlines()][::3] == ["b" * 300, "a" * 300]
 
 
 # --- train ---
@@ -155,46 +150,18 @@ def test_training_writes_a_model_and_a_summary(desk):
     assert (quiet.code, quiet.err) == (0, "")
 
 
-def test_the_same_seed_gives_the_same_model(desk):
-    test, found = ase.io.read("test.xyz", ":"), []
-    for seed in (5, 5, 6):
-        command = f"train train.xyz --config small.yaml -o new.safetensors -f --seed {seed}"
-        assert qualms(command).code == 0
-        found.append(AtomisticModel.load("new.safetensors", threads=1).predict(test).mean)
-    np.testing.assert_array_equal(found[0], found[1])
-    assert not np.array_equal(found[0], found[2])
-
-
 def test_options_override_the_configuration(desk):
-    config = {
-        "target": "nothing",
-        "kind": "intensive",
-        "n_members": 4,
-        "representation": {"preset": "nmr", "n_radial": 3, "l_max": 2, "exponent": 3},
-        "baseline": {"H": 0.0, "C": 0.0, "N": 0.0, "O": 0.0, "F": 0.0},
-        "threads": 1,
-    }
-    Path("own.yaml").write_text(yaml.safe_dump(config))
-    options = (
-        f"--target {ENERGY} --members 6 --subsample 40 --baseline mean --calibration linear "
-        "--representatives 50 --selection random --noise 0.01 --units eV --seed 3 --memory 2GB"
-    )
-    command = f"train train.xyz --config own.yaml --cutoff 4.25 {options}"
-    settings = qualms(f"{command} -o new.safetensors --json").document["settings"]
-    expected = {
-        "target": ENERGY,
-        "kind": "intensive",
-        "n_members": 6,
-        "subsample": 40,
-        "baseline": "mean",
-        "calibration": "linear",
-        "n_representatives": 50,
-        "selection": "random",
-        "noise": 0.01,
-        "units": "eV",
-        "seed": 3,
-    }
-    assert {name: settings[name] for name in expected} == expected
+    representation = {"preset": "nmr", "n_radial": 3, "l_max": 2, "exponent": 3}
+    config = {"target": "nothing", "kind": "intensive", "n_members": 4, "threads": 1}
+    Path("own.yaml").write_text(yaml.safe_dump(config | {"representation": representation}))
+    given = {"target": ENERGY, "subsample": 40, "baseline": "mean", "calibration": "linear"}
+    given |= {"selection": "random", "noise": 0.01, "units": "eV", "seed": 3}
+    options = " ".join(f"--{name} {value}" for name, value in given.items())
+    options += " --members 6 --representatives 50 --cutoff 4.25 --memory 2GB"
+    command = f"train train.xyz --config own.yaml {options} -o new.safetensors --json"
+    settings = qualms(command).document["settings"]
+    given |= {"kind": "intensive", "n_members": 6, "n_representatives": 50}
+    assert {name: settings[name] for name in given} == given
     (scale,) = settings["representation"]["scales"]
     assert (scale["cutoff"], scale["n_radial"], scale["l_max"]) == (4.25, 3, 2)
 
@@ -313,7 +280,7 @@ def test_report_of_energies(desk):
     ended = qualms("report model.safetensors test.xyz -o report.html --json --threads 1")
     document = ended.document
     assert document["output"] == ["report.html", "report.chemiscope.json.gz"]
-    assert set(document["verdict"]) == {"grade", "sentence", "details"}
+    assert set(document["assessment"]) == {"grade", "sentence", "details"}
     assert (document["target"], document["n_points"]) == (ENERGY, 30)
     evaluated = qualms("evaluate model.safetensors test.xyz --json").document
     after = {r["score"]: r["value"] for r in document["scores"] if r["column"].startswith("after")}
@@ -322,7 +289,7 @@ def test_report_of_energies(desk):
     assert qualms("report model.safetensors test.xyz -o report.html").code == 2
 
 
-def test_report_of_atoms(desk):
+def test_report_of_atoms(desk, no_figures):
     ended = qualms("report atoms.safetensors test.xyz -o report.html --json")
     frames = ase.io.read("test.xyz", ":")
     n_hydrogens = sum(int(np.sum(atoms.numbers == 1)) for atoms in frames)
@@ -360,7 +327,7 @@ def test_calibrate_and_apply(tmp_path, monkeypatch):
     write_ensemble("new.xyz", seed=1)
     options = "--target gap --units eV -o gap.json --report gap.html --json"
     document = qualms(f"calibrate old.xyz {options}").document
-    assert {"comparison", "score_intervals", "verdict", "parameters"} <= set(document)
+    assert {"comparison", "score_intervals", "assessment", "parameters"} <= set(document)
     written = json.loads(Path("gap.json").read_text())
     assert written["parameters"] == document["parameters"]
     assert Path("gap.html").stat().st_size > 100_000
@@ -456,7 +423,7 @@ def test_predicted_forces_and_stresses(alloys, tmp_path):
     assert "stress_uncertainty" not in written[3].info
 
 
-def test_evaluation_and_report_of_forces(alloys, tmp_path):
+def test_evaluation_and_report_of_forces(alloys, tmp_path, no_figures):
     folder, _ = alloys
     model, test = folder / "model.safetensors", folder / "test.xyz"
     document = qualms(f"evaluate {model} {test} --json").document
@@ -466,7 +433,7 @@ def test_evaluation_and_report_of_forces(alloys, tmp_path):
     assert document["stress"]["n_structures"] == 8
     assert min(row["rmse"] for row in document["forces"]["scores"]) < 0.1
     report = qualms(f"report {model} {test} -o {tmp_path}/report.html --json").document
-    assert report["forces"]["verdict"]["grade"] == "unknown"  # eight structures are too few
+    assert report["forces"]["assessment"]["grade"] == "unknown"  # eight structures are too few
     rmse = [row for row in report["stress"]["scores"] if row["score"] == "rmse"]
     assert len(rmse) == 2
     assert rmse[0]["low"] < rmse[0]["value"] < rmse[0]["high"]
@@ -478,10 +445,9 @@ def test_missing_forces_are_not_evaluated(alloys, tmp_path):
     for atoms in frames:
         del atoms.calc.results["stress"]
     ase.io.write(tmp_path / "test.xyz", frames)
-    ended = qualms(f"evaluate {folder}/model.safetensors {tmp_path}/test.xyz --json")
-    assert "forces" in ended.document
-    assert "stress" not in ended.document
-    assert len(ended.document["remarks"]) == 1
+    document = qualms(f"evaluate {folder}/model.safetensors {tmp_path}/test.xyz --json").document
+    assert ("forces" in document, "stress" in document) == (True, False)
+    assert len(document["remarks"]) == 1
 
 
 # --- bad input: one line, exit code 2, no file changed ---
@@ -495,7 +461,6 @@ def bad(source, tmp_path_factory):
     for atoms in good:
         del atoms.arrays["shift"]
     ase.io.write(folder / "good.xyz", good)
-    ase.io.write(folder / "one.xyz", good[:1])
     clash = [atoms.copy() for atoms in good]
     clash[7].positions[1] = clash[7].positions[0]
     ase.io.write(folder / "clash.xyz", clash)
@@ -505,18 +470,14 @@ def bad(source, tmp_path_factory):
     chlorine = molecule("CH3Cl")
     chlorine.info[ENERGY] = -16.0
     ase.io.write(folder / "chlorine.xyz", [good[0], chlorine])
-    texts = {
+    texts = dict.fromkeys(("old.safetensors", "old.csv", "old.json"), "old") | {
         "empty.xyz": "",
-        "prose.xyz": "Dear editor,\nplease find attached\n",
         "truncated.xyz": (folder / "good.xyz").read_text()[:3000],
         "small.yaml": yaml.safe_dump(SMALL_RUN),
         "broken.yaml": "a: [1\nb: {\n- c",
         "list.yaml": "- target\n- energy\n",
         "unknown.yaml": yaml.safe_dump(SMALL_RUN | {"n_representative": 5}),
         "threads.yaml": yaml.safe_dump(SMALL_RUN | {"threads": "two"}),
-        "old.safetensors": "old",
-        "old.csv": "old",
-        "old.json": "old",
     }
     for name, text in texts.items():
         (folder / name).write_text(text)
@@ -532,37 +493,23 @@ TRAIN = "train good.xyz --config small.yaml -o new.safetensors"
 #: Commands, and the parameter that the error names where the command line itself raises it.
 BAD = {
     "train none.xyz --config small.yaml -o new.safetensors": "",
-    "train empty.xyz --config small.yaml -o new.safetensors": "",
-    "train prose.xyz --config small.yaml -o new.safetensors": "",
     "train truncated.xyz --config small.yaml -o new.safetensors": "",
-    "train folder --config small.yaml -o new.safetensors": "",
     "train unlabelled.xyz --config small.yaml -o new.safetensors": "",
     "train clash.xyz --config small.yaml -o new.safetensors": "",
-    "train one.xyz --config small.yaml -o new.safetensors": "",
     "train good.xyz -o new.safetensors": "--target",
     f"{TRAIN} --target atomisation_energy": "",
     f"{TRAIN} --target 'my key'": "target",
     f"{TRAIN} --intensive --per-atom-target": "--intensive",
     f"{TRAIN} --species H": "species",
-    f"{TRAIN} --subsample 2.5": "subsample",
     f"{TRAIN} --subsample much": "subsample",
-    f"{TRAIN} --members 1": "n_members",
-    f"{TRAIN} --noise much": "noise",
-    f"{TRAIN} --forces-noise 0.1": "forces_noise",
-    f"{TRAIN} --calibration magic": "calibration",
-    f"{TRAIN} --representation magic": "representation",
     f"{TRAIN} --memory lots": "memory",
-    f"{TRAIN} --memory 10MB": "memory",
     f"{TRAIN} --forces force": "",
     f"{TRAIN} --group-key config": "--group-key",
     f"{TRAIN} --config broken.yaml": "--config",
-    f"{TRAIN} --config none.yaml": "--config",
     f"{TRAIN} --config list.yaml": "--config",
     f"{TRAIN} --config unknown.yaml": "--config",
     f"{TRAIN} --config threads.yaml": "threads",
-    f"{TRAIN} --validation none.xyz": "",
     f"{TRAIN} --validation unlabelled.xyz": "",
-    f"{TRAIN} --validation clash.xyz": "",
     f"{TRAIN} --validation chlorine.xyz": "",
     f"{TRAIN} -o old.safetensors": "",
     f"{TRAIN} -o good.xyz --force": "",
@@ -570,9 +517,6 @@ BAD = {
     f"{TRAIN} -o none/model.safetensors": "",
     "predict none.safetensors good.xyz -o new.csv": "",
     "predict cut.safetensors good.xyz -o new.csv": "",
-    "predict good.xyz good.xyz -o new.csv": "",
-    "predict model.safetensors empty.xyz -o new.csv": "",
-    "predict model.safetensors truncated.xyz -o new.csv": "",
     "predict model.safetensors clash.xyz -o new.csv": "",
     "predict model.safetensors chlorine.xyz -o new.csv": "",
     "predict model.safetensors good.xyz -o old.csv": "",
@@ -581,11 +525,9 @@ BAD = {
     "predict model.safetensors good.xyz --atoms -o new.csv": "--output",
     "predict atoms.safetensors good.xyz --atoms -o new.xyz": "--atoms",
     "evaluate model.safetensors unlabelled.xyz": "",
-    "evaluate model.safetensors chlorine.xyz": "",
     "evaluate model.safetensors good.xyz --validation empty.xyz": "",
     "evaluate model.safetensors good.xyz --calibration old.json": "",
     "report model.safetensors good.xyz -o new.pdf": "path",
-    "report none.safetensors good.xyz -o new.html": "",
     "info folder": "",
     "demo -o old.csv": "",
 }
@@ -634,12 +576,8 @@ def test_errors_of_the_machine_are_one_line(desk):
 
 
 def test_the_demo(tmp_path, monkeypatch):
-    for name, value in {
-        "N_TRAIN": 100,
-        "N_VALIDATION": 40,
-        "N_TEST": 40,
-        "SIZES": (0.25, 0.5),
-    }.items():
+    sizes = {"N_TRAIN": 100, "N_VALIDATION": 40, "N_TEST": 40, "SIZES": (0.25, 0.5)}
+    for name, value in sizes.items():
         monkeypatch.setattr(f"qualms.cli.demo.{name}", value)
     monkeypatch.chdir(tmp_path)
     document = qualms("demo --threads 1 --json").document

@@ -1,11 +1,9 @@
 """Tables, figures and reports: their numbers, awkward data, and that the page is safe."""
 
-import doctest
 import gzip
 import io
 import json
 import re
-import subprocess
 import sys
 from html.parser import HTMLParser
 
@@ -20,27 +18,30 @@ from rich.console import Console
 
 from qualms import InputError, Prediction, calibrate, score
 from qualms.evaluation import Evaluation
-from qualms.metrics import bootstrap_scores, score_arrays
+from qualms.metrics import (
+    binned_errors,
+    bootstrap_scores,
+    calibration_curve,
+    miscalibration_area,
+    score_arrays,
+)
 from qualms.report import (
     BinnedErrorDisplay,
     ConditionalErrorDisplay,
     ParityDisplay,
     ReliabilityDisplay,
-    SubsampleSizeDisplay,
     Table,
     ZScoreDisplay,
     assess,
-    interval_records,
     interval_table,
     line_style,
     paper_table,
-    score_records,
     score_table,
-    style,
     write_report,
 )
+from qualms.report.figures import subsample_figure
 from qualms.report.structure_map import NOVELTY, make_map
-from qualms.report.tables import write_number
+from qualms.report.tables import interval_records, score_records, write_number
 
 OF_PREDICTIONS = [
     BinnedErrorDisplay,
@@ -121,46 +122,48 @@ def test_conditional_contours_are_at_the_levels():
 
 def test_reliability_is_the_coverage():
     y, p = ensemble()
-    display = ReliabilityDisplay.from_prediction(y, p, levels=[0.9, 0.5])
+    display = ReliabilityDisplay.from_prediction(y, p)
     t = np.abs(y - p.mean) / p.std
-    expected = [np.mean(t <= scipy.stats.norm.ppf(0.5 + level / 2)) for level in (0.9, 0.5)]
+    levels = display.curve.expected
+    expected = [np.mean(t <= scipy.stats.norm.ppf(0.5 + level / 2)) for level in levels]
     np.testing.assert_allclose(display.curve.observed, expected)
     assert display.area == pytest.approx(score(y, p).miscalibration_area)
     x, observed = display.plot().ax_.lines[-1].get_data()
-    np.testing.assert_allclose(x, [0, 0.5, 0.9, 1])
-    np.testing.assert_allclose(observed, [0, expected[1], expected[0], 1])
+    np.testing.assert_allclose(x, [0, *levels, 1])
+    np.testing.assert_allclose(observed, [0, *expected, 1])
 
 
 def test_reliability_of_student_intervals():
     y, p = ensemble(4000, n_members=5)
     # z ~ N(0, 1 + 1/5) over a spread with 4 degrees of freedom, whose t has variance 2.
-    calibrated = Prediction(p.mean[:, None] + np.sqrt(2.4) * (p.members - p.mean[:, None]))
-    student = ReliabilityDisplay.from_prediction(y, calibrated, dof=4)
-    assert student.area < 0.02 < ReliabilityDisplay.from_prediction(y, calibrated).area
+    z, std = y - p.mean, np.sqrt(2.4) * p.std
+    display = ReliabilityDisplay(calibration_curve(z, std, dof=4), miscalibration_area(z, std, 4))
+    assert display.area < 0.02 < miscalibration_area(z, std)
 
 
 def test_bins_are_root_mean_squares():
     y, p = ensemble(100)
-    display = BinnedErrorDisplay.from_prediction(y, p, n_bins=4)
+    display = BinnedErrorDisplay(binned_errors(y - p.mean, p.std, 4))
     order = np.argsort(p.std).reshape(4, 25)
     np.testing.assert_allclose(display.bins.rmv, np.sqrt(np.mean(p.std[order] ** 2, axis=1)))
     rms = np.sqrt(np.mean((y - p.mean)[order] ** 2, axis=1))
     np.testing.assert_allclose(display.plot().ax_.containers[0].lines[0].get_ydata(), rms)
 
 
-def test_parity_errors():
+def test_parity():
     y, p = ensemble(50, outputs=(2,))
     display = ParityDisplay.from_prediction(y, p, units="eV", target="energy")
-    assert display.rmse == pytest.approx(np.sqrt(np.mean((y - p.mean) ** 2)))
-    assert display.mae == pytest.approx(np.mean(np.abs(y - p.mean)))
-    assert len(display.plot().ax_.containers[0].lines[0].get_xdata()) == 100
+    np.testing.assert_array_equal(display.std, p.std.ravel())
+    x, mean = display.plot().ax_.containers[0].lines[0].get_data()
+    np.testing.assert_array_equal(x, np.sort(y.ravel()))
+    np.testing.assert_array_equal(np.sort(mean), np.sort(p.mean.ravel()))
 
 
 def test_parity_of_many_points_is_a_density():
     y, p = ensemble(1000)
     y[0] = 1e6
-    ax = ParityDisplay.from_prediction(y, p).plot(n_bars=11).ax_
-    assert len(ax.containers[0].lines[0].get_xdata()) == 11
+    ax = ParityDisplay.from_prediction(y, p).plot().ax_
+    assert len(ax.containers[0].lines[0].get_xdata()) == 30
     assert ax.collections[0].get_array().sum() == 999  # all but the outlier
     assert ax.get_xlim()[1] < 100
 
@@ -190,11 +193,10 @@ def test_z_scores_are_compared_with_densities_of_unit_variance():
 def test_subsample_sizes():
     rows = {size: PAPER[size] for size in (5000, 1000, 18000)}
     rows[5000] = rows[5000] | {"student": -0.3}
-    display = SubsampleSizeDisplay.from_table(rows, references={"GPR PP": -0.25, "raw": -8.771})
-    np.testing.assert_array_equal(display.log_likelihoods["CV"], [-0.381, -0.398, -0.412])
-    np.testing.assert_array_equal(display.log_likelihoods["student"], [-0.3, np.nan, np.nan])
-    ax = display.plot().ax_
-    np.testing.assert_array_equal(ax.lines[0].get_xdata(), [1000, 5000, 18000])
+    (ax,) = subsample_figure(rows, {"GPR PP": -0.25, "raw": -8.771}).axes
+    lines = {line.get_label(): line.get_data() for line in ax.lines}
+    np.testing.assert_array_equal(lines["CV"], [[1000, 5000, 18000], [-0.398, -0.381, -0.412]])
+    np.testing.assert_array_equal(lines["student"][1], [np.nan, -0.3, np.nan])
     low, high = ax.get_ylim()
     assert -1 < low < -0.554  # the value of −18.75 does not hide the others
     assert -0.25 < high < 0
@@ -225,9 +227,10 @@ def test_awkward_data_can_be_drawn(case):
 
 def test_bins_without_error_can_be_drawn():
     y, p = ensemble(5)
-    BinnedErrorDisplay.from_prediction(p.mean, p, n_bins=5).plot()
-    y[np.argmin(p.std)] = p.mean[np.argmin(p.std)]
-    png(BinnedErrorDisplay.from_prediction(y, p, n_bins=5))
+    z = y - p.mean
+    for zero in (np.arange(5), np.argmin(p.std)):
+        z[zero] = 0.0
+        png(BinnedErrorDisplay(binned_errors(z, p.std, 5)))
 
 
 def test_a_display_draws_on_given_axes():
@@ -253,46 +256,20 @@ def test_drawing_leaves_the_settings_as_they_are():
 
 @pytest.mark.parametrize("suffix", ["pdf", "svg"])
 def test_the_same_figure_gives_the_same_file(tmp_path, suffix):
-    y, p = ensemble(500)
+    y, p = ensemble(100, n_members=4)
     for i in range(2):
         ConditionalErrorDisplay.from_prediction(y, p).save(tmp_path / f"{i}.{suffix}")
     assert (tmp_path / f"0.{suffix}").read_bytes() == (tmp_path / f"1.{suffix}").read_bytes()
 
 
-def test_importing_the_report_does_not_import_matplotlib():
-    code = "import sys, qualms.report; sys.exit('matplotlib' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_docstring_examples():
-    assert doctest.testmod(sys.modules[style.__module__]).failed == 0
-
-
-@pytest.mark.parametrize("cls", OF_PREDICTIONS)
-def test_bad_predictions(cls):
+def test_bad_predictions():
     y, p = ensemble(20)
-    for parameter, given in (
-        ("prediction", (y, p.mean)),
-        ("y", (y[1:], p)),
-        ("y", (np.full(20, np.nan), p)),
-    ):
-        with pytest.raises(InputError) as error:
-            cls.from_prediction(*given)
-        assert error.value.parameter == parameter
-
-
-def test_bad_numbers():
-    y, p = ensemble(20)
-    for parameter, make in {
-        "dof": lambda: ZScoreDisplay(np.zeros(3), dof=2.0),
-        "levels": lambda: ConditionalErrorDisplay.from_prediction(y, p).plot(levels=[0.0, 0.1]),
-        "sizes": lambda: SubsampleSizeDisplay([1.0, 1.0], {"a": [0.0, 0.0]}),
-        "log_likelihoods['a']": lambda: SubsampleSizeDisplay([1.0, 2.0], {"a": [0.0]}),
-        "rows": lambda: SubsampleSizeDisplay.from_table({"GPR PP": {"Raw": 1.0}}),
-    }.items():
-        with pytest.raises(InputError) as error:
-            make()
-        assert error.value.parameter == parameter
+    bad = {"prediction": (y, p.mean), "y": (y[1:], p)}
+    for cls in OF_PREDICTIONS:
+        for parameter, given in bad.items():
+            with pytest.raises(InputError) as error:
+                cls.from_prediction(*given)
+            assert error.value.parameter == parameter
 
 
 # --- tables ---
@@ -319,11 +296,11 @@ def test_a_table_has_three_forms():
 def test_scores_as_a_table():
     y, p = ensemble()
     rows = {"raw": score(y, p), "pp": score_arrays(y, p.mean, 2 * p.std)}
-    table = score_table(rows, units="eV", columns=["rmse", "log_likelihood", "crps_ensemble"])
+    table = score_table(rows, units="eV")
     assert [row[0] for row in table.rows] == ["raw", "pp"]
     best = max(rows, key=lambda name: rows[name].log_likelihood)
-    assert [row[0] for row in table.rows if row[2].endswith("*")] == [best]
-    assert table.rows[1][3] == "–"  # no members
+    assert [row[0] for row in table.rows if row[3].endswith("*")] == [best]
+    assert float(table.rows[0][1]) == pytest.approx(rows["raw"].rmse, rel=5e-3)
     assert max(map(len, printed(score_table(rows, units="eV/atom"), 80).splitlines())) <= 80
 
 
@@ -359,29 +336,8 @@ def test_intervals_as_a_table():
     assert high == pytest.approx(0.31 / 50**0.5, rel=0.05)
 
 
-def test_bad_tables():
-    fewer = bootstrap_scores(*(lambda y, p: (y, p.mean, p.std))(*ensemble(50)), n_bootstrap=20)
-    for parameter, make in {
-        "rows": lambda: score_records({}),
-        "rows['a']": lambda: score_table({"a": 1.0}),
-        "columns": lambda: interval_table(columns() | {"other": fewer}),
-        "columns['x']": lambda: interval_table({"x": score(*ensemble(20))}),
-    }.items():
-        with pytest.raises(InputError) as error:
-            make()
-        assert error.value.parameter == parameter
-    for make in (
-        lambda: score_table({"a": score(*ensemble(20))}, columns=["rmse", "r2"]),
-        lambda: paper_table(PAPER, columns=["Raw", "student"]),
-    ):
-        with pytest.raises(InputError) as error:
-            make()
-        assert error.value.parameter == "columns"
-
-
-@pytest.mark.parametrize(
-    ("value", "uncertainty", "text"),
-    [
+def test_numbers_have_the_digits_of_their_uncertainty():
+    for value, uncertainty, text in (
         (1.23456, 0.012, "1.235"),
         (-1234.5, 30.0, "−1234"),
         (0.0, None, "0.00"),
@@ -389,10 +345,8 @@ def test_bad_tables():
         (0.00456, None, "0.00456"),
         (-np.inf, None, "−∞"),
         (12.0, np.inf, "12.0"),
-    ],
-)
-def test_numbers_have_the_digits_of_their_uncertainty(value, uncertainty, text):
-    assert write_number(value, uncertainty) == text
+    ):
+        assert write_number(value, uncertainty) == text
 
 
 # --- assessment ---
@@ -403,7 +357,8 @@ def test_the_assessment_is_right_nearly_always(spread, grade):
     grades = []
     for seed in range(20):
         y, raw = ensemble(300, spread=spread, n_members=64, seed=seed)
-        given = evaluation(300, y=y, prediction=raw, frames=None)
+        prediction = Prediction(mean=raw.mean, std=raw.std)
+        given = evaluation(300, y=y, prediction=prediction, frames=None)
         grades.append(assess(given, n_bootstrap=50).grade)
     assert grades.count(grade) >= 18
 
@@ -418,6 +373,7 @@ def test_few_structures_are_not_assessed():
 
 def test_outliers_and_heavy_tails_are_found():
     y, raw = ensemble(4000, n_members=64)
+    raw = Prediction(mean=raw.mean, std=raw.std)
     outlier = y.copy()
     outlier[7] += 1e6
     assert assess(evaluation(4000, y=outlier, prediction=raw, frames=None)).grade == "partly"
@@ -467,13 +423,6 @@ class Parsed(HTMLParser):
         return [attributes for name, attributes in self.tags if name == tag]
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    """Omit the figures, which take most of the time."""
-    none = dict.fromkeys(("conditional", "reliability", "binned", "z_scores", "parity"), "data:,")
-    monkeypatch.setattr("qualms.report.report.report_figures", lambda evaluation: none)
-
-
 def write(path, given, **options):
     report = write_report(path, {"energy": given}, force=True, **options)
     return report, Parsed(path.read_text(encoding="utf-8"))
@@ -502,20 +451,20 @@ def test_a_report_has_all_sections(tmp_path):
     assert [path.name for path in report.paths] == ["a.html", "a.chemiscope.json.gz"]
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("no_figures")
 def test_the_worst_predictions_are_listed(tmp_path):
     given = evaluation()
     z = np.abs(given.residuals)
-    report, page = write(tmp_path / "a.html", given, n_worst=7)
+    report, page = write(tmp_path / "a.html", given)
     by_ratio, by_error = report.sections["energy"].worst.values()
-    order = np.argsort(-z / given.prediction.std)[:7].tolist()
+    order = np.argsort(-z / given.prediction.std)[:20].tolist()
     assert [int(row[0]) for row in by_ratio.rows] == order
-    assert [int(row[0]) for row in by_error.rows] == np.argsort(-z)[:7].tolist()
+    assert [int(row[0]) for row in by_error.rows] == np.argsort(-z)[:20].tolist()
     buttons = [int(b["data-structure"]) for b in page.all("button")]
-    assert buttons[:7] == order
+    assert buttons[:20] == order
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("no_figures")
 def test_quantities_have_their_own_sections(tmp_path):
     forces = evaluation_of_atoms(target="forces", units="eV/Å", component_names=("x", "y", "z"))
     forces = Evaluation(**vars(forces) | {"component": np.arange(len(forces)) % 3})
@@ -532,7 +481,7 @@ def test_quantities_have_their_own_sections(tmp_path):
     assert {row[3] for row in section.worst["Largest errors"].rows} <= {"x", "y", "z"}
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("no_figures")
 def test_nothing_in_the_data_becomes_markup(tmp_path):
     frames = frames_of(30)
     given = evaluation(30, frames=frames, target=EVIL, units=EVIL)
@@ -560,7 +509,7 @@ def test_nothing_in_the_data_becomes_markup(tmp_path):
     assert "default-src 'none'" in policy
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("no_figures")
 def test_the_same_report_gives_the_same_bytes(tmp_path):
     first, second = tmp_path / "a", tmp_path / "b"
     for folder in (first, second):
@@ -570,7 +519,7 @@ def test_the_same_report_gives_the_same_bytes(tmp_path):
         assert (first / name).read_bytes() == (second / name).read_bytes()
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("no_figures")
 def test_points_without_uncertainty_are_left_out(tmp_path):
     y, raw = ensemble(30)
     members = raw.members.copy()
@@ -584,7 +533,7 @@ def test_points_without_uncertainty_are_left_out(tmp_path):
     assert error.value.parameter == "prediction"
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("no_figures")
 def test_without_chemiscope_there_is_no_map(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "chemiscope", None)
     report, page = write(tmp_path / "a.html", evaluation(30))
@@ -594,7 +543,7 @@ def test_without_chemiscope_there_is_no_map(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["a.html"]
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("no_figures")
 def test_tables_have_no_map(tmp_path):
     """Nor need they have members."""
     y, p = ensemble(30)
@@ -610,24 +559,21 @@ def test_tables_have_no_map(tmp_path):
 def test_bad_reports(tmp_path):
     given = evaluation(30)
     (tmp_path / "old.html").write_text("old")
-    for parameter, path, options in (
+    for parameter, name, options in (
         ("path", "a.pdf", {}),
-        ("n_worst", "a.html", {"n_worst": 0}),
+        ("path", "old.html", {}),
         ("max_structures", "a.html", {"max_structures": 0}),
     ):
         with pytest.raises(InputError) as error:
-            write_report(tmp_path / path, {"energy": given}, **options)
+            write_report(tmp_path / name, {"energy": given}, **options)
         assert error.value.parameter == parameter
-    with pytest.raises(InputError):
-        write_report(tmp_path / "old.html", {"energy": given})
-    assert (tmp_path / "old.html").read_text() == "old"
-    assert len(list(tmp_path.iterdir())) == 1
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
 # --- map of structures ---
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("no_figures")
 def test_the_map_has_predictions_and_errors(tmp_path):
     given = evaluation(40)
     report, _ = write(tmp_path / "a.html", given)

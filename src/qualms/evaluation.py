@@ -107,7 +107,7 @@ class Evaluation:
         """Number of structures; values of one structure are not independent."""
         return int(np.unique(self.structure).size)
 
-    def some(self, chosen: BoolArray) -> Evaluation:
+    def some(self, chosen: BoolArray | IntArray) -> Evaluation:
         """Return the chosen points; `scores`, which belong to all points, are dropped."""
         return replace(
             self,

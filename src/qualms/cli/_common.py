@@ -1,4 +1,4 @@
-"""What the commands share: output, options, and the evaluation of a model.
+"""What the commands share: output and options.
 
 Heavy packages are imported inside functions, here and in the verbs, so that help is fast.
 """
@@ -11,11 +11,10 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from qualms.errors import QualmsWarning
 
@@ -26,9 +25,7 @@ if TYPE_CHECKING:
 
 
 class Terminal(logging.Handler):
-    """Prints results to standard output and everything else to standard error.
-
-    It also prints what the logger "qualms" receives.
+    """Prints results to standard output; messages and the log of "qualms" to standard error.
 
     Parameters
     ----------
@@ -42,9 +39,9 @@ class Terminal(logging.Handler):
         from rich.console import Console
 
         super().__init__(logging.INFO)
-        self.quiet = quiet
-        self.as_json = as_json
-        self._out = Console(highlight=False)
+        self.quiet, self.as_json = quiet or as_json, as_json
+        # Long lines are better than truncated numbers.
+        self._out = Console(highlight=False, width=1000)
         self._err = Console(stderr=True, highlight=False)
         log = logging.getLogger("qualms")
         log.setLevel(logging.INFO)
@@ -56,10 +53,8 @@ class Terminal(logging.Handler):
 
     def info(self, text: str) -> None:
         """Print a message, unless quiet."""
-        if not self.quiet and not self.as_json:
+        if not self.quiet:
             self._err.print(text, markup=False, soft_wrap=True)
-
-    say = info  # used by cli/reproduce.py
 
     def warn(self, text: str) -> None:
         """Print a warning."""
@@ -71,23 +66,11 @@ class Terminal(logging.Handler):
             self._out.file.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
             return
         for part in parts:
-            if isinstance(part, str):
-                self._out.print(part, markup=False, soft_wrap=True)
-            else:
-                self._print_table(part)
-
-    def _print_table(self, table: Any) -> None:
-        """Print all of a table: long lines are better than truncated numbers."""
-        from rich.measure import Measurement
-
-        options = self._out.options.update(max_width=1000)
-        wide = Measurement.get(self._out, options, table).maximum
-        self._out.width = max(self._out.width, wide)
-        self._out.print(table)
+            self._out.print(part, markup=False, soft_wrap=isinstance(part, str))
 
     def progress(self) -> Bars | None:
         """Return progress bars, if standard error is a terminal."""
-        if self.quiet or self.as_json or not sys.stderr.isatty():
+        if self.quiet or not sys.stderr.isatty():
             return None
         from qualms.progress import Bars
 
@@ -111,74 +94,29 @@ def warnings_as_lines() -> Iterator[None]:
         yield
 
 
-Model = Annotated[Path, typer.Argument(metavar="MODEL", help="Model file (.safetensors).")]
-Test = Annotated[Path, typer.Argument(metavar="TEST", help="Labelled structures: extended XYZ.")]
-Validation = Annotated[
-    Path | None,
-    typer.Option(
-        help="Labelled structures for the calibrations that are fitted to a validation set; by "
-        "default, two halves of TEST calibrate each other."
-    ),
-]
-CalibrationFile = Annotated[
-    Path | None, typer.Option("--calibration", help="Also score this file of `qualms calibrate`.")
-]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and warnings only.")]
-Json = Annotated[bool, typer.Option("--json", help="Print results as one JSON document.")]
-Force = Annotated[bool, typer.Option("--force", "-f", help="Replace existing output.")]
+Model = Annotated[Path, Argument(metavar="MODEL", help="Model file (.safetensors).")]
+Quiet = Annotated[bool, Option("--quiet", "-q", help="Print results and warnings only.")]
+Json = Annotated[bool, Option("--json", help="Print results as one JSON document.")]
+Force = Annotated[bool, Option("--force", "-f", help="Replace existing output.")]
 Threads = Annotated[
     int | None,
-    typer.Option("--threads", min=1, help="Number of cores; by default all, or OMP_NUM_THREADS."),
+    Option("--threads", min=1, help="Number of cores; by default all, or OMP_NUM_THREADS."),
 ]
-Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Random seed.")]
+Seed = Annotated[int | None, Option("--seed", min=0, help="Random seed.")]
 Absent = Annotated[
     str | None,
-    typer.Option(
+    Option(
         help="Key of flags, one per member: the point was not in its training set. By default "
         "TARGET_absent, if present."
     ),
 ]
 Order = Annotated[
     str | None,
-    typer.Option(
+    Option(
         help="Order of the members of vectors: member (m0x m0y m0z m1x …) or component (m0x m1x … "
         "m0y …). By default it is determined from the data."
     ),
 ]
-
-
-def evaluate_model(
-    model: Path,
-    test: Path,
-    validation: Path | None,
-    calibration: Path | None,
-    threads: int | None,
-    terminal: Terminal,
-) -> tuple[AtomisticModel, dict[str, Evaluation], list[str]]:
-    """Return a model, its evaluations by quantity, and remarks about them."""
-    from qualms.atomistic.evaluation import evaluate
-    from qualms.atomistic.model import AtomisticModel
-    from qualms.atomistic.structures import read_frames
-    from qualms.ensembles.apply import recalibrate
-    from qualms.ensembles.calibration_file import read_calibration
-    from qualms.metrics import score_arrays
-    from qualms.progress import Stages
-
-    loaded = AtomisticModel.load(model, threads=threads)
-    frames = read_frames(test)
-    held_out = None if validation is None else read_frames(validation)
-    document = None if calibration is None else read_calibration(calibration)
-    found = evaluate(loaded, frames, held_out, stages=Stages(terminal.progress()))
-    main, remarks = found["energy"], missing_quantities(loaded, found)
-    if main.n_unlabelled:
-        remarks.insert(0, f"{main.n_unlabelled} without a reference value are skipped.")
-    if calibration is not None and document is not None:
-        name = f"{calibration.name} ({document.method})"
-        other = recalibrate(main, document, extensive=loaded.settings.kind == "extensive")
-        scores = {**main.scores, name: score_arrays(main.y, other.mean, other.std)}
-        found["energy"] = replace(main, scores=scores)
-        remarks.append(f"{name}: fitted to {document.parameters.get('n_points')} points.")
-    return loaded, found, remarks
 
 
 def missing_quantities(model: AtomisticModel, found: Mapping[str, Evaluation]) -> list[str]:
@@ -188,11 +126,3 @@ def missing_quantities(model: AtomisticModel, found: Mapping[str, Evaluation]) -
         for name, key in model.settings.keys.items()
         if name not in found
     ]
-
-
-def about_calibrations(evaluation: Evaluation) -> str:
-    """Return what the calibrations in the table of scores were fitted to."""
-    return (
-        f"(validation): fitted to {evaluation.validation}. All other calibrations were fitted to "
-        "out-of-bag predictions of the training set."
-    )

@@ -11,15 +11,15 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 from typer.core import TyperCommand, TyperGroup
 
 import qualms
 from qualms.cli._common import warnings_as_lines
 from qualms.errors import QualmsError
 
-#: Exit codes: bad input; interrupted from the keyboard, as shells have it.
-BAD_INPUT, INTERRUPTED = 2, 130
-_INTERRUPTED = "Interrupted; no incomplete file was written."
+#: Exit code and message of an interrupt from the keyboard, as shells have it.
+_INTERRUPTED = 130, "Interrupted; no incomplete file was written."
 
 #: Verbs and their help. A verb is the function, or Typer, of the same name in its module.
 VERBS = {
@@ -90,8 +90,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+        bool, Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     """Chemical machine learning with calibrated uncertainties."""
@@ -103,21 +102,21 @@ def main() -> None:
         with warnings_as_lines():
             app()
     except QualmsError as error:
-        _fail(str(error), BAD_INPUT)
+        _fail(2, str(error))
     except KeyboardInterrupt:
-        _fail(_INTERRUPTED, INTERRUPTED)
+        _fail(*_INTERRUPTED)
     except SystemExit as end:
-        if end.code == INTERRUPTED:  # typer converts the interrupt
-            _fail(_INTERRUPTED, INTERRUPTED)
+        if end.code == _INTERRUPTED[0]:  # typer converts the interrupt
+            _fail(*_INTERRUPTED)
         raise
     except BrokenPipeError:
         # The reader of the output, such as `head`, has ended.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (OSError, MemoryError) as error:
-        _fail(f"{type(error).__name__}: {error}", BAD_INPUT)
+        _fail(2, f"{type(error).__name__}: {error}")
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(code: int, message: str) -> None:
     sys.stderr.write(f"Error: {' '.join(message.split())}\n")
     sys.exit(code)

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from qualms.cli._common import Absent, Force, Json, Order, Quiet, Terminal
 
 
 def apply(
     calibration: Annotated[
-        Path, typer.Argument(metavar="CALIBRATION", help="File written by `qualms calibrate`.")
+        Path, Argument(metavar="CALIBRATION", help="File written by `qualms calibrate`.")
     ],
     predictions: Annotated[
-        Path, typer.Argument(metavar="PREDICTIONS", help="New predictions of the same ensemble.")
+        Path, Argument(metavar="PREDICTIONS", help="New predictions of the same ensemble.")
     ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="File to write, in the same format.")
-    ],
+    output: Annotated[Path, Option("--output", "-o", help="File to write, in the same format.")],
     target: Annotated[
-        str | None, typer.Option(help="Name of the property, if it is different here.")
+        str | None, Option(help="Name of the property, if it is different here.")
     ] = None,
     absent: Absent = None,
     order: Order = None,
-    members: Annotated[bool, typer.Option(help="Whether to write calibrated members.")] = True,
+    members: Annotated[bool, Option(help="Whether to write calibrated members.")] = True,
     force: Force = False,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -40,16 +38,9 @@ def apply(
     refuse_input(output, calibration, predictions)
     check_output(output, force=force)
     document = read_calibration(calibration)
-    applied = apply_calibration(
-        document,
-        predictions,
-        output,
-        target=target,
-        absent=absent,
-        order=order,
-        members=members,
-        force=force,
-    )
+    options: dict[str, Any] = {"target": target, "absent": absent, "order": order}
+    options |= {"members": members, "force": force}
+    applied = apply_calibration(document, predictions, output, **options)
     for remark in applied.remarks:
         terminal.warn(remark)
     terminal.result(

@@ -3,52 +3,49 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from qualms.cli._common import Absent, Force, Json, Order, Quiet, Seed, Terminal
 
 if TYPE_CHECKING:
     from qualms.ensembles.calibrate import Calibrated
     from qualms.ensembles.io import Ensemble
-    from qualms.evaluation import Evaluation
 
 
 def calibrate(
     predictions: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             metavar="PREDICTIONS",
             help="Predictions and reference values: extended XYZ, .csv, .parquet or .npz.",
         ),
     ],
     target: Annotated[
-        str, typer.Option(help="Property: TARGET_ensemble, TARGET_uncertainty, … are read.")
+        str, Option(help="Property: TARGET_ensemble, TARGET_uncertainty, … are read.")
     ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Calibration file to write (.json).")
-    ],
+    output: Annotated[Path, Option("--output", "-o", help="Calibration file to write (.json).")],
     reference: Annotated[
-        str | None, typer.Option(help="Key of the reference values; by default REF_TARGET.")
+        str | None, Option(help="Key of the reference values; by default REF_TARGET.")
     ] = None,
     method: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="[auto|none|linear|power|student|shrinkage]",
             help="Calibration method; auto selects by cross-validation.",
         ),
     ] = "auto",
     by: Annotated[
         str | None,
-        typer.Option(help="One factor per element, or per value of a key such as config_type."),
+        Option(help="One factor per element, or per value of a key such as config_type."),
     ] = None,
     absent: Absent = None,
     order: Order = None,
     report: Annotated[
-        Path | None, typer.Option(help="Also write an HTML report to this file (.html).")
+        Path | None, Option(help="Also write an HTML report to this file (.html).")
     ] = None,
-    units: Annotated[str, typer.Option(help="Units of the property, for the output.")] = "",
+    units: Annotated[str, Option(help="Units of the property, for the output.")] = "",
     seed: Seed = 0,
     force: Force = False,
     quiet: Quiet = False,
@@ -59,6 +56,7 @@ def calibrate(
     from qualms.ensembles.calibrate import calibrate_ensemble
     from qualms.ensembles.calibration_file import make_document, write_calibration
     from qualms.ensembles.io import read_ensemble, read_source
+    from qualms.evaluation import Evaluation
     from qualms.io.files import check_output, refuse_input
     from qualms.progress import Stages
     from qualms.report.assessment import assess, with_uncertainty
@@ -87,26 +85,34 @@ def calibrate(
     for remark in calibrated.remarks:
         terminal.warn(remark)
 
-    evaluation = _evaluation(calibrated, source, units)
+    evaluation = Evaluation(
+        target=ensemble.target,
+        units=units,
+        y=calibrated.points.ensemble.y,
+        prediction=calibrated.prediction,
+        frames=source if isinstance(source, list) else None,
+        structure=calibrated.points.ensemble.structure,
+        atom=calibrated.points.ensemble.atom if ensemble.per_atom else None,
+        component=calibrated.points.ensemble.component,
+    )
     title = f"{target}: {predictions.name}, {ensemble.counted(len(calibrated.std))}"
     tables = {"Comparison of methods": comparison_table(calibrated.comparison)}
     if calibrated.grouped is not None and by is not None:
         tables["Factors by group"] = factor_table(calibrated.grouped, by)
-    n_folds = len(calibrated.comparison.folds)
-    after = f"After calibration: {n_folds}-fold cross-validation."
+    facts = {
+        "predictions": _description(ensemble),
+        "calibration": _parameters(calibrated),
+        "selection": calibrated.reason,
+        **({} if by is None else {"groups": f"one factor per {by}"}),
+    }
+    after = f"After calibration: {len(calibrated.comparison.folds)}-fold cross-validation."
     written = [output]
     if report is None:
         assessment = assess(with_uncertainty(evaluation)[0], seed=seed or 0)
     else:
-        facts = {
-            "predictions": _description(ensemble),
-            "calibration": _parameters(calibrated),
-            "selection": calibrated.reason,
-            **({} if by is None else {"groups": f"one factor per {by}"}),
-        }
         made = write_report(
             report,
-            {ensemble.target: evaluation},
+            {target: evaluation},
             title=title,
             facts=facts,
             remarks=[*calibrated.remarks, after],
@@ -114,13 +120,12 @@ def calibrate(
             force=force,
             seed=seed or 0,
         )
-        assessment = made.sections[ensemble.target].assessment
+        assessment = made.sections[target].assessment
         written += made.paths
-    parts: list[Any] = [_parameters(calibrated), f"Selection: {calibrated.reason}"]
-    for heading, table in tables.items():
-        parts += [heading, table]
     terminal.result(
-        *parts,
+        facts["calibration"],
+        f"Selection: {calibrated.reason}",
+        *(part for pair in tables.items() for part in pair),
         interval_table(assessment.scores, units=units, title=title),
         assessment.sentence,
         after,
@@ -128,27 +133,10 @@ def calibrate(
         | {
             "comparison": comparison_records(calibrated.comparison),
             "score_intervals": interval_records(assessment.scores),
-            "verdict": assessment.sentence,
+            "assessment": assessment.document(),
         },
     )
     terminal.info(f"Wrote {', '.join(map(str, written))}.")
-
-
-def _evaluation(calibrated: Calibrated, source: Any, units: str) -> Evaluation:
-    """Return the cross-validated predictions with their reference values."""
-    from qualms.evaluation import Evaluation
-
-    ensemble = calibrated.points.ensemble
-    return Evaluation(
-        target=ensemble.target,
-        units=units,
-        y=ensemble.y,
-        prediction=calibrated.prediction,
-        frames=source if isinstance(source, list) else None,
-        structure=ensemble.structure,
-        atom=ensemble.atom if ensemble.per_atom else None,
-        component=ensemble.component,
-    )
 
 
 def _description(ensemble: Ensemble) -> str:
@@ -167,9 +155,9 @@ def _parameters(calibrated: Calibrated) -> str:
         return f"{calibration.method}: the standard deviations are not changed.{scale}"
     low, high = intervals.alpha
     text = f"{calibration.method}: α = {calibration.alpha:.4g} [{low:.4g}, {high:.4g}]"
-    if calibration.n_parameters > 1 and intervals.gamma is None:
-        text += f", γ = {calibration.gamma:.3f} (undetermined: all standard deviations are similar)"
-    elif calibration.n_parameters > 1 and intervals.gamma is not None:
-        low, high = intervals.gamma
-        text += f", γ = {calibration.gamma:.3f} [{low:.3f}, {high:.3f}]"
+    if calibration.n_parameters > 1:
+        interval = "(undetermined: all standard deviations are similar)"
+        if intervals.gamma is not None:
+            interval = "[{:.3f}, {:.3f}]".format(*intervals.gamma)
+        text += f", γ = {calibration.gamma:.3f} {interval}"
     return f"{text}; {intervals.level:.0%} confidence intervals."

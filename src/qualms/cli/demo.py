@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from qualms.cli._common import Force, Json, Quiet, Seed, Terminal, Threads
 
@@ -23,7 +23,7 @@ FILES = ("model.safetensors", "errors.png", "parity.png", "reliability.png", "su
 
 def demo(
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Directory for the model and the figures.")
+        Path, Option("--output", "-o", help="Directory for the model and the figures.")
     ] = Path("qualms-demo"),
     seed: Seed = None,
     threads: Threads = None,
@@ -42,7 +42,8 @@ def demo(
         ConditionalErrorDisplay,
         ParityDisplay,
         ReliabilityDisplay,
-        SubsampleSizeDisplay,
+        style,
+        subsample_figure,
     )
     from qualms.report.tables import paper_table, score_records, score_table
     from qualms.reproduce.study import study_subsamples
@@ -72,21 +73,18 @@ def demo(
     model, rows = study.model, study.rows
     found = evaluate(model, test, validation, stages=Stages(terminal.progress()))["energy"]
     model.save(output / FILES[0], force=force)
-    members = {
-        size: {name: value for name, value in row.items() if name != _PP}
-        for size, row in rows.items()
-    }
+    members = {size: {c: row[c] for c in row if c != _PP} for size, row in rows.items()}
     references = {_PP: next(iter(rows.values()))[_PP]}
     y, prediction = found.y, found.prediction
-    figures: list[Display] = [
+    displays: list[Display] = [
         ConditionalErrorDisplay.from_prediction(y, prediction, units=UNITS),
         ParityDisplay.from_prediction(y, prediction, units=UNITS, target="energy"),
         ReliabilityDisplay.from_prediction(y, prediction),
-        SubsampleSizeDisplay.from_table(members, references=references),
     ]
-    for name, figure in zip(FILES[1:], figures, strict=True):
-        with atomic_path(output / name, force=force) as path:
-            figure.save(path)
+    save = [display.save for display in displays] + [subsample_figure(members, references).savefig]
+    for name, save_to in zip(FILES[1:], save, strict=True):
+        with style(), atomic_path(output / name, force=force) as path:
+            save_to(path)
     one = model.predict(test[:1])
     terminal.result(
         model.summary(),

@@ -1,21 +1,30 @@
-"""``qualms evaluate``."""
+"""``qualms evaluate``, and the evaluation of a model for `qualms report`."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from qualms.cli._common import (
-    CalibrationFile,
-    Json,
-    Model,
-    Quiet,
-    Terminal,
-    Test,
-    Threads,
-    Validation,
-    about_calibrations,
-    evaluate_model,
-)
+from typer import Argument, Option
+
+from qualms.cli._common import Json, Model, Quiet, Terminal, Threads, missing_quantities
+
+if TYPE_CHECKING:
+    from qualms.atomistic.model import AtomisticModel
+    from qualms.evaluation import Evaluation
+
+Test = Annotated[Path, Argument(metavar="TEST", help="Labelled structures: extended XYZ.")]
+Validation = Annotated[
+    Path | None,
+    Option(
+        help="Labelled structures for the calibrations that are fitted to a validation set; by "
+        "default, two halves of TEST calibrate each other."
+    ),
+]
+CalibrationFile = Annotated[
+    Path | None, Option("--calibration", help="Also score this file of `qualms calibrate`.")
+]
 
 
 def evaluate(
@@ -54,4 +63,46 @@ def evaluate(
         about_calibrations(found["energy"]),
         *remarks,
         document={**main, "remarks": remarks, **documents},
+    )
+
+
+def evaluate_model(
+    model: Path,
+    test: Path,
+    validation: Path | None,
+    calibration: Path | None,
+    threads: int | None,
+    terminal: Terminal,
+) -> tuple[AtomisticModel, dict[str, Evaluation], list[str]]:
+    """Return a model, its evaluations by quantity, and remarks about them."""
+    from qualms.atomistic.evaluation import evaluate
+    from qualms.atomistic.model import AtomisticModel
+    from qualms.atomistic.structures import read_frames
+    from qualms.ensembles.apply import recalibrate
+    from qualms.ensembles.calibration_file import read_calibration
+    from qualms.metrics import score_arrays
+    from qualms.progress import Stages
+
+    loaded = AtomisticModel.load(model, threads=threads)
+    frames = read_frames(test)
+    held_out = None if validation is None else read_frames(validation)
+    document = None if calibration is None else read_calibration(calibration)
+    found = evaluate(loaded, frames, held_out, stages=Stages(terminal.progress()))
+    main, remarks = found["energy"], missing_quantities(loaded, found)
+    if main.n_unlabelled:
+        remarks.insert(0, f"{main.n_unlabelled} without a reference value are skipped.")
+    if calibration is not None and document is not None:
+        name = f"{calibration.name} ({document.method})"
+        other = recalibrate(main, document, extensive=loaded.settings.kind == "extensive")
+        scores = {**main.scores, name: score_arrays(main.y, other.mean, other.std)}
+        found["energy"] = replace(main, scores=scores)
+        remarks.append(f"{name}: fitted to {document.parameters.get('n_points')} points.")
+    return loaded, found, remarks
+
+
+def about_calibrations(evaluation: Evaluation) -> str:
+    """Return what the calibrations in the table of scores were fitted to."""
+    return (
+        f"(validation): fitted to {evaluation.validation}. All other calibrations were fitted to "
+        "out-of-bag predictions of the training set."
     )

@@ -2,53 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from typer import Argument, Option
 
 from qualms.cli._common import Force, Json, Model, Quiet, Terminal, Threads
 from qualms.errors import InputError, counted
 
 if TYPE_CHECKING:
     from qualms.arrays import BoolArray, Float64Array
+    from qualms.atomistic.forces import Mechanics
     from qualms.atomistic.model import AtomisticModel, Chunk
     from qualms.prediction import Prediction
 
 #: Key of the flag of structures that are out of distribution.
 FLAG = "qualms_extrapolates"
+_WARNINGS = {
+    "unknown_species": "have elements that are ignored.",
+    "without_volume": "have no cell with a volume, and no stress.",
+    "extrapolating": f"are out of distribution ({FLAG}): their uncertainties are less reliable.",
+}
 
 
 def predict(
     model: Model,
     structures: Annotated[
-        Path, typer.Argument(metavar="STRUCTURES", help="New structures: extended XYZ.")
+        Path, Argument(metavar="STRUCTURES", help="New structures: extended XYZ.")
     ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="File to write: .xyz, .csv or .npz.")
-    ],
+    output: Annotated[Path, Option("--output", "-o", help="File to write: .xyz, .csv or .npz.")],
     ensemble: Annotated[
-        bool, typer.Option("--ensemble", help="Write the predictions of all members, too.")
+        bool, Option("--ensemble", help="Write the predictions of all members, too.")
     ] = False,
-    forces: Annotated[
-        bool, typer.Option("--forces", help="Predict forces, too; .xyz or .npz.")
-    ] = False,
+    forces: Annotated[bool, Option("--forces", help="Predict forces, too; .xyz or .npz.")] = False,
     stress: Annotated[
-        bool,
-        typer.Option("--stress", help="Predict stresses of periodic structures; .xyz or .npz."),
+        bool, Option("--stress", help="Predict stresses of periodic structures; .xyz or .npz.")
     ] = False,
     atoms: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--atoms",
             help="Write the contribution, novelty and uncertainty of each atom; .xyz or .npz.",
         ),
     ] = False,
     ignore_unknown: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--ignore-unknown-species",
             help="Ignore atoms of elements that are not in the training set.",
         ),
@@ -59,6 +59,9 @@ def predict(
     as_json: Json = False,
 ) -> None:
     """Predict properties of new structures, with uncertainties."""
+    import numpy as np
+
+    from qualms.atomistic.forces import has_forces
     from qualms.atomistic.model import AtomisticModel
     from qualms.atomistic.structures import iter_frames
     from qualms.io.files import check_output
@@ -71,66 +74,53 @@ def predict(
     per_atom = loaded.fitted.per_atom
     _check_options(loaded, output, forces, stress, atoms, ignore_unknown)
     target, units = loaded.settings.target, loaded.settings.units
-    counts = _Counts()
+    kind: Literal["atomic", "structure"] = "atomic" if per_atom else "structure"
+    n = dict.fromkeys(("structures", "extrapolating", "unknown_species", "without_volume"), 0)
     with (
-        open_writer(
-            output,
-            target,
-            kind="atomic" if per_atom else "structure",
-            ensemble=ensemble,
-            force=force,
-        ) as writer,
+        open_writer(output, target, kind=kind, ensemble=ensemble, force=force) as writer,
         Stages(terminal.progress()).stage("Structures") as advance,
     ):
         unknown = "ignore" if ignore_unknown else "error"
         for chunk in loaded.stream(iter_frames(structures), unknown_species=unknown):
-            found = _predict(loaded, chunk, forces, stress, atoms, ensemble)
-            extra: dict[str, list[Any]] = {FLAG: found.extrapolates.tolist()}
+            novelty = np.empty((len(chunk.frames), 2))
+            prediction = chunk.predict(chunk.rows(novelty))
+            arrays: dict[str, Any] = {}
+            tensors: dict[str, Any] = {}
+            found = None
+            if forces or stress or (atoms and has_forces(loaded.fitted)):
+                solid = np.array([stress and one.cell.rank == 3 for one in chunk.known])
+                found = loaded.predict_forces(chunk.known, stress=bool(solid.all()))
+                if forces or stress:
+                    prediction = found.energy
+                if forces:
+                    arrays |= _components("forces", found.forces, ensemble)
+                if stress:
+                    tensors = _stresses(loaded, chunk.frames, solid, found.stress, ensemble)
+            if atoms:
+                arrays |= _atom_arrays(chunk, found, ensemble)
+            extrapolates = chunk.extrapolates(prediction, novelty)
+            extra: dict[str, list[Any]] = {FLAG: extrapolates.tolist()}
             if units:
                 extra[f"{target}_units"] = [units] * len(chunk.frames)
+            rows = chunk.centers if per_atom else None
             writer.write(
-                chunk.frames,
-                found.prediction,
-                rows=chunk.centers if per_atom else None,
-                extra=extra,
-                arrays=found.arrays,
-                tensors=found.tensors,
+                chunk.frames, prediction, rows=rows, extra=extra, arrays=arrays, tensors=tensors
             )
-            counts.n_structures += len(chunk.frames)
-            counts.n_extrapolating += int(found.extrapolates.sum())
-            counts.n_unknown_species += int(chunk.has_unknown.sum())
-            counts.n_without_volume += found.n_without_volume
-            advance(counts.n_structures)
-        if stress and counts.n_without_volume == counts.n_structures:
+            n["structures"] += len(chunk.frames)
+            n["extrapolating"] += int(extrapolates.sum())
+            n["unknown_species"] += int(chunk.has_unknown.sum())
+            n["without_volume"] += sum(stress and int(one.cell.rank) < 3 for one in chunk.frames)
+            advance(n["structures"])
+        if stress and n["without_volume"] == n["structures"]:
             raise InputError("--stress", "no structure whose cell has a volume", "at least one")
-    for warning in counts.warnings():
-        terminal.warn(warning)
+    for name, text in _WARNINGS.items():
+        if n[name]:
+            terminal.warn(f"{n[name]} of {n['structures']} structures {text}")
+    counts = {f"n_{name}": count for name, count in n.items()}
     terminal.result(
-        f"{counted(counts.n_structures, 'structure')} → {output}",
-        document={"output": str(output), "target": target, "units": units, **asdict(counts)},
+        f"{counted(n['structures'], 'structure')} → {output}",
+        document={"output": str(output), "target": target, "units": units, **counts},
     )
-
-
-@dataclass
-class _Counts:
-    """Numbers of structures."""
-
-    n_structures: int = 0
-    n_extrapolating: int = 0
-    n_unknown_species: int = 0
-    n_without_volume: int = 0
-
-    def warnings(self) -> Iterator[str]:
-        total = f"of {self.n_structures} structures"
-        if self.n_unknown_species:
-            yield f"{self.n_unknown_species} {total} have elements that are ignored."
-        if self.n_without_volume:
-            yield f"{self.n_without_volume} {total} have no cell with a volume, and no stress."
-        if self.n_extrapolating:
-            yield (
-                f"{self.n_extrapolating} {total} are out of distribution ({FLAG}): their "
-                "uncertainties are less reliable."
-            )
 
 
 def _check_options(
@@ -149,68 +139,26 @@ def _check_options(
         raise InputError("--output", str(output), f"a file that ends in .xyz or .npz, for {option}")
 
 
-@dataclass
-class _Found:
-    """Predictions of one chunk: arrays of atoms, and tensors of structures, by key."""
-
-    prediction: Prediction
-    extrapolates: BoolArray
-    arrays: dict[str, Any]
-    tensors: dict[str, Any]
-    n_without_volume: int = 0
-
-
-def _predict(
-    model: AtomisticModel, chunk: Chunk, forces: bool, stress: bool, atoms: bool, ensemble: bool
-) -> _Found:
+def _stresses(
+    model: AtomisticModel,
+    frames: Sequence[Any],
+    solid: BoolArray,
+    stress: Prediction | None,
+    ensemble: bool,
+) -> dict[str, Any]:
+    """Return stresses of solids, NaN elsewhere; `stress` is known if all structures are solids."""
     import numpy as np
 
-    from qualms.atomistic.forces import has_forces
-
-    novelty = np.empty((len(chunk.frames), 2))
-    rows = chunk.rows(novelty)
-    found = _Found(chunk.predict(rows), np.zeros(0, bool), {}, {})
-    forces_std = None
-    if forces or stress:
-        force = _add_forces(found, model, chunk.frames, stress, ensemble)
-        forces_std = force.std
-        if forces:
-            found.arrays |= _components("forces", force, ensemble)
-    elif atoms and has_forces(model.fitted):
-        forces_std = model.predict_forces(chunk.known).forces.std
-    if atoms:
-        found.arrays |= atom_arrays(chunk, forces_std, ensemble=ensemble)
-    found.extrapolates = chunk.extrapolates(found.prediction, novelty)
-    return found
-
-
-def _add_forces(
-    found: _Found, model: AtomisticModel, frames: Sequence[Any], stress: bool, ensemble: bool
-) -> Prediction:
-    """Predict energies, forces and, where a cell has a volume, stresses; return the forces."""
-    import numpy as np
-
-    from qualms.prediction import Prediction
-
-    solid = np.array([stress and atoms.cell.rank == 3 for atoms in frames])
-    groups = [chosen for chosen in (np.flatnonzero(solid), np.flatnonzero(~solid)) if chosen.size]
-    parts = [
-        model.predict_forces([frames[i] for i in chosen.tolist()], stress=bool(solid[chosen[0]]))
-        for chosen in groups
-    ]
-    order = np.argsort(np.concatenate(groups))
-    found.prediction = Prediction.concatenate([part.energy for part in parts])[order]
-    if stress:
-        found.n_without_volume = int(np.count_nonzero(~solid))
-        widths = {"stress": 6, "stress_uncertainty": 6}
-        if ensemble:
-            widths["stress_ensemble"] = 6 * model.settings.n_members
-        found.tensors = {key: np.full((len(frames), n), np.nan) for key, n in widths.items()}
-        if parts[0].stress is not None:
-            for key, values in _components("stress", parts[0].stress, ensemble).items():
-                found.tensors[key][solid] = values
-    by_structure = [one.forces for part in parts for one in part]
-    return Prediction.concatenate([by_structure[i] for i in order])
+    n_members = model.settings.n_members if ensemble else 0
+    widths = {"stress": 6, "stress_uncertainty": 6, "stress_ensemble": 6 * n_members}
+    tensors = {key: np.full((len(frames), n), np.nan) for key, n in widths.items() if n}
+    if stress is None and solid.any():
+        some = [atoms for atoms, is_solid in zip(frames, solid, strict=True) if is_solid]
+        stress = model.predict_forces(some, stress=True).stress
+    if stress is not None:
+        for key, values in _components("stress", stress, ensemble).items():
+            tensors[key][solid] = values
+    return tensors
 
 
 def _components(name: str, prediction: Prediction, ensemble: bool) -> dict[str, Any]:
@@ -222,11 +170,8 @@ def _components(name: str, prediction: Prediction, ensemble: bool) -> dict[str, 
     return arrays
 
 
-def atom_arrays(chunk: Chunk, forces_std: Float64Array | None, *, ensemble: bool) -> dict[str, Any]:
-    """Return contributions, novelty and uncertainties of atoms; NaN for unknown elements.
-
-    `forces_std` (n, 3) are the standard deviations of the forces on atoms of known elements.
-    """
+def _atom_arrays(chunk: Chunk, found: Mechanics | None, ensemble: bool) -> dict[str, Any]:
+    """Return contributions, novelty and uncertainties of atoms; NaN for unknown elements."""
     import numpy as np
 
     from qualms.atomistic.model import atom_contributions
@@ -239,9 +184,8 @@ def atom_arrays(chunk: Chunk, forces_std: Float64Array | None, *, ensemble: bool
     )
 
     def of_all(values: Sequence[Float64Array]) -> Float64Array:
-        found = np.concatenate(values)
-        full = np.full((len(known), *found.shape[1:]), np.nan)
-        full[known] = found
+        full = np.full((len(known), *values[0].shape[1:]), np.nan)
+        full[known] = np.concatenate(values)
         return full
 
     arrays = {
@@ -249,8 +193,8 @@ def atom_arrays(chunk: Chunk, forces_std: Float64Array | None, *, ensemble: bool
         f"{name}_uncertainty": of_all([part.std for part in parts]),
         f"{name}_novelty": of_all(chunk.atom_novelty()),
     }
-    if forces_std is not None:
-        arrays[f"{name}_force_uncertainty"] = of_all([force_norm(forces_std)])
+    if found is not None:
+        arrays[f"{name}_force_uncertainty"] = of_all([force_norm(found.forces.std)])
     if ensemble:
         arrays[f"{name}_ensemble"] = of_all([part.members for part in parts])
     return arrays

@@ -6,17 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
-from qualms.cli._common import (
+from qualms.cli._common import Force, Json, Model, Quiet, Terminal, Threads
+from qualms.cli.evaluate import (
     CalibrationFile,
-    Force,
-    Json,
-    Model,
-    Quiet,
-    Terminal,
     Test,
-    Threads,
     Validation,
     about_calibrations,
     evaluate_model,
@@ -30,7 +25,7 @@ if TYPE_CHECKING:
 def report(
     model: Model,
     test: Test,
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write: .html.")],
+    output: Annotated[Path, Option("--output", "-o", help="File to write: .html.")],
     validation: Validation = None,
     calibration: CalibrationFile = None,
     threads: Threads = None,
@@ -67,11 +62,7 @@ def report(
         documents[name] = {
             "units": one.units,
             "n_points": len(one),
-            "verdict": {
-                "grade": assessment.grade,
-                "sentence": assessment.sentence,
-                "details": list(assessment.details),
-            },
+            "assessment": assessment.document(),
             "scores": interval_records(assessment.scores),
         }
     paths = [str(path) for path in written.paths]
@@ -99,18 +90,15 @@ def _atom_values(model: AtomisticModel, frames: Sequence[Any]) -> AtomValues | N
 
     if model.fitted.per_atom:
         return None
-    units = {
-        NOVELTY: "",
-        "σ of the contribution": model.settings.units,
-        "σ of the force": model.settings.units_of("forces"),
-    }
+    names = (NOVELTY, "σ of the contribution", "σ of the force")
+    units = ("", model.settings.units, model.settings.units_of("forces"))
 
     def atom_values(some: Sequence[int]) -> Properties:
         columns = zip(*attributions(model, [frames[i] for i in some]), strict=True)
         return {
-            name: (np.concatenate(values), units[name])
-            for name, values in zip(units, columns, strict=True)
-            if all(value is not None for value in values)
+            name: (np.concatenate(values), unit)
+            for name, unit, values in zip(names, units, columns, strict=True)
+            if values[0] is not None
         }
 
     return atom_values

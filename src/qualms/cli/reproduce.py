@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from qualms.cli._common import Force, Json, Quiet, Terminal, Threads
 from qualms.errors import InputError
@@ -15,7 +17,7 @@ from qualms.io.files import check_output
 from qualms.progress import Stages
 
 if TYPE_CHECKING:
-    from qualms.reproduce.problems import Problem, Scale, ShiftedProblem, Split
+    from qualms.reproduce.problems import Problem, ShiftedProblem
     from qualms.reproduce.results import Results
 
 reproduce = typer.Typer(
@@ -23,29 +25,30 @@ reproduce = typer.Typer(
 )
 
 Output = Annotated[
-    Path, typer.Option("--output", "-o", help="Directory for results, tables and figures.")
+    Path, Option("--output", "-o", help="Directory for results, tables and figures.")
 ]
-ScaleOption = Annotated[str, typer.Option("--scale", help="paper, or small: a tenth of it.")]
-Seeds = Annotated[int, typer.Option("--seeds", min=1, max=1000, help="Number of random splits.")]
-Memory = Annotated[str, typer.Option("--memory", help="Memory limit, such as 8GB.")]
+ScaleOption = Annotated[str, Option("--scale", help="paper, or small: a tenth of it.")]
+Seeds = Annotated[int, Option("--seeds", min=1, max=1000, help="Number of random splits.")]
+Memory = Annotated[str, Option("--memory", help="Memory limit, such as 8GB.")]
 _DIRECTORY = Path("qualms-reproduction")
+_SCALES = {"paper": "paper", "small": "small"}
+_SPLITS = {"atoms": ["atoms"], "crystals": ["crystals"], "both": ["atoms", "crystals"]}
 
 
 @reproduce.command()
 def qm9(
     data: Annotated[
-        str | None,
-        typer.Option(help="NPZ file or dsgdb9nsd.xyz.tar.bz2; otherwise the package qm9pack."),
+        str | None, Option(help="NPZ file or dsgdb9nsd.xyz.tar.bz2; otherwise the package qm9pack.")
     ] = None,
     uncharacterized: Annotated[
         Path | None,
-        typer.Option(help="uncharacterized.txt of QM9: molecules of the archive to leave out."),
+        Option(help="uncharacterized.txt of QM9: molecules of the archive to leave out."),
     ] = None,
     output: Output = _DIRECTORY,
     scale: ScaleOption = "paper",
     seeds: Seeds = 1,
     shift: Annotated[
-        bool, typer.Option("--shift", help="Also train on small molecules and test on large ones.")
+        bool, Option("--shift", help="Also train on small molecules and test on large ones.")
     ] = False,
     memory: Memory = "10GB",
     threads: Threads = None,
@@ -56,7 +59,7 @@ def qm9(
     """Atomisation energies of QM9: 20,000 molecules, 5,000 representatives, five sizes."""
     from qualms.reproduce.problems import check_characterized, qm9_problem, qm9_shift
 
-    chosen = _scale(scale)
+    chosen = _choice("scale", scale, _SCALES)
     source = data or ("subset" if chosen == "small" else "qm9pack")
     check_characterized(source, uncharacterized)
     run = _Run(Terminal(quiet=quiet, as_json=as_json), output, memory, threads, force)
@@ -69,13 +72,13 @@ def qm9(
 @reproduce.command()
 def csd(
     data: Annotated[
-        Path, typer.Option(help="CSD-1000R: extended XYZ, or chemiscope JSON.", show_default=False)
+        Path, Option(help="CSD-1000R: extended XYZ, or chemiscope JSON.", show_default=False)
     ],
     relaxed: Annotated[
-        Path | None, typer.Option(help="CSD-2k: also predict these relaxed crystals.")
+        Path | None, Option(help="CSD-2k: also predict these relaxed crystals.")
     ] = None,
     split: Annotated[
-        str, typer.Option(help="Split over atoms, as in the paper, over crystals, or both.")
+        str, Option(help="Split over atoms, as in the paper, over crystals, or both.")
     ] = "both",
     output: Output = _DIRECTORY,
     scale: ScaleOption = "paper",
@@ -90,7 +93,7 @@ def csd(
     from qualms.data import csd as read_csd
     from qualms.reproduce.problems import csd_problem, csd_shift
 
-    chosen, splits = _scale(scale), _splits(split)
+    chosen, splits = _choice("scale", scale, _SCALES), _choice("split", split, _SPLITS)
     run = _Run(Terminal(quiet=quiet, as_json=as_json), output, memory, threads, force)
     run.check(*(f"csd-{each}" for each in splits))
     crystals = read_csd(data)
@@ -106,10 +109,10 @@ def csd(
 
 @reproduce.command()
 def tables(
-    results: Annotated[list[Path], typer.Argument(metavar="RESULTS...", help="JSON files.")],
+    results: Annotated[list[Path], Argument(metavar="RESULTS...", help="JSON files.")],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Directory; otherwise that of each results file."),
+        Option("--output", "-o", help="Directory; otherwise that of each results file."),
     ] = None,
     force: Force = False,
 ) -> None:
@@ -125,23 +128,21 @@ def tables(
         draw_results(directory, found, force=force)
 
 
+@dataclass
 class _Run:
     """One invocation: where it writes, and the resources that it may use."""
 
-    def __init__(
-        self, terminal: Terminal, output: Path, memory: str, threads: int | None, force: bool
-    ) -> None:
-        from qualms.resources import default_threads, parse_memory
-
-        parse_memory(memory)
-        self.terminal = terminal
-        self.output = output
-        self.memory = memory
-        self.threads = default_threads(threads)
-        self.force = force
+    terminal: Terminal
+    output: Path
+    memory: str
+    threads: int | None
+    force: bool
 
     def check(self, *names: str) -> None:
         """Make the directory; reject existing results before the work starts."""
+        from qualms.resources import parse_memory
+
+        parse_memory(self.memory)
         try:
             self.output.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -158,19 +159,18 @@ class _Run:
         from qualms.reproduce.results import Results, machine, write_results
         from qualms.reproduce.study import run_seed, run_shift
         from qualms.reproduce.tables import write_tables
+        from qualms.resources import default_threads
 
+        options: dict[str, Any] = {
+            "threads": default_threads(self.threads),
+            "memory": self.memory,
+            "stages": Stages(self.terminal.progress()),
+        }
         found = []
-        results = None
         for seed in range(seeds):
             problem = make(seed)
             self.terminal.info(f"{problem.title}, seed {seed}:")
-            one, panels = run_seed(
-                problem,
-                threads=self.threads,
-                memory=self.memory,
-                stages=Stages(self.terminal.progress()),
-                report=self.terminal.info,
-            )
+            one, panels = run_seed(problem, report=self.terminal.info, **options)
             found.append(one)
             results = Results(
                 name=problem.name,
@@ -182,16 +182,14 @@ class _Run:
                 machine=machine(),
                 seeds=found,
             )
-            results = write_results(self.output / f"{results.name}.json", results)
+            path = self.output / f"{problem.name}.json"
+            results = write_results(path, results)
             if seed == 0:
                 draw_panels(self.output, results, panels)
-        assert results is not None, "there is at least one seed"
         if shifted is not None:
             self.terminal.info(f"Out of distribution: trained on {shifted.trained_on}")
-            stages = Stages(self.terminal.progress())
-            shift = run_shift(shifted, threads=self.threads, memory=self.memory, stages=stages)
-            results = results.model_copy(update={"shift": shift})
-            results = write_results(self.output / f"{results.name}.json", results)
+            shift = run_shift(shifted, **options)
+            results = write_results(path, results.model_copy(update={"shift": shift}))
         write_tables(self.output, results, force=True)
         draw_results(self.output, results, force=True)
         return results
@@ -208,15 +206,7 @@ class _Run:
         )
 
 
-def _scale(scale: str) -> Scale:
-    if scale == "paper" or scale == "small":
-        return scale  # type: ignore[return-value]
-    raise InputError("scale", repr(scale), "paper or small")
-
-
-def _splits(split: str) -> list[Split]:
-    if split == "both":
-        return ["atoms", "crystals"]
-    if split == "atoms" or split == "crystals":
-        return [split]  # type: ignore[list-item]
-    raise InputError("split", repr(split), "atoms, crystals or both")
+def _choice(parameter: str, given: str, choices: Mapping[str, Any]) -> Any:
+    if given not in choices:
+        raise InputError(parameter, repr(given), f"one of {', '.join(choices)}")
+    return choices[given]

@@ -6,9 +6,10 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from qualms.atomistic.settings import Settings
 from qualms.cli._common import Force, Json, Quiet, Terminal, missing_quantities
@@ -50,7 +51,7 @@ def _option(name: str) -> inspect.Parameter:
     # The type as in the documentation, such as {"fps", "cur", "random"}.
     values = str(extra.get("type", "")).replace('"', "")
     default = None if field.default in (None, "") or field.is_required() else str(field.default)
-    option = typer.Option(
+    option = Option(
         f"--{name.removeprefix('n_').replace('_', '-')}",
         help=(field.description or "").replace("``", ""),
         metavar=values if "{" in values or "float" in values else None,
@@ -65,40 +66,32 @@ def _option(name: str) -> inspect.Parameter:
 
 @_with_settings
 def train(
-    data: Annotated[
-        Path, typer.Argument(metavar="DATA", help="Labelled structures: extended XYZ.")
-    ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Model file to write (.safetensors).")
-    ],
+    data: Annotated[Path, Argument(metavar="DATA", help="Labelled structures: extended XYZ.")],
+    output: Annotated[Path, Option("--output", "-o", help="Model file to write (.safetensors).")],
     config: Annotated[
         Path | None,
-        typer.Option(help="YAML file with parameters of AtomisticModel; options override it."),
+        Option(help="YAML file with parameters of AtomisticModel; options override it."),
     ] = None,
     intensive: Annotated[
-        bool,
-        typer.Option("--intensive", help="The target is an average.", rich_help_panel=_DATA),
+        bool, Option("--intensive", help="The target is an average.", rich_help_panel=_DATA)
     ] = False,
     per_atom_target: Annotated[
         bool,
-        typer.Option(
-            "--per-atom-target", help="The target is a value per atom.", rich_help_panel=_DATA
-        ),
+        Option("--per-atom-target", help="The target is a value per atom.", rich_help_panel=_DATA),
     ] = False,
     group_key: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Key of group labels; structures of one group are never split.",
             rich_help_panel=_DATA,
         ),
     ] = None,
     validation: Annotated[
         Path | None,
-        typer.Option(help="Labelled structures to evaluate the model on.", rich_help_panel=_DATA),
+        Option(help="Labelled structures to evaluate the model on.", rich_help_panel=_DATA),
     ] = None,
     cutoff: Annotated[
-        float | None,
-        typer.Option(help="Cutoff of the environments in Å.", rich_help_panel=_MODEL),
+        float | None, Option(help="Cutoff of the environments in Å.", rich_help_panel=_MODEL)
     ] = None,
     force: Force = False,
     quiet: Quiet = False,
@@ -106,18 +99,19 @@ def train(
     **settings: Any,
 ) -> None:
     """Train a model on labelled structures, and calibrate it on out-of-bag predictions."""
-    from qualms.atomistic.evaluation import find_references
+    from qualms.atomistic.evaluation import evaluate, find_references
     from qualms.atomistic.model import AtomisticModel
     from qualms.atomistic.structures import read_frames, species_of
     from qualms.io.files import atomic_output, check_output, refuse_input
     from qualms.io.predictions import check_name
+    from qualms.progress import Stages
+    from qualms.report.tables import score_table
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
     if intensive and per_atom_target:
         raise InputError("--intensive", "with --per-atom-target", "one of the two")
-    kind = "atomic" if per_atom_target else "intensive" if intensive else None
-    given = {**settings, "kind": kind}
-    model = AtomisticModel(**_settings(config, given, cutoff))
+    settings["kind"] = "atomic" if per_atom_target else "intensive" if intensive else None
+    model = AtomisticModel(**_settings(config, settings, cutoff))
     check_name("target", model.settings.target)
     summary = output.with_suffix(".json")
     if summary == output:
@@ -133,35 +127,24 @@ def train(
     groups = None if group_key is None else _groups(frames, group_key)
     model.fit(frames, groups, progress=terminal.progress() or False)
     model.save(output, force=force)
-    parts, document = _results(model, held_out, terminal)
-    with atomic_output(summary, force=force, mode="w") as file:
-        json.dump(document, file, indent=2)
-    terminal.result(*parts, document=document)
-    terminal.info(f"Wrote {output} and {summary}.")
-
-
-def _results(
-    model: AtomisticModel, held_out: list[Any] | None, terminal: Terminal
-) -> tuple[list[Any], dict[str, Any]]:
-    """Return what is printed of a trained model, and its JSON document."""
-    from qualms.atomistic.evaluation import evaluate
-    from qualms.progress import Stages
-    from qualms.report.tables import score_table
-
-    if held_out is None:
-        return [model.summary()], summary_document(model)
-    found = evaluate(model, held_out, stages=Stages(terminal.progress()))
-    for remark in missing_quantities(model, found):
-        terminal.info(remark)
+    found: dict[str, Evaluation] = {}
+    if held_out is not None:
+        found = evaluate(model, held_out, stages=Stages(terminal.progress()))
+        for remark in missing_quantities(model, found):
+            terminal.info(remark)
     tables = [
         score_table(one.scores, units=one.units, title=f"Validation: {one.target}")
         for one in found.values()
     ]
-    return [model.summary(), *tables], summary_document(model, found)
+    document = summary_document(model, found)
+    with atomic_output(summary, force=force, mode="w") as file:
+        json.dump(document, file, indent=2)
+    terminal.result(model.summary(), *tables, document=document)
+    terminal.info(f"Wrote {output} and {summary}.")
 
 
 def summary_document(
-    model: AtomisticModel, evaluations: Mapping[str, Evaluation] | None = None
+    model: AtomisticModel, evaluations: Mapping[str, Evaluation] = MappingProxyType({})
 ) -> dict[str, Any]:
     """Return the description of a model as a JSON document."""
     from qualms.report.tables import score_records
@@ -177,7 +160,7 @@ def summary_document(
         "provenance": model.provenance.model_dump(mode="json"),
         **{f"{quantity}_calibrations": found for quantity, found in calibrations.items()},
     }
-    for quantity, found in (evaluations or {}).items():
+    for quantity, found in evaluations.items():
         key = "validation" if quantity == "energy" else f"{quantity}_validation"
         document[key] = score_records(found.scores)
     return document

@@ -7,24 +7,14 @@ from qualms.report.figures import (
     Display,
     ParityDisplay,
     ReliabilityDisplay,
-    SubsampleSizeDisplay,
     ZScoreDisplay,
     line_style,
     style,
 )
-from qualms.report.report import Report, check_report, write_report
-from qualms.report.tables import (
-    PAPER_COLUMNS,
-    Table,
-    interval_records,
-    interval_table,
-    paper_table,
-    score_records,
-    score_table,
-)
+from qualms.report.report import Report, write_report
+from qualms.report.tables import Table, interval_table, paper_table, score_table
 
 __all__ = [
-    "PAPER_COLUMNS",
     "Assessment",
     "BinnedErrorDisplay",
     "ConditionalErrorDisplay",
@@ -32,16 +22,12 @@ __all__ = [
     "ParityDisplay",
     "ReliabilityDisplay",
     "Report",
-    "SubsampleSizeDisplay",
     "Table",
     "ZScoreDisplay",
     "assess",
-    "check_report",
-    "interval_records",
     "interval_table",
     "line_style",
     "paper_table",
-    "score_records",
     "score_table",
     "style",
     "write_report",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from qualms.metrics import (
     bootstrap_scores,
     far_points,
 )
-from qualms.prediction import Prediction
 from qualms.report.tables import CALIBRATED_AREA
 
 #: Uncertainties that are wrong by less than this factor count as calibrated.
@@ -60,6 +59,10 @@ class Assessment:
     details: tuple[str, ...]
     scores: Mapping[str, ScoreIntervals]
 
+    def document(self) -> dict[str, Any]:
+        """Return the assessment, without the scores, for JSON."""
+        return {"grade": self.grade, "sentence": self.sentence, "details": list(self.details)}
+
 
 def with_uncertainty(evaluation: Evaluation) -> tuple[Evaluation, list[str]]:
     """Leave out points with σ = 0, which have no score, and return a remark about them."""
@@ -90,25 +93,13 @@ def assess(evaluation: Evaluation, *, n_bootstrap: int = 200, seed: int = 0) -> 
     compared = {"as predicted": prediction}
     if raw is not prediction:
         compared = {"before calibration": raw, "after calibration": prediction}
-
-    def scored(one: Prediction) -> ScoreIntervals:
-        return bootstrap_scores(
-            evaluation.y,
-            one.mean,
-            one.std,
-            one.members,
-            groups=evaluation.structure,
-            n_bootstrap=n_bootstrap,
-            rng=np.random.default_rng(seed),
-        )
-
-    def within(one: Prediction) -> OneSigma:
-        return bootstrap_one_sigma(
-            evaluation.residuals, one.std, groups=evaluation.structure, n_bootstrap=n_bootstrap
-        )
-
-    scores = {name: scored(one) for name, one in compared.items()}
-    final, one = next(reversed(scores.values())), within(prediction)
+    options: dict[str, Any] = {"groups": evaluation.structure, "n_bootstrap": n_bootstrap}
+    scores, within = {}, []
+    for name, p in compared.items():
+        rng = np.random.default_rng(seed)
+        scores[name] = bootstrap_scores(evaluation.y, p.mean, p.std, p.members, rng=rng, **options)
+        within.append(bootstrap_one_sigma(evaluation.residuals, p.std, **options))
+    final, one = scores[name], within[-1]
     outliers = far_points(evaluation.residuals, prediction.std)
     grade, lead = _lead(one, final, outliers.size)
     sentence = (
@@ -117,7 +108,7 @@ def assess(evaluation: Evaluation, *, n_bootstrap: int = 200, seed: int = 0) -> 
     )
     before = "The prediction is not calibrated."
     if raw is not prediction:
-        before = f"Before calibration, {_percent(within(raw))} were within one σ."
+        before = f"Before calibration, {_percent(within[0])} were within one σ."
     details = (_outliers(evaluation, outliers), before, _tails(one, final), _order(final))
     return Assessment(grade, sentence, tuple(filter(None, details)), scores)
 
@@ -182,19 +173,19 @@ def _outliers(evaluation: Evaluation, outliers: IntArray) -> str:
 
 
 def _tails(one: OneSigma, scores: ScoreIntervals) -> str:
-    found = f"{100 * scores.scores.coverage_95:.1f} %"
-    if "coverage_95" not in scores.intervals or one.within_interval is None:
-        return f"The 95 % intervals contain {found} of the reference values."
-    low, high = scores.intervals["coverage_95"]
-    found += f" [{100 * low:.1f}, {100 * high:.1f}]"
-    text = f"The 95 % intervals contain {found} of the reference values"
-    # More than expected within one σ and fewer within two: no factor corrects both.
-    heavy = one.within_interval[0] > EXPECTED_WITHIN and high < 0.95
-    return f"{text}; the errors have heavier tails than a Gaussian." if heavy else f"{text}."
+    text = f"The 95 % intervals contain {100 * scores.scores.coverage_95:.1f} %"
+    heavy = ""
+    if "coverage_95" in scores.intervals and one.within_interval is not None:
+        low, high = scores.intervals["coverage_95"]
+        text += f" [{100 * low:.1f}, {100 * high:.1f}]"
+        # More than expected within one σ and fewer within two: no factor corrects both.
+        if one.within_interval[0] > EXPECTED_WITHIN and high < 0.95:
+            heavy = "; the errors have heavier tails than a Gaussian"
+    return f"{text} of the reference values{heavy}."
 
 
 def _order(scores: ScoreIntervals) -> str:
-    """Say whether larger uncertainties correspond to larger errors."""
+    """Describe whether larger uncertainties correspond to larger errors."""
     interval = scores.intervals.get("spearman")
     if interval is None:
         return ""

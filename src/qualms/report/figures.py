@@ -14,20 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, Literal, Self
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from qualms.arrays import (
-    BoolArray,
-    Float64Array,
-    IntArray,
-    check_dof,
-    check_integer,
-    check_points,
-    check_std,
-)
+from qualms.arrays import BoolArray, Float64Array, IntArray, check_points, check_std
 from qualms.errors import InputError
 from qualms.evaluation import Evaluation
 from qualms.metrics import (
@@ -65,11 +57,14 @@ _FONTS: Final[dict[str, Any]] = {
     "font.family": ["STIXGeneral", "DejaVu Sans"],
     "mathtext.fontset": "stix",
     "font.size": 9.0,
-    "axes.labelsize": 9.0,
     "axes.titlesize": 9.0,
     "xtick.labelsize": 8.0,
     "ytick.labelsize": 8.0,
     "legend.fontsize": 8.0,
+}
+_TICKS: Final[dict[str, Any]] = {"direction": "in", "major.size": 3.0, "minor.size": 1.5} | {
+    "major.width": 0.6,
+    "minor.width": 0.4,
 }
 #: TrueType in PDF, because journals reject Type 3; a fixed salt, so that the same figure gives the
 #: same file.
@@ -79,25 +74,13 @@ _STYLE: Final[dict[str, Any]] = {
     "axes.axisbelow": True,
     "lines.linewidth": 1.2,
     "lines.markersize": 3.5,
-    "patch.linewidth": 0.6,
-    "xtick.direction": "in",
-    "ytick.direction": "in",
     "xtick.top": True,
     "ytick.right": True,
-    "xtick.major.size": 3.0,
-    "ytick.major.size": 3.0,
-    "xtick.minor.size": 1.5,
-    "ytick.minor.size": 1.5,
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
-    "xtick.minor.width": 0.4,
-    "ytick.minor.width": 0.4,
+    **{f"{axis}tick.{name}": value for axis in "xy" for name, value in _TICKS.items()},
     "legend.frameon": False,
     "legend.handlelength": 2.2,
     "legend.handletextpad": 0.5,
-    "legend.columnspacing": 1.2,
     "legend.labelspacing": 0.25,
-    "legend.borderaxespad": 0.6,
     "pdf.fonttype": 42,
     "svg.hashsalt": "qualms",
 }
@@ -118,14 +101,7 @@ _LINES: Final[tuple[tuple[str, Any, str], ...]] = (
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Use the style of this package inside a ``with`` block, whatever the user's settings are.
-
-    Examples
-    --------
-    >>> from matplotlib.figure import Figure
-    >>> with style():
-    ...     left, right = Figure(figsize=(6.6, 2.8), layout="constrained").subplots(1, 2)
-    """
+    """Use the style of this package inside a ``with`` block, whatever the user's settings are."""
     from matplotlib.style import context
 
     with context(["default", _STYLE | _FONTS]):
@@ -140,65 +116,44 @@ def line_style(index: int) -> dict[str, Any]:
 
 def axis_label(quantity: str, *, target: str = "", units: str = "") -> str:
     """Return an axis label such as "Error ε of the shielding (ppm)"."""
-    of_target = f" of {target}" if target else ""
-    in_units = f" ({units})" if units else ""
-    return f"{quantity}{of_target}{in_units}"
+    return quantity + (f" of {target}" if target else "") + (f" ({units})" if units else "")
 
 
-#: Fraction of the points on either side that may lie outside of the limits.
-_OUTSIDE = 0.002
-#: Below so many decades, powers of ten are too few ticks; below the second, even 1, 2 and 5.
-_FEW_DECADES, _NO_DECADE = 2.2, 0.7
+def robust_limits(values: Float64Array) -> tuple[float, float]:
+    """Return limits of a linear axis, with a margin, that contain all points but far outliers.
 
-
-def robust_limits(values: Float64Array, pad: float = 0.05) -> tuple[float, float]:
-    """Return limits of a linear axis that contain all points but far outliers.
-
-    Points up to a quarter of the range beyond the 0.2 and 99.8 % quantiles are still shown. `pad`
-    is the margin on either side, as a fraction of the range.
+    Points up to a quarter of the range beyond the 0.2 and 99.8 % quantiles are still shown.
     """
-    low, high = (float(q) for q in np.quantile(values, [_OUTSIDE, 1.0 - _OUTSIDE]))
+    low, high = (float(q) for q in np.quantile(values, [0.002, 0.998]))
     reach = 0.25 * (high - low)
-    low = max(float(np.min(values)), low - reach)
-    high = min(float(np.max(values)), high + reach)
+    low, high = max(float(values.min()), low - reach), min(float(values.max()), high + reach)
     # A single value has no range: use one that its own digits can resolve.
-    span = high - low if high > low else max(abs(low), 1.0)
-    return low - pad * span, high + pad * span
+    margin = 0.05 * (high - low if high > low else max(abs(low), 1.0))
+    return low - margin, high + margin
 
 
-def log_limits(
-    values: Float64Array, *, least: float = 2.0, pad: float = 0.06
-) -> tuple[float, float]:
-    """Return limits of a logarithmic axis that contain all positive values.
-
-    Their ratio is at least `least` before a margin of `pad` times the logarithmic range is added.
-    """
-    low, high = float(np.log(np.min(values))), float(np.log(np.max(values)))
+def log_limits(values: Float64Array, least: float = 2.0, pad: float = 0.06) -> tuple[float, float]:
+    """Return limits of a logarithmic axis: a ratio ≥ `least`, with a relative margin `pad`."""
+    low, high = np.log(np.min(values)), np.log(np.max(values))
     missing = max(np.log(least) - (high - low), 0.0)
     margin = 0.5 * missing + pad * (high - low + missing)
     return float(np.exp(low - margin)), float(np.exp(high + margin))
 
 
-def set_log_scale(
-    ax: Axes, which: Literal["x", "y"], limits: tuple[float, float], *, shared: bool = False
-) -> None:
+def set_log_scale(ax: Axes, which: Literal["x", "y"], limits: tuple[float, float]) -> None:
     """Make one axis logarithmic, with few and plain numbers at the ticks.
 
-    matplotlib labels 2 × 10⁻¹, 3 × 10⁻¹ … on axes of less than a decade, and these overlap. With
-    `shared`, limits that another display has set are widened rather than replaced.
+    matplotlib labels 2 × 10⁻¹, 3 × 10⁻¹ … on axes of less than a decade, and these overlap.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     axis = ax.xaxis if which == "x" else ax.yaxis
-    if shared and axis.get_scale() == "log":
-        before = ax.get_xlim() if which == "x" else ax.get_ylim()
-        limits = min(limits[0], before[0]), max(limits[1], before[1])
     ax.set(**{f"{which}scale": "log", f"{which}lim": limits})
     decades = np.log10(limits[1] / limits[0])
-    if decades < _FEW_DECADES:
+    if decades < 2.2:
         axis.set_major_formatter(FuncFormatter(_plain_number))
         axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 1.5 else (1.0, 3.0)))
-    if decades < _NO_DECADE:
+    if decades < 0.7:
         axis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 5, 10]))
     axis.set_minor_formatter(NullFormatter())
 
@@ -225,13 +180,11 @@ def _draw_diagonal(ax: Axes) -> None:
     ax.axline((1.0, 1.0), (2.0, 2.0), color=GUIDE, linewidth=0.8, linestyle=":", zorder=2.0)
 
 
-def _write_corner(ax: Axes, lines: Sequence[str]) -> None:
-    """Write short lines into the upper left corner of the axes."""
-    from matplotlib import rcParams
-
+def _write_corner(ax: Axes, lines: Sequence[str], n: int, n_outside: int) -> None:
+    """Write lines and numbers of points into the upper left corner of the axes."""
+    text = [*lines, f"$n={n}$", *([f"{n_outside} outside"] if n_outside else [])]
     place: dict[str, Any] = {"va": "top", "transform": ax.transAxes, "zorder": 4.0}
-    size = rcParams["legend.fontsize"]
-    ax.text(0.04, 0.96, "\n".join(lines), fontsize=size, linespacing=1.1, **place)
+    ax.text(0.04, 0.96, "\n".join(text), fontsize=8.0, linespacing=1.1, **place)
 
 
 #: Without dates, the same figure gives the same file.
@@ -257,14 +210,51 @@ class Display(ABC):
 
     units: str = ""
     target: str = ""
-
     ax_: Axes = field(init=False, repr=False)
     figure_: Figure | SubFigure = field(init=False, repr=False)
+    #: Height of a new figure over its width.
+    _aspect: ClassVar[float] = 0.97
     _owns_figure: bool = field(default=False, init=False, repr=False)
 
+    @classmethod
+    def from_prediction(
+        cls, y: ArrayLike, prediction: Prediction, *, units: str = "", target: str = ""
+    ) -> Self:
+        """Compute the numbers from reference values and a prediction of the same shape."""
+        given: object = prediction
+        if not isinstance(given, Prediction):
+            remedy = "Use Prediction(members), or Prediction(mean=..., std=...)."
+            raise InputError("prediction", type(given).__name__, "a Prediction", remedy)
+        numbers = cls._compute(check_points("y", y, prediction.shape), prediction)
+        return cls(*numbers, units=units, target=target)
+
+    @classmethod
     @abstractmethod
-    def plot(self, ax: Axes | None = None) -> Self:
-        """Draw on the given axes, or on a new figure of one column's width."""
+    def _compute(cls, y: Float64Array, prediction: Prediction) -> tuple[Any, ...]:
+        """Return the positional arguments of the constructor."""
+
+    def plot(self, ax: Axes | None = None, **kwargs: Any) -> Self:
+        """Draw on the given axes, or on a new figure of one column's width.
+
+        Further arguments are passed to the matplotlib function that draws. Reliability curves and
+        binned errors have a `label` for the legend, and with ``reference=False`` the diagonal is
+        not drawn again.
+        """
+        from matplotlib.figure import Figure
+        from matplotlib.style import context
+
+        self._owns_figure = ax is None
+        with style() if ax is None else context(_STYLE):
+            if ax is None:
+                size = (COLUMN_WIDTH, self._aspect * COLUMN_WIDTH)
+                ax = Figure(figsize=size, layout="constrained").add_subplot()
+            self.ax_, self.figure_ = ax, ax.figure
+            self._draw(ax, **kwargs)
+        return self
+
+    @abstractmethod
+    def _draw(self, ax: Axes, **kwargs: Any) -> None:
+        """Draw on axes."""
 
     def save(self, file: str | PathLike[str] | IO[bytes], **kwargs: Any) -> None:
         """Save the figure, after drawing it if needed; the same figure gives the same bytes.
@@ -280,9 +270,8 @@ class Display(ABC):
             self.plot()
         suffix = Path(file).suffix[1:] if isinstance(file, str | PathLike) else ""
         undated = _UNDATED.get(str(kwargs.get("format") or suffix).lower(), {})
-        kwargs["metadata"] = undated | (kwargs.get("metadata") or {})
         with style():
-            self.ax_.figure.figure.savefig(file, **kwargs)
+            self.ax_.figure.figure.savefig(file, **{"metadata": undated} | kwargs)
 
     def _repr_png_(self) -> bytes | None:
         # Notebooks show figures of pyplot by themselves; ours is unknown to pyplot.
@@ -292,41 +281,16 @@ class Display(ABC):
         self.save(file, format="png")
         return file.getvalue()
 
-    @contextmanager
-    def _axes(self, ax: Axes | None, aspect: float) -> Iterator[Axes]:
-        """Yield the axes to draw on; a new figure has the height `aspect` times its width."""
-        from matplotlib.figure import Figure
-        from matplotlib.style import context
-
-        self._owns_figure = ax is None
-        if ax is not None:
-            self.ax_, self.figure_ = ax, ax.figure
-            with context(_STYLE):
-                yield ax
-            return
-        with style():
-            figure = Figure(figsize=(COLUMN_WIDTH, aspect * COLUMN_WIDTH), layout="constrained")
-            self.ax_, self.figure_ = figure.add_subplot(), figure
-            yield self.ax_
-
     def _label(self, quantity: str) -> str:
         return axis_label(quantity, target=self.target, units=self.units)
-
-
-def _checked(y: ArrayLike, prediction: object) -> tuple[Float64Array, Float64Array]:
-    """Return reference values and residuals, of the shape of the prediction."""
-    if not isinstance(prediction, Prediction):
-        remedy = "Use Prediction(members), or Prediction(mean=..., std=...)."
-        raise InputError("prediction", type(prediction).__name__, "a Prediction", remedy)
-    reference = check_points("y", y, prediction.shape)
-    return reference, reference - prediction.mean
 
 
 @dataclass(eq=False)
 class BinnedErrorDisplay(Display):
     """RMSE against root mean variance in bins of σ, on logarithmic axes.
 
-    On the diagonal uncertainties are calibrated; above it they are too small.
+    On the diagonal uncertainties are calibrated; above it they are too small. Bars are standard
+    errors. Bins with zero error have no place on logarithmic axes; their number is written.
 
     Parameters
     ----------
@@ -337,57 +301,37 @@ class BinnedErrorDisplay(Display):
     bins: BinnedErrors
 
     @classmethod
-    def from_prediction(
-        cls,
-        y: ArrayLike,
-        prediction: Prediction,
-        *,
-        n_bins: int | None = None,
-        units: str = "",
-        target: str = "",
-    ) -> Self:
-        """Sort points by σ into `n_bins` bins of equal count; by default 10, with ≥ 10 points."""
-        _, z = _checked(y, prediction)
-        return cls(binned_errors(z, prediction.std, n_bins), units=units, target=target)
+    def _compute(cls, y: Float64Array, prediction: Prediction) -> tuple[Any, ...]:
+        return (binned_errors(y - prediction.mean, prediction.std),)
 
-    def plot(
-        self, ax: Axes | None = None, *, label: str = "", reference: bool = True, **kwargs: Any
-    ) -> Self:
-        """Draw one point per bin, with standard errors, and with `reference` the diagonal.
-
-        Bins with zero error have no place on logarithmic axes; their number is written. `label` is
-        for the legend; `kwargs` are passed to ``Axes.errorbar``.
-        """
+    def _draw(self, ax: Axes, *, label: str = "", reference: bool = True, **kwargs: Any) -> None:
         b = self.bins
         shown: BoolArray = (b.rmv > 0.0) & (b.rmse > 0.0)
         x, y = b.rmv[shown], b.rmse[shown]
         x_bars, y_bars = _log_bars(x, b.rmv_stderr[shown]), _log_bars(y, b.rmse_stderr[shown])
         ends = np.concatenate([x, y - y_bars[0], y + y_bars[1]])
-        bars: dict[str, Any] = {"color": INK, "marker": "o", "linestyle": "none", "elinewidth": 0.8}
-        with self._axes(ax, aspect=0.97) as axes:
-            limits = log_limits(ends if ends.size else np.ones(1), least=3.0)
-            shared = axes.has_data()
-            set_log_scale(axes, "x", limits, shared=shared)
-            set_log_scale(axes, "y", limits, shared=shared)
-            axes.set(aspect="equal", xlabel=self._label("Root mean variance"))
-            axes.set_ylabel(self._label("RMSE"))
-            if reference:
-                _draw_diagonal(axes)
-            if shown.any():
-                bars |= {"label": label or None} | kwargs
-                axes.errorbar(x, y, xerr=x_bars, yerr=y_bars, **bars)
-            if not shown.all():
-                note = f"{np.count_nonzero(~shown)} of {shown.size} bins at zero"
-                axes.text(0.96, 0.05, note, ha="right", transform=axes.transAxes)
-            if label:
-                axes.legend(loc="upper left")
-        return self
+        low, high = log_limits(ends if ends.size else np.ones(1), least=3.0)
+        if ax.has_data():
+            low, high = min(low, ax.get_xlim()[0]), max(high, ax.get_xlim()[1])
+        set_log_scale(ax, "x", (low, high))
+        set_log_scale(ax, "y", (low, high))
+        ax.set(aspect="equal", xlabel=self._label("Root mean variance"), ylabel=self._label("RMSE"))
+        if reference:
+            _draw_diagonal(ax)
+        if shown.any():
+            look: dict[str, Any] = {"color": INK, "marker": "o", "linestyle": "none"}
+            look |= {"elinewidth": 0.8, "label": label or None} | kwargs
+            ax.errorbar(x, y, xerr=x_bars, yerr=y_bars, **look)
+        if not shown.all():
+            note = f"{np.count_nonzero(~shown)} of {shown.size} bins at zero"
+            ax.text(0.96, 0.05, note, ha="right", transform=ax.transAxes)
+        if label:
+            ax.legend(loc="upper left")
 
 
 def _log_bars(values: Float64Array, stderr: Float64Array) -> Float64Array:
     """Return lengths (2, n) of error bars, symmetric on a logarithmic axis; 0 if unknown."""
-    known = np.isfinite(stderr)
-    factor = np.exp(np.divide(stderr, values, out=np.zeros_like(values), where=known))
+    factor = np.exp(np.nan_to_num(stderr / values, posinf=0.0))
     return np.stack([values - values / factor, values * factor - values])
 
 
@@ -404,7 +348,8 @@ _MARGINAL_HEIGHT = 0.22
 class ConditionalErrorDisplay(Display):
     """P(ln ε | ln σ) of actual and of model errors: Eq. (18), Musil et al. 2019.
 
-    If uncertainties are calibrated at each σ, solid and dashed contours agree.
+    If uncertainties are calibrated at each σ, solid and dashed contours agree; P(ln σ) is grey.
+    `plot` accepts ``levels``, densities per unit of ln ε, and ``legend=False``.
 
     Parameters
     ----------
@@ -413,68 +358,32 @@ class ConditionalErrorDisplay(Display):
     """
 
     densities: ErrorDensities
+    _aspect: ClassVar[float] = 0.95
 
     @classmethod
-    def from_prediction(
-        cls,
-        y: ArrayLike,
-        prediction: Prediction,
-        *,
-        bandwidth: tuple[float, float] | None = None,
-        min_points: float = 20.0,
-        units: str = "",
-        target: str = "",
-    ) -> Self:
-        """Estimate the densities of the errors of a prediction and of its members.
-
-        Without members, the model errors are Gaussian.
-
-        Parameters
-        ----------
-        y, prediction
-        bandwidth : tuple of two floats, optional
-            Of the smoothing along ln σ and ln ε; Scott's rule by default.
-        min_points : float
-            Contours are drawn where about as many points lie within a bandwidth of ln σ.
-        units, target : str
-        """
-        reference, _ = _checked(y, prediction)
+    def _compute(cls, y: Float64Array, prediction: Prediction) -> tuple[Any, ...]:
         mean, std, members = prediction.mean, prediction.std, prediction.members
-        options: dict[str, Any] = {"bandwidth": bandwidth, "min_points": min_points}
-        densities = conditional_error_density(reference, mean, std, members, **options)
-        return cls(densities, units=units, target=target)
+        return (conditional_error_density(y, mean, std, members, min_points=20.0),)
 
-    def plot(
-        self,
-        ax: Axes | None = None,
-        *,
-        levels: ArrayLike = _LEVELS,
-        legend: bool = True,
-        **kwargs: Any,
-    ) -> Self:
-        """Draw contours of actual (solid) and of model errors (dashed), and P(ln σ) (grey).
-
-        `levels` are densities per unit of ln ε; `kwargs` are passed to ``Axes.contour``.
-        """
-        heights = np.unique(check_points("levels", levels))
-        if heights[0] <= 0.0:
-            raise InputError("levels", f"{heights[0]:g} at least", "densities > 0")
+    def _draw(
+        self, ax: Axes, *, levels: ArrayLike = _LEVELS, legend: bool = True, **kwargs: Any
+    ) -> None:
+        heights: Float64Array = np.asarray(levels, dtype=np.float64)
         true, model = self.densities.true, self.densities.model
-        with self._axes(ax, aspect=0.95) as axes:
-            supported: BoolArray = true.supported | model.supported
-            self._set_axes(axes, supported, float(heights[0]))
-            foot = axes.get_xaxis_transform()  # x in data, y as a fraction of the axes
-            height = _MARGINAL_HEIGHT * true.marginal / true.marginal.max()
-            grey: dict[str, Any] = {"color": GREY, "linewidth": 0.0, "zorder": 0.5}
-            axes.fill_between(np.exp(true.ln_sigma), height, transform=foot, **grey)
-            _draw_diagonal(axes)
-            _draw_contours(axes, true, heights, {"colors": INK, "linestyles": "-"} | kwargs)
-            _draw_contours(axes, model, heights, {"colors": ACCENT, "linestyles": "--"} | kwargs)
-            if not supported.any():
-                axes.text(0.05, 0.9, "too few points for contours", transform=axes.transAxes)
-            if legend:
-                _conditional_legend(axes)
-        return self
+        supported: BoolArray = true.supported | model.supported
+        self._set_axes(ax, supported, float(heights.min()))
+        height = _MARGINAL_HEIGHT * true.marginal / true.marginal.max()
+        grey: dict[str, Any] = {"color": GREY, "linewidth": 0.0, "zorder": 0.5}
+        # x in data, y as a fraction of the axes
+        foot = ax.get_xaxis_transform()
+        ax.fill_between(np.exp(true.ln_sigma), height, transform=foot, **grey)
+        _draw_diagonal(ax)
+        _draw_contours(ax, true, heights, {"colors": INK, "linestyles": "-"} | kwargs)
+        _draw_contours(ax, model, heights, {"colors": ACCENT, "linestyles": "--"} | kwargs)
+        if not supported.any():
+            ax.text(0.05, 0.9, "too few points for contours", transform=ax.transAxes)
+        if legend:
+            _conditional_legend(ax)
 
     def _set_axes(self, ax: Axes, supported: BoolArray, lowest: float) -> None:
         """Show the range of σ with contours, and that of ε down to below the lowest of them."""
@@ -540,7 +449,8 @@ class ReliabilityDisplay(Display):
     area : float, optional
         Miscalibration area, for the legend.
     n_independent : int, optional
-        Number of points with independent errors, for the band; all by default.
+        Number of points with independent errors, for the band, such as the number of structures if
+        points are their atoms; all by default.
     """
 
     curve: CalibrationCurve
@@ -548,65 +458,32 @@ class ReliabilityDisplay(Display):
     n_independent: int | None = None
 
     @classmethod
-    def from_prediction(
-        cls,
-        y: ArrayLike,
-        prediction: Prediction,
-        *,
-        levels: ArrayLike | None = None,
-        dof: ArrayLike | None = None,
-        n_independent: int | None = None,
-    ) -> Self:
-        """Compute the coverage of the intervals of a prediction.
+    def _compute(cls, y: Float64Array, prediction: Prediction) -> tuple[Any, ...]:
+        z, std = y - prediction.mean, prediction.std
+        return calibration_curve(z, std), miscalibration_area(z, std)
 
-        Parameters
-        ----------
-        y, prediction
-        levels : array_like of shape (n_levels,), optional
-            Nominal coverages within (0, 1); 0.01, 0.02, … 0.99 by default.
-        dof : float or array_like of the shape of the prediction, optional
-            Degrees of freedom > 2 of Student's t with the standard deviation ``prediction.std``;
-            N_R − 1 for the student calibration. Gaussian by default.
-        n_independent : int, optional
-            Number of structures, if points are their atoms or components.
-        """
-        _, z = _checked(y, prediction)
-        curve = calibration_curve(z, prediction.std, levels, dof)
-        return cls(curve, miscalibration_area(z, prediction.std, dof), n_independent)
-
-    def plot(
-        self, ax: Axes | None = None, *, label: str = "", reference: bool = True, **kwargs: Any
-    ) -> Self:
-        """Draw the curve, and with `reference` the diagonal and its band.
-
-        `label` is for the legend, beside the area; `kwargs` are passed to ``Axes.plot``, for
-        instance `line_style(1)` for a second curve on the same axes.
-        """
+    def _draw(self, ax: Axes, *, label: str = "", reference: bool = True, **kwargs: Any) -> None:
         area = "" if self.area is None else f"area {self.area:.3f}"
         text = ", ".join(part for part in (label, area) if part)
         order = np.argsort(self.curve.expected)
-        x = np.concatenate([[0.0], self.curve.expected[order], [1.0]])
-        y = np.concatenate([[0.0], self.curve.observed[order], [1.0]])
-        with self._axes(ax, aspect=0.97) as axes:
-            if reference:
-                p = np.linspace(0.0, 1.0, 201)
-                half = _BAND * np.sqrt(p * (1.0 - p) / (self.n_independent or self.curve.n_points))
-                low, high = np.clip(p - half, 0.0, 1.0), np.clip(p + half, 0.0, 1.0)
-                grey: dict[str, Any] = {"color": GREY, "linewidth": 0.0, "zorder": 0.5}
-                axes.fill_between(p, low, high, label="calibrated, 95 %", **grey)
-                _draw_diagonal(axes)
-            line: dict[str, Any] = {"color": INK, "linewidth": 1.2, "label": text or None} | kwargs
-            # Markers of a `line_style` would cover a curve of so many levels.
-            axes.plot(x, y, **line | {"marker": ""})
-            axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
-            axes.set(xlabel="Nominal coverage", ylabel="Observed coverage")
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend(loc="upper left")
-        return self
-
-
-#: The axis ends at the 99 % quantile of |z/σ|, but between these.
-_LEAST_REACH, _MOST_REACH = 4, 10
+        x, y = (
+            np.concatenate([[0.0], coverage[order], [1.0]])
+            for coverage in (self.curve.expected, self.curve.observed)
+        )
+        if reference:
+            p = np.linspace(0.0, 1.0, 201)
+            half = _BAND * np.sqrt(p * (1.0 - p) / (self.n_independent or self.curve.n_points))
+            low, high = np.clip(p - half, 0.0, 1.0), np.clip(p + half, 0.0, 1.0)
+            grey: dict[str, Any] = {"color": GREY, "linewidth": 0.0, "zorder": 0.5}
+            ax.fill_between(p, low, high, label="calibrated, 95 %", **grey)
+            _draw_diagonal(ax)
+        look: dict[str, Any] = {"color": INK, "linewidth": 1.2, "label": text or None} | kwargs
+        # Markers of a `line_style` would cover a curve of so many levels.
+        ax.plot(x, y, **look | {"marker": ""})
+        ax.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
+        ax.set(xlabel="Nominal coverage", ylabel="Observed coverage")
+        if ax.get_legend_handles_labels()[0]:
+            ax.legend(loc="upper left")
 
 
 @dataclass(eq=False)
@@ -618,7 +495,8 @@ class ZScoreDisplay(Display):
     z_scores : array of any shape
         Residuals over their predicted standard deviations.
     dof : float, optional
-        Degrees of freedom ν > 2 of Student's t, scaled to unit variance. None: not drawn.
+        Degrees of freedom ν > 2 of Student's t, scaled to unit variance; N_R − 1 for an ensemble.
+        None: not drawn.
 
     Attributes
     ----------
@@ -636,78 +514,55 @@ class ZScoreDisplay(Display):
     density: Float64Array = field(init=False, repr=False)
     n_outside: int = field(init=False)
     rms: float = field(init=False)
+    _aspect: ClassVar[float] = 0.78
 
     def __post_init__(self) -> None:
         z = self.z_scores = check_points("z_scores", self.z_scores).ravel()
-        if self.dof is not None:
-            self.dof = float(check_dof(self.dof, (), above=2.0))
-        self.edges = _bin_edges(z)
+        # The axis ends at the 99 % quantile, within 4 and 10; the width follows Scott's rule.
+        reach = np.ceil(np.clip(np.quantile(np.abs(z), 0.99), 4, 10))
+        width = np.clip(3.49 * z.size ** (-1.0 / 3.0), 0.1, 1.0)
+        self.edges = np.linspace(-reach, reach, 2 * int(np.ceil(reach / width)) + 1)
         counts, _ = np.histogram(z, self.edges)
         self.density = counts / (z.size * np.diff(self.edges))
         self.n_outside = int(z.size - counts.sum())
         self.rms = root_mean_square(z)
 
     @classmethod
-    def from_prediction(
-        cls, y: ArrayLike, prediction: Prediction, *, dof: float | None = None
-    ) -> Self:
-        """Divide residuals by standard deviations > 0; `dof` is N_R − 1 by default, if > 2."""
-        _, z = _checked(y, prediction)
-        sigma = check_std(prediction.std, prediction.shape)
-        if dof is None and prediction.n_members is not None and prediction.n_members > 3:
-            dof = prediction.n_members - 1.0
+    def _compute(cls, y: Float64Array, prediction: Prediction) -> tuple[Any, ...]:
+        sigma, n_members = check_std(prediction.std, prediction.shape), prediction.n_members or 0
         with np.errstate(over="ignore"):
-            return cls(z / sigma, dof=dof)
+            return (y - prediction.mean) / sigma, n_members - 1.0 if n_members > 3 else None
 
-    def plot(self, ax: Axes | None = None, *, log: bool = False, **kwargs: Any) -> Self:
-        """Draw the histogram and the densities; `log` makes the density axis logarithmic.
-
-        Further arguments are passed to ``Axes.stairs``.
-        """
+    def _draw(self, ax: Axes, **kwargs: Any) -> None:
         x = np.linspace(self.edges[0], self.edges[-1], 401)
         curves = {"normal": np.exp(gaussian_log_density(x, np.ones_like(x)))}
         if self.dof is not None:
             scale = np.full_like(x, np.sqrt((self.dof - 2.0) / self.dof))
             student = np.exp(student_log_density(x, scale, self.dof))
             curves[rf"Student, $\nu={self.dof:g}$"] = student
-        highest = max(float(values.max()) for values in (self.density, *curves.values()))
         bars: dict[str, Any] = {"fill": True, "facecolor": GREY, "edgecolor": GUIDE}
-        with self._axes(ax, aspect=0.78) as axes:
-            axes.stairs(self.density, self.edges, **bars | {"linewidth": 0.6} | kwargs)
-            for (label, values), color, dashes in zip(
-                curves.items(), (INK, ACCENT), ("-", "--"), strict=False
-            ):
-                axes.plot(x, values, color=color, linewidth=1.2, linestyle=dashes, label=label)
-            axes.set_xlim(self.edges[0], self.edges[-1])
-            if log:
-                # A bin with one point has a density of one over the number of points.
-                lowest = 0.5 / (self.z_scores.size * (self.edges[1] - self.edges[0]))
-                axes.set(yscale="log", ylim=(min(lowest, 1e-3), 10.0 * highest))
-            else:
-                axes.set_ylim(0.0, 1.3 * highest)
-            axes.set(xlabel=r"$z/\sigma$", ylabel="Density")
-            axes.legend(loc="upper right")
-            outside = [f"{self.n_outside} outside"] if self.n_outside else []
-            _write_corner(axes, [f"rms {self.rms:.2f}", f"$n={self.z_scores.size}$", *outside])
-        return self
+        ax.stairs(self.density, self.edges, **bars | {"linewidth": 0.6} | kwargs)
+        for (label, values), color, dashes in zip(
+            curves.items(), (INK, ACCENT), ("-", "--"), strict=False
+        ):
+            ax.plot(x, values, color=color, linewidth=1.2, linestyle=dashes, label=label)
+        highest = max(float(values.max()) for values in (self.density, *curves.values()))
+        ax.set(xlim=(self.edges[0], self.edges[-1]), ylim=(0.0, 1.3 * highest))
+        ax.set(xlabel=r"$z/\sigma$", ylabel="Density")
+        ax.legend(loc="upper right")
+        _write_corner(ax, [f"rms {self.rms:.2f}"], self.z_scores.size, self.n_outside)
 
 
-def _bin_edges(z: Float64Array) -> Float64Array:
-    """Return edges, symmetric about zero, by Scott's rule for a standard normal."""
-    reach = np.ceil(np.clip(np.quantile(np.abs(z), 0.99), _LEAST_REACH, _MOST_REACH))
-    width = np.clip(3.49 * z.size ** (-1.0 / 3.0), 0.1, 1.0)
-    half = int(np.ceil(reach / width))
-    edges: Float64Array = np.linspace(-reach, reach, 2 * half + 1)
-    return edges
-
-
-#: Cells along each axis of the density that replaces many points.
-_CELLS = 60
+#: More points are drawn as a density of so many cells along each axis, with some error bars.
+_MANY, _CELLS, _N_BARS = 300, 60, 30
 
 
 @dataclass(eq=False)
 class ParityDisplay(Display):
     """Predicted against reference values, with error bars of ±σ.
+
+    Of more than 300 points the density is drawn, and 30 of them, at even ranks of y, have error
+    bars. Far outliers lie outside of the axes; their number is written.
 
     Parameters
     ----------
@@ -719,57 +574,31 @@ class ParityDisplay(Display):
     mean: Float64Array
     std: Float64Array
 
-    def __post_init__(self) -> None:
-        shape = np.shape(self.y)
-        self.y = check_points("y", self.y).ravel()
-        self.mean = check_points("mean", self.mean, shape).ravel()
-        self.std = check_std(self.std, shape, allow_zero=True).ravel()
-
     @classmethod
-    def from_prediction(
-        cls, y: ArrayLike, prediction: Prediction, *, units: str = "", target: str = ""
-    ) -> Self:
-        """Take the values of a prediction."""
-        reference, _ = _checked(y, prediction)
-        return cls(reference, prediction.mean, prediction.std, units=units, target=target)
+    def _compute(cls, y: Float64Array, prediction: Prediction) -> tuple[Any, ...]:
+        return y.ravel(), prediction.mean.ravel(), prediction.std.ravel()
 
-    @property
-    def rmse(self) -> float:
-        """Root mean squared error, in the units of y."""
-        return rmse(self.y - self.mean)
-
-    @property
-    def mae(self) -> float:
-        """Mean absolute error, in the units of y."""
-        return mae(self.y - self.mean)
-
-    def plot(
-        self, ax: Axes | None = None, *, max_points: int = 300, n_bars: int = 30, **kwargs: Any
-    ) -> Self:
-        """Draw every point with its error bar or, of more than `max_points`, their density.
-
-        Over a density, `n_bars` points at even ranks of y have error bars. Far outliers lie
-        outside of the axes; their number is written. `kwargs` are passed to ``Axes.errorbar``.
-        """
-        crowded = self.y.size > check_integer("max_points", max_points, 0)
-        limits = robust_limits(np.concatenate([self.y, self.mean]))
+    def _draw(self, ax: Axes, **kwargs: Any) -> None:
+        pairs = np.stack([self.y, self.mean])
+        limits = robust_limits(pairs)
         chosen: IntArray = np.argsort(self.y, kind="stable")
-        if crowded and check_integer("n_bars", n_bars, 0) < chosen.size:
-            chosen = chosen[np.linspace(0, chosen.size - 1, n_bars).round().astype(np.intp)]
+        _draw_diagonal(ax)
+        if chosen.size > _MANY:
+            chosen = chosen[np.linspace(0, chosen.size - 1, _N_BARS).round().astype(np.intp)]
+            self._draw_density(ax, limits)
         bars: dict[str, Any] = {"color": INK, "marker": "o", "linestyle": "none"}
         bars |= {"markersize": 2.0, "elinewidth": 0.6, "zorder": 3.0} | kwargs
-        with self._axes(ax, aspect=0.97) as axes:
-            _draw_diagonal(axes)
-            if crowded:
-                self._draw_density(axes, limits)
-            axes.errorbar(self.y[chosen], self.mean[chosen], yerr=self.std[chosen], **bars)
-            axes.set(xlim=limits, ylim=limits, aspect="equal")
-            set_even_ticks(axes.xaxis, axes.yaxis)
-            what = self.target or "value"
-            axes.set_xlabel(axis_label(f"Reference {what}", units=self.units))
-            axes.set_ylabel(axis_label(f"Predicted {what}", units=self.units))
-            _write_corner(axes, self._summary(limits))
-        return self
+        ax.errorbar(self.y[chosen], self.mean[chosen], yerr=self.std[chosen], **bars)
+        ax.set(xlim=limits, ylim=limits, aspect="equal")
+        set_even_ticks(ax.xaxis, ax.yaxis)
+        what = self.target or "value"
+        ax.set_xlabel(axis_label(f"Reference {what}", units=self.units))
+        ax.set_ylabel(axis_label(f"Predicted {what}", units=self.units))
+        z = self.y - self.mean
+        errors = {"RMSE": rmse(z), "MAE": mae(z)}
+        lines = [f"{name} {error:.3g} {self.units}".rstrip() for name, error in errors.items()]
+        n_outside = int(np.any((pairs < limits[0]) | (pairs > limits[1]), axis=0).sum())
+        _write_corner(ax, lines, self.y.size, n_outside)
 
     def _draw_density(self, ax: Axes, limits: tuple[float, float]) -> None:
         """Count points in hexagons, with a colour bar in the lower right corner."""
@@ -780,8 +609,7 @@ class ParityDisplay(Display):
         drawn: dict[str, Any] = {"bins": "log", "mincnt": 1, "linewidths": 0.35}
         drawn |= {"gridsize": _CELLS, "extent": (*limits, *limits), "edgecolors": "face"}
         cells = ax.hexbin(self.y, self.mean, cmap=greys, **drawn)
-        counts = np.asarray(cells.get_array())
-        cells.set_clim(1.0, max(10.0, float(counts.max())))
+        cells.set_clim(1.0, max(10.0, float(np.max(np.asarray(cells.get_array())))))
         key = ax.inset_axes((0.62, 0.13, 0.32, 0.03))
         bar = ax.figure.colorbar(cells, cax=key, orientation="horizontal")
         key.tick_params(which="both", direction="out", top=False, length=1.5, pad=1.0)
@@ -789,119 +617,54 @@ class ParityDisplay(Display):
         key.set_title("points per cell", fontsize="small", pad=2.0)
         bar.outline.set_linewidth(0.4)
 
-    def _summary(self, limits: tuple[float, float]) -> list[str]:
-        errors = {"RMSE": self.rmse, "MAE": self.mae}
-        lines = [f"{name} {error:.3g} {self.units}".rstrip() for name, error in errors.items()]
-        pairs = np.stack([self.y, self.mean])
-        n_outside = int(np.any((pairs < limits[0]) | (pairs > limits[1]), axis=0).sum())
-        return [*lines, f"$n={self.y.size}$", *([f"{n_outside} outside"] if n_outside else [])]
 
+def subsample_figure(
+    rows: Mapping[float, Mapping[str, float | None]], references: Mapping[str, float]
+) -> Figure:
+    """Draw log likelihoods against subsample size, one line per estimator.
 
-_REFERENCE_DASHES = ((0, (1, 2)), (0, (6, 2, 1, 2)), (0, (10, 3)))
-
-
-@dataclass(eq=False)
-class SubsampleSizeDisplay(Display):
-    """Log likelihood against subsample size, one line per estimator: the tables of the paper.
+    Values far below the others lie outside of the axes; triangles at the bottom mark them.
 
     Parameters
     ----------
-    sizes : array of shape (n_sizes,)
-        Numbers of points, or fractions of the training set.
-    log_likelihoods : mapping of str to array of shape (n_sizes,)
-        Mean log likelihood per point of each estimator; NaN where missing.
+    rows : mapping of subsample size to mapping of estimator to log likelihood
+        As for `qualms.report.paper_table`, but sizes are numbers.
     references : mapping of str to float
         Log likelihoods that do not depend on the size, such as that of the projected process.
     """
+    from matplotlib.figure import Figure
 
-    sizes: Float64Array
-    log_likelihoods: Mapping[str, Float64Array]
-    references: Mapping[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        sizes = self.sizes = check_points("sizes", self.sizes)
-        if sizes.ndim != 1 or np.any(sizes <= 0.0) or np.unique(sizes).size < sizes.size:
-            raise InputError("sizes", sizes.tolist(), "a list of different numbers > 0")
-        if not self.log_likelihoods:
-            raise InputError("log_likelihoods", "nothing", "at least one estimator")
-        lines = {k: np.asarray(v, dtype=np.float64) for k, v in self.log_likelihoods.items()}
-        for name, values in lines.items():
-            if values.shape != sizes.shape:
-                expected = f"one number per size, {sizes.size}"
-                raise InputError(f"log_likelihoods[{name!r}]", f"shape {values.shape}", expected)
-        self.log_likelihoods = lines
-
-    @classmethod
-    def from_table(
-        cls,
-        rows: Mapping[Any, Mapping[str, float | None]],
-        *,
-        references: Mapping[str, float] | None = None,
-    ) -> Self:
-        """Take the numbers of `qualms.report.paper_table`; sizes must be numbers."""
-        for size in rows:
-            if isinstance(size, str):
-                remedy = "Pass this row as references."
-                raise InputError("rows", repr(size), "sizes that are numbers", remedy)
-        names = dict.fromkeys(name for row in rows.values() for name in row)
-        lines = {
-            name: np.array([row.get(name) for row in rows.values()], dtype=np.float64)
-            for name in names
-        }
-        return cls(np.array(list(rows)), lines, references or {})
-
-    def plot(self, ax: Axes | None = None, *, legend: bool = True, **kwargs: Any) -> Self:
-        """Draw one line per estimator.
-
-        Values far below the others lie outside of the axes; triangles at the bottom mark them, and
-        a reference has its value in the legend. `kwargs` are passed to ``Axes.plot``.
-        """
-        low, high = self._limits()
-        order = np.argsort(self.sizes)
-        with self._axes(ax, aspect=0.9) as axes:
-            for i, (name, values) in enumerate(self.log_likelihoods.items()):
-                line = line_style(i) | {"label": name, "linewidth": 1.0} | kwargs
-                axes.plot(self.sizes[order], values[order], **line)
-                self._mark_below(axes, values, low, line["color"])
-            for i, (name, value) in enumerate(self.references.items()):
-                label = name if value >= low else f"{name}: {_written(value)}"
-                dashes = _REFERENCE_DASHES[i % len(_REFERENCE_DASHES)]
-                axes.axhline(value, color=GUIDE, linewidth=1.0, linestyle=dashes, label=label)
-            axes.set_ylim(low, high)
-            axes.margins(x=0.08)
-            set_even_ticks(axes.xaxis)
-            axes.set(xlabel=r"Subsample size $n$", ylabel="Log likelihood per point")
-            if legend:
-                axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
-        return self
-
-    def _mark_below(self, ax: Axes, values: Float64Array, low: float, color: str) -> None:
-        """Put triangles where values lie below the axes, and write the values above them."""
+    sizes = sorted(rows)
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    lines = {n: np.array([rows[s].get(n) for s in sizes], dtype=np.float64) for n in names}
+    values = np.concatenate([*lines.values(), list(references.values())])
+    values = values[np.isfinite(values)]
+    # Tukey's rule tells which are far below.
+    first, third = np.quantile(values, [0.25, 0.75])
+    shown = values[values >= first - 3.0 * (third - first)]
+    margin = 0.1 * np.ptp(shown) or 0.1
+    low, high = float(shown.min() - 2.0 * margin), float(shown.max() + margin)
+    with style():
+        figure = Figure(figsize=(COLUMN_WIDTH, 0.9 * COLUMN_WIDTH), layout="constrained")
+        ax = figure.add_subplot()
         foot = ax.get_xaxis_transform()  # x in data, y as a fraction of the axes
-        n_below = np.sum([line < low for line in self.log_likelihoods.values()], axis=0)
-        for size, value, n in zip(self.sizes, values, n_below, strict=True):
-            if value < low:
-                ax.plot([size], [0.03], color=color, marker="v", transform=foot)
-            if value < low and n == 1:  # several values would cover each other
-                place: dict[str, Any] = {"transform": foot, "ha": "center"}
-                ax.text(size, 0.055, _written(value), size="small", color=color, **place)
-
-    def _limits(self) -> tuple[float, float]:
-        """Return limits that contain all values but those far below, by Tukey's rule."""
-        values = np.concatenate([*self.log_likelihoods.values(), list(self.references.values())])
-        values = values[np.isfinite(values)]
-        if values.size == 0:
-            return 0.0, 1.0
-        first, third = np.quantile(values, [0.25, 0.75])
-        kept = values[values >= first - 3.0 * (third - first)]
-        low, high = float(kept.min()), float(kept.max())
-        margin = 0.1 * (high - low) if high > low else 0.1 * max(abs(low), 1.0)
-        # Twice as much below, for the triangles.
-        return low - 2.0 * margin, high + margin
-
-
-def _written(value: float) -> str:
-    return f"{value:.3g}".replace("-", "\N{MINUS SIGN}")
+        for i, (name, found) in enumerate(lines.items()):
+            look = line_style(i)
+            ax.plot(sizes, found, label=name, linewidth=1.0, **look)
+            for j in np.flatnonzero(found < low).tolist():
+                place: dict[str, Any] = {"color": look["color"], "transform": foot}
+                ax.plot([sizes[j]], [0.03], marker="v", **place)
+                ax.text(sizes[j], 0.055, f"{found[j]:.3g}", size="small", ha="center", **place)
+        for i, (name, value) in enumerate(references.items()):
+            label = name if value >= low else f"{name}: {value:.3g}"
+            ax.axhline(
+                value, color=GUIDE, linewidth=1.0, linestyle=(0, (2 + 4 * i, 2)), label=label
+            )
+        ax.set(ylim=(low, high), xlabel=r"Subsample size $n$", ylabel="Log likelihood per point")
+        ax.margins(x=0.08)
+        set_even_ticks(ax.xaxis)
+        ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+    return figure
 
 
 #: A vector graphic of more bytes is rasterised.
@@ -912,25 +675,25 @@ _DPI = 220
 def report_figures(evaluation: Evaluation) -> dict[str, str]:
     """Draw the figures of a report, for points with σ > 0, and return them as data URIs."""
     y, prediction, units = evaluation.y, evaluation.prediction, evaluation.units
-    raw = None if prediction.uncalibrated is prediction else prediction.uncalibrated
-    label = "" if raw is None else "after"
-    n = evaluation.n_structures
-    reliability = ReliabilityDisplay.from_prediction(y, prediction, n_independent=n)
-    reliability.plot(label=label)
-    binned = BinnedErrorDisplay.from_prediction(y, prediction, units=units).plot(label=label)
-    if raw is not None:
-        second: dict[str, Any] = {"label": "before", "reference": False, **line_style(1)}
-        ReliabilityDisplay.from_prediction(y, raw).plot(reliability.ax_, **second)
-        second |= {"linestyle": "none", "markerfacecolor": "white"}
-        BinnedErrorDisplay.from_prediction(y, raw, units=units).plot(binned.ax_, **second)
-    displays = {
-        "conditional": ConditionalErrorDisplay.from_prediction(y, prediction, units=units),
-        "reliability": reliability,
-        "binned": binned,
-        "z_scores": ZScoreDisplay.from_prediction(y, prediction),
-        "parity": ParityDisplay.from_prediction(y, prediction, units=units),
+    kinds: dict[str, type[Display]] = {
+        "conditional": ConditionalErrorDisplay,
+        "reliability": ReliabilityDisplay,
+        "binned": BinnedErrorDisplay,
+        "z_scores": ZScoreDisplay,
+        "parity": ParityDisplay,
     }
-    return {name: _data_uri(display) for name, display in displays.items()}
+    found = {k: kind.from_prediction(y, prediction, units=units) for k, kind in kinds.items()}
+    found["reliability"].n_independent = evaluation.n_structures  # type: ignore[attr-defined]
+    raw = prediction.uncalibrated
+    if raw is not prediction:
+        look = line_style(1) | {"label": "before", "reference": False}
+        for name, more in {
+            "reliability": {},
+            "binned": {"linestyle": "none", "markerfacecolor": "white"},
+        }.items():
+            ax = found[name].plot(label="after").ax_
+            kinds[name].from_prediction(y, raw, units=units).plot(ax, **look | more)
+    return {name: _data_uri(display) for name, display in found.items()}
 
 
 def _data_uri(display: Display) -> str:

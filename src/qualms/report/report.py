@@ -8,11 +8,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from qualms.arrays import Float64Array, IntArray, check_integer
+from qualms.arrays import Float64Array, IntArray
 from qualms.errors import InputError, counted
 from qualms.evaluation import Evaluation
 from qualms.io.files import AnyPath, atomic_output, check_output
@@ -22,7 +22,6 @@ from qualms.report.structure_map import (
     NOT_INSTALLED,
     AtomValues,
     StructureMap,
-    Viewer,
     load_viewer,
     make_map,
 )
@@ -30,6 +29,8 @@ from qualms.report.tables import Table, interval_table, score_table, write_numbe
 
 #: The data of the map are written to NAME + this.
 MAP_SUFFIX = ".chemiscope.json.gz"
+#: Length of the tables of the worst predictions.
+N_WORST = 20
 #: Tables of more columns are not placed side by side.
 _NARROW = 7
 #: Scripts, styles and images of the page itself, and nothing from elsewhere. The viewer compiles
@@ -54,17 +55,14 @@ class Section:
     assessment : Assessment
     figures : mapping of str to str
         Images as data URIs.
-    n_worst : int
-        Number of points in the tables of the worst predictions.
     map : StructureMap or None
-        Where the rows of these tables link to.
+        Where the rows of the tables of the worst predictions link to.
     """
 
     name: str
     evaluation: Evaluation
     assessment: Assessment
     figures: Mapping[str, str]
-    n_worst: int = 20
     map: StructureMap | None = None
 
     @property
@@ -92,11 +90,18 @@ class Section:
         return interval_table(self.assessment.scores, units=self.evaluation.units)
 
     @cached_property
+    def others(self) -> Table | None:
+        """Scores of other estimators of the same values."""
+        e = self.evaluation
+        return score_table(e.scores, units=e.units) if e.scores else None
+
+    @cached_property
     def worst(self) -> dict[str, Table]:
         """Tables of the worst predictions."""
+        by_ratio, by_error = worst_points(self.evaluation)
         return {
-            "Largest errors relative to σ": self._worst("ratio"),
-            "Largest errors": self._worst("error"),
+            "Largest errors relative to σ": self._worst(by_ratio),
+            "Largest errors": self._worst(by_error),
         }
 
     @property
@@ -104,27 +109,15 @@ class Section:
         """Whether these tables are too wide to be placed side by side."""
         return len(self.worst["Largest errors"].headers) > _NARROW
 
-    @cached_property
-    def others(self) -> Table | None:
-        """Scores of other estimators of the same values."""
+    def _worst(self, points: IntArray) -> Table:
         e = self.evaluation
-        return score_table(e.scores, units=e.units) if e.scores else None
-
-    def _worst(self, by: Literal["ratio", "error"]) -> Table:
-        e, shown = self.evaluation, self.map
-        order = worst_points(e, self.n_worst, by).tolist()
-        headers = ["structure"]
-        headers += ["formula"] if e.frames is not None else []
-        headers += ["atom"] if e.atom is not None else []
-        headers += ["component"] if e.component is not None else []
+        optional = {"formula": e.frames, "atom": e.atom, "component": e.component}
+        headers = ["structure", *(name for name, given in optional.items() if given is not None)]
         headers += ["reference", "predicted", "σ", "error", "|error|/σ"]
-        links: list[tuple[int, int | None] | None] = []
-        for i in order if shown is not None else []:
-            place = shown.places.get(int(e.structure[i])) if shown is not None else None
-            atom = int(e.atom[i]) if shown and shown.of_atoms and e.atom is not None else None
-            links.append(None if place is None else (place, atom))
+        order = points.tolist()
         note = f"In {e.units}. " if e.units else ""
         note += "Error: reference minus prediction. Structures and atoms are numbered from 0."
+        links = [] if self.map is None else [self.map.link(e, i) for i in order]
         return Table(headers, [_worst_row(e, i) for i in order], note=note, links=links)
 
 
@@ -134,58 +127,19 @@ class Report:
 
     Attributes
     ----------
-    title : str
     sections : mapping of str to Section
         By quantity; the first is the main one.
-    facts : mapping of str to str
-        Description of the model or of the calibration.
     remarks : sequence of str
-    tables : mapping of str to Table
-        Further tables, by heading.
+        About points and structures that are left out, after those given.
     map : StructureMap or None
-    viewer : Viewer or None
     paths : tuple of Path
         Files written.
     """
 
-    title: str
     sections: Mapping[str, Section]
-    facts: Mapping[str, str]
     remarks: Sequence[str]
-    tables: Mapping[str, Table]
     map: StructureMap | None
-    viewer: Viewer | None
     paths: tuple[Path, ...]
-
-    def html(self) -> str:
-        """Return the page."""
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-        from qualms import __version__
-
-        here = Path(__file__).parent
-        environment = Environment(
-            loader=FileSystemLoader(here),
-            autoescape=True,
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-            keep_trailing_newline=True,
-        )
-        environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-        main, *others = self.sections.values()
-        script = "" if self.viewer is None else self.viewer.script
-        return environment.get_template("template.html.j2").render(
-            report=self,
-            main=main,
-            others=others,
-            version=__version__,
-            policy=_POLICY,
-            css=(here / "report.css").read_text(encoding="utf-8"),
-            js=(here / "report.js").read_text(encoding="utf-8"),
-            # A script ends at the first closing tag, even one within a string.
-            viewer_script=script.replace("</script", "<\\/script").replace("<!--", "\\x3c!--"),
-        )
 
 
 def check_report(path: AnyPath, *, force: bool = False) -> tuple[Path, Path]:
@@ -207,7 +161,6 @@ def write_report(
     tables: Mapping[str, Table] | None = None,
     atom_values: AtomValues | None = None,
     force: bool = False,
-    n_worst: int = 20,
     max_structures: int = 1000,
     seed: int = 0,
 ) -> Report:
@@ -238,15 +191,12 @@ def write_report(
         units. The map colours atoms by the first.
     force : bool
         Whether existing files may be replaced.
-    n_worst : int
-        Length of the lists of the worst predictions.
     max_structures : int
         Most structures on the map; of more, it shows the worst and a random sample.
     seed : int
         Of that sample, and of the bootstrap.
     """
     page, map_path = check_report(path, force=force)
-    check_integer("n_worst", n_worst, 1)
     if not evaluations:
         raise InputError("evaluations", "nothing", "at least one Evaluation")
     found, notes = {}, [*remarks]
@@ -260,44 +210,58 @@ def write_report(
     shown = None
     if viewer is not None:
         # The worst by either measure, in turn.
-        pairs = [worst_points(main, n_worst, by) for by in ("ratio", "error")]
-        shown = make_map(
-            main,
-            np.stack(pairs, axis=1).ravel().tolist(),
-            title=title,
-            atom_values=atom_values,
-            max_structures=max_structures,
-            seed=seed,
-        )
+        first = np.stack(worst_points(main), axis=1).ravel().tolist()
+        options: dict[str, Any] = {"atom_values": atom_values, "max_structures": max_structures}
+        shown = make_map(main, first, title=title, seed=seed, **options)
     sections = {
-        name: Section(name, e, assess(e, seed=seed), report_figures(e), n_worst, shown)
+        name: Section(name, e, assess(e, seed=seed), report_figures(e), shown)
         for name, e in found.items()
     }
-    report = Report(
+    text = _render(
         title=title or main.target,
-        sections=sections,
+        sections=list(sections.values()),
         facts=facts or {},
         remarks=notes,
         tables=tables or {},
         map=shown,
-        viewer=None if shown is None else viewer,
-        paths=(page,) if shown is None else (page, map_path),
+        viewer=viewer if shown is not None else None,
     )
-    text = report.html().encode("utf-8")
     with ExitStack() as stack:
-        stack.enter_context(atomic_output(page, force=force)).write(text)
+        stack.enter_context(atomic_output(page, force=force)).write(text.encode("utf-8"))
         if shown is not None:
             stack.enter_context(atomic_output(map_path, force=force)).write(shown.compressed())
-    return report
+    return Report(sections, notes, shown, (page,) if shown is None else (page, map_path))
 
 
-def worst_points(evaluation: Evaluation, n: int, by: Literal["ratio", "error"]) -> IntArray:
-    """Return the `n` points with the largest |z|/σ, or |z|, the worst first; all σ > 0."""
+def _render(**content: Any) -> str:
+    """Return the page."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    from qualms import __version__
+
+    here = Path(__file__).parent
+    environment = Environment(
+        loader=FileSystemLoader(here),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    style, script = ((here / f"report.{end}").read_text(encoding="utf-8") for end in ("css", "js"))
+    return environment.get_template("template.html.j2").render(
+        **content, version=__version__, policy=_POLICY, css=style, js=script
+    )
+
+
+def worst_points(evaluation: Evaluation) -> tuple[IntArray, IntArray]:
+    """Return the points with the largest |z|/σ, and those with the largest |z|; all σ > 0."""
     size: Float64Array = np.abs(evaluation.residuals)
-    if by == "ratio":
-        with np.errstate(over="ignore"):
-            size = size / evaluation.prediction.std
-    return np.argsort(-size, kind="stable")[:n]
+    with np.errstate(over="ignore"):
+        ratio = size / evaluation.prediction.std
+    by_ratio, by_error = (np.argsort(-x, kind="stable")[:N_WORST] for x in (ratio, size))
+    return by_ratio, by_error
 
 
 def _worst_row(e: Evaluation, i: int) -> list[str]:
@@ -309,16 +273,12 @@ def _worst_row(e: Evaluation, i: int) -> list[str]:
         element = "" if atoms is None else f" {atoms.symbols[int(e.atom[i])]}"
         cells.append(f"{e.atom[i]}{element}")
     if e.component is not None:
-        cells.append(_component(e, int(e.component[i])))
+        component = int(e.component[i])
+        vector = e.component.max() == 2
+        names = e.component_names or ("xyz" if vector else ())
+        cells.append(names[component] if names else str(component))
     # Values have as many digits as σ resolves.
     cells += [write_number(float(v), std) for v in (e.y[i], e.prediction.mean[i])]
     cells += [write_number(std), write_number(error, std)]
     ratio = abs(error) / std
     return [*cells, f"{ratio:.2f}" if ratio < 1e5 else f"{ratio:.2e}"]
-
-
-def _component(e: Evaluation, i: int) -> str:
-    """Return the name of a component; without names, a letter for vectors, or the number."""
-    if e.component_names:
-        return e.component_names[i]
-    return "xyz"[i] if e.component is not None and e.component.max() == 2 else str(i)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,8 +45,7 @@ Properties = dict[str, tuple[Float64Array, str]]
 AtomValues = Callable[[Sequence[int]], Mapping[str, tuple[Float64Array, str]]]
 
 
-@dataclass(frozen=True)
-class Viewer:
+class Viewer(NamedTuple):
     """The program that shows a map in a browser: version, JavaScript and licences."""
 
     version: str
@@ -75,6 +74,12 @@ class StructureMap:
     places: Mapping[int, int]
     of_atoms: bool
 
+    def link(self, evaluation: Evaluation, point: int) -> tuple[int, int | None] | None:
+        """Return the place of the structure of a point, and its atom if points are atoms."""
+        place = self.places.get(int(evaluation.structure[point]))
+        atom = evaluation.atom if self.of_atoms else None
+        return None if place is None else (place, None if atom is None else int(atom[point]))
+
     def compressed(self) -> bytes:
         """Return the data as compressed JSON; the same map gives the same bytes."""
         text = json.dumps(self.data, allow_nan=False, separators=(",", ":"))
@@ -87,16 +92,18 @@ def load_viewer() -> Viewer | None:
     if package is None:
         return None
     root = Path(package.__file__).parent
-    script, notices = root / _SCRIPT, root / _NOTICES
-    if not script.is_file():
-        return None
-    licence = _licence()
-    if notices.is_file():
-        comments = notices.read_text(encoding="utf-8").split("\n\n")
-        words = ("licen", "copyright", "author")
-        named = [c.strip() for c in comments if any(word in c.lower() for word in words)]
-        licence = "\n\n".join([licence, *named])
-    return Viewer(str(package.__version__), script.read_text(encoding="utf-8"), licence)
+    licences = [
+        file.read_text(encoding="utf-8").strip()
+        for file in distribution("chemiscope").files or ()
+        if file.name.upper().startswith("LICENSE")
+    ]
+    notices = (root / _NOTICES).read_text(encoding="utf-8").split("\n\n")
+    words = ("licen", "copyright", "author")
+    licences += [text.strip() for text in notices if any(word in text.lower() for word in words)]
+    # A script ends at the first closing tag, even one within a string.
+    script = (root / _SCRIPT).read_text(encoding="utf-8")
+    script = script.replace("</script", "<\\/script").replace("<!--", "\\x3c!--")
+    return Viewer(str(package.__version__), script, "\n\n".join(licences))
 
 
 def make_map(
@@ -135,41 +142,58 @@ def make_map(
         return None
     every: IntArray = np.unique(evaluation.structure)
     shown = _chosen(every, evaluation.structure[np.asarray(first, np.intp)], max_structures, seed)
-    points = _points_of(evaluation, shown)
-    index: IntArray = np.searchsorted(shown, evaluation.structure[points])
-    of_atoms = _shows_atoms(evaluation, points)
     frames = [evaluation.frames[i] for i in shown.tolist()]
+    # The points of these structures, sorted by structure and atom, and their places on the map.
+    points: IntArray = np.flatnonzero(np.isin(evaluation.structure, shown))
+    atom = np.zeros(points.size, np.intp) if evaluation.atom is None else evaluation.atom[points]
+    order = np.lexsort((atom, evaluation.structure[points]))
+    points, atom = points[order], atom[order]
+    index: IntArray = np.searchsorted(shown, evaluation.structure[points])
+    # Points of the map are atoms if there is one value per atom, and not too many.
+    distinct = bool(np.all((np.diff(index) != 0) | (np.diff(atom) != 0)))
+    of_atoms = evaluation.atom is not None and points.size <= MAX_ENVIRONMENTS and distinct
     single = of_atoms or points.size == shown.size
-    properties = (_of_points if single else _of_structures)(evaluation, points, index)
+    properties = (_of_points if single else _of_structures)(evaluation.some(points), index)
     inside: Properties = {}
     if not of_atoms and atom_values is not None and sum(map(len, frames)) <= MAX_ENVIRONMENTS:
         inside = dict(atom_values(shown.tolist()))
     environments = None
-    if of_atoms and evaluation.atom is not None:
-        environments = _environments(index, evaluation.atom[points])
+    if of_atoms:
+        environments = [(i, j, _CUTOFF) for i, j in zip(index.tolist(), atom.tolist(), strict=True)]
     elif inside:
-        sizes = [len(atoms) for atoms in frames]
-        atom = np.concatenate([np.arange(n) for n in sizes])
-        environments = _environments(np.repeat(np.arange(shown.size), sizes), atom)
-    bright = _bright(inside) if inside else 1.0
-    periodic = any(atoms.pbc.any() for atoms in frames)
-    settings = _settings(package, [*properties], of_atoms, periodic, next(iter(inside), ""), bright)
-    worst = int(np.flatnonzero(points == first[0])[0]) if len(first) else 0
-    settings["pinned"] = [worst if of_atoms or not len(first) else int(index[worst])]
+        environments = [(i, j, _CUTOFF) for i, f in enumerate(frames) for j in range(len(f))]
+    kind = "atom" if of_atoms else "structure"
+    axes = list(properties)[:3]
+    colors, note_of_atoms = _atom_colors(inside) if inside else (None, "")
+    settings = package.quick_settings(
+        x=axes[0],
+        y=axes[1],
+        map_color=axes[2],
+        structure_settings=colors,
+        periodic=any(atoms.pbc.any() for atoms in frames),
+        target=kind,
+        # σ varies by orders of magnitude.
+        map_settings={"palette": "viridis", "color": {"property": axes[2], "mode": "log"}},
+    )
+    worst = int(np.flatnonzero(points == first[0])[0])
+    settings["pinned"] = [worst if of_atoms else int(index[worst])]
     data = package.create_input(
         structures=[_structure(atoms) for atoms in frames],
-        properties=_written(properties, "atom" if of_atoms else "structure")
-        | _written(inside, "atom"),
+        properties=_written(properties, kind) | _written(inside, "atom"),
         environments=environments,
         # The viewer interprets the name of a data set as HTML.
         metadata={"name": html.escape(title or evaluation.target)},
         settings=settings,
     )
-    note = _note(shown.size, every.size, of_atoms, averaged=not single)
-    if inside:
-        note += _note_of_atoms(inside, bright)
+    over = "" if single else " and its values are averages over the structure"
+    note = f"Each point is one {kind}{over}; the colour is σ. A click shows the structure."
+    if shown.size < every.size:
+        note += (
+            f" The map contains {shown.size} of {every.size} structures: those of the worst "
+            "predictions and a random sample. Their number in the data is one of the properties."
+        )
     places = {structure: i for i, structure in enumerate(shown.tolist())}
-    return StructureMap(data, note, places, of_atoms)
+    return StructureMap(data, note + note_of_atoms, places, of_atoms)
 
 
 def _chemiscope() -> Any:
@@ -182,13 +206,6 @@ def _chemiscope() -> Any:
         return None
 
 
-def _licence() -> str:
-    for file in distribution("chemiscope").files or ():
-        if file.name.upper().startswith("LICENSE"):
-            return file.read_text(encoding="utf-8").strip()
-    return "chemiscope: BSD 3-clause licence."
-
-
 def _chosen(every: IntArray, first: IntArray, most: int, seed: int) -> IntArray:
     """Return the structures to show, sorted: all, or the first and a random sample."""
     if every.size <= most:
@@ -199,59 +216,30 @@ def _chosen(every: IntArray, first: IntArray, most: int, seed: int) -> IntArray:
     return np.sort(np.concatenate([kept, sample]))
 
 
-def _points_of(evaluation: Evaluation, shown: IntArray) -> IntArray:
-    """Return the points of structures, sorted by structure and atom."""
-    points: IntArray = np.flatnonzero(np.isin(evaluation.structure, shown))
-    atom = np.zeros(points.size) if evaluation.atom is None else evaluation.atom[points]
-    return points[np.lexsort((atom, evaluation.structure[points]))]
-
-
-def _shows_atoms(evaluation: Evaluation, points: IntArray) -> bool:
-    """Whether each point of the map can be an atom: not too many, and one value per atom."""
-    if evaluation.atom is None or points.size > MAX_ENVIRONMENTS:
-        return False
-    pairs = np.stack([evaluation.structure[points], evaluation.atom[points]])
-    return bool(np.all(np.any(np.diff(pairs, axis=1) != 0, axis=0)))
-
-
-def _environments(structure: IntArray, atom: IntArray) -> list[tuple[int, int, float]]:
-    return [(i, j, _CUTOFF) for i, j in zip(structure.tolist(), atom.tolist(), strict=True)]
-
-
-def _of_points(evaluation: Evaluation, points: IntArray, _: IntArray) -> Properties:
-    z, std, units = (
-        evaluation.residuals[points],
-        evaluation.prediction.std[points],
-        evaluation.units,
-    )
+def _of_points(e: Evaluation, _: IntArray) -> Properties:
+    units = e.units
     return {
-        "predicted": (evaluation.prediction.mean[points], units),
-        "error": (z, units),
-        "σ": (std, units),
-        "|error|/σ": (np.abs(z) / std, ""),
-        "reference": (evaluation.y[points], units),
-        "number of the structure": (evaluation.structure[points].astype(np.float64), ""),
+        "predicted": (e.prediction.mean, units),
+        "error": (e.residuals, units),
+        "σ": (e.prediction.std, units),
+        "|error|/σ": (np.abs(e.residuals) / e.prediction.std, ""),
+        "reference": (e.y, units),
+        "number of the structure": (e.structure.astype(np.float64), ""),
     }
 
 
-def _of_structures(evaluation: Evaluation, points: IntArray, index: IntArray) -> Properties:
+def _of_structures(e: Evaluation, index: IntArray) -> Properties:
     """Average over the points of each structure; `index` is the structure of each."""
-    z, std, units = (
-        evaluation.residuals[points],
-        evaluation.prediction.std[points],
-        evaluation.units,
-    )
-    count = np.bincount(index)
+    z, std, units, count = e.residuals, e.prediction.std, e.units, np.bincount(index)
     worst = np.zeros(count.size)
     np.maximum.at(worst, index, np.abs(z) / std)
-    numbers = np.unique(evaluation.structure[points]).astype(np.float64)
     return {
-        "mean predicted": (np.bincount(index, evaluation.prediction.mean[points]) / count, units),
+        "mean predicted": (np.bincount(index, e.prediction.mean) / count, units),
         "RMS error": (np.sqrt(np.bincount(index, z * z) / count), units),
         "RMS σ": (np.sqrt(np.bincount(index, std * std) / count), units),
         "largest |error|/σ": (worst, ""),
-        "mean reference": (np.bincount(index, evaluation.y[points]) / count, units),
-        "number of the structure": (numbers, ""),
+        "mean reference": (np.bincount(index, e.y) / count, units),
+        "number of the structure": (np.unique(e.structure).astype(np.float64), ""),
     }
 
 
@@ -276,53 +264,16 @@ def _structure(atoms: Any) -> dict[str, Any]:
     return structure
 
 
-def _settings(
-    package: Any, names: Sequence[str], of_atoms: bool, periodic: bool, inside: str, bright: float
-) -> dict[str, Any]:
-    """Set axes and colours: errors over predictions, coloured by σ; atoms by `inside`."""
-    x, y, color = names[:3]
-    of_structure = None
-    if inside:
-        range_ = {"property": inside, "palette": "viridis", "min": 0.0, "max": bright}
-        of_structure = {"color": range_}
-    settings: dict[str, Any] = package.quick_settings(
-        x=x,
-        y=y,
-        map_color=color,
-        structure_settings=of_structure,
-        periodic=periodic,
-        target="atom" if of_atoms else "structure",
-        # σ varies by orders of magnitude.
-        map_settings={"palette": "viridis", "color": {"property": color, "mode": "log"}},
-    )
-    return settings
-
-
-def _bright(inside: Properties) -> float:
-    """Return the bright end of the colours, the same for all structures."""
-    values, _ = next(iter(inside.values()))
-    end = float(f"{np.quantile(values, _WITHIN):.2g}")
-    return end if end > 0 else 1.0
-
-
-def _note(n_shown: int, n_all: int, of_atoms: bool, *, averaged: bool) -> str:
-    what = "an atom" if of_atoms else "a structure"
-    over = " and its values are averages over the structure" if averaged else ""
-    note = f"Each point is {what}{over}; the colour is σ. A click shows the structure."
-    if n_shown < n_all:
-        note += (
-            f" The map contains {n_shown} of {n_all} structures: those of the worst predictions "
-            "and a random sample. Their number in the data is one of the properties."
-        )
-    return note
-
-
-def _note_of_atoms(inside: Properties, bright: float) -> str:
+def _atom_colors(inside: Properties) -> tuple[dict[str, Any], str]:
+    """Return settings for the colours of atoms, the same in all structures, and a note."""
     name, (values, _) = next(iter(inside.items()))
+    bright = float(f"{np.quantile(values, _WITHIN):.2g}")
+    bright = bright if bright > 0 else 1.0
     note = f" Its atoms are coloured by {name}, from 0 (dark) to {bright:g} (bright)."
     if name == NOVELTY:
         n_beyond = int(np.count_nonzero(values > 1))
         note += f" Values above 1 indicate extrapolation: {n_beyond} of {values.size} atoms."
     if len(inside) > 1:
         note += f" Other colours: {', '.join([*inside][1:])}."
-    return note
+    color = {"property": name, "palette": "viridis", "min": 0.0, "max": bright}
+    return {"color": color}, note

@@ -11,7 +11,6 @@ import numpy as np
 
 from qualms.calibration.groups import GroupedCalibration
 from qualms.calibration.selection import Comparison
-from qualms.errors import InputError
 from qualms.metrics import ScoreIntervals, Scores
 
 if TYPE_CHECKING:
@@ -24,6 +23,7 @@ CALIBRATED_AREA = 0.31
 
 _MISSING = "–"
 _BEST = "*"
+_BEST_NOTE = f"{_BEST} highest log likelihood"
 
 Record = dict[str, float | str | None]
 
@@ -84,7 +84,10 @@ class Table:
 
 @dataclass(frozen=True)
 class _Score:
-    """How a score is labelled and formatted: `decimals` is None for scores in the units of y."""
+    """How a score is labelled and formatted: `decimals` is None for scores in the units of y.
+
+    Scores without a short label have no column in `score_table`.
+    """
 
     short: str
     label: str
@@ -94,41 +97,26 @@ class _Score:
 
 
 _SCORES = {
-    "n_points": _Score("points", "", 0),
     "rmse": _Score("RMSE", "Root mean squared error", None, "low"),
     "mae": _Score("MAE", "Mean absolute error", None, "low"),
     "log_likelihood": _Score("LL", "Log likelihood per point", 3, "high"),
     "crps": _Score("CRPS", "CRPS", None, "low"),
-    "crps_ensemble": _Score("CRPS\nens.", "", None),
     "miscalibration_area": _Score("area", "Miscalibration area", 3),
     "ence": _Score("ENCE", "ENCE", 3),
     "coverage_68": _Score("cov.\n68 %", "Coverage of the 68 % interval", 1, "68 %", 100.0),
     "coverage_95": _Score("cov.\n95 %", "Coverage of the 95 % interval", 1, "95 %", 100.0),
-    "sharpness": _Score("RMV", "Sharpness (root mean variance)", None, "the RMSE"),
+    "sharpness": _Score("", "Sharpness (root mean variance)", None, "the RMSE"),
     "spearman": _Score("rank\ncorr.", "Rank correlation of |error| and σ", 2, "high"),
-    "interval_score_95": _Score("IS 95", "Interval score (95 %)", None, "low"),
+    "interval_score_95": _Score("", "Interval score (95 %)", None, "low"),
 }
-_DEFAULT_COLUMNS = (
-    "rmse",
-    "mae",
-    "log_likelihood",
-    "crps",
-    "miscalibration_area",
-    "ence",
-    "coverage_68",
-    "coverage_95",
-    "spearman",
-)
 
 
-def score_table(
-    rows: Mapping[str, Scores],
-    *,
-    units: str = "",
-    title: str = "",
-    columns: Sequence[str] | None = None,
-) -> Table:
+def score_table(rows: Mapping[str, Scores], *, units: str = "", title: str = "") -> Table:
     """Compare predictions of the same points, one row each.
+
+    Columns are RMSE, MAE, LL (log likelihood per point), CRPS, miscalibration area, ENCE, coverage
+    of the 68 and 95 % intervals in per cent, and the rank correlation of |error| and σ. The highest
+    log likelihood has an asterisk if all rows have the same number of points.
 
     Parameters
     ----------
@@ -137,50 +125,34 @@ def score_table(
     units : str
         Units of y.
     title : str
-    columns : sequence of str, optional
-        Attributes of `Scores`; by default RMSE, MAE, LL (log likelihood per point), CRPS,
-        miscalibration area, ENCE, coverage of the 68 and 95 % intervals in per cent, and the rank
-        correlation of |error| and σ.
-
-    Returns
-    -------
-    Table
-        The highest log likelihood has an asterisk if all rows have the same number of points.
     """
-    _check_mapping("rows", rows, Scores)
-    names = _DEFAULT_COLUMNS if columns is None else tuple(columns)
-    unknown = [name for name in names if name not in _SCORES]
-    if unknown or not names:
-        raise InputError("columns", unknown or "nothing", f"some of {', '.join(_SCORES)}")
     comparable = len({scores.n_points for scores in rows.values()}) == 1
     headers, body = [""], []
-    for name in names:
-        score = _SCORES[name]
-        cells = _column(score, [getattr(scores, name) for scores in rows.values()])
+    for name, score in _SCORES.items():
+        if not score.short:
+            continue
+        values = (score.factor * getattr(scores, name) for scores in rows.values())
+        cells = [_number(value, score.decimals) for value in values]
         body.append(_mark_best(cells) if comparable and name == "log_likelihood" else cells)
-        headers.append(
-            f"{score.short}\n{units}" if score.decimals is None and units else score.short
-        )
+        in_units = f"\n{units}" if score.decimals is None and units else ""
+        headers.append(score.short + in_units)
     lines = [[name, *cells] for name, *cells in zip(rows, *body, strict=True)]
-    return Table(headers, lines, title, _best_note(lines))
+    return Table(headers, lines, title, _BEST_NOTE if comparable and len(rows) > 1 else "")
 
 
 def score_records(rows: Mapping[str, Scores]) -> list[Record]:
     """Return scores as JSON records, with a ``name``; numbers that are not finite are None."""
-    _check_mapping("rows", rows, Scores)
     return [
         {"name": name, **{key: _finite(value) for key, value in scores.as_dict().items()}}
         for name, scores in rows.items()
     ]
 
 
-def paper_table(
-    rows: Mapping[Any, Mapping[str, float | None]],
-    *,
-    title: str = "",
-    columns: Sequence[str] | None = None,
-) -> Table:
+def paper_table(rows: Mapping[Any, Mapping[str, float | None]], *, title: str = "") -> Table:
     """Compare log likelihoods over subsample sizes, as in the tables of Musil et al. 2019.
+
+    Columns are those of `PAPER_COLUMNS` that occur, then all others. The highest log likelihood of
+    each row has an asterisk.
 
     Parameters
     ----------
@@ -188,37 +160,19 @@ def paper_table(
         Sizes are numbers of points, fractions of the training set, or names. Log likelihoods may
         be missing or None.
     title : str
-    columns : sequence of str, optional
-        By default those of `PAPER_COLUMNS` that occur, then all others.
-
-    Returns
-    -------
-    Table
-        The highest log likelihood of each row has an asterisk.
     """
-    if not rows:
-        raise InputError("rows", "nothing", "at least one subsample size")
     given = dict.fromkeys(name for row in rows.values() for name in row)
-    ordered = [c for c in PAPER_COLUMNS if c in given] + [
-        c for c in given if c not in PAPER_COLUMNS
-    ]
-    shown = ordered if columns is None else list(columns)
-    absent = [name for name in shown if name not in given]
-    if absent or not shown:
-        raise InputError("columns", absent or "nothing", f"some of {', '.join(ordered) or 'none'}")
+    shown = [c for c in PAPER_COLUMNS if c in given]
+    shown += [c for c in given if c not in PAPER_COLUMNS]
     lines = [
         [_size(size), *_mark_best([_number(row.get(name), 3) for name in shown])]
         for size, row in rows.items()
     ]
-    return Table(["size", *shown], lines, title, _best_note(lines, " of its row"))
+    return Table(["size", *shown], lines, title, f"{_BEST_NOTE} of its row")
 
 
 def interval_table(
-    columns: Mapping[str, ScoreIntervals],
-    *,
-    units: str = "",
-    title: str = "",
-    resampled: str = "structures",
+    columns: Mapping[str, ScoreIntervals], *, units: str = "", title: str = ""
 ) -> Table:
     """Compare scores and their confidence intervals, one row per score.
 
@@ -229,22 +183,18 @@ def interval_table(
     units : str
         Units of y.
     title : str
-    resampled : str
-        What the bootstrap resampled, for the note.
     """
-    _check_intervals(columns)
     first = next(iter(columns.values()))
     rows = []
     for name, score in _SCORES.items():
-        if score.label:
-            label = f"{score.label}, {units}" if score.decimals is None and units else score.label
-            cells = [_interval_cell(name, score, column) for column in columns.values()]
-            rows.append([label, *cells, score.ideal or _expected_if_calibrated(name, first)])
+        label = f"{score.label}, {units}" if score.decimals is None and units else score.label
+        cells = [_interval_cell(name, score, column) for column in columns.values()]
+        rows.append([label, *cells, score.ideal or _expected_if_calibrated(name, first)])
     note = ""
     if first.intervals:
         note = (
             f"[{100 * first.level:g} % confidence intervals] from {first.n_bootstrap} bootstrap "
-            f"samples of {first.n_groups} {resampled}."
+            f"samples of {first.n_groups} structures."
         )
     return Table(["Score", *columns, "ideal"], rows, title, note)
 
@@ -255,10 +205,9 @@ def interval_records(columns: Mapping[str, ScoreIntervals]) -> list[Record]:
     Each has ``column``, ``score``, ``value``, ``low``, ``high`` and ``level``; numbers that are
     missing or not finite are None.
     """
-    _check_intervals(columns)
     records: list[Record] = []
     for column, given in columns.items():
-        for name in (name for name, score in _SCORES.items() if score.label):
+        for name in _SCORES:
             low, high = given.intervals.get(name, (None, None))
             numbers = {"value": getattr(given.scores, name), "low": low, "high": high}
             finite = {key: _finite(value) for key, value in numbers.items()}
@@ -266,56 +215,45 @@ def interval_records(columns: Mapping[str, ScoreIntervals]) -> list[Record]:
     return records
 
 
-def comparison_table(comparison: Comparison, *, title: str = "") -> Table:
+def comparison_table(comparison: Comparison) -> Table:
     """Show the cross-validated log likelihood of each calibration method, the best first."""
     best = comparison.candidates[0].calibration
     rows = []
     for candidate in comparison.candidates:
         one = candidate.calibration
         behind = f"{candidate.behind:.4f} ± {candidate.standard_error:.4f}"
-        rows.append(
-            [
-                one.method,
-                f"{candidate.log_likelihood:.4f}",
-                "" if one is best else behind,
-                f"{one.aic - best.aic:+.1f}",
-                f"{one.bic - best.bic:+.1f}",
-                f"{one.alpha:.4g}",
-                f"{one.gamma:.3f}",
-            ]
-        )
+        row = [one.method, f"{candidate.log_likelihood:.4f}", "" if one is best else behind]
+        row += [f"{one.aic - best.aic:+.1f}", f"{one.bic - best.bic:+.1f}"]
+        rows.append([*row, f"{one.alpha:.4g}", f"{one.gamma:.3f}"])
     rows += [[method, "not fitted", *[""] * 5] for method in comparison.failures]
     note = (
         "LL: cross-validated log likelihood per point. behind: difference to the best ± standard "
         "error.\nΔAIC, ΔBIC: for independent points."
     )
-    headers = ["method", "LL", "behind", "ΔAIC", "ΔBIC", "α", "γ"]
-    return Table(headers, rows, title, note)
+    return Table(["method", "LL", "behind", "ΔAIC", "ΔBIC", "α", "γ"], rows, note=note)
 
 
 def comparison_records(comparison: Comparison) -> list[Record]:
     """Return the numbers of `comparison_table` as JSON records."""
     return [
-        {
-            "method": candidate.calibration.method,
-            "log_likelihood": candidate.log_likelihood,
-            "behind": candidate.behind,
-            "standard_error": candidate.standard_error,
-            "aic": candidate.calibration.aic,
-            "bic": candidate.calibration.bic,
+        {"method": candidate.calibration.method}
+        | {
+            name: getattr(candidate, name)
+            for name in ("log_likelihood", "behind", "standard_error")
         }
+        | {"aic": candidate.calibration.aic, "bic": candidate.calibration.bic}
         for candidate in comparison.candidates
     ]
 
 
-def factor_table(grouped: GroupedCalibration, by: str, *, title: str = "") -> Table:
+def factor_table(grouped: GroupedCalibration, by: str) -> Table:
     """Show the factor of each group, applied after the calibration of all points."""
     rows = [
         [name, str(group.n_points), f"{group.alone:.3f}", f"{group.factor:.3f}"]
         for name, group in sorted(grouped.groups.items())
     ]
     note = "factor: σ is multiplied by it. alone: the factor fitted to the group without shrinkage."
-    return Table([by, "points", "alone", "factor"], rows, title, note)
+    return Table([by, "points", "alone", "factor"], rows, note=note)
 
 
 def write_number(value: float, uncertainty: float | None = None) -> str:
@@ -331,50 +269,14 @@ def write_number(value: float, uncertainty: float | None = None) -> str:
     return f"{value:.{min(max(decimals, 0), 8)}f}".replace("-", "−")
 
 
-def _check_mapping(parameter: str, given: Mapping[str, object], kind: type) -> None:
-    if not isinstance(given, Mapping) or not given:
-        raise InputError(parameter, type(given).__name__, "a mapping with at least one name")
-    for name, value in given.items():
-        if not isinstance(value, kind):
-            raise InputError(f"{parameter}[{name!r}]", type(value).__name__, kind.__name__)
-
-
-def _check_intervals(columns: Mapping[str, ScoreIntervals]) -> None:
-    _check_mapping("columns", columns, ScoreIntervals)
-    sizes = sorted({column.scores.n_points for column in columns.values()})
-    if len(sizes) > 1:
-        raise InputError("columns", f"scores of {sizes} points", "scores of the same points")
-
-
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def _column(score: _Score, values: Sequence[float | None]) -> list[str]:
-    """Format all values of a column with the same number of decimals."""
-    scaled = [None if v is None else score.factor * v for v in values]
-    decimals = _significant(scaled) if score.decimals is None else score.decimals
-    return [_number(v, decimals) for v in scaled]
-
-
-def _significant(values: Sequence[float | None]) -> int | None:
-    """Return the decimals that give the smallest value three significant digits.
-
-    None stands for exponents: of numbers that need more than six decimals, or that are so large
-    or so different that plain numbers would be too wide.
-    """
-    sizes = [abs(v) for v in values if v and math.isfinite(v)]
-    if not sizes:
-        return 3
-    decimals = max(2 - math.floor(math.log10(min(sizes))), 0)
-    width = decimals + max(math.floor(math.log10(max(sizes))), 0)
-    return decimals if decimals <= 6 and width <= 6 else None
 
 
 def _number(value: float | None, decimals: int | None) -> str:
     if value is None or math.isnan(value):
         return _MISSING
-    return f"{value:.2e}" if decimals is None else f"{value:.{decimals}f}"
+    return write_number(value) if decimals is None else f"{value:.{decimals}f}"
 
 
 def _mark_best(cells: Sequence[str]) -> list[str]:
@@ -382,11 +284,6 @@ def _mark_best(cells: Sequence[str]) -> list[str]:
     numbers = [float(c) for c in cells if c != _MISSING]
     best = max(numbers) if len(set(numbers)) > 1 else math.nan
     return [c + (_BEST if c != _MISSING and float(c) == best else " ") for c in cells]
-
-
-def _best_note(lines: Sequence[Sequence[str]], of_what: str = "") -> str:
-    marked = any(cell.endswith(_BEST) for line in lines for cell in line[1:])
-    return f"{_BEST} highest log likelihood{of_what}" if marked else ""
 
 
 def _size(size: float | str) -> str:
@@ -397,14 +294,12 @@ def _size(size: float | str) -> str:
 
 
 def _interval_cell(name: str, score: _Score, column: ScoreIntervals) -> str:
-    value = score.factor * getattr(column.scores, name)
-    percent = " %" if score.factor == 100.0 else ""
+    value, percent = score.factor * getattr(column.scores, name), " %" * (score.factor == 100.0)
     if name not in column.intervals:
         return f"{write_number(value)}{percent}"
     low, high = (score.factor * end for end in column.intervals[name])
-    half = 0.5 * (high - low)
-    ends = f"[{write_number(low, half)}, {write_number(high, half)}]"
-    return f"{write_number(value, half)}{percent} {ends}"
+    texts = [write_number(x, 0.5 * (high - low)) for x in (value, low, high)]
+    return f"{texts[0]}{percent} [{texts[1]}, {texts[2]}]"
 
 
 def _expected_if_calibrated(name: str, column: ScoreIntervals) -> str:
