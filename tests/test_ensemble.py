@@ -8,18 +8,19 @@ from hypothesis import strategies as st
 from qualms.arrays import distinct_rows, joined_groups
 from qualms.errors import InputError, NumericalError, QualmsWarning
 from qualms.gp.ensemble import (
-    SOLVERS,
-    ConjugateGradientSolver,
+    METHODS,
     InaccurateError,
     MemberProblem,
     ProblemSize,
     committee,
     draw_members,
+    estimated_costs,
     internal_prediction,
     membership_counts,
     normal_product,
     predict,
     project,
+    solve_by_conjugate_gradients,
     solve_members,
     subsample_size,
 )
@@ -282,17 +283,18 @@ def test_cg_gives_up_when_its_rate_says_so():
     weight = np.ones(len(Phi))
     per_member = np.repeat(Y.T[None], counts.shape[1], axis=0)
     problem = MemberProblem(Phi, per_member, counts.T * weight, weight, full, True)
-    patient = ConjugateGradientSolver(500, may_give_up=True).solve(problem, 1e-3)
+    patient = solve_by_conjugate_gradients(problem, 1e-3, may_give_up=True)
     assert patient.n_iterations > 40
     for may_give_up, steps in ((True, "1[0-9]|2[0-3]"), (False, "24")):
         with pytest.raises(InaccurateError, match=f"({steps}) iterations"):
-            ConjugateGradientSolver(24, may_give_up=may_give_up).solve(problem, 1e-3)
+            solve_by_conjugate_gradients(problem, 1e-3, 24, may_give_up=may_give_up)
 
 
 def test_auto_abandons_cg_without_a_warning_where_it_is_slow(monkeypatch):
     Phi, Y, counts, full = slow_problem()
 
-    monkeypatch.setattr(ConjugateGradientSolver, "cost", lambda self, size: 0.0)
+    costs = {"dual": 1e9, "complement": 1e9, "cg": 0.0, "direct": 1e9}
+    monkeypatch.setattr("qualms.gp.ensemble.estimated_costs", lambda size: dict(costs))
     solved = solve_members(Phi, Y, counts, full)  # warnings are errors
     assert solved.method in ("dual", "direct")
     expected = oracle.member_weights(Phi, Y, counts, full.noise_variance)
@@ -511,7 +513,7 @@ def test_groups_that_share_a_point_are_joined():
 @pytest.mark.parametrize("d_eff", [-3.0, 0.0, 500.0])  # an estimate may leave its range
 def test_costs_are_finite(d_eff):
     size = ProblemSize(100, 20, 8, 1, 50, d_eff, 0.5, TOLERANCE)
-    assert all(0 < solver.cost(size) < np.inf for solver in SOLVERS.values())
+    assert all(0 < cost < np.inf for cost in estimated_costs(size).values())
 
 
 @pytest.mark.parametrize(
@@ -527,7 +529,7 @@ def test_estimated_costs(n_train, rank, n_present, n_members, cheapest):
     size = ProblemSize(
         n_train, rank, n_members, 1, n_present, float(rank), n_present / n_train, TOLERANCE
     )
-    assert min(SOLVERS, key=lambda name: SOLVERS[name].cost(size)) == cheapest
+    assert min(METHODS, key=estimated_costs(size).__getitem__) == cheapest
 
 
 @pytest.mark.parametrize(
