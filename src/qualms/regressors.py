@@ -91,10 +91,8 @@ class Basis:
     def features(self, X: FloatArray) -> Float64Array:
         """Return the whitened features Φ of X (n, d): (n, r)."""
         K = np.empty((len(X), len(self.representatives)))
-        start = 0
-        for block in self.blocks(X):
-            K[start : start + len(block)] = self.kernel_rows(block)
-            start += len(block)
+        for i, block in enumerate(self.blocks(X)):
+            K[i * _BLOCK : (i + 1) * _BLOCK] = self.kernel_rows(block)
         return np.asarray(self.whitening.features(K, overwrite=True))
 
     def contract(self, X: FloatArray, weights: Float64Array) -> Float64Array:
@@ -102,31 +100,6 @@ class Basis:
         flat = weights.reshape(len(weights), -1)
         parts = [self.kernel_rows(block) @ flat for block in self.blocks(X)]
         return np.concatenate(parts).reshape(len(X), *weights.shape[1:])
-
-
-def make_kernel(
-    kernel: str | Kernel,
-    X: FloatArray,
-    *,
-    exponent: float,
-    offset: float | str,
-    length_scale: float | None,
-) -> Kernel:
-    """Return a kernel given by name or as an object, with the parameters that X (n, d) suggests."""
-    if not isinstance(kernel, str):
-        if not (callable(kernel) and hasattr(kernel, "diag")):
-            raise InputError("kernel", kernel, "a callable kernel(X, Y) with a method diag(X)")
-        return kernel
-    if kernel == "rbf":
-        return RBFKernel(median_length_scale(X) if length_scale is None else length_scale)
-    if kernel != "power":
-        raise InputError("kernel", repr(kernel), '"power", "rbf" or a kernel object')
-    if isinstance(offset, str):
-        if offset != "auto":
-            raise InputError("offset", repr(offset), '"auto" or a number ≥ 0')
-        rows = normalize_rows(X[:_BLOCK])  # distinct points come in random order
-        offset = 1.0 if np.min(rows @ rows.T) < -1e-5 else 0.0  # negative beyond rounding
-    return PowerKernel(exponent, offset)
 
 
 def select_representatives(
@@ -154,11 +127,8 @@ def select_representatives(
         K = np.asarray(kernel(features, features[landmarks[whitening.pivots]]), dtype=np.float64)
         chosen = cur(whitening.features(K, overwrite=True), wanted).indices
     if n is not None and len(chosen) < n:
-        warnings.warn(
-            f"Only {len(chosen)} of n_representatives={n} are linearly independent in the kernel.",
-            QualmsWarning,
-            stacklevel=2,
-        )
+        message = f"Only {len(chosen)} of n_representatives={n} are independent in the kernel."
+        warnings.warn(message, QualmsWarning, stacklevel=2)
     return chosen
 
 
@@ -166,38 +136,33 @@ def build_basis(
     kernel: Kernel,
     X: FloatArray,
     weight: Float64Array,
-    *,
-    n_representatives: int | None,
+    n: int | None,
     selection: str,
     rng: np.random.Generator,
 ) -> Basis:
-    """Choose the representatives among distinct points X (n, d) and whiten their kernel.
+    """Choose n representatives among distinct points X (n, d) and whiten their kernel.
 
-    The weights (n,) of the points are for the mean of the diagonal; for the other parameters see
-    `select_representatives`.
+    The weights (n,) of the points are for the mean of the diagonal.
     """
     features = normalize_rows(X) if isinstance(kernel, PowerKernel) else X
-    chosen = select_representatives(kernel, features, n_representatives, selection, rng)
+    chosen = select_representatives(kernel, features, n, selection, rng)
     exact = features[chosen].astype(np.float64)
     scale = unit_scale(1.0, kernel.diag(features), weight)
     # The rounding of kernel rows in float32 limits which representatives are still independent.
-    rtol = 1e-6 if features.dtype == np.float32 else None
-    whitening = whiten(kernel(exact, exact), rtol=rtol)
+    whitening = whiten(kernel(exact, exact), rtol=1e-6 if X.dtype == np.float32 else None)
     whitening = replace(whitening, factor=whitening.factor * np.sqrt(scale))
     if whitening.negative > 1e-6:
-        warnings.warn(
+        message = (
             "The kernel is not positive semi-definite; negative directions were dropped. "
-            "(The power kernel is positive semi-definite for integer exponents.)",
-            QualmsWarning,
-            stacklevel=2,
+            "(The power kernel is positive semi-definite for integer exponents.)"
         )
-    if whitening.effective_rank == 1 and len(X) > 1 and n_representatives != 1:
-        warnings.warn(
+        warnings.warn(message, QualmsWarning, stacklevel=2)
+    if whitening.effective_rank == 1 and len(X) > 1 and n != 1:
+        message = (
             "The kernel does not distinguish the training points. The power kernel depends on "
-            "directions only: use kernel='rbf' for a single feature.",
-            QualmsWarning,
-            stacklevel=2,
+            "directions only: use kernel='rbf' for a single feature."
         )
+        warnings.warn(message, QualmsWarning, stacklevel=2)
     indices = chosen[whitening.pivots]
     return Basis(kernel, scale, features[indices], indices, whitening)
 
@@ -207,17 +172,9 @@ def build_basis(
 class TrainingSet:
     """Rows of a training set and the distinct points among them.
 
-    Attributes
-    ----------
-    rows : (n_rows,) array of int
-        Rows, as given to ``fit``, whose weight is not zero; X, y (n_rows, T), weight and inverse,
-        the point of each row, are of these.
-    first : (n_points,) array of int
-        A row of each point.
-    groups : (n_points,) array of int, optional
-        Group of each point.
-    single_output : bool
-        Whether y was one-dimensional.
+    `rows` (n_rows,) are those given to ``fit`` whose weight is not zero; `X`, `y` (n_rows, T),
+    `weight` and `inverse`, the point of each row, are of these. `first` (n_points,) is a row of
+    each point, and `groups` (n_points,) its group. `single_output`: y was one-dimensional.
     """
 
     rows: IntArray
@@ -265,8 +222,7 @@ class TrainingSet:
         if not isinstance(replace, (bool, np.bool_)):
             raise InputError("replace", repr(replace), "True or False")
         if self.n_points < 2:
-            expected = "at least 2 distinct rows to draw subsamples from"
-            raise InputError("X", "a single distinct row", expected)
+            raise InputError("X", "a single distinct row", "at least 2, to draw subsamples from")
         indices = draw_members(
             self.n_points, n_members, subsample, rng, replace=replace, groups=self.groups
         )
@@ -314,16 +270,8 @@ def training_set(
         y = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y", ensure_min_samples=2)
         check_consistent_length(X, y)
     else:
-        X, y = validate_data(
-            estimator,
-            X,
-            y,
-            dtype=dtype,
-            multi_output=True,
-            y_numeric=True,
-            ensure_min_samples=2,
-            ensure_all_finite=finite_or_nan(estimator),
-        )
+        checks = {"dtype": dtype, "multi_output": True, "y_numeric": True, "ensure_min_samples": 2}
+        X, y = validate_data(estimator, X, y, ensure_all_finite=finite_or_nan(estimator), **checks)
     y = np.asarray(y)
     n, largest, single_output = len(y), float(np.max(np.abs(y))), y.ndim == 1
     if largest and not 1e-140 < largest < 1e140:
@@ -519,24 +467,13 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         data = training_set(self, X, y, groups, sample_weight, dtype=[np.float64, np.float32])
         self._single_output = data.single_output
         rng = new_generator(self.random_state)
-        kernel = make_kernel(
-            self.kernel,
-            data.points,
-            exponent=self.exponent,
-            offset=self.offset,
-            length_scale=self.length_scale,
-        )
+        points, weight, kernel = data.points, data.point_weight, self._make_kernel(data.points)
         self.basis_ = basis = build_basis(
-            kernel,
-            data.points,
-            data.point_weight,
-            n_representatives=self.n_representatives,
-            selection=self.selection,
-            rng=rng,
+            kernel, points, weight, self.n_representatives, self.selection, rng
         )
         self.representative_indices_ = data.rows[data.first[basis.indices]]
         self.effective_rank_ = basis.whitening.effective_rank
-        Phi, weight = basis.features(data.points), data.point_weight
+        Phi = basis.features(points)
         self._full = full = fit_full_model(
             Phi, data.point_y, self.noise, sample_weight=weight, replicates=data.replicates()
         )
@@ -609,6 +546,24 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
             raise InputError("n_members", self.n_members, "at least 2 members, or 0 for none")
         return check_calibration_name(self.calibration)
 
+    def _make_kernel(self, X: FloatArray) -> Kernel:
+        """Return the kernel, given by name or as an object, with parameters that X suggests."""
+        kernel, offset, length_scale = self.kernel, self.offset, self.length_scale
+        if not isinstance(kernel, str):
+            if not (callable(kernel) and hasattr(kernel, "diag")):
+                raise InputError("kernel", kernel, "a callable kernel(X, Y) with a method diag(X)")
+            return kernel
+        if kernel == "rbf":
+            return RBFKernel(median_length_scale(X) if length_scale is None else length_scale)
+        if kernel != "power":
+            raise InputError("kernel", repr(kernel), '"power", "rbf" or a kernel object')
+        if isinstance(offset, str):
+            if offset != "auto":
+                raise InputError("offset", repr(offset), '"auto" or a number ≥ 0')
+            rows = normalize_rows(X[:_BLOCK])  # distinct points come in random order
+            offset = 1.0 if np.min(rows @ rows.T) < -1e-5 else 0.0  # negative beyond rounding
+        return PowerKernel(self.exponent, offset)
+
     def _has_members(self) -> bool:
         check_is_fitted(self)
         return hasattr(self, "weights_")
@@ -623,7 +578,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         return np.take(values, 0, axis=axis) if self._single_output else values
 
 
-class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
+class ResamplingRegressor(MetaEstimatorMixin, MultiOutputMixin, RegressorMixin, BaseEstimator):
     """Calibrated uncertainties for any regressor, from members trained on subsamples.
 
     Parameters
@@ -699,11 +654,8 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
         """
         method = check_calibration_name(self.calibration)
         if sample_weight is not None and not has_fit_parameter(self.estimator, "sample_weight"):
-            raise InputError(
-                "sample_weight",
-                "an array",
-                f"None, because {type(self.estimator).__name__}.fit takes no sample_weight",
-            )
+            expected = f"None, because {type(self.estimator).__name__}.fit takes no sample_weight"
+            raise InputError("sample_weight", "an array", expected)
         data = training_set(self, X, y, groups, sample_weight, keep_frames=True)
         self._single_output = data.single_output
         rng = new_generator(self.random_state)
@@ -754,8 +706,6 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.input_tags.allow_nan = get_tags(self.estimator).input_tags.allow_nan
-        tags.target_tags.multi_output = True
-        tags.target_tags.single_output = True
         return tags
 
     def _members(self, X: Any) -> Float64Array:
