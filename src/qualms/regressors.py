@@ -186,25 +186,15 @@ class TrainingSet:
     groups: IntArray | None
     single_output: bool
 
-    @property
-    def n_points(self) -> int:
-        """Number of distinct points."""
-        return len(self.first)
-
-    @cached_property
-    def points(self) -> Any:
-        """Features of the distinct points: (n_points, d)."""
-        return take_rows(self.X, self.first)
-
     @cached_property
     def point_weight(self) -> Float64Array:
         """Total weight of each point: (n_points,)."""
-        return np.bincount(self.inverse, self.weight, minlength=self.n_points).astype(np.float64)
+        return np.bincount(self.inverse, self.weight, minlength=len(self.first)).astype(np.float64)
 
     @cached_property
     def point_y(self) -> Float64Array:
         """Weighted mean of the targets of each point: (n_points, T)."""
-        sums = np.zeros((self.n_points, self.y.shape[1]))
+        sums = np.zeros((len(self.first), self.y.shape[1]))
         np.add.at(sums, self.inverse, self.weight[:, None] * self.y)
         return sums / self.point_weight[:, None]
 
@@ -212,7 +202,7 @@ class TrainingSet:
         """Return the scatter of rows about the mean of their point; equal rows count as one."""
         deviations = self.y - self.point_y[self.inverse]
         different = distinct_rows(np.column_stack([self.inverse, self.y]))
-        return Replicates(len(different.first) - self.n_points, self.weight @ deviations**2)
+        return Replicates(len(different.first) - len(self.first), self.weight @ deviations**2)
 
     def draw_counts(
         self, n_members: int, subsample: float, replace: bool, rng: np.random.Generator
@@ -221,12 +211,11 @@ class TrainingSet:
         check_integer("n_members", n_members, 2, "at least 2 members, for a standard deviation")
         if not isinstance(replace, (bool, np.bool_)):
             raise InputError("replace", repr(replace), "True or False")
-        if self.n_points < 2:
+        if len(self.first) < 2:
             raise InputError("X", "a single distinct row", "at least 2, to draw subsamples from")
-        indices = draw_members(
-            self.n_points, n_members, subsample, rng, replace=replace, groups=self.groups
-        )
-        return membership_counts(indices, self.n_points)
+        n = len(self.first)
+        indices = draw_members(n, n_members, subsample, rng, replace=replace, groups=self.groups)
+        return membership_counts(indices, n)
 
     def member_rows(self, counts: IntArray) -> list[IntArray]:
         """Return the rows, as given to ``fit``, in the training set of each member."""
@@ -467,9 +456,9 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         data = training_set(self, X, y, groups, sample_weight, dtype=[np.float64, np.float32])
         self._single_output = data.single_output
         rng = new_generator(self.random_state)
-        points, weight, kernel = data.points, data.point_weight, self._make_kernel(data.points)
+        points, weight = data.X[data.first], data.point_weight
         self.basis_ = basis = build_basis(
-            kernel, points, weight, self.n_representatives, self.selection, rng
+            self._make_kernel(points), points, weight, self.n_representatives, self.selection, rng
         )
         self.representative_indices_ = data.rows[data.first[basis.indices]]
         self.effective_rank_ = basis.whitening.effective_rank
@@ -588,17 +577,10 @@ class ResamplingRegressor(MetaEstimatorMixin, MultiOutputMixin, RegressorMixin, 
         a pipeline. It is cloned, never fitted itself.
     n_members : int
         N_R ≥ 2.
-    subsample : float or int
-        Size n of the subsamples: a fraction of the distinct training points (or groups), or a
-        number of them.
-    replace : bool
-        Bootstrap (n = N with replacement; `subsample` is not used) instead of subsampling.
-    calibration : {"student", "shrinkage", "linear", "power", "none"} or None
-        Out-of-bag calibration of the ensemble standard deviation.
+    subsample, replace, calibration, random_state
+        As in `ProjectedProcessRegressor`; the estimators are seeded, too.
     n_jobs : int, optional
         Number of members that are trained at the same time, as in joblib.
-    random_state : int, RandomState instance or None
-        Seed of the subsamples and of the members.
 
     Attributes
     ----------
@@ -611,8 +593,8 @@ class ResamplingRegressor(MetaEstimatorMixin, MultiOutputMixin, RegressorMixin, 
 
     Notes
     -----
-    Rows with the same features count as one point, in or out of a subsample together, and the
-    result does not depend on the order of the rows, if that of the estimator does not.
+    Rows with the same features are in or out of a subsample together, and the result does not
+    depend on the order of the rows, if that of the estimator does not.
     """
 
     def __init__(

@@ -186,13 +186,10 @@ def internal_prediction(
         raise InputError("min_absent", min_absent, "at least 2, for a standard deviation")
     n_absent = absent.sum(axis=1)
     used = n_absent >= min_absent
-    shape = (-1,) + (1,) * (members.ndim - 2)
-    c = n_absent[used].reshape(shape)
-    mask = absent[used].reshape((*shape, absent.shape[1]))
-    values = members[used]
-    mean = np.sum(np.where(mask, values, 0.0), axis=-1) / c
-    deviations = np.where(mask, values - mean[..., None], 0.0)
-    std = np.sqrt(np.sum(deviations**2, axis=-1) / (c - 1))
+    values, out_of_bag = members[used], absent[used]
+    mask = out_of_bag if members.ndim == 2 else out_of_bag[:, None]
+    mean = np.mean(values, axis=-1, where=mask)
+    std = np.std(values, axis=-1, ddof=1, where=mask)
     return InternalPrediction(used, mean, std, n_absent[used])
 
 
@@ -688,16 +685,11 @@ def solve_members(
         ``auto`` takes the solver of lowest estimated cost, and abandons ``cg`` for the cheaper of
         ``dual`` and ``direct`` if it converges too slowly.
     tolerance : float
-        Accepted RMS prediction error of ``cg`` on the training rows, relative to the RMS standard
-        deviation (ddof = 1) between members.
+        Accepted RMS prediction error of ``cg`` and ``complement`` on the training rows, relative to
+        the RMS standard deviation (ddof = 1) between members. If a requested method cannot reach
+        it, a warning is issued, and the cheaper of ``dual`` and ``direct`` is used.
     max_iterations : int
         Of ``cg``.
-
-    Warns
-    -----
-    QualmsWarning
-        If the requested ``cg`` or ``complement`` cannot reach the tolerance. The members are then
-        solved by the cheaper of ``dual`` and ``direct``.
 
     Raises
     ------
@@ -798,14 +790,12 @@ class FullModel:
     """The projected process of all training points, for y of zero mean and unit variance.
 
     `center` and `scale` (T,) are mean and standard deviation of y; the scale of a constant y is
-    one. Without centring, they are zero and the root of the mean square, and members do not
-    subtract a mean of their own.
+    one. Without centring, they are zero and the root of the mean square.
     """
 
     process: ProjectedProcess
     center: Float64Array
     scale: Float64Array
-    centered: bool = True
 
     @property
     def weights(self) -> Float64Array:
@@ -873,21 +863,18 @@ def fit_full_model(
         # Only the scatter of replicates, if there is any, determines the noise.
         relative = 1.0 if replicates is None else max(replicates.variance, 1.0)
     else:
-        # σ²/w is the noise of an observation: the grid must reach where w puts it.
-        grid = noise_grid(float(weight.mean()))
-        selection = select_noise(
+        relative = select_noise(
             Phi,
             targets,
-            grid,
+            noise_grid(float(weight.mean())),  # σ²/w is the noise of an observation
             criterion=noise,
             sample_weight=sample_weight,
             gram=gram,
             replicates=replicates,
             groups=groups,
-        )
-        relative = selection.noise_variance
+        ).noise_variance
     process = fit_projected_process(Phi, targets, relative, sample_weight=sample_weight, gram=gram)
-    return FullModel(process, offset, scale, center)
+    return FullModel(process, offset, scale)
 
 
 def fit_members(
@@ -907,21 +894,16 @@ def fit_members(
     ----------
     full : FullModel
     Phi : (N, r) array
-    y : (N,), (N, T) or (N, T, N_R) array
-        Targets, common to all members or, if each has subtracted a baseline of its own, each
-        member's own.
+    y : (N,) or (N, T) array
     counts : (N, N_R) array of int
         How often each point is in the training set of each member.
     sample_weight : (N,) array, optional
     """
-    Y = y if y.ndim == 3 else as_targets(y, len(Phi))[:, :, None]
     weight = check_sample_weight(sample_weight, len(Phi))[:, None] * counts
-    targets = (Y - full.center[:, None]) / full.scale[:, None]
+    center, scale = full.center[:, None], full.scale[:, None]
+    targets = (as_targets(y, len(Phi))[:, :, None] - center) / scale
     means = np.sum(targets * (weight / weight.sum(axis=0))[:, None], axis=0)  # (T, N_R)
-    if not full.centered:
-        means = np.zeros_like(means)
-    weights = solve_members(
+    solution = solve_members(
         Phi, targets - means, counts, full.process, sample_weight=sample_weight
-    ).weights
-    scale = full.scale[:, None]
-    return weights * scale, full.center[:, None] + scale * means
+    )
+    return solution.weights * scale, center + scale * means

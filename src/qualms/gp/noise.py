@@ -320,20 +320,13 @@ class _Sums(NamedTuple):
     def solve(
         self, variances: Sequence[float], prior: float
     ) -> tuple[Float64Array, Float64Array, float]:
-        """Return the weights (r,), Φᵀy (r,) and ln|A|, for noise variances of all kinds."""
-        A = np.asfortranarray(_weighted(self.grams, variances))
+        """Return the weights (r,), Φᵀy (r,) and ln|A|, rows weighted by ρ_k = σ_E²/σ_k²."""
+        ratios = variances[0] / np.array(variances)
+        A = np.asfortranarray(np.tensordot(ratios, self.grams, 1))
         A[np.diag_indices_from(A)] += variances[0] / prior
         factor = cholesky(A, what="ΦᵀΦ + σ²", overwrite=True)
-        b = _weighted(self.projections, variances)
+        b = ratios @ self.projections
         return cholesky_solve(factor, b), b, 2 * float(np.sum(np.log(np.diag(factor))))
-
-
-def _weighted(parts: Float64Array, variances: Sequence[float]) -> Float64Array:
-    """Return Σ_k ρ_k times the part of each kind, ρ_k = σ_E²/σ_k²."""
-    total: Float64Array = parts[0].copy()
-    for part, variance in zip(parts[1:], variances[1:], strict=True):
-        total += variances[0] / variance * part
-    return total
 
 
 def group_means(values: Float64Array, groups: IntArray) -> Float64Array:
