@@ -187,36 +187,20 @@ def test_a_member_that_lacks_nothing_is_the_full_model():
         np.testing.assert_allclose(solved.weights, expected, rtol=1e-7, atol=atol)
 
 
-def test_complement_by_subtraction_of_gram_matrices():
-    # More absent rows than features, where the matrix inversion lemma would not pay.
-    Phi, Y, _, noise, _ = case("sub-sampling")
-    counts = subsamples(np.random.default_rng(3), len(Phi), 4, 80)
-    assert len(Phi) - 80 > Phi.shape[1]
-    expected = oracle.member_weights(Phi, Y, counts, noise)
-    full = full_model(Phi, Y, noise)
-    solved = solve_members(Phi, Y, counts, full, method="complement")
-    assert prediction_error(Phi, solved.weights, expected).max() < 1e-8
-    assert solved.relative_error < 1e-8
-
-
 @pytest.mark.parametrize("method", [*EXACT, "cg", "auto"])
 def test_labels_of_absent_rows_never_enter(method):
-    Phi, Y, counts, _noise, _ = case("sub-sampling")
+    Phi, Y, counts, _, _ = case("sub-sampling")
     # One direction that only the first row determines, hardly any noise, and a wild label.
-    Phi = np.hstack([Phi, np.zeros((len(Phi), 1))])
-    Phi[0, -1] = 1.0
-    other = Y.copy()
-    other[0] += 100.0
+    Phi = np.hstack([Phi, np.eye(len(Phi), 1)])
     absent = np.flatnonzero(counts[0] == 0)
-    assert absent.size
     first, second = (
-        solve_members(Phi, y, counts, full_model(Phi, y, 1e-6), method=method, tolerance=1e-6)
-        for y in (Y, other)
+        solve_members(
+            Phi, y, counts, full_model(Phi, y, 1e-6), method=method, tolerance=1e-6
+        ).weights[:, :, absent]
+        for y in (Y, Y + 100.0 * np.eye(len(Y), 1))
     )
-    np.testing.assert_allclose(
-        first.weights[:, :, absent], second.weights[:, :, absent], rtol=0, atol=1e-3
-    )
-    assert np.all(np.abs(first.weights[-1, :, absent]) < 1e-3)
+    np.testing.assert_allclose(first, second, rtol=0, atol=1e-3)
+    assert np.all(np.abs(first[-1]) < 1e-3)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("n < r")])
@@ -278,7 +262,6 @@ def test_cg_gives_up_when_its_rate_says_so():
 
 def test_auto_abandons_cg_without_a_warning_where_it_is_slow(monkeypatch):
     Phi, Y, counts, full = slow_problem()
-
     costs = {"dual": 1e9, "complement": 1e9, "cg": 0.0, "direct": 1e9}
     monkeypatch.setattr("qualms.gp.ensemble.estimated_costs", lambda size: dict(costs))
     solved = solve_members(Phi, Y, counts, full)  # warnings are errors
@@ -292,9 +275,8 @@ def test_complement_that_cancels_falls_back():
     Phi, Y, counts, noise, _ = case("n close to N")
     full = full_model(Phi, Y, noise)
     expected = oracle.member_weights(Phi, Y, counts, noise)
-    weaker = full_model(0.1 * Phi, Y, noise)
-    slightly_off = full_model(Phi * (1 + 1e-3), Y, noise)
-    for wrong in (weaker, slightly_off):
+    for factor in (0.1, 1 + 1e-3):
+        wrong = full_model(factor * Phi, Y, noise)
         with pytest.warns(QualmsWarning):
             solved = solve_members(Phi, Y, counts, wrong, method="complement")
         assert solved.method in ("dual", "direct")
@@ -323,19 +305,6 @@ def test_order_of_rows_does_not_matter(seed, method):
     first = solve_members(Phi, Y, counts, full, **options).weights
     second = solve_members(Phi[order], Y[order], counts[order], full, **options).weights
     np.testing.assert_allclose(first, second, rtol=1e-6, atol=1e-7 * np.abs(first).max())
-
-
-@settings(max_examples=5)
-@given(st.integers(0, 10_000))
-def test_repeating_a_row_is_weighting_it(seed):
-    rng = np.random.default_rng(seed)
-    Phi = whitened_features(rng, 40, 6)
-    Y, counts = targets(rng, Phi), bootstraps(rng, 40, 3)
-    weighted = solve_members(Phi, Y, counts, full_model(Phi, Y, 0.1), method="direct").weights
-    for i in range(3):
-        rows = np.repeat(np.arange(40), counts[:, i])
-        expected = oracle.ridge_weights(Phi[rows], Y[rows], 0.1, np.ones(len(rows)))
-        np.testing.assert_allclose(weighted[:, :, i], expected, rtol=1e-8, atol=1e-10)
 
 
 def test_thin_products_over_several_blocks(monkeypatch):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from qualms.errors import NumericalError
 from qualms.gp import sparse_gp as projected_process
 from qualms.gp.kernels import PowerKernel, normalize_rows, unit_scale
-from qualms.gp.linalg import cholesky, cholesky_solve, cholesky_whiten, whiten
+from qualms.gp.linalg import cholesky, whiten
 from qualms.gp.sparse_gp import (
     fit_gaussian_process,
     fit_projected_process,
@@ -192,18 +192,6 @@ def test_an_indefinite_kernel_is_reported():
     whitening = whiten(K)
     assert whitening.effective_rank == 1
     assert whitening.negative == pytest.approx(3.0)
-
-
-def test_triangular_solves():
-    A = rng.normal(size=(5, 5))
-    A = A @ A.T + np.eye(5)
-    B = rng.normal(size=(5, 2, 3))
-    factor = cholesky(A, what="A")
-    np.testing.assert_allclose(
-        np.einsum("ij,jkl->ikl", A, cholesky_solve(factor, B)), B, atol=1e-12
-    )
-    V = cholesky_whiten(factor, B[:, 0])
-    np.testing.assert_allclose(V.T @ V, B[:, 0].T @ np.linalg.inv(A) @ B[:, 0])
 
 
 @pytest.mark.parametrize(
