@@ -322,7 +322,7 @@ class _Sums(NamedTuple):
     ) -> tuple[Float64Array, Float64Array, float]:
         """Return the weights (r,), Φᵀy (r,) and ln|A|, rows weighted by ρ_k = σ_E²/σ_k²."""
         ratios = variances[0] / np.array(variances)
-        A = np.asfortranarray(np.tensordot(ratios, self.grams, 1))
+        A = np.tensordot(ratios, self.grams, 1).T  # symmetric; LAPACK overwrites Fortran order
         A[np.diag_indices_from(A)] += variances[0] / prior
         factor = cholesky(A, what="ΦᵀΦ + σ²", overwrite=True)
         b = ratios @ self.projections
