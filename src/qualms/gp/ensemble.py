@@ -186,10 +186,12 @@ def internal_prediction(
         raise InputError("min_absent", min_absent, "at least 2, for a standard deviation")
     n_absent = absent.sum(axis=1)
     used = n_absent >= min_absent
-    values, out_of_bag = members[used], absent[used]
-    mask = out_of_bag if members.ndim == 2 else out_of_bag[:, None]
-    mean = np.mean(values, axis=-1, where=mask)
-    std = np.std(values, axis=-1, ddof=1, where=mask)
+    values, mask, c = members[used], absent[used], n_absent[used]
+    if members.ndim == 3:
+        mask, c = mask[:, None], c[:, None]
+    mean = np.sum(np.where(mask, values, 0.0), axis=-1) / c
+    deviations = np.where(mask, values - mean[..., None], 0.0)
+    std = np.sqrt(np.sum(deviations**2, axis=-1) / (c - 1))
     return InternalPrediction(used, mean, std, n_absent[used])
 
 
