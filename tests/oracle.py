@@ -162,19 +162,6 @@ def rbf_kernel(X, Y, length_scale):
     return K
 
 
-def structure_kernel(K, row_sizes, column_sizes, average):
-    """Sum, or average, all pairs of environments of two structures."""
-    result = np.zeros((len(row_sizes), len(column_sizes)))
-    for s in range(len(row_sizes)):
-        for t in range(len(column_sizes)):
-            for i in range(sum(row_sizes[:s]), sum(row_sizes[: s + 1])):
-                for j in range(sum(column_sizes[:t]), sum(column_sizes[: t + 1])):
-                    result[s, t] += K[i, j]
-            if average:
-                result[s, t] /= row_sizes[s] * column_sizes[t]
-    return result
-
-
 # --- Gaussian processes ---
 
 

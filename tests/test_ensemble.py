@@ -2,24 +2,25 @@ import numpy as np
 import oracle
 import pytest
 from checks import rejects
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qualms.arrays import distinct_rows, joined_groups
-from qualms.errors import InputError, NumericalError, QualmsWarning
+from qualms.errors import NumericalError, QualmsWarning
 from qualms.gp.ensemble import (
-    SOLVERS,
-    ConjugateGradientSolver,
+    METHODS,
     InaccurateError,
     MemberProblem,
     ProblemSize,
     committee,
     draw_members,
+    estimated_costs,
     internal_prediction,
     membership_counts,
     normal_product,
     predict,
     project,
+    solve_by_conjugate_gradients,
     solve_members,
     subsample_size,
 )
@@ -64,15 +65,11 @@ def full_model(Phi, Y, noise_variance, sample_weight=None):
 def case(name):
     """Return Phi, Y, counts, noise_variance, sample_weight."""
     rng = np.random.default_rng(7)
-    N, r, n_members, n, noise = 120, 25, 6, 60, 1e-3
-    weight, n_outputs = None, 1
+    N, r, n_members, noise = 120, 25, 6, 1e-3
     sizes = {"n < r": 12, "n close to N": 115, "one row absent": 119, "n just above r": 30}
-    n = sizes.get(name.split(":")[0], n)
-    if name == "two members":
-        n_members = 2
-    if name == "one representative":
-        r = 1
-    Phi = whitened_features(rng, N, r)
+    n = sizes.get(name.split(":")[0], 60)
+    n_members = 2 if name == "two members" else n_members
+    Phi = whitened_features(rng, N, 1 if name == "one representative" else r)
     if name == "float32":
         Phi = Phi.astype(np.float32)
     elif name == "rank-deficient":
@@ -85,14 +82,12 @@ def case(name):
         noise = 10.0
     elif name == "fortran order":
         Phi = np.asfortranarray(Phi)
-    if "outputs" in name:
-        n_outputs = 3
+    n_outputs = 3 if "outputs" in name else 1
     Y = targets(rng, Phi, n_outputs) * 10.0 ** np.arange(n_outputs)
     counts = subsamples(rng, N, n_members, n)
     if "bootstrap" in name:
         counts = bootstraps(rng, N, n_members)
-    if "weights" in name:
-        weight = rng.uniform(0.2, 3.0, N)
+    weight = rng.uniform(0.2, 3.0, N) if "weights" in name else None
     if "own targets" in name:
         Y = Y[:, :, None] - (Y.T @ counts / counts.sum(axis=0))
     return Phi, Y, counts, noise, weight
@@ -100,13 +95,8 @@ def case(name):
 
 CASES = [
     "sub-sampling",
-    "bootstrap",
-    "weights",
     "bootstrap with weights",
-    "outputs",
-    "own targets",
     "outputs with own targets and weights",
-    "n < r",
     "n < r: tiny noise",
     "n < r: outputs with own targets and weights",
     "n just above r",
@@ -169,7 +159,7 @@ def test_cg_reaches_the_weights_themselves_at_a_small_tolerance(name):
 
 
 def test_cg_holds_its_tolerance_over_many_problems():
-    for seed in range(30):
+    for seed in range(15):
         rng = np.random.default_rng(seed)
         N, r = 400, int(rng.integers(20, 100))
         n, noise = int(rng.integers(110, 390)), 10 ** rng.uniform(-7, -1)
@@ -184,52 +174,33 @@ def test_cg_holds_its_tolerance_over_many_problems():
         assert per_member.max() < 2 * tolerance
 
 
-def test_the_full_model_is_the_ridge_oracle_and_the_member_that_lacks_nothing():
+def test_a_member_that_lacks_nothing_is_the_full_model():
     Phi, Y, _, noise, weight = case("outputs with own targets and weights")
+    Y = Y.mean(axis=2)
     full = full_model(Phi, Y, noise, weight)
-    expected = oracle.ridge_weights(Phi, Y.mean(axis=2), noise, weight)
-    np.testing.assert_allclose(full.weights, expected, rtol=1e-7, atol=1e-7 * abs(expected).max())
-    everything = np.ones((len(Phi), 2))
     for method in (*EXACT, "cg"):
         solved = solve_members(
-            Phi, Y.mean(axis=2), everything, full, sample_weight=weight, method=method
+            Phi, Y, np.ones((len(Phi), 2)), full, sample_weight=weight, method=method
         )
-        for i in range(2):
-            np.testing.assert_allclose(
-                solved.weights[:, :, i], full.weights, rtol=1e-7, atol=1e-7 * abs(expected).max()
-            )
-
-
-def test_complement_by_subtraction_of_gram_matrices():
-    # More absent rows than features, where the matrix inversion lemma would not pay.
-    Phi, Y, _, noise, _ = case("sub-sampling")
-    counts = subsamples(np.random.default_rng(3), len(Phi), 4, 80)
-    assert len(Phi) - 80 > Phi.shape[1]
-    expected = oracle.member_weights(Phi, Y, counts, noise)
-    full = full_model(Phi, Y, noise)
-    solved = solve_members(Phi, Y, counts, full, method="complement")
-    assert prediction_error(Phi, solved.weights, expected).max() < 1e-8
-    assert solved.relative_error < 1e-8
+        expected = np.stack([full.weights] * 2, axis=2)
+        atol = 1e-7 * abs(expected).max()
+        np.testing.assert_allclose(solved.weights, expected, rtol=1e-7, atol=atol)
 
 
 @pytest.mark.parametrize("method", [*EXACT, "cg", "auto"])
 def test_labels_of_absent_rows_never_enter(method):
-    Phi, Y, counts, _noise, _ = case("sub-sampling")
+    Phi, Y, counts, _, _ = case("sub-sampling")
     # One direction that only the first row determines, hardly any noise, and a wild label.
-    Phi = np.hstack([Phi, np.zeros((len(Phi), 1))])
-    Phi[0, -1] = 1.0
-    other = Y.copy()
-    other[0] += 100.0
+    Phi = np.hstack([Phi, np.eye(len(Phi), 1)])
     absent = np.flatnonzero(counts[0] == 0)
-    assert absent.size
     first, second = (
-        solve_members(Phi, y, counts, full_model(Phi, y, 1e-6), method=method, tolerance=1e-6)
-        for y in (Y, other)
+        solve_members(
+            Phi, y, counts, full_model(Phi, y, 1e-6), method=method, tolerance=1e-6
+        ).weights[:, :, absent]
+        for y in (Y, Y + 100.0 * np.eye(len(Y), 1))
     )
-    np.testing.assert_allclose(
-        first.weights[:, :, absent], second.weights[:, :, absent], rtol=0, atol=1e-3
-    )
-    assert np.all(np.abs(first.weights[-1, :, absent]) < 1e-3)
+    np.testing.assert_allclose(first, second, rtol=0, atol=1e-3)
+    assert np.all(np.abs(first[-1]) < 1e-3)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("n < r")])
@@ -246,7 +217,7 @@ def test_too_few_rows_for_the_full_model_to_help(name, method):
     np.testing.assert_array_equal(auto.weights, solved.weights)
 
 
-@pytest.mark.parametrize("noise", [1e-6, 1e-3, 1.0])
+@pytest.mark.parametrize("noise", [1e-6, 1.0])
 def test_effective_dimension(noise):
     rng = np.random.default_rng(0)
     Phi = whitened_features(rng, 300, 60)
@@ -269,11 +240,11 @@ def test_cg_that_does_not_converge_warns_and_solves_exactly():
     assert prediction_error(Phi, solved.weights, expected).max() < 1e-6
 
 
-def slow_problem(n_members=4):
+def slow_problem():
     """About as many rows as features and hardly any noise: CG converges, but slowly."""
     rng = np.random.default_rng(0)
     Phi = whitened_features(rng, 400, 80)
-    Y, counts = targets(rng, Phi), subsamples(rng, 400, n_members, 90)
+    Y, counts = targets(rng, Phi), subsamples(rng, 400, 4, 90)
     return Phi, Y, counts, full_model(Phi, Y, 1e-7)
 
 
@@ -282,17 +253,17 @@ def test_cg_gives_up_when_its_rate_says_so():
     weight = np.ones(len(Phi))
     per_member = np.repeat(Y.T[None], counts.shape[1], axis=0)
     problem = MemberProblem(Phi, per_member, counts.T * weight, weight, full, True)
-    patient = ConjugateGradientSolver(500, may_give_up=True).solve(problem, 1e-3)
+    patient = solve_by_conjugate_gradients(problem, 1e-3, may_give_up=True)
     assert patient.n_iterations > 40
     for may_give_up, steps in ((True, "1[0-9]|2[0-3]"), (False, "24")):
         with pytest.raises(InaccurateError, match=f"({steps}) iterations"):
-            ConjugateGradientSolver(24, may_give_up=may_give_up).solve(problem, 1e-3)
+            solve_by_conjugate_gradients(problem, 1e-3, 24, may_give_up=may_give_up)
 
 
 def test_auto_abandons_cg_without_a_warning_where_it_is_slow(monkeypatch):
     Phi, Y, counts, full = slow_problem()
-
-    monkeypatch.setattr(ConjugateGradientSolver, "cost", lambda self, size: 0.0)
+    costs = {"dual": 1e9, "complement": 1e9, "cg": 0.0, "direct": 1e9}
+    monkeypatch.setattr("qualms.gp.ensemble.estimated_costs", lambda size: dict(costs))
     solved = solve_members(Phi, Y, counts, full)  # warnings are errors
     assert solved.method in ("dual", "direct")
     expected = oracle.member_weights(Phi, Y, counts, full.noise_variance)
@@ -304,9 +275,8 @@ def test_complement_that_cancels_falls_back():
     Phi, Y, counts, noise, _ = case("n close to N")
     full = full_model(Phi, Y, noise)
     expected = oracle.member_weights(Phi, Y, counts, noise)
-    weaker = full_model(0.1 * Phi, Y, noise)
-    slightly_off = full_model(Phi * (1 + 1e-3), Y, noise)
-    for wrong in (weaker, slightly_off):
+    for factor in (0.1, 1 + 1e-3):
+        wrong = full_model(factor * Phi, Y, noise)
         with pytest.warns(QualmsWarning):
             solved = solve_members(Phi, Y, counts, wrong, method="complement")
         assert solved.method in ("dual", "direct")
@@ -323,6 +293,7 @@ def test_noise_lost_in_rounding_is_an_error():
         solve_members(Phi, Y, counts, unit, method="direct")
 
 
+@settings(max_examples=12)
 @given(st.integers(0, 10_000), st.sampled_from([*EXACT, "cg"]))
 def test_order_of_rows_does_not_matter(seed, method):
     rng = np.random.default_rng(seed)
@@ -334,18 +305,6 @@ def test_order_of_rows_does_not_matter(seed, method):
     first = solve_members(Phi, Y, counts, full, **options).weights
     second = solve_members(Phi[order], Y[order], counts[order], full, **options).weights
     np.testing.assert_allclose(first, second, rtol=1e-6, atol=1e-7 * np.abs(first).max())
-
-
-@given(st.integers(0, 10_000))
-def test_repeating_a_row_is_weighting_it(seed):
-    rng = np.random.default_rng(seed)
-    Phi = whitened_features(rng, 40, 6)
-    Y, counts = targets(rng, Phi), bootstraps(rng, 40, 3)
-    weighted = solve_members(Phi, Y, counts, full_model(Phi, Y, 0.1), method="direct").weights
-    for i in range(3):
-        rows = np.repeat(np.arange(40), counts[:, i])
-        expected = oracle.ridge_weights(Phi[rows], Y[rows], 0.1, np.ones(len(rows)))
-        np.testing.assert_allclose(weighted[:, :, i], expected, rtol=1e-8, atol=1e-10)
 
 
 def test_thin_products_over_several_blocks(monkeypatch):
@@ -364,23 +323,18 @@ def test_thin_products_over_several_blocks(monkeypatch):
 @pytest.mark.parametrize(
     ("parameter", "change"),
     [
-        ("Phi", {"Phi": np.zeros((0, 3))}),
         ("Phi", {"Phi": np.ones((20, 3), dtype=int)}),
         ("Phi", {"Phi": np.full((20, 3), np.nan)}),
-        ("Phi", {"Phi": np.ones(20)}),
         ("Y", {"Y": np.ones(20)}),
         ("Y", {"Y": np.ones((19, 1))}),
         ("Y", {"Y": np.ones((20, 1, 3))}),
         ("Y", {"Y": np.full((20, 1), np.inf)}),
         ("counts", {"counts": np.ones((20, 1))}),
-        ("counts", {"counts": np.ones(20)}),
-        ("counts", {"counts": np.ones((19, 4))}),
         ("counts", {"counts": -np.ones((20, 4))}),
         ("counts", {"counts": np.zeros((20, 4))}),
         ("counts", {"counts": np.full((20, 4), np.nan)}),
         ("full", {"Phi": np.ones((20, 2))}),
         ("sample_weight", {"sample_weight": np.zeros(20)}),
-        ("sample_weight", {"sample_weight": np.ones(3)}),
         ("method", {"method": "magic"}),
         ("method", {"method": "complement", "counts": 2 * np.ones((20, 4))}),
         ("tolerance", {"tolerance": 0.0}),
@@ -390,16 +344,10 @@ def test_thin_products_over_several_blocks(monkeypatch):
 def test_bad_input_names_the_parameter(parameter, change):
     rng = np.random.default_rng(0)
     Phi = whitened_features(rng, 20, 3)
-    Y = targets(rng, Phi)
-    arguments = {
-        "Phi": Phi,
-        "Y": Y,
-        "counts": subsamples(rng, 20, 4, 10),
-        "full": full_model(Phi, Y, 0.1),
-    }
-    with pytest.raises(InputError) as caught:
+    Y, counts = targets(rng, Phi), subsamples(rng, 20, 4, 10)
+    arguments = {"Phi": Phi, "Y": Y, "counts": counts, "full": full_model(Phi, Y, 0.1)}
+    with rejects(parameter):
         solve_members(**(arguments | change))
-    assert caught.value.parameter == parameter
 
 
 @pytest.mark.parametrize("seed", [4, 36, 7])
@@ -420,6 +368,7 @@ def test_cg_with_many_rows_of_high_leverage(method, seed):
     assert np.sqrt(np.mean((solved - exact) ** 2)) < 1e-3 * spread
 
 
+@settings(max_examples=20)
 @given(st.integers(2, 40), st.integers(2, 9), st.floats(0.01, 0.99), st.integers(0, 2**31))
 def test_subsamples_have_their_size_and_no_repetitions(n_train, n_members, fraction, seed):
     members = draw_members(n_train, n_members, fraction, np.random.default_rng(seed))
@@ -432,12 +381,11 @@ def test_subsamples_have_their_size_and_no_repetitions(n_train, n_members, fract
 
 
 def test_subsamples_are_uniform_and_reproducible():
-    members = draw_members(10, 4000, 3, np.random.default_rng(0))
+    members = draw_members(10, 2000, 3, np.random.default_rng(0))
     counts = membership_counts(members, 10)
-    assert counts.shape == (10, 4000)
-    # Each point is in 30 % of the members: a binomial with a standard error of 0.7 %.
-    np.testing.assert_allclose(counts.mean(axis=1), 0.3, atol=0.03)
-    again = draw_members(10, 4000, 3, np.random.default_rng(0))
+    # Each point is in 30 % of the members: a binomial with a standard error of 1 %.
+    np.testing.assert_allclose(counts.mean(axis=1), 0.3, atol=0.04)
+    again = draw_members(10, 2000, 3, np.random.default_rng(0))
     assert all(np.array_equal(a, b) for a, b in zip(members, again, strict=True))
 
 
@@ -461,18 +409,18 @@ def test_groups_are_in_or_out_as_a_whole(replace):
     np.testing.assert_array_equal(drawn, 4 if replace else 2)
 
 
-def test_a_single_sample_per_member_is_surely_a_mistake():
+def test_a_single_sample_per_member_is_reported():
     with pytest.warns(QualmsWarning):
         assert subsample_size(1, 10) == 1
 
 
 def test_committee_is_the_oracle_s():
     members = np.random.default_rng(0).normal(size=(5, 7))
-    mean, std = committee(members)
-    for n in range(5):
-        assert (mean[n], std[n]) == pytest.approx(oracle.committee(members[n]))
+    for n, found in enumerate(zip(*committee(members), strict=True)):
+        assert found == pytest.approx(oracle.committee(members[n]))
 
 
+@settings(max_examples=10)
 @given(st.integers(0, 2**31), st.integers(2, 5))
 def test_internal_prediction_is_the_oracle_s(seed, min_absent):
     rng = np.random.default_rng(seed)
@@ -508,12 +456,6 @@ def test_groups_that_share_a_point_are_joined():
     assert groups[2] != groups[0]
 
 
-@pytest.mark.parametrize("d_eff", [-3.0, 0.0, 500.0])  # an estimate may leave its range
-def test_costs_are_finite(d_eff):
-    size = ProblemSize(100, 20, 8, 1, 50, d_eff, 0.5, TOLERANCE)
-    assert all(0 < solver.cost(size) < np.inf for solver in SOLVERS.values())
-
-
 @pytest.mark.parametrize(
     ("n_train", "rank", "n_present", "n_members", "cheapest"),
     [
@@ -527,7 +469,10 @@ def test_estimated_costs(n_train, rank, n_present, n_members, cheapest):
     size = ProblemSize(
         n_train, rank, n_members, 1, n_present, float(rank), n_present / n_train, TOLERANCE
     )
-    assert min(SOLVERS, key=lambda name: SOLVERS[name].cost(size)) == cheapest
+    assert min(METHODS, key=estimated_costs(size).__getitem__) == cheapest
+    for d_eff in (-3.0, 1e6):  # an estimate may leave its range
+        costs = estimated_costs(size._replace(effective_dimension=d_eff))
+        assert all(0 < cost < np.inf for cost in costs.values())
 
 
 @pytest.mark.parametrize(
@@ -535,7 +480,7 @@ def test_estimated_costs(n_train, rank, n_present, n_members, cheapest):
     [
         *[
             ("subsample", lambda n=n: subsample_size(n, 10))
-            for n in (0.0, 1.0, 1.5, -0.5, 10, 11, 0, np.nan, "half", True)
+            for n in (0.0, 1.0, -0.5, 10, 0, np.nan, "half", True)
         ],
         ("n_train", lambda: subsample_size(0.5, 1)),
         ("n_members", lambda: draw_members(10, 1, 0.5, np.random.default_rng(0))),

@@ -14,7 +14,6 @@ from qualms.gp.kernels import (
     median_length_scale,
     normalize_rows,
     squared_distances,
-    structure_kernel,
     sum_over_structures,
     unit_scale,
 )
@@ -24,7 +23,7 @@ X = normalize_rows(rng.random((7, 4)))
 Y = normalize_rows(rng.random((5, 4)))
 
 
-@pytest.mark.parametrize("exponent", [1, 2, 3, 4, 5, 7, 1.5, 3.5])
+@pytest.mark.parametrize("exponent", [1, 2, 3, 6, 7, 3.5])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_power_kernel_is_the_oracle_s(exponent, offset):
     kernel = PowerKernel(exponent, offset)
@@ -34,27 +33,15 @@ def test_power_kernel_is_the_oracle_s(exponent, offset):
     np.testing.assert_allclose(kernel.diag(X), np.diag(kernel(X, X)), rtol=1e-12)
 
 
-def test_power_kernel_does_not_change_its_arguments_and_keeps_their_precision():
-    before = X.copy()
-    PowerKernel(3)(X, Y)
-    np.testing.assert_array_equal(X, before)
-    assert PowerKernel(2.5)(X.astype("f4"), Y.astype("f4")).dtype == np.float32
-
-
-def test_fractional_power_of_negative_products_is_refused_with_a_remedy():
+def test_fractional_powers_of_negative_products_are_rejected_or_clipped():
     with rejects("exponent"):
         PowerKernel(1.5)(X, -Y)
     assert np.all(PowerKernel(1.5, 1.0)(X, -Y) >= 0)
-    # Rounding below zero is not refused.
     tiny = np.array([[1e-17, 1.0]])
     assert PowerKernel(1.5)(tiny, np.array([[-1.0, 0.0]]))[0, 0] == 0.0
-
-
-def test_negative_products_count_as_zero_if_so_wanted():
     clipped, products = PowerKernel(1.5, clip=True)(X, Y - 0.5), X @ (Y - 0.5).T
     assert np.any(products < -0.1)
     np.testing.assert_allclose(clipped, np.maximum(products, 0) ** 1.5)
-    # Integer powers of them are what they are.
     np.testing.assert_allclose(PowerKernel(3, clip=True)(X, Y - 0.5), products**3)
 
 
@@ -81,8 +68,8 @@ def test_weighted_sum_of_kernels_on_their_own_columns():
     np.testing.assert_allclose(kernel.diag(X), np.diag(kernel(X, X)))
 
 
-def test_weighted_sums_keep_float32_and_integers_become_numbers():
-    kernel = WeightedSumKernel([PowerKernel(2), PowerKernel(1)], [0.5, 0.5])
+def test_float32_stays_and_integers_become_numbers():
+    kernel = WeightedSumKernel([PowerKernel(2.5), PowerKernel(1)], [0.5, 0.5])
     assert kernel(X.astype("f4"), Y.astype("f4")).dtype == np.float32
     counts = np.arange(6).reshape(3, 2)
     np.testing.assert_allclose(PowerKernel(2.5)(counts, counts), (counts @ counts.T) ** 2.5)
@@ -94,11 +81,11 @@ def test_weighted_sum_takes_kernels_of_scikit_learn():
 
 
 @pytest.mark.parametrize("average", [False, True])
-def test_structure_kernel_is_the_oracle_s(average):
-    rows, columns = [2, 1, 4], [3, 2]
-    K = PowerKernel(2)(X, Y)
-    result = structure_kernel(K, np.cumsum([0, *rows]), np.cumsum([0, *columns]), average=average)
-    np.testing.assert_allclose(result, oracle.structure_kernel(K, rows, columns, average))
+def test_sums_over_structures(average):
+    K, sizes = PowerKernel(2)(X, Y), np.array([2, 1, 4])
+    found = sum_over_structures(K, np.cumsum([0, *sizes]), average=average)
+    expected = np.stack([K[:2].sum(axis=0), K[2], K[3:].sum(axis=0)])
+    np.testing.assert_allclose(found, expected / sizes[:, None] if average else expected)
 
 
 def test_unit_scale_makes_the_prior_variance_that_of_y():

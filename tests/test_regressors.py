@@ -35,13 +35,10 @@ def small(**parameters):
     "estimator",
     [
         ProjectedProcessRegressor(),
-        ProjectedProcessRegressor("rbf", calibration="shrinkage"),
-        ProjectedProcessRegressor(n_members=0, noise="evidence"),
-        ProjectedProcessRegressor(replace=True, selection="cur", calibration="power"),
-        ResamplingRegressor(Ridge()),
-        ResamplingRegressor(LinearRegression(), replace=True, calibration="linear"),
+        ProjectedProcessRegressor("rbf", n_members=0, noise="evidence", selection="cur"),
+        ResamplingRegressor(Ridge(), n_members=8, replace=True, calibration="linear"),
     ],
-    ids=lambda e: f"{type(e).__name__}-{getattr(e, 'kernel', '')}-{e.n_members}-{e.calibration}",
+    ids=lambda e: f"{type(e).__name__}-{e.n_members}",
 )
 @pytest.mark.filterwarnings("ignore::qualms.QualmsWarning", "ignore::FutureWarning")
 def test_scikit_learn_s_checks_pass_with_nothing_skipped(estimator):
@@ -50,50 +47,40 @@ def test_scikit_learn_s_checks_pass_with_nothing_skipped(estimator):
     assert len(results) > 50
 
 
-def rebuild(model, member):
-    """Train one member by brute force: its rows, its mean, Eq. (3) with explicit inverses."""
-    rows = model.member_indices_[member]
-    representatives = X[model.representative_indices_]
-    kernel = RBFKernel(model.basis_.kernel.length_scale)
-    center = Y[rows].mean()
-    scale = np.var(Y) / np.mean(kernel.diag(X))  # Eq. (17)
-    mean, _ = oracle.projected_process(
-        scale * kernel(representatives, representatives),
-        scale * kernel(X[rows], representatives),
-        scale * kernel(X_TEST, representatives),
-        np.zeros((len(X_TEST),) * 2),
+def rebuild(model, rows, center):
+    """Mean and covariance by brute force: Eq. (3) with explicit inverses, kernel of Eq. (17)."""
+    representatives, scale = X[model.representative_indices_], np.var(Y)
+
+    def kernel(A, B):
+        return scale * model.basis_.kernel(A, B)
+
+    mean, covariance = oracle.projected_process(
+        kernel(representatives, representatives),
+        kernel(X[rows], representatives),
+        kernel(X_TEST, representatives),
+        kernel(X_TEST, X_TEST),
         Y[rows] - center,
         model.noise_variance_,
     )
-    return mean + center
+    return mean + center, covariance
 
 
-@pytest.mark.parametrize(
-    "parameters", [{}, {"replace": True}, {"subsample": 0.1}, {"subsample": 200}]
-)
+@pytest.mark.parametrize("parameters", [{"replace": True}, {"subsample": 0.1}, {"subsample": 200}])
 def test_every_member_is_the_oracle_s(parameters):
     model = small(n_representatives=25, noise=0.5, n_members=4, calibration=None, **parameters)
     prediction = model.fit(X, Y).predict_ensemble(X_TEST)
     spread = prediction.std.mean()
-    for i in range(4):
-        np.testing.assert_allclose(prediction.members[:, i], rebuild(model, i), atol=1e-2 * spread)
+    for i, rows in enumerate(model.member_indices_):
+        expected, _ = rebuild(model, rows, Y[rows].mean())
+        np.testing.assert_allclose(prediction.members[:, i], expected, atol=1e-2 * spread)
     np.testing.assert_allclose(model.predict(X_TEST), prediction.mean, rtol=1e-10)
 
 
 def test_the_full_model_is_the_oracle_s():
     model = small(n_representatives=25, noise=0.5, n_members=0).fit(X, Y)
-    kernel, representatives = model.basis_.kernel, X[model.representative_indices_]
-    scale = np.var(Y)
-    mean, covariance = oracle.projected_process(
-        scale * kernel(representatives, representatives),
-        scale * kernel(X, representatives),
-        scale * kernel(X_TEST, representatives),
-        scale * kernel(X_TEST, X_TEST),
-        Y - Y.mean(),
-        0.5,
-    )
+    mean, covariance = rebuild(model, slice(None), Y.mean())
     predicted, std = model.predict(X_TEST, return_std=True)
-    np.testing.assert_allclose(predicted, mean + Y.mean(), rtol=1e-8)
+    np.testing.assert_allclose(predicted, mean, rtol=1e-8)
     np.testing.assert_allclose(std, np.sqrt(np.diag(covariance) + 0.5), rtol=1e-8)
     assert model.noise_variance_ == pytest.approx(0.5)
     assert model.effective_rank_ == 25
@@ -110,7 +97,7 @@ def test_calibration_is_out_of_bag():
 
 @pytest.mark.parametrize(
     ("calibration", "slack"),
-    # Linear takes the noise of a small committee for error, so its bars are somewhat too wide.
+    # Linear takes the noise of a small ensemble for error: its intervals are somewhat too wide.
     [("student", 0.05), ("shrinkage", 0.05), ("power", 0.05), ("linear", 0.1)],
 )
 def test_uncertainties_are_calibrated_on_new_points(calibration, slack):
@@ -168,19 +155,18 @@ def test_kernels_of_scikit_learn_can_be_used_and_searched():
 
 
 def test_float32_features_are_used_as_they_are():
-    X32 = X.astype(np.float32)
+    X32, new = X.astype(np.float32), X_TEST.astype(np.float32)
     model = small().fit(X32, Y)
     assert model.basis_.representatives.dtype == np.float32
-    predicted = model.predict_ensemble(X_TEST.astype(np.float32))
-    expected = small().fit(X32.astype(np.float64), Y).predict_ensemble(X_TEST.astype(np.float32))
+    predicted = model.predict_ensemble(new)
+    expected = small().fit(X32.astype(np.float64), Y).predict_ensemble(new)
     assert np.sqrt(np.mean((predicted.mean - expected.mean) ** 2)) < 0.01 * expected.std.mean()
     np.testing.assert_allclose(predicted.std, expected.std, rtol=0.05)
 
 
 def test_the_same_seed_gives_the_same_result_in_any_order_of_the_rows():
     first = small().fit(X, Y)
-    second = small().fit(X, Y)
-    np.testing.assert_array_equal(first.predict(X_TEST), second.predict(X_TEST))
+    np.testing.assert_array_equal(first.predict(X_TEST), small().fit(X, Y).predict(X_TEST))
     order = np.random.default_rng(0).permutation(len(X))
     shuffled = small().fit(X[order], Y[order])
     np.testing.assert_allclose(first.predict(X_TEST), shuffled.predict(X_TEST), rtol=1e-9)
@@ -189,13 +175,17 @@ def test_the_same_seed_gives_the_same_result_in_any_order_of_the_rows():
     assert not np.allclose(first.predict(X_TEST), other.predict(X_TEST), rtol=1e-9)
 
 
-def test_copies_of_a_row_are_in_or_out_together():
+def test_copies_of_a_row_and_groups_are_in_or_out_together():
     doubled, y = np.concatenate([X, X]), np.concatenate([Y, Y + 0.01])
+    groups = np.arange(len(X)) // 6
     for model in (small(), ResamplingRegressor(Ridge(), random_state=0)):
         model.fit(doubled, y)
         for rows in model.member_indices_:
             inside = np.isin(np.arange(480), rows)
             np.testing.assert_array_equal(inside[:240], inside[240:])
+        for rows in model.fit(X, Y, groups=groups).member_indices_:
+            assert len(rows) == 120
+            assert set(np.unique(groups[rows], return_counts=True)[1]) == {6}
 
 
 def test_weights_are_copies():
@@ -205,15 +195,6 @@ def test_weights_are_copies():
     a, b = repeated.predict_ensemble(X_TEST), weighted.predict_ensemble(X_TEST)
     np.testing.assert_allclose(a.mean, b.mean, rtol=1e-6)
     np.testing.assert_allclose(a.std, b.std, rtol=1e-5)
-
-
-@pytest.mark.parametrize("model", [small(), ResamplingRegressor(Ridge(), random_state=0)])
-def test_groups_are_in_or_out_together(model):
-    groups = np.arange(len(X)) // 6
-    model.fit(X, Y, groups=groups)
-    for rows in model.member_indices_:
-        assert len(rows) == 120
-        assert set(np.unique(groups[rows], return_counts=True)[1]) == {6}
 
 
 @pytest.mark.parametrize("make", [small, lambda: ResamplingRegressor(Ridge(), random_state=0)])
@@ -239,13 +220,12 @@ def test_several_outputs(make):
         HistGradientBoostingRegressor(max_iter=30),
         RandomForestRegressor(10),
         KNeighborsRegressor(3),
-        make_pipeline(StandardScaler(), Ridge()),
         make_pipeline(
             StandardScaler(),
             MLPRegressor(hidden_layer_sizes=(8,), activation="tanh", solver="lbfgs", tol=0.1),
         ),
     ],
-    ids=["boosting", "forest", "neighbours", "pipeline", "network"],
+    ids=["boosting", "forest", "neighbours", "network"],
 )
 def test_any_regressor_gets_uncertainties(estimator):
     model = ResamplingRegressor(estimator, n_members=8, random_state=0).fit(X, Y)
@@ -286,12 +266,11 @@ def test_identical_rows_are_rejected_with_members():
     assert model.effective_rank_ == 1
     mean, std = model.predict(same, return_std=True)
     np.testing.assert_allclose(mean, Y[:10].mean())
-    # Their scatter is all that is known of the noise.
     np.testing.assert_allclose(std, np.std(Y[:10], ddof=1), rtol=1e-3)
 
 
 def test_too_few_groups_are_rejected():
-    # With two groups all members that did not see a point are the same.
+    # With two groups all out-of-bag members of a point are the same.
     with pytest.raises(CalibrationError):
         small().fit(X, Y, groups=np.arange(len(X)) // 120)
     with pytest.raises(CalibrationError):
@@ -299,13 +278,12 @@ def test_too_few_groups_are_rejected():
 
 
 def test_an_exact_fit_has_no_uncertainty_and_a_warning():
-    for seed in range(5):
-        model = ResamplingRegressor(LinearRegression(), random_state=seed)
-        with pytest.warns(QualmsWarning):
-            model.fit(X, 1 + X @ np.arange(6.0))
-        mean, std = model.predict(X_TEST, return_std=True)
-        np.testing.assert_allclose(mean, 1 + X_TEST @ np.arange(6.0))
-        assert np.all(std < 1e-12)
+    model = ResamplingRegressor(LinearRegression(), random_state=0)
+    with pytest.warns(QualmsWarning):
+        model.fit(X, 1 + X @ np.arange(6.0))
+    mean, std = model.predict(X_TEST, return_std=True)
+    np.testing.assert_allclose(mean, 1 + X_TEST @ np.arange(6.0))
+    assert np.all(std < 1e-12)
 
 
 def test_replicates_determine_the_noise():
@@ -371,42 +349,34 @@ def test_groups_that_share_a_row_are_joined():
     assert by_group == pytest.approx(by_row, rel=0.25)
 
 
-def test_fewer_representatives_than_asked_for_are_reported():
-    model = ProjectedProcessRegressor("power", 1, n_representatives=20, selection="cur")
+@pytest.mark.parametrize(
+    ("model", "X"),
+    [
+        # The rank of six features is too small for so many representatives.
+        (ProjectedProcessRegressor("power", 1, n_representatives=20, selection="cur"), X),
+        # The power kernel does not distinguish points on a line.
+        (ProjectedProcessRegressor(calibration=None), X[:, :1]),
+        # Fractional powers of products are not positive semi-definite.
+        (ProjectedProcessRegressor(exponent=1.1, offset=1.0, n_members=0), X[:60, :3] - 0.5),
+    ],
+)
+def test_unsuitable_kernels_are_reported(model, X):
     with pytest.warns(QualmsWarning):
-        model.fit(X, Y)
-
-
-def test_a_kernel_that_does_not_distinguish_points_is_reported():
-    with pytest.warns(QualmsWarning):
-        ProjectedProcessRegressor(random_state=0, calibration=None).fit(X[:, :1], Y)
-
-
-def test_an_indefinite_kernel_is_reported():
-    # Fractional powers of products are not positive semi-definite.
-    rng = np.random.default_rng(0)
-    Z = rng.random((60, 3))
-    with pytest.warns(QualmsWarning):
-        ProjectedProcessRegressor(exponent=1.1, offset=1.0, n_members=0).fit(
-            Z - 0.5, rng.normal(size=60)
-        )
+        model.set_params(random_state=0).fit(X, Y[: len(X)])
 
 
 @pytest.mark.parametrize(
     ("parameter", "settings"),
     [
         ("kernel", {"kernel": "magic"}),
-        ("kernel", {"kernel": 3}),
         ("exponent", {"exponent": 0.5}),
         ("offset", {"offset": "magic"}),
         ("length_scale", {"kernel": "rbf", "length_scale": 0.0}),
         ("n_representatives", {"n_representatives": 10_000}),
-        ("n_representatives", {"n_representatives": 2.5}),
         ("selection", {"selection": "magic"}),
         ("noise", {"noise": "magic"}),
         ("noise", {"noise": -1.0}),
         ("n_members", {"n_members": 1}),
-        ("n_members", {"n_members": 2.5}),
         ("subsample", {"subsample": 1.5}),
         ("replace", {"replace": "yes"}),
         ("calibration", {"calibration": "magic"}),

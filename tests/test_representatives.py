@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 import oracle
 import pytest
@@ -9,11 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qualms.gp import representatives as farthest
-from qualms.gp.representatives import (
-    cur,
-    cur_from_kernel,
-    farthest_points,
-)
+from qualms.gp.representatives import cur, cur_from_kernel, farthest_points
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -53,18 +47,18 @@ def test_small_cases_are_the_textbook_loop(n_points, n_features, n):
 @pytest.mark.parametrize("kind", ["gaussian", "soap"])
 def test_pools_give_the_textbook_picks(kind):
     rng = np.random.default_rng(1)
-    X = rng.normal(size=(6000, 50)) if kind == "gaussian" else soap_like(rng, 6000, 50)
-    assert_textbook(farthest_points(X, 500, start=17), X, 500, start=17)
+    X = rng.normal(size=(3000, 20)) if kind == "gaussian" else soap_like(rng, 3000, 20)
+    assert_textbook(farthest_points(X, 300, start=17), X, 300, start=17)
 
 
 def test_float32_gives_the_textbook_picks():
     # Gaps between the candidates of this set are wider than the rounding of float32.
-    X = np.random.default_rng(2).normal(size=(5000, 100)).astype(np.float32)
-    assert_textbook(farthest_points(X, 100), X, 100, rtol=1e-5)
+    X = np.random.default_rng(2).normal(size=(2500, 50)).astype(np.float32)
+    assert_textbook(farthest_points(X, 80), X, 80, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("tiny_pools")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=seeds,
     n_points=st.integers(1, 300),
@@ -83,7 +77,7 @@ def test_integer_grids_break_ties_and_skip_duplicates_as_the_textbook_does(
 
 
 @pytest.mark.usefixtures("tiny_pools")
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12)
 @given(seed=seeds, n_points=st.integers(1, 400), gaussian=st.booleans())
 def test_every_level_gives_the_textbook_picks(seed, n_points, gaussian):
     rng = np.random.default_rng(seed)
@@ -93,19 +87,17 @@ def test_every_level_gives_the_textbook_picks(seed, n_points, gaussian):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_ties_among_thousands_are_taken_in_order(dtype):
-    X = np.eye(1500, dtype=dtype)
-    picks = farthest_points(X, 700, start=3)
-    assert picks.indices.tolist() == [3, 0, 1, 2, *range(4, 700)]
-    np.testing.assert_array_equal(picks.distances[1:], np.full(699, np.sqrt(2.0)))
+def test_ties_among_hundreds_are_taken_in_order(dtype):
+    picks = farthest_points(np.eye(600, dtype=dtype), 300, start=3)
+    assert picks.indices.tolist() == [3, 0, 1, 2, *range(4, 300)]
+    np.testing.assert_array_equal(picks.distances[1:], np.full(299, np.sqrt(2.0)))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_stops_when_only_duplicates_remain(dtype):
-    distinct = soap_like(np.random.default_rng(4), 300, 200, dtype=dtype)
-    X = np.tile(distinct, (20, 1))
+    X = np.tile(soap_like(np.random.default_rng(4), 100, 50, dtype=dtype), (20, 1))
     picks = farthest_points(X, len(X))
-    assert sorted(picks.indices % 300) == list(range(300))
+    assert sorted(picks.indices % 100) == list(range(100))
     assert (picks.distances > 0).all()
 
 
@@ -122,30 +114,21 @@ def test_distances_far_below_the_norm_are_resolved():
     assert_textbook(farthest_points(X, 60), X, 60)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8)
 @given(seed=seeds)
-def test_picks_are_invariant_to_rotation_and_translation(seed):
+def test_picks_follow_rotations_translations_and_permutations(seed):
     rng = np.random.default_rng(seed)
-    X = rng.normal(size=(300, 6))
+    X, order = rng.normal(size=(300, 6)), rng.permutation(300)
     rotation = np.linalg.qr(rng.normal(size=(6, 6)))[0]
-    expected = farthest_points(X, 40)
-    moved = farthest_points(X @ rotation + rng.normal(size=6), 40)
-    np.testing.assert_array_equal(moved.indices, expected.indices)
-    np.testing.assert_allclose(moved.distances, expected.distances, rtol=1e-9)
-
-
-@settings(max_examples=25, deadline=None)
-@given(seed=seeds)
-def test_picks_follow_a_permutation(seed):
-    rng = np.random.default_rng(seed)
-    X = rng.normal(size=(500, 4))
-    order = rng.permutation(500)
-    picks = farthest_points(X[order], 60, start=int(np.flatnonzero(order == 5)[0]))
-    np.testing.assert_array_equal(order[picks.indices], farthest_points(X, 60, start=5).indices)
+    expected = farthest_points(X, 40, start=5)
+    moved = (X @ rotation + rng.normal(size=6))[order]
+    found = farthest_points(moved, 40, start=int(np.flatnonzero(order == 5)[0]))
+    np.testing.assert_array_equal(order[found.indices], expected.indices)
+    np.testing.assert_allclose(found.distances, expected.distances, rtol=1e-9)
 
 
 @pytest.mark.parametrize("shape", [(40, 12), (12, 40), (25, 25)])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_cur_in_a_fixed_space_picks_the_pivots_of_a_qr_factorisation(seed, shape):
     X = np.random.default_rng(seed).normal(size=shape) * np.geomspace(1, 1e-3, shape[1])
     n = min(shape) // 2
@@ -173,12 +156,6 @@ def test_cur_takes_the_first_of_equal_rows():
     np.testing.assert_array_equal(picks.indices, cur(X, 8).indices)
 
 
-GOOD = np.arange(12.0).reshape(4, 3)
-WITH_NAN = np.where(GOOD == 5, np.nan, GOOD)
-WITH_INF = np.where(GOOD == 5, np.inf, GOOD)
-KERNEL = GOOD @ GOOD.T
-
-
 class Table:
     """A `RowSource` that counts the rows it gave."""
 
@@ -199,7 +176,7 @@ class Table:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize(("n_points", "n"), [(1, 1), (100, 30), (5000, 300)])
+@pytest.mark.parametrize(("n_points", "n"), [(1, 1), (100, 30), (2000, 100)])
 def test_row_sources_give_the_picks_of_the_array(dtype, n_points, n):
     X = soap_like(np.random.default_rng(30), n_points, 20, dtype=dtype)
     expected = farthest_points(X, n, start=n_points // 2)
@@ -216,16 +193,16 @@ def test_row_sources_are_read_in_parts_and_few_of_them_often():
     assert table.rows_read < 6 * len(X)
 
 
-@pytest.mark.parametrize("n_points", [100, 1000])
+@pytest.mark.parametrize("n_points", [100, 400])
 def test_progress_counts_every_pick(n_points):
     X = np.tile(soap_like(np.random.default_rng(32), n_points // 2, 8), (2, 1))
-    told = []
-    picks = farthest_points(X, n_points // 4, on_pick=told.append)
-    assert told == list(range(1, n_points // 4 + 1))
+    counted = []
+    picks = farthest_points(X, n_points // 4, on_pick=counted.append)
+    assert counted == list(range(1, n_points // 4 + 1))
     np.testing.assert_array_equal(picks.indices, farthest_points(X, n_points // 4).indices)
-    told.clear()
-    picks = farthest_points(X, n_points, on_pick=told.append)
-    assert told == list(range(1, n_points // 2 + 1))  # the others repeat a pick
+    counted.clear()
+    farthest_points(X, n_points, on_pick=counted.append)
+    assert counted == list(range(1, n_points // 2 + 1))  # the others repeat a pick
 
 
 GOOD = np.arange(12.0).reshape(4, 3)
@@ -241,13 +218,10 @@ def test_bad_features(select, X):
         select(X, 1)
 
 
-@pytest.mark.parametrize("select", [cur_from_kernel])
-@pytest.mark.parametrize(
-    "K", [GOOD, np.full((3, 3), np.nan), -KERNEL, KERNEL + 10 * np.triu(np.ones((4, 4)))]
-)
-def test_bad_kernels(select, K):
+@pytest.mark.parametrize("K", [GOOD, np.full((3, 3), np.nan)])
+def test_bad_kernels(K):
     with rejects("K"):
-        select(K, 1)
+        cur_from_kernel(K, 1)
 
 
 @pytest.mark.parametrize("select", [farthest_points, cur, cur_from_kernel])

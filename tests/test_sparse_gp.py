@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from qualms.errors import NumericalError
 from qualms.gp import sparse_gp as projected_process
 from qualms.gp.kernels import PowerKernel, normalize_rows, unit_scale
-from qualms.gp.linalg import cholesky, cholesky_solve, cholesky_whiten, whiten
+from qualms.gp.linalg import cholesky, whiten
 from qualms.gp.sparse_gp import (
     fit_gaussian_process,
     fit_projected_process,
     gram_matrix,
+    latent_variance,
     leave_one_out_residuals,
-    log_marginal_likelihood,
 )
 
 N, M, N_NEW, NOISE = 30, 8, 6, 0.05
@@ -36,26 +36,12 @@ def basis(m):
 @pytest.mark.parametrize("weight", [None, WEIGHT])
 def test_exact_gp_is_the_oracle_s(weight):
     noise = NOISE / (np.ones(N) if weight is None else weight)
-    mean, covariance = oracle.exact_gp(
-        KERNEL(X, X), KERNEL(X_NEW, X), KERNEL(X_NEW, X_NEW), Y, noise
-    )
-    model = fit_gaussian_process(KERNEL(X, X), Y, NOISE, sample_weight=weight)
     K_XN = KERNEL(X_NEW, X)
+    mean, covariance = oracle.exact_gp(KERNEL(X, X), K_XN, KERNEL(X_NEW, X_NEW), Y, noise)
+    model = fit_gaussian_process(KERNEL(X, X), Y, NOISE, sample_weight=weight)
     np.testing.assert_allclose(model.mean(K_XN)[:, 0], mean, rtol=1e-9)
-    np.testing.assert_allclose(model.covariance(K_XN, KERNEL(X_NEW, X_NEW)), covariance, atol=1e-12)
-    latent = model.variance(K_XN, KERNEL.diag(X_NEW), include_noise=False)
-    np.testing.assert_allclose(latent, np.diag(covariance), rtol=1e-8)
-    np.testing.assert_allclose(model.variance(K_XN, KERNEL.diag(X_NEW)), latent + NOISE)
-    expected = oracle.gaussian_log_density(Y, KERNEL(X, X) + np.diag(noise))
-    assert model.log_marginal_likelihood() == pytest.approx(expected)
-
-    def left_out(kept, i):
-        K = KERNEL(X[kept], X[kept])
-        return Y[i] - oracle.exact_gp(K, KERNEL(X[[i]], X[kept]), 1.0, Y[kept], noise[kept])[0][0]
-
-    np.testing.assert_allclose(
-        model.leave_one_out_residuals()[:, 0], oracle.leave_one_out(left_out, N), rtol=1e-8
-    )
+    variance = model.variance(K_XN, KERNEL.diag(X_NEW))
+    np.testing.assert_allclose(variance, np.diag(covariance) + NOISE, rtol=1e-8)
 
 
 @pytest.mark.parametrize("weight", [None, WEIGHT])
@@ -93,12 +79,8 @@ def test_projected_process_is_the_oracle_s(weight):
     )
     model = fit_projected_process(Phi, Y, NOISE, sample_weight=weight)
     np.testing.assert_allclose(model.mean(Phi_new)[:, 0], mean, rtol=1e-7)
-    np.testing.assert_allclose(
-        model.covariance(Phi_new, KERNEL(X_NEW, X_NEW)), covariance, atol=1e-9
-    )
-    latent = model.variance(Phi_new, KERNEL.diag(X_NEW), include_noise=False)
-    np.testing.assert_allclose(latent, np.diag(covariance), rtol=1e-6)
-    np.testing.assert_allclose(model.variance(Phi_new, KERNEL.diag(X_NEW)), latent + NOISE)
+    variance = model.variance(Phi_new, KERNEL.diag(X_NEW))
+    np.testing.assert_allclose(variance, np.diag(covariance) + NOISE, rtol=1e-7)
 
     def left_out(kept, i):
         w = None if weight is None else weight[kept]
@@ -109,11 +91,6 @@ def test_projected_process_is_the_oracle_s(weight):
         leave_one_out_residuals(model, Phi, Y, sample_weight=weight)[:, 0],
         oracle.leave_one_out(left_out, N),
         rtol=1e-6,
-    )
-    noise = NOISE / (np.ones(N) if weight is None else weight)
-    covariance = K_NM @ np.linalg.inv(K_MM) @ K_NM.T + np.diag(noise)
-    assert log_marginal_likelihood(model, Phi, Y, sample_weight=weight) == pytest.approx(
-        oracle.gaussian_log_density(Y, covariance)
     )
 
 
@@ -129,12 +106,6 @@ def test_with_all_points_as_representatives_it_is_exact():
         exact.variance(K_XN, KERNEL.diag(X_NEW)),
         rtol=1e-7,
     )
-    np.testing.assert_allclose(
-        leave_one_out_residuals(projected, Phi, Y), exact.leave_one_out_residuals(), rtol=1e-7
-    )
-    assert log_marginal_likelihood(projected, Phi, Y) == pytest.approx(
-        exact.log_marginal_likelihood()
-    )
 
 
 def test_more_representatives_than_features_and_duplicates_work():
@@ -148,11 +119,9 @@ def test_more_representatives_than_features_and_duplicates_work():
     exact = fit_gaussian_process(linear(X, X), Y, NOISE)
     Phi_new = whitening.features(linear(X_NEW, kept))
     np.testing.assert_allclose(model.mean(Phi_new), exact.mean(linear(X_NEW, X)), rtol=1e-7)
-    variance = model.variance(Phi_new, linear.diag(X_NEW), include_noise=False)
-    assert np.all(variance >= 0)
     np.testing.assert_allclose(
-        variance,
-        exact.variance(linear(X_NEW, X), linear.diag(X_NEW), include_noise=False),
+        model.variance(Phi_new, linear.diag(X_NEW)),
+        exact.variance(linear(X_NEW, X), linear.diag(X_NEW)),
         rtol=1e-6,
     )
 
@@ -179,10 +148,7 @@ def test_variances_are_never_negative(seed, n_distinct, noise):
     whitening = whiten(K)
     Phi = whitening.features(K[:, whitening.pivots])
     model = fit_projected_process(Phi, random.normal(size=12), noise)
-    assert np.all(model.variance(Phi, np.diag(K), include_noise=False) >= 0)
-    assert np.all(np.diag(model.covariance(Phi, K)) >= 0)
-    exact = fit_gaussian_process(K + 1e-9 * np.eye(12), random.normal(size=12), noise)
-    assert np.all(exact.variance(K, np.diag(K), include_noise=False) >= 0)
+    assert np.all(latent_variance(Phi, np.diag(K), model.factor, noise) >= 0)
 
 
 rng = np.random.default_rng(0)
@@ -195,7 +161,6 @@ def test_whitened_features_reproduce_the_nystrom_kernel():
     Phi = whitening.features(K_XM[:, whitening.pivots])
     np.testing.assert_allclose(Phi @ Phi.T, K_XM @ np.linalg.inv(K_MM) @ K_XM.T, rtol=1e-9)
     assert whitening.effective_rank == 6
-    assert whitening.residual == 0.0
 
 
 def test_kernel_weights_predict_as_whitened_weights_do():
@@ -227,18 +192,6 @@ def test_an_indefinite_kernel_is_reported():
     whitening = whiten(K)
     assert whitening.effective_rank == 1
     assert whitening.negative == pytest.approx(3.0)
-
-
-def test_triangular_solves():
-    A = rng.normal(size=(5, 5))
-    A = A @ A.T + np.eye(5)
-    B = rng.normal(size=(5, 2, 3))
-    factor = cholesky(A, what="A")
-    np.testing.assert_allclose(
-        np.einsum("ij,jkl->ikl", A, cholesky_solve(factor, B)), B, atol=1e-12
-    )
-    V = cholesky_whiten(factor, B[:, 0])
-    np.testing.assert_allclose(V.T @ V, B[:, 0].T @ np.linalg.inv(A) @ B[:, 0])
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,6 @@ from qualms.calibration.fitting import METHODS, PerOutputCalibration, fit_intern
 from qualms.calibration.methods import NoCalibration
 from qualms.errors import ExactFitError, InputError, QualmsWarning
 from qualms.gp.ensemble import (
-    FullModel,
     draw_members,
     fit_full_model,
     fit_members,
@@ -64,19 +63,11 @@ SELECTIONS = ("fps", "cur", "random")
 
 @dataclass(frozen=True)
 class Basis:
-    """A kernel and the representatives that span the model.
+    """A kernel and the representatives (r, d) that span the model.
 
-    Attributes
-    ----------
-    kernel : Kernel
-    scale : float
-        Factor of Eq. (17), Musil et al. 2019, for y of unit variance: the scaled kernel has a mean
-        diagonal of one over the training points.
-    representatives : (r, d) array
-        Arguments of the kernel: for the power kernel, rows of unit length.
-    indices : (r,) array of int
-        Training points that are representatives.
-    whitening : Whitening
+    `scale` is the factor of Eq. (17), Musil et al. 2019, for y of unit variance: the scaled kernel
+    has a mean diagonal of one over the training points, of which `indices` (r,) are representatives
+    (for the power kernel, rows of unit length).
     """
 
     kernel: Kernel
@@ -97,17 +88,11 @@ class Basis:
         rows *= self.scale
         return rows
 
-    def prior_variance(self, block: FloatArray) -> Float64Array:
-        """Return the diagonal of the kernel for a block (b, d): (b,)."""
-        return np.asarray(self.kernel.diag(block), dtype=np.float64) * self.scale
-
     def features(self, X: FloatArray) -> Float64Array:
         """Return the whitened features Φ of X (n, d): (n, r)."""
         K = np.empty((len(X), len(self.representatives)))
-        start = 0
-        for block in self.blocks(X):
-            K[start : start + len(block)] = self.kernel_rows(block)
-            start += len(block)
+        for i, block in enumerate(self.blocks(X)):
+            K[i * _BLOCK : (i + 1) * _BLOCK] = self.kernel_rows(block)
         return np.asarray(self.whitening.features(K, overwrite=True))
 
     def contract(self, X: FloatArray, weights: Float64Array) -> Float64Array:
@@ -115,26 +100,6 @@ class Basis:
         flat = weights.reshape(len(weights), -1)
         parts = [self.kernel_rows(block) @ flat for block in self.blocks(X)]
         return np.concatenate(parts).reshape(len(X), *weights.shape[1:])
-
-
-def make_kernel(
-    kernel: str | Kernel,
-    X: FloatArray,
-    *,
-    exponent: float,
-    offset: float | str,
-    length_scale: float | None,
-) -> Kernel:
-    """Return a kernel given by name or as an object, with the parameters that X (n, d) suggests."""
-    if not isinstance(kernel, str):
-        if not (callable(kernel) and hasattr(kernel, "diag")):
-            raise InputError("kernel", kernel, "a callable kernel(X, Y) with a method diag(X)")
-        return kernel
-    if kernel == "power":
-        return PowerKernel(exponent, _resolve_offset(offset, X))
-    if kernel == "rbf":
-        return RBFKernel(median_length_scale(X) if length_scale is None else length_scale)
-    raise InputError("kernel", repr(kernel), '"power", "rbf" or a kernel object')
 
 
 def select_representatives(
@@ -146,97 +111,60 @@ def select_representatives(
     """
     n_points = len(features)
     if n is not None and check_integer("n_representatives", n, 1) > n_points:
-        raise InputError(
-            "n_representatives",
-            n,
-            f"1 to {n_points}, the number of distinct training points",
-            "Use fewer, or None for as many as are useful.",
-        )
+        expected = f"1 to {n_points}, the number of distinct training points, or None"
+        raise InputError("n_representatives", n, expected)
     wanted = min(n_points, _DEFAULT_REPRESENTATIVES) if n is None else n
     if selection == "random":
         return np.sort(rng.permutation(n_points)[:wanted]).astype(np.intp)
     if selection == "fps":
         chosen = farthest_points(features, wanted).indices
-    elif selection == "cur":
-        chosen = cur(_kernel_features(kernel, features, 2 * wanted), wanted).indices
     else:
-        raise InputError("selection", repr(selection), f"one of {', '.join(SELECTIONS)}")
+        # Features whose products approximate the kernel, which need not fit into memory. With as
+        # many landmarks as points they are exact.
+        landmarks = farthest_points(features, min(2 * wanted, n_points)).indices
+        exact = features[landmarks].astype(np.float64)
+        whitening = whiten(kernel(exact, exact))
+        K = np.asarray(kernel(features, features[landmarks[whitening.pivots]]), dtype=np.float64)
+        chosen = cur(whitening.features(K, overwrite=True), wanted).indices
     if n is not None and len(chosen) < n:
-        warnings.warn(
-            f"Only {len(chosen)} of n_representatives={n} are linearly independent in the kernel.",
-            QualmsWarning,
-            stacklevel=2,
-        )
+        message = f"Only {len(chosen)} of n_representatives={n} are independent in the kernel."
+        warnings.warn(message, QualmsWarning, stacklevel=2)
     return chosen
-
-
-def _kernel_features(kernel: Kernel, features: FloatArray, n_landmarks: int) -> Float64Array:
-    """Return features whose products approximate the kernel, which need not fit into memory.
-
-    With as many landmarks as points this is exact.
-    """
-    landmarks = farthest_points(features, min(n_landmarks, len(features))).indices
-    exact = features[landmarks].astype(np.float64)
-    whitening = whiten(kernel(exact, exact))
-    K = np.asarray(kernel(features, features[landmarks[whitening.pivots]]), dtype=np.float64)
-    return np.asarray(whitening.features(K, overwrite=True))
 
 
 def build_basis(
     kernel: Kernel,
     X: FloatArray,
     weight: Float64Array,
-    *,
-    n_representatives: int | None,
+    n: int | None,
     selection: str,
     rng: np.random.Generator,
 ) -> Basis:
-    """Choose the representatives among X (n, d) and whiten their kernel.
+    """Choose n representatives among distinct points X (n, d) and whiten their kernel.
 
-    Parameters
-    ----------
-    kernel : Kernel
-    X : (n, d) array
-        Distinct training points.
-    weight : (n,) array
-        Their weights, for the mean of the diagonal.
-    n_representatives, selection, rng
-        See `select_representatives`.
+    The weights (n,) of the points are for the mean of the diagonal.
     """
     features = normalize_rows(X) if isinstance(kernel, PowerKernel) else X
-    chosen = select_representatives(kernel, features, n_representatives, selection, rng)
+    chosen = select_representatives(kernel, features, n, selection, rng)
     exact = features[chosen].astype(np.float64)
     scale = unit_scale(1.0, kernel.diag(features), weight)
     # The rounding of kernel rows in float32 limits which representatives are still independent.
-    rtol = 1e-6 if features.dtype == np.float32 else None
-    whitening = whiten(kernel(exact, exact), rtol=rtol)
+    whitening = whiten(kernel(exact, exact), rtol=1e-6 if X.dtype == np.float32 else None)
     whitening = replace(whitening, factor=whitening.factor * np.sqrt(scale))
     if whitening.negative > 1e-6:
-        warnings.warn(
+        message = (
             "The kernel is not positive semi-definite; negative directions were dropped. "
-            "(The power kernel is positive semi-definite for integer exponents.)",
-            QualmsWarning,
-            stacklevel=2,
+            "(The power kernel is positive semi-definite for integer exponents.)"
         )
-    if whitening.effective_rank == 1 and len(X) > 1 and n_representatives != 1:
-        warnings.warn(
+        warnings.warn(message, QualmsWarning, stacklevel=2)
+    if whitening.effective_rank == 1 and len(X) > 1 and n != 1:
+        message = (
             "The kernel does not distinguish the training points. The power kernel depends on "
-            "directions only: use kernel='rbf' for a single feature.",
-            QualmsWarning,
-            stacklevel=2,
+            "directions only: use kernel='rbf' for a single feature."
         )
+        warnings.warn(message, QualmsWarning, stacklevel=2)
     indices = chosen[whitening.pivots]
     return Basis(kernel, scale, features[indices], indices, whitening)
-
-
-def _resolve_offset(offset: float | str, X: FloatArray) -> float:
-    """Return c of the power kernel: by default 1 if products are negative beyond rounding."""
-    if not isinstance(offset, str):
-        return offset
-    if offset != "auto":
-        raise InputError("offset", repr(offset), '"auto" or a number ≥ 0')
-    rows = normalize_rows(X[:_BLOCK])  # distinct points come in random order
-    return 1.0 if np.min(rows @ rows.T) < -1e-5 else 0.0
 
 
 # Training points, their members and their calibration, for both regressors.
@@ -244,21 +172,9 @@ def _resolve_offset(offset: float | str, X: FloatArray) -> float:
 class TrainingSet:
     """Rows of a training set and the distinct points among them.
 
-    Attributes
-    ----------
-    rows : (n_rows,) array of int
-        Rows, as given to ``fit``, whose weight is not zero; the following arrays are of these.
-    X : (n_rows, d) array or data frame
-    y : (n_rows, T) array
-    weight : (n_rows,) array
-    inverse : (n_rows,) array of int
-        Point of each row.
-    first : (n_points,) array of int
-        A row of each point.
-    groups : (n_points,) array of int, optional
-        Group of each point.
-    single_output : bool
-        Whether y was one-dimensional.
+    `rows` (n_rows,) are those given to ``fit`` whose weight is not zero; `X`, `y` (n_rows, T),
+    `weight` and `inverse`, the point of each row, are of these. `first` (n_points,) is a row of
+    each point, and `groups` (n_points,) its group. `single_output`: y was one-dimensional.
     """
 
     rows: IntArray
@@ -270,25 +186,15 @@ class TrainingSet:
     groups: IntArray | None
     single_output: bool
 
-    @property
-    def n_points(self) -> int:
-        """Number of distinct points."""
-        return len(self.first)
-
-    @cached_property
-    def points(self) -> Any:
-        """Features of the distinct points: (n_points, d)."""
-        return take_rows(self.X, self.first)
-
     @cached_property
     def point_weight(self) -> Float64Array:
         """Total weight of each point: (n_points,)."""
-        return np.bincount(self.inverse, self.weight, minlength=self.n_points).astype(np.float64)
+        return np.bincount(self.inverse, self.weight, minlength=len(self.first)).astype(np.float64)
 
     @cached_property
     def point_y(self) -> Float64Array:
         """Weighted mean of the targets of each point: (n_points, T)."""
-        sums = np.zeros((self.n_points, self.y.shape[1]))
+        sums = np.zeros((len(self.first), self.y.shape[1]))
         np.add.at(sums, self.inverse, self.weight[:, None] * self.y)
         return sums / self.point_weight[:, None]
 
@@ -296,10 +202,7 @@ class TrainingSet:
         """Return the scatter of rows about the mean of their point; equal rows count as one."""
         deviations = self.y - self.point_y[self.inverse]
         different = distinct_rows(np.column_stack([self.inverse, self.y]))
-        return Replicates(
-            dof=len(different.first) - self.n_points,
-            sum_of_squares=self.weight @ deviations**2,
-        )
+        return Replicates(len(different.first) - len(self.first), self.weight @ deviations**2)
 
     def draw_counts(
         self, n_members: int, subsample: float, replace: bool, rng: np.random.Generator
@@ -308,13 +211,11 @@ class TrainingSet:
         check_integer("n_members", n_members, 2, "at least 2 members, for a standard deviation")
         if not isinstance(replace, (bool, np.bool_)):
             raise InputError("replace", repr(replace), "True or False")
-        if self.n_points < 2:
-            expected = "at least 2 distinct rows to draw subsamples from"
-            raise InputError("X", "a single distinct row", expected)
-        indices = draw_members(
-            self.n_points, n_members, subsample, rng, replace=replace, groups=self.groups
-        )
-        return membership_counts(indices, self.n_points)
+        if len(self.first) < 2:
+            raise InputError("X", "a single distinct row", "at least 2, to draw subsamples from")
+        n = len(self.first)
+        indices = draw_members(n, n_members, subsample, rng, replace=replace, groups=self.groups)
+        return membership_counts(indices, n)
 
     def member_rows(self, counts: IntArray) -> list[IntArray]:
         """Return the rows, as given to ``fit``, in the training set of each member."""
@@ -323,15 +224,7 @@ class TrainingSet:
     def calibrate(
         self, members: Float64Array, counts: IntArray, method: str
     ) -> Calibration | PerOutputCalibration:
-        """Calibrate on out-of-bag rows.
-
-        Parameters
-        ----------
-        members : (n_rows, T, N_R) array
-            Predictions of the rows by all members.
-        counts : (n_points, N_R) array
-        method : str
-        """
+        """Calibrate on out-of-bag rows, given predictions of the rows (n_rows, T, N_R)."""
         absent = counts[self.inverse] == 0
 
         def of_output(y: Float64Array, predicted: Float64Array) -> Calibration:
@@ -366,16 +259,8 @@ def training_set(
         y = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y", ensure_min_samples=2)
         check_consistent_length(X, y)
     else:
-        X, y = validate_data(
-            estimator,
-            X,
-            y,
-            dtype=dtype,
-            multi_output=True,
-            y_numeric=True,
-            ensure_min_samples=2,
-            ensure_all_finite=finite_or_nan(estimator),
-        )
+        checks = {"dtype": dtype, "multi_output": True, "y_numeric": True, "ensure_min_samples": 2}
+        X, y = validate_data(estimator, X, y, ensure_all_finite=finite_or_nan(estimator), **checks)
     y = np.asarray(y)
     n, largest, single_output = len(y), float(np.max(np.abs(y))), y.ndim == 1
     if largest and not 1e-140 < largest < 1e140:
@@ -386,8 +271,7 @@ def training_set(
     labels = None if groups is None else group_codes(groups, n)
     rows = np.flatnonzero(weight > 0)
     if len(rows) < 2:
-        given = f"{len(rows)} positive weights"
-        raise InputError("sample_weight", given, "at least 2 samples with weight")
+        raise InputError("sample_weight", f"{len(rows)} positive weights", "at least 2")
     kept = X if len(rows) == n else take_rows(X, rows)
     points = _distinct_rows_of(kept)
     targets = np.asarray(y, dtype=np.float64).reshape(n, -1)[rows]
@@ -396,15 +280,9 @@ def training_set(
         which = "y is" if single_output else f"outputs {constant.tolist()} of y are"
         message = f"{which} constant: there is nothing to learn, and the uncertainty is zero."
         warnings.warn(message, QualmsWarning, stacklevel=2)
+    joined = None if labels is None else joined_groups(points.inverse, labels[rows])
     return TrainingSet(
-        rows=rows,
-        X=kept,
-        y=targets,
-        weight=weight[rows],
-        inverse=points.inverse,
-        first=points.first,
-        groups=None if labels is None else joined_groups(points.inverse, labels[rows]),
-        single_output=single_output,
+        rows, kept, targets, weight[rows], points.inverse, points.first, joined, single_output
     )
 
 
@@ -578,14 +456,30 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         data = training_set(self, X, y, groups, sample_weight, dtype=[np.float64, np.float32])
         self._single_output = data.single_output
         rng = new_generator(self.random_state)
-        self._fit_basis(data, rng)
-        Phi = self.basis_.features(data.points)
-        full = self._fit_full_model(data, Phi)
+        points, weight = data.X[data.first], data.point_weight
+        self.basis_ = basis = build_basis(
+            self._make_kernel(points), points, weight, self.n_representatives, self.selection, rng
+        )
+        self.representative_indices_ = data.rows[data.first[basis.indices]]
+        self.effective_rank_ = basis.whitening.effective_rank
+        Phi = basis.features(points)
+        self._full = full = fit_full_model(
+            Phi, data.point_y, self.noise, sample_weight=weight, replicates=data.replicates()
+        )
+        self.pp_weights_ = self._outputs(basis.whitening.kernel_weights(full.weights))
+        self.pp_intercept_ = self._outputs(full.center)
+        self.noise_variance_ = self._outputs(full.noise_variance)
         for fitted in ("weights_", "intercept_", "member_indices_", "calibration_"):
             if hasattr(self, fitted):
                 delattr(self, fitted)  # of an earlier fit with members
         if self.n_members:
-            self._fit_members(data, Phi, full, method, rng)
+            counts = data.draw_counts(self.n_members, self.subsample, self.replace, rng)
+            members = fit_members(full, Phi, data.point_y, counts, sample_weight=weight)
+            self.weights_ = self._outputs(basis.whitening.kernel_weights(members[0]), axis=1)
+            self.intercept_ = self._outputs(members[1], axis=0)
+            self.member_indices_ = data.member_rows(counts)
+            predicted = np.tensordot(Phi, members[0], 1) + members[1]
+            self.calibration_ = data.calibrate(predicted[data.inverse], counts, method)
         return self
 
     def predict(
@@ -599,12 +493,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         ----------
         X : (n, d) array
         return_std : bool
-
-        Returns
-        -------
-        mean : (n,) or (n, T) array
-        std : array of the same shape
-            Only if `return_std`.
+            Return the standard deviation, too: two arrays (n,) or (n, T).
         """
         if not self._has_members():
             return (self.pp_mean(X), self.pp_std(X)) if return_std else self.pp_mean(X)
@@ -628,14 +517,10 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
 
     def pp_std(self, X: ArrayLike) -> Float64Array:
         """Return σ_PP of Eq. (3) for a noisy observation, not calibrated: (n,) or (n, T)."""
-        basis, inputs = self.basis_, self._validated(X)
-        std = [
-            self._full.std(
-                basis.whitening.features(basis.kernel_rows(block), overwrite=True),
-                basis.prior_variance(block),
-            )
-            for block in basis.blocks(inputs)
-        ]
+        basis, std = self.basis_, []
+        for block in basis.blocks(self._validated(X)):
+            Phi = basis.whitening.features(basis.kernel_rows(block), overwrite=True)
+            std.append(self._full.std(Phi, np.asarray(basis.kernel.diag(block)) * basis.scale))
         return np.asarray(self._outputs(np.concatenate(std)))
 
     def _check_parameters(self) -> str:
@@ -650,54 +535,23 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
             raise InputError("n_members", self.n_members, "at least 2 members, or 0 for none")
         return check_calibration_name(self.calibration)
 
-    def _fit_basis(self, data: TrainingSet, rng: np.random.Generator) -> None:
-        kernel = make_kernel(
-            self.kernel,
-            data.points,
-            exponent=self.exponent,
-            offset=self.offset,
-            length_scale=self.length_scale,
-        )
-        self.basis_ = build_basis(
-            kernel,
-            data.points,
-            data.point_weight,
-            n_representatives=self.n_representatives,
-            selection=self.selection,
-            rng=rng,
-        )
-        self.representative_indices_ = data.rows[data.first[self.basis_.indices]]
-        self.effective_rank_ = self.basis_.whitening.effective_rank
-
-    def _fit_full_model(self, data: TrainingSet, Phi: Float64Array) -> FullModel:
-        full = fit_full_model(
-            Phi,
-            data.point_y,
-            self.noise,
-            sample_weight=data.point_weight,
-            replicates=data.replicates(),
-        )
-        self._full = full
-        self.pp_weights_ = self._outputs(self.basis_.whitening.kernel_weights(full.weights))
-        self.pp_intercept_ = self._outputs(full.center)
-        self.noise_variance_ = self._outputs(full.noise_variance)
-        return full
-
-    def _fit_members(
-        self,
-        data: TrainingSet,
-        Phi: Float64Array,
-        full: FullModel,
-        method: str,
-        rng: np.random.Generator,
-    ) -> None:
-        counts = data.draw_counts(self.n_members, self.subsample, self.replace, rng)
-        members = fit_members(full, Phi, data.point_y, counts, sample_weight=data.point_weight)
-        weights = self.basis_.whitening.kernel_weights(members.weights)
-        self.weights_ = self._outputs(weights, axis=1)
-        self.intercept_ = self._outputs(members.intercepts, axis=0)
-        self.member_indices_ = data.member_rows(counts)
-        self.calibration_ = data.calibrate(members.predict(Phi)[data.inverse], counts, method)
+    def _make_kernel(self, X: FloatArray) -> Kernel:
+        """Return the kernel, given by name or as an object, with parameters that X suggests."""
+        kernel, offset, length_scale = self.kernel, self.offset, self.length_scale
+        if not isinstance(kernel, str):
+            if not (callable(kernel) and hasattr(kernel, "diag")):
+                raise InputError("kernel", kernel, "a callable kernel(X, Y) with a method diag(X)")
+            return kernel
+        if kernel == "rbf":
+            return RBFKernel(median_length_scale(X) if length_scale is None else length_scale)
+        if kernel != "power":
+            raise InputError("kernel", repr(kernel), '"power", "rbf" or a kernel object')
+        if isinstance(offset, str):
+            if offset != "auto":
+                raise InputError("offset", repr(offset), '"auto" or a number ≥ 0')
+            rows = normalize_rows(X[:_BLOCK])  # distinct points come in random order
+            offset = 1.0 if np.min(rows @ rows.T) < -1e-5 else 0.0  # negative beyond rounding
+        return PowerKernel(self.exponent, offset)
 
     def _has_members(self) -> bool:
         check_is_fitted(self)
@@ -713,7 +567,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         return np.take(values, 0, axis=axis) if self._single_output else values
 
 
-class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
+class ResamplingRegressor(MetaEstimatorMixin, MultiOutputMixin, RegressorMixin, BaseEstimator):
     """Calibrated uncertainties for any regressor, from members trained on subsamples.
 
     Parameters
@@ -723,17 +577,10 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
         a pipeline. It is cloned, never fitted itself.
     n_members : int
         N_R ≥ 2.
-    subsample : float or int
-        Size n of the subsamples: a fraction of the distinct training points (or groups), or a
-        number of them.
-    replace : bool
-        Bootstrap (n = N with replacement; `subsample` is not used) instead of subsampling.
-    calibration : {"student", "shrinkage", "linear", "power", "none"} or None
-        Out-of-bag calibration of the ensemble standard deviation.
+    subsample, replace, calibration, random_state
+        As in `ProjectedProcessRegressor`; the estimators are seeded, too.
     n_jobs : int, optional
         Number of members that are trained at the same time, as in joblib.
-    random_state : int, RandomState instance or None
-        Seed of the subsamples and of the members.
 
     Attributes
     ----------
@@ -746,8 +593,8 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
 
     Notes
     -----
-    Rows with the same features count as one point, in or out of a subsample together, and the
-    result does not depend on the order of the rows, if that of the estimator does not.
+    Rows with the same features are in or out of a subsample together, and the result does not
+    depend on the order of the rows, if that of the estimator does not.
     """
 
     def __init__(
@@ -789,17 +636,27 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
         """
         method = check_calibration_name(self.calibration)
         if sample_weight is not None and not has_fit_parameter(self.estimator, "sample_weight"):
-            raise InputError(
-                "sample_weight",
-                "an array",
-                f"None, because {type(self.estimator).__name__}.fit takes no sample_weight",
-            )
+            expected = f"None, because {type(self.estimator).__name__}.fit takes no sample_weight"
+            raise InputError("sample_weight", "an array", expected)
         data = training_set(self, X, y, groups, sample_weight, keep_frames=True)
         self._single_output = data.single_output
         rng = new_generator(self.random_state)
         counts = data.draw_counts(self.n_members, self.subsample, self.replace, rng)
         self.member_indices_ = data.member_rows(counts)
-        self.estimators_ = self._fit_members(data, counts, sample_weight is not None, rng)
+        # Points come in an order of their own, so that the order of the rows does not matter.
+        order = np.argsort(data.inverse, kind="stable")
+        times = counts[data.inverse][order]
+        seeds = rng.integers(2**31 - 1, size=self.n_members)
+
+        def job(i: int) -> Any:
+            rows = np.repeat(order, times[:, i])
+            targets = data.y[rows, 0] if self._single_output else data.y[rows]
+            weight = {} if sample_weight is None else {"sample_weight": data.weight[rows]}
+            member = _seeded(clone(self.estimator), int(seeds[i]))
+            return delayed(member.fit)(take_rows(data.X, rows), targets, **weight)
+
+        # Jobs are made one by one, so that not all copies of the data are in memory at once.
+        self.estimators_ = Parallel(n_jobs=self.n_jobs)(job(i) for i in range(self.n_members))
         self.calibration_ = data.calibrate(self._members(data.X), counts, method)
         return self
 
@@ -812,12 +669,7 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
         ----------
         X : (n, d) array
         return_std : bool
-
-        Returns
-        -------
-        mean : (n,) or (n, T) array
-        std : array of the same shape
-            Only if `return_std`.
+            Return the standard deviation, too: two arrays (n,) or (n, T).
         """
         prediction = self.predict_ensemble(X)
         return (prediction.mean, prediction.std) if return_std else prediction.mean
@@ -827,39 +679,16 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
         check_is_fitted(self)
         if is_frame(X):
             validate_data(self, X, reset=False, skip_check_array=True)
-            members = self._members(X)
         else:
-            finite = finite_or_nan(self)
-            members = self._members(validate_data(self, X, reset=False, ensure_all_finite=finite))
+            X = validate_data(self, X, reset=False, ensure_all_finite=finite_or_nan(self))
+        members = self._members(X)
         members = members[:, 0] if self._single_output else members
         return Prediction(members).calibrated(self.calibration_)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.input_tags.allow_nan = get_tags(self.estimator).input_tags.allow_nan
-        tags.target_tags.multi_output = True
-        tags.target_tags.single_output = True
         return tags
-
-    def _fit_members(
-        self, data: TrainingSet, counts: IntArray, weighted: bool, rng: np.random.Generator
-    ) -> list[Any]:
-        """Train a clone of the estimator, with a seed of its own, on the rows of each member."""
-        # Points come in an order of their own, so that the order of the rows does not matter.
-        order = np.argsort(data.inverse, kind="stable")
-        times = counts[data.inverse][order]
-        seeds = rng.integers(2**31 - 1, size=self.n_members)
-
-        def job(i: int) -> Any:
-            rows = np.repeat(order, times[:, i])
-            y = data.y[rows, 0] if self._single_output else data.y[rows]
-            weight = data.weight[rows] if weighted else None
-            member = _seeded(clone(self.estimator), int(seeds[i]))
-            return delayed(_fit_one)(member, take_rows(data.X, rows), y, weight)
-
-        # One after the other, so that not all copies of the data are in memory at once.
-        fitted: list[Any] = Parallel(n_jobs=self.n_jobs)(job(i) for i in range(self.n_members))
-        return fitted
 
     def _members(self, X: Any) -> Float64Array:
         """Return the predictions of each member: (n, T, N_R)."""
@@ -869,14 +698,8 @@ class ResamplingRegressor(MetaEstimatorMixin, RegressorMixin, BaseEstimator):
 
 def _seeded(estimator: Any, seed: int) -> Any:
     """Seed everything that takes a ``random_state``, at any depth, each differently."""
-    keys = [
-        k for k in sorted(estimator.get_params(deep=True)) if k.split("__")[-1] == "random_state"
-    ]
     random = np.random.default_rng(seed)
+    keys = [k for k in sorted(estimator.get_params()) if k.split("__")[-1] == "random_state"]
     if keys:
         estimator.set_params(**{key: int(random.integers(2**31 - 1)) for key in keys})
     return estimator
-
-
-def _fit_one(estimator: Any, X: Any, y: Float64Array, weight: Float64Array | None) -> Any:
-    return estimator.fit(X, y) if weight is None else estimator.fit(X, y, sample_weight=weight)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from scipy.linalg import blas, solve_triangular
@@ -24,6 +24,8 @@ from qualms.arrays import (
     FloatArray,
     IntArray,
     as_targets,
+    check_integer,
+    check_number,
     check_sample_weight,
 )
 from qualms.errors import InputError, NumericalError, QualmsWarning
@@ -40,25 +42,19 @@ def subsample_size(subsample: float, n_train: int) -> int:
 
     A float is a fraction, rounded to at least one and at most N − 1 samples; an int is n itself.
     """
-    remedy = "Use a fraction between 0 and 1, fewer samples, or replace=True for a bootstrap."
     if n_train < 2:
         raise InputError("n_train", n_train, "at least 2 samples to draw subsamples from")
-    is_number = isinstance(subsample, (int, float, np.number)) and not isinstance(subsample, bool)
-    if not is_number or not np.isfinite(subsample):
-        raise InputError("subsample", subsample, "a fraction or a number of samples", remedy)
-    if isinstance(subsample, (int, np.integer)):
-        if not 1 <= subsample < n_train:
-            raise InputError("subsample", subsample, f"1 ≤ n < N = {n_train}", remedy)
-        if subsample == 1:
-            warnings.warn(
-                "subsample=1 is a single sample per member, not all of them.",
-                QualmsWarning,
-                stacklevel=2,
-            )
-        return int(subsample)
-    if not 0 < subsample < 1:
-        raise InputError("subsample", subsample, "a fraction strictly between 0 and 1", remedy)
-    return int(np.clip(round(subsample * n_train), 1, n_train - 1))
+    whole = isinstance(subsample, (int, np.integer)) and not isinstance(subsample, bool)
+    fraction = isinstance(subsample, (float, np.floating))
+    if not ((whole and 1 <= subsample < n_train) or (fraction and 0 < subsample < 1)):
+        expected = f"a fraction between 0 and 1, or a number of samples 1 ≤ n < N = {n_train}"
+        raise InputError("subsample", repr(subsample), expected, "For a bootstrap: replace=True.")
+    if fraction:
+        return int(np.clip(round(subsample * n_train), 1, n_train - 1))
+    if subsample == 1:
+        message = "subsample=1 is a single sample per member, not all of them."
+        warnings.warn(message, QualmsWarning, stacklevel=2)
+    return int(subsample)
 
 
 def draw_members(
@@ -70,26 +66,20 @@ def draw_members(
     replace: bool = False,
     groups: Sequence[object] | IntArray | None = None,
 ) -> list[IntArray]:
-    """Draw the training sets D_i of all members.
+    """Draw the training sets D_i of all members: N_R sorted arrays of indices.
 
     Parameters
     ----------
     n_train, n_members : int
         N, and N_R ≥ 2.
     subsample : float or int
-        n, as a fraction of the samples (or groups) or as a number of them; not used for a
-        bootstrap, where n = N.
+        n, as a fraction of the samples (or groups) or as a number of them.
     rng : numpy.random.Generator
     replace : bool
         Draw N with replacement (bootstrap) rather than n < N without (subsampling).
     groups : (N,) array, optional
-        Labels. Whole groups are then in or out, and `subsample` is a fraction of the groups:
-        samples of one crystal or of one trajectory are near-copies.
-
-    Returns
-    -------
-    list of N_R arrays of int
-        Sorted indices; with repetitions for a bootstrap.
+        Labels. Whole groups are then in or out: samples of one crystal or of one trajectory are
+        near-copies.
     """
     if n_members < 2:
         raise InputError("n_members", n_members, "at least 2 members, for a standard deviation")
@@ -115,11 +105,10 @@ def group_codes(groups: Sequence[object] | IntArray | None, n_train: int) -> Int
         given = f"shape {labels.shape}"
         raise InputError("groups", given, f"one label for each of {n_train} samples")
     try:
-        codes: IntArray = np.unique(labels, return_inverse=True)[1].reshape(-1).astype(np.intp)
+        return np.unique(labels, return_inverse=True)[1].reshape(-1).astype(np.intp)
     except TypeError as error:
         given = f"labels of mixed types ({error})"
         raise InputError("groups", given, "one type of label") from error
-    return codes
 
 
 def membership_counts(member_indices: Sequence[IntArray], n_train: int) -> IntArray:
@@ -145,8 +134,7 @@ def stretched(
     """Scale members (…, N_R) about their mean, or the mean given, by f (…): ȳ + f (y⁽ⁱ⁾ − ȳ)."""
     values, f = np.asarray(members, dtype=np.float64), np.asarray(factor, dtype=np.float64)
     center = committee(values)[0] if mean is None else mean
-    scaled: Float64Array = center[..., None] + (values - center[..., None]) * f[..., None]
-    return scaled
+    return np.asarray(center[..., None] + (values - center[..., None]) * f[..., None])
 
 
 def group_scatter(terms: Float64Array, codes: IntArray) -> Float64Array:
@@ -161,18 +149,12 @@ def group_scatter(terms: Float64Array, codes: IntArray) -> Float64Array:
     return np.asarray(S.T @ S * n_groups / max(n_groups - 1, 1), dtype=np.float64)
 
 
-@dataclass(frozen=True)
-class InternalPrediction:
+class InternalPrediction(NamedTuple):
     """Out-of-bag predictions of training points.
 
-    Attributes
-    ----------
-    used : (N,) array of bool
-        Points absent from enough members; the other arrays hold these points only.
-    mean, std : (n_used, …) arrays
-        y_INT and σ_INT.
-    n_absent : (n_used,) array of int
-        N_R(X): number of members whose training sets lack the point.
+    `used` (N,) marks the points absent from enough members; the other arrays hold these only:
+    `mean` and `std` (n_used, …), y_INT and σ_INT, and `n_absent` (n_used,), the number N_R(X) of
+    members whose training sets lack the point.
     """
 
     used: BoolArray
@@ -204,10 +186,9 @@ def internal_prediction(
         raise InputError("min_absent", min_absent, "at least 2, for a standard deviation")
     n_absent = absent.sum(axis=1)
     used = n_absent >= min_absent
-    shape = (-1,) + (1,) * (members.ndim - 2)
-    c = n_absent[used].reshape(shape)
-    mask = absent[used].reshape((*shape, absent.shape[1]))
-    values = members[used]
+    values, mask, c = members[used], absent[used], n_absent[used]
+    if members.ndim == 3:
+        mask, c = mask[:, None], c[:, None]
     mean = np.sum(np.where(mask, values, 0.0), axis=-1) / c
     deviations = np.where(mask, values - mean[..., None], 0.0)
     std = np.sqrt(np.sum(deviations**2, axis=-1) / (c - 1))
@@ -229,36 +210,17 @@ def row_blocks(Phi: FloatArray) -> Iterator[tuple[slice, Float64Array]]:
         yield rows, np.ascontiguousarray(Phi[rows], dtype=np.float64)
 
 
-def times(W: Float64Array, A: Float64Array, *, add_to: Float64Array | None = None) -> Float64Array:
-    """Return WA for C-contiguous matrices, or add it to a third one in place."""
-    # Fortran sees transposes of all of them: (WA)ᵀ = AᵀWᵀ.
-    if add_to is None:
-        product: Float64Array = blas.dgemm(1.0, A.T, W.T).T
-    else:
-        product = blas.dgemm(1.0, A.T, W.T, beta=1.0, c=add_to.T, overwrite_c=1).T
-    return product
-
-
-def times_transposed(W: Float64Array, A: Float64Array) -> Float64Array:
-    """Return WAᵀ for C-contiguous matrices."""
-    product: Float64Array = blas.dgemm(1.0, A.T, W.T, trans_a=1).T
-    return product
-
-
 def project(Phi: FloatArray, Z: Float64Array) -> Float64Array:
     """Return ZΦ (n_systems, r) for Z (n_systems, N)."""
     out = np.zeros((len(Z), Phi.shape[1]))
     for rows, block in row_blocks(Phi):
-        out = times(np.ascontiguousarray(Z[:, rows]), block, add_to=out)
+        out += Z[:, rows] @ block
     return out
 
 
 def predict(Phi: FloatArray, W: Float64Array) -> Float64Array:
     """Return WΦᵀ (n_systems, N) for W (n_systems, r)."""
-    out = np.empty((len(W), len(Phi)))
-    for rows, block in row_blocks(Phi):
-        out[:, rows] = times_transposed(W, block)
-    return out
+    return np.concatenate([W @ block.T for _, block in row_blocks(Phi)], axis=1)
 
 
 def normal_product(
@@ -270,8 +232,8 @@ def normal_product(
     """
     F, product = np.empty((len(W), len(Phi))), noise_variance * W
     for rows, block in row_blocks(Phi):
-        F[:, rows] = times_transposed(W, block)
-        product = times(C[:, rows] * F[:, rows], block, add_to=product)
+        F[:, rows] = W @ block.T
+        product += (C[:, rows] * F[:, rows]) @ block
     return F, product
 
 
@@ -285,20 +247,12 @@ _ROWS_PER_PARAMETER = 1.05
 _STEPS_BEFORE_GIVING_UP = 16
 
 
-@dataclass(frozen=True)
-class MemberSolution:
-    """Weights of all members, and how they were found.
+class MemberSolution(NamedTuple):
+    """Weights (r, T, N_R) of all members, and how they were found.
 
-    Attributes
-    ----------
-    weights : (r, T, N_R) array
-    method : str
-        ``"dual"``, ``"complement"``, ``"cg"`` or ``"direct"``.
-    n_iterations : int
-        Passes over Φ of conjugate gradients; 0 for the other methods.
-    relative_error : float
-        Estimated RMS prediction error on the training rows, relative to the RMS standard deviation
-        between members; 0 for ``dual`` and ``direct``, which are exact up to rounding.
+    `method` is the name of a solver, and `n_iterations` the passes over Φ of conjugate gradients.
+    `relative_error` is the estimated RMS prediction error on the training rows, relative to the RMS
+    standard deviation between members; 0 for ``dual`` and ``direct``, exact up to rounding.
     """
 
     weights: Float64Array
@@ -309,20 +263,11 @@ class MemberSolution:
 
 @dataclass(frozen=True)
 class MemberProblem:
-    """The systems to solve: members on the first axis, rows of Φ on the last.
+    """The systems to solve: members on the first axis, rows of Φ (N, r) on the last.
 
-    Attributes
-    ----------
-    Phi : (N, r) array
-    Y : (N_R, T, N) array
-        Targets of each member; may be a broadcast view.
-    C : (N_R, N) array
-        Multiplicity times sample weight.
-    sample_weight : (N,) array
-    full : ProjectedProcess
-        Of the same Phi and sample weights.
-    is_subsample : bool
-        Whether no row counts more than once.
+    `Y` (N_R, T, N) are the targets of each member, possibly a broadcast view, and `C` (N_R, N) the
+    multiplicity of each row times its `sample_weight` (N,). The model `full` has the same Phi and
+    sample weights. In a subsample no row counts more than once.
     """
 
     Phi: FloatArray
@@ -364,31 +309,20 @@ class MemberProblem:
         returned instead.
         """
         by_member = F.reshape(-1, self.n_outputs, F.shape[1])
-        spread = np.sqrt(by_member.var(axis=0, ddof=1).mean(axis=-1))
-        scale: Float64Array = np.maximum(spread, self._smallest_scale)
-        return scale
+        std = np.sqrt(by_member.var(axis=0, ddof=1).mean(axis=-1))
+        return np.asarray(np.maximum(std, self._smallest_scale))
 
     @cached_property
     def _smallest_scale(self) -> Float64Array:
         rms = np.sqrt(np.mean(self.Y**2, axis=(0, 2)))
-        smallest: Float64Array = np.maximum(1e-8 * rms, np.finfo(np.float64).tiny)
-        return smallest
+        return np.asarray(np.maximum(1e-8 * rms, np.finfo(np.float64).tiny))
 
 
-@dataclass(frozen=True)
-class ProblemSize:
+class ProblemSize(NamedTuple):
     """Numbers that determine the cost of solving the members.
 
-    Attributes
-    ----------
-    n_train, rank, n_members, n_outputs : int
-    n_present : float
-        Distinct rows in a member.
-    effective_dimension : float
-        d_eff of the full model.
-    effective_fraction : float
-        p = (Σc)² / (N Σc²); n/N for a subsample.
-    tolerance : float
+    `n_present` is the number of distinct rows in a member, `effective_dimension` d_eff of the full
+    model, and `effective_fraction` p = (Σc)² / (N Σc²), which is n/N for a subsample.
     """
 
     n_train: int
@@ -407,268 +341,189 @@ class ProblemSize:
         thin = 110 + 4.5 * systems
         return thin * self.rank * (self.n_train + self.rank) + 1000 * systems * self.n_train
 
-    @classmethod
-    def of(cls, problem: MemberProblem, tolerance: float) -> ProblemSize:
-        """Measure a problem."""
-        n_members, n_train = problem.C.shape
-        kish = problem.C.sum(axis=1) ** 2 / (problem.C**2).sum(axis=1)
-        return cls(
-            n_train,
-            problem.Phi.shape[1],
-            n_members,
-            problem.n_outputs,
-            float(np.count_nonzero(problem.C, axis=1).mean()),
-            problem.effective_dimension(),
-            float(kish.mean()) / n_train,
-            tolerance,
-        )
-
 
 class InaccurateError(NumericalError):
     """A solver cannot reach the tolerance for this problem."""
 
 
-class MemberSolver(ABC):
-    """One way to solve all members.
+def estimated_costs(size: ProblemSize) -> dict[str, float]:
+    """Estimate the cost of each solver, given the full model.
 
-    The unit of costs is one floating-point operation of a large matrix product. Thin products,
-    triangular solves and factorisations count for more than their operations, as measured with
-    OpenBLAS. The full model is given.
+    The unit is one floating-point operation of a large matrix product. Thin products, triangular
+    solves and factorisations count for more than their operations, as measured with OpenBLAS.
+
+    If all leverages are γ = d_eff/N and a member keeps a fraction p of the rows, the eigenvalues of
+    the preconditioned operator of CG fill (√(p(1−γ)) ± √(γ(1−p)))² (the edges of the Jacobi
+    ensemble), and the error shrinks by √(γ(1−p)) / √(p(1−γ)) per iteration. Unequal leverages add
+    to that; ``method="auto"`` abandons CG when the observed rate is too slow.
     """
-
-    @abstractmethod
-    def cost(self, size: ProblemSize) -> float:
-        """Estimate the cost."""
-
-    @abstractmethod
-    def solve(self, problem: MemberProblem, tolerance: float) -> MemberSolution:
-        """Solve all members, or raise `InaccurateError`."""
-
-
-class DirectSolver(MemberSolver):
-    """Factorise the Gram matrix of each member, one at a time in memory."""
-
-    def cost(self, size: ProblemSize) -> float:
-        """Estimate the cost: a Gram matrix and a factorisation for each member."""
-        n, r = size.n_present, size.rank
-        factorise = r**3 / 2 + 60 * size.n_train * r
-        return size.n_members * (1.2 * r**2 * n + 300 * r * n + factorise)
-
-    def solve(self, problem: MemberProblem, tolerance: float) -> MemberSolution:
-        """Solve (Φᵀ diag(c) Φ + σ²) w = Φᵀ diag(c) y member by member."""
-        members = [self._member(problem, i) for i in range(len(problem.C))]
-        return MemberSolution(np.stack(members, axis=-1), "direct")
-
-    @staticmethod
-    def _member(problem: MemberProblem, i: int) -> Float64Array:
-        rank = problem.Phi.shape[1]
-        gram = np.zeros((rank, rank), order="F")
-        _add_gram(gram, problem.Phi, problem.C[i])
-        return _solve_gram(problem, i, gram)
+    N, r, n, p = size.n_train, size.rank, size.n_present, size.effective_fraction
+    lacking, factorise = N - n, r**3 / 2 + 60 * N * r
+    woodbury = 1.2 * r**2 * lacking + 1.2 * lacking**2 * r + lacking**3 / 2
+    downdate = 1.2 * r**2 * lacking + 10 * r**2 + factorise
+    leverage = min(max(size.effective_dimension / N, 0.0), 1.0)
+    seen, unseen = math.sqrt(p * (1 - leverage)), math.sqrt(leverage * (1 - min(p, 1.0)))
+    rate = min(max(unseen / seen, 0.05), 0.8) if seen > 0 else 0.8
+    iterations = 3 + 1.2 * math.log(2 / min(size.tolerance, 1.0)) / -math.log(rate)
+    complement = size.n_members * (min(woodbury, downdate) + 300 * r * lacking)
+    return {
+        "dual": size.n_members * (1.2 * n**2 * r + n**3 / 2 + 900 * r * n),
+        "complement": complement + 2 * size.per_iteration,
+        "cg": iterations * size.per_iteration + 450 * N * r + 1.2 * r**2 * N / 10,
+        "direct": size.n_members * (1.2 * r**2 * n + 300 * r * n + factorise),
+    }
 
 
-class DualSolver(DirectSolver):
-    """w = Aᵀ(AAᵀ + σ²)⁻¹√c y, where A = diag(√c)Φ has the rows of one member only."""
-
-    def cost(self, size: ProblemSize) -> float:
-        """Estimate the cost: a kernel matrix and its factorisation for each member."""
-        n, r = size.n_present, size.rank
-        return size.n_members * (1.2 * n**2 * r + n**3 / 2 + 900 * r * n)
-
-    def solve(self, problem: MemberProblem, tolerance: float) -> MemberSolution:
-        """Solve member by member; one with more rows than features directly.
-
-        For such a member AAᵀ is singular and depends on σ² more delicately.
-        """
-        rank = problem.Phi.shape[1]
-        few = np.count_nonzero(problem.C, axis=1) <= rank
-        members = [
-            self._dual(problem, i) if few[i] else self._member(problem, i)
-            for i in range(len(problem.C))
-        ]
-        return MemberSolution(np.stack(members, axis=-1), "dual")
-
-    @staticmethod
-    def _dual(problem: MemberProblem, i: int) -> Float64Array:
-        rows = np.flatnonzero(problem.C[i])
-        root = np.sqrt(problem.C[i, rows])
-        A = _scaled_rows(problem.Phi, rows, root)
-        kernel = blas.dsyrk(1.0, A.T, trans=1, lower=1)
-        kernel[np.diag_indices_from(kernel)] += problem.full.noise_variance
-        factor = cholesky(kernel, what="ΦΦᵀ + σ² of a member", overwrite=True)
-        dual = cholesky_solve(factor, (root * problem.Y[i][:, rows]).T)
-        return times(np.ascontiguousarray(dual.T), A).T
+def solve_direct(problem: MemberProblem) -> MemberSolution:
+    """Solve (Φᵀ diag(c) Φ + σ²) w = Φᵀ diag(c) y member by member."""
+    members = [_direct(problem, i) for i in range(len(problem.C))]
+    return MemberSolution(np.stack(members, axis=-1), "direct")
 
 
-class ComplementSolver(MemberSolver):
-    """Remove from the full model, for each member, the rows that it lacks."""
-
-    def cost(self, size: ProblemSize) -> float:
-        """Estimate the cost: the matrix inversion lemma, or a subtracted Gram matrix."""
-        r, lacking = size.rank, size.n_train - size.n_present
-        woodbury = 1.2 * r**2 * lacking + 1.2 * lacking**2 * r + lacking**3 / 2
-        factorise = r**3 / 2 + 60 * size.n_train * r
-        downdate = 1.2 * r**2 * lacking + 10 * r**2 + factorise
-        per_member = min(woodbury, downdate) + 300 * r * lacking
-        return size.n_members * per_member + 2 * size.per_iteration
-
-    def solve(self, problem: MemberProblem, tolerance: float) -> MemberSolution:
-        """Solve all members, and check what subtraction lost to rounding."""
-        Phi, T, factor = problem.Phi, problem.n_outputs, problem.full.factor
-        # The full model of each member's own targets: the given one need not have the same.
-        all_rows = project(Phi, problem.sample_weight * problem.Y.reshape(-1, len(Phi)))
-        W = cholesky_solve(factor, all_rows.T).T
-        few = (problem.C == 0).sum(axis=1).max() < Phi.shape[1]
-        remove = self._woodbury if few else self._downdate
-        try:
-            for i in range(len(problem.C)):
-                mine = slice(i * T, (i + 1) * T)
-                W[mine] = remove(problem, i, W[mine].T).T
-        except NumericalError as error:
-            raise InaccurateError("the difference of Gram matrices is lost in rounding") from error
-        # The residual ρ shows the error: ‖e‖²_A = ρ·A⁻¹ρ, and A⁻¹ is about that of the full model.
-        F, C = predict(Phi, W), problem.systems()
-        rho = project(Phi, C * (problem.Y.reshape(F.shape) - F)) - problem.full.noise_variance * W
-        V = cholesky_whiten(factor, rho.T)
-        energy = np.einsum("rq,rq->q", V, V) / C.sum(axis=1)
-        rms = np.sqrt(np.mean(energy.reshape(-1, T), axis=0))
-        left = float(np.max(rms / problem.scale(F)))
-        if not left <= tolerance:
-            raise InaccurateError(f"rounding left a relative error of {left:.1e}")
-        return MemberSolution(problem.as_weights(W), "complement", 0, left)
-
-    @staticmethod
-    def _woodbury(problem: MemberProblem, i: int, start: Float64Array) -> Float64Array:
-        """Leave rows out of the full model w by the matrix inversion lemma.
-
-        With A = diag(√s)Φ of the absent rows, (ΦᵀΦ + σ²) = LLᵀ and V = L⁻¹Aᵀ,
-
-            w_i = w − (LLᵀ)⁻¹Aᵀ (1 − A(LLᵀ)⁻¹Aᵀ)⁻¹ (√s y − A w) = w − L⁻ᵀV (1 − VᵀV)⁻¹ √s (y − Φw).
-        """
-        rows = np.flatnonzero(problem.C[i] == 0)
-        if not rows.size:
-            return start
-        root = np.sqrt(problem.sample_weight[rows])
-        A = _scaled_rows(problem.Phi, rows, root)
-        missed = (root * problem.Y[i][:, rows]).T - A @ start
-        V = solve_triangular(
-            problem.full.factor, A.T, lower=True, overwrite_b=True, check_finite=False
-        )
-        core = blas.dsyrk(-1.0, V, trans=1, lower=1)
-        core[np.diag_indices_from(core)] += 1.0
-        change = V @ cholesky_solve(cholesky(core, what="1 − VᵀV", overwrite=True), missed)
-        removed: Float64Array = solve_triangular(
-            problem.full.factor, change, lower=True, trans="T", check_finite=False
-        )
-        return start - removed
-
-    @staticmethod
-    def _downdate(problem: MemberProblem, i: int, start: Float64Array) -> Float64Array:
-        """Subtract the Gram matrix of the absent rows from that of all rows."""
-        gram = np.array(problem.full.gram.T, order="F")
-        absent = np.where(problem.C[i] == 0, problem.sample_weight, 0.0)
-        _add_gram(gram, problem.Phi, absent, sign=-1.0)
-        return _solve_gram(problem, i, gram)
+def _direct(problem: MemberProblem, i: int) -> Float64Array:
+    gram = np.zeros((problem.Phi.shape[1],) * 2, order="F")
+    _add_gram(gram, problem.Phi, problem.C[i])
+    return _solve_gram(problem, i, gram)
 
 
-class ConjugateGradientSolver(MemberSolver):
-    """Preconditioned conjugate gradients for all members at once, starting from zero.
+def solve_dual(problem: MemberProblem) -> MemberSolution:
+    """Solve w = Aᵀ(AAᵀ + σ²)⁻¹√c y, where A = diag(√c)Φ has the rows of one member only.
 
-    Starting from the full model's weights would save two or three iterations. But where a member
-    lacks the only rows that determine some direction, CG does not move in that direction, and the
-    start stays: labels that the member must not know. The preconditioner holds no labels.
-
-    Parameters
-    ----------
-    max_iterations : int
-    may_give_up : bool
-        Stop early if the observed rate predicts that `max_iterations` will not suffice.
+    A member with more rows than features is solved directly: its AAᵀ is singular and depends on σ²
+    more delicately.
     """
-
-    def __init__(self, max_iterations: int = 500, *, may_give_up: bool = False) -> None:
-        self.max_iterations, self.may_give_up = max_iterations, may_give_up
-
-    def cost(self, size: ProblemSize) -> float:
-        """Estimate the cost from the number of iterations on random rows.
-
-        If all leverages are γ = d_eff/N and a member keeps a fraction p of the rows, the
-        eigenvalues of the preconditioned operator fill (√(p(1−γ)) ± √(γ(1−p)))² (the edges of the
-        Jacobi ensemble), and the error shrinks by √(γ(1−p)) / √(p(1−γ)) per iteration. Unequal
-        leverages add to that; ``method="auto"`` abandons CG when the observed rate is too slow.
-        """
-        N, r, p = size.n_train, size.rank, size.effective_fraction
-        leverage = min(max(size.effective_dimension / N, 0.0), 1.0)
-        seen, unseen = math.sqrt(p * (1 - leverage)), math.sqrt(leverage * (1 - min(p, 1.0)))
-        rate = min(max(unseen / seen, 0.05), 0.8) if seen > 0 else 0.8
-        iterations = 3 + 1.2 * math.log(2 / min(size.tolerance, 1.0)) / -math.log(rate)
-        return iterations * size.per_iteration + 450 * N * r + 1.2 * r**2 * N / 10
-
-    def solve(self, problem: MemberProblem, tolerance: float) -> MemberSolution:
-        """Solve until the estimated prediction error is below tolerance for every system."""
-        C, n_outputs = problem.systems(), problem.n_outputs
-        rhs = project(problem.Phi, C * problem.Y.reshape(C.shape))
-        recurrence = _Recurrence(problem, C, rhs)
-        steps, error = np.zeros((self.max_iterations, len(rhs))), np.zeros(len(rhs))
-        scale, k = problem.scale(recurrence.F), 0
-        while recurrence.active.size and k < self.max_iterations:
-            active = recurrence.active
-            steps[k, active] = recurrence.advance()
-            k += 1
-            error[active] = _remaining_error(steps[:k, active])
-            scale = problem.scale(recurrence.F)
-            excess = error[active] / (tolerance * scale[active % n_outputs])
-            going = ~(excess <= 1)  # NaN counts as not converged
-            recurrence.go_on_with(going)
-            if self.may_give_up and k >= _STEPS_BEFORE_GIVING_UP and going.any():
-                # The mean rate since the first step, not the cautious one of `_remaining_error`:
-                # steps stop shrinking for a while whenever CG finds another small eigenvalue.
-                ratio = _divide(steps[k - 1, active[going]], steps[0, active[going]])
-                rate = np.clip(ratio ** (1 / (k - 1)), 0.3, 0.98)
-                if not k + np.max(np.log(excess[going]) / -np.log(rate)) <= self.max_iterations:
-                    break
-        rms = np.sqrt(np.mean(error.reshape(-1, n_outputs) ** 2, axis=0))
-        left = float(np.max(rms / scale))
-        if recurrence.active.size or not left <= tolerance:
-            raise InaccurateError(f"{k} iterations left a relative error of {left:.1e}")
-        return MemberSolution(problem.as_weights(recurrence.X), "cg", k, left)
+    few = np.count_nonzero(problem.C, axis=1) <= problem.Phi.shape[1]
+    members = [_dual(problem, i) if few[i] else _direct(problem, i) for i in range(len(few))]
+    return MemberSolution(np.stack(members, axis=-1), "dual")
 
 
-class _Recurrence:
-    """The conjugate-gradient recurrences of the systems that have not converged."""
+def _dual(problem: MemberProblem, i: int) -> Float64Array:
+    rows = np.flatnonzero(problem.C[i])
+    root = np.sqrt(problem.C[i, rows])
+    A = _scaled_rows(problem.Phi, rows, root)
+    kernel = blas.dsyrk(1.0, A.T, trans=1, lower=1)
+    kernel[np.diag_indices_from(kernel)] += problem.full.noise_variance
+    factor = cholesky(kernel, what="ΦΦᵀ + σ² of a member", overwrite=True)
+    return np.asarray(A.T @ cholesky_solve(factor, (root * problem.Y[i][:, rows]).T))
 
-    def __init__(self, problem: MemberProblem, C: Float64Array, rhs: Float64Array) -> None:
-        self._Phi, self._C, self._noise_variance = problem.Phi, C, problem.full.noise_variance
-        self._precondition = _Preconditioner(problem)
-        self.X, self.F = np.zeros_like(rhs), np.zeros_like(C)
-        Z = self._precondition(rhs, np.arange(len(rhs)))
-        rz = np.einsum("qr,qr->q", rhs, Z)
-        # Systems of zero right-hand side are solved; NaN is not.
-        self.active: IntArray = np.flatnonzero(rz != 0)
-        self._R, self._P, self._rz = rhs[self.active], Z[self.active], rz[self.active]
 
-    def advance(self) -> Float64Array:
-        """Take one step, and return its length: the RMS change of the predictions."""
-        FP, AP = normal_product(self._Phi, self._C[self.active], self._noise_variance, self._P)
-        length = _divide(self._rz, np.einsum("qr,qr->q", self._P, AP))
-        self.X[self.active] += length[:, None] * self._P
-        self.F[self.active] += length[:, None] * FP
-        self._R -= length[:, None] * AP
-        moved: Float64Array = length * np.sqrt(np.einsum("qn,qn->q", FP, FP) / FP.shape[1])
-        return moved
+def solve_complement(problem: MemberProblem, tolerance: float) -> MemberSolution:
+    """Remove from the full model, for each member, the rows that it lacks.
 
-    def go_on_with(self, going: BoolArray) -> None:
-        """Freeze the other systems, and find the next directions of these."""
-        self.active, R, P = self.active[going], self._R[going], self._P[going]
-        if self.active.size:
-            Z = self._precondition(R, self.active)
-            rz = np.einsum("qr,qr->q", R, Z)
-            self._P = Z + _divide(rz, self._rz[going])[:, None] * P
-            self._R, self._rz = R, rz
+    Raises `InaccurateError` if the subtraction loses too much to rounding.
+    """
+    Phi, T, factor = problem.Phi, problem.n_outputs, problem.full.factor
+    # The full model of each member's own targets: the given one need not have the same.
+    all_rows = project(Phi, problem.sample_weight * problem.Y.reshape(-1, len(Phi)))
+    W = cholesky_solve(factor, all_rows.T).T
+    few = (problem.C == 0).sum(axis=1).max() < Phi.shape[1]
+    remove = _woodbury if few else _downdate
+    try:
+        for i in range(len(problem.C)):
+            mine = slice(i * T, (i + 1) * T)
+            W[mine] = remove(problem, i, W[mine].T).T
+    except NumericalError as error:
+        raise InaccurateError("the difference of Gram matrices is lost in rounding") from error
+    # The residual ρ shows the error: ‖e‖²_A = ρ·A⁻¹ρ, and A⁻¹ is about that of the full model.
+    F, C = predict(Phi, W), problem.systems()
+    rho = project(Phi, C * (problem.Y.reshape(F.shape) - F)) - problem.full.noise_variance * W
+    energy = np.sum(cholesky_whiten(factor, rho.T) ** 2, axis=0) / C.sum(axis=1)
+    rms = np.sqrt(np.mean(energy.reshape(-1, T), axis=0))
+    left = float(np.max(rms / problem.scale(F)))
+    if not left <= tolerance:
+        raise InaccurateError(f"rounding left a relative error of {left:.1e}")
+    return MemberSolution(problem.as_weights(W), "complement", 0, left)
+
+
+def _woodbury(problem: MemberProblem, i: int, start: Float64Array) -> Float64Array:
+    """Leave rows out of the full model w by the matrix inversion lemma.
+
+    With A = diag(√s)Φ of the absent rows, (ΦᵀΦ + σ²) = LLᵀ and V = L⁻¹Aᵀ,
+
+        w_i = w − (LLᵀ)⁻¹Aᵀ (1 − A(LLᵀ)⁻¹Aᵀ)⁻¹ (√s y − A w) = w − L⁻ᵀV (1 − VᵀV)⁻¹ √s (y − Φw).
+    """
+    rows = np.flatnonzero(problem.C[i] == 0)
+    if not rows.size:
+        return start
+    root = np.sqrt(problem.sample_weight[rows])
+    A = _scaled_rows(problem.Phi, rows, root)
+    missed = (root * problem.Y[i][:, rows]).T - A @ start
+    V = solve_triangular(problem.full.factor, A.T, lower=True, overwrite_b=True, check_finite=False)
+    core = blas.dsyrk(-1.0, V, trans=1, lower=1)
+    core[np.diag_indices_from(core)] += 1.0
+    change = V @ cholesky_solve(cholesky(core, what="1 − VᵀV", overwrite=True), missed)
+    back = solve_triangular(problem.full.factor, change, lower=True, trans="T", check_finite=False)
+    return np.asarray(start - back)
+
+
+def _downdate(problem: MemberProblem, i: int, start: Float64Array) -> Float64Array:
+    """Subtract the Gram matrix of the absent rows from that of all rows."""
+    gram = np.array(problem.full.gram.T, order="F")
+    absent = np.where(problem.C[i] == 0, problem.sample_weight, 0.0)
+    _add_gram(gram, problem.Phi, absent, sign=-1.0)
+    return _solve_gram(problem, i, gram)
+
+
+def solve_by_conjugate_gradients(
+    problem: MemberProblem,
+    tolerance: float,
+    max_iterations: int = 500,
+    *,
+    may_give_up: bool = False,
+) -> MemberSolution:
+    """Solve all members at once, until the estimated prediction error is below tolerance.
+
+    Raises `InaccurateError` after `max_iterations`, or if it `may_give_up`, as soon as the observed
+    rate predicts that these will not suffice.
+
+    Starting from the full model's weights, not from zero, would save two or three iterations. But
+    where a member lacks the only rows that determine some direction, CG does not move in that
+    direction, and the start stays: labels that the member must not know. The preconditioner holds
+    no labels.
+    """
+    C, n_outputs, noise = problem.systems(), problem.n_outputs, problem.full.noise_variance
+    R = project(problem.Phi, C * problem.Y.reshape(C.shape))
+    precondition = _Preconditioner(problem)
+    X, F = np.zeros_like(R), np.zeros_like(C)
+    steps, error = np.zeros((max_iterations, len(R))), np.zeros(len(R))
+    scale, k = problem.scale(F), 0
+    P = precondition(R, np.arange(len(R)))
+    rz = np.einsum("qr,qr->q", R, P)
+    active = np.flatnonzero(rz != 0)  # systems of zero right-hand side are solved; NaN is not
+    R, P, rz = R[active], P[active], rz[active]
+    while active.size and k < max_iterations:
+        FP, AP = normal_product(problem.Phi, C[active], noise, P)
+        length = _divide(rz, np.einsum("qr,qr->q", P, AP))
+        X[active] += length[:, None] * P
+        F[active] += length[:, None] * FP
+        steps[k, active] = length * np.sqrt(np.einsum("qn,qn->q", FP, FP) / FP.shape[1])
+        k += 1
+        error[active] = _remaining_error(steps[:k, active])
+        scale = problem.scale(F)
+        excess = error[active] / (tolerance * scale[active % n_outputs])
+        going = ~(excess <= 1)  # NaN counts as not converged
+        R, P, rz, active = (R - length[:, None] * AP)[going], P[going], rz[going], active[going]
+        if may_give_up and k >= _STEPS_BEFORE_GIVING_UP and going.any():
+            # The mean rate since the first step, not the cautious one of `_remaining_error`:
+            # steps stop shrinking for a while whenever CG finds another small eigenvalue.
+            ratio = _divide(steps[k - 1, active], steps[0, active])
+            rate = np.clip(ratio ** (1 / (k - 1)), 0.3, 0.98)
+            if not k + np.max(np.log(excess[going]) / -np.log(rate)) <= max_iterations:
+                break
+        if active.size:
+            Z = precondition(R, active)
+            previous, rz = rz, np.einsum("qr,qr->q", R, Z)
+            P = Z + _divide(rz, previous)[:, None] * P
+    rms = np.sqrt(np.mean(error.reshape(-1, n_outputs) ** 2, axis=0))
+    left = float(np.max(rms / scale))
+    if active.size or not left <= tolerance:
+        raise InaccurateError(f"{k} iterations left a relative error of {left:.1e}")
+    return MemberSolution(problem.as_weights(X), "cg", k, left)
 
 
 def _divide(a: Float64Array, b: Float64Array) -> Float64Array:
     """Return a / b, and 0 where b vanishes: a system already solved exactly takes no step."""
-    return np.divide(a, b, out=np.zeros_like(a), where=b != 0)
+    return np.divide(a, b, out=np.zeros(b.shape), where=b != 0)
 
 
 def _remaining_error(steps: Float64Array) -> Float64Array:
@@ -688,11 +543,10 @@ def _remaining_error(steps: Float64Array) -> Float64Array:
         return np.full(steps.shape[1], np.inf)
     back = np.arange(last, min(2, last) - 1, -1)[:, None]
     before = steps[: len(back)]
-    ratio = np.divide(steps[last], before, out=np.zeros_like(before), where=before > 0)
+    ratio = _divide(np.broadcast_to(steps[last], before.shape), before)
     rate = np.clip(np.max(ratio ** (1 / back), axis=0), 0.3, 0.98)
     recent = steps[-3:] * rate ** np.arange(min(2, last), -1, -1)[:, None]
-    remaining: Float64Array = np.max(recent, axis=0) * rate / (1 - rate)
-    return remaining
+    return np.asarray(np.max(recent, axis=0) * rate / (1 - rate))
 
 
 class _Preconditioner:
@@ -718,7 +572,7 @@ class _Preconditioner:
         if not rows.size:
             return
         self._V = self._solve_lower(self._V)
-        overlap = times_transposed(self._V, self._V)
+        overlap = self._V @ self._V.T
         for i, c in enumerate(problem.C[:, rows]):
             lacking = np.flatnonzero(c == 0)
             core = np.asfortranarray(np.eye(lacking.size) - overlap[np.ix_(lacking, lacking)])
@@ -733,14 +587,14 @@ class _Preconditioner:
         U = self._solve_lower(R.copy())
         if not self._V.size:
             return self._solve_lower(U, transposed=True)
-        overlaps = times_transposed(U, self._V)
+        overlaps = U @ self._V.T
         B = np.zeros_like(overlaps)
         for row, system in enumerate(systems):
             core = self._cores[system // self._n_outputs]
             if core is not None:
                 lacking, factor = core
                 B[row, lacking] = cholesky_solve(factor, overlaps[row, lacking])
-        return self._solve_lower(times(B, self._V, add_to=U), transposed=True)
+        return self._solve_lower(U + B @ self._V, transposed=True)
 
     def _solve_lower(self, B: Float64Array, *, transposed: bool = False) -> Float64Array:
         """Return the rows L⁻¹b, or L⁻ᵀb, in the place of those of B; SciPy's own is slower."""
@@ -799,13 +653,8 @@ def _scaled_rows(Phi: FloatArray, rows: IntArray, factors: Float64Array) -> Floa
     return A
 
 
-#: Ways to solve members, by name.
-SOLVERS: dict[str, MemberSolver] = {
-    "dual": DualSolver(),
-    "complement": ComplementSolver(),
-    "cg": ConjugateGradientSolver(),
-    "direct": DirectSolver(),
-}
+#: Ways to solve members.
+METHODS = ("dual", "complement", "cg", "direct")
 
 
 def solve_members(
@@ -838,16 +687,11 @@ def solve_members(
         ``auto`` takes the solver of lowest estimated cost, and abandons ``cg`` for the cheaper of
         ``dual`` and ``direct`` if it converges too slowly.
     tolerance : float
-        Accepted RMS prediction error of ``cg`` on the training rows, relative to the RMS standard
-        deviation (ddof = 1) between members.
+        Accepted RMS prediction error of ``cg`` and ``complement`` on the training rows, relative to
+        the RMS standard deviation (ddof = 1) between members. If a requested method cannot reach
+        it, a warning is issued, and the cheaper of ``dual`` and ``direct`` is used.
     max_iterations : int
         Of ``cg``.
-
-    Warns
-    -----
-    QualmsWarning
-        If the requested ``cg`` or ``complement`` cannot reach the tolerance. The members are then
-        solved by the cheaper of ``dual`` and ``direct``.
 
     Raises
     ------
@@ -855,34 +699,44 @@ def solve_members(
         If σ² is lost in the rounding of a member's Gram matrix.
     """
     problem = _check(Phi, Y, counts, full, sample_weight)
-    if method not in ("auto", *SOLVERS):
-        raise InputError("method", repr(method), f"one of auto, {', '.join(SOLVERS)}")
+    if method not in ("auto", *METHODS):
+        raise InputError("method", repr(method), f"one of auto, {', '.join(METHODS)}")
     if method == "complement" and not problem.is_subsample:
         raise InputError("method", "'complement'", "counts of 0 and 1", "Use method='auto'.")
-    if not (np.isfinite(tolerance) and tolerance > 0):
-        raise InputError("tolerance", tolerance, "a finite number > 0")
-    if max_iterations < 1:
-        raise InputError("max_iterations", max_iterations, "at least 1")
-    size = ProblemSize.of(problem, tolerance)
-    costs = {name: solver.cost(size) for name, solver in SOLVERS.items()}
-    few = np.count_nonzero(problem.C, axis=1).min() < _ROWS_PER_PARAMETER * size.effective_dimension
+    check_number("tolerance", tolerance, 0, strict=True)
+    check_integer("max_iterations", max_iterations, 1)
+    C, n_present = problem.C, np.count_nonzero(problem.C, axis=1)
+    size = ProblemSize(
+        len(Phi),
+        Phi.shape[1],
+        len(C),
+        problem.n_outputs,
+        float(n_present.mean()),
+        problem.effective_dimension(),
+        float(np.mean(C.sum(axis=1) ** 2 / (C**2).sum(axis=1))) / len(Phi),
+        tolerance,
+    )
+    costs = estimated_costs(size)
+    few = n_present.min() < _ROWS_PER_PARAMETER * size.effective_dimension
     exact = min(("dual", "direct"), key=costs.__getitem__)
     if few or not problem.is_subsample:
         del costs["complement"]
     if few:
         del costs["cg"]
     chosen = min(costs, key=costs.__getitem__) if method == "auto" else method
-    solver = SOLVERS[chosen]
-    if chosen == "cg":
-        affordable = math.ceil(costs[exact] / size.per_iteration)
-        budget = min(max_iterations, affordable) if method == "auto" else max_iterations
-        solver = ConjugateGradientSolver(budget, may_give_up=method == "auto")
     try:
         if chosen not in costs:
             raise InaccurateError(
                 "members have fewer rows than the full model has effective parameters"
             )
-        return solver.solve(problem, tolerance)
+        if chosen == "complement":
+            return solve_complement(problem, tolerance)
+        if chosen == "cg":
+            may_give_up = method == "auto"
+            affordable = math.ceil(costs[exact] / size.per_iteration)
+            budget = min(max_iterations, affordable) if may_give_up else max_iterations
+            return solve_by_conjugate_gradients(problem, tolerance, budget, may_give_up=may_give_up)
+        exact = chosen
     except InaccurateError as error:
         if method != "auto":
             warnings.warn(
@@ -891,7 +745,7 @@ def solve_members(
                 QualmsWarning,
                 stacklevel=2,
             )
-    return SOLVERS[exact].solve(problem, tolerance)
+    return solve_dual(problem) if exact == "dual" else solve_direct(problem)
 
 
 def _check(
@@ -913,23 +767,20 @@ def _check(
     times = np.asarray(counts, dtype=np.float64)
     if times.ndim != 2 or len(times) != n_train or times.shape[1] < 2:
         raise InputError("counts", f"shape {times.shape}", f"({n_train}, N_R) with N_R ≥ 2 members")
-    if not np.all(np.isfinite(times)) or np.any(times < 0):
-        raise InputError("counts", "negative or infinite values", "multiplicities ≥ 0")
-    empty = np.flatnonzero(~times.any(axis=0))
-    if empty.size:
-        raise InputError("counts", f"no rows for member {empty[0]}", "at least one row for each")
+    if not np.all(np.isfinite(times)) or np.any(times < 0) or not np.all(times.any(axis=0)):
+        expected = "finite multiplicities ≥ 0, and at least one row for each member"
+        raise InputError("counts", "an array", expected)
+    n_members = times.shape[1]
     targets = np.asarray(Y, dtype=np.float64)
-    shapes = f"({n_train}, T) or ({n_train}, T, {times.shape[1]})"
-    if targets.ndim not in (2, 3) or len(targets) != n_train or targets.size == 0:
-        raise InputError("Y", f"shape {targets.shape}", shapes)
-    if targets.ndim == 3 and targets.shape[2] != times.shape[1]:
-        raise InputError("Y", f"shape {targets.shape}", shapes)
+    targets = targets[:, :, None] if targets.ndim == 2 else targets
+    if targets.ndim != 3 or len(targets) != n_train or targets.shape[2] not in (1, n_members):
+        given = f"shape {np.shape(Y)}"
+        raise InputError("Y", given, f"({n_train}, T) or ({n_train}, T, {n_members})")
     if not np.all(np.isfinite(targets)):
         raise InputError("Y", "NaN or infinite values", "finite values")
     if full.factor.shape != (rank, rank):
         raise InputError("full", f"factor of shape {full.factor.shape}", f"({rank}, {rank})")
-    last = targets[:, :, None] if targets.ndim == 2 else targets
-    per_member = np.broadcast_to(last, (*last.shape[:2], times.shape[1])).transpose(2, 1, 0)
+    per_member = np.broadcast_to(targets, (*targets.shape[:2], n_members)).transpose(2, 1, 0)
     is_subsample = bool(np.all((times == 0) | (times == 1)))
     C = np.ascontiguousarray((times * weight[:, None]).T)
     return MemberProblem(Phi, per_member, C, weight, full, is_subsample)
@@ -938,23 +789,15 @@ def _check(
 # The full model and its members, in the units of y.
 @dataclass(frozen=True)
 class FullModel:
-    """The projected process of all training points.
+    """The projected process of all training points, for y of zero mean and unit variance.
 
-    Attributes
-    ----------
-    process : ProjectedProcess
-        For y of zero mean and unit variance.
-    center, scale : (T,) arrays
-        Mean and standard deviation of y; the scale of a constant y is one. Without centring, zero
-        and the root of the mean square.
-    centered : bool
-        Whether each member subtracts a mean of its own.
+    `center` and `scale` (T,) are mean and standard deviation of y; the scale of a constant y is
+    one. Without centring, they are zero and the root of the mean square.
     """
 
     process: ProjectedProcess
     center: Float64Array
     scale: Float64Array
-    centered: bool = True
 
     @property
     def weights(self) -> Float64Array:
@@ -972,34 +815,7 @@ class FullModel:
         Phi_X (n, r) are whitened features, k_xx (n,) prior variances relative to Var[y]: the
         diagonal of the kernel of unit mean diagonal.
         """
-        relative = np.sqrt(self.process.variance(Phi_X, k_xx))
-        return relative[:, None] * self.scale
-
-
-@dataclass(frozen=True)
-class Members:
-    """The members of an ensemble, in the units of y.
-
-    Attributes
-    ----------
-    weights : (r, T, N_R) array
-        Weights of the whitened features.
-    intercepts : (T, N_R) array
-        Mean of y over the training set of each member.
-    solution : MemberSolution
-        How they were solved.
-    """
-
-    weights: Float64Array
-    intercepts: Float64Array
-    solution: MemberSolution
-
-    def predict(self, Phi_X: FloatArray) -> Float64Array:
-        """Return the predictions of each member for whitened features (n, r): (n, T, N_R)."""
-        r, n_outputs, n_members = self.weights.shape
-        flat = Phi_X @ self.weights.reshape(r, n_outputs * n_members)
-        predicted: Float64Array = flat.reshape(-1, n_outputs, n_members) + self.intercepts
-        return predicted
+        return np.sqrt(self.process.variance(Phi_X, k_xx))[:, None] * self.scale
 
 
 def fit_full_model(
@@ -1049,21 +865,18 @@ def fit_full_model(
         # Only the scatter of replicates, if there is any, determines the noise.
         relative = 1.0 if replicates is None else max(replicates.variance, 1.0)
     else:
-        # σ²/w is the noise of an observation: the grid must reach where w puts it.
-        grid = noise_grid(float(weight.mean()))
-        selection = select_noise(
+        relative = select_noise(
             Phi,
             targets,
-            grid,
+            noise_grid(float(weight.mean())),  # σ²/w is the noise of an observation
             criterion=noise,
             sample_weight=sample_weight,
             gram=gram,
             replicates=replicates,
             groups=groups,
-        )
-        relative = selection.noise_variance
+        ).noise_variance
     process = fit_projected_process(Phi, targets, relative, sample_weight=sample_weight, gram=gram)
-    return FullModel(process, offset, scale, center)
+    return FullModel(process, offset, scale)
 
 
 def fit_members(
@@ -1073,35 +886,26 @@ def fit_members(
     counts: IntArray,
     *,
     sample_weight: FloatArray | None = None,
-) -> Members:
-    """Solve all members on the basis of the full model, with its noise.
+) -> tuple[Float64Array, Float64Array]:
+    """Solve all members on the basis of the full model, with its noise, in the units of y.
+
+    Returns the weights (r, T, N_R) of the whitened features, and the intercepts (T, N_R), the means
+    of y over the training set of each member.
 
     Parameters
     ----------
     full : FullModel
     Phi : (N, r) array
-    y : (N,), (N, T) or (N, T, N_R) array
-        Targets, common to all members or, if each has subtracted a baseline of its own, each
-        member's own.
+    y : (N,) or (N, T) array
     counts : (N, N_R) array of int
         How often each point is in the training set of each member.
     sample_weight : (N,) array, optional
     """
-    Y = y if y.ndim == 3 else as_targets(y, len(Phi))[:, :, None]
     weight = check_sample_weight(sample_weight, len(Phi))[:, None] * counts
-    targets = (Y - full.center[:, None]) / full.scale[:, None]
+    center, scale = full.center[:, None], full.scale[:, None]
+    targets = (as_targets(y, len(Phi))[:, :, None] - center) / scale
     means = np.sum(targets * (weight / weight.sum(axis=0))[:, None], axis=0)  # (T, N_R)
-    if not full.centered:
-        means = np.zeros_like(means)
     solution = solve_members(
-        Phi,
-        targets - means,
-        counts,
-        full.process,
-        sample_weight=sample_weight,
+        Phi, targets - means, counts, full.process, sample_weight=sample_weight
     )
-    return Members(
-        weights=solution.weights * full.scale[:, None],
-        intercepts=full.center[:, None] + full.scale[:, None] * means,
-        solution=solution,
-    )
+    return solution.weights * scale, center + scale * means

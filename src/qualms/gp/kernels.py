@@ -49,7 +49,7 @@ def normalize_rows(X: FloatArray) -> FloatArray:
 
 @dataclass(frozen=True)
 class PowerKernel:
-    r"""The power kernel k(x, x′) = [(x·x′ + c) / (1 + c)]^ζ of normalised features.
+    """The power kernel k(x, x′) = [(x·x′ + c) / (1 + c)]^ζ of normalised features.
 
     With c = 0 this is the SOAP kernel of Eq. (13), Musil et al. 2019, raised to the power ζ, as is
     customary. An even power of it does not distinguish x from −x, and a fractional one is not
@@ -106,8 +106,14 @@ class PowerKernel:
             dots /= dots.dtype.type(1 + self.offset)
         if float(self.exponent).is_integer():
             return _integer_power(dots, int(self.exponent))
-        if not self.clip:
-            _reject_negative(dots, self.exponent)
+        lowest = float(dots.min(initial=0.0))
+        if not self.clip and lowest < -100 * np.finfo(dots.dtype).eps:  # more than rounding
+            raise InputError(
+                "exponent",
+                self.exponent,
+                f"an integer, because some products x·x′ are negative (down to {lowest:.3g})",
+                "Use an integer exponent, or offset=1.",
+            )
         np.maximum(dots, 0, out=dots)
         return np.power(dots, dots.dtype.type(self.exponent), out=dots)
 
@@ -148,27 +154,9 @@ def _integer_power(x: FloatArray, exponent: int) -> FloatArray:
     return result
 
 
-def _reject_negative(dots: FloatArray, exponent: float) -> None:
-    """Reject products that are negative by more than rounding."""
-    lowest = float(dots.min(initial=0.0))
-    if lowest < -100 * np.finfo(dots.dtype).eps:
-        raise InputError(
-            "exponent",
-            exponent,
-            f"an integer, because some products x·x′ are negative (down to {lowest:.3g})",
-            "Use an integer exponent, or offset=1.",
-        )
-
-
 @dataclass(frozen=True)
 class RBFKernel:
-    """The Gaussian (radial basis function) kernel k(x, x′) = exp(−|x − x′|² / 2ℓ²).
-
-    Parameters
-    ----------
-    length_scale : float
-        ℓ > 0, in the units of the features.
-    """
+    """The Gaussian kernel k(x, x′) = exp(−|x − x′|² / 2ℓ²), with ``length_scale`` ℓ > 0."""
 
     length_scale: float = 1.0
 
@@ -193,8 +181,7 @@ def squared_distances(X: FloatArray, Y: FloatArray) -> FloatArray:
     from the origin.
     """
     center = Y.mean(axis=0)
-    X = X - center
-    Y = Y - center
+    X, Y = X - center, Y - center
     D2: FloatArray = X @ Y.T
     D2 *= -2
     D2 += np.einsum("ij,ij->i", X, X)[:, None]
@@ -209,13 +196,7 @@ class WeightedSumKernel:
     With one SOAP cutoff per group of columns this is the multi-scale kernel. Features are used as
     they are: normalise groups of columns before, where a term needs rows of unit length.
 
-    Parameters
-    ----------
-    kernels : sequence of Kernel
-    weights : sequence of float
-        Not negative, at least one positive.
-    columns : sequence of slice, optional
-        The columns of X that each kernel sees; all of them if not given.
+    Weights are not negative, and at least one is positive; all columns are used if not given.
     """
 
     kernels: Sequence[Kernel]
@@ -223,19 +204,13 @@ class WeightedSumKernel:
     columns: Sequence[slice] | None = None
 
     def __post_init__(self) -> None:
+        for name, values in (("weights", self.weights), ("columns", self.columns)):
+            if values is not None and len(values) != len(self.kernels):
+                expected = f"one for each of {len(self.kernels)} kernels"
+                raise InputError(name, f"{len(values)} values", expected)
         w = np.asarray(self.weights, dtype=float)
-        if w.shape != (len(self.kernels),):
-            raise InputError(
-                "weights", f"{w.size} values", f"one for each of {len(self.kernels)} kernels"
-            )
         if not np.all(np.isfinite(w)) or np.any(w < 0) or not np.any(w > 0):
             raise InputError("weights", list(self.weights), "finite values ≥ 0, at least one > 0")
-        if self.columns is not None and len(self.columns) != len(self.kernels):
-            raise InputError(
-                "columns",
-                f"{len(self.columns)} slices",
-                f"one for each of {len(self.kernels)} kernels",
-            )
 
     def __call__(self, X: FloatArray, Y: FloatArray, /) -> FloatArray:
         """Return the kernel between the rows of X (n, d) and those of Y (m, d): (n, m)."""
@@ -248,9 +223,8 @@ class WeightedSumKernel:
     def _sum(self, term: Callable[[Kernel, slice], FloatArray]) -> FloatArray:
         columns = self.columns or [slice(None)] * len(self.kernels)
         terms = zip(self.kernels, self.weights, columns, strict=True)
-        return functools.reduce(
-            np.add, (float(w) * term(kernel, cols) for kernel, w, cols in terms)
-        )
+        products = (float(w) * term(kernel, cols) for kernel, w, cols in terms)
+        return functools.reduce(np.add, products)
 
 
 def sum_over_structures(K: FloatArray, offsets: IntArray, *, average: bool = False) -> Float64Array:
@@ -270,12 +244,9 @@ def sum_over_structures(K: FloatArray, offsets: IntArray, *, average: bool = Fal
     """
     offsets = np.asarray(offsets, dtype=np.intp)
     sizes = np.diff(offsets)
-    if offsets.ndim != 1 or len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != len(K):
-        raise InputError(
-            "offsets", offsets, f"increasing integers from 0 to the number of rows, {len(K)}"
-        )
-    if np.any(sizes < 1):
-        raise InputError("offsets", offsets, "at least one environment in every structure")
+    if not len(sizes) or offsets[0] != 0 or offsets[-1] != len(K) or np.any(sizes < 1):
+        expected = f"increasing integers from 0 to the number of rows, {len(K)}"
+        raise InputError("offsets", offsets, expected)
     # A sum for each structure: np.add.reduceat along the first axis takes 20 times longer.
     sums = np.empty((len(sizes), K.shape[1]))
     for s, (begin, end) in enumerate(pairwise(offsets)):
@@ -283,14 +254,6 @@ def sum_over_structures(K: FloatArray, offsets: IntArray, *, average: bool = Fal
     if average:
         sums /= sizes[:, None]
     return sums
-
-
-def structure_kernel(
-    K: FloatArray, row_offsets: IntArray, column_offsets: IntArray, *, average: bool = False
-) -> FloatArray:
-    """Sum (or average) a kernel of environments over structures on both sides."""
-    rows = sum_over_structures(K, row_offsets, average=average)
-    return np.ascontiguousarray(sum_over_structures(rows.T, column_offsets, average=average).T)
 
 
 def unit_scale(
@@ -305,19 +268,13 @@ def unit_scale(
     ----------
     variance : float
         Var[y].
-    k_diag : (N,) array
-        The diagonal of the kernel matrix of the same N inputs.
-    sample_weight : (N,) array, optional
-        How much each input counts.
+    k_diag, sample_weight : (N,) arrays
+        The diagonal of the kernel matrix of the same N inputs, and how much each input counts.
     """
     mean_diag = float(np.average(k_diag.astype(np.float64), weights=sample_weight))
     if not (mean_diag > 0 and np.isfinite(mean_diag)):
-        raise InputError(
-            "k_diag",
-            f"mean {mean_diag:.3g}",
-            "a positive finite mean",
-            "Are all features zero, or far too large? Scale them.",
-        )
+        remedy = "Are all features zero, or far too large? Scale them."
+        raise InputError("k_diag", f"mean {mean_diag:.3g}", "a positive finite mean", remedy)
     return variance / mean_diag
 
 
@@ -328,5 +285,5 @@ def median_length_scale(X: FloatArray, *, max_rows: int = 1000) -> float:
     """
     rows = X[np.linspace(0, len(X) - 1, min(len(X), max_rows)).astype(int)]
     D2 = squared_distances(rows, rows)[np.triu_indices(len(rows), k=1)]
-    scale: Float64Array = np.sqrt(D2[D2 > 0].astype(np.float64))
-    return float(np.median(scale)) if scale.size else 1.0
+    distances = np.sqrt(D2[D2 > 0], dtype=np.float64)
+    return float(np.median(distances)) if distances.size else 1.0

@@ -23,17 +23,13 @@ class Whitening:
         rounding, combinations of these, so that nothing is lost with them.
     factor : (r, r) array
         Lower triangular L with K_MM[pivots, pivots] = L Lᵀ.
-    residual : float
-        Largest prior variance, relative to the largest diagonal of K_MM, that the dropped
-        representatives would add.
     negative : float
-        How far below zero, on the same scale, the smallest one lies: beyond rounding only if K_MM
-        is not positive semi-definite.
+        How far below zero, relative to the largest diagonal of K_MM, the prior variance left in a
+        dropped representative lies: beyond rounding only if K_MM is not positive semi-definite.
     """
 
     pivots: IntArray
     factor: Float64Array
-    residual: float
     negative: float
 
     @property
@@ -48,9 +44,8 @@ class Whitening:
         `pivots`. Overwriting it, if it is C-contiguous float64, saves an array of its size.
         """
         if K_XM.shape[1] != self.effective_rank:
-            raise InputError(
-                "K_XM", f"{K_XM.shape[1]} columns", f"one for each of {self.effective_rank} pivots"
-            )
+            given = f"{K_XM.shape[1]} columns"
+            raise InputError("K_XM", given, f"one for each of {self.effective_rank} pivots")
         solved: FloatArray = scipy.linalg.solve_triangular(
             self.factor, K_XM.T, lower=True, overwrite_b=overwrite, check_finite=False
         ).T
@@ -97,22 +92,9 @@ def whiten(K_MM: FloatArray, *, rtol: float | None = None) -> Whitening:
     factor, pivots, rank, _ = lapack.dpstrf(K_MM, tol=rtol * largest, lower=1, overwrite_a=1)
     order = pivots.astype(np.intp) - 1
     # Prior variance left in each dropped representative: the diagonal after the last step.
-    left = diagonal[order[rank:]] - np.einsum(
-        "ij,ij->i", factor[rank:, :rank], factor[rank:, :rank]
-    )
-    return Whitening(
-        pivots=order[:rank],
-        factor=np.tril(factor[:rank, :rank]),
-        residual=float(max(left.max(initial=0.0), 0.0)) / largest,
-        negative=float(max(-left.min(initial=0.0), 0.0)) / largest,
-    )
-
-
-def clip_diagonal(covariance: Float64Array) -> Float64Array:
-    """Set negative rounding errors on the diagonal of a covariance (n, n) to zero, in place."""
-    diagonal = np.diag_indices_from(covariance)
-    covariance[diagonal] = np.maximum(covariance[diagonal], 0.0)
-    return covariance
+    left = diagonal[order[rank:]] - np.sum(factor[rank:, :rank] ** 2, axis=1)
+    negative = float(max(-left.min(initial=0.0), 0.0)) / largest
+    return Whitening(order[:rank], np.tril(factor[:rank, :rank]), negative)
 
 
 def cholesky(A: Float64Array, *, what: str, overwrite: bool = False) -> Float64Array:

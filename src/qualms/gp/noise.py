@@ -21,9 +21,9 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
+from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import scipy.linalg
@@ -48,19 +48,11 @@ _MANY_COLUMNS = 6_000
 _EPS = float(np.finfo(np.float64).eps)
 
 
-@dataclass(frozen=True)
-class NoiseSelection:
-    """A noise variance and the curve it was chosen from.
+class NoiseSelection(NamedTuple):
+    """The best σ², refined between grid points, and the curve it was chosen from.
 
-    Attributes
-    ----------
-    noise_variance : float
-        The best σ², refined between grid points.
-    grid : (G,) array
-        Noise variances that were tried.
-    scores : (G,) array
-        What was minimised: mean absolute leave-one-out residual, or minus the log marginal
-        likelihood.
+    `scores` (G,) of the noise variances `grid` (G,) that were tried: the mean absolute
+    leave-one-out residual, or minus the log marginal likelihood.
     """
 
     noise_variance: float
@@ -72,12 +64,8 @@ class NoiseSelection:
 class Replicates:
     """Scatter of several observations of one input about their mean, over all inputs.
 
-    Attributes
-    ----------
-    dof : int
-        Number of different observations less that of inputs.
-    sum_of_squares : (T,) array
-        Weighted sum of squared deviations of each output, in the units of y².
+    `dof` is the number of different observations less that of inputs, `sum_of_squares` (T,) the
+    weighted sum of squared deviations of each output, in the units of y².
     """
 
     dof: int
@@ -92,13 +80,12 @@ class Replicates:
         """Return minus the log likelihood of the scatter, up to a constant, for each σ²: (G,)."""
         dof = self.dof * self.sum_of_squares.size
         total = float(np.sum(self.sum_of_squares))
-        curve: Float64Array = 0.5 * (dof * np.log(noise_variance) + total / noise_variance)
-        return curve
+        return np.asarray(0.5 * (dof * np.log(noise_variance) + total / noise_variance))
 
 
-def noise_grid(variance: float, *, lowest: float = 1e-10, highest: float = 10.0) -> Float64Array:
-    """Return noise variances from `lowest` to `highest` times Var[y], evenly in ln σ²."""
-    return variance * np.geomspace(lowest, highest, 45)
+def noise_grid(variance: float) -> Float64Array:
+    """Return noise variances from 1e-10 to 10 times Var[y], evenly in ln σ²."""
+    return variance * np.geomspace(1e-10, 10.0, 45)
 
 
 def select_noise(
@@ -147,107 +134,74 @@ def select_noise(
     root = np.sqrt(check_sample_weight(sample_weight, len(Phi)))[:, None]
     if gram is None:
         gram = gram_matrix(Phi, sample_weight)
-    parts = _left_out(len(Y), groups, max_rows)
+    moment = np.asarray(Phi.T @ (root**2 * Y))
     together = groups is not None and len(np.unique(groups)) < len(Y)
-    problem = _Problem(Phi, Y, root, gram, parts, together, replicates)
+    parts = _left_out(len(Y), groups if together else None, max_rows)
+    residuals_of = _group_residuals if together else _row_residuals
+
+    def loo(basis: _Basis) -> Float64Array:
+        """Return the mean absolute leave-one-out residual for each σ²: (G,)."""
+        projected, shrink = basis.transform(moment.T).T, 1 / basis.diagonal
+        total, count = np.zeros(len(basis.noise)), 0.0
+        for part in parts:
+            Z, targets = basis.transform(Phi[part] * root[part]), Y[part] * root[part]
+            residuals = residuals_of(Z, targets, shrink, projected)  # √w times them: (b, T, G)
+            total += np.sum(root[part][:, :, None] * np.abs(residuals), axis=(0, 1))
+            count += float(np.sum(root[part] ** 2)) * Y.shape[1]
+        return total / count
+
+    def likelihood(basis: _Basis) -> Float64Array:
+        """Return minus the log marginal likelihood for each σ², up to a constant: (G,)."""
+        n, n_outputs = Y.shape
+        explained = np.sum(basis.transform(moment.T) ** 2, axis=0) @ (1 / basis.diagonal)
+        quadratic = (float(np.sum((root * Y) ** 2)) - explained) / basis.noise
+        log_det = (n - len(basis.diagonal)) * np.log(basis.noise) + basis.log_det
+        curve: Float64Array = 0.5 * (np.maximum(quadratic, 0.0) + n_outputs * log_det)
+        if replicates is not None:
+            curve += replicates.negative_log_likelihood(basis.noise)
+        return curve
+
+    score = loo if criterion == "loo" else likelihood
     if len(gram) > _MANY_COLUMNS:
-        return _searched(problem, tried, criterion)
-    S, V = scipy.linalg.eigh(gram, check_finite=False)
-    curve = problem.loo_curve if criterion == "loo" else problem.evidence_curve
-    scores = curve(np.maximum(S, 0.0), V, tried)
+        tried, scores = _search(gram, tried, score)
+    else:
+        S, V = scipy.linalg.eigh(gram, check_finite=False)
+        shifted = np.maximum(S, 0.0)[:, None] + tried
+        log_det = np.sum(np.log(shifted), axis=0)
+        scores = score(_Basis(tried, lambda rows: rows @ V, shifted, log_det))
     return NoiseSelection(_refined_minimum(tried, scores), tried, scores)
 
 
-@dataclass(frozen=True)
-class _Problem:
-    """Arguments of `select_noise`: √w (N, 1), and parts that are left out row by row or together.
+class _Basis(NamedTuple):
+    """A basis in which A = ΦᵀΦ + σ² is diagonal for each of some σ² (G,).
 
-    A score is computed for a grid of σ², from an eigen-decomposition, or for one σ², from the
-    Cholesky factor of ΦᵀΦ + σ².
+    Its vectors are the eigenvectors of ΦᵀΦ, for all σ² at once, or the columns of L⁻ᵀ, in which
+    A = L Lᵀ is one. `transform` maps rows (·, r), `diagonal` is (r, G), and `log_det` ln|A| (G,).
     """
 
-    Phi: FloatArray
-    Y: Float64Array
-    root: Float64Array
-    gram: Float64Array
-    parts: list[IntArray]
-    together: bool
-    replicates: Replicates | None
-
-    @property
-    def moment(self) -> Float64Array:
-        """Φᵀ diag(w) y: (r, T)."""
-        return np.asarray(self.Phi.T @ (self.root**2 * self.Y))
-
-    def loo_curve(self, S: Float64Array, V: Float64Array, grid: Float64Array) -> Float64Array:
-        """Return the mean absolute leave-one-out residual for each σ²: (G,)."""
-        shrink = 1 / (S[:, None] + grid)  # (r, G)
-        projected = V.T @ self.moment
-        residuals_of = _group_residuals if self.together else _row_residuals
-        total, count = np.zeros(len(grid)), 0.0
-        for part in self.parts:
-            root = self.root[part]
-            Z, Y = (self.Phi[part] * root) @ V, self.Y[part] * root
-            residuals = residuals_of(Z, Y, shrink, projected)  # √w times the residual: (b, T, G)
-            total += np.sum(root[:, :, None] * np.abs(residuals), axis=(0, 1))
-            count += float(np.sum(root**2)) * Y.shape[1]
-        return total / count
-
-    def loo_at(self, L: Float64Array, noise: float) -> float:
-        """Return the mean absolute leave-one-out residual for the σ² of a factor."""
-        weights = cholesky_solve(L, self.moment)
-        total, count = 0.0, 0.0
-        for part in self.parts:
-            root = self.root[part]
-            rows, Y = self.Phi[part] * root, self.Y[part] * root
-            half = cholesky_whiten(L, rows.T)
-            missed = Y - rows @ weights
-            if self.together:
-                residuals = np.linalg.solve(np.eye(len(part)) * (1 + _EPS) - half.T @ half, missed)
-            else:
-                residuals = missed / np.maximum(1 - np.sum(half**2, axis=0), _EPS)[:, None]
-            total += float(np.sum(root * np.abs(residuals)))
-            count += float(np.sum(root**2)) * Y.shape[1]
-        return total / count
-
-    def evidence_curve(self, S: Float64Array, V: Float64Array, grid: Float64Array) -> Float64Array:
-        """Return minus the log marginal likelihood for each σ², up to a constant: (G,)."""
-        shifted = S[:, None] + grid
-        explained = np.sum((V.T @ self.moment) ** 2, axis=1) @ (1 / shifted)
-        return self._evidence(explained, np.sum(np.log(shifted), axis=0), grid)
-
-    def evidence_at(self, L: Float64Array, noise: float) -> float:
-        """Return minus the log marginal likelihood for a σ² and its factor, up to a constant."""
-        explained = float(np.sum(cholesky_whiten(L, self.moment) ** 2))
-        log_det = 2 * float(np.sum(np.log(np.diag(L))))
-        return float(self._evidence(explained, log_det, np.array([noise]))[0])
-
-    def _evidence(
-        self, explained: Float64Array | float, log_det: Float64Array | float, grid: Float64Array
-    ) -> Float64Array:
-        """Combine bᵀA⁻¹b and ln|A|, with A = ΦᵀΦ + σ² and b = Φᵀy."""
-        n, n_outputs = self.Y.shape
-        quadratic = (float(np.sum((self.root * self.Y) ** 2)) - explained) / grid
-        log_det = (n - len(self.gram)) * np.log(grid) + log_det
-        curve: Float64Array = 0.5 * (np.maximum(quadratic, 0.0) + n_outputs * log_det)
-        if self.replicates is not None:
-            curve += self.replicates.negative_log_likelihood(grid)
-        return curve
+    noise: Float64Array
+    transform: Callable[[FloatArray], Float64Array]
+    diagonal: Float64Array
+    log_det: Float64Array
 
 
-def _searched(problem: _Problem, grid: Float64Array, criterion: str) -> NoiseSelection:
-    """Minimise the score by a golden-section search on the grid, one factorisation per value.
+def _search(
+    gram: Float64Array, grid: Float64Array, score: Callable[[_Basis], Float64Array]
+) -> tuple[Float64Array, Float64Array]:
+    """Minimise the score by a golden-section search on the grid; return what was tried.
 
-    `scipy.optimize.minimize_scalar` takes half as many factorisations again.
+    There is one factorisation per value. `scipy.optimize.minimize_scalar` takes half as many again.
     """
-    at = problem.loo_at if criterion == "loo" else problem.evidence_at
     found: dict[int, float] = {}
 
-    def score(i: int) -> float:
+    def score_at(i: int) -> float:
         if i not in found:
-            shifted = problem.gram.copy(order="F")
+            shifted = gram.copy(order="F")
             shifted.flat[:: len(shifted) + 1] += grid[i]
-            found[i] = at(cholesky(shifted, what="ΦᵀΦ + σ²", overwrite=True), grid[i])
+            L = cholesky(shifted, what="ΦᵀΦ + σ²", overwrite=True)
+            one, log_det = np.ones((len(L), 1)), np.array([2 * np.sum(np.log(np.diag(L)))])
+            basis = _Basis(grid[[i]], lambda rows: cholesky_whiten(L, rows.T).T, one, log_det)
+            found[i] = float(score(basis)[0])
         return found[i]
 
     low, high = 0, len(grid) - 1
@@ -256,24 +210,22 @@ def _searched(problem: _Problem, grid: Float64Array, criterion: str) -> NoiseSel
         left, right = low + step, high - step
         if left >= right:
             left, right = low + 1, low + 2
-        low, high = (low, right) if score(left) <= score(right) else (left, high)
-    best = min(range(low, high + 1), key=score)
+        low, high = (low, right) if score_at(left) <= score_at(right) else (left, high)
+    best = min(range(low, high + 1), key=score_at)
     for neighbour in (best - 1, best + 1):
         if 0 <= neighbour < len(grid):
-            score(neighbour)
+            score_at(neighbour)
     tried = sorted(found)
-    scores = np.array([found[i] for i in tried])
-    return NoiseSelection(_refined_minimum(grid[tried], scores), grid[tried], scores)
+    return grid[tried], np.array([found[i] for i in tried])
 
 
 def _left_out(n: int, groups: IntArray | None, max_rows: int) -> list[IntArray]:
     """Return sets of rows to leave out, evenly spaced: blocks of single rows, or whole groups."""
-    if groups is None or len(np.unique(groups)) == n:
+    if groups is None:
         rows = np.linspace(0, n - 1, min(n, max_rows)).astype(np.intp)
         return [rows[start : start + _BLOCK] for start in range(0, len(rows), _BLOCK)]
-    order = np.argsort(groups, kind="stable")
-    starts = np.flatnonzero(np.diff(groups[order], prepend=groups[order[0]] - 1))
-    members = np.split(order, starts[1:])
+    codes = np.unique(groups, return_inverse=True)[1]
+    members = np.split(np.argsort(codes, kind="stable"), np.cumsum(np.bincount(codes))[:-1])
     wanted = max(round(len(members) * min(max_rows / n, 1.0)), 2)
     return [members[i] for i in np.linspace(0, len(members) - 1, wanted).astype(np.intp)]
 
@@ -284,8 +236,7 @@ def _row_residuals(
     """Return (y − ŷ) / (1 − h) for rows that are left out one by one: (b, T, G)."""
     slack = np.maximum(1 - (Z**2) @ shrink, _EPS)
     fitted = np.stack([Z @ (column[:, None] * shrink) for column in projected.T], axis=1)
-    residuals: Float64Array = (Y[:, :, None] - fitted) / slack[:, None, :]
-    return residuals
+    return np.asarray((Y[:, :, None] - fitted) / slack[:, None, :])
 
 
 def _group_residuals(
@@ -324,20 +275,10 @@ _SUM_BLOCK = 4096
 
 @dataclass(frozen=True)
 class Observations:
-    """Rows of all kinds.
+    """Rows of all kinds: whitened features (N, r) and targets (N,).
 
-    Attributes
-    ----------
-    Phi : (N, r) array
-        Whitened features.
-    y : (N,) array
-        Targets.
-    root : (N,) array
-        √w: the noise of a row is that of its kind divided by its weight w.
-    kinds : tuple of arrays of int
-        Rows of each kind.
-    groups : (N,) array of int
-        Rows that are left out together.
+    `root` (N,) is √w: the noise of a row is that of its kind divided by its weight w. `kinds` holds
+    the rows of each kind; rows of one of the `groups` (N,) are left out together.
     """
 
     Phi: FloatArray
@@ -346,17 +287,16 @@ class Observations:
     kinds: tuple[IntArray, ...]
     groups: IntArray
 
-    def sums(self, kinds: tuple[IntArray, ...]) -> _Sums:
+    def sums(self, kinds: Sequence[IntArray]) -> _Sums:
         """Sum over rows, times √w, in blocks: a copy of all of them might not fit beside Phi."""
-        r = self.Phi.shape[1]
-        grams = tuple(np.zeros((r, r)) for _ in kinds)
-        projections = tuple(np.zeros(r) for _ in kinds)
-        for gram, projection, rows in zip(grams, projections, kinds, strict=True):
+        n_kinds, r = len(kinds), self.Phi.shape[1]
+        sums = _Sums(np.zeros((n_kinds, r, r)), np.zeros((n_kinds, r)))
+        for k, rows in enumerate(kinds):
             for some in _in_blocks(rows):
                 block = self.Phi[some] * self.root[some, None]
-                gram += block.T @ block
-                projection += block.T @ (self.root[some] * self.y[some])
-        return _Sums(grams, projections)
+                sums.grams[k] += block.T @ block
+                sums.projections[k] += block.T @ (self.root[some] * self.y[some])
+        return sums
 
     def missed(self, rows: IntArray, w: Float64Array) -> Float64Array:
         """Return √weight |z| of some rows, by the weights w (r,) of a model without them."""
@@ -371,44 +311,22 @@ def _in_blocks(rows: IntArray) -> list[IntArray]:
     return [rows[start : start + _SUM_BLOCK] for start in range(0, len(rows), _SUM_BLOCK)]
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """Sums over some rows for least squares, kind by kind: ΦᵀΦ (r, r) and Φᵀy (r,)."""
+class _Sums(NamedTuple):
+    """Sums over some rows for least squares, kind by kind: ΦᵀΦ (k, r, r) and Φᵀy (k, r)."""
 
-    grams: tuple[Float64Array, ...]
-    projections: tuple[Float64Array, ...]
+    grams: Float64Array
+    projections: Float64Array
 
-    def plus(self, other: _Sums, sign: float = 1.0) -> _Sums:
-        """Return the sums over more rows, or over fewer."""
-        grams = zip(self.grams, other.grams, strict=True)
-        projections = zip(self.projections, other.projections, strict=True)
-        return _Sums(
-            tuple(a + sign * b for a, b in grams), tuple(a + sign * b for a, b in projections)
-        )
-
-    def solve(self, variances: Sequence[float], prior: float) -> tuple[Float64Array, float]:
-        """Return the weights (r,) and ln|A|, for noise variances of all kinds."""
-        A = np.asfortranarray(self.weighted(self.grams, variances))
+    def solve(
+        self, variances: Sequence[float], prior: float
+    ) -> tuple[Float64Array, Float64Array, float]:
+        """Return the weights (r,), Φᵀy (r,) and ln|A|, rows weighted by ρ_k = σ_E²/σ_k²."""
+        ratios = variances[0] / np.array(variances)
+        A = np.tensordot(ratios, self.grams, 1).T  # symmetric; LAPACK overwrites Fortran order
         A[np.diag_indices_from(A)] += variances[0] / prior
         factor = cholesky(A, what="ΦᵀΦ + σ²", overwrite=True)
-        w = cholesky_solve(factor, self.weighted(self.projections, variances))
-        return w, 2 * float(np.sum(np.log(np.diag(factor))))
-
-    @staticmethod
-    def weighted(parts: Sequence[Float64Array], variances: Sequence[float]) -> Float64Array:
-        """Return Σ_k ρ_k times the part of each kind."""
-        total = parts[0].copy()
-        for part, variance in zip(parts[1:], variances[1:], strict=True):
-            total += variances[0] / variance * part
-        return total
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Rows that are left out together, and the sums of all others."""
-
-    rows: tuple[IntArray, ...]
-    rest: _Sums
+        b = ratios @ self.projections
+        return cholesky_solve(factor, b), b, 2 * float(np.sum(np.log(np.diag(factor))))
 
 
 def group_means(values: Float64Array, groups: IntArray) -> Float64Array:
@@ -453,8 +371,11 @@ def _spread(fold: IntArray, has: BoolArray, settled: IntArray, n_folds: int) -> 
         fold[given[i[0]]], fold[taken[j[0]]] = least, most
 
 
-def _parts(observed: Observations) -> list[_Part]:
-    """Divide the groups into five parts, of which large models take one only."""
+def _parts(observed: Observations) -> list[tuple[list[IntArray], _Sums]]:
+    """Return the rows of each kind in each of five parts, and the sums over all other rows.
+
+    Large models take one part only.
+    """
     kinds = observed.kinds
     codes = np.unique(observed.groups, return_inverse=True)[1]
     n_groups = int(codes.max()) + 1
@@ -463,14 +384,14 @@ def _parts(observed: Observations) -> list[_Part]:
     for k, rows in enumerate(kinds):
         has[codes[rows], k] = True
     fold = _folds(has, n_folds)[codes]
-    chosen = range(n_folds if observed.Phi.shape[1] <= _SMALL else 1)
-    left_out = [tuple(rows[fold[rows] == k] for rows in kinds) for k in chosen]
-    if len(left_out) == n_folds:
-        of_parts = [observed.sums(rows) for rows in left_out]
-        whole = reduce(_Sums.plus, of_parts)
-        return [_Part(r, whole.plus(s, -1.0)) for r, s in zip(left_out, of_parts, strict=True)]
-    rest = tuple(rows[fold[rows] != 0] for rows in kinds)
-    return [_Part(left_out[0], observed.sums(rest))]
+    if observed.Phi.shape[1] > _SMALL:
+        rest = observed.sums([rows[fold[rows] != 0] for rows in kinds])
+        return [([rows[fold[rows] == 0] for rows in kinds], rest)]
+    left_out = [[rows[fold[rows] == k] for rows in kinds] for k in range(n_folds)]
+    sums = [observed.sums(rows) for rows in left_out]
+    grams, projections = (sum(some) for some in zip(*sums, strict=True))
+    rests = [_Sums(grams - part.grams, projections - part.projections) for part in sums]
+    return list(zip(left_out, rests, strict=True))
 
 
 def left_out_error(observed: Observations, prior: float) -> Callable[..., float]:
@@ -480,19 +401,16 @@ def left_out_error(observed: Observations, prior: float) -> Callable[..., float]
     that fewer groups have counts less.
     """
     parts, groups = _parts(observed), observed.groups
-    n_kinds = len(observed.kinds)
-    left_out = [np.concatenate([part.rows[k] for part in parts]) for k in range(n_kinds)]
+    left_out = [np.concatenate(rows) for rows in zip(*(rows for rows, _ in parts), strict=True)]
     counts = np.array([len(np.unique(groups[rows])) for rows in left_out])
-    shares = counts / counts.max()
 
     def score(*variances: float) -> float:
-        weights = [part.rest.solve(variances, prior)[0] for part in parts]
+        models = [(rows, rest.solve(variances, prior)[0]) for rows, rest in parts]
         total = 0.0
         for k, rows in enumerate(left_out):
-            pairs = zip(parts, weights, strict=True)
-            missed = [observed.missed(part.rows[k], w) for part, w in pairs]
-            errors = group_means(np.concatenate(missed), groups[rows])
-            total += float(shares[k]) * typical_log(errors)
+            missed = np.concatenate([observed.missed(some[k], w) for some, w in models])
+            share = float(counts[k] / counts.max())
+            total += share * typical_log(group_means(missed, groups[rows]))
         return total
 
     return score
@@ -525,17 +443,15 @@ def evidence(observed: Observations, prior: float) -> Callable[..., float]:
     """
     kinds, scaled = observed.kinds, observed.root * observed.y
     sums = observed.sums(kinds)
-    squares = [np.array(np.sum(scaled[rows] ** 2)) for rows in kinds]
+    squares = np.array([np.sum(scaled[rows] ** 2) for rows in kinds])
     n, r = observed.Phi.shape
 
     def score(*variances: float) -> float:
-        energies = variances[0]
-        w, log_det = sums.solve(variances, prior)
-        b = sums.weighted(sums.projections, variances)
-        quadratic = (float(sums.weighted(squares, variances)) - float(b @ w)) / energies
-        log_det += (n - r) * math.log(energies) + r * math.log(prior)
-        for rows, variance in zip(kinds[1:], variances[1:], strict=True):
-            log_det -= len(rows) * math.log(energies / variance)
+        w, b, log_det = sums.solve(variances, prior)
+        ratios = variances[0] / np.array(variances)
+        quadratic = float(squares @ ratios - b @ w) / variances[0]
+        log_det += (n - r) * math.log(variances[0]) + r * math.log(prior)
+        log_det -= float(np.log(ratios) @ [len(rows) for rows in kinds])
         return 0.5 * float(max(quadratic, 0.0) + log_det)
 
     return score
@@ -551,44 +467,18 @@ _STEPS = (1.0, 0.5, 0.25)
 _GAIN = 0.01
 
 
-@dataclass(frozen=True)
-class JointNoise:
-    """Noise variances of all kinds, and their score.
+class JointNoise(NamedTuple):
+    """Noise variances σ_E², σ_F² and, if there are virials, σ_V², in the units of the targets².
 
-    Attributes
-    ----------
-    energies, forces : float
-        σ_E² and σ_F², in the units of the targets squared.
-    score : float
-        What was minimised; 0 if there was nothing to choose.
-    n_tried : int
-        Sets of variances that were tried.
-    virials : float, optional
-        σ_V², likewise; None if there are no virials.
+    `score` is what was minimised, 0 if there was nothing to choose, and `n_tried` the number of
+    sets of variances that were tried.
     """
 
     energies: float
     forces: float
+    virials: float | None
     score: float
     n_tried: int
-    virials: float | None = None
-
-    @property
-    def ratio(self) -> float:
-        """ρ_F = σ_E²/σ_F²: the weight of a force, if that of an energy is one."""
-        return self.energies / self.forces
-
-    @property
-    def virial_ratio(self) -> float:
-        """ρ_V = σ_E²/σ_V²: that of a virial."""
-        return self.ratio if self.virials is None else self.energies / self.virials
-
-    def times(self, factor: float) -> JointNoise:
-        """Return all variances times a factor, which leaves the ratios as they are."""
-        virials = None if self.virials is None else factor * self.virials
-        return replace(
-            self, energies=factor * self.energies, forces=factor * self.forces, virials=virials
-        )
 
 
 def select_joint_noise(
@@ -636,12 +526,11 @@ def select_joint_noise(
     units = tuple(_usual_square(root[rows] * y[rows], groups[rows]) for rows in kinds)
     make_score = evidence if criterion == "evidence" else left_out_error
     score = make_score(Observations(Phi, y, root, kinds, groups), prior)
+    # A kind without observations keeps the initial value.
     fixed = [
-        None if value is None else float(np.log10(value / unit))
-        for value, unit in zip(given, units, strict=True)
+        _START[k] if not len(kinds[k]) else None if value is None else math.log10(value / units[k])
+        for k, value in enumerate(given)
     ]
-    # No observations of this kind: keep the initial value.
-    fixed = [_START[k] if not len(rows) else fixed[k] for k, rows in enumerate(kinds)]
 
     def of_decades(decades: Sequence[float]) -> float:
         try:
@@ -649,43 +538,34 @@ def select_joint_noise(
         except NumericalError:  # so little noise that it is lost in rounding
             return np.inf
 
-    pairs = zip(kinds, units, strict=True)
-    beyond = np.array([_decades_beyond(root[rows] * y[rows], unit) for rows, unit in pairs])
+    # Decades by which the mean square is larger than the usual one, if it is.
+    squares = [np.sum((root[rows] * y[rows]) ** 2) / max(len(rows), 1) for rows in kinds]
+    beyond = np.log10(np.maximum(np.array(squares) / units, 1.0))
     by_evidence = criterion == "evidence"
     highest = np.full(n_kinds, _HIGHEST_OF_EVIDENCE) if by_evidence else _HIGHEST + beyond
     # Where the usual square and the mean square differ much, either may be the better guess.
     guess = np.array(_START[:n_kinds])
     starts = [np.minimum(guess + shift, highest) for shift in (0.0, beyond)]
     best, least, n_tried = _pattern_search(of_decades, starts, fixed, highest)
-    found = [unit * 10**d for unit, d in zip(units, best, strict=True)]
-    if by_evidence:
-        _warn_of_edge(best, fixed)
-    return _joint_noise(found, least, n_tried)
-
-
-def _joint_noise(variances: Sequence[float], score: float, n_tried: int) -> JointNoise:
-    energies, forces, *virials = variances
-    return JointNoise(energies, forces, score, n_tried, virials[0] if virials else None)
-
-
-def _decades_beyond(y: Float64Array, unit: float) -> float:
-    """Return by how many decades the mean square is larger than the usual one, if it is."""
-    return max(float(np.log10(np.mean(y**2) / unit)), 0.0) if np.any(y) else 0.0
-
-
-def _warn_of_edge(decades: Sequence[float], fixed: Sequence[float | None]) -> None:
-    """Warn about noise variances at the upper limit."""
-    names = ("energies", "forces", "virials")
-    pairs = zip(names, decades, fixed, strict=False)
-    largest = [name for name, d, f in pairs if f is None and d >= _HIGHEST_OF_EVIDENCE]
-    if largest:
+    at_limit = [
+        name
+        for name, d, f in zip(("energies", "forces", "virials"), best, fixed, strict=False)
+        if f is None and d >= _HIGHEST_OF_EVIDENCE
+    ]
+    if by_evidence and at_limit:
         warnings.warn(
-            f"The marginal likelihood is highest for a noise of {' and '.join(largest)} above "
+            f"The marginal likelihood is highest for a noise of {' and '.join(at_limit)} above "
             "their usual size, so that little is learned from them. Structures far from all "
             "others can cause this: check their labels, or choose the noise by 'loo'.",
             QualmsWarning,
             stacklevel=2,
         )
+    return _joint_noise([u * 10**d for u, d in zip(units, best, strict=True)], least, n_tried)
+
+
+def _joint_noise(variances: Sequence[float], score: float, n_tried: int) -> JointNoise:
+    energies, forces, *virials = variances
+    return JointNoise(energies, forces, virials[0] if virials else None, score, n_tried)
 
 
 def _usual_square(y: Float64Array, groups: IntArray) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from scipy.linalg import blas, eigh, lapack
@@ -49,33 +49,7 @@ def as_float(X: FloatArray, name: str) -> FloatArray:
     return array
 
 
-def check_finite(X: FloatArray, name: str) -> None:
-    """Reject NaN and infinite values, naming the first row that has one."""
-    for begin in range(0, len(X), ROWS):
-        finite = np.isfinite(X[begin : begin + ROWS]).all(axis=1)
-        if not finite.all():
-            row = begin + int(finite.argmin())
-            raise InputError(name, f"a non-finite value in row {row}", "finite numbers")
-
-
-def check_kernel(K: FloatArray) -> FloatArray:
-    """Return K as float if it can be a kernel; symmetry is checked on three rows, as K is large."""
-    K = as_float(K, "K")
-    if K.shape[0] != K.shape[1]:
-        raise InputError("K", f"an array of shape {K.shape}", "a square matrix")
-    check_finite(K, "K")
-    diagonal = np.diagonal(K)
-    if (diagonal < 0).any():
-        raise InputError("K", f"a diagonal down to {diagonal.min():.3g}", "a diagonal ≥ 0")
-    scale = np.sqrt(float(np.finfo(K.dtype).eps)) * float(diagonal.max())
-    for row in (0, len(K) // 2, len(K) - 1):
-        asymmetry = float(np.abs(K[row] - K[:, row]).max())
-        if asymmetry > scale:
-            raise InputError("K", f"an asymmetry of {asymmetry:.3g}", "a symmetric matrix")
-    return K
-
-
-def check_counts(name: str, size: int, n: int, start: int) -> None:
+def check_counts(name: str, size: int, n: int, start: int = 0) -> None:
     """Reject more picks than rows, and a start that is not a row."""
     if check_integer("n", n, 1) > size:
         raise InputError("n", n, f"from 1 to the {size} rows of {name}")
@@ -95,17 +69,12 @@ _GEMV_ROWS = 64  # few enough that BLAS does not wake its threads for 0.02 ms of
 _Key = tuple[float, int]
 
 
-@dataclass(frozen=True)
-class FarthestPoints:
+class FarthestPoints(NamedTuple):
     """Picks of farthest point sampling.
 
-    Attributes
-    ----------
-    indices : IntArray of shape (n_selected,)
-        The picked rows, in order. Fewer than asked for if all other rows repeat a pick.
-    distances : Float64Array of shape (n_selected,)
-        Distance of each pick to the nearest pick before it; the first is infinite. Every point lies
-        within ``distances[-1]`` of a pick.
+    `indices` (n_selected,) are the picked rows, in order, and `distances` (n_selected,) that of
+    each pick to the nearest pick before it; the first is infinite. Every point lies within
+    ``distances[-1]`` of a pick.
     """
 
     indices: IntArray
@@ -121,9 +90,16 @@ def farthest_points(
 ) -> FarthestPoints:
     """Pick rows one by one, each the farthest from those already picked.
 
-    The picks are those of the textbook loop, at the speed of matrix products. Distances come from
-    ``|x|² + |c|² − 2 x·c`` in the precision of `X`, or from ``x − c`` where that would cancel.
-    Picks differ from the textbook's only where two distances agree within that rounding.
+    The picks are those of the textbook loop. Distances come from ``|x|² + |c|² − 2 x·c`` in the
+    precision of `X`, or from ``x − c`` where that would cancel. Picks differ from the textbook's
+    only where two distances agree within that rounding.
+
+    A distance to the picks only shrinks as picks are added, so an old value is an upper bound. The
+    next picks are among the points with the largest bounds, the pool, as long as the best of the
+    pool beats the largest bound outside it. Finding them is the same problem on fewer points, down
+    to a textbook loop on rows that fit in the cache. Bounds are brought up to date only for points
+    that enter a pool, by matrix products with the picks they have missed. Most points never meet
+    most picks, and the whole costs less than the product of all points with all picks.
 
     Parameters
     ----------
@@ -147,27 +123,16 @@ def farthest_points(
     elif len(X) <= _LOOP_SIZE:
         X = X[:]
     check_counts("X", len(X), n, start)
-    norms = _squared_norms(X)
+    norms = np.empty(len(X), dtype=X.dtype)
+    for begin in range(0, len(X), ROWS):
+        block = X[begin : begin + ROWS]
+        norms[begin : begin + ROWS] = np.einsum("ij,ij->i", block, block)
     if not np.isfinite(norms).all():
-        row = int(np.flatnonzero(~np.isfinite(norms))[0])
+        row = int(np.isfinite(norms).argmin())
         raise InputError("X", f"a non-finite or overflowing value in row {row}", "finite features")
-    return pick_farthest(_Features(X, norms, _PickedRows(X, n)), n, start, on_pick)
-
-
-def pick_farthest(
-    points: _Features, n: int, start: int, on_pick: Callable[[int], object] | None = None
-) -> FarthestPoints:
-    """Sample farthest points; the arguments are taken to be valid.
-
-    A distance to the picks only shrinks as picks are added, so an old value is an upper bound. The
-    next picks are among the points with the largest bounds, the pool, as long as the best of the
-    pool beats the largest bound outside it. Finding them is the same problem on fewer points, down
-    to a textbook loop on rows that fit in the cache. Bounds are brought up to date only for points
-    that enter a pool, by matrix products with the picks they have missed. Most points never meet
-    most picks, and the whole costs less than the product of all points with all picks.
-    """
-    search = _Search(n, on_pick)
-    level = _Level(points, np.arange(len(points)), np.full(len(points), np.inf))
+    search = _Search(X, n, on_pick)
+    ids = np.arange(len(X))
+    level = _Level(X, norms, ids, np.full(len(X), np.inf), np.zeros_like(ids))
     search.record(level, start)
     search.refresh(level, -np.inf)
     level.d2[start] = -np.inf
@@ -175,6 +140,7 @@ def pick_farthest(
     return FarthestPoints(np.array(search.indices, dtype=np.intp), np.sqrt(search.d2))
 
 
+@dataclass
 class _Level:
     """Points with upper bounds `d2` of their squared distance to the picks.
 
@@ -182,17 +148,21 @@ class _Level:
     whole. A pick has d² = −∞, a repetition of a pick 0.
     """
 
-    def __init__(
-        self, points: _Features, ids: IntArray, d2: Float64Array, seen: IntArray | None = None
-    ) -> None:
-        self.points = points
-        self.ids = ids
-        self.d2 = d2
-        self.seen = np.zeros(len(ids), dtype=np.intp) if seen is None else seen
-        self.resolution = points.resolution
+    X: FloatArray | RowSource
+    norms: FloatArray
+    ids: IntArray
+    d2: Float64Array
+    seen: IntArray
+
+    def __post_init__(self) -> None:
+        eps = float(np.finfo(self.X.dtype).eps)
+        #: Squared distance at or below which a point counts as repeating a pick.
+        self.resolution = (16.0 * eps) ** 2 * self.norms.astype(np.float64)
 
     def take(self, rows: IntArray) -> _Level:
-        return _Level(self.points.take(rows), self.ids[rows], self.d2[rows], self.seen[rows])
+        return _Level(
+            self.X[rows], self.norms[rows], self.ids[rows], self.d2[rows], self.seen[rows]
+        )
 
     def best(self, d2: Float64Array | None = None) -> tuple[int, _Key]:
         """Row of the largest bound (lowest index in ties) and its key."""
@@ -227,18 +197,22 @@ class _Level:
 
 
 class _Search:
-    """The picks so far, and the search for the next ones."""
+    """The picks so far, with a contiguous copy of their rows, and the search for the next ones."""
 
-    def __init__(self, n: int, on_pick: Callable[[int], object] | None = None) -> None:
-        self.n = n
-        self.on_pick = on_pick
+    def __init__(
+        self, X: FloatArray | RowSource, n: int, on_pick: Callable[[int], object] | None
+    ) -> None:
+        self.n, self.on_pick = n, on_pick
         self.indices: list[int] = []
         self.d2: list[float] = []
+        self.rows = np.empty((n, X.shape[1]), dtype=X.dtype)
+        self.half_norms = np.empty(n, dtype=X.dtype)
 
     def record(self, level: _Level, row: int) -> None:
+        count = len(self.indices)
+        self.rows[count], self.half_norms[count] = level.X[row], level.norms[row] / 2
         self.indices.append(int(level.ids[row]))
         self.d2.append(float(level.d2[row]))
-        level.points.pick(row)
         if self.on_pick is not None:
             self.on_pick(len(self.indices))
 
@@ -269,133 +243,69 @@ class _Search:
         last = len(self.indices)
         for begin in range(0, len(level.ids), ROWS):
             rows = np.arange(begin, min(begin + ROWS, len(level.ids)))
-            points = level.points.take(slice(begin, begin + ROWS))
+            X, norms = level.X[begin : begin + ROWS], level.norms[begin : begin + ROWS]
             first = int(level.seen[begin])
             while first < last and len(rows):
                 # Two near-equal halves rather than a full product and a sliver.
                 until = last if last - first < 1.5 * _PICKS else first + _PICKS
-                d2 = level.lower(rows, points.nearest(first, until))
+                d2 = level.lower(rows, self.nearest(X, norms, first, until))
                 level.seen[rows] = np.maximum(level.seen[rows], until)
                 first = until
                 stays = np.flatnonzero(d2 >= floor)
                 if first < last and len(stays) < 0.75 * len(rows):
-                    rows, points = rows[stays], points.take(stays)
+                    rows, X, norms = rows[stays], X[stays], norms[stays]
 
     def loop(self, level: _Level, bound: _Key) -> None:
         """Pick from `level` by the textbook loop.
 
         Bounds that are not up to date are below `bound` (see `refresh`), so none of them is picked.
         """
-        current = level.seen == len(self.indices)
+        current, X = level.seen == len(self.indices), level.X[:]
         while len(self.indices) < self.n:
             row, key = level.best()
             if key <= bound:
                 break
             self.record(level, row)
-            level.lower(slice(None), level.points.nearest(len(self.indices) - 1, len(self.indices)))
+            last = len(self.indices)
+            level.lower(slice(None), self.nearest(X, level.norms, last - 1, last))
             level.d2[row] = -np.inf
         level.seen[current] = len(self.indices)
 
-
-class _PickedRows:
-    """Contiguous copy of the picked rows, shared by all subsets of the points."""
-
-    def __init__(self, X: FloatArray | RowSource, n: int) -> None:
-        self.rows = np.empty((n, X.shape[1]), dtype=X.dtype)
-        self.half_norms = np.empty(n, dtype=X.dtype)
-        self.count = 0
-
-    def append(self, row: FloatArray, norm: float) -> None:
-        self.rows[self.count] = row
-        self.half_norms[self.count] = norm / 2
-        self.count += 1
-
-
-class _Features:
-    """A set of points; subsets share the picks of the whole."""
-
-    def __init__(self, X: FloatArray | RowSource, norms: FloatArray, picks: _PickedRows) -> None:
-        self.X = X
-        self.norms = norms
-        self.picks = picks
-        self.eps = float(np.finfo(X.dtype).eps)
-
-    @property
-    def resolution(self) -> Float64Array:
-        """Per point, the squared distance at or below which it counts as repeating a pick."""
-        return (16.0 * self.eps) ** 2 * self.norms.astype(np.float64)
-
-    def __len__(self) -> int:
-        return len(self.X)
-
-    def take(self, rows: IntArray | slice) -> _Features:
-        return _Features(self.X[rows], self.norms[rows], self.picks)
-
-    def pick(self, row: int) -> None:
-        self.picks.append(self.X[row], float(self.norms[row]))
-
-    def _rows_in_memory(self) -> FloatArray:
-        return self.X if isinstance(self.X, np.ndarray) else self.X[:]
-
-    def nearest(self, first: int, last: int) -> Float64Array:
-        """Squared distance of every point to the nearest of the picks ``first`` to ``last − 1``."""
+    def nearest(self, X: FloatArray, norms: FloatArray, first: int, last: int) -> Float64Array:
+        """Squared distance of every row to the nearest of the picks ``first`` to ``last − 1``."""
         # d² = |x|² + 2 (|c|²/2 − x·c): the minimum over picks needs only the parenthesis.
-        products = _row_products(self._rows_in_memory(), self.picks.rows[first:last])
-        halves = np.subtract(self.picks.half_norms[first:last], products, out=products)
-        norms = self.norms.astype(np.float64)
+        if last - first > 1:
+            products = X @ self.rows[first:last].T
+        else:
+            parts = range(0, len(X), _GEMV_ROWS)
+            products = np.concatenate([X[i : i + _GEMV_ROWS] @ self.rows[first] for i in parts])
+        halves = products.reshape(len(X), -1)
+        np.subtract(self.half_norms[first:last], halves, out=halves)
+        norms = norms.astype(np.float64)
         d2: Float64Array = norms + 2.0 * halves.min(axis=1)
         # The expansion is off by 0.3 ε √D |x|² for most data, by ten times that for constant rows
         # (measured): where little more than that is left, it has cancelled.
-        inaccurate = 16.0 * self.eps * np.sqrt(self.X.shape[1]) * norms
+        inaccurate = 16.0 * float(np.finfo(X.dtype).eps) * np.sqrt(X.shape[1]) * norms
         rows = np.flatnonzero(d2 <= inaccurate)
-        if len(rows):
-            expanded = norms[rows, None] + 2.0 * halves[rows]
-            d2[rows] = self._by_difference(expanded, inaccurate[rows], rows, first)
-        return d2
-
-    def _by_difference(
-        self, d2: Float64Array, inaccurate: Float64Array, rows: IntArray, first: int
-    ) -> Float64Array:
-        """Smallest of each row of `d2`, once its inaccurate entries are computed from x − c."""
-        row, pick = np.nonzero(d2 <= inaccurate[:, None])
-        step = max(1, ROWS * _PICKS // self.X.shape[1])
+        if not len(rows):
+            return d2
+        expanded = norms[rows, None] + 2.0 * halves[rows]
+        row, pick = np.nonzero(expanded <= inaccurate[rows, None])
+        step = max(1, ROWS * _PICKS // X.shape[1])
         for begin in range(0, len(row), step):
             i, j = row[begin : begin + step], pick[begin : begin + step]
-            x, c = self.X[rows[i]], self.picks.rows[first + j]
-            difference = np.subtract(x, c, dtype=np.float64)
-            d2[i, j] = np.einsum("ij,ij->i", difference, difference)
-        smallest: Float64Array = d2.min(axis=1)
-        return smallest
-
-
-def _squared_norms(X: FloatArray | RowSource) -> FloatArray:
-    norms = np.empty(len(X), dtype=X.dtype)
-    for begin in range(0, len(X), ROWS):
-        block = X[begin : begin + ROWS]
-        norms[begin : begin + ROWS] = np.einsum("ij,ij->i", block, block)
-    return norms
-
-
-def _row_products(X: FloatArray, picks: FloatArray) -> FloatArray:
-    """``X @ picks.T``, of shape (n_rows, n_picks)."""
-    if len(picks) > 1:
-        products: FloatArray = X @ picks.T
-        return products
-    parts = [X[i : i + _GEMV_ROWS] @ picks[0] for i in range(0, len(X), _GEMV_ROWS)]
-    return np.concatenate(parts)[:, None]
+            difference = np.subtract(X[rows[i]], self.rows[first + j], dtype=np.float64)
+            expanded[i, j] = np.einsum("ij,ij->i", difference, difference)
+        d2[rows] = expanded.min(axis=1)
+        return d2
 
 
 # CUR: picking rows by their leverage scores.
-@dataclass(frozen=True)
-class LeverageSelection:
+class LeverageSelection(NamedTuple):
     """Picks of CUR.
 
-    Attributes
-    ----------
-    indices : IntArray of shape (n_selected,)
-        The picked rows, in order. Fewer than asked for if the picks already span all rows.
-    scores : Float64Array of shape (n_selected,)
-        Leverage score of each pick, among directions that the picks before it do not span.
+    `indices` (n_selected,) are the picked rows, in order, and `scores` (n_selected,) the leverage
+    of each pick among directions that the picks before it do not span.
     """
 
     indices: IntArray
@@ -414,40 +324,43 @@ def cur(X: FloatArray, n: int) -> LeverageSelection:
     X : FloatArray of shape (n_points, n_features)
         Features. Solved in float64.
     n : int
-        How many rows to pick.
-
-    Returns
-    -------
-    LeverageSelection
-        `n` picks, or fewer if the picks span all rows: singular values below
+        How many rows to pick. Fewer are picked if these span all rows: singular values below
         ``sqrt(ε max(X.shape))`` of the largest of `X`, with ε that of float64, count as zero.
     """
     X = as_float(X, "X")
-    check_counts("X", len(X), n, 0)
-    check_finite(X, "X")
-    return _pivots(_left_vectors(X, n))
+    check_counts("X", len(X), n)
+    wide = len(X) < X.shape[1]
+    A = X.T if wide else X
+    blocks = [slice(begin, begin + ROWS) for begin in range(0, len(A), ROWS)]
+    C = np.zeros((A.shape[1], A.shape[1]))
+    for rows in blocks:
+        exact = A[rows].astype(np.float64)
+        C += exact.T @ exact
+    values, vectors = _leading(C, n, len(A), "X")
+    if wide:
+        return _pivots(vectors)
+    scaled = vectors / np.sqrt(values)
+    return _pivots(np.concatenate([A[rows].astype(np.float64) @ scaled for rows in blocks]))
 
 
 def cur_from_kernel(K: FloatArray, n: int) -> LeverageSelection:
     """Pick rows by `cur` in the feature space of a kernel (n_points, n_points): K = Φ Φᵀ."""
-    K = check_kernel(K)
-    check_counts("K", len(K), n, 0)
-    leading = (max(len(K) - n, 0), len(K) - 1)
-    values, vectors = eigh(K.astype(np.float64), subset_by_index=leading, overwrite_a=True)
-    kept = values > len(K) * float(np.finfo(K.dtype).eps) * max(values[-1], 0.0)
-    return _pivots(vectors[:, kept])
+    K = as_float(K, "K")
+    if K.shape[0] != K.shape[1]:
+        raise InputError("K", f"an array of shape {K.shape}", "a square matrix")
+    check_counts("K", len(K), n)
+    of_float64 = np.finfo(K.dtype).eps / np.finfo(np.float64).eps
+    return _pivots(_leading(K.astype(np.float64), n, len(K) * of_float64, "K")[1])
 
 
-def _left_vectors(X: FloatArray, n: int) -> Float64Array:
-    """Return at most n leading left singular vectors of X that do not belong to zero: (·, k)."""
-    wide = X.shape[0] < X.shape[1]
-    C = _gram(np.asarray(X.T)) if wide else _gram(X)
+def _leading(C: Float64Array, n: int, size: float, name: str) -> tuple[Float64Array, Float64Array]:
+    """Return at most n leading eigenvalues and -vectors of C above ε · size · the largest."""
+    if not np.isfinite(C).all():
+        raise InputError(name, "NaN, infinite or overflowing values", "finite numbers")
     first = max(len(C) - n, 0)
     values, vectors = eigh(C, subset_by_index=(first, len(C) - 1), overwrite_a=True)
-    kept = values > np.finfo(np.float64).eps * max(X.shape) * max(values[-1], 0.0)
-    if wide:
-        return np.asarray(vectors[:, kept])
-    return _products(X, vectors[:, kept] / np.sqrt(values[kept]))
+    kept = values > np.finfo(np.float64).eps * size * max(values[-1], 0.0)
+    return values[kept], vectors[:, kept]
 
 
 def _pivots(U: Float64Array) -> LeverageSelection:
@@ -460,20 +373,3 @@ def _pivots(U: Float64Array) -> LeverageSelection:
     factor, pivots, _, _ = lapack.dpstrf(H, tol=0.0, lower=1, overwrite_a=1)
     picks = pivots[: U.shape[1]].astype(np.intp) - 1
     return LeverageSelection(picks, np.diag(factor)[: len(picks)] ** 2)
-
-
-def _gram(X: FloatArray) -> Float64Array:
-    """``Xᵀ X`` in float64."""
-    C = np.zeros((X.shape[1], X.shape[1]))
-    for begin in range(0, len(X), ROWS):
-        block = X[begin : begin + ROWS].astype(np.float64)
-        C += block.T @ block
-    return C
-
-
-def _products(X: FloatArray, vectors: Float64Array) -> Float64Array:
-    """``X v`` in float64 for each of the vectors (D, k): an array (n_points, k)."""
-    blocks = range(0, len(X), ROWS)
-    return np.concatenate(
-        [X[i : i + ROWS].astype(np.float64, copy=False) @ vectors for i in blocks]
-    )

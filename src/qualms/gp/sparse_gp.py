@@ -6,7 +6,6 @@ The algebra is that of Rasmussen & Williams (2006), chapters 2 and 5.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,66 +21,33 @@ from qualms.arrays import (
     check_sample_weight,
 )
 from qualms.errors import InputError
-from qualms.gp.linalg import cholesky, cholesky_solve, cholesky_whiten, clip_diagonal
+from qualms.gp.linalg import cholesky, cholesky_solve, cholesky_whiten
+
+#: Rows that are weighted, or left out, at once.
+_BLOCK = 4096
+_EPS = np.finfo(np.float64).eps
 
 
 @dataclass(frozen=True)
 class GaussianProcess:
     """A Gaussian process conditioned on N observations.
 
-    Attributes
-    ----------
-    weights : (N, T) array
-        x = (K_NN + σ²)⁻¹ y of Eq. (2), one column per output.
-    factor : (N, N) array
-        Lower Cholesky factor of K_NN + σ².
-    targets : (N, T) array
-    noise_variance : float
-        σ², in the units of y².
+    `weights` (N, T) are x = (K_NN + σ²)⁻¹ y of Eq. (2), one column per output; `factor` (N, N) is
+    the lower Cholesky factor of K_NN + σ².
     """
 
     weights: Float64Array
     factor: Float64Array
-    targets: Float64Array
     noise_variance: float
 
     def mean(self, K_XN: FloatArray) -> Float64Array:
         """Return the prediction Σ_n x_n k(X_n, X), Eq. (2), for kernel rows (n, N): (n, T)."""
-        predicted: Float64Array = K_XN @ self.weights
-        return predicted
+        return np.asarray(K_XN @ self.weights)
 
-    def variance(
-        self, K_XN: FloatArray, k_xx: FloatArray, *, include_noise: bool = True
-    ) -> Float64Array:
-        """Return the predictive variance (n,), that of a noisy observation if `include_noise`.
-
-        K_XN (n, N) are kernel rows, k_xx (n,) the prior variances of the new inputs.
-        """
+    def variance(self, K_XN: FloatArray, k_xx: FloatArray) -> Float64Array:
+        """Return the variance (n,) of noisy observations, for prior variances k_xx (n,)."""
         V = cholesky_whiten(self.factor, K_XN.T)
-        latent: Float64Array = np.maximum(k_xx - np.einsum("ij,ij->j", V, V), 0.0)
-        return latent + self.noise_variance if include_noise else latent
-
-    def covariance(self, K_XN: FloatArray, K_XX: FloatArray) -> Float64Array:
-        """Return the predictive covariance (n, n) of the latent function, without noise."""
-        V = cholesky_whiten(self.factor, K_XN.T)
-        return clip_diagonal(K_XX - V.T @ V)
-
-    def log_marginal_likelihood(self) -> float:
-        """Return ln p(y), R&W Eq. (5.8), summed over outputs."""
-        n, n_outputs = self.targets.shape
-        fit = -0.5 * float(np.sum(self.targets * self.weights))
-        complexity = -float(np.sum(np.log(np.diag(self.factor))))
-        return float(fit + n_outputs * (complexity - 0.5 * n * math.log(2 * math.pi)))
-
-    def leave_one_out_residuals(self) -> Float64Array:
-        """Return y_n minus its prediction by the model that lacks n, in closed form: (N, T).
-
-        R&W Eq. (5.12): the residual is x_n / [(K_NN + σ²)⁻¹]_nn.
-        """
-        L_inverse = cholesky_whiten(self.factor, np.eye(len(self.factor)))
-        precision = np.einsum("ij,ij->j", L_inverse, L_inverse)
-        residuals: Float64Array = self.weights / precision[:, None]
-        return residuals
+        return np.asarray(np.maximum(k_xx - np.sum(V**2, axis=0), 0.0) + self.noise_variance)
 
 
 def fit_gaussian_process(
@@ -91,7 +57,7 @@ def fit_gaussian_process(
     *,
     sample_weight: FloatArray | None = None,
 ) -> GaussianProcess:
-    """Condition a Gaussian process on observations.
+    """Condition a Gaussian process on observations. Eqs. (1) and (2), Musil et al. 2019.
 
     Parameters
     ----------
@@ -107,34 +73,18 @@ def fit_gaussian_process(
     check_noise_variance(noise_variance)
     if K_NN.ndim != 2 or K_NN.shape[0] != K_NN.shape[1] or not np.all(np.isfinite(K_NN)):
         raise InputError("K_NN", f"shape {K_NN.shape}", "a square matrix of finite values")
-    Y = as_targets(y, len(K_NN))
-    w = check_sample_weight(sample_weight, len(K_NN))
-    A = np.array(K_NN, dtype=np.float64)
-    A[np.diag_indices_from(A)] += noise_variance / w
-    factor = cholesky(A, what="K_NN + σ²", overwrite=True)
-    return GaussianProcess(cholesky_solve(factor, Y), factor, Y, noise_variance)
-
-
-# The projected process: Eq. (3), Musil et al. 2019, corrected.
-#: Rows that are weighted, or left out, at once.
-_BLOCK = 4096
-_EPS = np.finfo(np.float64).eps
+    noise = noise_variance / check_sample_weight(sample_weight, len(K_NN))
+    factor = cholesky(_add_diagonal(K_NN, noise), what="K_NN + σ²", overwrite=True)
+    weights = cholesky_solve(factor, as_targets(y, len(K_NN)))
+    return GaussianProcess(weights, factor, noise_variance)
 
 
 @dataclass(frozen=True)
 class ProjectedProcess:
     """A projected process conditioned on N observations, in whitened coordinates.
 
-    Attributes
-    ----------
-    weights : (r, T) array
-        A⁻¹Φᵀy, one column per output.
-    gram : (r, r) array
-        ΦᵀΦ, rows weighted.
-    factor : (r, r) array
-        Lower Cholesky factor of A = ΦᵀΦ + σ².
-    noise_variance : float
-        σ², in the units of y².
+    `weights` (r, T) are A⁻¹Φᵀy, one column per output; `gram` (r, r) is ΦᵀΦ, rows weighted;
+    `factor` (r, r) is the lower Cholesky factor of A = ΦᵀΦ + σ²; σ² is in the units of y².
     """
 
     weights: Float64Array
@@ -144,35 +94,28 @@ class ProjectedProcess:
 
     def mean(self, Phi_X: FloatArray) -> Float64Array:
         """Return y_PP for features (n, r): (n, T). Eq. (3), Musil et al. 2019, corrected."""
-        predicted: Float64Array = Phi_X @ self.weights
-        return predicted
+        return np.asarray(Phi_X @ self.weights)
 
-    def variance(
-        self, Phi_X: FloatArray, k_xx: FloatArray, *, include_noise: bool = True
-    ) -> Float64Array:
-        """Return σ²_PP (n,). Eq. (3), Musil et al. 2019.
+    def variance(self, Phi_X: FloatArray, k_xx: FloatArray) -> Float64Array:
+        """Return σ²_PP (n,) for features (n, r) and prior variances k_xx (n,).
 
-        Of features (n, r) and prior variances k_xx (n,), for a noisy observation, as printed, or
-        for the function itself. k_XX − Q_XX is clipped at zero.
+        Eq. (3), Musil et al. 2019: of a noisy observation, as printed.
         """
         latent = latent_variance(Phi_X, k_xx, self.factor, self.noise_variance)
-        return latent + self.noise_variance if include_noise else latent
-
-    def covariance(self, Phi_X: FloatArray, K_XX: FloatArray) -> Float64Array:
-        """Return the predictive covariance (n, n) of the latent function, without noise."""
-        V = cholesky_whiten(self.factor, Phi_X.T)
-        return clip_diagonal(K_XX - Phi_X @ Phi_X.T + self.noise_variance * (V.T @ V))
+        return latent + self.noise_variance
 
 
 def latent_variance(
     Phi_X: FloatArray, k_xx: FloatArray, factor: Float64Array, noise_variance: float
 ) -> Float64Array:
-    """Return σ²_PP − σ² of Eq. (3): k_XX − φφᵀ + σ² φA⁻¹φᵀ, given the factor of A: (n,)."""
+    """Return σ²_PP − σ² of Eq. (3): k_XX − φφᵀ + σ² φA⁻¹φᵀ, given the factor of A: (n,).
+
+    k_XX − φφᵀ is clipped at zero.
+    """
     q_xx = np.einsum("ij,ij->i", Phi_X, Phi_X)
     V = cholesky_whiten(factor, Phi_X.T)
     posterior = noise_variance * np.einsum("ij,ij->j", V, V)
-    latent: Float64Array = np.maximum(k_xx - q_xx, 0.0) + posterior
-    return latent
+    return np.asarray(np.maximum(k_xx - q_xx, 0.0) + posterior)
 
 
 def fit_projected_process(
@@ -223,30 +166,6 @@ def gram_matrix(Phi: FloatArray, sample_weight: FloatArray | None = None) -> Flo
     return gram
 
 
-def log_marginal_likelihood(
-    model: ProjectedProcess,
-    Phi: FloatArray,
-    y: FloatArray,
-    *,
-    sample_weight: FloatArray | None = None,
-) -> float:
-    """Return ln N(y; 0, ΦΦᵀ + σ²/w), summed over outputs.
-
-    By the determinant lemma |ΦΦᵀ + σ²| = σ^{2(N−r)} |A|, and yᵀ(ΦΦᵀ + σ²)⁻¹y = |y − Φw|²/σ² + |w|²,
-    a sum of squares in which nothing cancels.
-    """
-    Y = as_targets(y, len(Phi))
-    n, n_outputs = Y.shape
-    A, target = _weighted_rows(Phi, Y, sample_weight)
-    residual = target - A @ model.weights
-    quadratic = float(np.sum(residual**2)) / model.noise_variance + float(np.sum(model.weights**2))
-    log_det = (n - A.shape[1]) * math.log(model.noise_variance)
-    log_det += 2 * float(np.sum(np.log(np.diag(model.factor))))
-    if sample_weight is not None:
-        log_det -= float(np.sum(np.log(sample_weight)))
-    return float(-0.5 * (quadratic + n_outputs * (log_det + n * math.log(2 * math.pi))))
-
-
 def leave_one_out_residuals(
     model: ProjectedProcess,
     Phi: FloatArray,
@@ -271,10 +190,12 @@ def leave_one_out_residuals(
     groups : (N,) array of int, optional
         Rows that are left out together; each alone, if not given.
     """
-    Y = as_targets(y, len(Phi))
-    A, target = _weighted_rows(Phi, Y, sample_weight)
+    root = _root_weight(sample_weight, len(Phi))
+    A, target = Phi, as_targets(y, len(Phi))
+    if root is not None:  # rows times √w turn noise σ²/w_n into σ²
+        A, target = Phi * root, target * root
     residuals: Float64Array = np.asarray(target - A @ model.weights)
-    codes = np.arange(len(Y)) if groups is None else np.unique(groups, return_inverse=True)[1]
+    codes = np.arange(len(A)) if groups is None else np.unique(groups, return_inverse=True)[1]
     order = np.argsort(codes, kind="stable")
     edges = np.flatnonzero(np.diff(codes[order], prepend=-1, append=len(codes)))
     for some in _in_blocks(edges):
@@ -285,9 +206,11 @@ def leave_one_out_residuals(
             residuals[rows] /= np.maximum(slack, _EPS)[:, None]
             continue
         for begin, end in pairwise((some - some[0]).tolist()):
-            left_out = rows[begin:end]
-            residuals[left_out] = _divided(V[:, begin:end], residuals[left_out])
-    return residuals if sample_weight is None else residuals / np.sqrt(sample_weight)[:, None]
+            out = rows[begin:end]
+            values, U = np.linalg.eigh(V[:, begin:end].T @ V[:, begin:end])
+            slack = np.maximum(1 - values, _EPS)[:, None]
+            residuals[out] = U @ ((U.T @ residuals[out]) / slack)
+    return residuals if root is None else residuals / root
 
 
 def _in_blocks(edges: IntArray) -> Iterator[IntArray]:
@@ -300,29 +223,14 @@ def _in_blocks(edges: IntArray) -> Iterator[IntArray]:
         first = last
 
 
-def _divided(V: Float64Array, residuals: Float64Array) -> Float64Array:
-    """Return (1 − VᵀV)⁻¹ times residuals (g, T), for V (r, g); no eigenvalue is negative."""
-    values, U = np.linalg.eigh(V.T @ V)
-    divided: Float64Array = U @ ((U.T @ residuals) / np.maximum(1 - values, _EPS)[:, None])
-    return divided
-
-
-def _weighted_rows(
-    Phi: FloatArray, Y: Float64Array, sample_weight: FloatArray | None
-) -> tuple[FloatArray, Float64Array]:
-    """Scale rows by √w, which turns noise σ²/w_n into σ²."""
-    root = _root_weight(sample_weight, len(Phi))
-    return (Phi, Y) if root is None else (Phi * root, Y * root)
-
-
 def _root_weight(sample_weight: FloatArray | None, n: int) -> Float64Array | None:
     """Return √w (n, 1), or None where nothing is to be scaled and so nothing to be copied."""
     w = check_sample_weight(sample_weight, n)
     return None if np.all(w == 1) else np.sqrt(w)[:, None]
 
 
-def _add_diagonal(A: Float64Array, value: float) -> Float64Array:
+def _add_diagonal(A: FloatArray, value: float | Float64Array) -> Float64Array:
     """Return A + value·1, in Fortran order so that LAPACK can overwrite it."""
-    shifted = np.array(A, order="F")
+    shifted = np.array(A, dtype=np.float64, order="F")
     shifted[np.diag_indices_from(shifted)] += value
     return shifted
