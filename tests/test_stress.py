@@ -29,8 +29,7 @@ from qualms.calibration.base import calibration_data
 from qualms.calibration.fitting import fit_calibration, fit_internally
 from qualms.cli.train import summary_document
 from qualms.gp.ensemble import MIN_ABSENT
-from qualms.io.container import read_container, write_container
-from qualms.io.tensors import Document
+from qualms.io.tensors import Document, read_tensors, write_tensors
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -214,14 +213,14 @@ def test_the_calibration_of_stresses_is_kept_with_the_model(trained, tmp_path):
 def test_files_of_the_protocol_before_are_read(trained, tmp_path):
     path = tmp_path / "new.safetensors"
     trained.save(path)
-    stored = read_container(path, Anything, format=FORMAT, version=PROTOCOL)
-    document = stored.document.model_dump()
+    tensors, stored = read_tensors(path, Anything, format=FORMAT, version=PROTOCOL)
+    document = stored.model_dump()
     del document["stress_calibrations"]
     new = "n_without_stress stress_rmse stress_mae virial_noise forces_internal stress_internal"
     for name in new.split():
         del document["record"][name]
-    write_container(
-        tmp_path / "old.safetensors", stored.tensors, Anything(**document), format=FORMAT, version=2
+    write_tensors(
+        tmp_path / "old.safetensors", tensors, Anything(**document), format=FORMAT, version=2
     )
     old = AtomisticModel.load(tmp_path / "old.safetensors", threads=1)
     assert old.fitted.stress_calibration is None

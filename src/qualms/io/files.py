@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Literal, TextIO, overload
+from typing import IO, Any, Literal
 
 from qualms.errors import InputError
 
@@ -24,13 +24,9 @@ def check_output(path: AnyPath, *, force: bool = False) -> Path:
     Parameters
     ----------
     path : path
+        Returned as a `Path`. Nothing is left behind in its directory.
     force : bool
         Whether an existing file may be replaced.
-
-    Returns
-    -------
-    Path
-        The same path. Nothing is left behind in its directory.
     """
     _create_temporary(path, _destination(path, force=force)).unlink()
     return Path(path)
@@ -70,27 +66,16 @@ def atomic_path(path: AnyPath, *, force: bool = False) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if os.path.lexists(target) and not force:
-        raise _already_exists(path, f"It was created in the meantime; the new one is {temporary}.")
+    if os.path.lexists(target) and not force:  # created in the meantime: keep both files
+        remedy = f"The new one is {temporary}."
+        raise InputError("path", path, "a file that does not exist yet", remedy)
     temporary.replace(target)
 
 
-@overload
-def atomic_output(
-    path: AnyPath, *, force: bool = False, mode: Literal["wb"] = "wb"
-) -> contextlib.AbstractContextManager[BinaryIO]: ...
-
-
-@overload
-def atomic_output(
-    path: AnyPath, *, force: bool = False, mode: Literal["w"]
-) -> contextlib.AbstractContextManager[TextIO]: ...
-
-
-@contextlib.contextmanager  # type: ignore[misc]
+@contextlib.contextmanager
 def atomic_output(
     path: AnyPath, *, force: bool = False, mode: Literal["wb", "w"] = "wb"
-) -> Iterator[BinaryIO | TextIO]:
+) -> Iterator[IO[Any]]:
     """Yield an open temporary file that replaces ``path`` if the block succeeds: `atomic_path`.
 
     Text (mode "w") is written in UTF-8, with line ends as they are.
@@ -107,16 +92,12 @@ def _destination(path: AnyPath, *, force: bool) -> Path:
     if os.path.lexists(target) and not os.path.isfile(target):
         raise InputError("path", path, "a new file or a regular one, no directory or device")
     if os.path.lexists(target) and not force:
-        raise _already_exists(path)
+        remedy = "Choose another name, or replace the file with --force (force=True in Python)."
+        raise InputError("path", path, "a file that does not exist yet", remedy)
     if not os.path.isdir(target.parent):
-        expected = "a file in an existing directory"
-        raise InputError("path", path, expected, f"Create {target.parent} first.")
+        remedy = f"Create {target.parent} first."
+        raise InputError("path", path, "a file in an existing directory", remedy)
     return target
-
-
-def _already_exists(path: AnyPath, remedy: str = "") -> InputError:
-    choose = "Choose another name, or replace the file with --force (force=True in Python)."
-    return InputError("path", path, "a file that does not exist yet", remedy or choose)
 
 
 def _create_temporary(path: AnyPath, target: Path) -> Path:
