@@ -138,7 +138,7 @@ def _evaluation(calibrated: Calibrated, source: Any, units: str) -> Evaluation:
     """Return the cross-validated predictions with their reference values."""
     from qualms.evaluation import Evaluation
 
-    ensemble = calibrated.points.ensemble
+    ensemble = calibrated.ensemble
     return Evaluation(
         target=ensemble.target,
         units=units,
@@ -163,8 +163,7 @@ def _description(ensemble: Ensemble) -> str:
 def _parameters(calibrated: Calibrated) -> str:
     calibration, intervals = calibrated.calibration, calibrated.intervals
     if calibration.n_parameters == 0:
-        scale = f" Scale: {calibrated.scale}." if calibrated.scale is not None else ""
-        return f"{calibration.method}: the standard deviations are not changed.{scale}"
+        return f"{calibration.method}: the standard deviations are not changed."
     low, high = intervals.alpha
     text = f"{calibration.method}: α = {calibration.alpha:.4g} [{low:.4g}, {high:.4g}]"
     if calibration.n_parameters > 1 and intervals.gamma is None:
