@@ -469,7 +469,7 @@ def test_sanity_checks():
     text = " ".join(remarks(members.mean(axis=1) + rng.normal(size=300), e_ensemble=members))
     assert "average only" in text  # the standard deviation is uninformative
     mean = members.mean(axis=1)
-    assert "eV and meV" in " ".join(remarks(mean + 1000 * (y - mean), e_ensemble=members))
+    assert "units" in " ".join(remarks(mean + 1000 * (y - mean), e_ensemble=members))
     assert "biased" in " ".join(remarks(y + 3.0, e_ensemble=members))
     assert "shrinkage" in calibrate_ensemble(read_ensemble("doubt.npz", "e"), "power").remarks[0]
     wrong = y.copy()

@@ -15,11 +15,10 @@ from qualms.arrays import Float64Array
 from qualms.ensembles.calibration_file import CalibrationDocument
 from qualms.ensembles.io import (
     COMPONENTS,
-    MEMBERS,
-    UNCERTAINTIES,
     Ensemble,
     Source,
     Table,
+    predicted_keys,
     read_ensemble,
     read_source,
     with_results,
@@ -68,12 +67,8 @@ def apply_calibration(
         Of the same format.
     target : str, optional
         Name of the property, if it is not that of the calibration.
-    absent : str, optional
-        Key of one flag per member: whether the point was *not* in its training set;
-        ``{target}_absent`` by default, if there is one.
-    order : {"member", "component"}, optional
-        Order of the members of vectors where the shape leaves it open; that of the calibration by
-        default.
+    absent, order : str, optional
+        As in `read_ensemble`; the order is that of the calibration by default.
     members : bool
         Whether to write members.
     force : bool
@@ -208,11 +203,10 @@ def _references(source: Source, ensemble: Ensemble) -> set[str]:
         means = (ensemble.mean, members.mean(axis=1))
         is_reference = not any(_is_mean(ensemble.stored_mean, m, ensemble.std) for m in means)
     aside = {name} if is_reference else set()
-    if not isinstance(source, Table) and name in all_properties:
-        for key in keys.intersection(all_properties) - {name}:
-            predicted = any(f"{key}{suffix}" in keys for suffix in (*MEMBERS, *UNCERTAINTIES))
-            if is_reference or (name not in keys and not predicted):
-                aside.add(key)
+    known = name in all_properties and not isinstance(source, Table)
+    if known and (is_reference or name not in keys):
+        others = keys.intersection(all_properties) - {name}
+        aside |= {key for key in others if is_reference or keys.isdisjoint(predicted_keys(key))}
     return {key for key in aside if f"REF_{key}" not in keys}
 
 

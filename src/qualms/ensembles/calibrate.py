@@ -39,14 +39,6 @@ _UNCORRELATED = 0.2
 _NAMED = 5
 #: Ratio of errors to standard deviations beyond which units are suspected to differ.
 _SUSPICIOUS = 30.0
-_CONVERSIONS = {
-    27.2114: "Hartree and eV",
-    23.0605: "kcal/mol and eV",
-    627.509: "Hartree and kcal/mol",
-    96.4853: "kJ/mol and eV",
-    51.4221: "Hartree/Bohr and eV/Å",
-    1000.0: "eV and meV",
-}
 
 
 @dataclass(frozen=True)
@@ -201,7 +193,8 @@ def _reason(comparison: Comparison, chosen: Candidate, *, asked: bool) -> str:
         second = "".join(f" (Δ = {o.behind:.3f} to {o.calibration.method})" for o in others[:1])
         return f"{name}: highest cross-validated log likelihood{second}."
     if chosen.is_as_good:
-        return f"{name}: as good as {other} ({difference}), with fewer parameters."
+        fewer = ", with fewer parameters" if chosen.n_parameters < best.n_parameters else ""
+        return f"{name}: as good as {other} ({difference}){fewer}."
     return f"{name}: {other} has a higher cross-validated log likelihood ({difference})."
 
 
@@ -268,11 +261,6 @@ def _uncorrelated(data: CalibrationData, n_independent: int) -> Iterator[str]:
             "The ensemble standard deviation does not indicate the size of the error "
             f"({found}): uncertainties are right on average only."
         )
-    elif low <= 0:
-        yield (
-            "Too few points to determine whether the ensemble standard deviation indicates the "
-            f"size of the error ({found})."
-        )
 
 
 def _units(data: CalibrationData) -> Iterator[str]:
@@ -282,10 +270,8 @@ def _units(data: CalibrationData) -> Iterator[str]:
     factor = max(ratio, 1 / ratio) if ratio > 0 else 1.0
     if factor < _SUSPICIOUS:
         return
-    closest = min(_CONVERSIONS, key=lambda c: abs(np.log(factor / c)))
-    hint = f" ({_CONVERSIONS[closest]}: {closest:g})" if 0.25 < factor / closest < 4 else ""
     size = "larger" if ratio > 1 else "smaller"
     yield (
         f"Errors are {factor:.3g} times {size} than the standard deviations: are the units the "
-        f"same{hint}?"
+        "same? (1000: eV and meV; 27.2: Hartree and eV; 23.1: kcal/mol and eV.)"
     )

@@ -43,34 +43,26 @@ class Ensemble:
     target : str
     key : str
         Key of the members, or of the uncertainties if there are no members.
-    mean, std : (n,) arrays
-        Of the members (ddof = 1), of out-of-bag members if there are flags, or as they are stored
-        if there are no members. NaN where a prediction is not finite or too few are out-of-bag.
-    count : (n,) array of int
-        Number of members that `mean` and `std` are over; 2 if there are no members.
-    members : (n, N_R) array, optional
-    absent : (n, N_R) array of bool, optional
-        Whether the point is out-of-bag for the member.
+    mean, std, count : (n,) arrays
+        Mean, standard deviation (ddof = 1) and number of the members, of the out-of-bag members if
+        there are flags; NaN where a prediction is not finite or too few are out-of-bag. Without
+        members, the stored values, and 2.
+    members, absent : (n, N_R) arrays, optional
+        Predictions, and whether the point is out-of-bag for the member.
     y : (n,) array
         Reference values; NaN where there is none.
-    structure, atom : (n,) arrays of int
-        Origin of each point; `atom` is zero for properties of structures.
-    component : (n,) array of int, optional
-        Component of a vector or tensor.
+    structure, atom, component : (n,) arrays of int
+        Origin of each point; `atom` is zero for properties of structures, `component` may be None.
     per_atom : bool
         Whether the values belong to atoms.
     labels : (n,) array of str, optional
         Group of each point.
-    shape, member_shape : tuples of int
-        Shapes of the stored value and of the stored members of one structure or atom.
-    order : {"member", "component"}, optional
-        Order of the stored members of vectors.
+    shape, member_shape, order : tuples of int, str or None
+        Shapes of the stored value and members of one structure or atom; order of the members.
     columns : mapping of str to tuple of str
         The columns of a table that the values of a key were joined from.
-    stored_mean : (n,) array, optional
-        Values under the name of the target itself; NaN where there is none.
-    uncertainties : tuple of str
-        Keys of stored uncertainties.
+    stored_mean, uncertainties : (n,) array or None, tuple of str
+        Values under the name of the target itself; keys of stored uncertainties.
     remarks : tuple of str
         Warnings for the user.
     """
@@ -336,7 +328,7 @@ class _Rows:
 
     def predicted(self, target: str) -> str:
         """Return the key of the members, or else of the uncertainties."""
-        keys = _keys(target)
+        keys = predicted_keys(target)
         usable = keys if target in self.arrays else keys[: len(MEMBERS)]
         found = next((key for key in usable if key in self.arrays), None)
         if found is None:
@@ -361,7 +353,7 @@ class _Rows:
         return f"The file has: {', '.join(sorted(self.keys)) or 'no keys'}."
 
 
-def _keys(target: str) -> list[str]:
+def predicted_keys(target: str) -> list[str]:
     """Return the keys of members and uncertainties."""
     return [f"{target}{suffix}" for suffix in (*MEMBERS, *UNCERTAINTIES)]
 
@@ -380,10 +372,10 @@ def with_results(atoms: Atoms) -> tuple[dict[str, Any], dict[str, Any]]:
 def _frame_rows(frames: Sequence[Atoms], target: str, asked: Sequence[str]) -> _Rows:
     """Collect the values of all structures; NaN, or no label, where a structure has none."""
     found = [with_results(atoms) for atoms in frames]
-    per_atom = any(key in arrays for _, arrays in found for key in _keys(target))
+    per_atom = any(key in arrays for _, arrays in found for key in predicted_keys(target))
     counts = [len(atoms) if per_atom else 1 for atoms in frames]
     collected = {}
-    for key in dict.fromkeys([target, *_keys(target), f"{target}_absent", *asked]):
+    for key in dict.fromkeys([target, *predicted_keys(target), f"{target}_absent", *asked]):
         parts: list[Any] = []
         for (info, arrays), n in zip(found, counts, strict=True):
             if per_atom and key in arrays:
@@ -512,13 +504,13 @@ def _table_rows(table: Table, target: str, asked: Sequence[str]) -> _Rows:
     """Join columns that belong together, and find the structure and the atom of each row."""
     columns = table.columns
     arrays, joined = {}, {}
-    for key in (*asked, target, *_keys(target), f"{target}_absent"):
+    for key in (*asked, target, *predicted_keys(target), f"{target}_absent"):
         if key in columns:
             arrays[key] = columns[key]
         elif names := _numbered(columns, key) or _named(columns, key):
             joined[key], arrays[key] = names, np.column_stack([columns[name] for name in names])
     members = _numbered(columns, target)
-    if members and not any(key in arrays for key in _keys(target)):
+    if members and not any(key in arrays for key in predicted_keys(target)):
         if target in joined:
             del joined[target], arrays[target]
         key = f"{target}{MEMBERS[0]}"

@@ -19,15 +19,7 @@ AnyPath = str | os.PathLike[str]
 
 
 def check_output(path: AnyPath, *, force: bool = False) -> Path:
-    """Check that a file can be written, before the work starts whose result it will hold.
-
-    Parameters
-    ----------
-    path : path
-        Returned as a `Path`. Nothing is left behind in its directory.
-    force : bool
-        Whether an existing file may be replaced.
-    """
+    """Check that a file can be written, before the work starts whose result it will hold."""
     _create_temporary(path, _destination(path, force=force)).unlink()
     return Path(path)
 
@@ -43,17 +35,8 @@ def refuse_input(output: AnyPath, *inputs: AnyPath | None) -> None:
 def atomic_path(path: AnyPath, *, force: bool = False) -> Iterator[Path]:
     """Yield the name of a temporary file that replaces ``path`` if the block succeeds.
 
-    Parameters
-    ----------
-    path : path
-        The file to write. If it is a symbolic link, the file that it leads to is replaced.
-    force : bool
-        Whether an existing file may be replaced.
-
-    Yields
-    ------
-    Path
-        An empty file with the suffix of the destination, in the same directory.
+    It is empty and has the suffix of the destination. If ``path`` is a symbolic link, the file that
+    it leads to is replaced. `force` allows to replace an existing file.
     """
     target = _destination(path, force=force)
     temporary = _create_temporary(path, target)

@@ -12,11 +12,9 @@ import csv
 import gzip
 import re
 import zipfile
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, Literal, NamedTuple, cast
 
 import numpy as np
 from ase import Atoms
@@ -38,13 +36,11 @@ _IN_TABLES = ("index", "formula", "n_atoms", "structure", "atom", "symbol")
 _TENSORS = ("stress", "virial", "uid")
 
 
-@dataclass(frozen=True)
-class _Batch:
+class _Batch(NamedTuple):
     """Predictions of some structures; `start` structures were written before.
 
-    `rows` are the predicted atoms of each structure, for properties of atoms, and `ends` where the
-    rows of each structure begin and end in `values`: the prediction (n,), its standard deviation
-    (n,) and perhaps members (n, N_R).
+    `rows` are the predicted atoms of each structure, for properties of atoms. `ends` are where the
+    rows of each structure begin and end in `values`: prediction, standard deviation and members.
     """
 
     start: int
@@ -57,7 +53,7 @@ class _Batch:
     tensors: Arrays
 
 
-class PredictionWriter(ABC):
+class PredictionWriter:
     """Writes predictions to a file; made by `open_writer`."""
 
     def __init__(self, stream: IO[Any], target: str, *, kind: Kind, ensemble: bool) -> None:
@@ -65,6 +61,7 @@ class PredictionWriter(ABC):
         self._target = target
         self._kind = kind
         self._ensemble = ensemble
+        self._arrays: dict[str, list[NDArray[Any]]] = {}
         self.n_structures = 0
 
     def write(
@@ -116,11 +113,10 @@ class PredictionWriter(ABC):
         self._write(_Batch(self.n_structures, frames, atoms, ends, values, *parts))
         self.n_structures += len(frames)
 
-    @abstractmethod
     def _write(self, batch: _Batch) -> None:
-        """Write a batch that has been checked."""
+        raise NotImplementedError
 
-    def _finish(self) -> None:  # noqa: B027
+    def _finish(self) -> None:
         """Write the parts that depend on all batches."""
 
 
@@ -142,10 +138,6 @@ def open_writer(
         Whether to write the predictions of all members, too.
     force : bool
         Whether an existing file may be replaced.
-
-    Yields
-    ------
-    PredictionWriter
     """
     name = Path(path).name.lower()
     compressed = name.endswith(".gz")
@@ -214,8 +206,8 @@ class _CSVWriter(PredictionWriter):
             raise InputError("path", "a table in CSV", "a name that ends in .xyz or .npz")
         if self._writer is None:
             self._writer = csv.writer(codecs.getwriter("utf-8")(self._stream), lineterminator="\n")
-            names = ["index", "formula", "n_atoms"]
-            names = names if batch.rows is None else ["index", "atom", "symbol"]
+            first = "index formula n_atoms" if batch.rows is None else "index atom symbol"
+            names = first.split()
             for name, values in batch.values.items():
                 ends = [""] if values.ndim == 1 else [f"_{i}" for i in range(values.shape[1])]
                 names += [f"{name}{end}" for end in ends]
@@ -232,10 +224,6 @@ class _CSVWriter(PredictionWriter):
 
 class _NPZWriter(PredictionWriter):
     """Arrays by name. The predictions, not the structures, stay in memory until the end."""
-
-    def __init__(self, stream: IO[Any], target: str, *, kind: Kind, ensemble: bool) -> None:
-        super().__init__(stream, target, kind=kind, ensemble=ensemble)
-        self._arrays: dict[str, list[NDArray[Any]]] = {}
 
     def _write(self, batch: _Batch) -> None:
         arrays = {**batch.values, **batch.extra, **batch.arrays, **batch.tensors}

@@ -80,10 +80,8 @@ def write_tensors(
     arrays : mapping of arrays
         Integers, float32 or float64, all finite, in any memory order.
     document : Document
-    format : str
-        Kind of file, such as "qualms model".
-    version : int
-        Version of the format, ≥ 1.
+    format, version : str, int
+        Kind of file, such as "qualms model", and its version, ≥ 1.
     force : bool
         Whether an existing file may be replaced.
     """
@@ -106,22 +104,15 @@ def write_tensors(
 def read_tensors(
     path: AnyPath, document_type: type[DocumentT], *, format: str, version: int
 ) -> tuple[dict[str, AnyArray], DocumentT]:
-    """Read the arrays and the document of a file, after validating all of it.
+    """Read the arrays and the document of a file, or raise a `StorageError`.
 
     Parameters
     ----------
     path : path
     document_type : type
         Pydantic model that the document must fit.
-    format : str
-        Expected kind of file.
-    version : int
-        Newest known version of the format.
-
-    Raises
-    ------
-    StorageError
-        The file is anything else, is damaged, or holds NaN or infinite values.
+    format, version : str, int
+        Expected kind of file, and the newest known version of it.
     """
     try:
         content = Path(path).read_bytes()
