@@ -1,5 +1,6 @@
 """Ensembles of other programs: reading, calibrating, sanity checks, applying."""
 
+import contextlib
 import csv
 import json
 from pathlib import Path
@@ -29,6 +30,13 @@ from qualms.evaluation import Evaluation
 
 R = 6
 FACTORS = {"H": 0.7, "C": 1.4, "N": 1.0, "O": 2.0}
+
+
+@contextlib.contextmanager
+def rejected(parameter):
+    with pytest.raises(InputError) as error:
+        yield
+    assert error.value.parameter == parameter
 
 
 @pytest.fixture(autouse=True)
@@ -128,9 +136,8 @@ def test_uncertainties_and_variances_alone():
         calibrated = calibrate_ensemble(found)
         methods = {c.calibration.method for c in calibrated.comparison.candidates}
         assert methods == {*STD_METHODS}
-        with pytest.raises(InputError) as error:
+        with rejected("method"):
             calibrate_ensemble(found, "student")
-        assert error.value.parameter == "method"
         document, _ = fit_and_apply("p.npz")
         new = load("out.npz")
         expected = document.parameters["alpha"] * std
@@ -295,9 +302,8 @@ def test_vectors_in_columns(components):
     np.testing.assert_allclose(read_ensemble("no.csv", "f").std, expected)
     numbered = {f"f_{i}": columns[f"f_ensemble_{i}"] for i in range(3 * R)}
     write_csv("p.csv", numbered | {f"REF_f_{c}": y[:, i] for i, c in enumerate("xyz")})
-    with pytest.raises(InputError) as error:
+    with rejected("f"):
         read_ensemble("p.csv", "f")
-    assert error.value.parameter == "f"
 
 
 def test_parquet_keeps_the_types_of_other_columns():
@@ -440,9 +446,8 @@ def test_a_calibration_file_is_validated():
         {"std_range": [0.0, 1.0]},
     ):
         Path("bad.json").write_text(json.dumps(good | change))
-        with pytest.raises(InputError) as error:
+        with rejected("path"):
             read_calibration("bad.json")
-        assert error.value.parameter == "path"
     for text in ("", "[1, 2]", "{", "\xff"):
         Path("bad.json").write_text(text)
         with pytest.raises(InputError):
@@ -522,9 +527,8 @@ def test_points_that_cannot_be_used_are_counted():
 )
 def test_values_that_cannot_be_read(change, parameter):
     np.savez("bad.npz", **change(*committee()))
-    with pytest.raises(InputError) as error:
+    with rejected(parameter):
         read_ensemble("bad.npz", "e")
-    assert error.value.parameter == parameter
 
 
 @pytest.mark.usefixtures("all_methods")
@@ -567,9 +571,8 @@ def test_values_that_cannot_be_calibrated():
 def test_files_that_are_no_tables(name, content):
     if content is not None:
         Path(name).write_bytes(content)
-    with pytest.raises(InputError) as error:
+    with rejected("path"):
         read_ensemble(name, "e")
-    assert error.value.parameter == "path"
 
 
 # --- applying ---
@@ -639,13 +642,11 @@ def test_calibrations_that_do_not_fit():
         ({"target": "f"}, "calibration"),
     ):
         arguments = {"output": "out.npz"} | options
-        with pytest.raises(InputError) as error:
+        with rejected(parameter):
             apply_calibration(document, "p.npz", **arguments)
-        assert error.value.parameter == parameter
     ase.io.write("p.xyz", structures(20))
-    with pytest.raises(InputError) as error:
+    with rejected("calibration"):
         apply_calibration(document, "p.xyz", "out.xyz", target="forces")
-    assert error.value.parameter == "calibration"
     assert not Path("out.npz").exists()
 
 

@@ -1,12 +1,12 @@
 """Files: written completely or not at all; tensors, predictions, extended XYZ."""
 
+import contextlib
 import csv
 import gzip
 import json
 import os
 import pickle
 import struct
-from contextlib import suppress
 
 import ase.io
 import numpy as np
@@ -40,6 +40,13 @@ TINY = 1e-9  # ASE's eight decimals would lose it
 # Files
 
 
+@contextlib.contextmanager
+def rejected(parameter):
+    with pytest.raises(InputError) as error:
+        yield
+    assert error.value.parameter == parameter
+
+
 def test_a_file_appears_when_it_is_complete(tmp_path):
     path = tmp_path / "a.txt"
     with atomic_output(path, mode="w") as file:
@@ -50,7 +57,7 @@ def test_a_file_appears_when_it_is_complete(tmp_path):
     with pytest.raises(InputError) as error, atomic_output(path):
         pass
     assert error.value.parameter == "path"
-    with suppress(KeyboardInterrupt), atomic_output(path, force=True) as file:
+    with contextlib.suppress(KeyboardInterrupt), atomic_output(path, force=True) as file:
         file.write(b"two")
         raise KeyboardInterrupt
     assert path.read_text() == "one"
@@ -76,18 +83,10 @@ def test_a_file_that_appears_in_the_meantime_is_kept(tmp_path):
 @pytest.mark.parametrize("name", [".", "no/such/file", "/dev/null", "loop"])
 def test_files_that_cannot_be_written(tmp_path, name):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(InputError) as error:
+    with rejected("path"):
         check_output(tmp_path / name, force=True)
-    assert error.value.parameter == "path"
     assert check_output(tmp_path / "new") == tmp_path / "new"
     assert os.listdir(tmp_path) == ["loop"]
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write anywhere")
-def test_directories_without_permission(tmp_path):
-    tmp_path.chmod(0o555)
-    with pytest.raises(InputError):
-        check_output(tmp_path / "a")
 
 
 def test_links_and_permissions(tmp_path):
@@ -104,9 +103,8 @@ def test_links_and_permissions(tmp_path):
     assert (tmp_path / "target.txt").read_text() == "newer"
     assert (tmp_path / "target.txt").stat().st_mode & 0o777 == 0o640
     refuse_input(tmp_path / "other", link, None)
-    with pytest.raises(InputError) as error:
+    with rejected("output"):
         refuse_input(tmp_path / "target.txt", link)
-    assert error.value.parameter == "output"
 
 
 # Tensors
@@ -155,9 +153,8 @@ def test_tensors_come_back(stored):
 
 @pytest.mark.parametrize("bad", [[1.0, np.nan], np.array([np.inf], np.float32), [1j], ["text"]])
 def test_tensors_that_cannot_be_stored(tmp_path, bad):
-    with pytest.raises(InputError) as error:
+    with rejected("arrays['a']"):
         write_tensors(tmp_path / "a", {"a": np.array(bad)}, Settings(alpha=1), **KIND)
-    assert error.value.parameter == "arrays['a']"
     assert not os.listdir(tmp_path)
 
 
@@ -355,9 +352,8 @@ def test_forces_and_stresses_beside_energies(tmp_path):
     assert "stress" not in water.calc.results
     write(tmp_path / "a.npz", frames, energies, arrays=arrays, tensors=tensors)
     np.testing.assert_array_equal(np.load(tmp_path / "a.npz")["stress"], stress)
-    with pytest.raises(InputError) as error:
+    with rejected("path"):
         write(tmp_path / "a.csv", frames, energies, arrays=arrays)
-    assert error.value.parameter == "path"
 
 
 @pytest.mark.parametrize("target", ["shift", "charges"])
@@ -456,7 +452,6 @@ def test_no_predictions_are_a_file_too(tmp_path, suffix):
 def test_bad_input_writes_nothing(tmp_path, arguments, parameter):
     given = {"path": "a.xyz", "prediction": Prediction(np.ones((2, 3)))} | arguments
     path = tmp_path / given.pop("path")
-    with pytest.raises(InputError) as error:
+    with rejected(parameter):
         write(path, [molecule("CH4"), molecule("H2O")], **given)
-    assert error.value.parameter == parameter
     assert not os.listdir(tmp_path)
