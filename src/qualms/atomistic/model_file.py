@@ -22,8 +22,14 @@ from qualms.calibration.fitting import build_calibration
 from qualms.errors import QualmsError
 from qualms.features.compression import Projection
 from qualms.features.soap import Representation
-from qualms.io.container import read_container, write_container
-from qualms.io.tensors import Document, StorageError, TensorSpec, check_tensors
+from qualms.io.tensors import (
+    Document,
+    StorageError,
+    TensorSpec,
+    check_tensors,
+    read_tensors,
+    write_tensors,
+)
 
 FORMAT = "qualms model"
 #: Raised whenever the meaning of a file changes.
@@ -84,7 +90,7 @@ def write_model(path: str | Path, fitted: Fitted, *, force: bool) -> None:
         record=fitted.record,
         provenance=fitted.provenance,
     )
-    write_container(path, _tensors(fitted), document, format=FORMAT, version=PROTOCOL, force=force)
+    write_tensors(path, _tensors(fitted), document, format=FORMAT, version=PROTOCOL, force=force)
 
 
 def _tensors(fitted: Fitted) -> dict[str, Any]:
@@ -109,8 +115,7 @@ def _tensors(fitted: Fitted) -> dict[str, Any]:
 
 def read_model(path: str | Path) -> Fitted:
     """Read a model; a `StorageError` states what is wrong with the file."""
-    container = read_container(path, ModelDocument, format=FORMAT, version=PROTOCOL)
-    document, tensors = container.document, container.tensors
+    tensors, document = read_tensors(path, ModelDocument, format=FORMAT, version=PROTOCOL)
     try:
         sizes = {
             "n_members": document.settings.n_members,

@@ -88,12 +88,12 @@ def calibrate(
     evaluation = Evaluation(
         target=ensemble.target,
         units=units,
-        y=calibrated.points.ensemble.y,
+        y=calibrated.ensemble.y,
         prediction=calibrated.prediction,
         frames=source if isinstance(source, list) else None,
-        structure=calibrated.points.ensemble.structure,
-        atom=calibrated.points.ensemble.atom if ensemble.per_atom else None,
-        component=calibrated.points.ensemble.component,
+        structure=calibrated.ensemble.structure,
+        atom=calibrated.ensemble.atom if ensemble.per_atom else None,
+        component=calibrated.ensemble.component,
     )
     title = f"{target}: {predictions.name}, {ensemble.counted(len(calibrated.std))}"
     tables = {"Comparison of methods": comparison_table(calibrated.comparison)}
@@ -151,8 +151,7 @@ def _description(ensemble: Ensemble) -> str:
 def _parameters(calibrated: Calibrated) -> str:
     calibration, intervals = calibrated.calibration, calibrated.intervals
     if calibration.n_parameters == 0:
-        scale = f" Scale: {calibrated.scale}." if calibrated.scale is not None else ""
-        return f"{calibration.method}: the standard deviations are not changed.{scale}"
+        return f"{calibration.method}: the standard deviations are not changed."
     low, high = intervals.alpha
     text = f"{calibration.method}: α = {calibration.alpha:.4g} [{low:.4g}, {high:.4g}]"
     if calibration.n_parameters > 1:

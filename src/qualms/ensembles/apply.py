@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from ase import Atoms
 from ase.calculators.calculator import all_properties
 from ase.stress import voigt_6_to_full_3x3_stress
 
-from qualms.arrays import BoolArray, Float64Array, IntArray
-from qualms.calibration.base import rounding_of
+from qualms.arrays import Float64Array
 from qualms.ensembles.calibration_file import CalibrationDocument
 from qualms.ensembles.io import (
-    MEMBERS,
-    UNCERTAINTIES,
-    VARIANCES,
+    COMPONENTS,
     Ensemble,
     Source,
     Table,
-    component_endings,
-    is_table,
+    predicted_keys,
     read_ensemble,
     read_source,
     with_results,
 )
 from qualms.errors import InputError
 from qualms.evaluation import Evaluation
-from qualms.gp.ensemble import MIN_ABSENT, internal_prediction, stretched
+from qualms.gp.ensemble import stretched
 from qualms.io.files import atomic_output
 from qualms.io.xyz import xyz_text
 from qualms.prediction import Prediction
@@ -39,26 +34,12 @@ from qualms.prediction import Prediction
 _THE_SAME = 0.05
 
 
-@dataclass(frozen=True)
-class Applied:
+class Applied(NamedTuple):
     """Summary of an output file; the remarks are warnings for the user."""
 
     n_points: int
     n_members: int | None
     remarks: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _Values:
-    """Mean and calibrated standard deviation (n,) of points, and members (n, N_R) if wanted."""
-
-    mean: Float64Array
-    std: Float64Array
-    members: Float64Array | None
-
-    def some(self, chosen: slice) -> _Values:
-        members = None if self.members is None else self.members[chosen]
-        return _Values(self.mean[chosen], self.std[chosen], members)
 
 
 def apply_calibration(
@@ -86,22 +67,19 @@ def apply_calibration(
         Of the same format.
     target : str, optional
         Name of the property, if it is not that of the calibration.
-    absent : str, optional
-        Key of one flag per member: whether the point was *not* in its training set;
-        ``{target}_absent`` by default, if there is one.
-    order : {"member", "component"}, optional
-        Order of the members of vectors where the shape leaves it open; that of the calibration by
-        default.
+    absent, order : str, optional
+        As in `read_ensemble`; the order is that of the calibration by default.
     members : bool
         Whether to write members.
     force : bool
         Whether an existing file may be replaced.
     """
-    formats = [is_table(path) and Path(path).suffix.lower() for path in (predictions, output)]
-    if formats[0] != formats[1]:
+    source = read_source(predictions)
+    suffix = Path(output).suffix.lower()
+    written = suffix if suffix in (".csv", ".parquet", ".npz") else ""
+    if written != (source.suffix if isinstance(source, Table) else ""):
         expected = f"the format of the predictions ({Path(predictions).suffix})"
         raise InputError("output", f"'{output}'", expected)
-    source = read_source(predictions)
     ensemble = read_ensemble(
         source,
         target or document.target,
@@ -110,24 +88,31 @@ def apply_calibration(
         order=order or document.order,
         n_components=document.n_components,
     )
-    found, remarks = _calibrated(document, ensemble, members)
-    aside = _references(source, ensemble, found.mean)
+    made_for = (document.kind, document.n_components)
+    if made_for != (ensemble.kind, ensemble.n_components):
+        given = f"made for {document.kind}s, {document.n_components} per row"
+        expected = f"one for {ensemble.kind}s, {ensemble.n_components} per row"
+        raise InputError("calibration", given, expected)
+    remarks = [*ensemble.remarks, *_checks(document, ensemble)]
+    count = None if ensemble.members is None else ensemble.count
+    std = document.std(ensemble.std, count, ensemble.labels)
+    aside = _references(source, ensemble)
     if aside:
         kept = ", ".join(f"{key} as REF_{key}" for key in sorted(aside))
-        remarks = (
-            f"Not predictions of these members, so kept under another name: {kept}.",
-            *remarks,
-        )
+        remarks.insert(0, f"Not predictions of these members, kept under another name: {kept}.")
+    entries = _entries(ensemble, std, members)
+    left_out = {ensemble.key} if ensemble.members is not None and not members else set()
     if isinstance(source, Table):
-        changes, without = _changed_columns(source, ensemble, found, aside)
-        source.write(output, changes, without=without, force=force)
+        _write_table(source, output, ensemble, entries, aside, left_out, force)
     else:
-        ends = np.searchsorted(ensemble.structure, np.arange(len(source) + 1)).tolist()
+        rows = ensemble.structure[:: ensemble.n_components]
+        ends = np.searchsorted(rows, np.arange(len(source) + 1)).tolist()
         with atomic_output(output, force=force) as stream:
             for atoms, begin, end in zip(source, ends[:-1], ends[1:], strict=True):
-                _store(atoms, ensemble, found.some(slice(begin, end)), aside)
+                values = {key: array[begin:end] for key, array in entries.items()}
+                _store(atoms, ensemble.per_atom, values, aside, left_out)
                 stream.write(xyz_text(atoms).encode())
-    return Applied(len(ensemble), ensemble.n_members, remarks)
+    return Applied(len(ensemble), ensemble.n_members, tuple(remarks))
 
 
 def recalibrate(
@@ -144,8 +129,8 @@ def recalibrate(
     extensive : bool
         Whether the values of the evaluation are per atom and those of the calibration are totals.
     """
-    kind = "component" if evaluation.component is not None else "structure"
-    kind = "atom" if kind == "structure" and evaluation.atom is not None else kind
+    kind = "structure" if evaluation.atom is None else "atom"
+    kind = kind if evaluation.component is None else "component"
     if (document.target, document.kind) != (evaluation.target, kind):
         given = f"made for {document.target} of {document.kind}s"
         raise InputError("calibration", given, f"one for {evaluation.target} of {kind}s")
@@ -169,67 +154,15 @@ def _label(frame: Atoms, by: str, atom: int) -> str:
     return str(frame.arrays[by][atom] if by in frame.arrays else frame.info.get(by, ""))
 
 
-def _calibrated(
-    document: CalibrationDocument, ensemble: Ensemble, members: bool
-) -> tuple[_Values, tuple[str, ...]]:
-    """Return calibrated values, NaN where there are none, and warnings."""
-    made_for = (document.kind, document.n_components)
-    if made_for != (ensemble.kind, ensemble.n_components):
-        given = f"made for {document.kind}s, {document.n_components} per row"
-        expected = f"one for {ensemble.kind}s, {ensemble.n_components} per row"
-        raise InputError("calibration", given, expected)
-    usable, remarks = _usable(ensemble)
-    some = ensemble.some(usable)
-    mean, spread, count = _committee(some)
-    std = document.std(spread, count, some.labels)
-    found = [mean, std]
-    if some.members is not None and members:
-        factor = np.divide(std, spread, out=np.zeros_like(std), where=spread > 0)
-        found.append(stretched(some.members, factor, mean))
-    filled: list[Any] = [np.full((len(usable), *values.shape[1:]), np.nan) for values in found]
-    for all_rows, values in zip(filled, found, strict=True):
-        all_rows[usable] = values
-    checks = _checks(document, ensemble, spread)
-    return _Values(*filled, *[None] * (3 - len(filled))), (*ensemble.remarks, *remarks, *checks)
-
-
-def _usable(ensemble: Ensemble) -> tuple[BoolArray, tuple[str, ...]]:
-    """Return which points (n,) can be calibrated, and warnings about the others."""
-    bad = ~ensemble.is_finite
-    reasons = {"with NaN or infinite predictions": bad}
-    if ensemble.absent is not None:
-        few = ensemble.absent.sum(axis=1) < MIN_ABSENT
-        reasons[f"with fewer than {MIN_ABSENT} out-of-bag members"] = few & ~bad
-        bad = bad | few
+def _checks(document: CalibrationDocument, ensemble: Ensemble) -> Iterator[str]:
+    """Yield warnings about points without a result, and about differences to the calibration."""
+    reasons = ensemble.unusable()
+    bad = np.any([*reasons.values()], axis=0)
     found = [f"{ensemble.counted(int(w.sum()))} {why}" for why, w in reasons.items() if w.any()]
-    hint = ""
-    if ensemble.absent is None and ensemble.members is not None:
-        known = np.isfinite(ensemble.members)
-        if np.any(known.any(axis=1) & ~known.all(axis=1)):
-            hint = f"Flags of out-of-bag members are read from {ensemble.target}_absent."
     if bad.all():
-        raise InputError(ensemble.key, ", ".join(found), "finite predictions of new points", hint)
-    return ~bad, tuple(f"{text}: NaN is written for them. {hint}".strip() for text in found)
-
-
-def _committee(ensemble: Ensemble) -> tuple[Float64Array, Float64Array, int | IntArray | None]:
-    """Return mean, standard deviation and number of the (out-of-bag) members of each point."""
-    if ensemble.members is None:
-        return ensemble.mean, ensemble.std, None
-    members, mean, std = ensemble.members, ensemble.mean, ensemble.std
-    count: int | IntArray | None = ensemble.n_members
-    if ensemble.absent is not None:
-        members = np.where(ensemble.absent, members, 0.0)
-        found = internal_prediction(members, ensemble.absent)
-        mean, std, count = found.mean, found.std, found.n_absent
-    # Members that differ by rounding are identical.
-    return mean, np.where(std > rounding_of(members), std, 0.0), count
-
-
-def _checks(
-    document: CalibrationDocument, ensemble: Ensemble, spread: Float64Array
-) -> Iterator[str]:
-    """Yield warnings about predictions that differ from those of the calibration."""
+        remedy = f"Flags of out-of-bag members are read from {ensemble.target}_absent."
+        raise InputError(ensemble.key, ", ".join(found), "finite predictions", remedy)
+    yield from (f"{text}: NaN is written for them." for text in found)
     if ensemble.n_members != document.n_members:
         yield (
             f"The calibration was fitted to {document.n_members or 'an unknown number of'} members;"
@@ -240,115 +173,97 @@ def _checks(
         if new:
             yield f"Groups without a factor in the calibration: {', '.join(new)}."
     low, high = document.std_range
-    typical = float(np.median(spread))
+    typical = float(np.median(ensemble.std[~bad]))
     if typical > 0 and not low / 10 < typical < 10 * high:
         yield (
             f"The median standard deviation, {typical:.3g}, is far from the range of the "
-            f"calibration, {low:.3g} to {high:.3g} {document.units}".rstrip()
-            + ": are the units the same?"
+            f"calibration, {low:.3g} to {high:.3g} {document.units}: are the units the same?"
         )
-    zero = int(np.count_nonzero(spread == 0))
+    zero = int(np.count_nonzero(ensemble.std == 0))
     if zero:
         yield f"{ensemble.counted(zero)} with identical members: their uncertainty is zero."
 
 
-# Values that must not be overwritten.
-
-
-def _references(source: Source, ensemble: Ensemble, mean: Float64Array) -> set[str]:
+def _references(source: Source, ensemble: Ensemble) -> set[str]:
     """Return keys of reference values that would be overwritten, or look like predictions.
 
     That is the target itself, if the value under its name is not the mean of the members. ASE reads
     keys that it knows, such as energy and forces, as results of one calculation: values beside such
     a reference value, or beside no prediction at all, were not predicted by these members either.
     """
-    name = ensemble.target
-    if ensemble.members is None:
+    name, members = ensemble.target, ensemble.members
+    if members is None:
         return set()  # the value under that name is the prediction
-    frames = [] if isinstance(source, Table) else source
-    keys = {key for atoms in frames for part in with_results(atoms) for key in part}
-    keys |= {*source, *ensemble.columns} if isinstance(source, Table) else set()
-    is_reference = f"REF_{name}" not in keys and _is_reference(ensemble, mean)
+    if isinstance(source, Table):
+        keys = {*source.columns}
+    else:
+        keys = {key for atoms in source for part in with_results(atoms) for key in part}
+    is_reference = False
+    if ensemble.stored_mean is not None and not ensemble.uncertainties:
+        means = (ensemble.mean, members.mean(axis=1))
+        is_reference = not any(_is_mean(ensemble.stored_mean, m, ensemble.std) for m in means)
     aside = {name} if is_reference else set()
-    if name in all_properties and frames and (is_reference or name not in keys):
-        for key in keys.intersection(all_properties) - {name}:
-            predicted = any(f"{key}{suffix}" in keys for suffix in (*MEMBERS, *UNCERTAINTIES))
-            if f"REF_{key}" not in keys and (is_reference or not predicted):
-                aside.add(key)
-    return aside
+    known = name in all_properties and not isinstance(source, Table)
+    if known and (is_reference or name not in keys):
+        others = keys.intersection(all_properties) - {name}
+        aside |= {key for key in others if is_reference or keys.isdisjoint(predicted_keys(key))}
+    return {key for key in aside if f"REF_{key}" not in keys}
 
 
-def _is_reference(ensemble: Ensemble, mean: Float64Array) -> bool:
-    """Return whether values under the name of the target are not the mean of the members.
-
-    A value beside an uncertainty is an earlier prediction.
-    """
-    if ensemble.stored_mean is None or ensemble.has_uncertainty:
+def _is_mean(stored: Float64Array, mean: Float64Array, std: Float64Array) -> bool:
+    """Return whether most stored values are the mean, up to rounding."""
+    known = np.isfinite(stored) & np.isfinite(mean) & np.isfinite(std)
+    if not known.any():
         return False
-    found = False
-    for center in (mean, ensemble.mean):
-        known = np.isfinite(ensemble.stored_mean) & np.isfinite(center) & np.isfinite(ensemble.std)
-        if known.any():
-            found = True
-            distance = np.median(np.abs(ensemble.stored_mean - center)[known])
-            rounding = 1e-9 * np.median(np.abs(center[known]))
-            if distance <= _THE_SAME * np.median(ensemble.std[known]) + rounding:
-                return False
-    return found
+    distance, size, width = np.median(np.abs([stored - mean, mean, std])[:, known], axis=1)
+    return bool(distance <= _THE_SAME * width + 1e-9 * size)
 
 
-# Values that are written.
-
-
-def _entries(
-    ensemble: Ensemble, stored: Collection[str], found: _Values
-) -> dict[str, Float64Array]:
-    """Return values by key, a row for each structure or atom, in the shape that they had.
-
-    Uncertainties that are `stored` under other keys are replaced, too.
-    """
-    name, shape = ensemble.target, (-1, *ensemble.shape)
-    std = found.std.reshape(shape)
-    entries = {name: found.mean.reshape(shape), f"{name}_uncertainty": std}
-    for suffix in UNCERTAINTIES:
-        if f"{name}{suffix}" in stored:
-            entries[f"{name}{suffix}"] = std**2 if suffix in VARIANCES else std
-    if found.members is not None:
-        assert ensemble.layout is not None
-        entries[ensemble.key] = ensemble.layout.stored(found.members)
+def _entries(ensemble: Ensemble, std: Float64Array, members: bool) -> dict[str, Float64Array]:
+    """Return calibrated values by key, a row for each structure or atom, in their stored shape."""
+    shape, k = (-1, *ensemble.shape), ensemble.n_components
+    entries = {ensemble.target: ensemble.mean.reshape(shape)}
+    for key in (f"{ensemble.target}_uncertainty", *ensemble.uncertainties):
+        entries[key] = (std**2 if key.endswith("_var") else std).reshape(shape)
+    if ensemble.members is not None and members:
+        spread = ensemble.std
+        factor = np.divide(std, spread, out=np.zeros_like(std), where=spread > 0)
+        stored = stretched(ensemble.members, factor, ensemble.mean).reshape(len(std) // k, k, -1)
+        if ensemble.order == "member":
+            stored = stored.transpose(0, 2, 1)
+        entries[ensemble.key] = stored.reshape(-1, *ensemble.member_shape)
     return entries
 
 
-def _changed_columns(
-    table: Table, ensemble: Ensemble, found: _Values, aside: Collection[str]
-) -> tuple[dict[str, Any], set[str]]:
-    """Return the columns that are new or have new values, and those that are left out."""
-    known, without = dict(ensemble.columns), set[str]()
-    changes = {f"REF_{n}": table[n] for key in aside for n in known.get(key, (key,))}
-    # New columns of vectors are named after columns of the same kind: `_x` or `_0`.
-    stems = (key for key in known if key not in (ensemble.key, f"{ensemble.target}_absent"))
-    stem = next(stems, "")
-    endings = tuple(name.removeprefix(stem) for name in known.get(stem, ()))
-    if ensemble.members is not None:
-        old = known.get(ensemble.key, (ensemble.key,))
-        # Numbered members of vectors have the names of numbered components.
-        clash = not {f"{ensemble.target}{ending}" for ending in endings}.isdisjoint(old)
-        if clash:
-            endings = component_endings(ensemble.n_components)
-        if found.members is None or (clash and not endings):
-            without.update(old)
-            known.pop(ensemble.key, None)
-    for key, values in _entries(ensemble, {*table, *known}, found).items():
-        flat = values.reshape(len(values), -1)
-        names = known.get(key, tuple(f"{key}{ending}" for ending in endings))
-        if key not in table and values.ndim > 1 and len(names) == flat.shape[1]:
-            changes |= {column: flat[:, i] for i, column in enumerate(names)}
-        else:
+def _write_table(
+    table: Table,
+    output: str | Path,
+    ensemble: Ensemble,
+    entries: Mapping[str, Float64Array],
+    aside: Collection[str],
+    left_out: Collection[str],
+    force: bool,
+) -> None:
+    """Write a table with new values in the columns that held the old ones, or in new columns."""
+    known, k = ensemble.columns, ensemble.n_components
+    changes = {f"REF_{n}": table.content[n] for key in aside for n in known.get(key, (key,))}
+    for key, values in entries.items():
+        names = known.get(key, tuple(f"{key}_{c}" for c in COMPONENTS.get(k, range(k))))
+        if key not in known and (values.ndim == 1 or table.suffix == ".npz"):
             changes[key] = values
-    return changes, without
+        else:
+            changes |= dict(zip(names, values.reshape(len(values), -1).T, strict=True))
+    without = {name for key in left_out for name in known.get(key, (key,))}
+    table.write(output, changes, without=without, force=force)
 
 
-def _store(atoms: Atoms, ensemble: Ensemble, found: _Values, aside: Collection[str]) -> None:
+def _store(
+    atoms: Atoms,
+    per_atom: bool,
+    values: Mapping[str, Any],
+    aside: Collection[str],
+    left_out: Collection[str],
+) -> None:
     """Put the calibrated values of a structure in the place of those that it has."""
     # ASE has read the keys that it knows into a calculator; they belong into the file.
     atoms.info, arrays = with_results(atoms)
@@ -358,11 +273,10 @@ def _store(atoms: Atoms, ensemble: Ensemble, found: _Values, aside: Collection[s
         for key in aside:
             if key in place:
                 place[f"REF_{key}"] = place.pop(key)
-    place = atoms.arrays if ensemble.per_atom else atoms.info
-    if found.members is None and ensemble.members is not None:
-        place.pop(ensemble.key, None)
-    for key, rows in _entries(ensemble, place, found).items():
-        place[key] = rows if ensemble.per_atom else rows[0]
+        for key in left_out:
+            place.pop(key, None)
+    place = atoms.arrays if per_atom else atoms.info
+    place.update({key: rows if per_atom else rows[0] for key, rows in values.items()})
     for key in ("stress", "virial"):
         # ASE reads nine numbers as a matrix, and no other number of them.
         value = np.asarray(atoms.info.get(key, ()))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from qualms.arrays import BoolArray, Float64Array, IntArray
-from qualms.calibration.base import Calibration, CalibrationData, calibration_data, rounding_of
+from qualms.arrays import Float64Array, IntArray
+from qualms.calibration.base import Calibration, CalibrationData
 from qualms.calibration.fitting import METHODS, N_PARAMETERS
 from qualms.calibration.groups import GroupedCalibration
 from qualms.calibration.selection import (
@@ -20,7 +20,7 @@ from qualms.calibration.selection import (
 )
 from qualms.ensembles.io import Ensemble
 from qualms.errors import CalibrationError, InputError
-from qualms.gp.ensemble import MIN_ABSENT, group_codes, internal_prediction
+from qualms.gp.ensemble import group_codes
 from qualms.metrics import Scores, far_points, score_arrays, spearman
 from qualms.prediction import Prediction
 
@@ -39,99 +39,25 @@ _UNCORRELATED = 0.2
 _NAMED = 5
 #: Ratio of errors to standard deviations beyond which units are suspected to differ.
 _SUSPICIOUS = 30.0
-_CONVERSIONS = {
-    27.2114: "Hartree and eV",
-    23.0605: "kcal/mol and eV",
-    627.509: "Hartree and kcal/mol",
-    96.4853: "kJ/mol and eV",
-    51.4221: "Hartree/Bohr and eV/Å",
-    1000.0: "eV and meV",
-}
-
-
-@dataclass(frozen=True)
-class Points:
-    """The points that a calibration is fitted to, and the numbers of others, by reason.
-
-    All have a reference value. Residuals and standard deviations in `data` are out-of-bag if there
-    are flags.
-    """
-
-    ensemble: Ensemble
-    data: CalibrationData
-    dropped: dict[str, int]
-
-    @property
-    def mean(self) -> Float64Array:
-        """Mean of the members, out-of-bag if there are flags: (n,)."""
-        return self.ensemble.y - self.data.residuals
-
-
-def usable_points(ensemble: Ensemble) -> Points:
-    """Leave out, and count, the points that a calibration cannot be fitted to."""
-    dropped: dict[str, int] = {}
-
-    def keep(found: Ensemble, chosen: BoolArray, reason: str) -> Ensemble:
-        if not chosen.all():
-            dropped[reason] = int(np.count_nonzero(~chosen))
-        if np.count_nonzero(chosen) < 2:
-            reasons = "; ".join(f"{ensemble.counted(n)} {why}" for why, n in dropped.items())
-            left = f"{np.count_nonzero(chosen)} of {ensemble.counted()} can be used"
-            raise CalibrationError(f"{left}, at least 2 are needed. {reasons}".rstrip())
-        return found.some(chosen)
-
-    found = keep(ensemble, np.isfinite(ensemble.y), "without a reference value")
-    found = keep(found, found.is_finite, "with NaN or infinite predictions")
-    if found.members is None:
-        found = keep(found, found.std > 0, "with a standard deviation of zero")
-        residuals = found.y - found.mean
-        if not np.any(residuals):
-            raise CalibrationError("All residuals are zero: no scale of the errors can be fitted.")
-        # The number of members is unknown; no method of `STD_METHODS` uses it.
-        counts = np.full(len(residuals), 2)
-        data = CalibrationData(residuals, found.std, counts, np.ones(len(residuals)))
-        return Points(found, data, dropped)
-    std, members, absent = found.std, found.members, found.absent
-    if absent is not None:
-        enough = absent.sum(axis=1) >= MIN_ABSENT
-        found = keep(found, enough, f"with fewer than {MIN_ABSENT} out-of-bag members")
-        absent = absent[enough]
-        # Members that were trained on a point need not predict it.
-        members = np.where(absent, members[enough], 0.0)
-        std = internal_prediction(members, absent).std
-    varied = std > rounding_of(members)
-    found = keep(replace(found, members=members), varied, "with identical members")
-    return Points(found, calibration_data(found.y, members[varied], found.absent), dropped)
-
-
-@dataclass(frozen=True)
-class ScaleInterval:
-    """The scale α of the most likely method that has one, if the method chosen has none."""
-
-    method: str
-    alpha: float
-    interval: tuple[float, float]
-
-    def __str__(self) -> str:
-        low, high = self.interval
-        return f"α = {self.alpha:.3g} by {self.method}, between {low:.3g} and {high:.3g}"
 
 
 @dataclass(frozen=True)
 class Calibrated:
     """A calibration and its assessment.
 
-    `std` (n,) are cross-validated standard deviations: each is by a calibration that was fitted to
-    other points. `before` and `after` are scores of the ensemble standard deviations and of `std`.
-    `comparison` is the cross-validation of all methods, `reason` why this one was chosen, and
-    `remarks` are warnings for the user.
+    `ensemble` and `data` are the n points that it is fitted to, `dropped` the numbers of others by
+    reason. `std` (n,) are cross-validated standard deviations: each is by a calibration that was
+    fitted to other points. `before` and `after` are scores of the ensemble standard deviations and
+    of `std`. `comparison` is the cross-validation of all methods, `reason` why this one was chosen,
+    and `remarks` are warnings for the user.
     """
 
-    points: Points
+    ensemble: Ensemble
+    data: CalibrationData
+    dropped: dict[str, int]
     calibration: Calibration
     grouped: GroupedCalibration | None
     intervals: ConfidenceIntervals
-    scale: ScaleInterval | None
     comparison: Comparison
     std: Float64Array
     before: Scores
@@ -142,9 +68,8 @@ class Calibrated:
     @property
     def prediction(self) -> Prediction:
         """The points with cross-validated standard deviations, and before calibration."""
-        mean = self.points.mean
-        raw = Prediction(mean=mean, std=self.points.data.spread)
-        return Prediction(mean=mean, std=self.std, uncalibrated=raw)
+        raw = Prediction(mean=self.ensemble.mean, std=self.data.spread)
+        return Prediction(mean=self.ensemble.mean, std=self.std, uncalibrated=raw)
 
 
 def calibrate_ensemble(
@@ -172,53 +97,81 @@ def calibrate_ensemble(
     on_method : callable, optional
         Called with the number of methods that have been compared.
     """
-    if method not in ("auto", *METHODS):
-        raise InputError("method", repr(method), f"one of auto, {', '.join(METHODS)}")
-    points = usable_points(ensemble)
-    clusters = _clusters(points.ensemble)
-    n_independent = int(clusters.max()) + 1
-    comparison = _compare(points, clusters, method, seed, on_method)
+    methods = STD_METHODS if ensemble.members is None else tuple(METHODS)
+    if method not in ("auto", *methods):
+        remedy = "" if ensemble.members is not None else "The other methods need members."
+        raise InputError("method", repr(method), f"one of auto, {', '.join(methods)}", remedy)
+    points, dropped = _usable_points(ensemble)
+    data = CalibrationData(points.y - points.mean, points.std, points.count, np.ones(len(points)))
+    if not np.any(data.residuals):
+        raise CalibrationError("All residuals are zero: no scale of the errors can be fitted.")
+    clusters, labels = _clusters(points), points.labels
+    if len(points) <= N_PARAMETERS.get(method, 0):
+        raise CalibrationError(
+            f"{len(points)} points are too few for method='{method}' with {N_PARAMETERS[method]} "
+            "parameters. Use more points, or method='linear'."
+        )
+    if clusters.max() + 1 < FEW and method == "auto":
+        methods = tuple(m for m in methods if m in _SIMPLE)
+    comparison = cross_validate(
+        data,
+        tuple(m for m in methods if N_PARAMETERS[m] < len(points)),
+        groups=clusters,
+        labels=labels,
+        n_folds=N_FOLDS,
+        seed=seed,
+        on_method=on_method,
+    )
+    if method in comparison.failures:
+        raise CalibrationError(comparison.failures[method])
     chosen = comparison.chosen.calibration.method if method == "auto" else method
     candidate = next(c for c in comparison.candidates if c.calibration.method == chosen)
-    intervals = _intervals(points, candidate, level, clusters)
-    scale = None
-    scaled = next((c for c in comparison.candidates if c.n_parameters == 1), None)
-    if candidate.n_parameters == 0 and scaled is not None:
-        interval = _intervals(points, scaled, level, clusters).alpha
-        scale = ScaleInterval(scaled.calibration.method, scaled.calibration.alpha, interval)
-    std = _left_out_std(points, comparison, chosen)
-    y, mean = points.ensemble.y, points.mean
-    known = known_parameters(candidate.calibration, intervals, scale)
-    dropped = (f"{ensemble.counted(n)} {why}: left out." for why, n in points.dropped.items())
-    checks = _checks(points, candidate.calibration, known, std, n_independent)
-    reason = _reason(comparison, chosen, asked=method != "auto")
+    # Intervals are those of the common parameters, with the factors of groups taken as known.
+    common = data
+    if candidate.grouped is not None and labels is not None:
+        common = candidate.grouped.common(data, labels)
+    calibration = candidate.calibration
+    intervals = confidence_intervals(calibration, common, level=level, groups=clusters)
+    std = np.empty(len(points))
+    for out, fitted in zip(comparison.folds, comparison.fold_calibrations[chosen], strict=True):
+        std[out] = fitted.overall.std(data.spread[out], data.n_members[out])
+        if labels is not None:
+            std[out] *= fitted.factors(labels[out])
+    left_out = (f"{ensemble.counted(n)} {why}: left out." for why, n in dropped.items())
+    checks = _checks(points, data, calibration.method, std, int(clusters.max()) + 1)
     return Calibrated(
-        points=points,
-        calibration=candidate.calibration,
+        ensemble=points,
+        data=data,
+        dropped=dropped,
+        calibration=calibration,
         grouped=candidate.grouped,
         intervals=intervals,
-        scale=scale,
         comparison=comparison,
         std=std,
-        before=score_arrays(y, mean, points.data.spread),
-        after=score_arrays(y, mean, std),
-        reason=reason,
-        remarks=(*ensemble.remarks, *dropped, *checks),
+        before=score_arrays(points.y, points.mean, data.spread),
+        after=score_arrays(points.y, points.mean, std),
+        reason=_reason(comparison, candidate, asked=method != "auto"),
+        remarks=(*ensemble.remarks, *left_out, *checks),
     )
 
 
-def known_parameters(
-    calibration: Calibration, intervals: ConfidenceIntervals, scale: ScaleInterval | None
-) -> str:
-    """Return the confidence intervals of the parameters in words."""
-    if scale is not None:
-        return f"{scale} ({intervals.level:.0%} confidence)"
-    if calibration.n_parameters == 0:
-        return ""
-    known = "α is between {:.3g} and {:.3g}".format(*intervals.alpha)
-    if calibration.n_parameters > 1 and intervals.gamma is not None:
-        known += ", γ between {:.3g} and {:.3g}".format(*intervals.gamma)
-    return f"{known} ({intervals.level:.0%} confidence)"
+def _usable_points(ensemble: Ensemble) -> tuple[Ensemble, dict[str, int]]:
+    """Leave out, and count by the first reason, points that a calibration cannot be fitted to."""
+    reasons = {
+        "without a reference value": ~np.isfinite(ensemble.y),
+        **ensemble.unusable(),
+        "with identical members or a standard deviation of zero": ensemble.std == 0,
+    }
+    dropped, left = {}, np.ones(len(ensemble), dtype=bool)
+    for reason, where in reasons.items():
+        if np.any(left & where):
+            dropped[reason] = int(np.count_nonzero(left & where))
+        left &= ~where
+    if np.count_nonzero(left) < 2:
+        why = "; ".join(f"{ensemble.counted(n)} {reason}" for reason, n in dropped.items())
+        usable = f"{np.count_nonzero(left)} of {ensemble.counted()} can be used"
+        raise CalibrationError(f"{usable}, at least 2 are needed. {why}".rstrip())
+    return ensemble.some(left), dropped
 
 
 def _clusters(ensemble: Ensemble) -> IntArray:
@@ -230,136 +183,60 @@ def _clusters(ensemble: Ensemble) -> IntArray:
     return np.arange(len(ensemble))
 
 
-def _compare(
-    points: Points,
-    clusters: IntArray,
-    method: str,
-    seed: int,
-    on_method: Callable[[int], object] | None,
-) -> Comparison:
-    """Cross-validate all methods that the points allow."""
-    n = len(clusters)
-    methods = STD_METHODS if points.ensemble.members is None else tuple(METHODS)
-    if method not in ("auto", *methods):
-        remedy = "The other methods need the predictions of the members."
-        raise InputError("method", repr(method), f"one of auto, {', '.join(methods)}", remedy)
-    if n <= N_PARAMETERS.get(method, 0):
-        raise CalibrationError(
-            f"{n} points are too few for method='{method}' with {N_PARAMETERS[method]} "
-            "parameters. Use more points, or method='linear'."
-        )
-    if clusters.max() + 1 < FEW and method == "auto":
-        methods = tuple(m for m in methods if m in _SIMPLE)
-    comparison = cross_validate(
-        points.data,
-        tuple(m for m in methods if N_PARAMETERS[m] < n),
-        groups=clusters,
-        labels=points.ensemble.labels,
-        n_folds=N_FOLDS,
-        seed=seed,
-        on_method=on_method,
-    )
-    if method in comparison.failures:
-        raise CalibrationError(comparison.failures[method])
-    return comparison
-
-
-def _intervals(
-    points: Points, candidate: Candidate, level: float, clusters: IntArray
-) -> ConfidenceIntervals:
-    """Return intervals of the common parameters, with the factors of groups taken as known."""
-    data, labels = points.data, points.ensemble.labels
-    if candidate.grouped is not None and labels is not None:
-        data = candidate.grouped.common(data, labels)
-    return confidence_intervals(candidate.calibration, data, level=level, groups=clusters)
-
-
-def _left_out_std(points: Points, comparison: Comparison, method: str) -> Float64Array:
-    """Return the standard deviation of each point by the calibration fitted to other folds."""
-    data, labels = points.data, points.ensemble.labels
-    std = np.empty(len(data.residuals))
-    fitted = comparison.fold_calibrations[method]
-    for left_out, calibration in zip(comparison.folds, fitted, strict=True):
-        some = data.some(left_out)
-        std[left_out] = calibration.overall.std(some.spread, some.n_members)
-        if labels is not None:
-            std[left_out] *= calibration.factors(labels[left_out])
-    return std
-
-
-def _reason(comparison: Comparison, chosen: str, *, asked: bool) -> str:
+def _reason(comparison: Comparison, chosen: Candidate, *, asked: bool) -> str:
     """Return a sentence about why the method was chosen."""
     best, *others = comparison.candidates
-    mine = next(c for c in comparison.candidates if c.calibration.method == chosen)
-    difference = f"Δ = {mine.behind:.3f} ± {mine.standard_error:.3f} per point"
-    if mine is best:
-        second = (
-            f" (Δ = {others[0].behind:.3f} to {others[0].calibration.method})" if others else ""
-        )
-        why = f"highest cross-validated log likelihood{second}"
-    elif mine.is_as_good:
-        why = f"as good as {best.calibration.method} ({difference}), with fewer parameters"
-    else:
-        why = (
-            f"{best.calibration.method} has a higher cross-validated log likelihood ({difference})"
-        )
-    return f"{chosen}{', as requested' if asked else ''}: {why}."
+    name = chosen.calibration.method + (", as requested" if asked else "")
+    difference = f"Δ = {chosen.behind:.3f} ± {chosen.standard_error:.3f} per point"
+    other = best.calibration.method
+    if chosen is best:
+        second = "".join(f" (Δ = {o.behind:.3f} to {o.calibration.method})" for o in others[:1])
+        return f"{name}: highest cross-validated log likelihood{second}."
+    if chosen.is_as_good:
+        fewer = ", with fewer parameters" if chosen.n_parameters < best.n_parameters else ""
+        return f"{name}: as good as {other} ({difference}){fewer}."
+    return f"{name}: {other} has a higher cross-validated log likelihood ({difference})."
 
 
 # Sanity checks. They change nothing.
 
 
 def _checks(
-    points: Points,
-    calibration: Calibration,
-    known: str,
-    std: Float64Array,
-    n_independent: int,
+    ensemble: Ensemble, data: CalibrationData, method: str, std: Float64Array, n_independent: int
 ) -> Iterator[str]:
-    """Yield warnings; `known` are confidence intervals in words, `std` is cross-validated."""
+    """Yield warnings; `std` is cross-validated."""
     if n_independent < FEW:
-        within = f": {known}" if known else ""
-        yield f"Only {n_independent} independent points{within}. Calibrate on more points."
-    c = int(np.median(points.data.n_members))
-    has_members = points.ensemble.members is not None
-    if has_members and calibration.method in ("linear", "power") and c < _FEW_MEMBERS:
-        parameter, better = (
-            ("α", "student")
-            if calibration.method == "linear"
-            else (
-                "γ",
-                "shrinkage",
-            )
-        )
+        yield f"Only {n_independent} independent points. Calibrate on more points."
+    better = {"linear": "student", "power": "shrinkage"}.get(method)
+    c = int(np.median(data.n_members))
+    if ensemble.members is not None and better is not None and c < _FEW_MEMBERS:
         yield (
-            f"'{calibration.method}' neglects the sampling error of the standard deviation of {c} "
-            f"members: {parameter} is biased. Consider '{better}'."
+            f"'{method}' neglects the sampling error of the standard deviation of {c} members, "
+            f"and its parameters are biased. Consider '{better}'."
         )
-    yield from _outliers(points, std)
-    yield from _uncorrelated(points.data, n_independent)
-    yield from _units(points.data)
-    bias = points.data.mean(points.data.residuals)
-    rms = float(np.sqrt(points.data.mean(points.data.residuals**2)))
-    if abs(bias) > 0.5 * rms and len(points.data.residuals) >= FEW:
+    yield from _outliers(ensemble, data, std)
+    yield from _uncorrelated(data, n_independent)
+    yield from _units(data)
+    bias = data.mean(data.residuals)
+    rms = float(np.sqrt(data.mean(data.residuals**2)))
+    if abs(bias) > 0.5 * rms and len(data.residuals) >= FEW:
         yield (
             f"Errors are biased: their mean is {bias:+.3g}, {abs(bias) / rms:.0%} of their root "
             "mean square. Subtract it first. (Another zero of energy?)"
         )
 
 
-def _outliers(points: Points, std: Float64Array) -> Iterator[str]:
+def _outliers(ensemble: Ensemble, data: CalibrationData, std: Float64Array) -> Iterator[str]:
     """Name points with errors far beyond their standard deviation, such as wrong labels."""
-    far = far_points(points.data.residuals, std).tolist()
+    far = far_points(data.residuals, std).tolist()
     if not far:
         return
-    ensemble, places = points.ensemble, []
+    places = []
     for i in far[:_NAMED]:
         place = f"structure {ensemble.structure[i]}"
-        if ensemble.per_atom:
-            place += f", atom {ensemble.atom[i]}"
-        if ensemble.component is not None:
-            place += f", component {ensemble.component[i]}"
-        places.append(f"{place} ({abs(points.data.residuals[i]) / std[i]:.3g} σ)")
+        place += f", atom {ensemble.atom[i]}" if ensemble.per_atom else ""
+        place += "" if ensemble.component is None else f", component {ensemble.component[i]}"
+        places.append(f"{place} ({abs(data.residuals[i]) / std[i]:.3g} σ)")
     more = ", …" if len(far) > _NAMED else ""
     yield (
         f"{len(far)} of {ensemble.counted()} may have wrong reference values: "
@@ -384,11 +261,6 @@ def _uncorrelated(data: CalibrationData, n_independent: int) -> Iterator[str]:
             "The ensemble standard deviation does not indicate the size of the error "
             f"({found}): uncertainties are right on average only."
         )
-    elif low <= 0:
-        yield (
-            "Too few points to determine whether the ensemble standard deviation indicates the "
-            f"size of the error ({found})."
-        )
 
 
 def _units(data: CalibrationData) -> Iterator[str]:
@@ -398,10 +270,8 @@ def _units(data: CalibrationData) -> Iterator[str]:
     factor = max(ratio, 1 / ratio) if ratio > 0 else 1.0
     if factor < _SUSPICIOUS:
         return
-    closest = min(_CONVERSIONS, key=lambda c: abs(np.log(factor / c)))
-    hint = f" ({_CONVERSIONS[closest]}: {closest:g})" if 0.25 < factor / closest < 4 else ""
     size = "larger" if ratio > 1 else "smaller"
     yield (
         f"Errors are {factor:.3g} times {size} than the standard deviations: are the units the "
-        f"same{hint}?"
+        "same? (1000: eV and meV; 27.2: Hartree and eV; 23.1: kcal/mol and eV.)"
     )

@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 import qualms
 from qualms.arrays import Float64Array, IntArray
-from qualms.calibration.base import Calibration
 from qualms.calibration.fitting import build_calibration
 from qualms.calibration.groups import GroupedCalibration, GroupFactor
 from qualms.ensembles.calibrate import STD_METHODS, Calibrated
@@ -24,24 +23,14 @@ _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class GroupDocument(_Model):
-    """Factor of one group, on top of the calibration of all points: σ → factor · σ."""
-
-    factor: _Positive
-    alone: _Positive
-    n_points: Annotated[int, Field(ge=0)]
-
-
-class CalibrationDocument(_Model):
+class CalibrationDocument(BaseModel):
     """Content of a calibration file.
 
     ``docs/file-formats.md`` describes the fields. `std_range` is the range of most ensemble
     standard deviations. `order` is None for scalars, and `n_members` if there are no members.
     """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: Literal["qualms-calibration"] = "qualms-calibration"
     version: Annotated[int, Field(ge=1, le=VERSION)] = VERSION
@@ -55,7 +44,7 @@ class CalibrationDocument(_Model):
     method: str
     parameters: dict[str, _Finite | int]
     by: str | None = None
-    groups: dict[str, GroupDocument] = {}
+    groups: dict[str, GroupFactor] = {}
     out_of_bag: bool
     intervals: dict[str, tuple[_Finite, _Finite]]
     level: Annotated[float, Field(gt=0, lt=1)]
@@ -68,6 +57,8 @@ class CalibrationDocument(_Model):
     def _check_calibration(self) -> CalibrationDocument:
         if self.n_members is None and self.method not in STD_METHODS:
             raise ValueError(f"method {self.method} needs n_members")
+        if not all(0 < group.factor < np.inf for group in self.groups.values()):
+            raise ValueError("factors must be positive")
         try:
             with np.errstate(invalid="raise"):
                 self.std(np.ones(1), 5)
@@ -75,14 +66,10 @@ class CalibrationDocument(_Model):
             raise ValueError(str(error)) from None
         return self
 
-    def calibration(self) -> Calibration:
-        """Return the calibration of all points."""
-        return build_calibration(self.method, self.parameters)
-
     def std(
         self, spread: Float64Array, n_members: int | IntArray | None, labels: Any | None = None
     ) -> Float64Array:
-        """Return calibrated standard deviations (n,); zero where the ensemble's is.
+        """Return calibrated standard deviations (n,); zero or NaN where the ensemble's is.
 
         Parameters
         ----------
@@ -91,48 +78,38 @@ class CalibrationDocument(_Model):
         n_members : int or (n,) array of int, optional
             Number of members; that of the calibration by default.
         labels : (n,) array of str, optional
-            Groups of the points.
+            Groups of the points; those that the calibration does not know have a factor of one.
         """
-        count = n_members if n_members is not None else self.n_members
-        std = np.zeros(len(spread))
-        positive = spread > 0
         # Methods for standard deviations without members do not use their number.
-        counts = np.broadcast_to(2 if count is None else count, spread.shape)
-        std[positive] = self.calibration().std(spread[positive], counts[positive])
-        return std if labels is None else std * self.factors(labels)
-
-    def factors(self, labels: Any) -> Float64Array:
-        """Return the factor of each label; one for unknown labels."""
-        groups = {
-            name: GroupFactor(g.factor, g.alone, g.n_points) for name, g in self.groups.items()
-        }
-        return GroupedCalibration(self.calibration(), groups).factors(labels)
+        count = (self.n_members or 2) if n_members is None else n_members
+        calibration = build_calibration(self.method, self.parameters)
+        std, positive = 0.0 * spread, spread > 0
+        counts = np.broadcast_to(count, spread.shape)[positive]
+        std[positive] = calibration.std(spread[positive], counts)
+        if labels is None:
+            return std
+        return std * GroupedCalibration(calibration, self.groups).factors(labels)
 
 
 def make_document(
     calibrated: Calibrated, ensemble: Ensemble, by: str | None, units: str = ""
 ) -> CalibrationDocument:
     """Return the document of a calibration."""
-    calibration, groups = calibrated.calibration, {}
-    if calibrated.grouped is not None:
-        groups = {
-            name: GroupDocument(factor=g.factor, alone=g.alone, n_points=g.n_points)
-            for name, g in calibrated.grouped.groups.items()
-        }
+    calibration, grouped = calibrated.calibration, calibrated.grouped
     names = ("alpha", "gamma")[: calibration.n_parameters]
     intervals = {name: getattr(calibrated.intervals, name) for name in names}
     return CalibrationDocument(
         target=ensemble.target,
-        kind=ensemble.kind,  # type: ignore[arg-type]
+        kind=ensemble.kind,
         n_components=ensemble.n_components,
-        order=None if ensemble.layout is None else ensemble.layout.order,
+        order=ensemble.order,
         n_members=ensemble.n_members,
         units=units,
-        std_range=tuple(np.quantile(calibrated.points.data.spread, [0.01, 0.99]).tolist()),
+        std_range=tuple(np.quantile(calibrated.data.spread, [0.01, 0.99]).tolist()),
         method=calibration.method,
         parameters=calibration.parameters(),
         by=by,
-        groups=groups,
+        groups={} if grouped is None else dict(grouped.groups),
         out_of_bag=ensemble.absent is not None,
         intervals={name: interval for name, interval in intervals.items() if interval is not None},
         level=calibrated.intervals.level,

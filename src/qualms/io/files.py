@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Literal, TextIO, overload
+from typing import IO, Any, Literal
 
 from qualms.errors import InputError
 
@@ -19,19 +19,7 @@ AnyPath = str | os.PathLike[str]
 
 
 def check_output(path: AnyPath, *, force: bool = False) -> Path:
-    """Check that a file can be written, before the work starts whose result it will hold.
-
-    Parameters
-    ----------
-    path : path
-    force : bool
-        Whether an existing file may be replaced.
-
-    Returns
-    -------
-    Path
-        The same path. Nothing is left behind in its directory.
-    """
+    """Check that a file can be written, before the work starts whose result it will hold."""
     _create_temporary(path, _destination(path, force=force)).unlink()
     return Path(path)
 
@@ -47,17 +35,8 @@ def refuse_input(output: AnyPath, *inputs: AnyPath | None) -> None:
 def atomic_path(path: AnyPath, *, force: bool = False) -> Iterator[Path]:
     """Yield the name of a temporary file that replaces ``path`` if the block succeeds.
 
-    Parameters
-    ----------
-    path : path
-        The file to write. If it is a symbolic link, the file that it leads to is replaced.
-    force : bool
-        Whether an existing file may be replaced.
-
-    Yields
-    ------
-    Path
-        An empty file with the suffix of the destination, in the same directory.
+    It is empty and has the suffix of the destination. If ``path`` is a symbolic link, the file that
+    it leads to is replaced. `force` allows to replace an existing file.
     """
     target = _destination(path, force=force)
     temporary = _create_temporary(path, target)
@@ -70,27 +49,16 @@ def atomic_path(path: AnyPath, *, force: bool = False) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if os.path.lexists(target) and not force:
-        raise _already_exists(path, f"It was created in the meantime; the new one is {temporary}.")
+    if os.path.lexists(target) and not force:  # created in the meantime: keep both files
+        remedy = f"The new one is {temporary}."
+        raise InputError("path", path, "a file that does not exist yet", remedy)
     temporary.replace(target)
 
 
-@overload
-def atomic_output(
-    path: AnyPath, *, force: bool = False, mode: Literal["wb"] = "wb"
-) -> contextlib.AbstractContextManager[BinaryIO]: ...
-
-
-@overload
-def atomic_output(
-    path: AnyPath, *, force: bool = False, mode: Literal["w"]
-) -> contextlib.AbstractContextManager[TextIO]: ...
-
-
-@contextlib.contextmanager  # type: ignore[misc]
+@contextlib.contextmanager
 def atomic_output(
     path: AnyPath, *, force: bool = False, mode: Literal["wb", "w"] = "wb"
-) -> Iterator[BinaryIO | TextIO]:
+) -> Iterator[IO[Any]]:
     """Yield an open temporary file that replaces ``path`` if the block succeeds: `atomic_path`.
 
     Text (mode "w") is written in UTF-8, with line ends as they are.
@@ -107,16 +75,12 @@ def _destination(path: AnyPath, *, force: bool) -> Path:
     if os.path.lexists(target) and not os.path.isfile(target):
         raise InputError("path", path, "a new file or a regular one, no directory or device")
     if os.path.lexists(target) and not force:
-        raise _already_exists(path)
+        remedy = "Choose another name, or replace the file with --force (force=True in Python)."
+        raise InputError("path", path, "a file that does not exist yet", remedy)
     if not os.path.isdir(target.parent):
-        expected = "a file in an existing directory"
-        raise InputError("path", path, expected, f"Create {target.parent} first.")
+        remedy = f"Create {target.parent} first."
+        raise InputError("path", path, "a file in an existing directory", remedy)
     return target
-
-
-def _already_exists(path: AnyPath, remedy: str = "") -> InputError:
-    choose = "Choose another name, or replace the file with --force (force=True in Python)."
-    return InputError("path", path, "a file that does not exist yet", remedy or choose)
 
 
 def _create_temporary(path: AnyPath, target: Path) -> Path:

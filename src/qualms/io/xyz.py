@@ -20,13 +20,15 @@ AnyArray = NDArray[Any]
 #: Names with another meaning, in the comment line or among the columns.
 IN_COMMENT = ("Lattice", "Properties", "pbc")
 IN_COLUMNS = ("numbers", "positions", "symbols", "species", "pos", "Z", "move_mask")
-#: Formats of columns, by kind of array. The text of a float is its shortest exact representation;
-#: the eight decimals of ASE would turn a standard deviation of 1e-9 into zero.
+#: Formats of columns, by kind of array. The text of a float is its shortest exact representation.
 _COLUMN_FORMATS = {"f": "%16s", "i": "%8d", "b": "%.1s", "U": "%-2s"}
 
 
 def xyz_text(atoms: Atoms) -> str:
-    """Return a structure in extended XYZ with exact numbers; ASE writes eight decimals."""
+    """Return a structure in extended XYZ with exact numbers; ASE writes eight decimals.
+
+    The values in ``atoms.info`` may be replaced by others of the same meaning.
+    """
     fixed = [c.index for c in atoms.constraints if isinstance(c, FixAtoms)]
     arrays = {"symbols": np.array([*atoms.symbols], dtype=str), "positions": atoms.positions}
     if fixed:
@@ -57,26 +59,12 @@ def _xyz_column(array: AnyArray) -> AnyArray:
 
 
 def _xyz_value(value: Any) -> Any:
-    """Return a value that ASE reads back unchanged.
-
-    Empty strings, line ends and backslashes would change it, or the rest of the line.
-    """
+    """Return a value that ASE reads back: empty strings, line ends and backslashes need JSON."""
     awkward = isinstance(value, str) and (not value or re.search(r"[^\S ]|\\", value))
     if awkward or isinstance(value, (list, tuple, dict)):
         with contextlib.suppress(TypeError):
             return "_JSON " + json.dumps(value).replace("\\", "\\\\")
     return value
-
-
-#: Endings of the columns that describe the atoms of a predicted structure.
-_OF_ATOMS = (
-    "",
-    "_uncertainty",
-    "_local_uncertainty",
-    "_force_uncertainty",
-    "_novelty",
-    "_ensemble",
-)
 
 
 def was_predicted(frame: Atoms, store: dict[str, Any], name: str) -> bool:
@@ -106,13 +94,9 @@ def set_aside_references(
         ``atoms.info`` or ``atoms.arrays``, where the prediction will be stored.
     target : str
     """
-    before = frame.info if predicted is atoms.info else frame.arrays
-    replaces_prediction = was_predicted(frame, before, target)
     if f"{target}_atoms_novelty" in atoms.arrays:
-        for ending in _OF_ATOMS:
-            atoms.arrays.pop(f"{target}_atoms{ending}", None)
-    for ending in ("uncertainty", "ensemble"):
-        predicted.pop(f"{target}_{ending}", None)
+        for name in [name for name in atoms.arrays if name.startswith(f"{target}_atoms")]:
+            del atoms.arrays[name]
     results = getattr(frame.calc, "results", {})
     for store, before, known, found in (
         (atoms.info, frame.info, per_config_properties, per_config_properties),
@@ -122,14 +106,13 @@ def set_aside_references(
         for name in [*store]:
             if name in found or (store is predicted and name == target):
                 references.setdefault(name, store.pop(name))
-        if store is predicted and replaces_prediction:
-            references.pop(target, None)
-        for name, value in references.items():
-            if name != target and was_predicted(frame, before, name):
-                for ending in ("uncertainty", "ensemble"):
-                    store.pop(f"{name}_{ending}", None)
-            else:
-                store.setdefault(f"REF_{name}", value)
+        is_old = {name for name in references if was_predicted(frame, before, name)}
+        replaced = {target} if store is predicted else set()
+        for name in is_old | replaced:
+            for ending in ("uncertainty", "ensemble"):
+                store.pop(f"{name}_{ending}", None)
+        for name in references.keys() - is_old:
+            store.setdefault(f"REF_{name}", references[name])
 
 
 def is_prediction(atoms: Atoms, key: str, value: object, calculator: Any = None) -> bool:
@@ -145,37 +128,34 @@ def is_prediction(atoms: Atoms, key: str, value: object, calculator: Any = None)
     calculator : ASE calculator, optional
         The calculator whose result the value is, if it is not in ``info`` or ``arrays``.
     """
-    uncertainty = f"{key}_uncertainty"
+    uncertainty, stored = f"{key}_uncertainty", {**atoms.arrays, **atoms.info}
     if uncertainty in (getattr(calculator, "results", None) or {}):
         return True
-    if uncertainty not in atoms.info and uncertainty not in atoms.arrays:
+    if uncertainty not in stored:
         return False
     if calculator is not None and not isinstance(calculator, SinglePointCalculator):
         return False  # It computed the value but no uncertainty: the stored one is older.
     # The origin of values in a file is unknown. A value was predicted if it is the mean of the
     # members, or equal to the copy that a calculator without members has stored.
-    for name in (f"{key}_ensemble", f"{key}_predicted"):
-        if name in atoms.info or name in atoms.arrays:
-            return _is_mean(value, atoms.info.get(name, atoms.arrays.get(name)))
-    return True
+    names = (f"{key}_ensemble", f"{key}_predicted")
+    members = next((stored[name] for name in names if name in stored), None)
+    return members is None or _is_mean(value, members)
 
 
 def _is_mean(value: object, ensemble: object) -> bool:
     """Return whether a value is the mean over members, up to rounding; True if that is unclear."""
     try:
-        values = np.asarray(value, dtype=np.float64)
+        values = np.atleast_1d(np.asarray(value, dtype=np.float64))
         members = np.asarray(ensemble, dtype=np.float64)
     except (TypeError, ValueError):
         return True
     if not values.size or not members.size or members.size % values.size:
         return True
-    for n in {len(np.atleast_1d(values)), 1}:  # rows are atoms, or the vector of a structure is one
-        rows = values.reshape(n, -1)
-        c = rows.shape[1]
+    means = []
+    for n in (len(values), 1):  # rows are atoms, or the vector of a structure is one
         # Members are stored one after the other, or their components are.
-        by_member, by_component = members.reshape(n, -1, c), members.reshape(n, c, -1)
-        for mean in (by_member.mean(axis=1), by_component.mean(axis=2)):
-            # Files with eight decimals are rounded.
-            if np.allclose(rows, mean, rtol=1e-8, atol=1e-7, equal_nan=True):
-                return True
-    return False
+        c = values.size // n
+        means += [members.reshape(n, -1, c).mean(axis=1), members.reshape(n, c, -1).mean(axis=2)]
+    # Files with eight decimals are rounded.
+    close = {"rtol": 1e-8, "atol": 1e-7, "equal_nan": True}
+    return any(np.allclose(values.reshape(mean.shape), mean, **close) for mean in means)  # type: ignore[arg-type]
