@@ -159,15 +159,10 @@ def csd_settings(split: Split, scale: Scale, seed: int = 0) -> Settings:
     """Return the settings of a model of ¹H shieldings."""
     # At the small scale, compressing the features of two cutoffs would take most of the time.
     representation = REPRESENTATIONS[split if scale == "paper" else "crystals"]
-    return make_settings(
-        {
-            **{"target": "shielding", "kind": "atomic", "species": "H", "units": "ppm"},
-            "representation": representation,
-            "n_representatives": 10_000 // DIVISORS[scale],
-            "resample": "atoms" if split == "atoms" else "structures",
-            "seed": seed,
-        }
-    )
+    target = {"target": "shielding", "kind": "atomic", "species": "H", "units": "ppm"}
+    resample = {"resample": "atoms" if split == "atoms" else "structures", "seed": seed}
+    n = {"n_representatives": 10_000 // DIVISORS[scale]}
+    return make_settings({**target, "representation": representation, **n, **resample})
 
 
 def csd_problem(

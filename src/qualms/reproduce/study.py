@@ -187,7 +187,7 @@ class TrainedOnce:
         rows = self.gp.rows
         # Weights of the whitened kernel rows: the inverse of `Whitening.kernel_weights`.
         members = rows.Phi @ (rows.whitening.factor.T @ fitted.weights) + fitted.intercepts
-        members += fitted.baseline.predict_members(self.data.design(fitted.baseline.species))
+        members += fitted.baseline.predict_members(self.data.design_for(fitted.baseline.species))
         return Subsampled(fitted, members, fitted.membership == 0, out_of_bag["energy"])
 
     def leave_one_out_residuals(self) -> Float64Array:
@@ -205,7 +205,7 @@ class TrainedOnce:
             for batch in stream_features(rows.representation, structures, n_workers=self.threads):
                 K.append(rows.basis.rows(batch.features, batch.offsets))
                 k_xx.append(rows.basis.prior_variance(batch.features, batch.offsets))
-        design = data.design(self.data.species)
+        design = data.design_for(self.data.species)
         return Points(np.concatenate(K), design, np.concatenate(k_xx), data.y)
 
     def model(self) -> AtomisticModel:
