@@ -43,6 +43,7 @@ def demo(
         ParityDisplay,
         ReliabilityDisplay,
         SubsampleSizeDisplay,
+        line_style,
     )
     from qualms.report.tables import paper_table, score_records, score_table
     from qualms.reproduce.study import study_subsamples
@@ -78,10 +79,14 @@ def demo(
     }
     references = {_PP: next(iter(rows.values()))[_PP]}
     y, prediction = found.y, found.prediction
+    reliability = ReliabilityDisplay.from_prediction(y, prediction).plot(label="student")
+    ReliabilityDisplay.from_prediction(y, prediction.uncalibrated).plot(
+        reliability.ax_, label="uncalibrated", reference=False, **line_style(1)
+    )
     figures: list[Display] = [
         ConditionalErrorDisplay.from_prediction(y, prediction, units=UNITS),
         ParityDisplay.from_prediction(y, prediction, units=UNITS, target="energy"),
-        ReliabilityDisplay.from_prediction(y, prediction),
+        reliability,
         SubsampleSizeDisplay.from_table(members, references=references),
     ]
     for name, figure in zip(FILES[1:], figures, strict=True):
