@@ -44,6 +44,7 @@ def demo(
         ReliabilityDisplay,
         SubsampleSizeDisplay,
         line_style,
+        style,
     )
     from qualms.report.tables import paper_table, score_records, score_table
     from qualms.reproduce.study import study_subsamples
@@ -80,9 +81,9 @@ def demo(
     references = {_PP: next(iter(rows.values()))[_PP]}
     y, prediction = found.y, found.prediction
     reliability = ReliabilityDisplay.from_prediction(y, prediction).plot(label="student")
-    ReliabilityDisplay.from_prediction(y, prediction.uncalibrated).plot(
-        reliability.ax_, label="uncalibrated", reference=False, **line_style(1)
-    )
+    uncalibrated = ReliabilityDisplay.from_prediction(y, prediction.uncalibrated)
+    with style():
+        uncalibrated.plot(reliability.ax_, label="raw", reference=False, **line_style(1))
     figures: list[Display] = [
         ConditionalErrorDisplay.from_prediction(y, prediction, units=UNITS),
         ParityDisplay.from_prediction(y, prediction, units=UNITS, target="energy"),
