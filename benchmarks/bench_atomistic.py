@@ -27,6 +27,7 @@ from qualms.features.soap import (
     FeatomicEngine,
     Representation,
     Soap,
+    _dscribe_soap,
     all_atoms,
     fit_representation,
     make_engine,
@@ -133,7 +134,7 @@ def raw_dscribe(engine: DscribeEngine, frames: Sequence[Atoms], *, own_species: 
     """Call dscribe and do nothing else; with the species of each molecule, or with all of them."""
     for atoms in frames:
         species = tuple(np.unique(atoms.numbers).tolist()) if own_species else engine.species
-        soap = engine._soap(species, bool(np.any(atoms.pbc)))
+        soap = _dscribe_soap(engine.scale, species, bool(np.any(atoms.pbc)))
         soap.create(atoms, centers=list(range(len(atoms))))
 
 

@@ -132,7 +132,7 @@ def run_qualms(
     config.write_text(yaml.safe_dump(settings))
     write(folder / "train.xyz", problem.train[:n_train])
     common = ["--threads", str(N_THREADS), "--quiet", "--force"]
-    train = [command, "train", folder / "train.xyz", "--config", config, "--no-checkpoint"]
+    train = [command, "train", folder / "train.xyz", "--config", config]
     trained = measure([*train, "--memory", "8GB", "-o", model, *common], env=ENVIRONMENT)
     found = {}
     for name, frames in problem.tests.items():

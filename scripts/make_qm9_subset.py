@@ -68,7 +68,7 @@ def main() -> None:
     arguments = parser.parse_args()
     # They stay in the order in which they were drawn, so that the first n are a fair sample too.
     chosen = select(read_qm9pack(), arguments.size, arguments.seed)
-    arrays = as_arrays([record.parse() for record in chosen])
+    arrays = as_arrays([parse() for _, parse in chosen])
     np.savez_compressed(arguments.output, **arrays, **origin(arguments.size, arguments.seed))
     sys.stdout.write(f"{arguments.output}: {arguments.output.stat().st_size / 1e6:.2f} MB\n")
 

@@ -123,9 +123,15 @@ def indices(molecules):
     return [atoms.info["gdb9_index"] for atoms in molecules]
 
 
-def rejected(parameter, source, **options):
+def assert_same(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        assert np.array_equal(a.positions, b.positions)
+        assert a.info == b.info
+
+
+def rejected(parameter, read, *arguments, **options):
     with pytest.raises(InputError) as caught:
-        qm9(source, **options)
+        read(*arguments, **options)
     assert caught.value.parameter == parameter
 
 
@@ -172,13 +178,18 @@ def test_random_draws_are_nested(subset):
 
 @needs_qm9pack
 def test_subset_is_made_from_qm9pack(tmp_path, monkeypatch, capsys, subset):
+    found = []
+
+    def recorded():
+        for record in read_qm9pack():
+            found.append(record[0])
+            yield record
+
     output = tmp_path / "few.npz"
+    monkeypatch.setattr(sys.modules["qualms.data.qm9"], "read_qm9pack", recorded)
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "-o", str(output), "--size", "20"])
     runpy.run_path(str(SCRIPT), run_name="__main__")
-    for ours, theirs in zip(qm9(output), subset[:20], strict=True):
-        assert ours.info == theirs.info
-        assert np.array_equal(ours.positions, theirs.positions)
-    found = [record.gdb9_index for record in read_qm9pack()]
+    assert_same(qm9(output), subset[:20])
     assert len(set(found)) == len(found) == 130_831
     assert not {58, 61, 80, 133_866} & set(found)  # the first and the last of uncharacterized.txt
 
@@ -187,13 +198,11 @@ def test_tables_of_qm9pack(tmp_path, monkeypatch, subset):
     fake_qm9pack(monkeypatch, tmp_path)
     for part in (1, 2, 3):
         write_csv(tmp_path, part, subset[2 * part - 2 : 2 * part])
-    for ours, theirs in zip(qm9("qm9pack"), subset[:6], strict=True):
-        assert np.array_equal(ours.positions, theirs.positions)
-        assert ours.info == theirs.info
+    assert_same(qm9("qm9pack"), subset[:6])
     write_csv(tmp_path, 1, subset[:2], drop="XYZ_Ang")
-    rejected("source", "qm9pack")
+    rejected("source", qm9, "qm9pack")
     fake_qm9pack(monkeypatch, None)
-    rejected("source", "qm9pack")
+    rejected("source", qm9, "qm9pack")
 
 
 def test_archive_in_the_original_dialect(tmp_path):
@@ -225,7 +234,7 @@ def test_truncated_archive(tmp_path):
     path = write_archive(tmp_path / "many.tar.bz2", [METHANE] * 400, level=1)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     assert len(qm9(path, n=5, uncharacterized=())) == 5  # it is read no further than needed
-    rejected("source", path, uncharacterized=())
+    rejected("source", qm9, path, uncharacterized=())
 
 
 @pytest.mark.parametrize(
@@ -241,7 +250,8 @@ def test_truncated_archive(tmp_path):
     ],
 )
 def test_damaged_molecule(tmp_path, text):
-    rejected("source", write_archive(tmp_path / "a.tar.bz2", [text]), uncharacterized=())
+    path = write_archive(tmp_path / "a.tar.bz2", [text])
+    rejected("source", qm9, path, uncharacterized=())
 
 
 def test_npz_file(tmp_path):
@@ -270,7 +280,7 @@ def test_npz_file(tmp_path):
     ],
 )
 def test_wrong_npz_file(tmp_path, changes):
-    rejected("source", write_npz(tmp_path / "wrong.npz", **changes))
+    rejected("source", qm9, write_npz(tmp_path / "wrong.npz", **changes))
 
 
 @pytest.mark.parametrize(
@@ -281,15 +291,13 @@ def test_wrong_npz_file(tmp_path, changes):
     + [("uncharacterized", v) for v in ("missing.txt", [1, "a"], [0], 7)],
 )
 def test_bad_argument_is_named(name, value):
-    with pytest.raises(InputError) as caught:
-        qm9(**{name: value})
-    assert caught.value.parameter == name
+    rejected(name, qm9, **{name: value})
 
 
 @pytest.mark.parametrize("content", [b"", b"5\ngdb 1\n", b"BZh9 nonsense", b"PK nonsense"])
 def test_damaged_file(tmp_path, content):
     (tmp_path / "damaged").write_bytes(content)
-    rejected("source", tmp_path / "damaged", uncharacterized=())
+    rejected("source", qm9, tmp_path / "damaged", uncharacterized=())
 
 
 # --- crystals ---
@@ -299,26 +307,17 @@ def test_crystals_are_read_from_extended_xyz_and_from_chemiscope(tmp_path):
     path = tmp_path / "crystals.extxyz"
     ase.io.write(path, organic_crystals(5), format="extxyz")
     frames = csd(path)
+    columns = [
+        {axis: a.positions[:, i].tolist() for i, axis in enumerate("xyz")}
+        | {"names": a.get_chemical_symbols(), "cell": a.cell.array.ravel().tolist()}
+        for a in frames
+    ]
+    places = [(s, int(i)) for s, a in enumerate(frames) for i in np.flatnonzero(a.numbers == 1)]
+    values = [frames[s].arrays["shielding"][i] for s, i in places]
     document = {
-        "structures": [
-            {
-                "names": a.get_chemical_symbols(),
-                **{axis: a.positions[:, i].tolist() for i, axis in enumerate("xyz")},
-                "cell": a.cell.array.ravel().tolist(),
-            }
-            for a in frames
-        ],
-        "environments": [
-            {"structure": s, "center": int(i)}
-            for s, a in enumerate(frames)
-            for i in np.flatnonzero(a.numbers == 1)
-        ],
-        "properties": {
-            "CS_total": {
-                "target": "atom",
-                "values": [v for a in frames for v in a.arrays["shielding"][a.numbers == 1]],
-            }
-        },
+        "structures": columns,
+        "environments": [{"structure": s, "center": i} for s, i in places],
+        "properties": {"CS_total": {"target": "atom", "values": values}},
     }
     packed = tmp_path / "crystals.json.gz"
     packed.write_bytes(gzip.compress(json.dumps(document).encode()))
@@ -335,9 +334,7 @@ def test_crystals_are_read_from_extended_xyz_and_from_chemiscope(tmp_path):
     assert len(csd(path, target="shielding")) == 4
     document["environments"][0]["center"] = -1
     packed.write_bytes(gzip.compress(json.dumps(document).encode()))
-    with pytest.raises(InputError) as caught:
-        csd(packed)
-    assert caught.value.parameter == "data"
+    rejected("data", csd, packed)
 
 
 def test_files_that_are_no_crystals_with_shieldings(tmp_path):
@@ -346,11 +343,7 @@ def test_files_that_are_no_crystals_with_shieldings(tmp_path):
     cases = {"bare.extxyz": (bare, "data"), "salt.extxyz": (labelled_crystals(2), "target")}
     for name, (frames, parameter) in cases.items():
         ase.io.write(tmp_path / name, frames, format="extxyz")
-        with pytest.raises(InputError) as caught:
-            csd(tmp_path / name)
-        assert caught.value.parameter == parameter
+        rejected(parameter, csd, tmp_path / name)
     (tmp_path / "damaged.json").write_text("{}")
     for name in ("damaged.json", "missing.extxyz"):
-        with pytest.raises(InputError) as caught:
-            csd(tmp_path / name)
-        assert caught.value.parameter == "data"
+        rejected("data", csd, tmp_path / name)

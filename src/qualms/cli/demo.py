@@ -42,6 +42,7 @@ def demo(
         ConditionalErrorDisplay,
         ParityDisplay,
         ReliabilityDisplay,
+        line_style,
         style,
         subsample_figure,
     )
@@ -76,10 +77,14 @@ def demo(
     members = {size: {c: row[c] for c in row if c != _PP} for size, row in rows.items()}
     references = {_PP: next(iter(rows.values()))[_PP]}
     y, prediction = found.y, found.prediction
+    reliability = ReliabilityDisplay.from_prediction(y, prediction).plot(label="student")
+    uncalibrated = ReliabilityDisplay.from_prediction(y, prediction.uncalibrated)
+    with style():
+        uncalibrated.plot(reliability.ax_, label="raw", reference=False, **line_style(1))
     displays: list[Display] = [
         ConditionalErrorDisplay.from_prediction(y, prediction, units=UNITS),
         ParityDisplay.from_prediction(y, prediction, units=UNITS, target="energy"),
-        ReliabilityDisplay.from_prediction(y, prediction),
+        reliability,
     ]
     save = [display.save for display in displays] + [subsample_figure(members, references).savefig]
     for name, save_to in zip(FILES[1:], save, strict=True):

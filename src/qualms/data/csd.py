@@ -9,7 +9,7 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,7 @@ from qualms.errors import InputError
 #: Keys of the shieldings (ppm) in CSD-1000R, and in the relaxed crystals of ShiftML.
 SHIELDINGS = ("CS_total", "cs_iso")
 #: Errors that reading another kind of file, or a damaged one, can raise.
-_MALFORMED = (
-    OSError,
-    EOFError,
-    ValueError,
-    KeyError,
-    TypeError,
-    IndexError,
-    AttributeError,
-    zlib.error,
-)
+_MALFORMED = (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, zlib.error)
 
 
 def csd(path: str | os.PathLike[str], *, target: str | None = None) -> list[Atoms]:
@@ -87,16 +78,20 @@ def _read_chemiscope(path: Path) -> list[Atoms]:
         with opened(path, "rb") as file:
             document = json.loads(file.read())
         frames = [_structure(given) for given in document["structures"]]
-        environments = document.get("environments")
-        if environments is None:
-            places = [(s, i) for s, atoms in enumerate(frames) for i in range(len(atoms))]
-        else:
-            places = [(int(e["structure"]), int(e["center"])) for e in environments]
+        every = [{"structure": s, "center": i} for s, a in enumerate(frames) for i in range(len(a))]
+        environments = document.get("environments") or every
+        places = [(int(e["structure"]), int(e["center"])) for e in environments]
         if any(s < 0 or i < 0 for s, i in places):
             raise IndexError("an environment has a negative index")
         for name, given in document["properties"].items():
-            if isinstance(given, Mapping) and given.get("target") == "atom":
-                _add_values(frames, name, given["values"], places)
+            if not isinstance(given, Mapping) or given.get("target") != "atom":
+                continue
+            values = np.asarray(given["values"])
+            if values.ndim == 1 and values.dtype.kind not in "US":
+                for atoms in frames:
+                    atoms.arrays[name] = np.full(len(atoms), np.nan)
+                for (s, i), value in zip(places, values, strict=True):
+                    frames[s].arrays[name][i] = value
     except _MALFORMED as error:
         expected = "a chemiscope data set: structures, properties of atoms, environments"
         raise InputError("data", f"'{path}'", expected, f"Reading it failed: {error!r}.") from error
@@ -110,18 +105,3 @@ def _structure(given: Mapping[str, Any]) -> Atoms:
         atoms.cell = np.asarray(given["cell"], dtype=np.float64).reshape(3, 3)
         atoms.pbc = True
     return atoms
-
-
-def _add_values(
-    frames: Sequence[Atoms], name: str, values: Sequence[float], places: Sequence[tuple[int, int]]
-) -> None:
-    """Store the values of (structure, atom) pairs; vectors and strings are left out."""
-    if len(values) != len(places):
-        raise ValueError(f"{name} has {len(values)} values for {len(places)} environments")
-    if np.ndim(values) != 1 or np.asarray(values).dtype.kind in "US":
-        return
-    arrays = [np.full(len(atoms), np.nan) for atoms in frames]
-    for (structure, atom), value in zip(places, values, strict=True):
-        arrays[structure][atom] = value
-    for atoms, array in zip(frames, arrays, strict=True):
-        atoms.arrays[name] = array

@@ -1,7 +1,7 @@
 """QM9: molecules of up to nine C, N, O and F atoms, with B3LYP/6-31G(2df,p) energies.
 
-Readers of its three formats (NPZ, the tables of qm9pack, the published archive) yield one `Record`
-per molecule, which is parsed only if it is selected.
+Readers of its three formats (NPZ, the tables of qm9pack, the published archive) yield the index of
+each molecule with a function that parses it, which is called only if the molecule is selected.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ ENERGIES = {
 SOURCES = "'subset', 'qm9pack', or the path of QM9's dsgdb9nsd.xyz.tar.bz2 or of an NPZ file"
 _INTEGER_ARRAYS = ("index", "offsets", "numbers", "atomref_numbers")
 _FLOAT_ARRAYS = ("positions", "atomref_U0", *ENERGIES)
-_LARGEST_ATOMIC_NUMBER = max(atomic_numbers.values())
 _SUBSET = importlib.resources.files("qualms.data").joinpath("qm9_subset.npz")
+_REFERENCES = {atomic_numbers[symbol]: u for symbol, u in ATOMIC_U0.items()}
 
 Arrays: TypeAlias = dict[str, NDArray[Any]]
 
@@ -64,35 +64,11 @@ class Molecule(NamedTuple):
     numbers: NDArray[np.integer[Any]]  #: atomic numbers (N,)
     positions: Float64Array  #: (N, 3), Å
     energies: Mapping[str, float]  #: those that `ENERGIES` names, Hartree
-    reference: float  #: sum of U0 over the isolated atoms, Hartree
+    references: Mapping[int, float] = _REFERENCES  #: U0 of isolated atoms, Hartree
 
 
-class Record(NamedTuple):
-    """A molecule that is not parsed yet."""
-
-    gdb9_index: int
-    parse: Callable[[], Molecule]
-
-
-def _reference_table(energies: Mapping[int, float]) -> Float64Array:
-    """Return U0 of the isolated atoms in Hartree by atomic number; NaN if unknown."""
-    table = np.full(_LARGEST_ATOMIC_NUMBER + 1, np.nan)
-    table[list(energies)] = list(energies.values())
-    return table
-
-
-_ATOMIC_U0_TABLE = _reference_table({atomic_numbers[s]: u for s, u in ATOMIC_U0.items()})
-
-
-def _molecule(
-    gdb9_index: int, symbols: Iterable[str], positions: Float64Array, energies: Mapping[str, float]
-) -> Molecule:
-    """Return a molecule with the published reference energies of its elements."""
-    numbers = np.array([atomic_numbers[symbol] for symbol in symbols])
-    if positions.shape != (len(numbers), 3):
-        raise ValueError(f"{len(numbers)} elements, but positions of shape {positions.shape}")
-    reference = float(_ATOMIC_U0_TABLE[numbers].sum())
-    return Molecule(gdb9_index, numbers, positions, energies, reference)
+#: Index of a molecule, and the function that parses it.
+Record: TypeAlias = tuple[int, Callable[[], Molecule]]
 
 
 # --- the NPZ format ---
@@ -106,19 +82,17 @@ def read_npz(path: Traversable) -> Generator[Record]:
     except (KeyError, TypeError, ValueError, OSError, zipfile.BadZipFile, zlib.error) as error:
         expected = "an NPZ file with the arrays " + ", ".join(_INTEGER_ARRAYS + _FLOAT_ARRAYS)
         raise InputError("source", f"'{path}'", expected, f"Reading it failed: {error}.") from error
-    references = zip(arrays["atomref_numbers"].tolist(), arrays["atomref_U0"], strict=True)
-    table = _reference_table(dict(references))
+    elements = arrays["atomref_numbers"].tolist()
+    references = dict(zip(elements, arrays["atomref_U0"].tolist(), strict=True))
     for i, index in enumerate(arrays["index"].tolist()):
-        yield Record(index, partial(_npz_molecule, arrays, table, i))
+        yield index, partial(_npz_molecule, arrays, references, i)
 
 
-def _npz_molecule(arrays: Arrays, table: Float64Array, i: int) -> Molecule:
+def _npz_molecule(arrays: Arrays, references: Mapping[int, float], i: int) -> Molecule:
     atoms = slice(arrays["offsets"][i], arrays["offsets"][i + 1])
-    numbers = arrays["numbers"][atoms]
-    positions = arrays["positions"][atoms]
+    numbers, positions = arrays["numbers"][atoms], arrays["positions"][atoms]
     energies = {name: float(arrays[name][i]) for name in ENERGIES}
-    reference = float(table[numbers].sum())
-    return Molecule(int(arrays["index"][i]), numbers, positions, energies, reference)
+    return Molecule(int(arrays["index"][i]), numbers, positions, energies, references)
 
 
 def _as_arrays(npz: Mapping[str, NDArray[Any]]) -> Arrays:
@@ -129,19 +103,14 @@ def _as_arrays(npz: Mapping[str, NDArray[Any]]) -> Arrays:
     if "positions_per_angstrom" in npz:
         arrays["positions"] /= npz["positions_per_angstrom"]
     n, n_atoms = arrays["index"].size, arrays["numbers"].size
-    n_elements = arrays["atomref_numbers"].size
     shapes = {"index": (n,), "offsets": (n + 1,), "numbers": (n_atoms,), "positions": (n_atoms, 3)}
-    shapes |= dict.fromkeys(ENERGIES, (n,))
-    shapes |= dict.fromkeys(("atomref_numbers", "atomref_U0"), (n_elements,))
+    shapes |= dict.fromkeys(ENERGIES, (n,)) | {"atomref_U0": arrays["atomref_numbers"].shape}
     for name, shape in shapes.items():
         if arrays[name].shape != shape:
             raise ValueError(f"{name} has shape {arrays[name].shape}, not {shape}")
     offsets = arrays["offsets"]
     if offsets[0] != 0 or offsets[-1] != n_atoms or np.any(np.diff(offsets) < 1):
         raise ValueError(f"offsets do not rise from 0 to {n_atoms}, the number of atoms")
-    for name in ("numbers", "atomref_numbers"):
-        if np.any((arrays[name] < 1) | (arrays[name] > _LARGEST_ATOMIC_NUMBER)):
-            raise ValueError(f"{name} has values that are not atomic numbers")
     return arrays
 
 
@@ -171,8 +140,7 @@ def _read_csv(path: Path) -> Generator[Record]:
             header = next(rows, [])
             columns = {name: header.index(name) for name in wanted}
             for row in rows:
-                index = int(row[columns["Index"]])
-                yield Record(index, partial(_csv_molecule, columns, row))
+                yield int(row[columns["Index"]]), partial(_csv_molecule, columns, row)
     except (OSError, ValueError, IndexError, csv.Error) as error:
         expected = f"its table {path.name} to have the columns {', '.join(wanted)}"
         remedy = f"Reading it failed: {error}. Install it again: pip install 'qualms[qm9]'"
@@ -182,10 +150,11 @@ def _read_csv(path: Path) -> Generator[Record]:
 def _csv_molecule(columns: Mapping[str, int], row: list[str]) -> Molecule:
     """Return the molecule of a row: lists are written as in Python, numbers as ``0.``."""
     symbols = row[columns["Elements"]].strip("[]").replace("'", "").split(",")
+    numbers = np.array([atomic_numbers[symbol] for symbol in symbols])
     coordinates = row[columns["XYZ_Ang"]].replace("[", "").replace("]", "").split(",")
-    positions = np.array(coordinates, dtype=np.float64).reshape(-1, 3)
+    positions = np.array(coordinates, dtype=np.float64).reshape(len(numbers), 3)
     energies = {name: float(row[columns[column]]) for name, column in ENERGIES.items()}
-    return _molecule(int(row[columns["Index"]]), symbols, positions, energies)
+    return Molecule(int(row[columns["Index"]]), numbers, positions, energies)
 
 
 # --- the archive that was published with QM9 ---
@@ -204,7 +173,7 @@ def read_archive(path: Path) -> Generator[Record]:
                 text = file.read().decode("ascii")
                 index = int(text.split("\n", 2)[1].split()[1])
                 n_found += 1
-                yield Record(index, partial(_xyz_molecule, text))
+                yield index, partial(_xyz_molecule, text)
         if n_found == 0:
             raise ValueError("it has no .xyz file")
     except (OSError, EOFError, ValueError, IndexError, tarfile.TarError) as error:
@@ -223,10 +192,9 @@ def _xyz_molecule(text: str) -> Molecule:
     # Before them are gdb, the index, A, B, C, mu, alpha, homo, lumo, gap and r2; Cv is after them.
     energies = dict(zip(ENERGIES, map(float, scalars[11:16]), strict=True))
     rows = [line.split() for line in lines[2 : 2 + n_atoms]]
-    if len(rows) != n_atoms:
-        raise ValueError(f"{n_atoms} atoms, but only {len(rows)} lines for them")
-    positions = np.array([row[1:4] for row in rows], dtype=np.float64)
-    return _molecule(int(scalars[1]), [row[0] for row in rows], positions, energies)
+    numbers = np.array([atomic_numbers[row[0]] for row in rows])
+    positions = np.array([row[1:4] for row in rows], dtype=np.float64).reshape(n_atoms, 3)
+    return Molecule(int(scalars[1]), numbers, positions, energies)
 
 
 # --- the loader ---
@@ -244,20 +212,14 @@ def qm9(
     Parameters
     ----------
     source : str or path
-        One of
-
-        ``"subset"``
-            3,000 random molecules that come with qualms, with positions rounded to 1e-5 Å.
-        ``"qm9pack"``
-            The 130,831 characterised molecules, from the package qm9pack
-            (``pip install qualms[qm9]``).
-        path of ``dsgdb9nsd.xyz.tar.bz2``
-            The published archive: all 133,885 molecules.
-        path of an NPZ file
-            Arrays for n molecules of N atoms in all: ``index`` (n,), ``offsets`` (n + 1,),
-            ``numbers`` (N,), ``positions`` (N, 3) in Å, ``U0``, ``zpve``, ``U298``, ``H298`` and
-            ``G298`` (n,) in Hartree; ``atomref_numbers`` and ``atomref_U0`` in Hartree, one per
-            element. If there is a number ``positions_per_angstrom``, positions are divided by it.
+        - ``"subset"``: 3,000 random molecules that come with qualms, rounded to 1e-5 Å;
+        - ``"qm9pack"``: the 130,831 characterised molecules of that package
+          (``pip install qualms[qm9]``);
+        - path of ``dsgdb9nsd.xyz.tar.bz2``: the published archive of 133,885 molecules;
+        - path of an NPZ file with arrays for n molecules of N atoms in all: ``index`` (n,),
+          ``offsets`` (n + 1,), ``numbers`` (N,), ``positions`` (N, 3) in Å, ``U0``, ``zpve``,
+          ``U298``, ``H298`` and ``G298`` (n,) in Hartree; ``atomref_numbers`` and ``atomref_U0`` in
+          Hartree, one per element. Positions are divided by ``positions_per_angstrom``, if any.
     n : int, optional
         Number of molecules; by default all.
     seed : int, optional
@@ -300,25 +262,22 @@ def qm9(
             stacklevel=2,
         )
     with closing(_open(source)) as records:
-        kept = (record for record in records if record.gdb9_index not in (left_out or ()))
-        return [_as_atoms(_parse(record, source)) for record in select(kept, n, seed)]
+        kept = (record for record in records if record[0] not in (left_out or ()))
+        return [_as_atoms(record, source) for record in select(kept, n, seed)]
 
 
-def select(records: Iterable[Record], n: int | None, seed: int | None) -> Iterable[Record]:
+def select(records: Iterable[Record], n: int | None, seed: int | None) -> list[Record]:
     """Return n (or all) of the records: the first, or random ones if there is a seed.
 
     The records with the smallest random numbers are taken, so that one pass keeps only n of them.
     """
-    if seed is not None:
-        rng = np.random.default_rng(seed)
-        if n is None:
-            return sorted(records, key=lambda _: rng.random())
-        chosen = heapq.nsmallest(n, records, key=lambda _: rng.random())
-    elif n is None:
-        return records
-    else:
+    if seed is None:
         chosen = list(islice(records, n))
-    if len(chosen) < n:
+    else:
+        rng = np.random.default_rng(seed)
+        draw: Any = sorted if n is None else partial(heapq.nsmallest, n)
+        chosen = draw(records, key=lambda _: rng.random())
+    if n is not None and len(chosen) < n:
         raise InputError("n", n, f"at most {len(chosen)}, the number of molecules of the source")
     return chosen
 
@@ -329,48 +288,43 @@ def _open(source: str | os.PathLike[str]) -> Generator[Record]:
         return read_npz(_SUBSET)
     if source == "qm9pack":
         return read_qm9pack()
-    if not isinstance(source, (str, os.PathLike)) or not Path(source).is_file():
-        raise InputError("source", repr(source), SOURCES)
-    path = Path(source)
-    if _magic(path).startswith(b"PK"):
-        return read_npz(path)
-    if not is_archive(path):
-        raise InputError("source", f"'{source}'", SOURCES, "It is neither zipped nor bzip2.")
-    return read_archive(path)
+    if isinstance(source, (str, os.PathLike)):
+        if is_archive(source):
+            return read_archive(Path(source))
+        if _magic(source).startswith(b"PK"):
+            return read_npz(Path(source))
+    raise InputError("source", repr(source), SOURCES)
 
 
 def is_archive(source: str | os.PathLike[str]) -> bool:
     """Return whether a source is QM9's archive, which has uncharacterised molecules, too."""
-    return Path(source).is_file() and _magic(Path(source)) == b"BZh"
+    return _magic(source) == b"BZh"
 
 
-def _magic(path: Path) -> bytes:
-    with path.open("rb") as file:
+def _magic(source: str | os.PathLike[str]) -> bytes:
+    """Return the first bytes of a file, or none if there is no such file."""
+    if not Path(source).is_file():
+        return b""
+    with Path(source).open("rb") as file:
         return file.read(3)
 
 
-def _parse(record: Record, source: object) -> Molecule:
-    """Return the molecule; an error names the one that cannot be parsed."""
+def _as_atoms(record: Record, source: object) -> Atoms:
+    """Return the molecule as `ase.Atoms`, its energies in eV; an error names a damaged one."""
+    index, parse = record
     try:
-        molecule = record.parse()
-        if not np.isfinite(molecule.positions).all():
-            raise ValueError("a position is not finite")
-        if not np.isfinite([molecule.reference, *molecule.energies.values()]).all():
-            raise ValueError("an energy is not finite, or an element has no reference energy")
-    except (ValueError, KeyError, IndexError) as error:
-        remedy = f"Molecule {record.gdb9_index} is damaged: {error}."
+        _, numbers, positions, energies, references = parse()
+        reference = np.sum([references[z] for z in numbers.tolist()])
+        if not all(np.isfinite(x).all() for x in (positions, reference, *energies.values())):
+            raise ValueError("a position or an energy is not finite")
+    except (ValueError, LookupError) as error:
+        remedy = f"Molecule {index} is damaged: {error!r}."
         raise InputError("source", f"'{source}'", "QM9's format", remedy) from error
-    return molecule
-
-
-def _as_atoms(molecule: Molecule) -> Atoms:
-    """Return the molecule as `ase.Atoms`, its energies in eV."""
-    atomization = HARTREE_TO_EV * (molecule.energies["U0"] - molecule.reference)
-    info: dict[str, float] = {"gdb9_index": molecule.gdb9_index}
-    info |= {name: HARTREE_TO_EV * molecule.energies[name] for name in ENERGIES}
-    info["atomization_energy"] = atomization
-    info["atomization_energy_per_atom"] = atomization / len(molecule.numbers)
-    return Atoms(numbers=molecule.numbers, positions=molecule.positions, info=info)
+    info: dict[str, float] = {"gdb9_index": index}
+    info |= {name: HARTREE_TO_EV * energies[name] for name in ENERGIES}
+    info["atomization_energy"] = HARTREE_TO_EV * (energies["U0"] - float(reference))
+    info["atomization_energy_per_atom"] = info["atomization_energy"] / len(numbers)
+    return Atoms(numbers=numbers, positions=positions, info=info)
 
 
 def _as_indices(uncharacterized: str | os.PathLike[str] | Iterable[int]) -> frozenset[int]:

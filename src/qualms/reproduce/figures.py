@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from qualms.report.figures import (
     set_log_scale,
     style,
 )
-from qualms.reproduce.results import EnsembleResult, EstimatorResult, Results, ShiftResult
+from qualms.reproduce.results import Results, ShiftResult
 from qualms.reproduce.study import PROCESS, VALIDATED, Estimate
 from qualms.reproduce.tables import STUDENT_T
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: Columns that have a figure of P(ln ε | ln σ), and the ends of the file names.
-PANELS = {"CV": "linear", "N-L": "power", "student": "student"}
+PANELS = {"CV": "linear", "N-L": "power"}
 #: Densities per unit of ln ε at which contours are drawn.
 LEVELS = (0.05, 0.15, 0.25, 0.35)
 #: Estimators in the order of their markers. Those that agree are neighbours; those fitted to a
@@ -45,11 +45,10 @@ _DPI = 150
 
 def draw_results(directory: Path, results: Results, *, force: bool) -> None:
     """Draw the figures that need the results file only."""
-    figures = {f"{results.name}-sizes.png": _sizes(results)}
+    _save(_sizes(results), directory / f"{results.name}-sizes.png", force=force)
     if results.shift is not None:
-        figures[f"{results.name}-shift.png"] = _shift(results.shift, results.units)
-    for name, figure in figures.items():
-        _save(figure, directory / name, force=force)
+        figure = _shift(results.shift, results.units)
+        _save(figure, directory / f"{results.name}-shift.png", force=force)
 
 
 def draw_panels(
@@ -57,7 +56,7 @@ def draw_panels(
 ) -> None:
     """Draw the paper's figures, P(ln ε | ln σ) of test points by sub-sample size and column."""
     for column, ending in PANELS.items():
-        found = {label: e[column] for label, e in panels.items() if column in e}
+        found = {label: estimates[column] for label, estimates in panels.items()}
         path = directory / f"{results.name}-{ending}.png"
         _save(_conditional(found, results.units), path, force=True)
 
@@ -105,25 +104,22 @@ def _sizes(results: Results) -> Figure:
     """Draw log likelihoods against sub-sample size: means over seeds and their standard errors."""
     from matplotlib.figure import Figure
 
-    panels: dict[str, Callable[[EnsembleResult], Mapping[str, EstimatorResult]]] = {
-        "centred on the full model": lambda ensemble: ensemble.full_model,
-        "centred on the ensemble mean": lambda ensemble: ensemble.ensemble_mean,
-    }
     seeds = results.seeds
     process = {
         c: float(np.mean([s.projected_process[c].log_likelihood for s in seeds])) for c in VALIDATED
     }
     # By panel and estimator: (n_seeds, n_sizes + 1), the bootstrap last.
-    values = [
+    full, mean = (
         {
-            c: np.array([[get(e)[c].log_likelihood for e in s.ensembles] for s in seeds])
+            c: np.array([[getattr(e, which)[c].log_likelihood for e in s.ensembles] for s in seeds])
             for c in _ORDER
-            if c in get(seeds[0].ensembles[0])
+            if c in getattr(seeds[0].ensembles[0], which)
         }
-        for get in panels.values()
-    ]
-    values[1][STUDENT_T] = np.array([[e.student_t for e in s.ensembles] for s in seeds])
-    means = [v.mean(axis=0) for found in values for c, v in found.items() if c not in _LOW]
+        for which in ("full_model", "ensemble_mean")
+    )
+    mean[STUDENT_T] = np.array([[e.student_t for e in s.ensembles] for s in seeds])
+    panels = {"centred on the full model": full, "centred on the ensemble mean": mean}
+    means = [v.mean(axis=0) for found in panels.values() for c, v in found.items() if c not in _LOW]
     shown = np.concatenate([*means, list(process.values())])
     low, high = float(shown.min()), float(shown.max())
     margin = 0.1 * (high - low) or 0.1 * max(abs(low), 1.0)
@@ -132,7 +128,7 @@ def _sizes(results: Results) -> Figure:
         axes = figure.subplots(1, 2, sharey=True)
         axes[0].set_ylim(low - margin, high + margin)
         axes[0].set_ylabel("Log likelihood per point")
-        for ax, title, found in zip(axes, panels, values, strict=True):
+        for ax, (title, found) in zip(axes, panels.items(), strict=True):
             for (column, value), dashes in zip(process.items(), (":", (0, (5, 3))), strict=True):
                 look: dict[str, Any] = {"linestyle": dashes, "label": f"{PROCESS}, {column}"}
                 ax.axhline(value, color=GUIDE, linewidth=0.9, **look)
@@ -153,9 +149,10 @@ def _draw_sizes(ax: Axes, sizes: Float64Array, found: Mapping[str, Float64Array]
         mean = values.mean(axis=0)
         error = values.std(axis=0, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else None
         look: dict[str, Any] = line_style(_ORDER.index(name)) | {"linewidth": 0.9}
-        hollow = name in VALIDATED
-        look |= {"markersize": 7.0 if hollow else 3.0, "zorder": 2.0 if hollow else 2.5}
-        look |= {"fillstyle": "none"} if hollow else {}
+        if name in VALIDATED:
+            look |= {"markersize": 7.0, "fillstyle": "none", "zorder": 2.0}
+        else:
+            look |= {"markersize": 3.0, "zorder": 2.5}
         for part, more in ((slice(-1), {"label": name}), (slice(-1, None), {"linestyle": ""})):
             yerr = None if error is None else error[part]
             ax.errorbar(x[part], mean[part], yerr, capsize=1.5, elinewidth=0.8, **look | more)

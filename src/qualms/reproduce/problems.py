@@ -6,14 +6,15 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from ase import Atoms
 
-from qualms.arrays import BoolArray, IntArray
+from qualms.arrays import IntArray
 from qualms.atomistic.settings import Settings, make_settings
-from qualms.atomistic.structures import species_of, symbols_of
+from qualms.atomistic.structures import species_of
 from qualms.data import qm9
 from qualms.data.qm9 import is_archive
 from qualms.errors import InputError
@@ -52,37 +53,19 @@ _FEW_CRYSTALS = "Use more and smaller crystals, or split over atoms (--split ato
 class Problem:
     """A data set, split into training, validation and test sets.
 
-    Attributes
-    ----------
-    name : {"qm9", "csd-atoms", "csd-crystals"}
-    title : str
-    scale : {"paper", "small"}
-    train, validation, test : list of Atoms
-        Each has the labels of its own points only. In a split over atoms the same crystal may be
-        in all three.
-    settings : Settings
-    sizes : tuple of int
-        Sub-sample sizes: labels, or structures if these are what is sub-sampled.
-    source : str
-        Name of the data file.
+    Each set has the labels of its own points only. In a split over atoms the same crystal may be in
+    all three.
     """
 
-    name: str
+    name: str  #: qm9, csd-atoms or csd-crystals
     title: str
     scale: Scale
     train: list[Atoms]
     validation: list[Atoms]
     test: list[Atoms]
     settings: Settings
-    sizes: tuple[int, ...]
-    source: str
-
-    @property
-    def n_groups(self) -> int:
-        """Number of groups that sub-samples are drawn from: labels, or structures."""
-        if self.settings.resample == "atoms":
-            return _n_labels(self.train)
-        return len(self.train)
+    sizes: tuple[int, ...]  #: sub-sample sizes: labels, or structures if these are sub-sampled
+    source: str  #: name of the data file
 
 
 @dataclass(frozen=True)
@@ -101,15 +84,8 @@ class ShiftedProblem:
 
 def qm9_settings(scale: Scale, seed: int = 0) -> Settings:
     """Return the settings of a model of atomisation energies per atom."""
-    return make_settings(
-        {
-            "target": "atomization_energy_per_atom",
-            "kind": "intensive",
-            "n_representatives": 5_000 // DIVISORS[scale],
-            "units": "eV/atom",
-            "seed": seed,
-        }
-    )
+    target = {"target": "atomization_energy_per_atom", "kind": "intensive", "units": "eV/atom"}
+    return make_settings({**target, "n_representatives": 5_000 // DIVISORS[scale], "seed": seed})
 
 
 def qm9_problem(
@@ -121,15 +97,8 @@ def qm9_problem(
 ) -> Problem:
     """Return atomisation energies per atom of QM9 with a random split.
 
-    Parameters
-    ----------
-    source : str or path
-        Source of `qualms.data.qm9`.
-    scale : {"paper", "small"}
-    seed : int
-        Seed of the split and of the model.
-    uncharacterized : str or path, optional
-        List of the molecules to leave out. The published archive requires it.
+    `source` and `uncharacterized` are those of `qualms.data.qm9`; the published archive requires
+    the latter. `seed` is that of the split and of the model.
     """
     check_characterized(source, uncharacterized)
     n = [n // DIVISORS[scale] for n in N_POINTS]
@@ -143,19 +112,16 @@ def qm9_problem(
         test=molecules[n[0] + n[1] :],
         settings=qm9_settings(scale, seed),
         sizes=tuple(n // DIVISORS[scale] for n in SIZES),
-        source=os.path.basename(os.fspath(source)),
+        source=Path(source).name,
     )
 
 
 def check_characterized(source: AnyPath, uncharacterized: AnyPath | None) -> None:
     """Reject the archive of QM9 without the list of molecules that failed its consistency check."""
     if uncharacterized is None and is_archive(source):
-        raise InputError(
-            "data",
-            f"'{source}'",
-            "the list of the 3,054 molecules that failed QM9's consistency check, too",
-            "Give uncharacterized.txt, published with QM9, as --uncharacterized.",
-        )
+        expected = "the list of the 3,054 molecules that failed QM9's consistency check, too"
+        remedy = "Give uncharacterized.txt, published with QM9, as --uncharacterized."
+        raise InputError("data", f"'{source}'", expected, remedy)
 
 
 def qm9_shift(
@@ -182,7 +148,7 @@ def qm9_shift(
         train=[molecules[i] for i in small[n_held_out:]],
         tests={label: [molecules[i] for i in which] for label, which in chosen.items()},
         settings=settings,
-        source=os.path.basename(os.fspath(source)),
+        source=Path(source).name,
     )
 
 
@@ -193,18 +159,10 @@ def csd_settings(split: Split, scale: Scale, seed: int = 0) -> Settings:
     """Return the settings of a model of ¹H shieldings."""
     # At the small scale, compressing the features of two cutoffs would take most of the time.
     representation = REPRESENTATIONS[split if scale == "paper" else "crystals"]
-    return make_settings(
-        {
-            "target": "shielding",
-            "kind": "atomic",
-            "species": "H",
-            "representation": representation,
-            "n_representatives": 10_000 // DIVISORS[scale],
-            "resample": "atoms" if split == "atoms" else "structures",
-            "units": "ppm",
-            "seed": seed,
-        }
-    )
+    target = {"target": "shielding", "kind": "atomic", "species": "H", "units": "ppm"}
+    resample = {"resample": "atoms" if split == "atoms" else "structures", "seed": seed}
+    n = {"n_representatives": 10_000 // DIVISORS[scale]}
+    return make_settings({**target, "representation": representation, **n, **resample})
 
 
 def csd_problem(
@@ -217,22 +175,13 @@ def csd_problem(
 ) -> Problem:
     """Return ¹H shieldings with a random split over atoms, as in the paper, or over crystals.
 
-    Parameters
-    ----------
-    crystals : sequence of Atoms
-        From `qualms.data.csd`.
-    split : {"atoms", "crystals"}
-        In a split over atoms most test atoms have near-copies in the training set.
-    scale : {"paper", "small"}
-    seed : int
-        Seed of the split and of the model.
-    source : str
-        Name of the data file.
+    `crystals` come from `qualms.data.csd`. In a split over atoms most test atoms have near-copies
+    in the training set. `source` is the name of the data file.
     """
     n = [n // DIVISORS[scale] for n in N_POINTS]
     rng = np.random.default_rng(seed)
-    places = (_split_atoms if split == "atoms" else _split_crystals)(crystals, n, rng)
-    train, validation, test = (_with_labels_of(crystals, part) for part in places)
+    parts = _split(crystals, split, n, rng)
+    train, validation, test = (_with_labels_of(crystals, part) for part in parts)
     labels = np.concatenate([atoms.arrays["shielding"] for atoms in train])
     if np.nanmax(labels) == np.nanmin(labels):
         raise InputError("data", f"shieldings that are all {np.nanmax(labels):g}", "different ones")
@@ -253,8 +202,10 @@ def csd_problem(
 def csd_shift(
     rattled: Sequence[Atoms], relaxed: Sequence[Atoms], scale: Scale = "paper", *, source: str = ""
 ) -> ShiftedProblem:
-    """Train on rattled crystals, test on other crystals that are relaxed; `source` names these."""
-    check_relaxed(rattled, relaxed)
+    """Train on rattled crystals, test on other crystals that are relaxed; `source` names these.
+
+    Crystals with elements that no training crystal has are left out.
+    """
     settings = csd_settings("crystals", scale)
     rng = np.random.default_rng(settings.seed)
     n_rattled = max(len(rattled) // DIVISORS[scale], _FEWEST_CRYSTALS)
@@ -274,69 +225,44 @@ def csd_shift(
     return ShiftedProblem("rattled crystals", train, tests, settings, source)
 
 
-def check_relaxed(rattled: Sequence[Atoms], relaxed: Sequence[Atoms]) -> None:
-    """Reject relaxed crystals with elements that the rattled ones do not have."""
-    known = species_of(rattled)
-    unknown = sorted(set(species_of(relaxed)) - set(known))
-    if unknown:
-        expected = f"crystals of {symbols_of(known)}, the elements of the rattled ones"
-        raise InputError("relaxed", f"crystals with {symbols_of(unknown)}", expected)
-
-
 def _in_crystals(sizes: Sequence[int], train: Sequence[Atoms]) -> tuple[int, ...]:
     """Return sub-sample sizes in crystals that are the same shares of the training set."""
-    n, n_labels = len(train), _n_labels(train)
+    n, n_labels = len(train), len(_labelled_atoms(train))
     found = tuple(max(round(size * n / n_labels), 2) for size in sizes)
     if any(a >= b for a, b in pairwise([*found, n])):
-        raise InputError(
-            "data",
-            f"{n} training crystals",
-            f"more of them: sub-samples would have {', '.join(map(str, found))} crystals",
-            _FEW_CRYSTALS,
-        )
+        expected = f"more of them: sub-samples would have {', '.join(map(str, found))} crystals"
+        raise InputError("data", f"{n} training crystals", expected, _FEW_CRYSTALS)
     return found
 
 
-def _split_atoms(
-    crystals: Sequence[Atoms], n: Sequence[int], rng: np.random.Generator
+def _split(
+    crystals: Sequence[Atoms], split: Split, n: Sequence[int], rng: np.random.Generator
 ) -> list[IntArray]:
-    """Return (structure, atom) of random labelled hydrogen atoms, n[i] of them in part i."""
-    places = np.array(
-        [(s, i) for s, atoms in enumerate(crystals) for i in np.flatnonzero(_labelled(atoms))]
-    ).reshape(-1, 2)
-    if len(places) < sum(n):
+    """Return (structure, atom) of hydrogen atoms, n[i] of them in part i.
+
+    They are random, or all of random crystals; then about n[i].
+    """
+    places = _labelled_atoms(crystals)
+    if len(places) < (1.0 if split == "atoms" else 0.95) * sum(n):
         raise InputError("data", f"{len(places)} ¹H shieldings", f"at least {sum(n)} of them")
-    return np.split(places[rng.permutation(len(places))[: sum(n)]], np.cumsum(n)[:-1])
-
-
-def _split_crystals(
-    crystals: Sequence[Atoms], n: Sequence[int], rng: np.random.Generator
-) -> list[IntArray]:
-    """Return (structure, atom) of all hydrogen atoms of random crystals, about n[i] in part i."""
+    if split == "atoms":
+        return np.split(places[rng.permutation(len(places))[: sum(n)]], np.cumsum(n)[:-1])
     order = rng.permutation(len(crystals))
-    total = np.cumsum([0, *(int(_labelled(crystals[i]).sum()) for i in order)])[1:]
-    n_found = int(total[-1]) if len(total) else 0
-    if n_found < 0.95 * sum(n):
-        raise InputError("data", f"{n_found} ¹H shieldings", f"{sum(n)} of them")
+    total = np.cumsum(np.bincount(places[:, 0], minlength=len(order))[order])
     edges = np.searchsorted(total, np.cumsum(n)).clip(max=len(order) - 1) + 1
-    parts = np.split(order[: edges[-1]], edges[:-1])
-    places = [
-        [(s, i) for s in part for i in np.flatnonzero(_labelled(crystals[s]))] for part in parts
-    ]
-    if not all(places):
+    chosen = np.split(order[: edges[-1]], edges[:-1])
+    parts = [places[np.isin(places[:, 0], part)] for part in chosen]
+    if not all(map(len, parts)):
         expected = "enough crystals for separate training, validation and test sets"
         raise InputError("data", f"{len(crystals)} crystals", expected, _FEW_CRYSTALS)
-    return [np.array(part) for part in places]
+    return parts
 
 
-def _labelled(atoms: Atoms) -> BoolArray:
-    """Return whether each atom is a hydrogen atom with a shielding."""
-    labelled: BoolArray = (atoms.numbers == 1) & np.isfinite(atoms.arrays["shielding"])
-    return labelled
-
-
-def _n_labels(frames: Sequence[Atoms]) -> int:
-    return sum(int(_labelled(atoms).sum()) for atoms in frames)
+def _labelled_atoms(frames: Sequence[Atoms]) -> IntArray:
+    """Return (structure, atom) of all hydrogen atoms with a shielding: (n, 2)."""
+    masks = [(a.numbers == 1) & np.isfinite(a.arrays["shielding"]) for a in frames]
+    places = [(s, i) for s, mask in enumerate(masks) for i in np.flatnonzero(mask)]
+    return np.array(places, dtype=np.intp).reshape(-1, 2)
 
 
 def _with_labels_of(crystals: Sequence[Atoms], places: IntArray) -> list[Atoms]:
@@ -344,9 +270,7 @@ def _with_labels_of(crystals: Sequence[Atoms], places: IntArray) -> list[Atoms]:
     found = []
     for structure in np.unique(places[:, 0]):
         atoms = crystals[structure].copy()
-        labels = np.full(len(atoms), np.nan)
-        chosen = places[places[:, 0] == structure, 1]
-        labels[chosen] = atoms.arrays["shielding"][chosen]
-        atoms.arrays["shielding"] = labels
+        kept = np.isin(np.arange(len(atoms)), places[places[:, 0] == structure, 1])
+        atoms.arrays["shielding"] = np.where(kept, atoms.arrays["shielding"], np.nan)
         found.append(atoms)
     return found

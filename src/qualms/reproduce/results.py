@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -16,8 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 import qualms
 from qualms.errors import InputError
 from qualms.io.files import atomic_output
-
-_LIBRARIES = ("numpy", "scipy", "dscribe", "ase")
+from qualms.resources import allowed_threads
 
 
 class _Document(BaseModel):
@@ -27,17 +27,13 @@ class _Document(BaseModel):
 class EstimatorResult(_Document):
     """One estimator of uncertainties on a test set."""
 
-    #: Fields of `qualms.metrics.Scores` that are defined.
-    scores: dict[str, float]
-    #: Parameters of the calibration.
-    alpha: float
+    scores: dict[str, float]  #: fields of `qualms.metrics.Scores` that are defined
+    alpha: float  #: parameters of the calibration
     gamma: float
-    #: Orders of magnitude between the 0.5 and 99.5 % quantiles of σ.
-    decades: float
+    decades: float  #: orders of magnitude between the 0.5 and 99.5 % quantiles of σ
     #: Root mean variance and RMSE in ten bins of σ with equal numbers of points.
     bins: list[tuple[float, float]] = Field(min_length=1)
-    #: Share of the points with an error larger than 4σ.
-    beyond_4_sigma: float
+    beyond_4_sigma: float  #: share of the points with an error larger than 4σ
 
     @property
     def log_likelihood(self) -> float:
@@ -48,20 +44,14 @@ class EstimatorResult(_Document):
 class EnsembleResult(_Document):
     """Ensembles of one sub-sample size."""
 
-    #: Sub-sample size in points or groups, and whether it is drawn with replacement (bootstrap).
-    n: int
-    replace: bool
-    #: Training points for student and shrinkage (absent from at least three members), and for
-    #: linear and power calibrations (at least five).
-    n_out_of_bag: int
-    n_out_of_bag_linear: int
-    #: Time to draw, solve and calibrate the members.
-    seconds: float
-    #: Estimators by column, centred on the ensemble mean and on the full model.
-    ensemble_mean: dict[str, EstimatorResult]
-    full_model: dict[str, EstimatorResult]
-    #: Mean log likelihood under Student's t, centred on the ensemble mean.
-    student_t: float
+    n: int  #: sub-sample size in points or groups
+    replace: bool  #: whether it is drawn with replacement (bootstrap)
+    n_out_of_bag: int  #: points for student and shrinkage: absent from at least three members
+    n_out_of_bag_linear: int  #: points for linear and power: absent from at least five
+    seconds: float  #: time to draw, solve and calibrate the members
+    ensemble_mean: dict[str, EstimatorResult]  #: by column, centred on the ensemble mean
+    full_model: dict[str, EstimatorResult]  #: by column, centred on the full model
+    student_t: float  #: log likelihood under Student's t, centred on the ensemble mean
 
 
 class SeedResult(_Document):
@@ -73,28 +63,21 @@ class SeedResult(_Document):
     n_test: int
     n_environments: int
     n_representatives: int
-    #: Standard deviation of the noise of the full model, in the units of the target.
-    noise: float
-    #: Time of each stage and in total (s); peak memory, with the largest worker process (bytes).
-    seconds: dict[str, float]
-    wall: float | None
-    memory: float | None
-    #: By sub-sample size; the bootstrap is last.
-    ensembles: list[EnsembleResult] = Field(min_length=1)
-    #: GPR PP: Raw, CV and N-L.
-    projected_process: dict[str, EstimatorResult]
+    noise: float  #: standard deviation of the noise of the full model, in units of the target
+    seconds: dict[str, float]  #: time of each stage
+    wall: float  #: total time, s
+    memory: float  #: peak, with the largest worker process, bytes
+    ensembles: list[EnsembleResult] = Field(min_length=1)  #: by size; the bootstrap is last
+    projected_process: dict[str, EstimatorResult]  #: GPR PP: Raw, CV and N-L
 
 
 class ShiftedSet(_Document):
     """Predictions of one test set by a model whose training set may be distributed differently."""
 
     label: str
-    #: Number of points.
-    n: int
-    #: Share of the structures that the model flags as extrapolation.
-    extrapolation: float
-    #: Mean of prediction minus reference value.
-    bias: float
+    n: int  #: number of points
+    extrapolation: float  #: share of the structures that the model flags
+    bias: float  #: mean of prediction minus reference value
     estimators: dict[str, EstimatorResult]
 
 
@@ -146,10 +129,8 @@ def read_results(path: str | os.PathLike[str]) -> Results:
         raise InputError("results", f"'{path}'", "a readable file", str(error)) from error
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the document"
-        expected = "results of qualms reproduce"
-        remedy = f"{where}: {first['msg']}."
-        raise InputError("results", f"'{path}'", expected, remedy) from error
+        remedy = f"{'.'.join(map(str, first['loc'])) or 'the document'}: {first['msg']}."
+        raise InputError("results", f"'{path}'", "results of qualms reproduce", remedy) from error
 
 
 def write_results(path: Path, results: Results) -> Results:
@@ -172,21 +153,14 @@ def _rounded(value: Any) -> Any:
 
 def machine() -> dict[str, str]:
     """Return the processor, the memory and the versions of the libraries."""
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
+    named = re.search(r"model name\s*:\s*(.*)", text)
     return {
-        "processor": _processor(),
-        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else "?"),
+        "processor": named[1] if named else platform.processor() or platform.machine(),
+        "cores": str(allowed_threads()),
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "python": platform.python_version(),
         "qualms": qualms.__version__,
-        **{name: version(name) for name in _LIBRARIES},
+        **{name: version(name) for name in ("numpy", "scipy", "dscribe", "ase")},
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(
-            line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
-        )
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

@@ -10,7 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from ase import Atoms
@@ -55,129 +55,6 @@ PROCESS = "GPR PP"
 _N_BINS = 10
 
 
-# --- adapter: all that is used of the training pipeline ---
-
-
-@dataclass(frozen=True)
-class Points:
-    """Labelled points outside the training set; totals are divided by the number of atoms.
-
-    Attributes
-    ----------
-    K_XM : (n, r) array
-    design : (n, S) array
-        Design matrix of the baseline.
-    k_xx : (n,) array
-        Prior variances.
-    y : (n,) array
-    """
-
-    K_XM: Float64Array
-    design: Float64Array
-    k_xx: Float64Array
-    y: Float64Array
-
-
-@dataclass(frozen=True)
-class Subsampled:
-    """The full model and an ensemble of one sub-sample size.
-
-    Attributes
-    ----------
-    training_members : (N, N_R) array
-        Uncalibrated predictions of the training points.
-    absent : (N, N_R) array of bool
-        Whether a training point is absent from a member.
-    out_of_bag : CalibrationData, optional
-        Residuals and standard deviations of the out-of-bag points.
-    calibrations : mapping of str to Calibration
-        Out-of-bag calibrations by method.
-    """
-
-    _fitted: Fitted
-    training_members: Float64Array
-    absent: BoolArray
-    out_of_bag: CalibrationData | None
-    calibrations: Mapping[str, Calibration]
-
-    def members(self, points: Points) -> Float64Array:
-        """Return uncalibrated predictions (n, N_R)."""
-        return self._fitted.members(points.K_XM, points.design)
-
-    def full_mean(self, points: Points) -> Float64Array:
-        """Return predictions (n,) of the full model."""
-        return self._fitted.pp_mean(points.K_XM, points.design)
-
-    def full_std(self, points: Points) -> Float64Array:
-        """Return σ_PP (n,) of the full model, Eq. (3), Musil et al. 2019."""
-        assert self._fitted.pp_variance is not None, "settings keep it"
-        return self._fitted.pp_variance.std(points.K_XM, points.k_xx)
-
-
-class TrainedOnce:
-    """Features, representatives, kernel rows and full model of one training set."""
-
-    def __init__(
-        self,
-        train: Sequence[Atoms],
-        settings: Settings,
-        *,
-        threads: int = 1,
-        memory: str | float | None = None,
-        stages: Stages | None = None,
-    ) -> None:
-        self.stages = stages or Stages()
-        self.threads = threads
-        self.data = collect_labels(train, settings)
-        self.settings = self.data.settings
-        baseline = draw_ensemble(self.data).baseline
-        rows = compute_rows(self.data, memory=memory, threads=threads, stages=self.stages)
-        self._gp = fit_sparse_gp(rows, self.data, baseline, self.stages)
-        self.n_representatives = len(rows.origins)
-        self.noise = float(self._gp.noise["energy"] ** 0.5)
-
-    def ensemble(self, subsample: float, *, with_replacement: bool = False) -> Subsampled:
-        """Draw and solve the members of one sub-sample size, and calibrate them out of bag."""
-        fitted, out_of_bag = self._solve(subsample, with_replacement)
-        rows = self._gp.rows
-        # Weights of the whitened kernel rows: the inverse of `Whitening.kernel_weights`.
-        members = rows.Phi @ (rows.whitening.factor.T @ fitted.weights) + fitted.intercepts
-        members += fitted.baseline.predict_members(self.data.design_for(fitted.baseline.species))
-        absent, calibrations = fitted.membership == 0, fitted.calibrations["energy"]
-        return Subsampled(fitted, members, absent, out_of_bag.get("energy"), calibrations)
-
-    def leave_one_out_residuals(self) -> Float64Array:
-        """Return the residuals (N,) of the full model without each point, or without its group."""
-        grouped = self.settings.resample != "atoms"
-        return self._gp.left_out_residuals(self.data.row_groups if grouped else None)
-
-    def points(self, frames: Sequence[Atoms], name: str) -> Points:
-        """Compute the kernel rows of the labelled points of further structures."""
-        rows, data = self._gp.rows, collect_labels(frames, self.settings)
-        check_species(data.frames, rows.representation.species)
-        K, k_xx = [], []
-        structures = zip(data.frames, data.centers, strict=True)
-        with self.stages.stage(f"Kernel rows of the {name} set"):
-            for batch in stream_features(rows.representation, structures, n_workers=self.threads):
-                K.append(rows.basis.rows(batch.features, batch.offsets))
-                k_xx.append(rows.basis.prior_variance(batch.features, batch.offsets))
-        design = data.design_for(self.data.species)
-        return Points(np.concatenate(K), design, np.concatenate(k_xx), data.y)
-
-    def model(self) -> AtomisticModel:
-        """Return the model with the sub-sample size of the settings."""
-        trained = self._solve(self.settings.subsample, self.settings.replace)
-        return AtomisticModel.from_fitted(trained.fitted, threads=self.threads)
-
-    def _solve(self, subsample: float, with_replacement: bool) -> Trained:
-        update = {"subsample": subsample, "replace": with_replacement}
-        data = replace(self.data, settings=self.settings.model_copy(update=update))
-        return fit_ensemble(self._gp, data, draw_ensemble(data), self.stages)
-
-
-# --- estimators ---
-
-
 @dataclass(frozen=True)
 class Estimate:
     """Predictions of labelled points by one estimator: (n,) arrays, and members (n, N_R) if any."""
@@ -185,8 +62,37 @@ class Estimate:
     y: Float64Array
     mean: Float64Array
     std: Float64Array
-    calibration: Calibration
     members: Float64Array | None = None
+    calibration: Calibration = field(default_factory=NoCalibration)
+
+    @classmethod
+    def from_members(cls, y: Float64Array, members: Float64Array) -> Estimate:
+        """Return the uncalibrated estimate of an ensemble."""
+        raw = Prediction(members)
+        return cls(y, raw.mean, raw.std, members)
+
+    def compare(
+        self, validation: Estimate, out_of_bag: Mapping[str, Calibration] | None = None
+    ) -> dict[str, Estimate]:
+        """Return this uncalibrated estimate with each calibration, by column of the tables.
+
+        CV and N-L are fitted to `validation`, also uncalibrated; `out_of_bag` are by column.
+        """
+        if validation.members is None:  # linear and power ignore the number of members
+            n = len(validation.y)
+            z = validation.y - validation.mean
+            data = CalibrationData(z, validation.std, np.full(n, 2), np.ones(n))
+        else:
+            data = calibration_data(validation.y, validation.members)
+        found: dict[str, Calibration] = {"Raw": NoCalibration()}
+        found |= {column: fit_calibration(data, method) for column, method in VALIDATED.items()}
+        return {c: self._calibrated(k) for c, k in (found | dict(out_of_bag or {})).items()}
+
+    def _calibrated(self, calibration: Calibration) -> Estimate:
+        if self.members is None:
+            return replace(self, std=calibration.std(self.std, 2), calibration=calibration)
+        found = calibration.apply(Prediction(self.members))
+        return Estimate(self.y, found.mean, found.std, found.members, calibration)
 
     @property
     def log_likelihood(self) -> float:
@@ -209,92 +115,114 @@ class Estimate:
         )
 
 
-def ensemble_mean_estimates(
-    ensemble: Subsampled, validation: Points, test: Points
-) -> dict[str, Estimate]:
-    """Return estimates of the test points that are centred on the ensemble mean, by column."""
-    seen = calibration_data(validation.y, ensemble.members(validation))
-    out_of_bag = {
-        column: ensemble.calibrations[method]
-        for column, method in OUT_OF_BAG.items()
-        if method in ensemble.calibrations
-    }
-    return _of_members(test.y, ensemble.members(test), _validated(seen) | out_of_bag)
+@dataclass(frozen=True)
+class Points:
+    """Labelled points outside the training set; totals are divided by the number of atoms."""
+
+    K_XM: Float64Array  #: (n, r)
+    design: Float64Array  #: design matrix of the baseline, (n, S)
+    k_xx: Float64Array  #: prior variances, (n,)
+    y: Float64Array  #: (n,)
 
 
-def full_model_estimates(
-    ensemble: Subsampled, loo_residuals: Float64Array, validation: Points, test: Points
-) -> dict[str, Estimate]:
-    """Return estimates of the test points that are centred on the full model, by column.
+@dataclass(frozen=True)
+class Subsampled:
+    """The full model and an ensemble of one sub-sample size."""
 
-    The paper's numbers are obtained this way. Members are shifted, point by point, so that their
-    mean is the prediction of the full model. Out of bag, residuals are those of leave-one-out.
+    fitted: Fitted
+    training_members: Float64Array  #: uncalibrated predictions of the training points, (N, N_R)
+    absent: BoolArray  #: whether a training point is absent from a member, (N, N_R)
+    out_of_bag: CalibrationData
 
-    Parameters
-    ----------
-    ensemble : Subsampled
-    loo_residuals : (N,) array
-        `TrainedOnce.leave_one_out_residuals`.
-    validation, test : Points
-    """
-    seen = calibration_data(validation.y, _shifted_members(ensemble, validation))
-    absent = internal_prediction(ensemble.training_members, ensemble.absent)
-    data = CalibrationData(
-        loo_residuals[absent.used], absent.std, absent.n_absent, np.ones(len(absent.std))
-    )
-    out_of_bag = {
-        column: fit_internally(data, OUT_OF_BAG[column]) for column in ("Int.", "Int. N-L")
-    }
-    return _of_members(test.y, _shifted_members(ensemble, test), _validated(seen) | out_of_bag)
+    def ensemble_mean(self, points: Points) -> Estimate:
+        """Return the uncalibrated estimate that is centred on the ensemble mean."""
+        return Estimate.from_members(points.y, self.fitted.members(points.K_XM, points.design))
 
+    def full_model(self, points: Points) -> Estimate:
+        """Return the same centred on the full model, to whose mean members are shifted."""
+        members = self.fitted.members(points.K_XM, points.design)
+        shift = self.fitted.pp_mean(points.K_XM, points.design) - members.mean(axis=1)
+        return Estimate.from_members(points.y, np.asarray(members + shift[:, None]))
 
-def projected_process_estimates(
-    ensemble: Subsampled, validation: Points, test: Points
-) -> dict[str, Estimate]:
-    """Return estimates of the test points by the projected process, Eq. (3), by column."""
-    residuals = validation.y - ensemble.full_mean(validation)
-    calibrations = _gaussian_calibrations(residuals, ensemble.full_std(validation))
-    mean, std = ensemble.full_mean(test), ensemble.full_std(test)
-    return {c: Estimate(test.y, mean, k.std(std, 2), k) for c, k in calibrations.items()}
+    def projected_process(self, points: Points) -> Estimate:
+        """Return the full model with σ_PP, Eq. (3), Musil et al. 2019."""
+        assert self.fitted.pp_variance is not None, "settings keep it"
+        mean = self.fitted.pp_mean(points.K_XM, points.design)
+        return Estimate(points.y, mean, self.fitted.pp_variance.std(points.K_XM, points.k_xx))
 
+    def full_model_calibrations(self, residuals: Float64Array) -> dict[str, Calibration]:
+        """Return the paper's out-of-bag calibrations, centred on the full model, by column.
 
-def _shifted_members(ensemble: Subsampled, points: Points) -> Float64Array:
-    members = ensemble.members(points)
-    shift = ensemble.full_mean(points) - members.mean(axis=1)
-    return np.asarray(members + shift[:, None])
+        `residuals` are those of `TrainedOnce.leave_one_out_residuals`.
+        """
+        found = internal_prediction(self.training_members, self.absent)
+        weights = np.ones(len(found.std))
+        data = CalibrationData(residuals[found.used], found.std, found.n_absent, weights)
+        return {c: fit_internally(data, OUT_OF_BAG[c]) for c in ("Int.", "Int. N-L")}
 
 
-def _validated(seen: CalibrationData) -> dict[str, Calibration]:
-    """Return no calibration, and those that are fitted to a validation set."""
-    raw: dict[str, Calibration] = {"Raw": NoCalibration()}
-    return raw | {column: fit_calibration(seen, method) for column, method in VALIDATED.items()}
+class TrainedOnce:
+    """Features, representatives, kernel rows and full model of one training set."""
+
+    def __init__(
+        self,
+        train: Sequence[Atoms],
+        settings: Settings,
+        *,
+        threads: int = 1,
+        memory: str | float | None = None,
+        stages: Stages | None = None,
+    ) -> None:
+        self.stages = stages or Stages()
+        self.threads = threads
+        self.data = collect_labels(train, settings)
+        self.settings = self.data.settings
+        baseline = draw_ensemble(self.data).baseline
+        rows = compute_rows(self.data, memory=memory, threads=threads, stages=self.stages)
+        self.gp = fit_sparse_gp(rows, self.data, baseline, self.stages)
+
+    def ensemble(self, subsample: float, *, with_replacement: bool = False) -> Subsampled:
+        """Draw and solve the members of one sub-sample size, and calibrate them out of bag."""
+        fitted, out_of_bag = self._solve(subsample, with_replacement)
+        rows = self.gp.rows
+        # Weights of the whitened kernel rows: the inverse of `Whitening.kernel_weights`.
+        members = rows.Phi @ (rows.whitening.factor.T @ fitted.weights) + fitted.intercepts
+        members += fitted.baseline.predict_members(self.data.design_for(fitted.baseline.species))
+        return Subsampled(fitted, members, fitted.membership == 0, out_of_bag["energy"])
+
+    def leave_one_out_residuals(self) -> Float64Array:
+        """Return the residuals (N,) of the full model without each point, or without its group."""
+        grouped = self.settings.resample != "atoms"
+        return self.gp.left_out_residuals(self.data.row_groups if grouped else None)
+
+    def points(self, frames: Sequence[Atoms], name: str) -> Points:
+        """Compute the kernel rows of the labelled points of further structures."""
+        rows, data = self.gp.rows, collect_labels(frames, self.settings)
+        check_species(data.frames, rows.representation.species)
+        K, k_xx = [], []
+        structures = zip(data.frames, data.centers, strict=True)
+        with self.stages.stage(f"Kernel rows of the {name} set"):
+            for batch in stream_features(rows.representation, structures, n_workers=self.threads):
+                K.append(rows.basis.rows(batch.features, batch.offsets))
+                k_xx.append(rows.basis.prior_variance(batch.features, batch.offsets))
+        design = data.design_for(self.data.species)
+        return Points(np.concatenate(K), design, np.concatenate(k_xx), data.y)
+
+    def model(self) -> AtomisticModel:
+        """Return the model with the sub-sample size of the settings."""
+        trained = self._solve(self.settings.subsample, self.settings.replace)
+        return AtomisticModel.from_fitted(trained.fitted, threads=self.threads)
+
+    def _solve(self, subsample: float, with_replacement: bool) -> Trained:
+        update = {"subsample": subsample, "replace": with_replacement}
+        data = replace(self.data, settings=self.settings.model_copy(update=update))
+        return fit_ensemble(self.gp, data, draw_ensemble(data), self.stages)
 
 
-def _gaussian_calibrations(residuals: Float64Array, std: Float64Array) -> dict[str, Calibration]:
-    """Return calibrations of an estimator without members; linear and power ignore their number."""
-    n = len(residuals)
-    return _validated(CalibrationData(residuals, std, np.full(n, 2), np.ones(n)))
-
-
-def _of_members(
-    y: Float64Array, members: Float64Array, calibrations: Mapping[str, Calibration]
-) -> dict[str, Estimate]:
-    raw, estimates = Prediction(members), {}
-    for column, calibration in calibrations.items():
-        found = calibration.apply(raw)
-        estimates[column] = Estimate(y, found.mean, found.std, calibration, found.members)
-    return estimates
-
-
-def _student_t(estimates: Mapping[str, Estimate]) -> float:
-    """Return the mean log likelihood under the t density of the student calibration."""
-    raw, calibration = estimates["Raw"], estimates["student"].calibration
-    assert raw.members is not None, "estimates of members have them"
-    densities = calibration.log_density(raw.y - raw.mean, raw.std, raw.members.shape[1])
-    return float(np.mean(densities))
-
-
-# --- studies ---
+def out_of_bag_calibrations(fitted: Fitted) -> dict[str, Calibration]:
+    """Return the out-of-bag calibrations of a model, centred on the ensemble mean, by column."""
+    found = fitted.calibrations["energy"]
+    return {column: found[method] for column, method in OUT_OF_BAG.items() if method in found}
 
 
 @dataclass(frozen=True)
@@ -345,9 +273,10 @@ def study_subsamples(
         process: float | None = None
         for size in sizes:
             ensemble = once.ensemble(size)
-            found = ensemble_mean_estimates(ensemble, held_out, new)
-            if process is None:
-                process = projected_process_estimates(ensemble, held_out, new)["Raw"].log_likelihood
+            calibrations = out_of_bag_calibrations(ensemble.fitted)
+            raw = ensemble.ensemble_mean(new)
+            found = raw.compare(ensemble.ensemble_mean(held_out), calibrations)
+            process = process or ensemble.projected_process(new).log_likelihood
             rows[size] = {c: e.log_likelihood for c, e in found.items()} | {PROCESS: process}
         return Study(rows, once.model())
 
@@ -373,46 +302,59 @@ def run_seed(
         validation = once.points(problem.validation, "validation")
         test = once.points(problem.test, "test")
         residuals = once.leave_one_out_residuals()
+        n_groups = len(np.unique(once.data.row_groups))
         panels: dict[str, Mapping[str, Estimate]] = {}
         process: dict[str, Estimate] = {}
         ensembles = []
-        schemes = [*((n, False) for n in problem.sizes), (problem.n_groups, True)]
-        for n, replace in schemes:
+        for n in (*problem.sizes, n_groups):
+            bootstrap = n == n_groups
             before = time.perf_counter()
-            ensemble = once.ensemble(n, with_replacement=replace)
+            ensemble = once.ensemble(n, with_replacement=bootstrap)
             seconds = time.perf_counter() - before
-            if not process:
-                process = projected_process_estimates(ensemble, validation, test)
-            mean = ensemble_mean_estimates(ensemble, validation, test)
-            full = full_model_estimates(ensemble, residuals, validation, test)
-            data = ensemble.out_of_bag
+            process = process or ensemble.projected_process(test).compare(
+                ensemble.projected_process(validation)
+            )
+            raw, calibrations = (
+                ensemble.ensemble_mean(test),
+                out_of_bag_calibrations(ensemble.fitted),
+            )
+            mean = raw.compare(ensemble.ensemble_mean(validation), calibrations)
+            full = ensemble.full_model(test).compare(
+                ensemble.full_model(validation), ensemble.full_model_calibrations(residuals)
+            )
+            density = calibrations["student"].log_density(
+                raw.y - raw.mean, raw.std, problem.settings.n_members
+            )
             found = EnsembleResult(
                 n=n,
-                replace=replace,
-                n_out_of_bag=0 if data is None else len(data.residuals),
-                n_out_of_bag_linear=0
-                if data is None
-                else int(internal_points(data, "linear").sum()),
+                replace=bootstrap,
+                n_out_of_bag=len(ensemble.out_of_bag.residuals),
+                n_out_of_bag_linear=int(internal_points(ensemble.out_of_bag, "linear").sum()),
                 seconds=seconds,
                 ensemble_mean={column: e.result() for column, e in mean.items()},
                 full_model={column: e.result() for column, e in full.items()},
-                student_t=_student_t(mean),
+                student_t=float(np.mean(density)),
             )
             ensembles.append(found)
-            report(_line(found))
-            if not replace:
-                panels[f"n = {n:,}"] = mean | full
+            label = "bootstrap" if bootstrap else f"n = {n:,}"
+            scores = (f"{column} {e.log_likelihood:.3f}" for column, e in (mean | full).items())
+            report(f"{label}: {', '.join(scores)} ({seconds:.0f} s)")
+            if not bootstrap:
+                panels[label] = full
+    # Peak memory of this process and of its largest worker; macOS counts bytes, Linux KiB.
+    used = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    peak = sum(resource.getrusage(who).ru_maxrss for who in used)
     seed = SeedResult(
         seed=problem.settings.seed,
         n_train=len(once.data.y),
         n_validation=len(validation.y),
         n_test=len(test.y),
         n_environments=once.data.n_environments,
-        n_representatives=once.n_representatives,
-        noise=once.noise,
+        n_representatives=len(once.gp.rows.origins),
+        noise=float(once.gp.noise["energy"] ** 0.5),
         seconds=stages.seconds,
         wall=time.perf_counter() - started,
-        memory=_peak_memory(),
+        memory=float(peak * (1 if sys.platform == "darwin" else 1024)),
         ensembles=ensembles,
         projected_process={column: e.result() for column, e in process.items()},
     )
@@ -427,30 +369,32 @@ def run_shift(
     settings = problem.settings.model_copy(update={"memory": memory, "threads": threads})
     model = AtomisticModel(**settings.model_dump())
     model.fit(problem.train, progress=stages.display or False)
-    sets: list[ShiftedSet] = []
-    of_members: dict[str, Calibration] = {}
-    of_process: dict[str, Calibration] = {}
+    calibrations = out_of_bag_calibrations(model.fitted)
+    sets, validation = [], None
     for label, frames in problem.tests.items():
         with stages.stage(label):
-            y, labelled = _reference_values(model, frames)
-            members = model.predict(frames).uncalibrated.members[labelled]
-            mean, std = (values[labelled] for values in model.predict_pp(frames))
+            if settings.per_atom:
+                pairs = zip(frames, model.target_atoms(frames), strict=True)
+                y = np.concatenate([atoms.arrays[settings.target][i] for atoms, i in pairs])
+            else:
+                y = np.array([atoms.info[settings.target] for atoms in frames])
+            known = np.isfinite(y)
+            members = model.predict(frames).uncalibrated.members[known]
+            raw = Estimate.from_members(y[known], members)
+            process = Estimate(y[known], *(values[known] for values in model.predict_pp(frames)))
             extrapolation = float(np.mean(model.extrapolates(frames)))
-        if not sets:  # in distribution: serves as the validation set
-            of_members = _validated(calibration_data(y, members))
-            of_members |= {c: model.fitted.calibrations["energy"][m] for c, m in OUT_OF_BAG.items()}
-            of_process = _gaussian_calibrations(y - mean, std)
-        estimates = _of_members(y, members, of_members)
-        for column, calibration in of_process.items():
-            name = PROCESS if column == "Raw" else f"{PROCESS}, {column}"
-            estimates[name] = Estimate(y, mean, calibration.std(std, 2), calibration)
+        # The first set is in distribution, and serves as the validation set.
+        validation = validation or (raw, process)
+        found = raw.compare(validation[0], calibrations)
+        for column, estimate in process.compare(validation[1]).items():
+            found[PROCESS if column == "Raw" else f"{PROCESS}, {column}"] = estimate
         sets.append(
             ShiftedSet(
                 label=label,
-                n=len(y),
+                n=len(raw.y),
                 extrapolation=extrapolation,
-                bias=float(np.mean(members.mean(axis=1) - y)),
-                estimators={name: e.result() for name, e in estimates.items()},
+                bias=float(np.mean(raw.mean - raw.y)),
+                estimators={name: e.result() for name, e in found.items()},
             )
         )
     return ShiftResult(
@@ -464,31 +408,3 @@ def run_shift(
         seconds=time.perf_counter() - started,
         sets=sets,
     )
-
-
-def _reference_values(
-    model: AtomisticModel, frames: Sequence[Atoms]
-) -> tuple[Float64Array, BoolArray]:
-    """Return the labels of a test set, and which of the predictions have one."""
-    target = model.settings.target
-    if model.settings.per_atom:
-        pairs = zip(frames, model.target_atoms(frames), strict=True)
-        y = np.concatenate([atoms.arrays[target][chosen] for atoms, chosen in pairs])
-    else:
-        y = np.array([atoms.info[target] for atoms in frames], dtype=np.float64)
-    labelled: BoolArray = np.isfinite(y)
-    return y[labelled], labelled
-
-
-def _line(found: EnsembleResult) -> str:
-    label = "bootstrap" if found.replace else f"n = {found.n:,}"
-    values = (found.ensemble_mean | found.full_model).items()
-    scores = ", ".join(f"{column} {e.log_likelihood:.3f}" for column, e in values)
-    return f"{label}: {scores} ({found.seconds:.0f} s)"
-
-
-def _peak_memory() -> float:
-    """Return the peak resident memory of this process and of its largest worker, in bytes."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    used = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    return float(unit * sum(resource.getrusage(who).ru_maxrss for who in used))

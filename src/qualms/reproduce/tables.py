@@ -42,7 +42,8 @@ PUBLISHED: Mapping[str, Mapping[int | str, tuple[float, ...]]] = {
 
 def write_tables(directory: Path, results: Results, *, force: bool) -> list[Path]:
     """Write all tables of a problem as Markdown; return the files."""
-    pages = {f"{results.name}.md": all_tables(results)}
+    makers = (full_model_table, ensemble_mean_table, out_of_bag_table, error_table, cost_table)
+    pages = {f"{results.name}.md": [make(results) for make in makers]}
     if results.shift is not None:
         pages[f"{results.name}-shift.md"] = [shift_table(results.shift, results.units)]
     for name, tables in pages.items():
@@ -50,17 +51,6 @@ def write_tables(directory: Path, results: Results, *, force: bool) -> list[Path
         with atomic_output(directory / name, force=force, mode="w") as file:
             file.write(text)
     return [directory / name for name in pages]
-
-
-def all_tables(results: Results) -> list[Table]:
-    """Return all tables but that of shifted sets."""
-    return [
-        full_model_table(results),
-        ensemble_mean_table(results),
-        out_of_bag_table(results),
-        error_table(results),
-        cost_table(results),
-    ]
 
 
 def full_model_table(results: Results) -> Table:
@@ -93,16 +83,14 @@ def out_of_bag_table(results: Results) -> Table:
     """Return differences between out-of-bag and validation calibration, paired by seed."""
     rows = []
     for label, ensembles in _by_size(results):
+        columns = [e.ensemble_mean for e in ensembles]
         gains = [
-            [_gain(e.ensemble_mean, first, second) for e in ensembles]
-            for first, second in (("student", "CV"), ("shrinkage", "N-L"))
+            [m[ours].log_likelihood - m[theirs].log_likelihood for m in columns]
+            for ours, theirs in (("student", "CV"), ("shrinkage", "N-L"))
         ]
-        points = [
-            np.mean([e.n_out_of_bag for e in ensembles]),
-            np.mean([e.n_out_of_bag_linear for e in ensembles]),
-        ]
-        cells = [mean_and_error(gain, "+.4f") for gain in gains]
-        rows.append([label, *(f"{n:,.0f}" for n in points), *cells])
+        points = [(e.n_out_of_bag, e.n_out_of_bag_linear) for e in ensembles]
+        cells = [f"{n:,.0f}" for n in np.mean(points, axis=0)]
+        rows.append([label, *cells, *(mean_and_error(gain, "+.4f") for gain in gains)])
     head = ["n", "out-of-bag points", "of them for Int. and Int. N-L", "student − CV"]
     title = "Log likelihood of out-of-bag calibration minus that of validation calibration"
     return Table([*head, "shrinkage − N-L"], rows, title)
@@ -130,15 +118,14 @@ def cost_table(results: Results) -> Table:
     rows = []
     for seed in results.seeds:
         members = sum(e.seconds for e in seed.ensembles)
-        wall = "" if seed.wall is None else f"{seed.wall / 60:.1f}"
-        memory = "" if seed.memory is None else f"{seed.memory / 1e9:.1f}"
         sizes = ", ".join(f"{e.n:,}" for e in seed.ensembles if not e.replace)
         cells = [f"{seed.n_train:,}", f"{seed.n_representatives:,}", sizes]
-        rows.append([str(seed.seed), *cells, wall, f"{members / 60:.1f}", memory])
+        cells += [f"{seed.wall / 60:.1f}", f"{members / 60:.1f}", f"{seed.memory / 1e9:.1f}"]
+        rows.append([str(seed.seed), *cells])
     head = ["seed", "labels", "representatives", "sub-sample sizes"]
     head += ["total (min)", "members of all sizes (min)", "peak memory (GB)"]
-    cores, processor = results.machine.get("cores", "?"), results.machine.get("processor", "?")
-    return Table(head, rows, f"Size and cost ({cores} cores, {processor})")
+    machine = "{cores} cores, {processor}".format_map(results.machine)
+    return Table(head, rows, f"Size and cost ({machine})")
 
 
 def shift_table(shift: ShiftResult, units: str) -> Table:
@@ -148,16 +135,10 @@ def shift_table(shift: ShiftResult, units: str) -> Table:
     for found in shift.sets:
         for name, estimator in found.estimators.items():
             s = estimator.scores
-            cells = [
-                f"{s['rmse']:.4g}",
-                f"{s['sharpness']:.4g}",
-                minus(f"{s['log_likelihood']:.3f}"),
-            ]
-            cells += [
-                f"{s['coverage_68']:.1%}",
-                f"{s['coverage_95']:.1%}",
-                _bin_ratios([estimator]),
-            ]
+            cells = [f"{s['rmse']:.4g}", f"{s['sharpness']:.4g}"]
+            cells += [minus(f"{s['log_likelihood']:.3f}")]
+            cells += [f"{s['coverage_68']:.1%}", f"{s['coverage_95']:.1%}"]
+            cells += [_bin_ratios([estimator])]
             rows.append([found.label, name, *cells])
     title = f"Trained on {shift.n_train:,} labels of {shift.trained_on}"
     flagged = ", ".join(f"{s.label} {s.extrapolation:.0%}" for s in shift.sets)
@@ -200,10 +181,6 @@ def _by_size(results: Results) -> list[tuple[str, list[EnsembleResult]]]:
 def _title(results: Results, what: str) -> str:
     over = f", mean ± standard error over {n} splits" if (n := len(results.seeds)) > 1 else ""
     return f"Mean log likelihood ({results.units}){over}, {what}"
-
-
-def _gain(estimators: Mapping[str, EstimatorResult], first: str, second: str) -> float:
-    return estimators[first].log_likelihood - estimators[second].log_likelihood
 
 
 def _mean(found: Sequence[EstimatorResult], score: str) -> float:
