@@ -32,9 +32,8 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import ArrayLike
 
 from qualms.arrays import Float64Array, check_points, check_std
-from qualms.calibration.base import Calibration, MemberTransform
-from qualms.calibration.fitting import PerOutputCalibration
-from qualms.calibration.fitting import calibrate as calibrate_arrays
+from qualms.calibration.base import Calibration, MemberTransform, calibration_data
+from qualms.calibration.fitting import PerOutputCalibration, fit_calibration, fit_internally
 from qualms.errors import InputError
 from qualms.gp.ensemble import committee
 
@@ -169,10 +168,7 @@ class Prediction(NDArrayOperatorsMixin):
         it for combinations of predictions, not as a matrix to invert.
         """
         members = _members_of(self, "covariance")
-        flat = members.reshape(-1, members.shape[-1])
-        deviations = flat - flat.mean(axis=1, keepdims=True)
-        covariance: Float64Array = deviations @ deviations.T / (flat.shape[1] - 1)
-        return covariance
+        return np.atleast_2d(np.cov(members.reshape(-1, members.shape[-1])))
 
     def calibrated(self, calibration: MemberTransform) -> Prediction:
         """Return the prediction with its members scaled about their mean by a calibration.
@@ -180,8 +176,7 @@ class Prediction(NDArrayOperatorsMixin):
         A calibrated prediction is calibrated again from its uncalibrated members.
         """
         raw = self.uncalibrated
-        members = _members_of(raw, "calibrated")
-        return Prediction(calibration.transform(members), uncalibrated=raw)
+        return Prediction(calibration.transform(_members_of(raw, "calibrated")), uncalibrated=raw)
 
     def map(self, f: Callable[[Float64Array], ArrayLike]) -> Prediction:
         """Apply a function to the predictions of each member, one member at a time.
@@ -190,29 +185,17 @@ class Prediction(NDArrayOperatorsMixin):
         ----------
         f : callable
             Takes the predictions of one member, an array of shape `shape`, and returns a number or
-            an array.
-
-        Returns
-        -------
-        Prediction
-            Of the shape that `f` returns. Its mean is the mean of ``f``, which for a non-linear
-            function is not ``f`` of the mean.
+            an array. The mean of the result is not ``f`` of the mean if ``f`` is not linear.
         """
-
-        def of_each_member(members: Float64Array) -> Float64Array:
-            return stack_members([f(members[..., i]) for i in range(members.shape[-1])])
-
-        return _combined("map", of_each_member, self)
+        return _combined("map", lambda m: stack_members([f(x) for x in np.moveaxis(m, -1, 0)]), self)
 
     def sum(self, axis: int | None = None) -> Prediction:
         """Sum over points, member by member; ``numpy.sum`` does the same."""
         n_axes = len(self.shape)
-        if axis is None:
-            axes = tuple(range(n_axes))
-        elif isinstance(axis, int) and -n_axes <= axis < n_axes:
-            axes = (axis % n_axes,)  # never the last axis of the members
-        else:
+        if axis is not None and not (isinstance(axis, int) and -n_axes <= axis < n_axes):
             raise InputError("axis", axis, f"an axis of a prediction of shape {self.shape}")
+        # Never the last axis of the members.
+        axes = tuple(range(n_axes)) if axis is None else (axis % n_axes,)
         return _combined("sum", lambda members: members.sum(axis=axes), self)
 
     @staticmethod
@@ -290,9 +273,8 @@ class Prediction(NDArrayOperatorsMixin):
 def _read_only(values: ArrayLike, name: str) -> Float64Array:
     """Return a read-only copy in float64, if all values are finite."""
     array = np.array(values, dtype=np.float64)
-    n_bad = array.size - int(np.count_nonzero(np.isfinite(array)))
-    if n_bad:
-        raise InputError(name, f"{n_bad} NaN or infinite values", "finite predictions")
+    if array.size:
+        check_points(name, array)
     array.flags.writeable = False
     return array
 
@@ -335,13 +317,15 @@ def _combined(
     counts = sorted({_members_of(p, operation).shape[-1] for p in predictions})
     if len(counts) > 1:
         raise InputError("n_members", counts, "predictions by the members of one model")
-    members = f(*(p.members for p in predictions))
-    if all(p._uncalibrated is None for p in predictions):
-        return Prediction(members)
-    return Prediction(
-        members,
-        uncalibrated=lambda: Prediction(f(*(p.uncalibrated.members for p in predictions))),
-    )
+    return _lifted(lambda *parts: Prediction(f(*(p.members for p in parts))), *predictions)
+
+
+def _lifted(f: Callable[..., Prediction], *predictions: Prediction) -> Prediction:
+    """Return f of predictions and, on demand, of the same predictions before calibration."""
+    found = f(*predictions)
+    if any(p._uncalibrated is not None for p in predictions):
+        found._uncalibrated = lambda: f(*(p.uncalibrated for p in predictions))
+    return found
 
 
 def _rearranged(f: Callable[..., Float64Array], *predictions: Prediction) -> Prediction:
@@ -349,14 +333,11 @@ def _rearranged(f: Callable[..., Float64Array], *predictions: Prediction) -> Pre
     if any(p.members is not None for p in predictions):
         return _combined("concatenate", f, *predictions)
 
-    def of(parts: Sequence[Prediction]) -> Prediction:
+    def of(*parts: Prediction) -> Prediction:
         mean, std = (f(*(getattr(p, x)[..., None] for p in parts))[..., 0] for x in ("mean", "std"))
         return Prediction(mean=mean, std=std)
 
-    found = of(predictions)
-    if any(p._uncalibrated is not None for p in predictions):
-        found._uncalibrated = lambda: of([p.uncalibrated for p in predictions])
-    return found
+    return _lifted(of, *predictions)
 
 
 #: Functions of a prediction without members and a constant.
@@ -365,27 +346,23 @@ _AFFINE = (np.add, np.subtract, np.multiply, np.divide, np.negative, np.positive
 
 def _affine(ufunc: np.ufunc, *inputs: Any) -> Prediction:
     """Return a + p, a − p, a p or p/a of a prediction without members: std is scaled by |a|."""
-    which = next(i for i, x in enumerate(inputs) if isinstance(x, Prediction))
-    if ufunc is np.divide and which == 1:
-        _members_of(inputs[1], "divide")  # a/p is not linear
+    prediction = next(x for x in inputs if isinstance(x, Prediction))
+    if ufunc is np.divide and inputs[1] is prediction:
+        _members_of(prediction, "divide")  # a/p is not linear
 
     def of(p: Prediction) -> Prediction:
+        def with_values(values: Float64Array) -> Float64Array:
+            return np.asarray(ufunc(*(values if x is prediction else np.asarray(x) for x in inputs)))
+
         try:
-            mean = ufunc(*(p.mean if x is inputs[which] else np.asarray(x) for x in inputs))
-            if ufunc in (np.multiply, np.divide):
-                std = np.abs(
-                    ufunc(*(p.std if x is inputs[which] else np.asarray(x) for x in inputs))
-                )
-            else:
-                std = np.broadcast_to(p.std, mean.shape)
+            mean = with_values(p.mean)
+            scaled = ufunc in (np.multiply, np.divide)
+            std = np.abs(with_values(p.std)) if scaled else np.broadcast_to(p.std, mean.shape)
         except ValueError:
             raise _shape_error(ufunc.__name__, inputs) from None
         return Prediction(mean=mean, std=std)
 
-    found = of(inputs[which])
-    if inputs[which]._uncalibrated is not None:
-        found._uncalibrated = lambda: of(inputs[which].uncalibrated)
-    return found
+    return _lifted(of, prediction)
 
 
 def _linear_combination(a: Any, b: Any) -> Prediction:
@@ -443,9 +420,12 @@ def calibrate(
     """
     if isinstance(members, Prediction):
         members = _members_of(members.uncalibrated, "calibrate")
-    return calibrate_arrays(
-        check_points("y", y),
-        check_points("members", members),
-        absent=None if absent is None else np.asarray(absent, dtype=bool),
-        method=method,
-    )
+    targets, predicted = check_points("y", y), check_points("members", members)
+    unseen = None if absent is None else np.asarray(absent, dtype=bool)
+    fit = fit_calibration if absent is None else fit_internally
+    if targets.ndim == 2 and predicted.shape[:-1] == targets.shape:
+        columns = zip(targets.T, predicted.swapaxes(0, 1), strict=True)
+        return PerOutputCalibration(
+            tuple(fit(calibration_data(*column, unseen), method) for column in columns)
+        )
+    return fit(calibration_data(targets, predicted, unseen), method)
