@@ -187,7 +187,9 @@ class Prediction(NDArrayOperatorsMixin):
             Takes the predictions of one member, an array of shape `shape`, and returns a number or
             an array. The mean of the result is not ``f`` of the mean if ``f`` is not linear.
         """
-        return _combined("map", lambda m: stack_members([f(x) for x in np.moveaxis(m, -1, 0)]), self)
+        return _combined(
+            "map", lambda m: stack_members([f(x) for x in np.moveaxis(m, -1, 0)]), self
+        )
 
     def sum(self, axis: int | None = None) -> Prediction:
         """Sum over points, member by member; ``numpy.sum`` does the same."""
@@ -352,7 +354,9 @@ def _affine(ufunc: np.ufunc, *inputs: Any) -> Prediction:
 
     def of(p: Prediction) -> Prediction:
         def with_values(values: Float64Array) -> Float64Array:
-            return np.asarray(ufunc(*(values if x is prediction else np.asarray(x) for x in inputs)))
+            return np.asarray(
+                ufunc(*(values if x is prediction else np.asarray(x) for x in inputs))
+            )
 
         try:
             mean = with_values(p.mean)

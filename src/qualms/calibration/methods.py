@@ -277,7 +277,9 @@ def extrapolate_spread(
     if len(np.unique(n)) < 2 or len(n) != len(spreads) or n.min() < 1 or n.max() >= n_train:
         expected = f"at least two sizes 1 ≤ n < N = {n_train}, one per spread"
         raise InputError("subsamples", list(subsamples), expected)
-    if not all(np.size(s) and np.all(np.isfinite(s)) and np.all(np.asarray(s) > 0) for s in spreads):
+    if not all(
+        np.size(s) and np.all(np.isfinite(s)) and np.all(np.asarray(s) > 0) for s in spreads
+    ):
         raise InputError("spreads", "values ≤ 0 or not finite", "positive finite spreads")
     log_sigma = np.array([np.mean(np.log(s)) for s in spreads]) - 0.5 * np.log(1 - n / n_train)
     return SpreadExtrapolation(-float(np.polyfit(np.log(n), log_sigma, 1)[0]), n_train)

@@ -145,7 +145,7 @@ def _sandwich(
     # At a maximum inside the bounds the gradients sum to zero, up to the accuracy of the search.
     J = group_scatter(weights[:, None] * scores(theta), codes)
     half = np.linalg.solve(H, J)
-    return np.maximum(np.diag(np.linalg.solve(H, half.T)), 0.0)
+    return np.asarray(np.maximum(np.diag(np.linalg.solve(H, half.T)), 0.0))
 
 
 def _largest_alpha(data: CalibrationData, level: float) -> float:

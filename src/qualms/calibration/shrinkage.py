@@ -17,7 +17,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 from scipy.optimize import minimize
-from scipy.special import digamma, gammaln, logsumexp, polygamma
+from scipy.special import digamma, gammaln, polygamma
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.calibration.base import Calibration, CalibrationData
@@ -89,8 +89,10 @@ class ShrinkageCalibration(Calibration):
         theta = np.clip(theta, *np.transpose(_BOUNDS))
         for _ in range(5):
             previous = theta
-            options = {"jac": True, "method": "L-BFGS-B", "bounds": _BOUNDS}
-            theta = minimize(_objective, theta, (scaled, _placed(scaled, theta)), **options).x
+            given = (scaled, _placed(scaled, theta))
+            theta = minimize(
+                _objective, theta, given, jac=True, method="L-BFGS-B", bounds=_BOUNDS
+            ).x
             if np.all(np.abs(theta - previous)[2:] < 0.02):
                 break
         log_alpha, gamma, m, log_tau = theta.tolist()
@@ -123,8 +125,8 @@ class ShrinkageCalibration(Calibration):
         density = np.empty(z.shape)
         for part in _parts(z.size):
             log_post, v = self._posterior(s[part], c[part])
-            joint = log_post - 0.5 * (np.log(v) + z[part, None] ** 2 / v + _LOG_2PI)
-            density[part] = logsumexp(joint, axis=1) - logsumexp(log_post, axis=1)
+            joint = log_post - 0.5 * (np.log(v) + z[part, None] ** 2 / v)
+            density[part] = _log_sum(joint) - _log_sum(log_post) - 0.5 * _LOG_2PI
         return density
 
     def scores(
@@ -143,7 +145,7 @@ class ShrinkageCalibration(Calibration):
         return np.array([logs[0], self.gamma, self.log_spread_mean, logs[1]])
 
     def _posterior(self, spread: Float64Array, c: IntArray) -> tuple[Float64Array, Float64Array]:
-        """Return ln p(u|ŝ), but for a constant, and the variance of z at the nodes of some points."""
+        """Return ln p(u|ŝ), but for a constant, and the variance of z at the nodes."""
         m, tau = self.log_spread_mean, self.log_spread_std
         nodes = _quadrature(spread, c, m, tau)
         v = np.exp(2 * (np.log(self.alpha) + self.gamma * nodes.u)) + nodes.s2 / c[:, None]
@@ -152,6 +154,12 @@ class ShrinkageCalibration(Calibration):
 
 def _parts(n: int) -> Iterator[slice]:
     return (slice(start, start + _CHUNK) for start in range(0, n, _CHUNK))
+
+
+def _log_sum(logs: Float64Array) -> Float64Array:
+    """Return ln Σ exp over the nodes: (b,). SciPy's takes twice the time."""
+    largest = logs.max(axis=1)
+    return np.asarray(largest + np.log(np.exp(logs - largest[:, None]).sum(axis=1)))
 
 
 def _quadrature(spread: Float64Array, c: IntArray, m: float, tau: float) -> _Nodes:
