@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -507,20 +506,23 @@ def binned_errors(residuals: ArrayLike, std: ArrayLike, n_bins: int | None = Non
     sigma, z = sigma[order], z.ravel()[order]
     # A boundary inside a run of equal σ moves to where the run begins.
     cuts = sigma[np.arange(n_bins) * n // n_bins]
-    starts = np.append(np.unique(np.searchsorted(sigma, cuts, side="left")), n)
-    spans = [slice(a, b) for a, b in pairwise(starts)]
-    rmv, rmv_stderr = np.transpose([_rms_and_stderr(sigma[s]) for s in spans])
-    actual, actual_stderr = np.transpose([_rms_and_stderr(z[s]) for s in spans])
-    return BinnedErrors(rmv, actual, np.diff(starts), rmv_stderr, actual_stderr)
+    starts = np.unique(np.searchsorted(sigma, cuts, side="left"))
+    counts = np.diff(starts, append=n)
 
+    def rms_and_stderr(values: Float64Array) -> tuple[Float64Array, Float64Array]:
+        """Return the root mean square r and its standard error, that of the mean square over 2r."""
+        scale = np.maximum.reduceat(np.abs(values), starts)
+        scale = np.where(scale > 0.0, scale, 1.0)  # safe from overflow and underflow
+        squares = np.square(values / np.repeat(scale, counts))
+        mean = np.add.reduceat(squares, starts) / counts
+        scatter = np.add.reduceat(np.square(squares - np.repeat(mean, counts)), starts)
+        variance = np.where(counts > 1, scatter / np.maximum(counts - 1, 1), np.inf) / counts
+        root = np.sqrt(mean)
+        return scale * root, 0.5 * scale * np.sqrt(variance) / np.where(root > 0.0, root, 1.0)
 
-def _rms_and_stderr(values: Float64Array) -> tuple[float, float]:
-    """Return the root mean square r and its standard error, that of the mean square over 2 r."""
-    rms = root_mean_square(values)
-    if values.size == 1 or rms == 0.0:
-        return rms, np.inf if values.size == 1 else 0.0
-    relative = float(np.std(np.square(values / rms), ddof=1)) / np.sqrt(values.size)
-    return rms, 0.5 * rms * float(relative)
+    rmv, rmv_stderr = rms_and_stderr(sigma)
+    rmse, rmse_stderr = rms_and_stderr(z)
+    return BinnedErrors(rmv, rmse, counts, rmv_stderr, rmse_stderr)
 
 
 def conditional_error_density(
@@ -699,10 +701,8 @@ def bootstrap_scores(
 
     Parameters
     ----------
-    y, mean, std : (n,) or (n, n_targets) arrays
-        Reference values, predictions and standard deviations > 0, in the same units.
-    members : array of shape y.shape + (n_members,), optional
-        Predictions of at least two members, for ``crps_ensemble``.
+    y, mean, std, members
+        As in :func:`score_arrays`.
     groups : array of y.shape or of shape (n,), optional
         Labels of points that are drawn together, such as the atoms of one structure. Each row by
         itself by default.
@@ -763,12 +763,8 @@ def bootstrap_one_sigma(
 ) -> OneSigma:
     """Return the coverage of ±σ, and the factor of σ that makes it right, with intervals.
 
-    Parameters
-    ----------
-    residuals, std : (n,) or (n, n_targets) arrays
-        z = y − ȳ and σ > 0, in the units of y.
-    groups, n_bootstrap, level, rng
-        As in :func:`bootstrap_scores`.
+    `residuals` and `std` > 0 are (n,) or (n, n_targets) arrays; other parameters are those of
+    :func:`bootstrap_scores`.
     """
     z = check_points("residuals", residuals)
     with np.errstate(over="ignore"):
