@@ -336,13 +336,13 @@ def test_intervals_contain_the_limit_of_many_points():
     limits = score_arrays(*ensemble(0, 100_000, factor=1.3)[:3]).as_dict()
     names = ("rmse", "log_likelihood", "miscalibration_area", "coverage_68", "spearman")
     inside = dict.fromkeys(names, 0)
-    for seed in range(30):
+    for seed in range(20):
         y, mean, std, _ = ensemble(seed + 1, 300, factor=1.3)
-        found = bootstrap_scores(y, mean, std, n_bootstrap=40, level=0.9).intervals
+        found = bootstrap_scores(y, mean, std, n_bootstrap=30, level=0.9).intervals
         for name in names:
             inside[name] += found[name][0] <= limits[name] <= found[name][1]
     for name, count in inside.items():
-        assert count >= 22, name  # 27 expected; three standard deviations below
+        assert count >= 14, name  # 18 expected; three standard deviations below
 
 
 def test_groups_of_correlated_points_make_wider_intervals():
