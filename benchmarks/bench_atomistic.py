@@ -21,14 +21,16 @@ from ase import Atoms
 from qualms import AtomisticModel
 from qualms.atomistic.structures import read_frames
 from qualms.data import qm9
-from qualms.features.hypers import Compression, Soap, make_soap
 from qualms.features.soap import (
+    Compression,
     DscribeEngine,
     FeatomicEngine,
     Representation,
+    Soap,
     all_atoms,
     fit_representation,
     make_engine,
+    make_soap,
 )
 
 N_TRAIN, N_TEST = 2_000, 1_000

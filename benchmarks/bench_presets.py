@@ -24,7 +24,7 @@ from qualms import AtomisticModel
 from qualms.atomistic.evaluation import evaluate
 from qualms.atomistic.structures import read_frames
 from qualms.data import csd, qm9
-from qualms.features.hypers import PRESETS, make_soap
+from qualms.features.soap import PRESETS, make_soap
 
 SEED = 0
 #: One change at a time; what a preset has already is left out.

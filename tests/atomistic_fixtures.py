@@ -4,18 +4,18 @@ import io
 import os
 import shlex
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 from ase import Atoms
 from ase.build import bulk
 from ase.calculators.emt import EMT
 
-from qualms import AtomisticModel
-from qualms.cli.app import main
+from qualms import AtomisticModel, InputError
 from qualms.data import qm9
 
 ENERGY = "atomization_energy"
@@ -77,6 +77,38 @@ def make_model(target=ENERGY, kind="extensive", **settings):
     return AtomisticModel(target, kind, **(small | settings))
 
 
+#: A smooth representation, whose features have derivatives.
+SMOOTH = {"cutoff": 3.8, "n_radial": 3, "l_max": 2, "smoothing": 0.8}
+
+
+def labelled_alloys(n=36, seed=0):
+    """Small cells of Cu and Al, with energies, forces and stresses by EMT."""
+    rng = np.random.default_rng(seed)
+    frames = []
+    for i in range(n):
+        atoms = bulk("Cu", cubic=True)
+        atoms.symbols[: 1 + i % 2] = "Al"
+        atoms.set_cell(atoms.cell.array * (1 + 0.02 * rng.normal()), scale_atoms=True)
+        atoms.positions += rng.normal(scale=0.08, size=(4, 3))
+        frames.append(labelled_by_emt(atoms))
+    return frames
+
+
+def make_force_model(**settings):
+    """A small model of energies and forces of alloys."""
+    given = {"representation": SMOOTH, "n_representatives": 60, "n_members": 8, "forces": "force"}
+    return make_model("energy", **(given | settings))
+
+
+@contextmanager
+def rejected(parameter):
+    """An `InputError` names the parameter, in one line."""
+    with pytest.raises(InputError) as caught:
+        yield
+    assert caught.value.parameter == parameter
+    assert "\n" not in str(caught.value)
+
+
 def copies(frames):
     """Structures that a test may change."""
     return [atoms.copy() for atoms in frames]
@@ -97,25 +129,6 @@ def same_predictions(a, b, frames):
         np.testing.assert_array_equal(a.predict_pp(frames), b.predict_pp(frames))
 
 
-class Interrupt:
-    """A display that presses Ctrl-C when a stage begins, or after so much of it."""
-
-    def __init__(self, stage, done=None):
-        self.stage, self.done, self.now = stage, done, None
-
-    def begin(self, stage, total):
-        self.now = stage
-        if stage == self.stage and self.done is None:
-            raise KeyboardInterrupt
-
-    def advance(self, done):
-        if self.now == self.stage and self.done is not None and done >= self.done:
-            raise KeyboardInterrupt
-
-    def end(self, seconds):
-        pass
-
-
 @dataclass(frozen=True)
 class Ended:
     """How a command ended."""
@@ -127,6 +140,8 @@ class Ended:
 
 def qualms(command, *more):
     """Run a command in this process, which saves the two seconds that imports take."""
+    from qualms.cli.app import main
+
     out, err, code = io.StringIO(), io.StringIO(), 0
     argv = ["qualms", *shlex.split(command), *map(str, more)]
     with patch.object(sys, "argv", argv), redirect_stdout(out), redirect_stderr(err):

@@ -31,6 +31,22 @@ def shift_model(molecules):
     return make_model("shift", "atomic", species="H").fit(molecules[:60])
 
 
+@pytest.fixture(scope="session")
+def alloys():
+    """36 alloys with energies, forces and stresses, not to be changed."""
+    from atomistic_fixtures import labelled_alloys
+
+    return labelled_alloys()
+
+
+@pytest.fixture(scope="session")
+def force_model(alloys):
+    """A model of energies, forces and stresses of the first 26 alloys."""
+    from atomistic_fixtures import make_force_model
+
+    return make_force_model(units="eV", stress="virtual").fit(alloys[:26])
+
+
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
     """A directory of its own, and a terminal wide enough for what is said."""

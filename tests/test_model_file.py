@@ -1,4 +1,4 @@
-"""Model files: what comes back is what was saved, and nothing else comes back."""
+"""Model files: what is read is what was saved, and invalid files are rejected."""
 
 import os
 import re
@@ -6,15 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ase.data import atomic_numbers
-from atomistic_fixtures import ENERGY, SMALL, make_model, same_predictions
+from atomistic_fixtures import ENERGY, SMALL, make_model, rejected, same_predictions
 from pydantic import BaseModel, ConfigDict
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from qualms import AtomisticModel, InputError
-from qualms.atomistic.model_file import FORMAT, PROTOCOL, read_model_document
-from qualms.io.tensors import StorageError, read_tensors, write_tensors
+from qualms import AtomisticModel
+from qualms.atomistic.model_file import FORMAT, PROTOCOL
+from qualms.io.container import read_container, write_container
+from qualms.io.tensors import StorageError
 
 SOURCES = Path(__file__).parents[1] / "src"
 ATOMS = dict.fromkeys("HCNOF", -1.0)
@@ -59,47 +59,40 @@ def saved(molecules, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_comes_back_is_the_same_to_the_last_bit(molecules, tmp_path, name):
+def test_a_loaded_model_is_the_same_to_the_last_bit(molecules, tmp_path, name):
     model = make_model(**{"target": ENERGY, **MODELS[name]}).fit(molecules[:30])
     path = tmp_path / "model.safetensors"
     model.save(path)
     loaded = AtomisticModel.load(path, threads=1)
     same_predictions(model, loaded, molecules[120:130])
-    for mine, its in zip(
-        model.predict_atoms(molecules[120:122]), loaded.predict_atoms(molecules[120:122]),
-        strict=True,
-    ):  # fmt: skip
-        np.testing.assert_array_equal(mine.members, its.members)
     np.testing.assert_array_equal(model.fitted.membership, loaded.fitted.membership)
     np.testing.assert_array_equal(model.fitted.origins, loaded.fitted.origins)
-    assert loaded.settings == model.settings
+    assert loaded.settings == model.fitted.settings
     assert loaded.summary() == model.summary()
-    assert loaded.fitted.calibrations == dict(model.fitted.calibrations)
-    assert loaded.internal is None
-    # A file of the loaded model says the same, though safetensors shuffles its metadata.
+    assert loaded.fitted.calibrations == model.fitted.calibrations
+    assert loaded.out_of_bag == {}
     loaded.save(tmp_path / "again.safetensors")
     assert metadata_of(tmp_path / "again.safetensors") == metadata_of(path)
     assert sorted(os.listdir(tmp_path)) == ["again.safetensors", "model.safetensors"]
 
 
-def test_the_document_says_where_the_model_comes_from(saved):
-    model, path = saved
-    document = read_model_document(path)
-    assert document.settings == model.settings
-    assert document.provenance.packages.keys() >= {"qualms", "numpy", "ase", "dscribe"}
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", document.provenance.created)
-    assert document.record.n_structures == 30
-    assert document.species == tuple(atomic_numbers[s] for s in "HCNOF")
-    assert {"student", "linear", "none"} <= document.calibrations.keys()
+def test_a_loaded_model_has_the_same_forces(alloys, force_model, tmp_path):
+    force_model.save(tmp_path / "model.safetensors")
+    loaded = AtomisticModel.load(tmp_path / "model.safetensors", threads=1)
+    one, two = (m.predict_forces(alloys[26:30], stress=True) for m in (force_model, loaded))
+    for name in ("energy", "forces", "stress"):
+        np.testing.assert_array_equal(getattr(one, name).members, getattr(two, name).members)
+    assert set(loaded.fitted.calibrations) == {"energy", "forces", "stress"}
+    assert loaded.summary() == force_model.summary()
 
 
-def test_other_programs_can_look_into_the_file(saved):
+def test_other_programs_can_read_the_file(saved):
     model, path = saved
     with safe_open(path, "np") as file:
         assert file.metadata()["format"] == FORMAT
         assert file.get_tensor("weights").tobytes() == model.fitted.weights.tobytes()
-        n = len(model.fitted.representatives)
-        assert file.get_tensor("pp_whitening").shape == (n * (n + 1) // 2,)
+    assert model.provenance.packages.keys() >= {"qualms", "numpy", "ase", "dscribe"}
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", model.provenance.created)
 
 
 def test_nothing_is_ever_unpickled_or_executed():
@@ -114,31 +107,26 @@ def test_an_existing_file_is_replaced_only_by_force(saved, tmp_path):
     model, _ = saved
     path = tmp_path / "model.safetensors"
     path.write_text("precious")
-    with pytest.raises(InputError, match="does not exist yet"):
+    with rejected("path"):
         model.save(path)
     assert path.read_text() == "precious"
     model.save(path, force=True)
-    assert AtomisticModel.load(path).settings == model.settings
-    assert os.listdir(tmp_path) == ["model.safetensors"]
+    assert AtomisticModel.load(path).settings == model.fitted.settings
 
 
-def refused(path, match=None):
-    with pytest.raises(StorageError, match=match) as caught:
+def is_rejected(path):
+    with pytest.raises(StorageError) as caught:
         AtomisticModel.load(path)
-    message = str(caught.value)
-    assert message.startswith(f"{path}: ")
-    assert "\n" not in message
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
 
 
-# --- damage ---
-
-
-@pytest.mark.parametrize("share", [0.0, 1e-5, 0.01, 0.3, 0.9, 0.9999])
+@pytest.mark.parametrize("share", [0.0, 1e-5, 0.01, 0.3, 0.9999])
 def test_truncated_files(saved, tmp_path, share):
     data = saved[1].read_bytes()
     path = tmp_path / "model.safetensors"
     path.write_bytes(data[: int(share * len(data))])
-    refused(path)
+    is_rejected(path)
 
 
 def test_flipped_bits(saved, tmp_path):
@@ -146,25 +134,26 @@ def test_flipped_bits(saved, tmp_path):
     data = saved[1].read_bytes()
     header = int.from_bytes(data[:8], "little")
     path = tmp_path / "model.safetensors"
-    for position in [*range(9), *rng.integers(8, header, 30), *rng.integers(header, len(data), 30)]:
+    for position in [*range(9), *rng.integers(8, header, 15), *rng.integers(header, len(data), 15)]:
         damaged = bytearray(data)
         damaged[position] ^= 1 << int(rng.integers(8))
         path.write_bytes(damaged)
-        refused(path)
+        is_rejected(path)
 
 
-def test_what_is_no_model_at_all(tmp_path):
-    refused(tmp_path / "none.safetensors", "No such file")
-    refused(tmp_path)
-    foreign = tmp_path / "foreign.safetensors"
+def test_other_files(saved, tmp_path):
+    foreign, text = tmp_path / "foreign.safetensors", tmp_path / "text.safetensors"
     save_file({"weights": np.zeros(3)}, foreign)
-    refused(foreign, "not a qualms model")
-    text = tmp_path / "text.safetensors"
     text.write_text("energy=3\n" * 100)
-    refused(text, "not a safetensors file")
+    nan = tmp_path / "nan.safetensors"
+    tensors = load_file(saved[1])
+    tensors["weights"][0, 0] = np.nan
+    save_file(tensors, nan, metadata=metadata_of(saved[1]))
+    for path in (tmp_path / "none.safetensors", tmp_path, foreign, text, nan):
+        is_rejected(path)
 
 
-# --- forgery ---
+# --- inconsistent contents, with a checksum that is right ---
 
 
 class Anything(BaseModel):
@@ -173,10 +162,10 @@ class Anything(BaseModel):
 
 def forge(saved, path, change, version=PROTOCOL):
     """Change document and tensors, and write them with a checksum that is right."""
-    tensors, document = read_tensors(saved[1], Anything, format=FORMAT, version=PROTOCOL)
-    document = document.model_dump()
+    container = read_container(saved[1], Anything, format=FORMAT, version=PROTOCOL)
+    document, tensors = container.document.model_dump(), dict(container.tensors)
     change(document, tensors)
-    write_tensors(path, tensors, Anything(**document), format=FORMAT, version=version)
+    write_container(path, tensors, Anything(**document), format=FORMAT, version=version)
 
 
 def test_a_forged_file_without_a_change_is_a_model(saved, tmp_path, molecules):
@@ -206,68 +195,52 @@ def cut(name, axis=0):
 
 
 FORGERIES = {
-    "too many members": (put("settings", "n_members", value=17), "n_members = 17"),
-    "a weight too few": (cut("weights", axis=1), "weights"),
-    "an intercept too few": (cut("intercepts"), "intercepts"),
-    "a representative too few": (cut("representatives"), "expected"),
-    "a feature too few": (cut("representatives", axis=1), "479 features instead of 480"),
-    "a row too few": (cut("membership"), "rows = 30"),
-    "a species too few": (put("species", value=[1, 6, 7, 8]), "species = 4"),
-    "species in disorder": (put("species", value=[1, 7, 6, 8, 9]), "species"),
-    "no element": (put("species", value=[1, 6, 7, 8, 999]), "species"),
-    "a variance too few": (cut("pp_posterior"), "triangle|pp_posterior"),
-    "both variances too few": (lambda d, t: (cut("pp_posterior")(d, t), cut("pp_whitening")(d, t)),
-                               "elements"),
-    "no Cholesky factor": (lambda d, t: t["pp_posterior"].__imul__(-1), "Cholesky"),
-    "no noise": (put("pp_noise", value=0.0), "pp_noise"),
-    "negative variance": (put("pp_target_variance", value=-1.0), "pp_target_variance"),
-    "no weights": (lambda d, t: t.pop("weights"), "'weights' is missing"),
-    "one more tensor": (lambda d, t: t.update(code=np.zeros(3)), "'code' is unknown"),
-    "other numbers": (lambda d, t: t.update(weights=t["weights"].astype(np.int64)), "int64"),
-    "a field more": (put("hook", value="os.system"), "hook"),
-    "a setting more": (put("settings", "hook", value="os.system"), "settings"),
-    "other SOAP": (put("settings", "representation", "scales", 0, "n_radial", value=4), "features"),
-    "huge SOAP": (put("settings", "representation", "scales", 0, "n_radial", value=10**9),
-                  "less than or equal to 100"),
-    "a projection": (put("n_projections", value=1), "projection_0"),
-    "calibration without a name": (put("settings", "calibration", value="best"), "calibration"),
-    "calibration that is not there": (lambda d, t: d["calibrations"].pop("student"), "no calib"),
-    "calibration of no method": (put("calibrations", "student", "method", value="x"), "method="),
-    "calibration that turns": (put("calibrations", "linear", "parameters", "alpha", value=-1.0),
-                               "error bar of -"),
-    "calibration of too much": (put("calibrations", "student", "parameters", "beta", value=1.0),
-                                "belong together"),
-    "no scale": (put("kernel_scale", value=0.0), "kernel_scale"),
-    "words": (put("kernel_scale", value="large"), "kernel_scale"),
-}  # fmt: skip
+    "too many members": put("settings", "n_members", value=17),
+    "a weight too few": cut("weights", axis=1),
+    "an intercept too few": cut("intercepts"),
+    "a representative too few": cut("representatives"),
+    "a feature too few": cut("representatives", axis=1),
+    "a row too few": cut("membership"),
+    "a species too few": put("species", value=[1, 6, 7, 8]),
+    "species in disorder": put("species", value=[1, 7, 6, 8, 9]),
+    "no element": put("species", value=[1, 6, 7, 8, 999]),
+    "a variance too few": cut("pp_posterior"),
+    "both variances too few": lambda d, t: [
+        cut(f"pp_{n}")(d, t) for n in ("posterior", "whitening")
+    ],
+    "no Cholesky factor": lambda d, t: t["pp_posterior"].__imul__(-1),
+    "no noise": put("pp_noise", value=0.0),
+    "negative variance": put("pp_target_variance", value=-1.0),
+    "no weights": lambda d, t: t.pop("weights"),
+    "one more tensor": lambda d, t: t.update(code=np.zeros(3)),
+    "other numbers": lambda d, t: t.update(weights=t["weights"].astype(np.int64)),
+    "a field more": put("hook", value="os.system"),
+    "a setting more": put("settings", "hook", value="os.system"),
+    "other SOAP": put("settings", "representation", "scales", 0, "n_radial", value=4),
+    "huge SOAP": put("settings", "representation", "scales", 0, "n_radial", value=10**9),
+    "a projection": put("n_projections", value=1),
+    "unknown calibration": put("settings", "calibration", value="best"),
+    "missing calibration": lambda d, t: d["calibrations"]["energy"].pop("student"),
+    "no calibration": put("calibrations", value={}),
+    "calibration of forces": lambda d, t: d["calibrations"].update(
+        forces=d["calibrations"]["energy"]
+    ),
+    "unknown method": put("calibrations", "energy", "student", "method", value="x"),
+    "negative alpha": put("calibrations", "energy", "linear", "parameters", "alpha", value=-1.0),
+    "unknown beta": put("calibrations", "energy", "student", "parameters", "beta", value=1.0),
+    "no scale": put("kernel_scale", value=0.0),
+    "no record": put("record", "quantities", value={}),
+}
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_parts_that_do_not_belong_together(saved, tmp_path, name):
-    change, match = FORGERIES[name]
+def test_inconsistent_parts(saved, tmp_path, name):
     path = tmp_path / "model.safetensors"
-    forge(saved, path, change)
-    refused(path, match)
+    forge(saved, path, FORGERIES[name])
+    is_rejected(path)
 
 
-def test_projections_must_fit_the_representation(molecules, tmp_path):
-    compressed = SMALL | {"compression": {"n_features": 20}}
-    model = make_model(representation=compressed, n_representatives=20).fit(molecules[:20])
-    model.save(tmp_path / "model.safetensors")
-    forged = tmp_path / "forged.safetensors"
-    forge((model, tmp_path / "model.safetensors"), forged, cut("projection_0"))
-    refused(forged, "projections of")
-
-
-def test_a_newer_protocol_is_named(saved, tmp_path):
+def test_newer_versions_are_rejected(saved, tmp_path):
     path = tmp_path / "model.safetensors"
     forge(saved, path, lambda document, tensors: None, version=PROTOCOL + 1)
-    refused(path, f"newer qualms.*{PROTOCOL + 1}")
-
-
-def test_nan_in_a_tensor(saved, tmp_path):
-    tensors = load_file(saved[1])
-    tensors["weights"][0, 0] = np.nan
-    path = tmp_path / "model.safetensors"
-    save_file(tensors, path, metadata=metadata_of(saved[1]))
-    refused(path, "NaN")
+    is_rejected(path)

@@ -86,9 +86,9 @@ class Basis:
     whitening: Whitening
 
     def blocks(self, X: FloatArray) -> Iterator[FloatArray]:
-        """Yield X (n, d) in blocks of rows, normalised for the power kernel."""
+        """Yield X (n, d) in blocks of float64 rows, normalised for the power kernel."""
         for start in range(0, len(X), _BLOCK):
-            block = X[start : start + _BLOCK]
+            block = X[start : start + _BLOCK].astype(np.float64, copy=False)
             yield normalize_rows(block) if isinstance(self.kernel, PowerKernel) else block
 
     def kernel_rows(self, block: FloatArray) -> Float64Array:

@@ -1,4 +1,4 @@
-"""Calculators for ASE: simulations with error bars.
+"""Calculators for ASE: simulations with uncertainties.
 
 >>> from qualms.ase import Calculator
 >>> atoms.calc = Calculator("model.safetensors")  # doctest: +SKIP

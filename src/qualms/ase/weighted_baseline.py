@@ -1,4 +1,4 @@
-"""A potential that falls back to a robust one where a learned one is unsure."""
+"""A potential that falls back to a robust baseline where a learned one is uncertain."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from typing import Any
 import numpy as np
 from ase import Atoms
 from ase.calculators.calculator import Calculator as AseCalculator
-from ase.calculators.calculator import all_changes
-from ase.outputs import Properties, all_outputs
 
 from qualms.arrays import Float64Array, check_number
-from qualms.ase.calculator import CalibratedPoint, annotate
+from qualms.ase.calculator import CalibratedPoint, Results, UncertaintyCalculator, annotate
 from qualms.errors import InputError
 
 _LEARNED = ("total", "difference")
 
 
-class WeightedBaseline(AseCalculator):
-    """A learned potential where it is sure, a robust baseline where it is not, and all between.
+class WeightedBaseline(UncertaintyCalculator):
+    """A learned potential where its uncertainty is small, and a robust baseline elsewhere.
 
-    With σ the uncertainty of the learned energy, σ_b that of the baseline and ΔE what is learned on
-    top of the baseline (Imbalzano et al., J. Chem. Phys. 154, 074102, 2021),
+    With σ the uncertainty of the learned energy, σ_b that of the baseline and ΔE the learned
+    difference from the baseline (Imbalzano et al., J. Chem. Phys. 154, 074102, 2021),
 
         E = E_base + w ΔE,     w = σ_b² / (σ_b² + σ²)
 
@@ -57,7 +55,6 @@ class WeightedBaseline(AseCalculator):
     """
 
     name = "qualms-weighted-baseline"
-    ignored_changes = {"initial_charges", "initial_magmoms"}  # noqa: RUF012
 
     def __init__(
         self,
@@ -94,52 +91,38 @@ class WeightedBaseline(AseCalculator):
     def get_property(
         self, name: str, atoms: Atoms | None = None, allow_calculation: bool = True
     ) -> Any:
-        """Return a property, computed if it must be and may be: see ASE."""
+        """Return a property, computed if necessary: see ASE."""
         value = super().get_property(name, atoms, allow_calculation)
         if self.annotate and atoms is not None and value is not None:
             annotate(atoms, {**self.results, "energy_predicted": self.results["energy"]})
         return value
 
-    def calculate(
-        self,
-        atoms: Atoms | None = None,
-        properties: Sequence[str] = ("energy",),
-        system_changes: Sequence[str] = all_changes,
-    ) -> None:
-        """Compute properties and what comes with them: see ASE."""
-        super().calculate(atoms, properties, system_changes)
-        assert self.atoms is not None
-        atoms = self.atoms.copy()
+    def _compute(self, atoms: Atoms, properties: Sequence[str]) -> Results:
+        atoms = atoms.copy()
         wants_stress = "stress" in properties
+        wants_forces = wants_stress or "forces" in properties
         if wants_stress:  # first, so that energies and forces come with it where they do
             slope = self.learned.get_property("energy_uncertainty_stress", atoms)
-        if wants_stress or "forces" in properties:
+        if wants_forces:
             gradient = self._gradient(atoms)
         std = self._std(atoms)
         w = 1.0 / (1.0 + (std / self.baseline_uncertainty) ** 2)
         difference = self._difference("energy", atoms)
         energy = float(self.baseline.get_property("energy", atoms) + w * difference)
-        self.results = {
-            "energy": energy,
-            "free_energy": energy,
-            "weight": w,
-            "energy_uncertainty": float(np.sqrt(w)) * std,
-        }
-        # −dw/dσ times what the weight multiplies.
+        results: Results = {"energy": energy, "free_energy": energy, "weight": w}
+        results["energy_uncertainty"] = float(np.sqrt(w)) * std
+        # −dw/dσ times the difference that the weight multiplies.
         pull = 2.0 * w**2 * std / self.baseline_uncertainty**2 * difference
-        if wants_stress or "forces" in properties:
+        if wants_forces:
             own = self.baseline.get_property("forces", atoms)
-            self.results["forces"] = own + w * self._difference("forces", atoms) + pull * gradient
+            results["forces"] = own + w * self._difference("forces", atoms) + pull * gradient
         if wants_stress:
             own = self.baseline.get_property("stress", atoms)
-            self.results["stress"] = own + w * self._difference("stress", atoms) - pull * slope
-
-    def export_properties(self) -> Properties:
-        """Return the results that ASE knows."""
-        return Properties({k: v for k, v in self.results.items() if k in all_outputs})
+            results["stress"] = own + w * self._difference("stress", atoms) - pull * slope
+        return results
 
     def _difference(self, name: str, atoms: Atoms) -> Any:
-        """Return what was learned on top of the baseline."""
+        """Return the learned difference from the baseline."""
         learned = self.learned.get_property(name, atoms)
         if self.learns == "difference":
             return learned
@@ -164,7 +147,7 @@ class WeightedBaseline(AseCalculator):
 
 
 def _check_calculator(name: str, given: object) -> None:
-    """Refuse what is not a calculator."""
+    """Reject anything but a calculator."""
     if not (hasattr(given, "get_property") and hasattr(given, "implemented_properties")):
         is_model = hasattr(given, "predict")
         advice = "Use qualms.ase.Calculator(model)." if is_model else ""
@@ -172,7 +155,7 @@ def _check_calculator(name: str, given: object) -> None:
 
 
 def _has_gradient(learned: AseCalculator) -> bool:
-    """Whether a calculator says how its uncertainty changes; if not, its members must."""
+    """Whether a calculator has the gradient of its uncertainty; otherwise it needs members."""
     has = set(learned.implemented_properties)
     if {"energy_uncertainty", "energy_uncertainty_gradient"} <= has:
         return True

@@ -1,6 +1,6 @@
-"""Atomistic models: structures in, properties with calibrated error bars out."""
+"""Atomistic models: structures in, properties with calibrated uncertainties out."""
 
 from qualms.atomistic.model import AtomisticModel
-from qualms.features.hypers import Compression, RadialScaling, Scale, Soap, make_soap
+from qualms.features.soap import Compression, RadialScaling, Scale, Soap, make_soap
 
 __all__ = ["AtomisticModel", "Compression", "RadialScaling", "Scale", "Soap", "make_soap"]

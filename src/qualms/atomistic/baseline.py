@@ -136,15 +136,6 @@ def anchors(design: Float64Array) -> IntArray:
     much as the energies of elements differ. The rows are the pivots of a QR factorisation of Xᵀ
     with column pivoting: each row in turn is the farthest from the span of the rows before it, so
     that rare species are represented by the structure that is richest in them.
-
-    Parameters
-    ----------
-    design : (n, S) array
-
-    Returns
-    -------
-    (rank,) array of int
-        Sorted; the rank is at most S.
     """
     R, pivots = scipy.linalg.qr(design.T, mode="r", pivoting=True, check_finite=False)
     diagonal = np.abs(np.diag(R))
@@ -153,18 +144,7 @@ def anchors(design: Float64Array) -> IntArray:
 
 
 def spans(design: Float64Array, counts: IntArray) -> BoolArray:
-    """Return whether the rows of each member determine all coefficients that the data determine.
-
-    Parameters
-    ----------
-    design : (n, S) array
-    counts : (n, N_R) array of int
-        How often each row is in each member.
-
-    Returns
-    -------
-    (N_R,) array of bool
-    """
+    """Return whether the rows of each member determine what all rows determine: (N_R,)."""
     rows = distinct_rows(design)
     X = design[rows.first]
     present = [np.bincount(rows.inverse, weights=c, minlength=len(X)) > 0 for c in counts.T]

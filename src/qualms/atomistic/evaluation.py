@@ -58,15 +58,8 @@ def find_references(
 ) -> dict[str, References]:
     """Return the reference values of each quantity, and check the structures that have some.
 
-    Forces and stresses that no structure has are left out.
-
-    Parameters
-    ----------
-    frames : sequence of Atoms
-    settings : Settings
-        Of the model to evaluate.
-    species : sequence of int
-        Elements that the model is trained on.
+    Forces and stresses that no structure has are left out. The species are those that the model is
+    trained on.
     """
     found = labelled(frames, settings.target, settings.kind, settings.species)
     structure, atom = found.frames, None
@@ -78,7 +71,8 @@ def find_references(
     for name, key in settings.keys.items():
         if name != "energy" and has_label(frames, name, key):
             values = finders[name](frames, key)
-            references[name] = _components(values, frames, of_atoms=name == "forces")
+            if values:
+                references[name] = _components(values, frames, of_atoms=name == "forces")
     for i in sorted({int(i) for one in references.values() for i in np.unique(one.structure)}):
         check_structures([frames[i]], first=i)
         check_species([frames[i]], species, first=i)
@@ -90,11 +84,11 @@ def _components(
 ) -> References:
     """Return the known components of forces (n_atoms, 3) or stresses (6,) by structure."""
     tables = {i: np.atleast_2d(values[i]) for i in sorted(values)}
-    y = np.concatenate([np.empty(0), *(table.ravel() for table in tables.values())])
+    y = np.concatenate([table.ravel() for table in tables.values()])
     sizes = [table.size for table in tables.values()]
     structure = np.repeat(np.array(list(tables), dtype=np.intp), sizes)
     indices = [np.indices(table.shape).reshape(2, -1) for table in tables.values()]
-    row, component = np.concatenate([np.empty((2, 0), dtype=np.intp), *indices], axis=1)
+    row, component = np.concatenate(indices, axis=1)
     known = np.isfinite(y)
     n_components = 3 * sum(map(len, frames)) if of_atoms else 6 * len(frames)
     return References(
@@ -223,7 +217,7 @@ def _validated(test: _Points, validation: _Points | None, method: str) -> Float6
         if len(test.y) < _MIN_CROSS_FIT or len(np.unique(test.structure)) < 2:
             return None
         even = group_codes(test.structure, len(test.y)) % 2 == 0
-        members = np.empty_like(test.raw.members)
+        members = np.empty(np.shape(test.raw.members))
         for half in (even, ~even):
             members[half] = test.apply(test.fit(method, ~half), half)
         return members

@@ -71,7 +71,7 @@ class QuantityRecord(Document):
     Attributes
     ----------
     n_rows : int
-        Labels: structures, atoms, or components of forces or stresses.
+        Labels: structures, atoms, or components.
     n_without : int
         Structures, or atoms of an atomic property, without a label.
     n_out_of_bag, n_out_of_bag_structures : int
@@ -203,10 +203,10 @@ class Fitted:
 
     @cached_property
     def basis(self) -> Basis:
-        """Kernel rows with the representatives."""
-        return Basis(
-            self.representation.kernel, self.representatives, self.kernel_scale, self.per_atom
-        )
+        """Kernel rows with the representatives, in float64."""
+        # Column-major: the kernel takes columns of it again and again.
+        exact = self.representatives.astype(np.float64, order="F")
+        return Basis(self.representation.kernel, exact, self.kernel_scale, self.per_atom)
 
     @cached_property
     def mean_weights(self) -> Float64Array:

@@ -1,22 +1,21 @@
-"""The energy of environments as a function of their power spectra, and its derivative.
+"""Forces and stresses: derivatives of kernels, for training, and of the energies of all members.
 
-An environment with power spectrum p, in raw features, has y = pP, x = y/|y| (see
-`qualms.features.gradients`), and for each member the energy
+An environment with features x (see `qualms.features.gradients`) has, with a representative X, the
+kernel k(x) = Σ_s c_s (x_s·X_s)^ζ, summed over scales s. A change of its positions changes y, of
+which x is the normalised vector, and with it
 
-    e(p) = Σ_s Σ_m w_sm (x_s·X_sm)^ζ        s: scales, m: representatives.
+    Δk = Σ_s c_s ζ (x·X)^(ζ−1) (Δy·X − (Δy·x) x·X) / |y|    for normalised features,
+    Δk = Σ_s c_s ζ (x·X)^(ζ−1) Δy·X / c                     for features divided by a constant c.
 
-With b = ∂e/∂x = Σ_m ζ w_m (x·X_m)^(ζ−1) X_m, the chain back to the raw features is
+**Kernel rows** of forces and virials, for training, have a column for each of M representatives: Δy
+of every environment and neighbour is multiplied with all X (forward). **Predictions** have a column
+for each of R members, far fewer: with b = ∂e/∂x = Σ_m w_m ζ (x·X_m)^(ζ−1) X_m and e = Σ_m w_m k_m,
 
-    ∂e/∂p = P (b − (x·b) x) / |y|           for normalised features,
-    ∂e/∂p = P b / c                         for features divided by a constant c.
+    ∂e/∂y = (b − (x·b) x) / |y|,        x·b = ζe,
 
-The kernel is homogeneous in x, so that x·b = ζe: energies come with their derivatives. All members
-share representatives, so that b of all members is one matrix product, of w (x·X)^(ζ−1) for all
-members and X. Features suffice of those pairs of species that some environment at hand has: others
-do not change. Or else w X of all members is made once, side by side, and (x·X)^(ζ−1) multiplied
-with it. If ζ = 1, b is the same for all environments. If ζ = 2 the energy is a quadratic form in x,
-with a matrix for each member; with fewer features than representatives, that is less work. Matrices
-made once need memory, and time to be read from it.
+is taken back to the power spectrum and multiplied with its derivatives (backward). If ζ = 2 the
+energy is a quadratic form in x, which takes less time if there are fewer features than
+representatives.
 """
 
 from __future__ import annotations
@@ -26,199 +25,412 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple, overload
+from typing import NamedTuple, TypeAlias, overload
 
 import numpy as np
 from ase import Atoms
 from scipy.sparse import csr_array
 
-from qualms.arrays import Float64Array, IntArray
+from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.atomistic.baseline import structure_design
 from qualms.atomistic.fitted import Fitted
+from qualms.atomistic.labels import ForceLabels
 from qualms.atomistic.structures import VOIGT, check_species, check_structures
 from qualms.calibration.base import Calibration, MemberTransform
 from qualms.calibration.methods import Scaled, WholeCalibration
-from qualms.errors import InputError, QualmsWarning, level_of_user
+from qualms.errors import InputError, QualmsWarning
 from qualms.features.gradients import (
     Environments,
     GradientBlock,
     ScaleFeatures,
     batches,
-    gradient_blocks,
-    power_spectra,
     scale_features,
+    spectra,
+    spectra_and_gradients,
 )
-from qualms.features.soap import offsets_of
+from qualms.features.soap import Representation, offsets_of
 from qualms.prediction import Prediction
 
-#: Bytes that matrices of all members, made once, may take.
+#: Bytes that the quadratic forms of all members may take.
 _ROOM = 256e6
 #: Multiplications that take as long as reading a number from memory, and as making one w (x·X)^ζ.
 _READING, _MAKING = 36, 80
-#: How much longer a multiplication takes without matrices made once: the products are smaller.
+#: How much longer a multiplication takes without quadratic forms: the products are smaller.
 _SLOWER = 1.7
 #: Environments whose w (x·X)^ζ are made at a time, few enough for a cache.
 _CHUNK = 8
+#: Environments whose energies are computed at once.
+_ENERGIES = 1024
 
 
-#: From x (n, c), and the features that these c are, to e (n, R) and b (n, R, c).
-_Way = Callable[[Float64Array, IntArray], tuple[Float64Array, Float64Array]]
+# --- the kernel with representatives, and the energy of members ---
 
 
 @dataclass(frozen=True)
-class ScalePotential:
-    """What one scale adds to the energy of an environment, for R weight columns.
+class ScaleKernel:
+    """The kernel of one scale with M representatives, and their weights in R members.
 
     Attributes
     ----------
-    scale : ScaleFeatures
+    features : ScaleFeatures
     representatives : (M, q) array
     weights : (M, R) array
+        Empty for kernel rows.
     """
 
-    scale: ScaleFeatures
+    features: ScaleFeatures
     representatives: Float64Array
     weights: Float64Array
 
+    def kernel(
+        self, x: Float64Array, X: Float64Array | None = None
+    ) -> tuple[Float64Array, Float64Array]:
+        """Return k and its derivative by x·X, both (n, M), for features x (n, c).
+
+        Products x·X may be negative by rounding or compression. For a fractional ζ they count as
+        zero. Some columns of the representatives suffice if x is zero in all others.
+        """
+        k = x @ (self.representatives if X is None else X).T
+        exponent, share = self.features.exponent, self.features.share
+        slopes = k if float(exponent).is_integer() else np.maximum(k, 0.0)
+        slopes = share * slopes ** (exponent - 1)
+        k *= slopes
+        slopes *= exponent
+        return k, slopes
+
     def energies(self, P: Float64Array) -> Float64Array:
         """Return e (n, R) for power spectra (n, D)."""
-        x, _ = self.scale.features(P)
-        products = x @ self.representatives.T
-        energies: Float64Array = (products * self.scale.powers(products)) @ self.weights
+        x, _ = self.features.features(P)
+        energies: Float64Array = self.kernel(x)[0] @ self.weights
         return energies
 
-    def slopes(self, P: Float64Array) -> tuple[Float64Array, dict[int, Float64Array]]:
+    def energy_slopes(self, P: Float64Array) -> tuple[Float64Array, dict[int, Float64Array]]:
         """Return e (n, R) and ∂e/∂p, as `ScaleFeatures.lifted`, for power spectra (n, D)."""
-        x, lengths = self.scale.features(P)
-        pairs = self.scale.present(P)
-        used = self.scale.used(pairs)
-        by = self._quickest(len(x), len(used))
-        if by in (self._by_forms, self._by_products):
+        x, lengths = self.features.features(P)
+        # Features of pairs of species that no environment has do not change.
+        pairs = self.features.present(P)
+        used = self.features.used(pairs)
+        if self._prefers_form(len(x), len(used)):
             used = np.arange(x.shape[1])
-        x = x if len(used) == x.shape[1] else x[:, used]
-        energies, slopes = by(x, used)
-        if self.scale.feature_scale is None:
-            slopes -= (self.scale.exponent * energies)[:, :, None] * x[:, None, :]
+            slopes = (x @ self._forms).reshape(len(x), -1, x.shape[1])
+            energies = (slopes @ x[:, :, None])[:, :, 0] / 2
+        else:
+            x = x[:, used]
+            energies, slopes = self._by_representatives(x, used)
+        if self.features.feature_scale is None:
+            slopes -= (self.features.exponent * energies)[:, :, None] * x[:, None, :]
         slopes *= (1 / lengths)[:, :, None]
-        return energies, self.scale.lifted(slopes, used, pairs)
+        return energies, self.features.lifted(slopes, used, pairs)
 
-    def _quickest(self, n: int, c: int) -> _Way:
-        """Return how to find e and b of n environments soonest, c features being there.
+    def _prefers_form(self, n: int, c: int) -> bool:
+        """Whether a quadratic form takes less time for n environments with c features.
 
-        Time is counted in multiplications, as measured with 16 members. Reading a number from
-        memory takes as long as many of them, so that matrices of all members, which no cache holds,
-        pay off for many environments at a time only.
+        Counted in multiplications, as measured with 16 members. Reading a number from memory takes
+        as long as many of them, and no cache holds the forms of all members.
         """
         (M, q), R = self.representatives.shape, self.weights.shape[1]
-        if self.scale.exponent == 1:
-            return self._by_sums
-        work = {self._by_representatives: n * M * (_SLOWER * c + _MAKING)}
-        if 8.0 * R * M * q <= _ROOM:
-            work[self._by_products] = M * q * (n + _READING)
-        if self.scale.exponent == 2 and 8.0 * R * q**2 <= _ROOM:
-            work[self._by_forms] = q**2 * (n + _READING)
-        return min(work, key=work.__getitem__)
+        if self.features.exponent != 2 or 8.0 * R * q**2 > _ROOM:
+            return False
+        return bool(q**2 * (n + _READING) < n * M * (_SLOWER * c + _MAKING))
+
+    @cached_property
+    def _forms(self) -> Float64Array:
+        """The matrices 2 Xᵀ diag(w) X of all members, side by side: (q, R·q)."""
+        X, share = self.representatives, self.features.share
+        return np.concatenate([2 * share * X.T @ (w[:, None] * X) for w in self.weights.T], axis=1)
 
     def _by_representatives(
         self, x: Float64Array, used: IntArray
     ) -> tuple[Float64Array, Float64Array]:
         """Return e (n, R) and b (n, R, c), by their definition."""
         (n, c), R = x.shape, self.weights.shape[1]
-        X = self._columns(used)
-        products = x @ X.T
-        powers = self.scale.powers(products)
-        energies = (products * powers) @ self.weights
-        powers *= self.scale.exponent
+        X = self.representatives[:, used]
+        if self.features.exponent == 1:  # b is the same everywhere
+            b = self.features.share * self.weights.T @ X
+            return x @ b.T, np.repeat(b[None], n, axis=0)
+        k, powers = self.kernel(x, X)
         slopes, terms = np.empty((n, R, c)), np.empty((min(_CHUNK, n), R, len(X)))
         for start in range(0, n, _CHUNK):
             some = powers[start : start + _CHUNK, None, :]
             made = np.multiply(some, self.weights.T, out=terms[: len(some)])
             into = slopes[start : start + _CHUNK].reshape(len(some) * R, c)
             np.matmul(made.reshape(len(some) * R, -1), X, out=into)
-        return energies, slopes
-
-    def _by_products(self, x: Float64Array, used: IntArray) -> tuple[Float64Array, Float64Array]:
-        """Return the same with all features: what is multiplied with powers is made once."""
-        products = x @ self.representatives.T
-        powers = self.scale.powers(products)
-        energies = (products * powers) @ self.weights
-        powers *= self.scale.exponent
-        return energies, (powers @ self._weighted).reshape(len(x), -1, x.shape[1])
-
-    def _by_sums(self, x: Float64Array, used: IntArray) -> tuple[Float64Array, Float64Array]:
-        """Return the same for ζ = 1: b is Xᵀw."""
-        b = self._sums[:, used]
-        return x @ b.T, np.repeat(b[None], len(x), axis=0)
-
-    def _by_forms(self, x: Float64Array, used: IntArray) -> tuple[Float64Array, Float64Array]:
-        """Return the same for ζ = 2, with all features: b is 2 Xᵀ diag(w) X x."""
-        slopes = (x @ self._forms).reshape(len(x), -1, x.shape[1])
-        return (slopes @ x[:, :, None])[:, :, 0] / 2, slopes
-
-    def _columns(self, used: IntArray) -> Float64Array:
-        """Return some columns of the representatives."""
-        X = self.representatives
-        return X if len(used) == X.shape[1] else X[:, used]
-
-    @cached_property
-    def _sums(self) -> Float64Array:
-        """The vectors Xᵀw of all columns: (R, q)."""
-        return np.ascontiguousarray(self.weights.T @ self.representatives)
-
-    @cached_property
-    def _weighted(self) -> Float64Array:
-        """The matrices diag(w) X of all columns, side by side: (M, R·q)."""
-        weighted = self.weights[:, :, None] * self.representatives[:, None, :]
-        return weighted.reshape(len(weighted), -1)
-
-    @cached_property
-    def _forms(self) -> Float64Array:
-        """The matrices 2 Xᵀ diag(w) X of all columns, side by side: (q, R·q)."""
-        X = self.representatives
-        return np.concatenate([2 * X.T @ (w[:, None] * X) for w in self.weights.T], axis=1)
+        return k @ self.weights, slopes
 
 
-@dataclass(frozen=True)
-class Potential:
-    """The energy of environments by all members of a model, or by some combination of them.
+#: The energy of environments by all members of a model, or by some combination of them.
+Potential: TypeAlias = Sequence[ScaleKernel]
 
-    Attributes
-    ----------
-    scales : sequence of ScalePotential
-    """
 
-    scales: Sequence[ScalePotential]
-
-    @property
-    def n_columns(self) -> int:
-        """R."""
-        return int(self.scales[0].weights.shape[1])
+def scale_rows(representation: Representation, representatives: FloatArray) -> list[ScaleKernel]:
+    """Return the kernel of each scale with representatives (M, d)."""
+    found = []
+    for scale in scale_features(representation):
+        X = scale.representatives(representatives)
+        found.append(ScaleKernel(scale, X, np.empty((len(X), 0))))
+    return found
 
 
 def make_potential(fitted: Fitted, weights: Float64Array) -> Potential:
-    """Return the potential of a trained model.
+    """Return the energy by R members of a trained model, with features by featomic.
+
+    The weights (M, R) are those of its members, or a combination of them.
+    """
+    weights = weights * fitted.kernel_scale
+    scales = scale_rows(fitted.representation, fitted.representatives)
+    return [ScaleKernel(one.features, one.representatives, weights) for one in scales]
+
+
+@dataclass(frozen=True)
+class Derivatives:
+    """Energies without baseline, and their derivatives, for R members or M representatives.
+
+    Attributes
+    ----------
+    energies : (n_structures, R) array
+        Sums over environments.
+    forces : (n_atoms, 3, R) array
+    virials : (n_structures, 6, R) array, optional
+        ∂E/∂ε, in the order of `qualms.atomistic.structures.VOIGT`.
+    """
+
+    energies: Float64Array
+    forces: Float64Array
+    virials: Float64Array | None
+
+
+def _no_derivatives(n_structures: int, n_atoms: int, R: int, strain: bool) -> Derivatives:
+    virials = np.zeros((n_structures, 6, R)) if strain else None
+    return Derivatives(np.zeros((n_structures, R)), np.zeros((n_atoms, 3, R)), virials)
+
+
+def _sums(rows: IntArray, values: Float64Array, n: int) -> csr_array:
+    """Return a matrix (n, len(rows)) that adds entry i, times a value, to a row."""
+    return csr_array((values, (rows, np.arange(len(rows)))), shape=(n, len(rows)))
+
+
+# --- predictions: derivatives of the energies of members, backward ---
+
+
+def potential_energies(potential: Potential, frames: Sequence[Atoms]) -> Float64Array:
+    """Return the energies of `derivatives` alone: (n_structures, R)."""
+    energies = np.zeros((len(frames), potential[0].weights.shape[1]))
+    for batch in batches(frames, _ENERGIES):
+        for scale in potential:
+            P = spectra(scale.features.engine, batch)
+            np.add.at(energies, batch.structures[batch.owners], scale.energies(P))
+    return energies
+
+
+def derivatives(
+    potential: Potential, frames: Sequence[Atoms], *, strain: bool = False
+) -> Derivatives:
+    """Return energies and derivatives of structures, batch by batch of environments."""
+    R = potential[0].weights.shape[1]
+    offsets = offsets_of([len(atoms) for atoms in frames])
+    total = _no_derivatives(len(frames), int(offsets[-1]), R, strain)
+    for batch in batches(frames):
+        # A structure may come in several parts, but only once in each batch.
+        here = np.concatenate([np.arange(*offsets[s : s + 2]) for s in batch.structures])
+        owners = batch.structures[batch.owners]
+        for scale in potential:
+            P, blocks = spectra_and_gradients(scale.features.engine, batch, strain=strain)
+            energies, slopes = scale.energy_slopes(P)
+            np.add.at(total.energies, owners, energies)
+            blocks = [block for block in blocks if block.columns.start in slopes]
+            total.forces[here] -= _by_position(blocks, slopes, R, int(batch.atom_offsets[-1]))
+            for block in blocks:
+                if total.virials is not None and block.strain is not None:
+                    of_block = slopes[block.columns.start][block.rows].transpose(0, 2, 1)
+                    changes = block.strain[:, *VOIGT] @ of_block
+                    np.add.at(total.virials, owners[block.rows], changes)
+    return total
+
+
+def _by_position(
+    blocks: Sequence[GradientBlock], slopes: dict[int, Float64Array], R: int, n_atoms: int
+) -> Float64Array:
+    """Return Σ_i (∂e_i/∂p_i)·(∂p_i/∂r_j) (n_atoms, 3, R), for slopes ∂e_i/∂p_i (n, R, c)."""
+    atoms = np.concatenate([np.empty(0, dtype=np.intp), *(block.atoms for block in blocks)])
+    change = np.empty((len(atoms), 3, R))
+    first = 0
+    for block in blocks:
+        of_pair = slopes[block.columns.start]
+        for row, (begin, end) in zip(block.rows, pairwise(block.edges.tolist()), strict=True):
+            np.matmul(
+                block.positions[begin:end].reshape(3 * (end - begin), -1),
+                of_pair[row].T,
+                out=change[first + begin : first + end].reshape(-1, R),
+            )
+        first += len(block.atoms)
+    summed = _sums(atoms, np.ones(len(atoms)), n_atoms) @ change.reshape(-1, 3 * R)
+    return np.asarray(summed).reshape(n_atoms, 3, R)
+
+
+# --- training: kernel rows of forces and virials, forward ---
+
+
+def fill_rows(
+    energies: Float64Array,
+    others: Float64Array,
+    frames: Sequence[Atoms],
+    labels: ForceLabels,
+    scales: Sequence[ScaleKernel],
+    on_environments: Callable[[int], object] = lambda done: None,
+) -> None:
+    """Fill in the kernel rows of a training set.
 
     Parameters
     ----------
-    fitted : Fitted
-        With features by featomic.
-    weights : (M, R) array
-        Of its representatives; those of its members, or a mean of them.
+    energies : (n_structures, M) array
+        Is filled with averages over environments.
+    others : (n_rows, M) array of zeros
+        Is filled with the rows of forces, and of virials per atom, that have labels.
+    frames, labels
+        Of the training set.
+    scales : sequence of ScaleKernel
+    on_environments : callable, optional
+        Called with the number of environments done so far.
     """
-    scales = [
-        ScalePotential(
-            scale=scale,
-            representatives=scale.representatives(fitted.representatives),
-            weights=weights * (fitted.kernel_scale * scale.share),
-        )
-        for scale in scale_features(fitted.representation)
-    ]
-    return Potential(tuple(scales))
+    strain = labels.n_with_virial > 0
+    energies[:] = 0.0
+    done = 0
+    for batch in batches(frames):
+        found = derivative_rows(scales, batch, strain=strain)
+        for k, (s, (begin, end)) in enumerate(
+            zip(batch.structures, pairwise(batch.atom_offsets), strict=True)
+        ):
+            n = len(frames[s])
+            energies[s] += found.energies[k] / n
+            rows = found.forces[begin:end].reshape(3 * n, -1)
+            if found.virials is not None:
+                rows = np.concatenate([rows, found.virials[k] / n])
+            mask = labels.known[s][: len(rows)]
+            others[labels.offsets[s] : labels.offsets[s + 1]] += rows[mask]
+        done += len(batch)
+        on_environments(done)
 
 
-# Forces and stress of every member, as derivatives of its energy.
+def derivative_rows(
+    scales: Sequence[ScaleKernel], batch: Environments, *, strain: bool = False
+) -> Derivatives:
+    """Return the kernel rows of a batch, summed over scales."""
+    n, M = len(batch), len(scales[0].representatives)
+    rows = _no_derivatives(len(batch.frames), int(batch.atom_offsets[-1]), M, strain)
+    sums = _sums(batch.owners, np.ones(n), len(batch.frames))
+    for scale in scales:
+        features = scale.features
+        P, blocks = spectra_and_gradients(features.engine, batch, strain=strain)
+        x, lengths = features.features(P)
+        k, slopes = scale.kernel(x)
+        rows.energies[:] += np.asarray(sums @ k)
+        slopes /= lengths
+        # x·X times the slope; features that are not normalised have no second term.
+        second = k * (features.exponent / lengths if features.feature_scale is None else 0.0)
+        for z in features.engine.species:
+            _add_forces(
+                rows.forces, scale, _moving(blocks, batch, features, z), batch, x, slopes, second
+            )
+        if rows.virials is None:
+            continue
+        raw = np.zeros((n, 6, P.shape[1]))
+        for block in blocks:
+            if block.strain is not None:
+                raw[block.rows, :, block.columns] = block.strain[:, *VOIGT]
+        changes = features.projected(raw.reshape(6 * n, -1)).reshape(n, 6, -1)
+        along = np.einsum("ivf,if->iv", changes, x)
+        for v in range(6):
+            terms = (changes[:, v] @ scale.representatives.T) * slopes
+            terms -= along[:, v, None] * second
+            rows.virials[:, v] += np.asarray(sums @ terms)
+    return rows
+
+
+class _Moving(NamedTuple):
+    """Derivatives of power spectra by the positions of atoms of one species.
+
+    Attributes
+    ----------
+    owners, atoms : (p,) arrays of int
+        Environment, and atom that is not its centre, counted through the batch.
+    pairs : list of int
+        Pairs of species that this species is in, among all of them.
+    changes : (p, 3, c) array
+        Of their features, one pair after the other.
+    """
+
+    owners: IntArray
+    atoms: IntArray
+    pairs: list[int]
+    changes: Float64Array
+
+
+def _moving(
+    blocks: Sequence[GradientBlock], batch: Environments, features: ScaleFeatures, z: int
+) -> _Moving:
+    """Collect derivatives by the positions of atoms of atomic number z, centres left out."""
+    pairs = [k for k, pair in enumerate(features.engine.pair_columns) if z in pair]
+    columns = [features.maps[k].rows for k in pairs]
+    place = {of_pair.start: k for k, of_pair in enumerate(columns)}
+    numbers = np.concatenate([atoms.numbers for atoms in batch.frames])
+    found = []
+    for block in blocks:
+        if block.columns.start in place:
+            owners = np.repeat(block.rows, np.diff(block.edges))
+            wanted = (numbers[block.atoms] == z) & (batch.center_atoms[owners] != block.atoms)
+            found.append((block, wanted, owners[wanted] * len(numbers) + block.atoms[wanted]))
+    keys, entries = np.unique(
+        np.concatenate([np.empty(0, dtype=np.intp), *(keys for *_, keys in found)]),
+        return_inverse=True,
+    )
+    size = columns[0].stop - columns[0].start
+    changes = np.zeros((len(keys), 3, size * len(pairs)))
+    first = 0
+    for block, wanted, own in found:
+        k = place[block.columns.start]
+        here = entries[first : first + len(own)]
+        changes[here, :, k * size : (k + 1) * size] = block.positions[wanted]
+        first += len(own)
+    return _Moving(keys // len(numbers), keys % len(numbers), pairs, changes)
+
+
+def _add_forces(
+    forces: Float64Array,
+    scale: ScaleKernel,
+    moving: _Moving,
+    batch: Environments,
+    x: Float64Array,
+    slopes: Float64Array,
+    second: Float64Array,
+) -> None:
+    """Add −Σ_i Δk_i of the atoms of one species to the rows of forces (n_atoms, 3, M).
+
+    An atom that is pushed pulls the centre of the environment.
+    """
+    owners, (p, _, c) = moving.owners, moving.changes.shape
+    if not p:
+        return
+    used = scale.features.used(moving.pairs)
+    changes = scale.features.projected(moving.changes.reshape(3 * p, c), moving.pairs)
+    along = np.einsum("pcf,pf->pc", changes.reshape(p, 3, -1), x[:, used][owners])
+    terms = changes @ scale.representatives[:, used].T
+    terms.reshape(p, 3, -1)[:] *= slopes[owners, None, :]
+    flat, axes = forces.reshape(3 * len(forces), -1), np.arange(3)
+    on_atoms = (3 * moving.atoms[:, None] + axes).ravel()
+    on_centers = (3 * batch.center_atoms[owners][:, None] + axes).ravel()
+    rows, signs = np.concatenate([on_atoms, on_centers]), np.repeat([-1.0, 1.0], 3 * p)
+    entries, shape = np.tile(np.arange(3 * p), 2), (len(flat), 3 * p)
+    flat += np.asarray(csr_array((signs, (rows, entries)), shape=shape) @ terms)
+    signs *= np.tile(-along.ravel(), 2)
+    entries, shape = np.tile(np.repeat(owners, 3), 2), (len(flat), len(x))
+    flat += np.asarray(csr_array((signs, (rows, entries)), shape=shape) @ second)
+
+
+# --- calibrated energies, forces and stresses ---
+
+
 class StructureMechanics(NamedTuple):
-    """Energy, forces (n_atoms, 3) and, if asked for, stress (6,) of one structure."""
+    """Energy, forces (n_atoms, 3) and, if it was predicted, stress (6,) of one structure."""
 
     energy: Prediction
     forces: Prediction
@@ -259,174 +471,23 @@ class Mechanics:
     def __getitem__(self, index: slice) -> Mechanics: ...
 
     def __getitem__(self, index: int | slice) -> StructureMechanics | Mechanics:
-        """Return what is predicted for one structure, or for several."""
+        """Return the predictions of one structure, or of several."""
+        some = np.arange(len(self))[index]
         if isinstance(index, slice):
-            return self._of(range(len(self))[index])
-        s = range(len(self))[index]
-        atoms = slice(int(self.offsets[s]), int(self.offsets[s + 1]))
+            atoms = [np.arange(*self.offsets[s : s + 2]) for s in some]
+            return Mechanics(
+                energy=self.energy[some],
+                forces=self.forces[np.concatenate([np.empty(0, dtype=np.intp), *atoms])],
+                stress=None if self.stress is None else self.stress[some],
+                offsets=offsets_of([len(rows) for rows in atoms]),
+            )
+        s = int(some)
+        rows = slice(int(self.offsets[s]), int(self.offsets[s + 1]))
         stress = None if self.stress is None else self.stress[s]
-        return StructureMechanics(self.energy[s], self.forces[atoms], stress)
-
-    def _of(self, chosen: range) -> Mechanics:
-        """Return what is predicted for some structures."""
-        some: IntArray = np.arange(chosen.start, chosen.stop, chosen.step)
-        atoms = [np.arange(*self.offsets[s : s + 2]) for s in chosen]
-        return Mechanics(
-            energy=self.energy[some],
-            forces=self.forces[np.concatenate([np.empty(0, dtype=np.intp), *atoms])],
-            stress=None if self.stress is None else self.stress[some],
-            offsets=offsets_of([len(rows) for rows in atoms]),
-        )
+        return StructureMechanics(self.energy[s], self.forces[rows], stress)
 
     def __iter__(self) -> Iterator[StructureMechanics]:
         return (self[s] for s in range(len(self)))
-
-
-@dataclass(frozen=True)
-class Derivatives:
-    """Energies without baseline, and their derivatives, for R weight columns.
-
-    Attributes
-    ----------
-    energies : (n_structures, R) array
-    forces : (n_atoms, 3, R) array
-    virials : (n_structures, 6, R) array, optional
-        ∂E/∂ε.
-    """
-
-    energies: Float64Array
-    forces: Float64Array
-    virials: Float64Array | None
-
-
-def check_model(fitted: Fitted) -> None:
-    """Refuse a model that has no forces, and warn of one whose forces are not continuous."""
-    if fitted.settings.kind != "extensive":
-        raise InputError(
-            "kind", repr(fitted.settings.kind), "'extensive': forces are derivatives of an energy"
-        )
-    engine = fitted.representation.soap.resolved_engine
-    if engine != "featomic":
-        raise InputError(
-            "engine",
-            repr(engine),
-            "'featomic', whose features have derivatives",
-            "Train with forces, or with representation={'engine': 'featomic', 'smoothing': 0.5}.",
-        )
-    if not fitted.settings.has_forces:
-        warnings.warn(
-            "The cutoff of the model is not smooth: its energy jumps when an atom crosses it, of "
-            "which forces know nothing, and simulations do not conserve it. Train with forces, or "
-            "with representation={'engine': 'featomic', 'smoothing': 0.5}.",
-            QualmsWarning,
-            stacklevel=level_of_user(),
-        )
-
-
-def has_forces(fitted: Fitted) -> bool:
-    """Whether a model has continuous forces, learned or not: `check_model` finds no fault."""
-    engine = fitted.representation.soap.resolved_engine
-    return engine == "featomic" and fitted.settings.has_forces
-
-
-def check_frames(fitted: Fitted, frames: Sequence[Atoms], *, stress: bool) -> None:
-    """Refuse a model without forces, and structures that it cannot predict, or without a stress."""
-    check_model(fitted)
-    if not len(frames):
-        raise InputError("frames", "no structures", "at least one")
-    for i, atoms in enumerate(frames):
-        check_structures([atoms], first=i)
-        check_species([atoms], fitted.representation.species, first=i)
-    if stress:
-        check_volumes(frames)
-
-
-def check_volumes(frames: Sequence[Atoms]) -> None:
-    """Refuse structures that have no stress."""
-    for i, atoms in enumerate(frames):
-        if atoms.cell.rank < 3:
-            given = f"{atoms.cell.rank} vectors"
-            expected = "three: without a volume there is no stress"
-            raise InputError(f"frames[{i}].cell", given, expected)
-
-
-def derivatives(
-    potential: Potential, frames: Sequence[Atoms], *, strain: bool = False
-) -> Derivatives:
-    """Return energies and derivatives of structures, streamed environment by environment."""
-    R = potential.n_columns
-    offsets = offsets_of([len(atoms) for atoms in frames])
-    energies = np.zeros((len(frames), R))
-    slopes = np.zeros((offsets[-1], 3 * R))
-    virials = np.zeros((len(frames), 9 * R)) if strain else None
-    for batch in batches(frames):
-        # A structure may come in several parts, but only once in each batch.
-        here = np.concatenate([np.arange(*offsets[s : s + 2]) for s in batch.structures])
-        owners = batch.structures[batch.owners]
-        for scale in potential.scales:
-            of_environments, by_position, by_strain = _batch_derivatives(scale, batch, strain)
-            np.add.at(energies, owners, of_environments)
-            slopes[here] += by_position
-            if virials is not None and by_strain is not None:
-                np.add.at(virials, owners, by_strain)
-    forces = -slopes.reshape(-1, 3, R)
-    if virials is None:
-        return Derivatives(energies, forces, None)
-    return Derivatives(energies, forces, virials.reshape(-1, 3, 3, R)[:, *VOIGT])
-
-
-def _batch_derivatives(
-    scale: ScalePotential, batch: Environments, strain: bool
-) -> tuple[Float64Array, Float64Array, Float64Array | None]:
-    """Return e_i (n, R), Σ_i ∂e_i/∂r (n_atoms, 3R), and ∂e_i/∂ε (n, 9R)."""
-    engine, n = scale.scale.engine, int(batch.offsets[-1])
-    blocks = list(gradient_blocks(engine, batch, strain=strain))
-    P = power_spectra(blocks, n, engine.n_features)
-    energies, slopes = scale.slopes(P)
-    # What is zero for all environments does not change, either.
-    blocks = [block for block in blocks if block.columns.start in slopes]
-    R = energies.shape[1]
-    by_strain = np.zeros((n, 9, R)) if strain else None
-    for block in blocks:
-        if by_strain is not None and block.strain is not None:
-            of_block = slopes[block.columns.start][block.rows]
-            change = block.strain.reshape(len(of_block), 9, -1) @ of_block.transpose(0, 2, 1)
-            by_strain[block.rows] += change
-    by_position = _by_position(blocks, slopes, R, int(batch.atom_offsets[-1]))
-    return energies, by_position, None if by_strain is None else by_strain.reshape(n, -1)
-
-
-def _by_position(
-    blocks: Sequence[GradientBlock], slopes: dict[int, Float64Array], R: int, n_atoms: int
-) -> Float64Array:
-    """Return Σ_i (∂e_i/∂p_i)·(∂p_i/∂r_j): (n_atoms, 3R).
-
-    The slopes ∂e_i/∂p_i (n, R, c) are those of `ScalePotential.slopes`.
-    """
-    atoms = np.concatenate([np.empty(0, dtype=np.intp), *(block.atoms for block in blocks)])
-    change = np.empty((len(atoms), 3, R))
-    first = 0
-    for block in blocks:
-        c, of_pair = block.values.shape[1], slopes[block.columns.start]
-        for row, (begin, end) in zip(block.rows, pairwise(block.edges.tolist()), strict=True):
-            np.matmul(
-                block.positions[begin:end].reshape(-1, c),
-                of_pair[row].T,
-                out=change[first + begin : first + end].reshape(-1, R),
-            )
-        first += len(block.atoms)
-    shape = (n_atoms, len(atoms))
-    sums = csr_array((np.ones(len(atoms)), (atoms, np.arange(len(atoms)))), shape=shape)
-    return np.asarray(sums @ change.reshape(-1, 3 * R))
-
-
-def member_energies(
-    fitted: Fitted, frames: Sequence[Atoms], energies: Float64Array
-) -> Float64Array:
-    """Return what each member says per atom, baseline included: (n_structures, N_R)."""
-    sizes = np.array([len(atoms) for atoms in frames], dtype=np.float64)[:, None]
-    design = structure_design(frames, fitted.baseline.species)
-    return energies / sizes + fitted.intercepts + fitted.baseline.predict_members(design)
 
 
 def predict_mechanics(
@@ -435,7 +496,7 @@ def predict_mechanics(
     """Return calibrated energies, forces and stresses by all members.
 
     A model that was trained on forces has a calibration of its own for them, and one that was
-    trained on stresses for those; each force, and each stress, is stretched as a whole, so that
+    trained on stresses for those. Each force, and each stress, is rescaled as a whole, so that
     directions do not matter. Otherwise the members of the forces on all atoms of a structure, and
     those of its stress, are scaled about their means by the factor that calibrates its energy.
     """
@@ -443,22 +504,81 @@ def predict_mechanics(
     sizes = np.array([len(atoms) for atoms in frames])
     per_atom = Prediction(member_energies(fitted, frames, found.energies))
     energy = per_atom.calibrated(fitted.calibration)
-    spread = energy.uncalibrated.std
-    factors = np.divide(energy.std, spread, out=np.ones_like(spread), where=spread > 0)
+    raw_std = energy.uncalibrated.std
+    factors = np.divide(energy.std, raw_std, out=np.ones_like(raw_std), where=raw_std > 0)
     stresses = None
     if found.virials is not None:
-        volumes = np.array([atoms.get_volume() for atoms in frames])  # type: ignore[no-untyped-call]
+        volumes = np.array([atoms.cell.volume for atoms in frames])
         raw = Prediction(found.virials / volumes[:, None, None])
         stresses = raw.calibrated(_own(fitted.calibration_of("stress"), factors))
-    forces_own = _own(fitted.calibration_of("forces"), np.repeat(factors, sizes))
+    own = _own(fitted.calibration_of("forces"), np.repeat(factors, sizes))
     return Mechanics(
         energy=energy * sizes,
-        forces=Prediction(found.forces).calibrated(forces_own),
+        forces=Prediction(found.forces).calibrated(own),
         stress=stresses,
         offsets=offsets_of(sizes),
     )
 
 
+def predict_energies(fitted: Fitted, potential: Potential, frames: Sequence[Atoms]) -> Prediction:
+    """Return the energies of `predict_mechanics` alone, in less time."""
+    per_atom = Prediction(member_energies(fitted, frames, potential_energies(potential, frames)))
+    energies: Prediction = per_atom.calibrated(fitted.calibration) * np.array([*map(len, frames)])
+    return energies
+
+
+def member_energies(
+    fitted: Fitted, frames: Sequence[Atoms], energies: Float64Array
+) -> Float64Array:
+    """Return the energy per atom by each member, baseline included: (n_structures, N_R)."""
+    sizes = np.array([len(atoms) for atoms in frames], dtype=np.float64)[:, None]
+    design = structure_design(frames, fitted.baseline.species)
+    return energies / sizes + fitted.intercepts + fitted.baseline.predict_members(design)
+
+
 def _own(calibration: Calibration | None, factors: Float64Array) -> MemberTransform:
-    """Return what calibrates forces, or stresses: their own calibration, or given factors."""
+    """Return the calibration of forces, or of stresses: their own, or given factors."""
     return Scaled(factors) if calibration is None else WholeCalibration(calibration)
+
+
+# --- which models and structures have forces ---
+
+
+def has_forces(fitted: Fitted) -> bool:
+    """Whether a model has continuous forces, learned or not."""
+    engine = fitted.representation.soap.resolved_engine
+    return engine == "featomic" and fitted.settings.has_forces
+
+
+def check_model(fitted: Fitted) -> None:
+    """Reject a model without forces; warn if its forces are not continuous."""
+    if fitted.settings.kind != "extensive":
+        raise InputError(
+            "kind", repr(fitted.settings.kind), "'extensive': forces are derivatives of an energy"
+        )
+    engine = fitted.representation.soap.resolved_engine
+    remedy = "Train with forces, or with representation={'engine': 'featomic', 'smoothing': 0.5}."
+    if engine != "featomic":
+        expected = "'featomic', whose features have derivatives"
+        raise InputError("engine", repr(engine), expected, remedy)
+    if not fitted.settings.has_forces:
+        warnings.warn(
+            "The cutoff of the model is not smooth: its energy jumps when an atom crosses the "
+            f"cutoff, and simulations with its forces do not conserve the energy. {remedy}",
+            QualmsWarning,
+            stacklevel=2,
+        )
+
+
+def check_frames(fitted: Fitted, frames: Sequence[Atoms], *, stress: bool) -> None:
+    """Reject a model without forces, and structures that it cannot predict, or without a stress."""
+    check_model(fitted)
+    if not len(frames):
+        raise InputError("frames", "no structures", "at least one")
+    for i, atoms in enumerate(frames):
+        check_structures([atoms], first=i)
+        check_species([atoms], fitted.representation.species, first=i)
+        if stress and atoms.cell.rank < 3:
+            given = f"{atoms.cell.rank} vectors"
+            expected = "three: without a volume there is no stress"
+            raise InputError(f"frames[{i}].cell", given, expected)

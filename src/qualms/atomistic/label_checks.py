@@ -11,8 +11,8 @@ two. No warning is issued where energies are not informative: r is small, or the
 little of the energies.
 
 Single structures must not dominate. So labels and predictions that are larger than in the median
-structure are scaled down to it, both by the same factor, and medians tell how much of the energies
-is explained.
+structure are scaled down to it, both by the same factor, and medians measure how much of the
+energies is explained.
 """
 
 from __future__ import annotations
@@ -92,13 +92,8 @@ def factor_between(labels: Float64Array, predicted: Float64Array) -> Factor:
 def check_derivatives(Phi: FloatArray, energies: Float64Array, data: TrainingSet) -> None:
     """Warn if forces or stresses are not derivatives of the energies by sign or size.
 
-    Parameters
-    ----------
-    Phi : (N, r) array
-        Whitened kernel rows of all quantities.
-    energies : (n,) array
-        Per atom, without baseline.
-    data : TrainingSet
+    Phi (N, r) are the whitened kernel rows of all quantities; energies (n,) are per atom and
+    without baseline.
     """
     n = len(energies)
     if len(np.unique(data.groups)) < _ENOUGH or np.ptp(energies) == 0:
@@ -178,16 +173,7 @@ def find_outliers(
 ) -> Outliers:
     """Return the structures whose out-of-bag errors are far larger than those of all others.
 
-    Parameters
-    ----------
-    y : (n,) array
-        Labels of one quantity.
-    members : (n, N_R) array
-        Predictions of all members.
-    absent : (n, N_R) array of bool
-        Which members were trained without a row.
-    structure : (n,) array of int
-        Structure of each row.
+    Labels y (n,) are of one quantity, `absent` (n, N_R) has the members trained without a row.
     """
     found = internal_prediction(members, absent)
     codes, where, rows = np.unique(structure[found.used], return_inverse=True, return_counts=True)
@@ -206,16 +192,9 @@ def find_outliers(
 def warn_of_outliers(
     data: TrainingSet, members: Mapping[str, Float64Array], counts: IntArray
 ) -> None:
-    """List structures whose labels are far from their out-of-bag predictions.
+    """List structures whose labels are far from their out-of-bag predictions (n, N_R).
 
-    Parameters
-    ----------
-    data : TrainingSet
-        Of an extensive target.
-    members : mapping of str to (n, N_R) arrays
-        Predictions of each quantity.
-    counts : (n_structures, N_R) array of int
-        How often each structure is in each member.
+    The target is extensive: counts (n_structures, N_R) are those of structures in members.
     """
     for name, quantity in data.quantities.items():
         absent = counts[quantity.structure] == 0

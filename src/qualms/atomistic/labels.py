@@ -158,12 +158,16 @@ class TrainingSet:
             return np.arange(len(self.y))
         return self.groups[self.quantities["energy"].structure]
 
-    def design(self, species: Sequence[int] | None = None) -> Float64Array:
-        """Return the design matrix of the baseline, for these species or those given: (N, S)."""
-        columns = self.species if species is None else species
+    @cached_property
+    def design(self) -> Float64Array:
+        """Design matrix of the baseline: (N, S)."""
+        return self.design_for(self.species)
+
+    def design_for(self, species: Sequence[int]) -> Float64Array:
+        """Return the design matrix of a baseline of other species, which include all: (N, S)."""
         if self.settings.per_atom:
-            return atom_design(self.center_species, columns)
-        return structure_design(self.frames, columns)
+            return atom_design(self.center_species, species)
+        return structure_design(self.frames, species)
 
 
 def collect_labels(
@@ -327,18 +331,10 @@ class Labelled:
 def labelled(
     frames: Sequence[Atoms], key: str, kind: str, species: Sequence[int] | None = None
 ) -> Labelled:
-    """Return which structures, or atoms, have a label, and the labels.
+    """Return which structures, or atoms of some species, have a label, and the labels.
 
     Structures of one atom whose ``info["config_type"]`` is "isolated_atom" or "IsolatedAtom" are
     not learned from; their labels are returned apart.
-
-    Parameters
-    ----------
-    frames : sequence of ase.Atoms
-    key : str
-    kind : {"extensive", "intensive", "atomic"}
-    species : sequence of int, optional
-        Atomic numbers of an atomic property; all by default.
     """
     if kind == "atomic":
         values = atomic_targets(frames, key, species)
@@ -371,33 +367,23 @@ def structure_targets(frames: Sequence[Atoms], key: str) -> Float64Array:
     """Return the label of each structure, NaN where there is none: (n_frames,)."""
     values = np.full(len(frames), np.nan)
     for i, (value, place) in _find_all(frames, key, per_atom=False).items():
-        values[i] = _as_number(value, f"frames[{i}].{place}", len(frames[i]))
+        hint = _PER_ATOM if _as_array(value).shape[:1] == (len(frames[i]),) else ""
+        number = _numbers(value, f"frames[{i}].{place}", [(), (1,)], "one number", hint)
+        values[i] = number.reshape(())
     return values
 
 
 def atomic_targets(
     frames: Sequence[Atoms], key: str, species: Sequence[int] | None = None
 ) -> list[Float64Array]:
-    """Return the labels of the atoms of each structure, NaN where there is none.
-
-    Parameters
-    ----------
-    frames : sequence of N ase.Atoms
-    key : str
-    species : sequence of int, optional
-        Atomic numbers of the atoms that are wanted; all by default.
-
-    Returns
-    -------
-    list of N arrays (n_atoms,) of float64
-    """
+    """Return the labels of the atoms of each structure, NaN where there is none, or not wanted."""
     values = [np.full(len(atoms), np.nan) for atoms in frames]
     for i, (value, place) in _find_all(frames, key, per_atom=True).items():
-        wanted = _is_wanted(frames[i], species)
-        values[i][wanted] = _as_numbers(value, f"frames[{i}].{place}", len(frames[i]))[wanted]
-        if np.any(np.isinf(values[i])):
-            atom = int(np.flatnonzero(np.isinf(values[i]))[0])
-            raise InputError(f"frames[{i}].{place}[{atom}]", values[i][atom], "a finite number")
+        n, wanted = len(frames[i]), _is_wanted(frames[i], species)
+        expected = f"one number for each of {n} atoms"
+        hint = "" if _as_array(value).ndim else _PER_STRUCTURE
+        found = _numbers(value, f"frames[{i}].{place}", [(n,), (n, 1)], expected, hint, wanted)
+        values[i][wanted] = found.reshape(n)[wanted]
     return values
 
 
@@ -472,30 +458,28 @@ def _check_shared_calculators(
             )
 
 
-def _as_number(value: object, name: str, n_atoms: int) -> float:
-    """Return the label of a structure, NaN for None."""
+def _numbers(
+    value: object,
+    name: str,
+    shapes: Sequence[tuple[int, ...]],
+    expected: str,
+    hint: str = "",
+    wanted: BoolArray | slice = slice(None),
+) -> Float64Array:
+    """Return a label as float64, NaN for None; those that are wanted must be finite or NaN."""
     array = _as_array(np.nan if value is None else value)
-    if array.dtype.kind not in "iuf" or array.shape not in ((), (1,)):
-        hint = _hint(array)
-        if array.ndim > 0 and len(array) == n_atoms:
-            hint = _PER_ATOM
-        raise InputError(name, _described(array), "one number", hint)
-    number = float(array.reshape(()))
-    if np.isinf(number):
-        raise InputError(name, number, "a finite number")
-    return number
-
-
-def _as_numbers(value: object, name: str, n_atoms: int) -> Float64Array:
-    """Return the labels of the atoms of a structure: (n_atoms,), NaN for None."""
-    array = _as_array(value)
     if array.dtype == object:
         # Mixed with numbers None gives NaN; with strings it gives strings, which are rejected.
         array = np.array([np.nan if v is None else v for v in array.ravel()]).reshape(array.shape)
-    if array.dtype.kind not in "iuf" or array.shape not in ((n_atoms,), (n_atoms, 1)):
-        expected = f"one number for each of {n_atoms} atoms"
-        raise InputError(name, _described(array), expected, _hint(array))
-    return array.reshape(n_atoms).astype(np.float64)
+    if array.dtype.kind not in "iuf" or array.shape not in shapes:
+        if array.dtype == bool:
+            hint = "In extended XYZ a key without a value means True: omit keys of missing labels."
+        given = f"an array of {array.dtype.name} of shape {array.shape}"
+        raise InputError(name, given if array.ndim else repr(array.item())[:40], expected, hint)
+    values = array.astype(np.float64)
+    if np.isinf(values if values.ndim == 0 else values[wanted]).any():
+        raise InputError(name, "infinite values", "finite numbers, or NaN where there is none")
+    return values
 
 
 def _as_array(value: object) -> np.ndarray[Any, Any]:
@@ -504,19 +488,6 @@ def _as_array(value: object) -> np.ndarray[Any, Any]:
         return np.asarray(value)
     except ValueError:  # a ragged list
         return np.asarray(str(value))
-
-
-def _described(array: np.ndarray[Any, Any]) -> str:
-    if array.ndim == 0:
-        return repr(array.item())[:40]
-    return f"an array of {array.dtype.name} of shape {array.shape}"
-
-
-def _hint(array: np.ndarray[Any, Any]) -> str:
-    """Return the commonest cause of a label of the wrong type."""
-    if array.dtype == bool:
-        return "In extended XYZ a key without a value means True: omit keys of missing labels."
-    return ""
 
 
 def _reject_key(frames: Sequence[Atoms], key: str, per_atom: bool, *, predicted: bool) -> NoReturn:
@@ -637,17 +608,7 @@ class ForceLabels:
 def force_labels(
     frames: Sequence[Atoms], used: IntArray, forces: str | None, stress: str | None
 ) -> ForceLabels:
-    """Return the forces and virials of the structures that are used.
-
-    Parameters
-    ----------
-    frames : sequence of Atoms
-        All that were given.
-    used : (n_structures,) array of int
-        Those with an energy.
-    forces, stress : str, optional
-        Keys.
-    """
+    """Return the forces and virials, by their keys, of the structures with an energy (`used`)."""
     chosen = [frames[i] for i in used]
     found = [np.full((len(atoms), 3), np.nan) for atoms in chosen]
     virials = np.full((len(chosen), 6), np.nan)
@@ -694,7 +655,7 @@ def find_forces(frames: Sequence[Atoms], key: str) -> dict[int, Float64Array]:
     _check_shared_calculators(frames, places)
     found = {}
     for i, (value, place) in places.items():
-        values = _numbers(value, f"frames[{i}].{place}", (len(frames[i]), 3), "three for each atom")
+        values = _numbers(value, f"frames[{i}].{place}", [(len(frames[i]), 3)], "(n_atoms, 3)")
         if np.isfinite(values).any():
             found[i] = values
     return found
@@ -743,21 +704,11 @@ def _voigt(value: object, name: str) -> Float64Array:
     """Return a stress as six numbers, from six or nine."""
     array = _as_array(value)
     if array.size != 9:
-        return _numbers(value, name, (6,), "6 numbers (xx, yy, zz, yz, xz, xy) or a 3 × 3 matrix")
-    matrix = _numbers(array.reshape(-1), name, (9,), "6 or 9 numbers").reshape(3, 3)
+        return _numbers(value, name, [(6,)], "xx, yy, zz, yz, xz, xy, or a 3 × 3 matrix")
+    matrix = _numbers(array.reshape(3, 3), name, [(3, 3)], "a 3 × 3 matrix")
     if np.abs(matrix - matrix.T).max() > _SYMMETRY * np.abs(matrix).max():
         raise InputError(name, "a matrix that is not symmetric", "a symmetric stress")
     return np.asarray((matrix + matrix.T)[VOIGT] / 2)
-
-
-def _numbers(value: object, name: str, shape: tuple[int, ...], expected: str) -> Float64Array:
-    array = _as_array(value)
-    if array.dtype.kind not in "iuf" or array.shape != shape:
-        raise InputError(name, _described(array), f"{expected}, an array of shape {shape}")
-    values = array.astype(np.float64)
-    if np.isinf(values).any():
-        raise InputError(name, "infinite values", "finite numbers, or NaN where there is none")
-    return values
 
 
 def _vectors(atoms: Atoms) -> list[str]:

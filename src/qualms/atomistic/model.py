@@ -21,7 +21,6 @@ from qualms.atomistic.forces import (
     Potential,
     check_frames,
     make_potential,
-    member_energies,
     predict_mechanics,
 )
 from qualms.atomistic.model_file import read_model, write_model
@@ -30,9 +29,7 @@ from qualms.atomistic.structures import check_species, check_structures, refuse_
 from qualms.calibration.base import Calibration, CalibrationData
 from qualms.calibration.methods import Scaled
 from qualms.errors import InputError, QualmsError, counted
-from qualms.features.gradients import batches
-from qualms.features.hypers import Compression
-from qualms.features.soap import BATCH, Batch, stream_features
+from qualms.features.soap import BATCH, Batch, Compression, stream_features
 from qualms.io.files import check_output
 from qualms.prediction import Prediction
 from qualms.progress import Bars, Display, Stages
@@ -40,8 +37,6 @@ from qualms.resources import default_threads, format_time, limited
 
 #: Rounding of novelties.
 _ROUNDING = 1e-6
-#: Environments whose float64 features are in memory at once.
-_EXACT_BATCH = 1024
 
 
 class AtomisticModel:
@@ -367,7 +362,7 @@ def stream_chunks(
     *,
     threads: int = 1,
     allow_unknown: bool = False,
-    batch: int = BATCH,
+    batch: int | None = None,
 ) -> Iterator[Chunk]:
     """Yield structures with their features, in order.
 
@@ -379,9 +374,12 @@ def stream_chunks(
     threads : int
     allow_unknown : bool
         Whether atoms of unknown species are left out, rather than an error.
-    batch : int
-        Environments in a chunk, about.
+    batch : int, optional
+        Environments in a chunk, about; 30 MB of features by default. Larger arrays are allocated
+        again each time, which takes as long as computing the features.
     """
+    if batch is None:
+        batch = min(max(30_000_000 // (8 * fitted.representation.n_features), 256), BATCH)
     waiting: deque[tuple[Atoms, Atoms, IntArray]] = deque()
     species = fitted.representation.species
 
@@ -437,33 +435,6 @@ def atom_contributions(chunk: Chunk) -> list[Prediction]:
         Prediction(raw[a:b]).calibrated(Scaled(float(factor)))
         for (a, b), factor in zip(edges, factors, strict=True)
     ]
-
-
-def exact_energies(model: AtomisticModel, frames: Sequence[Atoms]) -> Prediction:
-    """Predict energies as `AtomisticModel.predict_forces` does, in float64, without the forces.
-
-    Parameters
-    ----------
-    model : AtomisticModel
-        With features by featomic, of an extensive target.
-    frames : sequence of Atoms
-    """
-    fitted, potential = model.fitted, model.potential
-    check_frames(fitted, frames, stress=False)
-    energies = np.zeros((len(frames), potential.n_columns))
-    with limited(model.threads, sum(map(len, frames))):
-        for batch in batches(frames, _EXACT_BATCH):
-            owners = batch.structures[batch.owners]
-            for scale in potential.scales:
-                engine = scale.scale.engine
-                cut = batch.cut_out(engine.scale.cutoff)
-                given = ([one.atoms for one in cut], [one.centers for one in cut])
-                (piece,) = engine.pieces(*given, dtype=np.float64)
-                np.add.at(energies, owners, scale.energies(np.asarray(piece.values, np.float64)))
-    per_atom = Prediction(member_energies(fitted, frames, energies))
-    sizes = np.array([len(atoms) for atoms in frames])
-    energies_of_structures: Prediction = per_atom.calibrated(fitted.calibration) * sizes
-    return energies_of_structures
 
 
 # --- summary --------------------------------------------------------------------------------------

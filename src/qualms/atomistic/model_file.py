@@ -111,10 +111,17 @@ def read_model(path: str | Path) -> Fitted:
     """Read a model; a `StorageError` states what is wrong with the file."""
     container = read_container(path, ModelDocument, format=FORMAT, version=PROTOCOL)
     document, tensors = container.document, container.tensors
-    sizes = check_tensors(tensors, _expected(document), path=path, sizes=_sizes(document))
     try:
+        sizes = {
+            "n_members": document.settings.n_members,
+            "species": len(document.species),
+            "rows": document.record.quantities["energy"].n_rows,
+        }
+        sizes = check_tensors(tensors, _expected(document), path=path, sizes=sizes)
         fitted = _build(document, tensors, sizes["r"])
         _check_representation(fitted.representation, sizes["d"])
+    except StorageError:
+        raise
     except (QualmsError, ValueError, TypeError, KeyError, ArithmeticError) as error:
         raise StorageError(path, f"inconsistent parts ({error})") from error
     return fitted
@@ -128,14 +135,6 @@ def _check_representation(representation: Representation, n_features: int) -> No
         raise ValueError(f"projections of {raw} features instead of {plain.widths}")
     if representation.n_features != n_features:
         raise ValueError(f"{n_features} features instead of {representation.n_features}")
-
-
-def _sizes(document: ModelDocument) -> dict[str, int]:
-    return {
-        "n_members": document.settings.n_members,
-        "species": len(document.species),
-        "rows": document.record.quantities["energy"].n_rows,
-    }
 
 
 def _expected(document: ModelDocument) -> dict[str, TensorSpec]:
@@ -175,7 +174,7 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
             document.species,
             projections,
             document.feature_scale,
-            precise=document.settings.mechanical,
+            precise=True,
         ),
         representatives=tensors["representatives"],
         origins=tensors["origins"],

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from qualms.arrays import check_number
 from qualms.calibration.fitting import METHODS
 from qualms.errors import InputError
-from qualms.features.hypers import Soap, make_soap
+from qualms.features.soap import Soap, make_soap
 from qualms.resources import default_threads, parse_memory
 
 #: Width in Å over which neighbours fade at the cutoff, if forces are learned and none is given.
@@ -58,7 +58,7 @@ class Settings(BaseModel):
         "model",
         "organic",
         'Preset ("organic", "nmr", "general") or SOAP hyper-parameters: see '
-        "`qualms.features.hypers`.",
+        "`qualms.features.soap`.",
         "str, dict or Soap",
         validate_default=True,
     )

@@ -1,4 +1,4 @@
-"""Structures: reading them, refusing what cannot be used, and telling them apart.
+"""Structures: reading, checks of the geometry, fingerprints and compositions.
 
 Frames, and atoms within a frame, are counted from 0, as in ASE. Lengths are in Å.
 """
@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 from ase import Atoms
@@ -47,24 +46,13 @@ _EXTENDED_XYZ = (
 
 
 def iter_frames(path: str | os.PathLike[str]) -> Iterator[Atoms]:
-    """Read structures one by one.
+    """Read structures one by one; their geometry is not checked: see `check_structures`.
 
     Parameters
     ----------
     path : path
         An (extended) XYZ file, perhaps compressed (``.gz``, ``.bz2``, ``.xz``), or a file of any
         other format that `ase.io.iread` knows. All frames are read.
-
-    Yields
-    ------
-    ase.Atoms
-        Whether their geometry makes sense is not looked at: see `check_structures`.
-
-    Raises
-    ------
-    InputError
-        At once if the file cannot be opened; when its turn comes for a frame that cannot be read;
-        at the end if there was no frame.
     """
     file = Path(path)
     try:
@@ -80,7 +68,7 @@ def read_frames(path: str | os.PathLike[str]) -> list[Atoms]:
 
 
 def _guarded(file: Path, frames: Iterator[Atoms]) -> Iterator[Atoms]:
-    """Pass frames on; turn whatever a reader raises into one line that says where and why."""
+    """Pass frames on; turn any exception of a reader into an `InputError` with its place."""
     for index in itertools.count():
         try:
             atoms = next(frames)
@@ -88,7 +76,7 @@ def _guarded(file: Path, frames: Iterator[Atoms]) -> Iterator[Atoms]:
             break
         except Exception as error:
             # Readers raise anything from KeyError to UnicodeDecodeError, often over many lines.
-            # The name of the exception tells more than the message of some: KeyError('Qq').
+            # Messages such as that of KeyError('Qq') need the name of the exception.
             reason = " ".join(str(error).split())[:200]
             kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
             raise InputError(
@@ -109,7 +97,7 @@ def _frames(file: Path) -> Iterator[Atoms]:
 
 
 def _is_xyz(file: Path) -> bool:
-    """Whether the name says so, or neither name nor contents are those of any other format."""
+    """Whether the suffix is that of XYZ, or name and contents are of no other format."""
     suffix = Path(get_compression(str(file))[0]).suffix.lower()
     if suffix in (".xyz", ".extxyz"):
         return True
@@ -155,29 +143,18 @@ def _read_xyz_frame(lines: list[str], number: int) -> Atoms:
 
 
 def refuse_single(frames: object) -> None:
-    """Refuse one structure where many are wanted: it is iterable, too, over its atoms."""
+    """Reject one structure where several are expected: it is iterable, too, over its atoms."""
     if isinstance(frames, Atoms):
         raise InputError("frames", "one ase.Atoms", "a list of ase.Atoms", "Write [atoms].")
 
 
 def check_structures(frames: Iterable[Atoms], *, first: int = 0) -> None:
-    """Refuse structures whose geometry cannot be used.
+    """Reject structures whose geometry cannot be used; the first of them has the number `first`.
 
     These are: no atoms, atoms without an element, positions or cells that are not finite, periodic
     directions without a cell vector, periodic vectors that are not independent, and atoms closer
-    than `MIN_DISTANCE` to each other or to periodic images. An atom without neighbours is fine, and
-    so is any cell vector along which the structure is not periodic.
-
-    Parameters
-    ----------
-    frames : iterable of ase.Atoms
-    first : int
-        The number to give to the first frame, if these are a part of many.
-
-    Raises
-    ------
-    InputError
-        Names the first such frame and the atoms.
+    than `MIN_DISTANCE` to each other or to periodic images. Isolated atoms are valid, and so is any
+    cell vector along which a structure is not periodic.
     """
     refuse_single(frames)
     for index, atoms in enumerate(frames, start=first):
@@ -189,7 +166,7 @@ def check_structures(frames: Iterable[Atoms], *, first: int = 0) -> None:
 
 
 def _check_atoms(name: str, atoms: Atoms) -> None:
-    """Refuse structures without atoms, and atoms without an element or a finite position."""
+    """Reject structures without atoms, and atoms without an element or a finite position."""
     if len(atoms) == 0:
         raise InputError(name, "no atoms", "at least one atom")
     numbers, positions = atoms.numbers, atoms.positions
@@ -236,7 +213,7 @@ def _periodic_vectors(name: str, atoms: Atoms) -> Float64Array:
 
 
 def _check_distances(name: str, atoms: Atoms, vectors: Float64Array) -> None:
-    """Refuse atoms on the same place: with themselves only if a lattice vector is that short."""
+    """Reject atoms at the same place, also as periodic images."""
     points, owners = _with_images(atoms.positions, vectors)
     found = cKDTree(points).query(points, k=2, distance_upper_bound=MIN_DISTANCE)
     distances, neighbours = np.asarray(found[0])[:, 1], np.asarray(found[1])
@@ -306,14 +283,7 @@ def _fingerprint(atoms: Atoms) -> bytes:
 
 
 def data_hash(frames: Iterable[Atoms], values: Float64Array | Sequence[Float64Array]) -> str:
-    """Return one hexadecimal digest of structures, in their order, and of their targets.
-
-    Parameters
-    ----------
-    frames : iterable of ase.Atoms
-    values : (N,) array, or list of N arrays (n_atoms,)
-        Targets; NaN where there is none.
-    """
+    """Return a hexadecimal digest of structures, in order, and their labels (NaN for none)."""
     parts = [np.atleast_1d(np.asarray(v, dtype=np.float64)) for v in values]
     flat = np.concatenate([np.empty(0), *parts]) + 0.0
     flat[np.isnan(flat)] = np.nan  # there are many bit patterns of NaN
@@ -330,40 +300,28 @@ def species_of(frames: Iterable[Atoms]) -> list[int]:
 
 
 def composition(frames: Sequence[Atoms], species: Sequence[int]) -> Float64Array:
-    """Return how many atoms of each species each structure has.
-
-    Parameters
-    ----------
-    frames : sequence of N ase.Atoms
-    species : sequence of S int
-        Atomic numbers, which include all that occur.
-
-    Returns
-    -------
-    (N, S) array of float64
-    """
+    """Return the number of atoms of each species in each structure: (N, S)."""
+    check_species(frames, species)
     numbers, owners = _flat_numbers(frames)
-    columns = _columns(numbers, species)
-    if np.any(columns < 0):
-        _refuse_species(numbers, owners, len(frames), species, first=0)
-    counts = np.bincount(owners * len(species) + columns, minlength=len(frames) * len(species))
-    return counts.reshape(len(frames), len(species)).astype(np.float64)
+    counts = [np.bincount(owners[numbers == z], minlength=len(frames)) for z in species]
+    return np.stack(counts, axis=1).astype(np.float64)
 
 
 def check_species(frames: Sequence[Atoms], known: Sequence[int], *, first: int = 0) -> None:
-    """Refuse structures with species that a model has never seen.
-
-    Parameters
-    ----------
-    frames : sequence of ase.Atoms
-    known : sequence of int
-        Atomic numbers.
-    first : int
-        The number to give to the first frame, if these are a part of many.
-    """
+    """Reject structures with unknown species; the first structure has the number `first`."""
     numbers, owners = _flat_numbers(frames)
-    if np.any(_columns(numbers, known) < 0):
-        _refuse_species(numbers, owners, len(frames), known, first=first)
+    unknown = ~np.isin(numbers, known)
+    if not unknown.any():
+        return
+    found = np.unique(owners[unknown])
+    raise InputError(
+        "frames",
+        f"{symbols_of(np.unique(numbers[unknown]).tolist())} in {len(found)} of {len(frames)} "
+        f"structures (first in frames[{first + found[0]}])",
+        f"known species only: {symbols_of(known)}",
+        "Omit such structures, train with these species, or ignore the atoms "
+        "(unknown_species='ignore', --ignore-unknown-species).",
+    )
 
 
 def symbols_of(species: Iterable[int]) -> str:
@@ -377,27 +335,3 @@ def _flat_numbers(frames: Sequence[Atoms]) -> tuple[IntArray, IntArray]:
     numbers = np.concatenate([np.empty(0, dtype=np.intp), *(atoms.numbers for atoms in frames)])
     sizes = np.array([len(atoms) for atoms in frames], dtype=np.intp)
     return numbers.astype(np.intp), np.repeat(np.arange(len(frames)), sizes)
-
-
-def _columns(numbers: IntArray, species: Sequence[int]) -> IntArray:
-    """Return the place of each atomic number in the list of species; −1 where it is not there."""
-    columns = np.full(numbers.shape, -1, dtype=np.intp)
-    for column, z in enumerate(species):
-        columns[numbers == z] = column
-    return columns
-
-
-def _refuse_species(
-    numbers: IntArray, owners: IntArray, n_frames: int, known: Sequence[int], *, first: int
-) -> NoReturn:
-    unseen = ~np.isin(numbers, known)
-    frames = np.unique(owners[unseen])
-    names = symbols_of(np.unique(numbers[unseen]).tolist())
-    count = f" {len(frames)} of {n_frames} structures (first in" if n_frames > 1 else ""
-    raise InputError(
-        "frames",
-        f"{names} in{count} frames[{first + frames[0]}]" + (")" if count else ""),
-        f"known species only: {symbols_of(known)}",
-        "Leave such structures out, train with these species, or ignore the atoms "
-        "(unknown_species='ignore', --ignore-unknown-species).",
-    )

@@ -30,13 +30,8 @@ from threadpoolctl import threadpool_limits
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
 from qualms.atomistic.baseline import Baseline, anchors, fit_baseline, spans
 from qualms.atomistic.fitted import Fitted, ProjectedVariance, Provenance, QuantityRecord, Record
-from qualms.atomistic.kernel_rows import (
-    LANDMARKS,
-    Basis,
-    fill_rows,
-    scale_rows,
-    select_representatives,
-)
+from qualms.atomistic.forces import fill_rows, scale_rows
+from qualms.atomistic.kernel_rows import LANDMARKS, Basis, select_representatives
 from qualms.atomistic.label_checks import check_derivatives, warn_of_outliers
 from qualms.atomistic.labels import Quantity, TrainingSet, collect_labels
 from qualms.atomistic.settings import Settings
@@ -53,11 +48,11 @@ from qualms.errors import (
 )
 from qualms.features.compression import sample_size
 from qualms.features.gradients import BATCH as GRADIENTS
-from qualms.features.hypers import Compression
 from qualms.features.soap import (
     BATCH,
     BLOCK,
     SERIAL,
+    Compression,
     Representation,
     fit_representation,
     resolve_compression,
@@ -179,27 +174,27 @@ def draw_ensemble(data: TrainingSet) -> Draw:
         replace=settings.replace,
         groups=groups,
     )
-    counts, design = membership_counts(drawn, n), data.design()
-    problem = InputError(
-        "subsample",
-        settings.subsample,
-        f"subsamples that leave some of the {n} rows out of at least {MIN_ABSENT} of "
-        f"{settings.n_members} members, to calibrate on",
-        "Use smaller subsamples, more members or more structures, or calibration='none'.",
-    )
+    counts, design = membership_counts(drawn, n), data.design
     lacking = np.flatnonzero(~spans(design, counts))
     if settings.baseline == "composition" and len(lacking):
         here = np.ix_(np.isin(groups, groups[anchors(design)]), lacking)
         counts[here] = np.maximum(counts[here], 1)
-        problem = InputError(
-            "baseline",
-            "'composition'",
-            "more different structures (or groups): members that lack an element get the "
-            "structures that determine it, and none remains to calibrate on",
-            "Use more structures, or baseline='mean'.",
-        )
     if settings.calibration != "none" and not _out_of_bag(counts).any():
-        raise problem
+        if settings.baseline == "composition" and len(lacking):
+            raise InputError(
+                "baseline",
+                "'composition'",
+                "more different structures (or groups): members that lack an element get the "
+                "structures that determine it, and none remains to calibrate on",
+                "Use more structures, or baseline='mean'.",
+            )
+        raise InputError(
+            "subsample",
+            settings.subsample,
+            f"subsamples that leave some of the {n} rows out of at least {MIN_ABSENT} of "
+            f"{settings.n_members} members, to calibrate on",
+            "Use smaller subsamples, more members or more structures, or calibration='none'.",
+        )
     baseline = fit_baseline(
         settings.baseline,
         design,
@@ -267,15 +262,17 @@ def compute_rows(
     whitening = _whiten(representation, representatives, data.settings, stages)
     environments = environments[whitening.pivots]
     representatives = np.ascontiguousarray(representatives[whitening.pivots])
-    plain = Basis(representation.kernel, representatives, 1.0, data.settings.per_atom)
+    # The leading components of compressed features are multiplied in float64 anyway.
+    exact = representatives if representation.projections else representatives.astype(np.float64)
+    plain = Basis(representation.kernel, exact, 1.0, data.settings.per_atom)
     K, scale, novelty = _kernel_rows(source, representation, plain, environments, X)
     del X  # before the largest matrices are made
     whitening = replace(whitening, factor=whitening.factor * np.sqrt(scale))
     with stages.stage("Whitening"), _few_threads(data, len(environments)):
         Phi = np.asarray(whitening.features(K, overwrite=True), dtype=np.float64)
     return KernelRows(
-        replace(representation, precise=data.settings.mechanical),
-        replace(plain, scale=scale),
+        replace(representation, precise=True),
+        replace(plain, representatives=representatives, scale=scale),
         _origins(data, environments),
         whitening,
         Phi,
@@ -343,17 +340,11 @@ def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> _Plan:
     if keep > limit:
         # Candidates of all blocks are kept, at most M of each.
         n_block = max(int((limit - beside) / (4.4 * d)) // 2, 2 * M)
-        use = max(recompute, min(limit, beside + 4.4 * d * 2 * n_block))
+        use = max(recompute, beside + 4.4 * d * n_block)
     log.info(
-        "%s environments × %s features (%s), %s labels, %s representatives: about %s of memory "
-        "(limit %s).",
-        f"{n:,}",
-        f"{d:,}",
-        "kept" if n_block is None else "computed twice",
-        f"{data.n_rows:,}",
-        f"{M:,}",
-        format_bytes(use),
-        format_bytes(limit),
+        f"{n:,} environments × {d:,} features ({'kept' if n_block is None else 'computed twice'}), "
+        f"{data.n_rows:,} labels, {M:,} representatives: about {format_bytes(use)} of memory "
+        f"(limit {format_bytes(limit)})."
     )
     return _Plan(n_block, n_workers)
 
@@ -414,11 +405,20 @@ class _Source:
     n_workers: int
     stages: Stages
 
-    def batches(
-        self, representation: Representation, first: int, last: int
+    def blocks(
+        self, representation: Representation, X: FloatArray | None, *some: int
     ) -> Iterator[tuple[FloatArray, IntArray]]:
-        """Yield features of consecutive structures, and where each structure begins."""
-        pairs = zip(self.data.frames[first:last], self.data.centers[first:last], strict=True)
+        """Yield features of consecutive structures, all or some, and where each structure begins.
+
+        They are computed unless the features X of all environments are given.
+        """
+        data, chosen = self.data, slice(*some) if some else slice(None)
+        if X is not None:
+            for first, last in structure_blocks(data.offsets):
+                edges = data.offsets[first : last + 1]
+                yield X[edges[0] : edges[-1]], edges - edges[0]
+            return
+        pairs = zip(data.frames[chosen], data.centers[chosen], strict=True)
         for batch in stream_features(representation, pairs, n_workers=self.n_workers):
             yield batch.features, batch.offsets
 
@@ -428,7 +428,7 @@ class _Source:
         X = np.empty((n, representation.n_features), dtype=np.float32)
         with self.stages.stage("Features", n) as advance:
             done = 0
-            for features, _ in self.batches(representation, first, last):
+            for features, _ in self.blocks(representation, None, first, last):
                 X[done : done + len(features)] = features
                 done += len(features)
                 advance(done)
@@ -510,7 +510,7 @@ def _kernel_rows(
     diagonal, novelty = np.empty(n), np.empty((len(data.frames), 2))
     structure = row = done = 0
     with source.stages.stage("Kernel rows", data.n_environments) as advance:
-        for block, offsets in _blocks(source, representation, X):
+        for block, offsets in source.blocks(representation, X):
             here = slice(structure, structure + len(offsets) - 1)
             rows = plain.rows(block, offsets, novelty=novelty[here], own=own[here])
             K[row : row + len(rows)] = rows
@@ -526,18 +526,6 @@ def _kernel_rows(
     K *= scale
     largest, mean = np.quantile(novelty, _NOT_NOVEL, axis=0).tolist()
     return K, scale, (largest, mean)
-
-
-def _blocks(
-    source: _Source, representation: Representation, X: FloatArray | None
-) -> Iterator[tuple[FloatArray, IntArray]]:
-    """Yield features of consecutive structures, computed again if they were not kept."""
-    offsets = source.data.offsets
-    if X is None:
-        yield from source.batches(representation, 0, len(source.data.frames))
-        return
-    for first, last in structure_blocks(offsets):
-        yield X[offsets[first] : offsets[last]], offsets[first : last + 1] - offsets[first]
 
 
 def _structures(data: TrainingSet, environments: IntArray) -> IntArray:
@@ -616,17 +604,9 @@ class SparseGP:
 def fit_sparse_gp(
     rows: KernelRows, data: TrainingSet, baseline: Baseline, stages: Stages | None = None
 ) -> SparseGP:
-    """Select the noise variance of each quantity and solve the full model.
-
-    Parameters
-    ----------
-    rows : KernelRows
-    data : TrainingSet
-    baseline : Baseline
-    stages : Stages, optional
-    """
+    """Select the noise variance of each quantity and solve the full model."""
     settings, Phi = data.settings, rows.Phi
-    target = data.y - baseline.predict(data.design(baseline.species))
+    target = data.y - baseline.predict(data.design)
     centered = settings.baseline != "none"
     with (stages or Stages()).stage("Full model"), _few_threads(data, Phi.shape[1]):
         if len(data.quantities) > 1:
@@ -638,9 +618,10 @@ def fit_sparse_gp(
         if len(data.quantities) == 1 and scale <= 1e-14 * abs(center):
             # What rounding leaves of a constant target; any scale will do.
             y, scale = np.zeros_like(y), 1e-6 * (abs(center) or 1.0)
-        noise = _select_noise(Phi, y, scale, energy_weight, data)
+        gram = gram_matrix(Phi) if len(data.quantities) == 1 else None
+        noise = _select_noise(Phi, y, scale, energy_weight, data, gram)
         weight = _row_weight(energy_weight, noise, data)
-        gram = gram_matrix(Phi, weight)
+        gram = gram_matrix(Phi, weight) if gram is None else gram
 
         def solve(noise: dict[str, float]) -> SparseGP:
             process = fit_projected_process(
@@ -688,7 +669,12 @@ def _prior_variance(Phi: FloatArray, y: Float64Array, data: TrainingSet) -> floa
 
 
 def _select_noise(
-    Phi: FloatArray, y: Float64Array, scale: float, energy_weight: Float64Array, data: TrainingSet
+    Phi: FloatArray,
+    y: Float64Array,
+    scale: float,
+    energy_weight: Float64Array,
+    data: TrainingSet,
+    gram: Float64Array | None,
 ) -> dict[str, float]:
     """Return the noise variance of each quantity, given or selected."""
     settings = data.settings
@@ -713,7 +699,7 @@ def _select_noise(
             (y / scale)[:, None],
             noise_grid(1.0),
             criterion=criterion,
-            gram=gram_matrix(Phi),
+            gram=gram,
             groups=None if settings.resample == "atoms" else data.row_groups,
         )
         return {"energy": found.noise_variance * scale**2}
@@ -785,17 +771,12 @@ def fit_ensemble(
 ) -> Trained:
     """Solve all members and calibrate each quantity on out-of-bag points.
 
-    Parameters
-    ----------
-    gp : SparseGP
-    data : TrainingSet
-        Its settings may differ from those of `gp` in what concerns the members.
-    draw : Draw
-    stages : Stages, optional
+    The settings of `data` may differ from those that `gp` was fitted with in what concerns the
+    members.
     """
     stages, settings = stages or Stages(), data.settings
     counts, baseline = draw
-    design = data.design(baseline.species)
+    design = data.design
     with stages.stage("Members"), _few_threads(data, gp.rows.Phi.shape[1]):
         gp, solution, intercepts = _solve_members(gp, data, counts, baseline, design)
         weights = solution.weights[:, 0] * gp.scale
@@ -889,17 +870,8 @@ def calibrate_out_of_bag(
 
     Components of forces and stresses are multiplied by r/ŝ, where r is the ensemble standard
     deviation of the whole vector: see `qualms.calibration.methods`. They have no calibration if
-    they are too few; then the factor of the energy is used.
-
-    Parameters
-    ----------
-    name : {"energy", "forces", "stress"}
-    quantity : Quantity
-    members : (n, N_R) array
-        Predictions of all rows.
-    counts : (N, N_R) array of int
-        How often each row of the target is in each member.
-    settings : Settings
+    they are too few; then the factor of the energy is used. Members (n, N_R) are predictions of all
+    rows, counts (N, N_R) those of the rows of the target in each member.
     """
     absent, wanted = _member_counts(name, quantity, counts) == 0, settings.calibration
     y = quantity.y

@@ -16,7 +16,6 @@ import numpy as np
 import scipy.linalg
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
-from qualms.features.hypers import Compression
 from qualms.gp.kernels import normalize_rows
 from qualms.gp.representatives import cur, farthest_points
 
@@ -57,23 +56,23 @@ def is_worthwhile(n_environments: int, n_representatives: int, n_raw: int, q: in
 
 
 def fit_projection(
-    X: FloatArray, compression: Compression, blocks: Sequence[slice] = ()
+    X: FloatArray, method: str, n_features: int, blocks: Sequence[slice] = ()
 ) -> Projection:
-    """Find a map for the features X (n, D), rows of about unit length.
+    """Fit a projection of the features X (n, D), rows of about unit length.
 
-    A tenth of the rows is kept aside to measure the change of the kernel. The blocks are the
-    columns of each pair of species.
+    A tenth of the rows is set aside to measure the change of the kernel. The blocks are the
+    columns of each pair of species, for the method "pairs".
     """
     step = max(10, len(X) // 2000)
     held_out = normalize_rows(X[::step])
     seen = X if len(X) < 20 else np.delete(X, np.s_[::step], axis=0)
-    q = min(compression.n_features, X.shape[1])
-    if compression.method == "pairs":
+    q = min(n_features, X.shape[1])
+    if method == "pairs":
         found = components_of_pairs(seen, q, blocks)
-    elif compression.method == "pca":
+    elif method == "pca":
         found = principal_components(seen, q)
     else:
-        found = chosen_columns(seen, q, compression.method)
+        found = chosen_columns(seen, q, method)
     matrix = found.astype(np.float32)
     reduced = normalize_rows(held_out @ matrix)
     change = held_out @ held_out.T - reduced @ reduced.T

@@ -1,9 +1,15 @@
-"""A part of a large structure, cut out with all that is around it.
+"""Power spectra with their derivatives, and the chain rule through compression and normalisation.
 
-Environments end at the cutoff. featomic, given some atoms of a structure, still spends time on all
-the others, for each environment anew; a part without the rest makes that time independent of the
-size of the structure. Images of atoms across a periodic boundary become atoms of their own, until
-derivatives by their positions have been computed, which are those by the positions of the atoms.
+An environment with power spectrum p, in raw features, has y = pP with the projection P, and the
+kernel sees x = y/|y|, or y/c for features that are not normalised. Changes of p are projected to
+those of y; derivatives by y are taken back to p by Pᵀ. Both go pair of species by pair of species:
+an environment has features of the pairs of its own species only, and a projection may have few
+components of each pair.
+
+featomic, given some atoms of a large structure, still spends time on all others. Large structures
+are therefore cut to parts, each with everything within the cutoff. Images of atoms across a
+periodic boundary become atoms of their own until derivatives by their positions, which are those
+by the positions of the atoms, have been computed.
 """
 
 from __future__ import annotations
@@ -21,24 +27,29 @@ from scipy.spatial import cKDTree
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.features.soap import FeatomicEngine, Representation, make_engine, offsets_of
 
-#: Structures of fewer atoms are not worth it.
+#: Structures of fewer atoms are not cut.
 LARGE = 256
-#: What distances may be wrong by after atoms have been moved by a lattice vector, in Å.
+#: Environments whose derivatives are in memory at once: some 50 MB in a dense crystal.
+BATCH = 64
+#: Error of distances after atoms have been moved by a lattice vector, in Å.
 _ROUNDING = 1e-6
 
 
+# --- parts of large structures ---
+
+
 @dataclass(frozen=True)
-class Cutting:
-    """Atoms around some atoms of a structure.
+class Cutout:
+    """Some atoms of a structure with everything around them.
 
     Attributes
     ----------
     atoms : Atoms
-        Without a cell, if it was cut out.
+        Without a cell, unless it is the whole structure.
     origins : (n,) array of int
         Which atom of the structure each of them is, or is an image of.
     centers : array of int
-        Where the atoms in the middle are among them.
+        Positions of the atoms in the middle among them.
     """
 
     atoms: Atoms
@@ -48,89 +59,69 @@ class Cutting:
 
 @dataclass(frozen=True, eq=False)
 class Surroundings:
-    """A structure that can be cut to pieces.
-
-    Attributes
-    ----------
-    atoms : Atoms
-    """
+    """A structure that can be cut to parts."""
 
     atoms: Atoms
 
     def parts(self, size: int) -> Iterator[IntArray]:
-        """Yield all atoms, at most so many at a time; if they are many, near to one another."""
+        """Yield all atoms, at most `size` at a time; if they are many, close to one another."""
+        everything = np.arange(len(self.atoms))
         if len(self.atoms) < LARGE:
-            yield from np.array_split(np.arange(len(self.atoms)), -(-len(self.atoms) // size))
+            yield from np.array_split(everything, -(-len(everything) // size))
         else:
-            yield from _compact(self._inside, np.arange(len(self.atoms)), size)
+            yield from _compact(self._wrapped.positions, everything, size)
 
-    def around(self, centers: IntArray, cutoff: float) -> Cutting:
-        """Return some atoms, all that are within the cutoff (Å) of them, and perhaps others."""
-        n = len(self.atoms)
-        widths = self._widths[np.asarray(self.atoms.pbc)]
+    def around(self, centers: IntArray, cutoff: float) -> Cutout:
+        """Return some atoms and all that are within the cutoff (Å) of them, and perhaps others."""
+        n, cutoff = len(self.atoms), cutoff + _ROUNDING
         # In a narrow cell an environment may have two images of an atom: they stay one atom.
-        if n < LARGE or np.any(widths < 2 * (cutoff + _ROUNDING)):
-            return Cutting(self.atoms, np.arange(n), centers)
-        images = self._images(cutoff)
-        found = images.tree.query_ball_point(images.positions[centers], cutoff + _ROUNDING)
+        if n < LARGE or np.any(self._widths[self.atoms.pbc] < 2 * cutoff):
+            return Cutout(self.atoms, np.arange(n), centers)
+        positions, origins, tree = self._images(cutoff)
+        found = tree.query_ball_point(positions[centers], cutoff)
         near = np.unique(np.concatenate([np.asarray(some, dtype=np.intp) for some in found]))
-        origins = images.origins[near]
-        atoms = Atoms(self.atoms.numbers[origins], images.positions[near])
-        return Cutting(atoms, origins, np.searchsorted(near, centers))
+        atoms = Atoms(self.atoms.numbers[origins[near]], positions[near])
+        return Cutout(atoms, origins[near], np.searchsorted(near, centers))
 
     @cached_property
-    def _cell(self) -> Float64Array:
-        return np.asarray(self.atoms.cell.complete().array, dtype=np.float64)
+    def _wrapped(self) -> Atoms:
+        """The structure with its atoms in the cell, along periodic directions."""
+        atoms = Atoms(
+            self.atoms.numbers,
+            self.atoms.positions,
+            cell=self.atoms.cell.complete(),
+            pbc=self.atoms.pbc,
+        )
+        atoms.wrap(eps=0)  # type: ignore[no-untyped-call]
+        return atoms
 
     @cached_property
     def _widths(self) -> Float64Array:
         """Distances between the faces of the cell: (3,), in Å."""
-        widths: Float64Array = 1 / np.linalg.norm(np.linalg.pinv(self._cell), axis=0)
+        widths: Float64Array = 1 / np.linalg.norm(self._wrapped.cell.reciprocal(), axis=1)
         return widths
 
     @cached_property
-    def _scaled(self) -> Float64Array:
-        """Positions in units of the cell, moved into it along periodic directions."""
-        scaled = np.linalg.solve(self._cell.T, self.atoms.positions.T).T
-        periodic = np.asarray(self.atoms.pbc)
-        scaled[:, periodic] -= np.floor(scaled[:, periodic])
-        return scaled
-
-    @property
-    def _inside(self) -> Float64Array:
-        positions: Float64Array = self._scaled @ self._cell
-        return positions
-
-    @cached_property
-    def _known(self) -> dict[float, _Images]:
+    def _known(self) -> dict[float, tuple[Float64Array, IntArray, cKDTree]]:
         return {}
 
-    def _images(self, cutoff: float) -> _Images:
+    def _images(self, cutoff: float) -> tuple[Float64Array, IntArray, cKDTree]:
         """Return all atoms, and then their images that are within the cutoff of the cell."""
         if cutoff not in self._known:
-            margins = (cutoff + _ROUNDING) / self._widths
-            shifts = [(0, -1, 1) if periodic else (0,) for periodic in self.atoms.pbc]
+            inside = self._wrapped.get_scaled_positions(wrap=False)  # type: ignore[no-untyped-call]
+            margins = cutoff / self._widths
             scaled, origins = [], []
-            for shift in product(*shifts):
-                moved = self._scaled + np.array(shift)
-                inside = (moved >= -margins) & (moved <= 1 + margins)
+            for shift in product(
+                *[(0, -1, 1) if periodic else (0,) for periodic in self.atoms.pbc]
+            ):
+                moved = inside + shift
                 # Along directions that are not periodic atoms may be anywhere.
-                near = np.all(inside | (np.array(shift) == 0), axis=1)
-                scaled.append(moved[near])
-                origins.append(np.flatnonzero(near))
-            positions = np.concatenate(scaled) @ self._cell
-            self._known[cutoff] = _Images(positions, np.concatenate(origins))
+                near = ((moved >= -margins) & (moved <= 1 + margins)) | (np.array(shift) == 0)
+                origins.append(np.flatnonzero(near.all(axis=1)))
+                scaled.append(moved[origins[-1]])
+            positions = np.concatenate(scaled) @ self._wrapped.cell.array
+            self._known[cutoff] = positions, np.concatenate(origins), cKDTree(positions)
         return self._known[cutoff]
-
-
-@dataclass(frozen=True, eq=False)
-class _Images:
-    positions: Float64Array
-    origins: IntArray
-
-    @cached_property
-    def tree(self) -> cKDTree:
-        return cKDTree(self.positions)
 
 
 def _compact(positions: Float64Array, chosen: IntArray, size: int) -> Iterator[IntArray]:
@@ -146,55 +137,70 @@ def _compact(positions: Float64Array, chosen: IntArray, size: int) -> Iterator[I
         yield from _compact(positions, half, size)
 
 
-# Power spectra and their derivatives by positions and strain, as featomic computes them.
-#: Environments whose derivatives are in memory at once: some 50 MB in a dense crystal.
-BATCH = 64
+# --- derivatives of power spectra, by featomic ---
 
 
 @dataclass(frozen=True)
 class Environments:
-    """Environments of some structures, or of a part of one.
+    """A batch of environments of some structures, or of a part of one.
 
     Attributes
     ----------
     structures : (n_structures,) array of int
-        Indices of the structures.
-    frames : list of Atoms
+        Indices of the structures; each is in a batch once.
+    surroundings : list of Surroundings
+        The structures.
     centers : list of arrays of int
         Atoms of each structure whose environments these are.
-    surroundings : list of Surroundings
-        What is around them in each structure.
     """
 
     structures: IntArray
-    frames: list[Atoms]
-    centers: list[IntArray]
     surroundings: list[Surroundings]
+    centers: list[IntArray]
 
-    def cut_out(self, cutoff: float) -> list[Cutting]:
-        """Return what featomic needs to know of each structure."""
-        pairs = zip(self.surroundings, self.centers, strict=True)
-        return [surroundings.around(centers, cutoff) for surroundings, centers in pairs]
+    @cached_property
+    def frames(self) -> list[Atoms]:
+        """The structures."""
+        return [one.atoms for one in self.surroundings]
 
-    @property
-    def offsets(self) -> IntArray:
-        """Environments of the structures: those of the s-th are ``offsets[s]:offsets[s + 1]``."""
-        return offsets_of([len(chosen) for chosen in self.centers])
+    def __len__(self) -> int:
+        return sum(map(len, self.centers))
 
-    @property
+    @cached_property
     def atom_offsets(self) -> IntArray:
         """Atoms of the structures, counted through all of them."""
         return offsets_of([len(atoms) for atoms in self.frames])
 
-    @property
+    @cached_property
     def owners(self) -> IntArray:
         """Structure of each environment, counted from 0 in this batch."""
         return np.repeat(np.arange(len(self.frames)), [len(chosen) for chosen in self.centers])
 
-    @property
+    @cached_property
     def center_atoms(self) -> IntArray:
         """Atom at the centre of each environment, counted through the batch."""
         return np.concatenate(self.centers) + self.atom_offsets[self.owners]
+
+
+def batches(frames: Iterable[Atoms], size: int = BATCH) -> Iterator[Environments]:
+    """Group environments: several small structures at a time, or a large one in parts."""
+    group: list[tuple[int, Surroundings, IntArray]] = []
+
+    def batch() -> Environments:
+        structures, surroundings, centers = zip(*group, strict=True)
+        return Environments(np.array(structures), list(surroundings), list(centers))
+
+    count = 0
+    for index, atoms in enumerate(frames):
+        surroundings = Surroundings(atoms)
+        for centers in surroundings.parts(size):
+            if group and count + len(centers) > size:
+                yield batch()
+                group, count = [], 0
+            group.append((index, surroundings, centers))
+            count += len(centers)
+    if group:
+        yield batch()
 
 
 @dataclass(frozen=True)
@@ -207,7 +213,6 @@ class GradientBlock:
         Which features of a scale these c are.
     rows : (n,) array of int
         Environments that have them, counted through the batch.
-    values : (n, c) array
     edges : (n + 1,) array of int
         Derivatives of the k-th of these environments are ``edges[k]:edges[k + 1]``.
     atoms : (g,) array of int
@@ -220,70 +225,56 @@ class GradientBlock:
 
     columns: slice
     rows: IntArray
-    values: Float64Array
     edges: IntArray
     atoms: IntArray
     positions: Float64Array
     strain: Float64Array | None
 
 
-def batches(frames: Iterable[Atoms], size: int = BATCH) -> Iterator[Environments]:
-    """Group environments: several small structures at a time, or a large one in parts."""
-    group: list[tuple[int, Surroundings, IntArray]] = []
-    count = 0
-    for index, atoms in enumerate(frames):
-        surroundings = Surroundings(atoms)
-        for centers in surroundings.parts(size):
-            if group and count + len(centers) > size:
-                yield _environments(group)
-                group, count = [], 0
-            group.append((index, surroundings, centers))
-            count += len(centers)
-    if group:
-        yield _environments(group)
+def spectra(engine: FeatomicEngine, batch: Environments) -> Float64Array:
+    """Return the power spectra of a batch, without derivatives: (n, D)."""
+    cut = _cut(engine, batch)
+    given = [one.atoms for one in cut], [one.centers for one in cut]
+    (piece,) = engine.pieces(*given, dtype=np.float64)
+    return np.asarray(piece.values, dtype=np.float64)
 
 
-def _environments(group: Sequence[tuple[int, Surroundings, IntArray]]) -> Environments:
-    indices, surroundings, centers = zip(*group, strict=True)
-    frames = [one.atoms for one in surroundings]
-    return Environments(np.array(indices), frames, list(centers), list(surroundings))
-
-
-def gradient_blocks(
+def spectra_and_gradients(
     engine: FeatomicEngine, batch: Environments, *, strain: bool = False
-) -> Iterator[GradientBlock]:
-    """Yield features and derivatives of a batch, in float64, as they are needed."""
-    cut = batch.cut_out(engine.scale.cutoff)
-    # Atom of the batch that each atom of what was cut out is, or is an image of.
-    first_atom = batch.atom_offsets
-    atom_of = np.concatenate([first_atom[k] + one.origins for k, one in enumerate(cut)])
+) -> tuple[Float64Array, list[GradientBlock]]:
+    """Return the power spectra of a batch (n, D), and blocks of their derivatives."""
+    cut = _cut(engine, batch)
+    # Atom of the batch that each atom of the cut-outs is, or is an image of.
+    atom_of = np.concatenate([batch.atom_offsets[k] + one.origins for k, one in enumerate(cut)])
     first_cut = offsets_of([len(one.origins) for one in cut])
-    wanted = ["positions", "strain"] if strain else ["positions"]
-    given = ([one.atoms for one in cut], [one.centers for one in cut])
-    for columns, rows, block in engine.blocks(*given, wanted):
+    given = [one.atoms for one in cut], [one.centers for one in cut]
+    P, blocks = np.zeros((len(batch), engine.n_features)), []
+    for columns, rows, block in engine.blocks(*given, ["positions", "strain"][: 1 + strain]):
         moved = block.gradient("positions")
         owner, system, atom = np.asarray(moved.samples.values).T
-        yield GradientBlock(
-            columns=columns,
-            rows=rows,
-            values=np.asarray(block.values),
-            # Entries come environment by environment.
-            edges=np.searchsorted(owner, np.arange(len(rows) + 1)),
-            atoms=atom_of[first_cut[system] + atom],
-            positions=np.asarray(moved.values),
-            strain=np.asarray(block.gradient("strain").values) if strain else None,
+        P[rows, columns] = block.values
+        blocks.append(
+            GradientBlock(
+                columns=columns,
+                rows=rows,
+                # Entries come environment by environment.
+                edges=np.searchsorted(owner, np.arange(len(rows) + 1)),
+                atoms=atom_of[first_cut[system] + atom],
+                positions=np.asarray(moved.values),
+                strain=np.asarray(block.gradient("strain").values) if strain else None,
+            )
         )
+    return P, blocks
 
 
-def power_spectra(blocks: Sequence[GradientBlock], n: int, n_features: int) -> Float64Array:
-    """Return the power spectra of the n environments of a batch: (n, D)."""
-    P = np.zeros((n, n_features))
-    for block in blocks:
-        P[block.rows, block.columns] = block.values
-    return P
+def _cut(engine: FeatomicEngine, batch: Environments) -> list[Cutout]:
+    pairs = zip(batch.surroundings, batch.centers, strict=True)
+    return [one.around(centers, engine.scale.cutoff) for one, centers in pairs]
 
 
-# From the power spectra of one scale to what its kernel sees, and derivatives back.
+# --- from the power spectra of one scale to the features of the kernel, and back ---
+
+
 @dataclass(frozen=True)
 class PairMap:
     """The part of P that belongs to one pair of species.
@@ -307,7 +298,7 @@ class PairMap:
         return changes if self.part is None else changes @ self.part
 
     def lifted(self, slopes: Float64Array) -> Float64Array:
-        """Return P b for b (n, R, k): (n, R, c)."""
+        """Return b Pᵀ for b (n, R, k): (n, R, c)."""
         if self.part is None:
             return slopes
         n, R, k = slopes.shape
@@ -316,7 +307,7 @@ class PairMap:
 
 @dataclass(frozen=True)
 class ScaleFeatures:
-    """From the power spectra of one scale to what its kernel sees.
+    """From the power spectra of one scale to the features x of its kernel.
 
     Attributes
     ----------
@@ -328,9 +319,9 @@ class ScaleFeatures:
     columns : slice
         Its features among those of all scales, as representatives are stored.
     projection : (D, q) array, optional
-        P, if there is compression.
+        P, if features are compressed.
     feature_scale : float, optional
-        What y is divided by; None if features are normalised.
+        y is divided by this; None if features are normalised.
     """
 
     engine: FeatomicEngine
@@ -342,14 +333,24 @@ class ScaleFeatures:
 
     @cached_property
     def maps(self) -> list[PairMap]:
-        """P, part by part."""
-        if self.projection is None:
-            return _folds(self.engine)
-        maps = []
-        for rows in self.engine.pair_blocks:
-            part = self.projection[rows]
-            columns = np.flatnonzero(np.any(part != 0, axis=0))
-            maps.append(PairMap(rows, columns, np.ascontiguousarray(part[:, columns])))
+        """P, one pair of species after the other.
+
+        Without compression, features p_nn′ and p_n′n of one species, which are equal, are folded.
+        """
+        maps, first = [], 0
+        for (one, other), rows in self.engine.pair_columns.items():
+            part = None
+            if self.projection is not None:
+                part = self.projection[rows]
+                columns = np.flatnonzero(np.any(part != 0, axis=0))
+                part = np.ascontiguousarray(part[:, columns])
+            else:
+                if one == other:
+                    part = _fold(self.engine.scale.n_radial, self.engine.scale.l_max)
+                size = rows.stop - rows.start if part is None else part.shape[1]
+                columns = np.arange(first, first + size)
+                first += size
+            maps.append(PairMap(rows, columns, part))
         return maps
 
     @cached_property
@@ -359,8 +360,13 @@ class ScaleFeatures:
             return int(self.projection.shape[1])
         return sum(len(one.columns) for one in self.maps)
 
+    def representatives(self, stored: FloatArray) -> Float64Array:
+        """Return the x of representatives (M, q), as a model stores those of all scales."""
+        mine = stored[:, self.columns].astype(np.float64)
+        return mine if self.projection is not None else self.projected(mine)
+
     def features(self, P: Float64Array) -> tuple[Float64Array, Float64Array]:
-        """Return x (n, q) and what y has been divided by (n, 1), for power spectra (n, D)."""
+        """Return x (n, q) and the divisors of y (n, 1), for power spectra (n, D)."""
         y = self.projected(P)
         if self.feature_scale is not None:
             lengths = np.full((len(y), 1), self.feature_scale)
@@ -368,11 +374,6 @@ class ScaleFeatures:
             lengths = np.linalg.norm(y, axis=1, keepdims=True)
             lengths[lengths == 0] = 1.0
         return y / lengths, lengths
-
-    def representatives(self, stored: FloatArray) -> Float64Array:
-        """Return the x of representatives (M, q), as a model stores those of all scales."""
-        mine = stored[:, self.columns].astype(np.float64)
-        return mine if self.projection is not None else self.projected(mine)
 
     def present(self, P: Float64Array) -> list[int]:
         """Return the pairs of species that some of the environments have, given (n, D)."""
@@ -410,45 +411,33 @@ class ScaleFeatures:
     def lifted(
         self, slopes: Float64Array, used: IntArray, pairs: Sequence[int]
     ) -> dict[int, Float64Array]:
-        """Return P b for b (n, R, k), of which the columns that are used are given.
+        """Return b Pᵀ for b (n, R, k), of which the columns that are used are given.
 
         Returns
         -------
         dict of (n, R, c) arrays
-            By the first raw feature of each pair of species that is asked for.
+            By the first raw feature of each of the given pairs of species.
         """
         chosen = [self.maps[k] for k in pairs]
         return {
             one.rows.start: one.lifted(slopes[:, :, _places(used, one.columns)]) for one in chosen
         }
 
-    def powers(self, products: Float64Array) -> Float64Array:
-        """Return (x·X)^(ζ−1) for products x·X, of which rounding may have made some negative.
-
-        Compression may have, too. If ζ is fractional they count as zero, as they do in the kernel.
-        """
-        if not float(self.exponent).is_integer():
-            products = np.maximum(products, 0.0)
-        powers: Float64Array = products ** (self.exponent - 1)
-        return powers
-
 
 def scale_features(representation: Representation) -> list[ScaleFeatures]:
     """Return the features of each scale of a representation by featomic."""
-    soap = representation.soap
+    soap, projections = representation.soap, representation.projections
     weights = np.array([scale.weight for scale in soap.scales])
-    ends = np.cumsum(representation.widths).tolist()
     found = []
     for s, scale in enumerate(soap.scales):
         engine = make_engine("featomic", scale, representation.species)
         assert isinstance(engine, FeatomicEngine)
-        projections = representation.projections
         found.append(
             ScaleFeatures(
                 engine=engine,
                 exponent=soap.exponent,
                 share=float(weights[s] / weights.sum()),
-                columns=slice(ends[s] - representation.widths[s], ends[s]),
+                columns=representation.columns[s],
                 projection=projections[s].matrix.astype(np.float64) if projections else None,
                 feature_scale=None if soap.normalize else representation.feature_scale,
             )
@@ -462,17 +451,6 @@ def _places(used: IntArray, columns: IntArray) -> IntArray | slice:
     if len(places) and places[-1] - places[0] == len(places) - 1:
         return slice(int(places[0]), int(places[-1]) + 1)
     return places
-
-
-def _folds(engine: FeatomicEngine) -> list[PairMap]:
-    """Return the map that takes equal features together, pair by pair."""
-    maps, first = [], 0
-    for (one, other), rows in engine.pair_columns.items():
-        part = _fold(engine.scale.n_radial, engine.scale.l_max) if one == other else None
-        size = rows.stop - rows.start if part is None else part.shape[1]
-        maps.append(PairMap(rows, np.arange(first, first + size), part))
-        first += size
-    return maps
 
 
 def _fold(n_radial: int, l_max: int) -> Float64Array:

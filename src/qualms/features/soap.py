@@ -1,9 +1,9 @@
-"""Power spectra of atomic environments, computed by dscribe or by featomic.
+"""SOAP power spectra of atomic environments: hyper-parameters, two engines, compressed features.
 
-Both expand the density of each species around an atom (Eqs. (15) and (16), Musil et al. 2019) and
-contract it to the power spectrum ⟨αnα′n′l|X⟩ of Eq. (14). Their radial functions differ, so that a
-model belongs to the engine it was trained with. dscribe is the faster one for values, featomic has
-a smooth cutoff.
+Both engines expand the density of each species around an atom (Eqs. (15) and (16), Musil et al.
+2019) and contract it to the power spectrum ⟨αnα′n′l|X⟩ of Eq. (14). Their radial functions differ,
+so that a model belongs to the engine it was trained with. dscribe is faster for values, featomic
+has a smooth cutoff and derivatives.
 
 An engine stores every pair (αn, α′n′) once and weights it by the square root of how often it occurs
 in the sum of Eq. (13), so that the inner product of two vectors is that sum.
@@ -11,28 +11,235 @@ in the sum of Eq. (13), so that the inner product of two vectors is that sum.
 
 from __future__ import annotations
 
-import os
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import combinations_with_replacement, pairwise
-from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from itertools import chain, combinations_with_replacement, pairwise
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import numpy as np
 import scipy.linalg
 from ase import Atoms
+from joblib.externals.loky import get_reusable_executor
+from joblib.externals.loky.process_executor import TerminatedWorkerError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.errors import InputError, QualmsError
 from qualms.features.compression import Projection, fit_projection, is_worthwhile
-from qualms.features.hypers import Compression, Scale, Soap
 from qualms.gp.kernels import Kernel, PowerKernel, WeightedSumKernel, normalize_rows
 from qualms.resources import limit_rayon
 
+# --- hyper-parameters ---
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RadialScaling(_Frozen):
+    """Weight u(r) = c / (c + (r/r₀)^m) of a neighbour at distance r: near ones matter more.
+
+    Willatt, Musil & Ceriotti, Phys. Chem. Chem. Phys. 20, 29661 (2018).
+
+    Attributes
+    ----------
+    scale : float
+        r₀ in Å.
+    exponent : float
+        m.
+    rate : float
+        c.
+    """
+
+    scale: Positive = 2.0
+    exponent: Positive = 6.0
+    rate: Positive = 1.0
+
+
+class Scale(_Frozen):
+    """The environment of an atom, out to one cutoff. Eqs. (14)–(16), Musil et al. 2019.
+
+    Attributes
+    ----------
+    cutoff : float
+        r_cut in Å.
+    smoothing : float, optional
+        Width in Å over which f_cut of Eq. (16) falls to zero. Without it neighbours fade with the
+        radial basis functions.
+    gaussian_width : float
+        Standard deviation in Å of the Gaussians g.
+    n_radial, l_max : int
+        Number of radial functions R_n, and largest l.
+    radial_basis : {"gto", "polynomial"}
+    radial_scaling : RadialScaling, optional
+    center_weight : float
+        Weight of the atom at the centre.
+    weight : float
+        Of this scale in a sum over several.
+    """
+
+    cutoff: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 5.0
+    smoothing: Positive | None = None
+    gaussian_width: Positive = 0.3
+    n_radial: Annotated[int, Field(ge=1, le=100)] = 6
+    l_max: Annotated[int, Field(ge=0, le=20)] = 5
+    radial_basis: Literal["gto", "polynomial"] = "gto"
+    radial_scaling: RadialScaling | None = RadialScaling()
+    center_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    weight: Positive = 1.0
+
+
+class Compression(_Frozen):
+    """Fewer features per scale.
+
+    Attributes
+    ----------
+    method : {"pca", "pairs", "fps", "cur"}
+        Principal components, of all features or of those of single pairs of species; or columns
+        chosen by farthest point sampling or by leverage scores.
+    n_features : int
+        Number of features to keep; a representation with fewer is left as it is.
+    """
+
+    method: Literal["pca", "pairs", "fps", "cur"] = "pca"
+    n_features: Annotated[int, Field(ge=1)] = 1000
+
+
+class Soap(_Frozen):
+    """All hyper-parameters of a representation and its kernel. Eqs. (13)–(16), Musil et al. 2019.
+
+    Attributes
+    ----------
+    scales : tuple of Scale
+        The kernel is the weighted sum of the kernels of all scales.
+    exponent : float
+        ζ, to which the kernel of Eq. (13) is raised.
+    normalize : bool
+        Whether power spectra are scaled to unit length.
+    compression : Compression, "auto" or None
+        "auto" compresses to 1000 principal components if that saves time in training, or if there
+        are so many representatives that rounding of float32 would limit the accuracy. For an
+        energy with `smoothing`, which has forces, it keeps 32 components for each pair of species,
+        or 192 in all.
+    engine : {"auto", "dscribe", "featomic"}
+        "auto" is dscribe, the faster one for values, unless `smoothing` requires featomic.
+    """
+
+    scales: Annotated[tuple[Scale, ...], Field(min_length=1, max_length=16)] = (Scale(),)
+    exponent: Annotated[float, Field(ge=1, le=20)] = 2.0
+    normalize: bool = True
+    compression: Compression | Literal["auto"] | None = "auto"
+    engine: Literal["auto", "dscribe", "featomic"] = "auto"
+
+    @property
+    def _smooth(self) -> bool:
+        return any(scale.smoothing is not None for scale in self.scales)
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> Self:
+        polynomial = any(scale.radial_basis == "polynomial" for scale in self.scales)
+        if self._smooth and (self.engine == "dscribe" or polynomial):
+            raise ValueError("smoothing needs engine featomic and radial_basis gto")
+        if polynomial and self.engine == "featomic":
+            raise ValueError("radial_basis polynomial needs engine dscribe")
+        return self
+
+    @property
+    def resolved_engine(self) -> Literal["dscribe", "featomic"]:
+        """The engine that "auto" stands for."""
+        if self.engine != "auto":
+            return self.engine
+        return "featomic" if self._smooth else "dscribe"
+
+
+#: organic suits molecules such as those of QM9, nmr shieldings in molecular crystals (both compared
+#: with their neighbours in `python -m benchmarks presets`); general is a starting point.
+PRESETS: dict[str, Soap] = {
+    "organic": Soap(),
+    "nmr": Soap(
+        scales=(Scale(n_radial=8, l_max=7, radial_scaling=RadialScaling(scale=2.0, exponent=4.0)),)
+    ),
+    "general": Soap(
+        scales=(
+            Scale(
+                cutoff=5.5,
+                gaussian_width=0.5,
+                n_radial=8,
+                l_max=6,
+                radial_scaling=RadialScaling(scale=3.0, exponent=4.0),
+            ),
+        ),
+    ),
+}
+
+
+def make_soap(representation: str | Soap | dict[str, Any] = "organic", **overrides: Any) -> Soap:
+    """Return hyper-parameters from a preset, with some of them changed.
+
+    Parameters
+    ----------
+    representation : str, Soap or dict
+        Name of a preset; hyper-parameters; or a dict with the fields of `Soap`, or of `Scale` for a
+        single cutoff, and optionally ``preset``.
+    **overrides
+        Fields of `Soap`, or of `Scale`, which then apply to every scale.
+
+    Examples
+    --------
+    >>> make_soap("organic", cutoff=4.5, exponent=3).scales[0].cutoff
+    4.5
+    """
+    if isinstance(representation, dict):
+        overrides = {**representation, **overrides}
+        representation = overrides.pop("preset", "organic")
+    if isinstance(representation, str):
+        if representation not in PRESETS:
+            raise InputError("representation", repr(representation), f"one of {', '.join(PRESETS)}")
+        representation = PRESETS[representation]
+    if not isinstance(representation, Soap):
+        raise InputError("representation", type(representation).__name__, "a name, dict or Soap")
+    known = set(Scale.model_fields) | set(Soap.model_fields)
+    unknown = sorted(map(str, set(overrides) - known))
+    if unknown:
+        given, expected = f"unknown {', '.join(unknown)}", ", ".join(sorted(known))
+        raise InputError("representation", given, expected)
+    document = representation.model_dump()
+    document |= {k: v for k, v in overrides.items() if k in Soap.model_fields}
+    of_scales = {k: v for k, v in overrides.items() if k in Scale.model_fields}
+    if of_scales and isinstance(document["scales"], (list, tuple)):
+        document["scales"] = [_with(scale, of_scales) for scale in document["scales"]]
+    try:
+        return Soap.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        # Fields that may be of several kinds are followed by the name of a class.
+        parts = [str(part) for part in first["loc"] if part != Compression.__name__]
+        name = ".".join(parts) or "representation"
+        raise InputError(name, repr(first["input"]), first["msg"]) from None
+
+
+def _with(scale: Any, overrides: dict[str, Any]) -> Any:
+    """Return a scale with some fields changed; anything else is left for the validation."""
+    given = scale.model_dump() if isinstance(scale, Scale) else scale
+    return {**given, **overrides} if isinstance(given, dict) else given
+
+
+# --- engines ---
+
 #: Of power spectra.
 Precision = type[np.float32] | type[np.float64]
+#: Applied to the power spectra (n, c) of a structure while they are in the cache.
+Finish: TypeAlias = Callable[[FloatArray], FloatArray]
+
+
+def offsets_of(sizes: Sequence[int] | IntArray) -> IntArray:
+    """Return where each of consecutive parts begins, and the last one ends: (n + 1,)."""
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
 
 
 @dataclass(frozen=True)
@@ -53,52 +260,44 @@ class Piece:
     values: FloatArray
 
 
-#: What becomes of power spectra (n, c) while they are at hand, such as normalisation.
-Finish: TypeAlias = Callable[[FloatArray], FloatArray]
+@dataclass(frozen=True)
+class Engine(ABC):
+    """Computes power spectra of one scale, for the species (atomic numbers, increasing)."""
 
-
-def as_they_are(spectra: FloatArray) -> FloatArray:
-    """Change nothing."""
-    return spectra
-
-
-class Engine(Protocol):
-    """What computes power spectra for one scale."""
+    scale: Scale
+    species: tuple[int, ...]
 
     @property
-    def n_features(self) -> int:
-        """Length of a power spectrum."""
-        ...
-
-    @property
-    def pair_blocks(self) -> list[slice]:
+    @abstractmethod
+    def pair_columns(self) -> dict[tuple[int, int], slice]:
         """Features of each pair of species."""
-        ...
 
+    @abstractmethod
     def pieces(
         self,
         frames: Sequence[Atoms],
         centers: Sequence[IntArray],
-        finish: Finish = as_they_are,
+        finish: Finish = lambda spectra: spectra,
         dtype: Precision = np.float32,
     ) -> Iterator[Piece]:
         """Yield the power spectra of the chosen atoms of each structure."""
-        ...
+
+    @property
+    def n_features(self) -> int:
+        """Length of a power spectrum."""
+        return max(int(columns.stop) for columns in self.pair_columns.values())
 
 
 @lru_cache(maxsize=16)
 def make_engine(name: str, scale: Scale, species: tuple[int, ...]) -> Engine:
-    """Return the engine for one scale and the species (atomic numbers, increasing) of a model.
-
-    Engines are kept: setting one up takes longer than a small molecule.
-    """
+    """Return an engine; cached, since the set-up takes longer than a small molecule."""
     if name not in ("dscribe", "featomic"):
         raise InputError("engine", repr(name), '"dscribe" or "featomic"')
     engine = (DscribeEngine if name == "dscribe" else FeatomicEngine)(scale, species)
     try:
         next(engine.pieces([Atoms([species[0]])], [np.arange(1)]))
     except Exception as error:
-        # Radial functions that can hardly be told apart; each library has its own exception.
+        # Nearly dependent radial functions; each library has its own exception.
         raise InputError(
             "n_radial", scale.n_radial, "fewer radial functions, or a wider cutoff", f"({error})"
         ) from error
@@ -108,8 +307,8 @@ def make_engine(name: str, scale: Scale, species: tuple[int, ...]) -> Engine:
 def in_cell(atoms: Atoms, scale: Scale) -> Atoms:
     """Return a structure without a cell, or periodic in all directions with atoms in the cell.
 
-    dscribe loses neighbours of atoms outside the cell and wants one of finite volume; featomic does
-    not know slabs. Along directions that are not periodic the cell is made so wide that no image
+    dscribe loses neighbours of atoms outside the cell and needs one of finite volume; featomic has
+    no slabs. Along directions that are not periodic the cell is made so wide that no image
     comes near: dscribe counts atoms up to 3.7 widths of their Gaussians beyond the cutoff.
     """
     if not np.any(atoms.pbc):
@@ -122,34 +321,25 @@ def in_cell(atoms: Atoms, scale: Scale) -> Atoms:
     return Atoms(atoms.numbers, positions, cell=cell, pbc=True)
 
 
-@dataclass(frozen=True)
-class DscribeEngine:
+class DscribeEngine(Engine):
     """dscribe's SOAP.
 
-    A molecule is described in the species that it has, which is faster and gives shorter vectors
-    to normalise and compress; `Piece.columns` says where they belong.
+    A molecule is described in its own species, which is faster and gives shorter vectors to
+    normalise and compress; `Piece.columns` places them among the features of all species.
     """
 
-    scale: Scale
-    species: tuple[int, ...]
-
-    @property
-    def n_features(self) -> int:
-        """Length of a power spectrum."""
-        return int(self._soap(self.species, False).get_number_of_features())
-
-    @property
-    def pair_blocks(self) -> list[slice]:
+    @cached_property
+    def pair_columns(self) -> dict[tuple[int, int], slice]:
         """Features of each pair of species."""
-        everything = self._soap(self.species, False)
+        soap = _dscribe_soap(self.scale, self.species, False)
         pairs = combinations_with_replacement(self.species, 2)
-        return [everything.get_location(pair) for pair in pairs]
+        return {pair: soap.get_location(pair) for pair in pairs}
 
     def pieces(
         self,
         frames: Sequence[Atoms],
         centers: Sequence[IntArray],
-        finish: Finish = as_they_are,
+        finish: Finish = lambda spectra: spectra,
         dtype: Precision = np.float32,
     ) -> Iterator[Piece]:
         """Yield power spectra, a piece for each set of species and kind of periodicity."""
@@ -160,55 +350,19 @@ class DscribeEngine:
                 present = tuple(np.unique(atoms.numbers).tolist())
                 alike.setdefault((present, bool(np.any(atoms.pbc))), []).append(i)
         for (present, periodic), members in alike.items():
-            soap = self._soap(present, periodic)
+            soap = _dscribe_soap(self.scale, present, periodic)
             root = self._root_multiplicity(len(present))
             rows = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
             values = np.empty((len(rows), len(root)), dtype=dtype)
             first = 0
             for i in members:
-                # All that is done to the spectra of a structure, while they are in the cache.
                 spectra = soap.create(in_cell(frames[i], self.scale), centers=centers[i].tolist())
                 spectra *= root
                 values[first : first + len(spectra)] = finish(spectra)
                 first += len(spectra)
-            yield Piece(rows, self._columns(present), values)
-
-    @cached_property
-    def _soaps(self) -> dict[tuple[tuple[int, ...], bool], Any]:
-        return {}
-
-    def _soap(self, species: tuple[int, ...], periodic: bool) -> Any:
-        if (species, periodic) not in self._soaps:
-            from dscribe.descriptors import SOAP
-
-            scale = self.scale
-            weighting: dict[str, Any] = {"w0": scale.center_weight}
-            if scale.radial_scaling is not None:
-                rate = scale.radial_scaling.rate
-                weighting |= {"function": "pow", "c": rate, "d": rate}
-                weighting |= {
-                    "r0": scale.radial_scaling.scale,
-                    "m": scale.radial_scaling.exponent,
-                }
-            self._soaps[species, periodic] = SOAP(
-                species=list(species),
-                r_cut=scale.cutoff,
-                n_max=scale.n_radial,
-                l_max=scale.l_max,
-                sigma=scale.gaussian_width,
-                rbf=scale.radial_basis,
-                weighting=weighting,
-                periodic=periodic,
-            )
-        return self._soaps[species, periodic]
-
-    def _columns(self, present: tuple[int, ...]) -> tuple[slice, ...]:
-        """Return where the features of a molecule, which may have fewer species, belong."""
-        if present == self.species:
-            return (slice(0, self.n_features),)
-        everything = self._soap(self.species, False)
-        pairs = combinations_with_replacement(present, 2)
-        return tuple(everything.get_location(pair) for pair in pairs)
+            columns = [self.pair_columns[p] for p in combinations_with_replacement(present, 2)]
+            whole = present == self.species
+            yield Piece(rows, (slice(0, len(root)),) if whole else tuple(columns), values)
 
     def _root_multiplicity(self, n_species: int) -> Float64Array:
         """Return √2 for each pair αn ≠ α′n′, and 1 for αn = α′n′, in dscribe's order."""
@@ -220,34 +374,41 @@ class DscribeEngine:
         return np.concatenate(blocks)
 
 
-@dataclass(frozen=True)
-class FeatomicEngine:
+@lru_cache(maxsize=1024)
+def _dscribe_soap(scale: Scale, species: tuple[int, ...], periodic: bool) -> Any:
+    from dscribe.descriptors import SOAP
+
+    weighting: dict[str, Any] = {"w0": scale.center_weight}
+    if (radial := scale.radial_scaling) is not None:
+        weighting |= {"function": "pow", "c": radial.rate, "d": radial.rate}
+        weighting |= {"r0": radial.scale, "m": radial.exponent}
+    return SOAP(
+        species=list(species),
+        r_cut=scale.cutoff,
+        n_max=scale.n_radial,
+        l_max=scale.l_max,
+        sigma=scale.gaussian_width,
+        rbf=scale.radial_basis,
+        weighting=weighting,
+        periodic=periodic,
+    )
+
+
+class FeatomicEngine(Engine):
     """featomic's power spectrum, with a smooth cutoff."""
 
-    scale: Scale
-    species: tuple[int, ...]
-
-    @property
-    def n_features(self) -> int:
-        """Length of a power spectrum."""
-        n_species = len(self.species)
-        return n_species * (n_species + 1) // 2 * self._block_size
-
-    @property
-    def pair_blocks(self) -> list[slice]:
-        """Features of each pair of species."""
-        return list(self.pair_columns.values())
-
-    @property
-    def _block_size(self) -> int:
-        # featomic stores n, n′ and n′, n of a pair of species.
-        return (self.scale.l_max + 1) * self.scale.n_radial**2
+    @cached_property
+    def pair_columns(self) -> dict[tuple[int, int], slice]:
+        """Features of each pair of species: featomic stores n, n′ and n′, n."""
+        size = (self.scale.l_max + 1) * self.scale.n_radial**2
+        pairs = combinations_with_replacement(self.species, 2)
+        return {pair: slice(i * size, (i + 1) * size) for i, pair in enumerate(pairs)}
 
     def pieces(
         self,
         frames: Sequence[Atoms],
         centers: Sequence[IntArray],
-        finish: Finish = as_they_are,
+        finish: Finish = lambda spectra: spectra,
         dtype: Precision = np.float32,
     ) -> Iterator[Piece]:
         """Yield the power spectra of the whole batch as one piece."""
@@ -270,7 +431,7 @@ class FeatomicEngine:
         frames, centers
             As in `pieces`.
         gradients : sequence of str
-            What else to compute: "positions", "strain".
+            Derivatives to compute: "positions", "strain".
 
         Yields
         ------
@@ -302,15 +463,8 @@ class FeatomicEngine:
             yield pair, place[first_atom[system] + atom], block
 
     @cached_property
-    def pair_columns(self) -> dict[tuple[int, int], slice]:
-        """Features of each pair of species."""
-        size = self._block_size
-        pairs = combinations_with_replacement(self.species, 2)
-        return {pair: slice(i * size, (i + 1) * size) for i, pair in enumerate(pairs)}
-
-    @cached_property
     def calculator(self) -> Any:
-        """Featomic's own."""
+        """SoapPowerSpectrum of featomic."""
         limit_rayon()
         from featomic import SoapPowerSpectrum
 
@@ -336,139 +490,13 @@ class FeatomicEngine:
         )
 
 
-# Features of all environments of a training set: kept in memory, or on disk.
-#: Environments whose features are read, and multiplied, at once.
-BLOCK = 4096
+# --- the representation: features of environments and the kernel between them ---
 
-
-def offsets_of(sizes: Sequence[int] | IntArray) -> IntArray:
-    """Return where each of consecutive parts begins, and the last one ends: (n + 1,)."""
-    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
-
-
-class KeptFeatures:
-    """Features (n, d) in memory, filled in order; a `RowSource`."""
-
-    def __init__(self, n: int, d: int) -> None:
-        self._rows = np.empty((n, d), dtype=np.float32)
-        self._filled = 0
-        self.shape = (n, d)
-        self.dtype = self._rows.dtype
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, rows: Any) -> FloatArray:
-        taken: FloatArray = self._rows[rows]
-        return taken
-
-    def append(self, block: FloatArray) -> None:
-        """Add rows after those there are."""
-        self._rows[self._filled : self._filled + len(block)] = block
-        self._filled += len(block)
-
-
-class SpilledFeatures:
-    """Features in a file: rows of float32, one after the other, and nothing else; a `RowSource`."""
-
-    def __init__(self, path: Path, n: int, d: int) -> None:
-        self.path = path
-        self.shape = (n, d)
-        self.dtype = np.dtype(np.float32)
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        self._end = 0
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    @property
-    def _row_bytes(self) -> int:
-        return 4 * self.shape[1]
-
-    def append(self, block: FloatArray) -> None:
-        """Add rows after those there are."""
-        if len(block) == 0:
-            return  # nothing cannot be viewed as bytes
-        view = np.ascontiguousarray(block, dtype=np.float32).data.cast("B")
-        while view:
-            written = os.pwrite(self._descriptor, view, self._end)
-            view, self._end = view[written:], self._end + written
-
-    def flush(self) -> None:
-        """Bring everything to the disk."""
-        os.fsync(self._descriptor)
-
-    def __getitem__(self, rows: Any) -> FloatArray:
-        if isinstance(rows, (int, np.integer)):
-            row: FloatArray = self._read(int(rows), 1)[0]
-            return row
-        if isinstance(rows, slice):
-            start, stop, step = rows.indices(len(self))
-            if step == 1:
-                return self._read(start, max(stop - start, 0))
-            rows = np.arange(start, stop, step)
-        return self._gather(np.asarray(rows, dtype=np.intp))
-
-    def _read(self, start: int, n: int) -> FloatArray:
-        block = np.empty((n, self.shape[1]), dtype=np.float32)
-        if n:
-            self._fill(block.data.cast("B"), start)
-        return block
-
-    def _fill(self, view: memoryview, row: int) -> None:
-        position = row * self._row_bytes
-        while view:
-            read = os.preadv(self._descriptor, [view], position)
-            if read == 0:
-                raise OSError(f"{self.path} is shorter than it should be")
-            view, position = view[read:], position + read
-
-    def _gather(self, rows: IntArray) -> FloatArray:
-        """Read scattered rows in the order of the file, runs of neighbours at once."""
-        order = np.argsort(rows, kind="stable")
-        inorder = rows[order]
-        sorted_block = np.empty((len(rows), self.shape[1]), dtype=np.float32)
-        breaks = np.flatnonzero(np.diff(inorder) != 1) + 1
-        edges = np.concatenate([[0], breaks, [len(rows)]]).tolist()
-        for begin, end in pairwise(edges):
-            if end > begin:
-                self._fill(sorted_block[begin:end].data.cast("B"), int(inorder[begin]))
-        block = np.empty_like(sorted_block)
-        block[order] = sorted_block
-        return block
-
-    def close(self) -> None:
-        """Close the file; it stays where it is."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __del__(self) -> None:
-        self.close()
-
-
-def structure_blocks(offsets: IntArray, size: int = BLOCK) -> Iterator[tuple[int, int]]:
-    """Yield ranges of consecutive structures with about `size` environments each.
-
-    Parameters
-    ----------
-    offsets : (N + 1,) array of int
-        Environments of structure s are rows ``offsets[s]:offsets[s + 1]``.
-    """
-    first, n = 0, len(offsets) - 1
-    while first < n:
-        last = int(np.searchsorted(offsets, offsets[first] + size, side="right")) - 1
-        last = min(max(last, first + 1), n)
-        yield first, last
-        first = last
-
-
-# From structures to the features of their environments. Eqs. (13)–(16), Musil et al. 2019.
 #: Leading principal components that are multiplied in float64: they carry nearly all of x·x′.
 _N_EXACT = 64
 #: Representatives from which on features are compressed for accuracy, even if that takes longer.
 _MANY = 2_500
-#: Components per pair of species that are kept if derivatives are needed, and the least in all.
+#: Components to keep per pair of species if derivatives are needed, and at least in all.
 _PER_PAIR, _AT_LEAST = 32, 192
 
 
@@ -484,9 +512,9 @@ class Representation:
     projections : tuple of Projection
         One for each scale, or none at all.
     feature_scale : float
-        What features are divided by if they are not normalised: keeps powers of them in range.
+        Features that are not normalised are divided by this: keeps powers of them in range.
     precise : bool
-        Whether features are float64, as those of models that were trained on forces.
+        Whether features are float64.
     """
 
     soap: Soap
@@ -494,6 +522,12 @@ class Representation:
     projections: tuple[Projection, ...] = ()
     feature_scale: float = 1.0
     precise: bool = False
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The engine of each scale."""
+        name = self.soap.resolved_engine
+        return [make_engine(name, scale, self.species) for scale in self.soap.scales]
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
@@ -507,21 +541,23 @@ class Representation:
         """Number d of features of an environment."""
         return sum(self.widths)
 
+    @property
+    def columns(self) -> list[slice]:
+        """Features of each scale."""
+        return [slice(int(a), int(b)) for a, b in pairwise(offsets_of(self.widths))]
+
     @cached_property
     def kernel(self) -> Kernel:
         """The kernel between environments: Eq. (13) to the power ζ, summed over the scales."""
         # Compressed features are principal components, the largest first. Products of power spectra
-        # are not negative, but those of what is kept of them can be, a little.
+        # are not negative, but those of compressed ones can be, a little.
         n_exact = _N_EXACT if self.projections else 0
         single = PowerKernel(self.soap.exponent, n_exact=n_exact, clip=bool(self.projections))
         if len(self.widths) == 1:
             return single
-        ends = np.cumsum(self.widths)
-        columns = [slice(int(e - w), int(e)) for e, w in zip(ends, self.widths, strict=True)]
         weights = np.array([scale.weight for scale in self.soap.scales])
-        return WeightedSumKernel(
-            (single,) * len(columns), tuple(weights / weights.sum()), tuple(columns)
-        )
+        columns = tuple(self.columns)
+        return WeightedSumKernel((single,) * len(columns), tuple(weights / weights.sum()), columns)
 
     def features(self, frames: Sequence[Atoms], centers: Sequence[IntArray]) -> FloatArray:
         """Return the features of the chosen atoms of each structure, in order.
@@ -536,26 +572,18 @@ class Representation:
         Returns
         -------
         (n_environments, d) array of float32, or float64 if `precise`
-            For each scale of unit length, unless the hyper-parameters say otherwise.
+            Of unit length for each scale, if `soap.normalize`.
         """
         n = sum(len(chosen) for chosen in centers)
         dtype = np.float64 if self.precise else np.float32
         features: FloatArray = np.zeros((n, self.n_features), dtype=dtype)
-        first = 0
         for s, engine in enumerate(self.engines):
-            block = features[:, first : first + self.widths[s]]
-            first += self.widths[s]
+            block = features[:, self.columns[s]]
             for piece in engine.pieces(frames, centers, self._scaled, dtype):
                 self._place(block, piece, s)
             if self.soap.normalize and self.projections:
                 block[:] = normalize_rows(block)
         return features
-
-    @property
-    def engines(self) -> list[Engine]:
-        """What computes the power spectra of each scale."""
-        name = self.soap.resolved_engine
-        return [make_engine(name, scale, self.species) for scale in self.soap.scales]
 
     def _scaled(self, spectra: FloatArray) -> FloatArray:
         if self.soap.normalize:
@@ -563,7 +591,7 @@ class Representation:
         return spectra / spectra.dtype.type(self.feature_scale)
 
     def _place(self, block: FloatArray, piece: Piece, s: int) -> None:
-        """Write a piece, compressed if so wanted, where it belongs in the features of a scale."""
+        """Write a piece, compressed if there is a projection, into the features of a scale."""
         if self.projections:
             # Only the rows of the map whose features are not zero: for most molecules, a third.
             matrix = self.projections[s].matrix
@@ -591,9 +619,9 @@ def fit_representation(
     species : sequence of int
         Atomic numbers of all structures to come.
     frames, centers
-        A sample of environments; a few thousand will do.
+        A sample of some thousand environments.
     compression : Compression, optional
-        What ``soap.compression`` stands for.
+        What ``soap.compression`` stands for: see `resolve_compression`.
     """
     plain = Representation(soap, tuple(sorted(species)))
     if compression is None and soap.normalize:
@@ -605,10 +633,10 @@ def fit_representation(
         X /= np.float32(feature_scale)
     projections: tuple[Projection, ...] = ()
     if compression is not None and any(w > compression.n_features for w in plain.widths):
-        ends = np.cumsum(plain.widths)
+        method, q = compression.method, compression.n_features
         projections = tuple(
-            fit_projection(X[:, end - width : end], compression, engine.pair_blocks)
-            for end, width, engine in zip(ends, plain.widths, plain.engines, strict=True)
+            fit_projection(X[:, columns], method, q, [*engine.pair_columns.values()])
+            for columns, engine in zip(plain.columns, plain.engines, strict=True)
         )
     return Representation(soap, plain.species, projections, feature_scale)
 
@@ -623,13 +651,7 @@ def resolve_compression(
 ) -> Compression | None:
     """Return the compression that ``soap.compression`` stands for, for a training set.
 
-    Parameters
-    ----------
-    soap : Soap
-    species : sequence of int
-    n_environments, n_representatives : int
-    derivatives : bool
-        Whether forces are learned, or will be wanted.
+    `derivatives` is whether forces are learned, or will be predicted.
     """
     if soap.compression != "auto":
         return soap.compression
@@ -645,19 +667,18 @@ def resolve_compression(
     return standard if n_raw > q and (faster or n_representatives >= _MANY) else None
 
 
-# Features of many structures as a stream of batches, on several cores.
-#: Environments in a batch: enough for matrix products, few enough to bound what is in flight.
+# --- features of many structures, in batches, on several cores ---
+
+#: Environments whose features are multiplied at once.
+BLOCK = 4096
+#: Environments in a batch: enough for matrix products, few enough to limit the memory.
 BATCH = 4096
 #: Below this number of environments starting processes takes longer than the work.
 SERIAL = 30_000
-#: Batches in flight for each process.
+#: Batches for each process that are computed ahead of the consumer.
 _AHEAD = 2
 
 _executor: Any = None
-
-#: What a process needs of a structure: numbers, positions, cell, pbc, centers. Pickles of Atoms
-#: carry everything that hangs on them.
-_Lean = tuple[IntArray, FloatArray, FloatArray, Any, IntArray]
 
 
 @dataclass(frozen=True)
@@ -668,7 +689,7 @@ class Batch:
     ----------
     first : int
         Index of the first structure.
-    features : (n_environments, d) array of float32
+    features : (n_environments, d) array of float32, or float64
     sizes : (n_structures,) array of int
         Environments of each structure; may be zero.
     """
@@ -683,9 +704,26 @@ class Batch:
         return offsets_of(self.sizes)
 
 
+#: Index of the first structure, structures, and their centres.
+_Task = tuple[int, list[Atoms], list[IntArray]]
+
+
 def all_atoms(frames: Sequence[Atoms]) -> list[IntArray]:
     """Return every atom of each structure as a centre."""
     return [np.arange(len(atoms)) for atoms in frames]
+
+
+def structure_blocks(offsets: IntArray, size: int = BLOCK) -> Iterator[tuple[int, int]]:
+    """Yield ranges of consecutive structures with about `size` environments each.
+
+    Environments of structure s are rows ``offsets[s]:offsets[s + 1]``.
+    """
+    first, n = 0, len(offsets) - 1
+    while first < n:
+        last = int(np.searchsorted(offsets, offsets[first] + size, side="right")) - 1
+        last = min(max(last, first + 1), n)
+        yield first, last
+        first = last
 
 
 def stream_features(
@@ -703,92 +741,77 @@ def stream_features(
     structures : iterable of (Atoms, centers)
         May be a generator that reads a file.
     n_workers : int
-        Processes; 1 computes in this one, and so does whatever is small.
+        Processes; 1 computes in this one, and so do fewer than `SERIAL` environments.
     batch : int
         Environments in a batch, about.
     """
-    batches = _batches(structures, batch)
-    if n_workers > 1:
-        head: list[tuple[int, list[_Lean]]] = []
-        count = 0
-        for item in batches:
-            head.append(item)
-            count += sum(len(lean[-1]) for lean in item[1])
-            if count >= SERIAL:
-                yield from _parallel(representation, _chain(head, batches), n_workers)
-                return
-        batches = iter(head)
-    for first, lean in batches:
-        yield _compute(representation, first, lean)
+    tasks = _tasks(structures, batch)
+    head: list[_Task] = []
+    count = 0
+    while n_workers > 1 and count < SERIAL and (task := next(tasks, None)) is not None:
+        head.append(task)
+        count += sum(map(len, task[2]))
+    tasks = chain(head, tasks)
+    if n_workers > 1 and count >= SERIAL:
+        yield from _parallel(representation, tasks, n_workers)
+    else:
+        yield from (_compute(representation, task) for task in tasks)
 
 
-def _chain(
-    head: list[tuple[int, list[_Lean]]], tail: Iterator[tuple[int, list[_Lean]]]
-) -> Iterator[tuple[int, list[_Lean]]]:
-    while head:
-        yield head.pop(0)
-    yield from tail
-
-
-def _batches(
-    structures: Iterable[tuple[Atoms, IntArray]], size: int
-) -> Iterator[tuple[int, list[_Lean]]]:
-    """Group structures to batches of about `size` environments: index of the first, and they."""
-    group: list[_Lean] = []
+def _tasks(structures: Iterable[tuple[Atoms, IntArray]], size: int) -> Iterator[_Task]:
+    """Group structures to batches of about `size` environments."""
+    frames: list[Atoms] = []
+    centers: list[IntArray] = []
     first = count = 0
-    for i, (atoms, centers) in enumerate(structures):
-        group.append((atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc, centers))
-        count += len(centers)
-        if count >= size or len(group) >= size:
-            yield first, group
-            group, count, first = [], 0, i + 1
-    if group:
-        yield first, group
+    for i, (atoms, chosen) in enumerate(structures):
+        # Without the arrays and calculators that processes do not need.
+        frames.append(Atoms(atoms.numbers, atoms.positions, cell=atoms.cell, pbc=atoms.pbc))
+        centers.append(chosen)
+        count += len(chosen)
+        if count >= size or len(frames) >= size:
+            yield first, frames, centers
+            frames, centers, count, first = [], [], 0, i + 1
+    if frames:
+        yield first, frames, centers
 
 
-def _compute(representation: Representation, first: int, lean: list[_Lean]) -> Batch:
-    frames = [Atoms(numbers, positions, cell=c, pbc=p) for numbers, positions, c, p, _ in lean]
-    centers = [chosen for *_, chosen in lean]
+def _compute(representation: Representation, task: _Task) -> Batch:
+    first, frames, centers = task
     sizes = np.array([len(chosen) for chosen in centers], dtype=np.intp)
     return Batch(first, representation.features(frames, centers), sizes)
 
 
-def stop_workers() -> None:
-    """End the processes that computed features, and give back their memory."""
-    global _executor
-    if _executor is not None:
-        _executor.shutdown(wait=True)
-        _executor = None
-
-
 def _parallel(
-    representation: Representation,
-    batches: Iterator[tuple[int, list[_Lean]]],
-    n_workers: int,
+    representation: Representation, tasks: Iterator[_Task], n_workers: int
 ) -> Iterator[Batch]:
-    from loky import get_reusable_executor
-    from loky.process_executor import TerminatedWorkerError
-
+    """Compute a few batches ahead: `joblib.Parallel` would not wait for the consumer."""
     # One thread each: the processes are the parallelism.
     single = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "RAYON")}
     global _executor
     executor = _executor = get_reusable_executor(max_workers=n_workers, env=single, timeout=60)
     pending: deque[Any] = deque()
     try:
-        for first, lean in batches:
-            pending.append(executor.submit(_compute, representation, first, lean))
+        for task in tasks:
+            pending.append(executor.submit(_compute, representation, task))
             if len(pending) > _AHEAD * n_workers:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
     except TerminatedWorkerError as error:
-        _executor = None
         raise QualmsError(
-            "A process that computed features was ended from outside, perhaps for lack of memory. "
+            "A process that computed features was ended by the system, perhaps for lack of memory. "
             "Use fewer threads, or a lower memory limit."
         ) from error
-    except BaseException:
-        # Ctrl-C, or a consumer that stops: nobody waits for what is still in flight.
-        executor.shutdown(wait=False, kill_workers=True)
+    finally:
+        if pending:  # after an interrupt; to kill the processes at once is not safe in loky
+            for future in pending:
+                future.cancel()
+            stop_workers()
+
+
+def stop_workers() -> None:
+    """End the processes that computed features, and free their memory."""
+    global _executor
+    if _executor is not None:
+        _executor.shutdown(wait=True)
         _executor = None
-        raise

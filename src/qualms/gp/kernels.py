@@ -18,6 +18,9 @@ import numpy as np
 from qualms.arrays import Float64Array, FloatArray, IntArray, check_integer, check_number
 from qualms.errors import InputError
 
+#: Rows with the same zeros from which on it pays to leave these zeros out of a product.
+_GROUP = 32
+
 
 class Kernel(Protocol):
     """Interface of kernels, which `sklearn.gaussian_process.kernels` follow, too."""
@@ -83,8 +86,8 @@ class PowerKernel:
 
     def __call__(self, X: FloatArray, Y: FloatArray, /) -> FloatArray:
         """Return the kernel between the rows of X (n, d) and those of Y (m, d): (n, m)."""
-        if not self.n_exact or X.dtype == np.float64:
-            return self._power(X @ Y.T)
+        if not self.n_exact or np.float64 in (X.dtype, Y.dtype):
+            return self._power(_inner_products(X, Y))
         q = self.n_exact
         dots = X[:, :q].astype(np.float64) @ Y[:, :q].T.astype(np.float64)
         dots += X[:, q:] @ Y[:, q:].T
@@ -107,6 +110,31 @@ class PowerKernel:
             _reject_negative(dots, self.exponent)
         np.maximum(dots, 0, out=dots)
         return np.power(dots, dots.dtype.type(self.exponent), out=dots)
+
+
+def _inner_products(X: FloatArray, Y: FloatArray) -> FloatArray:
+    """Return X Yᵀ for X (n, d) and Y (m, d): (n, m).
+
+    Rows of X with the same zeros are multiplied together, without the columns that are zero: the
+    power spectrum of a molecule has features of the pairs of its own elements only.
+    """
+    if len(X) < 2 * _GROUP:
+        return np.asarray(X @ Y.T)
+    products = np.empty((len(X), len(Y)), dtype=np.result_type(X, Y))
+    same_zeros: dict[bytes, list[int]] = {}
+    for i, zeros in enumerate(np.packbits(X == 0, axis=1)):
+        same_zeros.setdefault(zeros.tobytes(), []).append(i)
+    rest: list[int] = []
+    for rows in same_zeros.values():
+        columns = np.flatnonzero(X[rows[0]])
+        if len(rows) < _GROUP or len(columns) > 0.8 * X.shape[1]:
+            rest += rows
+        else:
+            products[rows] = X[np.ix_(np.array(rows), columns)] @ Y[:, columns].T
+    if len(rest) == len(X):
+        return np.asarray(X @ Y.T)
+    products[rest] = X[rest] @ Y.T
+    return products
 
 
 def _integer_power(x: FloatArray, exponent: int) -> FloatArray:

@@ -142,7 +142,7 @@ class TrainedOnce:
         rows = self._gp.rows
         # Weights of the whitened kernel rows: the inverse of `Whitening.kernel_weights`.
         members = rows.Phi @ (rows.whitening.factor.T @ fitted.weights) + fitted.intercepts
-        members += fitted.baseline.predict_members(self.data.design(fitted.baseline.species))
+        members += fitted.baseline.predict_members(self.data.design_for(fitted.baseline.species))
         absent, calibrations = fitted.membership == 0, fitted.calibrations["energy"]
         return Subsampled(fitted, members, absent, out_of_bag.get("energy"), calibrations)
 
@@ -161,7 +161,7 @@ class TrainedOnce:
             for batch in stream_features(rows.representation, structures, n_workers=self.threads):
                 K.append(rows.basis.rows(batch.features, batch.offsets))
                 k_xx.append(rows.basis.prior_variance(batch.features, batch.offsets))
-        design = data.design(self.data.species)
+        design = data.design_for(self.data.species)
         return Points(np.concatenate(K), design, np.concatenate(k_xx), data.y)
 
     def model(self) -> AtomisticModel:

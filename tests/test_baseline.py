@@ -1,0 +1,141 @@
+"""Baselines against a slow loop, and the rows that members need to determine them."""
+
+import numpy as np
+import pytest
+from ase import Atoms
+from ase.build import molecule
+from atomistic_fixtures import rejected
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qualms.atomistic.baseline import anchors, atom_design, fit_baseline, spans, structure_design
+from qualms.gp.ensemble import draw_members, membership_counts
+
+SPECIES = [1, 6, 7, 8]
+
+
+def fractions(rng, n, n_species, *, rare=True):
+    """Rows of molecules, the last species in very few of them."""
+    counts = rng.integers(0, 5, (n, n_species)).astype(float)
+    counts[:, 0] += 1
+    if rare and n_species > 1:
+        counts[:, -1] = 0
+        counts[: max(1, n // 20), -1] = 1
+    return counts / counts.sum(axis=1, keepdims=True)
+
+
+def members_of(rng, n, n_members, *, bootstrap=False):
+    return membership_counts(draw_members(n, n_members, 0.5, rng, replace=bootstrap), n)
+
+
+def fit(baseline, X, y, counts=None, *, kind="extensive", isolated=None, species=None):
+    species = list(range(1, X.shape[1] + 1)) if species is None else species
+    return fit_baseline(
+        baseline, X, y, species=species, kind=kind, counts=counts, isolated=isolated
+    )
+
+
+@settings(max_examples=20)
+@given(
+    st.integers(0, 10**6),
+    st.integers(4, 60),
+    st.integers(1, 6),
+    st.booleans(),
+    st.sampled_from([0.0, -2000.0]),
+)
+def test_members_equal_a_slow_loop(seed, n, n_species, bootstrap, offset):
+    rng = np.random.default_rng(seed)
+    X = fractions(rng, n, n_species)
+    y = offset + X @ rng.normal(size=n_species) * 10 + rng.normal(size=n)
+    counts = members_of(rng, n, 5, bootstrap=bootstrap)
+    baseline = fit("composition", X, y, counts)
+    for found, weights in zip(
+        [baseline.full, *baseline.members.T], [np.ones(n, int), *counts.T], strict=True
+    ):
+        rows = np.repeat(np.arange(n), weights)  # every row as often as it counts
+        mean = y[rows].mean()
+        expected = mean + np.linalg.lstsq(X[rows], y[rows] - mean, rcond=1e-9)[0]
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_none_and_mean():
+    rng = np.random.default_rng(2)
+    X, y = fractions(rng, 30, 3), rng.normal(size=30) + 1e6
+    counts = members_of(rng, 30, 4, bootstrap=True)
+    nothing = fit("none", X, y, counts)
+    assert nothing.members.shape == (3, 4)
+    assert not nothing.predict_members(X).any()
+    mean = fit("mean", X, y, counts)
+    np.testing.assert_allclose(mean.predict(X), y.mean(), rtol=1e-14)
+    expected = np.tile(counts.T @ y / counts.sum(axis=0), (3, 1))
+    np.testing.assert_allclose(mean.members, expected, rtol=1e-14)
+
+
+def test_energies_of_isolated_atoms():
+    X = structure_design([molecule("H2O"), molecule("CH4")], [1, 6, 8])
+    energies = {8: -432.0, 1: -13.6, 6: -1030.0, 9: 7.0}
+    counts = np.ones((2, 3), dtype=int)
+    given_, found = (
+        fit(energies, X, np.zeros(2), counts, species=[1, 6, 8]),
+        fit("atoms", X, np.zeros(2), counts, species=[1, 6, 8], isolated=energies),
+    )
+    for baseline in (given_, found):
+        assert baseline.name == "atoms"
+        assert baseline.full.tolist() == [-13.6, -1030.0, -432.0]
+        assert (baseline.members == baseline.full[:, None]).all()
+    assert given_.predict(X) * [3, 5] == pytest.approx([2 * -13.6 - 432, 4 * -13.6 - 1030])
+
+
+@pytest.mark.parametrize(
+    ("baseline", "isolated", "kind"),
+    [
+        ("atoms", {}, "extensive"),
+        ("atoms", {1: 0.5}, "extensive"),
+        ({1: 1.0}, None, "extensive"),
+        ({1: 1.0, 6: 2.0}, None, "intensive"),
+        ("atoms", {1: 1.0, 6: 2.0}, "atomic"),
+    ],
+)
+def test_energies_that_are_missing_or_make_no_sense(baseline, isolated, kind):
+    X, y = np.array([[0.5, 0.5], [0.8, 0.2]]), np.array([1.0, 2.0])
+    with rejected("baseline"):
+        fit(baseline, X, y, species=[1, 6], isolated=isolated, kind=kind)
+
+
+def test_designs():
+    frames = [molecule("H2O"), molecule("CH4"), Atoms("O")]
+    X = structure_design(frames, SPECIES)
+    np.testing.assert_allclose(X, [[2 / 3, 0, 0, 1 / 3], [0.8, 0.2, 0, 0], [0, 0, 0, 1]])
+    assert atom_design(np.array([8, 1, 6]), SPECIES).argmax(axis=1).tolist() == [3, 0, 1]
+    with rejected("numbers"):
+        atom_design(np.array([1, 9]), SPECIES)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 10**6), st.integers(3, 60), st.integers(1, 6))
+def test_anchors_make_every_member_span_all_compositions(seed, n, n_species):
+    rng = np.random.default_rng(seed)
+    X = fractions(rng, n, n_species)
+    few = anchors(X)
+    assert len(few) == np.linalg.matrix_rank(X, tol=1e-7) <= n_species
+    counts = members_of(rng, n, 6)
+    complete = spans(X, counts)
+    for i in range(6):
+        rows = X[counts[:, i] > 0]
+        assert complete[i] == (np.linalg.matrix_rank(rows, tol=1e-7) == len(few))
+    counts[few] = 1
+    assert spans(X, counts).all()
+    # A linear target is then reproduced by every member.
+    y = X @ rng.normal(size=n_species)
+    predicted = fit("composition", X, y, counts).predict_members(X)
+    np.testing.assert_allclose(predicted, np.tile(y[:, None], 6), atol=1e-9)
+
+
+def test_a_rare_species_is_lost_without_its_anchor():
+    X = np.array([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]] * 20 + [[0.5, 0.3, 0.2], [0.5, 0.0, 0.5]])
+    y = X @ [1.0, 2.0, 50.0]
+    assert 41 in anchors(X)  # the row that is richest in the rare species
+    counts = np.ones((42, 2), dtype=int)
+    counts[40:, 0] = 0
+    assert spans(X, counts).tolist() == [False, True]
+    assert fit("composition", X, y, counts).members[2] == pytest.approx([1.5, 50.0])

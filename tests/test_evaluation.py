@@ -1,0 +1,241 @@
+"""Evaluation of models: scores of all calibrations, and only of what has a reference value."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from atomistic_fixtures import ENERGY, copies, rejected, truth
+
+from qualms import AtomisticModel, Prediction, QualmsWarning, calibrate, score
+from qualms.atomistic.evaluation import evaluate, find_references
+from qualms.atomistic.structures import read_frames
+from qualms.evaluation import Evaluation
+
+#: Molecular crystals, atoms displaced, with chemical shieldings of all atoms in ppm.
+CRYSTALS = Path(
+    os.environ.get(
+        "QUALMS_CSD", Path(__file__).parents[2] / "shared/data/csd/CSD-1000R_500.extxyz.gz"
+    )
+)
+SCORES = [
+    "raw",
+    "linear (validation)",
+    "power (validation)",
+    "linear (out-of-bag)",
+    "power (out-of-bag)",
+    "student (out-of-bag)",
+    "shrinkage (out-of-bag)",
+    "GPR PP",
+]
+
+
+def test_every_calibration_is_scored(molecules, energy_model):
+    test, validation = copies(molecules[120:160]), molecules[160:]
+    del test[5].info[ENERGY]
+    found = evaluate(energy_model, test, validation)
+    assert set(found) == {"energy"}
+    result = found["energy"]
+    assert list(result.scores) == SCORES
+    assert (result.target, result.quantity, result.units) == (ENERGY, "energy", "eV/atom")
+    assert (len(result), result.n_structures, result.n_unlabelled) == (39, 39, 1)
+    assert "40" in result.validation
+    labelled = [atoms for i, atoms in enumerate(test) if i != 5]
+    n_atoms = [len(atoms) for atoms in labelled]
+    np.testing.assert_array_equal(result.structure, [i for i in range(40) if i != 5])
+    np.testing.assert_allclose(result.y * n_atoms, truth(labelled))
+    expected = energy_model.predict(labelled)
+    np.testing.assert_allclose(result.prediction.mean * n_atoms, expected.mean)
+    np.testing.assert_allclose(result.prediction.std * n_atoms, expected.std)
+    own = result.scores["student (out-of-bag)"]
+    assert own.log_likelihood == pytest.approx(score(result.y, result.prediction).log_likelihood)
+    by_validation = result.scores["linear (validation)"].log_likelihood
+    assert own.log_likelihood == pytest.approx(by_validation, abs=0.3)
+    mean, std = energy_model.predict_pp(labelled)
+    z = (mean / n_atoms - result.y) / (std / n_atoms)
+    pp = -np.mean(0.5 * z**2 + np.log(std / n_atoms) + 0.5 * np.log(2 * np.pi))
+    assert result.scores["GPR PP"].log_likelihood == pytest.approx(pp)
+
+
+def cross_fitted_sharpness(result, even):
+    """Return the sharpness of each half of the points calibrated on the other."""
+    raw = result.prediction.uncalibrated
+    variance = np.empty(len(even))
+    for half in (even, ~even):
+        alpha = calibrate(result.y[~half], raw[~half].members, method="linear").alpha
+        variance[half] = (alpha * raw.std[half]) ** 2
+    return np.sqrt(variance.mean())
+
+
+def test_without_a_validation_set_halves_calibrate_each_other(molecules, energy_model):
+    result = evaluate(energy_model, molecules[120:160])["energy"]
+    expected = cross_fitted_sharpness(result, np.arange(40) % 2 == 0)
+    assert result.scores["linear (validation)"].sharpness == pytest.approx(expected)
+    few = evaluate(energy_model, molecules[120:125])["energy"]
+    assert list(few.scores) == [name for name in SCORES if "validation" not in name]
+
+
+def test_halves_do_not_share_a_structure(molecules, shift_model):
+    test = molecules[120:140]
+    result = evaluate(shift_model, test)["energy"]
+    even = np.repeat(np.arange(20) % 2 == 0, [np.sum(atoms.numbers == 1) for atoms in test])
+    expected = cross_fitted_sharpness(result, even)
+    assert result.scores["linear (validation)"].sharpness == pytest.approx(expected)
+    alone = evaluate(shift_model, test[:1])["energy"]
+    assert not [name for name in alone.scores if "validation" in name]
+
+
+def test_only_labelled_atoms_are_scored(molecules, shift_model):
+    test = copies(molecules[120:140])
+    test[0].arrays["shift"][:] = np.nan
+    for atoms in test[1:]:
+        hydrogen = np.flatnonzero(atoms.numbers == 1)
+        atoms.arrays["shift"][hydrogen[1::2]] = np.nan
+    y = np.concatenate([a.arrays["shift"][a.numbers == 1] for a in test])
+    result = evaluate(shift_model, test)["energy"]
+    known = np.isfinite(y)
+    np.testing.assert_array_equal(result.y, y[known])
+    expected = shift_model.predict(test)[known]
+    np.testing.assert_allclose(result.prediction.mean, expected.mean, atol=expected.std.max() / 2)
+    assert result.n_unlabelled == np.count_nonzero(~known)
+    for value, structure, atom in zip(result.y, result.structure, result.atom, strict=True):
+        assert test[structure].arrays["shift"][atom] == value
+
+
+def test_forces_and_stresses_are_scored_by_component(alloys, force_model):
+    test = copies(alloys[26:])
+    test[0].arrays["force"][1] = np.nan
+    del test[1].arrays["force"]
+    del test[2].info["virtual"]
+    del test[3].info["energy"]
+    found = evaluate(force_model, test)
+    assert {name: len(one) for name, one in found.items()} == {
+        "energy": 9,
+        "forces": 10 * 12 - 3 - 12,
+        "stress": 9 * 6,
+    }
+    assert [one.n_unlabelled for one in found.values()] == [1, 15, 6]
+    assert [one.units for one in found.values()] == ["eV/atom", "eV/Å", "eV/Å³"]
+    assert [one.target for one in found.values()] == ["energy", "force", "virtual"]
+    forces, stress = found["forces"], found["stress"]
+    for i in range(0, len(forces), 7):
+        atoms = test[forces.structure[i]]
+        assert atoms.arrays["force"][forces.atom[i], forces.component[i]] == forces.y[i]
+    predicted = force_model.predict_forces(test, stress=True)
+    known = [i for i in range(10) if i != 2]
+    expected = predicted.stress[known]
+    np.testing.assert_allclose(stress.prediction.members.reshape(9, 6, -1), expected.members)
+    np.testing.assert_allclose(stress.y.reshape(9, 6), [test[i].info["virtual"] for i in known])
+    assert [*stress.component_names] == ["xx", "yy", "zz", "yz", "xz", "xy"]
+    for one in (forces, stress):
+        own = one.scores["student (out-of-bag)"].log_likelihood
+        assert own == pytest.approx(score(one.y, one.prediction).log_likelihood)
+
+
+def test_quantities_without_references_are_left_out(alloys, force_model):
+    test = copies(alloys[26:])
+    for atoms in test:
+        del atoms.arrays["force"]
+        atoms.info["virtual"] = np.full(6, np.nan)
+    found = evaluate(force_model, test, alloys[:10])
+    assert "forces" not in found
+    assert "energy" in found
+
+
+def test_references_are_checked_before_training(molecules, energy_model):
+    test = copies(molecules[120:130])
+    del test[0].info[ENERGY]
+    found = find_references(test, energy_model.settings, [1, 6, 7, 8, 9])
+    assert len(found["energy"].y) == 9
+    test[4].numbers[0] = 17
+    for call in (
+        lambda: evaluate(energy_model, test),
+        lambda: find_references(test, energy_model.settings, [1, 6, 7, 8, 9]),
+    ):
+        with rejected("frames"):
+            call()
+    test[4].positions[:] = 0.0
+    with rejected("frames[4]"):
+        evaluate(energy_model, test)
+
+
+def test_predictions_are_no_reference_values(molecules, energy_model):
+    frames = copies(molecules[120:130])
+    for atoms, mean in zip(frames, energy_model.predict(frames).mean, strict=True):
+        atoms.info[f"REF_{ENERGY}"] = atoms.info[ENERGY]
+        atoms.info[ENERGY], atoms.info[f"{ENERGY}_uncertainty"] = mean, 0.1
+    with pytest.warns(QualmsWarning):
+        found = evaluate(energy_model, frames)["energy"].scores["raw"]
+    expected = evaluate(energy_model, molecules[120:130])["energy"].scores["raw"]
+    assert found.rmse == pytest.approx(expected.rmse)
+    for atoms in frames:
+        del atoms.info[f"REF_{ENERGY}"]
+    with rejected("key"):
+        evaluate(energy_model, frames)
+
+
+# --- the type itself ---
+
+
+def test_points_of_an_evaluation_can_be_chosen(molecules):
+    rng = np.random.default_rng(0)
+    whole = Evaluation(
+        target="u",
+        y=rng.normal(size=6),
+        prediction=Prediction(rng.normal(size=(6, 4))),
+        structure=[0, 0, 1, 1, 2, 2],
+        atom=[0, 1] * 3,
+        frames=molecules[:3],
+        scores={"raw": None},
+    )
+    np.testing.assert_allclose(whole.residuals, whole.y - whole.prediction.mean)
+    part = whole.some(whole.structure > 0)
+    assert (len(part), part.n_structures, part.scores) == (4, 2, {})
+    np.testing.assert_array_equal(part.prediction.members, whole.prediction.members[2:])
+    np.testing.assert_array_equal(part.atom, [0, 1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("parameter", "values"),
+    [
+        ("y", {"y": np.ones((3, 1))}),
+        ("y", {"y": [1.0, np.nan, 2.0]}),
+        ("prediction", {"prediction": Prediction(np.ones((2, 4)))}),
+        ("structure", {"structure": [0, 1]}),
+        ("structure", {"structure": [0.0, 1.0, 2.0]}),
+        ("structure", {"structure": [0, 1, 3], "frames": True}),
+        ("atom", {"atom": [0, 0, 99], "frames": True}),
+        ("component", {"component": [0, 1]}),
+    ],
+)
+def test_inconsistent_evaluations(molecules, parameter, values):
+    given = {"target": "u", "y": np.arange(3.0), "structure": [0, 1, 2]}
+    given["prediction"] = Prediction(np.random.default_rng(0).normal(size=(3, 4)))
+    if values.get("frames"):
+        values = values | {"frames": molecules[:3]}
+    with rejected(parameter):
+        Evaluation(**(given | values))
+
+
+# --- a public data set that is not free to come with the package ---
+
+
+@pytest.mark.skipif(not CRYSTALS.exists(), reason="QUALMS_CSD does not name a file of crystals")
+@pytest.mark.parametrize(
+    ("n_train", "n_test", "M"), [(25, 5, 200), pytest.param(120, 30, 1000, marks=pytest.mark.slow)]
+)
+def test_shieldings_of_new_crystals(n_train, n_test, M):
+    crystals = read_frames(CRYSTALS)
+    chosen = np.random.default_rng(0).permutation(len(crystals))[: n_train + n_test]
+    train, test = ([crystals[i] for i in part] for part in (chosen[:n_train], chosen[n_train:]))
+    model = AtomisticModel(
+        "CS_total", "atomic", species="H", representation="nmr", n_representatives=M, units="ppm"
+    ).fit(train)
+    found = evaluate(model, test)["energy"]
+    assert len(found) == sum(atoms.symbols.count("H") for atoms in test)
+    own = found.scores["student (out-of-bag)"]
+    assert own.rmse < (0.7 if n_train < 100 else 0.3) * np.std(found.y)
+    if n_train > 100:
+        paper = found.scores["linear (validation)"]
+        assert own.log_likelihood > paper.log_likelihood - 0.03
+        assert 0.6 < own.coverage_68 < 0.8

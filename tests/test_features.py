@@ -1,0 +1,666 @@
+"""SOAP features: the kernel of the paper, invariances, compression, streams and selection."""
+
+import itertools
+import math
+
+import numpy as np
+import oracle
+import pytest
+from ase import Atoms
+from ase.build import molecule
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.spatial.transform import Rotation
+from threadpoolctl import threadpool_limits
+
+from qualms.atomistic.kernel_rows import Basis, select_representatives
+from qualms.atomistic.settings import make_settings
+from qualms.errors import InputError
+from qualms.features import soap as soap_module
+from qualms.features.compression import chosen_columns, fit_projection, principal_components
+from qualms.features.soap import (
+    PRESETS,
+    Compression,
+    RadialScaling,
+    Representation,
+    Scale,
+    Soap,
+    all_atoms,
+    fit_representation,
+    make_engine,
+    make_soap,
+    resolve_compression,
+    stream_features,
+    structure_blocks,
+)
+from qualms.gp.kernels import PowerKernel, normalize_rows
+
+SPECIES = (1, 6, 8)
+NAMES = ["CH3CH2OH", "H2O", "CH4", "C2H6", "CH3OH", "C2H4", "H2CO", "CO2"]
+seeds = st.integers(0, 2**32 - 1)
+of_engines = pytest.mark.parametrize("engine", ["dscribe", "featomic"])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small matrices are multiplied faster by one thread."""
+    with threadpool_limits(1):
+        yield
+
+
+def soap(engine="dscribe", **overrides):
+    """Hyper-parameters that are fast; without radial scaling, far neighbours count in full."""
+    small = {"cutoff": 4.0, "n_radial": 3, "l_max": 3, "radial_scaling": None}
+    if "scales" in overrides:
+        small = {}
+    return make_soap("organic", engine=engine, **({"compression": None} | small | overrides))
+
+
+def plain(engine="dscribe", **overrides):
+    return Representation(soap(engine, **overrides), SPECIES)
+
+
+def features(representation, *frames):
+    """Features of all atoms."""
+    return representation.features(frames, all_atoms(frames))
+
+
+def close(X, Y):
+    np.testing.assert_allclose(X, Y, rtol=0, atol=2e-6)
+
+
+def random_atoms(rng, n=6, side=3.5, **kwargs):
+    """Atoms of all species in a box, at least 0.8 Å apart."""
+    positions = rng.uniform(0, side, (1, 3))
+    while len(positions) < n:
+        trial = rng.uniform(0, side, 3)
+        if np.linalg.norm(positions - trial, axis=1).min() > 0.8:
+            positions = np.concatenate([positions, [trial]])
+    numbers = np.concatenate([SPECIES, rng.choice(SPECIES, n - len(SPECIES))])
+    return Atoms(numbers, positions, **kwargs)
+
+
+def some_molecules(n=40):
+    frames = [molecule(NAMES[i % len(NAMES)]) for i in range(n)]
+    for i, atoms in enumerate(frames):
+        atoms.rattle(0.08, seed=i)
+    return frames
+
+
+# --- hyper-parameters ---
+
+
+def test_presets_and_overrides():
+    for name, preset in PRESETS.items():
+        assert make_soap(name) == Soap.model_validate_json(preset.model_dump_json()) == preset
+    changed = make_soap("nmr", cutoff=4.5, exponent=3, compression=None)
+    assert changed.scales[0] == PRESETS["nmr"].scales[0].model_copy(update={"cutoff": 4.5})
+    assert make_soap(changed, cutoff=5.0, exponent=2, compression="auto") == PRESETS["nmr"]
+    assert make_soap({"preset": "nmr", "cutoff": 4.5}, exponent=3, compression=None) == changed
+    two = make_soap("general", scales=[{"cutoff": 3.0}, Scale(cutoff=6.0)], l_max=2)
+    assert [(s.cutoff, s.l_max) for s in two.scales] == [(3.0, 2), (6.0, 2)]
+    assert make_soap("organic", smoothing=0.5).resolved_engine == "featomic"
+
+
+@pytest.mark.parametrize(
+    ("given", "parameter"),
+    [
+        ("bogus", "representation"),
+        (5, "representation"),
+        ({"preset": "bogus"}, "representation"),
+        ({"preset": {}}, "representation"),
+        ({"cutof": 3}, "representation"),
+        ({"representation": 3}, "representation"),
+        ({5: 3}, "representation"),
+        ({"smoothing": 0.5, "engine": "dscribe"}, "representation"),
+        ({"smoothing": 0.5, "radial_basis": "polynomial"}, "representation"),
+        ({"engine": "featomic", "radial_basis": "polynomial"}, "representation"),
+        ({"cutoff": float("nan")}, "scales.0.cutoff"),
+        ({"n_radial": 2.5}, "scales.0.n_radial"),
+        ({"radial_scaling": {"scale": -1}}, "scales.0.radial_scaling.scale"),
+        ({"compression": {"method": "magic"}}, "compression.method"),
+        ({"scales": [{}, {"cutof": 3}]}, "scales.1.cutof"),
+        ({"scales": [5], "l_max": 3}, "scales.0"),
+        ({"scales": 5, "l_max": 3}, "scales"),
+        ({"exponent": 0.5}, "exponent"),
+    ],
+)
+def test_wrong_hyper_parameters_are_named(given, parameter):
+    with pytest.raises(InputError) as error:
+        make_soap(given)
+    assert error.value.parameter == parameter
+
+
+@of_engines
+def test_too_many_radial_functions_are_rejected(engine, capfd):
+    with pytest.raises(InputError) as error:
+        features(plain(engine, n_radial=40), Atoms("O"))
+    assert error.value.parameter == "n_radial"
+    with pytest.raises(InputError) as error:
+        make_engine("quip", Scale(), SPECIES)
+    assert error.value.parameter == "engine"
+    capfd.readouterr()  # featomic prints, too
+
+
+# --- the kernel of the paper ---
+# Musil et al. 2019 expand the density around an atom, contract the coefficients to the power
+# spectrum of Eq. (14), and multiply power spectra, Eq. (13). With a complete basis the product is
+# an integral over all rotations of one environment (Bartók et al., Phys. Rev. B 87, 184115 (2013)):
+#     k(A, B) = ∫dR [Σ_α ∫dr ρ_α^A(r) ρ_α^B(R⁻¹r)]²
+# The oracle computes it on a grid of rotations from the overlaps of all Gaussians.
+
+FOUR = Atoms("OHHC", [[0, 0, 0], [0.9, 0.2, 0], [-0.3, 0.9, 0.1], [0.4, -0.5, 1.1]])
+THREE = Atoms("CHO", [[0, 0, 0], [0.2, 1.0, 0.1], [0.9, -0.6, 0.3]])
+CENTERS = [np.arange(3), np.arange(2)]
+
+
+def rotations(n):
+    """A grid of rotations, uniform in α and γ and Gaussian in cos β, and its weights."""
+    angles = 2 * math.pi * np.arange(n) / n
+    cosines, w = np.polynomial.legendre.leggauss(n // 2 + 1)
+    grid = list(itertools.product(angles, np.arccos(cosines), angles))
+    weights = [weight / (2 * n**2) for _, weight, _ in itertools.product(angles, w, angles)]
+    return Rotation.from_euler("ZYZ", grid).as_matrix(), np.array(weights)
+
+
+def oracle_matrix(width=0.5, cutoff=4.0, weight_of=lambda r: 1.0, center_weight=1.0):
+    """All kernels between the environments of FOUR and THREE, not normalised."""
+    environments = []
+    for atoms, centers in zip((FOUR, THREE), CENTERS, strict=True):
+        for center in centers:
+            r = atoms.positions - atoms.positions[center]
+            d = np.linalg.norm(r, axis=1)
+            assert d.max() < cutoff
+            weights = [center_weight if i == center else weight_of(d[i]) for i in range(len(atoms))]
+            environments.append([*zip(atoms.numbers, r, weights, strict=True)])
+    matrices, grid_weights = rotations(24)
+    K = np.empty((len(environments),) * 2)
+    for (a, A), (b, B) in itertools.product(enumerate(environments), repeat=2):
+        overlap = np.zeros(len(matrices))
+        for (z_a, r_a, w_a), (z_b, r_b, w_b) in itertools.product(A, B):
+            if z_a == z_b:  # two Gaussians at distance d overlap by exp(−d²/4σ²)
+                d2 = np.sum((r_a - matrices @ r_b) ** 2, axis=1)
+                overlap += w_a * w_b * np.exp(-d2 / (4 * width**2))
+        K[a, b] = grid_weights @ overlap**2
+    return K
+
+
+def engine_matrix(engine, n_radial, l_max, **overrides):
+    given = {"gaussian_width": 0.5, "n_radial": n_radial, "l_max": l_max, "normalize": False}
+    X = plain(engine, **given, **overrides).features([FOUR, THREE], CENTERS).astype(np.float64)
+    return X @ X.T
+
+
+def cosines_of(K):
+    return K / np.sqrt(np.outer(np.diag(K), np.diag(K)))
+
+
+@pytest.mark.parametrize(
+    ("engine", "radial_basis"), [("dscribe", "gto"), ("dscribe", "polynomial"), ("featomic", "gto")]
+)
+def test_power_spectra_converge_to_the_integral_over_rotations(engine, radial_basis):
+    # Eqs. (13)-(16): no pair αn, α′n′ may be missing, or count more or less than another.
+    K = oracle_matrix()
+    errors = []
+    for n_radial, l_max in ((2, 1), (4, 3), (8, 8)):
+        found = engine_matrix(engine, n_radial, l_max, radial_basis=radial_basis)
+        errors.append(np.abs(cosines_of(found) - cosines_of(K)).max())
+    assert errors[0] > 5 * errors[1] > 25 * errors[2]
+    assert errors[2] < 5e-4
+    # Lengths too, up to a factor that all environments share.
+    np.testing.assert_allclose(found / np.trace(found), K / np.trace(K), rtol=1e-3)
+
+
+@of_engines
+def test_weights_of_neighbours_and_of_the_centre(engine):
+    scaling = RadialScaling(scale=1.2, exponent=3.0, rate=0.7)
+    K = oracle_matrix(weight_of=lambda r: 0.7 / (0.7 + (r / 1.2) ** 3), center_weight=1.7)
+    found = engine_matrix(engine, 8, 8, radial_scaling=scaling, center_weight=1.7)
+    np.testing.assert_allclose(found / np.trace(found), K / np.trace(K), rtol=1e-3)
+
+
+def test_smoothing_weights_neighbours_by_half_a_cosine():
+    def weight(r):
+        return 1.0 if r < 0.8 else 0.5 * (1 + math.cos(math.pi * (r - 0.8) / 3.2))
+
+    K = oracle_matrix(weight_of=weight)
+    found = engine_matrix("featomic", 8, 8, smoothing=3.2)
+    np.testing.assert_allclose(found / np.trace(found), K / np.trace(K), rtol=1e-3)
+
+
+# --- invariances ---
+
+
+@of_engines
+@settings(max_examples=8)
+@given(seed=seeds)
+def test_features_are_invariant_to_motion_and_permutation(engine, seed):
+    rng = np.random.default_rng(seed)
+    representation, atoms = plain(engine), random_atoms(rng)
+    expected = features(representation, atoms)
+    turned = atoms.positions @ Rotation.random(rng=rng).as_matrix()
+    order = rng.permutation(len(atoms))
+    for positions in (atoms.positions + rng.uniform(-50, 50, 3), turned, -atoms.positions):
+        close(features(representation, Atoms(atoms.numbers, positions)), expected)
+    close(features(representation, atoms[order]), expected[order])
+    moved = atoms.copy()
+    moved.positions[0] += 0.1
+    assert np.abs(features(representation, moved) - expected).max() > 1e-3
+
+
+@of_engines
+def test_an_isolated_atom(engine):
+    pair = features(plain(engine), Atoms("OH", [[0, 0, 0], [0, 0, 20]]))
+    alone = features(plain(engine), Atoms("O"), Atoms("H"))
+    np.testing.assert_array_equal(pair, alone)
+    np.testing.assert_allclose(np.linalg.norm(alone, axis=1), 1, rtol=1e-6)
+    assert alone[0] @ alone[1] == 0
+    np.testing.assert_array_equal(features(plain(engine, center_weight=0.0), Atoms("O")), 0)
+
+
+CELL = np.array([[3.4, 0.3, -0.2], [0.9, 3.7, 0.4], [-0.6, 0.5, 4.1]])
+
+
+def crystal(pbc=True):
+    return random_atoms(np.random.default_rng(2), n=4, side=2.6, cell=CELL, pbc=pbc)
+
+
+def with_images(atoms, reach):
+    """A molecule of the atoms and all periodic images within reach, the atoms first."""
+    found = Atoms(atoms.numbers, atoms.positions)
+    ranges = [range(-3, 4) if periodic else (0,) for periodic in atoms.pbc]
+    for shift in itertools.product(*ranges):
+        if any(shift):
+            moved = atoms.positions + np.array(shift) @ atoms.cell.array
+            near = np.linalg.norm(moved[:, None] - atoms.positions, axis=2).min(axis=1) < reach
+            found += Atoms(atoms.numbers[near], moved[near])
+    return found
+
+
+@of_engines
+@pytest.mark.parametrize("pbc", [(0, 0, 1), (1, 1, 0), (1, 0, 1), (1, 1, 1)])
+def test_periodic_environments_are_those_of_a_molecule_of_all_images(engine, pbc):
+    representation, atoms = plain(engine, cutoff=3.0), crystal(pbc)
+    # Beyond the cutoff dscribe sees the tails of Gaussians.
+    cluster = with_images(atoms, reach=5.0)
+    expected = representation.features([cluster], [np.arange(len(atoms))])
+    close(features(representation, atoms), expected)
+    assert np.abs(features(representation, crystal(False)) - expected).max() > 1e-3
+
+
+@of_engines
+def test_cell_vectors_of_directions_that_are_not_periodic_are_ignored(engine):
+    representation, slab = plain(engine), crystal((True, True, False))
+    expected = features(representation, slab)
+    for vector in ([0, 0, 0], [3, 1, -9], [3.4, 0.3, -0.2]):
+        slab.set_cell([*CELL[:2], vector])
+        close(features(representation, slab), expected)
+    atoms = random_atoms(np.random.default_rng(1))
+    for cell in ([30, 30, 30], [1, 1, 1], [[0, 0, 0], [1, 1, 0], [1, 1, 0]]):
+        boxed = Atoms(atoms.numbers, atoms.positions, cell=cell)
+        np.testing.assert_array_equal(
+            features(representation, boxed), features(representation, atoms)
+        )
+
+
+@of_engines
+@settings(max_examples=8)
+@given(seed=seeds)
+def test_features_do_not_depend_on_the_choice_of_cell_and_images(engine, seed):
+    rng = np.random.default_rng(seed)
+    representation, atoms = plain(engine), crystal()
+    expected = features(representation, atoms)
+    # Another basis of the same lattice, perhaps left-handed, and other images of the atoms.
+    basis = np.tril(rng.integers(-2, 3, (3, 3)), -1) + np.diag(rng.choice([-1, 1], 3))
+    positions = atoms.positions + rng.integers(-3, 4, (len(atoms), 3)) @ CELL + rng.normal(size=3)
+    cell = basis[rng.permutation(3)] @ CELL
+    elsewhere = Atoms(atoms.numbers, positions, cell=cell, pbc=True)
+    close(features(representation, elsewhere), expected)
+    repeated = features(representation, atoms.repeat((2, 1, 3)))
+    close(repeated, np.tile(expected, (6, 1)))
+
+
+# --- rows and columns ---
+
+
+@of_engines
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_molecules_with_some_of_the_species_are_described_in_all(engine, size):
+    everything = (1, 6, 7, 8)
+    representation = Representation(soap(engine), everything)
+    rng = np.random.default_rng(size)
+    for present in itertools.combinations(everything, size):
+        numbers = rng.permutation([*present, present[0]])
+        atoms = Atoms(numbers, rng.uniform(-1.5, 1.5, (size + 1, 3)))
+        # With all species present beyond the cutoff, no features need to be placed.
+        whole = atoms + Atoms(everything, 100.0 + 50 * np.arange(12.0).reshape(4, 3))
+        found = features(representation, atoms)
+        close(found, features(representation, whole)[: size + 1])
+        assert (found != 0).any()
+
+
+@of_engines
+def test_centers_are_rows_in_the_order_given(engine):
+    representation, frames = plain(engine), some_molecules(6)
+    frames.insert(2, crystal())
+    rng = np.random.default_rng(3)
+    centers = [rng.permutation(len(a))[: rng.integers(0, len(a))] for a in frames]
+    centers[3] = centers[3][:0]
+    chosen = [features(representation, a)[c] for a, c in zip(frames, centers, strict=True)]
+    found = representation.features(frames, centers)
+    assert found.dtype == np.float32
+    close(found, np.concatenate(chosen))
+    assert representation.features(frames, [c[:0] for c in centers]).shape == (0, found.shape[1])
+    assert representation.features([], []).shape == (0, found.shape[1])
+    precise = Representation(soap(engine), SPECIES, precise=True).features(frames, centers)
+    assert precise.dtype == np.float64
+    close(found, precise)
+
+
+@of_engines
+def test_features_have_unit_length_at_every_scale_or_on_average(engine):
+    scales = [Scale(cutoff=3.0, n_radial=3, l_max=2), Scale(cutoff=5.0, n_radial=4, l_max=3)]
+    frames = some_molecules(8)
+    both = plain(engine, scales=scales)
+    X = features(both, *frames)
+    for columns in both.columns:
+        np.testing.assert_allclose(np.linalg.norm(X[:, columns], axis=1), 1, rtol=1e-6)
+    wanted = soap(engine, normalize=False)
+    free = fit_representation(wanted, SPECIES, frames, all_atoms(frames), None)
+    Y = features(free, *frames)
+    assert np.mean(np.sum(Y**2, axis=1)) == pytest.approx(1, rel=1e-5)
+    assert np.ptp(np.linalg.norm(Y, axis=1)) > 0.1
+    close(normalize_rows(Y), features(plain(engine), *frames))
+
+
+def test_the_kernel_of_two_scales_is_the_weighted_sum():
+    scales = (
+        Scale(cutoff=3.0, n_radial=3, l_max=2, weight=1.0),
+        Scale(cutoff=5.0, n_radial=4, l_max=3, weight=3.0),
+    )
+    frames, kernels = some_molecules(8), []
+    for chosen in (scales, scales[:1], scales[1:]):
+        one = plain(scales=chosen, exponent=3)
+        X = features(one, *frames)
+        kernels.append(one.kernel(X[:20], X[20:]))
+        np.testing.assert_allclose(one.kernel.diag(X), 1, rtol=1e-5)
+    np.testing.assert_allclose(kernels[0], 0.25 * kernels[1] + 0.75 * kernels[2], atol=1e-6)
+    assert np.abs(kernels[1] - kernels[2]).max() > 0.01
+
+
+# --- compression ---
+
+of_methods = pytest.mark.parametrize("method", ["pca", "pairs", "fps", "cur"])
+
+
+def compressed(method, n_features, frames=None, **overrides):
+    frames = some_molecules() if frames is None else frames
+    wanted = soap(compression=Compression(method=method, n_features=n_features), **overrides)
+    return fit_representation(wanted, SPECIES, frames, all_atoms(frames), wanted.compression)
+
+
+@of_methods
+@pytest.mark.parametrize("normalize", [True, False])
+def test_more_features_keep_the_kernel_better(method, normalize):
+    fitted = [compressed(method, n, normalize=normalize) for n in (3, 12, 50)]
+    assert [r.n_features for r in fitted] == [3, 12, 50]
+    errors = [r.projections[0].kernel_error for r in fitted]
+    assert errors[0] > 1.5 * errors[1] > 3 * errors[2]
+    assert errors[2] < 0.01
+    # The error on the rows set aside is the error for other structures, too.
+    others = some_molecules(80)[40:]
+    unit = features(plain(), *others)
+    for r, expected in zip(fitted, errors, strict=True):
+        Y = normalize_rows(features(r, *others))
+        error = np.sqrt(np.mean((unit @ unit.T - Y @ Y.T) ** 2))
+        assert 0.25 < error / expected < 4
+
+
+def test_principal_components_are_the_singular_vectors():
+    rng = np.random.default_rng(5)
+    X = (rng.normal(size=(80, 12)) + 2.0).astype(np.float32) * np.arange(1, 13, dtype=np.float32)
+    V = principal_components(X, 4)
+    expected = np.linalg.svd(X.astype(np.float64))[2][:4].T
+    np.testing.assert_allclose(np.abs(np.sum(V * expected, axis=0)), 1, rtol=1e-5)
+    np.testing.assert_allclose(V.T @ V, np.eye(4), atol=1e-12)
+    assert fit_projection(X, "pca", 100).kernel_error < 1e-6
+
+
+@of_engines
+def test_components_of_pairs_belong_to_one_pair_each(engine):
+    X, columns = features(plain(engine), *some_molecules()), plain(engine).engines[0].pair_columns
+    blocks = list(columns.values())
+    assert sorted(i for b in blocks for i in range(b.start, b.stop)) == [*range(X.shape[1])]
+    matrix = fit_projection(X, "pairs", 60, blocks).matrix
+    assert [sum(bool(np.any(c[block])) for block in blocks) for c in matrix.T] == [1] * 60
+    np.testing.assert_allclose(matrix.T @ matrix, np.eye(60), atol=1e-6)
+    sizes = np.linalg.norm(X @ matrix, axis=0)
+    assert np.all(np.diff(sizes) < 1e-2 * sizes[0])
+
+
+@pytest.mark.parametrize("method", ["pca", "fps", "cur"])
+def test_columns_that_are_zero_throughout_are_not_used(method):
+    X = np.random.default_rng(6).normal(size=(60, 8)).astype(np.float32)
+    wide = np.zeros((60, 20), dtype=np.float32)
+    wide[:, 3:19:2] = X
+    for n_features in (5, 12):
+        padded, narrow = (fit_projection(Y, method, n_features) for Y in (wide, X))
+        np.testing.assert_array_equal(np.delete(padded.matrix, np.s_[3:19:2], axis=0), 0)
+        assert padded.kernel_error == pytest.approx(narrow.kernel_error, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("method", ["fps", "cur"])
+def test_chosen_columns_represent_dependent_ones(method):
+    rng = np.random.default_rng(7)
+    # Twenty columns that are combinations of five.
+    X = (rng.normal(size=(100, 5)) @ rng.normal(size=(5, 20))).astype(np.float32)
+    matrix = chosen_columns(X, 5, method)
+    assert np.count_nonzero(np.any(matrix != 0, axis=1)) == 5
+    reduced = X @ matrix
+    np.testing.assert_allclose(reduced @ reduced.T, X @ X.T, atol=2e-3 * np.abs(X @ X.T).max())
+
+
+def test_the_kernel_error_is_that_of_rows_set_aside():
+    X = features(plain(), *some_molecules())
+    projection, held_out = fit_projection(X, "pca", 10), X[::10]
+    reduced = normalize_rows(held_out @ projection.matrix)
+    error = np.sqrt(np.mean((held_out @ held_out.T - reduced @ reduced.T) ** 2))
+    assert projection.kernel_error == pytest.approx(error, rel=1e-3)
+    other = X.copy()
+    other[::10] = np.roll(held_out, 17, axis=1)
+    np.testing.assert_array_equal(fit_projection(other, "pca", 10).matrix, projection.matrix)
+
+
+@of_engines
+@of_methods
+def test_compressed_features_are_projected_and_normalised(engine, method):
+    frames = some_molecules()
+    fitted = compressed(method, 20, frames, engine=engine)
+    expected = normalize_rows(features(plain(engine), *frames) @ fitted.projections[0].matrix)
+    np.testing.assert_allclose(features(fitted, *frames), expected, atol=5e-6)
+
+
+def test_automatic_compression():
+    assert compressed("pca", 10_000).projections == ()
+    small, large = make_soap("organic", n_radial=2, l_max=2), make_soap("nmr")
+    assert resolve_compression(small, SPECIES, 10**7, 5000) is None
+    assert resolve_compression(large, SPECIES, 1000, 500) is None
+    assert resolve_compression(large, SPECIES, 10**7, 5000) == Compression()
+    by_pairs = Compression(method="pairs", n_features=192)
+    assert resolve_compression(large, SPECIES, 1000, 500, derivatives=True) == by_pairs
+    assert resolve_compression(small, SPECIES, 1000, 500, derivatives=True) is None
+    for wanted in (None, Compression(method="cur", n_features=7)):
+        given = make_soap("nmr", compression=wanted)
+        assert resolve_compression(given, SPECIES, 10**7, 5000) == wanted
+
+
+# --- streams of batches ---
+
+
+@pytest.mark.parametrize("batch", [1, 20, 10_000])
+def test_batches_are_all_structures_in_order(batch):
+    frames, rng = some_molecules(24), np.random.default_rng(0)
+    centers = [rng.permutation(len(a))[: rng.integers(0, len(a))] for a in frames]
+    centers[-1] = centers[-1][:0]
+    structures = zip(frames, centers, strict=True)
+    batches = list(stream_features(plain(), structures, batch=batch, n_workers=2))
+    found = np.concatenate([b.features for b in batches])
+    np.testing.assert_array_equal(found, plain().features(frames, centers))
+    assert [b.first for b in batches] == [
+        0, *np.cumsum([len(b.sizes) for b in batches])[:-1]
+    ]  # fmt: skip
+    np.testing.assert_array_equal(np.concatenate([b.sizes for b in batches]), [*map(len, centers)])
+    for b in batches:
+        assert b.offsets[-1] == len(b.features) < batch + max(map(len, frames))
+    assert list(stream_features(plain(), iter([]))) == []
+
+
+@pytest.mark.parametrize("engine", ["dscribe", "featomic"])
+def test_processes_compute_the_same_to_the_last_bit(engine, monkeypatch):
+    frames = some_molecules(24)
+    centers = all_atoms(frames)
+    representation = compressed("pca", 20, frames, engine=engine)
+
+    def stream(n_workers):
+        structures = zip(frames, centers, strict=True)
+        return list(stream_features(representation, structures, batch=16, n_workers=n_workers))
+
+    serial = stream(1)
+    monkeypatch.setattr(soap_module, "SERIAL", 50)
+    for a, b in zip(serial, stream(2), strict=True):
+        assert a.first == b.first
+        np.testing.assert_array_equal(a.features, b.features)
+        np.testing.assert_array_equal(a.sizes, b.sizes)
+
+
+@pytest.mark.parametrize("n_workers", [1, 2])
+def test_a_file_is_read_only_as_far_as_needed(n_workers, monkeypatch):
+    monkeypatch.setattr(soap_module, "SERIAL", 50)
+    read = 0
+
+    def endless():
+        nonlocal read
+        for i in itertools.count():
+            read += 1
+            atoms = molecule(NAMES[i % len(NAMES)])
+            yield atoms, np.arange(len(atoms))
+
+    stream = stream_features(plain(), endless(), batch=10, n_workers=n_workers)
+    ahead = [read]
+    for _ in range(4):
+        next(stream)
+        ahead.append(read)
+    stream.close()  # in the middle: processes end
+    assert ahead[0] == 0
+    # A batch has one to ten molecules; processes have four batches at a time.
+    assert ahead[1] <= (10 if n_workers == 1 else 60)
+    assert ahead[4] <= ahead[1] + 40
+    frames = some_molecules(24)
+    again = stream_features(
+        plain(), zip(frames, all_atoms(frames), strict=True), batch=16, n_workers=n_workers
+    )
+    found = np.concatenate([b.features for b in again])
+    np.testing.assert_array_equal(found, features(plain(), *frames))
+
+
+@settings(max_examples=20)
+@given(sizes=st.lists(st.integers(0, 12), max_size=40), size=st.integers(1, 30))
+def test_blocks_are_whole_structures(sizes, size):
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
+    blocks = list(structure_blocks(offsets, size))
+    assert [s for first, last in blocks for s in range(first, last)] == list(range(len(sizes)))
+    for first, last in blocks:
+        assert sum(sizes[first:last]) <= size or last == first + 1
+    for (a, _), (_, d) in itertools.pairwise(blocks):
+        assert sum(sizes[a:d]) > size  # two blocks that would fit into one are one
+
+
+# --- kernel rows and novelty ---
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("scaling", [1.0, 0.7])
+def test_kernel_rows_are_averages_and_novelty_is_the_distance_to_the_nearest(dtype, scaling):
+    rng = np.random.default_rng(0)
+    X = scaling * normalize_rows(rng.gamma(0.5, size=(30, 6)))
+    Y, offsets = X[:9].astype(dtype), np.array([0, 7, 8, 19, 30])
+    X, own = X.astype(dtype), [np.arange(7), np.arange(7, 8), np.arange(8, 9), np.arange(0)]
+    kernel, novelty = PowerKernel(2.0), np.full((4, 2), np.nan)
+    rows = Basis(kernel, Y, 3.0, False).rows(X, offsets, novelty=novelty, own=own)
+    K = (X.astype(float) @ Y.astype(float).T) ** 2
+    similarity = K / scaling**4
+    for s, (a, b) in enumerate(itertools.pairwise(offsets)):
+        np.testing.assert_allclose(rows[s], 3.0 * K[a:b].mean(axis=0), atol=1e-5)
+        part = similarity[a:b].copy()
+        part[:, own[s]] = 0.0
+        each = np.clip(1 - part.max(axis=1), 0, 1)
+        np.testing.assert_allclose(novelty[s], (each.max(), each.mean()), atol=1e-5)
+    by_atom = Basis(kernel, Y, 3.0, True)
+    np.testing.assert_allclose(by_atom.rows(X, offsets), 3.0 * K, atol=1e-5)
+    np.testing.assert_allclose(by_atom.environment_rows(X), 3.0 * K, atol=1e-5)
+    np.testing.assert_allclose(by_atom.novelty(X), 1 - similarity.max(axis=1), atol=1e-5)
+    np.testing.assert_allclose(by_atom.prior_variance(X, offsets), 3 * scaling**4, rtol=1e-5)
+
+
+# --- selection of representatives ---
+
+
+def candidates(rng, n=400, d=12):
+    """Non-negative features of unit length, and species of their centres, of which one is rare."""
+    X = normalize_rows(rng.gamma(0.5, size=(n, d)).astype(np.float32))
+    center_species = rng.choice(SPECIES, n, p=[0.7, 0.28, 0.02])
+    center_species[:3] = SPECIES
+    return X, center_species
+
+
+def select(X, center_species, *, seed=0, on_pick=None, **given):
+    chosen = make_settings({"target": "e", "n_representatives": 40, **given})
+    rng = np.random.default_rng(seed)
+    return select_representatives(X, PowerKernel(2.0), center_species, chosen, rng, on_pick)
+
+
+def test_farthest_points_of_all_and_of_each_species():
+    X, center_species = candidates(np.random.default_rng(3))
+    assert select(X, center_species).tolist() == oracle.farthest_points(X, 40)[0]
+    counts = []
+    chosen = select(X, center_species, per_species=True, on_pick=counts.append)
+    assert counts == sorted(counts)
+    assert counts[-1] == len(set(chosen.tolist())) == 40
+    for z in SPECIES:
+        rows = np.flatnonzero(center_species == z)
+        own = chosen[center_species[chosen] == z]
+        expected = oracle.farthest_points(X[rows], len(own))[0]
+        assert own.tolist() == rows[expected].tolist()
+
+
+def test_cur_spans_more_than_random_selection():
+    X, center_species = candidates(np.random.default_rng(4))
+    K = PowerKernel(2.0)(X.astype(np.float64), X.astype(np.float64))
+
+    def missed(chosen):
+        K_M = K[np.ix_(chosen, chosen)]
+        return np.trace(K - K[:, chosen] @ np.linalg.solve(K_M, K[chosen]))
+
+    at_random = [select(X, center_species, selection="random", seed=s) for s in range(10)]
+    assert missed(select(X, center_species, selection="cur")) < min(map(missed, at_random))
+    again = select(X, center_species, selection="random", seed=1)
+    assert again.tolist() == at_random[1].tolist() != at_random[2].tolist()
+
+
+@settings(max_examples=20)
+@given(counts=st.lists(st.integers(1, 60), min_size=1, max_size=6), n=st.integers(1, 80))
+def test_species_share_representatives_in_proportion_and_each_has_one(counts, n):
+    rng = np.random.default_rng(6)
+    center_species = rng.permutation(np.repeat(np.arange(1, len(counts) + 1), counts))
+    X = rng.normal(size=(len(center_species), 3)).astype(np.float32)
+    chosen = select(X, center_species, selection="random", per_species=True, n_representatives=n)
+    n = min(n, len(X))
+    assert len(set(chosen.tolist())) == len(chosen) == n
+    shares = np.bincount(center_species[chosen], minlength=len(counts) + 1)[1:]
+    if n < len(counts):
+        assert shares.max() == 1
+        return
+    assert shares.min() >= 1
+    exact = n * np.array(counts) / sum(counts)
+    assert (shares - exact < 1).all()
+    assert (exact - shares < 1 + np.maximum(1 - exact, 0).sum()).all()

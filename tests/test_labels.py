@@ -1,0 +1,526 @@
+"""Structures and labels: reading, checks of the geometry, where labels are, which are missing."""
+
+import itertools
+
+import ase.io
+import numpy as np
+import pytest
+from ase import Atoms
+from ase.build import bulk, molecule
+from ase.calculators.calculator import Calculator as AseCalculator
+from ase.calculators.lj import LennardJones
+from ase.calculators.singlepoint import SinglePointCalculator
+from ase.io import write
+from atomistic_fixtures import copies, make_force_model, rejected
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qualms.atomistic.label_checks import equalized, factor_between, find_outliers
+from qualms.atomistic.labels import (
+    ForceLabels,
+    atomic_targets,
+    collect_labels,
+    find_forces,
+    find_label,
+    find_stresses,
+    labelled,
+    structure_targets,
+)
+from qualms.atomistic.settings import make_settings
+from qualms.atomistic.structures import (
+    MIN_DISTANCE,
+    check_species,
+    check_structures,
+    composition,
+    data_hash,
+    fingerprints,
+    iter_frames,
+    read_frames,
+    species_of,
+)
+from qualms.errors import InputError, QualmsWarning
+
+WATER = "3\nenergy=-1.5 tag=a\nO 0 0 0\nH 0.96 0 0\nH 0 0.96 0\n"
+HYDROGEN = "2\n\nH 0 0 0\nH 0 0 0.74\n"
+
+
+# --- reading ---
+
+
+def test_all_that_ase_writes_is_read_as_ase_reads_it(tmp_path):
+    frames = [molecule("CH3CH2OH"), bulk("NaCl", "rocksalt", a=5.6), molecule("H2O")]
+    frames[0].info.update(label=1.5, text="two words", vector=np.arange(4))
+    frames[1].arrays["shift"] = np.array([1.25, -3.0])
+    frames[2].calc = SinglePointCalculator(frames[2], energy=-3.0, forces=np.ones((3, 3)))
+    path = tmp_path / "all.extxyz"
+    write(path, frames)
+    for ours, theirs in zip(read_frames(path), ase.io.read(path, ":"), strict=True):
+        assert ours == theirs
+        assert str(ours.info) == str(theirs.info)
+        assert ours.arrays.keys() == theirs.arrays.keys()
+
+
+@pytest.mark.parametrize("name", ["a.xyz", "a.xyz.gz", "a.xyz.xz", "structures", "a@1.xyz"])
+def test_xyz_is_read_frame_by_frame_across_blank_lines(tmp_path, name):
+    path = tmp_path / name
+    with ase.io.formats.open_with_compression(str(path), "wt") as stream:
+        stream.write("\n" + WATER + "\n  \n" + HYDROGEN + "\n")
+    frames = iter_frames(path)
+    assert [len(next(frames)), len(next(frames))] == [3, 2]
+    assert next(frames, None) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.xyz", b""),
+        ("a.txt", b"some words"),
+        ("a.xyz", b"-1\n\n"),
+        ("a.xyz", b"1\n\nQq 0 0 0\n"),
+        ("a.xyz", b"1\n\nH 0 0\n"),
+        ("a.xyz", b'1\nLattice="1 2 3"\nH 0 0 0\n'),
+        ("a.xyz", b"\xff\xfe\x00\x01"),
+        ("a.xyz.gz", b"1\n\nH 0 0 0\n"),
+        ("a.json", b"{}"),
+        ("a.xyz", (WATER + HYDROGEN[:-7]).encode()),
+        ("a.xyz", (WATER + "3\nx=1\nO 0 0 0\n").encode()),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with rejected("path"):
+        read_frames(tmp_path / name)
+
+
+def test_missing_files_are_rejected_at_once(tmp_path):
+    for path in (tmp_path / "no.xyz", tmp_path):
+        with rejected("path"):
+            iter_frames(path)
+
+
+# --- geometry ---
+
+
+def test_valid_structures():
+    check_structures(
+        [
+            molecule("C6H6"),
+            Atoms("He"),
+            Atoms("He", cell=[3, 3, 3], pbc=True),
+            Atoms("H2", positions=[[0, 0, 0], [0, 0, 0.7]], cell=[1, 0, 0], pbc=[1, 0, 0]),
+            # Molecules may have any cell as long as they are not periodic.
+            Atoms("H", cell=[[1, 2, 3], [2, 4, 6], [0, 0, 0]], pbc=False),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "atoms",
+    [
+        Atoms(),
+        Atoms("HX", positions=[[0, 0, 0], [1, 0, 0]]),
+        Atoms("H2", positions=[[0, 0, 0], [0, np.nan, 0]]),
+        Atoms("OHH", positions=[[0, 0, 0], [1, 0, 0], [1, 0, 0.05]]),
+        Atoms("H", pbc=True),
+        Atoms("H", cell=[3, 3, 0], pbc=[0, 1, 1]),
+        Atoms("H", cell=[[1, 2, 0], [2, 4, 0], [0, 0, 3]], pbc=True),
+        Atoms("H", cell=[np.inf, 1, 1], pbc=True),
+        Atoms("H", cell=[[3, 0, 0], [3, 0.05, 0], [0, 0, 3]], pbc=True),
+        Atoms(numbers=np.ones(1000)),
+    ],
+)
+def test_invalid_structures_are_named(atoms):
+    with rejected("frames[1]"):
+        check_structures([Atoms("H"), atoms])
+    with rejected("frames[41]"):
+        check_structures([atoms], first=41)
+
+
+def test_lists_of_structures_are_needed():
+    with rejected("frames"):
+        check_structures(molecule("H2O"))
+    with rejected("frames[0]"):
+        check_structures(["H2O"])
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 10**6))
+def test_distances_are_those_of_the_minimum_image(seed):
+    rng = np.random.default_rng(seed)
+    pbc = rng.random(3) < 0.7
+    cell = rng.normal(size=(3, 3)) + np.diag(rng.uniform(1, 3, 3))
+    cell[rng.integers(3)] *= rng.choice([0.3, 1, 5])
+    n = rng.integers(1, 12)
+    atoms = Atoms(numbers=np.ones(n), positions=rng.uniform(-4, 4, (n, 3)), cell=cell, pbc=pbc)
+    if n > 1:  # half of the time two atoms are close, perhaps across the cell
+        direction = rng.normal(size=3)
+        direction *= rng.uniform(0.05, 0.15) / np.linalg.norm(direction)
+        atoms.positions[0] = atoms.positions[1] + direction + (rng.integers(-2, 3, 3) * pbc) @ cell
+    shifts = np.array(list(itertools.product(range(-9, 10), repeat=3)))
+    shifts = np.unique(shifts * pbc, axis=0) @ cell
+    coordinates = np.linalg.lstsq(cell[pbc].T, atoms.positions.T, rcond=None)[0].T
+    wrapped = atoms.positions - np.floor(coordinates) @ cell[pbc]
+    delta = wrapped[:, None] - wrapped
+    distances = np.linalg.norm(delta[..., None, :] + shifts, axis=-1)
+    distances[np.arange(n), np.arange(n), ~shifts.any(axis=1)] = np.inf
+    if distances.min() < MIN_DISTANCE:
+        with rejected("frames[0]"):
+            check_structures([atoms])
+    else:
+        check_structures([atoms])
+
+
+def test_exact_duplicates_have_the_same_fingerprint():
+    atoms = molecule("CH3OH")
+    twin, moved, other, boxed, periodic = (atoms.copy() for _ in range(5))
+    twin.positions += 1e-9
+    moved.positions[0, 0] += 1e-4
+    other.numbers[0] = 14
+    boxed.cell = [20, 20, 20]
+    periodic.cell, periodic.pbc = [20, 20, 20], True
+    slab = periodic.copy()
+    slab.pbc = [1, 1, 0]
+    prints = fingerprints([atoms, twin, boxed, moved, other, periodic, slab])
+    assert prints[0] == prints[1] == prints[2]
+    assert len(set(prints)) == 5
+
+
+def test_data_hash_depends_on_structures_their_order_and_values():
+    frames = [molecule("H2O"), molecule("CH4")]
+    reference = data_hash(frames, np.array([1.0, np.nan]))
+    assert reference == data_hash(copies(frames), [1.0, -np.nan])
+    others = [
+        data_hash(frames, np.array([1.0, 2.0])),
+        data_hash(frames[::-1], np.array([1.0, np.nan])),
+        data_hash(frames[:1], np.array([1.0])),
+    ]
+    assert len({reference, *others}) == 4
+
+
+def test_composition_and_species():
+    frames = [molecule("H2O"), molecule("CH4"), Atoms("O")]
+    assert species_of(frames) == [1, 6, 8]
+    assert composition(frames, [8, 1, 6, 7]).tolist() == [[1, 2, 0, 0], [0, 4, 1, 0], [1, 0, 0, 0]]
+    check_species(frames, [1, 6, 8])
+    for call in (check_species, composition):
+        with rejected("frames"):
+            call(frames, [1, 8])
+
+
+# --- labels of structures and atoms ---
+
+
+def water(**info):
+    atoms = molecule("H2O")
+    atoms.info.update(info)
+    return atoms
+
+
+def with_results(**results):
+    atoms = molecule("H2O")
+    atoms.calc = SinglePointCalculator(atoms, **results)
+    return atoms
+
+
+def test_where_labels_are_looked_up(tmp_path):
+    assert structure_targets([water(energy=1), water(energy=2.5)], "energy").tolist() == [1, 2.5]
+    assert structure_targets([water(REF_energy=1.0)], "energy").tolist() == [1]
+    both = with_results(energy=3.0)
+    assert structure_targets([both], "energy").tolist() == [3]
+    both.info["REF_energy"] = 2.0
+    assert structure_targets([both], "energy").tolist() == [2]
+    both.info["energy"] = 1.0
+    assert structure_targets([both], "energy").tolist() == [1]
+    write(tmp_path / "a.xyz", with_results(energy=-3.0, magmoms=np.array([1.0, 2.0, 3.0])))
+    frames = read_frames(tmp_path / "a.xyz")
+    assert structure_targets(frames, "energy").tolist() == [-3]
+    assert atomic_targets(frames, "magmoms")[0].tolist() == [1, 2, 3]
+
+
+def test_nothing_is_calculated():
+    class Expensive(AseCalculator):
+        implemented_properties = ("energy",)
+
+        def calculate(self, *args, **kwargs):
+            raise AssertionError("a calculation was started")
+
+    atoms = molecule("H2O")
+    atoms.calc = Expensive()
+    with rejected("key"):
+        structure_targets([atoms], "energy")
+
+
+@pytest.mark.parametrize("value", [None, np.nan, np.array([np.nan])])
+def test_no_label(value):
+    values = structure_targets([water(u=1.0), water(u=value), water()], "u")
+    assert np.isnan(values).tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    "value", ["1.5", np.ones(5), np.ones((1, 1)), 1j, [[1], [2, 3]], True, np.inf, np.ones(3)]
+)
+def test_invalid_labels_of_structures(value):
+    with rejected("frames[1].info['u']"):
+        structure_targets([water(u=1.0), water(u=value)], "u")
+
+
+def test_labels_of_atoms():
+    atoms, other = molecule("H2O"), molecule("CH4")
+    atoms.arrays["shift"] = np.array([1.0, 2.0, np.nan])
+    values = atomic_targets([atoms, other], "shift")
+    assert values[0][:2].tolist() == [1, 2]
+    assert np.isnan(values[0][2])
+    assert np.isnan(values[1]).all()
+    hydrogens = atomic_targets([atoms], "shift", species=[1])[0]
+    assert np.isnan(hydrogens).tolist() == [True, False, True]
+    atoms.arrays["REF_q"] = np.array([[1], [2], [3]])
+    assert atomic_targets([atoms], "q")[0].tolist() == [1, 2, 3]
+    atoms.arrays["gaps"] = np.array([None, 1.0, 2], dtype=object)
+    assert np.isnan(atomic_targets([atoms], "gaps")[0]).tolist() == [True, False, False]
+    atoms.arrays["q"] = np.array([np.inf, 1.0, 2.0])  # of another species
+    assert atomic_targets([atoms], "q", species=[1])[0][1:].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        (np.ones((3, 3)), ""),
+        (np.array(["a", "b", "c"]), ""),
+        (np.array([True, False, True]), ""),
+        (np.array([1.0, np.inf, 1.0]), ""),
+    ],
+)
+def test_invalid_labels_of_atoms(value, place):
+    atoms = molecule("H2O")
+    atoms.arrays["q"] = value
+    with rejected(f"frames[1].arrays['q']{place}"):
+        atomic_targets([molecule("H2O"), atoms], "q")
+
+
+def test_similar_keys_are_suggested():
+    atoms = with_results(free_energy=1.0, charges=np.ones(3))
+    atoms.info.update(energy_U0=1.0)
+    with pytest.raises(InputError) as caught:
+        structure_targets([water(), atoms], "Energy_u0")
+    assert "'energy_U0'" in caught.value.remedy
+    for call, key in ((structure_targets, "charges"), (atomic_targets, "free_energy")):
+        with pytest.raises(InputError) as caught:
+            call([atoms], key)
+        assert "kind=" in caught.value.remedy
+
+
+def test_a_shared_calculator_is_rejected():
+    one, two = with_results(energy=1.0), molecule("H2O")
+    two.calc = one.calc
+    with rejected("frames[1].calc"):
+        structure_targets([one, two], "energy")
+
+
+def test_labelled_atoms_and_structures_are_counted():
+    one, two, three = molecule("H2O"), molecule("CH4"), molecule("H2O")
+    one.arrays["q"] = np.array([1.0, 2.0, np.nan])
+    three.arrays["q"] = np.array([3.0, 4.0, 5.0])
+    for species, rows, values, n in (
+        (None, [[0, 1], [0, 1, 2]], [1, 2, 3, 4, 5], 6),
+        ([1], [[1], [1, 2]], [2, 4, 5], 5),
+    ):
+        found = labelled([one, two, three], "q", "atomic", species)
+        assert found.frames.tolist() == [0, 2]
+        assert [r.tolist() for r in found.rows] == rows
+        assert found.values.tolist() == values
+        assert found.n_unlabelled == n
+    with rejected("key"):
+        labelled([one], "q", "atomic", [6])
+
+
+def isolated(symbol, tag="isolated_atom", **info):
+    return Atoms(symbol, info={"config_type": tag, **info})
+
+
+def test_isolated_atoms_are_set_aside():
+    frames = [
+        isolated("H", u=-13.6),
+        water(u=-470.0),
+        isolated("O", "IsolatedAtom", u=-432.0),
+        isolated("N"),
+        Atoms("H", info={"u": -13.5}),  # not tagged: to be learned
+        water(config_type="isolated_atom"),  # not an atom
+    ]
+    found = labelled(frames, "u", "extensive")
+    assert found.frames.tolist() == [1, 4]
+    assert (found.n_isolated, found.n_unlabelled) == (3, 1)
+    assert found.isolated == pytest.approx({1: -13.6, 8: -432.0})
+    with rejected("frames[6]"):
+        labelled([*frames, isolated("H", u=-13.7)], "u", "extensive")
+
+
+def test_predictions_are_not_labels_and_recomputed_values_are():
+    atoms = water(energy=1.0, energy_uncertainty=0.1, energy_ensemble=np.array([0.9, 1.1]))
+    assert find_label(atoms, "energy", False) is None
+    with rejected("key"):
+        structure_targets([atoms], "energy")
+    atoms.calc = LennardJones()
+    energy = atoms.get_potential_energy()
+    assert find_label(atoms, "energy", False)[0] == energy
+    atoms.info["REF_energy"] = 2.0
+    with pytest.warns(QualmsWarning):
+        assert structure_targets([atoms], "energy").tolist() == [2.0]
+
+
+# --- labels of forces and stresses ---
+
+
+def test_blocks_of_rows(alloys):
+    frames = copies(alloys[:5])
+    frames[1].arrays["force"][:] = np.nan
+    frames[3].arrays["force"][2, 1] = np.nan
+    for atoms in frames[2:]:
+        del atoms.info["virtual"]
+    settings = make_settings({"target": "energy", "forces": "force", "stress": "virtual"})
+    data = collect_labels(frames, settings)
+    energy, forces, stress = (data.quantities[q] for q in ("energy", "forces", "stress"))
+    assert [len(q.y) for q in (energy, forces, stress)] == [5, 4 * 12 - 1, 12]
+    assert (forces.n_without, stress.n_without, data.n_rows) == (1, 3, 64)
+    rows = np.concatenate([energy.rows, forces.rows, stress.rows])
+    assert sorted(rows.tolist()) == list(range(64))
+    np.testing.assert_array_equal(forces.structure, np.repeat([0, 2, 3, 4], [12, 12, 11, 12]))
+    np.testing.assert_array_equal(stress.component, [*range(6)] * 2)
+    np.testing.assert_array_equal(stress.multiplicity, [1, 1, 1, 2, 2, 2] * 2)
+    np.testing.assert_array_equal(
+        np.bincount(forces.vector)[np.unique(forces.vector)][8:12], [3, 3, 2, 3]
+    )
+    known = np.concatenate([frames[i].arrays["force"].ravel() for i in (0, 2, 3, 4)])
+    np.testing.assert_array_equal(forces.y, known[np.isfinite(known)])
+    expected = np.concatenate([atoms.info["virtual"] for atoms in frames[:2]])
+    np.testing.assert_allclose(stress.y * stress.factor, expected)
+    labels = data.derivatives
+    assert isinstance(labels, ForceLabels)
+    np.testing.assert_array_equal(np.diff(labels.offsets), [18, 6, 12, 11, 12])
+
+
+@pytest.mark.parametrize(
+    "value", [np.zeros((4, 2)), np.zeros(4), np.full((4, 3), np.inf), np.full((4, 3), "x")]
+)
+def test_invalid_forces(alloys, value):
+    frames = copies(alloys[:3])
+    del frames[1].arrays["force"]
+    frames[1].arrays["force"] = value
+    with rejected("frames[1].arrays['force']"):
+        find_forces(frames, "force")
+
+
+def test_stresses_are_symmetric_and_need_a_volume(alloys):
+    frames = copies(alloys[:3])
+    for atoms in frames[:2]:
+        xx, yy, zz, yz, xz, xy = atoms.info["virtual"]
+        atoms.info["virtual"] = np.array([[xx, xy, xz], [xy, yy, yz], [xz, yz, zz]])
+    frames[1].info["virtual"] = frames[1].info["virtual"].ravel()
+    frames[2].cell[2] = 0.0
+    frames[2].pbc = [True, True, False]
+    with pytest.warns(QualmsWarning):
+        found = find_stresses(frames, "virtual")
+    assert list(found) == [0, 1]
+    for i in found:
+        np.testing.assert_allclose(found[i], alloys[i].info["virtual"])
+    for invalid in (np.arange(9.0).reshape(3, 3), np.arange(5.0)):
+        frames[0].info["virtual"] = invalid
+        with rejected("frames[0].info['virtual']"):
+            find_stresses(frames, "virtual")
+
+
+def test_missing_forces_and_stresses(alloys):
+    with rejected("forces"):
+        find_forces(alloys, "forced")
+    for key in ("virtaul", "virial"):
+        with rejected("stress"):
+            find_stresses(alloys, key)
+    frames = copies(alloys[:6])
+    for atoms in frames:
+        atoms.arrays["force"][:] = np.nan
+    with rejected("forces"):
+        make_force_model().fit(frames)
+
+
+def test_forces_without_an_energy_and_zeros_cause_a_warning(alloys):
+    settings = make_settings({"target": "energy", "forces": "force"})
+    frames = copies(alloys[:6])
+    del frames[2].info["energy"]
+    with pytest.warns(QualmsWarning):
+        data = collect_labels(frames, settings)
+    assert len(data.quantities["forces"].y) == 5 * 12
+    for atoms in frames:
+        atoms.info["energy"] = 1.0
+        atoms.arrays["force"][:] = 0.0
+    with pytest.warns(QualmsWarning):
+        collect_labels(frames, settings)
+
+
+# --- checks ---
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.02, -3.0])
+def test_the_factor_is_between_the_two_regressions(factor):
+    rng = np.random.default_rng(1)
+    truth = rng.normal(size=4000)
+    noisy = factor_between(factor * truth, truth + 0.5 * rng.normal(size=4000))
+    shrunk = factor_between(factor * (truth + 0.5 * rng.normal(size=4000)), truth)
+    for found in (noisy, shrunk):
+        low, high = sorted((found.a, found.b))
+        assert low <= 1.05 * factor <= high * 1.2 or low * 1.2 <= 1.05 * factor <= high
+        assert found.is_one == (factor == 1.0)
+
+
+def test_no_structure_dominates_the_factor():
+    rng = np.random.default_rng(3)
+    structure = np.repeat(np.arange(20), 12)
+    labels = rng.normal(size=240)
+    predicted = labels + 0.3 * rng.normal(size=240)
+    labels[structure == 4] *= 100
+    predicted[structure == 4] = -0.3 * labels[structure == 4]
+    assert factor_between(labels, predicted).r < 0
+    found = factor_between(*equalized(labels, predicted, structure))
+    assert found.is_one
+    other = factor_between(*equalized(23.06 * labels, predicted, structure))
+    assert other.value == pytest.approx(23.06 * found.value)
+
+
+def ensemble(n=40, per=6, n_members=16):
+    """Labels, predictions, who was trained without what, and structures."""
+    rng = np.random.default_rng(0)
+    truth = rng.normal(size=n * per)
+    structure = np.repeat(np.arange(n), per)
+    members = truth[:, None] + 0.1 * rng.normal(size=(n * per, n_members))
+    absent = (np.argsort(rng.random((n, n_members)), axis=1) < n_members // 2)[structure]
+    return truth + 0.1 * rng.normal(size=n * per), members, absent, structure
+
+
+def test_outliers_are_found_worst_first():
+    y, members, absent, structure = ensemble()
+    assert not len(find_outliers(y, members, absent, structure).structures)
+    y[structure == 7] *= 200
+    y[20 * 6] += 5000.0  # a single component
+    saw = ~absent[7 * 6]
+    members[:, saw] += 5 * np.random.default_rng(1).normal(size=(len(y), saw.sum()))
+    found = find_outliers(y, members, absent, structure)
+    assert found.structures.tolist() == [20, 7]
+    assert found.errors[0] > found.errors[1] > 30 * found.median
+
+
+@pytest.mark.parametrize("factors", [(-1.0, 1.0), (23.06, 1.0), (1.0, -1.0), (1.0, 160.2)])
+def test_wrong_signs_and_units_cause_a_warning(alloys, factors):
+    frames = copies(alloys[:24])
+    for atoms in frames:
+        atoms.arrays["force"] *= factors[0]
+        atoms.info["virtual"] = atoms.info["virtual"] * factors[1]
+    with pytest.warns(QualmsWarning) as caught:
+        make_force_model(stress="virtual").fit(frames)
+    name = "forces" if factors[0] != 1 else "stress"
+    assert any(str(w.message).startswith(f"{name}=") for w in caught)
+
+
+def test_no_warning_where_energies_are_not_informative(alloys):
+    rng = np.random.default_rng(0)
+    frames = copies(alloys[:24])
+    for atoms in frames:
+        atoms.info["energy"] = rng.normal()
+    make_force_model().fit(frames)  # warnings are errors

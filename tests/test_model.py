@@ -1,0 +1,383 @@
+"""AtomisticModel: parameters, predictions, extrapolation, and which atoms are uncertain."""
+
+import inspect
+import pickle
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from ase import Atoms
+from ase.build import bulk, molecule
+from ase.data import covalent_radii
+from atomistic_fixtures import (
+    ENERGY,
+    SMOOTH,
+    copies,
+    make_model,
+    rejected,
+    same_predictions,
+    truth,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.sparse.csgraph import connected_components
+
+from qualms import AtomisticModel, Prediction, QualmsError
+from qualms.atomistic.forces import has_forces
+from qualms.atomistic.model import stream_chunks
+from qualms.atomistic.novelty import atom_force_std, atom_novelty, attributions
+from qualms.atomistic.settings import SMOOTHING, Settings, make_settings
+from qualms.calibration.fitting import METHODS
+from qualms.data import qm9
+
+PER_ATOM = "atomization_energy_per_atom"
+
+
+# --- parameters ---
+
+
+def test_every_parameter_is_in_the_signature_and_in_the_documentation():
+    parameters = inspect.signature(AtomisticModel).parameters
+    assert list(parameters) == list(Settings.model_fields)
+    assert parameters["n_members"].default == 16
+    assert parameters["target"].default is inspect.Parameter.empty
+    for name, field in Settings.model_fields.items():
+        assert f"    {name} : " in AtomisticModel.__doc__
+        assert field.description
+        assert field.json_schema_extra["group"] in ("data", "model", "uncertainty", "resources")
+
+
+INVALID = {
+    "target": [None, "", 3],
+    "kind": ["total"],
+    "representation": ["magic", 3, {"cutof": 3}, {"representation": 1}, {5: 3}],
+    "species": ["Q", [], 3, [0], "H"],
+    "n_representatives": [0, 2.5],
+    "selection": ["best"],
+    "per_species": ["perhaps"],
+    "baseline": ["linear", {"Q": 1.0}, {"H": "large"}],
+    "noise": [0, -1.0, float("nan"), "aic"],
+    "forces": [""],
+    "stress": [3],
+    "forces_noise": [0.0, 1.0],
+    "stress_noise": ["loo", 1.0],
+    "noise_per": ["cell", "structure"],
+    "n_members": [1],
+    "subsample": [0.0, 1.0, 1, 1.5],
+    "resample": ["molecules", "atoms"],
+    "replace": [3],
+    "calibration": ["best", 3],
+    "units": [3],
+    "seed": [-1],
+    "keep_pp": ["perhaps"],
+    "memory": ["lots", [1]],
+    "threads": [0, 1.5],
+    "hook": [1],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in INVALID.items() for value in values]
+)
+def test_invalid_parameters_are_named(name, value):
+    expected = "baseline['H']" if value == {"H": "large"} else name
+    with rejected(expected):
+        AtomisticModel(**({"target": "u"} | {name: value}))
+    assert {*INVALID} - {"hook"} == {*Settings.model_fields}
+
+
+@settings(max_examples=20)
+@given(
+    kind=st.sampled_from(["extensive", "intensive", "atomic"]),
+    noise=st.sampled_from(["loo", "evidence", 1e-3]),
+    subsample=st.sampled_from([0.5, 20]),
+    baseline=st.sampled_from(["mean", {"H": -13.6, 8: -2041}]),
+    calibration=st.sampled_from([*METHODS, None]),
+)
+def test_settings_survive_json(**values):
+    found = make_settings({"target": "u", "memory": "8GB", **values})
+    again = Settings.model_validate_json(found.model_dump_json())
+    assert again == found.model_copy(update={"memory": None})
+    if isinstance(values["baseline"], dict):
+        assert again.baseline == {1: -13.6, 8: -2041.0}
+
+
+def test_forces_need_smooth_features():
+    found = make_settings({"target": "e", "forces": "f"})
+    assert found.representation.resolved_engine == "featomic"
+    assert [scale.smoothing for scale in found.representation.scales] == [SMOOTHING]
+    given_ = make_settings({"target": "e", "stress": "s", "representation": SMOOTH})
+    assert [scale.smoothing for scale in given_.representation.scales] == [0.8]
+    assert found.keys == {"energy": "e", "forces": "f"}
+    with rejected("engine"):
+        make_settings({"target": "e", "forces": "f", "representation": {"engine": "dscribe"}})
+    with rejected("forces"):
+        make_settings({"target": "e", "kind": "intensive", "forces": "f"})
+
+
+# --- kinds of targets ---
+
+
+def close(prediction, members, std):
+    """Members agree to a small part of the uncertainty; float32 products depend on the batch."""
+    assert np.all(np.abs(prediction.members - members) < 0.1 * std[:, None])
+
+
+def test_an_extensive_property_is_the_number_of_atoms_times_an_average(molecules):
+    total = make_model().fit(molecules[:60])
+    average = make_model(PER_ATOM, "intensive").fit(molecules[:60])
+    new = molecules[120:140]
+    n_atoms = np.array([len(atoms) for atoms in new])
+    one, other = total.predict(new), average.predict(new)
+    np.testing.assert_allclose(one.members, other.members * n_atoms[:, None], rtol=1e-8)
+    np.testing.assert_allclose(one.std, other.std * n_atoms, rtol=1e-6)
+    for a, b in zip(total.predict_pp(new), average.predict_pp(new), strict=True):
+        np.testing.assert_allclose(a, b * n_atoms, rtol=1e-6)
+    errors = one.mean - truth(new)
+    assert np.sqrt(np.mean(errors**2)) < 0.1 * np.std(truth(new))
+    assert 0.4 < np.mean(np.abs(errors) < one.std) < 0.9
+
+
+def test_atoms_of_chosen_species(molecules, shift_model):
+    new = molecules[120:150]
+    wanted = [np.flatnonzero(atoms.numbers == 1) for atoms in new]
+    y = np.concatenate([a.arrays["shift"][w] for a, w in zip(new, wanted, strict=True)])
+    prediction = shift_model.predict(new)
+    assert np.std(prediction.mean - y) < 0.5 * np.std(y)
+    for predicted, expected in zip(shift_model.target_atoms(new), wanted, strict=True):
+        np.testing.assert_array_equal(predicted, expected)
+    edges = pairwise(np.cumsum([0, *map(len, wanted)]))
+    for part, (begin, end) in zip(shift_model.predict_atoms(new), edges, strict=True):
+        np.testing.assert_array_equal(part.members, prediction.members[begin:end])
+    n_hydrogen = sum(np.count_nonzero(a.numbers == 1) for a in molecules[:60])
+    assert shift_model.record.n_environments == n_hydrogen
+    oxide = molecule("CO2")  # without the wanted atoms
+    assert shift_model.predict([oxide]).shape == (0,)
+    assert [p.shape for p in shift_model.predict_atoms([oxide, molecule("H2O")])] == [(0,), (2,)]
+    assert not shift_model.extrapolates([oxide])[0]
+
+
+def test_unlabelled_structures_are_skipped_and_counted(molecules):
+    frames = copies(molecules[:70])
+    kept = [i for i in range(70) if i % 10]
+    for i in range(0, 70, 10):
+        frames[i].info[ENERGY] = [None, np.nan][i % 20 == 0]
+    frames[20].positions[:] = 0.0  # is not used, hence does no harm
+    model = make_model().fit(atoms for atoms in frames)
+    assert model.record.n_structures == 63
+    assert model.record.quantities["energy"].n_without == 7
+    same_predictions(model, make_model().fit([frames[i] for i in kept]), molecules[120:125])
+    assert set(model.fitted.origins[:, 0]) <= set(kept)  # as they were given
+    frames[7].positions[1] = frames[7].positions[0]
+    with rejected("frames[7]"):
+        make_model().fit(frames)
+
+
+def test_energies_of_isolated_atoms_given_or_found(molecules):
+    energies = {"H": -13.6, "C": -1029.9, "N": -1485.3, "O": -2042.6, "F": -2713.5}
+    frames = copies(molecules[:60])
+    for atoms in frames:
+        atoms.info["total"] = atoms.info[ENERGY] + sum(energies[s] for s in atoms.symbols)
+    single = [
+        Atoms(s, info={"config_type": "isolated_atom", "total": e}) for s, e in energies.items()
+    ]
+    found = make_model("total", baseline="atoms").fit(frames + single)
+    given_ = make_model("total", baseline=energies).fit(frames)
+    assert found.record.n_isolated == 5
+    same_predictions(found, given_, molecules[120:125])
+
+
+# --- predictions ---
+
+
+@pytest.mark.parametrize("calibration", METHODS)
+@pytest.mark.parametrize(("target", "kind"), [(ENERGY, "extensive"), (PER_ATOM, "intensive")])
+def test_contributions_of_atoms_add_up_member_by_member(molecules, target, kind, calibration):
+    model = make_model(target, kind, calibration=calibration).fit(molecules[:40])
+    new = molecules[120:125]
+    whole, atoms = model.predict(new), model.predict_atoms(new)
+    combine = np.sum if kind == "extensive" else np.mean
+    for i, parts in enumerate(atoms):
+        added = Prediction(combine(parts.members, axis=0)[None])
+        close(added, whole.members[i : i + 1], whole.std[i : i + 1])
+        np.testing.assert_allclose(added.std, whole.std[i], rtol=1e-2)
+    np.testing.assert_allclose(model.predict_mean(new), whole.mean, rtol=1e-12)
+    assert (whole.std == whole.uncalibrated.std).all() == (calibration == "none")
+
+
+def test_a_prediction_depends_on_its_structure_alone(molecules, energy_model):
+    new = molecules[120:140]
+    together = energy_model.predict(new)
+    for i in (0, 7, 19):
+        close(energy_model.predict([new[i]]), together.members[i : i + 1], together.std[i : i + 1])
+    moved = [atoms[np.random.default_rng(0).permutation(len(atoms))] for atoms in new]
+    for atoms in moved:
+        atoms.rotate(40, "x")
+        atoms.translate([3, 4, 5])
+    close(energy_model.predict(moved), together.members, together.std)
+    chunks = list(stream_chunks(energy_model.fitted, iter(new), batch=40))
+    assert len(chunks) > 5
+    pieces = Prediction.concatenate([chunk.predict(chunk.rows()) for chunk in chunks])
+    close(pieces, together.members, together.std)
+
+
+def test_predict_agrees_with_predict_forces(alloys, force_model):
+    new = alloys[26:]
+    expected = force_model.predict_forces(new).energy.members
+    np.testing.assert_allclose(force_model.predict(new).members, expected, rtol=1e-7)
+    again = pickle.loads(pickle.dumps(force_model))
+    np.testing.assert_array_equal(again.predict_forces(new).energy.members, expected)
+
+
+def test_invalid_structures_and_options(molecules, energy_model):
+    for call, parameter in (
+        (lambda: energy_model.predict([]), "frames"),
+        (lambda: energy_model.predict(molecules[0]), "frames"),
+        (lambda: energy_model.predict(molecules[:1], unknown_species="skip"), "unknown_species"),
+        (lambda: energy_model.predict([Atoms()]), "frames[0]"),
+        (lambda: energy_model.target_atoms(molecules[:1]), "kind"),
+        (lambda: make_model().fit(molecules[0]), "frames"),
+        (lambda: make_model(keep_pp=False).fit(molecules[:20]).predict_pp(molecules), "keep_pp"),
+    ):
+        with rejected(parameter):
+            call()
+    with pytest.raises(QualmsError):
+        make_model().predict(molecules[:1])
+
+
+def test_the_summary_has_errors_and_calibrations_of_all_quantities(force_model, energy_model):
+    text = force_model.summary()
+    for name, found in force_model.record.quantities.items():
+        assert f"RMSE {found.rmse:.4g}" in text
+        assert f"α = {force_model.fitted.calibration_of(name).alpha:.3f}" in text
+    assert "eV/Å³" in text
+    assert f"{ENERGY} in eV" in energy_model.summary()
+    assert energy_model.provenance.data_digest[:12] in energy_model.summary()
+
+
+# --- extrapolation ---
+
+
+def test_known_structures_are_no_extrapolation(molecules, energy_model, shift_model):
+    assert energy_model.extrapolates(molecules[:120]).mean() <= 0.02
+    assert energy_model.extrapolates(molecules[120:]).mean() <= 0.08
+    assert shift_model.extrapolates(molecules[:60]).mean() <= 0.02
+
+
+@pytest.mark.parametrize("factor", [0.6, 0.85, 1.4, 5.0])
+def test_distorted_structures_are_flagged(molecules, energy_model, shift_model, factor):
+    distorted = copies(molecules[120:130])
+    for atoms in distorted:
+        atoms.positions *= factor
+    assert energy_model.extrapolates(distorted).mean() > 0.9
+    assert shift_model.extrapolates(distorted).mean() > 0.7
+
+
+def test_molecules_too_large_or_too_small_by_a_tenth_are_flagged():
+    """No single environment is very novel, but all are a little."""
+    molecules = qm9(n=350)
+    model = AtomisticModel(ENERGY, n_representatives=300, threads=1).fit(molecules[:300])
+    assert model.extrapolates(molecules[300:]).mean() <= 0.06
+    for factor in (0.9, 1.1):
+        distorted = copies(molecules[300:])
+        for atoms in distorted:
+            atoms.positions *= factor
+        assert model.extrapolates(distorted).mean() > 0.9
+
+
+def test_unknown_species_are_rejected_or_ignored(energy_model, shift_model):
+    known, chloride = molecule("CH4"), molecule("CH3Cl")
+    frames = [known, chloride]
+    for call in (energy_model.predict, energy_model.predict_pp, shift_model.extrapolates):
+        with rejected("frames"):
+            call(frames)
+    without = chloride[[i for i, s in enumerate(chloride.symbols) if s != "Cl"]]
+    ignored = energy_model.predict(frames, unknown_species="ignore")
+    close(ignored, energy_model.predict([known, without]).members, ignored.std)
+    assert energy_model.extrapolates(frames, unknown_species="ignore")[1]
+    parts = energy_model.predict_atoms(frames, unknown_species="ignore")
+    assert [len(p) for p in parts] == [5, 4]
+    with rejected("frames"):
+        energy_model.predict([Atoms("Cl")], unknown_species="ignore")
+
+
+# --- which atoms are uncertain ---
+
+
+def stretched(atoms, factor):
+    """Yield molecules with one bond stretched, for each bond that is not part of a ring."""
+    radii = covalent_radii[atoms.numbers]
+    distances = atoms.get_all_distances()
+    bonded = (distances < 1.25 * (radii[:, None] + radii)) & (distances > 0)
+    for i, j in np.argwhere(np.triu(bonded)):
+        left = bonded.copy()
+        left[i, j] = left[j, i] = False
+        parts = connected_components(left)[1]
+        if parts[i] != parts[j]:
+            new = atoms.copy()
+            bond = atoms.positions[j] - atoms.positions[i]
+            new.positions[parts == parts[j]] += (factor - 1) * bond
+            yield new, (i, j)
+
+
+@pytest.mark.parametrize("representation", [{}, {"normalize": False}])
+def test_the_most_novel_atom_is_at_the_bond_that_is_too_long(representation, molecules):
+    model = make_model(n_representatives=150, representation=representation).fit(molecules[:120])
+    plain = [a for a in molecules[150:160] if atom_novelty(model, [a])[0].max() < 0.5]
+    cases = [case for atoms in plain for case in stretched(atoms, 1.35)]
+    found = atom_novelty(model, [atoms for atoms, _ in cases])
+    hits = [novelty.argmax() in bond for novelty, (_, bond) in zip(found, cases, strict=True)]
+    assert len(hits) > 80
+    assert np.mean(hits) > 0.9
+
+
+def test_the_most_uncertain_force_is_at_the_atom_that_was_moved(force_model):
+    cases, bonds = [], []
+    for i in range(0, 32, 4):
+        crystal = bulk("Cu", cubic=True) * (2, 2, 2)
+        crystal.symbols[::4] = "Al"
+        crystal.rattle(0.05, seed=1)
+        direction = np.random.default_rng(i).normal(size=3)
+        crystal.positions[i] += 0.6 * direction / np.linalg.norm(direction)
+        cases.append(crystal)
+        bonds.append(np.argsort(crystal.get_distances(i, range(32), mic=True))[:2])
+    for found in (atom_force_std(force_model, cases), atom_novelty(force_model, cases)):
+        hits = [values.argmax() in bond for values, bond in zip(found, bonds, strict=True)]
+        assert np.mean(hits) >= 0.7
+
+
+def test_attributions_collect_novelty_and_uncertainties(
+    alloys, molecules, force_model, energy_model
+):
+    some = alloys[30:32]
+    found = attributions(force_model, some)
+    expected = zip(
+        found,
+        atom_novelty(force_model, some),
+        force_model.predict_atoms(some),
+        force_model.predict_forces(some),
+        strict=True,
+    )
+    for one, novelty, parts, forces in expected:
+        np.testing.assert_allclose(one.novelty, novelty)
+        np.testing.assert_allclose(one.std, parts.std)
+        np.testing.assert_allclose(one.force_std, np.linalg.norm(forces.forces.std, axis=1))
+    assert not has_forces(energy_model.fitted)  # dscribe has no derivatives
+    assert attributions(energy_model, molecules[150:151])[0].force_std is None
+    with rejected("engine"):
+        atom_force_std(energy_model, molecules[150:151])
+
+
+def test_novelty_is_one_where_extrapolation_begins(energy_model, molecules):
+    fitted = energy_model.fitted
+    origin, atom = fitted.origins[0]
+    assert atom_novelty(energy_model, [molecules[origin]])[0][atom] < 1e-3  # a representative
+    new = molecules[150:190]
+    largest = np.array([novelty.max() for novelty in atom_novelty(energy_model, new)])
+    assert largest.min() < 1 < largest.max()
+    assert np.all(energy_model.extrapolates(new)[largest > 1])
+    chunk = next(iter(energy_model.stream(new[:1])))
+    x, X = (a.astype(np.float64) for a in (chunk.batch.features, fitted.representatives))
+    kernel = (x @ X.T) ** fitted.representation.soap.exponent
+    expected = (1 - kernel.max(axis=1)) / fitted.training_novelty[0]
+    np.testing.assert_allclose(atom_novelty(energy_model, new[:1])[0], expected, atol=1e-4)

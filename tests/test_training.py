@@ -1,0 +1,484 @@
+"""Training against slow solutions of the same problem, what it depends on, and its limits."""
+
+import logging
+import os
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from atomistic_fixtures import (
+    ENERGY,
+    SMALL,
+    copies,
+    labelled_alloys,
+    make_force_model,
+    make_model,
+    rejected,
+    same_predictions,
+    truth,
+)
+from threadpoolctl import threadpool_info, threadpool_limits
+
+from qualms import InputError, QualmsWarning, score
+from qualms.atomistic import training
+from qualms.atomistic.forces import derivative_rows, scale_rows
+from qualms.atomistic.labels import collect_labels
+from qualms.atomistic.settings import make_settings
+from qualms.errors import NumericalError
+from qualms.features.gradients import batches
+from qualms.gp.representatives import farthest_points
+from qualms.prediction import Prediction
+from qualms.resources import SMALL as FEW_ATOMS
+from qualms.resources import default_threads, format_bytes, limit_rayon, limited, parse_memory
+
+PER_ATOM = "atomization_energy_per_atom"
+
+
+# --- the sparse Gaussian process ---
+
+
+@pytest.mark.parametrize("baseline", ["none", "mean"])
+def test_with_all_environments_it_is_exact_gaussian_process_regression(molecules, baseline):
+    train, new = molecules[:30], molecules[120:140]
+    y = truth(train, PER_ATOM)
+    noise = 0.02 * np.var(y)
+    model = make_model(
+        PER_ATOM, "intensive", n_representatives=10_000, noise=noise, baseline=baseline
+    ).fit(train)
+
+    def features(frames):
+        centers = [np.arange(len(atoms)) for atoms in frames]
+        X = model.fitted.representation.features(frames, centers).astype(np.float64)
+        return np.split(X, np.cumsum([len(atoms) for atoms in frames])[:-1])
+
+    def kernel(A, B):
+        return np.array([[np.mean((a @ b.T) ** 2) for b in B] for a in A])
+
+    X, X_new = features(train), features(new)
+    K, K_new = kernel(X, X), kernel(X_new, X)
+    k_new = np.array([np.mean((x @ x.T) ** 2) for x in X_new])
+    center = 0.0 if baseline == "none" else y.mean()
+    scale = np.mean((y - center) ** 2) / np.mean(np.diag(K))  # Eq. (17)
+    solved = np.linalg.solve(scale * K + noise * np.eye(len(y)), scale * K_new.T)
+    mean = center + solved.T @ (y - center)
+    variance = noise + scale * k_new - np.einsum("ij,ji->i", scale * K_new, solved)
+    predicted, std = model.predict_pp(new)
+    np.testing.assert_allclose(predicted, mean, rtol=1e-4, atol=1e-4 * np.std(y))
+    # Features, and the factors of the variance, are float32: small differences of large numbers.
+    np.testing.assert_allclose(std, np.sqrt(variance), rtol=3e-3)
+
+
+def twice(atoms):
+    """Two cells of a crystal, as one structure."""
+    double = atoms.repeat((2, 1, 1))
+    double.info["energy"] = 2 * atoms.info["energy"]
+    return double
+
+
+@pytest.mark.parametrize("noise_per", ["atom", "structure"])
+def test_every_member_is_the_weighted_least_squares_solution_of_its_structures(alloys, noise_per):
+    noise, forces_noise = 1e-3, 3e-2
+    frames = [twice(atoms) if i % 3 == 0 else atoms for i, atoms in enumerate(alloys[:14])]
+    found = make_force_model(
+        noise=noise**2,
+        forces_noise=forces_noise**2,
+        noise_per=noise_per,
+        baseline="none",
+        n_representatives=25,
+    ).fit(frames)
+    fitted = found.fitted
+    scales = scale_rows(fitted.representation, fitted.representatives)
+    rows = derivative_rows(scales, next(batches(frames, 200)))
+    M, sizes = len(fitted.representatives), np.array([len(atoms) for atoms in frames])
+    K_E, K_F = rows.energies / sizes[:, None], rows.forces.reshape(-1, M)
+    X = fitted.representatives.astype(float)
+    K_MM = np.asarray(fitted.representation.kernel(X, X))
+    y_E = truth(frames, "energy") / sizes
+    y_F = np.concatenate([atoms.arrays["force"].ravel() for atoms in frames])
+    # Per structure: the same noise of the whole energy, that of a structure of mean size.
+    noises = noise * (sizes.mean() / sizes if noise_per == "structure" else np.ones(14))
+    L = np.linalg.cholesky(K_MM)
+    prior = np.sum(y_F**2) / np.sum(np.linalg.solve(L, K_F.T) ** 2)
+    new = derivative_rows(scales, next(batches(alloys[30:33])))
+    predicted = found.predict_forces(alloys[30:33])
+    for i in range(8):
+        seen = fitted.membership[:, i].astype(bool)
+        mine = np.repeat(seen, 3 * sizes)
+        A_E = K_E[seen] / noises[seen, None]
+        A = np.concatenate([A_E, K_F[mine] / forces_noise, L.T / np.sqrt(prior)])
+        b = np.concatenate([y_E[seen] / noises[seen], y_F[mine] / forces_noise, np.zeros(M)])
+        w = np.linalg.lstsq(A, b, rcond=None)[0]
+        np.testing.assert_allclose(
+            predicted.energy.uncalibrated.members[:, i], new.energies @ w, rtol=1e-6
+        )
+        np.testing.assert_allclose(
+            predicted.forces.uncalibrated.members[..., i], new.forces @ w, atol=1e-6
+        )
+
+
+def test_out_of_bag_points_are_predicted_by_the_other_members(molecules, energy_model):
+    train = molecules[:120]
+    n_atoms = np.array([len(atoms) for atoms in train])
+    members = energy_model.predict(train).uncalibrated.members / n_atoms[:, None]
+    residuals, spreads = [], []
+    rows = zip(truth(train) / n_atoms, members, energy_model.fitted.membership, strict=True)
+    for y, row, seen in rows:
+        if np.count_nonzero(seen == 0) >= 3:
+            residuals.append(y - row[seen == 0].mean())
+            spreads.append(row[seen == 0].std(ddof=1))
+    found, record = energy_model.out_of_bag["energy"], energy_model.record.quantities["energy"]
+    np.testing.assert_allclose(found.residuals, residuals, rtol=1e-5, atol=1e-8)
+    np.testing.assert_allclose(found.spread, spreads, rtol=1e-5)
+    assert record.rmse == pytest.approx(np.sqrt(np.mean(np.square(residuals))))
+    assert record.mae == pytest.approx(np.mean(np.abs(residuals)))
+    assert record.n_out_of_bag == len(residuals) > 100
+    assert energy_model.fitted.training_spread == pytest.approx(max(spreads))
+
+
+def test_the_full_model_and_other_subsamples_share_kernel_rows(molecules):
+    settings = make_settings({"target": ENERGY, "representation": SMALL, "n_representatives": 60})
+    data = collect_labels(molecules[:60], settings)
+    draw = training.draw_ensemble(data)
+    gp = training.fit_sparse_gp(training.compute_rows(data), data, draw.baseline)
+    other = replace(data, settings=settings.model_copy(update={"subsample": 0.25}))
+    for some in (data, other):
+        fitted = training.fit_ensemble(gp, some, training.draw_ensemble(some)).fitted
+        alone = training.fit(molecules[:60], some.settings).fitted
+        np.testing.assert_array_equal(fitted.membership, alone.membership)
+        np.testing.assert_allclose(fitted.weights, alone.weights, rtol=1e-6, atol=1e-9)
+    # Residuals of the model without a structure, against a model that is fitted without it.
+    Phi, rest = gp.rows.Phi, np.arange(60) != 7
+    A = Phi[rest].T @ Phi[rest] + gp.process.noise_variance * np.eye(Phi.shape[1])
+    expected = gp.y[7] - Phi[7] @ np.linalg.solve(A, Phi[rest].T @ gp.y[rest])
+    assert gp.left_out_residuals()[7] == pytest.approx(expected, rel=1e-6)
+
+
+def test_noise_that_is_lost_in_rounding_is_raised(alloys, monkeypatch):
+    settings = make_settings(
+        {"target": "energy", "forces": "force", "noise": 1e-3, "forces_noise": 1e-2}
+        | {"representation": {"cutoff": 3.8, "n_radial": 3, "l_max": 2}, "n_representatives": 20}
+    )
+    data = collect_labels(alloys[:12], settings)
+    draw = training.draw_ensemble(data)
+    gp = training.fit_sparse_gp(training.compute_rows(data), data, draw.baseline)
+    assert gp.noise == {"energy": 1e-3, "forces": 1e-2}
+    solve = training.solve_members
+
+    def fails_at_first(*args, **kwargs):
+        if args[3].noise_variance < 5 * gp.process.noise_variance:
+            raise NumericalError("lost")
+        return solve(*args, **kwargs)
+
+    monkeypatch.setattr(training, "solve_members", fails_at_first)
+    with pytest.warns(QualmsWarning):
+        raised = training.fit_ensemble(gp, data, draw).fitted
+    assert raised.record.quantities["energy"].noise ** 2 == pytest.approx(1e-2)
+    assert raised.record.quantities["forces"].noise ** 2 == pytest.approx(1e-1)
+
+    def fails(*args, **kwargs):
+        raise NumericalError("lost")
+
+    monkeypatch.setattr(training, "solve_members", fails)
+    with pytest.raises(NumericalError):
+        training.fit_ensemble(gp, data, draw)
+
+
+# --- forces and stresses ---
+
+
+def errors(model, frames):
+    """Root mean squared errors of energies per atom, forces and stresses."""
+    found = model.predict_forces(frames, stress=True)
+    energy = (found.energy.mean - truth(frames, "energy")) / 4
+    forces = found.forces.mean - np.concatenate([atoms.arrays["force"] for atoms in frames])
+    stress = found.stress.mean - truth(frames, "virtual")
+    return [float(np.sqrt(np.mean(z**2))) for z in (energy, forces, stress)]
+
+
+def test_forces_and_stresses_are_learned(alloys, force_model):
+    known, new = alloys[:26], alloys[26:]
+    alone = make_force_model(forces=None, representation={"engine": "featomic", "smoothing": 0.5})
+    without = errors(alone.fit(known), new)
+    both = errors(force_model, new)
+    assert both[0] < 0.5 * without[0]
+    assert both[1] < 0.5 * without[1]
+    assert both[2] < 0.05 * np.std(truth(new, "virtual"))
+    only = make_force_model(forces=None, stress="virtual").fit(known)
+    assert errors(only, new)[2] < 0.2 * np.std(truth(new, "virtual"))
+    assert set(only.fitted.calibrations) == {"energy", "stress"}
+    assert only.fitted.calibration_of("forces") is None
+
+
+def test_uncertainties_of_forces_are_calibrated(alloys):
+    model = make_force_model(n_members=16).fit(alloys[:26])
+    new = labelled_alloys(40, seed=5)
+    predicted = model.predict_forces(new).forces
+    y = np.concatenate([atoms.arrays["force"] for atoms in new])
+    flat = Prediction(predicted.members.reshape(-1, 16))
+    assert 0.5 < score(y.ravel(), flat).coverage_68 < 0.85
+    own = model.fitted.calibration_of("forces")
+    assert own != model.fitted.calibration
+    assert own.n_points == 26 * 12
+
+
+def test_few_forces_are_calibrated_as_the_energy(alloys):
+    frames = copies(alloys[:20])
+    for atoms in frames[5:]:
+        del atoms.arrays["force"]
+    with pytest.warns(QualmsWarning):
+        model = make_force_model().fit(frames)
+    assert set(model.fitted.calibrations) == {"energy"}
+    found = model.predict_forces(alloys[30:32])
+    factors = found.energy.std / found.energy.uncalibrated.std
+    ratio = found.forces.std / found.forces.uncalibrated.std
+    np.testing.assert_allclose(ratio[:4], factors[0], rtol=1e-6)
+    record = model.record.quantities["forces"]
+    assert (record.n_rows, record.n_without, record.rmse) == (60, 15, None)
+
+
+# --- what the result depends on ---
+
+
+@pytest.mark.parametrize("selection", ["fps", "cur", "random"])
+def test_same_seed_same_bytes(molecules, selection):
+    first, again, other = (
+        make_model(selection=selection, seed=seed, n_representatives=50).fit(molecules[:30])
+        for seed in (3, 3, 4)
+    )
+    assert first.fitted.weights.tobytes() == again.fitted.weights.tobytes()
+    same_predictions(first, again, molecules[120:125])
+    assert not np.array_equal(first.fitted.membership, other.fitted.membership)
+    same = np.array_equal(first.fitted.origins, other.fitted.origins)
+    assert same == (selection != "random")
+
+
+def test_duplicates_and_groups_are_in_or_out_together(molecules):
+    frames = [*molecules[:40], molecules[0].copy()]
+    frames[40].translate([1e-9, 0, 0])
+    groups = [f"run {i // 4}" for i in range(40)] + ["run 9"]
+    with pytest.warns(QualmsWarning):
+        model = make_model(baseline="mean").fit(frames, groups)
+    membership = model.fitted.membership
+    assert model.record.n_duplicates == 1
+    for i in range(10):
+        assert (membership[4 * i : 4 * i + 4] == membership[4 * i]).all()
+    np.testing.assert_array_equal(membership[0], membership[39])
+    np.testing.assert_array_equal(membership[0], membership[40])
+    assert len(np.unique(membership, axis=0)) == 9
+
+
+@pytest.mark.parametrize("resample", ["structures", "atoms"])
+def test_atoms_of_a_structure_stay_together_unless_told(molecules, resample):
+    model = make_model("shift", "atomic", resample=resample, replace=True).fit(molecules[:30])
+    edges = np.cumsum([0, *(len(atoms) for atoms in molecules[:30])])
+    parts = [model.fitted.membership[a:b] for a, b in pairwise(edges)]
+    assert model.fitted.membership.max() > 1
+    split = sum(bool((part != part[0]).any()) for part in parts)
+    assert split == (0 if resample == "structures" else 30)
+
+
+def test_the_uncertainty_of_the_baseline_is_in_the_members(molecules):
+    frames, rng = copies(molecules[:60]), np.random.default_rng(0)
+    for atoms in frames:
+        atoms.info["noise"] = float(len(atoms) * rng.normal())
+    fitted = make_model("noise").fit(frames).fitted
+    X = np.array([[np.mean(a.numbers == z) for z in fitted.baseline.species] for a in frames])
+    y = truth(frames, "noise") / [len(atoms) for atoms in frames]
+    for i in range(16):
+        rows = np.repeat(np.arange(60), fitted.membership[:, i])
+        expected = np.linalg.lstsq(X[rows], y[rows], rcond=None)[0]
+        np.testing.assert_allclose(fitted.baseline.members[:, i], expected, rtol=1e-6, atol=1e-9)
+
+
+def test_the_compression_sees_every_pair_of_elements(molecules):
+    plain = [a for a in molecules if 9 not in a.numbers][:100]
+    rare = next(a for a in molecules if 9 in a.numbers)
+    data = collect_labels([*plain, rare], make_settings({"target": ENERGY}))
+    for seed in range(5):
+        sample = training._sample(data, np.random.default_rng(seed))
+        assert len(plain) in sample  # the last one
+        assert len(np.unique(sample)) == len(sample)
+
+
+# --- targets without errors, and data that are too few ---
+
+
+def test_a_constant_target_has_no_uncertainty(molecules):
+    frames = copies(molecules[:30])
+    for atoms in frames:
+        atoms.info["constant"] = 2.5
+    with pytest.warns(QualmsWarning):
+        model = make_model("constant", "intensive").fit(frames)
+    prediction = model.predict(molecules[120:130])
+    np.testing.assert_allclose(prediction.mean, 2.5, rtol=1e-12)
+    assert prediction.std.max() < 1e-12
+    assert not model.extrapolates(molecules[120:130]).any()
+
+
+def test_a_target_that_is_linear_in_the_composition_is_exact(molecules):
+    frames = copies(molecules[:60])
+    for atoms in frames:
+        atoms.info["linear"] = 1.7 * float(np.sum(atoms.numbers)) + len(atoms)
+    with pytest.warns(QualmsWarning):
+        model = make_model("linear").fit(frames[:40])
+    expected = np.tile(truth(frames[40:], "linear")[:, None], 16)
+    np.testing.assert_allclose(model.predict(frames[40:]).members, expected, rtol=1e-12)
+    assert model.record.quantities["energy"].rmse is None
+
+
+@pytest.mark.parametrize(
+    ("n", "settings", "parameter"),
+    [
+        (0, {}, "frames"),
+        (1, {}, "frames"),
+        (4, {}, "baseline"),
+        (20, {"subsample": 20}, "subsample"),
+        (20, {"subsample": 19, "n_members": 2, "baseline": "mean"}, "subsample"),
+        (20, {"baseline": "atoms"}, "baseline"),
+        (20, {"memory": 1e6}, "memory"),
+        (20, {"groups": [1] * 19}, "groups"),
+        (20, {"groups": ["a"] * 20}, "frames"),
+    ],
+)
+def test_insufficient_data_are_rejected_before_the_work(
+    molecules, monkeypatch, n, settings, parameter
+):
+    monkeypatch.setattr(training, "stream_features", None)
+    groups = settings.pop("groups", None)
+    with rejected(parameter):
+        make_model(**settings).fit(molecules[:n], groups)
+
+
+# --- memory, progress, threads ---
+
+
+def in_blocks(monkeypatch, size):
+    """Recompute features, and select representatives in blocks of this size."""
+    plan = training._plan_memory
+    monkeypatch.setattr(
+        training, "_plan_memory", lambda *given: plan(*given)._replace(n_block=size)
+    )
+
+
+def test_a_memory_limit_makes_it_recompute(molecules, caplog):
+    caplog.set_level(logging.INFO)
+    data = collect_labels(molecules, make_settings({"target": ENERGY, "n_representatives": 20}))
+    data = replace(data, frames=data.frames * 200, centers=data.centers * 200)
+    limits = np.geomspace(0.6e9, 20e9, 40)
+    found = []
+    for limit in limits:
+        try:
+            found.append(training._plan_memory(data, limit, 1))
+        except InputError:
+            found.append(None)
+    modes = ["no" if p is None else "keep" if p.n_block is None else "again" for p in found]
+    assert [mode for i, mode in enumerate(modes) if i == 0 or modes[i - 1] != mode] == [
+        "no",
+        "again",
+        "keep",
+    ]
+    blocks = [p.n_block for p in found if p is not None and p.n_block is not None]
+    assert blocks == sorted(blocks)
+    assert len(caplog.records) == sum(p is not None for p in found)
+
+
+@pytest.mark.parametrize("selection", ["fps", "cur", "random"])
+def test_recomputed_features_give_an_equivalent_model(molecules, monkeypatch, selection):
+    train, new = molecules[:80], molecules[120:]
+    kept = make_model(selection=selection, noise=1e-3).fit(train)
+    in_blocks(monkeypatch, 10**6)  # one block: the same selection
+    again = make_model(selection=selection, noise=1e-3).fit(train)
+    np.testing.assert_array_equal(again.fitted.origins, kept.fitted.origins)
+    np.testing.assert_allclose(again.predict(new).mean, kept.predict(new).mean, rtol=1e-5)
+    in_blocks(monkeypatch, 300)
+    blocks = make_model(selection=selection, noise=1e-3).fit(train)
+    assert len(np.unique(blocks.fitted.origins, axis=0)) == blocks.record.effective_rank
+    rmse = [np.sqrt(np.mean((m.predict(new).mean - truth(new)) ** 2)) for m in (kept, blocks)]
+    assert rmse[1] < 1.1 * rmse[0]
+
+
+def test_representatives_of_blocks_cover_all_environments(molecules, monkeypatch):
+    in_blocks(monkeypatch, 300)
+    model = make_model().fit(molecules[:80])
+    centers = [np.arange(len(atoms)) for atoms in molecules[:80]]
+    X = model.fitted.representation.features(molecules[:80], centers)
+    plain = farthest_points(X, 100).distances[-1]
+    picks = model.fitted.representatives
+    radius = np.sqrt(max(np.min(np.sum((x - picks) ** 2, axis=1)) for x in X))
+    assert radius <= 2 * plain
+
+
+def test_progress_is_shown_stage_by_stage(molecules):
+    seen = []
+    display = SimpleNamespace(
+        begin=lambda stage, total: seen.append((stage, total)),
+        advance=seen.append,
+        end=lambda seconds: None,
+    )
+    model = make_model().fit(molecules[:20], progress=display)
+    stages = dict.fromkeys(item[0] for item in seen if isinstance(item, tuple))
+    assert list(stages) == list(model.record.seconds)
+    assert seen[:2] == [("Features", model.record.n_environments), model.record.n_environments]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GB", 8e9), ("500 mb", 5e8), ("16GiB", 16 * 2**30), ("1.5k", 1500), (3e6, 3e6), (7, 7)],
+)
+def test_sizes_of_memory(text, size):
+    assert parse_memory(text) == size
+    assert parse_memory(None) > 1e6
+
+
+@pytest.mark.parametrize("size", ["lots", "", "-1GB", "1.2.3GB", 0, -5, float("nan"), [1], True])
+def test_invalid_sizes_of_memory(size):
+    with rejected("memory"):
+        parse_memory(size)
+    assert format_bytes(3.14e9) == "3.1 GB"
+
+
+@pytest.fixture
+def eight_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    for name in ("OMP", "OPENBLAS", "MKL", "RAYON"):
+        monkeypatch.delenv(f"{name}_NUM_THREADS", raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, 8),
+        ({"OMP": "3,2"}, 3),
+        ({"OMP": "64"}, 8),
+        ({"OMP": "many"}, 8),
+        ({"OPENBLAS": "2"}, 2),
+    ],
+)
+def test_environment_variables_limit_threads(eight_cores, given, expected):
+    for name, value in given.items():
+        eight_cores.setenv(f"{name}_NUM_THREADS", value)
+    assert default_threads() == expected
+    assert default_threads(5) == 5
+    limit_rayon()
+    assert os.environ.get("RAYON_NUM_THREADS") == (str(expected) if given else None)
+
+
+def test_limits_are_lowered_and_never_raised():
+    def in_use():
+        return {lib["num_threads"] for lib in threadpool_info() if lib["user_api"] == "blas"}
+
+    with threadpool_limits(limits=1), limited(2):
+        assert in_use() == {1}
+    with threadpool_limits(limits=2):
+        for threads, n_atoms, expected in (
+            (4, None, 2),
+            (1, None, 1),
+            (2, FEW_ATOMS, 1),
+            (2, FEW_ATOMS + 1, 2),
+        ):
+            with limited(threads, n_atoms):
+                assert in_use() == {expected}
+        assert in_use() == {2}
