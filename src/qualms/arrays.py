@@ -58,7 +58,9 @@ def check_sample_weight(sample_weight: FloatArray | None, n: int) -> Float64Arra
         return np.ones(n)
     w = check_points("sample_weight", sample_weight, (n,))
     if np.any(w <= 0):
-        raise InputError("sample_weight", f"minimum {w.min():.3g}", "weights > 0", "Leave some out.")
+        raise InputError(
+            "sample_weight", f"minimum {w.min():.3g}", "weights > 0", "Leave some out."
+        )
     return w
 
 

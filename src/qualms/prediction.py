@@ -1,13 +1,11 @@
 """Predictions that keep the values of all ensemble members, so that errors stay correlated.
 
-Errors of two predictions by one model are correlated: an error that a member makes for one molecule
-it makes, in much the same way, for a similar one. Arithmetic therefore acts member by member, and
-``(p[0] - p[1]).std`` is the uncertainty of the difference. It is smaller than the two uncertainties
-added in quadrature, the more so the more similar the two structures are. Members of different
-models are combined in pairs: independent errors add in quadrature, up to sampling noise.
+An error that a member makes for one molecule it makes, in much the same way, for a similar one.
+Arithmetic therefore acts member by member, and ``(p[0] - p[1]).std`` is the uncertainty of the
+difference: smaller than the two uncertainties added in quadrature, the more so the more similar the
+two structures are. Members of different models are combined in pairs: independent errors add in
+quadrature, up to sampling noise.
 
-Calibration and sums
---------------------
 A calibration scales the members of each point about their mean by a factor that depends on the
 ensemble standard deviation of that point. If the factor is the same for all points (linear,
 student), scaling and summing commute. Otherwise (power with γ ≠ 1, shrinkage) they do not.
@@ -16,15 +14,12 @@ is D C D, where C is the covariance of the uncalibrated members and D the diagon
 factors. It is positive semi-definite and has the calibrated variances on its diagonal. To calibrate
 a combination itself, combine the uncalibrated predictions, `Prediction.uncalibrated`, and fit and
 apply a calibration to the result.
-
-A prediction without members has a mean and a standard deviation only. Points of it cannot be
-combined, because their correlation is not known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -54,7 +49,8 @@ class Prediction(NDArrayOperatorsMixin):
         for T outputs.
     mean, std : (…) arrays, optional
         Instead of members: means and standard deviations. Such a prediction can be indexed and
-        concatenated, and constants can be added to it and multiplied with it.
+        concatenated, and constants can be added to it and multiplied with it. Points cannot be
+        combined, because their correlation is not known.
     uncalibrated : Prediction or callable returning one, optional
         The same predictions before calibration.
 
@@ -101,11 +97,8 @@ class Prediction(NDArrayOperatorsMixin):
         return committee(self._members)
 
     @property
-    def members(self) -> Any:
-        """Predictions of each member, after calibration: (…, N_R), read-only; None without members.
-
-        The static type is Any: code that makes predictions with members need not check for None.
-        """
+    def members(self) -> Any:  # not None for code that makes predictions with members
+        """Predictions of each member, after calibration: (…, N_R); None without members."""
         return self._members
 
     @property
@@ -151,21 +144,20 @@ class Prediction(NDArrayOperatorsMixin):
     def __iter__(self) -> Iterator[Prediction]:
         return (self[i] for i in range(len(self)))
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Callable[[], Prediction], tuple[()]]:
         # A callable cannot be pickled: compute the uncalibrated prediction now.
-        before = None if self._uncalibrated is None else self.uncalibrated
-        if self._members is not None:
-            return {"members": self._members, "uncalibrated": before}
-        return {"mean": self.mean, "std": self.std, "uncalibrated": before}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+        given: dict[str, Any] = {"members": self._members}
+        if self._members is None:
+            given = {"mean": self.mean, "std": self.std}
+        if self._uncalibrated is not None:
+            given["uncalibrated"] = self.uncalibrated
+        return partial(Prediction, **given), ()
 
     def covariance(self) -> Float64Array:
         """Return the covariance of the errors of all points over the members (ddof = 1): (n, n).
 
-        Several outputs are taken in the order of ``mean.ravel()``. The rank is at most N_R − 1: use
-        it for combinations of predictions, not as a matrix to invert.
+        Several outputs are in the order of ``mean.ravel()``. The rank is at most N_R − 1: use it
+        for combinations of predictions, not as a matrix to invert.
         """
         members = _members_of(self, "covariance")
         return np.atleast_2d(np.cov(members.reshape(-1, members.shape[-1])))
@@ -224,23 +216,24 @@ class Prediction(NDArrayOperatorsMixin):
         if self._members is None and len(predictions) == 1 and ufunc in _AFFINE:
             return _affine(ufunc, *inputs)
 
+        name = ufunc.__name__
+
         def of_members(*members: Float64Array) -> Float64Array:
-            remaining = iter(members)
-            arrays = [
-                next(remaining) if isinstance(x, Prediction) else np.asarray(x)[..., None]
-                for x in inputs
-            ]
+            m = iter(members)
             try:
-                result: Float64Array = ufunc(*arrays)
-            except ValueError:
-                raise _shape_error(ufunc.__name__, inputs) from None
-            if result.dtype.kind not in "fiu":
-                raise TypeError(
-                    f"{ufunc.__name__} of a Prediction is not a number: use .mean or .members"
+                result: Float64Array = ufunc(
+                    *(
+                        next(m) if isinstance(x, Prediction) else np.asarray(x)[..., None]
+                        for x in inputs
+                    )
                 )
+            except ValueError:
+                raise _shape_error(name, inputs) from None
+            if result.dtype.kind not in "fiu":
+                raise TypeError(f"{name} of a Prediction is not a number: use .mean or .members")
             return result
 
-        return _combined(ufunc.__name__, of_members, *predictions)
+        return _combined(name, of_members, *predictions)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Support ``numpy.sum`` and ``numpy.concatenate`` only."""
@@ -303,13 +296,9 @@ def stack_members(results: Sequence[ArrayLike | None]) -> Float64Array:
 def _members_of(prediction: Prediction, operation: str) -> Float64Array:
     """Return the members, which an operation on several points or predictions needs."""
     if prediction.members is None:
-        raise InputError(
-            "prediction",
-            f"no members, for {operation}",
-            "a prediction with members: without, the correlation of errors is not known",
-        )
-    members: Float64Array = prediction.members
-    return members
+        expected = "a prediction with members: without, the correlation of errors is not known"
+        raise InputError("prediction", f"no members, for {operation}", expected)
+    return np.asarray(prediction.members)
 
 
 def _combined(
@@ -376,11 +365,9 @@ def _linear_combination(a: Any, b: Any) -> Prediction:
 
     def of_members(members: Float64Array) -> Float64Array:
         if isinstance(b, Prediction):
-            combined: Float64Array = np.tensordot(a, members, axes=(-1, 0))
-            return combined
+            return np.asarray(np.tensordot(a, members, axes=(-1, 0)))
         # The product leaves the members in front of the columns of b: they belong last.
-        combined = np.tensordot(members, b, axes=(-2, 0))
-        return np.moveaxis(combined, len(a.shape) - 1, -1)
+        return np.moveaxis(np.tensordot(members, b, axes=(-2, 0)), len(a.shape) - 1, -1)
 
     prediction = b if isinstance(b, Prediction) else a
     _members_of(prediction, "matmul")

@@ -32,6 +32,8 @@ from qualms.arrays import Float64Array, IntArray, check_number, check_points
 from qualms.errors import InputError, QualmsWarning
 from qualms.prediction import Prediction, decimals
 
+__all__ = ["ThermalAverage", "reweight"]
+
 #: A window of so many correlation times: Sokal's rule, a bias of e^−5 against noise.
 _WINDOW = 5.0
 #: Fewer blocks do not determine their variance; more add little, and take memory.
@@ -139,10 +141,7 @@ def reweight_direct(observable: Float64Array, h: Float64Array, length: int) -> R
 
 
 def reweight_cumulant(observable: Float64Array, h: Float64Array, length: int) -> Replicates:
-    """Average by the cumulant expansion: ⟨a⟩ − cov(a, h) for each member.
-
-    Parameters and result are those of `reweight_direct`.
-    """
+    """Average by the cumulant expansion ⟨a⟩ − cov(a, h), like `reweight_direct`."""
     count = _block_sums(np.ones((len(h), 1, 1)), length)  # (B, 1, 1)
     # Shifted by a constant, products of large numbers do not cancel; the covariance is the same.
     centred, shifted = h - h.mean(axis=0), observable - observable.mean(axis=0)
@@ -160,10 +159,7 @@ def reweight_cumulant(observable: Float64Array, h: Float64Array, length: int) ->
 
 
 def neglected_term(observable: Float64Array, h: Float64Array, length: int) -> Replicates:
-    """Return the next term of the expansion, ½ ⟨δa δh²⟩, for each observable and member.
-
-    Parameters and result are those of `reweight_direct`.
-    """
+    """Return the next term of the expansion, ½ ⟨δa δh²⟩, like `reweight_direct`."""
     deviations = h - h.mean(axis=0)
     a = observable - observable.mean(axis=0)
     sums = 0.5 * _block_products(a, deviations**2, length)
@@ -219,8 +215,6 @@ def _block_products(observable: Float64Array, factors: Float64Array, length: int
 
 
 # Thermal averages with two uncertainties: of the model, and of finite sampling.
-__all__ = ["ThermalAverage", "reweight"]
-
 #: In eV/K.
 BOLTZMANN = scipy.constants.physical_constants["Boltzmann constant in eV/K"][0]
 _ESTIMATORS = {"cea": reweight_cumulant, "direct": reweight_direct}
@@ -243,10 +237,9 @@ class ThermalAverage:
     prediction : Prediction
         The average of every member. Its standard deviation contains sampling noise, which
         `std_model` does not.
-    std_model : array
-        Uncertainty due to the potential; independent of the length of the run.
-    std_sampling : array
-        Uncertainty due to finite sampling; decreases with the square root of the length.
+    std_model, std_sampling : arrays
+        Uncertainty due to the potential, independent of the length of the run; and due to finite
+        sampling, which decreases with the square root of the length.
     sampled : array
         The plain average over the trajectory; if the observable depends on the model, of the mean
         over its members.
@@ -254,7 +247,7 @@ class ThermalAverage:
         "cea" or "direct".
     n_frames : int
     inefficiency : float
-        Number of frames per independent one.
+        Number of frames per independent frame.
     n_effective : (N,) array
         Effective number of frames for the weights of each member.
     problems : tuple of str
@@ -414,16 +407,13 @@ def _in_pairs(
 ) -> tuple[Float64Array, Float64Array]:
     """Return members of the observable (n, T, N) and of the potential (n, N) that go together."""
     n_observable, n_potential = values.shape[2], h.shape[1]
-    if paired and n_observable != n_potential:
-        raise InputError(
-            "observable",
-            f"{n_observable} members",
-            f"{n_potential}, those of the energies",
-            "Use paired=False for an observable of another model.",
-        )
-    if paired:
-        return values, h
-    return np.repeat(values, n_potential, axis=2), np.tile(h, (1, n_observable))
+    if not paired:
+        return np.repeat(values, n_potential, axis=2), np.tile(h, (1, n_observable))
+    if n_observable != n_potential:
+        expected = f"{n_potential}, those of the energies"
+        remedy = "Use paired=False for an observable of another model."
+        raise InputError("observable", f"{n_observable} members", expected, remedy)
+    return values, h
 
 
 def _inefficiency(observables: Float64Array, h: Float64Array) -> float:
