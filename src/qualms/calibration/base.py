@@ -126,8 +126,8 @@ def calibration_data(
         )
     if n_without:
         warnings.warn(
-            f"All members predict the same for {n_without} of {differ.size} points, which are left "
-            "out of the calibration.",
+            f"{n_without} of {differ.size} points have no spread between members "
+            "and are left out of the calibration.",
             QualmsWarning,
             stacklevel=2,
         )
