@@ -114,10 +114,8 @@ def covering_levels(
 
     Parameters
     ----------
-    residuals : (n,) or (n, n_targets) array
-        z = y − ȳ, in the units of y.
-    std : array of the same shape
-        σ ≥ 0. With σ = 0 the level is 0 if z = 0 and 1 otherwise.
+    residuals, std : (n,) or (n, n_targets) arrays
+        z = y − ȳ and σ ≥ 0. With σ = 0 the level is 0 if z = 0 and 1 otherwise.
     dof : float or array of the same shape, optional
         Degrees of freedom ν > 2 of a Student t distribution of standard deviation ``std`` (its
         scale is then σ·sqrt((ν−2)/ν)). Gaussian by default.
@@ -162,12 +160,7 @@ def ence(residuals: ArrayLike, std: ArrayLike, n_bins: int | None = None) -> flo
     Levi et al. 2022, on the bins of :func:`binned_errors`. Calibrated Gaussian predictions of n
     points have about sqrt(n_bins / (π n)); compare only between equal numbers of bins.
 
-    Parameters
-    ----------
-    residuals, std : arrays of one shape
-        At least one σ > 0 in every bin.
-    n_bins : int, optional
-        By default 10, or as many as leave ten points in each.
+    Parameters are those of :func:`binned_errors`; at least one σ > 0 in every bin.
     """
     bins = binned_errors(residuals, std, n_bins)
     if np.any(bins.rmv == 0.0):
@@ -221,32 +214,30 @@ def _ensemble_crps(reference: Float64Array, members: Float64Array) -> Float64Arr
 
 @dataclass(frozen=True)
 class Scores:
-    """All scores of one set of predictions, made by :func:`score`.
+    """All scores of one set of predictions, made by :func:`score`; errors are in the units of y.
 
     Attributes
     ----------
-    n_points : int
-        Number of points.
     rmse, mae : float
-        Errors of the mean prediction, in the units of y.
+        Errors of the mean prediction.
     log_likelihood : float
         Mean Gaussian log likelihood, Eq. (6), Musil et al. 2019.
     crps : float
-        Continuous ranked probability score of the Gaussian predictions, in the units of y: the
-        integral over x of (F(x) − [x ≥ y])², F being the predicted distribution function.
+        Continuous ranked probability score of the Gaussian predictions: the integral over x of
+        (F(x) − [x ≥ y])², F being the predicted distribution function.
     crps_ensemble : float or None
         The fair one of the members (Ferro 2014); None without members.
     miscalibration_area, ence : float
         Distances from calibration; see the functions of those names.
     sharpness : float
-        Root mean predicted variance, in the units of y.
+        Root mean predicted variance.
     coverage_68, coverage_95 : float
         Coverage of the central intervals of level 0.68 and 0.95.
     spearman : float
         Rank correlation of |z| and σ.
     interval_score_95 : float
-        Interval score (Gneiting and Raftery 2007) at level 0.95, in the units of y: the width of
-        the interval plus 40 times the distance by which it misses the reference value.
+        Interval score (Gneiting and Raftery 2007) at level 0.95: the width of the interval plus 40
+        times the distance by which it misses the reference value.
     """
 
     n_points: int
@@ -360,11 +351,6 @@ def score(
     prediction : Prediction of the shape of y
     mean, std : arrays of the shape of y
         Instead of a prediction: predicted values and standard deviations > 0.
-
-    Returns
-    -------
-    Scores
-        Root mean squared error, log likelihood, coverage and the other scores, by name.
 
     Examples
     --------
