@@ -6,15 +6,15 @@ import oracle
 import pytest
 import scipy.optimize
 from checks import rejects
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qualms import calibrate
 from qualms.calibration.base import CalibrationData, calibration_data
 from qualms.calibration.fitting import (
     METHODS,
     PerOutputCalibration,
     build_calibration,
-    calibrate,
     fit_calibration,
 )
 from qualms.calibration.groups import fit_grouped, fit_groups
@@ -30,7 +30,6 @@ from qualms.calibration.methods import (
 )
 from qualms.calibration.selection import (
     bootstrap_intervals,
-    compare_calibrations,
     confidence_intervals,
     cross_validate,
     make_folds,
@@ -38,7 +37,7 @@ from qualms.calibration.selection import (
 from qualms.calibration.shrinkage import ShrinkageCalibration
 from qualms.errors import CalibrationError, InputError, QualmsWarning
 from qualms.gp.ensemble import committee
-from qualms.metrics import log_likelihood
+from qualms.metrics import gaussian_log_density, log_likelihood
 
 
 def synthetic(seed, n=1500, c=8, alpha=2.0, gamma=1.0, m=-1.0, tau=0.6):
@@ -81,7 +80,7 @@ def test_power_maximises_the_likelihood_over_alpha_and_gamma(seed):
 
     def negative(theta):
         std = np.exp(theta[0]) * data.spread ** theta[1]
-        return -log_likelihood(data.residuals, std, data.weights)
+        return -data.mean(gaussian_log_density(data.residuals, std))
 
     best = scipy.optimize.minimize(negative, [0.0, 1.0], method="Nelder-Mead", tol=1e-10)
     assert fitted.alpha == pytest.approx(np.exp(best.x[0]), rel=1e-3)
@@ -95,13 +94,13 @@ def test_student_maximises_the_likelihood_of_t():
     fitted = fit_calibration(data, "student")
 
     def mean_log_density(alpha):
-        total = 0.0
-        for z, s, c, w in zip(
-            data.residuals, data.spread, data.n_members, data.weights, strict=True
-        ):
-            scale = s * math.sqrt(alpha**2 + 1 / c)
-            total += w * math.log(oracle.student_density(z, scale, c - 1))
-        return total / data.weights.sum()
+        points = zip(data.residuals, data.spread, data.n_members, strict=True)
+        return data.mean(
+            [
+                math.log(oracle.student_density(z, s * math.sqrt(alpha**2 + 1 / c), c - 1))
+                for z, s, c in points
+            ]
+        )
 
     assert fitted.log_likelihood == pytest.approx(mean_log_density(fitted.alpha))
     for factor in (0.99, 1.01):
@@ -124,7 +123,7 @@ def test_shrinkage_integrals_are_the_oracle_s(c):
 
 
 def test_shrinkage_maximises_the_likelihood_of_residuals_and_spreads():
-    y, members = synthetic(5, n=60, c=5, gamma=0.7)
+    y, members = synthetic(5, n=30, c=5, gamma=0.7)
     data = calibration_data(y, members)
     fitted = fit_calibration(data, "shrinkage")
 
@@ -137,26 +136,27 @@ def test_shrinkage_maximises_the_likelihood_of_residuals_and_spreads():
     theta = [fitted.alpha, fitted.gamma, fitted.log_spread_mean, fitted.log_spread_std]
     best = total(*theta)
     for k in range(4):
-        for step in (-0.03, 0.03):
+        for step in (-0.05, 0.05):
             moved = list(theta)
             moved[k] += step
             assert total(*moved) < best
 
 
 def test_many_points_are_fitted_to_the_same_maximum(monkeypatch):
-    """The search in scaled coordinates, from a start by a subset, is the plain search."""
-    data = calibration_data(*synthetic(0, n=5000, c=5, gamma=0.8))
+    """The start by a subset, or by another fit, and nodes that are recomputed do not matter."""
+    data = calibration_data(*synthetic(0, n=4500, c=5, gamma=0.8))
     fast = fit_calibration(data, "shrinkage")
-    again = fit_calibration(data.some(np.arange(5000) > 500), "shrinkage", fast)
-    cold = fit_calibration(data.some(np.arange(5000) > 500), "shrinkage")
-    monkeypatch.setattr("qualms.calibration.shrinkage._KEPT", 100)  # nodes are recomputed
+    again = fit_calibration(
+        data, "shrinkage", fit_calibration(data.some(data.spread > 0.2), "shrinkage")
+    )
+    monkeypatch.setattr("qualms.calibration.shrinkage._KEPT", 100)
     uncached = fit_calibration(data, "shrinkage")
     monkeypatch.setattr("qualms.calibration.shrinkage._ENOUGH", 10**6)
     slow = fit_calibration(data, "shrinkage")
     assert fast.log_likelihood == pytest.approx(slow.log_likelihood, abs=1e-6)
     assert fast.parameters() == pytest.approx(slow.parameters(), rel=1e-3)
     assert fast.parameters() == pytest.approx(uncached.parameters(), rel=1e-9)
-    assert again.parameters() == pytest.approx(cold.parameters(), rel=1e-3)
+    assert fast.parameters() == pytest.approx(again.parameters(), rel=1e-3)
 
 
 @pytest.mark.parametrize("c", [3, 5, 16, 64])
@@ -174,13 +174,14 @@ def test_out_of_bag_fits_of_the_paper_require_five_absences(method):
     absent = np.random.default_rng(1).random(members.shape) < 0.25
     c = absent.sum(axis=1)
     assert np.count_nonzero(c == 3) > 100
-    least = 5 if method in ("linear", "power") else 3
-    expected = calibrate(y, members, absent=absent, method=method, min_absent=least)
-    assert calibrate(y, members, absent=absent, method=method) == expected
+    data = calibration_data(y, members, absent)
+    used = data.n_members >= (5 if method in ("linear", "power") else 3)
+    assert calibrate(y, members, absent=absent, method=method) == fit_calibration(
+        data.some(used), method
+    )
     few = c < 5  # and if hardly any point has five, all that there are
     found = calibrate(y[few], members[few], absent=absent[few], method=method)
-    by_three = calibrate(y[few], members[few], absent=absent[few], method=method, min_absent=3)
-    assert found == by_three
+    assert found == fit_calibration(data.some(data.n_members < 5), method)
 
 
 @pytest.mark.parametrize(("method", "c"), [("power", 64), ("shrinkage", 6), ("shrinkage", 64)])
@@ -274,56 +275,39 @@ def test_several_outputs_are_calibrated_each_by_itself():
         fitted.alpha, [calibrate(y1, m1).alpha, calibrate(y2, m2).alpha], rtol=1e-6
     )
     np.testing.assert_array_equal(fitted.gamma, 1.0)
-    spread = committee(members)[1]
-    np.testing.assert_allclose(
-        committee(fitted.transform(members))[1], fitted.std(spread, 8), rtol=1e-9
-    )
 
 
+@settings(max_examples=5)
 @given(st.integers(0, 100), st.sampled_from([1e-6, 1e3]))
 def test_units_do_not_matter(seed, unit):
     y, members = synthetic(seed, n=80, c=6, gamma=0.8)
     spread = committee(members)[1]
     for method in METHODS:
-        if method == "none":
-            continue
-        plain = calibrate(y, members, method=method)
-        scaled = calibrate(unit * y, unit * members, method=method)
-        np.testing.assert_allclose(
-            scaled.std(unit * spread, 6), unit * plain.std(spread, 6), rtol=2e-2
-        )
+        plain = calibrate(y, members, method=method).std(spread, 6)
+        scaled = calibrate(unit * y, unit * members, method=method).std(unit * spread, 6)
+        np.testing.assert_allclose(scaled, unit * plain, rtol=2e-2)
 
 
-def test_the_right_calibration_is_chosen():
-    truth = {
-        "student": {"c": 8, "gamma": 1.0, "tau": 1.5},
-        "shrinkage": {"c": 4, "gamma": 0.5, "tau": 0.5},
-    }
-    for expected, settings in truth.items():
-        data = calibration_data(*synthetic(1, n=3000, **settings))
-        ranked = compare_calibrations(data)
-        assert ranked[0].method == expected
-        assert len(ranked) == len(METHODS)
-        assert compare_calibrations(data, criterion="aic")[-1].method == "none"
-    with rejects("criterion"):
-        compare_calibrations(data, criterion="dic")
+@pytest.mark.parametrize(
+    ("expected", "options"),
+    [("student", {"c": 8, "tau": 1.5}), ("shrinkage", {"c": 4, "gamma": 0.5, "tau": 0.5})],
+)
+def test_information_criteria_choose_the_right_calibration(expected, options):
+    data = calibration_data(*synthetic(1, n=3000, **options))
+    fits = [fit_calibration(data, method) for method in METHODS]
+    assert min(fits, key=lambda fit: fit.bic).method == expected
+    assert max(fits, key=lambda fit: fit.aic).method == "none"
 
 
-@pytest.mark.parametrize("finite_population", [True, False])
-def test_extrapolation_finds_the_power_law(finite_population):
+def test_extrapolation_finds_the_power_law():
     n_train, sizes = 1000, [50, 100, 200, 400, 800]
-    rng = np.random.default_rng(0)
-    local = np.exp(rng.normal(size=300))
-    factor = [n**-0.4 * (math.sqrt(1 - n / n_train) if finite_population else 1.0) for n in sizes]
-    law = extrapolate_spread(
-        sizes, [f * local for f in factor], n_train, finite_population=finite_population
-    )
+    local = np.exp(np.random.default_rng(0).normal(size=300))
+    factors = [n**-0.4 * math.sqrt(1 - n / n_train) for n in sizes]
+    law = extrapolate_spread(sizes, [f * local for f in factors], n_train)
     assert law.exponent == pytest.approx(0.4)
-    assert law.exponent_error == pytest.approx(0.0, abs=1e-9)
     # The calibrated spread of any size is that of a model of size N.
-    for n, f in zip(sizes, factor, strict=True):
+    for n, f in zip(sizes, factors, strict=True):
         assert law.alpha(n) * f == pytest.approx(n_train**-0.4)
-        assert law.calibration(n).alpha == law.alpha(n)
 
 
 def test_extrapolation_of_subsampled_means_is_the_standard_error():
@@ -398,25 +382,19 @@ def fractions_inside(method, data_of, alpha=ALPHA, gamma=GAMMA, n_repeats=200):
 
 
 @pytest.mark.parametrize(
-    ("method", "n_members"), [("student", 3), ("student", 8), ("student", 64), ("shrinkage", 8)]
+    ("method", "n_members"),
+    [("student", 3), ("student", 64), ("shrinkage", 8), ("linear", 2), ("power", 2)],
 )
 def test_intervals_have_their_nominal_coverage(method, n_members):
-    """Of finite ensembles, for the methods that account for their size."""
-    gamma, n = (GAMMA, 60) if method == "shrinkage" else (1.0, 200)
+    """Of finite ensembles, or, for linear and power, of known spreads."""
+    gamma = GAMMA if method in ("shrinkage", "power") else 1.0
+    n = 40 if method == "shrinkage" else 150
     found = fractions_inside(
-        method, lambda rng: member_data(rng, method, 400, n_members), gamma=gamma, n_repeats=n
+        method, lambda rng: committee_data(rng, method, 400, n_members), gamma=gamma, n_repeats=n
     )
-    assert np.all(found >= (0.90 if n == 200 else 0.86))  # three standard errors below 0.95
-
-
-@pytest.mark.parametrize(("method", "gamma"), [("linear", 1.0), ("power", GAMMA)])
-def test_intervals_have_their_nominal_coverage_if_the_spread_is_known(method, gamma):
-    """As of error bars without noise, or of very many members."""
-    found = fractions_inside(
-        method, lambda rng: known_spread_data(rng, method, 400, 2), gamma=gamma
-    )
-    assert np.all(found >= 0.90)
-    assert found[0] <= 0.99
+    assert np.all(found >= (0.84 if n == 40 else 0.89))  # three standard errors below 0.95
+    if method in ("linear", "power"):
+        assert found[0] < 1.0
 
 
 @pytest.mark.parametrize("method", ["linear", "power", "student"])
@@ -482,12 +460,8 @@ def test_held_out_likelihoods_are_those_of_folds():
     total = 0.0
     for left_out in make_folds(groups, 4, 1):
         assert not set(groups[left_out]) & set(groups[~left_out])
-        seen = CalibrationData(*(getattr(data, f)[~left_out] for f in data.__dataclass_fields__))
-        total += (
-            fit_calibration(seen, "student")
-            .log_density(data.residuals[left_out], data.spread[left_out], data.n_members[left_out])
-            .sum()
-        )
+        fitted = fit_calibration(data.some(~left_out), "student")
+        total += fitted.density_of(data.some(left_out)).sum()
     assert comparison.candidates[0].log_likelihood == pytest.approx(total / 60)
     assert comparison.candidates[0].behind == 0
 
@@ -495,12 +469,8 @@ def test_held_out_likelihoods_are_those_of_folds():
 def grouped_data(rng, sizes, factors, n_members=8):
     data = committee_data(rng, "student", sum(sizes), n_members)
     labels = np.repeat([f"g{i}" for i in range(len(sizes))], sizes)
-    return (
-        CalibrationData(
-            data.residuals * np.repeat(factors, sizes), data.spread, data.n_members, data.weights
-        ),
-        labels,
-    )
+    residuals = data.residuals * np.repeat(factors, sizes)
+    return dataclasses.replace(data, residuals=residuals), labels
 
 
 def test_large_groups_keep_their_own_scale_and_small_ones_take_the_common_one():
@@ -526,30 +496,29 @@ def different_groups(seed, n=1000):
 
 
 def test_groups_do_not_distort_what_they_have_in_common():
-    for seed in range(2):
-        (data, labels), (new, _) = different_groups(seed), different_groups(seed + 10)
-        found = {m: fit_grouped(data, m, labels) for m in ("student", "shrinkage")}
-        shrinkage = found["shrinkage"]
-        low, high = confidence_intervals(shrinkage.overall, shrinkage.common(data, labels)).gamma
-        assert low < 1.0 < high < low + 0.4
-        # It was taken for another power of the spread before, with an interval that excludes one.
-        assert fit_calibration(data, "shrinkage").gamma > 1.2
-        point = (new.residuals, new.spread, new.n_members, labels)
-        likely = {method: np.mean(one.log_density(*point)) for method, one in found.items()}
-        assert likely["shrinkage"] > likely["student"]
-        factors = shrinkage.factors(["a", "b", "c", "d"])
-        np.testing.assert_allclose(factors / factors[0], [1, 1, 3, 0.5], rtol=0.15)
-        assert np.mean(np.log(factors)) == pytest.approx(0, abs=0.01)
+    (data, labels), (new, _) = different_groups(0), different_groups(10)
+    found = {m: fit_grouped(data, m, labels) for m in ("student", "shrinkage")}
+    shrinkage = found["shrinkage"]
+    low, high = confidence_intervals(shrinkage.overall, shrinkage.common(data, labels)).gamma
+    assert low < 1.0 < high < low + 0.4
+    # Without groups their differences look like another power of the spread.
+    assert fit_calibration(data, "shrinkage").gamma > 1.2
+    likely = {method: np.mean(one.density_of(new, labels)) for method, one in found.items()}
+    assert likely["shrinkage"] > likely["student"]
+    factors = shrinkage.factors(["a", "b", "c", "d"])
+    np.testing.assert_allclose(factors / factors[0], [1, 1, 3, 0.5], rtol=0.15)
+    assert np.mean(np.log(factors)) == pytest.approx(0, abs=0.01)
 
 
 def test_a_grouped_density_is_one():
     data, labels = different_groups(0, n=200)
     grouped = fit_grouped(data, "student", labels)
-    z = np.linspace(-60, 60, 200_001)
-    density = grouped.log_density(z, np.full_like(z, 0.2), 8, np.full(z.shape, "c"))
+    z = np.linspace(-60, 60, 20_001)
+    points = CalibrationData(z, np.full_like(z, 0.2), np.full(z.shape, 8), np.ones_like(z))
+    density = grouped.density_of(points, np.full(z.shape, "c"))
     assert np.trapezoid(np.exp(density), z) == pytest.approx(1, abs=1e-4)
-    densities = grouped.log_density(data.residuals, data.spread, data.n_members, labels)
-    assert grouped.overall.log_likelihood == pytest.approx(densities.mean())
+    found = grouped.density_of(data, labels).mean()
+    assert grouped.overall.log_likelihood == pytest.approx(found)
 
 
 def test_grouped_members_have_the_grouped_spread():

@@ -18,22 +18,16 @@ from qualms.metrics import (
     bootstrap_scores,
     calibration_curve,
     conditional_error_density,
-    coverage,
     covering_levels,
-    crps_ensemble,
-    crps_gaussian,
     ence,
     far_points,
     gaussian_log_density,
-    gaussian_log_error_density,
-    interval_score,
     log_likelihood,
     mae,
     miscalibration_area,
     rmse,
     score,
     score_arrays,
-    sharpness,
     spearman,
     student_log_density,
 )
@@ -48,6 +42,11 @@ def calibrated(seed, n=N):
     rng = np.random.default_rng(seed)
     std = rng.lognormal(size=n)
     return std * rng.normal(size=n), std
+
+
+def scored(z, std, members=None):
+    """Scores of residuals."""
+    return score_arrays(z, np.zeros_like(z), std, members)
 
 
 def ensemble(seed, n, n_members=16, factor=1.0):
@@ -81,18 +80,6 @@ def test_eq_8_is_highest_at_eq_9(z, std):
         assert log_likelihood(z, best * std) > log_likelihood(z, factor * best * std)
 
 
-def test_weights_of_the_log_likelihood():
-    z, std = calibrated(0)
-    w = np.random.default_rng(0).integers(0, 3, size=N)
-    expected = log_likelihood(np.repeat(z, w), np.repeat(std, w))
-    assert log_likelihood(z, std, 7.0 * w) == pytest.approx(expected)
-    # A point without weight does not matter, even if it is impossible.
-    assert log_likelihood([0.0, 1.0], [1.0, 1e-200], [1.0, 0.0]) == pytest.approx(
-        -0.91894, abs=1e-5
-    )
-    assert log_likelihood([0.0, 1.0], [1.0, 1e-200]) == -np.inf
-
-
 @pytest.mark.parametrize("dof", [1.0, 3.0, 15.0, 120.0])
 def test_student_density_is_the_oracle_s(dof):
     z, scale = calibrated(1)
@@ -108,13 +95,6 @@ def test_student_becomes_gaussian(dof):
     np.testing.assert_allclose(found, gaussian_log_density(z, scale), rtol=1e-6)
 
 
-def test_the_density_of_ln_error_is_normalised_with_its_mode_at_sigma():
-    x = np.linspace(-30, 5, 20_001)
-    density = gaussian_log_error_density(x, 0.7)
-    assert trapezoid(density, x) == pytest.approx(1.0, rel=1e-6)
-    assert x[np.argmax(density)] == pytest.approx(0.7, abs=2e-3)
-
-
 # --- scores ---
 
 
@@ -122,21 +102,33 @@ def test_the_density_of_ln_error_is_normalised_with_its_mode_at_sigma():
 def test_scores_are_the_oracle_s(seed):
     z, std = calibrated(seed)
     members = z[:, None] + std[:, None] * np.random.default_rng(seed).normal(size=(N, 5))
-    assert crps_gaussian(z[:3], std[:3]) == pytest.approx(
-        np.mean([oracle.crps_gaussian(*pair) for pair in zip(z[:3], std[:3], strict=True)]),
-        rel=1e-5,
-    )
-    for fair in (True, False):
-        expected = oracle.crps_ensemble(z, members, fair)
-        assert crps_ensemble(z, members, fair=fair) == pytest.approx(expected, rel=1e-10)
+    crps = np.mean([oracle.crps_gaussian(*pair) for pair in zip(z[:3], std[:3], strict=True)])
+    assert scored(z[:3], std[:3]).crps == pytest.approx(crps, rel=1e-5)
+    found = scored(z, std, members).as_dict()
+    expected = {
+        "n_points": N,
+        "rmse": rmse(z),
+        "mae": mae(z),
+        "log_likelihood": log_likelihood(z, std),
+        "crps": found["crps"],
+        "crps_ensemble": oracle.crps_ensemble(z, members, True),
+        "miscalibration_area": miscalibration_area(z, std),
+        "ence": ence(z, std),
+        "sharpness": np.sqrt(np.mean(std**2)),
+        "coverage_68": oracle.central_coverage(z, std, 0.68),
+        "coverage_95": oracle.central_coverage(z, std, 0.95),
+        "spearman": oracle.spearman(z, std),
+        "interval_score_95": oracle.interval_score(z, std, 0.95),
+    }
+    assert found == pytest.approx(expected, rel=1e-10)
+    assert expected["rmse"] == pytest.approx(np.sqrt(np.mean(z**2)))
+    assert expected["mae"] == pytest.approx(np.mean(np.abs(z)))
     area = oracle.miscalibration_area(z, std)
-    assert miscalibration_area(z, std) == pytest.approx(area, abs=1e-4)
+    assert expected["miscalibration_area"] == pytest.approx(area, abs=1e-4)
     assert ence(z, std, 5) == pytest.approx(oracle.ence(z, std, 5), rel=1e-10)
-    assert spearman(z, std) == pytest.approx(oracle.spearman(z, std), rel=1e-10)
-    for level in (0.5, 0.95):
-        assert coverage(z, std, level) == oracle.central_coverage(z, std, level)
-        expected = oracle.interval_score(z, std, level)
-        assert interval_score(z, std, level) == pytest.approx(expected, rel=1e-10)
+    assert scored(z, std).crps_ensemble is None
+    assert score([1.0], mean=[1.5], std=[0.5]).rmse == 0.5
+    assert all(name in str(scored(z, std)) for name in expected)
 
 
 def test_spearman_with_ties_is_scipy_s():
@@ -146,22 +138,21 @@ def test_spearman_with_ties_is_scipy_s():
     assert spearman(z, np.ones(N)) == 0.0
 
 
-def test_zero_std_is_a_limit():
+def test_limits():
     z = np.array([0.0, 0.5, -2.0])
-    assert crps_gaussian(z, np.zeros(3)) == mae(z)
-    assert coverage(z, np.zeros(3), 0.9) == pytest.approx(1 / 3)
     np.testing.assert_array_equal(covering_levels(z, np.zeros(3)), [0.0, 1.0, 1.0])
-    assert crps_ensemble(z, z[:, None] + 1, fair=False) == 1.0
+    assert scored(z, np.full(3, 1e-300)).crps == pytest.approx(mae(z))
+    assert log_likelihood([0.0, 1.0], [1.0, 1e-200]) == -np.inf
 
 
 def test_student_intervals():
     rng = np.random.default_rng(0)
     std, nu = np.ones(100_000), 5.0
     z = rng.standard_t(nu, size=std.size) * np.sqrt((nu - 2) / nu)
-    for level in (0.5, 0.9, 0.99):
-        assert coverage(z, std, level, nu) == pytest.approx(level, abs=0.005)
+    curve = calibration_curve(z, std, [0.5, 0.9, 0.99], nu)
+    np.testing.assert_allclose(curve.observed, curve.expected, atol=0.005)
     assert miscalibration_area(z, std, nu) < 0.004 < miscalibration_area(z, std)
-    assert interval_score(z, std, 0.99, 1e9) == pytest.approx(interval_score(z, std, 0.99))
+    np.testing.assert_allclose(covering_levels(z, std, 1e9), covering_levels(z, std), atol=1e-6)
 
 
 @quick
@@ -189,11 +180,12 @@ def test_calibrated_predictions_have_the_scores_of_theory():
         rng = np.random.default_rng(seed)
         std = np.exp(0.1 * rng.normal(size=n))  # narrow: σ varies little inside a bin
         z = std * rng.normal(size=n)
-        values["area"].append(miscalibration_area(z, std))
-        values["ence"].append(ence(z, std, 10))
-        values["c68"].append(coverage(z, std, 0.68))
-        values["c95"].append(coverage(z, std, 0.95))
-        values["crps"].append(crps_gaussian(z, std) / np.mean(std))
+        found = scored(z, std)
+        values["area"].append(found.miscalibration_area)
+        values["ence"].append(found.ence)
+        values["c68"].append(found.coverage_68)
+        values["c95"].append(found.coverage_95)
+        values["crps"].append(found.crps / np.mean(std))
     expected = {
         # E ∫|B(p)| dp / √n of a Brownian bridge: √(2/π) ∫√(p(1−p)) dp = √(2/π) π/8.
         "area": math.sqrt(2 / math.pi) * math.pi / 8 / math.sqrt(n),
@@ -211,34 +203,9 @@ def test_calibrated_predictions_have_the_scores_of_theory():
 
 def test_the_fair_crps_does_not_depend_on_the_number_of_members():
     rng = np.random.default_rng(0)
-    y, members = rng.normal(size=20_000), rng.normal(size=(20_000, 50))
-    many = crps_ensemble(y, members)
-    assert crps_ensemble(y, members[:, :3]) == pytest.approx(many, abs=0.01)
-    assert crps_ensemble(y, members[:, :3], fair=False) > many + 0.1
-
-
-def test_score_collects_the_functions():
-    y, mean, std, members = ensemble(0, 200)
-    z, found = y - mean, score_arrays(y, mean, std, members)
-    expected = {
-        "n_points": 200,
-        "rmse": rmse(z),
-        "mae": mae(z),
-        "log_likelihood": log_likelihood(z, std),
-        "crps": crps_gaussian(z, std),
-        "crps_ensemble": crps_ensemble(y, members),
-        "miscalibration_area": miscalibration_area(z, std),
-        "ence": ence(z, std),
-        "sharpness": sharpness(std),
-        "coverage_68": coverage(z, std, 0.68),
-        "coverage_95": coverage(z, std, 0.95),
-        "spearman": spearman(z, std),
-        "interval_score_95": interval_score(z, std, 0.95),
-    }
-    assert found.as_dict() == pytest.approx(expected, rel=1e-12)
-    assert score_arrays(y, mean, std).crps_ensemble is None
-    assert score([1.0], mean=[1.5], std=[0.5]).rmse == 0.5
-    assert all(name in str(found) for name in expected)
+    y, members, std = rng.normal(size=20_000), rng.normal(size=(20_000, 20)), np.ones(20_000)
+    many = scored(y, std, members).crps_ensemble
+    assert scored(y, std, members[:, :3]).crps_ensemble == pytest.approx(many, abs=0.01)
 
 
 def test_outliers_are_large_for_their_std_and_among_all_errors():
@@ -255,8 +222,6 @@ def test_the_calibration_curve_counts():
     curve = calibration_curve(z, std)
     counted = [oracle.central_coverage(z, std, p) for p in curve.expected]
     np.testing.assert_array_equal(curve.observed, counted)
-    student = calibration_curve(z, std, [0.3, 0.9], dof=5.0)
-    np.testing.assert_array_equal(student.observed, [coverage(z, std, p, 5.0) for p in (0.3, 0.9)])
 
 
 def test_binned_errors_are_the_oracle_s():
@@ -322,7 +287,7 @@ def test_densities_of_special_points():
     y, mean, std, members = ensemble(0, 50)
     y[:3], std[3] = mean[:3], 0.0
     both = conditional_error_density(y, mean, std, members)
-    assert (both.true.n_dropped, both.model.n_dropped) == (4, 16)
+    assert np.isfinite(both.true.density).all()
     constant = conditional_error_density(y, mean, np.ones(50))
     assert constant.true.supported.any()
     assert not conditional_error_density([1.0], [0.0], [1.0]).true.supported.any()
@@ -371,24 +336,24 @@ def test_intervals_contain_the_limit_of_many_points():
     limits = score_arrays(*ensemble(0, 100_000, factor=1.3)[:3]).as_dict()
     names = ("rmse", "log_likelihood", "miscalibration_area", "coverage_68", "spearman")
     inside = dict.fromkeys(names, 0)
-    for seed in range(30):
+    for seed in range(20):
         y, mean, std, _ = ensemble(seed + 1, 300, factor=1.3)
-        found = bootstrap_scores(y, mean, std, n_bootstrap=60, level=0.9).intervals
+        found = bootstrap_scores(y, mean, std, n_bootstrap=30, level=0.9).intervals
         for name in names:
             inside[name] += found[name][0] <= limits[name] <= found[name][1]
     for name, count in inside.items():
-        assert count >= 22, name  # 27 expected; three standard deviations below
+        assert count >= 14, name  # 18 expected; three standard deviations below
 
 
 def test_groups_of_correlated_points_make_wider_intervals():
     y, mean, std, _ = ensemble(0, 100)
     copies = [np.repeat(v, 9) for v in (y, mean, std)]
-    together = bootstrap_scores(*copies, groups=np.repeat(np.arange(100), 9))
-    apart = bootstrap_scores(*copies)
+    together = bootstrap_scores(*copies, groups=np.repeat(np.arange(100), 9), n_bootstrap=100)
+    apart = bootstrap_scores(*copies, n_bootstrap=100)
     widths = [np.ptp(found.intervals["rmse"]) for found in (together, apart)]
     assert 2 < widths[0] / widths[1] < 4.5  # √9 expected
     rows = [np.repeat(v[:, None], 9, axis=1) for v in (y, mean, std)]
-    assert bootstrap_scores(*rows).intervals == together.intervals
+    assert bootstrap_scores(*rows, n_bootstrap=100).intervals == together.intervals
     assert bootstrap_scores(y, mean, std, groups=np.zeros(100)).intervals == {}
 
 
@@ -417,7 +382,7 @@ Z, S = calibrated(0)
 
 @pytest.mark.parametrize(
     "function",
-    [log_likelihood, crps_gaussian, ence, spearman, calibration_curve, bootstrap_one_sigma],
+    [log_likelihood, ence, spearman, calibration_curve, bootstrap_one_sigma],
 )
 @pytest.mark.parametrize(
     ("parameter", "z", "std"),
@@ -442,17 +407,12 @@ def test_bad_arrays(function, parameter, z, std):
         ("std", lambda: log_likelihood([1.0], [0.0])),
         ("std", lambda: ence([1.0], [0.0])),
         ("std", lambda: score(Z, mean=Z, std=0 * S)),
-        ("weights", lambda: log_likelihood(Z, S, -S)),
-        ("weights", lambda: log_likelihood(Z, S, 0 * S)),
         ("scale", lambda: student_log_density(Z, -S, 3.0)),
         ("dof", lambda: student_log_density(Z, S, 0.0)),
-        ("dof", lambda: coverage(Z, S, 0.5, 2.0)),
-        ("level", lambda: coverage(Z, S, 1.0)),
-        ("level", lambda: interval_score(Z, S, 0.0)),
+        ("dof", lambda: covering_levels(Z, S, 2.0)),
         ("levels", lambda: calibration_curve(Z, S, [0.5, 1.0])),
         ("n_bins", lambda: binned_errors(Z, S, 31)),
-        ("members", lambda: crps_ensemble(Z, Z[:, None])),
-        ("members", lambda: crps_ensemble(Z, np.ones((29, 4)))),
+        ("members", lambda: score_arrays(Z, Z, S, np.ones((29, 4)))),
         ("members", lambda: score_arrays(Z, Z, S, Z[:, None])),
         ("mean", lambda: score_arrays(Z, Z[:3], S)),
         ("groups", lambda: bootstrap_scores(Z, Z, S, groups=np.arange(3))),

@@ -3,13 +3,13 @@ import pickle
 
 import numpy as np
 import pytest
+from checks import rejects
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from qualms import Prediction, ProjectedProcessRegressor, calibrate, score
 from qualms.calibration.methods import LinearCalibration, PowerCalibration
-from qualms.errors import InputError
 
 rng = np.random.default_rng(0)
 MEMBERS = rng.normal(size=(5, 8)) + 3
@@ -97,9 +97,8 @@ def test_sums_and_linear_combinations():
     with pytest.raises(TypeError):
         P @ P
     for axis in (1, -2, 2):
-        with pytest.raises(InputError) as error:
+        with rejects("axis"):
             P.sum(axis=axis)
-        assert error.value.parameter == "axis"
 
 
 @settings(max_examples=15)
@@ -198,9 +197,8 @@ def test_without_members_points_are_selected_shifted_and_scaled():
     ],
 )
 def test_without_members_points_cannot_be_combined(combine):
-    with pytest.raises(InputError) as error:
+    with rejects("prediction"):
         combine(Q)
-    assert error.value.parameter == "prediction"
 
 
 def test_copies_and_pickles_are_complete():
@@ -240,9 +238,8 @@ def test_several_outputs_have_a_calibration_each():
     assert fitted.log_likelihood.shape == (2,)
     p = Prediction(members)
     same(fitted.outputs[0].apply(p[:, 0]), fitted.apply(p).members[:, 0])
-    with pytest.raises(InputError) as error:
+    with rejects("prediction"):
         fitted.apply(p[:, 0])
-    assert error.value.parameter == "prediction"
 
 
 @pytest.mark.parametrize(
@@ -271,9 +268,8 @@ def test_several_outputs_have_a_calibration_each():
     ],
 )
 def test_bad_input(call, parameter):
-    with pytest.raises(InputError) as error:
+    with rejects(parameter):
         call()
-    assert error.value.parameter == parameter
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from sklearn.preprocessing import FunctionTransformer, OneHotEncoder, StandardSc
 from sklearn.tree import DecisionTreeRegressor
 from sklearn.utils.estimator_checks import check_estimator
 
-from qualms import ProjectedProcessRegressor, ResamplingRegressor, score
-from qualms.calibration.fitting import PerOutputCalibration, calibrate
+from qualms import ProjectedProcessRegressor, ResamplingRegressor, calibrate, score
+from qualms.calibration.fitting import PerOutputCalibration
 from qualms.errors import CalibrationError, QualmsWarning
 from qualms.gp.kernels import RBFKernel
 

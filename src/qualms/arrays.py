@@ -46,11 +46,9 @@ def check_noise_variance(noise_variance: float) -> None:
 
 def as_targets(y: FloatArray, n: int) -> Float64Array:
     """Return y (n,) or (n, T) as finite float64 of shape (n, T)."""
-    Y = np.asarray(y, dtype=np.float64)
+    Y = check_points("y", y)
     if Y.ndim not in (1, 2) or len(Y) != n:
         raise InputError("y", f"shape {Y.shape}", f"({n},) or ({n}, n_outputs)")
-    if not np.all(np.isfinite(Y)):
-        raise InputError("y", "NaN or infinite values", "finite values")
     return Y[:, None] if Y.ndim == 1 else Y
 
 
@@ -58,12 +56,10 @@ def check_sample_weight(sample_weight: FloatArray | None, n: int) -> Float64Arra
     """Return the weights (n,) as float64, ones if not given; none may be zero or negative."""
     if sample_weight is None:
         return np.ones(n)
-    w = np.asarray(sample_weight, dtype=np.float64)
-    if w.shape != (n,):
-        raise InputError("sample_weight", f"shape {w.shape}", f"({n},)")
-    if not np.all(np.isfinite(w)) or np.any(w <= 0):
+    w = check_points("sample_weight", sample_weight, (n,))
+    if np.any(w <= 0):
         raise InputError(
-            "sample_weight", f"minimum {w.min():.3g}", "finite weights > 0", "Leave samples out."
+            "sample_weight", f"minimum {w.min():.3g}", "weights > 0", "Leave some out."
         )
     return w
 
@@ -98,30 +94,18 @@ def check_std(
     allow_zero: bool = False,
     parameter: str = "std",
 ) -> Float64Array:
-    """Return finite standard deviations ≥ 0 in float64.
-
-    Zero is allowed only where the score has a limit as σ → 0.
-    """
+    """Return finite standard deviations > 0, or ≥ 0 where σ → 0 has a limit, in float64."""
     std = check_points(parameter, values, shape)
-    n_negative = int(np.count_nonzero(std < 0.0))
-    if n_negative:
-        raise InputError(parameter, f"{n_negative} negative values", "standard deviations > 0")
-    n_zero = int(np.count_nonzero(std == 0.0))
-    if n_zero and not allow_zero:
-        raise InputError(
-            parameter,
-            f"0 for {n_zero} of {std.size} points",
-            "standard deviations > 0",
-            "Drop those points, or check why all members agree on them.",
-        )
+    n_bad = int(np.count_nonzero(std < 0.0 if allow_zero else std <= 0.0))
+    if n_bad:
+        given, sign = f"{n_bad} of {std.size} values are too small", "≥" if allow_zero else ">"
+        remedy = "Drop those points, or check why all members agree on them."
+        raise InputError(parameter, given, f"standard deviations {sign} 0", remedy)
     return std
 
 
 def check_dof(dof: ArrayLike, shape: tuple[int, ...], above: float = 0.0) -> Float64Array:
-    """Return degrees of freedom > `above` in float64, one number or one per point.
-
-    They must exceed 2 if the distribution must have a variance.
-    """
+    """Return degrees of freedom > `above` (2 for a variance), one number or one per point."""
     nu = check_points("dof", dof, None if np.ndim(dof) == 0 else shape)
     if np.any(nu <= above):
         raise InputError("dof", float(np.min(nu)), f"degrees of freedom > {above:g}")
@@ -160,9 +144,8 @@ def distinct_rows(X: FloatArray | IntArray) -> DistinctRows:
 def joined_groups(inverse: IntArray, codes: IntArray) -> IntArray:
     """Return a group for each point, such that neither groups nor points are split: (n_points,).
 
-    Groups that share a point are joined: they are not independent of each other.
-
-    `inverse` (n,) is the point of each row, `codes` (n,) its group, 0 … G−1.
+    Groups that share a point are joined, because they are not independent. `inverse` (n,) is the
+    point of each row, `codes` (n,) its group, 0 … G−1.
     """
     n_groups, n_points = int(codes.max()) + 1, int(inverse.max()) + 1
     links = coo_array(

@@ -5,20 +5,18 @@ mean per point, so that test sets of different size can be compared. Logarithms 
 densities have the units of 1/y.
 
 Residuals are z = y − ȳ. They may have any shape, (n,) or (n, n_targets); standard deviations have
-the same shape, and every entry counts as one point. SciPy's `stats` is not used: its import takes
-longer than that of all of qualms.
+the same shape, and every entry counts as one point.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import betaln, erf, ndtri, stdtr, stdtrit
+from scipy.special import betaln, erf, ndtri, stdtr
 
 from qualms.arrays import (
     BoolArray,
@@ -46,12 +44,7 @@ def gaussian_log_density(residuals: ArrayLike, std: ArrayLike) -> Float64Array:
     residuals : (n,) or (n, n_targets) array
         z = y − ȳ, in the units of y.
     std : array of the same shape
-        σ > 0.
-
-    Returns
-    -------
-    array of the same shape
-        Minus infinity where z²/σ² exceeds the largest float64.
+        σ > 0. The density is minus infinity where z²/σ² exceeds the largest float64.
     """
     z = check_points("residuals", residuals)
     sigma = check_std(std, z.shape)
@@ -61,25 +54,12 @@ def gaussian_log_density(residuals: ArrayLike, std: ArrayLike) -> Float64Array:
     return density
 
 
-def log_likelihood(residuals: ArrayLike, std: ArrayLike, weights: ArrayLike | None = None) -> float:
+def log_likelihood(residuals: ArrayLike, std: ArrayLike) -> float:
     """Return the mean Gaussian log likelihood per point: Eqs. (6) and (7), Musil et al. 2019.
 
     With σ² → vσ² it is Eq. (8), which is highest at v₀ = mean(z²/σ²), Eq. (9).
-
-    Parameters
-    ----------
-    residuals, std : arrays of one shape
-    weights : array of the same shape, optional
-        Weights ≥ 0 of the mean; they need not add up to one.
     """
-    density = gaussian_log_density(residuals, std)
-    if weights is None:
-        return float(np.mean(density))
-    w = check_points("weights", weights, density.shape)
-    if np.any(w < 0.0) or not np.any(w > 0.0):
-        raise InputError("weights", f"minimum {np.min(w):g}", "numbers >= 0, not all of them 0")
-    used = w > 0.0  # 0 × (−∞) is not a number
-    return float(np.average(density[used], weights=w[used] / w.max()))
+    return float(np.mean(gaussian_log_density(residuals, std)))
 
 
 def student_log_density(residuals: ArrayLike, scale: ArrayLike, dof: ArrayLike) -> Float64Array:
@@ -106,18 +86,6 @@ def student_log_density(residuals: ArrayLike, scale: ArrayLike, dof: ArrayLike) 
     return density
 
 
-def gaussian_log_error_density(ln_error: ArrayLike, ln_sigma: ArrayLike) -> Float64Array:
-    """Return the density of ln|ε| for a Gaussian ε of standard deviation σ.
-
-    With t = ln ε − ln σ it is sqrt(2/π)·exp(t − e^{2t}/2): the half-normal density of ε times the
-    Jacobian dε/d ln ε = ε. Its mode is at ε = σ. The arguments are broadcast.
-    """
-    t = check_points("ln_error", ln_error) - check_points("ln_sigma", ln_sigma)
-    with np.errstate(over="ignore"):
-        density: Float64Array = np.sqrt(2.0 / np.pi) * np.exp(t - 0.5 * np.exp(2.0 * t))
-    return density
-
-
 # Scores.
 def root_mean_square(values: Float64Array) -> float:
     """Return the root mean square of an array, safe from overflow and underflow."""
@@ -137,45 +105,6 @@ def mae(residuals: ArrayLike) -> float:
     return float(np.mean(np.abs(check_points("residuals", residuals))))
 
 
-def sharpness(std: ArrayLike) -> float:
-    """Root mean predicted variance, in the units of y: the RMSE that the model expects."""
-    return root_mean_square(check_std(std, allow_zero=True))
-
-
-def crps_gaussian(residuals: ArrayLike, std: ArrayLike) -> float:
-    """Mean continuous ranked probability score of Gaussian predictions, in the units of y.
-
-    The integral over x of (F(x) − [x ≥ y])², F being the predicted distribution function. The
-    lower, the better; it is less sensitive to single large errors than the log likelihood. σ may be
-    zero, which gives |z|.
-    """
-    z = np.abs(check_points("residuals", residuals))
-    sigma = check_std(std, z.shape, allow_zero=True)
-    return float(np.mean(_gaussian_crps(z, sigma)))
-
-
-def crps_ensemble(y: ArrayLike, members: ArrayLike, *, fair: bool = True) -> float:
-    """Mean continuous ranked probability score of an ensemble, in the units of y.
-
-    mean_i |x_i − y| − c · Σ_ij |x_i − x_j|, with c = 1/(2R(R−1)) if fair and 1/(2R²) if not.
-
-    Parameters
-    ----------
-    y : (n,) or (n, n_targets) array
-        Reference values.
-    members : array of shape y.shape + (n_members,)
-        Predictions of the R members.
-    fair : bool
-        Score the distribution that the members were drawn from, without bias (Ferro 2014), rather
-        than the R members themselves. It needs two members.
-    """
-    reference = check_points("y", y)
-    x = check_members(members, reference.shape)
-    if x.shape[1] < 2 and fair:
-        raise InputError("members", "1 member", "at least 2 members", "Or set fair=False.")
-    return float(np.mean(_ensemble_crps(reference.ravel(), x, fair=fair)))
-
-
 def covering_levels(
     residuals: ArrayLike, std: ArrayLike, dof: ArrayLike | None = None
 ) -> Float64Array:
@@ -185,22 +114,21 @@ def covering_levels(
 
     Parameters
     ----------
-    residuals : (n,) or (n, n_targets) array
-        z = y − ȳ, in the units of y.
-    std : array of the same shape
-        σ ≥ 0. With σ = 0 the level is 0 if z = 0 and 1 otherwise.
+    residuals, std : (n,) or (n, n_targets) arrays
+        z = y − ȳ and σ ≥ 0. With σ = 0 the level is 0 if z = 0 and 1 otherwise.
     dof : float or array of the same shape, optional
         Degrees of freedom ν > 2 of a Student t distribution of standard deviation ``std`` (its
         scale is then σ·sqrt((ν−2)/ν)). Gaussian by default.
     """
     z = np.abs(check_points("residuals", residuals))
     sigma = check_std(std, z.shape, allow_zero=True)
-    t = _ratio(z, sigma)
+    t = np.where(z > 0.0, np.inf, 0.0)
+    with np.errstate(over="ignore"):
+        t = np.divide(z, sigma, out=t, where=sigma > 0.0).ravel()
     if dof is None:
-        return np.asarray(erf(t / np.sqrt(2.0)), dtype=np.float64).ravel()
-    nu = check_dof(dof, z.shape, above=2.0)
-    level = 1.0 - 2.0 * stdtr(nu, -t * np.sqrt(nu / (nu - 2.0)))
-    return np.asarray(np.clip(level, 0.0, 1.0), dtype=np.float64).ravel()
+        return np.asarray(erf(t / np.sqrt(2.0)))
+    nu = np.broadcast_to(check_dof(dof, z.shape, above=2.0), z.shape).ravel()
+    return np.clip(1.0 - 2.0 * stdtr(nu, -t * np.sqrt(nu / (nu - 2.0))), 0.0, 1.0)
 
 
 def miscalibration_area(
@@ -232,12 +160,7 @@ def ence(residuals: ArrayLike, std: ArrayLike, n_bins: int | None = None) -> flo
     Levi et al. 2022, on the bins of :func:`binned_errors`. Calibrated Gaussian predictions of n
     points have about sqrt(n_bins / (π n)); compare only between equal numbers of bins.
 
-    Parameters
-    ----------
-    residuals, std : arrays of one shape
-        At least one σ > 0 in every bin.
-    n_bins : int, optional
-        By default 10, or as many as leave ten points in each.
+    Parameters are those of :func:`binned_errors`; at least one σ > 0 in every bin.
     """
     bins = binned_errors(residuals, std, n_bins)
     if np.any(bins.rmv == 0.0):
@@ -247,144 +170,74 @@ def ence(residuals: ArrayLike, std: ArrayLike, n_bins: int | None = None) -> flo
     return float(np.mean(np.abs(bins.rmv - bins.rmse) / bins.rmv))
 
 
-def coverage(
-    residuals: ArrayLike, std: ArrayLike, level: float, dof: ArrayLike | None = None
-) -> float:
-    """Fraction of points inside their central interval ȳ ± qσ of the given level.
-
-    Parameters
-    ----------
-    residuals, std : arrays of one shape
-        σ may be zero.
-    level : float
-        Nominal coverage, within (0, 1).
-    dof : float or array of that shape, optional
-        Degrees of freedom > 2 of a Student t distribution of standard deviation ``std``.
-    """
-    z, half_width = _central_intervals(residuals, std, level, dof)
-    return float(np.mean(z <= half_width))
-
-
-def interval_score(
-    residuals: ArrayLike, std: ArrayLike, level: float, dof: ArrayLike | None = None
-) -> float:
-    """Mean interval score of the central intervals (Gneiting and Raftery 2007), in units of y.
-
-    The width of the interval plus 2/(1−level) times the distance by which it misses the reference
-    value. The lower, the better. Parameters are those of :func:`coverage`.
-    """
-    z, half_width = _central_intervals(residuals, std, level, dof)
-    return float(np.mean(_interval_scores(z, half_width, level)))
-
-
 def spearman(residuals: ArrayLike, std: ArrayLike) -> float:
     """Spearman rank correlation of |z| and σ; 0 if all |z| or all σ are equal.
 
     Even a perfect σ does not reach one, because z is random.
     """
-    z = np.abs(check_points("residuals", residuals))
-    a, b = _centered_ranks(z), _centered_ranks(check_std(std, z.shape, allow_zero=True))
+    from scipy.stats import rankdata  # slow to import
+
+    z = np.abs(check_points("residuals", residuals)).ravel()
+    sigma = check_std(std, np.shape(residuals), allow_zero=True).ravel()
+    # Ranks are multiples of ½: those of constant values become zeros, not rounding errors.
+    a, b = (rankdata(values) - 0.5 * (z.size + 1) for values in (z, sigma))
     norm = np.sqrt(np.sum(a * a) * np.sum(b * b))
     return float(np.clip(np.sum(a * b) / norm, -1.0, 1.0)) if norm > 0.0 else 0.0
 
 
-def _centered_ranks(values: Float64Array) -> Float64Array:
-    """Return ranks minus their mean; equal values share the average of their ranks."""
-    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
-    # Twice the rank is an integer: constant values give zeros, not rounding errors.
-    twice = 2 * np.cumsum(counts) - counts + 1
-    return 0.5 * (twice[which.ravel()] - (values.size + 1)).astype(np.float64)
-
-
-def _ratio(z: Float64Array, sigma: Float64Array) -> Float64Array:
-    """Return z/σ for z ≥ 0; with σ = 0 it is 0 where z = 0 and infinite otherwise."""
-    t = np.where(z > 0.0, np.inf, 0.0)
-    with np.errstate(over="ignore"):
-        np.divide(z, sigma, out=t, where=sigma > 0.0)
-    return t
-
-
-def _half_width(level: float) -> float:
-    """Return the half width of the central interval of a standard normal distribution."""
-    # Minus the lower quantile: 1 − level keeps its digits when it is small.
-    return -float(ndtri(0.5 * (1.0 - level)))
-
-
-def _central_intervals(
-    residuals: ArrayLike, std: ArrayLike, level: float, dof: ArrayLike | None
-) -> tuple[Float64Array, Float64Array]:
-    """Return |z| and the half widths of the central intervals of one level."""
-    z = np.abs(check_points("residuals", residuals))
-    sigma = check_std(std, z.shape, allow_zero=True)
-    if not 0.0 < level < 1.0:
-        raise InputError("level", level, "a number within (0, 1)")
-    if dof is None:
-        return z, _half_width(level) * sigma
-    nu = check_dof(dof, z.shape, above=2.0)
-    quantile = -np.asarray(stdtrit(nu, 0.5 * (1.0 - level)), dtype=np.float64)
-    return z, quantile * np.sqrt((nu - 2.0) / nu) * sigma
-
-
-def _interval_scores(z: Float64Array, half_width: Float64Array, level: float) -> Float64Array:
-    missed = np.maximum(z - half_width, 0.0)
-    scores: Float64Array = 2.0 * half_width + 2.0 / (1.0 - level) * missed
-    return scores
-
-
 def _gaussian_crps(z: Float64Array, sigma: Float64Array) -> Float64Array:
     """CRPS of N(0, σ²) at z ≥ 0: σ [t erf(t/√2) + 2 φ(t) − 1/√π] with t = z/σ."""
-    t = _ratio(z, sigma)
     with np.errstate(over="ignore"):
+        t = z / sigma
         density = np.exp(-0.5 * t * t) / np.sqrt(2.0 * np.pi)
     # σ t is written as z, so that σ → 0 needs no limit.
     crps: Float64Array = z * erf(t / np.sqrt(2.0)) + sigma * (2.0 * density - 1.0 / np.sqrt(np.pi))
     return crps
 
 
-def _ensemble_crps(reference: Float64Array, members: Float64Array, *, fair: bool) -> Float64Array:
-    """CRPS of members (n, R) at reference values (n,): see `crps_ensemble`.
+def _ensemble_crps(reference: Float64Array, members: Float64Array) -> Float64Array:
+    """Fair CRPS of members (n, R) at reference values (n,) (Ferro 2014).
 
-    k (R − k) of the pairs lie on both sides of the gap between the k-th and the next of the sorted
-    members, so the gaps weighted by that sum up all distances: R log R instead of R².
+    It is mean_i |x_i − y| − Σ_ij |x_i − x_j| / (2R(R−1)), without bias for the distribution that
+    the members were drawn from. k (R − k) of the pairs lie on both sides of the gap between the
+    k-th and the next of the sorted members, so the gaps weighted by that sum up all distances:
+    R log R instead of R².
     """
     x = np.sort(members, axis=1)
-    n_members = x.shape[1]
-    k = np.arange(1, n_members)
-    pair_distances = np.diff(x, axis=1) @ (k * (n_members - k)).astype(np.float64)
+    R = x.shape[1]
+    k = np.arange(1, R)
+    pair_distances = np.diff(x, axis=1) @ (k * (R - k)).astype(np.float64)
     distance = np.mean(np.abs(x - reference[:, None]), axis=1)
-    # Each pair occurs twice in Σ_ij, which cancels the 1/2.
-    n_pairs = n_members * (n_members - 1) if fair else n_members**2
-    # Neither score is negative; only rounding could make it so.
-    crps: Float64Array = np.maximum(distance - pair_distances / n_pairs, 0.0)
-    return crps
+    # Each pair occurs twice in Σ_ij. The score is not negative; only rounding could make it so.
+    return np.asarray(np.maximum(distance - pair_distances / (R * (R - 1)), 0.0))
 
 
 @dataclass(frozen=True)
 class Scores:
-    """All scores of one set of predictions, made by :func:`score`.
+    """All scores of one set of predictions, made by :func:`score`; errors are in the units of y.
 
     Attributes
     ----------
-    n_points : int
-        Number of points.
     rmse, mae : float
-        Errors of the mean prediction, in the units of y.
+        Errors of the mean prediction.
     log_likelihood : float
         Mean Gaussian log likelihood, Eq. (6), Musil et al. 2019.
     crps : float
-        Continuous ranked probability score of the Gaussian predictions, in the units of y.
+        Continuous ranked probability score of the Gaussian predictions: the integral over x of
+        (F(x) − [x ≥ y])², F being the predicted distribution function.
     crps_ensemble : float or None
-        The fair one of the members; None without members.
+        The fair one of the members (Ferro 2014); None without members.
     miscalibration_area, ence : float
         Distances from calibration; see the functions of those names.
     sharpness : float
-        Root mean predicted variance, in the units of y.
+        Root mean predicted variance.
     coverage_68, coverage_95 : float
         Coverage of the central intervals of level 0.68 and 0.95.
     spearman : float
         Rank correlation of |z| and σ.
     interval_score_95 : float
-        Interval score at level 0.95, in the units of y.
+        Interval score (Gneiting and Raftery 2007) at level 0.95: the width of the interval plus 40
+        times the distance by which it misses the reference value.
     """
 
     n_points: int
@@ -406,12 +259,9 @@ class Scores:
         return asdict(self)
 
     def __str__(self) -> str:
-        values = {
-            name: "-" if value is None else f"{value:.6g}" for name, value in self.as_dict().items()
-        }
+        values = {k: "-" if v is None else f"{v:.6g}" for k, v in self.as_dict().items()}
         name_width, value_width = max(map(len, values)), max(map(len, values.values()))
-        rows = (f"{n:<{name_width}}  {v:>{value_width}}" for n, v in values.items())
-        return "\n".join(rows)
+        return "\n".join(f"{n:<{name_width}}  {v:>{value_width}}" for n, v in values.items())
 
 
 def score_arrays(
@@ -427,41 +277,51 @@ def score_arrays(
     members : array of shape y.shape + (n_members,), optional
         Predictions of at least two members, for ``crps_ensemble``.
     """
-    reference = check_points("y", y)
-    z = reference - check_points("mean", mean, reference.shape)
-    sigma = check_std(std, reference.shape)
-    flat = None if members is None else check_members(members, reference.shape)
-    terms = _score_terms(reference.ravel(), z.ravel(), sigma.ravel(), flat)
-    means = {name: float(np.mean(values)) for name, values in terms.items()}
-    return Scores(
-        n_points=int(z.size),
-        rmse=rmse(z),
-        sharpness=sharpness(sigma),
-        miscalibration_area=miscalibration_area(z, sigma),
-        ence=ence(z, sigma),
-        spearman=spearman(z, sigma),
-        **({"crps_ensemble": None} | means),  # type: ignore[arg-type]
-    )
+    return _scores(_terms_of_scores(y, mean, std, members))
 
 
-def _score_terms(
-    reference: Float64Array, z: Float64Array, sigma: Float64Array, members: Float64Array | None
+def _terms_of_scores(
+    y: ArrayLike, mean: ArrayLike, std: ArrayLike, members: ArrayLike | None
 ) -> dict[str, Float64Array]:
-    """Return the scores that are means over points, point by point: arrays (n,) by name."""
-    distance, half_width = np.abs(z), _half_width(0.95) * sigma
+    """Return z, σ, covering levels, and the scores that are means over points: (n,) by name."""
+    reference = check_points("y", y)
+    z = (reference - check_points("mean", mean, reference.shape)).ravel()
+    sigma = check_std(std, reference.shape).ravel()
+    distance = np.abs(z)
+    half_68, half_95 = (ndtri(0.5 * (1.0 + level)) * sigma for level in (0.68, 0.95))
     terms = {
+        "residuals": z,
+        "std": sigma,
+        "level": covering_levels(z, sigma),
         "mae": distance,
         "log_likelihood": gaussian_log_density(z, sigma),
         "crps": _gaussian_crps(distance, sigma),
-        "coverage_68": (distance <= _half_width(0.68) * sigma).astype(np.float64),
-        "coverage_95": (distance <= half_width).astype(np.float64),
-        "interval_score_95": _interval_scores(distance, half_width, 0.95),
+        "coverage_68": (distance <= half_68).astype(np.float64),
+        "coverage_95": (distance <= half_95).astype(np.float64),
+        "interval_score_95": 2.0 * half_95 + 40.0 * np.maximum(distance - half_95, 0.0),
     }
     if members is not None:
-        if members.shape[1] < 2:
+        x = check_members(members, reference.shape)
+        if x.shape[1] < 2:
             raise InputError("members", "1 member", "at least 2 members")
-        terms["crps_ensemble"] = _ensemble_crps(reference, members, fair=True)
+        terms["crps_ensemble"] = _ensemble_crps(reference.ravel(), x)
     return terms
+
+
+def _scores(terms: dict[str, Float64Array], n_bins: int | None = None) -> Scores:
+    """Return the scores of points, or of a resample of them, given their terms."""
+    terms = dict(terms)
+    z, sigma, levels = (terms.pop(name) for name in ("residuals", "std", "level"))
+    means = {name: float(np.mean(values)) for name, values in terms.items()}
+    return Scores(
+        n_points=int(z.size),
+        rmse=root_mean_square(z),
+        sharpness=root_mean_square(sigma),
+        miscalibration_area=_area(levels),
+        ence=ence(z, sigma, n_bins),
+        spearman=spearman(z, sigma),
+        **({"crps_ensemble": None} | means),  # type: ignore[arg-type]
+    )
 
 
 class _MeanAndStd(Protocol):
@@ -491,11 +351,6 @@ def score(
     prediction : Prediction of the shape of y
     mean, std : arrays of the shape of y
         Instead of a prediction: predicted values and standard deviations > 0.
-
-    Returns
-    -------
-    Scores
-        Root mean squared error, log likelihood, coverage and the other scores, by name.
 
     Examples
     --------
@@ -527,16 +382,10 @@ _BINS_PER_BANDWIDTH, _BINS_PER_POINT, _MARGIN = 8, 4, 4
 
 @dataclass(frozen=True)
 class CalibrationCurve:
-    """Nominal and observed coverage of central intervals.
+    """Nominal levels p, `expected`, and coverage of the central intervals, `observed`: (n_levels,).
 
-    Attributes
-    ----------
-    expected : (n_levels,) array
-        Nominal levels p.
-    observed : (n_levels,) array
-        Fraction of points inside their central interval of level p. For a calibrated prediction
-        of independent points it is p with standard error sqrt(p(1−p)/n_points).
-    n_points : int
+    For a calibrated prediction of independent points `observed` is p with standard error
+    sqrt(p(1−p)/n_points).
     """
 
     expected: Float64Array
@@ -546,16 +395,10 @@ class CalibrationCurve:
 
 @dataclass(frozen=True)
 class BinnedErrors:
-    """Actual and predicted errors in bins of σ, from the smallest σ to the largest.
+    """Actual and predicted errors in bins of σ, from the smallest σ to the largest: (n_bins,).
 
-    Attributes
-    ----------
-    rmv, rmse : (n_bins,) arrays
-        Root mean variance sqrt(mean σ²) and root mean squared residual, in the units of y.
-    counts : (n_bins,) array of int
-        Points in each bin.
-    rmv_stderr, rmse_stderr : (n_bins,) arrays
-        Standard errors of the two; infinite for a bin of one point.
+    Root mean variance sqrt(mean σ²) and root mean squared residual, in the units of y, points in
+    each bin, and standard errors of the two, which are infinite for a bin of one point.
     """
 
     rmv: Float64Array
@@ -579,8 +422,6 @@ class ConditionalDensity:
         P(ln σ), which integrates to one.
     supported : (n_sigma,) array of bool
         Whether enough points lie within a bandwidth of ln σ.
-    n_dropped : int
-        Errors left out because ε or σ is zero and has no logarithm.
     """
 
     ln_sigma: Float64Array
@@ -588,21 +429,14 @@ class ConditionalDensity:
     density: Float64Array
     marginal: Float64Array
     supported: BoolArray
-    n_dropped: int
 
 
 @dataclass(frozen=True)
 class ErrorDensities:
-    """Eq. (18) for the actual errors and for those that the model predicts, on one grid.
+    """Eq. (18) for actual errors |y − ȳ| and for predicted errors, on one grid.
 
-    Attributes
-    ----------
-    true : ConditionalDensity
-        Of |y − ȳ|, one per point.
-    model : ConditionalDensity
-        Of |y⁽ⁱ⁾ − ȳ|, one per point and member; of a Gaussian without members.
-    bandwidth : tuple of two floats
-        Standard deviations of the smoothing kernel along ln σ and ln ε.
+    The latter are |y⁽ⁱ⁾ − ȳ|, one per point and member; Gaussian without members. `bandwidth` has
+    the standard deviations of the smoothing kernel along ln σ and ln ε.
     """
 
     true: ConditionalDensity
@@ -658,28 +492,23 @@ def binned_errors(residuals: ArrayLike, std: ArrayLike, n_bins: int | None = Non
     sigma, z = sigma[order], z.ravel()[order]
     # A boundary inside a run of equal σ moves to where the run begins.
     cuts = sigma[np.arange(n_bins) * n // n_bins]
-    starts = np.append(np.unique(np.searchsorted(sigma, cuts, side="left")), n)
-    spans = [slice(a, b) for a, b in pairwise(starts)]
-    predicted = np.array([_rms_and_stderr(sigma[s]) for s in spans])
-    actual = np.array([_rms_and_stderr(z[s]) for s in spans])
-    return BinnedErrors(
-        rmv=predicted[:, 0],
-        rmse=actual[:, 0],
-        counts=np.diff(starts),
-        rmv_stderr=predicted[:, 1],
-        rmse_stderr=actual[:, 1],
-    )
+    starts = np.unique(np.searchsorted(sigma, cuts, side="left"))
+    counts = np.diff(starts, append=n)
 
+    def rms_and_stderr(values: Float64Array) -> tuple[Float64Array, Float64Array]:
+        """Return the root mean square r and its standard error, that of the mean square over 2r."""
+        scale = np.maximum.reduceat(np.abs(values), starts)
+        scale = np.where(scale > 0.0, scale, 1.0)  # safe from overflow and underflow
+        squares = np.square(values / np.repeat(scale, counts))
+        mean = np.add.reduceat(squares, starts) / counts
+        scatter = np.add.reduceat(np.square(squares - np.repeat(mean, counts)), starts)
+        variance = np.where(counts > 1, scatter / np.maximum(counts - 1, 1), np.inf) / counts
+        root = np.sqrt(mean)
+        return scale * root, 0.5 * scale * np.sqrt(variance) / np.where(root > 0.0, root, 1.0)
 
-def _rms_and_stderr(values: Float64Array) -> tuple[float, float]:
-    """Return the root mean square r and its standard error, that of the mean square over 2 r."""
-    rms = root_mean_square(values)
-    if values.size == 1:
-        return rms, np.inf
-    if rms == 0.0:
-        return 0.0, 0.0
-    relative = float(np.std(np.square(values / rms), ddof=1)) / np.sqrt(values.size)
-    return rms, 0.5 * rms * float(relative)
+    rmv, rmv_stderr = rms_and_stderr(sigma)
+    rmse, rmse_stderr = rms_and_stderr(z)
+    return BinnedErrors(rmv, rmse, counts, rmv_stderr, rmse_stderr)
 
 
 def conditional_error_density(
@@ -738,7 +567,10 @@ def conditional_error_density(
     )
     histograms = [np.histogram2d(p[0], p[1], bins=[x, e])[0] / p.shape[1] for p in pairs]
     if members is None:
-        shape = gaussian_log_error_density(_centers(e)[None, :], _centers(x)[:, None])
+        # For t = ln ε − ln σ of a Gaussian, the half-normal density of ε times dε/d ln ε = ε.
+        t = _centers(e)[None, :] - _centers(x)[:, None]
+        with np.errstate(over="ignore"):
+            shape = np.exp(t - 0.5 * np.exp(2.0 * t))
         histograms[1] = histograms[1].sum(axis=1)[:, None] * shape / shape.sum(axis=1)[:, None]
 
     def estimate(joint: Float64Array, pairs: Float64Array, n_columns: int) -> ConditionalDensity:
@@ -753,9 +585,9 @@ def conditional_error_density(
         supported: BoolArray = near >= min_points
         density = gaussian_filter1d(smooth, _BINS_PER_BANDWIDTH, axis=1, mode="constant")[:, some]
         density /= np.where(supported, marginal, np.inf)[:, None] * (e[1] - e[0])
-        n_dropped = sigma.size * n_columns - pairs.shape[1]
-        grids = _centers(x)[some], _centers(e)[some]
-        return ConditionalDensity(*grids, density, marginal, supported, n_dropped)
+        return ConditionalDensity(
+            _centers(x)[some], _centers(e)[some], density, marginal, supported
+        )
 
     return ErrorDensities(
         estimate(histograms[0], pairs[0], 1),
@@ -785,37 +617,31 @@ def _density_axis(
 
 
 def _centers(edges: Float64Array) -> Float64Array:
-    centers: Float64Array = 0.5 * (edges[1:] + edges[:-1])
-    return centers
+    return np.asarray(0.5 * (edges[1:] + edges[:-1]))
 
 
 # Points whose errors are not of the same kind as those of the others.
-#: Multiple of σ, and of the size of most errors, beyond which an error is an outlier.
-FAR = 10.0
-#: Median of |z|/σ of a Gaussian.
-_MEDIAN = 0.6745
+#: Multiple of σ, and of the size of most errors, beyond which an error is an outlier; and the
+#: median of |z|/σ of a Gaussian.
+_FAR, _MEDIAN = 10.0, 0.6745
 
 
 def far_points(residuals: ArrayLike, std: ArrayLike) -> IntArray:
     """Return outliers, worst first: errors large both for their σ and among all errors.
 
     |z| ≫ σ alone may be due to members that agree by chance, and a large error may be one of many;
-    both together indicate a wrong label.
+    both together indicate a wrong label. Outliers are points with |z| > 10 σ and |z| > 10 times the
+    median of |z|/0.67.
 
     Parameters
     ----------
     residuals, std : (n,) arrays
         z = y − ȳ and σ > 0, in the units of y.
-
-    Returns
-    -------
-    (m,) array of int
-        Points with |z| > 10 σ and |z| > 10 times the median of |z|/0.67.
     """
     z = np.abs(check_points("residuals", residuals))
     with np.errstate(over="ignore"):
         t = z / check_std(std, z.shape)
-    found = np.flatnonzero((t > FAR) & (z > FAR * np.median(z) / _MEDIAN))
+    found = np.flatnonzero((t > _FAR) & (z > _FAR * np.median(z) / _MEDIAN))
     return found[np.argsort(-t[found], kind="stable")]
 
 
@@ -827,21 +653,11 @@ DISTANCES = ("miscalibration_area", "ence")
 
 @dataclass(frozen=True)
 class ScoreIntervals:
-    """Scores with confidence intervals, made by :func:`bootstrap_scores`.
+    """Scores of all points with confidence intervals, made by :func:`bootstrap_scores`.
 
-    Attributes
-    ----------
-    scores : Scores
-        Of all points.
-    intervals : mapping of str to tuple of two floats
-        Lower and upper end for each score, by name; each contains the score itself. Empty if there
-        is only one group.
-    level : float
-        Nominal coverage of the intervals.
-    n_bootstrap : int
-        Number of resamples.
-    n_groups : int
-        Number of groups, or points, drawn in each.
+    `intervals` has the lower and upper end for each score, by name; each contains the score itself.
+    It is empty if there is only one group. `level` is their nominal coverage, and `n_groups` the
+    number of groups, or points, drawn in each of `n_bootstrap` resamples.
     """
 
     scores: Scores
@@ -871,10 +687,8 @@ def bootstrap_scores(
 
     Parameters
     ----------
-    y, mean, std : (n,) or (n, n_targets) arrays
-        Reference values, predictions and standard deviations > 0, in the same units.
-    members : array of shape y.shape + (n_members,), optional
-        Predictions of at least two members, for ``crps_ensemble``.
+    y, mean, std, members
+        As in :func:`score_arrays`.
     groups : array of y.shape or of shape (n,), optional
         Labels of points that are drawn together, such as the atoms of one structure. Each row by
         itself by default.
@@ -885,28 +699,23 @@ def bootstrap_scores(
     rng : numpy Generator, optional
         Seeded with 0 by default.
     """
-    scores = score_arrays(y, mean, std, members)
-    reference = check_points("y", y)
-    z, sigma = (reference - np.asarray(mean)).ravel(), check_std(std, reference.shape).ravel()
-    flat = None if members is None else check_members(members, reference.shape)
-    terms = _score_terms(reference.ravel(), z, sigma, flat)
+    terms = _terms_of_scores(y, mean, std, members)
+    scores = _scores(terms)
     # Minus infinity has no quantiles.
     terms["log_likelihood"] = np.maximum(terms["log_likelihood"], -1e300)
-    levels, n_bins = covering_levels(z, sigma), int(np.clip(z.size // 10, 1, 10))
-    resampled: list[dict[str, float]] = []
-    n_groups, draws = _resamples(groups, reference, n_bootstrap, level, rng)
-    for rows in draws:
-        found = {name: float(np.mean(values[rows])) for name, values in terms.items()}
-        found["rmse"], found["sharpness"] = rmse(z[rows]), sharpness(sigma[rows])
-        found["miscalibration_area"] = _area(levels[rows])
-        found["ence"] = ence(z[rows], sigma[rows], min(n_bins, rows.size))
-        found["spearman"] = spearman(z[rows], sigma[rows])
-        resampled.append(found)
+    n_bins = int(np.clip(scores.n_points // 10, 1, 10))
+    n_groups, draws = _resamples(groups, np.asarray(y), n_bootstrap, level, rng)
+    resampled = [
+        _scores({name: values[rows] for name, values in terms.items()}, min(n_bins, rows.size))
+        for rows in draws
+    ]
     tail = 0.5 * (1.0 - level)
     intervals = {}
-    for name in (f.name for f in fields(Scores) if resampled and f.name in resampled[0]):
-        value = getattr(scores, name)
-        low, high = np.quantile([found[name] for found in resampled], [tail, 1.0 - tail]).tolist()
+    for name, value in scores.as_dict().items():
+        if name == "n_points" or value is None or not resampled:
+            continue
+        found = [getattr(one, name) for one in resampled]
+        low, high = np.quantile(found, [tail, 1.0 - tail]).tolist()
         if name in DISTANCES:
             low, high = max(2.0 * value - high, 0.0), max(2.0 * value - low, 0.0)
         intervals[name] = (min(low, value), max(high, value))
@@ -915,18 +724,12 @@ def bootstrap_scores(
 
 @dataclass(frozen=True)
 class OneSigma:
-    """Coverage of ±σ, made by :func:`bootstrap_one_sigma`.
+    """Coverage of ±σ, made by :func:`bootstrap_one_sigma`, with confidence intervals.
 
-    Attributes
-    ----------
-    within : float
-        Fraction of points with |z| ≤ σ; `EXPECTED_WITHIN` if Gaussian and calibrated.
-    within_interval : tuple of two floats, or None
-        Its confidence interval; None if there is only one group.
-    factor : float
-        Factor of σ that makes that fraction right: above one if σ is too small. Unlike the root
-        mean square of z/σ it is robust against a few large errors.
-    factor_interval : tuple of two floats, or None
+    `within` is the fraction of points with |z| ≤ σ, `EXPECTED_WITHIN` if Gaussian and calibrated.
+    `factor` is that of σ which makes the fraction right: above one if σ is too small. Unlike the
+    root mean square of z/σ it is robust against a few large errors. The intervals are None if there
+    is only one group.
     """
 
     within: float
@@ -946,12 +749,8 @@ def bootstrap_one_sigma(
 ) -> OneSigma:
     """Return the coverage of ±σ, and the factor of σ that makes it right, with intervals.
 
-    Parameters
-    ----------
-    residuals, std : (n,) or (n, n_targets) arrays
-        z = y − ȳ and σ > 0, in the units of y.
-    groups, n_bootstrap, level, rng
-        As in :func:`bootstrap_scores`.
+    `residuals` and `std` > 0 are (n,) or (n, n_targets) arrays; other parameters are those of
+    :func:`bootstrap_scores`.
     """
     z = check_points("residuals", residuals)
     with np.errstate(over="ignore"):

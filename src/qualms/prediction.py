@@ -1,13 +1,11 @@
 """Predictions that keep the values of all ensemble members, so that errors stay correlated.
 
-Errors of two predictions by one model are correlated: an error that a member makes for one molecule
-it makes, in much the same way, for a similar one. Arithmetic therefore acts member by member, and
-``(p[0] - p[1]).std`` is the uncertainty of the difference. It is smaller than the two uncertainties
-added in quadrature, the more so the more similar the two structures are. Members of different
-models are combined in pairs: independent errors add in quadrature, up to sampling noise.
+An error that a member makes for one molecule it makes, in much the same way, for a similar one.
+Arithmetic therefore acts member by member, and ``(p[0] - p[1]).std`` is the uncertainty of the
+difference: smaller than the two uncertainties added in quadrature, the more so the more similar the
+two structures are. Members of different models are combined in pairs: independent errors add in
+quadrature, up to sampling noise.
 
-Calibration and sums
---------------------
 A calibration scales the members of each point about their mean by a factor that depends on the
 ensemble standard deviation of that point. If the factor is the same for all points (linear,
 student), scaling and summing commute. Otherwise (power with γ ≠ 1, shrinkage) they do not.
@@ -16,15 +14,12 @@ is D C D, where C is the covariance of the uncalibrated members and D the diagon
 factors. It is positive semi-definite and has the calibrated variances on its diagonal. To calibrate
 a combination itself, combine the uncalibrated predictions, `Prediction.uncalibrated`, and fit and
 apply a calibration to the result.
-
-A prediction without members has a mean and a standard deviation only. Points of it cannot be
-combined, because their correlation is not known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -32,9 +27,8 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import ArrayLike
 
 from qualms.arrays import Float64Array, check_points, check_std
-from qualms.calibration.base import Calibration, MemberTransform
-from qualms.calibration.fitting import PerOutputCalibration
-from qualms.calibration.fitting import calibrate as calibrate_arrays
+from qualms.calibration.base import Calibration, MemberTransform, calibration_data
+from qualms.calibration.fitting import PerOutputCalibration, fit_calibration, fit_internally
 from qualms.errors import InputError
 from qualms.gp.ensemble import committee
 
@@ -55,7 +49,8 @@ class Prediction(NDArrayOperatorsMixin):
         for T outputs.
     mean, std : (…) arrays, optional
         Instead of members: means and standard deviations. Such a prediction can be indexed and
-        concatenated, and constants can be added to it and multiplied with it.
+        concatenated, and constants can be added to it and multiplied with it. Points cannot be
+        combined, because their correlation is not known.
     uncalibrated : Prediction or callable returning one, optional
         The same predictions before calibration.
 
@@ -102,11 +97,8 @@ class Prediction(NDArrayOperatorsMixin):
         return committee(self._members)
 
     @property
-    def members(self) -> Any:
-        """Predictions of each member, after calibration: (…, N_R), read-only; None without members.
-
-        The static type is Any: code that makes predictions with members need not check for None.
-        """
+    def members(self) -> Any:  # not None for code that makes predictions with members
+        """Predictions of each member, after calibration: (…, N_R); None without members."""
         return self._members
 
     @property
@@ -152,27 +144,23 @@ class Prediction(NDArrayOperatorsMixin):
     def __iter__(self) -> Iterator[Prediction]:
         return (self[i] for i in range(len(self)))
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Callable[[], Prediction], tuple[()]]:
         # A callable cannot be pickled: compute the uncalibrated prediction now.
-        before = None if self._uncalibrated is None else self.uncalibrated
-        if self._members is not None:
-            return {"members": self._members, "uncalibrated": before}
-        return {"mean": self.mean, "std": self.std, "uncalibrated": before}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+        given: dict[str, Any] = {"members": self._members}
+        if self._members is None:
+            given = {"mean": self.mean, "std": self.std}
+        if self._uncalibrated is not None:
+            given["uncalibrated"] = self.uncalibrated
+        return partial(Prediction, **given), ()
 
     def covariance(self) -> Float64Array:
         """Return the covariance of the errors of all points over the members (ddof = 1): (n, n).
 
-        Several outputs are taken in the order of ``mean.ravel()``. The rank is at most N_R − 1: use
-        it for combinations of predictions, not as a matrix to invert.
+        Several outputs are in the order of ``mean.ravel()``. The rank is at most N_R − 1: use it
+        for combinations of predictions, not as a matrix to invert.
         """
         members = _members_of(self, "covariance")
-        flat = members.reshape(-1, members.shape[-1])
-        deviations = flat - flat.mean(axis=1, keepdims=True)
-        covariance: Float64Array = deviations @ deviations.T / (flat.shape[1] - 1)
-        return covariance
+        return np.atleast_2d(np.cov(members.reshape(-1, members.shape[-1])))
 
     def calibrated(self, calibration: MemberTransform) -> Prediction:
         """Return the prediction with its members scaled about their mean by a calibration.
@@ -180,8 +168,7 @@ class Prediction(NDArrayOperatorsMixin):
         A calibrated prediction is calibrated again from its uncalibrated members.
         """
         raw = self.uncalibrated
-        members = _members_of(raw, "calibrated")
-        return Prediction(calibration.transform(members), uncalibrated=raw)
+        return Prediction(calibration.transform(_members_of(raw, "calibrated")), uncalibrated=raw)
 
     def map(self, f: Callable[[Float64Array], ArrayLike]) -> Prediction:
         """Apply a function to the predictions of each member, one member at a time.
@@ -190,29 +177,19 @@ class Prediction(NDArrayOperatorsMixin):
         ----------
         f : callable
             Takes the predictions of one member, an array of shape `shape`, and returns a number or
-            an array.
-
-        Returns
-        -------
-        Prediction
-            Of the shape that `f` returns. Its mean is the mean of ``f``, which for a non-linear
-            function is not ``f`` of the mean.
+            an array. The mean of the result is not ``f`` of the mean if ``f`` is not linear.
         """
-
-        def of_each_member(members: Float64Array) -> Float64Array:
-            return stack_members([f(members[..., i]) for i in range(members.shape[-1])])
-
-        return _combined("map", of_each_member, self)
+        return _combined(
+            "map", lambda m: stack_members([f(x) for x in np.moveaxis(m, -1, 0)]), self
+        )
 
     def sum(self, axis: int | None = None) -> Prediction:
         """Sum over points, member by member; ``numpy.sum`` does the same."""
         n_axes = len(self.shape)
-        if axis is None:
-            axes = tuple(range(n_axes))
-        elif isinstance(axis, int) and -n_axes <= axis < n_axes:
-            axes = (axis % n_axes,)  # never the last axis of the members
-        else:
+        if axis is not None and not (isinstance(axis, int) and -n_axes <= axis < n_axes):
             raise InputError("axis", axis, f"an axis of a prediction of shape {self.shape}")
+        # Never the last axis of the members.
+        axes = tuple(range(n_axes)) if axis is None else (axis % n_axes,)
         return _combined("sum", lambda members: members.sum(axis=axes), self)
 
     @staticmethod
@@ -239,23 +216,24 @@ class Prediction(NDArrayOperatorsMixin):
         if self._members is None and len(predictions) == 1 and ufunc in _AFFINE:
             return _affine(ufunc, *inputs)
 
+        name = ufunc.__name__
+
         def of_members(*members: Float64Array) -> Float64Array:
-            remaining = iter(members)
-            arrays = [
-                next(remaining) if isinstance(x, Prediction) else np.asarray(x)[..., None]
-                for x in inputs
-            ]
+            m = iter(members)
             try:
-                result: Float64Array = ufunc(*arrays)
-            except ValueError:
-                raise _shape_error(ufunc.__name__, inputs) from None
-            if result.dtype.kind not in "fiu":
-                raise TypeError(
-                    f"{ufunc.__name__} of a Prediction is not a number: use .mean or .members"
+                result: Float64Array = ufunc(
+                    *(
+                        next(m) if isinstance(x, Prediction) else np.asarray(x)[..., None]
+                        for x in inputs
+                    )
                 )
+            except ValueError:
+                raise _shape_error(name, inputs) from None
+            if result.dtype.kind not in "fiu":
+                raise TypeError(f"{name} of a Prediction is not a number: use .mean or .members")
             return result
 
-        return _combined(ufunc.__name__, of_members, *predictions)
+        return _combined(name, of_members, *predictions)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Support ``numpy.sum`` and ``numpy.concatenate`` only."""
@@ -290,9 +268,8 @@ class Prediction(NDArrayOperatorsMixin):
 def _read_only(values: ArrayLike, name: str) -> Float64Array:
     """Return a read-only copy in float64, if all values are finite."""
     array = np.array(values, dtype=np.float64)
-    n_bad = array.size - int(np.count_nonzero(np.isfinite(array)))
-    if n_bad:
-        raise InputError(name, f"{n_bad} NaN or infinite values", "finite predictions")
+    if array.size:
+        check_points(name, array)
     array.flags.writeable = False
     return array
 
@@ -319,13 +296,9 @@ def stack_members(results: Sequence[ArrayLike | None]) -> Float64Array:
 def _members_of(prediction: Prediction, operation: str) -> Float64Array:
     """Return the members, which an operation on several points or predictions needs."""
     if prediction.members is None:
-        raise InputError(
-            "prediction",
-            f"no members, for {operation}",
-            "a prediction with members: without, the correlation of errors is not known",
-        )
-    members: Float64Array = prediction.members
-    return members
+        expected = "a prediction with members: without, the correlation of errors is not known"
+        raise InputError("prediction", f"no members, for {operation}", expected)
+    return np.asarray(prediction.members)
 
 
 def _combined(
@@ -335,13 +308,15 @@ def _combined(
     counts = sorted({_members_of(p, operation).shape[-1] for p in predictions})
     if len(counts) > 1:
         raise InputError("n_members", counts, "predictions by the members of one model")
-    members = f(*(p.members for p in predictions))
-    if all(p._uncalibrated is None for p in predictions):
-        return Prediction(members)
-    return Prediction(
-        members,
-        uncalibrated=lambda: Prediction(f(*(p.uncalibrated.members for p in predictions))),
-    )
+    return _lifted(lambda *parts: Prediction(f(*(p.members for p in parts))), *predictions)
+
+
+def _lifted(f: Callable[..., Prediction], *predictions: Prediction) -> Prediction:
+    """Return f of predictions and, on demand, of the same predictions before calibration."""
+    found = f(*predictions)
+    if any(p._uncalibrated is not None for p in predictions):
+        found._uncalibrated = lambda: f(*(p.uncalibrated for p in predictions))
+    return found
 
 
 def _rearranged(f: Callable[..., Float64Array], *predictions: Prediction) -> Prediction:
@@ -349,14 +324,11 @@ def _rearranged(f: Callable[..., Float64Array], *predictions: Prediction) -> Pre
     if any(p.members is not None for p in predictions):
         return _combined("concatenate", f, *predictions)
 
-    def of(parts: Sequence[Prediction]) -> Prediction:
+    def of(*parts: Prediction) -> Prediction:
         mean, std = (f(*(getattr(p, x)[..., None] for p in parts))[..., 0] for x in ("mean", "std"))
         return Prediction(mean=mean, std=std)
 
-    found = of(predictions)
-    if any(p._uncalibrated is not None for p in predictions):
-        found._uncalibrated = lambda: of([p.uncalibrated for p in predictions])
-    return found
+    return _lifted(of, *predictions)
 
 
 #: Functions of a prediction without members and a constant.
@@ -365,27 +337,25 @@ _AFFINE = (np.add, np.subtract, np.multiply, np.divide, np.negative, np.positive
 
 def _affine(ufunc: np.ufunc, *inputs: Any) -> Prediction:
     """Return a + p, a − p, a p or p/a of a prediction without members: std is scaled by |a|."""
-    which = next(i for i, x in enumerate(inputs) if isinstance(x, Prediction))
-    if ufunc is np.divide and which == 1:
-        _members_of(inputs[1], "divide")  # a/p is not linear
+    prediction = next(x for x in inputs if isinstance(x, Prediction))
+    if ufunc is np.divide and inputs[1] is prediction:
+        _members_of(prediction, "divide")  # a/p is not linear
 
     def of(p: Prediction) -> Prediction:
+        def with_values(values: Float64Array) -> Float64Array:
+            return np.asarray(
+                ufunc(*(values if x is prediction else np.asarray(x) for x in inputs))
+            )
+
         try:
-            mean = ufunc(*(p.mean if x is inputs[which] else np.asarray(x) for x in inputs))
-            if ufunc in (np.multiply, np.divide):
-                std = np.abs(
-                    ufunc(*(p.std if x is inputs[which] else np.asarray(x) for x in inputs))
-                )
-            else:
-                std = np.broadcast_to(p.std, mean.shape)
+            mean = with_values(p.mean)
+            scaled = ufunc in (np.multiply, np.divide)
+            std = np.abs(with_values(p.std)) if scaled else np.broadcast_to(p.std, mean.shape)
         except ValueError:
             raise _shape_error(ufunc.__name__, inputs) from None
         return Prediction(mean=mean, std=std)
 
-    found = of(inputs[which])
-    if inputs[which]._uncalibrated is not None:
-        found._uncalibrated = lambda: of(inputs[which].uncalibrated)
-    return found
+    return _lifted(of, prediction)
 
 
 def _linear_combination(a: Any, b: Any) -> Prediction:
@@ -395,11 +365,9 @@ def _linear_combination(a: Any, b: Any) -> Prediction:
 
     def of_members(members: Float64Array) -> Float64Array:
         if isinstance(b, Prediction):
-            combined: Float64Array = np.tensordot(a, members, axes=(-1, 0))
-            return combined
+            return np.asarray(np.tensordot(a, members, axes=(-1, 0)))
         # The product leaves the members in front of the columns of b: they belong last.
-        combined = np.tensordot(members, b, axes=(-2, 0))
-        return np.moveaxis(combined, len(a.shape) - 1, -1)
+        return np.moveaxis(np.tensordot(members, b, axes=(-2, 0)), len(a.shape) - 1, -1)
 
     prediction = b if isinstance(b, Prediction) else a
     _members_of(prediction, "matmul")
@@ -443,9 +411,12 @@ def calibrate(
     """
     if isinstance(members, Prediction):
         members = _members_of(members.uncalibrated, "calibrate")
-    return calibrate_arrays(
-        check_points("y", y),
-        check_points("members", members),
-        absent=None if absent is None else np.asarray(absent, dtype=bool),
-        method=method,
-    )
+    targets, predicted = check_points("y", y), check_points("members", members)
+    unseen = None if absent is None else np.asarray(absent, dtype=bool)
+    fit = fit_calibration if absent is None else fit_internally
+    if targets.ndim == 2 and predicted.shape[:-1] == targets.shape:
+        columns = zip(targets.T, predicted.swapaxes(0, 1), strict=True)
+        return PerOutputCalibration(
+            tuple(fit(calibration_data(*column, unseen), method) for column in columns)
+        )
+    return fit(calibration_data(targets, predicted, unseen), method)

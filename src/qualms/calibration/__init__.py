@@ -10,15 +10,10 @@
 """
 
 from qualms.calibration.base import Calibration, CalibrationData, calibration_data
-from qualms.calibration.fitting import METHODS, calibrate, fit_calibration
+from qualms.calibration.fitting import METHODS, fit_calibration
 from qualms.calibration.groups import GroupedCalibration, fit_grouped
 from qualms.calibration.methods import PowerCalibration, extrapolate_spread, variance_scale
-from qualms.calibration.selection import (
-    bootstrap_intervals,
-    compare_calibrations,
-    confidence_intervals,
-    cross_validate,
-)
+from qualms.calibration.selection import confidence_intervals, cross_validate
 
 __all__ = [
     "METHODS",
@@ -26,10 +21,7 @@ __all__ = [
     "CalibrationData",
     "GroupedCalibration",
     "PowerCalibration",
-    "bootstrap_intervals",
-    "calibrate",
     "calibration_data",
-    "compare_calibrations",
     "confidence_intervals",
     "cross_validate",
     "extrapolate_spread",

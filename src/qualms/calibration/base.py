@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Protocol, TypeVar
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import numpy as np
 
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray, check_members, check_points
-from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWarning, counted
+from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWarning
 from qualms.gp.ensemble import MIN_ABSENT, committee, internal_prediction, stretched
 
 P_co = TypeVar("P_co", covariant=True)
-C = TypeVar("C", bound="Calibration")
 
 
 class MemberTransform(Protocol):
@@ -22,7 +22,6 @@ class MemberTransform(Protocol):
 
     def transform(self, members: FloatArray) -> Float64Array:
         """Scale the members about their mean so that their standard deviation is calibrated."""
-        ...
 
 
 class Calibratable(Protocol[P_co]):
@@ -30,7 +29,6 @@ class Calibratable(Protocol[P_co]):
 
     def calibrated(self, calibration: MemberTransform) -> P_co:
         """Return a calibrated copy."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -54,27 +52,13 @@ class CalibrationData:
     n_members: IntArray
     weights: Float64Array
 
-    @property
-    def total(self) -> float:
-        """Number of points, by weight."""
-        return float(self.weights.sum())
-
     def mean(self, values: FloatArray) -> float:
         """Return the weighted mean over points."""
-        return float(self.weights @ values) / self.total
+        return float(self.weights @ values / self.weights.sum())
 
     def some(self, chosen: BoolArray) -> CalibrationData:
         """Return some of the points."""
-        return CalibrationData(
-            self.residuals[chosen],
-            self.spread[chosen],
-            self.n_members[chosen],
-            self.weights[chosen],
-        )
-
-    def reweighted(self, weights: Float64Array) -> CalibrationData:
-        """Return the same points, counted differently."""
-        return CalibrationData(self.residuals, self.spread, self.n_members, weights)
+        return CalibrationData(*(values[chosen] for values in vars(self).values()))
 
 
 def calibration_data(
@@ -82,21 +66,21 @@ def calibration_data(
     members: FloatArray,
     absent: BoolArray | None = None,
     *,
-    min_absent: int = MIN_ABSENT,
     sample_weight: FloatArray | None = None,
 ) -> CalibrationData:
     """Collect residuals and ensemble standard deviations, out-of-bag with `absent`: Eqs. (10)–(12).
 
+    A warning is issued if points without spread, whose likelihood is not defined, are left out.
+
     Parameters
     ----------
     y : (n,) array
-        Targets.
+        Reference values.
     members : (n, N_R) array
         Predictions of each member.
     absent : (n, N_R) array of bool, optional
         Whether the point is out-of-bag for the member. If not given, it is for all members.
-    min_absent : int
-        Points that fewer members are absent from are left out.
+        Points that fewer than three members are absent from are left out.
     sample_weight : (n,) array, optional
     """
     targets = check_points("y", y)
@@ -107,67 +91,53 @@ def calibration_data(
     if sample_weight is not None:
         weights = check_points("sample_weight", sample_weight, targets.shape)
         if np.any(weights < 0) or not np.any(weights > 0):
-            raise InputError(
-                "sample_weight", f"minimum {weights.min():.3g}", "weights ≥ 0, not all of them 0"
-            )
+            given = f"minimum {weights.min():.3g}"
+            raise InputError("sample_weight", given, "weights ≥ 0, not all of them 0")
     rounding = rounding_of(predicted)
     if absent is None:
         mean, spread = committee(predicted)
-        c = np.full(len(targets), predicted.shape[1])
-        return _with_spread(CalibrationData(targets - mean, spread, c, weights), rounding)
-    internal = internal_prediction(predicted, absent, min_absent=min_absent)
-    if not internal.used.any():
-        raise CalibrationError(
-            f"No point is absent from at least {min_absent} members, so there is nothing to "
-            "calibrate on. Increase n_members or decrease subsample."
+        data = CalibrationData(
+            targets - mean, spread, np.full(len(targets), predicted.shape[1]), weights
         )
-    residuals = targets[internal.used] - internal.mean
-    data = CalibrationData(residuals, internal.std, internal.n_absent, weights[internal.used])
-    return _with_spread(data, rounding[internal.used])
-
-
-def rounding_of(members: FloatArray) -> Float64Array:
-    """Return the spread (n,) below which members (n, N_R) differ by the last digits alone."""
-    rounding: Float64Array = 16 * np.finfo(np.float64).eps * np.abs(members).max(axis=1)
-    return rounding
-
-
-def _with_spread(data: CalibrationData, rounding: Float64Array) -> CalibrationData:
-    """Leave out, with a warning, points without spread, whose likelihood is not defined."""
-    keep = (data.spread > rounding) & (data.weights > 0)
-    n_without = int(np.sum(data.spread <= rounding))
+    else:
+        found = internal_prediction(predicted, absent)
+        if not found.used.any():
+            raise CalibrationError(
+                f"No point is absent from at least {MIN_ABSENT} members, so there is nothing to "
+                "calibrate on. Increase n_members or decrease subsample."
+            )
+        residuals = targets[found.used] - found.mean
+        data = CalibrationData(residuals, found.std, found.n_absent, weights[found.used])
+        rounding = rounding[found.used]
     if np.all(np.maximum(np.abs(data.residuals), data.spread) <= 1e4 * rounding):
         raise ExactFitError("The members are exact to rounding: there is no error to calibrate.")
-    if keep.sum() < 2:
+    differ = data.spread > rounding
+    n_without, kept = int(np.sum(~differ)), data.some(differ & (data.weights > 0))
+    if len(kept.residuals) < 2:
         raise CalibrationError(
-            f"{keep.sum()} of {keep.size} points can be used; for {n_without} all members predict "
-            "the same. At least 2 are needed: use more data, groups or members, or no calibration."
+            f"{len(kept.residuals)} of {differ.size} points can be used; for {n_without} all "
+            "members predict the same. At least 2 are needed: use more data, groups or members, or "
+            "no calibration."
         )
-    if not np.any(data.residuals[keep]):
+    if not np.any(kept.residuals):
         raise CalibrationError(
             "All residuals are exactly zero, so no scale of the errors can be found. "
             "Are the targets predictions of the same members?"
         )
     if n_without:
         warnings.warn(
-            f"{n_without} of {keep.size} points have no spread between members "
+            f"{n_without} of {differ.size} points have no spread between members "
             "and are left out of the calibration.",
             QualmsWarning,
             stacklevel=2,
         )
-    return CalibrationData(
-        data.residuals[keep], data.spread[keep], data.n_members[keep], data.weights[keep]
-    )
+    return kept
 
 
-def reject_exact(data: CalibrationData) -> None:
-    """Reject points without any error, which do not determine a scale."""
-    if not np.any(data.residuals[data.weights > 0]):
-        n = len(data.residuals)
-        raise CalibrationError(
-            f"All residuals of {counted(n, 'point')} are exactly zero, so no scale can be found. "
-            "Use more points."
-        )
+def rounding_of(members: FloatArray) -> Float64Array:
+    """Return the spread (n,) below which members (n, N_R) differ by the last digits alone."""
+    rounding: Float64Array = 16 * np.finfo(np.float64).eps * np.abs(members).max(axis=1)
+    return rounding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +162,11 @@ class Calibration(ABC):
     n_points: int = 0
     log_likelihood: float = 0.0
 
+    @classmethod
+    @abstractmethod
+    def fit(cls, data: CalibrationData, near: Calibration | None = None) -> Self:
+        """Maximise the likelihood of the data; `near`, a fit to similar points, may be a start."""
+
     @abstractmethod
     def std(self, spread: FloatArray, n_members: int | IntArray) -> Float64Array:
         """Return the calibrated standard deviation for ŝ of so many members."""
@@ -202,17 +177,38 @@ class Calibration(ABC):
     ) -> Float64Array:
         """Return ln p(z | ŝ) under the predictive density of the method, per point."""
 
+    @abstractmethod
+    def scores(
+        self, data: CalibrationData
+    ) -> tuple[Float64Array, Callable[[Float64Array], Float64Array]]:
+        """Return the parameters θ = (ln α, …), and the gradient of each point's log likelihood."""
+
+    def is_identifiable(self, data: CalibrationData) -> bool:
+        """Whether γ can be fitted: not if all spreads are equal."""
+        return float(np.ptp(np.log(data.spread))) >= 1e-6
+
+    def density_of(self, data: CalibrationData) -> Float64Array:
+        """Return ln p(z | ŝ) of each point of the data: (n,)."""
+        return self.log_density(data.residuals, data.spread, data.n_members)
+
+    def fitted_to(self, data: CalibrationData) -> Self:
+        """Return the calibration with the number and the likelihood of these points."""
+        likelihood = data.mean(self.density_of(data))
+        return replace(self, n_points=len(data.residuals), log_likelihood=likelihood)
+
+    def factors(self, spread: Float64Array, n_members: int) -> Float64Array:
+        """Return σ/ŝ; one where ŝ is zero, so that members that agree are not changed."""
+        factors, positive = np.ones_like(spread), spread > 0
+        factors[positive] = self.std(spread[positive], n_members) / spread[positive]
+        return factors
+
     def transform(self, members: FloatArray) -> Float64Array:
         """Scale the members (…, N_R) about their mean to the calibrated standard deviation.
 
-        Eq. (19), Musil et al. 2019, for any calibration. Members that agree are not changed.
+        Eq. (19), Musil et al. 2019, for any calibration.
         """
         mean, spread = committee(members)
-        positive = spread > 0
-        std = self.std(spread[positive], members.shape[-1])
-        factor = np.ones_like(spread)
-        factor[positive] = std / spread[positive]
-        return stretched(members, factor, mean)
+        return stretched(members, self.factors(spread, members.shape[-1]), mean)
 
     def apply(self, prediction: Calibratable[P_co]) -> P_co:
         """Return the calibrated prediction."""
@@ -226,15 +222,8 @@ class Calibration(ABC):
     @property
     def bic(self) -> float:
         """Schwarz's criterion k ln n − 2 ln L; the smaller the better."""
-        penalty = self.n_parameters * float(np.log(max(self.n_points, 1)))
-        return penalty - 2 * self.n_points * self.log_likelihood
+        return self.aic + self.n_parameters * (float(np.log(max(self.n_points, 1))) - 2)
 
     def parameters(self) -> dict[str, Any]:
         """Return everything needed to build the calibration again, as plain numbers."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-
-def with_likelihood(calibration: C, data: CalibrationData) -> C:
-    """Return the calibration with the number and the likelihood of the points it was fitted to."""
-    densities = calibration.log_density(data.residuals, data.spread, data.n_members)
-    return replace(calibration, n_points=len(data.residuals), log_likelihood=data.mean(densities))
+        return asdict(self)

@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import minimize_scalar
 from scipy.special import digamma, polygamma
 
 from qualms.arrays import Float64Array, FloatArray, IntArray, StrArray
@@ -32,9 +31,7 @@ from qualms.errors import InputError
 from qualms.gp.ensemble import group_codes, group_scatter, stretched
 
 #: Bounds of ln f, step of its derivatives, and its accuracy.
-_WIDEST = 7.0
-_STEP = 3e-3
-_PRECISE = 1e-5
+_WIDEST, _STEP, _PRECISE = 7.0, 3e-3, 1e-5
 #: Factors have converged if ln f changes by less than this.
 _SETTLED = 2e-3
 _MAX_TURNS = 20
@@ -67,30 +64,19 @@ class GroupedCalibration:
         known = {label: group.factor for label, group in self.groups.items()}
         return np.array([known.get(str(label), 1.0) for label in labels])
 
-    def log_density(
-        self,
-        residuals: FloatArray,
-        spread: FloatArray,
-        n_members: int | IntArray,
-        labels: Sequence[str] | StrArray,
-    ) -> Float64Array:
-        """Return ln p(z | ŝ) of points (n,) with these labels: ln p(z/f | ŝ) − ln f."""
-        factors = self.factors(labels)
-        density: Float64Array = self.overall.log_density(
-            residuals / factors, spread, n_members
-        ) - np.log(factors)
-        return density
-
     def common(self, data: CalibrationData, labels: Sequence[str] | StrArray) -> CalibrationData:
         """Return errors without the factors, z/f, to which the overall calibration is fitted."""
         return replace(data, residuals=data.residuals / self.factors(labels))
+
+    def density_of(self, data: CalibrationData, labels: Sequence[str] | StrArray) -> Float64Array:
+        """Return ln p(z | ŝ) of points (n,) with these labels: ln p(z/f | ŝ) − ln f."""
+        return self.overall.density_of(self.common(data, labels)) - np.log(self.factors(labels))
 
     def std(
         self, spread: FloatArray, n_members: int | IntArray, labels: Sequence[str] | StrArray
     ) -> Float64Array:
         """Return the calibrated standard deviations of points (n,) with these labels."""
-        scaled: Float64Array = self.factors(labels) * self.overall.std(spread, n_members)
-        return scaled
+        return np.asarray(self.factors(labels) * self.overall.std(spread, n_members))
 
     def transform(self, members: FloatArray, labels: Sequence[str] | StrArray) -> Float64Array:
         """Scale members (n, N_R) about their means so that their std is calibrated."""
@@ -124,17 +110,19 @@ def fit_grouped(
     GroupedCalibration
         The likelihood of its `overall` is that of the points with their factors.
     """
-    overall = near.overall if near is not None else fit_calibration(data, method)
-    grouped = near if near is not None else fit_groups(data, overall, labels, clusters=clusters)
+    grouped = near
+    if grouped is None:
+        grouped = fit_groups(data, fit_calibration(data, method), labels, clusters=clusters)
     for _ in range(_MAX_TURNS):
         before = _centered(grouped)
-        overall = fit_calibration(before.common(data, labels), method, overall)
+        overall = fit_calibration(before.common(data, labels), method, before.overall)
         grouped = fit_groups(data, overall, labels, clusters=clusters, near=before)
-        after = grouped.factors([*grouped.groups])
-        if np.all(np.abs(np.log(after / before.factors([*grouped.groups]))) < _SETTLED):
+        names = [*grouped.groups]
+        change = np.log(grouped.factors(names) / before.factors(names))
+        if np.all(np.abs(change) < _SETTLED):
             break
-    densities = grouped.log_density(data.residuals, data.spread, data.n_members, labels)
-    return replace(grouped, overall=replace(overall, log_likelihood=data.mean(densities)))
+    likelihood = data.mean(grouped.density_of(data, labels))
+    return replace(grouped, overall=replace(grouped.overall, log_likelihood=likelihood))
 
 
 def _centered(grouped: GroupedCalibration) -> GroupedCalibration:
@@ -155,28 +143,16 @@ def fit_groups(
     clusters: Sequence[object] | IntArray | None = None,
     near: GroupedCalibration | None = None,
 ) -> GroupedCalibration:
-    """Find the factor of each group.
+    """Find the factor of each group, on top of a calibration of all points.
 
-    Parameters
-    ----------
-    data : CalibrationData
-        n points.
-    overall : Calibration
-        Fitted to all of them.
-    labels : sequence of n str
-        The group of each.
-    clusters : (n,) array, optional
-        Labels of points whose errors are correlated, such as atoms of one structure: they count
-        for fewer than they are.
-    near : GroupedCalibration, optional
-        Factors to begin with.
+    Other parameters are those of `fit_grouped`. Points of one cluster count for fewer than they
+    are.
     """
     names = np.asarray(labels, dtype=str)
     n = len(data.residuals)
     if names.shape != (n,):
         raise InputError("labels", f"shape {names.shape}", f"one label for each of {n} points")
-    codes = group_codes(clusters, n)
-    variance = _variance_per_point(data, overall, codes)
+    variance = _variance_per_point(data, overall, group_codes(clusters, n))
     kinds, which, counts = np.unique(names, return_inverse=True, return_counts=True)
     start = np.zeros(len(kinds)) if near is None else np.log(near.factors(kinds))
     alone = _log_factors(data, overall, which, start)
@@ -195,53 +171,38 @@ def fit_groups(
 
 def _densities(
     data: CalibrationData, overall: Calibration, log_factor: float | Float64Array
-) -> Float64Array:
-    """Return ln p(z | ŝ) of each point with its σ multiplied by a factor."""
-    z = data.residuals * np.exp(-log_factor)
-    density: Float64Array = overall.log_density(z, data.spread, data.n_members) - log_factor
-    return density
+) -> tuple[Float64Array, Float64Array, Float64Array]:
+    """Return ln p(z | ŝ) (n,) with σ multiplied by a factor, a step below it, and a step above."""
+    shifts = (log_factor, log_factor - _STEP, log_factor + _STEP)
+    here, below, above = (
+        overall.density_of(replace(data, residuals=data.residuals * np.exp(-x))) - x for x in shifts
+    )
+    return here, below, above
 
 
 def _log_factors(
     data: CalibrationData, overall: Calibration, which: IntArray, start: Float64Array
 ) -> Float64Array:
-    """Return the ln f (G,) that maximises the likelihood of the points of each group.
-
-    By Newton's method, for all groups at once; of those that it does not settle, one by one.
-    """
-    x, moving = start.copy(), np.ones(len(start), dtype=bool)
+    """Return the ln f (G,) that maximises the likelihood of each group, by Newton's method."""
+    x = start.copy()
     for _ in range(_MAX_TURNS):
-        below, here, above = (
-            np.bincount(which, data.weights * _densities(data, overall, (x + h)[which]))
-            for h in (-_STEP, 0.0, _STEP)
+        here, below, above = (
+            np.bincount(which, data.weights * d) for d in _densities(data, overall, x[which])
         )
         curvature = (above - 2 * here + below) / _STEP**2
         slope = (above - below) / (2 * _STEP)
-        step = np.divide(-slope, curvature, out=np.full_like(x, np.inf), where=curvature < 0)
-        x += np.clip(np.where(np.isfinite(step), step, 0.0), -1.0, 1.0)
-        moving = np.abs(step) > _PRECISE
-        if not moving.any():
+        uphill = np.sign(slope)  # by one, where the likelihood is not concave
+        step = np.divide(-slope, curvature, out=uphill, where=curvature < 0).clip(-1.0, 1.0)
+        previous, x = x, np.clip(x + step, -_WIDEST, _WIDEST)
+        if np.all(np.abs(x - previous) <= _PRECISE):
             break
-    for g in np.flatnonzero(moving | (np.abs(x) > _WIDEST)):
-        x[g] = _log_factor(data.some(which == g), overall)
     return x
-
-
-def _log_factor(data: CalibrationData, overall: Calibration) -> float:
-    """Return the ln f that maximises the likelihood of the points of one group, by a search."""
-    found = minimize_scalar(
-        lambda x: -data.mean(_densities(data, overall, x)),
-        bounds=(-_WIDEST, _WIDEST),
-        method="bounded",
-        options={"xatol": _PRECISE},
-    )
-    return float(found.x)
 
 
 def _variance_per_point(data: CalibrationData, overall: Calibration, codes: IntArray) -> float:
     """Return n times the variance of ln f, were all points one group: H⁻¹ J H⁻¹."""
-    below, here, above = (_densities(data, overall, h) for h in (-_STEP, 0.0, _STEP))
+    here, below, above = _densities(data, overall, 0.0)
     curvature = -data.mean(above - 2 * here + below) / _STEP**2
     slope = data.weights * (above - below) / (2 * _STEP)
     scatter = float(group_scatter(slope[:, None], codes)[0, 0])
-    return scatter / data.total / max(curvature, 1e-3) ** 2
+    return scatter / float(data.weights.sum()) / max(curvature, 1e-3) ** 2

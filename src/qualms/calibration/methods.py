@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from scipy.optimize import minimize_scalar
 from scipy.special import gammaln, stdtrit
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
-from qualms.calibration.base import Calibration, CalibrationData, reject_exact, with_likelihood
+from qualms.calibration.base import Calibration, CalibrationData
 from qualms.errors import CalibrationError, InputError
 from qualms.gp.ensemble import committee, stretched
 from qualms.metrics import gaussian_log_density, student_log_density
 
 #: Exponents tried by the power calibration. A larger spread never means a smaller error.
 _GAMMA_RANGE = (0.0, 5.0)
+#: Φ(1): the probability below +σ of a Gaussian.
+_ONE_SIGMA = 0.8413447460685429
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,33 @@ class PowerCalibration(Calibration):
 
     method = "power"
     n_parameters = 2
+
+    @classmethod
+    def fit(cls, data: CalibrationData, near: Calibration | None = None) -> Self:
+        """Maximise the likelihood over α and γ. Eq. (19), Musil et al. 2019.
+
+        For fixed γ the best α² is the mean of z²/σ^2γ. The rest, −½ ln α²(γ) − γ mean(ln σ), is
+        concave in γ, because the logarithm of a sum of exponentials is convex: one maximum, found
+        by a bounded search.
+        """
+        log_spread = np.log(data.spread)
+        center = data.mean(log_spread)
+        log_spread = log_spread - center  # so that powers neither overflow nor vanish
+
+        def alpha2(gamma: float) -> float:
+            return data.mean(data.residuals**2 * np.exp(-2 * gamma * log_spread))
+
+        gamma = 1.0
+        if cls().is_identifiable(data):
+            found = minimize_scalar(
+                lambda gamma: 0.5 * np.log(alpha2(gamma)),  # mean(ln σ) is 0 after centring
+                bounds=_GAMMA_RANGE,
+                method="bounded",
+                options={"xatol": 1e-8},
+            )
+            gamma = float(found.x)
+        alpha = alpha2(gamma) ** 0.5 * float(np.exp(-gamma * center))
+        return cls(alpha=alpha, gamma=gamma).fitted_to(data)
 
     def std(self, spread: FloatArray, n_members: int | IntArray) -> Float64Array:
         """Return α σ^γ."""
@@ -36,6 +66,22 @@ class PowerCalibration(Calibration):
         """Return the Gaussian ln p(z | ŝ), Eq. (5), per point."""
         return gaussian_log_density(residuals, self.std(spread, n_members))
 
+    def scores(
+        self, data: CalibrationData
+    ) -> tuple[Float64Array, Callable[[Float64Array], Float64Array]]:
+        """Return θ = (ln α, γ), or ln α alone, and the gradient of ln p(z | ŝ) of each point.
+
+        With ln σ = ln α + γ ln ŝ it is (z²/σ² − 1) ∂ ln σ/∂θ.
+        """
+        design = np.stack([np.ones_like(data.spread), np.log(data.spread)], axis=1)
+
+        def gradient(at: Float64Array) -> Float64Array:
+            full = np.append(at, self.gamma)[:2]
+            t2 = data.residuals**2 * np.exp(-2 * (design @ full))
+            return np.asarray((t2 - 1)[:, None] * design[:, : len(at)])
+
+        return np.array([np.log(self.alpha), self.gamma])[: self.n_parameters], gradient
+
 
 @dataclass(frozen=True, kw_only=True)
 class LinearCalibration(PowerCalibration):
@@ -43,6 +89,12 @@ class LinearCalibration(PowerCalibration):
 
     method = "linear"
     n_parameters = 1
+
+    @classmethod
+    def fit(cls, data: CalibrationData, near: Calibration | None = None) -> Self:
+        """Return α = √v₀ in closed form. Eqs. (9) and (12), Musil et al. 2019."""
+        v_0 = variance_scale(data.residuals, data.spread, data.weights)
+        return cls(alpha=v_0**0.5).fitted_to(data)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +104,11 @@ class NoCalibration(PowerCalibration):
     method = "none"
     n_parameters = 0
 
+    @classmethod
+    def fit(cls, data: CalibrationData, near: Calibration | None = None) -> Self:
+        """Return the identity, with its likelihood."""
+        return cls().fitted_to(data)
+
 
 def variance_scale(
     residuals: FloatArray, std: FloatArray, weights: FloatArray | None = None
@@ -60,75 +117,13 @@ def variance_scale(
     return float(np.average((np.asarray(residuals) / np.asarray(std)) ** 2, weights=weights))
 
 
-def fit_none(data: CalibrationData) -> NoCalibration:
-    """Return the identity, with its likelihood."""
-    return with_likelihood(NoCalibration(), data)
-
-
-def fit_linear(data: CalibrationData) -> LinearCalibration:
-    """Return α = √v₀ in closed form. Eqs. (9) and (12), Musil et al. 2019."""
-    reject_exact(data)
-    v_0 = variance_scale(data.residuals, data.spread, data.weights)
-    return with_likelihood(LinearCalibration(alpha=v_0**0.5), data)
-
-
-def fit_power(data: CalibrationData) -> PowerCalibration:
-    """Maximise the likelihood over α and γ. Eq. (19), Musil et al. 2019.
-
-    For fixed γ the best α² is the mean of z²/σ^2γ. The rest, −½ ln α²(γ) − γ mean(ln σ), is
-    concave in γ, because the logarithm of a sum of exponentials is convex: one maximum, found by a
-    bounded search.
-    """
-    reject_exact(data)
-    log_spread = np.log(data.spread)
-    center = data.mean(log_spread)
-    log_spread = log_spread - center  # so that powers neither overflow nor vanish
-    if is_constant(data):
-        gamma = 1.0  # α and γ are not identifiable
-    else:
-
-        def negative_profile(gamma: float) -> float:
-            scaled = data.residuals**2 * np.exp(-2 * gamma * log_spread)
-            return 0.5 * float(np.log(data.mean(scaled)))  # mean(ln σ) is 0 after centring
-
-        gamma = float(
-            minimize_scalar(
-                negative_profile, bounds=_GAMMA_RANGE, method="bounded", options={"xatol": 1e-8}
-            ).x
+def require_three_members(data: CalibrationData, method: str) -> None:
+    """Reject points whose spread is that of two members."""
+    if data.n_members.min() < 3:
+        raise CalibrationError(
+            f"Some points have only {data.n_members.min()} members; {method=} needs at least 3. "
+            "Use more members, or method='linear'."
         )
-    alpha_centred = data.mean(data.residuals**2 * np.exp(-2 * gamma * log_spread)) ** 0.5
-    alpha = alpha_centred * float(np.exp(-gamma * center))
-    return with_likelihood(PowerCalibration(alpha=alpha, gamma=gamma), data)
-
-
-def is_constant(data: CalibrationData) -> bool:
-    """Whether all spreads are equal, so that γ is not identifiable."""
-    return float(np.ptp(np.log(data.spread))) < 1e-6
-
-
-def power_scores(
-    calibration: PowerCalibration, data: CalibrationData
-) -> tuple[Float64Array, Callable[[Float64Array], Float64Array]]:
-    """Return θ = (ln α, γ), or ln α alone, and the gradient of ln p(z | ŝ) of each point.
-
-    With ln σ = ln α + γ ln ŝ it is (z²/σ² − 1) ∂ ln σ/∂θ.
-    """
-    log_spread = np.log(data.spread)
-    design = np.stack([np.ones_like(log_spread), log_spread], axis=1)
-    theta = np.array([np.log(calibration.alpha), calibration.gamma])
-
-    def scores(at: Float64Array) -> Float64Array:
-        full = np.append(at, calibration.gamma)[:2]
-        t2 = data.residuals**2 * np.exp(-2 * (design @ full))
-        gradient: Float64Array = (t2 - 1)[:, None] * design[:, : len(at)]
-        return gradient
-
-    return theta[: calibration.n_parameters], scores
-
-
-# Calibration for a finite ensemble.
-#: Φ(1): the probability below +σ of a Gaussian.
-_ONE_SIGMA = 0.8413447460685429
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +137,29 @@ class StudentCalibration(Calibration):
     method = "student"
     n_parameters = 1
 
+    @classmethod
+    def fit(cls, data: CalibrationData, near: Calibration | None = None) -> Self:
+        """Maximise the likelihood over α, each point with its own number of members."""
+        require_three_members(data, cls.method)
+        nu = data.n_members - 1.0
+        t2 = (data.residuals / data.spread) ** 2
+        offset = data.mean(gammaln((nu + 1) / 2) - gammaln(nu / 2) - 0.5 * np.log(nu * np.pi))
+
+        def negative_log_likelihood(log_alpha: float) -> float:
+            k2 = np.exp(2 * log_alpha) + 1 / data.n_members
+            tails = (nu + 1) * np.log1p(t2 / (nu * k2))
+            return 0.5 * data.mean(np.log(k2) + tails) - offset
+
+        # No scale outside of these bounds could explain the residuals.
+        widest = 0.5 * float(np.log(np.max(t2)))
+        bounds = (min(widest, 0.0) - 20, max(widest, 0.0) + 5)
+        found = minimize_scalar(
+            negative_log_likelihood, bounds=bounds, method="bounded", options={"xatol": 1e-9}
+        )
+        # If z is smaller than the standard error of the ensemble mean, α = 0.
+        at_zero = negative_log_likelihood(-np.inf) <= found.fun
+        return cls(alpha=0.0 if at_zero else float(np.exp(found.x))).fitted_to(data)
+
     def scale(self, spread: FloatArray, n_members: int | IntArray) -> Float64Array:
         """Return the scale of the t distribution, ŝ√(α² + 1/N_R)."""
         n = np.asarray(n_members, dtype=np.float64)
@@ -150,14 +168,9 @@ class StudentCalibration(Calibration):
     def std(self, spread: FloatArray, n_members: int | IntArray) -> Float64Array:
         """Return the calibrated standard deviation."""
         nu = np.asarray(n_members, dtype=np.float64) - 1
-        has_variance = nu > 2
-        ratio = np.where(
-            has_variance,
-            np.sqrt(nu / np.where(has_variance, nu - 2, 1.0)),
-            stdtrit(nu, _ONE_SIGMA),
-        )
-        widened: Float64Array = ratio * self.scale(spread, n_members)
-        return widened
+        of_variance = np.sqrt(nu / np.where(nu > 2, nu - 2, 1.0))
+        ratio = np.where(nu > 2, of_variance, stdtrit(nu, _ONE_SIGMA))
+        return np.asarray(ratio * self.scale(spread, n_members))
 
     def log_density(
         self, residuals: FloatArray, spread: FloatArray, n_members: int | IntArray
@@ -166,68 +179,35 @@ class StudentCalibration(Calibration):
         dof = np.asarray(n_members, dtype=np.float64) - 1
         return student_log_density(residuals, self.scale(spread, n_members), dof)
 
+    def scores(
+        self, data: CalibrationData
+    ) -> tuple[Float64Array, Callable[[Float64Array], Float64Array]]:
+        """Return θ = (ln α,), and the gradient of ln p(z | ŝ) of each point.
 
-def fit_student(data: CalibrationData) -> StudentCalibration:
-    """Maximise the likelihood of Student's t over α, each point with its own number of members."""
-    if data.n_members.min() < 3:
-        raise CalibrationError(
-            f"Some points have only {data.n_members.min()} members; method='student' needs at "
-            "least 3. Use more members, or method='linear'."
-        )
-    reject_exact(data)
-    nu = data.n_members - 1.0
-    t2 = (data.residuals / data.spread) ** 2
-    offset = data.mean(gammaln((nu + 1) / 2) - gammaln(nu / 2) - 0.5 * np.log(nu * np.pi))
+        With k² = α² + 1/c and u = z²/(ν k² ŝ²) the density is −½ ln k² − ½(ν+1) ln(1 + u) plus a
+        constant, and its derivative in ln α is (α²/k²)((ν+1) u/(1+u) − 1).
+        """
+        nu = data.n_members - 1.0
 
-    def negative_log_likelihood(log_alpha: float) -> float:
-        k2 = np.exp(2 * log_alpha) + 1 / data.n_members
-        tails = (nu + 1) * np.log1p(t2 / (nu * k2))
-        return 0.5 * data.mean(np.log(k2) + tails) - offset
+        def gradient(at: Float64Array) -> Float64Array:
+            alpha2 = np.exp(2 * at[0])
+            k2 = alpha2 + 1 / data.n_members
+            u = (data.residuals / data.spread) ** 2 / (nu * k2)
+            return np.asarray((alpha2 / k2 * ((nu + 1) * u / (1 + u) - 1))[:, None])
 
-    # No scale outside of these bounds could explain the residuals.
-    widest = 0.5 * float(np.log(np.max(t2)))
-    bounds = (min(widest, 0.0) - 20, max(widest, 0.0) + 5)
-    found = minimize_scalar(
-        negative_log_likelihood, bounds=bounds, method="bounded", options={"xatol": 1e-9}
-    )
-    # If z is smaller than the standard error of the ensemble mean, α = 0.
-    at_zero = negative_log_likelihood(-np.inf) <= found.fun
-    alpha = 0.0 if at_zero else float(np.exp(found.x))
-    return with_likelihood(StudentCalibration(alpha=alpha), data)
-
-
-def student_scores(
-    calibration: StudentCalibration, data: CalibrationData
-) -> tuple[Float64Array, Callable[[Float64Array], Float64Array]]:
-    """Return θ = (ln α,), and the gradient of ln p(z | ŝ) of each point.
-
-    With k² = α² + 1/c and u = z²/(ν k² ŝ²) the density is −½ ln k² − ½(ν+1) ln(1 + u) + constant,
-    and its derivative in ln α is (α²/k²)((ν+1) u/(1+u) − 1).
-    """
-    nu = data.n_members - 1.0
-    t2 = (data.residuals / data.spread) ** 2
-
-    def scores(at: Float64Array) -> Float64Array:
-        alpha2 = np.exp(2 * at[0])
-        k2 = alpha2 + 1 / data.n_members
-        u = t2 / (nu * k2)
-        gradient: Float64Array = (alpha2 / k2 * ((nu + 1) * u / (1 + u) - 1))[:, None]
-        return gradient
-
-    return np.array([np.log(calibration.alpha)]), scores
+        return np.array([np.log(self.alpha)]), gradient
 
 
 # One factor for all components of a vector or a tensor, so that directions do not matter.
 #: How often components are in a vector (x, y, z), and in a symmetric tensor (xx, yy, zz, yz, xz,
 #: xy), by how many there are.
-MULTIPLICITY = {3: np.ones(3), 6: np.array([1.0, 1.0, 1.0, 2.0, 2.0, 2.0])}
+_MULTIPLICITY = {3: np.ones(3), 6: np.array([1.0, 1.0, 1.0, 2.0, 2.0, 2.0])}
 
 
 def whole_spread(spread: FloatArray) -> Float64Array:
     """Return the spread r (…) of vectors or tensors whose components have spreads (…, 3 or 6)."""
-    w = MULTIPLICITY[spread.shape[-1]]
-    r: Float64Array = np.sqrt(np.asarray(spread, dtype=np.float64) ** 2 @ (w / w.sum()))
-    return r
+    w = _MULTIPLICITY[spread.shape[-1]]
+    return np.asarray(np.sqrt(np.asarray(spread, dtype=np.float64) ** 2 @ (w / w.sum())))
 
 
 @dataclass(frozen=True)
@@ -242,11 +222,8 @@ class WholeCalibration:
     def transform(self, members: FloatArray) -> Float64Array:
         """Scale members (…, 3 or 6, N_R) about their mean, all components by one factor."""
         mean, spread = committee(members)
-        r = whole_spread(spread)
-        positive = r > 0
-        factor = np.ones_like(r)
-        factor[positive] = self.calibration.std(r[positive], members.shape[-1]) / r[positive]
-        return stretched(members, np.broadcast_to(factor[..., None], spread.shape), mean)
+        factors = self.calibration.factors(whole_spread(spread), members.shape[-1])
+        return stretched(members, np.broadcast_to(factors[..., None], spread.shape), mean)
 
 
 @dataclass(frozen=True)
@@ -265,51 +242,27 @@ class Scaled:
         return stretched(members, np.broadcast_to(factors, points))
 
 
-# Extrapolating the spread of subsamples of size n to n = N by a power law (Politis et al. 1999).
 @dataclass(frozen=True)
 class SpreadExtrapolation:
-    """The power law σ_n = e^a n^(−β) √(1 − n/N).
-
-    Attributes
-    ----------
-    exponent : float
-        β.
-    exponent_error : float
-        Standard error of β from the regression; zero if only two sizes were given.
-    log_prefactor : float
-        a.
-    n_train : int
-        N.
-    finite_population : bool
-        Whether the factor √(1 − n/N) is part of the law.
-    """
+    """The power law σ_n ∝ n^(−β) √(1 − n/N), with β = `exponent` and N = `n_train`."""
 
     exponent: float
-    exponent_error: float
-    log_prefactor: float
     n_train: int
-    finite_population: bool
 
     def alpha(self, subsample: int) -> float:
         """Return the factor from the spread of subsamples of this size to that of N."""
-        correction = 1 - subsample / self.n_train if self.finite_population else 1.0
-        if not 0 < subsample <= self.n_train or correction <= 0:
+        if not 0 < subsample < self.n_train:
             raise InputError("subsample", subsample, f"0 < n < N = {self.n_train}")
-        return float((subsample / self.n_train) ** self.exponent / correction**0.5)
-
-    def calibration(self, subsample: int) -> LinearCalibration:
-        """Return the calibration for this subsample size; it needs no reference values."""
-        return LinearCalibration(alpha=self.alpha(subsample))
+        ratio = subsample / self.n_train
+        return float(ratio**self.exponent / (1 - ratio) ** 0.5)
 
 
 def extrapolate_spread(
-    subsamples: Sequence[int],
-    spreads: Sequence[FloatArray],
-    n_train: int,
-    *,
-    finite_population: bool = True,
+    subsamples: Sequence[int], spreads: Sequence[FloatArray], n_train: int
 ) -> SpreadExtrapolation:
-    """Fit the power law to the spreads at several subsample sizes.
+    """Fit a power law to the spreads at several subsample sizes (Politis et al. 1999).
+
+    The factor √(1 − n/N) of drawing without replacement is not part of the extrapolation to N.
 
     Parameters
     ----------
@@ -319,26 +272,14 @@ def extrapolate_spread(
         For each size the spreads σ_n > 0 of the same test points; their geometric mean is fitted.
     n_train : int
         N.
-    finite_population : bool
-        Whether to undo the factor √(1 − n/N) of drawing without replacement.
     """
     n = np.asarray(subsamples, dtype=np.float64)
-    if len(np.unique(n)) < 2 or len(n) != len(spreads):
-        raise InputError("subsamples", list(subsamples), "at least two sizes, one per spread")
-    if np.any(n < 1) or np.any(n >= n_train):
-        raise InputError("subsamples", list(subsamples), f"1 ≤ n < N = {n_train}")
-    means = []
-    for spread in spreads:
-        sigma = np.asarray(spread, dtype=np.float64)
-        if sigma.size == 0 or not np.all(np.isfinite(sigma)) or np.any(sigma <= 0):
-            raise InputError("spreads", "values ≤ 0 or not finite", "positive finite spreads")
-        means.append(float(np.mean(np.log(sigma))))
-    log_sigma = np.array(means)
-    if finite_population:
-        log_sigma -= 0.5 * np.log(1 - n / n_train)
-    x = np.log(n) - np.mean(np.log(n))
-    slope = float(x @ log_sigma / (x @ x))
-    intercept = float(np.mean(log_sigma) - slope * np.mean(np.log(n)))
-    residual = log_sigma - intercept - slope * np.log(n)
-    error = float(np.sqrt(residual @ residual / (len(n) - 2) / (x @ x))) if len(n) > 2 else 0.0
-    return SpreadExtrapolation(-slope, error, intercept, n_train, finite_population)
+    if len(np.unique(n)) < 2 or len(n) != len(spreads) or n.min() < 1 or n.max() >= n_train:
+        expected = f"at least two sizes 1 ≤ n < N = {n_train}, one per spread"
+        raise InputError("subsamples", list(subsamples), expected)
+    if not all(
+        np.size(s) and np.all(np.isfinite(s)) and np.all(np.asarray(s) > 0) for s in spreads
+    ):
+        raise InputError("spreads", "values ≤ 0 or not finite", "positive finite spreads")
+    log_sigma = np.array([np.mean(np.log(s)) for s in spreads]) - 0.5 * np.log(1 - n / n_train)
+    return SpreadExtrapolation(-float(np.polyfit(np.log(n), log_sigma, 1)[0]), n_train)

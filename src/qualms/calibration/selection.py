@@ -10,7 +10,7 @@ are correlated.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import brentq
@@ -20,21 +20,14 @@ from qualms.arrays import BoolArray, Float64Array, IntArray, StrArray
 from qualms.calibration.base import Calibration, CalibrationData
 from qualms.calibration.fitting import METHODS, fit_calibration
 from qualms.calibration.groups import GroupedCalibration, fit_grouped
-from qualms.calibration.methods import (
-    PowerCalibration,
-    StudentCalibration,
-    is_constant,
-    power_scores,
-    student_scores,
-)
-from qualms.calibration.shrinkage import ShrinkageCalibration, shrinkage_scores
+from qualms.calibration.methods import StudentCalibration
 from qualms.errors import CalibrationError, InputError
 from qualms.gp.ensemble import group_codes, group_scatter
 
 #: Step of the derivative of gradients, in ln α, γ, m and ln τ.
 _STEP = 1e-4
-#: Spreads whose logarithms scatter by less than this, τ, are equal.
-_ALIKE = 0.01
+#: Negligible differences of the mean log likelihood.
+_NEGLIGIBLE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -55,7 +48,6 @@ def bootstrap_intervals(
     *,
     n_bootstrap: int = 200,
     level: float = 0.95,
-    rng: np.random.Generator | None = None,
     groups: Sequence[object] | IntArray | None = None,
 ) -> ConfidenceIntervals:
     """Resample the points with replacement and fit the calibration each time.
@@ -68,8 +60,6 @@ def bootstrap_intervals(
         Number of resampled fits, at least 20.
     level : float
         Probability covered, in (0, 1).
-    rng : numpy.random.Generator, optional
-        Seeded with 0 if not given.
     groups : (n,) array, optional
         Labels of points whose errors are correlated: whole groups are then resampled.
     """
@@ -77,22 +67,18 @@ def bootstrap_intervals(
         raise InputError("n_bootstrap", n_bootstrap, "at least 20")
     if not 0 < level < 1:
         raise InputError("level", level, "a probability between 0 and 1")
-    rng = np.random.default_rng(0) if rng is None else rng
-    n = len(data.residuals)
-    codes = group_codes(groups, n)
+    rng = np.random.default_rng(0)
+    codes = group_codes(groups, len(data.residuals))
     n_groups = int(codes.max()) + 1
     pairs = np.empty((n_bootstrap, 2))
     near = fit_calibration(data, method)
-    for b in range(n_bootstrap):
+    for k in range(n_bootstrap):
         times = np.bincount(rng.integers(n_groups, size=n_groups), minlength=n_groups)[codes]
-        fitted = fit_calibration(data.reweighted(data.weights * times), method, near)
-        pairs[b] = fitted.alpha, fitted.gamma
-    lower, upper = np.quantile(pairs, [(1 - level) / 2, (1 + level) / 2], axis=0)
-    gamma = (float(lower[1]), float(upper[1]))
-    unidentifiable = near.n_parameters > 1 and _has_no_exponent(near, data)
-    return ConfidenceIntervals(
-        (float(lower[0]), float(upper[0])), None if unidentifiable else gamma, level
-    )
+        fitted = fit_calibration(replace(data, weights=data.weights * times), method, near)
+        pairs[k] = fitted.alpha, fitted.gamma
+    (a, c), (b, d) = np.quantile(pairs, [(1 - level) / 2, (1 + level) / 2], axis=0).tolist()
+    fixed = near.n_parameters > 1 and not near.is_identifiable(data)
+    return ConfidenceIntervals((a, b), None if fixed else (c, d), level)
 
 
 def confidence_intervals(
@@ -123,11 +109,10 @@ def confidence_intervals(
         return ConfidenceIntervals((1.0, 1.0), (1.0, 1.0), level)
     if isinstance(calibration, StudentCalibration) and calibration.alpha == 0:
         return ConfidenceIntervals((0.0, _largest_alpha(data, level)), (1.0, 1.0), level)
-    theta, scores = _scores(calibration, data)
-    n = len(data.residuals)
-    codes = group_codes(groups, n)
-    unidentifiable = calibration.n_parameters > 1 and _has_no_exponent(calibration, data)
-    if unidentifiable:
+    theta, scores = calibration.scores(data)
+    codes = group_codes(groups, len(data.residuals))
+    fixed = calibration.n_parameters > 1 and not calibration.is_identifiable(data)
+    if fixed:
         # α and γ are not identifiable together: the interval is that of α at this γ.
         rest, all_scores = theta[1:], scores
         theta, scores = theta[:1], lambda at: all_scores(np.append(at, rest))[:, :1]
@@ -136,31 +121,12 @@ def confidence_intervals(
     if variances is None or on_a_bound:
         return bootstrap_intervals(data, calibration.method, level=level, groups=groups)
     half = -float(stdtrit(max(int(codes.max()), 1), (1 - level) / 2)) * np.sqrt(variances)
-    log_alpha = theta[0]
-    gamma: tuple[float, float] = (calibration.gamma, calibration.gamma)
+    lower, upper = theta - half, theta + half
+    gamma = (calibration.gamma, calibration.gamma)
     if len(theta) > 1:
-        gamma = (max(float(theta[1] - half[1]), 0.0), float(theta[1] + half[1]))
-    alpha = (float(np.exp(log_alpha - half[0])), float(np.exp(log_alpha + half[0])))
-    return ConfidenceIntervals(alpha, None if unidentifiable else gamma, level)
-
-
-def _has_no_exponent(calibration: Calibration, data: CalibrationData) -> bool:
-    """Whether all spreads are equal; for shrinkage, apart from sampling noise."""
-    if isinstance(calibration, ShrinkageCalibration):
-        return calibration.log_spread_std < _ALIKE
-    return is_constant(data)
-
-
-def _scores(
-    calibration: Calibration, data: CalibrationData
-) -> tuple[Float64Array, Callable[[Float64Array], Float64Array]]:
-    """Return the parameters θ, and the gradient of each point's log likelihood as a function."""
-    if isinstance(calibration, PowerCalibration):
-        return power_scores(calibration, data)
-    if isinstance(calibration, StudentCalibration):
-        return student_scores(calibration, data)
-    assert isinstance(calibration, ShrinkageCalibration)
-    return shrinkage_scores(calibration, data)
+        gamma = (max(float(lower[1]), 0.0), float(upper[1]))
+    alpha = (float(np.exp(lower[0])), float(np.exp(upper[0])))
+    return ConfidenceIntervals(alpha, None if fixed else gamma, level)
 
 
 def _sandwich(
@@ -171,8 +137,7 @@ def _sandwich(
 ) -> Float64Array | None:
     """Return the diagonal of H⁻¹ J H⁻¹, or None if the likelihood has no maximum inside."""
     steps = _STEP * np.eye(len(theta))
-    slopes = [weights @ (scores(theta - h) - scores(theta + h)) / (2 * _STEP) for h in steps]
-    H = np.stack(slopes)
+    H = np.stack([weights @ (scores(theta - h) - scores(theta + h)) / (2 * _STEP) for h in steps])
     H = 0.5 * (H + H.T)
     values = np.linalg.eigvalsh(H)
     if not np.all(np.isfinite(H)) or values[0] <= 1e-9 * values[-1]:
@@ -180,29 +145,20 @@ def _sandwich(
     # At a maximum inside the bounds the gradients sum to zero, up to the accuracy of the search.
     J = group_scatter(weights[:, None] * scores(theta), codes)
     half = np.linalg.solve(H, J)
-    variances: Float64Array = np.maximum(np.diag(np.linalg.solve(H, half.T)), 0.0)
-    return variances
+    return np.asarray(np.maximum(np.diag(np.linalg.solve(H, half.T)), 0.0))
 
 
 def _largest_alpha(data: CalibrationData, level: float) -> float:
     """Return the α at which the log likelihood is half a quantile of χ² below that of α = 0."""
 
     def log_likelihood(alpha: float) -> float:
-        densities = StudentCalibration(alpha=alpha).log_density(
-            data.residuals, data.spread, data.n_members
-        )
-        return float(data.weights @ densities)
+        return float(data.weights @ StudentCalibration(alpha=alpha).density_of(data))
 
     floor = log_likelihood(0.0) - 0.5 * float(ndtri(0.5 * (1 + level))) ** 2
     largest = 1.0
     while log_likelihood(largest) > floor:
         largest *= 2
     return float(brentq(lambda alpha: log_likelihood(alpha) - floor, 0.0, largest, xtol=1e-6))
-
-
-# Choice of a method: information criteria, and cross-validation.
-#: Negligible differences of the mean log likelihood.
-_NEGLIGIBLE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -213,12 +169,12 @@ class Candidate:
     ----------
     calibration : Calibration
         Fitted to all points; it has the information criteria.
-    grouped : GroupedCalibration, optional
-        The same with a factor for each group, if there are groups.
     log_likelihood : float
         Mean of ln p(z | ŝ) over points left out, under the predictive density of the method.
     behind, standard_error : float
         Difference to the best method, and its standard error.
+    grouped : GroupedCalibration, optional
+        The calibration with a factor for each group, if there are groups.
     """
 
     calibration: Calibration
@@ -262,21 +218,7 @@ class Comparison:
     @property
     def chosen(self) -> Candidate:
         """The method of fewest parameters among those as good as the best."""
-        as_good = [c for c in self.candidates if c.is_as_good]
-        return min(as_good, key=lambda c: c.calibration.n_parameters)
-
-
-def compare_calibrations(
-    data: CalibrationData, methods: Sequence[str] = tuple(METHODS), *, criterion: str = "bic"
-) -> list[Calibration]:
-    """Fit several calibrations to the same data and order them, best first, by AIC or BIC.
-
-    All likelihoods are those of z given ŝ, so they can be compared.
-    """
-    if criterion not in ("aic", "bic"):
-        raise InputError("criterion", repr(criterion), '"aic" or "bic"')
-    fitted = [fit_calibration(data, method) for method in methods]
-    return sorted(fitted, key=lambda c: c.aic if criterion == "aic" else c.bic)
+        return min((c for c in self.candidates if c.is_as_good), key=lambda c: c.n_parameters)
 
 
 def cross_validate(
@@ -309,49 +251,58 @@ def cross_validate(
     n = len(data.residuals)
     codes = group_codes(groups, n)
     folds = make_folds(codes, n_folds, seed)
+    kinds = np.full(n, "") if labels is None else np.asarray(labels, dtype=str)
+
+    def fit(
+        method: str, kept: BoolArray, near: GroupedCalibration | None = None
+    ) -> GroupedCalibration:
+        some = data.some(kept)
+        if labels is not None:
+            return fit_grouped(some, method, kinds[kept], clusters=codes[kept], near=near)
+        overall = None if near is None else near.overall
+        return GroupedCalibration(fit_calibration(some, method, overall), {})
+
     densities: dict[str, Float64Array] = {}
     fitted: dict[str, GroupedCalibration] = {}
     parts: dict[str, tuple[GroupedCalibration, ...]] = {}
     failures: dict[str, str] = {}
-    kinds = None if labels is None else np.asarray(labels, dtype=str)
     for done, method in enumerate(methods, start=1):
         try:
-            fitted[method] = _fitted(data, method, kinds, codes)
-            near = fitted[method]
-            parts[method] = tuple(_fitted(data, method, kinds, codes, out, near) for out in folds)
-            densities[method] = _left_out_densities(data, parts[method], folds, kinds)
+            near = fitted[method] = fit(method, np.ones(n, dtype=bool))
+            parts[method] = tuple(fit(method, ~left_out, near) for left_out in folds)
+            density = np.empty(n)
+            for left_out, part in zip(folds, parts[method], strict=True):
+                density[left_out] = part.density_of(data.some(left_out), kinds[left_out])
+            densities[method] = density
         except CalibrationError as error:
             failures[method] = str(error)
         if on_method is not None:
             on_method(done)
     if not densities:
         raise CalibrationError(next(iter(failures.values())))
-    means = {method: data.mean(density) for method, density in densities.items()}
-    best = max(means, key=means.__getitem__)
-    candidates = [
-        Candidate(
-            calibration=fitted[method].overall,
-            log_likelihood=means[method],
-            behind=means[best] - means[method],
-            standard_error=_standard_error(densities[best] - density, data.weights, codes),
-            grouped=None if labels is None else fitted[method],
+    best = max(densities, key=lambda method: data.mean(densities[method]))
+    candidates = []
+    for method, density in densities.items():
+        differences = densities[best] - density
+        behind, total = data.mean(differences), float(data.weights.sum())
+        scatter = group_scatter((data.weights * (differences - behind))[:, None], codes)
+        candidates.append(
+            Candidate(
+                calibration=fitted[method].overall,
+                log_likelihood=data.mean(density),
+                behind=behind,
+                standard_error=float(np.sqrt(scatter[0, 0])) / total,
+                grouped=None if labels is None else fitted[method],
+            )
         )
-        for method, density in densities.items()
-    ]
     candidates.sort(key=lambda c: -c.log_likelihood)
     return Comparison(tuple(candidates), failures, tuple(folds), parts)
 
 
 def make_folds(codes: IntArray, n_folds: int, seed: int = 0) -> list[BoolArray]:
-    """Split points into folds that share no group: masks of the points to leave out.
+    """Split points with group codes (n,), 0 … G−1, into folds that share no group.
 
-    Parameters
-    ----------
-    codes : (n,) array of int
-        Groups 0 … G−1.
-    n_folds : int
-        At least 2; no more than there are groups are made.
-    seed : int
+    Return masks of the points to leave out; no more than there are groups.
     """
     if n_folds < 2:
         raise InputError("n_folds", n_folds, "at least 2")
@@ -360,48 +311,6 @@ def make_folds(codes: IntArray, n_folds: int, seed: int = 0) -> list[BoolArray]:
         raise InputError(
             "groups", "one group", "at least 2, so that one can be left out", "Add structures."
         )
-    order = np.random.default_rng(seed).permutation(n_groups)
-    fold = (order % min(n_folds, n_groups))[codes]
-    return [fold == k for k in range(min(n_folds, n_groups))]
-
-
-def _fitted(
-    data: CalibrationData,
-    method: str,
-    kinds: StrArray | None,
-    codes: IntArray,
-    left_out: BoolArray | None = None,
-    near: GroupedCalibration | None = None,
-) -> GroupedCalibration:
-    """Fit a method, with a factor for each kind of points if there are kinds."""
-    if left_out is not None:
-        data, codes = data.some(~left_out), codes[~left_out]
-        kinds = None if kinds is None else kinds[~left_out]
-    if kinds is not None:
-        return fit_grouped(data, method, kinds, clusters=codes, near=near)
-    overall = None if near is None else near.overall
-    return GroupedCalibration(fit_calibration(data, method, overall), {})
-
-
-def _left_out_densities(
-    data: CalibrationData,
-    calibrations: Sequence[GroupedCalibration],
-    folds: Sequence[BoolArray],
-    kinds: StrArray | None,
-) -> Float64Array:
-    density = np.empty(len(data.residuals))
-    for left_out, fitted in zip(folds, calibrations, strict=True):
-        rest = data.some(left_out)
-        one = (rest.residuals, rest.spread, rest.n_members)
-        if kinds is None:
-            density[left_out] = fitted.overall.log_density(*one)
-        else:
-            density[left_out] = fitted.log_density(*one, kinds[left_out])
-    return density
-
-
-def _standard_error(differences: Float64Array, weights: Float64Array, codes: IntArray) -> float:
-    """Return the standard error of a weighted mean of points in groups."""
-    total = float(weights.sum())
-    centered = weights * (differences - float(weights @ differences) / total)
-    return float(np.sqrt(group_scatter(centered[:, None], codes)[0, 0])) / total
+    n_folds = min(n_folds, n_groups)
+    fold = (np.random.default_rng(seed).permutation(n_groups) % n_folds)[codes]
+    return [fold == k for k in range(n_folds)]
