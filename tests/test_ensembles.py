@@ -124,6 +124,18 @@ def test_energies_and_forces_of_structures():
     assert found.atom[:9].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
+def test_forces_as_the_calculator_of_mace_returns_them():
+    frames = structures(5)
+    ase.io.write("columns.xyz", frames)
+    expected = read_ensemble("columns.xyz", "forces")
+    for atoms in frames:
+        members = atoms.arrays.pop("forces_comm").reshape(len(atoms), R, 3)
+        atoms.info["forces_comm"] = np.moveaxis(members, 1, 0)
+    ase.io.write("info.xyz", frames)
+    found = read_ensemble("info.xyz", "forces")
+    np.testing.assert_allclose(found.members, expected.members, atol=1e-7)
+
+
 def test_uncertainties_and_variances_alone():
     members, y = committee(40)
     mean, std = members.mean(axis=1), members.std(axis=1, ddof=1)

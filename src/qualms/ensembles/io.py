@@ -362,8 +362,16 @@ def predicted_keys(target: str) -> list[str]:
 
 
 def with_results(atoms: Atoms) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return ``info`` and ``arrays``, with the keys that ASE has read into a calculator."""
+    """Return ``info`` and ``arrays``, with the keys that ASE has read into a calculator.
+
+    Members of vectors as MACE's calculator returns them, (N_R, n_atoms, 3), become columns of
+    ``arrays``, member by member.
+    """
     info, arrays = dict(atoms.info), dict(atoms.arrays)
+    for key in [key for key in info if key.endswith(MEMBERS)]:
+        if np.shape(info[key])[1:] == (len(atoms), 3):
+            members = np.moveaxis(np.asarray(info.pop(key)), 0, 1)
+            arrays[key] = members.reshape(len(atoms), -1)
     for key, value in getattr(atoms.calc, "results", {}).items():
         (arrays if key in per_atom_properties else info).setdefault(key, value)
     return info, arrays
