@@ -31,8 +31,6 @@ class Evaluation:
     ----------
     target : str
         Key of the property in the data.
-    quantity : str
-        "forces", "stress", or "energy" for any other property of structures or atoms.
     y : (n,) array
         Reference values; per atom if the target is extensive.
     prediction : Prediction of shape (n,)
@@ -40,10 +38,10 @@ class Evaluation:
     structure : (n,) array of int
         The structure of each value, as an index of `frames` or any other number. Errors within a
         structure are taken to be correlated.
-    atom : (n,) array of int, optional
-        The atom of each value, for properties of atoms.
-    component : (n,) array of int, optional
-        The component of a vector or tensor that each value is.
+    quantity : str
+        "forces", "stress", or "energy" for any other property of structures or atoms.
+    atom, component : (n,) arrays of int, optional
+        The atom, and the component of a vector or tensor, of each value.
     component_names : sequence of str
     units : str
     frames : sequence of Atoms, optional
@@ -99,8 +97,7 @@ class Evaluation:
     @property
     def residuals(self) -> Float64Array:
         """Reference values minus predictions: (n,)."""
-        z: Float64Array = self.y - self.prediction.mean
-        return z
+        return np.asarray(self.y - self.prediction.mean)
 
     @property
     def n_structures(self) -> int:

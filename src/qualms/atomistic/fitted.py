@@ -43,37 +43,28 @@ class ProjectedVariance:
     noise_variance: float
     variance: float
 
-    def __post_init__(self) -> None:
-        _in_file_order(self, "whitening", "posterior")
-
     def std(self, K_XM: Float64Array, k_xx: Float64Array) -> Float64Array:
         """Return σ_PP for kernel rows (n, r) and prior variances (n,): (n,)."""
         latent = np.empty(len(K_XM))
+        whitening, posterior = self._exact
         for start in range(0, len(K_XM), _ROWS):
             part = slice(start, start + _ROWS)
-            Phi = cholesky_whiten(self._whitening, K_XM[part].T).T
-            latent[part] = latent_variance(Phi, k_xx[part], self._posterior, self.noise_variance)
-        std: Float64Array = np.sqrt((latent + self.noise_variance) * self.variance)
-        return std
+            Phi = cholesky_whiten(whitening, K_XM[part].T).T
+            latent[part] = latent_variance(Phi, k_xx[part], posterior, self.noise_variance)
+        return np.asarray(np.sqrt((latent + self.noise_variance) * self.variance))
 
     @cached_property
-    def _whitening(self) -> Float64Array:
-        return self.whitening.astype(np.float64)
-
-    @cached_property
-    def _posterior(self) -> Float64Array:
-        return self.posterior.astype(np.float64)
+    def _exact(self) -> tuple[Float64Array, Float64Array]:
+        return self.whitening.astype(np.float64), self.posterior.astype(np.float64)
 
 
 class QuantityRecord(Document):
-    """Training of one quantity: numbers of labels, and errors of out-of-bag points.
+    """Numbers of labels of one quantity, and errors of out-of-bag points.
 
     Attributes
     ----------
-    n_rows : int
-        Labels: structures, atoms, or components.
-    n_without : int
-        Structures, or atoms of an atomic property, without a label.
+    n_rows, n_without : int
+        Labels (structures, atoms, or components); structures, or atoms, without a label.
     n_out_of_bag, n_out_of_bag_structures : int
         Rows that enough members were trained without, and the structures they belong to.
     rmse, mae : float, optional
@@ -96,9 +87,8 @@ class Record(Document):
 
     Attributes
     ----------
-    n_structures, n_environments : int
-        Labelled structures, and environments.
-    n_isolated, n_duplicates : int
+    n_structures, n_environments, n_isolated, n_duplicates : int
+        Labelled structures, environments, isolated atoms, duplicates.
     quantities : dict of str to QuantityRecord
     effective_rank : int
         Representatives that are linearly independent.
@@ -151,8 +141,7 @@ class Fitted:
     pp_intercept : float
     baseline : Baseline
     calibrations : mapping of str to mapping of str to Calibration
-        For each quantity, "energy" and perhaps "forces" and "stress", the out-of-bag calibrations
-        by every method that could be fitted.
+        Out-of-bag calibrations of "energy", and perhaps "forces" and "stress", by method.
     pp_variance : ProjectedVariance, optional
     membership : (N, N_R) array of uint8
         How often each training row is in each member.
@@ -182,10 +171,6 @@ class Fitted:
     training_spread: float
     record: Record
     provenance: Provenance
-
-    def __post_init__(self) -> None:
-        _in_file_order(self, "representatives", "weights", "intercepts", "pp_weights")
-        _in_file_order(self.baseline, "full", "members")
 
     @property
     def per_atom(self) -> bool:
@@ -217,8 +202,7 @@ class Fitted:
         """Return the prediction of each member, per atom if extensive: (n, N_R)."""
         members = K_XM @ self.weights
         members += self.intercepts
-        members += self.baseline.predict_members(design)
-        return members
+        return np.asarray(members + self.baseline.predict_members(design))
 
     def mean(self, K_XM: Float64Array, design: Float64Array) -> Float64Array:
         """Return the ensemble mean alone: (n,)."""
@@ -227,12 +211,5 @@ class Fitted:
 
     def pp_mean(self, K_XM: Float64Array, design: Float64Array) -> Float64Array:
         """Return the mean of the full projected process: (n,)."""
-        return np.asarray(
-            K_XM @ self.pp_weights + self.pp_intercept + self.baseline.predict(design)
-        )
-
-
-def _in_file_order(owner: object, *names: str) -> None:
-    """Lay arrays out as a file does: the order in memory decides how products are rounded."""
-    for name in names:
-        object.__setattr__(owner, name, np.ascontiguousarray(getattr(owner, name)))
+        baseline = self.baseline.predict(design)
+        return np.asarray(K_XM @ self.pp_weights + self.pp_intercept + baseline)

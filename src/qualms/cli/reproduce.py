@@ -131,7 +131,8 @@ class _Run:
     def __init__(
         self, terminal: Terminal, output: Path, memory: str, threads: int | None, force: bool
     ) -> None:
-        from qualms.resources import default_threads, parse_memory
+        from qualms.atomistic.settings import parse_memory
+        from qualms.resources import default_threads
 
         parse_memory(memory)
         self.terminal = terminal
