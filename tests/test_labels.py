@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from ase import Atoms
 from ase.build import bulk, molecule
-from ase.calculators.calculator import Calculator as AseCalculator
 from ase.calculators.lj import LennardJones
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import write
@@ -172,31 +171,22 @@ def test_distances_are_those_of_the_minimum_image(seed):
         check_structures([atoms])
 
 
-def test_exact_duplicates_have_the_same_fingerprint():
+def test_fingerprints_and_digests():
     atoms = molecule("CH3OH")
-    twin, moved, other, boxed, periodic = (atoms.copy() for _ in range(5))
+    twin, moved, other, boxed, periodic, slab = (atoms.copy() for _ in range(6))
     twin.positions += 1e-9
     moved.positions[0, 0] += 1e-4
     other.numbers[0] = 14
-    boxed.cell = [20, 20, 20]
-    periodic.cell, periodic.pbc = [20, 20, 20], True
-    slab = periodic.copy()
-    slab.pbc = [1, 1, 0]
+    boxed.cell = periodic.cell = slab.cell = [20, 20, 20]
+    periodic.pbc, slab.pbc = True, [1, 1, 0]
     prints = fingerprints([atoms, twin, boxed, moved, other, periodic, slab])
     assert prints[0] == prints[1] == prints[2]
     assert len(set(prints)) == 5
-
-
-def test_data_hash_depends_on_structures_their_order_and_values():
-    frames = [molecule("H2O"), molecule("CH4")]
-    reference = data_hash(frames, np.array([1.0, np.nan]))
-    assert reference == data_hash(copies(frames), [1.0, -np.nan])
-    others = [
-        data_hash(frames, np.array([1.0, 2.0])),
-        data_hash(frames[::-1], np.array([1.0, np.nan])),
-        data_hash(frames[:1], np.array([1.0])),
-    ]
-    assert len({reference, *others}) == 4
+    frames = [atoms, other]
+    digest = data_hash(frames, np.array([1.0, np.nan]))
+    assert digest == data_hash(copies(frames), [1.0, -np.nan])
+    changed = [(frames, [1.0, 2.0]), (frames[::-1], [1.0, np.nan]), (frames[:1], [1.0])]
+    assert len({digest, *(data_hash(*case) for case in changed)}) == 4
 
 
 def test_composition_and_species():
@@ -226,36 +216,29 @@ def with_results(**results):
 
 def test_where_labels_are_looked_up(tmp_path):
     assert structure_targets([water(energy=1), water(energy=2.5)], "energy").tolist() == [1, 2.5]
-    assert structure_targets([water(REF_energy=1.0)], "energy").tolist() == [1]
-    both = with_results(energy=3.0)
-    assert structure_targets([both], "energy").tolist() == [3]
-    both.info["REF_energy"] = 2.0
-    assert structure_targets([both], "energy").tolist() == [2]
-    both.info["energy"] = 1.0
-    assert structure_targets([both], "energy").tolist() == [1]
+    atoms = with_results(energy=3.0)
+    for key, value in ((None, 3.0), ("REF_energy", 2.0), ("energy", 1.0)):
+        if key:
+            atoms.info[key] = value
+        assert structure_targets([atoms], "energy").tolist() == [value]
     write(tmp_path / "a.xyz", with_results(energy=-3.0, magmoms=np.array([1.0, 2.0, 3.0])))
     frames = read_frames(tmp_path / "a.xyz")
     assert structure_targets(frames, "energy").tolist() == [-3]
     assert atomic_targets(frames, "magmoms")[0].tolist() == [1, 2, 3]
-
-
-def test_nothing_is_calculated():
-    class Expensive(AseCalculator):
-        implemented_properties = ("energy",)
-
-        def calculate(self, *args, **kwargs):
-            raise AssertionError("a calculation was started")
-
     atoms = molecule("H2O")
-    atoms.calc = Expensive()
+    atoms.calc = LennardJones()  # would calculate an energy
     with rejected("key"):
         structure_targets([atoms], "energy")
+    shared = [with_results(energy=1.0), molecule("H2O")]
+    shared[1].calc = shared[0].calc
+    with rejected("frames[1].calc"):
+        structure_targets(shared, "energy")
 
 
-@pytest.mark.parametrize("value", [None, np.nan, np.array([np.nan])])
-def test_no_label(value):
-    values = structure_targets([water(u=1.0), water(u=value), water()], "u")
-    assert np.isnan(values).tolist() == [False, True, True]
+def test_no_label():
+    missing = [water(u=None), water(u=np.nan), water(u=np.array([np.nan])), water()]
+    values = structure_targets([water(u=1.0), *missing], "u")
+    assert np.isnan(values).tolist() == [False, True, True, True, True]
 
 
 @pytest.mark.parametrize(
@@ -304,13 +287,6 @@ def test_similar_keys_are_suggested():
         with pytest.raises(InputError) as caught:
             call([atoms], key)
         assert "kind=" in caught.value.remedy
-
-
-def test_a_shared_calculator_is_rejected():
-    one, two = with_results(energy=1.0), molecule("H2O")
-    two.calc = one.calc
-    with rejected("frames[1].calc"):
-        structure_targets([one, two], "energy")
 
 
 def test_labelled_atoms_and_structures_are_counted():
@@ -429,6 +405,7 @@ def test_missing_forces_and_stresses(alloys):
     for key in ("virtaul", "virial"):
         with rejected("stress"):
             find_stresses(alloys, key)
+    assert find_forces(alloys, "forced", required=False) == {}
     frames = copies(alloys[:6])
     for atoms in frames:
         atoms.arrays["force"][:] = np.nan
@@ -456,9 +433,9 @@ def test_forces_without_an_energy_and_zeros_cause_a_warning(alloys):
 @pytest.mark.parametrize("factor", [1.0, 0.02, -3.0])
 def test_the_factor_is_between_the_two_regressions(factor):
     rng = np.random.default_rng(1)
-    truth = rng.normal(size=4000)
-    noisy = factor_between(factor * truth, truth + 0.5 * rng.normal(size=4000))
-    shrunk = factor_between(factor * (truth + 0.5 * rng.normal(size=4000)), truth)
+    reference, noise = rng.normal(size=4000), 0.5 * rng.normal(size=4000)
+    noisy = factor_between(factor * reference, reference + noise)
+    shrunk = factor_between(factor * (reference + noise), reference)
     for found in (noisy, shrunk):
         low, high = sorted((found.a, found.b))
         assert low <= 1.05 * factor <= high * 1.2 or low * 1.2 <= 1.05 * factor <= high
@@ -509,8 +486,7 @@ def test_wrong_signs_and_units_cause_a_warning(alloys, factors):
 
 
 def test_no_warning_where_energies_are_not_informative(alloys):
-    rng = np.random.default_rng(0)
     frames = copies(alloys[:24])
-    for atoms in frames:
-        atoms.info["energy"] = rng.normal()
+    for atoms, energy in zip(frames, np.random.default_rng(0).normal(size=24), strict=True):
+        atoms.info["energy"] = energy
     make_force_model().fit(frames)  # warnings are errors

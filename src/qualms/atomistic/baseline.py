@@ -31,24 +31,12 @@ RCOND = 1e-9
 
 @dataclass(frozen=True)
 class Baseline:
-    """A linear function of the composition, for the whole model and for each member.
+    """A linear function of the composition, for the whole model and for each member."""
 
-    Attributes
-    ----------
-    name : str
-        "none", "mean", "atoms" or "composition".
-    species : (S,) tuple of int
-        Atomic numbers, in the order of the columns of the design matrix.
-    full : (S,) array of float64
-        Coefficients fitted to all rows, in the units of the target.
-    members : (S, N_R) array of float64
-        Coefficients fitted to the rows of each member.
-    """
-
-    name: str
-    species: tuple[int, ...]
-    full: Float64Array
-    members: Float64Array
+    name: str  #: "none", "mean", "atoms" or "composition"
+    species: tuple[int, ...]  #: atomic numbers, in the order of the columns of the design matrix
+    full: Float64Array  #: (S,): coefficients fitted to all rows, in the units of the target
+    members: Float64Array  #: (S, N_R): coefficients fitted to the rows of each member
 
     def predict(self, design: Float64Array) -> Float64Array:
         """Return the baseline of each row of the design matrix (n, S): (n,)."""

@@ -34,23 +34,17 @@ _CHUNK = 50
 
 @dataclass(frozen=True)
 class References:
-    """Reference values of one quantity.
+    """Reference values of one quantity."""
 
-    Attributes
-    ----------
-    y : (n,) array
-        In the units of the data.
-    structure, atom, component : (n,) arrays of int
-        What they belong to; atom or component are None where there is none.
-    n_unlabelled : int
-        Structures, atoms or components without a value.
-    """
-
-    y: Float64Array
-    structure: IntArray
+    y: Float64Array  #: (n,): in the units of the data
+    structure: (
+        IntArray  #: (n,): what they belong to; atom or component are None where there is none
+    )
+    #: (n,): what they belong to; atom or component are None where there is none
     atom: IntArray | None
+    #: (n,): what they belong to; atom or component are None where there is none
     component: IntArray | None
-    n_unlabelled: int
+    n_unlabelled: int  #: structures, atoms or components without a value
 
 
 def find_references(

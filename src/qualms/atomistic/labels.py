@@ -51,79 +51,37 @@ _PER_STRUCTURE = "It is a number per structure: use kind='extensive' or 'intensi
 
 @dataclass(frozen=True)
 class Quantity:
-    """Labels of one quantity, a block of rows of the linear problem.
+    """Labels of one quantity, a block of rows of the linear problem."""
 
-    Attributes
-    ----------
-    y : (n,) array
-        Labels: energies per atom if the target is extensive, forces, virials per atom Vσ/n_atoms.
-    rows : (n,) array of int
-        Places of these rows among all rows.
-    structure : (n,) array of int
-        Structure of each row.
-    factor : (n,) array
-        From the units of the row to those of the quantity: n_atoms/V for stresses, otherwise one.
-    component : (n,) array of int, optional
-        Which component of a force (x, y, z) or virial (xx, yy, zz, yz, xz, xy) each row is.
-    vector : (n,) array of int, optional
-        The force, or the virial, that each row is a component of.
-    multiplicity : (n,) array, optional
-        How often each component occurs in its vector or symmetric tensor.
-    n_without : int
-        Structures, or atoms of an atomic property, without a label.
-    """
-
-    y: Float64Array
-    rows: IntArray
-    structure: IntArray
-    factor: Float64Array
-    component: IntArray | None = None
-    vector: IntArray | None = None
-    multiplicity: Float64Array | None = None
-    n_without: int = 0
+    y: Float64Array  #: (n,): energies per atom if extensive, forces, virials per atom Vσ/n_atoms
+    rows: IntArray  #: (n,): places of these rows among all rows
+    structure: IntArray  #: (n,): structure of each row
+    factor: Float64Array  #: (n,): to the units of the quantity: n_atoms/V for stresses, or one
+    component: IntArray | None = None  #: (n,): of a force (x, y, z) or virial (xx, yy, zz, yz, …)
+    vector: IntArray | None = None  #: (n,): the force, or the virial, that it is a component of
+    multiplicity: Float64Array | None = None  #: (n,): of the component in its symmetric tensor
+    n_without: int = 0  #: structures, or atoms of an atomic property, without a label
 
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """Labelled structures. A row of "energy" is a structure, or an atom if the target is atomic.
+    """Labelled structures. A row of "energy" is a structure, or an atom if the target is atomic."""
 
-    Attributes
-    ----------
-    settings : Settings
-        With the elements of an atomic property.
-    frames : list of Atoms
-        Structures with labels.
-    source : (n_frames,) array of int
-        Their indices among the structures given.
-    centers : list of arrays of int
-        Atoms of each structure whose environments are needed: all, or those with labels.
-    quantities : dict of str to Quantity
-        "energy", which stands for any target, and "forces" and "stress" if they are learned.
-    species : list of int
-        Atomic numbers of all structures.
-    groups : (n_frames,) array of int
-        Structures that are in or out of a subsample together; duplicates always are.
-    n_isolated, n_duplicates : int
-    isolated : dict of int to float
-        Energies of isolated atoms found in the data.
-    digest : str
-        Of structures and labels.
-    derivatives : ForceLabels, optional
-        Forces and virials by structure.
-    """
-
-    settings: Settings
-    frames: list[Atoms]
-    source: IntArray
+    settings: Settings  #: with the elements of an atomic property
+    frames: list[Atoms]  #: structures with labels
+    source: IntArray  #: (n_frames,): their indices among the structures given
+    #: atoms of each structure whose environments are needed: all, or those with labels
     centers: list[IntArray]
+    #: "energy", which stands for any target, and "forces" and "stress" if they are learned
     quantities: dict[str, Quantity]
-    species: list[int]
+    species: list[int]  #: atomic numbers of all structures
+    #: (n_frames,): structures that are in or out of a subsample together; duplicates always are
     groups: IntArray
     n_isolated: int
     n_duplicates: int
-    isolated: dict[int, float]
-    digest: str
-    derivatives: ForceLabels | None = None
+    isolated: dict[int, float]  #: energies of isolated atoms found in the data
+    digest: str  #: of structures and labels
+    derivatives: ForceLabels | None = None  #: forces and virials by structure
 
     @property
     def y(self) -> Float64Array:
@@ -279,31 +237,17 @@ def _joined(
 
 @dataclass(frozen=True)
 class Labelled:
-    """Labels of one key.
+    """Labels of one key."""
 
-    Attributes
-    ----------
-    frames : (n_frames,) array of int
-        Structures with at least one label, isolated atoms left out.
-    values : (n,) array of float64
-        Their labels, finite, in the units of the data: one for each structure, or those of all
-        labelled atoms, structure after structure.
-    rows : list of n_frames arrays of int
-        The labelled atoms of each structure; empty unless the labels are of atoms.
-    n_unlabelled : int
-        Structures, or atoms of the wanted species, without a label.
-    n_isolated : int
-        Structures tagged as isolated atoms.
-    isolated : dict of int to float
-        The label of the isolated atom of each atomic number that has one.
-    """
-
-    frames: IntArray
+    frames: IntArray  #: (n_frames,): structures with at least one label, isolated atoms left out
+    #: (n,): their labels, finite, in the units of the data: one for each structure, or those of all
+    #: labelled atoms, structure after structure
     values: Float64Array
+    #: the labelled atoms of each structure; empty unless the labels are of atoms
     rows: list[IntArray]
-    n_unlabelled: int
-    n_isolated: int
-    isolated: dict[int, float]
+    n_unlabelled: int  #: structures, or atoms of the wanted species, without a label
+    n_isolated: int  #: structures tagged as isolated atoms
+    isolated: dict[int, float]  #: the label of the isolated atom of each atomic number that has one
 
 
 def labelled(
@@ -526,16 +470,10 @@ class ForceLabels:
     """Forces and virials of the structures of a training set; a row for each known component.
 
     Rows of a structure are those of its forces, atom after atom, and then those of its virial.
-
-    Attributes
-    ----------
-    forces : list of (n_atoms, 3) arrays
-        NaN where there is none.
-    virials : (n_structures, 6) array
-        Vσ per atom, in the units of the energy; NaN where there is none.
     """
 
-    forces: list[Float64Array]
+    forces: list[Float64Array]  #: NaN where there is none
+    #: (n_structures, 6): Vσ per atom, in the units of the energy; NaN where there is none
     virials: Float64Array
 
     @cached_property

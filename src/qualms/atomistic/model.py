@@ -250,23 +250,12 @@ AtomisticModel.__doc__ = (AtomisticModel.__doc__ or "").replace(
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some structures to predict, and their features.
+    """Some structures to predict, and their features."""
 
-    Attributes
-    ----------
-    frames, known : list of Atoms
-        As they were given, and without atoms of unknown species.
-    centers : list of arrays of int
-        The atoms of `frames` whose environments are used.
-    batch : Batch
-        Features of these environments.
-    fitted : Fitted
-    """
-
-    frames: list[Atoms]
-    known: list[Atoms]
-    centers: list[IntArray]
-    batch: Batch
+    frames: list[Atoms]  #: as they were given
+    known: list[Atoms]  #: without atoms of unknown species
+    centers: list[IntArray]  #: the atoms of `frames` whose environments are used
+    batch: Batch  #: features of these environments
     fitted: Fitted
 
     @property

@@ -16,7 +16,14 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import psutil
 from ase.data import atomic_numbers, chemical_symbols
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from qualms.arrays import check_number
 from qualms.calibration.fitting import METHODS
@@ -218,16 +225,11 @@ class Settings(BaseModel):
             raise ValueError(f"one of {', '.join(METHODS)}")
         return name
 
-    @field_validator("memory", mode="before")
+    @field_validator("memory", "threads", mode="before")
     @classmethod
-    def _readable_memory(cls, value: Any) -> Any:
-        parse_memory(value)
+    def _valid_resources(cls, value: Any, info: ValidationInfo) -> Any:
+        (parse_memory if info.field_name == "memory" else default_threads)(value)
         return value
-
-    @field_validator("threads", mode="before")
-    @classmethod
-    def _positive_threads(cls, value: Any) -> Any:
-        return None if value is None else default_threads(value)
 
 
 def as_number(species: str | int) -> int:
@@ -273,10 +275,9 @@ def _with_derivatives(settings: Settings) -> Settings:
             f"{soap.engine!r}, radial_basis={soap.scales[0].radial_basis!r}",
             "engine 'featomic' and radial_basis 'gto', whose features have derivatives",
         )
-    scales = tuple(
-        scale if scale.smoothing is not None else scale.model_copy(update={"smoothing": SMOOTHING})
-        for scale in soap.scales
-    )
+    widths = [s.smoothing if s.smoothing is not None else SMOOTHING for s in soap.scales]
+    pairs = zip(soap.scales, widths, strict=True)
+    scales = tuple(scale.model_copy(update={"smoothing": width}) for scale, width in pairs)
     smooth = soap.model_copy(update={"engine": "featomic", "scales": scales})
     return settings.model_copy(update={"representation": smooth})
 

@@ -195,28 +195,14 @@ def _out_of_bag(counts: IntArray) -> BoolArray:
 
 @dataclass(frozen=True)
 class KernelRows:
-    """Whitened kernel rows of a training set.
-
-    Attributes
-    ----------
-    representation : Representation
-    basis : Basis
-        Representatives and the kernel with them, scaled by Eq. (17), Musil et al. 2019.
-    origins : (r, 2) array of int
-        Structure, as given to `fit`, and atom of each representative.
-    whitening : Whitening
-        Of the scaled kernel.
-    Phi : (N, r) array
-        Rows of all quantities.
-    novelty : (float, float)
-        Largest and mean novelty of the environments of a structure that few structures exceed.
-    """
+    """Whitened kernel rows of a training set."""
 
     representation: Representation
-    basis: Basis
-    origins: IntArray
-    whitening: Whitening
-    Phi: Float64Array
+    basis: Basis  #: representatives and the kernel with them, scaled by Eq. (17), Musil et al. 2019
+    origins: IntArray  #: (r, 2): structure, as given to `fit`, and atom of each representative
+    whitening: Whitening  #: of the scaled kernel
+    Phi: Float64Array  #: (N, r): rows of all quantities
+    #: largest and mean novelty of the environments of a structure that few structures exceed
     novelty: tuple[float, float]
 
 
@@ -326,11 +312,8 @@ def _compression(data: TrainingSet) -> Compression | None:
 
 def _fit_representation(data: TrainingSet, stages: Stages) -> Representation:
     """Return the representation, with a compression fitted to random structures."""
-    soap, species, compression = (
-        data.settings.representation,
-        tuple(data.species),
-        _compression(data),
-    )
+    soap, species = data.settings.representation, tuple(data.species)
+    compression = _compression(data)
     if compression is None and soap.normalize:
         return Representation(soap, species)
     with stages.stage("Compression"):
@@ -507,31 +490,15 @@ def _few_threads(data: TrainingSet, rank: int) -> threadpool_limits:
 
 @dataclass(frozen=True)
 class SparseGP:
-    """The projected process of all rows, in the basis of the whitened kernel rows.
-
-    Attributes
-    ----------
-    rows : KernelRows
-    process : ProjectedProcess
-        Of labels divided by `scale`.
-    y : (N,) array
-        Labels of all rows less the full baseline and the centre.
-    center : float
-        Mean of the target less the baseline.
-    scale : float
-        Square root of the prior variance.
-    weight : (N,) array
-        Of each row: noise variances are that of the energy divided by it.
-    noise : dict of str to float
-        Noise variance of each quantity, in its units squared (those of "stress": virials per atom).
-    """
+    """The projected process of all rows, in the basis of the whitened kernel rows."""
 
     rows: KernelRows
-    process: ProjectedProcess
-    y: Float64Array
-    center: float
-    scale: float
-    weight: Float64Array
+    process: ProjectedProcess  #: of labels divided by `scale`
+    y: Float64Array  #: (N,): labels of all rows less the full baseline and the centre
+    center: float  #: mean of the target less the baseline
+    scale: float  #: square root of the prior variance
+    weight: Float64Array  #: (N,): of each row: noise variances are that of the energy divided by it
+    #: noise variance of each quantity, in its units squared (those of "stress": virials per atom)
     noise: dict[str, float]
 
     def left_out_residuals(self, groups: IntArray | None = None) -> Float64Array:
