@@ -123,14 +123,14 @@ class _Points:
     """Reference values y (n,) and their predictions.
 
     Components of vectors and tensors are multiplied by `ratios` (n,) to be calibrated: see
-    `qualms.calibration.methods`. Mean and standard deviation `pp` are of the projected process.
+    `qualms.calibration.methods`. Mean and standard deviation of the projected process are `pp`.
     """
 
     references: References
     y: Float64Array
     prediction: Prediction
     ratios: Float64Array
-    pp: tuple[Float64Array, Float64Array] | None = None
+    pp: Float64Array | None = None
 
     @property
     def raw(self) -> Prediction:
@@ -243,8 +243,7 @@ def _predict_target(
         rows = np.flatnonzero(np.isin(predicted, references.structure * span + references.atom))
     prediction = Prediction(np.concatenate(members)[rows]).calibrated(fitted.calibration)
     mean_and_std = np.concatenate(pp, axis=1)[:, rows] if pp else None
-    found = None if mean_and_std is None else (mean_and_std[0], mean_and_std[1])
-    return _Points(references, y, prediction, np.ones(len(y)), found)
+    return _Points(references, y, prediction, np.ones(len(y)), mean_and_std)
 
 
 def _predict_derivatives(

@@ -402,12 +402,9 @@ def _as_array(value: object) -> np.ndarray[Any, Any]:
 def _reject_key(frames: Sequence[Atoms], key: str, per_atom: bool, *, predicted: bool) -> NoReturn:
     """Raise an error that lists the keys that exist."""
     if predicted:
-        raise InputError(
-            "key",
-            repr(key),
-            f"labels; values with {key}_uncertainty beside them are predictions",
-            f"Store labels as REF_{key}, or remove an outdated {key}_uncertainty.",
-        )
+        expected = f"labels; values with {key}_uncertainty beside them are predictions"
+        remedy = f"Store labels as REF_{key}, or remove an outdated {key}_uncertainty."
+        raise InputError("key", repr(key), expected, remedy)
     expected = f"a label of {'atoms' if per_atom else 'structures'}"
     if {key, f"REF_{key}"} & _present(frames, not per_atom):
         hint = _PER_STRUCTURE if per_atom else _PER_ATOM
@@ -428,14 +425,12 @@ def _present(frames: Sequence[Atoms], per_atom: bool, *shapes: tuple[int, ...]) 
     """Return the keys that any structure has a value for, of some shapes after the atoms."""
     keys: set[str] = set()
     for atoms in frames:
-        stores = [(atoms.arrays if per_atom else atoms.info, True), (_stored_results(atoms), False)]
-        for store, certain in stores:
-            for k, value in store.items():
-                shape = _as_array(value).shape
-                of_atoms = shape[:1] == (len(atoms),)
-                rest = shape[1:] if per_atom else shape
-                if (certain or of_atoms == per_atom) and (not shapes or rest in shapes):
-                    keys.add(str(k))
+        store, results = atoms.arrays if per_atom else atoms.info, _stored_results(atoms)
+        for k, value in {**results, **store}.items():
+            shape = _as_array(value).shape
+            fits = k in store or (shape[:1] == (len(atoms),)) == per_atom
+            if fits and (not shapes or shape[per_atom:] in shapes):
+                keys.add(str(k))
     return keys - {"numbers", "positions"} if per_atom else keys
 
 

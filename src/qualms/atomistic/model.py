@@ -357,9 +357,8 @@ def stream_chunks(
             waiting.append((atoms, known, kept[inside]))
             yield known, inside
 
-    for found in stream_features(
-        fitted.representation, structures(), n_workers=threads, batch=batch
-    ):
+    representation, some = fitted.representation, structures()
+    for found in stream_features(representation, some, n_workers=threads, batch=batch):
         taken = [waiting.popleft() for _ in found.sizes]
         given, known, centers = (list(part) for part in zip(*taken, strict=True))
         yield Chunk(given, known, centers, found, fitted)
@@ -368,9 +367,7 @@ def stream_chunks(
 def centers_of(numbers: IntArray, fitted: Fitted) -> IntArray:
     """Return the atoms whose environments are used: all, or those of the species of the target."""
     species = fitted.settings.species
-    if not fitted.per_atom or species is None:
-        return np.arange(len(numbers))
-    return np.flatnonzero(np.isin(numbers, species))
+    return np.arange(len(numbers)) if species is None else np.flatnonzero(np.isin(numbers, species))
 
 
 def atom_contributions(chunk: Chunk) -> list[Prediction]:
@@ -391,10 +388,8 @@ def atom_contributions(chunk: Chunk) -> list[Prediction]:
     raw += fitted.baseline.predict_members(chunk.atom_design)
     spread = whole.uncalibrated.std
     factors = np.divide(whole.std, spread, out=np.ones_like(spread), where=spread > 0)
-    return [
-        Prediction(raw[a:b]).calibrated(Scaled(float(factor)))
-        for (a, b), factor in zip(edges, factors, strict=True)
-    ]
+    parts = zip(edges, factors, strict=True)
+    return [Prediction(raw[a:b]).calibrated(Scaled(float(factor))) for (a, b), factor in parts]
 
 
 # --- summary --------------------------------------------------------------------------------------
@@ -445,11 +440,10 @@ def summarize(fitted: Fitted) -> dict[str, str]:
                 f"{value:.3f}" if value == 0 or abs(value) >= 0.01 else f"{value:.2e}"
                 for value in (calibration.alpha, calibration.gamma)
             )
-            points = f"{calibration.n_points} points of " + counted(
-                found.n_out_of_bag_structures, "structure"
-            )
-            text = f"{calibration.method}, α = {alpha}, γ = {gamma} ({points})"
-            facts[f"{of}calibration"] = text
+            structures = counted(found.n_out_of_bag_structures, "structure")
+            points = f"{calibration.n_points} points of {structures}"
+            fit = f"{calibration.method}, α = {alpha}, γ = {gamma} ({points})"
+            facts[f"{of}calibration"] = fit
     facts["time"] = format_time(sum(record.seconds.values()))
     made = f"{provenance.created} by qualms {provenance.packages['qualms']}"
     return facts | {"made": f"{made}, data {provenance.data_digest[:12]}"}

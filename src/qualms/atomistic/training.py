@@ -177,9 +177,14 @@ def draw_ensemble(data: TrainingSet) -> Draw:
             f"{settings.n_members} members, to calibrate on",
             "Use smaller subsamples, more members or more structures, or calibration='none'.",
         )
-    how: dict[str, Any] = {"species": data.species, "kind": settings.kind}
     baseline = fit_baseline(
-        settings.baseline, design, data.y, counts=counts, isolated=data.isolated, **how
+        settings.baseline,
+        design,
+        data.y,
+        species=data.species,
+        kind=settings.kind,
+        counts=counts,
+        isolated=data.isolated,
     )
     return Draw(counts, baseline)
 
