@@ -119,7 +119,7 @@ def truth(frames, key=ENERGY):
 
 
 def same_predictions(a, b, frames):
-    """Two models say the same to the last bit."""
+    """Two models predict the same to the last bit."""
     first, second = a.predict(frames), b.predict(frames)
     np.testing.assert_array_equal(first.members, second.members)
     np.testing.assert_array_equal(first.uncalibrated.members, second.uncalibrated.members)

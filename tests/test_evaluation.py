@@ -96,7 +96,9 @@ def test_only_labelled_atoms_are_scored(molecules, shift_model):
     known = np.isfinite(y)
     np.testing.assert_array_equal(result.y, y[known])
     expected = shift_model.predict(test)[known]
-    np.testing.assert_allclose(result.prediction.mean, expected.mean, atol=expected.std.max() / 2)
+    np.testing.assert_allclose(
+        result.prediction.mean, expected.mean, atol=1e-6 * expected.std.min()
+    )
     assert result.n_unlabelled == np.count_nonzero(~known)
     for value, structure, atom in zip(result.y, result.structure, result.atom, strict=True):
         assert test[structure].arrays["shift"][atom] == value
@@ -137,9 +139,7 @@ def test_quantities_without_references_are_left_out(alloys, force_model):
     for atoms in test:
         del atoms.arrays["force"]
         atoms.info["virtual"] = np.full(6, np.nan)
-    found = evaluate(force_model, test, alloys[:10])
-    assert "forces" not in found
-    assert "energy" in found
+    assert set(evaluate(force_model, test, alloys[:10])) == {"energy"}
 
 
 def test_references_are_checked_before_training(molecules, energy_model):
@@ -148,12 +148,8 @@ def test_references_are_checked_before_training(molecules, energy_model):
     found = find_references(test, energy_model.settings, [1, 6, 7, 8, 9])
     assert len(found["energy"].y) == 9
     test[4].numbers[0] = 17
-    for call in (
-        lambda: evaluate(energy_model, test),
-        lambda: find_references(test, energy_model.settings, [1, 6, 7, 8, 9]),
-    ):
-        with rejected("frames"):
-            call()
+    with rejected("frames"):
+        find_references(test, energy_model.settings, [1, 6, 7, 8, 9])
     test[4].positions[:] = 0.0
     with rejected("frames[4]"):
         evaluate(energy_model, test)

@@ -25,50 +25,26 @@ COMPONENT_NAMES = {"forces": ("x", "y", "z"), "stress": ("xx", "yy", "zz", "yz",
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Predictions of one quantity with their reference values.
+    """Predictions of one quantity with their reference values."""
 
-    Attributes
-    ----------
-    target : str
-        Key of the property in the data.
-    quantity : str
-        "forces", "stress", or "energy" for any other property of structures or atoms.
-    y : (n,) array
-        Reference values; per atom if the target is extensive.
-    prediction : Prediction of shape (n,)
-        Calibrated, in the units of `y`. It may have no members.
-    structure : (n,) array of int
-        The structure of each value, as an index of `frames` or any other number. Errors within a
-        structure are taken to be correlated.
-    atom : (n,) array of int, optional
-        The atom of each value, for properties of atoms.
-    component : (n,) array of int, optional
-        The component of a vector or tensor that each value is.
-    component_names : sequence of str
-    units : str
-    frames : sequence of Atoms, optional
-        None for tables.
-    scores : mapping of str to Scores
-        Scores of other estimators of the same values, by name, such as "linear (validation)".
-    validation : str
-        Description of the data that the "(validation)" calibrations were fitted to.
-    n_unlabelled : int
-        Number of structures without reference values, which are left out.
-    """
-
-    target: str
-    y: Float64Array
-    prediction: Prediction
+    target: str  #: key of the property in the data
+    y: Float64Array  #: (n,): reference values; per atom if the target is extensive
+    prediction: Prediction  #: calibrated, in the units of `y`; it may have no members
+    #: (n,): the structure of each value, as an index of `frames` or any other number. Errors within
+    #: a structure are taken to be correlated
     structure: IntArray
+    #: "forces", "stress", or "energy" for any other property of structures or atoms
     quantity: str = "energy"
-    atom: IntArray | None = None
-    component: IntArray | None = None
+    atom: IntArray | None = None  #: (n,): the atom of each value
+    component: IntArray | None = None  #: (n,): the component of a vector or tensor
     component_names: Sequence[str] = ()
     units: str = ""
-    frames: Sequence[Atoms] | None = None
+    frames: Sequence[Atoms] | None = None  #: None for tables
+    #: scores of other estimators of the same values, by name, such as "linear (validation)"
     scores: Mapping[str, Scores] = field(default_factory=dict)
+    #: description of the data that the "(validation)" calibrations were fitted to
     validation: str = ""
-    n_unlabelled: int = 0
+    n_unlabelled: int = 0  #: number of structures without reference values, which are left out
 
     def __post_init__(self) -> None:
         y = check_points("y", self.y)
@@ -99,8 +75,7 @@ class Evaluation:
     @property
     def residuals(self) -> Float64Array:
         """Reference values minus predictions: (n,)."""
-        z: Float64Array = self.y - self.prediction.mean
-        return z
+        return np.asarray(self.y - self.prediction.mean)
 
     @property
     def n_structures(self) -> int:

@@ -20,29 +20,20 @@ from rich.progress import (
 
 
 class Display(Protocol):
-    """Shows progress."""
+    """Shows the progress of one stage after the other."""
 
     def begin(self, stage: str, total: int | None) -> None:
         """Start a stage of `total` units of work, or of unknown length."""
-        ...
 
     def advance(self, done: int) -> None:
         """Show the number of units that are done."""
-        ...
 
     def end(self, seconds: float) -> None:
         """Finish the stage."""
-        ...
 
 
 class Stages:
-    """Times the stages of a piece of work and passes counts on to a display.
-
-    Attributes
-    ----------
-    seconds : dict of str to float
-        Time that each stage took so far.
-    """
+    """Times the stages of a piece of work, in `seconds`, and passes counts on to a display."""
 
     def __init__(self, display: Display | None = None) -> None:
         self.display = display
@@ -75,7 +66,7 @@ class Bars:
             TimeRemainingColumn(),
             console=console or Console(stderr=True),
         )
-        self._task: TaskID | None = None
+        self._task = TaskID(0)
 
     def begin(self, stage: str, total: int | None) -> None:
         """Show a new bar."""
@@ -84,15 +75,13 @@ class Bars:
 
     def advance(self, done: int) -> None:
         """Move the bar."""
-        if self._task is not None:
-            self._progress.update(self._task, completed=done)
+        self._progress.update(self._task, completed=done)
 
     def end(self, seconds: float) -> None:
         """Fill the bar and keep it."""
-        if self._task is not None:
-            task = self._progress.tasks[self._task]
-            total = task.total if task.total is not None else 1
-            self._progress.update(self._task, total=total, completed=total)
-            self._progress.stop_task(self._task)
+        total = self._progress.tasks[self._task].total
+        total = 1 if total is None else total
+        self._progress.update(self._task, total=total, completed=total)
+        self._progress.stop_task(self._task)
         self._progress.refresh()
         self._progress.stop()

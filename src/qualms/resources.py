@@ -1,4 +1,4 @@
-"""Cores and memory that may be used.
+"""Cores that may be used, and times.
 
 `threadpoolctl.threadpool_limits` looks for libraries every time, which takes some milliseconds: as
 long as the forces on a small molecule. Here they are looked for once.
@@ -7,21 +7,16 @@ long as the forces on a small molecule. Here they are looked for once.
 from __future__ import annotations
 
 import os
-import re
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
-import psutil
 from threadpoolctl import ThreadpoolController
 
 from qualms.arrays import check_integer
-from qualms.errors import InputError
 
 #: Structures of so few atoms have products so small that threads would wait for one another.
 SMALL = 64
-#: Share of the machine's memory that is used if no limit is given.
-_SHARE = 0.75
 #: Variables by which users and job schedulers limit threads.
 _VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -60,31 +55,6 @@ def limited(threads: int, n_atoms: int | None = None) -> AbstractContextManager[
         return nullcontext()
     found: AbstractContextManager[Any] = _controller().limit(limits=limits)
     return found
-
-
-def parse_memory(memory: str | float | None) -> float:
-    """Return a limit in bytes, given as ``"8GB"``, ``"500 MB"``, ``"16GiB"``, bytes or None."""
-    if memory is None:
-        return _SHARE * float(psutil.virtual_memory().total)
-    size: object = memory
-    if isinstance(memory, str):
-        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt]?)(i?)b?\s*", memory.lower())
-        if match is not None:
-            power = " kmgt".index(match[2] or " ")
-            size = float(match[1]) * (1024.0 if match[3] else 1000.0) ** power
-    if not isinstance(size, (int, float)) or isinstance(size, bool) or not 0 < size < float("inf"):
-        expected = 'a positive number of bytes, or a size such as "8GB"'
-        raise InputError("memory", repr(memory), expected)
-    return float(size)
-
-
-def format_bytes(n: float) -> str:
-    """Return a size as text, such as "3.1 GB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if n < 1000:
-            return f"{n:.0f} {unit}" if unit in ("B", "kB") else f"{n:.1f} {unit}"
-        n /= 1000
-    return f"{n:.1f} TB"
 
 
 def format_time(seconds: float) -> str:

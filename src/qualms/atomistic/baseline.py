@@ -19,7 +19,7 @@ import numpy as np
 import scipy.linalg
 from ase import Atoms
 
-from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray, distinct_rows
+from qualms.arrays import BoolArray, Float64Array, IntArray, distinct_rows
 from qualms.atomistic.structures import composition, symbols_of
 from qualms.errors import InputError
 
@@ -31,47 +31,32 @@ RCOND = 1e-9
 
 @dataclass(frozen=True)
 class Baseline:
-    """A linear function of the composition, for the whole model and for each member.
+    """A linear function of the composition, for the whole model and for each member."""
 
-    Attributes
-    ----------
-    name : str
-        "none", "mean", "atoms" or "composition".
-    species : (S,) tuple of int
-        Atomic numbers, in the order of the columns of the design matrix.
-    full : (S,) array of float64
-        Coefficients fitted to all rows, in the units of the target.
-    members : (S, N_R) array of float64
-        Coefficients fitted to the rows of each member.
-    """
+    name: str  #: "none", "mean", "atoms" or "composition"
+    species: tuple[int, ...]  #: atomic numbers, in the order of the columns of the design matrix
+    full: Float64Array  #: (S,): coefficients fitted to all rows, in the units of the target
+    members: Float64Array  #: (S, N_R): coefficients fitted to the rows of each member
 
-    name: str
-    species: tuple[int, ...]
-    full: Float64Array
-    members: Float64Array
-
-    def predict(self, design: FloatArray) -> Float64Array:
+    def predict(self, design: Float64Array) -> Float64Array:
         """Return the baseline of each row of the design matrix (n, S): (n,)."""
-        values: Float64Array = np.asarray(design, dtype=np.float64) @ self.full
-        return values
+        return np.asarray(design @ self.full)
 
-    def predict_members(self, design: FloatArray) -> Float64Array:
+    def predict_members(self, design: Float64Array) -> Float64Array:
         """Return the baselines of all members for each row of the design matrix: (n, N_R)."""
-        values: Float64Array = np.asarray(design, dtype=np.float64) @ self.members
-        return values
+        return np.asarray(design @ self.members)
 
 
 def structure_design(frames: Sequence[Atoms], species: Sequence[int]) -> Float64Array:
     """Return the fraction of each species in each structure: (N, S), rows sum to one."""
     counts = composition(frames, species)
-    fractions: Float64Array = counts / counts.sum(axis=1, keepdims=True)
-    return fractions
+    return np.asarray(counts / counts.sum(axis=1, keepdims=True))
 
 
 def atom_design(numbers: IntArray, species: Sequence[int]) -> Float64Array:
     """Return one for the species of each atom, zero elsewhere: (n, S), from numbers (n,)."""
-    design: Float64Array = (np.asarray(numbers)[:, None] == np.asarray(species)).astype(np.float64)
-    unseen = np.unique(np.asarray(numbers)[design.sum(axis=1) == 0])
+    design: Float64Array = (numbers[:, None] == np.asarray(species)).astype(np.float64)
+    unseen = np.unique(numbers[design.sum(axis=1) == 0])
     if len(unseen):
         raise InputError("numbers", symbols_of(unseen.tolist()), f"only {symbols_of(species)}")
     return design
@@ -93,8 +78,7 @@ def fit_baseline(
     ----------
     baseline : {"none", "mean", "atoms", "composition"} or mapping
         Nothing; one constant; the energies of isolated atoms; or least squares. A mapping from
-        atomic numbers to the energies of isolated atoms is "atoms" with these. Energies of atoms
-        are not fitted, so they are the same for all members.
+        atomic numbers to energies is "atoms" with these. They are the same for all members.
     design : (n, S) array
         Rows sum to one; see `structure_design` and `atom_design`.
     y : (n,) array
@@ -126,7 +110,7 @@ def fit_baseline(
     else:
         fitted = _least_squares(design, y, weights)
     name = baseline if isinstance(baseline, str) else "atoms"
-    return Baseline(name, tuple(species), fitted[:, 0], fitted[:, 1:])
+    return Baseline(name, tuple(species), fitted[:, 0].copy(), fitted[:, 1:].copy())
 
 
 def anchors(design: Float64Array) -> IntArray:
@@ -147,9 +131,9 @@ def spans(design: Float64Array, counts: IntArray) -> BoolArray:
     """Return whether the rows of each member determine what all rows determine: (N_R,)."""
     rows = distinct_rows(design)
     X = design[rows.first]
-    present = [np.bincount(rows.inverse, weights=c, minlength=len(X)) > 0 for c in counts.T]
     full = _rank(X)
-    return np.array([_rank(X[p]) == full for p in present], dtype=np.bool_)
+    present = [np.bincount(rows.inverse, weights=c, minlength=len(X)) > 0 for c in counts.T]
+    return np.asarray([_rank(X[p]) == full for p in present], dtype=np.bool_)
 
 
 def _rank(X: Float64Array) -> int:
@@ -160,8 +144,7 @@ def _rank(X: Float64Array) -> int:
 def _means(y: Float64Array, weights: Float64Array) -> Float64Array:
     """Return the mean of y (n,) under each column of the weights (n, C): (C,)."""
     # About one value, which keeps the digits of differences that are small against the values.
-    means: Float64Array = y[0] + (y - y[0]) @ weights / weights.sum(axis=0)
-    return means
+    return np.asarray(y[0] + (y - y[0]) @ weights / weights.sum(axis=0))
 
 
 def _least_squares(X: Float64Array, y: Float64Array, weights: Float64Array) -> Float64Array:
@@ -193,21 +176,14 @@ def _atoms(
     isolated: Mapping[int, float],
 ) -> Float64Array:
     """Return the given or found energies of isolated atoms, in the order of the species: (S,)."""
-    given = isinstance(baseline, Mapping)
+    energies = isolated if isinstance(baseline, str) else baseline
+    given = f"energies of isolated atoms ({symbols_of(energies)})"
     if kind != "extensive":
-        raise InputError(
-            "baseline",
-            "energies of isolated atoms" if given else repr(baseline),
-            f"'none', 'mean' or 'composition' for kind={kind!r}",
-        )
-    energies = dict(baseline) if isinstance(baseline, Mapping) else dict(isolated)
+        expected = f"'none', 'mean' or 'composition' for kind={kind!r}"
+        raise InputError("baseline", given, expected)
     missing = [z for z in species if z not in energies]
     if missing:
-        found = symbols_of(energies)
-        raise InputError(
-            "baseline",
-            f"energies of {found}" if given else f"'atoms' (isolated atoms in the data: {found})",
-            f"an energy for each species; that of {symbols_of(missing)} is missing",
-            "" if given else "Give a mapping such as {'H': -13.6}, in units of the target.",
-        )
+        expected = f"an energy for each species; that of {symbols_of(missing)} is missing"
+        remedy = "Give a mapping such as {'H': -13.6}, in units of the target."
+        raise InputError("baseline", given, expected, remedy)
     return np.array([energies[z] for z in species], dtype=np.float64)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from ase import Atoms
 
 from qualms.arrays import BoolArray, Float64Array, IntArray
-from qualms.atomistic.labels import find_forces, find_stresses, has_label, labelled
+from qualms.atomistic.labels import find_forces, find_stresses, labelled
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import check_species, check_structures
@@ -34,23 +34,17 @@ _CHUNK = 50
 
 @dataclass(frozen=True)
 class References:
-    """Reference values of one quantity.
+    """Reference values of one quantity."""
 
-    Attributes
-    ----------
-    y : (n,) array
-        In the units of the data.
-    structure, atom, component : (n,) arrays of int
-        What they belong to; atom or component are None where there is none.
-    n_unlabelled : int
-        Structures, atoms or components without a value.
-    """
-
-    y: Float64Array
-    structure: IntArray
+    y: Float64Array  #: (n,): in the units of the data
+    structure: (
+        IntArray  #: (n,): what they belong to; atom or component are None where there is none
+    )
+    #: (n,): what they belong to; atom or component are None where there is none
     atom: IntArray | None
+    #: (n,): what they belong to; atom or component are None where there is none
     component: IntArray | None
-    n_unlabelled: int
+    n_unlabelled: int  #: structures, atoms or components without a value
 
 
 def find_references(
@@ -68,11 +62,10 @@ def find_references(
         atom = np.concatenate(found.rows)
     references = {"energy": References(found.values, structure, atom, None, found.n_unlabelled)}
     finders = {"forces": find_forces, "stress": find_stresses}
-    for name, key in settings.keys.items():
-        if name != "energy" and has_label(frames, name, key):
-            values = finders[name](frames, key)
-            if values:
-                references[name] = _components(values, frames, of_atoms=name == "forces")
+    for name, find in finders.items():
+        key = settings.keys.get(name)
+        if key is not None and (values := find(frames, key, required=False)):
+            references[name] = _components(values, frames, of_atoms=name == "forces")
     for i in sorted({int(i) for one in references.values() for i in np.unique(one.structure)}):
         check_structures([frames[i]], first=i)
         check_species([frames[i]], species, first=i)
@@ -84,20 +77,13 @@ def _components(
 ) -> References:
     """Return the known components of forces (n_atoms, 3) or stresses (6,) by structure."""
     tables = {i: np.atleast_2d(values[i]) for i in sorted(values)}
-    y = np.concatenate([table.ravel() for table in tables.values()])
-    sizes = [table.size for table in tables.values()]
-    structure = np.repeat(np.array(list(tables), dtype=np.intp), sizes)
-    indices = [np.indices(table.shape).reshape(2, -1) for table in tables.values()]
-    row, component = np.concatenate(indices, axis=1)
-    known = np.isfinite(y)
+    known = {i: np.argwhere(np.isfinite(table)) for i, table in tables.items()}
+    row, component = np.concatenate([*known.values()]).T
+    y = np.concatenate([table[np.isfinite(table)] for table in tables.values()])
+    structure = np.repeat(np.array([*known], dtype=np.intp), [len(k) for k in known.values()])
     n_components = 3 * sum(map(len, frames)) if of_atoms else 6 * len(frames)
-    return References(
-        y[known],
-        structure[known],
-        row[known] if of_atoms else None,
-        component[known],
-        n_components - int(np.count_nonzero(known)),
-    )
+    missing = n_components - len(y)
+    return References(y, structure, row if of_atoms else None, component, missing)
 
 
 def evaluate(
@@ -112,7 +98,6 @@ def evaluate(
     Parameters
     ----------
     model : AtomisticModel
-        Trained.
     frames : sequence of Atoms
         New structures with labels; those without are skipped.
     validation : sequence of Atoms, optional
@@ -135,22 +120,21 @@ def evaluate(
 
 @dataclass(frozen=True)
 class _Points:
-    """Reference values and their predictions.
+    """Reference values y (n,) and their predictions.
 
     Components of vectors and tensors are multiplied by `ratios` (n,) to be calibrated: see
-    `qualms.calibration.methods`. Mean and standard deviation `pp` are of the projected process.
+    `qualms.calibration.methods`. Mean and standard deviation of the projected process are `pp`.
     """
 
     references: References
     y: Float64Array
-    raw: Prediction
-    calibrated: Prediction
+    prediction: Prediction
     ratios: Float64Array
-    pp: tuple[Float64Array, Float64Array] | None = None
+    pp: Float64Array | None = None
 
     @property
-    def structure(self) -> IntArray:
-        return self.references.structure
+    def raw(self) -> Prediction:
+        return self.prediction.uncalibrated
 
     def apply(self, calibration: Calibration, chosen: BoolArray | slice) -> Float64Array:
         """Return calibrated members of the chosen points."""
@@ -163,6 +147,10 @@ class _Points:
         members = self.raw.members[chosen] * scale[:, None]
         return fit_calibration(calibration_data(self.y[chosen] * scale, members), method)
 
+    def score(self, members: Float64Array) -> Scores:
+        """Return the scores of calibrated members."""
+        return score(self.y, Prediction(members, uncalibrated=self.raw))
+
 
 def _evaluate(
     model: AtomisticModel,
@@ -171,52 +159,47 @@ def _evaluate(
     test: _Points,
     validation: _Points | None,
 ) -> Evaluation:
-    fitted, settings = model.fitted, model.settings
-    out_of_bag = fitted.calibrations.get(name, {})
+    out_of_bag, references = model.fitted.calibrations.get(name, {}), test.references
     scores = {"raw": score(test.y, test.raw)}
     for method in _VALIDATED:
         members = _validated(test, validation, method)
         if members is not None:
-            scores[f"{method} (validation)"] = _score(test, members)
+            scores[f"{method} (validation)"] = test.score(members)
     for method in METHODS:
         if method != "none" and method in out_of_bag:
             members = test.apply(out_of_bag[method], slice(None))
-            scores[f"{method} (out-of-bag)"] = _score(test, members)
+            scores[f"{method} (out-of-bag)"] = test.score(members)
     if not out_of_bag:
-        scores["as the energy"] = score(test.y, test.calibrated)
+        scores["as the energy"] = score(test.y, test.prediction)
     if test.pp is not None:
         scores["GPR PP"] = score_arrays(test.y, *test.pp)
+    other_half = "the other half of the test set"
     return Evaluation(
-        target=settings.keys[name],
+        target=model.settings.keys[name],
         quantity=name,
         y=test.y,
-        prediction=test.calibrated,
-        structure=test.structure,
-        atom=test.references.atom,
-        component=test.references.component,
+        prediction=test.prediction,
+        structure=references.structure,
+        atom=references.atom,
+        component=references.component,
         component_names=COMPONENT_NAMES.get(name, ()),
-        units=settings.units_of(name),
+        units=model.settings.units_of(name),
         frames=frames,
         scores=scores,
-        validation="the other half of the test set"
-        if validation is None
-        else f"{len(validation.y)} validation points",
-        n_unlabelled=test.references.n_unlabelled,
+        validation=f"{len(validation.y)} validation points" if validation else other_half,
+        n_unlabelled=references.n_unlabelled,
     )
-
-
-def _score(test: _Points, members: Float64Array) -> Scores:
-    return score(test.y, Prediction(members, uncalibrated=test.raw))
 
 
 def _validated(test: _Points, validation: _Points | None, method: str) -> Float64Array | None:
     """Return members calibrated on other points than those that are scored, if possible."""
+    structure = test.references.structure
     try:
         if validation is not None:
             return test.apply(validation.fit(method, slice(None)), slice(None))
-        if len(test.y) < _MIN_CROSS_FIT or len(np.unique(test.structure)) < 2:
+        if len(test.y) < _MIN_CROSS_FIT or len(np.unique(structure)) < 2:
             return None
-        even = group_codes(test.structure, len(test.y)) % 2 == 0
+        even = group_codes(structure, len(test.y)) % 2 == 0
         members = np.empty(np.shape(test.raw.members))
         for half in (even, ~even):
             members[half] = test.apply(test.fit(method, ~half), half)
@@ -238,40 +221,29 @@ def _predict_target(
     model: AtomisticModel, frames: Sequence[Atoms], references: References, stages: Stages
 ) -> _Points:
     """Predict averages over atoms, or atoms."""
-    fitted = model.fitted
-    indices = np.unique(references.structure)
+    fitted, indices = model.fitted, np.unique(references.structure)
     used = [frames[i] for i in indices]
-    members, means, stds, done = [], [], [], 0
+    members, pp, done = [], [], 0
     with stages.stage("Predictions", len(used)) as advance:
         for chunk in model.stream(used):
             K_XM, design = chunk.rows(), chunk.design
             members.append(fitted.members(K_XM, design))
             if fitted.pp_variance is not None:
-                means.append(fitted.pp_mean(K_XM, design))
-                stds.append(fitted.pp_variance.std(K_XM, chunk.prior_variance()))
+                std = fitted.pp_variance.std(K_XM, chunk.prior_variance())
+                pp.append((fitted.pp_mean(K_XM, design), std))
             done += len(chunk.frames)
             advance(done)
-    labelled_rows: slice | BoolArray = slice(None)
-    if references.atom is not None:  # atoms of the target's species without a label are predicted
-        atoms = model.target_atoms(used)
-        keys = zip(indices, atoms, strict=True)
-        wanted = {*zip(references.structure.tolist(), references.atom.tolist(), strict=True)}
-        pairs = [(int(i), int(a)) for i, some in keys for a in some]
-        labelled_rows = np.array([pair in wanted for pair in pairs], dtype=bool)
-    sizes = np.ones(len(references.y))
+    y, rows = references.y, np.arange(len(references.y))
     if model.settings.kind == "extensive":
-        sizes = np.array([len(atoms) for atoms in used], dtype=np.float64)
-    raw = Prediction(np.concatenate(members)[labelled_rows])
-    return _Points(
-        references,
-        references.y / sizes,
-        raw,
-        raw.calibrated(fitted.calibration),
-        np.ones(len(references.y)),
-        (np.concatenate(means)[labelled_rows], np.concatenate(stds)[labelled_rows])
-        if means
-        else None,
-    )
+        y = y / [len(atoms) for atoms in used]
+    if references.atom is not None:  # atoms of the target's species without a label are predicted
+        span = max(map(len, used))
+        pairs = zip(indices, model.target_atoms(used), strict=True)
+        predicted = np.concatenate([i * span + atoms for i, atoms in pairs])
+        rows = np.flatnonzero(np.isin(predicted, references.structure * span + references.atom))
+    prediction = Prediction(np.concatenate(members)[rows]).calibrated(fitted.calibration)
+    mean_and_std = np.concatenate(pp, axis=1)[:, rows] if pp else None
+    return _Points(references, y, prediction, np.ones(len(y)), mean_and_std)
 
 
 def _predict_derivatives(
@@ -284,61 +256,46 @@ def _predict_derivatives(
     structures = {name: {*one.structure.tolist()} for name, one in references.items()}
     with_stress = structures.get("stress", set())
     rest = set().union(*structures.values()) - with_stress
-    parts = [(sorted(with_stress), True), (sorted(rest), False)]
-    raw: dict[str, dict[int, Float64Array]] = {name: {} for name in references}
-    calibrated: dict[str, dict[int, Float64Array]] = {name: {} for name in references}
+    predicted: dict[str, dict[int, Prediction]] = {name: {} for name in references}
     done = 0
-    with stages.stage("Forces", sum(len(used) for used, _ in parts)) as advance:
-        for used, stress in parts:
+    with stages.stage("Forces", len(with_stress) + len(rest)) as advance:
+        for used, stress in ((sorted(with_stress), True), (sorted(rest), False)):
             for start in range(0, len(used), _CHUNK):
                 some = used[start : start + _CHUNK]
-                predicted = model.predict_forces([frames[i] for i in some], stress=stress)
-                for i, one in zip(some, predicted, strict=True):
-                    for name in (name for name in references if i in structures[name]):
-                        values: Prediction = getattr(one, name)
-                        k = 3 if name == "forces" else 6
-                        shape = (-1, k, values.n_members)
-                        raw[name][i] = values.uncalibrated.members.reshape(shape)
-                        calibrated[name][i] = values.members.reshape(shape)
+                found = model.predict_forces([frames[i] for i in some], stress=stress)
+                for i, one in zip(some, found, strict=True):
+                    for name in references:
+                        if i in structures[name]:
+                            predicted[name][i] = getattr(one, name)
                 done += len(some)
                 advance(done)
-    found = {
-        name: _known_components(one, raw[name], calibrated[name])
-        for name, one in references.items()
-    }
-    return {name: points for name, points in found.items() if points is not None}
+    points = {name: _known_components(one, predicted[name]) for name, one in references.items()}
+    return {name: one for name, one in points.items() if one is not None}
 
 
 def _known_components(
-    references: References,
-    raw: Mapping[int, Float64Array],
-    calibrated: Mapping[int, Float64Array],
+    references: References, predicted: Mapping[int, Prediction]
 ) -> _Points | None:
     """Collect components that have a reference value and are not zero by symmetry."""
-    order = sorted(raw)
-    members, own = (np.concatenate([found[i] for i in order]) for found in (raw, calibrated))
     assert references.component is not None
-    first = dict(zip(order, np.cumsum([0, *(len(raw[i]) for i in order)]).tolist(), strict=False))
-    rows = np.array([first[i] for i in references.structure.tolist()], dtype=np.intp)
-    rows += 0 if references.atom is None else references.atom
-    places = (rows, references.component)
-    apart = not_zero_by_symmetry(references.y, members[places])
+    order = sorted(predicted)
+    k = predicted[order[0]].shape[-1]
+
+    def stacked(members: Iterable[Float64Array]) -> Float64Array:
+        return np.concatenate([m.reshape(-1, k, m.shape[-1]) for m in members])
+
+    raw = stacked(np.asarray(predicted[i].uncalibrated.members) for i in order)
+    own = stacked(np.asarray(predicted[i].members) for i in order)
+    first = np.cumsum([0, *(predicted[i].mean.size // k for i in order)])
+    rows = first[np.searchsorted(order, references.structure)]
+    rows = rows + (0 if references.atom is None else references.atom)
+    apart = not_zero_by_symmetry(references.y, raw[rows, references.component])
     if not apart.any():
         return None
     rows, component = rows[apart], references.component[apart]
-    kept = replace(
-        references,
-        y=references.y[apart],
-        structure=references.structure[apart],
-        atom=None if references.atom is None else references.atom[apart],
-        component=component,
-    )
-    prediction = Prediction(members[rows, component])
-    ratios = whole_spread(committee(members)[1])[rows] / prediction.std
-    return _Points(
-        kept,
-        kept.y,
-        prediction,
-        Prediction(own[rows, component], uncalibrated=prediction),
-        ratios,
-    )
+    atom = None if references.atom is None else references.atom[apart]
+    y, structure = references.y[apart], references.structure[apart]
+    kept = References(y, structure, atom, component, references.n_unlabelled)
+    plain = Prediction(raw[rows, component])
+    ratios = whole_spread(committee(raw)[1])[rows] / plain.std
+    return _Points(kept, y, Prediction(own[rows, component], uncalibrated=plain), ratios)

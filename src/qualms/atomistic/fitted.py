@@ -27,98 +27,52 @@ class ProjectedVariance:
     """What σ_PP of Eq. (3), Musil et al. 2019, needs.
 
     The factors are float32 if the kernel rows have no more digits than that.
-
-    Attributes
-    ----------
-    whitening, posterior : (r, r) arrays
-        Lower Cholesky factors of K_MM and of A = ΦᵀΦ + σ².
-    noise_variance : float
-        σ² relative to `variance`.
-    variance : float
-        Var[y] of the targets, less the baseline.
     """
 
-    whitening: FloatArray
-    posterior: FloatArray
-    noise_variance: float
-    variance: float
-
-    def __post_init__(self) -> None:
-        _in_file_order(self, "whitening", "posterior")
+    whitening: FloatArray  #: (r, r): lower Cholesky factor of K_MM
+    posterior: FloatArray  #: (r, r): lower Cholesky factor of A = ΦᵀΦ + σ²
+    noise_variance: float  #: σ² relative to `variance`
+    variance: float  #: Var[y] of the targets, less the baseline
 
     def std(self, K_XM: Float64Array, k_xx: Float64Array) -> Float64Array:
         """Return σ_PP for kernel rows (n, r) and prior variances (n,): (n,)."""
         latent = np.empty(len(K_XM))
+        whitening, posterior = self._exact
         for start in range(0, len(K_XM), _ROWS):
             part = slice(start, start + _ROWS)
-            Phi = cholesky_whiten(self._whitening, K_XM[part].T).T
-            latent[part] = latent_variance(Phi, k_xx[part], self._posterior, self.noise_variance)
-        std: Float64Array = np.sqrt((latent + self.noise_variance) * self.variance)
-        return std
+            Phi = cholesky_whiten(whitening, K_XM[part].T).T
+            latent[part] = latent_variance(Phi, k_xx[part], posterior, self.noise_variance)
+        return np.asarray(np.sqrt((latent + self.noise_variance) * self.variance))
 
     @cached_property
-    def _whitening(self) -> Float64Array:
-        return self.whitening.astype(np.float64)
-
-    @cached_property
-    def _posterior(self) -> Float64Array:
-        return self.posterior.astype(np.float64)
+    def _exact(self) -> tuple[Float64Array, Float64Array]:
+        return self.whitening.astype(np.float64), self.posterior.astype(np.float64)
 
 
 class QuantityRecord(Document):
-    """Training of one quantity: numbers of labels, and errors of out-of-bag points.
+    """Numbers of labels of one quantity, and errors of out-of-bag points."""
 
-    Attributes
-    ----------
-    n_rows : int
-        Labels: structures, atoms, or components.
-    n_without : int
-        Structures, or atoms of an atomic property, without a label.
-    n_out_of_bag, n_out_of_bag_structures : int
-        Rows that enough members were trained without, and the structures they belong to.
-    rmse, mae : float, optional
-        Out-of-bag errors, in the units of the quantity; per atom if the target is extensive.
-    noise : float
-        Standard deviation σ of the noise; that of stresses for virials per atom.
-    """
-
-    n_rows: int
-    n_without: int
-    n_out_of_bag: int
+    n_rows: int  #: labels: structures, atoms, or components
+    n_without: int  #: structures, or atoms of an atomic property, without a label
+    n_out_of_bag: int  #: rows that enough members were trained without
     n_out_of_bag_structures: int
-    rmse: float | None
+    rmse: float | None  #: of out-of-bag points, in the units of the quantity (energies per atom)
     mae: float | None
-    noise: float
+    noise: float  #: standard deviation σ of the noise; that of stresses for virials per atom
 
 
 class Record(Document):
-    """Data and stages of a training run.
-
-    Attributes
-    ----------
-    n_structures, n_environments : int
-        Labelled structures, and environments.
-    n_isolated, n_duplicates : int
-    quantities : dict of str to QuantityRecord
-    effective_rank : int
-        Representatives that are linearly independent.
-    target_std : float
-        Standard deviation of the targets less the baseline.
-    solver : str
-        Method that solved the members.
-    seconds : dict
-        Time of each stage.
-    """
+    """Data and stages of a training run."""
 
     n_structures: int
     n_environments: int
-    n_isolated: int
+    n_isolated: int  #: isolated atoms, which are not learned from
     n_duplicates: int
     quantities: dict[str, QuantityRecord]
-    effective_rank: int
-    target_std: float
-    solver: str
-    seconds: dict[str, float]
+    effective_rank: int  #: representatives that are linearly independent
+    target_std: float  #: standard deviation of the targets less the baseline
+    solver: str  #: method that solved the members
+    seconds: dict[str, float]  #: time of each stage
 
 
 class Provenance(Document):
@@ -132,60 +86,29 @@ class Provenance(Document):
 
 @dataclass(frozen=True)
 class Fitted:
-    """Everything a prediction needs.
-
-    Attributes
-    ----------
-    settings : Settings
-    representation : Representation
-    representatives : (r, d) array of float32
-    origins : (r, 2) array of int
-        Structure, as given to ``fit``, and atom of each representative.
-    kernel_scale : float
-        Factor of Eq. (17), Musil et al. 2019.
-    weights : (r, N_R) array
-        Kernel weights of each member, in the units of the target (per atom if it is extensive).
-    intercepts : (N_R,) array
-    pp_weights : (r,) array
-        Kernel weights of the full projected process.
-    pp_intercept : float
-    baseline : Baseline
-    calibrations : mapping of str to mapping of str to Calibration
-        For each quantity, "energy" and perhaps "forces" and "stress", the out-of-bag calibrations
-        by every method that could be fitted.
-    pp_variance : ProjectedVariance, optional
-    membership : (N, N_R) array of uint8
-        How often each training row is in each member.
-    training_novelty : (float, float)
-        Largest and mean novelty of the environments of a structure that only one training structure
-        in a hundred exceeds, its own representatives not counted.
-    training_spread : float
-        Largest ensemble standard deviation of an out-of-bag point.
-    record : Record
-    provenance : Provenance
-    """
+    """Everything a prediction needs."""
 
     settings: Settings
     representation: Representation
-    representatives: FloatArray
-    origins: IntArray
-    kernel_scale: float
-    weights: Float64Array
-    intercepts: Float64Array
-    pp_weights: Float64Array
+    representatives: FloatArray  #: (r, d)
+    origins: IntArray  #: (r, 2): structure, as given to ``fit``, and atom of each representative
+    kernel_scale: float  #: factor of Eq. (17), Musil et al. 2019
+    weights: Float64Array  #: (r, N_R): of each member, in the units of the target (per atom)
+    intercepts: Float64Array  #: (N_R,)
+    pp_weights: Float64Array  #: (r,): kernel weights of the full projected process
     pp_intercept: float
     baseline: Baseline
+    #: out-of-bag calibrations of "energy", and perhaps "forces" and "stress", by method
     calibrations: Mapping[str, Mapping[str, Calibration]]
     pp_variance: ProjectedVariance | None
+    #: (N, N_R): how often each training row is in each member
     membership: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+    #: largest and mean novelty of the environments of a structure that only one training structure
+    #: in a hundred exceeds, its own representatives not counted
     training_novelty: tuple[float, float]
-    training_spread: float
+    training_spread: float  #: largest ensemble standard deviation of an out-of-bag point
     record: Record
     provenance: Provenance
-
-    def __post_init__(self) -> None:
-        _in_file_order(self, "representatives", "weights", "intercepts", "pp_weights")
-        _in_file_order(self.baseline, "full", "members")
 
     @property
     def per_atom(self) -> bool:
@@ -217,8 +140,7 @@ class Fitted:
         """Return the prediction of each member, per atom if extensive: (n, N_R)."""
         members = K_XM @ self.weights
         members += self.intercepts
-        members += self.baseline.predict_members(design)
-        return members
+        return np.asarray(members + self.baseline.predict_members(design))
 
     def mean(self, K_XM: Float64Array, design: Float64Array) -> Float64Array:
         """Return the ensemble mean alone: (n,)."""
@@ -227,12 +149,5 @@ class Fitted:
 
     def pp_mean(self, K_XM: Float64Array, design: Float64Array) -> Float64Array:
         """Return the mean of the full projected process: (n,)."""
-        return np.asarray(
-            K_XM @ self.pp_weights + self.pp_intercept + self.baseline.predict(design)
-        )
-
-
-def _in_file_order(owner: object, *names: str) -> None:
-    """Lay arrays out as a file does: the order in memory decides how products are rounded."""
-    for name in names:
-        object.__setattr__(owner, name, np.ascontiguousarray(getattr(owner, name)))
+        baseline = self.baseline.predict(design)
+        return np.asarray(K_XM @ self.pp_weights + self.pp_intercept + baseline)

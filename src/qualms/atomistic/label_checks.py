@@ -58,6 +58,7 @@ _CONVENTIONS = {
 _FAR, _FAR_IN_STD = 30.0, 10.0
 #: Structures that a warning lists.
 _LISTED = 5
+_TINY = float(np.finfo(np.float64).tiny)
 
 
 class Factor(NamedTuple):
@@ -66,11 +67,6 @@ class Factor(NamedTuple):
     a: float
     b: float
     r: float
-
-    @property
-    def value(self) -> float:
-        """Geometric mean of a and b, with the sign of r."""
-        return float(np.sign(self.r) * np.sqrt(self.a * self.b))
 
     @property
     def is_one(self) -> bool:
@@ -104,9 +100,8 @@ def check_derivatives(Phi: FloatArray, energies: Float64Array, data: TrainingSet
     errors = energies - full.center[0] - Phi[:n] @ weights
     if _median_square(errors) > (1 - _EXPLAINED) * _median_square(energies):
         return
-    for name, key in data.settings.keys.items():
-        quantity = data.quantities.get(name)
-        if name == "energy" or quantity is None:
+    for name, quantity in data.quantities.items():
+        if name == "energy":
             continue
         labels, predicted = quantity.y, np.asarray(Phi[quantity.rows] @ weights, dtype=np.float64)
         if name == "stress":
@@ -117,7 +112,7 @@ def check_derivatives(Phi: FloatArray, energies: Float64Array, data: TrainingSet
             labels, predicted = _centered(labels, component), _centered(predicted, component)
         found = factor_between(*equalized(labels, predicted, quantity.structure))
         if not found.is_one:
-            _warn_of_factor(name, key, found)
+            _warn_of_factor(name, data.settings.keys[name], found)
 
 
 def _centered(values: Float64Array, component: IntArray) -> Float64Array:
@@ -146,47 +141,40 @@ def equalized(
 
 
 def _warn_of_factor(name: str, key: str, found: Factor) -> None:
-    size = abs(found.value)
-    sign = "the opposite sign" if found.r < 0 else ""
-    usual = 1 / _LIMIT_IF_ACCURATE < size < _LIMIT_IF_ACCURATE
-    ratio = "" if usual else f"{size:.3g} times the size"
-    units = [] if usual else [u for u, f in _UNITS[name].items() if 1 / _NEAR < size / f < _NEAR]
-    guess = f" (units of {' or '.join(units)}?)" if units else ""
+    size = float(np.sqrt(found.a * found.b))
+    differences = ["the opposite sign"] if found.r < 0 else []
+    guess = ""
+    if not 1 / _LIMIT_IF_ACCURATE < size < _LIMIT_IF_ACCURATE:
+        differences.append(f"{size:.3g} times the size")
+        units = [u for u, f in _UNITS[name].items() if 1 / _NEAR < size / f < _NEAR]
+        guess = f" (units of {' or '.join(units)}?)" if units else ""
     warnings.warn(
-        f"{name}={key!r}: labels have {' and '.join(filter(None, [sign, ratio]))} that a model of "
-        f"the energies predicts{guess}, correlation {found.r:.2f}. {_CONVENTIONS[name]}",
+        f"{name}={key!r}: labels have {' and '.join(differences)} that a model of the energies "
+        f"predicts{guess}, correlation {found.r:.2f}. {_CONVENTIONS[name]}",
         QualmsWarning,
         stacklevel=2,
     )
 
 
-class Outliers(NamedTuple):
-    """Structures with large out-of-bag errors, worst first, the errors, and the median error."""
-
-    structures: IntArray
-    errors: Float64Array
-    median: float
-
-
 def find_outliers(
     y: Float64Array, members: Float64Array, absent: BoolArray, structure: IntArray
-) -> Outliers:
-    """Return the structures whose out-of-bag errors are far larger than those of all others.
+) -> tuple[IntArray, Float64Array]:
+    """Return structures whose out-of-bag errors are far larger than those of all others.
 
-    Labels y (n,) are of one quantity, `absent` (n, N_R) has the members trained without a row.
+    Labels y (n,) are of one quantity, `absent` (n, N_R) has the members trained without a row. The
+    worst comes first; errors are in units of the median error.
     """
     found = internal_prediction(members, absent)
     codes, where, rows = np.unique(structure[found.used], return_inverse=True, return_counts=True)
     if len(codes) < _ENOUGH:
-        return Outliers(codes[:0], np.empty(0), 0.0)
+        return codes[:0], np.empty(0)
     residuals = y[found.used] - found.mean
     z, s = (np.sqrt(np.bincount(where, weights=v**2) / rows) for v in (residuals, found.std))
-    median, t = float(np.median(z)), z / np.maximum(s, np.finfo(np.float64).tiny)
-    far = z > _FAR * max(median, 1e-9 * float(np.median(np.abs(y))))  # more than rounding
-    far &= t > _FAR_IN_STD * max(float(np.median(t)), 1.0)
-    worst = np.flatnonzero(far)
+    median = max(float(np.median(z)), 1e-9 * float(np.median(np.abs(y))), _TINY)  # not rounding
+    t = z / np.maximum(s, _TINY)
+    worst = np.flatnonzero((z > _FAR * median) & (t > _FAR_IN_STD * max(np.median(t), 1.0)))
     worst = worst[np.argsort(-z[worst], kind="stable")]
-    return Outliers(codes[worst], z[worst], median)
+    return codes[worst], z[worst] / median
 
 
 def warn_of_outliers(
@@ -198,16 +186,13 @@ def warn_of_outliers(
     """
     for name, quantity in data.quantities.items():
         absent = counts[quantity.structure] == 0
-        found = find_outliers(quantity.y, members[name], absent, quantity.structure)
-        if not len(found.structures):
-            continue
-        listed = [f"frames[{data.source[s]}]" for s in found.structures[:_LISTED]]
-        more = len(found.structures) - len(listed)
-        several = ", ".join(listed) + (f" and {more} more" if more else "")
-        times = found.errors[0] / found.median if found.median > 0 else np.inf
-        warnings.warn(
-            f"{name}: possible label errors in {counted(len(found.structures), 'structure')} "
-            f"({several}): out-of-bag errors up to {times:.2g} times the median.",
-            QualmsWarning,
-            stacklevel=2,
-        )
+        found, errors = find_outliers(quantity.y, members[name], absent, quantity.structure)
+        if len(found):
+            listed = ", ".join(f"frames[{data.source[s]}]" for s in found[:_LISTED])
+            more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
+            warnings.warn(
+                f"{name}: possible label errors in {counted(len(found), 'structure')} "
+                f"({listed}{more}): out-of-bag errors up to {errors[0]:.2g} times the median.",
+                QualmsWarning,
+                stacklevel=2,
+            )

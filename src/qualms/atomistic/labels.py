@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn
@@ -51,79 +51,37 @@ _PER_STRUCTURE = "It is a number per structure: use kind='extensive' or 'intensi
 
 @dataclass(frozen=True)
 class Quantity:
-    """Labels of one quantity, a block of rows of the linear problem.
+    """Labels of one quantity, a block of rows of the linear problem."""
 
-    Attributes
-    ----------
-    y : (n,) array
-        Labels: energies per atom if the target is extensive, forces, virials per atom Vσ/n_atoms.
-    rows : (n,) array of int
-        Places of these rows among all rows.
-    structure : (n,) array of int
-        Structure of each row.
-    factor : (n,) array
-        From the units of the row to those of the quantity: n_atoms/V for stresses, otherwise one.
-    component : (n,) array of int, optional
-        Which component of a force (x, y, z) or virial (xx, yy, zz, yz, xz, xy) each row is.
-    vector : (n,) array of int, optional
-        The force, or the virial, that each row is a component of.
-    multiplicity : (n,) array, optional
-        How often each component occurs in its vector or symmetric tensor.
-    n_without : int
-        Structures, or atoms of an atomic property, without a label.
-    """
-
-    y: Float64Array
-    rows: IntArray
-    structure: IntArray
-    factor: Float64Array
-    component: IntArray | None = None
-    vector: IntArray | None = None
-    multiplicity: Float64Array | None = None
-    n_without: int = 0
+    y: Float64Array  #: (n,): energies per atom if extensive, forces, virials per atom Vσ/n_atoms
+    rows: IntArray  #: (n,): places of these rows among all rows
+    structure: IntArray  #: (n,): structure of each row
+    factor: Float64Array  #: (n,): to the units of the quantity: n_atoms/V for stresses, or one
+    component: IntArray | None = None  #: (n,): of a force (x, y, z) or virial (xx, yy, zz, yz, …)
+    vector: IntArray | None = None  #: (n,): the force, or the virial, that it is a component of
+    multiplicity: Float64Array | None = None  #: (n,): of the component in its symmetric tensor
+    n_without: int = 0  #: structures, or atoms of an atomic property, without a label
 
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """Labelled structures. A row of "energy" is a structure, or an atom if the target is atomic.
+    """Labelled structures. A row of "energy" is a structure, or an atom if the target is atomic."""
 
-    Attributes
-    ----------
-    settings : Settings
-        With the elements of an atomic property.
-    frames : list of Atoms
-        Structures with labels.
-    source : (n_frames,) array of int
-        Their indices among the structures given.
-    centers : list of arrays of int
-        Atoms of each structure whose environments are needed: all, or those with labels.
-    quantities : dict of str to Quantity
-        "energy", which stands for any target, and "forces" and "stress" if they are learned.
-    species : list of int
-        Atomic numbers of all structures.
-    groups : (n_frames,) array of int
-        Structures that are in or out of a subsample together; duplicates always are.
-    n_isolated, n_duplicates : int
-    isolated : dict of int to float
-        Energies of isolated atoms found in the data.
-    digest : str
-        Of structures and labels.
-    derivatives : ForceLabels, optional
-        Forces and virials by structure.
-    """
-
-    settings: Settings
-    frames: list[Atoms]
-    source: IntArray
+    settings: Settings  #: with the elements of an atomic property
+    frames: list[Atoms]  #: structures with labels
+    source: IntArray  #: (n_frames,): their indices among the structures given
+    #: atoms of each structure whose environments are needed: all, or those with labels
     centers: list[IntArray]
+    #: "energy", which stands for any target, and "forces" and "stress" if they are learned
     quantities: dict[str, Quantity]
-    species: list[int]
+    species: list[int]  #: atomic numbers of all structures
+    #: (n_frames,): structures that are in or out of a subsample together; duplicates always are
     groups: IntArray
     n_isolated: int
     n_duplicates: int
-    isolated: dict[int, float]
-    digest: str
-    derivatives: ForceLabels | None = None
+    isolated: dict[int, float]  #: energies of isolated atoms found in the data
+    digest: str  #: of structures and labels
+    derivatives: ForceLabels | None = None  #: forces and virials by structure
 
     @property
     def y(self) -> Float64Array:
@@ -175,12 +133,7 @@ def collect_labels(
 ) -> TrainingSet:
     """Find labels and duplicates, and check that the structures can be used.
 
-    Parameters
-    ----------
-    frames : sequence of Atoms
-    settings : Settings
-    groups : sequence of length len(frames), optional
-        Labels of structures that belong together, such as snapshots of one trajectory.
+    Groups are labels of structures that belong together, such as snapshots of one trajectory.
     """
     refuse_single(frames)
     if not len(frames):
@@ -198,26 +151,26 @@ def collect_labels(
         raise InputError("target", f"values of {np.max(np.abs(y)):.1e}", "numbers below 1e140")
     sizes = [len(c) for c in centers] if settings.per_atom else np.ones(len(used), dtype=int)
     structure = np.repeat(np.arange(len(used)), sizes)
-    energy = Quantity(
-        y, np.arange(len(y)), structure, np.ones(len(y)), n_without=found.n_unlabelled
-    )
+    missing, rows = found.n_unlabelled, np.arange(len(y))
+    energy = Quantity(y, rows, structure, np.ones(len(y)), n_without=missing)
     codes, n_duplicates = _joined(used, groups, found.frames)
     if n_duplicates:
-        warnings.warn(
+        _warn(
             f"{n_duplicates} of {len(used)} structures are duplicates; copies are in or out of a "
-            "subsample together.",
-            QualmsWarning,
-            stacklevel=2,
+            "subsample together."
         )
-    derivatives = None
+    derivatives, labels = None, [found.values, *found.rows]
     if settings.mechanical:
         derivatives = force_labels(frames, found.frames, settings.forces, settings.stress)
-    if settings.per_atom and settings.species is None:
+        labels += [*derivatives.forces, derivatives.virials]
+    species = settings.species
+    if settings.per_atom and species is None:
         pairs = zip(used, centers, strict=True)
-        labelled_species = np.unique(np.concatenate([a.numbers[c] for a, c in pairs]))
-        settings = settings.model_copy(update={"species": tuple(labelled_species.tolist())})
+        numbers = np.concatenate([atoms.numbers[chosen] for atoms, chosen in pairs])
+        species = tuple(np.unique(numbers).tolist())
+    stored = {"memory": None, "threads": None, "species": species}
     return TrainingSet(
-        settings=settings.model_copy(update={"memory": None, "threads": None}),
+        settings=settings.model_copy(update=stored),
         frames=used,
         source=found.frames,
         centers=centers,
@@ -227,7 +180,7 @@ def collect_labels(
         n_isolated=found.n_isolated,
         n_duplicates=n_duplicates,
         isolated=found.isolated,
-        digest=data_hash(used, _by_structure(found, n_atoms, derivatives)),
+        digest=data_hash(used, labels),
         derivatives=derivatives,
     )
 
@@ -248,39 +201,22 @@ def _derived(
     density = np.array([len(a) / a.cell.volume if a.cell.rank == 3 else 0.0 for a in frames])
     is_virial = place >= 3 * n
     component = np.where(is_virial, place - 3 * n, place % 3)
-    blocks = {"forces": np.flatnonzero(~is_virial), "stress": np.flatnonzero(is_virial)}
-    n_without = {"forces": labels.n_without, "stress": len(frames) - labels.n_with_virial}
-    factors = {"forces": np.ones(len(n)), "stress": density[structure]}
-    return {
-        name: Quantity(
-            labels.y[rows],
-            first + rows,
-            structure[rows],
-            factors[name][rows],
-            component[rows],
-            vector[rows],
-            multiplicity[rows],
-            n_without[name],
-        )
-        for name, rows in blocks.items()
-        if len(rows)
-    }
-
-
-def _by_structure(
-    found: Labelled, n_atoms: IntArray, derivatives: ForceLabels | None
-) -> Float64Array | list[Float64Array]:
-    """Return all labels of each structure, those of atoms with NaN where there is none."""
-    if derivatives is not None:
-        parts = zip(found.values, derivatives.forces, derivatives.virials, strict=True)
-        return [np.concatenate([[value], f.ravel(), virial]) for value, f, virial in parts]
-    if not found.rows:
-        return found.values
-    ends = np.cumsum([len(rows) for rows in found.rows])
-    labels = [np.full(n, np.nan) for n in n_atoms.tolist()]
-    for of_atoms, rows, end in zip(labels, found.rows, ends, strict=True):
-        of_atoms[rows] = found.values[end - len(rows) : end]
-    return labels
+    factor = np.where(is_virial, density[structure], 1.0)
+    found = {}
+    for name, chosen in (("forces", ~is_virial), ("stress", is_virial)):
+        rows = np.flatnonzero(chosen)
+        if len(rows):
+            found[name] = Quantity(
+                labels.y[rows],
+                first + rows,
+                structure[rows],
+                factor[rows],
+                component[rows],
+                vector[rows],
+                multiplicity[rows],
+                len(frames) - len(np.unique(structure[rows])),
+            )
+    return found
 
 
 def _joined(
@@ -301,31 +237,17 @@ def _joined(
 
 @dataclass(frozen=True)
 class Labelled:
-    """Labels of one key.
+    """Labels of one key."""
 
-    Attributes
-    ----------
-    frames : (n_frames,) array of int
-        Structures with at least one label, isolated atoms left out.
-    values : (n,) array of float64
-        Their labels, finite, in the units of the data: one for each structure, or those of all
-        labelled atoms, structure after structure.
-    rows : list of n_frames arrays of int
-        The labelled atoms of each structure; empty unless the labels are of atoms.
-    n_unlabelled : int
-        Structures, or atoms of the wanted species, without a label.
-    n_isolated : int
-        Structures tagged as isolated atoms.
-    isolated : dict of int to float
-        The label of the isolated atom of each atomic number that has one.
-    """
-
-    frames: IntArray
+    frames: IntArray  #: (n_frames,): structures with at least one label, isolated atoms left out
+    #: (n,): their labels, finite, in the units of the data: one for each structure, or those of all
+    #: labelled atoms, structure after structure
     values: Float64Array
+    #: the labelled atoms of each structure; empty unless the labels are of atoms
     rows: list[IntArray]
-    n_unlabelled: int
-    n_isolated: int
-    isolated: dict[int, float]
+    n_unlabelled: int  #: structures, or atoms of the wanted species, without a label
+    n_isolated: int  #: structures tagged as isolated atoms
+    isolated: dict[int, float]  #: the label of the isolated atom of each atomic number that has one
 
 
 def labelled(
@@ -336,54 +258,50 @@ def labelled(
     Structures of one atom whose ``info["config_type"]`` is "isolated_atom" or "IsolatedAtom" are
     not learned from; their labels are returned apart.
     """
-    if kind == "atomic":
-        values = atomic_targets(frames, key, species)
-    elif species is None:
-        values = list(structure_targets(frames, key)[:, None])
-    else:
-        raise InputError("species", symbols_of(species), "none, unless kind='atomic'")
+    per_atom = kind == "atomic"
+    values = find_targets(frames, key, per_atom=per_atom, species=species)
     isolated = [is_isolated(atoms) for atoms in frames]
     rows = [np.flatnonzero(np.isfinite(v)) for v in values]
     used = [i for i in range(len(frames)) if len(rows[i]) and not isolated[i]]
     if not used:
         of = "" if species is None else f" of {symbols_of(species)}"
-        what = f"atom{of}" if kind == "atomic" else "structure"
+        what = f"atom{of}" if per_atom else "structure"
         raise InputError("key", repr(key), f"a label of at least one {what} that is not isolated")
     rest = [atoms for atoms, alone in zip(frames, isolated, strict=True) if not alone]
     n_wanted = len(rest)
-    if kind == "atomic":
+    if per_atom:
         n_wanted = sum(int(np.count_nonzero(_is_wanted(atoms, species))) for atoms in rest)
     return Labelled(
         frames=np.array(used, dtype=np.intp),
         values=np.concatenate([values[i][rows[i]] for i in used]),
-        rows=[rows[i] for i in used] if kind == "atomic" else [],
+        rows=[rows[i] for i in used] if per_atom else [],
         n_unlabelled=n_wanted - sum(len(rows[i]) for i in used),
         n_isolated=sum(isolated),
         isolated=_isolated_values(frames, values, isolated, key),
     )
 
 
-def structure_targets(frames: Sequence[Atoms], key: str) -> Float64Array:
-    """Return the label of each structure, NaN where there is none: (n_frames,)."""
-    values = np.full(len(frames), np.nan)
-    for i, (value, place) in _find_all(frames, key, per_atom=False).items():
-        hint = _PER_ATOM if _as_array(value).shape[:1] == (len(frames[i]),) else ""
-        number = _numbers(value, f"frames[{i}].{place}", [(), (1,)], "one number", hint)
-        values[i] = number.reshape(())
-    return values
-
-
-def atomic_targets(
-    frames: Sequence[Atoms], key: str, species: Sequence[int] | None = None
+def find_targets(
+    frames: Sequence[Atoms],
+    key: str,
+    *,
+    per_atom: bool = False,
+    species: Sequence[int] | None = None,
 ) -> list[Float64Array]:
-    """Return the labels of the atoms of each structure, NaN where there is none, or not wanted."""
-    values = [np.full(len(atoms), np.nan) for atoms in frames]
-    for i, (value, place) in _find_all(frames, key, per_atom=True).items():
-        n, wanted = len(frames[i]), _is_wanted(frames[i], species)
-        expected = f"one number for each of {n} atoms"
-        hint = "" if _as_array(value).ndim else _PER_STRUCTURE
-        found = _numbers(value, f"frames[{i}].{place}", [(n,), (n, 1)], expected, hint, wanted)
-        values[i][wanted] = found.reshape(n)[wanted]
+    """Return the label of each structure (1,), or those of its atoms (n_atoms,), NaN for none.
+
+    Labels of atoms of other species than those wanted are left out.
+    """
+    values = [np.full(len(atoms) if per_atom else 1, np.nan) for atoms in frames]
+    for i, (value, place) in _find_all(frames, key, per_atom=per_atom).items():
+        n, wanted = len(values[i]), _is_wanted(frames[i], species) if per_atom else slice(None)
+        expected = f"one number for each of {n} atoms" if per_atom else "one number"
+        shapes: list[tuple[int, ...]] = [(n,), (n, 1)] if per_atom else [(), (1,)]
+        shape, hint = _as_array(value).shape, ""
+        if shape[:1] == (() if per_atom else (len(frames[i]),)):
+            hint = _PER_STRUCTURE if per_atom else _PER_ATOM
+        found = _numbers(value, f"frames[{i}].{place}", shapes, expected, hint).reshape(n)
+        values[i][wanted] = _finite(found[wanted], f"frames[{i}].{place}")
     return values
 
 
@@ -394,47 +312,39 @@ def _find_all(
     if len(frames) == 0:
         raise InputError("frames", "no structures", "at least one")
     found = {i: hit for i, atoms in enumerate(frames) if (hit := find_label(atoms, key, per_atom))}
-    predicted = sum(_is_predicted(atoms, key, per_atom) for atoms in frames)
+    predicted = sum(any(p for *_, p in _stored(atoms, key, per_atom)) for atoms in frames)
     if not found:
         _reject_key(frames, key, per_atom, predicted=predicted > 0)
     _check_shared_calculators(frames, found)
     if predicted:
-        warnings.warn(
+        _warn(
             f"{key!r} has {key}_uncertainty beside it in {predicted} structures: these values are "
-            f"predictions, not labels; REF_{key} is used where it exists.",
-            QualmsWarning,
-            stacklevel=2,
+            f"predictions, not labels; REF_{key} is used where it exists."
         )
     places = Counter(place for _, place in found.values())
     if len(places) > 1:
         several = ", ".join(f"{place} ({n} structures)" for place, n in places.most_common())
-        warnings.warn(
-            f"{key!r} is in several places: {several}. Check that these labels are of the same "
-            "origin.",
-            QualmsWarning,
-            stacklevel=2,
-        )
+        _warn(f"{key!r} is in several places: {several}. Check that the origin is the same.")
     return found
 
 
 def find_label(atoms: Atoms, key: str, per_atom: bool) -> tuple[object, str] | None:
     """Return the label of one structure and its place; see the top of this module."""
+    stored = _stored(atoms, key, per_atom)
+    return next(((value, place) for value, place, predicted in stored if not predicted), None)
+
+
+def _stored(atoms: Atoms, key: str, per_atom: bool) -> Iterator[tuple[object, str, bool]]:
+    """Yield the values under a key, their places, and whether they are predictions."""
     store, name = (atoms.arrays, "arrays") if per_atom else (atoms.info, "info")
-    for k in (key, f"REF_{key}"):
-        if k in store and not is_prediction(atoms, k, store[k]):
-            return store[k], f"{name}[{k!r}]"
     results = _stored_results(atoms)
-    if key in results and not is_prediction(atoms, key, results[key], atoms.calc):
-        return results[key], f"{_RESULTS}[{key!r}]"
-    return None
-
-
-def _is_predicted(atoms: Atoms, key: str, per_atom: bool) -> bool:
-    """Whether a structure has a value under this key that is a prediction."""
-    store, results = atoms.arrays if per_atom else atoms.info, _stored_results(atoms)
-    return (key in store and is_prediction(atoms, key, store[key])) or (
-        key in results and is_prediction(atoms, key, results[key], atoms.calc)
-    )
+    found = [(k, store[k], f"{name}[{k!r}]", None) for k in (key, f"REF_{key}") if k in store]
+    if key in results:
+        found.append((key, results[key], f"{_RESULTS}[{key!r}]", atoms.calc))
+    for k, value, place, calculator in found:
+        stores = (atoms.info, atoms.arrays, results)
+        uncertain = any(f"{k}_uncertainty" in one for one in stores)
+        yield value, place, uncertain and is_prediction(atoms, k, value, calculator)
 
 
 def _stored_results(atoms: Atoms) -> dict[str, Any]:
@@ -459,14 +369,9 @@ def _check_shared_calculators(
 
 
 def _numbers(
-    value: object,
-    name: str,
-    shapes: Sequence[tuple[int, ...]],
-    expected: str,
-    hint: str = "",
-    wanted: BoolArray | slice = slice(None),
+    value: object, name: str, shapes: Sequence[tuple[int, ...]], expected: str, hint: str = ""
 ) -> Float64Array:
-    """Return a label as float64, NaN for None; those that are wanted must be finite or NaN."""
+    """Return a label as float64, NaN for None."""
     array = _as_array(np.nan if value is None else value)
     if array.dtype == object:
         # Mixed with numbers None gives NaN; with strings it gives strings, which are rejected.
@@ -476,8 +381,12 @@ def _numbers(
             hint = "In extended XYZ a key without a value means True: omit keys of missing labels."
         given = f"an array of {array.dtype.name} of shape {array.shape}"
         raise InputError(name, given if array.ndim else repr(array.item())[:40], expected, hint)
-    values = array.astype(np.float64)
-    if np.isinf(values if values.ndim == 0 else values[wanted]).any():
+    return array.astype(np.float64)
+
+
+def _finite(values: Float64Array, name: str) -> Float64Array:
+    """Return values that are finite or NaN."""
+    if np.isinf(values).any():
         raise InputError(name, "infinite values", "finite numbers, or NaN where there is none")
     return values
 
@@ -493,12 +402,9 @@ def _as_array(value: object) -> np.ndarray[Any, Any]:
 def _reject_key(frames: Sequence[Atoms], key: str, per_atom: bool, *, predicted: bool) -> NoReturn:
     """Raise an error that lists the keys that exist."""
     if predicted:
-        raise InputError(
-            "key",
-            repr(key),
-            f"labels; values with {key}_uncertainty beside them are predictions",
-            f"Store labels as REF_{key}, or remove an outdated {key}_uncertainty.",
-        )
+        expected = f"labels; values with {key}_uncertainty beside them are predictions"
+        remedy = f"Store labels as REF_{key}, or remove an outdated {key}_uncertainty."
+        raise InputError("key", repr(key), expected, remedy)
     expected = f"a label of {'atoms' if per_atom else 'structures'}"
     if {key, f"REF_{key}"} & _present(frames, not per_atom):
         hint = _PER_STRUCTURE if per_atom else _PER_ATOM
@@ -507,6 +413,7 @@ def _reject_key(frames: Sequence[Atoms], key: str, per_atom: bool, *, predicted:
 
 
 def _reject(name: str, key: str, expected: str, present: set[str]) -> NoReturn:
+    """Raise an error that lists the keys that exist, and suggests a similar one."""
     folded = {k.casefold(): k for k in sorted(present)}
     close = difflib.get_close_matches(key.casefold(), list(folded), n=1)
     hint = f"Did you mean {folded[close[0]]!r}?" if close else ""
@@ -514,14 +421,16 @@ def _reject(name: str, key: str, expected: str, present: set[str]) -> NoReturn:
     raise InputError(name, repr(key), f"{expected} ({keys})", hint)
 
 
-def _present(frames: Sequence[Atoms], per_atom: bool) -> set[str]:
-    """Return the keys that any structure has a value for."""
+def _present(frames: Sequence[Atoms], per_atom: bool, *shapes: tuple[int, ...]) -> set[str]:
+    """Return the keys that any structure has a value for, of some shapes after the atoms."""
     keys: set[str] = set()
     for atoms in frames:
-        keys.update(map(str, atoms.arrays if per_atom else atoms.info))
-        for k, value in _stored_results(atoms).items():
-            if (np.ndim(value) > 0 and len(value) == len(atoms)) == per_atom:
-                keys.add(k)
+        store, results = atoms.arrays if per_atom else atoms.info, _stored_results(atoms)
+        for k, value in {**results, **store}.items():
+            shape = _as_array(value).shape
+            fits = k in store or (shape[:1] == (len(atoms),)) == per_atom
+            if fits and (not shapes or shape[per_atom:] in shapes):
+                keys.add(str(k))
     return keys - {"numbers", "positions"} if per_atom else keys
 
 
@@ -542,14 +451,9 @@ def _isolated_values(
     found: dict[int, float] = {}
     for i in np.flatnonzero(isolated).tolist():
         z, value = int(frames[i].numbers[0]), float(values[i][0])
-        if np.isnan(value):
-            continue
-        if not np.isclose(found.setdefault(z, value), value, rtol=1e-8, atol=0.0):
-            raise InputError(
-                f"frames[{i}]",
-                f"an isolated {symbols_of([z])} atom with {key}={value:.10g}",
-                f"{found[z]:.10g}, as in the isolated {symbols_of([z])} atom before it",
-            )
+        if not np.isnan(value) and not np.isclose(found.setdefault(z, value), value, 1e-8, 0.0):
+            given = f"an isolated {symbols_of([z])} atom with {key}={value:.10g}"
+            raise InputError(f"frames[{i}]", given, f"{found[z]:.10g}, as in one before it")
     return found
 
 
@@ -561,16 +465,10 @@ class ForceLabels:
     """Forces and virials of the structures of a training set; a row for each known component.
 
     Rows of a structure are those of its forces, atom after atom, and then those of its virial.
-
-    Attributes
-    ----------
-    forces : list of (n_atoms, 3) arrays
-        NaN where there is none.
-    virials : (n_structures, 6) array
-        Vσ per atom, in the units of the energy; NaN where there is none.
     """
 
-    forces: list[Float64Array]
+    forces: list[Float64Array]  #: NaN where there is none
+    #: (n_structures, 6): Vσ per atom, in the units of the energy; NaN where there is none
     virials: Float64Array
 
     @cached_property
@@ -590,11 +488,6 @@ class ForceLabels:
         return np.concatenate([values[mask] for values, mask in pairs])
 
     @property
-    def n_without(self) -> int:
-        """Structures without any force."""
-        return sum(not np.isfinite(forces).any() for forces in self.forces)
-
-    @property
     def n_with_virial(self) -> int:
         """Structures with a stress."""
         return int(np.count_nonzero(np.isfinite(self.virials).any(axis=1)))
@@ -609,9 +502,8 @@ def force_labels(
     frames: Sequence[Atoms], used: IntArray, forces: str | None, stress: str | None
 ) -> ForceLabels:
     """Return the forces and virials, by their keys, of the structures with an energy (`used`)."""
-    chosen = [frames[i] for i in used]
-    found = [np.full((len(atoms), 3), np.nan) for atoms in chosen]
-    virials = np.full((len(chosen), 6), np.nan)
+    found = [np.full((len(frames[i]), 3), np.nan) for i in used]
+    virials = np.full((len(used), 6), np.nan)
     if forces is not None:
         known = find_forces(frames, forces)
         unused = [i for i in known if i not in set(used.tolist()) and not is_isolated(frames[i])]
@@ -621,13 +513,13 @@ def force_labels(
                 "energy; their forces are not used."
             )
         found = [known.get(i, empty) for i, empty in zip(used.tolist(), found, strict=True)]
-        _warn_if_constant([f for f in found if len(f) > 1], forces)
+        _warn_if_zero([f for f in found if len(f) > 1], forces)
     if stress is not None:
         known = find_stresses(frames, stress)
         for row, i in enumerate(used.tolist()):
             if i in known:
                 virials[row] = known[i] * frames[i].cell.volume / len(frames[i])
-        _warn_if_constant([known[i] for i in used.tolist() if i in known], stress)
+        _warn_if_zero([*virials], stress)
     labels = ForceLabels(found, virials)
     if not len(labels.y):
         name, key = ("forces", forces) if forces is not None else ("stress", stress)
@@ -639,29 +531,31 @@ def _warn(text: str) -> None:
     warnings.warn(text, QualmsWarning, stacklevel=2)
 
 
-def _warn_if_constant(labels: Sequence[Float64Array], key: str) -> None:
+def _warn_if_zero(labels: Sequence[Float64Array], key: str) -> None:
     """Warn if all forces, or stresses, are zero, which stands for unknown in some data sets."""
     known = [values for values in labels if np.isfinite(values).any()]
     if len(known) > 1 and not any(np.any(np.nan_to_num(values)) for values in known):
         _warn(f"All values of {key!r} are zero. If they are unknown, omit them or write NaN.")
 
 
-def find_forces(frames: Sequence[Atoms], key: str) -> dict[int, Float64Array]:
+def find_forces(
+    frames: Sequence[Atoms], key: str, *, required: bool = True
+) -> dict[int, Float64Array]:
     """Return the forces (n_atoms, 3) of each structure that has some."""
     places = {i: hit for i, atoms in enumerate(frames) if (hit := find_label(atoms, key, True))}
-    if not places:
-        present = {name for atoms in frames for name in _vectors(atoms)}
-        _reject("forces", key, "three numbers for each atom", present)
+    if not places and required:
+        _reject("forces", key, "three numbers for each atom", _present(frames, True, (3,)))
     _check_shared_calculators(frames, places)
     found = {}
     for i, (value, place) in places.items():
-        values = _numbers(value, f"frames[{i}].{place}", [(len(frames[i]), 3)], "(n_atoms, 3)")
-        if np.isfinite(values).any():
-            found[i] = values
-    return found
+        name = f"frames[{i}].{place}"
+        found[i] = _finite(_numbers(value, name, [(len(frames[i]), 3)], "(n_atoms, 3)"), name)
+    return {i: values for i, values in found.items() if np.isfinite(values).any()}
 
 
-def find_stresses(frames: Sequence[Atoms], key: str) -> dict[int, Float64Array]:
+def find_stresses(
+    frames: Sequence[Atoms], key: str, *, required: bool = True
+) -> dict[int, Float64Array]:
     """Return the stress (6,) of each structure that has one and a cell with a volume.
 
     Zeros beside a structure that is not periodic are taken as unknown.
@@ -674,18 +568,16 @@ def find_stresses(frames: Sequence[Atoms], key: str) -> dict[int, Float64Array]:
             f"Convert it: atoms.info['stress'] = -atoms.info[{key!r}] / atoms.get_volume().",
         )
     places = {i: hit for i, atoms in enumerate(frames) if (hit := find_label(atoms, key, False))}
-    if not places:
-        stores = ({**atoms.info, **_stored_results(atoms)} for atoms in frames)
-        tensors = ((6,), (9,), (3, 3))
-        present = {str(k) for s in stores for k, v in s.items() if _as_array(v).shape in tensors}
-        _reject("stress", key, "six numbers, or a symmetric matrix", present)
+    if not places and required:
+        tensors = _present(frames, False, (6,), (9,), (3, 3))
+        _reject("stress", key, "six numbers, or a symmetric matrix", tensors)
     _check_shared_calculators(frames, places)
     values = {i: _voigt(value, f"frames[{i}].{place}") for i, (value, place) in places.items()}
     known = {i: v for i, v in values.items() if frames[i].pbc.any() or np.nan_to_num(v).any()}
     known = {i: value for i, value in known.items() if np.isfinite(value).any()}
     found = {i: value for i, value in known.items() if frames[i].cell.rank == 3}
     unused = sorted({*known} - {*found})
-    if unused:
+    if unused and required:
         _warn(
             f"{len(unused)} structures (first frames[{unused[0]}]) have {key!r} but no cell with a "
             "volume; their stress is not used."
@@ -693,30 +585,13 @@ def find_stresses(frames: Sequence[Atoms], key: str) -> dict[int, Float64Array]:
     return found
 
 
-def has_label(frames: Sequence[Atoms], quantity: str, key: str) -> bool:
-    """Return whether some structure has a value of "forces", or of a "stress" and a volume."""
-    if quantity == "forces":
-        return any(find_label(atoms, key, True) for atoms in frames)
-    return any(atoms.cell.rank == 3 and find_label(atoms, key, False) for atoms in frames)
-
-
 def _voigt(value: object, name: str) -> Float64Array:
     """Return a stress as six numbers, from six or nine."""
     array = _as_array(value)
     if array.size != 9:
-        return _numbers(value, name, [(6,)], "xx, yy, zz, yz, xz, xy, or a 3 × 3 matrix")
-    matrix = _numbers(array.reshape(3, 3), name, [(3, 3)], "a 3 × 3 matrix")
+        six = _numbers(value, name, [(6,)], "xx, yy, zz, yz, xz, xy, or a 3 × 3 matrix")
+        return _finite(six, name)
+    matrix = _finite(_numbers(array.reshape(3, 3), name, [(3, 3)], "a 3 × 3 matrix"), name)
     if np.abs(matrix - matrix.T).max() > _SYMMETRY * np.abs(matrix).max():
         raise InputError(name, "a matrix that is not symmetric", "a symmetric stress")
     return np.asarray((matrix + matrix.T)[VOIGT] / 2)
-
-
-def _vectors(atoms: Atoms) -> list[str]:
-    """Return the keys of three numbers for each atom, positions left out."""
-    stores: list[dict[str, Any]] = [atoms.arrays, _stored_results(atoms)]
-    return [
-        str(name)
-        for store in stores
-        for name, value in store.items()
-        if np.shape(value) == (len(atoms), 3) and name != "positions"
-    ]

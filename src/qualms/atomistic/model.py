@@ -15,7 +15,7 @@ from ase import Atoms
 from qualms.arrays import BoolArray, Float64Array, IntArray
 from qualms.atomistic import training
 from qualms.atomistic.baseline import atom_design, structure_design
-from qualms.atomistic.fitted import Fitted, Provenance, QuantityRecord, Record
+from qualms.atomistic.fitted import Fitted, Provenance, Record
 from qualms.atomistic.forces import (
     Mechanics,
     Potential,
@@ -26,7 +26,7 @@ from qualms.atomistic.forces import (
 from qualms.atomistic.model_file import read_model, write_model
 from qualms.atomistic.settings import Settings, make_settings, parameter_list, signature
 from qualms.atomistic.structures import check_species, check_structures, refuse_single, symbols_of
-from qualms.calibration.base import Calibration, CalibrationData
+from qualms.calibration.base import CalibrationData
 from qualms.calibration.methods import Scaled
 from qualms.errors import InputError, QualmsError, counted
 from qualms.features.soap import BATCH, Batch, Compression, stream_features
@@ -85,18 +85,13 @@ class AtomisticModel:
             in or out of a subsample together.
         progress : bool or Display
             Whether to show the progress on standard error, or what shows it.
-
-        Returns
-        -------
-        self
         """
         refuse_single(frames)
         stages = Stages(Bars() if progress is True else progress or None)
-        trained = training.fit(
+        found = training.fit(
             list(frames), self.settings, groups, threads=self.threads, stages=stages
         )
-        self._fitted, self.out_of_bag = trained
-        self._potential = None
+        self._fitted, self.out_of_bag, self._potential = *found, None
         return self
 
     @classmethod
@@ -145,13 +140,8 @@ class AtomisticModel:
     def predict_forces(self, frames: Sequence[Atoms], *, stress: bool = False) -> Mechanics:
         """Predict energies and forces, the derivatives of every member's energy.
 
-        For features by featomic, in float64: energies are those of `predict` up to rounding.
-
-        Parameters
-        ----------
-        frames : sequence of Atoms
-        stress : bool
-            Whether to predict stresses, too, of structures whose cells have a volume.
+        For features by featomic, in float64: energies are those of `predict` up to rounding. With
+        `stress`, the stresses of structures whose cells have a volume are predicted, too.
         """
         refuse_single(frames)
         check_frames(self.fitted, frames := list(frames), stress=stress)
@@ -185,15 +175,13 @@ class AtomisticModel:
         if unknown_species not in ("error", "ignore"):
             raise InputError("unknown_species", repr(unknown_species), '"error" or "ignore"')
         refuse_single(frames)
-        some = False
+        chunk, ignore = None, unknown_species == "ignore"
         with limited(self.threads):
-            ignore = unknown_species == "ignore"
             for chunk in stream_chunks(
                 self.fitted, frames, threads=self.threads, allow_unknown=ignore
             ):
-                some = True
                 yield chunk
-        if not some:
+        if chunk is None:
             raise InputError("frames", "no structures", "at least one")
 
     def target_atoms(self, frames: Sequence[Atoms]) -> list[IntArray]:
@@ -262,32 +250,18 @@ AtomisticModel.__doc__ = (AtomisticModel.__doc__ or "").replace(
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some structures to predict, and their features.
+    """Some structures to predict, and their features."""
 
-    Attributes
-    ----------
-    frames : list of Atoms
-        As they were given.
-    known : list of Atoms
-        Without atoms of unknown species.
-    centers : list of arrays of int
-        The atoms of `frames` whose environments are used.
-    batch : Batch
-        Features of these environments.
-    fitted : Fitted
-    """
-
-    frames: list[Atoms]
-    known: list[Atoms]
-    centers: list[IntArray]
-    batch: Batch
+    frames: list[Atoms]  #: as they were given
+    known: list[Atoms]  #: without atoms of unknown species
+    centers: list[IntArray]  #: the atoms of `frames` whose environments are used
+    batch: Batch  #: features of these environments
     fitted: Fitted
 
     @property
     def has_unknown(self) -> BoolArray:
         """Whether a structure has atoms of unknown species."""
-        pairs = zip(self.frames, self.known, strict=True)
-        return np.array([len(given) != len(known) for given, known in pairs])
+        return np.array([len(a) > len(b) for a, b in zip(self.frames, self.known, strict=True)])
 
     @property
     def sizes(self) -> Float64Array:
@@ -304,16 +278,16 @@ class Chunk:
     @property
     def design(self) -> Float64Array:
         """Design matrix of the baseline, a row for each prediction."""
-        species = self.fitted.baseline.species
         if self.fitted.per_atom:
-            return atom_design(self.center_species, species)
-        return structure_design(self.known, species)
+            return self.atom_design
+        return structure_design(self.known, self.fitted.baseline.species)
 
     @property
-    def center_species(self) -> IntArray:
-        """Atomic number at the centre of each environment."""
+    def atom_design(self) -> Float64Array:
+        """Design matrix of the baseline, a row for each environment."""
         pairs = zip(self.frames, self.centers, strict=True)
-        return np.concatenate([atoms.numbers[chosen] for atoms, chosen in pairs])
+        numbers = np.concatenate([atoms.numbers[chosen] for atoms, chosen in pairs])
+        return atom_design(numbers, self.fitted.baseline.species)
 
     def rows(self, novelty: Float64Array | None = None) -> Float64Array:
         """Return the kernel rows K_XM, and fill `novelty` (n_structures, 2) if it is given."""
@@ -343,17 +317,13 @@ class Chunk:
         points, or if it has atoms of unknown species.
         """
         limits = np.array(self.fitted.training_novelty) + _ROUNDING
-        flags: BoolArray = np.any(novelty > limits, axis=1)
-        spread = prediction.uncalibrated.std
         # Members that agree to rounding on all training rows differ by rounding everywhere.
-        largest = self.fitted.training_spread or np.inf
+        largest = (self.fitted.training_spread or np.inf) * self.factors
+        above = prediction.uncalibrated.std > largest
         if self.fitted.per_atom:
-            above = spread > largest
             edges = pairwise(self.batch.offsets)
-            flags |= np.array([bool(np.any(above[a:b])) for a, b in edges])
-        else:
-            flags |= spread > largest * self.sizes
-        return flags | self.has_unknown
+            above = np.array([bool(np.any(above[a:b])) for a, b in edges])
+        return np.asarray(np.any(novelty > limits, axis=1) | above | self.has_unknown)
 
 
 def stream_chunks(
@@ -364,19 +334,11 @@ def stream_chunks(
     allow_unknown: bool = False,
     batch: int | None = None,
 ) -> Iterator[Chunk]:
-    """Yield structures with their features, in order.
+    """Yield structures, which may come from a generator, with their features, in order.
 
-    Parameters
-    ----------
-    fitted : Fitted
-    frames : iterable of Atoms
-        May be a generator that reads a file.
-    threads : int
-    allow_unknown : bool
-        Whether atoms of unknown species are left out, rather than an error.
-    batch : int, optional
-        Environments in a chunk, about; 30 MB of features by default. Larger arrays are allocated
-        again each time, which takes as long as computing the features.
+    Atoms of unknown species are left out if they are allowed, and an error otherwise. A chunk has
+    about `batch` environments, by default 30 MB of features: larger arrays are allocated again each
+    time, which takes as long as computing the features.
     """
     if batch is None:
         batch = min(max(30_000_000 // (8 * fitted.representation.n_features), 256), BATCH)
@@ -395,9 +357,8 @@ def stream_chunks(
             waiting.append((atoms, known, kept[inside]))
             yield known, inside
 
-    for found in stream_features(
-        fitted.representation, structures(), n_workers=threads, batch=batch
-    ):
+    representation, some = fitted.representation, structures()
+    for found in stream_features(representation, some, n_workers=threads, batch=batch):
         taken = [waiting.popleft() for _ in found.sizes]
         given, known, centers = (list(part) for part in zip(*taken, strict=True))
         yield Chunk(given, known, centers, found, fitted)
@@ -406,9 +367,7 @@ def stream_chunks(
 def centers_of(numbers: IntArray, fitted: Fitted) -> IntArray:
     """Return the atoms whose environments are used: all, or those of the species of the target."""
     species = fitted.settings.species
-    if not fitted.per_atom or species is None:
-        return np.arange(len(numbers))
-    return np.flatnonzero(np.isin(numbers, species))
+    return np.arange(len(numbers)) if species is None else np.flatnonzero(np.isin(numbers, species))
 
 
 def atom_contributions(chunk: Chunk) -> list[Prediction]:
@@ -426,15 +385,11 @@ def atom_contributions(chunk: Chunk) -> list[Prediction]:
         return [whole[a:b] for a, b in edges]
     raw = fitted.basis.environment_rows(chunk.batch.features) @ fitted.weights
     raw += fitted.intercepts
-    raw += fitted.baseline.predict_members(
-        atom_design(chunk.center_species, fitted.baseline.species)
-    )
+    raw += fitted.baseline.predict_members(chunk.atom_design)
     spread = whole.uncalibrated.std
     factors = np.divide(whole.std, spread, out=np.ones_like(spread), where=spread > 0)
-    return [
-        Prediction(raw[a:b]).calibrated(Scaled(float(factor)))
-        for (a, b), factor in zip(edges, factors, strict=True)
-    ]
+    parts = zip(edges, factors, strict=True)
+    return [Prediction(raw[a:b]).calibrated(Scaled(float(factor))) for (a, b), factor in parts]
 
 
 # --- summary --------------------------------------------------------------------------------------
@@ -448,45 +403,50 @@ def summarize(fitted: Fitted) -> dict[str, str]:
     units = f" in {settings.units}" if settings.units else ""
     of = f" of {symbols_of(settings.species)}" if settings.species else ""
     how = "bootstrap" if settings.replace else f"subsamples of {settings.subsample:g}"
-    noise = record.quantities["energy"].noise
-    facts = {
-        "target": f"{settings.target}{units} ({settings.kind}{of})",
-        "trained on": _data(fitted),
-        "elements": symbols_of(fitted.representation.species),
-        "representation": _representation(fitted),
-        "representatives": f"{record.effective_rank} of {settings.n_representatives} requested, by "
-        f"{settings.selection}",
-        "noise": f"σ = {noise:.4g} {settings.units_of('energy')}".rstrip()
-        + f" ({noise / record.target_std:.1e} of the standard deviation of the target)",
-        "baseline": fitted.baseline.name,
-        "members": f"{settings.n_members}, {how} ({record.solver})",
-    }
-    for name, found in record.quantities.items():
-        of = "" if name == "energy" else f"{name} "
-        if of:
-            facts[name] = f"{found.n_rows} components, {found.n_without} structures without; " + (
-                f"σ = {found.noise:.4g} {settings.units_of('energy' if name == 'stress' else name)}"
-            )
-        facts[f"{of}error"] = _error(found, settings.units_of(name))
-        calibration = fitted.calibration_of(name)
-        text = "as the energy" if calibration is None else _calibration(calibration, found)
-        facts[f"{of}calibration"] = text
-    facts["time"] = format_time(sum(record.seconds.values()))
-    made = f"{provenance.created} by qualms {provenance.packages['qualms']}"
-    return facts | {"made": f"{made}, data {provenance.data_digest[:12]}"}
-
-
-def _data(fitted: Fitted) -> str:
-    record, target = fitted.record, fitted.record.quantities["energy"]
-    rows = f"{target.n_rows} atoms of " if fitted.per_atom else ""
-    text = f"{rows}{record.n_structures} structures, {record.n_environments} environments"
+    target = record.quantities["energy"]
     counts = {
         "unlabelled skipped": target.n_without,
         "isolated atoms": record.n_isolated,
         "duplicates": record.n_duplicates,
     }
     others = ", ".join(f"{n} {what}" for what, n in counts.items() if n)
-    return f"{text} ({others})" if others else text
+    rows = f"{target.n_rows} atoms of " if fitted.per_atom else ""
+    facts = {
+        "target": f"{settings.target}{units} ({settings.kind}{of})",
+        "trained on": f"{rows}{record.n_structures} structures, {record.n_environments} "
+        f"environments{f' ({others})' if others else ''}",
+        "elements": symbols_of(fitted.representation.species),
+        "representation": _representation(fitted),
+        "representatives": f"{record.effective_rank} of {settings.n_representatives} requested, by "
+        f"{settings.selection}",
+        "noise": f"σ = {target.noise:.4g} {settings.units_of('energy')}".rstrip()
+        + f" ({target.noise / record.target_std:.1e} of the standard deviation of the target)",
+        "baseline": fitted.baseline.name,
+        "members": f"{settings.n_members}, {how} ({record.solver})",
+    }
+    for name, found in record.quantities.items():
+        of, units = "" if name == "energy" else f"{name} ", settings.units_of(name)
+        if of:
+            noise_units = settings.units_of("energy" if name == "stress" else name)
+            counts_of = f"{found.n_rows} components, {found.n_without} structures without"
+            facts[name] = f"{counts_of}; σ = {found.noise:.4g} {noise_units}"
+        facts[f"{of}error"] = "not available (no out-of-bag errors)"
+        if found.rmse is not None:
+            errors = f"RMSE {found.rmse:.4g}, MAE {found.mae:.4g} {units}".rstrip()
+            facts[f"{of}error"] = f"{errors} ({found.n_out_of_bag} out-of-bag rows)"
+        facts[f"{of}calibration"] = "as the energy"
+        if (calibration := fitted.calibration_of(name)) is not None:
+            alpha, gamma = (
+                f"{value:.3f}" if value == 0 or abs(value) >= 0.01 else f"{value:.2e}"
+                for value in (calibration.alpha, calibration.gamma)
+            )
+            structures = counted(found.n_out_of_bag_structures, "structure")
+            points = f"{calibration.n_points} points of {structures}"
+            fit = f"{calibration.method}, α = {alpha}, γ = {gamma} ({points})"
+            facts[f"{of}calibration"] = fit
+    facts["time"] = format_time(sum(record.seconds.values()))
+    made = f"{provenance.created} by qualms {provenance.packages['qualms']}"
+    return facts | {"made": f"{made}, data {provenance.data_digest[:12]}"}
 
 
 def _representation(fitted: Fitted) -> str:
@@ -502,20 +462,3 @@ def _representation(fitted: Fitted) -> str:
     method = soap.compression.method if isinstance(soap.compression, Compression) else standard
     kept = f"{raw} → {representation.n_features} features by {_COMPRESSIONS[method]}"
     return f"{text}, {kept} (kernel ± {error:.1e})"
-
-
-def _error(found: QuantityRecord, units: str) -> str:
-    if found.rmse is None or found.mae is None:
-        return "not available (no out-of-bag errors)"
-    error = f"RMSE {found.rmse:.4g}, MAE {found.mae:.4g} {units}".rstrip()
-    return f"{error} ({found.n_out_of_bag} out-of-bag rows)"
-
-
-def _calibration(calibration: Calibration, found: QuantityRecord) -> str:
-    alpha, gamma = (
-        f"{value:.3f}" if value == 0 or abs(value) >= 0.01 else f"{value:.2e}"
-        for value in (calibration.alpha, calibration.gamma)
-    )
-    structures = counted(found.n_out_of_bag_structures, "structure")
-    points = f"{calibration.n_points} points of {structures}"
-    return f"{calibration.method}, α = {alpha}, γ = {gamma} ({points})"

@@ -164,23 +164,18 @@ def _expected(document: ModelDocument) -> dict[str, TensorSpec]:
 def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
     pairs = zip(range(document.n_projections), document.kernel_errors, strict=True)
     projections = tuple(Projection(tensors[f"projection_{s}"], error) for s, error in pairs)
-    elements = range(1, len(chemical_symbols))
-    if not set(document.species) <= set(elements) or list(document.species) != sorted(
-        set(document.species)
-    ):
+    species = sorted({z for z in document.species if 0 < z < len(chemical_symbols)})
+    if [*document.species] != species:
         raise ValueError(f"species {document.species}")
+    soap, scale = document.settings.representation, document.feature_scale
+    representation = Representation(soap, document.species, projections, scale, precise=True)
+    full, members = tensors["baseline"], tensors["baseline_members"]
     quantities = set(document.settings.keys)
     if "energy" not in document.calibrations or not set(document.calibrations) <= quantities:
         raise ValueError(f"calibrations of {', '.join(document.calibrations)}")
     return Fitted(
         settings=document.settings,
-        representation=Representation(
-            document.settings.representation,
-            document.species,
-            projections,
-            document.feature_scale,
-            precise=True,
-        ),
+        representation=representation,
         representatives=tensors["representatives"],
         origins=tensors["origins"],
         kernel_scale=document.kernel_scale,
@@ -188,9 +183,7 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
         intercepts=tensors["intercepts"],
         pp_weights=tensors["pp_weights"],
         pp_intercept=document.pp_intercept,
-        baseline=Baseline(
-            document.baseline, document.species, tensors["baseline"], tensors["baseline_members"]
-        ),
+        baseline=Baseline(document.baseline, document.species, full, members),
         calibrations={
             quantity: _calibrations(document, documents)
             for quantity, documents in document.calibrations.items()

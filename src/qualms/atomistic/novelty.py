@@ -32,20 +32,8 @@ def atom_novelty(
 
     The novelty of an environment is one minus its largest normalised kernel with a representative.
     It is given in units of the largest novelty in a structure that only one training structure in a
-    hundred exceeds: beyond one, an atom makes its structure an extrapolation, as
-    `AtomisticModel.extrapolates` has it.
-
-    Parameters
-    ----------
-    model : AtomisticModel
-    frames : sequence of Atoms
-    unknown_species : {"error", "ignore"}
-        As in `AtomisticModel.predict`; atoms that are ignored have no value.
-
-    Returns
-    -------
-    list of (n_atoms,) arrays
-        For a property of atoms, those of `AtomisticModel.target_atoms`.
+    hundred exceeds: beyond one, an atom makes its structure an extrapolation. For an atomic
+    property, atoms are those of `AtomisticModel.target_atoms`.
     """
     chunks = model.stream(frames, unknown_species=unknown_species)
     return [novelty for chunk in chunks for novelty in chunk.atom_novelty()]
@@ -54,41 +42,21 @@ def atom_novelty(
 def atom_force_std(model: AtomisticModel, frames: Sequence[Atoms]) -> list[Float64Array]:
     """Return the uncertainty of the force on each atom of each structure, as a number.
 
-    It is the norm √(σ_x² + σ_y² + σ_z²) of the calibrated uncertainties of the components, which
-    does not depend on the orientation of the structure.
-
-    Parameters
-    ----------
-    model : AtomisticModel
-        With forces, as for `AtomisticModel.predict_forces`; best if it has learned from some.
-    frames : sequence of Atoms
-
-    Returns
-    -------
-    list of (n_atoms,) arrays
-        Units of the energy per Å.
+    It is the norm √(σ_x² + σ_y² + σ_z²) of the calibrated uncertainties of the components, in the
+    units of the energy per Å, which does not depend on the orientation of the structure.
     """
     return [force_norm(found.forces.std) for found in model.predict_forces(frames)]
 
 
 def force_norm(std: Float64Array) -> Float64Array:
     """Return √(σ_x² + σ_y² + σ_z²), (n_atoms,), for uncertainties of forces (n_atoms, 3)."""
-    norm: Float64Array = np.linalg.norm(std, axis=1)
-    return norm
+    return np.asarray(np.linalg.norm(std, axis=1))
 
 
 class Attribution(NamedTuple):
-    """Novelty and uncertainties of the atoms of one structure, (n_atoms,) each.
+    """Novelty, uncertainty of the contribution and of the force of each atom: (n_atoms,) each.
 
-    Attributes
-    ----------
-    novelty : array
-        As `atom_novelty`.
-    std : array
-        Uncertainty of the contribution of each atom, as `AtomisticModel.predict_atoms`.
-    force_std : array, optional
-        Uncertainty of the force on each atom, as `atom_force_std`; None if the model has no
-        continuous forces.
+    There is no uncertainty of forces if the model has no continuous forces.
     """
 
     novelty: Float64Array
@@ -97,14 +65,7 @@ class Attribution(NamedTuple):
 
 
 def attributions(model: AtomisticModel, frames: Sequence[Atoms]) -> list[Attribution]:
-    """Return novelty and uncertainties of all atoms of structures.
-
-    Parameters
-    ----------
-    model : AtomisticModel
-        Of a property of structures.
-    frames : sequence of Atoms
-    """
+    """Return novelty and uncertainties of all atoms, for a property of structures."""
     found = []
     for chunk in model.stream(frames):
         forces: Sequence[Float64Array | None] = [None] * len(chunk.frames)

@@ -7,22 +7,34 @@ from this list.
 from __future__ import annotations
 
 import inspect
+import re
 import textwrap
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import psutil
 from ase.data import atomic_numbers, chemical_symbols
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from qualms.arrays import check_number
 from qualms.calibration.fitting import METHODS
 from qualms.errors import InputError
 from qualms.features.soap import Soap, make_soap
-from qualms.resources import default_threads, parse_memory
+from qualms.resources import default_threads
 
 #: Width in Å over which neighbours fade at the cutoff, if forces are learned and none is given.
 SMOOTHING = 0.5
+#: Share of the memory of the machine that is used if no limit is given.
+_SHARE = 0.75
 
 Kind = Literal["extensive", "intensive", "atomic"]
 _Key = Annotated[str, Field(min_length=1)]
@@ -30,10 +42,15 @@ _Variance = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Fraction = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
 
 
-def _parameter(group: str, default: Any, description: str, type_: str = "", **options: Any) -> Any:
+def _parameter(group: str, default: Any, type_: str, description: str, **options: Any) -> Any:
     """Return a field; `type_` is its type as the documentation has it."""
     extra: dict[str, Any] = {"group": group, "type": type_}
     return Field(default, description=description, json_schema_extra=extra, **options)
+
+
+_data, _model, _uncertainty, _resources = (
+    partial(_parameter, group) for group in ("data", "model", "uncertainty", "resources")
+)
 
 
 class Settings(BaseModel):
@@ -41,129 +58,108 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    target: _Key = _parameter(
-        "data",
+    target: _Key = _data(
         ...,
+        "str",
         "Key of the property, in ``atoms.info`` or, for atomic properties, ``atoms.arrays``. "
         "``REF_`` keys and results of calculators are found, too.",
-        "str",
     )
-    kind: Kind = _parameter(
-        "data",
+    kind: Kind = _data(
         "extensive",
-        "Sum over atoms, such as an energy; average over atoms; or a value for each atom.",
         '{"extensive", "intensive", "atomic"}',
+        "Sum over atoms, such as an energy; average over atoms; or a value for each atom.",
     )
-    representation: Soap = _parameter(
-        "model",
+    representation: Soap = _model(
         "organic",
+        "str, dict or Soap",
         'Preset ("organic", "nmr", "general") or SOAP hyper-parameters: see '
         "`qualms.features.soap`.",
-        "str, dict or Soap",
         validate_default=True,
     )
-    species: tuple[int, ...] | None = _parameter(
-        "data",
+    species: tuple[int, ...] | None = _data(
         None,
-        "Elements of an atomic property, such as H or H,C; those with labels by default.",
         "list of str, optional",
+        "Elements of an atomic property, such as H or H,C; those with labels by default.",
     )
-    n_representatives: int = _parameter(
-        "model", 1000, "Number M of representative environments.", "int", ge=1
+    n_representatives: int = _model(1000, "int", "Number M of representative environments.", ge=1)
+    selection: Literal["fps", "cur", "random"] = _model(
+        "fps", '{"fps", "cur", "random"}', "Method that selects representative environments."
     )
-    selection: Literal["fps", "cur", "random"] = _parameter(
-        "model",
-        "fps",
-        "Method that selects representative environments.",
-        '{"fps", "cur", "random"}',
-    )
-    per_species: bool = _parameter(
-        "model",
+    per_species: bool = _model(
         False,
-        "Select representatives for each element, in proportion to its environments.",
         "bool",
+        "Select representatives for each element, in proportion to its environments.",
     )
-    baseline: Literal["none", "mean", "atoms", "composition"] | dict[int, float] = _parameter(
-        "model",
+    baseline: Literal["none", "mean", "atoms", "composition"] | dict[int, float] = _model(
         "composition",
+        '{"composition", "mean", "atoms", "none"} or dict',
         "Subtracted before learning: least squares in the composition; a constant; energies of "
         "isolated atoms, given here by element or found in the data "
         "(``config_type=isolated_atom``); nothing.",
-        '{"composition", "mean", "atoms", "none"} or dict',
     )
-    noise: Literal["loo", "evidence"] | _Variance = _parameter(
-        "model",
+    noise: Literal["loo", "evidence"] | _Variance = _model(
         "loo",
+        '{"loo", "evidence"} or float',
         "Criterion that selects the noise variance σ², or σ² itself in the units of the target "
         "squared (per atom if the target is extensive).",
-        '{"loo", "evidence"} or float',
     )
-    forces: _Key | None = _parameter(
-        "data", None, "Key of forces to learn together with the energy.", "str, optional"
+    forces: _Key | None = _data(
+        None, "str, optional", "Key of forces to learn together with the energy."
     )
-    stress: _Key | None = _parameter(
-        "data",
+    stress: _Key | None = _data(
         None,
-        "Key of stresses to learn together with the energy, with ASE's sign.",
         "str, optional",
+        "Key of stresses to learn together with the energy, with ASE's sign.",
     )
-    forces_noise: Literal["auto"] | _Variance = _parameter(
-        "model",
+    forces_noise: Literal["auto"] | _Variance = _model(
         "auto",
+        '"auto" or float',
         "Noise variance of forces; selected together with that of the energy by default.",
-        '"auto" or float',
     )
-    stress_noise: Literal["auto"] | _Variance = _parameter(
-        "model",
+    stress_noise: Literal["auto"] | _Variance = _model(
         "auto",
-        "Noise variance of virials per atom (Vσ/n, an energy); selected by default.",
         '"auto" or float',
+        "Noise variance of virials per atom (Vσ/n, an energy); selected by default.",
     )
-    noise_per: Literal["atom", "structure"] = _parameter(
-        "model",
+    noise_per: Literal["atom", "structure"] = _model(
         "atom",
-        "With forces: whether energies have the same noise per atom or per structure.",
         '{"atom", "structure"}',
+        "With forces: whether energies have the same noise per atom or per structure.",
     )
-    n_members: int = _parameter("uncertainty", 16, "Number N_R of ensemble members.", "int", ge=2)
-    subsample: Annotated[int, Field(ge=2)] | _Fraction = _parameter(
-        "uncertainty", 0.5, "Size of the subsamples, as a fraction or a number.", "float or int"
+    n_members: int = _uncertainty(16, "int", "Number N_R of ensemble members.", ge=2)
+    subsample: Annotated[int, Field(ge=2)] | _Fraction = _uncertainty(
+        0.5, "float or int", "Size of the subsamples, as a fraction or a number."
     )
-    resample: Literal["structures", "atoms"] = _parameter(
-        "uncertainty",
+    resample: Literal["structures", "atoms"] = _uncertainty(
         "structures",
+        '{"structures", "atoms"}',
         "Unit of subsampling for atomic properties: structures, since atoms of one structure are "
         "similar, or single atoms.",
-        '{"structures", "atoms"}',
     )
-    replace: bool = _parameter("uncertainty", False, "Bootstrap instead of subsampling.", "bool")
-    calibration: str = _parameter(
-        "uncertainty",
+    replace: bool = _uncertainty(False, "bool", "Bootstrap instead of subsampling.")
+    calibration: str = _uncertainty(
         "student",
-        "Method that calibrates the ensemble standard deviation on out-of-bag points.",
         '{"student", "shrinkage", "linear", "power", "none"}',
+        "Method that calibrates the ensemble standard deviation on out-of-bag points.",
     )
-    units: str = _parameter("data", "", "Units of the target, stored and displayed.", "str")
-    seed: int = _parameter("uncertainty", 0, "Random seed.", "int", ge=0)
-    keep_pp: bool = _parameter(
-        "uncertainty",
+    units: str = _data("", "str", "Units of the target, stored and displayed.")
+    seed: int = _uncertainty(0, "int", "Random seed.", ge=0)
+    keep_pp: bool = _uncertainty(
         True,
+        "bool",
         "Store what the variance of the projected process, Eq. (3), needs: two triangular matrices "
         "of M rows.",
-        "bool",
     )
-    memory: str | float | None = _parameter(
-        "resources",
+    memory: str | float | None = _resources(
         None,
-        'Memory limit for training, such as ``"8GB"``; three quarters of the memory by default.',
         "str or float, optional",
+        'Memory limit for training, such as ``"8GB"``; three quarters of the memory by default.',
         exclude=True,
     )
-    threads: int | None = _parameter(
-        "resources",
+    threads: int | None = _resources(
         None,
-        "Number of cores; all by default, or as many as ``OMP_NUM_THREADS`` allows.",
         "int, optional",
+        "Number of cores; all by default, or as many as ``OMP_NUM_THREADS`` allows.",
         exclude=True,
     )
 
@@ -229,16 +225,11 @@ class Settings(BaseModel):
             raise ValueError(f"one of {', '.join(METHODS)}")
         return name
 
-    @field_validator("memory", mode="before")
+    @field_validator("memory", "threads", mode="before")
     @classmethod
-    def _readable_memory(cls, value: Any) -> Any:
-        parse_memory(value)
+    def _valid_resources(cls, value: Any, info: ValidationInfo) -> Any:
+        (parse_memory if info.field_name == "memory" else default_threads)(value)
         return value
-
-    @field_validator("threads", mode="before")
-    @classmethod
-    def _positive_threads(cls, value: Any) -> Any:
-        return None if value is None else default_threads(value)
 
 
 def as_number(species: str | int) -> int:
@@ -284,10 +275,9 @@ def _with_derivatives(settings: Settings) -> Settings:
             f"{soap.engine!r}, radial_basis={soap.scales[0].radial_basis!r}",
             "engine 'featomic' and radial_basis 'gto', whose features have derivatives",
         )
-    scales = tuple(
-        scale if scale.smoothing is not None else scale.model_copy(update={"smoothing": SMOOTHING})
-        for scale in soap.scales
-    )
+    widths = [s.smoothing if s.smoothing is not None else SMOOTHING for s in soap.scales]
+    pairs = zip(soap.scales, widths, strict=True)
+    scales = tuple(scale.model_copy(update={"smoothing": width}) for scale, width in pairs)
     smooth = soap.model_copy(update={"engine": "featomic", "scales": scales})
     return settings.model_copy(update={"representation": smooth})
 
@@ -313,19 +303,17 @@ def _first_problem(error: ValidationError) -> InputError:
 
 def signature() -> inspect.Signature:
     """Return the signature of a constructor that takes these parameters."""
-    parameters = []
-    for name, field in Settings.model_fields.items():
-        positional = name in ("target", "kind")
-        parameters.append(
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    return inspect.Signature(
+        [
             inspect.Parameter(
                 name,
-                inspect.Parameter.POSITIONAL_OR_KEYWORD
-                if positional
-                else inspect.Parameter.KEYWORD_ONLY,
+                kinds[name not in ("target", "kind")],
                 default=inspect.Parameter.empty if field.is_required() else field.default,
             )
-        )
-    return inspect.Signature(parameters)
+            for name, field in Settings.model_fields.items()
+        ]
+    )
 
 
 def parameter_list() -> str:
@@ -336,3 +324,19 @@ def parameter_list() -> str:
         text = textwrap.wrap(field.description or "", 88)
         lines += [f"    {name} : {extra['type']}", *(f"        {line}" for line in text)]
     return "\n".join(lines)
+
+
+def parse_memory(memory: str | float | None) -> float:
+    """Return a limit in bytes, given as ``"8GB"``, ``"500 MB"``, ``"16GiB"``, bytes or None."""
+    if memory is None:
+        return _SHARE * float(psutil.virtual_memory().total)
+    size: object = memory
+    if isinstance(memory, str):
+        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt]?)(i?)b?\s*", memory.lower())
+        if match is not None:
+            power = " kmgt".index(match[2] or " ")
+            size = float(match[1]) * (1024.0 if match[3] else 1000.0) ** power
+    if not isinstance(size, (int, float)) or isinstance(size, bool) or not 0 < size < float("inf"):
+        expected = 'a positive number of bytes, or a size such as "8GB"'
+        raise InputError("memory", repr(memory), expected)
+    return float(size)

@@ -25,6 +25,7 @@ from ase.io.formats import (
     ioformats,
     open_with_compression,
 )
+from numpy.typing import ArrayLike
 from scipy.spatial import cKDTree
 
 from qualms.arrays import Float64Array, IntArray
@@ -48,11 +49,8 @@ _EXTENDED_XYZ = (
 def iter_frames(path: str | os.PathLike[str]) -> Iterator[Atoms]:
     """Read structures one by one; their geometry is not checked: see `check_structures`.
 
-    Parameters
-    ----------
-    path : path
-        An (extended) XYZ file, perhaps compressed (``.gz``, ``.bz2``, ``.xz``), or a file of any
-        other format that `ase.io.iread` knows. All frames are read.
+    The file is (extended) XYZ, perhaps compressed (``.gz``, ``.bz2``, ``.xz``), or of any other
+    format that `ase.io.iread` knows. All frames are read.
     """
     file = Path(path)
     try:
@@ -79,9 +77,8 @@ def _guarded(file: Path, frames: Iterator[Atoms]) -> Iterator[Atoms]:
             # Messages such as that of KeyError('Qq') need the name of the exception.
             reason = " ".join(str(error).split())[:200]
             kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-            raise InputError(
-                "path", f"'{file}' (frame {index}, {kind}{reason})", _EXTENDED_XYZ
-            ) from error
+            given = f"'{file}' (frame {index}, {kind}{reason})"
+            raise InputError("path", given, _EXTENDED_XYZ) from error
         yield atoms
     if index == 0:
         raise InputError("path", f"'{file}' (empty)", "a file with at least one structure")
@@ -130,16 +127,11 @@ def _xyz_frames(stream: Iterator[str]) -> Iterator[Atoms]:
         while line.lstrip().startswith("VEC"):  # the cell, in one of the dialects
             lines.append(line)
             line = next(stream, "")
-        yield _read_xyz_frame(lines, number)
+        try:
+            yield next(read_xyz(io.StringIO("".join(lines)), index=slice(None)))
+        except Exception as error:
+            raise ValueError(f"line {number}: {type(error).__name__}: {error}") from error
         number += len(lines)
-
-
-def _read_xyz_frame(lines: list[str], number: int) -> Atoms:
-    try:
-        atoms: Atoms = next(read_xyz(io.StringIO("".join(lines)), index=slice(None)))
-    except Exception as error:
-        raise ValueError(f"line {number}: {type(error).__name__}: {error}") from error
-    return atoms
 
 
 def refuse_single(frames: object) -> None:
@@ -158,57 +150,40 @@ def check_structures(frames: Iterable[Atoms], *, first: int = 0) -> None:
     """
     refuse_single(frames)
     for index, atoms in enumerate(frames, start=first):
+        name = f"frames[{index}]"
         if not isinstance(atoms, Atoms):
-            raise InputError(f"frames[{index}]", f"a {type(atoms).__name__}", "ase.Atoms")
-        _check_atoms(f"frames[{index}]", atoms)
-        vectors = _periodic_vectors(f"frames[{index}]", atoms)
-        _check_distances(f"frames[{index}]", atoms, vectors)
+            raise InputError(name, f"a {type(atoms).__name__}", "ase.Atoms")
+        _check_atoms(name, atoms)
+        _check_distances(name, atoms, _periodic_vectors(name, atoms))
 
 
 def _check_atoms(name: str, atoms: Atoms) -> None:
     """Reject structures without atoms, and atoms without an element or a finite position."""
     if len(atoms) == 0:
         raise InputError(name, "no atoms", "at least one atom")
-    numbers, positions = atoms.numbers, atoms.positions
-    if numbers.min() < 1 or numbers.max() >= len(chemical_symbols):
-        bad = np.flatnonzero((numbers < 1) | (numbers >= len(chemical_symbols)))
-        raise InputError(
-            name,
-            f"atom {bad[0]} of atomic number {numbers[bad[0]]}",
-            f"elements, 1 to {len(chemical_symbols) - 1}",
-            "Atoms of no element have the number 0 and the symbol X in ASE.",
-        )
+    numbers, positions, largest = atoms.numbers, atoms.positions, len(chemical_symbols) - 1
+    if numbers.min() < 1 or numbers.max() > largest:
+        i = np.flatnonzero((numbers < 1) | (numbers > largest))[0]
+        given = f"atom {i} of atomic number {numbers[i]}"
+        raise InputError(name, given, f"elements, 1 to {largest} (ASE's symbol X is number 0)")
     if not np.isfinite(positions).all():
-        bad = np.flatnonzero(~np.isfinite(positions).all(axis=1))
-        raise InputError(name, f"atom {bad[0]} at {positions[bad[0]]}", "finite positions")
+        i = np.flatnonzero(~np.isfinite(positions).all(axis=1))[0]
+        raise InputError(name, f"atom {i} at {positions[i]}", "finite positions")
 
 
 def _periodic_vectors(name: str, atoms: Atoms) -> Float64Array:
     """Return the cell vectors of the periodic directions, (0 … 3, 3), if they are independent."""
-    periodic = np.flatnonzero(atoms.pbc)
-    vectors: Float64Array = np.asarray(atoms.cell, dtype=np.float64)[periodic]
+    vectors: Float64Array = np.asarray(atoms.cell, dtype=np.float64)[atoms.pbc]
     if len(vectors) == 0:
         return vectors
     if not np.isfinite(vectors).all():
         raise InputError(name, "a cell with NaN or infinite values", "a finite cell")
     lengths = np.linalg.norm(vectors, axis=1)
-    remedy = "Set pbc to False along directions that are not periodic."
-    if lengths.min() < MIN_DISTANCE:
-        direction = "abc"[periodic[lengths.argmin()]]
-        raise InputError(
-            name,
-            f"cell vector {direction} of length {lengths.min():.3g} Å",
-            f"at least {MIN_DISTANCE} Å along a periodic direction",
-            remedy,
-        )
-    independence = np.linalg.svd(vectors / lengths[:, None], compute_uv=False)[-1]
-    if independence < MIN_INDEPENDENCE:
-        raise InputError(
-            name,
-            f"cell {vectors.tolist()} of no volume",
-            "linearly independent cell vectors along the periodic directions",
-            remedy,
-        )
+    expected = f"independent cell vectors of at least {MIN_DISTANCE} Å along periodic directions"
+    singular = np.linalg.svd(vectors / np.maximum(lengths, MIN_DISTANCE)[:, None], compute_uv=False)
+    if lengths.min() < MIN_DISTANCE or singular[-1] < MIN_INDEPENDENCE:
+        remedy = "Set pbc to False along directions that are not periodic."
+        raise InputError(name, f"cell vectors {vectors.tolist()}", expected, remedy)
     return vectors
 
 
@@ -223,13 +198,10 @@ def _check_distances(name: str, atoms: Atoms, vectors: Float64Array) -> None:
     # Of two points on the very same place either may come first.
     j = int(neighbours[i, 1] if neighbours[i, 0] == i else neighbours[i, 0])
     a, b = sorted((int(owners[i]), int(owners[j])))
-    symbols = atoms.symbols
-    pair = f"atoms {a} ({symbols[a]}) and {b} ({symbols[b]})"
-    if a == b:
-        pair = f"atom {a} ({symbols[a]}) and its periodic image"
+    other = "its periodic image" if a == b else f"atom {b} ({atoms.symbols[b]})"
     raise InputError(
         name,
-        f"{pair}, {distances[i]:.2g} Å apart",
+        f"atom {a} ({atoms.symbols[a]}) and {other}, {distances[i]:.2g} Å apart",
         f"atoms at least {MIN_DISTANCE} Å apart",
         "Remove atoms that are there twice; positions and cells are in Å.",
     )
@@ -268,30 +240,23 @@ def fingerprints(frames: Iterable[Atoms]) -> list[bytes]:
     periodicity. Cell vectors along which they are not periodic do not count: the box around a
     molecule is not a part of it.
     """
-    return [_fingerprint(atoms) for atoms in frames]
+    found = []
+    for atoms in frames:
+        pbc = np.asarray(atoms.pbc, dtype=bool)
+        lengths = np.concatenate([atoms.positions, np.asarray(atoms.cell) * pbc[:, None]])
+        # Fixed byte order, so that all machines agree; adding zero turns −0.0 into 0.0.
+        lengths = (np.round(lengths, 6) + 0.0).astype("<f8")
+        content = atoms.numbers.astype("<i8").tobytes() + lengths.tobytes() + pbc.tobytes()
+        found.append(hashlib.blake2b(content, digest_size=16).digest())
+    return found
 
 
-def _fingerprint(atoms: Atoms) -> bytes:
-    pbc = np.asarray(atoms.pbc, dtype=bool)
-    lengths = np.concatenate([atoms.positions, np.asarray(atoms.cell) * pbc[:, None]])
-    content = hashlib.blake2b(digest_size=16)
-    # Fixed byte order, so that all machines agree; adding zero turns −0.0 into 0.0.
-    content.update(atoms.numbers.astype("<i8").tobytes())
-    content.update((np.round(lengths, 6) + 0.0).astype("<f8").tobytes())
-    content.update(pbc.tobytes())
-    return content.digest()
-
-
-def data_hash(frames: Iterable[Atoms], values: Float64Array | Sequence[Float64Array]) -> str:
+def data_hash(frames: Iterable[Atoms], values: Iterable[ArrayLike]) -> str:
     """Return a hexadecimal digest of structures, in order, and their labels (NaN for none)."""
-    parts = [np.atleast_1d(np.asarray(v, dtype=np.float64)) for v in values]
-    flat = np.concatenate([np.empty(0), *parts]) + 0.0
+    flat = np.concatenate([np.ravel(np.asarray(v, dtype=np.float64)) for v in values]) + 0.0
     flat[np.isnan(flat)] = np.nan  # there are many bit patterns of NaN
-    content = hashlib.blake2b(digest_size=16)
-    for fingerprint in fingerprints(frames):
-        content.update(fingerprint)
-    content.update(flat.astype("<f8").tobytes())
-    return content.hexdigest()
+    content = b"".join(fingerprints(frames)) + flat.astype("<f8").tobytes()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def species_of(frames: Iterable[Atoms]) -> list[int]:
@@ -302,36 +267,27 @@ def species_of(frames: Iterable[Atoms]) -> list[int]:
 def composition(frames: Sequence[Atoms], species: Sequence[int]) -> Float64Array:
     """Return the number of atoms of each species in each structure: (N, S)."""
     check_species(frames, species)
-    numbers, owners = _flat_numbers(frames)
-    counts = [np.bincount(owners[numbers == z], minlength=len(frames)) for z in species]
-    return np.stack(counts, axis=1).astype(np.float64)
+    largest = max(species)
+    counts = [np.bincount(atoms.numbers, minlength=largest + 1) for atoms in frames]
+    return np.stack(counts)[:, list(species)].astype(np.float64)
 
 
 def check_species(frames: Sequence[Atoms], known: Sequence[int], *, first: int = 0) -> None:
     """Reject structures with unknown species; the first structure has the number `first`."""
-    numbers, owners = _flat_numbers(frames)
-    unknown = ~np.isin(numbers, known)
-    if not unknown.any():
-        return
-    found = np.unique(owners[unknown])
-    raise InputError(
-        "frames",
-        f"{symbols_of(np.unique(numbers[unknown]).tolist())} in {len(found)} of {len(frames)} "
-        f"structures (first in frames[{first + found[0]}])",
-        f"known species only: {symbols_of(known)}",
-        "Omit such structures, train with these species, or ignore the atoms "
-        "(unknown_species='ignore', --ignore-unknown-species).",
-    )
+    unknown = {i: {*atoms.numbers.tolist()} - {*known} for i, atoms in enumerate(frames, first)}
+    found = [i for i, species in unknown.items() if species]
+    if found:
+        raise InputError(
+            "frames",
+            f"{symbols_of(sorted(set().union(*unknown.values())))} in {len(found)} of "
+            f"{len(frames)} structures (first in frames[{found[0]}])",
+            f"known species only: {symbols_of(known)}",
+            "Omit such structures, train with these species, or ignore the atoms "
+            "(unknown_species='ignore', --ignore-unknown-species).",
+        )
 
 
 def symbols_of(species: Iterable[int]) -> str:
     """Return the symbols of atomic numbers, in one readable string."""
     names = [chemical_symbols[z] if 0 <= z < len(chemical_symbols) else str(z) for z in species]
     return ", ".join(names) or "none"
-
-
-def _flat_numbers(frames: Sequence[Atoms]) -> tuple[IntArray, IntArray]:
-    """Return the atomic numbers of all atoms, and the structure of each."""
-    numbers = np.concatenate([np.empty(0, dtype=np.intp), *(atoms.numbers for atoms in frames)])
-    sizes = np.array([len(atoms) for atoms in frames], dtype=np.intp)
-    return numbers.astype(np.intp), np.repeat(np.arange(len(frames)), sizes)

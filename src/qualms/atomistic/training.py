@@ -19,9 +19,9 @@ import platform
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from itertools import combinations_with_replacement
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from ase import Atoms
@@ -34,7 +34,7 @@ from qualms.atomistic.forces import fill_rows, scale_rows
 from qualms.atomistic.kernel_rows import LANDMARKS, Basis, select_representatives
 from qualms.atomistic.label_checks import check_derivatives, warn_of_outliers
 from qualms.atomistic.labels import Quantity, TrainingSet, collect_labels
-from qualms.atomistic.settings import Settings
+from qualms.atomistic.settings import Settings, parse_memory
 from qualms.calibration.base import Calibration, CalibrationData, calibration_data
 from qualms.calibration.fitting import METHODS, fit_internally, internal_points
 from qualms.calibration.methods import NoCalibration
@@ -78,7 +78,6 @@ from qualms.gp.sparse_gp import (
     leave_one_out_residuals,
 )
 from qualms.progress import Stages
-from qualms.resources import format_bytes, parse_memory
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +85,8 @@ log = logging.getLogger(__name__)
 _NOT_NOVEL = 0.99
 #: Features are float32, or with forces float64: see `qualms.gp.linalg.whiten`.
 _RTOL, _RTOL_OF_FORCES = 1e-6, 1e-10
-#: Factor by which noise variances are raised if they are lost in rounding, and how often at most.
-_RAISE, _ATTEMPTS = 10.0, 8
+#: How often noise variances that are lost in rounding are raised, by a factor of ten.
+_ATTEMPTS = 8
 #: Representatives and rows up to which matrices are small, and one thread is the fastest.
 _SMALL, _FEW = 500, 50_000
 #: Components on which members agree to this share of the largest label, or to this number, are zero
@@ -97,6 +96,8 @@ _ROUNDING, _TINY = 1e-10, 1e-12
 #: warning is needed. Errors within a structure are correlated. The factor of energies is as good
 #: for forces as one from fewer than ten structures; for stresses it is often too small by half.
 _ENOUGH, _WELL = {"forces": 10, "stress": 3}, 10
+#: Parameter of the noise variance of each quantity.
+_NOISES = {"energy": "noise", "forces": "forces_noise", "stress": "stress_noise"}
 _PACKAGES = ("qualms", "numpy", "scipy", "ase", "dscribe", "featomic", "safetensors")
 
 T = TypeVar("T")
@@ -119,15 +120,7 @@ def fit(
 ) -> Trained:
     """Train a model on labelled structures and calibrate it on out-of-bag points.
 
-    Parameters
-    ----------
-    frames : sequence of Atoms
-    settings : Settings
-    groups : sequence, optional
-        Labels of structures that are in or out of a subsample together.
-    threads : int
-    stages : Stages, optional
-        Shows the progress.
+    Structures of the same group are in or out of a subsample together.
     """
     stages = stages or Stages()
     with threadpool_limits(limits=threads):
@@ -142,14 +135,7 @@ def fit(
 
 
 class Draw(NamedTuple):
-    """Rows of each member, and the baselines fitted to them.
-
-    Attributes
-    ----------
-    counts : (N, N_R) array of int
-        How often each row of the target is in each member.
-    baseline : Baseline
-    """
+    """How often each row of the target is in each member, (N, N_R), and the baselines."""
 
     counts: IntArray
     baseline: Baseline
@@ -161,26 +147,22 @@ def draw_ensemble(data: TrainingSet) -> Draw:
     A member whose rows do not determine the baseline of the composition, because it lacks a rare
     element, gets the few rows that do.
     """
-    settings, n, groups = data.settings, len(data.y), data.row_groups
+    settings, n, groups, design = data.settings, len(data.y), data.row_groups, data.design
     n_groups = len(np.unique(groups))
     if n_groups < 2:
         what = "labelled atoms" if settings.resample == "atoms" else "different labelled structures"
         raise InputError("frames", f"{n_groups} {what}", f"at least 2 {what} to draw from")
-    drawn = draw_members(
-        n,
-        settings.n_members,
-        settings.subsample,
-        np.random.default_rng(settings.seed),
-        replace=settings.replace,
-        groups=groups,
-    )
-    counts, design = membership_counts(drawn, n), data.design
+    rng = np.random.default_rng(settings.seed)
+    size, with_replacement = settings.subsample, settings.replace
+    drawn = draw_members(n, settings.n_members, size, rng, replace=with_replacement, groups=groups)
+    counts = membership_counts(drawn, n)
     lacking = np.flatnonzero(~spans(design, counts))
-    if settings.baseline == "composition" and len(lacking):
+    anchored = settings.baseline == "composition" and len(lacking) > 0
+    if anchored:
         here = np.ix_(np.isin(groups, groups[anchors(design)]), lacking)
         counts[here] = np.maximum(counts[here], 1)
     if settings.calibration != "none" and not _out_of_bag(counts).any():
-        if settings.baseline == "composition" and len(lacking):
+        if anchored:
             raise InputError(
                 "baseline",
                 "'composition'",
@@ -190,7 +172,7 @@ def draw_ensemble(data: TrainingSet) -> Draw:
             )
         raise InputError(
             "subsample",
-            settings.subsample,
+            size,
             f"subsamples that leave some of the {n} rows out of at least {MIN_ABSENT} of "
             f"{settings.n_members} members, to calibrate on",
             "Use smaller subsamples, more members or more structures, or calibration='none'.",
@@ -218,28 +200,14 @@ def _out_of_bag(counts: IntArray) -> BoolArray:
 
 @dataclass(frozen=True)
 class KernelRows:
-    """Kernel rows of a training set, whitened.
-
-    Attributes
-    ----------
-    representation : Representation
-    basis : Basis
-        Representatives and the kernel with them, scaled by Eq. (17), Musil et al. 2019.
-    origins : (r, 2) array of int
-        Structure, as given to `fit`, and atom of each representative.
-    whitening : Whitening
-        Of the scaled kernel.
-    Phi : (N, r) array
-        Whitened kernel rows of all quantities.
-    novelty : (float, float)
-        Largest and mean novelty of the environments of a structure that few structures exceed.
-    """
+    """Whitened kernel rows of a training set."""
 
     representation: Representation
-    basis: Basis
-    origins: IntArray
-    whitening: Whitening
-    Phi: Float64Array
+    basis: Basis  #: representatives and the kernel with them, scaled by Eq. (17), Musil et al. 2019
+    origins: IntArray  #: (r, 2): structure, as given to `fit`, and atom of each representative
+    whitening: Whitening  #: of the scaled kernel
+    Phi: Float64Array  #: (N, r): rows of all quantities
+    #: largest and mean novelty of the environments of a structure that few structures exceed
     novelty: tuple[float, float]
 
 
@@ -252,76 +220,68 @@ def compute_rows(
 ) -> KernelRows:
     """Compute features, select representatives, and compute the kernel rows of all labels."""
     stages = stages or Stages()
-    plan = _plan_memory(data, parse_memory(memory), threads)
-    source = _Source(data, plan.n_workers, stages)
-    representation = _fit_representation(data, stages)
-    X = source.array(representation, 0, len(data.frames)) if plan.n_block is None else None
+    n_block, n_workers = _plan_memory(data, parse_memory(memory), threads)
+    source = _Source(data, _fit_representation(data, stages), n_workers, stages)
+    X = source.array(0, len(data.frames)) if n_block is None else None
     if X is not None:
         stop_workers()  # and free their memory
-    environments, representatives = _select(source, representation, X, plan.n_block)
-    whitening = _whiten(representation, representatives, data.settings, stages)
+    environments, representatives = _select(source, X, n_block)
+    whitening = _whiten(source, representatives)
     environments = environments[whitening.pivots]
     representatives = np.ascontiguousarray(representatives[whitening.pivots])
     # The leading components of compressed features are multiplied in float64 anyway.
-    exact = representatives if representation.projections else representatives.astype(np.float64)
-    plain = Basis(representation.kernel, exact, 1.0, data.settings.per_atom)
-    K, scale, novelty = _kernel_rows(source, representation, plain, environments, X)
+    kernel, compressed = source.representation.kernel, source.representation.projections
+    exact = representatives if compressed else representatives.astype(np.float64)
+    plain = Basis(kernel, exact, 1.0, data.settings.per_atom)
+    K, scale, novelty = _kernel_rows(source, plain, environments, X)
     del X  # before the largest matrices are made
     whitening = replace(whitening, factor=whitening.factor * np.sqrt(scale))
     with stages.stage("Whitening"), _few_threads(data, len(environments)):
         Phi = np.asarray(whitening.features(K, overwrite=True), dtype=np.float64)
-    return KernelRows(
-        replace(representation, precise=True),
-        replace(plain, representatives=representatives, scale=scale),
-        _origins(data, environments),
-        whitening,
-        Phi,
-        novelty,
-    )
+    structure, place = _located(data, environments)
+    atom = [data.centers[s][p] for s, p in zip(structure, place, strict=True)]
+    origins = np.stack([data.source[structure], np.array(atom)], axis=1).astype(np.int64)
+    basis = replace(plain, representatives=representatives, scale=scale)
+    precise = replace(source.representation, precise=True)
+    return KernelRows(precise, basis, origins, whitening, Phi, novelty)
 
 
-class _Plan(NamedTuple):
-    """Environments per block if features are recomputed (None if kept), and worker processes."""
-
-    n_block: int | None
-    n_workers: int
-
-
-def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> _Plan:
-    """Return whether features are kept, and log the memory needed.
+def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int | None, int]:
+    """Return environments per block if features are recomputed (None if kept), and processes.
 
     Sizes in bytes are those of the largest arrays of each stage; 0.5 GB is for the interpreter and
     libraries, 0.25 GB for those of each worker process.
     """
     settings, n = data.settings, data.n_environments
-    M = min(settings.n_representatives, n)
+    M, batch = min(settings.n_representatives, n), min(BATCH, n)
     widths = Representation(settings.representation, tuple(data.species)).widths
     compression = _compression(data)
-    d_raw = sum(widths)
-    d = d_raw if compression is None else sum(min(w, compression.n_features) for w in widths)
+    d = d_raw = sum(widths)
+    if compression is not None:
+        d = sum(min(w, compression.n_features) for w in widths)
     base = 0.5e9 + 4e3 * len(data.frames) + 100.0 * n
-    batch = min(BATCH, n)
     rows = 8.0 * data.n_rows * M
     products = 12.0 * BLOCK * M + 4.0 * BLOCK * d
+    solving = rows + 48.0 * M**2 + min(0.5 * rows, 2e9) + 128.0 * settings.n_members * data.n_rows
     if settings.mechanical:
         # Derivatives by some 30 neighbours, and Gram matrices of parts of the data.
         products += 48.0 * GRADIENTS * 30 * (d_raw + M)
-    grams = ((20 if M <= 800 else 6) if settings.mechanical else 0) * 8.0 * M**2
-    solving = rows + 48.0 * M**2 + grams + min(0.5 * rows, 2e9)
-    solving += 128.0 * settings.n_members * data.n_rows
+        solving += (20 if M <= 800 else 6) * 8.0 * M**2
     picking = 4.0 * M * d + 100e6
     if settings.selection == "cur":
         landmarks = min(2 * M, n)
         picking += 48.0 * landmarks**2 + 12.0 * landmarks * d
     compressing = 12.0 * sample_size(n) * d_raw + 24.0 * d_raw**2 if d < d_raw else 0.0
-    features = 4.0 * n * d
+
+    def size(n: float) -> str:
+        return f"{n / 1e9:.1f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
 
     def needed(n_workers: int) -> tuple[float, float, float]:
         workers = n_workers if n >= SERIAL else 1
         batches = 20.0 * batch * d_raw + 8.0 * workers * batch * d
         batches += workers * (0.25e9 + 12.0 * batch * d_raw) if workers > 1 else 0.0
         least = max(compressing, solving, batches + rows + products)
-        keep = base + max(least, features + max(batches, 1.1 * picking, rows + products))
+        keep = base + max(least, 4.0 * n * d + max(batches, 1.1 * picking, rows + products))
         beside = base + batches + picking  # while representatives are selected block by block
         return keep, max(base + least, beside + 8.8 * M * d), beside
 
@@ -332,8 +292,8 @@ def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> _Plan:
     if min(keep, recompute) > limit:
         raise InputError(
             "memory",
-            format_bytes(limit),
-            f"at least {format_bytes(1.01 * min(keep, recompute))}",
+            size(limit),
+            f"at least {size(1.01 * min(keep, recompute))}",
             "Allow more memory, or use fewer representatives or training structures.",
         )
     n_block, use = None, keep
@@ -343,37 +303,28 @@ def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> _Plan:
         use = max(recompute, beside + 4.4 * d * n_block)
     log.info(
         f"{n:,} environments × {d:,} features ({'kept' if n_block is None else 'computed twice'}), "
-        f"{data.n_rows:,} labels, {M:,} representatives: about {format_bytes(use)} of memory "
-        f"(limit {format_bytes(limit)})."
+        f"{data.n_rows:,} labels, {M:,} representatives: about {size(use)} of memory "
+        f"(limit {size(limit)})."
     )
-    return _Plan(n_block, n_workers)
+    return n_block, n_workers
 
 
 def _compression(data: TrainingSet) -> Compression | None:
-    settings = data.settings
-    return resolve_compression(
-        settings.representation,
-        data.species,
-        data.n_environments,
-        min(settings.n_representatives, data.n_environments),
-        derivatives=settings.has_forces,
-    )
+    settings, n, smooth = data.settings, data.n_environments, data.settings.has_forces
+    M = min(settings.n_representatives, n)
+    return resolve_compression(settings.representation, data.species, n, M, derivatives=smooth)
 
 
 def _fit_representation(data: TrainingSet, stages: Stages) -> Representation:
     """Return the representation, with a compression fitted to random structures."""
-    soap, compression = data.settings.representation, _compression(data)
+    soap, species = data.settings.representation, tuple(data.species)
+    compression = _compression(data)
     if compression is None and soap.normalize:
-        return Representation(soap, tuple(data.species))
+        return Representation(soap, species)
     with stages.stage("Compression"):
-        picked = _sample(data, _rng(data, 1))
+        picked = _sample(data, np.random.default_rng([data.settings.seed, 1]))
         frames, centers = [data.frames[i] for i in picked], [data.centers[i] for i in picked]
-        return fit_representation(soap, tuple(data.species), frames, centers, compression)
-
-
-def _rng(data: TrainingSet, purpose: int) -> np.random.Generator:
-    """Return an independent generator for each purpose."""
-    return np.random.default_rng([data.settings.seed, purpose])
+        return fit_representation(soap, species, frames, centers, compression)
 
 
 def _sample(data: TrainingSet, rng: np.random.Generator) -> IntArray:
@@ -402,33 +353,23 @@ class _Source:
     """Computes the features of a training set, as often as they are needed."""
 
     data: TrainingSet
+    representation: Representation
     n_workers: int
     stages: Stages
 
-    def blocks(
-        self, representation: Representation, X: FloatArray | None, *some: int
-    ) -> Iterator[tuple[FloatArray, IntArray]]:
-        """Yield features of consecutive structures, all or some, and where each structure begins.
-
-        They are computed unless the features X of all environments are given.
-        """
-        data, chosen = self.data, slice(*some) if some else slice(None)
-        if X is not None:
-            for first, last in structure_blocks(data.offsets):
-                edges = data.offsets[first : last + 1]
-                yield X[edges[0] : edges[-1]], edges - edges[0]
-            return
-        pairs = zip(data.frames[chosen], data.centers[chosen], strict=True)
-        for batch in stream_features(representation, pairs, n_workers=self.n_workers):
+    def blocks(self, first: int, last: int) -> Iterator[tuple[FloatArray, IntArray]]:
+        """Yield features of consecutive structures, and where each structure begins."""
+        data = self.data
+        pairs = zip(data.frames[first:last], data.centers[first:last], strict=True)
+        for batch in stream_features(self.representation, pairs, n_workers=self.n_workers):
             yield batch.features, batch.offsets
 
-    def array(self, representation: Representation, first: int, last: int) -> FloatArray:
+    def array(self, first: int, last: int) -> FloatArray:
         """Return the features of the environments of some structures: (n, d) of float32."""
-        n = int(self.data.offsets[last] - self.data.offsets[first])
-        X = np.empty((n, representation.n_features), dtype=np.float32)
+        n, done = int(self.data.offsets[last] - self.data.offsets[first]), 0
+        X = np.empty((n, self.representation.n_features), dtype=np.float32)
         with self.stages.stage("Features", n) as advance:
-            done = 0
-            for features, _ in self.blocks(representation, None, first, last):
+            for features, _ in self.blocks(first, last):
                 X[done : done + len(features)] = features
                 done += len(features)
                 advance(done)
@@ -436,27 +377,24 @@ class _Source:
 
 
 def _select(
-    source: _Source, representation: Representation, X: FloatArray | None, n_block: int | None
+    source: _Source, X: FloatArray | None, n_block: int | None
 ) -> tuple[IntArray, FloatArray]:
     """Select representatives: environments, counted through all structures, and features.
 
     Without features X of all environments they are selected within blocks of about `n_block`
     environments, and then among the environments selected from all blocks.
     """
-    data = source.data
-    offsets, rng = data.offsets, _rng(data, 3)
-    n = data.n_environments
+    data, kernel, offsets = source.data, source.representation.kernel, source.data.offsets
+    rng, n = np.random.default_rng([data.settings.seed, 3]), data.n_environments
     blocks = [(0, len(data.frames))]
     if n_block is not None:
-        # Blocks of equal size.
-        size = -(-n // max(-(-n // n_block), 1))
+        size = -(-n // max(-(-n // n_block), 1))  # blocks of equal size
         blocks = list(structure_blocks(offsets, size))
 
     def select(features: FloatArray, environments: IntArray, settings: Settings) -> IntArray:
         total = min(settings.n_representatives, len(features))
+        species = data.center_species[environments]
         with source.stages.stage("Representatives", total) as advance:
-            species = data.center_species[environments]
-            kernel = representation.kernel
             return select_representatives(features, kernel, species, settings, rng, advance)
 
     settings = data.settings
@@ -465,13 +403,13 @@ def _select(
         settings = settings.model_copy(update=more)
     picked, candidates = [], []
     for first, last in blocks:
-        features = source.array(representation, first, last) if X is None else X
         environments = np.arange(offsets[first], offsets[last])
         if len(environments):
+            features = source.array(first, last) if X is None else X
             chosen = select(features, environments, settings)
             picked.append(environments[chosen])
             candidates.append(features[chosen])
-        del features
+            del features
     if len(picked) == 1:
         return picked[0], candidates[0]
     environments, features = np.concatenate(picked), np.concatenate(candidates)
@@ -479,29 +417,25 @@ def _select(
     return environments[chosen], features[chosen]
 
 
-def _whiten(
-    representation: Representation, representatives: FloatArray, settings: Settings, stages: Stages
-) -> Whitening:
-    with stages.stage("Whitening"):
+def _whiten(source: _Source, representatives: FloatArray) -> Whitening:
+    with source.stages.stage("Whitening"):
         exact = representatives.astype(np.float64)
-        rtol = _RTOL_OF_FORCES if settings.mechanical else _RTOL
-        whitening = whiten(np.asarray(representation.kernel(exact, exact)), rtol=rtol)
+        rtol = _RTOL_OF_FORCES if source.data.settings.mechanical else _RTOL
+        whitening = whiten(np.asarray(source.representation.kernel(exact, exact)), rtol=rtol)
     if whitening.negative > 1e-5:
-        warnings.warn(
+        _warn(
             "The kernel is not positive semi-definite; its negative part was dropped. Use an "
-            "integer exponent.",
-            QualmsWarning,
-            stacklevel=2,
+            "integer exponent."
         )
     return whitening
 
 
+def _warn(text: str) -> None:
+    warnings.warn(text, QualmsWarning, stacklevel=2)
+
+
 def _kernel_rows(
-    source: _Source,
-    representation: Representation,
-    plain: Basis,
-    environments: IntArray,
-    X: FloatArray | None,
+    source: _Source, plain: Basis, environments: IntArray, X: FloatArray | None
 ) -> tuple[Float64Array, float, tuple[float, float]]:
     """Return scaled K_NM, its scale by Eq. (17), and novelties that few structures exceed."""
     data, n = source.data, len(source.data.y)
@@ -509,8 +443,9 @@ def _kernel_rows(
     K = np.zeros((data.n_rows, len(plain.representatives)))
     diagonal, novelty = np.empty(n), np.empty((len(data.frames), 2))
     structure = row = done = 0
+    blocks = source.blocks(0, len(data.frames)) if X is None else _cut(X, data.offsets)
     with source.stages.stage("Kernel rows", data.n_environments) as advance:
-        for block, offsets in source.blocks(representation, X):
+        for block, offsets in blocks:
             here = slice(structure, structure + len(offsets) - 1)
             rows = plain.rows(block, offsets, novelty=novelty[here], own=own[here])
             K[row : row + len(rows)] = rows
@@ -519,7 +454,7 @@ def _kernel_rows(
             advance(done)
     stop_workers()
     if data.derivatives is not None:
-        scales = scale_rows(representation, plain.representatives)
+        scales = scale_rows(source.representation, plain.representatives)
         with source.stages.stage("Rows of forces", data.n_environments) as advance:
             fill_rows(K[:n], K[n:], data.frames, data.derivatives, scales, advance)
     scale = unit_scale(1.0, diagonal)
@@ -528,25 +463,24 @@ def _kernel_rows(
     return K, scale, (largest, mean)
 
 
-def _structures(data: TrainingSet, environments: IntArray) -> IntArray:
-    """Return the structure of each of some environments."""
-    return np.searchsorted(data.offsets, environments, side="right") - 1
+def _cut(X: FloatArray, offsets: IntArray) -> Iterator[tuple[FloatArray, IntArray]]:
+    """Yield blocks of features, and where each structure begins, as `_Source.blocks`."""
+    for first, last in structure_blocks(offsets):
+        edges = offsets[first : last + 1]
+        yield X[edges[0] : edges[-1]], edges - edges[0]
 
 
-def _origins(data: TrainingSet, environments: IntArray) -> IntArray:
-    """Return structure, as given to `fit`, and atom of some environments: (r, 2)."""
-    structure = _structures(data, environments)
-    place = environments - data.offsets[structure]
-    atom = [data.centers[s][p] for s, p in zip(structure, place, strict=True)]
-    return np.stack([data.source[structure], np.array(atom)], axis=1).astype(np.int64)
+def _located(data: TrainingSet, environments: IntArray) -> tuple[IntArray, IntArray]:
+    """Return the structure of each of some environments, and the place among its centres."""
+    structure = np.searchsorted(data.offsets, environments, side="right") - 1
+    return structure, environments - data.offsets[structure]
 
 
 def _own_representatives(data: TrainingSet, environments: IntArray) -> list[IntArray]:
     """Return the representatives that come from each structure, or from its group."""
-    groups = data.groups[_structures(data, environments)]
-    order = np.argsort(groups, kind="stable")
+    groups = data.groups[_located(data, environments)[0]]
     sizes = np.bincount(groups, minlength=int(data.groups.max()) + 1)
-    by_group = np.split(order, np.cumsum(sizes)[:-1])
+    by_group = np.split(np.argsort(groups, kind="stable"), np.cumsum(sizes)[:-1])
     return [by_group[g] for g in data.groups]
 
 
@@ -561,44 +495,29 @@ def _few_threads(data: TrainingSet, rank: int) -> threadpool_limits:
 
 @dataclass(frozen=True)
 class SparseGP:
-    """The projected process of all rows, in the basis of the whitened kernel rows.
-
-    Attributes
-    ----------
-    rows : KernelRows
-    process : ProjectedProcess
-        Of labels divided by `scale`.
-    y : (N,) array
-        Labels of all rows less the full baseline and the centre.
-    center : float
-        Mean of the target less the baseline.
-    scale : float
-        Square root of the prior variance.
-    weight : (N,) array
-        Of each row: noise variances are that of the energy divided by it.
-    noise : dict of str to float
-        Noise variance of each quantity, in its units squared (those of "stress": virials per atom).
-    """
+    """The projected process of all rows, in the basis of the whitened kernel rows."""
 
     rows: KernelRows
-    process: ProjectedProcess
-    y: Float64Array
-    center: float
-    scale: float
-    weight: Float64Array
+    process: ProjectedProcess  #: of labels divided by `scale`
+    y: Float64Array  #: (N,): labels of all rows less the full baseline and the centre
+    center: float  #: mean of the target less the baseline
+    scale: float  #: square root of the prior variance
+    weight: Float64Array  #: (N,): of each row: noise variances are that of the energy divided by it
+    #: noise variance of each quantity, in its units squared (those of "stress": virials per atom)
     noise: dict[str, float]
-
-    @property
-    def weights(self) -> Float64Array:
-        """Weights of the whitened kernel rows, in the units of the target: (r,)."""
-        return np.asarray(self.process.weights[:, 0] * self.scale)
 
     def left_out_residuals(self, groups: IntArray | None = None) -> Float64Array:
         """Return labels minus predictions by the model without them, or their groups: (N,)."""
-        residuals = leave_one_out_residuals(
-            self.process, self.rows.Phi, self.y / self.scale, groups=groups
-        )
+        y = self.y / self.scale
+        residuals = leave_one_out_residuals(self.process, self.rows.Phi, y, groups=groups)
         return np.asarray(residuals[:, 0] * self.scale)
+
+    def with_noise(self, noise: dict[str, float]) -> SparseGP:
+        """Return the same model with other noise variances, in the same ratio."""
+        if noise == self.noise:
+            return self
+        process = _solve(self.rows.Phi, self.y, self.scale, noise, self.weight, self.process.gram)
+        return replace(self, process=process, noise=noise)
 
 
 def fit_sparse_gp(
@@ -607,29 +526,44 @@ def fit_sparse_gp(
     """Select the noise variance of each quantity and solve the full model."""
     settings, Phi = data.settings, rows.Phi
     target = data.y - baseline.predict(data.design)
-    centered = settings.baseline != "none"
+    alone = len(data.quantities) == 1
     with (stages or Stages()).stage("Full model"), _few_threads(data, Phi.shape[1]):
-        if len(data.quantities) > 1:
+        if not alone:
             check_derivatives(Phi, target, data)
-        energy_weight = _energy_weight(data)
-        center = float(np.average(target, weights=energy_weight)) if centered else 0.0
+        weight = _energy_weight(data)
+        centered = settings.baseline != "none"
+        center = float(np.average(target, weights=weight)) if centered else 0.0
         y = _stack(data, {"energy": target - center})
         scale = np.sqrt(_prior_variance(Phi, y, data))
-        if len(data.quantities) == 1 and scale <= 1e-14 * abs(center):
+        if alone and scale <= 1e-14 * abs(center):
             # What rounding leaves of a constant target; any scale will do.
             y, scale = np.zeros_like(y), 1e-6 * (abs(center) or 1.0)
-        gram = gram_matrix(Phi) if len(data.quantities) == 1 else None
-        noise = _select_noise(Phi, y, scale, energy_weight, data, gram)
-        weight = _row_weight(energy_weight, noise, data)
+        gram = gram_matrix(Phi) if alone else None
+        noise = _select_noise(Phi, y, scale, weight, data, gram)
+        ratios = {
+            name: np.full(len(quantity.y), noise["energy"] / noise[name])
+            for name, quantity in data.quantities.items()
+        }
+        weight = _stack(data, ratios | {"energy": weight})
         gram = gram_matrix(Phi, weight) if gram is None else gram
 
         def solve(noise: dict[str, float]) -> SparseGP:
-            process = fit_projected_process(
-                Phi, y / scale, noise["energy"] / scale**2, sample_weight=weight, gram=gram
-            )
+            process = _solve(Phi, y, scale, noise, weight, gram)
             return SparseGP(rows, process, y, center, scale, weight, noise)
 
         return _with_raised_noise(solve, noise)
+
+
+def _solve(
+    Phi: Float64Array,
+    y: Float64Array,
+    scale: float,
+    noise: Mapping[str, float],
+    weight: Float64Array,
+    gram: Float64Array | None,
+) -> ProjectedProcess:
+    relative = noise["energy"] / scale**2
+    return fit_projected_process(Phi, y / scale, relative, sample_weight=weight, gram=gram)
 
 
 def _stack(data: TrainingSet, blocks: Mapping[str, Float64Array]) -> Float64Array:
@@ -648,8 +582,7 @@ def _energy_weight(data: TrainingSet) -> Float64Array:
     if data.settings.noise_per == "atom":
         return np.ones(len(data.y))
     sizes = np.array([len(atoms) for atoms in data.frames], dtype=np.float64)
-    weight: Float64Array = (sizes / sizes.mean()) ** 2
-    return weight
+    return np.asarray((sizes / sizes.mean()) ** 2)
 
 
 def _prior_variance(Phi: FloatArray, y: Float64Array, data: TrainingSet) -> float:
@@ -661,10 +594,8 @@ def _prior_variance(Phi: FloatArray, y: Float64Array, data: TrainingSet) -> floa
     n = len(data.y)
     if len(data.quantities) == 1:
         return float(np.mean(y**2))
-    squares = sum(
-        float(np.sum(np.square(Phi[start : start + 4096], dtype=np.float64)))
-        for start in range(n, len(Phi), 4096)
-    )
+    blocks = (Phi[start : start + 4096] for start in range(n, len(Phi), 4096))
+    squares = sum(float(np.sum(np.square(block, dtype=np.float64))) for block in blocks)
     return float(np.sum(y[n:] ** 2)) / squares if squares > 0 and np.any(y[n:]) else 1.0
 
 
@@ -678,38 +609,25 @@ def _select_noise(
 ) -> dict[str, float]:
     """Return the noise variance of each quantity, given or selected."""
     settings = data.settings
-    given = {
-        "energy": settings.noise,
-        "forces": settings.forces_noise,
-        "stress": settings.stress_noise,
-    }
-    known = {
-        name: None if isinstance(value, str) else float(value)
-        for name, value in given.items()
-        if name in data.quantities
-    }
-    if all(value is not None for value in known.values()):
-        return {name: value for name, value in known.items() if value is not None}
+    options = (settings.noise, settings.forces_noise, settings.stress_noise)
+    given = dict(zip(_NOISES, options, strict=True))
+    known = {name: v for name in data.quantities if not isinstance(v := given[name], str)}
+    if len(known) == len(data.quantities):
+        return known
     criterion = settings.noise if isinstance(settings.noise, str) else "loo"
     if len(data.quantities) == 1:
         if not np.any(y):
             return {"energy": scale**2}
-        found = select_noise(
-            Phi,
-            (y / scale)[:, None],
-            noise_grid(1.0),
-            criterion=criterion,
-            gram=gram,
-            groups=None if settings.resample == "atoms" else data.row_groups,
-        )
+        Y, grid = (y / scale)[:, None], noise_grid(1.0)
+        groups = None if settings.resample == "atoms" else data.row_groups
+        found = select_noise(Phi, Y, grid, criterion=criterion, gram=gram, groups=groups)
         return {"energy": found.noise_variance * scale**2}
     kind, groups = np.zeros(data.n_rows, dtype=np.intp), np.empty(data.n_rows, dtype=np.intp)
     weight = np.ones(data.n_rows)
     weight[: len(energy_weight)] = energy_weight
-    for k, name in enumerate(given):
-        if name in data.quantities:
-            quantity = data.quantities[name]
-            kind[quantity.rows], groups[quantity.rows] = k, data.groups[quantity.structure]
+    for name, quantity in data.quantities.items():
+        kind[quantity.rows] = [*_NOISES].index(name)
+        groups[quantity.rows] = data.groups[quantity.structure]
     joint = select_joint_noise(
         Phi,
         y,
@@ -718,7 +636,7 @@ def _select_noise(
         prior=scale**2,
         weight=weight,
         criterion=criterion,
-        energies=known["energy"],
+        energies=known.get("energy"),
         forces=known.get("forces"),
         virials=known.get("stress"),
     )
@@ -726,41 +644,20 @@ def _select_noise(
     return {name: float(selected[name] or 0.0) for name in data.quantities}
 
 
-def _row_weight(
-    energy_weight: Float64Array, noise: Mapping[str, float], data: TrainingSet
-) -> Float64Array:
-    """Return the weight of each row, the ratio of the noise variances: (N,)."""
-    ratios = {
-        name: np.full(len(quantity.y), noise["energy"] / noise[name])
-        for name, quantity in data.quantities.items()
-    }
-    return _stack(data, ratios | {"energy": energy_weight})
-
-
 def _with_raised_noise(solve: Callable[[dict[str, float]], T], noise: Mapping[str, float]) -> T:
     """Solve with given noise variances, or with larger ones if they are lost in rounding."""
-    names = {"energy": "noise", "forces": "forces_noise", "stress": "stress_noise"}
-    text = ", ".join(f"{names[name]} {value:.1e}" for name, value in noise.items())
-    for attempt in range(_ATTEMPTS):
-        factor = _RAISE**attempt
+    text = ", ".join(f"{_NOISES[name]} {value:.1e}" for name, value in noise.items())
+    problem = f"The Gram matrix is numerically singular with these noise variances: {text}"
+    remedy = "Check for labels much larger than all others, or set larger noise variances."
+    for factor in 10.0 ** np.arange(_ATTEMPTS):
         try:
-            found = solve({name: factor * value for name, value in noise.items()})
+            found = solve({name: float(factor * value) for name, value in noise.items()})
         except NumericalError:
             continue
-        if attempt:
-            warnings.warn(
-                f"The Gram matrix is numerically singular with these noise variances: {text}. All "
-                f"were multiplied by {factor:.0e}. Check for labels that are much larger than all "
-                "others, or set larger noise variances.",
-                QualmsWarning,
-                stacklevel=2,
-            )
+        if factor > 1:
+            _warn(f"{problem}. All were multiplied by {factor:.0e}. {remedy}")
         return found
-    raise NumericalError(
-        f"The Gram matrix is numerically singular with these noise variances: {text}, and with "
-        f"variances {factor:.0e} times as large. Check for labels that are much larger than all "
-        "others, or set larger noise variances."
-    )
+    raise NumericalError(f"{problem}, and with variances {factor:.0e} times as large. {remedy}")
 
 
 # --- the ensemble and its calibration -------------------------------------------------------------
@@ -776,14 +673,12 @@ def fit_ensemble(
     """
     stages, settings = stages or Stages(), data.settings
     counts, baseline = draw
-    design = data.design
     with stages.stage("Members"), _few_threads(data, gp.rows.Phi.shape[1]):
-        gp, solution, intercepts = _solve_members(gp, data, counts, baseline, design)
+        gp, solution, intercepts = _solve_members(gp, data, counts, baseline)
         weights = solution.weights[:, 0] * gp.scale
-        offsets = intercepts + baseline.predict_members(design)
         stacked = gp.rows.Phi @ weights
         members = {name: stacked[q.rows] for name, q in data.quantities.items()}
-        members["energy"] += offsets
+        members["energy"] += intercepts + baseline.predict_members(data.design)
     with stages.stage("Calibration"):
         out_of_bag = {
             name: calibrate_out_of_bag(name, quantity, members[name], counts, settings)
@@ -792,15 +687,17 @@ def fit_ensemble(
         if len(data.quantities) > 1:
             warn_of_outliers(data, members, counts)
     whitening, target = gp.rows.whitening, out_of_bag["energy"].data
+    full = gp.process.weights[:, 0] * gp.scale
     fitted = Fitted(
         settings=settings,
         representation=gp.rows.representation,
         representatives=gp.rows.basis.representatives,
         origins=gp.rows.origins,
         kernel_scale=gp.rows.basis.scale,
-        weights=whitening.kernel_weights(weights),
+        # Row-major, as in a file: the order in memory decides how products are rounded.
+        weights=np.ascontiguousarray(whitening.kernel_weights(weights)),
         intercepts=intercepts,
-        pp_weights=whitening.kernel_weights(gp.weights),
+        pp_weights=np.ascontiguousarray(whitening.kernel_weights(full)),
         pp_intercept=gp.center,
         baseline=baseline,
         calibrations={name: o.calibrations for name, o in out_of_bag.items() if o.calibrations},
@@ -809,20 +706,25 @@ def fit_ensemble(
         training_novelty=gp.rows.novelty,
         training_spread=0.0 if target is None else float(target.spread.max()),
         record=_record(data, gp, out_of_bag, solution, stages),
-        provenance=_provenance(data.digest),
+        provenance=Provenance(
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            python=platform.python_version(),
+            packages={name: version(name) for name in _PACKAGES},
+            data_digest=data.digest,
+        ),
     )
     return Trained(fitted, {n: o.data for n, o in out_of_bag.items() if o.data is not None})
 
 
 def _solve_members(
-    gp: SparseGP, data: TrainingSet, counts: IntArray, baseline: Baseline, design: Float64Array
+    gp: SparseGP, data: TrainingSet, counts: IntArray, baseline: Baseline
 ) -> tuple[SparseGP, MemberSolution, Float64Array]:
     """Return the weights of all members and their intercepts (N_R,), the means of their targets.
 
     If the noise must be raised for that, it is raised in the full model, too.
     """
     Phi, n = gp.rows.Phi, len(data.y)
-    targets = data.y[:, None] - baseline.predict_members(design)
+    targets = data.y[:, None] - baseline.predict_members(data.design)
     means = np.zeros(counts.shape[1])
     if data.settings.baseline != "none":
         weighted = counts * gp.weight[:n, None]
@@ -833,18 +735,11 @@ def _solve_members(
         times[quantity.rows] = _member_counts(name, quantity, counts)
     if len(data.quantities) == 1 and not np.any(gp.y):
         Y[:] = 0.0  # a constant target: what is left is rounding
+    Y = Y[:, None, :] / gp.scale
 
     def solve(noise: dict[str, float]) -> tuple[SparseGP, MemberSolution, Float64Array]:
-        model = gp
-        if noise != gp.noise:
-            relative = noise["energy"] / gp.scale**2
-            process = fit_projected_process(
-                Phi, gp.y / gp.scale, relative, sample_weight=gp.weight, gram=gp.process.gram
-            )
-            model = replace(gp, process=process, noise=noise)
-        solution = solve_members(
-            Phi, Y[:, None, :] / gp.scale, times, model.process, sample_weight=gp.weight
-        )
+        model = gp.with_noise(noise)
+        solution = solve_members(Phi, Y, times, model.process, sample_weight=gp.weight)
         return model, solution, means
 
     return _with_raised_noise(solve, gp.noise)
@@ -868,28 +763,44 @@ def calibrate_out_of_bag(
 ) -> OutOfBag:
     """Fit every calibration of a quantity to the points that some members were trained without.
 
-    Components of forces and stresses are multiplied by r/ŝ, where r is the ensemble standard
-    deviation of the whole vector: see `qualms.calibration.methods`. They have no calibration if
-    they are too few; then the factor of the energy is used. Members (n, N_R) are predictions of all
-    rows, counts (N, N_R) those of the rows of the target in each member.
+    Members (n, N_R) are predictions of all rows, counts (N, N_R) those of the rows of the target in
+    each member. A target without errors is not calibrated.
     """
-    absent, wanted = _member_counts(name, quantity, counts) == 0, settings.calibration
-    y = quantity.y
-    if name == "energy":
-        data = _target_data(y, members, absent, wanted)
-        if data is None:
-            return OutOfBag(None, {"none": NoCalibration(), wanted: NoCalibration()}, 0)
-        n_structures = len(np.unique(quantity.structure[_out_of_bag(counts)]))
-        return OutOfBag(data, _fit_methods(data, wanted), n_structures)
-    ratios = _vector_ratios(quantity, members, absent)
+    if name != "energy":
+        return _calibrate_components(name, quantity, members, counts, settings.calibration)
+    wanted = settings.calibration
+    none = OutOfBag(None, {"none": NoCalibration(), wanted: NoCalibration()}, 0)
+    if np.ptp(quantity.y) == 0:
+        _warn("All targets are the same: there is nothing to learn, and the uncertainty is zero.")
+        return none
+    try:
+        data = calibration_data(quantity.y, members, counts == 0)
+    except CalibrationError as error:
+        if wanted != "none" and not isinstance(error, ExactFitError):
+            raise
+        _warn(f"{error} The ensemble standard deviation is not calibrated.")
+        return none
+    n_structures = len(np.unique(quantity.structure[_out_of_bag(counts)]))
+    return OutOfBag(data, _fit_methods(data, wanted), n_structures)
+
+
+def _calibrate_components(
+    name: str, quantity: Quantity, members: Float64Array, counts: IntArray, wanted: str
+) -> OutOfBag:
+    """Fit every calibration of forces or stresses.
+
+    Components are multiplied by r/ŝ, where r is the ensemble standard deviation of the whole
+    vector: see `qualms.calibration.methods`. They have no calibration if they are too few; then the
+    factor of the energy is used.
+    """
+    absent, y = _member_counts(name, quantity, counts) == 0, quantity.y
     apart = not_zero_by_symmetry(y, members)
     rows = np.flatnonzero(apart) if apart.any() else np.arange(len(y))
     n_structures = int(np.count_nonzero(_out_of_bag(counts)[np.unique(quantity.structure[rows])]))
     if _too_few(name, n_structures, counts, wanted):
         return OutOfBag(None, {}, 0)
-    factor = quantity.factor[rows]
+    ratios, factor = _vector_ratios(quantity, members, absent)[rows], quantity.factor[rows]
     y, members, absent = y[rows] * factor, members[rows] * factor[:, None], absent[rows]
-    ratios = ratios[rows]
     try:
         data = calibration_data(y, members, absent)
         with warnings.catch_warnings():
@@ -898,11 +809,7 @@ def calibrate_out_of_bag(
         found = _fit_methods(scaled, wanted)
     except CalibrationError as error:
         if wanted != "none":
-            warnings.warn(
-                f"{name}: {error} The factor that calibrates energies is used.",
-                QualmsWarning,
-                stacklevel=2,
-            )
+            _warn(f"{name}: {error} The factor that calibrates energies is used.")
         return OutOfBag(None, {}, 0)
     # The density of z is r/ŝ times that of z r/ŝ.
     for method, calibration in found.items():
@@ -910,30 +817,6 @@ def calibrate_out_of_bag(
         shift = after.mean(np.log(after.spread)) - before.mean(np.log(before.spread))
         found[method] = replace(calibration, log_likelihood=calibration.log_likelihood + shift)
     return OutOfBag(data, found, n_structures)
-
-
-def _target_data(
-    y: Float64Array, members: Float64Array, absent: BoolArray, wanted: str
-) -> CalibrationData | None:
-    """Return the out-of-bag points of the target; None if it has no error."""
-    if np.ptp(y) == 0:
-        warnings.warn(
-            "All targets are the same: there is nothing to learn, and the uncertainty is zero.",
-            QualmsWarning,
-            stacklevel=2,
-        )
-        return None
-    try:
-        return calibration_data(y, members, absent)
-    except CalibrationError as error:
-        if wanted != "none" and not isinstance(error, ExactFitError):
-            raise
-        warnings.warn(
-            f"{error} The ensemble standard deviation is not calibrated.",
-            QualmsWarning,
-            stacklevel=2,
-        )
-        return None
 
 
 def _fit_methods(data: CalibrationData, wanted: str) -> dict[str, Calibration]:
@@ -964,8 +847,7 @@ def _vector_ratios(quantity: Quantity, members: Float64Array, absent: BoolArray)
 def not_zero_by_symmetry(y: Float64Array, members: Float64Array) -> BoolArray:
     """Return which components (n,) members (n, N_R) do not agree on to rounding."""
     largest = float(np.abs(y).max(initial=0.0))
-    apart: BoolArray = np.ptp(members, axis=1) > max(_ROUNDING * largest, _TINY)
-    return apart
+    return np.asarray(np.ptp(members, axis=1) > max(_ROUNDING * largest, _TINY))
 
 
 def _too_few(name: str, n: int, counts: IntArray, wanted: str) -> bool:
@@ -973,24 +855,18 @@ def _too_few(name: str, n: int, counts: IntArray, wanted: str) -> bool:
     available = int(np.count_nonzero(_out_of_bag(counts)))
     too_few = n < min(_ENOUGH[name], available)
     if wanted != "none" and n < min(_WELL, available):
-        effect = (
-            f"at least {_ENOUGH[name]} are needed to calibrate; the factor of energies is used."
-            if too_few
-            else "the calibration is poorly determined."
-        )
-        structures = counted(n, "out-of-bag structure")
-        warnings.warn(f"{name}: {structures}; {effect}", QualmsWarning, stacklevel=2)
+        effect = "the calibration is poorly determined."
+        if too_few:
+            effect = f"{_ENOUGH[name]} are needed to calibrate; the factor of energies is used."
+        _warn(f"{name}: {counted(n, 'out-of-bag structure')}; {effect}")
     return too_few
 
 
 def _projected_variance(gp: SparseGP, settings: Settings) -> ProjectedVariance:
-    precision = np.float64 if settings.mechanical else np.float32
-    return ProjectedVariance(
-        whitening=gp.rows.whitening.factor.astype(precision),
-        posterior=gp.process.factor.astype(precision),
-        noise_variance=gp.process.noise_variance,
-        variance=gp.scale**2,
-    )
+    precision: Any = np.float64 if settings.mechanical else np.float32
+    factors = (gp.rows.whitening.factor, gp.process.factor)
+    whitening, posterior = (np.ascontiguousarray(f, dtype=precision) for f in factors)
+    return ProjectedVariance(whitening, posterior, gp.process.noise_variance, gp.scale**2)
 
 
 def _record(
@@ -1024,19 +900,3 @@ def _record(
         solver=f"{solution.method}{iterations}",
         seconds=dict(stages.seconds),
     )
-
-
-def _provenance(digest: str) -> Provenance:
-    return Provenance(
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        python=platform.python_version(),
-        packages={name: _version(name) for name in _PACKAGES},
-        data_digest=digest,
-    )
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "unknown"

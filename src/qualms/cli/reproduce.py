@@ -140,7 +140,7 @@ class _Run:
 
     def check(self, *names: str) -> None:
         """Make the directory; reject existing results before the work starts."""
-        from qualms.resources import parse_memory
+        from qualms.atomistic.settings import parse_memory
 
         parse_memory(self.memory)
         try:

@@ -44,17 +44,6 @@ def sample_size(n_environments: int) -> int:
     return min(int(np.clip(n_environments // 4, *_SAMPLE)), n_environments)
 
 
-def is_worthwhile(n_environments: int, n_representatives: int, n_raw: int, q: int) -> bool:
-    """Return whether compression to q features saves more time than it takes.
-
-    All environments meet all representatives twice, in the selection and in the kernel rows. What
-    is saved there must pay for the eigen-decomposition, and for the projection of every vector.
-    """
-    saved = 2.0 * n_environments * n_representatives * (n_raw - q)
-    spent = 20.0 * n_raw**3 + 20_000.0 * n_raw**2 + 1.0 * n_environments * n_raw * q
-    return saved > spent
-
-
 def fit_projection(
     X: FloatArray, method: str, n_features: int, blocks: Sequence[slice] = ()
 ) -> Projection:

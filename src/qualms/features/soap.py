@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.errors import InputError, QualmsError
-from qualms.features.compression import Projection, fit_projection, is_worthwhile
+from qualms.features.compression import Projection, fit_projection
 from qualms.gp.kernels import Kernel, PowerKernel, WeightedSumKernel, normalize_rows
 from qualms.resources import limit_rayon
 
@@ -661,10 +661,14 @@ def resolve_compression(
         # They are multiplied with all representatives, for every neighbour: fewer features pay.
         kept = max(_PER_PAIR * len(species) * (len(species) + 1) // 2, _AT_LEAST)
         return Compression(method="pairs", n_features=kept) if n_raw > kept else None
+    # All environments meet all representatives twice, in the selection and in the kernel rows. What
+    # is saved there must pay for the eigen-decomposition, and for the projection of every vector.
     q = standard.n_features
+    saved = 2.0 * n_environments * n_representatives * (n_raw - q)
+    spent = 20.0 * n_raw**3 + 20_000.0 * n_raw**2 + 1.0 * n_environments * n_raw * q
     # With so many representatives rounding of the kernel rows matters: see `_N_EXACT`.
-    faster = is_worthwhile(n_environments, n_representatives, n_raw, q)
-    return standard if n_raw > q and (faster or n_representatives >= _MANY) else None
+    useful = saved > spent or n_representatives >= _MANY
+    return standard if n_raw > q and useful else None
 
 
 # --- features of many structures, in batches, on several cores ---
