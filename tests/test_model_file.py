@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from atomistic_fixtures import ENERGY, SMALL, make_model, rejected, same_predictions
 from pydantic import BaseModel, ConfigDict
-from qualms.io.container import read_container, write_container
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from qualms import AtomisticModel
 from qualms.atomistic.model_file import FORMAT, PROTOCOL
-from qualms.io.tensors import StorageError
+from qualms.io.tensors import StorageError, read_tensors, write_tensors
 
 SOURCES = Path(__file__).parents[1] / "src"
 ATOMS = dict.fromkeys("HCNOF", -1.0)
@@ -156,10 +155,10 @@ class Anything(BaseModel):
 
 def forge(saved, path, change, version=PROTOCOL):
     """Change document and tensors, and write them with a checksum that is right."""
-    container = read_container(saved[1], Anything, format=FORMAT, version=PROTOCOL)
-    document, tensors = container.document.model_dump(), dict(container.tensors)
+    tensors, found = read_tensors(saved[1], Anything, format=FORMAT, version=PROTOCOL)
+    document = found.model_dump()
     change(document, tensors)
-    write_container(path, tensors, Anything(**document), format=FORMAT, version=version)
+    write_tensors(path, tensors, Anything(**document), format=FORMAT, version=version)
 
 
 def test_a_forged_file_without_a_change_is_a_model(saved, tmp_path, molecules):
