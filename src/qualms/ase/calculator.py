@@ -286,13 +286,12 @@ class MemberCalculator(ModelCalculator):
         if self._mixture is not None and isinstance(self.model, AtomisticModel):
             return self._of_mixture(self.model, self._mixture, atoms, stress=stress)
         found = self.model.predict_forces([atoms], stress=stress)
-        results = self._of_energy(found.energy[0])
-        point = self._point(found.energy[0], len(atoms))
-        raw = found.forces.uncalibrated.members
-        results["forces"] = point.member_gradients(raw)[..., self.index]
-        if found.stress is not None:
-            raw = found.stress.uncalibrated.members[0]
-            results["stress"] = point.member_gradients(raw)[..., self.index]
+        energy, forces, stresses = found[0]
+        results, point = self._of_energy(energy), self._point(energy, len(atoms))
+        for name, one in (("forces", forces), ("stress", stresses)):
+            if one is not None:
+                raw = one.uncalibrated.members
+                results[name] = point.member_gradients(raw)[..., self.index]
         return results
 
     def _of_mixture(
@@ -354,12 +353,12 @@ def _check_model(model: Model) -> None:
         if not (hasattr(model, "predict") and hasattr(model, "predict_forces")):
             raise InputError("model", type(model).__name__, "an AtomisticModel, or its file")
         return
-    settings = model.fitted.settings
-    if settings.kind != "extensive":
-        raise InputError("model", f"kind {settings.kind!r}", "an energy, of kind 'extensive'")
-    if settings.units and settings.units.casefold() != "ev":
-        given = f"energies in {settings.units}"
-        raise InputError("model", given, "energies in eV", "Train it on energies in eV.")
+    kind, unit = model.fitted.settings.kind, model.fitted.settings.units
+    if kind != "extensive":
+        raise InputError("model", f"kind {kind!r}", "an energy, of kind 'extensive'")
+    if unit and unit.casefold() != "ev":
+        expected = "energies in eV"
+        raise InputError("model", f"energies in {unit}", expected, "Train it on energies in eV.")
 
 
 class Calculator(ModelCalculator):
@@ -499,18 +498,17 @@ class Calculator(ModelCalculator):
 
     def _of_forces(self, atoms: Atoms, *, stress: bool) -> Results:
         found = self.model.predict_forces([atoms], stress=stress)
-        results = self._of_energy(found.energy[0])
-        point = self._point(found.energy[0], len(atoms))
-        results["forces"] = found.forces.mean
-        results["forces_uncertainty"] = found.forces.std
-        results["forces_ensemble"] = found.forces.members.copy()
-        raw = found.forces.uncalibrated.members
+        energy, forces, stresses = found[0]
+        results = self._of_energy(energy)
+        point = self._point(energy, len(atoms))
+        for name, one in (("forces", forces), ("stress", stresses)):
+            if one is not None:
+                results[name], results[f"{name}_uncertainty"] = one.mean, one.std
+                results[f"{name}_ensemble"] = one.members.copy()
+        raw = forces.uncalibrated.members
         results["energy_uncertainty_gradient"] = -point.std_gradient(raw)
-        if found.stress is not None:
-            results["stress"] = found.stress.mean[0]
-            results["stress_uncertainty"] = found.stress.std[0]
-            results["stress_ensemble"] = found.stress.members[0].copy()
-            raw = found.stress.uncalibrated.members[0]
+        if stresses is not None:
+            raw = stresses.uncalibrated.members
             results["energy_uncertainty_stress"] = point.std_gradient(raw)
         return results
 
@@ -615,11 +613,12 @@ class WeightedBaseline(UncertaintyCalculator):
         annotate: bool = True,
     ) -> None:
         super().__init__()
-        _check_calculator("learned", learned)
-        _check_calculator("baseline", baseline)
+        for name, given in (("learned", learned), ("baseline", baseline)):
+            if not (hasattr(given, "get_property") and hasattr(given, "implemented_properties")):
+                advice = "Use qualms.ase.Calculator(model)." if hasattr(given, "predict") else ""
+                raise InputError(name, repr(given), "an ASE calculator", advice)
         self._has_gradient = _has_gradient(learned)
-        self.learned = learned
-        self.baseline = baseline
+        self.learned, self.baseline = learned, baseline
         self.baseline_uncertainty = check_number(
             "baseline_uncertainty", baseline_uncertainty, 0, strict=True
         )
@@ -628,14 +627,10 @@ class WeightedBaseline(UncertaintyCalculator):
         self.learns = learns
         self.annotate = annotate
         # Of this object, rather than of the class: not all calculators have a stress.
-        self.implemented_properties = [
-            "energy", "free_energy", "forces", "energy_uncertainty", "weight"
-        ]  # fmt: skip
-        wanted = ("stress", "energy_uncertainty_stress")
-        if "stress" in baseline.implemented_properties and all(
-            name in learned.implemented_properties for name in wanted
-        ):
-            self.implemented_properties.append("stress")
+        own = ["energy", "free_energy", "forces", "energy_uncertainty", "weight"]
+        wanted = {"stress", "energy_uncertainty_stress"} <= set(learned.implemented_properties)
+        has_stress = wanted and "stress" in baseline.implemented_properties
+        self.implemented_properties = [*own, "stress"] if has_stress else own
 
     def get_property(
         self, name: str, atoms: Atoms | None = None, allow_calculation: bool = True
@@ -695,14 +690,6 @@ class WeightedBaseline(UncertaintyCalculator):
         return -CalibratedPoint(members, factor=1.0, slope=0.0).std_gradient(forces)
 
 
-def _check_calculator(name: str, given: object) -> None:
-    """Reject anything but a calculator."""
-    if not (hasattr(given, "get_property") and hasattr(given, "implemented_properties")):
-        is_model = hasattr(given, "predict")
-        advice = "Use qualms.ase.Calculator(model)." if is_model else ""
-        raise InputError(name, repr(given), "an ASE calculator", advice)
-
-
 def _has_gradient(learned: AseCalculator) -> bool:
     """Whether a calculator has the gradient of its uncertainty; otherwise it needs members."""
     has = set(learned.implemented_properties)
@@ -710,8 +697,5 @@ def _has_gradient(learned: AseCalculator) -> bool:
         return True
     if {"energy_ensemble", "forces_ensemble"} <= has:
         return False
-    raise InputError(
-        "learned",
-        f"a calculator of {', '.join(sorted(has))}",
-        "one with energy_ensemble and forces_ensemble, as qualms.ase.Calculator has",
-    )
+    expected = "one with energy_ensemble and forces_ensemble, as qualms.ase.Calculator has"
+    raise InputError("learned", f"a calculator of {', '.join(sorted(has))}", expected)

@@ -169,17 +169,11 @@ def make_potential(fitted: Fitted, weights: Float64Array) -> Potential:
     return [replace(scale, weights=weights) for scale in scales]
 
 
-@dataclass(frozen=True)
-class Derivatives:
-    """Energies without baseline, and their derivatives, for R members or M representatives.
+class Derivatives(NamedTuple):
+    """Energies (n_structures, R) without baseline, forces (n_atoms, 3, R) and perhaps virials.
 
-    Attributes
-    ----------
-    energies : (n_structures, R) array
-        Sums over environments.
-    forces : (n_atoms, 3, R) array
-    virials : (n_structures, 6, R) array, optional
-        ∂E/∂ε, in the order of `qualms.atomistic.structures.VOIGT`.
+    Of R members or representatives. Virials ∂E/∂ε (n_structures, 6, R) are in the order of
+    `qualms.atomistic.structures.VOIGT`.
     """
 
     energies: Float64Array
@@ -277,9 +271,8 @@ def fill_rows(
     done = 0
     for batch in batches(frames):
         found = derivative_rows(scales, batch, strain=strain)
-        for k, (s, (begin, end)) in enumerate(
-            zip(batch.structures, pairwise(batch.atom_offsets), strict=True)
-        ):
+        edges = pairwise(batch.atom_offsets)
+        for k, (s, (begin, end)) in enumerate(zip(batch.structures, edges, strict=True)):
             n = len(frames[s])
             energies[s] += found.energies[k] / n
             rows = found.forces[begin:end].reshape(3 * n, -1)
@@ -308,9 +301,8 @@ def derivative_rows(
         # x·X times the slope; features that are not normalised have no second term.
         second = k * (features.exponent / lengths if features.feature_scale is None else 0.0)
         for z in features.engine.species:
-            _add_forces(
-                rows.forces, scale, _moving(blocks, batch, features, z), batch, x, slopes, second
-            )
+            moving = _moving(blocks, batch, features, z)
+            _add_forces(rows.forces, scale, moving, batch, x, slopes, second)
         if rows.virials is None:
             continue
         raw = np.zeros((n, 6, P.shape[1]))
@@ -353,10 +345,8 @@ def _moving(
             owners = np.repeat(block.rows, np.diff(block.edges))
             wanted = (numbers[block.atoms] == z) & (batch.center_atoms[owners] != block.atoms)
             found.append((block, wanted, owners[wanted] * len(numbers) + block.atoms[wanted]))
-    keys, entries = np.unique(
-        np.concatenate([np.empty(0, dtype=np.intp), *(keys for *_, keys in found)]),
-        return_inverse=True,
-    )
+    every = np.concatenate([np.empty(0, dtype=np.intp), *(keys for *_, keys in found)])
+    keys, entries = np.unique(every, return_inverse=True)
     size = columns[0].stop - columns[0].start
     changes = np.zeros((len(keys), 3, size * len(pairs)))
     first = 0
