@@ -158,8 +158,21 @@ class UncertaintyCalculator(AseCalculator):
         assert self.atoms is not None
         self.results = self._compute(self.atoms, properties)
 
+    def get_property(
+        self, name: str, atoms: Atoms | None = None, allow_calculation: bool = True
+    ) -> Any:
+        """Return a property, computed if necessary: see ASE."""
+        value = super().get_property(name, atoms, allow_calculation)
+        if atoms is not None and value is not None:
+            # It may have been computed before, for an equal structure.
+            self._returned(atoms)
+        return value
+
     def _compute(self, atoms: Atoms, properties: Sequence[str]) -> Results:
         raise NotImplementedError
+
+    def _returned(self, atoms: Atoms) -> None:
+        """Handle a structure whose results are returned."""
 
     def export_properties(self) -> Properties:
         """Return the results that ASE knows."""
@@ -443,17 +456,10 @@ class Calculator(ModelCalculator):
         self._exceeded = False
         self._reported: set[str] = set()
 
-    def get_property(
-        self, name: str, atoms: Atoms | None = None, allow_calculation: bool = True
-    ) -> Any:
-        """Return a property, computed if necessary: see ASE."""
-        value = super().get_property(name, atoms, allow_calculation)
-        if atoms is not None and value is not None:
-            # It may have been computed before, for an equal structure.
-            self._annotate(atoms)
-            if self.on_exceed == "raise":
-                self._check_limits(atoms)
-        return value
+    def _returned(self, atoms: Atoms) -> None:
+        self._annotate(atoms)
+        if self.on_exceed == "raise":
+            self._check_limits(atoms)
 
     def calculate(
         self,
@@ -632,14 +638,9 @@ class WeightedBaseline(UncertaintyCalculator):
         has_stress = wanted and "stress" in baseline.implemented_properties
         self.implemented_properties = [*own, "stress"] if has_stress else own
 
-    def get_property(
-        self, name: str, atoms: Atoms | None = None, allow_calculation: bool = True
-    ) -> Any:
-        """Return a property, computed if necessary: see ASE."""
-        value = super().get_property(name, atoms, allow_calculation)
-        if self.annotate and atoms is not None and value is not None:
+    def _returned(self, atoms: Atoms) -> None:
+        if self.annotate:
             annotate(atoms, {**self.results, "energy_predicted": self.results["energy"]})
-        return value
 
     def _compute(self, atoms: Atoms, properties: Sequence[str]) -> Results:
         atoms = atoms.copy()

@@ -326,8 +326,7 @@ class DscribeEngine(Engine):
             soap = _dscribe_soap(self.scale, present, periodic)
             root = self._root_multiplicity(len(present))
             rows = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
-            values = np.empty((len(rows), len(root)), dtype=dtype)
-            first = 0
+            values, first = np.empty((len(rows), len(root)), dtype=dtype), 0
             for i in members:
                 spectra = soap.create(in_cell(frames[i], self.scale), centers=centers[i].tolist())
                 spectra *= root
@@ -392,10 +391,7 @@ class FeatomicEngine(Engine):
         yield Piece(np.arange(n), (slice(0, self.n_features),), finish(values))
 
     def blocks(
-        self,
-        frames: Sequence[Atoms],
-        centers: Sequence[IntArray],
-        gradients: Sequence[str] = (),
+        self, frames: Sequence[Atoms], centers: Sequence[IntArray], gradients: Sequence[str] = ()
     ) -> Iterator[tuple[slice, IntArray, Any]]:
         """Yield featomic's blocks of a batch, with the features and the environments they are of.
 
@@ -589,10 +585,7 @@ def resolve_compression(
     *,
     derivatives: bool = False,
 ) -> Compression | None:
-    """Return the compression that ``soap.compression`` stands for, for a training set.
-
-    `derivatives` is whether forces are learned, or will be predicted.
-    """
+    """Return what ``soap.compression`` stands for; `derivatives` is whether there are forces."""
     if soap.compression != "auto":
         return soap.compression
     standard = Compression()
@@ -647,10 +640,7 @@ def all_atoms(frames: Sequence[Atoms]) -> list[IntArray]:
 
 
 def structure_blocks(offsets: IntArray, size: int = BLOCK) -> Iterator[tuple[int, int]]:
-    """Yield ranges of consecutive structures with about `size` environments each.
-
-    Environments of structure s are rows ``offsets[s]:offsets[s + 1]``.
-    """
+    """Yield ranges of consecutive structures with about `size` environments each."""
     first, n = 0, len(offsets) - 1
     while first < n:
         last = int(np.searchsorted(offsets, offsets[first] + size, side="right")) - 1
@@ -729,9 +719,9 @@ def _parallel(
             "Use fewer threads, or a lower memory limit."
         ) from error
     finally:
+        for future in pending:
+            future.cancel()
         if pending:  # after an interrupt; to kill the processes at once is not safe in loky
-            for future in pending:
-                future.cancel()
             stop_workers()
 
 

@@ -89,8 +89,8 @@ class PowerKernel:
         if not self.n_exact or X.dtype == Y.dtype == np.float64:
             return self._power(_inner_products(X, Y))
         q = self.n_exact
-        dots = X[:, :q].astype(np.float64) @ Y[:, :q].T.astype(np.float64)
-        dots += X[:, q:].astype(np.float32) @ Y[:, q:].T.astype(np.float32)
+        dots = X[:, :q].astype(np.float64, copy=False) @ Y[:, :q].astype(np.float64, copy=False).T
+        dots += X[:, q:].astype(np.float32, copy=False) @ Y[:, q:].astype(np.float32, copy=False).T
         return self._power(dots)
 
     def diag(self, X: FloatArray, /) -> FloatArray:
