@@ -42,8 +42,8 @@ def member_energies(fitted, atoms):
         first += width
         share = fitted.kernel_scale * scales[s].weight / total_weight
         for x in features(representation, s, atoms):
-            for X, w in zip(X_M, fitted.weights, strict=True):
-                energies += share * w * power(x @ X, representation.soap.exponent)
+            kernel = np.array([power(x @ X, representation.soap.exponent) for X in X_M])
+            energies += share * kernel @ fitted.weights
     for number in atoms.numbers:
         column = fitted.baseline.species.index(number)
         energies += fitted.baseline.members[column] + fitted.intercepts

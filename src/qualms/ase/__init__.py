@@ -5,8 +5,12 @@
 >>> atoms.get_potential_energy(), atoms.calc.results["energy_uncertainty"]  # doctest: +SKIP
 """
 
-from qualms.ase.calculator import Calculator, CommitteePotential, MemberCalculator
-from qualms.ase.weighted_baseline import WeightedBaseline
+from qualms.ase.calculator import (
+    Calculator,
+    CommitteePotential,
+    MemberCalculator,
+    WeightedBaseline,
+)
 from qualms.errors import UncertaintyError
 
 __all__ = [

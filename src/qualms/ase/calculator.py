@@ -56,29 +56,18 @@ OnExceed = Callable[[Atoms, Results], object]
 #: Step of the central difference in ln s: its error is about the square of that.
 _STEP = 1e-4
 #: Results that ASE does not write: copied to ``atoms.info`` and to ``atoms.arrays``.
-_OF_STRUCTURES = (
-    "energy_uncertainty",
-    "energy_ensemble",
-    "energy_predicted",
-    "stress_uncertainty",
-    "stress_ensemble",
-    "weight",
-)
 _OF_ATOMS = ("forces_uncertainty", "forces_ensemble")
+_OF_STRUCTURES = (
+    "energy_uncertainty", "energy_ensemble", "energy_predicted",
+    "stress_uncertainty", "stress_ensemble", "weight",
+)  # fmt: skip
 #: Properties that need derivatives, and derivatives with respect to the cell.
 _WITH_STRESS = ("stress", "stress_uncertainty", "stress_ensemble", "energy_uncertainty_stress")
-_WITH_FORCES = (
-    "forces",
-    "forces_uncertainty",
-    "forces_ensemble",
-    "energy_uncertainty_gradient",
-    *_WITH_STRESS,
-)
+_WITH_FORCES = ("forces", *_OF_ATOMS, "energy_uncertainty_gradient", *_WITH_STRESS)
 #: Uncertainties that may have a threshold.
 _LIMITED = ("energy_uncertainty", "forces_uncertainty", "stress_uncertainty")
-#: Quantities that members can be calibrated for, and methods whose factor is constant.
+#: Quantities that members can be calibrated for.
 _CALIBRATED_FOR = ("forces", "energy")
-_CONSTANT = ("student", "linear")
 
 
 # --- derivatives of calibrated members ---
@@ -86,17 +75,7 @@ _CONSTANT = ("student", "linear")
 
 @dataclass(frozen=True)
 class CalibratedPoint:
-    """One prediction, and how its calibration changes with it.
-
-    Attributes
-    ----------
-    members : (N_R,) array
-        E_i, before calibration.
-    factor : float
-        f(s).
-    slope : float
-        df/d ln s.
-    """
+    """The members E_i of one prediction before calibration, f(s) and df/d ln s."""
 
     members: Float64Array
     factor: float
@@ -105,12 +84,9 @@ class CalibratedPoint:
     def member_gradients(self, gradients: Float64Array) -> Float64Array:
         """Return ∇E_i' (…, N_R), given ∇E_i of the same shape."""
         mean = gradients.mean(axis=-1, keepdims=True)
-        deviations = self.members - self.members.mean()
         along = self._log_std_gradient(gradients)[..., None]
-        calibrated: Float64Array = (
-            mean + self.factor * (gradients - mean) + self.slope * deviations * along
-        )
-        return calibrated
+        change = self.slope * (self.members - self.members.mean()) * along
+        return np.asarray(mean + self.factor * (gradients - mean) + change)
 
     def std_gradient(self, gradients: Float64Array) -> Float64Array:
         """Return ∇σ (…), given ∇E_i (…, N_R); zero where all members agree."""
@@ -122,23 +98,16 @@ class CalibratedPoint:
         square = float(deviations @ deviations)  # (N_R − 1) s²
         if square == 0.0:
             return np.zeros(gradients.shape[:-1])
-        gradient: Float64Array = gradients @ deviations / square  # Σ d_i ḡ = 0
-        return gradient
+        return np.asarray(gradients @ deviations / square)  # Σ d_i ḡ = 0
 
 
 def calibrated_point(
     raw: Float64Array, calibrated: Float64Array, calibration: Calibration | None, scale: float = 1.0
 ) -> CalibratedPoint:
-    """Describe one prediction.
+    """Describe one prediction by its members (N_R,) before and after calibration.
 
-    Parameters
-    ----------
-    raw, calibrated : (N_R,) arrays
-        Members before and after calibration.
-    calibration : Calibration or None
-        The calibration; None for a factor that does not depend on the standard deviation.
-    scale : float
-        Factor applied after calibration: the number of atoms, for an extensive property.
+    Without a calibration the factor does not depend on the standard deviation. `scale` is applied
+    after calibration: the number of atoms, for an extensive property.
     """
     before, after = (float(committee(members)[1]) for members in (raw, calibrated))
     factor, slope = (after / before if before > 0.0 else 1.0), 0.0
@@ -189,8 +158,21 @@ class UncertaintyCalculator(AseCalculator):
         assert self.atoms is not None
         self.results = self._compute(self.atoms, properties)
 
+    def get_property(
+        self, name: str, atoms: Atoms | None = None, allow_calculation: bool = True
+    ) -> Any:
+        """Return a property, computed if necessary: see ASE."""
+        value = super().get_property(name, atoms, allow_calculation)
+        if atoms is not None and value is not None:
+            # It may have been computed before, for an equal structure.
+            self._returned(atoms)
+        return value
+
     def _compute(self, atoms: Atoms, properties: Sequence[str]) -> Results:
         raise NotImplementedError
+
+    def _returned(self, atoms: Atoms) -> None:
+        """Handle a structure whose results are returned."""
 
     def export_properties(self) -> Properties:
         """Return the results that ASE knows."""
@@ -205,6 +187,10 @@ class ModelCalculator(UncertaintyCalculator):
         super().__init__()
         self.model = model
         self._with_stress = False
+
+    @property
+    def _fitted(self) -> Fitted | None:
+        return self.model.fitted if isinstance(self.model, AtomisticModel) else None
 
     @property
     def n_members(self) -> int:
@@ -232,22 +218,20 @@ class ModelCalculator(UncertaintyCalculator):
 
     def _energy(self, atoms: Atoms) -> Prediction:
         """Return the energy of a structure, equal to the one that comes with its forces."""
-        model = self.model
-        if (
-            isinstance(model, AtomisticModel)
-            and model.fitted.representation.soap.resolved_engine == "featomic"
-        ):
-            check_frames(model.fitted, [atoms], stress=False)
-            with limited(model.threads, len(atoms)):
-                return predict_energies(model.fitted, model.potential, [atoms])[0]
-        return model.predict([atoms])[0]
+        fitted = self._fitted
+        if fitted is None or fitted.representation.soap.resolved_engine != "featomic":
+            return self.model.predict([atoms])[0]
+        assert isinstance(self.model, AtomisticModel)
+        check_frames(fitted, [atoms], stress=False)
+        with limited(self.model.threads, len(atoms)):
+            return predict_energies(fitted, self.model.potential, [atoms])[0]
 
     def _point(self, energy: Prediction, n_atoms: int) -> CalibratedPoint:
         """Return the energy of one structure and how its calibration depends on it."""
-        model = self.model
-        calibration = model.fitted.calibration if isinstance(model, AtomisticModel) else None
-        raw = energy.uncalibrated.members
-        return calibrated_point(raw, energy.members, calibration, scale=float(n_atoms))
+        calibration = None if self._fitted is None else self._fitted.calibration
+        return calibrated_point(
+            energy.uncalibrated.members, energy.members, calibration, float(n_atoms)
+        )
 
     def __deepcopy__(self, memo: dict[int, object]) -> ModelCalculator:
         # A trained model does not change, and may be large: copies share it.
@@ -290,8 +274,15 @@ class MemberCalculator(ModelCalculator):
         self.index = check_integer("index", index, 0)
         if self.index >= self.n_members:
             raise InputError("index", index, f"one of {self.n_members} members, from 0")
-        self.calibrated_for = _calibrated_for(self.model, calibrated_for)
-        self._mixture = _mixture(self.model, self.index, self.calibrated_for)
+        if calibrated_for not in (None, *_CALIBRATED_FOR):
+            expected = " or ".join(map(repr, _CALIBRATED_FOR))
+            raise InputError("calibrated_for", repr(calibrated_for), expected)
+        own = self._fitted and self._fitted.calibration_of("forces")
+        if calibrated_for == "forces" and own is None:
+            expected = "'energy': the model has no calibration of forces"
+            raise InputError("calibrated_for", "'forces'", expected, "Train it on forces.")
+        self.calibrated_for = calibrated_for or ("energy" if own is None else "forces")
+        self._mixture = self._weights_of_members()
         self._potential: Potential | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -308,13 +299,12 @@ class MemberCalculator(ModelCalculator):
         if self._mixture is not None and isinstance(self.model, AtomisticModel):
             return self._of_mixture(self.model, self._mixture, atoms, stress=stress)
         found = self.model.predict_forces([atoms], stress=stress)
-        results = self._of_energy(found.energy[0])
-        point = self._point(found.energy[0], len(atoms))
-        raw = found.forces.uncalibrated.members
-        results["forces"] = point.member_gradients(raw)[..., self.index]
-        if found.stress is not None:
-            raw = found.stress.uncalibrated.members[0]
-            results["stress"] = point.member_gradients(raw)[..., self.index]
+        energy, forces, stresses = found[0]
+        results, point = self._of_energy(energy), self._point(energy, len(atoms))
+        for name, one in (("forces", forces), ("stress", stresses)):
+            if one is not None:
+                raw = one.uncalibrated.members
+                results[name] = point.member_gradients(raw)[..., self.index]
         return results
 
     def _of_mixture(
@@ -323,10 +313,7 @@ class MemberCalculator(ModelCalculator):
         """Return the results of the one potential Σ_j c_j E_j, in the time of one member."""
         check_frames(model.fitted, [atoms], stress=stress)
         if self._potential is None:
-            mixed = (
-                replace(scale, weights=scale.weights @ c[:, None]) for scale in model.potential
-            )
-            self._potential = list(mixed)
+            self._potential = [replace(k, weights=k.weights @ c[:, None]) for k in model.potential]
         with limited(model.threads, len(atoms)):
             found = derivatives(self._potential, [atoms], strain=stress)
         others = member_energies(model.fitted, [atoms], np.zeros((1, len(c))))[0] @ c * len(atoms)
@@ -336,43 +323,25 @@ class MemberCalculator(ModelCalculator):
             results["stress"] = found.virials[0, :, 0] / atoms.cell.volume
         return results
 
+    def _weights_of_members(self) -> Float64Array | None:
+        """Return weights c such that Σ_j c_j E_j is the calibrated energy of the member.
 
-def _calibrated_for(model: Model, given: str | None) -> str:
-    """Return the quantity that members are calibrated for: as given, or as the model has it."""
-    if given not in (None, *_CALIBRATED_FOR):
-        raise InputError("calibrated_for", repr(given), " or ".join(map(repr, _CALIBRATED_FOR)))
-    own = model.fitted.calibration_of("forces") if isinstance(model, AtomisticModel) else None
-    if given == "forces" and own is None:
-        expected = "'energy': the model has no calibration of forces"
-        raise InputError("calibrated_for", "'forces'", expected, "Train it on forces.")
-    return given or ("energy" if own is None else "forces")
-
-
-def _mixture(model: Model, i: int, calibrated_for: str) -> Float64Array | None:
-    """Return the weights c of members whose sum Σ_j c_j E_j is the calibrated energy of member i.
-
-    They exist if members are scaled about their mean by a constant factor f:
-    c_j = f δ_ij + (1 − f) / N_R.
-    """
-    if not isinstance(model, AtomisticModel):
-        return None
-    n = model.fitted.weights.shape[1]
-    if calibrated_for == "forces":
-        f: float | None = _forces_factor(model.fitted, n)
-    else:
-        f = _constant_factor(model.fitted.calibration, n)
-    if f is None:
-        return None
-    c: Float64Array = f * np.eye(n)[i] + (1.0 - f) / n
-    return c
-
-
-def _forces_factor(fitted: Fitted, n_members: int) -> float:
-    """Return one factor for members whose forces are to be calibrated."""
-    methods = fitted.calibrations.get("forces", {})
-    own = [fitted.calibration_of("forces"), *map(methods.get, _CONSTANT)]
-    factors = (_constant_factor(found, n_members) for found in own if found is not None)
-    return next((f for f in factors if f is not None), 1.0)
+        They exist if members are scaled about their mean by a constant factor f:
+        c_j = f δ_ij + (1 − f) / N_R.
+        """
+        fitted, n = self._fitted, self.n_members
+        if fitted is None:
+            return None
+        candidates: list[Calibration | None] = [fitted.calibration]
+        if self.calibrated_for == "forces":
+            of_forces = fitted.calibrations["forces"]
+            constant = [of_forces.get(method) for method in ("student", "linear")]
+            candidates = [fitted.calibration_of("forces"), *constant]
+        factors = [_constant_factor(found, n) for found in candidates if found is not None]
+        f = next((factor for factor in factors if factor is not None), None)
+        if f is None and self.calibrated_for == "forces":
+            f = 1.0
+        return None if f is None else np.asarray(f * np.eye(n)[self.index] + (1.0 - f) / n)
 
 
 def _constant_factor(calibration: Calibration, n_members: int) -> float | None:
@@ -397,12 +366,12 @@ def _check_model(model: Model) -> None:
         if not (hasattr(model, "predict") and hasattr(model, "predict_forces")):
             raise InputError("model", type(model).__name__, "an AtomisticModel, or its file")
         return
-    settings = model.fitted.settings
-    if settings.kind != "extensive":
-        raise InputError("model", f"kind {settings.kind!r}", "an energy, of kind 'extensive'")
-    if settings.units and settings.units.casefold() != "ev":
-        given = f"energies in {settings.units}"
-        raise InputError("model", given, "energies in eV", "Train it on energies in eV.")
+    kind, unit = model.fitted.settings.kind, model.fitted.settings.units
+    if kind != "extensive":
+        raise InputError("model", f"kind {kind!r}", "an energy, of kind 'extensive'")
+    if unit and unit.casefold() != "ev":
+        expected = "energies in eV"
+        raise InputError("model", f"energies in {unit}", expected, "Train it on energies in eV.")
 
 
 class Calculator(ModelCalculator):
@@ -467,7 +436,10 @@ class Calculator(ModelCalculator):
         if isinstance(model, (str, Path)):
             model = AtomisticModel.load(model, threads=threads)
         elif threads is not None:
-            model = _with_threads(model, threads)
+            if not isinstance(model, AtomisticModel):
+                raise InputError("threads", threads, "None, unless the model is an AtomisticModel")
+            model = copy.copy(model)
+            model.threads = default_threads(threads)
         super().__init__(model)
         if isinstance(model, AtomisticModel) and not model.fitted.settings.units:
             warnings.warn(
@@ -484,17 +456,10 @@ class Calculator(ModelCalculator):
         self._exceeded = False
         self._reported: set[str] = set()
 
-    def get_property(
-        self, name: str, atoms: Atoms | None = None, allow_calculation: bool = True
-    ) -> Any:
-        """Return a property, computed if necessary: see ASE."""
-        value = super().get_property(name, atoms, allow_calculation)
-        if atoms is not None and value is not None:
-            # It may have been computed before, for an equal structure.
-            self._annotate(atoms)
-            if self.on_exceed == "raise":
-                self._check_limits(atoms)
-        return value
+    def _returned(self, atoms: Atoms) -> None:
+        self._annotate(atoms)
+        if self.on_exceed == "raise":
+            self._check_limits(atoms)
 
     def calculate(
         self,
@@ -522,14 +487,9 @@ class Calculator(ModelCalculator):
     ) -> Prediction:
         """Call a function with a calculator of each member; return the results as a prediction.
 
-        Parameters
-        ----------
-        f : callable
-            Takes a calculator and returns a number or an array, such as a bond length after
-            relaxation, or frequencies.
-        calibrated_for : {"forces", "energy"}, optional
-            As in `member`: forces are right for what follows from forces, such as geometries and
-            frequencies, and the energy for energies, and differences of them.
+        The function returns a number or an array, such as a bond length after relaxation. As in
+        `member`, ``calibrated_for="forces"`` is right for geometries and frequencies, and
+        ``"energy"`` for energies and differences of them.
         """
         members = [self.member(i, calibrated_for=calibrated_for) for i in range(self.n_members)]
         return Prediction(stack_members([f(member) for member in members]))
@@ -544,18 +504,17 @@ class Calculator(ModelCalculator):
 
     def _of_forces(self, atoms: Atoms, *, stress: bool) -> Results:
         found = self.model.predict_forces([atoms], stress=stress)
-        results = self._of_energy(found.energy[0])
-        point = self._point(found.energy[0], len(atoms))
-        results["forces"] = found.forces.mean
-        results["forces_uncertainty"] = found.forces.std
-        results["forces_ensemble"] = found.forces.members.copy()
-        raw = found.forces.uncalibrated.members
+        energy, forces, stresses = found[0]
+        results = self._of_energy(energy)
+        point = self._point(energy, len(atoms))
+        for name, one in (("forces", forces), ("stress", stresses)):
+            if one is not None:
+                results[name], results[f"{name}_uncertainty"] = one.mean, one.std
+                results[f"{name}_ensemble"] = one.members.copy()
+        raw = forces.uncalibrated.members
         results["energy_uncertainty_gradient"] = -point.std_gradient(raw)
-        if found.stress is not None:
-            results["stress"] = found.stress.mean[0]
-            results["stress_uncertainty"] = found.stress.std[0]
-            results["stress_ensemble"] = found.stress.members[0].copy()
-            raw = found.stress.uncalibrated.members[0]
+        if stresses is not None:
+            raw = stresses.uncalibrated.members
             results["energy_uncertainty_stress"] = point.std_gradient(raw)
         return results
 
@@ -572,11 +531,12 @@ class Calculator(ModelCalculator):
 
     def _check_limits(self, atoms: Atoms) -> None:
         """Warn, raise or call if an uncertainty of a structure exceeds its limit."""
-        beyond = {
-            name: f"{name} = {largest:.3g} exceeds {limit:.3g}"
-            for name, limit in self.uncertainty_threshold.items()
-            if name in self.results and (largest := _largest(name, self.results[name])) > limit
-        }
+        beyond = {}
+        for name, limit in self.uncertainty_threshold.items():
+            values = np.asarray(self.results.get(name, 0.0))
+            largest = np.max(force_norm(values) if values.ndim == 2 else values)
+            if largest > limit:
+                beyond[name] = f"{name} = {largest:.3g} exceeds {limit:.3g}"
         if not beyond:
             self._exceeded = False
             return
@@ -593,30 +553,150 @@ class Calculator(ModelCalculator):
         self._exceeded = True
 
 
-def _largest(name: str, uncertainty: ArrayLike) -> float:
-    """Return the value that a limit applies to: of forces the largest norm."""
-    of_forces = name == "forces_uncertainty"
-    values = force_norm(np.asarray(uncertainty)) if of_forces else uncertainty
-    return float(np.max(values))
-
-
-def _with_threads(model: Model, threads: int) -> AtomisticModel:
-    """Return a model that shares everything with another but the number of cores it uses."""
-    if not isinstance(model, AtomisticModel):
-        raise InputError("threads", threads, "None, unless the model is an AtomisticModel")
-    same = copy.copy(model)
-    same.threads = default_threads(threads)
-    return same
-
-
 def _limits(threshold: float | Mapping[str, float] | None) -> dict[str, float]:
     """Return the largest uncertainties allowed, by name."""
     if threshold is None:
         return {}
+    parameter = "uncertainty_threshold"
     if not isinstance(threshold, Mapping):
         threshold = {"energy_uncertainty": threshold}
-    unknown = [name for name in threshold if name not in _LIMITED]
-    if unknown:
-        raise InputError("uncertainty_threshold", unknown[0], f"limits of {' or '.join(_LIMITED)}")
-    name = "uncertainty_threshold"
-    return {key: check_number(name, limit, 0, strict=True) for key, limit in threshold.items()}
+    for name in threshold:
+        if name not in _LIMITED:
+            raise InputError(parameter, name, f"limits of {' or '.join(_LIMITED)}")
+    return {key: check_number(parameter, limit, 0, strict=True) for key, limit in threshold.items()}
+
+
+# --- a robust baseline where a learned potential is uncertain ---
+
+
+class WeightedBaseline(UncertaintyCalculator):
+    """A learned potential where its uncertainty is small, and a robust baseline elsewhere.
+
+    With σ the uncertainty of the learned energy, σ_b that of the baseline and ΔE the learned
+    difference from the baseline (Imbalzano et al., J. Chem. Phys. 154, 074102, 2021),
+
+        E = E_base + w ΔE,     w = σ_b² / (σ_b² + σ²)
+
+    which is the average of both energies with inverse variances for weights. Energies are as smooth
+    as those of both potentials and of σ, and forces are their derivatives, that of the weight
+    included: with F_Δ = −∇ΔE,
+
+        F = F_base + w F_Δ + (2 w² σ / σ_b²) ΔE ∇σ
+
+    Parameters
+    ----------
+    learned : ASE calculator
+        With ``energy_uncertainty`` and ``energy_uncertainty_gradient`` among its properties, as
+        `Calculator` has them; or with ``energy_ensemble`` (N_R,) and ``forces_ensemble`` (n, 3,
+        N_R), of members whose forces are derivatives of their energies.
+    baseline : ASE calculator
+        Robust, if less accurate.
+    baseline_uncertainty : float
+        σ_b in eV: how wrong the baseline is for a whole structure.
+    learns : {"total", "difference"}
+        What the learned energy is: that of the structure, with the zero of energy of the baseline,
+        or its difference from the baseline.
+    annotate : bool
+        Whether ``energy_uncertainty`` and ``weight`` are also put into ``atoms.info``, from where
+        ASE writes them to extended XYZ, and with them the energy they belong to,
+        ``energy_predicted``.
+
+    Notes
+    -----
+    Results are energy, free_energy, forces and, if both calculators have it, stress; ``weight``, w;
+    and ``energy_uncertainty``, (1/σ² + 1/σ_b²)^(−1/2) in eV.
+    """
+
+    name = "qualms-weighted-baseline"
+
+    def __init__(
+        self,
+        learned: AseCalculator,
+        baseline: AseCalculator,
+        baseline_uncertainty: float,
+        *,
+        learns: str = "total",
+        annotate: bool = True,
+    ) -> None:
+        super().__init__()
+        for name, given in (("learned", learned), ("baseline", baseline)):
+            if not (hasattr(given, "get_property") and hasattr(given, "implemented_properties")):
+                advice = "Use qualms.ase.Calculator(model)." if hasattr(given, "predict") else ""
+                raise InputError(name, repr(given), "an ASE calculator", advice)
+        self._has_gradient = _has_gradient(learned)
+        self.learned, self.baseline = learned, baseline
+        self.baseline_uncertainty = check_number(
+            "baseline_uncertainty", baseline_uncertainty, 0, strict=True
+        )
+        if learns not in ("total", "difference"):
+            raise InputError("learns", repr(learns), "'total' or 'difference'")
+        self.learns = learns
+        self.annotate = annotate
+        # Of this object, rather than of the class: not all calculators have a stress.
+        own = ["energy", "free_energy", "forces", "energy_uncertainty", "weight"]
+        wanted = {"stress", "energy_uncertainty_stress"} <= set(learned.implemented_properties)
+        has_stress = wanted and "stress" in baseline.implemented_properties
+        self.implemented_properties = [*own, "stress"] if has_stress else own
+
+    def _returned(self, atoms: Atoms) -> None:
+        if self.annotate:
+            annotate(atoms, {**self.results, "energy_predicted": self.results["energy"]})
+
+    def _compute(self, atoms: Atoms, properties: Sequence[str]) -> Results:
+        atoms = atoms.copy()
+        wants_stress = "stress" in properties
+        wants_forces = wants_stress or "forces" in properties
+        if wants_stress:  # first, so that energies and forces come with it where they do
+            slope = self.learned.get_property("energy_uncertainty_stress", atoms)
+        if wants_forces:
+            gradient = self._gradient(atoms)
+        std = self._std(atoms)
+        w = 1.0 / (1.0 + (std / self.baseline_uncertainty) ** 2)
+        difference = self._difference("energy", atoms)
+        energy = float(self.baseline.get_property("energy", atoms) + w * difference)
+        results: Results = {"energy": energy, "free_energy": energy, "weight": w}
+        results["energy_uncertainty"] = float(np.sqrt(w)) * std
+        # −dw/dσ times the difference that the weight multiplies.
+        pull = 2.0 * w**2 * std / self.baseline_uncertainty**2 * difference
+        if wants_forces:
+            own = self.baseline.get_property("forces", atoms)
+            results["forces"] = own + w * self._difference("forces", atoms) + pull * gradient
+        if wants_stress:
+            own = self.baseline.get_property("stress", atoms)
+            results["stress"] = own + w * self._difference("stress", atoms) - pull * slope
+        return results
+
+    def _difference(self, name: str, atoms: Atoms) -> Any:
+        """Return the learned difference from the baseline."""
+        learned = self.learned.get_property(name, atoms)
+        if self.learns == "difference":
+            return learned
+        return learned - self.baseline.get_property(name, atoms)
+
+    def _std(self, atoms: Atoms) -> float:
+        if self._has_gradient:
+            return float(self.learned.get_property("energy_uncertainty", atoms))
+        return float(np.std(self.learned.get_property("energy_ensemble", atoms), ddof=1))
+
+    def _gradient(self, atoms: Atoms) -> Float64Array:
+        """Return ∇σ, (n, 3) in eV/Å."""
+        if self._has_gradient:
+            own: Float64Array = self.learned.get_property("energy_uncertainty_gradient", atoms)
+            return own
+        forces = np.asarray(self.learned.get_property("forces_ensemble", atoms), dtype=np.float64)
+        members = np.asarray(self.learned.get_property("energy_ensemble", atoms), dtype=np.float64)
+        if forces.shape != (len(atoms), 3, len(members)):
+            given = f"forces_ensemble of shape {forces.shape}"
+            raise InputError("learned", given, f"{(len(atoms), 3, len(members))}")
+        return -CalibratedPoint(members, factor=1.0, slope=0.0).std_gradient(forces)
+
+
+def _has_gradient(learned: AseCalculator) -> bool:
+    """Whether a calculator has the gradient of its uncertainty; otherwise it needs members."""
+    has = set(learned.implemented_properties)
+    if {"energy_uncertainty", "energy_uncertainty_gradient"} <= has:
+        return True
+    if {"energy_ensemble", "forces_ensemble"} <= has:
+        return False
+    expected = "one with energy_ensemble and forces_ensemble, as qualms.ase.Calculator has"
+    raise InputError("learned", f"a calculator of {', '.join(sorted(has))}", expected)

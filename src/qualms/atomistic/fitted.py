@@ -126,10 +126,12 @@ class Fitted:
 
     @cached_property
     def basis(self) -> Basis:
-        """Kernel rows with the representatives, in float64."""
-        # Column-major: the kernel takes columns of it again and again.
-        exact = self.representatives.astype(np.float64, order="F")
-        return Basis(self.representation.kernel, exact, self.kernel_scale, self.per_atom)
+        """Kernel rows with the representatives; of compressed features, in float32."""
+        X = self.representatives
+        if not self.representation.projections:
+            # Column-major: the kernel takes columns of it again and again.
+            X = X.astype(np.float64, order="F")
+        return Basis(self.representation.kernel, X, self.kernel_scale, self.per_atom)
 
     @cached_property
     def mean_weights(self) -> Float64Array:

@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias, overload
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from ase import Atoms
@@ -68,14 +68,9 @@ _ENERGIES = 1024
 
 @dataclass(frozen=True)
 class ScaleKernel:
-    """The kernel of one scale with M representatives, and their weights in R members.
+    """The kernel of one scale with representatives (M, q), and their weights (M, R) in R members.
 
-    Attributes
-    ----------
-    features : ScaleFeatures
-    representatives : (M, q) array
-    weights : (M, R) array
-        Empty for kernel rows.
+    Kernel rows have no members.
     """
 
     features: ScaleFeatures
@@ -149,12 +144,11 @@ class ScaleKernel:
             b = self.features.share * self.weights.T @ X
             return x @ b.T, np.repeat(b[None], n, axis=0)
         k, powers = self.kernel(x, X)
-        slopes, terms = np.empty((n, R, c)), np.empty((min(_CHUNK, n), R, len(X)))
+        slopes = np.empty((n, R, c))
         for start in range(0, n, _CHUNK):
-            some = powers[start : start + _CHUNK, None, :]
-            made = np.multiply(some, self.weights.T, out=terms[: len(some)])
-            into = slopes[start : start + _CHUNK].reshape(len(some) * R, c)
-            np.matmul(made.reshape(len(some) * R, -1), X, out=into)
+            terms = powers[start : start + _CHUNK, None, :] * self.weights.T
+            into = slopes[start : start + _CHUNK].reshape(len(terms) * R, c)
+            np.matmul(terms.reshape(len(into), -1), X, out=into)
         return k @ self.weights, slopes
 
 
@@ -164,34 +158,22 @@ Potential: TypeAlias = Sequence[ScaleKernel]
 
 def scale_rows(representation: Representation, representatives: FloatArray) -> list[ScaleKernel]:
     """Return the kernel of each scale with representatives (M, d)."""
-    found = []
-    for scale in scale_features(representation):
-        X = scale.representatives(representatives)
-        found.append(ScaleKernel(scale, X, np.empty((len(X), 0))))
-    return found
+    X, none = representatives.astype(np.float64), np.empty((len(representatives), 0))
+    return [ScaleKernel(one, X[:, one.columns], none) for one in scale_features(representation)]
 
 
 def make_potential(fitted: Fitted, weights: Float64Array) -> Potential:
-    """Return the energy by R members of a trained model, with features by featomic.
-
-    The weights (M, R) are those of its members, or a combination of them.
-    """
+    """Return the energy by R members of a trained model, or combinations of them: (M, R)."""
     weights = weights * fitted.kernel_scale
     scales = scale_rows(fitted.representation, fitted.representatives)
-    return [ScaleKernel(one.features, one.representatives, weights) for one in scales]
+    return [replace(scale, weights=weights) for scale in scales]
 
 
-@dataclass(frozen=True)
-class Derivatives:
-    """Energies without baseline, and their derivatives, for R members or M representatives.
+class Derivatives(NamedTuple):
+    """Energies (n_structures, R) without baseline, forces (n_atoms, 3, R) and perhaps virials.
 
-    Attributes
-    ----------
-    energies : (n_structures, R) array
-        Sums over environments.
-    forces : (n_atoms, 3, R) array
-    virials : (n_structures, 6, R) array, optional
-        ∂E/∂ε, in the order of `qualms.atomistic.structures.VOIGT`.
+    Of R members or representatives. Virials ∂E/∂ε (n_structures, 6, R) are in the order of
+    `qualms.atomistic.structures.VOIGT`.
     """
 
     energies: Float64Array
@@ -280,26 +262,17 @@ def fill_rows(
 ) -> None:
     """Fill in the kernel rows of a training set.
 
-    Parameters
-    ----------
-    energies : (n_structures, M) array
-        Is filled with averages over environments.
-    others : (n_rows, M) array of zeros
-        Is filled with the rows of forces, and of virials per atom, that have labels.
-    frames, labels
-        Of the training set.
-    scales : sequence of ScaleKernel
-    on_environments : callable, optional
-        Called with the number of environments done so far.
+    Averages over environments go to `energies` (n_structures, M); rows of forces, and of virials
+    per atom, that have labels are added to `others` (n_rows, M). `on_environments` is called with
+    the number of environments done so far.
     """
     strain = labels.n_with_virial > 0
     energies[:] = 0.0
     done = 0
     for batch in batches(frames):
         found = derivative_rows(scales, batch, strain=strain)
-        for k, (s, (begin, end)) in enumerate(
-            zip(batch.structures, pairwise(batch.atom_offsets), strict=True)
-        ):
+        edges = pairwise(batch.atom_offsets)
+        for k, (s, (begin, end)) in enumerate(zip(batch.structures, edges, strict=True)):
             n = len(frames[s])
             energies[s] += found.energies[k] / n
             rows = found.forces[begin:end].reshape(3 * n, -1)
@@ -328,9 +301,8 @@ def derivative_rows(
         # x·X times the slope; features that are not normalised have no second term.
         second = k * (features.exponent / lengths if features.feature_scale is None else 0.0)
         for z in features.engine.species:
-            _add_forces(
-                rows.forces, scale, _moving(blocks, batch, features, z), batch, x, slopes, second
-            )
+            moving = _moving(blocks, batch, features, z)
+            _add_forces(rows.forces, scale, moving, batch, x, slopes, second)
         if rows.virials is None:
             continue
         raw = np.zeros((n, 6, P.shape[1]))
@@ -349,14 +321,8 @@ def derivative_rows(
 class _Moving(NamedTuple):
     """Derivatives of power spectra by the positions of atoms of one species.
 
-    Attributes
-    ----------
-    owners, atoms : (p,) arrays of int
-        Environment, and atom that is not its centre, counted through the batch.
-    pairs : list of int
-        Pairs of species that this species is in, among all of them.
-    changes : (p, 3, c) array
-        Of their features, one pair after the other.
+    Of p combinations of an environment and an atom that is not its centre, and of the features of
+    all pairs of species that this species is in: `changes` (p, 3, c).
     """
 
     owners: IntArray
@@ -379,10 +345,8 @@ def _moving(
             owners = np.repeat(block.rows, np.diff(block.edges))
             wanted = (numbers[block.atoms] == z) & (batch.center_atoms[owners] != block.atoms)
             found.append((block, wanted, owners[wanted] * len(numbers) + block.atoms[wanted]))
-    keys, entries = np.unique(
-        np.concatenate([np.empty(0, dtype=np.intp), *(keys for *_, keys in found)]),
-        return_inverse=True,
-    )
+    every = np.concatenate([np.empty(0, dtype=np.intp), *(keys for *_, keys in found)])
+    keys, entries = np.unique(every, return_inverse=True)
     size = columns[0].stop - columns[0].start
     changes = np.zeros((len(keys), 3, size * len(pairs)))
     first = 0
@@ -464,24 +428,9 @@ class Mechanics:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    @overload
-    def __getitem__(self, index: int) -> StructureMechanics: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Mechanics: ...
-
-    def __getitem__(self, index: int | slice) -> StructureMechanics | Mechanics:
-        """Return the predictions of one structure, or of several."""
-        some = np.arange(len(self))[index]
-        if isinstance(index, slice):
-            atoms = [np.arange(*self.offsets[s : s + 2]) for s in some]
-            return Mechanics(
-                energy=self.energy[some],
-                forces=self.forces[np.concatenate([np.empty(0, dtype=np.intp), *atoms])],
-                stress=None if self.stress is None else self.stress[some],
-                offsets=offsets_of([len(rows) for rows in atoms]),
-            )
-        s = int(some)
+    def __getitem__(self, index: int) -> StructureMechanics:
+        """Return the predictions of one structure."""
+        s = range(len(self))[index]
         rows = slice(int(self.offsets[s]), int(self.offsets[s + 1]))
         stress = None if self.stress is None else self.stress[s]
         return StructureMechanics(self.energy[s], self.forces[rows], stress)
@@ -512,12 +461,8 @@ def predict_mechanics(
         raw = Prediction(found.virials / volumes[:, None, None])
         stresses = raw.calibrated(_own(fitted.calibration_of("stress"), factors))
     own = _own(fitted.calibration_of("forces"), np.repeat(factors, sizes))
-    return Mechanics(
-        energy=energy * sizes,
-        forces=Prediction(found.forces).calibrated(own),
-        stress=stresses,
-        offsets=offsets_of(sizes),
-    )
+    forces = Prediction(found.forces).calibrated(own)
+    return Mechanics(energy * sizes, forces, stresses, offsets_of(sizes))
 
 
 def predict_energies(fitted: Fitted, potential: Potential, frames: Sequence[Atoms]) -> Prediction:
@@ -546,8 +491,7 @@ def _own(calibration: Calibration | None, factors: Float64Array) -> MemberTransf
 
 def has_forces(fitted: Fitted) -> bool:
     """Whether a model has continuous forces, learned or not."""
-    engine = fitted.representation.soap.resolved_engine
-    return engine == "featomic" and fitted.settings.has_forces
+    return fitted.representation.soap.resolved_engine == "featomic" and fitted.settings.has_forces
 
 
 def check_model(fitted: Fitted) -> None:
@@ -578,7 +522,6 @@ def check_frames(fitted: Fitted, frames: Sequence[Atoms], *, stress: bool) -> No
     for i, atoms in enumerate(frames):
         check_structures([atoms], first=i)
         check_species([atoms], fitted.representation.species, first=i)
-        if stress and atoms.cell.rank < 3:
-            given = f"{atoms.cell.rank} vectors"
+        if stress and (rank := atoms.cell.rank) < 3:
             expected = "three: without a volume there is no stress"
-            raise InputError(f"frames[{i}].cell", given, expected)
+            raise InputError(f"frames[{i}].cell", f"{rank} vectors", expected)

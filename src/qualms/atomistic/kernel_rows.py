@@ -30,18 +30,10 @@ _ELEMENTS = 8_000_000
 
 @dataclass(frozen=True)
 class Basis:
-    """Representative environments, and the kernel with them.
+    """Representative environments (M, d), and the kernel with them.
 
-    Attributes
-    ----------
-    kernel : Kernel
-        Between environments.
-    representatives : (M, d) array
-        In float32 for training; in float64 kernel products are float64, too.
-    scale : float
-        Factor of Eq. (17), Musil et al. 2019, for targets of unit variance.
-    per_atom : bool
-        Whether rows are environments rather than averages over structures.
+    The kernel is scaled by the factor of Eq. (17), Musil et al. 2019, for targets of unit variance.
+    Rows are averages over structures, or single environments if `per_atom`.
     """
 
     kernel: Kernel
@@ -63,7 +55,6 @@ class Basis:
         ----------
         features : (n_environments, d) array
         offsets : (n_structures + 1,) array of int
-            Environments of structure s are rows ``offsets[s]:offsets[s + 1]``.
         novelty : (n_structures, 2) array, optional
             Is filled with the largest and the mean novelty of the environments of each structure:
             one minus the largest normalised kernel with a representative, from 0 to 1.
@@ -113,8 +104,7 @@ class Basis:
             diagonal = np.asarray(self.kernel.diag(features), dtype=np.float64)
         else:
             blocks = (features[begin:end] for begin, end in pairwise(offsets))
-            means = [np.mean(self.kernel(block, block), dtype=np.float64) for block in blocks]
-            diagonal = np.array(means, dtype=np.float64)
+            diagonal = np.array([np.mean(self.kernel(b, b), dtype=np.float64) for b in blocks])
         return diagonal * self.scale
 
     def _normalized(self, K: FloatArray, features: FloatArray) -> FloatArray:
@@ -163,20 +153,9 @@ def select_representatives(
 ) -> IntArray:
     """Select environments: at most ``settings.n_representatives`` indices, in order of selection.
 
-    Parameters
-    ----------
-    features : RowSource
-        Of all candidates, (n, d).
-    kernel : Kernel
-    center_species : (n,) array of int
-        Atomic number at the centre of each.
-    settings : Settings
-        ``selection``, ``n_representatives`` and ``per_species``: whether each species gets a share
-        of the representatives in proportion to its environments.
-    rng : Generator
-        For random selection.
-    on_pick : callable, optional
-        Called with the number of picks so far.
+    Candidates have features (n, d), and atoms `center_species` (n,) at their centres. With
+    ``settings.per_species``, each species gets a share of the representatives in proportion to its
+    environments. `on_pick` is called with the number of picks so far.
     """
     n = min(settings.n_representatives, len(features))
     if not settings.per_species:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import scipy.linalg
 
-from qualms.arrays import Float64Array, FloatArray, IntArray
+from qualms.arrays import Float64Array, FloatArray
 from qualms.gp.kernels import normalize_rows
 from qualms.gp.representatives import cur, farthest_points
 
@@ -25,14 +25,10 @@ _SAMPLE = (5_000, 20_000)
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear map from all features to fewer.
+    """A linear map (D, q) in float32 from all features to fewer.
 
-    Attributes
-    ----------
-    matrix : (D, q) array of float32
-    kernel_error : float
-        Root mean squared change of x·x′ (of unit vectors) between environments it was not made
-        from.
+    `kernel_error` is the root mean squared change of x·x′ (of unit vectors) between environments
+    that it was not made from.
     """
 
     matrix: FloatArray
@@ -94,9 +90,8 @@ def components_of_pairs(X: FloatArray, q: int, blocks: Sequence[slice]) -> Float
         Y = X[:, block]
         values, V = scipy.linalg.eigh((Y.T @ Y).astype(np.float64), check_finite=False)
         sizes.append(values)
-        whole = np.zeros((X.shape[1], len(values)))
-        whole[block] = V
-        columns.append(whole)
+        columns.append(np.zeros((X.shape[1], len(values))))
+        columns[-1][block] = V
     largest = np.argsort(-np.concatenate(sizes), kind="stable")[:q]
     return np.concatenate(columns, axis=1)[:, largest]
 
@@ -108,7 +103,12 @@ def chosen_columns(X: FloatArray, q: int, method: str) -> Float64Array:
     P = C⁺X, so that XXᵀ ≈ C (PPᵀ) Cᵀ: the map is the symmetric root of PPᵀ (Imbalzano et al.,
     J. Chem. Phys. 148, 241730 (2018)).
     """
-    columns = _pick_columns(X, q, method)
+    candidates = np.ascontiguousarray(X.T)
+    if method == "cur":
+        columns = cur(candidates, q).indices
+    else:
+        largest = int(np.argmax(np.einsum("ij,ij->i", candidates, candidates)))
+        columns = farthest_points(candidates, q, start=largest).indices
     chosen = X[:, columns].astype(np.float64)
     P = scipy.linalg.lstsq(chosen.T @ chosen, chosen.T @ X, cond=1e-12, check_finite=False)[0]
     values, U = scipy.linalg.eigh(P @ P.T, check_finite=False)
@@ -116,11 +116,3 @@ def chosen_columns(X: FloatArray, q: int, method: str) -> Float64Array:
     matrix[columns] = (U * np.sqrt(np.maximum(values, 0.0))) @ U.T
     # Rotated to principal axes, the largest first, as those of `principal_components` are.
     return matrix @ principal_components(X @ matrix.astype(np.float32), len(columns))
-
-
-def _pick_columns(X: FloatArray, q: int, method: str) -> IntArray:
-    columns = np.ascontiguousarray(X.T)
-    if method == "cur":
-        return cur(columns, q).indices
-    largest = int(np.argmax(np.einsum("ij,ij->i", columns, columns)))
-    return farthest_points(columns, q, start=largest).indices

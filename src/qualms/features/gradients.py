@@ -18,13 +18,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 from ase import Atoms
-from scipy.linalg import block_diag
 from scipy.spatial import cKDTree
 
-from qualms.arrays import Float64Array, FloatArray, IntArray
+from qualms.arrays import Float64Array, IntArray
 from qualms.features.soap import FeatomicEngine, Representation, make_engine, offsets_of
 
 #: Structures of fewer atoms are not cut.
@@ -38,18 +38,11 @@ _ROUNDING = 1e-6
 # --- parts of large structures ---
 
 
-@dataclass(frozen=True)
-class Cutout:
-    """Some atoms of a structure with everything around them.
+class Cutout(NamedTuple):
+    """Some atoms of a structure with everything around them, without a cell unless it is whole.
 
-    Attributes
-    ----------
-    atoms : Atoms
-        Without a cell, unless it is the whole structure.
-    origins : (n,) array of int
-        Which atom of the structure each of them is, or is an image of.
-    centers : array of int
-        Positions of the atoms in the middle among them.
+    `origins` (n,) are the atoms of the structure that they are, or are images of; `centers` the
+    places of the atoms in the middle among them.
     """
 
     atoms: Atoms
@@ -86,12 +79,8 @@ class Surroundings:
     @cached_property
     def _wrapped(self) -> Atoms:
         """The structure with its atoms in the cell, along periodic directions."""
-        atoms = Atoms(
-            self.atoms.numbers,
-            self.atoms.positions,
-            cell=self.atoms.cell.complete(),
-            pbc=self.atoms.pbc,
-        )
+        given = self.atoms
+        atoms = Atoms(given.numbers, given.positions, cell=given.cell.complete(), pbc=given.pbc)
         atoms.wrap(eps=0)  # type: ignore[no-untyped-call]
         return atoms
 
@@ -111,9 +100,7 @@ class Surroundings:
             inside = self._wrapped.get_scaled_positions(wrap=False)  # type: ignore[no-untyped-call]
             margins = cutoff / self._widths
             scaled, origins = [], []
-            for shift in product(
-                *[(0, -1, 1) if periodic else (0,) for periodic in self.atoms.pbc]
-            ):
+            for shift in product(*[(0, -1, 1) if along else (0,) for along in self.atoms.pbc]):
                 moved = inside + shift
                 # Along directions that are not periodic atoms may be anywhere.
                 near = ((moved >= -margins) & (moved <= 1 + margins)) | (np.array(shift) == 0)
@@ -142,21 +129,14 @@ def _compact(positions: Float64Array, chosen: IntArray, size: int) -> Iterator[I
 
 @dataclass(frozen=True)
 class Environments:
-    """A batch of environments of some structures, or of a part of one.
+    """A batch of environments: of some `centers` of structures, each of which is in it once.
 
-    Attributes
-    ----------
-    structures : (n_structures,) array of int
-        Indices of the structures; each is in a batch once.
-    surroundings : list of Surroundings
-        The structures.
-    centers : list of arrays of int
-        Atoms of each structure whose environments these are.
+    `structures` (n_structures,) are their indices.
     """
 
     structures: IntArray
-    surroundings: list[Surroundings]
-    centers: list[IntArray]
+    surroundings: Sequence[Surroundings]
+    centers: Sequence[IntArray]
 
     @cached_property
     def frames(self) -> list[Atoms]:
@@ -188,23 +168,20 @@ def batches(frames: Iterable[Atoms], size: int = BATCH) -> Iterator[Environments
 
     def batch() -> Environments:
         structures, surroundings, centers = zip(*group, strict=True)
-        return Environments(np.array(structures), list(surroundings), list(centers))
+        return Environments(np.array(structures), surroundings, centers)
 
-    count = 0
     for index, atoms in enumerate(frames):
         surroundings = Surroundings(atoms)
         for centers in surroundings.parts(size):
-            if group and count + len(centers) > size:
+            if group and sum(len(some) for *_, some in group) + len(centers) > size:
                 yield batch()
-                group, count = [], 0
+                group = []
             group.append((index, surroundings, centers))
-            count += len(centers)
     if group:
         yield batch()
 
 
-@dataclass(frozen=True)
-class GradientBlock:
+class GradientBlock(NamedTuple):
     """Features of one pair of species, and their derivatives.
 
     Attributes
@@ -233,9 +210,8 @@ class GradientBlock:
 
 def spectra(engine: FeatomicEngine, batch: Environments) -> Float64Array:
     """Return the power spectra of a batch, without derivatives: (n, D)."""
-    cut = _cut(engine, batch)
-    given = [one.atoms for one in cut], [one.centers for one in cut]
-    (piece,) = engine.pieces(*given, dtype=np.float64)
+    atoms, _, centers = _cut(engine, batch)
+    (piece,) = engine.pieces(atoms, centers, dtype=np.float64)
     return np.asarray(piece.values, dtype=np.float64)
 
 
@@ -243,40 +219,37 @@ def spectra_and_gradients(
     engine: FeatomicEngine, batch: Environments, *, strain: bool = False
 ) -> tuple[Float64Array, list[GradientBlock]]:
     """Return the power spectra of a batch (n, D), and blocks of their derivatives."""
-    cut = _cut(engine, batch)
+    frames, origins, centers = _cut(engine, batch)
     # Atom of the batch that each atom of the cut-outs is, or is an image of.
-    atom_of = np.concatenate([batch.atom_offsets[k] + one.origins for k, one in enumerate(cut)])
-    first_cut = offsets_of([len(one.origins) for one in cut])
-    given = [one.atoms for one in cut], [one.centers for one in cut]
+    atom_of = np.concatenate([batch.atom_offsets[k] + some for k, some in enumerate(origins)])
+    first_cut = offsets_of([len(some) for some in origins])
     P, blocks = np.zeros((len(batch), engine.n_features)), []
-    for columns, rows, block in engine.blocks(*given, ["positions", "strain"][: 1 + strain]):
+    wanted = ["positions", "strain"][: 1 + strain]
+    for columns, rows, block in engine.blocks(frames, centers, wanted):
         moved = block.gradient("positions")
         owner, system, atom = np.asarray(moved.samples.values).T
         P[rows, columns] = block.values
-        blocks.append(
-            GradientBlock(
-                columns=columns,
-                rows=rows,
-                # Entries come environment by environment.
-                edges=np.searchsorted(owner, np.arange(len(rows) + 1)),
-                atoms=atom_of[first_cut[system] + atom],
-                positions=np.asarray(moved.values),
-                strain=np.asarray(block.gradient("strain").values) if strain else None,
-            )
-        )
+        # Entries come environment by environment.
+        edges = np.searchsorted(owner, np.arange(len(rows) + 1))
+        atoms, positions = atom_of[first_cut[system] + atom], np.asarray(moved.values)
+        strains = np.asarray(block.gradient("strain").values) if strain else None
+        blocks.append(GradientBlock(columns, rows, edges, atoms, positions, strains))
     return P, blocks
 
 
-def _cut(engine: FeatomicEngine, batch: Environments) -> list[Cutout]:
+def _cut(
+    engine: FeatomicEngine, batch: Environments
+) -> tuple[list[Atoms], list[IntArray], list[IntArray]]:
+    """Return the atoms, origins and centres of cut-outs of all structures."""
     pairs = zip(batch.surroundings, batch.centers, strict=True)
-    return [one.around(centers, engine.scale.cutoff) for one, centers in pairs]
+    cut = [one.around(centers, engine.scale.cutoff) for one, centers in pairs]
+    return [c.atoms for c in cut], [c.origins for c in cut], [c.centers for c in cut]
 
 
 # --- from the power spectra of one scale to the features of the kernel, and back ---
 
 
-@dataclass(frozen=True)
-class PairMap:
+class PairMap(NamedTuple):
     """The part of P that belongs to one pair of species.
 
     Attributes
@@ -292,17 +265,6 @@ class PairMap:
     rows: slice
     columns: IntArray
     part: Float64Array | None
-
-    def applied(self, changes: Float64Array) -> Float64Array:
-        """Return Δp P for raw features (n, c): (n, k)."""
-        return changes if self.part is None else changes @ self.part
-
-    def lifted(self, slopes: Float64Array) -> Float64Array:
-        """Return b Pᵀ for b (n, R, k): (n, R, c)."""
-        if self.part is None:
-            return slopes
-        n, R, k = slopes.shape
-        return (slopes.reshape(n * R, k) @ self.part.T).reshape(n, R, -1)
 
 
 @dataclass(frozen=True)
@@ -333,37 +295,15 @@ class ScaleFeatures:
 
     @cached_property
     def maps(self) -> list[PairMap]:
-        """P, one pair of species after the other.
-
-        Without compression, features p_nn′ and p_n′n of one species, which are equal, are folded.
-        """
-        maps, first = [], 0
-        for (one, other), rows in self.engine.pair_columns.items():
-            part = None
-            if self.projection is not None:
-                part = self.projection[rows]
-                columns = np.flatnonzero(np.any(part != 0, axis=0))
-                part = np.ascontiguousarray(part[:, columns])
-            else:
-                if one == other:
-                    part = _fold(self.engine.scale.n_radial, self.engine.scale.l_max)
-                size = rows.stop - rows.start if part is None else part.shape[1]
-                columns = np.arange(first, first + size)
-                first += size
-            maps.append(PairMap(rows, columns, part))
+        """P, one pair of species after the other."""
+        maps = []
+        for rows in self.engine.pair_columns.values():
+            if self.projection is None:
+                maps.append(PairMap(rows, np.arange(rows.start, rows.stop), None))
+                continue
+            columns = np.flatnonzero(np.any(self.projection[rows] != 0, axis=0))
+            maps.append(PairMap(rows, columns, self.projection[rows][:, columns]))
         return maps
-
-    @cached_property
-    def width(self) -> int:
-        """Length of x, q."""
-        if self.projection is not None:
-            return int(self.projection.shape[1])
-        return sum(len(one.columns) for one in self.maps)
-
-    def representatives(self, stored: FloatArray) -> Float64Array:
-        """Return the x of representatives (M, q), as a model stores those of all scales."""
-        mine = stored[:, self.columns].astype(np.float64)
-        return mine if self.projection is not None else self.projected(mine)
 
     def features(self, P: Float64Array) -> tuple[Float64Array, Float64Array]:
         """Return x (n, q) and the divisors of y (n, 1), for power spectra (n, D)."""
@@ -385,26 +325,19 @@ class ScaleFeatures:
         return np.unique(np.concatenate([np.empty(0, dtype=np.intp), *columns]))
 
     def projected(self, changes: Float64Array, pairs: Sequence[int] | None = None) -> Float64Array:
-        """Return Δp P for changes of the raw features of all or some pairs of species.
+        """Return Δp P for changes (n, c) of the raw features of all or some pairs of species.
 
-        Parameters
-        ----------
-        changes : (n, c) array
-            Features of these pairs, one after the other.
-        pairs : sequence of int, optional
-            Which of the pairs of species they are.
-
-        Returns
-        -------
-        (n, q) or (n, k) array
-            The columns `used` by these pairs; others do not change.
+        They are given one pair after the other. Of some pairs, only the columns that they have
+        `used` are returned; others do not change.
         """
-        used = np.arange(self.width) if pairs is None else self.used(pairs)
-        projected = np.zeros((len(changes), len(used)))
-        first = 0
+        if self.projection is None:
+            return changes
+        used = np.arange(self.projection.shape[1]) if pairs is None else self.used(pairs)
+        projected, first = np.zeros((len(changes), len(used))), 0
         for one in self.maps if pairs is None else [self.maps[k] for k in pairs]:
-            last = first + one.rows.stop - one.rows.start
-            projected[:, _places(used, one.columns)] += one.applied(changes[:, first:last])
+            assert one.part is not None
+            last = first + len(one.part)
+            projected[:, _places(used, one.columns)] += changes[:, first:last] @ one.part
             first = last
         return projected
 
@@ -413,35 +346,29 @@ class ScaleFeatures:
     ) -> dict[int, Float64Array]:
         """Return b Pᵀ for b (n, R, k), of which the columns that are used are given.
 
-        Returns
-        -------
-        dict of (n, R, c) arrays
-            By the first raw feature of each of the given pairs of species.
+        They are (n, R, c) arrays, by the first raw feature of each of the given pairs of species.
         """
-        chosen = [self.maps[k] for k in pairs]
-        return {
-            one.rows.start: one.lifted(slopes[:, :, _places(used, one.columns)]) for one in chosen
-        }
+        found = {}
+        for rows, columns, part in (self.maps[k] for k in pairs):
+            b = slopes[:, :, _places(used, columns)]
+            if part is not None:
+                b = (b.reshape(-1, b.shape[2]) @ part.T).reshape(*b.shape[:2], -1)
+            found[rows.start] = b
+        return found
 
 
 def scale_features(representation: Representation) -> list[ScaleFeatures]:
     """Return the features of each scale of a representation by featomic."""
     soap, projections = representation.soap, representation.projections
-    weights = np.array([scale.weight for scale in soap.scales])
+    total = sum(scale.weight for scale in soap.scales)
     found = []
     for s, scale in enumerate(soap.scales):
         engine = make_engine("featomic", scale, representation.species)
         assert isinstance(engine, FeatomicEngine)
-        found.append(
-            ScaleFeatures(
-                engine=engine,
-                exponent=soap.exponent,
-                share=float(weights[s] / weights.sum()),
-                columns=representation.columns[s],
-                projection=projections[s].matrix.astype(np.float64) if projections else None,
-                feature_scale=None if soap.normalize else representation.feature_scale,
-            )
-        )
+        projection = projections[s].matrix.astype(np.float64) if projections else None
+        length = None if soap.normalize else representation.feature_scale
+        columns, share = representation.columns[s], scale.weight / total
+        found.append(ScaleFeatures(engine, soap.exponent, share, columns, projection, length))
     return found
 
 
@@ -451,13 +378,3 @@ def _places(used: IntArray, columns: IntArray) -> IntArray | slice:
     if len(places) and places[-1] - places[0] == len(places) - 1:
         return slice(int(places[0]), int(places[-1]) + 1)
     return places
-
-
-def _fold(n_radial: int, l_max: int) -> Float64Array:
-    """Return (p_nn′, p_n′n) → (p_nn′ + p_n′n)/√2, for features in the order l, n, n′."""
-    n, other = np.triu_indices(n_radial)
-    same = np.zeros((n_radial, n_radial, len(n)))
-    column = np.arange(len(n))
-    same[n, other, column] = same[other, n, column] = np.where(n == other, 1.0, np.sqrt(0.5))
-    fold: Float64Array = block_diag(*[same.reshape(-1, len(n))] * (l_max + 1))
-    return fold

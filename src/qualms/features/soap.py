@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, combinations_with_replacement, pairwise
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import scipy.linalg
@@ -44,16 +44,8 @@ class _Frozen(BaseModel):
 class RadialScaling(_Frozen):
     """Weight u(r) = c / (c + (r/r₀)^m) of a neighbour at distance r: near ones matter more.
 
-    Willatt, Musil & Ceriotti, Phys. Chem. Chem. Phys. 20, 29661 (2018).
-
-    Attributes
-    ----------
-    scale : float
-        r₀ in Å.
-    exponent : float
-        m.
-    rate : float
-        c.
+    r₀ in Å is the scale, m the exponent, c the rate. Willatt, Musil & Ceriotti, Phys. Chem. Chem.
+    Phys. 20, 29661 (2018).
     """
 
     scale: Positive = 2.0
@@ -167,15 +159,12 @@ PRESETS: dict[str, Soap] = {
     "general": Soap(
         scales=(
             Scale(
-                cutoff=5.5,
-                gaussian_width=0.5,
-                n_radial=8,
-                l_max=6,
+                cutoff=5.5, gaussian_width=0.5, n_radial=8, l_max=6,
                 radial_scaling=RadialScaling(scale=3.0, exponent=4.0),
             ),
         ),
     ),
-}
+}  # fmt: skip
 
 
 def make_soap(representation: str | Soap | dict[str, Any] = "organic", **overrides: Any) -> Soap:
@@ -204,15 +193,16 @@ def make_soap(representation: str | Soap | dict[str, Any] = "organic", **overrid
     if not isinstance(representation, Soap):
         raise InputError("representation", type(representation).__name__, "a name, dict or Soap")
     known = set(Scale.model_fields) | set(Soap.model_fields)
-    unknown = sorted(map(str, set(overrides) - known))
-    if unknown:
+    if unknown := sorted(map(str, set(overrides) - known)):
         given, expected = f"unknown {', '.join(unknown)}", ", ".join(sorted(known))
         raise InputError("representation", given, expected)
     document = representation.model_dump()
     document |= {k: v for k, v in overrides.items() if k in Soap.model_fields}
     of_scales = {k: v for k, v in overrides.items() if k in Scale.model_fields}
     if of_scales and isinstance(document["scales"], (list, tuple)):
-        document["scales"] = [_with(scale, of_scales) for scale in document["scales"]]
+        scales = [s.model_dump() if isinstance(s, Scale) else s for s in document["scales"]]
+        # Anything else is left for the validation.
+        document["scales"] = [{**s, **of_scales} if isinstance(s, dict) else s for s in scales]
     try:
         return Soap.model_validate(document)
     except ValidationError as error:
@@ -223,15 +213,8 @@ def make_soap(representation: str | Soap | dict[str, Any] = "organic", **overrid
         raise InputError(name, repr(first["input"]), first["msg"]) from None
 
 
-def _with(scale: Any, overrides: dict[str, Any]) -> Any:
-    """Return a scale with some fields changed; anything else is left for the validation."""
-    given = scale.model_dump() if isinstance(scale, Scale) else scale
-    return {**given, **overrides} if isinstance(given, dict) else given
-
-
 # --- engines ---
 
-#: Of power spectra.
 Precision = type[np.float32] | type[np.float64]
 #: Applied to the power spectra (n, c) of a structure while they are in the cache.
 Finish: TypeAlias = Callable[[FloatArray], FloatArray]
@@ -242,18 +225,8 @@ def offsets_of(sizes: Sequence[int] | IntArray) -> IntArray:
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Power spectra of some environments of a batch; features that are not listed are zero.
-
-    Attributes
-    ----------
-    rows : (n,) array of int
-        Environments, counted through the batch.
-    columns : tuple of slices
-        Features, c in all.
-    values : (n, c) array
-    """
+class Piece(NamedTuple):
+    """Power spectra (n, c) of some environments (n,) of a batch; other features are zero."""
 
     rows: IntArray
     columns: tuple[slice, ...]
@@ -353,8 +326,7 @@ class DscribeEngine(Engine):
             soap = _dscribe_soap(self.scale, present, periodic)
             root = self._root_multiplicity(len(present))
             rows = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
-            values = np.empty((len(rows), len(root)), dtype=dtype)
-            first = 0
+            values, first = np.empty((len(rows), len(root)), dtype=dtype), 0
             for i in members:
                 spectra = soap.create(in_cell(frames[i], self.scale), centers=centers[i].tolist())
                 spectra *= root
@@ -419,27 +391,12 @@ class FeatomicEngine(Engine):
         yield Piece(np.arange(n), (slice(0, self.n_features),), finish(values))
 
     def blocks(
-        self,
-        frames: Sequence[Atoms],
-        centers: Sequence[IntArray],
-        gradients: Sequence[str] = (),
+        self, frames: Sequence[Atoms], centers: Sequence[IntArray], gradients: Sequence[str] = ()
     ) -> Iterator[tuple[slice, IntArray, Any]]:
         """Yield featomic's blocks of a batch, with the features and the environments they are of.
 
-        Parameters
-        ----------
-        frames, centers
-            As in `pieces`.
-        gradients : sequence of str
-            Derivatives to compute: "positions", "strain".
-
-        Yields
-        ------
-        columns : slice
-        rows : (n,) array of int
-            Environments, counted through the batch.
-        block : metatensor.TensorBlock
-            For one species at the centre and one pair of species around it.
+        Each is for one species at the centre and one pair of species around it. Derivatives that
+        can be computed are "positions" and "strain".
         """
         from metatensor import Labels
 
@@ -469,31 +426,26 @@ class FeatomicEngine(Engine):
         from featomic import SoapPowerSpectrum
 
         scale = self.scale
-        density: dict[str, Any] = {
-            "type": "Gaussian",
-            "width": scale.gaussian_width,
-            "center_atom_weight": scale.center_weight,
-        }
+        density: dict[str, Any] = {"type": "Gaussian", "width": scale.gaussian_width}
+        density["center_atom_weight"] = scale.center_weight
         if scale.radial_scaling is not None:
             density["scaling"] = {"type": "Willatt2018", **scale.radial_scaling.model_dump()}
         smoothing: dict[str, Any] = {"type": "Step"}
         if scale.smoothing is not None:
             smoothing = {"type": "ShiftedCosine", "width": scale.smoothing}
+        radial = {"type": "Gto", "max_radial": scale.n_radial - 1}
         return SoapPowerSpectrum(
             cutoff={"radius": scale.cutoff, "smoothing": smoothing},
             density=density,
-            basis={
-                "type": "TensorProduct",
-                "max_angular": scale.l_max,
-                "radial": {"type": "Gto", "max_radial": scale.n_radial - 1},
-            },
+            basis={"type": "TensorProduct", "max_angular": scale.l_max, "radial": radial},
         )
 
 
 # --- the representation: features of environments and the kernel between them ---
 
-#: Leading principal components that are multiplied in float64: they carry nearly all of x·x′.
-_N_EXACT = 64
+#: Leading principal components that are multiplied in float64, in training and in predictions: they
+#: carry nearly all of x·x′.
+_N_EXACT = 64, 512
 #: Representatives from which on features are compressed for accuracy, even if that takes longer.
 _MANY = 2_500
 #: Components to keep per pair of species if derivatives are needed, and at least in all.
@@ -551,7 +503,7 @@ class Representation:
         """The kernel between environments: Eq. (13) to the power ζ, summed over the scales."""
         # Compressed features are principal components, the largest first. Products of power spectra
         # are not negative, but those of compressed ones can be, a little.
-        n_exact = _N_EXACT if self.projections else 0
+        n_exact = _N_EXACT[self.precise] if self.projections else 0
         single = PowerKernel(self.soap.exponent, n_exact=n_exact, clip=bool(self.projections))
         if len(self.widths) == 1:
             return single
@@ -562,17 +514,8 @@ class Representation:
     def features(self, frames: Sequence[Atoms], centers: Sequence[IntArray]) -> FloatArray:
         """Return the features of the chosen atoms of each structure, in order.
 
-        Parameters
-        ----------
-        frames : sequence of Atoms
-            With no species but those of the representation.
-        centers : sequence of arrays of int
-            The chosen atoms of each.
-
-        Returns
-        -------
-        (n_environments, d) array of float32, or float64 if `precise`
-            Of unit length for each scale, if `soap.normalize`.
+        They are an (n_environments, d) array of float32, or of float64 if `precise`, of unit length
+        for each scale if `soap.normalize`.
         """
         n = sum(len(chosen) for chosen in centers)
         dtype = np.float64 if self.precise else np.float32
@@ -592,16 +535,16 @@ class Representation:
 
     def _place(self, block: FloatArray, piece: Piece, s: int) -> None:
         """Write a piece, compressed if there is a projection, into the features of a scale."""
+        rows, columns, values = piece
         if self.projections:
             # Only the rows of the map whose features are not zero: for most molecules, a third.
             matrix = self.projections[s].matrix
-            block[piece.rows] = piece.values @ np.concatenate([matrix[c] for c in piece.columns])
+            block[rows] = values @ np.concatenate([matrix[c] for c in columns])
             return
-        first = 0
-        for columns in piece.columns:
-            width = columns.stop - columns.start
-            block[piece.rows, columns] = piece.values[:, first : first + width]
-            first += width
+        for chosen, end in zip(
+            columns, np.cumsum([c.stop - c.start for c in columns]), strict=True
+        ):
+            block[rows, chosen] = values[:, end - (chosen.stop - chosen.start) : end]
 
 
 def fit_representation(
@@ -613,15 +556,8 @@ def fit_representation(
 ) -> Representation:
     """Find the compression, and the scale of features that are not normalised.
 
-    Parameters
-    ----------
-    soap : Soap
-    species : sequence of int
-        Atomic numbers of all structures to come.
-    frames, centers
-        A sample of some thousand environments.
-    compression : Compression, optional
-        What ``soap.compression`` stands for: see `resolve_compression`.
+    The atomic numbers are those of all structures to come, and `frames` and `centers` a sample of
+    some thousand environments. For the compression see `resolve_compression`.
     """
     plain = Representation(soap, tuple(sorted(species)))
     if compression is None and soap.normalize:
@@ -649,10 +585,7 @@ def resolve_compression(
     *,
     derivatives: bool = False,
 ) -> Compression | None:
-    """Return the compression that ``soap.compression`` stands for, for a training set.
-
-    `derivatives` is whether forces are learned, or will be predicted.
-    """
+    """Return what ``soap.compression`` stands for; `derivatives` is whether there are forces."""
     if soap.compression != "auto":
         return soap.compression
     standard = Compression()
@@ -685,17 +618,10 @@ _AHEAD = 2
 _executor: Any = None
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Features of consecutive structures.
+class Batch(NamedTuple):
+    """Features (n_environments, d) of consecutive structures, from index `first` on.
 
-    Attributes
-    ----------
-    first : int
-        Index of the first structure.
-    features : (n_environments, d) array of float32, or float64
-    sizes : (n_structures,) array of int
-        Environments of each structure; may be zero.
+    `sizes` (n_structures,) are the environments of each; some may have none.
     """
 
     first: int
@@ -718,10 +644,7 @@ def all_atoms(frames: Sequence[Atoms]) -> list[IntArray]:
 
 
 def structure_blocks(offsets: IntArray, size: int = BLOCK) -> Iterator[tuple[int, int]]:
-    """Yield ranges of consecutive structures with about `size` environments each.
-
-    Environments of structure s are rows ``offsets[s]:offsets[s + 1]``.
-    """
+    """Yield ranges of consecutive structures with about `size` environments each."""
     first, n = 0, len(offsets) - 1
     while first < n:
         last = int(np.searchsorted(offsets, offsets[first] + size, side="right")) - 1
@@ -737,17 +660,10 @@ def stream_features(
     n_workers: int = 1,
     batch: int = BATCH,
 ) -> Iterator[Batch]:
-    """Yield the features of structures, in order, batch by batch.
+    """Yield the features of structures, in order, in batches of about `batch` environments.
 
-    Parameters
-    ----------
-    representation : Representation
-    structures : iterable of (Atoms, centers)
-        May be a generator that reads a file.
-    n_workers : int
-        Processes; 1 computes in this one, and so do fewer than `SERIAL` environments.
-    batch : int
-        Environments in a batch, about.
+    The structures, (Atoms, centers), may come from a generator that reads a file. They are shared
+    among worker processes if there are at least `SERIAL` environments.
     """
     tasks = _tasks(structures, batch)
     head: list[_Task] = []
@@ -807,9 +723,9 @@ def _parallel(
             "Use fewer threads, or a lower memory limit."
         ) from error
     finally:
+        for future in pending:
+            future.cancel()
         if pending:  # after an interrupt; to kill the processes at once is not safe in loky
-            for future in pending:
-                future.cancel()
             stop_workers()
 
 

@@ -65,9 +65,9 @@ class PowerKernel:
     offset : float
         c ≥ 0.
     n_exact : int
-        Of features in float32, how many at the front are multiplied in float64. If these carry
-        nearly all of x·x′, as leading principal components do, products are as accurate as float64
-        for little more than float32. Whitening amplifies rounding by up to 10³.
+        If not both X and Y are float64, how many features at the front are multiplied in float64.
+        If these carry nearly all of x·x′, as leading principal components do, products are as
+        accurate as float64 for little more than float32. Whitening amplifies rounding by up to 10³.
     clip : bool
         Whether a fractional power of a negative argument is zero rather than an error:
         k = max(x·x′ + c, 0)^ζ/(1 + c)^ζ, which has a continuous derivative for ζ > 1. For products
@@ -86,11 +86,11 @@ class PowerKernel:
 
     def __call__(self, X: FloatArray, Y: FloatArray, /) -> FloatArray:
         """Return the kernel between the rows of X (n, d) and those of Y (m, d): (n, m)."""
-        if not self.n_exact or np.float64 in (X.dtype, Y.dtype):
+        if not self.n_exact or X.dtype == Y.dtype == np.float64:
             return self._power(_inner_products(X, Y))
         q = self.n_exact
-        dots = X[:, :q].astype(np.float64) @ Y[:, :q].T.astype(np.float64)
-        dots += X[:, q:] @ Y[:, q:].T
+        dots = X[:, :q].astype(np.float64, copy=False) @ Y[:, :q].astype(np.float64, copy=False).T
+        dots += X[:, q:].astype(np.float32, copy=False) @ Y[:, q:].astype(np.float32, copy=False).T
         return self._power(dots)
 
     def diag(self, X: FloatArray, /) -> FloatArray:
