@@ -85,7 +85,7 @@ def peak() -> float:
 
 
 def draw(n_train: int, fraction: float) -> np.ndarray:
-    """Return the counts of 16 sub-samples: (N, 16)."""
+    """Return the counts of 16 subsamples: (N, 16)."""
     rng = np.random.default_rng(SEED + 1)
     counts = np.zeros((n_train, N_MEMBERS), dtype=np.intp)
     for i in range(N_MEMBERS):

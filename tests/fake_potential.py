@@ -4,7 +4,7 @@ import numpy as np
 from ase.neighborlist import neighbor_list
 
 from qualms import Prediction
-from qualms.atomistic.forces import Mechanics
+from qualms.atomistic.forces import ForcePrediction
 from qualms.calibration.fitting import build_calibration
 
 CUTOFF = 3.0
@@ -15,11 +15,11 @@ ENERGY_FACTOR, FORCES_FACTOR = 2.0, 3.0
 class PairCommittee:
     """Morse potentials of several depths, widths and bond lengths, smoothly cut off."""
 
-    def __init__(self, n_members=6, spread=0.05, seed=0):
+    def __init__(self, n_members=6, ensemble_std=0.05, seed=0):
         rng = np.random.default_rng(seed)
         self.n_members = n_members
         self.depth, self.stiffness, self.length = (
-            mean * (1 + spread * rng.normal(size=n_members)) for mean in (1.0, 3.0, 1.2)
+            mean * (1 + ensemble_std * rng.normal(size=n_members)) for mean in (1.0, 3.0, 1.2)
         )
         self.calls = []
 
@@ -30,7 +30,7 @@ class PairCommittee:
     def predict_forces(self, frames, *, stress=False):
         self.calls.append("stress" if stress else "forces")
         energy, forces, stresses = self._members(frames)
-        return Mechanics(
+        return ForcePrediction(
             energy=self._calibrated(energy, ENERGY_FACTOR),
             forces=self._calibrated(forces, FORCES_FACTOR),
             offsets=np.cumsum([0, *map(len, frames)]),

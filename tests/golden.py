@@ -222,9 +222,9 @@ def estimators(directory):
 
 def ensemble(rng, shape, n_members=8):
     """Return reference values and members whose errors have various sizes."""
-    spread = np.exp(0.5 * rng.normal(size=shape))
+    ensemble_std = np.exp(0.5 * rng.normal(size=shape))
     y = rng.normal(size=shape)
-    members = y[..., None] + spread[..., None] * (
+    members = y[..., None] + ensemble_std[..., None] * (
         rng.normal(size=(*shape, 1)) + 0.6 * rng.normal(size=(*shape, n_members))
     )
     return y, members

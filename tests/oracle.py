@@ -202,7 +202,7 @@ def committee(members):
     return mean, math.sqrt(sum((m - mean) ** 2 for m in members) / (len(members) - 1))
 
 
-def internal_prediction(members, absent, min_absent):
+def out_of_bag_prediction(members, absent, min_absent):
     """Eqs. (10) and (11), point by point."""
     rows = []
     for n in range(len(members)):

@@ -422,7 +422,7 @@ def test_wrong_arguments_are_rejected(arguments, parameter):
 
 def waters(n, scale=0.08, seed=0, last=(0, 1.2, 0)):
     """Distorted molecules with energies and forces of a pair potential."""
-    rng, reference = np.random.default_rng(seed), PairCommittee(n_members=2, spread=0.0)
+    rng, reference = np.random.default_rng(seed), PairCommittee(n_members=2, ensemble_std=0.0)
     frames = []
     for _ in range(n):
         atoms = Atoms("OH2", [[0, 0, 0], [1.2, 0, 0], last])
@@ -650,7 +650,7 @@ def baseline():
 
 
 def learned(kind="calibrated"):
-    committee = PairCommittee(spread=0.1)
+    committee = PairCommittee(ensemble_std=0.1)
     return Calculator(committee) if kind == "calibrated" else Members(committee)
 
 
@@ -692,7 +692,7 @@ def test_energies_are_averaged_by_inverse_variances(atoms):
     for uncertainty, alone in ((1e4, model), (1e-4, calc.baseline)):
         atoms.calc = WeightedBaseline(model, baseline(), uncertainty)
         np.testing.assert_allclose(atoms.get_forces(), alone.get_forces(atoms), atol=1e-4)
-    certain = Members(PairCommittee(spread=0.0))
+    certain = Members(PairCommittee(ensemble_std=0.0))
     atoms.calc = WeightedBaseline(certain, baseline(), 0.1)
     np.testing.assert_allclose(atoms.get_forces(), certain.get_forces(atoms))
 
@@ -713,7 +713,7 @@ def test_the_energy_is_conserved_where_the_weight_changes(atoms):
 
 def test_the_baseline_keeps_atoms_apart():
     """Beyond the data this ensemble makes atoms fuse, and its members disagree."""
-    committee = PairCommittee(n_members=6, spread=0.02)
+    committee = PairCommittee(n_members=6, ensemble_std=0.02)
     committee.depth[0] = -8.0
     model, closest = Calculator(committee), []
     for calc in (model, WeightedBaseline(model, baseline(), 0.05)):

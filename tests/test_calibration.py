@@ -23,10 +23,10 @@ from qualms.calibration.methods import (
     PowerCalibration,
     Scaled,
     StudentCalibration,
-    WholeCalibration,
-    extrapolate_spread,
+    VectorCalibration,
+    extrapolate_std,
     variance_scale,
-    whole_spread,
+    vector_std,
 )
 from qualms.calibration.selection import (
     bootstrap_intervals,
@@ -36,7 +36,7 @@ from qualms.calibration.selection import (
 )
 from qualms.calibration.shrinkage import ShrinkageCalibration
 from qualms.errors import CalibrationError, InputError, QualmsWarning
-from qualms.gp.ensemble import committee
+from qualms.gp.ensemble import ensemble_mean_std
 from qualms.metrics import gaussian_log_density, log_likelihood
 
 
@@ -55,15 +55,18 @@ def rng_members(n, c):
 
 def spread_data(seed=0, n=300, c=6):
     rng = np.random.default_rng(seed)
-    spread = np.exp(rng.normal(size=n))
+    ensemble_std = np.exp(rng.normal(size=n))
     return CalibrationData(
-        rng.normal(size=n) * spread * 1.7, spread, np.full(n, c), rng.uniform(0.5, 2, size=n)
+        rng.normal(size=n) * ensemble_std * 1.7,
+        ensemble_std,
+        np.full(n, c),
+        rng.uniform(0.5, 2, size=n),
     )
 
 
 def test_linear_is_the_closed_form_of_eq_9():
     y, members = synthetic(0)
-    mean, std = committee(members)
+    mean, std = ensemble_mean_std(members)
     fitted = calibrate(y, members, method="linear")
     assert fitted.alpha**2 == pytest.approx(variance_scale(y - mean, std))
     best = scipy.optimize.minimize_scalar(
@@ -79,7 +82,7 @@ def test_power_maximises_the_likelihood_over_alpha_and_gamma(seed):
     fitted = fit_calibration(data, "power")
 
     def negative(theta):
-        std = np.exp(theta[0]) * data.spread ** theta[1]
+        std = np.exp(theta[0]) * data.ensemble_std ** theta[1]
         return -data.mean(gaussian_log_density(data.residuals, std))
 
     best = scipy.optimize.minimize(negative, [0.0, 1.0], method="Nelder-Mead", tol=1e-10)
@@ -94,7 +97,7 @@ def test_student_maximises_the_likelihood_of_t():
     fitted = fit_calibration(data, "student")
 
     def mean_log_density(alpha):
-        points = zip(data.residuals, data.spread, data.n_members, strict=True)
+        points = zip(data.residuals, data.ensemble_std, data.n_members, strict=True)
         return data.mean(
             [
                 math.log(oracle.student_density(z, s * math.sqrt(alpha**2 + 1 / c), c - 1))
@@ -109,9 +112,7 @@ def test_student_maximises_the_likelihood_of_t():
 
 @pytest.mark.parametrize("c", [3, 4, 16, 64])
 def test_shrinkage_integrals_are_the_oracle_s(c):
-    calibration = ShrinkageCalibration(
-        alpha=1.3, gamma=0.8, log_spread_mean=-1.0, log_spread_std=0.7
-    )
+    calibration = ShrinkageCalibration(alpha=1.3, gamma=0.8, log_std_mean=-1.0, log_std_std=0.7)
     # The last is an outlier of more than twenty of its standard deviations.
     z, s_hat = np.array([0.0, 0.5, -1.0, -3.0]), np.array([0.2, 0.9, 0.05, 0.05])
     density = calibration.log_density(z, s_hat, c)
@@ -130,10 +131,10 @@ def test_shrinkage_maximises_the_likelihood_of_residuals_and_spreads():
     def total(alpha, gamma, m, tau):
         return sum(
             math.log(oracle.shrinkage_joint(z, s, c, alpha, gamma, m, tau, n_steps=301)[0])
-            for z, s, c in zip(data.residuals, data.spread, data.n_members, strict=True)
+            for z, s, c in zip(data.residuals, data.ensemble_std, data.n_members, strict=True)
         )
 
-    theta = [fitted.alpha, fitted.gamma, fitted.log_spread_mean, fitted.log_spread_std]
+    theta = [fitted.alpha, fitted.gamma, fitted.log_std_mean, fitted.log_std_std]
     best = total(*theta)
     for k in range(4):
         for step in (-0.05, 0.05):
@@ -147,7 +148,7 @@ def test_many_points_are_fitted_to_the_same_maximum(monkeypatch):
     data = calibration_data(*synthetic(0, n=4500, c=5, gamma=0.8))
     fast = fit_calibration(data, "shrinkage")
     again = fit_calibration(
-        data, "shrinkage", fit_calibration(data.some(data.spread > 0.2), "shrinkage")
+        data, "shrinkage", fit_calibration(data.some(data.ensemble_std > 0.2), "shrinkage")
     )
     monkeypatch.setattr("qualms.calibration.shrinkage._KEPT", 100)
     uncached = fit_calibration(data, "shrinkage")
@@ -207,8 +208,8 @@ def test_out_of_bag_equals_validation_calibration(method):
     fitted = calibrate(y, seen, absent=absent, method=method)
     assert fitted.alpha == pytest.approx(1.5, rel=0.06)
     fresh_y, fresh = synthetic(9, n=4000, c=n_members, alpha=1.5, m=0.0, tau=0.5)
-    mean, spread = committee(fresh)
-    z = (fresh_y - mean) / fitted.std(spread, n_members)
+    mean, ensemble_std = ensemble_mean_std(fresh)
+    z = (fresh_y - mean) / fitted.std(ensemble_std, n_members)
     assert np.mean(z**2) == pytest.approx(1.0, abs=0.08)
 
 
@@ -225,15 +226,15 @@ def test_alpha_is_zero_if_the_members_scatter_about_the_reference():
 def test_transformed_members_have_the_calibrated_spread_and_the_same_mean(method):
     y, members = synthetic(0, n=100)
     fitted = calibrate(y, members, method=method)
-    mean, spread = committee(members)
-    new_mean, new_spread = committee(fitted.transform(members))
+    mean, ensemble_std = ensemble_mean_std(members)
+    new_mean, new_spread = ensemble_mean_std(fitted.transform(members))
     np.testing.assert_allclose(new_mean, mean, atol=1e-12)
-    np.testing.assert_allclose(new_spread, fitted.std(spread, members.shape[1]), rtol=1e-9)
+    np.testing.assert_allclose(new_spread, fitted.std(ensemble_std, members.shape[1]), rtol=1e-9)
 
 
 def test_power_transform_is_eq_19():
     members = np.random.default_rng(0).normal(size=(4, 5))
-    mean, sigma = committee(members)
+    mean, sigma = ensemble_mean_std(members)
     expected = mean[:, None] + 1.5 * (members - mean[:, None]) * sigma[:, None] ** (0.7 - 1)
     np.testing.assert_allclose(PowerCalibration(alpha=1.5, gamma=0.7).transform(members), expected)
 
@@ -281,10 +282,10 @@ def test_several_outputs_are_calibrated_each_by_itself():
 @given(st.integers(0, 100), st.sampled_from([1e-6, 1e3]))
 def test_units_do_not_matter(seed, unit):
     y, members = synthetic(seed, n=80, c=6, gamma=0.8)
-    spread = committee(members)[1]
+    ensemble_std = ensemble_mean_std(members)[1]
     for method in METHODS:
-        plain = calibrate(y, members, method=method).std(spread, 6)
-        scaled = calibrate(unit * y, unit * members, method=method).std(unit * spread, 6)
+        plain = calibrate(y, members, method=method).std(ensemble_std, 6)
+        scaled = calibrate(unit * y, unit * members, method=method).std(unit * ensemble_std, 6)
         np.testing.assert_allclose(scaled, unit * plain, rtol=2e-2)
 
 
@@ -303,7 +304,7 @@ def test_extrapolation_finds_the_power_law():
     n_train, sizes = 1000, [50, 100, 200, 400, 800]
     local = np.exp(np.random.default_rng(0).normal(size=300))
     factors = [n**-0.4 * math.sqrt(1 - n / n_train) for n in sizes]
-    law = extrapolate_spread(sizes, [f * local for f in factors], n_train)
+    law = extrapolate_std(sizes, [f * local for f in factors], n_train)
     assert law.exponent == pytest.approx(0.4)
     # The calibrated spread of any size is that of a model of size N.
     for n, f in zip(sizes, factors, strict=True):
@@ -315,14 +316,16 @@ def test_extrapolation_of_subsampled_means_is_the_standard_error():
     rng = np.random.default_rng(0)
     n_train, sizes = 400, [40, 80, 160, 320]
     values = rng.normal(size=(60, n_train))
-    spreads = []
+    ensemble_stds = []
     for n in sizes:
         draws = [rng.permutation(n_train)[:n] for _ in range(64)]
         means = np.stack([values[:, d].mean(axis=1) for d in draws], axis=1)
-        spreads.append(means.std(axis=1, ddof=1))
-    law = extrapolate_spread(sizes, spreads, n_train)
+        ensemble_stds.append(means.std(axis=1, ddof=1))
+    law = extrapolate_std(sizes, ensemble_stds, n_train)
     assert law.exponent == pytest.approx(0.5, abs=0.05)
-    assert np.mean(law.alpha(80) * spreads[1]) == pytest.approx(1 / math.sqrt(n_train), rel=0.1)
+    assert np.mean(law.alpha(80) * ensemble_stds[1]) == pytest.approx(
+        1 / math.sqrt(n_train), rel=0.1
+    )
 
 
 def test_points_without_spread_are_left_out_and_counted():
@@ -386,7 +389,7 @@ def fractions_inside(method, data_of, alpha=ALPHA, gamma=GAMMA, n_repeats=200):
     [("student", 3), ("student", 64), ("shrinkage", 8), ("linear", 2), ("power", 2)],
 )
 def test_intervals_have_their_nominal_coverage(method, n_members):
-    """Of finite ensembles, or, for linear and power, of known spreads."""
+    """Of finite ensembles, or, for linear and power, of known ensemble_stds."""
     gamma = GAMMA if method in ("shrinkage", "power") else 1.0
     n = 40 if method == "shrinkage" else 150
     found = fractions_inside(
@@ -409,7 +412,9 @@ def test_intervals_are_those_of_the_bootstrap(method):
 def test_correlated_points_make_wider_intervals():
     rng = np.random.default_rng(0)
     few = committee_data(rng, "linear", 50, 8)
-    copies = [np.repeat(a, 20) for a in (few.residuals, few.spread, few.n_members, few.weights)]
+    copies = [
+        np.repeat(a, 20) for a in (few.residuals, few.ensemble_std, few.n_members, few.weights)
+    ]
     data, groups = CalibrationData(*copies), np.repeat(np.arange(50), 20)
     calibration = fit_calibration(data, "linear")
     honest = confidence_intervals(calibration, data, groups=groups).alpha
@@ -427,7 +432,7 @@ def test_intervals_at_the_edge():
     assert calibration.alpha == 0
     lower, upper = confidence_intervals(calibration, data).alpha
     assert lower == 0 < upper < 0.3
-    # All spreads alike: γ cannot be known.
+    # All ensemble_stds alike: γ cannot be known.
     flat = CalibrationData(rng.normal(size=50), np.ones(50), np.full(50, 8), np.ones(50))
     for method in ("power", "linear", "none"):
         found = confidence_intervals(fit_calibration(flat, method), flat)
@@ -441,7 +446,7 @@ def test_intervals_at_the_edge():
 @pytest.mark.parametrize("method", ["linear", "power", "student", "shrinkage"])
 def test_the_method_that_made_the_data_is_as_good_as_any(method):
     data = committee_data(np.random.default_rng(3), method, 1000, 4)
-    # Shrinkage knows more than student: how the spreads of all points are distributed.
+    # Shrinkage knows more than student: how the ensemble_stds of all points are distributed.
     methods = [m for m in METHODS if m != "shrinkage" or method == "shrinkage"]
     comparison = cross_validate(data, methods)
     found = {c.calibration.method: c for c in comparison.candidates}
@@ -541,15 +546,17 @@ def test_grouped_members_have_the_grouped_spread():
 def test_a_calibration_of_vectors_and_tensors(method, n_components):
     rng = np.random.default_rng(0)
     members = rng.normal(size=(40, n_components, 8)) * rng.uniform(0.1, 3, size=(40, 1, 1))
-    spread = members.std(axis=-1, ddof=1)
-    matrix = spread[:, [[0, 5, 4], [5, 1, 3], [4, 3, 2]]] if n_components == 6 else spread
+    ensemble_std = members.std(axis=-1, ddof=1)
+    matrix = (
+        ensemble_std[:, [[0, 5, 4], [5, 1, 3], [4, 3, 2]]] if n_components == 6 else ensemble_std
+    )
     r = np.sqrt(np.mean(matrix.reshape(40, -1) ** 2, axis=1))
-    np.testing.assert_allclose(whole_spread(spread), r)
+    np.testing.assert_allclose(vector_std(ensemble_std), r)
     data = calibration_data(2 * r * rng.normal(size=40), r[:, None] * rng.normal(size=(40, 8)))
     calibration = fit_calibration(data, method)
-    found = WholeCalibration(calibration).transform(members)
+    found = VectorCalibration(calibration).transform(members)
     np.testing.assert_allclose(found.mean(axis=-1), members.mean(axis=-1), atol=1e-12)
-    np.testing.assert_allclose(whole_spread(found.std(axis=-1, ddof=1)), calibration.std(r, 8))
+    np.testing.assert_allclose(vector_std(found.std(axis=-1, ddof=1)), calibration.std(r, 8))
     if method in ("student", "linear"):
         np.testing.assert_allclose(found, calibration.transform(members))
 
@@ -557,14 +564,14 @@ def test_a_calibration_of_vectors_and_tensors(method, n_components):
 def test_a_force_that_members_agree_about_stays_as_it_is():
     calibration = build_calibration("power", {"alpha": 2.0, "gamma": 0.5})
     same = np.ones((2, 3, 4))
-    np.testing.assert_array_equal(WholeCalibration(calibration).transform(same), same)
+    np.testing.assert_array_equal(VectorCalibration(calibration).transform(same), same)
 
 
 def test_factors_from_elsewhere_are_those_of_the_first_axis():
     members = np.random.default_rng(0).normal(size=(2, 3, 5))
-    spread = members.std(axis=-1, ddof=1)
+    ensemble_std = members.std(axis=-1, ddof=1)
     found = Scaled(np.array([2.0, 0.5])).transform(members)
-    np.testing.assert_allclose(found.std(axis=-1, ddof=1), spread * [[2.0], [0.5]])
+    np.testing.assert_allclose(found.std(axis=-1, ddof=1), ensemble_std * [[2.0], [0.5]])
     found = Scaled(3.0).transform(members[0])
     np.testing.assert_allclose(found, members[0].mean(-1, keepdims=True) * -2 + 3 * members[0])
 
@@ -602,10 +609,10 @@ def test_points_absent_from_too_few_members():
         ("method", lambda d: build_calibration("magic", {})),
         ("n_bootstrap", lambda d: bootstrap_intervals(d, n_bootstrap=3)),
         ("level", lambda d: bootstrap_intervals(d, level=1.0)),
-        ("subsamples", lambda d: extrapolate_spread([10], [np.ones(3)], 100)),
-        ("subsamples", lambda d: extrapolate_spread([10, 100], [np.ones(3)] * 2, 100)),
-        ("spreads", lambda d: extrapolate_spread([10, 20], [np.ones(3), np.zeros(3)], 100)),
-        ("subsample", lambda d: extrapolate_spread([5, 9], [np.ones(3)] * 2, 20).alpha(20)),
+        ("subsamples", lambda d: extrapolate_std([10], [np.ones(3)], 100)),
+        ("subsamples", lambda d: extrapolate_std([10, 100], [np.ones(3)] * 2, 100)),
+        ("ensemble_stds", lambda d: extrapolate_std([10, 20], [np.ones(3), np.zeros(3)], 100)),
+        ("subsample", lambda d: extrapolate_std([5, 9], [np.ones(3)] * 2, 20).alpha(20)),
     ],
 )
 def test_bad_input(parameter, call):

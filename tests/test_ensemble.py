@@ -12,12 +12,12 @@ from qualms.gp.ensemble import (
     InaccurateError,
     MemberProblem,
     ProblemSize,
-    committee,
     draw_members,
+    ensemble_mean_std,
     estimated_costs,
-    internal_prediction,
     membership_counts,
     normal_product,
+    out_of_bag_prediction,
     predict,
     project,
     solve_by_conjugate_gradients,
@@ -94,7 +94,7 @@ def case(name):
 
 
 CASES = [
-    "sub-sampling",
+    "subsampling",
     "bootstrap with weights",
     "outputs with own targets and weights",
     "n < r: tiny noise",
@@ -117,8 +117,8 @@ def prediction_error(Phi, weights, expected):
     """RMS error of each member's predictions over the RMS spread between members, per output."""
     F = np.einsum("nr,rti->nti", np.asarray(Phi, dtype=np.float64), expected)
     error = np.einsum("nr,rti->nti", np.asarray(Phi, dtype=np.float64), weights - expected)
-    spread = np.sqrt(F.var(axis=2, ddof=1).mean(axis=0))
-    return np.sqrt((error**2).mean(axis=0)) / spread[:, None]
+    ensemble_std = np.sqrt(F.var(axis=2, ddof=1).mean(axis=0))
+    return np.sqrt((error**2).mean(axis=0)) / ensemble_std[:, None]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -148,7 +148,7 @@ def test_members_equal_explicit_inverses(name, method):
         np.testing.assert_allclose(solved.weights, expected, rtol=1e-6, atol=1e-6 * size)
 
 
-@pytest.mark.parametrize("name", ["sub-sampling", "bootstrap", "outputs", "strong noise"])
+@pytest.mark.parametrize("name", ["subsampling", "bootstrap", "outputs", "strong noise"])
 def test_cg_reaches_the_weights_themselves_at_a_small_tolerance(name):
     Phi, Y, counts, noise, weight = case(name)
     expected = oracle.member_weights(Phi, Y, counts, noise, weight)
@@ -189,7 +189,7 @@ def test_a_member_that_lacks_nothing_is_the_full_model():
 
 @pytest.mark.parametrize("method", [*EXACT, "cg", "auto"])
 def test_labels_of_absent_rows_never_enter(method):
-    Phi, Y, counts, _, _ = case("sub-sampling")
+    Phi, Y, counts, _, _ = case("subsampling")
     # One direction that only the first row determines, hardly any noise, and a wild label.
     Phi = np.hstack([Phi, np.eye(len(Phi), 1)])
     absent = np.flatnonzero(counts[0] == 0)
@@ -364,8 +364,8 @@ def test_cg_with_many_rows_of_high_leverage(method, seed):
         Phi @ solve_members(Phi, Y, counts, full, method=m).weights[:, 0]
         for m in ("direct", method)
     )
-    spread = np.sqrt(np.mean(exact.var(axis=1, ddof=1)))
-    assert np.sqrt(np.mean((solved - exact) ** 2)) < 1e-3 * spread
+    ensemble_std = np.sqrt(np.mean(exact.var(axis=1, ddof=1)))
+    assert np.sqrt(np.mean((solved - exact) ** 2)) < 1e-3 * ensemble_std
 
 
 @settings(max_examples=20)
@@ -416,8 +416,8 @@ def test_a_single_sample_per_member_is_reported():
 
 def test_committee_is_the_oracle_s():
     members = np.random.default_rng(0).normal(size=(5, 7))
-    for n, found in enumerate(zip(*committee(members), strict=True)):
-        assert found == pytest.approx(oracle.committee(members[n]))
+    for n, found in enumerate(zip(*ensemble_mean_std(members), strict=True)):
+        assert found == pytest.approx(oracle.ensemble_mean_std(members[n]))
 
 
 @settings(max_examples=10)
@@ -426,9 +426,9 @@ def test_internal_prediction_is_the_oracle_s(seed, min_absent):
     rng = np.random.default_rng(seed)
     members = rng.normal(size=(12, 2, 6))
     absent = rng.random((12, 6)) < 0.5
-    result = internal_prediction(members, absent, min_absent=min_absent)
+    result = out_of_bag_prediction(members, absent, min_absent=min_absent)
     for t in range(2):
-        expected = oracle.internal_prediction(members[:, t], absent, min_absent)
+        expected = oracle.out_of_bag_prediction(members[:, t], absent, min_absent)
         assert [row[0] for row in expected] == list(np.flatnonzero(result.used))
         for k, (_, mean, std, n_absent) in enumerate(expected):
             assert result.mean[k, t] == pytest.approx(mean)
@@ -486,11 +486,13 @@ def test_estimated_costs(n_train, rank, n_present, n_members, cheapest):
         ("n_members", lambda: draw_members(10, 1, 0.5, np.random.default_rng(0))),
         ("groups", lambda: draw_members(3, 4, 0.5, np.random.default_rng(0), groups=[1, 1, 1])),
         ("groups", lambda: draw_members(3, 4, 0.5, np.random.default_rng(0), groups=[1, 2])),
-        ("members", lambda: committee(np.ones((3, 1)))),
-        ("absent", lambda: internal_prediction(np.ones((3, 4)), np.ones((3, 3), dtype=bool))),
+        ("members", lambda: ensemble_mean_std(np.ones((3, 1)))),
+        ("absent", lambda: out_of_bag_prediction(np.ones((3, 4)), np.ones((3, 3), dtype=bool))),
         (
             "min_absent",
-            lambda: internal_prediction(np.ones((3, 4)), np.ones((3, 4), dtype=bool), min_absent=1),
+            lambda: out_of_bag_prediction(
+                np.ones((3, 4)), np.ones((3, 4), dtype=bool), min_absent=1
+            ),
         ),
     ],
 )

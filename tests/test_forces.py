@@ -29,7 +29,7 @@ from qualms.atomistic.forces import (
 from qualms.atomistic.labels import ForceLabels
 from qualms.atomistic.structures import VOIGT
 from qualms.calibration.base import calibration_data
-from qualms.calibration.fitting import fit_internally
+from qualms.calibration.fitting import fit_out_of_bag
 from qualms.data import qm9
 from qualms.features import gradients
 from qualms.features.gradients import Surroundings, batches
@@ -548,7 +548,7 @@ def test_stress_is_calibrated_out_of_bag():
     absent = np.repeat(model.fitted.membership == 0, 6, axis=0)
     data = calibration_data(stresses(known).ravel(), members.reshape(-1, 16), absent)
     for method in ("student", "linear"):
-        expected = fit_internally(data, method)
+        expected = fit_out_of_bag(data, method)
         found = model.fitted.calibrations["stress"][method]
         assert found.alpha == pytest.approx(expected.alpha, rel=1e-4)
     assert model.fitted.calibration_of("stress").n_points == 26 * 6

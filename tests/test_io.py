@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from qualms import Prediction
 from qualms.errors import InputError
-from qualms.io.files import atomic_output, atomic_path, check_output, refuse_input
+from qualms.io.files import atomic_output, atomic_path, check_not_input, check_output
 from qualms.io.predictions import open_writer
 from qualms.io.tensors import (
     Document,
@@ -102,9 +102,9 @@ def test_links_and_permissions(tmp_path):
     assert link.is_symlink()
     assert (tmp_path / "target.txt").read_text() == "newer"
     assert (tmp_path / "target.txt").stat().st_mode & 0o777 == 0o640
-    refuse_input(tmp_path / "other", link, None)
+    check_not_input(tmp_path / "other", link, None)
     with rejected("output"):
-        refuse_input(tmp_path / "target.txt", link)
+        check_not_input(tmp_path / "target.txt", link)
 
 
 # Tensors

@@ -20,11 +20,11 @@ from qualms.metrics import (
     conditional_error_density,
     covering_levels,
     ence,
-    far_points,
     gaussian_log_density,
     log_likelihood,
     mae,
     miscalibration_area,
+    outlying_points,
     rmse,
     score,
     score_arrays,
@@ -211,7 +211,7 @@ def test_the_fair_crps_does_not_depend_on_the_number_of_members():
 def test_outliers_are_large_for_their_std_and_among_all_errors():
     z, std = calibrated(0, 1000)
     z[3], z[5], std[7], z[7] = 500.0, 800.0, 1e-6, 1e-3
-    assert far_points(z, std).tolist() in ([3, 5], [5, 3])
+    assert outlying_points(z, std).tolist() in ([3, 5], [5, 3])
 
 
 # --- diagnostics ---

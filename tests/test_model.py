@@ -430,7 +430,7 @@ def test_unknown_species_are_rejected_or_ignored(energy_model, shift_model):
 # --- which atoms are uncertain ---
 
 
-def stretched(atoms, factor):
+def rescaled(atoms, factor):
     """Yield molecules with one bond stretched, for each bond that is not part of a ring."""
     radii = covalent_radii[atoms.numbers]
     distances = atoms.get_all_distances()
@@ -450,7 +450,7 @@ def stretched(atoms, factor):
 def test_the_most_novel_atom_is_at_the_bond_that_is_too_long(representation, molecules):
     model = make_model(n_representatives=150, representation=representation).fit(molecules[:120])
     plain = [a for a in molecules[150:160] if atom_novelty(model, [a])[0].max() < 0.5]
-    cases = [case for atoms in plain for case in stretched(atoms, 1.35)]
+    cases = [case for atoms in plain for case in rescaled(atoms, 1.35)]
     found = atom_novelty(model, [atoms for atoms, _ in cases])
     hits = [novelty.argmax() in bond for novelty, (_, bond) in zip(found, cases, strict=True)]
     assert len(hits) > 80

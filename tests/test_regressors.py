@@ -69,10 +69,10 @@ def rebuild(model, rows, center):
 def test_every_member_is_the_oracle_s(parameters):
     model = small(n_representatives=25, noise=0.5, n_members=4, calibration=None, **parameters)
     prediction = model.fit(X, Y).predict_ensemble(X_TEST)
-    spread = prediction.std.mean()
+    ensemble_std = prediction.std.mean()
     for i, rows in enumerate(model.member_indices_):
         expected, _ = rebuild(model, rows, Y[rows].mean())
-        np.testing.assert_allclose(prediction.members[:, i], expected, atol=1e-2 * spread)
+        np.testing.assert_allclose(prediction.members[:, i], expected, atol=1e-2 * ensemble_std)
     np.testing.assert_allclose(model.predict(X_TEST), prediction.mean, rtol=1e-10)
 
 
@@ -326,7 +326,7 @@ def test_rows_of_a_frame_that_only_look_alike_are_different():
     ridge = make_pipeline(features, Ridge())
     model = ResamplingRegressor(ridge, random_state=0).fit(frame, Y)
     plain = ResamplingRegressor(Ridge(), random_state=0).fit(X, Y)
-    # The same model but for other sub-samples.
+    # The same model but for other subsamples.
     assert np.std(model.predict(frame) - plain.predict(X)) < 0.1 * np.std(Y)
 
 

@@ -59,12 +59,12 @@ PAPER = {
 }
 
 
-def ensemble(n=400, n_members=16, *, spread=1.0, error=1.0, width=0.5, seed=0, outputs=()):
-    """Reference values and members; their deviations are `error` and `spread` times σ."""
+def ensemble(n=400, n_members=16, *, ensemble_std=1.0, error=1.0, width=0.5, seed=0, outputs=()):
+    """Reference values and members; their deviations are `error` and `ensemble_std` times σ."""
     rng = np.random.default_rng(seed)
     sigma = np.exp(width * rng.normal(size=(n, *outputs)))
     center = 10 * rng.normal(size=sigma.shape)
-    members = center[..., None] + spread * sigma[..., None] * rng.normal(
+    members = center[..., None] + ensemble_std * sigma[..., None] * rng.normal(
         size=(*sigma.shape, n_members)
     )
     return center + error * sigma * rng.normal(size=sigma.shape), Prediction(members)
@@ -77,7 +77,7 @@ def frames_of(n):
 
 def evaluation(n=200, **changes):
     """A calibrated prediction of structures."""
-    y, raw = ensemble(n, spread=0.5)
+    y, raw = ensemble(n, ensemble_std=0.5)
     given = {"target": "energy", "units": "eV", "y": y, "structure": np.arange(n)}
     given["frames"] = frames_of(n)
     if "prediction" not in changes:
@@ -353,10 +353,10 @@ def test_numbers_have_the_digits_of_their_uncertainty():
 
 
 @pytest.mark.parametrize(("spread", "grade"), [(1.0, "calibrated"), (0.7, "small"), (1.4, "large")])
-def test_the_assessment_is_right_nearly_always(spread, grade):
+def test_the_assessment_is_right_nearly_always(ensemble_std, grade):
     grades = []
     for seed in range(20):
-        y, raw = ensemble(300, spread=spread, n_members=64, seed=seed)
+        y, raw = ensemble(300, ensemble_std=ensemble_std, n_members=64, seed=seed)
         prediction = Prediction(mean=raw.mean, std=raw.std)
         given = evaluation(300, y=y, prediction=prediction, frames=None)
         grades.append(assess(given, n_bootstrap=50).grade)

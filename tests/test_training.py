@@ -123,20 +123,22 @@ def test_out_of_bag_points_are_predicted_by_the_other_members(molecules, energy_
     train = molecules[:120]
     n_atoms = np.array([len(atoms) for atoms in train])
     members = energy_model.predict(train).uncalibrated.members / n_atoms[:, None]
-    residuals, spreads = [], []
+    residuals, ensemble_stds = [], []
     rows = zip(truth(train) / n_atoms, members, energy_model.fitted.membership, strict=True)
     for y, row, seen in rows:
         if np.count_nonzero(seen == 0) >= 3:
             residuals.append(y - row[seen == 0].mean())
-            spreads.append(row[seen == 0].std(ddof=1))
+            ensemble_stds.append(row[seen == 0].std(ddof=1))
     found, record = energy_model.out_of_bag["energy"], energy_model.record.quantities["energy"]
     # Features are float32 in training.
-    np.testing.assert_allclose(found.residuals, residuals, rtol=1e-5, atol=1e-4 * max(spreads))
-    np.testing.assert_allclose(found.spread, spreads, rtol=1e-5)
+    np.testing.assert_allclose(
+        found.residuals, residuals, rtol=1e-5, atol=1e-4 * max(ensemble_stds)
+    )
+    np.testing.assert_allclose(found.ensemble_std, ensemble_stds, rtol=1e-5)
     assert record.rmse == pytest.approx(np.sqrt(np.mean(np.square(residuals))))
     assert record.mae == pytest.approx(np.mean(np.abs(residuals)))
     assert record.n_out_of_bag == len(residuals) > 100
-    assert energy_model.fitted.training_spread == pytest.approx(max(spreads))
+    assert energy_model.fitted.largest_ensemble_std == pytest.approx(max(ensemble_stds))
 
 
 def test_the_full_model_and_other_subsamples_share_kernel_rows(molecules):

@@ -626,7 +626,7 @@ def _centers(edges: Float64Array) -> Float64Array:
 _FAR, _MEDIAN = 10.0, 0.6745
 
 
-def far_points(residuals: ArrayLike, std: ArrayLike) -> IntArray:
+def outlying_points(residuals: ArrayLike, std: ArrayLike) -> IntArray:
     """Return outliers, worst first: errors large both for their σ and among all errors.
 
     |z| ≫ σ alone may be due to members that agree by chance, and a large error may be one of many;

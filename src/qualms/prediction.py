@@ -28,9 +28,9 @@ from numpy.typing import ArrayLike
 
 from qualms.arrays import Float64Array, check_points, check_std
 from qualms.calibration.base import Calibration, MemberTransform, calibration_data
-from qualms.calibration.fitting import PerOutputCalibration, fit_calibration, fit_internally
+from qualms.calibration.fitting import PerOutputCalibration, fit_calibration, fit_out_of_bag
 from qualms.errors import InputError
-from qualms.gp.ensemble import committee
+from qualms.gp.ensemble import ensemble_mean_std
 
 #: Standard deviations below this fraction of the mean are rounding; below the second fraction of
 #: a larger standard deviation they do not determine how many decimals are printed.
@@ -94,7 +94,7 @@ class Prediction(NDArrayOperatorsMixin):
     def _moments(self) -> tuple[Float64Array, Float64Array]:
         """Mean and standard deviation, computed on demand from the members."""
         assert self._members is not None
-        return committee(self._members)
+        return ensemble_mean_std(self._members)
 
     @property
     def members(self) -> Any:  # not None for code that makes predictions with members
@@ -413,7 +413,7 @@ def calibrate(
         members = _members_of(members.uncalibrated, "calibrate")
     targets, predicted = check_points("y", y), check_points("members", members)
     unseen = None if absent is None else np.asarray(absent, dtype=bool)
-    fit = fit_calibration if absent is None else fit_internally
+    fit = fit_calibration if absent is None else fit_out_of_bag
     if targets.ndim == 2 and predicted.shape[:-1] == targets.shape:
         columns = zip(targets.T, predicted.swapaxes(0, 1), strict=True)
         return PerOutputCalibration(

@@ -31,7 +31,7 @@ from qualms.arrays import (
     joined_groups,
 )
 from qualms.calibration.base import Calibration, calibration_data
-from qualms.calibration.fitting import METHODS, PerOutputCalibration, fit_internally
+from qualms.calibration.fitting import METHODS, PerOutputCalibration, fit_out_of_bag
 from qualms.calibration.methods import NoCalibration
 from qualms.errors import ExactFitError, InputError, QualmsWarning
 from qualms.gp.ensemble import (
@@ -236,7 +236,7 @@ class TrainingSet:
                 message = f"{error} The ensemble standard deviation is used as it is."
                 warnings.warn(message, QualmsWarning, stacklevel=2)
                 return NoCalibration()
-            return fit_internally(found, method)
+            return fit_out_of_bag(found, method)
 
         outputs = tuple(of_output(y, members[:, t]) for t, y in enumerate(self.y.T))
         return outputs[0] if self.single_output else PerOutputCalibration(outputs)

@@ -34,7 +34,7 @@ from numpy.typing import ArrayLike
 from qualms.arrays import Float64Array, check_integer, check_number
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.forces import (
-    Mechanics,
+    ForcePrediction,
     Potential,
     check_frames,
     derivatives,
@@ -45,7 +45,7 @@ from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.novelty import force_norm
 from qualms.calibration.base import Calibration
 from qualms.errors import InputError, QualmsWarning, UncertaintyError
-from qualms.gp.ensemble import committee
+from qualms.gp.ensemble import ensemble_mean_std
 from qualms.prediction import Prediction, stack_members
 from qualms.resources import default_threads, limited
 
@@ -90,7 +90,7 @@ class CalibratedPoint:
 
     def std_gradient(self, gradients: Float64Array) -> Float64Array:
         """Return ∇σ (…), given ∇E_i (…, N_R); zero where all members agree."""
-        std = float(committee(self.members)[1])
+        std = float(ensemble_mean_std(self.members)[1])
         return (self.factor + self.slope) * std * self._log_std_gradient(gradients)
 
     def _log_std_gradient(self, gradients: Float64Array) -> Float64Array:
@@ -109,7 +109,7 @@ def calibrated_point(
     Without a calibration the factor does not depend on the standard deviation. `scale` is applied
     after calibration: the number of atoms, for an extensive property.
     """
-    before, after = (float(committee(members)[1]) for members in (raw, calibrated))
+    before, after = (float(ensemble_mean_std(members)[1]) for members in (raw, calibrated))
     factor, slope = (after / before if before > 0.0 else 1.0), 0.0
     if calibration is not None and before > 0.0:
         stds = before / scale * np.exp([-_STEP, _STEP])
@@ -133,7 +133,7 @@ class CommitteePotential(Protocol):
         """Predict energies in eV."""
         ...
 
-    def predict_forces(self, frames: Sequence[Atoms], *, stress: bool = False) -> Mechanics:
+    def predict_forces(self, frames: Sequence[Atoms], *, stress: bool = False) -> ForcePrediction:
         """Predict energies, forces and, perhaps, stresses."""
         ...
 

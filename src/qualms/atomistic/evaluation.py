@@ -16,10 +16,10 @@ from qualms.atomistic.structures import check_species, check_structures
 from qualms.atomistic.training import not_zero_by_symmetry
 from qualms.calibration.base import Calibration, calibration_data
 from qualms.calibration.fitting import METHODS, fit_calibration
-from qualms.calibration.methods import whole_spread
+from qualms.calibration.methods import vector_std
 from qualms.errors import CalibrationError
 from qualms.evaluation import COMPONENT_NAMES, Evaluation
-from qualms.gp.ensemble import committee, group_codes
+from qualms.gp.ensemble import ensemble_mean_std, group_codes
 from qualms.metrics import Scores, score, score_arrays
 from qualms.prediction import Prediction
 from qualms.progress import Stages
@@ -297,5 +297,5 @@ def _known_components(
     y, structure = references.y[apart], references.structure[apart]
     kept = References(y, structure, atom, component, references.n_unlabelled)
     plain = Prediction(raw[rows, component])
-    ratios = whole_spread(committee(raw)[1])[rows] / plain.std
+    ratios = vector_std(ensemble_mean_std(raw)[1])[rows] / plain.std
     return _Points(kept, y, Prediction(own[rows, component], uncalibrated=plain), ratios)

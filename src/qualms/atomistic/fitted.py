@@ -106,7 +106,7 @@ class Fitted:
     #: largest and mean novelty of the environments of a structure that only one training structure
     #: in a hundred exceeds, its own representatives not counted
     training_novelty: tuple[float, float]
-    training_spread: float  #: largest ensemble standard deviation of an out-of-bag point
+    largest_ensemble_std: float  #: largest ensemble standard deviation of an out-of-bag point
     record: Record
     provenance: Provenance
 

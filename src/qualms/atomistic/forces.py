@@ -37,7 +37,7 @@ from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.labels import ForceLabels
 from qualms.atomistic.structures import VOIGT, check_species, check_structures
 from qualms.calibration.base import Calibration, MemberTransform
-from qualms.calibration.methods import Scaled, WholeCalibration
+from qualms.calibration.methods import Scaled, VectorCalibration
 from qualms.errors import InputError, QualmsWarning
 from qualms.features.gradients import (
     Environments,
@@ -393,7 +393,7 @@ def _add_forces(
 # --- calibrated energies, forces and stresses ---
 
 
-class StructureMechanics(NamedTuple):
+class StructureForces(NamedTuple):
     """Energy, forces (n_atoms, 3) and, if it was predicted, stress (6,) of one structure."""
 
     energy: Prediction
@@ -402,7 +402,7 @@ class StructureMechanics(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Mechanics:
+class ForcePrediction:
     """Energies, forces and stresses of structures, by all members, calibrated.
 
     Before calibration (``forces.uncalibrated``) the forces of each member are the derivative of its
@@ -428,20 +428,20 @@ class Mechanics:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def __getitem__(self, index: int) -> StructureMechanics:
+    def __getitem__(self, index: int) -> StructureForces:
         """Return the predictions of one structure."""
         s = range(len(self))[index]
         rows = slice(int(self.offsets[s]), int(self.offsets[s + 1]))
         stress = None if self.stress is None else self.stress[s]
-        return StructureMechanics(self.energy[s], self.forces[rows], stress)
+        return StructureForces(self.energy[s], self.forces[rows], stress)
 
-    def __iter__(self) -> Iterator[StructureMechanics]:
+    def __iter__(self) -> Iterator[StructureForces]:
         return (self[s] for s in range(len(self)))
 
 
-def predict_mechanics(
+def predict_with_forces(
     fitted: Fitted, potential: Potential, frames: Sequence[Atoms], *, stress: bool
-) -> Mechanics:
+) -> ForcePrediction:
     """Return calibrated energies, forces and stresses by all members.
 
     A model that was trained on forces has a calibration of its own for them, and one that was
@@ -462,11 +462,11 @@ def predict_mechanics(
         stresses = raw.calibrated(_own(fitted.calibration_of("stress"), factors))
     own = _own(fitted.calibration_of("forces"), np.repeat(factors, sizes))
     forces = Prediction(found.forces).calibrated(own)
-    return Mechanics(energy * sizes, forces, stresses, offsets_of(sizes))
+    return ForcePrediction(energy * sizes, forces, stresses, offsets_of(sizes))
 
 
 def predict_energies(fitted: Fitted, potential: Potential, frames: Sequence[Atoms]) -> Prediction:
-    """Return the energies of `predict_mechanics` alone, in less time."""
+    """Return the energies of `predict_with_forces` alone, in less time."""
     per_atom = Prediction(member_energies(fitted, frames, potential_energies(potential, frames)))
     energies: Prediction = per_atom.calibrated(fitted.calibration) * np.array([*map(len, frames)])
     return energies
@@ -483,7 +483,7 @@ def member_energies(
 
 def _own(calibration: Calibration | None, factors: Float64Array) -> MemberTransform:
     """Return the calibration of forces, or of stresses: their own, or given factors."""
-    return Scaled(factors) if calibration is None else WholeCalibration(calibration)
+    return Scaled(factors) if calibration is None else VectorCalibration(calibration)
 
 
 # --- which models and structures have forces ---

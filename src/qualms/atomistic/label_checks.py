@@ -27,7 +27,7 @@ import numpy as np
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
 from qualms.atomistic.labels import TrainingSet
 from qualms.errors import QualmsWarning, counted
-from qualms.gp.ensemble import fit_full_model, internal_prediction
+from qualms.gp.ensemble import fit_full_model, out_of_bag_prediction
 
 #: Structures from which energies are informative.
 _ENOUGH = 10
@@ -164,7 +164,7 @@ def find_outliers(
     Labels y (n,) are of one quantity, `absent` (n, N_R) has the members trained without a row. The
     worst comes first; errors are in units of the median error.
     """
-    found = internal_prediction(members, absent)
+    found = out_of_bag_prediction(members, absent)
     codes, where, rows = np.unique(structure[found.used], return_inverse=True, return_counts=True)
     if len(codes) < _ENOUGH:
         return codes[:0], np.empty(0)

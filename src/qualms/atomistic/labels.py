@@ -25,10 +25,10 @@ from qualms.atomistic.baseline import atom_design, structure_design
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import (
     VOIGT,
+    check_not_single,
     check_structures,
     data_hash,
     fingerprints,
-    refuse_single,
     species_of,
     symbols_of,
 )
@@ -135,7 +135,7 @@ def collect_labels(
 
     Groups are labels of structures that belong together, such as snapshots of one trajectory.
     """
-    refuse_single(frames)
+    check_not_single(frames)
     if not len(frames):
         raise InputError("frames", "no structures", "at least 2 labelled structures")
     if groups is not None and len(groups) != len(frames):
@@ -160,7 +160,7 @@ def collect_labels(
             "subsample together."
         )
     derivatives, labels = None, [found.values, *found.rows]
-    if settings.mechanical:
+    if settings.learns_forces:
         derivatives = force_labels(frames, found.frames, settings.forces, settings.stress)
         labels += [*derivatives.forces, derivatives.virials]
     species = settings.species

@@ -17,15 +17,20 @@ from qualms.atomistic import training
 from qualms.atomistic.baseline import atom_design, structure_design
 from qualms.atomistic.fitted import Fitted, Provenance, Record
 from qualms.atomistic.forces import (
-    Mechanics,
+    ForcePrediction,
     Potential,
     check_frames,
     make_potential,
-    predict_mechanics,
+    predict_with_forces,
 )
 from qualms.atomistic.model_file import read_model, write_model
 from qualms.atomistic.settings import Settings, make_settings, parameter_list, signature
-from qualms.atomistic.structures import check_species, check_structures, refuse_single, symbols_of
+from qualms.atomistic.structures import (
+    check_not_single,
+    check_species,
+    check_structures,
+    symbols_of,
+)
 from qualms.calibration.base import CalibrationData
 from qualms.calibration.methods import Scaled
 from qualms.errors import InputError, QualmsError, counted
@@ -86,7 +91,7 @@ class AtomisticModel:
         progress : bool or Display
             Whether to show the progress on standard error, or what shows it.
         """
-        refuse_single(frames)
+        check_not_single(frames)
         stages = Stages(Bars() if progress is True else progress or None)
         found = training.fit(
             list(frames), self.settings, groups, threads=self.threads, stages=stages
@@ -137,16 +142,16 @@ class AtomisticModel:
         chunks = self.stream(frames, unknown_species=unknown_species)
         return [atom for chunk in chunks for atom in atom_contributions(chunk)]
 
-    def predict_forces(self, frames: Sequence[Atoms], *, stress: bool = False) -> Mechanics:
+    def predict_forces(self, frames: Sequence[Atoms], *, stress: bool = False) -> ForcePrediction:
         """Predict energies and forces, the derivatives of every member's energy.
 
         For features by featomic, in float64: energies are those of `predict` up to rounding. With
         `stress`, the stresses of structures whose cells have a volume are predicted, too.
         """
-        refuse_single(frames)
+        check_not_single(frames)
         check_frames(self.fitted, frames := list(frames), stress=stress)
         with limited(self.threads, sum(map(len, frames))):
-            return predict_mechanics(self.fitted, self.potential, frames, stress=stress)
+            return predict_with_forces(self.fitted, self.potential, frames, stress=stress)
 
     def predict_pp(
         self, frames: Sequence[Atoms], *, unknown_species: str = "error"
@@ -174,7 +179,7 @@ class AtomisticModel:
         """Yield structures and their features in chunks; `frames` may be larger than memory."""
         if unknown_species not in ("error", "ignore"):
             raise InputError("unknown_species", repr(unknown_species), '"error" or "ignore"')
-        refuse_single(frames)
+        check_not_single(frames)
         chunk, ignore = None, unknown_species == "ignore"
         with limited(self.threads):
             for chunk in stream_chunks(
@@ -318,7 +323,7 @@ class Chunk:
         """
         limits = np.array(self.fitted.training_novelty) + _ROUNDING
         # Members that agree to rounding on all training rows differ by rounding everywhere.
-        largest = (self.fitted.training_spread or np.inf) * self.factors
+        largest = (self.fitted.largest_ensemble_std or np.inf) * self.factors
         above = prediction.uncalibrated.std > largest
         if self.fitted.per_atom:
             edges = pairwise(self.batch.offsets)
@@ -386,8 +391,10 @@ def atom_contributions(chunk: Chunk) -> list[Prediction]:
     raw = fitted.basis.environment_rows(chunk.batch.features) @ fitted.weights
     raw += fitted.intercepts
     raw += fitted.baseline.predict_members(chunk.atom_design)
-    spread = whole.uncalibrated.std
-    factors = np.divide(whole.std, spread, out=np.ones_like(spread), where=spread > 0)
+    ensemble_std = whole.uncalibrated.std
+    factors = np.divide(
+        whole.std, ensemble_std, out=np.ones_like(ensemble_std), where=ensemble_std > 0
+    )
     parts = zip(edges, factors, strict=True)
     return [Prediction(raw[a:b]).calibrated(Scaled(float(factor))) for (a, b), factor in parts]
 

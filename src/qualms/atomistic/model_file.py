@@ -60,7 +60,7 @@ class ModelDocument(Document):
     pp_target_variance: float | None = Field(gt=0)
     calibrations: dict[str, dict[str, CalibrationDocument]]
     training_novelty: tuple[_Share, _Share]
-    training_spread: float = Field(ge=0)
+    largest_ensemble_std: float = Field(ge=0)
     record: Record
     provenance: Provenance
 
@@ -86,7 +86,7 @@ def write_model(path: str | Path, fitted: Fitted, *, force: bool) -> None:
             for quantity, calibrations in fitted.calibrations.items()
         },
         training_novelty=fitted.training_novelty,
-        training_spread=fitted.training_spread,
+        largest_ensemble_std=fitted.largest_ensemble_std,
         record=fitted.record,
         provenance=fitted.provenance,
     )
@@ -191,7 +191,7 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
         pp_variance=_variance(document, tensors, r),
         membership=tensors["membership"],
         training_novelty=document.training_novelty,
-        training_spread=document.training_spread,
+        largest_ensemble_std=document.largest_ensemble_std,
         record=document.record,
         provenance=document.provenance,
     )
@@ -205,7 +205,7 @@ def _calibrations(
     }
     if document.settings.calibration not in calibrations:
         raise ValueError(f"no calibration {document.settings.calibration}")
-    typical = np.array([document.training_spread or 1.0])
+    typical = np.array([document.largest_ensemble_std or 1.0])
     for name, calibration in calibrations.items():
         with np.errstate(all="ignore"):
             std = float(calibration.std(typical, document.settings.n_members)[0])

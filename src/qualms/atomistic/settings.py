@@ -169,7 +169,7 @@ class Settings(BaseModel):
         return self.kind == "atomic"
 
     @property
-    def mechanical(self) -> bool:
+    def learns_forces(self) -> bool:
         """Whether forces or stresses are learned together with the energy."""
         return self.forces is not None or self.stress is not None
 
@@ -256,7 +256,7 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
         noise = getattr(settings, f"{name}_noise")
         if noise != "auto" and getattr(settings, name) is None:
             raise InputError(f"{name}_noise", noise, f"'auto' if no {name} are learned")
-    if settings.mechanical:
+    if settings.learns_forces:
         return _with_derivatives(settings)
     if settings.noise_per != "atom":
         raise InputError("noise_per", repr(settings.noise_per), "'atom' if no forces are learned")

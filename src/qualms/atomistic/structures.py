@@ -134,7 +134,7 @@ def _xyz_frames(stream: Iterator[str]) -> Iterator[Atoms]:
         number += len(lines)
 
 
-def refuse_single(frames: object) -> None:
+def check_not_single(frames: object) -> None:
     """Reject one structure where several are expected: it is iterable, too, over its atoms."""
     if isinstance(frames, Atoms):
         raise InputError("frames", "one ase.Atoms", "a list of ase.Atoms", "Write [atoms].")
@@ -148,7 +148,7 @@ def check_structures(frames: Iterable[Atoms], *, first: int = 0) -> None:
     than `MIN_DISTANCE` to each other or to periodic images. Isolated atoms are valid, and so is any
     cell vector along which a structure is not periodic.
     """
-    refuse_single(frames)
+    check_not_single(frames)
     for index, atoms in enumerate(frames, start=first):
         name = f"frames[{index}]"
         if not isinstance(atoms, Atoms):

@@ -36,7 +36,7 @@ from qualms.atomistic.label_checks import check_derivatives, warn_of_outliers
 from qualms.atomistic.labels import Quantity, TrainingSet, collect_labels
 from qualms.atomistic.settings import Settings, parse_memory
 from qualms.calibration.base import Calibration, CalibrationData, calibration_data
-from qualms.calibration.fitting import METHODS, fit_internally, internal_points
+from qualms.calibration.fitting import METHODS, fit_out_of_bag, out_of_bag_points
 from qualms.calibration.methods import NoCalibration
 from qualms.errors import (
     CalibrationError,
@@ -64,8 +64,8 @@ from qualms.gp.ensemble import (
     MIN_ABSENT,
     MemberSolution,
     draw_members,
-    internal_prediction,
     membership_counts,
+    out_of_bag_prediction,
     solve_members,
 )
 from qualms.gp.kernels import unit_scale
@@ -263,7 +263,7 @@ def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int |
     rows = 8.0 * data.n_rows * M
     products = 12.0 * BLOCK * M + 4.0 * BLOCK * d
     solving = rows + 48.0 * M**2 + min(0.5 * rows, 2e9) + 128.0 * settings.n_members * data.n_rows
-    if settings.mechanical:
+    if settings.learns_forces:
         # Derivatives by some 30 neighbours, and Gram matrices of parts of the data.
         products += 48.0 * GRADIENTS * 30 * (d_raw + M)
         solving += (20 if M <= 800 else 6) * 8.0 * M**2
@@ -420,7 +420,7 @@ def _select(
 def _whiten(source: _Source, representatives: FloatArray) -> Whitening:
     with source.stages.stage("Whitening"):
         exact = representatives.astype(np.float64)
-        rtol = _RTOL_OF_FORCES if source.data.settings.mechanical else _RTOL
+        rtol = _RTOL_OF_FORCES if source.data.settings.learns_forces else _RTOL
         whitening = whiten(np.asarray(source.representation.kernel(exact, exact)), rtol=rtol)
     if whitening.negative > 1e-5:
         _warn(
@@ -704,7 +704,7 @@ def fit_ensemble(
         pp_variance=_projected_variance(gp, settings) if settings.keep_pp else None,
         membership=np.minimum(counts, 255).astype(np.uint8),
         training_novelty=gp.rows.novelty,
-        training_spread=0.0 if target is None else float(target.spread.max()),
+        largest_ensemble_std=0.0 if target is None else float(target.ensemble_std.max()),
         record=_record(data, gp, out_of_bag, solution, stages),
         provenance=Provenance(
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -804,7 +804,7 @@ def _calibrate_components(
     try:
         data = calibration_data(y, members, absent)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of points without spread, as of those before
+            warnings.simplefilter("ignore")  # of points without standard deviation, as before
             scaled = calibration_data(y * ratios, members * ratios[:, None], absent)
         found = _fit_methods(scaled, wanted)
     except CalibrationError as error:
@@ -813,8 +813,8 @@ def _calibrate_components(
         return OutOfBag(None, {}, 0)
     # The density of z is r/ŝ times that of z r/ŝ.
     for method, calibration in found.items():
-        after, before = (of.some(internal_points(of, method)) for of in (scaled, data))
-        shift = after.mean(np.log(after.spread)) - before.mean(np.log(before.spread))
+        after, before = (of.some(out_of_bag_points(of, method)) for of in (scaled, data))
+        shift = after.mean(np.log(after.ensemble_std)) - before.mean(np.log(before.ensemble_std))
         found[method] = replace(calibration, log_likelihood=calibration.log_likelihood + shift)
     return OutOfBag(data, found, n_structures)
 
@@ -824,7 +824,7 @@ def _fit_methods(data: CalibrationData, wanted: str) -> dict[str, Calibration]:
     found: dict[str, Calibration] = {}
     for method in METHODS:
         try:
-            found[method] = fit_internally(data, method)
+            found[method] = fit_out_of_bag(data, method)
         except CalibrationError:
             if method == wanted:
                 raise
@@ -832,16 +832,16 @@ def _fit_methods(data: CalibrationData, wanted: str) -> dict[str, Calibration]:
 
 
 def _vector_ratios(quantity: Quantity, members: Float64Array, absent: BoolArray) -> Float64Array:
-    """Return r/ŝ of all rows (n,), r over the known components; one without spread."""
+    """Return r/ŝ of all rows (n,), r over the known components; one where members agree."""
     assert quantity.vector is not None
     assert quantity.multiplicity is not None
-    found = internal_prediction(members, absent)
-    spread = np.zeros(len(members))
-    spread[found.used] = found.std
+    found = out_of_bag_prediction(members, absent)
+    ensemble_std = np.zeros(len(members))
+    ensemble_std[found.used] = found.std
     w, vector = quantity.multiplicity, quantity.vector
-    squares = np.bincount(vector, w * spread**2) / np.maximum(np.bincount(vector, w), 1.0)
-    ratios = np.ones_like(spread)
-    return np.divide(np.sqrt(squares)[vector], spread, out=ratios, where=spread > 0)
+    squares = np.bincount(vector, w * ensemble_std**2) / np.maximum(np.bincount(vector, w), 1.0)
+    ratios = np.ones_like(ensemble_std)
+    return np.divide(np.sqrt(squares)[vector], ensemble_std, out=ratios, where=ensemble_std > 0)
 
 
 def not_zero_by_symmetry(y: Float64Array, members: Float64Array) -> BoolArray:
@@ -863,7 +863,7 @@ def _too_few(name: str, n: int, counts: IntArray, wanted: str) -> bool:
 
 
 def _projected_variance(gp: SparseGP, settings: Settings) -> ProjectedVariance:
-    precision: Any = np.float64 if settings.mechanical else np.float32
+    precision: Any = np.float64 if settings.learns_forces else np.float32
     factors = (gp.rows.whitening.factor, gp.process.factor)
     whitening, posterior = (np.ascontiguousarray(f, dtype=precision) for f in factors)
     return ProjectedVariance(whitening, posterior, gp.process.noise_variance, gp.scale**2)

@@ -12,7 +12,7 @@
 from qualms.calibration.base import Calibration, CalibrationData, calibration_data
 from qualms.calibration.fitting import METHODS, fit_calibration
 from qualms.calibration.groups import GroupedCalibration, fit_grouped
-from qualms.calibration.methods import PowerCalibration, extrapolate_spread, variance_scale
+from qualms.calibration.methods import PowerCalibration, extrapolate_std, variance_scale
 from qualms.calibration.selection import confidence_intervals, cross_validate
 
 __all__ = [
@@ -24,7 +24,7 @@ __all__ = [
     "calibration_data",
     "confidence_intervals",
     "cross_validate",
-    "extrapolate_spread",
+    "extrapolate_std",
     "fit_calibration",
     "fit_grouped",
     "variance_scale",

@@ -12,7 +12,7 @@ import numpy as np
 
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray, check_members, check_points
 from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWarning
-from qualms.gp.ensemble import MIN_ABSENT, committee, internal_prediction, stretched
+from qualms.gp.ensemble import MIN_ABSENT, ensemble_mean_std, out_of_bag_prediction, rescaled
 
 P_co = TypeVar("P_co", covariant=True)
 
@@ -39,7 +39,7 @@ class CalibrationData:
     ----------
     residuals : (n,) array
         z = y − mean over the (out-of-bag) members.
-    spread : (n,) array
+    ensemble_std : (n,) array
         ŝ, the standard deviation (ddof = 1) over the same members; positive.
     n_members : (n,) array of int
         c, the number of these members.
@@ -48,7 +48,7 @@ class CalibrationData:
     """
 
     residuals: Float64Array
-    spread: Float64Array
+    ensemble_std: Float64Array
     n_members: IntArray
     weights: Float64Array
 
@@ -70,7 +70,8 @@ def calibration_data(
 ) -> CalibrationData:
     """Collect residuals and ensemble standard deviations, out-of-bag with `absent`: Eqs. (10)–(12).
 
-    A warning is issued if points without spread, whose likelihood is not defined, are left out.
+    A warning is issued if points without standard deviation are left out: their likelihood is not
+    defined.
 
     Parameters
     ----------
@@ -95,12 +96,12 @@ def calibration_data(
             raise InputError("sample_weight", given, "weights ≥ 0, not all of them 0")
     rounding = rounding_of(predicted)
     if absent is None:
-        mean, spread = committee(predicted)
+        mean, ensemble_std = ensemble_mean_std(predicted)
         data = CalibrationData(
-            targets - mean, spread, np.full(len(targets), predicted.shape[1]), weights
+            targets - mean, ensemble_std, np.full(len(targets), predicted.shape[1]), weights
         )
     else:
-        found = internal_prediction(predicted, absent)
+        found = out_of_bag_prediction(predicted, absent)
         if not found.used.any():
             raise CalibrationError(
                 f"No point is absent from at least {MIN_ABSENT} members, so there is nothing to "
@@ -109,9 +110,9 @@ def calibration_data(
         residuals = targets[found.used] - found.mean
         data = CalibrationData(residuals, found.std, found.n_absent, weights[found.used])
         rounding = rounding[found.used]
-    if np.all(np.maximum(np.abs(data.residuals), data.spread) <= 1e4 * rounding):
+    if np.all(np.maximum(np.abs(data.residuals), data.ensemble_std) <= 1e4 * rounding):
         raise ExactFitError("The members are exact to rounding: there is no error to calibrate.")
-    differ = data.spread > rounding
+    differ = data.ensemble_std > rounding
     n_without, kept = int(np.sum(~differ)), data.some(differ & (data.weights > 0))
     if len(kept.residuals) < 2:
         raise CalibrationError(
@@ -126,7 +127,7 @@ def calibration_data(
         )
     if n_without:
         warnings.warn(
-            f"{n_without} of {differ.size} points have no spread between members "
+            f"{n_without} of {differ.size} points have members that all agree "
             "and are left out of the calibration.",
             QualmsWarning,
             stacklevel=2,
@@ -135,7 +136,7 @@ def calibration_data(
 
 
 def rounding_of(members: FloatArray) -> Float64Array:
-    """Return the spread (n,) below which members (n, N_R) differ by the last digits alone."""
+    """Return the standard deviation (n,) below which members (n, N_R) differ by rounding alone."""
     rounding: Float64Array = 16 * np.finfo(np.float64).eps * np.abs(members).max(axis=1)
     return rounding
 
@@ -168,12 +169,12 @@ class Calibration(ABC):
         """Maximise the likelihood of the data; `near`, a fit to similar points, may be a start."""
 
     @abstractmethod
-    def std(self, spread: FloatArray, n_members: int | IntArray) -> Float64Array:
+    def std(self, ensemble_std: FloatArray, n_members: int | IntArray) -> Float64Array:
         """Return the calibrated standard deviation for ŝ of so many members."""
 
     @abstractmethod
     def log_density(
-        self, residuals: FloatArray, spread: FloatArray, n_members: int | IntArray
+        self, residuals: FloatArray, ensemble_std: FloatArray, n_members: int | IntArray
     ) -> Float64Array:
         """Return ln p(z | ŝ) under the predictive density of the method, per point."""
 
@@ -184,22 +185,22 @@ class Calibration(ABC):
         """Return the parameters θ = (ln α, …), and the gradient of each point's log likelihood."""
 
     def is_identifiable(self, data: CalibrationData) -> bool:
-        """Whether γ can be fitted: not if all spreads are equal."""
-        return float(np.ptp(np.log(data.spread))) >= 1e-6
+        """Whether γ can be fitted: not if all standard deviations are equal."""
+        return float(np.ptp(np.log(data.ensemble_std))) >= 1e-6
 
     def density_of(self, data: CalibrationData) -> Float64Array:
         """Return ln p(z | ŝ) of each point of the data: (n,)."""
-        return self.log_density(data.residuals, data.spread, data.n_members)
+        return self.log_density(data.residuals, data.ensemble_std, data.n_members)
 
     def fitted_to(self, data: CalibrationData) -> Self:
         """Return the calibration with the number and the likelihood of these points."""
         likelihood = data.mean(self.density_of(data))
         return replace(self, n_points=len(data.residuals), log_likelihood=likelihood)
 
-    def factors(self, spread: Float64Array, n_members: int) -> Float64Array:
+    def factors(self, ensemble_std: Float64Array, n_members: int) -> Float64Array:
         """Return σ/ŝ; one where ŝ is zero, so that members that agree are not changed."""
-        factors, positive = np.ones_like(spread), spread > 0
-        factors[positive] = self.std(spread[positive], n_members) / spread[positive]
+        factors, positive = np.ones_like(ensemble_std), ensemble_std > 0
+        factors[positive] = self.std(ensemble_std[positive], n_members) / ensemble_std[positive]
         return factors
 
     def transform(self, members: FloatArray) -> Float64Array:
@@ -207,8 +208,8 @@ class Calibration(ABC):
 
         Eq. (19), Musil et al. 2019, for any calibration.
         """
-        mean, spread = committee(members)
-        return stretched(members, self.factors(spread, members.shape[-1]), mean)
+        mean, ensemble_std = ensemble_mean_std(members)
+        return rescaled(members, self.factors(ensemble_std, members.shape[-1]), mean)
 
     def apply(self, prediction: Calibratable[P_co]) -> P_co:
         """Return the calibrated prediction."""

@@ -61,7 +61,7 @@ def fit_calibration(
     return found.fit(data, near)
 
 
-def internal_points(data: CalibrationData, method: str) -> BoolArray:
+def out_of_bag_points(data: CalibrationData, method: str) -> BoolArray:
     """Return which out-of-bag points (n,) a method is fitted to.
 
     E[z²/ŝ²] ∝ (c − 1)/(c − 3) is infinite for c = 3 members. Methods that neglect the sampling
@@ -74,9 +74,9 @@ def internal_points(data: CalibrationData, method: str) -> BoolArray:
     return np.ones(len(data.n_members), dtype=bool)
 
 
-def fit_internally(data: CalibrationData, method: str = "student") -> Calibration:
+def fit_out_of_bag(data: CalibrationData, method: str = "student") -> Calibration:
     """Fit one calibration by name to out-of-bag points: Eq. (12)."""
-    return fit_calibration(data.some(internal_points(data, method)), method)
+    return fit_calibration(data.some(out_of_bag_points(data, method)), method)
 
 
 @dataclass(frozen=True)

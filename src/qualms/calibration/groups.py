@@ -28,7 +28,7 @@ from qualms.arrays import Float64Array, FloatArray, IntArray, StrArray
 from qualms.calibration.base import Calibration, CalibrationData
 from qualms.calibration.fitting import fit_calibration
 from qualms.errors import InputError
-from qualms.gp.ensemble import group_codes, group_scatter, stretched
+from qualms.gp.ensemble import group_codes, group_scatter, rescaled
 
 #: Bounds of ln f, step of its derivatives, and its accuracy.
 _WIDEST, _STEP, _PRECISE = 7.0, 3e-3, 1e-5
@@ -73,14 +73,14 @@ class GroupedCalibration:
         return self.overall.density_of(self.common(data, labels)) - np.log(self.factors(labels))
 
     def std(
-        self, spread: FloatArray, n_members: int | IntArray, labels: Sequence[str] | StrArray
+        self, ensemble_std: FloatArray, n_members: int | IntArray, labels: Sequence[str] | StrArray
     ) -> Float64Array:
         """Return the calibrated standard deviations of points (n,) with these labels."""
-        return np.asarray(self.factors(labels) * self.overall.std(spread, n_members))
+        return np.asarray(self.factors(labels) * self.overall.std(ensemble_std, n_members))
 
     def transform(self, members: FloatArray, labels: Sequence[str] | StrArray) -> Float64Array:
         """Scale members (n, N_R) about their means so that their std is calibrated."""
-        return stretched(self.overall.transform(members), self.factors(labels))
+        return rescaled(self.overall.transform(members), self.factors(labels))
 
 
 def fit_grouped(

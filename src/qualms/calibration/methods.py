@@ -13,10 +13,11 @@ from scipy.special import gammaln, stdtrit
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.calibration.base import Calibration, CalibrationData
 from qualms.errors import CalibrationError, InputError
-from qualms.gp.ensemble import committee, stretched
+from qualms.gp.ensemble import ensemble_mean_std, rescaled
 from qualms.metrics import gaussian_log_density, student_log_density
 
-#: Exponents tried by the power calibration. A larger spread never means a smaller error.
+#: Exponents tried by the power calibration. A larger standard deviation never
+#: means a smaller error.
 _GAMMA_RANGE = (0.0, 5.0)
 #: Φ(1): the probability below +σ of a Gaussian.
 _ONE_SIGMA = 0.8413447460685429
@@ -37,12 +38,12 @@ class PowerCalibration(Calibration):
         concave in γ, because the logarithm of a sum of exponentials is convex: one maximum, found
         by a bounded search.
         """
-        log_spread = np.log(data.spread)
-        center = data.mean(log_spread)
-        log_spread = log_spread - center  # so that powers neither overflow nor vanish
+        log_std = np.log(data.ensemble_std)
+        center = data.mean(log_std)
+        log_std = log_std - center  # so that powers neither overflow nor vanish
 
         def alpha2(gamma: float) -> float:
-            return data.mean(data.residuals**2 * np.exp(-2 * gamma * log_spread))
+            return data.mean(data.residuals**2 * np.exp(-2 * gamma * log_std))
 
         gamma = 1.0
         if cls().is_identifiable(data):
@@ -56,15 +57,15 @@ class PowerCalibration(Calibration):
         alpha = alpha2(gamma) ** 0.5 * float(np.exp(-gamma * center))
         return cls(alpha=alpha, gamma=gamma).fitted_to(data)
 
-    def std(self, spread: FloatArray, n_members: int | IntArray) -> Float64Array:
+    def std(self, ensemble_std: FloatArray, n_members: int | IntArray) -> Float64Array:
         """Return α σ^γ."""
-        return self.alpha * np.asarray(spread, dtype=np.float64) ** self.gamma
+        return self.alpha * np.asarray(ensemble_std, dtype=np.float64) ** self.gamma
 
     def log_density(
-        self, residuals: FloatArray, spread: FloatArray, n_members: int | IntArray
+        self, residuals: FloatArray, ensemble_std: FloatArray, n_members: int | IntArray
     ) -> Float64Array:
         """Return the Gaussian ln p(z | ŝ), Eq. (5), per point."""
-        return gaussian_log_density(residuals, self.std(spread, n_members))
+        return gaussian_log_density(residuals, self.std(ensemble_std, n_members))
 
     def scores(
         self, data: CalibrationData
@@ -73,7 +74,7 @@ class PowerCalibration(Calibration):
 
         With ln σ = ln α + γ ln ŝ it is (z²/σ² − 1) ∂ ln σ/∂θ.
         """
-        design = np.stack([np.ones_like(data.spread), np.log(data.spread)], axis=1)
+        design = np.stack([np.ones_like(data.ensemble_std), np.log(data.ensemble_std)], axis=1)
 
         def gradient(at: Float64Array) -> Float64Array:
             full = np.append(at, self.gamma)[:2]
@@ -85,7 +86,7 @@ class PowerCalibration(Calibration):
 
 @dataclass(frozen=True, kw_only=True)
 class LinearCalibration(PowerCalibration):
-    """σ → α σ with α² = v₀, Eqs. (8) and (9), Musil et al. 2019; internally, Eq. (12)."""
+    """σ → α σ with α² = v₀, Eqs. (8) and (9), Musil et al. 2019; out of bag, Eq. (12)."""
 
     method = "linear"
     n_parameters = 1
@@ -93,7 +94,7 @@ class LinearCalibration(PowerCalibration):
     @classmethod
     def fit(cls, data: CalibrationData, near: Calibration | None = None) -> Self:
         """Return α = √v₀ in closed form. Eqs. (9) and (12), Musil et al. 2019."""
-        v_0 = variance_scale(data.residuals, data.spread, data.weights)
+        v_0 = variance_scale(data.residuals, data.ensemble_std, data.weights)
         return cls(alpha=v_0**0.5).fitted_to(data)
 
 
@@ -118,7 +119,7 @@ def variance_scale(
 
 
 def require_three_members(data: CalibrationData, method: str) -> None:
-    """Reject points whose spread is that of two members."""
+    """Reject points with two members."""
     if data.n_members.min() < 3:
         raise CalibrationError(
             f"Some points have only {data.n_members.min()} members; {method=} needs at least 3. "
@@ -142,7 +143,7 @@ class StudentCalibration(Calibration):
         """Maximise the likelihood over α, each point with its own number of members."""
         require_three_members(data, cls.method)
         nu = data.n_members - 1.0
-        t2 = (data.residuals / data.spread) ** 2
+        t2 = (data.residuals / data.ensemble_std) ** 2
         offset = data.mean(gammaln((nu + 1) / 2) - gammaln(nu / 2) - 0.5 * np.log(nu * np.pi))
 
         def negative_log_likelihood(log_alpha: float) -> float:
@@ -160,24 +161,24 @@ class StudentCalibration(Calibration):
         at_zero = negative_log_likelihood(-np.inf) <= found.fun
         return cls(alpha=0.0 if at_zero else float(np.exp(found.x))).fitted_to(data)
 
-    def scale(self, spread: FloatArray, n_members: int | IntArray) -> Float64Array:
+    def scale(self, ensemble_std: FloatArray, n_members: int | IntArray) -> Float64Array:
         """Return the scale of the t distribution, ŝ√(α² + 1/N_R)."""
         n = np.asarray(n_members, dtype=np.float64)
-        return np.asarray(spread, dtype=np.float64) * np.sqrt(self.alpha**2 + 1 / n)
+        return np.asarray(ensemble_std, dtype=np.float64) * np.sqrt(self.alpha**2 + 1 / n)
 
-    def std(self, spread: FloatArray, n_members: int | IntArray) -> Float64Array:
+    def std(self, ensemble_std: FloatArray, n_members: int | IntArray) -> Float64Array:
         """Return the calibrated standard deviation."""
         nu = np.asarray(n_members, dtype=np.float64) - 1
         of_variance = np.sqrt(nu / np.where(nu > 2, nu - 2, 1.0))
         ratio = np.where(nu > 2, of_variance, stdtrit(nu, _ONE_SIGMA))
-        return np.asarray(ratio * self.scale(spread, n_members))
+        return np.asarray(ratio * self.scale(ensemble_std, n_members))
 
     def log_density(
-        self, residuals: FloatArray, spread: FloatArray, n_members: int | IntArray
+        self, residuals: FloatArray, ensemble_std: FloatArray, n_members: int | IntArray
     ) -> Float64Array:
         """Return ln p(z | ŝ) of Student's t, per point."""
         dof = np.asarray(n_members, dtype=np.float64) - 1
-        return student_log_density(residuals, self.scale(spread, n_members), dof)
+        return student_log_density(residuals, self.scale(ensemble_std, n_members), dof)
 
     def scores(
         self, data: CalibrationData
@@ -192,7 +193,7 @@ class StudentCalibration(Calibration):
         def gradient(at: Float64Array) -> Float64Array:
             alpha2 = np.exp(2 * at[0])
             k2 = alpha2 + 1 / data.n_members
-            u = (data.residuals / data.spread) ** 2 / (nu * k2)
+            u = (data.residuals / data.ensemble_std) ** 2 / (nu * k2)
             return np.asarray((alpha2 / k2 * ((nu + 1) * u / (1 + u) - 1))[:, None])
 
         return np.array([np.log(self.alpha)]), gradient
@@ -204,14 +205,14 @@ class StudentCalibration(Calibration):
 _MULTIPLICITY = {3: np.ones(3), 6: np.array([1.0, 1.0, 1.0, 2.0, 2.0, 2.0])}
 
 
-def whole_spread(spread: FloatArray) -> Float64Array:
-    """Return the spread r (…) of vectors or tensors whose components have spreads (…, 3 or 6)."""
-    w = _MULTIPLICITY[spread.shape[-1]]
-    return np.asarray(np.sqrt(np.asarray(spread, dtype=np.float64) ** 2 @ (w / w.sum())))
+def vector_std(ensemble_std: FloatArray) -> Float64Array:
+    """Return the standard deviation r (…) of vectors or tensors, given components (…, 3 or 6)."""
+    w = _MULTIPLICITY[ensemble_std.shape[-1]]
+    return np.asarray(np.sqrt(np.asarray(ensemble_std, dtype=np.float64) ** 2 @ (w / w.sum())))
 
 
 @dataclass(frozen=True)
-class WholeCalibration:
+class VectorCalibration:
     """A calibration of vectors or tensors, one factor for all components; a `MemberTransform`.
 
     `calibration` is fitted to components multiplied by r/ŝ_k.
@@ -221,9 +222,9 @@ class WholeCalibration:
 
     def transform(self, members: FloatArray) -> Float64Array:
         """Scale members (…, 3 or 6, N_R) about their mean, all components by one factor."""
-        mean, spread = committee(members)
-        factors = self.calibration.factors(whole_spread(spread), members.shape[-1])
-        return stretched(members, np.broadcast_to(factors[..., None], spread.shape), mean)
+        mean, ensemble_std = ensemble_mean_std(members)
+        factors = self.calibration.factors(vector_std(ensemble_std), members.shape[-1])
+        return rescaled(members, np.broadcast_to(factors[..., None], ensemble_std.shape), mean)
 
 
 @dataclass(frozen=True)
@@ -239,28 +240,28 @@ class Scaled:
         """Scale members (n, …, N_R)."""
         points = members.shape[:-1]
         factors = np.reshape(self.factors, (-1, *[1] * (len(points) - 1)))
-        return stretched(members, np.broadcast_to(factors, points))
+        return rescaled(members, np.broadcast_to(factors, points))
 
 
 @dataclass(frozen=True)
-class SpreadExtrapolation:
+class StdExtrapolation:
     """The power law σ_n ∝ n^(−β) √(1 − n/N), with β = `exponent` and N = `n_train`."""
 
     exponent: float
     n_train: int
 
     def alpha(self, subsample: int) -> float:
-        """Return the factor from the spread of subsamples of this size to that of N."""
+        """Return the factor from the standard deviation of subsamples of this size to N."""
         if not 0 < subsample < self.n_train:
             raise InputError("subsample", subsample, f"0 < n < N = {self.n_train}")
         ratio = subsample / self.n_train
         return float(ratio**self.exponent / (1 - ratio) ** 0.5)
 
 
-def extrapolate_spread(
-    subsamples: Sequence[int], spreads: Sequence[FloatArray], n_train: int
-) -> SpreadExtrapolation:
-    """Fit a power law to the spreads at several subsample sizes (Politis et al. 1999).
+def extrapolate_std(
+    subsamples: Sequence[int], ensemble_stds: Sequence[FloatArray], n_train: int
+) -> StdExtrapolation:
+    """Fit a power law of the subsample size to ensemble standard deviations (Politis et al. 1999).
 
     The factor √(1 − n/N) of drawing without replacement is not part of the extrapolation to N.
 
@@ -268,18 +269,20 @@ def extrapolate_spread(
     ----------
     subsamples : sequence of int
         At least two different sizes n < N.
-    spreads : sequence of arrays
-        For each size the spreads σ_n > 0 of the same test points; their geometric mean is fitted.
+    ensemble_stds : sequence of arrays
+        For each size σ_n > 0 of the same test points; their geometric mean is fitted.
     n_train : int
         N.
     """
     n = np.asarray(subsamples, dtype=np.float64)
-    if len(np.unique(n)) < 2 or len(n) != len(spreads) or n.min() < 1 or n.max() >= n_train:
-        expected = f"at least two sizes 1 ≤ n < N = {n_train}, one per spread"
+    if len(np.unique(n)) < 2 or len(n) != len(ensemble_stds) or n.min() < 1 or n.max() >= n_train:
+        expected = f"at least two sizes 1 ≤ n < N = {n_train}, one per array"
         raise InputError("subsamples", list(subsamples), expected)
     if not all(
-        np.size(s) and np.all(np.isfinite(s)) and np.all(np.asarray(s) > 0) for s in spreads
+        np.size(s) and np.all(np.isfinite(s)) and np.all(np.asarray(s) > 0) for s in ensemble_stds
     ):
-        raise InputError("spreads", "values ≤ 0 or not finite", "positive finite spreads")
-    log_sigma = np.array([np.mean(np.log(s)) for s in spreads]) - 0.5 * np.log(1 - n / n_train)
-    return SpreadExtrapolation(-float(np.polyfit(np.log(n), log_sigma, 1)[0]), n_train)
+        raise InputError("ensemble_stds", "values ≤ 0 or not finite", "positive finite values")
+    log_sigma = np.array([np.mean(np.log(s)) for s in ensemble_stds]) - 0.5 * np.log(
+        1 - n / n_train
+    )
+    return StdExtrapolation(-float(np.polyfit(np.log(n), log_sigma, 1)[0]), n_train)

@@ -34,7 +34,7 @@ _NEGLIGIBLE = 1e-4
 class ConfidenceIntervals:
     """Intervals (lower, upper) of the parameters of a calibration, and their probability.
 
-    That of γ is None if all spreads are equal, so that γ is not identifiable.
+    That of γ is None if all standard deviations are equal, so that γ is not identifiable.
     """
 
     alpha: tuple[float, float]
@@ -90,8 +90,8 @@ def confidence_intervals(
 ) -> ConfidenceIntervals:
     """Return intervals of α and γ from the curvature of the likelihood.
 
-    Where that is not defined (a parameter on a bound, spreads all alike) the points are resampled
-    instead, by `bootstrap_intervals`.
+    Where that is not defined (a parameter on a bound, all standard deviations alike) the points are
+    resampled instead, by `bootstrap_intervals`.
 
     Parameters
     ----------

@@ -31,10 +31,10 @@ _CHUNK = 512
 _ENOUGH = 2000
 #: Nodes of at most so many points are cached: 150 MB.
 _KEPT = 100_000
-#: Spreads whose logarithms scatter by less than this, τ, are equal.
+#: Standard deviations whose logarithms scatter by less than this, τ, are equal.
 _ALIKE = 0.01
 _LOG_2PI = float(np.log(2 * np.pi))
-#: Bounds of ln α (after scaling by the typical spread), γ, m and ln τ.
+#: Bounds of ln α (after scaling by the typical standard deviation), γ, m and ln τ.
 _BOUNDS = [(-15.0, 15.0), (0.0, 5.0), (-10.0, 10.0), (-6.0, 3.0)]
 
 
@@ -56,31 +56,33 @@ class ShrinkageCalibration(Calibration):
 
     Attributes
     ----------
-    log_spread_mean, log_spread_std : float
+    log_std_mean, log_std_std : float
         m and τ: where ln s of all points lies, for s in the units of y.
     """
 
     method = "shrinkage"
     n_parameters = 4
 
-    log_spread_mean: float = 0.0
-    log_spread_std: float = 1.0
+    log_std_mean: float = 0.0
+    log_std_std: float = 1.0
 
     @classmethod
     def fit(cls, data: CalibrationData, near: Calibration | None = None) -> Self:
         """Maximise the likelihood of (z, ŝ) over α, γ, m and τ.
 
-        Spreads are measured in units of their geometric mean, so that α and m are of order one; the
-        nodes are placed again by the last m and τ until these have converged. For many points, the
-        start is a fit to a subset.
+        Standard deviations are in units of their geometric mean, so that α and m are of order one;
+        the nodes are placed again by the last m and τ until these have converged. For many points,
+        the start is a fit to a subset.
         """
         require_three_members(data, cls.method)
         n = len(data.residuals)
         if near is None and n > 2 * _ENOUGH:
             near = cls.fit(data.some(np.arange(n) % (n // _ENOUGH) == 0))
-        log_unit = data.mean(np.log(data.spread))
+        log_unit = data.mean(np.log(data.ensemble_std))
         unit = np.exp(log_unit)
-        scaled = replace(data, residuals=data.residuals / unit, spread=data.spread / unit)
+        scaled = replace(
+            data, residuals=data.residuals / unit, ensemble_std=data.ensemble_std / unit
+        )
         if isinstance(near, ShrinkageCalibration):
             shift = np.array([(1 - near.gamma) * log_unit, 0.0, log_unit, 0.0])
             theta = near._theta() - shift
@@ -99,15 +101,15 @@ class ShrinkageCalibration(Calibration):
         fitted = cls(
             alpha=float(np.exp(log_alpha + (1 - gamma) * log_unit)),
             gamma=gamma,
-            log_spread_mean=m + log_unit,
-            log_spread_std=float(np.exp(log_tau)),
+            log_std_mean=m + log_unit,
+            log_std_std=float(np.exp(log_tau)),
         )
         return fitted.fitted_to(data)
 
-    def std(self, spread: FloatArray, n_members: int | IntArray) -> Float64Array:
+    def std(self, ensemble_std: FloatArray, n_members: int | IntArray) -> Float64Array:
         """Return the calibrated standard deviation."""
-        s, c = np.broadcast_arrays(np.asarray(spread, dtype=np.float64), n_members)
-        # A null spread has no logarithm; one far below all others has the same effect.
+        s, c = np.broadcast_arrays(np.asarray(ensemble_std, dtype=np.float64), n_members)
+        # Zero has no logarithm; one far below all others has the same effect.
         flat, counts = np.maximum(s.reshape(-1), 1e-300), c.reshape(-1)
         variance = np.empty(flat.shape)
         for part in _parts(flat.size):
@@ -117,11 +119,11 @@ class ShrinkageCalibration(Calibration):
         return np.sqrt(variance).reshape(s.shape)
 
     def log_density(
-        self, residuals: FloatArray, spread: FloatArray, n_members: int | IntArray
+        self, residuals: FloatArray, ensemble_std: FloatArray, n_members: int | IntArray
     ) -> Float64Array:
         """Return ln p(z | ŝ), a mixture of Gaussians of all variances that ŝ allows, per point."""
         z = np.asarray(residuals, dtype=np.float64)
-        s, c = np.broadcast_arrays(np.asarray(spread, dtype=np.float64), n_members)
+        s, c = np.broadcast_arrays(np.asarray(ensemble_std, dtype=np.float64), n_members)
         density = np.empty(z.shape)
         for part in _parts(z.size):
             log_post, v = self._posterior(s[part], c[part])
@@ -137,17 +139,19 @@ class ShrinkageCalibration(Calibration):
         return self._theta(), lambda at: _joint_density(at, data, nodes)[1]
 
     def is_identifiable(self, data: CalibrationData) -> bool:
-        """Whether γ can be fitted: not if all spreads are equal apart from sampling noise."""
-        return self.log_spread_std >= _ALIKE
+        """Whether γ can be fitted: not if σ differs by sampling noise only."""
+        return self.log_std_std >= _ALIKE
 
     def _theta(self) -> Float64Array:
-        logs = np.log([self.alpha, self.log_spread_std])
-        return np.array([logs[0], self.gamma, self.log_spread_mean, logs[1]])
+        logs = np.log([self.alpha, self.log_std_std])
+        return np.array([logs[0], self.gamma, self.log_std_mean, logs[1]])
 
-    def _posterior(self, spread: Float64Array, c: IntArray) -> tuple[Float64Array, Float64Array]:
+    def _posterior(
+        self, ensemble_std: Float64Array, c: IntArray
+    ) -> tuple[Float64Array, Float64Array]:
         """Return ln p(u|ŝ), but for a constant, and the variance of z at the nodes."""
-        m, tau = self.log_spread_mean, self.log_spread_std
-        nodes = _quadrature(spread, c, m, tau)
+        m, tau = self.log_std_mean, self.log_std_std
+        nodes = _quadrature(ensemble_std, c, m, tau)
         v = np.exp(2 * (np.log(self.alpha) + self.gamma * nodes.u)) + nodes.s2 / c[:, None]
         return nodes.log_weight - 0.5 * ((nodes.u - m) / tau) ** 2, v
 
@@ -162,13 +166,13 @@ def _log_sum(logs: Float64Array) -> Float64Array:
     return np.asarray(largest + np.log(np.exp(logs - largest[:, None]).sum(axis=1)))
 
 
-def _quadrature(spread: Float64Array, c: IntArray, m: float, tau: float) -> _Nodes:
+def _quadrature(ensemble_std: Float64Array, c: IntArray, m: float, tau: float) -> _Nodes:
     """Place the nodes at the posterior of u given ŝ, and weigh them with p(ŝ|u).
 
     q = (c−1)ŝ²/s² is χ² with ν = c−1, so the density of ln ŝ is 2q f_χ²(q) ∝ q^{ν/2} e^{−q/2}.
     """
     nu = (c - 1.0)[:, None]
-    log_s = np.log(spread)[:, None]
+    log_s = np.log(ensemble_std)[:, None]
     precision = 2 * nu + tau**-2
     center = (2 * nu * log_s + m / tau**2) / precision
     width = 1 / np.sqrt(precision)
@@ -178,7 +182,7 @@ def _quadrature(spread: Float64Array, c: IntArray, m: float, tau: float) -> _Nod
     log_step = np.log(2 * (_NODES[1] - _NODES[0]) * np.cosh(_NODES)) + np.log(width)
     constant = gammaln(nu / 2) + 0.5 * nu * np.log(2)
     log_weight = 0.5 * (nu * log_q - q) + (log_step - constant)
-    return _Nodes(u, nu * spread[:, None] ** 2 / q, log_weight)
+    return _Nodes(u, nu * ensemble_std[:, None] ** 2 / q, log_weight)
 
 
 def _placed(data: CalibrationData, theta: Float64Array) -> _AllNodes:
@@ -187,7 +191,7 @@ def _placed(data: CalibrationData, theta: Float64Array) -> _AllNodes:
 
     def nodes() -> Iterator[tuple[slice, _Nodes]]:
         for part in _parts(n):
-            yield part, _quadrature(data.spread[part], data.n_members[part], m, tau)
+            yield part, _quadrature(data.ensemble_std[part], data.n_members[part], m, tau)
 
     if n > _KEPT:
         return nodes
@@ -198,11 +202,11 @@ def _placed(data: CalibrationData, theta: Float64Array) -> _AllNodes:
 def _initial_guess(data: CalibrationData) -> Float64Array:
     """Match moments: ln ŝ = ln s + ½ ln(χ²_ν/ν) has known mean and variance about ln s."""
     nu = data.n_members - 1.0
-    log_s = np.log(data.spread) - 0.5 * (digamma(nu / 2) - np.log(nu / 2))
+    log_s = np.log(data.ensemble_std) - 0.5 * (digamma(nu / 2) - np.log(nu / 2))
     m = data.mean(log_s)
     tau2 = max(data.mean((log_s - m) ** 2 - 0.25 * polygamma(1, nu / 2)), 0.01)
     # The median resists the tails that small ν gives to z²/ŝ².
-    v = max(float(np.median((data.residuals / data.spread) ** 2)) / 0.455, 1e-12)
+    v = max(float(np.median((data.residuals / data.ensemble_std) ** 2)) / 0.455, 1e-12)
     return np.array([0.5 * np.log(v), 1.0, m, 0.5 * np.log(tau2)])
 
 
@@ -226,8 +230,8 @@ def _joint_density(
     n = len(data.residuals)
     log_density, gradients = np.empty(n), np.empty((n, 4))
     for part, (u, s2, log_weight) in nodes():
-        spread_part = np.exp(2 * (log_alpha + gamma * u))
-        v = spread_part + s2 / data.n_members[part, None]
+        scaled_part = np.exp(2 * (log_alpha + gamma * u))
+        v = scaled_part + s2 / data.n_members[part, None]
         ratio = data.residuals[part, None] ** 2 / v
         offset = u - m
         prior2 = offset**2 / tau2
@@ -238,7 +242,7 @@ def _joint_density(
         total = posterior.sum(axis=1, keepdims=True)
         posterior /= total
         log_density[part] = (np.log(total) + largest)[:, 0] - log_tau - _LOG_2PI
-        d_log_v = posterior * (ratio - 1) * spread_part / v
+        d_log_v = posterior * (ratio - 1) * scaled_part / v
         gradients[part, 0] = d_log_v.sum(axis=1)
         gradients[part, 1] = np.einsum("bq,bq->b", d_log_v, u)
         gradients[part, 2] = np.einsum("bq,bq->b", posterior, offset) / tau2

@@ -32,10 +32,10 @@ def apply(
     from qualms.ensembles.apply import apply_calibration
     from qualms.ensembles.calibration_file import read_calibration
     from qualms.errors import counted
-    from qualms.io.files import check_output, refuse_input
+    from qualms.io.files import check_not_input, check_output
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
-    refuse_input(output, calibration, predictions)
+    check_not_input(output, calibration, predictions)
     check_output(output, force=force)
     document = read_calibration(calibration)
     options: dict[str, Any] = {"target": target, "absent": absent, "order": order}

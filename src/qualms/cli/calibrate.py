@@ -57,7 +57,7 @@ def calibrate(
     from qualms.ensembles.calibration_file import make_document, write_calibration
     from qualms.ensembles.io import read_ensemble, read_source
     from qualms.evaluation import Evaluation
-    from qualms.io.files import check_output, refuse_input
+    from qualms.io.files import check_not_input, check_output
     from qualms.progress import Stages
     from qualms.report.assessment import assess, with_uncertainty
     from qualms.report.report import check_report, write_report
@@ -70,11 +70,11 @@ def calibrate(
     )
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
-    refuse_input(output, predictions, report)
+    check_not_input(output, predictions, report)
     check_output(output, force=force)
     if report is not None:
         for path in check_report(report, force=force):
-            refuse_input(path, predictions, output)
+            check_not_input(path, predictions, output)
     source = read_source(predictions)
     ensemble = read_ensemble(source, target, reference, absent=absent, by=by, order=order)
     terminal.info(_description(ensemble))

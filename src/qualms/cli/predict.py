@@ -13,7 +13,7 @@ from qualms.errors import InputError, counted
 
 if TYPE_CHECKING:
     from qualms.arrays import BoolArray, Float64Array
-    from qualms.atomistic.forces import Mechanics
+    from qualms.atomistic.forces import ForcePrediction
     from qualms.atomistic.model import AtomisticModel, Chunk
     from qualms.prediction import Prediction
 
@@ -170,7 +170,7 @@ def _components(name: str, prediction: Prediction, ensemble: bool) -> dict[str, 
     return arrays
 
 
-def _atom_arrays(chunk: Chunk, found: Mechanics | None, ensemble: bool) -> dict[str, Any]:
+def _atom_arrays(chunk: Chunk, found: ForcePrediction | None, ensemble: bool) -> dict[str, Any]:
     """Return contributions, novelty and uncertainties of atoms; NaN for unknown elements."""
     import numpy as np
 

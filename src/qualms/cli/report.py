@@ -34,13 +34,13 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Evaluate a model on labelled structures, and write an HTML report."""
-    from qualms.io.files import refuse_input
+    from qualms.io.files import check_not_input
     from qualms.report.report import check_report, write_report
     from qualms.report.tables import interval_records, interval_table
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
     for path in check_report(output, force=force):
-        refuse_input(path, model, test, validation, calibration)
+        check_not_input(path, model, test, validation, calibration)
     loaded, found, remarks = evaluate_model(model, test, validation, calibration, threads, terminal)
     main = found["energy"]
     summary = (line.partition("  ") for line in loaded.summary().splitlines())

@@ -102,7 +102,7 @@ def train(
     from qualms.atomistic.evaluation import evaluate, find_references
     from qualms.atomistic.model import AtomisticModel
     from qualms.atomistic.structures import read_frames, species_of
-    from qualms.io.files import atomic_output, check_output, refuse_input
+    from qualms.io.files import atomic_output, check_not_input, check_output
     from qualms.io.predictions import check_name
     from qualms.progress import Stages
     from qualms.report.tables import score_table
@@ -118,7 +118,7 @@ def train(
         remedy = "The summary is written to a .json file."
         raise InputError("--output", str(output), "another suffix", remedy)
     for path in (output, summary):
-        refuse_input(path, data, validation, config)
+        check_not_input(path, data, validation, config)
         check_output(path, force=force)
     frames = read_frames(data)
     held_out = None if validation is None else read_frames(validation)

@@ -25,7 +25,7 @@ from qualms.ensembles.io import (
 )
 from qualms.errors import InputError
 from qualms.evaluation import Evaluation
-from qualms.gp.ensemble import stretched
+from qualms.gp.ensemble import rescaled
 from qualms.io.files import atomic_output
 from qualms.io.xyz import xyz_text
 from qualms.prediction import Prediction
@@ -226,9 +226,9 @@ def _entries(ensemble: Ensemble, std: Float64Array, members: bool) -> dict[str, 
     for key in (f"{ensemble.target}_uncertainty", *ensemble.uncertainties):
         entries[key] = (std**2 if key.endswith("_var") else std).reshape(shape)
     if ensemble.members is not None and members:
-        spread = ensemble.std
-        factor = np.divide(std, spread, out=np.zeros_like(std), where=spread > 0)
-        stored = stretched(ensemble.members, factor, ensemble.mean).reshape(len(std) // k, k, -1)
+        ensemble_std = ensemble.std
+        factor = np.divide(std, ensemble_std, out=np.zeros_like(std), where=ensemble_std > 0)
+        stored = rescaled(ensemble.members, factor, ensemble.mean).reshape(len(std) // k, k, -1)
         if ensemble.order == "member":
             stored = stored.transpose(0, 2, 1)
         entries[ensemble.key] = stored.reshape(-1, *ensemble.member_shape)

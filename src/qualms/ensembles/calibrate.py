@@ -21,7 +21,7 @@ from qualms.calibration.selection import (
 from qualms.ensembles.io import Ensemble
 from qualms.errors import CalibrationError, InputError
 from qualms.gp.ensemble import group_codes
-from qualms.metrics import Scores, far_points, score_arrays, spearman
+from qualms.metrics import Scores, outlying_points, score_arrays, spearman
 from qualms.prediction import Prediction
 
 #: Methods for standard deviations without members: the others need the number of members.
@@ -68,7 +68,7 @@ class Calibrated:
     @property
     def prediction(self) -> Prediction:
         """The points with cross-validated standard deviations, and before calibration."""
-        raw = Prediction(mean=self.ensemble.mean, std=self.data.spread)
+        raw = Prediction(mean=self.ensemble.mean, std=self.data.ensemble_std)
         return Prediction(mean=self.ensemble.mean, std=self.std, uncalibrated=raw)
 
 
@@ -134,7 +134,7 @@ def calibrate_ensemble(
     intervals = confidence_intervals(calibration, common, level=level, groups=clusters)
     std = np.empty(len(points))
     for out, fitted in zip(comparison.folds, comparison.fold_calibrations[chosen], strict=True):
-        std[out] = fitted.overall.std(data.spread[out], data.n_members[out])
+        std[out] = fitted.overall.std(data.ensemble_std[out], data.n_members[out])
         if labels is not None:
             std[out] *= fitted.factors(labels[out])
     left_out = (f"{ensemble.counted(n)} {why}: left out." for why, n in dropped.items())
@@ -148,7 +148,7 @@ def calibrate_ensemble(
         intervals=intervals,
         comparison=comparison,
         std=std,
-        before=score_arrays(points.y, points.mean, data.spread),
+        before=score_arrays(points.y, points.mean, data.ensemble_std),
         after=score_arrays(points.y, points.mean, std),
         reason=_reason(comparison, candidate, asked=method != "auto"),
         remarks=(*ensemble.remarks, *left_out, *checks),
@@ -228,7 +228,7 @@ def _checks(
 
 def _outliers(ensemble: Ensemble, data: CalibrationData, std: Float64Array) -> Iterator[str]:
     """Name points with errors far beyond their standard deviation, such as wrong labels."""
-    far = far_points(data.residuals, std).tolist()
+    far = outlying_points(data.residuals, std).tolist()
     if not far:
         return
     places = []
@@ -252,7 +252,7 @@ def _uncorrelated(data: CalibrationData, n_independent: int) -> Iterator[str]:
     """
     if n_independent < 5:
         return
-    rank = spearman(data.residuals, data.spread)
+    rank = spearman(data.residuals, data.ensemble_std)
     half = 1.96 * 1.03 / np.sqrt(n_independent - 3)
     low, high = np.tanh(np.arctanh(np.clip(rank, -0.999, 0.999)) + np.array([-half, half]))
     found = f"rank correlation {rank:.2f}, between {low:.2f} and {high:.2f}".replace("-", "−")
@@ -266,7 +266,7 @@ def _uncorrelated(data: CalibrationData, n_independent: int) -> Iterator[str]:
 def _units(data: CalibrationData) -> Iterator[str]:
     """Check the ratio of errors to standard deviations; half of |z| is below 0.67 σ."""
     typical = float(np.median(np.abs(data.residuals))) / 0.6745
-    ratio = typical / float(np.median(data.spread))
+    ratio = typical / float(np.median(data.ensemble_std))
     factor = max(ratio, 1 / ratio) if ratio > 0 else 1.0
     if factor < _SUSPICIOUS:
         return

@@ -67,13 +67,16 @@ class CalibrationDocument(BaseModel):
         return self
 
     def std(
-        self, spread: Float64Array, n_members: int | IntArray | None, labels: Any | None = None
+        self,
+        ensemble_std: Float64Array,
+        n_members: int | IntArray | None,
+        labels: Any | None = None,
     ) -> Float64Array:
         """Return calibrated standard deviations (n,); zero or NaN where the ensemble's is.
 
         Parameters
         ----------
-        spread : (n,) array
+        ensemble_std : (n,) array
             Ensemble standard deviations.
         n_members : int or (n,) array of int, optional
             Number of members; that of the calibration by default.
@@ -83,9 +86,9 @@ class CalibrationDocument(BaseModel):
         # Methods for standard deviations without members do not use their number.
         count = (self.n_members or 2) if n_members is None else n_members
         calibration = build_calibration(self.method, self.parameters)
-        std, positive = 0.0 * spread, spread > 0
-        counts = np.broadcast_to(count, spread.shape)[positive]
-        std[positive] = calibration.std(spread[positive], counts)
+        std, positive = 0.0 * ensemble_std, ensemble_std > 0
+        counts = np.broadcast_to(count, ensemble_std.shape)[positive]
+        std[positive] = calibration.std(ensemble_std[positive], counts)
         if labels is None:
             return std
         return std * GroupedCalibration(calibration, self.groups).factors(labels)
@@ -105,7 +108,7 @@ def make_document(
         order=ensemble.order,
         n_members=ensemble.n_members,
         units=units,
-        std_range=tuple(np.quantile(calibrated.data.spread, [0.01, 0.99]).tolist()),
+        std_range=tuple(np.quantile(calibrated.data.ensemble_std, [0.01, 0.99]).tolist()),
         method=calibration.method,
         parameters=calibration.parameters(),
         by=by,

@@ -18,7 +18,7 @@ from qualms.arrays import BoolArray, Float64Array, IntArray, StrArray
 from qualms.atomistic.structures import read_frames
 from qualms.calibration.base import rounding_of
 from qualms.errors import InputError, counted
-from qualms.gp.ensemble import MIN_ABSENT, committee, internal_prediction
+from qualms.gp.ensemble import MIN_ABSENT, ensemble_mean_std, out_of_bag_prediction
 from qualms.io.files import atomic_output
 from qualms.io.predictions import write_npz
 
@@ -265,12 +265,12 @@ def _moments(
     n, n_members = members.shape
     with np.errstate(invalid="ignore"):
         if absent is None:
-            mean, std = committee(members)
+            mean, std = ensemble_mean_std(members)
             count = np.full(n, n_members)
         else:
             # Members that were trained on a point need not predict it.
             members = np.where(absent, members, 0.0)
-            found = internal_prediction(members, absent)
+            found = out_of_bag_prediction(members, absent)
             mean, std, count = np.full(n, np.nan), np.full(n, np.nan), absent.sum(axis=1)
             mean[found.used], std[found.used] = found.mean, found.std
         # Members that differ by rounding are identical.

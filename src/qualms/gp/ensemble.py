@@ -117,7 +117,7 @@ def membership_counts(member_indices: Sequence[IntArray], n_train: int) -> IntAr
     return np.stack(columns, axis=1).astype(np.intp)
 
 
-def committee(members: FloatArray) -> tuple[Float64Array, Float64Array]:
+def ensemble_mean_std(members: FloatArray) -> tuple[Float64Array, Float64Array]:
     """Return mean and standard deviation (ddof = 1) over the members, the last axis.
 
     Eq. (4), Musil et al. 2019.
@@ -128,12 +128,12 @@ def committee(members: FloatArray) -> tuple[Float64Array, Float64Array]:
     return np.mean(members, axis=-1), np.std(members, axis=-1, ddof=1)
 
 
-def stretched(
+def rescaled(
     members: FloatArray, factor: float | FloatArray, mean: Float64Array | None = None
 ) -> Float64Array:
     """Scale members (…, N_R) about their mean, or the mean given, by f (…): ȳ + f (y⁽ⁱ⁾ − ȳ)."""
     values, f = np.asarray(members, dtype=np.float64), np.asarray(factor, dtype=np.float64)
-    center = committee(values)[0] if mean is None else mean
+    center = ensemble_mean_std(values)[0] if mean is None else mean
     return np.asarray(center[..., None] + (values - center[..., None]) * f[..., None])
 
 
@@ -149,7 +149,7 @@ def group_scatter(terms: Float64Array, codes: IntArray) -> Float64Array:
     return np.asarray(S.T @ S * n_groups / max(n_groups - 1, 1), dtype=np.float64)
 
 
-class InternalPrediction(NamedTuple):
+class OutOfBagPrediction(NamedTuple):
     """Out-of-bag predictions of training points.
 
     `used` (N,) marks the points absent from enough members; the other arrays hold these only:
@@ -163,9 +163,9 @@ class InternalPrediction(NamedTuple):
     n_absent: IntArray
 
 
-def internal_prediction(
+def out_of_bag_prediction(
     members: FloatArray, absent: BoolArray, *, min_absent: int = MIN_ABSENT
-) -> InternalPrediction:
+) -> OutOfBagPrediction:
     """Average each point over its out-of-bag members. Eqs. (10) and (11), Musil et al. 2019.
 
     Parameters
@@ -192,7 +192,7 @@ def internal_prediction(
     mean = np.sum(np.where(mask, values, 0.0), axis=-1) / c
     deviations = np.where(mask, values - mean[..., None], 0.0)
     std = np.sqrt(np.sum(deviations**2, axis=-1) / (c - 1))
-    return InternalPrediction(used, mean, std, n_absent[used])
+    return OutOfBagPrediction(used, mean, std, n_absent[used])
 
 
 # Thin products in float64, a block of rows of Φ at a time: a float32 Φ is never widened whole.

@@ -348,12 +348,12 @@ def _folds(has: BoolArray, n_folds: int) -> IntArray:
     fold = np.arange(len(has)) % n_folds
     settled = np.zeros(len(has), dtype=np.intp)  # a number for each set of kinds
     for kind in np.argsort(has.sum(axis=0), kind="stable"):
-        _spread(fold, mixed[:, kind], settled, n_folds)
+        _distribute(fold, mixed[:, kind], settled, n_folds)
         settled = 2 * settled + mixed[:, kind]
     return fold[place]
 
 
-def _spread(fold: IntArray, has: BoolArray, settled: IntArray, n_folds: int) -> None:
+def _distribute(fold: IntArray, has: BoolArray, settled: IntArray, n_folds: int) -> None:
     """Exchange groups that are alike in what is settled, until each fold has as many of a kind.
 
     Large models leave out the first fold alone: there must be some in it, and in the rest.

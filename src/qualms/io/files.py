@@ -24,7 +24,7 @@ def check_output(path: AnyPath, *, force: bool = False) -> Path:
     return Path(path)
 
 
-def refuse_input(output: AnyPath, *inputs: AnyPath | None) -> None:
+def check_not_input(output: AnyPath, *inputs: AnyPath | None) -> None:
     """Check that an output file is none of the input files."""
     for given in inputs:
         if given is not None and os.path.realpath(given) == os.path.realpath(output):

@@ -17,7 +17,7 @@ from qualms.metrics import (
     ScoreIntervals,
     bootstrap_one_sigma,
     bootstrap_scores,
-    far_points,
+    outlying_points,
 )
 from qualms.report.tables import CALIBRATED_AREA
 
@@ -100,7 +100,7 @@ def assess(evaluation: Evaluation, *, n_bootstrap: int = 200, seed: int = 0) -> 
         scores[name] = bootstrap_scores(evaluation.y, p.mean, p.std, p.members, rng=rng, **options)
         within.append(bootstrap_one_sigma(evaluation.residuals, p.std, **options))
     final, one = scores[name], within[-1]
-    outliers = far_points(evaluation.residuals, prediction.std)
+    outliers = outlying_points(evaluation.residuals, prediction.std)
     grade, lead = _lead(one, final, outliers.size)
     sentence = (
         f"{lead}: {_percent(one)} of the reference values lie within one σ of the prediction "

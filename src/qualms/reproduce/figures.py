@@ -54,7 +54,7 @@ def draw_results(directory: Path, results: Results, *, force: bool) -> None:
 def draw_panels(
     directory: Path, results: Results, panels: Mapping[str, Mapping[str, Estimate]]
 ) -> None:
-    """Draw the paper's figures, P(ln ε | ln σ) of test points by sub-sample size and column."""
+    """Draw the paper's figures, P(ln ε | ln σ) of test points by subsample size and column."""
     for column, ending in PANELS.items():
         found = {label: estimates[column] for label, estimates in panels.items()}
         path = directory / f"{results.name}-{ending}.png"
@@ -101,7 +101,7 @@ def _conditional(panels: Mapping[str, Estimate], units: str) -> Figure:
 
 
 def _sizes(results: Results) -> Figure:
-    """Draw log likelihoods against sub-sample size: means over seeds and their standard errors."""
+    """Draw log likelihoods against subsample size: means over seeds and their standard errors."""
     from matplotlib.figure import Figure
 
     seeds = results.seeds
@@ -134,7 +134,7 @@ def _sizes(results: Results) -> Figure:
                 ax.axhline(value, color=GUIDE, linewidth=0.9, **look)
             _draw_sizes(ax, np.array([e.n for e in seeds[0].ensembles], dtype=float), found)
             counted = " (crystals)" if results.name == "csd-crystals" else ""
-            ax.set_xlabel(rf"Sub-sample size $n${counted}; bootstrap at the right")
+            ax.set_xlabel(rf"Subsample size $n${counted}; bootstrap at the right")
             ax.set_title(title, fontsize="medium")
         handles, labels = axes[1].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=10)

@@ -23,7 +23,7 @@ AnyPath = str | os.PathLike[str]
 Scale = Literal["paper", "small"]
 Split = Literal["atoms", "crystals"]
 
-#: Training, validation and test points, and sub-sample sizes, of both data sets in the paper.
+#: Training, validation and test points, and subsample sizes, of both data sets in the paper.
 N_POINTS = (20_000, 5_000, 5_000)
 SIZES = (1_000, 5_000, 10_000, 15_000, 18_000)
 #: All sizes of a scale are those of the paper divided by this number.
@@ -64,7 +64,7 @@ class Problem:
     validation: list[Atoms]
     test: list[Atoms]
     settings: Settings
-    sizes: tuple[int, ...]  #: sub-sample sizes: labels, or structures if these are sub-sampled
+    sizes: tuple[int, ...]  #: subsample sizes: labels, or structures if these are subsampled
     source: str  #: name of the data file
 
 
@@ -226,11 +226,11 @@ def csd_shift(
 
 
 def _in_crystals(sizes: Sequence[int], train: Sequence[Atoms]) -> tuple[int, ...]:
-    """Return sub-sample sizes in crystals that are the same shares of the training set."""
+    """Return subsample sizes in crystals that are the same shares of the training set."""
     n, n_labels = len(train), len(_labelled_atoms(train))
     found = tuple(max(round(size * n / n_labels), 2) for size in sizes)
     if any(a >= b for a, b in pairwise([*found, n])):
-        expected = f"more of them: sub-samples would have {', '.join(map(str, found))} crystals"
+        expected = f"more of them: subsamples would have {', '.join(map(str, found))} crystals"
         raise InputError("data", f"{n} training crystals", expected, _FEW_CRYSTALS)
     return found
 

@@ -42,9 +42,9 @@ class EstimatorResult(_Document):
 
 
 class EnsembleResult(_Document):
-    """Ensembles of one sub-sample size."""
+    """Ensembles of one subsample size."""
 
-    n: int  #: sub-sample size in points or groups
+    n: int  #: subsample size in points or groups
     replace: bool  #: whether it is drawn with replacement (bootstrap)
     n_out_of_bag: int  #: points for student and shrinkage: absent from at least three members
     n_out_of_bag_linear: int  #: points for linear and power: absent from at least five
@@ -117,7 +117,7 @@ class Results(_Document):
         if len({seed.seed for seed in seeds}) < len(seeds):
             raise ValueError("a seed occurs more than once")
         if len({tuple(e.replace for e in seed.ensembles) for seed in seeds}) > 1:
-            raise ValueError("seeds have different numbers of sub-sample sizes")
+            raise ValueError("seeds have different numbers of subsample sizes")
         return seeds
 
 

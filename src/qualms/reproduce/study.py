@@ -1,7 +1,7 @@
-"""Uncertainties of ensembles of several sub-sample sizes, with every calibration of the paper.
+"""Uncertainties of ensembles of several subsample sizes, with every calibration of the paper.
 
 Features, representatives, kernel rows and the full model are computed once per split of the data.
-Only the ensemble members are solved again for each sub-sample size.
+Only the ensemble members are solved again for each subsample size.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from qualms.atomistic.training import (
     fit_sparse_gp,
 )
 from qualms.calibration.base import Calibration, CalibrationData, calibration_data
-from qualms.calibration.fitting import fit_calibration, fit_internally, internal_points
+from qualms.calibration.fitting import fit_calibration, fit_out_of_bag, out_of_bag_points
 from qualms.calibration.methods import NoCalibration
 from qualms.features.soap import stream_features
-from qualms.gp.ensemble import internal_prediction
+from qualms.gp.ensemble import out_of_bag_prediction
 from qualms.metrics import binned_errors, log_likelihood, score_arrays
 from qualms.prediction import Prediction
 from qualms.progress import Stages
@@ -127,7 +127,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Subsampled:
-    """The full model and an ensemble of one sub-sample size."""
+    """The full model and an ensemble of one subsample size."""
 
     fitted: Fitted
     training_members: Float64Array  #: uncalibrated predictions of the training points, (N, N_R)
@@ -155,10 +155,10 @@ class Subsampled:
 
         `residuals` are those of `TrainedOnce.leave_one_out_residuals`.
         """
-        found = internal_prediction(self.training_members, self.absent)
+        found = out_of_bag_prediction(self.training_members, self.absent)
         weights = np.ones(len(found.std))
         data = CalibrationData(residuals[found.used], found.std, found.n_absent, weights)
-        return {c: fit_internally(data, OUT_OF_BAG[c]) for c in ("Int.", "Int. N-L")}
+        return {c: fit_out_of_bag(data, OUT_OF_BAG[c]) for c in ("Int.", "Int. N-L")}
 
 
 class TrainedOnce:
@@ -182,7 +182,7 @@ class TrainedOnce:
         self.gp = fit_sparse_gp(rows, self.data, baseline, self.stages)
 
     def ensemble(self, subsample: float, *, with_replacement: bool = False) -> Subsampled:
-        """Draw and solve the members of one sub-sample size, and calibrate them out of bag."""
+        """Draw and solve the members of one subsample size, and calibrate them out of bag."""
         fitted, out_of_bag = self._solve(subsample, with_replacement)
         rows = self.gp.rows
         # Weights of the whitened kernel rows: the inverse of `Whitening.kernel_weights`.
@@ -209,7 +209,7 @@ class TrainedOnce:
         return Points(np.concatenate(K), design, np.concatenate(k_xx), data.y)
 
     def model(self) -> AtomisticModel:
-        """Return the model with the sub-sample size of the settings."""
+        """Return the model with the subsample size of the settings."""
         trained = self._solve(self.settings.subsample, self.settings.replace)
         return AtomisticModel.from_fitted(trained.fitted, threads=self.threads)
 
@@ -234,7 +234,7 @@ class Study:
     rows : mapping from size to mapping from column to float
         Columns Raw, CV, N-L, Int., Int. N-L, student, shrinkage and GPR PP.
     model : AtomisticModel
-        The model with the sub-sample size of the settings.
+        The model with the subsample size of the settings.
     """
 
     rows: Mapping[float, Mapping[str, float]]
@@ -252,7 +252,7 @@ def study_subsamples(
     memory: str | float | None = None,
     stages: Stages | None = None,
 ) -> Study:
-    """Train ensembles of several sub-sample sizes and compare all calibrations.
+    """Train ensembles of several subsample sizes and compare all calibrations.
 
     Parameters
     ----------
@@ -260,7 +260,7 @@ def study_subsamples(
         Labelled. The validation set is used for the columns CV and N-L only.
     settings : Settings
     sizes : sequence of float or int
-        Sub-sample sizes, as fractions or numbers.
+        Subsample sizes, as fractions or numbers.
     threads : int
     memory : str or float, optional
         Memory limit, such as "8GB".
@@ -289,10 +289,10 @@ def run_seed(
     stages: Stages,
     report: Callable[[str], None],
 ) -> tuple[SeedResult, dict[str, Mapping[str, Estimate]]]:
-    """Evaluate ensembles of all sub-sample sizes, and a bootstrap, on one split of the data.
+    """Evaluate ensembles of all subsample sizes, and a bootstrap, on one split of the data.
 
     `report` receives a line about each size. Besides the numbers, the estimates of the test points
-    are returned, by sub-sample size (or GPR PP) and column.
+    are returned, by subsample size (or GPR PP) and column.
     """
     started = time.perf_counter()
     with threadpool_limits(limits=threads):
@@ -329,7 +329,7 @@ def run_seed(
                 n=n,
                 replace=bootstrap,
                 n_out_of_bag=len(ensemble.out_of_bag.residuals),
-                n_out_of_bag_linear=int(internal_points(ensemble.out_of_bag, "linear").sum()),
+                n_out_of_bag_linear=int(out_of_bag_points(ensemble.out_of_bag, "linear").sum()),
                 seconds=seconds,
                 ensemble_mean={column: e.result() for column, e in mean.items()},
                 full_model={column: e.result() for column, e in full.items()},

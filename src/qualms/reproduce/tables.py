@@ -18,7 +18,7 @@ PAPER_COLUMNS = ("Raw", "CV", "N-L", "Int.", "Int. N-L")
 OUR_COLUMNS = (*PAPER_COLUMNS, "student", "shrinkage")
 STUDENT_T = "Student's t"
 
-#: Mean log likelihoods that Musil et al. 2019 print, by sub-sample size: QM9 (eV/atom), and ¹H
+#: Mean log likelihoods that Musil et al. 2019 print, by subsample size: QM9 (eV/atom), and ¹H
 #: shieldings (ppm) with a split over atoms.
 PUBLISHED: Mapping[str, Mapping[int | str, tuple[float, ...]]] = {
     "qm9": {
@@ -122,7 +122,7 @@ def cost_table(results: Results) -> Table:
         cells = [f"{seed.n_train:,}", f"{seed.n_representatives:,}", sizes]
         cells += [f"{seed.wall / 60:.1f}", f"{members / 60:.1f}", f"{seed.memory / 1e9:.1f}"]
         rows.append([str(seed.seed), *cells])
-    head = ["seed", "labels", "representatives", "sub-sample sizes"]
+    head = ["seed", "labels", "representatives", "subsample sizes"]
     head += ["total (min)", "members of all sizes (min)", "peak memory (GB)"]
     machine = "{cores} cores, {processor}".format_map(results.machine)
     return Table(head, rows, f"Size and cost ({machine})")
