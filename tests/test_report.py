@@ -352,7 +352,9 @@ def test_numbers_have_the_digits_of_their_uncertainty():
 # --- assessment ---
 
 
-@pytest.mark.parametrize(("spread", "grade"), [(1.0, "calibrated"), (0.7, "small"), (1.4, "large")])
+@pytest.mark.parametrize(
+    ("ensemble_std", "grade"), [(1.0, "calibrated"), (0.7, "small"), (1.4, "large")]
+)
 def test_the_assessment_is_right_nearly_always(ensemble_std, grade):
     grades = []
     for seed in range(20):
