@@ -214,7 +214,7 @@ def _ensemble_crps(reference: Float64Array, members: Float64Array) -> Float64Arr
 
 @dataclass(frozen=True)
 class Scores:
-    """All scores of one set of predictions, made by :func:`qualms.score`; errors are in the units of y.
+    """Scores of one set of predictions, made by :func:`qualms.score`; errors have the units of y.
 
     Attributes
     ----------
