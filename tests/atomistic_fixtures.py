@@ -1,13 +1,6 @@
 """Small molecules, crystals and models that several tests share."""
 
-import io
-import os
-import shlex
-import sys
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
-from pathlib import Path
-from unittest.mock import patch
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -114,7 +107,7 @@ def copies(frames):
     return [atoms.copy() for atoms in frames]
 
 
-def truth(frames, key=ENERGY):
+def reference_values(frames, key=ENERGY):
     return np.array([atoms.info[key] for atoms in frames])
 
 
@@ -127,39 +120,3 @@ def same_predictions(a, b, frames):
     np.testing.assert_array_equal(a.extrapolates(frames), b.extrapolates(frames))
     if a.settings.keep_pp:
         np.testing.assert_array_equal(a.predict_pp(frames), b.predict_pp(frames))
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-
-def qualms(command, *more):
-    """Run a command in this process, which saves the two seconds that imports take."""
-    from qualms.cli.app import main
-
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    argv = ["qualms", *shlex.split(command), *map(str, more)]
-    with patch.object(sys, "argv", argv), redirect_stdout(out), redirect_stderr(err):
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code or 0
-    return Ended(code, out.getvalue(), err.getvalue())
-
-
-def command(text):
-    """Run a command that must end well."""
-    ended = qualms(text)
-    assert ended.code == 0, ended.err
-    return ended
-
-
-def contents(directory):
-    """Every file under a directory, and what is in it."""
-    files = [path for path in Path(directory).rglob("*") if path.is_file()]
-    return {os.fspath(path.relative_to(directory)): path.read_bytes() for path in files}

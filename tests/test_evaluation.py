@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from atomistic_fixtures import ENERGY, copies, rejected, truth
+from atomistic_fixtures import ENERGY, copies, reference_values, rejected
 
 from qualms import AtomisticModel, Prediction, QualmsWarning, calibrate, score
 from qualms.atomistic.evaluation import evaluate, find_references
@@ -43,7 +43,7 @@ def test_every_calibration_is_scored(molecules, energy_model):
     labelled = [atoms for i, atoms in enumerate(test) if i != 5]
     n_atoms = [len(atoms) for atoms in labelled]
     np.testing.assert_array_equal(result.structure, [i for i in range(40) if i != 5])
-    np.testing.assert_allclose(result.y * n_atoms, truth(labelled))
+    np.testing.assert_allclose(result.y * n_atoms, reference_values(labelled))
     expected = energy_model.predict(labelled)
     np.testing.assert_allclose(result.prediction.mean * n_atoms, expected.mean)
     np.testing.assert_allclose(result.prediction.std * n_atoms, expected.std)

@@ -9,7 +9,13 @@ import pytest
 from ase import Atoms
 from ase.build import bulk, fcc111, molecule
 from ase.neighborlist import neighbor_list
-from atomistic_fixtures import copies, labelled_by_emt, labelled_crystals, make_model
+from atomistic_fixtures import (
+    copies,
+    labelled_alloys,
+    labelled_by_emt,
+    labelled_crystals,
+    make_model,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.transform import Rotation
@@ -346,18 +352,7 @@ ROWS = {
 }
 
 
-@cache
-def alloys(n=36, seed=0):
-    """Small cells of Cu and Al, with energies, forces and stresses by EMT; not to be changed."""
-    rng = np.random.default_rng(seed)
-    frames = []
-    for i in range(n):
-        atoms = bulk("Cu", cubic=True)
-        atoms.symbols[: 1 + i % 2] = "Al"
-        atoms.set_cell(atoms.cell.array * (1 + 0.02 * rng.normal()), scale_atoms=True)
-        atoms.positions += rng.normal(scale=0.08, size=(4, 3))
-        frames.append(labelled_by_emt(atoms))
-    return frames
+alloys = cache(labelled_alloys)
 
 
 def metal_model(**given):

@@ -26,9 +26,9 @@ from atomistic_fixtures import (
     labelled_crystals,
     make_force_model,
     make_model,
+    reference_values,
     rejected,
     same_predictions,
-    truth,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -149,8 +149,8 @@ def test_an_extensive_property_is_the_number_of_atoms_times_an_average(molecules
     np.testing.assert_allclose(one.std, other.std * n_atoms, rtol=1e-6)
     for a, b in zip(total.predict_pp(new), average.predict_pp(new), strict=True):
         np.testing.assert_allclose(a, b * n_atoms, rtol=1e-6)
-    errors = one.mean - truth(new)
-    assert np.sqrt(np.mean(errors**2)) < 0.1 * np.std(truth(new))
+    errors = one.mean - reference_values(new)
+    assert np.sqrt(np.mean(errors**2)) < 0.1 * np.std(reference_values(new))
     assert 0.4 < np.mean(np.abs(errors) < one.std) < 0.9
 
 
@@ -343,8 +343,8 @@ def test_twice_the_cell_is_twice_the_energy():
         assert_same(model.predict(doubled).members, model.predict(new) * factor)
         std = model.predict_pp(doubled)[1], factor * model.predict_pp(new)[1]
         np.testing.assert_allclose(*std, rtol=TOLERANCE)
-        errors = model.predict(new).mean - truth(new, target)
-        assert np.std(errors) < 0.5 * np.std(truth(new, target))
+        errors = model.predict(new).mean - reference_values(new, target)
+        assert np.std(errors) < 0.5 * np.std(reference_values(new, target))
 
 
 def test_models_can_be_copied_to_other_processes(alloys, force_model):

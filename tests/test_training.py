@@ -16,9 +16,9 @@ from atomistic_fixtures import (
     labelled_alloys,
     make_force_model,
     make_model,
+    reference_values,
     rejected,
     same_predictions,
-    truth,
 )
 from threadpoolctl import threadpool_info, threadpool_limits
 
@@ -43,7 +43,7 @@ PER_ATOM = "atomization_energy_per_atom"
 @pytest.mark.parametrize("baseline", ["none", "mean"])
 def test_with_all_environments_it_is_exact_gaussian_process_regression(molecules, baseline):
     train, new = molecules[:25], molecules[120:130]
-    y = truth(train, PER_ATOM)
+    y = reference_values(train, PER_ATOM)
     noise = 0.02 * np.var(y)
     model = make_model(
         PER_ATOM, "intensive", n_representatives=10_000, noise=noise, baseline=baseline
@@ -96,7 +96,7 @@ def test_every_member_is_the_weighted_least_squares_solution_of_its_structures(a
     K_E, K_F = rows.energies / sizes[:, None], rows.forces.reshape(-1, M)
     X = fitted.representatives.astype(float)
     K_MM = np.asarray(fitted.representation.kernel(X, X))
-    y_E = truth(frames, "energy") / sizes
+    y_E = reference_values(frames, "energy") / sizes
     y_F = np.concatenate([atoms.arrays["force"].ravel() for atoms in frames])
     # Per structure: the same noise of the whole energy, that of a structure of mean size.
     noises = noise * (sizes.mean() / sizes if noise_per == "structure" else np.ones(14))
@@ -124,7 +124,9 @@ def test_out_of_bag_points_are_predicted_by_the_other_members(molecules, energy_
     n_atoms = np.array([len(atoms) for atoms in train])
     members = energy_model.predict(train).uncalibrated.members / n_atoms[:, None]
     residuals, ensemble_stds = [], []
-    rows = zip(truth(train) / n_atoms, members, energy_model.fitted.membership, strict=True)
+    rows = zip(
+        reference_values(train) / n_atoms, members, energy_model.fitted.membership, strict=True
+    )
     for y, row, seen in rows:
         if np.count_nonzero(seen == 0) >= 3:
             residuals.append(y - row[seen == 0].mean())
@@ -189,9 +191,9 @@ def test_noise_that_is_lost_in_rounding_is_raised(alloys, monkeypatch):
 def errors(model, frames):
     """Root mean squared errors of energies per atom, forces and stresses."""
     found = model.predict_forces(frames, stress=True)
-    energy = (found.energy.mean - truth(frames, "energy")) / 4
+    energy = (found.energy.mean - reference_values(frames, "energy")) / 4
     forces = found.forces.mean - np.concatenate([atoms.arrays["force"] for atoms in frames])
-    stress = found.stress.mean - truth(frames, "virtual")
+    stress = found.stress.mean - reference_values(frames, "virtual")
     return [float(np.sqrt(np.mean(z**2))) for z in (energy, forces, stress)]
 
 
@@ -202,9 +204,9 @@ def test_forces_and_stresses_are_learned(alloys, force_model):
     both = errors(force_model, new)
     assert both[0] < 0.5 * without[0]
     assert both[1] < 0.5 * without[1]
-    assert both[2] < 0.05 * np.std(truth(new, "virtual"))
+    assert both[2] < 0.05 * np.std(reference_values(new, "virtual"))
     only = make_force_model(forces=None, stress="virtual").fit(known)
-    assert errors(only, new)[2] < 0.2 * np.std(truth(new, "virtual"))
+    assert errors(only, new)[2] < 0.2 * np.std(reference_values(new, "virtual"))
     assert set(only.fitted.calibrations) == {"energy", "stress"}
     assert only.fitted.calibration_of("forces") is None
 
@@ -283,7 +285,7 @@ def test_the_uncertainty_of_the_baseline_is_in_the_members(molecules):
         atoms.info["noise"] = float(len(atoms) * rng.normal())
     fitted = make_model("noise").fit(frames).fitted
     X = np.array([[np.mean(a.numbers == z) for z in fitted.baseline.species] for a in frames])
-    y = truth(frames, "noise") / [len(atoms) for atoms in frames]
+    y = reference_values(frames, "noise") / [len(atoms) for atoms in frames]
     for i in range(16):
         rows = np.repeat(np.arange(60), fitted.membership[:, i])
         expected = np.linalg.lstsq(X[rows], y[rows], rcond=None)[0]
@@ -321,7 +323,7 @@ def test_a_target_that_is_linear_in_the_composition_is_exact(molecules):
         atoms.info["linear"] = 1.7 * float(np.sum(atoms.numbers)) + len(atoms)
     with pytest.warns(QualmsWarning):
         model = make_model("linear").fit(frames[:40])
-    expected = np.tile(truth(frames[40:], "linear")[:, None], 16)
+    expected = np.tile(reference_values(frames[40:], "linear")[:, None], 16)
     np.testing.assert_allclose(model.predict(frames[40:]).members, expected, rtol=1e-12)
     assert model.record.quantities["energy"].rmse is None
 
@@ -387,7 +389,9 @@ def test_recomputed_features_give_an_equivalent_model(molecules, monkeypatch, se
     np.testing.assert_array_equal(again.fitted.origins, kept.fitted.origins)
     np.testing.assert_allclose(again.predict(new).mean, kept.predict(new).mean, rtol=1e-5)
     assert len(np.unique(blocks.fitted.origins, axis=0)) == blocks.record.effective_rank
-    rmse = [np.sqrt(np.mean((m.predict(new).mean - truth(new)) ** 2)) for m in (kept, blocks)]
+    rmse = [
+        np.sqrt(np.mean((m.predict(new).mean - reference_values(new)) ** 2)) for m in (kept, blocks)
+    ]
     assert rmse[1] < 1.15 * rmse[0]
     if selection == "fps":  # representatives of blocks cover all environments
         centers = [np.arange(len(atoms)) for atoms in train]

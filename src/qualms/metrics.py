@@ -599,7 +599,7 @@ def conditional_error_density(
 def _density_axis(
     true: Float64Array, model: Float64Array, margins: tuple[float, float], bandwidth: float | None
 ) -> tuple[float, Float64Array]:
-    """Return the bandwidth, from the actual errors, and the edges of bins that hold all errors."""
+    """Return the bandwidth, from the actual errors, and the edges of bins for all errors."""
     low = min(float(true.min()), float(model.min()) + margins[0])
     span = max(float(true.max()), float(model.max()) + margins[1]) - low
     if bandwidth is None:
