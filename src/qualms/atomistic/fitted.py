@@ -15,11 +15,13 @@ from qualms.atomistic.settings import Settings
 from qualms.calibration.base import Calibration
 from qualms.features.soap import Representation
 from qualms.gp.linalg import cholesky_whiten
-from qualms.gp.sparse_gp import latent_variance
+from qualms.gp.sparse_gp import novelty_variance, posterior_variance
 from qualms.io.tensors import Document
 
 #: Kernel rows whose variances are computed at once.
 _ROWS = 1024
+#: Representatives that novelty is measured with, the first. All would cost as much as the kernel.
+N_LEADING = 1000
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,25 @@ class ProjectedVariance:
 
     def std(self, K_XM: Float64Array, k_xx: Float64Array) -> Float64Array:
         """Return σ_PP for kernel rows (n, r) and prior variances (n,): (n,)."""
-        latent = np.empty(len(K_XM))
+        p2, q2 = self.parts(K_XM, k_xx)
+        return np.asarray(np.sqrt(p2 + q2 + self.noise_variance * self.variance))
+
+    def parts(self, K_XM: Float64Array, k_xx: Float64Array) -> tuple[Float64Array, Float64Array]:
+        """Return p² and q², the parts of σ_PP² − σ² for kernel rows (n, r): (n,) each."""
+        p2, q2 = np.empty(len(K_XM)), np.empty(len(K_XM))
         whitening, posterior = self._exact
         for start in range(0, len(K_XM), _ROWS):
             part = slice(start, start + _ROWS)
             Phi = cholesky_whiten(whitening, K_XM[part].T).T
-            latent[part] = latent_variance(Phi, k_xx[part], posterior, self.noise_variance)
-        return np.asarray(np.sqrt((latent + self.noise_variance) * self.variance))
+            p2[part] = posterior_variance(Phi, posterior, self.noise_variance)
+            q2[part] = novelty_variance(Phi, k_xx[part])
+        return p2 * self.variance, q2 * self.variance
+
+    def novelty_std(self, K_XM: Float64Array, k_xx: Float64Array) -> Float64Array:
+        """Return q of the leading representatives for kernel rows (n, r): (n,)."""
+        leading = self._exact[0][:N_LEADING, :N_LEADING]
+        Phi = cholesky_whiten(leading, K_XM[:, :N_LEADING].T).T
+        return np.sqrt(novelty_variance(Phi, k_xx) * self.variance)
 
     @cached_property
     def _exact(self) -> tuple[Float64Array, Float64Array]:
@@ -69,6 +83,7 @@ class Record(Document):
     n_isolated: int  #: isolated atoms, which are not learned from
     n_duplicates: int
     quantities: dict[str, QuantityRecord]
+    centre: float  #: share λ of the mean of subsampled members in the prediction
     effective_rank: int  #: representatives that are linearly independent
     target_std: float  #: standard deviation of the targets less the baseline
     solver: str  #: method that solved the members
@@ -93,7 +108,9 @@ class Fitted:
     representatives: FloatArray  #: (r, d)
     origins: IntArray  #: (r, 2): structure, as given to ``fit``, and atom of each representative
     kernel_scale: float  #: factor of Eq. (17), Musil et al. 2019
-    weights: Float64Array  #: (r, N_R): of each member, in the units of the target (per atom)
+    #: (r, N_R): of each member, in the units of the target (per atom): first the subsampled ones,
+    #: then those drawn from the posterior. Both have the weights of the prediction as their mean.
+    weights: Float64Array
     intercepts: Float64Array  #: (N_R,)
     pp_weights: Float64Array  #: (r,): kernel weights of the full projected process
     pp_intercept: float
@@ -101,7 +118,7 @@ class Fitted:
     #: out-of-bag calibrations of "energy", and perhaps "forces" and "stress", by method
     calibrations: Mapping[str, Mapping[str, Calibration]]
     pp_variance: ProjectedVariance | None
-    #: (N, N_R): how often each training row is in each member
+    #: (N, S): how often each training row is in each subsampled member
     membership: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
     #: largest and mean novelty of the environments of a structure that only one training structure
     #: in a hundred exceeds, its own representatives not counted
@@ -135,7 +152,7 @@ class Fitted:
 
     @cached_property
     def mean_weights(self) -> Float64Array:
-        """Kernel weights of the ensemble mean, Eq. (4): (r,)."""
+        """Kernel weights of the prediction: (r,)."""
         return np.asarray(self.weights.mean(axis=1))
 
     def members(self, K_XM: Float64Array, design: Float64Array) -> Float64Array:
@@ -145,7 +162,7 @@ class Fitted:
         return np.asarray(members + self.baseline.predict_members(design))
 
     def mean(self, K_XM: Float64Array, design: Float64Array) -> Float64Array:
-        """Return the ensemble mean alone: (n,)."""
+        """Return the prediction alone: (n,)."""
         baseline = design @ self.baseline.members.mean(axis=1)
         return np.asarray(K_XM @ self.mean_weights + self.intercepts.mean() + baseline)
 

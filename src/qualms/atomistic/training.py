@@ -207,6 +207,7 @@ class KernelRows:
     origins: IntArray  #: (r, 2): structure, as given to `fit`, and atom of each representative
     whitening: Whitening  #: of the scaled kernel
     Phi: Float64Array  #: (N, r): rows of all quantities
+    k_xx: Float64Array  #: (n,): diagonal of the scaled kernel, of the rows of the target
     #: largest and mean novelty of the environments of a structure that few structures exceed
     novelty: tuple[float, float]
 
@@ -233,7 +234,7 @@ def compute_rows(
     kernel, compressed = source.representation.kernel, source.representation.projections
     exact = representatives if compressed else representatives.astype(np.float64)
     plain = Basis(kernel, exact, 1.0, data.settings.per_atom)
-    K, scale, novelty = _kernel_rows(source, plain, environments, X)
+    K, k_xx, scale, novelty = _kernel_rows(source, plain, environments, X)
     del X  # before the largest matrices are made
     whitening = replace(whitening, factor=whitening.factor * np.sqrt(scale))
     with stages.stage("Whitening"), _few_threads(data, len(environments)):
@@ -243,7 +244,7 @@ def compute_rows(
     origins = np.stack([data.source[structure], np.array(atom)], axis=1).astype(np.int64)
     basis = replace(plain, representatives=representatives, scale=scale)
     precise = replace(source.representation, precise=True)
-    return KernelRows(precise, basis, origins, whitening, Phi, novelty)
+    return KernelRows(precise, basis, origins, whitening, Phi, k_xx, novelty)
 
 
 def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int | None, int]:
@@ -436,8 +437,8 @@ def _warn(text: str) -> None:
 
 def _kernel_rows(
     source: _Source, plain: Basis, environments: IntArray, X: FloatArray | None
-) -> tuple[Float64Array, float, tuple[float, float]]:
-    """Return scaled K_NM, its scale by Eq. (17), and novelties that few structures exceed."""
+) -> tuple[Float64Array, Float64Array, float, tuple[float, float]]:
+    """Return scaled K_NM and k_XX, the scale by Eq. (17), and novelties few structures exceed."""
     data, n = source.data, len(source.data.y)
     own = _own_representatives(data, environments)
     K = np.zeros((data.n_rows, len(plain.representatives)))
@@ -460,7 +461,7 @@ def _kernel_rows(
     scale = unit_scale(1.0, diagonal)
     K *= scale
     largest, mean = np.quantile(novelty, _NOT_NOVEL, axis=0).tolist()
-    return K, scale, (largest, mean)
+    return K, diagonal * scale, scale, (largest, mean)
 
 
 def _cut(X: FloatArray, offsets: IntArray) -> Iterator[tuple[FloatArray, IntArray]]:
@@ -506,11 +507,20 @@ class SparseGP:
     #: noise variance of each quantity, in its units squared (those of "stress": virials per atom)
     noise: dict[str, float]
 
-    def left_out_residuals(self, groups: IntArray | None = None) -> Float64Array:
-        """Return labels minus predictions by the model without them, or their groups: (N,)."""
-        y = self.y / self.scale
-        residuals = leave_one_out_residuals(self.process, self.rows.Phi, y, groups=groups)
-        return np.asarray(residuals[:, 0] * self.scale)
+    def leave_out(self, rows: IntArray, groups: IntArray) -> FullModelData:
+        """Return the full model without each of some rows (n,), or without its group.
+
+        Novelty is known for rows of the target alone.
+        """
+        Phi, k_xx = self.rows.Phi[rows], self.rows.k_xx
+        y, weight = self.y[rows] / self.scale, self.weight[rows]
+        found = leave_out(self.process, Phi, y, sample_weight=weight, groups=groups)
+        p = np.sqrt(found.variance) * self.scale
+        q = np.zeros(len(rows))
+        target = rows < len(k_xx)
+        q2 = novelty_variance(Phi[target, :N_LEADING], k_xx[rows[target]])
+        q[target] = np.sqrt(q2) * self.scale
+        return FullModelData(found.residuals[:, 0] * self.scale, p, q, 0.0)
 
     def with_noise(self, noise: dict[str, float]) -> SparseGP:
         """Return the same model with other noise variances, in the same ratio."""
@@ -679,15 +689,23 @@ def fit_ensemble(
         stacked = gp.rows.Phi @ weights
         members = {name: stacked[q.rows] for name, q in data.quantities.items()}
         members["energy"] += intercepts + baseline.predict_members(data.design)
-    with stages.stage("Calibration"):
+    with stages.stage("Calibration"), _few_threads(data, gp.rows.Phi.shape[1]):
+        left_out = _leave_out(gp, data)
+        centre = _centre(data, members, counts, left_out)
         out_of_bag = {
-            name: calibrate_out_of_bag(name, quantity, members[name], counts, settings)
-            for name, quantity in data.quantities.items()
+            name: calibrate_out_of_bag(
+                name, data.quantities[name], members[name], counts, settings, full
+            )
+            for name, full in _blended(left_out, centre).items()
         }
-        if len(data.quantities) > 1:
+        if len(data.quantities) > 1 and counts.shape[1]:
             warn_of_outliers(data, members, counts)
-    whitening, target = gp.rows.whitening, out_of_bag["energy"].data
+    whitening = gp.rows.whitening
     full = gp.process.weights[:, 0] * gp.scale
+    rng = np.random.default_rng([settings.seed, _POSTERIOR])
+    drawn = posterior_deviations(gp.process, settings.n_drawn, rng) * gp.scale
+    columns = _centred(weights, full, centre, drawn)
+    none = np.zeros(settings.n_drawn)
     fitted = Fitted(
         settings=settings,
         representation=gp.rows.representation,
@@ -695,17 +713,19 @@ def fit_ensemble(
         origins=gp.rows.origins,
         kernel_scale=gp.rows.basis.scale,
         # Row-major, as in a file: the order in memory decides how products are rounded.
-        weights=np.ascontiguousarray(whitening.kernel_weights(weights)),
-        intercepts=intercepts,
+        weights=np.ascontiguousarray(whitening.kernel_weights(columns)),
+        intercepts=_centred(intercepts, gp.center, centre, none),
         pp_weights=np.ascontiguousarray(whitening.kernel_weights(full)),
         pp_intercept=gp.center,
-        baseline=baseline,
+        baseline=replace(
+            baseline, members=_centred(baseline.members, baseline.full, centre, none[None])
+        ),
         calibrations={name: o.calibrations for name, o in out_of_bag.items() if o.calibrations},
         pp_variance=_projected_variance(gp, settings) if settings.keep_pp else None,
         membership=np.minimum(counts, 255).astype(np.uint8),
         training_novelty=gp.rows.novelty,
-        largest_ensemble_std=0.0 if target is None else float(target.ensemble_std.max()),
-        record=_record(data, gp, out_of_bag, solution, stages),
+        largest_ensemble_std=_largest_std(out_of_bag["energy"].data, settings),
+        record=_record(data, gp, out_of_bag, solution, centre, stages),
         provenance=Provenance(
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             python=platform.python_version(),
@@ -714,6 +734,95 @@ def fit_ensemble(
         ),
     )
     return Trained(fitted, {n: o.data for n, o in out_of_bag.items() if o.data is not None})
+
+
+def _centred(
+    members: Float64Array, full: Float64Array | float, centre: float, drawn: Float64Array
+) -> Float64Array:
+    """Shift members (…, S) to the prediction, and add deviations (…, K) from it: (…, S + K).
+
+    The prediction is w(λ) = (1 − λ)·full + λ·(mean of the subsampled members).
+    """
+    mean = members.mean(axis=-1, keepdims=True) if members.shape[-1] else np.zeros(1)
+    blend = (1 - centre) * np.asarray(full)[..., None] + centre * mean
+    shape = (*np.shape(full), drawn.shape[-1])
+    return np.concatenate([blend + members - mean, blend + np.broadcast_to(drawn, shape)], axis=-1)
+
+
+def _leave_out(gp: SparseGP, data: TrainingSet) -> dict[str, tuple[IntArray, FullModelData]]:
+    """Return the full model without rows of each quantity, or without the group of a row.
+
+    With the indices of these rows in the quantity: all, or those of as many random groups as can be
+    left out in a time that is short beside the rest of the training.
+    """
+    groups = data.row_groups
+    if len(data.quantities) > 1:
+        groups = np.empty(data.n_rows, dtype=np.intp)
+        for quantity in data.quantities.values():
+            groups[quantity.rows] = data.groups[quantity.structure]
+    codes, sizes = np.unique(groups, return_inverse=True, return_counts=True)[1:]
+    order = np.random.default_rng([data.settings.seed, _LEFT_OUT]).permutation(len(sizes))
+    enough = max(_PRODUCTS / gp.rows.Phi.shape[1] ** 2, 1000)
+    chosen = order[: int(np.searchsorted(np.cumsum(sizes[order]), enough)) + 1]
+    rows = np.flatnonzero(np.isin(codes, chosen))
+    found = gp.leave_out(rows, codes[rows])
+    parts = {}
+    for name, quantity in data.quantities.items():
+        inside = (rows >= quantity.rows.start) & (rows < quantity.rows.stop)
+        q = found.novelty_std[inside] if name == "energy" and data.settings.keep_pp else None
+        one = FullModelData(found.residuals[inside], found.posterior_std[inside], q, 0.0)
+        parts[name] = rows[inside] - quantity.rows.start, one
+    return parts
+
+
+def _centre(
+    data: TrainingSet,
+    members: Mapping[str, Float64Array],
+    counts: IntArray,
+    left_out: Mapping[str, tuple[IntArray, FullModelData]],
+) -> float:
+    """Return the share λ of the ensemble mean in the prediction, given or of smallest error.
+
+    Squared errors of each quantity are relative to those of the full model.
+    """
+    settings, n_members = data.settings, counts.shape[1]
+    if not n_members or settings.centre == "full":
+        return 0.0
+    if settings.centre != "auto":
+        return 1.0 if settings.centre == "members" else float(settings.centre)
+    above = below = 0.0
+    for name, (rows, full) in left_out.items():
+        quantity = data.quantities[name]
+        absent = _member_counts(name, quantity, counts)[rows] == 0
+        found = out_of_bag_prediction(members[name][rows], absent)
+        z_f = full.residuals[found.used]
+        n_groups = len(np.unique(quantity.structure[rows[found.used]]))
+        if n_groups < MIN_POINTS or not np.any(z_f):
+            continue
+        z_m = quantity.y[rows[found.used]] - found.mean
+        numerator, denominator = blend_share(z_f, z_m, found.std, found.n_absent, n_members)
+        above += numerator / float(z_f @ z_f)
+        below += denominator / float(z_f @ z_f)
+    if below <= 0:  # the error is not convex in λ: the better end
+        return 1.0 if 2 * above > below else 0.0
+    return float(np.clip(above / below, 0.0, 1.0))
+
+
+def _blended(
+    left_out: Mapping[str, tuple[IntArray, FullModelData]], centre: float
+) -> dict[str, tuple[IntArray, FullModelData]]:
+    return {name: (rows, replace(one, centre=centre)) for name, (rows, one) in left_out.items()}
+
+
+def _largest_std(data: CalibrationData | None, settings: Settings) -> float:
+    """Return the largest standard deviation of all members of an out-of-bag point."""
+    if data is None:
+        return 0.0
+    if not settings.n_subsampled or data.posterior_std is None:
+        return float(data.ensemble_std.max())
+    n, k = settings.n_subsampled - 1, max(settings.n_drawn - 1, 0)
+    squares = n * data.ensemble_std**2 + k * data.posterior_std**2
+    return float(np.sqrt(squares.max() / (settings.n_subsampled + settings.n_drawn - 1)))
 
 
 def _solve_members(

@@ -6,7 +6,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -14,7 +14,10 @@ from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray, check_m
 from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWarning
 from qualms.gp.ensemble import MIN_ABSENT, ensemble_mean_std, out_of_bag_prediction, rescaled
 
+#: Number of members whose standard deviation has no sampling error.
+_EXACT = 1_000_000
 P_co = TypeVar("P_co", covariant=True)
+Pool: TypeAlias = Callable[[Float64Array], Float64Array]
 
 
 class MemberTransform(Protocol):
@@ -33,24 +36,32 @@ class Calibratable(Protocol[P_co]):
 
 @dataclass(frozen=True)
 class CalibrationData:
-    """Residuals and ensemble standard deviations of points with reference values.
+    """Residuals and standard deviations of points with reference values.
 
     Attributes
     ----------
     residuals : (n,) array
-        z = y − mean over the (out-of-bag) members.
+        z = y − prediction, by the (out-of-bag) members and, for a blend, the full model without
+        the point.
     ensemble_std : (n,) array
         ŝ, the standard deviation (ddof = 1) over the same members; positive.
     n_members : (n,) array of int
         c, the number of these members.
     weights : (n,) array
         How often each point counts; all ones, except in a bootstrap or with sample weights.
+    posterior_std, novelty_std : (n,) arrays, optional
+        p and q of a sparse Gaussian process: see `qualms.calibration.methods.SourcesCalibration`.
+    centre : float
+        λ, the share of the mean over members in the prediction: 1 without a full model.
     """
 
     residuals: Float64Array
     ensemble_std: Float64Array
     n_members: IntArray
     weights: Float64Array
+    posterior_std: Float64Array | None = None
+    novelty_std: Float64Array | None = None
+    centre: float = 1.0
 
     def mean(self, values: FloatArray) -> float:
         """Return the weighted mean over points."""
@@ -58,7 +69,39 @@ class CalibrationData:
 
     def some(self, chosen: BoolArray) -> CalibrationData:
         """Return some of the points."""
-        return CalibrationData(*(values[chosen] for values in vars(self).values()))
+        arrays = {k: v[chosen] for k, v in vars(self).items() if isinstance(v, np.ndarray)}
+        return replace(self, **arrays)
+
+
+@dataclass(frozen=True)
+class FullModelData:
+    """The full model of a sparse Gaussian process without each of n points.
+
+    `residuals`, `posterior_std` and perhaps `novelty_std` are (n,) arrays; `centre` is λ.
+    """
+
+    residuals: Float64Array
+    posterior_std: Float64Array
+    novelty_std: Float64Array | None
+    centre: float
+
+    def blended(self, data: CalibrationData, used: BoolArray) -> CalibrationData:
+        """Return data of the points used, with the residuals of the blend."""
+        z = (1 - self.centre) * self.residuals[used] + self.centre * data.residuals
+        q = None if self.novelty_std is None else self.novelty_std[used]
+        p = self.posterior_std[used]
+        return replace(data, residuals=z, posterior_std=p, novelty_std=q, centre=self.centre)
+
+    def alone(self, weights: Float64Array) -> CalibrationData:
+        """Return data without sub-sampled members: p takes the place of ŝ, and is exact."""
+        n = np.full(len(self.residuals), _EXACT)
+        return CalibrationData(
+            self.residuals, self.posterior_std, n, weights, None, self.novelty_std, 0.0
+        )
+
+    def scaled(self, ratios: Float64Array, posterior_std: Float64Array) -> FullModelData:
+        """Return residuals multiplied by ratios (n,), with other standard deviations."""
+        return replace(self, residuals=self.residuals * ratios, posterior_std=posterior_std)
 
 
 def calibration_data(
@@ -67,6 +110,7 @@ def calibration_data(
     absent: BoolArray | None = None,
     *,
     sample_weight: FloatArray | None = None,
+    full: FullModelData | None = None,
 ) -> CalibrationData:
     """Collect residuals and ensemble standard deviations, out-of-bag with `absent`: Eqs. (10)–(12).
 
@@ -83,6 +127,8 @@ def calibration_data(
         Whether the point is out-of-bag for the member. If not given, it is for all members.
         Points that fewer than three members are absent from are left out.
     sample_weight : (n,) array, optional
+    full : FullModelData, optional
+        Of a model whose prediction is a blend of ensemble mean and full model.
     """
     targets = check_points("y", y)
     if targets.ndim != 1:
@@ -110,6 +156,8 @@ def calibration_data(
         residuals = targets[found.used] - found.mean
         data = CalibrationData(residuals, found.std, found.n_absent, weights[found.used])
         rounding = rounding[found.used]
+        if full is not None:
+            data = full.blended(data, found.used)
     if np.all(np.maximum(np.abs(data.residuals), data.ensemble_std) <= 1e4 * rounding):
         raise ExactFitError("The members are exact to rounding: there is no error to calibrate.")
     differ = data.ensemble_std > rounding
@@ -153,6 +201,11 @@ class Calibration(ABC):
         Number of points the calibration was fitted to.
     log_likelihood : float
         Mean over these points of ln p(z | ŝ) under the predictive density of the method.
+    centre : float
+        λ, the share of the ensemble mean in the prediction: see `CalibrationData`.
+    n_subsampled : int
+        Number of members that ŝ is taken over, the first; 0 if there are no others. The others, of
+        a sparse Gaussian process, are drawn from the posterior of the full model.
     """
 
     method: ClassVar[str]
@@ -162,6 +215,8 @@ class Calibration(ABC):
     gamma: float = 1.0
     n_points: int = 0
     log_likelihood: float = 0.0
+    centre: float = 1.0
+    n_subsampled: int = 0
 
     @classmethod
     @abstractmethod
@@ -203,13 +258,16 @@ class Calibration(ABC):
         factors[positive] = self.std(ensemble_std[positive], n_members) / ensemble_std[positive]
         return factors
 
-    def transform(self, members: FloatArray) -> Float64Array:
+    def transform(self, members: FloatArray, pool: Pool | None = None) -> Float64Array:
         """Scale the members (…, N_R) about their mean to the calibrated standard deviation.
 
-        Eq. (19), Musil et al. 2019, for any calibration.
+        Eq. (19), Musil et al. 2019, for any calibration. `pool` takes standard deviations (…) to
+        those that the factors depend on, such as those of whole vectors.
         """
-        mean, ensemble_std = ensemble_mean_std(members)
-        return rescaled(members, self.factors(ensemble_std, members.shape[-1]), mean)
+        own = members[..., : self.n_subsampled or None]
+        mean, ensemble_std = ensemble_mean_std(own)
+        pooled = ensemble_std if pool is None else pool(ensemble_std)
+        return rescaled(own, self.factors(pooled, own.shape[-1]), mean)
 
     def apply(self, prediction: Calibratable[P_co]) -> P_co:
         """Return the calibrated prediction."""

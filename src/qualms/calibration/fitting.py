@@ -17,6 +17,7 @@ from qualms.calibration.methods import (
     StudentCalibration,
 )
 from qualms.calibration.shrinkage import ShrinkageCalibration
+from qualms.calibration.sources import SourcesCalibration
 from qualms.errors import CalibrationError, InputError
 
 #: Calibrations by name.
@@ -30,6 +31,8 @@ METHODS: dict[str, type[Calibration]] = {
         ShrinkageCalibration,
     )
 }
+#: Calibrations of sparse Gaussian processes, which have further sources of variance.
+MODEL_METHODS: dict[str, type[Calibration]] = METHODS | {"sources": SourcesCalibration}
 #: Numbers that each method fits.
 N_PARAMETERS = {method: cls.n_parameters for method, cls in METHODS.items()}
 #: Methods that neglect the sampling error of ŝ, the absences that the paper then requires, and the
@@ -38,9 +41,9 @@ _EXACT, PAPER_ABSENT, _ENOUGH = ("linear", "power"), 5, 30
 
 
 def _class_of(method: str) -> type[Calibration]:
-    if method not in METHODS:
-        raise InputError("method", repr(method), f"one of {', '.join(METHODS)}")
-    return METHODS[method]
+    if method not in MODEL_METHODS:
+        raise InputError("method", repr(method), f"one of {', '.join(MODEL_METHODS)}")
+    return MODEL_METHODS[method]
 
 
 def build_calibration(method: str, parameters: Mapping[str, Any]) -> Calibration:

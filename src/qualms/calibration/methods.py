@@ -1,4 +1,4 @@
-"""Calibrations in closed form or by a one-dimensional search. Eqs. (8), (9), (12) and (19)."""
+"""Calibrations: Eqs. (8), (9), (12) and (19), the finite ensemble, and three sources of variance."""
 
 from __future__ import annotations
 
@@ -129,10 +129,11 @@ def require_three_members(data: CalibrationData, method: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class StudentCalibration(Calibration):
-    """Student's t predictive with scale ŝ√(α² + 1/N_R) and N_R − 1 degrees of freedom.
+    """Student's t predictive with scale ŝ√(α² + λ²/N_R) and N_R − 1 degrees of freedom.
 
-    `std` is that of this t: the variance is (N_R−1)/(N_R−3) (α² + 1/N_R) ŝ². With two or three
-    members t has no variance; `std` is then the half-width of its central 68 % interval.
+    λ²ŝ²/N_R is the variance of a prediction of which a share λ is the mean over the members. `std`
+    is that of this t: the variance is (N_R−1)/(N_R−3) (α² + λ²/N_R) ŝ². With two or three members t
+    has no variance; `std` is then the half-width of its central 68 % interval.
     """
 
     method = "student"
@@ -147,7 +148,7 @@ class StudentCalibration(Calibration):
         offset = data.mean(gammaln((nu + 1) / 2) - gammaln(nu / 2) - 0.5 * np.log(nu * np.pi))
 
         def negative_log_likelihood(log_alpha: float) -> float:
-            k2 = np.exp(2 * log_alpha) + 1 / data.n_members
+            k2 = np.exp(2 * log_alpha) + data.centre**2 / data.n_members
             tails = (nu + 1) * np.log1p(t2 / (nu * k2))
             return 0.5 * data.mean(np.log(k2) + tails) - offset
 
@@ -158,13 +159,14 @@ class StudentCalibration(Calibration):
             negative_log_likelihood, bounds=bounds, method="bounded", options={"xatol": 1e-9}
         )
         # If z is smaller than the standard error of the ensemble mean, α = 0.
-        at_zero = negative_log_likelihood(-np.inf) <= found.fun
-        return cls(alpha=0.0 if at_zero else float(np.exp(found.x))).fitted_to(data)
+        at_zero = data.centre > 0 and negative_log_likelihood(-np.inf) <= found.fun
+        alpha = 0.0 if at_zero else float(np.exp(found.x))
+        return cls(alpha=alpha, centre=data.centre).fitted_to(data)
 
     def scale(self, ensemble_std: FloatArray, n_members: int | IntArray) -> Float64Array:
-        """Return the scale of the t distribution, ŝ√(α² + 1/N_R)."""
-        n = np.asarray(n_members, dtype=np.float64)
-        return np.asarray(ensemble_std, dtype=np.float64) * np.sqrt(self.alpha**2 + 1 / n)
+        """Return the scale of the t distribution, ŝ√(α² + λ²/N_R)."""
+        k2 = self.alpha**2 + self.centre**2 / np.asarray(n_members, dtype=np.float64)
+        return np.asarray(ensemble_std, dtype=np.float64) * np.sqrt(k2)
 
     def std(self, ensemble_std: FloatArray, n_members: int | IntArray) -> Float64Array:
         """Return the calibrated standard deviation."""
@@ -185,14 +187,14 @@ class StudentCalibration(Calibration):
     ) -> tuple[Float64Array, Callable[[Float64Array], Float64Array]]:
         """Return θ = (ln α,), and the gradient of ln p(z | ŝ) of each point.
 
-        With k² = α² + 1/c and u = z²/(ν k² ŝ²) the density is −½ ln k² − ½(ν+1) ln(1 + u) plus a
+        With k² = α² + λ²/c and u = z²/(ν k² ŝ²) the density is −½ ln k² − ½(ν+1) ln(1 + u) plus a
         constant, and its derivative in ln α is (α²/k²)((ν+1) u/(1+u) − 1).
         """
         nu = data.n_members - 1.0
 
         def gradient(at: Float64Array) -> Float64Array:
             alpha2 = np.exp(2 * at[0])
-            k2 = alpha2 + 1 / data.n_members
+            k2 = alpha2 + data.centre**2 / data.n_members
             u = (data.residuals / data.ensemble_std) ** 2 / (nu * k2)
             return np.asarray((alpha2 / k2 * ((nu + 1) * u / (1 + u) - 1))[:, None])
 
@@ -222,9 +224,12 @@ class VectorCalibration:
 
     def transform(self, members: FloatArray) -> Float64Array:
         """Scale members (…, 3 or 6, N_R) about their mean, all components by one factor."""
-        mean, ensemble_std = ensemble_mean_std(members)
-        factors = self.calibration.factors(vector_std(ensemble_std), members.shape[-1])
-        return rescaled(members, np.broadcast_to(factors[..., None], ensemble_std.shape), mean)
+        return self.calibration.transform(members, _of_whole_vectors)
+
+
+def _of_whole_vectors(std: Float64Array) -> Float64Array:
+    """Return the standard deviation of the vector for each of its components (…, 3 or 6)."""
+    return np.broadcast_to(vector_std(std)[..., None], std.shape)
 
 
 @dataclass(frozen=True)

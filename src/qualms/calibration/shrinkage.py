@@ -1,6 +1,6 @@
 """Empirical-Bayes calibration: ŝ of each point is shrunk towards the distribution of all points.
 
-    ln s ~ N(m, τ²),     (c−1)ŝ²/s² ~ χ²_{c−1},     z ~ N(0, α²s^{2γ} + s²/c).
+    ln s ~ N(m, τ²),     (c−1)ŝ²/s² ~ χ²_{c−1},     z ~ N(0, α²s^{2γ} + λ²s²/c).
 
 α, γ, m and τ maximise the likelihood of the observed (z, ŝ), integrated over u = ln s by the
 trapezoidal rule, which for a smooth integrand that decays on both sides converges exponentially.
@@ -52,7 +52,7 @@ _AllNodes = Callable[[], Iterable[tuple[slice, _Nodes]]]
 
 @dataclass(frozen=True, kw_only=True)
 class ShrinkageCalibration(Calibration):
-    """The variance of a new point is the posterior mean of α²s^{2γ} + s²/N_R given its ŝ.
+    """The variance of a new point is the posterior mean of α²s^{2γ} + λ²s²/N_R given its ŝ.
 
     Attributes
     ----------
@@ -103,6 +103,7 @@ class ShrinkageCalibration(Calibration):
             gamma=gamma,
             log_std_mean=m + log_unit,
             log_std_std=float(np.exp(log_tau)),
+            centre=data.centre,
         )
         return fitted.fitted_to(data)
 
@@ -152,7 +153,8 @@ class ShrinkageCalibration(Calibration):
         """Return ln p(u|ŝ), but for a constant, and the variance of z at the nodes."""
         m, tau = self.log_std_mean, self.log_std_std
         nodes = _quadrature(ensemble_std, c, m, tau)
-        v = np.exp(2 * (np.log(self.alpha) + self.gamma * nodes.u)) + nodes.s2 / c[:, None]
+        v = np.exp(2 * (np.log(self.alpha) + self.gamma * nodes.u))
+        v += self.centre**2 * nodes.s2 / c[:, None]
         return nodes.log_weight - 0.5 * ((nodes.u - m) / tau) ** 2, v
 
 
@@ -231,7 +233,7 @@ def _joint_density(
     log_density, gradients = np.empty(n), np.empty((n, 4))
     for part, (u, s2, log_weight) in nodes():
         scaled_part = np.exp(2 * (log_alpha + gamma * u))
-        v = scaled_part + s2 / data.n_members[part, None]
+        v = scaled_part + data.centre**2 * s2 / data.n_members[part, None]
         ratio = data.residuals[part, None] ** 2 / v
         offset = u - m
         prior2 = offset**2 / tau2

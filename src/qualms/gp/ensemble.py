@@ -195,6 +195,29 @@ def out_of_bag_prediction(
     return OutOfBagPrediction(used, mean, std, n_absent[used])
 
 
+def blend_share(
+    full: Float64Array, members: Float64Array, std: Float64Array, n_absent: IntArray, n_members: int
+) -> tuple[float, float]:
+    """Return the terms of λ = numerator/denominator, which minimises the squared error of a blend.
+
+    The residual of (1 − λ)·(full model) + λ·(ensemble mean) is z = (1 − λ) z_f + λ z_m. For new
+    points the mean is over N_R members rather than c, and the expectation of z_m² smaller by
+    s²(1/c − 1/N_R): so Σ z² = Σ z_f² − 2λ Σ z_f(z_f − z_m) + λ² Σ [(z_f − z_m)² − s²(1/c − 1/N_R)].
+
+    Parameters
+    ----------
+    full : (n,) array
+        z_f, residuals of the full model without each point.
+    members, std, n_absent : (n,) arrays
+        z_m, ŝ and c of `out_of_bag_prediction`.
+    n_members : int
+        N_R.
+    """
+    difference = full - members
+    excess = std**2 * (1 / n_absent - 1 / n_members)
+    return float(full @ difference), float(difference @ difference - excess.sum())
+
+
 # Thin products in float64, a block of rows of Φ at a time: a float32 Φ is never widened whole.
 # Matrices have one row per system, q = member * n_outputs + output.
 def block_size(Phi: FloatArray) -> int:

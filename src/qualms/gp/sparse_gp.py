@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
+from scipy.linalg import solve_triangular
 
 from qualms.arrays import (
     Float64Array,
@@ -101,21 +103,21 @@ class ProjectedProcess:
 
         Eq. (3), Musil et al. 2019: of a noisy observation, as printed.
         """
-        latent = latent_variance(Phi_X, k_xx, self.factor, self.noise_variance)
-        return latent + self.noise_variance
+        p2 = posterior_variance(Phi_X, self.factor, self.noise_variance)
+        return p2 + novelty_variance(Phi_X, k_xx) + self.noise_variance
 
 
-def latent_variance(
-    Phi_X: FloatArray, k_xx: FloatArray, factor: Float64Array, noise_variance: float
+def posterior_variance(
+    Phi_X: FloatArray, factor: Float64Array, noise_variance: float
 ) -> Float64Array:
-    """Return σ²_PP − σ² of Eq. (3): k_XX − φφᵀ + σ² φA⁻¹φᵀ, given the factor of A: (n,).
-
-    k_XX − φφᵀ is clipped at zero.
-    """
-    q_xx = np.einsum("ij,ij->i", Phi_X, Phi_X)
+    """Return p² = σ² φA⁻¹φᵀ of Eq. (3), given the factor of A: (n,)."""
     V = cholesky_whiten(factor, Phi_X.T)
-    posterior = noise_variance * np.einsum("ij,ij->j", V, V)
-    return np.asarray(np.maximum(k_xx - q_xx, 0.0) + posterior)
+    return np.asarray(noise_variance * np.einsum("ij,ij->j", V, V))
+
+
+def novelty_variance(Phi_X: FloatArray, k_xx: FloatArray) -> Float64Array:
+    """Return q² = k_XX − φφᵀ of Eq. (3), which rounding may not make negative: (n,)."""
+    return np.asarray(np.maximum(k_xx - np.einsum("ij,ij->i", Phi_X, Phi_X), 0.0))
 
 
 def fit_projected_process(
@@ -166,25 +168,34 @@ def gram_matrix(Phi: FloatArray, sample_weight: FloatArray | None = None) -> Flo
     return gram
 
 
-def leave_one_out_residuals(
+class LeftOut(NamedTuple):
+    """Predictions of training points by the model that lacks them."""
+
+    residuals: Float64Array  #: (N, T): label minus prediction
+    variance: Float64Array  #: (N,): posterior variance of the prediction, σ²φA⁻¹φᵀ
+
+
+def leave_out(
     model: ProjectedProcess,
     Phi: FloatArray,
     y: FloatArray,
     *,
     sample_weight: FloatArray | None = None,
     groups: IntArray | None = None,
-) -> Float64Array:
-    """Return y_n minus its prediction by the model that lacks n, in closed form: (N, T).
+) -> LeftOut:
+    """Predict each row by the model that lacks it, or its group, in closed form.
 
-    The representatives are kept. Removing rows g changes A by −Φ_gᵀΦ_g; by the Woodbury identity
-    their residuals become (1 − H)⁻¹(y_g − ŷ_g) with H = Φ_g A⁻¹ Φ_gᵀ < 1. For a single row H is its
-    leverage, and the identity that of Sherman and Morrison.
+    The representatives are kept. Removing rows g changes A by −Φ_gᵀΦ_g. With H = Φ_g A⁻¹ Φ_gᵀ < 1,
+    by the Woodbury identity the residuals become (1 − H)⁻¹(y_g − ŷ_g), and the covariance of the
+    predictions σ² H (1 − H)⁻¹. For a single row H is its leverage h, and the identity that of
+    Sherman and Morrison.
 
     Parameters
     ----------
     model : ProjectedProcess
+        Fitted to these rows, and perhaps others.
     Phi : (N, r) array
-        Whitened features of the training points.
+        Whitened features of training points; groups are complete.
     y : (N,) or (N, T) array
     sample_weight : (N,) array, optional
     groups : (N,) array of int, optional
@@ -195,6 +206,7 @@ def leave_one_out_residuals(
     if root is not None:  # rows times √w turn noise σ²/w_n into σ²
         A, target = Phi * root, target * root
     residuals: Float64Array = np.asarray(target - A @ model.weights)
+    variance = np.empty(len(A))
     codes = np.arange(len(A)) if groups is None else np.unique(groups, return_inverse=True)[1]
     order = np.argsort(codes, kind="stable")
     edges = np.flatnonzero(np.diff(codes[order], prepend=-1, append=len(codes)))
@@ -202,15 +214,37 @@ def leave_one_out_residuals(
         rows = order[some[0] : some[-1]]
         V = cholesky_whiten(model.factor, A[rows].T)
         if len(rows) == len(some) - 1:
-            slack = 1 - np.einsum("ij,ij->j", V, V)
-            residuals[rows] /= np.maximum(slack, _EPS)[:, None]
+            h = np.einsum("ij,ij->j", V, V)
+            slack = np.maximum(1 - h, _EPS)
+            residuals[rows] /= slack[:, None]
+            variance[rows] = h / slack
             continue
         for begin, end in pairwise((some - some[0]).tolist()):
             out = rows[begin:end]
             values, U = np.linalg.eigh(V[:, begin:end].T @ V[:, begin:end])
-            slack = np.maximum(1 - values, _EPS)[:, None]
-            residuals[out] = U @ ((U.T @ residuals[out]) / slack)
-    return residuals if root is None else residuals / root
+            values = np.clip(values, 0.0, 1 - _EPS)
+            residuals[out] = U @ ((U.T @ residuals[out]) / (1 - values)[:, None])
+            variance[out] = U**2 @ (values / (1 - values))
+    variance *= model.noise_variance
+    if root is None:
+        return LeftOut(residuals, variance)
+    return LeftOut(residuals / root, variance / root[:, 0] ** 2)
+
+
+def posterior_deviations(
+    model: ProjectedProcess, n: int, rng: np.random.Generator
+) -> Float64Array:
+    """Draw deviations of the weights from their posterior N(w, σ²A⁻¹): (r, n), of zero mean.
+
+    A = LLᵀ, so that σL⁻ᵀξ has this covariance. The n draws are centred; the expectation of their
+    covariance (ddof = 1) stays the same.
+    """
+    xi = rng.standard_normal((len(model.factor), n))
+    xi -= xi.mean(axis=1, keepdims=True)
+    deviations: Float64Array = solve_triangular(
+        model.factor, xi, lower=True, trans="T", overwrite_b=True, check_finite=False
+    )
+    return deviations * model.noise_variance**0.5
 
 
 def _in_blocks(edges: IntArray) -> Iterator[IntArray]:

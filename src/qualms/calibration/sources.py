@@ -1,0 +1,254 @@
+"""Calibration of three sources of variance of a sparse Gaussian process.
+
+    σ² = (a² + λ²/c) s² + b² p² + c² q² + d²
+
+s is the standard deviation of sub-sampled members (disagreement), p that of the posterior of the
+full model (label-free: σ²φA⁻¹φᵀ), q what the representatives cannot describe (novelty), d a
+constant. Coefficients are not negative and maximise the Gaussian likelihood of out-of-bag points.
+
+The finite ensemble. Only ŝ is known, over c members: (c−1)ŝ²/s² ~ χ²_{c−1}, so that ln ŝ has a
+known bias and variance v about ln s. With the prior ln s ~ N(m + β ln p, τ²), estimated from all
+points, ln s given ŝ is about Gaussian, and s² is replaced by its posterior mean. It depends on c,
+which is smaller for out-of-bag points than for predictions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import ClassVar, Self
+
+import numpy as np
+from scipy.optimize import minimize
+from scipy.special import digamma, polygamma
+
+from qualms.arrays import Float64Array, FloatArray, IntArray
+from qualms.calibration.base import Calibration, CalibrationData, Pool
+from qualms.calibration.methods import require_three_members
+from qualms.errors import CalibrationError
+from qualms.gp.ensemble import ensemble_mean_std, rescaled
+from qualms.metrics import gaussian_log_density
+
+#: Fewest points for which the coefficients of several sources can be told apart.
+MIN_POINTS = 30
+#: Points that are enough to choose the sources.
+_ENOUGH = 5000
+#: Bounds of the logarithm of the share of a source in the mean square error.
+_BOUNDS = (-20.0, 5.0)
+#: Rounds of the moment estimate of the prior of ln s, and its smallest variance τ².
+_ROUNDS, _LEAST = 20, 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourcesCalibration(Calibration):
+    """σ² = (α² + λ²/c) s² + b² p² + c² q² + d².
+
+    Attributes
+    ----------
+    posterior, novelty, floor : float
+        b, c, and d in the units of y; a is `alpha`.
+    log_std_mean, log_std_slope, log_std_std : float
+        m, β and τ of the prior of ln s.
+    """
+
+    method: ClassVar[str] = "sources"
+    n_parameters: ClassVar[int] = 4
+
+    posterior: float = 0.0
+    novelty: float = 0.0
+    floor: float = 0.0
+    log_std_mean: float = 0.0
+    log_std_slope: float = 0.0
+    log_std_std: float = 1.0
+
+    @classmethod
+    def fit(cls, data: CalibrationData, near: Calibration | None = None) -> Self:
+        """Maximise the likelihood over the coefficients of those sources that pay by AIC."""
+        require_three_members(data, cls.method)
+        n = len(data.residuals)
+        if n < MIN_POINTS:
+            raise CalibrationError(
+                f"{n} points are too few to tell sources of variance apart; {MIN_POINTS} are "
+                "needed. Use more data, or calibration='student'."
+            )
+        m, beta, tau = _fit_prior(data)
+        prior = cls(centre=data.centre, log_std_mean=m, log_std_slope=beta, log_std_std=tau)
+        s2 = prior.expected_square(data.ensemble_std, data.n_members, data.posterior_std)
+        columns = {"alpha": s2, "floor": np.ones(n)}
+        for name, std in (("posterior", data.posterior_std), ("novelty", data.novelty_std)):
+            if std is not None and np.any(std > 0):
+                columns[name] = std**2
+        known = data.centre**2 * s2 / data.n_members
+        coefficients = _choose(data.residuals, data.weights, columns, known)
+        return replace(prior, **{"alpha": 0.0, **coefficients}).fitted_to(data)
+
+    def expected_square(
+        self,
+        ensemble_std: FloatArray,
+        n_members: int | IntArray,
+        posterior_std: FloatArray | None = None,
+    ) -> Float64Array:
+        """Return the posterior mean of s² given ŝ of so many members, and p."""
+        bias, v = _chi_moments(n_members)
+        tiny = np.finfo(np.float64).tiny
+        log_s = np.log(np.maximum(ensemble_std, tiny)) - bias
+        log_p = 0.0 if posterior_std is None else np.log(np.maximum(posterior_std, tiny))
+        share = self.log_std_std**2 / (self.log_std_std**2 + v)
+        prior = self.log_std_mean + self.log_std_slope * log_p
+        return np.asarray(np.exp(2 * (share * log_s + (1 - share) * prior) + 2 * share * v))
+
+    def std(
+        self,
+        ensemble_std: FloatArray,
+        n_members: int | IntArray,
+        posterior_std: FloatArray | None = None,
+        novelty_std: FloatArray | None = None,
+    ) -> Float64Array:
+        """Return the calibrated standard deviation."""
+        s2 = self.expected_square(ensemble_std, n_members, posterior_std)
+        n = np.asarray(n_members, dtype=np.float64)
+        variance = (self.alpha**2 + self.centre**2 / n) * s2 + self.floor**2
+        if posterior_std is not None:
+            variance = variance + (self.posterior * np.asarray(posterior_std)) ** 2
+        if novelty_std is not None:
+            variance = variance + (self.novelty * np.asarray(novelty_std)) ** 2
+        return np.asarray(np.sqrt(variance))
+
+    def log_density(
+        self, residuals: FloatArray, ensemble_std: FloatArray, n_members: int | IntArray
+    ) -> Float64Array:
+        """Return the Gaussian ln p(z | ŝ) per point, of the ensemble and the constant alone."""
+        return gaussian_log_density(residuals, self.std(ensemble_std, n_members))
+
+    def density_of(self, data: CalibrationData) -> Float64Array:
+        """Return the Gaussian ln p(z | ŝ, p, q) of each point of the data: (n,)."""
+        found = self.std(data.ensemble_std, data.n_members, data.posterior_std, data.novelty_std)
+        return gaussian_log_density(data.residuals, found)
+
+    def scores(
+        self, data: CalibrationData
+    ) -> tuple[Float64Array, Callable[[Float64Array], Float64Array]]:
+        """Coefficients at their bound of zero have no confidence interval of this kind."""
+        raise NotImplementedError
+
+    def given(self, novelty_std: FloatArray | None) -> WithNovelty:
+        """Return the calibration of points of this novelty q (…)."""
+        return WithNovelty(self, novelty_std)
+
+    def transform(
+        self,
+        members: FloatArray,
+        pool: Pool | None = None,
+        novelty_std: FloatArray | None = None,
+    ) -> Float64Array:
+        """Scale sub-sampled and posterior members (…, S + K) about their means.
+
+        Their covariance becomes that of a·(sub-sampled) + b·(posterior), scaled point by point to
+        the variance σ². The prediction, the mean of both, does not change.
+        """
+        n_all = members.shape[-1]
+        n = self.n_subsampled or n_all
+        a = float(np.sqrt(self.alpha**2 + self.centre**2 / n))
+        weights = (a, self.posterior) if a or self.posterior else (1.0, 1.0)
+        parts, stds, variance = [], [], np.zeros(members.shape[:-1])
+        for values, weight in zip((members[..., :n], members[..., n:]), weights, strict=True):
+            if values.shape[-1]:
+                mean, std = ensemble_mean_std(values)
+                stretch = weight * np.sqrt((n_all - 1) / (values.shape[-1] - 1))
+                parts.append((np.asarray(values) - mean[..., None]) * stretch)
+                stds.append(std if pool is None else pool(std))
+                variance = variance + (weight * stds[-1]) ** 2
+        posterior_std = stds[1] if len(stds) > 1 else None
+        sigma, t = self.std(stds[0], n, posterior_std, novelty_std), np.sqrt(variance)
+        factors = np.divide(sigma, t, out=np.ones_like(t), where=t > 0)
+        centre = np.mean(members, axis=-1, dtype=np.float64)
+        return rescaled(centre[..., None] + np.concatenate(parts, axis=-1), factors, centre)
+
+
+@dataclass(frozen=True)
+class WithNovelty:
+    """A calibration of points of known novelty q; a `MemberTransform`."""
+
+    calibration: SourcesCalibration
+    novelty_std: FloatArray | None
+
+    def transform(self, members: FloatArray) -> Float64Array:
+        """Scale members (…, N_R) about their mean."""
+        return self.calibration.transform(members, novelty_std=self.novelty_std)
+
+
+def _chi_moments(n_members: int | IntArray) -> tuple[Float64Array, Float64Array]:
+    """Return mean and variance of ln ŝ − ln s = ½ ln(χ²_ν/ν), ν = c − 1."""
+    half = (np.asarray(n_members, dtype=np.float64) - 1) / 2
+    return 0.5 * (digamma(half) - np.log(half)), 0.25 * polygamma(1, half)
+
+
+def _fit_prior(data: CalibrationData) -> tuple[float, float, float]:
+    """Return m, β and τ of ln s ~ N(m + β ln p, τ²), by the method of moments.
+
+    Weighted least squares of ln ŝ, whose variance is v + τ²; τ² is what the scatter has beyond v.
+    """
+    bias, v = _chi_moments(data.n_members)
+    log_s = np.log(data.ensemble_std) - bias
+    design = np.ones((len(log_s), 1))
+    if data.posterior_std is not None and np.all(data.posterior_std > 0):
+        design = np.column_stack([design, np.log(data.posterior_std)])
+    tau2 = 1.0
+    for _ in range(_ROUNDS):
+        w = data.weights / (v + tau2)
+        root = np.sqrt(w)
+        coefficients = np.linalg.lstsq(design * root[:, None], log_s * root, rcond=None)[0]
+        residuals = log_s - design @ coefficients
+        tau2 = max(float(np.average(residuals**2 - v, weights=w)), _LEAST)
+    m, beta = [*coefficients.tolist(), 0.0][:2]
+    return m, beta, tau2**0.5
+
+
+def _choose(
+    z: Float64Array, weights: Float64Array, columns: Mapping[str, Float64Array], known: Float64Array
+) -> dict[str, float]:
+    """Return the coefficients of those sources whose AIC, 2k − 2 ln L, is the smallest.
+
+    `columns` are the squares that the squares of the coefficients multiply; `known` is added.
+    """
+    some = slice(None, None, -(-len(z) // _ENOUGH))
+    total = float(weights.sum())
+
+    def aic(names: tuple[str, ...]) -> float:
+        X = np.stack([columns[name][some] for name in names], axis=1)
+        return 2 * len(names) + 2 * total * _fit_variances(z[some], weights[some], X, known[some])[1]
+
+    # q may be zero: it explains no error alone.
+    subsets = (names for k in range(1, len(columns) + 1) for names in combinations(columns, k))
+    chosen = min((names for names in subsets if names != ("novelty",)), key=aic)
+    X = np.stack([columns[name] for name in chosen], axis=1)
+    return dict(zip(chosen, np.sqrt(_fit_variances(z, weights, X, known)[0]).tolist(), strict=True))
+
+
+def _fit_variances(
+    z: Float64Array, weights: Float64Array, X: Float64Array, known: Float64Array
+) -> tuple[Float64Array, float]:
+    """Return θ ≥ 0 that maximises the likelihood of z ~ N(0, Xθ + known), and −ln L per point.
+
+    The logarithms of the shares t of the mean square error are varied, from even shares and from
+    each alone: the likelihood may have several maxima.
+    """
+    share = weights / weights.sum()
+    square = float(share @ z**2)
+    unit = square / (share @ X)
+    k = X.shape[1]
+
+    def objective(t: Float64Array) -> tuple[float, Float64Array]:
+        parts = X * (unit * np.exp(t))
+        v = parts.sum(axis=1) + known
+        ratio = z**2 / v
+        gradient = (share * 0.5 * (1 - ratio) / v) @ parts
+        return float(share @ (np.log(v) + ratio)) / 2, gradient
+
+    starts = [np.full(k, -np.log(k))]
+    if k > 1:
+        starts += [np.where(np.arange(k) == j, 0.0, -5.0) for j in range(k)]
+    fits = [minimize(objective, t, jac=True, method="L-BFGS-B", bounds=[_BOUNDS] * k) for t in starts]
+    best = min(fits, key=lambda fit: float(fit.fun))
+    return unit * np.exp(best.x), float(best.fun) + 0.5 * float(np.log(2 * np.pi))
