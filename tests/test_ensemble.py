@@ -135,7 +135,6 @@ def test_members_equal_explicit_inverses(name, method):
     assert solved.weights.shape == expected.shape
     assert solved.weights.dtype == np.float64
     assert solved.method == method or method == "auto"
-    assert solved.relative_error <= TOLERANCE
     if solved.method == "cg":
         assert solved.n_iterations > 0
         error = prediction_error(Phi, solved.weights, expected)

@@ -463,23 +463,25 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         self.representative_indices_ = data.rows[data.first[basis.indices]]
         self.effective_rank_ = basis.whitening.effective_rank
         Phi = basis.features(points)
-        self._full = full = fit_full_model(
-            Phi, data.point_y, self.noise, sample_weight=weight, replicates=data.replicates()
+        full = fit_full_model(
+            Phi, data.point_y, {"y": self.noise}, sample_weight=weight, replicates=data.replicates()
         )
-        self.pp_weights_ = self._outputs(basis.whitening.kernel_weights(full.weights))
-        self.pp_intercept_ = self._outputs(full.center)
-        self.noise_variance_ = self._outputs(full.noise_variance)
         for fitted in ("weights_", "intercept_", "member_indices_", "calibration_"):
             if hasattr(self, fitted):
                 delattr(self, fitted)  # of an earlier fit with members
         if self.n_members:
             counts = data.draw_counts(self.n_members, self.subsample, self.replace, rng)
-            members = fit_members(full, Phi, data.point_y, counts, sample_weight=weight)
-            self.weights_ = self._outputs(basis.whitening.kernel_weights(members[0]), axis=1)
-            self.intercept_ = self._outputs(members[1], axis=0)
+            full, solution, intercepts = fit_members(full, Phi, data.point_y, counts)
+            weights = solution.weights * full.scale[:, None]
+            self.weights_ = self._outputs(basis.whitening.kernel_weights(weights), axis=1)
+            self.intercept_ = self._outputs(intercepts, axis=0)
             self.member_indices_ = data.member_rows(counts)
-            predicted = np.tensordot(Phi, members[0], 1) + members[1]
+            predicted = np.tensordot(Phi, weights, 1) + intercepts
             self.calibration_ = data.calibrate(predicted[data.inverse], counts, method)
+        self.pp_weights_ = self._outputs(basis.whitening.kernel_weights(full.weights))
+        self.pp_intercept_ = self._outputs(full.center)
+        self.noise_variance_ = self._outputs(full.process.noise_variance * full.scale**2)
+        self._process, self._scale = full.process, full.scale
         return self
 
     def predict(
@@ -520,7 +522,8 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         basis, std = self.basis_, []
         for block in basis.blocks(self._validated(X)):
             Phi = basis.whitening.features(basis.kernel_rows(block), overwrite=True)
-            std.append(self._full.std(Phi, np.asarray(basis.kernel.diag(block)) * basis.scale))
+            k_xx = np.asarray(basis.kernel.diag(block)) * basis.scale
+            std.append(np.sqrt(self._process.variance(Phi, k_xx))[:, None] * self._scale)
         return np.asarray(self._outputs(np.concatenate(std)))
 
     def _check_parameters(self) -> str:

@@ -17,11 +17,11 @@ import datetime
 import logging
 import platform
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import combinations_with_replacement
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from ase import Atoms
@@ -42,7 +42,6 @@ from qualms.errors import (
     CalibrationError,
     ExactFitError,
     InputError,
-    NumericalError,
     QualmsWarning,
     counted,
 )
@@ -62,21 +61,17 @@ from qualms.features.soap import (
 )
 from qualms.gp.ensemble import (
     MIN_ABSENT,
+    FullModel,
     MemberSolution,
     draw_members,
+    fit_full_model,
+    fit_members,
     membership_counts,
     out_of_bag_prediction,
-    solve_members,
 )
 from qualms.gp.kernels import unit_scale
 from qualms.gp.linalg import Whitening, whiten
-from qualms.gp.noise import noise_grid, select_joint_noise, select_noise
-from qualms.gp.sparse_gp import (
-    ProjectedProcess,
-    fit_projected_process,
-    gram_matrix,
-    leave_one_out_residuals,
-)
+from qualms.gp.sparse_gp import ProjectedProcess, leave_one_out_residuals
 from qualms.progress import Stages
 
 log = logging.getLogger(__name__)
@@ -85,8 +80,6 @@ log = logging.getLogger(__name__)
 _NOT_NOVEL = 0.99
 #: Features are float32, or with forces float64: see `qualms.gp.linalg.whiten`.
 _RTOL, _RTOL_OF_FORCES = 1e-6, 1e-10
-#: How often noise variances that are lost in rounding are raised, by a factor of ten.
-_ATTEMPTS = 8
 #: Representatives and rows up to which matrices are small, and one thread is the fastest.
 _SMALL, _FEW = 500, 50_000
 #: Components on which members agree to this share of the largest label, or to this number, are zero
@@ -99,8 +92,6 @@ _ENOUGH, _WELL = {"forces": 10, "stress": 3}, 10
 #: Parameter of the noise variance of each quantity.
 _NOISES = {"energy": "noise", "forces": "forces_noise", "stress": "stress_noise"}
 _PACKAGES = ("qualms", "numpy", "scipy", "ase", "dscribe", "featomic", "safetensors")
-
-T = TypeVar("T")
 
 
 class Trained(NamedTuple):
@@ -495,169 +486,74 @@ def _few_threads(data: TrainingSet, rank: int) -> threadpool_limits:
 
 @dataclass(frozen=True)
 class SparseGP:
-    """The projected process of all rows, in the basis of the whitened kernel rows."""
+    """The full model of all rows, in the basis of the whitened kernel rows."""
 
     rows: KernelRows
-    process: ProjectedProcess  #: of labels divided by `scale`
-    y: Float64Array  #: (N,): labels of all rows less the full baseline and the centre
-    center: float  #: mean of the target less the baseline
-    scale: float  #: square root of the prior variance
-    weight: Float64Array  #: (N,): of each row: noise variances are that of the energy divided by it
-    #: noise variance of each quantity, in its units squared (those of "stress": virials per atom)
-    noise: dict[str, float]
+    full: FullModel
+
+    @property
+    def process(self) -> ProjectedProcess:
+        """Projected process of labels divided by `scale`."""
+        return self.full.process
+
+    @property
+    def y(self) -> Float64Array:
+        """Labels of all rows less the full baseline and the centre: (N,)."""
+        return np.asarray(self.full.y[:, 0] * self.scale)
+
+    @property
+    def center(self) -> float:
+        """Mean of the target less the baseline."""
+        return float(self.full.center[0])
+
+    @property
+    def scale(self) -> float:
+        """Square root of the prior variance."""
+        return float(self.full.scale[0])
+
+    @property
+    def noise(self) -> dict[str, float]:
+        """Noise variance of each quantity, in its units squared ("stress": virials per atom)."""
+        return self.full.noise
 
     def left_out_residuals(self, groups: IntArray | None = None) -> Float64Array:
         """Return labels minus predictions by the model without them, or their groups: (N,)."""
-        y = self.y / self.scale
-        residuals = leave_one_out_residuals(self.process, self.rows.Phi, y, groups=groups)
-        return np.asarray(residuals[:, 0] * self.scale)
-
-    def with_noise(self, noise: dict[str, float]) -> SparseGP:
-        """Return the same model with other noise variances, in the same ratio."""
-        if noise == self.noise:
-            return self
-        process = _solve(self.rows.Phi, self.y, self.scale, noise, self.weight, self.process.gram)
-        return replace(self, process=process, noise=noise)
+        found = leave_one_out_residuals(self.process, self.rows.Phi, self.full.y, groups=groups)
+        return np.asarray(found[:, 0] * self.scale)
 
 
 def fit_sparse_gp(
     rows: KernelRows, data: TrainingSet, baseline: Baseline, stages: Stages | None = None
 ) -> SparseGP:
-    """Select the noise variance of each quantity and solve the full model."""
-    settings, Phi = data.settings, rows.Phi
-    target = data.y - baseline.predict(data.design)
-    alone = len(data.quantities) == 1
-    with (stages or Stages()).stage("Full model"), _few_threads(data, Phi.shape[1]):
-        if not alone:
-            check_derivatives(Phi, target, data)
-        weight = _energy_weight(data)
-        centered = settings.baseline != "none"
-        center = float(np.average(target, weights=weight)) if centered else 0.0
-        y = _stack(data, {"energy": target - center})
-        scale = np.sqrt(_prior_variance(Phi, y, data))
-        if alone and scale <= 1e-14 * abs(center):
-            # What rounding leaves of a constant target; any scale will do.
-            y, scale = np.zeros_like(y), 1e-6 * (abs(center) or 1.0)
-        gram = gram_matrix(Phi) if alone else None
-        noise = _select_noise(Phi, y, scale, weight, data, gram)
-        ratios = {
-            name: np.full(len(quantity.y), noise["energy"] / noise[name])
-            for name, quantity in data.quantities.items()
-        }
-        weight = _stack(data, ratios | {"energy": weight})
-        gram = gram_matrix(Phi, weight) if gram is None else gram
+    """Select the noise variance of each quantity and solve the full model.
 
-        def solve(noise: dict[str, float]) -> SparseGP:
-            process = _solve(Phi, y, scale, noise, weight, gram)
-            return SparseGP(rows, process, y, center, scale, weight, noise)
-
-        return _with_raised_noise(solve, noise)
-
-
-def _solve(
-    Phi: Float64Array,
-    y: Float64Array,
-    scale: float,
-    noise: Mapping[str, float],
-    weight: Float64Array,
-    gram: Float64Array | None,
-) -> ProjectedProcess:
-    relative = noise["energy"] / scale**2
-    return fit_projected_process(Phi, y / scale, relative, sample_weight=weight, gram=gram)
-
-
-def _stack(data: TrainingSet, blocks: Mapping[str, Float64Array]) -> Float64Array:
-    """Return values of all rows (N,): labels, or the values given for some quantities."""
-    values = np.empty(data.n_rows)
-    for name, quantity in data.quantities.items():
-        values[quantity.rows] = blocks.get(name, quantity.y)
-    return values
-
-
-def _energy_weight(data: TrainingSet) -> Float64Array:
-    """Return the weights of the target: one, or with noise per structure (n_atoms/mean)².
-
-    A noise σ of the energy of n atoms is σ/n per atom.
+    The prior variance of the weights gives the target its variance, Eq. (17), Musil et al. 2019; or
+    forces and virials theirs, if they are learned.
     """
-    if data.settings.noise_per == "atom":
-        return np.ones(len(data.y))
-    sizes = np.array([len(atoms) for atoms in data.frames], dtype=np.float64)
-    return np.asarray((sizes / sizes.mean()) ** 2)
-
-
-def _prior_variance(Phi: FloatArray, y: Float64Array, data: TrainingSet) -> float:
-    """Return the prior variance of the weights, Eq. (17), Musil et al. 2019.
-
-    It gives the target its variance; or forces and virials theirs, if they are learned, since most
-    of the variance of the energies of one molecule is common to all.
-    """
+    settings, quantities = data.settings, data.quantities
+    y, weight, groups = np.empty(data.n_rows), np.ones(data.n_rows), np.arange(data.n_rows)
+    for quantity in quantities.values():
+        y[quantity.rows] = quantity.y
+        if settings.resample != "atoms":
+            groups[quantity.rows] = data.groups[quantity.structure]
     n = len(data.y)
-    if len(data.quantities) == 1:
-        return float(np.mean(y**2))
-    blocks = (Phi[start : start + 4096] for start in range(n, len(Phi), 4096))
-    squares = sum(float(np.sum(np.square(block, dtype=np.float64))) for block in blocks)
-    return float(np.sum(y[n:] ** 2)) / squares if squares > 0 and np.any(y[n:]) else 1.0
-
-
-def _select_noise(
-    Phi: FloatArray,
-    y: Float64Array,
-    scale: float,
-    energy_weight: Float64Array,
-    data: TrainingSet,
-    gram: Float64Array | None,
-) -> dict[str, float]:
-    """Return the noise variance of each quantity, given or selected."""
-    settings = data.settings
-    options = (settings.noise, settings.forces_noise, settings.stress_noise)
-    given = dict(zip(_NOISES, options, strict=True))
-    known = {name: v for name in data.quantities if not isinstance(v := given[name], str)}
-    if len(known) == len(data.quantities):
-        return known
-    criterion = settings.noise if isinstance(settings.noise, str) else "loo"
-    if len(data.quantities) == 1:
-        if not np.any(y):
-            return {"energy": scale**2}
-        Y, grid = (y / scale)[:, None], noise_grid(1.0)
-        groups = None if settings.resample == "atoms" else data.row_groups
-        found = select_noise(Phi, Y, grid, criterion=criterion, gram=gram, groups=groups)
-        return {"energy": found.noise_variance * scale**2}
-    kind, groups = np.zeros(data.n_rows, dtype=np.intp), np.empty(data.n_rows, dtype=np.intp)
-    weight = np.ones(data.n_rows)
-    weight[: len(energy_weight)] = energy_weight
-    for name, quantity in data.quantities.items():
-        kind[quantity.rows] = [*_NOISES].index(name)
-        groups[quantity.rows] = data.groups[quantity.structure]
-    joint = select_joint_noise(
-        Phi,
-        y,
-        kind,
-        groups,
-        prior=scale**2,
-        weight=weight,
-        criterion=criterion,
-        energies=known.get("energy"),
-        forces=known.get("forces"),
-        virials=known.get("stress"),
-    )
-    selected = {"energy": joint.energies, "forces": joint.forces, "stress": joint.virials}
-    return {name: float(selected[name] or 0.0) for name in data.quantities}
-
-
-def _with_raised_noise(solve: Callable[[dict[str, float]], T], noise: Mapping[str, float]) -> T:
-    """Solve with given noise variances, or with larger ones if they are lost in rounding."""
-    text = ", ".join(f"{_NOISES[name]} {value:.1e}" for name, value in noise.items())
-    problem = f"The Gram matrix is numerically singular with these noise variances: {text}"
-    remedy = "Check for labels much larger than all others, or set larger noise variances."
-    for factor in 10.0 ** np.arange(_ATTEMPTS):
-        try:
-            found = solve({name: float(factor * value) for name, value in noise.items()})
-        except NumericalError:
-            continue
-        if factor > 1:
-            _warn(f"{problem}. All were multiplied by {factor:.0e}. {remedy}")
-        return found
-    raise NumericalError(f"{problem}, and with variances {factor:.0e} times as large. {remedy}")
+    y[:n] -= baseline.predict(data.design)
+    if settings.noise_per == "structure":  # a noise σ of the energy of n atoms is σ/n per atom
+        sizes = np.array([len(atoms) for atoms in data.frames], dtype=np.float64)
+        weight[:n] = (sizes / sizes.mean()) ** 2
+    with (stages or Stages()).stage("Full model"), _few_threads(data, rows.Phi.shape[1]):
+        if len(quantities) > 1:
+            check_derivatives(rows.Phi, y[:n], data)
+        full = fit_full_model(
+            rows.Phi,
+            y,
+            {name: getattr(settings, _NOISES[name]) for name in quantities},
+            rows={name: quantity.rows for name, quantity in quantities.items()},
+            center=settings.baseline != "none",
+            sample_weight=weight,
+            groups=groups,
+        )
+    return SparseGP(rows, full)
 
 
 # --- the ensemble and its calibration -------------------------------------------------------------
@@ -719,30 +615,13 @@ def fit_ensemble(
 def _solve_members(
     gp: SparseGP, data: TrainingSet, counts: IntArray, baseline: Baseline
 ) -> tuple[SparseGP, MemberSolution, Float64Array]:
-    """Return the weights of all members and their intercepts (N_R,), the means of their targets.
-
-    If the noise must be raised for that, it is raised in the full model, too.
-    """
-    Phi, n = gp.rows.Phi, len(data.y)
+    """Return the full model, the weights of all members and their intercepts (N_R,)."""
     targets = data.y[:, None] - baseline.predict_members(data.design)
-    means = np.zeros(counts.shape[1])
-    if data.settings.baseline != "none":
-        weighted = counts * gp.weight[:n, None]
-        means = np.sum(targets * weighted, axis=0) / weighted.sum(axis=0)
-    Y, times = np.empty((len(Phi), counts.shape[1])), np.empty((len(Phi), counts.shape[1]), int)
+    times = np.empty((data.n_rows, counts.shape[1]), dtype=int)
     for name, quantity in data.quantities.items():
-        Y[quantity.rows] = targets - means if name == "energy" else quantity.y[:, None]
         times[quantity.rows] = _member_counts(name, quantity, counts)
-    if len(data.quantities) == 1 and not np.any(gp.y):
-        Y[:] = 0.0  # a constant target: what is left is rounding
-    Y = Y[:, None, :] / gp.scale
-
-    def solve(noise: dict[str, float]) -> tuple[SparseGP, MemberSolution, Float64Array]:
-        model = gp.with_noise(noise)
-        solution = solve_members(Phi, Y, times, model.process, sample_weight=gp.weight)
-        return model, solution, means
-
-    return _with_raised_noise(solve, gp.noise)
+    full, solution, means = fit_members(gp.full, gp.rows.Phi, targets[:, None], times)
+    return SparseGP(gp.rows, full), solution, means[0]
 
 
 def _member_counts(name: str, quantity: Quantity, counts: IntArray) -> IntArray:
