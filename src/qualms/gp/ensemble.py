@@ -924,29 +924,26 @@ def fit_members(
     counts : (N, N_R) array of int
         How often each row is in the training set of each member.
     """
-    own = np.asarray(y, dtype=np.float64)
-    own = own[:, :, None] if own.ndim == 2 else own
-    n, scale = len(own), full.scale[:, None]
+    given = np.asarray(y, dtype=np.float64)
+    given = given[:, :, None] if given.ndim == 2 else given
+    n, center, scale = len(given), full.center[:, None], full.scale[:, None]
+    own = (given - center) / scale
     times = full.weight[:n, None] * counts[:n]
     means = np.sum(own * (times / times.sum(axis=0))[:, None], axis=0) * full.centered
     constant = ~np.any(full.y, axis=0)[:, None]
     targets = np.repeat(full.y[:, :, None], counts.shape[1], axis=2)
-    targets[:n] = np.where(constant, 0.0, (own - means) / scale)
+    targets[:n] = np.where(constant, 0.0, own - means)
 
-    def solve(factor: float) -> tuple[FullModel, MemberSolution, Float64Array]:
+    def solve(factor: float) -> tuple[FullModel, MemberSolution]:
         model, weight = full, full.weight
         if factor > 1:
             noise, gram = factor * full.process.noise_variance, full.process.gram
             process = fit_projected_process(Phi, full.y, noise, sample_weight=weight, gram=gram)
             raised = {name: factor * value for name, value in full.noise.items()}
             model = replace(full, process=process, noise=raised)
-        return (
-            model,
-            solve_members(Phi, targets, counts, model.process, sample_weight=weight),
-            means,
-        )
+        return model, solve_members(Phi, targets, counts, model.process, sample_weight=weight)
 
-    return _with_raised_noise(solve, full.noise)
+    return *_with_raised_noise(solve, full.noise), center + scale * means
 
 
 def _with_raised_noise(solve: Callable[[float], Result], noise: Mapping[str, float]) -> Result:
