@@ -49,6 +49,7 @@ from qualms.features.gradients import (
     spectra_and_gradients,
 )
 from qualms.features.soap import Representation, offsets_of
+from qualms.gp.ensemble import calibration_factors
 from qualms.prediction import Prediction
 
 #: Bytes that the quadratic forms of all members may take.
@@ -453,8 +454,7 @@ def predict_with_forces(
     sizes = np.array([len(atoms) for atoms in frames])
     per_atom = Prediction(member_energies(fitted, frames, found.energies))
     energy = per_atom.calibrated(fitted.calibration)
-    raw_std = energy.uncalibrated.std
-    factors = np.divide(energy.std, raw_std, out=np.ones_like(raw_std), where=raw_std > 0)
+    factors = calibration_factors(energy.std, energy.uncalibrated.std)
     stresses = None
     if found.virials is not None:
         volumes = np.array([atoms.cell.volume for atoms in frames])

@@ -35,6 +35,7 @@ from qualms.calibration.base import CalibrationData
 from qualms.calibration.methods import Scaled
 from qualms.errors import InputError, QualmsError, counted
 from qualms.features.soap import BATCH, Batch, Compression, stream_features
+from qualms.gp.ensemble import calibration_factors
 from qualms.io.files import check_output
 from qualms.prediction import Prediction
 from qualms.progress import Bars, Display, Stages
@@ -391,10 +392,7 @@ def atom_contributions(chunk: Chunk) -> list[Prediction]:
     raw = fitted.basis.environment_rows(chunk.batch.features) @ fitted.weights
     raw += fitted.intercepts
     raw += fitted.baseline.predict_members(chunk.atom_design)
-    ensemble_std = whole.uncalibrated.std
-    factors = np.divide(
-        whole.std, ensemble_std, out=np.ones_like(ensemble_std), where=ensemble_std > 0
-    )
+    factors = calibration_factors(whole.std, whole.uncalibrated.std)
     parts = zip(edges, factors, strict=True)
     return [Prediction(raw[a:b]).calibrated(Scaled(float(factor))) for (a, b), factor in parts]
 

@@ -139,6 +139,11 @@ def rescaled(
     return np.asarray(center[..., None] + (values - center[..., None]) * f[..., None])
 
 
+def calibration_factors(std: Float64Array, ensemble_std: Float64Array) -> Float64Array:
+    """Return σ/ŝ (…); one where ŝ is zero, so that members that agree are not changed."""
+    return np.divide(std, ensemble_std, out=np.ones_like(ensemble_std), where=ensemble_std > 0)
+
+
 def group_scatter(terms: Float64Array, codes: IntArray) -> Float64Array:
     """Return the covariance (p, p) of the sum of all terms (n, p), correlated within groups.
 
