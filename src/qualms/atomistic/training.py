@@ -51,6 +51,7 @@ from qualms.features.soap import (
     BATCH,
     BLOCK,
     SERIAL,
+    Batch,
     Compression,
     Representation,
     fit_representation,
@@ -78,6 +79,9 @@ log = logging.getLogger(__name__)
 
 #: Share of the training structures that would not count as extrapolation if they were new.
 _NOT_NOVEL = 0.99
+#: Streams of random numbers, beside that of the draw of members: the sample that a compression is
+#: fitted to, and the selection of representatives.
+_SAMPLE_STREAM, _SELECTION_STREAM = 1, 3
 #: Features are float32, or with forces float64: see `qualms.gp.linalg.whiten`.
 _RTOL, _RTOL_OF_FORCES = 1e-6, 1e-10
 #: Representatives and rows up to which matrices are small, and one thread is the fastest.
@@ -210,31 +214,62 @@ def compute_rows(
     stages: Stages | None = None,
 ) -> KernelRows:
     """Compute features, select representatives, and compute the kernel rows of all labels."""
-    stages = stages or Stages()
-    n_block, n_workers = _plan_memory(data, parse_memory(memory), threads)
-    source = _Source(data, _fit_representation(data, stages), n_workers, stages)
-    X = source.array(0, len(data.frames)) if n_block is None else None
-    if X is not None:
-        stop_workers()  # and free their memory
-    environments, representatives = _select(source, X, n_block)
-    whitening = _whiten(source, representatives)
-    environments = environments[whitening.pivots]
-    representatives = np.ascontiguousarray(representatives[whitening.pivots])
-    # The leading components of compressed features are multiplied in float64 anyway.
-    kernel, compressed = source.representation.kernel, source.representation.projections
-    exact = representatives if compressed else representatives.astype(np.float64)
-    plain = Basis(kernel, exact, 1.0, data.settings.per_atom)
-    K, scale, novelty = _kernel_rows(source, plain, environments, X)
-    del X  # before the largest matrices are made
-    whitening = replace(whitening, factor=whitening.factor * np.sqrt(scale))
-    with stages.stage("Whitening"), _few_threads(data, len(environments)):
-        Phi = np.asarray(whitening.features(K, overwrite=True), dtype=np.float64)
-    structure, place = _located(data, environments)
-    atom = [data.centers[s][p] for s, p in zip(structure, place, strict=True)]
-    origins = np.stack([data.source[structure], np.array(atom)], axis=1).astype(np.int64)
-    basis = replace(plain, representatives=representatives, scale=scale)
-    precise = replace(source.representation, precise=True)
-    return KernelRows(precise, basis, origins, whitening, Phi, novelty)
+    features = fit_features(data, parse_memory(memory), threads, stages or Stages())
+    points = select_points(features)
+    return kernel_rows(features, points)
+
+
+@dataclass(frozen=True)
+class TrainingFeatures:
+    """Features of a training set: kept in memory, or computed as often as they are needed."""
+
+    data: TrainingSet
+    representation: Representation
+    n_workers: int
+    stages: Stages
+    n_block: int | None  #: environments whose features are in memory at once; None: all are kept
+    kept: FloatArray | None = None  #: (n_environments, d)
+
+    def blocks(self) -> Iterator[tuple[FloatArray, IntArray]]:
+        """Yield features of consecutive structures, and where each structure begins."""
+        if self.kept is None:
+            for batch in self._batches(0, len(self.data.frames)):
+                yield batch.features, batch.offsets
+            return
+        for first, last in structure_blocks(self.data.offsets):
+            edges = self.data.offsets[first : last + 1]
+            yield self.kept[edges[0] : edges[-1]], edges - edges[0]
+
+    def array(self, first: int, last: int) -> FloatArray:
+        """Return the features of the environments of some structures: (n, d) of float32."""
+        begin, end = self.data.offsets[first], self.data.offsets[last]
+        if self.kept is not None:
+            return self.kept[begin:end]
+        X, done = np.empty((end - begin, self.representation.n_features), dtype=np.float32), 0
+        with self.stages.stage("Features", len(X)) as advance:
+            for batch in self._batches(first, last):
+                X[done : done + len(batch.features)] = batch.features
+                done += len(batch.features)
+                advance(done)
+        return X
+
+    def _batches(self, first: int, last: int) -> Iterator[Batch]:
+        pairs = zip(self.data.frames[first:last], self.data.centers[first:last], strict=True)
+        return stream_features(self.representation, pairs, n_workers=self.n_workers)
+
+
+def fit_features(
+    data: TrainingSet, memory: float, threads: int, stages: Stages
+) -> TrainingFeatures:
+    """Fit the representation, and compute all features if they fit in the memory limit (bytes)."""
+    n_block, n_workers = _plan_memory(data, memory, threads)
+    representation = _fit_representation(data, stages)
+    features = TrainingFeatures(data, representation, n_workers, stages, n_block)
+    if n_block is not None:
+        return features
+    kept = features.array(0, len(data.frames))
+    stop_workers()  # and free their memory
+    return replace(features, kept=kept)
 
 
 def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int | None, int]:
@@ -313,7 +348,7 @@ def _fit_representation(data: TrainingSet, stages: Stages) -> Representation:
     if compression is None and soap.normalize:
         return Representation(soap, species)
     with stages.stage("Compression"):
-        picked = _sample(data, np.random.default_rng([data.settings.seed, 1]))
+        picked = _sample(data, np.random.default_rng([data.settings.seed, _SAMPLE_STREAM]))
         frames, centers = [data.frames[i] for i in picked], [data.centers[i] for i in picked]
         return fit_representation(soap, species, frames, centers, compression)
 
@@ -339,54 +374,31 @@ def _sample(data: TrainingSet, rng: np.random.Generator) -> IntArray:
     return order[: max(enough, len(first))]
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Computes the features of a training set, as often as they are needed."""
+class Representatives(NamedTuple):
+    """Environments (r,), counted through all structures, features (r, d), and their whitening."""
 
-    data: TrainingSet
-    representation: Representation
-    n_workers: int
-    stages: Stages
-
-    def blocks(self, first: int, last: int) -> Iterator[tuple[FloatArray, IntArray]]:
-        """Yield features of consecutive structures, and where each structure begins."""
-        data = self.data
-        pairs = zip(data.frames[first:last], data.centers[first:last], strict=True)
-        for batch in stream_features(self.representation, pairs, n_workers=self.n_workers):
-            yield batch.features, batch.offsets
-
-    def array(self, first: int, last: int) -> FloatArray:
-        """Return the features of the environments of some structures: (n, d) of float32."""
-        n, done = int(self.data.offsets[last] - self.data.offsets[first]), 0
-        X = np.empty((n, self.representation.n_features), dtype=np.float32)
-        with self.stages.stage("Features", n) as advance:
-            for features, _ in self.blocks(first, last):
-                X[done : done + len(features)] = features
-                done += len(features)
-                advance(done)
-        return X
+    environments: IntArray
+    features: FloatArray
+    whitening: Whitening
 
 
-def _select(
-    source: _Source, X: FloatArray | None, n_block: int | None
-) -> tuple[IntArray, FloatArray]:
-    """Select representatives: environments, counted through all structures, and features.
+def select_points(features: TrainingFeatures) -> Representatives:
+    """Select representatives, and drop those that are, to rounding, combinations of others.
 
-    Without features X of all environments they are selected within blocks of about `n_block`
-    environments, and then among the environments selected from all blocks.
+    Features that are not kept are computed in blocks: representatives are selected within each
+    block, and then among those of all blocks.
     """
-    data, kernel, offsets = source.data, source.representation.kernel, source.data.offsets
-    rng, n = np.random.default_rng([data.settings.seed, 3]), data.n_environments
+    data, kernel, offsets = features.data, features.representation.kernel, features.data.offsets
+    rng = np.random.default_rng([data.settings.seed, _SELECTION_STREAM])
     blocks = [(0, len(data.frames))]
-    if n_block is not None:
-        size = -(-n // max(-(-n // n_block), 1))  # blocks of equal size
-        blocks = list(structure_blocks(offsets, size))
+    if features.n_block is not None:
+        n_blocks = max(-(-data.n_environments // features.n_block), 1)
+        blocks = list(structure_blocks(offsets, -(-data.n_environments // n_blocks)))
 
-    def select(features: FloatArray, environments: IntArray, settings: Settings) -> IntArray:
-        total = min(settings.n_representatives, len(features))
-        species = data.center_species[environments]
-        with source.stages.stage("Representatives", total) as advance:
-            return select_representatives(features, kernel, species, settings, rng, advance)
+    def select(X: FloatArray, environments: IntArray, settings: Settings) -> IntArray:
+        total, species = min(settings.n_representatives, len(X)), data.center_species[environments]
+        with features.stages.stage("Representatives", total) as advance:
+            return select_representatives(X, kernel, species, settings, rng, advance)
 
     settings = data.settings
     if len(blocks) > 1 and settings.selection == "cur":  # which selects among farthest points
@@ -396,69 +408,74 @@ def _select(
     for first, last in blocks:
         environments = np.arange(offsets[first], offsets[last])
         if len(environments):
-            features = source.array(first, last) if X is None else X
-            chosen = select(features, environments, settings)
+            X = features.array(first, last)
+            chosen = select(X, environments, settings)
             picked.append(environments[chosen])
-            candidates.append(features[chosen])
-            del features
-    if len(picked) == 1:
-        return picked[0], candidates[0]
-    environments, features = np.concatenate(picked), np.concatenate(candidates)
-    chosen = select(features, environments, data.settings)
-    return environments[chosen], features[chosen]
-
-
-def _whiten(source: _Source, representatives: FloatArray) -> Whitening:
-    with source.stages.stage("Whitening"):
-        exact = representatives.astype(np.float64)
-        rtol = _RTOL_OF_FORCES if source.data.settings.learns_forces else _RTOL
-        whitening = whiten(np.asarray(source.representation.kernel(exact, exact)), rtol=rtol)
+            candidates.append(X[chosen])
+            del X
+    environments, X = np.concatenate(picked), np.concatenate(candidates)
+    if len(picked) > 1:
+        chosen = select(X, environments, data.settings)
+        environments, X = environments[chosen], X[chosen]
+    with features.stages.stage("Whitening"):
+        exact = X.astype(np.float64)
+        rtol = _RTOL_OF_FORCES if data.settings.learns_forces else _RTOL
+        whitening = whiten(np.asarray(kernel(exact, exact)), rtol=rtol)
     if whitening.negative > 1e-5:
         _warn(
             "The kernel is not positive semi-definite; its negative part was dropped. Use an "
             "integer exponent."
         )
-    return whitening
+    pivots = whitening.pivots
+    return Representatives(environments[pivots], np.ascontiguousarray(X[pivots]), whitening)
 
 
 def _warn(text: str) -> None:
     warnings.warn(text, QualmsWarning, stacklevel=2)
 
 
-def _kernel_rows(
-    source: _Source, plain: Basis, environments: IntArray, X: FloatArray | None
-) -> tuple[Float64Array, float, tuple[float, float]]:
-    """Return scaled K_NM, its scale by Eq. (17), and novelties that few structures exceed."""
-    data, n = source.data, len(source.data.y)
-    own = _own_representatives(data, environments)
-    K = np.zeros((data.n_rows, len(plain.representatives)))
+def kernel_rows(features: TrainingFeatures, points: Representatives) -> KernelRows:
+    """Compute the kernel rows of all quantities, and whiten them.
+
+    The kernel is scaled by Eq. (17), Musil et al. 2019, when its diagonal is known.
+    """
+    data, representation, stages = features.data, features.representation, features.stages
+    n, own = len(data.y), _own_representatives(data, points.environments)
+    # The leading components of compressed features are multiplied in float64 anyway.
+    X_M = points.features if representation.projections else points.features.astype(np.float64)
+    unscaled = Basis(representation.kernel, X_M, 1.0, data.settings.per_atom)
+    K = np.zeros((data.n_rows, len(X_M)))
     diagonal, novelty = np.empty(n), np.empty((len(data.frames), 2))
     structure = row = done = 0
-    blocks = source.blocks(0, len(data.frames)) if X is None else _cut(X, data.offsets)
-    with source.stages.stage("Kernel rows", data.n_environments) as advance:
-        for block, offsets in blocks:
+    with stages.stage("Kernel rows", data.n_environments) as advance:
+        for block, offsets in features.blocks():
             here = slice(structure, structure + len(offsets) - 1)
-            rows = plain.rows(block, offsets, novelty=novelty[here], own=own[here])
+            rows = unscaled.rows(block, offsets, novelty=novelty[here], own=own[here])
             K[row : row + len(rows)] = rows
-            diagonal[row : row + len(rows)] = plain.prior_variance(block, offsets)
+            diagonal[row : row + len(rows)] = unscaled.prior_variance(block, offsets)
             structure, row, done = here.stop, row + len(rows), done + len(block)
             advance(done)
     stop_workers()
     if data.derivatives is not None:
-        scales = scale_rows(source.representation, plain.representatives)
-        with source.stages.stage("Rows of forces", data.n_environments) as advance:
+        scales = scale_rows(representation, X_M)
+        with stages.stage("Rows of forces", data.n_environments) as advance:
             fill_rows(K[:n], K[n:], data.frames, data.derivatives, scales, advance)
     scale = unit_scale(1.0, diagonal)
     K *= scale
+    whitening = replace(points.whitening, factor=points.whitening.factor * np.sqrt(scale))
+    with stages.stage("Whitening"), _few_threads(data, len(X_M)):
+        Phi = np.asarray(whitening.features(K, overwrite=True), dtype=np.float64)
+    of_structure, place = _located(data, points.environments)
+    atom = [data.centers[s][p] for s, p in zip(of_structure, place, strict=True)]
     largest, mean = np.quantile(novelty, _NOT_NOVEL, axis=0).tolist()
-    return K, scale, (largest, mean)
-
-
-def _cut(X: FloatArray, offsets: IntArray) -> Iterator[tuple[FloatArray, IntArray]]:
-    """Yield blocks of features, and where each structure begins, as `_Source.blocks`."""
-    for first, last in structure_blocks(offsets):
-        edges = offsets[first : last + 1]
-        yield X[edges[0] : edges[-1]], edges - edges[0]
+    return KernelRows(
+        representation=replace(representation, precise=True),  # predictions are float64
+        basis=replace(unscaled, representatives=points.features, scale=scale),
+        origins=np.stack([data.source[of_structure], np.array(atom)], axis=1).astype(np.int64),
+        whitening=whitening,
+        Phi=Phi,
+        novelty=(largest, mean),
+    )
 
 
 def _located(data: TrainingSet, environments: IntArray) -> tuple[IntArray, IntArray]:
