@@ -156,43 +156,6 @@ def test_cur_takes_the_first_of_equal_rows():
     np.testing.assert_array_equal(picks.indices, cur(X, 8).indices)
 
 
-class Table:
-    """A `RowSource` that counts the rows it gave."""
-
-    def __init__(self, X):
-        self._X = X
-        self.shape, self.dtype = X.shape, X.dtype
-        self.rows_read, self.largest = 0, 0
-
-    def __len__(self):
-        return len(self._X)
-
-    def __getitem__(self, rows):
-        taken = self._X[rows]
-        n = len(np.atleast_2d(taken))
-        self.rows_read += n
-        self.largest = max(self.largest, n)
-        return taken
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize(("n_points", "n"), [(1, 1), (100, 30), (2000, 100)])
-def test_row_sources_give_the_picks_of_the_array(dtype, n_points, n):
-    X = soap_like(np.random.default_rng(30), n_points, 20, dtype=dtype)
-    expected = farthest_points(X, n, start=n_points // 2)
-    picks = farthest_points(Table(X), n, start=n_points // 2)
-    np.testing.assert_array_equal(picks.indices, expected.indices)
-    np.testing.assert_array_equal(picks.distances, expected.distances)
-
-
-def test_row_sources_are_read_in_parts_and_few_of_them_often():
-    X = soap_like(np.random.default_rng(31), 20_000, 10, dtype=np.float32)
-    table = Table(X)
-    farthest_points(table, 200)
-    assert table.largest <= len(X) // 8
-    assert table.rows_read < 6 * len(X)
-
-
 @pytest.mark.parametrize("n_points", [100, 400])
 def test_progress_counts_every_pick(n_points):
     X = np.tile(soap_like(np.random.default_rng(32), n_points // 2, 8), (2, 1))
@@ -237,4 +200,4 @@ def test_bad_starts_and_sources():
     with rejects("X"):
         farthest_points(np.array([[1.0], [1e30]], dtype=np.float32), 1)
     with rejects("X"):
-        farthest_points(Table(np.tile(np.where(GOOD == 5, np.inf, GOOD), (100, 1))), 1)
+        farthest_points(np.tile(np.where(GOOD == 5, np.inf, GOOD), (100, 1)), 1)

@@ -39,7 +39,6 @@ from qualms.gp.ensemble import (
     fit_full_model,
     fit_members,
     group_codes,
-    membership_counts,
 )
 from qualms.gp.kernels import (
     Kernel,
@@ -102,36 +101,6 @@ class Basis:
         return np.concatenate(parts).reshape(len(X), *weights.shape[1:])
 
 
-def select_representatives(
-    kernel: Kernel, features: FloatArray, n: int | None, selection: str, rng: np.random.Generator
-) -> IntArray:
-    """Choose the indices of n representatives by name; the default is at most 1000.
-
-    Farthest points are far in the space of the features; leverage scores are those of the kernel.
-    """
-    n_points = len(features)
-    if n is not None and check_integer("n_representatives", n, 1) > n_points:
-        expected = f"1 to {n_points}, the number of distinct training points, or None"
-        raise InputError("n_representatives", n, expected)
-    wanted = min(n_points, _DEFAULT_REPRESENTATIVES) if n is None else n
-    if selection == "random":
-        return np.sort(rng.permutation(n_points)[:wanted]).astype(np.intp)
-    if selection == "fps":
-        chosen = farthest_points(features, wanted).indices
-    else:
-        # Features whose products approximate the kernel, which need not fit into memory. With as
-        # many landmarks as points they are exact.
-        landmarks = farthest_points(features, min(2 * wanted, n_points)).indices
-        exact = features[landmarks].astype(np.float64)
-        whitening = whiten(kernel(exact, exact))
-        K = np.asarray(kernel(features, features[landmarks[whitening.pivots]]), dtype=np.float64)
-        chosen = cur(whitening.features(K, overwrite=True), wanted).indices
-    if n is not None and len(chosen) < n:
-        message = f"Only {len(chosen)} of n_representatives={n} are independent in the kernel."
-        warnings.warn(message, QualmsWarning, stacklevel=2)
-    return chosen
-
-
 def build_basis(
     kernel: Kernel,
     X: FloatArray,
@@ -145,18 +114,12 @@ def build_basis(
     The weights (n,) of the points are for the mean of the diagonal.
     """
     features = normalize_rows(X) if isinstance(kernel, PowerKernel) else X
-    chosen = select_representatives(kernel, features, n, selection, rng)
+    chosen = _choose(kernel, features, n, selection, rng)
     exact = features[chosen].astype(np.float64)
     scale = unit_scale(1.0, kernel.diag(features), weight)
     # The rounding of kernel rows in float32 limits which representatives are still independent.
     whitening = whiten(kernel(exact, exact), rtol=1e-6 if X.dtype == np.float32 else None)
     whitening = replace(whitening, factor=whitening.factor * np.sqrt(scale))
-    if whitening.negative > 1e-6:
-        message = (
-            "The kernel is not positive semi-definite; negative directions were dropped. "
-            "(The power kernel is positive semi-definite for integer exponents.)"
-        )
-        warnings.warn(message, QualmsWarning, stacklevel=2)
     if whitening.effective_rank == 1 and len(X) > 1 and n != 1:
         message = (
             "The kernel does not distinguish the training points. The power kernel depends on "
@@ -165,6 +128,35 @@ def build_basis(
         warnings.warn(message, QualmsWarning, stacklevel=2)
     indices = chosen[whitening.pivots]
     return Basis(kernel, scale, features[indices], indices, whitening)
+
+
+def _choose(
+    kernel: Kernel, X: FloatArray, n: int | None, selection: str, rng: np.random.Generator
+) -> IntArray:
+    """Return the indices of n representatives, selected by name; the default is at most 1000.
+
+    Farthest points are far in the space of the features; leverage scores are those of the kernel.
+    """
+    if n is not None and check_integer("n_representatives", n, 1) > len(X):
+        expected = f"1 to {len(X)}, the number of distinct training points, or None"
+        raise InputError("n_representatives", n, expected)
+    wanted = min(len(X), _DEFAULT_REPRESENTATIVES) if n is None else n
+    if selection == "random":
+        return np.sort(rng.permutation(len(X))[:wanted]).astype(np.intp)
+    if selection == "fps":
+        chosen = farthest_points(X, wanted).indices
+    else:
+        # Features whose products approximate the kernel, which need not fit into memory. With as
+        # many landmarks as points they are exact.
+        landmarks = farthest_points(X, min(2 * wanted, len(X))).indices
+        exact = X[landmarks].astype(np.float64)
+        whitening = whiten(kernel(exact, exact))
+        K = np.asarray(kernel(X, X[landmarks[whitening.pivots]]), dtype=np.float64)
+        chosen = cur(whitening.features(K, overwrite=True), wanted).indices
+    if n is not None and len(chosen) < n:
+        message = f"Only {len(chosen)} of n_representatives={n} are independent in the kernel."
+        warnings.warn(message, QualmsWarning, stacklevel=2)
+    return chosen
 
 
 # Training points, their members and their calibration, for both regressors.
@@ -214,8 +206,7 @@ class TrainingSet:
         if len(self.first) < 2:
             raise InputError("X", "a single distinct row", "at least 2, to draw subsamples from")
         n = len(self.first)
-        indices = draw_members(n, n_members, subsample, rng, replace=replace, groups=self.groups)
-        return membership_counts(indices, n)
+        return draw_members(n, n_members, subsample, rng, replace=replace, groups=self.groups)
 
     def member_rows(self, counts: IntArray) -> list[IntArray]:
         """Return the rows, as given to ``fit``, in the training set of each member."""

@@ -67,7 +67,6 @@ from qualms.gp.ensemble import (
     draw_members,
     fit_full_model,
     fit_members,
-    membership_counts,
     out_of_bag_prediction,
 )
 from qualms.gp.kernels import unit_scale
@@ -148,9 +147,9 @@ def draw_ensemble(data: TrainingSet) -> Draw:
         what = "labelled atoms" if settings.resample == "atoms" else "different labelled structures"
         raise InputError("frames", f"{n_groups} {what}", f"at least 2 {what} to draw from")
     rng = np.random.default_rng(settings.seed)
-    size, with_replacement = settings.subsample, settings.replace
-    drawn = draw_members(n, settings.n_members, size, rng, replace=with_replacement, groups=groups)
-    counts = membership_counts(drawn, n)
+    counts = draw_members(
+        n, settings.n_members, settings.subsample, rng, replace=settings.replace, groups=groups
+    )
     lacking = np.flatnonzero(~spans(design, counts))
     anchored = settings.baseline == "composition" and len(lacking) > 0
     if anchored:
@@ -167,7 +166,7 @@ def draw_ensemble(data: TrainingSet) -> Draw:
             )
         raise InputError(
             "subsample",
-            size,
+            settings.subsample,
             f"subsamples that leave some of the {n} rows out of at least {MIN_ABSENT} of "
             f"{settings.n_members} members, to calibrate on",
             "Use smaller subsamples, more members or more structures, or calibration='none'.",
@@ -294,6 +293,7 @@ def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int |
         products += 48.0 * GRADIENTS * 30 * (d_raw + M)
         solving += (20 if M <= 800 else 6) * 8.0 * M**2
     picking = 4.0 * M * d + 100e6
+    copies = 2 if settings.per_species else 1  # the features of one species are copied
     if settings.selection == "cur":
         landmarks = min(2 * M, n)
         picking += 48.0 * landmarks**2 + 12.0 * landmarks * d
@@ -307,9 +307,10 @@ def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int |
         batches = 20.0 * batch * d_raw + 8.0 * workers * batch * d
         batches += workers * (0.25e9 + 12.0 * batch * d_raw) if workers > 1 else 0.0
         least = max(compressing, solving, batches + rows + products)
-        keep = base + max(least, 4.0 * n * d + max(batches, 1.1 * picking, rows + products))
+        kept, select = 4.0 * n * d, 1.1 * picking + 4.0 * (copies - 1) * n * d
+        keep = base + max(least, kept + max(batches, select, rows + products))
         beside = base + batches + picking  # while representatives are selected block by block
-        return keep, max(base + least, beside + 8.8 * M * d), beside
+        return keep, max(base + least, beside + 8.8 * M * d * copies), beside
 
     keep, recompute, beside = needed(n_workers)
     while n_workers > 1 and min(keep, recompute) > limit:
@@ -325,8 +326,8 @@ def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int |
     n_block, use = None, keep
     if keep > limit:
         # Candidates of all blocks are kept, at most M of each.
-        n_block = max(int((limit - beside) / (4.4 * d)) // 2, 2 * M)
-        use = max(recompute, beside + 4.4 * d * n_block)
+        n_block = max(int((limit - beside) / (4.4 * d)) // (1 + copies), 2 * M)
+        use = max(recompute, beside + 4.4 * d * n_block * copies)
     log.info(
         f"{n:,} environments × {d:,} features ({'kept' if n_block is None else 'computed twice'}), "
         f"{data.n_rows:,} labels, {M:,} representatives: about {size(use)} of memory "
@@ -421,11 +422,6 @@ def select_points(features: TrainingFeatures) -> Representatives:
         exact = X.astype(np.float64)
         rtol = _RTOL_OF_FORCES if data.settings.learns_forces else _RTOL
         whitening = whiten(np.asarray(kernel(exact, exact)), rtol=rtol)
-    if whitening.negative > 1e-5:
-        _warn(
-            "The kernel is not positive semi-definite; its negative part was dropped. Use an "
-            "integer exponent."
-        )
     pivots = whitening.pivots
     return Representatives(environments[pivots], np.ascontiguousarray(X[pivots]), whitening)
 

@@ -67,8 +67,8 @@ def draw_members(
     *,
     replace: bool = False,
     groups: Sequence[object] | IntArray | None = None,
-) -> list[IntArray]:
-    """Draw the training sets D_i of all members: N_R sorted arrays of indices.
+) -> IntArray:
+    """Draw the training sets D_i of all members: how often each sample is in each, (N, N_R).
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ def draw_members(
         n = subsample_size(subsample, n_groups)
         draws = [rng.permutation(n_groups)[:n] for _ in range(n_members)]
     counts = [np.bincount(drawn, minlength=n_groups)[codes] for drawn in draws]
-    return [np.repeat(np.arange(n_train), c) for c in counts]
+    return np.stack(counts, axis=1).astype(np.intp)
 
 
 def group_codes(groups: Sequence[object] | IntArray | None, n_train: int) -> IntArray:
@@ -111,12 +111,6 @@ def group_codes(groups: Sequence[object] | IntArray | None, n_train: int) -> Int
     except TypeError as error:
         given = f"labels of mixed types ({error})"
         raise InputError("groups", given, "one type of label") from error
-
-
-def membership_counts(member_indices: Sequence[IntArray], n_train: int) -> IntArray:
-    """Return how often each sample is in each D_i: (N, N_R); zero where it is absent."""
-    columns = [np.bincount(indices, minlength=n_train) for indices in member_indices]
-    return np.stack(columns, axis=1).astype(np.intp)
 
 
 def ensemble_mean_std(members: FloatArray) -> tuple[Float64Array, Float64Array]:
