@@ -152,7 +152,7 @@ def _choose(
         exact = X[landmarks].astype(np.float64)
         whitening = whiten(kernel(exact, exact))
         K = np.asarray(kernel(X, X[landmarks[whitening.pivots]]), dtype=np.float64)
-        chosen = cur(whitening.features(K, overwrite=True), wanted).indices
+        chosen = cur(whitening.features(K, overwrite=True), wanted)
     if n is not None and len(chosen) < n:
         message = f"Only {len(chosen)} of n_representatives={n} are independent in the kernel."
         warnings.warn(message, QualmsWarning, stacklevel=2)

@@ -172,7 +172,7 @@ def _select(
     X = features[landmarks].astype(np.float64)
     K = np.asarray(kernel(X, X))
     del X
-    return landmarks[cur_from_kernel(K, min(n, len(landmarks))).indices]
+    return landmarks[cur_from_kernel(K, min(n, len(landmarks)))]
 
 
 def _shares(center_species: IntArray, n: int) -> dict[int, int]:

@@ -276,21 +276,10 @@ class _Search:
 
 
 # CUR: picking rows by their leverage scores.
-class LeverageSelection(NamedTuple):
-    """Picks of CUR.
-
-    `indices` (n_selected,) are the picked rows, in order, and `scores` (n_selected,) the leverage
-    of each pick among directions that the picks before it do not span.
-    """
-
-    indices: IntArray
-    scores: Float64Array
-
-
-def cur(X: FloatArray, n: int) -> LeverageSelection:
+def cur(X: FloatArray, n: int) -> IntArray:
     """Pick rows one by one by their leverage among directions that the picks so far do not span.
 
-    The leverage of row i is ``π_i = Σ_k (u_i^(k))²`` over the n leading left singular vectors. The
+    Returns the indices of the picks, in order. The leverage of row i is ``π_i = Σ_k (u_i^(k))²`` over the n leading left singular vectors. The
     row with the largest is picked, and the vectors made orthogonal to it (Drmač & Gugercin, SIAM J.
     Sci. Comput. 38, A631 (2016)).
 
@@ -318,7 +307,7 @@ def cur(X: FloatArray, n: int) -> LeverageSelection:
     return _pivots(np.concatenate([A[rows].astype(np.float64) @ scaled for rows in blocks]))
 
 
-def cur_from_kernel(K: FloatArray, n: int) -> LeverageSelection:
+def cur_from_kernel(K: FloatArray, n: int) -> IntArray:
     """Pick rows by `cur` in the feature space of a kernel (n_points, n_points): K = Φ Φᵀ."""
     K = as_float(K, "K")
     if K.shape[0] != K.shape[1]:
@@ -338,13 +327,12 @@ def _leading(C: Float64Array, n: int, size: float, name: str) -> tuple[Float64Ar
     return values[kept], vectors[:, kept]
 
 
-def _pivots(U: Float64Array) -> LeverageSelection:
+def _pivots(U: Float64Array) -> IntArray:
     """Pick as many rows as the orthonormal columns U (n_points, k) span.
 
     UUᵀ has the leverages on its diagonal, and a step of its Cholesky factorisation leaves there
     those among directions that the pivots so far do not span. So the pivots are the picks.
     """
     H = blas.dsyrk(1.0, U, lower=1) if U.size else np.zeros((len(U), len(U)))
-    factor, pivots, _, _ = lapack.dpstrf(H, tol=0.0, lower=1, overwrite_a=1)
-    picks = pivots[: U.shape[1]].astype(np.intp) - 1
-    return LeverageSelection(picks, np.diag(factor)[: len(picks)] ** 2)
+    pivots = lapack.dpstrf(H, tol=0.0, lower=1, overwrite_a=1)[1]
+    return np.asarray(pivots[: U.shape[1]].astype(np.intp) - 1)
