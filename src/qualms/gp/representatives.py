@@ -279,9 +279,9 @@ class _Search:
 def cur(X: FloatArray, n: int) -> IntArray:
     """Pick rows one by one by their leverage among directions that the picks so far do not span.
 
-    Returns the indices of the picks, in order. The leverage of row i is ``π_i = Σ_k (u_i^(k))²`` over the n leading left singular vectors. The
+    The leverage of row i is ``π_i = Σ_k (u_i^(k))²`` over the n leading left singular vectors. The
     row with the largest is picked, and the vectors made orthogonal to it (Drmač & Gugercin, SIAM J.
-    Sci. Comput. 38, A631 (2016)).
+    Sci. Comput. 38, A631 (2016)). Returns the indices of the picks, in order.
 
     Parameters
     ----------
