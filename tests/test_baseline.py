@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qualms.atomistic.baseline import anchors, atom_design, fit_baseline, spans, structure_design
-from qualms.gp.ensemble import draw_members, membership_counts
+from qualms.gp.ensemble import draw_members
 
 SPECIES = [1, 6, 7, 8]
 
@@ -24,7 +24,7 @@ def fractions(rng, n, n_species):
 
 
 def members_of(rng, n, n_members, *, bootstrap=False):
-    return membership_counts(draw_members(n, n_members, 0.5, rng, replace=bootstrap), n)
+    return draw_members(n, n_members, 0.5, rng, replace=bootstrap)
 
 
 def fit(baseline, X, y, counts=None, *, kind="extensive", isolated=None):

@@ -15,7 +15,6 @@ from qualms.gp.ensemble import (
     draw_members,
     ensemble_mean_std,
     estimated_costs,
-    membership_counts,
     normal_product,
     out_of_bag_prediction,
     predict,
@@ -135,7 +134,6 @@ def test_members_equal_explicit_inverses(name, method):
     assert solved.weights.shape == expected.shape
     assert solved.weights.dtype == np.float64
     assert solved.method == method or method == "auto"
-    assert solved.relative_error <= TOLERANCE
     if solved.method == "cg":
         assert solved.n_iterations > 0
         error = prediction_error(Phi, solved.weights, expected)
@@ -371,27 +369,21 @@ def test_cg_with_many_rows_of_high_leverage(method, seed):
 @settings(max_examples=20)
 @given(st.integers(2, 40), st.integers(2, 9), st.floats(0.01, 0.99), st.integers(0, 2**31))
 def test_subsamples_have_their_size_and_no_repetitions(n_train, n_members, fraction, seed):
-    members = draw_members(n_train, n_members, fraction, np.random.default_rng(seed))
-    assert len(members) == n_members
-    for indices in members:
-        assert len(indices) == subsample_size(fraction, n_train)
-        assert np.all(np.diff(indices) > 0)
-        assert indices[0] >= 0
-        assert indices[-1] < n_train
+    counts = draw_members(n_train, n_members, fraction, np.random.default_rng(seed))
+    assert counts.shape == (n_train, n_members)
+    assert set(np.unique(counts)) == {0, 1}
+    np.testing.assert_array_equal(counts.sum(axis=0), subsample_size(fraction, n_train))
 
 
 def test_subsamples_are_uniform_and_reproducible():
-    members = draw_members(10, 2000, 3, np.random.default_rng(0))
-    counts = membership_counts(members, 10)
+    counts = draw_members(10, 2000, 3, np.random.default_rng(0))
     # Each point is in 30 % of the members: a binomial with a standard error of 1 %.
     np.testing.assert_allclose(counts.mean(axis=1), 0.3, atol=0.04)
-    again = draw_members(10, 2000, 3, np.random.default_rng(0))
-    assert all(np.array_equal(a, b) for a, b in zip(members, again, strict=True))
+    np.testing.assert_array_equal(counts, draw_members(10, 2000, 3, np.random.default_rng(0)))
 
 
 def test_bootstrap_draws_as_many_as_there_are_with_repetitions():
-    members = draw_members(50, 400, 0.5, np.random.default_rng(0), replace=True)
-    counts = membership_counts(members, 50)
+    counts = draw_members(50, 400, 0.5, np.random.default_rng(0), replace=True)
     np.testing.assert_array_equal(counts.sum(axis=0), 50)
     assert counts.max() > 1
     # A point is absent with probability (1 − 1/N)^N, close to 1/e.
@@ -401,8 +393,7 @@ def test_bootstrap_draws_as_many_as_there_are_with_repetitions():
 @pytest.mark.parametrize("replace", [False, True])
 def test_groups_are_in_or_out_as_a_whole(replace):
     labels = np.array(["b", "a", "b", "c", "a", "d"] * 5)
-    members = draw_members(30, 20, 0.5, np.random.default_rng(0), replace=replace, groups=labels)
-    counts = membership_counts(members, 30)
+    counts = draw_members(30, 20, 0.5, np.random.default_rng(0), replace=replace, groups=labels)
     for label in "abcd":
         assert np.all(counts[labels == label] == counts[labels == label][0])
     drawn = counts[[1, 0, 3, 5]].sum(axis=0)  # one row of each group

@@ -5,7 +5,7 @@ from checks import rejects
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qualms.errors import NumericalError
+from qualms.errors import NumericalError, QualmsWarning
 from qualms.gp import sparse_gp as projected_process
 from qualms.gp.kernels import PowerKernel, normalize_rows, unit_scale
 from qualms.gp.linalg import cholesky, whiten
@@ -181,7 +181,6 @@ def test_whitening_finds_the_rank_of_a_deficient_kernel(n_distinct, n_features, 
     rank = np.linalg.matrix_rank(rows)
     whitening = whiten(rows @ rows.T)
     assert whitening.effective_rank == rank
-    assert whitening.negative < 1e-12
     # Nothing is lost: the kernel of all is reproduced by those that are kept.
     Phi = whitening.features((rows @ rows.T)[:, whitening.pivots])
     np.testing.assert_allclose(Phi @ Phi.T, rows @ rows.T, atol=1e-7)
@@ -189,9 +188,9 @@ def test_whitening_finds_the_rank_of_a_deficient_kernel(n_distinct, n_features, 
 
 def test_an_indefinite_kernel_is_reported():
     K = np.array([[1.0, 2.0], [2.0, 1.0]])
-    whitening = whiten(K)
+    with pytest.warns(QualmsWarning):
+        whitening = whiten(K)
     assert whitening.effective_rank == 1
-    assert whitening.negative == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from qualms.atomistic.labels import collect_labels
 from qualms.atomistic.settings import make_settings, parse_memory
 from qualms.errors import NumericalError
 from qualms.features.gradients import batches
+from qualms.gp import ensemble
 from qualms.gp.representatives import farthest_points
 from qualms.prediction import Prediction
 from qualms.resources import SMALL as FEW_ATOMS
@@ -168,14 +169,14 @@ def test_noise_that_is_lost_in_rounding_is_raised(alloys, monkeypatch):
     draw = training.draw_ensemble(data)
     gp = training.fit_sparse_gp(training.compute_rows(data), data, draw.baseline)
     assert gp.noise == {"energy": 1e-3, "forces": 1e-2}
-    solve, least = training.solve_members, 5 * gp.process.noise_variance
+    solve, least = ensemble.solve_members, 5 * gp.process.noise_variance
 
     def fails_at_first(*args, **kwargs):
         if args[3].noise_variance < least:
             raise NumericalError("lost")
         return solve(*args, **kwargs)
 
-    monkeypatch.setattr(training, "solve_members", fails_at_first)
+    monkeypatch.setattr(ensemble, "solve_members", fails_at_first)
     with pytest.warns(QualmsWarning):
         raised = training.fit_ensemble(gp, data, draw).fitted
     assert raised.record.quantities["energy"].noise ** 2 == pytest.approx(1e-2)

@@ -39,7 +39,6 @@ from qualms.gp.ensemble import (
     fit_full_model,
     fit_members,
     group_codes,
-    membership_counts,
 )
 from qualms.gp.kernels import (
     Kernel,
@@ -102,36 +101,6 @@ class Basis:
         return np.concatenate(parts).reshape(len(X), *weights.shape[1:])
 
 
-def select_representatives(
-    kernel: Kernel, features: FloatArray, n: int | None, selection: str, rng: np.random.Generator
-) -> IntArray:
-    """Choose the indices of n representatives by name; the default is at most 1000.
-
-    Farthest points are far in the space of the features; leverage scores are those of the kernel.
-    """
-    n_points = len(features)
-    if n is not None and check_integer("n_representatives", n, 1) > n_points:
-        expected = f"1 to {n_points}, the number of distinct training points, or None"
-        raise InputError("n_representatives", n, expected)
-    wanted = min(n_points, _DEFAULT_REPRESENTATIVES) if n is None else n
-    if selection == "random":
-        return np.sort(rng.permutation(n_points)[:wanted]).astype(np.intp)
-    if selection == "fps":
-        chosen = farthest_points(features, wanted).indices
-    else:
-        # Features whose products approximate the kernel, which need not fit into memory. With as
-        # many landmarks as points they are exact.
-        landmarks = farthest_points(features, min(2 * wanted, n_points)).indices
-        exact = features[landmarks].astype(np.float64)
-        whitening = whiten(kernel(exact, exact))
-        K = np.asarray(kernel(features, features[landmarks[whitening.pivots]]), dtype=np.float64)
-        chosen = cur(whitening.features(K, overwrite=True), wanted).indices
-    if n is not None and len(chosen) < n:
-        message = f"Only {len(chosen)} of n_representatives={n} are independent in the kernel."
-        warnings.warn(message, QualmsWarning, stacklevel=2)
-    return chosen
-
-
 def build_basis(
     kernel: Kernel,
     X: FloatArray,
@@ -145,18 +114,12 @@ def build_basis(
     The weights (n,) of the points are for the mean of the diagonal.
     """
     features = normalize_rows(X) if isinstance(kernel, PowerKernel) else X
-    chosen = select_representatives(kernel, features, n, selection, rng)
+    chosen = _choose(kernel, features, n, selection, rng)
     exact = features[chosen].astype(np.float64)
     scale = unit_scale(1.0, kernel.diag(features), weight)
     # The rounding of kernel rows in float32 limits which representatives are still independent.
     whitening = whiten(kernel(exact, exact), rtol=1e-6 if X.dtype == np.float32 else None)
     whitening = replace(whitening, factor=whitening.factor * np.sqrt(scale))
-    if whitening.negative > 1e-6:
-        message = (
-            "The kernel is not positive semi-definite; negative directions were dropped. "
-            "(The power kernel is positive semi-definite for integer exponents.)"
-        )
-        warnings.warn(message, QualmsWarning, stacklevel=2)
     if whitening.effective_rank == 1 and len(X) > 1 and n != 1:
         message = (
             "The kernel does not distinguish the training points. The power kernel depends on "
@@ -165,6 +128,35 @@ def build_basis(
         warnings.warn(message, QualmsWarning, stacklevel=2)
     indices = chosen[whitening.pivots]
     return Basis(kernel, scale, features[indices], indices, whitening)
+
+
+def _choose(
+    kernel: Kernel, X: FloatArray, n: int | None, selection: str, rng: np.random.Generator
+) -> IntArray:
+    """Return the indices of n representatives, selected by name; the default is at most 1000.
+
+    Farthest points are far in the space of the features; leverage scores are those of the kernel.
+    """
+    if n is not None and check_integer("n_representatives", n, 1) > len(X):
+        expected = f"1 to {len(X)}, the number of distinct training points, or None"
+        raise InputError("n_representatives", n, expected)
+    wanted = min(len(X), _DEFAULT_REPRESENTATIVES) if n is None else n
+    if selection == "random":
+        return np.sort(rng.permutation(len(X))[:wanted]).astype(np.intp)
+    if selection == "fps":
+        chosen = farthest_points(X, wanted).indices
+    else:
+        # Features whose products approximate the kernel, which need not fit into memory. With as
+        # many landmarks as points they are exact.
+        landmarks = farthest_points(X, min(2 * wanted, len(X))).indices
+        exact = X[landmarks].astype(np.float64)
+        whitening = whiten(kernel(exact, exact))
+        K = np.asarray(kernel(X, X[landmarks[whitening.pivots]]), dtype=np.float64)
+        chosen = cur(whitening.features(K, overwrite=True), wanted)
+    if n is not None and len(chosen) < n:
+        message = f"Only {len(chosen)} of n_representatives={n} are independent in the kernel."
+        warnings.warn(message, QualmsWarning, stacklevel=2)
+    return chosen
 
 
 # Training points, their members and their calibration, for both regressors.
@@ -214,8 +206,7 @@ class TrainingSet:
         if len(self.first) < 2:
             raise InputError("X", "a single distinct row", "at least 2, to draw subsamples from")
         n = len(self.first)
-        indices = draw_members(n, n_members, subsample, rng, replace=replace, groups=self.groups)
-        return membership_counts(indices, n)
+        return draw_members(n, n_members, subsample, rng, replace=replace, groups=self.groups)
 
     def member_rows(self, counts: IntArray) -> list[IntArray]:
         """Return the rows, as given to ``fit``, in the training set of each member."""
@@ -463,23 +454,25 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         self.representative_indices_ = data.rows[data.first[basis.indices]]
         self.effective_rank_ = basis.whitening.effective_rank
         Phi = basis.features(points)
-        self._full = full = fit_full_model(
-            Phi, data.point_y, self.noise, sample_weight=weight, replicates=data.replicates()
+        full = fit_full_model(
+            Phi, data.point_y, {"y": self.noise}, sample_weight=weight, replicates=data.replicates()
         )
-        self.pp_weights_ = self._outputs(basis.whitening.kernel_weights(full.weights))
-        self.pp_intercept_ = self._outputs(full.center)
-        self.noise_variance_ = self._outputs(full.noise_variance)
         for fitted in ("weights_", "intercept_", "member_indices_", "calibration_"):
             if hasattr(self, fitted):
                 delattr(self, fitted)  # of an earlier fit with members
         if self.n_members:
             counts = data.draw_counts(self.n_members, self.subsample, self.replace, rng)
-            members = fit_members(full, Phi, data.point_y, counts, sample_weight=weight)
-            self.weights_ = self._outputs(basis.whitening.kernel_weights(members[0]), axis=1)
-            self.intercept_ = self._outputs(members[1], axis=0)
+            full, solution, intercepts = fit_members(full, Phi, data.point_y, counts)
+            weights = solution.weights * full.scale[:, None]
+            self.weights_ = self._outputs(basis.whitening.kernel_weights(weights), axis=1)
+            self.intercept_ = self._outputs(intercepts, axis=0)
             self.member_indices_ = data.member_rows(counts)
-            predicted = np.tensordot(Phi, members[0], 1) + members[1]
+            predicted = np.tensordot(Phi, weights, 1) + intercepts
             self.calibration_ = data.calibrate(predicted[data.inverse], counts, method)
+        self.pp_weights_ = self._outputs(basis.whitening.kernel_weights(full.weights))
+        self.pp_intercept_ = self._outputs(full.center)
+        self.noise_variance_ = self._outputs(full.process.noise_variance * full.scale**2)
+        self._process, self._scale = full.process, full.scale
         return self
 
     def predict(
@@ -520,7 +513,8 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         basis, std = self.basis_, []
         for block in basis.blocks(self._validated(X)):
             Phi = basis.whitening.features(basis.kernel_rows(block), overwrite=True)
-            std.append(self._full.std(Phi, np.asarray(basis.kernel.diag(block)) * basis.scale))
+            k_xx = np.asarray(basis.kernel.diag(block)) * basis.scale
+            std.append(np.sqrt(self._process.variance(Phi, k_xx))[:, None] * self._scale)
         return np.asarray(self._outputs(np.concatenate(std)))
 
     def _check_parameters(self) -> str:

@@ -245,9 +245,6 @@ class ThermalAverage:
         over its members.
     estimator : str
         "cea" or "direct".
-    n_frames : int
-    inefficiency : float
-        Number of frames per independent frame.
     n_effective : (N,) array
         Effective number of frames for the weights of each member.
     problems : tuple of str
@@ -259,8 +256,6 @@ class ThermalAverage:
     std_sampling: Float64Array
     sampled: Float64Array
     estimator: str
-    n_frames: int
-    inefficiency: float
     n_effective: Float64Array
     problems: tuple[str, ...]
 
@@ -368,8 +363,6 @@ def reweight(
         std_sampling=std_sampling.reshape(shape),
         sampled=common.mean(axis=0).reshape(shape),
         estimator=estimator,
-        n_frames=n,
-        inefficiency=inefficiency,
         n_effective=sizes,
         problems=problems,
     )

@@ -53,7 +53,8 @@ Results = dict[str, Any]
 #: Called with a structure that is too uncertain, and the results for it.
 OnExceed = Callable[[Atoms, Results], object]
 
-#: Step of the central difference in ln s: its error is about the square of that.
+#: Step of the central difference, relative to the standard deviation: its error is about the
+#: square of that.
 _STEP = 1e-4
 #: Results that ASE does not write: copied to ``atoms.info`` and to ``atoms.arrays``.
 _OF_ATOMS = ("forces_uncertainty", "forces_ensemble")
@@ -75,30 +76,34 @@ _CALIBRATED_FOR = ("forces", "energy")
 
 @dataclass(frozen=True)
 class CalibratedPoint:
-    """The members E_i of one prediction before calibration, f(s) and df/d ln s."""
+    """The members E_i (N_R,) of one prediction before calibration, and what calibrates them."""
 
     members: Float64Array
-    factor: float
-    slope: float
+    transform: Callable[[Float64Array], Float64Array]
 
     def member_gradients(self, gradients: Float64Array) -> Float64Array:
-        """Return ∇E_i' (…, N_R), given ∇E_i of the same shape."""
-        mean = gradients.mean(axis=-1, keepdims=True)
-        along = self._log_std_gradient(gradients)[..., None]
-        change = self.slope * (self.members - self.members.mean()) * along
-        return np.asarray(mean + self.factor * (gradients - mean) + change)
+        """Return ∇E_i' (…, N_R), given ∇E_i of the same shape.
+
+        A central difference along each gradient: the factors of a calibration depend on the
+        members. Energies are relative to their mean, so that no digits are lost.
+        """
+        deviations = self.members - self.members.mean()
+        std = float(ensemble_mean_std(self.members)[1])
+        slopes = ensemble_mean_std(gradients)[1]
+        step = np.divide(_STEP * std, slopes, out=np.ones_like(slopes), where=slopes > 0)[..., None]
+        step = np.where(step > 0, step, 1.0)
+        low, high = (self.transform(deviations + h * gradients) for h in (-step, step))
+        return np.asarray((high - low) / (2 * step))
 
     def std_gradient(self, gradients: Float64Array) -> Float64Array:
         """Return ∇σ (…), given ∇E_i (…, N_R); zero where all members agree."""
-        std = float(ensemble_mean_std(self.members)[1])
-        return (self.factor + self.slope) * std * self._log_std_gradient(gradients)
-
-    def _log_std_gradient(self, gradients: Float64Array) -> Float64Array:
-        deviations = self.members - self.members.mean()
-        square = float(deviations @ deviations)  # (N_R − 1) s²
+        members = self.transform(self.members[None])[0]
+        deviations = members - members.mean()
+        square = float(deviations @ deviations)  # (N_R − 1) σ²
         if square == 0.0:
             return np.zeros(gradients.shape[:-1])
-        return np.asarray(gradients @ deviations / square)  # Σ d_i ḡ = 0
+        along = self.member_gradients(gradients) @ deviations  # Σ d_i ḡ = 0
+        return np.asarray(along * ((len(members) - 1) * square) ** -0.5)
 
 
 def calibrated_point(
@@ -109,13 +114,13 @@ def calibrated_point(
     Without a calibration the factor does not depend on the standard deviation. `scale` is applied
     after calibration: the number of atoms, for an extensive property.
     """
-    before, after = (float(ensemble_mean_std(members)[1]) for members in (raw, calibrated))
-    factor, slope = (after / before if before > 0.0 else 1.0), 0.0
-    if calibration is not None and before > 0.0:
-        stds = before / scale * np.exp([-_STEP, _STEP])
-        low, high = (calibration.std(stds, len(raw)) / stds).tolist()
-        slope = (high - low) / (2 * _STEP)
-    return CalibratedPoint(raw, factor, slope)
+    if calibration is not None:
+        return CalibratedPoint(raw, lambda members: scale * calibration.transform(members / scale))
+    before, after = (ensemble_mean_std(members)[1] for members in (raw, calibrated))
+    factor = float(after / before) if before > 0.0 else 1.0
+    return CalibratedPoint(
+        raw, lambda members: rescaled(members, np.full(members.shape[:-1], factor))
+    )
 
 
 # --- calculators ---
@@ -196,7 +201,8 @@ class ModelCalculator(UncertaintyCalculator):
     def n_members(self) -> int:
         """N_R."""
         if isinstance(self.model, AtomisticModel):
-            return int(self.model.fitted.weights.shape[1])
+            fitted = self.model.fitted
+            return int(fitted.calibration.own(fitted.intercepts).shape[-1])
         return self.model.n_members
 
     def _compute(self, atoms: Atoms, properties: Sequence[str]) -> Results:
@@ -329,26 +335,23 @@ class MemberCalculator(ModelCalculator):
         They exist if members are scaled about their mean by a constant factor f:
         c_j = f δ_ij + (1 − f) / N_R.
         """
-        fitted, n = self._fitted, self.n_members
+        fitted = self._fitted
         if fitted is None:
             return None
-        candidates: list[Calibration | None] = [fitted.calibration]
+        n, calibration = self.n_members, fitted.calibration
+        f = calibration.constant_factor(n)
         if self.calibrated_for == "forces":
             of_forces = fitted.calibrations["forces"]
-            constant = [of_forces.get(method) for method in ("student", "linear")]
-            candidates = [fitted.calibration_of("forces"), *constant]
-        factors = [_constant_factor(found, n) for found in candidates if found is not None]
-        f = next((factor for factor in factors if factor is not None), None)
-        if f is None and self.calibrated_for == "forces":
-            f = 1.0
-        return None if f is None else np.asarray(f * np.eye(n)[self.index] + (1.0 - f) / n)
-
-
-def _constant_factor(calibration: Calibration, n_members: int) -> float | None:
-    """Return the factor of a calibration, if it does not depend on the standard deviation."""
-    stds = np.array([1e-3, 1.0])
-    low, high = (calibration.std(stds, n_members) / stds).tolist()
-    return float(high) if np.isclose(low, high, rtol=1e-12, atol=0.0) else None
+            calibration = of_forces[fitted.settings.calibration]
+            others = [of_forces.get(method) for method in ("student", "linear")]
+            factors = [c.constant_factor(n) for c in (calibration, *others) if c]
+            f = next((factor for factor in factors if factor is not None), 1.0)
+            f = calibration.typical_factor or f
+        if f is None:
+            return None
+        n = fitted.weights.shape[1]
+        own = calibration.own(np.eye(n))[:, self.index]  # E_j' before the factor, in terms of E_j
+        return np.asarray(f * own + (1.0 - f) / n)
 
 
 def annotate(atoms: Atoms, results: Results) -> None:
@@ -688,7 +691,7 @@ class WeightedBaseline(UncertaintyCalculator):
         if forces.shape != (len(atoms), 3, len(members)):
             given = f"forces_ensemble of shape {forces.shape}"
             raise InputError("learned", given, f"{(len(atoms), 3, len(members))}")
-        return -CalibratedPoint(members, factor=1.0, slope=0.0).std_gradient(forces)
+        return -calibrated_point(members, members, None).std_gradient(forces)
 
 
 def _has_gradient(learned: AseCalculator) -> bool:

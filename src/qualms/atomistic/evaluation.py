@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from ase import Atoms
@@ -15,8 +15,9 @@ from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import check_species, check_structures
 from qualms.atomistic.training import not_zero_by_symmetry
 from qualms.calibration.base import Calibration, calibration_data
-from qualms.calibration.fitting import METHODS, fit_calibration
-from qualms.calibration.methods import vector_std
+from qualms.calibration.fitting import MODEL_METHODS, fit_calibration
+from qualms.calibration.methods import NoCalibration, VectorCalibration, vector_std
+from qualms.calibration.sources import WithNovelty
 from qualms.errors import CalibrationError
 from qualms.evaluation import COMPONENT_NAMES, Evaluation
 from qualms.gp.ensemble import ensemble_mean_std, group_codes
@@ -122,34 +123,42 @@ def evaluate(
 class _Points:
     """Reference values y (n,) and their predictions.
 
-    Components of vectors and tensors are multiplied by `ratios` (n,) to be calibrated: see
-    `qualms.calibration.methods`. Mean and standard deviation of the projected process are `pp`.
+    `members` are those of all points before calibration: (n, N_R), or (v, k, N_R) of v vectors or
+    tensors, whose vector and component the points are in `place`. The first `n_subsampled` are
+    trained on subsamples. Estimates by the projected process, mean and standard deviation (2, n),
+    are in `processes`.
     """
 
     references: References
     y: Float64Array
     prediction: Prediction
-    ratios: Float64Array
-    pp: Float64Array | None = None
+    members: Float64Array
+    n_subsampled: int
+    place: tuple[IntArray, IntArray] | None = None
+    novelty_std: Float64Array | None = None
+    processes: Mapping[str, Float64Array] = field(default_factory=dict)
 
-    @property
-    def raw(self) -> Prediction:
-        return self.prediction.uncalibrated
-
-    def apply(self, calibration: Calibration, chosen: BoolArray | slice) -> Float64Array:
-        """Return calibrated members of the chosen points."""
-        scale = self.ratios[chosen, None]
-        return np.asarray(calibration.transform(self.raw.members[chosen] * scale) / scale)
+    def apply(self, calibration: Calibration) -> Float64Array:
+        """Return calibrated members: (n, N_R)."""
+        if self.place is None:
+            return calibration.transform(self.members, novelty_std=self.novelty_std)
+        return VectorCalibration(calibration).transform(self.members)[self.place]
 
     def fit(self, method: str, chosen: BoolArray | slice) -> Calibration:
-        """Return a calibration fitted to the chosen points."""
-        scale = self.ratios[chosen]
-        members = self.raw.members[chosen] * scale[:, None]
-        return fit_calibration(calibration_data(self.y[chosen] * scale, members), method)
+        """Return a calibration of the subsampled members, fitted to the chosen points."""
+        members = self.members[..., : self.n_subsampled]
+        ratios = np.ones(len(self.y))
+        if self.place is not None:
+            ensemble_std = ensemble_mean_std(members)[1]
+            members = members[self.place]
+            ratios = vector_std(ensemble_std)[self.place[0]] / ensemble_std[self.place]
+        members = (members * ratios[:, None])[chosen]
+        data = calibration_data((self.y * ratios)[chosen], members)
+        return replace(fit_calibration(data, method), n_subsampled=self.n_subsampled)
 
     def score(self, members: Float64Array) -> Scores:
         """Return the scores of calibrated members."""
-        return score(self.y, Prediction(members, uncalibrated=self.raw))
+        return score(self.y, Prediction(members, uncalibrated=self.prediction.uncalibrated))
 
 
 def _evaluate(
@@ -160,19 +169,19 @@ def _evaluate(
     validation: _Points | None,
 ) -> Evaluation:
     out_of_bag, references = model.fitted.calibrations.get(name, {}), test.references
-    scores = {"raw": score(test.y, test.raw)}
+    raw = test.apply(NoCalibration(n_subsampled=test.n_subsampled))
+    scores = {"raw": test.score(raw)}
     for method in _VALIDATED:
         members = _validated(test, validation, method)
         if members is not None:
             scores[f"{method} (validation)"] = test.score(members)
-    for method in METHODS:
+    for method in MODEL_METHODS:
         if method != "none" and method in out_of_bag:
-            members = test.apply(out_of_bag[method], slice(None))
-            scores[f"{method} (out-of-bag)"] = test.score(members)
+            scores[f"{method} (out-of-bag)"] = test.score(test.apply(out_of_bag[method]))
     if not out_of_bag:
         scores["as the energy"] = score(test.y, test.prediction)
-    if test.pp is not None:
-        scores["GPR PP"] = score_arrays(test.y, *test.pp)
+    for name_of_process, estimate in test.processes.items():
+        scores[name_of_process] = score_arrays(test.y, *estimate)
     other_half = "the other half of the test set"
     return Evaluation(
         target=model.settings.keys[name],
@@ -196,14 +205,12 @@ def _validated(test: _Points, validation: _Points | None, method: str) -> Float6
     structure = test.references.structure
     try:
         if validation is not None:
-            return test.apply(validation.fit(method, slice(None)), slice(None))
+            return test.apply(validation.fit(method, slice(None)))
         if len(test.y) < _MIN_CROSS_FIT or len(np.unique(structure)) < 2:
             return None
         even = group_codes(structure, len(test.y)) % 2 == 0
-        members = np.empty(np.shape(test.raw.members))
-        for half in (even, ~even):
-            members[half] = test.apply(test.fit(method, ~half), half)
-        return members
+        of_even, of_odd = (test.apply(test.fit(method, half)) for half in (even, ~even))
+        return np.where(even[:, None], of_odd, of_even)
     except CalibrationError:
         return None
 
@@ -223,14 +230,16 @@ def _predict_target(
     """Predict averages over atoms, or atoms."""
     fitted, indices = model.fitted, np.unique(references.structure)
     used = [frames[i] for i in indices]
-    members, pp, done = [], [], 0
+    members, novelty, parts, done = [], [], [], 0
     with stages.stage("Predictions", len(used)) as advance:
         for chunk in model.stream(used):
             K_XM, design = chunk.rows(), chunk.design
             members.append(fitted.members(K_XM, design))
             if fitted.pp_variance is not None:
-                std = fitted.pp_variance.std(K_XM, chunk.prior_variance())
-                pp.append((fitted.pp_mean(K_XM, design), std))
+                k_xx = chunk.prior_variance()
+                p2, q2 = fitted.pp_variance.parts(K_XM, k_xx)
+                parts.append((fitted.pp_mean(K_XM, design), p2, q2))
+                novelty.append(fitted.pp_variance.novelty_std(K_XM, k_xx))
             done += len(chunk.frames)
             advance(done)
     y, rows = references.y, np.arange(len(references.y))
@@ -241,9 +250,24 @@ def _predict_target(
         pairs = zip(indices, model.target_atoms(used), strict=True)
         predicted = np.concatenate([i * span + atoms for i, atoms in pairs])
         rows = np.flatnonzero(np.isin(predicted, references.structure * span + references.atom))
-    prediction = Prediction(np.concatenate(members)[rows]).calibrated(fitted.calibration)
-    mean_and_std = np.concatenate(pp, axis=1)[:, rows] if pp else None
-    return _Points(references, y, prediction, np.ones(len(y)), mean_and_std)
+    raw, q = np.concatenate(members)[rows], None
+    processes = {}
+    if fitted.pp_variance is not None:
+        mean, p2, q2 = np.concatenate(parts, axis=1)[:, rows]
+        noise = fitted.pp_variance.noise_variance * fitted.pp_variance.variance
+        processes["GPR PP"] = np.stack([mean, np.sqrt(p2 + q2 + noise)])
+        processes["GPR PP, posterior part"] = np.stack([mean, np.sqrt(p2)])
+        q = np.concatenate(novelty)[rows]
+    transform = fitted.calibration if q is None else WithNovelty(fitted.calibration, q)
+    return _Points(
+        references=references,
+        y=y,
+        prediction=Prediction(raw).calibrated(transform),
+        members=raw,
+        n_subsampled=fitted.settings.n_subsampled or raw.shape[1],
+        novelty_std=q,
+        processes=processes,
+    )
 
 
 def _predict_derivatives(
@@ -269,12 +293,13 @@ def _predict_derivatives(
                             predicted[name][i] = getattr(one, name)
                 done += len(some)
                 advance(done)
-    points = {name: _known_components(one, predicted[name]) for name, one in references.items()}
+    n = model.settings.n_subsampled
+    points = {name: _known_components(one, predicted[name], n) for name, one in references.items()}
     return {name: one for name, one in points.items() if one is not None}
 
 
 def _known_components(
-    references: References, predicted: Mapping[int, Prediction]
+    references: References, predicted: Mapping[int, Prediction], n_subsampled: int
 ) -> _Points | None:
     """Collect components that have a reference value and are not zero by symmetry."""
     assert references.component is not None
@@ -296,6 +321,11 @@ def _known_components(
     atom = None if references.atom is None else references.atom[apart]
     y, structure = references.y[apart], references.structure[apart]
     kept = References(y, structure, atom, component, references.n_unlabelled)
-    plain = Prediction(raw[rows, component])
-    ratios = vector_std(ensemble_mean_std(raw)[1])[rows] / plain.std
-    return _Points(kept, y, Prediction(own[rows, component], uncalibrated=plain), ratios)
+    return _Points(
+        references=kept,
+        y=y,
+        prediction=Prediction(own[rows, component], uncalibrated=Prediction(raw[rows, component])),
+        members=raw,
+        n_subsampled=n_subsampled or raw.shape[-1],
+        place=(np.asarray(rows, dtype=np.intp), component),
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,7 +12,8 @@ from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.atomistic.baseline import Baseline
 from qualms.atomistic.kernel_rows import Basis
 from qualms.atomistic.settings import Settings
-from qualms.calibration.base import Calibration
+from qualms.calibration.base import Calibration, MemberTransform
+from qualms.calibration.sources import WithNovelty
 from qualms.features.soap import Representation
 from qualms.gp.linalg import cholesky_whiten
 from qualms.gp.sparse_gp import novelty_variance, posterior_variance
@@ -140,6 +141,18 @@ class Fitted:
     def calibration_of(self, quantity: str) -> Calibration | None:
         """Return the calibration of a quantity, if it has one of its own."""
         return self.calibrations.get(quantity, {}).get(self.settings.calibration)
+
+    def transform_for(
+        self, K_XM: Float64Array, prior_variance: Callable[[], Float64Array]
+    ) -> MemberTransform:
+        """Return the calibration of the target for kernel rows, with their novelty if it matters.
+
+        `prior_variance` returns the diagonal of K_XX.
+        """
+        calibration = self.calibration
+        if not getattr(calibration, "novelty", 0.0) or self.pp_variance is None:
+            return calibration
+        return WithNovelty(calibration, self.pp_variance.novelty_std(K_XM, prior_variance()))
 
     @cached_property
     def basis(self) -> Basis:

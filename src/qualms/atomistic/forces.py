@@ -36,7 +36,7 @@ from qualms.atomistic.baseline import structure_design
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.labels import ForceLabels
 from qualms.atomistic.structures import VOIGT, check_species, check_structures
-from qualms.calibration.base import Calibration, MemberTransform
+from qualms.calibration.base import MemberTransform
 from qualms.calibration.methods import Scaled, VectorCalibration
 from qualms.errors import InputError, QualmsWarning
 from qualms.features.gradients import (
@@ -453,14 +453,13 @@ def predict_with_forces(
     sizes = np.array([len(atoms) for atoms in frames])
     per_atom = Prediction(member_energies(fitted, frames, found.energies))
     energy = per_atom.calibrated(fitted.calibration)
-    raw_std = energy.uncalibrated.std
-    factors = np.divide(energy.std, raw_std, out=np.ones_like(raw_std), where=raw_std > 0)
+    factors = fitted.calibration.factors_of(energy.std, per_atom.members)
     stresses = None
     if found.virials is not None:
         volumes = np.array([atoms.cell.volume for atoms in frames])
         raw = Prediction(found.virials / volumes[:, None, None])
-        stresses = raw.calibrated(_own(fitted.calibration_of("stress"), factors))
-    own = _own(fitted.calibration_of("forces"), np.repeat(factors, sizes))
+        stresses = raw.calibrated(_own(fitted, "stress", factors))
+    own = _own(fitted, "forces", np.repeat(factors, sizes))
     forces = Prediction(found.forces).calibrated(own)
     return ForcePrediction(energy * sizes, forces, stresses, offsets_of(sizes))
 
@@ -481,9 +480,10 @@ def member_energies(
     return energies / sizes + fitted.intercepts + fitted.baseline.predict_members(design)
 
 
-def _own(calibration: Calibration | None, factors: Float64Array) -> MemberTransform:
+def _own(fitted: Fitted, quantity: str, factors: Float64Array) -> MemberTransform:
     """Return the calibration of forces, or of stresses: their own, or given factors."""
-    return Scaled(factors) if calibration is None else VectorCalibration(calibration)
+    own = fitted.calibration_of(quantity)
+    return Scaled(factors, fitted.calibration) if own is None else VectorCalibration(own)
 
 
 # --- which models and structures have forces ---

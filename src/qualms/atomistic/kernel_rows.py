@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.atomistic.settings import Settings
 from qualms.features.soap import structure_blocks
 from qualms.gp.kernels import Kernel, sum_over_structures
-from qualms.gp.representatives import RowSource, cur_from_kernel, farthest_points
+from qualms.gp.representatives import cur_from_kernel, farthest_points
 
 #: Elements of a kernel block: 64 MB of float64.
 _ELEMENTS = 8_000_000
@@ -128,23 +127,8 @@ def _novelty(similarity: FloatArray) -> FloatArray:
 LANDMARKS = 2
 
 
-class _Rows:
-    """Some rows of features; a `RowSource`."""
-
-    def __init__(self, features: RowSource, rows: IntArray) -> None:
-        self._features, self._rows = features, rows
-        self.shape = (len(rows), features.shape[1])
-        self.dtype = features.dtype
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, rows: Any) -> FloatArray:
-        return self._features[self._rows[rows]]
-
-
 def select_representatives(
-    features: RowSource,
+    features: FloatArray,
     kernel: Kernel,
     center_species: IntArray,
     settings: Settings,
@@ -163,7 +147,7 @@ def select_representatives(
     picks: list[IntArray] = []
     for z, share in _shares(center_species, n).items():
         rows = np.flatnonzero(center_species == z)
-        chosen = _select(_Rows(features, rows), kernel, share, settings.selection, rng, None)
+        chosen = _select(features[rows], kernel, share, settings.selection, rng, None)
         picks.append(rows[chosen])
         if on_pick is not None:
             on_pick(sum(map(len, picks)))
@@ -171,7 +155,7 @@ def select_representatives(
 
 
 def _select(
-    features: RowSource,
+    features: FloatArray,
     kernel: Kernel,
     n: int,
     selection: str,
@@ -188,7 +172,7 @@ def _select(
     X = features[landmarks].astype(np.float64)
     K = np.asarray(kernel(X, X))
     del X
-    return landmarks[cur_from_kernel(K, min(n, len(landmarks))).indices]
+    return landmarks[cur_from_kernel(K, min(n, len(landmarks)))]
 
 
 def _shares(center_species: IntArray, n: int) -> dict[int, int]:

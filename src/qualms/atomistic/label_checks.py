@@ -95,7 +95,8 @@ def check_derivatives(Phi: FloatArray, energies: Float64Array, data: TrainingSet
     if len(np.unique(data.groups)) < _ENOUGH or np.ptp(energies) == 0:
         return
     center = data.settings.baseline != "none"
-    full = fit_full_model(Phi[:n], energies, "loo", center=center, groups=data.groups)
+    loo = {"energy": "loo"}
+    full = fit_full_model(Phi[:n], energies, loo, center=center, groups=data.groups)
     weights = full.weights[:, 0]
     errors = energies - full.center[0] - Phi[:n] @ weights
     if _median_square(errors) > (1 - _EXPLAINED) * _median_square(energies):

@@ -128,7 +128,7 @@ class AtomisticModel:
     def predict_mean(
         self, frames: Sequence[Atoms], *, unknown_species: str = "error"
     ) -> Float64Array:
-        """Predict without uncertainties: the ensemble mean, Eq. (4)."""
+        """Predict without uncertainties."""
         chunks = self.stream(frames, unknown_species=unknown_species)
         return np.concatenate([self.fitted.mean(c.rows(), c.design) * c.factors for c in chunks])
 
@@ -305,7 +305,7 @@ class Chunk:
     def predict(self, rows: Float64Array) -> Prediction:
         """Return the calibrated prediction for kernel rows."""
         raw = Prediction(self.fitted.members(rows, self.design))
-        calibrated = raw.calibrated(self.fitted.calibration)
+        calibrated = raw.calibrated(self.fitted.transform_for(rows, self.prior_variance))
         return calibrated * self.sizes if self.fitted.settings.kind == "extensive" else calibrated
 
     def atom_novelty(self) -> list[Float64Array]:
@@ -391,16 +391,18 @@ def atom_contributions(chunk: Chunk) -> list[Prediction]:
     raw = fitted.basis.environment_rows(chunk.batch.features) @ fitted.weights
     raw += fitted.intercepts
     raw += fitted.baseline.predict_members(chunk.atom_design)
-    ensemble_std = whole.uncalibrated.std
-    factors = np.divide(
-        whole.std, ensemble_std, out=np.ones_like(ensemble_std), where=ensemble_std > 0
-    )
-    parts = zip(edges, factors, strict=True)
-    return [Prediction(raw[a:b]).calibrated(Scaled(float(factor))) for (a, b), factor in parts]
+    calibration = fitted.calibration
+    factors = calibration.factors_of(whole.std, whole.uncalibrated.members)
+    return [
+        Prediction(raw[a:b]).calibrated(Scaled(float(factor), calibration))
+        for (a, b), factor in zip(edges, factors, strict=True)
+    ]
 
 
 # --- summary --------------------------------------------------------------------------------------
 
+#: What a prediction is, by the share of the ensemble mean; otherwise it is a blend.
+_CENTRES = {0.0: "full model", 1.0: "ensemble mean"}
 _COMPRESSIONS = {"pca": "PCA", "pairs": "PCA of pairs of species", "fps": "FPS", "cur": "CUR"}
 
 
@@ -410,6 +412,8 @@ def summarize(fitted: Fitted) -> dict[str, str]:
     units = f" in {settings.units}" if settings.units else ""
     of = f" of {symbols_of(settings.species)}" if settings.species else ""
     how = "bootstrap" if settings.replace else f"subsamples of {settings.subsample:g}"
+    kinds = [f"{settings.n_members}, {how} ({record.solver})"] if settings.n_subsampled else []
+    kinds += [f"{settings.n_drawn} of the posterior"] if settings.n_drawn else []
     target = record.quantities["energy"]
     counts = {
         "unlabelled skipped": target.n_without,
@@ -429,7 +433,9 @@ def summarize(fitted: Fitted) -> dict[str, str]:
         "noise": f"σ = {target.noise:.4g} {settings.units_of('energy')}".rstrip()
         + f" ({target.noise / record.target_std:.1e} of the standard deviation of the target)",
         "baseline": fitted.baseline.name,
-        "members": f"{settings.n_members}, {how} ({record.solver})",
+        "members": " and ".join(kinds),
+        "prediction": f"{_CENTRES.get(record.centre, 'blend')} (share of the ensemble mean: "
+        f"λ = {record.centre:.2f})",
     }
     for name, found in record.quantities.items():
         of, units = "" if name == "energy" else f"{name} ", settings.units_of(name)
@@ -443,14 +449,9 @@ def summarize(fitted: Fitted) -> dict[str, str]:
             facts[f"{of}error"] = f"{errors} ({found.n_out_of_bag} out-of-bag rows)"
         facts[f"{of}calibration"] = "as the energy"
         if (calibration := fitted.calibration_of(name)) is not None:
-            alpha, gamma = (
-                f"{value:.3f}" if value == 0 or abs(value) >= 0.01 else f"{value:.2e}"
-                for value in (calibration.alpha, calibration.gamma)
-            )
             structures = counted(found.n_out_of_bag_structures, "structure")
             points = f"{calibration.n_points} points of {structures}"
-            fit = f"{calibration.method}, α = {alpha}, γ = {gamma} ({points})"
-            facts[f"{of}calibration"] = fit
+            facts[f"{of}calibration"] = f"{calibration.describe()} ({points})"
     facts["time"] = format_time(sum(record.seconds.values()))
     made = f"{provenance.created} by qualms {provenance.packages['qualms']}"
     return facts | {"made": f"{made}, data {provenance.data_digest[:12]}"}

@@ -118,7 +118,8 @@ def read_model(path: str | Path) -> Fitted:
     tensors, document = read_tensors(path, ModelDocument, format=FORMAT, version=PROTOCOL)
     try:
         sizes = {
-            "n_members": document.settings.n_members,
+            "n_subsampled": document.settings.n_subsampled,
+            "n_members": document.settings.n_subsampled + document.settings.n_drawn,
             "species": len(document.species),
             "rows": document.record.quantities["energy"].n_rows,
         }
@@ -151,7 +152,7 @@ def _expected(document: ModelDocument) -> dict[str, TensorSpec]:
         "pp_weights": TensorSpec("f", ("r",)),
         "baseline": TensorSpec("f", ("species",)),
         "baseline_members": TensorSpec("f", ("species", "n_members")),
-        "membership": TensorSpec("u", ("rows", "n_members")),
+        "membership": TensorSpec("u", ("rows", "n_subsampled")),
     }
     for s in range(document.n_projections):
         expected[f"projection_{s}"] = TensorSpec("f", (f"D{s}", f"q{s}"))
@@ -208,7 +209,7 @@ def _calibrations(
     typical = np.array([document.largest_ensemble_std or 1.0])
     for name, calibration in calibrations.items():
         with np.errstate(all="ignore"):
-            std = float(calibration.std(typical, document.settings.n_members)[0])
+            std = float(calibration.std(typical, max(document.settings.n_members, 3))[0])
         if not 0 <= std < np.inf:
             raise ValueError(f"calibration {name} gives a standard deviation of {std}")
     return calibrations

@@ -17,11 +17,11 @@ import datetime
 import logging
 import platform
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import combinations_with_replacement
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from ase import Atoms
@@ -29,20 +29,32 @@ from threadpoolctl import threadpool_limits
 
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
 from qualms.atomistic.baseline import Baseline, anchors, fit_baseline, spans
-from qualms.atomistic.fitted import Fitted, ProjectedVariance, Provenance, QuantityRecord, Record
+from qualms.atomistic.fitted import (
+    N_LEADING,
+    Fitted,
+    ProjectedVariance,
+    Provenance,
+    QuantityRecord,
+    Record,
+)
 from qualms.atomistic.forces import fill_rows, scale_rows
 from qualms.atomistic.kernel_rows import LANDMARKS, Basis, select_representatives
 from qualms.atomistic.label_checks import check_derivatives, warn_of_outliers
 from qualms.atomistic.labels import Quantity, TrainingSet, collect_labels
 from qualms.atomistic.settings import Settings, parse_memory
-from qualms.calibration.base import Calibration, CalibrationData, calibration_data
-from qualms.calibration.fitting import METHODS, fit_out_of_bag, out_of_bag_points
+from qualms.calibration.base import (
+    Calibration,
+    CalibrationData,
+    FullModelData,
+    calibration_data,
+)
+from qualms.calibration.fitting import MODEL_METHODS, fit_out_of_bag, out_of_bag_points
 from qualms.calibration.methods import NoCalibration
+from qualms.calibration.sources import MIN_POINTS
 from qualms.errors import (
     CalibrationError,
     ExactFitError,
     InputError,
-    NumericalError,
     QualmsWarning,
     counted,
 )
@@ -52,6 +64,7 @@ from qualms.features.soap import (
     BATCH,
     BLOCK,
     SERIAL,
+    Batch,
     Compression,
     Representation,
     fit_representation,
@@ -62,20 +75,20 @@ from qualms.features.soap import (
 )
 from qualms.gp.ensemble import (
     MIN_ABSENT,
-    MemberSolution,
+    FullModel,
+    blend_share,
     draw_members,
-    membership_counts,
+    fit_full_model,
+    fit_members,
     out_of_bag_prediction,
-    solve_members,
 )
 from qualms.gp.kernels import unit_scale
 from qualms.gp.linalg import Whitening, whiten
-from qualms.gp.noise import noise_grid, select_joint_noise, select_noise
 from qualms.gp.sparse_gp import (
     ProjectedProcess,
-    fit_projected_process,
-    gram_matrix,
-    leave_one_out_residuals,
+    leave_out,
+    novelty_variance,
+    posterior_deviations,
 )
 from qualms.progress import Stages
 
@@ -83,10 +96,13 @@ log = logging.getLogger(__name__)
 
 #: Share of the training structures that would not count as extrapolation if they were new.
 _NOT_NOVEL = 0.99
+#: Streams of random numbers, beside that of the draw of members: the sample that a compression is
+#: fitted to, the selection of representatives, posterior members, and the groups left out.
+_SAMPLE_STREAM, _SELECTION_STREAM, _POSTERIOR_STREAM, _LEAVE_OUT_STREAM = 1, 3, 4, 5
+#: Multiplications that leaving rows out of the full model may take, some seconds.
+_PRODUCTS = 5e11
 #: Features are float32, or with forces float64: see `qualms.gp.linalg.whiten`.
 _RTOL, _RTOL_OF_FORCES = 1e-6, 1e-10
-#: How often noise variances that are lost in rounding are raised, by a factor of ten.
-_ATTEMPTS = 8
 #: Representatives and rows up to which matrices are small, and one thread is the fastest.
 _SMALL, _FEW = 500, 50_000
 #: Components on which members agree to this share of the largest label, or to this number, are zero
@@ -99,8 +115,6 @@ _ENOUGH, _WELL = {"forces": 10, "stress": 3}, 10
 #: Parameter of the noise variance of each quantity.
 _NOISES = {"energy": "noise", "forces": "forces_noise", "stress": "stress_noise"}
 _PACKAGES = ("qualms", "numpy", "scipy", "ase", "dscribe", "featomic", "safetensors")
-
-T = TypeVar("T")
 
 
 class Trained(NamedTuple):
@@ -128,7 +142,8 @@ def fit(
         draw = draw_ensemble(data)
         rows = compute_rows(data, memory=settings.memory, threads=threads, stages=stages)
         gp = fit_sparse_gp(rows, data, draw.baseline, stages)
-        return fit_ensemble(gp, data, draw, stages)
+        ensemble = fit_ensemble(gp, data, draw, stages)
+        return calibrate(ensemble, data, stages)
 
 
 # --- the draw of members --------------------------------------------------------------------------
@@ -153,15 +168,18 @@ def draw_ensemble(data: TrainingSet) -> Draw:
         what = "labelled atoms" if settings.resample == "atoms" else "different labelled structures"
         raise InputError("frames", f"{n_groups} {what}", f"at least 2 {what} to draw from")
     rng = np.random.default_rng(settings.seed)
-    size, with_replacement = settings.subsample, settings.replace
-    drawn = draw_members(n, settings.n_members, size, rng, replace=with_replacement, groups=groups)
-    counts = membership_counts(drawn, n)
+    counts = np.zeros((n, 0), dtype=np.intp)
+    if settings.n_subsampled:
+        counts = draw_members(
+            n, settings.n_members, settings.subsample, rng, replace=settings.replace, groups=groups
+        )
     lacking = np.flatnonzero(~spans(design, counts))
     anchored = settings.baseline == "composition" and len(lacking) > 0
     if anchored:
         here = np.ix_(np.isin(groups, groups[anchors(design)]), lacking)
         counts[here] = np.maximum(counts[here], 1)
-    if settings.calibration != "none" and not _out_of_bag(counts).any():
+    calibrated = settings.n_subsampled and settings.calibration != "none"
+    if calibrated and not _out_of_bag(counts).any():
         if anchored:
             raise InputError(
                 "baseline",
@@ -172,7 +190,7 @@ def draw_ensemble(data: TrainingSet) -> Draw:
             )
         raise InputError(
             "subsample",
-            size,
+            settings.subsample,
             f"subsamples that leave some of the {n} rows out of at least {MIN_ABSENT} of "
             f"{settings.n_members} members, to calibrate on",
             "Use smaller subsamples, more members or more structures, or calibration='none'.",
@@ -220,31 +238,62 @@ def compute_rows(
     stages: Stages | None = None,
 ) -> KernelRows:
     """Compute features, select representatives, and compute the kernel rows of all labels."""
-    stages = stages or Stages()
-    n_block, n_workers = _plan_memory(data, parse_memory(memory), threads)
-    source = _Source(data, _fit_representation(data, stages), n_workers, stages)
-    X = source.array(0, len(data.frames)) if n_block is None else None
-    if X is not None:
-        stop_workers()  # and free their memory
-    environments, representatives = _select(source, X, n_block)
-    whitening = _whiten(source, representatives)
-    environments = environments[whitening.pivots]
-    representatives = np.ascontiguousarray(representatives[whitening.pivots])
-    # The leading components of compressed features are multiplied in float64 anyway.
-    kernel, compressed = source.representation.kernel, source.representation.projections
-    exact = representatives if compressed else representatives.astype(np.float64)
-    plain = Basis(kernel, exact, 1.0, data.settings.per_atom)
-    K, k_xx, scale, novelty = _kernel_rows(source, plain, environments, X)
-    del X  # before the largest matrices are made
-    whitening = replace(whitening, factor=whitening.factor * np.sqrt(scale))
-    with stages.stage("Whitening"), _few_threads(data, len(environments)):
-        Phi = np.asarray(whitening.features(K, overwrite=True), dtype=np.float64)
-    structure, place = _located(data, environments)
-    atom = [data.centers[s][p] for s, p in zip(structure, place, strict=True)]
-    origins = np.stack([data.source[structure], np.array(atom)], axis=1).astype(np.int64)
-    basis = replace(plain, representatives=representatives, scale=scale)
-    precise = replace(source.representation, precise=True)
-    return KernelRows(precise, basis, origins, whitening, Phi, k_xx, novelty)
+    features = fit_features(data, parse_memory(memory), threads, stages or Stages())
+    points = select_points(features)
+    return kernel_rows(features, points)
+
+
+@dataclass(frozen=True)
+class TrainingFeatures:
+    """Features of a training set: kept in memory, or computed as often as they are needed."""
+
+    data: TrainingSet
+    representation: Representation
+    n_workers: int
+    stages: Stages
+    n_block: int | None  #: environments whose features are in memory at once; None: all are kept
+    kept: FloatArray | None = None  #: (n_environments, d)
+
+    def blocks(self) -> Iterator[tuple[FloatArray, IntArray]]:
+        """Yield features of consecutive structures, and where each structure begins."""
+        if self.kept is None:
+            for batch in self._batches(0, len(self.data.frames)):
+                yield batch.features, batch.offsets
+            return
+        for first, last in structure_blocks(self.data.offsets):
+            edges = self.data.offsets[first : last + 1]
+            yield self.kept[edges[0] : edges[-1]], edges - edges[0]
+
+    def array(self, first: int, last: int) -> FloatArray:
+        """Return the features of the environments of some structures: (n, d) of float32."""
+        begin, end = self.data.offsets[first], self.data.offsets[last]
+        if self.kept is not None:
+            return self.kept[begin:end]
+        X, done = np.empty((end - begin, self.representation.n_features), dtype=np.float32), 0
+        with self.stages.stage("Features", len(X)) as advance:
+            for batch in self._batches(first, last):
+                X[done : done + len(batch.features)] = batch.features
+                done += len(batch.features)
+                advance(done)
+        return X
+
+    def _batches(self, first: int, last: int) -> Iterator[Batch]:
+        pairs = zip(self.data.frames[first:last], self.data.centers[first:last], strict=True)
+        return stream_features(self.representation, pairs, n_workers=self.n_workers)
+
+
+def fit_features(
+    data: TrainingSet, memory: float, threads: int, stages: Stages
+) -> TrainingFeatures:
+    """Fit the representation, and compute all features if they fit in the memory limit (bytes)."""
+    n_block, n_workers = _plan_memory(data, memory, threads)
+    representation = _fit_representation(data, stages)
+    features = TrainingFeatures(data, representation, n_workers, stages, n_block)
+    if n_block is not None:
+        return features
+    kept = features.array(0, len(data.frames))
+    stop_workers()  # and free their memory
+    return replace(features, kept=kept)
 
 
 def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int | None, int]:
@@ -269,6 +318,7 @@ def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int |
         products += 48.0 * GRADIENTS * 30 * (d_raw + M)
         solving += (20 if M <= 800 else 6) * 8.0 * M**2
     picking = 4.0 * M * d + 100e6
+    copies = 2 if settings.per_species else 1  # the features of one species are copied
     if settings.selection == "cur":
         landmarks = min(2 * M, n)
         picking += 48.0 * landmarks**2 + 12.0 * landmarks * d
@@ -282,9 +332,10 @@ def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int |
         batches = 20.0 * batch * d_raw + 8.0 * workers * batch * d
         batches += workers * (0.25e9 + 12.0 * batch * d_raw) if workers > 1 else 0.0
         least = max(compressing, solving, batches + rows + products)
-        keep = base + max(least, 4.0 * n * d + max(batches, 1.1 * picking, rows + products))
+        kept, select = 4.0 * n * d, 1.1 * picking + 4.0 * (copies - 1) * n * d
+        keep = base + max(least, kept + max(batches, select, rows + products))
         beside = base + batches + picking  # while representatives are selected block by block
-        return keep, max(base + least, beside + 8.8 * M * d), beside
+        return keep, max(base + least, beside + 8.8 * M * d * copies), beside
 
     keep, recompute, beside = needed(n_workers)
     while n_workers > 1 and min(keep, recompute) > limit:
@@ -300,8 +351,8 @@ def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int |
     n_block, use = None, keep
     if keep > limit:
         # Candidates of all blocks are kept, at most M of each.
-        n_block = max(int((limit - beside) / (4.4 * d)) // 2, 2 * M)
-        use = max(recompute, beside + 4.4 * d * n_block)
+        n_block = max(int((limit - beside) / (4.4 * d)) // (1 + copies), 2 * M)
+        use = max(recompute, beside + 4.4 * d * n_block * copies)
     log.info(
         f"{n:,} environments × {d:,} features ({'kept' if n_block is None else 'computed twice'}), "
         f"{data.n_rows:,} labels, {M:,} representatives: about {size(use)} of memory "
@@ -323,7 +374,7 @@ def _fit_representation(data: TrainingSet, stages: Stages) -> Representation:
     if compression is None and soap.normalize:
         return Representation(soap, species)
     with stages.stage("Compression"):
-        picked = _sample(data, np.random.default_rng([data.settings.seed, 1]))
+        picked = _sample(data, np.random.default_rng([data.settings.seed, _SAMPLE_STREAM]))
         frames, centers = [data.frames[i] for i in picked], [data.centers[i] for i in picked]
         return fit_representation(soap, species, frames, centers, compression)
 
@@ -349,54 +400,31 @@ def _sample(data: TrainingSet, rng: np.random.Generator) -> IntArray:
     return order[: max(enough, len(first))]
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Computes the features of a training set, as often as they are needed."""
+class Representatives(NamedTuple):
+    """Environments (r,), counted through all structures, features (r, d), and their whitening."""
 
-    data: TrainingSet
-    representation: Representation
-    n_workers: int
-    stages: Stages
-
-    def blocks(self, first: int, last: int) -> Iterator[tuple[FloatArray, IntArray]]:
-        """Yield features of consecutive structures, and where each structure begins."""
-        data = self.data
-        pairs = zip(data.frames[first:last], data.centers[first:last], strict=True)
-        for batch in stream_features(self.representation, pairs, n_workers=self.n_workers):
-            yield batch.features, batch.offsets
-
-    def array(self, first: int, last: int) -> FloatArray:
-        """Return the features of the environments of some structures: (n, d) of float32."""
-        n, done = int(self.data.offsets[last] - self.data.offsets[first]), 0
-        X = np.empty((n, self.representation.n_features), dtype=np.float32)
-        with self.stages.stage("Features", n) as advance:
-            for features, _ in self.blocks(first, last):
-                X[done : done + len(features)] = features
-                done += len(features)
-                advance(done)
-        return X
+    environments: IntArray
+    features: FloatArray
+    whitening: Whitening
 
 
-def _select(
-    source: _Source, X: FloatArray | None, n_block: int | None
-) -> tuple[IntArray, FloatArray]:
-    """Select representatives: environments, counted through all structures, and features.
+def select_points(features: TrainingFeatures) -> Representatives:
+    """Select representatives, and drop those that are, to rounding, combinations of others.
 
-    Without features X of all environments they are selected within blocks of about `n_block`
-    environments, and then among the environments selected from all blocks.
+    Features that are not kept are computed in blocks: representatives are selected within each
+    block, and then among those of all blocks.
     """
-    data, kernel, offsets = source.data, source.representation.kernel, source.data.offsets
-    rng, n = np.random.default_rng([data.settings.seed, 3]), data.n_environments
+    data, kernel, offsets = features.data, features.representation.kernel, features.data.offsets
+    rng = np.random.default_rng([data.settings.seed, _SELECTION_STREAM])
     blocks = [(0, len(data.frames))]
-    if n_block is not None:
-        size = -(-n // max(-(-n // n_block), 1))  # blocks of equal size
-        blocks = list(structure_blocks(offsets, size))
+    if features.n_block is not None:
+        n_blocks = max(-(-data.n_environments // features.n_block), 1)
+        blocks = list(structure_blocks(offsets, -(-data.n_environments // n_blocks)))
 
-    def select(features: FloatArray, environments: IntArray, settings: Settings) -> IntArray:
-        total = min(settings.n_representatives, len(features))
-        species = data.center_species[environments]
-        with source.stages.stage("Representatives", total) as advance:
-            return select_representatives(features, kernel, species, settings, rng, advance)
+    def select(X: FloatArray, environments: IntArray, settings: Settings) -> IntArray:
+        total, species = min(settings.n_representatives, len(X)), data.center_species[environments]
+        with features.stages.stage("Representatives", total) as advance:
+            return select_representatives(X, kernel, species, settings, rng, advance)
 
     settings = data.settings
     if len(blocks) > 1 and settings.selection == "cur":  # which selects among farthest points
@@ -406,69 +434,70 @@ def _select(
     for first, last in blocks:
         environments = np.arange(offsets[first], offsets[last])
         if len(environments):
-            features = source.array(first, last) if X is None else X
-            chosen = select(features, environments, settings)
+            X = features.array(first, last)
+            chosen = select(X, environments, settings)
             picked.append(environments[chosen])
-            candidates.append(features[chosen])
-            del features
-    if len(picked) == 1:
-        return picked[0], candidates[0]
-    environments, features = np.concatenate(picked), np.concatenate(candidates)
-    chosen = select(features, environments, data.settings)
-    return environments[chosen], features[chosen]
-
-
-def _whiten(source: _Source, representatives: FloatArray) -> Whitening:
-    with source.stages.stage("Whitening"):
-        exact = representatives.astype(np.float64)
-        rtol = _RTOL_OF_FORCES if source.data.settings.learns_forces else _RTOL
-        whitening = whiten(np.asarray(source.representation.kernel(exact, exact)), rtol=rtol)
-    if whitening.negative > 1e-5:
-        _warn(
-            "The kernel is not positive semi-definite; its negative part was dropped. Use an "
-            "integer exponent."
-        )
-    return whitening
+            candidates.append(X[chosen])
+            del X
+    environments, X = np.concatenate(picked), np.concatenate(candidates)
+    if len(picked) > 1:
+        chosen = select(X, environments, data.settings)
+        environments, X = environments[chosen], X[chosen]
+    with features.stages.stage("Whitening"):
+        exact = X.astype(np.float64)
+        rtol = _RTOL_OF_FORCES if data.settings.learns_forces else _RTOL
+        whitening = whiten(np.asarray(kernel(exact, exact)), rtol=rtol)
+    pivots = whitening.pivots
+    return Representatives(environments[pivots], np.ascontiguousarray(X[pivots]), whitening)
 
 
 def _warn(text: str) -> None:
     warnings.warn(text, QualmsWarning, stacklevel=2)
 
 
-def _kernel_rows(
-    source: _Source, plain: Basis, environments: IntArray, X: FloatArray | None
-) -> tuple[Float64Array, Float64Array, float, tuple[float, float]]:
-    """Return scaled K_NM and k_XX, the scale by Eq. (17), and novelties few structures exceed."""
-    data, n = source.data, len(source.data.y)
-    own = _own_representatives(data, environments)
-    K = np.zeros((data.n_rows, len(plain.representatives)))
+def kernel_rows(features: TrainingFeatures, points: Representatives) -> KernelRows:
+    """Compute the kernel rows of all quantities, and whiten them.
+
+    The kernel is scaled by Eq. (17), Musil et al. 2019, when its diagonal is known.
+    """
+    data, representation, stages = features.data, features.representation, features.stages
+    n, own = len(data.y), _own_representatives(data, points.environments)
+    # The leading components of compressed features are multiplied in float64 anyway.
+    X_M = points.features if representation.projections else points.features.astype(np.float64)
+    unscaled = Basis(representation.kernel, X_M, 1.0, data.settings.per_atom)
+    K = np.zeros((data.n_rows, len(X_M)))
     diagonal, novelty = np.empty(n), np.empty((len(data.frames), 2))
     structure = row = done = 0
-    blocks = source.blocks(0, len(data.frames)) if X is None else _cut(X, data.offsets)
-    with source.stages.stage("Kernel rows", data.n_environments) as advance:
-        for block, offsets in blocks:
+    with stages.stage("Kernel rows", data.n_environments) as advance:
+        for block, offsets in features.blocks():
             here = slice(structure, structure + len(offsets) - 1)
-            rows = plain.rows(block, offsets, novelty=novelty[here], own=own[here])
+            rows = unscaled.rows(block, offsets, novelty=novelty[here], own=own[here])
             K[row : row + len(rows)] = rows
-            diagonal[row : row + len(rows)] = plain.prior_variance(block, offsets)
+            diagonal[row : row + len(rows)] = unscaled.prior_variance(block, offsets)
             structure, row, done = here.stop, row + len(rows), done + len(block)
             advance(done)
     stop_workers()
     if data.derivatives is not None:
-        scales = scale_rows(source.representation, plain.representatives)
-        with source.stages.stage("Rows of forces", data.n_environments) as advance:
+        scales = scale_rows(representation, X_M)
+        with stages.stage("Rows of forces", data.n_environments) as advance:
             fill_rows(K[:n], K[n:], data.frames, data.derivatives, scales, advance)
     scale = unit_scale(1.0, diagonal)
     K *= scale
+    whitening = replace(points.whitening, factor=points.whitening.factor * np.sqrt(scale))
+    with stages.stage("Whitening"), _few_threads(data, len(X_M)):
+        Phi = np.asarray(whitening.features(K, overwrite=True), dtype=np.float64)
+    of_structure, place = _located(data, points.environments)
+    atom = [data.centers[s][p] for s, p in zip(of_structure, place, strict=True)]
     largest, mean = np.quantile(novelty, _NOT_NOVEL, axis=0).tolist()
-    return K, diagonal * scale, scale, (largest, mean)
-
-
-def _cut(X: FloatArray, offsets: IntArray) -> Iterator[tuple[FloatArray, IntArray]]:
-    """Yield blocks of features, and where each structure begins, as `_Source.blocks`."""
-    for first, last in structure_blocks(offsets):
-        edges = offsets[first : last + 1]
-        yield X[edges[0] : edges[-1]], edges - edges[0]
+    return KernelRows(
+        representation=replace(representation, precise=True),  # predictions are float64
+        basis=replace(unscaled, representatives=points.features, scale=scale),
+        origins=np.stack([data.source[of_structure], np.array(atom)], axis=1).astype(np.int64),
+        whitening=whitening,
+        Phi=Phi,
+        k_xx=diagonal * scale,
+        novelty=(largest, mean),
+    )
 
 
 def _located(data: TrainingSet, environments: IntArray) -> tuple[IntArray, IntArray]:
@@ -496,215 +525,157 @@ def _few_threads(data: TrainingSet, rank: int) -> threadpool_limits:
 
 @dataclass(frozen=True)
 class SparseGP:
-    """The projected process of all rows, in the basis of the whitened kernel rows."""
+    """The full model of all rows, in the basis of the whitened kernel rows."""
 
     rows: KernelRows
-    process: ProjectedProcess  #: of labels divided by `scale`
-    y: Float64Array  #: (N,): labels of all rows less the full baseline and the centre
-    center: float  #: mean of the target less the baseline
-    scale: float  #: square root of the prior variance
-    weight: Float64Array  #: (N,): of each row: noise variances are that of the energy divided by it
-    #: noise variance of each quantity, in its units squared (those of "stress": virials per atom)
-    noise: dict[str, float]
+    full: FullModel
 
-    def leave_out(self, rows: IntArray, groups: IntArray) -> FullModelData:
+    @property
+    def process(self) -> ProjectedProcess:
+        """Projected process of labels divided by `scale`."""
+        return self.full.process
+
+    @property
+    def y(self) -> Float64Array:
+        """Labels of all rows less the full baseline and the centre: (N,)."""
+        return np.asarray(self.full.y[:, 0] * self.scale)
+
+    @property
+    def center(self) -> float:
+        """Mean of the target less the baseline."""
+        return float(self.full.center[0])
+
+    @property
+    def scale(self) -> float:
+        """Square root of the prior variance."""
+        return float(self.full.scale[0])
+
+    @property
+    def noise(self) -> dict[str, float]:
+        """Noise variance of each quantity, in its units squared ("stress": virials per atom)."""
+        return self.full.noise
+
+    def leave_out(self, rows: IntArray, groups: IntArray | None = None) -> FullModelData:
         """Return the full model without each of some rows (n,), or without its group.
 
-        Novelty is known for rows of the target alone.
+        Novelty is known for rows of the target alone; it is zero elsewhere.
         """
-        Phi, k_xx = self.rows.Phi[rows], self.rows.k_xx
-        y, weight = self.y[rows] / self.scale, self.weight[rows]
-        found = leave_out(self.process, Phi, y, sample_weight=weight, groups=groups)
-        p = np.sqrt(found.variance) * self.scale
-        q = np.zeros(len(rows))
-        target = rows < len(k_xx)
-        q2 = novelty_variance(Phi[target, :N_LEADING], k_xx[rows[target]])
-        q[target] = np.sqrt(q2) * self.scale
-        return FullModelData(found.residuals[:, 0] * self.scale, p, q, 0.0)
-
-    def with_noise(self, noise: dict[str, float]) -> SparseGP:
-        """Return the same model with other noise variances, in the same ratio."""
-        if noise == self.noise:
-            return self
-        process = _solve(self.rows.Phi, self.y, self.scale, noise, self.weight, self.process.gram)
-        return replace(self, process=process, noise=noise)
+        full, Phi, k_xx = self.full, self.rows.Phi[rows], self.rows.k_xx
+        found = leave_out(
+            full.process, Phi, full.y[rows], sample_weight=full.weight[rows], groups=groups
+        )
+        q2, target = np.zeros(len(rows)), rows < len(k_xx)
+        q2[target] = novelty_variance(Phi[target, :N_LEADING], k_xx[rows[target]])
+        p, q = np.sqrt(found.variance), np.sqrt(q2)
+        return FullModelData(found.residuals[:, 0], p, q, 0.0).scaled(self.scale)
 
 
 def fit_sparse_gp(
     rows: KernelRows, data: TrainingSet, baseline: Baseline, stages: Stages | None = None
 ) -> SparseGP:
-    """Select the noise variance of each quantity and solve the full model."""
-    settings, Phi = data.settings, rows.Phi
-    target = data.y - baseline.predict(data.design)
-    alone = len(data.quantities) == 1
-    with (stages or Stages()).stage("Full model"), _few_threads(data, Phi.shape[1]):
-        if not alone:
-            check_derivatives(Phi, target, data)
-        weight = _energy_weight(data)
-        centered = settings.baseline != "none"
-        center = float(np.average(target, weights=weight)) if centered else 0.0
-        y = _stack(data, {"energy": target - center})
-        scale = np.sqrt(_prior_variance(Phi, y, data))
-        if alone and scale <= 1e-14 * abs(center):
-            # What rounding leaves of a constant target; any scale will do.
-            y, scale = np.zeros_like(y), 1e-6 * (abs(center) or 1.0)
-        gram = gram_matrix(Phi) if alone else None
-        noise = _select_noise(Phi, y, scale, weight, data, gram)
-        ratios = {
-            name: np.full(len(quantity.y), noise["energy"] / noise[name])
-            for name, quantity in data.quantities.items()
-        }
-        weight = _stack(data, ratios | {"energy": weight})
-        gram = gram_matrix(Phi, weight) if gram is None else gram
+    """Select the noise variance of each quantity and solve the full model.
 
-        def solve(noise: dict[str, float]) -> SparseGP:
-            process = _solve(Phi, y, scale, noise, weight, gram)
-            return SparseGP(rows, process, y, center, scale, weight, noise)
-
-        return _with_raised_noise(solve, noise)
-
-
-def _solve(
-    Phi: Float64Array,
-    y: Float64Array,
-    scale: float,
-    noise: Mapping[str, float],
-    weight: Float64Array,
-    gram: Float64Array | None,
-) -> ProjectedProcess:
-    relative = noise["energy"] / scale**2
-    return fit_projected_process(Phi, y / scale, relative, sample_weight=weight, gram=gram)
-
-
-def _stack(data: TrainingSet, blocks: Mapping[str, Float64Array]) -> Float64Array:
-    """Return values of all rows (N,): labels, or the values given for some quantities."""
-    values = np.empty(data.n_rows)
-    for name, quantity in data.quantities.items():
-        values[quantity.rows] = blocks.get(name, quantity.y)
-    return values
-
-
-def _energy_weight(data: TrainingSet) -> Float64Array:
-    """Return the weights of the target: one, or with noise per structure (n_atoms/mean)².
-
-    A noise σ of the energy of n atoms is σ/n per atom.
+    The prior variance of the weights gives the target its variance, Eq. (17), Musil et al. 2019; or
+    forces and virials theirs, if they are learned.
     """
-    if data.settings.noise_per == "atom":
-        return np.ones(len(data.y))
-    sizes = np.array([len(atoms) for atoms in data.frames], dtype=np.float64)
-    return np.asarray((sizes / sizes.mean()) ** 2)
-
-
-def _prior_variance(Phi: FloatArray, y: Float64Array, data: TrainingSet) -> float:
-    """Return the prior variance of the weights, Eq. (17), Musil et al. 2019.
-
-    It gives the target its variance; or forces and virials theirs, if they are learned, since most
-    of the variance of the energies of one molecule is common to all.
-    """
+    settings, quantities = data.settings, data.quantities
+    y, weight, groups = np.empty(data.n_rows), np.ones(data.n_rows), np.arange(data.n_rows)
+    for quantity in quantities.values():
+        y[quantity.rows] = quantity.y
+        if settings.resample != "atoms":
+            groups[quantity.rows] = data.groups[quantity.structure]
     n = len(data.y)
-    if len(data.quantities) == 1:
-        return float(np.mean(y**2))
-    blocks = (Phi[start : start + 4096] for start in range(n, len(Phi), 4096))
-    squares = sum(float(np.sum(np.square(block, dtype=np.float64))) for block in blocks)
-    return float(np.sum(y[n:] ** 2)) / squares if squares > 0 and np.any(y[n:]) else 1.0
-
-
-def _select_noise(
-    Phi: FloatArray,
-    y: Float64Array,
-    scale: float,
-    energy_weight: Float64Array,
-    data: TrainingSet,
-    gram: Float64Array | None,
-) -> dict[str, float]:
-    """Return the noise variance of each quantity, given or selected."""
-    settings = data.settings
-    options = (settings.noise, settings.forces_noise, settings.stress_noise)
-    given = dict(zip(_NOISES, options, strict=True))
-    known = {name: v for name in data.quantities if not isinstance(v := given[name], str)}
-    if len(known) == len(data.quantities):
-        return known
-    criterion = settings.noise if isinstance(settings.noise, str) else "loo"
-    if len(data.quantities) == 1:
-        if not np.any(y):
-            return {"energy": scale**2}
-        Y, grid = (y / scale)[:, None], noise_grid(1.0)
-        groups = None if settings.resample == "atoms" else data.row_groups
-        found = select_noise(Phi, Y, grid, criterion=criterion, gram=gram, groups=groups)
-        return {"energy": found.noise_variance * scale**2}
-    kind, groups = np.zeros(data.n_rows, dtype=np.intp), np.empty(data.n_rows, dtype=np.intp)
-    weight = np.ones(data.n_rows)
-    weight[: len(energy_weight)] = energy_weight
-    for name, quantity in data.quantities.items():
-        kind[quantity.rows] = [*_NOISES].index(name)
-        groups[quantity.rows] = data.groups[quantity.structure]
-    joint = select_joint_noise(
-        Phi,
-        y,
-        kind,
-        groups,
-        prior=scale**2,
-        weight=weight,
-        criterion=criterion,
-        energies=known.get("energy"),
-        forces=known.get("forces"),
-        virials=known.get("stress"),
-    )
-    selected = {"energy": joint.energies, "forces": joint.forces, "stress": joint.virials}
-    return {name: float(selected[name] or 0.0) for name in data.quantities}
-
-
-def _with_raised_noise(solve: Callable[[dict[str, float]], T], noise: Mapping[str, float]) -> T:
-    """Solve with given noise variances, or with larger ones if they are lost in rounding."""
-    text = ", ".join(f"{_NOISES[name]} {value:.1e}" for name, value in noise.items())
-    problem = f"The Gram matrix is numerically singular with these noise variances: {text}"
-    remedy = "Check for labels much larger than all others, or set larger noise variances."
-    for factor in 10.0 ** np.arange(_ATTEMPTS):
-        try:
-            found = solve({name: float(factor * value) for name, value in noise.items()})
-        except NumericalError:
-            continue
-        if factor > 1:
-            _warn(f"{problem}. All were multiplied by {factor:.0e}. {remedy}")
-        return found
-    raise NumericalError(f"{problem}, and with variances {factor:.0e} times as large. {remedy}")
+    y[:n] -= baseline.predict(data.design)
+    if settings.noise_per == "structure":  # a noise σ of the energy of n atoms is σ/n per atom
+        sizes = np.array([len(atoms) for atoms in data.frames], dtype=np.float64)
+        weight[:n] = (sizes / sizes.mean()) ** 2
+    with (stages or Stages()).stage("Full model"), _few_threads(data, rows.Phi.shape[1]):
+        if len(quantities) > 1:
+            check_derivatives(rows.Phi, y[:n], data)
+        full = fit_full_model(
+            rows.Phi,
+            y,
+            {name: getattr(settings, _NOISES[name]) for name in quantities},
+            rows={name: quantity.rows for name, quantity in quantities.items()},
+            center=settings.baseline != "none",
+            sample_weight=weight,
+            groups=groups,
+        )
+    return SparseGP(rows, full)
 
 
 # --- the ensemble and its calibration -------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Ensemble:
+    """The full model and the members that are trained on subsamples."""
+
+    gp: SparseGP
+    draw: Draw
+    weights: Float64Array  #: (r, S): of the whitened kernel rows
+    intercepts: Float64Array  #: (S,)
+    members: dict[str, Float64Array]  #: (n, S): predictions of the rows of each quantity
+    solver: str  #: method that solved the members
+
+
 def fit_ensemble(
     gp: SparseGP, data: TrainingSet, draw: Draw, stages: Stages | None = None
-) -> Trained:
-    """Solve all members and calibrate each quantity on out-of-bag points.
+) -> Ensemble:
+    """Solve all members, and predict the training set by each.
 
     The settings of `data` may differ from those that `gp` was fitted with in what concerns the
     members.
     """
-    stages, settings = stages or Stages(), data.settings
     counts, baseline = draw
-    with stages.stage("Members"), _few_threads(data, gp.rows.Phi.shape[1]):
-        gp, solution, intercepts = _solve_members(gp, data, counts, baseline)
-        weights = solution.weights[:, 0] * gp.scale
+    if not counts.shape[1]:
+        nothing = {name: np.empty((len(q.y), 0)) for name, q in data.quantities.items()}
+        weights = np.empty((gp.rows.Phi.shape[1], 0))
+        return Ensemble(gp, draw, weights, np.empty(0), nothing, "posterior")
+    times = np.empty((data.n_rows, counts.shape[1]), dtype=int)
+    for name, quantity in data.quantities.items():
+        times[quantity.rows] = _member_counts(name, quantity, counts)
+    targets = data.y[:, None] - baseline.predict_members(data.design)
+    with (stages or Stages()).stage("Members"), _few_threads(data, gp.rows.Phi.shape[1]):
+        full, solution, means = fit_members(gp.full, gp.rows.Phi, targets[:, None], times)
+        weights, intercepts = solution.weights[:, 0] * gp.scale, means[0]
         stacked = gp.rows.Phi @ weights
-        members = {name: stacked[q.rows] for name, q in data.quantities.items()}
-        members["energy"] += intercepts + baseline.predict_members(data.design)
+    members = {name: stacked[q.rows] for name, q in data.quantities.items()}
+    members["energy"] += intercepts + baseline.predict_members(data.design)
+    iterations = f", {solution.n_iterations} iterations" if solution.n_iterations else ""
+    solver = f"{solution.method}{iterations}"
+    return Ensemble(SparseGP(gp.rows, full), draw, weights, intercepts, members, solver)
+
+
+def _member_counts(name: str, quantity: Quantity, counts: IntArray) -> IntArray:
+    """Return how often each row of a quantity is in each member: (n, S)."""
+    return counts if name == "energy" else counts[quantity.structure]
+
+
+# --- prediction and calibration -------------------------------------------------------------------
+
+
+def calibrate(ensemble: Ensemble, data: TrainingSet, stages: Stages | None = None) -> Trained:
+    """Choose what is predicted, add posterior members, and calibrate each quantity out of bag."""
+    stages, settings, gp = stages or Stages(), data.settings, ensemble.gp
+    (counts, baseline), members = ensemble.draw, ensemble.members
     with stages.stage("Calibration"), _few_threads(data, gp.rows.Phi.shape[1]):
         left_out = _leave_out(gp, data)
         centre = _centre(data, members, counts, left_out)
-        out_of_bag = {
-            name: calibrate_out_of_bag(
-                name, data.quantities[name], members[name], counts, settings, full
+        out_of_bag = {}
+        for name, quantity in data.quantities.items():
+            rows, without = left_out[name]
+            without = replace(without, centre=centre, has_posterior=settings.n_drawn > 0)
+            out_of_bag[name] = calibrate_out_of_bag(
+                name, quantity, members[name], counts, settings, rows, without
             )
-            for name, full in _blended(left_out, centre).items()
-        }
         if len(data.quantities) > 1 and counts.shape[1]:
             warn_of_outliers(data, members, counts)
     whitening = gp.rows.whitening
     full = gp.process.weights[:, 0] * gp.scale
-    rng = np.random.default_rng([settings.seed, _POSTERIOR])
+    rng = np.random.default_rng([settings.seed, _POSTERIOR_STREAM])
     drawn = posterior_deviations(gp.process, settings.n_drawn, rng) * gp.scale
-    columns = _centred(weights, full, centre, drawn)
+    columns = _centred(ensemble.weights, full, centre, drawn)
     none = np.zeros(settings.n_drawn)
     fitted = Fitted(
         settings=settings,
@@ -714,7 +685,7 @@ def fit_ensemble(
         kernel_scale=gp.rows.basis.scale,
         # Row-major, as in a file: the order in memory decides how products are rounded.
         weights=np.ascontiguousarray(whitening.kernel_weights(columns)),
-        intercepts=_centred(intercepts, gp.center, centre, none),
+        intercepts=_centred(ensemble.intercepts, gp.center, centre, none),
         pp_weights=np.ascontiguousarray(whitening.kernel_weights(full)),
         pp_intercept=gp.center,
         baseline=replace(
@@ -725,7 +696,7 @@ def fit_ensemble(
         membership=np.minimum(counts, 255).astype(np.uint8),
         training_novelty=gp.rows.novelty,
         largest_ensemble_std=_largest_std(out_of_bag["energy"].data, settings),
-        record=_record(data, gp, out_of_bag, solution, centre, stages),
+        record=_record(data, ensemble, out_of_bag, centre, stages),
         provenance=Provenance(
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             python=platform.python_version(),
@@ -755,23 +726,24 @@ def _leave_out(gp: SparseGP, data: TrainingSet) -> dict[str, tuple[IntArray, Ful
     With the indices of these rows in the quantity: all, or those of as many random groups as can be
     left out in a time that is short beside the rest of the training.
     """
-    groups = data.row_groups
-    if len(data.quantities) > 1:
-        groups = np.empty(data.n_rows, dtype=np.intp)
-        for quantity in data.quantities.values():
-            groups[quantity.rows] = data.groups[quantity.structure]
+    groups = np.empty(data.n_rows, dtype=np.intp)
+    for name, quantity in data.quantities.items():
+        of_energy = name == "energy"
+        groups[quantity.rows] = data.row_groups if of_energy else data.groups[quantity.structure]
     codes, sizes = np.unique(groups, return_inverse=True, return_counts=True)[1:]
-    order = np.random.default_rng([data.settings.seed, _LEFT_OUT]).permutation(len(sizes))
+    order = np.random.default_rng([data.settings.seed, _LEAVE_OUT_STREAM]).permutation(len(sizes))
     enough = max(_PRODUCTS / gp.rows.Phi.shape[1] ** 2, 1000)
     chosen = order[: int(np.searchsorted(np.cumsum(sizes[order]), enough)) + 1]
-    rows = np.flatnonzero(np.isin(codes, chosen))
-    found = gp.leave_out(rows, codes[rows])
+    is_chosen = np.isin(codes, chosen)
+    rows = np.flatnonzero(is_chosen)
+    left_out = gp.leave_out(rows, codes[rows])
     parts = {}
     for name, quantity in data.quantities.items():
-        inside = (rows >= quantity.rows.start) & (rows < quantity.rows.stop)
-        q = found.novelty_std[inside] if name == "energy" and data.settings.keep_pp else None
-        one = FullModelData(found.residuals[inside], found.posterior_std[inside], q, 0.0)
-        parts[name] = rows[inside] - quantity.rows.start, one
+        inside = np.flatnonzero(is_chosen[quantity.rows])
+        full = left_out.some(np.searchsorted(rows, quantity.rows[inside]))
+        if name != "energy" or data.settings.has_forces or not data.settings.keep_pp:
+            full = replace(full, novelty_std=None)  # not known, or not of predictions
+        parts[name] = inside, full
     return parts
 
 
@@ -808,12 +780,6 @@ def _centre(
     return float(np.clip(above / below, 0.0, 1.0))
 
 
-def _blended(
-    left_out: Mapping[str, tuple[IntArray, FullModelData]], centre: float
-) -> dict[str, tuple[IntArray, FullModelData]]:
-    return {name: (rows, replace(one, centre=centre)) for name, (rows, one) in left_out.items()}
-
-
 def _largest_std(data: CalibrationData | None, settings: Settings) -> float:
     """Return the largest standard deviation of all members of an out-of-bag point."""
     if data is None:
@@ -825,40 +791,6 @@ def _largest_std(data: CalibrationData | None, settings: Settings) -> float:
     return float(np.sqrt(squares.max() / (settings.n_subsampled + settings.n_drawn - 1)))
 
 
-def _solve_members(
-    gp: SparseGP, data: TrainingSet, counts: IntArray, baseline: Baseline
-) -> tuple[SparseGP, MemberSolution, Float64Array]:
-    """Return the weights of all members and their intercepts (N_R,), the means of their targets.
-
-    If the noise must be raised for that, it is raised in the full model, too.
-    """
-    Phi, n = gp.rows.Phi, len(data.y)
-    targets = data.y[:, None] - baseline.predict_members(data.design)
-    means = np.zeros(counts.shape[1])
-    if data.settings.baseline != "none":
-        weighted = counts * gp.weight[:n, None]
-        means = np.sum(targets * weighted, axis=0) / weighted.sum(axis=0)
-    Y, times = np.empty((len(Phi), counts.shape[1])), np.empty((len(Phi), counts.shape[1]), int)
-    for name, quantity in data.quantities.items():
-        Y[quantity.rows] = targets - means if name == "energy" else quantity.y[:, None]
-        times[quantity.rows] = _member_counts(name, quantity, counts)
-    if len(data.quantities) == 1 and not np.any(gp.y):
-        Y[:] = 0.0  # a constant target: what is left is rounding
-    Y = Y[:, None, :] / gp.scale
-
-    def solve(noise: dict[str, float]) -> tuple[SparseGP, MemberSolution, Float64Array]:
-        model = gp.with_noise(noise)
-        solution = solve_members(Phi, Y, times, model.process, sample_weight=gp.weight)
-        return model, solution, means
-
-    return _with_raised_noise(solve, gp.noise)
-
-
-def _member_counts(name: str, quantity: Quantity, counts: IntArray) -> IntArray:
-    """Return how often each row of a quantity is in each member: (n, N_R)."""
-    return counts if name == "energy" else counts[quantity.structure]
-
-
 class OutOfBag(NamedTuple):
     """Out-of-bag points of one quantity, the calibrations fitted to them, and their structures."""
 
@@ -868,89 +800,133 @@ class OutOfBag(NamedTuple):
 
 
 def calibrate_out_of_bag(
-    name: str, quantity: Quantity, members: Float64Array, counts: IntArray, settings: Settings
+    name: str,
+    quantity: Quantity,
+    members: Float64Array,
+    counts: IntArray,
+    settings: Settings,
+    rows: IntArray,
+    full: FullModelData,
 ) -> OutOfBag:
-    """Fit every calibration of a quantity to the points that some members were trained without.
+    """Fit every calibration of a quantity to points that the model was trained without.
 
-    Members (n, N_R) are predictions of all rows, counts (N, N_R) those of the rows of the target in
-    each member. A target without errors is not calibrated.
+    Members (n, S) are predictions of all rows, counts (N, S) those of the rows of the target in
+    each member, and `full` the full model without some rows. A target without errors is not
+    calibrated.
     """
+    absent = (_member_counts(name, quantity, counts) == 0)[rows]
+    y, members, structure = quantity.y[rows], members[rows], quantity.structure[rows]
+    used = _out_of_bag(~absent) if counts.shape[1] else np.ones(len(rows), dtype=bool)
     if name != "energy":
-        return _calibrate_components(name, quantity, members, counts, settings.calibration)
+        apart = not_zero_by_symmetry(y, members if counts.shape[1] else full.posterior_std[:, None])
+        apart = apart if apart.any() else np.ones(len(rows), dtype=bool)
+        n_structures = len(np.unique(structure[apart & used]))
+        n_available = len(np.unique(structure[used]))
+        if _too_few(name, n_structures, n_available, settings.calibration):
+            return OutOfBag(None, {}, 0)
+        return _calibrate_components(
+            name, quantity, members, absent, settings, rows, full, apart
+        )._replace(n_structures=n_structures)
     wanted = settings.calibration
     none = OutOfBag(None, {"none": NoCalibration(), wanted: NoCalibration()}, 0)
     if np.ptp(quantity.y) == 0:
         _warn("All targets are the same: there is nothing to learn, and the uncertainty is zero.")
         return none
     try:
-        data = calibration_data(quantity.y, members, counts == 0)
+        data = _points(y, members, absent, full)
     except CalibrationError as error:
         if wanted != "none" and not isinstance(error, ExactFitError):
             raise
         _warn(f"{error} The ensemble standard deviation is not calibrated.")
         return none
-    n_structures = len(np.unique(quantity.structure[_out_of_bag(counts)]))
-    return OutOfBag(data, _fit_methods(data, wanted), n_structures)
+    n_structures = len(np.unique(structure[used]))
+    return OutOfBag(data, _fit_methods(data, settings), n_structures)
+
+
+def _points(
+    y: Float64Array, members: Float64Array, absent: BoolArray, full: FullModelData
+) -> CalibrationData:
+    """Return out-of-bag points: of the members and the full model, or of the latter alone."""
+    return calibration_data(y, members, absent, full=full) if absent.shape[1] else full.alone()
 
 
 def _calibrate_components(
-    name: str, quantity: Quantity, members: Float64Array, counts: IntArray, wanted: str
+    name: str,
+    quantity: Quantity,
+    members: Float64Array,
+    absent: BoolArray,
+    settings: Settings,
+    rows: IntArray,
+    full: FullModelData,
+    apart: BoolArray,
 ) -> OutOfBag:
-    """Fit every calibration of forces or stresses.
+    """Fit every calibration of forces or stresses, given some rows of which not all are zero.
 
     Components are multiplied by r/ŝ, where r is the ensemble standard deviation of the whole
     vector: see `qualms.calibration.methods`. They have no calibration if they are too few; then the
     factor of the energy is used.
     """
-    absent, y = _member_counts(name, quantity, counts) == 0, quantity.y
-    apart = not_zero_by_symmetry(y, members)
-    rows = np.flatnonzero(apart) if apart.any() else np.arange(len(y))
-    n_structures = int(np.count_nonzero(_out_of_bag(counts)[np.unique(quantity.structure[rows])]))
-    if _too_few(name, n_structures, counts, wanted):
-        return OutOfBag(None, {}, 0)
-    ratios, factor = _vector_ratios(quantity, members, absent)[rows], quantity.factor[rows]
-    y, members, absent = y[rows] * factor, members[rows] * factor[:, None], absent[rows]
+    p = full.posterior_std
+    ensemble_std = p
+    if absent.shape[1]:
+        found = out_of_bag_prediction(members, absent)
+        ensemble_std = np.zeros(len(rows))
+        ensemble_std[found.used] = found.std
+    pooled, pooled_p = (_pooled(quantity, rows, std) for std in (ensemble_std, p))
+    ratios = np.divide(pooled, ensemble_std, out=np.ones_like(p), where=ensemble_std > 0)[apart]
+    factor = quantity.factor[rows][apart]
+    y, members, absent = (
+        quantity.y[rows][apart] * factor,
+        members[apart] * factor[:, None],
+        absent[apart],
+    )
+    full = full.some(apart).scaled(factor)
+    of_vectors = full.scaled(ratios, pooled_p[apart] * factor)
     try:
-        data = calibration_data(y, members, absent)
+        data = _points(y, members, absent, full)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of points without standard deviation, as before
-            scaled = calibration_data(y * ratios, members * ratios[:, None], absent)
-        found = _fit_methods(scaled, wanted)
+            scaled = _points(y * ratios, members * ratios[:, None], absent, of_vectors)
+        calibrations = _fit_methods(scaled, settings)
     except CalibrationError as error:
-        if wanted != "none":
+        if settings.calibration != "none":
             _warn(f"{name}: {error} The factor that calibrates energies is used.")
         return OutOfBag(None, {}, 0)
     # The density of z is r/ŝ times that of z r/ŝ.
-    for method, calibration in found.items():
+    for method, calibration in calibrations.items():
         after, before = (of.some(out_of_bag_points(of, method)) for of in (scaled, data))
         shift = after.mean(np.log(after.ensemble_std)) - before.mean(np.log(before.ensemble_std))
-        found[method] = replace(calibration, log_likelihood=calibration.log_likelihood + shift)
-    return OutOfBag(data, found, n_structures)
+        likelihood = calibration.log_likelihood + shift
+        calibrations[method] = replace(calibration, log_likelihood=likelihood)
+    return OutOfBag(data, calibrations, 0)
 
 
-def _fit_methods(data: CalibrationData, wanted: str) -> dict[str, Calibration]:
-    """Fit every method, so that they can be compared; the one that is wanted must succeed."""
+def _fit_methods(data: CalibrationData, settings: Settings) -> dict[str, Calibration]:
+    """Fit every method, so that they can be compared; the one that is wanted must succeed.
+
+    With too few points for several sources of variance, `student` takes their place.
+    """
+    wanted, n = settings.calibration, settings.n_subsampled if settings.n_drawn else 0
     found: dict[str, Calibration] = {}
-    for method in METHODS:
+    for method in MODEL_METHODS:
         try:
-            found[method] = fit_out_of_bag(data, method)
-        except CalibrationError:
-            if method == wanted:
+            found[method] = replace(fit_out_of_bag(data, method), n_subsampled=n)
+        except CalibrationError as error:
+            if method == wanted == "sources" and "student" in found:
+                _warn(f"{error} The student calibration is used.")
+                found[method] = found["student"]
+            elif method == wanted:
                 raise
     return found
 
 
-def _vector_ratios(quantity: Quantity, members: Float64Array, absent: BoolArray) -> Float64Array:
-    """Return r/ŝ of all rows (n,), r over the known components; one where members agree."""
+def _pooled(quantity: Quantity, rows: IntArray, std: Float64Array) -> Float64Array:
+    """Return the standard deviation of whole vectors, over known components, for their rows."""
     assert quantity.vector is not None
     assert quantity.multiplicity is not None
-    found = out_of_bag_prediction(members, absent)
-    ensemble_std = np.zeros(len(members))
-    ensemble_std[found.used] = found.std
-    w, vector = quantity.multiplicity, quantity.vector
-    squares = np.bincount(vector, w * ensemble_std**2) / np.maximum(np.bincount(vector, w), 1.0)
-    ratios = np.ones_like(ensemble_std)
-    return np.divide(np.sqrt(squares)[vector], ensemble_std, out=ratios, where=ensemble_std > 0)
+    w, vector = quantity.multiplicity[rows], quantity.vector[rows]
+    squares = np.bincount(vector, w * std**2) / np.maximum(np.bincount(vector, w), 1.0)
+    return np.asarray(np.sqrt(squares)[vector])
 
 
 def not_zero_by_symmetry(y: Float64Array, members: Float64Array) -> BoolArray:
@@ -959,9 +935,8 @@ def not_zero_by_symmetry(y: Float64Array, members: Float64Array) -> BoolArray:
     return np.asarray(np.ptp(members, axis=1) > max(_ROUNDING * largest, _TINY))
 
 
-def _too_few(name: str, n: int, counts: IntArray, wanted: str) -> bool:
+def _too_few(name: str, n: int, available: int, wanted: str) -> bool:
     """Return whether n out-of-bag structures are too few for a calibration, with a warning."""
-    available = int(np.count_nonzero(_out_of_bag(counts)))
     too_few = n < min(_ENOUGH[name], available)
     if wanted != "none" and n < min(_WELL, available):
         effect = "the calibration is poorly determined."
@@ -980,11 +955,12 @@ def _projected_variance(gp: SparseGP, settings: Settings) -> ProjectedVariance:
 
 def _record(
     data: TrainingSet,
-    gp: SparseGP,
+    ensemble: Ensemble,
     out_of_bag: Mapping[str, OutOfBag],
-    solution: MemberSolution,
+    centre: float,
     stages: Stages,
 ) -> Record:
+    gp = ensemble.gp
     quantities = {}
     for name, quantity in data.quantities.items():
         z = None if (found := out_of_bag[name].data) is None else found.residuals
@@ -997,15 +973,15 @@ def _record(
             mae=None if z is None else float(np.mean(np.abs(z))),
             noise=float(np.sqrt(gp.noise[name])),
         )
-    iterations = f", {solution.n_iterations} iterations" if solution.n_iterations else ""
     return Record(
         n_structures=len(data.frames),
         n_environments=data.n_environments,
         n_isolated=data.n_isolated,
         n_duplicates=data.n_duplicates,
         quantities=quantities,
+        centre=centre,
         effective_rank=len(gp.rows.origins),
         target_std=float(np.sqrt(np.mean(gp.y[: len(data.y)] ** 2))) or gp.scale,
-        solver=f"{solution.method}{iterations}",
+        solver=ensemble.solver,
         seconds=dict(stages.seconds),
     )

@@ -12,7 +12,13 @@ import numpy as np
 
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray, check_members, check_points
 from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWarning
-from qualms.gp.ensemble import MIN_ABSENT, ensemble_mean_std, out_of_bag_prediction, rescaled
+from qualms.gp.ensemble import (
+    MIN_ABSENT,
+    calibration_factors,
+    ensemble_mean_std,
+    out_of_bag_prediction,
+    rescaled,
+)
 
 #: Number of members whose standard deviation has no sampling error.
 _EXACT = 1_000_000
@@ -69,7 +75,11 @@ class CalibrationData:
 
     def some(self, chosen: BoolArray) -> CalibrationData:
         """Return some of the points."""
-        arrays = {k: v[chosen] for k, v in vars(self).items() if isinstance(v, np.ndarray)}
+        arrays: dict[str, Any] = {
+            name: values[chosen]
+            for name, values in vars(self).items()
+            if isinstance(values, np.ndarray)
+        }
         return replace(self, **arrays)
 
 
@@ -77,31 +87,56 @@ class CalibrationData:
 class FullModelData:
     """The full model of a sparse Gaussian process without each of n points.
 
-    `residuals`, `posterior_std` and perhaps `novelty_std` are (n,) arrays; `centre` is λ.
+    `residuals`, `posterior_std` and perhaps `novelty_std` are (n,) arrays; `centre` is λ. Without
+    posterior members, p is not known for new points, and not used.
     """
 
     residuals: Float64Array
     posterior_std: Float64Array
     novelty_std: Float64Array | None
     centre: float
+    has_posterior: bool = True
 
     def blended(self, data: CalibrationData, used: BoolArray) -> CalibrationData:
         """Return data of the points used, with the residuals of the blend."""
         z = (1 - self.centre) * self.residuals[used] + self.centre * data.residuals
         q = None if self.novelty_std is None else self.novelty_std[used]
-        p = self.posterior_std[used]
+        p = self.posterior_std[used] if self.has_posterior else None
         return replace(data, residuals=z, posterior_std=p, novelty_std=q, centre=self.centre)
 
-    def alone(self, weights: Float64Array) -> CalibrationData:
-        """Return data without sub-sampled members: p takes the place of ŝ, and is exact."""
-        n = np.full(len(self.residuals), _EXACT)
-        return CalibrationData(
-            self.residuals, self.posterior_std, n, weights, None, self.novelty_std, 0.0
+    def alone(self) -> CalibrationData:
+        """Return data without subsampled members: p takes the place of ŝ, and is exact."""
+        n = len(self.residuals)
+        data = CalibrationData(
+            residuals=self.residuals,
+            ensemble_std=self.posterior_std,
+            n_members=np.full(n, _EXACT),
+            weights=np.ones(n),
+            novelty_std=self.novelty_std,
+            centre=0.0,
         )
+        known = data.some(data.ensemble_std > 0)
+        if len(known.residuals) < 2 or not np.any(known.residuals):
+            raise CalibrationError(
+                "The posterior variance, or the error, of all points is zero: there is nothing to "
+                "calibrate on."
+            )
+        return known
 
-    def scaled(self, ratios: Float64Array, posterior_std: Float64Array) -> FullModelData:
-        """Return residuals multiplied by ratios (n,), with other standard deviations."""
-        return replace(self, residuals=self.residuals * ratios, posterior_std=posterior_std)
+    def scaled(
+        self, factor: float | Float64Array, posterior_std: Float64Array | None = None
+    ) -> FullModelData:
+        """Return everything multiplied by a factor, or with another p."""
+        p = self.posterior_std * factor if posterior_std is None else posterior_std
+        q = None if self.novelty_std is None else self.novelty_std * factor
+        z = self.residuals * factor
+        return replace(self, residuals=z, posterior_std=p, novelty_std=q)
+
+    def some(self, chosen: BoolArray | IntArray) -> FullModelData:
+        """Return some of the points."""
+        q = None if self.novelty_std is None else self.novelty_std[chosen]
+        z, p = self.residuals[chosen], self.posterior_std[chosen]
+        return replace(self, residuals=z, posterior_std=p, novelty_std=q)
 
 
 def calibration_data(
@@ -258,13 +293,38 @@ class Calibration(ABC):
         factors[positive] = self.std(ensemble_std[positive], n_members) / ensemble_std[positive]
         return factors
 
-    def transform(self, members: FloatArray, pool: Pool | None = None) -> Float64Array:
+    @property
+    def typical_factor(self) -> float | None:
+        """The usual σ/ŝ of a method whose factor is not constant, if it is known."""
+        return None
+
+    def constant_factor(self, n_members: int) -> float | None:
+        """Return σ/ŝ of so many members, if it does not depend on ŝ."""
+        stds = np.array([1e-3, 1.0])
+        low, high = (self.std(stds, n_members) / stds).tolist()
+        return float(high) if np.isclose(low, high, rtol=1e-12, atol=0.0) else None
+
+    def own(self, members: FloatArray) -> Float64Array:
+        """Return the members (…, N_R) that are scaled: the subsampled ones."""
+        return np.asarray(members, dtype=np.float64)[..., : self.n_subsampled or None]
+
+    def factors_of(self, std: Float64Array, members: FloatArray) -> Float64Array:
+        """Return the factors (…) that gave members (…, N_R) the calibrated σ (…)."""
+        return calibration_factors(std, ensemble_mean_std(self.own(members))[1])
+
+    def transform(
+        self,
+        members: FloatArray,
+        pool: Pool | None = None,
+        novelty_std: FloatArray | None = None,
+    ) -> Float64Array:
         """Scale the members (…, N_R) about their mean to the calibrated standard deviation.
 
         Eq. (19), Musil et al. 2019, for any calibration. `pool` takes standard deviations (…) to
-        those that the factors depend on, such as those of whole vectors.
+        those that the factors depend on, such as those of whole vectors; most methods ignore the
+        novelty q (…).
         """
-        own = members[..., : self.n_subsampled or None]
+        own = self.own(members)
         mean, ensemble_std = ensemble_mean_std(own)
         pooled = ensemble_std if pool is None else pool(ensemble_std)
         return rescaled(own, self.factors(pooled, own.shape[-1]), mean)
@@ -283,6 +343,14 @@ class Calibration(ABC):
         """Schwarz's criterion k ln n − 2 ln L; the smaller the better."""
         return self.aic + self.n_parameters * (float(np.log(max(self.n_points, 1))) - 2)
 
+    def describe(self) -> str:
+        """Return the method and its parameters in a line."""
+        return f"{self.method}, α = {_short(self.alpha)}, γ = {_short(self.gamma)}"
+
     def parameters(self) -> dict[str, Any]:
         """Return everything needed to build the calibration again, as plain numbers."""
         return asdict(self)
+
+
+def _short(value: float) -> str:
+    return f"{value:.3f}" if value == 0 or abs(value) >= 0.01 else f"{value:.2e}"

@@ -1,4 +1,4 @@
-"""Calibrations: Eqs. (8), (9), (12) and (19), the finite ensemble, and three sources of variance."""
+"""Calibrations of ensemble standard deviations. Eqs. (8), (9), (12) and (19)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scipy.special import gammaln, stdtrit
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.calibration.base import Calibration, CalibrationData
 from qualms.errors import CalibrationError, InputError
-from qualms.gp.ensemble import ensemble_mean_std, rescaled
+from qualms.gp.ensemble import rescaled
 from qualms.metrics import gaussian_log_density, student_log_density
 
 #: Exponents tried by the power calibration. A larger standard deviation never
@@ -236,16 +236,18 @@ def _of_whole_vectors(std: Float64Array) -> Float64Array:
 class Scaled:
     """Scaling of members about their mean by given factors; a `MemberTransform`.
 
-    `factors` is one number, or one for each of the first axis: (n,).
+    `factors` is one number, or one for each of the first axis: (n,). The members are those that
+    `calibration` scales.
     """
 
     factors: float | Float64Array
+    calibration: Calibration
 
     def transform(self, members: FloatArray) -> Float64Array:
         """Scale members (n, …, N_R)."""
         points = members.shape[:-1]
         factors = np.reshape(self.factors, (-1, *[1] * (len(points) - 1)))
-        return rescaled(members, np.broadcast_to(factors, points))
+        return rescaled(self.calibration.own(members), np.broadcast_to(factors, points))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from scipy.optimize import minimize
@@ -50,6 +50,9 @@ class SourcesCalibration(Calibration):
         b, c, and d in the units of y; a is `alpha`.
     log_std_mean, log_std_slope, log_std_std : float
         m, β and τ of the prior of ln s.
+    typical : float
+        Root mean square of σ over that of the members that a and b weigh, without c, d and the
+        prior.
     """
 
     method: ClassVar[str] = "sources"
@@ -61,6 +64,7 @@ class SourcesCalibration(Calibration):
     log_std_mean: float = 0.0
     log_std_slope: float = 0.0
     log_std_std: float = 1.0
+    typical: float = 1.0
 
     @classmethod
     def fit(cls, data: CalibrationData, near: Calibration | None = None) -> Self:
@@ -80,8 +84,19 @@ class SourcesCalibration(Calibration):
             if std is not None and np.any(std > 0):
                 columns[name] = std**2
         known = data.centre**2 * s2 / data.n_members
-        coefficients = _choose(data.residuals, data.weights, columns, known)
-        return replace(prior, **{"alpha": 0.0, **coefficients}).fitted_to(data)
+        found: dict[str, Any] = _choose(data.residuals, data.weights, columns, known)
+        fitted = replace(prior, **{"alpha": 0.0, **found}).fitted_to(data)
+        known = (fitted.alpha**2 + fitted.centre**2 / data.n_members) * data.ensemble_std**2
+        if data.posterior_std is not None:
+            known = known + (fitted.posterior * data.posterior_std) ** 2
+        total = data.mean(fitted.std_of(data) ** 2)
+        weighed = data.mean(known)
+        return replace(fitted, typical=(total / weighed) ** 0.5 if weighed > 0 else 1.0)
+
+    @property
+    def typical_factor(self) -> float:
+        """The usual factor of the members that a and b weigh."""
+        return self.typical
 
     def expected_square(
         self,
@@ -123,8 +138,18 @@ class SourcesCalibration(Calibration):
 
     def density_of(self, data: CalibrationData) -> Float64Array:
         """Return the Gaussian ln p(z | ŝ, p, q) of each point of the data: (n,)."""
-        found = self.std(data.ensemble_std, data.n_members, data.posterior_std, data.novelty_std)
-        return gaussian_log_density(data.residuals, found)
+        return gaussian_log_density(data.residuals, self.std_of(data))
+
+    def std_of(self, data: CalibrationData) -> Float64Array:
+        """Return the calibrated standard deviation of each point of the data: (n,)."""
+        return self.std(data.ensemble_std, data.n_members, data.posterior_std, data.novelty_std)
+
+    def describe(self) -> str:
+        """Return the coefficients of all sources that are used."""
+        symbols = {"alpha": "ŝ", "posterior": "p", "novelty": "q"}
+        used = [f"({value:.3g} {symbols[n]})²" for n in symbols if (value := getattr(self, n))]
+        used += [f"{self.floor:.3g}²"] if self.floor else []
+        return f"{self.method}, σ² = {' + '.join(used)}"
 
     def scores(
         self, data: CalibrationData
@@ -132,9 +157,21 @@ class SourcesCalibration(Calibration):
         """Coefficients at their bound of zero have no confidence interval of this kind."""
         raise NotImplementedError
 
-    def given(self, novelty_std: FloatArray | None) -> WithNovelty:
-        """Return the calibration of points of this novelty q (…)."""
-        return WithNovelty(self, novelty_std)
+    def own(self, members: FloatArray) -> Float64Array:
+        """Return members (…, S + K) whose covariance is a²·(subsampled) + b²·(posterior).
+
+        Both kinds have the prediction as their mean, which does not change.
+        """
+        values = np.asarray(members, dtype=np.float64)
+        n_all = values.shape[-1]
+        n = self.n_subsampled or n_all
+        a = (self.alpha**2 + self.centre**2 / n) ** 0.5
+        weights = (a, self.posterior) if a or self.posterior else (1.0, 1.0)
+        counts = (n, n_all - n)
+        pairs = zip(weights, counts, strict=True)
+        factors = [w * ((n_all - 1) / max(k - 1, 1)) ** 0.5 for w, k in pairs]
+        mean = values.mean(axis=-1, keepdims=True)
+        return np.asarray(mean + (values - mean) * np.repeat(factors, counts))
 
     def transform(
         self,
@@ -142,36 +179,28 @@ class SourcesCalibration(Calibration):
         pool: Pool | None = None,
         novelty_std: FloatArray | None = None,
     ) -> Float64Array:
-        """Scale sub-sampled and posterior members (…, S + K) about their means.
+        """Scale members (…, S + K) about their mean to the calibrated standard deviation.
 
-        Their covariance becomes that of a·(sub-sampled) + b·(posterior), scaled point by point to
-        the variance σ². The prediction, the mean of both, does not change.
+        Their covariance becomes D(a²·(subsampled) + b²·(posterior))D, where the diagonal matrix D
+        gives each point its variance σ².
         """
-        n_all = members.shape[-1]
-        n = self.n_subsampled or n_all
-        a = float(np.sqrt(self.alpha**2 + self.centre**2 / n))
-        weights = (a, self.posterior) if a or self.posterior else (1.0, 1.0)
-        parts, stds, variance = [], [], np.zeros(members.shape[:-1])
-        for values, weight in zip((members[..., :n], members[..., n:]), weights, strict=True):
-            if values.shape[-1]:
-                mean, std = ensemble_mean_std(values)
-                stretch = weight * np.sqrt((n_all - 1) / (values.shape[-1] - 1))
-                parts.append((np.asarray(values) - mean[..., None]) * stretch)
-                stds.append(std if pool is None else pool(std))
-                variance = variance + (weight * stds[-1]) ** 2
-        posterior_std = stds[1] if len(stds) > 1 else None
-        sigma, t = self.std(stds[0], n, posterior_std, novelty_std), np.sqrt(variance)
-        factors = np.divide(sigma, t, out=np.ones_like(t), where=t > 0)
-        centre = np.mean(members, axis=-1, dtype=np.float64)
-        return rescaled(centre[..., None] + np.concatenate(parts, axis=-1), factors, centre)
+        own, n = self.own(members), self.n_subsampled or members.shape[-1]
+        drawn = [members[..., n:]] if n < members.shape[-1] else []
+        parts = [members[..., :n], *drawn, own]
+        stds = [ensemble_mean_std(part)[1] for part in parts]
+        stds = stds if pool is None else [pool(std) for std in stds]
+        posterior_std = stds[1] if drawn else None
+        sigma = self.std(stds[0], n, posterior_std, novelty_std)
+        factors = np.divide(sigma, stds[-1], out=np.ones_like(sigma), where=stds[-1] > 0)
+        return rescaled(own, factors)
 
 
 @dataclass(frozen=True)
 class WithNovelty:
-    """A calibration of points of known novelty q; a `MemberTransform`."""
+    """A calibration of points of known novelty q (…); a `MemberTransform`."""
 
-    calibration: SourcesCalibration
-    novelty_std: FloatArray | None
+    calibration: Calibration
+    novelty_std: FloatArray
 
     def transform(self, members: FloatArray) -> Float64Array:
         """Scale members (…, N_R) about their mean."""
@@ -217,7 +246,9 @@ def _choose(
 
     def aic(names: tuple[str, ...]) -> float:
         X = np.stack([columns[name][some] for name in names], axis=1)
-        return 2 * len(names) + 2 * total * _fit_variances(z[some], weights[some], X, known[some])[1]
+        return (
+            2 * len(names) + 2 * total * _fit_variances(z[some], weights[some], X, known[some])[1]
+        )
 
     # q may be zero: it explains no error alone.
     subsets = (names for k in range(1, len(columns) + 1) for names in combinations(columns, k))
@@ -249,6 +280,8 @@ def _fit_variances(
     starts = [np.full(k, -np.log(k))]
     if k > 1:
         starts += [np.where(np.arange(k) == j, 0.0, -5.0) for j in range(k)]
-    fits = [minimize(objective, t, jac=True, method="L-BFGS-B", bounds=[_BOUNDS] * k) for t in starts]
+    fits = [
+        minimize(objective, t, jac=True, method="L-BFGS-B", bounds=[_BOUNDS] * k) for t in starts
+    ]
     best = min(fits, key=lambda fit: float(fit.fun))
     return unit * np.exp(best.x), float(best.fun) + 0.5 * float(np.log(2 * np.pi))

@@ -34,10 +34,8 @@ from qualms.errors import InputError, QualmsWarning
 
 #: The Hartree in eV (CODATA 1986); later values differ by 4e-7 of it.
 HARTREE_TO_EV = 27.2113961
-#: U0 of the isolated atoms in Hartree, from QM9's atomref.txt.
+#: U0 of the isolated atoms in Hartree, from QM9's atomref.txt: references of atomization energies.
 ATOMIC_U0 = {"H": -0.500273, "C": -37.846772, "N": -54.583861, "O": -75.064579, "F": -99.718730}
-#: The same in eV: the reference of `atomization_energy`.
-QM9_ATOMIC_ENERGIES: dict[str, float] = {s: HARTREE_TO_EV * u for s, u in ATOMIC_U0.items()}
 
 #: The energies in the order of QM9's files, and their names in qm9pack.
 ENERGIES = {
@@ -237,7 +235,7 @@ def qm9(
         - ``gdb9_index``, the number of the molecule in QM9, from 1;
         - ``U0``, ``U298``, ``H298``, ``G298``: total energies in eV (U0 includes ``zpve``);
         - ``zpve``: the zero-point energy in eV;
-        - ``atomization_energy``: U0 minus that of the isolated atoms, `QM9_ATOMIC_ENERGIES`, in eV;
+        - ``atomization_energy``: U0 minus that of the isolated atoms, `ATOMIC_U0`, in eV;
           negative if the molecule is bound;
         - ``atomization_energy_per_atom`` in eV/atom.
 

@@ -25,7 +25,7 @@ from qualms.ensembles.io import (
 )
 from qualms.errors import InputError
 from qualms.evaluation import Evaluation
-from qualms.gp.ensemble import rescaled
+from qualms.gp.ensemble import calibration_factors, rescaled
 from qualms.io.files import atomic_output
 from qualms.io.xyz import xyz_text
 from qualms.prediction import Prediction
@@ -226,8 +226,7 @@ def _entries(ensemble: Ensemble, std: Float64Array, members: bool) -> dict[str, 
     for key in (f"{ensemble.target}_uncertainty", *ensemble.uncertainties):
         entries[key] = (std**2 if key.endswith("_var") else std).reshape(shape)
     if ensemble.members is not None and members:
-        ensemble_std = ensemble.std
-        factor = np.divide(std, ensemble_std, out=np.zeros_like(std), where=ensemble_std > 0)
+        factor = calibration_factors(std, ensemble.std)
         stored = rescaled(ensemble.members, factor, ensemble.mean).reshape(len(std) // k, k, -1)
         if ensemble.order == "member":
             stored = stored.transpose(0, 2, 1)

@@ -45,16 +45,15 @@ _SUSPICIOUS = 30.0
 class Calibrated:
     """A calibration and its assessment.
 
-    `ensemble` and `data` are the n points that it is fitted to, `dropped` the numbers of others by
-    reason. `std` (n,) are cross-validated standard deviations: each is by a calibration that was
-    fitted to other points. `before` and `after` are scores of the ensemble standard deviations and
-    of `std`. `comparison` is the cross-validation of all methods, `reason` why this one was chosen,
-    and `remarks` are warnings for the user.
+    `ensemble` and `data` are the n points that it is fitted to. `std` (n,) are cross-validated
+    standard deviations: each is by a calibration that was fitted to other points. `before` and
+    `after` are scores of the ensemble standard deviations and of `std`. `comparison` is the
+    cross-validation of all methods, `reason` why this one was chosen, and `remarks` are warnings
+    for the user.
     """
 
     ensemble: Ensemble
     data: CalibrationData
-    dropped: dict[str, int]
     calibration: Calibration
     grouped: GroupedCalibration | None
     intervals: ConfidenceIntervals
@@ -142,7 +141,6 @@ def calibrate_ensemble(
     return Calibrated(
         ensemble=points,
         data=data,
-        dropped=dropped,
         calibration=calibration,
         grouped=candidate.grouped,
         intervals=intervals,

@@ -105,7 +105,7 @@ def chosen_columns(X: FloatArray, q: int, method: str) -> Float64Array:
     """
     candidates = np.ascontiguousarray(X.T)
     if method == "cur":
-        columns = cur(candidates, q).indices
+        columns = cur(candidates, q)
     else:
         largest = int(np.argmax(np.einsum("ij,ij->i", candidates, candidates)))
         columns = farthest_points(candidates, q, start=largest).indices

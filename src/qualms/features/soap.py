@@ -619,12 +619,11 @@ _executor: Any = None
 
 
 class Batch(NamedTuple):
-    """Features (n_environments, d) of consecutive structures, from index `first` on.
+    """Features (n_environments, d) of consecutive structures.
 
     `sizes` (n_structures,) are the environments of each; some may have none.
     """
 
-    first: int
     features: FloatArray
     sizes: IntArray
 
@@ -634,13 +633,8 @@ class Batch(NamedTuple):
         return offsets_of(self.sizes)
 
 
-#: Index of the first structure, structures, and their centres.
-_Task = tuple[int, list[Atoms], list[IntArray]]
-
-
-def all_atoms(frames: Sequence[Atoms]) -> list[IntArray]:
-    """Return every atom of each structure as a centre."""
-    return [np.arange(len(atoms)) for atoms in frames]
+#: Structures and their centres.
+_Task = tuple[list[Atoms], list[IntArray]]
 
 
 def structure_blocks(offsets: IntArray, size: int = BLOCK) -> Iterator[tuple[int, int]]:
@@ -670,7 +664,7 @@ def stream_features(
     count = 0
     while n_workers > 1 and count < SERIAL and (task := next(tasks, None)) is not None:
         head.append(task)
-        count += sum(map(len, task[2]))
+        count += sum(map(len, task[1]))
     tasks = chain(head, tasks)
     if n_workers > 1 and count >= SERIAL:
         yield from _parallel(representation, tasks, n_workers)
@@ -682,23 +676,23 @@ def _tasks(structures: Iterable[tuple[Atoms, IntArray]], size: int) -> Iterator[
     """Group structures to batches of about `size` environments."""
     frames: list[Atoms] = []
     centers: list[IntArray] = []
-    first = count = 0
-    for i, (atoms, chosen) in enumerate(structures):
+    count = 0
+    for atoms, chosen in structures:
         # Without the arrays and calculators that processes do not need.
         frames.append(Atoms(atoms.numbers, atoms.positions, cell=atoms.cell, pbc=atoms.pbc))
         centers.append(chosen)
         count += len(chosen)
         if count >= size or len(frames) >= size:
-            yield first, frames, centers
-            frames, centers, count, first = [], [], 0, i + 1
+            yield frames, centers
+            frames, centers, count = [], [], 0
     if frames:
-        yield first, frames, centers
+        yield frames, centers
 
 
 def _compute(representation: Representation, task: _Task) -> Batch:
-    first, frames, centers = task
+    frames, centers = task
     sizes = np.array([len(chosen) for chosen in centers], dtype=np.intp)
-    return Batch(first, representation.features(frames, centers), sizes)
+    return Batch(representation.features(frames, centers), sizes)
 
 
 def _parallel(

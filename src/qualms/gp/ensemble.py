@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from scipy.linalg import blas, solve_triangular
@@ -30,11 +30,13 @@ from qualms.arrays import (
 )
 from qualms.errors import InputError, NumericalError, QualmsWarning
 from qualms.gp.linalg import cholesky, cholesky_solve, cholesky_whiten
-from qualms.gp.noise import Replicates, noise_grid, select_noise
+from qualms.gp.noise import Replicates, noise_grid, select_joint_noise, select_noise
 from qualms.gp.sparse_gp import ProjectedProcess, fit_projected_process, gram_matrix
 
 #: With fewer members, Student's t has less than two degrees of freedom.
 MIN_ABSENT = 3
+
+Result = TypeVar("Result")
 
 
 def subsample_size(subsample: float, n_train: int) -> int:
@@ -65,8 +67,8 @@ def draw_members(
     *,
     replace: bool = False,
     groups: Sequence[object] | IntArray | None = None,
-) -> list[IntArray]:
-    """Draw the training sets D_i of all members: N_R sorted arrays of indices.
+) -> IntArray:
+    """Draw the training sets D_i of all members: how often each sample is in each, (N, N_R).
 
     Parameters
     ----------
@@ -93,7 +95,7 @@ def draw_members(
         n = subsample_size(subsample, n_groups)
         draws = [rng.permutation(n_groups)[:n] for _ in range(n_members)]
     counts = [np.bincount(drawn, minlength=n_groups)[codes] for drawn in draws]
-    return [np.repeat(np.arange(n_train), c) for c in counts]
+    return np.stack(counts, axis=1).astype(np.intp)
 
 
 def group_codes(groups: Sequence[object] | IntArray | None, n_train: int) -> IntArray:
@@ -109,12 +111,6 @@ def group_codes(groups: Sequence[object] | IntArray | None, n_train: int) -> Int
     except TypeError as error:
         given = f"labels of mixed types ({error})"
         raise InputError("groups", given, "one type of label") from error
-
-
-def membership_counts(member_indices: Sequence[IntArray], n_train: int) -> IntArray:
-    """Return how often each sample is in each D_i: (N, N_R); zero where it is absent."""
-    columns = [np.bincount(indices, minlength=n_train) for indices in member_indices]
-    return np.stack(columns, axis=1).astype(np.intp)
 
 
 def ensemble_mean_std(members: FloatArray) -> tuple[Float64Array, Float64Array]:
@@ -135,6 +131,11 @@ def rescaled(
     values, f = np.asarray(members, dtype=np.float64), np.asarray(factor, dtype=np.float64)
     center = ensemble_mean_std(values)[0] if mean is None else mean
     return np.asarray(center[..., None] + (values - center[..., None]) * f[..., None])
+
+
+def calibration_factors(std: Float64Array, ensemble_std: Float64Array) -> Float64Array:
+    """Return σ/ŝ (…); one where ŝ is zero, so that members that agree are not changed."""
+    return np.divide(std, ensemble_std, out=np.ones_like(ensemble_std), where=ensemble_std > 0)
 
 
 def group_scatter(terms: Float64Array, codes: IntArray) -> Float64Array:
@@ -274,14 +275,11 @@ class MemberSolution(NamedTuple):
     """Weights (r, T, N_R) of all members, and how they were found.
 
     `method` is the name of a solver, and `n_iterations` the passes over Φ of conjugate gradients.
-    `relative_error` is the estimated RMS prediction error on the training rows, relative to the RMS
-    standard deviation between members; 0 for ``dual`` and ``direct``, exact up to rounding.
     """
 
     weights: Float64Array
     method: str
     n_iterations: int = 0
-    relative_error: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -455,7 +453,7 @@ def solve_complement(problem: MemberProblem, tolerance: float) -> MemberSolution
     left = float(np.max(rms / problem.scale(F)))
     if not left <= tolerance:
         raise InaccurateError(f"rounding left a relative error of {left:.1e}")
-    return MemberSolution(problem.as_weights(W), "complement", 0, left)
+    return MemberSolution(problem.as_weights(W), "complement")
 
 
 def _woodbury(problem: MemberProblem, i: int, start: Float64Array) -> Float64Array:
@@ -541,7 +539,7 @@ def solve_by_conjugate_gradients(
     left = float(np.max(rms / scale))
     if active.size or not left <= tolerance:
         raise InaccurateError(f"{k} iterations left a relative error of {left:.1e}")
-    return MemberSolution(problem.as_weights(X), "cg", k, left)
+    return MemberSolution(problem.as_weights(X), "cg", k)
 
 
 def _divide(a: Float64Array, b: Float64Array) -> Float64Array:
@@ -810,125 +808,178 @@ def _check(
 
 
 # The full model and its members, in the units of y.
+#: How often noise variances that are lost in rounding are raised, by a factor of ten.
+_ATTEMPTS = 8
+
+
 @dataclass(frozen=True)
 class FullModel:
-    """The projected process of all training points, for y of zero mean and unit variance.
-
-    `center` and `scale` (T,) are mean and standard deviation of y; the scale of a constant y is
-    one. Without centring, they are zero and the root of the mean square.
-    """
+    """The projected process of all rows, for targets of zero mean and unit prior variance."""
 
     process: ProjectedProcess
-    center: Float64Array
-    scale: Float64Array
+    y: Float64Array  #: (N, T): targets less `center`, divided by `scale`; zero if constant
+    weight: Float64Array  #: (N,): the noise variance of a row is that of the target divided by it
+    center: Float64Array  #: (T,): mean of the target; zero without centring
+    scale: Float64Array  #: (T,): square root of the prior variance
+    noise: dict[str, float]  #: noise variance of each quantity, in its units squared
+    centered: bool
 
     @property
     def weights(self) -> Float64Array:
         """Weights of the whitened features, in the units of y: (r, T)."""
         return self.process.weights * self.scale
 
-    @property
-    def noise_variance(self) -> Float64Array:
-        """σ² in the units of y²: (T,)."""
-        return self.process.noise_variance * self.scale**2
-
-    def std(self, Phi_X: FloatArray, k_xx: FloatArray) -> Float64Array:
-        """Return σ_PP of Eq. (3), Musil et al. 2019, in the units of y: (n, T).
-
-        Phi_X (n, r) are whitened features, k_xx (n,) prior variances relative to Var[y]: the
-        diagonal of the kernel of unit mean diagonal.
-        """
-        return np.sqrt(self.process.variance(Phi_X, k_xx))[:, None] * self.scale
-
 
 def fit_full_model(
     Phi: FloatArray,
     y: FloatArray,
-    noise: str | float = "loo",
+    noise: Mapping[str, str | float],
     *,
+    rows: Mapping[str, IntArray] | None = None,
     center: bool = True,
     sample_weight: FloatArray | None = None,
-    replicates: Replicates | None = None,
     groups: IntArray | None = None,
+    replicates: Replicates | None = None,
 ) -> FullModel:
-    """Choose the noise variance and solve the full model.
+    """Centre and scale the targets, select the noise variances and solve the full model.
 
     Parameters
     ----------
     Phi : (N, r) array
         Whitened features, for a kernel of unit mean diagonal.
     y : (N,) or (N, T) array
-    noise : {"loo", "evidence"} or float
-        How to choose σ², or σ² itself in the units of y² (with several outputs: for their mean
-        variance).
+    noise : mapping from quantity to {"loo", "evidence"} or float
+        How to select σ², or σ² itself in the units of y² (with several outputs: for their mean
+        variance). The first quantity is the target; the others are derivatives of it.
+    rows : mapping from quantity to array of int, optional
+        Rows of each of several quantities; those of the target come first.
     center : bool
-        Whether the mean of y belongs to the model; without, its prior mean is zero.
+        Whether the mean of the target belongs to the model; without, its prior mean is zero.
     sample_weight : (N,) array, optional
+    groups : (N,) array of int, optional
+        Rows that are left out together when the noise is selected.
     replicates : Replicates, optional
         Scatter of repeated observations whose averages are y, in the units of y².
-    groups : (N,) array of int, optional
-        Rows that are left out together when the noise is chosen.
     """
-    Y = as_targets(y, len(Phi))
-    weight = check_sample_weight(sample_weight, len(Phi))
-    mean = np.average(Y, axis=0, weights=weight)
-    offset = mean if center else np.zeros_like(mean)
-    variance = np.average((Y - offset) ** 2, axis=0, weights=weight)
-    # What rounding leaves of a constant is no variance; its scale is only a scale of rounding.
-    constant = variance <= (1e-14 * offset) ** 2
-    scale = np.where(constant, 1e-6 * np.where(offset == 0, 1.0, np.abs(offset)), variance**0.5)
-    targets = np.where(constant, 0.0, (Y - offset) / scale)
-    if replicates is not None:
-        replicates = Replicates(replicates.dof, replicates.sum_of_squares / scale**2)
-    gram = gram_matrix(Phi, sample_weight)
-    unit = float(np.mean(scale[constant == constant.all()] ** 2))
-    if not isinstance(noise, str):
-        relative = float(noise) / unit
-    elif constant.all():
-        # Only the scatter of replicates, if there is any, determines the noise.
-        relative = 1.0 if replicates is None else max(replicates.variance, 1.0)
+    first, alone = next(iter(noise)), len(noise) == 1
+    rows = rows or {first: np.arange(len(Phi))}
+    groups = np.arange(len(Phi)) if groups is None else groups
+    n = len(rows[first])
+    Y, weight = as_targets(y, len(Phi)).copy(), check_sample_weight(sample_weight, len(Phi)).copy()
+    mean = np.average(Y[:n], axis=0, weights=weight[:n]) * center
+    Y[:n] -= mean
+    if alone:
+        variance = np.average(Y**2, axis=0, weights=weight)
+        # What rounding leaves of a constant is no variance; its scale is only a scale of rounding.
+        constant = variance <= (1e-14 * mean) ** 2
     else:
-        relative = select_noise(
-            Phi,
-            targets,
-            noise_grid(float(weight.mean())),  # σ²/w is the noise of an observation
-            criterion=noise,
-            sample_weight=sample_weight,
-            gram=gram,
-            replicates=replicates,
-            groups=groups,
-        ).noise_variance
-    process = fit_projected_process(Phi, targets, relative, sample_weight=sample_weight, gram=gram)
-    return FullModel(process, offset, scale)
+        variance, constant = _variance_of_derivatives(Phi[n:], Y[n:]), np.zeros(len(mean), bool)
+    scale = np.where(constant, 1e-6 * np.where(mean == 0, 1.0, np.abs(mean)), variance**0.5)
+    unit = float(np.mean(scale[constant == constant.all()] ** 2))
+    targets = np.where(constant, 0.0, Y / scale)
+    gram = gram_matrix(Phi, weight) if alone else None
+    known = {name: float(v) for name, v in noise.items() if not isinstance(v, str)}
+    criterion = value if isinstance(value := noise[first], str) else "loo"
+    if len(known) == len(noise):
+        variances = known
+    elif alone:
+        if replicates is not None:
+            replicates = Replicates(replicates.dof, replicates.sum_of_squares / scale**2)
+        if constant.all():
+            # Only the scatter of replicates, if there is any, determines the noise.
+            relative = 1.0 if replicates is None else max(replicates.variance, 1.0)
+        else:
+            relative = select_noise(
+                Phi,
+                targets,
+                noise_grid(float(weight.mean())),  # σ²/w is the noise of an observation
+                criterion=criterion,
+                sample_weight=weight,
+                gram=gram,
+                replicates=replicates,
+                groups=groups,
+            ).noise_variance
+        variances = {first: relative * unit}
+    else:
+        variances = select_joint_noise(
+            Phi, Y[:, 0], rows, groups, prior=unit, weight=weight, criterion=criterion, known=known
+        )
+    for name in [*noise][1:]:
+        weight[rows[name]] *= variances[first] / variances[name]
+    gram = gram_matrix(Phi, weight) if gram is None else gram
+
+    def solve(factor: float) -> FullModel:
+        raised = {name: factor * value for name, value in variances.items()}
+        process = fit_projected_process(
+            Phi, targets, raised[first] / unit, sample_weight=weight, gram=gram
+        )
+        return FullModel(process, targets, weight, mean, scale, raised, center)
+
+    return _with_raised_noise(solve, variances)
+
+
+def _variance_of_derivatives(Phi: FloatArray, y: Float64Array) -> Float64Array:
+    """Return the prior variance (1,) that gives derivatives y (n, 1) theirs, as in Eq. (17).
+
+    Musil et al. 2019. Most of the variance of the energies of one molecule is common to all.
+    """
+    blocks = (Phi[start : start + 4096] for start in range(0, len(Phi), 4096))
+    squares = sum(float(np.sum(np.square(block, dtype=np.float64))) for block in blocks)
+    return np.sum(y**2, axis=0) / squares if squares > 0 and np.any(y) else np.ones(1)
 
 
 def fit_members(
-    full: FullModel,
-    Phi: FloatArray,
-    y: FloatArray,
-    counts: IntArray,
-    *,
-    sample_weight: FloatArray | None = None,
-) -> tuple[Float64Array, Float64Array]:
-    """Solve all members on the basis of the full model, with its noise, in the units of y.
+    full: FullModel, Phi: FloatArray, y: FloatArray, counts: IntArray
+) -> tuple[FullModel, MemberSolution, Float64Array]:
+    """Solve all members on the basis of the full model, with its noise.
 
-    Returns the weights (r, T, N_R) of the whitened features, and the intercepts (T, N_R), the means
-    of y over the training set of each member.
+    Returns the full model, whose noise is raised if members need that; the solution, of targets
+    divided by ``full.scale``; and the intercepts (T, N_R) in the units of y, the means of the
+    target over the training set of each member.
 
     Parameters
     ----------
     full : FullModel
     Phi : (N, r) array
-    y : (N,) or (N, T) array
+    y : (n, T) or (n, T, N_R) array
+        The target, common to all members or each member's own; without its derivatives.
     counts : (N, N_R) array of int
-        How often each point is in the training set of each member.
-    sample_weight : (N,) array, optional
+        How often each row is in the training set of each member.
     """
-    weight = check_sample_weight(sample_weight, len(Phi))[:, None] * counts
-    center, scale = full.center[:, None], full.scale[:, None]
-    targets = (as_targets(y, len(Phi))[:, :, None] - center) / scale
-    means = np.sum(targets * (weight / weight.sum(axis=0))[:, None], axis=0)  # (T, N_R)
-    solution = solve_members(
-        Phi, targets - means, counts, full.process, sample_weight=sample_weight
-    )
-    return solution.weights * scale, center + scale * means
+    given = np.asarray(y, dtype=np.float64)
+    given = given[:, :, None] if given.ndim == 2 else given
+    n, center, scale = len(given), full.center[:, None], full.scale[:, None]
+    own = (given - center) / scale
+    times = full.weight[:n, None] * counts[:n]
+    means = np.sum(own * (times / times.sum(axis=0))[:, None], axis=0) * full.centered
+    constant = ~np.any(full.y, axis=0)[:, None]
+    targets = np.repeat(full.y[:, :, None], counts.shape[1], axis=2)
+    targets[:n] = np.where(constant, 0.0, own - means)
+
+    def solve(factor: float) -> tuple[FullModel, MemberSolution]:
+        model, weight = full, full.weight
+        if factor > 1:
+            noise, gram = factor * full.process.noise_variance, full.process.gram
+            process = fit_projected_process(Phi, full.y, noise, sample_weight=weight, gram=gram)
+            raised = {name: factor * value for name, value in full.noise.items()}
+            model = replace(full, process=process, noise=raised)
+        return model, solve_members(Phi, targets, counts, model.process, sample_weight=weight)
+
+    return *_with_raised_noise(solve, full.noise), center + scale * means
+
+
+def _with_raised_noise(solve: Callable[[float], Result], noise: Mapping[str, float]) -> Result:
+    """Solve with noise variances times one, or times more if they are lost in rounding."""
+    text = ", ".join(f"{name} {value:.1e}" for name, value in noise.items())
+    problem = f"The Gram matrix is numerically singular with these noise variances: {text}"
+    remedy = "Check for labels much larger than all others, or set larger noise variances."
+    for factor in (10.0 ** np.arange(_ATTEMPTS)).tolist():
+        try:
+            found = solve(factor)
+        except NumericalError:
+            continue
+        if factor > 1:
+            message = f"{problem}. All were multiplied by {factor:.0e}. {remedy}"
+            warnings.warn(message, QualmsWarning, stacklevel=2)
+        return found
+    raise NumericalError(f"{problem}, and with variances {factor:.0e} times as large. {remedy}")

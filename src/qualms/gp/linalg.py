@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,10 @@ import scipy.linalg
 from scipy.linalg import lapack
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
-from qualms.errors import InputError, NumericalError
+from qualms.errors import InputError, NumericalError, QualmsWarning
+
+#: Prior variance that is negative beyond rounding, relative to the largest.
+_NEGATIVE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -23,14 +27,10 @@ class Whitening:
         rounding, combinations of these, so that nothing is lost with them.
     factor : (r, r) array
         Lower triangular L with K_MM[pivots, pivots] = L Lᵀ.
-    negative : float
-        How far below zero, relative to the largest diagonal of K_MM, the prior variance left in a
-        dropped representative lies: beyond rounding only if K_MM is not positive semi-definite.
     """
 
     pivots: IntArray
     factor: Float64Array
-    negative: float
 
     @property
     def effective_rank(self) -> int:
@@ -66,7 +66,8 @@ def whiten(K_MM: FloatArray, *, rtol: float | None = None) -> Whitening:
     Cholesky with complete pivoting: at each step the representative of largest prior variance,
     given those taken before, is next, until that variance falls below ``rtol`` times the largest
     diagonal. Unlike jitter it does not change the representatives that are kept, and unlike an
-    eigen-decomposition it identifies those that need not be stored, in a seventh of the time.
+    eigen-decomposition it identifies those that need not be stored, in a seventh of the time. A
+    warning is issued if K_MM is not positive semi-definite beyond rounding.
 
     Parameters
     ----------
@@ -93,8 +94,14 @@ def whiten(K_MM: FloatArray, *, rtol: float | None = None) -> Whitening:
     order = pivots.astype(np.intp) - 1
     # Prior variance left in each dropped representative: the diagonal after the last step.
     left = diagonal[order[rank:]] - np.sum(factor[rank:, :rank] ** 2, axis=1)
-    negative = float(max(-left.min(initial=0.0), 0.0)) / largest
-    return Whitening(order[:rank], np.tril(factor[:rank, :rank]), negative)
+    if left.min(initial=0.0) < -_NEGATIVE * largest:
+        warnings.warn(
+            "The kernel is not positive semi-definite; negative directions were dropped. "
+            "(The power kernel is positive semi-definite for integer exponents.)",
+            QualmsWarning,
+            stacklevel=2,
+        )
+    return Whitening(order[:rank], np.tril(factor[:rank, :rank]))
 
 
 def cholesky(A: Float64Array, *, what: str, overwrite: bool = False) -> Float64Array:

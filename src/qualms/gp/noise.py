@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -51,12 +51,11 @@ _EPS = float(np.finfo(np.float64).eps)
 class NoiseSelection(NamedTuple):
     """The best σ², refined between grid points, and the curve it was chosen from.
 
-    `scores` (G,) of the noise variances `grid` (G,) that were tried: the mean absolute
-    leave-one-out residual, or minus the log marginal likelihood.
+    `scores` (G,) of the noise variances that were tried: the mean absolute leave-one-out residual,
+    or minus the log marginal likelihood.
     """
 
     noise_variance: float
-    grid: Float64Array
     scores: Float64Array
 
 
@@ -169,7 +168,7 @@ def select_noise(
         shifted = np.maximum(S, 0.0)[:, None] + tried
         log_det = np.sum(np.log(shifted), axis=0)
         scores = score(_Basis(tried, lambda rows: rows @ V, shifted, log_det))
-    return NoiseSelection(_refined_minimum(tried, scores), tried, scores)
+    return NoiseSelection(_refined_minimum(tried, scores), scores)
 
 
 class _Basis(NamedTuple):
@@ -457,8 +456,9 @@ def evidence(observed: Observations, prior: float) -> Callable[..., float]:
     return score
 
 
-#: Decades that are tried, relative to the usual square of the targets: first guess and lower limit.
-_START, _LOWEST = (-4.0, -3.0, -3.0), -12.0
+#: Decades relative to the usual square of the targets: first guess for the first quantity and for
+#: the others, and lower limit.
+_START, _START_OF_OTHERS, _LOWEST = -4.0, -3.0, -12.0
 #: Upper limits: relative to the mean square, and to the usual one for the marginal likelihood.
 _HIGHEST, _HIGHEST_OF_EVIDENCE = 1.0, 0.5
 #: Steps in decades of the search.
@@ -467,34 +467,18 @@ _STEPS = (1.0, 0.5, 0.25)
 _GAIN = 0.01
 
 
-class JointNoise(NamedTuple):
-    """Noise variances σ_E², σ_F² and, if there are virials, σ_V², in the units of the targets².
-
-    `score` is what was minimised, 0 if there was nothing to choose, and `n_tried` the number of
-    sets of variances that were tried.
-    """
-
-    energies: float
-    forces: float
-    virials: float | None
-    score: float
-    n_tried: int
-
-
 def select_joint_noise(
     Phi: FloatArray,
     y: Float64Array,
-    kind: IntArray | BoolArray,
+    rows: Mapping[str, IntArray],
     groups: IntArray,
     *,
     prior: float,
-    weight: Float64Array | None = None,
+    weight: Float64Array,
     criterion: str = "loo",
-    energies: float | None = None,
-    forces: float | None = None,
-    virials: float | None = None,
-) -> JointNoise:
-    """Choose σ_E², σ_F² and, if there are virials, σ_V².
+    known: Mapping[str, float] | None = None,
+) -> dict[str, float]:
+    """Select the noise variance of each quantity, in the units of its targets squared.
 
     Parameters
     ----------
@@ -502,34 +486,30 @@ def select_joint_noise(
         Whitened features.
     y : (N,) array
         Targets, of zero mean in the prior.
-    kind : (N,) array of int or bool
-        Kind of each row: 0 for energies, 1 for forces, 2 for virials.
+    rows : mapping from quantity to array of int
+        Rows of each quantity; the first is the one that others are derivatives of.
     groups : (N,) array of int
         Rows that are left out together.
     prior : float
-        s², in the units of the energies squared.
-    weight : (N,) array, optional
-        Positive; the noise of a row is that of its kind divided by its weight.
+        s², in the units of the first quantity squared.
+    weight : (N,) array
+        Positive; the noise of a row is that of its quantity divided by its weight.
     criterion : {"loo", "evidence"}
         Errors of groups left out, or the log marginal likelihood.
-    energies, forces, virials : float, optional
-        A variance that is known.
+    known : mapping from quantity to float, optional
+        Variances that are not selected.
     """
     if criterion not in ("loo", "evidence"):
         raise InputError("criterion", repr(criterion), '"loo" or "evidence"')
-    n_kinds = 3 if np.any(kind == 2) else 2
-    given = (energies, forces, virials)[:n_kinds]
-    kinds = tuple(np.flatnonzero(kind == k) for k in range(n_kinds))
-    if all(value is not None for value in given):
-        return _joint_noise([value or 0.0 for value in given], 0.0, 0)
-    root = np.ones(len(y)) if weight is None else np.sqrt(weight)
-    units = tuple(_usual_square(root[rows] * y[rows], groups[rows]) for rows in kinds)
-    make_score = evidence if criterion == "evidence" else left_out_error
-    score = make_score(Observations(Phi, y, root, kinds, groups), prior)
-    # A kind without observations keeps the initial value.
+    by_evidence, known, kinds = criterion == "evidence", known or {}, tuple(rows.values())
+    root = np.sqrt(weight)
+    units = tuple(_usual_square(root[some] * y[some], groups[some]) for some in kinds)
+    score = (evidence if by_evidence else left_out_error)(
+        Observations(Phi, y, root, kinds, groups), prior
+    )
     fixed = [
-        _START[k] if not len(kinds[k]) else None if value is None else math.log10(value / units[k])
-        for k, value in enumerate(given)
+        math.log10(known[name] / unit) if name in known else None
+        for name, unit in zip(rows, units, strict=True)
     ]
 
     def of_decades(decades: Sequence[float]) -> float:
@@ -539,33 +519,24 @@ def select_joint_noise(
             return np.inf
 
     # Decades by which the mean square is larger than the usual one, if it is.
-    squares = [np.sum((root[rows] * y[rows]) ** 2) / max(len(rows), 1) for rows in kinds]
+    squares = [np.mean((root[some] * y[some]) ** 2) for some in kinds]
     beyond = np.log10(np.maximum(np.array(squares) / units, 1.0))
-    by_evidence = criterion == "evidence"
-    highest = np.full(n_kinds, _HIGHEST_OF_EVIDENCE) if by_evidence else _HIGHEST + beyond
+    highest = np.full(len(rows), _HIGHEST_OF_EVIDENCE) if by_evidence else _HIGHEST + beyond
     # Where the usual square and the mean square differ much, either may be the better guess.
-    guess = np.array(_START[:n_kinds])
+    guess = np.array([_START] + [_START_OF_OTHERS] * (len(rows) - 1))
     starts = [np.minimum(guess + shift, highest) for shift in (0.0, beyond)]
-    best, least, n_tried = _pattern_search(of_decades, starts, fixed, highest)
-    at_limit = [
-        name
-        for name, d, f in zip(("energies", "forces", "virials"), best, fixed, strict=False)
-        if f is None and d >= _HIGHEST_OF_EVIDENCE
-    ]
+    best = dict(zip(rows, _pattern_search(of_decades, starts, fixed, highest), strict=True))
+    at_limit = [q for q, d in best.items() if q not in known and d >= _HIGHEST_OF_EVIDENCE]
     if by_evidence and at_limit:
         warnings.warn(
-            f"The marginal likelihood is highest for a noise of {' and '.join(at_limit)} above "
-            "their usual size, so that little is learned from them. Structures far from all "
+            f"The marginal likelihood is highest for a noise of {' and '.join(at_limit)} above the "
+            "usual size of labels, so that little is learned from them. Structures far from all "
             "others can cause this: check their labels, or choose the noise by 'loo'.",
             QualmsWarning,
             stacklevel=2,
         )
-    return _joint_noise([u * 10**d for u, d in zip(units, best, strict=True)], least, n_tried)
-
-
-def _joint_noise(variances: Sequence[float], score: float, n_tried: int) -> JointNoise:
-    energies, forces, *virials = variances
-    return JointNoise(energies, forces, virials[0] if virials else None, score, n_tried)
+    found = {q: unit * 10 ** best[q] for q, unit in zip(rows, units, strict=True)}
+    return {**found, **known}
 
 
 def _usual_square(y: Float64Array, groups: IntArray) -> float:
@@ -574,7 +545,7 @@ def _usual_square(y: Float64Array, groups: IntArray) -> float:
     Robust against a few large values, also in the mean. Groups without any deviation, such as
     crystals whose forces are zero by symmetry, do not count.
     """
-    squares = group_means((y - np.median(y)) ** 2, groups) if len(y) else y
+    squares = group_means((y - np.median(y)) ** 2, groups)
     squares = squares[squares > 0]
     return float(np.median(squares)) if len(squares) else 1.0
 
@@ -584,7 +555,7 @@ def _pattern_search(
     starts: Sequence[Float64Array],
     fixed: Sequence[float | None],
     highest: Float64Array,
-) -> tuple[tuple[float, ...], float, int]:
+) -> tuple[float, ...]:
     """Minimise on a grid of decades that becomes finer, from the best start; fixed ones stay.
 
     Not `scipy.optimize`: the score is flat over decades, and steps that gain too little (`_GAIN`)
@@ -612,4 +583,4 @@ def _pattern_search(
                     known[where] = score(where)
                 if known[where] < known[best] - _GAIN * step:
                     best, moved = where, True
-    return best, known[best], len(known)
+    return best

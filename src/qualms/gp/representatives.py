@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from scipy.linalg import blas, eigh, lapack
@@ -14,26 +14,6 @@ from qualms.errors import InputError
 
 #: Rows that are checked, or multiplied, at once.
 ROWS = 2048
-
-
-class RowSource(Protocol):
-    """A table of float32 or float64 that need not be in memory; it has no ``__array__``."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Number of rows and of columns."""
-        ...
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """float32 or float64."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, rows: Any, /) -> FloatArray:
-        """Return one row, a slice, or rows by their indices, as an array."""
-        ...
 
 
 def as_float(X: FloatArray, name: str) -> FloatArray:
@@ -82,7 +62,7 @@ class FarthestPoints(NamedTuple):
 
 
 def farthest_points(
-    X: FloatArray | RowSource,
+    X: FloatArray,
     n: int,
     *,
     start: int = 0,
@@ -103,7 +83,7 @@ def farthest_points(
 
     Parameters
     ----------
-    X : FloatArray or RowSource of shape (n_points, n_features)
+    X : FloatArray of shape (n_points, n_features)
         Features, float32 or float64. Read in blocks and never copied as a whole.
     n : int
         How many rows to pick.
@@ -118,10 +98,7 @@ def farthest_points(
         `n` picks, or fewer if every other row repeats a pick: a row within ``16 ε |x|`` of a pick,
         with ε the machine precision of `X`, counts as a repetition.
     """
-    if isinstance(X, np.ndarray) or hasattr(X, "__array__") or not hasattr(X, "shape"):
-        X = as_float(X, "X")  # type: ignore[arg-type]
-    elif len(X) <= _LOOP_SIZE:
-        X = X[:]
+    X = as_float(X, "X")
     check_counts("X", len(X), n, start)
     norms = np.empty(len(X), dtype=X.dtype)
     for begin in range(0, len(X), ROWS):
@@ -148,7 +125,7 @@ class _Level:
     whole. A pick has d² = −∞, a repetition of a pick 0.
     """
 
-    X: FloatArray | RowSource
+    X: FloatArray
     norms: FloatArray
     ids: IntArray
     d2: Float64Array
@@ -199,9 +176,7 @@ class _Level:
 class _Search:
     """The picks so far, with a contiguous copy of their rows, and the search for the next ones."""
 
-    def __init__(
-        self, X: FloatArray | RowSource, n: int, on_pick: Callable[[int], object] | None
-    ) -> None:
+    def __init__(self, X: FloatArray, n: int, on_pick: Callable[[int], object] | None) -> None:
         self.n, self.on_pick = n, on_pick
         self.indices: list[int] = []
         self.d2: list[float] = []
@@ -301,23 +276,12 @@ class _Search:
 
 
 # CUR: picking rows by their leverage scores.
-class LeverageSelection(NamedTuple):
-    """Picks of CUR.
-
-    `indices` (n_selected,) are the picked rows, in order, and `scores` (n_selected,) the leverage
-    of each pick among directions that the picks before it do not span.
-    """
-
-    indices: IntArray
-    scores: Float64Array
-
-
-def cur(X: FloatArray, n: int) -> LeverageSelection:
+def cur(X: FloatArray, n: int) -> IntArray:
     """Pick rows one by one by their leverage among directions that the picks so far do not span.
 
     The leverage of row i is ``π_i = Σ_k (u_i^(k))²`` over the n leading left singular vectors. The
     row with the largest is picked, and the vectors made orthogonal to it (Drmač & Gugercin, SIAM J.
-    Sci. Comput. 38, A631 (2016)).
+    Sci. Comput. 38, A631 (2016)). Returns the indices of the picks, in order.
 
     Parameters
     ----------
@@ -343,7 +307,7 @@ def cur(X: FloatArray, n: int) -> LeverageSelection:
     return _pivots(np.concatenate([A[rows].astype(np.float64) @ scaled for rows in blocks]))
 
 
-def cur_from_kernel(K: FloatArray, n: int) -> LeverageSelection:
+def cur_from_kernel(K: FloatArray, n: int) -> IntArray:
     """Pick rows by `cur` in the feature space of a kernel (n_points, n_points): K = Φ Φᵀ."""
     K = as_float(K, "K")
     if K.shape[0] != K.shape[1]:
@@ -363,13 +327,12 @@ def _leading(C: Float64Array, n: int, size: float, name: str) -> tuple[Float64Ar
     return values[kept], vectors[:, kept]
 
 
-def _pivots(U: Float64Array) -> LeverageSelection:
+def _pivots(U: Float64Array) -> IntArray:
     """Pick as many rows as the orthonormal columns U (n_points, k) span.
 
     UUᵀ has the leverages on its diagonal, and a step of its Cholesky factorisation leaves there
     those among directions that the pivots so far do not span. So the pivots are the picks.
     """
     H = blas.dsyrk(1.0, U, lower=1) if U.size else np.zeros((len(U), len(U)))
-    factor, pivots, _, _ = lapack.dpstrf(H, tol=0.0, lower=1, overwrite_a=1)
-    picks = pivots[: U.shape[1]].astype(np.intp) - 1
-    return LeverageSelection(picks, np.diag(factor)[: len(picks)] ** 2)
+    pivots = lapack.dpstrf(H, tol=0.0, lower=1, overwrite_a=1)[1]
+    return np.asarray(pivots[: U.shape[1]].astype(np.intp) - 1)

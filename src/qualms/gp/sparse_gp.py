@@ -231,20 +231,18 @@ def leave_out(
     return LeftOut(residuals / root, variance / root[:, 0] ** 2)
 
 
-def posterior_deviations(
-    model: ProjectedProcess, n: int, rng: np.random.Generator
-) -> Float64Array:
+def posterior_deviations(model: ProjectedProcess, n: int, rng: np.random.Generator) -> Float64Array:
     """Draw deviations of the weights from their posterior N(w, σ²A⁻¹): (r, n), of zero mean.
 
     A = LLᵀ, so that σL⁻ᵀξ has this covariance. The n draws are centred; the expectation of their
     covariance (ddof = 1) stays the same.
     """
     xi = rng.standard_normal((len(model.factor), n))
-    xi -= xi.mean(axis=1, keepdims=True)
-    deviations: Float64Array = solve_triangular(
+    xi -= xi.sum(axis=1, keepdims=True) / max(n, 1)
+    deviations = solve_triangular(
         model.factor, xi, lower=True, trans="T", overwrite_b=True, check_finite=False
     )
-    return deviations * model.noise_variance**0.5
+    return np.asarray(deviations * model.noise_variance**0.5)
 
 
 def _in_blocks(edges: IntArray) -> Iterator[IntArray]:

@@ -18,12 +18,13 @@ from threadpoolctl import threadpool_limits
 
 from qualms.arrays import BoolArray, Float64Array
 from qualms.atomistic.fitted import Fitted
-from qualms.atomistic.labels import collect_labels
+from qualms.atomistic.labels import TrainingSet, collect_labels
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import check_species
 from qualms.atomistic.training import (
-    Trained,
+    Ensemble,
+    calibrate,
     compute_rows,
     draw_ensemble,
     fit_ensemble,
@@ -129,7 +130,8 @@ class Points:
 class Subsampled:
     """The full model and an ensemble of one subsample size."""
 
-    fitted: Fitted
+    fitted: Fitted  #: as in the paper: members that are trained on subsamples alone
+    blend: Fitted  #: as the settings have it
     training_members: Float64Array  #: uncalibrated predictions of the training points, (N, N_R)
     absent: BoolArray  #: whether a training point is absent from a member, (N, N_R)
     out_of_bag: CalibrationData
@@ -143,6 +145,20 @@ class Subsampled:
         members = self.fitted.members(points.K_XM, points.design)
         shift = self.fitted.pp_mean(points.K_XM, points.design) - members.mean(axis=1)
         return Estimate.from_members(points.y, np.asarray(members + shift[:, None]))
+
+    def sources(self, points: Points) -> Estimate:
+        """Return the calibrated prediction of the model: a blend, with all sources of variance."""
+        fitted = self.blend
+        raw = Prediction(fitted.members(points.K_XM, points.design))
+        found = raw.calibrated(fitted.transform_for(points.K_XM, lambda: points.k_xx))
+        return Estimate(points.y, found.mean, found.std, found.members, fitted.calibration)
+
+    def posterior_part(self, points: Points) -> Estimate:
+        """Return the full model with p, the posterior part of σ_PP."""
+        assert self.fitted.pp_variance is not None, "settings keep it"
+        p2 = self.fitted.pp_variance.parts(points.K_XM, points.k_xx)[0]
+        mean = self.fitted.pp_mean(points.K_XM, points.design)
+        return Estimate(points.y, mean, np.sqrt(p2))
 
     def projected_process(self, points: Points) -> Estimate:
         """Return the full model with σ_PP, Eq. (3), Musil et al. 2019."""
@@ -183,17 +199,19 @@ class TrainedOnce:
 
     def ensemble(self, subsample: float, *, with_replacement: bool = False) -> Subsampled:
         """Draw and solve the members of one subsample size, and calibrate them out of bag."""
-        fitted, out_of_bag = self._solve(subsample, with_replacement)
-        rows = self.gp.rows
-        # Weights of the whitened kernel rows: the inverse of `Whitening.kernel_weights`.
-        members = rows.Phi @ (rows.whitening.factor.T @ fitted.weights) + fitted.intercepts
-        members += fitted.baseline.predict_members(self.data.design_for(fitted.baseline.species))
-        return Subsampled(fitted, members, fitted.membership == 0, out_of_bag["energy"])
+        data, ensemble = self._solve(subsample, with_replacement)
+        paper = {"uncertainty": "subsampling", "centre": "members", "calibration": "student"}
+        of_paper = replace(data, settings=data.settings.model_copy(update=paper))
+        fitted, out_of_bag = calibrate(ensemble, of_paper, self.stages)
+        blend = calibrate(ensemble, data, self.stages).fitted
+        members = ensemble.members["energy"]
+        return Subsampled(fitted, blend, members, fitted.membership == 0, out_of_bag["energy"])
 
     def leave_one_out_residuals(self) -> Float64Array:
         """Return the residuals (N,) of the full model without each point, or without its group."""
         grouped = self.settings.resample != "atoms"
-        return self.gp.left_out_residuals(self.data.row_groups if grouped else None)
+        rows, groups = np.arange(len(self.data.y)), self.data.row_groups
+        return self.gp.leave_out(rows, groups if grouped else None).residuals
 
     def points(self, frames: Sequence[Atoms], name: str) -> Points:
         """Compute the kernel rows of the labelled points of further structures."""
@@ -210,13 +228,14 @@ class TrainedOnce:
 
     def model(self) -> AtomisticModel:
         """Return the model with the subsample size of the settings."""
-        trained = self._solve(self.settings.subsample, self.settings.replace)
-        return AtomisticModel.from_fitted(trained.fitted, threads=self.threads)
+        data, ensemble = self._solve(self.settings.subsample, self.settings.replace)
+        fitted = calibrate(ensemble, data, self.stages).fitted
+        return AtomisticModel.from_fitted(fitted, threads=self.threads)
 
-    def _solve(self, subsample: float, with_replacement: bool) -> Trained:
+    def _solve(self, subsample: float, with_replacement: bool) -> tuple[TrainingSet, Ensemble]:
         update = {"subsample": subsample, "replace": with_replacement}
         data = replace(self.data, settings=self.settings.model_copy(update=update))
-        return fit_ensemble(self.gp, data, draw_ensemble(data), self.stages)
+        return data, fit_ensemble(self.gp, data, draw_ensemble(data), self.stages)
 
 
 def out_of_bag_calibrations(fitted: Fitted) -> dict[str, Calibration]:
