@@ -13,8 +13,10 @@ from qualms.gp.sparse_gp import (
     fit_gaussian_process,
     fit_projected_process,
     gram_matrix,
-    latent_variance,
-    leave_one_out_residuals,
+    leave_out,
+    novelty_variance,
+    posterior_deviations,
+    posterior_variance,
 )
 
 N, M, N_NEW, NOISE = 30, 8, 6, 0.05
@@ -51,15 +53,15 @@ def test_rows_can_be_left_out_in_groups(weight, block, monkeypatch):
     Phi, _ = basis(M)
     groups = np.random.default_rng(0).integers(7, size=N)
     model = fit_projected_process(Phi, Y, NOISE, sample_weight=weight)
-    found = leave_one_out_residuals(model, Phi, Y, sample_weight=weight, groups=groups)[:, 0]
+    found = leave_out(model, Phi, Y, sample_weight=weight, groups=groups).residuals[:, 0]
     for group in np.unique(groups):
         kept, out = groups != group, groups == group
         some = None if weight is None else weight[kept]
         less = fit_projected_process(Phi[kept], Y[kept], NOISE, sample_weight=some)
         np.testing.assert_allclose(found[out], Y[out] - less.mean(Phi[out])[:, 0], rtol=1e-9)
-    alone = leave_one_out_residuals(model, Phi, Y, sample_weight=weight, groups=np.arange(N))
+    alone = leave_out(model, Phi, Y, sample_weight=weight, groups=np.arange(N)).residuals
     np.testing.assert_array_equal(
-        alone, leave_one_out_residuals(model, Phi, Y, sample_weight=weight)
+        alone, leave_out(model, Phi, Y, sample_weight=weight).residuals
     )
 
 
@@ -88,7 +90,7 @@ def test_projected_process_is_the_oracle_s(weight):
         return Y[i] - oracle.projected_process(*args)[0][0]
 
     np.testing.assert_allclose(
-        leave_one_out_residuals(model, Phi, Y, sample_weight=weight)[:, 0],
+        leave_out(model, Phi, Y, sample_weight=weight).residuals[:, 0],
         oracle.leave_one_out(left_out, N),
         rtol=1e-6,
     )
@@ -148,7 +150,8 @@ def test_variances_are_never_negative(seed, n_distinct, noise):
     whitening = whiten(K)
     Phi = whitening.features(K[:, whitening.pivots])
     model = fit_projected_process(Phi, random.normal(size=12), noise)
-    assert np.all(latent_variance(Phi, np.diag(K), model.factor, noise) >= 0)
+    assert np.all(posterior_variance(Phi, model.factor, noise) >= 0)
+    assert np.all(novelty_variance(Phi, np.diag(K)) >= 0)
 
 
 rng = np.random.default_rng(0)

@@ -118,9 +118,7 @@ def calibrated_point(
         return CalibratedPoint(raw, lambda members: scale * calibration.transform(members / scale))
     before, after = (ensemble_mean_std(members)[1] for members in (raw, calibrated))
     factor = float(after / before) if before > 0.0 else 1.0
-    return CalibratedPoint(
-        raw, lambda members: rescaled(members, np.full(members.shape[:-1], factor))
-    )
+    return CalibratedPoint(raw, Scaled(factor, NoCalibration()).transform)
 
 
 # --- calculators ---

@@ -31,7 +31,7 @@ from qualms.gp.ensemble import ensemble_mean_std, rescaled
 from qualms.metrics import gaussian_log_density
 
 #: Fewest points for which the coefficients of several sources can be told apart.
-MIN_POINTS = 30
+MIN_POINTS = 20
 #: Points that are enough to choose the sources.
 _ENOUGH = 5000
 #: Bounds of the logarithm of the share of a source in the mean square error.
