@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -30,15 +30,26 @@ from qualms.arrays import (
     distinct_rows,
     joined_groups,
 )
-from qualms.calibration.base import Calibration, calibration_data
-from qualms.calibration.fitting import METHODS, PerOutputCalibration, fit_out_of_bag
+from qualms.calibration.base import Calibration, FullModelData, calibration_data
+from qualms.calibration.fitting import (
+    METHODS,
+    MODEL_METHODS,
+    PerOutputCalibration,
+    fit_out_of_bag,
+)
 from qualms.calibration.methods import NoCalibration
+from qualms.calibration.sources import MIN_POINTS
 from qualms.errors import ExactFitError, InputError, QualmsWarning
 from qualms.gp.ensemble import (
+    FullModel,
+    Residuals,
+    centred,
     draw_members,
+    fit_centre,
     fit_full_model,
     fit_members,
     group_codes,
+    out_of_bag_prediction,
 )
 from qualms.gp.kernels import (
     Kernel,
@@ -51,6 +62,7 @@ from qualms.gp.kernels import (
 from qualms.gp.linalg import Whitening, whiten
 from qualms.gp.noise import Replicates
 from qualms.gp.representatives import cur, farthest_points
+from qualms.gp.sparse_gp import leave_out, posterior_deviations
 from qualms.prediction import Prediction
 
 #: Inputs whose kernel rows are held at once.
@@ -212,24 +224,62 @@ class TrainingSet:
         """Return the rows, as given to ``fit``, in the training set of each member."""
         return [np.repeat(self.rows, times) for times in counts[self.inverse].T]
 
+    def centred(
+        self,
+        centre: str | float,
+        members: Float64Array,
+        counts: IntArray,
+        full: Sequence[FullModelData],
+    ) -> list[FullModelData]:
+        """Return full models with the share of the ensemble mean in the prediction, by output.
+
+        `members` (n_rows, T, N_R) are predictions of the rows.
+        """
+        if centre != "auto":
+            share = {"full": 0.0, "members": 1.0}.get(str(centre))
+            share = float(centre) if share is None else share
+            return [replace(one, centre=share) for one in full]
+        found = out_of_bag_prediction(members, counts[self.inverse] == 0)
+        if np.count_nonzero(found.used) < MIN_POINTS:
+            return list(full)
+        z_m = self.y[found.used] - found.mean
+        return [
+            replace(
+                one,
+                centre=fit_centre(
+                    [Residuals(one.residuals[found.used], z, s, found.n_absent)], members.shape[-1]
+                ),
+            )
+            for one, z, s in zip(full, z_m.T, found.std.T, strict=True)
+        ]
+
     def calibrate(
-        self, members: Float64Array, counts: IntArray, method: str
+        self,
+        members: Float64Array,
+        counts: IntArray,
+        method: str,
+        full: Sequence[FullModelData] | None = None,
     ) -> Calibration | PerOutputCalibration:
         """Calibrate on out-of-bag rows, given predictions of the rows (n_rows, T, N_R)."""
         absent = counts[self.inverse] == 0
+        n = members.shape[-1] if full and full[0].has_posterior else 0
 
-        def of_output(y: Float64Array, predicted: Float64Array) -> Calibration:
+        def of_output(t: int) -> Calibration:
+            y, own = self.y[:, t], None if full is None else full[t]
             if method == "none" or np.ptp(y) == 0:
-                return NoCalibration()  # all members predict the constant
+                return NoCalibration(n_subsampled=n)  # all members predict the constant
             try:
-                found = calibration_data(y, predicted, absent, sample_weight=self.weight)
+                found = calibration_data(
+                    y, members[:, t], absent, sample_weight=self.weight, full=own
+                )
             except ExactFitError as error:
                 message = f"{error} The ensemble standard deviation is used as it is."
                 warnings.warn(message, QualmsWarning, stacklevel=2)
-                return NoCalibration()
-            return fit_out_of_bag(found, method)
+                return NoCalibration(n_subsampled=n)
+            few = method == "sources" and len(found.residuals) < MIN_POINTS
+            return replace(fit_out_of_bag(found, "student" if few else method), n_subsampled=n)
 
-        outputs = tuple(of_output(y, members[:, t]) for t, y in enumerate(self.y.T))
+        outputs = tuple(of_output(t) for t in range(self.y.shape[1]))
         return outputs[0] if self.single_output else PerOutputCalibration(outputs)
 
 
@@ -318,11 +368,11 @@ def new_generator(random_state: Any) -> np.random.Generator:
     return np.random.default_rng(check_random_state(random_state).randint(2**31 - 1))
 
 
-def check_calibration_name(calibration: str | None) -> str:
+def check_calibration_name(calibration: str | None, methods: Collection[str] = METHODS) -> str:
     """Return the name of a known method; None means "none"."""
     name = "none" if calibration is None else calibration
-    if not isinstance(name, str) or name not in METHODS:
-        raise InputError("calibration", repr(calibration), f"None or one of {', '.join(METHODS)}")
+    if not isinstance(name, str) or name not in methods:
+        raise InputError("calibration", repr(calibration), f"None or one of {', '.join(methods)}")
     return name
 
 
@@ -361,10 +411,15 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         number of them.
     replace : bool
         Bootstrap (n = N with replacement; `subsample` is not used) instead of subsampling.
-    calibration : {"student", "shrinkage", "linear", "power", "none"} or None
-        Calibration of the ensemble standard deviation.
+    n_posterior : int
+        Number of members that are drawn from the posterior of the full model; 0 for none.
+    centre : {"auto", "full", "members"} or float
+        Prediction: the full model, the mean of the subsampled members, or a blend with this share
+        of the latter; by default the share of smallest out-of-bag error.
+    calibration : {"sources", "student", "shrinkage", "linear", "power", "none"} or None
+        Calibration of the standard deviation.
     random_state : int, RandomState instance or None
-        Seed of the subsamples (and of a random selection).
+        Seed of the subsamples and posterior members (and of a random selection).
 
     Attributes
     ----------
@@ -374,10 +429,11 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         r, the rank of the kernel of the representatives.
     noise_variance_ : float or (T,) array
         σ², in the units of y².
-    weights_ : (r, N_R) or (r, T, N_R) array
-        Kernel weights of each member.
-    intercept_ : (N_R,) or (T, N_R) array
-        Mean of y over the training set of each member.
+    weights_ : (r, N_R + K) or (r, T, N_R + K) array
+        Kernel weights of subsampled and posterior members; both have the prediction as their mean.
+    intercept_ : (N_R + K,) or (T, N_R + K) array
+    centre_ : float or (T,) array
+        Share λ of the ensemble mean in the prediction.
     member_indices_ : list of N_R arrays of int
         Training rows of each member.
     calibration_ : Calibration
@@ -407,7 +463,9 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         n_members: int = 16,
         subsample: float = 0.5,
         replace: bool = False,
-        calibration: str | None = "student",
+        n_posterior: int = 64,
+        centre: str | float = "auto",
+        calibration: str | None = "sources",
         random_state: Any = None,
     ) -> None:
         self.kernel = kernel
@@ -420,6 +478,8 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         self.n_members = n_members
         self.subsample = subsample
         self.replace = replace
+        self.n_posterior = n_posterior
+        self.centre = centre
         self.calibration = calibration
         self.random_state = random_state
 
@@ -457,30 +517,51 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         full = fit_full_model(
             Phi, data.point_y, {"y": self.noise}, sample_weight=weight, replicates=data.replicates()
         )
-        for fitted in ("weights_", "intercept_", "member_indices_", "calibration_"):
+        for fitted in ("weights_", "intercept_", "centre_", "member_indices_", "calibration_"):
             if hasattr(self, fitted):
                 delattr(self, fitted)  # of an earlier fit with members
         if self.n_members:
             counts = data.draw_counts(self.n_members, self.subsample, self.replace, rng)
             full, solution, intercepts = fit_members(full, Phi, data.point_y, counts)
             weights = solution.weights * full.scale[:, None]
-            self.weights_ = self._outputs(basis.whitening.kernel_weights(weights), axis=1)
+            predicted = (np.tensordot(Phi, weights, 1) + intercepts)[data.inverse]
+            without = self._without_each_point(full, Phi, data)
+            without = data.centred(self.centre, predicted, counts, without)
+            centre = np.array([one.centre for one in without])
+            drawn = posterior_deviations(full.process, self.n_posterior, rng)
+            columns = centred(weights, full.weights, centre, drawn[:, None] * full.scale[:, None])
+            intercepts = centred(intercepts, full.center, centre, np.zeros(self.n_posterior))
+            self.centre_ = self._outputs(centre)
+            self.weights_ = self._outputs(basis.whitening.kernel_weights(columns), axis=1)
             self.intercept_ = self._outputs(intercepts, axis=0)
             self.member_indices_ = data.member_rows(counts)
-            predicted = np.tensordot(Phi, weights, 1) + intercepts
-            self.calibration_ = data.calibrate(predicted[data.inverse], counts, method)
+            self.calibration_ = data.calibrate(predicted, counts, method, without)
         self.pp_weights_ = self._outputs(basis.whitening.kernel_weights(full.weights))
         self.pp_intercept_ = self._outputs(full.center)
         self.noise_variance_ = self._outputs(full.process.noise_variance * full.scale**2)
         self._process, self._scale = full.process, full.scale
         return self
 
+    def _without_each_point(
+        self, full: FullModel, Phi: Float64Array, data: TrainingSet
+    ) -> list[FullModelData]:
+        """Return, for each output, the full model without the point of each row, or its group."""
+        found = leave_out(full.process, Phi, full.y, sample_weight=full.weight, groups=data.groups)
+        predicted = data.point_y - found.residuals * full.scale
+        z, p = data.y - predicted[data.inverse], np.sqrt(found.variance)[data.inverse]
+        has_posterior = self.n_posterior > 0
+        return [
+            FullModelData(z[:, t], p * scale, None, 0.0, has_posterior)
+            for t, scale in enumerate(full.scale)
+        ]
+
     def predict(
         self, X: ArrayLike, return_std: bool = False
     ) -> Float64Array | tuple[Float64Array, Float64Array]:
-        """Predict the ensemble mean, Eq. (4), and its calibrated standard deviation.
+        """Predict, with a calibrated standard deviation.
 
-        Without members, these are those of the full projected process, Eq. (3).
+        The prediction is a blend of the full model, Eq. (3), and the ensemble mean, Eq. (4): see
+        `centre`. Without members, both are those of the full projected process.
 
         Parameters
         ----------
@@ -527,7 +608,14 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
             raise InputError("noise", repr(self.noise), '"loo", "evidence" or a number > 0')
         if check_integer("n_members", self.n_members, 0) == 1:
             raise InputError("n_members", self.n_members, "at least 2 members, or 0 for none")
-        return check_calibration_name(self.calibration)
+        if check_integer("n_posterior", self.n_posterior, 0) == 1:
+            raise InputError("n_posterior", self.n_posterior, "at least 2 members, or 0 for none")
+        if isinstance(self.centre, str):
+            if self.centre not in ("auto", "full", "members"):
+                raise InputError("centre", repr(self.centre), '"auto", "full", "members", a number')
+        elif check_number("centre", self.centre, 0) > 1:
+            raise InputError("centre", self.centre, "a share between 0 and 1")
+        return check_calibration_name(self.calibration, MODEL_METHODS)
 
     def _make_kernel(self, X: FloatArray) -> Kernel:
         """Return the kernel, given by name or as an object, with parameters that X suggests."""

@@ -44,6 +44,7 @@ from qualms.atomistic.forces import (
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.novelty import force_norm
 from qualms.calibration.base import Calibration
+from qualms.calibration.methods import NoCalibration, Scaled
 from qualms.errors import InputError, QualmsWarning, UncertaintyError
 from qualms.gp.ensemble import ensemble_mean_std
 from qualms.prediction import Prediction, stack_members

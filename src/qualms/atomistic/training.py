@@ -76,8 +76,10 @@ from qualms.features.soap import (
 from qualms.gp.ensemble import (
     MIN_ABSENT,
     FullModel,
-    blend_share,
+    Residuals,
+    centred,
     draw_members,
+    fit_centre,
     fit_full_model,
     fit_members,
     out_of_bag_prediction,
@@ -675,8 +677,8 @@ def calibrate(ensemble: Ensemble, data: TrainingSet, stages: Stages | None = Non
     full = gp.process.weights[:, 0] * gp.scale
     rng = np.random.default_rng([settings.seed, _POSTERIOR_STREAM])
     drawn = posterior_deviations(gp.process, settings.n_drawn, rng) * gp.scale
-    columns = _centred(ensemble.weights, full, centre, drawn)
-    none = np.zeros(settings.n_drawn)
+    columns = centred(ensemble.weights, full, centre, drawn)
+    none = np.zeros(settings.n_drawn)  # intercepts and baselines have no posterior
     fitted = Fitted(
         settings=settings,
         representation=gp.rows.representation,
@@ -685,12 +687,10 @@ def calibrate(ensemble: Ensemble, data: TrainingSet, stages: Stages | None = Non
         kernel_scale=gp.rows.basis.scale,
         # Row-major, as in a file: the order in memory decides how products are rounded.
         weights=np.ascontiguousarray(whitening.kernel_weights(columns)),
-        intercepts=_centred(ensemble.intercepts, gp.center, centre, none),
+        intercepts=centred(ensemble.intercepts, np.asarray(gp.center), centre, none),
         pp_weights=np.ascontiguousarray(whitening.kernel_weights(full)),
         pp_intercept=gp.center,
-        baseline=replace(
-            baseline, members=_centred(baseline.members, baseline.full, centre, none[None])
-        ),
+        baseline=replace(baseline, members=centred(baseline.members, baseline.full, centre, none)),
         calibrations={name: o.calibrations for name, o in out_of_bag.items() if o.calibrations},
         pp_variance=_projected_variance(gp, settings) if settings.keep_pp else None,
         membership=np.minimum(counts, 255).astype(np.uint8),
@@ -705,19 +705,6 @@ def calibrate(ensemble: Ensemble, data: TrainingSet, stages: Stages | None = Non
         ),
     )
     return Trained(fitted, {n: o.data for n, o in out_of_bag.items() if o.data is not None})
-
-
-def _centred(
-    members: Float64Array, full: Float64Array | float, centre: float, drawn: Float64Array
-) -> Float64Array:
-    """Shift members (…, S) to the prediction, and add deviations (…, K) from it: (…, S + K).
-
-    The prediction is w(λ) = (1 − λ)·full + λ·(mean of the subsampled members).
-    """
-    mean = members.mean(axis=-1, keepdims=True) if members.shape[-1] else np.zeros(1)
-    blend = (1 - centre) * np.asarray(full)[..., None] + centre * mean
-    shape = (*np.shape(full), drawn.shape[-1])
-    return np.concatenate([blend + members - mean, blend + np.broadcast_to(drawn, shape)], axis=-1)
 
 
 def _leave_out(gp: SparseGP, data: TrainingSet) -> dict[str, tuple[IntArray, FullModelData]]:
@@ -753,31 +740,21 @@ def _centre(
     counts: IntArray,
     left_out: Mapping[str, tuple[IntArray, FullModelData]],
 ) -> float:
-    """Return the share λ of the ensemble mean in the prediction, given or of smallest error.
-
-    Squared errors of each quantity are relative to those of the full model.
-    """
+    """Return the share λ of the ensemble mean in the prediction, given or of smallest error."""
     settings, n_members = data.settings, counts.shape[1]
     if not n_members or settings.centre == "full":
         return 0.0
     if settings.centre != "auto":
         return 1.0 if settings.centre == "members" else float(settings.centre)
-    above = below = 0.0
+    residuals = []
     for name, (rows, full) in left_out.items():
         quantity = data.quantities[name]
         absent = _member_counts(name, quantity, counts)[rows] == 0
-        found = out_of_bag_prediction(members[name][rows], absent)
-        z_f = full.residuals[found.used]
-        n_groups = len(np.unique(quantity.structure[rows[found.used]]))
-        if n_groups < MIN_POINTS or not np.any(z_f):
-            continue
-        z_m = quantity.y[rows[found.used]] - found.mean
-        numerator, denominator = blend_share(z_f, z_m, found.std, found.n_absent, n_members)
-        above += numerator / float(z_f @ z_f)
-        below += denominator / float(z_f @ z_f)
-    if below <= 0:  # the error is not convex in λ: the better end
-        return 1.0 if 2 * above > below else 0.0
-    return float(np.clip(above / below, 0.0, 1.0))
+        used, mean, std, n_absent = out_of_bag_prediction(members[name][rows], absent)
+        if len(np.unique(quantity.structure[rows[used]])) >= MIN_POINTS:
+            z_m = quantity.y[rows[used]] - mean
+            residuals.append(Residuals(full.residuals[used], z_m, std, n_absent))
+    return fit_centre(residuals, n_members)
 
 
 def _largest_std(data: CalibrationData | None, settings: Settings) -> float:

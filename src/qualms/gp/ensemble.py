@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
@@ -196,27 +196,52 @@ def out_of_bag_prediction(
     return OutOfBagPrediction(used, mean, std, n_absent[used])
 
 
-def blend_share(
-    full: Float64Array, members: Float64Array, std: Float64Array, n_absent: IntArray, n_members: int
-) -> tuple[float, float]:
-    """Return the terms of λ = numerator/denominator, which minimises the squared error of a blend.
+class Residuals(NamedTuple):
+    """Residuals of points (n,) by the full model without them, and by their out-of-bag members."""
+
+    full: Float64Array
+    members: Float64Array  #: by the mean over the members
+    std: Float64Array  #: ŝ over the members
+    n_absent: IntArray  #: their number c
+
+
+def fit_centre(quantities: Iterable[Residuals], n_members: int) -> float:
+    """Return the share λ in [0, 1] of the ensemble mean in the blend of smallest squared error.
 
     The residual of (1 − λ)·(full model) + λ·(ensemble mean) is z = (1 − λ) z_f + λ z_m. For new
     points the mean is over N_R members rather than c, and the expectation of z_m² smaller by
     s²(1/c − 1/N_R): so Σ z² = Σ z_f² − 2λ Σ z_f(z_f − z_m) + λ² Σ [(z_f − z_m)² − s²(1/c − 1/N_R)].
-
-    Parameters
-    ----------
-    full : (n,) array
-        z_f, residuals of the full model without each point.
-    members, std, n_absent : (n,) arrays
-        z_m, ŝ and c of `out_of_bag_prediction`.
-    n_members : int
-        N_R.
+    The sums of several quantities are relative to Σ z_f².
     """
-    difference = full - members
-    excess = std**2 * (1 / n_absent - 1 / n_members)
-    return float(full @ difference), float(difference @ difference - excess.sum())
+    slope = curvature = 0.0
+    for z_f, z_m, std, c in quantities:
+        unit = float(z_f @ z_f)
+        if unit > 0:
+            difference = z_f - z_m
+            slope += float(z_f @ difference) / unit
+            excess = std**2 * (1 / c - 1 / n_members)
+            curvature += float(difference @ difference - excess.sum()) / unit
+    if curvature <= 0:  # no minimum in between: the better end
+        return 1.0 if 2 * slope > curvature else 0.0
+    return float(np.clip(slope / curvature, 0.0, 1.0))
+
+
+def centred(
+    members: Float64Array,
+    full: Float64Array,
+    centre: float | Float64Array,
+    drawn: Float64Array,
+) -> Float64Array:
+    """Shift members (…, S) to the prediction, and add deviations (…, K) from it: (…, S + K).
+
+    The prediction is w(λ) = (1 − λ)·full + λ·(mean of the members), for `full` (…) and λ that
+    broadcast.
+    """
+    n = members.shape[-1]
+    mean = members.sum(axis=-1, keepdims=True) / max(n, 1)
+    share = np.asarray(centre)[..., None]
+    blend = (1 - share) * np.asarray(full)[..., None] + share * mean
+    return np.concatenate([blend + (members - mean), blend + drawn], axis=-1)
 
 
 # Thin products in float64, a block of rows of Φ at a time: a float32 Φ is never widened whole.
