@@ -25,9 +25,11 @@ from typing import Any
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import ArrayLike
+from scipy.special import ndtri, stdtrit
 
-from qualms.arrays import Float64Array, check_points, check_std
+from qualms.arrays import Float64Array, check_number, check_points, check_std
 from qualms.calibration.base import Calibration, MemberTransform, calibration_data
+from qualms.calibration.conformal import Conformal
 from qualms.calibration.fitting import PerOutputCalibration, fit_calibration, fit_out_of_bag
 from qualms.errors import InputError
 from qualms.gp.ensemble import ensemble_mean_std
@@ -53,6 +55,9 @@ class Prediction(NDArrayOperatorsMixin):
         combined, because their correlation is not known.
     uncalibrated : Prediction or callable returning one, optional
         The same predictions before calibration.
+    conformal : Conformal, optional
+        Distribution of out-of-bag errors, for `interval`. Indexing, concatenation and the addition
+        and multiplication of constants keep it; combinations of points lose it.
 
     Examples
     --------
@@ -73,8 +78,10 @@ class Prediction(NDArrayOperatorsMixin):
         mean: ArrayLike | None = None,
         std: ArrayLike | None = None,
         uncalibrated: Prediction | Callable[[], Prediction] | None = None,
+        conformal: Conformal | None = None,
     ) -> None:
         self._uncalibrated = uncalibrated
+        self.conformal = conformal
         if members is not None:
             if mean is not None or std is not None:
                 raise InputError("mean", "members and mean or std", "either members or both others")
@@ -151,7 +158,41 @@ class Prediction(NDArrayOperatorsMixin):
             given = {"mean": self.mean, "std": self.std}
         if self._uncalibrated is not None:
             given["uncalibrated"] = self.uncalibrated
+        given["conformal"] = self.conformal
         return partial(Prediction, **given), ()
+
+    def interval(
+        self, level: float = 0.95, method: str = "gaussian"
+    ) -> tuple[Float64Array, Float64Array]:
+        """Return lower and upper limits (…) of central intervals.
+
+        Parameters
+        ----------
+        level : float
+            Probability of the reference value to be inside, between 0 and 1.
+        method : {"gaussian", "student", "conformal"}
+            Of a Gaussian, or of Student's t with N_R − 1 degrees of freedom, of this mean and
+            standard deviation; or those that hold for out-of-bag points, whose coverage does not
+            depend on the distribution of errors: see `qualms.calibration.conformal`.
+        """
+        if not 0 < check_number("level", level, 0) < 1:
+            raise InputError("level", level, "a probability between 0 and 1")
+        if method == "gaussian":
+            factor = float(ndtri((1 + level) / 2))
+        elif method == "student":
+            dof = (self.n_members or 0) - 1.0
+            if dof < 3:
+                raise InputError("method", "'student'", "a prediction by at least 4 members")
+            factor = float(stdtrit(dof, (1 + level) / 2) * np.sqrt((dof - 2) / dof))
+        elif method == "conformal":
+            if self.conformal is None:
+                expected = "a prediction of single points by a model with out-of-bag errors"
+                raise InputError("method", "'conformal'", expected, "Use method='gaussian'.")
+            factor = self.conformal.quantile(level)
+        else:
+            expected = '"gaussian", "student" or "conformal"'
+            raise InputError("method", repr(method), expected)
+        return self.mean - factor * self.std, self.mean + factor * self.std
 
     def covariance(self) -> Float64Array:
         """Return the covariance of the errors of all points over the members (ddof = 1): (n, n).
@@ -162,13 +203,17 @@ class Prediction(NDArrayOperatorsMixin):
         members = _members_of(self, "covariance")
         return np.atleast_2d(np.cov(members.reshape(-1, members.shape[-1])))
 
-    def calibrated(self, calibration: MemberTransform) -> Prediction:
+    def calibrated(
+        self, calibration: MemberTransform, conformal: Conformal | None = None
+    ) -> Prediction:
         """Return the prediction with its members scaled about their mean by a calibration.
 
-        A calibrated prediction is calibrated again from its uncalibrated members.
+        A calibrated prediction is calibrated again from its uncalibrated members. `conformal` is
+        the distribution of out-of-bag errors after this calibration.
         """
         raw = self.uncalibrated
-        return Prediction(calibration.transform(_members_of(raw, "calibrated")), uncalibrated=raw)
+        members = calibration.transform(_members_of(raw, "calibrated"))
+        return Prediction(members, uncalibrated=raw, conformal=conformal)
 
     def map(self, f: Callable[[Float64Array], ArrayLike]) -> Prediction:
         """Apply a function to the predictions of each member, one member at a time.
@@ -233,7 +278,11 @@ class Prediction(NDArrayOperatorsMixin):
                 raise TypeError(f"{name} of a Prediction is not a number: use .mean or .members")
             return result
 
-        return _combined(name, of_members, *predictions)
+        found = _combined(name, of_members, *predictions)
+        inverted = ufunc is np.divide and inputs[1] is self
+        if len(predictions) == 1 and ufunc in _AFFINE and not inverted:
+            found.conformal = self.conformal
+        return found
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Support ``numpy.sum`` and ``numpy.concatenate`` only."""
@@ -321,12 +370,16 @@ def _lifted(f: Callable[..., Prediction], *predictions: Prediction) -> Predictio
 
 def _rearranged(f: Callable[..., Float64Array], *predictions: Prediction) -> Prediction:
     """Apply a function that moves points, and does not combine them, to members or mean and std."""
+    first = predictions[0].conformal if predictions else None
+    kept = first if all(p.conformal is first for p in predictions) else None
     if any(p.members is not None for p in predictions):
-        return _combined("concatenate", f, *predictions)
+        found = _combined("concatenate", f, *predictions)
+        found.conformal = kept
+        return found
 
     def of(*parts: Prediction) -> Prediction:
         mean, std = (f(*(getattr(p, x)[..., None] for p in parts))[..., 0] for x in ("mean", "std"))
-        return Prediction(mean=mean, std=std)
+        return Prediction(mean=mean, std=std, conformal=kept)
 
     return _lifted(of, *predictions)
 
@@ -353,7 +406,7 @@ def _affine(ufunc: np.ufunc, *inputs: Any) -> Prediction:
             std = np.abs(with_values(p.std)) if scaled else np.broadcast_to(p.std, mean.shape)
         except ValueError:
             raise _shape_error(ufunc.__name__, inputs) from None
-        return Prediction(mean=mean, std=std)
+        return Prediction(mean=mean, std=std, conformal=p.conformal)
 
     return _lifted(of, prediction)
 

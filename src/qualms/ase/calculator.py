@@ -200,8 +200,7 @@ class ModelCalculator(UncertaintyCalculator):
     def n_members(self) -> int:
         """N_R."""
         if isinstance(self.model, AtomisticModel):
-            fitted = self.model.fitted
-            return int(fitted.calibration.own(fitted.intercepts).shape[-1])
+            return self.model.fitted.n_members
         return self.model.n_members
 
     def _compute(self, atoms: Atoms, properties: Sequence[str]) -> Results:

@@ -262,7 +262,7 @@ def _predict_target(
     return _Points(
         references=references,
         y=y,
-        prediction=Prediction(raw).calibrated(transform),
+        prediction=Prediction(raw).calibrated(transform, fitted.conformal.get("energy")),
         members=raw,
         n_subsampled=fitted.settings.n_subsampled or raw.shape[1],
         novelty_std=q,
@@ -324,7 +324,11 @@ def _known_components(
     return _Points(
         references=kept,
         y=y,
-        prediction=Prediction(own[rows, component], uncalibrated=Prediction(raw[rows, component])),
+        prediction=Prediction(
+            own[rows, component],
+            uncalibrated=Prediction(raw[rows, component]),
+            conformal=predicted[order[0]].conformal,
+        ),
         members=raw,
         n_subsampled=n_subsampled or raw.shape[-1],
         place=(np.asarray(rows, dtype=np.intp), component),

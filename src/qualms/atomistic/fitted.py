@@ -13,6 +13,7 @@ from qualms.atomistic.baseline import Baseline
 from qualms.atomistic.kernel_rows import Basis
 from qualms.atomistic.settings import Settings
 from qualms.calibration.base import Calibration, MemberTransform
+from qualms.calibration.conformal import Conformal
 from qualms.calibration.sources import WithNovelty
 from qualms.features.soap import Representation
 from qualms.gp.linalg import cholesky_whiten
@@ -118,6 +119,8 @@ class Fitted:
     baseline: Baseline
     #: out-of-bag calibrations of "energy", and perhaps "forces" and "stress", by method
     calibrations: Mapping[str, Mapping[str, Calibration]]
+    #: distribution of out-of-bag errors, relative to the calibrated standard deviation
+    conformal: Mapping[str, Conformal]
     pp_variance: ProjectedVariance | None
     #: (N, S): how often each training row is in each subsampled member
     membership: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
@@ -132,6 +135,11 @@ class Fitted:
     def per_atom(self) -> bool:
         """Whether the target belongs to atoms."""
         return self.settings.per_atom
+
+    @property
+    def n_members(self) -> int:
+        """Number of members of a calibrated prediction."""
+        return int(self.calibration.own(self.intercepts).shape[-1])
 
     @property
     def calibration(self) -> Calibration:

@@ -452,22 +452,24 @@ def predict_with_forces(
     found = derivatives(potential, frames, strain=stress)
     sizes = np.array([len(atoms) for atoms in frames])
     per_atom = Prediction(member_energies(fitted, frames, found.energies))
-    energy = per_atom.calibrated(fitted.calibration)
+    conformal = fitted.conformal
+    energy = per_atom.calibrated(fitted.calibration, conformal.get("energy"))
     factors = fitted.calibration.factors_of(energy.std, per_atom.members)
     stresses = None
     if found.virials is not None:
         volumes = np.array([atoms.cell.volume for atoms in frames])
         raw = Prediction(found.virials / volumes[:, None, None])
-        stresses = raw.calibrated(_own(fitted, "stress", factors))
+        stresses = raw.calibrated(_own(fitted, "stress", factors), conformal.get("stress"))
     own = _own(fitted, "forces", np.repeat(factors, sizes))
-    forces = Prediction(found.forces).calibrated(own)
+    forces = Prediction(found.forces).calibrated(own, conformal.get("forces"))
     return ForcePrediction(energy * sizes, forces, stresses, offsets_of(sizes))
 
 
 def predict_energies(fitted: Fitted, potential: Potential, frames: Sequence[Atoms]) -> Prediction:
     """Return the energies of `predict_with_forces` alone, in less time."""
     per_atom = Prediction(member_energies(fitted, frames, potential_energies(potential, frames)))
-    energies: Prediction = per_atom.calibrated(fitted.calibration) * np.array([*map(len, frames)])
+    calibrated = per_atom.calibrated(fitted.calibration, fitted.conformal.get("energy"))
+    energies: Prediction = calibrated * np.array([*map(len, frames)])
     return energies
 
 

@@ -305,7 +305,8 @@ class Chunk:
     def predict(self, rows: Float64Array) -> Prediction:
         """Return the calibrated prediction for kernel rows."""
         raw = Prediction(self.fitted.members(rows, self.design))
-        calibrated = raw.calibrated(self.fitted.transform_for(rows, self.prior_variance))
+        transform = self.fitted.transform_for(rows, self.prior_variance)
+        calibrated = raw.calibrated(transform, self.fitted.conformal.get("energy"))
         return calibrated * self.sizes if self.fitted.settings.kind == "extensive" else calibrated
 
     def atom_novelty(self) -> list[Float64Array]:

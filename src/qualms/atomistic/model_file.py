@@ -18,6 +18,7 @@ from qualms.atomistic.baseline import Baseline
 from qualms.atomistic.fitted import Fitted, ProjectedVariance, Provenance, Record
 from qualms.atomistic.settings import Settings
 from qualms.calibration.base import Calibration
+from qualms.calibration.conformal import Conformal
 from qualms.calibration.fitting import build_calibration
 from qualms.errors import QualmsError
 from qualms.features.compression import Projection
@@ -59,6 +60,7 @@ class ModelDocument(Document):
     pp_noise: float | None = Field(gt=0)
     pp_target_variance: float | None = Field(gt=0)
     calibrations: dict[str, dict[str, CalibrationDocument]]
+    conformal: tuple[str, ...]  #: quantities that have conformal intervals
     training_novelty: tuple[_Share, _Share]
     largest_ensemble_std: float = Field(ge=0)
     record: Record
@@ -85,6 +87,7 @@ def write_model(path: str | Path, fitted: Fitted, *, force: bool) -> None:
             }
             for quantity, calibrations in fitted.calibrations.items()
         },
+        conformal=tuple(fitted.conformal),
         training_novelty=fitted.training_novelty,
         largest_ensemble_std=fitted.largest_ensemble_std,
         record=fitted.record,
@@ -106,6 +109,9 @@ def _tensors(fitted: Fitted) -> dict[str, Any]:
     }
     for s, projection in enumerate(fitted.representation.projections):
         tensors[f"projection_{s}"] = projection.matrix
+    for quantity, conformal in fitted.conformal.items():
+        pair = conformal.scores, conformal.probabilities
+        tensors[f"conformal_{quantity}"] = np.stack(pair, axis=1)
     if fitted.pp_variance is not None:
         rows = np.tril_indices(len(fitted.representatives))
         tensors["pp_whitening"] = fitted.pp_variance.whitening[rows]
@@ -156,6 +162,8 @@ def _expected(document: ModelDocument) -> dict[str, TensorSpec]:
     }
     for s in range(document.n_projections):
         expected[f"projection_{s}"] = TensorSpec("f", (f"D{s}", f"q{s}"))
+    for quantity in document.conformal:
+        expected[f"conformal_{quantity}"] = TensorSpec("f", (f"n_{quantity}", 2))
     if document.pp_noise is not None:
         for name in ("pp_whitening", "pp_posterior"):
             expected[name] = TensorSpec("f", ("triangle",))
@@ -189,6 +197,7 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
             quantity: _calibrations(document, documents)
             for quantity, documents in document.calibrations.items()
         },
+        conformal={name: _conformal(tensors[f"conformal_{name}"]) for name in document.conformal},
         pp_variance=_variance(document, tensors, r),
         membership=tensors["membership"],
         training_novelty=document.training_novelty,
@@ -213,6 +222,15 @@ def _calibrations(
         if not 0 <= std < np.inf:
             raise ValueError(f"calibration {name} gives a standard deviation of {std}")
     return calibrations
+
+
+def _conformal(pairs: Any) -> Conformal:
+    scores, probabilities = pairs.T
+    if not len(pairs) or scores[0] < 0 or np.any(np.diff(pairs, axis=0) < 0):
+        raise ValueError("conformal scores that are not sorted")
+    if not 0 < probabilities[0] <= probabilities[-1] < 1:
+        raise ValueError("conformal probabilities outside of 0 to 1")
+    return Conformal(scores, probabilities)
 
 
 def _variance(document: ModelDocument, tensors: dict[str, Any], r: int) -> ProjectedVariance | None:

@@ -48,6 +48,7 @@ from qualms.calibration.base import (
     FullModelData,
     calibration_data,
 )
+from qualms.calibration.conformal import Conformal
 from qualms.calibration.fitting import MODEL_METHODS, fit_out_of_bag, out_of_bag_points
 from qualms.calibration.methods import NoCalibration
 from qualms.calibration.sources import MIN_POINTS
@@ -667,9 +668,11 @@ def calibrate(ensemble: Ensemble, data: TrainingSet, stages: Stages | None = Non
         out_of_bag = {}
         for name, quantity in data.quantities.items():
             rows, without = left_out[name]
+            groups = data.row_groups if name == "energy" else data.groups[quantity.structure]
+            groups = groups[rows]
             without = replace(without, centre=centre, has_posterior=settings.n_drawn > 0)
             out_of_bag[name] = calibrate_out_of_bag(
-                name, quantity, members[name], counts, settings, rows, without
+                name, quantity, members[name], counts, settings, rows, without, groups
             )
         if len(data.quantities) > 1 and counts.shape[1]:
             warn_of_outliers(data, members, counts)
@@ -692,6 +695,7 @@ def calibrate(ensemble: Ensemble, data: TrainingSet, stages: Stages | None = Non
         pp_intercept=gp.center,
         baseline=replace(baseline, members=centred(baseline.members, baseline.full, centre, none)),
         calibrations={name: o.calibrations for name, o in out_of_bag.items() if o.calibrations},
+        conformal={n: o.conformal for n, o in out_of_bag.items() if o.conformal is not None},
         pp_variance=_projected_variance(gp, settings) if settings.keep_pp else None,
         membership=np.minimum(counts, 255).astype(np.uint8),
         training_novelty=gp.rows.novelty,
@@ -774,6 +778,7 @@ class OutOfBag(NamedTuple):
     data: CalibrationData | None
     calibrations: dict[str, Calibration]
     n_structures: int
+    conformal: Conformal | None = None  #: of the calibration that is wanted
 
 
 def calibrate_out_of_bag(
@@ -784,12 +789,13 @@ def calibrate_out_of_bag(
     settings: Settings,
     rows: IntArray,
     full: FullModelData,
+    groups: IntArray,
 ) -> OutOfBag:
     """Fit every calibration of a quantity to points that the model was trained without.
 
     Members (n, S) are predictions of all rows, counts (N, S) those of the rows of the target in
-    each member, and `full` the full model without some rows. A target without errors is not
-    calibrated.
+    each member, and `full` the full model without some rows, which belong to groups (n,). A target
+    without errors is not calibrated.
     """
     absent = (_member_counts(name, quantity, counts) == 0)[rows]
     y, members, structure = quantity.y[rows], members[rows], quantity.structure[rows]
@@ -802,7 +808,7 @@ def calibrate_out_of_bag(
         if _too_few(name, n_structures, n_available, settings.calibration):
             return OutOfBag(None, {}, 0)
         return _calibrate_components(
-            name, quantity, members, absent, settings, rows, full, apart
+            name, quantity, members, absent, settings, rows, full, apart, groups
         )._replace(n_structures=n_structures)
     wanted = settings.calibration
     none = OutOfBag(None, {"none": NoCalibration(), wanted: NoCalibration()}, 0)
@@ -810,21 +816,27 @@ def calibrate_out_of_bag(
         _warn("All targets are the same: there is nothing to learn, and the uncertainty is zero.")
         return none
     try:
-        data = _points(y, members, absent, full)
+        data = _points(y, members, absent, full, groups)
     except CalibrationError as error:
         if wanted != "none" and not isinstance(error, ExactFitError):
             raise
         _warn(f"{error} The ensemble standard deviation is not calibrated.")
         return none
-    n_structures = len(np.unique(structure[used]))
-    return OutOfBag(data, _fit_methods(data, settings), n_structures)
+    n_structures, found = len(np.unique(structure[used])), _fit_methods(data, settings)
+    return OutOfBag(data, found, n_structures, found[wanted].conformal(data))
 
 
 def _points(
-    y: Float64Array, members: Float64Array, absent: BoolArray, full: FullModelData
+    y: Float64Array,
+    members: Float64Array,
+    absent: BoolArray,
+    full: FullModelData,
+    groups: IntArray,
 ) -> CalibrationData:
     """Return out-of-bag points: of the members and the full model, or of the latter alone."""
-    return calibration_data(y, members, absent, full=full) if absent.shape[1] else full.alone()
+    if not absent.shape[1]:
+        return full.alone(groups)
+    return calibration_data(y, members, absent, full=full, groups=groups)
 
 
 def _calibrate_components(
@@ -836,6 +848,7 @@ def _calibrate_components(
     rows: IntArray,
     full: FullModelData,
     apart: BoolArray,
+    groups: IntArray,
 ) -> OutOfBag:
     """Fit every calibration of forces or stresses, given some rows of which not all are zero.
 
@@ -860,11 +873,14 @@ def _calibrate_components(
     full = full.some(apart).scaled(factor)
     of_vectors = full.scaled(ratios, pooled_p[apart] * factor)
     try:
-        data = _points(y, members, absent, full)
+        data = _points(y, members, absent, full, groups[apart])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of points without standard deviation, as before
-            scaled = _points(y * ratios, members * ratios[:, None], absent, of_vectors)
+            scaled = _points(
+                y * ratios, members * ratios[:, None], absent, of_vectors, groups[apart]
+            )
         calibrations = _fit_methods(scaled, settings)
+        conformal = calibrations[settings.calibration].conformal(scaled)
     except CalibrationError as error:
         if settings.calibration != "none":
             _warn(f"{name}: {error} The factor that calibrates energies is used.")
@@ -875,7 +891,7 @@ def _calibrate_components(
         shift = after.mean(np.log(after.ensemble_std)) - before.mean(np.log(before.ensemble_std))
         likelihood = calibration.log_likelihood + shift
         calibrations[method] = replace(calibration, log_likelihood=likelihood)
-    return OutOfBag(data, calibrations, 0)
+    return OutOfBag(data, calibrations, 0, conformal)
 
 
 def _fit_methods(data: CalibrationData, settings: Settings) -> dict[str, Calibration]:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol, Self, TypeAlias, TypeVar
 import numpy as np
 
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray, check_members, check_points
+from qualms.calibration.conformal import Conformal, fit_conformal
 from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWarning
 from qualms.gp.ensemble import (
     MIN_ABSENT,
@@ -59,6 +60,8 @@ class CalibrationData:
         p and q of a sparse Gaussian process: see `qualms.calibration.methods.SourcesCalibration`.
     centre : float
         λ, the share of the mean over members in the prediction: 1 without a full model.
+    groups : (n,) array of int, optional
+        Points of one group are not independent.
     """
 
     residuals: Float64Array
@@ -68,6 +71,7 @@ class CalibrationData:
     posterior_std: Float64Array | None = None
     novelty_std: Float64Array | None = None
     centre: float = 1.0
+    groups: IntArray | None = None
 
     def mean(self, values: FloatArray) -> float:
         """Return the weighted mean over points."""
@@ -104,7 +108,7 @@ class FullModelData:
         p = self.posterior_std[used] if self.has_posterior else None
         return replace(data, residuals=z, posterior_std=p, novelty_std=q, centre=self.centre)
 
-    def alone(self) -> CalibrationData:
+    def alone(self, groups: IntArray | None = None) -> CalibrationData:
         """Return data without subsampled members: p takes the place of ŝ, and is exact."""
         n = len(self.residuals)
         data = CalibrationData(
@@ -114,6 +118,7 @@ class FullModelData:
             weights=np.ones(n),
             novelty_std=self.novelty_std,
             centre=0.0,
+            groups=groups,
         )
         known = data.some(data.ensemble_std > 0)
         if len(known.residuals) < 2 or not np.any(known.residuals):
@@ -146,6 +151,7 @@ def calibration_data(
     *,
     sample_weight: FloatArray | None = None,
     full: FullModelData | None = None,
+    groups: IntArray | None = None,
 ) -> CalibrationData:
     """Collect residuals and ensemble standard deviations, out-of-bag with `absent`: Eqs. (10)–(12).
 
@@ -164,6 +170,8 @@ def calibration_data(
     sample_weight : (n,) array, optional
     full : FullModelData, optional
         Of a model whose prediction is a blend of ensemble mean and full model.
+    groups : (n,) array of int, optional
+        Points of one group are not independent.
     """
     targets = check_points("y", y)
     if targets.ndim != 1:
@@ -193,6 +201,8 @@ def calibration_data(
         rounding = rounding[found.used]
         if full is not None:
             data = full.blended(data, found.used)
+        if groups is not None:
+            data = replace(data, groups=groups[found.used])
     if np.all(np.maximum(np.abs(data.residuals), data.ensemble_std) <= 1e4 * rounding):
         raise ExactFitError("The members are exact to rounding: there is no error to calibrate.")
     differ = data.ensemble_std > rounding
@@ -281,6 +291,15 @@ class Calibration(ABC):
     def density_of(self, data: CalibrationData) -> Float64Array:
         """Return ln p(z | ŝ) of each point of the data: (n,)."""
         return self.log_density(data.residuals, data.ensemble_std, data.n_members)
+
+    def std_of(self, data: CalibrationData) -> Float64Array:
+        """Return the calibrated standard deviation of each point of the data: (n,)."""
+        return self.std(data.ensemble_std, data.n_members)
+
+    def conformal(self, data: CalibrationData) -> Conformal:
+        """Return the distribution of |z|/σ of the points of the data."""
+        groups = np.arange(len(data.residuals)) if data.groups is None else data.groups
+        return fit_conformal(np.abs(data.residuals) / self.std_of(data), groups)
 
     def fitted_to(self, data: CalibrationData) -> Self:
         """Return the calibration with the number and the likelihood of these points."""

@@ -149,7 +149,7 @@ def _stresses(
     """Return stresses of solids, NaN elsewhere; `stress` is known if all structures are solids."""
     import numpy as np
 
-    n_members = model.settings.n_members if ensemble else 0
+    n_members = model.fitted.n_members if ensemble else 0
     widths = {"stress": 6, "stress_uncertainty": 6, "stress_ensemble": 6 * n_members}
     tensors = {key: np.full((len(frames), n), np.nan) for key, n in widths.items() if n}
     if stress is None and solid.any():

@@ -1,0 +1,52 @@
+"""Intervals whose coverage is guaranteed by exchangeability alone: conformal prediction.
+
+Scores |z|/σ of out-of-bag points (jackknife+ after subsampling: Kim, Xu & Barber, NeurIPS 2020) are
+exchangeable with that of a new point, whatever their distribution. Points of one structure are
+not independent, but structures are: each of G groups has the weight 1/(G + 1), its points share it,
+and the rest belongs to a score of infinity (hierarchical conformal prediction: Lee, Barber &
+Willett, 2023). With single points this is the quantile of rank ⌈level (n + 1)⌉.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from qualms.arrays import Float64Array, IntArray
+from qualms.errors import InputError
+
+#: Scores that are kept.
+_KEPT = 1000
+
+
+@dataclass(frozen=True)
+class Conformal:
+    """Sorted scores |z|/σ (m,), and the probability (m,) of a smaller or equal one."""
+
+    scores: Float64Array
+    probabilities: Float64Array
+
+    def quantile(self, level: float) -> float:
+        """Return the smallest score whose probability is at least `level`."""
+        k = int(np.searchsorted(self.probabilities, level * (1 - 1e-12)))
+        if k == len(self.scores):
+            raise InputError(
+                "level",
+                level,
+                f"at most {self.probabilities[-1]:.4g} with so few out-of-bag points",
+                "Use more data, or method='gaussian'.",
+            )
+        return float(self.scores[k])
+
+
+def fit_conformal(scores: Float64Array, groups: IntArray) -> Conformal:
+    """Return the distribution of scores (n,) of points that belong to groups (n,).
+
+    Some of many scores are kept, which makes intervals wider, by little.
+    """
+    codes, sizes = np.unique(groups, return_inverse=True, return_counts=True)[1:]
+    order = np.argsort(scores, kind="stable")
+    probabilities = np.cumsum(1 / sizes[codes[order]]) / (len(sizes) + 1)
+    kept = np.unique(np.linspace(0, len(scores) - 1, min(_KEPT, len(scores))).round().astype(int))
+    return Conformal(scores[order][kept], probabilities[kept])
