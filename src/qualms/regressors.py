@@ -31,6 +31,7 @@ from qualms.arrays import (
     joined_groups,
 )
 from qualms.calibration.base import Calibration, FullModelData, calibration_data
+from qualms.calibration.conformal import Conformal
 from qualms.calibration.fitting import (
     METHODS,
     MODEL_METHODS,
@@ -39,7 +40,7 @@ from qualms.calibration.fitting import (
 )
 from qualms.calibration.methods import NoCalibration
 from qualms.calibration.sources import MIN_POINTS
-from qualms.errors import ExactFitError, InputError, QualmsWarning
+from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWarning
 from qualms.gp.ensemble import (
     FullModel,
     Residuals,
@@ -259,28 +260,40 @@ class TrainingSet:
         counts: IntArray,
         method: str,
         full: Sequence[FullModelData] | None = None,
-    ) -> Calibration | PerOutputCalibration:
-        """Calibrate on out-of-bag rows, given predictions of the rows (n_rows, T, N_R)."""
+    ) -> tuple[Calibration | PerOutputCalibration, Conformal | None]:
+        """Calibrate on out-of-bag rows, given predictions of the rows (n_rows, T, N_R).
+
+        Also returns the distribution of their errors, of a single output.
+        """
         absent = counts[self.inverse] == 0
         n = members.shape[-1] if full and full[0].has_posterior else 0
+        groups = self.inverse if self.groups is None else self.groups[self.inverse]
+        none = NoCalibration(n_subsampled=n)
 
-        def of_output(t: int) -> Calibration:
+        def of_output(t: int) -> tuple[Calibration, Conformal | None]:
             y, own = self.y[:, t], None if full is None else full[t]
-            if method == "none" or np.ptp(y) == 0:
-                return NoCalibration(n_subsampled=n)  # all members predict the constant
+            if np.ptp(y) == 0:
+                return none, None  # all members predict the constant
             try:
                 found = calibration_data(
-                    y, members[:, t], absent, sample_weight=self.weight, full=own
+                    y, members[:, t], absent, sample_weight=self.weight, full=own, groups=groups
                 )
             except ExactFitError as error:
                 message = f"{error} The ensemble standard deviation is used as it is."
                 warnings.warn(message, QualmsWarning, stacklevel=2)
-                return NoCalibration(n_subsampled=n)
+                return none, None
+            except CalibrationError:
+                if method != "none":
+                    raise
+                return none, None
             few = method == "sources" and len(found.residuals) < MIN_POINTS
-            return replace(fit_out_of_bag(found, "student" if few else method), n_subsampled=n)
+            fitted = fit_out_of_bag(found, "student" if few else method)
+            return replace(fitted, n_subsampled=n), fitted.conformal(found)
 
-        outputs = tuple(of_output(t) for t in range(self.y.shape[1]))
-        return outputs[0] if self.single_output else PerOutputCalibration(outputs)
+        outputs = [of_output(t) for t in range(self.y.shape[1])]
+        if self.single_output:
+            return outputs[0]
+        return PerOutputCalibration(tuple(calibration for calibration, _ in outputs)), None
 
 
 def training_set(
@@ -535,7 +548,8 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
             self.weights_ = self._outputs(basis.whitening.kernel_weights(columns), axis=1)
             self.intercept_ = self._outputs(intercepts, axis=0)
             self.member_indices_ = data.member_rows(counts)
-            self.calibration_ = data.calibrate(predicted, counts, method, without)
+            found = data.calibrate(predicted, counts, method, without)
+            self.calibration_, self._conformal = found
         self.pp_weights_ = self._outputs(basis.whitening.kernel_weights(full.weights))
         self.pp_intercept_ = self._outputs(full.center)
         self.noise_variance_ = self._outputs(full.process.noise_variance * full.scale**2)
@@ -582,7 +596,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         if not self._has_members():
             raise InputError("n_members", 0, "at least 2 members for an ensemble")
         members = self.basis_.contract(self._validated(X), self.weights_) + self.intercept_
-        return Prediction(members).calibrated(self.calibration_)
+        return Prediction(members).calibrated(self.calibration_, self._conformal)
 
     def pp_mean(self, X: ArrayLike) -> Float64Array:
         """Predict with the full projected process, Eq. (3): (n,) or (n, T)."""
@@ -739,7 +753,8 @@ class ResamplingRegressor(MetaEstimatorMixin, MultiOutputMixin, RegressorMixin, 
 
         # Jobs are made one by one, so that not all copies of the data are in memory at once.
         self.estimators_ = Parallel(n_jobs=self.n_jobs)(job(i) for i in range(self.n_members))
-        self.calibration_ = data.calibrate(self._members(data.X), counts, method)
+        found = data.calibrate(self._members(data.X), counts, method)
+        self.calibration_, self._conformal = found
         return self
 
     def predict(
@@ -765,7 +780,7 @@ class ResamplingRegressor(MetaEstimatorMixin, MultiOutputMixin, RegressorMixin, 
             X = validate_data(self, X, reset=False, ensure_all_finite=finite_or_nan(self))
         members = self._members(X)
         members = members[:, 0] if self._single_output else members
-        return Prediction(members).calibrated(self.calibration_)
+        return Prediction(members).calibrated(self.calibration_, self._conformal)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

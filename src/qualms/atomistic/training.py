@@ -115,6 +115,8 @@ _ROUNDING, _TINY = 1e-10, 1e-12
 #: warning is needed. Errors within a structure are correlated. The factor of energies is as good
 #: for forces as one from fewer than ten structures; for stresses it is often too small by half.
 _ENOUGH, _WELL = {"forces": 10, "stress": 3}, 10
+#: Independent components of a force or stress: fewer than there are, since they are correlated.
+_N_COMPONENTS = 2.0
 #: Parameter of the noise variance of each quantity.
 _NOISES = {"energy": "noise", "forces": "forces_noise", "stress": "stress_noise"}
 _PACKAGES = ("qualms", "numpy", "scipy", "ase", "dscribe", "featomic", "safetensors")

@@ -62,6 +62,8 @@ class CalibrationData:
         λ, the share of the mean over members in the prediction: 1 without a full model.
     groups : (n,) array of int, optional
         Points of one group are not independent.
+    n_components : float
+        Independent components of the vectors, or tensors, whose standard deviation ŝ is.
     """
 
     residuals: Float64Array
@@ -72,6 +74,7 @@ class CalibrationData:
     novelty_std: Float64Array | None = None
     centre: float = 1.0
     groups: IntArray | None = None
+    n_components: float = 1.0
 
     def mean(self, values: FloatArray) -> float:
         """Return the weighted mean over points."""

@@ -50,6 +50,9 @@ class SourcesCalibration(Calibration):
         b, c, and d in the units of y; a is `alpha`.
     log_std_mean, log_std_slope, log_std_std : float
         m, β and τ of the prior of ln s.
+    n_components : float
+        Independent components of vectors: their standard deviation has so many times c − 1 degrees
+        of freedom.
     typical : float
         Root mean square of σ over that of the members that a and b weigh, without c, d and the
         prior.
@@ -64,6 +67,7 @@ class SourcesCalibration(Calibration):
     log_std_mean: float = 0.0
     log_std_slope: float = 0.0
     log_std_std: float = 1.0
+    n_components: float = 1.0
     typical: float = 1.0
 
     @classmethod
@@ -77,7 +81,13 @@ class SourcesCalibration(Calibration):
                 "needed. Use more data, or calibration='student'."
             )
         m, beta, tau = _fit_prior(data)
-        prior = cls(centre=data.centre, log_std_mean=m, log_std_slope=beta, log_std_std=tau)
+        prior = cls(
+            centre=data.centre,
+            log_std_mean=m,
+            log_std_slope=beta,
+            log_std_std=tau,
+            n_components=data.n_components,
+        )
         s2 = prior.expected_square(data.ensemble_std, data.n_members, data.posterior_std)
         columns = {"alpha": s2, "floor": np.ones(n)}
         for name, std in (("posterior", data.posterior_std), ("novelty", data.novelty_std)):
@@ -103,13 +113,23 @@ class SourcesCalibration(Calibration):
         ensemble_std: FloatArray,
         n_members: int | IntArray,
         posterior_std: FloatArray | None = None,
+        n_posterior: int | None = None,
     ) -> Float64Array:
-        """Return the posterior mean of s² given ŝ of so many members, and p."""
-        bias, v = _chi_moments(n_members)
+        """Return the posterior mean of s² given ŝ of so many members, and p.
+
+        p is exact, or the standard deviation of so many posterior members, whose sampling error
+        adds to τ².
+        """
+        bias, v = _chi_moments(n_members, self.n_components)
         tiny = np.finfo(np.float64).tiny
         log_s = np.log(np.maximum(ensemble_std, tiny)) - bias
-        log_p = 0.0 if posterior_std is None else np.log(np.maximum(posterior_std, tiny))
-        share = self.log_std_std**2 / (self.log_std_std**2 + v)
+        log_p, tau2 = np.zeros(np.shape(log_s)), np.asarray(self.log_std_std**2)
+        if posterior_std is not None:
+            log_p = np.log(np.maximum(posterior_std, tiny))
+            if n_posterior is not None:
+                bias_p, v_p = _chi_moments(n_posterior, self.n_components)
+                log_p, tau2 = log_p - bias_p, tau2 + self.log_std_slope**2 * v_p
+        share = tau2 / (tau2 + v)
         prior = self.log_std_mean + self.log_std_slope * log_p
         return np.asarray(np.exp(2 * (share * log_s + (1 - share) * prior) + 2 * share * v))
 
@@ -119,9 +139,10 @@ class SourcesCalibration(Calibration):
         n_members: int | IntArray,
         posterior_std: FloatArray | None = None,
         novelty_std: FloatArray | None = None,
+        n_posterior: int | None = None,
     ) -> Float64Array:
-        """Return the calibrated standard deviation."""
-        s2 = self.expected_square(ensemble_std, n_members, posterior_std)
+        """Return the calibrated standard deviation; p is exact if `n_posterior` is not given."""
+        s2 = self.expected_square(ensemble_std, n_members, posterior_std, n_posterior)
         n = np.asarray(n_members, dtype=np.float64)
         variance = (self.alpha**2 + self.centre**2 / n) * s2 + self.floor**2
         if posterior_std is not None:
@@ -190,7 +211,8 @@ class SourcesCalibration(Calibration):
         stds = [ensemble_mean_std(part)[1] for part in parts]
         stds = stds if pool is None else [pool(std) for std in stds]
         posterior_std = stds[1] if drawn else None
-        sigma = self.std(stds[0], n, posterior_std, novelty_std)
+        n_posterior = members.shape[-1] - n
+        sigma = self.std(stds[0], n, posterior_std, novelty_std, n_posterior)
         factors = np.divide(sigma, stds[-1], out=np.ones_like(sigma), where=stds[-1] > 0)
         return rescaled(own, factors)
 
@@ -207,9 +229,11 @@ class WithNovelty:
         return self.calibration.transform(members, novelty_std=self.novelty_std)
 
 
-def _chi_moments(n_members: int | IntArray) -> tuple[Float64Array, Float64Array]:
-    """Return mean and variance of ln ŝ − ln s = ½ ln(χ²_ν/ν), ν = c − 1."""
-    half = (np.asarray(n_members, dtype=np.float64) - 1) / 2
+def _chi_moments(
+    n_members: int | IntArray, n_components: float = 1.0
+) -> tuple[Float64Array, Float64Array]:
+    """Return mean and variance of ln ŝ − ln s = ½ ln(χ²_ν/ν), ν = c − 1 for each component."""
+    half = n_components * (np.asarray(n_members, dtype=np.float64) - 1) / 2
     return 0.5 * (digamma(half) - np.log(half)), 0.25 * polygamma(1, half)
 
 
@@ -218,7 +242,7 @@ def _fit_prior(data: CalibrationData) -> tuple[float, float, float]:
 
     Weighted least squares of ln ŝ, whose variance is v + τ²; τ² is what the scatter has beyond v.
     """
-    bias, v = _chi_moments(data.n_members)
+    bias, v = _chi_moments(data.n_members, data.n_components)
     log_s = np.log(data.ensemble_std) - bias
     design = np.ones((len(log_s), 1))
     if data.posterior_std is not None and np.all(data.posterior_std > 0):

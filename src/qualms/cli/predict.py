@@ -35,6 +35,10 @@ def predict(
     ensemble: Annotated[
         bool, Option("--ensemble", help="Write the predictions of all members, too.")
     ] = False,
+    interval: Annotated[
+        float | None,
+        Option("--interval", help="Write intervals that hold this share of reference values."),
+    ] = None,
     forces: Annotated[bool, Option("--forces", help="Predict forces, too; .xyz or .npz.")] = False,
     stress: Annotated[
         bool, Option("--stress", help="Predict stresses of periodic structures; .xyz or .npz.")
@@ -77,7 +81,9 @@ def predict(
     kind: Literal["atomic", "structure"] = "atomic" if per_atom else "structure"
     n = dict.fromkeys(("structures", "extrapolating", "unknown_species", "without_volume"), 0)
     with (
-        open_writer(output, target, kind=kind, ensemble=ensemble, force=force) as writer,
+        open_writer(
+            output, target, kind=kind, ensemble=ensemble, interval=interval, force=force
+        ) as writer,
         Stages(terminal.progress()).stage("Structures") as advance,
     ):
         unknown = "ignore" if ignore_unknown else "error"

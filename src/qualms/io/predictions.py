@@ -56,11 +56,14 @@ class _Batch(NamedTuple):
 class PredictionWriter:
     """Writes predictions to a file; made by `open_writer`."""
 
-    def __init__(self, stream: IO[Any], target: str, *, kind: Kind, ensemble: bool) -> None:
+    def __init__(
+        self, stream: IO[Any], target: str, *, kind: Kind, ensemble: bool, interval: float | None
+    ) -> None:
         self._stream = stream
         self._target = target
         self._kind = kind
         self._ensemble = ensemble
+        self._interval = interval
         self._arrays: dict[str, list[NDArray[Any]]] = {}
         self.n_structures = 0
 
@@ -100,6 +103,9 @@ class PredictionWriter:
             expected = f"({sum(counts)},), one per {self._kind} row of {len(frames)} frames"
             raise InputError("prediction", f"shape {prediction.shape}", expected)
         values = {self._target: prediction.mean, f"{self._target}_uncertainty": prediction.std}
+        if self._interval is not None:
+            low, high = prediction.interval(self._interval, "conformal")
+            values |= {f"{self._target}_lower": low, f"{self._target}_upper": high}
         if self._ensemble:
             values[f"{self._target}_ensemble"] = prediction.members
         columns = {name: np.asarray(column) for name, column in (extra or {}).items()}
@@ -122,7 +128,13 @@ class PredictionWriter:
 
 @contextlib.contextmanager
 def open_writer(
-    path: AnyPath, target: str, *, kind: Kind, ensemble: bool, force: bool = False
+    path: AnyPath,
+    target: str,
+    *,
+    kind: Kind,
+    ensemble: bool,
+    interval: float | None = None,
+    force: bool = False,
 ) -> Iterator[PredictionWriter]:
     """Open a file for predictions. It appears under its name when the block ends without an error.
 
@@ -136,6 +148,8 @@ def open_writer(
         Whether predictions are for structures or for atoms.
     ensemble : bool
         Whether to write the predictions of all members, too.
+    interval : float, optional
+        Probability of conformal intervals to write, too.
     force : bool
         Whether an existing file may be replaced.
     """
@@ -152,7 +166,7 @@ def open_writer(
             # No name and no date inside, so that the same predictions give the same file.
             file = gzip.GzipFile("", "wb", compresslevel=6, fileobj=stream, mtime=0)
             stream = cast(IO[Any], stack.enter_context(file))
-        writer = writer_type(stream, target, kind=kind, ensemble=ensemble)
+        writer = writer_type(stream, target, kind=kind, ensemble=ensemble, interval=interval)
         yield writer
         writer._finish()
 
