@@ -49,7 +49,7 @@ def force_model(alloys):
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
-    """A directory of its own, and a terminal wide enough for what is said."""
+    """A directory of its own, and a terminal wide enough for all messages."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     return tmp_path
