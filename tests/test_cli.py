@@ -211,14 +211,6 @@ def test_predictions_are_those_of_the_model(desk):
     assert len(Path("out.csv").read_text().splitlines()) == len(test) + 1
 
 
-def test_predictions_of_atoms_have_no_other_elements(desk):
-    assert qualms("predict atoms.safetensors test.xyz -o out.xyz --ensemble").code == 0
-    for atoms in ase.io.read("out.xyz", ":"):
-        hydrogen = atoms.numbers == 1
-        assert (np.isfinite(atoms.arrays["shift"]) == hydrogen).all()
-        assert atoms.arrays["shift_ensemble"].shape == (len(atoms), 16)
-
-
 def test_contributions_of_atoms(desk):
     assert qualms("predict model.safetensors test.xyz --atoms --ensemble -o out.npz").code == 0
     arrays = np.load("out.npz")

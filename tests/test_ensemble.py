@@ -194,18 +194,6 @@ def test_too_few_rows_for_the_full_model_to_help(name, method):
     np.testing.assert_array_equal(auto.weights, solved.weights)
 
 
-@pytest.mark.parametrize("noise", [1e-6, 1.0])
-def test_effective_dimension(noise):
-    rng = np.random.default_rng(0)
-    Phi = whitened_features(rng, 300, 60)
-    Y, counts = targets(rng, Phi), subsamples(rng, 300, 2, 100)
-    full = full_model(Phi, Y, noise)
-    expected = np.trace(np.linalg.inv(full.gram + noise * np.eye(60)) @ full.gram)
-    weight = np.ones(300)
-    problem = MemberProblem(Phi, Y.T[None], counts.T * weight, weight, full, True)
-    assert abs(problem.effective_dimension() - expected) <= 3 * np.sqrt((60 - expected) / 8)
-
-
 def test_cg_that_does_not_converge_warns_and_solves_exactly():
     Phi, Y, counts, noise, _ = case("tiny noise")
     full = full_model(Phi, Y, noise)

@@ -1,14 +1,21 @@
 """Evaluation of models: scores of all calibrations, and only of what has a reference value."""
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 from atomistic_fixtures import ENERGY, copies, reference_values
 from checks import rejects
 
-from qualms import Prediction, calibrate, score
+from qualms import AtomisticModel, Prediction, calibrate, score
 from qualms.atomistic.evaluation import evaluate, find_references
+from qualms.atomistic.structures import read_frames
 from qualms.evaluation import Evaluation
 
+#: Molecular crystals with chemical shieldings; by default beside the checkout.
+CRYSTALS = Path(__file__).parents[2] / "shared/data/csd/CSD-1000R_500.extxyz.gz"
+CRYSTALS = Path(os.environ.get("QUALMS_CSD", CRYSTALS))
 SCORES = [
     "raw",
     "linear (validation)",
@@ -179,3 +186,20 @@ def test_inconsistent_evaluations(molecules, parameter, values):
         values = values | {"frames": molecules[:3]}
     with rejects(parameter):
         Evaluation(**(given | values))
+
+
+# --- a public data set that does not come with the package ---
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CRYSTALS.exists(), reason=f"needs CSD-1000R: QUALMS_CSD, or {CRYSTALS}")
+def test_shieldings_of_new_crystals():
+    crystals = read_frames(CRYSTALS)
+    chosen = np.random.default_rng(0).permutation(len(crystals))[:150]
+    train, test = ([crystals[i] for i in part] for part in (chosen[:120], chosen[120:]))
+    given = {"species": "H", "representation": "nmr", "n_representatives": 1000, "units": "ppm"}
+    found = evaluate(AtomisticModel("CS_total", "atomic", **given).fit(train), test)["energy"]
+    own = found.scores["student (out-of-bag)"]
+    assert own.rmse < 0.3 * np.std(found.y)
+    assert own.log_likelihood > found.scores["linear (validation)"].log_likelihood - 0.03
+    assert 0.6 < own.coverage_68 < 0.8

@@ -26,8 +26,6 @@ from qualms.io.predictions import open_writer
 from qualms.io.tensors import (
     Document,
     StorageError,
-    TensorSpec,
-    check_tensors,
     read_tensors,
     write_tensors,
 )
@@ -203,21 +201,6 @@ def test_any_bytes_are_rejected(tmp_path_factory, content):
     for prefix in (b"", struct.pack("<Q", len(content))):
         path.write_bytes(prefix + content)
         assert_rejected(path)
-
-
-def test_shapes_of_tensors_fit_together():
-    tensors = {"U": np.ones((3, 4)), "w": np.ones((4, 2)), "i": np.arange(3)}
-    specs = {
-        "U": TensorSpec("f", ("r", "d")),
-        "w": TensorSpec("f", ("d", 2)),
-        "i": TensorSpec("iu", ("r",)),
-    }
-    assert check_tensors(tensors, specs, path="m", sizes={"r": 3}) == {"r": 3, "d": 4}
-    shapes = (("U", (3, 5)), ("w", (4, 3)), ("w", 4), ("i", 3), ("x", 3))
-    changed = [tensors | {name: np.ones(shape)} for name, shape in shapes]
-    for bad, sizes in [(b, {}) for b in changed] + [(tensors, {"r": 9}), ({"w": tensors["w"]}, {})]:
-        with pytest.raises(StorageError):
-            check_tensors(bad, specs, path="m", sizes=sizes)
 
 
 # Predictions

@@ -81,7 +81,6 @@ def test_xyz_is_read_frame_by_frame_across_blank_lines(tmp_path, name):
     [
         ("a.xyz", b""),
         ("a.txt", b"some words"),
-        ("a.xyz", b"-1\n\n"),
         ("a.xyz", b"1\n\nQq 0 0 0\n"),
         ("a.xyz", b"1\n\nH 0 0\n"),
         ("a.xyz", b'1\nLattice="1 2 3"\nH 0 0 0\n'),
@@ -96,12 +95,6 @@ def test_files_that_cannot_be_read(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     with rejects("path"):
         read_frames(tmp_path / name)
-
-
-def test_missing_files_are_rejected_at_once(tmp_path):
-    for path in (tmp_path / "no.xyz", tmp_path):
-        with rejects("path"):
-            iter_frames(path)
 
 
 # --- geometry ---

@@ -105,22 +105,6 @@ def test_invalid_parameters_are_named(name, value):
     assert {*INVALID} - {"hook"} == {*Settings.model_fields}
 
 
-@settings(max_examples=20)
-@given(
-    kind=st.sampled_from(["extensive", "intensive", "atomic"]),
-    noise=st.sampled_from(["loo", "evidence", 1e-3]),
-    subsample=st.sampled_from([0.5, 20]),
-    baseline=st.sampled_from(["mean", {"H": -13.6, 8: -2041}]),
-    calibration=st.sampled_from([*METHODS, None]),
-)
-def test_settings_survive_json(**values):
-    found = make_settings({"target": "u", "memory": "8GB", **values})
-    again = Settings.model_validate_json(found.model_dump_json())
-    assert again == found.model_copy(update={"memory": None})
-    if isinstance(values["baseline"], dict):
-        assert again.baseline == {1: -13.6, 8: -2041.0}
-
-
 def test_forces_need_smooth_features():
     found = make_settings({"target": "e", "forces": "f"})
     assert found.representation.resolved_engine == "featomic"

@@ -19,7 +19,6 @@ from sklearn.utils.estimator_checks import check_estimator
 from qualms import ProjectedProcessRegressor, ResamplingRegressor, calibrate, score
 from qualms.calibration.fitting import PerOutputCalibration
 from qualms.errors import CalibrationError, QualmsWarning
-from qualms.gp.kernels import RBFKernel
 
 X, Y = make_friedman1(360, n_features=6, noise=0.1, random_state=0)
 X_TEST, Y_TEST = X[240:], Y[240:]
@@ -118,27 +117,6 @@ def test_features_of_both_signs_get_an_offset_because_an_even_power_is_blind_to_
     assert model.score(Z, y) > 0.9
     blind = ProjectedProcessRegressor(offset=0.0, random_state=0).fit(Z, y)
     assert blind.score(Z, y) < 0.8
-
-
-def test_the_evidence_finds_the_noise_and_leave_one_out_the_best_prediction():
-    # A draw from the prior itself, so that the noise is the only thing to be found.
-    rng = np.random.default_rng(0)
-    inputs = np.concatenate([X, X_TEST])
-    f = np.linalg.cholesky(RBFKernel(0.7)(inputs, inputs) + 1e-9 * np.eye(360)) @ rng.normal(
-        size=360
-    )
-    y, exact = f[:240] + 0.3 * rng.normal(size=240), f[240:]
-
-    def model(noise):
-        return small(length_scale=0.7, n_representatives=None, n_members=0, noise=noise).fit(X, y)
-
-    assert model("evidence").noise_variance_ == pytest.approx(0.09, rel=0.4)
-
-    def error(noise):
-        return np.sqrt(np.mean((model(noise).predict(X_TEST) - exact) ** 2))
-
-    best = min(error(noise) for noise in np.geomspace(1e-4, 10, 11))
-    assert error("loo") < 1.1 * best
 
 
 def test_kernels_of_scikit_learn_can_be_used_and_searched():

@@ -73,14 +73,6 @@ def test_replicates_leave_out_a_block_each(small, estimator, depends):
         np.testing.assert_allclose(found.without[b], alone.members, atol=1e-12)
 
 
-def test_an_observable_of_each_member_is_averaged_by_that_member(small):
-    a, h = small
-    of_members = a[:, :, None] * np.arange(1, 6)
-    for estimator in (reweight_direct, reweight_cumulant):
-        common, own = estimator(a, h, 10), estimator(of_members, h, 10)
-        np.testing.assert_allclose(own.members, common.members * np.arange(1, 6), atol=1e-12)
-
-
 def test_the_neglected_term_is_the_next_cumulant(small):
     a, h = small
     found = neglected_term(a, h, 10).members
