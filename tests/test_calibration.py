@@ -340,6 +340,14 @@ def test_intervals_have_their_nominal_coverage(method, n_members):
         assert found[0] < 1.0
 
 
+def test_intervals_are_those_of_the_bootstrap():
+    data = committee_data(np.random.default_rng(1), "power", 800, 8)
+    intervals = confidence_intervals(fit_calibration(data, "power"), data)
+    resampled = bootstrap_intervals(data, "power", n_bootstrap=300)
+    np.testing.assert_allclose(intervals.alpha, resampled.alpha, rtol=0.05)
+    np.testing.assert_allclose(intervals.gamma, resampled.gamma, rtol=0.05)
+
+
 def test_correlated_points_make_wider_intervals():
     rng = np.random.default_rng(0)
     few = committee_data(rng, "linear", 50, 8)
