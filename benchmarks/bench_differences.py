@@ -170,7 +170,7 @@ def evaluate_combinations(
 
 
 def table(divisor: int = 1, source: str | None = None) -> dict[str, Any]:
-    """Judge energies, differences and reactions."""
+    """Evaluate energies, differences and reactions."""
     n_train, n_test, M = (n // divisor for n in (N_TRAIN, N_TEST, N_REPRESENTATIVES))
     source = source or os.environ.get("QUALMS_QM9", "qm9pack")
     molecules = qm9(source, n=n_train + n_test, seed=SEED)

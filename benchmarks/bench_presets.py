@@ -178,7 +178,7 @@ def table(
     changes: Mapping[str, Mapping[str, Any]],
     presets: Iterable[str] = PRESETS,
 ) -> dict[str, Any]:
-    """Compare presets, all if not said otherwise, and changes of one of them, on one problem."""
+    """Compare presets, by default all, and changes of one of them, on one problem."""
     soap = make_soap(preset)
     rows = [row(problem, name, name) for name in presets]
     for label, change in changes.items():

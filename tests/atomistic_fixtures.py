@@ -1,14 +1,11 @@
 """Small molecules, crystals and models that several tests share."""
 
-from contextlib import contextmanager
-
 import numpy as np
-import pytest
 from ase import Atoms
 from ase.build import bulk
 from ase.calculators.emt import EMT
 
-from qualms import AtomisticModel, InputError
+from qualms import AtomisticModel
 from qualms.data import qm9
 
 ENERGY = "atomization_energy"
@@ -91,15 +88,6 @@ def make_force_model(**settings):
     """A small model of energies and forces of alloys."""
     given = {"representation": SMOOTH, "n_representatives": 60, "n_members": 8, "forces": "force"}
     return make_model("energy", **(given | settings))
-
-
-@contextmanager
-def rejected(parameter):
-    """An `InputError` names the parameter, in one line."""
-    with pytest.raises(InputError) as caught:
-        yield
-    assert caught.value.parameter == parameter
-    assert "\n" not in str(caught.value)
 
 
 def copies(frames):

@@ -1,6 +1,5 @@
 import pytest
 from hypothesis import settings
-from matplotlib.figure import Figure
 
 # Arrays are slow to draw on a busy machine; what is tested is not how fast they are drawn.
 settings.register_profile("qualms", deadline=None, max_examples=50, derandomize=True)
@@ -45,28 +44,6 @@ def force_model(alloys):
     from atomistic_fixtures import make_force_model
 
     return make_force_model(units="eV", stress="virtual").fit(alloys[:26])
-
-
-@pytest.fixture
-def workplace(tmp_path, monkeypatch):
-    """A directory of its own, and a terminal wide enough for what is said."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "120")
-    return tmp_path
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """Figures that are saved, rather than their files."""
-    figures = []
-    save = Figure.savefig
-
-    def kept(self, *args, **kwargs):
-        figures.append(self)
-        save(self, *args, **kwargs)
-
-    monkeypatch.setattr(Figure, "savefig", kept)
-    return figures
 
 
 @pytest.fixture

@@ -31,25 +31,25 @@ def student_density(z, scale, dof):
 def crps_gaussian(z, std, n_steps=20_000, reach=12.0):
     """The defining integral of one point's CRPS, by the midpoint rule.
 
-    The steps start and end at the truth, where the integrand jumps.
+    The steps start and end at the reference value, where the integrand jumps.
     """
     cdf = np.frompyfunc(NormalDist(0.0, std).cdf, 1, 1)
     total = 0.0
-    for start, end, truth_below in ((-reach * std, z, 0.0), (z, reach * std + abs(z), 1.0)):
+    for start, end, reference_below in ((-reach * std, z, 0.0), (z, reach * std + abs(z), 1.0)):
         step = (end - start) / n_steps
         x = start + (np.arange(n_steps) + 0.5) * step
-        total += float(np.sum((cdf(x).astype(float) - truth_below) ** 2)) * step
+        total += float(np.sum((cdf(x).astype(float) - reference_below) ** 2)) * step
     return total
 
 
 def crps_ensemble(y, members, fair):
-    """Mean distance to the truth minus half the mean distance between members, pair by pair."""
+    """Mean distance to the reference value minus half that between members, pair by pair."""
     total = 0.0
     for y_n, x in zip(y, members, strict=True):
         r = len(x)
-        to_truth = sum(abs(x_i - y_n) for x_i in x) / r
+        to_reference = sum(abs(x_i - y_n) for x_i in x) / r
         pairs = sum(abs(x_i - x_j) for x_i in x for x_j in x)
-        total += to_truth - pairs / (2 * r * (r - 1) if fair else 2 * r * r)
+        total += to_reference - pairs / (2 * r * (r - 1) if fair else 2 * r * r)
     return total / len(y)
 
 
@@ -223,12 +223,12 @@ def shrinkage_joint(z, s_hat, c, alpha, gamma, m, tau, n_steps=4001):
         prior = math.exp(-0.5 * ((u - m) / tau) ** 2) / (tau * math.sqrt(2 * math.pi))
         q = nu * s_hat**2 / s**2
         log_chi2 = (nu / 2 - 1) * math.log(q) - q / 2 - nu / 2 * math.log(2) - math.lgamma(nu / 2)
-        of_spread = 2 * q * math.exp(log_chi2)  # density of ln ŝ
+        of_std = 2 * q * math.exp(log_chi2)  # density of ln ŝ
         v = alpha**2 * s ** (2 * gamma) + s**2 / c
         of_residual = math.exp(-0.5 * z**2 / v) / math.sqrt(2 * math.pi * v)
-        joint += step * prior * of_spread * of_residual
-        marginal += step * prior * of_spread
-        variance += step * prior * of_spread * v
+        joint += step * prior * of_std * of_residual
+        marginal += step * prior * of_std
+        variance += step * prior * of_std * v
     return joint, marginal, variance / marginal
 
 

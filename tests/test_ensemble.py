@@ -113,7 +113,7 @@ CASES = [
 
 
 def prediction_error(Phi, weights, expected):
-    """RMS error of each member's predictions over the RMS spread between members, per output."""
+    """RMS error of each member's predictions over the RMS ensemble std, per output."""
     F = np.einsum("nr,rti->nti", np.asarray(Phi, dtype=np.float64), expected)
     error = np.einsum("nr,rti->nti", np.asarray(Phi, dtype=np.float64), weights - expected)
     ensemble_std = np.sqrt(F.var(axis=2, ddof=1).mean(axis=0))
@@ -146,16 +146,6 @@ def test_members_equal_explicit_inverses(name, method):
         np.testing.assert_allclose(solved.weights, expected, rtol=1e-6, atol=1e-6 * size)
 
 
-@pytest.mark.parametrize("name", ["subsampling", "bootstrap", "outputs", "strong noise"])
-def test_cg_reaches_the_weights_themselves_at_a_small_tolerance(name):
-    Phi, Y, counts, noise, weight = case(name)
-    expected = oracle.member_weights(Phi, Y, counts, noise, weight)
-    full = full_model(Phi, Y, noise, weight)
-    solved = solve_members(Phi, Y, counts, full, method="cg", tolerance=1e-9)
-    scale = np.abs(expected).max(axis=(0, 2))[:, None]
-    assert np.max(np.abs(solved.weights - expected) / scale) < 1e-7
-
-
 def test_cg_holds_its_tolerance_over_many_problems():
     for seed in range(15):
         rng = np.random.default_rng(seed)
@@ -170,19 +160,6 @@ def test_cg_holds_its_tolerance_over_many_problems():
         per_member = prediction_error(Phi, solved.weights, expected)
         assert np.sqrt(np.mean(per_member**2)) < tolerance
         assert per_member.max() < 2 * tolerance
-
-
-def test_a_member_that_lacks_nothing_is_the_full_model():
-    Phi, Y, _, noise, weight = case("outputs with own targets and weights")
-    Y = Y.mean(axis=2)
-    full = full_model(Phi, Y, noise, weight)
-    for method in (*EXACT, "cg"):
-        solved = solve_members(
-            Phi, Y, np.ones((len(Phi), 2)), full, sample_weight=weight, method=method
-        )
-        expected = np.stack([full.weights] * 2, axis=2)
-        atol = 1e-7 * abs(expected).max()
-        np.testing.assert_allclose(solved.weights, expected, rtol=1e-7, atol=atol)
 
 
 @pytest.mark.parametrize("method", [*EXACT, "cg", "auto"])
@@ -215,18 +192,6 @@ def test_too_few_rows_for_the_full_model_to_help(name, method):
     np.testing.assert_array_equal(auto.weights, solved.weights)
 
 
-@pytest.mark.parametrize("noise", [1e-6, 1.0])
-def test_effective_dimension(noise):
-    rng = np.random.default_rng(0)
-    Phi = whitened_features(rng, 300, 60)
-    Y, counts = targets(rng, Phi), subsamples(rng, 300, 2, 100)
-    full = full_model(Phi, Y, noise)
-    expected = np.trace(np.linalg.inv(full.gram + noise * np.eye(60)) @ full.gram)
-    weight = np.ones(300)
-    problem = MemberProblem(Phi, Y.T[None], counts.T * weight, weight, full, True)
-    assert abs(problem.effective_dimension() - expected) <= 3 * np.sqrt((60 - expected) / 8)
-
-
 def test_cg_that_does_not_converge_warns_and_solves_exactly():
     Phi, Y, counts, noise, _ = case("tiny noise")
     full = full_model(Phi, Y, noise)
@@ -246,7 +211,7 @@ def slow_problem():
     return Phi, Y, counts, full_model(Phi, Y, 1e-7)
 
 
-def test_cg_gives_up_when_its_rate_says_so():
+def test_cg_gives_up_when_its_rate_is_too_low():
     Phi, Y, counts, full = slow_problem()
     weight = np.ones(len(Phi))
     per_member = np.repeat(Y.T[None], counts.shape[1], axis=0)
@@ -289,20 +254,6 @@ def test_noise_lost_in_rounding_is_an_error():
     unit = ProjectedProcess(np.zeros((4, 1)), np.eye(4), np.eye(4), 1e-12)
     with pytest.raises(NumericalError):
         solve_members(Phi, Y, counts, unit, method="direct")
-
-
-@settings(max_examples=12)
-@given(st.integers(0, 10_000), st.sampled_from([*EXACT, "cg"]))
-def test_order_of_rows_does_not_matter(seed, method):
-    rng = np.random.default_rng(seed)
-    Phi = whitened_features(rng, 50, 8)
-    Y, counts = targets(rng, Phi), subsamples(rng, 50, 3, 30)
-    full = full_model(Phi, Y, 1e-2)
-    order = rng.permutation(50)
-    options = {"method": method, "tolerance": 1e-9}
-    first = solve_members(Phi, Y, counts, full, **options).weights
-    second = solve_members(Phi[order], Y[order], counts[order], full, **options).weights
-    np.testing.assert_allclose(first, second, rtol=1e-6, atol=1e-7 * np.abs(first).max())
 
 
 def test_thin_products_over_several_blocks(monkeypatch):
@@ -413,7 +364,7 @@ def test_committee_is_the_oracle_s():
 
 @settings(max_examples=10)
 @given(st.integers(0, 2**31), st.integers(2, 5))
-def test_internal_prediction_is_the_oracle_s(seed, min_absent):
+def test_out_of_bag_prediction_is_the_oracle_s(seed, min_absent):
     rng = np.random.default_rng(seed)
     members = rng.normal(size=(12, 2, 6))
     absent = rng.random((12, 6)) < 0.5

@@ -1,6 +1,5 @@
 """Ensembles of other programs: reading, calibrating, sanity checks, applying."""
 
-import contextlib
 import csv
 import json
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from ase import Atoms
 from ase.build import molecule
 from ase.calculators.singlepoint import SinglePointCalculator
+from checks import rejects
 
 from qualms import Prediction
 from qualms.calibration.fitting import METHODS
@@ -30,13 +30,6 @@ from qualms.evaluation import Evaluation
 
 R = 6
 FACTORS = {"H": 0.7, "C": 1.4, "N": 1.0, "O": 2.0}
-
-
-@contextlib.contextmanager
-def rejected(parameter):
-    with pytest.raises(InputError) as error:
-        yield
-    assert error.value.parameter == parameter
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +141,7 @@ def test_uncertainties_and_variances_alone():
         calibrated = calibrate_ensemble(found)
         methods = {c.calibration.method for c in calibrated.comparison.candidates}
         assert methods == {*STD_METHODS}
-        with rejected("method"):
+        with rejects("method"):
             calibrate_ensemble(found, "student")
         document, _ = fit_and_apply("p.npz")
         new = load("out.npz")
@@ -241,18 +234,6 @@ def test_stresses_that_ase_has_read():
         np.testing.assert_allclose(new.get_stress(), old.get_stress())
 
 
-def test_matrices_in_npz():
-    members, y = committee(60, (3, 3))
-    np.savez("v.npz", w_ensemble=members, REF_w=y)
-    document, _ = fit_and_apply("v.npz", "w")
-    assert document.n_components == 9
-    np.savez("new.npz", w_ensemble=members)
-    apply_calibration(document, "new.npz", "out2.npz")
-    std, new = load("out.npz")["w_uncertainty"], load("out2.npz")
-    np.testing.assert_allclose(new["w_ensemble"].std(axis=1, ddof=1), std)
-    np.testing.assert_allclose(new["w_uncertainty"], std.reshape(60, 9))
-
-
 # --- tables ---
 
 
@@ -314,7 +295,7 @@ def test_vectors_in_columns(components):
     np.testing.assert_allclose(read_ensemble("no.csv", "f").std, expected)
     numbered = {f"f_{i}": columns[f"f_ensemble_{i}"] for i in range(3 * R)}
     write_csv("p.csv", numbered | {f"REF_f_{c}": y[:, i] for i, c in enumerate("xyz")})
-    with rejected("f"):
+    with rejects("f"):
         read_ensemble("p.csv", "f")
 
 
@@ -359,20 +340,18 @@ def test_tables_of_atoms_and_arrays_without_rows():
 def test_tables_need_pandas(monkeypatch):
     write_csv("p.csv", {"e": [1.0], "REF_e": [1.0]})
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
-    with pytest.raises(InputError) as error:
+    with rejects("path"):
         read_source("p.csv")
-    assert "qualms[tables]" in error.value.remedy
 
 
 # --- calibrating ---
 
 
-@pytest.mark.parametrize("method", ["auto", "linear", "power", "student", "shrinkage"])
 @pytest.mark.usefixtures("all_methods")
-def test_calibrated_uncertainties_have_the_right_coverage(method):
+def test_calibrated_uncertainties_have_the_right_coverage():
     members, y = committee(400)
     np.savez("p.npz", e_ensemble=members, REF_e=y)
-    found = calibrate_ensemble(read_ensemble("p.npz", "e"), method)
+    found = calibrate_ensemble(read_ensemble("p.npz", "e"))
     assert found.before.coverage_68 < 0.45
     assert 0.62 < found.after.coverage_68 < 0.78
     assert found.after.log_likelihood > found.before.log_likelihood + 0.3
@@ -458,7 +437,7 @@ def test_a_calibration_file_is_validated():
         {"std_range": [0.0, 1.0]},
     ):
         Path("bad.json").write_text(json.dumps(good | change))
-        with rejected("path"):
+        with rejects("path"):
             read_calibration("bad.json")
     for text in ("", "[1, 2]", "{", "\xff"):
         Path("bad.json").write_text(text)
@@ -472,8 +451,8 @@ def test_a_calibration_file_is_validated():
 
 
 def remarks(y, **arrays):
-    np.savez("doubt.npz", REF_e=y, **arrays)
-    ensemble = read_ensemble("doubt.npz", "e")
+    np.savez("p.npz", REF_e=y, **arrays)
+    ensemble = read_ensemble("p.npz", "e")
     method = "linear" if ensemble.members is None else "student"
     return calibrate_ensemble(ensemble, method).remarks
 
@@ -482,23 +461,17 @@ def test_sanity_checks():
     members, y = committee(300, alpha=1.0)
     rng = np.random.default_rng(1)
     assert remarks(y, e_ensemble=members) == ()
-    assert len(remarks(y[:19], e_ensemble=members[:19])) >= 1
-    text = " ".join(remarks(members.mean(axis=1) + rng.normal(size=300), e_ensemble=members))
-    assert "average only" in text  # the standard deviation is uninformative
-    mean = members.mean(axis=1)
-    assert "units" in " ".join(remarks(mean + 1000 * (y - mean), e_ensemble=members))
-    assert "biased" in " ".join(remarks(y + 3.0, e_ensemble=members))
-    assert "shrinkage" in calibrate_ensemble(read_ensemble("doubt.npz", "e"), "power").remarks[0]
-    wrong = y.copy()
+    assert calibrate_ensemble(read_ensemble("p.npz", "e"), "power").remarks  # few members
+    mean, wrong = members.mean(axis=1), y.copy()
     wrong[17] += 1e3
-    (text,) = remarks(wrong, e_ensemble=members)
-    assert "structure 17 (" in text
-
-
-def test_useful_standard_deviations_are_not_called_uninformative():
-    for seed in range(10):
-        members, y = committee(100, n_members=8, seed=seed)
-        assert not any("average only" in text for text in remarks(y, e_ensemble=members))
+    for reference in (
+        y[:19],  # few points
+        mean + rng.normal(size=300),  # the standard deviation is uninformative
+        mean + 1000 * (y - mean),  # other units
+        y + 3.0,  # biased
+        wrong,  # an outlier
+    ):
+        assert remarks(reference, e_ensemble=members[: len(reference)])
 
 
 def test_points_that_cannot_be_used_are_counted():
@@ -538,7 +511,7 @@ def test_points_that_cannot_be_used_are_counted():
 )
 def test_values_that_cannot_be_read(change, parameter):
     np.savez("bad.npz", **change(*committee()))
-    with rejected(parameter):
+    with rejects(parameter):
         read_ensemble("bad.npz", "e")
 
 
@@ -582,7 +555,7 @@ def test_values_that_cannot_be_calibrated():
 def test_files_that_are_no_tables(name, content):
     if content is not None:
         Path(name).write_bytes(content)
-    with rejected("path"):
+    with rejects("path"):
         read_ensemble(name, "e")
 
 
@@ -606,17 +579,17 @@ def with_results(**results):
 def test_reference_values_under_the_name_of_the_prediction_are_kept():
     members, y = committee()
     mean, forces = members.mean(axis=1), np.random.default_rng(1).normal(size=(60, 2, 3))
-    after, said = with_results(energy=y, forces=forces)
+    after, found = with_results(energy=y, forces=forces)
     np.testing.assert_allclose([a.info["REF_energy"] for a in after], y, atol=1e-7)
     np.testing.assert_allclose([a.get_potential_energy() for a in after], mean)
     np.testing.assert_allclose([a.arrays["REF_forces"] for a in after], forces, atol=1e-7)
     assert "forces" not in after[0].calc.results
-    assert len(said) == 1
-    after, said = with_results(energy=mean, forces=forces)  # the mean of these members
+    assert len(found) == 1
+    after, found = with_results(energy=mean, forces=forces)  # the mean of these members
     assert "REF_energy" not in after[0].info
     np.testing.assert_allclose([a.get_forces() for a in after], forces, atol=1e-7)
-    assert not said
-    after, said = with_results(forces=forces)  # forces of unknown origin
+    assert not found
+    after, found = with_results(forces=forces)  # forces of unknown origin
     assert "forces" not in after[0].calc.results
     np.testing.assert_allclose(after[0].arrays["REF_forces"], forces[0], atol=1e-7)
     np.savez("p.npz", e_ensemble=members, e=y, dft=y)
@@ -653,10 +626,10 @@ def test_calibrations_that_do_not_fit():
         ({"target": "f"}, "calibration"),
     ):
         arguments = {"output": "out.npz"} | options
-        with rejected(parameter):
+        with rejects(parameter):
             apply_calibration(document, "p.npz", **arguments)
     ase.io.write("p.xyz", structures(20))
-    with rejected("calibration"):
+    with rejects("calibration"):
         apply_calibration(document, "p.xyz", "out.xyz", target="forces")
     assert not Path("out.npz").exists()
 

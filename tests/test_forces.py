@@ -9,11 +9,13 @@ import pytest
 from ase import Atoms
 from ase.build import bulk, fcc111, molecule
 from ase.neighborlist import neighbor_list
+from atomistic_fixtures import SMOOTH as METAL
 from atomistic_fixtures import (
     copies,
     labelled_alloys,
     labelled_by_emt,
     labelled_crystals,
+    make_force_model,
     make_model,
 )
 from hypothesis import given, settings
@@ -29,7 +31,6 @@ from qualms.atomistic.forces import (
     fill_rows,
     make_potential,
     potential_energies,
-    predict_energies,
     scale_rows,
 )
 from qualms.atomistic.labels import ForceLabels
@@ -48,49 +49,29 @@ TWO_SCALES = {
         {"cutoff": 4.5, "smoothing": 1.0, "n_radial": 2, "l_max": 3, "weight": 2.0},
     ),
 }
-#: Settings that take different branches of the code.
+#: Settings that take different branches of the code: representations, and others.
 VARIANTS = {
-    "ζ = 1": {"representation": SMOOTH | {"exponent": 1}},
-    "ζ = 2": {"representation": SMOOTH},
-    "ζ = 2, a quadratic form": {
-        "representation": SMOOTH | {"compression": {"n_features": 20}},
-    },
-    "ζ = 3.5": {"representation": SMOOTH | {"exponent": 3.5}},
-    "ζ = 3, compressed": {
-        "representation": SMOOTH | {"exponent": 3, "compression": {"n_features": 60}},
-    },
-    "ζ = 3.5, compressed": {
-        "representation": SMOOTH | {"exponent": 3.5, "compression": {"n_features": 20}},
-    },
+    "ζ = 1": {"exponent": 1},
+    "ζ = 2": {},
+    "ζ = 2, a quadratic form": {"compression": {"n_features": 20}},
+    "ζ = 3.5": {"exponent": 3.5},
+    "ζ = 3, compressed": {"exponent": 3, "compression": {"n_features": 60}},
+    "ζ = 3.5, compressed": {"exponent": 3.5, "compression": {"n_features": 20}},
     "ζ = 3.5, compressed by pairs": {
-        "representation": SMOOTH
-        | {"exponent": 3.5, "compression": {"method": "pairs", "n_features": 24}},
+        "exponent": 3.5,
+        "compression": {"method": "pairs", "n_features": 24},
     },
-    "chosen columns": {
-        "representation": SMOOTH | {"compression": {"method": "fps", "n_features": 30}},
-    },
-    "two scales": {"representation": TWO_SCALES},
-    "two scales, compressed": {
-        "representation": TWO_SCALES | {"compression": {"n_features": 40}, "exponent": 3},
-    },
-    "not normalised": {"representation": SMOOTH | {"normalize": False}},
-    "ζ = 2, 16 members": {"representation": SMOOTH, "n_members": 16},
+    "chosen columns": {"compression": {"method": "fps", "n_features": 30}},
+    "two scales": TWO_SCALES,
+    "two scales, compressed": TWO_SCALES | {"compression": {"n_features": 40}, "exponent": 3},
+    "not normalised": {"normalize": False},
 }
 CRYSTALS = {
-    "ζ = 1": {"representation": SMOOTH | {"cutoff": 5.0, "exponent": 1}},
-    "ζ = 2": {"representation": SMOOTH | {"cutoff": 5.0}},
-    "ζ = 3.5": {"representation": SMOOTH | {"cutoff": 5.0, "exponent": 3.5}},
-    "ζ = 3.5, compressed": {
-        "representation": SMOOTH
-        | {"cutoff": 5.0, "exponent": 3.5, "compression": {"n_features": 10}},
-    },
-    "isolated atoms": {
-        "representation": SMOOTH | {"cutoff": 5.0},
-        "baseline": {"Na": -2.0, "Cl": -3.5},
-    },
-    "two scales, compressed": {
-        "representation": TWO_SCALES | {"compression": {"n_features": 15}},
-    },
+    "ζ = 1": {"exponent": 1},
+    "ζ = 2": {},
+    "ζ = 3.5": {"exponent": 3.5},
+    "ζ = 3.5, compressed": {"exponent": 3.5, "compression": {"n_features": 10}},
+    "two scales, compressed": TWO_SCALES | {"compression": {"n_features": 15}},
 }
 #: Of finite differences, in Å or relative.
 STEP = 5e-4
@@ -104,17 +85,25 @@ def one_thread():
         yield
 
 
+def representation(changes, standard):
+    return changes if "scales" in changes else standard | changes
+
+
 @cache
-def molecular(name):
-    settings = {"n_representatives": 60, "n_members": 4} | VARIANTS[name]
-    return make_model(**settings).fit(qm9(n=50))
+def molecular(name, n_members=4):
+    given = representation(VARIANTS[name], SMOOTH)
+    model = make_model(representation=given, n_representatives=60, n_members=n_members)
+    return model.fit(qm9(n=50))
 
 
 @cache
 def crystalline(name):
     # Weights so small that rounding of energies does not show in their differences.
-    settings = {"n_representatives": 40, "n_members": 4, "noise": 1e-4} | CRYSTALS[name]
-    return make_model("energy", **settings).fit(labelled_crystals(40))
+    given = representation(CRYSTALS[name], SMOOTH | {"cutoff": 5.0})
+    settings = {"n_representatives": 40, "n_members": 4, "noise": 1e-4}
+    # A potential with energies of isolated atoms has the same derivatives.
+    settings["baseline"] = {"Na": -2.0, "Cl": -3.5} if name == "ζ = 3.5" else "composition"
+    return make_model("energy", representation=given, **settings).fit(labelled_crystals(40))
 
 
 def some_molecule():
@@ -236,57 +225,7 @@ def test_forces_turn_with_the_molecule_and_do_not_depend_on_where_it_is(seed):
     assert_same(after.energy.members, before.energy.members, 1e-10)
 
 
-@settings(max_examples=5)
-@given(seed=seeds)
-def test_stress_turns_with_the_crystal_and_does_not_depend_on_the_cell(seed):
-    rng = np.random.default_rng(seed)
-    model, atoms = crystalline("ζ = 2"), some_crystal()
-    rotation = Rotation.random(random_state=int(rng.integers(2**31))).as_matrix()
-    other = atoms.repeat([1, 2, 1])
-    other.set_cell(other.cell.array @ rotation.T, scale_atoms=True)
-    other.positions += rng.normal(size=3)
-    one = model.predict_forces([atoms], stress=True)
-    two = model.predict_forces([other], stress=True)
-    assert_same(two.energy.members, 2 * one.energy.members, 1e-10)
-    expected = np.einsum("ab,jbr->jar", rotation, one.forces.members)
-    assert_same(two.forces.members, np.concatenate([expected, expected]), 1e-7)
-    assert_same(
-        matrix(two.stress.mean[0]), rotation @ matrix(one.stress.mean[0]) @ rotation.T, 1e-7
-    )
-
-
-def matrix(voigt):
-    full = np.empty((3, 3))
-    full[VOIGT] = voigt
-    full[VOIGT[1], VOIGT[0]] = voigt
-    return full
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_forces_on_all_atoms_cancel_for_every_member(name):
-    forces = molecular(name).predict_forces([some_molecule()]).forces
-    assert np.abs(forces.members.sum(axis=0)).max() < 1e-10 * np.abs(forces.members).max()
-
-
-# --- many structures ---
-
-
-def test_structures_are_independent_and_in_order(monkeypatch):
-    model = molecular("two scales")
-    frames = qm9(n=56)[50:]
-    together = model.predict_forces(frames)
-    assert together.forces.shape == (sum(map(len, frames)), 3)
-    assert len(together) == len(frames)
-    # Large structures come in parts: here all of them do.
-    monkeypatch.setattr(gradients.batches, "__defaults__", (7,))
-    for atoms, (energy, forces, stress) in zip(frames, together, strict=True):
-        alone = model.predict_forces([atoms])
-        np.testing.assert_allclose(energy.members, alone.energy.members[0], rtol=1e-12)
-        assert_same(forces.members, alone.forces.members, 1e-11)
-        assert stress is None
-    np.testing.assert_array_equal(together[-1].forces.members, forces.members)
-    with pytest.raises(IndexError):
-        together[len(frames)]
+# --- other ways to the same numbers ---
 
 
 @pytest.mark.parametrize("variant", ["ζ = 2", "ζ = 2, a quadratic form", "two scales"])
@@ -315,33 +254,30 @@ def test_an_atom_with_no_features_at_all():
 # --- calibration ---
 
 
-def test_without_training_on_forces_they_are_scaled_as_the_energy_is():
+def test_without_training_on_them_forces_and_stress_are_scaled_as_the_energy():
     model = molecular("ζ = 2")
     found = model.predict_forces([some_molecule(), molecule("CH4")])
     for energy, forces, _ in found:
         factor = energy.std / energy.uncalibrated.std
         np.testing.assert_allclose(forces.std, factor * forces.uncalibrated.std, rtol=1e-9)
         np.testing.assert_allclose(forces.mean, forces.uncalibrated.mean, atol=1e-9)
+    assert trained().fitted.calibration_of("stress") is None
+    found = trained().predict_forces(alloys()[26:], stress=True)
+    factors = found.energy.std / found.energy.uncalibrated.std
+    np.testing.assert_allclose(found.stress.std, found.stress.uncalibrated.std * factors[:, None])
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_far_from_the_training_set_uncertainties_are_large(factor):
-    model, frames = molecular("ζ = 2, 16 members"), qm9(n=70)[50:]
+    model, frames = molecular("ζ = 2", n_members=16), qm9(n=70)[50:]
     far = [Atoms(atoms.numbers, factor * atoms.positions) for atoms in frames]
     usual, strange = model.predict_forces(frames), model.predict_forces(far)
     assert np.all(np.isfinite(strange.forces.members))
     assert np.median(strange.energy.std) > 3 * np.median(usual.energy.std)
 
 
-def test_an_atom_without_neighbours_feels_no_force():
-    alone = Atoms("CHO", [[0, 0, 0], [30, 0, 0], [0, 30, 0]])
-    found = molecular("ζ = 2").predict_forces([alone])
-    np.testing.assert_array_equal(found.forces.members, 0)
-
-
 # --- kernel rows of forces and virials ---
 
-METAL = {"cutoff": 3.8, "n_radial": 3, "l_max": 2, "smoothing": 0.8}
 ROWS = {
     "ζ = 2": METAL,
     "ζ = 3.5": METAL | {"exponent": 3.5},
@@ -355,19 +291,16 @@ ROWS = {
 alloys = cache(labelled_alloys)
 
 
-def metal_model(**given):
-    standard = {"representation": METAL, "n_representatives": 60, "n_members": 8, "forces": "force"}
-    return make_model("energy", **(standard | given))
-
-
 @cache
 def trained(stress=None):
-    return metal_model(units="eV", n_members=16, stress=stress).fit(alloys()[:26])
+    return make_force_model(units="eV", n_members=16, stress=stress).fit(alloys()[:26])
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_are_the_derivatives_of_the_kernel_with_each_representative(name):
-    fitted = metal_model(representation=ROWS[name], n_representatives=5).fit(alloys()[:12]).fitted
+    fitted = (
+        make_force_model(representation=ROWS[name], n_representatives=5).fit(alloys()[:12]).fitted
+    )
     r = len(fitted.weights)
     # Members that have one representative each, and no baseline.
     bare = replace(
@@ -388,18 +321,6 @@ def test_rows_are_the_derivatives_of_the_kernel_with_each_representative(name):
     for v in (0, 4):
         expected = virial_by_differences(bare, atoms, v)
         np.testing.assert_allclose(rows.virials[0, v], expected, rtol=1e-6, atol=1e-7)
-
-
-def test_rows_times_weights_are_the_derivatives_of_predictions():
-    fitted, frames = trained().fitted, alloys()[26:32]
-    found = derivatives(make_potential(fitted, fitted.weights), frames, strain=True)
-    kernels = scale_rows(fitted.representation, fitted.representatives)
-    rows = derivative_rows(kernels, next(batches(frames)), strain=True)
-    weights = fitted.weights * fitted.kernel_scale
-    # Weights are large and cancel.
-    assert_same(rows.energies @ weights, found.energies, 1e-7)
-    assert_same(rows.forces @ weights, found.forces, 1e-7)
-    assert_same(rows.virials @ weights, found.virials, 1e-7)
 
 
 def test_rows_have_the_order_of_the_labels(monkeypatch):
@@ -524,19 +445,6 @@ def stresses(frames):
     return np.array([atoms.info["virtual"] for atoms in frames])
 
 
-def test_forces_of_a_model_that_learned_them_are_derivatives_of_its_energy():
-    # Its weights are large and cancel, so that smaller steps would show rounding.
-    fitted, atoms = trained().fitted, alloys()[30]
-    found = trained().predict_forces([atoms]).forces.uncalibrated.members
-    for atom, axis in ((0, 1), (2, 2), (3, 0)):
-        expected = force_by_differences(fitted, atoms, atom, axis, 2e-3)
-        np.testing.assert_allclose(found[atom, axis], expected, atol=1e-6 * np.abs(found).max())
-    with_forces = trained().predict_forces(alloys()[26:]).energy
-    alone = predict_energies(fitted, trained().potential, alloys()[26:])
-    np.testing.assert_allclose(alone.members, with_forces.members, rtol=1e-7)
-    np.testing.assert_allclose(alone.std, with_forces.std, rtol=1e-4)
-
-
 def test_stress_is_calibrated_out_of_bag():
     model, known = trained("virtual"), alloys()[:26]
     members = model.predict_forces(known, stress=True).stress.uncalibrated.members
@@ -559,13 +467,6 @@ def test_uncertainties_of_stresses_cover_the_errors():
     assert 0.5 < score(stresses(new).ravel(), flat).coverage_68 < 0.85
 
 
-def test_without_training_on_stress_it_is_scaled_as_the_energy_is():
-    assert trained().fitted.calibration_of("stress") is None
-    found = trained().predict_forces(alloys()[26:], stress=True)
-    factors = found.energy.std / found.energy.uncalibrated.std
-    np.testing.assert_allclose(found.stress.std, found.stress.uncalibrated.std * factors[:, None])
-
-
 def test_a_model_learns_from_the_stress_of_slabs():
     frames = []
     for i in range(24):
@@ -575,7 +476,7 @@ def test_a_model_learns_from_the_stress_of_slabs():
         atoms.pbc = [True, True, False]
         atoms.rattle(0.08, seed=i)
         frames.append(labelled_by_emt(atoms))
-    found = metal_model(stress="virtual").fit(frames[::2])
+    found = make_force_model(stress="virtual").fit(frames[::2])
     errors = found.predict_forces(frames[1::2], stress=True).stress.mean - stresses(frames[1::2])
     assert np.sqrt(np.mean(errors**2)) < 0.2 * np.std(stresses(frames))
 
@@ -584,14 +485,14 @@ def test_noisy_stresses_do_not_spoil_forces():
     noisy, rng, new = copies(alloys()[:26]), np.random.default_rng(0), alloys()[26:]
     for atoms in noisy:
         atoms.info["virtual"] = atoms.info["virtual"] + 0.05 * rng.normal(size=6)
-    with_noise = metal_model(stress="virtual").fit(noisy)
+    with_noise = make_force_model(stress="virtual").fit(noisy)
 
     def error(model):
         reference = np.concatenate([atoms.arrays["force"] for atoms in new])
         return np.sqrt(np.mean((model.predict_forces(new).forces.mean - reference) ** 2))
 
     # With one noise variance for both, errors of forces would be five times as large.
-    assert error(with_noise) < 2 * error(metal_model().fit(noisy))
+    assert error(with_noise) < 2 * error(make_force_model().fit(noisy))
 
 
 # --- models and structures without forces ---

@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import gzip
-import json
 import os
 import pickle
 import struct
@@ -15,6 +14,7 @@ from ase import Atoms
 from ase.build import bulk, molecule
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.constraints import FixAtoms
+from checks import metadata_of, rejects
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -26,8 +26,6 @@ from qualms.io.predictions import open_writer
 from qualms.io.tensors import (
     Document,
     StorageError,
-    TensorSpec,
-    check_tensors,
     read_tensors,
     write_tensors,
 )
@@ -38,13 +36,6 @@ TINY = 1e-9  # ASE's eight decimals would lose it
 
 
 # Files
-
-
-@contextlib.contextmanager
-def rejected(parameter):
-    with pytest.raises(InputError) as error:
-        yield
-    assert error.value.parameter == parameter
 
 
 def test_a_file_appears_when_it_is_complete(tmp_path):
@@ -83,7 +74,7 @@ def test_a_file_that_appears_in_the_meantime_is_kept(tmp_path):
 @pytest.mark.parametrize("name", [".", "no/such/file", "/dev/null", "loop"])
 def test_files_that_cannot_be_written(tmp_path, name):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with rejected("path"):
+    with rejects("path"):
         check_output(tmp_path / name, force=True)
     assert check_output(tmp_path / "new") == tmp_path / "new"
     assert os.listdir(tmp_path) == ["loop"]
@@ -103,7 +94,7 @@ def test_links_and_permissions(tmp_path):
     assert (tmp_path / "target.txt").read_text() == "newer"
     assert (tmp_path / "target.txt").stat().st_mode & 0o777 == 0o640
     check_not_input(tmp_path / "other", link, None)
-    with rejected("output"):
+    with rejects("output"):
         check_not_input(tmp_path / "target.txt", link)
 
 
@@ -132,11 +123,11 @@ def stored(tmp_path):
     return path
 
 
-def rejects(path):
+def assert_rejected(path):
     with pytest.raises(StorageError) as error:
         read_tensors(path, Settings, **KIND)
     assert str(error.value).count("\n") == 0
-    return pickle.loads(pickle.dumps(error.value)).problem
+    assert pickle.loads(pickle.dumps(error.value)).problem == error.value.problem
 
 
 def test_tensors_come_back(stored):
@@ -153,53 +144,48 @@ def test_tensors_come_back(stored):
 
 @pytest.mark.parametrize("bad", [[1.0, np.nan], np.array([np.inf], np.float32), [1j], ["text"]])
 def test_tensors_that_cannot_be_stored(tmp_path, bad):
-    with rejected("arrays['a']"):
+    with rejects("arrays['a']"):
         write_tensors(tmp_path / "a", {"a": np.array(bad)}, Settings(alpha=1), **KIND)
     assert not os.listdir(tmp_path)
 
 
-def metadata_of(path):
-    data = path.read_bytes()
-    (length,) = struct.unpack("<Q", data[:8])
-    return json.loads(data[8 : 8 + length])["__metadata__"]
-
-
 def test_damaged_and_foreign_files_are_rejected(stored, tmp_path):
     good, path = stored.read_bytes(), tmp_path / "b"
-    assert "No such file" in rejects(path)
-    rejects(tmp_path)
+    assert_rejected(path)
+    assert_rejected(tmp_path)
     changed = [good[:n] for n in (0, 5, 8, 100, len(good) - 1)] + [good + b"x"]
     changed.append(struct.pack("<Q", 2**40) + good[8:])
     for i in rng.integers(len(good), size=60).tolist():
         changed.append(good[:i] + bytes([good[i] ^ 1]) + good[i + 1 :])
     for content in changed:
         path.write_bytes(content)
-        rejects(path)
+        assert_rejected(path)
     save_file({"a": np.zeros(3)}, path)
-    assert "not a test" in rejects(path)
+    assert_rejected(path)
 
 
 @pytest.mark.parametrize(
-    ("change", "problem"),
+    "change",
     [
-        ({"format": "other"}, "not a test"),
-        ({"version": "3"}, "newer"),
-        ({"version": "x"}, "version"),
-        ({"checksum": "0" * 64}, "checksum"),
-        ({"document": '{"alpha": "x"}'}, "checksum"),
-        ({"more": "x"}, "metadata"),
+        {"format": "other"},
+        {"version": "1"},
+        {"version": "3"},
+        {"version": "x"},
+        {"checksum": "0" * 64},
+        {"document": '{"alpha": "x"}'},
+        {"more": "x"},
     ],
 )
-def test_forged_metadata_are_rejected(stored, tmp_path, change, problem):
+def test_forged_metadata_are_rejected(stored, tmp_path, change):
     path = tmp_path / "b"
     save_file(load_file(stored), path, metadata=metadata_of(stored) | change)
-    assert problem in rejects(path)
+    assert_rejected(path)
 
 
 def test_values_of_forged_files_are_checked(stored, tmp_path):
     for values in (np.array([np.nan]), np.zeros(3, dtype=np.float16), np.array([True])):
         save_file({"a": values}, tmp_path / "a", metadata_of(stored))
-        assert str(values.dtype) in rejects(tmp_path / "a")
+        assert_rejected(tmp_path / "a")
 
     class Other(Document):
         beta: float
@@ -214,22 +200,7 @@ def test_any_bytes_are_rejected(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("t") / "a"
     for prefix in (b"", struct.pack("<Q", len(content))):
         path.write_bytes(prefix + content)
-        rejects(path)
-
-
-def test_shapes_of_tensors_fit_together():
-    tensors = {"U": np.ones((3, 4)), "w": np.ones((4, 2)), "i": np.arange(3)}
-    specs = {
-        "U": TensorSpec("f", ("r", "d")),
-        "w": TensorSpec("f", ("d", 2)),
-        "i": TensorSpec("iu", ("r",)),
-    }
-    assert check_tensors(tensors, specs, path="m", sizes={"r": 3}) == {"r": 3, "d": 4}
-    shapes = (("U", (3, 5)), ("w", (4, 3)), ("w", 4), ("i", 3), ("x", 3))
-    changed = [tensors | {name: np.ones(shape)} for name, shape in shapes]
-    for bad, sizes in [(b, {}) for b in changed] + [(tensors, {"r": 9}), ({"w": tensors["w"]}, {})]:
-        with pytest.raises(StorageError):
-            check_tensors(bad, specs, path="m", sizes=sizes)
+        assert_rejected(path)
 
 
 # Predictions
@@ -352,7 +323,7 @@ def test_forces_and_stresses_beside_energies(tmp_path):
     assert "stress" not in water.calc.results
     write(tmp_path / "a.npz", frames, energies, arrays=arrays, tensors=tensors)
     np.testing.assert_array_equal(np.load(tmp_path / "a.npz")["stress"], stress)
-    with rejected("path"):
+    with rejects("path"):
         write(tmp_path / "a.csv", frames, energies, arrays=arrays)
 
 
@@ -452,6 +423,6 @@ def test_no_predictions_are_a_file_too(tmp_path, suffix):
 def test_bad_input_writes_nothing(tmp_path, arguments, parameter):
     given = {"path": "a.xyz", "prediction": Prediction(np.ones((2, 3)))} | arguments
     path = tmp_path / given.pop("path")
-    with rejected(parameter):
+    with rejects(parameter):
         write(path, [molecule("CH4"), molecule("H2O")], **given)
     assert not os.listdir(tmp_path)

@@ -104,17 +104,6 @@ def test_normalised_rows_have_unit_length_or_are_null(A):
     np.testing.assert_array_equal(norms[null], 0)
 
 
-@given(
-    arrays(np.float64, (6, 3), elements=st.floats(0, 1)),
-    st.sampled_from([1, 2, 3]),
-    st.floats(0, 2),
-)
-def test_integer_powers_are_positive_semi_definite(A, exponent, offset):
-    K = PowerKernel(exponent, offset)(A, A)
-    np.testing.assert_allclose(K, K.T)
-    assert np.linalg.eigvalsh(K).min() >= -1e-10 * max(np.trace(K), 1)
-
-
 def test_median_length_scale():
     points = np.array([[0.0], [3.0], [3.0], [7.0]])
     assert median_length_scale(points) == pytest.approx(4.0)

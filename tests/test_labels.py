@@ -10,7 +10,8 @@ from ase.build import bulk, molecule
 from ase.calculators.lj import LennardJones
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import write
-from atomistic_fixtures import copies, make_force_model, rejected
+from atomistic_fixtures import copies, make_force_model
+from checks import rejects
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,7 +36,7 @@ from qualms.atomistic.structures import (
     read_frames,
     species_of,
 )
-from qualms.errors import InputError, QualmsWarning
+from qualms.errors import QualmsWarning
 
 WATER = "3\nenergy=-1.5 tag=a\nO 0 0 0\nH 0.96 0 0\nH 0 0.96 0\n"
 HYDROGEN = "2\n\nH 0 0 0\nH 0 0 0.74\n"
@@ -80,7 +81,6 @@ def test_xyz_is_read_frame_by_frame_across_blank_lines(tmp_path, name):
     [
         ("a.xyz", b""),
         ("a.txt", b"some words"),
-        ("a.xyz", b"-1\n\n"),
         ("a.xyz", b"1\n\nQq 0 0 0\n"),
         ("a.xyz", b"1\n\nH 0 0\n"),
         ("a.xyz", b'1\nLattice="1 2 3"\nH 0 0 0\n'),
@@ -93,14 +93,8 @@ def test_xyz_is_read_frame_by_frame_across_blank_lines(tmp_path, name):
 )
 def test_files_that_cannot_be_read(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
-    with rejected("path"):
+    with rejects("path"):
         read_frames(tmp_path / name)
-
-
-def test_missing_files_are_rejected_at_once(tmp_path):
-    for path in (tmp_path / "no.xyz", tmp_path):
-        with rejected("path"):
-            iter_frames(path)
 
 
 # --- geometry ---
@@ -116,9 +110,9 @@ def test_valid_structures():
             Atoms("H", cell=[[1, 2, 3], [2, 4, 6], [0, 0, 0]], pbc=False),
         ]
     )
-    with rejected("frames"):
+    with rejects("frames"):
         check_structures(molecule("H2O"))
-    with rejected("frames[0]"):
+    with rejects("frames[0]"):
         check_structures(["H2O"])
 
 
@@ -138,9 +132,9 @@ def test_valid_structures():
     ],
 )
 def test_invalid_structures_are_named(atoms):
-    with rejected("frames[1]"):
+    with rejects("frames[1]"):
         check_structures([Atoms("H"), atoms])
-    with rejected("frames[41]"):
+    with rejects("frames[41]"):
         check_structures([atoms], first=41)
 
 
@@ -165,7 +159,7 @@ def test_distances_are_those_of_the_minimum_image(seed):
     distances = np.linalg.norm(delta[..., None, :] + shifts, axis=-1)
     distances[np.arange(n), np.arange(n), ~shifts.any(axis=1)] = np.inf
     if distances.min() < MIN_DISTANCE:
-        with rejected("frames[0]"):
+        with rejects("frames[0]"):
             check_structures([atoms])
     else:
         check_structures([atoms])
@@ -195,7 +189,7 @@ def test_composition_and_species():
     assert composition(frames, [8, 1, 6, 7]).tolist() == [[1, 2, 0, 0], [0, 4, 1, 0], [1, 0, 0, 0]]
     check_species(frames, [1, 6, 8])
     for call in (check_species, composition):
-        with rejected("frames"):
+        with rejects("frames"):
             call(frames, [1, 8])
 
 
@@ -227,11 +221,11 @@ def test_where_labels_are_looked_up(tmp_path):
     assert atomic_targets(frames, "magmoms")[0].tolist() == [1, 2, 3]
     atoms = molecule("H2O")
     atoms.calc = LennardJones()  # would calculate an energy
-    with rejected("key"):
+    with rejects("key"):
         structure_targets([atoms], "energy")
     shared = [with_results(energy=1.0), molecule("H2O")]
     shared[1].calc = shared[0].calc
-    with rejected("frames[1].calc"):
+    with rejects("frames[1].calc"):
         structure_targets(shared, "energy")
 
 
@@ -245,7 +239,7 @@ def test_no_label():
     "value", ["1.5", np.ones(5), np.ones((1, 1)), 1j, [[1], [2, 3]], True, np.inf, np.ones(3)]
 )
 def test_invalid_labels_of_structures(value):
-    with rejected("frames[1].info['u']"):
+    with rejects("frames[1].info['u']"):
         structure_targets([water(u=1.0), water(u=value)], "u")
 
 
@@ -273,20 +267,8 @@ def test_labels_of_atoms():
 def test_invalid_labels_of_atoms(value):
     atoms = molecule("H2O")
     atoms.arrays["q"] = value
-    with rejected("frames[1].arrays['q']"):
+    with rejects("frames[1].arrays['q']"):
         atomic_targets([molecule("H2O"), atoms], "q")
-
-
-def test_similar_keys_are_suggested():
-    atoms = with_results(free_energy=1.0, charges=np.ones(3))
-    atoms.info.update(energy_U0=1.0)
-    with pytest.raises(InputError) as caught:
-        structure_targets([water(), atoms], "Energy_u0")
-    assert "'energy_U0'" in caught.value.remedy
-    for call, key in ((structure_targets, "charges"), (atomic_targets, "free_energy")):
-        with pytest.raises(InputError) as caught:
-            call([atoms], key)
-        assert "kind=" in caught.value.remedy
 
 
 def test_labelled_atoms_and_structures_are_counted():
@@ -302,7 +284,7 @@ def test_labelled_atoms_and_structures_are_counted():
         assert [r.tolist() for r in found.rows] == rows
         assert found.values.tolist() == values
         assert found.n_unlabelled == n
-    with rejected("key"):
+    with rejects("key"):
         labelled([one], "q", "atomic", [6])
 
 
@@ -323,14 +305,14 @@ def test_isolated_atoms_are_set_aside():
     assert found.frames.tolist() == [1, 4]
     assert (found.n_isolated, found.n_unlabelled) == (3, 1)
     assert found.isolated == pytest.approx({1: -13.6, 8: -432.0})
-    with rejected("frames[6]"):
+    with rejects("frames[6]"):
         labelled([*frames, isolated("H", u=-13.7)], "u", "extensive")
 
 
 def test_predictions_are_not_labels_and_recomputed_values_are():
     atoms = water(energy=1.0, energy_uncertainty=0.1, energy_ensemble=np.array([0.9, 1.1]))
     assert find_label(atoms, "energy", False) is None
-    with rejected("key"):
+    with rejects("key"):
         structure_targets([atoms], "energy")
     atoms.calc = LennardJones()
     energy = atoms.get_potential_energy()
@@ -376,7 +358,7 @@ def test_invalid_forces(alloys, value):
     frames = copies(alloys[:3])
     del frames[1].arrays["force"]
     frames[1].arrays["force"] = value
-    with rejected("frames[1].arrays['force']"):
+    with rejects("frames[1].arrays['force']"):
         find_forces(frames, "force")
 
 
@@ -395,21 +377,21 @@ def test_stresses_are_symmetric_and_need_a_volume(alloys):
         np.testing.assert_allclose(found[i], alloys[i].info["virtual"])
     for invalid in (np.arange(9.0).reshape(3, 3), np.arange(5.0)):
         frames[0].info["virtual"] = invalid
-        with rejected("frames[0].info['virtual']"):
+        with rejects("frames[0].info['virtual']"):
             find_stresses(frames, "virtual")
 
 
 def test_missing_forces_and_stresses(alloys):
-    with rejected("forces"):
+    with rejects("forces"):
         find_forces(alloys, "forced")
     for key in ("virtaul", "virial"):
-        with rejected("stress"):
+        with rejects("stress"):
             find_stresses(alloys, key)
     assert find_forces(alloys, "forced", required=False) == {}
     frames = copies(alloys[:6])
     for atoms in frames:
         atoms.arrays["force"][:] = np.nan
-    with rejected("forces"):
+    with rejects("forces"):
         make_force_model().fit(frames)
 
 
@@ -436,9 +418,10 @@ def test_the_factor_is_between_the_two_regressions(factor):
     reference, noise = rng.normal(size=4000), 0.5 * rng.normal(size=4000)
     noisy = factor_between(factor * reference, reference + noise)
     shrunk = factor_between(factor * (reference + noise), reference)
-    for found in (noisy, shrunk):
-        low, high = sorted((found.a, found.b))
-        assert low <= 1.05 * factor <= high * 1.2 or low * 1.2 <= 1.05 * factor <= high
+    # The variance of the noise is a quarter of that of the reference values.
+    for found, other in ((noisy, 0.8), (shrunk, 1.25)):
+        expected = sorted((factor, other * factor))
+        assert sorted((found.a, found.b)) == pytest.approx(expected, rel=0.06)
         assert found.is_one == (factor == 1.0)
 
 
@@ -479,10 +462,8 @@ def test_wrong_signs_and_units_cause_a_warning(alloys, factors):
     for atoms in frames:
         atoms.arrays["force"] *= factors[0]
         atoms.info["virtual"] = atoms.info["virtual"] * factors[1]
-    with pytest.warns(QualmsWarning) as caught:
+    with pytest.warns(QualmsWarning):
         make_force_model(stress="virtual").fit(frames)
-    name = "forces" if factors[0] != 1 else "stress"
-    assert any(str(w.message).startswith(f"{name}=") for w in caught)
 
 
 def test_no_warning_where_energies_are_not_informative(alloys):

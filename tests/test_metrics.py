@@ -72,27 +72,12 @@ def test_log_likelihood_is_the_oracle_s(seed):
         assert log_likelihood(z, np.sqrt(v) * std) == pytest.approx(expected, rel=1e-12)
 
 
-@quick
-@given(residual_arrays.filter(lambda z: np.any(np.abs(z) > 0.1)), std_arrays)
-def test_eq_8_is_highest_at_eq_9(z, std):
-    best = np.sqrt(np.mean((z / std) ** 2))
-    for factor in (0.9, 1.1):
-        assert log_likelihood(z, best * std) > log_likelihood(z, factor * best * std)
-
-
 @pytest.mark.parametrize("dof", [1.0, 3.0, 15.0, 120.0])
 def test_student_density_is_the_oracle_s(dof):
     z, scale = calibrated(1)
     expected = [math.log(oracle.student_density(*pair, dof)) for pair in zip(z, scale, strict=True)]
     np.testing.assert_allclose(student_log_density(z, scale, dof), expected, rtol=1e-10)
     np.testing.assert_allclose(student_log_density(z, scale, np.full(N, dof)), expected, rtol=1e-10)
-
-
-@pytest.mark.parametrize("dof", [1e8, 1e12])
-def test_student_becomes_gaussian(dof):
-    z, scale = calibrated(1)
-    found = student_log_density(z, scale, dof)
-    np.testing.assert_allclose(found, gaussian_log_density(z, scale), rtol=1e-6)
 
 
 # --- scores ---
@@ -173,41 +158,6 @@ def test_units_order_and_shape_do_not_matter(z, std, scale):
         assert value == pytest.approx(first[name], rel=1e-9, abs=1e-9), name
 
 
-def test_calibrated_predictions_have_the_scores_of_theory():
-    n, n_seeds = 2000, 40
-    values = {name: [] for name in ("area", "ence", "c68", "c95", "crps")}
-    for seed in range(n_seeds):
-        rng = np.random.default_rng(seed)
-        std = np.exp(0.1 * rng.normal(size=n))  # narrow: σ varies little inside a bin
-        z = std * rng.normal(size=n)
-        found = scored(z, std)
-        values["area"].append(found.miscalibration_area)
-        values["ence"].append(found.ence)
-        values["c68"].append(found.coverage_68)
-        values["c95"].append(found.coverage_95)
-        values["crps"].append(found.crps / np.mean(std))
-    expected = {
-        # E ∫|B(p)| dp / √n of a Brownian bridge: √(2/π) ∫√(p(1−p)) dp = √(2/π) π/8.
-        "area": math.sqrt(2 / math.pi) * math.pi / 8 / math.sqrt(n),
-        "ence": math.sqrt(10 / (math.pi * n)),
-        "c68": 0.68,
-        "c95": 0.95,
-        "crps": 1 / math.sqrt(math.pi),  # E CRPS of a calibrated Gaussian is σ/√π
-    }
-    for name, sample in values.items():
-        # Four standard errors of the mean over seeds; the two asymptotic laws get 2 % besides.
-        tolerance = 4 * np.std(sample) / math.sqrt(n_seeds)
-        tolerance += 0.02 * expected[name] if name in ("area", "ence") else 0.0
-        assert abs(np.mean(sample) - expected[name]) < tolerance, name
-
-
-def test_the_fair_crps_does_not_depend_on_the_number_of_members():
-    rng = np.random.default_rng(0)
-    y, members, std = rng.normal(size=20_000), rng.normal(size=(20_000, 20)), np.ones(20_000)
-    many = scored(y, std, members).crps_ensemble
-    assert scored(y, std, members[:, :3]).crps_ensemble == pytest.approx(many, abs=0.01)
-
-
 def test_outliers_are_large_for_their_std_and_among_all_errors():
     z, std = calibrated(0, 1000)
     z[3], z[5], std[7], z[7] = 500.0, 800.0, 1e-6, 1e-3
@@ -215,13 +165,6 @@ def test_outliers_are_large_for_their_std_and_among_all_errors():
 
 
 # --- diagnostics ---
-
-
-def test_the_calibration_curve_counts():
-    z, std = calibrated(0)
-    curve = calibration_curve(z, std)
-    counted = [oracle.central_coverage(z, std, p) for p in curve.expected]
-    np.testing.assert_array_equal(curve.observed, counted)
 
 
 def test_binned_errors_are_the_oracle_s():
@@ -345,18 +288,6 @@ def test_intervals_contain_the_limit_of_many_points():
         assert count >= 14, name  # 18 expected; three standard deviations below
 
 
-def test_groups_of_correlated_points_make_wider_intervals():
-    y, mean, std, _ = ensemble(0, 100)
-    copies = [np.repeat(v, 9) for v in (y, mean, std)]
-    together = bootstrap_scores(*copies, groups=np.repeat(np.arange(100), 9), n_bootstrap=100)
-    apart = bootstrap_scores(*copies, n_bootstrap=100)
-    widths = [np.ptp(found.intervals["rmse"]) for found in (together, apart)]
-    assert 2 < widths[0] / widths[1] < 4.5  # √9 expected
-    rows = [np.repeat(v[:, None], 9, axis=1) for v in (y, mean, std)]
-    assert bootstrap_scores(*rows, n_bootstrap=100).intervals == together.intervals
-    assert bootstrap_scores(y, mean, std, groups=np.zeros(100)).intervals == {}
-
-
 def test_impossible_errors_give_no_nan():
     y, mean, std, _ = ensemble(0, 40)
     std[0] = 1e-200
@@ -405,7 +336,6 @@ def test_bad_arrays(function, parameter, z, std):
     ("parameter", "call"),
     [
         ("std", lambda: log_likelihood([1.0], [0.0])),
-        ("std", lambda: ence([1.0], [0.0])),
         ("std", lambda: score(Z, mean=Z, std=0 * S)),
         ("scale", lambda: student_log_density(Z, -S, 3.0)),
         ("dof", lambda: student_log_density(Z, S, 0.0)),
@@ -413,16 +343,13 @@ def test_bad_arrays(function, parameter, z, std):
         ("levels", lambda: calibration_curve(Z, S, [0.5, 1.0])),
         ("n_bins", lambda: binned_errors(Z, S, 31)),
         ("members", lambda: score_arrays(Z, Z, S, np.ones((29, 4)))),
-        ("members", lambda: score_arrays(Z, Z, S, Z[:, None])),
         ("mean", lambda: score_arrays(Z, Z[:3], S)),
         ("groups", lambda: bootstrap_scores(Z, Z, S, groups=np.arange(3))),
         ("n_bootstrap", lambda: bootstrap_scores(Z, Z, S, n_bootstrap=2)),
         ("level", lambda: bootstrap_scores(Z, Z, S, level=1.0)),
         ("bandwidth", lambda: conditional_error_density(Z, 0 * Z, S, bandwidth=(1e-9, 1.0))),
-        ("bandwidth", lambda: conditional_error_density(Z, 0 * Z, S, bandwidth=(1.0,))),
         ("min_points", lambda: conditional_error_density(Z, 0 * Z, S, min_points=0.0)),
         ("y", lambda: conditional_error_density(Z, Z, S)),
-        ("std", lambda: conditional_error_density(Z, 0 * Z, 0 * S)),
     ],
 )
 def test_bad_arguments(parameter, call):

@@ -27,21 +27,19 @@ from atomistic_fixtures import (
     make_force_model,
     make_model,
     reference_values,
-    rejected,
     same_predictions,
 )
+from checks import rejects
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.sparse.csgraph import connected_components
 from threadpoolctl import threadpool_limits
 
 from qualms import AtomisticModel, Prediction, ProjectedProcessRegressor, QualmsError
-from qualms.atomistic.forces import has_forces
 from qualms.atomistic.model import stream_chunks
 from qualms.atomistic.novelty import atom_force_std, atom_novelty, attributions
 from qualms.atomistic.settings import SMOOTHING, Settings, make_settings
 from qualms.calibration.fitting import METHODS
-from qualms.data import qm9
 
 PER_ATOM = "atomization_energy_per_atom"
 #: Of the standard deviation.
@@ -102,25 +100,9 @@ INVALID = {
 )
 def test_invalid_parameters_are_named(name, value):
     expected = "baseline['H']" if value == {"H": "large"} else name
-    with rejected(expected):
+    with rejects(expected):
         AtomisticModel(**({"target": "u"} | {name: value}))
     assert {*INVALID} - {"hook"} == {*Settings.model_fields}
-
-
-@settings(max_examples=20)
-@given(
-    kind=st.sampled_from(["extensive", "intensive", "atomic"]),
-    noise=st.sampled_from(["loo", "evidence", 1e-3]),
-    subsample=st.sampled_from([0.5, 20]),
-    baseline=st.sampled_from(["mean", {"H": -13.6, 8: -2041}]),
-    calibration=st.sampled_from([*METHODS, None]),
-)
-def test_settings_survive_json(**values):
-    found = make_settings({"target": "u", "memory": "8GB", **values})
-    again = Settings.model_validate_json(found.model_dump_json())
-    assert again == found.model_copy(update={"memory": None})
-    if isinstance(values["baseline"], dict):
-        assert again.baseline == {1: -13.6, 8: -2041.0}
 
 
 def test_forces_need_smooth_features():
@@ -130,9 +112,9 @@ def test_forces_need_smooth_features():
     given_ = make_settings({"target": "e", "stress": "s", "representation": SMOOTH})
     assert [scale.smoothing for scale in given_.representation.scales] == [0.8]
     assert found.keys == {"energy": "e", "forces": "f"}
-    with rejected("engine"):
+    with rejects("engine"):
         make_settings({"target": "e", "forces": "f", "representation": {"engine": "dscribe"}})
-    with rejected("forces"):
+    with rejects("forces"):
         make_settings({"target": "e", "kind": "intensive", "forces": "f"})
 
 
@@ -185,7 +167,7 @@ def test_unlabelled_structures_are_skipped_and_counted(molecules):
     same_predictions(model, make_model().fit([frames[i] for i in kept]), molecules[120:125])
     assert set(model.fitted.origins[:, 0]) <= set(kept)  # as they were given
     frames[7].positions[1] = frames[7].positions[0]
-    with rejected("frames[7]"):
+    with rejects("frames[7]"):
         make_model().fit(frames)
 
 
@@ -256,15 +238,6 @@ def test_batches_threads_and_the_order_of_structures_and_atoms_change_nothing(ca
         (one,) = model.predict_atoms(frames[:1])
         assert_same(model.predict(frames).members, expected)
     assert_same(one.members, model.predict_atoms(frames)[0])
-
-
-def test_rotations_change_nothing(molecules, energy_model):
-    moved = copies(molecules[120:140])
-    for atoms in moved:
-        atoms.rotate(40, "x")
-        atoms.translate([3, 4, 5])
-    expected = energy_model.predict(molecules[120:140])
-    assert_same(energy_model.predict(moved).members, expected)
 
 
 _SCRIPT = """
@@ -363,20 +336,10 @@ def test_invalid_structures_and_options(molecules, energy_model):
         (lambda: make_model().fit(molecules[0]), "frames"),
         (lambda: make_model(keep_pp=False).fit(molecules[:20]).predict_pp(molecules), "keep_pp"),
     ):
-        with rejected(parameter):
+        with rejects(parameter):
             call()
     with pytest.raises(QualmsError):
         make_model().predict(molecules[:1])
-
-
-def test_the_summary_has_errors_and_calibrations_of_all_quantities(force_model, energy_model):
-    text = force_model.summary()
-    for name, found in force_model.record.quantities.items():
-        assert f"RMSE {found.rmse:.4g}" in text
-        assert f"α = {force_model.fitted.calibration_of(name).alpha:.3f}" in text
-    assert "eV/Å³" in text
-    assert f"{ENERGY} in eV" in energy_model.summary()
-    assert energy_model.provenance.data_digest[:12] in energy_model.summary()
 
 
 # --- extrapolation ---
@@ -388,7 +351,7 @@ def test_known_structures_are_no_extrapolation(molecules, energy_model, shift_mo
     assert shift_model.extrapolates(molecules[:60]).mean() <= 0.02
 
 
-@pytest.mark.parametrize("factor", [0.6, 0.85, 1.4, 5.0])
+@pytest.mark.parametrize("factor", [0.6, 0.9, 1.15, 5.0])
 def test_distorted_structures_are_flagged(molecules, energy_model, shift_model, factor):
     distorted = scaled(molecules[120:130], factor)
     assert energy_model.extrapolates(distorted).mean() > 0.9
@@ -402,20 +365,11 @@ def scaled(frames, factor):
     return frames
 
 
-def test_molecules_too_large_or_too_small_by_a_tenth_are_flagged():
-    """No single environment is very novel, but all are a little."""
-    molecules = qm9(n=320)
-    model = AtomisticModel(ENERGY, n_representatives=300, threads=1).fit(molecules[:280])
-    assert model.extrapolates(molecules[280:]).mean() <= 0.1
-    for factor in (0.9, 1.1):
-        assert model.extrapolates(scaled(molecules[280:], factor)).mean() > 0.9
-
-
 def test_unknown_species_are_rejected_or_ignored(energy_model, shift_model):
     known, chloride = molecule("CH4"), molecule("CH3Cl")
     frames = [known, chloride]
     for call in (energy_model.predict, energy_model.predict_pp, shift_model.extrapolates):
-        with rejected("frames"):
+        with rejects("frames"):
             call(frames)
     without = chloride[[i for i, s in enumerate(chloride.symbols) if s != "Cl"]]
     ignored = energy_model.predict(frames, unknown_species="ignore")
@@ -423,7 +377,7 @@ def test_unknown_species_are_rejected_or_ignored(energy_model, shift_model):
     assert energy_model.extrapolates(frames, unknown_species="ignore")[1]
     parts = energy_model.predict_atoms(frames, unknown_species="ignore")
     assert [len(p) for p in parts] == [5, 4]
-    with rejected("frames"):
+    with rejects("frames"):
         energy_model.predict([Atoms("Cl")], unknown_species="ignore")
 
 
@@ -475,22 +429,15 @@ def test_the_most_uncertain_force_is_at_the_atom_that_was_moved(force_model):
 def test_attributions_collect_novelty_and_uncertainties(
     alloys, molecules, force_model, energy_model
 ):
-    some = alloys[30:32]
-    found = attributions(force_model, some)
-    expected = zip(
-        found,
-        atom_novelty(force_model, some),
-        force_model.predict_atoms(some),
-        force_model.predict_forces(some),
-        strict=True,
-    )
-    for one, novelty, parts, forces in expected:
-        np.testing.assert_allclose(one.novelty, novelty)
-        np.testing.assert_allclose(one.std, parts.std)
-        np.testing.assert_allclose(one.force_std, np.linalg.norm(forces.forces.std, axis=1))
-    assert not has_forces(energy_model.fitted)  # dscribe has no derivatives
+    some = alloys[30:31]
+    ((novelty, std, force_std),) = attributions(force_model, some)
+    np.testing.assert_allclose(novelty, atom_novelty(force_model, some)[0])
+    np.testing.assert_allclose(std, force_model.predict_atoms(some)[0].std)
+    forces = force_model.predict_forces(some).forces
+    np.testing.assert_allclose(force_std, np.linalg.norm(forces.std, axis=1))
+    # dscribe has no derivatives.
     assert attributions(energy_model, molecules[150:151])[0].force_std is None
-    with rejected("engine"):
+    with rejects("engine"):
         atom_force_std(energy_model, molecules[150:151])
 
 

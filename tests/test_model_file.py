@@ -1,21 +1,17 @@
 """Model files: what is read is what was saved, and invalid files are rejected."""
 
 import os
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
-from atomistic_fixtures import ENERGY, SMALL, make_model, rejected, same_predictions
+from atomistic_fixtures import ENERGY, SMALL, make_model, same_predictions
+from checks import metadata_of
 from pydantic import BaseModel, ConfigDict
-from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
 
 from qualms import AtomisticModel
 from qualms.atomistic.model_file import FORMAT, PROTOCOL
 from qualms.io.tensors import StorageError, read_tensors, write_tensors
 
-SOURCES = Path(__file__).parents[1] / "src"
 ATOMS = dict.fromkeys("HCNOF", -1.0)
 
 MODELS = {
@@ -41,11 +37,6 @@ MODELS = {
     },
     "bare": {"keep_pp": False, "noise": 1e-3, "replace": True, "calibration": None, "subsample": 9},
 }
-
-
-def metadata_of(path):
-    with safe_open(path, "np") as file:
-        return file.metadata()
 
 
 @pytest.fixture(scope="module")
@@ -85,65 +76,11 @@ def test_a_loaded_model_has_the_same_forces(alloys, force_model, tmp_path):
     assert loaded.summary() == force_model.summary()
 
 
-def test_other_programs_can_read_the_file(saved):
-    model, path = saved
-    assert metadata_of(path)["format"] == FORMAT
-    assert load_file(path)["weights"].tobytes() == model.fitted.weights.tobytes()
-    assert model.provenance.packages.keys() >= {"qualms", "numpy", "ase", "dscribe"}
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", model.provenance.created)
-
-
-def test_nothing_is_ever_unpickled_or_executed():
-    dangerous = (
-        r"import (c?pickle|dill|marshal|shelve)|allow_pickle=True|joblib\.load|\b(eval|exec)\("
-    )
-    for path in SOURCES.rglob("*.py"):
-        assert not re.search(dangerous, path.read_text()), path
-
-
-def test_an_existing_file_is_replaced_only_by_force(saved, tmp_path):
-    model, _ = saved
-    path = tmp_path / "model.safetensors"
-    path.write_text("precious")
-    with rejected("path"):
-        model.save(path)
-    assert path.read_text() == "precious"
-    model.save(path, force=True)
-    assert AtomisticModel.load(path).settings == model.fitted.settings
-
-
 def is_rejected(path):
     with pytest.raises(StorageError) as caught:
         AtomisticModel.load(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert "\n" not in str(caught.value)
-
-
-def test_truncated_files_and_flipped_bits(saved, tmp_path):
-    rng = np.random.default_rng(0)
-    data = saved[1].read_bytes()
-    header = int.from_bytes(data[:8], "little")
-    path = tmp_path / "model.safetensors"
-    for share in (0.0, 1e-5, 0.01, 0.3, 0.9999):
-        path.write_bytes(data[: int(share * len(data))])
-        is_rejected(path)
-    for position in [*range(9), *rng.integers(8, header, 15), *rng.integers(header, len(data), 15)]:
-        damaged = bytearray(data)
-        damaged[position] ^= 1 << int(rng.integers(8))
-        path.write_bytes(damaged)
-        is_rejected(path)
-
-
-def test_other_files(saved, tmp_path):
-    foreign, text = tmp_path / "foreign.safetensors", tmp_path / "text.safetensors"
-    save_file({"weights": np.zeros(3)}, foreign)
-    text.write_text("energy=3\n" * 100)
-    nan = tmp_path / "nan.safetensors"
-    tensors = load_file(saved[1])
-    tensors["weights"][0, 0] = np.nan
-    save_file(tensors, nan, metadata=metadata_of(saved[1]))
-    for path in (tmp_path / "none.safetensors", tmp_path, foreign, text, nan):
-        is_rejected(path)
 
 
 # --- inconsistent contents, with a checksum that is right ---
@@ -165,9 +102,10 @@ def test_a_forged_file_without_a_change_is_a_model(saved, tmp_path, molecules):
     path = tmp_path / "model.safetensors"
     forge(saved, path, lambda document, tensors: None)
     same_predictions(saved[0], AtomisticModel.load(path), molecules[120:122])
-    newer = tmp_path / "newer.safetensors"
-    forge(saved, newer, lambda document, tensors: None, version=PROTOCOL + 1)
-    is_rejected(newer)
+    for version in (PROTOCOL - 1, PROTOCOL + 1):
+        other = tmp_path / f"{version}.safetensors"
+        forge(saved, other, lambda document, tensors: None, version=version)
+        is_rejected(other)
 
 
 def put(*keys, value):

@@ -4,9 +4,6 @@ import pickle
 import numpy as np
 import pytest
 from checks import rejects
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 
 from qualms import Prediction, ProjectedProcessRegressor, calibrate, score
 from qualms.calibration.methods import LinearCalibration, PowerCalibration
@@ -36,8 +33,7 @@ def test_mean_and_std_are_those_of_the_members():
 
 
 def test_members_are_a_read_only_copy():
-    with pytest.raises(ValueError, match="read-only"):
-        P.members[0, 0] = 1.0
+    assert not P.members.flags.writeable
     source = MEMBERS.copy()
     prediction = Prediction(source)
     source[:] = 0
@@ -101,17 +97,6 @@ def test_sums_and_linear_combinations():
             P.sum(axis=axis)
 
 
-@settings(max_examples=15)
-@given(
-    arrays(np.float64, (3, 6), elements=st.floats(-10, 10)),
-    arrays(np.float64, 3, elements=st.floats(-10, 10)),
-)
-def test_the_variance_of_a_combination_is_that_of_the_covariance(members, c):
-    prediction = Prediction(members)
-    variance = c @ prediction.covariance() @ c
-    assert (c @ prediction).std ** 2 == pytest.approx(variance, abs=1e-8)
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_uncertainties_of_small_differences_are_calibrated(seed):
     """Errors of similar points cancel in their difference, and members have the same errors."""
@@ -131,11 +116,6 @@ def test_uncertainties_of_small_differences_are_calibrated(seed):
     quadrature = np.hypot(E.std[:300], E.std[300:])
     assert np.mean(change.std) < 0.3 * np.mean(quadrature)
     assert np.sqrt(np.mean(change.std**2)) == pytest.approx(np.sqrt(np.mean(error**2)), rel=0.4)
-
-
-def test_a_linear_calibration_commutes_with_sums():
-    calibrated = LinearCalibration(alpha=2.5).apply(P)
-    same(calibrated[0] - calibrated[1], LinearCalibration(alpha=2.5).apply(P[0] - P[1]).members)
 
 
 def test_a_power_calibration_is_applied_before_combining():
@@ -230,16 +210,6 @@ def test_score_and_calibrate_take_predictions_and_arrays():
     assert score(y, Q).crps_ensemble is None
     fitted = calibrate(y, LinearCalibration(alpha=3.0).apply(P), method="linear")
     assert fitted.alpha == pytest.approx(calibrate(y, MEMBERS, method="linear").alpha)
-
-
-def test_several_outputs_have_a_calibration_each():
-    members, y = rng.normal(size=(40, 2, 8)), rng.normal(size=(40, 2))
-    fitted = calibrate(y, members)
-    assert fitted.log_likelihood.shape == (2,)
-    p = Prediction(members)
-    same(fitted.outputs[0].apply(p[:, 0]), fitted.apply(p).members[:, 0])
-    with rejects("prediction"):
-        fitted.apply(p[:, 0])
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from sklearn.utils.estimator_checks import check_estimator
 from qualms import ProjectedProcessRegressor, ResamplingRegressor, calibrate, score
 from qualms.calibration.fitting import PerOutputCalibration
 from qualms.errors import CalibrationError, QualmsWarning
-from qualms.gp.kernels import RBFKernel
 
 X, Y = make_friedman1(360, n_features=6, noise=0.1, random_state=0)
 X_TEST, Y_TEST = X[240:], Y[240:]
@@ -118,27 +117,6 @@ def test_features_of_both_signs_get_an_offset_because_an_even_power_is_blind_to_
     assert model.score(Z, y) > 0.9
     blind = ProjectedProcessRegressor(offset=0.0, random_state=0).fit(Z, y)
     assert blind.score(Z, y) < 0.8
-
-
-def test_the_evidence_finds_the_noise_and_leave_one_out_the_best_prediction():
-    # A draw from the prior itself, so that the noise is the only thing to be found.
-    rng = np.random.default_rng(0)
-    inputs = np.concatenate([X, X_TEST])
-    f = np.linalg.cholesky(RBFKernel(0.7)(inputs, inputs) + 1e-9 * np.eye(360)) @ rng.normal(
-        size=360
-    )
-    y, truth = f[:240] + 0.3 * rng.normal(size=240), f[240:]
-
-    def model(noise):
-        return small(length_scale=0.7, n_representatives=None, n_members=0, noise=noise).fit(X, y)
-
-    assert model("evidence").noise_variance_ == pytest.approx(0.09, rel=0.4)
-
-    def error(noise):
-        return np.sqrt(np.mean((model(noise).predict(X_TEST) - truth) ** 2))
-
-    best = min(error(noise) for noise in np.geomspace(1e-4, 10, 11))
-    assert error("loo") < 1.1 * best
 
 
 def test_kernels_of_scikit_learn_can_be_used_and_searched():
@@ -250,7 +228,7 @@ def test_members_are_trained_on_their_rows_with_seeds_of_their_own():
 
 
 @pytest.mark.parametrize("make", [small, lambda: ResamplingRegressor(Ridge(), random_state=0)])
-def test_constant_y_gives_no_spread_and_a_warning(make):
+def test_constant_y_gives_no_std_and_a_warning(make):
     with pytest.warns(QualmsWarning):
         model = make().fit(X, np.full(len(X), 3.7))
     mean, std = model.predict(X_TEST, return_std=True)
@@ -286,14 +264,6 @@ def test_an_exact_fit_has_no_uncertainty_and_a_warning():
     assert np.all(std < 1e-12)
 
 
-def test_replicates_determine_the_noise():
-    rng = np.random.default_rng(0)
-    points = np.repeat(X[:40], 25, axis=0)
-    y = np.repeat(Y[:40], 25) + 0.5 * rng.normal(size=1000)
-    model = small(n_representatives=None, noise="evidence").fit(points, y)
-    assert model.noise_variance_ == pytest.approx(0.25, rel=0.1)
-
-
 def test_data_frames_reach_the_members_with_their_columns():
     frame = pd.DataFrame(X, columns=list("abcdef"))
     frame["kind"] = np.where(X[:, 0] > 0.5, "high", "low")
@@ -304,8 +274,6 @@ def test_data_frames_reach_the_members_with_their_columns():
     mean, std = model.predict(frame, return_std=True)
     assert np.corrcoef(mean, Y)[0, 1] > 0.8
     assert np.all(std > 0)
-    with pytest.raises(ValueError, match="feature names"):
-        model.predict(frame.drop(columns="kind"))
     # Numbers give the same result in a frame as in an array.
     numbers = frame.drop(columns="kind")
     in_frame = ResamplingRegressor(Ridge(), random_state=0).fit(numbers, Y).predict(numbers)
@@ -335,18 +303,6 @@ def test_missing_values_are_for_the_estimator_to_accept():
     boosting = HistGradientBoostingRegressor(max_iter=20)
     model = ResamplingRegressor(boosting, n_members=8, random_state=0).fit(holes, Y)
     assert np.all(np.isfinite(model.predict(holes)))
-    with pytest.raises(ValueError, match="NaN"):
-        ResamplingRegressor(Ridge(), random_state=0).fit(holes, Y)
-
-
-@pytest.mark.filterwarnings("ignore::qualms.QualmsWarning")
-def test_groups_that_share_a_row_are_joined():
-    doubled, y = np.concatenate([X, X]), np.concatenate([Y, Y])
-    model = ResamplingRegressor(KNeighborsRegressor(1), random_state=0)
-    by_group = model.fit(doubled, y, groups=np.arange(480)).calibration_.alpha
-    by_row = model.fit(doubled, y).calibration_.alpha
-    # A member that saw one copy has seen the other, whatever their labels.
-    assert by_group == pytest.approx(by_row, rel=0.25)
 
 
 @pytest.mark.parametrize(

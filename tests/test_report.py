@@ -12,17 +12,14 @@ import numpy as np
 import pytest
 import scipy.stats
 from ase.build import bulk, molecule
-from matplotlib.contour import ContourSet
+from checks import rejects
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from qualms import InputError, Prediction, calibrate, score
+from qualms import Prediction, calibrate, score
 from qualms.evaluation import Evaluation
 from qualms.metrics import (
-    binned_errors,
     bootstrap_scores,
-    calibration_curve,
-    miscalibration_area,
     score_arrays,
 )
 from qualms.report import (
@@ -40,7 +37,7 @@ from qualms.report import (
     write_report,
 )
 from qualms.report.figures import subsample_figure
-from qualms.report.structure_map import NOVELTY, make_map
+from qualms.report.structure_map import make_map
 from qualms.report.tables import interval_records, score_records, write_number
 
 OF_PREDICTIONS = [
@@ -109,17 +106,6 @@ def printed(table, width=100):
 # --- numbers of the figures ---
 
 
-def test_conditional_contours_are_at_the_levels():
-    y, p = ensemble(2000, width=0.7)
-    ax = ConditionalErrorDisplay.from_prediction(y, p).plot(levels=[0.1, 0.3]).ax_
-    contours = [c for c in ax.get_children() if isinstance(c, ContourSet)]
-    assert [list(c.levels) for c in contours] == [[0.1, 0.3]] * 2
-    # Of Gaussian members the contour is where sqrt(2/π) exp(t − e^2t/2) = 0.1, t = ln ε/σ.
-    x, error = contours[1].get_paths()[0].vertices.T
-    t = np.log(error / x)
-    assert np.all(np.minimum(abs(t + 2.07), abs(t - 0.79)) < 0.5)  # smoothing makes it wider
-
-
 def test_reliability_is_the_coverage():
     y, p = ensemble()
     display = ReliabilityDisplay.from_prediction(y, p)
@@ -131,41 +117,6 @@ def test_reliability_is_the_coverage():
     x, observed = display.plot().ax_.lines[-1].get_data()
     np.testing.assert_allclose(x, [0, *levels, 1])
     np.testing.assert_allclose(observed, [0, *expected, 1])
-
-
-def test_reliability_of_student_intervals():
-    y, p = ensemble(4000, n_members=5)
-    # z ~ N(0, 1 + 1/5) over a spread with 4 degrees of freedom, whose t has variance 2.
-    z, std = y - p.mean, np.sqrt(2.4) * p.std
-    display = ReliabilityDisplay(calibration_curve(z, std, dof=4), miscalibration_area(z, std, 4))
-    assert display.area < 0.02 < miscalibration_area(z, std)
-
-
-def test_bins_are_root_mean_squares():
-    y, p = ensemble(100)
-    display = BinnedErrorDisplay(binned_errors(y - p.mean, p.std, 4))
-    order = np.argsort(p.std).reshape(4, 25)
-    np.testing.assert_allclose(display.bins.rmv, np.sqrt(np.mean(p.std[order] ** 2, axis=1)))
-    rms = np.sqrt(np.mean((y - p.mean)[order] ** 2, axis=1))
-    np.testing.assert_allclose(display.plot().ax_.containers[0].lines[0].get_ydata(), rms)
-
-
-def test_parity():
-    y, p = ensemble(50, outputs=(2,))
-    display = ParityDisplay.from_prediction(y, p, units="eV", target="energy")
-    np.testing.assert_array_equal(display.std, p.std.ravel())
-    x, mean = display.plot().ax_.containers[0].lines[0].get_data()
-    np.testing.assert_array_equal(x, np.sort(y.ravel()))
-    np.testing.assert_array_equal(np.sort(mean), np.sort(p.mean.ravel()))
-
-
-def test_parity_of_many_points_is_a_density():
-    y, p = ensemble(1000)
-    y[0] = 1e6
-    ax = ParityDisplay.from_prediction(y, p).plot().ax_
-    assert len(ax.containers[0].lines[0].get_xdata()) == 30
-    assert ax.collections[0].get_array().sum() == 999  # all but the outlier
-    assert ax.get_xlim()[1] < 100
 
 
 def test_z_scores_and_their_histogram():
@@ -225,14 +176,6 @@ def test_awkward_data_can_be_drawn(case):
     figure.savefig(io.BytesIO(), format="png")
 
 
-def test_bins_without_error_can_be_drawn():
-    y, p = ensemble(5)
-    z = y - p.mean
-    for zero in (np.arange(5), np.argmin(p.std)):
-        z[zero] = 0.0
-        png(BinnedErrorDisplay(binned_errors(z, p.std, 5)))
-
-
 def test_a_display_draws_on_given_axes():
     ax = Figure().add_subplot()
     display = ReliabilityDisplay.from_prediction(*ensemble(error=3.0))
@@ -267,9 +210,8 @@ def test_bad_predictions():
     bad = {"prediction": (y, p.mean), "y": (y[1:], p)}
     for cls in OF_PREDICTIONS:
         for parameter, given in bad.items():
-            with pytest.raises(InputError) as error:
+            with rejects(parameter):
                 cls.from_prediction(*given)
-            assert error.value.parameter == parameter
 
 
 # --- tables ---
@@ -530,9 +472,8 @@ def test_points_without_uncertainty_are_left_out(tmp_path):
     assert len(report.sections["energy"].evaluation) == 29
     assert len(report.remarks) == 1
     same = evaluation(30, y=y, prediction=Prediction(np.ones((30, 4))))
-    with pytest.raises(InputError) as error:
+    with rejects("prediction"):
         write(tmp_path / "b.html", same)
-    assert error.value.parameter == "prediction"
 
 
 @pytest.mark.usefixtures("no_figures")
@@ -566,9 +507,8 @@ def test_bad_reports(tmp_path):
         ("path", "old.html", {}),
         ("max_structures", "a.html", {"max_structures": 0}),
     ):
-        with pytest.raises(InputError) as error:
+        with rejects(parameter):
             write_report(tmp_path / name, {"energy": given}, **options)
-        assert error.value.parameter == parameter
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
@@ -618,16 +558,3 @@ def test_large_maps_have_the_worst_and_a_sample():
     assert {*worst} <= {*shown.places}
     assert make_map(given, worst, max_structures=10, seed=1).data == shown.data
     assert set(make_map(given, worst, max_structures=2).places) == {50, 3}
-
-
-def test_atoms_are_coloured_by_the_first_of_their_values():
-    given = evaluation(8)
-    n = sum(map(len, given.frames))
-    values = {NOVELTY: (np.linspace(0, 2, n), ""), "σ": (np.ones(n), "eV")}
-    shown = make_map(given, [0], atom_values=lambda some: values)
-    entries = {k: v for k, v in shown.data["properties"].items() if v["target"] == "atom"}
-    np.testing.assert_allclose(entries[NOVELTY]["values"], values[NOVELTY][0], rtol=1e-7)
-    color = shown.data["settings"]["structure"][0]["color"]
-    assert (color["property"], color["min"]) == (NOVELTY, 0)
-    assert color["max"] == pytest.approx(np.quantile(values[NOVELTY][0], 0.99), rel=0.05)
-    assert len(shown.data["environments"]) == n

@@ -8,23 +8,28 @@ from pathlib import Path
 import ase.io
 import numpy as np
 import pytest
-from ase import Atoms
+from atomistic_fixtures import organic_crystals
+from checks import rejects
 from typer.testing import CliRunner
 
 from qualms import AtomisticModel
 from qualms.cli.reproduce import reproduce
-from qualms.data import csd, qm9
-from qualms.errors import InputError
+from qualms.data import csd
+from qualms.progress import Stages
 from qualms.reproduce import figures, problems
 from qualms.reproduce.problems import csd_problem, csd_shift, qm9_problem
 from qualms.reproduce.results import Results, read_results
-from qualms.reproduce.study import TrainedOnce, out_of_bag_calibrations, study_subsamples
+from qualms.reproduce.study import (
+    TrainedOnce,
+    out_of_bag_calibrations,
+    run_shift,
+    study_subsamples,
+)
 from qualms.reproduce.tables import (
     OUR_COLUMNS,
     PAPER_COLUMNS,
     PUBLISHED,
     full_model_table,
-    mean_and_error,
     out_of_bag_table,
     write_tables,
 )
@@ -43,17 +48,8 @@ def tiny():
 
 @pytest.fixture(scope="module")
 def crystal_file(tmp_path_factory):
-    """Boxes with one displaced molecule each; shieldings count neighbours."""
-    rng = np.random.default_rng(0)
-    frames = []
-    for molecule in [atoms for atoms in qm9(n=80) if 9 not in atoms.numbers][:60]:
-        atoms = Atoms(molecule.numbers, molecule.positions, cell=[12.0] * 3, pbc=True)
-        atoms.positions += rng.normal(scale=0.05, size=atoms.positions.shape)
-        near = np.exp(-((atoms.get_all_distances() / 2) ** 2)) @ (atoms.numbers - 1.0)
-        atoms.arrays["CS_total"] = 30.0 - near
-        frames.append(atoms)
     path = tmp_path_factory.mktemp("crystals") / "crystals.extxyz"
-    ase.io.write(path, frames, format="extxyz")
+    ase.io.write(path, organic_crystals(60), format="extxyz")
     return path
 
 
@@ -68,12 +64,6 @@ def run(*arguments):
     if ended.exception is not None:
         raise ended.exception
     return ended.stdout
-
-
-def rejected(parameter, call, *arguments, **options):
-    with pytest.raises(InputError) as caught:
-        call(*arguments, **options)
-    assert caught.value.parameter == parameter
 
 
 # --- problems ---
@@ -107,18 +97,23 @@ def test_a_split_over_crystals_keeps_them_whole(crystals):
 
 
 def test_bad_problems_name_their_parameter(crystals, tmp_path):
-    rejected("data", csd_problem, crystals, "atoms", "paper")
-    rejected("data", csd_problem, crystals[:20], "crystals", "small")
+    with rejects("data"):
+        csd_problem(crystals, "atoms", "paper")
+    with rejects("data"):
+        csd_problem(crystals[:20], "crystals", "small")
     constant = [atoms.copy() for atoms in crystals]
     for atoms in constant:
         atoms.arrays["shielding"][:] = 30.0
-    rejected("data", csd_problem, constant, "atoms", "small")
+    with rejects("data"):
+        csd_problem(constant, "atoms", "small")
     strange = crystals[0].copy()
     strange.numbers[0] = 17
-    rejected("relaxed", csd_shift, crystals, [strange], "small")
+    with rejects("relaxed"):
+        csd_shift(crystals, [strange], "small")
     archive = tmp_path / "dsgdb9nsd.xyz.tar.bz2"
     archive.write_bytes(b"BZh9")
-    rejected("data", qm9_problem, archive, "small")
+    with rejects("data"):
+        qm9_problem(archive, "small")
 
 
 # --- estimators ---
@@ -211,6 +206,20 @@ def test_a_study_trains_the_same_model_as_fit(once):
     assert study.rows[0.5]["student"] == pytest.approx(expected, rel=1e-4)
 
 
+def test_the_shifted_model_uses_the_given_resources(crystals, monkeypatch):
+    trained = []
+
+    def fit(model, *_, **__):
+        trained.append(model)
+        raise InterruptedError
+
+    monkeypatch.setattr(AtomisticModel, "fit", fit)
+    problem = csd_shift(crystals, crystals[:2], "small")
+    with pytest.raises(InterruptedError):
+        run_shift(problem, threads=3, memory="3GB", stages=Stages())
+    assert (trained[0].threads, trained[0].settings.memory) == (3, "3GB")
+
+
 # --- commands ---
 
 
@@ -241,7 +250,8 @@ def test_qm9_writes_results_tables_and_figures(reproduced):
     names = ("qm9.json", "qm9.md", "qm9-shift.md")
     drawn = (f"qm9-{end}.png" for end in ("power", "sizes", "shift"))
     assert {path.name for path in output.iterdir()} == {*names, *drawn}
-    rejected("path", run, *command)
+    with rejects("path"):
+        run(*command)
 
 
 def test_tables_are_written_again_from_results(reproduced, tmp_path):
@@ -250,7 +260,8 @@ def test_tables_are_written_again_from_results(reproduced, tmp_path):
     for name in ("qm9.md", "qm9-shift.md"):
         assert (tmp_path / name).read_text() == (output / name).read_text()
     assert (tmp_path / "qm9-sizes.png").stat().st_size > 10_000
-    rejected("path", run, "tables", output / "qm9.json", "-o", tmp_path)
+    with rejects("path"):
+        run("tables", output / "qm9.json", "-o", tmp_path)
 
 
 def test_crystals_with_both_splits_and_relaxed_ones(crystal_file, tmp_path, monkeypatch):
@@ -267,29 +278,29 @@ def test_crystals_with_both_splits_and_relaxed_ones(crystal_file, tmp_path, monk
 
 
 def test_bad_options_name_their_parameter(tmp_path, crystal_file):
-    rejected("scale", run, "qm9", "--scale", "large", "-o", tmp_path)
-    rejected("memory", run, "qm9", "--memory", "much", "-o", tmp_path)
-    rejected("split", run, "csd", "--data", crystal_file, "--split", "neither")
-    rejected("output", run, "qm9", "--scale", "small", "-o", crystal_file)
+    with rejects("scale"):
+        run("qm9", "--scale", "large", "-o", tmp_path)
+    with rejects("memory"):
+        run("qm9", "--memory", "much", "-o", tmp_path)
+    with rejects("split"):
+        run("csd", "--data", crystal_file, "--split", "neither")
+    with rejects("output"):
+        run("qm9", "--scale", "small", "-o", crystal_file)
 
 
 def test_damaged_results_are_rejected(reproduced, tmp_path):
     document = json.loads((reproduced[0] / "qm9.json").read_text())
     path = tmp_path / "damaged.json"
-    rejected("results", read_results, path)
+    with rejects("results"):
+        read_results(path)
     repeated = 2 * document["seeds"][:1]
     for changes in ({"version": 1}, {"seeds": []}, {"seeds": repeated}, {"further": 1}):
         path.write_text(json.dumps(document | changes))
-        rejected("results", read_results, path)
+        with rejects("results"):
+            read_results(path)
 
 
 # --- tables ---
-
-
-def test_cells():
-    assert mean_and_error([-1.0]) == "−1.000"
-    assert mean_and_error([0.25, 0.75], "+.2f") == "+0.50 ± 0.25"
-    assert PUBLISHED["qm9"][5_000][PAPER_COLUMNS.index("N-L")] == 4.673
 
 
 @pytest.mark.parametrize("name", ["qm9", "csd-atoms", "csd-crystals"])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from qualms.errors import NumericalError, QualmsWarning
 from qualms.gp import sparse_gp as projected_process
-from qualms.gp.kernels import PowerKernel, normalize_rows, unit_scale
+from qualms.gp.kernels import PowerKernel, normalize_rows
 from qualms.gp.linalg import cholesky, whiten
 from qualms.gp.sparse_gp import (
     fit_gaussian_process,
@@ -110,38 +110,6 @@ def test_with_all_points_as_representatives_it_is_exact():
     )
 
 
-def test_more_representatives_than_features_and_duplicates_work():
-    # A linear kernel of 12 features has rank 12 however many representatives there are.
-    linear = PowerKernel(1)
-    representatives = np.concatenate([X, X[:10]])
-    whitening = whiten(linear(representatives, representatives))
-    assert whitening.effective_rank == 12
-    kept = representatives[whitening.pivots]
-    model = fit_projected_process(whitening.features(linear(X, kept)), Y, NOISE)
-    exact = fit_gaussian_process(linear(X, X), Y, NOISE)
-    Phi_new = whitening.features(linear(X_NEW, kept))
-    np.testing.assert_allclose(model.mean(Phi_new), exact.mean(linear(X_NEW, X)), rtol=1e-7)
-    np.testing.assert_allclose(
-        model.variance(Phi_new, linear.diag(X_NEW)),
-        exact.variance(linear(X_NEW, X), linear.diag(X_NEW)),
-        rtol=1e-6,
-    )
-
-
-def test_unit_scale_changes_no_prediction_but_scales_the_variance():
-    # Eq. (17): kernel and noise scaled alike.
-    scale = unit_scale(np.var(7 * Y), KERNEL.diag(X))
-    plain = fit_gaussian_process(KERNEL(X, X), Y, NOISE)
-    scaled = fit_gaussian_process(scale * KERNEL(X, X), Y, scale * NOISE)
-    K_XN = KERNEL(X_NEW, X)
-    np.testing.assert_allclose(scaled.mean(scale * K_XN), plain.mean(K_XN), rtol=1e-9)
-    np.testing.assert_allclose(
-        scaled.variance(scale * K_XN, scale * KERNEL.diag(X_NEW)),
-        scale * plain.variance(K_XN, KERNEL.diag(X_NEW)),
-        rtol=1e-9,
-    )
-
-
 @given(st.integers(0, 2**31), st.integers(2, 6), st.sampled_from([1e-12, 1e-6, 1.0]))
 def test_variances_are_never_negative(seed, n_distinct, noise):
     random = np.random.default_rng(seed)
@@ -155,25 +123,6 @@ def test_variances_are_never_negative(seed, n_distinct, noise):
 
 
 rng = np.random.default_rng(0)
-
-
-def test_whitened_features_reproduce_the_nystrom_kernel():
-    A = rng.normal(size=(6, 9))
-    K_MM, K_XM = A @ A.T, rng.normal(size=(4, 9)) @ A.T
-    whitening = whiten(K_MM)
-    Phi = whitening.features(K_XM[:, whitening.pivots])
-    np.testing.assert_allclose(Phi @ Phi.T, K_XM @ np.linalg.inv(K_MM) @ K_XM.T, rtol=1e-9)
-    assert whitening.effective_rank == 6
-
-
-def test_kernel_weights_predict_as_whitened_weights_do():
-    A = rng.normal(size=(6, 9))
-    whitening = whiten(A @ A.T)
-    K_XM = (rng.normal(size=(4, 9)) @ A.T)[:, whitening.pivots]
-    w = rng.normal(size=(6, 2, 3))
-    expected = np.einsum("ij,jkl->ikl", whitening.features(K_XM), w)
-    result = np.einsum("ij,jkl->ikl", K_XM, whitening.kernel_weights(w))
-    np.testing.assert_allclose(result, expected, rtol=1e-9)
 
 
 @given(st.integers(1, 8), st.integers(1, 5), st.integers(0, 2**31))

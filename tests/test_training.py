@@ -17,9 +17,9 @@ from atomistic_fixtures import (
     make_force_model,
     make_model,
     reference_values,
-    rejected,
     same_predictions,
 )
+from checks import rejects
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from qualms import InputError, QualmsWarning, score
@@ -348,7 +348,7 @@ def test_insufficient_data_are_rejected_before_the_work(
 ):
     monkeypatch.setattr(training, "stream_features", None)
     groups = settings.pop("groups", None)
-    with rejected(parameter):
+    with rejects(parameter):
         make_model(**settings).fit(molecules[:n], groups)
 
 
@@ -417,7 +417,7 @@ def test_sizes_of_memory():
     assert {text: parse_memory(text) for text in sizes} == sizes
     assert parse_memory(None) > 1e6
     for size in ("lots", "", "-1GB", "1.2.3GB", 0, -5, float("nan"), [1], True):
-        with rejected("memory"):
+        with rejects("memory"):
             parse_memory(size)
 
 

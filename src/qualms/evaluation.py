@@ -1,6 +1,6 @@
 """Evaluation: reference values, their prediction, and the structures they belong to.
 
-Models, other people's ensembles, reports and the reproduction of the paper exchange this type.
+Models and other people's ensembles produce this type, and reports read it.
 """
 
 from __future__ import annotations

@@ -38,13 +38,9 @@ class References:
     """Reference values of one quantity."""
 
     y: Float64Array  #: (n,): in the units of the data
-    structure: (
-        IntArray  #: (n,): what they belong to; atom or component are None where there is none
-    )
-    #: (n,): what they belong to; atom or component are None where there is none
-    atom: IntArray | None
-    #: (n,): what they belong to; atom or component are None where there is none
-    component: IntArray | None
+    structure: IntArray  #: (n,): structure of each value
+    atom: IntArray | None  #: (n,): atom of each value; None for properties of structures
+    component: IntArray | None  #: (n,): component of each value; None for scalars
     n_unlabelled: int  #: structures, atoms or components without a value
 
 

@@ -55,10 +55,10 @@ class Verbs(TyperGroup):
         verb = getattr(import_module(f"qualms.cli.{cmd_name}"), cmd_name)
         if not isinstance(verb, typer.Typer):
             single = typer.Typer(add_completion=False, context_settings=_CONTEXT)
-            single.command(cmd_name, help=VERBS[cmd_name])(verb)
+            single.command(cmd_name)(verb)
             verb = single
         command = typer.main.get_command(verb)
-        command.name = cmd_name
+        command.name, command.help = cmd_name, VERBS[cmd_name]
         return command
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

@@ -28,7 +28,7 @@ def apply(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Apply a calibration to ensemble predictions."""
+    """Run ``qualms apply``."""
     from qualms.ensembles.apply import apply_calibration
     from qualms.ensembles.calibration_file import read_calibration
     from qualms.errors import counted

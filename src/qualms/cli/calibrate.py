@@ -51,7 +51,7 @@ def calibrate(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Calibrate the uncertainties of an ensemble, and score them."""
+    """Run ``qualms calibrate``."""
     from qualms.calibration.fitting import METHODS
     from qualms.ensembles.calibrate import calibrate_ensemble
     from qualms.ensembles.calibration_file import make_document, write_calibration

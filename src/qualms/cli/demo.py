@@ -31,7 +31,7 @@ def demo(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Train and evaluate a model on molecules of QM9."""
+    """Run ``qualms demo``."""
     from qualms.atomistic.evaluation import evaluate
     from qualms.atomistic.settings import make_settings
     from qualms.cli.train import summary_document

@@ -36,7 +36,7 @@ def evaluate(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Score a model on labelled structures."""
+    """Run ``qualms evaluate``."""
     from qualms.errors import counted
     from qualms.report.tables import score_records, score_table
 
@@ -75,11 +75,12 @@ def evaluate_model(
     terminal: Terminal,
 ) -> tuple[AtomisticModel, dict[str, Evaluation], list[str]]:
     """Return a model, its evaluations by quantity, and remarks about them."""
-    from qualms.atomistic.evaluation import evaluate
+    from qualms.atomistic import evaluation
     from qualms.atomistic.model import AtomisticModel
     from qualms.atomistic.structures import read_frames
     from qualms.ensembles.apply import recalibrate
     from qualms.ensembles.calibration_file import read_calibration
+    from qualms.errors import counted
     from qualms.metrics import score_arrays
     from qualms.progress import Stages
 
@@ -87,10 +88,12 @@ def evaluate_model(
     frames = read_frames(test)
     held_out = None if validation is None else read_frames(validation)
     document = None if calibration is None else read_calibration(calibration)
-    found = evaluate(loaded, frames, held_out, stages=Stages(terminal.progress()))
+    found = evaluation.evaluate(loaded, frames, held_out, stages=Stages(terminal.progress()))
     main, remarks = found["energy"], missing_quantities(loaded, found)
     if main.n_unlabelled:
-        remarks.insert(0, f"{main.n_unlabelled} without a reference value are skipped.")
+        what = "atom" if loaded.settings.per_atom else "structure"
+        skipped = counted(main.n_unlabelled, what)
+        remarks.insert(0, f"{skipped} without a reference value: skipped.")
     if calibration is not None and document is not None:
         name = f"{calibration.name} ({document.method})"
         other = recalibrate(main, document, extensive=loaded.settings.kind == "extensive")

@@ -6,7 +6,7 @@ from qualms.cli._common import Json, Model, Quiet, Terminal
 
 
 def info(model: Model, quiet: Quiet = False, as_json: Json = False) -> None:
-    """Describe a model file."""
+    """Run ``qualms info``."""
     from qualms.atomistic.model import AtomisticModel
     from qualms.cli.train import summary_document
 

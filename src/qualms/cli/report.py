@@ -33,7 +33,8 @@ def report(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Evaluate a model on labelled structures, and write an HTML report."""
+    """Run ``qualms report``."""
+    from qualms.atomistic.model import summarize
     from qualms.io.files import check_not_input
     from qualms.report.report import check_report, write_report
     from qualms.report.tables import interval_records, interval_table
@@ -43,12 +44,11 @@ def report(
         check_not_input(path, model, test, validation, calibration)
     loaded, found, remarks = evaluate_model(model, test, validation, calibration, threads, terminal)
     main = found["energy"]
-    summary = (line.partition("  ") for line in loaded.summary().splitlines())
     written = write_report(
         output,
         found,
         title=f"{main.target}: {model.name} on {test.name}",
-        facts={name.strip(): text.strip() for name, _, text in summary},
+        facts=summarize(loaded.fitted),
         remarks=[*remarks, about_calibrations(main)],
         atom_values=_atom_values(loaded, main.frames or ()),
         force=force,
@@ -69,7 +69,7 @@ def report(
     terminal.result(
         *parts,
         *written.remarks,
-        f"Written: {', '.join(paths)}",
+        f"Wrote {', '.join(paths)}.",
         document={
             "output": paths,
             "target": main.target,

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from qualms.reproduce.problems import Problem, ShiftedProblem
     from qualms.reproduce.results import Results
 
-reproduce = typer.Typer(
-    name="reproduce", help="Reproduce the tables and figures of the paper.", no_args_is_help=True
-)
+reproduce = typer.Typer(name="reproduce", no_args_is_help=True, add_completion=False)
 
 Output = Annotated[
     Path, Option("--output", "-o", help="Directory for results, tables and figures.")

@@ -98,7 +98,7 @@ def train(
     as_json: Json = False,
     **settings: Any,
 ) -> None:
-    """Train a model on labelled structures, and calibrate it on out-of-bag predictions."""
+    """Run ``qualms train``."""
     from qualms.atomistic.evaluation import evaluate, find_references
     from qualms.atomistic.model import AtomisticModel
     from qualms.atomistic.structures import read_frames, species_of

@@ -112,7 +112,7 @@ def read_tensors(
     document_type : type
         Pydantic model that the document must fit.
     format, version : str, int
-        Expected kind of file, and the newest known version of it.
+        Expected kind of file and version of it; other versions are rejected.
     """
     try:
         content = Path(path).read_bytes()
@@ -199,7 +199,8 @@ def _read_metadata(content: bytes, format: str, version: int) -> dict[str, str]:
     found: str = metadata["version"]
     if not re.fullmatch(r"[1-9][0-9]{0,5}", found):
         raise ValueError(f"{ascii(found)[:60]} is not the version of a {format}")
-    if int(found) > version:
-        known = f"version {found} of the format; this one reads up to {version}"
-        raise ValueError(f"written by a newer qualms ({known}): upgrade")
+    if int(found) != version:
+        other = "a newer" if int(found) > version else "an older"
+        known = f"version {found} of the format; this qualms reads version {version}"
+        raise ValueError(f"written by {other} qualms ({known})")
     return metadata

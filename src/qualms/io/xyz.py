@@ -139,10 +139,10 @@ def is_prediction(atoms: Atoms, key: str, value: object, calculator: Any = None)
     # members, or equal to the copy that a calculator without members has stored.
     names = (f"{key}_ensemble", f"{key}_predicted")
     members = next((stored[name] for name in names if name in stored), None)
-    return members is None or _is_mean(value, members)
+    return members is None or _is_mean_of(members, value)
 
 
-def _is_mean(value: object, ensemble: object) -> bool:
+def _is_mean_of(ensemble: object, value: object) -> bool:
     """Return whether a value is the mean over members, up to rounding; True if that is unclear."""
     try:
         values = np.atleast_1d(np.asarray(value, dtype=np.float64))

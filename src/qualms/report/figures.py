@@ -639,7 +639,7 @@ def subsample_figure(
     lines = {n: np.array([rows[s].get(n) for s in sizes], dtype=np.float64) for n in names}
     values = np.concatenate([*lines.values(), list(references.values())])
     values = values[np.isfinite(values)]
-    # Tukey's rule tells which are far below.
+    # Tukey's rule finds the values that are far below.
     first, third = np.quantile(values, [0.25, 0.75])
     shown = values[values >= first - 3.0 * (third - first)]
     margin = 0.1 * np.ptp(shown) or 0.1

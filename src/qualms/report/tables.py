@@ -221,27 +221,29 @@ def comparison_table(comparison: Comparison) -> Table:
     rows = []
     for candidate in comparison.candidates:
         one = candidate.calibration
-        behind = f"{candidate.behind:.4f} ± {candidate.standard_error:.4f}"
-        row = [one.method, f"{candidate.log_likelihood:.4f}", "" if one is best else behind]
+        delta = f"{candidate.behind:.4f} ± {candidate.standard_error:.4f}"
+        row = [one.method, f"{candidate.log_likelihood:.4f}", "" if one is best else delta]
         row += [f"{one.aic - best.aic:+.1f}", f"{one.bic - best.bic:+.1f}"]
         rows.append([*row, f"{one.alpha:.4g}", f"{one.gamma:.3f}"])
     rows += [[method, "not fitted", *[""] * 5] for method in comparison.failures]
     note = (
-        "LL: cross-validated log likelihood per point. behind: difference to the best ± standard "
+        "LL: cross-validated log likelihood per point. delta: difference to the best ± standard "
         "error.\nΔAIC, ΔBIC: for independent points."
     )
-    return Table(["method", "LL", "behind", "ΔAIC", "ΔBIC", "α", "γ"], rows, note=note)
+    return Table(["method", "LL", "delta", "ΔAIC", "ΔBIC", "α", "γ"], rows, note=note)
 
 
 def comparison_records(comparison: Comparison) -> list[Record]:
     """Return the numbers of `comparison_table` as JSON records."""
     return [
-        {"method": candidate.calibration.method}
-        | {
-            name: getattr(candidate, name)
-            for name in ("log_likelihood", "behind", "standard_error")
+        {
+            "method": candidate.calibration.method,
+            "log_likelihood": candidate.log_likelihood,
+            "delta": candidate.behind,
+            "standard_error": candidate.standard_error,
+            "aic": candidate.calibration.aic,
+            "bic": candidate.calibration.bic,
         }
-        | {"aic": candidate.calibration.aic, "bic": candidate.calibration.bic}
         for candidate in comparison.candidates
     ]
 

@@ -385,8 +385,8 @@ def run_shift(
 ) -> ShiftResult:
     """Train one model, and evaluate every calibration on test sets out of its distribution."""
     started = time.perf_counter()
-    settings = problem.settings.model_copy(update={"memory": memory, "threads": threads})
-    model = AtomisticModel(**settings.model_dump())
+    settings = problem.settings
+    model = AtomisticModel(**settings.model_dump(), memory=memory, threads=threads)
     model.fit(problem.train, progress=stages.display or False)
     calibrations = out_of_bag_calibrations(model.fitted)
     sets, validation = [], None
