@@ -1,8 +1,8 @@
 """Record numbers that a restructuring must not change, and compare them.
 
-    python tests/golden.py record golden.npz             # with the code before
-    python tests/golden.py compare golden.npz            # with the code after
-    python tests/golden.py compare golden.npz atomic cli # some sections only
+    python scripts/golden.py record golden.npz             # with the code before
+    python scripts/golden.py compare golden.npz            # with the code after
+    python scripts/golden.py compare golden.npz atomic cli # some sections only
 
 Only public interfaces are used. Differences are relative to the largest absolute value of an array;
 those of means and members are relative to the median standard deviation of the same prediction,
