@@ -25,7 +25,7 @@ from qualms.report.figures import (
     style,
 )
 from qualms.reproduce.results import Results, ShiftResult
-from qualms.reproduce.study import PROCESS, VALIDATED, Estimate
+from qualms.reproduce.study import PROCESS, SOURCES, VALIDATED, Estimate
 from qualms.reproduce.tables import STUDENT_T
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ PANELS = {"CV": "linear", "N-L": "power"}
 LEVELS = (0.05, 0.15, 0.25, 0.35)
 #: Estimators in the order of their markers. Those that agree are neighbours; those fitted to a
 #: validation set are hollow. Raw and Int. may lie far below the others and do not set the limits.
-_ORDER = ("Raw", "Int.", "Int. N-L", "CV", "student", "N-L", "shrinkage", STUDENT_T)
+_ORDER = ("Raw", "Int.", "Int. N-L", "CV", "student", "N-L", "shrinkage", STUDENT_T, SOURCES)
 _LOW = ("Raw", "Int.")
 _DPI = 150
 
@@ -118,7 +118,13 @@ def _sizes(results: Results) -> Figure:
         for which in ("full_model", "ensemble_mean")
     )
     mean[STUDENT_T] = np.array([[e.student_t for e in s.ensembles] for s in seeds])
-    panels = {"centred on the full model": full, "centred on the ensemble mean": mean}
+    blends = [[e.blend for e in s.ensembles] for s in seeds]
+    if all(blend is not None for row in blends for blend in row):
+        mean[SOURCES] = np.array([[b.log_likelihood for b in row if b] for row in blends])
+    panels = {
+        "centred on the full model": full,
+        "centred on the ensemble mean (sources: blend)": mean,
+    }
     means = [v.mean(axis=0) for found in panels.values() for c, v in found.items() if c not in _LOW]
     shown = np.concatenate([*means, list(process.values())])
     low, high = float(shown.min()), float(shown.max())

@@ -52,6 +52,10 @@ class EnsembleResult(_Document):
     ensemble_mean: dict[str, EstimatorResult]  #: by column, centred on the ensemble mean
     full_model: dict[str, EstimatorResult]  #: by column, centred on the full model
     student_t: float  #: log likelihood under Student's t, centred on the ensemble mean
+    #: The model as it is trained by default: a blend of full model and ensemble mean, with share
+    #: λ of the latter, and the sources calibration. None in files of earlier versions.
+    blend: EstimatorResult | None = None
+    centre: float | None = None
 
 
 class SeedResult(_Document):
@@ -69,6 +73,8 @@ class SeedResult(_Document):
     memory: float  #: peak, with the largest worker process, bytes
     ensembles: list[EnsembleResult] = Field(min_length=1)  #: by size; the bootstrap is last
     projected_process: dict[str, EstimatorResult]  #: GPR PP: Raw, CV and N-L
+    #: The posterior part of GPR PP; None in files of earlier versions.
+    posterior_part: dict[str, EstimatorResult] | None = None
 
 
 class ShiftedSet(_Document):

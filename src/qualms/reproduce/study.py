@@ -51,8 +51,9 @@ from qualms.reproduce.results import (
 #: that are fitted to out-of-bag points (ours are student and shrinkage).
 VALIDATED = {"CV": "linear", "N-L": "power"}
 OUT_OF_BAG = {"Int.": "linear", "Int. N-L": "power", "student": "student", "shrinkage": "shrinkage"}
-#: The projected process, Eq. (3), as a row of the tables.
-PROCESS = "GPR PP"
+#: Rows and columns of the tables: the projected process, Eq. (3), its posterior part, and the model
+#: as it is trained by default.
+PROCESS, POSTERIOR, SOURCES = "GPR PP", "GPR PP, posterior part", "sources"
 _N_BINS = 10
 
 
@@ -246,12 +247,13 @@ def out_of_bag_calibrations(fitted: Fitted) -> dict[str, Calibration]:
 
 @dataclass(frozen=True)
 class Study:
-    """Mean log likelihoods of the test points, centred on the ensemble mean.
+    """Mean log likelihoods of the test points.
 
     Attributes
     ----------
     rows : mapping from size to mapping from column to float
-        Columns Raw, CV, N-L, Int., Int. N-L, student, shrinkage and GPR PP.
+        Columns Raw, CV, N-L, Int., Int. N-L, student and shrinkage, centred on the ensemble mean;
+        sources, centred on the blend; and GPR PP.
     model : AtomisticModel
         The model with the subsample size of the settings.
     """
@@ -296,7 +298,9 @@ def study_subsamples(
             raw = ensemble.ensemble_mean(new)
             found = raw.compare(ensemble.ensemble_mean(held_out), calibrations)
             process = process or ensemble.projected_process(new).log_likelihood
-            rows[size] = {c: e.log_likelihood for c, e in found.items()} | {PROCESS: process}
+            of_model = ensemble.sources(new).log_likelihood
+            likelihoods = {c: e.log_likelihood for c, e in found.items()}
+            rows[size] = likelihoods | {SOURCES: of_model, PROCESS: process}
         return Study(rows, once.model())
 
 
@@ -324,15 +328,19 @@ def run_seed(
         n_groups = len(np.unique(once.data.row_groups))
         panels: dict[str, Mapping[str, Estimate]] = {}
         process: dict[str, Estimate] = {}
+        posterior: dict[str, Estimate] = {}
         ensembles = []
         for n in (*problem.sizes, n_groups):
             bootstrap = n == n_groups
             before = time.perf_counter()
             ensemble = once.ensemble(n, with_replacement=bootstrap)
             seconds = time.perf_counter() - before
-            process = process or ensemble.projected_process(test).compare(
-                ensemble.projected_process(validation)
-            )
+            if not process:
+                process, posterior = (
+                    estimate(test).compare(estimate(validation))
+                    for estimate in (ensemble.projected_process, ensemble.posterior_part)
+                )
+            blend = ensemble.sources(test)
             raw, calibrations = (
                 ensemble.ensemble_mean(test),
                 out_of_bag_calibrations(ensemble.fitted),
@@ -353,10 +361,13 @@ def run_seed(
                 ensemble_mean={column: e.result() for column, e in mean.items()},
                 full_model={column: e.result() for column, e in full.items()},
                 student_t=float(np.mean(density)),
+                blend=blend.result(),
+                centre=ensemble.blend.record.centre,
             )
             ensembles.append(found)
             label = "bootstrap" if bootstrap else f"n = {n:,}"
-            scores = (f"{column} {e.log_likelihood:.3f}" for column, e in (mean | full).items())
+            every = mean | full | {SOURCES: blend}
+            scores = (f"{column} {e.log_likelihood:.3f}" for column, e in every.items())
             report(f"{label}: {', '.join(scores)} ({seconds:.0f} s)")
             if not bootstrap:
                 panels[label] = full
@@ -376,6 +387,7 @@ def run_seed(
         memory=float(peak * (1 if sys.platform == "darwin" else 1024)),
         ensembles=ensembles,
         projected_process={column: e.result() for column, e in process.items()},
+        posterior_part={column: e.result() for column, e in posterior.items()},
     )
     return seed, panels | {PROCESS: process}
 
@@ -386,9 +398,14 @@ def run_shift(
     """Train one model, and evaluate every calibration on test sets out of its distribution."""
     started = time.perf_counter()
     settings = problem.settings
-    model = AtomisticModel(**settings.model_dump(), memory=memory, threads=threads)
-    model.fit(problem.train, progress=stages.display or False)
-    calibrations = out_of_bag_calibrations(model.fitted)
+    with threadpool_limits(limits=threads):
+        once = TrainedOnce(problem.train, settings, threads=threads, memory=memory, stages=stages)
+        ensemble = once.ensemble(settings.subsample, with_replacement=settings.replace)
+    paper, model = (
+        AtomisticModel.from_fitted(fitted, threads=threads)
+        for fitted in (ensemble.fitted, ensemble.blend)
+    )
+    calibrations = out_of_bag_calibrations(paper.fitted)
     sets, validation = [], None
     for label, frames in problem.tests.items():
         with stages.stage(label):
@@ -398,13 +415,15 @@ def run_shift(
             else:
                 y = np.array([atoms.info[settings.target] for atoms in frames])
             known = np.isfinite(y)
-            members = model.predict(frames).uncalibrated.members[known]
+            members = paper.predict(frames).uncalibrated.members[known]
             raw = Estimate.from_members(y[known], members)
             process = Estimate(y[known], *(values[known] for values in model.predict_pp(frames)))
+            own = model.predict(frames)[known]
+            blend = Estimate(y[known], own.mean, own.std, own.members, model.fitted.calibration)
             extrapolation = float(np.mean(model.extrapolates(frames)))
         # The first set is in distribution, and serves as the validation set.
         validation = validation or (raw, process)
-        found = raw.compare(validation[0], calibrations)
+        found = raw.compare(validation[0], calibrations) | {SOURCES: blend}
         for column, estimate in process.compare(validation[1]).items():
             found[PROCESS if column == "Raw" else f"{PROCESS}, {column}"] = estimate
         sets.append(

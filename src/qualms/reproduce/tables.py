@@ -11,7 +11,7 @@ import numpy as np
 from qualms.io.files import atomic_output
 from qualms.report.tables import Table
 from qualms.reproduce.results import EnsembleResult, EstimatorResult, Results, ShiftResult
-from qualms.reproduce.study import PROCESS, VALIDATED
+from qualms.reproduce.study import POSTERIOR, PROCESS, VALIDATED
 
 #: Columns of the paper's tables, and of ours.
 PAPER_COLUMNS = ("Raw", "CV", "N-L", "Int.", "Int. N-L")
@@ -42,8 +42,16 @@ PUBLISHED: Mapping[str, Mapping[int | str, tuple[float, ...]]] = {
 
 def write_tables(directory: Path, results: Results, *, force: bool) -> list[Path]:
     """Write all tables of a problem as Markdown; return the files."""
-    makers = (full_model_table, ensemble_mean_table, out_of_bag_table, error_table, cost_table)
-    pages = {f"{results.name}.md": [make(results) for make in makers]}
+    makers = (
+        full_model_table,
+        ensemble_mean_table,
+        blend_table,
+        out_of_bag_table,
+        error_table,
+        cost_table,
+    )
+    made = [make(results) for make in makers]
+    pages = {f"{results.name}.md": [table for table in made if table.rows]}
     if results.shift is not None:
         pages[f"{results.name}-shift.md"] = [shift_table(results.shift, results.units)]
     for name, tables in pages.items():
@@ -64,6 +72,10 @@ def full_model_table(results: Results) -> Table:
     process = [seed.projected_process for seed in results.seeds]
     values = [[p[c].log_likelihood for p in process] for c in ("Raw", *VALIDATED)]
     rows.append([PROCESS, *_cells(values, printed.get(PROCESS, ())), "", ""])
+    parts = [seed.posterior_part for seed in results.seeds if seed.posterior_part]
+    if parts:
+        values = [[p[c].log_likelihood for p in parts] for c in ("Raw", *VALIDATED)]
+        rows.append([POSTERIOR, *_cells(values), "", ""])
     beside = " [value in the paper]" if printed else ""
     title = _title(results, f"centred on the full model{beside}")
     return Table(["n", *PAPER_COLUMNS], rows, title)
@@ -96,9 +108,31 @@ def out_of_bag_table(results: Results) -> Table:
     return Table([*head, "shrinkage − N-L"], rows, title)
 
 
+def blend_table(results: Results) -> Table:
+    """Return the model as it is trained by default: a blend, calibrated by sources of variance."""
+    factor, units = _error_units(results)
+    rows = []
+    for label, ensembles in _by_size(results):
+        found = [e.blend for e in ensembles if e.blend is not None]
+        if found:
+            centres = [e.centre for e in ensembles if e.centre is not None]
+            cells = [mean_and_error(centres, ".2f")]
+            cells += [f"{factor * _mean(found, name):.3g}" for name in ("mae", "rmse")]
+            cells += [mean_and_error([e.log_likelihood for e in found])]
+            cells += [f"{_mean(found, name):.1%}" for name in ("coverage_68", "coverage_95")]
+            rows.append([label, *cells, f"{_mean(found, 'spearman'):.2f}", _bin_ratios(found)])
+    head = ["n", "λ", f"MAE ({units})", f"RMSE ({units})", "log likelihood", "within 68 %"]
+    title = "Blend of full model and ensemble mean (share λ), sources calibration, out of bag"
+    return Table([*head, "within 95 %", "rank correlation", f"RMSE/σ: {_BINS}"], rows, title)
+
+
+def _error_units(results: Results) -> tuple[float, str]:
+    return (1e3, "meV/atom") if results.units == "eV/atom" else (1.0, results.units)
+
+
 def error_table(results: Results) -> Table:
     """Return errors of ensemble mean and full model, and coverage of the student calibration."""
-    factor, units = (1e3, "meV/atom") if results.units == "eV/atom" else (1.0, results.units)
+    factor, units = _error_units(results)
     rows = []
     for label, ensembles in _by_size(results):
         found = [e.ensemble_mean["student"] for e in ensembles]
