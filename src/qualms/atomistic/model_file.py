@@ -34,7 +34,7 @@ from qualms.io.tensors import (
 
 FORMAT = "qualms model"
 #: Raised whenever the meaning of a file changes.
-PROTOCOL = 4
+PROTOCOL = 5
 
 _Share = Annotated[float, Field(ge=0, le=1)]
 
