@@ -159,7 +159,11 @@ Potential: TypeAlias = Sequence[ScaleKernel]
 def scale_rows(representation: Representation, representatives: FloatArray) -> list[ScaleKernel]:
     """Return the kernel of each scale with representatives (M, d)."""
     X, none = representatives.astype(np.float64), np.empty((len(representatives), 0))
-    return [ScaleKernel(one, X[:, one.columns], none) for one in scale_features(representation)]
+    kernels = []
+    for scale in scale_features(representation):
+        own = X[:, scale.columns]
+        kernels.append(ScaleKernel(scale, own if scale.compressed else scale.projected(own), none))
+    return kernels
 
 
 def make_potential(fitted: Fitted, weights: Float64Array) -> Potential:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 from ase import Atoms
+from scipy.linalg import block_diag
 from scipy.spatial import cKDTree
 
 from qualms.arrays import Float64Array, IntArray
@@ -280,8 +281,11 @@ class ScaleFeatures:
         Weight of this scale in the kernel.
     columns : slice
         Its features among those of all scales, as representatives are stored.
-    projection : (D, q) array, optional
-        P, if features are compressed.
+    projection : (D, q) array
+        P, of compressed features. Otherwise it takes equal features together, p_nn′ and p_n′n of
+        one species, which changes no product and saves a third of the multiplications.
+    compressed : bool
+        Whether P is a compression, by which representatives are multiplied already.
     feature_scale : float, optional
         y is divided by this; None if features are normalised.
     """
@@ -290,19 +294,19 @@ class ScaleFeatures:
     exponent: float
     share: float
     columns: slice
-    projection: Float64Array | None
+    projection: Float64Array
     feature_scale: float | None
+    compressed: bool
 
     @cached_property
     def maps(self) -> list[PairMap]:
         """P, one pair of species after the other."""
         maps = []
-        for rows in self.engine.pair_columns.values():
-            if self.projection is None:
-                maps.append(PairMap(rows, np.arange(rows.start, rows.stop), None))
-                continue
+        for (one, other), rows in self.engine.pair_columns.items():
             columns = np.flatnonzero(np.any(self.projection[rows] != 0, axis=0))
-            maps.append(PairMap(rows, columns, self.projection[rows][:, columns]))
+            is_identity = not self.compressed and one != other
+            part = None if is_identity else self.projection[rows][:, columns]
+            maps.append(PairMap(rows, columns, part))
         return maps
 
     def features(self, P: Float64Array) -> tuple[Float64Array, Float64Array]:
@@ -330,14 +334,13 @@ class ScaleFeatures:
         They are given one pair after the other. Of some pairs, only the columns that they have
         `used` are returned; others do not change.
         """
-        if self.projection is None:
-            return changes
         used = np.arange(self.projection.shape[1]) if pairs is None else self.used(pairs)
         projected, first = np.zeros((len(changes), len(used))), 0
         for one in self.maps if pairs is None else [self.maps[k] for k in pairs]:
-            assert one.part is not None
-            last = first + len(one.part)
-            projected[:, _places(used, one.columns)] += changes[:, first:last] @ one.part
+            last = first + one.rows.stop - one.rows.start
+            own = changes[:, first:last]
+            own = own if one.part is None else own @ one.part
+            projected[:, _places(used, one.columns)] += own
             first = last
         return projected
 
@@ -365,11 +368,30 @@ def scale_features(representation: Representation) -> list[ScaleFeatures]:
     for s, scale in enumerate(soap.scales):
         engine = make_engine("featomic", scale, representation.species)
         assert isinstance(engine, FeatomicEngine)
-        projection = projections[s].matrix.astype(np.float64) if projections else None
+        matrix = projections[s].matrix.astype(np.float64) if projections else _fold(engine)
         length = None if soap.normalize else representation.feature_scale
-        columns, share = representation.columns[s], scale.weight / total
-        found.append(ScaleFeatures(engine, soap.exponent, share, columns, projection, length))
+        columns, share, compressed = (
+            representation.columns[s],
+            scale.weight / total,
+            bool(projections),
+        )
+        found.append(
+            ScaleFeatures(engine, soap.exponent, share, columns, matrix, length, compressed)
+        )
     return found
+
+
+def _fold(engine: FeatomicEngine) -> Float64Array:
+    """Return (p_nn′, p_n′n) → (p_nn′ + p_n′n)/√2 for pairs of one species: (D, q)."""
+    n_radial, n_blocks = engine.scale.n_radial, engine.scale.l_max + 1
+    n, other = np.triu_indices(n_radial)
+    same, column = np.zeros((n_radial, n_radial, len(n))), np.arange(len(n))
+    same[n, other, column] = same[other, n, column] = np.where(n == other, 1.0, np.sqrt(0.5))
+    of_one, of_two = (
+        block_diag(*[same.reshape(-1, len(n))] * n_blocks),
+        np.eye(n_radial**2 * n_blocks),
+    )
+    return np.asarray(block_diag(*[of_one if a == b else of_two for a, b in engine.pair_columns]))
 
 
 def _places(used: IntArray, columns: IntArray) -> IntArray | slice:
