@@ -19,6 +19,7 @@ from qualms.calibration.fitting import (
 )
 from qualms.calibration.groups import fit_grouped, fit_groups
 from qualms.calibration.methods import (
+    NoCalibration,
     PowerCalibration,
     Scaled,
     StudentCalibration,
@@ -510,9 +511,9 @@ def test_members_that_agree_stay_as_they_are():
 def test_factors_from_elsewhere_are_those_of_the_first_axis():
     members = np.random.default_rng(0).normal(size=(2, 3, 5))
     ensemble_std = members.std(axis=-1, ddof=1)
-    found = Scaled(np.array([2.0, 0.5])).transform(members)
+    found = Scaled(np.array([2.0, 0.5]), NoCalibration()).transform(members)
     np.testing.assert_allclose(found.std(axis=-1, ddof=1), ensemble_std * [[2.0], [0.5]])
-    found = Scaled(3.0).transform(members[0])
+    found = Scaled(3.0, NoCalibration()).transform(members[0])
     np.testing.assert_allclose(found, members[0].mean(-1, keepdims=True) * -2 + 3 * members[0])
 
 

@@ -24,7 +24,9 @@ SCORES = [
     "power (out-of-bag)",
     "student (out-of-bag)",
     "shrinkage (out-of-bag)",
+    "sources (out-of-bag)",
     "GPR PP",
+    "GPR PP, posterior part",
 ]
 
 
@@ -45,7 +47,7 @@ def test_every_calibration_is_scored(molecules, energy_model):
     expected = energy_model.predict(labelled)
     np.testing.assert_allclose(result.prediction.mean * n_atoms, expected.mean)
     np.testing.assert_allclose(result.prediction.std * n_atoms, expected.std)
-    own = result.scores["student (out-of-bag)"]
+    own = result.scores["sources (out-of-bag)"]
     assert own.log_likelihood == pytest.approx(score(result.y, result.prediction).log_likelihood)
     by_validation = result.scores["linear (validation)"].log_likelihood
     assert own.log_likelihood == pytest.approx(by_validation, abs=0.3)
@@ -57,7 +59,7 @@ def test_every_calibration_is_scored(molecules, energy_model):
 
 def cross_fitted_sharpness(result, even):
     """Return the sharpness of each half of the points calibrated on the other."""
-    raw = result.prediction.uncalibrated
+    raw = Prediction(result.prediction.uncalibrated.members[:, :16])  # the subsampled ones
     variance = np.empty(len(even))
     for half in (even, ~even):
         alpha = calibrate(result.y[~half], raw[~half].members, method="linear").alpha
@@ -124,11 +126,14 @@ def test_forces_and_stresses_are_scored_by_component(alloys, force_model):
     predicted = force_model.predict_forces(test, stress=True)
     known = [i for i in range(10) if i != 2]
     expected = predicted.stress[known]
-    np.testing.assert_allclose(stress.prediction.members.reshape(9, 6, -1), expected.members)
+    # Weights of posterior members are large and cancel: rounding depends on the batch.
+    atol = 1e-6 * expected.std.min()
+    members = stress.prediction.members.reshape(9, 6, -1)
+    np.testing.assert_allclose(members, expected.members, atol=atol)
     np.testing.assert_allclose(stress.y.reshape(9, 6), [test[i].info["virtual"] for i in known])
     assert [*stress.component_names] == ["xx", "yy", "zz", "yz", "xz", "xy"]
     for one in (forces, stress):
-        own = one.scores["student (out-of-bag)"].log_likelihood
+        own = one.scores["sources (out-of-bag)"].log_likelihood
         assert own == pytest.approx(score(one.y, one.prediction).log_likelihood)
 
 

@@ -39,7 +39,7 @@ from qualms import AtomisticModel, Prediction, ProjectedProcessRegressor, Qualms
 from qualms.atomistic.model import stream_chunks
 from qualms.atomistic.novelty import atom_force_std, atom_novelty, attributions
 from qualms.atomistic.settings import SMOOTHING, Settings, make_settings
-from qualms.calibration.fitting import METHODS
+from qualms.calibration.fitting import MODEL_METHODS
 
 PER_ATOM = "atomization_energy_per_atom"
 #: Of the standard deviation.
@@ -81,7 +81,10 @@ INVALID = {
     "forces_noise": [0.0, 1.0],
     "stress_noise": ["loo", 1.0],
     "noise_per": ["cell", "structure"],
+    "uncertainty": ["all", None],
     "n_members": [1],
+    "n_posterior": [1, 2.5],
+    "centre": ["mean", -0.1, 1.5, float("nan")],
     "subsample": [0.0, 1.0, 1, 1.5],
     "resample": ["molecules", "atoms"],
     "replace": [3],
@@ -188,7 +191,7 @@ def test_energies_of_isolated_atoms_given_or_found(molecules):
 # --- predictions ---
 
 
-@pytest.mark.parametrize("calibration", METHODS)
+@pytest.mark.parametrize("calibration", MODEL_METHODS)
 @pytest.mark.parametrize(("target", "kind"), [(ENERGY, "extensive"), (PER_ATOM, "intensive")])
 def test_contributions_of_atoms_add_up_member_by_member(molecules, target, kind, calibration):
     model = make_model(target, kind, calibration=calibration).fit(molecules[:40])
@@ -198,7 +201,9 @@ def test_contributions_of_atoms_add_up_member_by_member(molecules, target, kind,
     for i, parts in enumerate(atoms):
         assert_same(combine(parts.members, axis=0)[None], whole[i : i + 1])
     np.testing.assert_allclose(model.predict_mean(new), whole.mean, rtol=1e-12)
-    assert (whole.std == whole.uncalibrated.std).all() == (calibration == "none")
+    ensemble_std = whole.uncalibrated.members[:, :16].std(axis=1, ddof=1)
+    assert np.allclose(whole.std, ensemble_std, rtol=1e-10) == (calibration == "none")
+    assert whole.n_members == (80 if calibration == "sources" else 16)
 
 
 @pytest.fixture(scope="module", params=["plain", "compressed", "two scales", "featomic", "atomic"])
@@ -334,7 +339,7 @@ def test_invalid_structures_and_options(molecules, energy_model):
         (lambda: energy_model.predict([Atoms()]), "frames[0]"),
         (lambda: energy_model.target_atoms(molecules[:1]), "kind"),
         (lambda: make_model().fit(molecules[0]), "frames"),
-        (lambda: make_model(keep_pp=False).fit(molecules[:20]).predict_pp(molecules), "keep_pp"),
+        (lambda: make_model(keep_pp=False).fit(molecules[:40]).predict_pp(molecules), "keep_pp"),
     ):
         with rejects(parameter):
             call()

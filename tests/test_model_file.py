@@ -130,6 +130,15 @@ def cut(name, axis=0):
 
 FORGERIES = {
     "too many members": put("settings", "n_members", value=17),
+    "too many posterior members": put("settings", "n_posterior", value=65),
+    "no posterior members": put("settings", "uncertainty", value="subsampling"),
+    "a conformal score too many": put("conformal", value=["energy", "forces"]),
+    "conformal scores in disorder": lambda d, t: t.update(
+        conformal_energy=t["conformal_energy"][::-1]
+    ),
+    "an infinite variance": put(
+        "calibrations", "energy", "sources", "parameters", "floor", value=float("inf")
+    ),
     "a weight too few": cut("weights", axis=1),
     "an intercept too few": cut("intercepts"),
     "a representative too few": cut("representatives"),
@@ -154,7 +163,7 @@ FORGERIES = {
     "huge SOAP": put("settings", "representation", "scales", 0, "n_radial", value=10**9),
     "a projection": put("n_projections", value=1),
     "unknown calibration": put("settings", "calibration", value="best"),
-    "missing calibration": lambda d, t: d["calibrations"]["energy"].pop("student"),
+    "missing calibration": lambda d, t: d["calibrations"]["energy"].pop("sources"),
     "no calibration": put("calibrations", value={}),
     "calibration of forces": lambda d, t: d["calibrations"].update(
         forces=d["calibrations"]["energy"]

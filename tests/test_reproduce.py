@@ -202,6 +202,10 @@ def test_a_study_trains_the_same_model_as_fit(once):
     alone = AtomisticModel(**problem.settings.model_dump(), threads=1).fit(problem.train)
     predicted = alone.predict(problem.test)
     np.testing.assert_allclose(study.model.predict(problem.test).mean, predicted.mean, rtol=1e-6)
+    # The rows are the paper's: of the members alone, centred on their mean.
+    paper = {"uncertainty": "subsampling", "centre": "members", "calibration": "student"}
+    given = problem.settings.model_dump() | paper
+    predicted = AtomisticModel(**given, threads=1).fit(problem.train).predict(problem.test)
     expected = gaussian(predicted.mean - once[2].y, predicted.std)
     assert study.rows[0.5]["student"] == pytest.approx(expected, rel=1e-4)
 

@@ -89,6 +89,9 @@ def test_every_member_is_the_weighted_least_squares_solution_of_its_structures(a
         noise_per=noise_per,
         baseline="none",
         n_representatives=25,
+        uncertainty="subsampling",
+        centre="members",
+        calibration="student",
     ).fit(frames)
     fitted = found.fitted
     scales = scale_rows(fitted.representation, fitted.representatives)
@@ -120,19 +123,21 @@ def test_every_member_is_the_weighted_least_squares_solution_of_its_structures(a
         )
 
 
-def test_out_of_bag_points_are_predicted_by_the_other_members(molecules, energy_model):
+def test_out_of_bag_points_are_predicted_by_the_other_members(molecules):
     train = molecules[:120]
+    model = make_model(n_representatives=150, uncertainty="subsampling", centre="members")
+    model.fit(train)
     n_atoms = np.array([len(atoms) for atoms in train])
-    members = energy_model.predict(train).uncalibrated.members / n_atoms[:, None]
+    members = model.predict(train).uncalibrated.members / n_atoms[:, None]
     residuals, ensemble_stds = [], []
     rows = zip(
-        reference_values(train) / n_atoms, members, energy_model.fitted.membership, strict=True
+        reference_values(train) / n_atoms, members, model.fitted.membership, strict=True
     )
     for y, row, seen in rows:
         if np.count_nonzero(seen == 0) >= 3:
             residuals.append(y - row[seen == 0].mean())
             ensemble_stds.append(row[seen == 0].std(ddof=1))
-    found, record = energy_model.out_of_bag["energy"], energy_model.record.quantities["energy"]
+    found, record = model.out_of_bag["energy"], model.record.quantities["energy"]
     # Features are float32 in training.
     np.testing.assert_allclose(
         found.residuals, residuals, rtol=1e-5, atol=1e-4 * max(ensemble_stds)
@@ -141,7 +146,7 @@ def test_out_of_bag_points_are_predicted_by_the_other_members(molecules, energy_
     assert record.rmse == pytest.approx(np.sqrt(np.mean(np.square(residuals))))
     assert record.mae == pytest.approx(np.mean(np.abs(residuals)))
     assert record.n_out_of_bag == len(residuals) > 100
-    assert energy_model.fitted.largest_ensemble_std == pytest.approx(max(ensemble_stds))
+    assert model.fitted.largest_ensemble_std == pytest.approx(max(ensemble_stds))
 
 
 def test_the_full_model_and_other_subsamples_share_kernel_rows(molecules):
@@ -151,7 +156,8 @@ def test_the_full_model_and_other_subsamples_share_kernel_rows(molecules):
     gp = training.fit_sparse_gp(training.compute_rows(data), data, draw.baseline)
     other = replace(data, settings=settings.model_copy(update={"subsample": 0.25}))
     for some in (data, other):
-        fitted = training.fit_ensemble(gp, some, training.draw_ensemble(some)).fitted
+        members = training.fit_ensemble(gp, some, training.draw_ensemble(some))
+        fitted = training.calibrate(members, some).fitted
         alone = training.fit(molecules[:60], some.settings).fitted
         np.testing.assert_array_equal(fitted.membership, alone.membership)
         np.testing.assert_allclose(fitted.weights, alone.weights, rtol=1e-6, atol=1e-9)
@@ -159,13 +165,13 @@ def test_the_full_model_and_other_subsamples_share_kernel_rows(molecules):
     Phi, rest = gp.rows.Phi, np.arange(60) != 7
     A = Phi[rest].T @ Phi[rest] + gp.process.noise_variance * np.eye(Phi.shape[1])
     expected = gp.y[7] - Phi[7] @ np.linalg.solve(A, Phi[rest].T @ gp.y[rest])
-    assert gp.left_out_residuals()[7] == pytest.approx(expected, rel=1e-6)
+    assert gp.leave_out(np.arange(60)).residuals[7] == pytest.approx(expected, rel=1e-6)
 
 
 def test_noise_that_is_lost_in_rounding_is_raised(alloys, monkeypatch):
     given = {"target": "energy", "forces": "force", "noise": 1e-3, "forces_noise": 1e-2}
-    settings = make_settings(given | {"representation": SMOOTH, "n_representatives": 20})
-    data = collect_labels(alloys[:12], settings)
+    given |= {"representation": SMOOTH, "n_representatives": 20, "calibration": "student"}
+    data = collect_labels(alloys[:12], make_settings(given))
     draw = training.draw_ensemble(data)
     gp = training.fit_sparse_gp(training.compute_rows(data), data, draw.baseline)
     assert gp.noise == {"energy": 1e-3, "forces": 1e-2}
@@ -178,7 +184,8 @@ def test_noise_that_is_lost_in_rounding_is_raised(alloys, monkeypatch):
 
     monkeypatch.setattr(ensemble, "solve_members", fails_at_first)
     with pytest.warns(QualmsWarning):
-        raised = training.fit_ensemble(gp, data, draw).fitted
+        members = training.fit_ensemble(gp, data, draw)
+    raised = training.calibrate(members, data).fitted
     assert raised.record.quantities["energy"].noise ** 2 == pytest.approx(1e-2)
     assert raised.record.quantities["forces"].noise ** 2 == pytest.approx(1e-1)
     least = np.inf
@@ -217,7 +224,7 @@ def test_uncertainties_of_forces_are_calibrated(alloys):
     new = labelled_alloys(40, seed=5)
     predicted = model.predict_forces(new).forces
     y = np.concatenate([atoms.arrays["force"] for atoms in new])
-    flat = Prediction(predicted.members.reshape(-1, 16))
+    flat = Prediction(predicted.members.reshape(-1, predicted.n_members))
     assert 0.5 < score(y.ravel(), flat).coverage_68 < 0.85
     own = model.fitted.calibration_of("forces")
     assert own != model.fitted.calibration
@@ -229,7 +236,7 @@ def test_few_forces_are_calibrated_as_the_energy(alloys):
     for atoms in frames[5:]:
         del atoms.arrays["force"]
     with pytest.warns(QualmsWarning):
-        model = make_force_model().fit(frames)
+        model = make_force_model(uncertainty="subsampling").fit(frames)
     assert set(model.fitted.calibrations) == {"energy"}
     found = model.predict_forces(alloys[30:32])
     factors = found.energy.std / found.energy.uncalibrated.std
@@ -284,7 +291,8 @@ def test_the_uncertainty_of_the_baseline_is_in_the_members(molecules):
     frames, rng = copies(molecules[:60]), np.random.default_rng(0)
     for atoms in frames:
         atoms.info["noise"] = float(len(atoms) * rng.normal())
-    fitted = make_model("noise").fit(frames).fitted
+    given = {"uncertainty": "subsampling", "centre": "members"}
+    fitted = make_model("noise", **given).fit(frames).fitted
     X = np.array([[np.mean(a.numbers == z) for z in fitted.baseline.species] for a in frames])
     y = reference_values(frames, "noise") / [len(atoms) for atoms in frames]
     for i in range(16):
@@ -324,8 +332,9 @@ def test_a_target_that_is_linear_in_the_composition_is_exact(molecules):
         atoms.info["linear"] = 1.7 * float(np.sum(atoms.numbers)) + len(atoms)
     with pytest.warns(QualmsWarning):
         model = make_model("linear").fit(frames[:40])
-    expected = np.tile(reference_values(frames[40:], "linear")[:, None], 16)
-    np.testing.assert_allclose(model.predict(frames[40:]).members, expected, rtol=1e-12)
+    members = model.predict(frames[40:]).members
+    expected = np.tile(reference_values(frames[40:], "linear")[:, None], members.shape[1])
+    np.testing.assert_allclose(members, expected, rtol=1e-12)
     assert model.record.quantities["energy"].rmse is None
 
 
@@ -404,7 +413,7 @@ def test_recomputed_features_give_an_equivalent_model(molecules, monkeypatch, se
 
 def test_progress_is_shown_stage_by_stage(molecules):
     display = MagicMock()
-    record = make_model().fit(molecules[:20], progress=display).record
+    record = make_model(calibration="student").fit(molecules[:20], progress=display).record
     stages = [call.args[0] for call in display.begin.call_args_list]
     assert list(dict.fromkeys(stages)) == list(record.seconds)
     display.begin.assert_any_call("Features", record.n_environments)

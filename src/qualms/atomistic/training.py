@@ -667,15 +667,32 @@ def calibrate(ensemble: Ensemble, data: TrainingSet, stages: Stages | None = Non
     with stages.stage("Calibration"), _few_threads(data, gp.rows.Phi.shape[1]):
         left_out = _leave_out(gp, data)
         centre = _centre(data, members, counts, left_out)
-        out_of_bag = {}
+        out_of_bag, like_energy = {}, settings
+        chosen = left_out["energy"][0]
+        n_available = int(np.count_nonzero(_out_of_bag(counts)[chosen]))
+        n_available = n_available if counts.shape[1] else len(chosen)
         for name, quantity in data.quantities.items():
             rows, without = left_out[name]
             groups = data.row_groups if name == "energy" else data.groups[quantity.structure]
             groups = groups[rows]
             without = replace(without, centre=centre, has_posterior=settings.n_drawn > 0)
-            out_of_bag[name] = calibrate_out_of_bag(
-                name, quantity, members[name], counts, settings, rows, without, groups
+            found = calibrate_out_of_bag(
+                name,
+                quantity,
+                members[name],
+                counts,
+                like_energy,
+                rows,
+                without,
+                groups,
+                n_available,
             )
+            if found.calibrations and settings.calibration != like_energy.calibration:
+                found.calibrations[settings.calibration] = found.calibrations["student"]
+            out_of_bag[name] = found
+            if name == "energy" and found.calibrations[settings.calibration].method == "student":
+                # Predictions of all quantities are by the same members.
+                like_energy = settings.model_copy(update={"calibration": "student"})
         if len(data.quantities) > 1 and counts.shape[1]:
             warn_of_outliers(data, members, counts)
     whitening = gp.rows.whitening
@@ -792,28 +809,30 @@ def calibrate_out_of_bag(
     rows: IntArray,
     full: FullModelData,
     groups: IntArray,
+    n_available: int,
 ) -> OutOfBag:
     """Fit every calibration of a quantity to points that the model was trained without.
 
     Members (n, S) are predictions of all rows, counts (N, S) those of the rows of the target in
-    each member, and `full` the full model without some rows, which belong to groups (n,). A target
-    without errors is not calibrated.
+    each member, and `full` the full model without some rows, which belong to groups (n,). Forces of
+    few of the available structures, and a target without errors, are not calibrated.
     """
     absent = (_member_counts(name, quantity, counts) == 0)[rows]
     y, members, structure = quantity.y[rows], members[rows], quantity.structure[rows]
     used = _out_of_bag(~absent) if counts.shape[1] else np.ones(len(rows), dtype=bool)
     if name != "energy":
-        apart = not_zero_by_symmetry(y, members if counts.shape[1] else full.posterior_std[:, None])
+        p = full.posterior_std[:, None]
+        apart = not_zero_by_symmetry(y, members if counts.shape[1] else p * [-1.0, 1.0])
         apart = apart if apart.any() else np.ones(len(rows), dtype=bool)
         n_structures = len(np.unique(structure[apart & used]))
-        n_available = len(np.unique(structure[used]))
         if _too_few(name, n_structures, n_available, settings.calibration):
             return OutOfBag(None, {}, 0)
         return _calibrate_components(
             name, quantity, members, absent, settings, rows, full, apart, groups
         )._replace(n_structures=n_structures)
     wanted = settings.calibration
-    none = OutOfBag(None, {"none": NoCalibration(), wanted: NoCalibration()}, 0)
+    unscaled = NoCalibration(n_subsampled=settings.n_subsampled if settings.n_drawn else 0)
+    none = OutOfBag(None, {"none": unscaled, wanted: unscaled}, 0)
     if np.ptp(quantity.y) == 0:
         _warn("All targets are the same: there is nothing to learn, and the uncertainty is zero.")
         return none
@@ -824,7 +843,8 @@ def calibrate_out_of_bag(
             raise
         _warn(f"{error} The ensemble standard deviation is not calibrated.")
         return none
-    n_structures, found = len(np.unique(structure[used])), _fit_methods(data, settings)
+    n_structures = len(np.unique(structure[used]))
+    found = _fit_methods(data, settings, instead="student")
     return OutOfBag(data, found, n_structures, found[wanted].conformal(data))
 
 
@@ -896,10 +916,12 @@ def _calibrate_components(
     return OutOfBag(data, calibrations, 0, conformal)
 
 
-def _fit_methods(data: CalibrationData, settings: Settings) -> dict[str, Calibration]:
+def _fit_methods(
+    data: CalibrationData, settings: Settings, instead: str = ""
+) -> dict[str, Calibration]:
     """Fit every method, so that they can be compared; the one that is wanted must succeed.
 
-    With too few points for several sources of variance, `student` takes their place.
+    With too few points for several sources of variance, another method may take their place.
     """
     wanted, n = settings.calibration, settings.n_subsampled if settings.n_drawn else 0
     found: dict[str, Calibration] = {}
@@ -907,9 +929,9 @@ def _fit_methods(data: CalibrationData, settings: Settings) -> dict[str, Calibra
         try:
             found[method] = replace(fit_out_of_bag(data, method), n_subsampled=n)
         except CalibrationError as error:
-            if method == wanted == "sources" and "student" in found:
-                _warn(f"{error} The student calibration is used.")
-                found[method] = found["student"]
+            if method == wanted == "sources" and instead in found:
+                _warn(f"{error} The {instead} calibration is used.")
+                found[method] = found[instead]
             elif method == wanted:
                 raise
     return found
