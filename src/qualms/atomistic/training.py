@@ -78,6 +78,7 @@ from qualms.gp.ensemble import (
     MIN_ABSENT,
     FullModel,
     Residuals,
+    calibration_factors,
     centred,
     draw_members,
     fit_centre,
@@ -213,8 +214,8 @@ def draw_ensemble(data: TrainingSet) -> Draw:
 
 
 def _out_of_bag(counts: IntArray) -> BoolArray:
-    """Return which rows (N,) enough members are without, given counts (N, N_R)."""
-    enough: BoolArray = (counts == 0).sum(axis=1) >= MIN_ABSENT
+    """Return which rows (N,) enough members are without, given counts (N, S); all if S = 0."""
+    enough: BoolArray = (counts == 0).sum(axis=1) >= (MIN_ABSENT if counts.shape[1] else 0)
     return enough
 
 
@@ -662,37 +663,25 @@ def _member_counts(name: str, quantity: Quantity, counts: IntArray) -> IntArray:
 
 def calibrate(ensemble: Ensemble, data: TrainingSet, stages: Stages | None = None) -> Trained:
     """Choose what is predicted, add posterior members, and calibrate each quantity out of bag."""
-    stages, settings, gp = stages or Stages(), data.settings, ensemble.gp
+    stages, gp = stages or Stages(), ensemble.gp
     (counts, baseline), members = ensemble.draw, ensemble.members
+    settings = _enough_points(data.settings, counts)
     with stages.stage("Calibration"), _few_threads(data, gp.rows.Phi.shape[1]):
         left_out = _leave_out(gp, data)
         centre = _centre(data, members, counts, left_out)
-        out_of_bag, like_energy = {}, settings
-        chosen = left_out["energy"][0]
-        n_available = int(np.count_nonzero(_out_of_bag(counts)[chosen]))
-        n_available = n_available if counts.shape[1] else len(chosen)
-        for name, quantity in data.quantities.items():
-            rows, without = left_out[name]
-            groups = data.row_groups if name == "energy" else data.groups[quantity.structure]
-            groups = groups[rows]
-            without = replace(without, centre=centre, has_posterior=settings.n_drawn > 0)
-            found = calibrate_out_of_bag(
+        available = np.isin(np.arange(len(data.y)), left_out["energy"].rows) & _out_of_bag(counts)
+        out_of_bag = {
+            name: calibrate_out_of_bag(
                 name,
                 quantity,
                 members[name],
                 counts,
-                like_energy,
-                rows,
-                without,
-                groups,
-                n_available,
+                settings,
+                left_out[name].centred(centre),
+                n_available=int(np.count_nonzero(available)),
             )
-            if found.calibrations and settings.calibration != like_energy.calibration:
-                found.calibrations[settings.calibration] = found.calibrations["student"]
-            out_of_bag[name] = found
-            if name == "energy" and found.calibrations[settings.calibration].method == "student":
-                # Predictions of all quantities are by the same members.
-                like_energy = settings.model_copy(update={"calibration": "student"})
+            for name, quantity in data.quantities.items()
+        }
         if len(data.quantities) > 1 and counts.shape[1]:
             warn_of_outliers(data, members, counts)
     whitening = gp.rows.whitening
@@ -730,30 +719,64 @@ def calibrate(ensemble: Ensemble, data: TrainingSet, stages: Stages | None = Non
     return Trained(fitted, {n: o.data for n, o in out_of_bag.items() if o.data is not None})
 
 
-def _leave_out(gp: SparseGP, data: TrainingSet) -> dict[str, tuple[IntArray, FullModelData]]:
+def _enough_points(settings: Settings, counts: IntArray) -> Settings:
+    """Return settings with `student` instead of `sources` if there are too few points for it."""
+    n = int(np.count_nonzero(_out_of_bag(counts)))
+    if settings.calibration != "sources" or n >= MIN_POINTS:
+        return settings
+    _warn(
+        f"{counted(n, 'out-of-bag point')} are too few to distinguish sources of variance; "
+        f"{MIN_POINTS} are needed. The student calibration is used."
+    )
+    return settings.model_copy(update={"calibration": "student"})
+
+
+class LeftOut(NamedTuple):
+    """Rows of a quantity (n,), the groups they belong to, and the full model without each.
+
+    The latter is None where it is not needed.
+    """
+
+    rows: IntArray
+    groups: IntArray
+    full: FullModelData | None
+
+    def centred(self, centre: float) -> LeftOut:
+        """Return the same for a prediction with this share of the ensemble mean."""
+        return self if self.full is None else self._replace(full=replace(self.full, centre=centre))
+
+
+def _leave_out(gp: SparseGP, data: TrainingSet) -> dict[str, LeftOut]:
     """Return the full model without rows of each quantity, or without the group of a row.
 
-    With the indices of these rows in the quantity: all, or those of as many random groups as can be
-    left out in a time that is short beside the rest of the training.
+    All rows, or those of as many random groups as can be left out in a time that is short beside
+    the rest of the training.
     """
+    settings = data.settings
     groups = np.empty(data.n_rows, dtype=np.intp)
     for name, quantity in data.quantities.items():
         of_energy = name == "energy"
         groups[quantity.rows] = data.row_groups if of_energy else data.groups[quantity.structure]
+    if settings.centre == "members" and not settings.n_drawn:
+        return {
+            name: LeftOut(np.arange(len(quantity.y)), groups[quantity.rows], None)
+            for name, quantity in data.quantities.items()
+        }
     codes, sizes = np.unique(groups, return_inverse=True, return_counts=True)[1:]
-    order = np.random.default_rng([data.settings.seed, _LEAVE_OUT_STREAM]).permutation(len(sizes))
+    order = np.random.default_rng([settings.seed, _LEAVE_OUT_STREAM]).permutation(len(sizes))
     enough = max(_PRODUCTS / gp.rows.Phi.shape[1] ** 2, 1000)
     chosen = order[: int(np.searchsorted(np.cumsum(sizes[order]), enough)) + 1]
     is_chosen = np.isin(codes, chosen)
     rows = np.flatnonzero(is_chosen)
     left_out = gp.leave_out(rows, codes[rows])
+    left_out = replace(left_out, has_posterior=settings.n_drawn > 0)
     parts = {}
     for name, quantity in data.quantities.items():
         inside = np.flatnonzero(is_chosen[quantity.rows])
         full = left_out.some(np.searchsorted(rows, quantity.rows[inside]))
-        if name != "energy" or data.settings.has_forces or not data.settings.keep_pp:
+        if name != "energy" or settings.has_forces or not settings.keep_pp:
             full = replace(full, novelty_std=None)  # not known, or not of predictions
-        parts[name] = inside, full
+        parts[name] = LeftOut(inside, groups[quantity.rows[inside]], full)
     return parts
 
 
@@ -761,7 +784,7 @@ def _centre(
     data: TrainingSet,
     members: Mapping[str, Float64Array],
     counts: IntArray,
-    left_out: Mapping[str, tuple[IntArray, FullModelData]],
+    left_out: Mapping[str, LeftOut],
 ) -> float:
     """Return the share λ of the ensemble mean in the prediction, given or of smallest error."""
     settings, n_members = data.settings, counts.shape[1]
@@ -770,7 +793,8 @@ def _centre(
     if settings.centre != "auto":
         return 1.0 if settings.centre == "members" else float(settings.centre)
     residuals = []
-    for name, (rows, full) in left_out.items():
+    for name, (rows, _, full) in left_out.items():
+        assert full is not None, "needed for a blend"
         quantity = data.quantities[name]
         absent = _member_counts(name, quantity, counts)[rows] == 0
         used, mean, std, n_absent = out_of_bag_prediction(members[name][rows], absent)
@@ -806,133 +830,118 @@ def calibrate_out_of_bag(
     members: Float64Array,
     counts: IntArray,
     settings: Settings,
-    rows: IntArray,
-    full: FullModelData,
-    groups: IntArray,
+    left_out: LeftOut,
+    *,
     n_available: int,
 ) -> OutOfBag:
     """Fit every calibration of a quantity to points that the model was trained without.
 
-    Members (n, S) are predictions of all rows, counts (N, S) those of the rows of the target in
-    each member, and `full` the full model without some rows, which belong to groups (n,). Forces of
-    few of the available structures, and a target without errors, are not calibrated.
+    Members (n, S) are predictions of all rows, and counts (N, S) those of the rows of the target in
+    each member. A target without errors is not calibrated; nor are forces, or stresses, of too few
+    of the available structures, for which the factor of the energy is used.
     """
-    absent = (_member_counts(name, quantity, counts) == 0)[rows]
+    rows, wanted = left_out.rows, settings.calibration
     y, members, structure = quantity.y[rows], members[rows], quantity.structure[rows]
-    used = _out_of_bag(~absent) if counts.shape[1] else np.ones(len(rows), dtype=bool)
-    if name != "energy":
-        p = full.posterior_std[:, None]
-        apart = not_zero_by_symmetry(y, members if counts.shape[1] else p * [-1.0, 1.0])
-        apart = apart if apart.any() else np.ones(len(rows), dtype=bool)
-        n_structures = len(np.unique(structure[apart & used]))
-        if _too_few(name, n_structures, n_available, settings.calibration):
-            return OutOfBag(None, {}, 0)
-        return _calibrate_components(
-            name, quantity, members, absent, settings, rows, full, apart, groups
-        )._replace(n_structures=n_structures)
-    wanted = settings.calibration
-    unscaled = NoCalibration(n_subsampled=settings.n_subsampled if settings.n_drawn else 0)
-    none = OutOfBag(None, {"none": unscaled, wanted: unscaled}, 0)
-    if np.ptp(quantity.y) == 0:
-        _warn("All targets are the same: there is nothing to learn, and the uncertainty is zero.")
-        return none
+    absent = (_member_counts(name, quantity, counts) == 0)[rows]
+    used = _out_of_bag(~absent)
+    if name == "energy":
+        n_structures = len(np.unique(structure[used]))
+        unscaled = NoCalibration(n_subsampled=settings.n_subsampled if settings.n_drawn else 0)
+        none = OutOfBag(None, {"none": unscaled, wanted: unscaled}, 0)
+        if np.ptp(quantity.y) == 0:
+            _warn("All targets are the same: there is nothing to learn, and the uncertainty is 0.")
+            return none
+        try:
+            data = _points(y, members, absent, left_out)
+        except CalibrationError as error:
+            if wanted != "none" and not isinstance(error, ExactFitError):
+                raise
+            _warn(f"{error} The ensemble standard deviation is not calibrated.")
+            return none
+        found = _fit_methods(data, settings)
+        return OutOfBag(data, found, n_structures, found[wanted].conformal(data))
+    deviations = members
+    if left_out.full is not None and not members.shape[1]:
+        deviations = left_out.full.posterior_std[:, None] * [-1.0, 1.0]
+    apart = not_zero_by_symmetry(y, deviations)
+    apart = apart if apart.any() else np.ones(len(rows), dtype=bool)
+    n_structures = len(np.unique(structure[apart & used]))
+    if _too_few(name, n_structures, n_available, wanted):
+        return OutOfBag(None, {}, 0)
     try:
-        data = _points(y, members, absent, full, groups)
+        data, scaled = _components(quantity, members, absent, left_out, apart)
+        found = _fit_methods(scaled, settings)
     except CalibrationError as error:
-        if wanted != "none" and not isinstance(error, ExactFitError):
-            raise
-        _warn(f"{error} The ensemble standard deviation is not calibrated.")
-        return none
-    n_structures = len(np.unique(structure[used]))
-    found = _fit_methods(data, settings, instead="student")
-    return OutOfBag(data, found, n_structures, found[wanted].conformal(data))
+        if wanted != "none":
+            _warn(f"{name}: {error} The factor that calibrates energies is used.")
+        return OutOfBag(None, {}, 0)
+    conformal = found[wanted].conformal(scaled)
+    # The density of z is r/ŝ times that of z r/ŝ.
+    for method, calibration in found.items():
+        after, before = (of.some(out_of_bag_points(of, method)) for of in (scaled, data))
+        shift = after.mean(np.log(after.ensemble_std)) - before.mean(np.log(before.ensemble_std))
+        likelihood = calibration.log_likelihood + shift
+        found[method] = replace(calibration, log_likelihood=likelihood)
+    return OutOfBag(data, found, n_structures, conformal)
 
 
 def _points(
-    y: Float64Array,
-    members: Float64Array,
-    absent: BoolArray,
-    full: FullModelData,
-    groups: IntArray,
+    y: Float64Array, members: Float64Array, absent: BoolArray, left_out: LeftOut
 ) -> CalibrationData:
-    """Return out-of-bag points: of the members and the full model, or of the latter alone."""
-    if not absent.shape[1]:
+    """Return out-of-bag points: of the members and the full model, or of one of the two."""
+    _, groups, full = left_out
+    if full is not None and not absent.shape[1]:
         return full.alone(groups)
     return calibration_data(y, members, absent, full=full, groups=groups)
 
 
-def _calibrate_components(
-    name: str,
+def _components(
     quantity: Quantity,
     members: Float64Array,
     absent: BoolArray,
-    settings: Settings,
-    rows: IntArray,
-    full: FullModelData,
+    left_out: LeftOut,
     apart: BoolArray,
-    groups: IntArray,
-) -> OutOfBag:
-    """Fit every calibration of forces or stresses, given some rows of which not all are zero.
+) -> tuple[CalibrationData, CalibrationData]:
+    """Return points of forces or stresses, those not zero by symmetry: as they are, and scaled.
 
     Components are multiplied by r/ŝ, where r is the ensemble standard deviation of the whole
-    vector: see `qualms.calibration.methods`. They have no calibration if they are too few; then the
-    factor of the energy is used.
+    vector: see `qualms.calibration.methods`.
     """
-    p = full.posterior_std
-    ensemble_std = p
+    rows, groups, full = left_out
+    ensemble_std = np.zeros(len(rows))
     if absent.shape[1]:
         found = out_of_bag_prediction(members, absent)
-        ensemble_std = np.zeros(len(rows))
         ensemble_std[found.used] = found.std
-    pooled, pooled_p = (_pooled(quantity, rows, std) for std in (ensemble_std, p))
-    ratios = np.divide(pooled, ensemble_std, out=np.ones_like(p), where=ensemble_std > 0)[apart]
+    elif full is not None:
+        ensemble_std = full.posterior_std
+    pooled = _pooled(quantity, rows, ensemble_std)
+    ratios = calibration_factors(pooled, ensemble_std)[apart]
     factor = quantity.factor[rows][apart]
-    y, members, absent = (
-        quantity.y[rows][apart] * factor,
-        members[apart] * factor[:, None],
-        absent[apart],
-    )
-    full = full.some(apart).scaled(factor)
-    of_vectors = full.scaled(ratios, pooled_p[apart] * factor)
-    try:
-        data = _points(y, members, absent, full, groups[apart])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of points without standard deviation, as before
-            scaled = _points(
-                y * ratios, members * ratios[:, None], absent, of_vectors, groups[apart]
-            )
-        calibrations = _fit_methods(scaled, settings)
-        conformal = calibrations[settings.calibration].conformal(scaled)
-    except CalibrationError as error:
-        if settings.calibration != "none":
-            _warn(f"{name}: {error} The factor that calibrates energies is used.")
-        return OutOfBag(None, {}, 0)
-    # The density of z is r/ŝ times that of z r/ŝ.
-    for method, calibration in calibrations.items():
-        after, before = (of.some(out_of_bag_points(of, method)) for of in (scaled, data))
-        shift = after.mean(np.log(after.ensemble_std)) - before.mean(np.log(before.ensemble_std))
-        likelihood = calibration.log_likelihood + shift
-        calibrations[method] = replace(calibration, log_likelihood=likelihood)
-    return OutOfBag(data, calibrations, 0, conformal)
+    y, absent = quantity.y[rows][apart] * factor, absent[apart]
+    members = members[apart] * factor[:, None]
+    plain = LeftOut(rows[apart], groups[apart], None)
+    scaled = plain
+    if full is not None:
+        p = _pooled(quantity, rows, full.posterior_std)[apart] * factor
+        of_components = full.some(apart).scaled(factor)
+        plain = plain._replace(full=of_components)
+        scaled = plain._replace(full=of_components.scaled(ratios, p))
+    data = _points(y, members, absent, plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of points without standard deviation, as before
+        points = _points(y * ratios, members * ratios[:, None], absent, scaled)
+    return data, replace(points, n_components=_N_COMPONENTS)
 
 
-def _fit_methods(
-    data: CalibrationData, settings: Settings, instead: str = ""
-) -> dict[str, Calibration]:
-    """Fit every method, so that they can be compared; the one that is wanted must succeed.
-
-    With too few points for several sources of variance, another method may take their place.
-    """
-    wanted, n = settings.calibration, settings.n_subsampled if settings.n_drawn else 0
+def _fit_methods(data: CalibrationData, settings: Settings) -> dict[str, Calibration]:
+    """Fit every method, so that they can be compared; the one that is wanted must succeed."""
+    n = settings.n_subsampled if settings.n_drawn else 0
     found: dict[str, Calibration] = {}
     for method in MODEL_METHODS:
         try:
             found[method] = replace(fit_out_of_bag(data, method), n_subsampled=n)
-        except CalibrationError as error:
-            if method == wanted == "sources" and instead in found:
-                _warn(f"{error} The {instead} calibration is used.")
-                found[method] = found[instead]
-            elif method == wanted:
+        except CalibrationError:
+            if method == settings.calibration:
                 raise
     return found
 
