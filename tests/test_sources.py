@@ -14,6 +14,8 @@ from qualms.calibration.methods import VectorCalibration
 from qualms.calibration.sources import MIN_POINTS, SourcesCalibration
 from qualms.errors import CalibrationError
 from qualms.gp.ensemble import Residuals, centred, ensemble_mean_std, fit_centre
+from qualms.gp.kernels import PowerKernel, normalize_rows
+from qualms.gp.linalg import whiten
 from qualms.gp.sparse_gp import fit_projected_process, leave_out, posterior_deviations
 
 
@@ -88,6 +90,30 @@ def test_rows_left_out_have_the_variance_of_a_model_without_them(weighted):
             w = np.linalg.inv(A) @ Phi[kept].T @ (weight[kept] * y[kept])
             assert variance == pytest.approx(0.3 * Phi[i] @ np.linalg.inv(A) @ Phi[i], rel=1e-9)
             assert residual == pytest.approx(y[i] - Phi[i] @ w, rel=1e-8, abs=1e-12)
+
+
+@pytest.mark.parametrize("groups", [np.arange(24), np.arange(24) // 3])
+def test_representatives_of_a_point_can_be_left_out_with_it(groups):
+    rng = np.random.default_rng(11)
+    X = normalize_rows(rng.random((24, 6)))
+    kernel, y, noise = PowerKernel(3), rng.normal(size=24), 0.05
+    representatives = rng.permutation(24)[:8]
+    whitening = whiten(kernel(X[representatives], X[representatives]))
+    points = representatives[whitening.pivots]
+    Phi = whitening.features(kernel(X, X[points]))
+    model = fit_projected_process(Phi, y, noise)
+    U = np.linalg.inv(whitening.factor)
+    own = {g: U[:, groups[points] == g] for g in np.unique(groups[points])}
+    found = leave_out(model, Phi, y, groups=groups, own=own)
+    for group in np.unique(groups):
+        kept, out = groups != group, groups == group
+        others = points[groups[points] != group]
+        K_MM, K_NM, K_XM = (kernel(a, X[others]) for a in (X[others], X[kept], X[out]))
+        A = K_NM.T @ K_NM + noise * K_MM
+        mean = K_XM @ np.linalg.solve(A, K_NM.T @ y[kept])
+        variance = noise * np.diag(K_XM @ np.linalg.solve(A, K_XM.T))
+        np.testing.assert_allclose(y[out] - found.residuals[out, 0], mean, atol=1e-7)
+        np.testing.assert_allclose(found.variance[out], variance, rtol=1e-6, atol=1e-10)
 
 
 def test_posterior_members_have_the_posterior_covariance():

@@ -87,7 +87,7 @@ from qualms.gp.ensemble import (
     out_of_bag_prediction,
 )
 from qualms.gp.kernels import unit_scale
-from qualms.gp.linalg import Whitening, whiten
+from qualms.gp.linalg import Whitening, cholesky_whiten, whiten
 from qualms.gp.sparse_gp import (
     ProjectedProcess,
     leave_out,
@@ -561,19 +561,51 @@ class SparseGP:
         """Noise variance of each quantity, in its units squared ("stress": virials per atom)."""
         return self.full.noise
 
-    def leave_out(self, rows: IntArray, groups: IntArray | None = None) -> FullModelData:
+    def leave_out(
+        self, rows: IntArray, groups: IntArray, owners: IntArray | None = None
+    ) -> FullModelData:
         """Return the full model without each of some rows (n,), or without its group.
 
-        Novelty is known for rows of the target alone; it is zero elsewhere.
+        Without the representatives of the group as well, if their `owners` (r,) are given. Novelty
+        is known for rows of the target alone; it is zero elsewhere.
         """
         full, Phi, k_xx = self.full, self.rows.Phi[rows], self.rows.k_xx
+        own = {} if owners is None else self._own_columns(groups, owners)
         found = leave_out(
-            full.process, Phi, full.y[rows], sample_weight=full.weight[rows], groups=groups
+            full.process, Phi, full.y[rows], sample_weight=full.weight[rows], groups=groups, own=own
         )
-        q2, target = np.zeros(len(rows)), rows < len(k_xx)
-        q2[target] = novelty_variance(Phi[target, :N_LEADING], k_xx[rows[target]])
+        q2, target = np.zeros(len(rows)), np.flatnonzero(rows < len(k_xx))
+        leading = Phi[target, :N_LEADING]
+        q2[target] = novelty_variance(leading, k_xx[rows[target]])
+        if owners is not None:
+            q2[target] += self._own_novelty(leading, groups[target], owners)
         p, q = np.sqrt(found.variance), np.sqrt(q2)
         return FullModelData(found.residuals[:, 0], p, q, 0.0).scaled(self.scale)
+
+    def _own_columns(self, groups: IntArray, owners: IntArray) -> dict[int, Float64Array]:
+        """Return the columns of L⁻¹ (r, k) of the representatives of each group."""
+        chosen = np.flatnonzero(np.isin(owners, groups))
+        unit = np.zeros((len(owners), len(chosen)))
+        unit[chosen, np.arange(len(chosen))] = 1.0
+        inverse = cholesky_whiten(self.rows.whitening.factor, unit)
+        return {int(g): inverse[:, owners[chosen] == g] for g in np.unique(owners[chosen])}
+
+    def _own_novelty(self, Phi: Float64Array, groups: IntArray, owners: IntArray) -> Float64Array:
+        """Return what the representatives of its group describe of each row (n, m) alone: (n,).
+
+        Without them φ is projected on what is orthogonal to the columns U of L⁻¹ that belong to
+        them, and φφᵀ smaller by φU(UᵀU)⁻¹Uᵀφᵀ.
+        """
+        m = Phi.shape[1]
+        leading = SparseGP(replace(self.rows, whitening=self.rows.whitening.leading(m)), self.full)
+        lost = np.zeros(len(Phi))
+        columns = leading._own_columns(groups, owners[:m])
+        order = np.argsort(groups, kind="stable")
+        for group, U in columns.items():
+            rows = order[slice(*np.searchsorted(groups[order], [group, group + 1]))]
+            Q = np.linalg.qr(U)[0]
+            lost[rows] = np.sum((Phi[rows] @ Q) ** 2, axis=1)
+        return lost
 
 
 def fit_sparse_gp(
@@ -768,7 +800,8 @@ def _leave_out(gp: SparseGP, data: TrainingSet) -> dict[str, LeftOut]:
     chosen = order[: int(np.searchsorted(np.cumsum(sizes[order]), enough)) + 1]
     is_chosen = np.isin(codes, chosen)
     rows = np.flatnonzero(is_chosen)
-    left_out = gp.leave_out(rows, codes[rows])
+    owners = codes[_owner_rows(data, gp.rows.origins)]
+    left_out = gp.leave_out(rows, codes[rows], owners)
     left_out = replace(left_out, has_posterior=settings.n_drawn > 0)
     parts = {}
     for name, quantity in data.quantities.items():
@@ -778,6 +811,16 @@ def _leave_out(gp: SparseGP, data: TrainingSet) -> dict[str, LeftOut]:
             full = replace(full, novelty_std=None)  # not known, or not of predictions
         parts[name] = LeftOut(inside, groups[quantity.rows[inside]], full)
     return parts
+
+
+def _owner_rows(data: TrainingSet, origins: IntArray) -> IntArray:
+    """Return a row of the target, of the structure or atom that each representative (r, 2) is."""
+    structure = np.searchsorted(data.source, origins[:, 0])
+    if not data.settings.per_atom:
+        return structure
+    pairs = zip(structure, origins[:, 1], strict=True)
+    place = [int(np.searchsorted(data.centers[s], atom)) for s, atom in pairs]
+    return np.asarray(data.offsets[structure] + place)
 
 
 def _centre(

@@ -37,6 +37,10 @@ class Whitening:
         """Number r of representatives that are kept."""
         return len(self.pivots)
 
+    def leading(self, n: int) -> Whitening:
+        """Return the whitening by the first n pivots: its features are the first n of these."""
+        return Whitening(self.pivots[:n], self.factor[:n, :n])
+
     def features(self, K_XM: FloatArray, *, overwrite: bool = False) -> FloatArray:
         """Return the whitened features Φ = K_XM L⁻ᵀ, so that Φ Φᵀ = K_XM K_MM⁻¹ K_MX.
 

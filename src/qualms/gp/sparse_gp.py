@@ -6,7 +6,7 @@ The algebra is that of Rasmussen & Williams (2006), chapters 2 and 5.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -182,13 +182,19 @@ def leave_out(
     *,
     sample_weight: FloatArray | None = None,
     groups: IntArray | None = None,
+    own: Mapping[int, Float64Array] | None = None,
 ) -> LeftOut:
     """Predict each row by the model that lacks it, or its group, in closed form.
 
-    The representatives are kept. Removing rows g changes A by −Φ_gᵀΦ_g. With H = Φ_g A⁻¹ Φ_gᵀ < 1,
-    by the Woodbury identity the residuals become (1 − H)⁻¹(y_g − ŷ_g), and the covariance of the
-    predictions σ² H (1 − H)⁻¹. For a single row H is its leverage h, and the identity that of
-    Sherman and Morrison.
+    Removing rows g changes A by −Φ_gᵀΦ_g. With H = Φ_g A⁻¹ Φ_gᵀ < 1, by the Woodbury identity the
+    residuals become (1 − H)⁻¹(y_g − ŷ_g), and the covariance of the predictions σ² H (1 − H)⁻¹. For
+    a single row H is its leverage h, and the identity that of Sherman and Morrison.
+
+    Representatives are kept, except those of the group itself if they are given: a new point is no
+    representative. The kernel weight of a representative is uᵀw, u a column of L⁻¹, so that to
+    remove it is to observe uᵀw = 0 without noise. With B = (Φ_gᵀ, U) and M = BᵀA⁻¹B,
+
+        S = M − diag(1, 0),    ŷ′ = −[S⁻¹(Bᵀw − M_g y_g)]_g,    Cov = −σ² [S⁻¹M]_gg.
 
     Parameters
     ----------
@@ -200,6 +206,8 @@ def leave_out(
     sample_weight : (N,) array, optional
     groups : (N,) array of int, optional
         Rows that are left out together; each alone, if not given.
+    own : mapping from group to (r, k) array, optional
+        Columns U of L⁻¹ of the representatives that belong to a group.
     """
     root = _root_weight(sample_weight, len(Phi))
     A, target = Phi, as_targets(y, len(Phi))
@@ -207,28 +215,67 @@ def leave_out(
         A, target = Phi * root, target * root
     residuals: Float64Array = np.asarray(target - A @ model.weights)
     variance = np.empty(len(A))
-    codes = np.arange(len(A)) if groups is None else np.unique(groups, return_inverse=True)[1]
+    given = np.arange(len(A)) if groups is None else groups
+    labels, codes = np.unique(given, return_inverse=True)
     order = np.argsort(codes, kind="stable")
     edges = np.flatnonzero(np.diff(codes[order], prepend=-1, append=len(codes)))
     for some in _in_blocks(edges):
         rows = order[some[0] : some[-1]]
         V = cholesky_whiten(model.factor, A[rows].T)
-        if len(rows) == len(some) - 1:
+        names = labels[codes[order[some[:-1]]]].tolist()
+        columns = {name: own[name] for name in names if name in own} if own else {}
+        if len(rows) == len(some) - 1 and not columns:
             h = np.einsum("ij,ij->j", V, V)
             slack = np.maximum(1 - h, _EPS)
             residuals[rows] /= slack[:, None]
             variance[rows] = h / slack
             continue
-        for begin, end in pairwise((some - some[0]).tolist()):
-            out = rows[begin:end]
-            values, U = np.linalg.eigh(V[:, begin:end].T @ V[:, begin:end])
+        W = (
+            cholesky_whiten(model.factor, np.concatenate([*columns.values()], axis=1))
+            if columns
+            else V
+        )
+        first = 0
+        for name, (begin, end) in zip(names, pairwise((some - some[0]).tolist()), strict=True):
+            out, V_g = rows[begin:end], V[:, begin:end]
+            if name in columns:
+                weights = columns[name].T @ model.weights
+                last = first + len(weights)
+                residuals[out], variance[out] = _without_own(
+                    V_g, target[out], residuals[out], W[:, first:last], weights
+                )
+                first = last
+                continue
+            values, U = np.linalg.eigh(V_g.T @ V_g)
             values = np.clip(values, 0.0, 1 - _EPS)
             residuals[out] = U @ ((U.T @ residuals[out]) / (1 - values)[:, None])
             variance[out] = U**2 @ (values / (1 - values))
-    variance *= model.noise_variance
+    variance = np.maximum(variance, 0.0) * model.noise_variance
     if root is None:
         return LeftOut(residuals, variance)
     return LeftOut(residuals / root, variance / root[:, 0] ** 2)
+
+
+def _without_own(
+    V: Float64Array,
+    y: Float64Array,
+    residuals: Float64Array,
+    W: Float64Array,
+    weights: Float64Array,
+) -> tuple[Float64Array, Float64Array]:
+    """Return residuals (n, T) and variances (n,) of a group without its rows and representatives.
+
+    V (r, n) and W (r, k) are its rows and the columns of its representatives, whitened; the kernel
+    weights of the latter are (k, T). See `leave_out`.
+    """
+    n, T = y.shape
+    B = np.concatenate([V, W], axis=1)
+    M = B.T @ B
+    S = M.copy()
+    S[np.arange(n), np.arange(n)] -= 1.0
+    predicted = np.concatenate([y - residuals, weights])
+    solved = np.linalg.solve(S, np.concatenate([predicted - M[:, :n] @ y, M[:, :n]], axis=1))
+    return y + solved[:n, :T], -np.diag(solved[:n, T:])
 
 
 def posterior_deviations(model: ProjectedProcess, n: int, rng: np.random.Generator) -> Float64Array:

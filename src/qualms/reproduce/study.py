@@ -210,9 +210,7 @@ class TrainedOnce:
 
     def leave_one_out_residuals(self) -> Float64Array:
         """Return the residuals (N,) of the full model without each point, or without its group."""
-        grouped = self.settings.resample != "atoms"
-        rows, groups = np.arange(len(self.data.y)), self.data.row_groups
-        return self.gp.leave_out(rows, groups if grouped else None).residuals
+        return self.gp.leave_out(np.arange(len(self.data.y)), self.data.row_groups).residuals
 
     def points(self, frames: Sequence[Atoms], name: str) -> Points:
         """Compute the kernel rows of the labelled points of further structures."""
