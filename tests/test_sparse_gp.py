@@ -60,9 +60,7 @@ def test_rows_can_be_left_out_in_groups(weight, block, monkeypatch):
         less = fit_projected_process(Phi[kept], Y[kept], NOISE, sample_weight=some)
         np.testing.assert_allclose(found[out], Y[out] - less.mean(Phi[out])[:, 0], rtol=1e-9)
     alone = leave_out(model, Phi, Y, sample_weight=weight, groups=np.arange(N)).residuals
-    np.testing.assert_array_equal(
-        alone, leave_out(model, Phi, Y, sample_weight=weight).residuals
-    )
+    np.testing.assert_array_equal(alone, leave_out(model, Phi, Y, sample_weight=weight).residuals)
 
 
 def test_the_gram_matrix_of_weighted_rows_is_summed_in_blocks(monkeypatch):

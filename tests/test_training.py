@@ -130,9 +130,7 @@ def test_out_of_bag_points_are_predicted_by_the_other_members(molecules):
     n_atoms = np.array([len(atoms) for atoms in train])
     members = model.predict(train).uncalibrated.members / n_atoms[:, None]
     residuals, ensemble_stds = [], []
-    rows = zip(
-        reference_values(train) / n_atoms, members, model.fitted.membership, strict=True
-    )
+    rows = zip(reference_values(train) / n_atoms, members, model.fitted.membership, strict=True)
     for y, row, seen in rows:
         if np.count_nonzero(seen == 0) >= 3:
             residuals.append(y - row[seen == 0].mean())

@@ -821,8 +821,11 @@ def calibrate_out_of_bag(
     y, members, structure = quantity.y[rows], members[rows], quantity.structure[rows]
     used = _out_of_bag(~absent) if counts.shape[1] else np.ones(len(rows), dtype=bool)
     if name != "energy":
-        p = full.posterior_std[:, None]
-        apart = not_zero_by_symmetry(y, members if counts.shape[1] else p * [-1.0, 1.0])
+        p = full.posterior_std
+        # A variance of zero, to rounding, has this standard deviation.
+        apart = p > _ROUNDING**0.5 * p.max(initial=0.0)
+        if counts.shape[1]:
+            apart = not_zero_by_symmetry(y, members)
         apart = apart if apart.any() else np.ones(len(rows), dtype=bool)
         n_structures = len(np.unique(structure[apart & used]))
         if _too_few(name, n_structures, n_available, settings.calibration):
