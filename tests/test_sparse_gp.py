@@ -15,7 +15,6 @@ from qualms.gp.sparse_gp import (
     gram_matrix,
     leave_out,
     novelty_variance,
-    posterior_deviations,
     posterior_variance,
 )
 
