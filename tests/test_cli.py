@@ -211,6 +211,27 @@ def test_predictions_are_those_of_the_model(desk):
     assert len(Path("out.csv").read_text().splitlines()) == len(test) + 1
 
 
+def test_intervals(desk):
+    test = ase.io.read("test.xyz", ":")
+    model = AtomisticModel.load("model.safetensors", threads=1)
+    low, high = model.predict(test).interval(0.9, "conformal")
+    for name in ("out.xyz", "out.csv"):
+        assert qualms(f"predict model.safetensors test.xyz --interval 0.9 -o {name}").code == 0
+    out = ase.io.read("out.xyz", ":")
+    table = np.genfromtxt("out.csv", delimiter=",", names=True, dtype=None, encoding="utf-8")
+    for key, expected in (("lower", low), ("upper", high)):
+        np.testing.assert_allclose(info(out, f"{ENERGY}_{key}"), expected, rtol=1e-6)
+        np.testing.assert_allclose(table[f"{ENERGY}_{key}"], expected, rtol=1e-6)
+    before = contents(".")
+    for wrong in (1.5, 0, 0.999):  # so few points have no such quantile
+        ended = qualms(f"predict model.safetensors test.xyz --interval {wrong} -o no.csv")
+        assert ended.code == 2
+        assert "--interval" in ended.err
+    assert contents(".") == before
+    assert qualms("predict atoms.safetensors test.xyz --interval 0.5 -o atoms.xyz").code == 0
+    assert "shift_upper" in ase.io.read("atoms.xyz").arrays
+
+
 def test_contributions_of_atoms(desk):
     assert qualms("predict model.safetensors test.xyz --atoms --ensemble -o out.npz").code == 0
     arrays = np.load("out.npz")

@@ -194,6 +194,9 @@ def test_several_outputs(make):
     if isinstance(model, ProjectedProcessRegressor):
         assert model.weights_.shape == (60, 2, 80)
         assert model.centre_.shape == (2,)
+        posterior = model.predict_ensemble(X_TEST).uncalibrated.members[..., 16:]
+        correlations = [np.corrcoef(*members)[0, 1] for members in posterior]
+        assert np.abs(correlations).mean() < 0.4  # of 64 independent draws
         assert model.pp_std(X_TEST).shape == (120, 2)
         single = make().fit(X, Y)
         np.testing.assert_allclose(one.predict(X_TEST)[:, 0], single.predict(X_TEST), rtol=1e-9)

@@ -2,11 +2,27 @@
 
 import numpy as np
 import pytest
+from atomistic_fixtures import (
+    ENERGY,
+    copies,
+    make_force_model,
+    make_model,
+    reference_values,
+    same_predictions,
+)
 from checks import rejects
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qualms import Prediction, ProjectedProcessRegressor, ResamplingRegressor
+from qualms import (
+    AtomisticModel,
+    Prediction,
+    ProjectedProcessRegressor,
+    QualmsWarning,
+    ResamplingRegressor,
+)
+from qualms.atomistic import training
+from qualms.atomistic.labels import collect_labels
 from qualms.calibration.base import CalibrationData, FullModelData
 from qualms.calibration.conformal import fit_conformal
 from qualms.calibration.fitting import build_calibration, fit_calibration
@@ -258,6 +274,22 @@ def test_the_blend_is_not_worse_than_its_ends():
     assert auto <= 1.02 * min(full, members)
 
 
+@pytest.mark.parametrize("n_representatives", [None, 40])
+def test_coverage_without_noise_and_with_every_point_as_a_representative(n_representatives):
+    """Then the posterior variance of points that are left out is not that of new ones."""
+    z = []
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        (X, y), (X_new, y_new) = (noisy_function(rng, n, noise=0.0) for n in (100, 200))
+        model = ProjectedProcessRegressor(
+            "rbf", n_representatives=n_representatives, random_state=seed
+        ).fit(X, y)
+        found = model.predict_ensemble(X_new)
+        assert found.n_members == (16 if n_representatives is None else 80)
+        z += [*((found.mean - y_new) / found.std)]
+    assert 0.55 < np.mean(np.abs(z) < 1) < 0.85
+
+
 def test_members_of_an_estimator_have_the_prediction_as_their_mean():
     X, y = noisy_function(np.random.default_rng(0), 80)
     model = ProjectedProcessRegressor("rbf", random_state=0).fit(X, y)
@@ -359,3 +391,175 @@ def test_single_points_keep_their_conformal_intervals_and_combinations_lose_them
         assert kept.conformal is conformal
     for lost in (prediction.sum(), prediction[0] - prediction[1], 1 / prediction, np.exp(raw)):
         assert lost.conformal is None
+
+
+# --- models of structures ---
+
+
+def test_a_structure_is_left_out_with_its_energy_forces_and_virial(alloys):
+    """Against the full model that is solved without the rows of a structure, of either noise."""
+    given = {"stress": "virtual", "n_representatives": 15, "noise_per": "structure"}
+    settings = make_force_model(noise=1e-4, forces_noise=1e-2, stress_noise=1e-3, **given).settings
+    frames = [atoms.repeat((2, 1, 1)) if i == 1 else atoms for i, atoms in enumerate(alloys[:6])]
+    frames[1].info["energy"] = 2 * alloys[1].info["energy"]
+    data = collect_labels(frames, settings)
+    gp = training.fit_sparse_gp(
+        training.compute_rows(data), data, training.draw_ensemble(data).baseline
+    )
+    structure = np.empty(data.n_rows, dtype=int)
+    for quantity in data.quantities.values():
+        structure[quantity.rows] = quantity.structure
+    found = gp.leave_out(np.arange(data.n_rows), structure)
+    some = gp.leave_out(np.flatnonzero(structure % 2), structure[structure % 2 == 1])
+    Phi, y, r = gp.rows.Phi, gp.y, gp.rows.Phi.shape[1]
+    variances = np.empty(data.n_rows)  # of the noise of each row
+    sizes = np.array([len(atoms) for atoms in frames])
+    for name, quantity in data.quantities.items():
+        variances[quantity.rows] = gp.noise[name]
+    variances[:6] *= (sizes.mean() / sizes) ** 2
+    assert {*gp.noise} == {"energy", "forces", "stress"}
+    for s in range(6):
+        kept, out = structure != s, structure == s
+        A = (Phi[kept].T / variances[kept]) @ Phi[kept] + np.eye(r) / gp.scale**2
+        w = np.linalg.solve(A, Phi[kept].T @ (y[kept] / variances[kept]))
+        p2 = np.einsum("ij,ji->i", Phi[out], np.linalg.solve(A, Phi[out].T))
+        expected = y[out] - Phi[out] @ w
+        np.testing.assert_allclose(found.residuals[out], expected, rtol=1e-6, atol=1e-9)
+        np.testing.assert_allclose(found.posterior_std[out], np.sqrt(p2), rtol=1e-6)
+        if s % 2:
+            part = structure[structure % 2 == 1] == s
+            np.testing.assert_allclose(some.residuals[part], expected, rtol=1e-6, atol=1e-9)
+
+
+def test_out_of_bag_residuals_are_those_of_the_blend(molecules):
+    train, residuals = molecules[:60], {}
+    for centre in (0.0, 1.0, 0.3, "auto"):
+        model = make_model(centre=centre).fit(train)
+        residuals[centre] = model.out_of_bag["energy"].residuals
+        found = model.predict(molecules[120:130])
+        np.testing.assert_allclose(found.mean, model.predict_mean(molecules[120:130]), rtol=1e-9)
+        assert found.n_members == 16 + 64
+    for centre, share in ((0.3, 0.3), ("auto", model.record.centre)):
+        expected = (1 - share) * residuals[0.0] + share * residuals[1.0]
+        np.testing.assert_allclose(residuals[centre], expected, rtol=1e-7, atol=1e-12)
+    mean, _ = model.predict_pp(molecules[120:130])
+    full = make_model(centre="full").fit(train).predict(molecules[120:130])
+    np.testing.assert_allclose(full.mean, mean, rtol=1e-9)
+
+
+def test_posterior_members_alone(molecules, tmp_path):
+    model = make_model(uncertainty="posterior").fit(molecules[:100])
+    assert model.fitted.membership.shape == (100, 0)
+    assert model.record.centre == 0.0
+    new = molecules[120:]
+    found = model.predict(new)
+    assert found.n_members == 64
+    np.testing.assert_allclose(found.mean, model.predict_pp(new)[0], rtol=1e-9)
+    covered = np.abs(reference_values(new) - found.mean) < found.std
+    assert 0.5 < covered.mean() < 0.85
+    assert np.all(np.isfinite(found.interval(0.9, "conformal")))
+    for parts, whole in zip(model.predict_atoms(new[:3]), found[:3].members, strict=True):
+        np.testing.assert_allclose(parts.members.sum(axis=0), whole, rtol=1e-8)
+    model.save(tmp_path / "model.safetensors")
+    loaded = AtomisticModel.load(tmp_path / "model.safetensors", threads=1)
+    same_predictions(model, loaded, new)
+    np.testing.assert_array_equal(found.interval(0.9, "conformal"),
+                                  loaded.predict(new).interval(0.9, "conformal"))  # fmt: skip
+
+
+def test_posterior_members_of_energies_forces_and_stresses(alloys, tmp_path):
+    given = {"uncertainty": "posterior", "stress": "virtual"}
+    model = make_force_model(**given).fit(alloys[:26])
+    model.save(tmp_path / "model.safetensors")
+    loaded = AtomisticModel.load(tmp_path / "model.safetensors", threads=1)
+    one, two = (m.predict_forces(alloys[26:], stress=True) for m in (model, loaded))
+    for name in ("energy", "forces", "stress"):
+        prediction = getattr(one, name)
+        assert prediction.n_members == 16
+        assert np.all(prediction.std > 0)
+        np.testing.assert_array_equal(prediction.members, getattr(two, name).members)
+    y = np.concatenate([atoms.arrays["force"] for atoms in alloys[26:]])
+    assert 0.5 < np.mean(np.abs(y - one.forces.mean) < one.forces.std) < 0.9
+
+
+def test_components_that_are_zero_by_symmetry_do_not_calibrate_posterior_members(alloys):
+    flat = copies(alloys[:26])
+    for atoms in flat:  # mirror planes at z = 0 and z = 1/2: no force along z
+        atoms.positions[:, 2] = np.round(atoms.positions[:, 2] / atoms.cell[2, 2] * 2) / 2
+        atoms.positions[:, 2] *= atoms.cell[2, 2]
+        atoms.arrays["force"][:, 2] = 0.0
+    model = make_force_model(uncertainty="posterior").fit(flat)
+    assert model.fitted.calibration_of("forces").n_points == 26 * 8
+
+
+def test_all_quantities_have_the_same_members(alloys):
+    """Few energies cannot tell sources apart; then forces and stresses are calibrated likewise."""
+    with pytest.warns(QualmsWarning):
+        model = make_force_model(stress="virtual").fit(alloys[:14])
+    found = model.predict_forces(alloys[30:32], stress=True)
+    methods = {model.fitted.calibration_of(name).method for name in ("energy", "forces", "stress")}
+    assert methods == {"student"}
+    assert {found.energy.n_members, found.forces.n_members, found.stress.n_members} == {8}
+
+
+# --- data that are too few, or without errors ---
+
+
+def _constant(frames):
+    for atoms in frames:
+        atoms.info[ENERGY] = 2.5 * len(atoms)
+
+
+FALLBACKS = {
+    "constant target": (40, {"baseline": "mean"}, None, _constant),
+    "few points": (8, {"baseline": "mean"}, None, None),
+    "a group larger than half": (40, {"baseline": "mean"}, ["a"] * 25 + [*range(15)], None),
+    "all representatives": (40, {"n_representatives": 10_000}, None, None),
+}
+
+
+@pytest.mark.parametrize("uncertainty", ["both", "subsampling", "posterior"])
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_uncertainties_are_finite_whatever_the_data(molecules, name, uncertainty):
+    n, given, groups, change = FALLBACKS[name]
+    frames, new = copies(molecules[:n]), molecules[120:130]
+    if change is not None:
+        change(frames)
+    model = make_model(uncertainty=uncertainty, **given)
+    if name in ("constant target", "few points"):
+        with pytest.warns(QualmsWarning):
+            model.fit(frames, groups)
+    else:
+        model.fit(frames, groups)
+    found = model.predict(new)
+    assert np.all(np.isfinite(found.members))
+    if name == "constant target":
+        assert found.std.max() < 1e-4 * np.ptp(reference_values(new))
+    else:
+        assert found.std.min() > 0
+        assert 0.2 < np.std(reference_values(new) - found.mean) / found.std.mean() < 5
+
+
+def test_two_groups(molecules):
+    """All members without a group are the same model; the posterior has a variance anyway."""
+    groups = ["a"] * 20 + ["b"] * 20
+    with pytest.raises(CalibrationError):
+        make_model(baseline="mean").fit(molecules[:40], groups)
+    model = make_model(baseline="mean", uncertainty="posterior").fit(molecules[:40], groups)
+    assert model.predict(molecules[120:130]).std.min() > 0
+
+
+def test_estimators_with_few_points():
+    X, y = noisy_function(np.random.default_rng(0), 40)
+    with pytest.warns(QualmsWarning):
+        few = ProjectedProcessRegressor("rbf", random_state=0).fit(X[:8], y[:8])
+    assert few.calibration_.method == "student"
+    assert few.centre_ == 0.0
+    with pytest.warns(QualmsWarning):
+        constant = ProjectedProcessRegressor("rbf", random_state=0).fit(X, np.ones(40))
+    large = ProjectedProcessRegressor("rbf", random_state=0)
+    large.fit(X, y, groups=np.maximum(np.arange(40) - 25, 0))
+    for model in (few, constant, large):
+        found = model.predict_ensemble(X)
+        assert np.all(np.isfinite(found.members))
+        assert np.all(found.std == 0 if model is constant else found.std > 0)

@@ -287,6 +287,12 @@ class TrainingSet:
                     raise
                 return none, None
             few = method == "sources" and len(found.residuals) < MIN_POINTS
+            if few:
+                message = (
+                    f"{len(found.residuals)} out-of-bag points are too few to tell sources of "
+                    "variance apart. The student calibration is used."
+                )
+                warnings.warn(message, QualmsWarning, stacklevel=2)
             fitted = fit_out_of_bag(found, "student" if few else method)
             return replace(fitted, n_subsampled=n), fitted.conformal(found)
 
@@ -425,7 +431,8 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
     replace : bool
         Bootstrap (n = N with replacement; `subsample` is not used) instead of subsampling.
     n_posterior : int
-        Number of members that are drawn from the posterior of the full model; 0 for none.
+        Number of members that are drawn from the posterior of the full model; 0 for none, as always
+        if more than half of the training points are representatives.
     centre : {"auto", "full", "members"} or float
         Prediction: the full model, the mean of the subsampled members, or a blend with this share
         of the latter; by default the share of smallest out-of-bag error.
@@ -538,12 +545,17 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
             full, solution, intercepts = fit_members(full, Phi, data.point_y, counts)
             weights = solution.weights * full.scale[:, None]
             predicted = (np.tensordot(Phi, weights, 1) + intercepts)[data.inverse]
-            without = self._without_each_point(full, Phi, data)
+            # Without a point, but with it as a representative, p is that of a novel point. If most
+            # points are representatives, it is not known what p is worth for new points.
+            n_posterior = self.n_posterior if 2 * Phi.shape[1] <= len(Phi) else 0
+            without = self._without_each_point(full, Phi, data, n_posterior > 0)
             without = data.centred(self.centre, predicted, counts, without)
             centre = np.array([one.centre for one in without])
-            drawn = posterior_deviations(full.process, self.n_posterior, rng)
-            columns = centred(weights, full.weights, centre, drawn[:, None] * full.scale[:, None])
-            intercepts = centred(intercepts, full.center, centre, np.zeros(self.n_posterior))
+            # The posteriors of several outputs are independent.
+            draws = [posterior_deviations(full.process, n_posterior, rng) for _ in full.scale]
+            drawn = np.stack(draws, axis=1) * full.scale[:, None]
+            columns = centred(weights, full.weights, centre, drawn)
+            intercepts = centred(intercepts, full.center, centre, np.zeros(n_posterior))
             self.centre_ = self._outputs(centre)
             self.weights_ = self._outputs(basis.whitening.kernel_weights(columns), axis=1)
             self.intercept_ = self._outputs(intercepts, axis=0)
@@ -557,13 +569,12 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         return self
 
     def _without_each_point(
-        self, full: FullModel, Phi: Float64Array, data: TrainingSet
+        self, full: FullModel, Phi: Float64Array, data: TrainingSet, has_posterior: bool
     ) -> list[FullModelData]:
         """Return, for each output, the full model without the point of each row, or its group."""
         found = leave_out(full.process, Phi, full.y, sample_weight=full.weight, groups=data.groups)
         predicted = data.point_y - found.residuals * full.scale
         z, p = data.y - predicted[data.inverse], np.sqrt(found.variance)[data.inverse]
-        has_posterior = self.n_posterior > 0
         return [
             FullModelData(z[:, t], p * scale, None, 0.0, has_posterior)
             for t, scale in enumerate(full.scale)

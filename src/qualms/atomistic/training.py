@@ -903,10 +903,12 @@ def calibrate_out_of_bag(
             return none
         found = _fit_methods(data, settings)
         return OutOfBag(data, found, n_structures, found[wanted].conformal(data))
-    deviations = members
-    if left_out.full is not None and not members.shape[1]:
-        deviations = left_out.full.posterior_std[:, None] * [-1.0, 1.0]
-    apart = not_zero_by_symmetry(y, deviations)
+    if members.shape[1] or left_out.full is None:
+        apart = not_zero_by_symmetry(y, members)
+    else:
+        p = left_out.full.posterior_std
+        # A variance of zero, to rounding, has this standard deviation.
+        apart = p > _ROUNDING**0.5 * p.max(initial=0.0)
     apart = apart if apart.any() else np.ones(len(rows), dtype=bool)
     n_structures = len(np.unique(structure[apart & used]))
     if _too_few(name, n_structures, n_available, wanted):

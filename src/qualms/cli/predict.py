@@ -77,6 +77,8 @@ def predict(
     loaded = AtomisticModel.load(model, threads=threads)
     per_atom = loaded.fitted.per_atom
     _check_options(loaded, output, forces, stress, atoms, ignore_unknown)
+    if interval is not None:
+        _check_interval(loaded, interval)
     target, units = loaded.settings.target, loaded.settings.units
     kind: Literal["atomic", "structure"] = "atomic" if per_atom else "structure"
     n = dict.fromkeys(("structures", "extrapolating", "unknown_species", "without_volume"), 0)
@@ -143,6 +145,15 @@ def _check_options(
         raise InputError("--atoms", "for an atomic property", "a property of structures")
     if option and output.suffix == ".csv":
         raise InputError("--output", str(output), f"a file that ends in .xyz or .npz, for {option}")
+
+
+def _check_interval(model: AtomisticModel, level: float) -> None:
+    conformal = model.fitted.conformal.get("energy")
+    if conformal is None:
+        raise InputError("--interval", level, "a model with out-of-bag errors")
+    largest = float(conformal.probabilities[-1])
+    if not 0 < level <= largest:
+        raise InputError("--interval", level, f"between 0 and {largest:.4g}, by out-of-bag points")
 
 
 def _stresses(
