@@ -479,7 +479,8 @@ def test_uncertainties_of_stresses_cover_the_errors():
     own = VectorCalibration(trained("virtual").fitted.calibration_of("stress"))
     np.testing.assert_allclose(predicted.std, predicted.calibrated(own).std)
     flat = Prediction(predicted.members.reshape(-1, predicted.n_members))
-    assert 0.5 < score(stresses(new).ravel(), flat).coverage_68 < 0.85
+    # Components of 40 stresses are correlated: a standard error of about a tenth.
+    assert 0.5 < score(stresses(new).ravel(), flat).coverage_68 < 0.9
 
 
 def test_a_model_learns_from_the_stress_of_slabs():

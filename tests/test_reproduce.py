@@ -196,7 +196,7 @@ def test_a_study_trains_the_same_model_as_fit(once):
     )
     assert list(study.rows) == [0.5, 150]
     for row in study.rows.values():
-        assert list(row) == [*OUR_COLUMNS, "GPR PP"]
+        assert list(row) == [*OUR_COLUMNS, "sources", "GPR PP"]
         assert row["student"] == pytest.approx(row["CV"], abs=0.3)
     assert study.rows[0.5]["GPR PP"] == study.rows[150]["GPR PP"]
     alone = AtomisticModel(**problem.settings.model_dump(), threads=1).fit(problem.train)
@@ -211,17 +211,17 @@ def test_a_study_trains_the_same_model_as_fit(once):
 
 
 def test_the_shifted_model_uses_the_given_resources(crystals, monkeypatch):
-    trained = []
+    given = {}
 
-    def fit(model, *_, **__):
-        trained.append(model)
+    def compute_rows(*_, **resources):
+        given.update(resources)
         raise InterruptedError
 
-    monkeypatch.setattr(AtomisticModel, "fit", fit)
+    monkeypatch.setattr("qualms.reproduce.study.compute_rows", compute_rows)
     problem = csd_shift(crystals, crystals[:2], "small")
     with pytest.raises(InterruptedError):
         run_shift(problem, threads=3, memory="3GB", stages=Stages())
-    assert (trained[0].threads, trained[0].settings.memory) == (3, "3GB")
+    assert (given["threads"], given["memory"]) == (3, "3GB")
 
 
 # --- commands ---
@@ -250,7 +250,7 @@ def test_qm9_writes_results_tables_and_figures(reproduced):
     )
     assert results.shift is not None
     assert [found.label.split()[0] for found in results.shift.sets] == ["≤", "9"]
-    assert len(results.shift.sets[0].estimators) == len(OUR_COLUMNS) + 3
+    assert len(results.shift.sets[0].estimators) == len(OUR_COLUMNS) + 4
     names = ("qm9.json", "qm9.md", "qm9-shift.md")
     drawn = (f"qm9-{end}.png" for end in ("power", "sizes", "shift"))
     assert {path.name for path in output.iterdir()} == {*names, *drawn}

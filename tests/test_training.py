@@ -163,7 +163,9 @@ def test_the_full_model_and_other_subsamples_share_kernel_rows(molecules):
     Phi, rest = gp.rows.Phi, np.arange(60) != 7
     A = Phi[rest].T @ Phi[rest] + gp.process.noise_variance * np.eye(Phi.shape[1])
     expected = gp.y[7] - Phi[7] @ np.linalg.solve(A, Phi[rest].T @ gp.y[rest])
-    assert gp.leave_out(np.arange(60)).residuals[7] == pytest.approx(expected, rel=1e-6)
+    assert gp.leave_out(np.arange(60), np.arange(60)).residuals[7] == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
 def test_noise_that_is_lost_in_rounding_is_raised(alloys, monkeypatch):

@@ -60,7 +60,7 @@ from qualms.gp.kernels import (
     normalize_rows,
     unit_scale,
 )
-from qualms.gp.linalg import Whitening, whiten
+from qualms.gp.linalg import Whitening, cholesky_whiten, whiten
 from qualms.gp.noise import Replicates
 from qualms.gp.representatives import cur, farthest_points
 from qualms.gp.sparse_gp import leave_out, posterior_deviations
@@ -431,8 +431,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
     replace : bool
         Bootstrap (n = N with replacement; `subsample` is not used) instead of subsampling.
     n_posterior : int
-        Number of members that are drawn from the posterior of the full model; 0 for none, as always
-        if more than half of the training points are representatives.
+        Number of members that are drawn from the posterior of the full model; 0 for none.
     centre : {"auto", "full", "members"} or float
         Prediction: the full model, the mean of the subsampled members, or a blend with this share
         of the latter; by default the share of smallest out-of-bag error.
@@ -545,10 +544,8 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
             full, solution, intercepts = fit_members(full, Phi, data.point_y, counts)
             weights = solution.weights * full.scale[:, None]
             predicted = (np.tensordot(Phi, weights, 1) + intercepts)[data.inverse]
-            # Without a point, but with it as a representative, p is that of a novel point. If most
-            # points are representatives, it is not known what p is worth for new points.
-            n_posterior = self.n_posterior if 2 * Phi.shape[1] <= len(Phi) else 0
-            without = self._without_each_point(full, Phi, data, n_posterior > 0)
+            n_posterior = self.n_posterior
+            without = self._without_each_point(full, Phi, data)
             without = data.centred(self.centre, predicted, counts, without)
             centre = np.array([one.centre for one in without])
             # The posteriors of several outputs are independent.
@@ -569,14 +566,24 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         return self
 
     def _without_each_point(
-        self, full: FullModel, Phi: Float64Array, data: TrainingSet, has_posterior: bool
+        self, full: FullModel, Phi: Float64Array, data: TrainingSet
     ) -> list[FullModelData]:
-        """Return, for each output, the full model without the point of each row, or its group."""
-        found = leave_out(full.process, Phi, full.y, sample_weight=full.weight, groups=data.groups)
+        """Return, for each output, the full model without the point of each row, or its group.
+
+        The representatives among these points are left out as well.
+        """
+        basis = self.basis_
+        groups = np.arange(len(Phi)) if data.groups is None else data.groups
+        owners = groups[basis.indices]
+        inverse = cholesky_whiten(basis.whitening.factor, np.eye(len(owners)))
+        own = {int(g): inverse[:, owners == g] for g in np.unique(owners)}
+        found = leave_out(
+            full.process, Phi, full.y, sample_weight=full.weight, groups=groups, own=own
+        )
         predicted = data.point_y - found.residuals * full.scale
         z, p = data.y - predicted[data.inverse], np.sqrt(found.variance)[data.inverse]
         return [
-            FullModelData(z[:, t], p * scale, None, 0.0, has_posterior)
+            FullModelData(z[:, t], p * scale, None, 0.0, self.n_posterior > 0)
             for t, scale in enumerate(full.scale)
         ]
 
