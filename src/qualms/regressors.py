@@ -243,16 +243,12 @@ class TrainingSet:
         found = out_of_bag_prediction(members, counts[self.inverse] == 0)
         if np.count_nonzero(found.used) < MIN_POINTS:
             return list(full)
-        z_m = self.y[found.used] - found.mean
-        return [
-            replace(
-                one,
-                centre=fit_centre(
-                    [Residuals(one.residuals[found.used], z, s, found.n_absent)], members.shape[-1]
-                ),
-            )
-            for one, z, s in zip(full, z_m.T, found.std.T, strict=True)
-        ]
+        root, outputs = np.sqrt(self.weight[found.used]), []
+        for t, one in enumerate(full):
+            z_f, z_m = one.residuals[found.used], self.y[found.used, t] - found.mean[:, t]
+            residuals = Residuals(z_f * root, z_m * root, found.std[:, t] * root, found.n_absent)
+            outputs.append(replace(one, centre=fit_centre([residuals], members.shape[-1])))
+        return outputs
 
     def calibrate(
         self,
