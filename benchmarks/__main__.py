@@ -32,6 +32,7 @@ BENCHMARKS = {
     "presets": ("bench_presets", "run"),
     "siblings": ("bench_presets", "run_siblings"),
     "differences": ("bench_differences", "run"),
+    "tables": ("bench_tables", "run"),
     "paper": ("bench_scale", "run_paper"),
     "qm9": ("bench_scale", "run_qm9"),
 }
@@ -42,6 +43,7 @@ SLOW = (
     "presets",
     "siblings",
     "differences",
+    "tables",
     "paper",
     "qm9",
 )
