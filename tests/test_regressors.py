@@ -216,7 +216,7 @@ def test_any_regressor_gets_uncertainties(estimator):
     np.testing.assert_array_equal(mean, again.predict(X_TEST))
 
 
-@pytest.mark.parametrize("estimator", [Ridge(), KNeighborsRegressor(8)], ids=["ridge", "neighbours"])
+@pytest.mark.parametrize("estimator", [Ridge(), KNeighborsRegressor(8)])
 def test_defaults_are_as_accurate_as_the_estimator_and_calibrated_in_spite_of_noise(estimator):
     X, y = make_friedman1(2400, n_features=5, noise=2.0, random_state=2)
     model = ResamplingRegressor(estimator, random_state=0).fit(X[:400], y[:400])
