@@ -32,9 +32,9 @@ BENCHMARKS = {
     "presets": ("bench_presets", "run"),
     "siblings": ("bench_presets", "run_siblings"),
     "differences": ("bench_differences", "run"),
-    "tables": ("bench_tables", "run"),
     "paper": ("bench_scale", "run_paper"),
     "qm9": ("bench_scale", "run_qm9"),
+    "tables": ("bench_tables", "run"),
 }
 SLOW = (
     "force_costs",
@@ -43,9 +43,9 @@ SLOW = (
     "presets",
     "siblings",
     "differences",
-    "tables",
     "paper",
     "qm9",
+    "tables",
 )
 RESULTS = Path(__file__).with_name("RESULTS.md")
 HEADER = """# Benchmark results
