@@ -34,6 +34,7 @@ BENCHMARKS = {
     "differences": ("bench_differences", "run"),
     "paper": ("bench_scale", "run_paper"),
     "qm9": ("bench_scale", "run_qm9"),
+    "tables": ("bench_tables", "run"),
 }
 SLOW = (
     "force_costs",
@@ -44,6 +45,7 @@ SLOW = (
     "differences",
     "paper",
     "qm9",
+    "tables",
 )
 RESULTS = Path(__file__).with_name("RESULTS.md")
 HEADER = """# Benchmark results

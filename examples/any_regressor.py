@@ -2,8 +2,9 @@
 
 The diabetes data set (Efron et al. 2004) comes with scikit-learn: ten measurements of each of 442
 patients, and the progression of the disease after one year. The standard deviation of an ensemble
-of networks, each trained on half of the patients, is much smaller than the errors. Out-of-bag
-patients determine the factor; no validation set is needed.
+of networks, each trained on three quarters of the patients, is much smaller than the errors, most
+of which all networks share. Out-of-bag patients show how large they are; no validation set is
+needed.
 
 Run with `python examples/any_regressor.py`.
 """
@@ -35,11 +36,11 @@ def main() -> None:
     )
     predictions, references = [], []
     for train, test in KFold(5, shuffle=True, random_state=0).split(X):
-        model = ResamplingRegressor(network, n_members=16, random_state=0)
+        model = ResamplingRegressor(network, random_state=0)
         model.fit(X[train], y[train])
         predictions.append(model.predict_ensemble(X[test]))
         references.append(y[test])
-        print(f"fold {len(references)}: alpha = {model.calibration_.alpha:.2f}")
+        print(f"fold {len(references)}: {model.calibration_.describe()}")
 
     calibrated, y_test = Prediction.concatenate(predictions), np.concatenate(references)
     before, after = score(y_test, calibrated.uncalibrated), score(y_test, calibrated)

@@ -161,13 +161,13 @@ def test_the_same_seed_gives_the_same_result_in_any_order_of_the_rows():
 def test_copies_of_a_row_and_groups_are_in_or_out_together():
     doubled, y = np.concatenate([X, X]), np.concatenate([Y, Y + 0.01])
     groups = np.arange(len(X)) // 6
-    for model in (small(), ResamplingRegressor(Ridge(), random_state=0)):
+    for model, size in ((small(), 120), (ResamplingRegressor(Ridge(), random_state=0), 180)):
         model.fit(doubled, y)
         for rows in model.member_indices_:
             inside = np.isin(np.arange(480), rows)
             np.testing.assert_array_equal(inside[:240], inside[240:])
         for rows in model.fit(X, Y, groups=groups).member_indices_:
-            assert len(rows) == 120
+            assert len(rows) == size
             assert set(np.unique(groups[rows], return_counts=True)[1]) == {6}
 
 
@@ -207,7 +207,7 @@ def test_several_outputs(make):
     [
         HistGradientBoostingRegressor(max_iter=30),
         RandomForestRegressor(10),
-        KNeighborsRegressor(3),
+        KNeighborsRegressor(8),
         make_pipeline(
             StandardScaler(),
             MLPRegressor(hidden_layer_sizes=(8,), activation="tanh", solver="lbfgs", tol=0.1),
@@ -224,6 +224,17 @@ def test_any_regressor_gets_uncertainties(estimator):
     assert 0.5 < np.mean(np.abs(z) < 1) < 0.9
     again = ResamplingRegressor(estimator, n_members=8, random_state=0).fit(X, Y)
     np.testing.assert_array_equal(mean, again.predict(X_TEST))
+
+
+@pytest.mark.parametrize("estimator", [Ridge(), KNeighborsRegressor(8)])
+def test_defaults_are_as_accurate_as_the_estimator_and_calibrated_in_spite_of_noise(estimator):
+    X, y = make_friedman1(2400, n_features=5, noise=2.0, random_state=2)
+    model = ResamplingRegressor(estimator, random_state=0).fit(X[:400], y[:400])
+    scores = score(y[400:], model.predict_ensemble(X[400:]))
+    assert scores.coverage_68 == pytest.approx(0.68, abs=0.05)
+    assert scores.coverage_95 == pytest.approx(0.95, abs=0.03)
+    single = estimator.fit(X[:400], y[:400]).predict(X[400:])
+    assert scores.rmse < 1.01 * np.sqrt(np.mean((y[400:] - single) ** 2))
 
 
 def test_members_are_trained_on_their_rows_with_seeds_of_their_own():

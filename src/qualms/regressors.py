@@ -686,8 +686,15 @@ class ResamplingRegressor(MetaEstimatorMixin, MultiOutputMixin, RegressorMixin, 
         Anything with ``fit`` and ``predict``: gradient boosting, a random forest, a neural network,
         a pipeline. It is cloned, never fitted itself.
     n_members : int
-        N_R ≥ 2.
-    subsample, replace, calibration, random_state
+        N_R ≥ 2. The prediction is the mean over the members.
+    subsample : float or int
+        Size n of the subsamples: a fraction of the distinct training points (or groups), or a
+        number of them. The larger, the more accurate the members, and the fewer of them are
+        out-of-bag for a point: calibration uses points that are out-of-bag for at least three.
+    calibration : {"shrinkage", "student", "linear", "power", "none"} or None
+        Calibration of the standard deviation. Shrinkage needs few out-of-bag members, and copes
+        with errors, such as noise, that the members do not differ by.
+    replace, random_state
         As in `ProjectedProcessRegressor`; the estimators are seeded, too.
     n_jobs : int, optional
         Number of members that are trained at the same time, as in joblib.
@@ -711,9 +718,9 @@ class ResamplingRegressor(MetaEstimatorMixin, MultiOutputMixin, RegressorMixin, 
         self,
         estimator: Any,
         n_members: int = 16,
-        subsample: float = 0.5,
+        subsample: float = 0.75,
         replace: bool = False,
-        calibration: str | None = "student",
+        calibration: str | None = "shrinkage",
         n_jobs: int | None = None,
         random_state: Any = None,
     ) -> None:
