@@ -288,10 +288,10 @@ def compute_rows(
 #: Numbers of representatives to choose from, and the smallest of a nested model: with fewer, hardly
 #: any time is saved.
 _SIZES, _SMALLEST = (250, 500, 1000, 2000, 4000, 8000, 16_000), 250
-#: Seconds of an operation, measured once on two cores of a server: of n M d for the selection and
-#: the kernel rows, of n M d for each derivative, of N M² for whitening, Gram matrices and members,
-#: and of M³ for the noise.
-_SECONDS_OF = {"kernel": 1e-10, "forces": 3e-11, "rows": 6e-11, "solution": 3e-10}
+#: Seconds of an operation, measured once on two cores of a server (2.8 GHz): of n M d for the
+#: selection and the kernel rows, of n M d for each derivative, of N M² for whitening, Gram matrices
+#: and members, and of M³ for factorisations and the noise. Each is uncertain by a factor of two.
+_SECONDS_OF = {"kernel": 1e-10, "forces": 2.4e-11, "rows": 2e-10, "solution": 3e-10}
 #: Derivatives of the features of an environment: by three coordinates of some neighbours.
 _N_DERIVATIVES = 3 * 20
 #: Seconds of training, beside the features, for each effort.
