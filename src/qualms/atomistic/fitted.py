@@ -96,17 +96,20 @@ class Record(Document):
     seconds: dict[str, float]  #: time of each stage
 
 
-def describe_size(n: int, curve: Mapping[int, float], limit: str, settings: Settings) -> str:
-    """Return a text on the number of representatives that was chosen, and on what it is worth."""
-    limit = {"effort": f'effort="{settings.effort}"'}.get(limit, limit)
+def describe_size(
+    n: int, curve: Mapping[int, float], limit: str, settings: Settings, quantity: str
+) -> str:
+    """Return a text on the number of representatives that was chosen by errors of a quantity."""
+    limit = f'effort="{settings.effort}"' if limit == "effort" else limit
     if n not in curve:
         return f"{n:,} (limited by {limit})"
+    units = settings.units_of("energy" if quantity == "stress" else quantity)  # virials per atom
     others = "; ".join(f"{m:,}: {error:.3g}" for m, error in curve.items() if m != n)
-    text = f"{n:,}, with a typical out-of-bag error of {curve[n]:.3g} ({others})"
+    text = f"{n:,} (typical out-of-bag error {curve[n]:.3g} {units}; {others}"
     *_, half, last = curve
     if n < last:
-        return text
-    return f"{text}; limited by {limit}, the last doubling saved {1 - curve[n] / curve[half]:.0%}"
+        return f"{text})"
+    return f"{text}; limited by {limit}: the last doubling saved {1 - curve[n] / curve[half]:.0%})"
 
 
 class Provenance(Document):

@@ -425,8 +425,9 @@ def summarize(fitted: Fitted) -> dict[str, str]:
     rows = f"{target.n_rows} atoms of " if fitted.per_atom else ""
     size = f"{record.effective_rank} of {settings.n_representatives} requested"
     if settings.n_representatives == "auto":
+        most = max(record.quantities, key=lambda name: record.quantities[name].n_rows)
         curve, limit = record.size_curve, record.size_limit
-        size = describe_size(record.effective_rank, curve, limit, settings)
+        size = describe_size(record.effective_rank, curve, limit, settings, most)
     facts = {
         "target": f"{settings.target}{units} ({settings.kind}{of})",
         "trained on": f"{rows}{record.n_structures} structures, {record.n_environments} "

@@ -575,6 +575,8 @@ def kernel_rows(
     unscaled = Basis(representation.kernel, X_M, 1.0, data.settings.per_atom)
     K = np.zeros((data.n_rows, len(X_M)))
     r = len(X_M)
+    if size_limit and r < 0.9 * data.settings.n_selected:  # many were dropped
+        size_limit = "their linear dependence"
     smaller = [m for m in (r // 8, r // 4, r // 2) if size_limit and _SMALLEST <= m < r]
     sizes = [*smaller, r]
     diagonal, novelty = np.empty(n), np.empty((len(data.frames), len(sizes), 2))
@@ -739,7 +741,8 @@ def fit_nested(
     name, quantity = max(data.quantities.items(), key=lambda item: len(item[1].y))
     groups, r = _groups_of_rows(data), rows.Phi.shape[1]
     codes, sizes = np.unique(groups, return_inverse=True, return_counts=True)[1:]
-    order = np.random.default_rng([data.settings.seed, _LEAVE_OUT_STREAM]).permutation(len(sizes))
+    rng = np.random.default_rng([data.settings.seed, _LEAVE_OUT_STREAM])
+    order = rng.permutation(np.unique(codes[quantity.rows]))
     n = int(np.searchsorted(np.cumsum(sizes[order]), max(_PRODUCTS_OF_SIZES / r**2, 1000))) + 1
     left_out = np.flatnonzero(np.isin(codes, order[:n]))
     of_quantity = np.isin(left_out, quantity.rows)
@@ -753,17 +756,16 @@ def fit_nested(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what concerns the data was said before
         for size in sorted(rows.nested, reverse=True):
-            gp, larger = (
-                fit_sparse_gp(rows.leading(size), data, baseline, stages),
-                curve[min(curve)],
-            )
-            curve[size] = error(gp)
-            enough = enough and larger > (1 - _GAIN) * curve[size]
+            gp = fit_sparse_gp(rows.leading(size), data, baseline, stages)
+            of_double, curve[size] = curve[min(curve)], error(gp)
+            enough = enough and of_double > (1 - _GAIN) * curve[size]
             chosen = gp if enough else chosen
     curve = dict(sorted(curve.items()))
     chosen = SparseGP(replace(chosen.rows, size_curve=curve), chosen.full)
-    text = describe_size(len(chosen.rows.origins), curve, rows.size_limit, data.settings)
-    log.info(f"Representatives: {text} ({name}, {data.settings.units_of(name)}).")
+    number = len(chosen.rows.origins)
+    log.info(
+        f"Representatives: {describe_size(number, curve, rows.size_limit, data.settings, name)}."
+    )
     return chosen
 
 
