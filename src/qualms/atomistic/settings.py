@@ -88,7 +88,7 @@ class Settings(BaseModel):
         "auto",
         '"auto" or int',
         "Number M of representative environments; by default chosen by out-of-bag errors, within "
-        "`effort` and `memory`.",
+        "``effort`` and ``memory``.",
     )
     effort: Literal["fast", "default", "best"] = _model(
         "default",
