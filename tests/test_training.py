@@ -423,11 +423,13 @@ def test_a_given_number_of_representatives_is_not_changed(molecules):
     assert not model.record.size_limit
 
 
-def test_effort_and_memory_limit_the_number_of_representatives(molecules):
+def test_effort_memory_and_data_limit_the_number_of_representatives(molecules, monkeypatch):
     def prepare(n=20, **given):
         data = collect_labels(molecules, make_settings({"target": ENERGY, **given}))
         return replace(data, frames=data.frames * n, centers=data.centers * n)
 
+    assert training._largest_size(prepare(), 1e15) == (5 * len(molecules), "the number of labels")
+    monkeypatch.setattr(training, "_PER_LABEL", 1000)
     limits = [training._largest_size(prepare(effort=e), 1e15) for e in ("fast", "default", "best")]
     sizes = [size for size, _ in limits]
     assert sizes == sorted(set(sizes))

@@ -288,6 +288,9 @@ def compute_rows(
 #: Numbers of representatives to choose from, and the smallest of a nested model: with fewer, hardly
 #: any time is saved.
 _SIZES, _SMALLEST = (250, 500, 1000, 2000, 4000, 8000, 16_000), 250
+#: Representatives per label from which on errors hardly change: on 300 molecules of QM9 1500 and
+#: 3000 differ by 0.5 %.
+_PER_LABEL = 5
 #: Seconds of an operation, measured once on two cores of a server (2.8 GHz): of n M d for the
 #: selection and the kernel rows, of n M d for each derivative, of N M² for whitening, Gram matrices
 #: and members, and of M³ for factorisations and the noise. Each is uncertain by a factor of two.
@@ -303,10 +306,14 @@ def _largest_size(data: TrainingSet, memory: float) -> tuple[int, str]:
 
     The smallest number is returned even if it exceeds them.
     """
-    n, settings, limit = data.n_environments, data.settings, "the number of environments"
-    sizes = sorted({min(size, n) for size in _SIZES}, reverse=True)
-    if n > sizes[0]:
-        limit = "the largest number"
+    settings, useful = data.settings, max(_PER_LABEL * data.n_rows, _SIZES[0])
+    limits = {
+        "the number of environments": data.n_environments,
+        "the number of labels": useful,
+        "the largest number": _SIZES[-1],
+    }
+    limit = min(limits, key=limits.__getitem__)
+    sizes = sorted({min(size, limits[limit]) for size in _SIZES}, reverse=True)
     for size in sizes:
         of_size = replace(data, settings=settings.model_copy(update={"n_representatives": size}))
         if _training_time(of_size) > _SECONDS[settings.effort]:
