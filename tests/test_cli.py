@@ -155,7 +155,7 @@ def test_options_override_the_configuration(desk):
     config = {"target": "nothing", "kind": "intensive", "n_members": 4, "threads": 1}
     Path("own.yaml").write_text(yaml.safe_dump(config | {"representation": representation}))
     given = {"target": ENERGY, "subsample": 40, "baseline": "mean", "calibration": "linear"}
-    given |= {"selection": "random", "noise": 0.01, "units": "eV", "seed": 3}
+    given |= {"selection": "random", "effort": "fast", "noise": 0.01, "units": "eV", "seed": 3}
     options = " ".join(f"--{name} {value}" for name, value in given.items())
     options += " --members 6 --representatives 50 --cutoff 4.25 --memory 2GB"
     command = f"train train.xyz --config own.yaml {options} -o new.safetensors --json"

@@ -8,6 +8,7 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+from ase import Atoms
 from atomistic_fixtures import (
     ENERGY,
     SMALL,
@@ -22,7 +23,7 @@ from atomistic_fixtures import (
 from checks import rejects
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from qualms import InputError, QualmsWarning, score
+from qualms import AtomisticModel, InputError, QualmsWarning, score
 from qualms.atomistic import training
 from qualms.atomistic.forces import derivative_rows, scale_rows
 from qualms.atomistic.labels import collect_labels
@@ -30,8 +31,10 @@ from qualms.atomistic.settings import make_settings, parse_memory
 from qualms.errors import NumericalError
 from qualms.features.gradients import batches
 from qualms.gp import ensemble
+from qualms.gp.linalg import Whitening
 from qualms.gp.representatives import farthest_points
 from qualms.prediction import Prediction
+from qualms.progress import Stages
 from qualms.resources import SMALL as FEW_ATOMS
 from qualms.resources import default_threads, limit_rayon, limited
 
@@ -359,6 +362,94 @@ def test_insufficient_data_are_rejected_before_the_work(
     groups = settings.pop("groups", None)
     with rejects(parameter):
         make_model(**settings).fit(molecules[:n], groups)
+
+
+# --- the number of representatives ---
+
+
+def chains(n, wave, seed=0):
+    """Chains of three atoms, whose target oscillates with the distances, with noise."""
+    rng = np.random.default_rng(seed)
+    frames = []
+    for a, b in rng.uniform(1.0, 2.2, (n, 2)):
+        energy = np.sin(wave * a) + np.sin(wave * b) + 0.05 * rng.normal()
+        positions = [[0, 0, 0], [a, 0, 0], [a + b, 0, 0]]
+        frames.append(Atoms("OHO", positions, info={"energy": energy}))
+    return frames
+
+
+def test_models_with_the_first_representatives_are_nested(monkeypatch):
+    monkeypatch.setattr(training, "_SMALLEST", 10)
+    given = {"target": "energy", "forces": "force", "stress": "virtual", "representation": SMOOTH}
+    data = collect_labels(labelled_alloys(12), make_settings(given))
+    rows = training.compute_rows(data)
+    assert len(rows.nested) == 2
+    features = training.fit_features(
+        replace(data, settings=make_settings(given | {"n_representatives": 48})), 4e9, 1, Stages()
+    )
+    points = training.select_points(features)
+    for r in rows.nested:
+        X = points.features[:r].astype(np.float64)
+        factor = np.linalg.cholesky(features.representation.kernel(X, X))
+        first = training.Representatives(
+            points.environments[:r], points.features[:r], Whitening(np.arange(r), factor)
+        )
+        explicit, nested = training.kernel_rows(features, first), rows.leading(r)
+        size = np.abs(explicit.Phi).max()
+        np.testing.assert_allclose(nested.Phi, explicit.Phi, atol=1e-5 * size)
+        np.testing.assert_allclose(nested.whitening.factor, explicit.whitening.factor, atol=1e-7)
+        np.testing.assert_allclose(nested.novelty, explicit.novelty, atol=1e-6)
+        np.testing.assert_array_equal(nested.origins, explicit.origins)
+        np.testing.assert_array_equal(nested.basis.representatives, explicit.basis.representatives)
+
+
+def test_more_representatives_are_chosen_where_the_target_varies_fast(monkeypatch, tmp_path):
+    monkeypatch.setattr(training, "_SMALLEST", 8)
+    soap, chosen = {"cutoff": 5.0, "n_radial": 6, "l_max": 2}, []
+    for wave in (0.5, 8.0):
+        model = make_model("energy", n_representatives="auto", representation=soap)
+        record = model.fit(chains(100, wave)).record
+        *_, largest = sizes = [*record.size_curve]
+        assert sizes == sorted({largest // k for k in (8, 4, 2, 1) if largest // k >= 8})
+        assert record.effective_rank == len(model.fitted.representatives) in sizes
+        chosen.append(record.effective_rank)
+    assert chosen == [sizes[0], sizes[-1]]
+    model.save(tmp_path / "model")
+    assert AtomisticModel.load(tmp_path / "model").record == model.record
+
+
+def test_a_given_number_of_representatives_is_not_changed(molecules):
+    model = make_model(n_representatives=40).fit(molecules[:30])
+    assert model.record.effective_rank == len(model.fitted.representatives) == 40
+    assert not model.record.size_curve
+    assert not model.record.size_limit
+
+
+def test_effort_memory_and_data_limit_the_number_of_representatives(molecules, monkeypatch):
+    def prepare(n=20, **given):
+        data = collect_labels(molecules, make_settings({"target": ENERGY, **given}))
+        return replace(data, frames=data.frames * n, centers=data.centers * n)
+
+    assert training._largest_size(prepare(), 1e15) == (5 * len(molecules), "the number of labels")
+    monkeypatch.setattr(training, "_PER_LABEL", 1000)
+    limits = [training._largest_size(prepare(effort=e), 1e15) for e in ("fast", "default", "best")]
+    sizes = [size for size, _ in limits]
+    assert sizes == sorted(set(sizes))
+    assert limits[1][1] == "effort"
+    data = prepare(effort="best")
+    size, limit = training._largest_size(data, 3e9)
+    assert 250 < size < sizes[2]
+    assert "memory" in limit
+
+    def plan(n_representatives):
+        settings = data.settings.model_copy(update={"n_representatives": n_representatives})
+        training._plan_memory(replace(data, settings=settings), 3e9, 1)
+
+    plan(size)  # fits
+    with rejects("memory"):
+        plan(2 * size)
+    assert training._largest_size(prepare(1), 1e15)[0] == sum(map(len, molecules))
+    assert training._largest_size(data, 1e3)[0] == 250  # the error comes later
 
 
 # --- memory, progress, threads ---

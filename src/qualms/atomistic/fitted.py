@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from pydantic import Field
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.atomistic.baseline import Baseline
@@ -87,9 +88,28 @@ class Record(Document):
     quantities: dict[str, QuantityRecord]
     centre: float  #: share λ of the mean of subsampled members in the prediction
     effective_rank: int  #: representatives that are linearly independent
+    #: out-of-bag error for several numbers of representatives, if the number was chosen
+    size_curve: dict[int, float] = Field(default_factory=dict)
+    size_limit: str = ""  #: what limits the number, if it was chosen: effort, memory, …
     target_std: float  #: standard deviation of the targets less the baseline
     solver: str  #: method that solved the members
     seconds: dict[str, float]  #: time of each stage
+
+
+def describe_size(
+    n: int, curve: Mapping[int, float], limit: str, settings: Settings, quantity: str
+) -> str:
+    """Return a text on the number of representatives that was chosen by errors of a quantity."""
+    limit = f'effort="{settings.effort}"' if limit == "effort" else limit
+    if n not in curve:
+        return f"{n:,} (limited by {limit})"
+    units = settings.units_of("energy" if quantity == "stress" else quantity)  # virials per atom
+    others = "; ".join(f"{m:,}: {error:.3g}" for m, error in curve.items() if m != n)
+    text = f"{n:,} (typical out-of-bag error {curve[n]:.3g} {units}; {others}"
+    *_, half, last = curve
+    if n < last:
+        return f"{text})"
+    return f"{text}; limited by {limit}: the last doubling saved {1 - curve[n] / curve[half]:.0%})"
 
 
 class Provenance(Document):

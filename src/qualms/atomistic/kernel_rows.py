@@ -46,6 +46,7 @@ class Basis:
         offsets: IntArray,
         *,
         novelty: Float64Array | None = None,
+        sizes: Sequence[int] = (),
         own: Sequence[IntArray] | None = None,
     ) -> Float64Array:
         """Return the kernel rows K_XM of a batch: (n_structures, M), or (n_environments, M).
@@ -54,15 +55,21 @@ class Basis:
         ----------
         features : (n_environments, d) array
         offsets : (n_structures + 1,) array of int
-        novelty : (n_structures, 2) array, optional
+        novelty : (n_structures, 2) or (n_structures, n_sizes, 2) array, optional
             Is filled with the largest and the mean novelty of the environments of each structure:
             one minus the largest normalised kernel with a representative, from 0 to 1.
+        sizes : sequence of int
+            Numbers of leading representatives, increasing, that novelty refers to; all of them,
+            unless given.
         own : sequence of arrays of int, optional
             Representatives that come from each structure itself; its novelty leaves them out.
         """
         n = len(features) if self.per_atom else len(offsets) - 1
-        rows = np.empty((n, len(self.representatives)))
-        for first, last in structure_blocks(offsets, _ELEMENTS // len(self.representatives)):
+        M = len(self.representatives)
+        rows, edges = np.empty((n, M)), [0, *(sizes or [M])]
+        if novelty is not None:
+            novelty = novelty.reshape(len(novelty), -1, 2)  # a view
+        for first, last in structure_blocks(offsets, _ELEMENTS // M):
             begin, end = offsets[first], offsets[last]
             block, local = features[begin:end], offsets[first : last + 1] - begin
             K = self.kernel(block, self.representatives)
@@ -73,8 +80,10 @@ class Basis:
                     if own is not None and len(own[s]):
                         part = part.copy()
                         part[:, own[s]] = 0.0
-                    each = _novelty(part)
-                    novelty[s] = each.max(initial=0.0), each.sum(dtype=np.float64) / max(b - a, 1)
+                    blocks = [_novelty(part[:, i:j]) for i, j in pairwise(edges)]
+                    each = np.minimum.accumulate(blocks, axis=0)
+                    novelty[s, :, 0] = each.max(axis=1, initial=0.0)
+                    novelty[s, :, 1] = each.sum(axis=1, dtype=np.float64) / max(b - a, 1)
             if self.per_atom:
                 rows[begin:end] = K
             else:
@@ -141,7 +150,7 @@ def select_representatives(
     ``settings.per_species``, each species gets a share of the representatives in proportion to its
     environments. `on_pick` is called with the number of picks so far.
     """
-    n = min(settings.n_representatives, len(features))
+    n = min(settings.n_selected, len(features))
     if not settings.per_species:
         return _select(features, kernel, n, settings.selection, rng, on_pick)
     picks: list[IntArray] = []

@@ -15,7 +15,7 @@ from ase import Atoms
 from qualms.arrays import BoolArray, Float64Array, IntArray
 from qualms.atomistic import training
 from qualms.atomistic.baseline import atom_design, structure_design
-from qualms.atomistic.fitted import Fitted, Provenance, Record
+from qualms.atomistic.fitted import Fitted, Provenance, Record, describe_size
 from qualms.atomistic.forces import (
     ForcePrediction,
     Potential,
@@ -423,14 +423,18 @@ def summarize(fitted: Fitted) -> dict[str, str]:
     }
     others = ", ".join(f"{n} {what}" for what, n in counts.items() if n)
     rows = f"{target.n_rows} atoms of " if fitted.per_atom else ""
+    size = f"{record.effective_rank} of {settings.n_representatives} requested"
+    if settings.n_representatives == "auto":
+        most = max(record.quantities, key=lambda name: record.quantities[name].n_rows)
+        curve, limit = record.size_curve, record.size_limit
+        size = describe_size(record.effective_rank, curve, limit, settings, most)
     facts = {
         "target": f"{settings.target}{units} ({settings.kind}{of})",
         "trained on": f"{rows}{record.n_structures} structures, {record.n_environments} "
         f"environments{f' ({others})' if others else ''}",
         "elements": symbols_of(fitted.representation.species),
         "representation": _representation(fitted),
-        "representatives": f"{record.effective_rank} of {settings.n_representatives} requested, by "
-        f"{settings.selection}",
+        "representatives": f"{size}, by {settings.selection}",
         "noise": f"σ = {target.noise:.4g} {settings.units_of('energy')}".rstrip()
         + f" ({target.noise / record.target_std:.1e} of the standard deviation of the target)",
         "baseline": fitted.baseline.name,

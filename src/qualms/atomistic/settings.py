@@ -84,7 +84,18 @@ class Settings(BaseModel):
         "list of str, optional",
         "Elements of an atomic property, such as H or H,C; those with labels by default.",
     )
-    n_representatives: int = _model(1000, "int", "Number M of representative environments.", ge=1)
+    n_representatives: Literal["auto"] | Annotated[int, Field(ge=1)] = _model(
+        1000,
+        'int or "auto"',
+        'Number M of representative environments, or ``"auto"``: chosen by out-of-bag errors, '
+        "within ``effort`` and ``memory``.",
+    )
+    effort: Literal["fast", "default", "best"] = _model(
+        "default",
+        '{"fast", "default", "best"}',
+        "Time that limits a number of representatives that is chosen: about 30 s, 2 min or 15 min "
+        "of training on two cores, beside the features.",
+    )
     selection: Literal["fps", "cur", "random"] = _model(
         "fps", '{"fps", "cur", "random"}', "Method that selects representative environments."
     )
@@ -188,6 +199,12 @@ class Settings(BaseModel):
     def per_atom(self) -> bool:
         """Whether the target is a property of atoms."""
         return self.kind == "atomic"
+
+    @property
+    def n_selected(self) -> int:
+        """Number of representatives to select, when it is known."""
+        assert isinstance(self.n_representatives, int), "not yet chosen"
+        return self.n_representatives
 
     @property
     def n_subsampled(self) -> int:

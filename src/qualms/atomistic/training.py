@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import datetime
 import logging
+import math
 import platform
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import combinations_with_replacement
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from qualms.atomistic.fitted import (
     Provenance,
     QuantityRecord,
     Record,
+    describe_size,
 )
 from qualms.atomistic.forces import fill_rows, scale_rows
 from qualms.atomistic.kernel_rows import LANDMARKS, Basis, select_representatives
@@ -88,6 +90,7 @@ from qualms.gp.ensemble import (
 )
 from qualms.gp.kernels import unit_scale
 from qualms.gp.linalg import Whitening, cholesky_whiten, whiten
+from qualms.gp.noise import group_means, typical_log
 from qualms.gp.sparse_gp import (
     ProjectedProcess,
     leave_out,
@@ -105,6 +108,10 @@ _NOT_NOVEL = 0.99
 _SAMPLE_STREAM, _SELECTION_STREAM, _POSTERIOR_STREAM, _LEAVE_OUT_STREAM = 1, 3, 4, 5
 #: Multiplications that leaving rows out of the full model may take, some seconds.
 _PRODUCTS = 5e11
+#: The same for the errors of models of several sizes. Twice the representatives must lower them by
+#: this share at least: predictions take twice the time, and the ratio of two errors of some
+#: thousand rows is uncertain by a few per cent.
+_PRODUCTS_OF_SIZES, _GAIN = 1e11, 0.05
 #: Features are float32, or with forces float64: see `qualms.gp.linalg.whiten`.
 _RTOL, _RTOL_OF_FORCES = 1e-6, 1e-10
 #: Representatives and rows up to which matrices are small, and one thread is the fastest.
@@ -147,7 +154,7 @@ def fit(
         data = collect_labels(frames, settings, groups)
         draw = draw_ensemble(data)
         rows = compute_rows(data, memory=settings.memory, threads=threads, stages=stages)
-        gp = fit_sparse_gp(rows, data, draw.baseline, stages)
+        gp = fit_nested(rows, data, draw.baseline, stages)
         ensemble = fit_ensemble(gp, data, draw, stages)
         return calibrate(ensemble, data, stages)
 
@@ -234,6 +241,27 @@ class KernelRows:
     k_xx: Float64Array  #: (n,): diagonal of the scaled kernel, of the rows of the target
     #: largest and mean novelty of the environments of a structure that few structures exceed
     novelty: tuple[float, float]
+    #: the same of models with fewer representatives, if their number is to be chosen
+    nested: dict[int, tuple[float, float]] = field(default_factory=dict)
+    size_limit: str = ""  #: what limited the number of representatives that was chosen, if any
+    size_curve: dict[int, float] = field(default_factory=dict)  #: out-of-bag error for numbers
+
+    def leading(self, r: int) -> KernelRows:
+        """Return the rows of the model that has the first r representatives alone.
+
+        The factor L of the whitening is triangular, so these are the first r columns.
+        """
+        if r == self.Phi.shape[1]:
+            return self
+        X = self.basis.representatives[:r].copy()
+        return replace(
+            self,
+            basis=replace(self.basis, representatives=X),
+            origins=self.origins[:r],
+            whitening=self.whitening.leading(r),
+            Phi=self.Phi[:, :r],  # a view: there may be no memory for a copy
+            novelty=self.nested[r],
+        )
 
 
 def compute_rows(
@@ -243,10 +271,67 @@ def compute_rows(
     threads: int = 1,
     stages: Stages | None = None,
 ) -> KernelRows:
-    """Compute features, select representatives, and compute the kernel rows of all labels."""
-    features = fit_features(data, parse_memory(memory), threads, stages or Stages())
+    """Compute features, select representatives, and compute the kernel rows of all labels.
+
+    If the number of representatives is to be chosen, they are as many as time and memory allow.
+    """
+    size_limit, bytes_ = "", parse_memory(memory)
+    if data.settings.n_representatives == "auto":
+        n, size_limit = _largest_size(data, bytes_)
+        data = replace(data, settings=data.settings.model_copy(update={"n_representatives": n}))
+    features = fit_features(data, bytes_, threads, stages or Stages())
     points = select_points(features)
-    return kernel_rows(features, points)
+    return kernel_rows(features, points, size_limit)
+
+
+#: Numbers of representatives to choose from, and the smallest of a nested model: with fewer, hardly
+#: any time is saved.
+_SIZES, _SMALLEST = (250, 500, 1000, 2000, 4000, 8000, 16_000), 250
+#: Representatives per label from which on errors hardly change: on 300 molecules of QM9 1500 and
+#: 3000 differ by 0.5 %.
+_PER_LABEL = 5
+#: Seconds of an operation, measured once on two cores of a server (2.8 GHz): of n M d for the
+#: selection and the kernel rows, of n M d for each derivative, of N M² for whitening, Gram matrices
+#: and members, and of M³ for factorisations and the noise. Each is uncertain by a factor of two.
+_SECONDS_OF = {"kernel": 1e-10, "forces": 2.4e-11, "rows": 2e-10, "solution": 3e-10}
+#: Derivatives of the features of an environment: by three coordinates of some neighbours.
+_N_DERIVATIVES = 3 * 20
+#: Seconds of training, beside the features, for each effort.
+_SECONDS = {"fast": 30.0, "default": 120.0, "best": 900.0}
+
+
+def _largest_size(data: TrainingSet, memory: float) -> tuple[int, str]:
+    """Return the number of representatives that time and memory (bytes) allow, and what limits it.
+
+    The smallest number is returned even if it exceeds them.
+    """
+    settings, useful = data.settings, max(_PER_LABEL * data.n_rows, _SIZES[0])
+    limits = {
+        "the number of environments": data.n_environments,
+        "the number of labels": useful,
+        "the largest number": _SIZES[-1],
+    }
+    limit = min(limits, key=limits.__getitem__)
+    sizes = sorted({min(size, limits[limit]) for size in _SIZES}, reverse=True)
+    for size in sizes:
+        of_size = replace(data, settings=settings.model_copy(update={"n_representatives": size}))
+        if _training_time(of_size) > _SECONDS[settings.effort]:
+            limit = "effort"
+        elif min(_memory_needed(of_size, 1)[:2]) > memory:
+            limit = "the memory"
+        else:
+            return size, limit
+    return sizes[-1], limit
+
+
+def _training_time(data: TrainingSet) -> float:
+    """Return a rough number of seconds, beside the features, from counts of operations."""
+    n, n_rows, M = data.n_environments, data.n_rows, data.settings.n_selected
+    products = n * M * _n_features(data)[0]
+    parts = {"kernel": products, "forces": 0.0, "rows": n_rows * M**2, "solution": M**3}
+    if data.derivatives is not None:
+        parts["forces"] = products * _N_DERIVATIVES
+    return sum(_SECONDS_OF[part] * count for part, count in parts.items())
 
 
 @dataclass(frozen=True)
@@ -302,19 +387,24 @@ def fit_features(
     return replace(features, kept=kept)
 
 
-def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int | None, int]:
-    """Return environments per block if features are recomputed (None if kept), and processes.
+class MemoryNeeded(NamedTuple):
+    """Bytes of a training: with features kept, recomputed, and beside features of a block."""
+
+    keep: float
+    recompute: float
+    beside: float
+    copies: int  #: of the features from which representatives are selected
+
+
+def _memory_needed(data: TrainingSet, n_workers: int) -> MemoryNeeded:
+    """Return the memory that a training needs.
 
     Sizes in bytes are those of the largest arrays of each stage; 0.5 GB is for the interpreter and
     libraries, 0.25 GB for those of each worker process.
     """
     settings, n = data.settings, data.n_environments
-    M, batch = min(settings.n_representatives, n), min(BATCH, n)
-    widths = Representation(settings.representation, tuple(data.species)).widths
-    compression = _compression(data)
-    d = d_raw = sum(widths)
-    if compression is not None:
-        d = sum(min(w, compression.n_features) for w in widths)
+    M, batch = min(settings.n_selected, n), min(BATCH, n)
+    d, d_raw = _n_features(data)
     base = 0.5e9 + 4e3 * len(data.frames) + 100.0 * n
     rows = 8.0 * data.n_rows * M
     products = 12.0 * BLOCK * M + 4.0 * BLOCK * d
@@ -330,23 +420,29 @@ def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int |
         picking += 48.0 * landmarks**2 + 12.0 * landmarks * d
     compressing = 12.0 * sample_size(n) * d_raw + 24.0 * d_raw**2 if d < d_raw else 0.0
 
+    workers = n_workers if n >= SERIAL else 1
+    batches = 20.0 * batch * d_raw + 8.0 * workers * batch * d
+    batches += workers * (0.25e9 + 12.0 * batch * d_raw) if workers > 1 else 0.0
+    least = max(compressing, solving, batches + rows + products)
+    kept, select = 4.0 * n * d, 1.1 * picking + 4.0 * (copies - 1) * n * d
+    keep = base + max(least, kept + max(batches, select, rows + products))
+    beside = base + batches + picking  # while representatives are selected block by block
+    recompute = max(base + least, beside + 8.8 * M * d * copies)
+    return MemoryNeeded(keep, recompute, beside, copies)
+
+
+def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int | None, int]:
+    """Return environments per block if features are recomputed (None if kept), and processes."""
+    n, d = data.n_environments, _n_features(data)[0]
+    M = min(data.settings.n_selected, n)
+
     def size(n: float) -> str:
         return f"{n / 1e9:.1f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
 
-    def needed(n_workers: int) -> tuple[float, float, float]:
-        workers = n_workers if n >= SERIAL else 1
-        batches = 20.0 * batch * d_raw + 8.0 * workers * batch * d
-        batches += workers * (0.25e9 + 12.0 * batch * d_raw) if workers > 1 else 0.0
-        least = max(compressing, solving, batches + rows + products)
-        kept, select = 4.0 * n * d, 1.1 * picking + 4.0 * (copies - 1) * n * d
-        keep = base + max(least, kept + max(batches, select, rows + products))
-        beside = base + batches + picking  # while representatives are selected block by block
-        return keep, max(base + least, beside + 8.8 * M * d * copies), beside
-
-    keep, recompute, beside = needed(n_workers)
+    keep, recompute, beside, copies = _memory_needed(data, n_workers)
     while n_workers > 1 and min(keep, recompute) > limit:
         n_workers //= 2
-        keep, recompute, beside = needed(n_workers)
+        keep, recompute, beside, copies = _memory_needed(data, n_workers)
     if min(keep, recompute) > limit:
         raise InputError(
             "memory",
@@ -367,9 +463,18 @@ def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int |
     return n_block, n_workers
 
 
+def _n_features(data: TrainingSet) -> tuple[int, int]:
+    """Return the numbers of features after and before compression."""
+    widths = Representation(data.settings.representation, tuple(data.species)).widths
+    compression = _compression(data)
+    if compression is None:
+        return sum(widths), sum(widths)
+    return sum(min(w, compression.n_features) for w in widths), sum(widths)
+
+
 def _compression(data: TrainingSet) -> Compression | None:
     settings, n, smooth = data.settings, data.n_environments, data.settings.has_forces
-    M = min(settings.n_representatives, n)
+    M = min(settings.n_selected, n)
     return resolve_compression(settings.representation, data.species, n, M, derivatives=smooth)
 
 
@@ -428,13 +533,13 @@ def select_points(features: TrainingFeatures) -> Representatives:
         blocks = list(structure_blocks(offsets, -(-data.n_environments // n_blocks)))
 
     def select(X: FloatArray, environments: IntArray, settings: Settings) -> IntArray:
-        total, species = min(settings.n_representatives, len(X)), data.center_species[environments]
+        total, species = min(settings.n_selected, len(X)), data.center_species[environments]
         with features.stages.stage("Representatives", total) as advance:
             return select_representatives(X, kernel, species, settings, rng, advance)
 
     settings = data.settings
     if len(blocks) > 1 and settings.selection == "cur":  # which selects among farthest points
-        more = {"selection": "fps", "n_representatives": LANDMARKS * settings.n_representatives}
+        more = {"selection": "fps", "n_representatives": LANDMARKS * settings.n_selected}
         settings = settings.model_copy(update=more)
     picked, candidates = [], []
     for first, last in blocks:
@@ -461,10 +566,13 @@ def _warn(text: str) -> None:
     warnings.warn(text, QualmsWarning, stacklevel=2)
 
 
-def kernel_rows(features: TrainingFeatures, points: Representatives) -> KernelRows:
+def kernel_rows(
+    features: TrainingFeatures, points: Representatives, size_limit: str = ""
+) -> KernelRows:
     """Compute the kernel rows of all quantities, and whiten them.
 
-    The kernel is scaled by Eq. (17), Musil et al. 2019, when its diagonal is known.
+    The kernel is scaled by Eq. (17), Musil et al. 2019, when its diagonal is known. A limit means
+    that fewer representatives may be chosen: the novelty is computed for each number.
     """
     data, representation, stages = features.data, features.representation, features.stages
     n, own = len(data.y), _own_representatives(data, points.environments)
@@ -472,12 +580,17 @@ def kernel_rows(features: TrainingFeatures, points: Representatives) -> KernelRo
     X_M = points.features if representation.projections else points.features.astype(np.float64)
     unscaled = Basis(representation.kernel, X_M, 1.0, data.settings.per_atom)
     K = np.zeros((data.n_rows, len(X_M)))
-    diagonal, novelty = np.empty(n), np.empty((len(data.frames), 2))
+    r = len(X_M)
+    if size_limit and r < 0.9 * data.settings.n_selected:  # many were dropped
+        size_limit = "their linear dependence"
+    smaller = [m for m in (r // 8, r // 4, r // 2) if size_limit and _SMALLEST <= m < r]
+    sizes = [*smaller, r]
+    diagonal, novelty = np.empty(n), np.empty((len(data.frames), len(sizes), 2))
     structure = row = done = 0
     with stages.stage("Kernel rows", data.n_environments) as advance:
         for block, offsets in features.blocks():
             here = slice(structure, structure + len(offsets) - 1)
-            rows = unscaled.rows(block, offsets, novelty=novelty[here], own=own[here])
+            rows = unscaled.rows(block, offsets, sizes=sizes, novelty=novelty[here], own=own[here])
             K[row : row + len(rows)] = rows
             diagonal[row : row + len(rows)] = unscaled.prior_variance(block, offsets)
             structure, row, done = here.stop, row + len(rows), done + len(block)
@@ -494,7 +607,7 @@ def kernel_rows(features: TrainingFeatures, points: Representatives) -> KernelRo
         Phi = np.asarray(whitening.features(K, overwrite=True), dtype=np.float64)
     of_structure, place = _located(data, points.environments)
     atom = [data.centers[s][p] for s, p in zip(of_structure, place, strict=True)]
-    largest, mean = np.quantile(novelty, _NOT_NOVEL, axis=0).tolist()
+    *nested, of_all = map(tuple, np.quantile(novelty, _NOT_NOVEL, axis=0).tolist())
     return KernelRows(
         representation=replace(representation, precise=True),  # predictions are float64
         basis=replace(unscaled, representatives=points.features, scale=scale),
@@ -502,7 +615,9 @@ def kernel_rows(features: TrainingFeatures, points: Representatives) -> KernelRo
         whitening=whitening,
         Phi=Phi,
         k_xx=diagonal * scale,
-        novelty=(largest, mean),
+        novelty=of_all,
+        nested=dict(zip(smaller, nested, strict=True)),
+        size_limit=size_limit,
     )
 
 
@@ -617,11 +732,9 @@ def fit_sparse_gp(
     forces and virials theirs, if they are learned.
     """
     settings, quantities = data.settings, data.quantities
-    y, weight, groups = np.empty(data.n_rows), np.ones(data.n_rows), np.arange(data.n_rows)
+    y, weight, groups = np.empty(data.n_rows), np.ones(data.n_rows), _groups_of_rows(data)
     for quantity in quantities.values():
         y[quantity.rows] = quantity.y
-        if settings.resample != "atoms":
-            groups[quantity.rows] = data.groups[quantity.structure]
     n = len(data.y)
     y[:n] -= baseline.predict(data.design)
     if settings.noise_per == "structure":  # a noise σ of the energy of n atoms is σ/n per atom
@@ -629,7 +742,7 @@ def fit_sparse_gp(
         weight[:n] = (sizes / sizes.mean()) ** 2
     with (stages or Stages()).stage("Full model"), _few_threads(data, rows.Phi.shape[1]):
         if len(quantities) > 1:
-            check_derivatives(rows.Phi, y[:n], data)
+            check_derivatives(rows.Phi[:, :N_LEADING], y[:n], data)
         full = fit_full_model(
             rows.Phi,
             y,
@@ -640,6 +753,58 @@ def fit_sparse_gp(
             groups=groups,
         )
     return SparseGP(rows, full)
+
+
+def _groups_of_rows(data: TrainingSet) -> IntArray:
+    """Return what is left out together: a number for each row of all quantities."""
+    groups = np.arange(data.n_rows)
+    if data.settings.resample != "atoms":
+        for quantity in data.quantities.values():
+            groups[quantity.rows] = data.groups[quantity.structure]
+    return groups
+
+
+def fit_nested(
+    rows: KernelRows, data: TrainingSet, baseline: Baseline, stages: Stages | None = None
+) -> SparseGP:
+    """Fit the full model; choose the number of representatives, if it is to be chosen.
+
+    The models of the leading half, quarter and eighth of the representatives are fitted as well.
+    From the largest on, the number is halved as long as that raises the typical error of groups
+    that are left out by less than `_GAIN`; the error is that of the quantity with most labels.
+    """
+    gp = fit_sparse_gp(rows, data, baseline, stages)
+    if not rows.nested:
+        return gp
+    name, quantity = max(data.quantities.items(), key=lambda item: len(item[1].y))
+    groups, r = _groups_of_rows(data), rows.Phi.shape[1]
+    codes, sizes = np.unique(groups, return_inverse=True, return_counts=True)[1:]
+    rng = np.random.default_rng([data.settings.seed, _LEAVE_OUT_STREAM])
+    order = rng.permutation(np.unique(codes[quantity.rows]))
+    n = int(np.searchsorted(np.cumsum(sizes[order]), max(_PRODUCTS_OF_SIZES / r**2, 1000))) + 1
+    left_out = np.flatnonzero(np.isin(codes, order[:n]))
+    of_quantity = np.isin(left_out, quantity.rows)
+
+    def error(gp: SparseGP) -> float:
+        z = gp.leave_out(left_out, codes[left_out]).residuals[of_quantity]
+        means = group_means(np.abs(z), codes[left_out[of_quantity]])
+        return math.exp(typical_log(means)) / 4  # of equal errors: these
+
+    chosen, curve, enough = gp, {r: error(gp)}, True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what concerns the data was said before
+        for size in sorted(rows.nested, reverse=True):
+            gp = fit_sparse_gp(rows.leading(size), data, baseline, stages)
+            of_double, curve[size] = curve[min(curve)], error(gp)
+            enough = enough and of_double > (1 - _GAIN) * curve[size]
+            chosen = gp if enough else chosen
+    curve = dict(sorted(curve.items()))
+    chosen = SparseGP(replace(chosen.rows, size_curve=curve), chosen.full)
+    number = len(chosen.rows.origins)
+    log.info(
+        f"Representatives: {describe_size(number, curve, rows.size_limit, data.settings, name)}."
+    )
+    return chosen
 
 
 # --- the ensemble and its calibration -------------------------------------------------------------
@@ -1052,6 +1217,8 @@ def _record(
         quantities=quantities,
         centre=centre,
         effective_rank=len(gp.rows.origins),
+        size_curve=gp.rows.size_curve,
+        size_limit=gp.rows.size_limit,
         target_std=float(np.sqrt(np.mean(gp.y[: len(data.y)] ** 2))) or gp.scale,
         solver=ensemble.solver,
         seconds=dict(stages.seconds),

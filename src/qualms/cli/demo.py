@@ -13,7 +13,7 @@ from qualms.cli._common import Force, Json, Quiet, Seed, Terminal, Threads
 if TYPE_CHECKING:
     from qualms.report.figures import Display
 
-N_TRAIN, N_VALIDATION, N_TEST = 2000, 500, 500
+N_TRAIN, N_VALIDATION, N_TEST, M = 2000, 500, 500, 1000
 SIZES = (0.05, 0.25, 0.5, 0.75, 0.9)
 TARGET = "atomization_energy_per_atom"
 UNITS = "eV/atom"
@@ -62,11 +62,12 @@ def demo(
         f"Atomisation energies of QM9: {N_TRAIN} training, {N_VALIDATION} validation and {N_TEST} "
         "test molecules."
     )
+    given = {"target": TARGET, "kind": "intensive", "units": UNITS, "n_representatives": M}
     study = study_subsamples(
         train,
         validation,
         test,
-        make_settings({"target": TARGET, "kind": "intensive", "units": UNITS, "seed": seed or 0}),
+        make_settings({**given, "seed": seed or 0}),
         SIZES,
         threads=default_threads(threads),
         stages=Stages(terminal.progress()),

@@ -26,7 +26,7 @@ _ORDER = (
     *("data", "output", "config"),
     *("target", "forces", "stress", "units", "intensive", "per_atom_target", "species"),
     *("group_key", "validation"),
-    *("representation", "cutoff", "n_representatives", "selection", "baseline"),
+    *("representation", "cutoff", "n_representatives", "effort", "selection", "baseline"),
     *("noise", "forces_noise", "stress_noise"),
     *("n_members", "subsample", "calibration", "seed"),
     *("memory", "threads", "force", "quiet", "as_json"),
@@ -54,7 +54,7 @@ def _option(name: str) -> inspect.Parameter:
     option = Option(
         f"--{name.removeprefix('n_').replace('_', '-')}",
         help=(field.description or "").replace("``", ""),
-        metavar=values if "{" in values or "float" in values else None,
+        metavar=values if any(word in values for word in ("{", "float", "auto")) else None,
         show_default=default if default is not None else False,
         rich_help_panel=str(extra.get("group", _MODEL)).capitalize(),
     )

@@ -39,7 +39,7 @@ class Whitening:
 
     def leading(self, n: int) -> Whitening:
         """Return the whitening by the first n pivots: its features are the first n of these."""
-        return Whitening(self.pivots[:n], self.factor[:n, :n])
+        return Whitening(self.pivots[:n], self.factor[:n, :n].copy())
 
     def features(self, K_XM: FloatArray, *, overwrite: bool = False) -> FloatArray:
         """Return the whitened features Φ = K_XM L⁻ᵀ, so that Φ Φᵀ = K_XM K_MM⁻¹ K_MX.
