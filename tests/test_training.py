@@ -381,7 +381,8 @@ def chains(n, wave, seed=0):
 def test_models_with_the_first_representatives_are_nested(monkeypatch):
     monkeypatch.setattr(training, "_SMALLEST", 10)
     given = {"target": "energy", "forces": "force", "stress": "virtual", "representation": SMOOTH}
-    data = collect_labels(labelled_alloys(12), make_settings(given))
+    auto = given | {"n_representatives": "auto"}
+    data = collect_labels(labelled_alloys(12), make_settings(auto))
     rows = training.compute_rows(data)
     assert len(rows.nested) == 2
     features = training.fit_features(
