@@ -228,7 +228,7 @@ def compression_row(
     ]
 
 
-COMPRESSION_STAGES = ("Compression", "Power spectra", "Representatives", "Kernel rows")
+COMPRESSION_STAGES = ("Compression", "Features", "Representatives", "Kernel rows")
 
 
 def compression_table(known: Sequence[Atoms], new: Sequence[Atoms], divisor: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ SIZES = (0.05, 0.25, 0.5, 0.75, 0.9)
 TARGET = "atomization_energy_per_atom"
 UNITS = "eV/atom"
 _PP = "GPR PP"
+_TITLE = "Mean log likelihood of the test molecules (sources: centred on the blend)"
 FILES = ("model.safetensors", "errors.png", "parity.png", "reliability.png", "subsamples.png")
 
 
@@ -37,6 +38,7 @@ def demo(
     from qualms.cli.train import summary_document
     from qualms.data import qm9
     from qualms.io.files import atomic_path, check_output
+    from qualms.prediction import Prediction
     from qualms.progress import Stages
     from qualms.report.figures import (
         ConditionalErrorDisplay,
@@ -75,26 +77,31 @@ def demo(
     model, rows = study.model, study.rows
     found = evaluate(model, test, validation, stages=Stages(terminal.progress()))["energy"]
     model.save(output / FILES[0], force=force)
-    members = {size: {c: row[c] for c in row if c != _PP} for size, row in rows.items()}
+    shown = {size: {c: row[c] for c in row if c != _PP} for size, row in rows.items()}
     references = {_PP: next(iter(rows.values()))[_PP]}
     y, prediction = found.y, found.prediction
-    reliability = ReliabilityDisplay.from_prediction(y, prediction).plot(label="student")
-    uncalibrated = ReliabilityDisplay.from_prediction(y, prediction.uncalibrated)
+    calibration = model.settings.calibration
+    reliability = ReliabilityDisplay.from_prediction(y, prediction).plot(label=calibration)
+    raw = Prediction(prediction.uncalibrated.members[:, : model.settings.n_subsampled])
     with style():
+        uncalibrated = ReliabilityDisplay.from_prediction(y, raw)
         uncalibrated.plot(reliability.ax_, label="raw", reference=False, **line_style(1))
     displays: list[Display] = [
         ConditionalErrorDisplay.from_prediction(y, prediction, units=UNITS),
         ParityDisplay.from_prediction(y, prediction, units=UNITS, target="energy"),
         reliability,
     ]
-    save = [display.save for display in displays] + [subsample_figure(members, references).savefig]
+    save = [display.save for display in displays] + [subsample_figure(shown, references).savefig]
     for name, save_to in zip(FILES[1:], save, strict=True):
         with style(), atomic_path(output / name, force=force) as path:
             save_to(path)
     one = model.predict(test[:1])
     terminal.result(
         model.summary(),
-        paper_table(rows, title="Mean log likelihood of the test molecules"),
+        paper_table(
+            rows,
+            title=_TITLE,
+        ),
         score_table(found.scores, units=UNITS, title="Subsamples of half the training set"),
         f"Prediction for a test molecule, {test[0].symbols.get_chemical_formula()}: "
         f"{one.mean[0]:.4f} ± {one.std[0]:.4f} {UNITS} (reference {test[0].info[TARGET]:.4f})",

@@ -17,7 +17,17 @@ if TYPE_CHECKING:
     import rich.table
 
 #: Columns of `paper_table`: those of the paper in its order, then the additional methods.
-PAPER_COLUMNS = ("Raw", "CV", "N-L", "Int.", "Int. N-L", "student", "shrinkage", "GPR PP")
+PAPER_COLUMNS = (
+    "Raw",
+    "CV",
+    "N-L",
+    "Int.",
+    "Int. N-L",
+    "student",
+    "shrinkage",
+    "sources",
+    "GPR PP",
+)
 #: Mean miscalibration area of calibrated predictions of n points, times √n.
 CALIBRATED_AREA = 0.31
 
