@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 
 from threadpoolctl import threadpool_info
@@ -69,9 +69,11 @@ def machine() -> str:
         for lib in threadpool_info()
         if lib["user_api"] == "blas"
     }
+    versions = {d.name: d.version for d in distributions()}
     packages = ", ".join(
-        f"{p} {version(p)}"
+        f"{p} {versions[p]}"
         for p in ("numpy", "scipy", "scikit-learn", "skmatter", "dscribe", "featomic")
+        if p in versions
     )
     return (
         f"{model}, {os.cpu_count()} cores, {memory:.0f} GiB; Python {platform.python_version()}, "
