@@ -100,11 +100,15 @@ def reference_values(frames, key=ENERGY):
 
 
 def same_predictions(a, b, frames):
-    """Two models predict the same to the last bit."""
+    """Two models predict the same, but for rounding, which depends on addresses of memory."""
     first, second = a.predict(frames), b.predict(frames)
-    np.testing.assert_array_equal(first.members, second.members)
-    np.testing.assert_array_equal(first.uncalibrated.members, second.uncalibrated.members)
-    np.testing.assert_array_equal(a.predict_mean(frames), b.predict_mean(frames))
-    np.testing.assert_array_equal(a.extrapolates(frames), b.extrapolates(frames))
+    pairs = [
+        (first.members, second.members),
+        (first.uncalibrated.members, second.uncalibrated.members),
+        (a.predict_mean(frames), b.predict_mean(frames)),
+    ]
     if a.settings.keep_pp:
-        np.testing.assert_array_equal(a.predict_pp(frames), b.predict_pp(frames))
+        pairs.append((a.predict_pp(frames), b.predict_pp(frames)))
+    for one, other in pairs:
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6 * first.std.min())
+    np.testing.assert_array_equal(a.extrapolates(frames), b.extrapolates(frames))

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import ase.io
 import numpy as np
+import pandas as pd
 import pytest
 import yaml
 from ase.build import molecule
@@ -170,7 +171,8 @@ def test_groups_and_validation_scores(desk):
     train = "train train.xyz --config small.yaml --group-key run --baseline mean"
     document = qualms(f"{train} --validation test.xyz -o new.safetensors --json").document
     evaluated = qualms("evaluate new.safetensors test.xyz --json").document
-    assert document["validation"] == evaluated["scores"]
+    validated, scored = (pd.DataFrame(x) for x in (document["validation"], evaluated["scores"]))
+    pd.testing.assert_frame_equal(validated, scored, rtol=1e-6)
     membership = AtomisticModel.load("new.safetensors").fitted.membership.reshape(20, 4, -1)
     assert (membership == membership[:, :1]).all()  # groups are not split
 

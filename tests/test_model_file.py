@@ -49,7 +49,7 @@ def saved(molecules, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_loaded_model_is_the_same_to_the_last_bit(molecules, tmp_path, name):
+def test_a_loaded_model_is_the_same(molecules, tmp_path, name):
     model = make_model(**{"target": ENERGY, **MODELS[name]}).fit(molecules[:30])
     path = tmp_path / "model.safetensors"
     model.save(path)

@@ -172,8 +172,8 @@ class Prediction(NDArrayOperatorsMixin):
             Probability of the reference value to be inside, between 0 and 1.
         method : {"gaussian", "student", "conformal"}
             Of a Gaussian, or of Student's t with N_R − 1 degrees of freedom, of this mean and
-            standard deviation; or those that hold for out-of-bag points, whose coverage does not
-            depend on the distribution of errors: see `qualms.calibration.conformal`.
+            standard deviation; or from the errors of out-of-bag points, whose coverage does not
+            depend on their distribution: see `qualms.calibration.conformal`.
         """
         if not 0 < check_number("level", level, 0) < 1:
             raise InputError("level", level, "a probability between 0 and 1")

@@ -39,7 +39,7 @@ from qualms.calibration.fitting import (
     fit_out_of_bag,
 )
 from qualms.calibration.methods import NoCalibration
-from qualms.calibration.sources import MIN_POINTS
+from qualms.calibration.sources import MIN_POINTS, with_enough_points
 from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWarning
 from qualms.gp.ensemble import (
     FullModel,
@@ -60,7 +60,7 @@ from qualms.gp.kernels import (
     normalize_rows,
     unit_scale,
 )
-from qualms.gp.linalg import Whitening, cholesky_whiten, whiten
+from qualms.gp.linalg import Whitening, whiten
 from qualms.gp.noise import Replicates
 from qualms.gp.representatives import cur, farthest_points
 from qualms.gp.sparse_gp import leave_out, posterior_deviations
@@ -282,14 +282,7 @@ class TrainingSet:
                 if method != "none":
                     raise
                 return none, None
-            few = method == "sources" and len(found.residuals) < MIN_POINTS
-            if few:
-                message = (
-                    f"{len(found.residuals)} out-of-bag points are too few to tell sources of "
-                    "variance apart. The student calibration is used."
-                )
-                warnings.warn(message, QualmsWarning, stacklevel=2)
-            fitted = fit_out_of_bag(found, "student" if few else method)
+            fitted = fit_out_of_bag(found, with_enough_points(method, len(found.residuals)))
             return replace(fitted, n_subsampled=n), fitted.conformal(found)
 
         outputs = [of_output(t) for t in range(self.y.shape[1])]
@@ -570,9 +563,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         """
         basis = self.basis_
         groups = np.arange(len(Phi)) if data.groups is None else data.groups
-        owners = groups[basis.indices]
-        inverse = cholesky_whiten(basis.whitening.factor, np.eye(len(owners)))
-        own = {int(g): inverse[:, owners == g] for g in np.unique(owners)}
+        own = basis.whitening.columns_of(groups, groups[basis.indices])
         found = leave_out(
             full.process, Phi, full.y, sample_weight=full.weight, groups=groups, own=own
         )

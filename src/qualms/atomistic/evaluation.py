@@ -235,7 +235,8 @@ def _predict_target(
                 k_xx = chunk.prior_variance()
                 p2, q2 = fitted.pp_variance.parts(K_XM, k_xx)
                 parts.append((fitted.pp_mean(K_XM, design), p2, q2))
-                novelty.append(fitted.pp_variance.novelty_std(K_XM, k_xx))
+                if fitted.calibration.needs_novelty:
+                    novelty.append(fitted.pp_variance.novelty_std(K_XM, k_xx))
             done += len(chunk.frames)
             advance(done)
     y, rows = references.y, np.arange(len(references.y))
@@ -253,7 +254,7 @@ def _predict_target(
         noise = fitted.pp_variance.noise_variance * fitted.pp_variance.variance
         processes["GPR PP"] = np.stack([mean, np.sqrt(p2 + q2 + noise)])
         processes["GPR PP, posterior part"] = np.stack([mean, np.sqrt(p2)])
-        q = np.concatenate(novelty)[rows]
+        q = np.concatenate(novelty)[rows] if novelty else None
     transform = fitted.calibration if q is None else WithNovelty(fitted.calibration, q)
     return _Points(
         references=references,

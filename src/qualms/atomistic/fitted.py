@@ -178,7 +178,7 @@ class Fitted:
         `prior_variance` returns the diagonal of K_XX.
         """
         calibration = self.calibration
-        if not getattr(calibration, "novelty", 0.0) or self.pp_variance is None:
+        if not calibration.needs_novelty or self.pp_variance is None:
             return calibration
         return WithNovelty(calibration, self.pp_variance.novelty_std(K_XM, prior_variance()))
 

@@ -53,7 +53,7 @@ from qualms.calibration.base import (
 from qualms.calibration.conformal import Conformal
 from qualms.calibration.fitting import MODEL_METHODS, fit_out_of_bag, out_of_bag_points
 from qualms.calibration.methods import NoCalibration
-from qualms.calibration.sources import MIN_POINTS
+from qualms.calibration.sources import MIN_POINTS, with_enough_points
 from qualms.errors import (
     CalibrationError,
     ExactFitError,
@@ -89,7 +89,7 @@ from qualms.gp.ensemble import (
     out_of_bag_prediction,
 )
 from qualms.gp.kernels import unit_scale
-from qualms.gp.linalg import Whitening, cholesky_whiten, whiten
+from qualms.gp.linalg import Whitening, whiten
 from qualms.gp.noise import group_means, typical_log
 from qualms.gp.sparse_gp import (
     ProjectedProcess,
@@ -685,7 +685,7 @@ class SparseGP:
         is known for rows of the target alone; it is zero elsewhere.
         """
         full, Phi, k_xx = self.full, self.rows.Phi[rows], self.rows.k_xx
-        own = {} if owners is None else self._own_columns(groups, owners)
+        own = {} if owners is None else self.rows.whitening.columns_of(groups, owners)
         found = leave_out(
             full.process, Phi, full.y[rows], sample_weight=full.weight[rows], groups=groups, own=own
         )
@@ -697,24 +697,14 @@ class SparseGP:
         p, q = np.sqrt(found.variance), np.sqrt(q2)
         return FullModelData(found.residuals[:, 0], p, q, 0.0).scaled(self.scale)
 
-    def _own_columns(self, groups: IntArray, owners: IntArray) -> dict[int, Float64Array]:
-        """Return the columns of L⁻¹ (r, k) of the representatives of each group."""
-        chosen = np.flatnonzero(np.isin(owners, groups))
-        unit = np.zeros((len(owners), len(chosen)))
-        unit[chosen, np.arange(len(chosen))] = 1.0
-        inverse = cholesky_whiten(self.rows.whitening.factor, unit)
-        return {int(g): inverse[:, owners[chosen] == g] for g in np.unique(owners[chosen])}
-
     def _own_novelty(self, Phi: Float64Array, groups: IntArray, owners: IntArray) -> Float64Array:
         """Return what the representatives of its group describe of each row (n, m) alone: (n,).
 
         Without them φ is projected on what is orthogonal to the columns U of L⁻¹ that belong to
         them, and φφᵀ smaller by φU(UᵀU)⁻¹Uᵀφᵀ.
         """
-        m = Phi.shape[1]
-        leading = SparseGP(replace(self.rows, whitening=self.rows.whitening.leading(m)), self.full)
-        lost = np.zeros(len(Phi))
-        columns = leading._own_columns(groups, owners[:m])
+        m, lost = Phi.shape[1], np.zeros(len(Phi))
+        columns = self.rows.whitening.leading(m).columns_of(groups, owners[:m])
         order = np.argsort(groups, kind="stable")
         for group, U in columns.items():
             rows = order[slice(*np.searchsorted(groups[order], [group, group + 1]))]
@@ -862,7 +852,9 @@ def calibrate(ensemble: Ensemble, data: TrainingSet, stages: Stages | None = Non
     """Choose what is predicted, add posterior members, and calibrate each quantity out of bag."""
     stages, gp = stages or Stages(), ensemble.gp
     (counts, baseline), members = ensemble.draw, ensemble.members
-    settings = _enough_points(data.settings, counts)
+    n = int(np.count_nonzero(_out_of_bag(counts)))
+    method = with_enough_points(data.settings.calibration, n)
+    settings = data.settings.model_copy(update={"calibration": method})
     with stages.stage("Calibration"), _few_threads(data, gp.rows.Phi.shape[1]):
         left_out = _leave_out(gp, data)
         centre = _centre(data, members, counts, left_out)
@@ -916,18 +908,6 @@ def calibrate(ensemble: Ensemble, data: TrainingSet, stages: Stages | None = Non
     return Trained(fitted, {n: o.data for n, o in out_of_bag.items() if o.data is not None})
 
 
-def _enough_points(settings: Settings, counts: IntArray) -> Settings:
-    """Return settings with `student` instead of `sources` if there are too few points for it."""
-    n = int(np.count_nonzero(_out_of_bag(counts)))
-    if settings.calibration != "sources" or n >= MIN_POINTS:
-        return settings
-    _warn(
-        f"{counted(n, 'out-of-bag point')} are too few to distinguish sources of variance; "
-        f"{MIN_POINTS} are needed. The student calibration is used."
-    )
-    return settings.model_copy(update={"calibration": "student"})
-
-
 class LeftOut(NamedTuple):
     """Rows of a quantity (n,), the groups they belong to, and the full model without each.
 
@@ -949,11 +929,7 @@ def _leave_out(gp: SparseGP, data: TrainingSet) -> dict[str, LeftOut]:
     All rows, or those of as many random groups as can be left out in a time that is short beside
     the rest of the training.
     """
-    settings = data.settings
-    groups = np.empty(data.n_rows, dtype=np.intp)
-    for name, quantity in data.quantities.items():
-        of_energy = name == "energy"
-        groups[quantity.rows] = data.row_groups if of_energy else data.groups[quantity.structure]
+    settings, groups = data.settings, _groups_of_rows(data)
     if settings.centre == "members" and not settings.n_drawn:
         return {
             name: LeftOut(np.arange(len(quantity.y)), groups[quantity.rows], None)

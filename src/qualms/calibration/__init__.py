@@ -7,6 +7,7 @@
 | power | z ~ N(0, α²ŝ^2γ), Eq. (19) | α, γ |
 | student | as linear, for a finite ensemble | α |
 | shrinkage | as power, and ŝ itself is noisy (empirical Bayes) | α, γ, m, τ |
+| sources | sum of variances: ensemble, posterior, novelty, constant | a, b, c, d |
 """
 
 from qualms.calibration.base import Calibration, CalibrationData, calibration_data

@@ -57,7 +57,7 @@ class CalibrationData:
     weights : (n,) array
         How often each point counts; all ones, except in a bootstrap or with sample weights.
     posterior_std, novelty_std : (n,) arrays, optional
-        p and q of a sparse Gaussian process: see `qualms.calibration.methods.SourcesCalibration`.
+        p and q of a sparse Gaussian process: see `qualms.calibration.sources`.
     centre : float
         λ, the share of the mean over members in the prediction: 1 without a full model.
     groups : (n,) array of int, optional
@@ -309,12 +309,6 @@ class Calibration(ABC):
         likelihood = data.mean(self.density_of(data))
         return replace(self, n_points=len(data.residuals), log_likelihood=likelihood)
 
-    def factors(self, ensemble_std: Float64Array, n_members: int) -> Float64Array:
-        """Return σ/ŝ; one where ŝ is zero, so that members that agree are not changed."""
-        factors, positive = np.ones_like(ensemble_std), ensemble_std > 0
-        factors[positive] = self.std(ensemble_std[positive], n_members) / ensemble_std[positive]
-        return factors
-
     @property
     def typical_factor(self) -> float | None:
         """The usual σ/ŝ of a method whose factor is not constant, if it is known."""
@@ -346,10 +340,26 @@ class Calibration(ABC):
         those that the factors depend on, such as those of whole vectors; most methods ignore the
         novelty q (…).
         """
-        own = self.own(members)
+        own, pool = self.own(members), pool or np.asarray
         mean, ensemble_std = ensemble_mean_std(own)
-        pooled = ensemble_std if pool is None else pool(ensemble_std)
-        return rescaled(own, self.factors(pooled, own.shape[-1]), mean)
+        pooled = pool(ensemble_std)
+        sigma = self.std_of_members(members, pooled, pool, novelty_std)
+        return rescaled(own, calibration_factors(sigma, pooled), mean)
+
+    def std_of_members(
+        self,
+        members: FloatArray,
+        own_std: Float64Array,
+        pool: Pool,
+        novelty_std: FloatArray | None,
+    ) -> Float64Array:
+        """Return σ (…) for members (…, N_R), of which `own` have this (pooled) deviation (…)."""
+        return self.std(own_std, self.n_subsampled or members.shape[-1])
+
+    @property
+    def needs_novelty(self) -> bool:
+        """Whether σ depends on the novelty q."""
+        return False
 
     def apply(self, prediction: Calibratable[P_co]) -> P_co:
         """Return the calibrated prediction."""

@@ -22,11 +22,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.special import digamma, polygamma
 
 from qualms.arrays import Float64Array, FloatArray, IntArray, StrArray
 from qualms.calibration.base import Calibration, CalibrationData
 from qualms.calibration.fitting import fit_calibration
+from qualms.calibration.methods import log_std_moments
 from qualms.errors import InputError
 from qualms.gp.ensemble import group_codes, group_scatter, rescaled
 
@@ -158,8 +158,8 @@ def fit_groups(
     alone = _log_factors(data, overall, which, start)
     # The scale of k points, ½ ln(χ²_k/k), has a mean below zero and a variance above 1/(2k).
     k = counts / (2 * variance)
-    alone -= 0.5 * (digamma(k / 2) - np.log(k / 2))
-    v = 0.25 * polygamma(1, k / 2)
+    bias, v = log_std_moments(k)
+    alone -= bias
     tau2 = max(float(np.sum(alone**2 / v) - len(kinds)) / float(np.sum(1 / v)), 0.0)
     shrunk = alone * tau2 / (tau2 + v)
     groups = {

@@ -8,7 +8,7 @@ from typing import Self
 
 import numpy as np
 from scipy.optimize import minimize_scalar
-from scipy.special import gammaln, stdtrit
+from scipy.special import digamma, gammaln, polygamma, stdtrit
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.calibration.base import Calibration, CalibrationData
@@ -116,6 +116,12 @@ def variance_scale(
 ) -> float:
     """Return v₀ = mean(z²/σ²), which maximises Eq. (8). Eqs. (9) and (12), Musil et al. 2019."""
     return float(np.average((np.asarray(residuals) / np.asarray(std)) ** 2, weights=weights))
+
+
+def log_std_moments(dof: FloatArray) -> tuple[Float64Array, Float64Array]:
+    """Return mean and variance of ln ŝ − ln s = ½ ln(χ²_ν/ν) for ν degrees of freedom."""
+    half = np.asarray(dof, dtype=np.float64) / 2
+    return 0.5 * (digamma(half) - np.log(half)), 0.25 * polygamma(1, half)
 
 
 def require_three_members(data: CalibrationData, method: str) -> None:

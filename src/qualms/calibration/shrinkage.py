@@ -17,11 +17,11 @@ from typing import NamedTuple, Self
 
 import numpy as np
 from scipy.optimize import minimize
-from scipy.special import digamma, gammaln, polygamma
+from scipy.special import gammaln
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.calibration.base import Calibration, CalibrationData
-from qualms.calibration.methods import require_three_members
+from qualms.calibration.methods import log_std_moments, require_three_members
 
 #: The even nodes x.
 _NODES = np.linspace(-4.5, 4.5, 61)
@@ -204,9 +204,10 @@ def _placed(data: CalibrationData, theta: Float64Array) -> _AllNodes:
 def _initial_guess(data: CalibrationData) -> Float64Array:
     """Match moments: ln ŝ = ln s + ½ ln(χ²_ν/ν) has known mean and variance about ln s."""
     nu = data.n_members - 1.0
-    log_s = np.log(data.ensemble_std) - 0.5 * (digamma(nu / 2) - np.log(nu / 2))
+    bias, noise = log_std_moments(nu)
+    log_s = np.log(data.ensemble_std) - bias
     m = data.mean(log_s)
-    tau2 = max(data.mean((log_s - m) ** 2 - 0.25 * polygamma(1, nu / 2)), 0.01)
+    tau2 = max(data.mean((log_s - m) ** 2 - noise), 0.01)
     # The median resists the tails that small ν gives to z²/ŝ².
     v = max(float(np.median((data.residuals / data.ensemble_std) ** 2)) / 0.455, 1e-12)
     return np.array([0.5 * np.log(v), 1.0, m, 0.5 * np.log(tau2)])

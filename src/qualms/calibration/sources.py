@@ -2,7 +2,7 @@
 
     σ² = (a² + λ²/c) s² + b² p² + c² q² + d²
 
-s is the standard deviation of sub-sampled members (disagreement), p that of the posterior of the
+s is the standard deviation of subsampled members (disagreement), p that of the posterior of the
 full model (label-free: σ²φA⁻¹φᵀ), q what the representatives cannot describe (novelty), d a
 constant. Coefficients are not negative and maximise the Gaussian likelihood of out-of-bag points.
 
@@ -14,6 +14,7 @@ which is smaller for out-of-bag points than for predictions.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -21,16 +22,15 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 from scipy.optimize import minimize
-from scipy.special import digamma, polygamma
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.calibration.base import Calibration, CalibrationData, Pool
-from qualms.calibration.methods import require_three_members
-from qualms.errors import CalibrationError
-from qualms.gp.ensemble import ensemble_mean_std, rescaled
+from qualms.calibration.methods import log_std_moments, require_three_members
+from qualms.errors import CalibrationError, QualmsWarning
+from qualms.gp.ensemble import ensemble_mean_std
 from qualms.metrics import gaussian_log_density
 
-#: Fewest points for which the coefficients of several sources can be told apart.
+#: Fewest points for which the coefficients of several sources can be distinguished.
 MIN_POINTS = 20
 #: Points that are enough to choose the sources.
 _ENOUGH = 5000
@@ -54,7 +54,7 @@ class SourcesCalibration(Calibration):
         Independent components of vectors: their standard deviation has so many times c − 1 degrees
         of freedom.
     typical : float
-        Root mean square of σ over that of the members that a and b weigh, without c, d and the
+        Root mean square of σ over that of the members weighted by a and b, without c, d and the
         prior.
     """
 
@@ -77,7 +77,7 @@ class SourcesCalibration(Calibration):
         n = len(data.residuals)
         if n < MIN_POINTS:
             raise CalibrationError(
-                f"{n} points are too few to tell sources of variance apart; {MIN_POINTS} are "
+                f"{n} points are too few to distinguish sources of variance; {MIN_POINTS} are "
                 "needed. Use more data, or calibration='student'."
             )
         m, beta, tau = _fit_prior(data)
@@ -96,16 +96,15 @@ class SourcesCalibration(Calibration):
         known = data.centre**2 * s2 / data.n_members
         found: dict[str, Any] = _choose(data.residuals, data.weights, columns, known)
         fitted = replace(prior, **{"alpha": 0.0, **found}).fitted_to(data)
-        known = (fitted.alpha**2 + fitted.centre**2 / data.n_members) * data.ensemble_std**2
+        weighted = (fitted.alpha**2 + fitted.centre**2 / data.n_members) * data.ensemble_std**2
         if data.posterior_std is not None:
-            known = known + (fitted.posterior * data.posterior_std) ** 2
-        total = data.mean(fitted.std_of(data) ** 2)
-        weighed = data.mean(known)
-        return replace(fitted, typical=(total / weighed) ** 0.5 if weighed > 0 else 1.0)
+            weighted = weighted + (fitted.posterior * data.posterior_std) ** 2
+        total, of_members = data.mean(fitted.std_of(data) ** 2), data.mean(weighted)
+        return replace(fitted, typical=(total / of_members) ** 0.5 if of_members > 0 else 1.0)
 
     @property
     def typical_factor(self) -> float:
-        """The usual factor of the members that a and b weigh."""
+        """The usual factor of the members weighted by a and b."""
         return self.typical
 
     def expected_square(
@@ -120,14 +119,14 @@ class SourcesCalibration(Calibration):
         p is exact, or the standard deviation of so many posterior members, whose sampling error
         adds to τ².
         """
-        bias, v = _chi_moments(n_members, self.n_components)
+        bias, v = log_std_moments(self.n_components * (np.asarray(n_members) - 1))
         tiny = np.finfo(np.float64).tiny
         log_s = np.log(np.maximum(ensemble_std, tiny)) - bias
         log_p, tau2 = np.zeros(np.shape(log_s)), np.asarray(self.log_std_std**2)
         if posterior_std is not None:
             log_p = np.log(np.maximum(posterior_std, tiny))
             if n_posterior is not None:
-                bias_p, v_p = _chi_moments(n_posterior, self.n_components)
+                bias_p, v_p = log_std_moments(self.n_components * (np.asarray(n_posterior) - 1))
                 log_p, tau2 = log_p - bias_p, tau2 + self.log_std_slope**2 * v_p
         share = tau2 / (tau2 + v)
         prior = self.log_std_mean + self.log_std_slope * log_p
@@ -194,27 +193,37 @@ class SourcesCalibration(Calibration):
         mean = values.mean(axis=-1, keepdims=True)
         return np.asarray(mean + (values - mean) * np.repeat(factors, counts))
 
-    def transform(
+    @property
+    def needs_novelty(self) -> bool:
+        """Whether q is a source that is used."""
+        return self.novelty > 0
+
+    def std_of_members(
         self,
         members: FloatArray,
-        pool: Pool | None = None,
-        novelty_std: FloatArray | None = None,
+        own_std: Float64Array,
+        pool: Pool,
+        novelty_std: FloatArray | None,
     ) -> Float64Array:
-        """Scale members (…, S + K) about their mean to the calibrated standard deviation.
-
-        Their covariance becomes D(a²·(subsampled) + b²·(posterior))D, where the diagonal matrix D
-        gives each point its variance σ².
-        """
-        own, n = self.own(members), self.n_subsampled or members.shape[-1]
-        drawn = [members[..., n:]] if n < members.shape[-1] else []
-        parts = [members[..., :n], *drawn, own]
-        stds = [ensemble_mean_std(part)[1] for part in parts]
-        stds = stds if pool is None else [pool(std) for std in stds]
-        posterior_std = stds[1] if drawn else None
+        """Return σ (…) for ŝ of the subsampled and p of the posterior members (…, S + K)."""
+        n = self.n_subsampled or members.shape[-1]
         n_posterior = members.shape[-1] - n
-        sigma = self.std(stds[0], n, posterior_std, novelty_std, n_posterior)
-        factors = np.divide(sigma, stds[-1], out=np.ones_like(sigma), where=stds[-1] > 0)
-        return rescaled(own, factors)
+        s = pool(ensemble_mean_std(members[..., :n])[1])
+        p = pool(ensemble_mean_std(members[..., n:])[1]) if n_posterior else None
+        return self.std(s, n, p, novelty_std, n_posterior)
+
+
+def with_enough_points(method: str, n: int) -> str:
+    """Return the method, or `student`, with a warning, if n points are too few for `sources`."""
+    if method != "sources" or n >= MIN_POINTS:
+        return method
+    warnings.warn(
+        f"{n} out-of-bag points are too few to distinguish sources of variance; {MIN_POINTS} are "
+        "needed. The student calibration is used.",
+        QualmsWarning,
+        stacklevel=2,
+    )
+    return "student"
 
 
 @dataclass(frozen=True)
@@ -229,20 +238,12 @@ class WithNovelty:
         return self.calibration.transform(members, novelty_std=self.novelty_std)
 
 
-def _chi_moments(
-    n_members: int | IntArray, n_components: float = 1.0
-) -> tuple[Float64Array, Float64Array]:
-    """Return mean and variance of ln ŝ − ln s = ½ ln(χ²_ν/ν), ν = c − 1 for each component."""
-    half = n_components * (np.asarray(n_members, dtype=np.float64) - 1) / 2
-    return 0.5 * (digamma(half) - np.log(half)), 0.25 * polygamma(1, half)
-
-
 def _fit_prior(data: CalibrationData) -> tuple[float, float, float]:
     """Return m, β and τ of ln s ~ N(m + β ln p, τ²), by the method of moments.
 
     Weighted least squares of ln ŝ, whose variance is v + τ²; τ² is what the scatter has beyond v.
     """
-    bias, v = _chi_moments(data.n_members, data.n_components)
+    bias, v = log_std_moments(data.n_components * (data.n_members - 1))
     log_s = np.log(data.ensemble_std) - bias
     design = np.ones((len(log_s), 1))
     if data.posterior_std is not None and np.all(data.posterior_std > 0):

@@ -37,7 +37,7 @@ def predict(
     ] = False,
     interval: Annotated[
         float | None,
-        Option("--interval", help="Write intervals that hold this share of reference values."),
+        Option("--interval", help="Write conformal intervals of this coverage, such as 0.9."),
     ] = None,
     forces: Annotated[bool, Option("--forces", help="Predict forces, too; .xyz or .npz.")] = False,
     stress: Annotated[

@@ -41,6 +41,17 @@ class Whitening:
         """Return the whitening by the first n pivots: its features are the first n of these."""
         return Whitening(self.pivots[:n], self.factor[:n, :n].copy())
 
+    def columns_of(self, groups: IntArray, owners: IntArray) -> dict[int, Float64Array]:
+        """Return the columns of L⁻¹ (r, k) of the representatives of each group that has some.
+
+        Representative m belongs to group owners[m].
+        """
+        chosen = np.flatnonzero(np.isin(owners, groups))
+        unit = np.zeros((len(owners), len(chosen)))
+        unit[chosen, np.arange(len(chosen))] = 1.0
+        inverse = cholesky_whiten(self.factor, unit)
+        return {int(g): inverse[:, owners[chosen] == g] for g in np.unique(owners[chosen])}
+
     def features(self, K_XM: FloatArray, *, overwrite: bool = False) -> FloatArray:
         """Return the whitened features Φ = K_XM L⁻ᵀ, so that Φ Φᵀ = K_XM K_MM⁻¹ K_MX.
 
