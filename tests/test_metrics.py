@@ -89,7 +89,7 @@ def test_scores_are_the_oracle_s(seed):
     members = z[:, None] + std[:, None] * np.random.default_rng(seed).normal(size=(N, 5))
     crps = np.mean([oracle.crps_gaussian(*pair) for pair in zip(z[:3], std[:3], strict=True)])
     assert scored(z[:3], std[:3]).crps == pytest.approx(crps, rel=1e-5)
-    found = scored(z, std, members).as_dict()
+    found = score_arrays(z, np.zeros(N), std, members, 1.5).as_dict()
     expected = {
         "n_points": N,
         "rmse": rmse(z),
@@ -102,6 +102,7 @@ def test_scores_are_the_oracle_s(seed):
         "sharpness": np.sqrt(np.mean(std**2)),
         "coverage_68": oracle.central_coverage(z, std, 0.68),
         "coverage_95": oracle.central_coverage(z, std, 0.95),
+        "coverage_95_conformal": np.mean(np.abs(z) <= 1.5 * std),
         "spearman": oracle.spearman(z, std),
         "interval_score_95": oracle.interval_score(z, std, 0.95),
     }
@@ -111,7 +112,7 @@ def test_scores_are_the_oracle_s(seed):
     area = oracle.miscalibration_area(z, std)
     assert expected["miscalibration_area"] == pytest.approx(area, abs=1e-4)
     assert ence(z, std, 5) == pytest.approx(oracle.ence(z, std, 5), rel=1e-10)
-    assert scored(z, std).crps_ensemble is None
+    assert scored(z, std).crps_ensemble is scored(z, std).coverage_95_conformal is None
     assert score([1.0], mean=[1.5], std=[0.5]).rmse == 0.5
     assert all(name in str(scored(z, std)) for name in expected)
 
@@ -249,7 +250,7 @@ def slow_resamples(y, mean, std, members, groups, n_bootstrap, seed):
     for _ in range(n_bootstrap):
         drawn = labels[rng.integers(len(labels), size=len(labels))]
         rows = np.concatenate([np.flatnonzero(groups == label) for label in drawn])
-        scores = score_arrays(y[rows], mean[rows], std[rows], members[rows]).as_dict()
+        scores = score_arrays(y[rows], mean[rows], std[rows], members[rows], 2.0).as_dict()
         # The number of bins is that of the data.
         yield scores | {"ence": ence(y[rows] - mean[rows], std[rows], min(n_bins, len(rows)))}
 
@@ -262,9 +263,10 @@ def test_intervals_are_quantiles_of_scores_of_resampled_points(grouped, ties):
         std, mean, y = np.round(std, 1) + 0.1, np.round(mean), np.round(y)
     groups = np.random.default_rng(3).integers(40, size=150) if grouped else np.arange(150)
     options = {"n_bootstrap": 30, "level": 0.8, "rng": np.random.default_rng(7)}
-    found = bootstrap_scores(y, mean, std, members, groups=groups if grouped else None, **options)
+    given = groups if grouped else None
+    found = bootstrap_scores(y, mean, std, members, 2.0, groups=given, **options)
     slow = list(slow_resamples(y, mean, std, members, groups, 30, 7))
-    assert found.scores == score_arrays(y, mean, std, members)
+    assert found.scores == score_arrays(y, mean, std, members, 2.0)
     assert found.n_groups == len(np.unique(groups))
     assert found.intervals.keys() == slow[0].keys() - {"n_points"}
     for name, interval in found.intervals.items():

@@ -20,6 +20,7 @@ from qualms import (
     ProjectedProcessRegressor,
     QualmsWarning,
     ResamplingRegressor,
+    score,
 )
 from qualms.atomistic import training
 from qualms.atomistic.labels import collect_labels
@@ -390,6 +391,9 @@ def test_single_points_keep_their_conformal_intervals_and_combinations_lose_them
         assert kept.conformal is conformal
     for lost in (prediction.sum(), prediction[0] - prediction[1], 1 / prediction, np.exp(raw)):
         assert lost.conformal is None
+    y = prediction.mean + prediction.std * [1.0, 28.5, 29.5, 40.0]
+    assert score(y, prediction).coverage_95_conformal == 0.5  # up to 29 σ, of 29 points
+    assert score(y, raw).coverage_95_conformal is None
 
 
 # --- models of structures ---
@@ -462,8 +466,8 @@ def test_posterior_members_alone(molecules, tmp_path):
     model.save(tmp_path / "model.safetensors")
     loaded = AtomisticModel.load(tmp_path / "model.safetensors", threads=1)
     same_predictions(model, loaded, new)
-    np.testing.assert_array_equal(found.interval(0.9, "conformal"),
-                                  loaded.predict(new).interval(0.9, "conformal"))  # fmt: skip
+    again = loaded.predict(new).interval(0.9, "conformal")
+    np.testing.assert_allclose(found.interval(0.9, "conformal"), again, rtol=1e-9)
 
 
 def test_posterior_members_of_energies_forces_and_stresses(alloys, tmp_path):

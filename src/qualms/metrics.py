@@ -233,6 +233,8 @@ class Scores:
         Root mean predicted variance.
     coverage_68, coverage_95 : float
         Coverage of the central intervals of level 0.68 and 0.95.
+    coverage_95_conformal : float or None
+        Coverage of the conformal intervals of level 0.95; None without out-of-bag errors.
     spearman : float
         Rank correlation of |z| and σ.
     interval_score_95 : float
@@ -251,6 +253,7 @@ class Scores:
     sharpness: float
     coverage_68: float
     coverage_95: float
+    coverage_95_conformal: float | None
     spearman: float
     interval_score_95: float
 
@@ -265,7 +268,11 @@ class Scores:
 
 
 def score_arrays(
-    y: ArrayLike, mean: ArrayLike, std: ArrayLike, members: ArrayLike | None = None
+    y: ArrayLike,
+    mean: ArrayLike,
+    std: ArrayLike,
+    members: ArrayLike | None = None,
+    factor_95: float | None = None,
 ) -> Scores:
     """Compute all scores of a set of predictions.
 
@@ -276,12 +283,18 @@ def score_arrays(
         targets are scored together, as if they were more points.
     members : array of shape y.shape + (n_members,), optional
         Predictions of at least two members, for ``crps_ensemble``.
+    factor_95 : float, optional
+        Half the width of conformal 95 % intervals, in units of the standard deviation.
     """
-    return _scores(_terms_of_scores(y, mean, std, members))
+    return _scores(_terms_of_scores(y, mean, std, members, factor_95))
 
 
 def _terms_of_scores(
-    y: ArrayLike, mean: ArrayLike, std: ArrayLike, members: ArrayLike | None
+    y: ArrayLike,
+    mean: ArrayLike,
+    std: ArrayLike,
+    members: ArrayLike | None,
+    factor_95: float | None,
 ) -> dict[str, Float64Array]:
     """Return z, σ, covering levels, and the scores that are means over points: (n,) by name."""
     reference = check_points("y", y)
@@ -305,6 +318,8 @@ def _terms_of_scores(
         if x.shape[1] < 2:
             raise InputError("members", "1 member", "at least 2 members")
         terms["crps_ensemble"] = _ensemble_crps(reference.ravel(), x)
+    if factor_95 is not None:
+        terms["coverage_95_conformal"] = (distance <= factor_95 * sigma).astype(np.float64)
     return terms
 
 
@@ -320,7 +335,7 @@ def _scores(terms: dict[str, Float64Array], n_bins: int | None = None) -> Scores
         miscalibration_area=_area(levels),
         ence=ence(z, sigma, n_bins),
         spearman=spearman(z, sigma),
-        **({"crps_ensemble": None} | means),  # type: ignore[arg-type]
+        **({"crps_ensemble": None, "coverage_95_conformal": None} | means),  # type: ignore[arg-type]
     )
 
 
@@ -333,6 +348,8 @@ class _MeanAndStd(Protocol):
     def std(self) -> Float64Array: ...
     @property
     def members(self) -> Any: ...
+    @property
+    def factor_95(self) -> float | None: ...
 
 
 def score(
@@ -368,7 +385,9 @@ def score(
         raise InputError("prediction", given, "a Prediction", "Or use mean= and std=.")
     if np.shape(y) != prediction.mean.shape:
         raise InputError("y", f"shape {np.shape(y)}", f"{prediction.mean.shape}, as predicted")
-    return score_arrays(y, prediction.mean, prediction.std, prediction.members)
+    return score_arrays(
+        y, prediction.mean, prediction.std, prediction.members, prediction.factor_95
+    )
 
 
 # Diagnostics: numbers for figures.
@@ -672,6 +691,7 @@ def bootstrap_scores(
     mean: ArrayLike,
     std: ArrayLike,
     members: ArrayLike | None = None,
+    factor_95: float | None = None,
     *,
     groups: ArrayLike | None = None,
     n_bootstrap: int = 200,
@@ -687,7 +707,7 @@ def bootstrap_scores(
 
     Parameters
     ----------
-    y, mean, std, members
+    y, mean, std, members, factor_95
         As in :func:`score_arrays`.
     groups : array of y.shape or of shape (n,), optional
         Labels of points that are drawn together, such as the atoms of one structure. Each row by
@@ -699,7 +719,7 @@ def bootstrap_scores(
     rng : numpy Generator, optional
         Seeded with 0 by default.
     """
-    terms = _terms_of_scores(y, mean, std, members)
+    terms = _terms_of_scores(y, mean, std, members, factor_95)
     scores = _scores(terms)
     # Minus infinity has no quantiles.
     terms["log_likelihood"] = np.maximum(terms["log_likelihood"], -1e300)

@@ -194,6 +194,12 @@ class Prediction(NDArrayOperatorsMixin):
             raise InputError("method", repr(method), expected)
         return self.mean - factor * self.std, self.mean + factor * self.std
 
+    @property
+    def factor_95(self) -> float | None:
+        """Half the width of conformal 95 % intervals in units of `std`; None if it is not known."""
+        known = self.conformal is not None and self.conformal.probabilities[-1] >= 0.95
+        return self.conformal.quantile(0.95) if self.conformal is not None and known else None
+
     def covariance(self) -> Float64Array:
         """Return the covariance of the errors of all points over the members (ddof = 1): (n, n).
 

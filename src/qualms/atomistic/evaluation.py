@@ -21,7 +21,7 @@ from qualms.calibration.sources import WithNovelty
 from qualms.errors import CalibrationError
 from qualms.evaluation import COMPONENT_NAMES, Evaluation
 from qualms.gp.ensemble import ensemble_mean_std, group_codes
-from qualms.metrics import Scores, score, score_arrays
+from qualms.metrics import score, score_arrays
 from qualms.prediction import Prediction
 from qualms.progress import Stages
 
@@ -152,10 +152,6 @@ class _Points:
         data = calibration_data((self.y * ratios)[chosen], members)
         return replace(fit_calibration(data, method), n_subsampled=self.n_subsampled)
 
-    def score(self, members: Float64Array) -> Scores:
-        """Return the scores of calibrated members."""
-        return score(self.y, Prediction(members, uncalibrated=self.prediction.uncalibrated))
-
 
 def _evaluate(
     model: AtomisticModel,
@@ -166,14 +162,16 @@ def _evaluate(
 ) -> Evaluation:
     out_of_bag, references = model.fitted.calibrations.get(name, {}), test.references
     raw = test.apply(NoCalibration(n_subsampled=test.n_subsampled))
-    scores = {"raw": test.score(raw)}
+    scores = {"raw": score(test.y, Prediction(raw))}
     for method in _VALIDATED:
         members = _validated(test, validation, method)
         if members is not None:
-            scores[f"{method} (validation)"] = test.score(members)
+            scores[f"{method} (validation)"] = score(test.y, Prediction(members))
     for method in MODEL_METHODS:
         if method != "none" and method in out_of_bag:
-            scores[f"{method} (out-of-bag)"] = test.score(test.apply(out_of_bag[method]))
+            used = method == model.settings.calibration
+            found = test.prediction if used else Prediction(test.apply(out_of_bag[method]))
+            scores[f"{method} (out-of-bag)"] = score(test.y, found)
     if not out_of_bag:
         scores["as the energy"] = score(test.y, test.prediction)
     for name_of_process, estimate in test.processes.items():

@@ -97,7 +97,8 @@ def assess(evaluation: Evaluation, *, n_bootstrap: int = 200, seed: int = 0) -> 
     scores, within = {}, []
     for name, p in compared.items():
         rng = np.random.default_rng(seed)
-        scores[name] = bootstrap_scores(evaluation.y, p.mean, p.std, p.members, rng=rng, **options)
+        arrays = evaluation.y, p.mean, p.std, p.members, p.factor_95
+        scores[name] = bootstrap_scores(*arrays, rng=rng, **options)
         within.append(bootstrap_one_sigma(evaluation.residuals, p.std, **options))
     final, one = scores[name], within[-1]
     outliers = outlying_points(evaluation.residuals, prediction.std)
@@ -109,7 +110,8 @@ def assess(evaluation: Evaluation, *, n_bootstrap: int = 200, seed: int = 0) -> 
     before = "The prediction is not calibrated."
     if raw is not prediction:
         before = f"Before calibration, {_percent(within[0])} were within one σ."
-    details = (_outliers(evaluation, outliers), before, _tails(one, final), _order(final))
+    tails, conformal = _tails(one, final), _conformal(prediction.factor_95, final)
+    details = (_outliers(evaluation, outliers), before, tails, conformal, _order(final))
     return Assessment(grade, sentence, tuple(filter(None, details)), scores)
 
 
@@ -182,6 +184,16 @@ def _tails(one: OneSigma, scores: ScoreIntervals) -> str:
         if one.within_interval[0] > EXPECTED_WITHIN and high < 0.95:
             heavy = "; the errors have heavier tails than a Gaussian"
     return f"{text} of the reference values{heavy}."
+
+
+def _conformal(factor: float | None, scores: ScoreIntervals) -> str:
+    if factor is None or scores.scores.coverage_95_conformal is None:
+        return ""
+    text = f"{100 * scores.scores.coverage_95_conformal:.1f} %"
+    if "coverage_95_conformal" in scores.intervals:
+        low, high = scores.intervals["coverage_95_conformal"]
+        text += f" [{100 * low:.1f}, {100 * high:.1f}]"
+    return f"The conformal 95 % intervals, ± {factor:.3g} σ, contain {text}."
 
 
 def _order(scores: ScoreIntervals) -> str:

@@ -115,6 +115,9 @@ _SCORES = {
     "ence": _Score("ENCE", "ENCE", 3),
     "coverage_68": _Score("cov.\n68 %", "Coverage of the 68 % interval", 1, "68 %", 100.0),
     "coverage_95": _Score("cov.\n95 %", "Coverage of the 95 % interval", 1, "95 %", 100.0),
+    "coverage_95_conformal": _Score(
+        "", "Coverage of the conformal 95 % interval", 1, "95 %", 100.0
+    ),
     "sharpness": _Score("", "Sharpness (root mean variance)", None, "the RMSE"),
     "spearman": _Score("rank\ncorr.", "Rank correlation of |error| and σ", 2, "high"),
     "interval_score_95": _Score("", "Interval score (95 %)", None, "low"),
@@ -197,6 +200,8 @@ def interval_table(
     first = next(iter(columns.values()))
     rows = []
     for name, score in _SCORES.items():
+        if all(getattr(column.scores, name) is None for column in columns.values()):
+            continue
         label = f"{score.label}, {units}" if score.decimals is None and units else score.label
         cells = [_interval_cell(name, score, column) for column in columns.values()]
         rows.append([label, *cells, score.ideal or _expected_if_calibrated(name, first)])
@@ -306,7 +311,10 @@ def _size(size: float | str) -> str:
 
 
 def _interval_cell(name: str, score: _Score, column: ScoreIntervals) -> str:
-    value, percent = score.factor * getattr(column.scores, name), " %" * (score.factor == 100.0)
+    value, percent = getattr(column.scores, name), " %" * (score.factor == 100.0)
+    if value is None:
+        return "-"
+    value *= score.factor
     if name not in column.intervals:
         return f"{write_number(value)}{percent}"
     low, high = (score.factor * end for end in column.intervals[name])
