@@ -83,7 +83,7 @@ INVALID = {
     "stress_noise": ["loo", 1.0],
     "noise_per": ["cell", "structure"],
     "uncertainty": ["all", None],
-    "n_members": [1],
+    "n_members": [1, 2],
     "n_posterior": [1, 2.5],
     "centre": ["mean", -0.1, 1.5, float("nan")],
     "subsample": [0.0, 1.0, 1, 1.5],
@@ -107,6 +107,22 @@ def test_invalid_parameters_are_named(name, value):
     with rejects(expected):
         AtomisticModel(**({"target": "u"} | {name: value}))
     assert {*INVALID} - {"hook"} == {*Settings.model_fields}
+
+
+@pytest.mark.parametrize(
+    ("uncertainty", "name", "value"),
+    [
+        ("posterior", "n_members", 20),
+        ("posterior", "subsample", 0.8),
+        ("posterior", "centre", "members"),
+        ("posterior", "centre", 0.3),
+        ("subsampling", "n_posterior", 32),
+    ],
+)
+def test_parameters_of_members_that_a_model_does_not_have(uncertainty, name, value):
+    with rejects(name):
+        AtomisticModel("energy", uncertainty=uncertainty, **{name: value})
+    AtomisticModel("energy", uncertainty=uncertainty, centre="full")
 
 
 def test_forces_need_smooth_features():

@@ -122,6 +122,8 @@ def test_representatives_of_a_point_can_be_left_out_with_it(groups):
     U = np.linalg.inv(whitening.factor)
     own = {g: U[:, groups[points] == g] for g in np.unique(groups[points])}
     found = leave_out(model, Phi, y, groups=groups, own=own)
+    plain = leave_out(model, Phi, y, groups=groups)
+    np.testing.assert_allclose(found.kept, plain.residuals, rtol=1e-9)
     for group in np.unique(groups):
         kept, out = groups != group, groups == group
         others = points[groups[points] != group]
@@ -131,6 +133,20 @@ def test_representatives_of_a_point_can_be_left_out_with_it(groups):
         variance = noise * np.diag(K_XM @ np.linalg.solve(A, K_XM.T))
         np.testing.assert_allclose(y[out] - found.residuals[out, 0], mean, atol=1e-7)
         np.testing.assert_allclose(found.variance[out], variance, rtol=1e-6, atol=1e-10)
+
+
+def test_a_kernel_of_low_rank_loses_nothing_with_a_representative():
+    """Others would replace it, so that the full model has the smallest error out of bag, too."""
+    shares = []
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        X = rng.normal(size=(150, 4))  # the default kernel has rank 14
+        y = np.sin(X[:, 0]) * X[:, 1] + 0.1 * rng.normal(size=150)
+        model = ProjectedProcessRegressor(random_state=seed).fit(X, y)
+        groups = np.arange(150)
+        assert model.basis_.whitening.columns_of(groups, groups[model.basis_.indices]) == {}
+        shares.append(model.centre_)
+    assert np.mean(shares) < 0.2
 
 
 def test_posterior_members_have_the_posterior_covariance():
@@ -227,7 +243,7 @@ def test_sources_with_too_little_data():
     data, _ = three_sources(np.random.default_rng(7), MIN_POINTS - 1)
     with pytest.raises(CalibrationError):
         SourcesCalibration.fit(data)
-    zero = FullModelData(np.ones(30), np.zeros(30), None, 0.0)
+    zero = FullModelData(np.ones(30), np.zeros(30), None, np.ones(30))
     with pytest.raises(CalibrationError):
         zero.alone()
 
@@ -471,7 +487,7 @@ def test_posterior_members_alone(molecules, tmp_path):
 
 
 def test_posterior_members_of_energies_forces_and_stresses(alloys, tmp_path):
-    given = {"uncertainty": "posterior", "stress": "virtual"}
+    given = {"uncertainty": "posterior", "n_members": 16, "stress": "virtual"}
     model = make_force_model(**given).fit(alloys[:26])
     model.save(tmp_path / "model.safetensors")
     loaded = AtomisticModel.load(tmp_path / "model.safetensors", threads=1)
@@ -491,7 +507,7 @@ def test_components_that_are_zero_by_symmetry_do_not_calibrate_posterior_members
         atoms.positions[:, 2] = np.round(atoms.positions[:, 2] / atoms.cell[2, 2] * 2) / 2
         atoms.positions[:, 2] *= atoms.cell[2, 2]
         atoms.arrays["force"][:, 2] = 0.0
-    model = make_force_model(uncertainty="posterior").fit(flat)
+    model = make_force_model(uncertainty="posterior", n_members=16).fit(flat)
     assert model.fitted.calibration_of("forces").n_points == 26 * 8
 
 

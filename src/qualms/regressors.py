@@ -245,8 +245,9 @@ class TrainingSet:
             return list(full)
         root, outputs = np.sqrt(self.weight[found.used]), []
         for t, one in enumerate(full):
-            z_f, z_m = one.residuals[found.used], self.y[found.used, t] - found.mean[:, t]
+            z_f, z_m = one.kept[found.used], self.y[found.used, t] - found.mean[:, t]
             residuals = Residuals(z_f * root, z_m * root, found.std[:, t] * root, found.n_absent)
+            residuals = residuals.mostly(one.without_representatives[found.used])
             outputs.append(replace(one, centre=fit_centre([residuals], members.shape[-1])))
         return outputs
 
@@ -567,10 +568,11 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         found = leave_out(
             full.process, Phi, full.y, sample_weight=full.weight, groups=groups, own=own
         )
-        predicted = data.point_y - found.residuals * full.scale
-        z, p = data.y - predicted[data.inverse], np.sqrt(found.variance)[data.inverse]
+        predicted = (data.point_y - z * full.scale for z in (found.residuals, found.kept))
+        z, kept = (data.y - of_points[data.inverse] for of_points in predicted)
+        p, drawn = np.sqrt(found.variance)[data.inverse], self.n_posterior > 0
         return [
-            FullModelData(z[:, t], p * scale, None, 0.0, self.n_posterior > 0)
+            FullModelData(z[:, t], p * scale, None, kept[:, t], has_posterior=drawn)
             for t, scale in enumerate(full.scale)
         ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,7 +19,7 @@ from qualms.calibration.base import Calibration, calibration_data
 from qualms.calibration.fitting import MODEL_METHODS, fit_calibration
 from qualms.calibration.methods import NoCalibration, VectorCalibration, vector_std
 from qualms.calibration.sources import WithNovelty
-from qualms.errors import CalibrationError
+from qualms.errors import CalibrationError, InputError, QualmsWarning
 from qualms.evaluation import COMPONENT_NAMES, Evaluation
 from qualms.gp.ensemble import ensemble_mean_std, group_codes
 from qualms.metrics import score, score_arrays
@@ -152,6 +153,22 @@ class _Points:
         data = calibration_data((self.y * ratios)[chosen], members)
         return replace(fit_calibration(data, method), n_subsampled=self.n_subsampled)
 
+    def some(self, chosen: BoolArray) -> _Points:
+        """Return the chosen points."""
+        one, place = self.references, self.place
+        atom, component = (None if x is None else x[chosen] for x in (one.atom, one.component))
+        y, structure = one.y[chosen], one.structure[chosen]
+        return replace(
+            self,
+            references=References(y, structure, atom, component, one.n_unlabelled),
+            y=self.y[chosen],
+            prediction=self.prediction[chosen],
+            members=self.members[chosen] if place is None else self.members,
+            place=None if place is None else (place[0][chosen], place[1][chosen]),
+            novelty_std=None if self.novelty_std is None else self.novelty_std[chosen],
+            processes={name: values[:, chosen] for name, values in self.processes.items()},
+        )
+
 
 def _evaluate(
     model: AtomisticModel,
@@ -160,9 +177,17 @@ def _evaluate(
     test: _Points,
     validation: _Points | None,
 ) -> Evaluation:
+    raw = Prediction(test.apply(NoCalibration(n_subsampled=test.n_subsampled)))
+    known = (test.prediction.std > 0) & (raw.std > 0)  # others have no score
+    if not known.all():
+        n_lost = int(np.count_nonzero(~known))
+        text = f"{n_lost} of {len(known)} points have σ = 0; they are left out."
+        if not known.any():
+            raise InputError("frames", "σ = 0 for all points", "some points with σ > 0")
+        warnings.warn(text, QualmsWarning, stacklevel=2)
+        test, raw = test.some(known), raw[known]
     out_of_bag, references = model.fitted.calibrations.get(name, {}), test.references
-    raw = test.apply(NoCalibration(n_subsampled=test.n_subsampled))
-    scores = {"raw": score(test.y, Prediction(raw))}
+    scores = {"raw": score(test.y, raw)}
     for method in _VALIDATED:
         members = _validated(test, validation, method)
         if members is not None:
@@ -181,7 +206,9 @@ def _evaluate(
         target=model.settings.keys[name],
         quantity=name,
         y=test.y,
-        prediction=test.prediction,
+        prediction=Prediction(
+            test.prediction.members, uncalibrated=raw, conformal=test.prediction.conformal
+        ),
         structure=references.structure,
         atom=references.atom,
         component=references.component,

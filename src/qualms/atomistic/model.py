@@ -355,8 +355,12 @@ def stream_chunks(
         for index, atoms in enumerate(frames):
             check_structures([atoms], first=index)
             is_known = np.isin(atoms.numbers, species)
-            if not is_known.all() and (not allow_unknown or not is_known.any()):
+            if not allow_unknown:
                 check_species([atoms], species, first=index)
+            elif not is_known.any():
+                given = f"{symbols_of(sorted({*atoms.numbers.tolist()}))} alone in frames[{index}]"
+                expected = f"at least one atom of a known species: {symbols_of(species)}"
+                raise InputError("frames", given, expected, "Omit such structures.")
             kept = np.flatnonzero(is_known)
             known = atoms if len(kept) == len(atoms) else atoms[kept]
             inside = centers_of(known.numbers, fitted)
@@ -456,7 +460,10 @@ def summarize(fitted: Fitted) -> dict[str, str]:
         if (calibration := fitted.calibration_of(name)) is not None:
             structures = counted(found.n_out_of_bag_structures, "structure")
             points = f"{calibration.n_points} points of {structures}"
-            facts[f"{of}calibration"] = f"{calibration.describe()} ({points})"
+            described = calibration.describe()
+            if not settings.n_subsampled:
+                described = described.replace("ŝ", "p")
+            facts[f"{of}calibration"] = f"{described} ({points})"
     facts["time"] = format_time(sum(record.seconds.values()))
     made = f"{provenance.created} by qualms {provenance.packages['qualms']}"
     return facts | {"made": f"{made}, data {provenance.data_digest[:12]}"}

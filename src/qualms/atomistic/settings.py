@@ -29,6 +29,7 @@ from qualms.arrays import check_number
 from qualms.calibration.fitting import MODEL_METHODS
 from qualms.errors import InputError
 from qualms.features.soap import Soap, make_soap
+from qualms.gp.ensemble import MIN_ABSENT
 from qualms.resources import default_threads
 
 #: Width in Å over which neighbours fade at the cutoff, if forces are learned and none is given.
@@ -85,9 +86,9 @@ class Settings(BaseModel):
         "Elements of an atomic property, such as H or H,C; those with labels by default.",
     )
     n_representatives: Literal["auto"] | Annotated[int, Field(ge=1)] = _model(
-        1000,
+        "auto",
         'int or "auto"',
-        'Number M of representative environments, or ``"auto"``: chosen by out-of-bag errors, '
+        'Number M of representative environments; ``"auto"``: chosen by out-of-bag errors, '
         "within ``effort`` and ``memory``.",
     )
     effort: Literal["fast", "default", "best"] = _model(
@@ -303,6 +304,7 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
         raise InputError("species", values["species"], "none, unless kind='atomic'")
     if settings.resample == "atoms" and settings.kind != "atomic":
         raise InputError("resample", "'atoms'", "'structures', unless kind='atomic'")
+    _check_members(settings)
     for name in ("forces", "stress"):
         noise = getattr(settings, f"{name}_noise")
         if noise != "auto" and getattr(settings, name) is None:
@@ -312,6 +314,24 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
     if settings.noise_per != "atom":
         raise InputError("noise_per", repr(settings.noise_per), "'atom' if no forces are learned")
     return settings
+
+
+def _check_members(settings: Settings) -> None:
+    """Reject parameters of members that the model does not have, and too few members."""
+    unused = {
+        "posterior": ("n_members", "subsample", "replace", "centre"),
+        "subsampling": ("n_posterior",),
+        "both": (),
+    }
+    for name in unused[settings.uncertainty]:
+        value, default = getattr(settings, name), Settings.model_fields[name].default
+        if value not in (default, "full"):
+            expected = f"its default, {default!r}, with uncertainty={settings.uncertainty!r}"
+            raise InputError(name, repr(value), expected)
+    few = settings.n_subsampled and settings.n_members < MIN_ABSENT
+    if few and settings.calibration != "none":
+        expected = f"at least {MIN_ABSENT}, unless calibration='none'"
+        raise InputError("n_members", settings.n_members, expected)
 
 
 def _with_derivatives(settings: Settings) -> Settings:

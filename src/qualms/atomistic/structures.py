@@ -277,10 +277,10 @@ def check_species(frames: Sequence[Atoms], known: Sequence[int], *, first: int =
     unknown = {i: {*atoms.numbers.tolist()} - {*known} for i, atoms in enumerate(frames, first)}
     found = [i for i, species in unknown.items() if species]
     if found:
+        others = f" and {len(found) - 1} other structures" if len(found) > 1 else ""
         raise InputError(
             "frames",
-            f"{symbols_of(sorted(set().union(*unknown.values())))} in {len(found)} of "
-            f"{len(frames)} structures (first in frames[{found[0]}])",
+            f"{symbols_of(sorted(set().union(*unknown.values())))} in frames[{found[0]}]{others}",
             f"known species only: {symbols_of(known)}",
             "Omit such structures, train with these species, or ignore the atoms "
             "(unknown_species='ignore', --ignore-unknown-species).",

@@ -28,6 +28,7 @@ import numpy as np
 from ase import Atoms
 from threadpoolctl import threadpool_limits
 
+import qualms
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
 from qualms.atomistic.baseline import Baseline, anchors, fit_baseline, spans
 from qualms.atomistic.fitted import (
@@ -127,7 +128,7 @@ _ENOUGH, _WELL = {"forces": 10, "stress": 3}, 10
 _N_COMPONENTS = 2.0
 #: Parameter of the noise variance of each quantity.
 _NOISES = {"energy": "noise", "forces": "forces_noise", "stress": "stress_noise"}
-_PACKAGES = ("qualms", "numpy", "scipy", "ase", "dscribe", "featomic", "safetensors")
+_PACKAGES = ("numpy", "scipy", "ase", "dscribe", "featomic", "safetensors")
 
 
 class Trained(NamedTuple):
@@ -179,7 +180,9 @@ def draw_ensemble(data: TrainingSet) -> Draw:
     n_groups = len(np.unique(groups))
     if n_groups < 2:
         what = "labelled atoms" if settings.resample == "atoms" else "different labelled structures"
-        raise InputError("frames", f"{n_groups} {what}", f"at least 2 {what} to draw from")
+        grouped = len(np.unique(data.source)) > 1 and settings.resample != "atoms"
+        name, what = ("groups", "groups of structures") if grouped else ("frames", what)
+        raise InputError(name, f"{n_groups} {what}", f"at least 2 {what} to draw from")
     rng = np.random.default_rng(settings.seed)
     counts = np.zeros((n, 0), dtype=np.intp)
     if settings.n_subsampled:
@@ -695,7 +698,8 @@ class SparseGP:
         if owners is not None:
             q2[target] += self._own_novelty(leading, groups[target], owners)
         p, q = np.sqrt(found.variance), np.sqrt(q2)
-        return FullModelData(found.residuals[:, 0], p, q, 0.0).scaled(self.scale)
+        z, kept = found.residuals[:, 0], found.kept[:, 0]
+        return FullModelData(z, p, q, kept).scaled(self.scale)
 
     def _own_novelty(self, Phi: Float64Array, groups: IntArray, owners: IntArray) -> Float64Array:
         """Return what the representatives of its group describe of each row (n, m) alone: (n,).
@@ -901,7 +905,7 @@ def calibrate(ensemble: Ensemble, data: TrainingSet, stages: Stages | None = Non
         provenance=Provenance(
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             python=platform.python_version(),
-            packages={name: version(name) for name in _PACKAGES},
+            packages={"qualms": qualms.__version__, **{n: version(n) for n in _PACKAGES}},
             data_digest=data.digest,
         ),
     )
@@ -983,8 +987,8 @@ def _centre(
         absent = _member_counts(name, quantity, counts)[rows] == 0
         used, mean, std, n_absent = out_of_bag_prediction(members[name][rows], absent)
         if len(np.unique(quantity.structure[rows[used]])) >= MIN_POINTS:
-            z_m = quantity.y[rows[used]] - mean
-            residuals.append(Residuals(full.residuals[used], z_m, std, n_absent))
+            found = Residuals(full.kept[used], quantity.y[rows[used]] - mean, std, n_absent)
+            residuals.append(found.mostly(full.without_representatives[used]))
     return fit_centre(residuals, n_members)
 
 

@@ -94,15 +94,30 @@ class CalibrationData:
 class FullModelData:
     """The full model of a sparse Gaussian process without each of n points.
 
-    `residuals`, `posterior_std` and perhaps `novelty_std` are (n,) arrays; `centre` is λ. Without
-    posterior members, p is not known for new points, and not used.
+    Attributes
+    ----------
+    residuals, posterior_std, novelty_std : (n,) arrays
+        Of the model that lacks the representatives of the point as well, as it would for a new
+        point; `novelty_std` may not be known.
+    kept : (n,) array
+        Residuals of the model that keeps them, as out-of-bag members do: for comparison with these.
+    centre : float
+        λ, the share of the mean over members in the prediction.
+    has_posterior : bool
+        Whether there are posterior members; p of new points is not known without.
     """
 
     residuals: Float64Array
     posterior_std: Float64Array
     novelty_std: Float64Array | None
-    centre: float
+    kept: Float64Array
+    centre: float = 0.0
     has_posterior: bool = True
+
+    @property
+    def without_representatives(self) -> BoolArray:
+        """Whether a point has no representatives of its own: (n,)."""
+        return np.asarray(self.kept == self.residuals)
 
     def blended(self, data: CalibrationData, used: BoolArray) -> CalibrationData:
         """Return data of the points used, with the residuals of the blend."""
@@ -137,14 +152,14 @@ class FullModelData:
         """Return everything multiplied by a factor, or with another p."""
         p = self.posterior_std * factor if posterior_std is None else posterior_std
         q = None if self.novelty_std is None else self.novelty_std * factor
-        z = self.residuals * factor
-        return replace(self, residuals=z, posterior_std=p, novelty_std=q)
+        z, kept = self.residuals * factor, self.kept * factor
+        return replace(self, residuals=z, posterior_std=p, novelty_std=q, kept=kept)
 
     def some(self, chosen: BoolArray | IntArray) -> FullModelData:
         """Return some of the points."""
         q = None if self.novelty_std is None else self.novelty_std[chosen]
-        z, p = self.residuals[chosen], self.posterior_std[chosen]
-        return replace(self, residuals=z, posterior_std=p, novelty_std=q)
+        z, p, kept = self.residuals[chosen], self.posterior_std[chosen], self.kept[chosen]
+        return replace(self, residuals=z, posterior_std=p, novelty_std=q, kept=kept)
 
 
 def calibration_data(
@@ -213,8 +228,8 @@ def calibration_data(
     if len(kept.residuals) < 2:
         raise CalibrationError(
             f"{len(kept.residuals)} of {differ.size} points can be used; for {n_without} all "
-            "members predict the same. At least 2 are needed: use more data, groups or members, or "
-            "no calibration."
+            "members predict the same. At least 2 are needed: use more data, groups or members, "
+            "smaller subsamples, or no calibration."
         )
     if not np.any(kept.residuals):
         raise CalibrationError(

@@ -214,12 +214,12 @@ class SourcesCalibration(Calibration):
 
 
 def with_enough_points(method: str, n: int) -> str:
-    """Return the method, or `student`, with a warning, if n points are too few for `sources`."""
-    if method != "sources" or n >= MIN_POINTS:
+    """Return the method, or `student`, with a warning, if n points are too few for it."""
+    if method not in ("sources", "shrinkage") or n >= MIN_POINTS:
         return method
     warnings.warn(
-        f"{n} out-of-bag points are too few to distinguish sources of variance; {MIN_POINTS} are "
-        "needed. The student calibration is used.",
+        f"{n} out-of-bag points are too few for the {method} calibration; {MIN_POINTS} are needed. "
+        "The student calibration is used.",
         QualmsWarning,
         stacklevel=2,
     )

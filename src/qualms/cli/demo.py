@@ -38,7 +38,6 @@ def demo(
     from qualms.cli.train import summary_document
     from qualms.data import qm9
     from qualms.io.files import atomic_path, check_output
-    from qualms.prediction import Prediction
     from qualms.progress import Stages
     from qualms.report.figures import (
         ConditionalErrorDisplay,
@@ -82,9 +81,8 @@ def demo(
     y, prediction = found.y, found.prediction
     calibration = model.settings.calibration
     reliability = ReliabilityDisplay.from_prediction(y, prediction).plot(label=calibration)
-    raw = Prediction(prediction.uncalibrated.members[:, : model.settings.n_subsampled])
     with style():
-        uncalibrated = ReliabilityDisplay.from_prediction(y, raw)
+        uncalibrated = ReliabilityDisplay.from_prediction(y, prediction.uncalibrated)
         uncalibrated.plot(reliability.ax_, label="raw", reference=False, **line_style(1))
     displays: list[Display] = [
         ConditionalErrorDisplay.from_prediction(y, prediction, units=UNITS),

@@ -41,7 +41,8 @@ def evaluate(
     from qualms.report.tables import score_records, score_table
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
-    _, found, remarks = evaluate_model(model, test, validation, calibration, threads, terminal)
+    loaded, found, remarks = evaluate_model(model, test, validation, calibration, threads, terminal)
+    centre = loaded.record.centre
     tables, documents = [], {}
     for name, one in found.items():
         points = "points" if one.component is None else "components"
@@ -60,9 +61,11 @@ def evaluate(
     main["target"] = main.pop("key")
     terminal.result(
         *tables,
+        f"Predictions have the share λ = {centre:.2f} of the ensemble mean; the rest is the full "
+        "model.",
         about_calibrations(found["energy"]),
         *remarks,
-        document={**main, "remarks": remarks, **documents},
+        document={**main, "centre": centre, "remarks": remarks, **documents},
     )
 
 
@@ -105,6 +108,8 @@ def evaluate_model(
 
 def about_calibrations(evaluation: Evaluation) -> str:
     """Return what the calibrations in the table of scores were fitted to."""
+    if not any("(validation)" in name for name in evaluation.scores):
+        return "Calibrations were fitted to out-of-bag predictions of the training set."
     return (
         f"(validation): fitted to {evaluation.validation}. All other calibrations were fitted to "
         "out-of-bag predictions of the training set."

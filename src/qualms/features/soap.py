@@ -209,8 +209,9 @@ def make_soap(representation: str | Soap | dict[str, Any] = "organic", **overrid
         first = error.errors()[0]
         # Fields that may be of several kinds are followed by the name of a class.
         parts = [str(part) for part in first["loc"] if part != Compression.__name__]
-        name = ".".join(parts) or "representation"
-        raise InputError(name, repr(first["input"]), first["msg"]) from None
+        name = parts[-1] if parts and parts[-1] in overrides else ".".join(parts)
+        expected = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        raise InputError(name or "representation", repr(first["input"]), expected) from None
 
 
 # --- engines ---

@@ -204,6 +204,17 @@ class Residuals(NamedTuple):
     std: Float64Array  #: ŝ over the members
     n_absent: IntArray  #: their number c
 
+    def mostly(self, preferred: BoolArray) -> Residuals:
+        """Return the preferred points, if these are at least half of all.
+
+        The weight of a representative of a point that is left out is not determined by data: out of
+        bag, errors are larger than those of new points, above all without an average over members.
+        """
+        if 2 * np.count_nonzero(preferred) < len(preferred):
+            return self
+        z_f, z_m, std, c = self
+        return Residuals(z_f[preferred], z_m[preferred], std[preferred], c[preferred])
+
 
 def fit_centre(quantities: Iterable[Residuals], n_members: int) -> float:
     """Return the share λ in [0, 1] of the ensemble mean in the blend of smallest squared error.

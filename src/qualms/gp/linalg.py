@@ -27,10 +27,13 @@ class Whitening:
         rounding, combinations of these, so that nothing is lost with them.
     factor : (r, r) array
         Lower triangular L with K_MM[pivots, pivots] = L Lᵀ.
+    n_dropped : int
+        Number of the others.
     """
 
     pivots: IntArray
     factor: Float64Array
+    n_dropped: int = 0
 
     @property
     def effective_rank(self) -> int:
@@ -44,8 +47,12 @@ class Whitening:
     def columns_of(self, groups: IntArray, owners: IntArray) -> dict[int, Float64Array]:
         """Return the columns of L⁻¹ (r, k) of the representatives of each group that has some.
 
-        Representative m belongs to group owners[m].
+        Representative m belongs to group owners[m]. If fewer than half of the representatives are
+        independent, the rank of the kernel is that of its features, and others would take their
+        places: then there are none.
         """
+        if self.n_dropped > len(self.pivots):
+            return {}
         chosen = np.flatnonzero(np.isin(owners, groups))
         unit = np.zeros((len(owners), len(chosen)))
         unit[chosen, np.arange(len(chosen))] = 1.0
@@ -116,7 +123,7 @@ def whiten(K_MM: FloatArray, *, rtol: float | None = None) -> Whitening:
             QualmsWarning,
             stacklevel=2,
         )
-    return Whitening(order[:rank], np.tril(factor[:rank, :rank]))
+    return Whitening(order[:rank], np.tril(factor[:rank, :rank]), len(order) - rank)
 
 
 def cholesky(A: Float64Array, *, what: str, overwrite: bool = False) -> Float64Array:

@@ -173,6 +173,7 @@ class LeftOut(NamedTuple):
 
     residuals: Float64Array  #: (N, T): label minus prediction
     variance: Float64Array  #: (N,): posterior variance of the prediction, σ²φA⁻¹φᵀ
+    kept: Float64Array  #: (N, T): residuals of the model that keeps all representatives
 
 
 def leave_out(
@@ -214,7 +215,7 @@ def leave_out(
     if root is not None:  # rows times √w turn noise σ²/w_n into σ²
         A, target = Phi * root, target * root
     residuals: Float64Array = np.asarray(target - A @ model.weights)
-    variance = np.empty(len(A))
+    kept, variance = np.empty_like(residuals), np.empty(len(A))
     given = np.arange(len(A)) if groups is None else groups
     labels, codes = np.unique(given, return_inverse=True)
     order = np.argsort(codes, kind="stable")
@@ -227,7 +228,7 @@ def leave_out(
         if len(rows) == len(some) - 1 and not columns:
             h = np.einsum("ij,ij->j", V, V)
             slack = np.maximum(1 - h, _EPS)
-            residuals[rows] /= slack[:, None]
+            kept[rows] = residuals[rows] = residuals[rows] / slack[:, None]
             variance[rows] = h / slack
             continue
         W = (
@@ -238,6 +239,9 @@ def leave_out(
         first = 0
         for name, (begin, end) in zip(names, pairwise((some - some[0]).tolist()), strict=True):
             out, V_g = rows[begin:end], V[:, begin:end]
+            values, U = np.linalg.eigh(V_g.T @ V_g)
+            values = np.clip(values, 0.0, 1 - _EPS)
+            kept[out] = U @ ((U.T @ residuals[out]) / (1 - values)[:, None])
             if name in columns:
                 weights = columns[name].T @ model.weights
                 last = first + len(weights)
@@ -245,15 +249,12 @@ def leave_out(
                     V_g, target[out], residuals[out], W[:, first:last], weights
                 )
                 first = last
-                continue
-            values, U = np.linalg.eigh(V_g.T @ V_g)
-            values = np.clip(values, 0.0, 1 - _EPS)
-            residuals[out] = U @ ((U.T @ residuals[out]) / (1 - values)[:, None])
-            variance[out] = U**2 @ (values / (1 - values))
+            else:
+                residuals[out], variance[out] = kept[out], U**2 @ (values / (1 - values))
     variance = np.maximum(variance, 0.0) * model.noise_variance
     if root is None:
-        return LeftOut(residuals, variance)
-    return LeftOut(residuals / root, variance / root[:, 0] ** 2)
+        return LeftOut(residuals, variance, kept)
+    return LeftOut(residuals / root, variance / root[:, 0] ** 2, kept / root)
 
 
 def _without_own(

@@ -119,10 +119,10 @@ def read_tensors(
         metadata = _read_metadata(content, format, version)
         arrays: dict[str, AnyArray] = load(content)
         for name, array in arrays.items():
-            if array.dtype not in _DTYPES or not np.isfinite(array).all():
-                raise ValueError(
-                    f"tensor {ascii(name)[:60]} is {array.dtype}, or has NaN or infinity"
-                )
+            if array.dtype not in _DTYPES:
+                raise ValueError(f"tensor {ascii(name)[:60]} is {array.dtype}")
+            if not np.isfinite(array).all():
+                raise ValueError(f"tensor {ascii(name)[:60]} has NaN or infinity")
         if _checksum(metadata, arrays) != metadata["checksum"]:
             raise ValueError("the checksum does not match: the file is damaged")
         return arrays, document_type.model_validate_json(metadata["document"])
