@@ -18,6 +18,7 @@ from qualms.atomistic.kernel_rows import Basis, select_representatives
 from qualms.atomistic.settings import make_settings
 from qualms.features import soap as soap_module
 from qualms.features.compression import chosen_columns, fit_projection, principal_components
+from qualms.features.pseudo_species import mixing_weights
 from qualms.features.soap import (
     PRESETS,
     Compression,
@@ -37,7 +38,7 @@ from qualms.gp.kernels import PowerKernel, normalize_rows
 SPECIES = (1, 6, 8)
 NAMES = ["CH3CH2OH", "H2O", "CH4", "C2H6", "CH3OH", "C2H4", "H2CO", "CO2"]
 seeds = st.integers(0, 2**32 - 1)
-of_engines = pytest.mark.parametrize("engine", ["dscribe", "featomic"])
+of_engines = pytest.mark.parametrize("engine", ["dscribe", "featomic", "pseudo-species"])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -52,6 +53,8 @@ def soap(engine="dscribe", **overrides):
     small = {"cutoff": 4.0, "n_radial": 3, "l_max": 3, "radial_scaling": None}
     if "scales" in overrides:
         small = {}
+    if engine == "pseudo-species":
+        engine, small = "featomic", small | {"pseudo_species": 2}
     return make_soap("organic", engine=engine, **({"compression": None} | small | overrides))
 
 
@@ -160,8 +163,14 @@ def rotations(n):
     return Rotation.from_euler("ZYZ", grid).as_matrix(), np.array(weights)
 
 
-def oracle_matrix(width=0.5, cutoff=4.0, weight_of=lambda r: 1.0, center_weight=1.0):
-    """All kernels between the environments of FOUR and THREE, not normalised."""
+def oracle_matrix(
+    width=0.5, cutoff=4.0, weight_of=lambda r: 1.0, center_weight=1.0, similarity=None
+):
+    """All kernels between the environments of FOUR and THREE, not normalised.
+
+    The similarity of elements is that of pseudo-species, or one for the same and zero for others.
+    """
+    similarity = np.eye(len(SPECIES)) if similarity is None else similarity
     environments = []
     for atoms, centers in zip((FOUR, THREE), CENTERS, strict=True):
         for center in centers:
@@ -175,9 +184,10 @@ def oracle_matrix(width=0.5, cutoff=4.0, weight_of=lambda r: 1.0, center_weight=
     for (a, A), (b, B) in itertools.product(enumerate(environments), repeat=2):
         overlap = np.zeros(len(matrices))
         for (z_a, r_a, w_a), (z_b, r_b, w_b) in itertools.product(A, B):
-            if z_a == z_b:  # two Gaussians at distance d overlap by exp(−d²/4σ²)
+            # Two Gaussians at distance d overlap by exp(−d²/4σ²).
+            if same := similarity[SPECIES.index(z_a), SPECIES.index(z_b)]:
                 d2 = np.sum((r_a - matrices @ r_b) ** 2, axis=1)
-                overlap += w_a * w_b * np.exp(-d2 / (4 * width**2))
+                overlap += same * w_a * w_b * np.exp(-d2 / (4 * width**2))
         K[a, b] = grid_weights @ overlap**2
     return K
 
@@ -211,7 +221,9 @@ def test_power_spectra_converge_to_the_integral_over_rotations(engine, radial_ba
 @of_engines
 def test_weights_of_neighbours_and_of_the_centre(engine):
     scaling = RadialScaling(scale=1.2, exponent=3.0, rate=0.7)
-    K = oracle_matrix(weight_of=lambda r: 0.7 / (0.7 + (r / 1.2) ** 3), center_weight=1.7)
+    W = mixing_weights(SPECIES, 2) if engine == "pseudo-species" else np.eye(len(SPECIES))
+    weights = {"weight_of": lambda r: 0.7 / (0.7 + (r / 1.2) ** 3), "center_weight": 1.7}
+    K = oracle_matrix(**weights, similarity=W @ W.T)
     found = engine_matrix(engine, 8, 8, radial_scaling=scaling, center_weight=1.7)
     np.testing.assert_allclose(found / np.trace(found), K / np.trace(K), rtol=1e-3)
 
@@ -223,6 +235,33 @@ def test_smoothing_weights_neighbours_by_half_a_cosine():
     K = oracle_matrix(weight_of=weight)
     found = engine_matrix("featomic", 8, 8, smoothing=3.2)
     np.testing.assert_allclose(found / np.trace(found), K / np.trace(K), rtol=1e-3)
+
+
+# --- pseudo-species ---
+
+
+def test_weights_of_pseudo_species():
+    everything = range(1, 119)
+    W = mixing_weights(everything, 6)
+    assert W.shape == (118, 6)
+    np.testing.assert_allclose(np.linalg.norm(W, axis=1), 1)
+    # Similar elements are close to one another, and others are not.
+    na, cl, fe, co = (W[z - 1] for z in (11, 17, 26, 27))
+    assert fe @ co > 0.9
+    assert abs(na @ cl) < 0.3
+    # As many as there are elements: all can be told apart, if their properties are equal, too.
+    some = (66, 67, 110, 111)
+    similarity = mixing_weights(some, 8) @ mixing_weights(some, 8).T
+    assert similarity.shape == (4, 4)
+    assert np.linalg.eigvalsh(similarity)[0] > 0.05
+    np.testing.assert_allclose(np.diag(similarity), 1)
+
+
+def test_weights_do_not_depend_on_the_order_of_elements():
+    some = np.array([13, 28, 29, 46, 47, 78, 79])
+    order = np.random.default_rng(0).permutation(len(some))
+    expected, found = (mixing_weights(z, 4) for z in (some, some[order]))
+    np.testing.assert_allclose(found @ found.T, (expected @ expected.T)[np.ix_(order, order)])
 
 
 # --- invariances ---

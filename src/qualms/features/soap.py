@@ -29,6 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.errors import InputError, QualmsError
 from qualms.features.compression import Projection, fit_projection
+from qualms.features.pseudo_species import mixing_weights
 from qualms.gp.kernels import Kernel, PowerKernel, WeightedSumKernel, normalize_rows
 from qualms.resources import limit_rayon
 
@@ -71,6 +72,9 @@ class Scale(_Frozen):
     radial_scaling : RadialScaling, optional
     center_weight : float
         Weight of the atom at the centre.
+    pseudo_species : int, optional
+        Number of combinations of elements whose densities are expanded; all elements by default.
+        Needs featomic. See `qualms.features.pseudo_species`.
     weight : float
         Of this scale in a sum over several.
     """
@@ -83,6 +87,7 @@ class Scale(_Frozen):
     radial_basis: Literal["gto", "polynomial"] = "gto"
     radial_scaling: RadialScaling | None = RadialScaling()
     center_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    pseudo_species: Annotated[int, Field(ge=1, le=100)] | None = None
     weight: Positive = 1.0
 
 
@@ -119,7 +124,8 @@ class Soap(_Frozen):
         energy with `smoothing`, which has forces, it keeps 32 components for each pair of species,
         or 192 in all.
     engine : {"auto", "dscribe", "featomic"}
-        "auto" is dscribe, the faster one for values, unless `smoothing` requires featomic.
+        "auto" is dscribe, the faster one for values, unless `smoothing` or `pseudo_species`
+        requires featomic.
     """
 
     scales: Annotated[tuple[Scale, ...], Field(min_length=1, max_length=16)] = (Scale(),)
@@ -129,14 +135,15 @@ class Soap(_Frozen):
     engine: Literal["auto", "dscribe", "featomic"] = "auto"
 
     @property
-    def _smooth(self) -> bool:
-        return any(scale.smoothing is not None for scale in self.scales)
+    def _needs_featomic(self) -> str | None:
+        names = ("smoothing", "pseudo_species")
+        return next((n for n in names if any(getattr(s, n) is not None for s in self.scales)), None)
 
     @model_validator(mode="after")
     def _check_engine(self) -> Self:
         polynomial = any(scale.radial_basis == "polynomial" for scale in self.scales)
-        if self._smooth and (self.engine == "dscribe" or polynomial):
-            raise ValueError("smoothing needs engine featomic and radial_basis gto")
+        if (name := self._needs_featomic) and (self.engine == "dscribe" or polynomial):
+            raise ValueError(f"{name} needs engine featomic and radial_basis gto")
         if polynomial and self.engine == "featomic":
             raise ValueError("radial_basis polynomial needs engine dscribe")
         return self
@@ -146,7 +153,7 @@ class Soap(_Frozen):
         """The engine that "auto" stands for."""
         if self.engine != "auto":
             return self.engine
-        return "featomic" if self._smooth else "dscribe"
+        return "featomic" if self._needs_featomic else "dscribe"
 
 
 #: organic suits molecules such as those of QM9, nmr shieldings in molecular crystals (both compared
@@ -266,7 +273,8 @@ def make_engine(name: str, scale: Scale, species: tuple[int, ...]) -> Engine:
     """Return an engine; cached, since the set-up takes longer than a small molecule."""
     if name not in ("dscribe", "featomic"):
         raise InputError("engine", repr(name), '"dscribe" or "featomic"')
-    engine = (DscribeEngine if name == "dscribe" else FeatomicEngine)(scale, species)
+    of_featomic = FeatomicEngine if scale.pseudo_species is None else PseudoSpeciesEngine
+    engine = (DscribeEngine if name == "dscribe" else of_featomic)(scale, species)
     try:
         next(engine.pieces([Atoms([species[0]])], [np.arange(1)]))
     except Exception as error:
@@ -372,8 +380,11 @@ class FeatomicEngine(Engine):
     @cached_property
     def pair_columns(self) -> dict[tuple[int, int], slice]:
         """Features of each pair of species: featomic stores n, n′ and n′, n."""
+        return self._columns_of_pairs(self.species)
+
+    def _columns_of_pairs(self, species: Iterable[int]) -> dict[tuple[int, int], slice]:
         size = (self.scale.l_max + 1) * self.scale.n_radial**2
-        pairs = combinations_with_replacement(self.species, 2)
+        pairs = combinations_with_replacement(species, 2)
         return {pair: slice(i * size, (i + 1) * size) for i, pair in enumerate(pairs)}
 
     def pieces(
@@ -398,6 +409,14 @@ class FeatomicEngine(Engine):
         Each is for one species at the centre and one pair of species around it. Derivatives that
         can be computed are "positions" and "strain".
         """
+        for key, rows, block in self._compute(frames, centers, gradients):
+            pair = self.pair_columns[int(key["neighbor_1_type"]), int(key["neighbor_2_type"])]
+            yield pair, rows, block
+
+    def _compute(
+        self, frames: Sequence[Atoms], centers: Sequence[IntArray], gradients: Sequence[str] = ()
+    ) -> Iterator[tuple[Any, IntArray, Any]]:
+        """Yield what the calculator finds: keys, environments and blocks."""
         from metatensor import Labels
 
         owners = np.repeat(np.arange(len(frames)), [len(chosen) for chosen in centers])
@@ -416,8 +435,7 @@ class FeatomicEngine(Engine):
         place[first_atom[owners] + samples[:, 1]] = np.arange(len(samples))
         for key, block in computed.items():
             system, atom = np.asarray(block.samples.values).T
-            pair = self.pair_columns[int(key["neighbor_1_type"]), int(key["neighbor_2_type"])]
-            yield pair, place[first_atom[system] + atom], block
+            yield key, place[first_atom[system] + atom], block
 
     @cached_property
     def calculator(self) -> Any:
@@ -425,6 +443,9 @@ class FeatomicEngine(Engine):
         limit_rayon()
         from featomic import SoapPowerSpectrum
 
+        return SoapPowerSpectrum(**self._parameters())
+
+    def _parameters(self) -> dict[str, Any]:
         scale = self.scale
         density: dict[str, Any] = {"type": "Gaussian", "width": scale.gaussian_width}
         density["center_atom_weight"] = scale.center_weight
@@ -434,11 +455,89 @@ class FeatomicEngine(Engine):
         if scale.smoothing is not None:
             smoothing = {"type": "ShiftedCosine", "width": scale.smoothing}
         radial = {"type": "Gto", "max_radial": scale.n_radial - 1}
-        return SoapPowerSpectrum(
-            cutoff={"radius": scale.cutoff, "smoothing": smoothing},
-            density=density,
-            basis={"type": "TensorProduct", "max_angular": scale.l_max, "radial": radial},
-        )
+        return {
+            "cutoff": {"radius": scale.cutoff, "smoothing": smoothing},
+            "density": density,
+            "basis": {"type": "TensorProduct", "max_angular": scale.l_max, "radial": radial},
+        }
+
+
+class PseudoSpeciesEngine(FeatomicEngine):
+    """Power spectra of pseudo-species, in the order of `FeatomicEngine` and with its weights.
+
+    Densities are expanded by featomic, mixed, and contracted here: the time depends on the number
+    of pseudo-species, not on that of elements. Derivatives are those of `plain`, whose features
+    `mixed` maps to these.
+    """
+
+    @cached_property
+    def weights(self) -> Float64Array:
+        """Weights of elements in pseudo-species: (S, K)."""
+        assert self.scale.pseudo_species is not None
+        return mixing_weights(self.species, self.scale.pseudo_species)
+
+    @cached_property
+    def pair_columns(self) -> dict[tuple[int, int], slice]:
+        """Features of each pair of pseudo-species, which are counted from 0."""
+        return self._columns_of_pairs(range(self.weights.shape[1]))
+
+    def pieces(
+        self,
+        frames: Sequence[Atoms],
+        centers: Sequence[IntArray],
+        finish: Finish = lambda spectra: spectra,
+        dtype: Precision = np.float32,
+    ) -> Iterator[Piece]:
+        """Yield the power spectra of the whole batch as one piece."""
+        n, K = sum(len(chosen) for chosen in centers), self.weights.shape[1]
+        n_radial, l_max = self.scale.n_radial, self.scale.l_max
+        densities = [np.zeros((n, K, n_radial, 2 * l + 1)) for l in range(l_max + 1)]
+        for key, rows, block in self._compute(frames, centers):
+            w = self.weights[self.species.index(int(key["neighbor_type"]))]
+            of_element = np.asarray(block.values).transpose(0, 2, 1)[:, None]
+            densities[int(key["o3_lambda"])][rows] += w[:, None, None] * of_element
+        values = np.empty((n, len(self.pair_columns), l_max + 1, n_radial, n_radial), dtype=dtype)
+        for l, c in enumerate(densities):
+            factor = (-1) ** l / np.sqrt(2 * l + 1)  # as featomic has it
+            for i, (k, other) in enumerate(self.pair_columns):
+                product = c[:, k] @ c[:, other].transpose(0, 2, 1)
+                values[:, i, l] = product * (factor if k == other else np.sqrt(2.0) * factor)
+        spectra = finish(values.reshape(n, self.n_features))
+        yield Piece(np.arange(n), (slice(0, self.n_features),), spectra)
+
+    @cached_property
+    def calculator(self) -> Any:
+        """SphericalExpansion of featomic."""
+        limit_rayon()
+        from featomic import SphericalExpansion
+
+        return SphericalExpansion(**self._parameters())
+
+    @property
+    def plain(self) -> FeatomicEngine:
+        """The engine of the elements themselves."""
+        scale = self.scale.model_copy(update={"pseudo_species": None})
+        engine = make_engine("featomic", scale, self.species)
+        assert isinstance(engine, FeatomicEngine)
+        return engine
+
+    def mixed(self, matrix: Float64Array | None = None) -> Float64Array:
+        """Return the map from the features of `plain` to those of pseudo-species times a matrix."""
+        if matrix is None:
+            matrix = np.eye(self.n_features)
+        n, blocks = self.scale.n_radial, self.scale.l_max + 1
+        parts = matrix.reshape(len(self.pair_columns), blocks, n, n, -1)
+        found, W = [], self.weights
+        k, other = np.array(list(self.pair_columns)).T
+        # Pairs of different species are stored once, times √2.
+        root = np.where(k == other, 1.0, np.sqrt(2.0))
+        for a, b in combinations_with_replacement(range(len(self.species)), 2):
+            part = np.tensordot(root * W[a, k] * W[b, other], parts, axes=1)
+            if a != b:
+                turned = np.tensordot(root * W[b, k] * W[a, other], parts, axes=1)
+                part = (part + turned.swapaxes(1, 2)) / np.sqrt(2.0)
+            found.append(part.reshape(blocks * n * n, -1))
+        return np.concatenate(found)
 
 
 # --- the representation: features of environments and the kernel between them ---
@@ -589,10 +688,12 @@ def resolve_compression(
     if soap.compression != "auto":
         return soap.compression
     standard = Compression()
-    n_raw = max(Representation(soap, tuple(species)).widths)
+    plain = Representation(soap, tuple(species))
+    n_raw = max(plain.widths)
     if derivatives:
         # They are multiplied with all representatives, for every neighbour: fewer features pay.
-        kept = max(_PER_PAIR * len(species) * (len(species) + 1) // 2, _AT_LEAST)
+        n_pairs = max(len(engine.pair_columns) for engine in plain.engines)
+        kept = max(_PER_PAIR * n_pairs, _AT_LEAST)
         return Compression(method="pairs", n_features=kept) if n_raw > kept else None
     # All environments meet all representatives twice, in the selection and in the kernel rows. What
     # is saved there must pay for the eigen-decomposition, and for the projection of every vector.
