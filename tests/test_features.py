@@ -7,7 +7,7 @@ import numpy as np
 import oracle
 import pytest
 from ase import Atoms
-from ase.build import molecule
+from ase.build import bulk, molecule
 from checks import rejects
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,6 +26,7 @@ from qualms.features.soap import (
     Representation,
     Scale,
     Soap,
+    choose_preset,
     fit_representation,
     make_engine,
     make_soap,
@@ -106,6 +107,34 @@ def test_presets_and_overrides():
     two = make_soap("general", scales=[{"cutoff": 3.0}, Scale(cutoff=6.0)], l_max=2)
     assert [(s.cutoff, s.l_max) for s in two.scales] == [(3.0, 2), (6.0, 2)]
     assert make_soap("organic", smoothing=0.5).resolved_engine == "featomic"
+    assert make_soap("organic", pseudo_species=3).resolved_engine == "featomic"
+
+
+METHANE, SALT = molecule("CH4"), bulk("NaCl", "rocksalt", a=5.6)
+IN_BOX = Atoms("CH4", METHANE.positions, cell=[9, 9, 9], pbc=True)
+MANY = Atoms(range(1, 10), 3.0 * np.arange(27).reshape(9, 3))
+
+
+@pytest.mark.parametrize(
+    ("frames", "kind", "preset"),
+    [
+        ([METHANE], "extensive", "organic"),
+        ([METHANE], "atomic", "organic"),
+        ([molecule("LiF"), METHANE], "intensive", "organic"),
+        ([MANY], "extensive", "inorganic"),
+        ([MANY[:8]], "extensive", "organic"),
+        ([IN_BOX], "extensive", "organic"),
+        ([IN_BOX], "atomic", "nmr"),
+        ([IN_BOX, SALT], "extensive", "inorganic"),
+        ([SALT], "extensive", "inorganic"),
+        ([SALT], "atomic", "inorganic"),
+        ([bulk("C")], "extensive", "inorganic"),
+        ([SALT, METHANE], "extensive", "inorganic"),
+        ([SALT, METHANE, METHANE], "extensive", "organic"),
+    ],
+)
+def test_chosen_presets(frames, kind, preset):
+    assert choose_preset(frames, kind)[0] == preset
 
 
 @pytest.mark.parametrize(
@@ -118,6 +147,8 @@ def test_presets_and_overrides():
         ({5: 3}, "representation"),
         ({"smoothing": 0.5, "engine": "dscribe"}, "representation"),
         ({"engine": "featomic", "radial_basis": "polynomial"}, "representation"),
+        ({"preset": "inorganic", "engine": "dscribe"}, "representation"),
+        ({"pseudo_species": 0}, "scales.0.pseudo_species"),
         ({"cutoff": float("nan")}, "scales.0.cutoff"),
         ({"n_radial": 2.5}, "scales.0.n_radial"),
         ({"radial_scaling": {"scale": -1}}, "scales.0.radial_scaling.scale"),

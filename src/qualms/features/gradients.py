@@ -288,8 +288,9 @@ class ScaleFeatures:
     columns : slice
         Its features among those of all scales, as representatives are stored.
     projection : (D, q) array
-        P, of compressed features or of pseudo-species. Otherwise it takes equal features together, p_nn′ and p_n′n of
-        one species, which changes no product and saves a third of the multiplications.
+        P, of compressed features or of pseudo-species. Otherwise it takes equal features together,
+        p_nn′ and p_n′n of one species, which changes no product and saves a third of the
+        multiplications.
     compressed : bool
         Whether representatives are multiplied by P already, as those of compressed features and
         of pseudo-species are.

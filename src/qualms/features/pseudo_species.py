@@ -42,11 +42,11 @@ _RADIUS, _DIFFERENCE, _OWN = 0.2, 0.3, 0.1
 
 
 def mixing_weights(species: Sequence[int], n_pseudo: int) -> Float64Array:
-    """Return the weights W of S elements (atomic numbers) in K pseudo-species: (S, K), of unit rows.
+    """Return the weights W of elements (S atomic numbers) in K pseudo-species: (S, K), unit rows.
 
     If there are more elements than pseudo-species, K of them represent all: W = κ_SK κ_KK^(−1/2).
-    They are chosen one after the other, each the one that explains most of what is left of κ. The
-    symmetric root is unique, so that the weights are the same on every machine.
+    The first is the one least similar to all, each of the others the one that those before it
+    describe worst. The symmetric root is unique, so that weights are the same on every machine.
     """
     heaviest = len(_ELECTRONEGATIVITY)  # all heavier ones are like it
     known = np.minimum(np.asarray(species, dtype=int), heaviest)
@@ -54,14 +54,14 @@ def mixing_weights(species: Sequence[int], n_pseudo: int) -> Float64Array:
     scaled = np.stack([radii / _RADIUS, electronegativity / _DIFFERENCE], axis=1)
     distance = np.sum((scaled[:, None] - scaled) ** 2, axis=2)
     kappa = (1 - _OWN) * np.exp(-distance / 2) + _OWN * np.eye(len(scaled))
-    chosen: list[int] = []
-    left = kappa.copy()
-    for _ in range(min(n_pseudo, len(kappa))):
-        own = np.diag(left).copy()
-        own[chosen] = np.inf
-        chosen.append(int(np.argmax(np.sum(left**2, axis=0) / own)))
+    chosen = [int(np.argmin(kappa.sum(axis=0)))]
+    left = kappa
+    while len(chosen) < min(n_pseudo, len(kappa)):
         column = left[:, chosen[-1]]
         left = left - np.outer(column, column) / column[chosen[-1]]
+        unexplained = np.diag(left).copy()
+        unexplained[chosen] = -1.0
+        chosen.append(int(np.argmax(unexplained)))
     chosen.sort()
     values, V = np.linalg.eigh(kappa[np.ix_(chosen, chosen)])  # at least η
     W = kappa[:, chosen] @ (V / np.sqrt(values)) @ V.T

@@ -27,7 +27,7 @@ from joblib.externals.loky.process_executor import TerminatedWorkerError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
-from qualms.errors import InputError, QualmsError
+from qualms.errors import InputError, QualmsError, counted
 from qualms.features.compression import Projection, fit_projection
 from qualms.features.pseudo_species import mixing_weights
 from qualms.gp.kernels import Kernel, PowerKernel, WeightedSumKernel, normalize_rows
@@ -157,7 +157,8 @@ class Soap(_Frozen):
 
 
 #: organic suits molecules such as those of QM9, nmr shieldings in molecular crystals (both compared
-#: with their neighbours in `python -m benchmarks presets`); general is a starting point.
+#: with their neighbours in `python -m benchmarks presets`), inorganic metals, ionic crystals and
+#: many elements (`python -m benchmarks alloys`); general is a starting point.
 PRESETS: dict[str, Soap] = {
     "organic": Soap(),
     "nmr": Soap(
@@ -171,7 +172,32 @@ PRESETS: dict[str, Soap] = {
             ),
         ),
     ),
+    "inorganic": Soap(scales=(Scale(smoothing=0.5, pseudo_species=4),)),
 }  # fmt: skip
+#: Elements of organic crystals, which have carbon and hydrogen.
+_ORGANIC = frozenset((1, 5, 6, 7, 8, 9, 14, 15, 16, 17, 34, 35, 53))
+#: Elements up to which molecules are described by all pairs of them.
+_FEW_ELEMENTS = 8
+
+
+def choose_preset(frames: Sequence[Atoms], kind: str) -> tuple[str, str]:
+    """Return the preset for structures and a kind of property, and why.
+
+    Molecules, with few elements, are organic. Of crystals, at least half of the structures, those
+    with carbon, hydrogen and other elements of organic molecules alone are organic, or nmr for
+    properties of atoms. All others are inorganic.
+    """
+    species = {int(z) for atoms in frames for z in np.unique(atoms.numbers)}
+    periodic = np.mean([np.any(atoms.pbc) for atoms in frames]) >= 0.5
+    name = "inorganic"
+    if not periodic and len(species) <= _FEW_ELEMENTS:
+        name = "organic"
+    elif periodic and {1, 6} <= species <= _ORGANIC:
+        name = "nmr" if kind == "atomic" else "organic"
+    what = "crystals" if periodic else "molecules"
+    if periodic and name != "inorganic":
+        what = "molecular crystals"
+    return name, f"{what} of {counted(len(species), 'element')}"
 
 
 def make_soap(representation: str | Soap | dict[str, Any] = "organic", **overrides: Any) -> Soap:
@@ -491,17 +517,17 @@ class PseudoSpeciesEngine(FeatomicEngine):
         """Yield the power spectra of the whole batch as one piece."""
         n, K = sum(len(chosen) for chosen in centers), self.weights.shape[1]
         n_radial, l_max = self.scale.n_radial, self.scale.l_max
-        densities = [np.zeros((n, K, n_radial, 2 * l + 1)) for l in range(l_max + 1)]
+        densities = [np.zeros((n, K, n_radial, m)) for m in range(1, 2 * l_max + 2, 2)]
         for key, rows, block in self._compute(frames, centers):
             w = self.weights[self.species.index(int(key["neighbor_type"]))]
             of_element = np.asarray(block.values).transpose(0, 2, 1)[:, None]
             densities[int(key["o3_lambda"])][rows] += w[:, None, None] * of_element
         values = np.empty((n, len(self.pair_columns), l_max + 1, n_radial, n_radial), dtype=dtype)
-        for l, c in enumerate(densities):
-            factor = (-1) ** l / np.sqrt(2 * l + 1)  # as featomic has it
+        for order, c in enumerate(densities):
+            factor = (-1) ** order / np.sqrt(2 * order + 1)  # as featomic has it
             for i, (k, other) in enumerate(self.pair_columns):
                 product = c[:, k] @ c[:, other].transpose(0, 2, 1)
-                values[:, i, l] = product * (factor if k == other else np.sqrt(2.0) * factor)
+                values[:, i, order] = product * (factor if k == other else np.sqrt(2.0) * factor)
         spectra = finish(values.reshape(n, self.n_features))
         yield Piece(np.arange(n), (slice(0, self.n_features),), spectra)
 
