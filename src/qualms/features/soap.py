@@ -121,8 +121,8 @@ class Soap(_Frozen):
     compression : Compression, "auto" or None
         "auto" compresses to 1000 principal components if that saves time in training, or if there
         are so many representatives that rounding of float32 would limit the accuracy. For an
-        energy with `smoothing`, which has forces, it keeps 32 components for each pair of species,
-        or 192 in all.
+        energy with `smoothing`, which has forces, it keeps 32 components for each pair of species
+        or pseudo-species, or 192 in all.
     engine : {"auto", "dscribe", "featomic"}
         "auto" is dscribe, the faster one for values, unless `smoothing` or `pseudo_species`
         requires featomic.
