@@ -517,17 +517,27 @@ class PseudoSpeciesEngine(FeatomicEngine):
         """Yield the power spectra of the whole batch as one piece."""
         n, K = sum(len(chosen) for chosen in centers), self.weights.shape[1]
         n_radial, l_max = self.scale.n_radial, self.scale.l_max
+        owners = np.repeat(np.arange(len(frames)), [len(chosen) for chosen in centers])
+        # featomic's time grows with the pairs of elements in a batch: those of each structure are
+        # counted from 1.
+        renamed, weights = [], np.zeros((len(frames), len(self.species), K))
+        for i, atoms in enumerate(frames):
+            present, place = np.unique(atoms.numbers, return_inverse=True)
+            weights[i, : len(present)] = self.weights[np.searchsorted(self.species, present)]
+            renamed.append(Atoms(place + 1, atoms.positions, cell=atoms.cell, pbc=atoms.pbc))
         densities = [np.zeros((n, K, n_radial, m)) for m in range(1, 2 * l_max + 2, 2)]
-        for key, rows, block in self._compute(frames, centers):
-            w = self.weights[self.species.index(int(key["neighbor_type"]))]
+        for key, rows, block in self._compute(renamed, centers):
+            w = weights[owners[rows], int(key["neighbor_type"]) - 1]
             of_element = np.asarray(block.values).transpose(0, 2, 1)[:, None]
-            densities[int(key["o3_lambda"])][rows] += w[:, None, None] * of_element
+            densities[int(key["o3_lambda"])][rows] += w[:, :, None, None] * of_element
         values = np.empty((n, len(self.pair_columns), l_max + 1, n_radial, n_radial), dtype=dtype)
-        for order, c in enumerate(densities):
+        for order, mixed in enumerate(densities):
             factor = (-1) ** order / np.sqrt(2 * order + 1)  # as featomic has it
+            c = mixed.reshape(n, K * n_radial, 2 * order + 1)
+            products = (c @ c.transpose(0, 2, 1)).reshape(n, K, n_radial, K, n_radial)
             for i, (k, other) in enumerate(self.pair_columns):
-                product = c[:, k] @ c[:, other].transpose(0, 2, 1)
-                values[:, i, order] = product * (factor if k == other else np.sqrt(2.0) * factor)
+                root = factor if k == other else np.sqrt(2.0) * factor
+                values[:, i, order] = root * products[:, k, :, other]
         spectra = finish(values.reshape(n, self.n_features))
         yield Piece(np.arange(n), (slice(0, self.n_features),), spectra)
 
