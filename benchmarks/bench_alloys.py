@@ -40,7 +40,8 @@ REPEATS = ((1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 2, 2))
 #: Changes of the preset.
 CHANGES: dict[str, dict[str, Any]] = {
     "3 pseudo-species": {"pseudo_species": 3},
-    "6 pseudo-species": {"pseudo_species": 6},
+    "4 pseudo-species": {"pseudo_species": 4},
+    "8 pseudo-species": {"pseudo_species": 8},
     "all elements": {"pseudo_species": None},
     "cutoff 6 Å": {"cutoff": 6.0},
     "Gaussians of 0.5 Å": {"gaussian_width": 0.5},

@@ -121,8 +121,8 @@ class Soap(_Frozen):
     compression : Compression, "auto" or None
         "auto" compresses to 1000 principal components if that saves time in training, or if there
         are so many representatives that rounding of float32 would limit the accuracy. For an
-        energy with `smoothing`, which has forces, it keeps 32 components for each pair of species
-        or pseudo-species, or 192 in all.
+        energy with `smoothing`, which has forces, it keeps 32 components for each pair of species,
+        or 192 in all; at most 320 of pseudo-species.
     engine : {"auto", "dscribe", "featomic"}
         "auto" is dscribe, the faster one for values, unless `smoothing` or `pseudo_species`
         requires featomic.
@@ -172,7 +172,7 @@ PRESETS: dict[str, Soap] = {
             ),
         ),
     ),
-    "inorganic": Soap(scales=(Scale(smoothing=0.5, pseudo_species=4),)),
+    "inorganic": Soap(scales=(Scale(smoothing=0.5, pseudo_species=6),)),
 }  # fmt: skip
 #: Elements of organic crystals, which have carbon and hydrogen.
 _ORGANIC = frozenset((1, 5, 6, 7, 8, 9, 14, 15, 16, 17, 34, 35, 53))
@@ -531,13 +531,15 @@ class PseudoSpeciesEngine(FeatomicEngine):
             of_element = np.asarray(block.values).transpose(0, 2, 1)[:, None]
             densities[int(key["o3_lambda"])][rows] += w[:, :, None, None] * of_element
         values = np.empty((n, len(self.pair_columns), l_max + 1, n_radial, n_radial), dtype=dtype)
-        for order, mixed in enumerate(densities):
+        for order, c in enumerate(densities):
             factor = (-1) ** order / np.sqrt(2 * order + 1)  # as featomic has it
-            c = mixed.reshape(n, K * n_radial, 2 * order + 1)
-            products = (c @ c.transpose(0, 2, 1)).reshape(n, K, n_radial, K, n_radial)
-            for i, (k, other) in enumerate(self.pair_columns):
-                root = factor if k == other else np.sqrt(2.0) * factor
-                values[:, i, order] = root * products[:, k, :, other]
+            for k in range(K):  # with itself and those after it: in the order of pairs
+                others = c[:, k:].reshape(n, (K - k) * n_radial, 2 * order + 1)
+                products = factor * c[:, k] @ others.transpose(0, 2, 1)
+                products = products.reshape(n, n_radial, K - k, n_radial)
+                products[:, :, 1:] *= np.sqrt(2.0)
+                first = self.pair_columns[k, k].start // (n_radial**2 * (l_max + 1))
+                values[:, first : first + K - k, order] = products.transpose(0, 2, 1, 3)
         spectra = finish(values.reshape(n, self.n_features))
         yield Piece(np.arange(n), (slice(0, self.n_features),), spectra)
 
@@ -583,8 +585,9 @@ class PseudoSpeciesEngine(FeatomicEngine):
 _N_EXACT = 64, 512
 #: Representatives from which on features are compressed for accuracy, even if that takes longer.
 _MANY = 2_500
-#: Components to keep per pair of species if derivatives are needed, and at least in all.
-_PER_PAIR, _AT_LEAST = 32, 192
+#: Components to keep per pair of species if derivatives are needed, and at least in all; at most of
+#: pseudo-species, of which 672 have errors that are smaller by 3 %.
+_PER_PAIR, _AT_LEAST, _AT_MOST = 32, 192, 320
 
 
 @dataclass(frozen=True)
@@ -730,6 +733,8 @@ def resolve_compression(
         # They are multiplied with all representatives, for every neighbour: fewer features pay.
         n_pairs = max(len(engine.pair_columns) for engine in plain.engines)
         kept = max(_PER_PAIR * n_pairs, _AT_LEAST)
+        if any(scale.pseudo_species is not None for scale in soap.scales):
+            kept = min(kept, _AT_MOST)
         return Compression(method="pairs", n_features=kept) if n_raw > kept else None
     # All environments meet all representatives twice, in the selection and in the kernel rows. What
     # is saved there must pay for the eigen-decomposition, and for the projection of every vector.
