@@ -586,7 +586,7 @@ _N_EXACT = 64, 512
 #: Representatives from which on features are compressed for accuracy, even if that takes longer.
 _MANY = 2_500
 #: Components to keep per pair of species if derivatives are needed, and at least in all; at most of
-#: pseudo-species, of which 672 have errors that are smaller by 3 %.
+#: pseudo-species, of which 672 have errors that are smaller by some per cent only.
 _PER_PAIR, _AT_LEAST, _AT_MOST = 32, 192, 320
 
 
