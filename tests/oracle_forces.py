@@ -4,13 +4,18 @@ Slow and written for reading: the oracle of `qualms.atomistic.forces`, whose for
 numerical derivatives of these energies.
 """
 
+import itertools
+
 import numpy as np
 
+from qualms.features.pseudo_species import mixing_weights
 from qualms.features.soap import in_cell, make_engine
 
 
 def power_spectra(representation, scale, atoms):
     """The raw power spectrum of each atom, in float64, all pairs of species: (n_atoms, D)."""
+    if scale.pseudo_species is not None:
+        return mixed_spectra(representation, scale, atoms)
     engine = make_engine("featomic", scale, representation.species)
     spectra = np.zeros((len(atoms), engine.n_features))
     for key, block in engine.calculator.compute(in_cell(atoms, scale)).items():
@@ -18,6 +23,25 @@ def power_spectra(representation, scale, atoms):
         for (_, atom), values in zip(block.samples.values, block.values, strict=True):
             spectra[atom, engine.pair_columns[pair]] = values
     return spectra
+
+
+def mixed_spectra(representation, scale, atoms):
+    """The power spectrum of pseudo-species, by its definition, a sum over all pairs of elements."""
+    species, n = representation.species, scale.n_radial
+    W = mixing_weights(species, scale.pseudo_species)
+    elements = scale.model_copy(update={"pseudo_species": None})
+    of_elements = power_spectra(representation, elements, atoms)
+    of_pairs = make_engine("featomic", elements, species).pair_columns
+    found = []
+    for k, other in itertools.combinations_with_replacement(range(W.shape[1]), 2):
+        total = np.zeros((len(atoms), scale.l_max + 1, n, n))
+        for a, b in itertools.product(range(len(species)), repeat=2):
+            pair = species[min(a, b)], species[max(a, b)]
+            p = of_elements[:, of_pairs[pair]].reshape(total.shape)
+            p = p if a == b else p / np.sqrt(2)
+            total += W[a, k] * W[b, other] * (p if a <= b else p.swapaxes(2, 3))
+        found.append((total if k == other else np.sqrt(2) * total).reshape(len(atoms), -1))
+    return np.concatenate(found, axis=1)
 
 
 def features(representation, s, atoms):

@@ -7,7 +7,7 @@ import numpy as np
 import oracle
 import pytest
 from ase import Atoms
-from ase.build import molecule
+from ase.build import bulk, molecule
 from checks import rejects
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +18,7 @@ from qualms.atomistic.kernel_rows import Basis, select_representatives
 from qualms.atomistic.settings import make_settings
 from qualms.features import soap as soap_module
 from qualms.features.compression import chosen_columns, fit_projection, principal_components
+from qualms.features.pseudo_species import mixing_weights
 from qualms.features.soap import (
     PRESETS,
     Compression,
@@ -25,6 +26,7 @@ from qualms.features.soap import (
     Representation,
     Scale,
     Soap,
+    choose_preset,
     fit_representation,
     make_engine,
     make_soap,
@@ -37,7 +39,7 @@ from qualms.gp.kernels import PowerKernel, normalize_rows
 SPECIES = (1, 6, 8)
 NAMES = ["CH3CH2OH", "H2O", "CH4", "C2H6", "CH3OH", "C2H4", "H2CO", "CO2"]
 seeds = st.integers(0, 2**32 - 1)
-of_engines = pytest.mark.parametrize("engine", ["dscribe", "featomic"])
+of_engines = pytest.mark.parametrize("engine", ["dscribe", "featomic", "pseudo-species"])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -52,6 +54,8 @@ def soap(engine="dscribe", **overrides):
     small = {"cutoff": 4.0, "n_radial": 3, "l_max": 3, "radial_scaling": None}
     if "scales" in overrides:
         small = {}
+    if engine == "pseudo-species":
+        engine, small = "featomic", small | {"pseudo_species": 2}
     return make_soap("organic", engine=engine, **({"compression": None} | small | overrides))
 
 
@@ -103,6 +107,34 @@ def test_presets_and_overrides():
     two = make_soap("general", scales=[{"cutoff": 3.0}, Scale(cutoff=6.0)], l_max=2)
     assert [(s.cutoff, s.l_max) for s in two.scales] == [(3.0, 2), (6.0, 2)]
     assert make_soap("organic", smoothing=0.5).resolved_engine == "featomic"
+    assert make_soap("organic", pseudo_species=3).resolved_engine == "featomic"
+
+
+METHANE, SALT = molecule("CH4"), bulk("NaCl", "rocksalt", a=5.6)
+IN_BOX = Atoms("CH4", METHANE.positions, cell=[9, 9, 9], pbc=True)
+MANY = Atoms(range(1, 10), 3.0 * np.arange(27).reshape(9, 3))
+
+
+@pytest.mark.parametrize(
+    ("frames", "kind", "preset"),
+    [
+        ([METHANE], "extensive", "organic"),
+        ([METHANE], "atomic", "organic"),
+        ([molecule("LiF"), METHANE], "intensive", "organic"),
+        ([MANY], "extensive", "inorganic"),
+        ([MANY[:8]], "extensive", "organic"),
+        ([IN_BOX], "extensive", "organic"),
+        ([IN_BOX], "atomic", "nmr"),
+        ([IN_BOX, SALT], "extensive", "inorganic"),
+        ([SALT], "extensive", "inorganic"),
+        ([SALT], "atomic", "inorganic"),
+        ([bulk("C")], "extensive", "inorganic"),
+        ([SALT, METHANE], "extensive", "inorganic"),
+        ([SALT, METHANE, METHANE], "extensive", "organic"),
+    ],
+)
+def test_chosen_presets(frames, kind, preset):
+    assert choose_preset(frames, kind)[0] == preset
 
 
 @pytest.mark.parametrize(
@@ -115,6 +147,8 @@ def test_presets_and_overrides():
         ({5: 3}, "representation"),
         ({"smoothing": 0.5, "engine": "dscribe"}, "representation"),
         ({"engine": "featomic", "radial_basis": "polynomial"}, "representation"),
+        ({"preset": "inorganic", "engine": "dscribe"}, "representation"),
+        ({"pseudo_species": 0}, "scales.0.pseudo_species"),
         ({"cutoff": float("nan")}, "scales.0.cutoff"),
         ({"n_radial": 2.5}, "scales.0.n_radial"),
         ({"radial_scaling": {"scale": -1}}, "scales.0.radial_scaling.scale"),
@@ -160,8 +194,14 @@ def rotations(n):
     return Rotation.from_euler("ZYZ", grid).as_matrix(), np.array(weights)
 
 
-def oracle_matrix(width=0.5, cutoff=4.0, weight_of=lambda r: 1.0, center_weight=1.0):
-    """All kernels between the environments of FOUR and THREE, not normalised."""
+def oracle_matrix(
+    width=0.5, cutoff=4.0, weight_of=lambda r: 1.0, center_weight=1.0, similarity=None
+):
+    """All kernels between the environments of FOUR and THREE, not normalised.
+
+    The similarity of elements is that of pseudo-species, or one for the same and zero for others.
+    """
+    similarity = np.eye(len(SPECIES)) if similarity is None else similarity
     environments = []
     for atoms, centers in zip((FOUR, THREE), CENTERS, strict=True):
         for center in centers:
@@ -175,9 +215,10 @@ def oracle_matrix(width=0.5, cutoff=4.0, weight_of=lambda r: 1.0, center_weight=
     for (a, A), (b, B) in itertools.product(enumerate(environments), repeat=2):
         overlap = np.zeros(len(matrices))
         for (z_a, r_a, w_a), (z_b, r_b, w_b) in itertools.product(A, B):
-            if z_a == z_b:  # two Gaussians at distance d overlap by exp(−d²/4σ²)
+            # Two Gaussians at distance d overlap by exp(−d²/4σ²).
+            if same := similarity[SPECIES.index(z_a), SPECIES.index(z_b)]:
                 d2 = np.sum((r_a - matrices @ r_b) ** 2, axis=1)
-                overlap += w_a * w_b * np.exp(-d2 / (4 * width**2))
+                overlap += same * w_a * w_b * np.exp(-d2 / (4 * width**2))
         K[a, b] = grid_weights @ overlap**2
     return K
 
@@ -211,7 +252,9 @@ def test_power_spectra_converge_to_the_integral_over_rotations(engine, radial_ba
 @of_engines
 def test_weights_of_neighbours_and_of_the_centre(engine):
     scaling = RadialScaling(scale=1.2, exponent=3.0, rate=0.7)
-    K = oracle_matrix(weight_of=lambda r: 0.7 / (0.7 + (r / 1.2) ** 3), center_weight=1.7)
+    W = mixing_weights(SPECIES, 2) if engine == "pseudo-species" else np.eye(len(SPECIES))
+    weights = {"weight_of": lambda r: 0.7 / (0.7 + (r / 1.2) ** 3), "center_weight": 1.7}
+    K = oracle_matrix(**weights, similarity=W @ W.T)
     found = engine_matrix(engine, 8, 8, radial_scaling=scaling, center_weight=1.7)
     np.testing.assert_allclose(found / np.trace(found), K / np.trace(K), rtol=1e-3)
 
@@ -223,6 +266,33 @@ def test_smoothing_weights_neighbours_by_half_a_cosine():
     K = oracle_matrix(weight_of=weight)
     found = engine_matrix("featomic", 8, 8, smoothing=3.2)
     np.testing.assert_allclose(found / np.trace(found), K / np.trace(K), rtol=1e-3)
+
+
+# --- pseudo-species ---
+
+
+def test_weights_of_pseudo_species():
+    everything = range(1, 119)
+    W = mixing_weights(everything, 6)
+    assert W.shape == (118, 6)
+    np.testing.assert_allclose(np.linalg.norm(W, axis=1), 1)
+    # Similar elements are close to one another, and others are not.
+    na, cl, fe, co = (W[z - 1] for z in (11, 17, 26, 27))
+    assert fe @ co > 0.9
+    assert abs(na @ cl) < 0.3
+    # As many as there are elements: all can be told apart, if their properties are equal, too.
+    some = (66, 67, 110, 111)
+    similarity = mixing_weights(some, 8) @ mixing_weights(some, 8).T
+    assert similarity.shape == (4, 4)
+    assert np.linalg.eigvalsh(similarity)[0] > 0.05
+    np.testing.assert_allclose(np.diag(similarity), 1)
+
+
+def test_weights_do_not_depend_on_the_order_of_elements():
+    some = np.array([13, 28, 29, 46, 47, 78, 79])
+    order = np.random.default_rng(0).permutation(len(some))
+    expected, found = (mixing_weights(z, 4) for z in (some, some[order]))
+    np.testing.assert_allclose(found @ found.T, (expected @ expected.T)[np.ix_(order, order)])
 
 
 # --- invariances ---

@@ -66,6 +66,11 @@ VARIANTS = {
     "two scales": TWO_SCALES,
     "two scales, compressed": TWO_SCALES | {"compression": {"n_features": 40}, "exponent": 3},
     "not normalised": {"normalize": False},
+    "pseudo-species": {"pseudo_species": 2},
+    "pseudo-species, compressed": {
+        "pseudo_species": 3,
+        "compression": {"method": "pairs", "n_features": 24},
+    },
 }
 CRYSTALS = {
     "ζ = 1": {"exponent": 1},
@@ -73,6 +78,7 @@ CRYSTALS = {
     "ζ = 3.5": {"exponent": 3.5},
     "ζ = 3.5, compressed": {"exponent": 3.5, "compression": {"n_features": 10}},
     "two scales, compressed": TWO_SCALES | {"compression": {"n_features": 15}},
+    "pseudo-species": {"pseudo_species": 2},
 }
 #: Of finite differences, in Å or relative.
 STEP = 5e-4

@@ -38,8 +38,9 @@ from threadpoolctl import threadpool_limits
 from qualms import AtomisticModel, Prediction, ProjectedProcessRegressor, QualmsError
 from qualms.atomistic.model import stream_chunks
 from qualms.atomistic.novelty import atom_force_std, atom_novelty, attributions
-from qualms.atomistic.settings import SMOOTHING, Settings, make_settings
+from qualms.atomistic.settings import SMOOTHING, Settings, make_settings, with_representation
 from qualms.calibration.fitting import MODEL_METHODS
+from qualms.features.soap import PRESETS, make_soap
 
 PER_ATOM = "atomization_energy_per_atom"
 #: Of the standard deviation.
@@ -69,7 +70,10 @@ def test_every_parameter_is_in_the_signature_and_in_the_documentation():
 INVALID = {
     "target": [None, "", 3],
     "kind": ["total"],
-    "representation": ["magic", 3, {"cutof": 3}, {"representation": 1}, {5: 3}],
+    "representation": [
+        *("magic", 3, {"cutof": 3}, {"representation": 1}, {5: 3}),
+        {"preset": "auto", "cutof": 3},
+    ],
     "species": ["Q", [], 3, [0], "H"],
     "n_representatives": [0, 2.5, "lots"],
     "effort": ["max", 60],
@@ -126,7 +130,7 @@ def test_parameters_of_members_that_a_model_does_not_have(uncertainty, name, val
 
 
 def test_forces_need_smooth_features():
-    found = make_settings({"target": "e", "forces": "f"})
+    found = make_settings({"target": "e", "forces": "f", "representation": "organic"})
     assert found.representation.resolved_engine == "featomic"
     assert [scale.smoothing for scale in found.representation.scales] == [SMOOTHING]
     given_ = make_settings({"target": "e", "stress": "s", "representation": SMOOTH})
@@ -136,6 +140,42 @@ def test_forces_need_smooth_features():
         make_settings({"target": "e", "forces": "f", "representation": {"engine": "dscribe"}})
     with rejects("forces"):
         make_settings({"target": "e", "kind": "intensive", "forces": "f"})
+
+
+def test_the_representation_is_chosen_by_the_structures(molecules, caplog):
+    given_ = {"n_representatives": 30, "calibration": "student"}
+    model = make_model(representation="auto", **given_)
+    with pytest.raises(QualmsError):
+        _ = model.settings.has_forces
+    with caplog.at_level("INFO"):
+        model.fit(molecules[:30])
+    assert model.settings.representation == PRESETS["organic"]
+    assert model.record.preset.startswith("organic")
+    assert model.record.preset in caplog.text
+    assert model.record.preset in model.summary()
+    expected = make_model(representation="organic", **given_).fit(molecules[:30])
+    same_predictions(model, expected, molecules[120:125])
+    assert expected.record.preset == ""
+    # It is chosen again for other structures.
+    some = {"preset": "auto", "l_max": 2, "cutoff": 4.0}
+    model = make_model("energy", representation=some, **given_)
+    others = copies(molecules[:20])
+    for frames, preset in ((others, "organic"), (labelled_crystals(20), "inorganic")):
+        for atoms in frames:
+            atoms.info["energy"] = float(len(atoms) + atoms.positions[0, 0])
+        expected = make_soap(preset, l_max=2, cutoff=4.0)
+        assert model.fit(frames).fitted.settings.representation == expected
+
+
+def test_chosen_representations_are_smooth_if_forces_are_learned(alloys, molecules):
+    some = {"preset": "auto", "n_radial": 3, "l_max": 2}
+    model = make_force_model(representation=some, calibration="student")
+    expected = make_soap("inorganic", n_radial=3, l_max=2, engine="featomic")
+    assert model.fit(alloys[:20]).fitted.settings.representation == expected
+    settings_ = make_settings({"target": "e", "stress": "s"})
+    found, preset = with_representation(settings_, molecules[:2])
+    assert preset.startswith("organic")
+    assert [scale.smoothing for scale in found.soap.scales] == [SMOOTHING]
 
 
 # --- kinds of targets ---
@@ -401,6 +441,19 @@ def test_unknown_species_are_rejected_or_ignored(energy_model, shift_model):
     assert [len(p) for p in parts] == [5, 4]
     with rejects("frames"):
         energy_model.predict([Atoms("Cl")], unknown_species="ignore")
+
+
+def test_unknown_species_are_not_mixed_from_others():
+    small = {"preset": "inorganic", "n_radial": 3, "l_max": 2, "cutoff": 4.0}
+    model = make_model("energy", representation=small, calibration="student")
+    crystals = labelled_crystals(20)
+    model.fit(crystals)
+    other = crystals[0].copy()
+    other.symbols[other.symbols == "Na"] = "K"
+    for call in (model.predict, model.predict_forces):
+        with rejects("frames"):
+            call([other])
+    assert model.predict([other], unknown_species="ignore").mean.shape == (1,)
 
 
 # --- which atoms are uncertain ---

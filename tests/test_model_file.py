@@ -26,6 +26,8 @@ MODELS = {
     "atomic": {"target": "shift", "kind": "atomic", "species": ["H", "O"], "resample": "atoms"},
     "compressed": {"representation": SMALL | {"compression": {"n_features": 50}}},
     "smooth": {"representation": SMALL | {"smoothing": 0.5}, "baseline": ATOMS},
+    "pseudo-species": {"representation": SMALL | {"pseudo_species": 2}},
+    "chosen": {"representation": SMALL | {"preset": "auto"}},
     "two scales": {
         "representation": {
             "scales": [{"cutoff": 3.0, "n_radial": 3, "l_max": 2}, {"n_radial": 2, "weight": 0.5}],
@@ -161,6 +163,8 @@ FORGERIES = {
     "a setting more": put("settings", "hook", value="os.system"),
     "other SOAP": put("settings", "representation", "scales", 0, "n_radial", value=4),
     "huge SOAP": put("settings", "representation", "scales", 0, "n_radial", value=10**9),
+    "no SOAP": put("settings", "representation", value="auto"),
+    "pseudo-species": put("settings", "representation", "scales", 0, "pseudo_species", value=2),
     "a projection": put("n_projections", value=1),
     "unknown calibration": put("settings", "calibration", value="best"),
     "missing calibration": lambda d, t: d["calibrations"]["energy"].pop("sources"),

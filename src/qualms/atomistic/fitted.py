@@ -87,6 +87,7 @@ class Record(Document):
     n_duplicates: int
     quantities: dict[str, QuantityRecord]
     centre: float  #: share λ of the mean of subsampled members in the prediction
+    preset: str = ""  #: the representation, if it was chosen, and why
     effective_rank: int  #: representatives that are linearly independent
     #: out-of-bag error for several numbers of representatives, if the number was chosen
     size_curve: dict[int, float] = Field(default_factory=dict)

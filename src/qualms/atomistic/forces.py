@@ -339,7 +339,9 @@ def _moving(
     blocks: Sequence[GradientBlock], batch: Environments, features: ScaleFeatures, z: int
 ) -> _Moving:
     """Collect derivatives by the positions of atoms of atomic number z, centres left out."""
-    pairs = [k for k, pair in enumerate(features.engine.pair_columns) if z in pair]
+    present = {block.columns.start for block in blocks}
+    of_pairs = enumerate(features.engine.pair_columns.items())
+    pairs = [k for k, (pair, own) in of_pairs if z in pair and own.start in present]
     columns = [features.maps[k].rows for k in pairs]
     place = {of_pair.start: k for k, of_pair in enumerate(columns)}
     numbers = np.concatenate([atoms.numbers for atoms in batch.frames])
@@ -351,7 +353,7 @@ def _moving(
             found.append((block, wanted, owners[wanted] * len(numbers) + block.atoms[wanted]))
     every = np.concatenate([np.empty(0, dtype=np.intp), *(keys for *_, keys in found)])
     keys, entries = np.unique(every, return_inverse=True)
-    size = columns[0].stop - columns[0].start
+    size = columns[0].stop - columns[0].start if columns else 0
     changes = np.zeros((len(keys), 3, size * len(pairs)))
     first = 0
     for block, wanted, own in found:

@@ -22,7 +22,7 @@ from ase import Atoms
 
 from qualms.arrays import BoolArray, Float64Array, IntArray, joined_groups
 from qualms.atomistic.baseline import atom_design, structure_design
-from qualms.atomistic.settings import Settings
+from qualms.atomistic.settings import Settings, with_representation
 from qualms.atomistic.structures import (
     VOIGT,
     check_not_single,
@@ -67,7 +67,7 @@ class Quantity:
 class TrainingSet:
     """Labelled structures. A row of "energy" is a structure, or an atom if the target is atomic."""
 
-    settings: Settings  #: with the elements of an atomic property
+    settings: Settings  #: with the elements of an atomic property, and the representation
     frames: list[Atoms]  #: structures with labels
     source: IntArray  #: (n_frames,): their indices among the structures given
     #: atoms of each structure whose environments are needed: all, or those with labels
@@ -82,6 +82,7 @@ class TrainingSet:
     isolated: dict[int, float]  #: energies of isolated atoms found in the data
     digest: str  #: of structures and labels
     derivatives: ForceLabels | None = None  #: forces and virials by structure
+    preset: str = ""  #: the representation, if it was chosen, and why
 
     @property
     def y(self) -> Float64Array:
@@ -169,8 +170,9 @@ def collect_labels(
         numbers = np.concatenate([atoms.numbers[chosen] for atoms, chosen in pairs])
         species = tuple(np.unique(numbers).tolist())
     stored = {"memory": None, "threads": None, "species": species}
+    settings, preset = with_representation(settings.model_copy(update=stored), used)
     return TrainingSet(
-        settings=settings.model_copy(update=stored),
+        settings=settings,
         frames=used,
         source=found.frames,
         centers=centers,
@@ -182,6 +184,7 @@ def collect_labels(
         isolated=found.isolated,
         digest=data_hash(used, labels),
         derivatives=derivatives,
+        preset=preset,
     )
 
 

@@ -65,7 +65,7 @@ class AtomisticModel:
         self._start(settings, settings.threads)
 
     def _start(self, settings: Settings, threads: int | None) -> None:
-        self.settings = settings
+        self.settings = self._given = settings
         self.threads = default_threads(threads)
         self._fitted: Fitted | None = None
         self._potential: Potential | None = None
@@ -93,10 +93,10 @@ class AtomisticModel:
         """
         check_not_single(frames)
         stages = Stages(Bars() if progress is True else progress or None)
-        found = training.fit(
-            list(frames), self.settings, groups, threads=self.threads, stages=stages
-        )
+        found = training.fit(list(frames), self._given, groups, threads=self.threads, stages=stages)
         self._fitted, self.out_of_bag, self._potential = *found, None
+        chosen = {"representation": self._fitted.settings.representation}
+        self.settings = self._given.model_copy(update=chosen)
         return self
 
     @classmethod
@@ -473,7 +473,10 @@ def _representation(fitted: Fitted) -> str:
     representation = fitted.representation
     soap = representation.soap
     cutoffs = " + ".join(f"{scale.cutoff:g}" for scale in soap.scales)
-    text = f"SOAP by {soap.resolved_engine}, cutoff {cutoffs} Å, ζ = {soap.exponent:g}"
+    chosen = f"{fitted.record.preset}: " if fitted.record.preset else ""
+    text = f"{chosen}SOAP by {soap.resolved_engine}, cutoff {cutoffs} Å, ζ = {soap.exponent:g}"
+    numbers = {str(s.pseudo_species) for s in soap.scales if s.pseudo_species is not None}
+    text += f", {' + '.join(sorted(numbers))} pseudo-species" if numbers else ""
     if not representation.projections:
         return f"{text}, {representation.n_features} features"
     raw = sum(p.matrix.shape[0] for p in representation.projections)

@@ -176,7 +176,7 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
     species = sorted({z for z in document.species if 0 < z < len(chemical_symbols)})
     if [*document.species] != species:
         raise ValueError(f"species {document.species}")
-    soap, scale = document.settings.representation, document.feature_scale
+    soap, scale = document.settings.soap, document.feature_scale
     representation = Representation(soap, document.species, projections, scale, precise=True)
     full, members = tensors["baseline"], tensors["baseline_members"]
     quantities = set(document.settings.keys)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import psutil
+from ase import Atoms
 from ase.data import atomic_numbers, chemical_symbols
 from pydantic import (
     BaseModel,
@@ -27,8 +28,8 @@ from pydantic import (
 
 from qualms.arrays import check_number
 from qualms.calibration.fitting import MODEL_METHODS
-from qualms.errors import InputError
-from qualms.features.soap import Soap, make_soap
+from qualms.errors import InputError, QualmsError
+from qualms.features.soap import Soap, choose_preset, make_soap
 from qualms.gp.ensemble import MIN_ABSENT
 from qualms.resources import default_threads
 
@@ -73,10 +74,11 @@ class Settings(BaseModel):
         '{"extensive", "intensive", "atomic"}',
         "Sum over atoms, such as an energy; average over atoms; or a value for each atom.",
     )
-    representation: Soap = _model(
-        "organic",
+    representation: Soap | dict[str, Any] = _model(
+        "auto",
         "str, dict or Soap",
-        'Preset ("organic", "nmr", "general") or SOAP hyper-parameters: see '
+        'Preset ("organic", "nmr", "inorganic", "general"), chosen by elements, periodicity and '
+        'kind of property by default ("auto"), or SOAP hyper-parameters: see '
         "`qualms.features.soap`.",
         validate_default=True,
     )
@@ -202,6 +204,13 @@ class Settings(BaseModel):
         return self.kind == "atomic"
 
     @property
+    def soap(self) -> Soap:
+        """The representation, when it is known."""
+        if not isinstance(self.representation, Soap):
+            raise QualmsError("The representation is chosen in training: call fit first.")
+        return self.representation
+
+    @property
     def n_selected(self) -> int:
         """Number of representatives to select, when it is known."""
         assert isinstance(self.n_representatives, int), "not yet chosen"
@@ -234,7 +243,7 @@ class Settings(BaseModel):
     @property
     def has_forces(self) -> bool:
         """Whether the model has continuous forces, learned or not."""
-        smooth = all(scale.smoothing is not None for scale in self.representation.scales)
+        smooth = all(scale.smoothing is not None for scale in self.soap.scales)
         return self.kind == "extensive" and smooth
 
     def units_of(self, quantity: str) -> str:
@@ -247,6 +256,11 @@ class Settings(BaseModel):
     @field_validator("representation", mode="before")
     @classmethod
     def _named_representation(cls, value: Any) -> Any:
+        if value == "auto":
+            return {"preset": "auto"}
+        if isinstance(value, dict) and value.get("preset") == "auto":
+            make_soap({**value, "preset": "organic"})  # rejects what is wrong in any preset
+            return value
         return make_soap(value) if isinstance(value, (str, dict)) else value
 
     @field_validator("species", mode="before")
@@ -309,6 +323,9 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
         noise = getattr(settings, f"{name}_noise")
         if noise != "auto" and getattr(settings, name) is None:
             raise InputError(f"{name}_noise", noise, f"'auto' if no {name} are learned")
+    if settings.learns_forces and settings.kind != "extensive":
+        name = "forces" if settings.forces is not None else "stress"
+        raise InputError(name, f"with kind={settings.kind!r}", "kind='extensive', an energy")
     if settings.learns_forces:
         return _with_derivatives(settings)
     if settings.noise_per != "atom":
@@ -334,12 +351,26 @@ def _check_members(settings: Settings) -> None:
         raise InputError("n_members", settings.n_members, expected)
 
 
+def with_representation(settings: Settings, frames: Sequence[Atoms]) -> tuple[Settings, str]:
+    """Return settings with the representation for these structures, and what was chosen and why.
+
+    The text is empty if there was nothing to choose.
+    """
+    if isinstance(settings.representation, Soap):
+        return settings, ""
+    name, reason = choose_preset(frames, settings.kind)
+    soap = make_soap({**settings.representation, "preset": name})
+    settings = settings.model_copy(update={"representation": soap})
+    if settings.learns_forces:
+        settings = _with_derivatives(settings)
+    return settings, f"{name} (chosen for {reason})"
+
+
 def _with_derivatives(settings: Settings) -> Settings:
     """Return settings whose features are differentiable and fade at the cutoff."""
     soap = settings.representation
-    if settings.kind != "extensive":
-        name = "forces" if settings.forces is not None else "stress"
-        raise InputError(name, f"with kind={settings.kind!r}", "kind='extensive', an energy")
+    if not isinstance(soap, Soap):  # not yet chosen
+        return settings
     if soap.engine == "dscribe" or any(s.radial_basis != "gto" for s in soap.scales):
         raise InputError(
             "engine",

@@ -153,6 +153,8 @@ def fit(
     stages = stages or Stages()
     with threadpool_limits(limits=threads):
         data = collect_labels(frames, settings, groups)
+        if data.preset:
+            log.info(f"Representation: {data.preset}.")
         draw = draw_ensemble(data)
         rows = compute_rows(data, memory=settings.memory, threads=threads, stages=stages)
         gp = fit_nested(rows, data, draw.baseline, stages)
@@ -468,7 +470,7 @@ def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int |
 
 def _n_features(data: TrainingSet) -> tuple[int, int]:
     """Return the numbers of features after and before compression."""
-    widths = Representation(data.settings.representation, tuple(data.species)).widths
+    widths = Representation(data.settings.soap, tuple(data.species)).widths
     compression = _compression(data)
     if compression is None:
         return sum(widths), sum(widths)
@@ -478,12 +480,12 @@ def _n_features(data: TrainingSet) -> tuple[int, int]:
 def _compression(data: TrainingSet) -> Compression | None:
     settings, n, smooth = data.settings, data.n_environments, data.settings.has_forces
     M = min(settings.n_selected, n)
-    return resolve_compression(settings.representation, data.species, n, M, derivatives=smooth)
+    return resolve_compression(settings.soap, data.species, n, M, derivatives=smooth)
 
 
 def _fit_representation(data: TrainingSet, stages: Stages) -> Representation:
     """Return the representation, with a compression fitted to random structures."""
-    soap, species = data.settings.representation, tuple(data.species)
+    soap, species = data.settings.soap, tuple(data.species)
     compression = _compression(data)
     if compression is None and soap.normalize:
         return Representation(soap, species)
@@ -1197,6 +1199,7 @@ def _record(
         quantities=quantities,
         centre=centre,
         effective_rank=len(gp.rows.origins),
+        preset=data.preset,
         size_curve=gp.rows.size_curve,
         size_limit=gp.rows.size_limit,
         target_std=float(np.sqrt(np.mean(gp.y[: len(data.y)] ** 2))) or gp.scale,

@@ -171,7 +171,7 @@ def _settings(config: Path | None, given: dict[str, Any], cutoff: float | None) 
     settings = {} if config is None else _read_config(config)
     settings |= {name: value for name, value in given.items() if value is not None}
     if cutoff is not None:
-        chosen = settings.get("representation", "organic")
+        chosen = settings.get("representation", "auto")
         known = chosen if isinstance(chosen, dict) else {"preset": chosen}
         settings["representation"] = {**known, "cutoff": cutoff}
     if "target" not in settings:

@@ -85,15 +85,18 @@ def components_of_pairs(X: FloatArray, q: int, blocks: Sequence[slice]) -> Float
 
     The largest first, each of them zero in all blocks but its own.
     """
-    sizes, columns = [], []
+    sizes, found = [], []
     for block in blocks:
         Y = X[:, block]
         values, V = scipy.linalg.eigh((Y.T @ Y).astype(np.float64), check_finite=False)
         sizes.append(values)
-        columns.append(np.zeros((X.shape[1], len(values))))
-        columns[-1][block] = V
+        found += [(block, v) for v in V.T]
     largest = np.argsort(-np.concatenate(sizes), kind="stable")[:q]
-    return np.concatenate(columns, axis=1)[:, largest]
+    components = np.zeros((X.shape[1], len(largest)))
+    for column, i in enumerate(largest):
+        block, v = found[i]
+        components[block, column] = v
+    return components
 
 
 def chosen_columns(X: FloatArray, q: int, method: str) -> Float64Array:

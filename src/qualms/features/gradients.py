@@ -26,7 +26,13 @@ from scipy.linalg import block_diag
 from scipy.spatial import cKDTree
 
 from qualms.arrays import Float64Array, IntArray
-from qualms.features.soap import FeatomicEngine, Representation, make_engine, offsets_of
+from qualms.features.soap import (
+    FeatomicEngine,
+    PseudoSpeciesEngine,
+    Representation,
+    make_engine,
+    offsets_of,
+)
 
 #: Structures of fewer atoms are not cut.
 LARGE = 256
@@ -282,10 +288,12 @@ class ScaleFeatures:
     columns : slice
         Its features among those of all scales, as representatives are stored.
     projection : (D, q) array
-        P, of compressed features. Otherwise it takes equal features together, p_nn′ and p_n′n of
-        one species, which changes no product and saves a third of the multiplications.
+        P, of compressed features or of pseudo-species. Otherwise it takes equal features together,
+        p_nn′ and p_n′n of one species, which changes no product and saves a third of the
+        multiplications.
     compressed : bool
-        Whether P is a compression, by which representatives are multiplied already.
+        Whether representatives are multiplied by P already, as those of compressed features and
+        of pseudo-species are.
     feature_scale : float, optional
         y is divided by this; None if features are normalised.
     """
@@ -368,13 +376,14 @@ def scale_features(representation: Representation) -> list[ScaleFeatures]:
     for s, scale in enumerate(soap.scales):
         engine = make_engine("featomic", scale, representation.species)
         assert isinstance(engine, FeatomicEngine)
-        matrix = projections[s].matrix.astype(np.float64) if projections else _fold(engine)
+        compressed = bool(projections)
+        matrix = projections[s].matrix.astype(np.float64) if projections else None
+        if isinstance(engine, PseudoSpeciesEngine):
+            matrix, engine, compressed = engine.mixed(matrix), engine.plain, True
+        elif matrix is None:
+            matrix = _fold(engine)
         length = None if soap.normalize else representation.feature_scale
-        columns, share, compressed = (
-            representation.columns[s],
-            scale.weight / total,
-            bool(projections),
-        )
+        columns, share = representation.columns[s], scale.weight / total
         found.append(
             ScaleFeatures(engine, soap.exponent, share, columns, matrix, length, compressed)
         )

@@ -27,8 +27,9 @@ from joblib.externals.loky.process_executor import TerminatedWorkerError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
-from qualms.errors import InputError, QualmsError
+from qualms.errors import InputError, QualmsError, counted
 from qualms.features.compression import Projection, fit_projection
+from qualms.features.pseudo_species import mixing_weights
 from qualms.gp.kernels import Kernel, PowerKernel, WeightedSumKernel, normalize_rows
 from qualms.resources import limit_rayon
 
@@ -71,6 +72,9 @@ class Scale(_Frozen):
     radial_scaling : RadialScaling, optional
     center_weight : float
         Weight of the atom at the centre.
+    pseudo_species : int, optional
+        Number of combinations of elements whose densities are expanded; all elements by default.
+        Needs featomic. See `qualms.features.pseudo_species`.
     weight : float
         Of this scale in a sum over several.
     """
@@ -83,6 +87,7 @@ class Scale(_Frozen):
     radial_basis: Literal["gto", "polynomial"] = "gto"
     radial_scaling: RadialScaling | None = RadialScaling()
     center_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    pseudo_species: Annotated[int, Field(ge=1, le=100)] | None = None
     weight: Positive = 1.0
 
 
@@ -117,9 +122,10 @@ class Soap(_Frozen):
         "auto" compresses to 1000 principal components if that saves time in training, or if there
         are so many representatives that rounding of float32 would limit the accuracy. For an
         energy with `smoothing`, which has forces, it keeps 32 components for each pair of species,
-        or 192 in all.
+        or 192 in all; at most 320 of pseudo-species.
     engine : {"auto", "dscribe", "featomic"}
-        "auto" is dscribe, the faster one for values, unless `smoothing` requires featomic.
+        "auto" is dscribe, the faster one for values, unless `smoothing` or `pseudo_species`
+        requires featomic.
     """
 
     scales: Annotated[tuple[Scale, ...], Field(min_length=1, max_length=16)] = (Scale(),)
@@ -129,14 +135,15 @@ class Soap(_Frozen):
     engine: Literal["auto", "dscribe", "featomic"] = "auto"
 
     @property
-    def _smooth(self) -> bool:
-        return any(scale.smoothing is not None for scale in self.scales)
+    def _needs_featomic(self) -> str | None:
+        names = ("smoothing", "pseudo_species")
+        return next((n for n in names if any(getattr(s, n) is not None for s in self.scales)), None)
 
     @model_validator(mode="after")
     def _check_engine(self) -> Self:
         polynomial = any(scale.radial_basis == "polynomial" for scale in self.scales)
-        if self._smooth and (self.engine == "dscribe" or polynomial):
-            raise ValueError("smoothing needs engine featomic and radial_basis gto")
+        if (name := self._needs_featomic) and (self.engine == "dscribe" or polynomial):
+            raise ValueError(f"{name} needs engine featomic and radial_basis gto")
         if polynomial and self.engine == "featomic":
             raise ValueError("radial_basis polynomial needs engine dscribe")
         return self
@@ -146,11 +153,12 @@ class Soap(_Frozen):
         """The engine that "auto" stands for."""
         if self.engine != "auto":
             return self.engine
-        return "featomic" if self._smooth else "dscribe"
+        return "featomic" if self._needs_featomic else "dscribe"
 
 
 #: organic suits molecules such as those of QM9, nmr shieldings in molecular crystals (both compared
-#: with their neighbours in `python -m benchmarks presets`); general is a starting point.
+#: with their neighbours in `python -m benchmarks presets`), inorganic metals, ionic crystals and
+#: many elements (`python -m benchmarks alloys`); general is a starting point.
 PRESETS: dict[str, Soap] = {
     "organic": Soap(),
     "nmr": Soap(
@@ -164,7 +172,32 @@ PRESETS: dict[str, Soap] = {
             ),
         ),
     ),
+    "inorganic": Soap(scales=(Scale(smoothing=0.5, pseudo_species=6),)),
 }  # fmt: skip
+#: Elements of organic crystals, which have carbon and hydrogen.
+_ORGANIC = frozenset((1, 5, 6, 7, 8, 9, 14, 15, 16, 17, 34, 35, 53))
+#: Elements up to which molecules are described by all pairs of them.
+_FEW_ELEMENTS = 8
+
+
+def choose_preset(frames: Sequence[Atoms], kind: str) -> tuple[str, str]:
+    """Return the preset for structures and a kind of property, and why.
+
+    Molecules, with few elements, are organic. Of crystals, at least half of the structures, those
+    with carbon, hydrogen and other elements of organic molecules alone are organic, or nmr for
+    properties of atoms. All others are inorganic.
+    """
+    species = {int(z) for atoms in frames for z in np.unique(atoms.numbers)}
+    periodic = np.mean([np.any(atoms.pbc) for atoms in frames]) >= 0.5
+    name = "inorganic"
+    if not periodic and len(species) <= _FEW_ELEMENTS:
+        name = "organic"
+    elif periodic and {1, 6} <= species <= _ORGANIC:
+        name = "nmr" if kind == "atomic" else "organic"
+    what = "crystals" if periodic else "molecules"
+    if periodic and name != "inorganic":
+        what = "molecular crystals"
+    return name, f"{what} of {counted(len(species), 'element')}"
 
 
 def make_soap(representation: str | Soap | dict[str, Any] = "organic", **overrides: Any) -> Soap:
@@ -267,7 +300,8 @@ def make_engine(name: str, scale: Scale, species: tuple[int, ...]) -> Engine:
     """Return an engine; cached, since the set-up takes longer than a small molecule."""
     if name not in ("dscribe", "featomic"):
         raise InputError("engine", repr(name), '"dscribe" or "featomic"')
-    engine = (DscribeEngine if name == "dscribe" else FeatomicEngine)(scale, species)
+    of_featomic = FeatomicEngine if scale.pseudo_species is None else PseudoSpeciesEngine
+    engine = (DscribeEngine if name == "dscribe" else of_featomic)(scale, species)
     try:
         next(engine.pieces([Atoms([species[0]])], [np.arange(1)]))
     except Exception as error:
@@ -373,8 +407,11 @@ class FeatomicEngine(Engine):
     @cached_property
     def pair_columns(self) -> dict[tuple[int, int], slice]:
         """Features of each pair of species: featomic stores n, n′ and n′, n."""
+        return self._columns_of_pairs(self.species)
+
+    def _columns_of_pairs(self, species: Iterable[int]) -> dict[tuple[int, int], slice]:
         size = (self.scale.l_max + 1) * self.scale.n_radial**2
-        pairs = combinations_with_replacement(self.species, 2)
+        pairs = combinations_with_replacement(species, 2)
         return {pair: slice(i * size, (i + 1) * size) for i, pair in enumerate(pairs)}
 
     def pieces(
@@ -399,6 +436,14 @@ class FeatomicEngine(Engine):
         Each is for one species at the centre and one pair of species around it. Derivatives that
         can be computed are "positions" and "strain".
         """
+        for key, rows, block in self._compute(frames, centers, gradients):
+            pair = self.pair_columns[int(key["neighbor_1_type"]), int(key["neighbor_2_type"])]
+            yield pair, rows, block
+
+    def _compute(
+        self, frames: Sequence[Atoms], centers: Sequence[IntArray], gradients: Sequence[str] = ()
+    ) -> Iterator[tuple[Any, IntArray, Any]]:
+        """Yield what the calculator finds: keys, environments and blocks."""
         from metatensor import Labels
 
         owners = np.repeat(np.arange(len(frames)), [len(chosen) for chosen in centers])
@@ -417,8 +462,7 @@ class FeatomicEngine(Engine):
         place[first_atom[owners] + samples[:, 1]] = np.arange(len(samples))
         for key, block in computed.items():
             system, atom = np.asarray(block.samples.values).T
-            pair = self.pair_columns[int(key["neighbor_1_type"]), int(key["neighbor_2_type"])]
-            yield pair, place[first_atom[system] + atom], block
+            yield key, place[first_atom[system] + atom], block
 
     @cached_property
     def calculator(self) -> Any:
@@ -426,6 +470,9 @@ class FeatomicEngine(Engine):
         limit_rayon()
         from featomic import SoapPowerSpectrum
 
+        return SoapPowerSpectrum(**self._parameters())
+
+    def _parameters(self) -> dict[str, Any]:
         scale = self.scale
         density: dict[str, Any] = {"type": "Gaussian", "width": scale.gaussian_width}
         density["center_atom_weight"] = scale.center_weight
@@ -435,11 +482,101 @@ class FeatomicEngine(Engine):
         if scale.smoothing is not None:
             smoothing = {"type": "ShiftedCosine", "width": scale.smoothing}
         radial = {"type": "Gto", "max_radial": scale.n_radial - 1}
-        return SoapPowerSpectrum(
-            cutoff={"radius": scale.cutoff, "smoothing": smoothing},
-            density=density,
-            basis={"type": "TensorProduct", "max_angular": scale.l_max, "radial": radial},
-        )
+        return {
+            "cutoff": {"radius": scale.cutoff, "smoothing": smoothing},
+            "density": density,
+            "basis": {"type": "TensorProduct", "max_angular": scale.l_max, "radial": radial},
+        }
+
+
+class PseudoSpeciesEngine(FeatomicEngine):
+    """Power spectra of pseudo-species, in the order of `FeatomicEngine` and with its weights.
+
+    Densities are expanded by featomic, mixed, and contracted here: the time depends on the number
+    of pseudo-species, not on that of elements. Derivatives are those of `plain`, whose features
+    `mixed` maps to these.
+    """
+
+    @cached_property
+    def weights(self) -> Float64Array:
+        """Weights of elements in pseudo-species: (S, K)."""
+        assert self.scale.pseudo_species is not None
+        return mixing_weights(self.species, self.scale.pseudo_species)
+
+    @cached_property
+    def pair_columns(self) -> dict[tuple[int, int], slice]:
+        """Features of each pair of pseudo-species, which are counted from 0."""
+        return self._columns_of_pairs(range(self.weights.shape[1]))
+
+    def pieces(
+        self,
+        frames: Sequence[Atoms],
+        centers: Sequence[IntArray],
+        finish: Finish = lambda spectra: spectra,
+        dtype: Precision = np.float32,
+    ) -> Iterator[Piece]:
+        """Yield the power spectra of the whole batch as one piece."""
+        n, K = sum(len(chosen) for chosen in centers), self.weights.shape[1]
+        n_radial, l_max = self.scale.n_radial, self.scale.l_max
+        owners = np.repeat(np.arange(len(frames)), [len(chosen) for chosen in centers])
+        # featomic's time grows with the pairs of elements in a batch: those of each structure are
+        # counted from 1.
+        renamed, weights = [], np.zeros((len(frames), len(self.species), K))
+        for i, atoms in enumerate(frames):
+            present, place = np.unique(atoms.numbers, return_inverse=True)
+            weights[i, : len(present)] = self.weights[np.searchsorted(self.species, present)]
+            renamed.append(Atoms(place + 1, atoms.positions, cell=atoms.cell, pbc=atoms.pbc))
+        densities = [np.zeros((n, K, n_radial, m)) for m in range(1, 2 * l_max + 2, 2)]
+        for key, rows, block in self._compute(renamed, centers):
+            w = weights[owners[rows], int(key["neighbor_type"]) - 1]
+            of_element = np.asarray(block.values).transpose(0, 2, 1)[:, None]
+            densities[int(key["o3_lambda"])][rows] += w[:, :, None, None] * of_element
+        values = np.empty((n, len(self.pair_columns), l_max + 1, n_radial, n_radial), dtype=dtype)
+        for order, c in enumerate(densities):
+            factor = (-1) ** order / np.sqrt(2 * order + 1)  # as featomic has it
+            for k in range(K):  # with itself and those after it: in the order of pairs
+                others = c[:, k:].reshape(n, (K - k) * n_radial, 2 * order + 1)
+                products = factor * c[:, k] @ others.transpose(0, 2, 1)
+                products = products.reshape(n, n_radial, K - k, n_radial)
+                products[:, :, 1:] *= np.sqrt(2.0)
+                first = self.pair_columns[k, k].start // (n_radial**2 * (l_max + 1))
+                values[:, first : first + K - k, order] = products.transpose(0, 2, 1, 3)
+        spectra = finish(values.reshape(n, self.n_features))
+        yield Piece(np.arange(n), (slice(0, self.n_features),), spectra)
+
+    @cached_property
+    def calculator(self) -> Any:
+        """SphericalExpansion of featomic."""
+        limit_rayon()
+        from featomic import SphericalExpansion
+
+        return SphericalExpansion(**self._parameters())
+
+    @property
+    def plain(self) -> FeatomicEngine:
+        """The engine of the elements themselves."""
+        scale = self.scale.model_copy(update={"pseudo_species": None})
+        engine = make_engine("featomic", scale, self.species)
+        assert isinstance(engine, FeatomicEngine)
+        return engine
+
+    def mixed(self, matrix: Float64Array | None = None) -> Float64Array:
+        """Return the map from the features of `plain` to those of pseudo-species times a matrix."""
+        if matrix is None:
+            matrix = np.eye(self.n_features)
+        n, blocks = self.scale.n_radial, self.scale.l_max + 1
+        parts = matrix.reshape(len(self.pair_columns), blocks, n, n, -1)
+        found, W = [], self.weights
+        k, other = np.array(list(self.pair_columns)).T
+        # Pairs of different species are stored once, times √2.
+        root = np.where(k == other, 1.0, np.sqrt(2.0))
+        for a, b in combinations_with_replacement(range(len(self.species)), 2):
+            part = np.tensordot(root * W[a, k] * W[b, other], parts, axes=1)
+            if a != b:
+                turned = np.tensordot(root * W[b, k] * W[a, other], parts, axes=1)
+                part = (part + turned.swapaxes(1, 2)) / np.sqrt(2.0)
+            found.append(part.reshape(blocks * n * n, -1))
+        return np.concatenate(found)
 
 
 # --- the representation: features of environments and the kernel between them ---
@@ -449,8 +586,9 @@ class FeatomicEngine(Engine):
 _N_EXACT = 64, 512
 #: Representatives from which on features are compressed for accuracy, even if that takes longer.
 _MANY = 2_500
-#: Components to keep per pair of species if derivatives are needed, and at least in all.
-_PER_PAIR, _AT_LEAST = 32, 192
+#: Components to keep per pair of species if derivatives are needed, and at least in all; at most of
+#: pseudo-species, of which 672 have errors that are smaller by some per cent only.
+_PER_PAIR, _AT_LEAST, _AT_MOST = 32, 192, 320
 
 
 @dataclass(frozen=True)
@@ -590,10 +728,14 @@ def resolve_compression(
     if soap.compression != "auto":
         return soap.compression
     standard = Compression()
-    n_raw = max(Representation(soap, tuple(species)).widths)
+    plain = Representation(soap, tuple(species))
+    n_raw = max(plain.widths)
     if derivatives:
         # They are multiplied with all representatives, for every neighbour: fewer features pay.
-        kept = max(_PER_PAIR * len(species) * (len(species) + 1) // 2, _AT_LEAST)
+        n_pairs = max(len(engine.pair_columns) for engine in plain.engines)
+        kept = max(_PER_PAIR * n_pairs, _AT_LEAST)
+        if any(scale.pseudo_species is not None for scale in soap.scales):
+            kept = min(kept, _AT_MOST)
         return Compression(method="pairs", n_features=kept) if n_raw > kept else None
     # All environments meet all representatives twice, in the selection and in the kernel rows. What
     # is saved there must pay for the eigen-decomposition, and for the projection of every vector.

@@ -85,7 +85,8 @@ class ShiftedProblem:
 def qm9_settings(scale: Scale, seed: int = 0) -> Settings:
     """Return the settings of a model of atomisation energies per atom."""
     target = {"target": "atomization_energy_per_atom", "kind": "intensive", "units": "eV/atom"}
-    return make_settings({**target, "n_representatives": 5_000 // DIVISORS[scale], "seed": seed})
+    n = {"n_representatives": 5_000 // DIVISORS[scale]}
+    return make_settings({**target, "representation": "organic", **n, "seed": seed})
 
 
 def qm9_problem(

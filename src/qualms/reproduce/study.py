@@ -440,7 +440,7 @@ def run_shift(
         n_representatives=len(model.fitted.representatives),
         n_members=settings.n_members,
         subsample=settings.subsample,
-        representation=settings.representation.model_dump(mode="json"),
+        representation=settings.soap.model_dump(mode="json"),
         seconds=time.perf_counter() - started,
         sets=sets,
     )
