@@ -165,7 +165,7 @@ def qualms(model: Any, X: np.ndarray, y: np.ndarray, X_test: np.ndarray, seed: i
 def qualms_conformal(
     model: Any, X: np.ndarray, y: np.ndarray, X_test: np.ndarray, seed: int
 ) -> Intervals:
-    """The defaults, with conformal intervals."""
+    """Return the conformal intervals of the defaults."""
     found = ResamplingRegressor(model, random_state=seed).fit(X, y).predict_ensemble(X_test)
     limits = [found.interval(level, "conformal") for level in LEVELS]
     lower, upper = np.moveaxis(np.array(limits), 0, -1)

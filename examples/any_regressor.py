@@ -46,7 +46,8 @@ def main() -> None:
     before, after = score(y_test, calibrated.uncalibrated), score(y_test, calibrated)
     print(f"\n{'':22}{'before':>10}{'after':>10}   calibration")
     for name, value in after.as_dict().items():
-        print(f"{name:22}{before.as_dict()[name]:10.4g}{value:10.4g}")
+        if (raw := before.as_dict()[name]) is not None:
+            print(f"{name:22}{raw:10.4g}{value:10.4g}")
     print(
         "\nIntervals of one standard deviation, nominally 68 %, contain "
         f"{before.coverage_68:.0%} before and {after.coverage_68:.0%} after calibration."

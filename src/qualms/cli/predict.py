@@ -68,12 +68,11 @@ def predict(
     from qualms.atomistic.forces import has_forces
     from qualms.atomistic.model import AtomisticModel
     from qualms.atomistic.structures import iter_frames
-    from qualms.io.files import check_not_input, check_output
+    from qualms.io.files import check_output
     from qualms.io.predictions import open_writer
     from qualms.progress import Stages
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
-    check_not_input(output, model, structures)
     check_output(output, force=force)
     loaded = AtomisticModel.load(model, threads=threads)
     per_atom = loaded.fitted.per_atom
