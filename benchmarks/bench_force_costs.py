@@ -81,7 +81,7 @@ def cost_table(what: str, rows: list[list[Any]]) -> dict[str, Any]:
     """Compare forces with and without uncertainties."""
     times = ["mean alone, ms/atom", "mean, σ and members"]
     return {
-        "title": f"Forces on {what}, 16 members",
+        "title": f"Forces on {what}, 16 subsampled and 16 posterior members",
         "columns": ["model", "features", "M", *times, "ratio", "target"],
         "rows": rows,
         "notes": ["Medians of 21 calls of each, in turns, from structures to arrays of forces."],
