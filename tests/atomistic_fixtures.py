@@ -100,7 +100,7 @@ def reference_values(frames, key=ENERGY):
 
 
 def same_predictions(a, b, frames):
-    """Two models predict the same, but for rounding, which depends on addresses of memory."""
+    """Two models predict the same, to a millionth of σ."""
     first, second = a.predict(frames), b.predict(frames)
     pairs = [
         (first.members, second.members),
