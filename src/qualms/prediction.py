@@ -197,8 +197,9 @@ class Prediction(NDArrayOperatorsMixin):
     @property
     def factor_95(self) -> float | None:
         """Half the width of conformal 95 % intervals in units of `std`; None if it is not known."""
-        known = self.conformal is not None and self.conformal.probabilities[-1] >= 0.95
-        return self.conformal.quantile(0.95) if self.conformal is not None and known else None
+        if self.conformal is None or self.conformal.probabilities[-1] < 0.95:
+            return None
+        return self.conformal.quantile(0.95)
 
     def covariance(self) -> Float64Array:
         """Return the covariance of the errors of all points over the members (ddof = 1): (n, n).

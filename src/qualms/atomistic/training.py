@@ -697,7 +697,7 @@ class SparseGP:
         q2, target = np.zeros(len(rows)), np.flatnonzero(rows < len(k_xx))
         leading = Phi[target, :N_LEADING]
         q2[target] = novelty_variance(leading, k_xx[rows[target]])
-        if owners is not None:
+        if owners is not None and own:
             q2[target] += self._own_novelty(leading, groups[target], owners)
         p, q = np.sqrt(found.variance), np.sqrt(q2)
         z, kept = found.residuals[:, 0], found.kept[:, 0]
@@ -760,6 +760,16 @@ def _groups_of_rows(data: TrainingSet) -> IntArray:
     return groups
 
 
+def _random_groups(codes: IntArray, candidates: IntArray, n: float, seed: int) -> IntArray:
+    """Return all rows of random groups among the candidates: at least n of them, and 1000.
+
+    `codes` (N,) are the groups of all rows, counted from 0.
+    """
+    order = np.random.default_rng([seed, _LEAVE_OUT_STREAM]).permutation(candidates)
+    n_groups = int(np.searchsorted(np.cumsum(np.bincount(codes)[order]), max(n, 1000))) + 1
+    return np.flatnonzero(np.isin(codes, order[:n_groups]))
+
+
 def fit_nested(
     rows: KernelRows, data: TrainingSet, baseline: Baseline, stages: Stages | None = None
 ) -> SparseGP:
@@ -773,12 +783,9 @@ def fit_nested(
     if not rows.nested:
         return gp
     name, quantity = max(data.quantities.items(), key=lambda item: len(item[1].y))
-    groups, r = _groups_of_rows(data), rows.Phi.shape[1]
-    codes, sizes = np.unique(groups, return_inverse=True, return_counts=True)[1:]
-    rng = np.random.default_rng([data.settings.seed, _LEAVE_OUT_STREAM])
-    order = rng.permutation(np.unique(codes[quantity.rows]))
-    n = int(np.searchsorted(np.cumsum(sizes[order]), max(_PRODUCTS_OF_SIZES / r**2, 1000))) + 1
-    left_out = np.flatnonzero(np.isin(codes, order[:n]))
+    r, codes = rows.Phi.shape[1], np.unique(_groups_of_rows(data), return_inverse=True)[1]
+    with_labels = np.unique(codes[quantity.rows])
+    left_out = _random_groups(codes, with_labels, _PRODUCTS_OF_SIZES / r**2, data.settings.seed)
     of_quantity = np.isin(left_out, quantity.rows)
 
     def error(gp: SparseGP) -> float:
@@ -941,18 +948,15 @@ def _leave_out(gp: SparseGP, data: TrainingSet) -> dict[str, LeftOut]:
             name: LeftOut(np.arange(len(quantity.y)), groups[quantity.rows], None)
             for name, quantity in data.quantities.items()
         }
-    codes, sizes = np.unique(groups, return_inverse=True, return_counts=True)[1:]
-    order = np.random.default_rng([settings.seed, _LEAVE_OUT_STREAM]).permutation(len(sizes))
-    enough = max(_PRODUCTS / gp.rows.Phi.shape[1] ** 2, 1000)
-    chosen = order[: int(np.searchsorted(np.cumsum(sizes[order]), enough)) + 1]
-    is_chosen = np.isin(codes, chosen)
-    rows = np.flatnonzero(is_chosen)
+    labels, codes = np.unique(groups, return_inverse=True)
+    n = _PRODUCTS / gp.rows.Phi.shape[1] ** 2
+    rows = _random_groups(codes, np.arange(len(labels)), n, settings.seed)
     owners = codes[_owner_rows(data, gp.rows.origins)]
     left_out = gp.leave_out(rows, codes[rows], owners)
     left_out = replace(left_out, has_posterior=settings.n_drawn > 0)
     parts = {}
     for name, quantity in data.quantities.items():
-        inside = np.flatnonzero(is_chosen[quantity.rows])
+        inside = np.flatnonzero(np.isin(quantity.rows, rows))
         full = left_out.some(np.searchsorted(rows, quantity.rows[inside]))
         if name != "energy" or settings.has_forces or not settings.keep_pp:
             full = replace(full, novelty_std=None)  # not known, or not of predictions

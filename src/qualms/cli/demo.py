@@ -96,10 +96,7 @@ def demo(
     one = model.predict(test[:1])
     terminal.result(
         model.summary(),
-        paper_table(
-            rows,
-            title=_TITLE,
-        ),
+        paper_table(rows, title=_TITLE),
         score_table(found.scores, units=UNITS, title="Subsamples of half the training set"),
         f"Prediction for a test molecule, {test[0].symbols.get_chemical_formula()}: "
         f"{one.mean[0]:.4f} ± {one.std[0]:.4f} {UNITS} (reference {test[0].info[TARGET]:.4f})",
