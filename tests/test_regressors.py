@@ -35,6 +35,7 @@ def small(**parameters):
     [
         ProjectedProcessRegressor(),
         ProjectedProcessRegressor("rbf", n_members=0, noise="evidence", selection="cur"),
+        ResamplingRegressor(Ridge()),
         ResamplingRegressor(Ridge(), n_members=8, replace=True, calibration="linear"),
     ],
     ids=lambda e: f"{type(e).__name__}-{e.n_members}",
@@ -274,8 +275,13 @@ def test_too_few_groups_are_rejected():
     # With two groups all out-of-bag members of a point are the same.
     with pytest.raises(CalibrationError):
         small().fit(X, Y, groups=np.arange(len(X)) // 120)
-    with pytest.raises(CalibrationError):
-        ResamplingRegressor(Ridge(), calibration="shrinkage", random_state=0).fit(X[:2], Y[:2])
+
+
+def test_fewer_points_than_calibration_needs_are_not_calibrated_with_a_warning():
+    with pytest.warns(QualmsWarning):
+        model = ResamplingRegressor(Ridge(), random_state=0).fit(X[:2], Y[:2])
+    prediction = model.predict_ensemble(X_TEST)
+    np.testing.assert_allclose(prediction.std, prediction.members.std(axis=-1, ddof=1))
 
 
 def test_an_exact_fit_has_no_uncertainty_and_a_warning():

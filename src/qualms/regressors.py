@@ -275,13 +275,13 @@ class TrainingSet:
                 found = calibration_data(
                     y, members[:, t], absent, sample_weight=self.weight, full=own, groups=groups
                 )
-            except ExactFitError as error:
+            except CalibrationError as error:
+                if method == "none":
+                    return none, None
+                if len(counts) >= MIN_POINTS and not isinstance(error, ExactFitError):
+                    raise
                 message = f"{error} The ensemble standard deviation is used as it is."
                 warnings.warn(message, QualmsWarning, stacklevel=2)
-                return none, None
-            except CalibrationError:
-                if method != "none":
-                    raise
                 return none, None
             fitted = fit_out_of_bag(found, with_enough_points(method, len(found.residuals)))
             return replace(fitted, n_subsampled=n), fitted.conformal(found)
