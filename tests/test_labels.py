@@ -108,6 +108,8 @@ def test_valid_structures():
             Atoms("H2", positions=[[0, 0, 0], [0, 0, 0.7]], cell=[1, 0, 0], pbc=[1, 0, 0]),
             # Molecules may have any cell as long as they are not periodic.
             Atoms("H", cell=[[1, 2, 3], [2, 4, 6], [0, 0, 0]], pbc=False),
+            Atoms("H2", positions=[[0, 0, 0], [400, 400, 400]], cell=[1e9, 1, 1]),
+            Atoms("He", cell=[5, 5, 1e4], pbc=True),
         ]
     )
     with rejects("frames"):
@@ -129,6 +131,10 @@ def test_valid_structures():
         Atoms("H", cell=[np.inf, 1, 1], pbc=True),
         Atoms("H", cell=[[3, 0, 0], [3, 0.05, 0], [0, 0, 3]], pbc=True),
         Atoms(numbers=np.ones(1000)),
+        Atoms("H2", positions=[[0, 0, 0], [0, 1e16, 0]]),
+        Atoms("H", cell=[5, 5, 3.6e6], pbc=True),
+        Atoms("H", cell=[1000, 1000, 1000], pbc=True),
+        Atoms("H2", positions=[[0, 0, 0], [0, 900, 900]], cell=[900, 0, 0], pbc=[1, 0, 0]),
     ],
 )
 def test_invalid_structures_are_named(atoms):

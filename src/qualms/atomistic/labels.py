@@ -41,6 +41,8 @@ from qualms.io.xyz import is_prediction
 ISOLATED = ("isolated_atom", "isolatedatom")
 #: A matrix whose halves differ by more than this, relative to its largest number, is no stress.
 _SYMMETRY = 1e-3
+#: Largest label: weights and variances are still finite.
+_LARGEST = 1e40
 _RESULTS = "calc.results"
 _PER_ATOM = "It is a per-atom array: use kind='atomic' / --per-atom-target."
 _PER_STRUCTURE = "It is a number per structure: use kind='extensive' or 'intensive' / --target."
@@ -148,8 +150,9 @@ def collect_labels(
     n_atoms = np.array([len(atoms) for atoms in used])
     centers = found.rows if settings.per_atom else [np.arange(n) for n in n_atoms]
     y = found.values / n_atoms if settings.kind == "extensive" else found.values
-    if np.max(np.abs(y)) > 1e140:
-        raise InputError("target", f"values of {np.max(np.abs(y)):.1e}", "numbers below 1e140")
+    if np.max(np.abs(y)) > _LARGEST:
+        given, expected = f"values of {np.max(np.abs(y)):.1e}", f"numbers below {_LARGEST:g}"
+        raise InputError("target", given, expected)
     sizes = [len(c) for c in centers] if settings.per_atom else np.ones(len(used), dtype=int)
     structure = np.repeat(np.arange(len(used)), sizes)
     missing, rows = found.n_unlabelled, np.arange(len(y))

@@ -202,7 +202,11 @@ class AtomisticModel:
 
     @classmethod
     def load(cls, path: str | Path, *, threads: int | None = None) -> AtomisticModel:
-        """Read a model; everything is checked before anything is built."""
+        """Read a model; everything is checked before anything is built.
+
+        Predictions equal those of the saved model to 1e-6 σ: some processors round differently if
+        arrays are at other places in memory.
+        """
         return cls.from_fitted(read_model(path), threads=threads)
 
     def summary(self) -> str:

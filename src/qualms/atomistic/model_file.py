@@ -24,6 +24,7 @@ from qualms.errors import QualmsError
 from qualms.features.compression import Projection
 from qualms.features.soap import Representation
 from qualms.io.tensors import (
+    LARGEST,
     Document,
     StorageError,
     TensorSpec,
@@ -37,6 +38,12 @@ FORMAT = "qualms model"
 PROTOCOL = 5
 
 _Share = Annotated[float, Field(ge=0, le=1)]
+_Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
+_Positive = Annotated[float, Field(ge=1e-100, le=LARGEST)]
+#: Factor of features or kernels.
+_Factor = Annotated[float, Field(ge=1e-30, le=1e30)]
+#: Smallest diagonal element of a Cholesky factor relative to the largest.
+_LEAST = 1e-12
 
 
 class CalibrationDocument(Document):
@@ -54,15 +61,15 @@ class ModelDocument(Document):
     baseline: str
     n_projections: int = Field(ge=0, le=16)
     kernel_errors: tuple[float, ...]
-    feature_scale: float = Field(gt=0)
-    kernel_scale: float = Field(gt=0)
-    pp_intercept: float
-    pp_noise: float | None = Field(gt=0)
-    pp_target_variance: float | None = Field(gt=0)
+    feature_scale: _Factor
+    kernel_scale: _Factor
+    pp_intercept: _Number
+    pp_noise: _Positive | None
+    pp_target_variance: _Positive | None
     calibrations: dict[str, dict[str, CalibrationDocument]]
     conformal: tuple[str, ...]  #: quantities that have conformal intervals
     training_novelty: tuple[_Share, _Share]
-    largest_ensemble_std: float = Field(ge=0)
+    largest_ensemble_std: float = Field(ge=0, le=LARGEST)
     record: Record
     provenance: Provenance
 
@@ -242,7 +249,7 @@ def _variance(document: ModelDocument, tensors: dict[str, Any], r: int) -> Proje
             raise ValueError(f"{name} has {tensors[name].size} elements")
         factor = np.zeros((r, r), dtype=tensors[name].dtype)
         factor[np.tril_indices(r)] = tensors[name]
-        if np.any(np.diag(factor) <= 0):
+        if np.any(np.diag(factor) <= _LEAST * np.diag(factor).max()):
             raise ValueError(f"{name} is not a Cholesky factor")
         factors.append(factor)
     return ProjectedVariance(factors[0], factors[1], document.pp_noise, document.pp_target_variance)

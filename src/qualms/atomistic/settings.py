@@ -41,10 +41,11 @@ _N_POSTERIOR, _N_POSTERIOR_OF_FORCES = 64, 16
 _SHARE = 0.75
 
 Kind = Literal["extensive", "intensive", "atomic"]
-_Key = Annotated[str, Field(min_length=1)]
+#: Bounds of numbers hold for model files as well.
+_Key = Annotated[str, Field(min_length=1, max_length=1000)]
 _Variance = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-_Fraction = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
+_Share = Annotated[float, Field(ge=0, le=1)]
+_Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 
 def _parameter(group: str, default: Any, type_: str, description: str, **options: Any) -> Any:
@@ -87,7 +88,7 @@ class Settings(BaseModel):
         "list of str, optional",
         "Elements of an atomic property, such as H or H,C; those with labels by default.",
     )
-    n_representatives: Literal["auto"] | Annotated[int, Field(ge=1)] = _model(
+    n_representatives: Literal["auto"] | Annotated[int, Field(ge=1, le=1_000_000)] = _model(
         "auto",
         'int or "auto"',
         'Number M of representative environments; ``"auto"``: chosen by out-of-bag errors, '
@@ -149,8 +150,8 @@ class Settings(BaseModel):
         "Members of the ensemble: trained on subsamples, drawn from the posterior of the full "
         "model, or both.",
     )
-    n_members: int = _uncertainty(16, "int", "Number N_R of subsampled members.", ge=2)
-    n_posterior: Annotated[int, Field(ge=2)] | None = _uncertainty(
+    n_members: int = _uncertainty(16, "int", "Number N_R of subsampled members.", ge=2, le=10_000)
+    n_posterior: Annotated[int, Field(ge=2, le=10_000)] | None = _uncertainty(
         None,
         "int, optional",
         "Number of posterior members; by default 64, or 16 if the model has forces, whose cost "
@@ -162,7 +163,7 @@ class Settings(BaseModel):
         "Prediction: the full model, the mean of the subsampled members, or a blend with this "
         "share of the latter; the share of smallest out-of-bag error by default.",
     )
-    subsample: Annotated[int, Field(ge=2)] | _Fraction = _uncertainty(
+    subsample: Annotated[int, Field(ge=2, le=2**53)] | _Fraction = _uncertainty(
         0.5, "float or int", "Size of the subsamples, as a fraction or a number."
     )
     resample: Literal["structures", "atoms"] = _uncertainty(
@@ -177,8 +178,8 @@ class Settings(BaseModel):
         '{"sources", "student", "shrinkage", "linear", "power", "none"}',
         "Method that calibrates the standard deviation on out-of-bag points.",
     )
-    units: str = _data("", "str", "Units of the target, stored and displayed.")
-    seed: int = _uncertainty(0, "int", "Random seed.", ge=0)
+    units: str = _data("", "str", "Units of the target, stored and displayed.", max_length=100)
+    seed: int = _uncertainty(0, "int", "Random seed.", ge=0, le=2**64)
     keep_pp: bool = _uncertainty(
         True,
         "bool",

@@ -36,6 +36,12 @@ VOIGT = ([0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1])
 
 #: No two nuclei come this close (Å): the bond of H₂ is seven times as long.
 MIN_DISTANCE = 0.1
+#: Largest coordinate of an atom or periodic cell vector (Å): libraries of descriptors crash or hang
+#: far beyond it.
+MAX_LENGTH = 1e5
+#: Largest volume of the box around a structure (Å³). Descriptors divide it into cells of the size of
+#: the cutoff: 1e8 Å³ take 0.4 GB.
+MAX_VOLUME = 1e8
 #: Smallest singular value of the periodic cell vectors, scaled to unit length, that is taken for a
 #: volume. The angle between two vectors is then about 0.1°.
 MIN_INDEPENDENCE = 1e-3
@@ -143,10 +149,11 @@ def check_not_single(frames: object) -> None:
 def check_structures(frames: Iterable[Atoms], *, first: int = 0) -> None:
     """Reject structures whose geometry cannot be used; the first of them has the number `first`.
 
-    These are: no atoms, atoms without an element, positions or cells that are not finite, periodic
-    directions without a cell vector, periodic vectors that are not independent, and atoms closer
-    than `MIN_DISTANCE` to each other or to periodic images. Isolated atoms are valid, and so is any
-    cell vector along which a structure is not periodic.
+    These are: no atoms, atoms without an element, positions or cells that are not finite or beyond
+    `MAX_LENGTH`, periodic directions without a cell vector, periodic vectors that are not
+    independent, a volume above `MAX_VOLUME`, and atoms closer than `MIN_DISTANCE` to each other or
+    to periodic images. Isolated atoms are valid, and so is any cell vector along which a structure
+    is not periodic.
     """
     check_not_single(frames)
     for index, atoms in enumerate(frames, start=first):
@@ -154,7 +161,9 @@ def check_structures(frames: Iterable[Atoms], *, first: int = 0) -> None:
         if not isinstance(atoms, Atoms):
             raise InputError(name, f"a {type(atoms).__name__}", "ase.Atoms")
         _check_atoms(name, atoms)
-        _check_distances(name, atoms, _periodic_vectors(name, atoms))
+        vectors = _periodic_vectors(name, atoms)
+        _check_volume(name, atoms, vectors)
+        _check_distances(name, atoms, vectors)
 
 
 def _check_atoms(name: str, atoms: Atoms) -> None:
@@ -166,9 +175,11 @@ def _check_atoms(name: str, atoms: Atoms) -> None:
         i = np.flatnonzero((numbers < 1) | (numbers > largest))[0]
         given = f"atom {i} of atomic number {numbers[i]}"
         raise InputError(name, given, f"elements, 1 to {largest} (ASE's symbol X is number 0)")
-    if not np.isfinite(positions).all():
-        i = np.flatnonzero(~np.isfinite(positions).all(axis=1))[0]
-        raise InputError(name, f"atom {i} at {positions[i]}", "finite positions")
+    far = ~(np.abs(positions) <= MAX_LENGTH)  # NaN, too
+    if far.any():
+        i = np.flatnonzero(far.any(axis=1))[0]
+        expected = f"finite positions, at most {MAX_LENGTH:g} Å"
+        raise InputError(name, f"atom {i} at {positions[i]}", expected)
 
 
 def _periodic_vectors(name: str, atoms: Atoms) -> Float64Array:
@@ -176,8 +187,9 @@ def _periodic_vectors(name: str, atoms: Atoms) -> Float64Array:
     vectors: Float64Array = np.asarray(atoms.cell, dtype=np.float64)[atoms.pbc]
     if len(vectors) == 0:
         return vectors
-    if not np.isfinite(vectors).all():
-        raise InputError(name, "a cell with NaN or infinite values", "a finite cell")
+    if not np.all(np.abs(vectors) <= MAX_LENGTH):
+        expected = f"a finite cell, at most {MAX_LENGTH:g} Å"
+        raise InputError(name, f"cell vectors {vectors.tolist()}", expected)
     lengths = np.linalg.norm(vectors, axis=1)
     expected = f"independent cell vectors of at least {MIN_DISTANCE} Å along periodic directions"
     singular = np.linalg.svd(vectors / np.maximum(lengths, MIN_DISTANCE)[:, None], compute_uv=False)
@@ -185,6 +197,18 @@ def _periodic_vectors(name: str, atoms: Atoms) -> Float64Array:
         remedy = "Set pbc to False along directions that are not periodic."
         raise InputError(name, f"cell vectors {vectors.tolist()}", expected, remedy)
     return vectors
+
+
+def _check_volume(name: str, atoms: Atoms, vectors: Float64Array) -> None:
+    """Reject a box that is far too large: its cell or, where that is not periodic, its extent."""
+    axes, lengths = np.eye(3), np.empty(0)
+    if len(vectors):
+        _, lengths, axes = np.linalg.svd(vectors)
+    extents = np.ptp(atoms.positions @ axes[len(vectors) :].T, axis=0)
+    volume = float(np.prod(lengths) * np.prod(np.maximum(extents, 1.0)))
+    if volume > MAX_VOLUME:
+        expected = f"at most {MAX_VOLUME:g} Å³"
+        raise InputError(name, f"a box of {volume:.1e} Å³", expected, "Use a smaller cell.")
 
 
 def _check_distances(name: str, atoms: Atoms, vectors: Float64Array) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qualms.arrays import BoolArray, Float64Array, FloatArray
+from qualms.arrays import BoolArray, Float64Array, FloatArray, check_integer, check_number
 from qualms.calibration.base import Calibratable, Calibration, CalibrationData, P_co
 from qualms.calibration.methods import (
     LinearCalibration,
@@ -46,8 +46,28 @@ def _class_of(method: str) -> type[Calibration]:
     return MODEL_METHODS[method]
 
 
+#: Ranges of parameters; others are between 0 and `_LARGEST`. Logarithms are those of standard
+#: deviations.
+_LARGEST = 1e100
+_RANGES = {
+    "gamma": (0.0, 5.0),
+    "centre": (0.0, 1.0),
+    "log_likelihood": (-_LARGEST, _LARGEST),
+    "log_std_mean": (-300.0, 300.0),
+    "log_std_slope": (-100.0, 100.0),
+    "log_std_std": (1e-6, 100.0),
+    "n_components": (1.0, 10.0),
+}
+
+
 def build_calibration(method: str, parameters: Mapping[str, Any]) -> Calibration:
-    """Build a calibration from the result of `Calibration.parameters`."""
+    """Build a calibration from the result of `Calibration.parameters`; numbers are checked."""
+    for name, value in parameters.items():
+        low, high = _RANGES.get(name, (0.0, _LARGEST))
+        if check_number(name, value, low) > high:
+            raise InputError(name, value, f"at most {high:g}")
+        if name in ("n_points", "n_subsampled"):
+            check_integer(name, value, 0)
     return _class_of(method)(**parameters)
 
 

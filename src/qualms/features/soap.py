@@ -35,7 +35,8 @@ from qualms.resources import limit_rayon
 
 # --- hyper-parameters ---
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+#: A length (Å), factor or exponent. The bounds hold for files as well: beyond them, libraries hang.
+Positive = Annotated[float, Field(ge=1e-3, le=100)]
 
 
 class _Frozen(BaseModel):
@@ -79,14 +80,14 @@ class Scale(_Frozen):
         Of this scale in a sum over several.
     """
 
-    cutoff: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 5.0
+    cutoff: Annotated[float, Field(gt=1, le=30)] = 5.0
     smoothing: Positive | None = None
-    gaussian_width: Positive = 0.3
+    gaussian_width: Annotated[float, Field(ge=0.01, le=5)] = 0.3
     n_radial: Annotated[int, Field(ge=1, le=100)] = 6
     l_max: Annotated[int, Field(ge=0, le=20)] = 5
     radial_basis: Literal["gto", "polynomial"] = "gto"
     radial_scaling: RadialScaling | None = RadialScaling()
-    center_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    center_weight: Annotated[float, Field(ge=0, le=100)] = 1.0
     pseudo_species: Annotated[int, Field(ge=1, le=100)] | None = None
     weight: Positive = 1.0
 
@@ -104,7 +105,7 @@ class Compression(_Frozen):
     """
 
     method: Literal["pca", "pairs", "fps", "cur"] = "pca"
-    n_features: Annotated[int, Field(ge=1)] = 1000
+    n_features: Annotated[int, Field(ge=1, le=1_000_000)] = 1000
 
 
 class Soap(_Frozen):

@@ -33,6 +33,8 @@ _METADATA = {"format", "version", "document", "checksum"}
 #: Accepted types and their names in safetensors.
 _DTYPES = {np.dtype(f"<{t}"): f"{t[0].upper()}{8 * int(t[1])}" for t in
            ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8")}  # fmt: skip
+#: Largest number of a tensor: squares and products with others are still finite.
+LARGEST = 1e100
 
 
 class StorageError(QualmsError, ValueError):
@@ -78,7 +80,7 @@ def write_tensors(
     ----------
     path : path
     arrays : mapping of arrays
-        Integers, float32 or float64, all finite, in any memory order.
+        Integers, float32 or float64, at most `LARGEST`, in any memory order.
     document : Document
     format, version : str, int
         Kind of file, such as "qualms model", and its version, ≥ 1.
@@ -90,8 +92,8 @@ def write_tensors(
         # safetensors ignores strides and byte order.
         values = np.asarray(array, order="C")
         values = values.astype(values.dtype.newbyteorder("<"), copy=False)
-        if values.dtype not in _DTYPES or not np.isfinite(values).all():
-            expected = "finite integers, float32 or float64"
+        if values.dtype not in _DTYPES or not _is_bounded(values):
+            expected = f"integers, float32 or float64 of at most {LARGEST:g}"
             raise InputError(f"arrays[{name!r}]", f"{values.dtype} values", expected)
         stored[name] = values
     text = document.model_dump_json()
@@ -121,8 +123,9 @@ def read_tensors(
         for name, array in arrays.items():
             if array.dtype not in _DTYPES:
                 raise ValueError(f"tensor {ascii(name)[:60]} is {array.dtype}")
-            if not np.isfinite(array).all():
-                raise ValueError(f"tensor {ascii(name)[:60]} has NaN or infinity")
+            if not _is_bounded(array):
+                problem = f"has NaN, infinity or numbers above {LARGEST:g}"
+                raise ValueError(f"tensor {ascii(name)[:60]} {problem}")
         if _checksum(metadata, arrays) != metadata["checksum"]:
             raise ValueError("the checksum does not match: the file is damaged")
         return arrays, document_type.model_validate_json(metadata["document"])
@@ -172,6 +175,10 @@ def check_tensors(
             problem = f"tensor {name!r} has shape {tensor.shape}, expected ({shape})"
             raise StorageError(path, problem)
     return known
+
+
+def _is_bounded(array: AnyArray) -> bool:
+    return array.size == 0 or -LARGEST <= float(array.min()) <= float(array.max()) <= LARGEST
 
 
 def _checksum(metadata: Mapping[str, str], arrays: Mapping[str, AnyArray]) -> str:
