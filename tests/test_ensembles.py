@@ -434,12 +434,18 @@ def test_a_calibration_file_is_validated():
         {"n_members": None},
         {"parameters": good["parameters"] | {"alpha": -1.0}},
         {"parameters": good["parameters"] | {"beta": 1.0}},
+        {"parameters": good["parameters"] | {"alpha": 1e300}},
+        {"parameters": good["parameters"] | {"log_std_std": 0.0}},
+        {"parameters": good["parameters"] | {"alpha": "1.0"}},
         {"std_range": [0.0, 1.0]},
+        {"std_range": [1.0, 0.1]},
+        {"remarks": ["x" * 10**7]},
     ):
         Path("bad.json").write_text(json.dumps(good | change))
         with rejects("path"):
             read_calibration("bad.json")
-    for text in ("", "[1, 2]", "{", "\xff"):
+    twice = json.dumps(good).replace('"version"', '"version": 1, "version"')
+    for text in ("", "[1, 2]", "{", "\xff", "[" * 10**5, '{"a":' * 10**5, twice):
         Path("bad.json").write_text(text)
         with pytest.raises(InputError):
             read_calibration("bad.json")

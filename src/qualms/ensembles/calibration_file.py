@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,8 +20,13 @@ from qualms.errors import InputError, QualmsError
 from qualms.io.files import atomic_output
 
 VERSION = 1
-_Finite = Annotated[float, Field(allow_inf_nan=False)]
-_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+#: Bytes of the largest file.
+_LARGEST_FILE = 10_000_000
+#: JSON has no NaN or infinity; bounds reject numbers whose squares would overflow.
+_Finite = Annotated[float, Field(ge=-1e100, le=1e100)]
+_Positive = Annotated[float, Field(ge=1e-100, le=1e100)]
+_Count = Annotated[int, Field(ge=0, le=2**53)]
+_Text = Annotated[str, Field(max_length=10_000)]
 
 
 class CalibrationDocument(BaseModel):
@@ -30,35 +36,37 @@ class CalibrationDocument(BaseModel):
     standard deviations. `order` is None for scalars, and `n_members` if there are no members.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     format: Literal["qualms-calibration"] = "qualms-calibration"
     version: Annotated[int, Field(ge=1, le=VERSION)] = VERSION
-    target: Annotated[str, Field(min_length=1)]
+    target: Annotated[_Text, Field(min_length=1)]
     kind: Literal["structure", "atom", "component"]
-    n_components: Annotated[int, Field(ge=1)] = 1
+    n_components: Annotated[int, Field(ge=1, le=1000)] = 1
     order: Literal["member", "component"] | None = None
-    n_members: Annotated[int, Field(ge=2)] | None
-    units: str = ""
+    n_members: Annotated[int, Field(ge=2, le=1_000_000)] | None
+    units: _Text = ""
     std_range: tuple[_Positive, _Positive]
-    method: str
-    parameters: dict[str, _Finite | int]
-    by: str | None = None
+    method: _Text
+    parameters: dict[str, _Count | _Finite]
+    by: _Text | None = None
     groups: dict[str, GroupFactor] = {}
     out_of_bag: bool
     intervals: dict[str, tuple[_Finite, _Finite]]
     level: Annotated[float, Field(gt=0, lt=1)]
-    scores: dict[str, dict[str, _Finite | int | None]]
-    remarks: list[str] = []
-    created: str
-    qualms: str
+    scores: dict[str, dict[str, _Count | _Finite | None]]
+    remarks: list[_Text] = []
+    created: _Text
+    qualms: _Text
 
     @model_validator(mode="after")
     def _check_calibration(self) -> CalibrationDocument:
         if self.n_members is None and self.method not in STD_METHODS:
             raise ValueError(f"method {self.method} needs n_members")
-        if not all(0 < group.factor < np.inf for group in self.groups.values()):
-            raise ValueError("factors must be positive")
+        if not all(1e-6 <= group.factor <= 1e6 for group in self.groups.values()):
+            raise ValueError("factors must be between 1e-6 and 1e6")
+        if self.std_range[0] > self.std_range[1]:
+            raise ValueError("std_range must be increasing")
         try:
             with np.errstate(invalid="raise"):
                 self.std(np.ones(1), 5)
@@ -133,13 +141,29 @@ def write_calibration(
 
 def read_calibration(path: str | Path) -> CalibrationDocument:
     """Read a calibration; everything is validated before anything is built."""
+    remedy = ""
     try:
-        return CalibrationDocument.model_validate_json(Path(path).read_bytes())
+        with Path(path).open("rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
+        if len(content) > _LARGEST_FILE:
+            raise ValueError(f"more than {_LARGEST_FILE / 1e6:g} MB")
+        json.loads(content, object_pairs_hook=_unique)
+        return CalibrationDocument.model_validate_json(content)
     except OSError as error:
         raise InputError("path", f"'{path}' ({error.strerror})", "a calibration file") from None
     except ValidationError as error:
         first = error.errors()[0]
-        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        problem = f"{ascii('.'.join(map(str, first['loc'])))[:60]}: {first['msg']}"
         remedy = "Update qualms." if first["loc"] == ("version",) else ""
-        expected = "a file that `qualms calibrate` wrote"
-        raise InputError("path", f"'{path}' ({problem})", expected, remedy) from None
+    except (ValueError, RecursionError) as error:
+        problem = str(error)
+    expected = "a file that `qualms calibrate` wrote"
+    raise InputError("path", f"'{path}' ({' '.join(problem.split())})", expected, remedy)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object, if no key is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
