@@ -1,6 +1,7 @@
 """Structures and labels: reading, checks of the geometry, where labels are, which are missing."""
 
 import itertools
+import re
 
 import ase.io
 import numpy as np
@@ -10,7 +11,7 @@ from ase.build import bulk, molecule
 from ase.calculators.lj import LennardJones
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import write
-from atomistic_fixtures import copies, make_force_model
+from atomistic_fixtures import ENERGY, copies, make_force_model, make_model
 from checks import rejects
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -446,20 +447,47 @@ def test_no_structure_dominates_the_factor():
 
 
 def test_outliers_are_found_worst_first():
-    n, per, n_members = 40, 6, 16
+    n, per = 40, 6
     rng = np.random.default_rng(0)
-    reference, structure = rng.normal(size=n * per), np.repeat(np.arange(n), per)
-    y = reference + 0.1 * rng.normal(size=n * per)
-    members = reference[:, None] + 0.1 * rng.normal(size=(n * per, n_members))
-    absent = (np.argsort(rng.random((n, n_members)), axis=1) < n_members // 2)[structure]
-    assert not len(find_outliers(y, members, absent, structure)[0])
+    predicted, structure = rng.normal(size=n * per), np.repeat(np.arange(n), per)
+    y, std = predicted + 0.1 * rng.normal(size=n * per), np.full(n * per, 0.1)
+    assert not len(find_outliers(y, y - predicted, std, structure))
     y[structure == 7] *= 200
     y[20 * 6] += 5000.0  # a single component
-    saw = ~absent[7 * 6]
-    members[:, saw] += 5 * rng.normal(size=(len(y), saw.sum()))
-    found, errors = find_outliers(y, members, absent, structure)
-    assert found.tolist() == [20, 7]
-    assert errors[0] > errors[1] > 30
+    assert find_outliers(y, y - predicted, std, structure).tolist() == [20, 7]
+    assert find_outliers(y, y - predicted, 1e3 * std, structure).tolist() == [20, 7]
+
+
+@pytest.mark.parametrize("wrong", [{3: 1e6}, {3: 1e30}, dict.fromkeys(range(0, 40, 10), "meV")])
+@pytest.mark.parametrize("uncertainty", ["both", "posterior"])
+@pytest.mark.filterwarnings("ignore:.*left out of the calibration")
+def test_wrong_energies_are_named(molecules, wrong, uncertainty):
+    frames = copies(molecules[:40])
+    for i, value in wrong.items():
+        frames[i].info[ENERGY] = 1e3 * frames[i].info[ENERGY] if value == "meV" else value
+    with pytest.warns(QualmsWarning, match="label errors") as caught:
+        make_model(uncertainty=uncertainty).fit(frames)
+    text = next(str(w.message) for w in caught if "label errors" in str(w.message))
+    assert {int(i) for i in re.findall(r"frames\[(\d+)\]", text)} == {*wrong}
+
+
+def test_masked_labels_are_missing(molecules):
+    frames = copies(molecules[:3])
+    frames[0].info[ENERGY] = np.ma.masked
+    frames[1].info[ENERGY] = np.ma.array(2, mask=False)
+    values = np.concatenate(find_targets(frames, ENERGY))
+    np.testing.assert_array_equal(np.isnan(values), [True, False, False])
+    frames[2].arrays["shift"] = np.ma.masked_less(np.arange(len(frames[2])), 2)
+    values = find_targets(frames[2:], "shift", per_atom=True)[0]
+    assert np.isnan(values).tolist() == [True] * 2 + [False] * (len(frames[2]) - 2)
+
+
+def test_equal_energies_of_unequal_molecules_cause_a_warning(molecules):
+    frames = copies(molecules[:12])
+    for atoms in frames:
+        atoms.info[ENERGY] = -3.0
+    with pytest.warns(QualmsWarning):
+        collect_labels(frames, make_model().settings)
 
 
 @pytest.mark.parametrize("factors", [(-1.0, 1.0), (23.06, 1.0), (1.0, -1.0), (1.0, 160.2)])

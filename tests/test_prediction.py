@@ -32,6 +32,17 @@ def test_mean_and_std_are_those_of_the_members():
     assert (P.shape, P.n_members, len(P)) == ((5,), 8, 5)
 
 
+def test_masked_numbers_are_rejected():
+    masked = np.ma.array(MEMBERS, mask=MEMBERS > 3)
+    with rejects("members"):
+        Prediction(masked)
+    with rejects("mean"):
+        Prediction(mean=masked[0], std=np.ones(len(masked[0])))
+    with rejects("y"):
+        ProjectedProcessRegressor().fit(MEMBERS, masked[:, 0])
+    Prediction(np.ma.array(MEMBERS))  # a mask without a masked number
+
+
 def test_members_are_a_read_only_copy():
     assert not P.members.flags.writeable
     source = MEMBERS.copy()

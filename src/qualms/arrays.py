@@ -64,10 +64,18 @@ def check_sample_weight(sample_weight: FloatArray | None, n: int) -> Float64Arra
     return w
 
 
+def reject_masked(parameter: str, values: object) -> None:
+    """Reject masked numbers: NumPy and scikit-learn would use what is below the mask."""
+    if np.ma.is_masked(values):
+        n = int(np.ma.getmaskarray(values).sum())
+        raise InputError(parameter, f"{n} masked values", "numbers", "Drop those points.")
+
+
 def check_points(
     parameter: str, values: ArrayLike, shape: tuple[int, ...] | None = None
 ) -> Float64Array:
     """Return real, finite, non-empty values in float64; `shape`, if given, must match."""
+    reject_masked(parameter, values)
     try:
         array = np.asarray(values)
         if np.iscomplexobj(array):

@@ -323,9 +323,7 @@ class Prediction(NDArrayOperatorsMixin):
 
 def _read_only(values: ArrayLike, name: str) -> Float64Array:
     """Return a read-only copy in float64, if all values are finite."""
-    array = np.array(values, dtype=np.float64)
-    if array.size:
-        check_points(name, array)
+    array = np.array(check_points(name, values) if np.size(values) else values, dtype=np.float64)
     array.flags.writeable = False
     return array
 

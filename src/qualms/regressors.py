@@ -29,6 +29,7 @@ from qualms.arrays import (
     check_number,
     distinct_rows,
     joined_groups,
+    reject_masked,
 )
 from qualms.calibration.base import Calibration, FullModelData, calibration_data
 from qualms.calibration.conformal import Conformal
@@ -303,6 +304,8 @@ def training_set(
     keep_frames: bool = False,
 ) -> TrainingSet:
     """Validate the arguments of ``fit`` and collect the distinct points of non-zero weight."""
+    reject_masked("X", X)
+    reject_masked("y", y)
     if keep_frames and is_frame(X):
         # Columns have names and types that a pipeline may need: members get them unchanged.
         X, y = validate_data(estimator, X, y, skip_check_array=True)
@@ -662,6 +665,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
 
     def _validated(self, X: ArrayLike) -> FloatArray:
         check_is_fitted(self)
+        reject_masked("X", X)
         validated: FloatArray = validate_data(self, X, reset=False, dtype=[np.float64, np.float32])
         return validated
 
@@ -788,6 +792,7 @@ class ResamplingRegressor(MetaEstimatorMixin, MultiOutputMixin, RegressorMixin, 
     def predict_ensemble(self, X: ArrayLike) -> Prediction:
         """Return the calibrated predictions of all members for X (n, d)."""
         check_is_fitted(self)
+        reject_masked("X", X)
         if is_frame(X):
             validate_data(self, X, reset=False, skip_check_array=True)
         else:

@@ -18,16 +18,15 @@ energies is explained.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import ase.units
 import numpy as np
 
-from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
+from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.atomistic.labels import TrainingSet
 from qualms.errors import QualmsWarning, counted
-from qualms.gp.ensemble import fit_full_model, out_of_bag_prediction
+from qualms.gp.ensemble import fit_full_model
 
 #: Structures from which energies are informative.
 _ENOUGH = 10
@@ -53,8 +52,8 @@ _CONVENTIONS = {
     "forces": "Forces are −∂E/∂r in the units of the energy per Å.",
     "stress": "A stress is (1/V) ∂E/∂ε, positive under tension, in the units of the energy per Å³.",
 }
-#: Outliers have so many times the median error, and so many times the median error in units of the
-#: ensemble standard deviation.
+#: Outliers have so many times the median error (or spread of labels), and so many times the median
+#: error in units of the standard deviation.
 _FAR, _FAR_IN_STD = 30.0, 10.0
 #: Structures that a warning lists.
 _LISTED = 5
@@ -158,42 +157,39 @@ def _warn_of_factor(name: str, key: str, found: Factor) -> None:
 
 
 def find_outliers(
-    y: Float64Array, members: Float64Array, absent: BoolArray, structure: IntArray
-) -> tuple[IntArray, Float64Array]:
-    """Return structures whose out-of-bag errors are far larger than those of all others.
+    y: Float64Array, residuals: Float64Array, std: Float64Array, structure: IntArray
+) -> IntArray:
+    """Return structures whose labels are far from their out-of-bag predictions, the worst first.
 
-    Labels y (n,) are of one quantity, `absent` (n, N_R) has the members trained without a row. The
-    worst comes first; errors are in units of the median error.
+    Labels y (n,) are of one quantity, residuals and standard deviations (n,) out-of-bag. Scales are
+    medians over structures, which a few wrong labels do not change: an error is far larger than
+    those of others or, if wrong labels have spoilt the whole model, the label itself and its error
+    are far outside the range of labels.
     """
-    found = out_of_bag_prediction(members, absent)
-    codes, where, rows = np.unique(structure[found.used], return_inverse=True, return_counts=True)
+    codes, where, rows = np.unique(structure, return_inverse=True, return_counts=True)
     if len(codes) < _ENOUGH:
-        return codes[:0], np.empty(0)
-    residuals = y[found.used] - found.mean
-    z, s = (np.sqrt(np.bincount(where, weights=v**2) / rows) for v in (residuals, found.std))
-    median = max(float(np.median(z)), 1e-9 * float(np.median(np.abs(y))), _TINY)  # not rounding
+        return codes[:0]
+    z, s, deviation = (
+        np.sqrt(np.bincount(where, weights=v**2) / rows) for v in (residuals, std, y - np.median(y))
+    )
+    least = max(1e-9 * float(np.median(np.abs(y))), _TINY)  # rounding
+    usual, spread = (max(float(np.median(v)), least) for v in (z, deviation))
     t = z / np.maximum(s, _TINY)
-    worst = np.flatnonzero((z > _FAR * median) & (t > _FAR_IN_STD * max(np.median(t), 1.0)))
-    worst = worst[np.argsort(-z[worst], kind="stable")]
-    return codes[worst], z[worst] / median
+    wrong = (z > _FAR * usual) & (t > _FAR_IN_STD * max(np.median(t), 1.0))
+    wrong |= (z > _FAR * spread) & (deviation > _FAR * spread)
+    worst = np.flatnonzero(wrong)
+    return codes[worst[np.argsort(-z[worst], kind="stable")]]
 
 
-def warn_of_outliers(
-    data: TrainingSet, members: Mapping[str, Float64Array], counts: IntArray
-) -> None:
-    """List structures whose labels are far from their out-of-bag predictions (n, N_R).
-
-    The target is extensive: counts (n_structures, N_R) are those of structures in members.
-    """
-    for name, quantity in data.quantities.items():
-        absent = counts[quantity.structure] == 0
-        found, errors = find_outliers(quantity.y, members[name], absent, quantity.structure)
-        if len(found):
-            listed = ", ".join(f"frames[{data.source[s]}]" for s in found[:_LISTED])
-            more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
-            warnings.warn(
-                f"{name}: possible label errors in {counted(len(found), 'structure')} "
-                f"({listed}{more}): out-of-bag errors up to {errors[0]:.2g} times the median.",
-                QualmsWarning,
-                stacklevel=2,
-            )
+def warn_of_outliers(name: str, found: IntArray, source: IntArray) -> None:
+    """List structures (n,) with possible label errors by their numbers among those given."""
+    if not len(found):
+        return
+    listed = ", ".join(f"frames[{source[s]}]" for s in found[:_LISTED])
+    more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
+    warnings.warn(
+        f"{name}: possible label errors in {counted(len(found), 'structure')} ({listed}{more}): "
+        "labels are far from out-of-bag predictions. Check values and units.",
+        QualmsWarning,
+        stacklevel=2,
+    )

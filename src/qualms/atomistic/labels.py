@@ -153,6 +153,11 @@ def collect_labels(
     if np.max(np.abs(y)) > _LARGEST:
         given, expected = f"values of {np.max(np.abs(y)):.1e}", f"numbers below {_LARGEST:g}"
         raise InputError("target", given, expected)
+    if settings.kind == "extensive" and np.ptp(found.values) == 0 and np.ptp(n_atoms) > 0:
+        _warn(
+            f"All labels {settings.target!r} are {found.values[0]:g} though structures differ in "
+            "size. For a property that is not a sum over atoms, use kind='intensive'."
+        )
     sizes = [len(c) for c in centers] if settings.per_atom else np.ones(len(used), dtype=int)
     structure = np.repeat(np.arange(len(used)), sizes)
     missing, rows = found.n_unlabelled, np.arange(len(y))
@@ -398,7 +403,12 @@ def _finite(values: Float64Array, name: str) -> Float64Array:
 
 
 def _as_array(value: object) -> np.ndarray[Any, Any]:
-    """Return any value as an array; what cannot be one becomes a string, which is no number."""
+    """Return any value as an array, masked numbers as NaN.
+
+    What cannot be an array becomes a string, which is no number.
+    """
+    if np.ma.is_masked(value):
+        return np.ma.asarray(value).astype(np.float64).filled(np.nan)  # type: ignore[no-any-return]
     try:
         return np.asarray(value)
     except ValueError:  # a ragged list

@@ -42,7 +42,7 @@ from qualms.atomistic.fitted import (
 )
 from qualms.atomistic.forces import fill_rows, scale_rows
 from qualms.atomistic.kernel_rows import LANDMARKS, Basis, select_representatives
-from qualms.atomistic.label_checks import check_derivatives, warn_of_outliers
+from qualms.atomistic.label_checks import check_derivatives, find_outliers, warn_of_outliers
 from qualms.atomistic.labels import Quantity, TrainingSet, collect_labels
 from qualms.atomistic.settings import Settings, parse_memory
 from qualms.calibration.base import (
@@ -884,8 +884,18 @@ def calibrate(ensemble: Ensemble, data: TrainingSet, stages: Stages | None = Non
             )
             for name, quantity in data.quantities.items()
         }
-        if len(data.quantities) > 1 and counts.shape[1]:
-            warn_of_outliers(data, members, counts)
+        for name, quantity in data.quantities.items():
+            y, structure, (rows, _, full) = quantity.y, quantity.structure, left_out[name]
+            if counts.shape[1]:
+                found = out_of_bag_prediction(
+                    members[name], _member_counts(name, quantity, counts) == 0
+                )
+                rows, residuals, std = found.used, y[found.used] - found.mean, found.std
+            else:
+                assert full is not None, "posterior members need the full model"
+                residuals, std = full.residuals, full.posterior_std
+            outliers = find_outliers(y[rows], residuals, std, structure[rows])
+            warn_of_outliers(name, outliers, data.source)
     whitening = gp.rows.whitening
     full = gp.process.weights[:, 0] * gp.scale
     rng = np.random.default_rng([settings.seed, _POSTERIOR_STREAM])
