@@ -24,6 +24,8 @@ from qualms.ase.calculator import calibrated_point
 from qualms.atomistic.labels import find_label
 from qualms.calibration.fitting import build_calibration
 
+pytestmark = pytest.mark.filterwarnings("ignore:The training set has too few compositions")
+
 EXTRA = {"energy_uncertainty", "energy_ensemble", "forces_uncertainty", "forces_ensemble"}
 SMOOTH = {"cutoff": 3.0, "n_radial": 3, "l_max": 2, "engine": "featomic", "smoothing": 0.5}
 
@@ -500,8 +502,9 @@ def test_models_that_are_not_potentials_in_ev(shift_model, molecules, water_mode
     for wrong in (shift_model, make_model(units="kcal/mol").fit(molecules[:50])):
         with rejects("model"):
             Calculator(wrong)
+    without_units = water_model_of(units="")
     with pytest.warns(QualmsWarning) as caught:
-        calc = Calculator(water_model_of(units=""))
+        calc = Calculator(without_units)
     assert caught[0].filename == __file__
     calc.map(lambda member: member.get_potential_energy(waters(1)[0]))  # no further warning
     with pytest.raises(InputError):

@@ -4,11 +4,14 @@ import numpy as np
 import pytest
 from ase import Atoms
 from ase.build import molecule
+from atomistic_fixtures import make_model
 from checks import rejects
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qualms import AtomisticModel
 from qualms.atomistic.baseline import anchors, atom_design, fit_baseline, spans, structure_design
+from qualms.errors import QualmsWarning
 from qualms.gp.ensemble import draw_members
 
 SPECIES = [1, 6, 7, 8]
@@ -122,3 +125,40 @@ def test_anchors_make_every_member_span_all_compositions(seed, n, n_species):
     y = X @ rng.normal(size=n_species)
     predicted = fit("composition", X, y, counts).predict_members(X)
     np.testing.assert_allclose(predicted, np.tile(y[:, None], 6), atol=1e-9)
+
+
+def rattled(name, n, rng):
+    """Copies of a molecule, displaced; the energy of each atom depends on its element alone."""
+    frames = [molecule(name) for _ in range(n)]
+    for atoms in frames:
+        atoms.rattle(0.05, rng=rng)
+        atoms.info["energy"] = -100.0 * atoms.numbers.sum() + 0.1 * rng.normal()
+    return frames
+
+
+def test_compositions_outside_the_span_of_the_training_set_are_rejected(tmp_path):
+    rng = np.random.default_rng(0)
+    frames, ethanol = rattled("CH3OH", 15, rng), molecule("CH3CH2OH")
+    twice = molecule("CH3OH")
+    twice.extend(Atoms(twice.numbers, twice.positions + 20))
+    with pytest.warns(QualmsWarning, match="compositions"):
+        model = make_model("energy", n_representatives=20, calibration="student").fit(frames)
+    model.save(tmp_path / "model")
+    for one in (model, AtomisticModel.load(tmp_path / "model")):
+        assert one.predict([twice]).mean[0] == pytest.approx(2 * -1800, abs=5)
+        with rejects("frames"):
+            one.predict([twice, ethanol])
+        assert one.extrapolates([ethanol, frames[0]], unknown_species="ignore")[0]
+    others = rattled("CH4", 3, rng) + rattled("H2O", 3, rng)
+    model = make_model("energy", n_representatives=20, calibration="student").fit(frames + others)
+    assert model.predict([ethanol]).mean[0] == pytest.approx(-2600, abs=5)  # warnings are errors
+
+
+def test_isolated_atoms_are_used_if_compositions_do_not_determine_the_baseline():
+    frames = rattled("CH3OH", 15, np.random.default_rng(0))
+    alone = [
+        Atoms([z], info={"energy": -100.0 * z, "config_type": "isolated_atom"}) for z in (1, 6, 8)
+    ]
+    model = make_model("energy", n_representatives=20, calibration="student").fit(frames + alone)
+    assert model.fitted.baseline.name == "atoms"
+    assert model.predict([molecule("CH3CH2OH")]).mean[0] == pytest.approx(-2600, abs=5)

@@ -42,6 +42,8 @@ from qualms.data import qm9
 from qualms.features import gradients
 from qualms.features.gradients import Surroundings, batches
 
+pytestmark = pytest.mark.filterwarnings("ignore:The training set has too few compositions")
+
 SMOOTH = {"cutoff": 3.5, "n_radial": 3, "l_max": 2, "engine": "featomic", "smoothing": 0.5}
 TWO_SCALES = {
     "engine": "featomic",

@@ -142,6 +142,7 @@ def test_forces_need_smooth_features():
         make_settings({"target": "e", "kind": "intensive", "forces": "f"})
 
 
+@pytest.mark.filterwarnings("ignore:The training set has too few compositions")
 def test_the_representation_is_chosen_by_the_structures(molecules, caplog):
     given_ = {"n_representatives": 30, "calibration": "student"}
     model = make_model(representation="auto", **given_)
@@ -367,6 +368,7 @@ def test_estimators_predict_a_row_alone_as_in_a_batch(dtype):
     np.testing.assert_allclose(std, model.pp_std(new), rtol=TOLERANCE)
 
 
+@pytest.mark.filterwarnings("ignore:The training set has too few compositions")
 def test_twice_the_cell_is_twice_the_energy():
     crystals = labelled_crystals(30)
     for atoms in crystals:
@@ -443,6 +445,7 @@ def test_unknown_species_are_rejected_or_ignored(energy_model, shift_model):
         energy_model.predict([Atoms("Cl")], unknown_species="ignore")
 
 
+@pytest.mark.filterwarnings("ignore:The training set has too few compositions")
 def test_unknown_species_are_not_mixed_from_others():
     small = {"preset": "inorganic", "n_radial": 3, "l_max": 2, "cutoff": 4.0}
     model = make_model("energy", representation=small, calibration="student")

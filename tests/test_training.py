@@ -341,6 +341,7 @@ def test_a_target_that_is_linear_in_the_composition_is_exact(molecules):
     assert model.record.quantities["energy"].rmse is None
 
 
+@pytest.mark.filterwarnings("ignore:The training set has too few compositions")
 @pytest.mark.parametrize(
     ("n", "settings", "parameter"),
     [
@@ -404,6 +405,7 @@ def test_models_with_the_first_representatives_are_nested(monkeypatch):
         np.testing.assert_array_equal(nested.basis.representatives, explicit.basis.representatives)
 
 
+@pytest.mark.filterwarnings("ignore:The training set has too few compositions")
 def test_more_representatives_are_chosen_where_the_target_varies_fast(monkeypatch, tmp_path):
     monkeypatch.setattr(training, "_SMALLEST", 8)
     soap, chosen = {"cutoff": 5.0, "n_radial": 6, "l_max": 2}, []

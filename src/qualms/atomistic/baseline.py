@@ -8,6 +8,10 @@ for every species.
 
 Each ensemble member has its own baseline, fitted to its own rows: the uncertainty of the baseline
 is then a part of the ensemble standard deviation.
+
+Coefficients that are fitted determine the baseline of compositions in the span of those of the
+training set, and of no others: a model of one molecule has no energy of another. Members share the
+choice that is made there, so their standard deviation does not show it.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ from qualms.errors import InputError
 #: the same ratio leave about 1e-15; one molecule with a rare species among a million leaves about
 #: 1e-5.
 RCOND = 1e-9
+#: Fractions of species, beside those of the training set, that are rounding.
+_TOLERANCE = 1e-7
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,27 @@ class Baseline:
     species: tuple[int, ...]  #: atomic numbers, in the order of the columns of the design matrix
     full: Float64Array  #: (S,): coefficients fitted to all rows, in the units of the target
     members: Float64Array  #: (S, N_R): coefficients fitted to the rows of each member
+    span: Float64Array  #: (k, S): orthonormal rows that span compositions whose baseline is known
+
+    def is_determined(self, design: Float64Array) -> BoolArray:
+        """Return whether the baseline of each row of the design matrix is known: (n,)."""
+        outside = design - design @ self.span.T @ self.span
+        return np.asarray(np.abs(outside).max(axis=1) <= _TOLERANCE)
+
+    def check_compositions(self, frames: Sequence[Atoms], *, first: int = 0) -> None:
+        """Reject structures whose baseline is not known; the first has the number `first`."""
+        if len(self.span) == len(self.species):
+            return
+        known = self.is_determined(structure_design(frames, self.species))
+        for i in np.flatnonzero(~known)[:1]:
+            others = f" and {np.sum(~known) - 1} other structures" if np.sum(~known) > 1 else ""
+            raise InputError(
+                "frames",
+                f"{frames[i].get_chemical_formula()} in frames[{first + i}]{others}",
+                "compositions that those of the training set determine (combinations of them)",
+                "Train with isolated atoms or more compositions, or ignore this "
+                "(unknown_species='ignore', --ignore-unknown-species).",
+            )
 
     def predict(self, design: Float64Array) -> Float64Array:
         """Return the baseline of each row of the design matrix (n, S): (n,)."""
@@ -100,6 +127,7 @@ def fit_baseline(
     weights = np.ones((len(y), 1 if counts is None else 1 + counts.shape[1]))
     if counts is not None:
         weights[:, 1:] = counts
+    span = np.eye(len(species))
     if isinstance(baseline, Mapping) or baseline == "atoms":
         fixed = _atoms(baseline, species, kind, isolated or {})
         fitted = np.repeat(fixed[:, None], weights.shape[1], axis=1)
@@ -108,9 +136,9 @@ def fit_baseline(
     elif baseline == "mean":
         fitted = np.tile(_means(y, weights), (len(species), 1))
     else:
-        fitted = _least_squares(design, y, weights)
+        fitted, span = _least_squares(design, y, weights), row_space(design)
     name = baseline if isinstance(baseline, str) else "atoms"
-    return Baseline(name, tuple(species), fitted[:, 0].copy(), fitted[:, 1:].copy())
+    return Baseline(name, tuple(species), fitted[:, 0].copy(), fitted[:, 1:].copy(), span)
 
 
 def anchors(design: Float64Array) -> IntArray:
@@ -131,14 +159,16 @@ def spans(design: Float64Array, counts: IntArray) -> BoolArray:
     """Return whether the rows of each member determine what all rows determine: (N_R,)."""
     rows = distinct_rows(design)
     X = design[rows.first]
-    full = _rank(X)
+    full = len(row_space(X))
     present = [np.bincount(rows.inverse, weights=c, minlength=len(X)) > 0 for c in counts.T]
-    return np.asarray([_rank(X[p]) == full for p in present], dtype=np.bool_)
+    return np.asarray([len(row_space(X[p])) == full for p in present], dtype=np.bool_)
 
 
-def _rank(X: Float64Array) -> int:
-    singular = np.linalg.svd(X, compute_uv=False)
-    return int(np.count_nonzero(singular > RCOND * singular.max(initial=0.0)))
+def row_space(design: Float64Array) -> Float64Array:
+    """Return orthonormal rows (k, S) that span the rows of a design matrix (n, S)."""
+    X = design[distinct_rows(design).first]
+    _, singular, Vt = np.linalg.svd(X, full_matrices=False)
+    return np.asarray(Vt[singular > RCOND * singular.max(initial=0.0)])
 
 
 def _means(y: Float64Array, weights: Float64Array) -> Float64Array:

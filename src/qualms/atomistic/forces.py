@@ -530,6 +530,7 @@ def check_frames(fitted: Fitted, frames: Sequence[Atoms], *, stress: bool) -> No
     for i, atoms in enumerate(frames):
         check_structures([atoms], first=i)
         check_species([atoms], fitted.representation.species, first=i)
+        fitted.baseline.check_compositions([atoms], first=i)
         if stress and (rank := atoms.cell.rank) < 3:
             expected = "three: without a volume there is no stress"
             raise InputError(f"frames[{i}].cell", f"{rank} vectors", expected)

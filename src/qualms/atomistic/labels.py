@@ -10,10 +10,11 @@ so do values that a model predicted: see `qualms.io.xyz`.
 from __future__ import annotations
 
 import difflib
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -21,7 +22,7 @@ import numpy as np
 from ase import Atoms
 
 from qualms.arrays import BoolArray, Float64Array, IntArray, joined_groups
-from qualms.atomistic.baseline import atom_design, structure_design
+from qualms.atomistic.baseline import atom_design, row_space, structure_design
 from qualms.atomistic.settings import Settings, with_representation
 from qualms.atomistic.structures import (
     VOIGT,
@@ -36,6 +37,8 @@ from qualms.errors import InputError, QualmsWarning
 from qualms.features.soap import offsets_of
 from qualms.gp.ensemble import group_codes
 from qualms.io.xyz import is_prediction
+
+log = logging.getLogger(__name__)
 
 #: How data sets tag the isolated atoms that energies are counted from, in lower case.
 ISOLATED = ("isolated_atom", "isolatedatom")
@@ -179,7 +182,7 @@ def collect_labels(
         species = tuple(np.unique(numbers).tolist())
     stored = {"memory": None, "threads": None, "species": species}
     settings, preset = with_representation(settings.model_copy(update=stored), used)
-    return TrainingSet(
+    data = TrainingSet(
         settings=settings,
         frames=used,
         source=found.frames,
@@ -194,6 +197,23 @@ def collect_labels(
         derivatives=derivatives,
         preset=preset,
     )
+    return _with_known_baseline(data)
+
+
+def _with_known_baseline(data: TrainingSet) -> TrainingSet:
+    """Use isolated atoms if the compositions do not determine the energies of all elements."""
+    settings, n = data.settings, len(data.species)
+    if settings.baseline != "composition" or settings.per_atom or len(row_space(data.design)) == n:
+        return data
+    if settings.kind == "extensive" and {*data.species} <= {*data.isolated}:
+        log.info("Baseline: energies of isolated atoms, since compositions do not determine them.")
+        return replace(data, settings=settings.model_copy(update={"baseline": "atoms"}))
+    _warn(
+        f"The training set has too few compositions to determine {settings.target!r} of each of "
+        f"{symbols_of(data.species)}. Other compositions are rejected in predictions; add them, or "
+        "isolated atoms (config_type=isolated_atom)."
+    )
+    return data
 
 
 def _derived(

@@ -115,7 +115,8 @@ class AtomisticModel:
         frames : sequence of Atoms
         unknown_species : {"error", "ignore"}
             Whether atoms of elements that the model was not trained on are an error, or are
-            ignored; `extrapolates` flags structures that have some.
+            ignored; so are compositions whose baseline the training set does not determine.
+            `extrapolates` flags both.
 
         Returns
         -------
@@ -324,7 +325,7 @@ class Chunk:
 
         It is if the largest or the mean novelty of its environments exceeds that of 99 % of the
         training structures, if the ensemble standard deviation exceeds that of all out-of-bag
-        points, or if it has atoms of unknown species.
+        points, if it has atoms of unknown species, or if its composition has no baseline.
         """
         limits = np.array(self.fitted.training_novelty) + _ROUNDING
         # Members that agree to rounding on all training rows differ by rounding everywhere.
@@ -333,7 +334,10 @@ class Chunk:
         if self.fitted.per_atom:
             edges = pairwise(self.batch.offsets)
             above = np.array([bool(np.any(above[a:b])) for a, b in edges])
-        return np.asarray(np.any(novelty > limits, axis=1) | above | self.has_unknown)
+        unknown = self.has_unknown
+        if not self.fitted.per_atom:
+            unknown = unknown | ~self.fitted.baseline.is_determined(self.design)
+        return np.asarray(np.any(novelty > limits, axis=1) | above | unknown)
 
 
 def stream_chunks(
@@ -361,6 +365,8 @@ def stream_chunks(
             is_known = np.isin(atoms.numbers, species)
             if not allow_unknown:
                 check_species([atoms], species, first=index)
+                if not fitted.per_atom:
+                    fitted.baseline.check_compositions([atoms], first=index)
             elif not is_known.any():
                 given = f"{symbols_of(sorted({*atoms.numbers.tolist()}))} alone in frames[{index}]"
                 expected = f"at least one atom of a known species: {symbols_of(species)}"

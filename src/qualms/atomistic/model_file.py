@@ -35,7 +35,7 @@ from qualms.io.tensors import (
 
 FORMAT = "qualms model"
 #: Raised whenever the meaning of a file changes.
-PROTOCOL = 5
+PROTOCOL = 6
 
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
@@ -112,6 +112,7 @@ def _tensors(fitted: Fitted) -> dict[str, Any]:
         "pp_weights": fitted.pp_weights,
         "baseline": fitted.baseline.full,
         "baseline_members": fitted.baseline.members,
+        "baseline_span": fitted.baseline.span,
         "membership": fitted.membership,
     }
     for s, projection in enumerate(fitted.representation.projections):
@@ -165,6 +166,7 @@ def _expected(document: ModelDocument) -> dict[str, TensorSpec]:
         "pp_weights": TensorSpec("f", ("r",)),
         "baseline": TensorSpec("f", ("species",)),
         "baseline_members": TensorSpec("f", ("species", "n_members")),
+        "baseline_span": TensorSpec("f", ("span", "species")),
         "membership": TensorSpec("u", ("rows", "n_subsampled")),
     }
     for s in range(document.n_projections):
@@ -185,7 +187,7 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
         raise ValueError(f"species {document.species}")
     soap, scale = document.settings.soap, document.feature_scale
     representation = Representation(soap, document.species, projections, scale, precise=True)
-    full, members = tensors["baseline"], tensors["baseline_members"]
+    of_baseline = (tensors[f"baseline{part}"] for part in ("", "_members", "_span"))
     quantities = set(document.settings.keys)
     if "energy" not in document.calibrations or not set(document.calibrations) <= quantities:
         raise ValueError(f"calibrations of {', '.join(document.calibrations)}")
@@ -199,7 +201,7 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
         intercepts=tensors["intercepts"],
         pp_weights=tensors["pp_weights"],
         pp_intercept=document.pp_intercept,
-        baseline=Baseline(document.baseline, document.species, full, members),
+        baseline=Baseline(document.baseline, document.species, *of_baseline),
         calibrations={
             quantity: _calibrations(document, documents)
             for quantity, documents in document.calibrations.items()

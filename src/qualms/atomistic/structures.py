@@ -39,8 +39,8 @@ MIN_DISTANCE = 0.1
 #: Largest coordinate of an atom or periodic cell vector (Å): libraries of descriptors crash or hang
 #: far beyond it.
 MAX_LENGTH = 1e5
-#: Largest volume of the box around a structure (Å³). Descriptors divide it into cells of the size of
-#: the cutoff: 1e8 Å³ take 0.4 GB.
+#: Largest volume of the box around a structure (Å³). Descriptors divide it into cells of the size
+#: of the cutoff: 1e8 Å³ take 0.4 GB.
 MAX_VOLUME = 1e8
 #: Smallest singular value of the periodic cell vectors, scaled to unit length, that is taken for a
 #: volume. The angle between two vectors is then about 0.1°.

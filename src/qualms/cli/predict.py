@@ -54,7 +54,8 @@ def predict(
         bool,
         Option(
             "--ignore-unknown-species",
-            help="Ignore atoms of elements that are not in the training set.",
+            help="Ignore atoms of elements that are not in the training set, and accept any "
+            "composition.",
         ),
     ] = False,
     threads: Threads = None,
