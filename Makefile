@@ -9,7 +9,7 @@ COVERAGE := --cov=src/qualms/gp --cov=src/qualms/calibration --cov-branch --cov-
 # Tests whose results depend on the kernels of the linear algebra library.
 NUMERICAL := $(wildcard $(patsubst %,tests/test_%.py,kernels representatives sparse_gp noise ensemble regressors model training forces ase))
 
-.PHONY: help demo test test-slow test-processors check docs dist bench format lock clean
+.PHONY: help demo test test-slow fuzz test-processors check docs dist bench format lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -33,6 +33,9 @@ test: $(VENV)/.test ## run the tests, with the coverage of gp and calibration
 
 test-slow: $(VENV)/.test ## run the tests that take minutes or need large data
 	$(BIN)/python -m pytest -m slow
+
+fuzz: $(VENV)/.test ## try 10,000 mutations of each kind of file that is read
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m slow tests/test_fuzz.py
 
 test-processors: $(VENV)/.test ## run the numerical tests with the kernels of other processors
 	OPENBLAS_CORETYPE=Haswell $(PYTEST) -q $(NUMERICAL)

@@ -85,6 +85,7 @@ def test_xyz_is_read_frame_by_frame_across_blank_lines(tmp_path, name):
         ("a.xyz", b"1\n\nQq 0 0 0\n"),
         ("a.xyz", b"1\n\nH 0 0\n"),
         ("a.xyz", b'1\nLattice="1 2 3"\nH 0 0 0\n'),
+        ("a.xyz", b"1\nProperties=species:S:1:pos:R:3:x:R:2147483648\nH 0 0 0 1\n"),
         ("a.xyz", b"\xff\xfe\x00\x01"),
         ("a.xyz.gz", b"1\n\nH 0 0 0\n"),
         ("a.json", b"{}"),

@@ -64,10 +64,10 @@ def check_sample_weight(sample_weight: FloatArray | None, n: int) -> Float64Arra
     return w
 
 
-def reject_masked(parameter: str, values: object) -> None:
+def reject_masked(parameter: str, values: Any) -> None:
     """Reject masked numbers: NumPy and scikit-learn would use what is below the mask."""
     if np.ma.is_masked(values):
-        n = int(np.ma.getmaskarray(values).sum())
+        n = int(np.sum(np.ma.getmaskarray(values)))
         raise InputError(parameter, f"{n} masked values", "numbers", "Drop those points.")
 
 

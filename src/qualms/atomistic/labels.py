@@ -428,7 +428,7 @@ def _as_array(value: object) -> np.ndarray[Any, Any]:
     What cannot be an array becomes a string, which is no number.
     """
     if np.ma.is_masked(value):
-        return np.ma.asarray(value).astype(np.float64).filled(np.nan)  # type: ignore[no-any-return]
+        return np.ma.filled(np.ma.asarray(value).astype(np.float64), np.nan)
     try:
         return np.asarray(value)
     except ValueError:  # a ragged list

@@ -475,7 +475,7 @@ def summarize(fitted: Fitted) -> dict[str, str]:
                 described = described.replace("ŝ", "p")
             facts[f"{of}calibration"] = f"{described} ({points})"
     facts["time"] = format_time(sum(record.seconds.values()))
-    made = f"{provenance.created} by qualms {provenance.packages['qualms']}"
+    made = f"{provenance.created} by qualms {provenance.packages.get('qualms', '')}"
     return facts | {"made": f"{made}, data {provenance.data_digest[:12]}"}
 
 

@@ -10,6 +10,7 @@ import io
 import itertools
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -45,6 +46,9 @@ MAX_VOLUME = 1e8
 #: Smallest singular value of the periodic cell vectors, scaled to unit length, that is taken for a
 #: volume. The angle between two vectors is then about 0.1°.
 MIN_INDEPENDENCE = 1e-3
+
+#: Numbers of columns in ``Properties=species:S:1:pos:R:3``, and the largest in all.
+_COLUMNS, _MOST_COLUMNS = re.compile(r":[RSIL]:(\d+)", re.IGNORECASE), 100_000
 
 _EXTENDED_XYZ = (
     "extended XYZ (the number of atoms, a comment line and one line for each atom), or another "
@@ -129,6 +133,8 @@ def _xyz_frames(stream: Iterator[str]) -> Iterator[Atoms]:
         if len(lines) < size + 2:
             found = max(len(lines) - 2, 0)
             raise ValueError(f"line {number}: the file ends after {found} of {size} atoms")
+        if sum(map(int, _COLUMNS.findall(lines[1]))) > _MOST_COLUMNS:  # ASE would list them all
+            raise ValueError(f"line {number + 1}: more than {_MOST_COLUMNS} columns")
         line = next(stream, "")
         while line.lstrip().startswith("VEC"):  # the cell, in one of the dialects
             lines.append(line)

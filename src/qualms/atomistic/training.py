@@ -884,18 +884,7 @@ def calibrate(ensemble: Ensemble, data: TrainingSet, stages: Stages | None = Non
             )
             for name, quantity in data.quantities.items()
         }
-        for name, quantity in data.quantities.items():
-            y, structure, (rows, _, full) = quantity.y, quantity.structure, left_out[name]
-            if counts.shape[1]:
-                found = out_of_bag_prediction(
-                    members[name], _member_counts(name, quantity, counts) == 0
-                )
-                rows, residuals, std = found.used, y[found.used] - found.mean, found.std
-            else:
-                assert full is not None, "posterior members need the full model"
-                residuals, std = full.residuals, full.posterior_std
-            outliers = find_outliers(y[rows], residuals, std, structure[rows])
-            warn_of_outliers(name, outliers, data.source)
+        _check_labels(data, members, counts, left_out)
     whitening = gp.rows.whitening
     full = gp.process.weights[:, 0] * gp.scale
     rng = np.random.default_rng([settings.seed, _POSTERIOR_STREAM])
@@ -1006,6 +995,27 @@ def _centre(
             found = Residuals(full.kept[used], quantity.y[rows[used]] - mean, std, n_absent)
             residuals.append(found.mostly(full.without_representatives[used]))
     return fit_centre(residuals, n_members)
+
+
+def _check_labels(
+    data: TrainingSet,
+    members: Mapping[str, Float64Array],
+    counts: IntArray,
+    left_out: Mapping[str, LeftOut],
+) -> None:
+    """List structures whose labels are far from their out-of-bag predictions."""
+    for name, quantity in data.quantities.items():
+        rows, full = left_out[name].rows, left_out[name].full
+        if counts.shape[1]:
+            absent = _member_counts(name, quantity, counts) == 0
+            used, mean, std, _ = out_of_bag_prediction(members[name], absent)
+            rows = np.flatnonzero(used)
+            residuals = quantity.y[rows] - mean
+        else:
+            assert full is not None, "posterior members need the full model"
+            residuals, std = full.residuals, full.posterior_std
+        found = find_outliers(quantity.y[rows], residuals, std, quantity.structure[rows])
+        warn_of_outliers(name, found, data.source)
 
 
 def _largest_std(data: CalibrationData | None, settings: Settings) -> float:
