@@ -13,7 +13,9 @@ with L Lᵀ = ΦᵀΦ + σ².
 
 Several quantities (energies, forces and virials) have a noise variance each. Their errors have
 different units and sizes, so the criterion is the sum of the logarithms of typical errors of groups
-that are left out, see `left_out_error`, which is minimised by a pattern search.
+that are left out, see `left_out_error`, which is minimised by a pattern search. Errors of the first
+quantity must not become larger than without the others: if they do, the excess counts several
+times.
 """
 
 from __future__ import annotations
@@ -393,26 +395,25 @@ def _parts(observed: Observations) -> list[tuple[list[IntArray], _Sums]]:
     return list(zip(left_out, rests, strict=True))
 
 
-def left_out_error(observed: Observations, prior: float) -> Callable[..., float]:
-    """Return the function of the variances of all kinds that is minimised.
+def left_out_error(observed: Observations, prior: float) -> Callable[..., Float64Array]:
+    """Return the function of the variances of all kinds whose sum (k,) is minimised.
 
-    It is the sum over kinds of `typical_log` of the mean absolute errors of groups left out; a kind
-    that fewer groups have counts less.
+    It is `typical_log` of the mean absolute errors of groups left out, kind by kind; a kind that
+    fewer groups have counts less. Kinds of infinite variance are not learned from.
     """
     parts, groups = _parts(observed), observed.groups
     left_out = [np.concatenate(rows) for rows in zip(*(rows for rows, _ in parts), strict=True)]
     counts = np.array([len(np.unique(groups[rows])) for rows in left_out])
 
-    def score(*variances: float) -> float:
+    def errors(*variances: float) -> Float64Array:
         models = [(rows, rest.solve(variances, prior)[0]) for rows, rest in parts]
-        total = 0.0
+        logs = np.empty(len(left_out))
         for k, rows in enumerate(left_out):
             missed = np.concatenate([observed.missed(some[k], w) for some, w in models])
-            share = float(counts[k] / counts.max())
-            total += share * typical_log(group_means(missed, groups[rows]))
-        return total
+            logs[k] = typical_log(group_means(missed, groups[rows]))
+        return np.asarray(logs * (counts / counts.max()))
 
-    return score
+    return errors
 
 
 def typical_log(errors: Float64Array) -> float:
@@ -463,6 +464,9 @@ _START, _START_OF_OTHERS, _LOWEST = -4.0, -3.0, -12.0
 _HIGHEST, _HIGHEST_OF_EVIDENCE = 1.0, 0.5
 #: Steps in decades of the search.
 _STEPS = (1.0, 0.5, 0.25)
+#: Decades about the noise of the first quantity at which it is learned alone, the loss of accuracy
+#: (a logarithm) that the others may cause, and how often an excess counts.
+_NEAR, _WORSE, _EXCESS = (-2.0, -1.0, 0.0, 1.0, 2.0), 0.02, 20.0
 #: Least gain of a step for each decade: one per cent of the errors of one kind.
 _GAIN = 0.01
 
@@ -504,19 +508,26 @@ def select_joint_noise(
     by_evidence, known, kinds = criterion == "evidence", known or {}, tuple(rows.values())
     root = np.sqrt(weight)
     units = tuple(_usual_square(root[some] * y[some], groups[some]) for some in kinds)
-    score = (evidence if by_evidence else left_out_error)(
-        Observations(Phi, y, root, kinds, groups), prior
-    )
+    observed = Observations(Phi, y, root, kinds, groups)
+    score = (evidence if by_evidence else left_out_error)(observed, prior)
     fixed = [
         math.log10(known[name] / unit) if name in known else None
         for name, unit in zip(rows, units, strict=True)
     ]
 
-    def of_decades(decades: Sequence[float]) -> float:
+    def terms(decades: Sequence[float]) -> Float64Array:
         try:
-            return score(*(unit * 10**d for unit, d in zip(units, decades, strict=True)))
+            found = score(*(unit * 10**d for unit, d in zip(units, decades, strict=True)))
         except NumericalError:  # so little noise that it is lost in rounding
-            return np.inf
+            found = np.inf
+        return np.atleast_1d(found)
+
+    def search(limit: float = np.inf) -> tuple[float, ...]:
+        def total(decades: Sequence[float]) -> float:
+            found = terms(decades)
+            return float(found.sum() + _EXCESS * max(found[0] - limit, 0.0))
+
+        return _pattern_search(total, starts, fixed, highest)
 
     # Decades by which the mean square is larger than the usual one, if it is.
     squares = [np.mean((root[some] * y[some]) ** 2) for some in kinds]
@@ -525,7 +536,15 @@ def select_joint_noise(
     # Where the usual square and the mean square differ much, either may be the better guess.
     guess = np.array([_START] + [_START_OF_OTHERS] * (len(rows) - 1))
     starts = [np.minimum(guess + shift, highest) for shift in (0.0, beyond)]
-    best = dict(zip(rows, _pattern_search(of_decades, starts, fixed, highest), strict=True))
+    decades = search()
+    if not by_evidence and fixed[0] is None:
+        others = [np.inf] * (len(rows) - 1)
+        alone = {decades[0] + d: terms((decades[0] + d, *others))[0] for d in _NEAR}
+        energy = min(alone, key=alone.__getitem__)
+        if terms(decades)[0] > alone[energy] + _WORSE:
+            starts = [np.array(decades), np.array([energy, *highest[1:]])]
+            decades = search(alone[energy])
+    best = dict(zip(rows, decades, strict=True))
     at_limit = [q for q, d in best.items() if q not in known and d >= _HIGHEST_OF_EVIDENCE]
     if by_evidence and at_limit:
         warnings.warn(
