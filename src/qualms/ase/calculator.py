@@ -266,9 +266,9 @@ class MemberCalculator(ModelCalculator):
 
     Notes
     -----
-    A calibration of forces whose factor depends on the standard deviation (power, shrinkage) has
+    A calibration of forces whose factor depends on the standard deviation (all but linear) has
     another factor for each atom, and no energy has such forces. Members are then rescaled by one
-    factor for all forces: that of the student calibration of the same forces, or of the linear one.
+    factor for all forces: the typical one of the calibration, or of the student calibration.
     """
 
     implemented_properties = ["energy", "free_energy", "forces", "stress"]  # noqa: RUF012
@@ -342,9 +342,8 @@ class MemberCalculator(ModelCalculator):
             of_forces = fitted.calibrations["forces"]
             calibration = of_forces[fitted.settings.calibration]
             others = [of_forces.get(method) for method in ("student", "linear")]
-            factors = [c.constant_factor(n) for c in (calibration, *others) if c]
+            factors = [c.typical_factor(n) for c in (calibration, *others) if c]
             f = next((factor for factor in factors if factor is not None), 1.0)
-            f = calibration.typical_factor or f
         if f is None:
             return None
         n = fitted.weights.shape[1]

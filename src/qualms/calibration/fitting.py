@@ -40,7 +40,8 @@ N_PARAMETERS = {method: cls.n_parameters for method, cls in METHODS.items()}
 _EXACT, PAPER_ABSENT, _ENOUGH = ("linear", "power"), 5, 30
 
 
-def _class_of(method: str) -> type[Calibration]:
+def class_of(method: str) -> type[Calibration]:
+    """Return the calibration of this name."""
     if method not in MODEL_METHODS:
         raise InputError("method", repr(method), f"one of {', '.join(MODEL_METHODS)}")
     return MODEL_METHODS[method]
@@ -48,14 +49,14 @@ def _class_of(method: str) -> type[Calibration]:
 
 def build_calibration(method: str, parameters: Mapping[str, Any]) -> Calibration:
     """Build a calibration from the result of `Calibration.parameters`."""
-    return _class_of(method)(**parameters)
+    return class_of(method)(**parameters)
 
 
 def fit_calibration(
     data: CalibrationData, method: str = "student", near: Calibration | None = None
 ) -> Calibration:
     """Fit one calibration by name; `near`, a fit to similar points, may be a start."""
-    found = _class_of(method)
+    found = class_of(method)
     if method != "none" and not np.any(data.residuals[data.weights > 0]):
         raise CalibrationError(
             f"All residuals are exactly zero, so no scale can be found (points: "

@@ -152,11 +152,13 @@ def _parameters(calibrated: Calibrated) -> str:
     calibration, intervals = calibrated.calibration, calibrated.intervals
     if calibration.n_parameters == 0:
         return f"{calibration.method}: the standard deviations are not changed."
-    low, high = intervals.alpha
-    text = f"{calibration.method}: α = {calibration.alpha:.4g} [{low:.4g}, {high:.4g}]"
+    text = f"{calibration.method}: α = {calibration.alpha:.4g} {_interval(intervals.alpha, '.4g')}"
     if calibration.n_parameters > 1:
-        interval = "(undetermined: all standard deviations are similar)"
-        if intervals.gamma is not None:
-            interval = "[{:.3f}, {:.3f}]".format(*intervals.gamma)
-        text += f", γ = {calibration.gamma:.3f} {interval}"
+        text += f", γ = {calibration.gamma:.3f} {_interval(intervals.gamma, '.3f')}"
     return f"{text}; {intervals.level:.0%} confidence intervals."
+
+
+def _interval(interval: tuple[float, float] | None, digits: str) -> str:
+    if interval is None:
+        return "(undetermined)"
+    return f"[{interval[0]:{digits}}, {interval[1]:{digits}}]"

@@ -12,9 +12,11 @@ from qualms.calibration.base import Calibration, CalibrationData
 from qualms.calibration.fitting import METHODS, N_PARAMETERS
 from qualms.calibration.groups import GroupedCalibration
 from qualms.calibration.selection import (
+    FEW,
     Candidate,
     Comparison,
     ConfidenceIntervals,
+    candidate_methods,
     confidence_intervals,
     cross_validate,
 )
@@ -25,12 +27,8 @@ from qualms.metrics import Scores, outlying_points, score_arrays, spearman
 from qualms.prediction import Prediction
 
 #: Methods for standard deviations without members: the others need the number of members.
-STD_METHODS = ("none", "linear", "power")
-#: Methods of at most one parameter, for few points.
-_SIMPLE = ("none", "linear", "student")
+STD_METHODS = tuple(name for name, cls in METHODS.items() if not cls.needs_members)
 N_FOLDS = 5
-#: A calibration set with fewer independent points is small.
-FEW = 20
 #: Methods that neglect the sampling error of the ensemble standard deviation need more members.
 _FEW_MEMBERS = 10
 #: A rank correlation below this is negligible.
@@ -110,8 +108,8 @@ def calibrate_ensemble(
             f"{len(points)} points are too few for method='{method}' with {N_PARAMETERS[method]} "
             "parameters. Use more points, or method='linear'."
         )
-    if clusters.max() + 1 < FEW and method == "auto":
-        methods = tuple(m for m in methods if m in _SIMPLE)
+    if method == "auto":
+        methods = candidate_methods(data, int(clusters.max()) + 1)
     comparison = cross_validate(
         data,
         tuple(m for m in methods if N_PARAMETERS[m] < len(points)),
@@ -131,11 +129,9 @@ def calibrate_ensemble(
         common = candidate.grouped.common(data, labels)
     calibration = candidate.calibration
     intervals = confidence_intervals(calibration, common, level=level, groups=clusters)
-    std = np.empty(len(points))
+    std, kinds = np.empty(len(points)), np.full(len(points), "") if labels is None else labels
     for out, fitted in zip(comparison.folds, comparison.fold_calibrations[chosen], strict=True):
-        std[out] = fitted.overall.std(data.ensemble_std[out], data.n_members[out])
-        if labels is not None:
-            std[out] *= fitted.factors(labels[out])
+        std[out] = fitted.std_of(data.some(out), kinds[out])
     left_out = (f"{ensemble.counted(n)} {why}: left out." for why, n in dropped.items())
     checks = _checks(points, data, calibration.method, std, int(clusters.max()) + 1)
     return Calibrated(
