@@ -519,8 +519,8 @@ def calibrate(
         raw = members.uncalibrated
         members = raw.members
         mean, std = (raw.mean, raw.std) if members is None else (mean, std)
-    if (members is None) == (mean is None or std is None):
-        raise InputError("members", "members, mean and std", "either members, or mean and std")
+    if (members is None) == (mean is None) or (mean is None) != (std is None):
+        raise InputError("members", "none, or some of all three", "either members, or mean and std")
     if targets.ndim not in (1, 2):
         raise InputError("y", f"shape {targets.shape}", "(n,) or (n, T)")
     n, n_outputs = len(targets), targets.size // len(targets)
@@ -532,16 +532,16 @@ def calibrate(
         own = None if groups is None else np.asarray(groups)
         labels = np.repeat(group_codes(own, n), repeats)
     data: list[CalibrationData] = []
-    if members is None:
+    if mean is not None and std is not None:
         if method != "auto" and class_of(method).needs_members:
             expected = "auto, linear, power or none, without members"
             raise InputError("method", repr(method), expected)
         z = targets - check_points("mean", mean, targets.shape)
         stds = check_std(std, targets.shape).reshape(shape)
-        for column in zip(z.reshape(shape).T, stds.T, strict=True):
+        for pair in zip(z.reshape(shape).T, stds.T, strict=True):
             counts = np.full(shape[0], 2), np.ones(shape[0])
-            data.append(CalibrationData(*column, *counts, groups=labels))
-    else:
+            data.append(CalibrationData(*pair, *counts, groups=labels))
+    elif members is not None:
         predicted = check_members(members, targets.shape).reshape(*shape, -1)
         unseen = None
         if absent is not None:

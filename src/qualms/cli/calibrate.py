@@ -76,10 +76,13 @@ def calibrate(
         for path in check_report(report, force=force):
             check_not_input(path, predictions, output)
     source = read_source(predictions)
+    frames = source if isinstance(source, list) else None
     ensemble = read_ensemble(source, target, reference, absent=absent, by=by, order=order)
     terminal.info(_description(ensemble))
     with Stages(terminal.progress()).stage("Methods", len(METHODS)) as advance:
-        calibrated = calibrate_ensemble(ensemble, method, seed=seed or 0, on_method=advance)
+        calibrated = calibrate_ensemble(
+            ensemble, method, frames=frames, seed=seed or 0, on_method=advance
+        )
     document = make_document(calibrated, ensemble, by, units)
     write_calibration(document, output, force=force)
     for remark in calibrated.remarks:
@@ -90,7 +93,8 @@ def calibrate(
         units=units,
         y=calibrated.ensemble.y,
         prediction=calibrated.prediction,
-        frames=source if isinstance(source, list) else None,
+        frames=frames,
+        warnings=calibrated.data_warnings,
         structure=calibrated.ensemble.structure,
         atom=calibrated.ensemble.atom if ensemble.per_atom else None,
         component=calibrated.ensemble.component,
