@@ -127,7 +127,7 @@ def variance_scale(
     return float(np.average((np.asarray(residuals) / np.asarray(std)) ** 2, weights=weights))
 
 
-def log_std_moments(dof: FloatArray) -> tuple[Float64Array, Float64Array]:
+def log_std_moments(dof: float | FloatArray) -> tuple[Float64Array, Float64Array]:
     """Return mean and variance of ln ŝ − ln s = ½ ln(χ²_ν/ν) for ν degrees of freedom."""
     half = np.asarray(dof, dtype=np.float64) / 2
     return 0.5 * (digamma(half) - np.log(half)), 0.25 * polygamma(1, half)

@@ -94,8 +94,9 @@ def confidence_intervals(
         gamma = None
         for bound in bounds:
             other = sum(GAMMA_RANGE) - bound
-            profile = type(calibration).profile
-            gamma = _profile(lambda g: profile(data, g)[0], bound, other, n_groups, level)
+            gamma = _profile(
+                lambda g: type(calibration).profile(data, g)[0], bound, other, n_groups, level
+            )
     variances = _sandwich(theta, scores, data.weights, codes)
     if variances is None:
         return ConfidenceIntervals(None, gamma, level)
@@ -219,7 +220,7 @@ def candidate_methods(data: CalibrationData, n_independent: int) -> tuple[str, .
 
 
 def choose_calibration(data: CalibrationData) -> Calibration:
-    """Return the calibration that cross-validation chooses, groups of the data left out together."""
+    """Return the calibration that cross-validation, with the groups of the data, chooses."""
     codes = group_codes(data.groups, len(data.residuals))
     methods = candidate_methods(data, int(codes.max()) + 1)
     return cross_validate(data, methods, groups=codes).chosen.calibration

@@ -108,9 +108,7 @@ class ShrinkageCalibration(Calibration):
         for _ in range(5):
             previous = theta
             given = (scaled, _placed(scaled, theta))
-            theta = minimize(
-                _objective, theta, given, jac=True, method="L-BFGS-B", bounds=bounds
-            ).x
+            theta = minimize(_objective, theta, given, jac=True, method="L-BFGS-B", bounds=bounds).x
             if np.all(np.abs(theta - previous)[2:] < 0.02):
                 break
         log_alpha, power, m, log_tau = theta.tolist()

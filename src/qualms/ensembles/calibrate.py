@@ -257,7 +257,7 @@ def _members(ensemble: Ensemble) -> Iterator[str]:
         few, word = (small, "less") if small.size < large.size else (large, "more")
         names = ", ".join(map(str, sorted(few.tolist())))
         yield (
-            f"Members do not agree in their size: values of member {names} vary {factor:.3g} times "
+            f"Members do not agree in their size: values of member {names} vary {factor:.2g} times "
             f"{word} than those of the others. Are the units the same?"
         )
 

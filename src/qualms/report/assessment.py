@@ -151,7 +151,10 @@ def _lead(
         return "approximate", f"{few} are too few to determine whether uncertainties are calibrated"
     if area.excess <= _NEGLIGIBLE or area.area <= area.limit:
         if warned:
-            return "approximate", "The coverage is right, but the data may be wrong (see the warnings)"
+            return (
+                "approximate",
+                "The coverage is right, but the data may be wrong (see the warnings)",
+            )
         return "calibrated", "The uncertainties are calibrated"
     return "approximate", "The uncertainties are approximately calibrated"
 
