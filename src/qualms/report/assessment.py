@@ -25,8 +25,8 @@ from qualms.metrics import (
 )
 
 #: Miscalibration areas that are negligible (that of σ wrong by a factor of 1.1), and that are not
-#: (a factor of 1.3).
-_NEGLIGIBLE, _LARGE = 0.03, 0.08
+#: (a factor of 1.4).
+_NEGLIGIBLE, _LARGE = 0.03, 0.1
 #: Errors below this fraction of the largest are rounding.
 _ROUNDING = 1e-9
 #: Rank correlations below the first are negligible; those that may exceed the second are not.
@@ -88,8 +88,8 @@ def assess(evaluation: Evaluation, *, n_bootstrap: int = 200, seed: int = 0) -> 
     """Assess uncertainties by the miscalibration area in bins of σ, `conditional_area`.
 
     Without the part that is due to chance, it is below 0.03 for "calibrated" uncertainties (or
-    within the limit of chance, if there are enough points to notice 0.08), and for "wrong" ones it
-    exceeds 0.08 by more than chance. All others are "approximate". Warnings about the data and
+    within the limit of chance, if there are enough points to notice 0.1), and for "wrong" ones it
+    exceeds 0.1 by more than chance. All others are "approximate". Warnings about the data and
     outliers exclude "calibrated".
 
     Parameters
