@@ -194,7 +194,7 @@ class Settings(BaseModel):
     threads: int | None = _resources(
         None,
         "int, optional",
-        "Number of cores; all by default, or as many as ``OMP_NUM_THREADS`` allows.",
+        "Number of cores; by default all that are idle and that ``OMP_NUM_THREADS`` allows.",
         exclude=True,
     )
 

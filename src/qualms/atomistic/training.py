@@ -697,26 +697,13 @@ class SparseGP:
         q2, target = np.zeros(len(rows)), np.flatnonzero(rows < len(k_xx))
         leading = Phi[target, :N_LEADING]
         q2[target] = novelty_variance(leading, k_xx[rows[target]])
-        if owners is not None and own:
-            q2[target] += self._own_novelty(leading, groups[target], owners)
+        if own and owners is not None:
+            m = leading.shape[1]
+            first = self.rows.whitening.leading(m)
+            q2[target] += first.own_share(leading, groups[target], owners[:m])
         p, q = np.sqrt(found.variance), np.sqrt(q2)
         z, kept = found.residuals[:, 0], found.kept[:, 0]
         return FullModelData(z, p, q, kept).scaled(self.scale)
-
-    def _own_novelty(self, Phi: Float64Array, groups: IntArray, owners: IntArray) -> Float64Array:
-        """Return what the representatives of its group describe of each row (n, m) alone: (n,).
-
-        Without them φ is projected on what is orthogonal to the columns U of L⁻¹ that belong to
-        them, and φφᵀ smaller by φU(UᵀU)⁻¹Uᵀφᵀ.
-        """
-        m, lost = Phi.shape[1], np.zeros(len(Phi))
-        columns = self.rows.whitening.leading(m).columns_of(groups, owners[:m])
-        order = np.argsort(groups, kind="stable")
-        for group, U in columns.items():
-            rows = order[slice(*np.searchsorted(groups[order], [group, group + 1]))]
-            Q = np.linalg.qr(U)[0]
-            lost[rows] = np.sum((Phi[rows] @ Q) ** 2, axis=1)
-        return lost
 
 
 def fit_sparse_gp(

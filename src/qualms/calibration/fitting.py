@@ -109,8 +109,10 @@ class PerOutputCalibration:
         """Mean log likelihood of each output: (T,)."""
         return np.array([c.log_likelihood for c in self.outputs])
 
-    def transform(self, members: FloatArray) -> Float64Array:
-        """Scale the members (…, T, N_R) about their means, output by output."""
+    def transform(
+        self, members: FloatArray, *, novelty_std: FloatArray | None = None
+    ) -> Float64Array:
+        """Scale the members (…, T, N_R) about their means, output by output; q is (…, T)."""
         if members.ndim < 2 or members.shape[-2] != len(self.outputs):
             raise InputError(
                 "prediction",
@@ -118,8 +120,18 @@ class PerOutputCalibration:
                 f"{len(self.outputs)} outputs on the last axis",
                 "For some of the outputs, apply their own calibrations, .outputs[t].",
             )
-        scaled = [c.transform(members[..., t, :]) for t, c in enumerate(self.outputs)]
+        scaled = [
+            c.transform(
+                members[..., t, :], novelty_std=None if novelty_std is None else novelty_std[..., t]
+            )
+            for t, c in enumerate(self.outputs)
+        ]
         return np.stack(scaled, axis=-2)
+
+    @property
+    def needs_novelty(self) -> bool:
+        """Whether q is a source of an output."""
+        return any(c.needs_novelty for c in self.outputs)
 
     def apply(self, prediction: Calibratable[P_co]) -> P_co:
         """Return the calibrated prediction."""

@@ -227,12 +227,12 @@ def with_enough_points(method: str, n: int) -> str:
 class WithNovelty:
     """A calibration of points of known novelty q (…); a `MemberTransform`."""
 
-    calibration: Calibration
+    calibration: Any  # a Calibration, or one for each output
     novelty_std: FloatArray
 
     def transform(self, members: FloatArray) -> Float64Array:
         """Scale members (…, N_R) about their mean."""
-        return self.calibration.transform(members, novelty_std=self.novelty_std)
+        return np.asarray(self.calibration.transform(members, novelty_std=self.novelty_std))
 
 
 def _choose(
