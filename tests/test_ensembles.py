@@ -487,7 +487,7 @@ def test_members_are_compared_with_each_other_and_with_the_reference():
     for wrong, reference, expected in (
         (hartree, y, "0, 1, 2, 3, 4 vary 2"),
         (one, y, "member 3 vary 1e+03"),
-        (members, members.mean(axis=1), "equal the predictions"),
+        (members, members.mean(axis=1).astype(np.float32), "equal the predictions"),
         (members, members[:, 4], "member 4"),
     ):
         np.savez("p.npz", REF_e=reference, e_ensemble=wrong)

@@ -109,7 +109,7 @@ def calibrate_ensemble(
     points, dropped = _usable_points(ensemble)
     data = CalibrationData(points.y - points.mean, points.std, points.count, np.ones(len(points)))
     if not np.any(data.residuals):
-        raise CalibrationError("All residuals are zero: no scale of the errors can be fitted.")
+        raise CalibrationError("The reference values equal the predictions: all errors are zero.")
     clusters, labels = _clusters(points), points.labels
     if len(points) <= N_PARAMETERS.get(method, 0):
         raise CalibrationError(
