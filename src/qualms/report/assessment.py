@@ -123,7 +123,7 @@ def assess(evaluation: Evaluation, *, n_bootstrap: int = 200, seed: int = 0) -> 
         f"({100 * EXPECTED_WITHIN:.1f} % expected); the miscalibration area{where} is "
         f"{area.area:.3f} (by chance {area.by_chance:.3f}, at most {area.limit:.3f})."
     )
-    before = "The prediction is not calibrated."
+    before = "No calibration was applied."
     if raw is not prediction:
         before = f"Before calibration, {_percent(within[0])} were within one σ."
     conformal = _conformal(prediction.factor_95, final)
@@ -141,10 +141,10 @@ def _lead(
         lead = "The uncertainties are not calibrated"
         low, high = one.factor_interval or (0.0, np.inf)
         if low > 1.0:
-            lead += f", but too small by a factor of about {_factors(one.factor, low, high)}"
+            lead += f" (too small by a factor of about {_factors(one.factor, low, high)})"
         if high < 1.0:
             inverse = (1.0 / max(f, 1e-9) for f in (one.factor, high, low))
-            lead += f", but too large by a factor of about {_factors(*inverse)}"
+            lead += f" (too large by a factor of about {_factors(*inverse)})"
         return "wrong", lead
     if area.limit > _LARGE and area.area <= area.limit:
         few = counted(n_structures, "structure")
@@ -234,6 +234,8 @@ def _order(scores: ScoreIntervals) -> str:
     if interval is None:
         return ""
     low, high = interval
+    if low == high == 0.0:
+        return "All uncertainties, or all errors, are equal."
     if high < 0.0:
         meaning = "larger uncertainties correspond to smaller errors"
     elif low <= 0.0 and high > _SOME_ORDER:
