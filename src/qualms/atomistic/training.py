@@ -98,6 +98,7 @@ from qualms.gp.sparse_gp import (
     novelty_variance,
     posterior_deviations,
 )
+from qualms.metrics import gaussian_log_density
 from qualms.progress import Stages
 
 log = logging.getLogger(__name__)
@@ -859,8 +860,9 @@ def calibrate(ensemble: Ensemble, data: TrainingSet, stages: Stages | None = Non
         left_out = _leave_out(gp, data)
         centre = _centre(data, members, counts, left_out)
         available = np.isin(np.arange(len(data.y)), left_out["energy"].rows) & _out_of_bag(counts)
-        out_of_bag = {
-            name: calibrate_out_of_bag(
+        out_of_bag: dict[str, OutOfBag] = {}
+        for name, quantity in data.quantities.items():  # the target is the first
+            out_of_bag[name] = calibrate_out_of_bag(
                 name,
                 quantity,
                 members[name],
@@ -869,8 +871,9 @@ def calibrate(ensemble: Ensemble, data: TrainingSet, stages: Stages | None = Non
                 left_out[name].centred(centre),
                 n_available=int(np.count_nonzero(available)),
             )
-            for name, quantity in data.quantities.items()
-        }
+            if settings.calibration == "auto":
+                method = _best_method(out_of_bag[name])
+                settings = settings.model_copy(update={"calibration": method})
         if len(data.quantities) > 1 and counts.shape[1]:
             warn_of_outliers(data, members, counts)
     whitening = gp.rows.whitening
@@ -1028,7 +1031,8 @@ def calibrate_out_of_bag(
     if name == "energy":
         n_structures = len(np.unique(structure[used]))
         unscaled = NoCalibration(n_subsampled=settings.n_subsampled if settings.n_drawn else 0)
-        none = OutOfBag(None, {"none": unscaled, wanted: unscaled}, 0)
+        names = {"none", wanted} - {"auto"}
+        none = OutOfBag(None, dict.fromkeys(names, unscaled), 0)
         if np.ptp(quantity.y) == 0:
             _warn("All targets are the same: there is nothing to learn, and the uncertainty is 0.")
             return none
@@ -1040,7 +1044,9 @@ def calibrate_out_of_bag(
             _warn(f"{error} The ensemble standard deviation is not calibrated.")
             return none
         found = _fit_methods(data, settings)
-        return OutOfBag(data, found, n_structures, found[wanted].conformal(data))
+        out_of_bag = OutOfBag(data, found, n_structures)
+        wanted = _best_method(out_of_bag) if wanted == "auto" else wanted
+        return out_of_bag._replace(conformal=found[wanted].conformal(data))
     if members.shape[1] or left_out.full is None:
         apart = not_zero_by_symmetry(y, members)
     else:
@@ -1066,6 +1072,21 @@ def calibrate_out_of_bag(
         likelihood = calibration.log_likelihood + shift
         found[method] = replace(calibration, log_likelihood=likelihood)
     return OutOfBag(data, found, n_structures, conformal)
+
+
+def _best_method(out_of_bag: OutOfBag) -> str:
+    """Return the method whose Gaussians have the highest likelihood out of bag, by AIC."""
+    data, fitted = out_of_bag.data, out_of_bag.calibrations
+    methods = [m for m in ("sources", "shrinkage", "student") if m in fitted]
+    if data is None or not methods:
+        return "none"
+    n = len(data.residuals if data.groups is None else np.unique(data.groups))
+
+    def score(method: str) -> float:
+        density = gaussian_log_density(data.residuals, fitted[method].std_of(data))
+        return n * data.mean(density) - fitted[method].n_parameters
+
+    return max(methods, key=score)
 
 
 def _points(
