@@ -66,6 +66,8 @@ _OF_STRUCTURES = (
 #: Properties that need derivatives, and derivatives with respect to the cell.
 _WITH_STRESS = ("stress", "stress_uncertainty", "stress_ensemble", "energy_uncertainty_stress")
 _WITH_FORCES = ("forces", *_OF_ATOMS, "energy_uncertainty_gradient", *_WITH_STRESS)
+#: Derivatives of the uncertainty, computed once they are needed.
+_OF_UNCERTAINTY = ("energy_uncertainty_gradient", "energy_uncertainty_stress")
 #: Uncertainties that may have a threshold.
 _LIMITED = ("energy_uncertainty", "forces_uncertainty", "stress_uncertainty")
 #: Quantities that members can be calibrated for.
@@ -190,7 +192,7 @@ class ModelCalculator(UncertaintyCalculator):
         _check_model(model)
         super().__init__()
         self.model = model
-        self._with_stress = False
+        self._with_stress = self._with_gradient = False
 
     @property
     def _fitted(self) -> Fitted | None:
@@ -210,6 +212,7 @@ class ModelCalculator(UncertaintyCalculator):
                 raise PropertyNotImplementedError("stress needs a cell that has a volume")
             # After the first stress, the stress is computed with all forces.
             self._with_stress = True
+        self._with_gradient |= any(name in _OF_UNCERTAINTY for name in properties)
         if not any(name in _WITH_FORCES for name in properties):
             return self._of_energy(self._energy(atoms))
         return self._of_forces(atoms, stress=has_volume and self._with_stress)
@@ -506,12 +509,13 @@ class Calculator(ModelCalculator):
         found = self.model.predict_forces([atoms], stress=stress)
         energy, forces, stresses = found[0]
         results = self._of_energy(energy)
-        point = self._point(energy, len(atoms))
         for name, one in (("forces", forces), ("stress", stresses)):
             if one is not None:
                 results[name], results[f"{name}_uncertainty"] = one.mean, one.std
                 results[f"{name}_ensemble"] = one.members.copy()
-        raw = forces.uncalibrated.members
+        if not self._with_gradient:
+            return results
+        raw, point = forces.uncalibrated.members, self._point(energy, len(atoms))
         results["energy_uncertainty_gradient"] = -point.std_gradient(raw)
         if stresses is not None:
             raw = stresses.uncalibrated.members
