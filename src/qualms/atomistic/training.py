@@ -297,10 +297,11 @@ _SMALLEST = 250
 #: Representatives per label from which on errors hardly change: on 300 molecules of QM9 1500 and
 #: 3000 differ by 0.5 %.
 _PER_LABEL = 5
-#: Seconds of an operation, measured once on two cores of a server (2.8 GHz): of n M d for the
-#: selection and the kernel rows, of n M d for each derivative, of N M² for whitening, Gram matrices
-#: and members, and of M³ for factorisations and the noise. Each is uncertain by a factor of two.
-_SECONDS_OF = {"kernel": 1e-10, "forces": 2.4e-11, "rows": 2e-10, "solution": 3e-10}
+#: Seconds of an operation on two cores of a server: of n M d for the selection and the kernel rows,
+#: of n M d for each derivative, of N M² for Gram matrices, noise and members, and of M³ for
+#: factorisations. Each is uncertain by a factor of two: they give 650 s for 1000 geometries of
+#: azobenzene with forces and 8000 representatives, which took 506 s of one core without members.
+_SECONDS_OF = {"kernel": 1e-10, "forces": 2.4e-11, "rows": 1e-10, "solution": 1.5e-10}
 #: Derivatives of the features of an environment: by three coordinates of some neighbours.
 _N_DERIVATIVES = 3 * 20
 #: Seconds of training, beside the features, for each effort.
