@@ -87,10 +87,12 @@ def fit(path, target, method="linear", **options):
     return make_document(calibrate_ensemble(ensemble, method), ensemble, options.get("by"))
 
 
-def fit_and_apply(path, target="e", output=None, method="linear", members=True, **options):
+def fit_and_apply(path, target="e", output=None, method="linear", write_members=True, **options):
     document = fit(path, target, method, **options)
     output = output or f"out{Path(path).suffix}"
-    return document, apply_calibration(document, path, output, members=members, force=True)
+    return document, apply_calibration(
+        document, path, output, write_members=write_members, force=True
+    )
 
 
 # --- reading structures ---
@@ -290,7 +292,7 @@ def test_vectors_in_columns(components):
     expected = document.parameters["alpha"] * points_of(members).std(axis=1, ddof=1)
     np.testing.assert_allclose(again.std, expected)
     np.testing.assert_allclose(again.mean, points_of(members).mean(axis=1), atol=1e-12)
-    fit_and_apply("p.csv", "f", order="member", output="no.csv", members=False)
+    fit_and_apply("p.csv", "f", order="member", output="no.csv", write_members=False)
     assert not any(name.startswith("f_ensemble") for name in read_source("no.csv").columns)
     np.testing.assert_allclose(read_ensemble("no.csv", "f").std, expected)
     numbered = {f"f_{i}": columns[f"f_ensemble_{i}"] for i in range(3 * R)}
@@ -477,7 +479,7 @@ def test_sanity_checks():
 def test_points_that_cannot_be_used_are_counted():
     members, y = committee()
     y[:5] = np.nan
-    members[5:8, 2] = np.nan
+    members[5:8, 2:] = np.nan
     members[8:10] = 0.5
     np.savez("p.npz", e_ensemble=members, REF_e=y)
     found = calibrate_ensemble(read_ensemble("p.npz", "e"), "auto")
