@@ -647,9 +647,10 @@ def test_a_calibration_is_applied_to_the_evaluation_of_a_model():
         y=ensemble.y / n_atoms,
         prediction=Prediction(ensemble.members / n_atoms[:, None]),
         structure=ensemble.structure,
+        factor=1 / n_atoms,
         frames=frames,
     )
-    found = recalibrate(evaluation, document, extensive=True)
+    found = recalibrate(evaluation, document)
     expected = document.std(ensemble.std, R, ensemble.labels) / n_atoms
     np.testing.assert_allclose(found.std, expected)
     with pytest.raises(InputError):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from qualms.atomistic.settings import Settings
-from qualms.cli._common import Force, Json, Quiet, Terminal, missing_quantities
+from qualms.cli._common import Force, Json, Quiet, Terminal, remarks_about
 from qualms.errors import InputError
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def train(
     found: dict[str, Evaluation] = {}
     if held_out is not None:
         found = evaluate(model, held_out, stages=Stages(terminal.progress()))
-        for remark in missing_quantities(model, found):
+        for remark in remarks_about(model, found):
             terminal.info(remark)
     tables = [
         score_table(one.scores, units=one.units, title=f"Validation: {one.target}")

@@ -95,11 +95,7 @@ def apply_calibration(
         n_components=document.n_components,
         **names,
     )
-    made_for = (document.kind, document.n_components)
-    if made_for != (ensemble.kind, ensemble.n_components):
-        given = f"made for {document.kind}s, {document.n_components} per row"
-        expected = f"one for {ensemble.kind}s, {ensemble.n_components} per row"
-        raise InputError("calibration", given, expected)
+    document.check_kind(ensemble)
     remarks = [*ensemble.remarks, *_checks(document, ensemble)]
     count = None if ensemble.members is None else ensemble.count
     std = document.std(ensemble.std, count, ensemble.labels)
@@ -122,35 +118,29 @@ def apply_calibration(
     return Applied(len(ensemble), ensemble.n_members, tuple(remarks))
 
 
-def recalibrate(
-    evaluation: Evaluation, document: CalibrationDocument, *, extensive: bool = False
-) -> Prediction:
+def recalibrate(evaluation: Evaluation, document: CalibrationDocument) -> Prediction:
     """Apply a calibration file to the predictions of a model, which are calibrated already.
 
     Parameters
     ----------
     evaluation : Evaluation
-        With frames, if the calibration has groups or the target is extensive.
+        With frames, if the calibration has groups.
     document : CalibrationDocument
         Fitted to the output of `qualms predict`.
-    extensive : bool
-        Whether the values of the evaluation are per atom and those of the calibration are totals.
     """
     kind = "structure" if evaluation.atom is None else "atom"
     kind = kind if evaluation.component is None else "component"
     if (document.target, document.kind) != (evaluation.target, kind):
         given = f"made for {document.target} of {document.kind}s"
         raise InputError("calibration", given, f"one for {evaluation.target} of {kind}s")
-    labels, sizes = None, np.ones(len(evaluation))
-    frames = [] if evaluation.frames is None else evaluation.frames
-    if extensive:
-        sizes = np.array([len(frames[i]) for i in evaluation.structure])
-    if document.by is not None:
+    labels = None
+    if document.by is not None and evaluation.frames is not None:
+        frames = evaluation.frames
         atoms = evaluation.structure if evaluation.atom is None else evaluation.atom
         pairs = zip(evaluation.structure, atoms, strict=True)
         labels = np.array([_label(frames[i], document.by, j) for i, j in pairs])
-    prediction = evaluation.prediction
-    std = document.std(prediction.std * sizes, prediction.n_members, labels) / sizes
+    prediction, factor = evaluation.prediction, evaluation.factor
+    std = document.std(prediction.std / factor, prediction.n_members, labels) * factor
     return Prediction(mean=prediction.mean, std=std)
 
 

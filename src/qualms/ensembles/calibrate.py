@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from ase import Atoms
 
 from qualms.arrays import Float64Array, IntArray
 from qualms.calibration.base import Calibration, CalibrationData
@@ -18,8 +19,9 @@ from qualms.calibration.selection import (
     confidence_intervals,
     cross_validate,
 )
-from qualms.ensembles.io import Ensemble
+from qualms.ensembles.io import COMPONENTS, Ensemble
 from qualms.errors import CalibrationError, InputError
+from qualms.evaluation import Evaluation, energy_factor, per_atom
 from qualms.gp.ensemble import group_codes
 from qualms.metrics import Scores, outlying_points, score_arrays, spearman
 from qualms.prediction import Prediction
@@ -100,7 +102,7 @@ def calibrate_ensemble(
     if method not in ("auto", *methods):
         remedy = "" if ensemble.members is not None else "The other methods need members."
         raise InputError("method", repr(method), f"one of auto, {', '.join(methods)}", remedy)
-    points, dropped = _usable_points(ensemble)
+    points, left_out = usable_points(ensemble)
     data = CalibrationData(points.y - points.mean, points.std, points.count, np.ones(len(points)))
     if not np.any(data.residuals):
         raise CalibrationError("All residuals are zero: no scale of the errors can be fitted.")
@@ -136,7 +138,6 @@ def calibrate_ensemble(
         std[out] = fitted.overall.std(data.ensemble_std[out], data.n_members[out])
         if labels is not None:
             std[out] *= fitted.factors(labels[out])
-    left_out = (f"{ensemble.counted(n)} {why}: left out." for why, n in dropped.items())
     checks = _checks(points, data, calibration.method, std, int(clusters.max()) + 1)
     return Calibrated(
         ensemble=points,
@@ -153,8 +154,61 @@ def calibrate_ensemble(
     )
 
 
-def _usable_points(ensemble: Ensemble) -> tuple[Ensemble, dict[str, int]]:
-    """Leave out, and count by the first reason, points that a calibration cannot be fitted to."""
+def evaluate_ensemble(
+    points: Ensemble,
+    prediction: Prediction | None = None,
+    *,
+    frames: Sequence[Atoms] | None = None,
+    units: str = "",
+    in_units: str | None = None,
+    per: str | None = None,
+) -> Evaluation:
+    """Return the evaluation of usable points, as predicted or with another prediction.
+
+    Parameters
+    ----------
+    points : Ensemble
+    prediction : Prediction, optional
+        Of the points; that of the ensemble by default.
+    frames : sequence of Atoms, optional
+        Structures of the points.
+    units, in_units : str
+        Units of the data, and of energy to evaluate in, such as meV.
+    per : {"atom", "structure"}, optional
+        Evaluate properties of structures per atom.
+    """
+    if per not in (None, "atom", "structure"):
+        raise InputError("per", repr(per), "'atom' or 'structure'")
+    factor, units = energy_factor(units, in_units)
+    factors = np.full(len(points), factor)
+    if per == "atom":
+        if points.kind != "structure" or points.sizes is None:
+            expected = "a property of structures, whose numbers of atoms are known (n_atoms)"
+            raise InputError("per", f"'atom' for {points.kind}s", expected)
+        factors, units = factors / points.sizes, per_atom(units)
+    if prediction is None:
+        members = points.members if points.absent is None else None
+        if members is not None and np.isfinite(members).all():
+            prediction = Prediction(members)
+        else:
+            prediction = Prediction(mean=points.mean, std=points.std)
+    return Evaluation(
+        target=points.target,
+        y=points.y * factors,
+        prediction=prediction * factors,
+        structure=points.structure,
+        atom=points.atom if points.per_atom else None,
+        component=points.component,
+        component_names=COMPONENTS.get(points.n_components, ()),
+        units=units,
+        factor=factors,
+        frames=frames,
+        extrapolates=points.extrapolates,
+    )
+
+
+def usable_points(ensemble: Ensemble) -> tuple[Ensemble, list[str]]:
+    """Leave out points without a reference value or σ > 0, and return remarks about them."""
     reasons = {
         "without a reference value": ~np.isfinite(ensemble.y),
         **ensemble.unusable(),
@@ -169,7 +223,8 @@ def _usable_points(ensemble: Ensemble) -> tuple[Ensemble, dict[str, int]]:
         why = "; ".join(f"{ensemble.counted(n)} {reason}" for reason, n in dropped.items())
         usable = f"{np.count_nonzero(left)} of {ensemble.counted()} can be used"
         raise CalibrationError(f"{usable}, at least 2 are needed. {why}".rstrip())
-    return ensemble.some(left), dropped
+    remarks = [f"{ensemble.counted(n)} {why}: left out." for why, n in dropped.items()]
+    return ensemble.some(left), remarks
 
 
 def _clusters(ensemble: Ensemble) -> IntArray:

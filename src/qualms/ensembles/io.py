@@ -22,7 +22,7 @@ from qualms.calibration.base import rounding_of
 from qualms.errors import InputError, counted
 from qualms.gp.ensemble import MIN_ABSENT, ensemble_mean_std, out_of_bag_prediction
 from qualms.io.files import atomic_output
-from qualms.io.predictions import write_npz
+from qualms.io.predictions import EXTRAPOLATES, write_npz
 
 #: Endings of the keys of members and of uncertainties; the last is a variance.
 MEMBERS = ("_ensemble", "_comm")
@@ -59,8 +59,9 @@ class Ensemble:
         Whether the values belong to atoms.
     labels : (n,) array of str, optional
         Group of each point.
-    sizes : (n,) array, optional
-        Number of atoms of the structure of each point, if it is known.
+    sizes, extrapolates : (n,) arrays, optional
+        Number of atoms of the structure of each point, and whether it is out of distribution, if
+        the file has these.
     shape, member_shape, order : tuples of int, str or None
         Shapes of the stored value and members of one structure or atom; order of the members.
     columns : mapping of str to tuple of str
@@ -85,6 +86,7 @@ class Ensemble:
     per_atom: bool
     labels: StrArray | None
     sizes: IntArray | None
+    extrapolates: BoolArray | None
     shape: tuple[int, ...]
     member_shape: tuple[int, ...]
     order: Order | None
@@ -245,6 +247,9 @@ def read_ensemble(
         per_atom=rows.symbols is not None,
         labels=None if by is None else np.repeat(_labels(rows, by), k),
         sizes=None if rows.sizes is None else np.repeat(rows.sizes, k),
+        extrapolates=np.repeat(rows.numbers(EXTRAPOLATES) > 0, k)
+        if EXTRAPOLATES in rows.arrays
+        else None,
         shape=shape,
         member_shape=member_shape,
         order=member_order,
@@ -399,7 +404,7 @@ class _Names:
     def stems(self) -> list[str]:
         """Keys of values, or of numbered parts of values."""
         named = [name for name in (self.mean, self.std) if name is not None]
-        read = [self.target, *predicted_keys(self.target), f"{self.target}_absent"]
+        read = [self.target, *predicted_keys(self.target), f"{self.target}_absent", EXTRAPOLATES]
         return list(dict.fromkeys([*self.others, *named, *read]))
 
     def is_member(self, key: str) -> bool:

@@ -93,7 +93,7 @@ class Section:
     def others(self) -> Table | None:
         """Scores of other estimators of the same values."""
         e = self.evaluation
-        return score_table(e.scores, units=e.units) if e.scores else None
+        return score_table(e.scores, units=e.units) if len(e.scores) > 1 else None
 
     @cached_property
     def worst(self) -> dict[str, Table]:
