@@ -151,7 +151,7 @@ def energy_factor(units: str, wanted: str | None) -> tuple[float, str]:
     return ENERGIES[found[0]] / ENERGIES[wanted], wanted + units.removeprefix(found[0])
 
 
-def per_atom(units: str) -> str:
+def per_atom_units(units: str) -> str:
     """Return the units of a value per atom."""
     return f"{units}/atom" if units else "per atom"
 

@@ -204,12 +204,12 @@ def reading(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def description(ensemble: Ensemble) -> str:
     """Return what was read from files with predictions."""
-    members = f"{ensemble.n_members} members" if ensemble.n_members else "standard deviations"
+    if not ensemble.n_members:
+        return f"{ensemble.key}: {ensemble.counted()} with standard deviations."
+    how = "no member is assumed to have been trained on any point"
     if ensemble.absent is not None:
         how = "each point is predicted by the members that were not trained on it"
-    else:
-        how = "no member is assumed to have been trained on any point"
-    return f"{ensemble.key}: {ensemble.counted()}, {members}; {how}."
+    return f"{ensemble.key}: {ensemble.counted()}, {ensemble.n_members} members; {how}."
 
 
 def remarks_about(model: AtomisticModel, found: Mapping[str, Evaluation]) -> list[str]:

@@ -66,7 +66,9 @@ def _option(name: str) -> inspect.Parameter:
 
 @_with_settings
 def train(
-    data: Annotated[Path, Argument(metavar="DATA", help="Labelled structures: extended XYZ.")],
+    data: Annotated[
+        list[Path], Argument(metavar="DATA…", help="Labelled structures: extended XYZ files.")
+    ],
     output: Annotated[Path, Option("--output", "-o", help="Model file to write (.safetensors).")],
     config: Annotated[
         Path | None,
@@ -91,7 +93,11 @@ def train(
         Option(help="Labelled structures to evaluate the model on.", rich_help_panel=_DATA),
     ] = None,
     cutoff: Annotated[
-        float | None, Option(help="Cutoff of the environments in Å.", rich_help_panel=_MODEL)
+        float | None,
+        Option(
+            help="Cutoff of the environments in Å; by default that of the representation.",
+            rich_help_panel=_MODEL,
+        ),
     ] = None,
     force: Force = False,
     quiet: Quiet = False,
@@ -113,14 +119,13 @@ def train(
     settings["kind"] = "atomic" if per_atom_target else "intensive" if intensive else None
     model = AtomisticModel(**_settings(config, settings, cutoff))
     check_name("target", model.settings.target)
+    if output.suffix != ".safetensors":
+        raise InputError("--output", str(output), "a name that ends in .safetensors")
     summary = output.with_suffix(".json")
-    if summary == output:
-        remedy = "The summary is written to a .json file."
-        raise InputError("--output", str(output), "another suffix", remedy)
     for path in (output, summary):
-        check_not_input(path, data, validation, config)
+        check_not_input(path, *data, validation, config)
         check_output(path, force=force)
-    frames = read_frames(data)
+    frames = [atoms for path in data for atoms in read_frames(path)]
     held_out = None if validation is None else read_frames(validation)
     if held_out is not None:  # errors are found before the training starts
         find_references(held_out, model.settings, species_of(frames))

@@ -21,7 +21,7 @@ from qualms.calibration.selection import (
 )
 from qualms.ensembles.io import COMPONENTS, Ensemble
 from qualms.errors import CalibrationError, InputError
-from qualms.evaluation import Evaluation, energy_factor, per_atom
+from qualms.evaluation import Evaluation, energy_factor, per_atom_units
 from qualms.gp.ensemble import group_codes
 from qualms.metrics import Scores, outlying_points, score_arrays, spearman
 from qualms.prediction import Prediction
@@ -185,7 +185,7 @@ def evaluate_ensemble(
         if points.kind != "structure" or points.sizes is None:
             expected = "a property of structures, whose numbers of atoms are known (n_atoms)"
             raise InputError("per", f"'atom' for {points.kind}s", expected)
-        factors, units = factors / points.sizes, per_atom(units)
+        factors, units = factors / points.sizes, per_atom_units(units)
     if prediction is None:
         members = points.members if points.absent is None else None
         if members is not None and np.isfinite(members).all():

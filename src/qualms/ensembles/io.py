@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import zipfile
@@ -263,8 +264,10 @@ def read_ensemble(
 def _sources(given: str | Path | Source | Sequence[Source]) -> list[Source]:
     if isinstance(given, (str, Path)):
         return [read_source(given)]
-    several = not isinstance(given, Table) and not isinstance(given[0], Atoms)
-    return [*given] if several else [given]  # type: ignore[list-item]
+    if isinstance(given, Table):
+        return [given]
+    found: list[Any] = [*given]
+    return [found] if isinstance(found[0], Atoms) else found
 
 
 def _member_order(
@@ -444,7 +447,8 @@ class _Names:
                 arrays.pop(key, None)
                 joined.pop(key, None)
         if members:
-            if joined.get(self.target) == members:  # these are not components
+            if joined.get(self.target, ()) == _numbered(found, self.target) != ():
+                # These are members, not components.
                 del joined[self.target], arrays[self.target]
             add(f"{self.target}{MEMBERS[0]}", members)
         for key, name in ((self.target, self.mean), (f"{self.target}_std", self.std)):
@@ -531,7 +535,8 @@ def _frame_rows(frames: Sequence[Atoms], names: _Names) -> _Rows:
     """Collect the values of all structures; NaN, or no label, where a structure has none."""
     found = [with_results(atoms) for atoms in frames]
     keys = {key: None for pair in found for part in pair for key in part}
-    per_atom = any(names.is_predicted(key) for _, arrays in found for key in arrays)
+    predicted = [key for key in keys if names.is_predicted(key)] or [names.target]
+    per_atom = any(key in arrays for _, arrays in found for key in predicted)
     counts = [len(atoms) if per_atom else 1 for atoms in frames]
     collected = {}
     for key in keys:
@@ -708,12 +713,11 @@ def _parsed(cells: list[str], separator: str) -> Any:
     """Return cells as integers or floats, empty ones as NaN; or else as text."""
     words = {"true": "1", "false": "0", "": "nan", "na": "nan", "none": "nan", "null": "nan"}
     numbers = [words.get(cell.strip().lower(), cell) for cell in cells]
-    decimal_commas = [] if separator == "," else [lambda cell: float(cell.replace(",", "."))]
-    for kind in (int, float, *decimal_commas):
-        try:
-            return np.array([*map(kind, numbers)])
-        except ValueError:
-            continue
+    decimal_points = [] if separator == "," else [cell.replace(",", ".") for cell in numbers]
+    for kind, given in ((int, numbers), (float, numbers), (float, decimal_points)):
+        with contextlib.suppress(ValueError):
+            if given:
+                return np.array([*map(kind, given)])
     return np.array(cells, dtype=str)
 
 
