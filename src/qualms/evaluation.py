@@ -122,14 +122,14 @@ class Evaluation:
             skipped = counted(self.n_unknown, "structure")
             found.append(f"{skipped} with elements that are not in the training set: skipped.")
         if self.extrapolates is not None and self.extrapolates.any():
-            within = np.abs(self.residuals) <= self.prediction.std
+            within = 100.0 * (np.abs(self.residuals) <= self.prediction.std)
             text = (
                 f"{self.n_extrapolating} of {counted(self.n_structures, 'structure')} are out of "
-                f"distribution: {within[self.extrapolates].mean():.0%} of their reference values "
+                f"distribution: {within[self.extrapolates].mean():.0f} % of their reference values "
                 "lie within one σ"
             )
             if not self.extrapolates.all():
-                text += f", and {within[~self.extrapolates].mean():.0%} of the others"
+                text += f", and {within[~self.extrapolates].mean():.0f} % of the others"
             found.append(f"{text}.")
         return found
 
