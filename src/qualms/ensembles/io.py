@@ -474,21 +474,24 @@ def _merged(found: Sequence[_Rows], names: _Names) -> _Rows:
         raise InputError("std_column", repr(names.std), "a key of the file", first.known())
     if not others:
         return first
-    arrays = dict(first.arrays)
-    for i, rows in enumerate(others, 1):
-        if len(rows.structure) != len(first.structure):
-            given = f"{len(rows.structure)} rows in file {i + 1}"
-            expected = f"the {len(first.structure)} rows of the first file in the same order"
-            raise InputError("predictions", given, expected)
-        arrays = rows.arrays | arrays
     key = f"{names.target}{MEMBERS[0]}"
+    arrays: dict[str, Any] = {}
     parts = []
-    for rows in found:
+    for i, rows in enumerate(found, 1):
+        before = len(parts), len(arrays)
+        arrays = rows.arrays | arrays
         if key in rows.arrays:
             one_member = names.members and len(rows.columns.get(key, ())) == 1
             parts.append(rows.numbers(key)[:, None] if one_member else rows.numbers(key))
         elif names.target in rows.arrays and names.target not in names.others:
             parts.append(rows.numbers(names.target)[:, None])
+        if before == (len(parts), len(arrays)):
+            given = f"file {i} without predictions of {names.target!r}"
+            raise InputError("predictions", given, "predictions in each file", rows.known())
+        if len(rows.structure) != len(first.structure):
+            given = f"{len(rows.structure)} rows in file {i}"
+            expected = f"the {len(first.structure)} rows of the first file in the same order"
+            raise InputError("predictions", given, expected)
     columns, stacked = dict(first.columns), first.stacked
     if len(parts) > 1:
         arrays.pop(names.target, None)
