@@ -478,11 +478,13 @@ def _warn_about_lone_atoms(fitted: Fitted, frames: Sequence[Atoms], forces: Floa
     lone, start = 0, 0
     for atoms in frames:
         own = forces[start : start + len(atoms)]
+        start += len(atoms)
+        if len(atoms) == 1:  # zero by symmetry
+            continue
         for i in np.flatnonzero(~np.any(own, axis=(1, 2))).tolist():
             others = [j for j in range(len(atoms)) if j != i]
             distances = atoms.get_distances(i, others, mic=True)  # type: ignore[no-untyped-call]
-            lone += bool(others) and bool(np.all(distances > cutoff))
-        start += len(atoms)
+            lone += bool(np.all(distances > cutoff))
     if lone:
         warnings.warn(
             f"{counted(lone, 'atom')} without neighbours within the cutoff: the forces on them and "
