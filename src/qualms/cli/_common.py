@@ -109,7 +109,7 @@ _FILES = "Predictions"
 Predictions = Annotated[
     list[Path],
     Argument(
-        metavar="PREDICTIONS…",
+        metavar="PREDICTIONS",
         help="Predictions and reference values: extended XYZ, .csv, .tsv, .parquet, .npz, .npy or "
         ".json. Several files have the same rows; their predictions are members.",
     ),

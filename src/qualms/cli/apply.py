@@ -26,7 +26,7 @@ def apply(
     ],
     predictions: Annotated[
         list[Path],
-        Argument(metavar="PREDICTIONS…", help="New predictions of the same ensemble."),
+        Argument(metavar="PREDICTIONS", help="New predictions of the same ensemble."),
     ],
     output: Annotated[Path, Option("--output", "-o", help="File to write, in the same format.")],
     target: Annotated[

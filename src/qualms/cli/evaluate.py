@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Files = Annotated[
     list[Path],
     Argument(
-        metavar="MODEL TEST… | PREDICTIONS…",
+        metavar="MODEL TEST… | PREDICTIONS",
         help="A model file (.safetensors) and labelled structures; or predictions of any program "
         "with reference values: extended XYZ, .csv, .tsv, .parquet, .npz, .npy or .json.",
     ),

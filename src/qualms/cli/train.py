@@ -67,7 +67,7 @@ def _option(name: str) -> inspect.Parameter:
 @_with_settings
 def train(
     data: Annotated[
-        list[Path], Argument(metavar="DATA…", help="Labelled structures: extended XYZ files.")
+        list[Path], Argument(metavar="DATA", help="Labelled structures: extended XYZ files.")
     ],
     output: Annotated[Path, Option("--output", "-o", help="Model file to write (.safetensors).")],
     config: Annotated[

@@ -431,6 +431,10 @@ class _Names:
 
         def add(key: str, names: Sequence[str]) -> None:
             parts = [found[name] for name in names]
+            shapes = {np.shape(part) for part in parts}
+            if len(shapes) > 1:
+                given = f"{', '.join(names)} of shapes {' and '.join(map(str, sorted(shapes)))}"
+                raise InputError(key, given, "one shape")
             arrays[key] = parts[0] if len(parts) == 1 else np.stack(parts, axis=1)
             joined[key] = tuple(names)
 
