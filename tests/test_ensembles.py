@@ -22,7 +22,7 @@ from qualms.ensembles import (
     write_calibration,
 )
 from qualms.ensembles.apply import recalibrate
-from qualms.ensembles.calibrate import STD_METHODS
+from qualms.ensembles.calibrate import STD_METHODS, evaluate_ensemble
 from qualms.ensembles.calibration_file import make_document
 from qualms.ensembles.io import read_source
 from qualms.errors import CalibrationError, InputError
@@ -504,6 +504,13 @@ def test_scores_are_cross_validated():
     np.testing.assert_allclose(grouped.std, overall.std)
 
 
+def student_std(given, std, c):
+    """σ of the student calibration, as docs/file-formats.md has it."""
+    dof = given["prior_dof"] + c - 1
+    s2 = (given["prior_dof"] * given["prior_std"] ** 2 + (c - 1) * std**2) / (dof - 2)
+    return np.sqrt((given["alpha"] ** 2 + 1 / c) * s2)
+
+
 def test_out_of_bag_members_calibrate_without_a_validation_set():
     rng = np.random.default_rng(0)
     members, y = committee(300, n_members=16)
@@ -525,11 +532,9 @@ def test_out_of_bag_members_calibrate_without_a_validation_set():
     applied = apply_calibration(document, "m.npz", "out.npz", absent="unseen")
     new, few = load("out.npz"), absent.sum(axis=1) < 3
     assert few.any() == bool(applied.remarks)
-    c, alpha = absent.sum(axis=1)[~few], document.parameters["alpha"]
     std = np.nanstd(missing[~few], axis=1, ddof=1)
-    good = c > 3
-    expected = std * np.sqrt((c - 1) / np.where(good, c - 3, 1) * (alpha**2 + 1 / c))
-    np.testing.assert_allclose(new["e_uncertainty"][~few][good], expected[good])
+    expected = student_std(document.parameters, std, absent.sum(axis=1)[~few])
+    np.testing.assert_allclose(new["e_uncertainty"][~few], expected)
     np.testing.assert_allclose(new["e"][~few], np.nanmean(missing[~few], axis=1))
     assert np.isnan(new["e_uncertainty"][few]).all()
     np.testing.assert_array_equal(np.isnan(new["e_ensemble"][~few]), ~absent[~few])
@@ -547,9 +552,8 @@ def test_elements_and_config_types_get_factors(monkeypatch):
     document, _ = fit_and_apply("p.xyz", "forces", "q.xyz", "student", by="element")
     atoms = ase.io.read("q.xyz", 0)
     members = structures(1)[0].arrays["forces_comm"].reshape(3, R, 3)
-    alpha = document.parameters["alpha"]
     factors = np.array([document.groups[symbol].factor for symbol in atoms.symbols])[:, None]
-    expected = factors * np.sqrt(5 / 3 * (alpha**2 + 1 / R)) * members.std(axis=1, ddof=1)
+    expected = factors * student_std(document.parameters, members.std(axis=1, ddof=1), R)
     np.testing.assert_allclose(atoms.arrays["forces_uncertainty"], expected, rtol=1e-6)
     assert {*fit("p.xyz", "energy", "student", by="config_type").groups} == {"calm", "wild"}
 
@@ -607,6 +611,48 @@ def test_sanity_checks():
         wrong,  # an outlier
     ):
         assert remarks(reference, e_ensemble=members[: len(reference)])
+
+
+def test_members_are_compared_with_each_other_and_with_the_reference():
+    members, y = committee(300, n_members=10, alpha=1.0)
+    members, y = members - 40.0, y - 40.0
+    hartree, one = members.copy(), members.copy()
+    hartree[:, 5:] /= 27.2114
+    one[:, 3] *= 1000
+    for wrong, reference, expected in (
+        (hartree, y, "0, 1, 2, 3, 4 vary 2"),
+        (one, y, "member 3 vary 1e+03"),
+        (members, members.mean(axis=1).astype(np.float32), "equal the predictions"),
+        (members, members[:, 4], "member 4"),
+    ):
+        np.savez("p.npz", REF_e=reference, e_ensemble=wrong)
+        ensemble = read_ensemble("p.npz", "e")
+        (warning,) = evaluate_ensemble(ensemble).warnings
+        assert expected in warning
+
+
+def test_a_bias_of_compositions_or_config_types_is_found():
+    frames = structures(120)
+    for i, atoms in enumerate(frames):
+        atoms.info["config_type"] = ("hot", "cold")[i // 4 % 2]
+        atoms.info["REF_energy"] += (1.5, -1.5)[i // 4 % 2]
+    ase.io.write("p.xyz", frames)
+    ensemble = read_ensemble("p.xyz", "energy")
+    (warning,) = evaluate_ensemble(ensemble, frames=frames).warnings
+    assert "config_type" in warning
+    assert "hot" in warning
+    assert not evaluate_ensemble(ensemble).warnings
+
+
+@pytest.mark.usefixtures("all_methods")
+def test_auto_accounts_for_the_number_of_members():
+    members, y = committee(400, n_members=4)
+    np.savez("p.npz", REF_e=y, e_ensemble=members)
+    found = calibrate_ensemble(read_ensemble("p.npz", "e"))
+    assert found.calibration.method in ("student", "shrinkage")
+    assert not found.remarks
+    np.savez("s.npz", REF_e=y, e=members.mean(axis=1), e_std=members.std(axis=1, ddof=1))
+    assert calibrate_ensemble(read_ensemble("s.npz", "e")).calibration.method in STD_METHODS
 
 
 def test_points_that_cannot_be_used_are_counted():

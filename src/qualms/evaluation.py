@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from ase.units import Hartree, kcal, kJ, mol
 
-from qualms.arrays import BoolArray, Float64Array, IntArray, check_points
+from qualms.arrays import BoolArray, Float64Array, IntArray, StrArray, check_points
 from qualms.errors import InputError, counted
-from qualms.metrics import Scores
+from qualms.metrics import Scores, root_mean_square
 from qualms.prediction import Prediction
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class Evaluation:
     scores: Mapping[str, Scores] = field(default_factory=dict)
     #: description of the data that the "(validation)" calibrations were fitted to
     validation: str = ""
+    #: about units, bias and the like, with which no assessment is favourable; None: not checked yet
+    warnings: Sequence[str] | None = None
     n_unlabelled: int = 0  #: number of structures without reference values, which are left out
     n_unknown: int = 0  #: number of structures with unknown elements, which are left out
     #: (n,): whether the structure of each value is out of distribution, if that is known
@@ -89,6 +91,16 @@ class Evaluation:
     def n_structures(self) -> int:
         """Number of structures; values of one structure are not independent."""
         return int(np.unique(self.structure).size)
+
+    def checked(self) -> Sequence[str]:
+        """Return the warnings, those of `check_errors` if they are not known."""
+        if self.warnings is not None:
+            return self.warnings
+        kinds = {}
+        if self.frames is not None:
+            kinds = kinds_of(self.frames, self.structure, self.atom)
+        std = self.prediction.uncalibrated.std
+        return check_errors(self.residuals, std, self.structure, kinds)
 
     def some(self, chosen: BoolArray | IntArray) -> Evaluation:
         """Return the chosen points; `scores`, which belong to all points, are dropped."""
@@ -162,3 +174,96 @@ def _indices(name: str, values: IntArray, n: int) -> IntArray:
         given = f"{array.dtype.name} of shape {array.shape}"
         raise InputError(name, given, f"an integer for each of {n} points")
     return array.astype(np.intp)
+
+
+# Checks of errors that no uncertainty accounts for.
+#: Errors below this fraction of the standard deviation are none, and beyond this multiple of it
+#: (or below the inverse) units are suspected to differ.
+_EQUAL, _SUSPICIOUS = 0.01, 30.0
+#: A bias above this fraction of the root mean square, and above this multiple of its standard
+#: error, is one; from this number of structures on.
+_BIASED, _SIGNIFICANT, _FEW = 0.5, 4.0, 5
+#: Number of groups that are named.
+_NAMED = 5
+
+
+def check_errors(
+    residuals: Float64Array,
+    std: Float64Array,
+    structure: IntArray,
+    kinds: Mapping[str, StrArray] | None = None,
+) -> list[str]:
+    """Return warnings about reference values that are predictions, about units, and about bias.
+
+    Parameters
+    ----------
+    residuals, std : (n,) arrays
+        z = y − ȳ, and standard deviations before calibration.
+    structure : (n,) array of int
+        Points of one structure are not independent.
+    kinds : mapping of str to (n,) arrays of str
+        Groups of points by what they are groups of, such as the composition.
+    """
+    # Half of the |z| of a Gaussian are below 0.67 σ.
+    typical = float(np.median(np.abs(residuals))) / 0.6745
+    ratio = typical / float(np.median(std))
+    if ratio < _EQUAL:
+        return [
+            f"The reference values equal the predictions: half of the errors are below "
+            f"{0.6745 * typical:.3g}. Use reference values that are not predictions."
+        ]
+    found = []
+    if not 1 / _SUSPICIOUS < ratio < _SUSPICIOUS:
+        size = "larger" if ratio > 1 else "smaller"
+        factor = f"{max(ratio, 1 / ratio):.3g} times {size} than the standard deviations"
+        found.append(f"Errors are {factor}: are the units of both the same?")
+    codes = np.unique(structure, return_inverse=True)[1].reshape(-1)
+    if bias := _bias(residuals, codes):
+        text = f"their mean is {bias[0]:+.3g}, {bias[1]:.0%} of their root mean square"
+        found.append(f"Errors are biased: {text}. Subtract it first. (Another zero of energy?)")
+        return found
+    seen: list[Any] = []
+    for kind, labels in (kinds or {}).items():
+        names, which = np.unique(labels, return_inverse=True)
+        which = which.reshape(-1)
+        if len(names) < 2 or any(np.array_equal(which, other) for other in seen):
+            continue
+        seen.append(which)
+        biases = {n: _bias(residuals[which == i], codes[which == i]) for i, n in enumerate(names)}
+        biased = {str(name): bias for name, bias in biases.items() if bias}
+        worst = sorted(biased, key=lambda name: -abs(biased[name][0]))
+        if worst:
+            shown = ", ".join(f"{n} (mean error {biased[n][0]:+.3g})" for n in worst[:_NAMED])
+            more = f" and {len(worst) - _NAMED} more" if len(worst) > _NAMED else ""
+            found.append(
+                f"Errors are biased by {kind}: {shown}{more}. No uncertainty accounts for a bias."
+            )
+    return found
+
+
+def _bias(z: Float64Array, codes: IntArray) -> tuple[float, float] | tuple[()]:
+    """Return mean, and mean over root mean square, of errors that are biased; else nothing."""
+    n_groups = len(np.unique(codes))
+    if n_groups < _FEW:
+        return ()
+    mean, rms = float(np.mean(z)), root_mean_square(z)
+    sums = np.bincount(codes, z - mean)
+    error = float(np.sqrt(np.sum(sums**2) * n_groups / (n_groups - 1))) / len(z)
+    if abs(mean) <= max(_BIASED * rms, _SIGNIFICANT * error):
+        return ()
+    return mean, abs(mean) / rms
+
+
+def kinds_of(
+    frames: Sequence[Atoms], structure: IntArray, atom: IntArray | None = None
+) -> dict[str, StrArray]:
+    """Return composition, config_type and element (of atoms) of points: arrays (n,) by name."""
+    formulas = [atoms.get_chemical_formula() for atoms in frames]  # type: ignore[no-untyped-call]
+    kinds = {"composition": np.array(formulas)[structure]}
+    if any("config_type" in atoms.info for atoms in frames):
+        types = [str(atoms.info.get("config_type", "")) for atoms in frames]
+        kinds["config_type"] = np.array(types)[structure]
+    if atom is not None:
+        pairs = zip(structure.tolist(), atom.tolist(), strict=True)
+        kinds["element"] = np.array([frames[i].symbols[j] for i, j in pairs])
+    return kinds

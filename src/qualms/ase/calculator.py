@@ -68,6 +68,8 @@ _OF_STRUCTURES = (
 #: Properties that need derivatives, and derivatives with respect to the cell.
 _WITH_STRESS = ("stress", "stress_uncertainty", "stress_ensemble", "energy_uncertainty_stress")
 _WITH_FORCES = ("forces", *_OF_ATOMS, "energy_uncertainty_gradient", *_WITH_STRESS)
+#: Derivatives of the uncertainty, computed once they are needed.
+_OF_UNCERTAINTY = ("energy_uncertainty_gradient", "energy_uncertainty_stress")
 #: Uncertainties that may have a threshold.
 _LIMITED = ("energy_uncertainty", "forces_uncertainty", "stress_uncertainty")
 #: Quantities that members can be calibrated for.
@@ -192,7 +194,7 @@ class ModelCalculator(UncertaintyCalculator):
         _check_model(model)
         super().__init__()
         self.model = model
-        self._with_stress = False
+        self._with_stress = self._with_gradient = False
 
     @property
     def _fitted(self) -> Fitted | None:
@@ -212,6 +214,7 @@ class ModelCalculator(UncertaintyCalculator):
                 raise PropertyNotImplementedError("stress needs a cell that has a volume")
             # After the first stress, the stress is computed with all forces.
             self._with_stress = True
+        self._with_gradient |= any(name in _OF_UNCERTAINTY for name in properties)
         if not any(name in _WITH_FORCES for name in properties):
             return self._of_energy(self._energy(atoms))
         return self._of_forces(atoms, stress=has_volume and self._with_stress)
@@ -268,9 +271,9 @@ class MemberCalculator(ModelCalculator):
 
     Notes
     -----
-    A calibration of forces whose factor depends on the standard deviation (power, shrinkage) has
+    A calibration of forces whose factor depends on the standard deviation (all but linear) has
     another factor for each atom, and no energy has such forces. Members are then rescaled by one
-    factor for all forces: that of the student calibration of the same forces, or of the linear one.
+    factor for all forces: the typical one of the calibration, or of the student calibration.
     """
 
     implemented_properties = ["energy", "free_energy", "forces", "stress"]  # noqa: RUF012
@@ -344,9 +347,8 @@ class MemberCalculator(ModelCalculator):
             of_forces = fitted.calibrations["forces"]
             calibration = of_forces[fitted.settings.calibration]
             others = [of_forces.get(method) for method in ("student", "linear")]
-            factors = [c.constant_factor(n) for c in (calibration, *others) if c]
+            factors = [c.typical_factor(n) for c in (calibration, *others) if c]
             f = next((factor for factor in factors if factor is not None), 1.0)
-            f = calibration.typical_factor or f
         if f is None:
             return None
         n = fitted.weights.shape[1]
@@ -518,12 +520,13 @@ class Calculator(ModelCalculator):
         found = self.model.predict_forces([atoms], stress=stress)
         energy, forces, stresses = found[0]
         results = self._of_energy(energy)
-        point = self._point(energy, len(atoms))
         for name, one in (("forces", forces), ("stress", stresses)):
             if one is not None:
                 results[name], results[f"{name}_uncertainty"] = one.mean, one.std
                 results[f"{name}_ensemble"] = one.members.copy()
-        raw = forces.uncalibrated.members
+        if not self._with_gradient:
+            return results
+        raw, point = forces.uncalibrated.members, self._point(energy, len(atoms))
         results["energy_uncertainty_gradient"] = -point.std_gradient(raw)
         if stresses is not None:
             raw = stresses.uncalibrated.members

@@ -247,7 +247,7 @@ def _evaluate(
             scores[f"{method} (validation)"] = scored(Prediction(members))
     for method in MODEL_METHODS:
         if method != "none" and method in out_of_bag:
-            used = method == model.settings.calibration
+            used = method == model.fitted.settings.calibration
             found = test.prediction if used else Prediction(test.apply(out_of_bag[method]))
             scores[f"{method} (out-of-bag)"] = scored(found)
     if not out_of_bag:

@@ -101,7 +101,7 @@ Json = Annotated[bool, Option("--json", help="Print results as one JSON document
 Force = Annotated[bool, Option("--force", "-f", help="Replace existing output.")]
 Threads = Annotated[
     int | None,
-    Option("--threads", min=1, help="Number of cores; by default all, or OMP_NUM_THREADS."),
+    Option("--threads", min=1, help="Number of cores; by default all that are idle."),
 ]
 Seed = Annotated[int | None, Option("--seed", min=0, help="Random seed.")]
 # How predictions of other programs are read, for calibrate, apply, evaluate and report.

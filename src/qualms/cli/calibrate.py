@@ -94,12 +94,15 @@ def calibrate(
     sources = [read_source(path) for path in predictions]
     ensemble = read_ensemble(sources, **reading(names), by=by)
     terminal.info(description(ensemble))
+    frames = sources[0] if isinstance(sources[0], list) else None
     with Stages(terminal.progress()).stage("Methods", len(METHODS)) as advance:
-        calibrated = calibrate_ensemble(ensemble, method, seed=seed or 0, on_method=advance)
+        calibrated = calibrate_ensemble(
+            ensemble, method, frames=frames, seed=seed or 0, on_method=advance
+        )
     evaluation = evaluate_ensemble(
         calibrated.ensemble,
         calibrated.prediction,
-        frames=sources[0] if isinstance(sources[0], list) else None,
+        frames=frames,
         units=units or "",
         in_units=in_units,
         per=per,
@@ -157,11 +160,13 @@ def _parameters(calibrated: Calibrated) -> str:
     calibration, intervals = calibrated.calibration, calibrated.intervals
     if calibration.n_parameters == 0:
         return f"{calibration.method}: the standard deviations are not changed."
-    low, high = intervals.alpha
-    text = f"{calibration.method}: α = {calibration.alpha:.4g} [{low:.4g}, {high:.4g}]"
+    text = f"{calibration.method}: α = {calibration.alpha:.4g} {_interval(intervals.alpha, '.4g')}"
     if calibration.n_parameters > 1:
-        interval = "(undetermined: all standard deviations are similar)"
-        if intervals.gamma is not None:
-            interval = "[{:.3f}, {:.3f}]".format(*intervals.gamma)
-        text += f", γ = {calibration.gamma:.3f} {interval}"
+        text += f", γ = {calibration.gamma:.3f} {_interval(intervals.gamma, '.3f')}"
     return f"{text}; {intervals.level:.0%} confidence intervals."
+
+
+def _interval(interval: tuple[float, float] | None, digits: str) -> str:
+    if interval is None:
+        return "(undetermined)"
+    return f"[{interval[0]:{digits}}, {interval[1]:{digits}}]"

@@ -93,8 +93,9 @@ def evaluate(files: Files, quiet: Quiet = False, as_json: Json = False, **option
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
     found = evaluate_files(files, terminal, **options)
-    tables, documents = [], {}
+    tables, documents, remarks = [], {}, [*found.remarks]
     for name, one in found.evaluations.items():
+        remarks += [f"{one.target}: {warning}" for warning in one.checked()]
         points = "points" if one.component is None else "components"
         title = f"{one.target}: {len(one)} {points} of {counted(one.n_structures, 'structure')}"
         tables.append(score_table(one.scores, units=one.units, title=title))
@@ -111,7 +112,7 @@ def evaluate(files: Files, quiet: Quiet = False, as_json: Json = False, **option
         }
     main: dict[str, Any] = documents.pop(next(iter(documents)))
     main["target"] = main.pop("key")
-    notes, document = [*found.notes], {**main, "remarks": found.remarks, **documents}
+    notes, document = [*found.notes], {**main, "remarks": remarks, **documents}
     if found.model is not None:
         document["centre"] = found.model.record.centre
         notes.insert(
@@ -119,7 +120,7 @@ def evaluate(files: Files, quiet: Quiet = False, as_json: Json = False, **option
             f"Predictions have the share λ = {document['centre']:.2f} of the ensemble mean; the "
             "rest is the full model.",
         )
-    terminal.result(*tables, *notes, *found.remarks, document=document)
+    terminal.result(*tables, *notes, *remarks, document=document)
 
 
 class Evaluated(NamedTuple):

@@ -480,7 +480,7 @@ def _merged(found: Sequence[_Rows], names: _Names) -> _Rows:
         return first
     key = f"{names.target}{MEMBERS[0]}"
     arrays: dict[str, Any] = {}
-    parts = []
+    parts: list[Float64Array] = []
     for i, rows in enumerate(found, 1):
         before = len(parts), len(arrays)
         arrays = rows.arrays | arrays

@@ -210,11 +210,12 @@ def write_report(
         name: Section(name, e, assess(e, seed=seed), report_figures(e), shown)
         for name, e in found.items()
     }
+    details = {text for section in sections.values() for text in section.assessment.details}
     text = _render(
         title=title or main.target,
         sections=list(sections.values()),
         facts=facts or {},
-        remarks=notes,
+        remarks=[note for note in notes if note not in details],
         tables=tables or {},
         map=shown,
         viewer=viewer if shown is not None else None,
