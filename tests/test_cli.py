@@ -161,6 +161,13 @@ def test_several_files_are_one_training_set(desk):
     assert digest[0] == digest[1]
 
 
+def test_a_subsample_of_few_structures_is_reported(desk):
+    command = "train train.xyz --config small.yaml --quiet"
+    for size, warned in {"9": True, "0.5": False}.items():
+        ended = qualms(f"{command} --subsample {size} -o few.safetensors --force")
+        assert (ended.code, "--subsample" in ended.err) == (0, warned)
+
+
 def test_options_override_the_configuration(desk):
     representation = {"preset": "nmr", "n_radial": 3, "l_max": 2, "exponent": 3}
     config = {"target": "nothing", "kind": "intensive", "n_members": 4, "threads": 1}

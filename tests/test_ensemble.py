@@ -354,8 +354,6 @@ def test_groups_are_in_or_out_as_a_whole(replace):
 def test_a_single_sample_per_member_is_reported():
     with pytest.warns(QualmsWarning):
         assert subsample_size(1, 10) == 1
-    with pytest.warns(QualmsWarning):
-        assert subsample_size(2, 200) == 2
 
 
 def test_committee_is_the_oracle_s():

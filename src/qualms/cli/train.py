@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from qualms.evaluation import Evaluation
 
 _DATA, _MODEL = "Data", "Model"
+#: Subsamples of fewer structures were probably meant to be a fraction.
+_SMALL = 10
 #: Parameters of the command in the order of the help. Those that `train` does not have itself are
 #: made from the fields of `Settings`; its other fields can be set in the configuration file.
 _ORDER = (
@@ -119,6 +121,12 @@ def train(
     settings["kind"] = "atomic" if per_atom_target else "intensive" if intensive else None
     model = AtomisticModel(**_settings(config, settings, cutoff))
     check_name("target", model.settings.target)
+    size = model.settings.subsample
+    if size >= 1 and size < _SMALL:
+        terminal.warn(
+            f"--subsample {size} is a number: members are trained on {size} structures each. A "
+            "fraction is less than one."
+        )
     if output.suffix != ".safetensors":
         raise InputError("--output", str(output), "a name that ends in .safetensors")
     summary = output.with_suffix(".json")

@@ -53,11 +53,8 @@ def subsample_size(subsample: float, n_train: int) -> int:
         raise InputError("subsample", repr(subsample), expected, "For a bootstrap: replace=True.")
     if fraction:
         return int(np.clip(round(subsample * n_train), 1, n_train - 1))
-    if subsample == 1 or subsample < min(10, 0.1 * n_train):
-        message = (
-            f"subsample={subsample} is a number: each member is trained on {subsample} of "
-            f"{n_train} samples. A fraction is less than one, such as 0.5."
-        )
+    if subsample == 1:
+        message = "subsample=1 is a single sample per member, not all of them."
         warnings.warn(message, QualmsWarning, stacklevel=2)
     return int(subsample)
 
