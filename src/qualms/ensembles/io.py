@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import zipfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -631,7 +630,7 @@ def read_source(path: str | Path) -> Source:
 
     Tables are ``.csv`` or ``.tsv`` with commas, semicolons or tabs, ``.parquet``, ``.npz``,
     ``.npy`` (one array, whose name is that of the file, or named fields) and ``.json`` (an object
-    of lists, or a list of objects).
+    of lists, a list of objects, or one list as in ``.npy``).
     """
     file = Path(path)
     suffix = file.suffix.lower()
@@ -650,8 +649,8 @@ def read_source(path: str | Path) -> Source:
     except ImportError:
         remedy = "Or install pandas and pyarrow: pip install 'qualms[tables]'."
         raise InputError("path", f"'{file}'", "an .xyz or .npz file", remedy) from None
-    except (OSError, ValueError, KeyError, EOFError, RecursionError, zipfile.BadZipFile) as error:
-        # Errors of pandas and pyarrow are ValueErrors or OSErrors.
+    except Exception as error:
+        # Readers of damaged files raise anything.
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
         raise InputError("path", f"'{file}' ({reason})", f"a {file.suffix} file") from None
     if not any(len(column) for column in table.columns.values()):
@@ -676,8 +675,10 @@ def _read_json(file: Path) -> dict[str, Any] | None:
     if isinstance(content, list) and all(isinstance(row, dict) for row in content):
         names = dict.fromkeys(name for row in content for name in row)
         content = {name: [row.get(name) for row in content] for name in names}
+    elif isinstance(content, list):
+        content = {file.stem: content}
     if not isinstance(content, dict) or not all(isinstance(v, list) for v in content.values()):
-        raise ValueError("neither an object of lists nor a list of objects")
+        raise ValueError("neither lists nor objects of lists")
     arrays = {}
     for name, values in content.items():
         array = np.array(values)
