@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from dataclasses import replace
 
 import ase.io
 import numpy as np
@@ -502,6 +503,11 @@ def test_models_that_are_not_potentials_in_ev(shift_model, molecules, water_mode
         calc = Calculator(water_model_of(units=""))
     assert caught[0].filename == __file__
     calc.map(lambda member: member.get_potential_energy(waters(1)[0]))  # no further warning
+    of_differences = copy.copy(water_model)
+    named = of_differences.settings.model_copy(update={"target": "delta_energy"})
+    of_differences._fitted = replace(of_differences.fitted, settings=named)
+    with pytest.warns(QualmsWarning):
+        Calculator(of_differences)
     with pytest.raises(InputError):
         Calculator(water_model).get_forces(molecule("SH2"))
 
@@ -538,6 +544,13 @@ def baseline():
 def learned(kind="calibrated"):
     committee = PairCommittee(ensemble_std=0.1)
     return Calculator(committee) if kind == "calibrated" else Members(committee)
+
+
+def test_another_zero_of_energy_is_reported(atoms):
+    deep = LennardJones(sigma=1.1, epsilon=600.0, rc=3.0, ro=2.5, smooth=True)
+    atoms.calc = WeightedBaseline(learned(), deep, 0.1)
+    with pytest.warns(QualmsWarning):
+        atoms.get_potential_energy()
 
 
 @pytest.mark.parametrize("kind", ["calibrated", "members"])

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from scipy.spatial.transform import Rotation
 from threadpoolctl import threadpool_limits
 
-from qualms import InputError, Prediction, score
+from qualms import InputError, Prediction, QualmsWarning, score
 from qualms.atomistic.forces import (
     ScaleKernel,
     derivative_rows,
@@ -128,6 +128,15 @@ def some_crystal():
     atoms.set_cell(atoms.cell.array @ shear, scale_atoms=True)
     atoms.positions[1] += [0.4, 0.3, -0.2]
     return atoms
+
+
+def test_atoms_without_neighbours_are_reported():
+    model = molecular(next(iter(VARIANTS)))
+    far = some_molecule() + Atoms("O", positions=[[0, 0, 20.0]])
+    with pytest.warns(QualmsWarning):
+        found = model.predict_forces([far])
+    assert not found.forces.std[-1].any()
+    model.predict_forces([molecule("CO2"), Atoms("O")])  # zero by symmetry: no warning
 
 
 def assert_same(found, expected, rtol=1e-6):

@@ -600,6 +600,8 @@ def test_components_are_averaged_over_structures():
     shown = make_map(given, [0])
     rms = [np.sqrt(np.mean(given.residuals[given.structure == i] ** 2)) for i in range(12)]
     np.testing.assert_allclose(shown.data["properties"]["RMS error"]["values"], rms, rtol=1e-7)
+    axes = shown.data["settings"]["map"]
+    assert [axes[axis]["property"] for axis in "xy"] == ["RMS σ", "RMS error"]
 
 
 def test_large_maps_have_the_worst_and_a_sample():

@@ -54,6 +54,8 @@ Results = dict[str, Any]
 #: Called with a structure that is too uncertain, and the results for it.
 OnExceed = Callable[[Atoms, Results], object]
 
+#: Learned and baseline energies that differ by more than so many σ have no common zero.
+_OTHER_ZERO = 30.0
 #: Step of the central difference, relative to the standard deviation: its error is about the
 #: square of that.
 _STEP = 1e-4
@@ -451,6 +453,15 @@ class Calculator(ModelCalculator):
                 QualmsWarning,
                 stacklevel=2,
             )
+        if isinstance(model, AtomisticModel):
+            target = model.fitted.settings.target
+            if any(word in target.lower() for word in ("delta", "diff", "δ")):
+                warnings.warn(
+                    f"The model predicts {target!r}, by its name a difference of energies, and so "
+                    "are the results. WeightedBaseline with learns='difference' adds a baseline.",
+                    QualmsWarning,
+                    stacklevel=2,
+                )
         self.uncertainty_threshold = _limits(uncertainty_threshold)
         if on_exceed not in ("warn", "raise") and not callable(on_exceed):
             raise InputError("on_exceed", repr(on_exceed), "'warn', 'raise' or a callable")
@@ -657,6 +668,14 @@ class WeightedBaseline(UncertaintyCalculator):
         std = self._std(atoms)
         w = 1.0 / (1.0 + (std / self.baseline_uncertainty) ** 2)
         difference = self._difference("energy", atoms)
+        wide = float(np.hypot(std, self.baseline_uncertainty))
+        if self.learns == "total" and abs(difference) > _OTHER_ZERO * wide:
+            warnings.warn(
+                f"The learned energy is {difference:+.3g} eV from the baseline, {wide:.2g} eV are "
+                "expected: is it a difference (learns='difference'), or is its zero another one?",
+                QualmsWarning,
+                stacklevel=2,
+            )
         energy = float(self.baseline.get_property("energy", atoms) + w * difference)
         results: Results = {"energy": energy, "free_energy": energy, "weight": w}
         results["energy_uncertainty"] = float(np.sqrt(w)) * std

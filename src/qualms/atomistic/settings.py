@@ -163,7 +163,7 @@ class Settings(BaseModel):
         "share of the latter; the share of smallest out-of-bag error by default.",
     )
     subsample: Annotated[int, Field(ge=2)] | _Fraction = _uncertainty(
-        0.5, "float or int", "Size of the subsamples, as a fraction or a number."
+        0.5, "float or int", "Size of the subsamples: below one a fraction, otherwise a number."
     )
     resample: Literal["structures", "atoms"] = _uncertainty(
         "structures",

@@ -22,9 +22,15 @@ from qualms.calibration.selection import (
     confidence_intervals,
     cross_validate,
 )
-from qualms.ensembles.io import Ensemble
+from qualms.ensembles.io import COMPONENTS, Ensemble
 from qualms.errors import CalibrationError, InputError
-from qualms.evaluation import check_errors, kinds_of
+from qualms.evaluation import (
+    Evaluation,
+    check_errors,
+    energy_factor,
+    kinds_of,
+    per_atom_units,
+)
 from qualms.gp.ensemble import group_codes
 from qualms.metrics import Scores, outlying_points, score_arrays, spearman
 from qualms.prediction import Prediction
@@ -51,7 +57,7 @@ class Calibrated:
     standard deviations: each is by a calibration that was fitted to other points. `before` and
     `after` are scores of the ensemble standard deviations and of `std`. `comparison` is the
     cross-validation of all methods, `reason` why this one was chosen, and `remarks` are warnings
-    for the user. Of these, `data_warnings` are about members, units and bias.
+    for the user.
     """
 
     ensemble: Ensemble
@@ -65,7 +71,6 @@ class Calibrated:
     after: Scores
     reason: str
     remarks: tuple[str, ...]
-    data_warnings: tuple[str, ...]
 
     @property
     def prediction(self) -> Prediction:
@@ -106,7 +111,7 @@ def calibrate_ensemble(
     if method not in ("auto", *methods):
         remedy = "" if ensemble.members is not None else "The other methods need members."
         raise InputError("method", repr(method), f"one of auto, {', '.join(methods)}", remedy)
-    points, dropped = _usable_points(ensemble)
+    points, left_out = usable_points(ensemble)
     data = CalibrationData(points.y - points.mean, points.std, points.count, np.ones(len(points)))
     if not np.any(data.residuals):
         raise CalibrationError("The reference values equal the predictions: all errors are zero.")
@@ -140,9 +145,7 @@ def calibrate_ensemble(
     std, kinds = np.empty(len(points)), np.full(len(points), "") if labels is None else labels
     for out, fitted in zip(comparison.folds, comparison.fold_calibrations[chosen], strict=True):
         std[out] = fitted.std_of(data.some(out), kinds[out])
-    left_out = (f"{ensemble.counted(n)} {why}: left out." for why, n in dropped.items())
     checks = _checks(points, data, calibration.method, std, int(clusters.max()) + 1)
-    data_warnings = tuple(_check_data(points, data, frames))
     return Calibrated(
         ensemble=points,
         data=data,
@@ -154,13 +157,66 @@ def calibrate_ensemble(
         before=score_arrays(points.y, points.mean, data.ensemble_std),
         after=score_arrays(points.y, points.mean, std),
         reason=_reason(comparison, candidate, asked=method != "auto"),
-        remarks=(*ensemble.remarks, *left_out, *data_warnings, *checks),
-        data_warnings=data_warnings,
+        remarks=(*ensemble.remarks, *left_out, *_check_data(points, frames), *checks),
     )
 
 
-def _usable_points(ensemble: Ensemble) -> tuple[Ensemble, dict[str, int]]:
-    """Leave out, and count by the first reason, points that a calibration cannot be fitted to."""
+def evaluate_ensemble(
+    points: Ensemble,
+    prediction: Prediction | None = None,
+    *,
+    frames: Frames | None = None,
+    units: str = "",
+    in_units: str | None = None,
+    per: str | None = None,
+) -> Evaluation:
+    """Return the evaluation of usable points, as predicted or with another prediction.
+
+    Parameters
+    ----------
+    points : Ensemble
+    prediction : Prediction, optional
+        Of the points; that of the ensemble by default.
+    frames : sequence of Atoms, optional
+        Structures of the points.
+    units, in_units : str
+        Units of the data, and of energy to evaluate in, such as meV.
+    per : {"atom", "structure"}, optional
+        Evaluate properties of structures per atom.
+    """
+    if per not in (None, "atom", "structure"):
+        raise InputError("per", repr(per), "'atom' or 'structure'")
+    factor, units = energy_factor(units, in_units)
+    factors = np.full(len(points), factor)
+    if per == "atom":
+        if points.kind != "structure" or points.sizes is None:
+            expected = "a property of structures, whose numbers of atoms are known (n_atoms)"
+            raise InputError("per", f"'atom' for {points.kind}s", expected)
+        factors, units = factors / points.sizes, per_atom_units(units)
+    if prediction is None:
+        members = points.members if points.absent is None else None
+        if members is not None and np.isfinite(members).all():
+            prediction = Prediction(members)
+        else:
+            prediction = Prediction(mean=points.mean, std=points.std)
+    return Evaluation(
+        target=points.target,
+        y=points.y * factors,
+        prediction=prediction * factors,
+        structure=points.structure,
+        atom=points.atom if points.per_atom else None,
+        component=points.component,
+        component_names=COMPONENTS.get(points.n_components, ()),
+        units=units,
+        factor=factors,
+        frames=frames,
+        warnings=_check_data(points, frames),
+        extrapolates=points.extrapolates,
+    )
+
+
+def usable_points(ensemble: Ensemble) -> tuple[Ensemble, list[str]]:
+    """Leave out points without a reference value or σ > 0, and return remarks about them."""
     reasons = {
         "without a reference value": ~np.isfinite(ensemble.y),
         **ensemble.unusable(),
@@ -175,7 +231,8 @@ def _usable_points(ensemble: Ensemble) -> tuple[Ensemble, dict[str, int]]:
         why = "; ".join(f"{ensemble.counted(n)} {reason}" for reason, n in dropped.items())
         usable = f"{np.count_nonzero(left)} of {ensemble.counted()} can be used"
         raise CalibrationError(f"{usable}, at least 2 are needed. {why}".rstrip())
-    return ensemble.some(left), dropped
+    remarks = [f"{ensemble.counted(n)} {why}: left out." for why, n in dropped.items()]
+    return ensemble.some(left), remarks
 
 
 def _clusters(ensemble: Ensemble) -> IntArray:
@@ -222,7 +279,7 @@ def _checks(
     yield from _uncorrelated(data, n_independent)
 
 
-def _check_data(ensemble: Ensemble, data: CalibrationData, frames: Frames | None) -> list[str]:
+def _check_data(ensemble: Ensemble, frames: Frames | None) -> list[str]:
     """Return warnings about members, units and bias, with which no calibration is right."""
     members = [*_members(ensemble)]
     if members:
@@ -233,7 +290,7 @@ def _check_data(ensemble: Ensemble, data: CalibrationData, frames: Frames | None
         kinds = kinds_of(frames, ensemble.structure, atom)
     if ensemble.labels is not None:
         kinds.setdefault("group", ensemble.labels)
-    return check_errors(data.residuals, data.ensemble_std, ensemble.structure, kinds)
+    return check_errors(ensemble.y - ensemble.mean, ensemble.std, ensemble.structure, kinds)
 
 
 def _members(ensemble: Ensemble) -> Iterator[str]:

@@ -43,7 +43,7 @@ class Table:
     Attributes
     ----------
     headers : sequence of str
-        A line break in a header is kept on the terminal only.
+        A line break in a header is not kept in Markdown.
     rows : sequence of sequences of str
         The first cell of each row is its name. Cells that end in an asterisk are bold.
     title, note : str
