@@ -69,6 +69,14 @@ def miscalibration_area(z, std, n_levels=5000):
     return total
 
 
+def rms_calibration_error(z, std):
+    """As uncertainty-toolbox has it: at 100 levels from 0 (points without error) to 1 (all)."""
+    total = (sum(1 for z_n in z if z_n == 0) / len(z)) ** 2
+    for k in range(1, 99):
+        total += (central_coverage(z, std, k / 99) - k / 99) ** 2
+    return math.sqrt(total / 100)
+
+
 def binned_errors(z, std, n_bins):
     """Lists of (RMV, RMSE, count, standard errors) of bins of equal count; for distinct std."""
     points = sorted(zip(std, z, strict=True))

@@ -9,6 +9,8 @@ import pytest
 from PIL import Image
 from test_report import evaluation, evaluation_of_atoms
 
+from qualms import Prediction, score
+from qualms.calibration.fitting import METHODS
 from qualms.report import write_report
 from qualms.report.structure_map import NOVELTY
 
@@ -33,6 +35,12 @@ PATIENCE = 120
 NUMBERS = """
 const data = JSON.parse(document.getElementById("map-data").textContent);
 return data.properties["number of the structure"].values;
+"""
+
+#: The number of tables that are wider than their place.
+CLIPPED = """
+const places = [...document.querySelectorAll(".scroll")];
+return places.filter(e => e.scrollWidth > e.clientWidth).length;
 """
 
 #: Finds plotly's element, which is in a shadow tree, and where on the screen a point of it is.
@@ -70,8 +78,12 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def structures(tmp_path_factory):
-    """A report on structures, and its evaluation."""
+    """A report on structures, with long numbers and units, and its evaluation."""
     given = evaluation(40)
+    shifted = Prediction(mean=given.prediction.mean, std=given.prediction.std) - 123456.0
+    scores = {f"{name} (out-of-bag)": score(given.y, given.prediction) for name in METHODS}
+    others = {"y": given.y - 123456.0, "prediction": shifted, "units": "kcal/mol/atom"}
+    given = evaluation(40, **others, scores=scores)
     path = tmp_path_factory.mktemp("structures") / "report.html"
     return write_report(path, {"energy": given}, max_structures=39).paths[0], given
 
@@ -162,7 +174,7 @@ def test_a_click_on_a_point_selects_its_structure(browser, structures):
     assert severe(browser) == []
 
 
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", [390, 1200, 1800])
 def test_fits_the_screen(browser, structures, width):
     opened(browser, structures[0])
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
@@ -171,6 +183,8 @@ def test_fits_the_screen(browser, structures, width):
         wide = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
         wait_for(lambda: browser.execute_script("return innerWidth") == width)
         wait_for(lambda: browser.execute_script(wide) <= 0)
+        if width > 600:  # on a telephone, tables scroll
+            assert browser.execute_script(CLIPPED) == 0
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 

@@ -8,8 +8,9 @@ import scipy.optimize
 from checks import rejects
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sklearn.ensemble import GradientBoostingRegressor
 
-from qualms import calibrate
+from qualms import Prediction, calibrate
 from qualms.calibration.base import CalibrationData, calibration_data
 from qualms.calibration.fitting import (
     METHODS,
@@ -29,7 +30,6 @@ from qualms.calibration.methods import (
     vector_std,
 )
 from qualms.calibration.selection import (
-    bootstrap_intervals,
     confidence_intervals,
     cross_validate,
     make_folds,
@@ -37,7 +37,7 @@ from qualms.calibration.selection import (
 from qualms.calibration.shrinkage import ShrinkageCalibration
 from qualms.errors import CalibrationError, InputError, QualmsWarning
 from qualms.gp.ensemble import ensemble_mean_std
-from qualms.metrics import gaussian_log_density, log_likelihood
+from qualms.metrics import gaussian_log_density, log_likelihood, score_arrays
 
 
 def synthetic(seed, n=1500, c=8, alpha=2.0, gamma=1.0, m=-1.0, tau=0.6):
@@ -95,19 +95,66 @@ def test_student_maximises_the_likelihood_of_t():
     data = weighted_data(1)
     data = dataclasses.replace(data, n_members=np.random.default_rng(1).integers(3, 12, size=300))
     fitted = fit_calibration(data, "student")
+    dof, s0 = fitted.prior_dof, fitted.prior_std
 
     def mean_log_density(alpha):
         points = zip(data.residuals, data.ensemble_std, data.n_members, strict=True)
-        return data.mean(
-            [
-                math.log(oracle.student_density(z, s * math.sqrt(alpha**2 + 1 / c), c - 1))
-                for z, s, c in points
-            ]
-        )
+        densities = []
+        for z, s, c in points:
+            shrunk = math.sqrt((dof * s0**2 + (c - 1) * s**2) / (dof + c - 1))
+            scale = shrunk * math.sqrt(alpha**2 + 1 / c)
+            densities.append(math.log(oracle.student_density(z, scale, dof + c - 1)))
+        return data.mean(densities)
 
     assert fitted.log_likelihood == pytest.approx(mean_log_density(fitted.alpha))
     for factor in (0.99, 1.01):
         assert mean_log_density(fitted.alpha) > mean_log_density(factor * fitted.alpha)
+
+
+@pytest.mark.parametrize("dof", [2.5, 12.0])
+def test_student_recovers_the_distribution_of_variances(dof):
+    rng = np.random.default_rng(0)
+    s = 0.3 * np.sqrt(dof / rng.chisquare(dof, size=20_000))
+    c = rng.integers(3, 12, size=s.size)
+    ensemble_std = s * np.sqrt(rng.chisquare(c - 1) / (c - 1))
+    ensemble_std[:20] = 1e-9  # members that agree, such as for isolated atoms
+    residuals = 2 * s * rng.normal(size=s.size)
+    data = CalibrationData(residuals, ensemble_std, c, np.ones(s.size), centre=0.0)
+    fitted = fit_calibration(data, "student")
+    assert fitted.prior_dof == pytest.approx(dof, rel=0.12)
+    assert fitted.prior_std == pytest.approx(0.3, rel=0.03)
+    assert fitted.alpha == pytest.approx(2.0, rel=0.03)
+
+
+def boosted(seed, c, n=600):
+    """Committees of trees, on points that they were not trained on: reference values, members."""
+    rng = np.random.default_rng(seed)
+    X = rng.uniform(-2, 2, size=(300 + n, 4))
+    y = np.sin(2 * X[:, 0]) * X[:, 1] + X[:, 2] ** 2 - X[:, 3] + 0.1 * rng.normal(size=len(X))
+    members = []
+    for _ in range(c):
+        some = rng.integers(300, size=300)
+        model = GradientBoostingRegressor(n_estimators=25, random_state=0).fit(X[some], y[some])
+        members.append(model.predict(X[300:]))
+    return y[300:], np.stack(members, axis=1)
+
+
+@pytest.mark.parametrize("c", [3, 4, 5, 8, 16])
+def test_sigma_is_right_however_few_members(c):
+    """Of synthetic ensembles and of boosted trees: as wide as the errors, and the best Gaussian."""
+    found = []
+    for seed in range(4):
+        y, members = boosted(seed, c) if seed < 1 else synthetic(seed, n=900, c=c, tau=0.4)
+        mean, ensemble_std = ensemble_mean_std(members)
+        new = np.arange(len(y)) % 3 == 0
+        for method in ("student", "linear", "shrinkage"):
+            fitted = calibrate(y[~new], members[~new], method=method)
+            one = score_arrays(y[new], mean[new], fitted.std(ensemble_std[new], c))
+            found.append([one.sharpness / one.rmse, one.coverage_68, one.log_likelihood])
+    student, linear, shrinkage = np.reshape(found, (4, 3, 3)).mean(axis=0)
+    assert 0.9 < student[0] < 1.15
+    assert 0.63 < student[1] < 0.77
+    assert student[2] > max(linear[2], shrinkage[2]) - 0.03
 
 
 @pytest.mark.parametrize("c", [3, 4, 16, 64])
@@ -231,6 +278,10 @@ def test_power_transform_is_eq_19():
 
 
 def test_student_std_is_that_of_t():
+    calibration = StudentCalibration(alpha=1.2, prior_dof=3.0, prior_std=0.5)
+    scale = math.sqrt(1.2**2 + 1 / 16) * math.sqrt((3 * 0.25 + 15) / 18)
+    assert calibration.std(np.ones(1), 16)[0] == pytest.approx(scale * math.sqrt(18 / 16))
+    # Without prior:
     calibration = StudentCalibration(alpha=1.2)
     scale = math.sqrt(1.2**2 + 1 / 16)
     assert calibration.std(np.ones(1), 16)[0] == pytest.approx(scale * math.sqrt(15 / 13))
@@ -245,13 +296,69 @@ def test_several_outputs_are_calibrated_each_by_itself():
     y1, m1 = synthetic(0, n=400, alpha=2.0)
     y2, m2 = synthetic(1, n=400, alpha=0.5)
     members = np.stack([m1, 100 * m2], axis=1)
-    fitted = calibrate(np.stack([y1, 100 * y2], axis=1), members)
+    y = np.stack([y1, 100 * y2], axis=1)
+    fitted = calibrate(y, members, method="student")
     assert isinstance(fitted, PerOutputCalibration)
     assert fitted.method == "student"
-    np.testing.assert_allclose(
-        fitted.alpha, [calibrate(y1, m1).alpha, calibrate(y2, m2).alpha], rtol=1e-6
-    )
+    alone = [calibrate(*pair, method="student").alpha for pair in ((y1, m1), (y2, m2))]
+    np.testing.assert_allclose(fitted.alpha, alone, rtol=1e-6)
     np.testing.assert_array_equal(fitted.gamma, 1.0)
+    together = calibrate(y, members, method="student", pool=True)
+    flat = calibrate(y.ravel(), members.reshape(-1, members.shape[-1]), method="student")
+    assert together == flat
+
+
+def test_components_of_vectors_have_one_calibration():
+    rng = np.random.default_rng(0)
+    s = np.exp(0.4 * rng.normal(size=(300, 1)))
+    members = s[..., None] * rng.normal(size=(300, 3, 6))
+    y = 2 * s * rng.normal(size=(300, 3)) * [0.5, 1.0, 1.5]
+    found = calibrate(y, members)
+    assert found.method in METHODS
+    std = found.apply(Prediction(members)).std
+    np.testing.assert_allclose(std, found.std(members.std(axis=-1, ddof=1), 6))
+    apart = calibrate(y, members, pool=False)
+    assert np.ptp(apart.alpha) > 0.5
+    # Standard deviations without members have the same shape.
+    found = calibrate(y, mean=0 * y, std=s * np.ones(3), method="linear")
+    assert found.alpha**2 == pytest.approx(variance_scale(y, s * np.ones(3)))
+
+
+def test_calibration_of_a_mean_and_a_standard_deviation():
+    data = known_std_data(np.random.default_rng(0), "power", 400, 8)
+    mean = np.linspace(0, 1, 400)
+    given = {"mean": mean, "std": data.ensemble_std}
+    y = mean + data.residuals
+    for method in ("none", "linear", "power"):
+        assert calibrate(y, **given, method=method).alpha == pytest.approx(
+            fit_calibration(data, method).alpha, rel=1e-6
+        )
+    found = calibrate(y, **given)
+    assert found.method == "power"
+    assert calibrate(y, Prediction(**given)) == found
+    applied = found.apply(Prediction(**given))
+    np.testing.assert_allclose(applied.std, found.std(data.ensemble_std, 2))
+    np.testing.assert_array_equal(applied.uncalibrated.std, data.ensemble_std)
+    for parameter, options in {
+        "method": {**given, "method": "student"},
+        "members": {"mean": mean},
+        "std": {**given, "std": 0 * mean},
+    }.items():
+        with rejects(parameter):
+            calibrate(y, **options)
+    with rejects("members"):
+        calibrate(y, rng_members(400, 3), **given)
+
+
+def test_groups_are_left_out_together():
+    """Of two groups with their own scale, neither is predicted by points of its own."""
+    y, members = synthetic(0, n=200)
+    groups = np.repeat([0, 1], 100)
+    data = calibration_data(y, members, groups=groups)
+    expected = cross_validate(data, ("none", "student"), groups=groups).chosen.calibration
+    assert calibrate(y, members, groups=groups) == expected
+    with rejects("groups"):
+        calibrate(y, members, groups=groups[:3])
 
 
 @settings(max_examples=5)
@@ -286,7 +393,7 @@ def test_points_without_std_are_left_out_and_counted():
     y, members = synthetic(0, n=50)
     members[:7] = 1.0
     with pytest.warns(QualmsWarning):
-        fitted = calibrate(y, members)
+        fitted = calibrate(y, members, method="student")
     assert fitted.n_points == 43
 
 
@@ -341,14 +448,6 @@ def test_intervals_have_their_nominal_coverage(method, n_members):
         assert found[0] < 1.0
 
 
-def test_intervals_are_those_of_the_bootstrap():
-    data = committee_data(np.random.default_rng(1), "power", 800, 8)
-    intervals = confidence_intervals(fit_calibration(data, "power"), data)
-    resampled = bootstrap_intervals(data, "power", n_bootstrap=300)
-    np.testing.assert_allclose(intervals.alpha, resampled.alpha, rtol=0.05)
-    np.testing.assert_allclose(intervals.gamma, resampled.gamma, rtol=0.05)
-
-
 def test_correlated_points_make_wider_intervals():
     rng = np.random.default_rng(0)
     few = committee_data(rng, "linear", 50, 8)
@@ -383,6 +482,25 @@ def test_intervals_at_the_edge():
         confidence_intervals(calibration, data, level=1.0)
 
 
+@pytest.mark.parametrize("method", ["power", "shrinkage"])
+def test_intervals_at_a_bound_are_those_of_the_profile_likelihood(method):
+    rng = np.random.default_rng(2)
+    s = np.exp(rng.normal(-1.0, 0.5, size=60))
+    # Errors that do not depend on s, or less than that.
+    data = calibration_data(rng.normal(size=60) * s**-0.3, s[:, None] * rng.normal(size=(60, 6)))
+    fitted = fit_calibration(data, method)
+    assert fitted.gamma == 0
+    found = confidence_intervals(fitted, data)
+    assert found.gamma[0] == 0 < 0.05 < found.gamma[1] < 1
+    assert found.alpha[0] < fitted.alpha < found.alpha[1]
+    highest = METHODS[method].profile(data, 0.0)[0]
+    lost = 60 * (highest - METHODS[method].profile(data, found.gamma[1])[0])
+    assert lost == pytest.approx(0.5 * 1.96**2, abs=0.01)
+    # Groups of two points count as one each.
+    wider = confidence_intervals(fitted, data, groups=np.arange(60) // 2).gamma
+    assert wider[1] > found.gamma[1]
+
+
 @pytest.mark.parametrize("method", ["linear", "power", "student", "shrinkage"])
 def test_the_method_that_made_the_data_is_as_good_as_any(method):
     data = committee_data(np.random.default_rng(3), method, 1000, 4)
@@ -405,8 +523,8 @@ def test_held_out_likelihoods_are_those_of_folds():
     total = 0.0
     for left_out in make_folds(groups, 4, 1):
         assert not set(groups[left_out]) & set(groups[~left_out])
-        fitted = fit_calibration(data.some(~left_out), "student")
-        total += fitted.density_of(data.some(left_out)).sum()
+        fitted, new = fit_calibration(data.some(~left_out), "student"), data.some(left_out)
+        total += gaussian_log_density(new.residuals, fitted.std_of(new)).sum()
     assert comparison.candidates[0].log_likelihood == pytest.approx(total / 60)
     assert comparison.candidates[0].behind == 0
 
@@ -497,7 +615,7 @@ def test_a_calibration_of_vectors_and_tensors(method, n_components):
     found = VectorCalibration(calibration).transform(members)
     np.testing.assert_allclose(found.mean(axis=-1), members.mean(axis=-1), atol=1e-12)
     np.testing.assert_allclose(vector_std(found.std(axis=-1, ddof=1)), calibration.std(r, 8))
-    if method in ("student", "linear"):
+    if method == "linear":
         np.testing.assert_allclose(found, calibration.transform(members))
 
 
@@ -531,7 +649,7 @@ def test_factors_from_elsewhere_are_those_of_the_first_axis():
 )
 def test_data_that_determine_no_calibration(y, members, error):
     with pytest.raises(error):
-        calibrate(y, members)
+        calibrate(y, members, method="student")
 
 
 def test_points_absent_from_too_few_members():
@@ -548,8 +666,6 @@ def test_points_absent_from_too_few_members():
     [
         ("method", lambda d: fit_calibration(d, "magic")),
         ("method", lambda d: build_calibration("magic", {})),
-        ("n_bootstrap", lambda d: bootstrap_intervals(d, n_bootstrap=3)),
-        ("level", lambda d: bootstrap_intervals(d, level=1.0)),
         ("subsamples", lambda d: extrapolate_std([10], [np.ones(3)], 100)),
         ("subsamples", lambda d: extrapolate_std([10, 100], [np.ones(3)] * 2, 100)),
         ("ensemble_stds", lambda d: extrapolate_std([10, 20], [np.ones(3), np.zeros(3)], 100)),

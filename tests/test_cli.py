@@ -151,6 +151,23 @@ def test_training_writes_a_model_and_a_summary(desk):
     assert (quiet.code, quiet.err) == (0, "")
 
 
+def test_several_files_are_one_training_set(desk):
+    frames = ase.io.read("train.xyz", ":")
+    ase.io.write("a.xyz", frames[:30])
+    ase.io.write("b.xyz", frames[30:])
+    document = qualms("train a.xyz b.xyz --config small.yaml -o two.safetensors --json").document
+    whole = qualms("info model.safetensors --json").document
+    digest = [one["provenance"]["data_digest"] for one in (document, whole)]
+    assert digest[0] == digest[1]
+
+
+def test_a_subsample_of_few_structures_is_reported(desk):
+    command = "train train.xyz --config small.yaml --quiet"
+    for size, warned in {"9": True, "0.5": False}.items():
+        ended = qualms(f"{command} --subsample {size} -o few.safetensors --force")
+        assert (ended.code, "--subsample" in ended.err) == (0, warned)
+
+
 def test_options_override_the_configuration(desk):
     representation = {"preset": "nmr", "n_radial": 3, "l_max": 2, "exponent": 3}
     config = {"target": "nothing", "kind": "intensive", "n_members": 4, "threads": 1}
@@ -211,6 +228,21 @@ def test_predictions_are_those_of_the_model(desk):
     np.testing.assert_allclose(info(out, f"{ENERGY}_uncertainty"), expected.std, rtol=1e-6)
     np.testing.assert_allclose(info(out, f"REF_{ENERGY}"), info(test, ENERGY))
     assert len(Path("out.csv").read_text().splitlines()) == len(test) + 1
+
+
+def test_predictions_in_other_units(desk):
+    frames = ase.io.read("test.xyz", ":")
+    expected = AtomisticModel.load("model.safetensors").predict(frames)
+    command = "predict model.safetensors test.xyz -o out.csv --in meV --per atom --interval 0.5"
+    assert qualms(command).code == 0
+    table, sizes = pd.read_csv("out.csv"), np.array([len(atoms) for atoms in frames])
+    for key, values in {
+        ENERGY: expected.mean,
+        f"{ENERGY}_uncertainty": expected.std,
+        f"{ENERGY}_upper": expected.interval(0.5, "conformal")[1],
+    }.items():
+        np.testing.assert_allclose(table[key], 1000 * values / sizes, rtol=1e-6)
+    assert set(table[f"{ENERGY}_units"]) == {"meV/atom"}
 
 
 def test_intervals(desk):
@@ -281,6 +313,40 @@ def test_evaluation(desk):
     raw = next(row for row in document["scores"] if row["name"] == "raw")
     assert raw["rmse"] == pytest.approx(np.sqrt(np.mean(z**2)))
     assert qualms("evaluate model.safetensors test.xyz --validation train.xyz").code == 0
+
+
+def test_predictions_are_evaluated_as_the_model_is(desk):
+    assert qualms("predict model.safetensors test.xyz -o out.xyz --ensemble").code == 0
+    assert qualms("predict model.safetensors test.xyz -o out.npz").code == 0
+    frames = ase.io.read("out.xyz", ":")
+    references = {f"REF_{ENERGY}": info(frames, f"REF_{ENERGY}")}
+    np.savez("table.npz", **np.load("out.npz"), **references)
+    options = f"--target {ENERGY} --units eV --in meV --per atom --json"
+    of_model = qualms("evaluate model.safetensors test.xyz --in meV --json").document
+    expected = next(row for row in of_model["scores"] if row["name"] == "sources (out-of-bag)")
+    for path in ("out.xyz", "table.npz"):
+        document = qualms(f"evaluate {path} {options}").document
+        (found,) = document["scores"]
+        assert document["units"] == of_model["units"] == "meV/atom"
+        assert document["n_extrapolating"] == of_model["n_extrapolating"]
+        for name in ("rmse", "log_likelihood", "coverage_68"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-6)
+    assert qualms(f"calibrate out.xyz --target {ENERGY} --method linear -o c.json").code == 0
+    document = qualms(f"evaluate out.xyz --calibration c.json {options}").document
+    assert len(document["scores"]) == 2
+    document = qualms(f"report out.xyz {options} -o report.html").document
+    assert (document["n_points"], document["units"]) == (30, "meV/atom")
+
+
+def test_unknown_elements_are_left_out_of_evaluations(desk):
+    frames = ase.io.read("test.xyz", ":")
+    frames[3].numbers[0] = 17
+    ase.io.write("strange.xyz", frames)
+    assert qualms("evaluate model.safetensors strange.xyz").code == 2
+    for verb in ("evaluate", "report -o new.html"):
+        command = f"{verb} model.safetensors strange.xyz --ignore-unknown-species --json"
+        document = qualms(command).document
+        assert (document["n_points"], document["n_unknown_species"]) == (29, 1)
 
 
 def test_report_of_energies(desk):
@@ -423,7 +489,7 @@ def test_evaluation_and_report_of_forces(alloys, tmp_path, no_figures):
     assert document["stress"]["n_structures"] == 8
     assert min(row["rmse"] for row in document["forces"]["scores"]) < 0.1
     report = qualms(f"report {model} {test} -o {tmp_path}/report.html --json").document
-    assert report["forces"]["assessment"]["grade"] == "unknown"  # eight structures are too few
+    assert report["forces"]["assessment"]["grade"] == "approximate"  # of eight structures
     rmse = [row for row in report["stress"]["scores"] if row["score"] == "rmse"]
     assert len(rmse) == 2
     assert rmse[0]["low"] < rmse[0]["value"] < rmse[0]["high"]
@@ -481,6 +547,14 @@ BAD = {
     f"{TRAIN} -o old.safetensors": "",
     f"{TRAIN} -o good.xyz --force": "",
     f"{TRAIN} -o model.json --force": "--output",
+    f"{TRAIN} -o model.pt": "--output",
+    "predict model.safetensors good.xyz --in meV -o new.xyz": "--output",
+    "predict model.safetensors good.xyz --in furlong -o new.csv": "--in",
+    "predict atoms.safetensors good.xyz --per atom -o new.csv": "--per",
+    "evaluate good.xyz": "--target",
+    "evaluate good.xyz --target e --validation good.xyz": "--validation",
+    "evaluate model.safetensors good.xyz --target e": "--target",
+    "evaluate model.safetensors": "TEST",
     "predict cut.safetensors good.xyz -o new.csv": "",
     "predict model.safetensors good.xyz --atoms -o new.csv": "--output",
     "predict atoms.safetensors good.xyz --atoms -o new.xyz": "--atoms",

@@ -22,7 +22,7 @@ from qualms.ensembles import (
     write_calibration,
 )
 from qualms.ensembles.apply import recalibrate
-from qualms.ensembles.calibrate import STD_METHODS
+from qualms.ensembles.calibrate import STD_METHODS, evaluate_ensemble
 from qualms.ensembles.calibration_file import make_document
 from qualms.ensembles.io import read_source
 from qualms.errors import CalibrationError, InputError
@@ -87,10 +87,12 @@ def fit(path, target, method="linear", **options):
     return make_document(calibrate_ensemble(ensemble, method), ensemble, options.get("by"))
 
 
-def fit_and_apply(path, target="e", output=None, method="linear", members=True, **options):
+def fit_and_apply(path, target="e", output=None, method="linear", write_members=True, **options):
     document = fit(path, target, method, **options)
     output = output or f"out{Path(path).suffix}"
-    return document, apply_calibration(document, path, output, members=members, force=True)
+    return document, apply_calibration(
+        document, path, output, write_members=write_members, force=True
+    )
 
 
 # --- reading structures ---
@@ -290,7 +292,7 @@ def test_vectors_in_columns(components):
     expected = document.parameters["alpha"] * points_of(members).std(axis=1, ddof=1)
     np.testing.assert_allclose(again.std, expected)
     np.testing.assert_allclose(again.mean, points_of(members).mean(axis=1), atol=1e-12)
-    fit_and_apply("p.csv", "f", order="member", output="no.csv", members=False)
+    fit_and_apply("p.csv", "f", order="member", output="no.csv", write_members=False)
     assert not any(name.startswith("f_ensemble") for name in read_source("no.csv").columns)
     np.testing.assert_allclose(read_ensemble("no.csv", "f").std, expected)
     numbered = {f"f_{i}": columns[f"f_ensemble_{i}"] for i in range(3 * R)}
@@ -337,6 +339,139 @@ def test_tables_of_atoms_and_arrays_without_rows():
     assert load("out.npz")["cutoff"] == 5.0
 
 
+# --- other names, formats and several files ---
+
+
+def write_members(form, members, y):
+    """Write members (n, N_R) and reference values; return the files and how they are read."""
+    n_members = members.shape[1]
+    names, rows = [f"e_{i}" for i in range(n_members)], np.column_stack([members, y])
+    if form in ("pattern", "numbered", "xyz files"):
+        frames = [molecule("H2O") for _ in y]
+        keys = {"pattern": "net{}_e", "numbered": "e_{}"}.get(form)
+        for atoms, values, reference in zip(frames, members, y, strict=True):
+            atoms.info["REF_e"] = reference
+            if keys is not None:
+                atoms.info |= {keys.format(i): value for i, value in enumerate(values)}
+        if keys is not None:
+            ase.io.write("p.xyz", frames)
+            return ["p.xyz"], {"members": "net*_e"} if form == "pattern" else {}
+        for i in range(n_members):
+            for atoms, value in zip(frames, members[:, i], strict=True):
+                atoms.info["e"] = value
+            ase.io.write(f"{i}.xyz", frames)
+        return [f"{i}.xyz" for i in range(n_members)], {}
+    if form == "csv files":
+        for i in range(n_members):
+            np.savetxt(f"{i}.csv", rows[:, [i, -1]], delimiter=",", header="e,REF_e", comments="")
+        return [f"{i}.csv" for i in range(n_members)], {}
+    if form in ("semicolons", "tabs"):
+        path, separator = ("p.csv", ";") if form == "semicolons" else ("p.tsv", "\t")
+        lines = [[*names, "REF_e"], *([repr(float(x)).replace(".", ",") for x in r] for r in rows)]
+        Path(path).write_text("".join(separator.join(line) + "\n" for line in lines))
+        return [path], {}
+    if form == "npy":
+        np.save("nets.npy", members)
+        np.save("dft.npy", y)
+        return ["nets.npy", "dft.npy"], {"members": "nets", "reference": "dft"}
+    content = {"e_ensemble": members.tolist(), "REF_e": y.tolist()}
+    if form == "records":
+        content = [dict(zip([*names, "REF_e"], row, strict=True)) for row in rows.tolist()]
+    Path("p.json").write_text(json.dumps(content))
+    return ["p.json"], {}
+
+
+FORMS = ("pattern", "numbered", "xyz files", "csv files", "semicolons", "tabs", "npy", "object")
+
+
+@pytest.mark.parametrize("form", [*FORMS, "records"])
+def test_members_are_found_in_every_format(form):
+    members, y = committee()
+    files, names = write_members(form, members, y)
+    sources = [read_source(path) for path in files]
+    found = read_ensemble(sources, "e", **names)
+    np.testing.assert_allclose(found.members, members, rtol=1e-7)
+    np.testing.assert_allclose(found.y, y, rtol=1e-7)
+    document = make_document(calibrate_ensemble(found, "student"), found, None)
+    output = {"xyz": "out.xyz", "csv": "out.csv", "tsv": "out.tsv"}.get(files[0][-3:], "out.npz")
+    names.pop("reference", None)
+    new = files[:1] if form == "npy" else files
+    apply_calibration(document, new, output, **names)
+    applied = [read_source(output)]
+    members_of = {"members": names["members"]} if "members" in names else {}
+    again = read_ensemble(applied, "e", n_components=1, **members_of)
+    np.testing.assert_allclose(again.std, document.std(found.std, R), rtol=1e-6)
+    np.testing.assert_allclose(again.mean, found.mean, rtol=1e-6)
+
+
+@pytest.mark.parametrize("in_files", [True, False])
+def test_forces_in_several_keys_or_files(in_files):
+    frames = [molecule("CH3OH") for _ in range(8)]
+    members, y = committee(8 * 6, (3,), n_members=3)  # as many members as components
+    for i, atoms in enumerate(frames):
+        rows = slice(6 * i, 6 * i + 6)
+        atoms.arrays["REF_f"] = y[rows]
+        atoms.arrays |= {f"f{j}": members[rows, j] for j in range(3)}
+    if in_files:
+        for j in range(3):
+            for atoms in frames:
+                atoms.arrays["f"] = atoms.arrays[f"f{j}"]
+            ase.io.write(f"{j}.xyz", frames)
+        found = read_ensemble([read_source(f"{j}.xyz") for j in range(3)], "f")
+    else:
+        ase.io.write("p.xyz", frames)
+        found = read_ensemble("p.xyz", "f", members="f?")
+    np.testing.assert_allclose(found.members, points_of(members), atol=1e-7)
+    assert (found.kind, found.remarks) == ("component", ())
+
+
+def test_missing_members_are_left_out_of_their_points_only():
+    members, y = committee(200)
+    gaps = np.random.default_rng(1).random(members.shape) < 0.1
+    gaps[:, :3] = False  # at least three remain
+    given = np.where(gaps, np.nan, members)
+    np.savez("gaps.npz", e_ensemble=given, REF_e=y)
+    np.savez("flags.npz", e_ensemble=members, REF_e=y, e_absent=~gaps)
+    found = read_ensemble("gaps.npz", "e")
+    np.testing.assert_allclose(found.mean, np.nanmean(given, axis=1))
+    np.testing.assert_allclose(found.std, np.nanstd(given, axis=1, ddof=1))
+    np.testing.assert_array_equal(found.count, R - gaps.sum(axis=1))
+    assert found.remarks
+    # The law of a finite ensemble holds for as many members as there are.
+    by_gaps, by_flags = (fit(f"{name}.npz", "e", "student") for name in ("gaps", "flags"))
+    assert by_gaps.parameters == by_flags.parameters
+
+
+def test_names_of_mean_and_standard_deviation():
+    members, y = committee()
+    np.savez("p.npz", pred=members.mean(axis=1), sigma=members.std(axis=1, ddof=1), dft=y)
+    names = {"mean": "pred", "std": "sigma"}
+    found = read_ensemble("p.npz", "e", "dft", **names)
+    np.testing.assert_allclose(found.std, members.std(axis=1, ddof=1))
+    document = make_document(calibrate_ensemble(found, "linear"), found, None)
+    apply_calibration(document, "p.npz", "out.npz", **names)
+    out = load("out.npz")
+    np.testing.assert_allclose(out["sigma"], document.std(found.std, None))
+    np.testing.assert_allclose(out["pred"], found.mean)
+
+
+def test_files_that_do_not_belong_together():
+    members, y = committee()
+    write_members("xyz files", members, y)
+    first, second, other = (read_source(f"{i}.xyz") for i in range(3))
+    other[3].rattle(0.1)
+    for parameter, sources, names in (
+        ("predictions", [first, other], {}),
+        ("predictions", [first, second[:-1]], {}),
+        ("members", [first], {"members": "net*"}),
+        ("mean_column", [first], {"mean": "net", "std": "e"}),
+        ("std_column", [first], {"std": "net"}),
+        ("members", [first], {"members": "e", "std": "e"}),
+    ):
+        with rejects(parameter):
+            read_ensemble(sources, "e", **names)
+
+
 def test_tables_need_pandas(monkeypatch):
     write_csv("p.csv", {"e": [1.0], "REF_e": [1.0]})
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
@@ -369,6 +504,13 @@ def test_scores_are_cross_validated():
     np.testing.assert_allclose(grouped.std, overall.std)
 
 
+def student_std(given, std, c):
+    """σ of the student calibration, as docs/file-formats.md has it."""
+    dof = given["prior_dof"] + c - 1
+    s2 = (given["prior_dof"] * given["prior_std"] ** 2 + (c - 1) * std**2) / (dof - 2)
+    return np.sqrt((given["alpha"] ** 2 + 1 / c) * s2)
+
+
 def test_out_of_bag_members_calibrate_without_a_validation_set():
     rng = np.random.default_rng(0)
     members, y = committee(300, n_members=16)
@@ -390,11 +532,9 @@ def test_out_of_bag_members_calibrate_without_a_validation_set():
     applied = apply_calibration(document, "m.npz", "out.npz", absent="unseen")
     new, few = load("out.npz"), absent.sum(axis=1) < 3
     assert few.any() == bool(applied.remarks)
-    c, alpha = absent.sum(axis=1)[~few], document.parameters["alpha"]
     std = np.nanstd(missing[~few], axis=1, ddof=1)
-    good = c > 3
-    expected = std * np.sqrt((c - 1) / np.where(good, c - 3, 1) * (alpha**2 + 1 / c))
-    np.testing.assert_allclose(new["e_uncertainty"][~few][good], expected[good])
+    expected = student_std(document.parameters, std, absent.sum(axis=1)[~few])
+    np.testing.assert_allclose(new["e_uncertainty"][~few], expected)
     np.testing.assert_allclose(new["e"][~few], np.nanmean(missing[~few], axis=1))
     assert np.isnan(new["e_uncertainty"][few]).all()
     np.testing.assert_array_equal(np.isnan(new["e_ensemble"][~few]), ~absent[~few])
@@ -412,9 +552,8 @@ def test_elements_and_config_types_get_factors(monkeypatch):
     document, _ = fit_and_apply("p.xyz", "forces", "q.xyz", "student", by="element")
     atoms = ase.io.read("q.xyz", 0)
     members = structures(1)[0].arrays["forces_comm"].reshape(3, R, 3)
-    alpha = document.parameters["alpha"]
     factors = np.array([document.groups[symbol].factor for symbol in atoms.symbols])[:, None]
-    expected = factors * np.sqrt(5 / 3 * (alpha**2 + 1 / R)) * members.std(axis=1, ddof=1)
+    expected = factors * student_std(document.parameters, members.std(axis=1, ddof=1), R)
     np.testing.assert_allclose(atoms.arrays["forces_uncertainty"], expected, rtol=1e-6)
     assert {*fit("p.xyz", "energy", "student", by="config_type").groups} == {"calm", "wild"}
 
@@ -480,10 +619,52 @@ def test_sanity_checks():
         assert remarks(reference, e_ensemble=members[: len(reference)])
 
 
+def test_members_are_compared_with_each_other_and_with_the_reference():
+    members, y = committee(300, n_members=10, alpha=1.0)
+    members, y = members - 40.0, y - 40.0
+    hartree, one = members.copy(), members.copy()
+    hartree[:, 5:] /= 27.2114
+    one[:, 3] *= 1000
+    for wrong, reference, expected in (
+        (hartree, y, "0, 1, 2, 3, 4 vary 2"),
+        (one, y, "member 3 vary 1e+03"),
+        (members, members.mean(axis=1).astype(np.float32), "equal the predictions"),
+        (members, members[:, 4], "member 4"),
+    ):
+        np.savez("p.npz", REF_e=reference, e_ensemble=wrong)
+        ensemble = read_ensemble("p.npz", "e")
+        (warning,) = evaluate_ensemble(ensemble).warnings
+        assert expected in warning
+
+
+def test_a_bias_of_compositions_or_config_types_is_found():
+    frames = structures(120)
+    for i, atoms in enumerate(frames):
+        atoms.info["config_type"] = ("hot", "cold")[i // 4 % 2]
+        atoms.info["REF_energy"] += (1.5, -1.5)[i // 4 % 2]
+    ase.io.write("p.xyz", frames)
+    ensemble = read_ensemble("p.xyz", "energy")
+    (warning,) = evaluate_ensemble(ensemble, frames=frames).warnings
+    assert "config_type" in warning
+    assert "hot" in warning
+    assert not evaluate_ensemble(ensemble).warnings
+
+
+@pytest.mark.usefixtures("all_methods")
+def test_auto_accounts_for_the_number_of_members():
+    members, y = committee(400, n_members=4)
+    np.savez("p.npz", REF_e=y, e_ensemble=members)
+    found = calibrate_ensemble(read_ensemble("p.npz", "e"))
+    assert found.calibration.method in ("student", "shrinkage")
+    assert not found.remarks
+    np.savez("s.npz", REF_e=y, e=members.mean(axis=1), e_std=members.std(axis=1, ddof=1))
+    assert calibrate_ensemble(read_ensemble("s.npz", "e")).calibration.method in STD_METHODS
+
+
 def test_points_that_cannot_be_used_are_counted():
     members, y = committee()
     y[:5] = np.nan
-    members[5:8, 2] = np.nan
+    members[5:8, 2:] = np.nan
     members[8:10] = 0.5
     np.savez("p.npz", e_ensemble=members, REF_e=y)
     found = calibrate_ensemble(read_ensemble("p.npz", "e"), "auto")
@@ -651,9 +832,10 @@ def test_a_calibration_is_applied_to_the_evaluation_of_a_model():
         y=ensemble.y / n_atoms,
         prediction=Prediction(ensemble.members / n_atoms[:, None]),
         structure=ensemble.structure,
+        factor=1 / n_atoms,
         frames=frames,
     )
-    found = recalibrate(evaluation, document, extensive=True)
+    found = recalibrate(evaluation, document)
     expected = document.std(ensemble.std, R, ensemble.labels) / n_atoms
     np.testing.assert_allclose(found.std, expected)
     with pytest.raises(InputError):

@@ -11,7 +11,7 @@ from checks import rejects
 from qualms import AtomisticModel, Prediction, calibrate, score
 from qualms.atomistic.evaluation import evaluate, find_references
 from qualms.atomistic.structures import read_frames
-from qualms.evaluation import Evaluation
+from qualms.evaluation import Evaluation, energy_factor
 
 #: Molecular crystals with chemical shieldings; by default beside the checkout.
 CRYSTALS = Path(__file__).parents[2] / "shared/data/csd/CSD-1000R_500.extxyz.gz"
@@ -148,6 +148,43 @@ def test_references_are_checked_before_training(molecules, energy_model):
     test[4].positions[:] = 0.0
     with rejects("frames[4]"):
         evaluate(energy_model, test)
+
+
+def test_other_units(molecules, energy_model):
+    test = molecules[120:150]
+    own = evaluate(energy_model, test)["energy"]
+    found = evaluate(energy_model, test, units="meV", per="structure")["energy"]
+    sizes = np.array([len(atoms) for atoms in test])
+    assert (own.units, found.units) == ("eV/atom", "meV")
+    np.testing.assert_allclose(found.y, [1000 * atoms.info[ENERGY] for atoms in test])
+    np.testing.assert_allclose(found.prediction.std, 1000 * sizes * own.prediction.std)
+    np.testing.assert_allclose(found.y / found.factor, own.y / own.factor)
+    for name, scores in own.scores.items():
+        shifted = scores.log_likelihood - np.mean(np.log(1000 * sizes))
+        assert found.scores[name].log_likelihood == pytest.approx(shifted)
+        assert found.scores[name].coverage_68 == scores.coverage_68
+    for parameter, options in (("per", {"per": "mole"}), ("--in", {"units": "furlong"})):
+        with rejects(parameter):
+            evaluate(energy_model, test, **options)
+    assert energy_factor("kcal/mol/atom", "eV") == (pytest.approx(0.0433641), "eV/atom")
+    with rejects("--in"):
+        energy_factor("", "meV")
+
+
+def test_structures_out_of_distribution_are_counted(molecules, energy_model):
+    test = copies(molecules[120:150])
+    for atoms in test[:4]:
+        atoms.positions *= 0.6
+    found = evaluate(energy_model, test)["energy"]
+    np.testing.assert_array_equal(found.extrapolates, energy_model.extrapolates(test))
+    assert found.n_extrapolating >= 4
+    assert len(found.remarks()) == 1
+    test[7].numbers[0] = 17
+    with rejects("frames"):
+        evaluate(energy_model, test)
+    found = evaluate(energy_model, test, unknown_species="ignore")["energy"]
+    assert (len(found), found.n_unknown) == (29, 1)
+    assert 7 not in found.structure
 
 
 # --- the type itself ---

@@ -17,14 +17,17 @@ from qualms.metrics import (
     bootstrap_one_sigma,
     bootstrap_scores,
     calibration_curve,
+    conditional_area,
     conditional_error_density,
     covering_levels,
     ence,
     gaussian_log_density,
+    interval_score,
     log_likelihood,
     mae,
     miscalibration_area,
     outlying_points,
+    rms_calibration_error,
     rmse,
     score,
     score_arrays,
@@ -105,6 +108,7 @@ def test_scores_are_the_oracle_s(seed):
         "coverage_95_conformal": np.mean(np.abs(z) <= 1.5 * std),
         "spearman": oracle.spearman(z, std),
         "interval_score_95": oracle.interval_score(z, std, 0.95),
+        "rms_calibration_error": oracle.rms_calibration_error(z, std),
     }
     assert found == pytest.approx(expected, rel=1e-10)
     assert expected["rmse"] == pytest.approx(np.sqrt(np.mean(z**2)))
@@ -112,9 +116,35 @@ def test_scores_are_the_oracle_s(seed):
     area = oracle.miscalibration_area(z, std)
     assert expected["miscalibration_area"] == pytest.approx(area, abs=1e-4)
     assert ence(z, std, 5) == pytest.approx(oracle.ence(z, std, 5), rel=1e-10)
+    assert rms_calibration_error(z, std) == found["rms_calibration_error"]
+    for level in (0.1, 0.5, 0.99):
+        expected_score = oracle.interval_score(z, std, level)
+        assert interval_score(z, std, level) == pytest.approx(expected_score, rel=1e-10)
     assert scored(z, std).crps_ensemble is scored(z, std).coverage_95_conformal is None
     assert score([1.0], mean=[1.5], std=[0.5]).rmse == 0.5
     assert all(name in str(scored(z, std)) for name in expected)
+
+
+def test_the_conditional_area_of_calibrated_points_is_that_of_chance():
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(200):
+        std = np.exp(rng.normal(size=600))
+        found.append(conditional_area(std * rng.normal(size=600), std))
+    areas = np.array([one.area for one in found])
+    one = found[0]
+    assert one.n_bins == 5
+    assert np.mean(areas) == pytest.approx(one.by_chance, rel=0.05)
+    assert np.mean(areas > one.limit) < 0.04
+    assert areas.max() > 0.9 * one.limit
+    # Copies are no further points.
+    z, std, groups = np.repeat(rng.normal(size=150), 9), np.ones(1350), np.arange(1350) // 9
+    copied = conditional_area(z, std, groups)
+    assert (copied.n_bins, copied.limit) == (1, conditional_area(z[::9], std[::9]).limit)
+    # Errors that cancel over all points.
+    mixed = np.where(np.arange(1350) % 2, 0.4, 1.8)
+    assert conditional_area(rng.normal(size=1350), mixed).area > 0.2
+    assert conditional_area(np.ones(1), np.ones(1)).n_bins == 1
 
 
 def test_spearman_with_ties_is_scipy_s():
@@ -341,6 +371,7 @@ def test_bad_arrays(function, parameter, z, std):
         ("std", lambda: score(Z, mean=Z, std=0 * S)),
         ("scale", lambda: student_log_density(Z, -S, 3.0)),
         ("dof", lambda: student_log_density(Z, S, 0.0)),
+        ("level", lambda: interval_score(Z, S, 1.0)),
         ("dof", lambda: covering_levels(Z, S, 2.0)),
         ("levels", lambda: calibration_curve(Z, S, [0.5, 1.0])),
         ("n_bins", lambda: binned_errors(Z, S, 31)),

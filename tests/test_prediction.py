@@ -6,7 +6,7 @@ import pytest
 from checks import rejects
 
 from qualms import Prediction, ProjectedProcessRegressor, calibrate, score
-from qualms.calibration.methods import LinearCalibration, PowerCalibration
+from qualms.calibration.methods import LinearCalibration, PowerCalibration, StudentCalibration
 
 rng = np.random.default_rng(0)
 MEMBERS = rng.normal(size=(5, 8)) + 3
@@ -189,8 +189,7 @@ def test_without_members_points_are_selected_shifted_and_scaled():
         lambda q: np.exp(q),
         lambda q: 1 / q,
         lambda q: Prediction.concatenate([q, P]),
-        lambda q: LinearCalibration(alpha=2.0).apply(q),
-        lambda q: calibrate(np.zeros(5), q),
+        lambda q: StudentCalibration(alpha=2.0).apply(q),
     ],
 )
 def test_without_members_points_cannot_be_combined(combine):
@@ -214,6 +213,24 @@ def test_copies_and_pickles_are_complete():
 def test_what_is_not_defined_member_by_member_is_a_type_error(function):
     with pytest.raises(TypeError):
         function(P)
+
+
+def test_student_intervals_of_few_members_have_their_coverage():
+    rng = np.random.default_rng(0)
+    s = 0.3 * np.sqrt(4 / rng.chisquare(4, size=6000))
+    members = s[:, None] * rng.normal(size=(6000, 3))
+    y = 1.5 * s * rng.normal(size=6000)
+    calibration = calibrate(y[:3000], members[:3000], method="student")
+    prediction = calibration.apply(Prediction(members))[3000:]
+    assert prediction.dof == calibration.prior_dof + 2
+    for shift, moved in ((0, prediction), (1, prediction + 1), (0, copy.copy(prediction))):
+        low, high = moved.interval(0.95, "student")
+        reference = y[3000:] + shift
+        inside = (low <= reference) & (reference <= high)
+        assert np.mean(inside) == pytest.approx(0.95, abs=0.015)
+    assert (prediction[0] - prediction[1]).dof is None
+    with rejects("method"):
+        Prediction(members).interval(0.95, "student")
 
 
 def test_score_and_calibrate_take_predictions_and_arrays():

@@ -293,6 +293,34 @@ def test_an_exact_fit_has_no_uncertainty_and_a_warning():
     assert np.all(std < 1e-12)
 
 
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_extrapolation_is_flagged_and_uncertain(outputs):
+    rng = np.random.default_rng(0)
+    train, near = rng.uniform(0, 1, (300, 2)), rng.uniform(0, 1, (200, 2))
+    y = np.stack([np.sin(9 * train.sum(axis=1)), np.cos(7 * train[:, 0])], axis=1)[:, :outputs]
+    given = {"length_scale": 0.25, "n_representatives": 60, "noise": 1e-4, "random_state": 0}
+    model = ProjectedProcessRegressor("rbf", **given).fit(train, y.squeeze())
+    assert model.extrapolates(near).mean() < 0.05
+    assert model.extrapolates(near + 2).all()
+    # Far from all data the kernel vanishes: novelty is what is left of the prior.
+    inside, outside = (model.predict(x, return_std=True)[1] for x in (near, near + 2))
+    assert np.median(outside) > 5 * np.median(inside)
+
+
+def test_novelty_is_that_of_a_model_without_the_group_s_representatives():
+    model = small(n_representatives=30, kernel="rbf", length_scale=0.7, n_members=0).fit(X, Y)
+    basis, groups = model.basis_, np.arange(len(X)) // 40
+    owners = groups[model.representative_indices_]
+    Phi, k_xx = basis.features(X), basis.prior_variance(X)
+    found = k_xx - np.sum(Phi**2, axis=1) + basis.whitening.own_share(Phi, groups, owners)
+    for group in np.unique(groups):
+        others = basis.representatives[owners != group]
+        rows = X[groups == group]
+        K, K_MM = (basis.scale * basis.kernel(x, others) for x in (rows, others))
+        expected = k_xx[groups == group] - np.sum(K * np.linalg.solve(K_MM, K.T).T, axis=1)
+        np.testing.assert_allclose(found[groups == group], expected, atol=1e-6)
+
+
 def test_data_frames_reach_the_members_with_their_columns():
     frame = pd.DataFrame(X, columns=list("abcdef"))
     frame["kind"] = np.where(X[:, 0] > 0.5, "high", "low")

@@ -582,3 +582,18 @@ def test_estimators_with_few_points():
         found = model.predict_ensemble(X)
         assert np.all(np.isfinite(found.members))
         assert np.all(found.std == 0 if model is constant else found.std > 0)
+
+
+@pytest.mark.parametrize("uncertainty", ["both", "posterior"])
+def test_the_method_of_highest_out_of_bag_likelihood_can_be_chosen(molecules, uncertainty):
+    chosen = make_model(uncertainty=uncertainty, calibration="auto").fit(molecules[:100])
+    calibration = chosen.fitted.calibration
+    likelihoods = {
+        method: fitted.log_likelihood - fitted.n_parameters / 100
+        for method, fitted in chosen.fitted.calibrations["energy"].items()
+        if method in ("sources", "shrinkage", "student")
+    }
+    # Those of shrinkage and student are of their own densities, which are close to Gaussians.
+    assert likelihoods[calibration.method] > max(likelihoods.values()) - 0.1
+    given = make_model(uncertainty=uncertainty, calibration=calibration.method)
+    same_predictions(chosen, given.fit(molecules[:100]), molecules[120:])

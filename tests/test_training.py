@@ -23,7 +23,7 @@ from atomistic_fixtures import (
 from checks import rejects
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from qualms import AtomisticModel, InputError, QualmsWarning, score
+from qualms import AtomisticModel, InputError, QualmsWarning, resources, score
 from qualms.atomistic import training
 from qualms.atomistic.forces import derivative_rows, scale_rows
 from qualms.atomistic.labels import collect_labels
@@ -524,8 +524,10 @@ def test_sizes_of_memory():
             parse_memory(size)
 
 
-def test_environment_variables_limit_threads(monkeypatch):
+def test_environment_variables_limit_threads(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(resources, "_LOAD", tmp_path / "none")
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
     for text, expected in ((None, 8), ("3,2", 3), ("64", 8), ("many", 8), ("2", 2)):
         for name in ("OMP", "OPENBLAS", "MKL", "RAYON"):
             monkeypatch.delenv(f"{name}_NUM_THREADS", raising=False)
@@ -535,6 +537,16 @@ def test_environment_variables_limit_threads(monkeypatch):
         assert default_threads(5) == 5
         limit_rayon()
         assert os.environ.get("RAYON_NUM_THREADS") == (str(expected) if text else None)
+
+
+def test_threads_leave_the_cores_of_others_alone(monkeypatch, tmp_path):
+    monkeypatch.setattr(resources, "allowed_threads", lambda: 4)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(resources, "_LOAD", tmp_path / "loadavg")
+    for running, expected in ((1, 4), (5, 4), (6, 3), (20, 1)):  # this process included
+        (tmp_path / "loadavg").write_text(f"0.1 0.2 0.3 {running}/100 4711\n")
+        assert default_threads() == expected
+        assert default_threads(4) == 4
 
 
 def test_limits_are_lowered_and_never_raised():

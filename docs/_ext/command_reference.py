@@ -40,6 +40,10 @@ class CommandReference(SphinxDirective):
         types = get_type_hints(command.callback)
         usage = " ".join([title, *_usage(command.params, types)])
         section += nodes.literal_block(usage, usage, language="sh")
+        if command.epilog:
+            example = "\n".join(command.epilog.split("\n\n")[1:])
+            section += nodes.paragraph(text="Example:")
+            section += nodes.literal_block(example, example, language="sh")
         for heading, parameters in _panels(command.params).items():
             section += nodes.rubric(text=heading)
             section += _table([_row(p, types.get(p.name, str)) for p in parameters])

@@ -154,6 +154,106 @@ def _area(levels: Float64Array) -> float:
     return float(0.5 * np.sum(right * np.abs(right) - left * np.abs(left)))
 
 
+#: Mean and standard deviation of the miscalibration area of calibrated predictions, times √n:
+#: those of the integral of |B| over a Brownian bridge B.
+AREA_BY_CHANCE, _AREA_SCATTER = 0.313, 0.138
+#: Independent points in a bin of σ, and most bins, of the conditional miscalibration area.
+_POINTS_PER_BIN, _MOST_BINS = 100, 5
+
+
+@dataclass(frozen=True)
+class ConditionalArea:
+    """Mean over bins of σ of the miscalibration area, made by :func:`conditional_area`.
+
+    `by_chance` is its mean for calibrated predictions, and `limit` the value that these exceed with
+    a probability of about 1 %.
+    """
+
+    area: float
+    by_chance: float
+    limit: float
+    n_bins: int
+
+    @property
+    def excess(self) -> float:
+        """The area without the part by chance, which adds in quadrature."""
+        return float(np.sqrt(max(self.area**2 - self.by_chance**2, 0.0)))
+
+
+def conditional_area(
+    residuals: ArrayLike, std: ArrayLike, groups: ArrayLike | None = None
+) -> ConditionalArea:
+    """Return the mean miscalibration area in bins of σ, of equal count.
+
+    It is at least the area of all points together: uncertainties that are too small for some points
+    and too large for others do not cancel.
+
+    Parameters
+    ----------
+    residuals, std : (n,) arrays
+        z = y − ȳ and σ ≥ 0.
+    groups : (n,) array, optional
+        Labels of correlated points. Those in one bin count as one point for what is due to chance.
+    """
+    levels, sigma = covering_levels(residuals, std), np.asarray(std, dtype=np.float64)
+    labels = np.arange(levels.size) if groups is None else np.asarray(groups)
+    n_bins = int(np.clip(np.unique(labels).size // _POINTS_PER_BIN, 1, _MOST_BINS))
+    order = np.argsort(sigma, kind="stable")
+    bins = np.split(order, _bin_starts(sigma[order], n_bins)[1:])
+    area = float(np.mean([_area(levels[rows]) for rows in bins]))
+    noise = np.array([np.unique(labels[rows]).size for rows in bins]) ** -0.5
+    by_chance = AREA_BY_CHANCE * float(np.mean(noise))
+    scatter = _AREA_SCATTER * float(np.sqrt(np.sum(noise**2))) / len(bins)
+    return ConditionalArea(area, by_chance, by_chance + 2.5 * scatter, len(bins))
+
+
+def _bin_starts(sigma: Float64Array, n_bins: int) -> IntArray:
+    """Return where bins of equal count of sorted σ begin; equal σ are never separated."""
+    # A boundary inside a run of equal σ moves to where the run begins.
+    cuts = sigma[np.arange(n_bins) * sigma.size // n_bins]
+    return np.unique(np.searchsorted(sigma, cuts, side="left"))
+
+
+def rms_calibration_error(residuals: ArrayLike, std: ArrayLike) -> float:
+    """Root mean square over levels p of C(p) − p, as uncertainty-toolbox computes it.
+
+    C(p) as in :func:`miscalibration_area`; the levels are 100 even ones from 0 to 1. Parameters are
+    those of :func:`covering_levels`.
+    """
+    return _rms_calibration_error(covering_levels(residuals, std))
+
+
+def _rms_calibration_error(levels: Float64Array) -> float:
+    p = np.linspace(0.0, 1.0, 100)
+    observed = np.searchsorted(np.sort(levels), p, side="right") / levels.size
+    return float(np.sqrt(np.mean(np.square(observed - p))))
+
+
+def interval_score(residuals: ArrayLike, std: ArrayLike, level: float = 0.95) -> float:
+    """Mean interval score of the central intervals of one level (Gneiting and Raftery 2007).
+
+    The width of the interval plus 2/(1 − level) times the distance by which it misses the reference
+    value, in the units of y; the lower the better.
+
+    Parameters
+    ----------
+    residuals, std : arrays of one shape
+        z = y − ȳ and σ ≥ 0.
+    level : float
+        Probability within (0, 1).
+    """
+    if not 0.0 < level < 1.0:
+        raise InputError("level", level, "a number within (0, 1)")
+    z = np.abs(check_points("residuals", residuals))
+    return float(np.mean(_interval_scores(z, check_std(std, z.shape, allow_zero=True), level)))
+
+
+def _interval_scores(distance: Float64Array, sigma: Float64Array, level: float) -> Float64Array:
+    half = ndtri(0.5 * (1.0 + level)) * sigma
+    missed = np.maximum(distance - half, 0.0)
+    return np.asarray(2.0 * half + 2.0 / (1.0 - level) * missed)
+
+
 def ence(residuals: ArrayLike, std: ArrayLike, n_bins: int | None = None) -> float:
     """Mean over bins of σ of |RMV − RMSE| / RMV, the expected normalised calibration error.
 
@@ -227,7 +327,7 @@ class Scores:
         (F(x) − [x ≥ y])², F being the predicted distribution function.
     crps_ensemble : float or None
         The fair one of the members (Ferro 2014); None without members.
-    miscalibration_area, ence : float
+    miscalibration_area, rms_calibration_error, ence : float
         Distances from calibration; see the functions of those names.
     sharpness : float
         Root mean predicted variance.
@@ -238,8 +338,7 @@ class Scores:
     spearman : float
         Rank correlation of |z| and σ.
     interval_score_95 : float
-        Interval score (Gneiting and Raftery 2007) at level 0.95: the width of the interval plus 40
-        times the distance by which it misses the reference value.
+        Interval score at level 0.95; :func:`interval_score` has any level.
     """
 
     n_points: int
@@ -249,6 +348,7 @@ class Scores:
     crps: float
     crps_ensemble: float | None
     miscalibration_area: float
+    rms_calibration_error: float
     ence: float
     sharpness: float
     coverage_68: float
@@ -311,7 +411,7 @@ def _terms_of_scores(
         "crps": _gaussian_crps(distance, sigma),
         "coverage_68": (distance <= half_68).astype(np.float64),
         "coverage_95": (distance <= half_95).astype(np.float64),
-        "interval_score_95": 2.0 * half_95 + 40.0 * np.maximum(distance - half_95, 0.0),
+        "interval_score_95": _interval_scores(distance, sigma, 0.95),
     }
     if members is not None:
         x = check_members(members, reference.shape)
@@ -333,6 +433,7 @@ def _scores(terms: dict[str, Float64Array], n_bins: int | None = None) -> Scores
         rmse=root_mean_square(z),
         sharpness=root_mean_square(sigma),
         miscalibration_area=_area(levels),
+        rms_calibration_error=_rms_calibration_error(levels),
         ence=ence(z, sigma, n_bins),
         spearman=spearman(z, sigma),
         **({"crps_ensemble": None, "coverage_95_conformal": None} | means),  # type: ignore[arg-type]
@@ -509,9 +610,7 @@ def binned_errors(residuals: ArrayLike, std: ArrayLike, n_bins: int | None = Non
         raise InputError("n_bins", n_bins, f"between 1 and the number of points, {n}")
     order = np.argsort(sigma, kind="stable")
     sigma, z = sigma[order], z.ravel()[order]
-    # A boundary inside a run of equal σ moves to where the run begins.
-    cuts = sigma[np.arange(n_bins) * n // n_bins]
-    starts = np.unique(np.searchsorted(sigma, cuts, side="left"))
+    starts = _bin_starts(sigma, n_bins)
     counts = np.diff(starts, append=n)
 
     def rms_and_stderr(values: Float64Array) -> tuple[Float64Array, Float64Array]:
@@ -667,7 +766,7 @@ def outlying_points(residuals: ArrayLike, std: ArrayLike) -> IntArray:
 # Bootstrap confidence intervals of scores, clustered by group.
 #: Scores that measure a distance from calibration. They are never negative, and sampling noise,
 #: that of the resampling included, makes them larger: see `bootstrap_scores`.
-DISTANCES = ("miscalibration_area", "ence")
+DISTANCES = ("miscalibration_area", "rms_calibration_error", "ence")
 
 
 @dataclass(frozen=True)
@@ -700,7 +799,7 @@ def bootstrap_scores(
 ) -> ScoreIntervals:
     """Compute all scores with bootstrap confidence intervals.
 
-    The intervals are quantiles of the scores of resamples. The two distances from calibration,
+    The intervals are quantiles of the scores of resamples. The distances from calibration, such as
     miscalibration area and ENCE, are larger in a resample than in the data, by as much as they are
     larger in the data than in the limit of many points; their intervals are those quantiles
     reflected at the score (the "basic" bootstrap), not below zero, and extended to the score.

@@ -7,8 +7,8 @@ two structures are. Members of different models are combined in pairs: independe
 quadrature, up to sampling noise.
 
 A calibration scales the members of each point about their mean by a factor that depends on the
-ensemble standard deviation of that point. If the factor is the same for all points (linear,
-student), scaling and summing commute. Otherwise (power with γ ≠ 1, shrinkage) they do not.
+ensemble standard deviation of that point. If the factor is the same for all points (linear),
+scaling and summing commute. Otherwise (power with γ ≠ 1, student, shrinkage) they do not.
 Predictions are calibrated first and combined afterwards: the calibrated covariance between points
 is D C D, where C is the covariance of the uncalibrated members and D the diagonal matrix of
 factors. It is positive semi-definite and has the calibrated variances on its diagonal. To calibrate
@@ -27,12 +27,24 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import ArrayLike
 from scipy.special import ndtri, stdtrit
 
-from qualms.arrays import Float64Array, check_number, check_points, check_std
-from qualms.calibration.base import Calibration, MemberTransform, calibration_data
+from qualms.arrays import Float64Array, check_members, check_number, check_points, check_std
+from qualms.calibration.base import (
+    Calibration,
+    CalibrationData,
+    MemberTransform,
+    calibration_data,
+)
 from qualms.calibration.conformal import Conformal
-from qualms.calibration.fitting import PerOutputCalibration, fit_calibration, fit_out_of_bag
+from qualms.calibration.fitting import (
+    PerOutputCalibration,
+    class_of,
+    fit_calibration,
+    fit_out_of_bag,
+)
+from qualms.calibration.methods import StudentCalibration
+from qualms.calibration.selection import choose_calibration
 from qualms.errors import InputError
-from qualms.gp.ensemble import ensemble_mean_std
+from qualms.gp.ensemble import ensemble_mean_std, group_codes
 
 #: Standard deviations below this fraction of the mean are rounding; below the second fraction of
 #: a larger standard deviation they do not determine how many decimals are printed.
@@ -58,6 +70,8 @@ class Prediction(NDArrayOperatorsMixin):
     conformal : Conformal, optional
         Distribution of out-of-bag errors, for `interval`. Indexing, concatenation and the addition
         and multiplication of constants keep it; combinations of points lose it.
+    dof : float, optional
+        Degrees of freedom of Student's t, for `interval`; N_R − 1 by default. Kept as `conformal`.
 
     Examples
     --------
@@ -79,9 +93,10 @@ class Prediction(NDArrayOperatorsMixin):
         std: ArrayLike | None = None,
         uncalibrated: Prediction | Callable[[], Prediction] | None = None,
         conformal: Conformal | None = None,
+        dof: float | None = None,
     ) -> None:
         self._uncalibrated = uncalibrated
-        self.conformal = conformal
+        self.conformal, self.dof = conformal, dof
         if members is not None:
             if mean is not None or std is not None:
                 raise InputError("mean", "members and mean or std", "either members or both others")
@@ -158,7 +173,7 @@ class Prediction(NDArrayOperatorsMixin):
             given = {"mean": self.mean, "std": self.std}
         if self._uncalibrated is not None:
             given["uncalibrated"] = self.uncalibrated
-        given["conformal"] = self.conformal
+        given |= {"conformal": self.conformal, "dof": self.dof}
         return partial(Prediction, **given), ()
 
     def interval(
@@ -171,7 +186,7 @@ class Prediction(NDArrayOperatorsMixin):
         level : float
             Probability of the reference value to be inside, between 0 and 1.
         method : {"gaussian", "student", "conformal"}
-            Of a Gaussian, or of Student's t with N_R − 1 degrees of freedom, of this mean and
+            Of a Gaussian, or of Student's t with `dof` degrees of freedom, of this mean and
             standard deviation; or from the errors of out-of-bag points, whose coverage does not
             depend on their distribution: see `qualms.calibration.conformal`.
         """
@@ -180,8 +195,8 @@ class Prediction(NDArrayOperatorsMixin):
         if method == "gaussian":
             factor = float(ndtri((1 + level) / 2))
         elif method == "student":
-            dof = (self.n_members or 0) - 1.0
-            if dof < 3:
+            dof = self.dof or (self.n_members or 0) - 1.0
+            if dof <= 2:
                 raise InputError("method", "'student'", "a prediction by at least 4 members")
             factor = float(stdtrit(dof, (1 + level) / 2) * np.sqrt((dof - 2) / dof))
         elif method == "conformal":
@@ -216,11 +231,19 @@ class Prediction(NDArrayOperatorsMixin):
         """Return the prediction with its members scaled about their mean by a calibration.
 
         A calibrated prediction is calibrated again from its uncalibrated members. `conformal` is
-        the distribution of out-of-bag errors after this calibration.
+        the distribution of out-of-bag errors after this calibration. Without members, the standard
+        deviation is calibrated, by a method that does not depend on their number.
         """
-        raw = self.uncalibrated
-        members = calibration.transform(_members_of(raw, "calibrated"))
-        return Prediction(members, uncalibrated=raw, conformal=conformal)
+        raw, dof = self.uncalibrated, None
+        if raw.members is None and not getattr(calibration, "needs_members", True):
+            assert isinstance(calibration, Calibration)
+            std = calibration.std(raw.std, 2)
+            return Prediction(mean=raw.mean, std=std, uncalibrated=raw, conformal=conformal)
+        members = _members_of(raw, "calibrated")
+        if isinstance(calibration, StudentCalibration):
+            dof = float(calibration.dof(calibration.n_subsampled or members.shape[-1]))
+        members = calibration.transform(members)
+        return Prediction(members, uncalibrated=raw, conformal=conformal, dof=dof)
 
     def map(self, f: Callable[[Float64Array], ArrayLike]) -> Prediction:
         """Apply a function to the predictions of each member, one member at a time.
@@ -288,7 +311,7 @@ class Prediction(NDArrayOperatorsMixin):
         found = _combined(name, of_members, *predictions)
         inverted = ufunc is np.divide and inputs[1] is self
         if len(predictions) == 1 and ufunc in _AFFINE and not inverted:
-            found.conformal = self.conformal
+            found.conformal, found.dof = self.conformal, self.dof
         return found
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -375,11 +398,12 @@ def _lifted(f: Callable[..., Prediction], *predictions: Prediction) -> Predictio
 
 def _rearranged(f: Callable[..., Float64Array], *predictions: Prediction) -> Prediction:
     """Apply a function that moves points, and does not combine them, to members or mean and std."""
-    first = predictions[0].conformal if predictions else None
-    kept = first if all(p.conformal is first for p in predictions) else None
+    conformals, dofs = ([getattr(p, x) for p in predictions] for x in ("conformal", "dof"))
+    kept = conformals[0] if len({*map(id, conformals)}) == 1 else None
+    dof = dofs[0] if len({*dofs}) == 1 else None
     if any(p.members is not None for p in predictions):
         found = _combined("concatenate", f, *predictions)
-        found.conformal = kept
+        found.conformal, found.dof = kept, dof
         return found
 
     def of(*parts: Prediction) -> Prediction:
@@ -443,10 +467,14 @@ def _shape_error(operation: str, operands: Sequence[Any]) -> InputError:
 
 def calibrate(
     y: ArrayLike,
-    members: ArrayLike | Prediction,
+    members: ArrayLike | Prediction | None = None,
     *,
+    mean: ArrayLike | None = None,
+    std: ArrayLike | None = None,
     absent: ArrayLike | None = None,
-    method: str = "student",
+    groups: ArrayLike | None = None,
+    method: str = "auto",
+    pool: bool | None = None,
 ) -> Calibration | PerOutputCalibration:
     """Fit how the ensemble standard deviation relates to the actual errors.
 
@@ -456,25 +484,69 @@ def calibrate(
         Reference values.
     members : (n, N_R) or (n, T, N_R) array, or Prediction
         Predictions of each member; of a Prediction, those before calibration.
+    mean, std : arrays of the shape of y, optional
+        Instead of members: predictions and standard deviations > 0, for methods "linear", "power"
+        and "none".
     absent : (n, N_R) array of bool, optional
         Whether a point was absent from the training set of a member. With it, the calibration is
         out-of-bag: it uses training points, each predicted by the members whose training sets lack
         it. Without it the points must be new to all members.
-    method : {"student", "shrinkage", "linear", "power", "none"}
+    groups : (n,) array, optional
+        Labels of points whose errors are correlated, which "auto" leaves out together.
+    method : {"auto", "student", "shrinkage", "linear", "power", "none"}
+        "auto" chooses the method of fewest parameters among those with the highest cross-validated
+        log likelihood, within its standard error.
+    pool : bool, optional
+        Whether T outputs are components of a vector or tensor, which have one calibration; True
+        for T = 3 by default. Otherwise every output has its own.
 
     Returns
     -------
     Calibration
         With ``.alpha``, ``.gamma`` and ``.apply(prediction)``; one per output if y has T columns.
+
+    Examples
+    --------
+    >>> rng = np.random.default_rng(0)
+    >>> calibration = calibrate(rng.normal(size=500), mean=np.zeros(500), std=np.full(500, 0.5))
+    >>> round(float(calibration.apply(Prediction(mean=[1.0], std=[0.5])).std[0]), 1)
+    1.0
     """
+    targets = check_points("y", y)
     if isinstance(members, Prediction):
-        members = _members_of(members.uncalibrated, "calibrate")
-    targets, predicted = check_points("y", y), check_points("members", members)
-    unseen = None if absent is None else np.asarray(absent, dtype=bool)
+        raw = members.uncalibrated
+        members = raw.members
+        mean, std = (raw.mean, raw.std) if members is None else (mean, std)
+    if (members is None) == (mean is None) or (mean is None) != (std is None):
+        raise InputError("members", "none, or some of all three", "either members, or mean and std")
+    if targets.ndim not in (1, 2):
+        raise InputError("y", f"shape {targets.shape}", "(n,) or (n, T)")
+    n, n_outputs = len(targets), targets.size // len(targets)
+    # One column for each calibration: of n points, or of all components of n vectors.
+    shape = (n * n_outputs, 1) if pool or (pool is None and n_outputs == 3) else (n, n_outputs)
+    repeats = shape[0] // n
+    labels = None
+    if groups is not None or repeats > 1:
+        own = None if groups is None else np.asarray(groups)
+        labels = np.repeat(group_codes(own, n), repeats)
+    data: list[CalibrationData] = []
+    if mean is not None and std is not None:
+        if method != "auto" and class_of(method).needs_members:
+            expected = "auto, linear, power or none, without members"
+            raise InputError("method", repr(method), expected)
+        z = targets - check_points("mean", mean, targets.shape)
+        stds = check_std(std, targets.shape).reshape(shape)
+        for pair in zip(z.reshape(shape).T, stds.T, strict=True):
+            counts = np.full(shape[0], 2), np.ones(shape[0])
+            data.append(CalibrationData(*pair, *counts, groups=labels))
+    elif members is not None:
+        predicted = check_members(members, targets.shape).reshape(*shape, -1)
+        unseen = None
+        if absent is not None:
+            unseen = np.repeat(np.asarray(absent, dtype=bool), repeats, axis=0)
+        for k, column in enumerate(targets.reshape(shape).T):
+            data.append(calibration_data(column, predicted[:, k], unseen, groups=labels))
     fit = fit_calibration if absent is None else fit_out_of_bag
-    if targets.ndim == 2 and predicted.shape[:-1] == targets.shape:
-        columns = zip(targets.T, predicted.swapaxes(0, 1), strict=True)
-        return PerOutputCalibration(
-            tuple(fit(calibration_data(*column, unseen), method) for column in columns)
-        )
-    return fit(calibration_data(targets, predicted, unseen), method)
+    found = [choose_calibration(d) if method == "auto" else fit(d, method) for d in data]
+    one = targets.ndim == 1 or shape[1] < n_outputs
+    return found[0] if one else PerOutputCalibration((*found,))

@@ -21,6 +21,7 @@ from sklearn.utils.validation import (
 )
 
 from qualms.arrays import (
+    BoolArray,
     DistinctRows,
     Float64Array,
     FloatArray,
@@ -31,7 +32,12 @@ from qualms.arrays import (
     joined_groups,
     reject_masked,
 )
-from qualms.calibration.base import Calibration, FullModelData, calibration_data
+from qualms.calibration.base import (
+    Calibration,
+    FullModelData,
+    MemberTransform,
+    calibration_data,
+)
 from qualms.calibration.conformal import Conformal
 from qualms.calibration.fitting import (
     METHODS,
@@ -40,7 +46,7 @@ from qualms.calibration.fitting import (
     fit_out_of_bag,
 )
 from qualms.calibration.methods import NoCalibration
-from qualms.calibration.sources import MIN_POINTS, with_enough_points
+from qualms.calibration.sources import MIN_POINTS, WithNovelty, with_enough_points
 from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWarning
 from qualms.gp.ensemble import (
     FullModel,
@@ -64,7 +70,7 @@ from qualms.gp.kernels import (
 from qualms.gp.linalg import Whitening, whiten
 from qualms.gp.noise import Replicates
 from qualms.gp.representatives import cur, farthest_points
-from qualms.gp.sparse_gp import leave_out, posterior_deviations
+from qualms.gp.sparse_gp import leave_out, novelty_variance, posterior_deviations
 from qualms.prediction import Prediction
 
 #: Inputs whose kernel rows are held at once.
@@ -72,6 +78,9 @@ _BLOCK = 2048
 #: Number of representatives if none is given.
 _DEFAULT_REPRESENTATIVES = 1000
 SELECTIONS = ("fps", "cur", "random")
+#: Share of the training points that would not count as extrapolation if they were new, and the
+#: rounding of their novelty.
+_NOT_NOVEL, _ROUNDING = 0.99, 1e-6
 
 
 @dataclass(frozen=True)
@@ -108,11 +117,32 @@ class Basis:
             K[i * _BLOCK : (i + 1) * _BLOCK] = self.kernel_rows(block)
         return np.asarray(self.whitening.features(K, overwrite=True))
 
+    def prior_variance(self, block: FloatArray) -> Float64Array:
+        """Return the diagonal of the scaled kernel for a block (b, d): (b,)."""
+        return np.asarray(self.kernel.diag(block), dtype=np.float64) * self.scale
+
+    def whitened(self, X: FloatArray) -> Iterator[tuple[Float64Array, Float64Array]]:
+        """Yield whitened features (b, r) and prior variances (b,) of X (n, d) in blocks."""
+        for block in self.blocks(X):
+            Phi = self.whitening.features(self.kernel_rows(block), overwrite=True)
+            yield np.asarray(Phi), self.prior_variance(block)
+
+    def novelty(self, X: FloatArray) -> tuple[Float64Array, Float64Array]:
+        """Return q² and the prior variances of X (n, d): (n,) each."""
+        parts = [(novelty_variance(Phi, k_xx), k_xx) for Phi, k_xx in self.whitened(X)]
+        q2, k_xx = (np.concatenate(values) for values in zip(*parts, strict=True))
+        return q2, k_xx
+
     def contract(self, X: FloatArray, weights: Float64Array) -> Float64Array:
         """Return Σ_m k(x, m) w_m for X (n, d) and kernel weights (r, …): (n, …)."""
         flat = weights.reshape(len(weights), -1)
         parts = [self.kernel_rows(block) @ flat for block in self.blocks(X)]
         return np.concatenate(parts).reshape(len(X), *weights.shape[1:])
+
+
+def _relative(q2: Float64Array, k_xx: Float64Array) -> Float64Array:
+    """Return the novelty q² of points as a share of their prior variance: (n,)."""
+    return q2 / np.maximum(k_xx, np.finfo(np.float64).tiny)
 
 
 def build_basis(
@@ -221,6 +251,11 @@ class TrainingSet:
             raise InputError("X", "a single distinct row", "at least 2, to draw subsamples from")
         n = len(self.first)
         return draw_members(n, n_members, subsample, rng, replace=replace, groups=self.groups)
+
+    @property
+    def point_groups(self) -> IntArray:
+        """Group of each distinct point: its own, if there are no groups."""
+        return np.arange(len(self.first)) if self.groups is None else self.groups
 
     def member_rows(self, counts: IntArray) -> list[IntArray]:
         """Return the rows, as given to ``fit``, in the training set of each member."""
@@ -526,6 +561,11 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         self.representative_indices_ = data.rows[data.first[basis.indices]]
         self.effective_rank_ = basis.whitening.effective_rank
         Phi = basis.features(points)
+        k_xx = np.concatenate([basis.prior_variance(block) for block in basis.blocks(points)])
+        codes = data.point_groups
+        q2 = novelty_variance(Phi, k_xx)  # and without its own representatives, as a new point:
+        q2 += basis.whitening.own_share(Phi, codes, codes[basis.indices])
+        self._novelty_limit = float(np.quantile(_relative(q2, k_xx), _NOT_NOVEL))
         full = fit_full_model(
             Phi, data.point_y, {"y": self.noise}, sample_weight=weight, replicates=data.replicates()
         )
@@ -538,7 +578,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
             weights = solution.weights * full.scale[:, None]
             predicted = (np.tensordot(Phi, weights, 1) + intercepts)[data.inverse]
             n_posterior = self.n_posterior
-            without = self._without_each_point(full, Phi, data)
+            without = self._without_each_point(full, Phi, data, np.sqrt(q2))
             without = data.centred(self.centre, predicted, counts, without)
             centre = np.array([one.centre for one in without])
             # The posteriors of several outputs are independent.
@@ -559,23 +599,24 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         return self
 
     def _without_each_point(
-        self, full: FullModel, Phi: Float64Array, data: TrainingSet
+        self, full: FullModel, Phi: Float64Array, data: TrainingSet, novelty: Float64Array
     ) -> list[FullModelData]:
         """Return, for each output, the full model without the point of each row, or its group.
 
         The representatives among these points are left out as well.
         """
         basis = self.basis_
-        groups = np.arange(len(Phi)) if data.groups is None else data.groups
+        groups = data.point_groups
         own = basis.whitening.columns_of(groups, groups[basis.indices])
         found = leave_out(
             full.process, Phi, full.y, sample_weight=full.weight, groups=groups, own=own
         )
         predicted = (data.point_y - z * full.scale for z in (found.residuals, found.kept))
         z, kept = (data.y - of_points[data.inverse] for of_points in predicted)
-        p, drawn = np.sqrt(found.variance)[data.inverse], self.n_posterior > 0
+        p, q = np.sqrt(found.variance)[data.inverse], novelty[data.inverse]
+        drawn = self.n_posterior > 0
         return [
-            FullModelData(z[:, t], p * scale, None, kept[:, t], has_posterior=drawn)
+            FullModelData(z[:, t], p * scale, q * scale, kept[:, t], has_posterior=drawn)
             for t, scale in enumerate(full.scale)
         ]
 
@@ -605,8 +646,22 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         """Return the calibrated predictions of all members for X (n, d)."""
         if not self._has_members():
             raise InputError("n_members", 0, "at least 2 members for an ensemble")
-        members = self.basis_.contract(self._validated(X), self.weights_) + self.intercept_
-        return Prediction(members).calibrated(self.calibration_, self._conformal)
+        X = self._validated(X)
+        members = self.basis_.contract(X, self.weights_) + self.intercept_
+        calibration: MemberTransform = self.calibration_
+        if self.calibration_.needs_novelty:
+            q = np.sqrt(self.basis_.novelty(X)[0])
+            calibration = WithNovelty(self.calibration_, self._outputs(q[:, None] * self._scale))
+        return Prediction(members).calibrated(calibration, self._conformal)
+
+    def extrapolates(self, X: ArrayLike) -> BoolArray:
+        """Return whether each point is more novel than 99 % of the training points were: (n,).
+
+        The novelty is the share of the prior variance that the representatives cannot describe. If
+        they span all features, as those of a power kernel of few features do, no point is novel.
+        """
+        found = _relative(*self.basis_.novelty(self._validated(X)))
+        return np.asarray(found > self._novelty_limit + _ROUNDING)
 
     def pp_mean(self, X: ArrayLike) -> Float64Array:
         """Predict with the full projected process, Eq. (3): (n,) or (n, T)."""
@@ -615,11 +670,10 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
 
     def pp_std(self, X: ArrayLike) -> Float64Array:
         """Return σ_PP of Eq. (3) for a noisy observation, not calibrated: (n,) or (n, T)."""
-        basis, std = self.basis_, []
-        for block in basis.blocks(self._validated(X)):
-            Phi = basis.whitening.features(basis.kernel_rows(block), overwrite=True)
-            k_xx = np.asarray(basis.kernel.diag(block)) * basis.scale
-            std.append(np.sqrt(self._process.variance(Phi, k_xx))[:, None] * self._scale)
+        std = [
+            np.sqrt(self._process.variance(Phi, k_xx))[:, None] * self._scale
+            for Phi, k_xx in self.basis_.whitened(self._validated(X))
+        ]
         return np.asarray(self._outputs(np.concatenate(std)))
 
     def _check_parameters(self) -> str:

@@ -7,8 +7,10 @@ long as the forces on a small molecule. Here they are looked for once.
 from __future__ import annotations
 
 import os
+import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from threadpoolctl import ThreadpoolController
@@ -19,6 +21,8 @@ from qualms.arrays import check_integer
 SMALL = 64
 #: Variables by which users and job schedulers limit threads.
 _VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+#: Where Linux reports the number of running threads.
+_LOAD = Path("/proc/loadavg")
 
 
 def allowed_threads() -> int:
@@ -30,8 +34,29 @@ def allowed_threads() -> int:
 
 
 def default_threads(threads: int | None = None) -> int:
-    """Return the number of cores to use: all that are allowed, unless given."""
-    return allowed_threads() if threads is None else check_integer("threads", threads, 1)
+    """Return the number of cores to use: those that are allowed and idle, unless given.
+
+    A product waits for the slowest of its threads, and waiting threads keep their cores busy: with
+    others on the same cores, two threads took four times as long as one.
+    """
+    if threads is not None:
+        return check_integer("threads", threads, 1)
+    allowed = allowed_threads()
+    idle = (os.cpu_count() or 1) - (_running_elsewhere() if allowed > 1 else 0)
+    return max(1, min(allowed, idle))
+
+
+def _running_elsewhere() -> int:
+    """Return how many other threads of the machine run or wait for a core; 0 if not known."""
+    readings = []
+    for _ in range(3):
+        try:
+            running = _LOAD.read_text().split()[3].split("/")[0]
+        except OSError:
+            return 0
+        readings.append(int(running) - 1)
+        time.sleep(0.002)
+    return sorted(readings)[len(readings) // 2]
 
 
 def limit_rayon() -> None:

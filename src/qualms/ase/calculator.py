@@ -54,6 +54,8 @@ Results = dict[str, Any]
 #: Called with a structure that is too uncertain, and the results for it.
 OnExceed = Callable[[Atoms, Results], object]
 
+#: Learned and baseline energies that differ by more than so many σ have no common zero.
+_OTHER_ZERO = 30.0
 #: Step of the central difference, relative to the standard deviation: its error is about the
 #: square of that.
 _STEP = 1e-4
@@ -66,6 +68,8 @@ _OF_STRUCTURES = (
 #: Properties that need derivatives, and derivatives with respect to the cell.
 _WITH_STRESS = ("stress", "stress_uncertainty", "stress_ensemble", "energy_uncertainty_stress")
 _WITH_FORCES = ("forces", *_OF_ATOMS, "energy_uncertainty_gradient", *_WITH_STRESS)
+#: Derivatives of the uncertainty, computed once they are needed.
+_OF_UNCERTAINTY = ("energy_uncertainty_gradient", "energy_uncertainty_stress")
 #: Uncertainties that may have a threshold.
 _LIMITED = ("energy_uncertainty", "forces_uncertainty", "stress_uncertainty")
 #: Quantities that members can be calibrated for.
@@ -190,7 +194,7 @@ class ModelCalculator(UncertaintyCalculator):
         _check_model(model)
         super().__init__()
         self.model = model
-        self._with_stress = False
+        self._with_stress = self._with_gradient = False
 
     @property
     def _fitted(self) -> Fitted | None:
@@ -210,6 +214,7 @@ class ModelCalculator(UncertaintyCalculator):
                 raise PropertyNotImplementedError("stress needs a cell that has a volume")
             # After the first stress, the stress is computed with all forces.
             self._with_stress = True
+        self._with_gradient |= any(name in _OF_UNCERTAINTY for name in properties)
         if not any(name in _WITH_FORCES for name in properties):
             return self._of_energy(self._energy(atoms))
         return self._of_forces(atoms, stress=has_volume and self._with_stress)
@@ -266,9 +271,9 @@ class MemberCalculator(ModelCalculator):
 
     Notes
     -----
-    A calibration of forces whose factor depends on the standard deviation (power, shrinkage) has
+    A calibration of forces whose factor depends on the standard deviation (all but linear) has
     another factor for each atom, and no energy has such forces. Members are then rescaled by one
-    factor for all forces: that of the student calibration of the same forces, or of the linear one.
+    factor for all forces: the typical one of the calibration, or of the student calibration.
     """
 
     implemented_properties = ["energy", "free_energy", "forces", "stress"]  # noqa: RUF012
@@ -342,9 +347,8 @@ class MemberCalculator(ModelCalculator):
             of_forces = fitted.calibrations["forces"]
             calibration = of_forces[fitted.settings.calibration]
             others = [of_forces.get(method) for method in ("student", "linear")]
-            factors = [c.constant_factor(n) for c in (calibration, *others) if c]
+            factors = [c.typical_factor(n) for c in (calibration, *others) if c]
             f = next((factor for factor in factors if factor is not None), 1.0)
-            f = calibration.typical_factor or f
         if f is None:
             return None
         n = fitted.weights.shape[1]
@@ -449,6 +453,15 @@ class Calculator(ModelCalculator):
                 QualmsWarning,
                 stacklevel=2,
             )
+        if isinstance(model, AtomisticModel):
+            target = model.fitted.settings.target
+            if any(word in target.lower() for word in ("delta", "diff", "δ")):
+                warnings.warn(
+                    f"The model predicts {target!r}, by its name a difference of energies, and so "
+                    "are the results. WeightedBaseline with learns='difference' adds a baseline.",
+                    QualmsWarning,
+                    stacklevel=2,
+                )
         self.uncertainty_threshold = _limits(uncertainty_threshold)
         if on_exceed not in ("warn", "raise") and not callable(on_exceed):
             raise InputError("on_exceed", repr(on_exceed), "'warn', 'raise' or a callable")
@@ -507,12 +520,13 @@ class Calculator(ModelCalculator):
         found = self.model.predict_forces([atoms], stress=stress)
         energy, forces, stresses = found[0]
         results = self._of_energy(energy)
-        point = self._point(energy, len(atoms))
         for name, one in (("forces", forces), ("stress", stresses)):
             if one is not None:
                 results[name], results[f"{name}_uncertainty"] = one.mean, one.std
                 results[f"{name}_ensemble"] = one.members.copy()
-        raw = forces.uncalibrated.members
+        if not self._with_gradient:
+            return results
+        raw, point = forces.uncalibrated.members, self._point(energy, len(atoms))
         results["energy_uncertainty_gradient"] = -point.std_gradient(raw)
         if stresses is not None:
             raw = stresses.uncalibrated.members
@@ -654,6 +668,14 @@ class WeightedBaseline(UncertaintyCalculator):
         std = self._std(atoms)
         w = 1.0 / (1.0 + (std / self.baseline_uncertainty) ** 2)
         difference = self._difference("energy", atoms)
+        wide = float(np.hypot(std, self.baseline_uncertainty))
+        if self.learns == "total" and abs(difference) > _OTHER_ZERO * wide:
+            warnings.warn(
+                f"The learned energy is {difference:+.3g} eV from the baseline, {wide:.2g} eV are "
+                "expected: is it a difference (learns='difference'), or is its zero another one?",
+                QualmsWarning,
+                stacklevel=2,
+            )
         energy = float(self.baseline.get_property("energy", atoms) + w * difference)
         results: Results = {"energy": energy, "free_energy": energy, "weight": w}
         results["energy_uncertainty"] = float(np.sqrt(w)) * std

@@ -13,16 +13,16 @@ from qualms.arrays import BoolArray, Float64Array, IntArray
 from qualms.atomistic.labels import find_forces, find_stresses, labelled
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.settings import Settings
-from qualms.atomistic.structures import check_species, check_structures
+from qualms.atomistic.structures import check_structures, symbols_of
 from qualms.atomistic.training import not_zero_by_symmetry
 from qualms.calibration.base import Calibration, calibration_data
 from qualms.calibration.fitting import MODEL_METHODS, fit_calibration
 from qualms.calibration.methods import NoCalibration, VectorCalibration, vector_std
 from qualms.calibration.sources import WithNovelty
 from qualms.errors import CalibrationError, InputError, QualmsWarning
-from qualms.evaluation import COMPONENT_NAMES, Evaluation
+from qualms.evaluation import COMPONENT_NAMES, Evaluation, energy_factor
 from qualms.gp.ensemble import ensemble_mean_std, group_codes
-from qualms.metrics import score, score_arrays
+from qualms.metrics import Scores, score
 from qualms.prediction import Prediction
 from qualms.progress import Stages
 
@@ -43,15 +43,26 @@ class References:
     atom: IntArray | None  #: (n,): atom of each value; None for properties of structures
     component: IntArray | None  #: (n,): component of each value; None for scalars
     n_unlabelled: int  #: structures, atoms or components without a value
+    n_unknown: int = 0  #: structures with unknown species, which are left out
+
+    def some(self, chosen: BoolArray) -> References:
+        """Return the chosen values."""
+        atom, component = (None if x is None else x[chosen] for x in (self.atom, self.component))
+        y, structure = self.y[chosen], self.structure[chosen]
+        return replace(self, y=y, structure=structure, atom=atom, component=component)
 
 
 def find_references(
-    frames: Sequence[Atoms], settings: Settings, species: Sequence[int]
+    frames: Sequence[Atoms],
+    settings: Settings,
+    species: Sequence[int],
+    *,
+    unknown_species: str = "error",
 ) -> dict[str, References]:
     """Return the reference values of each quantity, and check the structures that have some.
 
     Forces and stresses that no structure has are left out. The species are those that the model is
-    trained on.
+    trained on; structures with others are an error, or left out (``unknown_species="ignore"``).
     """
     found = labelled(frames, settings.target, settings.kind, settings.species)
     structure, atom = found.frames, None
@@ -64,10 +75,21 @@ def find_references(
         key = settings.keys.get(name)
         if key is not None and (values := find(frames, key, required=False)):
             references[name] = _components(values, frames, of_atoms=name == "forces")
-    for i in sorted({int(i) for one in references.values() for i in np.unique(one.structure)}):
+    used = sorted({int(i) for one in references.values() for i in np.unique(one.structure)})
+    for i in used:
         check_structures([frames[i]], first=i)
-        check_species([frames[i]], species, first=i)
-    return references
+    others = {i: {*frames[i].numbers.tolist()} - {*species} for i in used}
+    unknown = [i for i in used if others[i]]
+    if unknown and (unknown_species == "error" or len(unknown) == len(used)):
+        elements = symbols_of(sorted(set().union(*others.values())))
+        raise InputError(
+            "frames",
+            f"{elements} in {len(unknown)} of {len(used)} structures, first frames[{unknown[0]}]",
+            f"known species only: {symbols_of(species)}",
+            "Train with these species, or leave such structures out (--ignore-unknown-species).",
+        )
+    kept = {name: one.some(~np.isin(one.structure, unknown)) for name, one in references.items()}
+    return {n: replace(one, n_unknown=len(unknown)) for n, one in kept.items() if len(one.y)}
 
 
 def _components(
@@ -89,6 +111,9 @@ def evaluate(
     frames: Sequence[Atoms],
     validation: Sequence[Atoms] | None = None,
     *,
+    units: str | None = None,
+    per: str | None = None,
+    unknown_species: str = "error",
     stages: Stages | None = None,
 ) -> dict[str, Evaluation]:
     """Score a model with every calibration, and its projected process.
@@ -101,6 +126,12 @@ def evaluate(
     validation : sequence of Atoms, optional
         Further structures, to fit the calibrations that are not out-of-bag to. Without, these are
         fitted to one half of the structures of `frames` and applied to the other.
+    units : str, optional
+        Units of energy to evaluate in, such as meV; those of the model by default.
+    per : {"atom", "structure"}, optional
+        Whether to evaluate extensive properties per atom, the default, or per structure.
+    unknown_species : {"error", "ignore"}
+        Structures with elements that are not in the training set are rejected or left out.
     stages : Stages, optional
         Shows the progress.
 
@@ -111,9 +142,18 @@ def evaluate(
         them and structures have them. Components that are zero by symmetry are left out.
     """
     stages = stages or Stages()
-    test = _predict(model, frames, stages)
-    others = {} if validation is None else _predict(model, validation, stages)
-    return {name: _evaluate(model, frames, name, test[name], others.get(name)) for name in test}
+    if per not in (None, "atom", "structure"):
+        raise InputError("per", repr(per), "'atom' or 'structure'")
+    if per is not None and model.settings.kind != "extensive":
+        raise InputError("per", repr(per), "none, unless the target is extensive")
+    for name in model.settings.keys:
+        energy_factor(model.settings.units_of(name), units)  # before any work
+    test = _predict(model, frames, unknown_species, stages)
+    others = {} if validation is None else _predict(model, validation, unknown_species, stages)
+    return {
+        name: _evaluate(model, frames, name, test[name], others.get(name), units, per)
+        for name in test
+    }
 
 
 @dataclass(frozen=True)
@@ -123,7 +163,7 @@ class _Points:
     `members` are those of all points before calibration: (n, N_R), or (v, k, N_R) of v vectors or
     tensors, whose vector and component the points are in `place`. The first `n_subsampled` are
     trained on subsamples. Estimates by the projected process, mean and standard deviation (2, n),
-    are in `processes`.
+    are in `processes`; `extrapolating` are structures that are out of distribution.
     """
 
     references: References
@@ -134,6 +174,7 @@ class _Points:
     place: tuple[IntArray, IntArray] | None = None
     novelty_std: Float64Array | None = None
     processes: Mapping[str, Float64Array] = field(default_factory=dict)
+    extrapolating: Sequence[int] | None = None
 
     def apply(self, calibration: Calibration) -> Float64Array:
         """Return calibrated members: (n, N_R)."""
@@ -155,12 +196,10 @@ class _Points:
 
     def some(self, chosen: BoolArray) -> _Points:
         """Return the chosen points."""
-        one, place = self.references, self.place
-        atom, component = (None if x is None else x[chosen] for x in (one.atom, one.component))
-        y, structure = one.y[chosen], one.structure[chosen]
+        place = self.place
         return replace(
             self,
-            references=References(y, structure, atom, component, one.n_unlabelled),
+            references=self.references.some(chosen),
             y=self.y[chosen],
             prediction=self.prediction[chosen],
             members=self.members[chosen] if place is None else self.members,
@@ -176,6 +215,8 @@ def _evaluate(
     name: str,
     test: _Points,
     validation: _Points | None,
+    units: str | None,
+    per: str | None,
 ) -> Evaluation:
     raw = Prediction(test.apply(NoCalibration(n_subsampled=test.n_subsampled)))
     known = (test.prediction.std > 0) & (raw.std > 0)  # others have no score
@@ -187,37 +228,55 @@ def _evaluate(
         warnings.warn(text, QualmsWarning, stacklevel=2)
         test, raw = test.some(known), raw[known]
     out_of_bag, references = model.fitted.calibrations.get(name, {}), test.references
-    scores = {"raw": score(test.y, raw)}
+    settings, sizes = model.settings, np.ones(len(test.y))
+    factor, of_units = energy_factor(settings.units_of(name), units)
+    factors = np.full(len(test.y), factor)
+    if name == "energy" and settings.kind == "extensive":
+        sizes = np.array([len(frames[i]) for i in references.structure], dtype=np.float64)
+        if per == "structure":
+            factors, of_units = factor * sizes, energy_factor(settings.units, units)[1]
+    y, raw = test.y * factors, raw * factors
+
+    def scored(prediction: Prediction) -> Scores:
+        return score(y, prediction * factors)
+
+    scores = {"raw": score(y, raw)}
     for method in _VALIDATED:
         members = _validated(test, validation, method)
         if members is not None:
-            scores[f"{method} (validation)"] = score(test.y, Prediction(members))
+            scores[f"{method} (validation)"] = scored(Prediction(members))
     for method in MODEL_METHODS:
         if method != "none" and method in out_of_bag:
-            used = method == model.settings.calibration
+            used = method == model.fitted.settings.calibration
             found = test.prediction if used else Prediction(test.apply(out_of_bag[method]))
-            scores[f"{method} (out-of-bag)"] = score(test.y, found)
+            scores[f"{method} (out-of-bag)"] = scored(found)
     if not out_of_bag:
-        scores["as the energy"] = score(test.y, test.prediction)
-    for name_of_process, estimate in test.processes.items():
-        scores[name_of_process] = score_arrays(test.y, *estimate)
+        scores["as the energy"] = scored(test.prediction)
+    for name_of_process, (mean, std) in test.processes.items():
+        scores[name_of_process] = scored(Prediction(mean=mean, std=std))
+    flags = test.extrapolating
     other_half = "the other half of the test set"
     return Evaluation(
-        target=model.settings.keys[name],
+        target=settings.keys[name],
         quantity=name,
-        y=test.y,
+        y=y,
         prediction=Prediction(
-            test.prediction.members, uncalibrated=raw, conformal=test.prediction.conformal
+            test.prediction.members * factors[:, None],
+            uncalibrated=raw,
+            conformal=test.prediction.conformal,
         ),
         structure=references.structure,
         atom=references.atom,
         component=references.component,
         component_names=COMPONENT_NAMES.get(name, ()),
-        units=model.settings.units_of(name),
+        units=of_units,
+        factor=factors / sizes,
         frames=frames,
         scores=scores,
         validation=f"{len(validation.y)} validation points" if validation else other_half,
         n_unlabelled=references.n_unlabelled,
+        n_unknown=references.n_unknown,
+        extrapolates=None if flags is None else np.isin(references.structure, flags),
     )
 
 
@@ -236,9 +295,13 @@ def _validated(test: _Points, validation: _Points | None, method: str) -> Float6
         return None
 
 
-def _predict(model: AtomisticModel, frames: Sequence[Atoms], stages: Stages) -> dict[str, _Points]:
+def _predict(
+    model: AtomisticModel, frames: Sequence[Atoms], unknown_species: str, stages: Stages
+) -> dict[str, _Points]:
     """Predict everything that has a reference value."""
-    references = find_references(frames, model.settings, model.fitted.representation.species)
+    species = model.fitted.representation.species
+    options = {"unknown_species": unknown_species}
+    references = find_references(frames, model.settings, species, **options)
     found = {"energy": _predict_target(model, frames, references.pop("energy"), stages)}
     if references:
         found |= _predict_derivatives(model, frames, references, stages)
@@ -251,11 +314,14 @@ def _predict_target(
     """Predict averages over atoms, or atoms."""
     fitted, indices = model.fitted, np.unique(references.structure)
     used = [frames[i] for i in indices]
-    members, novelty, parts, done = [], [], [], 0
+    members, novelty, parts, extrapolating, done = [], [], [], [], 0
     with stages.stage("Predictions", len(used)) as advance:
         for chunk in model.stream(used):
-            K_XM, design = chunk.rows(), chunk.design
+            distances = np.empty((len(chunk.frames), 2))
+            K_XM, design = chunk.rows(distances), chunk.design
             members.append(fitted.members(K_XM, design))
+            found = Prediction(members[-1]) * chunk.factors
+            extrapolating.append(chunk.extrapolates(found, distances))
             if fitted.pp_variance is not None:
                 k_xx = chunk.prior_variance()
                 p2, q2 = fitted.pp_variance.parts(K_XM, k_xx)
@@ -289,6 +355,7 @@ def _predict_target(
         n_subsampled=fitted.settings.n_subsampled or raw.shape[1],
         novelty_std=q,
         processes=processes,
+        extrapolating=indices[np.concatenate(extrapolating)].tolist(),
     )
 
 
@@ -340,12 +407,10 @@ def _known_components(
     if not apart.any():
         return None
     rows, component = rows[apart], references.component[apart]
-    atom = None if references.atom is None else references.atom[apart]
-    y, structure = references.y[apart], references.structure[apart]
-    kept = References(y, structure, atom, component, references.n_unlabelled)
+    kept = references.some(apart)
     return _Points(
         references=kept,
-        y=y,
+        y=kept.y,
         prediction=Prediction(
             own[rows, component],
             uncalibrated=Prediction(raw[rows, component]),

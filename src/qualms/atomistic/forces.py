@@ -38,7 +38,7 @@ from qualms.atomistic.labels import ForceLabels
 from qualms.atomistic.structures import VOIGT, check_species, check_structures
 from qualms.calibration.base import MemberTransform
 from qualms.calibration.methods import Scaled, VectorCalibration
-from qualms.errors import InputError, QualmsWarning
+from qualms.errors import InputError, QualmsWarning, counted
 from qualms.features.gradients import (
     Environments,
     GradientBlock,
@@ -466,9 +466,32 @@ def predict_with_forces(
         volumes = np.array([atoms.cell.volume for atoms in frames])
         raw = Prediction(found.virials / volumes[:, None, None])
         stresses = raw.calibrated(_own(fitted, "stress", factors), conformal.get("stress"))
+    _warn_about_lone_atoms(fitted, frames, found.forces)
     own = _own(fitted, "forces", np.repeat(factors, sizes))
     forces = Prediction(found.forces).calibrated(own, conformal.get("forces"))
     return ForcePrediction(energy * sizes, forces, stresses, offsets_of(sizes))
+
+
+def _warn_about_lone_atoms(fitted: Fitted, frames: Sequence[Atoms], forces: Float64Array) -> None:
+    """Warn if a force is zero because the atom has no neighbours: its uncertainty is zero, too."""
+    cutoff = max(scale.cutoff for scale in fitted.representation.soap.scales)
+    lone, start = 0, 0
+    for atoms in frames:
+        own = forces[start : start + len(atoms)]
+        start += len(atoms)
+        if len(atoms) == 1:  # zero by symmetry
+            continue
+        for i in np.flatnonzero(~np.any(own, axis=(1, 2))).tolist():
+            others = [j for j in range(len(atoms)) if j != i]
+            distances = atoms.get_distances(i, others, mic=True)  # type: ignore[no-untyped-call]
+            lone += bool(np.all(distances > cutoff))
+    if lone:
+        warnings.warn(
+            f"{counted(lone, 'atom')} without neighbours within the cutoff: the forces on them and "
+            "their uncertainties are zero, which is no estimate.",
+            QualmsWarning,
+            stacklevel=2,
+        )
 
 
 def predict_energies(fitted: Fitted, potential: Potential, frames: Sequence[Atoms]) -> Prediction:

@@ -437,7 +437,10 @@ def summarize(fitted: Fitted) -> dict[str, str]:
     }
     others = ", ".join(f"{n} {what}" for what, n in counts.items() if n)
     rows = f"{target.n_rows} atoms of " if fitted.per_atom else ""
-    size = f"{record.effective_rank} of {settings.n_representatives} requested"
+    size = f"{record.effective_rank}"
+    if record.effective_rank != settings.n_representatives:
+        # Environments that are nearly the same, or on which a kernel of low rank is exact.
+        size += f" of {settings.n_representatives} requested; the others depend linearly on these"
     if settings.n_representatives == "auto":
         most = max(record.quantities, key=lambda name: record.quantities[name].n_rows)
         curve, limit = record.size_curve, record.size_limit

@@ -164,7 +164,7 @@ class Settings(BaseModel):
         "share of the latter; the share of smallest out-of-bag error by default.",
     )
     subsample: Annotated[int, Field(ge=2, le=2**53)] | _Fraction = _uncertainty(
-        0.5, "float or int", "Size of the subsamples, as a fraction or a number."
+        0.5, "float or int", "Size of the subsamples: below one a fraction, otherwise a number."
     )
     resample: Literal["structures", "atoms"] = _uncertainty(
         "structures",
@@ -175,8 +175,9 @@ class Settings(BaseModel):
     replace: bool = _uncertainty(False, "bool", "Bootstrap instead of subsampling.")
     calibration: str = _uncertainty(
         "sources",
-        '{"sources", "student", "shrinkage", "linear", "power", "none"}',
-        "Method that calibrates the standard deviation on out-of-bag points.",
+        '{"sources", "student", "shrinkage", "linear", "power", "none", "auto"}',
+        "Method that calibrates the standard deviation on out-of-bag points. ``auto``: sources, "
+        "shrinkage or student, whichever has the highest likelihood there.",
     )
     units: str = _data("", "str", "Units of the target, stored and displayed.", max_length=100)
     seed: int = _uncertainty(0, "int", "Random seed.", ge=0, le=2**64)
@@ -195,7 +196,7 @@ class Settings(BaseModel):
     threads: int | None = _resources(
         None,
         "int, optional",
-        "Number of cores; all by default, or as many as ``OMP_NUM_THREADS`` allows.",
+        "Number of cores; by default all that are idle and that ``OMP_NUM_THREADS`` allows.",
         exclude=True,
     )
 
@@ -288,8 +289,8 @@ class Settings(BaseModel):
     @classmethod
     def _known_calibration(cls, value: Any) -> Any:
         name = "none" if value is None else value
-        if not isinstance(name, str) or name not in MODEL_METHODS:
-            raise ValueError(f"one of {', '.join(MODEL_METHODS)}")
+        if not isinstance(name, str) or name not in {*MODEL_METHODS, "auto"}:
+            raise ValueError(f"one of {', '.join(MODEL_METHODS)}, auto")
         return name
 
     @field_validator("memory", "threads", mode="before")

@@ -98,6 +98,7 @@ from qualms.gp.sparse_gp import (
     novelty_variance,
     posterior_deviations,
 )
+from qualms.metrics import gaussian_log_density
 from qualms.progress import Stages
 
 log = logging.getLogger(__name__)
@@ -291,14 +292,16 @@ def compute_rows(
 
 #: Numbers of representatives to choose from, and the smallest of a nested model: with fewer, hardly
 #: any time is saved.
-_SIZES, _SMALLEST = (250, 500, 1000, 2000, 4000, 8000, 16_000), 250
+_SIZES = (250, 500, 1000, 1500, 2000, 3000, 4000, 6000, 8000, 12_000, 16_000)
+_SMALLEST = 250
 #: Representatives per label from which on errors hardly change: on 300 molecules of QM9 1500 and
 #: 3000 differ by 0.5 %.
 _PER_LABEL = 5
-#: Seconds of an operation, measured once on two cores of a server (2.8 GHz): of n M d for the
-#: selection and the kernel rows, of n M d for each derivative, of N M² for whitening, Gram matrices
-#: and members, and of M³ for factorisations and the noise. Each is uncertain by a factor of two.
-_SECONDS_OF = {"kernel": 1e-10, "forces": 2.4e-11, "rows": 2e-10, "solution": 3e-10}
+#: Seconds of an operation on two cores of a server: of n M d for the selection and the kernel rows,
+#: of n M d for each derivative, of N M² for Gram matrices, noise and members, and of M³ for
+#: factorisations. Each is uncertain by a factor of two: they give 650 s for 1000 geometries of
+#: azobenzene with forces and 8000 representatives, which took 506 s of one core without members.
+_SECONDS_OF = {"kernel": 1e-10, "forces": 2.4e-11, "rows": 1e-10, "solution": 1.5e-10}
 #: Derivatives of the features of an environment: by three coordinates of some neighbours.
 _N_DERIVATIVES = 3 * 20
 #: Seconds of training, beside the features, for each effort.
@@ -697,26 +700,13 @@ class SparseGP:
         q2, target = np.zeros(len(rows)), np.flatnonzero(rows < len(k_xx))
         leading = Phi[target, :N_LEADING]
         q2[target] = novelty_variance(leading, k_xx[rows[target]])
-        if owners is not None and own:
-            q2[target] += self._own_novelty(leading, groups[target], owners)
+        if own and owners is not None:
+            m = leading.shape[1]
+            first = self.rows.whitening.leading(m)
+            q2[target] += first.own_share(leading, groups[target], owners[:m])
         p, q = np.sqrt(found.variance), np.sqrt(q2)
         z, kept = found.residuals[:, 0], found.kept[:, 0]
         return FullModelData(z, p, q, kept).scaled(self.scale)
-
-    def _own_novelty(self, Phi: Float64Array, groups: IntArray, owners: IntArray) -> Float64Array:
-        """Return what the representatives of its group describe of each row (n, m) alone: (n,).
-
-        Without them φ is projected on what is orthogonal to the columns U of L⁻¹ that belong to
-        them, and φφᵀ smaller by φU(UᵀU)⁻¹Uᵀφᵀ.
-        """
-        m, lost = Phi.shape[1], np.zeros(len(Phi))
-        columns = self.rows.whitening.leading(m).columns_of(groups, owners[:m])
-        order = np.argsort(groups, kind="stable")
-        for group, U in columns.items():
-            rows = order[slice(*np.searchsorted(groups[order], [group, group + 1]))]
-            Q = np.linalg.qr(U)[0]
-            lost[rows] = np.sum((Phi[rows] @ Q) ** 2, axis=1)
-        return lost
 
 
 def fit_sparse_gp(
@@ -872,8 +862,9 @@ def calibrate(ensemble: Ensemble, data: TrainingSet, stages: Stages | None = Non
         left_out = _leave_out(gp, data)
         centre = _centre(data, members, counts, left_out)
         available = np.isin(np.arange(len(data.y)), left_out["energy"].rows) & _out_of_bag(counts)
-        out_of_bag = {
-            name: calibrate_out_of_bag(
+        out_of_bag: dict[str, OutOfBag] = {}
+        for name, quantity in data.quantities.items():  # the target is the first
+            out_of_bag[name] = calibrate_out_of_bag(
                 name,
                 quantity,
                 members[name],
@@ -882,8 +873,9 @@ def calibrate(ensemble: Ensemble, data: TrainingSet, stages: Stages | None = Non
                 left_out[name].centred(centre),
                 n_available=int(np.count_nonzero(available)),
             )
-            for name, quantity in data.quantities.items()
-        }
+            if settings.calibration == "auto":
+                method = _best_method(out_of_bag[name])
+                settings = settings.model_copy(update={"calibration": method})
         _check_labels(data, members, counts, left_out)
     whitening = gp.rows.whitening
     full = gp.process.weights[:, 0] * gp.scale
@@ -1061,7 +1053,8 @@ def calibrate_out_of_bag(
     if name == "energy":
         n_structures = len(np.unique(structure[used]))
         unscaled = NoCalibration(n_subsampled=settings.n_subsampled if settings.n_drawn else 0)
-        none = OutOfBag(None, {"none": unscaled, wanted: unscaled}, 0)
+        names = {"none", wanted} - {"auto"}
+        none = OutOfBag(None, dict.fromkeys(names, unscaled), 0)
         if np.ptp(quantity.y) == 0:
             _warn("All targets are the same: there is nothing to learn, and the uncertainty is 0.")
             return none
@@ -1073,7 +1066,9 @@ def calibrate_out_of_bag(
             _warn(f"{error} The ensemble standard deviation is not calibrated.")
             return none
         found = _fit_methods(data, settings)
-        return OutOfBag(data, found, n_structures, found[wanted].conformal(data))
+        out_of_bag = OutOfBag(data, found, n_structures)
+        wanted = _best_method(out_of_bag) if wanted == "auto" else wanted
+        return out_of_bag._replace(conformal=found[wanted].conformal(data))
     if members.shape[1] or left_out.full is None:
         apart = not_zero_by_symmetry(y, members)
     else:
@@ -1099,6 +1094,21 @@ def calibrate_out_of_bag(
         likelihood = calibration.log_likelihood + shift
         found[method] = replace(calibration, log_likelihood=likelihood)
     return OutOfBag(data, found, n_structures, conformal)
+
+
+def _best_method(out_of_bag: OutOfBag) -> str:
+    """Return the method whose Gaussians have the highest likelihood out of bag, by AIC."""
+    data, fitted = out_of_bag.data, out_of_bag.calibrations
+    methods = [m for m in ("sources", "shrinkage", "student") if m in fitted]
+    if data is None or not methods:
+        return "none"
+    n = len(data.residuals if data.groups is None else np.unique(data.groups))
+
+    def score(method: str) -> float:
+        density = gaussian_log_density(data.residuals, fitted[method].std_of(data))
+        return n * data.mean(density) - fitted[method].n_parameters
+
+    return max(methods, key=score)
 
 
 def _points(

@@ -5,8 +5,8 @@
 | none | σ = ŝ | |
 | linear | z ~ N(0, α²ŝ²), Eqs. (9) and (12) | α |
 | power | z ~ N(0, α²ŝ^2γ), Eq. (19) | α, γ |
-| student | as linear, for a finite ensemble | α |
-| shrinkage | as power, and ŝ itself is noisy (empirical Bayes) | α, γ, m, τ |
+| student | z ~ N(0, α²s²), and ŝ of few members is an estimate of s | α |
+| shrinkage | z ~ N(0, α²s^2γ), the same | α, γ, m, τ |
 | sources | sum of variances: ensemble, posterior, novelty, constant | a, b, c, d |
 """
 

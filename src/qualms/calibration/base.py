@@ -219,8 +219,8 @@ def calibration_data(
         rounding = rounding[found.used]
         if full is not None:
             data = full.blended(data, found.used)
-        if groups is not None:
-            data = replace(data, groups=groups[found.used])
+        groups = None if groups is None else groups[found.used]
+    data = replace(data, groups=groups)
     if np.all(np.maximum(np.abs(data.residuals), data.ensemble_std) <= 1e4 * rounding):
         raise ExactFitError("The members are exact to rounding: there is no error to calibrate.")
     differ = data.ensemble_std > rounding
@@ -273,6 +273,7 @@ class Calibration(ABC):
 
     method: ClassVar[str]
     n_parameters: ClassVar[int]
+    needs_members: ClassVar[bool] = True  #: whether σ depends on the number of members
 
     alpha: float = 1.0
     gamma: float = 1.0
@@ -302,6 +303,11 @@ class Calibration(ABC):
     ) -> tuple[Float64Array, Callable[[Float64Array], Float64Array]]:
         """Return the parameters θ = (ln α, …), and the gradient of each point's log likelihood."""
 
+    @classmethod
+    def profile(cls, data: CalibrationData, gamma: float) -> tuple[float, float]:
+        """Return the highest mean log likelihood at this γ, and its α."""
+        raise NotImplementedError
+
     def is_identifiable(self, data: CalibrationData) -> bool:
         """Whether γ can be fitted: not if all standard deviations are equal."""
         return float(np.ptp(np.log(data.ensemble_std))) >= 1e-6
@@ -324,10 +330,9 @@ class Calibration(ABC):
         likelihood = data.mean(self.density_of(data))
         return replace(self, n_points=len(data.residuals), log_likelihood=likelihood)
 
-    @property
-    def typical_factor(self) -> float | None:
-        """The usual σ/ŝ of a method whose factor is not constant, if it is known."""
-        return None
+    def typical_factor(self, n_members: int) -> float | None:
+        """Return the usual σ/ŝ of so many members, if it is known."""
+        return self.constant_factor(n_members)
 
     def constant_factor(self, n_members: int) -> float | None:
         """Return σ/ŝ of so many members, if it does not depend on ŝ."""

@@ -40,7 +40,8 @@ N_PARAMETERS = {method: cls.n_parameters for method, cls in METHODS.items()}
 _EXACT, PAPER_ABSENT, _ENOUGH = ("linear", "power"), 5, 30
 
 
-def _class_of(method: str) -> type[Calibration]:
+def class_of(method: str) -> type[Calibration]:
+    """Return the calibration of this name."""
     if method not in MODEL_METHODS:
         raise InputError("method", repr(method), f"one of {', '.join(MODEL_METHODS)}")
     return MODEL_METHODS[method]
@@ -68,14 +69,14 @@ def build_calibration(method: str, parameters: Mapping[str, Any]) -> Calibration
             raise InputError(name, value, f"at most {high:g}")
         if name in ("n_points", "n_subsampled"):
             check_integer(name, value, 0)
-    return _class_of(method)(**parameters)
+    return class_of(method)(**parameters)
 
 
 def fit_calibration(
     data: CalibrationData, method: str = "student", near: Calibration | None = None
 ) -> Calibration:
     """Fit one calibration by name; `near`, a fit to similar points, may be a start."""
-    found = _class_of(method)
+    found = class_of(method)
     if method != "none" and not np.any(data.residuals[data.weights > 0]):
         raise CalibrationError(
             f"All residuals are exactly zero, so no scale can be found (points: "
@@ -128,8 +129,10 @@ class PerOutputCalibration:
         """Mean log likelihood of each output: (T,)."""
         return np.array([c.log_likelihood for c in self.outputs])
 
-    def transform(self, members: FloatArray) -> Float64Array:
-        """Scale the members (…, T, N_R) about their means, output by output."""
+    def transform(
+        self, members: FloatArray, *, novelty_std: FloatArray | None = None
+    ) -> Float64Array:
+        """Scale the members (…, T, N_R) about their means, output by output; q is (…, T)."""
         if members.ndim < 2 or members.shape[-2] != len(self.outputs):
             raise InputError(
                 "prediction",
@@ -137,8 +140,18 @@ class PerOutputCalibration:
                 f"{len(self.outputs)} outputs on the last axis",
                 "For some of the outputs, apply their own calibrations, .outputs[t].",
             )
-        scaled = [c.transform(members[..., t, :]) for t, c in enumerate(self.outputs)]
+        scaled = [
+            c.transform(
+                members[..., t, :], novelty_std=None if novelty_std is None else novelty_std[..., t]
+            )
+            for t, c in enumerate(self.outputs)
+        ]
         return np.stack(scaled, axis=-2)
+
+    @property
+    def needs_novelty(self) -> bool:
+        """Whether q is a source of an output."""
+        return any(c.needs_novelty for c in self.outputs)
 
     def apply(self, prediction: Calibratable[P_co]) -> P_co:
         """Return the calibrated prediction."""

@@ -78,6 +78,10 @@ class GroupedCalibration:
         """Return the calibrated standard deviations of points (n,) with these labels."""
         return np.asarray(self.factors(labels) * self.overall.std(ensemble_std, n_members))
 
+    def std_of(self, data: CalibrationData, labels: Sequence[str] | StrArray) -> Float64Array:
+        """Return the calibrated standard deviations of points (n,) of data with these labels."""
+        return self.factors(labels) * self.overall.std_of(data)
+
     def transform(self, members: FloatArray, labels: Sequence[str] | StrArray) -> Float64Array:
         """Scale members (n, N_R) about their means so that their std is calibrated."""
         return rescaled(self.overall.transform(members), self.factors(labels))

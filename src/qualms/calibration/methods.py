@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
-from scipy.optimize import minimize_scalar
+from scipy.optimize import brentq, minimize_scalar
 from scipy.special import digamma, gammaln, polygamma, stdtrit
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
@@ -18,9 +18,14 @@ from qualms.metrics import gaussian_log_density, student_log_density
 
 #: Exponents tried by the power calibration. A larger standard deviation never
 #: means a smaller error.
-_GAMMA_RANGE = (0.0, 5.0)
+GAMMA_RANGE = (0.0, 5.0)
+_LOG_2PI = float(np.log(2 * np.pi))
 #: Φ(1): the probability below +σ of a Gaussian.
 _ONE_SIGMA = 0.8413447460685429
+#: Rounds of the moment estimate of the distribution of ln s, and its smallest variance τ².
+_ROUNDS, _LEAST = 20, 1e-3
+#: Values of ln ŝ further from the median than this multiple of the median distance are moved there.
+_LIMIT = 6.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +34,7 @@ class PowerCalibration(Calibration):
 
     method = "power"
     n_parameters = 2
+    needs_members = False
 
     @classmethod
     def fit(cls, data: CalibrationData, near: Calibration | None = None) -> Self:
@@ -38,24 +44,27 @@ class PowerCalibration(Calibration):
         concave in γ, because the logarithm of a sum of exponentials is convex: one maximum, found
         by a bounded search.
         """
-        log_std = np.log(data.ensemble_std)
-        center = data.mean(log_std)
-        log_std = log_std - center  # so that powers neither overflow nor vanish
-
-        def alpha2(gamma: float) -> float:
-            return data.mean(data.residuals**2 * np.exp(-2 * gamma * log_std))
-
         gamma = 1.0
         if cls().is_identifiable(data):
             found = minimize_scalar(
-                lambda gamma: 0.5 * np.log(alpha2(gamma)),  # mean(ln σ) is 0 after centring
-                bounds=_GAMMA_RANGE,
+                lambda gamma: -cls.profile(data, gamma)[0],
+                bounds=GAMMA_RANGE,
                 method="bounded",
                 options={"xatol": 1e-8},
             )
             gamma = float(found.x)
-        alpha = alpha2(gamma) ** 0.5 * float(np.exp(-gamma * center))
-        return cls(alpha=alpha, gamma=gamma).fitted_to(data)
+            # The search ends beside a bound.
+            gamma = max((gamma, *GAMMA_RANGE), key=lambda gamma: cls.profile(data, gamma)[0])
+        return cls(alpha=cls.profile(data, gamma)[1], gamma=gamma).fitted_to(data)
+
+    @classmethod
+    def profile(cls, data: CalibrationData, gamma: float) -> tuple[float, float]:
+        """Return the highest mean log likelihood at this γ, and its α."""
+        log_std = np.log(data.ensemble_std)
+        center = data.mean(log_std)  # so that powers neither overflow nor vanish
+        alpha2 = data.mean(data.residuals**2 * np.exp(-2 * gamma * (log_std - center)))
+        log_alpha = 0.5 * float(np.log(alpha2)) - gamma * center
+        return -log_alpha - gamma * center - 0.5 * (_LOG_2PI + 1), float(np.exp(log_alpha))
 
     def std(self, ensemble_std: FloatArray, n_members: int | IntArray) -> Float64Array:
         """Return α σ^γ."""
@@ -118,7 +127,7 @@ def variance_scale(
     return float(np.average((np.asarray(residuals) / np.asarray(std)) ** 2, weights=weights))
 
 
-def log_std_moments(dof: FloatArray) -> tuple[Float64Array, Float64Array]:
+def log_std_moments(dof: float | FloatArray) -> tuple[Float64Array, Float64Array]:
     """Return mean and variance of ln ŝ − ln s = ½ ln(χ²_ν/ν) for ν degrees of freedom."""
     half = np.asarray(dof, dtype=np.float64) / 2
     return 0.5 * (digamma(half) - np.log(half)), 0.25 * polygamma(1, half)
@@ -133,24 +142,78 @@ def require_three_members(data: CalibrationData, method: str) -> None:
         )
 
 
+def fit_log_std_prior(
+    data: CalibrationData, of_posterior: bool = False
+) -> tuple[float, float, float]:
+    """Return m, β and τ of ln s ~ N(m + β ln p, τ²), by the method of moments.
+
+    Weighted least squares of ln ŝ, whose variance is v + τ²; τ² is what the scatter has beyond v. β
+    is zero unless `of_posterior` is set and all p are known.
+    """
+    bias, v = log_std_moments(data.n_components * (data.n_members - 1))
+    log_s = np.log(data.ensemble_std) - bias
+    # Points that all members agree on, such as isolated atoms, must not determine τ.
+    median = np.median(log_s)
+    limit = _LIMIT * float(np.median(np.abs(log_s - median)))
+    log_s = np.clip(log_s, median - limit, median + limit)
+    design = np.ones((len(log_s), 1))
+    if of_posterior and data.posterior_std is not None and np.all(data.posterior_std > 0):
+        design = np.column_stack([design, np.log(data.posterior_std)])
+    tau2 = 1.0
+    for _ in range(_ROUNDS):
+        w = data.weights / (v + tau2)
+        root = np.sqrt(w)
+        coefficients = np.linalg.lstsq(design * root[:, None], log_s * root, rcond=None)[0]
+        residuals = log_s - design @ coefficients
+        tau2 = max(float(np.average(residuals**2 - v, weights=w)), _LEAST)
+    m, beta = [*coefficients.tolist(), 0.0][:2]
+    return m, beta, tau2**0.5
+
+
 @dataclass(frozen=True, kw_only=True)
 class StudentCalibration(Calibration):
-    """Student's t predictive with scale ŝ√(α² + λ²/N_R) and N_R − 1 degrees of freedom.
+    """Student's t with ν₀ + N_R − 1 degrees of freedom and scale s̃√(α² + λ²/N_R).
 
-    λ²ŝ²/N_R is the variance of a prediction of which a share λ is the mean over the members. `std`
-    is that of this t: the variance is (N_R−1)/(N_R−3) (α² + λ²/N_R) ŝ². With two or three members t
-    has no variance; `std` is then the half-width of its central 68 % interval.
+    Members of a point have a variance s², of which νŝ²/s² ~ χ²_ν with ν = N_R − 1 is known. That of
+    all points is distributed as ν₀s₀²/s² ~ χ²_ν₀, the conjugate prior. Given ŝ, therefore,
+
+        s² ~ (ν₀ + ν) s̃²/χ²_{ν₀+ν},     s̃² = (ν₀s₀² + νŝ²)/(ν₀ + ν)
+
+    ("moderated t": Smyth, Stat. Appl. Genet. Mol. Biol. 3, 3 (2004)), and with
+    z ~ N(0, (α² + λ²/N_R) s²), where λ is the share of the ensemble mean in the prediction,
+    z/(s̃√(α² + λ²/N_R)) is t with ν₀ + ν degrees of freedom.
+
+    `std` is that of this t. E[ln N(z; 0, σ²) | ŝ] is highest at σ² = E[z² | ŝ], so no other
+    function of ŝ has a Gaussian of higher expected likelihood; and E[σ²] = E[z²]. Without the prior
+    (ν₀ = 0) the same σ is √(ν/(ν − 2)) times too wide for most points: it accounts for the few
+    whose ŝ is small by chance.
+
+    Attributes
+    ----------
+    prior_dof, prior_std : float
+        ν₀ and s₀, of which ν₀ = 0 means no prior; s₀ has the units of y.
     """
 
     method = "student"
     n_parameters = 1
 
+    prior_dof: float = 0.0
+    prior_std: float = 1.0
+
     @classmethod
     def fit(cls, data: CalibrationData, near: Calibration | None = None) -> Self:
-        """Maximise the likelihood over α, each point with its own number of members."""
+        """Maximise the likelihood over α, each point with its own number of members.
+
+        The prior matches mean m and variance τ² of ln s, which follow from ŝ alone: ln s is
+        ln s₀ − ½ ln(χ²_ν₀/ν₀), so that τ² = ¼ψ′(ν₀/2).
+        """
         require_three_members(data, cls.method)
-        nu = data.n_members - 1.0
-        t2 = (data.residuals / data.ensemble_std) ** 2
+        m, _, tau = fit_log_std_prior(replace(data, n_components=1.0))
+        dof = 2 * _inverse_trigamma(4 * tau**2)
+        prior_std = float(np.exp(m + log_std_moments(dof)[0]))
+        self = cls(centre=data.centre, prior_dof=dof, prior_std=prior_std)
+        nu, scale = self.dof(data.n_members), self._shrunk(data.ensemble_std, data.n_members)
+        t2 = (data.residuals / scale) ** 2
         offset = data.mean(gammaln((nu + 1) / 2) - gammaln(nu / 2) - 0.5 * np.log(nu * np.pi))
 
         def negative_log_likelihood(log_alpha: float) -> float:
@@ -166,17 +229,26 @@ class StudentCalibration(Calibration):
         )
         # If z is smaller than the standard error of the ensemble mean, α = 0.
         at_zero = data.centre > 0 and negative_log_likelihood(-np.inf) <= found.fun
-        alpha = 0.0 if at_zero else float(np.exp(found.x))
-        return cls(alpha=alpha, centre=data.centre).fitted_to(data)
+        return replace(self, alpha=0.0 if at_zero else float(np.exp(found.x))).fitted_to(data)
+
+    def dof(self, n_members: int | IntArray) -> Float64Array:
+        """Return the degrees of freedom ν₀ + N_R − 1."""
+        return self.prior_dof + np.asarray(n_members, dtype=np.float64) - 1
+
+    def _shrunk(self, ensemble_std: FloatArray, n_members: int | IntArray) -> Float64Array:
+        """Return s̃, of which the square is the weighted mean of ŝ² and s₀²."""
+        share = self.prior_dof / self.dof(n_members)
+        s2 = np.asarray(ensemble_std, dtype=np.float64) ** 2
+        return np.asarray(np.sqrt(share * self.prior_std**2 + (1 - share) * s2))
 
     def scale(self, ensemble_std: FloatArray, n_members: int | IntArray) -> Float64Array:
-        """Return the scale of the t distribution, ŝ√(α² + λ²/N_R)."""
+        """Return the scale of the t distribution, s̃√(α² + λ²/N_R)."""
         k2 = self.alpha**2 + self.centre**2 / np.asarray(n_members, dtype=np.float64)
-        return np.asarray(ensemble_std, dtype=np.float64) * np.sqrt(k2)
+        return self._shrunk(ensemble_std, n_members) * np.sqrt(k2)
 
     def std(self, ensemble_std: FloatArray, n_members: int | IntArray) -> Float64Array:
-        """Return the calibrated standard deviation."""
-        nu = np.asarray(n_members, dtype=np.float64) - 1
+        """Return the standard deviation; the half-width of 68 % where t has no variance."""
+        nu = self.dof(n_members)
         of_variance = np.sqrt(nu / np.where(nu > 2, nu - 2, 1.0))
         ratio = np.where(nu > 2, of_variance, stdtrit(nu, _ONE_SIGMA))
         return np.asarray(ratio * self.scale(ensemble_std, n_members))
@@ -185,26 +257,38 @@ class StudentCalibration(Calibration):
         self, residuals: FloatArray, ensemble_std: FloatArray, n_members: int | IntArray
     ) -> Float64Array:
         """Return ln p(z | ŝ) of Student's t, per point."""
-        dof = np.asarray(n_members, dtype=np.float64) - 1
-        return student_log_density(residuals, self.scale(ensemble_std, n_members), dof)
+        scale = self.scale(ensemble_std, n_members)
+        return student_log_density(residuals, scale, self.dof(n_members))
+
+    def typical_factor(self, n_members: int) -> float | None:
+        """Return σ/ŝ at the geometric mean of s."""
+        if self.prior_dof == 0:
+            return super().typical_factor(n_members)
+        typical = np.asarray(self.prior_std * np.exp(-log_std_moments(self.prior_dof)[0]))
+        return float(self.std(typical, n_members) / typical)
 
     def scores(
         self, data: CalibrationData
     ) -> tuple[Float64Array, Callable[[Float64Array], Float64Array]]:
         """Return θ = (ln α,), and the gradient of ln p(z | ŝ) of each point.
 
-        With k² = α² + λ²/c and u = z²/(ν k² ŝ²) the density is −½ ln k² − ½(ν+1) ln(1 + u) plus a
+        With k² = α² + λ²/c and u = z²/(ν k² s̃²) the density is −½ ln k² − ½(ν+1) ln(1 + u) plus a
         constant, and its derivative in ln α is (α²/k²)((ν+1) u/(1+u) − 1).
         """
-        nu = data.n_members - 1.0
+        nu, scale = self.dof(data.n_members), self._shrunk(data.ensemble_std, data.n_members)
 
         def gradient(at: Float64Array) -> Float64Array:
             alpha2 = np.exp(2 * at[0])
             k2 = alpha2 + data.centre**2 / data.n_members
-            u = (data.residuals / data.ensemble_std) ** 2 / (nu * k2)
+            u = (data.residuals / scale) ** 2 / (nu * k2)
             return np.asarray((alpha2 / k2 * ((nu + 1) * u / (1 + u) - 1))[:, None])
 
         return np.array([np.log(self.alpha)]), gradient
+
+
+def _inverse_trigamma(value: float) -> float:
+    """Return the x at which ψ′(x) has this value, by bisection of ln x."""
+    return float(np.exp(brentq(lambda x: float(polygamma(1, np.exp(x))) - value, -20.0, 20.0)))
 
 
 # One factor for all components of a vector or a tensor, so that directions do not matter.

@@ -18,14 +18,19 @@ from scipy.special import ndtri, stdtrit
 
 from qualms.arrays import BoolArray, Float64Array, IntArray, StrArray
 from qualms.calibration.base import Calibration, CalibrationData
-from qualms.calibration.fitting import METHODS, fit_calibration
+from qualms.calibration.fitting import METHODS, N_PARAMETERS, fit_calibration
 from qualms.calibration.groups import GroupedCalibration, fit_grouped
-from qualms.calibration.methods import StudentCalibration
+from qualms.calibration.methods import GAMMA_RANGE
 from qualms.errors import CalibrationError, InputError
 from qualms.gp.ensemble import group_codes, group_scatter
+from qualms.metrics import gaussian_log_density
 
 #: Step of the derivative of gradients, in ln α, γ, m and ln τ.
 _STEP = 1e-4
+#: γ closer to a bound than this is at the bound.
+_AT_BOUND = 1e-3
+#: A calibration set with fewer independent points is small.
+FEW = 20
 #: Negligible differences of the mean log likelihood.
 _NEGLIGIBLE = 1e-4
 
@@ -34,51 +39,13 @@ _NEGLIGIBLE = 1e-4
 class ConfidenceIntervals:
     """Intervals (lower, upper) of the parameters of a calibration, and their probability.
 
-    That of γ is None if all standard deviations are equal, so that γ is not identifiable.
+    An interval is None if the data do not determine the parameter, such as γ if all standard
+    deviations are equal.
     """
 
-    alpha: tuple[float, float]
+    alpha: tuple[float, float] | None
     gamma: tuple[float, float] | None
     level: float
-
-
-def bootstrap_intervals(
-    data: CalibrationData,
-    method: str = "student",
-    *,
-    n_bootstrap: int = 200,
-    level: float = 0.95,
-    groups: Sequence[object] | IntArray | None = None,
-) -> ConfidenceIntervals:
-    """Resample the points with replacement and fit the calibration each time.
-
-    Parameters
-    ----------
-    data : CalibrationData
-    method : str
-    n_bootstrap : int
-        Number of resampled fits, at least 20.
-    level : float
-        Probability covered, in (0, 1).
-    groups : (n,) array, optional
-        Labels of points whose errors are correlated: whole groups are then resampled.
-    """
-    if n_bootstrap < 20:
-        raise InputError("n_bootstrap", n_bootstrap, "at least 20")
-    if not 0 < level < 1:
-        raise InputError("level", level, "a probability between 0 and 1")
-    rng = np.random.default_rng(0)
-    codes = group_codes(groups, len(data.residuals))
-    n_groups = int(codes.max()) + 1
-    pairs = np.empty((n_bootstrap, 2))
-    near = fit_calibration(data, method)
-    for k in range(n_bootstrap):
-        times = np.bincount(rng.integers(n_groups, size=n_groups), minlength=n_groups)[codes]
-        fitted = fit_calibration(replace(data, weights=data.weights * times), method, near)
-        pairs[k] = fitted.alpha, fitted.gamma
-    (a, c), (b, d) = np.quantile(pairs, [(1 - level) / 2, (1 + level) / 2], axis=0).tolist()
-    fixed = near.n_parameters > 1 and not near.is_identifiable(data)
-    return ConfidenceIntervals((a, b), None if fixed else (c, d), level)
 
 
 def confidence_intervals(
@@ -90,8 +57,9 @@ def confidence_intervals(
 ) -> ConfidenceIntervals:
     """Return intervals of α and γ from the curvature of the likelihood.
 
-    Where that is not defined (a parameter on a bound, all standard deviations alike) the points are
-    resampled instead, by `bootstrap_intervals`.
+    At a bound (α = 0, γ = 0) they are from the profile likelihood: all values at which the highest
+    log likelihood is less than half a quantile of χ² below its maximum. The interval of α is then
+    that at the γ of the calibration. Groups count as one point each.
 
     Parameters
     ----------
@@ -107,26 +75,54 @@ def confidence_intervals(
         raise InputError("level", level, "a probability between 0 and 1")
     if calibration.n_parameters == 0:
         return ConfidenceIntervals((1.0, 1.0), (1.0, 1.0), level)
-    if isinstance(calibration, StudentCalibration) and calibration.alpha == 0:
-        return ConfidenceIntervals((0.0, _largest_alpha(data, level)), (1.0, 1.0), level)
-    theta, scores = calibration.scores(data)
     codes = group_codes(groups, len(data.residuals))
-    fixed = calibration.n_parameters > 1 and not calibration.is_identifiable(data)
-    if fixed:
-        # α and γ are not identifiable together: the interval is that of α at this γ.
+    n_groups = int(codes.max()) + 1
+    if calibration.alpha == 0:
+
+        def of_alpha(alpha: float) -> float:
+            return data.mean(replace(calibration, alpha=alpha).density_of(data))
+
+        alpha = _profile(of_alpha, 0.0, np.inf, n_groups, level)
+        return ConfidenceIntervals(alpha, (1.0, 1.0), level)
+    theta, scores = calibration.scores(data)
+    gamma: tuple[float, float] | None = (calibration.gamma, calibration.gamma)
+    bounds = [bound for bound in GAMMA_RANGE if abs(calibration.gamma - bound) < _AT_BOUND]
+    if calibration.n_parameters > 1 and (bounds or not calibration.is_identifiable(data)):
+        # γ is not varied: the interval is that of α at this γ.
         rest, all_scores = theta[1:], scores
         theta, scores = theta[:1], lambda at: all_scores(np.append(at, rest))[:, :1]
+        gamma = None
+        for bound in bounds:
+            other = sum(GAMMA_RANGE) - bound
+            gamma = _profile(
+                lambda g: type(calibration).profile(data, g)[0], bound, other, n_groups, level
+            )
     variances = _sandwich(theta, scores, data.weights, codes)
-    on_a_bound = len(theta) > 1 and not 1e-3 < calibration.gamma < 5 - 1e-3
-    if variances is None or on_a_bound:
-        return bootstrap_intervals(data, calibration.method, level=level, groups=groups)
-    half = -float(stdtrit(max(int(codes.max()), 1), (1 - level) / 2)) * np.sqrt(variances)
+    if variances is None:
+        return ConfidenceIntervals(None, gamma, level)
+    half = -float(stdtrit(max(n_groups - 1, 1), (1 - level) / 2)) * np.sqrt(variances)
     lower, upper = theta - half, theta + half
-    gamma = (calibration.gamma, calibration.gamma)
     if len(theta) > 1:
         gamma = (max(float(lower[1]), 0.0), float(upper[1]))
-    alpha = (float(np.exp(lower[0])), float(np.exp(upper[0])))
-    return ConfidenceIntervals(alpha, None if fixed else gamma, level)
+    return ConfidenceIntervals((float(np.exp(lower[0])), float(np.exp(upper[0]))), gamma, level)
+
+
+def _profile(
+    log_likelihood: Callable[[float], float], bound: float, other: float, n: int, level: float
+) -> tuple[float, float]:
+    """Return the values from a bound, where the likelihood is highest, towards the other one.
+
+    `log_likelihood` is the mean over points, of which n are independent.
+    """
+    floor = log_likelihood(bound) - 0.5 * float(ndtri(0.5 * (1 + level))) ** 2 / n
+    end = other
+    if not np.isfinite(end):
+        end = 1.0
+        while log_likelihood(end) > floor:
+            end *= 2
+    if log_likelihood(end) < floor:
+        end = float(brentq(lambda x: log_likelihood(x) - floor, bound, end, xtol=1e-4))
+    return (min(bound, end), max(bound, end))
 
 
 def _sandwich(
@@ -148,19 +144,6 @@ def _sandwich(
     return np.asarray(np.maximum(np.diag(np.linalg.solve(H, half.T)), 0.0))
 
 
-def _largest_alpha(data: CalibrationData, level: float) -> float:
-    """Return the α at which the log likelihood is half a quantile of χ² below that of α = 0."""
-
-    def log_likelihood(alpha: float) -> float:
-        return float(data.weights @ StudentCalibration(alpha=alpha).density_of(data))
-
-    floor = log_likelihood(0.0) - 0.5 * float(ndtri(0.5 * (1 + level))) ** 2
-    largest = 1.0
-    while log_likelihood(largest) > floor:
-        largest *= 2
-    return float(brentq(lambda alpha: log_likelihood(alpha) - floor, 0.0, largest, xtol=1e-6))
-
-
 @dataclass(frozen=True)
 class Candidate:
     """One method, evaluated on points that it was not fitted to.
@@ -170,7 +153,7 @@ class Candidate:
     calibration : Calibration
         Fitted to all points; it has the information criteria.
     log_likelihood : float
-        Mean of ln p(z | ŝ) over points left out, under the predictive density of the method.
+        Mean over points left out of ln N(z; 0, σ²), the Gaussian of the calibrated σ.
     behind, standard_error : float
         Difference to the best method, and its standard error.
     grouped : GroupedCalibration, optional
@@ -217,8 +200,30 @@ class Comparison:
 
     @property
     def chosen(self) -> Candidate:
-        """The method of fewest parameters among those as good as the best."""
-        return min((c for c in self.candidates if c.is_as_good), key=lambda c: c.n_parameters)
+        """The method of fewest parameters, of at least one, among those as good as the best."""
+        best = self.candidates[0]
+        fitted = (c for c in self.candidates if c.is_as_good and c.n_parameters)
+        return best if not best.n_parameters else min(fitted, key=lambda c: c.n_parameters)
+
+
+def candidate_methods(data: CalibrationData, n_independent: int) -> tuple[str, ...]:
+    """Return the methods to choose from for data of so many independent points.
+
+    `student` and `shrinkage` are `linear` and `power` that account for the number of members, if
+    there are three or more. Few points determine one parameter.
+    """
+    methods = ("none", "student", "shrinkage")
+    if data.n_members.min() < 3:
+        methods = ("none", "linear", "power")
+    most = len(data.residuals) - 1 if n_independent >= FEW else 1
+    return tuple(m for m in methods if N_PARAMETERS[m] <= most)
+
+
+def choose_calibration(data: CalibrationData) -> Calibration:
+    """Return the calibration that cross-validation, with the groups of the data, chooses."""
+    codes = group_codes(data.groups, len(data.residuals))
+    methods = candidate_methods(data, int(codes.max()) + 1)
+    return cross_validate(data, methods, groups=codes).chosen.calibration
 
 
 def cross_validate(
@@ -272,7 +277,9 @@ def cross_validate(
             parts[method] = tuple(fit(method, ~left_out, near) for left_out in folds)
             density = np.empty(n)
             for left_out, part in zip(folds, parts[method], strict=True):
-                density[left_out] = part.density_of(data.some(left_out), kinds[left_out])
+                some = data.some(left_out)
+                std = part.std_of(some, kinds[left_out])
+                density[left_out] = gaussian_log_density(some.residuals, std)
             densities[method] = density
         except CalibrationError as error:
             failures[method] = str(error)

@@ -21,7 +21,7 @@ from scipy.special import gammaln
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.calibration.base import Calibration, CalibrationData
-from qualms.calibration.methods import log_std_moments, require_three_members
+from qualms.calibration.methods import GAMMA_RANGE, fit_log_std_prior, require_three_members
 
 #: The even nodes x.
 _NODES = np.linspace(-4.5, 4.5, 61)
@@ -35,7 +35,7 @@ _KEPT = 100_000
 _ALIKE = 0.01
 _LOG_2PI = float(np.log(2 * np.pi))
 #: Bounds of ln α (after scaling by the typical standard deviation), γ, m and ln τ.
-_BOUNDS = [(-15.0, 15.0), (0.0, 5.0), (-10.0, 10.0), (-6.0, 3.0)]
+_BOUNDS = [(-15.0, 15.0), GAMMA_RANGE, (-10.0, 10.0), (-6.0, 3.0)]
 
 
 class _Nodes(NamedTuple):
@@ -74,10 +74,26 @@ class ShrinkageCalibration(Calibration):
         the nodes are placed again by the last m and τ until these have converged. For many points,
         the start is a fit to a subset.
         """
+        return cls._fit(data, near).fitted_to(data)
+
+    @classmethod
+    def profile(cls, data: CalibrationData, gamma: float) -> tuple[float, float]:
+        """Return the highest mean log likelihood of (z, ŝ) at this γ, and its α."""
+        fitted = cls._fit(data, None, gamma)
+        nodes = _placed(data, fitted._theta())
+        return data.mean(_joint_density(fitted._theta(), data, nodes)[0]), fitted.alpha
+
+    @classmethod
+    def _fit(
+        cls, data: CalibrationData, near: Calibration | None, gamma: float | None = None
+    ) -> Self:
+        """Fit all parameters, or all but γ."""
         require_three_members(data, cls.method)
-        n = len(data.residuals)
+        n, bounds = len(data.residuals), [*_BOUNDS]
+        if gamma is not None:
+            bounds[1] = (gamma, gamma)
         if near is None and n > 2 * _ENOUGH:
-            near = cls.fit(data.some(np.arange(n) % (n // _ENOUGH) == 0))
+            near = cls._fit(data.some(np.arange(n) % (n // _ENOUGH) == 0), None, gamma)
         log_unit = data.mean(np.log(data.ensemble_std))
         unit = np.exp(log_unit)
         scaled = replace(
@@ -88,24 +104,21 @@ class ShrinkageCalibration(Calibration):
             theta = near._theta() - shift
         else:
             theta = _initial_guess(scaled)
-        theta = np.clip(theta, *np.transpose(_BOUNDS))
+        theta = np.clip(theta, *np.transpose(bounds))
         for _ in range(5):
             previous = theta
             given = (scaled, _placed(scaled, theta))
-            theta = minimize(
-                _objective, theta, given, jac=True, method="L-BFGS-B", bounds=_BOUNDS
-            ).x
+            theta = minimize(_objective, theta, given, jac=True, method="L-BFGS-B", bounds=bounds).x
             if np.all(np.abs(theta - previous)[2:] < 0.02):
                 break
-        log_alpha, gamma, m, log_tau = theta.tolist()
-        fitted = cls(
-            alpha=float(np.exp(log_alpha + (1 - gamma) * log_unit)),
-            gamma=gamma,
+        log_alpha, power, m, log_tau = theta.tolist()
+        return cls(
+            alpha=float(np.exp(log_alpha + (1 - power) * log_unit)),
+            gamma=power,
             log_std_mean=m + log_unit,
             log_std_std=float(np.exp(log_tau)),
             centre=data.centre,
         )
-        return fitted.fitted_to(data)
 
     def std(self, ensemble_std: FloatArray, n_members: int | IntArray) -> Float64Array:
         """Return the calibrated standard deviation."""
@@ -202,15 +215,11 @@ def _placed(data: CalibrationData, theta: Float64Array) -> _AllNodes:
 
 
 def _initial_guess(data: CalibrationData) -> Float64Array:
-    """Match moments: ln ŝ = ln s + ½ ln(χ²_ν/ν) has known mean and variance about ln s."""
-    nu = data.n_members - 1.0
-    bias, noise = log_std_moments(nu)
-    log_s = np.log(data.ensemble_std) - bias
-    m = data.mean(log_s)
-    tau2 = max(data.mean((log_s - m) ** 2 - noise), 0.01)
+    """Return a start of (ln α, γ, m, ln τ): moments of ln ŝ, and the median of z²/ŝ²."""
+    m, _, tau = fit_log_std_prior(replace(data, n_components=1.0))
     # The median resists the tails that small ν gives to z²/ŝ².
     v = max(float(np.median((data.residuals / data.ensemble_std) ** 2)) / 0.455, 1e-12)
-    return np.array([0.5 * np.log(v), 1.0, m, 0.5 * np.log(tau2)])
+    return np.array([0.5 * np.log(v), 1.0, m, np.log(max(tau, 0.1))])
 
 
 def _objective(

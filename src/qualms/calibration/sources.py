@@ -25,7 +25,7 @@ from scipy.optimize import minimize
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.calibration.base import Calibration, CalibrationData, Pool
-from qualms.calibration.methods import log_std_moments, require_three_members
+from qualms.calibration.methods import fit_log_std_prior, log_std_moments, require_three_members
 from qualms.errors import CalibrationError, QualmsWarning
 from qualms.gp.ensemble import ensemble_mean_std
 from qualms.metrics import gaussian_log_density
@@ -36,8 +36,6 @@ MIN_POINTS = 20
 _ENOUGH = 5000
 #: Bounds of the logarithm of the share of a source in the mean square error.
 _BOUNDS = (-20.0, 5.0)
-#: Rounds of the moment estimate of the prior of ln s, and its smallest variance τ².
-_ROUNDS, _LEAST = 20, 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +78,7 @@ class SourcesCalibration(Calibration):
                 f"{n} points are too few to distinguish sources of variance; {MIN_POINTS} are "
                 "needed. Use more data, or calibration='student'."
             )
-        m, beta, tau = _fit_prior(data)
+        m, beta, tau = fit_log_std_prior(data, of_posterior=True)
         prior = cls(
             centre=data.centre,
             log_std_mean=m,
@@ -102,9 +100,8 @@ class SourcesCalibration(Calibration):
         total, of_members = data.mean(fitted.std_of(data) ** 2), data.mean(weighted)
         return replace(fitted, typical=(total / of_members) ** 0.5 if of_members > 0 else 1.0)
 
-    @property
-    def typical_factor(self) -> float:
-        """The usual factor of the members weighted by a and b."""
+    def typical_factor(self, n_members: int) -> float:
+        """Return the usual factor of the members weighted by a and b."""
         return self.typical
 
     def expected_square(
@@ -230,33 +227,12 @@ def with_enough_points(method: str, n: int) -> str:
 class WithNovelty:
     """A calibration of points of known novelty q (…); a `MemberTransform`."""
 
-    calibration: Calibration
+    calibration: Any  # a Calibration, or one for each output
     novelty_std: FloatArray
 
     def transform(self, members: FloatArray) -> Float64Array:
         """Scale members (…, N_R) about their mean."""
-        return self.calibration.transform(members, novelty_std=self.novelty_std)
-
-
-def _fit_prior(data: CalibrationData) -> tuple[float, float, float]:
-    """Return m, β and τ of ln s ~ N(m + β ln p, τ²), by the method of moments.
-
-    Weighted least squares of ln ŝ, whose variance is v + τ²; τ² is what the scatter has beyond v.
-    """
-    bias, v = log_std_moments(data.n_components * (data.n_members - 1))
-    log_s = np.log(data.ensemble_std) - bias
-    design = np.ones((len(log_s), 1))
-    if data.posterior_std is not None and np.all(data.posterior_std > 0):
-        design = np.column_stack([design, np.log(data.posterior_std)])
-    tau2 = 1.0
-    for _ in range(_ROUNDS):
-        w = data.weights / (v + tau2)
-        root = np.sqrt(w)
-        coefficients = np.linalg.lstsq(design * root[:, None], log_s * root, rcond=None)[0]
-        residuals = log_s - design @ coefficients
-        tau2 = max(float(np.average(residuals**2 - v, weights=w)), _LEAST)
-    m, beta = [*coefficients.tolist(), 0.0][:2]
-    return m, beta, tau2**0.5
+        return np.asarray(self.calibration.transform(members, novelty_std=self.novelty_std))
 
 
 def _choose(

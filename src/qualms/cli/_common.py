@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from qualms.errors import QualmsWarning
+from qualms.errors import InputError, QualmsWarning
 
 if TYPE_CHECKING:
     from qualms.atomistic.model import AtomisticModel
+    from qualms.ensembles.io import Ensemble
     from qualms.evaluation import Evaluation
     from qualms.progress import Bars
 
@@ -100,29 +101,122 @@ Json = Annotated[bool, Option("--json", help="Print results as one JSON document
 Force = Annotated[bool, Option("--force", "-f", help="Replace existing output.")]
 Threads = Annotated[
     int | None,
-    Option("--threads", min=1, help="Number of cores; by default all, or OMP_NUM_THREADS."),
+    Option("--threads", min=1, help="Number of cores; by default all that are idle."),
 ]
 Seed = Annotated[int | None, Option("--seed", min=0, help="Random seed.")]
+# How predictions of other programs are read, for calibrate, apply, evaluate and report.
+_FILES = "Predictions"
+Predictions = Annotated[
+    list[Path],
+    Argument(
+        metavar="PREDICTIONS",
+        help="Predictions and reference values: extended XYZ, .csv, .tsv, .parquet, .npz, .npy or "
+        ".json. Several files have the same rows; their predictions are members.",
+    ),
+]
+Target = Annotated[
+    str | None,
+    Option(
+        rich_help_panel=_FILES,
+        help="Property: TARGET_ensemble, TARGET_uncertainty, TARGET_0, … are read. By default the "
+        "name of the mean column.",
+    ),
+]
+Reference = Annotated[
+    str | None,
+    Option(rich_help_panel=_FILES, help="Key of the reference values; by default REF_TARGET."),
+]
+Members = Annotated[
+    str | None,
+    Option(
+        rich_help_panel=_FILES,
+        help="Pattern of the keys or columns of members, such as 'MACE*_energy'.",
+    ),
+]
+MeanColumn = Annotated[
+    str | None,
+    Option(rich_help_panel=_FILES, help="Key or column of predictions; by default TARGET."),
+]
+StdColumn = Annotated[
+    str | None,
+    Option(
+        rich_help_panel=_FILES,
+        help="Key or column of standard deviations; by default TARGET_uncertainty or TARGET_std.",
+    ),
+]
 Absent = Annotated[
     str | None,
     Option(
+        rich_help_panel=_FILES,
         help="Key of flags, one per member: the point was not in its training set. By default "
-        "TARGET_absent, if present."
+        "TARGET_absent, if present.",
     ),
 ]
 Order = Annotated[
     str | None,
     Option(
+        rich_help_panel=_FILES,
         help="Order of the members of vectors: member (m0x m0y m0z m1x …) or component (m0x m1x … "
-        "m0y …). By default it is determined from the data."
+        "m0y …). By default it is determined from the data.",
+    ),
+]
+#: Options that say where predictions are, by the name of the option; see `reading`.
+READING = {
+    "target": Target,
+    "reference": Reference,
+    "members": Members,
+    "mean_column": MeanColumn,
+    "std_column": StdColumn,
+    "absent": Absent,
+    "order": Order,
+}
+Units = Annotated[
+    str | None, Option(rich_help_panel=_FILES, help="Units of the predictions, such as eV.")
+]
+InUnits = Annotated[
+    str | None,
+    Option(
+        "--in",
+        metavar="[eV|meV|Hartree|kcal/mol|kJ/mol]",
+        help="Units of energy of the output; by default those of the data.",
+    ),
+]
+Per = Annotated[
+    str | None,
+    Option(
+        metavar="[atom|structure]",
+        help="Energies per atom or per structure. By default those of a model are per atom, and "
+        "predictions are as in the file.",
     ),
 ]
 
 
-def missing_quantities(model: AtomisticModel, found: Mapping[str, Evaluation]) -> list[str]:
-    """Return remarks about quantities that the model has learned and no structure has."""
-    return [
+def reading(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters of `qualms.ensembles.io.read_ensemble` for options of `READING`."""
+    mean, std = options["mean_column"], options["std_column"]
+    target = options["target"] or mean
+    if target is None:
+        expected = "the name of the property, or a --mean-column, for predictions"
+        raise InputError("--target", None, expected, "A model file ends in .safetensors.")
+    others = {k: v for k, v in options.items() if k not in ("target", "mean_column", "std_column")}
+    return {"target": target, "mean": mean, "std": std, **others}
+
+
+def description(ensemble: Ensemble) -> str:
+    """Return what was read from files with predictions."""
+    if not ensemble.n_members:
+        return f"{ensemble.key}: {ensemble.counted()} with standard deviations."
+    how = "no member is assumed to have been trained on any point"
+    if ensemble.absent is not None:
+        how = "each point is predicted by the members that were not trained on it"
+    return f"{ensemble.key}: {ensemble.counted()}, {ensemble.n_members} members; {how}."
+
+
+def remarks_about(model: AtomisticModel, found: Mapping[str, Evaluation]) -> list[str]:
+    """Return remarks about the evaluation of a model: what is left out, and extrapolation."""
+    missing = [
         f"No structure has {key!r} that is not zero by symmetry: {name} is not evaluated."
         for name, key in model.settings.keys.items()
         if name not in found
     ]
+    return [*found["energy"].remarks(), *missing]

@@ -26,13 +26,31 @@ VERBS = {
     "train": "Train a model on labelled structures, and calibrate it on out-of-bag predictions.",
     "predict": "Predict properties of new structures, with uncertainties. Structures are read as a "
     "stream; the file may be larger than memory.",
-    "evaluate": "Score a model on labelled structures, with all calibration methods.",
-    "report": "Evaluate a model on labelled structures, and write an HTML report.",
+    "evaluate": "Score a model on labelled structures with all calibration methods, or predictions "
+    "of any program.",
+    "report": "Evaluate a model or predictions as `qualms evaluate` does, and write an HTML "
+    "report.",
     "calibrate": "Calibrate the uncertainties of an ensemble from any code, and score them.",
     "apply": "Apply a calibration to ensemble predictions.",
     "info": "Describe a model file.",
     "demo": "Train and evaluate a model on 3000 molecules of QM9, with figures.",
     "reproduce": "Reproduce the tables and figures of Musil et al. 2019.",
+}
+#: An example of each verb, for its help.
+EXAMPLES = {
+    "train": "qualms train data.xyz --target energy --units eV -o model.safetensors",
+    "predict": "qualms predict model.safetensors new.xyz -o predicted.xyz",
+    "evaluate": "qualms evaluate model.safetensors test.xyz --in meV\n\n"
+    "qualms evaluate predictions.csv --target energy --reference dft_energy",
+    "report": "qualms report model.safetensors test.xyz -o report.html\n\n"
+    "qualms report mace0.xyz mace1.xyz mace2.xyz --target MACE_energy --reference REF_energy "
+    "-o report.html",
+    "calibrate": "qualms calibrate committee.xyz --members 'MACE*_energy' --target energy "
+    "-o energy.json",
+    "apply": "qualms apply energy.json new.xyz --members 'MACE*_energy' -o calibrated.xyz",
+    "info": "qualms info model.safetensors",
+    "demo": "qualms demo -o qualms-demo",
+    "reproduce": "qualms reproduce qm9 --scale small",
 }
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
@@ -59,6 +77,7 @@ class Verbs(TyperGroup):
             verb = single
         command = typer.main.get_command(verb)
         command.name, command.help = cmd_name, VERBS[cmd_name]
+        command.epilog = f"Example:\n\n{EXAMPLES[cmd_name]}"
         return command
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

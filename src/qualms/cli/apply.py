@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from typer import Argument, Option
 
-from qualms.cli._common import Absent, Force, Json, Order, Quiet, Terminal
+from qualms.cli._common import (
+    Absent,
+    Force,
+    Json,
+    MeanColumn,
+    Members,
+    Order,
+    Quiet,
+    StdColumn,
+    Terminal,
+)
 
 
 def apply(
@@ -15,15 +25,22 @@ def apply(
         Path, Argument(metavar="CALIBRATION", help="File written by `qualms calibrate`.")
     ],
     predictions: Annotated[
-        Path, Argument(metavar="PREDICTIONS", help="New predictions of the same ensemble.")
+        list[Path],
+        Argument(metavar="PREDICTIONS", help="New predictions of the same ensemble."),
     ],
     output: Annotated[Path, Option("--output", "-o", help="File to write, in the same format.")],
     target: Annotated[
         str | None, Option(help="Name of the property, if it is different here.")
     ] = None,
+    members: Members = None,
+    mean_column: MeanColumn = None,
+    std_column: StdColumn = None,
     absent: Absent = None,
     order: Order = None,
-    members: Annotated[bool, Option(help="Whether to write calibrated members.")] = True,
+    write_members: Annotated[
+        bool,
+        Option("--with-members/--no-members", help="Whether to write calibrated members."),
+    ] = True,
     force: Force = False,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -35,12 +52,22 @@ def apply(
     from qualms.io.files import check_not_input, check_output
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
-    check_not_input(output, calibration, predictions)
+    check_not_input(output, calibration, *predictions)
     check_output(output, force=force)
     document = read_calibration(calibration)
-    options: dict[str, Any] = {"target": target, "absent": absent, "order": order}
-    options |= {"members": members, "force": force}
-    applied = apply_calibration(document, predictions, output, **options)
+    applied = apply_calibration(
+        document,
+        predictions,
+        output,
+        target=target or mean_column,
+        members=members,
+        mean=mean_column,
+        std=std_column,
+        absent=absent,
+        order=order,
+        write_members=write_members,
+        force=force,
+    )
     for remark in applied.remarks:
         terminal.warn(remark)
     terminal.result(

@@ -5,30 +5,46 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Option
 
-from qualms.cli._common import Absent, Force, Json, Order, Quiet, Seed, Terminal
+from qualms.cli._common import (
+    Absent,
+    Force,
+    InUnits,
+    Json,
+    MeanColumn,
+    Members,
+    Order,
+    Per,
+    Predictions,
+    Quiet,
+    Reference,
+    Seed,
+    StdColumn,
+    Target,
+    Terminal,
+    Units,
+    description,
+    reading,
+)
 
 if TYPE_CHECKING:
     from qualms.ensembles.calibrate import Calibrated
-    from qualms.ensembles.io import Ensemble
 
 
 def calibrate(
-    predictions: Annotated[
-        Path,
-        Argument(
-            metavar="PREDICTIONS",
-            help="Predictions and reference values: extended XYZ, .csv, .parquet or .npz.",
-        ),
-    ],
-    target: Annotated[
-        str, Option(help="Property: TARGET_ensemble, TARGET_uncertainty, … are read.")
-    ],
+    predictions: Predictions,
     output: Annotated[Path, Option("--output", "-o", help="Calibration file to write (.json).")],
-    reference: Annotated[
-        str | None, Option(help="Key of the reference values; by default REF_TARGET.")
-    ] = None,
+    target: Target = None,
+    reference: Reference = None,
+    members: Members = None,
+    mean_column: MeanColumn = None,
+    std_column: StdColumn = None,
+    absent: Absent = None,
+    order: Order = None,
+    units: Units = None,
+    in_units: InUnits = None,
+    per: Per = None,
     method: Annotated[
         str,
         Option(
@@ -40,12 +56,9 @@ def calibrate(
         str | None,
         Option(help="One factor per element, or per value of a key such as config_type."),
     ] = None,
-    absent: Absent = None,
-    order: Order = None,
     report: Annotated[
         Path | None, Option(help="Also write an HTML report to this file (.html).")
     ] = None,
-    units: Annotated[str, Option(help="Units of the property, for the output.")] = "",
     seed: Seed = 0,
     force: Force = False,
     quiet: Quiet = False,
@@ -53,10 +66,10 @@ def calibrate(
 ) -> None:
     """Run ``qualms calibrate``."""
     from qualms.calibration.fitting import METHODS
-    from qualms.ensembles.calibrate import calibrate_ensemble
+    from qualms.ensembles.calibrate import calibrate_ensemble, evaluate_ensemble
     from qualms.ensembles.calibration_file import make_document, write_calibration
     from qualms.ensembles.io import read_ensemble, read_source
-    from qualms.evaluation import Evaluation
+    from qualms.evaluation import energy_factor
     from qualms.io.files import check_not_input, check_output
     from qualms.progress import Stages
     from qualms.report.assessment import assess, with_uncertainty
@@ -70,37 +83,41 @@ def calibrate(
     )
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
-    check_not_input(output, predictions, report)
+    check_not_input(output, *predictions, report)
     check_output(output, force=force)
     if report is not None:
         for path in check_report(report, force=force):
-            check_not_input(path, predictions, output)
-    source = read_source(predictions)
-    ensemble = read_ensemble(source, target, reference, absent=absent, by=by, order=order)
-    terminal.info(_description(ensemble))
+            check_not_input(path, *predictions, output)
+    energy_factor(units or "", in_units)  # before any work
+    names = {"target": target, "reference": reference, "members": members, "absent": absent}
+    names |= {"mean_column": mean_column, "std_column": std_column, "order": order}
+    sources = [read_source(path) for path in predictions]
+    ensemble = read_ensemble(sources, **reading(names), by=by)
+    terminal.info(description(ensemble))
+    frames = sources[0] if isinstance(sources[0], list) else None
     with Stages(terminal.progress()).stage("Methods", len(METHODS)) as advance:
-        calibrated = calibrate_ensemble(ensemble, method, seed=seed or 0, on_method=advance)
-    document = make_document(calibrated, ensemble, by, units)
+        calibrated = calibrate_ensemble(
+            ensemble, method, frames=frames, seed=seed or 0, on_method=advance
+        )
+    evaluation = evaluate_ensemble(
+        calibrated.ensemble,
+        calibrated.prediction,
+        frames=frames,
+        units=units or "",
+        in_units=in_units,
+        per=per,
+    )
+    document = make_document(calibrated, ensemble, by, units or "")
     write_calibration(document, output, force=force)
     for remark in calibrated.remarks:
         terminal.warn(remark)
-
-    evaluation = Evaluation(
-        target=ensemble.target,
-        units=units,
-        y=calibrated.ensemble.y,
-        prediction=calibrated.prediction,
-        frames=source if isinstance(source, list) else None,
-        structure=calibrated.ensemble.structure,
-        atom=calibrated.ensemble.atom if ensemble.per_atom else None,
-        component=calibrated.ensemble.component,
-    )
-    title = f"{target}: {predictions.name}, {ensemble.counted(len(calibrated.std))}"
+    files = ", ".join(path.name for path in predictions)
+    title = f"{ensemble.target}: {files}, {ensemble.counted(len(calibrated.std))}"
     tables = {"Comparison of methods": comparison_table(calibrated.comparison)}
     if calibrated.grouped is not None and by is not None:
         tables["Factors by group"] = factor_table(calibrated.grouped, by)
     facts = {
-        "predictions": _description(ensemble),
+        "predictions": description(ensemble),
         "calibration": _parameters(calibrated),
         "selection": calibrated.reason,
         **({} if by is None else {"groups": f"one factor per {by}"}),
@@ -112,7 +129,7 @@ def calibrate(
     else:
         made = write_report(
             report,
-            {target: evaluation},
+            {ensemble.target: evaluation},
             title=title,
             facts=facts,
             remarks=[*calibrated.remarks, after],
@@ -120,13 +137,13 @@ def calibrate(
             force=force,
             seed=seed or 0,
         )
-        assessment = made.sections[target].assessment
+        assessment = made.sections[ensemble.target].assessment
         written += made.paths
     terminal.result(
         facts["calibration"],
         f"Selection: {calibrated.reason}",
         *(part for pair in tables.items() for part in pair),
-        interval_table(assessment.scores, units=units, title=title),
+        interval_table(assessment.scores, units=evaluation.units, title=title),
         assessment.sentence,
         after,
         document=document.model_dump(mode="json")
@@ -139,24 +156,17 @@ def calibrate(
     terminal.info(f"Wrote {', '.join(map(str, written))}.")
 
 
-def _description(ensemble: Ensemble) -> str:
-    members = f"{ensemble.n_members} members" if ensemble.n_members else "standard deviations"
-    if ensemble.absent is not None:
-        how = "each point is predicted by the members that were not trained on it"
-    else:
-        how = "no member is assumed to have been trained on any point"
-    return f"{ensemble.key}: {ensemble.counted()}, {members}; {how}."
-
-
 def _parameters(calibrated: Calibrated) -> str:
     calibration, intervals = calibrated.calibration, calibrated.intervals
     if calibration.n_parameters == 0:
         return f"{calibration.method}: the standard deviations are not changed."
-    low, high = intervals.alpha
-    text = f"{calibration.method}: α = {calibration.alpha:.4g} [{low:.4g}, {high:.4g}]"
+    text = f"{calibration.method}: α = {calibration.alpha:.4g} {_interval(intervals.alpha, '.4g')}"
     if calibration.n_parameters > 1:
-        interval = "(undetermined: all standard deviations are similar)"
-        if intervals.gamma is not None:
-            interval = "[{:.3f}, {:.3f}]".format(*intervals.gamma)
-        text += f", γ = {calibration.gamma:.3f} {interval}"
+        text += f", γ = {calibration.gamma:.3f} {_interval(intervals.gamma, '.3f')}"
     return f"{text}; {intervals.level:.0%} confidence intervals."
+
+
+def _interval(interval: tuple[float, float] | None, digits: str) -> str:
+    if interval is None:
+        return "(undetermined)"
+    return f"[{interval[0]:{digits}}, {interval[1]:{digits}}]"

@@ -1,50 +1,101 @@
-"""``qualms evaluate``, and the evaluation of a model for `qualms report`."""
+"""``qualms evaluate``, and the evaluation of a model or of predictions for `qualms report`."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from typer import Argument, Option
 
-from qualms.cli._common import Json, Model, Quiet, Terminal, Threads, missing_quantities
+from qualms.cli._common import (
+    READING,
+    InUnits,
+    Json,
+    Per,
+    Quiet,
+    Terminal,
+    Threads,
+    Units,
+    description,
+    reading,
+    remarks_about,
+)
+from qualms.errors import InputError, counted
 
 if TYPE_CHECKING:
     from qualms.atomistic.model import AtomisticModel
     from qualms.evaluation import Evaluation
 
-Test = Annotated[Path, Argument(metavar="TEST", help="Labelled structures: extended XYZ.")]
-Validation = Annotated[
-    Path | None,
-    Option(
-        help="Labelled structures for the calibrations that are fitted to a validation set; by "
-        "default, two halves of TEST calibrate each other."
+Files = Annotated[
+    list[Path],
+    Argument(
+        metavar="MODEL TEST… | PREDICTIONS",
+        help="A model file (.safetensors) and labelled structures; or predictions of any program "
+        "with reference values: extended XYZ, .csv, .tsv, .parquet, .npz, .npy or .json.",
     ),
 ]
-CalibrationFile = Annotated[
-    Path | None, Option("--calibration", help="Also score this file of `qualms calibrate`.")
-]
+_MODELS = "Models"
+#: Options of models, of predictions, and of both, with their defaults.
+_OF_MODELS = {
+    "validation": Annotated[
+        Path | None,
+        Option(
+            rich_help_panel=_MODELS,
+            help="Labelled structures for the calibrations that are fitted to a validation set; by "
+            "default, two halves of TEST calibrate each other.",
+        ),
+    ],
+    "ignore_unknown_species": Annotated[
+        bool,
+        Option(
+            "--ignore-unknown-species",
+            rich_help_panel=_MODELS,
+            help="Leave out structures with elements that are not in the training set.",
+        ),
+    ],
+    "threads": Threads,
+}
+_OF_PREDICTIONS = {**READING, "units": Units}
+_OF_BOTH = {
+    "calibration": Annotated[
+        Path | None, Option(help="Also score this file of `qualms calibrate`.")
+    ],
+    "in_units": InUnits,
+    "per": Per,
+}
 
 
-def evaluate(
-    model: Model,
-    test: Test,
-    validation: Validation = None,
-    calibration: CalibrationFile = None,
-    threads: Threads = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
-) -> None:
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace ``**options`` of a command by those of `evaluate_files`."""
+    own = {**inspect.signature(command, eval_str=True).parameters}
+    own.pop("options")
+    kind = inspect.Parameter.KEYWORD_ONLY
+    shared = [
+        inspect.Parameter(name, kind, default=None, annotation=annotation)
+        for name, annotation in (_OF_BOTH | _OF_MODELS | _OF_PREDICTIONS).items()
+    ]
+    for i, parameter in enumerate(shared):
+        if parameter.name == "ignore_unknown_species":
+            shared[i] = parameter.replace(default=False)
+    parameters = [*(p.replace(kind=kind) for p in own.values()), *shared]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
+    return command
+
+
+@with_options
+def evaluate(files: Files, quiet: Quiet = False, as_json: Json = False, **options: Any) -> None:
     """Run ``qualms evaluate``."""
-    from qualms.errors import counted
     from qualms.report.tables import score_records, score_table
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
-    loaded, found, remarks = evaluate_model(model, test, validation, calibration, threads, terminal)
-    centre = loaded.record.centre
-    tables, documents = [], {}
-    for name, one in found.items():
+    found = evaluate_files(files, terminal, **options)
+    tables, documents, remarks = [], {}, [*found.remarks]
+    for name, one in found.evaluations.items():
+        remarks += [f"{one.target}: {warning}" for warning in one.checked()]
         points = "points" if one.component is None else "components"
         title = f"{one.target}: {len(one)} {points} of {counted(one.n_structures, 'structure')}"
         tables.append(score_table(one.scores, units=one.units, title=title))
@@ -54,63 +105,141 @@ def evaluate(
             "n_points": len(one),
             "n_structures": one.n_structures,
             "n_unlabelled": one.n_unlabelled,
+            "n_unknown_species": one.n_unknown,
+            "n_extrapolating": one.n_extrapolating,
             "validation": one.validation,
             "scores": score_records(one.scores),
         }
-    main: dict[str, Any] = documents.pop("energy")
+    main: dict[str, Any] = documents.pop(next(iter(documents)))
     main["target"] = main.pop("key")
-    terminal.result(
-        *tables,
-        f"Predictions have the share λ = {centre:.2f} of the ensemble mean; the rest is the full "
-        "model.",
-        about_calibrations(found["energy"]),
-        *remarks,
-        document={**main, "centre": centre, "remarks": remarks, **documents},
-    )
+    notes, document = [*found.notes], {**main, "remarks": remarks, **documents}
+    if found.model is not None:
+        document["centre"] = found.model.record.centre
+        notes.insert(
+            0,
+            f"Predictions have the share λ = {document['centre']:.2f} of the ensemble mean; the "
+            "rest is the full model.",
+        )
+    terminal.result(*tables, *notes, *remarks, document=document)
 
 
-def evaluate_model(
+class Evaluated(NamedTuple):
+    """Evaluations by quantity, the main one first, with remarks, and notes about the scores.
+
+    There is no model if predictions are evaluated; `facts` describe either.
+    """
+
+    model: AtomisticModel | None
+    evaluations: dict[str, Evaluation]
+    remarks: list[str]
+    notes: list[str]
+    facts: dict[str, str]
+
+
+def evaluate_files(files: Sequence[Path], terminal: Terminal, **options: Any) -> Evaluated:
+    """Evaluate a model on labelled structures, or predictions; a model ends in .safetensors."""
+    is_model = files[0].suffix == ".safetensors"
+    for name in _OF_PREDICTIONS if is_model else _OF_MODELS:
+        if options.pop(name) and name != "threads":
+            given = f"with {'a model' if is_model else 'predictions'}"
+            expected = "predictions" if is_model else "a model (.safetensors) as the first file"
+            raise InputError(f"--{name.replace('_', '-')}", given, expected)
+    if is_model:
+        return _evaluate_model(files[0], files[1:], terminal, **options)
+    return _evaluate_predictions(files, **options)
+
+
+def _evaluate_model(
     model: Path,
-    test: Path,
-    validation: Path | None,
-    calibration: Path | None,
-    threads: int | None,
+    test: Sequence[Path],
     terminal: Terminal,
-) -> tuple[AtomisticModel, dict[str, Evaluation], list[str]]:
-    """Return a model, its evaluations by quantity, and remarks about them."""
+    *,
+    calibration: Path | None,
+    in_units: str | None,
+    per: str | None,
+    validation: Path | None,
+    ignore_unknown_species: bool,
+    threads: int | None,
+) -> Evaluated:
     from qualms.atomistic import evaluation
-    from qualms.atomistic.model import AtomisticModel
+    from qualms.atomistic.model import AtomisticModel, summarize
     from qualms.atomistic.structures import read_frames
     from qualms.ensembles.apply import recalibrate
     from qualms.ensembles.calibration_file import read_calibration
-    from qualms.errors import counted
-    from qualms.metrics import score_arrays
+    from qualms.metrics import score
     from qualms.progress import Stages
 
+    if not test:
+        raise InputError("TEST", None, "labelled structures after the model")
     loaded = AtomisticModel.load(model, threads=threads)
-    frames = read_frames(test)
-    held_out = None if validation is None else read_frames(validation)
+    frames = [atoms for path in test for atoms in read_frames(path)]
     document = None if calibration is None else read_calibration(calibration)
-    found = evaluation.evaluate(loaded, frames, held_out, stages=Stages(terminal.progress()))
-    main, remarks = found["energy"], missing_quantities(loaded, found)
-    if main.n_unlabelled:
-        what = "atom" if loaded.settings.per_atom else "structure"
-        skipped = counted(main.n_unlabelled, what)
-        remarks.insert(0, f"{skipped} without a reference value: skipped.")
+    found = evaluation.evaluate(
+        loaded,
+        frames,
+        None if validation is None else read_frames(validation),
+        units=in_units,
+        per=per,
+        unknown_species="ignore" if ignore_unknown_species else "error",
+        stages=Stages(terminal.progress()),
+    )
+    main, remarks = found["energy"], remarks_about(loaded, found)
     if calibration is not None and document is not None:
         name = f"{calibration.name} ({document.method})"
-        other = recalibrate(main, document, extensive=loaded.settings.kind == "extensive")
-        scores = {**main.scores, name: score_arrays(main.y, other.mean, other.std)}
+        scores = {**main.scores, name: score(main.y, recalibrate(main, document))}
         found["energy"] = replace(main, scores=scores)
         remarks.append(f"{name}: fitted to {document.parameters.get('n_points')} points.")
-    return loaded, found, remarks
+    fitted_to = "out-of-bag predictions of the training set."
+    note = f"Calibrations were fitted to {fitted_to}"
+    if any("(validation)" in name for name in main.scores):
+        others = f"All other calibrations were fitted to {fitted_to}"
+        note = f"(validation): fitted to {main.validation}. {others}"
+    return Evaluated(loaded, found, remarks, [note], summarize(loaded.fitted))
 
 
-def about_calibrations(evaluation: Evaluation) -> str:
-    """Return what the calibrations in the table of scores were fitted to."""
-    if not any("(validation)" in name for name in evaluation.scores):
-        return "Calibrations were fitted to out-of-bag predictions of the training set."
-    return (
-        f"(validation): fitted to {evaluation.validation}. All other calibrations were fitted to "
-        "out-of-bag predictions of the training set."
+def _evaluate_predictions(
+    files: Sequence[Path],
+    *,
+    calibration: Path | None,
+    in_units: str | None,
+    per: str | None,
+    units: str | None,
+    order: str | None,
+    **names: Any,
+) -> Evaluated:
+    from qualms.ensembles.calibrate import evaluate_ensemble, usable_points
+    from qualms.ensembles.calibration_file import read_calibration
+    from qualms.ensembles.io import read_ensemble, read_source
+    from qualms.metrics import score
+    from qualms.prediction import Prediction
+
+    document = None if calibration is None else read_calibration(calibration)
+    sources = [read_source(path) for path in files]
+    ensemble = read_ensemble(
+        sources,
+        **reading(names),
+        order=order or (document.order if document else None),
+        by=document.by if document else None,
     )
+    points, left_out = usable_points(ensemble)
+    source = sources[0]
+    options: dict[str, Any] = {
+        "frames": source if isinstance(source, list) else None,
+        "units": units or "",
+        "in_units": in_units,
+        "per": per,
+    }
+    found = evaluate_ensemble(points, **options)
+    scores = {"as predicted": score(found.y, found.prediction)}
+    remarks = [*ensemble.remarks, *left_out, *found.remarks()]
+    if calibration is not None and document is not None:
+        document.check_kind(points)
+        count = None if points.members is None else points.count
+        other = Prediction(mean=points.mean, std=document.std(points.std, count, points.labels))
+        calibrated = evaluate_ensemble(points, other, **options)
+        name = f"{calibration.name} ({document.method})"
+        scores[name] = score(calibrated.y, calibrated.prediction)
+        remarks.append(f"{name}: fitted to {document.parameters.get('n_points')} points.")
+    found = replace(found, scores=scores)
+    facts = {"predictions": description(ensemble)}
+    return Evaluated(None, {points.target: found}, remarks, [facts["predictions"]], facts)

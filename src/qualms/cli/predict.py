@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from qualms.cli._common import Force, Json, Model, Quiet, Terminal, Threads
+from qualms.cli._common import Force, InUnits, Json, Model, Quiet, Terminal, Threads
 from qualms.errors import InputError, counted
 
 if TYPE_CHECKING:
@@ -17,12 +17,11 @@ if TYPE_CHECKING:
     from qualms.atomistic.model import AtomisticModel, Chunk
     from qualms.prediction import Prediction
 
-#: Key of the flag of structures that are out of distribution.
-FLAG = "qualms_extrapolates"
 _WARNINGS = {
     "unknown_species": "have elements that are ignored.",
     "without_volume": "have no cell with a volume, and no stress.",
-    "extrapolating": f"are out of distribution ({FLAG}): their uncertainties are less reliable.",
+    "extrapolating": "are out of distribution (qualms_extrapolates): their uncertainties are less "
+    "reliable.",
 }
 
 
@@ -50,6 +49,14 @@ def predict(
             help="Write the contribution, novelty and uncertainty of each atom; .xyz or .npz.",
         ),
     ] = False,
+    in_units: InUnits = None,
+    per: Annotated[
+        str | None,
+        Option(
+            metavar="[atom|structure]",
+            help="Energies per atom or per structure, the default; .csv or .npz.",
+        ),
+    ] = None,
     ignore_unknown: Annotated[
         bool,
         Option(
@@ -69,8 +76,9 @@ def predict(
     from qualms.atomistic.forces import has_forces
     from qualms.atomistic.model import AtomisticModel
     from qualms.atomistic.structures import iter_frames
+    from qualms.evaluation import energy_factor, per_atom_units
     from qualms.io.files import check_output
-    from qualms.io.predictions import open_writer
+    from qualms.io.predictions import EXTRAPOLATES, open_writer
     from qualms.progress import Stages
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
@@ -80,7 +88,14 @@ def predict(
     _check_options(loaded, output, forces, stress, atoms, ignore_unknown)
     if interval is not None:
         _check_interval(loaded, interval)
-    target, units = loaded.settings.target, loaded.settings.units
+    if (in_units or per) and output.suffix not in (".csv", ".npz"):
+        # Programs that read structures assume eV.
+        option = "--in" if in_units else "--per"
+        raise InputError("--output", str(output), f"a file that ends in .csv or .npz, for {option}")
+    if per not in (None, "structure") and (per != "atom" or loaded.settings.kind != "extensive"):
+        raise InputError("--per", per, "atom or structure, for an extensive property")
+    target, (factor, units) = loaded.settings.target, energy_factor(loaded.settings.units, in_units)
+    units = per_atom_units(units) if per == "atom" else units
     kind: Literal["atomic", "structure"] = "atomic" if per_atom else "structure"
     n = dict.fromkeys(("structures", "extrapolating", "unknown_species", "without_volume"), 0)
     with (
@@ -108,7 +123,14 @@ def predict(
             if atoms:
                 arrays |= _atom_arrays(chunk, found, ensemble)
             extrapolates = chunk.extrapolates(prediction, novelty)
-            extra: dict[str, list[Any]] = {FLAG: extrapolates.tolist()}
+            extra: dict[str, list[Any]] = {EXTRAPOLATES: extrapolates.tolist()}
+            if in_units or per:
+                sizes = [len(known) for known in chunk.known] if per == "atom" else 1.0
+                prediction = prediction * (factor / np.asarray(sizes))
+                arrays, tensors = (
+                    {k: v if k.endswith("_novelty") else v * factor for k, v in part.items()}
+                    for part in (arrays, tensors)
+                )
             if units:
                 extra[f"{target}_units"] = [units] * len(chunk.frames)
             rows = chunk.centers if per_atom else None

@@ -8,49 +8,46 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from qualms.cli._common import Force, Json, Model, Quiet, Terminal, Threads
-from qualms.cli.evaluate import (
-    CalibrationFile,
-    Test,
-    Validation,
-    about_calibrations,
-    evaluate_model,
-)
+from qualms.cli._common import Force, Json, Quiet, Terminal
+from qualms.cli.evaluate import Files, evaluate_files, with_options
 
 if TYPE_CHECKING:
     from qualms.atomistic.model import AtomisticModel
     from qualms.report.structure_map import AtomValues
 
 
+@with_options
 def report(
-    model: Model,
-    test: Test,
+    files: Files,
     output: Annotated[Path, Option("--output", "-o", help="File to write: .html.")],
-    validation: Validation = None,
-    calibration: CalibrationFile = None,
-    threads: Threads = None,
     force: Force = False,
     quiet: Quiet = False,
     as_json: Json = False,
+    **options: Any,
 ) -> None:
     """Run ``qualms report``."""
-    from qualms.atomistic.model import summarize
     from qualms.io.files import check_not_input
     from qualms.report.report import check_report, write_report
     from qualms.report.tables import interval_records, interval_table
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
     for path in check_report(output, force=force):
-        check_not_input(path, model, test, validation, calibration)
-    loaded, found, remarks = evaluate_model(model, test, validation, calibration, threads, terminal)
-    main = found["energy"]
+        check_not_input(path, *files, options["validation"], options["calibration"])
+    found = evaluate_files(files, terminal, **options)
+    first, main = next(iter(found.evaluations.items()))
+    model = found.model
+    names = [path.name for path in files]
+    of = ", ".join(names) if model is None else f"{names[0]} on {', '.join(names[1:])}"
+    values = None
+    if model is not None:
+        values = _atom_values(model, main.frames or (), options["in_units"])
     written = write_report(
         output,
-        found,
-        title=f"{main.target}: {model.name} on {test.name}",
-        facts=summarize(loaded.fitted),
-        remarks=[*remarks, about_calibrations(main)],
-        atom_values=_atom_values(loaded, main.frames or ()),
+        found.evaluations,
+        title=f"{main.target}: {of}",
+        facts=found.facts,
+        remarks=[*found.remarks, *(found.notes if model is not None else ())],
+        atom_values=values,
         force=force,
     )
     parts: list[Any] = []
@@ -74,30 +71,36 @@ def report(
             "output": paths,
             "target": main.target,
             "n_unlabelled": main.n_unlabelled,
+            "n_unknown_species": main.n_unknown,
+            "n_extrapolating": main.n_extrapolating,
             "remarks": list(written.remarks),
-            **documents.pop("energy"),
+            **documents.pop(first),
             **documents,
         },
     )
 
 
-def _atom_values(model: AtomisticModel, frames: Sequence[Any]) -> AtomValues | None:
+def _atom_values(
+    model: AtomisticModel, frames: Sequence[Any], in_units: str | None
+) -> AtomValues | None:
     """Return what computes novelty and uncertainties of atoms for the map of structures."""
     import numpy as np
 
     from qualms.atomistic.novelty import attributions
+    from qualms.evaluation import energy_factor
     from qualms.report.structure_map import NOVELTY, Properties
 
     if model.fitted.per_atom:
         return None
     names = (NOVELTY, "σ of the contribution", "σ of the force")
-    units = ("", model.settings.units, model.settings.units_of("forces"))
+    energies = (model.settings.units, model.settings.units_of("forces"))
+    units = [(1.0, ""), *(energy_factor(one, in_units) for one in energies)]
 
     def atom_values(some: Sequence[int]) -> Properties:
         columns = zip(*attributions(model, [frames[i] for i in some]), strict=True)
         return {
-            name: (np.concatenate(values), unit)
-            for name, unit, values in zip(names, units, columns, strict=True)
+            name: (np.concatenate(values) * factor, unit)
+            for name, (factor, unit), values in zip(names, units, columns, strict=True)
             if values[0] is not None
         }
 

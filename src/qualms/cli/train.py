@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from qualms.atomistic.settings import Settings
-from qualms.cli._common import Force, Json, Quiet, Terminal, missing_quantities
+from qualms.cli._common import Force, Json, Quiet, Terminal, remarks_about
 from qualms.errors import InputError
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from qualms.evaluation import Evaluation
 
 _DATA, _MODEL = "Data", "Model"
+#: Subsamples of fewer structures were probably meant to be a fraction.
+_SMALL = 10
 #: Parameters of the command in the order of the help. Those that `train` does not have itself are
 #: made from the fields of `Settings`; its other fields can be set in the configuration file.
 _ORDER = (
@@ -66,7 +68,9 @@ def _option(name: str) -> inspect.Parameter:
 
 @_with_settings
 def train(
-    data: Annotated[Path, Argument(metavar="DATA", help="Labelled structures: extended XYZ.")],
+    data: Annotated[
+        list[Path], Argument(metavar="DATA", help="Labelled structures: extended XYZ files.")
+    ],
     output: Annotated[Path, Option("--output", "-o", help="Model file to write (.safetensors).")],
     config: Annotated[
         Path | None,
@@ -91,7 +95,11 @@ def train(
         Option(help="Labelled structures to evaluate the model on.", rich_help_panel=_DATA),
     ] = None,
     cutoff: Annotated[
-        float | None, Option(help="Cutoff of the environments in Å.", rich_help_panel=_MODEL)
+        float | None,
+        Option(
+            help="Cutoff of the environments in Å; by default that of the representation.",
+            rich_help_panel=_MODEL,
+        ),
     ] = None,
     force: Force = False,
     quiet: Quiet = False,
@@ -113,14 +121,19 @@ def train(
     settings["kind"] = "atomic" if per_atom_target else "intensive" if intensive else None
     model = AtomisticModel(**_settings(config, settings, cutoff))
     check_name("target", model.settings.target)
+    size = model.settings.subsample
+    if size >= 1 and size < _SMALL:
+        terminal.warn(
+            f"--subsample {size} is a number: members are trained on {size} structures each. A "
+            "fraction is less than one."
+        )
+    if output.suffix != ".safetensors":
+        raise InputError("--output", str(output), "a name that ends in .safetensors")
     summary = output.with_suffix(".json")
-    if summary == output:
-        remedy = "The summary is written to a .json file."
-        raise InputError("--output", str(output), "another suffix", remedy)
     for path in (output, summary):
-        check_not_input(path, data, validation, config)
+        check_not_input(path, *data, validation, config)
         check_output(path, force=force)
-    frames = read_frames(data)
+    frames = [atoms for path in data for atoms in read_frames(path)]
     held_out = None if validation is None else read_frames(validation)
     if held_out is not None:  # errors are found before the training starts
         find_references(held_out, model.settings, species_of(frames))
@@ -130,7 +143,7 @@ def train(
     found: dict[str, Evaluation] = {}
     if held_out is not None:
         found = evaluate(model, held_out, stages=Stages(terminal.progress()))
-        for remark in missing_quantities(model, found):
+        for remark in remarks_about(model, found):
             terminal.info(remark)
     tables = [
         score_table(one.scores, units=one.units, title=f"Validation: {one.target}")

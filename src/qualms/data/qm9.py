@@ -261,10 +261,13 @@ def qm9(
         )
     with closing(_open(source)) as records:
         kept = (record for record in records if record[0] not in (left_out or ()))
-        return [_as_atoms(record, source) for record in select(kept, n, seed)]
+        remedy = "All of QM9 is source='qm9pack'." if source == "subset" else ""
+        return [_as_atoms(record, source) for record in select(kept, n, seed, remedy)]
 
 
-def select(records: Iterable[Record], n: int | None, seed: int | None) -> list[Record]:
+def select(
+    records: Iterable[Record], n: int | None, seed: int | None, remedy: str = ""
+) -> list[Record]:
     """Return n (or all) of the records: the first, or random ones if there is a seed.
 
     The records with the smallest random numbers are taken, so that one pass keeps only n of them.
@@ -276,7 +279,8 @@ def select(records: Iterable[Record], n: int | None, seed: int | None) -> list[R
         draw: Any = sorted if n is None else partial(heapq.nsmallest, n)
         chosen = draw(records, key=lambda _: rng.random())
     if n is not None and len(chosen) < n:
-        raise InputError("n", n, f"at most {len(chosen)}, the number of molecules of the source")
+        expected = f"at most {len(chosen)}, the number of molecules of the source"
+        raise InputError("n", n, expected, remedy)
     return chosen
 
 

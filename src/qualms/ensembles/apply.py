@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from qualms.arrays import Float64Array
 from qualms.ensembles.calibration_file import CalibrationDocument
 from qualms.ensembles.io import (
     COMPONENTS,
+    TABLES,
     Ensemble,
     Source,
     Table,
@@ -44,14 +45,14 @@ class Applied(NamedTuple):
 
 def apply_calibration(
     document: CalibrationDocument,
-    predictions: str | Path,
+    predictions: str | Path | Sequence[str | Path],
     output: str | Path,
     *,
     target: str | None = None,
-    absent: str | None = None,
     order: str | None = None,
-    members: bool = True,
+    write_members: bool = True,
     force: bool = False,
+    **names: str | None,
 ) -> Applied:
     """Write predictions again, with calibrated uncertainties and, if there are any, members.
 
@@ -63,36 +64,38 @@ def apply_calibration(
     Parameters
     ----------
     document : CalibrationDocument
-    predictions, output : path
-        Of the same format.
+    predictions : path or sequence of paths
+        The first, with its other values, is written again.
+    output : path
+        Of the format of the first file; ``.npz`` for ``.npy`` and ``.json``.
     target : str, optional
         Name of the property, if it is not that of the calibration.
-    absent, order : str, optional
-        As in `read_ensemble`; the order is that of the calibration by default.
-    members : bool
+    order : str, optional
+        As in `read_ensemble`; that of the calibration by default.
+    write_members : bool
         Whether to write members.
     force : bool
         Whether an existing file may be replaced.
+    **names : str, optional
+        Keys `members`, `mean`, `std` and `absent` of `read_ensemble`.
     """
-    source = read_source(predictions)
+    paths = [predictions] if isinstance(predictions, (str, Path)) else predictions
+    sources = [read_source(path) for path in paths]
+    source = sources[0]
     suffix = Path(output).suffix.lower()
-    written = suffix if suffix in (".csv", ".parquet", ".npz") else ""
-    if written != (source.suffix if isinstance(source, Table) else ""):
-        expected = f"the format of the predictions ({Path(predictions).suffix})"
+    expected_suffix = source.suffix if isinstance(source, Table) else ""
+    if (suffix if suffix in TABLES else "") != expected_suffix:
+        expected = f"a file of the format of the predictions ({expected_suffix or '.xyz'})"
         raise InputError("output", f"'{output}'", expected)
     ensemble = read_ensemble(
-        source,
+        sources,
         target or document.target,
-        absent=absent,
         by=document.by,
         order=order or document.order,
         n_components=document.n_components,
+        **names,
     )
-    made_for = (document.kind, document.n_components)
-    if made_for != (ensemble.kind, ensemble.n_components):
-        given = f"made for {document.kind}s, {document.n_components} per row"
-        expected = f"one for {ensemble.kind}s, {ensemble.n_components} per row"
-        raise InputError("calibration", given, expected)
+    document.check_kind(ensemble)
     remarks = [*ensemble.remarks, *_checks(document, ensemble)]
     count = None if ensemble.members is None else ensemble.count
     std = document.std(ensemble.std, count, ensemble.labels)
@@ -100,8 +103,8 @@ def apply_calibration(
     if aside:
         kept = ", ".join(f"{key} as REF_{key}" for key in sorted(aside))
         remarks.insert(0, f"Not predictions of these members, kept under another name: {kept}.")
-    entries = _entries(ensemble, std, members)
-    left_out = {ensemble.key} if ensemble.members is not None and not members else set()
+    entries = _entries(ensemble, std, write_members)
+    left_out = {ensemble.key} if ensemble.members is not None and not write_members else set()
     if isinstance(source, Table):
         _write_table(source, output, ensemble, entries, aside, left_out, force)
     else:
@@ -110,40 +113,34 @@ def apply_calibration(
         with atomic_output(output, force=force) as stream:
             for atoms, begin, end in zip(source, ends[:-1], ends[1:], strict=True):
                 values = {key: array[begin:end] for key, array in entries.items()}
-                _store(atoms, ensemble.per_atom, values, aside, left_out)
+                _store(atoms, ensemble, values, aside, left_out)
                 stream.write(xyz_text(atoms).encode())
     return Applied(len(ensemble), ensemble.n_members, tuple(remarks))
 
 
-def recalibrate(
-    evaluation: Evaluation, document: CalibrationDocument, *, extensive: bool = False
-) -> Prediction:
+def recalibrate(evaluation: Evaluation, document: CalibrationDocument) -> Prediction:
     """Apply a calibration file to the predictions of a model, which are calibrated already.
 
     Parameters
     ----------
     evaluation : Evaluation
-        With frames, if the calibration has groups or the target is extensive.
+        With frames, if the calibration has groups.
     document : CalibrationDocument
         Fitted to the output of `qualms predict`.
-    extensive : bool
-        Whether the values of the evaluation are per atom and those of the calibration are totals.
     """
     kind = "structure" if evaluation.atom is None else "atom"
     kind = kind if evaluation.component is None else "component"
     if (document.target, document.kind) != (evaluation.target, kind):
         given = f"made for {document.target} of {document.kind}s"
         raise InputError("calibration", given, f"one for {evaluation.target} of {kind}s")
-    labels, sizes = None, np.ones(len(evaluation))
-    frames = [] if evaluation.frames is None else evaluation.frames
-    if extensive:
-        sizes = np.array([len(frames[i]) for i in evaluation.structure])
-    if document.by is not None:
+    labels = None
+    if document.by is not None and evaluation.frames is not None:
+        frames = evaluation.frames
         atoms = evaluation.structure if evaluation.atom is None else evaluation.atom
         pairs = zip(evaluation.structure, atoms, strict=True)
         labels = np.array([_label(frames[i], document.by, j) for i, j in pairs])
-    prediction = evaluation.prediction
-    std = document.std(prediction.std * sizes, prediction.n_members, labels) / sizes
+    prediction, factor = evaluation.prediction, evaluation.factor
+    std = document.std(prediction.std / factor, prediction.n_members, labels) * factor
     return Prediction(mean=prediction.mean, std=std)
 
 
@@ -247,18 +244,21 @@ def _write_table(
     known, k = ensemble.columns, ensemble.n_components
     changes = {f"REF_{n}": table.content[n] for key in aside for n in known.get(key, (key,))}
     for key, values in entries.items():
-        names = known.get(key, tuple(f"{key}_{c}" for c in COMPONENTS.get(k, range(k))))
-        if key not in known and (values.ndim == 1 or table.suffix == ".npz"):
-            changes[key] = values
+        flat = values.reshape(len(values), -1)
+        width = flat.shape[1]
+        numbers = COMPONENTS.get(k, range(width)) if width == k else range(width)
+        names = known.get(key, tuple(f"{key}_{c}" for c in numbers))
+        if values.ndim == 1 or (table.suffix == ".npz" and len(known.get(key, ())) <= 1):
+            changes[names[0] if key in known else key] = values
         else:
-            changes |= dict(zip(names, values.reshape(len(values), -1).T, strict=True))
+            changes |= dict(zip(names, flat.T, strict=True))
     without = {name for key in left_out for name in known.get(key, (key,))}
     table.write(output, changes, without=without, force=force)
 
 
 def _store(
     atoms: Atoms,
-    per_atom: bool,
+    ensemble: Ensemble,
     values: Mapping[str, Any],
     aside: Collection[str],
     left_out: Collection[str],
@@ -273,9 +273,18 @@ def _store(
             if key in place:
                 place[f"REF_{key}"] = place.pop(key)
         for key in left_out:
-            place.pop(key, None)
-    place = atoms.arrays if per_atom else atoms.info
-    place.update({key: rows if per_atom else rows[0] for key, rows in values.items()})
+            for name in ensemble.columns.get(key, (key,)):
+                place.pop(name, None)
+    place = atoms.arrays if ensemble.per_atom else atoms.info
+    for key, rows in values.items():
+        if key in ensemble.columns:
+            names = ensemble.columns[key]
+            parts = [rows] if len(names) == 1 else [rows[:, i] for i in range(len(names))]
+        else:
+            names, parts = (key,), [rows]
+        place.update(
+            {n: r if ensemble.per_atom else r[0] for n, r in zip(names, parts, strict=True)}
+        )
     for key in ("stress", "virial"):
         # ASE reads nine numbers as a matrix, and no other number of them.
         value = np.asarray(atoms.info.get(key, ()))

@@ -2,43 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
+from ase import Atoms
 
 from qualms.arrays import Float64Array, IntArray
 from qualms.calibration.base import Calibration, CalibrationData
 from qualms.calibration.fitting import METHODS, N_PARAMETERS
 from qualms.calibration.groups import GroupedCalibration
 from qualms.calibration.selection import (
+    FEW,
     Candidate,
     Comparison,
     ConfidenceIntervals,
+    candidate_methods,
     confidence_intervals,
     cross_validate,
 )
-from qualms.ensembles.io import Ensemble
+from qualms.ensembles.io import COMPONENTS, Ensemble
 from qualms.errors import CalibrationError, InputError
+from qualms.evaluation import (
+    Evaluation,
+    check_errors,
+    energy_factor,
+    kinds_of,
+    per_atom_units,
+)
 from qualms.gp.ensemble import group_codes
 from qualms.metrics import Scores, outlying_points, score_arrays, spearman
 from qualms.prediction import Prediction
 
 #: Methods for standard deviations without members: the others need the number of members.
-STD_METHODS = ("none", "linear", "power")
-#: Methods of at most one parameter, for few points.
-_SIMPLE = ("none", "linear", "student")
+STD_METHODS = tuple(name for name, cls in METHODS.items() if not cls.needs_members)
 N_FOLDS = 5
-#: A calibration set with fewer independent points is small.
-FEW = 20
+Frames: TypeAlias = Sequence[Atoms]
 #: Methods that neglect the sampling error of the ensemble standard deviation need more members.
 _FEW_MEMBERS = 10
 #: A rank correlation below this is negligible.
 _UNCORRELATED = 0.2
 #: Number of outliers that are named.
 _NAMED = 5
-#: Ratio of errors to standard deviations beyond which units are suspected to differ.
-_SUSPICIOUS = 30.0
+#: Ratio of the sizes of members beyond which their units are suspected to differ.
+_DIFFERENT = 3.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,7 @@ def calibrate_ensemble(
     ensemble: Ensemble,
     method: str = "auto",
     *,
+    frames: Frames | None = None,
     level: float = 0.95,
     seed: int = 0,
     on_method: Callable[[int], object] | None = None,
@@ -89,6 +98,8 @@ def calibrate_ensemble(
     method : {"auto", "none", "linear", "power", "student", "shrinkage"}
         "auto" chooses the method of fewest parameters among those with the highest cross-validated
         log likelihood, within its standard error.
+    frames : sequence of Atoms, optional
+        The structures, whose compositions and config_types are tested for a bias.
     level : float
         Probability of the confidence intervals.
     seed : int
@@ -100,18 +111,18 @@ def calibrate_ensemble(
     if method not in ("auto", *methods):
         remedy = "" if ensemble.members is not None else "The other methods need members."
         raise InputError("method", repr(method), f"one of auto, {', '.join(methods)}", remedy)
-    points, dropped = _usable_points(ensemble)
+    points, left_out = usable_points(ensemble)
     data = CalibrationData(points.y - points.mean, points.std, points.count, np.ones(len(points)))
     if not np.any(data.residuals):
-        raise CalibrationError("All residuals are zero: no scale of the errors can be fitted.")
+        raise CalibrationError("The reference values equal the predictions: all errors are zero.")
     clusters, labels = _clusters(points), points.labels
     if len(points) <= N_PARAMETERS.get(method, 0):
         raise CalibrationError(
             f"{len(points)} points are too few for method='{method}' with {N_PARAMETERS[method]} "
             "parameters. Use more points, or method='linear'."
         )
-    if clusters.max() + 1 < FEW and method == "auto":
-        methods = tuple(m for m in methods if m in _SIMPLE)
+    if method == "auto":
+        methods = candidate_methods(data, int(clusters.max()) + 1)
     comparison = cross_validate(
         data,
         tuple(m for m in methods if N_PARAMETERS[m] < len(points)),
@@ -131,12 +142,9 @@ def calibrate_ensemble(
         common = candidate.grouped.common(data, labels)
     calibration = candidate.calibration
     intervals = confidence_intervals(calibration, common, level=level, groups=clusters)
-    std = np.empty(len(points))
+    std, kinds = np.empty(len(points)), np.full(len(points), "") if labels is None else labels
     for out, fitted in zip(comparison.folds, comparison.fold_calibrations[chosen], strict=True):
-        std[out] = fitted.overall.std(data.ensemble_std[out], data.n_members[out])
-        if labels is not None:
-            std[out] *= fitted.factors(labels[out])
-    left_out = (f"{ensemble.counted(n)} {why}: left out." for why, n in dropped.items())
+        std[out] = fitted.std_of(data.some(out), kinds[out])
     checks = _checks(points, data, calibration.method, std, int(clusters.max()) + 1)
     return Calibrated(
         ensemble=points,
@@ -149,12 +157,66 @@ def calibrate_ensemble(
         before=score_arrays(points.y, points.mean, data.ensemble_std),
         after=score_arrays(points.y, points.mean, std),
         reason=_reason(comparison, candidate, asked=method != "auto"),
-        remarks=(*ensemble.remarks, *left_out, *checks),
+        remarks=(*ensemble.remarks, *left_out, *_check_data(points, frames), *checks),
     )
 
 
-def _usable_points(ensemble: Ensemble) -> tuple[Ensemble, dict[str, int]]:
-    """Leave out, and count by the first reason, points that a calibration cannot be fitted to."""
+def evaluate_ensemble(
+    points: Ensemble,
+    prediction: Prediction | None = None,
+    *,
+    frames: Frames | None = None,
+    units: str = "",
+    in_units: str | None = None,
+    per: str | None = None,
+) -> Evaluation:
+    """Return the evaluation of usable points, as predicted or with another prediction.
+
+    Parameters
+    ----------
+    points : Ensemble
+    prediction : Prediction, optional
+        Of the points; that of the ensemble by default.
+    frames : sequence of Atoms, optional
+        Structures of the points.
+    units, in_units : str
+        Units of the data, and of energy to evaluate in, such as meV.
+    per : {"atom", "structure"}, optional
+        Evaluate properties of structures per atom.
+    """
+    if per not in (None, "atom", "structure"):
+        raise InputError("per", repr(per), "'atom' or 'structure'")
+    factor, units = energy_factor(units, in_units)
+    factors = np.full(len(points), factor)
+    if per == "atom":
+        if points.kind != "structure" or points.sizes is None:
+            expected = "a property of structures, whose numbers of atoms are known (n_atoms)"
+            raise InputError("per", f"'atom' for {points.kind}s", expected)
+        factors, units = factors / points.sizes, per_atom_units(units)
+    if prediction is None:
+        members = points.members if points.absent is None else None
+        if members is not None and np.isfinite(members).all():
+            prediction = Prediction(members)
+        else:
+            prediction = Prediction(mean=points.mean, std=points.std)
+    return Evaluation(
+        target=points.target,
+        y=points.y * factors,
+        prediction=prediction * factors,
+        structure=points.structure,
+        atom=points.atom if points.per_atom else None,
+        component=points.component,
+        component_names=COMPONENTS.get(points.n_components, ()),
+        units=units,
+        factor=factors,
+        frames=frames,
+        warnings=_check_data(points, frames),
+        extrapolates=points.extrapolates,
+    )
+
+
+def usable_points(ensemble: Ensemble) -> tuple[Ensemble, list[str]]:
+    """Leave out points without a reference value or σ > 0, and return remarks about them."""
     reasons = {
         "without a reference value": ~np.isfinite(ensemble.y),
         **ensemble.unusable(),
@@ -169,7 +231,8 @@ def _usable_points(ensemble: Ensemble) -> tuple[Ensemble, dict[str, int]]:
         why = "; ".join(f"{ensemble.counted(n)} {reason}" for reason, n in dropped.items())
         usable = f"{np.count_nonzero(left)} of {ensemble.counted()} can be used"
         raise CalibrationError(f"{usable}, at least 2 are needed. {why}".rstrip())
-    return ensemble.some(left), dropped
+    remarks = [f"{ensemble.counted(n)} {why}: left out." for why, n in dropped.items()]
+    return ensemble.some(left), remarks
 
 
 def _clusters(ensemble: Ensemble) -> IntArray:
@@ -214,13 +277,45 @@ def _checks(
         )
     yield from _outliers(ensemble, data, std)
     yield from _uncorrelated(data, n_independent)
-    yield from _units(data)
-    bias = data.mean(data.residuals)
-    rms = float(np.sqrt(data.mean(data.residuals**2)))
-    if abs(bias) > 0.5 * rms and len(data.residuals) >= FEW:
+
+
+def _check_data(ensemble: Ensemble, frames: Frames | None) -> list[str]:
+    """Return warnings about members, units and bias, with which no calibration is right."""
+    members = [*_members(ensemble)]
+    if members:
+        return members
+    kinds = {}
+    if frames is not None:
+        atom = ensemble.atom if ensemble.per_atom else None
+        kinds = kinds_of(frames, ensemble.structure, atom)
+    if ensemble.labels is not None:
+        kinds.setdefault("group", ensemble.labels)
+    return check_errors(ensemble.y - ensemble.mean, ensemble.std, ensemble.structure, kinds)
+
+
+def _members(ensemble: Ensemble) -> Iterator[str]:
+    """Compare the members with each other, and with the reference values."""
+    if ensemble.members is None:
+        return
+    members = ensemble.members
+    if ensemble.absent is not None:
+        members = np.where(ensemble.absent, members, np.nan)
+    equal = np.flatnonzero(np.nanmedian(np.abs(members - ensemble.y[:, None]), axis=0) == 0)
+    if equal.size:
+        yield f"The reference values equal those of member {equal[0]}."
+    low, high = np.nanquantile(members, [0.25, 0.75], axis=0)
+    sizes = high - low
+    if np.all(sizes > 0) and sizes.max() > _DIFFERENT * sizes.min():
+        # The two groups of members that differ most.
+        order = np.argsort(sizes, kind="stable")
+        split = int(np.argmax(np.diff(np.log(sizes[order])))) + 1
+        small, large = order[:split], order[split:]
+        factor = float(np.median(sizes[large]) / np.median(sizes[small]))
+        few, word = (small, "less") if small.size < large.size else (large, "more")
+        names = ", ".join(map(str, sorted(few.tolist())))
         yield (
-            f"Errors are biased: their mean is {bias:+.3g}, {abs(bias) / rms:.0%} of their root "
-            "mean square. Subtract it first. (Another zero of energy?)"
+            f"Members do not agree in their size: values of member {names} vary {factor:.2g} times "
+            f"{word} than those of the others. Are the units the same?"
         )
 
 
@@ -259,17 +354,3 @@ def _uncorrelated(data: CalibrationData, n_independent: int) -> Iterator[str]:
             "The ensemble standard deviation does not indicate the size of the error "
             f"({found}): uncertainties are right on average only."
         )
-
-
-def _units(data: CalibrationData) -> Iterator[str]:
-    """Check the ratio of errors to standard deviations; half of |z| is below 0.67 σ."""
-    typical = float(np.median(np.abs(data.residuals))) / 0.6745
-    ratio = typical / float(np.median(data.ensemble_std))
-    factor = max(ratio, 1 / ratio) if ratio > 0 else 1.0
-    if factor < _SUSPICIOUS:
-        return
-    size = "larger" if ratio > 1 else "smaller"
-    yield (
-        f"Errors are {factor:.3g} times {size} than the standard deviations: are the units the "
-        "same? (1000: eV and meV; 27.2: Hartree and eV; 23.1: kcal/mol and eV.)"
-    )

@@ -74,6 +74,13 @@ class CalibrationDocument(BaseModel):
             raise ValueError(str(error)) from None
         return self
 
+    def check_kind(self, ensemble: Ensemble) -> None:
+        """Reject a calibration that was fitted to points of another kind."""
+        if (self.kind, self.n_components) != (ensemble.kind, ensemble.n_components):
+            given = f"made for {self.kind}s, {self.n_components} per row"
+            expected = f"one for {ensemble.kind}s, {ensemble.n_components} per row"
+            raise InputError("calibration", given, expected)
+
     def std(
         self,
         ensemble_std: Float64Array,

@@ -1,11 +1,13 @@
-"""Reading ensembles: extended XYZ as ASE, MACE and qualms write it, CSV, Parquet and NPZ."""
+"""Reading ensembles: extended XYZ as ASE, MACE and qualms write it, and tables of all kinds."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
-import zipfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +22,7 @@ from qualms.calibration.base import rounding_of
 from qualms.errors import InputError, counted
 from qualms.gp.ensemble import MIN_ABSENT, ensemble_mean_std, out_of_bag_prediction
 from qualms.io.files import atomic_output
-from qualms.io.predictions import write_npz
+from qualms.io.predictions import EXTRAPOLATES, write_npz
 
 #: Endings of the keys of members and of uncertainties; the last is a variance.
 MEMBERS = ("_ensemble", "_comm")
@@ -44,11 +46,11 @@ class Ensemble:
     key : str
         Key of the members, or of the uncertainties if there are no members.
     mean, std, count : (n,) arrays
-        Mean, standard deviation (ddof = 1) and number of the members, of the out-of-bag members if
-        there are flags; NaN where a prediction is not finite or too few are out-of-bag. Without
-        members, the stored values, and 2.
+        Mean, standard deviation (ddof = 1) and number of the members with a finite prediction, of
+        the out-of-bag members if there are flags; NaN where these are too few. Without members,
+        the stored values, and 2.
     members, absent : (n, N_R) arrays, optional
-        Predictions, and whether the point is out-of-bag for the member.
+        Predictions, NaN where a member has none, and whether the point is out-of-bag for it.
     y : (n,) array
         Reference values; NaN where there is none.
     structure, atom, component : (n,) arrays of int
@@ -57,10 +59,13 @@ class Ensemble:
         Whether the values belong to atoms.
     labels : (n,) array of str, optional
         Group of each point.
+    sizes, extrapolates : (n,) arrays, optional
+        Number of atoms of the structure of each point, and whether it is out of distribution, if
+        the file has these.
     shape, member_shape, order : tuples of int, str or None
         Shapes of the stored value and members of one structure or atom; order of the members.
     columns : mapping of str to tuple of str
-        The columns of a table that the values of a key were joined from.
+        The keys, or columns, that the values of a key were joined from.
     stored_mean, uncertainties : (n,) array or None, tuple of str
         Values under the name of the target itself; keys of stored uncertainties.
     remarks : tuple of str
@@ -80,6 +85,8 @@ class Ensemble:
     component: IntArray | None
     per_atom: bool
     labels: StrArray | None
+    sizes: IntArray | None
+    extrapolates: BoolArray | None
     shape: tuple[int, ...]
     member_shape: tuple[int, ...]
     order: Order | None
@@ -118,18 +125,21 @@ class Ensemble:
 
     def unusable(self) -> dict[str, BoolArray]:
         """Return, by reason, which points have no mean and standard deviation."""
-        few = self.count < (0 if self.absent is None else MIN_ABSENT)
-        return {
-            f"with fewer than {MIN_ABSENT} out-of-bag members": few,
-            "with NaN or infinite predictions": ~few & ~np.isfinite(self.mean + self.std),
-        }
+        known = np.isfinite(self.mean + self.std)
+        if self.members is None:
+            return {"with NaN or infinite predictions": ~known}
+        which = "" if self.absent is None else "out-of-bag "
+        return {f"with fewer than {MIN_ABSENT} finite {which}members": ~known}
 
 
 def read_ensemble(
-    source: str | Path | Source,
+    source: str | Path | Source | Sequence[Source],
     target: str,
     reference: str | None = None,
     *,
+    members: str | None = None,
+    mean: str | None = None,
+    std: str | None = None,
     absent: str | None = None,
     by: str | None = None,
     order: str | None = None,
@@ -139,15 +149,20 @@ def read_ensemble(
 
     Parameters
     ----------
-    source : path, or the result of `read_source`
-        Extended XYZ (or any format that ASE reads), ``.csv``, ``.parquet`` or ``.npz``. In tables,
-        columns ``{key}_0``, ``{key}_1``, … or ``{key}_x``, ``{key}_y``, ``{key}_z`` belong
-        together; columns ``{target}_0``, … without others are members of a scalar.
+    source : path, result of `read_source`, or sequence of such results
+        Keys are those of structures, or columns of tables. Keys ``{key}_0``, ``{key}_1``, … or
+        ``{key}_x``, ``{key}_y``, ``{key}_z`` belong together; ``{target}_0``, … without others are
+        members of a scalar. Several sources have the same rows in the same order: their values
+        under ``{target}``, or of `members`, are members, and other keys add to those of the first.
     target : str
         Name of the property: members under ``{target}_ensemble`` or ``{target}_comm``, or a value
         under ``{target}`` with ``{target}_uncertainty``, ``_std``, or ``_var`` for a variance.
     reference : str, optional
         Key of the reference values; ``REF_{target}`` by default.
+    members : str, optional
+        Pattern of the keys of members, such as ``MACE*_energy``.
+    mean, std : str, optional
+        Keys of predictions and standard deviations, if they are not those above.
     absent : str, optional
         Key of one flag per member: whether the point was *not* in its training set;
         ``{target}_absent`` by default, if there is one.
@@ -161,13 +176,13 @@ def read_ensemble(
     """
     if order not in (None, "member", "component"):
         raise InputError("order", repr(order), "'member' or 'component'")
-    source = read_source(source) if isinstance(source, (str, Path)) else source
+    if members is not None and std is not None:
+        raise InputError("members", repr(members), "either members or a standard deviation")
+    sources = _sources(source)
     reference = reference or f"REF_{target}"
-    asked = [reference, *(key for key in (absent, by) if key is not None)]
-    if isinstance(source, Table):
-        rows = _table_rows(source, target, asked)
-    else:
-        rows = _frame_rows(source, target, asked)
+    names = _Names(target, members, mean, std, (reference, *(k for k in (absent, by) if k)))
+    _check_same_structures(sources)
+    rows = _merged([names.rows(one) for one in sources], names)
     key, n = rows.predicted(target), len(rows.structure)
     if reference in rows.arrays:
         y = rows.numbers(reference)
@@ -179,34 +194,40 @@ def read_ensemble(
         raise InputError("reference", repr(reference), "a key of the file", rows.known())
     stored_mean = None
     if target in rows.arrays:
-        mean = rows.numbers(target)
-        stored_mean = _like(target, mean, shape)
-        shape = mean.shape[1:] if np.prod(mean.shape[1:]) == np.prod(shape) else shape
+        stored = rows.numbers(target)
+        stored_mean = _like(target, stored, shape)
+        shape = stored.shape[1:] if np.prod(stored.shape[1:]) == np.prod(shape) else shape
     k = int(np.prod(shape))
-    names = [name for name in (target + end for end in UNCERTAINTIES) if name in rows.arrays]
-    members, flags, member_order = None, None, None
+    uncertainties = [name for name in (target + e for e in UNCERTAINTIES) if name in rows.arrays]
+    values, flags, member_order = None, None, None
     member_shape: tuple[int, ...] = ()
-    remarks: tuple[str, ...] = ()
-    if key in names:
+    remarks: list[str] = []
+    if key in uncertainties:
         assert stored_mean is not None
-        mean, std, count = stored_mean, _like(key, rows.numbers(key), shape), np.full(n * k, 2)
-        if np.any(std < 0):
+        centre, width, count = stored_mean, _like(key, rows.numbers(key), shape), np.full(n * k, 2)
+        if np.any(width < 0):
             raise InputError(key, "negative values", "uncertainties ≥ 0")
-        std = np.sqrt(std) if key.endswith("_var") else std
+        width = np.sqrt(width) if key.endswith("_var") else width
     else:
         stored = rows.numbers(key)
         member_shape = stored.shape[1:]
         member_order, assumed = _member_order(rows, target, key, k, order)
         if member_order == "member":
             stored = stored.reshape(n, -1, k).transpose(0, 2, 1)
-        members = stored.reshape(n * k, -1)
-        flags = _absent(rows, target, absent, k, members.shape[1])
-        mean, std, count = _moments(members, flags)
+        values = stored.reshape(n * k, -1)
+        flags = _absent(rows, target, absent, k, values.shape[1])
+        centre, width, count = _moments(values, flags)
+        partly = ~np.isfinite(values).all(axis=1) & (count >= MIN_ABSENT)
+        if partly.any() and flags is None:
+            remarks.append(
+                f"{np.count_nonzero(partly)} of {n * k} points lack the predictions of some "
+                "members (NaN); the other members are used."
+            )
         confirmed = stored_mean is not None and np.allclose(
-            stored_mean, members.mean(axis=1), rtol=1e-7, atol=1e-7, equal_nan=True
+            stored_mean, values.mean(axis=1), rtol=1e-7, atol=1e-7, equal_nan=True
         )
         if assumed and not confirmed:
-            remarks = (
+            remarks.append(
                 f"{key} is read member by member (m0x m0y m0z m1x …). If it is stored component "
                 "by component (m0x m1x … m0y …), use --order component; --order member confirms "
                 "the order.",
@@ -214,10 +235,10 @@ def read_ensemble(
     return Ensemble(
         target=target,
         key=key,
-        mean=mean,
-        std=std,
+        mean=centre,
+        std=width,
         count=count,
-        members=members,
+        members=values,
         absent=flags,
         y=y.reshape(-1),
         structure=np.repeat(rows.structure, k),
@@ -225,14 +246,27 @@ def read_ensemble(
         component=np.tile(np.arange(k), n) if k > 1 else None,
         per_atom=rows.symbols is not None,
         labels=None if by is None else np.repeat(_labels(rows, by), k),
+        sizes=None if rows.sizes is None else np.repeat(rows.sizes, k),
+        extrapolates=np.repeat(rows.numbers(EXTRAPOLATES) > 0, k)
+        if EXTRAPOLATES in rows.arrays
+        else None,
         shape=shape,
         member_shape=member_shape,
         order=member_order,
         columns=rows.columns,
         stored_mean=stored_mean,
-        uncertainties=tuple(names),
-        remarks=remarks,
+        uncertainties=tuple(uncertainties),
+        remarks=tuple(remarks),
     )
+
+
+def _sources(given: str | Path | Source | Sequence[Source]) -> list[Source]:
+    if isinstance(given, (str, Path)):
+        return [read_source(given)]
+    if isinstance(given, Table):
+        return [given]
+    found: list[Any] = [*given]
+    return [found] if isinstance(found[0], Atoms) else found
 
 
 def _member_order(
@@ -251,9 +285,9 @@ def _member_order(
         raise InputError(key, f"shape {(n, *inner)}", f"{expected}, with N_R ≥ 2")
     if k == 1:
         return None, False
-    if f"{target}_0" in rows.columns.get(key, ()):
+    if len(inner) == 1 and f"{target}_0" in rows.columns.get(key, ()):
         raise InputError(target, f"columns {target}_0, …", f"members of vectors in {key}_0, …")
-    if len(fits) == 1:
+    if len(fits) == 1 or key in rows.stacked:
         return fits[0], False
     return "component" if order == "component" else "member", order is None
 
@@ -261,18 +295,15 @@ def _member_order(
 def _moments(
     members: Float64Array, absent: BoolArray | None
 ) -> tuple[Float64Array, Float64Array, IntArray]:
-    """Return mean, standard deviation and number of the (out-of-bag) members of each point."""
-    n, n_members = members.shape
-    with np.errstate(invalid="ignore"):
-        if absent is None:
-            mean, std = ensemble_mean_std(members)
-            count = np.full(n, n_members)
-        else:
-            # Members that were trained on a point need not predict it.
-            members = np.where(absent, members, 0.0)
-            found = out_of_bag_prediction(members, absent)
-            mean, std, count = np.full(n, np.nan), np.full(n, np.nan), absent.sum(axis=1)
-            mean[found.used], std[found.used] = found.mean, found.std
+    """Return mean, standard deviation and number of the finite (out-of-bag) members of points."""
+    used = np.isfinite(members) if absent is None else absent & np.isfinite(members)
+    count, members = used.sum(axis=1), np.where(used, members, 0.0)
+    mean, std = np.full((2, len(members)), np.nan)
+    with np.errstate(over="ignore", invalid="ignore"):
+        some, every = out_of_bag_prediction(members, used), used.all(axis=1)
+        mean[some.used], std[some.used] = some.mean, some.std
+        if absent is None:  # without flags, two members are enough
+            mean[every], std[every] = ensemble_mean_std(members[every])
         # Members that differ by rounding are identical.
         return mean, np.where(std <= rounding_of(members), 0.0, std), count
 
@@ -315,16 +346,19 @@ def _labels(rows: _Rows, by: str) -> StrArray:
 class _Rows:
     """Arrays by key, with a row for each structure or atom.
 
-    `symbols` are elements, if rows are atoms; `keys` are all keys of the file; `columns` are the
-    columns of a table that an array was joined from.
+    `symbols` are elements, if rows are atoms; `sizes` are numbers of atoms of their structures;
+    `keys` are all keys of the file; `columns` are the keys that an array was joined from. The
+    members in `stacked` arrays are on the second axis.
     """
 
-    arrays: Mapping[str, Any]
+    arrays: dict[str, Any]
     structure: IntArray
     atom: IntArray
     symbols: StrArray | None
+    sizes: IntArray | None
     keys: Collection[str]
-    columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    columns: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    stacked: Collection[str] = ()
 
     def predicted(self, target: str) -> str:
         """Return the key of the members, or else of the uncertainties."""
@@ -332,7 +366,7 @@ class _Rows:
         usable = keys if target in self.arrays else keys[: len(MEMBERS)]
         found = next((key for key in usable if key in self.arrays), None)
         if found is None:
-            expected = f"one of {', '.join(keys)} (uncertainties beside {target})"
+            expected = f"one of {', '.join(keys)} (uncertainties beside {target}), or {target}_0, …"
             raise InputError("target", repr(target), expected, self.known())
         return found
 
@@ -358,6 +392,132 @@ def predicted_keys(target: str) -> list[str]:
     return [f"{target}{suffix}" for suffix in (*MEMBERS, *UNCERTAINTIES)]
 
 
+@dataclass(frozen=True)
+class _Names:
+    """Where predictions are, as given to `read_ensemble`; `others` are further keys to read."""
+
+    target: str
+    members: str | None
+    mean: str | None
+    std: str | None
+    others: tuple[str, ...]
+
+    @property
+    def stems(self) -> list[str]:
+        """Keys of values, or of numbered parts of values."""
+        named = [name for name in (self.mean, self.std) if name is not None]
+        read = [self.target, *predicted_keys(self.target), f"{self.target}_absent", EXTRAPOLATES]
+        return list(dict.fromkeys([*self.others, *named, *read]))
+
+    def is_member(self, key: str) -> bool:
+        """Whether the pattern of members matches a key."""
+        return bool(self.members) and fnmatchcase(key, str(self.members)) and key not in self.others
+
+    def is_read(self, key: str) -> bool:
+        """Whether a key, perhaps numbered, is read."""
+        return self.is_member(key) or not {key, _stem(key)}.isdisjoint(self.stems)
+
+    def is_predicted(self, key: str) -> bool:
+        """Whether a key, perhaps numbered, is that of predictions."""
+        keys = {*predicted_keys(self.target), self.mean, self.std}
+        numbered = _stem(key) != key and _stem(key) in {*keys, self.target}
+        return self.is_member(key) or key in keys or numbered
+
+    def join(self, found: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
+        """Return arrays by the keys that are read, and the keys that they were joined from."""
+        arrays: dict[str, Any] = {}
+        joined: dict[str, tuple[str, ...]] = {}
+
+        def add(key: str, names: Sequence[str]) -> None:
+            parts = [found[name] for name in names]
+            shapes = {np.shape(part) for part in parts}
+            if len(shapes) > 1:
+                given = f"{', '.join(names)} of shapes {' and '.join(map(str, sorted(shapes)))}"
+                raise InputError(key, given, "one shape")
+            arrays[key] = parts[0] if len(parts) == 1 else np.stack(parts, axis=1)
+            joined[key] = tuple(names)
+
+        for key in self.stems:
+            if key in found:
+                arrays[key] = found[key]
+            elif names := _numbered(found, key) or _named(found, key):
+                add(key, names)
+        members: Sequence[str] = sorted(filter(self.is_member, found), key=_natural)
+        if not self.members and not any(key in arrays for key in predicted_keys(self.target)):
+            members = _numbered(found, self.target)
+        if self.std is not None or members:
+            for key in predicted_keys(self.target):
+                arrays.pop(key, None)
+                joined.pop(key, None)
+        if members:
+            if joined.get(self.target, ()) == _numbered(found, self.target) != ():
+                # These are members, not components.
+                del joined[self.target], arrays[self.target]
+            add(f"{self.target}{MEMBERS[0]}", members)
+        for key, name in ((self.target, self.mean), (f"{self.target}_std", self.std)):
+            if name is not None and name in found:
+                add(key, [name])
+        return arrays, joined
+
+    def rows(self, source: Source) -> _Rows:
+        """Return the values of all structures or atoms."""
+        if isinstance(source, Table):
+            return _table_rows(source, self)
+        return _frame_rows(source, self)
+
+
+def _merged(found: Sequence[_Rows], names: _Names) -> _Rows:
+    """Join files with the same rows: their predictions are members; other keys are added."""
+    first, *others = found
+    keys = {key for rows in found for key in rows.keys}
+    for asked, name in (("members", names.members), ("mean_column", names.mean)):
+        if name and not any(fnmatchcase(key, name) for key in keys):
+            raise InputError(asked, repr(name), "a key of the file", first.known())
+    if names.std is not None and names.std not in keys:
+        raise InputError("std_column", repr(names.std), "a key of the file", first.known())
+    if not others:
+        return first
+    key = f"{names.target}{MEMBERS[0]}"
+    arrays: dict[str, Any] = {}
+    parts: list[Float64Array] = []
+    for i, rows in enumerate(found, 1):
+        before = len(parts), len(arrays)
+        arrays = rows.arrays | arrays
+        if key in rows.arrays:
+            one_member = names.members and len(rows.columns.get(key, ())) == 1
+            parts.append(rows.numbers(key)[:, None] if one_member else rows.numbers(key))
+        elif names.target in rows.arrays and names.target not in names.others:
+            parts.append(rows.numbers(names.target)[:, None])
+        if before == (len(parts), len(arrays)):
+            given = f"file {i} without predictions of {names.target!r}"
+            raise InputError("predictions", given, "predictions in each file", rows.known())
+        if len(rows.structure) != len(first.structure):
+            given = f"{len(rows.structure)} rows in file {i}"
+            expected = f"the {len(first.structure)} rows of the first file in the same order"
+            raise InputError("predictions", given, expected)
+    columns, stacked = dict(first.columns), first.stacked
+    if len(parts) > 1:
+        arrays.pop(names.target, None)
+        columns = {k: v for k, v in columns.items() if k not in (key, names.target)}
+        try:
+            arrays[key], stacked = np.concatenate(parts, axis=1), (key,)
+        except ValueError:
+            given = f"shapes {' and '.join(str(part.shape[2:]) for part in parts)}"
+            raise InputError("predictions", given, "values of one shape in all files") from None
+    return replace(first, arrays=arrays, columns=columns, keys=keys, stacked=stacked)
+
+
+def _check_same_structures(sources: Sequence[Source]) -> None:
+    """Reject files of different structures, or in another order."""
+    first, *others = [source for source in sources if not isinstance(source, Table)] or [[]]
+    for frames in others:
+        for i, (a, b) in enumerate(zip(first, frames, strict=False)):
+            same = np.array_equal(a.numbers, b.numbers)
+            if not same or not np.allclose(a.positions, b.positions, atol=1e-3):
+                given = f"frames[{i}] differs between two files"
+                raise InputError("predictions", given, "the same structures in the same order")
+
+
 # Structures.
 
 
@@ -377,13 +537,17 @@ def with_results(atoms: Atoms) -> tuple[dict[str, Any], dict[str, Any]]:
     return info, arrays
 
 
-def _frame_rows(frames: Sequence[Atoms], target: str, asked: Sequence[str]) -> _Rows:
+def _frame_rows(frames: Sequence[Atoms], names: _Names) -> _Rows:
     """Collect the values of all structures; NaN, or no label, where a structure has none."""
     found = [with_results(atoms) for atoms in frames]
-    per_atom = any(key in arrays for _, arrays in found for key in predicted_keys(target))
+    keys = {key: None for pair in found for part in pair for key in part}
+    predicted = [key for key in keys if names.is_predicted(key)] or [names.target]
+    per_atom = any(key in arrays for _, arrays in found for key in predicted)
     counts = [len(atoms) if per_atom else 1 for atoms in frames]
     collected = {}
-    for key in dict.fromkeys([target, *predicted_keys(target), f"{target}_absent", *asked]):
+    for key in keys:
+        if not names.is_read(key):
+            continue
         parts: list[Any] = []
         for (info, arrays), n in zip(found, counts, strict=True):
             if per_atom and key in arrays:
@@ -403,12 +567,16 @@ def _frame_rows(frames: Sequence[Atoms], target: str, asked: Sequence[str]) -> _
                     for part, n in zip(parts, counts, strict=True)
                 ]
             )
+    arrays, joined = names.join(collected)
     return _Rows(
-        collected,
+        arrays,
         np.repeat(np.arange(len(frames)), counts),
         np.concatenate([np.arange(n) for n in counts]),
         np.concatenate([[*atoms.symbols] for atoms in frames]) if per_atom else None,
-        {key for pair in found for part in pair for key in part} - {"numbers", "positions"},
+        np.repeat([len(atoms) for atoms in frames], counts),
+        {*keys} - {"numbers", "positions"},
+        joined,
+        [key for key in joined if arrays[key].ndim > 2],
     )
 
 
@@ -417,7 +585,7 @@ def _frame_rows(frames: Sequence[Atoms], target: str, asked: Sequence[str]) -> _
 
 @dataclass(frozen=True)
 class Table:
-    """A CSV, Parquet or NPZ file.
+    """A table: CSV, Parquet, or arrays (NPZ, NPY, JSON), which are written as NPZ.
 
     `content` is a data frame, of text for CSV so that it can be written back unchanged, or a dict
     of arrays; `columns` are arrays by name.
@@ -426,6 +594,7 @@ class Table:
     suffix: str
     content: Any
     columns: dict[str, Any]
+    separator: str = ","
 
     def write(
         self,
@@ -442,8 +611,8 @@ class Table:
                 write_npz(stream, kept | dict(changes))
                 return
             frame = self.content.drop(columns=[*without]).assign(**changes)
-            if self.suffix == ".csv":
-                frame.to_csv(stream, index=False, lineterminator="\n")
+            if self.suffix in _TEXT:
+                frame.to_csv(stream, sep=self.separator, index=False, lineterminator="\n")
             else:
                 frame.to_parquet(stream)
 
@@ -452,40 +621,92 @@ class Table:
 Source = list[Atoms] | Table
 
 
+_TEXT, _ARRAYS = (".csv", ".tsv"), (".npz", ".npy", ".json")
+TABLES = (*_TEXT, *_ARRAYS, ".parquet")
+
+
 def read_source(path: str | Path) -> Source:
-    """Read a whole file: extended XYZ or any other format of ASE, CSV, Parquet or NPZ."""
+    """Read a whole file: extended XYZ, or any other format of ASE, or a table.
+
+    Tables are ``.csv`` or ``.tsv`` with commas, semicolons or tabs, ``.parquet``, ``.npz``,
+    ``.npy`` (one array, whose name is that of the file, or named fields) and ``.json`` (an object
+    of lists, a list of objects, or one list as in ``.npy``).
+    """
     file = Path(path)
     suffix = file.suffix.lower()
-    if suffix not in (".csv", ".parquet", ".npz"):
+    if suffix not in TABLES:
         return read_frames(path)
     try:
-        content, columns = _read_npz(file) if suffix == ".npz" else _read_frame(file, suffix)
+        if suffix in _TEXT:
+            table = _read_text(file, suffix)
+        elif suffix == ".parquet":
+            table = _read_parquet(file)
+        else:
+            arrays = _read_json(file) if suffix == ".json" else _read_arrays(file)
+            if arrays is None:
+                return read_frames(path)
+            table = Table(".npz", arrays, {name: a for name, a in arrays.items() if a.ndim})
     except ImportError:
         remedy = "Or install pandas and pyarrow: pip install 'qualms[tables]'."
         raise InputError("path", f"'{file}'", "an .xyz or .npz file", remedy) from None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        # Errors of pandas and pyarrow are ValueErrors or OSErrors.
+    except Exception as error:
+        # Readers of damaged files raise anything.
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
         raise InputError("path", f"'{file}' ({reason})", f"a {file.suffix} file") from None
-    if not any(len(column) for column in columns.values()):
+    if not any(len(column) for column in table.columns.values()):
         raise InputError("path", f"'{file}' (no rows)", "a table with at least one row")
-    return Table(suffix, content, columns)
+    return table
 
 
-def _read_npz(file: Path) -> tuple[Any, dict[str, Any]]:
-    with np.load(file, allow_pickle=False) as archive:
-        arrays = dict(archive)
-    return arrays, {name: array for name, array in arrays.items() if array.ndim}
+def _read_arrays(file: Path) -> dict[str, Any]:
+    loaded = np.load(file, allow_pickle=False)
+    if isinstance(loaded, np.ndarray):
+        fields = loaded.dtype.names
+        return {n: loaded[n] for n in fields} if fields else {file.stem: loaded}
+    with loaded as archive:
+        return dict(archive)
 
 
-def _read_frame(file: Path, suffix: str) -> tuple[Any, dict[str, Any]]:
+def _read_json(file: Path) -> dict[str, Any] | None:
+    """Return arrays by name; None for structures, as ASE writes them."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if isinstance(content, dict) and "ids" in content:
+        return None
+    if isinstance(content, list) and all(isinstance(row, dict) for row in content):
+        names = dict.fromkeys(name for row in content for name in row)
+        content = {name: [row.get(name) for row in content] for name in names}
+    elif isinstance(content, list):
+        content = {file.stem: content}
+    if not isinstance(content, dict) or not all(isinstance(v, list) for v in content.values()):
+        raise ValueError("neither lists nor objects of lists")
+    arrays = {}
+    for name, values in content.items():
+        array = np.array(values)
+        if array.dtype.kind not in "biuf":
+            try:
+                array = np.array(values, dtype=float)  # null is NaN
+            except (TypeError, ValueError):
+                array = np.array(values, dtype=str)
+        arrays[name] = array
+    return arrays
+
+
+def _read_text(file: Path, suffix: str) -> Table:
     import pandas
 
-    if suffix == ".csv":
-        content = pandas.read_csv(file, dtype=str, keep_default_na=False).fillna("")
-        if not isinstance(content.index, pandas.RangeIndex):
-            raise ValueError("rows have more cells than the header")
-        return content, {name: _parsed(column.tolist()) for name, column in content.items()}
+    with file.open(encoding="utf-8") as stream:
+        header = stream.readline()
+    separator = max(",;\t", key=header.count)
+    content = pandas.read_csv(file, sep=separator, dtype=str, keep_default_na=False).fillna("")
+    if not isinstance(content.index, pandas.RangeIndex):
+        raise ValueError("rows have more cells than the header")
+    columns = {name: _parsed(column.tolist(), separator) for name, column in content.items()}
+    return Table(suffix, content, columns, separator)
+
+
+def _read_parquet(file: Path) -> Table:
+    import pandas
+
     content, columns = pandas.read_parquet(file, dtype_backend="pyarrow"), {}
     for name, column in content.items():
         if column.dtype.kind not in "biuf":
@@ -493,43 +714,34 @@ def _read_frame(file: Path, suffix: str) -> tuple[Any, dict[str, Any]]:
         else:
             missing = {"dtype": float, "na_value": np.nan} if column.hasnans else {}
             columns[name] = column.to_numpy(**missing)
-    return content, columns
+    return Table(".parquet", content, columns)
 
 
-def _parsed(cells: list[str]) -> Any:
+def _parsed(cells: list[str], separator: str) -> Any:
     """Return cells as integers or floats, empty ones as NaN; or else as text."""
     words = {"true": "1", "false": "0", "": "nan", "na": "nan", "none": "nan", "null": "nan"}
     numbers = [words.get(cell.strip().lower(), cell) for cell in cells]
-    for kind in (int, float):
-        try:
-            return np.array([*map(kind, numbers)])
-        except ValueError:
-            continue
+    decimal_points = [] if separator == "," else [cell.replace(",", ".") for cell in numbers]
+    for kind, given in ((int, numbers), (float, numbers), (float, decimal_points)):
+        with contextlib.suppress(ValueError):
+            if given:
+                return np.array([*map(kind, given)])
     return np.array(cells, dtype=str)
 
 
-def _table_rows(table: Table, target: str, asked: Sequence[str]) -> _Rows:
+def _table_rows(table: Table, names: _Names) -> _Rows:
     """Join columns that belong together, and find the structure and the atom of each row."""
     columns = table.columns
-    arrays, joined = {}, {}
-    for key in (*asked, target, *predicted_keys(target), f"{target}_absent"):
-        if key in columns:
-            arrays[key] = columns[key]
-        elif names := _numbered(columns, key) or _named(columns, key):
-            joined[key], arrays[key] = names, np.column_stack([columns[name] for name in names])
-    members = _numbered(columns, target)
-    if members and not any(key in arrays for key in predicted_keys(target)):
-        if target in joined:
-            del joined[target], arrays[target]
-        key = f"{target}{MEMBERS[0]}"
-        joined[key], arrays[key] = members, np.column_stack([columns[name] for name in members])
+    arrays, joined = names.join(columns)
     n = len(next(iter(arrays.values()), ()))
     found = {name: c for name, c in columns.items() if c.shape == (n,)}
     structure = found.get("structure", found.get("index", np.arange(n)))
     if structure.dtype.kind not in "iu":
         structure = np.unique(structure.astype(str), return_inverse=True)[1].reshape(-1)
     atom = found.get("atom", np.zeros(n, dtype=int))
-    return _Rows(arrays, structure, atom, found.get("symbol"), columns, joined)
+    sizes = found.get("n_atoms")
+    stacked = [key for key in joined if arrays[key].ndim > 2]
+    return _Rows(arrays, structure, atom, found.get("symbol"), sizes, columns, joined, stacked)
 
 
 def _numbered(columns: Collection[str], stem: str) -> tuple[str, ...]:
@@ -537,6 +749,16 @@ def _numbered(columns: Collection[str], stem: str) -> tuple[str, ...]:
     found = {re.fullmatch(re.escape(stem) + r"_(\d+)", name): name for name in columns}
     matches = sorted((match for match in found if match), key=lambda match: int(match[1]))
     return tuple(found[match] for match in matches)
+
+
+def _stem(name: str) -> str:
+    """Return a name without the number at its end."""
+    return re.sub(r"_\d+$", "", name)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return a sorting key with which a2 comes before a10."""
+    return [(int(part or 0) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]
 
 
 def _named(columns: Collection[str], stem: str) -> tuple[str, ...]:

@@ -123,7 +123,7 @@ class Soap(_Frozen):
         "auto" compresses to 1000 principal components if that saves time in training, or if there
         are so many representatives that rounding of float32 would limit the accuracy. For an
         energy with `smoothing`, which has forces, it keeps 32 components for each pair of species,
-        or 192 in all; at most 320 of pseudo-species.
+        or 64 with 2500 representatives, and at least 192 in all; at most 320 of pseudo-species.
     engine : {"auto", "dscribe", "featomic"}
         "auto" is dscribe, the faster one for values, unless `smoothing` or `pseudo_species`
         requires featomic.
@@ -438,12 +438,12 @@ class FeatomicEngine(Engine):
         can be computed are "positions" and "strain".
         """
         for key, rows, block in self._compute(frames, centers, gradients):
-            pair = self.pair_columns[int(key["neighbor_1_type"]), int(key["neighbor_2_type"])]
+            pair = self.pair_columns[key["neighbor_1_type"], key["neighbor_2_type"]]
             yield pair, rows, block
 
     def _compute(
         self, frames: Sequence[Atoms], centers: Sequence[IntArray], gradients: Sequence[str] = ()
-    ) -> Iterator[tuple[Any, IntArray, Any]]:
+    ) -> Iterator[tuple[dict[str, int], IntArray, Any]]:
         """Yield what the calculator finds: keys, environments and blocks."""
         from metatensor import Labels
 
@@ -461,8 +461,11 @@ class FeatomicEngine(Engine):
         # Place of an environment in the batch, by its atom counted through the batch.
         place = np.full(first_atom[-1], -1)
         place[first_atom[owners] + samples[:, 1]] = np.arange(len(samples))
-        for key, block in computed.items():
+        keys = computed.keys
+        for i, values in enumerate(np.asarray(keys.values).tolist()):
+            block = computed.block_by_id(i)
             system, atom = np.asarray(block.samples.values).T
+            key = dict(zip(keys.names, values, strict=True))
             yield key, place[first_atom[system] + atom], block
 
     @cached_property
@@ -588,7 +591,9 @@ _N_EXACT = 64, 512
 #: Representatives from which on features are compressed for accuracy, even if that takes longer.
 _MANY = 2_500
 #: Components to keep per pair of species if derivatives are needed, and at least in all; at most of
-#: pseudo-species, of which 672 have errors that are smaller by some per cent only.
+#: pseudo-species, of which 672 have errors that are smaller by some per cent only. Twice as many
+#: pay with many representatives: they lower errors of forces by 7 % with 4000 representatives of
+#: azobenzene and by nothing with 1000; of 3BPA, 3000, those of energies by 9 %.
 _PER_PAIR, _AT_LEAST, _AT_MOST = 32, 192, 320
 
 
@@ -734,7 +739,8 @@ def resolve_compression(
     if derivatives:
         # They are multiplied with all representatives, for every neighbour: fewer features pay.
         n_pairs = max(len(engine.pair_columns) for engine in plain.engines)
-        kept = max(_PER_PAIR * n_pairs, _AT_LEAST)
+        more = 2 if n_representatives >= _MANY else 1
+        kept = max(more * _PER_PAIR * n_pairs, _AT_LEAST)
         if any(scale.pseudo_species is not None for scale in soap.scales):
             kept = min(kept, _AT_MOST)
         return Compression(method="pairs", n_features=kept) if n_raw > kept else None

@@ -42,7 +42,7 @@ class Whitening:
 
     def leading(self, n: int) -> Whitening:
         """Return the whitening by the first n pivots: its features are the first n of these."""
-        return Whitening(self.pivots[:n], self.factor[:n, :n].copy())
+        return Whitening(self.pivots[:n], self.factor[:n, :n].copy(), self.n_dropped)
 
     def columns_of(self, groups: IntArray, owners: IntArray) -> dict[int, Float64Array]:
         """Return the columns of L⁻¹ (r, k) of the representatives of each group that has some.
@@ -58,6 +58,19 @@ class Whitening:
         unit[chosen, np.arange(len(chosen))] = 1.0
         inverse = cholesky_whiten(self.factor, unit)
         return {int(g): inverse[:, owners[chosen] == g] for g in np.unique(owners[chosen])}
+
+    def own_share(self, Phi: FloatArray, groups: IntArray, owners: IntArray) -> Float64Array:
+        """Return what only the representatives of its group describe of each row (n, r): (n,).
+
+        Without them φ is projected on what is orthogonal to the columns U of L⁻¹ that belong to
+        them, and φφᵀ smaller by φU(UᵀU)⁻¹Uᵀφᵀ.
+        """
+        share, order = np.zeros(len(Phi)), np.argsort(groups, kind="stable")
+        for group, U in self.columns_of(groups, owners).items():
+            rows = order[slice(*np.searchsorted(groups[order], [group, group + 1]))]
+            Q = np.linalg.qr(U)[0]
+            share[rows] = np.sum((Phi[rows] @ Q) ** 2, axis=1)
+        return share
 
     def features(self, K_XM: FloatArray, *, overwrite: bool = False) -> FloatArray:
         """Return the whitened features Φ = K_XM L⁻ᵀ, so that Φ Φᵀ = K_XM K_MM⁻¹ K_MX.

@@ -30,6 +30,8 @@ from qualms.prediction import Prediction
 Kind = Literal["structure", "atomic"]
 Arrays = Mapping[str, NDArray[Any]]
 
+#: Key of the flag of structures that are out of distribution.
+EXTRAPOLATES = "qualms_extrapolates"
 #: Names with another meaning in tables.
 _IN_TABLES = ("index", "formula", "n_atoms", "structure", "atom", "symbol")
 #: ASE expects tensors, or text, under these names, and cannot read a file with numbers there.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,28 +13,28 @@ from qualms.errors import InputError, counted
 from qualms.evaluation import Evaluation
 from qualms.metrics import (
     EXPECTED_WITHIN,
+    BinnedErrors,
+    ConditionalArea,
     OneSigma,
     ScoreIntervals,
+    binned_errors,
     bootstrap_one_sigma,
     bootstrap_scores,
+    conditional_area,
     outlying_points,
 )
-from qualms.report.tables import CALIBRATED_AREA
 
-#: Uncertainties that are wrong by less than this factor count as calibrated.
-_TOLERATED = 1.1
-#: Fewer points, or structures, are too few for an assessment.
-_FEW = 20
-#: A confidence interval of the fraction within one σ that is as wide as this is uninformative.
-_WIDE = 0.2
-#: Deviations of a coverage below this are not mentioned.
-_NOTABLE = 0.02
-#: A significant miscalibration area above this is mentioned.
-_AREA = 0.03
+#: Miscalibration areas that are negligible (that of σ wrong by a factor of 1.1), and that are not
+#: (a factor of 1.4).
+_NEGLIGIBLE, _LARGE = 0.03, 0.1
+#: Errors below this fraction of the largest are rounding.
+_ROUNDING = 1e-9
 #: Rank correlations below the first are negligible; those that may exceed the second are not.
 _NO_ORDER, _SOME_ORDER = 0.1, 0.3
+#: Differences of the log likelihood to other calibrations that are mentioned.
+_GAIN = 0.05
 
-Grade = Literal["calibrated", "partly", "small", "large", "unknown"]
+Grade = Literal["calibrated", "approximate", "wrong"]
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Assessment:
 
     Attributes
     ----------
-    grade : {"calibrated", "partly", "small", "large", "unknown"}
-        "partly": except for outliers or for the tails of the distribution. "small" and "large":
-        uncertainties are too small or too large. "unknown": too few points.
+    grade : {"calibrated", "approximate", "wrong"}
+        By the miscalibration area in bins of σ: see `assess`.
     sentence : str
         The same in one sentence, with numbers.
     details : tuple of str
-        Further sentences: outliers, before the calibration, 95 % intervals, rank correlation.
+        Further sentences: warnings, outliers, before the calibration, 95 % intervals, errors in
+        bins of σ, rank correlation, other calibrations.
     scores : mapping of str to ScoreIntervals
         "before calibration" and "after calibration", or "as predicted".
     """
@@ -65,7 +65,10 @@ class Assessment:
 
 
 def with_uncertainty(evaluation: Evaluation) -> tuple[Evaluation, list[str]]:
-    """Leave out points with σ = 0, which have no score, and return a remark about them."""
+    """Leave out points with σ = 0, which have no score, and return a remark about them.
+
+    It is one of the warnings of the evaluation if the errors of these points are not zero.
+    """
     prediction = evaluation.prediction
     kept: BoolArray = (prediction.std > 0.0) & (prediction.uncalibrated.std > 0.0)
     n_lost = int(np.count_nonzero(~kept))
@@ -74,11 +77,20 @@ def with_uncertainty(evaluation: Evaluation) -> tuple[Evaluation, list[str]]:
     if n_lost == len(evaluation):
         raise InputError("prediction", "σ = 0 for all points", "at least one σ > 0")
     remark = f"{evaluation.target}: {n_lost} of {len(evaluation)} points have σ = 0; left out."
-    return replace(evaluation.some(kept), scores=evaluation.scores), [remark]
+    found = replace(evaluation.some(kept), scores=evaluation.scores)
+    errors = np.abs(evaluation.residuals)
+    if errors[~kept].max() > _ROUNDING * errors.max():
+        found = replace(found, warnings=[remark, *found.checked()])
+    return found, [remark]
 
 
 def assess(evaluation: Evaluation, *, n_bootstrap: int = 200, seed: int = 0) -> Assessment:
-    """Assess uncertainties by their coverage and its confidence interval.
+    """Assess uncertainties by the miscalibration area in bins of σ, `conditional_area`.
+
+    Without the part that is due to chance, it is below 0.03 for "calibrated" uncertainties (or
+    within the limit of chance, if there are enough points to notice 0.1), and for "wrong" ones it
+    exceeds 0.1 by more than chance. All others are "approximate". Warnings about the data and
+    outliers exclude "calibrated".
 
     Parameters
     ----------
@@ -101,57 +113,77 @@ def assess(evaluation: Evaluation, *, n_bootstrap: int = 200, seed: int = 0) -> 
         scores[name] = bootstrap_scores(*arrays, rng=rng, **options)
         within.append(bootstrap_one_sigma(evaluation.residuals, p.std, **options))
     final, one = scores[name], within[-1]
-    outliers = outlying_points(evaluation.residuals, prediction.std)
-    grade, lead = _lead(one, final, outliers.size)
+    z, std = evaluation.residuals, prediction.std
+    area, outliers = conditional_area(z, std, evaluation.structure), outlying_points(z, std)
+    warnings = [*evaluation.checked(), *_outliers(evaluation, outliers)]
+    grade, lead = _lead(area, one, bool(warnings), evaluation.n_structures)
+    where = f" in {area.n_bins} bins of σ" if area.n_bins > 1 else ""
     sentence = (
         f"{lead}: {_percent(one)} of the reference values lie within one σ of the prediction "
-        f"({100 * EXPECTED_WITHIN:.1f} % expected)."
+        f"({100 * EXPECTED_WITHIN:.1f} % expected); the miscalibration area{where} is "
+        f"{area.area:.3f} (by chance {area.by_chance:.3f}, at most {area.limit:.3f})."
     )
-    before = "The prediction is not calibrated."
+    before = "No calibration was applied."
     if raw is not prediction:
         before = f"Before calibration, {_percent(within[0])} were within one σ."
-    tails, conformal = _tails(one, final), _conformal(prediction.factor_95, final)
-    details = (_outliers(evaluation, outliers), before, tails, conformal, _order(final))
+    conformal = _conformal(prediction.factor_95, final)
+    bins = _bins(binned_errors(z, std, area.n_bins))
+    gain = _gain(evaluation, final)
+    details = (*warnings, before, _tails(one, final), conformal, bins, _order(final), gain)
     return Assessment(grade, sentence, tuple(filter(None, details)), scores)
 
 
-def _lead(one: OneSigma, scores: ScoreIntervals, n_outliers: int) -> tuple[Grade, str]:
-    """Require significance and size, both in the middle and in the tails.
-
-    With many points any deviation is significant, and errors that are not Gaussian have the wrong
-    coverage at one level even if uncertainties have the right size.
-    """
-    if scores.n_groups < _FEW or one.factor_interval is None or one.within_interval is None:
-        few = "points" if scores.scores.n_points < _FEW else "structures"
-        return "unknown", f"Too few {few} to assess the uncertainties"
-    (low, high), (tail_low, tail_high) = one.factor_interval, scores.intervals["coverage_95"]
-    if low > 1.0 and one.factor > _TOLERATED and tail_high < 0.95:
-        factor = f"{one.factor:.3g} [{low:.3g}, {high:.3g}]"
-        return "small", f"The uncertainties are too small by a factor of about {factor}"
-    if high < 1.0 and one.factor < 1.0 / _TOLERATED and tail_low > 0.95:
-        best, least, most = (1.0 / max(f, 1e-9) for f in (one.factor, high, low))
-        factor = f"{best:.3g} [{least:.3g}, {most:.3g}]"
-        return "large", f"The uncertainties are too large by a factor of about {factor}"
-    if one.within_interval[1] - one.within_interval[0] > _WIDE:
-        lead = "The uncertainties are consistent with calibration, as far as so few points show"
-    elif _is_rough(one, scores):
-        lead = "The uncertainties are approximately calibrated"
-    else:
-        lead = "The uncertainties are calibrated"
-    if tail_high < 0.95 - _NOTABLE:
-        return "partly", f"{lead}, but large errors are more frequent than predicted"
-    if n_outliers:
-        return "partly", f"{lead}, except for {n_outliers} of {scores.scores.n_points} points"
-    return "calibrated", lead
+def _lead(
+    area: ConditionalArea, one: OneSigma, warned: bool, n_structures: int
+) -> tuple[Grade, str]:
+    """Return the grade, and the beginning of the sentence."""
+    if area.excess - (area.limit - area.by_chance) > _LARGE:
+        lead = "The uncertainties are not calibrated"
+        low, high = one.factor_interval or (0.0, np.inf)
+        if low > 1.0:
+            lead += f" (too small by a factor of about {_factors(one.factor, low, high)})"
+        if high < 1.0:
+            inverse = (1.0 / max(f, 1e-9) for f in (one.factor, high, low))
+            lead += f" (too large by a factor of about {_factors(*inverse)})"
+        return "wrong", lead
+    if area.limit > _LARGE and area.area <= area.limit:
+        few = counted(n_structures, "structure")
+        return "approximate", f"{few} are too few to determine whether uncertainties are calibrated"
+    if area.excess <= _NEGLIGIBLE or area.area <= area.limit:
+        if warned:
+            return (
+                "approximate",
+                "The coverage is right, but the data may be wrong (see the warnings)",
+            )
+        return "calibrated", "The uncertainties are calibrated"
+    return "approximate", "The uncertainties are approximately calibrated"
 
 
-def _is_rough(one: OneSigma, scores: ScoreIntervals) -> bool:
-    """Whether the coverage is significantly and notably wrong at some levels."""
-    low, high = one.within_interval or (0.0, 1.0)
-    differs = not low <= EXPECTED_WITHIN <= high and abs(one.within - EXPECTED_WITHIN) > _NOTABLE
-    by_chance = CALIBRATED_AREA / scores.n_groups**0.5
-    significant = scores.intervals["miscalibration_area"][0] > by_chance
-    return differs or (scores.scores.miscalibration_area > _AREA and significant)
+def _factors(factor: float, low: float, high: float) -> str:
+    return f"{factor:.3g} [{low:.3g}, {high:.3g}]"
+
+
+def _bins(bins: BinnedErrors) -> str:
+    """Return errors relative to σ where it is smallest and largest."""
+    if len(bins.rmse) < 2:
+        return ""
+    ratios, errors = bins.rmse / bins.rmv, bins.rmse_stderr / bins.rmv
+    first, last = (f"{ratios[k]:.2f} ± {errors[k]:.2f}" for k in (0, -1))
+    return f"RMSE/σ is {first} where σ is smallest and {last} where it is largest."
+
+
+def _gain(evaluation: Evaluation, scores: ScoreIntervals) -> str:
+    """Name the out-of-bag calibration that would have a higher log likelihood."""
+    suffix = " (out-of-bag)"
+    others = {
+        name.removesuffix(suffix): other.log_likelihood - scores.scores.log_likelihood
+        for name, other in evaluation.scores.items()
+        if name.endswith(suffix)
+    }
+    best = max(others, key=lambda name: others[name], default="")
+    if not best or not others[best] > _GAIN:
+        return ""
+    return f"With calibration='{best}' the log likelihood would be higher by {others[best]:.2f}."
 
 
 def _percent(one: OneSigma) -> str:
@@ -161,13 +193,13 @@ def _percent(one: OneSigma) -> str:
     return f"{100 * one.within:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
 
 
-def _outliers(evaluation: Evaluation, outliers: IntArray) -> str:
+def _outliers(evaluation: Evaluation, outliers: IntArray) -> Iterator[str]:
     if not outliers.size:
-        return ""
+        return
     worst = int(outliers[0])
     atom = "" if evaluation.atom is None else f", atom {evaluation.atom[worst]},"
     off = abs(evaluation.residuals[worst]) / evaluation.prediction.std[worst]
-    return (
+    yield (
         f"{counted(outliers.size, 'outlier')}: the error of structure "
         f"{evaluation.structure[worst]}{atom} is {off:.3g} σ. Check its reference value first; a "
         "single wrong value dominates the root mean squared error and the log likelihood."
@@ -202,7 +234,11 @@ def _order(scores: ScoreIntervals) -> str:
     if interval is None:
         return ""
     low, high = interval
-    if low <= 0.0 and high > _SOME_ORDER:
+    if low == high == 0.0:
+        return "All uncertainties, or all errors, are equal."
+    if high < 0.0:
+        meaning = "larger uncertainties correspond to smaller errors"
+    elif low <= 0.0 and high > _SOME_ORDER:
         meaning = "there are too few points to determine it"
     elif high < _NO_ORDER or low <= 0.0:
         meaning = "the uncertainties hardly distinguish small from large errors"

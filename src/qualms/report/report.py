@@ -31,8 +31,6 @@ from qualms.report.tables import Table, interval_table, score_table, write_numbe
 MAP_SUFFIX = ".chemiscope.json.gz"
 #: Length of the tables of the worst predictions.
 N_WORST = 20
-#: Tables of more columns are not placed side by side.
-_NARROW = 7
 #: Scripts, styles and images of the page itself, and nothing from elsewhere. The viewer compiles
 #: some of its drawing functions at run time, which needs eval.
 _POLICY = (
@@ -93,7 +91,7 @@ class Section:
     def others(self) -> Table | None:
         """Scores of other estimators of the same values."""
         e = self.evaluation
-        return score_table(e.scores, units=e.units) if e.scores else None
+        return score_table(e.scores, units=e.units) if len(e.scores) > 1 else None
 
     @cached_property
     def worst(self) -> dict[str, Table]:
@@ -103,11 +101,6 @@ class Section:
             "Largest errors relative to σ": self._worst(by_ratio),
             "Largest errors": self._worst(by_error),
         }
-
-    @property
-    def wide(self) -> bool:
-        """Whether these tables are too wide to be placed side by side."""
-        return len(self.worst["Largest errors"].headers) > _NARROW
 
     def _worst(self, points: IntArray) -> Table:
         e = self.evaluation
@@ -217,11 +210,12 @@ def write_report(
         name: Section(name, e, assess(e, seed=seed), report_figures(e), shown)
         for name, e in found.items()
     }
+    details = {text for section in sections.values() for text in section.assessment.details}
     text = _render(
         title=title or main.target,
         sections=list(sections.values()),
         facts=facts or {},
-        remarks=notes,
+        remarks=[note for note in notes if note not in details],
         tables=tables or {},
         map=shown,
         viewer=viewer if shown is not None else None,

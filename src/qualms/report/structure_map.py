@@ -172,8 +172,7 @@ def make_map(
         structure_settings=colors,
         periodic=any(atoms.pbc.any() for atoms in frames),
         target=kind,
-        # σ varies by orders of magnitude.
-        map_settings={"palette": "viridis", "color": {"property": axes[2], "mode": "log"}},
+        map_settings=_map_settings(properties, logarithmic=not single),
     )
     worst = int(np.flatnonzero(points == first[0])[0])
     settings["pinned"] = [worst if of_atoms else int(index[worst])]
@@ -185,8 +184,12 @@ def make_map(
         metadata={"name": html.escape(title or evaluation.target)},
         settings=settings,
     )
-    over = "" if single else " and its values are averages over the structure"
-    note = f"Each point is one {kind}{over}; the colour is σ. A click shows the structure."
+    note = f"Each point is one {kind}; the colour is σ. A click shows the structure."
+    if not single:
+        note = (
+            "Each point is one structure: root mean square of its errors against that of σ. The "
+            "colour is its largest |error|/σ. A click shows the structure."
+        )
     if shown.size < every.size:
         note += (
             f" The map contains {shown.size} of {every.size} structures: those of the worst "
@@ -233,14 +236,28 @@ def _of_structures(e: Evaluation, index: IntArray) -> Properties:
     z, std, units, count = e.residuals, e.prediction.std, e.units, np.bincount(index)
     worst = np.zeros(count.size)
     np.maximum.at(worst, index, np.abs(z) / std)
-    return {
-        "mean predicted": (np.bincount(index, e.prediction.mean) / count, units),
-        "RMS error": (np.sqrt(np.bincount(index, z * z) / count), units),
+    found = {
         "RMS σ": (np.sqrt(np.bincount(index, std * std) / count), units),
+        "RMS error": (np.sqrt(np.bincount(index, z * z) / count), units),
         "largest |error|/σ": (worst, ""),
-        "mean reference": (np.bincount(index, e.y) / count, units),
-        "number of the structure": (np.unique(e.structure).astype(np.float64), ""),
     }
+    if e.component is None:  # the mean force on a structure is zero
+        found["mean predicted"] = (np.bincount(index, e.prediction.mean) / count, units)
+        found["mean reference"] = (np.bincount(index, e.y) / count, units)
+    numbers = np.unique(e.structure).astype(np.float64)
+    return found | {"number of the structure": (numbers, "")}
+
+
+def _map_settings(properties: Properties, *, logarithmic: bool) -> dict[str, Any]:
+    """Return logarithmic scales, for the colour and perhaps for both axes, if values allow it."""
+    x, y, color = list(properties)[:3]
+    allowed = {name: bool(np.all(properties[name][0] > 0)) for name in (x, y, color)}
+    settings: dict[str, Any] = {"palette": "viridis", "color": {"property": color}}
+    if allowed[color]:  # σ varies by orders of magnitude
+        settings["color"]["mode"] = "log"
+    if logarithmic and allowed[x] and allowed[y]:
+        settings |= {axis: {"property": p, "scale": "log"} for axis, p in (("x", x), ("y", y))}
+    return settings
 
 
 def _written(properties: Properties, target: str) -> dict[str, dict[str, Any]]:

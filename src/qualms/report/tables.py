@@ -11,7 +11,7 @@ import numpy as np
 
 from qualms.calibration.groups import GroupedCalibration
 from qualms.calibration.selection import Comparison
-from qualms.metrics import ScoreIntervals, Scores
+from qualms.metrics import AREA_BY_CHANCE, ScoreIntervals, Scores
 
 if TYPE_CHECKING:
     import rich.table
@@ -28,8 +28,6 @@ PAPER_COLUMNS = (
     "sources",
     "GPR PP",
 )
-#: Mean miscalibration area of calibrated predictions of n points, times √n.
-CALIBRATED_AREA = 0.31
 
 _MISSING = "–"
 _BEST = "*"
@@ -45,7 +43,7 @@ class Table:
     Attributes
     ----------
     headers : sequence of str
-        A line break in a header is kept on the terminal only.
+        A line break in a header is not kept in Markdown.
     rows : sequence of sequences of str
         The first cell of each row is its name. Cells that end in an asterisk are bold.
     title, note : str
@@ -112,6 +110,7 @@ _SCORES = {
     "log_likelihood": _Score("LL", "Log likelihood per point", 3, "high"),
     "crps": _Score("CRPS", "CRPS", None, "low"),
     "miscalibration_area": _Score("area", "Miscalibration area", 3),
+    "rms_calibration_error": _Score("", "Root mean square calibration error", 3),
     "ence": _Score("ENCE", "ENCE", 3),
     "coverage_68": _Score("cov.\n68 %", "Coverage of the 68 % interval", 1, "68 %", 100.0),
     "coverage_95": _Score("cov.\n95 %", "Coverage of the 95 % interval", 1, "95 %", 100.0),
@@ -329,6 +328,10 @@ def _expected_if_calibrated(name: str, column: ScoreIntervals) -> str:
     """
     n_points = column.scores.n_points
     n_bins = int(np.clip(n_points // 10, 1, 10))
-    expected = CALIBRATED_AREA if name == "miscalibration_area" else math.sqrt(n_bins / math.pi)
+    expected = {
+        "miscalibration_area": AREA_BY_CHANCE,
+        "rms_calibration_error": 6**-0.5,
+        "ence": math.sqrt(n_bins / math.pi),
+    }[name]
     low, high = (expected / math.sqrt(n) for n in (n_points, column.n_groups))
     return f"about {low:.2g}" if column.n_groups == n_points else f"{low:.2g} to {high:.2g}"
