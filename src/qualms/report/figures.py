@@ -96,6 +96,7 @@ _LINES: Final[tuple[tuple[str, Any, str], ...]] = (
     ("0.5", "-", "X"),
     ("#E69F00", (0, (3, 1)), "P"),
     ("#56B4E9", (0, (8, 2)), "<"),
+    ("#882255", "-", "*"),
 )
 
 
@@ -109,7 +110,7 @@ def style() -> Iterator[None]:
 
 
 def line_style(index: int) -> dict[str, Any]:
-    """Return colour, dashes and marker of line ``index`` for ``Axes.plot``; eight lines differ."""
+    """Return colour, dashes and marker of line ``index`` for ``Axes.plot``; nine lines differ."""
     color, dashes, marker = _LINES[index % len(_LINES)]
     return {"color": color, "linestyle": dashes, "marker": marker}
 

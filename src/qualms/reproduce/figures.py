@@ -105,8 +105,13 @@ def _sizes(results: Results) -> Figure:
     from matplotlib.figure import Figure
 
     seeds = results.seeds
+    levels = {f"{PROCESS}, {c}": [s.projected_process[c] for s in seeds] for c in VALIDATED}
+    parts = [s.posterior_part["N-L"] for s in seeds if s.posterior_part is not None]
+    if parts:
+        levels[f"{PROCESS}, posterior part, N-L"] = parts
     process = {
-        c: float(np.mean([s.projected_process[c].log_likelihood for s in seeds])) for c in VALIDATED
+        label: float(np.mean([result.log_likelihood for result in found]))
+        for label, found in levels.items()
     }
     # By panel and estimator: (n_seeds, n_sizes + 1), the bootstrap last.
     full, mean = (
@@ -135,15 +140,15 @@ def _sizes(results: Results) -> Figure:
         axes[0].set_ylim(low - margin, high + margin)
         axes[0].set_ylabel("Log likelihood per point")
         for ax, (title, found) in zip(axes, panels.items(), strict=True):
-            for (column, value), dashes in zip(process.items(), (":", (0, (5, 3))), strict=True):
-                look: dict[str, Any] = {"linestyle": dashes, "label": f"{PROCESS}, {column}"}
-                ax.axhline(value, color=GUIDE, linewidth=0.9, **look)
+            dashes: tuple[Any, ...] = (":", (0, (5, 3)), (0, (5, 2, 1, 2)))
+            for (label, value), line in zip(process.items(), dashes, strict=False):
+                ax.axhline(value, color=GUIDE, linewidth=0.9, linestyle=line, label=label)
             _draw_sizes(ax, np.array([e.n for e in seeds[0].ensembles], dtype=float), found)
             counted = " (crystals)" if results.name == "csd-crystals" else ""
             ax.set_xlabel(rf"Subsample size $n${counted}; bootstrap at the right")
             ax.set_title(title, fontsize="medium")
         handles, labels = axes[1].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=10)
+        figure.legend(handles, labels, loc="outside upper center", ncols=6)
     return figure
 
 
