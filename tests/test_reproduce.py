@@ -314,6 +314,9 @@ def test_committed_tables_are_those_of_the_committed_results(name, tmp_path):
         assert path.read_text() == (COMMITTED / path.name).read_text()
     has_brackets = "[" in full_model_table(results).markdown()
     assert has_brackets == (name in PUBLISHED)
-    # Student calibration, out of bag, agrees with linear calibration on a validation set.
+    # Out of bag, student is as good as linear calibration on a validation set, and shrinkage
+    # agrees with power.
     for row in out_of_bag_table(results).rows:
-        assert abs(float(row[3].split(" ±")[0].replace("−", "-"))) < 0.005
+        student, shrinkage = (float(c.split(" ±")[0].replace("−", "-")) for c in row[3:5])
+        assert student > -0.01
+        assert abs(shrinkage) < 0.01
