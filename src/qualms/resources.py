@@ -37,7 +37,7 @@ def default_threads(threads: int | None = None) -> int:
     """Return the number of cores to use: those that are allowed and idle, unless given.
 
     A product waits for the slowest of its threads, and waiting threads keep their cores busy: with
-    others on the same cores, two threads took four times as long as one.
+    others on the same cores, two threads may take several times as long as one.
     """
     if threads is not None:
         return check_integer("threads", threads, 1)

@@ -296,7 +296,8 @@ class Settings(BaseModel):
     @field_validator("memory", "threads", mode="before")
     @classmethod
     def _valid_resources(cls, value: Any, info: ValidationInfo) -> Any:
-        (parse_memory if info.field_name == "memory" else default_threads)(value)
+        if value is not None:  # cores are counted when a model is made
+            (parse_memory if info.field_name == "memory" else default_threads)(value)
         return value
 
 

@@ -299,8 +299,7 @@ _SMALLEST = 250
 _PER_LABEL = 5
 #: Seconds of an operation on two cores of a server: of n M d for the selection and the kernel rows,
 #: of n M d for each derivative, of N M² for Gram matrices, noise and members, and of M³ for
-#: factorisations. Each is uncertain by a factor of two: they give 650 s for 1000 geometries of
-#: azobenzene with forces and 8000 representatives, which took 506 s of one core without members.
+#: factorisations. Each is uncertain by a factor of two.
 _SECONDS_OF = {"kernel": 1e-10, "forces": 2.4e-11, "rows": 1e-10, "solution": 1.5e-10}
 #: Derivatives of the features of an environment: by three coordinates of some neighbours.
 _N_DERIVATIVES = 3 * 20
@@ -874,8 +873,8 @@ def calibrate(ensemble: Ensemble, data: TrainingSet, stages: Stages | None = Non
                 n_available=int(np.count_nonzero(available)),
             )
             if settings.calibration == "auto":
-                method = _best_method(out_of_bag[name])
-                settings = settings.model_copy(update={"calibration": method})
+                update = {"calibration": out_of_bag[name].method}
+                settings = settings.model_copy(update=update)
         _check_labels(data, members, counts, left_out)
     whitening = gp.rows.whitening
     full = gp.process.weights[:, 0] * gp.scale
@@ -1028,6 +1027,7 @@ class OutOfBag(NamedTuple):
     calibrations: dict[str, Calibration]
     n_structures: int
     conformal: Conformal | None = None  #: of the calibration that is wanted
+    method: str = "none"  #: that calibration, of the target
 
 
 def calibrate_out_of_bag(
@@ -1066,9 +1066,8 @@ def calibrate_out_of_bag(
             _warn(f"{error} The ensemble standard deviation is not calibrated.")
             return none
         found = _fit_methods(data, settings)
-        out_of_bag = OutOfBag(data, found, n_structures)
-        wanted = _best_method(out_of_bag) if wanted == "auto" else wanted
-        return out_of_bag._replace(conformal=found[wanted].conformal(data))
+        method = _best_method(data, found) if wanted == "auto" else wanted
+        return OutOfBag(data, found, n_structures, found[method].conformal(data), method)
     if members.shape[1] or left_out.full is None:
         apart = not_zero_by_symmetry(y, members)
     else:
@@ -1096,19 +1095,16 @@ def calibrate_out_of_bag(
     return OutOfBag(data, found, n_structures, conformal)
 
 
-def _best_method(out_of_bag: OutOfBag) -> str:
+def _best_method(data: CalibrationData, fitted: Mapping[str, Calibration]) -> str:
     """Return the method whose Gaussians have the highest likelihood out of bag, by AIC."""
-    data, fitted = out_of_bag.data, out_of_bag.calibrations
-    methods = [m for m in ("sources", "shrinkage", "student") if m in fitted]
-    if data is None or not methods:
-        return "none"
     n = len(data.residuals if data.groups is None else np.unique(data.groups))
 
     def score(method: str) -> float:
         density = gaussian_log_density(data.residuals, fitted[method].std_of(data))
         return n * data.mean(density) - fitted[method].n_parameters
 
-    return max(methods, key=score)
+    methods = [m for m in ("sources", "shrinkage", "student") if m in fitted]
+    return max(methods, key=score, default="none")
 
 
 def _points(
