@@ -257,6 +257,11 @@ class TrainingSet:
         """Group of each distinct point: its own, if there are no groups."""
         return np.arange(len(self.first)) if self.groups is None else self.groups
 
+    @property
+    def row_groups(self) -> IntArray:
+        """Group of each row: (n_rows,)."""
+        return self.point_groups[self.inverse]
+
     def member_rows(self, counts: IntArray) -> list[IntArray]:
         """Return the rows, as given to ``fit``, in the training set of each member."""
         return [np.repeat(self.rows, times) for times in counts[self.inverse].T]
@@ -280,9 +285,11 @@ class TrainingSet:
         if np.count_nonzero(found.used) < MIN_POINTS:
             return list(full)
         root, outputs = np.sqrt(self.weight[found.used]), []
+        groups = self.row_groups[found.used]
         for t, one in enumerate(full):
             z_f, z_m = one.kept[found.used], self.y[found.used, t] - found.mean[:, t]
-            residuals = Residuals(z_f * root, z_m * root, found.std[:, t] * root, found.n_absent)
+            scaled = z_f * root, z_m * root, found.std[:, t] * root
+            residuals = Residuals(*scaled, found.n_absent, groups)
             residuals = residuals.mostly(one.without_representatives[found.used])
             outputs.append(replace(one, centre=fit_centre([residuals], members.shape[-1])))
         return outputs
@@ -300,7 +307,7 @@ class TrainingSet:
         """
         absent = counts[self.inverse] == 0
         n = members.shape[-1] if full and full[0].has_posterior else 0
-        groups = self.inverse if self.groups is None else self.groups[self.inverse]
+        groups = self.row_groups
         none = NoCalibration(n_subsampled=n)
 
         def of_output(t: int) -> tuple[Calibration, Conformal | None]:

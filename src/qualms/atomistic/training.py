@@ -977,13 +977,14 @@ def _centre(
     if settings.centre != "auto":
         return 1.0 if settings.centre == "members" else float(settings.centre)
     residuals = []
-    for name, (rows, _, full) in left_out.items():
+    for name, (rows, groups, full) in left_out.items():
         assert full is not None, "needed for a blend"
         quantity = data.quantities[name]
         absent = _member_counts(name, quantity, counts)[rows] == 0
         used, mean, std, n_absent = out_of_bag_prediction(members[name][rows], absent)
         if len(np.unique(quantity.structure[rows[used]])) >= MIN_POINTS:
-            found = Residuals(full.kept[used], quantity.y[rows[used]] - mean, std, n_absent)
+            z = full.kept[used], quantity.y[rows[used]] - mean
+            found = Residuals(*z, std, n_absent, groups[used])
             residuals.append(found.mostly(full.without_representatives[used]))
     return fit_centre(residuals, n_members)
 

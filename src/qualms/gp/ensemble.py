@@ -203,6 +203,7 @@ class Residuals(NamedTuple):
     members: Float64Array  #: by the mean over the members
     std: Float64Array  #: ŝ over the members
     n_absent: IntArray  #: their number c
+    groups: IntArray  #: points of the same group have correlated errors
 
     def mostly(self, preferred: BoolArray) -> Residuals:
         """Return the preferred points, if these are at least half of all.
@@ -212,29 +213,35 @@ class Residuals(NamedTuple):
         """
         if 2 * np.count_nonzero(preferred) < len(preferred):
             return self
-        z_f, z_m, std, c = self
-        return Residuals(z_f[preferred], z_m[preferred], std[preferred], c[preferred])
+        return Residuals(*(of_points[preferred] for of_points in self))
 
 
 def fit_centre(quantities: Iterable[Residuals], n_members: int) -> float:
-    """Return the share λ in [0, 1] of the ensemble mean in the blend of smallest squared error.
+    """Return the share λ in [0, 1] of the ensemble mean in the blend, less its standard error.
 
     The residual of (1 − λ)·(full model) + λ·(ensemble mean) is z = (1 − λ) z_f + λ z_m. For new
     points the mean is over N_R members rather than c, and the expectation of z_m² smaller by
-    s²(1/c − 1/N_R): so Σ z² = Σ z_f² − 2λ Σ z_f(z_f − z_m) + λ² Σ [(z_f − z_m)² − s²(1/c − 1/N_R)].
-    The sums of several quantities are relative to Σ z_f².
+    s²(1/c − 1/N_R): so Σ z² = Σ z_f² − 2λ Σ a + λ² Σ b with a = z_f(z_f − z_m) and
+    b = (z_f − z_m)² − s²(1/c − 1/N_R), smallest at λ = Σa/Σb. The sums of several quantities are
+    relative to Σ z_f². The standard error of this ratio is that of Σ(a − λb), of independent
+    groups, over Σb. It is subtracted, since few points may suggest any share, and the full model is
+    the better prediction where they do not tell; so it is where Σb ≤ 0, and λ is undetermined.
     """
-    slope = curvature = 0.0
-    for z_f, z_m, std, c in quantities:
+    slopes, curvatures, groups = [np.empty(0)], [np.empty(0)], [np.empty(0, dtype=int)]
+    for z_f, z_m, std, c, group in quantities:
         unit = float(z_f @ z_f)
         if unit > 0:
             difference = z_f - z_m
-            slope += float(z_f @ difference) / unit
-            excess = std**2 * (1 / c - 1 / n_members)
-            curvature += float(difference @ difference - excess.sum()) / unit
-    if curvature <= 0:  # no minimum in between: the better end
-        return 1.0 if 2 * slope > curvature else 0.0
-    return float(np.clip(slope / curvature, 0.0, 1.0))
+            slopes.append(z_f * difference / unit)
+            curvatures.append((difference**2 - std**2 * (1 / c - 1 / n_members)) / unit)
+            groups.append(group)
+    a, b = np.concatenate(slopes), np.concatenate(curvatures)
+    if b.sum() <= 0:
+        return 0.0
+    share = a.sum() / b.sum()
+    codes = np.unique(np.concatenate(groups), return_inverse=True)[1]
+    error = np.linalg.norm(np.bincount(codes, a - share * b)) / b.sum()
+    return float(np.clip(share - error, 0.0, 1.0))
 
 
 def centred(
