@@ -350,6 +350,7 @@ def test_calibration_of_a_mean_and_a_standard_deviation():
         calibrate(y, rng_members(400, 3), **given)
 
 
+@pytest.mark.filterwarnings("ignore:Only 2 independent points")
 def test_groups_are_left_out_together():
     """Of two groups with their own scale, neither is predicted by points of its own."""
     y, members = synthetic(0, n=200)
@@ -623,7 +624,10 @@ def test_members_that_agree_stay_as_they_are():
     calibration = build_calibration("power", {"alpha": 2.0, "gamma": 0.5})
     same = np.ones((2, 3, 4))
     np.testing.assert_array_equal(VectorCalibration(calibration).transform(same), same)
-    np.testing.assert_array_equal(calibration.transform(same), same)
+    found = calibration.transform(same)  # members that agree may be wrong
+    np.testing.assert_allclose(found.mean(axis=-1), same.mean(axis=-1))
+    sigma = calibration.std(np.zeros(same.shape[:-1]), same.shape[-1])
+    np.testing.assert_allclose(found.std(axis=-1, ddof=1), sigma, atol=1e-12)
 
 
 def test_factors_from_elsewhere_are_those_of_the_first_axis():
@@ -642,14 +646,55 @@ def test_factors_from_elsewhere_are_those_of_the_first_axis():
         (np.zeros(4), 1 + 1e-16 * np.arange(20).reshape(4, 5), CalibrationError),  # rounding
         (np.arange(4.0), np.arange(4.0)[:, None] + [-1, 0, 1], CalibrationError),  # no residuals
         (np.zeros(4), rng_members(4, 2), CalibrationError),  # student needs three members
-        (np.zeros(4), np.full((4, 5), np.nan), InputError),
+        (np.zeros(4), np.full((4, 5), np.nan), CalibrationError),
+        (np.zeros(4), np.full((4, 5), np.inf), InputError),
         (np.zeros(3), np.ones((4, 5)), InputError),
         (np.zeros((4, 1)), np.ones((4, 5)), InputError),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Only . independent points")
 def test_data_that_determine_no_calibration(y, members, error):
     with pytest.raises(error):
         calibrate(y, members, method="student")
+
+
+def test_members_without_a_prediction_are_left_out():
+    y, members = synthetic(0, n=300)
+    known = np.random.default_rng(1).random(members.shape) > 0.1
+    found = calibrate(y, np.where(known, members, np.nan), method="student")
+    assert found == calibrate(y, np.where(known, members, 1e3), absent=known, method="student")
+    assert found.n_points > 250
+
+
+def test_few_points_are_too_few():
+    y, members = synthetic(0, n=8)
+    with pytest.warns(QualmsWarning):
+        calibrate(y, members, method="student")
+
+
+@pytest.mark.parametrize("method", ["student", "shrinkage"])
+def test_members_that_agree_have_an_uncertainty(method):
+    """Labels are integers, so that trees agree for many points."""
+    y, members = synthetic(0, n=400)
+    with pytest.warns(QualmsWarning):
+        found = calibrate(y.round(), members.round(), method=method)
+    std = found.std(np.array([0.0, 1e-12, 1.0]), members.shape[-1])
+    assert 0 < std[0] < 3 * std[2]
+    assert np.all(np.isfinite(std))
+
+
+def test_conformal_scores_of_few_points_are_cross_fitted():
+    """σ with a parameter for each point would have scores of one: those of new points are not."""
+    coverage = []
+    for seed in range(200):
+        y, members = synthetic(seed, n=60)
+        data = calibration_data(y[:30], members[:30])
+        fitted = fit_calibration(data, "shrinkage")
+        quantile = fitted.conformal(data).quantile(0.9)
+        z = np.abs(y[30:] - members[30:].mean(axis=1))
+        std = fitted.std(members[30:].std(axis=1, ddof=1), members.shape[1])
+        coverage.append(np.mean(z <= quantile * std))
+    assert np.mean(coverage) > 0.9 - 2 * np.std(coverage) / np.sqrt(len(coverage))
 
 
 def test_points_absent_from_too_few_members():

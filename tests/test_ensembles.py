@@ -572,6 +572,7 @@ def test_a_calibration_file_is_validated():
         {"method": "x"},
         {"n_members": None},
         {"parameters": good["parameters"] | {"alpha": -1.0}},
+        {"method": "linear", "parameters": {"alpha": 0.0}},
         {"parameters": good["parameters"] | {"beta": 1.0}},
         {"parameters": good["parameters"] | {"alpha": 1e300}},
         {"parameters": good["parameters"] | {"log_std_std": 0.0}},
@@ -622,12 +623,14 @@ def test_sanity_checks():
 def test_members_are_compared_with_each_other_and_with_the_reference():
     members, y = committee(300, n_members=10, alpha=1.0)
     members, y = members - 40.0, y - 40.0
-    hartree, one = members.copy(), members.copy()
+    hartree, one, shifted = members.copy(), members.copy(), members.copy()
     hartree[:, 5:] /= 27.2114
     one[:, 3] *= 1000
+    shifted[:, ::2] += 1000
     for wrong, reference, expected in (
         (hartree, y, "0, 1, 2, 3, 4 vary 2"),
         (one, y, "member 3 vary 1e+03"),
+        (shifted, y, "+500"),
         (members, members.mean(axis=1).astype(np.float32), "equal the predictions"),
         (members, members[:, 4], "member 4"),
     ):

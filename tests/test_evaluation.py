@@ -11,7 +11,7 @@ from checks import rejects
 from qualms import AtomisticModel, Prediction, calibrate, score
 from qualms.atomistic.evaluation import evaluate, find_references
 from qualms.atomistic.structures import read_frames
-from qualms.evaluation import Evaluation, energy_factor
+from qualms.evaluation import Evaluation, check_errors, energy_factor
 
 #: Molecular crystals with chemical shieldings; by default beside the checkout.
 CRYSTALS = Path(__file__).parents[2] / "shared/data/csd/CSD-1000R_500.extxyz.gz"
@@ -245,3 +245,15 @@ def test_shieldings_of_new_crystals():
     assert own.rmse < 0.3 * np.std(found.y)
     assert own.log_likelihood > found.scores["linear (validation)"].log_likelihood - 0.03
     assert 0.6 < own.coverage_68 < 0.8
+
+
+def test_groups_without_a_bias_are_seldom_said_to_be_biased():
+    """Many small groups are many tests."""
+    rng, structure = np.random.default_rng(0), np.arange(1000)
+    kinds = {"composition": (structure // 20).astype(str)}
+    found = [
+        check_errors(rng.normal(size=1000), np.ones(1000), structure, kinds) for _ in range(100)
+    ]
+    assert sum(map(bool, found)) <= 3
+    biased = rng.normal(size=1000) + 2.0 * (structure // 20 == 7)
+    assert check_errors(biased, np.ones(1000), structure, kinds)

@@ -233,6 +233,7 @@ def test_student_intervals_of_few_members_have_their_coverage():
         Prediction(members).interval(0.95, "student")
 
 
+@pytest.mark.filterwarnings("ignore:Only 5 independent points")
 def test_score_and_calibrate_take_predictions_and_arrays():
     y = rng.normal(size=5) + 3
     found = score(y, P)

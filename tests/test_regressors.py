@@ -421,3 +421,35 @@ def test_requests_that_cannot_be_met():
         ProjectedProcessRegressor(n_members=0).fit(X[:60], Y[:60]).predict_ensemble(X[:3])
     with pytest.raises(CalibrationError):  # no point is absent from three members
         ProjectedProcessRegressor(n_members=4, subsample=59).fit(X[:60], Y[:60])
+
+
+def test_novelty_of_rounding_is_none():
+    """A kernel of low rank: σ must not depend on the rounding of k − φφᵀ."""
+    for seed in (7, 9):
+        rng = np.random.default_rng(seed)
+        X = rng.normal(size=(200, 4))
+        model = ProjectedProcessRegressor(random_state=seed).fit(X, X[:, 0] + rng.normal(size=200))
+        assert model.calibration_.novelty == 0.0
+        alone = np.concatenate([model.predict(x[None], return_std=True)[1] for x in X[:20]])
+        np.testing.assert_allclose(model.predict(X[:20], return_std=True)[1], alone, rtol=1e-6)
+
+
+@pytest.mark.parametrize("base", [None, Ridge()])
+def test_the_calibration_can_be_chosen(base):
+    given = {"calibration": "auto", "random_state": 0}
+    model = ProjectedProcessRegressor("rbf", **given)
+    if base is not None:
+        model = ResamplingRegressor(base, **given)
+    model.fit(X, Y)
+    assert model.calibration_.method in ("sources", "shrinkage", "student")
+
+
+def test_the_noise_is_that_of_new_groups():
+    """Groups with an offset of their own: leaving single rows out finds too little noise."""
+    rng = np.random.default_rng(0)
+    codes = np.repeat(np.arange(30), 6)
+    Z = rng.uniform(-1, 1, size=(30, 3))[codes] + 0.05 * rng.normal(size=(180, 3))
+    y = Z[:, 0] + rng.normal(size=30)[codes] + 0.05 * rng.normal(size=180)
+    apart = ProjectedProcessRegressor("rbf", random_state=0).fit(Z, y)
+    together = ProjectedProcessRegressor("rbf", random_state=0).fit(Z, y, groups=codes)
+    assert together.noise_variance_ > 3 * apart.noise_variance_

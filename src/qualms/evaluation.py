@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from ase.units import Hartree, kcal, kJ, mol
+from scipy.special import stdtrit
 
 from qualms.arrays import BoolArray, Float64Array, IntArray, StrArray, check_points
 from qualms.errors import InputError, counted
@@ -180,9 +181,9 @@ def _indices(name: str, values: IntArray, n: int) -> IntArray:
 #: Errors below this fraction of the standard deviation are none, and beyond this multiple of it
 #: (or below the inverse) units are suspected to differ.
 _EQUAL, _SUSPICIOUS = 0.01, 30.0
-#: A bias above this fraction of the root mean square, and above this multiple of its standard
-#: error, is one; from this number of structures on.
-_BIASED, _SIGNIFICANT, _FEW = 0.5, 4.0, 5
+#: A bias above this fraction of the root mean square is one if the probability of any such bias by
+#: chance is small; from this number of structures on.
+_BIASED, _BY_CHANCE, _FEW = 0.5, 0.01, 5
 #: Number of groups that are named.
 _NAMED = 5
 
@@ -229,8 +230,10 @@ def check_errors(
         if len(names) < 2 or any(np.array_equal(which, other) for other in seen):
             continue
         seen.append(which)
-        biases = {n: _bias(residuals[which == i], codes[which == i]) for i, n in enumerate(names)}
-        biased = {str(name): bias for name, bias in biases.items() if bias}
+        biased = {}
+        for i, name in enumerate(names):
+            if bias := _bias(residuals[which == i], codes[which == i], n_tests=len(names)):
+                biased[str(name)] = bias
         worst = sorted(biased, key=lambda name: -abs(biased[name][0]))
         if worst:
             shown = ", ".join(f"{n} (mean error {biased[n][0]:+.3g})" for n in worst[:_NAMED])
@@ -241,15 +244,19 @@ def check_errors(
     return found
 
 
-def _bias(z: Float64Array, codes: IntArray) -> tuple[float, float] | tuple[()]:
-    """Return mean, and mean over root mean square, of errors that are biased; else nothing."""
+def _bias(z: Float64Array, codes: IntArray, n_tests: int = 1) -> tuple[float, float] | tuple[()]:
+    """Return mean, and mean over root mean square, of errors that are biased; else nothing.
+
+    A two-sided t test of the mean, with a level that is divided by the number of tests.
+    """
     n_groups = len(np.unique(codes))
     if n_groups < _FEW:
         return ()
     mean, rms = float(np.mean(z)), root_mean_square(z)
     sums = np.bincount(codes, z - mean)
     error = float(np.sqrt(np.sum(sums**2) * n_groups / (n_groups - 1))) / len(z)
-    if abs(mean) <= max(_BIASED * rms, _SIGNIFICANT * error):
+    significant = float(stdtrit(n_groups - 1, 1 - 0.5 * _BY_CHANCE / n_tests))
+    if abs(mean) <= max(_BIASED * rms, significant * error):
         return ()
     return mean, abs(mean) / rms
 

@@ -18,6 +18,7 @@ apply a calibration to the result.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -43,12 +44,14 @@ from qualms.calibration.fitting import (
 )
 from qualms.calibration.methods import StudentCalibration
 from qualms.calibration.selection import choose_calibration
-from qualms.errors import InputError
+from qualms.errors import InputError, QualmsWarning
 from qualms.gp.ensemble import ensemble_mean_std, group_codes
 
 #: Standard deviations below this fraction of the mean are rounding; below the second fraction of
 #: a larger standard deviation they do not determine how many decimals are printed.
 _ROUNDING, _MATTERS = 1e-13, 1e-2
+#: Independent points below which a calibration is poorly determined.
+_FEW = 10
 
 
 class Prediction(NDArrayOperatorsMixin):
@@ -242,6 +245,8 @@ class Prediction(NDArrayOperatorsMixin):
         members = _members_of(raw, "calibrated")
         if isinstance(calibration, StudentCalibration):
             dof = float(calibration.dof(calibration.n_subsampled or members.shape[-1]))
+        elif isinstance(calibration, Calibration) and calibration.n_subsampled:
+            dof = calibration.n_subsampled - 1.0  # posterior members are another source
         members = calibration.transform(members)
         return Prediction(members, uncalibrated=raw, conformal=conformal, dof=dof)
 
@@ -483,7 +488,8 @@ def calibrate(
     y : (n,) or (n, T) array
         Reference values.
     members : (n, N_R) or (n, T, N_R) array, or Prediction
-        Predictions of each member; of a Prediction, those before calibration.
+        Predictions of each member, NaN where it has none; of a Prediction, those before
+        calibration.
     mean, std : arrays of the shape of y, optional
         Instead of members: predictions and standard deviations > 0, for methods "linear", "power"
         and "none".
@@ -540,12 +546,23 @@ def calibrate(
             counts = np.full(shape[0], 2), np.ones(shape[0])
             data.append(CalibrationData(*pair, *counts, groups=labels))
     elif members is not None:
-        predicted = check_members(members, targets.shape).reshape(*shape, -1)
-        unseen = None
+        values = np.asarray(members, dtype=np.float64)
+        missing = np.isnan(values)
+        values = check_members(np.where(missing, 0.0, values), targets.shape)
+        predicted, known = values.reshape(*shape, -1), ~missing.reshape(*shape, -1)
         if absent is not None:
-            unseen = np.repeat(np.asarray(absent, dtype=bool), repeats, axis=0)
+            unseen = np.asarray(absent, dtype=bool)
+            if unseen.shape != (n, values.shape[-1]):
+                expected = f"({n}, {values.shape[-1]}), like members"
+                raise InputError("absent", f"shape {unseen.shape}", expected)
+            known &= np.repeat(unseen, repeats, axis=0)[:, None, :]
         for k, column in enumerate(targets.reshape(shape).T):
-            data.append(calibration_data(column, predicted[:, k], unseen, groups=labels))
+            used = known[:, k] if absent is not None or missing.any() else None
+            data.append(calibration_data(column, predicted[:, k], used, groups=labels))
+    if any(d.n_independent < _FEW for d in data):
+        few = min(d.n_independent for d in data)
+        message = f"Only {few:.0f} independent points: the calibration is poorly determined."
+        warnings.warn(message, QualmsWarning, stacklevel=2)
     fit = fit_calibration if absent is None else fit_out_of_bag
     found = [choose_calibration(d) if method == "auto" else fit(d, method) for d in data]
     one = targets.ndim == 1 or shape[1] < n_outputs

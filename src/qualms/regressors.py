@@ -43,6 +43,7 @@ from qualms.calibration.fitting import (
     METHODS,
     MODEL_METHODS,
     PerOutputCalibration,
+    fit_best,
     fit_out_of_bag,
 )
 from qualms.calibration.methods import NoCalibration
@@ -326,7 +327,11 @@ class TrainingSet:
                 message = f"{error} The ensemble standard deviation is used as it is."
                 warnings.warn(message, QualmsWarning, stacklevel=2)
                 return none, None
-            fitted = fit_out_of_bag(found, with_enough_points(method, len(found.residuals)))
+            name = with_enough_points(method, len(found.residuals))
+            if name == "auto":
+                fitted = fit_best(found, METHODS if own is None else MODEL_METHODS)
+            else:
+                fitted = fit_out_of_bag(found, name)
             return replace(fitted, n_subsampled=n), fitted.conformal(found)
 
         outputs = [of_output(t) for t in range(self.y.shape[1])]
@@ -423,10 +428,11 @@ def new_generator(random_state: Any) -> np.random.Generator:
 
 
 def check_calibration_name(calibration: str | None, methods: Collection[str] = METHODS) -> str:
-    """Return the name of a known method; None means "none"."""
+    """Return the name of a known method, or "auto"; None means "none"."""
     name = "none" if calibration is None else calibration
-    if not isinstance(name, str) or name not in methods:
-        raise InputError("calibration", repr(calibration), f"None or one of {', '.join(methods)}")
+    if not isinstance(name, str) or name not in (*methods, "auto"):
+        expected = f"None, auto or one of {', '.join(methods)}"
+        raise InputError("calibration", repr(calibration), expected)
     return name
 
 
@@ -470,8 +476,8 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
     centre : {"auto", "full", "members"} or float
         Prediction: the full model, the mean of the subsampled members, or a blend with this share
         of the latter; by default the share of smallest out-of-bag error.
-    calibration : {"sources", "student", "shrinkage", "linear", "power", "none"} or None
-        Calibration of the standard deviation.
+    calibration : {"sources", "student", "shrinkage", "linear", "power", "none", "auto"} or None
+        Calibration of the standard deviation; "auto": sources, shrinkage or student, by likelihood.
     random_state : int, RandomState instance or None
         Seed of the subsamples and posterior members (and of a random selection).
 
@@ -574,7 +580,12 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         q2 += basis.whitening.own_share(Phi, codes, codes[basis.indices])
         self._novelty_limit = float(np.quantile(_relative(q2, k_xx), _NOT_NOVEL))
         full = fit_full_model(
-            Phi, data.point_y, {"y": self.noise}, sample_weight=weight, replicates=data.replicates()
+            Phi,
+            data.point_y,
+            {"y": self.noise},
+            sample_weight=weight,
+            groups=data.groups,
+            replicates=data.replicates(),
         )
         for fitted in ("weights_", "intercept_", "centre_", "member_indices_", "calibration_"):
             if hasattr(self, fitted):
@@ -749,7 +760,7 @@ class ResamplingRegressor(MetaEstimatorMixin, MultiOutputMixin, RegressorMixin, 
         Size n of the subsamples: a fraction of the distinct training points (or groups), or a
         number of them. The larger, the more accurate the members, and the fewer of them are
         out-of-bag for a point: calibration uses points that are out-of-bag for at least three.
-    calibration : {"shrinkage", "student", "linear", "power", "none"} or None
+    calibration : {"shrinkage", "student", "linear", "power", "none", "auto"} or None
         Calibration of the standard deviation. Shrinkage needs few out-of-bag members, and copes
         with errors, such as noise, that the members do not differ by.
     replace, random_state

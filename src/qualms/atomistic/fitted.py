@@ -23,8 +23,15 @@ from qualms.io.tensors import Document
 
 #: Kernel rows whose variances are computed at once.
 _ROWS = 1024
-#: Representatives that novelty is measured with, the first. All would cost as much as the kernel.
-N_LEADING = 1000
+
+
+def n_leading(r: int) -> int:
+    """Return the number of representatives, of r, that novelty is measured with: the first.
+
+    All would cost as much as the kernel. The log likelihood of ¹H shieldings with 5000 of them is
+    −0.48 with the first 1000, −0.45 with 2000 and −0.44 with all.
+    """
+    return min(max(1000, 2 * r // 5), r)
 
 
 @dataclass(frozen=True)
@@ -57,8 +64,8 @@ class ProjectedVariance:
 
     def novelty_std(self, K_XM: Float64Array, k_xx: Float64Array) -> Float64Array:
         """Return q of the leading representatives for kernel rows (n, r): (n,)."""
-        leading = self._exact[0][:N_LEADING, :N_LEADING]
-        Phi = cholesky_whiten(leading, K_XM[:, :N_LEADING].T).T
+        m = n_leading(K_XM.shape[1])
+        Phi = cholesky_whiten(self._exact[0][:m, :m], K_XM[:, :m].T).T
         return np.sqrt(novelty_variance(Phi, k_xx) * self.variance)
 
     @cached_property

@@ -32,13 +32,13 @@ import qualms
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
 from qualms.atomistic.baseline import Baseline, anchors, fit_baseline, spans
 from qualms.atomistic.fitted import (
-    N_LEADING,
     Fitted,
     ProjectedVariance,
     Provenance,
     QuantityRecord,
     Record,
     describe_size,
+    n_leading,
 )
 from qualms.atomistic.forces import fill_rows, scale_rows
 from qualms.atomistic.kernel_rows import LANDMARKS, Basis, select_representatives
@@ -52,7 +52,12 @@ from qualms.calibration.base import (
     calibration_data,
 )
 from qualms.calibration.conformal import Conformal
-from qualms.calibration.fitting import MODEL_METHODS, fit_out_of_bag, out_of_bag_points
+from qualms.calibration.fitting import (
+    MODEL_METHODS,
+    best_method,
+    fit_out_of_bag,
+    out_of_bag_points,
+)
 from qualms.calibration.methods import NoCalibration
 from qualms.calibration.sources import MIN_POINTS, with_enough_points
 from qualms.errors import (
@@ -98,7 +103,6 @@ from qualms.gp.sparse_gp import (
     novelty_variance,
     posterior_deviations,
 )
-from qualms.metrics import gaussian_log_density
 from qualms.progress import Stages
 
 log = logging.getLogger(__name__)
@@ -118,6 +122,8 @@ _PRODUCTS_OF_SIZES, _GAIN = 1e11, 0.05
 _RTOL, _RTOL_OF_FORCES = 1e-6, 1e-10
 #: Representatives and rows up to which matrices are small, and one thread is the fastest.
 _SMALL, _FEW = 500, 50_000
+#: Representatives of the model that tells whether forces are derivatives of the energies.
+_CHECKED = 1000
 #: Components on which members agree to this share of the largest label, or to this number, are zero
 #: by symmetry.
 _ROUNDING, _TINY = 1e-10, 1e-12
@@ -697,7 +703,7 @@ class SparseGP:
             full.process, Phi, full.y[rows], sample_weight=full.weight[rows], groups=groups, own=own
         )
         q2, target = np.zeros(len(rows)), np.flatnonzero(rows < len(k_xx))
-        leading = Phi[target, :N_LEADING]
+        leading = Phi[target, : n_leading(Phi.shape[1])]
         q2[target] = novelty_variance(leading, k_xx[rows[target]])
         if own and owners is not None:
             m = leading.shape[1]
@@ -727,7 +733,7 @@ def fit_sparse_gp(
         weight[:n] = (sizes / sizes.mean()) ** 2
     with (stages or Stages()).stage("Full model"), _few_threads(data, rows.Phi.shape[1]):
         if len(quantities) > 1:
-            check_derivatives(rows.Phi[:, :N_LEADING], y[:n], data)
+            check_derivatives(rows.Phi[:, :_CHECKED], y[:n], data)
         full = fit_full_model(
             rows.Phi,
             y,
@@ -1063,11 +1069,12 @@ def calibrate_out_of_bag(
             data = _points(y, members, absent, left_out)
         except CalibrationError as error:
             if wanted != "none" and not isinstance(error, ExactFitError):
-                raise
+                remedy = "A model with uncertainty='posterior' needs no subsamples."
+                raise CalibrationError(f"{error} {remedy}") from None
             _warn(f"{error} The ensemble standard deviation is not calibrated.")
             return none
         found = _fit_methods(data, settings)
-        method = _best_method(data, found) if wanted == "auto" else wanted
+        method = best_method(data, found) if wanted == "auto" else wanted
         return OutOfBag(data, found, n_structures, found[method].conformal(data), method)
     if members.shape[1] or left_out.full is None:
         apart = not_zero_by_symmetry(y, members)
@@ -1094,18 +1101,6 @@ def calibrate_out_of_bag(
         likelihood = calibration.log_likelihood + shift
         found[method] = replace(calibration, log_likelihood=likelihood)
     return OutOfBag(data, found, n_structures, conformal)
-
-
-def _best_method(data: CalibrationData, fitted: Mapping[str, Calibration]) -> str:
-    """Return the method whose Gaussians have the highest likelihood out of bag, by AIC."""
-    n = len(data.residuals if data.groups is None else np.unique(data.groups))
-
-    def score(method: str) -> float:
-        density = gaussian_log_density(data.residuals, fitted[method].std_of(data))
-        return n * data.mean(density) - fitted[method].n_parameters
-
-    methods = [m for m in ("sources", "shrinkage", "student") if m in fitted]
-    return max(methods, key=score, default="none")
 
 
 def _points(

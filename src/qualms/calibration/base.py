@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Protocol, Self, TypeAlias, TypeVar
 
@@ -23,6 +24,8 @@ from qualms.gp.ensemble import (
 
 #: Number of members whose standard deviation has no sampling error.
 _EXACT = 1_000_000
+#: Points up to which calibrations that conformal scores refer to are cross-fitted, and folds.
+_FEW_POINTS, _N_FOLDS = 500, 5
 P_co = TypeVar("P_co", covariant=True)
 Pool: TypeAlias = Callable[[Float64Array], Float64Array]
 
@@ -79,6 +82,13 @@ class CalibrationData:
     def mean(self, values: FloatArray) -> float:
         """Return the weighted mean over points."""
         return float(self.weights @ values / self.weights.sum())
+
+    @property
+    def n_independent(self) -> float:
+        """Number of independent points, or of groups, (Σw)²/Σw² of their weights w (Kish)."""
+        groups = np.arange(len(self.weights)) if self.groups is None else self.groups
+        w = np.bincount(np.unique(groups, return_inverse=True)[1], self.weights)
+        return float(w.sum() ** 2 / (w @ w))
 
     def some(self, chosen: BoolArray) -> CalibrationData:
         """Return some of the points."""
@@ -201,7 +211,7 @@ def calibration_data(
         if np.any(weights < 0) or not np.any(weights > 0):
             given = f"minimum {weights.min():.3g}"
             raise InputError("sample_weight", given, "weights ≥ 0, not all of them 0")
-    rounding = rounding_of(predicted)
+    rounding = rounding_of(predicted if absent is None else np.where(absent, predicted, 0.0))
     if absent is None:
         mean, ensemble_std = ensemble_mean_std(predicted)
         data = CalibrationData(
@@ -250,6 +260,12 @@ def rounding_of(members: FloatArray) -> Float64Array:
     """Return the standard deviation (n,) below which members (n, N_R) differ by rounding alone."""
     rounding: Float64Array = 16 * np.finfo(np.float64).eps * np.abs(members).max(axis=1)
     return rounding
+
+
+def _deviations(n: int) -> Float64Array:
+    """Return n evenly spaced numbers of zero mean and unit standard deviation (ddof = 1)."""
+    values = np.arange(n) - (n - 1) / 2
+    return np.asarray(values / values.std(ddof=1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,9 +337,21 @@ class Calibration(ABC):
         return self.std(data.ensemble_std, data.n_members)
 
     def conformal(self, data: CalibrationData) -> Conformal:
-        """Return the distribution of |z|/σ of the points of the data."""
-        groups = np.arange(len(data.residuals)) if data.groups is None else data.groups
-        return fit_conformal(np.abs(data.residuals) / self.std_of(data), groups)
+        """Return the distribution of |z|/σ of the points of the data.
+
+        Few points are left out of the calibration that gives their σ: parameters that are fitted to
+        them make their scores smaller than those of new points.
+        """
+        n = len(data.residuals)
+        groups = np.arange(n) if data.groups is None else data.groups
+        std, codes = self.std_of(data), np.unique(groups, return_inverse=True)[1]
+        if n <= _FEW_POINTS:
+            order = np.random.default_rng(0).permutation(int(codes.max()) + 1)
+            for fold in range(min(_N_FOLDS, len(order))):
+                out = order[codes] % _N_FOLDS == fold
+                with suppress(CalibrationError):  # if the others are too few
+                    std[out] = self.fit(data.some(~out), self).std_of(data.some(out))
+        return fit_conformal(np.abs(data.residuals) / std, groups)
 
     def fitted_to(self, data: CalibrationData) -> Self:
         """Return the calibration with the number and the likelihood of these points."""
@@ -360,11 +388,15 @@ class Calibration(ABC):
         those that the factors depend on, such as those of whole vectors; most methods ignore the
         novelty q (…).
         """
-        own, pool = self.own(members), pool or np.asarray
+        own = self.own(members)
         mean, ensemble_std = ensemble_mean_std(own)
-        pooled = pool(ensemble_std)
-        sigma = self.std_of_members(members, pooled, pool, novelty_std)
-        return rescaled(own, calibration_factors(sigma, pooled), mean)
+        pooled = ensemble_std if pool is None else pool(ensemble_std)
+        sigma = self.std_of_members(members, pooled, pool or np.asarray, novelty_std)
+        scaled = rescaled(own, calibration_factors(sigma, pooled), mean)
+        if pool is None and np.any(equal := ensemble_std == 0):
+            # Members that agree may be wrong. Their deviations have no direction: any will do.
+            scaled[equal] += sigma[equal][..., None] * _deviations(own.shape[-1])
+        return scaled
 
     def std_of_members(
         self,

@@ -1,7 +1,8 @@
-"""Intervals whose coverage is guaranteed by exchangeability alone: conformal prediction.
+"""Intervals whose coverage does not depend on the distribution of errors: conformal prediction.
 
-Scores |z|/σ of out-of-bag points (jackknife+ after subsampling: Kim, Xu & Barber, NeurIPS 2020) are
-exchangeable with that of a new point, whatever their distribution. Points of one structure are
+Scores |z|/σ of out-of-bag points are exchangeable with that of a new point, whatever their
+distribution, but for parameters that are fitted to the same points (compare jackknife+ after
+bootstrap: Kim, Xu & Barber, NeurIPS 2020). Points of one structure are
 not independent, but structures are: each of G groups has the weight 1/(G + 1), its points share it,
 and the rest belongs to a score of infinity (hierarchical conformal prediction: Lee, Barber &
 Willett, 2023). With single points this is the quantile of rank ⌈level (n + 1)⌉.

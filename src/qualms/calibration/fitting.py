@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from qualms.calibration.methods import (
 from qualms.calibration.shrinkage import ShrinkageCalibration
 from qualms.calibration.sources import SourcesCalibration
 from qualms.errors import CalibrationError, InputError
+from qualms.metrics import gaussian_log_density
 
 #: Calibrations by name.
 METHODS: dict[str, type[Calibration]] = {
@@ -101,6 +103,26 @@ def out_of_bag_points(data: CalibrationData, method: str) -> BoolArray:
 def fit_out_of_bag(data: CalibrationData, method: str = "student") -> Calibration:
     """Fit one calibration by name to out-of-bag points: Eq. (12)."""
     return fit_calibration(data.some(out_of_bag_points(data, method)), method)
+
+
+def best_method(data: CalibrationData, fitted: Mapping[str, Calibration]) -> str:
+    """Return the method whose Gaussians have the highest likelihood out of bag, by AIC."""
+
+    def score(method: str) -> float:
+        density = gaussian_log_density(data.residuals, fitted[method].std_of(data))
+        return data.n_independent * data.mean(density) - fitted[method].n_parameters
+
+    methods = [m for m in ("sources", "shrinkage", "student") if m in fitted]
+    return max(methods, key=score, default="none")
+
+
+def fit_best(data: CalibrationData, methods: Collection[str]) -> Calibration:
+    """Fit those of some methods that can be fitted to out-of-bag points; return the best."""
+    fitted: dict[str, Calibration] = {"none": NoCalibration()}
+    for method in methods:
+        with suppress(CalibrationError):
+            fitted[method] = fit_out_of_bag(data, method)
+    return fitted[best_method(data, fitted)]
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ _ENOUGH = 2000
 _KEPT = 100_000
 #: Standard deviations whose logarithms scatter by less than this, τ, are equal.
 _ALIKE = 0.01
+#: Standard deviations τ below the mean of ln s that ln ŝ is taken to be at least.
+_WIDTHS = 3.0
 _LOG_2PI = float(np.log(2 * np.pi))
 #: Bounds of ln α (after scaling by the typical standard deviation), γ, m and ln τ.
 _BOUNDS = [(-15.0, 15.0), GAMMA_RANGE, (-10.0, 10.0), (-6.0, 3.0)]
@@ -123,8 +125,9 @@ class ShrinkageCalibration(Calibration):
     def std(self, ensemble_std: FloatArray, n_members: int | IntArray) -> Float64Array:
         """Return the calibrated standard deviation."""
         s, c = np.broadcast_arrays(np.asarray(ensemble_std, dtype=np.float64), n_members)
-        # Zero has no logarithm; one far below all others has the same effect.
-        flat, counts = np.maximum(s.reshape(-1), 1e-300), c.reshape(-1)
+        # Members may agree by chance: ŝ is not taken to be smaller than nearly all s are.
+        least = np.exp(self.log_std_mean - _WIDTHS * self.log_std_std)
+        flat, counts = np.maximum(s.reshape(-1), least), c.reshape(-1)
         variance = np.empty(flat.shape)
         for part in _parts(flat.size):
             log_post, v = self._posterior(flat[part], counts[part])

@@ -70,7 +70,10 @@ class SourcesCalibration(Calibration):
 
     @classmethod
     def fit(cls, data: CalibrationData, near: Calibration | None = None) -> Self:
-        """Maximise the likelihood over the coefficients of those sources that pay by AIC."""
+        """Maximise the likelihood over the coefficients of those sources that pay by AIC.
+
+        `near`, a fit to similar points, has chosen the sources.
+        """
         require_three_members(data, cls.method)
         n = len(data.residuals)
         if n < MIN_POINTS:
@@ -92,7 +95,13 @@ class SourcesCalibration(Calibration):
             if std is not None and np.any(std > 0):
                 columns[name] = std**2
         known = data.centre**2 * s2 / data.n_members
-        found: dict[str, Any] = _choose(data.residuals, data.weights, columns, known)
+        sources: tuple[str, ...] = ()
+        if isinstance(near, SourcesCalibration):
+            sources = tuple(name for name in columns if getattr(near, name))
+        sources = sources or _choose(data, columns, known)
+        X = np.stack([columns[name] for name in sources], axis=1)
+        squares = _fit_variances(data.residuals, data.weights, X, known)[0]
+        found: dict[str, Any] = dict(zip(sources, np.sqrt(squares).tolist(), strict=True))
         fitted = replace(prior, **{"alpha": 0.0, **found}).fitted_to(data)
         weighted = (fitted.alpha**2 + fitted.centre**2 / data.n_members) * data.ensemble_std**2
         if data.posterior_std is not None:
@@ -163,8 +172,11 @@ class SourcesCalibration(Calibration):
 
     def describe(self) -> str:
         """Return the coefficients of all sources that are used."""
-        symbols = {"alpha": "ŝ", "posterior": "p", "novelty": "q"}
-        used = [f"({value:.3g} {symbols[n]})²" for n in symbols if (value := getattr(self, n))]
+        a2, symbols = self.alpha**2, {"posterior": "p", "novelty": "q"}
+        if self.n_subsampled:
+            a2 += self.centre**2 / self.n_subsampled
+        used = [f"({a2**0.5:.3g} ŝ)²"] if a2 else []
+        used += [f"({value:.3g} {symbols[n]})²" for n in symbols if (value := getattr(self, n))]
         used += [f"{self.floor:.3g}²"] if self.floor else []
         return f"{self.method}, σ² = {' + '.join(used)}"
 
@@ -212,7 +224,7 @@ class SourcesCalibration(Calibration):
 
 def with_enough_points(method: str, n: int) -> str:
     """Return the method, or `student`, with a warning, if n points are too few for it."""
-    if method not in ("sources", "shrinkage") or n >= MIN_POINTS:
+    if method not in ("sources", "shrinkage", "auto") or n >= MIN_POINTS:
         return method
     warnings.warn(
         f"{n} out-of-bag points are too few for the {method} calibration; {MIN_POINTS} are needed. "
@@ -236,35 +248,42 @@ class WithNovelty:
 
 
 def _choose(
-    z: Float64Array, weights: Float64Array, columns: Mapping[str, Float64Array], known: Float64Array
-) -> dict[str, float]:
-    """Return the coefficients of those sources whose AIC, 2k − 2 ln L, is the smallest.
+    data: CalibrationData, columns: Mapping[str, Float64Array], known: Float64Array
+) -> tuple[str, ...]:
+    """Return those sources whose AIC is the smallest.
 
-    `columns` are the squares that the squares of the coefficients multiply; `known` is added.
+    2k − 2 ln L + 2k(k + 1)/(n − k − 1) of n points, (Σw)²/Σw² of their weights w. `columns` are the
+    squares that the squares of the coefficients multiply; `known` is added.
     """
+    z, weights = data.residuals, data.weights
+    n = float(weights.sum() ** 2 / (weights @ weights))
     some = slice(None, None, -(-len(z) // _ENOUGH))
-    total = float(weights.sum())
 
     def aic(names: tuple[str, ...]) -> float:
-        X = np.stack([columns[name][some] for name in names], axis=1)
-        return (
-            2 * len(names) + 2 * total * _fit_variances(z[some], weights[some], X, known[some])[1]
-        )
+        k, X = len(names), np.stack([columns[name][some] for name in names], axis=1)
+        minus_log_likelihood = _fit_variances(z[some], weights[some], X, known[some], n_starts=1)[1]
+        return 2 * k + 2 * n * minus_log_likelihood + 2 * k * (k + 1) / max(n - k - 1, 1e-9)
 
-    # q may be zero: it explains no error alone.
     subsets = (names for k in range(1, len(columns) + 1) for names in combinations(columns, k))
-    chosen = min((names for names in subsets if names != ("novelty",)), key=aic)
-    X = np.stack([columns[name] for name in chosen], axis=1)
-    return dict(zip(chosen, np.sqrt(_fit_variances(z, weights, X, known)[0]).tolist(), strict=True))
+
+    def possible(names: tuple[str, ...]) -> bool:
+        """Return whether no point is without all of them; q of new points may be zero."""
+        return names != ("novelty",) and bool(np.all(sum(columns[n] for n in names) + known > 0))
+
+    return min(filter(possible, subsets), key=aic)
 
 
 def _fit_variances(
-    z: Float64Array, weights: Float64Array, X: Float64Array, known: Float64Array
+    z: Float64Array,
+    weights: Float64Array,
+    X: Float64Array,
+    known: Float64Array,
+    n_starts: int | None = None,
 ) -> tuple[Float64Array, float]:
     """Return θ ≥ 0 that maximises the likelihood of z ~ N(0, Xθ + known), and −ln L per point.
 
     The logarithms of the shares t of the mean square error are varied, from even shares and from
-    each alone: the likelihood may have several maxima.
+    each alone, or from some of these: the likelihood may have several maxima.
     """
     share = weights / weights.sum()
     square = float(share @ z**2)
@@ -282,7 +301,8 @@ def _fit_variances(
     if k > 1:
         starts += [np.where(np.arange(k) == j, 0.0, -5.0) for j in range(k)]
     fits = [
-        minimize(objective, t, jac=True, method="L-BFGS-B", bounds=[_BOUNDS] * k) for t in starts
+        minimize(objective, t, jac=True, method="L-BFGS-B", bounds=[_BOUNDS] * k)
+        for t in starts[:n_starts]
     ]
     best = min(fits, key=lambda fit: float(fit.fun))
     return unit * np.exp(best.x), float(best.fun) + 0.5 * float(np.log(2 * np.pi))

@@ -117,9 +117,10 @@ def predict(
                 if forces or stress:
                     prediction = found.energy
                 if forces:
-                    arrays |= _components("forces", found.forces, ensemble)
+                    arrays |= _components("forces", found.forces, ensemble, interval)
                 if stress:
-                    tensors = _stresses(loaded, chunk.frames, solid, found.stress, ensemble)
+                    stresses = found.stress
+                    tensors = _stresses(loaded, chunk.frames, solid, stresses, ensemble, interval)
             if atoms:
                 arrays |= _atom_arrays(chunk, found, ensemble)
             extrapolates = chunk.extrapolates(prediction, novelty)
@@ -171,10 +172,10 @@ def _check_options(
 
 
 def _check_interval(model: AtomisticModel, level: float) -> None:
-    conformal = model.fitted.conformal.get("energy")
-    if conformal is None:
+    conformal = model.fitted.conformal
+    if "energy" not in conformal:
         raise InputError("--interval", level, "a model with out-of-bag errors")
-    largest = float(conformal.probabilities[-1])
+    largest = min(float(one.probabilities[-1]) for one in conformal.values())
     if not 0 < level <= largest:
         raise InputError("--interval", level, f"between 0 and {largest:.4g}, by out-of-bag points")
 
@@ -185,25 +186,36 @@ def _stresses(
     solid: BoolArray,
     stress: Prediction | None,
     ensemble: bool,
+    interval: float | None,
 ) -> dict[str, Any]:
     """Return stresses of solids, NaN elsewhere; `stress` is known if all structures are solids."""
     import numpy as np
 
     n_members = model.fitted.n_members if ensemble else 0
     widths = {"stress": 6, "stress_uncertainty": 6, "stress_ensemble": 6 * n_members}
+    if interval is not None and "stress" in model.fitted.conformal:
+        widths |= {"stress_lower": 6, "stress_upper": 6}
     tensors = {key: np.full((len(frames), n), np.nan) for key, n in widths.items() if n}
     if stress is None and solid.any():
         some = [atoms for atoms, is_solid in zip(frames, solid, strict=True) if is_solid]
         stress = model.predict_forces(some, stress=True).stress
     if stress is not None:
-        for key, values in _components("stress", stress, ensemble).items():
+        for key, values in _components("stress", stress, ensemble, interval).items():
             tensors[key][solid] = values
     return tensors
 
 
-def _components(name: str, prediction: Prediction, ensemble: bool) -> dict[str, Any]:
-    """Return means and standard deviations (n, k), and members (n, N_R k) in member order."""
+def _components(
+    name: str, prediction: Prediction, ensemble: bool, interval: float | None
+) -> dict[str, Any]:
+    """Return means and standard deviations (n, k), and members (n, N_R k) in member order.
+
+    And the limits (n, k) of conformal intervals of this level, if it is given and they are known.
+    """
     arrays: dict[str, Any] = {name: prediction.mean, f"{name}_uncertainty": prediction.std}
+    if interval is not None and prediction.conformal is not None:
+        limits = prediction.interval(interval, "conformal")
+        arrays |= dict(zip((f"{name}_lower", f"{name}_upper"), limits, strict=True))
     if ensemble:
         by_member = prediction.members.transpose(0, 2, 1)
         arrays[f"{name}_ensemble"] = by_member.reshape(len(by_member), -1)

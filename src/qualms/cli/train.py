@@ -30,7 +30,7 @@ _ORDER = (
     *("group_key", "validation"),
     *("representation", "cutoff", "n_representatives", "effort", "selection", "baseline"),
     *("noise", "forces_noise", "stress_noise"),
-    *("n_members", "subsample", "calibration", "seed"),
+    *("uncertainty", "n_members", "subsample", "centre", "calibration", "seed"),
     *("memory", "threads", "force", "quiet", "as_json"),
 )
 

@@ -47,6 +47,8 @@ _UNCORRELATED = 0.2
 _NAMED = 5
 #: Ratio of the sizes of members beyond which their units are suspected to differ.
 _DIFFERENT = 3.0
+#: Constant by which members differ, relative to the quartiles of their deviations, that is large.
+_SHIFTED = 10.0
 
 
 @dataclass(frozen=True)
@@ -316,6 +318,15 @@ def _members(ensemble: Ensemble) -> Iterator[str]:
         yield (
             f"Members do not agree in their size: values of member {names} vary {factor:.2g} times "
             f"{word} than those of the others. Are the units the same?"
+        )
+        return
+    deviations = members - np.nanmedian(members, axis=1, keepdims=True)
+    low, middle, high = np.nanquantile(deviations, [0.25, 0.5, 0.75], axis=0)
+    if np.any((high > low) & (np.abs(middle) > _SHIFTED * (high - low))):
+        listed = ", ".join(f"{value:+.3g}" for value in middle)
+        yield (
+            f"Members differ from one another by constants: {listed} from their median. "
+            "Do they have the same zero of energy?"
         )
 
 

@@ -69,7 +69,9 @@ class CalibrationDocument(BaseModel):
             raise ValueError("std_range must be increasing")
         try:
             with np.errstate(invalid="raise"):
-                self.std(np.ones(1), 5)
+                std = float(self.std(np.ones(1), 5)[0])
+            if not 0 < std < np.inf:
+                raise ValueError(f"a standard deviation of 1 becomes {std:g}")
         except (QualmsError, TypeError, ArithmeticError) as error:
             raise ValueError(str(error)) from None
         return self

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from scipy.linalg import blas, solve_triangular
@@ -213,7 +213,8 @@ class Residuals(NamedTuple):
         """
         if 2 * np.count_nonzero(preferred) < len(preferred):
             return self
-        return Residuals(*(of_points[preferred] for of_points in self))
+        some: Any = (of_points[preferred] for of_points in self)
+        return Residuals(*some)
 
 
 def fit_centre(quantities: Iterable[Residuals], n_members: int) -> float:

@@ -28,6 +28,8 @@ from qualms.gp.linalg import cholesky, cholesky_solve, cholesky_whiten
 #: Rows that are weighted, or left out, at once.
 _BLOCK = 4096
 _EPS = np.finfo(np.float64).eps
+#: A difference of variances is rounding below this share of them.
+_ROUNDING = 1e-10
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,9 @@ def posterior_variance(
 
 
 def novelty_variance(Phi_X: FloatArray, k_xx: FloatArray) -> Float64Array:
-    """Return q² = k_XX − φφᵀ of Eq. (3), which rounding may not make negative: (n,)."""
-    return np.asarray(np.maximum(k_xx - np.einsum("ij,ij->i", Phi_X, Phi_X), 0.0))
+    """Return q² = k_XX − φφᵀ of Eq. (3); zero where it is rounding alone: (n,)."""
+    q2 = k_xx - np.einsum("ij,ij->i", Phi_X, Phi_X)
+    return np.asarray(np.where(q2 > _ROUNDING * k_xx, q2, 0.0))
 
 
 def fit_projected_process(

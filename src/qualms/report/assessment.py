@@ -137,7 +137,7 @@ def _lead(
     area: ConditionalArea, one: OneSigma, warned: bool, n_structures: int
 ) -> tuple[Grade, str]:
     """Return the grade, and the beginning of the sentence."""
-    if area.excess - (area.limit - area.by_chance) > _LARGE:
+    if area.area > area.limit and area.excess - (area.limit - area.by_chance) > _LARGE:
         lead = "The uncertainties are not calibrated"
         low, high = one.factor_interval or (0.0, np.inf)
         if low > 1.0:

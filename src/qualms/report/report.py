@@ -194,6 +194,10 @@ def write_report(
         raise InputError("evaluations", "nothing", "at least one Evaluation")
     found, notes = {}, [*remarks]
     for name, evaluation in evaluations.items():
+        if not np.any(evaluation.residuals):
+            raise InputError(
+                "reference", "values equal to the predictions", "values that are not predictions"
+            )
         found[name], remark = with_uncertainty(evaluation)
         notes += remark
     main = next(iter(found.values()))
