@@ -233,7 +233,9 @@ class ModelCalculator(UncertaintyCalculator):
         assert isinstance(self.model, AtomisticModel)
         check_frames(fitted, [atoms], stress=False)
         with limited(self.model.threads, len(atoms)):
-            return predict_energies(fitted, self.model.potential, [atoms])[0]
+            energy = predict_energies(fitted, self.model.potential, [atoms])[0]
+        reference = self.model.reference
+        return energy if reference is None else energy + reference.evaluate([atoms]).energies[0]
 
     def _point(self, energy: Prediction, n_atoms: int) -> CalibratedPoint:
         """Return the energy of one structure and how its calibration depends on it."""
@@ -330,6 +332,13 @@ class MemberCalculator(ModelCalculator):
         results: Results = {"energy": energy, "free_energy": energy, "forces": found.forces[..., 0]}
         if found.virials is not None:
             results["stress"] = found.virials[0, :, 0] / atoms.cell.volume
+        if model.reference is not None:
+            values = model.reference.evaluate([atoms], forces=True, stress=stress)
+            own = {"forces": values.forces, "stress": values.stresses}
+            results["energy"] = results["free_energy"] = energy + float(values.energies[0])
+            results |= {
+                name: results[name] + one[0] for name, one in own.items() if one is not None
+            }
         return results
 
     def _weights_of_members(self) -> Float64Array | None:
