@@ -410,9 +410,10 @@ def test_soap_is_no_backbone(rich):
 # --- tblite ---
 
 
-def test_tblite():
+def test_tblite(monkeypatch):
     """Two processes compute what one does, without being confirmed."""
     tblite = pytest.importorskip("tblite.ase")
+    monkeypatch.setattr(module, "_MANY", 16)
     frames = qm9(n=16)
     made = []
     for threads in (1, 2):

@@ -44,8 +44,9 @@ _IMPORTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 #: Calculators that use one core for a small molecule, so that several processes pay.
 _SERIAL = ("tblite",)
-#: Structures of a process, and structures that are computed before any of them is used.
-_PER_TASK, _BLOCK = 8, 64
+#: Structures from which on several processes are started, which takes seconds; structures of a
+#: task; and structures that are computed before any of them is used.
+_MANY, _PER_TASK, _BLOCK = 64, 8, 512
 #: Numbers that are remembered, of 8 bytes each.
 _REMEMBERED = 5_000_000
 #: What in ``atoms.info`` some calculators use.
@@ -256,7 +257,7 @@ class CalculatorReference(ComputedReference):
     def compute(self, frames: Sequence[Atoms], wanted: Sequence[set[str]]) -> list[Result]:
         """Compute structure by structure, in several processes if that pays."""
         _calculator(self._text)  # a missing package is an error of this process
-        if min(self._n_processes, len(frames) // _PER_TASK) < 2:
+        if self._n_processes < 2 or len(frames) < _MANY:
             return _compute(self._text, frames, wanted, self._threads)
         starts = range(0, len(frames), _PER_TASK)
         tasks = [(frames[i : i + _PER_TASK], wanted[i : i + _PER_TASK]) for i in starts]

@@ -162,6 +162,8 @@ def fit(
             data = collect_labels(
                 frames, settings, groups, reference=reference, skip_failed=skip_failed
             )
+        if reference is not None:
+            stop_workers()  # and free their memory
         if data.preset:
             log.info(f"Representation: {data.preset}.")
         draw = draw_ensemble(data)
