@@ -1,6 +1,7 @@
 """Δ-learning: models of differences from a reference potential."""
 
 import json
+from types import SimpleNamespace
 
 import ase.io
 import numpy as np
@@ -387,7 +388,7 @@ class Backbone:
 
 def test_a_backbone_computes_batches_and_names_what_fails(rich):
     backbone = Backbone()
-    potential = BackboneReference(backbone, 1000.0)
+    potential = BackboneReference(SimpleNamespace(opened=lambda: backbone), 1000.0)
     with pytest.warns(QualmsWarning, match=r"frames\[3\]"):
         found = potential.evaluate(rich, forces=True, stress=True, skip_failed=True)
     assert np.flatnonzero(np.isnan(found.energies)).tolist() == [3, 11]

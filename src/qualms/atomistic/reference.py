@@ -332,10 +332,12 @@ class BackboneReference(ComputedReference):
 
     def __init__(self, representation: Any, factor: float) -> None:
         super().__init__("backbone", factor)
-        if not hasattr(representation, "reference"):
+        # Hyper-parameters of a network load it.
+        network = representation.opened() if hasattr(representation, "opened") else representation
+        if not hasattr(network, "reference"):
             expected = "a pretrained network as representation, with an energy of its own"
             raise InputError("baseline", "'backbone'", expected)
-        self._values = representation.reference
+        self._values = network.reference
 
     def compute(self, frames: Sequence[Atoms], wanted: Sequence[set[str]]) -> list[Result]:
         """Compute structures of the same kind together, or each alone if that fails."""
