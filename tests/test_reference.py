@@ -180,6 +180,8 @@ def test_values_of_keys_and_of_a_calculator_are_the_same(model, path, totals, al
         for name in ("energy", "forces", "stress"):
             one, other = getattr(found, name), getattr(expected, name)
             np.testing.assert_allclose(one.members, other.members, 0, 1e-4 * other.std.max())
+    with rejects("model"):  # atoms move, their keys do not change
+        Calculator(by_keys)
     with rejects("frames[0]"):
         by_keys.predict(alloys[N_TRAIN:])
     lacking = copies(new)
@@ -331,6 +333,15 @@ def test_invalid_baselines(settings, parameter):
 
 
 # --- files ---
+
+
+def test_a_model_of_keys_can_be_given_a_calculator(model, totals, tmp_path):
+    by_keys = make_force_model(baseline=KEYS, **SETTINGS).fit(totals[:N_TRAIN])
+    by_keys.save(tmp_path / "model")
+    atoms = totals[30].copy()
+    atoms.calc = Calculator(AtomisticModel.load(tmp_path / "model", baseline=BASELINE))
+    expected = model.predict_forces([atoms])[0].forces.mean
+    np.testing.assert_allclose(atoms.get_forces(), expected, atol=1e-6)
 
 
 def test_files_name_a_calculator_but_do_not_import_it(model, path, totals, monkeypatch):

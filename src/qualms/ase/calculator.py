@@ -43,6 +43,7 @@ from qualms.atomistic.forces import (
 )
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.novelty import force_norm
+from qualms.atomistic.reference import KeyReference
 from qualms.calibration.base import Calibration
 from qualms.calibration.methods import NoCalibration, Scaled
 from qualms.errors import InputError, QualmsWarning, UncertaintyError
@@ -386,6 +387,10 @@ def _check_model(model: Model) -> None:
     if unit and unit.casefold() != "ev":
         expected = "energies in eV"
         raise InputError("model", f"energies in {unit}", expected, "Train it on energies in eV.")
+    if isinstance(model.reference, KeyReference):  # values of other positions would be used
+        expected = "a baseline that can be computed when atoms move"
+        remedy = "Load it with the calculator: AtomisticModel.load(path, baseline=…)."
+        raise InputError("model", f"the baseline {model.reference.name}", expected, remedy)
 
 
 class Calculator(ModelCalculator):
