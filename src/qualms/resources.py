@@ -70,6 +70,11 @@ def _controller() -> ThreadpoolController:
     return ThreadpoolController()
 
 
+def find_libraries() -> None:
+    """Look for libraries again, after a package was imported that brings its own."""
+    _controller.cache_clear()
+
+
 def limited(threads: int, n_atoms: int | None = None) -> AbstractContextManager[Any]:
     """Return a context in which products use at most so many threads, and one for few atoms."""
     if n_atoms is not None and n_atoms <= SMALL:

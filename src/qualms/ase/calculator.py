@@ -43,6 +43,7 @@ from qualms.atomistic.forces import (
 )
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.novelty import force_norm
+from qualms.atomistic.reference import KeyReference
 from qualms.calibration.base import Calibration
 from qualms.calibration.methods import NoCalibration, Scaled
 from qualms.errors import InputError, QualmsWarning, UncertaintyError
@@ -233,7 +234,9 @@ class ModelCalculator(UncertaintyCalculator):
         assert isinstance(self.model, AtomisticModel)
         check_frames(fitted, [atoms], stress=False)
         with limited(self.model.threads, len(atoms)):
-            return predict_energies(fitted, self.model.potential, [atoms])[0]
+            energy = predict_energies(fitted, self.model.potential, [atoms])[0]
+        reference = self.model.reference
+        return energy if reference is None else energy + reference.evaluate([atoms]).energies[0]
 
     def _point(self, energy: Prediction, n_atoms: int) -> CalibratedPoint:
         """Return the energy of one structure and how its calibration depends on it."""
@@ -330,6 +333,13 @@ class MemberCalculator(ModelCalculator):
         results: Results = {"energy": energy, "free_energy": energy, "forces": found.forces[..., 0]}
         if found.virials is not None:
             results["stress"] = found.virials[0, :, 0] / atoms.cell.volume
+        if model.reference is not None:
+            values = model.reference.evaluate([atoms], forces=True, stress=stress)
+            own = {"forces": values.forces, "stress": values.stresses}
+            results["energy"] = results["free_energy"] = energy + float(values.energies[0])
+            results |= {
+                name: results[name] + one[0] for name, one in own.items() if one is not None
+            }
         return results
 
     def _weights_of_members(self) -> Float64Array | None:
@@ -377,6 +387,10 @@ def _check_model(model: Model) -> None:
     if unit and unit.casefold() != "ev":
         expected = "energies in eV"
         raise InputError("model", f"energies in {unit}", expected, "Train it on energies in eV.")
+    if isinstance(model.reference, KeyReference):  # values of other positions would be used
+        expected = "a baseline that can be computed when atoms move"
+        remedy = "Load it with the calculator: AtomisticModel.load(path, baseline=…)."
+        raise InputError("model", f"the baseline {model.reference.name}", expected, remedy)
 
 
 class Calculator(ModelCalculator):

@@ -12,6 +12,7 @@ from ase import Atoms
 from qualms.arrays import BoolArray, Float64Array, IntArray
 from qualms.atomistic.labels import find_forces, find_stresses, labelled
 from qualms.atomistic.model import AtomisticModel
+from qualms.atomistic.reference import ReferencePotential
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import check_structures, symbols_of
 from qualms.atomistic.training import not_zero_by_symmetry
@@ -114,6 +115,7 @@ def evaluate(
     units: str | None = None,
     per: str | None = None,
     unknown_species: str = "error",
+    skip_failed: bool = False,
     stages: Stages | None = None,
 ) -> dict[str, Evaluation]:
     """Score a model with every calibration, and its projected process.
@@ -132,6 +134,9 @@ def evaluate(
         Whether to evaluate extensive properties per atom, the default, or per structure.
     unknown_species : {"error", "ignore"}
         Structures with elements that are not in the training set are rejected or left out.
+    skip_failed : bool
+        Whether structures for which the reference potential of the baseline fails are left out with
+        a warning, rather than an error.
     stages : Stages, optional
         Shows the progress.
 
@@ -148,8 +153,10 @@ def evaluate(
         raise InputError("per", repr(per), "none, unless the target is extensive")
     for name in model.settings.keys:
         energy_factor(model.settings.units_of(name), units)  # before any work
-    test = _predict(model, frames, unknown_species, stages)
-    others = {} if validation is None else _predict(model, validation, unknown_species, stages)
+    test = _predict(model, frames, unknown_species, skip_failed, stages)
+    others = {}
+    if validation is not None:
+        others = _predict(model, validation, unknown_species, skip_failed, stages)
     return {
         name: _evaluate(model, frames, name, test[name], others.get(name), units, per)
         for name in test
@@ -296,16 +303,47 @@ def _validated(test: _Points, validation: _Points | None, method: str) -> Float6
 
 
 def _predict(
-    model: AtomisticModel, frames: Sequence[Atoms], unknown_species: str, stages: Stages
+    model: AtomisticModel,
+    frames: Sequence[Atoms],
+    unknown_species: str,
+    skip_failed: bool,
+    stages: Stages,
 ) -> dict[str, _Points]:
     """Predict everything that has a reference value."""
     species = model.fitted.representation.species
     options = {"unknown_species": unknown_species}
     references = find_references(frames, model.settings, species, **options)
+    if model.reference is not None:
+        with stages.stage("Baseline"):
+            references = _computable(model.reference, frames, references, skip_failed)
     found = {"energy": _predict_target(model, frames, references.pop("energy"), stages)}
     if references:
         found |= _predict_derivatives(model, frames, references, stages)
     return found
+
+
+def _computable(
+    potential: ReferencePotential,
+    frames: Sequence[Atoms],
+    references: Mapping[str, References],
+    skip_failed: bool,
+) -> dict[str, References]:
+    """Compute the reference potential, and leave out structures for which it fails."""
+    used = np.unique(np.concatenate([one.structure for one in references.values()]))
+    stressed = np.isin(used, references["stress"].structure if "stress" in references else ())
+    failed = []
+    for chosen, stress in ((used[stressed], True), (used[~stressed], False)):
+        values = potential.evaluate(
+            [frames[i] for i in chosen],
+            forces="forces" in references,
+            stress=stress,
+            indices=chosen.tolist(),
+            skip_failed=skip_failed,
+        )
+        failed += chosen[np.isnan(values.energies)].tolist()
+    if len(failed) == len(used):
+        raise InputError("baseline", potential.name, "values for at least one labelled structure")
+    return {name: one.some(~np.isin(one.structure, failed)) for name, one in references.items()}
 
 
 def _predict_target(
@@ -319,13 +357,13 @@ def _predict_target(
         for chunk in model.stream(used):
             distances = np.empty((len(chunk.frames), 2))
             K_XM, design = chunk.rows(distances), chunk.design
-            members.append(fitted.members(K_XM, design))
+            members.append(fitted.members(K_XM, design) + chunk.reference[:, None])
             found = Prediction(members[-1]) * chunk.factors
             extrapolating.append(chunk.extrapolates(found, distances))
             if fitted.pp_variance is not None:
                 k_xx = chunk.prior_variance()
                 p2, q2 = fitted.pp_variance.parts(K_XM, k_xx)
-                parts.append((fitted.pp_mean(K_XM, design), p2, q2))
+                parts.append((fitted.pp_mean(K_XM, design) + chunk.reference, p2, q2))
                 if fitted.calibration.needs_novelty:
                     novelty.append(fitted.pp_variance.novelty_std(K_XM, k_xx))
             done += len(chunk.frames)

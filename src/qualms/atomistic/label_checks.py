@@ -93,7 +93,7 @@ def check_derivatives(Phi: FloatArray, energies: Float64Array, data: TrainingSet
     n = len(energies)
     if len(np.unique(data.groups)) < _ENOUGH or np.ptp(energies) == 0:
         return
-    center = data.settings.baseline != "none"
+    center = data.settings.linear_baseline != "none"
     loo = {"energy": "loo"}
     full = fit_full_model(Phi[:n], energies, loo, center=center, groups=data.groups)
     weights = full.weights[:, 0]

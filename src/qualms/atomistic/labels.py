@@ -16,13 +16,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from ase import Atoms
 
 from qualms.arrays import BoolArray, Float64Array, IntArray, joined_groups
-from qualms.atomistic.baseline import atom_design, row_space, structure_design
+from qualms.atomistic.baseline import RCOND, atom_design, row_space, structure_design
 from qualms.atomistic.settings import Settings, with_representation
 from qualms.atomistic.structures import (
     VOIGT,
@@ -38,12 +38,18 @@ from qualms.features.soap import offsets_of
 from qualms.gp.ensemble import group_codes
 from qualms.io.xyz import is_prediction
 
+if TYPE_CHECKING:
+    from qualms.atomistic.reference import ReferencePotential
+
 log = logging.getLogger(__name__)
 
 #: How data sets tag the isolated atoms that energies are counted from, in lower case.
 ISOLATED = ("isolated_atom", "isolatedatom")
 #: A matrix whose halves differ by more than this, relative to its largest number, is no stress.
 _SYMMETRY = 1e-3
+#: Differences from a reference potential vary more than energies from this factor on, unless that
+#: is rounding, relative to the largest energy.
+_WORSE, _ROUNDING = 1.5, 1e-10
 #: Largest label: weights and variances are still finite.
 _LARGEST = 1e40
 _RESULTS = "calc.results"
@@ -135,11 +141,18 @@ class TrainingSet:
 
 
 def collect_labels(
-    frames: Sequence[Atoms], settings: Settings, groups: Sequence[object] | None = None
+    frames: Sequence[Atoms],
+    settings: Settings,
+    groups: Sequence[object] | None = None,
+    *,
+    reference: ReferencePotential | None = None,
+    skip_failed: bool = False,
 ) -> TrainingSet:
     """Find labels and duplicates, and check that the structures can be used.
 
-    Groups are labels of structures that belong together, such as snapshots of one trajectory.
+    Groups are labels of structures that belong together, such as snapshots of one trajectory. With
+    a reference potential, labels are differences from it; structures for which it fails are an
+    error, or left out.
     """
     check_not_single(frames)
     if not len(frames):
@@ -147,9 +160,18 @@ def collect_labels(
     if groups is not None and len(groups) != len(frames):
         raise InputError("groups", f"{len(groups)} labels", f"one for each of {len(frames)} frames")
     found = labelled(frames, settings.target, settings.kind, settings.species)
-    used = [frames[i] for i in found.frames]
     for i in found.frames.tolist():
         check_structures([frames[i]], first=i)
+    derivatives, labels = None, [found.values, *found.rows]
+    if settings.learns_forces:
+        derivatives = force_labels(frames, found.frames, settings.forces, settings.stress)
+        labels += [*derivatives.forces, derivatives.virials]
+    digest, totals = data_hash([frames[i] for i in found.frames], labels), found
+    if reference is not None:
+        found, derivatives = _differences(
+            frames, found, derivatives, reference, skip_failed=skip_failed
+        )
+    used = [frames[i] for i in found.frames]
     n_atoms = np.array([len(atoms) for atoms in used])
     centers = found.rows if settings.per_atom else [np.arange(n) for n in n_atoms]
     y = found.values / n_atoms if settings.kind == "extensive" else found.values
@@ -171,10 +193,6 @@ def collect_labels(
             f"{n_duplicates} of {len(used)} structures are duplicates; copies are in or out of a "
             "subsample together."
         )
-    derivatives, labels = None, [found.values, *found.rows]
-    if settings.learns_forces:
-        derivatives = force_labels(frames, found.frames, settings.forces, settings.stress)
-        labels += [*derivatives.forces, derivatives.virials]
     species = settings.species
     if settings.per_atom and species is None:
         pairs = zip(used, centers, strict=True)
@@ -193,27 +211,103 @@ def collect_labels(
         n_isolated=found.n_isolated,
         n_duplicates=n_duplicates,
         isolated=found.isolated,
-        digest=data_hash(used, labels),
+        digest=digest,
         derivatives=derivatives,
         preset=preset,
     )
+    if reference is not None:
+        before = totals.values[np.isin(totals.frames, found.frames)] / n_atoms
+        _check_reference(reference, data, before)
     return _with_known_baseline(data)
+
+
+def _check_reference(
+    reference: ReferencePotential, data: TrainingSet, before: Float64Array
+) -> None:
+    """Warn if differences from a reference potential vary more than the energies per atom (N,).
+
+    A potential of the opposite sign doubles them, other units do more.
+    """
+    X, y = data.design, np.stack([before, data.y], axis=1)
+    rest = y - y.mean(axis=0)
+    rest -= X @ np.linalg.lstsq(X, rest, rcond=RCOND)[0]
+    energies, differences = np.sqrt(np.mean(rest**2, axis=0))
+    if differences > _WORSE * energies + _ROUNDING * np.abs(y).max():
+        _warn(
+            f"Differences from the baseline {reference.name} vary by {differences:.3g} per atom, "
+            f"the energies {data.settings.target!r} by {energies:.3g}: it does not help. Check "
+            "units and signs."
+        )
 
 
 def _with_known_baseline(data: TrainingSet) -> TrainingSet:
     """Use isolated atoms if the compositions do not determine the energies of all elements."""
-    settings, n = data.settings, len(data.species)
-    if settings.baseline != "composition" or settings.per_atom or len(row_space(data.design)) == n:
+    settings, n, linear = data.settings, len(data.species), data.settings.linear_baseline
+    if linear != "composition" or settings.per_atom or len(row_space(data.design)) == n:
         return data
     if settings.kind == "extensive" and {*data.species} <= {*data.isolated}:
         log.info("Baseline: energies of isolated atoms, since compositions do not determine them.")
-        return replace(data, settings=settings.model_copy(update={"baseline": "atoms"}))
+        reference = settings.reference
+        atoms = "atoms" if reference is None else reference.model_copy(update={"then": "atoms"})
+        return replace(data, settings=settings.model_copy(update={"baseline": atoms}))
     _warn(
         f"The training set has too few compositions to determine {settings.target!r} of each of "
         f"{symbols_of(data.species)}. Other compositions are rejected in predictions; add them, or "
         "isolated atoms (config_type=isolated_atom)."
     )
     return data
+
+
+def _differences(
+    frames: Sequence[Atoms],
+    found: Labelled,
+    derivatives: ForceLabels | None,
+    reference: ReferencePotential,
+    *,
+    skip_failed: bool,
+) -> tuple[Labelled, ForceLabels | None]:
+    """Return energies, forces and virials less those of a reference potential.
+
+    Structures for which it fails are left out with `skip_failed`, isolated atoms always.
+    """
+    indices, n = found.frames, len(found.frames)
+    labels = derivatives or ForceLabels([np.empty(0)] * n, np.full((n, 6), np.nan))
+    forces, virials, energies = labels.forces[:], labels.virials.copy(), np.empty(n)
+    pairs = zip(forces, virials, strict=True)
+    wanted = np.array([[np.isfinite(values).any() for values in pair] for pair in pairs])
+    for has_forces, has_stress in np.unique(wanted, axis=0).tolist():
+        rows = np.flatnonzero((wanted == (has_forces, has_stress)).all(axis=1))
+        values = reference.evaluate(
+            [frames[i] for i in indices[rows]],
+            forces=has_forces,
+            stress=has_stress,
+            indices=indices[rows].tolist(),
+            skip_failed=skip_failed,
+        )
+        energies[rows] = values.energies
+        for k, row in enumerate(rows):
+            atoms = frames[indices[row]]
+            if values.forces is not None:
+                forces[row] = forces[row] - values.forces[k]
+            if values.stresses is not None:
+                virials[row] -= values.stresses[k] * atoms.cell.volume / len(atoms)
+    kept = np.flatnonzero(np.isfinite(energies))
+    if not len(kept):
+        raise InputError("baseline", reference.name, "values for at least one labelled structure")
+    alone = {int(a.numbers[0]): i for i, a in enumerate(frames) if is_isolated(a)}
+    numbers = [alone[z] for z in found.isolated]
+    of_atoms = reference.evaluate([frames[i] for i in numbers], indices=numbers, skip_failed=True)
+    isolated = zip(found.isolated.items(), of_atoms.energies.tolist(), strict=True)
+    left = replace(
+        found,
+        frames=indices[kept],
+        values=(found.values - energies)[kept],
+        n_unlabelled=found.n_unlabelled + n - len(kept),
+        isolated={z: value - energy for (z, value), energy in isolated if np.isfinite(energy)},
+    )
+    if derivatives is None:
+        return left, None
+    return left, ForceLabels([forces[i] for i in kept], virials[kept])
 
 
 def _derived(
@@ -608,7 +702,7 @@ def find_stresses(
         tensors = _present(frames, False, (6,), (9,), (3, 3))
         _reject("stress", key, "six numbers, or a symmetric matrix", tensors)
     _check_shared_calculators(frames, places)
-    values = {i: _voigt(value, f"frames[{i}].{place}") for i, (value, place) in places.items()}
+    values = {i: voigt(value, f"frames[{i}].{place}") for i, (value, place) in places.items()}
     known = {i: v for i, v in values.items() if frames[i].pbc.any() or np.nan_to_num(v).any()}
     known = {i: value for i, value in known.items() if np.isfinite(value).any()}
     found = {i: value for i, value in known.items() if frames[i].cell.rank == 3}
@@ -621,7 +715,7 @@ def find_stresses(
     return found
 
 
-def _voigt(value: object, name: str) -> Float64Array:
+def voigt(value: object, name: str) -> Float64Array:
     """Return a stress as six numbers, from six or nine."""
     array = _as_array(value)
     if array.size != 9:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,15 @@ from qualms.atomistic.forces import (
     predict_with_forces,
 )
 from qualms.atomistic.model_file import read_model, write_model
-from qualms.atomistic.settings import Settings, make_settings, parameter_list, signature
+from qualms.atomistic.reference import ReferencePotential, make_reference
+from qualms.atomistic.settings import (
+    Reference,
+    Settings,
+    as_reference,
+    make_settings,
+    parameter_list,
+    signature,
+)
 from qualms.atomistic.structures import (
     check_not_single,
     check_species,
@@ -62,13 +71,18 @@ class AtomisticModel:
 
     def __init__(self, target: str, kind: str = "extensive", **parameters: Any) -> None:
         settings = make_settings({"target": target, "kind": kind, **parameters})
-        self._start(settings, settings.threads)
+        self._start(settings, settings.threads, settings.reference)
 
-    def _start(self, settings: Settings, threads: int | None) -> None:
+    def _start(
+        self, settings: Settings, threads: int | None, confirmed: Reference | None = None
+    ) -> None:
         self.settings = self._given = settings
         self.threads = default_threads(threads)
         self._fitted: Fitted | None = None
         self._potential: Potential | None = None
+        #: The reference potential as the user gave it, rather than a file.
+        self._confirmed = confirmed
+        self._reference: ReferencePotential | None = None
         #: Out-of-bag points of each quantity; not stored in the model file.
         self.out_of_bag: dict[str, CalibrationData] = {}
 
@@ -78,6 +92,7 @@ class AtomisticModel:
         groups: Sequence[object] | None = None,
         *,
         progress: bool | Display = False,
+        skip_failed: bool = False,
     ) -> AtomisticModel:
         """Train all members and calibrate them on out-of-bag points.
 
@@ -90,20 +105,33 @@ class AtomisticModel:
             in or out of a subsample together.
         progress : bool or Display
             Whether to show the progress on standard error, or what shows it.
+        skip_failed : bool
+            Whether structures for which the reference potential of the baseline fails are left out
+            with a warning, rather than an error.
         """
         check_not_single(frames)
         stages = Stages(Bars() if progress is True else progress or None)
-        found = training.fit(list(frames), self._given, groups, threads=self.threads, stages=stages)
+        found = training.fit(
+            list(frames),
+            self._given,
+            groups,
+            threads=self.threads,
+            stages=stages,
+            reference=self.reference,
+            skip_failed=skip_failed,
+        )
         self._fitted, self.out_of_bag, self._potential = *found, None
         chosen = {"representation": self._fitted.settings.representation}
         self.settings = self._given.model_copy(update=chosen)
         return self
 
     @classmethod
-    def from_fitted(cls, fitted: Fitted, *, threads: int | None = None) -> AtomisticModel:
+    def from_fitted(
+        cls, fitted: Fitted, *, threads: int | None = None, confirmed: Reference | None = None
+    ) -> AtomisticModel:
         """Return the model of a training run or of a file."""
         model = cls.__new__(cls)
-        model._start(fitted.settings, threads)
+        model._start(fitted.settings, threads, confirmed)
         model._fitted = fitted
         return model
 
@@ -131,14 +159,16 @@ class AtomisticModel:
     ) -> Float64Array:
         """Predict without uncertainties."""
         chunks = self.stream(frames, unknown_species=unknown_species)
-        return np.concatenate([self.fitted.mean(c.rows(), c.design) * c.factors for c in chunks])
+        means = ((self.fitted.mean(c.rows(), c.design) + c.reference) * c.factors for c in chunks)
+        return np.concatenate([*means])
 
     def predict_atoms(
         self, frames: Sequence[Atoms], *, unknown_species: str = "error"
     ) -> list[Prediction]:
         """Predict the contribution of each atom to each structure, with uncertainties.
 
-        Contributions sum (extensive) or average (intensive) to the prediction, member by member.
+        Contributions sum (extensive) or average (intensive) to the prediction, member by member. A
+        reference potential has no contributions of atoms: they sum to the difference from it.
         """
         chunks = self.stream(frames, unknown_species=unknown_species)
         return [atom for chunk in chunks for atom in atom_contributions(chunk)]
@@ -152,7 +182,17 @@ class AtomisticModel:
         check_not_single(frames)
         check_frames(self.fitted, frames := list(frames), stress=stress)
         with limited(self.threads, sum(map(len, frames))):
-            return predict_with_forces(self.fitted, self.potential, frames, stress=stress)
+            found = predict_with_forces(self.fitted, self.potential, frames, stress=stress)
+        if self.reference is None:
+            return found
+        energies, forces, stresses = self.reference.evaluate(frames, forces=True, stress=stress)
+        assert forces is not None
+        return replace(
+            found,
+            energy=found.energy + energies,
+            forces=found.forces + np.concatenate(forces),
+            stress=None if found.stress is None else found.stress + stresses,
+        )
 
     def predict_pp(
         self, frames: Sequence[Atoms], *, unknown_species: str = "error"
@@ -164,7 +204,8 @@ class AtomisticModel:
         means, stds = [], []
         for chunk in self.stream(frames, unknown_species=unknown_species):
             rows = chunk.rows()
-            means.append(self.fitted.pp_mean(rows, chunk.design) * chunk.factors)
+            mean = self.fitted.pp_mean(rows, chunk.design) + chunk.reference
+            means.append(mean * chunk.factors)
             stds.append(variance.std(rows, chunk.prior_variance()) * chunk.factors)
         return np.concatenate(means), np.concatenate(stds)
 
@@ -173,7 +214,8 @@ class AtomisticModel:
         flags = []
         for chunk in self.stream(frames, unknown_species=unknown_species):
             novelty = np.empty((len(chunk.frames), 2))
-            flags.append(chunk.extrapolates(chunk.predict(chunk.rows(novelty)), novelty))
+            learned = chunk.predict_learned(chunk.rows(novelty))
+            flags.append(chunk.extrapolates(learned, novelty))
         return np.concatenate(flags)
 
     def stream(self, frames: Iterable[Atoms], *, unknown_species: str = "error") -> Iterator[Chunk]:
@@ -184,7 +226,11 @@ class AtomisticModel:
         chunk, ignore = None, unknown_species == "ignore"
         with limited(self.threads):
             for chunk in stream_chunks(
-                self.fitted, frames, threads=self.threads, allow_unknown=ignore
+                self.fitted,
+                frames,
+                threads=self.threads,
+                allow_unknown=ignore,
+                potential=self.reference,
             ):
                 yield chunk
         if chunk is None:
@@ -202,13 +248,31 @@ class AtomisticModel:
         write_model(path, self.fitted, force=force)
 
     @classmethod
-    def load(cls, path: str | Path, *, threads: int | None = None) -> AtomisticModel:
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        threads: int | None = None,
+        baseline: str | Mapping[str, Any] | None = None,
+    ) -> AtomisticModel:
         """Read a model; everything is checked before anything is built.
 
         Predictions equal those of the saved model to 1e-6 σ: some processors round differently if
         arrays are at other places in memory.
+
+        A model with a reference potential creates it at the first prediction. No code that a file
+        names is imported: a calculator by import path is given again, as `baseline`, with its
+        arguments. ``{"key": …}`` takes the values from the structures instead, and a model that was
+        trained on a key may be given a calculator that computes the same.
         """
-        return cls.from_fitted(read_model(path), threads=threads)
+        confirmed, fitted = as_reference(baseline), read_model(path)
+        if baseline is not None and (confirmed is None or fitted.settings.reference is None):
+            expected = "a calculator or a key, if the model was trained with one"
+            raise InputError("baseline", repr(baseline), expected)
+        model = cls.from_fitted(fitted, threads=threads, confirmed=confirmed)
+        if confirmed is not None:
+            _ = model.reference  # rejects another one than that of the training
+        return model
 
     def summary(self) -> str:
         """Return settings, data, errors and calibrations of the model, a line each."""
@@ -240,9 +304,18 @@ class AtomisticModel:
             self._potential = make_potential(self.fitted, self.fitted.weights)
         return self._potential
 
+    @property
+    def reference(self) -> ReferencePotential | None:
+        """The reference potential whose values are added to predictions, if there is one."""
+        if self._reference is None:
+            self._reference = make_reference(
+                self.settings, confirmed=self._confirmed, threads=self.threads
+            )
+        return self._reference
+
     def __getstate__(self) -> dict[str, Any]:
         # featomic's calculators cannot be pickled, and are made again when they are needed.
-        return self.__dict__ | {"_potential": None}
+        return self.__dict__ | {"_potential": None, "_reference": None}
 
     def __repr__(self) -> str:
         state = "trained" if self._fitted is not None else "not trained"
@@ -267,6 +340,16 @@ class Chunk:
     centers: list[IntArray]  #: the atoms of `frames` whose environments are used
     batch: Batch  #: features of these environments
     fitted: Fitted
+    first: int = 0  #: number of the first structure
+    potential: ReferencePotential | None = None
+
+    @cached_property
+    def reference(self) -> Float64Array:
+        """Values of the reference potential, or zeros, to be added to predicted averages."""
+        if self.potential is None:
+            return np.zeros(len(self.factors))
+        indices = range(self.first, self.first + len(self.frames))
+        return self.potential.evaluate(self.known, indices=indices).energies / self.sizes
 
     @property
     def has_unknown(self) -> BoolArray:
@@ -309,6 +392,11 @@ class Chunk:
 
     def predict(self, rows: Float64Array) -> Prediction:
         """Return the calibrated prediction for kernel rows."""
+        learned = self.predict_learned(rows)
+        return learned if self.potential is None else learned + self.reference * self.sizes
+
+    def predict_learned(self, rows: Float64Array) -> Prediction:
+        """Return the same without the reference potential, which has no uncertainty."""
         raw = Prediction(self.fitted.members(rows, self.design))
         transform = self.fitted.transform_for(rows, self.prior_variance)
         calibrated = raw.calibrated(transform, self.fitted.conformal.get("energy"))
@@ -347,6 +435,7 @@ def stream_chunks(
     threads: int = 1,
     allow_unknown: bool = False,
     batch: int | None = None,
+    potential: ReferencePotential | None = None,
 ) -> Iterator[Chunk]:
     """Yield structures, which may come from a generator, with their features, in order.
 
@@ -377,11 +466,12 @@ def stream_chunks(
             waiting.append((atoms, known, kept[inside]))
             yield known, inside
 
-    representation, some = fitted.representation, structures()
+    representation, some, first = fitted.representation, structures(), 0
     for found in stream_features(representation, some, n_workers=threads, batch=batch):
         taken = [waiting.popleft() for _ in found.sizes]
         given, known, centers = (list(part) for part in zip(*taken, strict=True))
-        yield Chunk(given, known, centers, found, fitted)
+        yield Chunk(given, known, centers, found, fitted, first, potential)
+        first += len(given)
 
 
 def centers_of(numbers: IntArray, fitted: Fitted) -> IntArray:
@@ -396,10 +486,10 @@ def atom_contributions(chunk: Chunk) -> list[Prediction]:
     Contributions sum (extensive) or average (intensive) to the prediction of the structure, member
     by member, also after calibration: the members of all atoms of a structure are scaled about
     their means by the factor that calibrates the structure. Of atomic properties, they are the
-    predictions.
+    predictions; with a reference potential, they sum to the difference from it.
     """
     fitted = chunk.fitted
-    whole = chunk.predict(chunk.rows())
+    whole = chunk.predict_learned(chunk.rows())
     edges = list(pairwise(chunk.batch.offsets))
     if fitted.per_atom:
         return [whole[a:b] for a, b in edges]
@@ -454,7 +544,7 @@ def summarize(fitted: Fitted) -> dict[str, str]:
         "representatives": f"{size}, by {settings.selection}",
         "noise": f"σ = {target.noise:.4g} {settings.units_of('energy')}".rstrip()
         + f" ({target.noise / record.target_std:.1e} of the standard deviation of the target)",
-        "baseline": fitted.baseline.name,
+        "baseline": _baseline(fitted),
         "members": " and ".join(kinds),
         "prediction": f"{_CENTRES.get(record.centre, 'blend')} (share of the ensemble mean: "
         f"λ = {record.centre:.2f})",
@@ -480,6 +570,14 @@ def summarize(fitted: Fitted) -> dict[str, str]:
     facts["time"] = format_time(sum(record.seconds.values()))
     made = f"{provenance.created} by qualms {provenance.packages.get('qualms', '')}"
     return facts | {"made": f"{made}, data {provenance.data_digest[:12]}"}
+
+
+def _baseline(fitted: Fitted) -> str:
+    reference = fitted.settings.reference
+    if reference is None:
+        return fitted.baseline.name
+    arguments = ", ".join(f"{name}={value}" for name, value in reference.arguments.items())
+    return f"{reference.name}{f' ({arguments})' if arguments else ''}, then {fitted.baseline.name}"
 
 
 def _representation(fitted: Fitted) -> str:

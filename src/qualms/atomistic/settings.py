@@ -24,11 +24,13 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 
 from qualms.arrays import check_number
 from qualms.calibration.fitting import MODEL_METHODS
 from qualms.errors import InputError, QualmsError
+from qualms.evaluation import ENERGIES
 from qualms.features.soap import Soap, choose_preset, make_soap
 from qualms.gp.ensemble import MIN_ABSENT
 from qualms.resources import default_threads
@@ -46,6 +48,111 @@ _Key = Annotated[str, Field(min_length=1, max_length=1000)]
 _Variance = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Fraction = Annotated[float, Field(gt=0, lt=1)]
+_Linear = Literal["none", "mean", "atoms", "composition"] | dict[int, float]
+#: Calculators that a model file may name without being confirmed, and their methods.
+CALCULATORS: dict[str, tuple[str, ...]] = {
+    "tblite": ("GFN2-xTB", "GFN1-xTB", "IPEA1-xTB"),
+    "sevennet": (),
+    "chgnet": (),
+}
+#: Arguments of tblite: numbers only, so that a file cannot name others.
+_TBLITE = ("charge", "multiplicity", "accuracy", "electronic_temperature", "max_iterations")
+_IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+class Reference(BaseModel):
+    """A reference potential, whose energies, forces and stresses are subtracted (Δ-learning).
+
+    It has names only: nothing is imported before a value of the potential is needed.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    #: "backbone", one of `CALCULATORS` (with ":" and a method), or "package.module:callable"
+    calculator: _Key | None = None
+    arguments: dict[_Key, bool | int | float | _Key] = Field(default_factory=dict)
+    #: instead of a calculator: keys of energies, forces and stresses in the structures
+    key: _Key | None = None
+    forces: _Key | None = None
+    stress: _Key | None = None
+    then: _Linear = "composition"  #: what is fitted to the differences and subtracted, too
+
+    @property
+    def name(self) -> str:
+        """The calculator, or the key."""
+        return self.calculator or f"key {self.key!r}"
+
+    @property
+    def is_import_path(self) -> bool:
+        """Whether it names any Python code, rather than one of the known calculators."""
+        name = (self.calculator or "backbone").partition(":")[0]
+        return name != "backbone" and name not in CALCULATORS
+
+    def key_of(self, quantity: str) -> str | None:
+        """Return the key of a quantity: given, or that of the energy with the other word."""
+        if self.key is None or quantity == "energy":
+            return self.key
+        given: str | None = getattr(self, quantity)
+        derived = self.key.replace("energy", quantity) if "energy" in self.key else None
+        return given or derived
+
+    @field_validator("then", mode="before")
+    @classmethod
+    def _energies_by_number(cls, value: Any) -> Any:
+        return _by_number(value)
+
+    @model_validator(mode="after")
+    def _known_names(self) -> Reference:
+        if (self.calculator is None) == (self.key is None):
+            raise ValueError("either a calculator or a key")
+        if self.calculator is not None and (self.forces or self.stress):
+            raise ValueError("keys of forces and stress beside the key of an energy only")
+        name = (self.calculator or "").partition(":")[0]
+        if self.arguments and (self.key or name in ("backbone", "sevennet", "chgnet")):
+            raise ValueError("arguments of a calculator only")
+        if name in CALCULATORS:
+            names = [f"{name}:{m}" for m in CALCULATORS[name]] or [name]
+            if self.calculator not in names:
+                raise ValueError(f"one of {', '.join(names)}")
+            wrong = [
+                k
+                for k, v in self.arguments.items()
+                if k not in _TBLITE or not isinstance(v, (int, float))
+            ]
+            if wrong:
+                raise ValueError(f"numbers for some of {', '.join(_TBLITE)}, not {wrong[0]!r}")
+        elif self.calculator not in (None, "backbone") and not _IMPORT_PATH.fullmatch(
+            str(self.calculator)
+        ):
+            raise ValueError(
+                "'backbone', a calculator such as 'tblite:GFN2-xTB', or the import path of one for "
+                "ASE, 'package.module:callable'"
+            )
+        return self
+
+
+def as_reference(value: Any) -> Reference | None:
+    """Return the reference potential that a baseline is or names, or None if it is another one."""
+    if isinstance(value, str) and (value == "backbone" or value in CALCULATORS or ":" in value):
+        value = {"calculator": value}
+    if not isinstance(value, Mapping) or not {"calculator", "key"} & {*value}:
+        return value if isinstance(value, Reference) else None
+    try:
+        return Reference.model_validate(dict(value))
+    except ValidationError as error:
+        first = _first_problem(error)
+        if first.parameter.startswith("baseline"):
+            raise first from None
+        raise InputError("baseline", repr(value), f"{first.parameter}: {first.expected}") from None
+
+
+def _by_number(value: Any) -> Any:
+    """Return energies of isolated atoms by atomic number; anything else as it is."""
+    if not isinstance(value, Mapping):
+        return value
+    for element, energy in value.items():
+        check_number(f"baseline[{element!r}]", energy, -np.inf)
+    return {as_number(z): float(energy) for z, energy in value.items()}
 
 
 def _parameter(group: str, default: Any, type_: str, description: str, **options: Any) -> Any:
@@ -108,12 +215,15 @@ class Settings(BaseModel):
         "bool",
         "Select representatives for each element, in proportion to its environments.",
     )
-    baseline: Literal["none", "mean", "atoms", "composition"] | dict[int, float] = _model(
+    baseline: Reference | _Linear = _model(
         "composition",
-        '{"composition", "mean", "atoms", "none"} or dict',
+        '{"composition", "mean", "atoms", "none"}, str or dict',
         "Subtracted before learning: least squares in the composition; a constant; energies of "
         "isolated atoms, given here by element or found in the data "
-        "(``config_type=isolated_atom``); nothing.",
+        "(``config_type=isolated_atom``); nothing. Or a reference potential, for Δ-learning: "
+        "``tblite:GFN2-xTB``, ``backbone`` (the pretrained network of the representation), "
+        "``package.module:callable`` (an ASE calculator), or a dict with ``calculator`` and "
+        "``arguments``, or with the ``key`` of its energies in the structures.",
     )
     noise: Literal["loo", "evidence"] | _Variance = _model(
         "loo",
@@ -213,6 +323,16 @@ class Settings(BaseModel):
         return self.representation
 
     @property
+    def reference(self) -> Reference | None:
+        """The reference potential, if there is one."""
+        return self.baseline if isinstance(self.baseline, Reference) else None
+
+    @property
+    def linear_baseline(self) -> _Linear:
+        """The baseline that is linear in the composition; that of differences from a reference."""
+        return self.baseline.then if isinstance(self.baseline, Reference) else self.baseline
+
+    @property
     def n_selected(self) -> int:
         """Number of representatives to select, when it is known."""
         assert isinstance(self.n_representatives, int), "not yet chosen"
@@ -278,12 +398,9 @@ class Settings(BaseModel):
 
     @field_validator("baseline", mode="before")
     @classmethod
-    def _energies_by_number(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        for element, energy in value.items():
-            check_number(f"baseline[{element!r}]", energy, -np.inf)
-        return {as_number(z): float(energy) for z, energy in value.items()}
+    def _reference_or_energies(cls, value: Any) -> Any:
+        reference = as_reference(value)
+        return _by_number(value) if reference is None else reference
 
     @field_validator("calibration", mode="before")
     @classmethod
@@ -322,6 +439,8 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
     if settings.resample == "atoms" and settings.kind != "atomic":
         raise InputError("resample", "'atoms'", "'structures', unless kind='atomic'")
     _check_members(settings)
+    if settings.reference is not None:
+        _check_reference(settings, settings.reference)
     for name in ("forces", "stress"):
         noise = getattr(settings, f"{name}_noise")
         if noise != "auto" and getattr(settings, name) is None:
@@ -352,6 +471,20 @@ def _check_members(settings: Settings) -> None:
     if few and settings.calibration != "none":
         expected = f"at least {MIN_ABSENT}, unless calibration='none'"
         raise InputError("n_members", settings.n_members, expected)
+
+
+def _check_reference(settings: Settings, reference: Reference) -> None:
+    """Reject a reference potential of a property that is no energy, or in unknown units."""
+    given = repr(reference.name)
+    if settings.kind != "extensive":
+        expected = f"no reference potential with kind={settings.kind!r}: it is for energies"
+        raise InputError("baseline", given, expected)
+    own = {settings.keys[name]: reference.key_of(name) for name in settings.keys}
+    if any(target == key for target, key in own.items()):
+        raise InputError("baseline", given, "other keys than those of the labels")
+    if reference.key is None and settings.units not in ("", *ENERGIES):
+        expected = f"{', '.join(ENERGIES)}, so that energies of a calculator can be converted"
+        raise InputError("units", repr(settings.units), expected)
 
 
 def with_representation(settings: Settings, frames: Sequence[Atoms]) -> tuple[Settings, str]:

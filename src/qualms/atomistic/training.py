@@ -19,6 +19,7 @@ import math
 import platform
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import combinations_with_replacement
@@ -44,6 +45,7 @@ from qualms.atomistic.forces import fill_rows, scale_rows
 from qualms.atomistic.kernel_rows import LANDMARKS, Basis, select_representatives
 from qualms.atomistic.label_checks import check_derivatives, find_outliers, warn_of_outliers
 from qualms.atomistic.labels import Quantity, TrainingSet, collect_labels
+from qualms.atomistic.reference import ReferencePotential, calculator_version
 from qualms.atomistic.settings import Settings, parse_memory
 from qualms.calibration.base import (
     Calibration,
@@ -152,14 +154,22 @@ def fit(
     *,
     threads: int = 1,
     stages: Stages | None = None,
+    reference: ReferencePotential | None = None,
+    skip_failed: bool = False,
 ) -> Trained:
     """Train a model on labelled structures and calibrate it on out-of-bag points.
 
-    Structures of the same group are in or out of a subsample together.
+    Structures of the same group are in or out of a subsample together. With a reference potential,
+    the model learns the differences of the labels from it.
     """
     stages = stages or Stages()
     with threadpool_limits(limits=threads):
-        data = collect_labels(frames, settings, groups)
+        with nullcontext() if reference is None else stages.stage("Baseline"):
+            data = collect_labels(
+                frames, settings, groups, reference=reference, skip_failed=skip_failed
+            )
+        if reference is not None:
+            stop_workers()  # and free their memory
         if data.preset:
             log.info(f"Representation: {data.preset}.")
         draw = draw_ensemble(data)
@@ -199,7 +209,7 @@ def draw_ensemble(data: TrainingSet) -> Draw:
             n, settings.n_members, settings.subsample, rng, replace=settings.replace, groups=groups
         )
     lacking = np.flatnonzero(~spans(design, counts))
-    anchored = settings.baseline == "composition" and len(lacking) > 0
+    anchored = settings.linear_baseline == "composition" and len(lacking) > 0
     if anchored:
         here = np.ix_(np.isin(groups, groups[anchors(design)]), lacking)
         counts[here] = np.maximum(counts[here], 1)
@@ -221,7 +231,7 @@ def draw_ensemble(data: TrainingSet) -> Draw:
             "Use smaller subsamples, more members or more structures, or calibration='none'.",
         )
     baseline = fit_baseline(
-        settings.baseline,
+        settings.linear_baseline,
         design,
         data.y,
         species=data.species,
@@ -739,7 +749,7 @@ def fit_sparse_gp(
             y,
             {name: getattr(settings, _NOISES[name]) for name in quantities},
             rows={name: quantity.rows for name, quantity in quantities.items()},
-            center=settings.baseline != "none",
+            center=settings.linear_baseline != "none",
             sample_weight=weight,
             groups=groups,
         )
@@ -910,7 +920,11 @@ def calibrate(ensemble: Ensemble, data: TrainingSet, stages: Stages | None = Non
         provenance=Provenance(
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             python=platform.python_version(),
-            packages={"qualms": qualms.__version__, **{n: version(n) for n in _PACKAGES}},
+            packages={
+                "qualms": qualms.__version__,
+                **{n: version(n) for n in _PACKAGES},
+                **calculator_version(settings.reference),
+            },
             data_digest=data.digest,
         ),
     )

@@ -104,6 +104,29 @@ Threads = Annotated[
     Option("--threads", min=1, help="Number of cores; by default all that are idle."),
 ]
 Seed = Annotated[int | None, Option("--seed", min=0, help="Random seed.")]
+# The reference potential of a model.
+Baseline = Annotated[
+    str | None,
+    Option(
+        help="Confirm the reference potential that the model was trained with, if it is an import "
+        "path (package.module:callable), or replace a key by a calculator.",
+    ),
+]
+BaselineKey = Annotated[
+    str | None,
+    Option(
+        help="Key of energies of the reference potential in the structures, such as xtb_energy; "
+        "forces and stresses are under xtb_forces and xtb_stress.",
+    ),
+]
+SkipFailed = Annotated[
+    bool,
+    Option(
+        "--skip-failed",
+        help="Leave out structures for which the reference potential of the baseline fails, with a "
+        "warning.",
+    ),
+]
 # How predictions of other programs are read, for calibrate, apply, evaluate and report.
 _FILES = "Predictions"
 Predictions = Annotated[
@@ -189,6 +212,20 @@ Per = Annotated[
         "predictions are as in the file.",
     ),
 ]
+
+
+def baseline_of(baseline: str | None, key: str | None) -> Any:
+    """Return the baseline of options: a name, a mapping in JSON, or a key."""
+    if key is not None:
+        if baseline is not None:
+            raise InputError("--baseline-key", key, "no --baseline beside it")
+        return {"key": key}
+    if baseline is None or not baseline.lstrip().startswith("{"):
+        return baseline
+    try:
+        return json.loads(baseline)
+    except ValueError as error:
+        raise InputError("--baseline", baseline, f"a name, or JSON ({error})") from error
 
 
 def reading(options: Mapping[str, Any]) -> dict[str, Any]:

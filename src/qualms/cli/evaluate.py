@@ -12,13 +12,17 @@ from typer import Argument, Option
 
 from qualms.cli._common import (
     READING,
+    Baseline,
+    BaselineKey,
     InUnits,
     Json,
     Per,
     Quiet,
+    SkipFailed,
     Terminal,
     Threads,
     Units,
+    baseline_of,
     description,
     reading,
     remarks_about,
@@ -56,6 +60,9 @@ _OF_MODELS = {
             help="Leave out structures with elements that are not in the training set.",
         ),
     ],
+    "baseline": Baseline,
+    "baseline_key": BaselineKey,
+    "skip_failed": SkipFailed,
     "threads": Threads,
 }
 _OF_PREDICTIONS = {**READING, "units": Units}
@@ -78,7 +85,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         for name, annotation in (_OF_BOTH | _OF_MODELS | _OF_PREDICTIONS).items()
     ]
     for i, parameter in enumerate(shared):
-        if parameter.name == "ignore_unknown_species":
+        if parameter.name in ("ignore_unknown_species", "skip_failed"):
             shared[i] = parameter.replace(default=False)
     parameters = [*(p.replace(kind=kind) for p in own.values()), *shared]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -159,6 +166,9 @@ def _evaluate_model(
     per: str | None,
     validation: Path | None,
     ignore_unknown_species: bool,
+    baseline: str | None,
+    baseline_key: str | None,
+    skip_failed: bool,
     threads: int | None,
 ) -> Evaluated:
     from qualms.atomistic import evaluation
@@ -171,7 +181,8 @@ def _evaluate_model(
 
     if not test:
         raise InputError("TEST", None, "labelled structures after the model")
-    loaded = AtomisticModel.load(model, threads=threads)
+    chosen = baseline_of(baseline, baseline_key)
+    loaded = AtomisticModel.load(model, threads=threads, baseline=chosen)
     frames = [atoms for path in test for atoms in read_frames(path)]
     document = None if calibration is None else read_calibration(calibration)
     found = evaluation.evaluate(
@@ -181,6 +192,7 @@ def _evaluate_model(
         units=in_units,
         per=per,
         unknown_species="ignore" if ignore_unknown_species else "error",
+        skip_failed=skip_failed,
         stages=Stages(terminal.progress()),
     )
     main, remarks = found["energy"], remarks_about(loaded, found)

@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from qualms.cli._common import Force, InUnits, Json, Model, Quiet, Terminal, Threads
+from qualms.cli._common import (
+    Baseline,
+    BaselineKey,
+    Force,
+    InUnits,
+    Json,
+    Model,
+    Quiet,
+    SkipFailed,
+    Terminal,
+    Threads,
+    baseline_of,
+)
 from qualms.errors import InputError, counted
 
 if TYPE_CHECKING:
@@ -65,6 +77,9 @@ def predict(
             "composition.",
         ),
     ] = False,
+    baseline: Baseline = None,
+    baseline_key: BaselineKey = None,
+    skip_failed: SkipFailed = False,
     threads: Threads = None,
     force: Force = False,
     quiet: Quiet = False,
@@ -83,7 +98,8 @@ def predict(
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
     check_output(output, force=force)
-    loaded = AtomisticModel.load(model, threads=threads)
+    chosen = baseline_of(baseline, baseline_key)
+    loaded = AtomisticModel.load(model, threads=threads, baseline=chosen)
     per_atom = loaded.fitted.per_atom
     _check_options(loaded, output, forces, stress, atoms, ignore_unknown)
     if interval is not None:
@@ -105,7 +121,10 @@ def predict(
         Stages(terminal.progress()).stage("Structures") as advance,
     ):
         unknown = "ignore" if ignore_unknown else "error"
-        for chunk in loaded.stream(iter_frames(structures), unknown_species=unknown):
+        frames = iter_frames(structures)
+        if skip_failed and loaded.reference is not None:
+            frames = loaded.reference.computable(frames, forces=forces or stress, stress=stress)
+        for chunk in loaded.stream(frames, unknown_species=unknown):
             novelty = np.empty((len(chunk.frames), 2))
             prediction = chunk.predict(chunk.rows(novelty))
             arrays: dict[str, Any] = {}
@@ -148,6 +167,8 @@ def predict(
     for name, text in _WARNINGS.items():
         if n[name]:
             terminal.warn(f"{n[name]} of {n['structures']} structures {text}")
+    if atoms and loaded.reference is not None:
+        terminal.info(f"{target}_atoms are contributions to the difference from the baseline.")
     counts = {f"n_{name}": count for name, count in n.items()}
     terminal.result(
         f"{counted(n['structures'], 'structure')} → {output}",

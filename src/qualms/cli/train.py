@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from qualms.atomistic.settings import Settings
-from qualms.cli._common import Force, Json, Quiet, Terminal, remarks_about
+from qualms.cli._common import (
+    BaselineKey,
+    Force,
+    Json,
+    Quiet,
+    SkipFailed,
+    Terminal,
+    baseline_of,
+    remarks_about,
+)
 from qualms.errors import InputError
 
 if TYPE_CHECKING:
@@ -28,7 +37,8 @@ _ORDER = (
     *("data", "output", "config"),
     *("target", "forces", "stress", "units", "intensive", "per_atom_target", "species"),
     *("group_key", "validation"),
-    *("representation", "cutoff", "n_representatives", "effort", "selection", "baseline"),
+    *("representation", "cutoff", "n_representatives", "effort", "selection"),
+    *("baseline", "baseline_key", "skip_failed"),
     *("noise", "forces_noise", "stress_noise"),
     *("uncertainty", "n_members", "subsample", "centre", "calibration", "seed"),
     *("memory", "threads", "force", "quiet", "as_json"),
@@ -101,6 +111,8 @@ def train(
             rich_help_panel=_MODEL,
         ),
     ] = None,
+    baseline_key: BaselineKey = None,
+    skip_failed: SkipFailed = False,
     force: Force = False,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -119,6 +131,7 @@ def train(
     if intensive and per_atom_target:
         raise InputError("--intensive", "with --per-atom-target", "one of the two")
     settings["kind"] = "atomic" if per_atom_target else "intensive" if intensive else None
+    settings["baseline"] = baseline_of(settings["baseline"], baseline_key)
     model = AtomisticModel(**_settings(config, settings, cutoff))
     check_name("target", model.settings.target)
     size = model.settings.subsample
@@ -138,11 +151,12 @@ def train(
     if held_out is not None:  # errors are found before the training starts
         find_references(held_out, model.settings, species_of(frames))
     groups = None if group_key is None else _groups(frames, group_key)
-    model.fit(frames, groups, progress=terminal.progress() or False)
+    model.fit(frames, groups, progress=terminal.progress() or False, skip_failed=skip_failed)
     model.save(output, force=force)
     found: dict[str, Evaluation] = {}
     if held_out is not None:
-        found = evaluate(model, held_out, stages=Stages(terminal.progress()))
+        stages = Stages(terminal.progress())
+        found = evaluate(model, held_out, skip_failed=skip_failed, stages=stages)
         for remark in remarks_about(model, found):
             terminal.info(remark)
     tables = [
