@@ -37,6 +37,8 @@ BENCHMARKS = {
     "paper": ("bench_scale", "run_paper"),
     "qm9": ("bench_scale", "run_qm9"),
     "tables": ("bench_tables", "run"),
+    "learned": ("bench_learned", "run"),
+    "learned_shift": ("bench_learned", "run_shifted"),
 }
 SLOW = (
     "force_costs",
@@ -50,6 +52,8 @@ SLOW = (
     "paper",
     "qm9",
     "tables",
+    "learned",
+    "learned_shift",
 )
 RESULTS = Path(__file__).with_name("RESULTS.md")
 HEADER = """# Benchmark results

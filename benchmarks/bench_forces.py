@@ -121,14 +121,16 @@ def write(path: Path, frames: Sequence[Atoms]) -> None:
 
 
 def run_qualms(
-    folder: Path, problem: Problem, n_train: int, **settings: Any
+    folder: Path, problem: Problem, n_train: int, *, forces: bool = True, **settings: Any
 ) -> tuple[Measured, dict[str, Predicted]]:
-    """Train on the first structures and predict all test sets."""
+    """Train on the first structures, with or without forces, and predict all test sets."""
     command = Path(sys.executable).with_name("qualms")
     config, model = folder / "config.yaml", folder / "model.safetensors"
-    settings |= {"target": "energy", "forces": "forces"}
+    settings = {"target": "energy", **settings}
+    if forces:
+        settings["forces"] = "forces"
     if problem.atoms:
-        settings["baseline"] = problem.atoms
+        settings.setdefault("baseline", problem.atoms)
     config.write_text(yaml.safe_dump(settings))
     write(folder / "train.xyz", problem.train[:n_train])
     common = ["--threads", str(N_THREADS), "--quiet", "--force"]
@@ -138,11 +140,12 @@ def run_qualms(
     for name, frames in problem.tests.items():
         write(folder / "test.xyz", frames)
         output = folder / "out.npz"
-        predict = [command, "predict", model, folder / "test.xyz", "--forces", "-o", output]
-        measure([*predict, *common], env=ENVIRONMENT)
+        predict = [command, "predict", model, folder / "test.xyz", "-o", output]
+        measure([*predict, *(["--forces"] if forces else []), *common], env=ENVIRONMENT)
+        target = settings["target"]
         with np.load(output) as arrays:
-            keys = ("energy", "forces", "energy_uncertainty", "forces_uncertainty")
-            found[name] = Predicted(*(arrays[key] for key in keys))
+            keys = (target, "forces", f"{target}_uncertainty", "forces_uncertainty")
+            found[name] = Predicted(*(arrays.get(key) for key in keys))
     return trained, found
 
 
