@@ -48,7 +48,8 @@ from qualms.features.gradients import (
     spectra,
     spectra_and_gradients,
 )
-from qualms.features.soap import Representation, offsets_of
+from qualms.features.representation import Representation, offsets_of
+from qualms.features.soap import REMEDY
 from qualms.prediction import Prediction
 
 #: Bytes that the quadratic forms of all members may take.
@@ -474,7 +475,7 @@ def predict_with_forces(
 
 def _warn_about_lone_atoms(fitted: Fitted, frames: Sequence[Atoms], forces: Float64Array) -> None:
     """Warn if a force is zero because the atom has no neighbours: its uncertainty is zero, too."""
-    cutoff = max(scale.cutoff for scale in fitted.representation.soap.scales)
+    cutoff = fitted.representation.cutoff
     lone, start = 0, 0
     for atoms in frames:
         own = forces[start : start + len(atoms)]
@@ -522,7 +523,7 @@ def _own(fitted: Fitted, quantity: str, factors: Float64Array) -> MemberTransfor
 
 def has_forces(fitted: Fitted) -> bool:
     """Whether a model has continuous forces, learned or not."""
-    return fitted.representation.soap.resolved_engine == "featomic" and fitted.settings.has_forces
+    return fitted.settings.has_forces
 
 
 def check_model(fitted: Fitted) -> None:
@@ -531,15 +532,11 @@ def check_model(fitted: Fitted) -> None:
         raise InputError(
             "kind", repr(fitted.settings.kind), "'extensive': forces are derivatives of an energy"
         )
-    engine = fitted.representation.soap.resolved_engine
-    remedy = "Train with forces, or with representation={'engine': 'featomic', 'smoothing': 0.5}."
-    if engine != "featomic":
-        expected = "'featomic', whose features have derivatives"
-        raise InputError("engine", repr(engine), expected, remedy)
+    fitted.representation.check_derivatives()
     if not fitted.settings.has_forces:
         warnings.warn(
             "The cutoff of the model is not smooth: its energy jumps when an atom crosses the "
-            f"cutoff, and simulations with its forces do not conserve the energy. {remedy}",
+            f"cutoff, and simulations with its forces do not conserve the energy. {REMEDY}",
             QualmsWarning,
             stacklevel=2,
         )

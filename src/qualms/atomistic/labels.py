@@ -34,7 +34,7 @@ from qualms.atomistic.structures import (
     symbols_of,
 )
 from qualms.errors import InputError, QualmsWarning
-from qualms.features.soap import offsets_of
+from qualms.features.representation import offsets_of
 from qualms.gp.ensemble import group_codes
 from qualms.io.xyz import is_prediction
 

@@ -34,7 +34,7 @@ from qualms.atomistic.structures import (
 from qualms.calibration.base import CalibrationData
 from qualms.calibration.methods import Scaled
 from qualms.errors import InputError, QualmsError, counted
-from qualms.features.soap import BATCH, Batch, Compression, stream_features
+from qualms.features.representation import BATCH, Batch, stream_features
 from qualms.io.files import check_output
 from qualms.prediction import Prediction
 from qualms.progress import Bars, Display, Stages
@@ -418,7 +418,6 @@ def atom_contributions(chunk: Chunk) -> list[Prediction]:
 
 #: What a prediction is, by the share of the ensemble mean; otherwise it is a blend.
 _CENTRES = {0.0: "full model", 1.0: "ensemble mean"}
-_COMPRESSIONS = {"pca": "PCA", "pairs": "PCA of pairs of species", "fps": "FPS", "cur": "CUR"}
 
 
 def summarize(fitted: Fitted) -> dict[str, str]:
@@ -450,7 +449,8 @@ def summarize(fitted: Fitted) -> dict[str, str]:
         "trained on": f"{rows}{record.n_structures} structures, {record.n_environments} "
         f"environments{f' ({others})' if others else ''}",
         "elements": symbols_of(fitted.representation.species),
-        "representation": _representation(fitted),
+        "representation": f"{record.preset and f'{record.preset}: '}"
+        f"{fitted.representation.describe()}",
         "representatives": f"{size}, by {settings.selection}",
         "noise": f"σ = {target.noise:.4g} {settings.units_of('energy')}".rstrip()
         + f" ({target.noise / record.target_std:.1e} of the standard deviation of the target)",
@@ -480,21 +480,3 @@ def summarize(fitted: Fitted) -> dict[str, str]:
     facts["time"] = format_time(sum(record.seconds.values()))
     made = f"{provenance.created} by qualms {provenance.packages.get('qualms', '')}"
     return facts | {"made": f"{made}, data {provenance.data_digest[:12]}"}
-
-
-def _representation(fitted: Fitted) -> str:
-    representation = fitted.representation
-    soap = representation.soap
-    cutoffs = " + ".join(f"{scale.cutoff:g}" for scale in soap.scales)
-    chosen = f"{fitted.record.preset}: " if fitted.record.preset else ""
-    text = f"{chosen}SOAP by {soap.resolved_engine}, cutoff {cutoffs} Å, ζ = {soap.exponent:g}"
-    numbers = {str(s.pseudo_species) for s in soap.scales if s.pseudo_species is not None}
-    text += f", {' + '.join(sorted(numbers))} pseudo-species" if numbers else ""
-    if not representation.projections:
-        return f"{text}, {representation.n_features} features"
-    raw = sum(p.matrix.shape[0] for p in representation.projections)
-    error = max(p.kernel_error for p in representation.projections)
-    standard = "pairs" if fitted.settings.has_forces else "pca"
-    method = soap.compression.method if isinstance(soap.compression, Compression) else standard
-    kept = f"{raw} → {representation.n_features} features by {_COMPRESSIONS[method]}"
-    return f"{text}, {kept} (kernel ± {error:.1e})"

@@ -64,15 +64,12 @@ from qualms.errors import (
 )
 from qualms.features.compression import sample_size
 from qualms.features.gradients import BATCH as GRADIENTS
-from qualms.features.soap import (
+from qualms.features.representation import (
     BATCH,
     BLOCK,
-    SERIAL,
     Batch,
-    Compression,
+    Problem,
     Representation,
-    fit_representation,
-    resolve_compression,
     stop_workers,
     stream_features,
     structure_blocks,
@@ -363,11 +360,12 @@ class TrainingFeatures:
             yield self.kept[edges[0] : edges[-1]], edges - edges[0]
 
     def array(self, first: int, last: int) -> FloatArray:
-        """Return the features of the environments of some structures: (n, d) of float32."""
+        """Return the features of the environments of some structures: (n, d)."""
         begin, end = self.data.offsets[first], self.data.offsets[last]
         if self.kept is not None:
             return self.kept[begin:end]
-        X, done = np.empty((end - begin, self.representation.n_features), dtype=np.float32), 0
+        shape = end - begin, self.representation.n_features
+        X, done = np.empty(shape, dtype=self.representation.dtype), 0
         with self.stages.stage("Features", len(X)) as advance:
             for batch in self._batches(first, last):
                 X[done : done + len(batch.features)] = batch.features
@@ -427,7 +425,7 @@ def _memory_needed(data: TrainingSet, n_workers: int) -> MemoryNeeded:
         picking += 48.0 * landmarks**2 + 12.0 * landmarks * d
     compressing = 12.0 * sample_size(n) * d_raw + 24.0 * d_raw**2 if d < d_raw else 0.0
 
-    workers = n_workers if n >= SERIAL else 1
+    workers = n_workers if n >= Representation.serial else 1
     batches = 20.0 * batch * d_raw + 8.0 * workers * batch * d
     batches += workers * (0.25e9 + 12.0 * batch * d_raw) if workers > 1 else 0.0
     least = max(compressing, solving, batches + rows + products)
@@ -472,29 +470,23 @@ def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int |
 
 def _n_features(data: TrainingSet) -> tuple[int, int]:
     """Return the numbers of features after and before compression."""
-    widths = Representation(data.settings.soap, tuple(data.species)).widths
-    compression = _compression(data)
-    if compression is None:
-        return sum(widths), sum(widths)
-    return sum(min(w, compression.n_features) for w in widths), sum(widths)
+    return data.settings.features.n_features(data.species, _problem(data))
 
 
-def _compression(data: TrainingSet) -> Compression | None:
-    settings, n, smooth = data.settings, data.n_environments, data.settings.has_forces
-    M = min(settings.n_selected, n)
-    return resolve_compression(settings.soap, data.species, n, M, derivatives=smooth)
+def _problem(data: TrainingSet) -> Problem:
+    settings, n = data.settings, data.n_environments
+    return Problem(n, min(settings.n_selected, n), settings.has_forces)
 
 
 def _fit_representation(data: TrainingSet, stages: Stages) -> Representation:
-    """Return the representation, with a compression fitted to random structures."""
-    soap, species = data.settings.soap, tuple(data.species)
-    compression = _compression(data)
-    if compression is None and soap.normalize:
-        return Representation(soap, species)
-    with stages.stage("Compression"):
+    """Return the representation, with what is fitted to random structures."""
+
+    def sample() -> tuple[list[Atoms], list[IntArray]]:
         picked = _sample(data, np.random.default_rng([data.settings.seed, _SAMPLE_STREAM]))
-        frames, centers = [data.frames[i] for i in picked], [data.centers[i] for i in picked]
-        return fit_representation(soap, species, frames, centers, compression)
+        return [data.frames[i] for i in picked], [data.centers[i] for i in picked]
+
+    with stages.stage("Compression"):
+        return data.settings.features.fit(data.species, _problem(data), sample)
 
 
 def _sample(data: TrainingSet, rng: np.random.Generator) -> IntArray:
@@ -583,8 +575,7 @@ def kernel_rows(
     """
     data, representation, stages = features.data, features.representation, features.stages
     n, own = len(data.y), _own_representatives(data, points.environments)
-    # The leading components of compressed features are multiplied in float64 anyway.
-    X_M = points.features if representation.projections else points.features.astype(np.float64)
+    X_M = points.features.astype(representation.basis_dtype, copy=False)
     unscaled = Basis(representation.kernel, X_M, 1.0, data.settings.per_atom)
     K = np.zeros((data.n_rows, len(X_M)))
     r = len(X_M)
@@ -616,7 +607,7 @@ def kernel_rows(
     atom = [data.centers[s][p] for s, p in zip(of_structure, place, strict=True)]
     *nested, of_all = map(tuple, np.quantile(novelty, _NOT_NOVEL, axis=0).tolist())
     return KernelRows(
-        representation=replace(representation, precise=True),  # predictions are float64
+        representation=representation.exact(),  # predictions are float64
         basis=replace(unscaled, representatives=points.features, scale=scale),
         origins=np.stack([data.source[of_structure], np.array(atom)], axis=1).astype(np.int64),
         whitening=whitening,

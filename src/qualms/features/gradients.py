@@ -26,12 +26,12 @@ from scipy.linalg import block_diag
 from scipy.spatial import cKDTree
 
 from qualms.arrays import Float64Array, IntArray
+from qualms.features.representation import offsets_of
 from qualms.features.soap import (
     FeatomicEngine,
     PseudoSpeciesEngine,
-    Representation,
+    SoapRepresentation,
     make_engine,
-    offsets_of,
 )
 
 #: Structures of fewer atoms are not cut.
@@ -368,7 +368,7 @@ class ScaleFeatures:
         return found
 
 
-def scale_features(representation: Representation) -> list[ScaleFeatures]:
+def scale_features(representation: SoapRepresentation) -> list[ScaleFeatures]:
     """Return the features of each scale of a representation by featomic."""
     soap, projections = representation.soap, representation.projections
     total = sum(scale.weight for scale in soap.scales)
