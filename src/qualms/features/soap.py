@@ -29,6 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.errors import InputError, QualmsError, counted
 from qualms.features.compression import Projection, fit_projection
+from qualms.features.derivatives import DifferentiableFeatures
 from qualms.features.pseudo_species import mixing_weights
 from qualms.gp.kernels import Kernel, PowerKernel, WeightedSumKernel, normalize_rows
 from qualms.resources import limit_rayon
@@ -641,6 +642,13 @@ class Representation:
     def columns(self) -> list[slice]:
         """Features of each scale."""
         return [slice(int(a), int(b)) for a, b in pairwise(offsets_of(self.widths))]
+
+    @property
+    def differentiable(self) -> Sequence[DifferentiableFeatures]:
+        """Features with derivatives, one for each term of the kernel; they need featomic."""
+        from qualms.features.gradients import scale_features
+
+        return scale_features(self)
 
     @cached_property
     def kernel(self) -> Kernel:
