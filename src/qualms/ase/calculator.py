@@ -228,7 +228,7 @@ class ModelCalculator(UncertaintyCalculator):
     def _energy(self, atoms: Atoms) -> Prediction:
         """Return the energy of a structure, equal to the one that comes with its forces."""
         fitted = self._fitted
-        if fitted is None or fitted.representation.soap.resolved_engine != "featomic":
+        if fitted is None or not fitted.representation.has_derivatives:
             return self.model.predict([atoms])[0]
         assert isinstance(self.model, AtomisticModel)
         check_frames(fitted, [atoms], stress=False)

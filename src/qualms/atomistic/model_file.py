@@ -96,7 +96,9 @@ def write_model(path: str | Path, fitted: Fitted, *, force: bool) -> None:
         record=fitted.record,
         provenance=fitted.provenance,
     )
-    write_tensors(path, _tensors(fitted) | tensors, document, format=FORMAT, version=PROTOCOL, force=force)
+    write_tensors(
+        path, _tensors(fitted) | tensors, document, format=FORMAT, version=PROTOCOL, force=force
+    )
 
 
 def _tensors(fitted: Fitted) -> dict[str, Any]:

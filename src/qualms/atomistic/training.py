@@ -40,7 +40,7 @@ from qualms.atomistic.fitted import (
     Record,
     describe_size,
 )
-from qualms.atomistic.forces import fill_rows, scale_rows
+from qualms.atomistic.forces import fill_rows, kernel_terms
 from qualms.atomistic.kernel_rows import LANDMARKS, Basis, select_representatives
 from qualms.atomistic.label_checks import check_derivatives, find_outliers, warn_of_outliers
 from qualms.atomistic.labels import Quantity, TrainingSet, collect_labels
@@ -595,9 +595,9 @@ def kernel_rows(
             advance(done)
     stop_workers()
     if data.derivatives is not None:
-        scales = scale_rows(representation, X_M)
+        terms = kernel_terms(representation, X_M)
         with stages.stage("Rows of forces", data.n_environments) as advance:
-            fill_rows(K[:n], K[n:], data.frames, data.derivatives, scales, advance)
+            fill_rows(K[:n], K[n:], data.frames, data.derivatives, terms, advance)
     scale = unit_scale(1.0, diagonal)
     K *= scale
     whitening = replace(points.whitening, factor=points.whitening.factor * np.sqrt(scale))

@@ -1,4 +1,4 @@
-"""Power spectra with their derivatives, and the chain rule through compression and normalisation.
+"""Power spectra by featomic and their derivatives: `qualms.features.derivatives` for SOAP.
 
 An environment with power spectrum p, in raw features, has y = pP with the projection P, and the
 kernel sees x = y/|y|, or y/c for features that are not normalised. Changes of p are projected to
@@ -14,18 +14,20 @@ by the positions of the atoms, have been computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import numpy as np
 from ase import Atoms
 from scipy.linalg import block_diag
+from scipy.sparse import csr_array
 from scipy.spatial import cKDTree
 
 from qualms.arrays import Float64Array, IntArray
+from qualms.features.derivatives import VOIGT, Changes, Pulled
 from qualms.features.representation import offsets_of
 from qualms.features.soap import (
     FeatomicEngine,
@@ -38,6 +40,8 @@ from qualms.features.soap import (
 LARGE = 256
 #: Environments whose derivatives are in memory at once: some 50 MB in a dense crystal.
 BATCH = 64
+#: Environments whose features are in memory at once, without derivatives.
+VALUES = 1024
 #: Error of distances after atoms have been moved by a lattice vector, in Å.
 _ROUNDING = 1e-6
 
@@ -138,52 +142,40 @@ def _compact(positions: Float64Array, chosen: IntArray, size: int) -> Iterator[I
 class Environments:
     """A batch of environments: of some `centers` of structures, each of which is in it once.
 
-    `structures` (n_structures,) are their indices.
+    `structures` (n_structures,) are their indices, and `first` (n_structures,) their first atoms,
+    counted through all structures.
     """
 
     structures: IntArray
+    first: IntArray
     surroundings: Sequence[Surroundings]
     centers: Sequence[IntArray]
-
-    @cached_property
-    def frames(self) -> list[Atoms]:
-        """The structures."""
-        return [one.atoms for one in self.surroundings]
 
     def __len__(self) -> int:
         return sum(map(len, self.centers))
 
-    @cached_property
-    def atom_offsets(self) -> IntArray:
-        """Atoms of the structures, counted through all of them."""
-        return offsets_of([len(atoms) for atoms in self.frames])
-
-    @cached_property
-    def owners(self) -> IntArray:
-        """Structure of each environment, counted from 0 in this batch."""
-        return np.repeat(np.arange(len(self.frames)), [len(chosen) for chosen in self.centers])
-
-    @cached_property
-    def center_atoms(self) -> IntArray:
-        """Atom at the centre of each environment, counted through the batch."""
-        return np.concatenate(self.centers) + self.atom_offsets[self.owners]
+    def cut(self, cutoff: float) -> list[Cutout]:
+        """Return a cut-out of each structure."""
+        pairs = zip(self.surroundings, self.centers, strict=True)
+        return [one.around(centers, cutoff) for one, centers in pairs]
 
 
-def batches(frames: Iterable[Atoms], size: int = BATCH) -> Iterator[Environments]:
+def batches(frames: Sequence[Atoms], size: int = BATCH) -> Iterator[Environments]:
     """Group environments: several small structures at a time, or a large one in parts."""
-    group: list[tuple[int, Surroundings, IntArray]] = []
+    group: list[tuple[int, int, Surroundings, IntArray]] = []
 
     def batch() -> Environments:
-        structures, surroundings, centers = zip(*group, strict=True)
-        return Environments(np.array(structures), surroundings, centers)
+        structures, first, surroundings, centers = zip(*group, strict=True)
+        return Environments(np.array(structures), np.array(first), surroundings, centers)
 
+    first = offsets_of([len(atoms) for atoms in frames]).tolist()
     for index, atoms in enumerate(frames):
         surroundings = Surroundings(atoms)
         for centers in surroundings.parts(size):
             if group and sum(len(some) for *_, some in group) + len(centers) > size:
                 yield batch()
                 group = []
-            group.append((index, surroundings, centers))
+            group.append((index, first[index], surroundings, centers))
     if group:
         yield batch()
 
@@ -193,21 +185,21 @@ class GradientBlock(NamedTuple):
 
     Attributes
     ----------
-    columns : slice
-        Which features of a scale these c are.
+    pair : int
+        Which pair of species.
     rows : (n,) array of int
         Environments that have them, counted through the batch.
     edges : (n + 1,) array of int
         Derivatives of the k-th of these environments are ``edges[k]:edges[k + 1]``.
     atoms : (g,) array of int
-        Atom that moves, counted through the batch.
+        Atom that moves, a place in `SoapTape.atoms`.
     positions : (g, 3, c) array
         ∂p/∂r in 1/Å.
     strain : (n, 3, 3, c) array, optional
         ∂p/∂ε, for r → (1 + ε) r and a cell that goes along.
     """
 
-    columns: slice
+    pair: int
     rows: IntArray
     edges: IntArray
     atoms: IntArray
@@ -215,42 +207,136 @@ class GradientBlock(NamedTuple):
     strain: Float64Array | None
 
 
-def spectra(engine: FeatomicEngine, batch: Environments) -> Float64Array:
-    """Return the power spectra of a batch, without derivatives: (n, D)."""
-    atoms, _, centers = _cut(engine, batch)
-    (piece,) = engine.pieces(atoms, centers, dtype=np.float64)
-    return np.asarray(piece.values, dtype=np.float64)
+@dataclass(frozen=True)
+class SoapTape:
+    """Features of one scale, and the derivatives of power spectra P (n, D), in blocks."""
 
+    features: ScaleFeatures
+    batch: Environments
+    gradients: Sequence[str]
+    P: Float64Array
+    blocks: list[GradientBlock]
+    x: Float64Array
+    lengths: Float64Array
+    atoms: IntArray
+    centers: IntArray
+    numbers: IntArray  #: (n_atoms,): atomic numbers
 
-def spectra_and_gradients(
-    engine: FeatomicEngine, batch: Environments, *, strain: bool = False
-) -> tuple[Float64Array, list[GradientBlock]]:
-    """Return the power spectra of a batch (n, D), and blocks of their derivatives."""
-    frames, origins, centers = _cut(engine, batch)
-    # Atom of the batch that each atom of the cut-outs is, or is an image of.
-    atom_of = np.concatenate([batch.atom_offsets[k] + some for k, some in enumerate(origins)])
-    first_cut = offsets_of([len(some) for some in origins])
-    P, blocks = np.zeros((len(batch), engine.n_features)), []
-    wanted = ["positions", "strain"][: 1 + strain]
-    for columns, rows, block in engine.blocks(frames, centers, wanted):
-        moved = block.gradient("positions")
-        owner, system, atom = np.asarray(moved.samples.values).T
-        P[rows, columns] = block.values
-        # Entries come environment by environment.
-        edges = np.searchsorted(owner, np.arange(len(rows) + 1))
-        atoms, positions = atom_of[first_cut[system] + atom], np.asarray(moved.values)
-        strains = np.asarray(block.gradient("strain").values) if strain else None
-        blocks.append(GradientBlock(columns, rows, edges, atoms, positions, strains))
-    return P, blocks
+    @property
+    def normalized(self) -> bool:
+        """Whether `lengths` are |y|, and not constants."""
+        return self.features.feature_scale is None
 
+    @cached_property
+    def pairs(self) -> list[int]:
+        """Pairs of species that some of the environments have."""
+        maps = enumerate(self.features.maps)
+        return [k for k, one in maps if np.any(self.P[:, one.rows])]
 
-def _cut(
-    engine: FeatomicEngine, batch: Environments
-) -> tuple[list[Atoms], list[IntArray], list[IntArray]]:
-    """Return the atoms, origins and centres of cut-outs of all structures."""
-    pairs = zip(batch.surroundings, batch.centers, strict=True)
-    cut = [one.around(centers, engine.scale.cutoff) for one, centers in pairs]
-    return [c.atoms for c in cut], [c.origins for c in cut], [c.centers for c in cut]
+    @cached_property
+    def columns(self) -> IntArray:
+        """Features of these pairs."""
+        return self.features.used(self.pairs)
+
+    @cached_property
+    def owners(self) -> IntArray:
+        """Structure of each environment, a place in `structures`: (n,)."""
+        sizes = [len(chosen) for chosen in self.batch.centers]
+        return np.repeat(np.arange(len(sizes)), sizes)
+
+    @property
+    def structures(self) -> IntArray:
+        """Structures of the batch."""
+        return self.batch.structures
+
+    def pull_back(self, slopes: Float64Array, columns: IntArray) -> Pulled:
+        """Return derivatives by positions, and perhaps by strain."""
+        if self.normalized:  # ∂e/∂y = (b − (x·b) x)/|y|
+            x = self.x[:, columns]
+            slopes -= (slopes @ x[:, :, None]) * x[:, None, :]
+        slopes *= (1 / self.lengths)[:, :, None]
+        lifted = self.features.lifted(slopes, columns, self.pairs)
+        blocks = [block for block in self.blocks if block.pair in lifted]
+        R = slopes.shape[1]
+        positions = self._by_position(blocks, lifted, R)
+        if "strain" not in self.gradients:
+            return Pulled(positions, None)
+        strain = np.zeros((len(self.structures), 6, R))
+        for block in blocks:
+            assert block.strain is not None
+            of_block = lifted[block.pair][block.rows].transpose(0, 2, 1)
+            np.add.at(strain, self.owners[block.rows], block.strain[:, *VOIGT] @ of_block)
+        return Pulled(positions, strain)
+
+    def _by_position(
+        self, blocks: Sequence[GradientBlock], lifted: dict[int, Float64Array], R: int
+    ) -> Float64Array:
+        """Return Σ_i (∂e_i/∂p_i)·(∂p_i/∂r_j) (n_atoms, 3, R), for slopes ∂e_i/∂p_i (n, R, c)."""
+        atoms = np.concatenate([np.empty(0, dtype=np.intp), *(block.atoms for block in blocks)])
+        change = np.empty((len(atoms), 3, R))
+        first = 0
+        for block in blocks:
+            of_pair = lifted[block.pair]
+            for row, (begin, end) in zip(block.rows, pairwise(block.edges.tolist()), strict=True):
+                np.matmul(
+                    block.positions[begin:end].reshape(3 * (end - begin), -1),
+                    of_pair[row].T,
+                    out=change[first + begin : first + end].reshape(-1, R),
+                )
+            first += len(block.atoms)
+        entries, shape = np.arange(len(atoms)), (len(self.atoms), len(atoms))
+        sums = csr_array((np.ones(len(atoms)), (atoms, entries)), shape=shape)
+        return np.asarray(sums @ change.reshape(-1, 3 * R)).reshape(len(self.atoms), 3, R)
+
+    def push_forward(self) -> Iterator[Changes]:
+        """Yield the changes of y, of one species of moving atoms at a time."""
+        for z in self.features.engine.species:
+            owners, atoms, pairs, changes = self._moving(z)
+            if len(owners):
+                p, _, c = changes.shape
+                projected = self.features.projected(changes.reshape(3 * p, c), pairs)
+                used = self.features.used(pairs)
+                yield Changes(owners, atoms, used, projected.reshape(p, 3, -1))
+
+    def _moving(self, z: int) -> tuple[IntArray, IntArray, list[int], Float64Array]:
+        """Return derivatives of power spectra by the positions of atoms of atomic number z.
+
+        Of p combinations of an environment and an atom that is not its centre, and of the features
+        of all pairs of species that this species is in: environments, atoms, pairs of species, and
+        changes (p, 3, c).
+        """
+        present = {block.pair for block in self.blocks}
+        of_pairs = enumerate(self.features.engine.pair_columns.items())
+        pairs = [k for k, (pair, _) in of_pairs if z in pair and k in present]
+        found = []
+        for block in self.blocks:
+            if block.pair in pairs:
+                owners = np.repeat(block.rows, np.diff(block.edges))
+                own = (self.numbers[block.atoms] == z) & (self.centers[owners] != block.atoms)
+                keys = owners[own] * len(self.atoms) + block.atoms[own]
+                found.append((block, own, keys))
+        every = np.concatenate([np.empty(0, dtype=np.intp), *(keys for *_, keys in found)])
+        keys, entries = np.unique(every, return_inverse=True)
+        columns = [self.features.maps[k].rows for k in pairs]
+        size = columns[0].stop - columns[0].start if columns else 0
+        changes = np.zeros((len(keys), 3, size * len(pairs)))
+        first = 0
+        for block, own, of_block in found:
+            k = pairs.index(block.pair)
+            here = entries[first : first + len(of_block)]
+            changes[here, :, k * size : (k + 1) * size] = block.positions[own]
+            first += len(of_block)
+        return keys // len(self.atoms), keys % len(self.atoms), pairs, changes
+
+    def push_strain(self) -> Float64Array:
+        """Return ∂y/∂ε (n, 6, q)."""
+        n = len(self.x)
+        raw = np.zeros((n, 6, self.P.shape[1]))
+        for block in self.blocks:
+            assert block.strain is not None
+            columns = self.features.maps[block.pair].rows
+            raw[block.rows, :, columns] = block.strain[:, *VOIGT]
+        return self.features.projected(raw.reshape(6 * n, -1)).reshape(n, 6, -1)
 
 
 # --- from the power spectra of one scale to the features of the kernel, and back ---
@@ -281,12 +367,6 @@ class ScaleFeatures:
     Attributes
     ----------
     engine : FeatomicEngine
-    exponent : float
-        ζ.
-    share : float
-        Weight of this scale in the kernel.
-    columns : slice
-        Its features among those of all scales, as representatives are stored.
     projection : (D, q) array
         P, of compressed features or of pseudo-species. Otherwise it takes equal features together,
         p_nn′ and p_n′n of one species, which changes no product and saves a third of the
@@ -299,9 +379,6 @@ class ScaleFeatures:
     """
 
     engine: FeatomicEngine
-    exponent: float
-    share: float
-    columns: slice
     projection: Float64Array
     feature_scale: float | None
     compressed: bool
@@ -317,6 +394,47 @@ class ScaleFeatures:
             maps.append(PairMap(rows, columns, part))
         return maps
 
+    def representatives(self, X: Float64Array) -> Float64Array:
+        """Return the features x (M, q) of representatives, as stored (M, d)."""
+        return X if self.compressed else self.projected(X)
+
+    def tapes(self, frames: Sequence[Atoms], gradients: Sequence[str] = ()) -> Iterator[SoapTape]:
+        """Yield all environments in batches; those of a large structure are in several of them."""
+        for batch in batches(frames) if gradients else batches(frames, VALUES):
+            yield self._tape(batch, gradients)
+
+    def _tape(self, batch: Environments, gradients: Sequence[str]) -> SoapTape:
+        """Compute the features of a batch, and blocks of their derivatives."""
+        cut = batch.cut(self.engine.scale.cutoff)
+        # The atom that each atom of the cut-outs is, or is an image of.
+        starts = zip(batch.first, cut, strict=True)
+        every = np.concatenate([start + one.origins for start, one in starts])
+        atoms, place = np.unique(every, return_inverse=True)
+        numbers = np.empty(len(atoms), dtype=int)
+        numbers[place] = np.concatenate([one.atoms.numbers for one in cut])
+        first = offsets_of([len(one.atoms) for one in cut])
+        centers = [one.centers for one in cut]
+        P, blocks = np.zeros((len(batch), self.engine.n_features)), []
+        pairs = {columns.start: k for k, (columns, *_) in enumerate(self.maps)}
+        frames = [one.atoms for one in cut]
+        for columns, rows, block in self.engine.blocks(frames, centers, gradients):
+            P[rows, columns] = block.values
+            if not gradients:
+                continue
+            moved = block.gradient("positions")
+            owner, system, atom = np.asarray(moved.samples.values).T
+            # Entries come environment by environment.
+            edges = np.searchsorted(owner, np.arange(len(rows) + 1))
+            strain = np.asarray(block.gradient("strain").values) if "strain" in gradients else None
+            moving, positions = place[first[system] + atom], np.asarray(moved.values)
+            pair = pairs[columns.start]
+            blocks.append(GradientBlock(pair, rows, edges, moving, positions, strain))
+        x, lengths = self.features(P)
+        middle = np.concatenate(
+            [place[a + some] for a, some in zip(first[:-1], centers, strict=True)]
+        )
+        return SoapTape(self, batch, gradients, P, blocks, x, lengths, atoms, middle, numbers)
+
     def features(self, P: Float64Array) -> tuple[Float64Array, Float64Array]:
         """Return x (n, q) and the divisors of y (n, 1), for power spectra (n, D)."""
         y = self.projected(P)
@@ -326,10 +444,6 @@ class ScaleFeatures:
             lengths = np.linalg.norm(y, axis=1, keepdims=True)
             lengths[lengths == 0] = 1.0
         return y / lengths, lengths
-
-    def present(self, P: Float64Array) -> list[int]:
-        """Return the pairs of species that some of the environments have, given (n, D)."""
-        return [k for k, one in enumerate(self.maps) if np.any(P[:, one.rows])]
 
     def used(self, pairs: Sequence[int]) -> IntArray:
         """Return the columns of x that depend on the features of some pairs of species."""
@@ -357,21 +471,21 @@ class ScaleFeatures:
     ) -> dict[int, Float64Array]:
         """Return b Pᵀ for b (n, R, k), of which the columns that are used are given.
 
-        They are (n, R, c) arrays, by the first raw feature of each of the given pairs of species.
+        They are (n, R, c) arrays, by the given pairs of species.
         """
         found = {}
-        for rows, columns, part in (self.maps[k] for k in pairs):
+        for k in pairs:
+            _, columns, part = self.maps[k]
             b = slopes[:, :, _places(used, columns)]
             if part is not None:
                 b = (b.reshape(-1, b.shape[2]) @ part.T).reshape(*b.shape[:2], -1)
-            found[rows.start] = b
+            found[k] = b
         return found
 
 
 def scale_features(representation: SoapRepresentation) -> list[ScaleFeatures]:
     """Return the features of each scale of a representation by featomic."""
     soap, projections = representation.soap, representation.projections
-    total = sum(scale.weight for scale in soap.scales)
     found = []
     for s, scale in enumerate(soap.scales):
         engine = make_engine("featomic", scale, representation.species)
@@ -383,10 +497,7 @@ def scale_features(representation: SoapRepresentation) -> list[ScaleFeatures]:
         elif matrix is None:
             matrix = _fold(engine)
         length = None if soap.normalize else representation.feature_scale
-        columns, share = representation.columns[s], scale.weight / total
-        found.append(
-            ScaleFeatures(engine, soap.exponent, share, columns, matrix, length, compressed)
-        )
+        found.append(ScaleFeatures(engine, matrix, length, compressed))
     return found
 
 

@@ -23,10 +23,11 @@ from pydantic import BaseModel, ConfigDict
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.errors import InputError, QualmsError
+from qualms.features.derivatives import DifferentiableFeatures
 from qualms.gp.kernels import Kernel
 from qualms.io.tensors import Document, TensorSpec
 
-Precision: TypeAlias = type[np.float32] | type[np.float64]
+Dtype: TypeAlias = np.dtype[np.floating[Any]]
 
 
 def offsets_of(sizes: Sequence[int] | IntArray) -> IntArray:
@@ -136,13 +137,13 @@ class Representation(ABC):
 
     @property
     @abstractmethod
-    def dtype(self) -> Precision:
+    def dtype(self) -> Dtype:
         """Type of features."""
 
     @property
-    def basis_dtype(self) -> Precision:
+    def basis_dtype(self) -> Dtype:
         """Type of representatives in products with features."""
-        return np.float64
+        return np.dtype(np.float64)
 
     def exact(self) -> Representation:
         """Return the same representation with features in float64, for predictions."""
@@ -157,9 +158,19 @@ class Representation(ABC):
     def cutoff(self) -> float:
         """Distance in Å beyond which two atoms alone do not interact."""
 
+    @property
+    @abstractmethod
+    def has_derivatives(self) -> bool:
+        """Whether features have derivatives, continuous or not."""
+
     @abstractmethod
     def check_derivatives(self) -> None:
         """Raise an `InputError` if features have no derivatives."""
+
+    @property
+    @abstractmethod
+    def differentiable(self) -> Sequence[DifferentiableFeatures]:
+        """Features with derivatives, one for each term of the kernel."""
 
     @property
     @abstractmethod
@@ -233,7 +244,9 @@ def stream_features(
     tasks = _tasks(structures, batch)
     head: list[_Task] = []
     count = 0
-    while n_workers > 1 and count < representation.serial and (task := next(tasks, None)) is not None:
+    while (
+        n_workers > 1 and count < representation.serial and (task := next(tasks, None)) is not None
+    ):
         head.append(task)
         count += sum(map(len, task[1]))
     tasks = chain(head, tasks)

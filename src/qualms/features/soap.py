@@ -12,7 +12,7 @@ in the sum of Eq. (13), so that the inner product of two vectors is that sum.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import combinations_with_replacement, pairwise
@@ -26,9 +26,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.errors import InputError, counted
 from qualms.features.compression import Projection, fit_projection
+from qualms.features.derivatives import DifferentiableFeatures
 from qualms.features.pseudo_species import mixing_weights
 from qualms.features.representation import (
-    Precision,
+    Dtype,
     Problem,
     Representation,
     RepresentationDocument,
@@ -325,6 +326,7 @@ def make_soap(representation: str | Soap | dict[str, Any] = "organic", **overrid
 
 # --- engines ---
 
+Precision = type[np.float32] | type[np.float64]
 #: Applied to the power spectra (n, c) of a structure while they are in the cache.
 Finish: TypeAlias = Callable[[FloatArray], FloatArray]
 
@@ -696,14 +698,14 @@ class SoapRepresentation(Representation):
         return self.settings
 
     @property
-    def dtype(self) -> Precision:
+    def dtype(self) -> Dtype:
         """float64 if features are precise, otherwise float32."""
-        return np.float64 if self.precise else np.float32
+        return np.dtype(np.float64 if self.precise else np.float32)
 
     @property
-    def basis_dtype(self) -> Precision:
+    def basis_dtype(self) -> Dtype:
         """The leading components of compressed features are multiplied in float64 anyway."""
-        return np.float32 if self.projections else np.float64
+        return np.dtype(np.float32 if self.projections else np.float64)
 
     def exact(self) -> SoapRepresentation:
         """Return the same representation with features in float64, for predictions."""
@@ -714,11 +716,16 @@ class SoapRepresentation(Representation):
         """Largest cutoff in Å."""
         return max(scale.cutoff for scale in self.soap.scales)
 
+    @property
+    def has_derivatives(self) -> bool:
+        """Whether features are those of featomic."""
+        return self.soap.resolved_engine == "featomic"
+
     def check_derivatives(self) -> None:
         """Raise an `InputError` if features are not those of featomic."""
-        if (engine := self.soap.resolved_engine) != "featomic":
+        if not self.has_derivatives:
             expected = "'featomic', whose features have derivatives"
-            raise InputError("engine", repr(engine), expected, REMEDY)
+            raise InputError("engine", repr(self.soap.resolved_engine), expected, REMEDY)
 
     @property
     def stored(self) -> tuple[SoapDocument, dict[str, FloatArray]]:
@@ -769,6 +776,13 @@ class SoapRepresentation(Representation):
         """Features of each scale."""
         return [slice(int(a), int(b)) for a, b in pairwise(offsets_of(self.widths))]
 
+    @property
+    def differentiable(self) -> Sequence[DifferentiableFeatures]:
+        """Features with derivatives, one for each term of the kernel; they need featomic."""
+        from qualms.features.gradients import scale_features
+
+        return scale_features(self)
+
     @cached_property
     def kernel(self) -> Kernel:
         """The kernel between environments: Eq. (13) to the power ζ, summed over the scales."""
@@ -792,7 +806,7 @@ class SoapRepresentation(Representation):
         features: FloatArray = np.zeros((n, self.n_features), dtype=self.dtype)
         for s, engine in enumerate(self.engines):
             block = features[:, self.columns[s]]
-            for piece in engine.pieces(frames, centers, self._scaled, self.dtype):
+            for piece in engine.pieces(frames, centers, self._scaled, self.dtype.type):
                 self._place(block, piece, s)
             if self.soap.normalize and self.projections:
                 block[:] = normalize_rows(block)
@@ -847,9 +861,7 @@ def fit_representation(
     return SoapRepresentation(soap, plain.species, projections, feature_scale)
 
 
-def resolve_compression(
-    soap: Soap, species: Sequence[int], problem: Problem
-) -> Compression | None:
+def resolve_compression(soap: Soap, species: Sequence[int], problem: Problem) -> Compression | None:
     """Return what ``soap.compression`` stands for."""
     n_environments, n_representatives, derivatives = problem
     if soap.compression != "auto":

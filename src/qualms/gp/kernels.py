@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -31,6 +31,14 @@ class Kernel(Protocol):
 
     def diag(self, X: FloatArray, /) -> FloatArray:
         """Return the kernel of each row of X (n, d) with itself: (n,)."""
+        ...
+
+
+class ProductKernel(Kernel, Protocol):
+    """A kernel that is a function of the inner product, k(x, x′) = f(x·x′)."""
+
+    def value_and_slope(self, products: Float64Array, /) -> tuple[Float64Array, Float64Array]:
+        """Return f and its derivative f′, for products x·x′ of any shape."""
         ...
 
 
@@ -96,6 +104,20 @@ class PowerKernel:
     def diag(self, X: FloatArray, /) -> FloatArray:
         """Return the kernel of each row of X (n, d) with itself: (n,)."""
         return self._power(np.einsum("ij,ij->i", X, X))
+
+    def value_and_slope(self, products: Float64Array, /) -> tuple[Float64Array, Float64Array]:
+        """Return f and its derivative f′, for products x·x′ of any shape.
+
+        Negative products are due to rounding or compression: for a fractional ζ they count as zero.
+        """
+        base = (products + self.offset) / (1 + self.offset) if self.offset else products
+        if float(self.exponent).is_integer():
+            slope = base ** (int(self.exponent) - 1)
+        else:
+            slope = np.maximum(base, 0.0) ** (self.exponent - 1)
+        value = base * slope
+        slope *= self.exponent / (1 + self.offset)
+        return value, slope
 
     def _power(self, dots: FloatArray) -> FloatArray:
         """Apply offset and exponent in place: a kernel block is the largest array of a stream."""
@@ -225,6 +247,15 @@ class WeightedSumKernel:
         terms = zip(self.kernels, self.weights, columns, strict=True)
         products = (float(w) * term(kernel, cols) for kernel, w, cols in terms)
         return functools.reduce(np.add, products)
+
+
+def product_terms(kernel: Kernel) -> list[tuple[ProductKernel, float, slice]]:
+    """Return the terms of a kernel: functions of inner products, their weights and columns."""
+    terms: list[tuple[Kernel, float, slice]] = [(kernel, 1.0, slice(None))]
+    if isinstance(kernel, WeightedSumKernel):
+        columns = kernel.columns or [slice(None)] * len(kernel.kernels)
+        terms = list(zip(kernel.kernels, kernel.weights, columns, strict=True))
+    return cast(list[tuple[ProductKernel, float, slice]], terms)
 
 
 def sum_over_structures(K: FloatArray, offsets: IntArray, *, average: bool = False) -> Float64Array:
