@@ -202,13 +202,28 @@ class AtomisticModel:
         write_model(path, self.fitted, force=force)
 
     @classmethod
-    def load(cls, path: str | Path, *, threads: int | None = None) -> AtomisticModel:
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        threads: int | None = None,
+        representation: object | None = None,
+    ) -> AtomisticModel:
         """Read a model; everything is checked before anything is built.
 
         Predictions equal those of the saved model to 1e-6 σ: some processors round differently if
         arrays are at other places in memory.
+
+        Parameters
+        ----------
+        path : path
+        threads : int, optional
+            Number of cores; all that are idle by default.
+        representation : path or object, optional
+            For features of a network: where its weights are now, if neither where they were nor
+            beside the model; or the object that the model was trained with.
         """
-        return cls.from_fitted(read_model(path), threads=threads)
+        return cls.from_fitted(read_model(path, representation), threads=threads)
 
     def summary(self) -> str:
         """Return settings, data, errors and calibrations of the model, a line each."""

@@ -20,7 +20,8 @@ from qualms.atomistic.settings import Settings
 from qualms.calibration.base import Calibration
 from qualms.calibration.conformal import Conformal
 from qualms.calibration.fitting import build_calibration
-from qualms.errors import QualmsError
+from qualms.errors import InputError, QualmsError
+from qualms.features.learned import Backbone, LearnedDocument
 from qualms.features.soap import SoapDocument
 from qualms.io.tensors import (
     LARGEST,
@@ -34,7 +35,7 @@ from qualms.io.tensors import (
 
 FORMAT = "qualms model"
 #: Raised whenever the meaning of a file changes.
-PROTOCOL = 6
+PROTOCOL = 7
 
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
@@ -58,7 +59,7 @@ class ModelDocument(Document):
     settings: Settings
     species: tuple[int, ...] = Field(min_length=1)
     baseline: str
-    features: SoapDocument
+    features: SoapDocument | LearnedDocument
     kernel_scale: _Factor
     pp_intercept: _Number
     pp_noise: _Positive | None
@@ -123,9 +124,21 @@ def _tensors(fitted: Fitted) -> dict[str, Any]:
     return tensors
 
 
-def read_model(path: str | Path) -> Fitted:
-    """Read a model; a `StorageError` states what is wrong with the file."""
+def read_model(path: str | Path, representation: object | None = None) -> Fitted:
+    """Read a model; a `StorageError` states what is wrong with the file.
+
+    The weights of a network, or the object that computes features, may be given.
+    """
     tensors, document = read_tensors(path, ModelDocument, format=FORMAT, version=PROTOCOL)
+    backbone = document.settings.representation
+    if isinstance(backbone, Backbone):
+        update = {"representation": backbone.located(Path(path).parent, representation)}
+        settings = document.settings.model_copy(update=update)
+        document = document.model_copy(update={"settings": settings})
+    elif representation is not None:
+        raise InputError(
+            "representation", repr(representation), "none: the model has SOAP features"
+        )
     try:
         sizes = {
             "n_subsampled": document.settings.n_subsampled,
@@ -137,7 +150,7 @@ def read_model(path: str | Path) -> Fitted:
         fitted = _build(document, tensors, sizes["r"])
         if (d := fitted.representation.n_features) != sizes["d"]:
             raise ValueError(f"{sizes['d']} features instead of {d}")
-    except StorageError:
+    except (StorageError, InputError):
         raise
     except (QualmsError, ValueError, TypeError, KeyError, ArithmeticError) as error:
         raise StorageError(path, f"inconsistent parts ({error})") from error

@@ -29,6 +29,7 @@ from pydantic import (
 from qualms.arrays import check_number
 from qualms.calibration.fitting import MODEL_METHODS
 from qualms.errors import InputError, QualmsError
+from qualms.features.learned import Backbone, make_backbone
 from qualms.features.representation import RepresentationSettings
 from qualms.features.soap import Soap, choose_preset, make_soap
 from qualms.gp.ensemble import MIN_ABSENT
@@ -74,12 +75,13 @@ class Settings(BaseModel):
         '{"extensive", "intensive", "atomic"}',
         "Sum over atoms, such as an energy; average over atoms; or a value for each atom.",
     )
-    representation: Soap | dict[str, Any] = _model(
+    representation: Soap | Backbone | dict[str, Any] = _model(
         "auto",
-        "str, dict or Soap",
+        "str, dict, Soap, Backbone or Network",
         'Preset ("organic", "nmr", "inorganic", "general"), chosen by elements, periodicity and '
         'kind of property by default ("auto"), or SOAP hyper-parameters: see '
-        "`qualms.features.soap`.",
+        "`qualms.features.soap`. Or a pretrained network (``sevennet``, ``chgnet``, ``mace:PATH``, "
+        "``metatomic:PATH``), or an object: see `qualms.features.learned`.",
         validate_default=True,
     )
     species: tuple[int, ...] | None = _data(
@@ -261,6 +263,8 @@ class Settings(BaseModel):
         if isinstance(value, dict) and value.get("preset") == "auto":
             make_soap({**value, "preset": "organic"})  # rejects what is wrong in any preset
             return value
+        if (backbone := make_backbone(value)) is not None:
+            return backbone
         return make_soap(value) if isinstance(value, (str, dict)) else value
 
     @field_validator("species", mode="before")

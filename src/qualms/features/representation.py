@@ -16,6 +16,7 @@ from itertools import chain
 from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
 import numpy as np
+import scipy.linalg
 from ase import Atoms
 from joblib.externals.loky import get_reusable_executor
 from joblib.externals.loky.process_executor import TerminatedWorkerError
@@ -33,6 +34,19 @@ Dtype: TypeAlias = np.dtype[np.floating[Any]]
 def offsets_of(sizes: Sequence[int] | IntArray) -> IntArray:
     """Return where each of consecutive parts begins, and the last one ends: (n + 1,)."""
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
+
+
+def in_box(atoms: Atoms, margin: float) -> Atoms:
+    """Return a structure that is periodic in all directions, with its atoms in the cell.
+
+    Along directions that were not periodic images are apart by a margin (Å).
+    """
+    vectors = atoms.cell.array[np.asarray(atoms.pbc)]
+    positions = atoms.positions - np.floor(atoms.positions @ np.linalg.pinv(vectors)) @ vectors
+    normals = scipy.linalg.null_space(vectors).T if len(vectors) else np.eye(3)
+    widths = np.ptp(positions @ normals.T, axis=0) + margin
+    cell = np.concatenate([vectors, widths[:, None] * normals])
+    return Atoms(atoms.numbers, positions, cell=cell, pbc=True)
 
 
 # --- hyper-parameters ---
@@ -174,8 +188,8 @@ class Representation(ABC):
 
     @property
     @abstractmethod
-    def stored(self) -> tuple[RepresentationDocument, dict[str, FloatArray]]:
-        """What a model file has of it, beside the hyper-parameters."""
+    def stored(self) -> tuple[Any, dict[str, FloatArray]]:
+        """What a model file has of it beside hyper-parameters: a document, and tensors."""
 
     def reference(
         self, frames: Sequence[Atoms], *, forces: bool = False, stress: bool = False

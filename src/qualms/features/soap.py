@@ -19,7 +19,6 @@ from itertools import combinations_with_replacement, pairwise
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
-import scipy.linalg
 from ase import Atoms
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -35,6 +34,7 @@ from qualms.features.representation import (
     RepresentationDocument,
     RepresentationSettings,
     Sample,
+    in_box,
     offsets_of,
 )
 from qualms.gp.kernels import Kernel, PowerKernel, WeightedSumKernel, normalize_rows
@@ -393,12 +393,7 @@ def in_cell(atoms: Atoms, scale: Scale) -> Atoms:
     """
     if not np.any(atoms.pbc):
         return Atoms(atoms.numbers, atoms.positions) if np.any(atoms.cell.array) else atoms
-    vectors = atoms.cell.array[np.asarray(atoms.pbc)]
-    positions = atoms.positions - np.floor(atoms.positions @ np.linalg.pinv(vectors)) @ vectors
-    normals = scipy.linalg.null_space(vectors).T
-    widths = np.ptp(positions @ normals.T, axis=0) + scale.cutoff + 4 * scale.gaussian_width
-    cell = np.concatenate([vectors, widths[:, None] * normals])
-    return Atoms(atoms.numbers, positions, cell=cell, pbc=True)
+    return in_box(atoms, scale.cutoff + 4 * scale.gaussian_width)
 
 
 class DscribeEngine(Engine):

@@ -177,6 +177,41 @@ def _integer_power(x: FloatArray, exponent: int) -> FloatArray:
 
 
 @dataclass(frozen=True)
+class ExponentialKernel:
+    """The kernel k(x, x′) = (exp(x·x′/ℓ²) − 1) / (exp(1/ℓ²) − 1) of normalised features.
+
+    It is the Gaussian kernel exp(−|x − x′|²/2ℓ²) of unit vectors less a constant, so that it is
+    zero for orthogonal features, such as those of different elements. For large ℓ it is linear.
+    """
+
+    length_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("length_scale", self.length_scale, 0.1)
+
+    def __call__(self, X: FloatArray, Y: FloatArray, /) -> FloatArray:
+        """Return the kernel between the rows of X (n, d) and those of Y (m, d): (n, m)."""
+        return self._of(_inner_products(X, Y))
+
+    def diag(self, X: FloatArray, /) -> FloatArray:
+        """Return the kernel of each row of X (n, d) with itself: (n,)."""
+        return self._of(np.einsum("ij,ij->i", X, X))
+
+    def value_and_slope(self, products: Float64Array, /) -> tuple[Float64Array, Float64Array]:
+        """Return f and its derivative f′, for products x·x′ of any shape."""
+        value = self._of(products.copy())
+        slope = (value + 1 / np.expm1(self.length_scale**-2)) / self.length_scale**2
+        return np.asarray(value), np.asarray(slope)
+
+    def _of(self, products: FloatArray) -> FloatArray:
+        """Apply the function in place."""
+        products *= products.dtype.type(self.length_scale**-2)
+        np.expm1(products, out=products)
+        products /= products.dtype.type(np.expm1(self.length_scale**-2))
+        return products
+
+
+@dataclass(frozen=True)
 class RBFKernel:
     """The Gaussian kernel k(x, x′) = exp(−|x − x′|² / 2ℓ²), with ``length_scale`` ℓ > 0."""
 

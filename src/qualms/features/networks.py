@@ -1,0 +1,431 @@
+"""Pretrained networks in torch: SevenNet, CHGNet, MACE and models of metatomic.
+
+Each takes structures to scalars of atoms inside the graph of automatic differentiation, so that
+features have derivatives, in float64: predictions do not depend on the batch. Weights are checked
+against the digest of a model file before they are opened, because that may run code in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from ase import Atoms
+from ase.neighborlist import primitive_neighbor_list
+
+from qualms.arrays import Float64Array
+from qualms.errors import InputError
+from qualms.features.derivatives import VOIGT
+from qualms.features.learned import PACKAGES
+from qualms.features.representation import Reference, in_box, offsets_of
+
+#: Atoms in a forward pass: intermediate results of more do not fit in the cache.
+_ATOMS = 128
+
+
+class Output(NamedTuple):
+    """Features and energies of a batch, with the tensors that they depend on.
+
+    Features (n_atoms, d), energies (n_structures,) in eV, positions whose concatenation is
+    (n_atoms, 3), and strains, (n_structures, 3, 3) when they are stacked.
+    """
+
+    features: Any
+    energies: Any
+    positions: Sequence[Any]
+    strains: Sequence[Any]
+
+
+class TorchNetwork(ABC):
+    """A `qualms.features.learned.Network` with derivatives and energies of its own."""
+
+    species: tuple[int, ...]
+    cutoff: float
+    n_features: int
+    version: str
+    digest: str
+
+    @abstractmethod
+    def evaluate(self, frames: Sequence[Atoms]) -> Output:
+        """Evaluate some structures in one forward pass."""
+
+    def features(self, frames: Sequence[Atoms]) -> Float64Array:
+        """Return the features of all atoms: (n_atoms, n_features)."""
+        found = [np.empty((0, self.n_features))]
+        for batch in _batches(frames):
+            with torch.no_grad(), _quiet():
+                found.append(self.evaluate(batch).features.double().numpy())
+        return np.concatenate(found)
+
+    def vjp(self, frames: Sequence[Atoms]) -> tuple[Float64Array, Any]:
+        """Return features, and what takes cotangents of them back to positions and strain."""
+        with _quiet():
+            found = self.evaluate(frames)
+
+        def pull_back(cotangents: Float64Array) -> tuple[Float64Array, Float64Array]:
+            b = torch.as_tensor(cotangents, dtype=found.features.dtype)
+            parts = [self._gradients(found, found.features, one) for one in b]
+            positions, strains = zip(*parts, strict=True)
+            return np.stack(positions), np.stack(strains)
+
+        return found.features.detach().double().numpy(), pull_back
+
+    def reference(
+        self, frames: Sequence[Atoms], *, forces: bool = False, stress: bool = False
+    ) -> Reference:
+        """Return energies, and perhaps forces and stresses, of the network itself."""
+        energies, of_atoms, stresses = [], [], []
+        for batch in _batches(frames):
+            with _quiet(), contextlib.nullcontext() if forces or stress else torch.no_grad():
+                found = self.evaluate(batch)
+            energies.append(found.energies.detach().double().numpy())
+            if forces or stress:
+                ones = torch.ones_like(found.energies)
+                slopes, virials = self._gradients(found, found.energies, ones)
+                edges = offsets_of([len(atoms) for atoms in batch])
+                of_atoms += np.split(-slopes, edges[1:-1])
+                volumes = np.array([max(atoms.cell.volume, 1e-30) for atoms in batch])
+                stresses.append(virials[:, *VOIGT] / volumes[:, None])
+        return Reference(
+            np.concatenate(energies),
+            of_atoms if forces else None,
+            np.concatenate(stresses) if stress else None,
+        )
+
+    def _gradients(
+        self, found: Output, outputs: Any, cotangents: Any
+    ) -> tuple[Float64Array, Float64Array]:
+        """Return derivatives by positions (n_atoms, 3) and strain (n_structures, 3, 3)."""
+        inputs = [*found.positions, *found.strains]
+        if not outputs.requires_grad:  # no atom has a neighbour
+            slopes = [torch.zeros_like(one) for one in inputs]
+        else:
+            slopes = torch.autograd.grad(
+                outputs, inputs, cotangents, retain_graph=True, materialize_grads=True
+            )
+        k = len(found.positions)
+        positions = torch.cat([one.reshape(-1, 3) for one in slopes[:k]])
+        strains = torch.cat([one.reshape(-1, 3, 3) for one in slopes[k:]])
+        return positions.double().numpy(), strains.double().numpy()
+
+
+def _batches(frames: Sequence[Atoms]) -> Iterator[list[Atoms]]:
+    """Group structures for forward passes."""
+    batch: list[Atoms] = []
+    for atoms in frames:
+        if batch and sum(map(len, batch)) + len(atoms) > _ATOMS:
+            yield batch
+            batch = []
+        batch.append(atoms)
+    if batch:
+        yield batch
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide warnings and printed text of packages."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+# --- weights ---
+
+
+@lru_cache(maxsize=4)
+def load_network(
+    backbone: str, model: str | None, layer: int, sha256: str | None = None
+) -> TorchNetwork:
+    """Load the weights of a network; those of a model file have a known digest."""
+    kinds: dict[str, type[Any]] = {
+        "sevennet": SevenNet,
+        "chgnet": CHGNet,
+        "mace": Mace,
+        "metatomic": Metatomic,
+    }
+    kind, installed = kinds[backbone], version(PACKAGES[backbone])
+    with _quiet():
+        path = Path(kind.locate(model))
+        if not path.is_file():
+            raise InputError("model", repr(model), f"a file with the weights of a {backbone} model")
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if sha256 is not None and digest != sha256:
+            raise InputError(
+                "model",
+                f"{path} (SHA-256 {digest[:16]}…)",
+                f"the weights that the model was trained with (SHA-256 {sha256[:16]}…)",
+            )
+        try:
+            network: TorchNetwork = kind(path, layer)
+        except InputError:
+            raise
+        except Exception as error:  # each package has its own
+            reason = " ".join(str(error).split())[:200]
+            raise InputError(
+                "model", str(path), f"weights that {backbone} {installed} can read ({reason})"
+            ) from error
+    network.version, network.digest = installed, digest
+    return network
+
+
+def _picked(layer: int, n: int) -> int:
+    """Return which of n interactions a layer is, from the first or from the last."""
+    if not -n <= layer < n:
+        raise InputError("layer", layer, f"from {-n} to {n - 1}: the model has {n} interactions")
+    return layer % n
+
+
+def _frozen(model: Any) -> Any:
+    model = model.to(torch.float64).eval()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+# --- networks of edges ---
+
+
+class Graph(NamedTuple):
+    """Structures of a batch as one graph, and the tensors that features depend on."""
+
+    numbers: Any  #: (n_atoms,)
+    batch: Any  #: (n_atoms,): structure of each atom
+    sizes: Any  #: (n_structures,)
+    positions: Any  #: (n_atoms, 3): leaf
+    strain: Any  #: (n_structures, 3, 3): leaf, zero
+    strained: Any  #: positions after the strain
+    cell: Any  #: (n_structures, 3, 3): after the strain
+    edges: Any  #: (2, n_edges): centre and neighbour
+    images: Any  #: (n_edges, 3): the periodic image that the neighbour is in
+    shifts: Any  #: (n_edges, 3): its lattice vector
+    vectors: Any  #: (n_edges, 3): from centre to neighbour
+
+
+def make_graph(frames: Sequence[Atoms], cutoff: float) -> Graph:
+    """Return the graph of all pairs of atoms within the cutoff (Å)."""
+    first, edges, images = 0, [], []
+    for atoms in frames:
+        cell = atoms.cell.complete().array
+        i, j, image = primitive_neighbor_list(  # type: ignore[no-untyped-call]
+            "ijS", atoms.pbc, cell, atoms.positions, cutoff
+        )
+        edges.append(np.stack([i, j]) + first)
+        images.append(image)
+        first += len(atoms)
+    sizes = torch.tensor([len(atoms) for atoms in frames])
+    batch = torch.repeat_interleave(torch.arange(len(frames)), sizes)
+    positions = torch.tensor(np.concatenate([atoms.positions for atoms in frames]))
+    strain = torch.zeros(len(frames), 3, 3, dtype=torch.float64)
+    if torch.is_grad_enabled():
+        positions.requires_grad_(True)
+        strain.requires_grad_(True)
+    grown = torch.eye(3, dtype=torch.float64) + strain
+    strained = torch.einsum("na,nab->nb", positions, grown[batch])
+    cell = torch.tensor(np.stack([atoms.cell.array for atoms in frames])) @ grown
+    pairs = torch.tensor(np.concatenate(edges, axis=1), dtype=torch.int64)
+    of_images = torch.tensor(np.concatenate(images), dtype=torch.float64)
+    shifts = torch.einsum("ea,eab->eb", of_images, cell[batch[pairs[0]]])
+    vectors = strained[pairs[1]] - strained[pairs[0]] + shifts
+    numbers = torch.tensor(np.concatenate([atoms.numbers for atoms in frames]), dtype=torch.int64)
+    return Graph(
+        numbers, batch, sizes, positions, strain, strained, cell, pairs, of_images, shifts, vectors
+    )
+
+
+class SevenNet(TorchNetwork):
+    """SevenNet: scalars after an interaction, the output of ``{layer}_equivariant_gate``."""
+
+    @staticmethod
+    def locate(model: str | None) -> str:
+        """Return the file of a model, given by name or path."""
+        from sevenn.util import pretrained_name_to_path
+
+        model = model or "7net-0"
+        if Path(model).is_file():
+            return model
+        try:
+            return str(pretrained_name_to_path(model))
+        except (ValueError, OSError) as error:
+            raise InputError("model", repr(model), f"a SevenNet model ({error})") from None
+
+    def __init__(self, path: Path, layer: int) -> None:
+        import sevenn._keys as keys
+        from e3nn.o3 import Irreps
+        from sevenn.util import load_checkpoint
+
+        checkpoint = load_checkpoint(str(path))
+        self._model, self._keys = _frozen(checkpoint.build_model()), keys
+        self._model.set_is_batch_data(True)
+        if self._model.modal_map:
+            raise InputError("model", path.name, "a SevenNet model with a single fidelity")
+        self.species = tuple(sorted(int(z) for z in self._model.type_map))
+        self.cutoff = float(self._model.cutoff)
+        gates = [n for n in self._model._modules if n.endswith("_equivariant_gate")]
+        self._gate = gates[_picked(layer, len(gates))]
+        irreps = Irreps(self._model._modules[self._gate].gate.irreps_out)
+        # Scalars come first.
+        self.n_features = sum(n for n, irrep in irreps if irrep.l == 0 and irrep.p == 1)
+
+    def evaluate(self, frames: Sequence[Atoms]) -> Output:
+        """Evaluate some structures in one forward pass."""
+        keys, graph = self._keys, make_graph(frames, self.cutoff)
+        data = {
+            keys.ATOMIC_NUMBERS: graph.numbers,
+            keys.EDGE_IDX: graph.edges,
+            keys.EDGE_VEC: graph.vectors,
+            keys.NUM_ATOMS: graph.sizes,
+            keys.BATCH: graph.batch,
+        }
+        data[keys.NODE_FEATURE] = self._model._atomic_numbers_to_onehot(graph.numbers)
+        features = None
+        for name, module in self._model._modules.items():
+            if name == "force_output":
+                break
+            data = module(data)
+            if name == "onehot_idx_to_onehot":  # which is float32
+                for key in (keys.NODE_FEATURE, keys.NODE_ATTR):
+                    data[key] = data[key].double()
+            if name == self._gate:
+                features = data[keys.NODE_FEATURE][:, : self.n_features]
+        energies = data[keys.PRED_TOTAL_ENERGY]
+        return Output(features, energies, [graph.positions], [graph.strain])
+
+
+class Mace(TorchNetwork):
+    """MACE: scalars of the features of atoms after an interaction."""
+
+    @staticmethod
+    def locate(model: str | None) -> str:
+        """Return the file of a model."""
+        if model is None:
+            raise InputError("model", None, "the file of a MACE model", 'Such as "mace:my.model".')
+        return model
+
+    def __init__(self, path: Path, layer: int) -> None:
+        from e3nn.o3 import Irreps
+
+        self._model = _frozen(torch.load(path, map_location="cpu", weights_only=False))
+        self.cutoff = float(self._model.r_max)
+        self.species = tuple(int(z) for z in self._model.atomic_numbers)
+        irreps = [Irreps(product.linear.irreps_out) for product in self._model.products]
+        edges = offsets_of([one.dim for one in irreps])
+        which = _picked(layer, len(irreps))
+        self.n_features = sum(n for n, irrep in irreps[which] if irrep.l == 0 and irrep.p == 1)
+        self._columns = slice(int(edges[which]), int(edges[which]) + self.n_features)
+
+    def evaluate(self, frames: Sequence[Atoms]) -> Output:
+        """Evaluate some structures in one forward pass."""
+        graph = make_graph(frames, self.cutoff)
+        places = torch.searchsorted(torch.tensor(self.species), graph.numbers)
+        data = {
+            "node_attrs": torch.nn.functional.one_hot(places, len(self.species)).double(),
+            "positions": graph.strained,
+            "edge_index": graph.edges.flip(0),  # from neighbour to centre
+            "shifts": -graph.shifts,
+            "unit_shifts": -graph.images,
+            "cell": graph.cell.reshape(-1, 3),
+            "batch": graph.batch,
+            "ptr": torch.cat([torch.zeros(1, dtype=torch.int64), graph.sizes.cumsum(0)]),
+        }
+        found = self._model(data, compute_force=False)
+        features = found["node_feats"][:, self._columns]
+        return Output(features, found["energy"], [graph.positions], [graph.strain])
+
+
+# --- networks that make their own graphs ---
+
+
+class CHGNet(TorchNetwork):
+    """CHGNet: the features of atoms after the last interaction, before they are normalised."""
+
+    @staticmethod
+    def locate(model: str | None) -> str:
+        """Return the file of a model, given by version or path."""
+        model = model or "0.3.0"
+        if Path(model).is_file():
+            return model
+        spec = find_spec("chgnet")
+        folder = Path(spec.origin if spec and spec.origin else "").parent / "pretrained" / model
+        found = sorted(folder.glob("*.pth.tar"))
+        if not found:
+            raise InputError("model", repr(model), "a file, or a version that CHGNet comes with")
+        return str(found[0])
+
+    def __init__(self, path: Path, layer: int) -> None:
+        from chgnet.model import CHGNet as Model
+
+        old = path.parent.name == "0.2.0"  # as CHGNet itself distinguishes them
+        self._model = _frozen(Model.from_file(str(path), mlp_out_bias=old))
+        if self._model.composition_model is not None:
+            self._model.composition_model.float()
+        self._model.graph_converter.set_isolated_atom_response("ignore")
+        layers = self._model.atom_conv_layers
+        self._layer = layers[_picked(layer, len(layers))]
+        self.species = tuple(range(1, self._model.atom_embedding.embedding.num_embeddings + 1))
+        self.cutoff = float(self._model.graph_converter.atom_graph_cutoff)
+        self.n_features = int(self._model.atom_fea_dim)
+
+    def evaluate(self, frames: Sequence[Atoms]) -> Output:
+        """Evaluate some structures in one forward pass."""
+        from chgnet.model.model import BatchedGraph
+
+        graphs = [self._graph(atoms) for atoms in frames]
+        batched = BatchedGraph.from_graphs(
+            graphs,
+            bond_basis_expansion=self._model.bond_basis_expansion,
+            angle_basis_expansion=self._model.angle_basis_expansion,
+            compute_stress=True,
+        )
+        outputs: list[Any] = []
+        hook = self._layer.register_forward_hook(lambda *parts: outputs.append(parts[-1]))
+        try:
+            energies = self._model._compute(batched)["e"]
+        finally:
+            hook.remove()
+        if self._model.composition_model is not None:
+            energies = energies + self._model.composition_model(graphs)
+        if self._model.is_intensive:
+            energies = energies * torch.tensor([len(atoms) for atoms in frames])
+        return Output(outputs[0], energies, batched.atom_positions, batched.strains)
+
+    def _graph(self, atoms: Atoms) -> Any:
+        from pymatgen.core import Lattice, Structure
+
+        atoms = in_box(atoms, self.cutoff + 1)
+        structure = Structure(
+            Lattice(atoms.cell.array), atoms.numbers, atoms.positions, coords_are_cartesian=True
+        )
+        graph = self._model.graph_converter(structure)
+        graph.lattice = graph.lattice.detach().double()
+        graph.atom_frac_coord = torch.tensor(
+            structure.frac_coords, requires_grad=torch.is_grad_enabled()
+        )
+        graph.neighbor_image = graph.neighbor_image.double()
+        return graph
+
+
+class Metatomic(TorchNetwork):
+    """A model of metatomic: its output ``feature``, in the precision that it was exported with."""
+
+    @staticmethod
+    def locate(model: str | None) -> str:
+        """Return the file of a model."""
+        if model is None:
+            expected = "the file of a model of metatomic"
+            raise InputError("model", None, expected, 'Such as "metatomic:my.pt".')
+        return model
+
+    def __init__(self, path: Path, layer: int) -> None:
+        raise NotImplementedError

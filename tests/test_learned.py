@@ -1,0 +1,222 @@
+"""Features of networks, and of objects that follow the same protocol."""
+
+import numpy as np
+import pytest
+from ase import Atoms
+from ase.calculators.morse import MorsePotential
+from atomistic_fixtures import ENERGY, same_predictions
+from fake_network import Densities, NoDerivatives
+
+from qualms import AtomisticModel
+from qualms.ase import Calculator
+from qualms.errors import InputError, QualmsWarning
+from qualms.features.learned import Backbone, LearnedRepresentation, make_backbone
+from qualms.features.representation import Problem
+from qualms.gp.kernels import ExponentialKernel, RBFKernel, normalize_rows
+
+FEW = {"n_representatives": 60, "n_members": 8, "n_posterior": 4, "threads": 1}
+STEP = 1e-3
+
+
+def rattled(n, seed=0):
+    """Water dimers with energies and forces of a Morse potential."""
+    rng = np.random.default_rng(seed)
+    r = np.array([[0, 0, 0], [0.96, 0, 0], [-0.24, 0.93, 0], [2.8, 0, 0], [3.2, 0.8, 0]])
+    frames = []
+    for _ in range(n):
+        atoms = Atoms("OHHOH", r + 0.08 * rng.normal(size=r.shape))
+        atoms.calc = MorsePotential(r0=1.4, epsilon=0.5, rho0=3.0)
+        energy, forces = atoms.get_potential_energy(), atoms.get_forces()
+        atoms.calc = None
+        atoms.info["energy"], atoms.arrays["forces"] = energy, forces
+        frames.append(atoms)
+    return frames
+
+
+@pytest.fixture(scope="module")
+def dimers():
+    return rattled(60)
+
+
+@pytest.fixture(scope="module")
+def trained(dimers):
+    """A model of energies and forces with features of an object."""
+    model = AtomisticModel("energy", forces="forces", representation=Densities(), **FEW)
+    return model.fit(dimers[:40])
+
+
+def test_an_object_is_as_good_as_any_representation(trained, dimers):
+    new = dimers[40:]
+    found = trained.predict_forces(new)
+    forces = np.concatenate([atoms.arrays["forces"] for atoms in new])
+    energies = np.array([atoms.info["energy"] for atoms in new])
+    np.testing.assert_allclose(found.energy.mean, trained.predict(new).mean, atol=1e-8)
+    assert np.abs(found.energy.mean - energies).mean() < 0.2 * energies.std()
+    assert np.abs(found.forces.mean - forces).mean() < 0.3 * np.abs(forces).mean()
+    assert np.all(found.forces.std > 0)
+
+
+def test_forces_are_derivatives_of_the_energies_of_all_members(trained, dimers):
+    atoms = dimers[50]
+    forces = trained.predict_forces([atoms]).forces.uncalibrated.members
+    for i, axis in ((0, 0), (3, 1)):
+        moved = [atoms.copy(), atoms.copy()]
+        for one, sign in zip(moved, (1, -1), strict=True):
+            one.positions[i, axis] += sign * STEP
+        plus, minus = trained.predict(moved).uncalibrated.members
+        expected = -(plus - minus) / (2 * STEP)
+        np.testing.assert_allclose(forces[i, axis], expected, atol=1e-4 * np.abs(forces).max())
+
+
+def test_training_rows_are_derivatives_of_energies(dimers):
+    """Changes of features that training uses are those of the vector-Jacobian product."""
+    representation = LearnedRepresentation(make_backbone(Densities()), (1, 8), 17)
+    (features,) = representation.differentiable
+    (tape,) = features.tapes(dimers[:2], ("positions", "strain"))
+    rng = np.random.default_rng(0)
+    b = rng.normal(size=(len(tape.x), 1, tape.x.shape[1]))
+    pulled = tape.pull_back(b.copy(), np.arange(tape.x.shape[1]))
+    along = b[:, 0] - np.einsum("nf,nf->n", b[:, 0], tape.x)[:, None] * tape.x
+    slopes = along / tape.lengths
+    found = np.zeros((len(tape.atoms), 3))
+    for owners, atoms, columns, values in tape.push_forward():
+        change = np.einsum("pcf,pf->pc", values, slopes[owners][:, columns])
+        np.add.at(found, atoms, change)
+        np.add.at(found, tape.centers[owners], -change)
+    np.testing.assert_allclose(found, pulled.positions[..., 0], atol=1e-5)
+    strained = np.einsum("nvf,nf->nv", tape.push_strain(), slopes)
+    expected = np.stack([strained[:5].sum(axis=0), strained[5:].sum(axis=0)])
+    np.testing.assert_allclose(expected, pulled.strain[..., 0], atol=1e-5)
+
+
+def test_the_calculator_of_ase(trained, dimers):
+    atoms = dimers[55].copy()
+    atoms.calc = Calculator(trained)
+    found = trained.predict_forces([atoms])[0]
+    assert atoms.get_potential_energy() == pytest.approx(float(found.energy.mean))
+    np.testing.assert_allclose(atoms.get_forces(), found.forces.mean, atol=1e-10)
+
+
+def test_saving_needs_the_object_again(trained, dimers, tmp_path):
+    path = tmp_path / "model.safetensors"
+    trained.save(path)
+    loaded = AtomisticModel.load(path, threads=1, representation=Densities())
+    same_predictions(trained, loaded, dimers[40:44])
+    assert loaded.summary() == trained.summary()
+    for given, parameter in ((None, "representation"), (NoDerivatives(), "representation")):
+        with pytest.raises(InputError) as error:
+            AtomisticModel.load(path, representation=given)
+        assert error.value.parameter == parameter
+
+
+def test_the_kernel_is_a_gaussian_less_a_constant():
+    rng = np.random.default_rng(0)
+    X, Y = (normalize_rows(rng.normal(size=(n, 5))) for n in (4, 6))
+    gaussian, constant = RBFKernel(0.7)(X, Y), np.exp(-(0.7**-2))
+    expected = (gaussian - constant) / (1 - constant)
+    kernel = ExponentialKernel(0.7)
+    np.testing.assert_allclose(kernel(X, Y), expected, atol=1e-12)
+    np.testing.assert_allclose(kernel.diag(X), 1.0)
+    np.testing.assert_allclose(ExponentialKernel(100.0)(X, Y), X @ Y.T, atol=1e-4)
+    t, h = np.linspace(-1, 1, 7), 1e-6
+    value, slope = kernel.value_and_slope(t)
+    one, two = (kernel.value_and_slope(t + s)[0] for s in (h, -h))
+    np.testing.assert_allclose(slope, (one - two) / (2 * h), rtol=1e-6)
+    np.testing.assert_allclose(value, np.expm1(t / 0.49) / np.expm1(1 / 0.49))
+
+
+def test_elements_have_columns_of_their_own(dimers):
+    representation = LearnedRepresentation(make_backbone(Densities()), (1, 6, 8), 17)
+    atoms = dimers[0]
+    X = representation.features([atoms, atoms], [np.array([1, 3]), np.arange(5)])
+    np.testing.assert_allclose(np.linalg.norm(X, axis=1), 1.0)
+    assert np.all(X[0, 17:] == 0)
+    assert np.all(X[1, :34] == 0)
+    np.testing.assert_allclose(X[[0, 1]], X[2:][[1, 3]])
+
+
+# --- what cannot be used ---
+
+
+def broken(**changes):
+    return type("Broken", (NoDerivatives,), changes)()
+
+
+def test_no_forces_without_derivatives(dimers):
+    with pytest.raises(InputError) as error:
+        AtomisticModel("energy", forces="forces", representation=NoDerivatives())
+    assert error.value.parameter == "representation"
+    model = AtomisticModel("energy", representation=NoDerivatives(), **FEW).fit(dimers[:30])
+    assert np.all(model.predict(dimers[40:]).std > 0)
+    for call in (model.predict_forces, model.fitted.representation.reference):
+        with pytest.raises(InputError) as error:
+            call(dimers[:1])
+        assert error.value.parameter == "representation"
+
+
+@pytest.mark.parametrize(
+    ("changes", "parameter"),
+    [
+        ({"features": lambda self, frames: np.full((sum(map(len, frames)), 17), np.nan)}, None),
+        ({"features": lambda self, frames: np.ones((sum(map(len, frames)), 17))}, None),
+        ({"features": lambda self, frames: np.ones((3, 17))}, None),
+        ({"species": (1, 6)}, "frames"),
+    ],
+    ids=["not finite", "constant", "shape", "elements"],
+)
+def test_bad_features(dimers, changes, parameter):
+    model = AtomisticModel("energy", representation=broken(**changes), **FEW)
+    with pytest.raises(InputError) as error:
+        model.fit(dimers[:30])
+    assert error.value.parameter == (parameter or "representation")
+
+
+def test_a_network_that_is_not_deterministic(dimers):
+    rng = np.random.default_rng(0)
+
+    def features(self, frames):
+        return Densities().features(frames) * (1 + 1e-4 * rng.normal(size=17))
+
+    settings = make_backbone(broken(features=features))
+    sample = dimers[:4], [np.arange(5)] * 4
+    with pytest.warns(QualmsWarning):
+        settings.fit((1, 8), Problem(20, 10, False), lambda: sample)
+
+
+@pytest.mark.parametrize(
+    ("representation", "parameter"),
+    [
+        ("nothing", "representation"),
+        ({"backbone": "nothing"}, "backbone"),
+        ({"backbone": "sevennet", "length_scale": 0}, "length_scale"),
+        ({"backbone": "sevennet", "cutoff": 5}, "cutoff"),
+        (Densities, "representation"),
+        (3.0, "representation"),
+    ],
+)
+def test_bad_hyper_parameters(representation, parameter):
+    with pytest.raises(InputError) as error:
+        AtomisticModel(ENERGY, representation=representation)
+    assert error.value.parameter == parameter
+
+
+def test_names_of_backbones():
+    found = [make_backbone(name) for name in ("sevennet", "mace:some/where.model")]
+    assert found == [
+        Backbone(backbone="sevennet"),
+        Backbone(backbone="mace", model="some/where.model"),
+    ]
+    assert make_backbone("organic") is None
+
+
+def test_a_missing_package(monkeypatch, dimers):
+    from importlib.metadata import PackageNotFoundError
+
+    def version(package):
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr("qualms.features.learned.version", version)
+    with pytest.raises(InputError) as error:
+        AtomisticModel("energy", representation="chgnet").fit(dimers)
+    assert error.value.parameter == "representation"
+    assert "pip install 'qualms[chgnet]'" in error.value.remedy
