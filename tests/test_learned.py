@@ -14,7 +14,7 @@ from qualms.features.learned import Backbone, LearnedRepresentation, make_backbo
 from qualms.features.representation import Problem
 from qualms.gp.kernels import ExponentialKernel, RBFKernel, normalize_rows
 
-FEW = {"n_representatives": 60, "n_members": 8, "n_posterior": 4, "threads": 1}
+FEW = {"baseline": "mean", "n_representatives": 60, "n_members": 8, "n_posterior": 4, "threads": 1}
 STEP = 1e-3
 
 
@@ -41,8 +41,9 @@ def dimers():
 @pytest.fixture(scope="module")
 def trained(dimers):
     """A model of energies and forces with features of an object."""
-    model = AtomisticModel("energy", forces="forces", representation=Densities(), **FEW)
-    return model.fit(dimers[:40])
+    noise = {"noise": 1e-4, "forces_noise": 1e-2}  # larger weights would amplify rounding
+    given = {"forces": "forces", "units": "eV", "representation": Densities()}
+    return AtomisticModel("energy", **given, **noise, **FEW).fit(dimers[:40])
 
 
 def test_an_object_is_as_good_as_any_representation(trained, dimers):
@@ -50,7 +51,7 @@ def test_an_object_is_as_good_as_any_representation(trained, dimers):
     found = trained.predict_forces(new)
     forces = np.concatenate([atoms.arrays["forces"] for atoms in new])
     energies = np.array([atoms.info["energy"] for atoms in new])
-    np.testing.assert_allclose(found.energy.mean, trained.predict(new).mean, atol=1e-8)
+    np.testing.assert_allclose(found.energy.mean, trained.predict(new).mean, atol=1e-5)
     assert np.abs(found.energy.mean - energies).mean() < 0.2 * energies.std()
     assert np.abs(found.forces.mean - forces).mean() < 0.3 * np.abs(forces).mean()
     assert np.all(found.forces.std > 0)
