@@ -1,10 +1,14 @@
-"""Power spectra by featomic and their derivatives: `qualms.features.derivatives` for SOAP.
+"""SOAP features and their derivatives, by featomic: `qualms.features.derivatives` for SOAP.
 
-An environment with power spectrum p, in raw features, has y = pP with the projection P, and the
-kernel sees x = y/|y|, or y/c for features that are not normalised. Changes of p are projected to
-those of y; derivatives by y are taken back to p by Pᵀ. Both go pair of species by pair of species:
-an environment has features of the pairs of its own species only, and a projection may have few
-components of each pair.
+featomic expands the density of each species α around an atom in coefficients c_αnlm. They are
+contracted here to the power spectrum p_αnα′n′l ∝ Σ_m c_αnlm c_α′n′lm, of which y = pP are the raw
+features, with the projection P. A moving atom changes the density of its own species alone, so that
+
+    Δy = Σ_α′ (Σ_m Δc_αnlm c_α′n′lm) Q_αα′,
+
+where the rows of Q_αα′ are those of P that belong to α and α′, in the order of l, n and n′. This is
+either computed for all neighbours of an environment (forward), or the other way round the
+derivatives ∂e/∂c of R energies are, and multiplied with Δc (backward): whatever takes less time.
 
 featomic, given some atoms of a large structure, still spends time on all others. Large structures
 are therefore cut to parts, each with everything within the cutoff. Images of atoms across a
@@ -17,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import combinations_with_replacement, product
 from typing import NamedTuple
 
 import numpy as np
@@ -26,14 +30,16 @@ from scipy.linalg import block_diag
 from scipy.sparse import csr_array
 from scipy.spatial import cKDTree
 
-from qualms.arrays import Float64Array, IntArray
+from qualms.arrays import BoolArray, Float64Array, IntArray
 from qualms.features.derivatives import VOIGT, Changes, Pulled
 from qualms.features.representation import offsets_of
 from qualms.features.soap import (
+    Expansion,
     FeatomicEngine,
     PseudoSpeciesEngine,
     SoapRepresentation,
     make_engine,
+    order_factor,
 )
 
 #: Structures of fewer atoms are not cut.
@@ -42,6 +48,8 @@ LARGE = 256
 BATCH = 64
 #: Environments whose features are in memory at once, without derivatives.
 VALUES = 1024
+#: Products of densities that are in memory at once.
+_ELEMENTS = 2_000_000
 #: Error of distances after atoms have been moved by a lattice vector, in Å.
 _ROUNDING = 1e-6
 
@@ -135,7 +143,7 @@ def _compact(positions: Float64Array, chosen: IntArray, size: int) -> Iterator[I
         yield from _compact(positions, half, size)
 
 
-# --- derivatives of power spectra, by featomic ---
+# --- batches of environments ---
 
 
 @dataclass(frozen=True)
@@ -180,47 +188,42 @@ def batches(frames: Sequence[Atoms], size: int = BATCH) -> Iterator[Environments
         yield batch()
 
 
-class GradientBlock(NamedTuple):
-    """Features of one pair of species, and their derivatives.
+# --- densities and their changes, and the chain rule through contraction and projection ---
 
-    Attributes
-    ----------
-    pair : int
-        Which pair of species.
-    rows : (n,) array of int
-        Environments that have them, counted through the batch.
-    edges : (n + 1,) array of int
-        Derivatives of the k-th of these environments are ``edges[k]:edges[k + 1]``.
-    atoms : (g,) array of int
-        Atom that moves, a place in `SoapTape.atoms`.
-    positions : (g, 3, c) array
-        ∂p/∂r in 1/Å.
-    strain : (n, 3, 3, c) array, optional
-        ∂p/∂ε, for r → (1 + ε) r and a cell that goes along.
+
+@dataclass(frozen=True, eq=False)
+class SoapTape:
+    """Densities of one scale around a batch of atoms, and the features that follow from them.
+
+    Atoms of a structure are in the order of their species, and environments in that of atoms.
     """
 
-    pair: int
-    rows: IntArray
-    edges: IntArray
-    atoms: IntArray
-    positions: Float64Array
-    strain: Float64Array | None
-
-
-@dataclass(frozen=True)
-class SoapTape:
-    """Features of one scale, and the derivatives of power spectra P (n, D), in blocks."""
-
     features: ScaleFeatures
-    batch: Environments
-    gradients: Sequence[str]
-    P: Float64Array
-    blocks: list[GradientBlock]
-    x: Float64Array
-    lengths: Float64Array
+    structures: IntArray
     atoms: IntArray
+    owners: IntArray
     centers: IntArray
-    numbers: IntArray  #: (n_atoms,): atomic numbers
+    expansion: Expansion
+    moves: Moves | None
+
+    @cached_property
+    def columns(self) -> IntArray:
+        """Features of pairs of the species around these atoms."""
+        return self.features.used(self.expansion.species)
+
+    @cached_property
+    def x(self) -> Float64Array:
+        """Features of the kernel: (n, q)."""
+        return np.asarray(self._raw / self.lengths)
+
+    @cached_property
+    def lengths(self) -> Float64Array:
+        """Divisors of y: (n, 1)."""
+        if self.features.feature_scale is not None:
+            return np.full((len(self._raw), 1), self.features.feature_scale)
+        lengths = np.sqrt(np.einsum("ij,ij->i", self._raw, self._raw))[:, None]
+        lengths[lengths == 0] = 1.0
+        return lengths
 
     @property
     def normalized(self) -> bool:
@@ -228,26 +231,19 @@ class SoapTape:
         return self.features.feature_scale is None
 
     @cached_property
-    def pairs(self) -> list[int]:
-        """Pairs of species that some of the environments have."""
-        maps = enumerate(self.features.maps)
-        return [k for k, one in maps if np.any(self.P[:, one.rows])]
-
-    @cached_property
-    def columns(self) -> IntArray:
-        """Features of these pairs."""
-        return self.features.used(self.pairs)
-
-    @cached_property
-    def owners(self) -> IntArray:
-        """Structure of each environment, a place in `structures`: (n,)."""
-        sizes = [len(chosen) for chosen in self.batch.centers]
-        return np.repeat(np.arange(len(sizes)), sizes)
-
-    @property
-    def structures(self) -> IntArray:
-        """Structures of the batch."""
-        return self.batch.structures
+    def _raw(self) -> Float64Array:
+        """The features y (n, q)."""
+        scale, species = self.features.engine.scale, self.expansion.species
+        K, n_radial = len(species), scale.n_radial
+        spectra = np.empty((len(self.owners), K, K, scale.l_max + 1, n_radial, n_radial))
+        for order, c in enumerate(self.expansion.coefficients):
+            products = (c.transpose(0, 2, 1) @ c).reshape(-1, K, n_radial, K, n_radial)
+            spectra[:, :, :, order] = products.swapaxes(2, 3)
+        y = np.zeros((len(spectra), self.features.n_features))
+        for a, b in combinations_with_replacement(range(K), 2):
+            coupling = self.features.coupling(species[a], species[b])
+            y[:, coupling.columns] += coupling.project(spectra[:, a, b]) / (1 + (a == b))
+        return y
 
     def pull_back(self, slopes: Float64Array, columns: IntArray) -> Pulled:
         """Return derivatives by positions, and perhaps by strain."""
@@ -255,118 +251,229 @@ class SoapTape:
             x = self.x[:, columns]
             slopes -= (slopes @ x[:, :, None]) * x[:, None, :]
         slopes *= (1 / self.lengths)[:, :, None]
-        lifted = self.features.lifted(slopes, columns, self.pairs)
-        blocks = [block for block in self.blocks if block.pair in lifted]
         R = slopes.shape[1]
-        positions = self._by_position(blocks, lifted, R)
-        if "strain" not in self.gradients:
+        pull = self._pull_forward if self._prefers_forward(R) else self._pull_backward
+        owners, atoms, changes = pull(slopes, columns)
+        g = len(owners)
+        # An atom that is pushed pulls the centre of the environment.
+        rows, signs = np.concatenate([atoms, self.centers[owners]]), np.repeat([1.0, -1.0], g)
+        entries, shape = np.tile(np.arange(g), 2), (len(self.atoms), g)
+        sums = csr_array((signs, (rows, entries)), shape=shape)
+        positions = np.asarray(sums @ changes.reshape(g, 3 * R)).reshape(-1, 3, R)
+        if not self.expansion.strain:
             return Pulled(positions, None)
         strain = np.zeros((len(self.structures), 6, R))
-        for block in blocks:
-            assert block.strain is not None
-            of_block = lifted[block.pair][block.rows].transpose(0, 2, 1)
-            np.add.at(strain, self.owners[block.rows], block.strain[:, *VOIGT] @ of_block)
+        each = self.push_strain()[:, :, columns] @ slopes.transpose(0, 2, 1)
+        np.add.at(strain, self.owners, each)
         return Pulled(positions, strain)
 
-    def _by_position(
-        self, blocks: Sequence[GradientBlock], lifted: dict[int, Float64Array], R: int
-    ) -> Float64Array:
-        """Return Σ_i (∂e_i/∂p_i)·(∂p_i/∂r_j) (n_atoms, 3, R), for slopes ∂e_i/∂p_i (n, R, c)."""
-        atoms = np.concatenate([np.empty(0, dtype=np.intp), *(block.atoms for block in blocks)])
-        change = np.empty((len(atoms), 3, R))
-        first = 0
-        for block in blocks:
-            of_pair = lifted[block.pair]
-            for row, (begin, end) in zip(block.rows, pairwise(block.edges.tolist()), strict=True):
-                np.matmul(
-                    block.positions[begin:end].reshape(3 * (end - begin), -1),
-                    of_pair[row].T,
-                    out=change[first + begin : first + end].reshape(-1, R),
-                )
-            first += len(block.atoms)
-        entries, shape = np.arange(len(atoms)), (len(self.atoms), len(atoms))
-        sums = csr_array((np.ones(len(atoms)), (atoms, entries)), shape=shape)
-        return np.asarray(sums @ change.reshape(-1, 3 * R)).reshape(len(self.atoms), 3, R)
+    def _prefers_forward(self, R: int) -> bool:
+        """Whether derivatives of R energies take less time forward: multiplications are counted."""
+        assert self.moves is not None
+        scale, K = self.features.engine.scale, len(self.expansion.species)
+        density, spectrum = (
+            scale.n_radial * (scale.l_max + 1) ** 2,
+            scale.n_radial**2 * (scale.l_max + 1),
+        )
+        k = 2 * len(self.columns) / (K + 1)
+        # To contract one density with all others, and to project the result.
+        each = density * scale.n_radial * K + spectrum * k
+        rows = 3 * len(self.moves.owners)
+        forward = rows * (each + k * R)
+        return bool(forward < len(self.owners) * R * K * each + rows * density * R)
+
+    def _pull_forward(
+        self, slopes: Float64Array, columns: IntArray
+    ) -> tuple[IntArray, IntArray, Float64Array]:
+        """Return environments, atoms, and ∂e/∂r (g, 3, R) for slopes ∂e/∂y (n, R, k)."""
+        owners, atoms, found = [], [], [np.empty((0, 3, slopes.shape[1]))]
+        for changes in self.push_forward():
+            b = slopes[:, :, _places(columns, changes.columns)]
+            values, pulled = changes.values, np.empty((*changes.values.shape[:2], b.shape[1]))
+            for i, begin, end in _runs(changes.owners):
+                into = pulled[begin:end].reshape(-1, b.shape[1])
+                np.matmul(values[begin:end].reshape(len(into), -1), b[i].T, out=into)
+            owners.append(changes.owners)
+            atoms.append(changes.atoms)
+            found.append(pulled)
+        return _joined(owners), _joined(atoms), np.concatenate(found)
+
+    def _pull_backward(
+        self, slopes: Float64Array, columns: IntArray
+    ) -> tuple[IntArray, IntArray, Float64Array]:
+        """Return the same by way of the derivatives by densities."""
+        assert self.moves is not None
+        moves, species = self.moves, self.expansion.species
+        by_density = [self._by_density(slopes, columns, z) for z in species]
+        changes = np.concatenate([d.reshape(*d.shape[:2], -1) for d in moves.densities], axis=2)
+        pulled = np.empty((len(changes), 3, slopes.shape[1]))
+        for key, begin, end in _runs(moves.owners * len(species) + moves.species):
+            i, a = divmod(key, len(species))
+            into = pulled[begin:end].reshape(-1, slopes.shape[1])
+            np.matmul(changes[begin:end].reshape(len(into), -1), by_density[a][i].T, out=into)
+        pulled[moves.is_center] = 0.0
+        return moves.owners, moves.atoms, pulled
+
+    def _by_density(self, slopes: Float64Array, columns: IntArray, z: int) -> Float64Array:
+        """Return ∂e/∂c of the density of one species, l by l: (n, R, Σ_l (2l + 1) n_radial)."""
+        scale, species = self.features.engine.scale, self.expansion.species
+        (n, R, _), n_radial, n_orders = slopes.shape, scale.n_radial, scale.l_max + 1
+        lifted = np.empty((n_orders, n, R, n_radial, len(species), n_radial))
+        for o, other in enumerate(species):
+            coupling = self.features.coupling(z, other)
+            b = slopes[:, :, _places(columns, coupling.columns)]
+            of_pair = coupling.lift(b.reshape(n * R, -1))
+            of_pair = of_pair.reshape(n, R, n_orders, n_radial, n_radial)
+            lifted[:, :, :, :, o] = of_pair.transpose(2, 0, 1, 3, 4)
+        found = []
+        for c, of_order in zip(self.expansion.coefficients, lifted, strict=True):
+            flat = of_order.reshape(n, R * n_radial, -1) @ c.transpose(0, 2, 1)
+            found.append(flat.reshape(n, R, n_radial, -1).swapaxes(2, 3).reshape(n, R, -1))
+        return np.concatenate(found, axis=2)
 
     def push_forward(self) -> Iterator[Changes]:
         """Yield the changes of y, of one species of moving atoms at a time."""
-        for z in self.features.engine.species:
-            owners, atoms, pairs, changes = self._moving(z)
-            if len(owners):
-                p, _, c = changes.shape
-                projected = self.features.projected(changes.reshape(3 * p, c), pairs)
-                used = self.features.used(pairs)
-                yield Changes(owners, atoms, used, projected.reshape(p, 3, -1))
-
-    def _moving(self, z: int) -> tuple[IntArray, IntArray, list[int], Float64Array]:
-        """Return derivatives of power spectra by the positions of atoms of atomic number z.
-
-        Of p combinations of an environment and an atom that is not its centre, and of the features
-        of all pairs of species that this species is in: environments, atoms, pairs of species, and
-        changes (p, 3, c).
-        """
-        present = {block.pair for block in self.blocks}
-        of_pairs = enumerate(self.features.engine.pair_columns.items())
-        pairs = [k for k, (pair, _) in of_pairs if z in pair and k in present]
-        found = []
-        for block in self.blocks:
-            if block.pair in pairs:
-                owners = np.repeat(block.rows, np.diff(block.edges))
-                own = (self.numbers[block.atoms] == z) & (self.centers[owners] != block.atoms)
-                keys = owners[own] * len(self.atoms) + block.atoms[own]
-                found.append((block, own, keys))
-        every = np.concatenate([np.empty(0, dtype=np.intp), *(keys for *_, keys in found)])
-        keys, entries = np.unique(every, return_inverse=True)
-        columns = [self.features.maps[k].rows for k in pairs]
-        size = columns[0].stop - columns[0].start if columns else 0
-        changes = np.zeros((len(keys), 3, size * len(pairs)))
-        first = 0
-        for block, own, of_block in found:
-            k = pairs.index(block.pair)
-            here = entries[first : first + len(of_block)]
-            changes[here, :, k * size : (k + 1) * size] = block.positions[own]
-            first += len(of_block)
-        return keys // len(self.atoms), keys % len(self.atoms), pairs, changes
+        assert self.moves is not None
+        moves, species = self.moves, self.expansion.species
+        for begin, end in moves.parts(_ELEMENTS // (3 * self._n_products)):
+            owners, atoms = moves.owners[begin:end], moves.atoms[begin:end]
+            products = self._products([d[begin:end] for d in moves.densities], owners)
+            for a, z in enumerate(species):
+                is_own = (moves.species[begin:end] == a) & ~moves.is_center[begin:end]
+                if len(own := np.flatnonzero(is_own)):
+                    columns, values = self._projected(products[own], z)
+                    yield Changes(owners[own], atoms[own], columns, values)
 
     def push_strain(self) -> Float64Array:
         """Return ∂y/∂ε (n, 6, q)."""
-        n = len(self.x)
-        raw = np.zeros((n, 6, self.P.shape[1]))
-        for block in self.blocks:
-            assert block.strain is not None
-            columns = self.features.maps[block.pair].rows
-            raw[block.rows, :, columns] = block.strain[:, *VOIGT]
-        return self.features.projected(raw.reshape(6 * n, -1)).reshape(n, 6, -1)
+        n, species = len(self.owners), self.expansion.species
+        changes = np.zeros((n, 6, self.features.n_features))
+        for a, z in enumerate(species):
+            own = slice(a * self.features.engine.scale.n_radial, None)
+            own = slice(own.start, own.start + self.features.engine.scale.n_radial)
+            densities = [d[:, *VOIGT][..., own] for d in self.expansion.strain]
+            columns, values = self._projected(self._products(densities, np.arange(n)), z)
+            changes[:, :, columns] += values
+        return changes
+
+    @property
+    def _n_products(self) -> int:
+        """Numbers that one change of a density makes."""
+        scale = self.features.engine.scale
+        return len(self.expansion.species) * (scale.l_max + 1) * scale.n_radial**2
+
+    def _products(self, densities: Sequence[Float64Array], owners: IntArray) -> Float64Array:
+        """Return Σ_m Δc_nlm c_α′n′lm of changes (g, d, 2l + 1, n): (g, d, α′, (l, n, n′)).
+
+        The environments that they belong to are in ascending order.
+        """
+        (g, d, _, n_radial), K = densities[0].shape, len(self.expansion.species)
+        products = np.empty((g, d, K, len(densities), n_radial, n_radial))
+        runs, each = list(_runs(owners)), d * n_radial
+        for order, (change, c) in enumerate(
+            zip(densities, self.expansion.coefficients, strict=True)
+        ):
+            turned = change.swapaxes(2, 3).reshape(g * each, -1)
+            flat = np.empty((g * each, K * n_radial))
+            for i, begin, end in runs:
+                part = slice(begin * each, end * each)
+                np.matmul(turned[part], c[i], out=flat[part])
+            of_order = flat.reshape(g, d, n_radial, K, n_radial)
+            products[:, :, :, order] = of_order.swapaxes(2, 3)
+        return products.reshape(g, d, K, -1)
+
+    def _projected(self, products: Float64Array, z: int) -> tuple[IntArray, Float64Array]:
+        """Return which features (k,) the density of a species changes, and how: (g, d, k)."""
+        g, d, K, c = products.shape
+        species = self.expansion.species
+        columns = self.features.used_with(z, species)
+        changes, rows = np.zeros((g * d, len(columns))), products.reshape(g * d, K, c)
+        for o, other in enumerate(species):
+            coupling = self.features.coupling(z, other)
+            changes[:, _places(columns, coupling.columns)] += coupling.project(rows[:, o])
+        return columns, changes.reshape(g, d, -1)
 
 
-# --- from the power spectra of one scale to the features of the kernel, and back ---
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """Changes of the densities around atoms with the positions of g atoms near them.
 
-
-class PairMap(NamedTuple):
-    """The part of P that belongs to one pair of species.
-
-    Attributes
-    ----------
-    rows : slice
-        Raw features of the pair.
-    columns : (k,) array of int
-        Features in y that depend on them, in ascending order.
-    part : (c, k) array, optional
-        P of these rows and columns; None for the identity.
+    Environment by environment, and in each of them species by species.
     """
 
-    rows: slice
-    columns: IntArray
-    part: Float64Array | None
+    owners: IntArray  #: (g,): the environment
+    atoms: IntArray  #: (g,): the atom that moves, a place in `SoapTape.atoms`
+    species: IntArray  #: (g,): its species, a place in `Expansion.species`
+    is_center: BoolArray  #: (g,): whether it is the centre: these changes are not meaningful
+    densities: list[Float64Array]  #: (g, 3, 2l + 1, n_radial), in 1/Å, for each l
+
+    def parts(self, size: int) -> Iterator[tuple[int, int]]:
+        """Yield ranges of about `size` changes, with all those of an environment."""
+        edges = np.append(np.flatnonzero(np.diff(self.owners, prepend=-1)), len(self.owners))
+        first = 0
+        while first < len(edges) - 1:
+            last = int(np.searchsorted(edges, edges[first] + size, side="right")) - 1
+            last = max(last, first + 1)
+            yield int(edges[first]), int(edges[last])
+            first = last
+
+
+def _runs(keys: IntArray) -> Iterator[tuple[int, int, int]]:
+    """Yield the keys (n,), equal ones of which are next to each other, and where they are."""
+    edges = [0, *(np.flatnonzero(np.diff(keys)) + 1).tolist(), len(keys)]
+    if len(keys):
+        yield from zip(keys[edges[:-1]].tolist(), edges[:-1], edges[1:], strict=True)
+
+
+def _joined(parts: Sequence[IntArray]) -> IntArray:
+    return np.concatenate([np.empty(0, dtype=np.intp), *parts])
 
 
 @dataclass(frozen=True)
+class Coupling:
+    """From products of two densities, of n and n′ for each l, to the features of their species.
+
+    Attributes
+    ----------
+    columns : (k,) array of int
+        Features in y that depend on them, in ascending order.
+    matrix : (c, k) array, optional
+        Q_αα′ of the module; None if it is the identity, or, if `turned`, exchanges n and n′.
+    factors : (n_orders, 1, 1) array
+        Factors of each l if there is no matrix.
+    """
+
+    columns: IntArray
+    matrix: Float64Array | None
+    factors: Float64Array
+    turned: bool
+
+    def project(self, products: Float64Array) -> Float64Array:
+        """Return the changes of y (g, k), for products (g, (l, n, n′))."""
+        if self.matrix is not None:
+            flat: Float64Array = products.reshape(len(products), -1) @ self.matrix
+            return flat
+        return self._scaled(products)
+
+    def lift(self, slopes: Float64Array) -> Float64Array:
+        """Return derivatives by products (g, (l, n, n′)), for those by y (g, k)."""
+        return slopes @ self.matrix.T if self.matrix is not None else self._scaled(slopes)
+
+    def _scaled(self, values: Float64Array) -> Float64Array:
+        n_radial = round((values[0].size / len(self.factors)) ** 0.5) if len(values) else 1
+        scaled = values.reshape(-1, len(self.factors), n_radial, n_radial) * self.factors
+        scaled = scaled.swapaxes(2, 3) if self.turned else scaled
+        return scaled.reshape(len(values), -1)
+
+
+@dataclass(frozen=True, eq=False)
 class ScaleFeatures:
-    """From the power spectra of one scale to the features x of its kernel.
+    """The features of one scale.
 
     Attributes
     ----------
     engine : FeatomicEngine
+        Of elements, those of pseudo-species as well.
     projection : (D, q) array
         P, of compressed features or of pseudo-species. Otherwise it takes equal features together,
         p_nn′ and p_n′n of one species, which changes no product and saves a third of the
@@ -383,20 +490,14 @@ class ScaleFeatures:
     feature_scale: float | None
     compressed: bool
 
-    @cached_property
-    def maps(self) -> list[PairMap]:
-        """P, one pair of species after the other."""
-        maps = []
-        for (one, other), rows in self.engine.pair_columns.items():
-            columns = np.flatnonzero(np.any(self.projection[rows] != 0, axis=0))
-            is_identity = not self.compressed and one != other
-            part = None if is_identity else self.projection[rows][:, columns]
-            maps.append(PairMap(rows, columns, part))
-        return maps
+    @property
+    def n_features(self) -> int:
+        """Number q of features."""
+        return int(self.projection.shape[1])
 
     def representatives(self, X: Float64Array) -> Float64Array:
         """Return the features x (M, q) of representatives, as stored (M, d)."""
-        return X if self.compressed else self.projected(X)
+        return X if self.compressed else np.asarray(X @ self.projection)
 
     def tapes(self, frames: Sequence[Atoms], gradients: Sequence[str] = ()) -> Iterator[SoapTape]:
         """Yield all environments in batches; those of a large structure are in several of them."""
@@ -404,83 +505,76 @@ class ScaleFeatures:
             yield self._tape(batch, gradients)
 
     def _tape(self, batch: Environments, gradients: Sequence[str]) -> SoapTape:
-        """Compute the features of a batch, and blocks of their derivatives."""
-        cut = batch.cut(self.engine.scale.cutoff)
+        """Expand the densities of a batch."""
+        frames, samples, origins, numbers = [], [], [], []
+        for s, cut in enumerate(batch.cut(self.engine.scale.cutoff)):
+            given, order = cut.atoms, np.argsort(cut.atoms.numbers, kind="stable")
+            place = np.empty_like(order)
+            place[order] = np.arange(len(order))
+            centers = np.sort(place[cut.centers])
+            samples.append(np.stack([np.full_like(centers, s), centers], axis=1))
+            origins.append(batch.first[s] + cut.origins[order])
+            numbers.append(given.numbers[order])
+            positions = given.positions[order]
+            frames.append(Atoms(numbers[-1], positions, cell=given.cell, pbc=given.pbc))
+        owners, local = (every := np.concatenate(samples)).T
         # The atom that each atom of the cut-outs is, or is an image of.
-        starts = zip(batch.first, cut, strict=True)
-        every = np.concatenate([start + one.origins for start, one in starts])
-        atoms, place = np.unique(every, return_inverse=True)
-        numbers = np.empty(len(atoms), dtype=int)
-        numbers[place] = np.concatenate([one.atoms.numbers for one in cut])
-        first = offsets_of([len(one.atoms) for one in cut])
-        centers = [one.centers for one in cut]
-        P, blocks = np.zeros((len(batch), self.engine.n_features)), []
-        pairs = {columns.start: k for k, (columns, *_) in enumerate(self.maps)}
-        frames = [one.atoms for one in cut]
-        for columns, rows, block in self.engine.blocks(frames, centers, gradients):
-            P[rows, columns] = block.values
-            if not gradients:
-                continue
-            moved = block.gradient("positions")
-            owner, system, atom = np.asarray(moved.samples.values).T
-            # Entries come environment by environment.
-            edges = np.searchsorted(owner, np.arange(len(rows) + 1))
-            strain = np.asarray(block.gradient("strain").values) if "strain" in gradients else None
-            moving, positions = place[first[system] + atom], np.asarray(moved.values)
-            pair = pairs[columns.start]
-            blocks.append(GradientBlock(pair, rows, edges, moving, positions, strain))
-        x, lengths = self.features(P)
-        middle = np.concatenate(
-            [place[a + some] for a, some in zip(first[:-1], centers, strict=True)]
-        )
-        return SoapTape(self, batch, gradients, P, blocks, x, lengths, atoms, middle, numbers)
+        atoms, place = np.unique(np.concatenate(origins), return_inverse=True)
+        first = offsets_of([len(some) for some in origins])
+        centers = place[first[owners] + local]
+        expansion = self.engine.expand(frames, every, strain="strain" in gradients)
+        moves = None
+        if gradients:
+            sample, system, atom, densities = self.engine.expand_neighbours(frames, every)
+            here = first[system] + atom
+            species = np.searchsorted(expansion.species, np.concatenate(numbers)[here])
+            is_center = atom == local[sample]
+            moves = Moves(sample, place[here], species, is_center, densities)
+        return SoapTape(self, batch.structures, atoms, owners, centers, expansion, moves)
 
-    def features(self, P: Float64Array) -> tuple[Float64Array, Float64Array]:
-        """Return x (n, q) and the divisors of y (n, 1), for power spectra (n, D)."""
-        y = self.projected(P)
-        if self.feature_scale is not None:
-            lengths = np.full((len(y), 1), self.feature_scale)
-        else:
-            lengths = np.linalg.norm(y, axis=1, keepdims=True)
-            lengths[lengths == 0] = 1.0
-        return y / lengths, lengths
+    def used(self, species: tuple[int, ...]) -> IntArray:
+        """Return the features that depend on pairs of some species, in ascending order."""
+        return self._union(tuple(combinations_with_replacement(species, 2)))
 
-    def used(self, pairs: Sequence[int]) -> IntArray:
-        """Return the columns of x that depend on the features of some pairs of species."""
-        columns = [self.maps[k].columns for k in pairs]
-        return np.unique(np.concatenate([np.empty(0, dtype=np.intp), *columns]))
+    def used_with(self, z: int, species: tuple[int, ...]) -> IntArray:
+        """Return the features that depend on one species together with some others."""
+        return self._union(tuple((z, other) for other in species))
 
-    def projected(self, changes: Float64Array, pairs: Sequence[int] | None = None) -> Float64Array:
-        """Return Δp P for changes (n, c) of the raw features of all or some pairs of species.
+    def _union(self, pairs: tuple[tuple[int, int], ...]) -> IntArray:
+        if pairs not in self._unions:
+            columns = [self.coupling(*pair).columns for pair in pairs]
+            self._unions[pairs] = np.unique(np.concatenate(columns))
+        return self._unions[pairs]
 
-        They are given one pair after the other. Of some pairs, only the columns that they have
-        `used` are returned; others do not change.
-        """
-        used = np.arange(self.projection.shape[1]) if pairs is None else self.used(pairs)
-        projected, first = np.zeros((len(changes), len(used))), 0
-        for one in self.maps if pairs is None else [self.maps[k] for k in pairs]:
-            last = first + one.rows.stop - one.rows.start
-            own = changes[:, first:last]
-            own = own if one.part is None else own @ one.part
-            projected[:, _places(used, one.columns)] += own
-            first = last
-        return projected
+    @cached_property
+    def _unions(self) -> dict[tuple[tuple[int, int], ...], IntArray]:
+        return {}
 
-    def lifted(
-        self, slopes: Float64Array, used: IntArray, pairs: Sequence[int]
-    ) -> dict[int, Float64Array]:
-        """Return b Pᵀ for b (n, R, k), of which the columns that are used are given.
+    @cached_property
+    def _couplings(self) -> dict[tuple[int, int], Coupling]:
+        return {}
 
-        They are (n, R, c) arrays, by the given pairs of species.
-        """
-        found = {}
-        for k in pairs:
-            _, columns, part = self.maps[k]
-            b = slopes[:, :, _places(used, columns)]
-            if part is not None:
-                b = (b.reshape(-1, b.shape[2]) @ part.T).reshape(*b.shape[:2], -1)
-            found[k] = b
-        return found
+    def coupling(self, z: int, other: int) -> Coupling:
+        """Return how features depend on the density of one species, together with another one."""
+        if (z, other) not in self._couplings:
+            self._couplings[z, other] = self._coupling(z, other)
+        return self._couplings[z, other]
+
+    def _coupling(self, z: int, other: int) -> Coupling:
+        scale, turned = self.engine.scale, z > other
+        rows = self.engine.pair_columns[min(z, other), max(z, other)]
+        columns = np.flatnonzero(np.any(self.projection[rows] != 0, axis=0))
+        factors = np.array([order_factor(order) for order in range(scale.l_max + 1)])
+        factors = (factors * (1.0 if z == other else np.sqrt(2.0)))[:, None, None]
+        if z != other and not self.compressed:
+            return Coupling(columns, None, factors, turned)
+        shape = (scale.l_max + 1, scale.n_radial, scale.n_radial, len(columns))
+        matrix = self.projection[rows][:, columns].reshape(shape) * factors[..., None]
+        if turned:
+            matrix = matrix.swapaxes(1, 2)
+        elif z == other:  # both densities change
+            matrix = matrix + matrix.swapaxes(1, 2)
+        return Coupling(columns, matrix.reshape(-1, len(columns)), factors, turned)
 
 
 def scale_features(representation: SoapRepresentation) -> list[ScaleFeatures]:

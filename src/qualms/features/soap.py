@@ -491,48 +491,70 @@ class FeatomicEngine(Engine):
         """Yield the power spectra of the whole batch as one piece."""
         n = sum(len(chosen) for chosen in centers)
         values = np.zeros((n, self.n_features), dtype=dtype)
-        for columns, rows, block in self.blocks(frames, centers):
-            values[rows, columns] = block.values
+        for key, rows, block in self._compute(self.calculator, frames, centers):
+            pair = self.pair_columns[key["neighbor_1_type"], key["neighbor_2_type"]]
+            values[rows, pair] = block.values
         yield Piece(np.arange(n), (slice(0, self.n_features),), finish(values))
 
-    def blocks(
-        self, frames: Sequence[Atoms], centers: Sequence[IntArray], gradients: Sequence[str] = ()
-    ) -> Iterator[tuple[slice, IntArray, Any]]:
-        """Yield featomic's blocks of a batch, with the features and the environments they are of.
-
-        Each is for one species at the centre and one pair of species around it. Derivatives that
-        can be computed are "positions" and "strain".
-        """
-        for key, rows, block in self._compute(frames, centers, gradients):
-            pair = self.pair_columns[key["neighbor_1_type"], key["neighbor_2_type"]]
-            yield pair, rows, block
-
     def _compute(
-        self, frames: Sequence[Atoms], centers: Sequence[IntArray], gradients: Sequence[str] = ()
+        self, calculator: Any, frames: Sequence[Atoms], centers: Sequence[IntArray]
     ) -> Iterator[tuple[dict[str, int], IntArray, Any]]:
-        """Yield what the calculator finds: keys, environments and blocks."""
-        from metatensor import Labels
-
+        """Yield what a calculator finds: keys, environments and blocks."""
         owners = np.repeat(np.arange(len(frames)), [len(chosen) for chosen in centers])
         if not len(owners):
             return
-        samples = np.stack([owners, np.concatenate(centers)], axis=1).astype(np.int32)
-        computed = self.calculator.compute(
-            [in_cell(atoms, self.scale) for atoms in frames],
-            gradients=list(gradients),
-            selected_samples=Labels(["system", "atom"], samples),
-            use_native_system=True,
-        )
+        atoms = np.concatenate(centers)
+        computed = self._call(calculator, frames, np.stack([owners, atoms], axis=1))
         first_atom = offsets_of([len(atoms) for atoms in frames])
         # Place of an environment in the batch, by its atom counted through the batch.
         place = np.full(first_atom[-1], -1)
-        place[first_atom[owners] + samples[:, 1]] = np.arange(len(samples))
+        place[first_atom[owners] + atoms] = np.arange(len(atoms))
         keys = computed.keys
         for i, values in enumerate(np.asarray(keys.values).tolist()):
             block = computed.block_by_id(i)
             system, atom = np.asarray(block.samples.values).T
             key = dict(zip(keys.names, values, strict=True))
             yield key, place[first_atom[system] + atom], block
+
+    def _call(
+        self,
+        calculator: Any,
+        frames: Sequence[Atoms],
+        samples: IntArray,
+        gradients: Sequence[str] = (),
+    ) -> Any:
+        """Return the result of featomic for samples (n, 2): structure and atom."""
+        from metatensor import Labels
+
+        return calculator.compute(
+            [in_cell(atoms, self.scale) for atoms in frames],
+            gradients=list(gradients),
+            selected_samples=Labels(["system", "atom"], samples.astype(np.int32)),
+            use_native_system=True,
+        )
+
+    def expand(
+        self, frames: Sequence[Atoms], samples: IntArray, *, strain: bool = False
+    ) -> Expansion:
+        """Return the densities around samples (n, 2): structure and atom, in ascending order."""
+        computed = self._call(self.expansion, frames, samples, ["strain"] * strain)
+        merged = computed.keys_to_samples("center_type").keys_to_properties("neighbor_type")
+        blocks = [merged.block_by_id(i) for i in range(self.scale.l_max + 1)]
+        types = np.asarray(blocks[0].properties.values)[:: self.scale.n_radial, 0]
+        changes = [np.asarray(b.gradient("strain").values) for b in blocks] if strain else []
+        return Expansion(tuple(types.tolist()), [np.asarray(b.values) for b in blocks], changes)
+
+    def expand_neighbours(self, frames: Sequence[Atoms], samples: IntArray) -> NeighbourChanges:
+        """Return how the densities around samples (n, 2) change with all positions.
+
+        An atom changes the density of its own species alone. If all are said to be of one species,
+        featomic takes less time, and the changes are the same, except those with the centre.
+        """
+        alike = [Atoms(np.ones(len(a), int), a.positions, cell=a.cell, pbc=a.pbc) for a in frames]
+        computed = self._call(self.expansion, alike, samples, ["positions"])
+        changes = [computed.block_by_id(i).gradient("positions") for i in range(len(computed.keys))]
+        sample, system, atom = np.asarray(changes[0].samples.values).T
+        return NeighbourChanges(sample, system, atom, [np.asarray(c.values) for c in changes])
 
     @cached_property
     def calculator(self) -> Any:
@@ -541,6 +563,14 @@ class FeatomicEngine(Engine):
         from featomic import SoapPowerSpectrum
 
         return SoapPowerSpectrum(**self._parameters())
+
+    @cached_property
+    def expansion(self) -> Any:
+        """SphericalExpansion of featomic."""
+        limit_rayon()
+        from featomic import SphericalExpansion
+
+        return SphericalExpansion(**self._parameters())
 
     def _parameters(self) -> dict[str, Any]:
         scale = self.scale
@@ -557,6 +587,31 @@ class FeatomicEngine(Engine):
             "density": density,
             "basis": {"type": "TensorProduct", "max_angular": scale.l_max, "radial": radial},
         }
+
+
+class Expansion(NamedTuple):
+    """Densities of K species around n atoms, Eq. (15): an array for each l in both lists."""
+
+    species: tuple[int, ...]  #: those that some of the environments have, increasing
+    coefficients: list[Float64Array]  #: (n, 2l + 1, K·n_radial)
+    strain: list[Float64Array]  #: (n, 3, 3, 2l + 1, K·n_radial): derivatives, or none at all
+
+
+class NeighbourChanges(NamedTuple):
+    """Changes of densities with g positions, of one atom near another one each.
+
+    Environment by environment, atoms in ascending order. Those of the centre are not meaningful.
+    """
+
+    sample: IntArray  #: (g,): the environment
+    system: IntArray  #: (g,): its structure
+    atom: IntArray  #: (g,): the atom that moves, in this structure
+    values: list[Float64Array]  #: (g, 3, 2l + 1, n_radial), in 1/Å, for each l
+
+
+def order_factor(order: int) -> float:
+    """Return featomic's factor of Σ_m c_nlm c_n′lm in the power spectrum."""
+    return float((-1) ** order / np.sqrt(2 * order + 1))
 
 
 class PseudoSpeciesEngine(FeatomicEngine):
@@ -597,30 +652,21 @@ class PseudoSpeciesEngine(FeatomicEngine):
             weights[i, : len(present)] = self.weights[np.searchsorted(self.species, present)]
             renamed.append(Atoms(place + 1, atoms.positions, cell=atoms.cell, pbc=atoms.pbc))
         densities = [np.zeros((n, K, n_radial, m)) for m in range(1, 2 * l_max + 2, 2)]
-        for key, rows, block in self._compute(renamed, centers):
+        for key, rows, block in self._compute(self.expansion, renamed, centers):
             w = weights[owners[rows], int(key["neighbor_type"]) - 1]
             of_element = np.asarray(block.values).transpose(0, 2, 1)[:, None]
             densities[int(key["o3_lambda"])][rows] += w[:, :, None, None] * of_element
         values = np.empty((n, len(self.pair_columns), l_max + 1, n_radial, n_radial), dtype=dtype)
         for order, c in enumerate(densities):
-            factor = (-1) ** order / np.sqrt(2 * order + 1)  # as featomic has it
             for k in range(K):  # with itself and those after it: in the order of pairs
                 others = c[:, k:].reshape(n, (K - k) * n_radial, 2 * order + 1)
-                products = factor * c[:, k] @ others.transpose(0, 2, 1)
+                products = order_factor(order) * c[:, k] @ others.transpose(0, 2, 1)
                 products = products.reshape(n, n_radial, K - k, n_radial)
                 products[:, :, 1:] *= np.sqrt(2.0)
                 first = self.pair_columns[k, k].start // (n_radial**2 * (l_max + 1))
                 values[:, first : first + K - k, order] = products.transpose(0, 2, 1, 3)
         spectra = finish(values.reshape(n, self.n_features))
         yield Piece(np.arange(n), (slice(0, self.n_features),), spectra)
-
-    @cached_property
-    def calculator(self) -> Any:
-        """SphericalExpansion of featomic."""
-        limit_rayon()
-        from featomic import SphericalExpansion
-
-        return SphericalExpansion(**self._parameters())
 
     @property
     def plain(self) -> FeatomicEngine:
