@@ -215,11 +215,11 @@ def fill_rows(
     rows = np.where(known, np.cumsum(known) - 1, -1)  # of all components; -1 without a label
     of_virial = np.repeat(np.cumsum(3 * sizes + 6), 6).reshape(-1, 6) + np.arange(-6, 0)
     of_forces = np.delete(rows, of_virial.ravel()).reshape(-1, 3)
-    of_virials = rows[of_virial]
+    of_virials, moving = rows[of_virial], np.any(of_forces >= 0, axis=1)
     energies[:] = 0.0
     done = 0
     for term in terms:
-        for tape in term.features.tapes(frames, _GRADIENTS[: 1 + strain]):
+        for tape in term.features.tapes(frames, _GRADIENTS[: 1 + strain], moving):
             found = derivative_rows(term, tape, strain=strain)
             energies[tape.structures] += found.energies / sizes[tape.structures, None]
             _add_rows(others, of_forces[tape.atoms], found.forces)
@@ -270,9 +270,9 @@ def _add_forces(
 ) -> None:
     """Add −Σ_i Δk_i of some changes to the rows of forces (n_atoms, 3, M).
 
-    An atom that is pushed pulls the centre of the environment.
+    An atom that is pushed pulls the centre of the environment, unless changes are complete.
     """
-    owners, atoms, columns, values = changes
+    owners, atoms, columns, values, complete = changes
     p, x = len(owners), tape.x[:, columns]
     along = np.einsum("pcf,pf->pc", values, x[owners])
     terms = values.reshape(3 * p, -1) @ term.representatives[:, columns].T
@@ -280,11 +280,13 @@ def _add_forces(
     flat, axes = forces.reshape(3 * len(forces), -1), np.arange(3)
     on_atoms = (3 * atoms[:, None] + axes).ravel()
     on_centers = (3 * tape.centers[owners][:, None] + axes).ravel()
-    rows, signs = np.concatenate([on_atoms, on_centers]), np.repeat([-1.0, 1.0], 3 * p)
-    entries, shape = np.tile(np.arange(3 * p), 2), (len(flat), 3 * p)
+    sides = 1 if complete else 2
+    rows = np.concatenate([on_atoms, on_centers][:sides])
+    signs = np.repeat([-1.0, 1.0][:sides], 3 * p)
+    entries, shape = np.tile(np.arange(3 * p), sides), (len(flat), 3 * p)
     flat += np.asarray(csr_array((signs, (rows, entries)), shape=shape) @ terms)
-    signs *= np.tile(-along.ravel(), 2)
-    entries, shape = np.tile(np.repeat(owners, 3), 2), (len(flat), len(x))
+    signs *= np.tile(-along.ravel(), sides)
+    entries, shape = np.tile(np.repeat(owners, 3), sides), (len(flat), len(x))
     flat += np.asarray(csr_array((signs, (rows, entries)), shape=shape) @ second)
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from ase import Atoms
 
-from qualms.arrays import Float64Array, IntArray
+from qualms.arrays import BoolArray, Float64Array, IntArray
 
 #: Where ASE's six components of a strain or stress are in the matrix: xx, yy, zz, yz, xz, xy.
 VOIGT = ([0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1])
@@ -30,13 +30,15 @@ class Pulled(NamedTuple):
 class Changes(NamedTuple):
     """Changes of y, p of them, each with the position of an atom that is not the centre.
 
-    Features do not change if all atoms move, so that the centre has minus the sum of these changes.
+    Features do not change if all atoms move, so that the centre has minus the sum of these changes;
+    unless they are `complete` and changes with the position of the centre are among them.
     """
 
     owners: IntArray  #: (p,): the environment, counted through the batch
     atoms: IntArray  #: (p,): the atom that moves, a place in `Tape.atoms`
     columns: IntArray  #: (k,): features that may change, in ascending order
     values: Float64Array  #: (p, 3, k): ∂y/∂r in 1/Å
+    complete: bool = False
 
 
 class Tape(Protocol):
@@ -102,11 +104,17 @@ class Tape(Protocol):
 class DifferentiableFeatures(Protocol):
     """Features of one term of the kernel."""
 
-    def tapes(self, frames: Sequence[Atoms], gradients: Sequence[str] = ()) -> Iterator[Tape]:
+    def tapes(
+        self,
+        frames: Sequence[Atoms],
+        gradients: Sequence[str] = (),
+        moving: BoolArray | None = None,
+    ) -> Iterator[Tape]:
         """Yield all environments in batches; those of a structure may come in several of them.
 
         Gradients are those that will be needed: none, "positions", or "positions" and "strain".
-        Without any, a tape has features alone.
+        Without any, a tape has features alone. Changes with the positions of atoms that are not
+        `moving` (n_atoms,), counted through all structures, may be left out.
         """
         ...
 

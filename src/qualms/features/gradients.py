@@ -499,7 +499,12 @@ class ScaleFeatures:
         """Return the features x (M, q) of representatives, as stored (M, d)."""
         return X if self.compressed else np.asarray(X @ self.projection)
 
-    def tapes(self, frames: Sequence[Atoms], gradients: Sequence[str] = ()) -> Iterator[SoapTape]:
+    def tapes(
+        self,
+        frames: Sequence[Atoms],
+        gradients: Sequence[str] = (),
+        moving: BoolArray | None = None,
+    ) -> Iterator[SoapTape]:
         """Yield all environments in batches; those of a large structure are in several of them."""
         for batch in batches(frames) if gradients else batches(frames, VALUES):
             yield self._tape(batch, gradients)

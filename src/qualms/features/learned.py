@@ -25,7 +25,7 @@ from ase import Atoms
 from ase.data import chemical_symbols
 from pydantic import Field, ValidationError
 
-from qualms.arrays import Float64Array, FloatArray, IntArray
+from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
 from qualms.errors import InputError, QualmsWarning
 from qualms.features.derivatives import VOIGT, Changes, DifferentiableFeatures, Pulled
 from qualms.features.representation import (
@@ -395,18 +395,23 @@ class NetworkFeatures:
     representation: LearnedRepresentation
 
     def tapes(
-        self, frames: Sequence[Atoms], gradients: Sequence[str] = ()
+        self,
+        frames: Sequence[Atoms],
+        gradients: Sequence[str] = (),
+        moving: BoolArray | None = None,
     ) -> Iterator[NetworkTape]:
         """Yield all environments, of some structures at a time."""
         offsets = offsets_of([len(atoms) for atoms in frames])
         first = 0
         while first < len(frames):
-            last = max(int(np.searchsorted(offsets, offsets[first] + _ATOMS, side="right")) - 1, 1)
+            last = int(np.searchsorted(offsets, offsets[first] + _ATOMS, side="right")) - 1
             last = min(max(last, first + 1), len(frames))
             structures = np.arange(first, last)
             atoms = np.arange(offsets[first], offsets[last])
             chosen = list(frames[first:last])
-            yield NetworkTape(self.representation, chosen, structures, atoms, bool(gradients))
+            moved = np.ones(len(atoms), dtype=bool) if moving is None else moving[atoms]
+            wanted = bool(gradients)
+            yield NetworkTape(self.representation, chosen, structures, atoms, wanted, moved)
             first = last
 
     def representatives(self, X: Float64Array) -> Float64Array:
@@ -423,6 +428,7 @@ class NetworkTape:
     structures: IntArray
     atoms: IntArray
     gradients: bool
+    moving: BoolArray  #: (n,): atoms with whose positions changes are needed
     normalized: ClassVar[bool] = True
 
     @cached_property
@@ -484,13 +490,15 @@ class NetworkTape:
         return Pulled(np.asarray(positions).transpose(1, 2, 0), virials.transpose(1, 2, 0))
 
     def push_forward(self) -> Iterator[Changes]:
-        """Yield ∂y/∂r of all pairs of atoms of a structure, by central differences."""
+        """Yield ∂y/∂r of all atoms of a structure with those that move, by central differences."""
         k, species = self.representation.n_raw, self.representation.species
         edges = offsets_of([len(atoms) for atoms in self.frames])
         for atoms, first in zip(self.frames, edges[:-1], strict=True):
             n, cell = len(atoms), atoms.cell.array
+            wanted = np.flatnonzero(self.moving[first : first + n])
             step = max(_ENVIRONMENTS // (6 * n), 1)
-            for moving in np.array_split(np.arange(n), -(-n // step)):
+            for start in range(0, len(wanted), step):
+                moving = wanted[start : start + step]
                 pairs = []
                 for j, axis in product(moving, range(3)):
                     shift = np.zeros((n, 3))
@@ -502,8 +510,7 @@ class NetworkTape:
                     i, j = (a.ravel() for a in np.meshgrid(own, moving, indexing="ij"))
                     values = change[:, :, own].transpose(2, 0, 1, 3).reshape(-1, 3, k)
                     columns = np.searchsorted(species, z) * k + np.arange(k)
-                    apart = i != j
-                    yield Changes(i[apart] + first, j[apart] + first, columns, values[apart])
+                    yield Changes(i + first, j + first, columns, values, complete=True)
 
     def push_strain(self) -> Float64Array:
         """Return ∂y/∂ε (n, 6, d) in the order of `VOIGT`."""
