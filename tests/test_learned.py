@@ -1,5 +1,7 @@
 """Features of networks, and of objects that follow the same protocol."""
 
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 from ase import Atoms
@@ -9,6 +11,9 @@ from fake_network import Densities, NoDerivatives
 
 from qualms import AtomisticModel
 from qualms.ase import Calculator
+from qualms.atomistic.labels import collect_labels
+from qualms.atomistic.settings import make_settings
+from qualms.atomistic.training import compute_rows
 from qualms.errors import InputError, QualmsWarning
 from qualms.features.learned import Backbone, LearnedRepresentation, make_backbone
 from qualms.features.representation import Problem
@@ -136,6 +141,21 @@ def test_elements_have_columns_of_their_own(dimers):
     np.testing.assert_allclose(X[[0, 1]], X[2:][[1, 3]])
 
 
+def test_forces_of_some_atoms(dimers):
+    """Rows of the forces on chosen atoms are those that training on all forces has."""
+    given = {"forces": "forces", "units": "eV", "representation": Densities(), **FEW}
+    some, every = (
+        collect_labels(dimers[:20], make_settings({"target": "energy", "force_atoms": n, **given}))
+        for n in (2, "all")
+    )
+    assert some.quantities["forces"].rows.size == 20 * 2 * 3
+    one, two = (compute_rows(data, memory="1GB") for data in (some, every))
+    known = np.concatenate([np.isfinite(f).ravel() for f in some.derivatives.forces])
+    np.testing.assert_allclose(one.Phi[20:], two.Phi[20:][known], atol=1e-9)
+    assert Backbone(backbone="sevennet").n_moving(np.full(100, 24), "default") is None
+    assert Backbone(backbone="sevennet").n_moving(np.full(1000, 24), "default") == 3
+
+
 # --- what cannot be used ---
 
 
@@ -221,3 +241,101 @@ def test_a_missing_package(monkeypatch, dimers):
         AtomisticModel("energy", representation="chgnet").fit(dimers)
     assert error.value.parameter == "representation"
     assert "pip install 'qualms[chgnet]'" in error.value.remedy
+
+
+# --- pretrained networks, with their weights ---
+
+#: Package of each network whose weights are in its wheel.
+WEIGHTS = {"sevennet": "sevenn", "chgnet": "chgnet"}
+
+
+@pytest.fixture(scope="module", params=WEIGHTS)
+def pretrained(request, dimers):
+    """A model of energies and forces with features of a network."""
+    pytest.importorskip("torch")
+    if find_spec(WEIGHTS[request.param]) is None:
+        pytest.skip(f"{WEIGHTS[request.param]} is not installed")
+    given = {"forces": "forces", "units": "eV", "calibration": "student"}
+    given |= {"representation": request.param, "noise": 1e-4, "forces_noise": 1e-2}
+    return AtomisticModel("energy", **given, **FEW).fit(dimers[:16])
+
+
+def test_forces_of_networks_are_derivatives(pretrained, dimers):
+    atoms = dimers[50]
+    found = pretrained.predict_forces([atoms])
+    forces = found.forces.uncalibrated.members
+    np.testing.assert_allclose(found.energy.mean, pretrained.predict([atoms]).mean, atol=1e-5)
+    for i, axis in ((0, 0), (3, 1)):
+        moved = [atoms.copy(), atoms.copy()]
+        for one, sign in zip(moved, (1, -1), strict=True):
+            one.positions[i, axis] += sign * 1e-3
+        plus, minus = pretrained.predict(moved).uncalibrated.members
+        expected = -(plus - minus) / 2e-3
+        np.testing.assert_allclose(forces[i, axis], expected, atol=1e-3 * np.abs(forces).max())
+    assert forces.shape[-1] == 12
+
+
+def test_predictions_do_not_depend_on_the_batch(pretrained, dimers):
+    together = pretrained.predict(dimers[40:44])
+    alone = [pretrained.predict([atoms]).mean[0] for atoms in dimers[40:44]]
+    np.testing.assert_allclose(together.mean, alone, atol=1e-4 * together.std.min())
+
+
+def test_training_rows_of_networks(pretrained, dimers):
+    """Central differences agree with automatic differentiation."""
+    (features,) = pretrained.fitted.representation.differentiable
+    (tape,) = features.tapes(dimers[:1], ("positions", "strain"))
+    b = np.random.default_rng(0).normal(size=(5, 1, tape.x.shape[1]))
+    pulled = tape.pull_back(b.copy(), np.arange(tape.x.shape[1]))
+    slopes = b[:, 0] - np.einsum("nf,nf->n", b[:, 0], tape.x)[:, None] * tape.x
+    slopes /= tape.lengths
+    found = np.zeros((5, 3))
+    for owners, atoms, columns, values, _ in tape.push_forward():
+        change = np.einsum("pcf,pf->pc", values, slopes[owners][:, columns])
+        np.add.at(found, atoms, change)
+    scale = np.abs(pulled.positions).max()
+    np.testing.assert_allclose(found, pulled.positions[..., 0], atol=1e-4 * scale)
+    strained = np.einsum("nvf,nf->v", tape.push_strain(), slopes)
+    np.testing.assert_allclose(strained, pulled.strain[0, :, 0], atol=1e-4 * scale)
+
+
+def test_a_file_has_the_digest_of_the_weights(pretrained, dimers, tmp_path):
+    path = tmp_path / "model.safetensors"
+    pretrained.save(path)
+    loaded = AtomisticModel.load(path, threads=1)
+    same_predictions(pretrained, loaded, dimers[40:42])
+    settings = loaded.fitted.settings.representation
+    assert len(settings.sha256) == 64
+    other = tmp_path / "other.pth"
+    other.write_bytes(b"not these")
+    with pytest.raises(InputError) as error:
+        AtomisticModel.load(path, representation=other)
+    assert error.value.parameter == "model"
+    assert settings.sha256[:16] in error.value.expected
+
+
+def test_elements_that_a_network_does_not_know(pretrained, dimers):
+    atoms = Atoms("OH2Og", dimers[0].positions[:4])
+    with pytest.raises(InputError) as error:
+        pretrained.settings.features.resolved(atoms.numbers)
+    assert error.value.parameter == "frames"
+
+
+def test_energies_of_the_network_itself(pretrained, dimers):
+    representation = pretrained.fitted.representation
+    found = representation.reference(dimers[:2], forces=True)
+    one, two = dimers[0].copy(), dimers[0].copy()
+    one.positions[1, 0] += 1e-3
+    two.positions[1, 0] -= 1e-3
+    plus, minus = representation.reference([one, two]).energies
+    assert found.forces[0][1, 0] == pytest.approx(-(plus - minus) / 2e-3, abs=1e-3)
+    assert found.stresses is None
+
+
+def test_structures_without_neighbours(pretrained):
+    apart = [Atoms("O", [[0, 0, 0]]), Atoms("OH", [[0, 0, 0], [30, 0, 0]])]
+    assert pretrained.predict(apart[1:]).mean.shape == (1,)
+    y, pull_back = pretrained.fitted.representation.network.vjp(apart)
+    positions, strains = pull_back(np.ones((1, *y.shape)))
+    assert not np.any(positions)
+    assert not np.any(strains)

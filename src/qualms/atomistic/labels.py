@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 ISOLATED = ("isolated_atom", "isolatedatom")
 #: A matrix whose halves differ by more than this, relative to its largest number, is no stress.
 _SYMMETRY = 1e-3
+#: Stream of random numbers that select the atoms whose forces are learned.
+_FORCES_STREAM = 6
 #: Largest label: weights and variances are still finite.
 _LARGEST = 1e40
 _RESULTS = "calc.results"
@@ -182,6 +184,8 @@ def collect_labels(
         species = tuple(np.unique(numbers).tolist())
     stored = {"memory": None, "threads": None, "species": species}
     settings, preset = with_representation(settings.model_copy(update=stored), used)
+    if derivatives is not None:
+        derivatives = _thinned(derivatives, settings)
     data = TrainingSet(
         settings=settings,
         frames=used,
@@ -561,6 +565,22 @@ def force_labels(
         name, key = ("forces", forces) if forces is not None else ("stress", stress)
         raise InputError(name, repr(key), "a label of at least one structure with an energy")
     return labels
+
+
+def _thinned(labels: ForceLabels, settings: Settings) -> ForceLabels:
+    """Return the forces on some atoms of each structure, if not all are to be learned."""
+    wanted = settings.force_atoms
+    if wanted == "auto":
+        sizes = np.array([len(forces) for forces in labels.forces])
+        wanted = settings.features.n_moving(sizes, settings.effort) or "all"
+    if wanted == "all":
+        return labels
+    rng, forces = np.random.default_rng([settings.seed, _FORCES_STREAM]), []
+    for all_forces in labels.forces:
+        kept = rng.permutation(len(all_forces))[:wanted]
+        forces.append(np.full_like(all_forces, np.nan))
+        forces[-1][kept] = all_forces[kept]
+    return replace(labels, forces=forces)
 
 
 def _warn(text: str) -> None:

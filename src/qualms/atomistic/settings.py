@@ -125,6 +125,12 @@ class Settings(BaseModel):
     forces: _Key | None = _data(
         None, "str, optional", "Key of forces to learn together with the energy."
     )
+    force_atoms: Literal["auto", "all"] | Annotated[int, Field(ge=1, le=2**53)] = _data(
+        "auto",
+        '"auto", "all" or int',
+        "Atoms of each structure, at random, whose forces are learned; by default all, or for a "
+        "network, whose derivatives take long, as many as ``effort`` allows.",
+    )
     stress: _Key | None = _data(
         None,
         "str, optional",
@@ -324,6 +330,8 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
     if settings.resample == "atoms" and settings.kind != "atomic":
         raise InputError("resample", "'atoms'", "'structures', unless kind='atomic'")
     _check_members(settings)
+    if settings.force_atoms != "auto" and settings.forces is None:
+        raise InputError("force_atoms", settings.force_atoms, "'auto' if no forces are learned")
     for name in ("forces", "stress"):
         noise = getattr(settings, f"{name}_noise")
         if noise != "auto" and getattr(settings, name) is None:

@@ -42,11 +42,13 @@ from qualms.gp.kernels import ExponentialKernel, Kernel, PowerKernel, normalize_
 
 #: Atoms whose derivatives are in memory at once, several small structures or one of any size.
 _ATOMS = 128
-#: Displacement in Å, and strain, of the central differences that give changes of features: their
-#: error of some 1e-6 is balanced between truncation and rounding of float64.
+#: Displacement in Å, and strain, of the central differences that give changes of features, unless
+#: the network has its own: for float64, with errors of some 1e-6.
 _STEP = 1e-3
 #: Environments of displaced structures whose features are in memory at once.
 _ENVIRONMENTS = 16_384
+#: Environments of displaced structures in a training, some milliseconds each, for each effort.
+_EVALUATED = {"fast": 1e5, "default": 5e5, "best": 4e6}
 #: Environments on which features are checked.
 _CHECKED = 200
 #: Relative difference of two evaluations from which a network is not deterministic.
@@ -65,8 +67,9 @@ class Network(Protocol):
 
     - ``vjp(frames)``, which returns features and a function, `PullBack`: models have forces;
     - ``reference(frames, forces=False, stress=False)``, which returns a `Reference`;
-    - ``species``, the atomic numbers that it knows, ``cutoff`` in Å and ``digest``, a text that
-      identifies it, which a model file stores and compares.
+    - ``species``, the atomic numbers that it knows, ``cutoff`` in Å, ``step`` in Å for central
+      differences of features, 1e-3 by default, and ``digest``, a text that identifies it, which a
+      model file stores and compares.
     """
 
     @property
@@ -165,6 +168,14 @@ class Backbone(RepresentationSettings):
             raise InputError("frames", symbols, f"elements that {self.backbone} knows")
         found = {"version": getattr(network, "version", None), "sha256": _digest(network)}
         return self.model_copy(update=found)
+
+    def n_moving(self, sizes: IntArray, effort: str) -> int | None:
+        """Return the largest number for which displaced structures do not have too many atoms."""
+        largest, most = _EVALUATED[effort], int(sizes.max(initial=1))
+        if 6 * np.sum(sizes * sizes) <= largest:
+            return None
+        counts = (k for k in range(most, 1, -1) if 6 * np.sum(sizes * sizes.clip(max=k)) <= largest)
+        return next(counts, 1)
 
     def n_features(self, species: Sequence[int], problem: Problem) -> tuple[int, int]:
         """Return the number of features twice: they are not compressed."""
@@ -489,6 +500,10 @@ class NetworkTape:
         virials = np.asarray(strain)[:, :, *VOIGT]
         return Pulled(np.asarray(positions).transpose(1, 2, 0), virials.transpose(1, 2, 0))
 
+    @property
+    def _step(self) -> float:
+        return float(getattr(self.representation.network, "step", _STEP))
+
     def push_forward(self) -> Iterator[Changes]:
         """Yield ∂y/∂r of all atoms of a structure with those that move, by central differences."""
         k, species = self.representation.n_raw, self.representation.species
@@ -502,7 +517,7 @@ class NetworkTape:
                 pairs = []
                 for j, axis in product(moving, range(3)):
                     shift = np.zeros((n, 3))
-                    shift[j, axis] = _STEP
+                    shift[j, axis] = self._step
                     pairs.append((atoms.positions + shift, cell, atoms.positions - shift, cell))
                 change = self._differences(atoms, pairs).reshape(len(moving), 3, n, k)
                 for z in np.unique(atoms.numbers):
@@ -519,8 +534,8 @@ class NetworkTape:
             pairs = []
             for a, b in zip(*VOIGT, strict=True):
                 strain = np.zeros((3, 3))
-                strain[a, b] += _STEP / 2
-                strain[b, a] += _STEP / 2
+                strain[a, b] += self._step / 2
+                strain[b, a] += self._step / 2
                 one, two = np.eye(3) + strain, np.eye(3) - strain
                 r, cell = atoms.positions, atoms.cell.array
                 pairs.append((r @ one, cell @ one, r @ two, cell @ two))
@@ -534,4 +549,4 @@ class NetworkTape:
             frames.append(Atoms(atoms.numbers, one, cell=cell, pbc=atoms.pbc))
             frames.append(Atoms(atoms.numbers, two, cell=other, pbc=atoms.pbc))
         y = self.representation.raw_features(frames).reshape(len(pairs), 2, len(atoms), -1)
-        return np.asarray((y[:, 0] - y[:, 1]) / (2 * _STEP))
+        return np.asarray((y[:, 0] - y[:, 1]) / (2 * self._step))

@@ -55,6 +55,7 @@ class TorchNetwork(ABC):
     n_features: int
     version: str
     digest: str
+    step: float = 1e-3  #: of central differences of features, in Å
 
     @abstractmethod
     def evaluate(self, frames: Sequence[Atoms]) -> Output:
@@ -89,6 +90,8 @@ class TorchNetwork(ABC):
         for batch in _batches(frames):
             with _quiet(), contextlib.nullcontext() if forces or stress else torch.no_grad():
                 found = self.evaluate(batch)
+            if found.energies is None:
+                raise InputError("representation", "a model without energies", "one with energies")
             energies.append(found.energies.detach().double().numpy())
             if forces or stress:
                 ones = torch.ones_like(found.energies)
@@ -428,4 +431,77 @@ class Metatomic(TorchNetwork):
         return model
 
     def __init__(self, path: Path, layer: int) -> None:
-        raise NotImplementedError
+        from metatomic.torch import ModelEvaluationOptions, ModelOutput, load_atomistic_model
+
+        self._model = load_atomistic_model(str(path))
+        capabilities = self._model.capabilities()
+        names = [name for name in ("feature", "features") if name in capabilities.outputs]
+        if not names:
+            raise InputError("model", path.name, "a model of metatomic with the output feature")
+        self._name, self._has_energy = names[0], "energy" in capabilities.outputs
+        outputs = {self._name: ModelOutput(sample_kind="atom")}
+        if self._has_energy:
+            outputs["energy"] = ModelOutput(unit="eV", sample_kind="system")
+        self._options = ModelEvaluationOptions(length_unit="angstrom", outputs=outputs)
+        self._lists = self._model.requested_neighbor_lists()
+        self._dtype = getattr(torch, capabilities.dtype)
+        self.step = 1e-3 if self._dtype == torch.float64 else 1e-2
+        self.species = tuple(sorted(int(z) for z in capabilities.atomic_types))
+        cutoffs = [options.engine_cutoff("angstrom") for options in self._lists]
+        self.cutoff = float(max(cutoffs, default=0.0))
+        pair = Atoms([self.species[0]] * 2, [[0.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
+        with torch.no_grad():
+            self.n_features = int(self.evaluate([pair]).features.shape[1])
+
+    def evaluate(self, frames: Sequence[Atoms]) -> Output:
+        """Evaluate some structures in one forward pass."""
+        graph = make_graph(frames, self.cutoff)
+        found = self._model(self._systems(frames, graph), self._options, check_consistency=False)
+        features = found[self._name].keys_to_samples(found[self._name].keys.names).block()
+        order = torch.tensor(np.lexsort(features.samples.values[:, [1, 0]].numpy().T))
+        energies = None
+        if self._has_energy:
+            energies = found["energy"].block().values.reshape(-1)
+        return Output(features.values[order], energies, [graph.positions], [graph.strain])
+
+    def _systems(self, frames: Sequence[Atoms], graph: Graph) -> list[Any]:
+        """Return structures with the neighbour lists that the model requests."""
+        from metatensor.torch import Labels, TensorBlock
+        from metatomic.torch import System
+
+        systems, edges = [], offsets_of([len(atoms) for atoms in frames])
+        centre, neighbour = graph.edges
+        distances = torch.linalg.norm(graph.vectors.detach(), dim=1)
+        for s, atoms in enumerate(frames):
+            rows, pbc = slice(int(edges[s]), int(edges[s + 1])), torch.tensor(atoms.pbc)
+            system = System(
+                types=graph.numbers[rows].to(torch.int32),
+                positions=graph.strained[rows].to(self._dtype),
+                cell=(graph.cell[s] * pbc[:, None]).to(self._dtype),
+                pbc=pbc,
+            )
+            for options in self._lists:
+                own = (graph.batch[centre] == s) & (distances <= options.engine_cutoff("angstrom"))
+                if not options.full_list:
+                    own &= _once(centre, neighbour, graph.images)
+                pairs = torch.stack([centre[own], neighbour[own]], dim=1) - int(edges[s])
+                samples = torch.cat([pairs, graph.images[own]], dim=1).to(torch.int32)
+                block = TensorBlock(
+                    values=graph.vectors[own].to(self._dtype)[:, :, None],
+                    samples=Labels(_SAMPLES, samples),
+                    components=[Labels.range("xyz", 3)],
+                    properties=Labels.range("distance", 1),
+                )
+                system.add_neighbor_list(options, block)
+            systems.append(system)
+        return systems
+
+
+_SAMPLES = ["first_atom", "second_atom", "cell_shift_a", "cell_shift_b", "cell_shift_c"]
+
+
+def _once(centre: Any, neighbour: Any, images: Any) -> Any:
+    """Return which edges a list has that has each pair in one direction alone."""
+    a, b, c = images.T
+    positive = (a > 0) | ((a == 0) & ((b > 0) | ((b == 0) & (c > 0))))
+    return (centre < neighbour) | ((centre == neighbour) & positive)

@@ -90,6 +90,10 @@ class RepresentationSettings(BaseModel, ABC):
         """Return hyper-parameters for structures of these elements, or reject the elements."""
         return self
 
+    def n_moving(self, sizes: IntArray, effort: str) -> int | None:
+        """Return the atoms of structures, of some sizes, whose forces an effort allows to learn."""
+        return None
+
     @abstractmethod
     def n_features(self, species: Sequence[int], problem: Problem) -> tuple[int, int]:
         """Return the numbers of features after and before compression."""
