@@ -38,13 +38,13 @@ from qualms.features.representation import (
     Sample,
     offsets_of,
 )
-from qualms.gp.kernels import ExponentialKernel, Kernel, PowerKernel, normalize_rows
+from qualms.gp.kernels import ExponentialKernel, Kernel, LinearKernel, normalize_rows
 
 #: Atoms whose derivatives are in memory at once, several small structures or one of any size.
 _ATOMS = 128
 #: Displacement in Å, and strain, of the central differences that give changes of features, unless
-#: the network has its own: for float64, with errors of some 1e-6.
-_STEP = 1e-3
+#: the network has its own: for float64, with errors below 1e-5.
+_STEP = 1e-4
 #: Environments of displaced structures whose features are in memory at once.
 _ENVIRONMENTS = 16_384
 #: Environments of displaced structures in a training, some milliseconds each, for each effort.
@@ -68,7 +68,7 @@ class Network(Protocol):
     - ``vjp(frames)``, which returns features and a function, `PullBack`: models have forces;
     - ``reference(frames, forces=False, stress=False)``, which returns a `Reference`;
     - ``species``, the atomic numbers that it knows, ``cutoff`` in Å, ``step`` in Å for central
-      differences of features, 1e-3 by default, and ``digest``, a text that identifies it, which a
+      differences of features, 1e-4 by default, and ``digest``, a text that identifies it, which a
       model file stores and compares.
     """
 
@@ -290,7 +290,7 @@ class LearnedRepresentation(Representation):
     def kernel(self) -> Kernel:
         """The exponential or linear kernel."""
         if self.settings.length_scale is None:
-            return PowerKernel(1)
+            return LinearKernel()
         return ExponentialKernel(self.settings.length_scale)
 
     @property

@@ -55,7 +55,7 @@ class TorchNetwork(ABC):
     n_features: int
     version: str
     digest: str
-    step: float = 1e-3  #: of central differences of features, in Å
+    step: float = 1e-4  #: of central differences of features, in Å
 
     @abstractmethod
     def evaluate(self, frames: Sequence[Atoms]) -> Output:
@@ -445,7 +445,7 @@ class Metatomic(TorchNetwork):
         self._options = ModelEvaluationOptions(length_unit="angstrom", outputs=outputs)
         self._lists = self._model.requested_neighbor_lists()
         self._dtype = getattr(torch, capabilities.dtype)
-        self.step = 1e-3 if self._dtype == torch.float64 else 1e-2
+        self.step = 1e-4 if self._dtype == torch.float64 else 1e-2
         self.species = tuple(sorted(int(z) for z in capabilities.atomic_types))
         cutoffs = [options.engine_cutoff("angstrom") for options in self._lists]
         self.cutoff = float(max(cutoffs, default=0.0))

@@ -177,6 +177,28 @@ def _integer_power(x: FloatArray, exponent: int) -> FloatArray:
 
 
 @dataclass(frozen=True)
+class LinearKernel:
+    """The kernel k(x, x′) = x·x′ + c of features as they are; ``offset`` c is for a constant."""
+
+    offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_number("offset", self.offset, 0)
+
+    def __call__(self, X: FloatArray, Y: FloatArray, /) -> FloatArray:
+        """Return the kernel between the rows of X (n, d) and those of Y (m, d): (n, m)."""
+        return _inner_products(X, Y) + self.offset
+
+    def diag(self, X: FloatArray, /) -> FloatArray:
+        """Return the kernel of each row of X (n, d) with itself: (n,)."""
+        return np.asarray(np.einsum("ij,ij->i", X, X)) + self.offset
+
+    def value_and_slope(self, products: Float64Array, /) -> tuple[Float64Array, Float64Array]:
+        """Return f and its derivative f′, for products x·x′ of any shape."""
+        return products + self.offset, np.ones_like(products)
+
+
+@dataclass(frozen=True)
 class ExponentialKernel:
     """The kernel k(x, x′) = (exp(x·x′/ℓ²) − 1) / (exp(1/ℓ²) − 1) of normalised features.
 
