@@ -1,5 +1,6 @@
 """Features of networks, and of objects that follow the same protocol."""
 
+import warnings
 from importlib.util import find_spec
 
 import numpy as np
@@ -339,3 +340,115 @@ def test_structures_without_neighbours(pretrained):
     positions, strains = pull_back(np.ones((1, *y.shape)))
     assert not np.any(positions)
     assert not np.any(strains)
+
+
+# --- small models of MACE and metatomic, made here ---
+
+
+def save_mace(path):
+    """Write a small MACE model with random weights."""
+    import torch
+    from e3nn.o3 import Irreps
+    from mace.modules import ScaleShiftMACE, gate_dict, interaction_classes
+
+    torch.manual_seed(0)
+    interaction = interaction_classes["RealAgnosticResidualInteractionBlock"]
+    model = ScaleShiftMACE(
+        r_max=4.0,
+        num_bessel=4,
+        num_polynomial_cutoff=5,
+        max_ell=2,
+        interaction_cls=interaction,
+        interaction_cls_first=interaction,
+        num_interactions=2,
+        num_elements=2,
+        hidden_irreps=Irreps("6x0e + 6x1o"),
+        MLP_irreps=Irreps("4x0e"),
+        gate=gate_dict["silu"],
+        atomic_energies=np.array([-1.0, -2.0]),
+        avg_num_neighbors=4.0,
+        atomic_numbers=[1, 8],
+        correlation=2,
+        radial_type="bessel",
+        atomic_inter_scale=1.0,
+        atomic_inter_shift=0.0,
+    )
+    torch.save(model, path)
+
+
+def save_metatomic(path):
+    """Write a model whose features are sums of Gaussians of distances, from a half list."""
+    from metatomic.torch import (
+        AtomisticModel,
+        ModelCapabilities,
+        ModelMetadata,
+        ModelOutput,
+        NeighborListOptions,
+    )
+    from metatomic_model import Densities
+
+    outputs = {"feature": ModelOutput(sample_kind="atom")}
+    outputs["energy"] = ModelOutput(unit="eV", sample_kind="system")
+    capabilities = ModelCapabilities(
+        outputs=outputs,
+        atomic_types=[1, 8],
+        interaction_range=6.0,
+        length_unit="angstrom",
+        supported_devices=["cpu"],
+        dtype="float64",
+    )
+    module = Densities(NeighborListOptions(cutoff=6.0, full_list=False, strict=True)).eval()
+    AtomisticModel(module, ModelMetadata(), capabilities).save(str(path))
+
+
+@pytest.mark.parametrize(("backbone", "save"), [("mace", save_mace), ("metatomic", save_metatomic)])
+def test_models_in_files(backbone, save, dimers, tmp_path):
+    pytest.importorskip(backbone)
+    path = tmp_path / "weights.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other packages
+        save(path)
+    network = make_backbone(f"{backbone}:{path}").opened()
+    crystal = Atoms("OH", [[0, 0, 0], [1.1, 0.3, 0]], cell=[3.0, 3.1, 3.2], pbc=True)
+    frames = [dimers[0], crystal]
+    y, pull_back = network.vjp(frames)
+    np.testing.assert_allclose(network.features([crystal]), y[5:], atol=1e-12)
+    b = np.random.default_rng(0).normal(size=(1, *y.shape))
+    positions, strains = (found[0] for found in pull_back(b))
+    found = network.reference(frames, forces=True, stress=True)
+    h = 1e-4
+    for s, i, axis in ((0, 3, 0), (1, 1, 1)):
+        pairs = [[atoms.copy() for atoms in frames] for _ in range(2)]
+        for sign, pair in zip((1, -1), pairs, strict=True):
+            pair[s].positions[i, axis] += sign * h
+        plus, minus = (network.features(pair) for pair in pairs)
+        expected = np.sum(b[0] * (plus - minus)) / (2 * h)
+        assert positions[5 * s + i, axis] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        plus, minus = (network.reference(pair).energies[s] for pair in pairs)
+        assert found.forces[s][i, axis] == pytest.approx(-(plus - minus) / (2 * h), abs=1e-5)
+    pair = [crystal.copy(), crystal.copy()]
+    for sign, atoms in zip((1, -1), pair, strict=True):
+        strain = np.eye(3)
+        strain[0, 1] = strain[1, 0] = sign * h / 2
+        atoms.set_cell(atoms.cell.array @ strain, scale_atoms=True)
+    plus, minus = network.features(pair).reshape(2, 2, -1)
+    assert strains[1, 0, 1] == pytest.approx(np.sum(b[0, 5:] * (plus - minus)) / (2 * h), rel=1e-4)
+    plus, minus = network.reference(pair).energies
+    stress = (plus - minus) / (2 * h) / crystal.cell.volume
+    assert found.stresses[1, 5] == pytest.approx(stress, rel=1e-4, abs=1e-7)
+    model = AtomisticModel("energy", representation=f"{backbone}:{path}", **FEW).fit(dimers[:30])
+    model.save(tmp_path / "model.safetensors")
+    # Weights are looked for beside the model as well.
+    (tmp_path / "moved").mkdir()
+    moved = [
+        (tmp_path / n).rename(tmp_path / "moved" / n) for n in (path.name, "model.safetensors")
+    ]
+    same_predictions(model, AtomisticModel.load(moved[1], threads=1), dimers[40:42])
+
+
+@pytest.mark.parametrize("representation", ["mace", "mace:nowhere.model", "metatomic:nowhere.pt"])
+def test_missing_weights(representation, dimers):
+    pytest.importorskip(representation.partition(":")[0])
+    with pytest.raises(InputError) as error:
+        AtomisticModel("energy", representation=representation, **FEW).fit(dimers[:30])
+    assert error.value.parameter == "model"

@@ -335,9 +335,9 @@ class Mace(TorchNetwork):
         data = {
             "node_attrs": torch.nn.functional.one_hot(places, len(self.species)).double(),
             "positions": graph.strained,
-            "edge_index": graph.edges.flip(0),  # from neighbour to centre
-            "shifts": -graph.shifts,
-            "unit_shifts": -graph.images,
+            "edge_index": graph.edges,
+            "shifts": graph.shifts,
+            "unit_shifts": graph.images,
             "cell": graph.cell.reshape(-1, 3),
             "batch": graph.batch,
             "ptr": torch.cat([torch.zeros(1, dtype=torch.int64), graph.sizes.cumsum(0)]),
@@ -411,7 +411,7 @@ class CHGNet(TorchNetwork):
             Lattice(atoms.cell.array), atoms.numbers, atoms.positions, coords_are_cartesian=True
         )
         graph = self._model.graph_converter(structure)
-        graph.lattice = graph.lattice.detach().double()
+        graph.lattice = torch.tensor(structure.lattice.matrix)  # in float64, as all of these
         graph.atom_frac_coord = torch.tensor(
             structure.frac_coords, requires_grad=torch.is_grad_enabled()
         )
