@@ -220,10 +220,12 @@ class AtomisticModel:
         threads : int, optional
             Number of cores; all that are idle by default.
         representation : path or object, optional
-            For features of a network: where its weights are now, if neither where they were nor
-            beside the model; or the object that the model was trained with.
+            The file with the weights of a network, unless they come with its package: it is not
+            opened because a model file names it. Or the object that the model was trained with.
         """
-        return cls.from_fitted(read_model(path, representation), threads=threads)
+        fitted = read_model(path, representation)
+        fitted.representation.prepare()
+        return cls.from_fitted(fitted, threads=threads)
 
     def summary(self) -> str:
         """Return settings, data, errors and calibrations of the model, a line each."""

@@ -130,15 +130,14 @@ def read_model(path: str | Path, representation: object | None = None) -> Fitted
     The weights of a network, or the object that computes features, may be given.
     """
     tensors, document = read_tensors(path, ModelDocument, format=FORMAT, version=PROTOCOL)
-    backbone = document.settings.representation
-    if isinstance(backbone, Backbone):
-        update = {"representation": backbone.located(Path(path).parent, representation)}
+    if representation is not None:
+        backbone = document.settings.representation
+        if not isinstance(backbone, Backbone):
+            expected = "none: the features are those of SOAP"
+            raise InputError("representation", repr(representation), expected)
+        update = {"representation": backbone.given(representation)}
         settings = document.settings.model_copy(update=update)
         document = document.model_copy(update={"settings": settings})
-    elif representation is not None:
-        raise InputError(
-            "representation", repr(representation), "none: the model has SOAP features"
-        )
     try:
         sizes = {
             "n_subsampled": document.settings.n_subsampled,

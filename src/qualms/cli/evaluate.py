@@ -19,6 +19,7 @@ from qualms.cli._common import (
     Terminal,
     Threads,
     Units,
+    Weights,
     description,
     reading,
     remarks_about,
@@ -56,6 +57,7 @@ _OF_MODELS = {
             help="Leave out structures with elements that are not in the training set.",
         ),
     ],
+    "weights": Weights,
     "threads": Threads,
 }
 _OF_PREDICTIONS = {**READING, "units": Units}
@@ -159,6 +161,7 @@ def _evaluate_model(
     per: str | None,
     validation: Path | None,
     ignore_unknown_species: bool,
+    weights: Path | None,
     threads: int | None,
 ) -> Evaluated:
     from qualms.atomistic import evaluation
@@ -171,7 +174,7 @@ def _evaluate_model(
 
     if not test:
         raise InputError("TEST", None, "labelled structures after the model")
-    loaded = AtomisticModel.load(model, threads=threads)
+    loaded = AtomisticModel.load(model, threads=threads, representation=weights)
     frames = [atoms for path in test for atoms in read_frames(path)]
     document = None if calibration is None else read_calibration(calibration)
     found = evaluation.evaluate(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from qualms.cli._common import Force, InUnits, Json, Model, Quiet, Terminal, Threads
+from qualms.cli._common import Force, InUnits, Json, Model, Quiet, Terminal, Threads, Weights
 from qualms.errors import InputError, counted
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def predict(
             "composition.",
         ),
     ] = False,
+    weights: Weights = None,
     threads: Threads = None,
     force: Force = False,
     quiet: Quiet = False,
@@ -83,7 +84,7 @@ def predict(
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
     check_output(output, force=force)
-    loaded = AtomisticModel.load(model, threads=threads)
+    loaded = AtomisticModel.load(model, threads=threads, representation=weights)
     per_atom = loaded.fitted.per_atom
     _check_options(loaded, output, forces, stress, atoms, ignore_unknown)
     if interval is not None:

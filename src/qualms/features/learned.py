@@ -108,7 +108,9 @@ class Backbone(RepresentationSettings):
     length_scale: Annotated[float, Field(ge=0.1, le=100)] | None = 1.0
     version: Annotated[str, Field(max_length=100)] | None = None
     sha256: Annotated[str, Field(max_length=200)] | None = None
-    network: Any = Field(None, exclude=True, repr=False)  #: the object; of names, it is loaded
+    network: Any = Field(default=None, exclude=True, repr=False)  #: the object; of names, it is loaded
+    #: whether a user gave the weights, rather than a file: opening them may run code
+    trusted: bool = Field(default=False, exclude=True, repr=False)
 
     def opened(self) -> Any:
         """Return the `Network`; that of a name is loaded once in a process."""
@@ -116,7 +118,7 @@ class Backbone(RepresentationSettings):
             _check_installed(self.backbone)
             from qualms.features.networks import load_network
 
-            return load_network(self.backbone, self.model, self.layer, self.sha256)
+            return load_network(self.backbone, self.model, self.layer, self.sha256, self.trusted)
         expected = f"the object that the model was trained with, {self.model}"
         remedy = "Give it to AtomisticModel.load(path, representation=…)."
         if self.network is None:
@@ -126,20 +128,11 @@ class Backbone(RepresentationSettings):
             raise InputError("representation", given, f"{expected}, {self.sha256!r}", remedy)
         return self.network
 
-    def located(self, folder: Path, given: object | None) -> Backbone:
-        """Return the same with the weights in another place, or with the object.
-
-        They may be given; weights whose file is missing are looked for in the folder of the model.
-        """
-        if isinstance(given, str | Path):
-            return self.model_copy(update={"model": str(given)})
-        if given is not None:
-            return self.model_copy(update={"network": given})
-        if self.model is not None and self.backbone != "object":
-            beside = folder / Path(self.model).name
-            if not Path(self.model).is_file() and beside.is_file():
-                return self.model_copy(update={"model": str(beside)})
-        return self
+    def given(self, weights: object) -> Backbone:
+        """Return the same with the file of the weights, or the object, that a user gives."""
+        if isinstance(weights, str | Path):
+            return self.model_copy(update={"model": str(weights), "trusted": True})
+        return self.model_copy(update={"network": weights})
 
     @property
     def has_forces(self) -> bool:
@@ -161,13 +154,14 @@ class Backbone(RepresentationSettings):
 
         A model that was trained before is trained with the same weights.
         """
-        network = self.opened()
+        given = self.model_copy(update={"trusted": True})
+        network = given.opened()
         known = getattr(network, "species", None)
         if known is not None and (unknown := sorted(set(species) - set(known))):
             symbols = ", ".join(chemical_symbols[z] for z in unknown)
             raise InputError("frames", symbols, f"elements that {self.backbone} knows")
         found = {"version": getattr(network, "version", None), "sha256": _digest(network)}
-        return self.model_copy(update=found)
+        return given.model_copy(update=found)
 
     def n_moving(self, sizes: IntArray, effort: str) -> int | None:
         """Return the largest number for which displaced structures do not have too many atoms."""
@@ -199,8 +193,6 @@ class Backbone(RepresentationSettings):
         """Return a representation from a file; a `ValueError` if its parts do not fit together."""
         if not isinstance(document, LearnedDocument):
             raise ValueError("features that are not those of a network")
-        if (n := self.opened().n_features) != document.n_raw:
-            raise ValueError(f"{document.n_raw} features of a network that has {n}")
         return LearnedRepresentation(self, species, document.n_raw)
 
 
@@ -275,7 +267,15 @@ class LearnedRepresentation(Representation):
     @cached_property
     def network(self) -> Any:
         """The `Network`."""
-        return self.settings.opened()
+        network = self.settings.opened()
+        if network.n_features != self.n_raw:
+            given, expected = f"{network.n_features} features", f"{self.n_raw} features"
+            raise InputError("representation", given, expected)
+        return network
+
+    def prepare(self) -> None:
+        """Open the network, and compare it with that of the training."""
+        _ = self.network
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes load networks themselves.

@@ -57,6 +57,16 @@ class TorchNetwork(ABC):
     digest: str
     step: float = 1e-4  #: of central differences of features, in Å
 
+    #: module whose folder has weights
+    package: str = ""
+
+    @classmethod
+    def comes_with(cls, path: Path) -> bool:
+        """Whether the weights in a file come with the package."""
+        spec = find_spec(cls.package) if cls.package else None
+        folder = Path(spec.origin).parent.resolve() if spec and spec.origin else None
+        return folder is not None and folder in path.resolve().parents
+
     @abstractmethod
     def evaluate(self, frames: Sequence[Atoms]) -> Output:
         """Evaluate some structures in one forward pass."""
@@ -148,9 +158,12 @@ def _quiet() -> Iterator[None]:
 
 @lru_cache(maxsize=4)
 def load_network(
-    backbone: str, model: str | None, layer: int, sha256: str | None = None
+    backbone: str, model: str | None, layer: int, sha256: str | None = None, trusted: bool = True
 ) -> TorchNetwork:
-    """Load the weights of a network; those of a model file have a known digest."""
+    """Load the weights of a network; those of a model file have a known digest.
+
+    Weights that are not `trusted` must be among those that come with the package.
+    """
     kinds: dict[str, type[Any]] = {
         "sevennet": SevenNet,
         "chgnet": CHGNet,
@@ -162,6 +175,13 @@ def load_network(
         path = Path(kind.locate(model))
         if not path.is_file():
             raise InputError("model", repr(model), f"a file with the weights of a {backbone} model")
+        if not (trusted or kind.comes_with(path)):
+            raise InputError(
+                "representation",
+                None,
+                f"the file with the weights, {path.name}, because opening it may run code",
+                "Give it to AtomisticModel.load(…, representation=PATH), or use --weights PATH.",
+            )
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if sha256 is not None and digest != sha256:
@@ -249,6 +269,8 @@ def make_graph(frames: Sequence[Atoms], cutoff: float) -> Graph:
 
 class SevenNet(TorchNetwork):
     """SevenNet: scalars after an interaction, the output of ``{layer}_equivariant_gate``."""
+
+    package = "sevenn"
 
     @staticmethod
     def locate(model: str | None) -> str:
@@ -352,6 +374,8 @@ class Mace(TorchNetwork):
 
 class CHGNet(TorchNetwork):
     """CHGNet: the features of atoms after the last interaction, before they are normalised."""
+
+    package = "chgnet"
 
     @staticmethod
     def locate(model: str | None) -> str:

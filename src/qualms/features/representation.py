@@ -163,6 +163,9 @@ class Representation(ABC):
         """Type of representatives in products with features."""
         return np.dtype(np.float64)
 
+    def prepare(self) -> None:  # noqa: B027 — most have nothing to do
+        """Raise an `InputError` if what features need is missing, or not that of the training."""
+
     def exact(self) -> Representation:
         """Return the same representation with features in float64, for predictions."""
         return self
