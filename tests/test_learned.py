@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 from ase import Atoms
+from ase.build import bulk
 from atomistic_fixtures import ENERGY, labelled_dimers, same_predictions
 from fake_network import Densities, NoDerivatives
 
@@ -315,6 +316,24 @@ def test_energies_of_the_network_itself(pretrained, dimers):
     plus, minus = representation.reference([one, two]).energies
     assert found.forces[0][1, 0] == pytest.approx(-(plus - minus) / 2e-3, abs=1e-3)
     assert found.stresses is None
+
+
+def test_sevennet_is_that_of_its_own_calculator(dimers):
+    pytest.importorskip("sevenn")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sevenn.calculator import SevenNetCalculator
+
+        calculator = SevenNetCalculator("7net-0", device="cpu")
+    crystal = bulk("NaCl", "rocksalt", 5.6)
+    crystal.rattle(0.1, seed=0)
+    frames = [crystal, dimers[0].copy()]
+    found = make_backbone("sevennet").opened().reference(frames, forces=True, stress=True)
+    for s, atoms in enumerate(frames):
+        atoms.calc = calculator  # in float32
+        assert atoms.get_potential_energy() == pytest.approx(found.energies[s], abs=1e-4)
+        np.testing.assert_allclose(atoms.get_forces(), found.forces[s], atol=1e-4)
+    np.testing.assert_allclose(crystal.get_stress(), found.stresses[0], atol=1e-5)
 
 
 def test_structures_without_neighbours(pretrained):

@@ -108,7 +108,8 @@ class Backbone(RepresentationSettings):
     length_scale: Annotated[float, Field(ge=0.1, le=100)] | None = 1.0
     version: Annotated[str, Field(max_length=100)] | None = None
     sha256: Annotated[str, Field(max_length=200)] | None = None
-    network: Any = Field(default=None, exclude=True, repr=False)  #: the object; of names, it is loaded
+    #: the object; that of a name is loaded
+    network: Any = Field(default=None, exclude=True, repr=False)
     #: whether a user gave the weights, rather than a file: opening them may run code
     trusted: bool = Field(default=False, exclude=True, repr=False)
 

@@ -297,9 +297,13 @@ class SevenNet(TorchNetwork):
             raise InputError("model", path.name, "a SevenNet model with a single fidelity")
         self.species = tuple(sorted(int(z) for z in self._model.type_map))
         self.cutoff = float(self._model.cutoff)
-        gates = [n for n in self._model._modules if n.endswith("_equivariant_gate")]
+        self._steps = dict(self._model._modules)
+        for name, module in self._steps.items():
+            if name.endswith("_convolution"):
+                self._steps[name] = _Convolution(module)
+        gates = [name for name in self._steps if name.endswith("_equivariant_gate")]
         self._gate = gates[_picked(layer, len(gates))]
-        irreps = Irreps(self._model._modules[self._gate].gate.irreps_out)
+        irreps = Irreps(self._steps[self._gate].gate.irreps_out)
         # Scalars come first.
         self.n_features = sum(n for n, irrep in irreps if irrep.l == 0 and irrep.p == 1)
 
@@ -315,7 +319,7 @@ class SevenNet(TorchNetwork):
         }
         data[keys.NODE_FEATURE] = self._model._atomic_numbers_to_onehot(graph.numbers)
         features = None
-        for name, module in self._model._modules.items():
+        for name, module in self._steps.items():
             if name == "force_output":
                 break
             data = module(data)
@@ -326,6 +330,69 @@ class SevenNet(TorchNetwork):
                 features = data[keys.NODE_FEATURE][:, : self.n_features]
         energies = data[keys.PRED_TOTAL_ENERGY]
         return Output(features, energies, [graph.positions], [graph.strain])
+
+
+class _Convolution:
+    """A convolution of SevenNet, in half the time of its own.
+
+    e3nn multiplies the features of each neighbour with spherical harmonics for each path by itself,
+    and keeps all messages. Here, all paths of features of one order are a product with a small
+    matrix for each edge, and messages are summed at once.
+    """
+
+    def __init__(self, module: Any) -> None:
+        from e3nn.o3 import Irreps
+
+        self._module, product = module, module.convolution
+        given, harmonics, out = (
+            Irreps(one) for one in (product.irreps_in1, product.irreps_in2, product.irreps_out)
+        )
+        inputs, outputs, n = given.slices(), out.slices(), harmonics.dim
+        self._paths: dict[int, list[tuple[int, slice]]] = {}
+        matrices: dict[int, list[Any]] = {}
+        first = 0
+        for path in product.instructions:
+            multiplicity, dim = given[path.i_in1].mul, given[path.i_in1].ir.dim
+            own = slice(first, first + multiplicity)
+            weights = torch.zeros(dim * n, product.weight_numel, dtype=torch.float64)
+            weights[:, own] = 1.0
+            # Its coefficients, from unit vectors: those of the first of all features.
+            x = torch.zeros(dim * n, given.dim, dtype=torch.float64)
+            where = torch.arange(dim).repeat_interleave(n)
+            x[torch.arange(dim * n), inputs[path.i_in1].start + where] = 1.0
+            f = torch.eye(n, dtype=torch.float64).repeat(dim, 1)
+            start = outputs[path.i_out].start
+            found = product(x, f, weights)[:, start : start + out[path.i_out].ir.dim]
+            matrices.setdefault(path.i_in1, []).append(found.reshape(dim, n, -1))
+            self._paths.setdefault(path.i_in1, []).append((path.i_out, own))
+            first = own.stop
+        self._matrices = {
+            block: torch.cat(parts, dim=2).permute(1, 0, 2).reshape(n, -1)
+            for block, parts in matrices.items()
+        }
+        self._sizes = {block: [one.shape[2] for one in parts] for block, parts in matrices.items()}
+        self._inputs = {b: (inputs[b], given[b].mul, given[b].ir.dim) for b in matrices}
+        self._n_out = len(out)
+
+    def __call__(self, data: Any) -> Any:
+        module = self._module
+        x, f = data[module.key_x], data[module.key_filter]
+        weights = module.weight_nn(data[module.key_weight_input])
+        centre, neighbour = data[module.key_edge_idx]
+        n, n_edges = len(x), len(centre)
+        found: list[Any] = [None] * self._n_out
+        for block, matrix in self._matrices.items():
+            columns, multiplicity, dim = self._inputs[block]
+            own = x[:, columns][neighbour].reshape(n_edges, multiplicity, dim)
+            of_edges = (f @ matrix).reshape(n_edges, dim, matrix.shape[1] // dim)
+            products = torch.bmm(own, of_edges) if dim > 1 else own * of_edges
+            parts = products.split(self._sizes[block], dim=2)
+            for part, (place, some) in zip(parts, self._paths[block], strict=True):
+                total = torch.zeros(n, *part.shape[1:], dtype=x.dtype)
+                total = total.index_add(0, centre, part * weights[:, some, None])
+                found[place] = total.reshape(n, -1)
+        data[module.key_x] = torch.cat(found, dim=1).div(module.denominator)
+        return data
 
 
 class Mace(TorchNetwork):
