@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 from ase import Atoms
 from scipy.linalg import block_diag
-from scipy.sparse import csr_array
+from scipy.sparse import csc_array
 from scipy.spatial import cKDTree
 
 from qualms.arrays import BoolArray, Float64Array, IntArray
@@ -37,6 +37,7 @@ from qualms.features.soap import (
     FeatomicEngine,
     PseudoSpeciesEngine,
     Representation,
+    System,
     make_engine,
     offsets_of,
     order_factor,
@@ -214,14 +215,15 @@ class SoapTape:
     @cached_property
     def x(self) -> Float64Array:
         """Features of the kernel: (n, q)."""
-        return np.asarray(self._raw / self.lengths)
+        x: Float64Array = self._raw / self.lengths
+        return x
 
     @cached_property
     def lengths(self) -> Float64Array:
         """Divisors of y: (n, 1)."""
         if self.features.feature_scale is not None:
             return np.full((len(self._raw), 1), self.features.feature_scale)
-        lengths = np.sqrt(np.einsum("ij,ij->i", self._raw, self._raw))[:, None]
+        lengths: Float64Array = np.sqrt(np.einsum("ij,ij->i", self._raw, self._raw))[:, None]
         lengths[lengths == 0] = 1.0
         return lengths
 
@@ -256,9 +258,9 @@ class SoapTape:
         owners, atoms, changes = pull(slopes, columns)
         g = len(owners)
         # An atom that is pushed pulls the centre of the environment.
-        rows, signs = np.concatenate([atoms, self.centers[owners]]), np.repeat([1.0, -1.0], g)
-        entries, shape = np.tile(np.arange(g), 2), (len(self.atoms), g)
-        sums = csr_array((signs, (rows, entries)), shape=shape)
+        rows, signs = np.stack([atoms, self.centers[owners]], axis=1), np.tile([1.0, -1.0], g)
+        edges, shape = 2 * np.arange(g + 1), (len(self.atoms), g)
+        sums = csc_array((signs, rows.ravel(), edges), shape=shape)
         positions = np.asarray(sums @ changes.reshape(g, 3 * R)).reshape(-1, 3, R)
         if not self.expansion.strain:
             return Pulled(positions, None)
@@ -347,10 +349,10 @@ class SoapTape:
     def push_strain(self) -> Float64Array:
         """Return ∂y/∂ε (n, 6, q)."""
         n, species = len(self.owners), self.expansion.species
+        n_radial = self.features.engine.scale.n_radial
         changes = np.zeros((n, 6, self.features.n_features))
         for a, z in enumerate(species):
-            own = slice(a * self.features.engine.scale.n_radial, None)
-            own = slice(own.start, own.start + self.features.engine.scale.n_radial)
+            own = slice(a * n_radial, (a + 1) * n_radial)
             densities = [d[:, *VOIGT][..., own] for d in self.expansion.strain]
             columns, values = self._projected(self._products(densities, np.arange(n)), z)
             changes[:, :, columns] += values
@@ -506,28 +508,28 @@ class ScaleFeatures:
 
     def _tape(self, batch: Environments, gradients: Sequence[str]) -> SoapTape:
         """Expand the densities of a batch."""
-        frames, samples, origins, numbers = [], [], [], []
+        systems, samples, origins = [], [], []
         for s, cut in enumerate(batch.cut(self.engine.scale.cutoff)):
-            given, order = cut.atoms, np.argsort(cut.atoms.numbers, kind="stable")
+            order = np.argsort(cut.atoms.numbers, kind="stable")
             place = np.empty_like(order)
             place[order] = np.arange(len(order))
             centers = np.sort(place[cut.centers])
             samples.append(np.stack([np.full_like(centers, s), centers], axis=1))
             origins.append(batch.first[s] + cut.origins[order])
-            numbers.append(given.numbers[order])
-            positions = given.positions[order]
-            frames.append(Atoms(numbers[-1], positions, cell=given.cell, pbc=given.pbc))
+            numbers, positions, cell = System.of(cut.atoms, self.engine.scale)
+            systems.append(System(numbers[order], positions[order], cell))
         owners, local = (every := np.concatenate(samples)).T
         # The atom that each atom of the cut-outs is, or is an image of.
         atoms, place = np.unique(np.concatenate(origins), return_inverse=True)
         first = offsets_of([len(some) for some in origins])
         centers = place[first[owners] + local]
-        expansion = self.engine.expand(frames, every, strain="strain" in gradients)
+        expansion = self.engine.expand(systems, every, strain="strain" in gradients)
         moves = None
         if gradients:
-            sample, system, atom, densities = self.engine.expand_neighbours(frames, every)
+            sample, system, atom, densities = self.engine.expand_neighbours(systems, every)
             here = first[system] + atom
-            species = np.searchsorted(expansion.species, np.concatenate(numbers)[here])
+            number = np.concatenate([one.numbers for one in systems])[here]
+            species = np.searchsorted(expansion.species, number)
             is_center = atom == local[sample]
             moves = Moves(sample, place[here], species, is_center, densities)
         return SoapTape(self, batch.structures, atoms, owners, centers, expansion, moves)
