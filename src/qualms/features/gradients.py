@@ -51,6 +51,10 @@ BATCH = 64
 VALUES = 1024
 #: Products of densities that are in memory at once.
 _ELEMENTS = 2_000_000
+#: Multiplications that take as long as copying a number.
+_COPY = 10
+#: How much longer a multiplication takes backward: the arrays are larger.
+_SLOWER = 1.3
 #: Error of distances after atoms have been moved by a lattice vector, in Å.
 _ROUNDING = 1e-6
 
@@ -272,17 +276,15 @@ class SoapTape:
     def _prefers_forward(self, R: int) -> bool:
         """Whether derivatives of R energies take less time forward: multiplications are counted."""
         assert self.moves is not None
-        scale, K = self.features.engine.scale, len(self.expansion.species)
-        density, spectrum = (
-            scale.n_radial * (scale.l_max + 1) ** 2,
-            scale.n_radial**2 * (scale.l_max + 1),
-        )
-        k = 2 * len(self.columns) / (K + 1)
-        # To contract one density with all others, and to project the result.
-        each = density * scale.n_radial * K + spectrum * k
-        rows = 3 * len(self.moves.owners)
-        forward = rows * (each + k * R)
-        return bool(forward < len(self.owners) * R * K * each + rows * density * R)
+        n, rows, species = len(self.owners), 3 * len(self.moves.owners), self.expansion.species
+        scale, K = self.features.engine.scale, len(species)
+        density = scale.n_radial * (scale.l_max + 1) ** 2
+        contract = density * scale.n_radial * K
+        project = self.features.cost(species)
+        k = sum(len(self.features.used_with(z, species)) for z in species) / K
+        forward = rows * (contract + 2 * project / (K + 1) + k * R)
+        backward = n * R * (K * contract + project) + rows * density * R
+        return bool(forward < _SLOWER * backward)
 
     def _pull_forward(
         self, slopes: Float64Array, columns: IntArray
@@ -305,33 +307,41 @@ class SoapTape:
     ) -> tuple[IntArray, IntArray, Float64Array]:
         """Return the same by way of the derivatives by densities."""
         assert self.moves is not None
-        moves, species = self.moves, self.expansion.species
-        by_density = [self._by_density(slopes, columns, z) for z in species]
+        moves, K, R = self.moves, len(self.expansion.species), slopes.shape[1]
         changes = np.concatenate([d.reshape(*d.shape[:2], -1) for d in moves.densities], axis=2)
-        pulled = np.empty((len(changes), 3, slopes.shape[1]))
-        for key, begin, end in _runs(moves.owners * len(species) + moves.species):
-            i, a = divmod(key, len(species))
-            into = pulled[begin:end].reshape(-1, slopes.shape[1])
-            np.matmul(changes[begin:end].reshape(len(into), -1), by_density[a][i].T, out=into)
+        pulled = np.empty((len(changes), 3, R))
+        size, done = max(1, _ELEMENTS // (R * K * self._n_products)), 0
+        for key, begin, end in _runs(moves.owners * K + moves.species):
+            i, a = divmod(key, K)
+            if i >= done:
+                first, done = i, i + size
+                by_density = self._by_density(slopes, columns, slice(first, done))
+            into = pulled[begin:end].reshape(-1, R)
+            flat = changes[begin:end].reshape(len(into), -1)
+            np.matmul(flat, by_density[i - first, a].T, out=into)
         pulled[moves.is_center] = 0.0
         return moves.owners, moves.atoms, pulled
 
-    def _by_density(self, slopes: Float64Array, columns: IntArray, z: int) -> Float64Array:
-        """Return ∂e/∂c of the density of one species, l by l: (n, R, Σ_l (2l + 1) n_radial)."""
+    def _by_density(self, slopes: Float64Array, columns: IntArray, some: slice) -> Float64Array:
+        """Return ∂e/∂c around some atoms, l by l: (n, K, R, Σ_l (2l + 1) n_radial)."""
         scale, species = self.features.engine.scale, self.expansion.species
-        (n, R, _), n_radial, n_orders = slopes.shape, scale.n_radial, scale.l_max + 1
-        lifted = np.empty((n_orders, n, R, n_radial, len(species), n_radial))
-        for o, other in enumerate(species):
-            coupling = self.features.coupling(z, other)
-            b = slopes[:, :, _places(columns, coupling.columns)]
-            of_pair = coupling.lift(b.reshape(n * R, -1))
-            of_pair = of_pair.reshape(n, R, n_orders, n_radial, n_radial)
-            lifted[:, :, :, :, o] = of_pair.transpose(2, 0, 1, 3, 4)
+        slopes, K, n_radial = slopes[some], len(species), scale.n_radial
+        n, R, _ = slopes.shape
+        lifted = np.empty((scale.l_max + 1, n, R, K, n_radial, K, n_radial))
+        for a, b in combinations_with_replacement(range(K), 2):
+            coupling = self.features.coupling(species[a], species[b])
+            own = slopes[:, :, _places(columns, coupling.columns)].reshape(n * R, -1)
+            of_pair = coupling.lift(own).reshape(n, R, -1, n_radial, n_radial)
+            of_pair = of_pair.transpose(2, 0, 1, 3, 4)
+            lifted[:, :, :, a, :, b] = of_pair
+            if a != b:
+                lifted[:, :, :, b, :, a] = of_pair.swapaxes(3, 4)
         found = []
         for c, of_order in zip(self.expansion.coefficients, lifted, strict=True):
-            flat = of_order.reshape(n, R * n_radial, -1) @ c.transpose(0, 2, 1)
-            found.append(flat.reshape(n, R, n_radial, -1).swapaxes(2, 3).reshape(n, R, -1))
-        return np.concatenate(found, axis=2)
+            flat = of_order.reshape(n, R * K * n_radial, -1) @ c[some].transpose(0, 2, 1)
+            turned = flat.reshape(n, R, K, n_radial, -1).transpose(0, 2, 1, 4, 3)
+            found.append(turned.reshape(n, K, R, -1))
+        return np.concatenate(found, axis=3)
 
     def push_forward(self) -> Iterator[Changes]:
         """Yield the changes of y, of one species of moving atoms at a time."""
@@ -450,6 +460,11 @@ class Coupling:
     factors: Float64Array
     turned: bool
 
+    @property
+    def cost(self) -> int:
+        """Multiplications of one row; a copy takes as long as some of them."""
+        return _COPY * len(self.columns) if self.matrix is None else self.matrix.size
+
     def project(self, products: Float64Array) -> Float64Array:
         """Return the changes of y (g, k), for products (g, (l, n, n′))."""
         if self.matrix is not None:
@@ -541,6 +556,11 @@ class ScaleFeatures:
     def used_with(self, z: int, species: tuple[int, ...]) -> IntArray:
         """Return the features that depend on one species together with some others."""
         return self._union(tuple((z, other) for other in species))
+
+    def cost(self, species: tuple[int, ...]) -> float:
+        """Return the multiplications that features of pairs of some species take."""
+        pairs = combinations_with_replacement(species, 2)
+        return float(sum(self.coupling(*pair).cost for pair in pairs))
 
     def _union(self, pairs: tuple[tuple[int, int], ...]) -> IntArray:
         if pairs not in self._unions:

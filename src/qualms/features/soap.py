@@ -253,7 +253,7 @@ def make_soap(representation: str | Soap | dict[str, Any] = "organic", **overrid
 # --- engines ---
 
 #: Atoms up to which densities are summed here, if there are derivatives.
-_FEW_ATOMS = 32
+_FEW_ATOMS = 16
 
 Precision = type[np.float32] | type[np.float64]
 #: Applied to the power spectra (n, c) of a structure while they are in the cache.
