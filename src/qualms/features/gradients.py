@@ -253,14 +253,19 @@ class SoapTape:
 
     def pull_back(self, slopes: Float64Array, columns: IntArray) -> Pulled:
         """Return derivatives by positions, and perhaps by strain."""
-        if self.normalized:  # ∂e/∂y = (b − (x·b) x)/|y|
-            x = self.x[:, columns]
-            slopes -= (slopes @ x[:, :, None]) * x[:, None, :]
-        slopes *= (1 / self.lengths)[:, :, None]
-        R = slopes.shape[1]
+        x, R = self.x[:, columns], slopes.shape[1]
+        along = slopes @ x[:, :, None] * self.normalized
+        # ∂e/∂y = (b − (x·b) x)/|y|: the sum is taken later, of fewer numbers.
+        slopes = np.concatenate([slopes, x[:, None, :]], axis=1)
+
+        def combined(owners: IntArray, changes: Float64Array) -> Float64Array:
+            both = changes[..., :R] - changes[..., R:] * along[owners].swapaxes(1, 2)
+            both /= self.lengths[owners][:, :, None]
+            return both
+
         pull = self._pull_forward if self._prefers_forward(R) else self._pull_backward
         owners, atoms, changes = pull(slopes, columns)
-        g = len(owners)
+        changes, g = combined(owners, changes), len(owners)
         # An atom that is pushed pulls the centre of the environment.
         rows, signs = np.stack([atoms, self.centers[owners]], axis=1), np.tile([1.0, -1.0], g)
         edges, shape = 2 * np.arange(g + 1), (len(self.atoms), g)
@@ -270,7 +275,7 @@ class SoapTape:
             return Pulled(positions, None)
         strain = np.zeros((len(self.structures), 6, R))
         each = self.push_strain()[:, :, columns] @ slopes.transpose(0, 2, 1)
-        np.add.at(strain, self.owners, each)
+        np.add.at(strain, self.owners, combined(np.arange(len(each)), each))
         return Pulled(positions, strain)
 
     def _prefers_forward(self, R: int) -> bool:
@@ -495,6 +500,9 @@ class ScaleFeatures:
         P, of compressed features or of pseudo-species. Otherwise it takes equal features together,
         p_nn′ and p_n′n of one species, which changes no product and saves a third of the
         multiplications.
+    order : (q,) array of int
+        Features as representatives are stored, in this order: those of a pair of species next to
+        each other.
     compressed : bool
         Whether representatives are multiplied by P already, as those of compressed features and
         of pseudo-species are.
@@ -504,6 +512,7 @@ class ScaleFeatures:
 
     engine: FeatomicEngine
     projection: Float64Array
+    order: IntArray
     feature_scale: float | None
     compressed: bool
 
@@ -514,7 +523,13 @@ class ScaleFeatures:
 
     def representatives(self, X: Float64Array) -> Float64Array:
         """Return the features x (M, q) of representatives, as stored (M, d)."""
-        return X if self.compressed else np.asarray(X @ self.projection)
+        if self.compressed:
+            return X[:, self.order]
+        x = np.zeros((len(X), self.n_features))
+        for rows in self.engine.pair_columns.values():
+            columns = np.flatnonzero(np.any(self.projection[rows] != 0, axis=0))
+            x[:, columns] += X[:, rows] @ self.projection[rows][:, columns]
+        return x
 
     def tapes(self, frames: Sequence[Atoms], gradients: Sequence[str] = ()) -> Iterator[SoapTape]:
         """Yield all environments in batches; those of a large structure are in several of them."""
@@ -613,7 +628,9 @@ def scale_features(representation: Representation) -> list[ScaleFeatures]:
         elif matrix is None:
             matrix = _fold(engine)
         length = None if soap.normalize else representation.feature_scale
-        found.append(ScaleFeatures(engine, matrix, length, compressed))
+        pairs = [np.any(matrix[rows] != 0, axis=0) for rows in engine.pair_columns.values()]
+        order = np.argsort(np.argmax(pairs, axis=0), kind="stable")  # by the first pair
+        found.append(ScaleFeatures(engine, matrix[:, order], order, length, compressed))
     return found
 
 
