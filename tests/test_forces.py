@@ -269,7 +269,7 @@ def test_all_ways_to_derivatives_of_features_agree(variant, monkeypatch):
     for forward, few, elements in ((True, 100, 10**9), (False, 0, 1), (True, 0, 1)):
         monkeypatch.setattr(SoapTape, "_prefers_forward", lambda self, R, way=forward: way)
         monkeypatch.setattr(soap, "_FEW_ATOMS", few)
-        monkeypatch.setattr(gradients, "_ELEMENTS", elements)
+        monkeypatch.setattr(gradients, "_CACHED", elements)
         found.append(derivatives(potential, frames))
     for other in found[1:]:
         assert_same(other.energies, found[0].energies, 1e-12)

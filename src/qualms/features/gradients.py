@@ -49,8 +49,8 @@ LARGE = 256
 BATCH = 64
 #: Environments whose features are in memory at once, without derivatives.
 VALUES = 1024
-#: Products of densities that are in memory at once.
-_ELEMENTS = 2_000_000
+#: Products of densities that are made at once; in predictions, few enough for a cache.
+_ELEMENTS, _CACHED = 2_000_000, 300_000
 #: Multiplications that take as long as copying a number.
 _COPY = 10
 #: How much longer a multiplication takes backward: the arrays are larger.
@@ -296,7 +296,7 @@ class SoapTape:
     ) -> tuple[IntArray, IntArray, Float64Array]:
         """Return environments, atoms, and ∂e/∂r (g, 3, R) for slopes ∂e/∂y (n, R, k)."""
         owners, atoms, found = [], [], [np.empty((0, 3, slopes.shape[1]))]
-        for changes in self.push_forward():
+        for changes in self._changes(_CACHED):
             b = slopes[:, :, _places(columns, changes.columns)]
             values, pulled = changes.values, np.empty((*changes.values.shape[:2], b.shape[1]))
             for i, begin, end in _runs(changes.owners):
@@ -315,7 +315,7 @@ class SoapTape:
         moves, K, R = self.moves, len(self.expansion.species), slopes.shape[1]
         changes = np.concatenate([d.reshape(*d.shape[:2], -1) for d in moves.densities], axis=2)
         pulled = np.empty((len(changes), 3, R))
-        size, done = max(1, _ELEMENTS // (R * K * self._n_products)), 0
+        size, done = max(1, _CACHED // (R * K * self._n_products)), 0
         for key, begin, end in _runs(moves.owners * K + moves.species):
             i, a = divmod(key, K)
             if i >= done:
@@ -350,9 +350,13 @@ class SoapTape:
 
     def push_forward(self) -> Iterator[Changes]:
         """Yield the changes of y, of one species of moving atoms at a time."""
+        yield from self._changes(_ELEMENTS)
+
+    def _changes(self, size: int) -> Iterator[Changes]:
+        """Yield the changes of y with about so many products of densities at a time."""
         assert self.moves is not None
         moves, species = self.moves, self.expansion.species
-        for begin, end in moves.parts(_ELEMENTS // (3 * self._n_products)):
+        for begin, end in moves.parts(size // (3 * self._n_products)):
             owners, atoms = moves.owners[begin:end], moves.atoms[begin:end]
             products = self._products([d[begin:end] for d in moves.densities], owners)
             for a, z in enumerate(species):
