@@ -241,14 +241,16 @@ class SoapTape:
         """The features y (n, q)."""
         scale, species = self.features.engine.scale, self.expansion.species
         K, n_radial = len(species), scale.n_radial
-        spectra = np.empty((len(self.owners), K, K, scale.l_max + 1, n_radial, n_radial))
+        first, second = np.triu_indices(K)
+        n_orders = scale.l_max + 1
+        spectra = np.empty((len(self.owners), len(first), n_orders, n_radial, n_radial))
         for order, c in enumerate(self.expansion.coefficients):
             products = (c.transpose(0, 2, 1) @ c).reshape(-1, K, n_radial, K, n_radial)
-            spectra[:, :, :, order] = products.swapaxes(2, 3)
+            spectra[:, :, order] = products.swapaxes(2, 3)[:, first, second]
         y = np.zeros((len(spectra), self.features.n_features))
-        for a, b in combinations_with_replacement(range(K), 2):
-            coupling = self.features.coupling(species[a], species[b])
-            y[:, coupling.columns] += coupling.project(spectra[:, a, b]) / (1 + (a == b))
+        for pair, (a, b) in enumerate(combinations_with_replacement(species, 2)):
+            coupling = self.features.coupling(a, b)
+            y[:, coupling.columns] += coupling.project(spectra[:, pair]) / (1 + (a == b))
         return y
 
     def pull_back(self, slopes: Float64Array, columns: IntArray) -> Pulled:
