@@ -38,8 +38,8 @@ from qualms.calibration.base import calibration_data
 from qualms.calibration.fitting import fit_out_of_bag
 from qualms.calibration.methods import VectorCalibration
 from qualms.data import qm9
-from qualms.features import gradients
-from qualms.features.gradients import Surroundings, batches
+from qualms.features import gradients, soap
+from qualms.features.gradients import SoapTape, Surroundings, batches
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training set has too few compositions")
 
@@ -260,6 +260,20 @@ def test_quadratic_forms_agree_with_the_definition(variant, name, monkeypatch):
     fast, by_definition = found(True), found(False)
     for array in ("energies", "forces", "virials"):
         assert_same(getattr(fast, array), getattr(by_definition, array), 1e-9)
+
+
+@pytest.mark.parametrize("variant", ["ζ = 2", "ζ = 3, compressed", "pseudo-species", "two scales"])
+def test_all_ways_to_derivatives_of_features_agree(variant, monkeypatch):
+    fitted, frames = molecular(variant).fitted, [molecule("CH3CH2OH"), molecule("HCN")]
+    potential, found = make_potential(fitted, fitted.weights), []
+    for forward, few, elements in ((True, 100, 10**9), (False, 0, 1), (True, 0, 1)):
+        monkeypatch.setattr(SoapTape, "_prefers_forward", lambda self, R, way=forward: way)
+        monkeypatch.setattr(soap, "_FEW_ATOMS", few)
+        monkeypatch.setattr(gradients, "_CACHED", elements)
+        found.append(derivatives(potential, frames))
+    for other in found[1:]:
+        assert_same(other.energies, found[0].energies, 1e-12)
+        assert_same(other.forces, found[0].forces, 1e-9)
 
 
 def test_an_atom_with_no_features_at_all():

@@ -78,7 +78,7 @@ class KernelTerm:
         """Return e (n, R), ∂e/∂x (n, R, k) and the k columns of x."""
         x, used = tape.x, tape.columns
         if self._prefers_form(len(x), len(used)):
-            slopes = (x @ self._forms).reshape(len(x), -1, x.shape[1])
+            slopes = (x @ self._forms).swapaxes(0, 1)
             return (slopes @ x[:, :, None])[:, :, 0] / 2, slopes, np.arange(x.shape[1])
         return *self._by_representatives(x[:, used], used), used
 
@@ -95,9 +95,9 @@ class KernelTerm:
 
     @cached_property
     def _forms(self) -> Float64Array:
-        """The matrices 2 Xᵀ diag(w) X of all members, side by side: (q, R·q)."""
+        """The matrices 2 Xᵀ diag(w) X of all members: (R, q, q)."""
         X, weights = self.representatives, 2 * self.share * self.weights
-        return np.concatenate([X.T @ (w[:, None] * X) for w in weights.T], axis=1)
+        return np.stack([X.T @ (w[:, None] * X) for w in weights.T])
 
     def _by_representatives(
         self, x: Float64Array, used: IntArray

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 from ase import Atoms
 from scipy.linalg import block_diag
-from scipy.sparse import csr_array
+from scipy.sparse import csc_array
 from scipy.spatial import cKDTree
 
 from qualms.arrays import BoolArray, Float64Array, IntArray
@@ -38,6 +38,7 @@ from qualms.features.soap import (
     FeatomicEngine,
     PseudoSpeciesEngine,
     SoapRepresentation,
+    System,
     make_engine,
     order_factor,
 )
@@ -48,8 +49,12 @@ LARGE = 256
 BATCH = 64
 #: Environments whose features are in memory at once, without derivatives.
 VALUES = 1024
-#: Products of densities that are in memory at once.
-_ELEMENTS = 2_000_000
+#: Products of densities that are made at once; in predictions, few enough for a cache.
+_ELEMENTS, _CACHED = 2_000_000, 300_000
+#: Multiplications that take as long as copying a number.
+_COPY = 10
+#: How much longer a multiplication takes backward: the arrays are larger.
+_SLOWER = 1.3
 #: Error of distances after atoms have been moved by a lattice vector, in Å.
 _ROUNDING = 1e-6
 
@@ -214,14 +219,15 @@ class SoapTape:
     @cached_property
     def x(self) -> Float64Array:
         """Features of the kernel: (n, q)."""
-        return np.asarray(self._raw / self.lengths)
+        x: Float64Array = self._raw / self.lengths
+        return x
 
     @cached_property
     def lengths(self) -> Float64Array:
         """Divisors of y: (n, 1)."""
         if self.features.feature_scale is not None:
             return np.full((len(self._raw), 1), self.features.feature_scale)
-        lengths = np.sqrt(np.einsum("ij,ij->i", self._raw, self._raw))[:, None]
+        lengths: Float64Array = np.sqrt(np.einsum("ij,ij->i", self._raw, self._raw))[:, None]
         lengths[lengths == 0] = 1.0
         return lengths
 
@@ -235,59 +241,64 @@ class SoapTape:
         """The features y (n, q)."""
         scale, species = self.features.engine.scale, self.expansion.species
         K, n_radial = len(species), scale.n_radial
-        spectra = np.empty((len(self.owners), K, K, scale.l_max + 1, n_radial, n_radial))
+        first, second = np.triu_indices(K)
+        n_orders = scale.l_max + 1
+        spectra = np.empty((len(self.owners), len(first), n_orders, n_radial, n_radial))
         for order, c in enumerate(self.expansion.coefficients):
             products = (c.transpose(0, 2, 1) @ c).reshape(-1, K, n_radial, K, n_radial)
-            spectra[:, :, :, order] = products.swapaxes(2, 3)
+            spectra[:, :, order] = products.swapaxes(2, 3)[:, first, second]
         y = np.zeros((len(spectra), self.features.n_features))
-        for a, b in combinations_with_replacement(range(K), 2):
-            coupling = self.features.coupling(species[a], species[b])
-            y[:, coupling.columns] += coupling.project(spectra[:, a, b]) / (1 + (a == b))
+        for pair, (a, b) in enumerate(combinations_with_replacement(species, 2)):
+            coupling = self.features.coupling(a, b)
+            y[:, coupling.columns] += coupling.project(spectra[:, pair]) / (1 + (a == b))
         return y
 
     def pull_back(self, slopes: Float64Array, columns: IntArray) -> Pulled:
         """Return derivatives by positions, and perhaps by strain."""
-        if self.normalized:  # ∂e/∂y = (b − (x·b) x)/|y|
-            x = self.x[:, columns]
-            slopes -= (slopes @ x[:, :, None]) * x[:, None, :]
-        slopes *= (1 / self.lengths)[:, :, None]
-        R = slopes.shape[1]
+        x, R = self.x[:, columns], slopes.shape[1]
+        along = slopes @ x[:, :, None] * self.normalized
+        # ∂e/∂y = (b − (x·b) x)/|y|: the sum is taken later, of fewer numbers.
+        slopes = np.concatenate([slopes, x[:, None, :]], axis=1)
+
+        def combined(owners: IntArray, changes: Float64Array) -> Float64Array:
+            both = changes[..., :R] - changes[..., R:] * along[owners].swapaxes(1, 2)
+            both /= self.lengths[owners][:, :, None]
+            return both
+
         pull = self._pull_forward if self._prefers_forward(R) else self._pull_backward
         owners, atoms, changes = pull(slopes, columns)
-        g = len(owners)
+        changes, g = combined(owners, changes), len(owners)
         # An atom that is pushed pulls the centre of the environment.
-        rows, signs = np.concatenate([atoms, self.centers[owners]]), np.repeat([1.0, -1.0], g)
-        entries, shape = np.tile(np.arange(g), 2), (len(self.atoms), g)
-        sums = csr_array((signs, (rows, entries)), shape=shape)
+        rows, signs = np.stack([atoms, self.centers[owners]], axis=1), np.tile([1.0, -1.0], g)
+        edges, shape = 2 * np.arange(g + 1), (len(self.atoms), g)
+        sums = csc_array((signs, rows.ravel(), edges), shape=shape)
         positions = np.asarray(sums @ changes.reshape(g, 3 * R)).reshape(-1, 3, R)
         if not self.expansion.strain:
             return Pulled(positions, None)
         strain = np.zeros((len(self.structures), 6, R))
         each = self.push_strain()[:, :, columns] @ slopes.transpose(0, 2, 1)
-        np.add.at(strain, self.owners, each)
+        np.add.at(strain, self.owners, combined(np.arange(len(each)), each))
         return Pulled(positions, strain)
 
     def _prefers_forward(self, R: int) -> bool:
         """Whether derivatives of R energies take less time forward: multiplications are counted."""
         assert self.moves is not None
-        scale, K = self.features.engine.scale, len(self.expansion.species)
-        density, spectrum = (
-            scale.n_radial * (scale.l_max + 1) ** 2,
-            scale.n_radial**2 * (scale.l_max + 1),
-        )
-        k = 2 * len(self.columns) / (K + 1)
-        # To contract one density with all others, and to project the result.
-        each = density * scale.n_radial * K + spectrum * k
-        rows = 3 * len(self.moves.owners)
-        forward = rows * (each + k * R)
-        return bool(forward < len(self.owners) * R * K * each + rows * density * R)
+        n, rows, species = len(self.owners), 3 * len(self.moves.owners), self.expansion.species
+        scale, K = self.features.engine.scale, len(species)
+        density = scale.n_radial * (scale.l_max + 1) ** 2
+        contract = density * scale.n_radial * K
+        project = self.features.cost(species)
+        k = sum(len(self.features.used_with(z, species)) for z in species) / K
+        forward = rows * (contract + 2 * project / (K + 1) + k * R)
+        backward = n * R * (K * contract + project) + rows * density * R
+        return bool(forward < _SLOWER * backward)
 
     def _pull_forward(
         self, slopes: Float64Array, columns: IntArray
     ) -> tuple[IntArray, IntArray, Float64Array]:
         """Return environments, atoms, and ∂e/∂r (g, 3, R) for slopes ∂e/∂y (n, R, k)."""
         owners, atoms, found = [], [], [np.empty((0, 3, slopes.shape[1]))]
-        for changes in self.push_forward():
+        for changes in self._changes(_CACHED):
             b = slopes[:, :, _places(columns, changes.columns)]
             values, pulled = changes.values, np.empty((*changes.values.shape[:2], b.shape[1]))
             for i, begin, end in _runs(changes.owners):
@@ -303,39 +314,51 @@ class SoapTape:
     ) -> tuple[IntArray, IntArray, Float64Array]:
         """Return the same by way of the derivatives by densities."""
         assert self.moves is not None
-        moves, species = self.moves, self.expansion.species
-        by_density = [self._by_density(slopes, columns, z) for z in species]
+        moves, K, R = self.moves, len(self.expansion.species), slopes.shape[1]
         changes = np.concatenate([d.reshape(*d.shape[:2], -1) for d in moves.densities], axis=2)
-        pulled = np.empty((len(changes), 3, slopes.shape[1]))
-        for key, begin, end in _runs(moves.owners * len(species) + moves.species):
-            i, a = divmod(key, len(species))
-            into = pulled[begin:end].reshape(-1, slopes.shape[1])
-            np.matmul(changes[begin:end].reshape(len(into), -1), by_density[a][i].T, out=into)
+        pulled = np.empty((len(changes), 3, R))
+        size, done = max(1, _CACHED // (R * K * self._n_products)), 0
+        for key, begin, end in _runs(moves.owners * K + moves.species):
+            i, a = divmod(key, K)
+            if i >= done:
+                first, done = i, i + size
+                by_density = self._by_density(slopes, columns, slice(first, done))
+            into = pulled[begin:end].reshape(-1, R)
+            flat = changes[begin:end].reshape(len(into), -1)
+            np.matmul(flat, by_density[i - first, a].T, out=into)
         pulled[moves.is_center] = 0.0
         return moves.owners, moves.atoms, pulled
 
-    def _by_density(self, slopes: Float64Array, columns: IntArray, z: int) -> Float64Array:
-        """Return ∂e/∂c of the density of one species, l by l: (n, R, Σ_l (2l + 1) n_radial)."""
+    def _by_density(self, slopes: Float64Array, columns: IntArray, some: slice) -> Float64Array:
+        """Return ∂e/∂c around some atoms, l by l: (n, K, R, Σ_l (2l + 1) n_radial)."""
         scale, species = self.features.engine.scale, self.expansion.species
-        (n, R, _), n_radial, n_orders = slopes.shape, scale.n_radial, scale.l_max + 1
-        lifted = np.empty((n_orders, n, R, n_radial, len(species), n_radial))
-        for o, other in enumerate(species):
-            coupling = self.features.coupling(z, other)
-            b = slopes[:, :, _places(columns, coupling.columns)]
-            of_pair = coupling.lift(b.reshape(n * R, -1))
-            of_pair = of_pair.reshape(n, R, n_orders, n_radial, n_radial)
-            lifted[:, :, :, :, o] = of_pair.transpose(2, 0, 1, 3, 4)
+        slopes, K, n_radial = slopes[some], len(species), scale.n_radial
+        n, R, _ = slopes.shape
+        lifted = np.empty((scale.l_max + 1, n, R, K, n_radial, K, n_radial))
+        for a, b in combinations_with_replacement(range(K), 2):
+            coupling = self.features.coupling(species[a], species[b])
+            own = slopes[:, :, _places(columns, coupling.columns)].reshape(n * R, -1)
+            of_pair = coupling.lift(own).reshape(n, R, -1, n_radial, n_radial)
+            of_pair = of_pair.transpose(2, 0, 1, 3, 4)
+            lifted[:, :, :, a, :, b] = of_pair
+            if a != b:
+                lifted[:, :, :, b, :, a] = of_pair.swapaxes(3, 4)
         found = []
         for c, of_order in zip(self.expansion.coefficients, lifted, strict=True):
-            flat = of_order.reshape(n, R * n_radial, -1) @ c.transpose(0, 2, 1)
-            found.append(flat.reshape(n, R, n_radial, -1).swapaxes(2, 3).reshape(n, R, -1))
-        return np.concatenate(found, axis=2)
+            flat = of_order.reshape(n, R * K * n_radial, -1) @ c[some].transpose(0, 2, 1)
+            turned = flat.reshape(n, R, K, n_radial, -1).transpose(0, 2, 1, 4, 3)
+            found.append(turned.reshape(n, K, R, -1))
+        return np.concatenate(found, axis=3)
 
     def push_forward(self) -> Iterator[Changes]:
         """Yield the changes of y, of one species of moving atoms at a time."""
+        yield from self._changes(_ELEMENTS)
+
+    def _changes(self, size: int) -> Iterator[Changes]:
+        """Yield the changes of y with about so many products of densities at a time."""
         assert self.moves is not None
         moves, species = self.moves, self.expansion.species
-        for begin, end in moves.parts(_ELEMENTS // (3 * self._n_products)):
+        for begin, end in moves.parts(size // (3 * self._n_products)):
             owners, atoms = moves.owners[begin:end], moves.atoms[begin:end]
             products = self._products([d[begin:end] for d in moves.densities], owners)
             for a, z in enumerate(species):
@@ -347,10 +370,10 @@ class SoapTape:
     def push_strain(self) -> Float64Array:
         """Return ∂y/∂ε (n, 6, q)."""
         n, species = len(self.owners), self.expansion.species
+        n_radial = self.features.engine.scale.n_radial
         changes = np.zeros((n, 6, self.features.n_features))
         for a, z in enumerate(species):
-            own = slice(a * self.features.engine.scale.n_radial, None)
-            own = slice(own.start, own.start + self.features.engine.scale.n_radial)
+            own = slice(a * n_radial, (a + 1) * n_radial)
             densities = [d[:, *VOIGT][..., own] for d in self.expansion.strain]
             columns, values = self._projected(self._products(densities, np.arange(n)), z)
             changes[:, :, columns] += values
@@ -448,6 +471,11 @@ class Coupling:
     factors: Float64Array
     turned: bool
 
+    @property
+    def cost(self) -> int:
+        """Multiplications of one row; a copy takes as long as some of them."""
+        return _COPY * len(self.columns) if self.matrix is None else self.matrix.size
+
     def project(self, products: Float64Array) -> Float64Array:
         """Return the changes of y (g, k), for products (g, (l, n, n′))."""
         if self.matrix is not None:
@@ -478,6 +506,9 @@ class ScaleFeatures:
         P, of compressed features or of pseudo-species. Otherwise it takes equal features together,
         p_nn′ and p_n′n of one species, which changes no product and saves a third of the
         multiplications.
+    order : (q,) array of int
+        Features as representatives are stored, in this order: those of a pair of species next to
+        each other.
     compressed : bool
         Whether representatives are multiplied by P already, as those of compressed features and
         of pseudo-species are.
@@ -487,6 +518,7 @@ class ScaleFeatures:
 
     engine: FeatomicEngine
     projection: Float64Array
+    order: IntArray
     feature_scale: float | None
     compressed: bool
 
@@ -497,7 +529,13 @@ class ScaleFeatures:
 
     def representatives(self, X: Float64Array) -> Float64Array:
         """Return the features x (M, q) of representatives, as stored (M, d)."""
-        return X if self.compressed else np.asarray(X @ self.projection)
+        if self.compressed:
+            return X[:, self.order]
+        x = np.zeros((len(X), self.n_features))
+        for rows in self.engine.pair_columns.values():
+            columns = np.flatnonzero(np.any(self.projection[rows] != 0, axis=0))
+            x[:, columns] += X[:, rows] @ self.projection[rows][:, columns]
+        return x
 
     def tapes(
         self,
@@ -511,28 +549,28 @@ class ScaleFeatures:
 
     def _tape(self, batch: Environments, gradients: Sequence[str]) -> SoapTape:
         """Expand the densities of a batch."""
-        frames, samples, origins, numbers = [], [], [], []
+        systems, samples, origins = [], [], []
         for s, cut in enumerate(batch.cut(self.engine.scale.cutoff)):
-            given, order = cut.atoms, np.argsort(cut.atoms.numbers, kind="stable")
+            order = np.argsort(cut.atoms.numbers, kind="stable")
             place = np.empty_like(order)
             place[order] = np.arange(len(order))
             centers = np.sort(place[cut.centers])
             samples.append(np.stack([np.full_like(centers, s), centers], axis=1))
             origins.append(batch.first[s] + cut.origins[order])
-            numbers.append(given.numbers[order])
-            positions = given.positions[order]
-            frames.append(Atoms(numbers[-1], positions, cell=given.cell, pbc=given.pbc))
+            numbers, positions, cell = System.of(cut.atoms, self.engine.scale)
+            systems.append(System(numbers[order], positions[order], cell))
         owners, local = (every := np.concatenate(samples)).T
         # The atom that each atom of the cut-outs is, or is an image of.
         atoms, place = np.unique(np.concatenate(origins), return_inverse=True)
         first = offsets_of([len(some) for some in origins])
         centers = place[first[owners] + local]
-        expansion = self.engine.expand(frames, every, strain="strain" in gradients)
+        expansion = self.engine.expand(systems, every, strain="strain" in gradients)
         moves = None
         if gradients:
-            sample, system, atom, densities = self.engine.expand_neighbours(frames, every)
+            sample, system, atom, densities = self.engine.expand_neighbours(systems, every)
             here = first[system] + atom
-            species = np.searchsorted(expansion.species, np.concatenate(numbers)[here])
+            number = np.concatenate([one.numbers for one in systems])[here]
+            species = np.searchsorted(expansion.species, number)
             is_center = atom == local[sample]
             moves = Moves(sample, place[here], species, is_center, densities)
         return SoapTape(self, batch.structures, atoms, owners, centers, expansion, moves)
@@ -544,6 +582,11 @@ class ScaleFeatures:
     def used_with(self, z: int, species: tuple[int, ...]) -> IntArray:
         """Return the features that depend on one species together with some others."""
         return self._union(tuple((z, other) for other in species))
+
+    def cost(self, species: tuple[int, ...]) -> float:
+        """Return the multiplications that features of pairs of some species take."""
+        pairs = combinations_with_replacement(species, 2)
+        return float(sum(self.coupling(*pair).cost for pair in pairs))
 
     def _union(self, pairs: tuple[tuple[int, int], ...]) -> IntArray:
         if pairs not in self._unions:
@@ -596,7 +639,9 @@ def scale_features(representation: SoapRepresentation) -> list[ScaleFeatures]:
         elif matrix is None:
             matrix = _fold(engine)
         length = None if soap.normalize else representation.feature_scale
-        found.append(ScaleFeatures(engine, matrix, length, compressed))
+        pairs = [np.any(matrix[rows] != 0, axis=0) for rows in engine.pair_columns.values()]
+        order = np.argsort(np.argmax(pairs, axis=0), kind="stable")  # by the first pair
+        found.append(ScaleFeatures(engine, matrix[:, order], order, length, compressed))
     return found
 
 

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias
 import numpy as np
 from ase import Atoms
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from scipy.sparse import csc_array
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.errors import InputError, counted
@@ -326,6 +327,9 @@ def make_soap(representation: str | Soap | dict[str, Any] = "organic", **overrid
 
 # --- engines ---
 
+#: Atoms up to which densities are summed here, if there are derivatives.
+_FEW_ATOMS = 16
+
 Precision = type[np.float32] | type[np.float64]
 #: Applied to the power spectra (n, c) of a structure while they are in the cache.
 Finish: TypeAlias = Callable[[FloatArray], FloatArray]
@@ -468,6 +472,72 @@ def _dscribe_soap(scale: Scale, species: tuple[int, ...], periodic: bool) -> Any
     )
 
 
+class System(NamedTuple):
+    """A structure for featomic: in its cell, which is zero unless it is periodic."""
+
+    numbers: IntArray
+    positions: Float64Array
+    cell: Float64Array
+
+    @classmethod
+    def of(cls, atoms: Atoms, scale: Scale) -> System:
+        """Return a structure as one that is periodic in all directions, or in none."""
+        if not np.any(atoms.pbc):
+            return cls(atoms.numbers, atoms.positions, np.zeros((3, 3)))
+        inside = in_cell(atoms, scale)
+        return cls(inside.numbers, inside.positions, inside.cell.array)
+
+    def alike(self) -> System:
+        """Return the structure with atoms of one species."""
+        return self._replace(numbers=np.ones_like(self.numbers))
+
+
+@lru_cache(maxsize=1)
+def _system_type() -> Any:
+    """Return featomic's interface of a `System`: to make one of ASE's atoms takes far longer."""
+    from featomic.systems import SystemBase
+
+    class FeatomicSystem(SystemBase):  # type: ignore[misc]
+        def __init__(self, system: System) -> None:
+            super().__init__()
+            self._system = system
+
+        def size(self) -> int:
+            return len(self._system.numbers)
+
+        def types(self) -> IntArray:
+            return self._system.numbers
+
+        def positions(self) -> Float64Array:
+            return self._system.positions
+
+        def cell(self) -> Float64Array:
+            return self._system.cell
+
+    return FeatomicSystem
+
+
+def _call(
+    calculator: Any,
+    systems: Sequence[System],
+    samples: IntArray,
+    gradients: Sequence[str] = (),
+    names: Sequence[str] = ("system", "atom"),
+) -> Any:
+    """Return the result of featomic for samples (n, 2): structure and atom."""
+    from metatensor import Labels
+
+    chosen = None
+    if len(samples) < sum(len(one.numbers) for one in systems):
+        chosen = Labels(list(names), samples.astype(np.int32))
+    return calculator.compute(
+        [_system_type()(one) for one in systems],
+        gradients=list(gradients),
+        selected_samples=chosen,
+        use_native_system=True,
+    )
+
+
 class FeatomicEngine(Engine):
     """featomic's power spectrum, with a smooth cutoff."""
 
@@ -503,8 +573,8 @@ class FeatomicEngine(Engine):
         owners = np.repeat(np.arange(len(frames)), [len(chosen) for chosen in centers])
         if not len(owners):
             return
-        atoms = np.concatenate(centers)
-        computed = self._call(calculator, frames, np.stack([owners, atoms], axis=1))
+        atoms, systems = np.concatenate(centers), [System.of(a, self.scale) for a in frames]
+        computed = _call(calculator, systems, np.stack([owners, atoms], axis=1))
         first_atom = offsets_of([len(atoms) for atoms in frames])
         # Place of an environment in the batch, by its atom counted through the batch.
         place = np.full(first_atom[-1], -1)
@@ -516,43 +586,61 @@ class FeatomicEngine(Engine):
             key = dict(zip(keys.names, values, strict=True))
             yield key, place[first_atom[system] + atom], block
 
-    def _call(
-        self,
-        calculator: Any,
-        frames: Sequence[Atoms],
-        samples: IntArray,
-        gradients: Sequence[str] = (),
-    ) -> Any:
-        """Return the result of featomic for samples (n, 2): structure and atom."""
-        from metatensor import Labels
-
-        return calculator.compute(
-            [in_cell(atoms, self.scale) for atoms in frames],
-            gradients=list(gradients),
-            selected_samples=Labels(["system", "atom"], samples.astype(np.int32)),
-            use_native_system=True,
-        )
-
     def expand(
-        self, frames: Sequence[Atoms], samples: IntArray, *, strain: bool = False
+        self, systems: Sequence[System], samples: IntArray, *, strain: bool = False
     ) -> Expansion:
         """Return the densities around samples (n, 2): structure and atom, in ascending order."""
-        computed = self._call(self.expansion, frames, samples, ["strain"] * strain)
+        if not strain and sum(len(one.numbers) for one in systems) <= _FEW_ATOMS:
+            return self._sum_of_pairs(systems, samples)
+        computed = _call(self.expansion, systems, samples, ["strain"] * strain)
         merged = computed.keys_to_samples("center_type").keys_to_properties("neighbor_type")
         blocks = [merged.block_by_id(i) for i in range(self.scale.l_max + 1)]
         types = np.asarray(blocks[0].properties.values)[:: self.scale.n_radial, 0]
         changes = [np.asarray(b.gradient("strain").values) for b in blocks] if strain else []
         return Expansion(tuple(types.tolist()), [np.asarray(b.values) for b in blocks], changes)
 
-    def expand_neighbours(self, frames: Sequence[Atoms], samples: IntArray) -> NeighbourChanges:
+    def _sum_of_pairs(self, systems: Sequence[System], samples: IntArray) -> Expansion:
+        """Return the same from the densities of single atoms.
+
+        They take more memory, but for few atoms less time: featomic has a block for each l and two
+        species, and to read one takes as long as to compute it. Here all atoms are of one species.
+        """
+        alike = [one.alike() for one in systems]
+        computed = _call(self.pairs, alike, samples, names=("system", "first_atom"))
+        offsets = offsets_of([len(one.numbers) for one in systems])
+        species, kind = np.unique(
+            np.concatenate([one.numbers for one in systems]), return_inverse=True
+        )
+        place = np.empty(offsets[-1], dtype=np.intp)
+        place[offsets[samples[:, 0]] + samples[:, 1]] = np.arange(len(samples)) * len(species)
+        found: list[Float64Array] = []
+        sums = None
+        for order in range(self.scale.l_max + 1):
+            block = computed.block_by_id(order)
+            if order < 2:  # pairs of an atom with itself have no higher orders
+                system, first, second = np.asarray(block.samples.values)[:, :3].T
+                row = place[offsets[system] + first] + kind[offsets[system] + second]
+                shape, each = (len(samples) * len(species), len(row)), np.arange(len(row) + 1)
+                sums = csc_array((np.ones(len(row)), row, each), shape=shape)
+            assert sums is not None
+            values = np.asarray(block.values)
+            flat = np.asarray(
+                sums @ values.reshape(len(values), (2 * order + 1) * self.scale.n_radial)
+            )
+            part = flat.reshape(len(samples), len(species), 2 * order + 1, -1)
+            found.append(part.swapaxes(1, 2).reshape(len(samples), 2 * order + 1, -1))
+        return Expansion(tuple(species.tolist()), found, [])
+
+    def expand_neighbours(self, systems: Sequence[System], samples: IntArray) -> NeighbourChanges:
         """Return how the densities around samples (n, 2) change with all positions.
 
         An atom changes the density of its own species alone. If all are said to be of one species,
         featomic takes less time, and the changes are the same, except those with the centre.
         """
-        alike = [Atoms(np.ones(len(a), int), a.positions, cell=a.cell, pbc=a.pbc) for a in frames]
-        computed = self._call(self.expansion, alike, samples, ["positions"])
-        changes = [computed.block_by_id(i).gradient("positions") for i in range(len(computed.keys))]
+        alike = [one.alike() for one in systems]
+        computed = _call(self.expansion, alike, samples, ["positions"])
+        blocks = [computed.block_by_id(i) for i in range(self.scale.l_max + 1)]
+        changes = [block.gradient("positions") for block in blocks]
         sample, system, atom = np.asarray(changes[0].samples.values).T
         return NeighbourChanges(sample, system, atom, [np.asarray(c.values) for c in changes])
 
@@ -571,6 +659,14 @@ class FeatomicEngine(Engine):
         from featomic import SphericalExpansion
 
         return SphericalExpansion(**self._parameters())
+
+    @cached_property
+    def pairs(self) -> Any:
+        """SphericalExpansionByPair of featomic."""
+        limit_rayon()
+        from featomic import SphericalExpansionByPair
+
+        return SphericalExpansionByPair(**self._parameters())
 
     def _parameters(self) -> dict[str, Any]:
         scale = self.scale
