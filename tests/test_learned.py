@@ -1,14 +1,17 @@
 """Features of networks, and of objects that follow the same protocol."""
 
+import shlex
 import warnings
 from importlib.util import find_spec
 
+import ase.io
 import numpy as np
 import pytest
 from ase import Atoms
 from ase.build import bulk
 from atomistic_fixtures import ENERGY, labelled_dimers, same_predictions
 from fake_network import Densities, NoDerivatives
+from test_cli import qualms
 
 from qualms import AtomisticModel
 from qualms.ase import Calculator
@@ -343,6 +346,28 @@ def test_structures_without_neighbours(pretrained):
     positions, strains = pull_back(np.ones((1, *y.shape)))
     assert not np.any(positions)
     assert not np.any(strains)
+
+
+def test_command_line(dimers, tmp_path, monkeypatch):
+    pytest.importorskip("chgnet")
+    monkeypatch.chdir(tmp_path)
+    ase.io.write("data.xyz", dimers[:40], format="extxyz")
+    train = ["train", "data.xyz", "--target", "energy", "--units", "eV", "--baseline", "mean"]
+    options = ["--representation", "chgnet", "--representatives", "60", "--threads", "1", "-q"]
+    for command in (
+        [*train, *options, "-o", "model.safetensors"],
+        ["predict", "model.safetensors", "data.xyz", "-o", "out.xyz", "--forces", "-q"],
+        ["evaluate", "model.safetensors", "data.xyz", "-q"],
+        ["info", "model.safetensors"],
+    ):
+        ended = qualms(shlex.join(command))
+        assert ended.code == 0, ended.err
+    assert "chgnet 0.4" in ended.out
+    assert "energy_uncertainty" in ase.io.read("out.xyz").info
+    other = tmp_path / "other.tar"
+    other.write_bytes(b"not these")
+    predict = ["predict", "model.safetensors", "data.xyz", "-o", "again.xyz"]
+    assert qualms(shlex.join(predict), "--weights", other).code == 2
 
 
 # --- small models of MACE and metatomic, made here ---

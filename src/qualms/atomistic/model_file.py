@@ -149,7 +149,7 @@ def read_model(path: str | Path, representation: object | None = None) -> Fitted
         fitted = _build(document, tensors, sizes["r"])
         if (d := fitted.representation.n_features) != sizes["d"]:
             raise ValueError(f"{sizes['d']} features instead of {d}")
-    except (StorageError, InputError):
+    except StorageError:
         raise
     except (QualmsError, ValueError, TypeError, KeyError, ArithmeticError) as error:
         raise StorageError(path, f"inconsistent parts ({error})") from error
