@@ -407,10 +407,10 @@ def _memory_needed(data: TrainingSet, n_workers: int) -> MemoryNeeded:
     Sizes in bytes are those of the largest arrays of each stage; 0.5 GB is for the interpreter and
     libraries, 0.25 GB for those of each worker process.
     """
-    settings, n = data.settings, data.n_environments
+    settings, n, size = data.settings, data.n_environments, data.settings.features.itemsize
     M, batch = min(settings.n_selected, n), min(BATCH, n)
     d, d_raw = _n_features(data)
-    base = 0.5e9 + 4e3 * len(data.frames) + 100.0 * n
+    base = 0.5e9 + settings.features.overhead + 4e3 * len(data.frames) + 100.0 * n
     rows = 8.0 * data.n_rows * M
     products = 12.0 * BLOCK * M + 4.0 * BLOCK * d
     solving = rows + 48.0 * M**2 + min(0.5 * rows, 2e9) + 128.0 * settings.n_members * data.n_rows
@@ -418,7 +418,7 @@ def _memory_needed(data: TrainingSet, n_workers: int) -> MemoryNeeded:
         # Derivatives by some 30 neighbours, and Gram matrices of parts of the data.
         products += 48.0 * GRADIENTS * 30 * (d_raw + M)
         solving += (20 if M <= 800 else 6) * 8.0 * M**2
-    picking = 4.0 * M * d + 100e6
+    picking = size * M * d + 100e6
     copies = 2 if settings.per_species else 1  # the features of one species are copied
     if settings.selection == "cur":
         landmarks = min(2 * M, n)
@@ -429,16 +429,17 @@ def _memory_needed(data: TrainingSet, n_workers: int) -> MemoryNeeded:
     batches = 20.0 * batch * d_raw + 8.0 * workers * batch * d
     batches += workers * (0.25e9 + 12.0 * batch * d_raw) if workers > 1 else 0.0
     least = max(compressing, solving, batches + rows + products)
-    kept, select = 4.0 * n * d, 1.1 * picking + 4.0 * (copies - 1) * n * d
+    kept, select = size * n * d, 1.1 * picking + size * (copies - 1) * n * d
     keep = base + max(least, kept + max(batches, select, rows + products))
     beside = base + batches + picking  # while representatives are selected block by block
-    recompute = max(base + least, beside + 8.8 * M * d * copies)
+    recompute = max(base + least, beside + 2.2 * size * M * d * copies)
     return MemoryNeeded(keep, recompute, beside, copies)
 
 
 def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int | None, int]:
     """Return environments per block if features are recomputed (None if kept), and processes."""
     n, d = data.n_environments, _n_features(data)[0]
+    width = 1.1 * data.settings.features.itemsize * d  # bytes of an environment, and some more
     M = min(data.settings.n_selected, n)
 
     def size(n: float) -> str:
@@ -458,8 +459,8 @@ def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int |
     n_block, use = None, keep
     if keep > limit:
         # Candidates of all blocks are kept, at most M of each.
-        n_block = max(int((limit - beside) / (4.4 * d)) // (1 + copies), 2 * M)
-        use = max(recompute, beside + 4.4 * d * n_block * copies)
+        n_block = max(int((limit - beside) / width) // (1 + copies), 2 * M)
+        use = max(recompute, beside + width * n_block * copies)
     log.info(
         f"{n:,} environments × {d:,} features ({'kept' if n_block is None else 'computed twice'}), "
         f"{data.n_rows:,} labels, {M:,} representatives: about {size(use)} of memory "

@@ -102,6 +102,8 @@ class Backbone(RepresentationSettings):
         Version of the package and digest of the weights, which training fills in.
     """
 
+    itemsize: ClassVar[float] = 8.0
+
     backbone: Literal["sevennet", "chgnet", "mace", "metatomic", "object"]
     model: Annotated[str, Field(min_length=1, max_length=4000)] | None = None
     layer: Annotated[int, Field(ge=-100, le=100)] = -1
@@ -163,6 +165,11 @@ class Backbone(RepresentationSettings):
             raise InputError("frames", symbols, f"elements that {self.backbone} knows")
         found = {"version": getattr(network, "version", None), "sha256": _digest(network)}
         return given.model_copy(update=found)
+
+    @property
+    def overhead(self) -> float:
+        """Bytes of torch and of the network in a forward pass."""
+        return 0.0 if self.backbone == "object" else 1e9
 
     def n_moving(self, sizes: IntArray, effort: str) -> int | None:
         """Return the largest number for which displaced structures do not have too many atoms."""

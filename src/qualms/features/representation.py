@@ -77,6 +77,13 @@ class RepresentationSettings(BaseModel, ABC):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    itemsize: ClassVar[float] = 4.0  #: bytes of a feature in training
+
+    @property
+    def overhead(self) -> float:
+        """Bytes of libraries beside those that all models need."""
+        return 0.0
+
     @property
     @abstractmethod
     def has_forces(self) -> bool:
