@@ -83,6 +83,7 @@ INVALID = {
     "noise": [0, -1.0, float("nan"), "aic"],
     "forces": [""],
     "stress": [3],
+    "force_atoms": [0, "some", 2],
     "forces_noise": [0.0, 1.0],
     "stress_noise": ["loo", 1.0],
     "noise_per": ["cell", "structure"],
