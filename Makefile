@@ -9,7 +9,7 @@ COVERAGE := --cov=src/qualms/gp --cov=src/qualms/calibration --cov-branch --cov-
 # Tests whose results depend on the kernels of the linear algebra library.
 NUMERICAL := $(wildcard $(patsubst %,tests/test_%.py,kernels representatives sparse_gp noise ensemble regressors model training forces ase))
 
-.PHONY: help demo test test-slow fuzz test-processors check docs dist bench format lock clean
+.PHONY: help demo test test-learned test-mace test-slow fuzz test-processors check docs dist bench format lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -30,6 +30,14 @@ demo: $(VENV)/.base ## train, calibrate and evaluate a model on 2000 molecules o
 
 test: $(VENV)/.test ## run the tests, with the coverage of gp and calibration
 	$(PYTEST) $(COVERAGE)
+
+test-learned: $(VENV)/.test $(VENV)/.sevennet $(VENV)/.chgnet $(VENV)/.metatomic ## run the tests of pretrained networks with their weights
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_learned.py 'tests/test_docs.py::test_code_blocks[docs/pretrained.md]'
+
+# MACE and SevenNet need different versions of e3nn.
+test-mace: ## run the test of MACE models, in an environment of its own
+	$(MAKE) VENV=$(VENV)-mace $(VENV)-mace/.test $(VENV)-mace/.mace
+	OMP_NUM_THREADS=1 $(VENV)-mace/bin/python -m pytest tests/test_learned.py -k mace
 
 test-slow: $(VENV)/.test ## run the tests that take minutes or need large data
 	$(BIN)/python -m pytest -m slow
@@ -65,9 +73,9 @@ format: $(VENV)/.check ## format the code
 lock: ## renew constraints.txt with the newest versions that pyproject.toml allows
 	rm -rf .lock-venv
 	$(PYTHON) -m venv .lock-venv
-	.lock-venv/bin/python -m pip install --quiet '.[test,check,bench,qm9,docs,dist]'
-	.lock-venv/bin/python -m pip freeze --exclude qualms > constraints.txt
+	.lock-venv/bin/python -m pip install --quiet '.[test,check,bench,qm9,docs,dist,sevennet,chgnet,metatomic]'
+	.lock-venv/bin/python -m pip freeze --exclude qualms --exclude e3nn | sed 's/+cpu//' > constraints.txt
 	rm -rf .lock-venv
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) .lock-venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage .hypothesis build dist docs/_build docs/api
+	rm -rf $(VENV) $(VENV)-mace .lock-venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage .hypothesis build dist docs/_build docs/api

@@ -25,8 +25,8 @@ from qualms.features.soap import (
     Compression,
     DscribeEngine,
     FeatomicEngine,
-    Representation,
     Soap,
+    SoapRepresentation,
     _dscribe_soap,
     fit_representation,
     make_engine,
@@ -153,7 +153,7 @@ def engine_calls(soap: Soap, frames: Sequence[Atoms]) -> dict[str, Callable[[], 
         calls["bare"] = partial(raw_dscribe, engine, frames, own_species=True)
     elif isinstance(engine, FeatomicEngine):
         calls["bare"] = partial(raw_featomic, engine, frames)
-    plain = Representation(soap, species)
+    plain = SoapRepresentation(soap, species)
     compressed = fit_representation(soap, species, frames, centers, Compression())
     calls["features"] = partial(plain.features, frames, centers)
     calls["features, PCA 1000"] = partial(compressed.features, frames, centers)

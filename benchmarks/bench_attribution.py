@@ -95,7 +95,7 @@ def measures(model: AtomisticModel, frames: Sequence[Atoms]) -> dict[str, list[A
         "novelty": atom_novelty(model, frames),
         "σ of contributions": [part.std for part in model.predict_atoms(frames)],
     }
-    if model.fitted.representation.soap.resolved_engine == "featomic":
+    if model.fitted.representation.has_derivatives:
         found["σ of forces"] = atom_force_std(model, frames)
     return found
 

@@ -111,7 +111,7 @@ def displaced(n: int) -> list[Atoms]:
 
 
 def step_table(divisor: int) -> dict[str, Any]:
-    """Time a step of a simulation of ethanol beside featomic alone."""
+    """Time a step of a simulation of ethanol beside featomic's power spectrum with derivatives."""
     frames = displaced(120 // divisor)
     model = AtomisticModel("energy", forces="forces", n_representatives=500 // divisor).fit(frames)
     atoms, rng = frames[0].copy(), np.random.default_rng(1)
@@ -128,12 +128,14 @@ def step_table(divisor: int) -> dict[str, Any]:
         return atoms.get_forces()
 
     alone, seconds, ratio = priced(featomic, step, 101)
-    row = [f"{1e3 * alone:.1f}", f"{1e3 * seconds:.1f}", f"{ratio:.2f} ×", f"≤ {STEP_TARGET} ms"]
+    row = [f"{1e3 * seconds:.1f}", f"{1e3 * alone:.1f}", f"{ratio:.2f} ×", f"≤ {STEP_TARGET} ms"]
+    step_note = "Energy, forces, their uncertainties and members. Medians of 101 calls of each."
+    alone_note = "featomic alone: SoapPowerSpectrum with gradients, the features and nothing else."
     return {
         "title": "A step of a simulation: ethanol, 9 atoms, 16 + 16 members",
-        "columns": ["featomic alone, ms", "calculator, ms", "ratio", "target"],
+        "columns": ["ms per step", "featomic alone, ms", "ratio", "target"],
         "rows": [row],
-        "notes": ["Energy, forces, their uncertainties and members. Medians of 101 calls of each."],
+        "notes": [step_note, alone_note],
     }
 
 

@@ -4,6 +4,7 @@ import numpy as np
 from ase import Atoms
 from ase.build import bulk
 from ase.calculators.emt import EMT
+from ase.calculators.morse import MorsePotential
 
 from qualms import AtomisticModel
 from qualms.data import qm9
@@ -59,6 +60,21 @@ def labelled_by_emt(atoms):
     atoms.arrays["force"] = atoms.get_forces()
     atoms.calc = None
     return atoms
+
+
+def labelled_dimers(n, seed=0):
+    """Water and OH, displaced, with energies and forces of a Morse potential."""
+    rng = np.random.default_rng(seed)
+    r = np.array([[0, 0, 0], [0.96, 0, 0], [-0.24, 0.93, 0], [2.8, 0, 0], [3.2, 0.8, 0]])
+    frames = []
+    for _ in range(n):
+        atoms = Atoms("OHHOH", r + 0.08 * rng.normal(size=r.shape))
+        atoms.calc = MorsePotential(r0=1.4, epsilon=0.5, rho0=3.0)
+        energy, forces = atoms.get_potential_energy(), atoms.get_forces()
+        atoms.calc = None
+        atoms.info["energy"], atoms.arrays["forces"] = energy, forces
+        frames.append(atoms)
+    return frames
 
 
 def make_model(target=ENERGY, kind="extensive", **settings):

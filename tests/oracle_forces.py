@@ -8,6 +8,7 @@ import itertools
 
 import numpy as np
 
+from qualms.atomistic.forces import Derivatives, derivative_rows
 from qualms.features.pseudo_species import mixing_weights
 from qualms.features.soap import in_cell, make_engine
 
@@ -79,6 +80,20 @@ def power(product, exponent):
     if product < 0 and exponent != round(exponent):
         return 0.0
     return product**exponent
+
+
+def kernel_rows(terms, frames, strain=False):
+    """The rows of all components, summed over the terms of the kernel and over batches."""
+    n, n_atoms, M = len(frames), sum(map(len, frames)), len(terms[0].representatives)
+    total = Derivatives(np.zeros((n, M)), np.zeros((n_atoms, 3, M)), np.zeros((n, 6, M)))
+    for term in terms:
+        for tape in term.features.tapes(frames, ["positions", "strain"][: 1 + strain]):
+            found = derivative_rows(term, tape, strain=strain)
+            total.energies[tape.structures] += found.energies
+            total.forces[tape.atoms] += found.forces
+            if strain:
+                total.virials[tape.structures] += found.virials
+    return total
 
 
 def derivative(function, step):

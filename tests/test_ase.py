@@ -634,3 +634,23 @@ def test_wrong_arguments_of_a_weighted_baseline(arguments, parameter, atoms):
     wrong = Members(PairCommittee(), shape=(3, -1))
     with rejects("learned"):
         WeightedBaseline(wrong, baseline(), 1.0).get_forces(atoms)
+
+
+def test_uncertainties_of_forces_with_some_steps_only(water_model):
+    """Means are the same; uncertainties come with every third structure, or on request."""
+    sparse, full = Calculator(water_model, forces_uncertainty_every=3), Calculator(water_model)
+    for i in range(5):
+        results = []
+        for calculator in (sparse, full):
+            atoms = waters(1, seed=20 + i)[0]
+            atoms.calc = calculator
+            atoms.get_forces()
+            results.append(dict(calculator.results))
+        for name in ("energy", "energy_uncertainty", "forces"):
+            np.testing.assert_allclose(results[0][name], results[1][name], atol=1e-8)
+        assert ("forces_uncertainty" in results[0]) == (i % 3 == 0)
+    found = sparse.get_property("forces_uncertainty", atoms)
+    np.testing.assert_allclose(found, full.results["forces_uncertainty"], atol=1e-8)
+    with pytest.raises(InputError) as error:
+        Calculator(water_model, forces_uncertainty_every=0)
+    assert error.value.parameter == "forces_uncertainty_every"

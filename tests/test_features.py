@@ -16,23 +16,26 @@ from threadpoolctl import threadpool_limits
 
 from qualms.atomistic.kernel_rows import Basis, select_representatives
 from qualms.atomistic.settings import make_settings
-from qualms.features import soap as soap_module
 from qualms.features.compression import chosen_columns, fit_projection, principal_components
 from qualms.features.pseudo_species import mixing_weights
+from qualms.features.representation import (
+    Problem,
+    Representation,
+    stream_features,
+    structure_blocks,
+)
 from qualms.features.soap import (
     PRESETS,
     Compression,
     RadialScaling,
-    Representation,
     Scale,
     Soap,
+    SoapRepresentation,
     choose_preset,
     fit_representation,
     make_engine,
     make_soap,
     resolve_compression,
-    stream_features,
-    structure_blocks,
 )
 from qualms.gp.kernels import PowerKernel, normalize_rows
 
@@ -60,7 +63,7 @@ def soap(engine="dscribe", **overrides):
 
 
 def plain(engine="dscribe", **overrides):
-    return Representation(soap(engine, **overrides), SPECIES)
+    return SoapRepresentation(soap(engine, **overrides), SPECIES)
 
 
 def all_atoms(frames):
@@ -384,7 +387,7 @@ def test_features_do_not_depend_on_the_choice_of_cell_and_images(engine, seed):
 @pytest.mark.parametrize("size", [1, 3])
 def test_molecules_with_some_of_the_species_are_described_in_all(engine, size):
     everything = (1, 6, 7, 8)
-    representation = Representation(soap(engine), everything)
+    representation = SoapRepresentation(soap(engine), everything)
     rng = np.random.default_rng(size)
     for present in itertools.combinations(everything, size):
         numbers = rng.permutation([*present, present[0]])
@@ -409,7 +412,7 @@ def test_centers_are_rows_in_the_order_given(engine):
     close(found, np.concatenate(chosen))
     assert representation.features(frames, [c[:0] for c in centers]).shape == (0, found.shape[1])
     assert representation.features([], []).shape == (0, found.shape[1])
-    precise = Representation(soap(engine), SPECIES, precise=True).features(frames, centers)
+    precise = SoapRepresentation(soap(engine), SPECIES, precise=True).features(frames, centers)
     assert precise.dtype == np.float64
     close(found, precise)
 
@@ -518,15 +521,15 @@ def test_compressed_features_are_projected_and_normalised(engine, method):
 def test_automatic_compression():
     assert compressed("pca", 10_000).projections == ()
     small, large = make_soap("organic", n_radial=2, l_max=2), make_soap("nmr")
-    assert resolve_compression(small, SPECIES, 10**7, 5000) is None
-    assert resolve_compression(large, SPECIES, 1000, 500) is None
-    assert resolve_compression(large, SPECIES, 10**7, 5000) == Compression()
+    assert resolve_compression(small, SPECIES, Problem(10**7, 5000, False)) is None
+    assert resolve_compression(large, SPECIES, Problem(1000, 500, False)) is None
+    assert resolve_compression(large, SPECIES, Problem(10**7, 5000, False)) == Compression()
     by_pairs = Compression(method="pairs", n_features=192)
-    assert resolve_compression(large, SPECIES, 1000, 500, derivatives=True) == by_pairs
-    assert resolve_compression(small, SPECIES, 1000, 500, derivatives=True) is None
+    assert resolve_compression(large, SPECIES, Problem(1000, 500, True)) == by_pairs
+    assert resolve_compression(small, SPECIES, Problem(1000, 500, True)) is None
     for wanted in (None, Compression(method="cur", n_features=7)):
         given = make_soap("nmr", compression=wanted)
-        assert resolve_compression(given, SPECIES, 10**7, 5000) == wanted
+        assert resolve_compression(given, SPECIES, Problem(10**7, 5000, False)) == wanted
 
 
 # --- streams of batches ---
@@ -558,7 +561,7 @@ def test_processes_compute_the_same_to_the_last_bit(engine, monkeypatch):
         return list(stream_features(representation, structures, batch=16, n_workers=n_workers))
 
     serial = stream(1)
-    monkeypatch.setattr(soap_module, "SERIAL", 50)
+    monkeypatch.setattr(Representation, "serial", 50)
     for a, b in zip(serial, stream(2), strict=True):
         np.testing.assert_array_equal(a.features, b.features)
         np.testing.assert_array_equal(a.sizes, b.sizes)
@@ -566,7 +569,7 @@ def test_processes_compute_the_same_to_the_last_bit(engine, monkeypatch):
 
 @pytest.mark.parametrize("n_workers", [1, 2])
 def test_a_file_is_read_only_as_far_as_needed(n_workers, monkeypatch):
-    monkeypatch.setattr(soap_module, "SERIAL", 50)
+    monkeypatch.setattr(Representation, "serial", 50)
     read = 0
 
     def endless():

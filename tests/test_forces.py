@@ -25,13 +25,12 @@ from threadpoolctl import threadpool_limits
 
 from qualms import InputError, Prediction, QualmsWarning, score
 from qualms.atomistic.forces import (
-    ScaleKernel,
-    derivative_rows,
+    KernelTerm,
     derivatives,
     fill_rows,
+    kernel_terms,
     make_potential,
     potential_energies,
-    scale_rows,
 )
 from qualms.atomistic.labels import ForceLabels
 from qualms.atomistic.structures import VOIGT
@@ -39,8 +38,8 @@ from qualms.calibration.base import calibration_data
 from qualms.calibration.fitting import fit_out_of_bag
 from qualms.calibration.methods import VectorCalibration
 from qualms.data import qm9
-from qualms.features import gradients
-from qualms.features.gradients import Surroundings, batches
+from qualms.features import gradients, soap
+from qualms.features.gradients import SoapTape, Surroundings, batches
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training set has too few compositions")
 
@@ -197,7 +196,7 @@ def test_products_that_compression_made_negative_count_as_zero_everywhere(name):
     negative = x @ X.T < -1e-4
     assert negative.any()
     assert np.all(np.asarray(representation.kernel(x, X))[negative] == 0)
-    rows = derivative_rows(scale_rows(representation, X), next(gradients.batches([atoms])))
+    rows = oracle_forces.kernel_rows(kernel_terms(representation, X), [atoms])
     kernel = np.asarray(representation.kernel(x, X)).sum(axis=0)
     np.testing.assert_allclose(rows.energies[0], kernel, rtol=1e-10)
     # Those are the features from which energies alone are predicted, too.
@@ -255,12 +254,26 @@ def test_quadratic_forms_agree_with_the_definition(variant, name, monkeypatch):
     fitted, frames = molecular(variant).fitted, [molecule(name)]
 
     def found(by_form):
-        monkeypatch.setattr(ScaleKernel, "_prefers_form", lambda self, n, c: by_form)
+        monkeypatch.setattr(KernelTerm, "_prefers_form", lambda self, n, c: by_form)
         return derivatives(make_potential(fitted, fitted.weights), frames, strain=True)
 
     fast, by_definition = found(True), found(False)
     for array in ("energies", "forces", "virials"):
         assert_same(getattr(fast, array), getattr(by_definition, array), 1e-9)
+
+
+@pytest.mark.parametrize("variant", ["ζ = 2", "ζ = 3, compressed", "pseudo-species", "two scales"])
+def test_all_ways_to_derivatives_of_features_agree(variant, monkeypatch):
+    fitted, frames = molecular(variant).fitted, [molecule("CH3CH2OH"), molecule("HCN")]
+    potential, found = make_potential(fitted, fitted.weights), []
+    for forward, few, elements in ((True, 100, 10**9), (False, 0, 1), (True, 0, 1)):
+        monkeypatch.setattr(SoapTape, "_prefers_forward", lambda self, R, way=forward: way)
+        monkeypatch.setattr(soap, "_FEW_ATOMS", few)
+        monkeypatch.setattr(gradients, "_CACHED", elements)
+        found.append(derivatives(potential, frames))
+    for other in found[1:]:
+        assert_same(other.energies, found[0].energies, 1e-12)
+        assert_same(other.forces, found[0].forces, 1e-9)
 
 
 def test_an_atom_with_no_features_at_all():
@@ -342,8 +355,8 @@ def test_rows_are_the_derivatives_of_the_kernel_with_each_representative(name):
         kernel_scale=1.0,
     )
     atoms = alloys()[20]
-    kernels = scale_rows(fitted.representation, fitted.representatives)
-    rows = derivative_rows(kernels, next(batches([atoms])), strain=True)
+    kernels = kernel_terms(fitted.representation, fitted.representatives)
+    rows = oracle_forces.kernel_rows(kernels, [atoms], strain=True)
     energies = oracle_forces.member_energies(bare, atoms)
     np.testing.assert_allclose(rows.energies[0], energies, rtol=1e-10)
     for atom, axis in ((0, 0), (1, 2), (3, 1)):
@@ -362,13 +375,13 @@ def test_rows_have_the_order_of_the_labels(monkeypatch):
     virials = np.array([atoms.info["virtual"] for atoms in frames])
     virials[2:] = np.nan
     labels, M = ForceLabels(forces, virials), len(fitted.weights)
-    kernels = scale_rows(fitted.representation, fitted.representatives)
+    kernels = kernel_terms(fitted.representation, fitted.representatives)
     energies, others, counts = np.ones((5, M)), np.zeros((59, M)), []
     fill_rows(energies, others, frames, labels, kernels, counts.append)
     assert counts == [20]
     expected = []
     for s, atoms in enumerate(frames):
-        rows = derivative_rows(kernels, next(batches([atoms])), strain=True)
+        rows = oracle_forces.kernel_rows(kernels, [atoms], strain=True)
         np.testing.assert_allclose(energies[s], rows.energies[0] / 4, atol=1e-12)
         whole = np.concatenate([rows.forces.reshape(12, -1), rows.virials[0] / 4])
         expected.append(whole[np.isfinite(np.concatenate([forces[s].ravel(), virials[s]]))])
@@ -412,15 +425,14 @@ LARGE = {
 def test_parts_have_the_derivatives_of_the_whole(name, monkeypatch):
     frames, fitted = [alloys()[0], large_crystal(**LARGE[name])], trained().fitted
     potential = make_potential(fitted, fitted.weights[:, :3])
-    kernels = scale_rows(fitted.representation, fitted.representatives[::10])
+    kernels = kernel_terms(fitted.representation, fitted.representatives[::10])
 
     def found(large):
         monkeypatch.setattr(gradients, "LARGE", large)
         both = derivatives(potential, frames, strain=True)
         arrays = [both.energies, both.forces, both.virials, potential_energies(potential, frames)]
         if name == "an oblique crystal":
-            rows = [derivative_rows(kernels, b, strain=True) for b in batches(frames[1:])]
-            arrays += [sum(getattr(r, key) for r in rows) for key in ("forces", "virials")]
+            arrays += oracle_forces.kernel_rows(kernels, frames, strain=True)
         return arrays
 
     for cut, whole in zip(found(50), found(10**9), strict=True):

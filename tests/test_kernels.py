@@ -33,6 +33,15 @@ def test_power_kernel_is_the_oracle_s(exponent, offset):
     np.testing.assert_allclose(kernel.diag(X), np.diag(kernel(X, X)), rtol=1e-12)
 
 
+@pytest.mark.parametrize("kernel", [PowerKernel(z, c) for z in (1, 2, 3.5) for c in (0.0, 1.0)])
+def test_slopes_are_derivatives_of_the_kernel_by_the_product(kernel):
+    products, step = X @ Y.T, 1e-6
+    value, slope = kernel.value_and_slope(products)
+    np.testing.assert_allclose(value, kernel(X, Y), rtol=1e-12)
+    (high, _), (low, _) = (kernel.value_and_slope(products + h) for h in (step, -step))
+    np.testing.assert_allclose(slope, (high - low) / (2 * step), rtol=1e-8)
+
+
 def test_fractional_powers_of_negative_products_are_rejected_or_clipped():
     with rejects("exponent"):
         PowerKernel(1.5)(X, -Y)

@@ -38,9 +38,9 @@ from threadpoolctl import threadpool_limits
 from qualms import AtomisticModel, Prediction, ProjectedProcessRegressor, QualmsError
 from qualms.atomistic.model import stream_chunks
 from qualms.atomistic.novelty import atom_force_std, atom_novelty, attributions
-from qualms.atomistic.settings import SMOOTHING, Settings, make_settings, with_representation
+from qualms.atomistic.settings import Settings, make_settings, with_representation
 from qualms.calibration.fitting import MODEL_METHODS
-from qualms.features.soap import PRESETS, make_soap
+from qualms.features.soap import PRESETS, SMOOTHING, make_soap
 
 PER_ATOM = "atomization_energy_per_atom"
 #: Of the standard deviation.
@@ -83,6 +83,7 @@ INVALID = {
     "noise": [0, -1.0, float("nan"), "aic"],
     "forces": [""],
     "stress": [3],
+    "force_atoms": [0, "some", 2],
     "forces_noise": [0.0, 1.0],
     "stress_noise": ["loo", 1.0],
     "noise_per": ["cell", "structure"],
@@ -176,7 +177,7 @@ def test_chosen_representations_are_smooth_if_forces_are_learned(alloys, molecul
     settings_ = make_settings({"target": "e", "stress": "s"})
     found, preset = with_representation(settings_, molecules[:2])
     assert preset.startswith("organic")
-    assert [scale.smoothing for scale in found.soap.scales] == [SMOOTHING]
+    assert [scale.smoothing for scale in found.representation.scales] == [SMOOTHING]
 
 
 # --- kinds of targets ---

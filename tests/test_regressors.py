@@ -121,6 +121,20 @@ def test_features_of_both_signs_get_an_offset_because_an_even_power_is_blind_to_
     assert blind.score(Z, y) < 0.8
 
 
+def test_a_linear_kernel_is_ridge_regression():
+    """Rows keep their length: features that are sums over atoms keep the number of atoms."""
+    rng = np.random.default_rng(0)
+    n_atoms = rng.integers(1, 20, 60)
+    rows = n_atoms[:, None] * np.array([1.0, 0.1]) + 0.01 * rng.normal(size=(60, 2))
+    y = 3.0 * n_atoms
+    errors = {}
+    for kernel in ("linear", "power"):
+        model = ProjectedProcessRegressor(kernel, n_members=0, noise=1e-3).fit(rows[:40], y[:40])
+        errors[kernel] = np.abs(model.predict(rows[40:]) - y[40:]).mean()
+    assert errors["linear"] < 0.1
+    assert errors["power"] > 1.0
+
+
 def test_kernels_of_scikit_learn_can_be_used_and_searched():
     kernel = ConstantKernel(2.0) * RBF(2.0)
     model = small(kernel=kernel, noise=0.1).fit(X, Y)

@@ -7,6 +7,7 @@ from itertools import pairwise
 from unittest.mock import MagicMock
 
 import numpy as np
+import oracle_forces
 import pytest
 from ase import Atoms
 from atomistic_fixtures import (
@@ -25,11 +26,10 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from qualms import AtomisticModel, InputError, QualmsWarning, resources, score
 from qualms.atomistic import training
-from qualms.atomistic.forces import derivative_rows, scale_rows
+from qualms.atomistic.forces import kernel_terms
 from qualms.atomistic.labels import collect_labels
 from qualms.atomistic.settings import make_settings, parse_memory
 from qualms.errors import NumericalError
-from qualms.features.gradients import batches
 from qualms.gp import ensemble
 from qualms.gp.linalg import Whitening
 from qualms.gp.representatives import farthest_points
@@ -97,8 +97,8 @@ def test_every_member_is_the_weighted_least_squares_solution_of_its_structures(a
         calibration="student",
     ).fit(frames)
     fitted = found.fitted
-    scales = scale_rows(fitted.representation, fitted.representatives)
-    rows = derivative_rows(scales, next(batches(frames, 200)))
+    terms = kernel_terms(fitted.representation, fitted.representatives)
+    rows = oracle_forces.kernel_rows(terms, frames)
     M, sizes = len(fitted.representatives), np.array([len(atoms) for atoms in frames])
     K_E, K_F = rows.energies / sizes[:, None], rows.forces.reshape(-1, M)
     X = fitted.representatives.astype(float)
@@ -109,7 +109,7 @@ def test_every_member_is_the_weighted_least_squares_solution_of_its_structures(a
     noises = noise * (sizes.mean() / sizes if noise_per == "structure" else np.ones(14))
     L = np.linalg.cholesky(K_MM)
     prior = np.sum(y_F**2) / np.sum(np.linalg.solve(L, K_F.T) ** 2)
-    new = derivative_rows(scales, next(batches(alloys[30:33])))
+    new = oracle_forces.kernel_rows(terms, alloys[30:33])
     predicted = found.predict_forces(alloys[30:33])
     for i in range(8):
         seen = fitted.membership[:, i].astype(bool)

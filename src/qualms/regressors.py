@@ -62,6 +62,7 @@ from qualms.gp.ensemble import (
 )
 from qualms.gp.kernels import (
     Kernel,
+    LinearKernel,
     PowerKernel,
     RBFKernel,
     median_length_scale,
@@ -445,16 +446,19 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
 
     Parameters
     ----------
-    kernel : {"power", "rbf"} or kernel object
-        "power" is ``(x·x′)^exponent`` of rows scaled to unit length; "rbf" is a Gaussian of the
-        distance. Any callable ``kernel(X, Y)`` with a method ``diag(X)`` will do, such as those of
+    kernel : {"power", "rbf", "linear"} or kernel object
+        "power" is ``(x·x′)^exponent`` of rows scaled to unit length, which forgets their length:
+        features that are summed over atoms lose the number of atoms. "rbf" is a Gaussian of the
+        distance, and "linear" the inner product, of rows as they are. Any callable
+        ``kernel(X, Y)`` with a method ``diag(X)`` will do, such as those of
         `sklearn.gaussian_process.kernels`; their hyper-parameters are used as they are.
     exponent : float
         ζ ≥ 1 of the power kernel.
     offset : float or "auto"
         c of the power kernel ``((x·x′ + c)/(1 + c))^exponent``. "auto" is 0 where no product of
         training points (the first 2048) is negative, as for SOAP vectors, else 1, because an even
-        power of negative products does not distinguish x from −x.
+        power of negative products does not distinguish x from −x. c of the linear kernel
+        ``x·x′ + c``, where "auto" is the mean of |x|².
     length_scale : float, optional
         ℓ of the "rbf" kernel; the median distance between training points by default.
     n_representatives : int, optional
@@ -722,11 +726,14 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
             return kernel
         if kernel == "rbf":
             return RBFKernel(median_length_scale(X) if length_scale is None else length_scale)
-        if kernel != "power":
-            raise InputError("kernel", repr(kernel), '"power", "rbf" or a kernel object')
+        if kernel not in ("power", "linear"):
+            raise InputError("kernel", repr(kernel), '"power", "rbf", "linear" or a kernel object')
+        if isinstance(offset, str) and offset != "auto":
+            raise InputError("offset", repr(offset), '"auto" or a number ≥ 0')
+        if kernel == "linear":
+            squares = np.einsum("ij,ij->i", X, X, dtype=np.float64)
+            return LinearKernel(float(squares.mean()) if isinstance(offset, str) else offset)
         if isinstance(offset, str):
-            if offset != "auto":
-                raise InputError("offset", repr(offset), '"auto" or a number ≥ 0')
             rows = normalize_rows(X[:_BLOCK])  # distinct points come in random order
             offset = 1.0 if np.min(rows @ rows.T) < -1e-5 else 0.0  # negative beyond rounding
         return PowerKernel(self.exponent, offset)

@@ -196,6 +196,7 @@ class ModelCalculator(UncertaintyCalculator):
         super().__init__()
         self.model = model
         self._with_stress = self._with_gradient = False
+        self._potential: Potential | None = None  # that of `_of_mixture`
 
     @property
     def _fitted(self) -> Fitted | None:
@@ -229,7 +230,7 @@ class ModelCalculator(UncertaintyCalculator):
     def _energy(self, atoms: Atoms) -> Prediction:
         """Return the energy of a structure, equal to the one that comes with its forces."""
         fitted = self._fitted
-        if fitted is None or fitted.representation.soap.resolved_engine != "featomic":
+        if fitted is None or not fitted.representation.has_derivatives:
             return self.model.predict([atoms])[0]
         assert isinstance(self.model, AtomisticModel)
         check_frames(fitted, [atoms], stress=False)
@@ -237,6 +238,33 @@ class ModelCalculator(UncertaintyCalculator):
             energy = predict_energies(fitted, self.model.potential, [atoms])[0]
         reference = self.model.reference
         return energy if reference is None else energy + reference.evaluate([atoms]).energies[0]
+
+    def _of_mixture(
+        self, model: AtomisticModel, c: Float64Array, atoms: Atoms, *, stress: bool
+    ) -> Results:
+        """Return the results of the one potential Σ_j c_j E_j, in the time of one member."""
+        check_frames(model.fitted, [atoms], stress=stress)
+        if self._potential is None:
+            self._potential = [replace(k, weights=k.weights @ c[:, None]) for k in model.potential]
+        with limited(model.threads, len(atoms)):
+            found = derivatives(self._potential, [atoms], strain=stress)
+        others = member_energies(model.fitted, [atoms], np.zeros((1, len(c))))[0] @ c * len(atoms)
+        energy = float(found.energies[0, 0] + others)
+        results: Results = {"energy": energy, "free_energy": energy, "forces": found.forces[..., 0]}
+        if found.virials is not None:
+            results["stress"] = found.virials[0, :, 0] / atoms.cell.volume
+        if model.reference is not None:
+            values = model.reference.evaluate([atoms], forces=True, stress=stress)
+            own = {"forces": values.forces, "stress": values.stresses}
+            results["energy"] = results["free_energy"] = energy + float(values.energies[0])
+            results |= {
+                name: results[name] + one[0] for name, one in own.items() if one is not None
+            }
+        return results
+
+    def __getstate__(self) -> dict[str, Any]:
+        # featomic's calculators cannot be pickled, and are made again when they are needed.
+        return self.__dict__ | {"_potential": None}
 
     def _point(self, energy: Prediction, n_atoms: int) -> CalibratedPoint:
         """Return the energy of one structure and how its calibration depends on it."""
@@ -295,11 +323,6 @@ class MemberCalculator(ModelCalculator):
             raise InputError("calibrated_for", "'forces'", expected, "Train it on forces.")
         self.calibrated_for = calibrated_for or ("energy" if own is None else "forces")
         self._mixture = self._weights_of_members()
-        self._potential: Potential | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        # featomic's calculators cannot be pickled, and are made again when they are needed.
-        return self.__dict__ | {"_potential": None}
 
     def _of_energy(self, energy: Prediction) -> Results:
         value = float(energy.members[self.index])
@@ -317,29 +340,6 @@ class MemberCalculator(ModelCalculator):
             if one is not None:
                 raw = one.uncalibrated.members
                 results[name] = point.member_gradients(raw)[..., self.index]
-        return results
-
-    def _of_mixture(
-        self, model: AtomisticModel, c: Float64Array, atoms: Atoms, *, stress: bool
-    ) -> Results:
-        """Return the results of the one potential Σ_j c_j E_j, in the time of one member."""
-        check_frames(model.fitted, [atoms], stress=stress)
-        if self._potential is None:
-            self._potential = [replace(k, weights=k.weights @ c[:, None]) for k in model.potential]
-        with limited(model.threads, len(atoms)):
-            found = derivatives(self._potential, [atoms], strain=stress)
-        others = member_energies(model.fitted, [atoms], np.zeros((1, len(c))))[0] @ c * len(atoms)
-        energy = float(found.energies[0, 0] + others)
-        results: Results = {"energy": energy, "free_energy": energy, "forces": found.forces[..., 0]}
-        if found.virials is not None:
-            results["stress"] = found.virials[0, :, 0] / atoms.cell.volume
-        if model.reference is not None:
-            values = model.reference.evaluate([atoms], forces=True, stress=stress)
-            own = {"forces": values.forces, "stress": values.stresses}
-            results["energy"] = results["free_energy"] = energy + float(values.energies[0])
-            results |= {
-                name: results[name] + one[0] for name, one in own.items() if one is not None
-            }
         return results
 
     def _weights_of_members(self) -> Float64Array | None:
@@ -417,6 +417,11 @@ class Calculator(ModelCalculator):
         this calculator, and stay if another calculator is used.
     threads : int, optional
         Cores to use; those of the model by default. Structures of up to 64 atoms take one.
+    forces_uncertainty_every : int
+        Compute uncertainties and ensembles of forces and stresses with every k-th structure whose
+        forces are requested, the first included, and with those for which they are requested.
+        Otherwise the results are energies with uncertainties, and forces. This saves time if
+        members take much longer than their mean, as those of networks do.
 
     Notes
     -----
@@ -451,6 +456,7 @@ class Calculator(ModelCalculator):
         *,
         annotate: bool = True,
         threads: int | None = None,
+        forces_uncertainty_every: int = 1,
     ) -> None:
         if isinstance(model, (str, Path)):
             model = AtomisticModel.load(model, threads=threads)
@@ -481,6 +487,10 @@ class Calculator(ModelCalculator):
             raise InputError("on_exceed", repr(on_exceed), "'warn', 'raise' or a callable")
         self.on_exceed = on_exceed
         self.annotate = annotate
+        self.forces_uncertainty_every = check_integer(
+            "forces_uncertainty_every", forces_uncertainty_every, 1
+        )
+        self._n_forces, self._only_means = 0, False
         self._exceeded = False
         self._reported: set[str] = set()
 
@@ -522,6 +532,15 @@ class Calculator(ModelCalculator):
         members = [self.member(i, calibrated_for=calibrated_for) for i in range(self.n_members)]
         return Prediction(stack_members([f(member) for member in members]))
 
+    def _compute(self, atoms: Atoms, properties: Sequence[str]) -> Results:
+        wanted = {name for name in properties if name in _WITH_FORCES}
+        self._only_means = False
+        if wanted:
+            plain = wanted <= {"forces", "stress"} and not self._with_gradient
+            self._only_means = plain and self._n_forces % self.forces_uncertainty_every != 0
+            self._n_forces += 1
+        return super()._compute(atoms, properties)
+
     def _of_energy(self, energy: Prediction) -> Results:
         return {
             "energy": float(energy.mean),
@@ -531,6 +550,10 @@ class Calculator(ModelCalculator):
         }
 
     def _of_forces(self, atoms: Atoms, *, stress: bool) -> Results:
+        if self._only_means and isinstance(self.model, AtomisticModel):
+            n = self.model.fitted.weights.shape[1]
+            means = self._of_mixture(self.model, np.full(n, 1 / n), atoms, stress=stress)
+            return means | self._of_energy(self._energy(atoms))
         found = self.model.predict_forces([atoms], stress=stress)
         energy, forces, stresses = found[0]
         results = self._of_energy(energy)

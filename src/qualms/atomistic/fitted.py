@@ -16,7 +16,7 @@ from qualms.atomistic.settings import Settings
 from qualms.calibration.base import Calibration, MemberTransform
 from qualms.calibration.conformal import Conformal
 from qualms.calibration.sources import WithNovelty
-from qualms.features.soap import Representation
+from qualms.features.representation import Representation
 from qualms.gp.linalg import cholesky_whiten
 from qualms.gp.sparse_gp import novelty_variance, posterior_variance
 from qualms.io.tensors import Document
@@ -192,11 +192,9 @@ class Fitted:
 
     @cached_property
     def basis(self) -> Basis:
-        """Kernel rows with the representatives; of compressed features, in float32."""
-        X = self.representatives
-        if not self.representation.projections:
-            # Column-major: the kernel takes columns of it again and again.
-            X = X.astype(np.float64, order="F")
+        """Kernel rows with the representatives."""
+        # Column-major: the kernel takes columns of it again and again.
+        X = self.representatives.astype(self.representation.basis_dtype, order="F", copy=False)
         return Basis(self.representation.kernel, X, self.kernel_scale, self.per_atom)
 
     @cached_property

@@ -1,21 +1,17 @@
 """Forces and stresses: derivatives of kernels, for training, and of the energies of all members.
 
-An environment with features x (see `qualms.features.gradients`) has, with a representative X, the
-kernel k(x) = Σ_s c_s (x_s·X_s)^ζ, summed over scales s. A change of its positions changes y, of
-which x is the normalised vector, and with it
+The kernel of an environment with a representative X is a sum of terms k = c f(x·X), each with
+features x of its own (see `qualms.features.derivatives`): the scales of SOAP with f(t) = t^ζ, for
+instance. A change of positions changes y, of which x is the normalised vector, and with it
 
-    Δk = Σ_s c_s ζ (x·X)^(ζ−1) (Δy·X − (Δy·x) x·X) / |y|    for normalised features,
-    Δk = Σ_s c_s ζ (x·X)^(ζ−1) Δy·X / c                     for features divided by a constant c.
+    Δk = c f′(x·X) (Δy·X − (Δy·x) x·X) / |y|    for normalised features,
+    Δk = c f′(x·X) Δy·X / d                     for features divided by a constant d.
 
 **Kernel rows** of forces and virials, for training, have a column for each of M representatives: Δy
 of every environment and neighbour is multiplied with all X (forward). **Predictions** have a column
-for each of R members, far fewer: with b = ∂e/∂x = Σ_m w_m ζ (x·X_m)^(ζ−1) X_m and e = Σ_m w_m k_m,
-
-    ∂e/∂y = (b − (x·b) x) / |y|,        x·b = ζe,
-
-is taken back to the power spectrum and multiplied with its derivatives (backward). If ζ = 2 the
-energy is a quadratic form in x, which takes less time if there are fewer features than
-representatives.
+for each of R members, far fewer: the slopes b = ∂e/∂x = Σ_m w_m c f′(x·X_m) X_m of e = Σ_m w_m k_m
+are taken back to positions by the features (backward). If f is the square, the energy is a
+quadratic form in x, which takes less time if there are fewer features than representatives.
 """
 
 from __future__ import annotations
@@ -24,7 +20,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -35,20 +30,14 @@ from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.atomistic.baseline import structure_design
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.labels import ForceLabels
-from qualms.atomistic.structures import VOIGT, check_species, check_structures
+from qualms.atomistic.structures import check_species, check_structures
 from qualms.calibration.base import MemberTransform
 from qualms.calibration.methods import Scaled, VectorCalibration
 from qualms.errors import InputError, QualmsWarning, counted
-from qualms.features.gradients import (
-    Environments,
-    GradientBlock,
-    ScaleFeatures,
-    batches,
-    scale_features,
-    spectra,
-    spectra_and_gradients,
-)
-from qualms.features.soap import Representation, offsets_of
+from qualms.features.derivatives import Changes, DifferentiableFeatures, Tape
+from qualms.features.representation import Representation, offsets_of
+from qualms.features.soap import REMEDY
+from qualms.gp.kernels import PowerKernel, ProductKernel, product_terms
 from qualms.prediction import Prediction
 
 #: Bytes that the quadratic forms of all members may take.
@@ -59,63 +48,39 @@ _READING, _MAKING = 36, 80
 _SLOWER = 1.7
 #: Environments whose w (x·X)^ζ are made at a time, few enough for a cache.
 _CHUNK = 8
-#: Environments whose energies are computed at once.
-_ENERGIES = 1024
+#: Derivatives by the positions of atoms, and perhaps by strain.
+_GRADIENTS = ("positions", "strain")
 
 
 # --- the kernel with representatives, and the energy of members ---
 
 
 @dataclass(frozen=True)
-class ScaleKernel:
-    """The kernel of one scale with representatives (M, q), and their weights (M, R) in R members.
+class KernelTerm:
+    """A term of the kernel with representatives (M, q), and their weights (M, R) in R members.
 
-    Kernel rows have no members.
+    Its weight in the kernel is the `share`. Kernel rows have no members.
     """
 
-    features: ScaleFeatures
+    features: DifferentiableFeatures
+    function: ProductKernel
+    share: float
     representatives: Float64Array
     weights: Float64Array
 
-    def kernel(
-        self, x: Float64Array, X: Float64Array | None = None
-    ) -> tuple[Float64Array, Float64Array]:
-        """Return k and its derivative by x·X, both (n, M), for features x (n, c).
-
-        Products x·X may be negative by rounding or compression. For a fractional ζ they count as
-        zero. Some columns of the representatives suffice if x is zero in all others.
-        """
-        k = x @ (self.representatives if X is None else X).T
-        exponent, share = self.features.exponent, self.features.share
-        slopes = k if float(exponent).is_integer() else np.maximum(k, 0.0)
-        slopes = share * slopes ** (exponent - 1)
-        k *= slopes
-        slopes *= exponent
-        return k, slopes
-
-    def energies(self, P: Float64Array) -> Float64Array:
-        """Return e (n, R) for power spectra (n, D)."""
-        x, _ = self.features.features(P)
-        energies: Float64Array = self.kernel(x)[0] @ self.weights
+    def energies(self, x: Float64Array) -> Float64Array:
+        """Return e (n, R) for features x (n, q)."""
+        k, _ = self.function.value_and_slope(x @ self.representatives.T)
+        energies: Float64Array = k @ (self.share * self.weights)
         return energies
 
-    def energy_slopes(self, P: Float64Array) -> tuple[Float64Array, dict[int, Float64Array]]:
-        """Return e (n, R) and ∂e/∂p, as `ScaleFeatures.lifted`, for power spectra (n, D)."""
-        x, lengths = self.features.features(P)
-        # Features of pairs of species that no environment has do not change.
-        pairs = self.features.present(P)
-        used = self.features.used(pairs)
+    def energy_slopes(self, tape: Tape) -> tuple[Float64Array, Float64Array, IntArray]:
+        """Return e (n, R), ∂e/∂x (n, R, k) and the k columns of x."""
+        x, used = tape.x, tape.columns
         if self._prefers_form(len(x), len(used)):
-            used = np.arange(x.shape[1])
-            slopes = (x @ self._forms).reshape(len(x), -1, x.shape[1])
-            energies = (slopes @ x[:, :, None])[:, :, 0] / 2
-        else:
-            x = x[:, used]
-            energies, slopes = self._by_representatives(x, used)
-        if self.features.feature_scale is None:
-            slopes -= (self.features.exponent * energies)[:, :, None] * x[:, None, :]
-        slopes *= (1 / lengths)[:, :, None]
-        return energies, self.features.lifted(slopes, used, pairs)
+            slopes = (x @ self._forms).swapaxes(0, 1)
+            return (slopes @ x[:, :, None])[:, :, 0] / 2, slopes, np.arange(x.shape[1])
+        return *self._by_representatives(x[:, used], used), used
 
     def _prefers_form(self, n: int, c: int) -> bool:
         """Whether a quadratic form takes less time for n environments with c features.
@@ -124,60 +89,67 @@ class ScaleKernel:
         as long as many of them, and no cache holds the forms of all members.
         """
         (M, q), R = self.representatives.shape, self.weights.shape[1]
-        if self.features.exponent != 2 or 8.0 * R * q**2 > _ROOM:
+        if _exponent(self.function) != 2 or 8.0 * R * q**2 > _ROOM:
             return False
         return bool(q**2 * (n + _READING) < n * M * (_SLOWER * c + _MAKING))
 
     @cached_property
     def _forms(self) -> Float64Array:
-        """The matrices 2 Xᵀ diag(w) X of all members, side by side: (q, R·q)."""
-        X, share = self.representatives, self.features.share
-        return np.concatenate([2 * share * X.T @ (w[:, None] * X) for w in self.weights.T], axis=1)
+        """The matrices 2 Xᵀ diag(w) X of all members: (R, q, q)."""
+        X, weights = self.representatives, 2 * self.share * self.weights
+        return np.stack([X.T @ (w[:, None] * X) for w in weights.T])
 
     def _by_representatives(
         self, x: Float64Array, used: IntArray
     ) -> tuple[Float64Array, Float64Array]:
         """Return e (n, R) and b (n, R, c), by their definition."""
         (n, c), R = x.shape, self.weights.shape[1]
-        X = self.representatives[:, used]
-        if self.features.exponent == 1:  # b is the same everywhere
-            b = self.features.share * self.weights.T @ X
+        X, weights = self.representatives[:, used], self.share * self.weights
+        if _exponent(self.function) == 1:  # b is the same everywhere
+            b = weights.T @ X
             return x @ b.T, np.repeat(b[None], n, axis=0)
-        k, powers = self.kernel(x, X)
+        k, powers = self.function.value_and_slope(x @ X.T)
         slopes = np.empty((n, R, c))
         for start in range(0, n, _CHUNK):
-            terms = powers[start : start + _CHUNK, None, :] * self.weights.T
+            terms = powers[start : start + _CHUNK, None, :] * weights.T
             into = slopes[start : start + _CHUNK].reshape(len(terms) * R, c)
             np.matmul(terms.reshape(len(into), -1), X, out=into)
-        return k @ self.weights, slopes
+        return k @ weights, slopes
+
+
+def _exponent(function: ProductKernel) -> float | None:
+    """Return ζ of a kernel (x·X)^ζ; None of all others."""
+    if isinstance(function, PowerKernel) and not function.offset:
+        return function.exponent
+    return None
 
 
 #: The energy of environments by all members of a model, or by some combination of them.
-Potential: TypeAlias = Sequence[ScaleKernel]
+Potential: TypeAlias = Sequence[KernelTerm]
 
 
-def scale_rows(representation: Representation, representatives: FloatArray) -> list[ScaleKernel]:
-    """Return the kernel of each scale with representatives (M, d)."""
+def kernel_terms(representation: Representation, representatives: FloatArray) -> list[KernelTerm]:
+    """Return the terms of the kernel with representatives (M, d)."""
     X, none = representatives.astype(np.float64), np.empty((len(representatives), 0))
-    kernels = []
-    for scale in scale_features(representation):
-        own = X[:, scale.columns]
-        kernels.append(ScaleKernel(scale, own if scale.compressed else scale.projected(own), none))
-    return kernels
+    terms = zip(representation.differentiable, product_terms(representation.kernel), strict=True)
+    return [
+        KernelTerm(features, function, share, features.representatives(X[:, columns]), none)
+        for features, (function, share, columns) in terms
+    ]
 
 
 def make_potential(fitted: Fitted, weights: Float64Array) -> Potential:
     """Return the energy by R members of a trained model, or combinations of them: (M, R)."""
     weights = weights * fitted.kernel_scale
-    scales = scale_rows(fitted.representation, fitted.representatives)
-    return [replace(scale, weights=weights) for scale in scales]
+    terms = kernel_terms(fitted.representation, fitted.representatives)
+    return [replace(term, weights=weights) for term in terms]
 
 
 class Derivatives(NamedTuple):
     """Energies (n_structures, R) without baseline, forces (n_atoms, 3, R) and perhaps virials.
 
     Of R members or representatives. Virials ∂E/∂ε (n_structures, 6, R) are in the order of
-    `qualms.atomistic.structures.VOIGT`.
+    `qualms.features.derivatives.VOIGT`.
     """
 
     energies: Float64Array
@@ -190,21 +162,15 @@ def _no_derivatives(n_structures: int, n_atoms: int, R: int, strain: bool) -> De
     return Derivatives(np.zeros((n_structures, R)), np.zeros((n_atoms, 3, R)), virials)
 
 
-def _sums(rows: IntArray, values: Float64Array, n: int) -> csr_array:
-    """Return a matrix (n, len(rows)) that adds entry i, times a value, to a row."""
-    return csr_array((values, (rows, np.arange(len(rows)))), shape=(n, len(rows)))
-
-
 # --- predictions: derivatives of the energies of members, backward ---
 
 
 def potential_energies(potential: Potential, frames: Sequence[Atoms]) -> Float64Array:
     """Return the energies of `derivatives` alone: (n_structures, R)."""
     energies = np.zeros((len(frames), potential[0].weights.shape[1]))
-    for batch in batches(frames, _ENERGIES):
-        for scale in potential:
-            P = spectra(scale.features.engine, batch)
-            np.add.at(energies, batch.structures[batch.owners], scale.energies(P))
+    for term in potential:
+        for tape in term.features.tapes(frames):
+            np.add.at(energies, tape.structures[tape.owners], term.energies(tape.x))
     return energies
 
 
@@ -212,45 +178,18 @@ def derivatives(
     potential: Potential, frames: Sequence[Atoms], *, strain: bool = False
 ) -> Derivatives:
     """Return energies and derivatives of structures, batch by batch of environments."""
-    R = potential[0].weights.shape[1]
-    offsets = offsets_of([len(atoms) for atoms in frames])
-    total = _no_derivatives(len(frames), int(offsets[-1]), R, strain)
-    for batch in batches(frames):
-        # A structure may come in several parts, but only once in each batch.
-        here = np.concatenate([np.arange(*offsets[s : s + 2]) for s in batch.structures])
-        owners = batch.structures[batch.owners]
-        for scale in potential:
-            P, blocks = spectra_and_gradients(scale.features.engine, batch, strain=strain)
-            energies, slopes = scale.energy_slopes(P)
-            np.add.at(total.energies, owners, energies)
-            blocks = [block for block in blocks if block.columns.start in slopes]
-            total.forces[here] -= _by_position(blocks, slopes, R, int(batch.atom_offsets[-1]))
-            for block in blocks:
-                if total.virials is not None and block.strain is not None:
-                    of_block = slopes[block.columns.start][block.rows].transpose(0, 2, 1)
-                    changes = block.strain[:, *VOIGT] @ of_block
-                    np.add.at(total.virials, owners[block.rows], changes)
+    R, n_atoms = potential[0].weights.shape[1], sum(map(len, frames))
+    total = _no_derivatives(len(frames), n_atoms, R, strain)
+    for term in potential:
+        for tape in term.features.tapes(frames, _GRADIENTS[: 1 + strain]):
+            energies, slopes, columns = term.energy_slopes(tape)
+            np.add.at(total.energies, tape.structures[tape.owners], energies)
+            pulled = tape.pull_back(slopes, columns)
+            # An atom, or structure, may come in several batches, but only once in each.
+            total.forces[tape.atoms] -= pulled.positions
+            if total.virials is not None and pulled.strain is not None:
+                total.virials[tape.structures] += pulled.strain
     return total
-
-
-def _by_position(
-    blocks: Sequence[GradientBlock], slopes: dict[int, Float64Array], R: int, n_atoms: int
-) -> Float64Array:
-    """Return Σ_i (∂e_i/∂p_i)·(∂p_i/∂r_j) (n_atoms, 3, R), for slopes ∂e_i/∂p_i (n, R, c)."""
-    atoms = np.concatenate([np.empty(0, dtype=np.intp), *(block.atoms for block in blocks)])
-    change = np.empty((len(atoms), 3, R))
-    first = 0
-    for block in blocks:
-        of_pair = slopes[block.columns.start]
-        for row, (begin, end) in zip(block.rows, pairwise(block.edges.tolist()), strict=True):
-            np.matmul(
-                block.positions[begin:end].reshape(3 * (end - begin), -1),
-                of_pair[row].T,
-                out=change[first + begin : first + end].reshape(-1, R),
-            )
-        first += len(block.atoms)
-    summed = _sums(atoms, np.ones(len(atoms)), n_atoms) @ change.reshape(-1, 3 * R)
-    return np.asarray(summed).reshape(n_atoms, 3, R)
 
 
 # --- training: kernel rows of forces and virials, forward ---
@@ -261,7 +200,7 @@ def fill_rows(
     others: Float64Array,
     frames: Sequence[Atoms],
     labels: ForceLabels,
-    scales: Sequence[ScaleKernel],
+    terms: Sequence[KernelTerm],
     on_environments: Callable[[int], object] = lambda done: None,
 ) -> None:
     """Fill in the kernel rows of a training set.
@@ -271,128 +210,83 @@ def fill_rows(
     the number of environments done so far.
     """
     strain = labels.n_with_virial > 0
+    sizes = np.array([len(atoms) for atoms in frames])
+    known = np.concatenate(labels.known)
+    rows = np.where(known, np.cumsum(known) - 1, -1)  # of all components; -1 without a label
+    of_virial = np.repeat(np.cumsum(3 * sizes + 6), 6).reshape(-1, 6) + np.arange(-6, 0)
+    of_forces = np.delete(rows, of_virial.ravel()).reshape(-1, 3)
+    of_virials, moving = rows[of_virial], np.any(of_forces >= 0, axis=1)
     energies[:] = 0.0
     done = 0
-    for batch in batches(frames):
-        found = derivative_rows(scales, batch, strain=strain)
-        edges = pairwise(batch.atom_offsets)
-        for k, (s, (begin, end)) in enumerate(zip(batch.structures, edges, strict=True)):
-            n = len(frames[s])
-            energies[s] += found.energies[k] / n
-            rows = found.forces[begin:end].reshape(3 * n, -1)
+    for term in terms:
+        for tape in term.features.tapes(frames, _GRADIENTS[: 1 + strain], moving):
+            found = derivative_rows(term, tape, strain=strain)
+            energies[tape.structures] += found.energies / sizes[tape.structures, None]
+            _add_rows(others, of_forces[tape.atoms], found.forces)
             if found.virials is not None:
-                rows = np.concatenate([rows, found.virials[k] / n])
-            mask = labels.known[s][: len(rows)]
-            others[labels.offsets[s] : labels.offsets[s + 1]] += rows[mask]
-        done += len(batch)
-        on_environments(done)
+                virials = found.virials / sizes[tape.structures, None, None]
+                _add_rows(others, of_virials[tape.structures], virials)
+            done += len(tape.x)
+            on_environments(done // len(terms))
 
 
-def derivative_rows(
-    scales: Sequence[ScaleKernel], batch: Environments, *, strain: bool = False
-) -> Derivatives:
-    """Return the kernel rows of a batch, summed over scales."""
-    n, M = len(batch), len(scales[0].representatives)
-    rows = _no_derivatives(len(batch.frames), int(batch.atom_offsets[-1]), M, strain)
-    sums = _sums(batch.owners, np.ones(n), len(batch.frames))
-    for scale in scales:
-        features = scale.features
-        P, blocks = spectra_and_gradients(features.engine, batch, strain=strain)
-        x, lengths = features.features(P)
-        k, slopes = scale.kernel(x)
-        rows.energies[:] += np.asarray(sums @ k)
-        slopes /= lengths
-        # x·X times the slope; features that are not normalised have no second term.
-        second = k * (features.exponent / lengths if features.feature_scale is None else 0.0)
-        for z in features.engine.species:
-            moving = _moving(blocks, batch, features, z)
-            _add_forces(rows.forces, scale, moving, batch, x, slopes, second)
-        if rows.virials is None:
-            continue
-        raw = np.zeros((n, 6, P.shape[1]))
-        for block in blocks:
-            if block.strain is not None:
-                raw[block.rows, :, block.columns] = block.strain[:, *VOIGT]
-        changes = features.projected(raw.reshape(6 * n, -1)).reshape(n, 6, -1)
-        along = np.einsum("ivf,if->iv", changes, x)
+def _add_rows(others: Float64Array, places: IntArray, values: Float64Array) -> None:
+    """Add values (n, c, M) to rows of `others` at some places (n, c), each once or -1."""
+    known = places >= 0
+    others[places[known]] += values[known]
+
+
+def derivative_rows(term: KernelTerm, tape: Tape, *, strain: bool = False) -> Derivatives:
+    """Return the kernel rows of a batch for one term of the kernel."""
+    n, M = len(tape.x), len(term.representatives)
+    n_structures = len(tape.structures)
+    rows = _no_derivatives(n_structures, len(tape.atoms), M, strain)
+    products = tape.x @ term.representatives.T
+    k, slopes = term.function.value_and_slope(products)
+    sums = csr_array((np.ones(n), (tape.owners, np.arange(n))), shape=(n_structures, n))
+    rows.energies[:] = np.asarray(sums @ (term.share * k))
+    slopes *= term.share / tape.lengths
+    # x·X times the slope; features that are not normalised have no second term.
+    products *= slopes if tape.normalized else 0.0
+    for changes in tape.push_forward():
+        _add_forces(rows.forces, term, tape, changes, slopes, products)
+    if rows.virials is not None:
+        by_strain = tape.push_strain()
+        along = np.einsum("ivf,if->iv", by_strain, tape.x)
         for v in range(6):
-            terms = (changes[:, v] @ scale.representatives.T) * slopes
-            terms -= along[:, v, None] * second
+            terms = (by_strain[:, v] @ term.representatives.T) * slopes
+            terms -= along[:, v, None] * products
             rows.virials[:, v] += np.asarray(sums @ terms)
     return rows
 
 
-class _Moving(NamedTuple):
-    """Derivatives of power spectra by the positions of atoms of one species.
-
-    Of p combinations of an environment and an atom that is not its centre, and of the features of
-    all pairs of species that this species is in: `changes` (p, 3, c).
-    """
-
-    owners: IntArray
-    atoms: IntArray
-    pairs: list[int]
-    changes: Float64Array
-
-
-def _moving(
-    blocks: Sequence[GradientBlock], batch: Environments, features: ScaleFeatures, z: int
-) -> _Moving:
-    """Collect derivatives by the positions of atoms of atomic number z, centres left out."""
-    present = {block.columns.start for block in blocks}
-    of_pairs = enumerate(features.engine.pair_columns.items())
-    pairs = [k for k, (pair, own) in of_pairs if z in pair and own.start in present]
-    columns = [features.maps[k].rows for k in pairs]
-    place = {of_pair.start: k for k, of_pair in enumerate(columns)}
-    numbers = np.concatenate([atoms.numbers for atoms in batch.frames])
-    found = []
-    for block in blocks:
-        if block.columns.start in place:
-            owners = np.repeat(block.rows, np.diff(block.edges))
-            wanted = (numbers[block.atoms] == z) & (batch.center_atoms[owners] != block.atoms)
-            found.append((block, wanted, owners[wanted] * len(numbers) + block.atoms[wanted]))
-    every = np.concatenate([np.empty(0, dtype=np.intp), *(keys for *_, keys in found)])
-    keys, entries = np.unique(every, return_inverse=True)
-    size = columns[0].stop - columns[0].start if columns else 0
-    changes = np.zeros((len(keys), 3, size * len(pairs)))
-    first = 0
-    for block, wanted, own in found:
-        k = place[block.columns.start]
-        here = entries[first : first + len(own)]
-        changes[here, :, k * size : (k + 1) * size] = block.positions[wanted]
-        first += len(own)
-    return _Moving(keys // len(numbers), keys % len(numbers), pairs, changes)
-
-
 def _add_forces(
     forces: Float64Array,
-    scale: ScaleKernel,
-    moving: _Moving,
-    batch: Environments,
-    x: Float64Array,
+    term: KernelTerm,
+    tape: Tape,
+    changes: Changes,
     slopes: Float64Array,
     second: Float64Array,
 ) -> None:
-    """Add −Σ_i Δk_i of the atoms of one species to the rows of forces (n_atoms, 3, M).
+    """Add −Σ_i Δk_i of some changes to the rows of forces (n_atoms, 3, M).
 
-    An atom that is pushed pulls the centre of the environment.
+    An atom that is pushed pulls the centre of the environment, unless changes are complete.
     """
-    owners, (p, _, c) = moving.owners, moving.changes.shape
-    if not p:
-        return
-    used = scale.features.used(moving.pairs)
-    changes = scale.features.projected(moving.changes.reshape(3 * p, c), moving.pairs)
-    along = np.einsum("pcf,pf->pc", changes.reshape(p, 3, -1), x[:, used][owners])
-    terms = changes @ scale.representatives[:, used].T
+    owners, atoms, columns, values, complete = changes
+    p, x = len(owners), tape.x[:, columns]
+    along = np.einsum("pcf,pf->pc", values, x[owners])
+    terms = values.reshape(3 * p, -1) @ term.representatives[:, columns].T
     terms.reshape(p, 3, -1)[:] *= slopes[owners, None, :]
     flat, axes = forces.reshape(3 * len(forces), -1), np.arange(3)
-    on_atoms = (3 * moving.atoms[:, None] + axes).ravel()
-    on_centers = (3 * batch.center_atoms[owners][:, None] + axes).ravel()
-    rows, signs = np.concatenate([on_atoms, on_centers]), np.repeat([-1.0, 1.0], 3 * p)
-    entries, shape = np.tile(np.arange(3 * p), 2), (len(flat), 3 * p)
+    on_atoms = (3 * atoms[:, None] + axes).ravel()
+    on_centers = (3 * tape.centers[owners][:, None] + axes).ravel()
+    sides = 1 if complete else 2
+    rows = np.concatenate([on_atoms, on_centers][:sides])
+    signs = np.repeat([-1.0, 1.0][:sides], 3 * p)
+    entries, shape = np.tile(np.arange(3 * p), sides), (len(flat), 3 * p)
     flat += np.asarray(csr_array((signs, (rows, entries)), shape=shape) @ terms)
-    signs *= np.tile(-along.ravel(), 2)
-    entries, shape = np.tile(np.repeat(owners, 3), 2), (len(flat), len(x))
+    signs *= np.tile(-along.ravel(), sides)
+    entries, shape = np.tile(np.repeat(owners, 3), sides), (len(flat), len(x))
     flat += np.asarray(csr_array((signs, (rows, entries)), shape=shape) @ second)
 
 
@@ -474,7 +368,7 @@ def predict_with_forces(
 
 def _warn_about_lone_atoms(fitted: Fitted, frames: Sequence[Atoms], forces: Float64Array) -> None:
     """Warn if a force is zero because the atom has no neighbours: its uncertainty is zero, too."""
-    cutoff = max(scale.cutoff for scale in fitted.representation.soap.scales)
+    cutoff = fitted.representation.cutoff
     lone, start = 0, 0
     for atoms in frames:
         own = forces[start : start + len(atoms)]
@@ -522,7 +416,7 @@ def _own(fitted: Fitted, quantity: str, factors: Float64Array) -> MemberTransfor
 
 def has_forces(fitted: Fitted) -> bool:
     """Whether a model has continuous forces, learned or not."""
-    return fitted.representation.soap.resolved_engine == "featomic" and fitted.settings.has_forces
+    return fitted.settings.has_forces
 
 
 def check_model(fitted: Fitted) -> None:
@@ -531,15 +425,11 @@ def check_model(fitted: Fitted) -> None:
         raise InputError(
             "kind", repr(fitted.settings.kind), "'extensive': forces are derivatives of an energy"
         )
-    engine = fitted.representation.soap.resolved_engine
-    remedy = "Train with forces, or with representation={'engine': 'featomic', 'smoothing': 0.5}."
-    if engine != "featomic":
-        expected = "'featomic', whose features have derivatives"
-        raise InputError("engine", repr(engine), expected, remedy)
+    fitted.representation.check_derivatives()
     if not fitted.settings.has_forces:
         warnings.warn(
             "The cutoff of the model is not smooth: its energy jumps when an atom crosses the "
-            f"cutoff, and simulations with its forces do not conserve the energy. {remedy}",
+            f"cutoff, and simulations with its forces do not conserve the energy. {REMEDY}",
             QualmsWarning,
             stacklevel=2,
         )

@@ -34,7 +34,7 @@ from qualms.atomistic.structures import (
     symbols_of,
 )
 from qualms.errors import InputError, QualmsWarning
-from qualms.features.soap import offsets_of
+from qualms.features.representation import offsets_of
 from qualms.gp.ensemble import group_codes
 from qualms.io.xyz import is_prediction
 
@@ -50,6 +50,8 @@ _SYMMETRY = 1e-3
 #: Differences from a reference potential vary more than energies from this factor on, unless that
 #: is rounding, relative to the largest energy.
 _WORSE, _ROUNDING = 1.5, 1e-10
+#: Stream of random numbers that select the atoms whose forces are learned.
+_FORCES_STREAM = 6
 #: Largest label: weights and variances are still finite.
 _LARGEST = 1e40
 _RESULTS = "calc.results"
@@ -200,6 +202,8 @@ def collect_labels(
         species = tuple(np.unique(numbers).tolist())
     stored = {"memory": None, "threads": None, "species": species}
     settings, preset = with_representation(settings.model_copy(update=stored), used)
+    if derivatives is not None:
+        derivatives = _thinned(derivatives, settings)
     data = TrainingSet(
         settings=settings,
         frames=used,
@@ -655,6 +659,22 @@ def force_labels(
         name, key = ("forces", forces) if forces is not None else ("stress", stress)
         raise InputError(name, repr(key), "a label of at least one structure with an energy")
     return labels
+
+
+def _thinned(labels: ForceLabels, settings: Settings) -> ForceLabels:
+    """Return the forces on some atoms of each structure, if not all are to be learned."""
+    wanted = settings.force_atoms
+    if wanted == "auto":
+        sizes = np.array([len(forces) for forces in labels.forces])
+        wanted = settings.features.n_moving(sizes, settings.effort) or "all"
+    if wanted == "all":
+        return labels
+    rng, forces = np.random.default_rng([settings.seed, _FORCES_STREAM]), []
+    for all_forces in labels.forces:
+        kept = rng.permutation(len(all_forces))[:wanted]
+        forces.append(np.full_like(all_forces, np.nan))
+        forces[-1][kept] = all_forces[kept]
+    return replace(labels, forces=forces)
 
 
 def _warn(text: str) -> None:

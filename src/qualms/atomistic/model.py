@@ -43,7 +43,7 @@ from qualms.atomistic.structures import (
 from qualms.calibration.base import CalibrationData
 from qualms.calibration.methods import Scaled
 from qualms.errors import InputError, QualmsError, counted
-from qualms.features.soap import BATCH, Batch, Compression, stream_features
+from qualms.features.representation import BATCH, Batch, stream_features
 from qualms.io.files import check_output
 from qualms.prediction import Prediction
 from qualms.progress import Bars, Display, Stages
@@ -254,6 +254,7 @@ class AtomisticModel:
         *,
         threads: int | None = None,
         baseline: str | Mapping[str, Any] | None = None,
+        representation: object | None = None,
     ) -> AtomisticModel:
         """Read a model; everything is checked before anything is built.
 
@@ -261,14 +262,26 @@ class AtomisticModel:
         arrays are at other places in memory.
 
         A model with a reference potential creates it at the first prediction. No code that a file
-        names is imported: a calculator by import path is given again, as `baseline`, with its
-        arguments. ``{"key": …}`` takes the values from the structures instead, and a model that was
-        trained on a key may be given a calculator that computes the same.
+        names is imported, and no file that it names is opened: give them again.
+
+        Parameters
+        ----------
+        path : path
+        threads : int, optional
+            Number of cores; all that are idle by default.
+        baseline : str or dict, optional
+            The calculator, by import path and with its arguments, that the model was trained with.
+            ``{"key": …}`` takes the values from the structures instead, and a model that was
+            trained on a key may be given a calculator that computes the same.
+        representation : path or object, optional
+            The file with the weights of a network, unless they come with its package; or the object
+            that the model was trained with.
         """
-        confirmed, fitted = as_reference(baseline), read_model(path)
+        confirmed, fitted = as_reference(baseline), read_model(path, representation)
         if baseline is not None and (confirmed is None or fitted.settings.reference is None):
             expected = "a calculator or a key, if the model was trained with one"
             raise InputError("baseline", repr(baseline), expected)
+        fitted.representation.prepare()
         model = cls.from_fitted(fitted, threads=threads, confirmed=confirmed)
         if confirmed is not None:
             _ = model.reference  # rejects another one than that of the training
@@ -508,7 +521,6 @@ def atom_contributions(chunk: Chunk) -> list[Prediction]:
 
 #: What a prediction is, by the share of the ensemble mean; otherwise it is a blend.
 _CENTRES = {0.0: "full model", 1.0: "ensemble mean"}
-_COMPRESSIONS = {"pca": "PCA", "pairs": "PCA of pairs of species", "fps": "FPS", "cur": "CUR"}
 
 
 def summarize(fitted: Fitted) -> dict[str, str]:
@@ -540,7 +552,8 @@ def summarize(fitted: Fitted) -> dict[str, str]:
         "trained on": f"{rows}{record.n_structures} structures, {record.n_environments} "
         f"environments{f' ({others})' if others else ''}",
         "elements": symbols_of(fitted.representation.species),
-        "representation": _representation(fitted),
+        "representation": f"{record.preset and f'{record.preset}: '}"
+        f"{fitted.representation.describe()}",
         "representatives": f"{size}, by {settings.selection}",
         "noise": f"σ = {target.noise:.4g} {settings.units_of('energy')}".rstrip()
         + f" ({target.noise / record.target_std:.1e} of the standard deviation of the target)",
@@ -578,21 +591,3 @@ def _baseline(fitted: Fitted) -> str:
         return fitted.baseline.name
     arguments = ", ".join(f"{name}={value}" for name, value in reference.arguments.items())
     return f"{reference.name}{f' ({arguments})' if arguments else ''}, then {fitted.baseline.name}"
-
-
-def _representation(fitted: Fitted) -> str:
-    representation = fitted.representation
-    soap = representation.soap
-    cutoffs = " + ".join(f"{scale.cutoff:g}" for scale in soap.scales)
-    chosen = f"{fitted.record.preset}: " if fitted.record.preset else ""
-    text = f"{chosen}SOAP by {soap.resolved_engine}, cutoff {cutoffs} Å, ζ = {soap.exponent:g}"
-    numbers = {str(s.pseudo_species) for s in soap.scales if s.pseudo_species is not None}
-    text += f", {' + '.join(sorted(numbers))} pseudo-species" if numbers else ""
-    if not representation.projections:
-        return f"{text}, {representation.n_features} features"
-    raw = sum(p.matrix.shape[0] for p in representation.projections)
-    error = max(p.kernel_error for p in representation.projections)
-    standard = "pairs" if fitted.settings.has_forces else "pca"
-    method = soap.compression.method if isinstance(soap.compression, Compression) else standard
-    kept = f"{raw} → {representation.n_features} features by {_COMPRESSIONS[method]}"
-    return f"{text}, {kept} (kernel ± {error:.1e})"

@@ -20,9 +20,9 @@ from qualms.atomistic.settings import Settings
 from qualms.calibration.base import Calibration
 from qualms.calibration.conformal import Conformal
 from qualms.calibration.fitting import build_calibration
-from qualms.errors import QualmsError
-from qualms.features.compression import Projection
-from qualms.features.soap import Representation
+from qualms.errors import InputError, QualmsError
+from qualms.features.learned import Backbone, LearnedDocument
+from qualms.features.soap import SoapDocument
 from qualms.io.tensors import (
     LARGEST,
     Document,
@@ -35,7 +35,7 @@ from qualms.io.tensors import (
 
 FORMAT = "qualms model"
 #: Raised whenever the meaning of a file changes.
-PROTOCOL = 6
+PROTOCOL = 7
 
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
@@ -59,9 +59,7 @@ class ModelDocument(Document):
     settings: Settings
     species: tuple[int, ...] = Field(min_length=1)
     baseline: str
-    n_projections: int = Field(ge=0, le=16)
-    kernel_errors: tuple[float, ...]
-    feature_scale: _Factor
+    features: SoapDocument | LearnedDocument
     kernel_scale: _Factor
     pp_intercept: _Number
     pp_noise: _Positive | None
@@ -76,13 +74,12 @@ class ModelDocument(Document):
 
 def write_model(path: str | Path, fitted: Fitted, *, force: bool) -> None:
     """Write a model, completely or not at all."""
+    features, tensors = fitted.representation.stored
     document = ModelDocument(
         settings=fitted.settings,
         species=fitted.representation.species,
         baseline=fitted.baseline.name,
-        n_projections=len(fitted.representation.projections),
-        kernel_errors=tuple(p.kernel_error for p in fitted.representation.projections),
-        feature_scale=fitted.representation.feature_scale,
+        features=features,
         kernel_scale=fitted.kernel_scale,
         pp_intercept=fitted.pp_intercept,
         pp_noise=fitted.pp_variance.noise_variance if fitted.pp_variance else None,
@@ -100,7 +97,9 @@ def write_model(path: str | Path, fitted: Fitted, *, force: bool) -> None:
         record=fitted.record,
         provenance=fitted.provenance,
     )
-    write_tensors(path, _tensors(fitted), document, format=FORMAT, version=PROTOCOL, force=force)
+    write_tensors(
+        path, _tensors(fitted) | tensors, document, format=FORMAT, version=PROTOCOL, force=force
+    )
 
 
 def _tensors(fitted: Fitted) -> dict[str, Any]:
@@ -115,8 +114,6 @@ def _tensors(fitted: Fitted) -> dict[str, Any]:
         "baseline_span": fitted.baseline.span,
         "membership": fitted.membership,
     }
-    for s, projection in enumerate(fitted.representation.projections):
-        tensors[f"projection_{s}"] = projection.matrix
     for quantity, conformal in fitted.conformal.items():
         pair = conformal.scores, conformal.probabilities
         tensors[f"conformal_{quantity}"] = np.stack(pair, axis=1)
@@ -127,9 +124,20 @@ def _tensors(fitted: Fitted) -> dict[str, Any]:
     return tensors
 
 
-def read_model(path: str | Path) -> Fitted:
-    """Read a model; a `StorageError` states what is wrong with the file."""
+def read_model(path: str | Path, representation: object | None = None) -> Fitted:
+    """Read a model; a `StorageError` states what is wrong with the file.
+
+    The weights of a network, or the object that computes features, may be given.
+    """
     tensors, document = read_tensors(path, ModelDocument, format=FORMAT, version=PROTOCOL)
+    if representation is not None:
+        backbone = document.settings.representation
+        if not isinstance(backbone, Backbone):
+            expected = "none: the features are those of SOAP"
+            raise InputError("representation", repr(representation), expected)
+        update = {"representation": backbone.given(representation)}
+        settings = document.settings.model_copy(update=update)
+        document = document.model_copy(update={"settings": settings})
     try:
         sizes = {
             "n_subsampled": document.settings.n_subsampled,
@@ -139,7 +147,8 @@ def read_model(path: str | Path) -> Fitted:
         }
         sizes = check_tensors(tensors, _expected(document), path=path, sizes=sizes)
         fitted = _build(document, tensors, sizes["r"])
-        _check_representation(fitted.representation, sizes["d"])
+        if (d := fitted.representation.n_features) != sizes["d"]:
+            raise ValueError(f"{sizes['d']} features instead of {d}")
     except StorageError:
         raise
     except (QualmsError, ValueError, TypeError, KeyError, ArithmeticError) as error:
@@ -147,18 +156,8 @@ def read_model(path: str | Path) -> Fitted:
     return fitted
 
 
-def _check_representation(representation: Representation, n_features: int) -> None:
-    """Reject tensors that do not match the hyper-parameters."""
-    plain = Representation(representation.soap, representation.species)
-    raw = tuple(projection.matrix.shape[0] for projection in representation.projections)
-    if raw not in ((), plain.widths):
-        raise ValueError(f"projections of {raw} features instead of {plain.widths}")
-    if representation.n_features != n_features:
-        raise ValueError(f"{n_features} features instead of {representation.n_features}")
-
-
 def _expected(document: ModelDocument) -> dict[str, TensorSpec]:
-    expected = {
+    expected = document.features.tensors() | {
         "representatives": TensorSpec("f", ("r", "d")),
         "origins": TensorSpec("i", ("r", 2)),
         "weights": TensorSpec("f", ("r", "n_members")),
@@ -169,8 +168,6 @@ def _expected(document: ModelDocument) -> dict[str, TensorSpec]:
         "baseline_span": TensorSpec("f", ("span", "species")),
         "membership": TensorSpec("u", ("rows", "n_subsampled")),
     }
-    for s in range(document.n_projections):
-        expected[f"projection_{s}"] = TensorSpec("f", (f"D{s}", f"q{s}"))
     for quantity in document.conformal:
         expected[f"conformal_{quantity}"] = TensorSpec("f", (f"n_{quantity}", 2))
     if document.pp_noise is not None:
@@ -180,13 +177,11 @@ def _expected(document: ModelDocument) -> dict[str, TensorSpec]:
 
 
 def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
-    pairs = zip(range(document.n_projections), document.kernel_errors, strict=True)
-    projections = tuple(Projection(tensors[f"projection_{s}"], error) for s, error in pairs)
     species = sorted({z for z in document.species if 0 < z < len(chemical_symbols)})
     if [*document.species] != species:
         raise ValueError(f"species {document.species}")
-    soap, scale = document.settings.soap, document.feature_scale
-    representation = Representation(soap, document.species, projections, scale, precise=True)
+    features = document.settings.features
+    representation = features.build(document.species, document.features, tensors)
     of_baseline = (tensors[f"baseline{part}"] for part in ("", "_members", "_span"))
     quantities = set(document.settings.keys)
     if "energy" not in document.calibrations or not set(document.calibrations) <= quantities:

@@ -31,12 +31,12 @@ from qualms.arrays import check_number
 from qualms.calibration.fitting import MODEL_METHODS
 from qualms.errors import InputError, QualmsError
 from qualms.evaluation import ENERGIES
+from qualms.features.learned import Backbone, make_backbone
+from qualms.features.representation import RepresentationSettings
 from qualms.features.soap import Soap, choose_preset, make_soap
 from qualms.gp.ensemble import MIN_ABSENT
 from qualms.resources import default_threads
 
-#: Width in Å over which neighbours fade at the cutoff, if forces are learned and none is given.
-SMOOTHING = 0.5
 #: Posterior members: p has a sampling error of 9 %, or of 18 % if the model has forces.
 _N_POSTERIOR, _N_POSTERIOR_OF_FORCES = 64, 16
 #: Share of the memory of the machine that is used if no limit is given.
@@ -182,12 +182,13 @@ class Settings(BaseModel):
         '{"extensive", "intensive", "atomic"}',
         "Sum over atoms, such as an energy; average over atoms; or a value for each atom.",
     )
-    representation: Soap | dict[str, Any] = _model(
+    representation: Soap | Backbone | dict[str, Any] = _model(
         "auto",
-        "str, dict or Soap",
+        "str, dict, Soap, Backbone or Network",
         'Preset ("organic", "nmr", "inorganic", "general"), chosen by elements, periodicity and '
         'kind of property by default ("auto"), or SOAP hyper-parameters: see '
-        "`qualms.features.soap`.",
+        "`qualms.features.soap`. Or a pretrained network (``sevennet``, ``chgnet``, ``mace:PATH``, "
+        "``metatomic:PATH``), or an object: see `qualms.features.learned`.",
         validate_default=True,
     )
     species: tuple[int, ...] | None = _data(
@@ -233,6 +234,12 @@ class Settings(BaseModel):
     )
     forces: _Key | None = _data(
         None, "str, optional", "Key of forces to learn together with the energy."
+    )
+    force_atoms: Literal["auto", "all"] | Annotated[int, Field(ge=1, le=2**53)] = _data(
+        "auto",
+        '"auto", "all" or int',
+        "Atoms of each structure, at random, whose forces are learned; by default all, or for a "
+        "network, whose derivatives take long, as many as ``effort`` allows.",
     )
     stress: _Key | None = _data(
         None,
@@ -316,9 +323,9 @@ class Settings(BaseModel):
         return self.kind == "atomic"
 
     @property
-    def soap(self) -> Soap:
+    def features(self) -> RepresentationSettings:
         """The representation, when it is known."""
-        if not isinstance(self.representation, Soap):
+        if isinstance(self.representation, dict):
             raise QualmsError("The representation is chosen in training: call fit first.")
         return self.representation
 
@@ -365,8 +372,7 @@ class Settings(BaseModel):
     @property
     def has_forces(self) -> bool:
         """Whether the model has continuous forces, learned or not."""
-        smooth = all(scale.smoothing is not None for scale in self.soap.scales)
-        return self.kind == "extensive" and smooth
+        return self.kind == "extensive" and self.features.has_forces
 
     def units_of(self, quantity: str) -> str:
         """Return the units of a quantity; energies are per atom if the target is extensive."""
@@ -383,6 +389,8 @@ class Settings(BaseModel):
         if isinstance(value, dict) and value.get("preset") == "auto":
             make_soap({**value, "preset": "organic"})  # rejects what is wrong in any preset
             return value
+        if (backbone := make_backbone(value)) is not None:
+            return backbone
         return make_soap(value) if isinstance(value, (str, dict)) else value
 
     @field_validator("species", mode="before")
@@ -441,6 +449,8 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
     _check_members(settings)
     if settings.reference is not None:
         _check_reference(settings, settings.reference)
+    if settings.force_atoms != "auto" and settings.forces is None:
+        raise InputError("force_atoms", settings.force_atoms, "'auto' if no forces are learned")
     for name in ("forces", "stress"):
         noise = getattr(settings, f"{name}_noise")
         if noise != "auto" and getattr(settings, name) is None:
@@ -448,11 +458,9 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
     if settings.learns_forces and settings.kind != "extensive":
         name = "forces" if settings.forces is not None else "stress"
         raise InputError(name, f"with kind={settings.kind!r}", "kind='extensive', an energy")
-    if settings.learns_forces:
-        return _with_derivatives(settings)
-    if settings.noise_per != "atom":
+    if settings.noise_per != "atom" and not settings.learns_forces:
         raise InputError("noise_per", repr(settings.noise_per), "'atom' if no forces are learned")
-    return settings
+    return _with_forces(settings)
 
 
 def _check_members(settings: Settings) -> None:
@@ -492,31 +500,22 @@ def with_representation(settings: Settings, frames: Sequence[Atoms]) -> tuple[Se
 
     The text is empty if there was nothing to choose.
     """
-    if isinstance(settings.representation, Soap):
-        return settings, ""
-    name, reason = choose_preset(frames, settings.kind)
-    soap = make_soap({**settings.representation, "preset": name})
-    settings = settings.model_copy(update={"representation": soap})
-    if settings.learns_forces:
-        settings = _with_derivatives(settings)
-    return settings, f"{name} (chosen for {reason})"
+    chosen = ""
+    if isinstance(settings.representation, dict):
+        name, reason = choose_preset(frames, settings.kind)
+        soap = make_soap({**settings.representation, "preset": name})
+        chosen = f"{name} (chosen for {reason})"
+        settings = settings.model_copy(update={"representation": soap})
+    species = sorted({int(z) for atoms in frames for z in np.unique(atoms.numbers)})
+    features = settings.features.resolved(species)
+    return _with_forces(settings.model_copy(update={"representation": features})), chosen
 
 
-def _with_derivatives(settings: Settings) -> Settings:
-    """Return settings whose features are differentiable and fade at the cutoff."""
-    soap = settings.representation
-    if not isinstance(soap, Soap):  # not yet chosen
+def _with_forces(settings: Settings) -> Settings:
+    """Return settings whose features have continuous derivatives, if these are needed."""
+    if isinstance(settings.representation, dict) or not settings.learns_forces:
         return settings
-    if soap.engine == "dscribe" or any(s.radial_basis != "gto" for s in soap.scales):
-        raise InputError(
-            "engine",
-            f"{soap.engine!r}, radial_basis={soap.scales[0].radial_basis!r}",
-            "engine 'featomic' and radial_basis 'gto', whose features have derivatives",
-        )
-    widths = [s.smoothing if s.smoothing is not None else SMOOTHING for s in soap.scales]
-    pairs = zip(soap.scales, widths, strict=True)
-    scales = tuple(scale.model_copy(update={"smoothing": width}) for scale, width in pairs)
-    smooth = soap.model_copy(update={"engine": "featomic", "scales": scales})
+    smooth = settings.representation.with_forces()
     return settings.model_copy(update={"representation": smooth})
 
 

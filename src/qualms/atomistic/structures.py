@@ -31,9 +31,7 @@ from scipy.spatial import cKDTree
 
 from qualms.arrays import Float64Array, IntArray
 from qualms.errors import InputError
-
-#: Where ASE's six components of a stress are in the matrix: xx, yy, zz, yz, xz, xy.
-VOIGT = ([0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1])
+from qualms.features.derivatives import VOIGT as VOIGT
 
 #: No two nuclei come this close (Å): the bond of H₂ is seven times as long.
 MIN_DISTANCE = 0.1

@@ -41,7 +41,7 @@ from qualms.atomistic.fitted import (
     describe_size,
     n_leading,
 )
-from qualms.atomistic.forces import fill_rows, scale_rows
+from qualms.atomistic.forces import fill_rows, kernel_terms
 from qualms.atomistic.kernel_rows import LANDMARKS, Basis, select_representatives
 from qualms.atomistic.label_checks import check_derivatives, find_outliers, warn_of_outliers
 from qualms.atomistic.labels import Quantity, TrainingSet, collect_labels
@@ -71,15 +71,12 @@ from qualms.errors import (
 )
 from qualms.features.compression import sample_size
 from qualms.features.gradients import BATCH as GRADIENTS
-from qualms.features.soap import (
+from qualms.features.representation import (
     BATCH,
     BLOCK,
-    SERIAL,
     Batch,
-    Compression,
+    Problem,
     Representation,
-    fit_representation,
-    resolve_compression,
     stop_workers,
     stream_features,
     structure_blocks,
@@ -379,11 +376,12 @@ class TrainingFeatures:
             yield self.kept[edges[0] : edges[-1]], edges - edges[0]
 
     def array(self, first: int, last: int) -> FloatArray:
-        """Return the features of the environments of some structures: (n, d) of float32."""
+        """Return the features of the environments of some structures: (n, d)."""
         begin, end = self.data.offsets[first], self.data.offsets[last]
         if self.kept is not None:
             return self.kept[begin:end]
-        X, done = np.empty((end - begin, self.representation.n_features), dtype=np.float32), 0
+        shape = end - begin, self.representation.n_features
+        X, done = np.empty(shape, dtype=self.representation.dtype), 0
         with self.stages.stage("Features", len(X)) as advance:
             for batch in self._batches(first, last):
                 X[done : done + len(batch.features)] = batch.features
@@ -425,10 +423,10 @@ def _memory_needed(data: TrainingSet, n_workers: int) -> MemoryNeeded:
     Sizes in bytes are those of the largest arrays of each stage; 0.5 GB is for the interpreter and
     libraries, 0.25 GB for those of each worker process.
     """
-    settings, n = data.settings, data.n_environments
+    settings, n, size = data.settings, data.n_environments, data.settings.features.itemsize
     M, batch = min(settings.n_selected, n), min(BATCH, n)
     d, d_raw = _n_features(data)
-    base = 0.5e9 + 4e3 * len(data.frames) + 100.0 * n
+    base = 0.5e9 + settings.features.overhead + 4e3 * len(data.frames) + 100.0 * n
     rows = 8.0 * data.n_rows * M
     products = 12.0 * BLOCK * M + 4.0 * BLOCK * d
     solving = rows + 48.0 * M**2 + min(0.5 * rows, 2e9) + 128.0 * settings.n_members * data.n_rows
@@ -436,27 +434,28 @@ def _memory_needed(data: TrainingSet, n_workers: int) -> MemoryNeeded:
         # Derivatives by some 30 neighbours, and Gram matrices of parts of the data.
         products += 48.0 * GRADIENTS * 30 * (d_raw + M)
         solving += (20 if M <= 800 else 6) * 8.0 * M**2
-    picking = 4.0 * M * d + 100e6
+    picking = size * M * d + 100e6
     copies = 2 if settings.per_species else 1  # the features of one species are copied
     if settings.selection == "cur":
         landmarks = min(2 * M, n)
         picking += 48.0 * landmarks**2 + 12.0 * landmarks * d
     compressing = 12.0 * sample_size(n) * d_raw + 24.0 * d_raw**2 if d < d_raw else 0.0
 
-    workers = n_workers if n >= SERIAL else 1
+    workers = n_workers if n >= Representation.serial else 1
     batches = 20.0 * batch * d_raw + 8.0 * workers * batch * d
     batches += workers * (0.25e9 + 12.0 * batch * d_raw) if workers > 1 else 0.0
     least = max(compressing, solving, batches + rows + products)
-    kept, select = 4.0 * n * d, 1.1 * picking + 4.0 * (copies - 1) * n * d
+    kept, select = size * n * d, 1.1 * picking + size * (copies - 1) * n * d
     keep = base + max(least, kept + max(batches, select, rows + products))
     beside = base + batches + picking  # while representatives are selected block by block
-    recompute = max(base + least, beside + 8.8 * M * d * copies)
+    recompute = max(base + least, beside + 2.2 * size * M * d * copies)
     return MemoryNeeded(keep, recompute, beside, copies)
 
 
 def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int | None, int]:
     """Return environments per block if features are recomputed (None if kept), and processes."""
     n, d = data.n_environments, _n_features(data)[0]
+    width = 1.1 * data.settings.features.itemsize * d  # bytes of an environment, and some more
     M = min(data.settings.n_selected, n)
 
     def size(n: float) -> str:
@@ -476,8 +475,8 @@ def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int |
     n_block, use = None, keep
     if keep > limit:
         # Candidates of all blocks are kept, at most M of each.
-        n_block = max(int((limit - beside) / (4.4 * d)) // (1 + copies), 2 * M)
-        use = max(recompute, beside + 4.4 * d * n_block * copies)
+        n_block = max(int((limit - beside) / width) // (1 + copies), 2 * M)
+        use = max(recompute, beside + width * n_block * copies)
     log.info(
         f"{n:,} environments × {d:,} features ({'kept' if n_block is None else 'computed twice'}), "
         f"{data.n_rows:,} labels, {M:,} representatives: about {size(use)} of memory "
@@ -488,29 +487,23 @@ def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int |
 
 def _n_features(data: TrainingSet) -> tuple[int, int]:
     """Return the numbers of features after and before compression."""
-    widths = Representation(data.settings.soap, tuple(data.species)).widths
-    compression = _compression(data)
-    if compression is None:
-        return sum(widths), sum(widths)
-    return sum(min(w, compression.n_features) for w in widths), sum(widths)
+    return data.settings.features.n_features(data.species, _problem(data))
 
 
-def _compression(data: TrainingSet) -> Compression | None:
-    settings, n, smooth = data.settings, data.n_environments, data.settings.has_forces
-    M = min(settings.n_selected, n)
-    return resolve_compression(settings.soap, data.species, n, M, derivatives=smooth)
+def _problem(data: TrainingSet) -> Problem:
+    settings, n = data.settings, data.n_environments
+    return Problem(n, min(settings.n_selected, n), settings.has_forces)
 
 
 def _fit_representation(data: TrainingSet, stages: Stages) -> Representation:
-    """Return the representation, with a compression fitted to random structures."""
-    soap, species = data.settings.soap, tuple(data.species)
-    compression = _compression(data)
-    if compression is None and soap.normalize:
-        return Representation(soap, species)
-    with stages.stage("Compression"):
+    """Return the representation, with what is fitted to random structures."""
+
+    def sample() -> tuple[list[Atoms], list[IntArray]]:
         picked = _sample(data, np.random.default_rng([data.settings.seed, _SAMPLE_STREAM]))
-        frames, centers = [data.frames[i] for i in picked], [data.centers[i] for i in picked]
-        return fit_representation(soap, species, frames, centers, compression)
+        return [data.frames[i] for i in picked], [data.centers[i] for i in picked]
+
+    with stages.stage("Compression"):
+        return data.settings.features.fit(data.species, _problem(data), sample)
 
 
 def _sample(data: TrainingSet, rng: np.random.Generator) -> IntArray:
@@ -599,8 +592,7 @@ def kernel_rows(
     """
     data, representation, stages = features.data, features.representation, features.stages
     n, own = len(data.y), _own_representatives(data, points.environments)
-    # The leading components of compressed features are multiplied in float64 anyway.
-    X_M = points.features if representation.projections else points.features.astype(np.float64)
+    X_M = points.features.astype(representation.basis_dtype, copy=False)
     unscaled = Basis(representation.kernel, X_M, 1.0, data.settings.per_atom)
     K = np.zeros((data.n_rows, len(X_M)))
     r = len(X_M)
@@ -620,9 +612,9 @@ def kernel_rows(
             advance(done)
     stop_workers()
     if data.derivatives is not None:
-        scales = scale_rows(representation, X_M)
+        terms = kernel_terms(representation, X_M)
         with stages.stage("Rows of forces", data.n_environments) as advance:
-            fill_rows(K[:n], K[n:], data.frames, data.derivatives, scales, advance)
+            fill_rows(K[:n], K[n:], data.frames, data.derivatives, terms, advance)
     scale = unit_scale(1.0, diagonal)
     K *= scale
     whitening = replace(points.whitening, factor=points.whitening.factor * np.sqrt(scale))
@@ -632,7 +624,7 @@ def kernel_rows(
     atom = [data.centers[s][p] for s, p in zip(of_structure, place, strict=True)]
     *nested, of_all = map(tuple, np.quantile(novelty, _NOT_NOVEL, axis=0).tolist())
     return KernelRows(
-        representation=replace(representation, precise=True),  # predictions are float64
+        representation=representation.exact(),  # predictions are float64
         basis=replace(unscaled, representatives=points.features, scale=scale),
         origins=np.stack([data.source[of_structure], np.array(atom)], axis=1).astype(np.int64),
         whitening=whitening,

@@ -103,6 +103,14 @@ Threads = Annotated[
     int | None,
     Option("--threads", min=1, help="Number of cores; by default all that are idle."),
 ]
+Weights = Annotated[
+    Path | None,
+    Option(
+        "--weights",
+        help="File with the weights of the network that features come from, unless they come with "
+        "its package.",
+    ),
+]
 Seed = Annotated[int | None, Option("--seed", min=0, help="Random seed.")]
 # The reference potential of a model.
 Baseline = Annotated[

@@ -22,6 +22,7 @@ from qualms.cli._common import (
     Terminal,
     Threads,
     Units,
+    Weights,
     baseline_of,
     description,
     reading,
@@ -63,6 +64,7 @@ _OF_MODELS = {
     "baseline": Baseline,
     "baseline_key": BaselineKey,
     "skip_failed": SkipFailed,
+    "weights": Weights,
     "threads": Threads,
 }
 _OF_PREDICTIONS = {**READING, "units": Units}
@@ -169,6 +171,7 @@ def _evaluate_model(
     baseline: str | None,
     baseline_key: str | None,
     skip_failed: bool,
+    weights: Path | None,
     threads: int | None,
 ) -> Evaluated:
     from qualms.atomistic import evaluation
@@ -182,7 +185,7 @@ def _evaluate_model(
     if not test:
         raise InputError("TEST", None, "labelled structures after the model")
     chosen = baseline_of(baseline, baseline_key)
-    loaded = AtomisticModel.load(model, threads=threads, baseline=chosen)
+    loaded = AtomisticModel.load(model, threads=threads, baseline=chosen, representation=weights)
     frames = [atoms for path in test for atoms in read_frames(path)]
     document = None if calibration is None else read_calibration(calibration)
     found = evaluation.evaluate(

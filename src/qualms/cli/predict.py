@@ -19,6 +19,7 @@ from qualms.cli._common import (
     SkipFailed,
     Terminal,
     Threads,
+    Weights,
     baseline_of,
 )
 from qualms.errors import InputError, counted
@@ -80,6 +81,7 @@ def predict(
     baseline: Baseline = None,
     baseline_key: BaselineKey = None,
     skip_failed: SkipFailed = False,
+    weights: Weights = None,
     threads: Threads = None,
     force: Force = False,
     quiet: Quiet = False,
@@ -99,7 +101,7 @@ def predict(
     terminal = Terminal(quiet=quiet, as_json=as_json)
     check_output(output, force=force)
     chosen = baseline_of(baseline, baseline_key)
-    loaded = AtomisticModel.load(model, threads=threads, baseline=chosen)
+    loaded = AtomisticModel.load(model, threads=threads, baseline=chosen, representation=weights)
     per_atom = loaded.fitted.per_atom
     _check_options(loaded, output, forces, stress, atoms, ignore_unknown)
     if interval is not None:

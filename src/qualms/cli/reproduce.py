@@ -176,7 +176,7 @@ class _Run:
                 scale=problem.scale,
                 source=problem.source,
                 units=problem.settings.units,
-                representation=problem.settings.soap.model_dump(mode="json"),
+                representation=problem.settings.features.model_dump(mode="json"),
                 machine=machine(),
                 seeds=found,
             )

@@ -12,29 +12,40 @@ in the sum of Eq. (13), so that the inner product of two vectors is that sum.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import chain, combinations_with_replacement, pairwise
+from itertools import combinations_with_replacement, pairwise
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
-import scipy.linalg
 from ase import Atoms
-from joblib.externals.loky import get_reusable_executor
-from joblib.externals.loky.process_executor import TerminatedWorkerError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from scipy.sparse import csc_array
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
-from qualms.errors import InputError, QualmsError, counted
+from qualms.errors import InputError, counted
 from qualms.features.compression import Projection, fit_projection
+from qualms.features.derivatives import DifferentiableFeatures
 from qualms.features.pseudo_species import mixing_weights
+from qualms.features.representation import (
+    Dtype,
+    Problem,
+    Representation,
+    RepresentationDocument,
+    RepresentationSettings,
+    Sample,
+    in_box,
+    offsets_of,
+)
 from qualms.gp.kernels import Kernel, PowerKernel, WeightedSumKernel, normalize_rows
+from qualms.io.tensors import TensorSpec
 from qualms.resources import limit_rayon
 
 # --- hyper-parameters ---
 
+#: Width in Å over which neighbours fade at the cutoff, if forces are learned and none is given.
+SMOOTHING = 0.5
 #: A length (Å), factor or exponent. The bounds hold for files as well: beyond them, libraries hang.
 Positive = Annotated[float, Field(ge=1e-3, le=100)]
 
@@ -108,7 +119,7 @@ class Compression(_Frozen):
     n_features: Annotated[int, Field(ge=1, le=1_000_000)] = 1000
 
 
-class Soap(_Frozen):
+class Soap(RepresentationSettings):
     """All hyper-parameters of a representation and its kernel. Eqs. (13)–(16), Musil et al. 2019.
 
     Attributes
@@ -155,6 +166,72 @@ class Soap(_Frozen):
         if self.engine != "auto":
             return self.engine
         return "featomic" if self._needs_featomic else "dscribe"
+
+    @property
+    def has_forces(self) -> bool:
+        """Whether neighbours fade smoothly at the cutoff, in features by featomic."""
+        return all(scale.smoothing is not None for scale in self.scales)
+
+    def with_forces(self) -> Soap:
+        """Return the same with neighbours that fade smoothly at the cutoff."""
+        if self.engine == "dscribe" or any(s.radial_basis != "gto" for s in self.scales):
+            raise InputError(
+                "engine",
+                f"{self.engine!r}, radial_basis={self.scales[0].radial_basis!r}",
+                "engine 'featomic' and radial_basis 'gto', whose features have derivatives",
+            )
+        widths = [s.smoothing if s.smoothing is not None else SMOOTHING for s in self.scales]
+        pairs = zip(self.scales, widths, strict=True)
+        scales = tuple(scale.model_copy(update={"smoothing": width}) for scale, width in pairs)
+        return self.model_copy(update={"engine": "featomic", "scales": scales})
+
+    def n_features(self, species: Sequence[int], problem: Problem) -> tuple[int, int]:
+        """Return the numbers of features after and before compression."""
+        widths = SoapRepresentation(self, tuple(species)).widths
+        compression = resolve_compression(self, species, problem)
+        kept = sum(widths)
+        if compression is not None:
+            kept = sum(min(w, compression.n_features) for w in widths)
+        return kept, sum(widths)
+
+    def fit(self, species: Sequence[int], problem: Problem, sample: Sample) -> SoapRepresentation:
+        """Return the representation, with a compression fitted to a sample if it pays."""
+        compression = resolve_compression(self, species, problem)
+        if compression is None and self.normalize:
+            return SoapRepresentation(self, tuple(species))
+        return fit_representation(self, species, *sample(), compression)
+
+    def build(
+        self,
+        species: tuple[int, ...],
+        document: RepresentationDocument,
+        tensors: Mapping[str, FloatArray],
+    ) -> SoapRepresentation:
+        """Return a representation from a file; a `ValueError` if its parts do not fit together."""
+        if not isinstance(document, SoapDocument):
+            raise ValueError("features that are not those of SOAP")
+        pairs = zip(range(document.n_projections), document.kernel_errors, strict=True)
+        projections = tuple(Projection(tensors[f"projection_{s}"], error) for s, error in pairs)
+        raw = tuple(projection.matrix.shape[0] for projection in projections)
+        if raw not in ((), widths := SoapRepresentation(self, species).widths):
+            raise ValueError(f"projections of {raw} features instead of {widths}")
+        scale = document.feature_scale
+        return SoapRepresentation(self, species, projections, scale, precise=True)
+
+
+class SoapDocument(RepresentationDocument):
+    """Compression and scale of features."""
+
+    n_projections: int = Field(ge=0, le=16)
+    kernel_errors: tuple[float, ...]
+    feature_scale: Annotated[float, Field(ge=1e-30, le=1e30)]
+
+    def tensors(self) -> dict[str, TensorSpec]:
+        """Return the projection of each scale."""
+        return {
+            f"projection_{s}": TensorSpec("f", (f"D{s}", f"q{s}"))
+            for s in range(self.n_projections)
+        }
 
 
 #: organic suits molecules such as those of QM9, nmr shieldings in molecular crystals (both compared
@@ -250,14 +327,12 @@ def make_soap(representation: str | Soap | dict[str, Any] = "organic", **overrid
 
 # --- engines ---
 
+#: Atoms up to which densities are summed here, if there are derivatives.
+_FEW_ATOMS = 16
+
 Precision = type[np.float32] | type[np.float64]
 #: Applied to the power spectra (n, c) of a structure while they are in the cache.
 Finish: TypeAlias = Callable[[FloatArray], FloatArray]
-
-
-def offsets_of(sizes: Sequence[int] | IntArray) -> IntArray:
-    """Return where each of consecutive parts begins, and the last one ends: (n + 1,)."""
-    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
 
 
 class Piece(NamedTuple):
@@ -322,12 +397,7 @@ def in_cell(atoms: Atoms, scale: Scale) -> Atoms:
     """
     if not np.any(atoms.pbc):
         return Atoms(atoms.numbers, atoms.positions) if np.any(atoms.cell.array) else atoms
-    vectors = atoms.cell.array[np.asarray(atoms.pbc)]
-    positions = atoms.positions - np.floor(atoms.positions @ np.linalg.pinv(vectors)) @ vectors
-    normals = scipy.linalg.null_space(vectors).T
-    widths = np.ptp(positions @ normals.T, axis=0) + scale.cutoff + 4 * scale.gaussian_width
-    cell = np.concatenate([vectors, widths[:, None] * normals])
-    return Atoms(atoms.numbers, positions, cell=cell, pbc=True)
+    return in_box(atoms, scale.cutoff + 4 * scale.gaussian_width)
 
 
 class DscribeEngine(Engine):
@@ -402,6 +472,72 @@ def _dscribe_soap(scale: Scale, species: tuple[int, ...], periodic: bool) -> Any
     )
 
 
+class System(NamedTuple):
+    """A structure for featomic: in its cell, which is zero unless it is periodic."""
+
+    numbers: IntArray
+    positions: Float64Array
+    cell: Float64Array
+
+    @classmethod
+    def of(cls, atoms: Atoms, scale: Scale) -> System:
+        """Return a structure as one that is periodic in all directions, or in none."""
+        if not np.any(atoms.pbc):
+            return cls(atoms.numbers, atoms.positions, np.zeros((3, 3)))
+        inside = in_cell(atoms, scale)
+        return cls(inside.numbers, inside.positions, inside.cell.array)
+
+    def alike(self) -> System:
+        """Return the structure with atoms of one species."""
+        return self._replace(numbers=np.ones_like(self.numbers))
+
+
+@lru_cache(maxsize=1)
+def _system_type() -> Any:
+    """Return featomic's interface of a `System`: to make one of ASE's atoms takes far longer."""
+    from featomic.systems import SystemBase
+
+    class FeatomicSystem(SystemBase):  # type: ignore[misc]
+        def __init__(self, system: System) -> None:
+            super().__init__()
+            self._system = system
+
+        def size(self) -> int:
+            return len(self._system.numbers)
+
+        def types(self) -> IntArray:
+            return self._system.numbers
+
+        def positions(self) -> Float64Array:
+            return self._system.positions
+
+        def cell(self) -> Float64Array:
+            return self._system.cell
+
+    return FeatomicSystem
+
+
+def _call(
+    calculator: Any,
+    systems: Sequence[System],
+    samples: IntArray,
+    gradients: Sequence[str] = (),
+    names: Sequence[str] = ("system", "atom"),
+) -> Any:
+    """Return the result of featomic for samples (n, 2): structure and atom."""
+    from metatensor import Labels
+
+    chosen = None
+    if len(samples) < sum(len(one.numbers) for one in systems):
+        chosen = Labels(list(names), samples.astype(np.int32))
+    return calculator.compute(
+        [_system_type()(one) for one in systems],
+        gradients=list(gradients),
+        selected_samples=chosen,
+        use_native_system=True,
+    )
+
+
 class FeatomicEngine(Engine):
     """featomic's power spectrum, with a smooth cutoff."""
 
@@ -425,48 +561,88 @@ class FeatomicEngine(Engine):
         """Yield the power spectra of the whole batch as one piece."""
         n = sum(len(chosen) for chosen in centers)
         values = np.zeros((n, self.n_features), dtype=dtype)
-        for columns, rows, block in self.blocks(frames, centers):
-            values[rows, columns] = block.values
+        for key, rows, block in self._compute(self.calculator, frames, centers):
+            pair = self.pair_columns[key["neighbor_1_type"], key["neighbor_2_type"]]
+            values[rows, pair] = block.values
         yield Piece(np.arange(n), (slice(0, self.n_features),), finish(values))
 
-    def blocks(
-        self, frames: Sequence[Atoms], centers: Sequence[IntArray], gradients: Sequence[str] = ()
-    ) -> Iterator[tuple[slice, IntArray, Any]]:
-        """Yield featomic's blocks of a batch, with the features and the environments they are of.
-
-        Each is for one species at the centre and one pair of species around it. Derivatives that
-        can be computed are "positions" and "strain".
-        """
-        for key, rows, block in self._compute(frames, centers, gradients):
-            pair = self.pair_columns[key["neighbor_1_type"], key["neighbor_2_type"]]
-            yield pair, rows, block
-
     def _compute(
-        self, frames: Sequence[Atoms], centers: Sequence[IntArray], gradients: Sequence[str] = ()
+        self, calculator: Any, frames: Sequence[Atoms], centers: Sequence[IntArray]
     ) -> Iterator[tuple[dict[str, int], IntArray, Any]]:
-        """Yield what the calculator finds: keys, environments and blocks."""
-        from metatensor import Labels
-
+        """Yield what a calculator finds: keys, environments and blocks."""
         owners = np.repeat(np.arange(len(frames)), [len(chosen) for chosen in centers])
         if not len(owners):
             return
-        samples = np.stack([owners, np.concatenate(centers)], axis=1).astype(np.int32)
-        computed = self.calculator.compute(
-            [in_cell(atoms, self.scale) for atoms in frames],
-            gradients=list(gradients),
-            selected_samples=Labels(["system", "atom"], samples),
-            use_native_system=True,
-        )
+        atoms, systems = np.concatenate(centers), [System.of(a, self.scale) for a in frames]
+        computed = _call(calculator, systems, np.stack([owners, atoms], axis=1))
         first_atom = offsets_of([len(atoms) for atoms in frames])
         # Place of an environment in the batch, by its atom counted through the batch.
         place = np.full(first_atom[-1], -1)
-        place[first_atom[owners] + samples[:, 1]] = np.arange(len(samples))
+        place[first_atom[owners] + atoms] = np.arange(len(atoms))
         keys = computed.keys
         for i, values in enumerate(np.asarray(keys.values).tolist()):
             block = computed.block_by_id(i)
             system, atom = np.asarray(block.samples.values).T
             key = dict(zip(keys.names, values, strict=True))
             yield key, place[first_atom[system] + atom], block
+
+    def expand(
+        self, systems: Sequence[System], samples: IntArray, *, strain: bool = False
+    ) -> Expansion:
+        """Return the densities around samples (n, 2): structure and atom, in ascending order."""
+        if not strain and sum(len(one.numbers) for one in systems) <= _FEW_ATOMS:
+            return self._sum_of_pairs(systems, samples)
+        computed = _call(self.expansion, systems, samples, ["strain"] * strain)
+        merged = computed.keys_to_samples("center_type").keys_to_properties("neighbor_type")
+        blocks = [merged.block_by_id(i) for i in range(self.scale.l_max + 1)]
+        types = np.asarray(blocks[0].properties.values)[:: self.scale.n_radial, 0]
+        changes = [np.asarray(b.gradient("strain").values) for b in blocks] if strain else []
+        return Expansion(tuple(types.tolist()), [np.asarray(b.values) for b in blocks], changes)
+
+    def _sum_of_pairs(self, systems: Sequence[System], samples: IntArray) -> Expansion:
+        """Return the same from the densities of single atoms.
+
+        They take more memory, but for few atoms less time: featomic has a block for each l and two
+        species, and to read one takes as long as to compute it. Here all atoms are of one species.
+        """
+        alike = [one.alike() for one in systems]
+        computed = _call(self.pairs, alike, samples, names=("system", "first_atom"))
+        offsets = offsets_of([len(one.numbers) for one in systems])
+        species, kind = np.unique(
+            np.concatenate([one.numbers for one in systems]), return_inverse=True
+        )
+        place = np.empty(offsets[-1], dtype=np.intp)
+        place[offsets[samples[:, 0]] + samples[:, 1]] = np.arange(len(samples)) * len(species)
+        found: list[Float64Array] = []
+        sums = None
+        for order in range(self.scale.l_max + 1):
+            block = computed.block_by_id(order)
+            if order < 2:  # pairs of an atom with itself have no higher orders
+                system, first, second = np.asarray(block.samples.values)[:, :3].T
+                row = place[offsets[system] + first] + kind[offsets[system] + second]
+                shape, each = (len(samples) * len(species), len(row)), np.arange(len(row) + 1)
+                sums = csc_array((np.ones(len(row)), row, each), shape=shape)
+            assert sums is not None
+            values = np.asarray(block.values)
+            flat = np.asarray(
+                sums @ values.reshape(len(values), (2 * order + 1) * self.scale.n_radial)
+            )
+            part = flat.reshape(len(samples), len(species), 2 * order + 1, -1)
+            found.append(part.swapaxes(1, 2).reshape(len(samples), 2 * order + 1, -1))
+        return Expansion(tuple(species.tolist()), found, [])
+
+    def expand_neighbours(self, systems: Sequence[System], samples: IntArray) -> NeighbourChanges:
+        """Return how the densities around samples (n, 2) change with all positions.
+
+        An atom changes the density of its own species alone. If all are said to be of one species,
+        featomic takes less time, and the changes are the same, except those with the centre.
+        """
+        alike = [one.alike() for one in systems]
+        computed = _call(self.expansion, alike, samples, ["positions"])
+        blocks = [computed.block_by_id(i) for i in range(self.scale.l_max + 1)]
+        changes = [block.gradient("positions") for block in blocks]
+        sample, system, atom = np.asarray(changes[0].samples.values).T
+        return NeighbourChanges(sample, system, atom, [np.asarray(c.values) for c in changes])
 
     @cached_property
     def calculator(self) -> Any:
@@ -475,6 +651,22 @@ class FeatomicEngine(Engine):
         from featomic import SoapPowerSpectrum
 
         return SoapPowerSpectrum(**self._parameters())
+
+    @cached_property
+    def expansion(self) -> Any:
+        """SphericalExpansion of featomic."""
+        limit_rayon()
+        from featomic import SphericalExpansion
+
+        return SphericalExpansion(**self._parameters())
+
+    @cached_property
+    def pairs(self) -> Any:
+        """SphericalExpansionByPair of featomic."""
+        limit_rayon()
+        from featomic import SphericalExpansionByPair
+
+        return SphericalExpansionByPair(**self._parameters())
 
     def _parameters(self) -> dict[str, Any]:
         scale = self.scale
@@ -491,6 +683,31 @@ class FeatomicEngine(Engine):
             "density": density,
             "basis": {"type": "TensorProduct", "max_angular": scale.l_max, "radial": radial},
         }
+
+
+class Expansion(NamedTuple):
+    """Densities of K species around n atoms, Eq. (15): an array for each l in both lists."""
+
+    species: tuple[int, ...]  #: those that some of the environments have, increasing
+    coefficients: list[Float64Array]  #: (n, 2l + 1, K·n_radial)
+    strain: list[Float64Array]  #: (n, 3, 3, 2l + 1, K·n_radial): derivatives, or none at all
+
+
+class NeighbourChanges(NamedTuple):
+    """Changes of densities with g positions, of one atom near another one each.
+
+    Environment by environment, atoms in ascending order. Those of the centre are not meaningful.
+    """
+
+    sample: IntArray  #: (g,): the environment
+    system: IntArray  #: (g,): its structure
+    atom: IntArray  #: (g,): the atom that moves, in this structure
+    values: list[Float64Array]  #: (g, 3, 2l + 1, n_radial), in 1/Å, for each l
+
+
+def order_factor(order: int) -> float:
+    """Return featomic's factor of Σ_m c_nlm c_n′lm in the power spectrum."""
+    return float((-1) ** order / np.sqrt(2 * order + 1))
 
 
 class PseudoSpeciesEngine(FeatomicEngine):
@@ -531,30 +748,21 @@ class PseudoSpeciesEngine(FeatomicEngine):
             weights[i, : len(present)] = self.weights[np.searchsorted(self.species, present)]
             renamed.append(Atoms(place + 1, atoms.positions, cell=atoms.cell, pbc=atoms.pbc))
         densities = [np.zeros((n, K, n_radial, m)) for m in range(1, 2 * l_max + 2, 2)]
-        for key, rows, block in self._compute(renamed, centers):
+        for key, rows, block in self._compute(self.expansion, renamed, centers):
             w = weights[owners[rows], int(key["neighbor_type"]) - 1]
             of_element = np.asarray(block.values).transpose(0, 2, 1)[:, None]
             densities[int(key["o3_lambda"])][rows] += w[:, :, None, None] * of_element
         values = np.empty((n, len(self.pair_columns), l_max + 1, n_radial, n_radial), dtype=dtype)
         for order, c in enumerate(densities):
-            factor = (-1) ** order / np.sqrt(2 * order + 1)  # as featomic has it
             for k in range(K):  # with itself and those after it: in the order of pairs
                 others = c[:, k:].reshape(n, (K - k) * n_radial, 2 * order + 1)
-                products = factor * c[:, k] @ others.transpose(0, 2, 1)
+                products = order_factor(order) * c[:, k] @ others.transpose(0, 2, 1)
                 products = products.reshape(n, n_radial, K - k, n_radial)
                 products[:, :, 1:] *= np.sqrt(2.0)
                 first = self.pair_columns[k, k].start // (n_radial**2 * (l_max + 1))
                 values[:, first : first + K - k, order] = products.transpose(0, 2, 1, 3)
         spectra = finish(values.reshape(n, self.n_features))
         yield Piece(np.arange(n), (slice(0, self.n_features),), spectra)
-
-    @cached_property
-    def calculator(self) -> Any:
-        """SphericalExpansion of featomic."""
-        limit_rayon()
-        from featomic import SphericalExpansion
-
-        return SphericalExpansion(**self._parameters())
 
     @property
     def plain(self) -> FeatomicEngine:
@@ -585,6 +793,9 @@ class PseudoSpeciesEngine(FeatomicEngine):
 
 # --- the representation: features of environments and the kernel between them ---
 
+_COMPRESSIONS = {"pca": "PCA", "pairs": "PCA of pairs of species", "fps": "FPS", "cur": "CUR"}
+#: How a model gets forces.
+REMEDY = "Train with forces, or with representation={'engine': 'featomic', 'smoothing': 0.5}."
 #: Leading principal components that are multiplied in float64, in training and in predictions: they
 #: carry nearly all of x·x′.
 _N_EXACT = 64, 512
@@ -597,12 +808,12 @@ _PER_PAIR, _AT_LEAST, _AT_MOST = 32, 192, 320
 
 
 @dataclass(frozen=True)
-class Representation:
+class SoapRepresentation(Representation):
     """SOAP hyper-parameters, the species they are for, and how features are compressed.
 
     Attributes
     ----------
-    soap : Soap
+    settings : Soap
     species : tuple of int
         Atomic numbers, increasing.
     projections : tuple of Projection
@@ -613,11 +824,71 @@ class Representation:
         Whether features are float64.
     """
 
-    soap: Soap
-    species: tuple[int, ...]
+    settings: Soap
     projections: tuple[Projection, ...] = ()
     feature_scale: float = 1.0
     precise: bool = False
+
+    @property
+    def soap(self) -> Soap:
+        """The hyper-parameters."""
+        return self.settings
+
+    @property
+    def dtype(self) -> Dtype:
+        """float64 if features are precise, otherwise float32."""
+        return np.dtype(np.float64 if self.precise else np.float32)
+
+    @property
+    def basis_dtype(self) -> Dtype:
+        """The leading components of compressed features are multiplied in float64 anyway."""
+        return np.dtype(np.float32 if self.projections else np.float64)
+
+    def exact(self) -> SoapRepresentation:
+        """Return the same representation with features in float64, for predictions."""
+        return replace(self, precise=True)
+
+    @property
+    def cutoff(self) -> float:
+        """Largest cutoff in Å."""
+        return max(scale.cutoff for scale in self.soap.scales)
+
+    @property
+    def has_derivatives(self) -> bool:
+        """Whether features are those of featomic."""
+        return self.soap.resolved_engine == "featomic"
+
+    def check_derivatives(self) -> None:
+        """Raise an `InputError` if features are not those of featomic."""
+        if not self.has_derivatives:
+            expected = "'featomic', whose features have derivatives"
+            raise InputError("engine", repr(self.soap.resolved_engine), expected, REMEDY)
+
+    @property
+    def stored(self) -> tuple[SoapDocument, dict[str, FloatArray]]:
+        """What a model file has of it, beside the hyper-parameters."""
+        document = SoapDocument(
+            n_projections=len(self.projections),
+            kernel_errors=tuple(p.kernel_error for p in self.projections),
+            feature_scale=self.feature_scale,
+        )
+        return document, {f"projection_{s}": p.matrix for s, p in enumerate(self.projections)}
+
+    def describe(self) -> str:
+        """Return hyper-parameters and sizes in a few words."""
+        soap = self.soap
+        cutoffs = " + ".join(f"{scale.cutoff:g}" for scale in soap.scales)
+        text = f"SOAP by {soap.resolved_engine}, cutoff {cutoffs} Å, ζ = {soap.exponent:g}"
+        numbers = {str(s.pseudo_species) for s in soap.scales if s.pseudo_species is not None}
+        text += f", {' + '.join(sorted(numbers))} pseudo-species" if numbers else ""
+        if not self.projections:
+            return f"{text}, {self.n_features} features"
+        raw = sum(p.matrix.shape[0] for p in self.projections)
+        error = max(p.kernel_error for p in self.projections)
+        standard = "pairs" if soap.has_forces else "pca"
+        method = soap.compression.method if isinstance(soap.compression, Compression) else standard
+        kept = f"{raw} → {self.n_features} features by {_COMPRESSIONS[method]}"
+        return f"{text}, {kept} (kernel ± {error:.1e})"
 
     @property
     def engines(self) -> list[Engine]:
@@ -642,6 +913,13 @@ class Representation:
         """Features of each scale."""
         return [slice(int(a), int(b)) for a, b in pairwise(offsets_of(self.widths))]
 
+    @property
+    def differentiable(self) -> Sequence[DifferentiableFeatures]:
+        """Features with derivatives, one for each term of the kernel; they need featomic."""
+        from qualms.features.gradients import scale_features
+
+        return scale_features(self)
+
     @cached_property
     def kernel(self) -> Kernel:
         """The kernel between environments: Eq. (13) to the power ζ, summed over the scales."""
@@ -662,11 +940,10 @@ class Representation:
         for each scale if `soap.normalize`.
         """
         n = sum(len(chosen) for chosen in centers)
-        dtype = np.float64 if self.precise else np.float32
-        features: FloatArray = np.zeros((n, self.n_features), dtype=dtype)
+        features: FloatArray = np.zeros((n, self.n_features), dtype=self.dtype)
         for s, engine in enumerate(self.engines):
             block = features[:, self.columns[s]]
-            for piece in engine.pieces(frames, centers, self._scaled, dtype):
+            for piece in engine.pieces(frames, centers, self._scaled, self.dtype.type):
                 self._place(block, piece, s)
             if self.soap.normalize and self.projections:
                 block[:] = normalize_rows(block)
@@ -697,13 +974,13 @@ def fit_representation(
     frames: Sequence[Atoms],
     centers: Sequence[IntArray],
     compression: Compression | None,
-) -> Representation:
+) -> SoapRepresentation:
     """Find the compression, and the scale of features that are not normalised.
 
     The atomic numbers are those of all structures to come, and `frames` and `centers` a sample of
     some thousand environments. For the compression see `resolve_compression`.
     """
-    plain = Representation(soap, tuple(sorted(species)))
+    plain = SoapRepresentation(soap, tuple(sorted(species)))
     if compression is None and soap.normalize:
         return plain
     X = plain.features(frames, centers)
@@ -718,22 +995,16 @@ def fit_representation(
             fit_projection(X[:, columns], method, q, [*engine.pair_columns.values()])
             for columns, engine in zip(plain.columns, plain.engines, strict=True)
         )
-    return Representation(soap, plain.species, projections, feature_scale)
+    return SoapRepresentation(soap, plain.species, projections, feature_scale)
 
 
-def resolve_compression(
-    soap: Soap,
-    species: Sequence[int],
-    n_environments: int,
-    n_representatives: int,
-    *,
-    derivatives: bool = False,
-) -> Compression | None:
-    """Return what ``soap.compression`` stands for; `derivatives` is whether there are forces."""
+def resolve_compression(soap: Soap, species: Sequence[int], problem: Problem) -> Compression | None:
+    """Return what ``soap.compression`` stands for."""
+    n_environments, n_representatives, derivatives = problem
     if soap.compression != "auto":
         return soap.compression
     standard = Compression()
-    plain = Representation(soap, tuple(species))
+    plain = SoapRepresentation(soap, tuple(species))
     n_raw = max(plain.widths)
     if derivatives:
         # They are multiplied with all representatives, for every neighbour: fewer features pay.
@@ -751,130 +1022,3 @@ def resolve_compression(
     # With so many representatives rounding of the kernel rows matters: see `_N_EXACT`.
     useful = saved > spent or n_representatives >= _MANY
     return standard if n_raw > q and useful else None
-
-
-# --- features of many structures, in batches, on several cores ---
-
-#: Environments whose features are multiplied at once.
-BLOCK = 4096
-#: Environments in a batch: enough for matrix products, few enough to limit the memory.
-BATCH = 4096
-#: Below this number of environments starting processes takes longer than the work.
-SERIAL = 30_000
-#: Batches for each process that are computed ahead of the consumer.
-_AHEAD = 2
-
-_executor: Any = None
-
-
-class Batch(NamedTuple):
-    """Features (n_environments, d) of consecutive structures.
-
-    `sizes` (n_structures,) are the environments of each; some may have none.
-    """
-
-    features: FloatArray
-    sizes: IntArray
-
-    @property
-    def offsets(self) -> IntArray:
-        """Environments of structure s are rows ``offsets[s]:offsets[s + 1]``."""
-        return offsets_of(self.sizes)
-
-
-#: Structures and their centres.
-_Task = tuple[list[Atoms], list[IntArray]]
-
-
-def structure_blocks(offsets: IntArray, size: int = BLOCK) -> Iterator[tuple[int, int]]:
-    """Yield ranges of consecutive structures with about `size` environments each."""
-    first, n = 0, len(offsets) - 1
-    while first < n:
-        last = int(np.searchsorted(offsets, offsets[first] + size, side="right")) - 1
-        last = min(max(last, first + 1), n)
-        yield first, last
-        first = last
-
-
-def stream_features(
-    representation: Representation,
-    structures: Iterable[tuple[Atoms, IntArray]],
-    *,
-    n_workers: int = 1,
-    batch: int = BATCH,
-) -> Iterator[Batch]:
-    """Yield the features of structures, in order, in batches of about `batch` environments.
-
-    The structures, (Atoms, centers), may come from a generator that reads a file. They are shared
-    among worker processes if there are at least `SERIAL` environments.
-    """
-    tasks = _tasks(structures, batch)
-    head: list[_Task] = []
-    count = 0
-    while n_workers > 1 and count < SERIAL and (task := next(tasks, None)) is not None:
-        head.append(task)
-        count += sum(map(len, task[1]))
-    tasks = chain(head, tasks)
-    if n_workers > 1 and count >= SERIAL:
-        yield from _parallel(representation, tasks, n_workers)
-    else:
-        yield from (_compute(representation, task) for task in tasks)
-
-
-def _tasks(structures: Iterable[tuple[Atoms, IntArray]], size: int) -> Iterator[_Task]:
-    """Group structures to batches of about `size` environments."""
-    frames: list[Atoms] = []
-    centers: list[IntArray] = []
-    count = 0
-    for atoms, chosen in structures:
-        # Without the arrays and calculators that processes do not need.
-        frames.append(Atoms(atoms.numbers, atoms.positions, cell=atoms.cell, pbc=atoms.pbc))
-        centers.append(chosen)
-        count += len(chosen)
-        if count >= size or len(frames) >= size:
-            yield frames, centers
-            frames, centers, count = [], [], 0
-    if frames:
-        yield frames, centers
-
-
-def _compute(representation: Representation, task: _Task) -> Batch:
-    frames, centers = task
-    sizes = np.array([len(chosen) for chosen in centers], dtype=np.intp)
-    return Batch(representation.features(frames, centers), sizes)
-
-
-def _parallel(
-    representation: Representation, tasks: Iterator[_Task], n_workers: int
-) -> Iterator[Batch]:
-    """Compute a few batches ahead: `joblib.Parallel` would not wait for the consumer."""
-    # One thread each: the processes are the parallelism.
-    single = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "RAYON")}
-    global _executor
-    executor = _executor = get_reusable_executor(max_workers=n_workers, env=single, timeout=60)
-    pending: deque[Any] = deque()
-    try:
-        for task in tasks:
-            pending.append(executor.submit(_compute, representation, task))
-            if len(pending) > _AHEAD * n_workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except TerminatedWorkerError as error:
-        raise QualmsError(
-            "A process that computed features was ended by the system, perhaps for lack of memory. "
-            "Use fewer threads, or a lower memory limit."
-        ) from error
-    finally:
-        for future in pending:
-            future.cancel()
-        if pending:  # after an interrupt; to kill the processes at once is not safe in loky
-            stop_workers()
-
-
-def stop_workers() -> None:
-    """End the processes that computed features, and free their memory."""
-    global _executor
-    if _executor is not None:
-        _executor.shutdown(wait=True)
-        _executor = None

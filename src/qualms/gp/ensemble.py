@@ -121,7 +121,11 @@ def ensemble_mean_std(members: FloatArray) -> tuple[Float64Array, Float64Array]:
     if members.shape[-1] < 2:
         raise InputError("members", f"{members.shape[-1]} member", "at least 2 on the last axis")
     members = np.asarray(members, dtype=np.float64)
-    return np.mean(members, axis=-1), np.std(members, axis=-1, ddof=1)
+    mean = members.mean(axis=-1)
+    # np.std would take the mean again, and for few points several times as long.
+    deviations = members - mean[..., None]
+    squares = np.einsum("...i,...i->...", deviations, deviations)
+    return mean, np.sqrt(squares / (members.shape[-1] - 1))
 
 
 def rescaled(

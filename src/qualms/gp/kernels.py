@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -31,6 +31,14 @@ class Kernel(Protocol):
 
     def diag(self, X: FloatArray, /) -> FloatArray:
         """Return the kernel of each row of X (n, d) with itself: (n,)."""
+        ...
+
+
+class ProductKernel(Kernel, Protocol):
+    """A kernel that is a function of the inner product, k(x, x′) = f(x·x′)."""
+
+    def value_and_slope(self, products: Float64Array, /) -> tuple[Float64Array, Float64Array]:
+        """Return f and its derivative f′, for products x·x′ of any shape."""
         ...
 
 
@@ -97,6 +105,20 @@ class PowerKernel:
         """Return the kernel of each row of X (n, d) with itself: (n,)."""
         return self._power(np.einsum("ij,ij->i", X, X))
 
+    def value_and_slope(self, products: Float64Array, /) -> tuple[Float64Array, Float64Array]:
+        """Return f and its derivative f′, for products x·x′ of any shape.
+
+        Negative products are due to rounding or compression: for a fractional ζ they count as zero.
+        """
+        base = (products + self.offset) / (1 + self.offset) if self.offset else products
+        if float(self.exponent).is_integer():
+            slope = base ** (int(self.exponent) - 1)
+        else:
+            slope = np.maximum(base, 0.0) ** (self.exponent - 1)
+        value = base * slope
+        slope *= self.exponent / (1 + self.offset)
+        return value, slope
+
     def _power(self, dots: FloatArray) -> FloatArray:
         """Apply offset and exponent in place: a kernel block is the largest array of a stream."""
         if not np.issubdtype(dots.dtype, np.floating):
@@ -152,6 +174,63 @@ def _integer_power(x: FloatArray, exponent: int) -> FloatArray:
     result = _integer_power(np.square(x), exponent // 2)
     result *= x
     return result
+
+
+@dataclass(frozen=True)
+class LinearKernel:
+    """The kernel k(x, x′) = x·x′ + c of features as they are; ``offset`` c is for a constant."""
+
+    offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_number("offset", self.offset, 0)
+
+    def __call__(self, X: FloatArray, Y: FloatArray, /) -> FloatArray:
+        """Return the kernel between the rows of X (n, d) and those of Y (m, d): (n, m)."""
+        return _inner_products(X, Y) + self.offset
+
+    def diag(self, X: FloatArray, /) -> FloatArray:
+        """Return the kernel of each row of X (n, d) with itself: (n,)."""
+        return np.asarray(np.einsum("ij,ij->i", X, X)) + self.offset
+
+    def value_and_slope(self, products: Float64Array, /) -> tuple[Float64Array, Float64Array]:
+        """Return f and its derivative f′, for products x·x′ of any shape."""
+        return products + self.offset, np.ones_like(products)
+
+
+@dataclass(frozen=True)
+class ExponentialKernel:
+    """The kernel k(x, x′) = (exp(x·x′/ℓ²) − 1) / (exp(1/ℓ²) − 1) of normalised features.
+
+    It is the Gaussian kernel exp(−|x − x′|²/2ℓ²) of unit vectors less a constant, so that it is
+    zero for orthogonal features, such as those of different elements. For large ℓ it is linear.
+    """
+
+    length_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("length_scale", self.length_scale, 0.1)
+
+    def __call__(self, X: FloatArray, Y: FloatArray, /) -> FloatArray:
+        """Return the kernel between the rows of X (n, d) and those of Y (m, d): (n, m)."""
+        return self._of(_inner_products(X, Y))
+
+    def diag(self, X: FloatArray, /) -> FloatArray:
+        """Return the kernel of each row of X (n, d) with itself: (n,)."""
+        return self._of(np.einsum("ij,ij->i", X, X))
+
+    def value_and_slope(self, products: Float64Array, /) -> tuple[Float64Array, Float64Array]:
+        """Return f and its derivative f′, for products x·x′ of any shape."""
+        value = self._of(products.copy())
+        slope = (value + 1 / np.expm1(self.length_scale**-2)) / self.length_scale**2
+        return np.asarray(value), np.asarray(slope)
+
+    def _of(self, products: FloatArray) -> FloatArray:
+        """Apply the function in place."""
+        products *= products.dtype.type(self.length_scale**-2)
+        np.expm1(products, out=products)
+        products /= products.dtype.type(np.expm1(self.length_scale**-2))
+        return products
 
 
 @dataclass(frozen=True)
@@ -225,6 +304,15 @@ class WeightedSumKernel:
         terms = zip(self.kernels, self.weights, columns, strict=True)
         products = (float(w) * term(kernel, cols) for kernel, w, cols in terms)
         return functools.reduce(np.add, products)
+
+
+def product_terms(kernel: Kernel) -> list[tuple[ProductKernel, float, slice]]:
+    """Return the terms of a kernel: functions of inner products, their weights and columns."""
+    terms: list[tuple[Kernel, float, slice]] = [(kernel, 1.0, slice(None))]
+    if isinstance(kernel, WeightedSumKernel):
+        columns = kernel.columns or [slice(None)] * len(kernel.kernels)
+        terms = list(zip(kernel.kernels, kernel.weights, columns, strict=True))
+    return cast(list[tuple[ProductKernel, float, slice]], terms)
 
 
 def sum_over_structures(K: FloatArray, offsets: IntArray, *, average: bool = False) -> Float64Array:

@@ -33,7 +33,7 @@ from qualms.atomistic.training import (
 from qualms.calibration.base import Calibration, CalibrationData, calibration_data
 from qualms.calibration.fitting import fit_calibration, fit_out_of_bag, out_of_bag_points
 from qualms.calibration.methods import NoCalibration
-from qualms.features.soap import stream_features
+from qualms.features.representation import stream_features
 from qualms.gp.ensemble import out_of_bag_prediction
 from qualms.metrics import binned_errors, log_likelihood, score_arrays
 from qualms.prediction import Prediction
@@ -440,7 +440,7 @@ def run_shift(
         n_representatives=len(model.fitted.representatives),
         n_members=settings.n_members,
         subsample=settings.subsample,
-        representation=settings.soap.model_dump(mode="json"),
+        representation=settings.features.model_dump(mode="json"),
         seconds=time.perf_counter() - started,
         sets=sets,
     )

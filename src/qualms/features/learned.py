@@ -1,0 +1,560 @@
+"""Features of pretrained networks, or of any object that computes features of atoms.
+
+A `Network` takes structures to raw features y of atoms. Here they are placed in columns of the
+species of the atom, so that only atoms of one species are compared, and scaled to unit length, x.
+The kernel is that of Gaussians, less its constant part,
+
+    k(x, x′) = (exp(x·x′/ℓ²) − 1) / (exp(1/ℓ²) − 1),
+
+which is linear for large ℓ. Networks with a vector-Jacobian product have forces.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+from ase import Atoms
+from ase.data import chemical_symbols
+from pydantic import Field, ValidationError
+
+from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
+from qualms.errors import InputError, QualmsWarning
+from qualms.features.derivatives import VOIGT, Changes, DifferentiableFeatures, Pulled
+from qualms.features.representation import (
+    Dtype,
+    Problem,
+    Reference,
+    Representation,
+    RepresentationDocument,
+    RepresentationSettings,
+    Sample,
+    offsets_of,
+)
+from qualms.gp.kernels import ExponentialKernel, Kernel, LinearKernel, normalize_rows
+
+#: Atoms whose derivatives are in memory at once, several small structures or one of any size.
+_ATOMS = 128
+#: Displacement in Å, and strain, of the central differences that give changes of features, unless
+#: the network has its own: for float64, with errors below 1e-5.
+_STEP = 1e-4
+#: Environments of displaced structures whose features are in memory at once.
+_ENVIRONMENTS = 16_384
+#: Environments of displaced structures in a training, some milliseconds each, for each effort.
+_EVALUATED = {"fast": 1e5, "default": 5e5, "best": 4e6}
+#: Environments on which features are checked.
+_CHECKED = 200
+#: Relative difference of two evaluations from which a network is not deterministic.
+_SAME = 1e-8
+
+#: Takes R cotangents (R, n_atoms, d) of features to derivatives by positions (R, n_atoms, 3) and by
+#: strain (R, n_structures, 3, 3).
+PullBack: TypeAlias = Callable[[Float64Array], tuple[Float64Array, Float64Array]]
+
+
+@runtime_checkable
+class Network(Protocol):
+    """What computes raw features of atoms: a pretrained network, or an object of yours.
+
+    It may have more, each of which is optional:
+
+    - ``vjp(frames)``, which returns features and a function, `PullBack`: models have forces;
+    - ``reference(frames, forces=False, stress=False)``, which returns a `Reference`;
+    - ``species``, the atomic numbers that it knows, ``cutoff`` in Å, ``step`` in Å for central
+      differences of features, 1e-4 by default, and ``digest``, a text that identifies it, which a
+      model file stores and compares.
+    """
+
+    @property
+    def n_features(self) -> int:
+        """Number of features of an atom."""
+        ...
+
+    def features(self, frames: Sequence[Atoms], /) -> FloatArray:
+        """Return the features of all atoms of all structures, in order: (n_atoms, n_features)."""
+        ...
+
+
+# --- hyper-parameters ---
+
+
+class Backbone(RepresentationSettings):
+    """A pretrained network, or an object, and the kernel of its features.
+
+    Attributes
+    ----------
+    backbone : {"sevennet", "chgnet", "mace", "metatomic", "object"}
+    model : str, optional
+        File with the weights, or name of a model that comes with the package; SevenNet-0 or CHGNet
+        0.3.0 by default.
+    layer : int
+        Interaction whose scalars are the features; the last by default.
+    length_scale : float, optional
+        ℓ of the kernel; a linear kernel if None.
+    version, sha256 : str, optional
+        Version of the package and digest of the weights, which training fills in.
+    """
+
+    itemsize: ClassVar[float] = 8.0
+
+    backbone: Literal["sevennet", "chgnet", "mace", "metatomic", "object"]
+    model: Annotated[str, Field(min_length=1, max_length=4000)] | None = None
+    layer: Annotated[int, Field(ge=-100, le=100)] = -1
+    length_scale: Annotated[float, Field(ge=0.1, le=100)] | None = 1.0
+    version: Annotated[str, Field(max_length=100)] | None = None
+    sha256: Annotated[str, Field(max_length=200)] | None = None
+    #: the object; that of a name is loaded
+    network: Any = Field(default=None, exclude=True, repr=False)
+    #: whether a user gave the weights, rather than a file: opening them may run code
+    trusted: bool = Field(default=False, exclude=True, repr=False)
+
+    def opened(self) -> Any:
+        """Return the `Network`; that of a name is loaded once in a process."""
+        if self.backbone != "object":
+            _check_installed(self.backbone)
+            from qualms.features.networks import load_network
+
+            return load_network(self.backbone, self.model, self.layer, self.sha256, self.trusted)
+        expected = f"the object that the model was trained with, {self.model}"
+        remedy = "Give it to AtomisticModel.load(path, representation=…)."
+        if self.network is None:
+            raise InputError("representation", None, expected, remedy)
+        if self.sha256 not in (None, _digest(self.network)):
+            given = f"an object with digest {_digest(self.network)!r}"
+            raise InputError("representation", given, f"{expected}, {self.sha256!r}", remedy)
+        return self.network
+
+    def given(self, weights: object) -> Backbone:
+        """Return the same with the file of the weights, or the object, that a user gives."""
+        if isinstance(weights, str | Path):
+            return self.model_copy(update={"model": str(weights), "trusted": True})
+        return self.model_copy(update={"network": weights})
+
+    @property
+    def has_forces(self) -> bool:
+        """Whether the network has a vector-Jacobian product."""
+        return self.backbone != "object" or hasattr(self.network, "vjp")
+
+    def with_forces(self) -> Backbone:
+        """Return the same, or reject a network that has no vector-Jacobian product."""
+        if not self.has_forces:
+            raise InputError(
+                "representation",
+                self.model,
+                "an object with a method vjp: forces are derivatives of features",
+            )
+        return self
+
+    def resolved(self, species: Sequence[int]) -> Backbone:
+        """Load the network, reject elements that it does not know, and fill in what identifies it.
+
+        A model that was trained before is trained with the same weights.
+        """
+        given = self.model_copy(update={"trusted": True})
+        network = given.opened()
+        known = getattr(network, "species", None)
+        if known is not None and (unknown := sorted(set(species) - set(known))):
+            symbols = ", ".join(chemical_symbols[z] for z in unknown)
+            raise InputError("frames", symbols, f"elements that {self.backbone} knows")
+        found = {"version": getattr(network, "version", None), "sha256": _digest(network)}
+        return given.model_copy(update=found)
+
+    @property
+    def overhead(self) -> float:
+        """Bytes of torch and of the network in a forward pass."""
+        return 0.0 if self.backbone == "object" else 1e9
+
+    def n_moving(self, sizes: IntArray, effort: str) -> int | None:
+        """Return the largest number for which displaced structures do not have too many atoms."""
+        largest, most = _EVALUATED[effort], int(sizes.max(initial=1))
+        if 6 * np.sum(sizes * sizes) <= largest:
+            return None
+        counts = (k for k in range(most, 1, -1) if 6 * np.sum(sizes * sizes.clip(max=k)) <= largest)
+        return next(counts, 1)
+
+    def n_features(self, species: Sequence[int], problem: Problem) -> tuple[int, int]:
+        """Return the number of features twice: they are not compressed."""
+        d = int(self.opened().n_features) * len(species)
+        return d, d
+
+    def fit(
+        self, species: Sequence[int], problem: Problem, sample: Sample
+    ) -> LearnedRepresentation:
+        """Return the representation; features of some structures are checked."""
+        representation = LearnedRepresentation(self, tuple(species), self.opened().n_features)
+        _check_features(representation, *sample())
+        return representation
+
+    def build(
+        self,
+        species: tuple[int, ...],
+        document: RepresentationDocument,
+        tensors: Mapping[str, FloatArray],
+    ) -> LearnedRepresentation:
+        """Return a representation from a file; a `ValueError` if its parts do not fit together."""
+        if not isinstance(document, LearnedDocument):
+            raise ValueError("features that are not those of a network")
+        return LearnedRepresentation(self, species, document.n_raw)
+
+
+class LearnedDocument(RepresentationDocument):
+    """Number of features of the network."""
+
+    n_raw: int = Field(ge=1, le=1_000_000)
+
+
+def _unit(y: Float64Array) -> Float64Array:
+    return np.asarray(normalize_rows(y), dtype=np.float64)
+
+
+def _digest(network: object) -> str | None:
+    found = getattr(network, "digest", None)
+    return None if found is None else str(found)
+
+
+#: Package of each backbone.
+PACKAGES = {
+    "sevennet": "sevenn",
+    "chgnet": "chgnet",
+    "mace": "mace-torch",
+    "metatomic": "metatomic-torch",
+}
+
+
+def _check_installed(backbone: str) -> None:
+    package = PACKAGES[backbone]
+    try:
+        version(package)
+    except PackageNotFoundError:
+        expected = f"the package {package}, which is not installed"
+        remedy = f"Run: pip install 'qualms[{backbone}]'"
+        raise InputError("representation", repr(backbone), expected, remedy) from None
+
+
+def make_backbone(given: object) -> Backbone | None:
+    """Return hyper-parameters for a name ("sevennet", "mace:path"), a dict, or an object.
+
+    None if it is none of these, but may belong to SOAP.
+    """
+    if isinstance(given, str):
+        name, _, model = given.partition(":")
+        given = {"backbone": name, "model": model or None} if name in PACKAGES else given
+    if isinstance(given, dict) and "backbone" in given:
+        try:
+            return Backbone.model_validate(given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = str(first["loc"][0]) if first["loc"] else "representation"
+            expected = first["msg"].removeprefix("Input should be ")
+            raise InputError(name, repr(first["input"]), expected) from None
+    if isinstance(given, type) or not isinstance(given, Network):
+        return None
+    model = f"{type(given).__module__}.{type(given).__qualname__}"
+    return Backbone(backbone="object", model=model, network=given)
+
+
+# --- the representation ---
+
+
+@dataclass(frozen=True)
+class LearnedRepresentation(Representation):
+    """Features of a network with `n_raw` features of each atom, in columns of its species."""
+
+    settings: Backbone
+    n_raw: int
+
+    serial: ClassVar[int] = 10_000
+
+    @cached_property
+    def network(self) -> Any:
+        """The `Network`."""
+        network = self.settings.opened()
+        if network.n_features != self.n_raw:
+            given, expected = f"{network.n_features} features", f"{self.n_raw} features"
+            raise InputError("representation", given, expected)
+        return network
+
+    def prepare(self) -> None:
+        """Open the network, and compare it with that of the training."""
+        _ = self.network
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Worker processes load networks themselves.
+        return {name: value for name, value in vars(self).items() if name != "network"}
+
+    @property
+    def n_features(self) -> int:
+        """Number d of features of an environment."""
+        return self.n_raw * len(self.species)
+
+    @property
+    def kernel(self) -> Kernel:
+        """The exponential or linear kernel."""
+        if self.settings.length_scale is None:
+            return LinearKernel()
+        return ExponentialKernel(self.settings.length_scale)
+
+    @property
+    def dtype(self) -> Dtype:
+        """float64 always."""
+        return np.dtype(np.float64)
+
+    def features(self, frames: Sequence[Atoms], centers: Sequence[IntArray]) -> FloatArray:
+        """Return the features of the chosen atoms of each structure, in order: (n, d)."""
+        y = self.raw_features(frames)
+        offsets = offsets_of([len(atoms) for atoms in frames])
+        pairs = zip(offsets[:-1], centers, strict=True)
+        rows = np.concatenate([np.empty(0, np.intp), *(first + some for first, some in pairs)])
+        numbers = np.concatenate([np.empty(0, np.intp), *(atoms.numbers for atoms in frames)])
+        return self.placed(_unit(y[rows]), numbers[rows])
+
+    def raw_features(self, frames: Sequence[Atoms]) -> Float64Array:
+        """Return the output of the network for all atoms: (n, n_raw)."""
+        y = np.asarray(self.network.features(frames), dtype=np.float64)
+        shape = sum(map(len, frames)), self.n_raw
+        if y.shape != shape:
+            raise InputError("representation", f"features of shape {y.shape}", f"shape {shape}")
+        if not np.all(np.isfinite(y)):
+            offsets = offsets_of([len(atoms) for atoms in frames])
+            bad = int(np.flatnonzero(~np.isfinite(y).all(axis=1))[0])
+            which = frames[int(np.searchsorted(offsets, bad, side="right")) - 1]
+            given = f"features of {which.get_chemical_formula()} that are not finite"  # type: ignore[no-untyped-call]
+            raise InputError("representation", given, "finite features of every structure")
+        return y
+
+    def placed(self, values: Float64Array, numbers: IntArray) -> Float64Array:
+        """Return features (n, …, n_raw) in the columns of species of atoms (n,): (n, …, d)."""
+        shape = *values.shape[:-1], len(self.species), self.n_raw
+        placed, places = np.zeros(shape), np.searchsorted(self.species, numbers)
+        placed[np.arange(len(values)), ..., places, :] = values
+        return placed.reshape(*values.shape[:-1], self.n_features)
+
+    def describe(self) -> str:
+        """Return hyper-parameters and sizes in a few words."""
+        settings = self.settings
+        name = settings.backbone if settings.backbone != "object" else ""
+        text = " ".join(filter(None, (name, settings.version, settings.model)))
+        if settings.sha256:
+            text += f" (SHA-256 {settings.sha256[:12]})"
+        width = "linear kernel"
+        if settings.length_scale is not None:
+            width = f"ℓ = {settings.length_scale:g}"
+        return f"{text}, layer {settings.layer}, {width}, {self.n_raw} features of each element"
+
+    @property
+    def cutoff(self) -> float:
+        """Cutoff of the network in Å, or none."""
+        return float(getattr(self.network, "cutoff", np.inf))
+
+    @property
+    def has_derivatives(self) -> bool:
+        """Whether the network has a vector-Jacobian product."""
+        return self.settings.has_forces
+
+    def check_derivatives(self) -> None:
+        """Raise an `InputError` if features have no derivatives."""
+        self.settings.with_forces()
+
+    @property
+    def differentiable(self) -> Sequence[DifferentiableFeatures]:
+        """Features with derivatives: one term."""
+        return [NetworkFeatures(self)]
+
+    @property
+    def stored(self) -> tuple[LearnedDocument, dict[str, FloatArray]]:
+        """What a model file has of it, beside the hyper-parameters."""
+        return LearnedDocument(n_raw=self.n_raw), {}
+
+    def reference(
+        self, frames: Sequence[Atoms], *, forces: bool = False, stress: bool = False
+    ) -> Reference:
+        """Return the predictions of the network itself."""
+        if not hasattr(self.network, "reference"):
+            raise InputError("representation", self.settings.model, "a network with a reference")
+        found: Reference = self.network.reference(frames, forces=forces, stress=stress)
+        return found
+
+
+def _check_features(
+    representation: LearnedRepresentation, frames: Sequence[Atoms], centers: Sequence[IntArray]
+) -> None:
+    """Reject features that are constant; warn if they differ between two evaluations."""
+    last = int(np.searchsorted(np.cumsum([len(atoms) for atoms in frames]), _CHECKED)) + 1
+    few = frames[:last]
+    one, two = (representation.raw_features(few) for _ in range(2))
+    numbers = np.concatenate([atoms.numbers for atoms in few])
+    spread = max(float(np.ptp(one[numbers == z], axis=0).max()) for z in np.unique(numbers))
+    if len(few) > 1 and spread <= _SAME * np.abs(one).max():
+        raise InputError(
+            "representation", "constant features", "features that differ between structures"
+        )
+    if (change := float(np.abs(one - two).max())) > _SAME * np.abs(one).max():
+        warnings.warn(
+            f"The network is not deterministic: features differ by up to {change:.1e} between two "
+            "evaluations of the same structures, and so will predictions.",
+            QualmsWarning,
+            stacklevel=2,
+        )
+
+
+# --- derivatives ---
+
+
+@dataclass(frozen=True)
+class NetworkFeatures:
+    """Derivatives of the features of a network: `qualms.features.derivatives`."""
+
+    representation: LearnedRepresentation
+
+    def tapes(
+        self,
+        frames: Sequence[Atoms],
+        gradients: Sequence[str] = (),
+        moving: BoolArray | None = None,
+    ) -> Iterator[NetworkTape]:
+        """Yield all environments, of some structures at a time."""
+        offsets = offsets_of([len(atoms) for atoms in frames])
+        first = 0
+        while first < len(frames):
+            last = int(np.searchsorted(offsets, offsets[first] + _ATOMS, side="right")) - 1
+            last = min(max(last, first + 1), len(frames))
+            structures = np.arange(first, last)
+            atoms = np.arange(offsets[first], offsets[last])
+            chosen = list(frames[first:last])
+            moved = np.ones(len(atoms), dtype=bool) if moving is None else moving[atoms]
+            wanted = bool(gradients)
+            yield NetworkTape(self.representation, chosen, structures, atoms, wanted, moved)
+            first = last
+
+    def representatives(self, X: Float64Array) -> Float64Array:
+        """Return representatives as they are stored."""
+        return X
+
+
+@dataclass(frozen=True)
+class NetworkTape:
+    """Features of all atoms of some structures: a `qualms.features.derivatives.Tape`."""
+
+    representation: LearnedRepresentation
+    frames: list[Atoms]
+    structures: IntArray
+    atoms: IntArray
+    gradients: bool
+    moving: BoolArray  #: (n,): atoms with whose positions changes are needed
+    normalized: ClassVar[bool] = True
+
+    @cached_property
+    def _evaluated(self) -> tuple[Float64Array, PullBack | None]:
+        """Raw features y (n, n_raw), and the vector-Jacobian product if it is needed."""
+        if not self.gradients:
+            return self.representation.raw_features(self.frames), None
+        y, pull_back = self.representation.network.vjp(self.frames)
+        return np.asarray(y, dtype=np.float64), pull_back
+
+    @cached_property
+    def numbers(self) -> IntArray:
+        """Atomic numbers of the environments."""
+        return np.concatenate([atoms.numbers for atoms in self.frames])
+
+    @cached_property
+    def lengths(self) -> Float64Array:
+        """Norms of y: (n, 1)."""
+        lengths = np.linalg.norm(self._evaluated[0], axis=1, keepdims=True)
+        lengths[lengths == 0] = 1.0
+        return np.asarray(lengths)
+
+    @cached_property
+    def x(self) -> Float64Array:
+        """Features of the kernel: (n, d)."""
+        return self.representation.placed(self._evaluated[0] / self.lengths, self.numbers)
+
+    @property
+    def columns(self) -> IntArray:
+        """Features of the elements that there are."""
+        places = np.searchsorted(self.representation.species, np.unique(self.numbers))
+        n = self.representation.n_raw
+        return np.concatenate([np.arange(k * n, (k + 1) * n) for k in places])
+
+    @cached_property
+    def owners(self) -> IntArray:
+        """Structure of each environment, counted in the batch."""
+        return np.repeat(np.arange(len(self.frames)), [len(atoms) for atoms in self.frames])
+
+    @property
+    def centers(self) -> IntArray:
+        """Atom of each environment."""
+        return np.arange(len(self.atoms))
+
+    def pull_back(self, slopes: Float64Array, columns: IntArray) -> Pulled:
+        """Return derivatives by positions and strain for slopes ∂e/∂x (n, R, k)."""
+        y, pull_back = self._evaluated
+        assert pull_back is not None, "derivatives were requested"
+        n, R = len(y), slopes.shape[1]
+        own = np.searchsorted(self.representation.species, self.numbers) * y.shape[1]
+        # Slopes by the features of other species are multiplied with zeros.
+        first = np.searchsorted(columns, own)
+        b = np.stack([slopes[i, :, k : k + y.shape[1]] for i, k in enumerate(first)], axis=1)
+        x = y / self.lengths
+        b -= np.einsum("rnf,nf->rn", b, x)[:, :, None] * x
+        b /= self.lengths
+        positions, strain = pull_back(b.reshape(R, n, -1))
+        virials = np.asarray(strain)[:, :, *VOIGT]
+        return Pulled(np.asarray(positions).transpose(1, 2, 0), virials.transpose(1, 2, 0))
+
+    @property
+    def _step(self) -> float:
+        return float(getattr(self.representation.network, "step", _STEP))
+
+    def push_forward(self) -> Iterator[Changes]:
+        """Yield ∂y/∂r of all atoms of a structure with those that move, by central differences."""
+        k, species = self.representation.n_raw, self.representation.species
+        edges = offsets_of([len(atoms) for atoms in self.frames])
+        for atoms, first in zip(self.frames, edges[:-1], strict=True):
+            n, cell = len(atoms), atoms.cell.array
+            wanted = np.flatnonzero(self.moving[first : first + n])
+            step = max(_ENVIRONMENTS // (6 * n), 1)
+            for start in range(0, len(wanted), step):
+                moving = wanted[start : start + step]
+                pairs = []
+                for j, axis in product(moving, range(3)):
+                    shift = np.zeros((n, 3))
+                    shift[j, axis] = self._step
+                    pairs.append((atoms.positions + shift, cell, atoms.positions - shift, cell))
+                change = self._differences(atoms, pairs).reshape(len(moving), 3, n, k)
+                for z in np.unique(atoms.numbers):
+                    own = np.flatnonzero(atoms.numbers == z)
+                    i, j = (a.ravel() for a in np.meshgrid(own, moving, indexing="ij"))
+                    values = change[:, :, own].transpose(2, 0, 1, 3).reshape(-1, 3, k)
+                    columns = np.searchsorted(species, z) * k + np.arange(k)
+                    yield Changes(i + first, j + first, columns, values, complete=True)
+
+    def push_strain(self) -> Float64Array:
+        """Return ∂y/∂ε (n, 6, d) in the order of `VOIGT`."""
+        found = []
+        for atoms in self.frames:
+            pairs = []
+            for a, b in zip(*VOIGT, strict=True):
+                strain = np.zeros((3, 3))
+                strain[a, b] += self._step / 2
+                strain[b, a] += self._step / 2
+                one, two = np.eye(3) + strain, np.eye(3) - strain
+                r, cell = atoms.positions, atoms.cell.array
+                pairs.append((r @ one, cell @ one, r @ two, cell @ two))
+            found.append(self._differences(atoms, pairs).transpose(1, 0, 2))
+        return self.representation.placed(np.concatenate(found), self.numbers)
+
+    def _differences(self, atoms: Atoms, pairs: Sequence[tuple[Float64Array, ...]]) -> Float64Array:
+        """Return central differences of y for pairs of positions and cells: (p, n, n_raw)."""
+        frames = []
+        for one, cell, two, other in pairs:
+            frames.append(Atoms(atoms.numbers, one, cell=cell, pbc=atoms.pbc))
+            frames.append(Atoms(atoms.numbers, two, cell=other, pbc=atoms.pbc))
+        y = self.representation.raw_features(frames).reshape(len(pairs), 2, len(atoms), -1)
+        return np.asarray((y[:, 0] - y[:, 1]) / (2 * self._step))

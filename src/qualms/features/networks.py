@@ -1,0 +1,598 @@
+"""Pretrained networks in torch: SevenNet, CHGNet, MACE and models of metatomic.
+
+Each takes structures to scalars of atoms inside the graph of automatic differentiation, so that
+features have derivatives, in float64: predictions do not depend on the batch. Weights are checked
+against the digest of a model file before they are opened, because that may run code in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from ase import Atoms
+from ase.neighborlist import primitive_neighbor_list
+
+from qualms.arrays import Float64Array
+from qualms.errors import InputError
+from qualms.features.derivatives import VOIGT
+from qualms.features.learned import PACKAGES
+from qualms.features.representation import Reference, in_box, offsets_of
+
+#: Atoms in a forward pass: intermediate results of more do not fit in the cache.
+_ATOMS = 128
+
+
+class Output(NamedTuple):
+    """Features and energies of a batch, with the tensors that they depend on.
+
+    Features (n_atoms, d), energies (n_structures,) in eV, positions whose concatenation is
+    (n_atoms, 3), and strains, (n_structures, 3, 3) when they are stacked.
+    """
+
+    features: Any
+    energies: Any
+    positions: Sequence[Any]
+    strains: Sequence[Any]
+
+
+class TorchNetwork(ABC):
+    """A `qualms.features.learned.Network` with derivatives and energies of its own."""
+
+    species: tuple[int, ...]
+    cutoff: float
+    n_features: int
+    version: str
+    digest: str
+    step: float = 1e-4  #: of central differences of features, in Å
+
+    #: module whose folder has weights
+    package: str = ""
+
+    @classmethod
+    def comes_with(cls, path: Path) -> bool:
+        """Whether the weights in a file come with the package."""
+        spec = find_spec(cls.package) if cls.package else None
+        folder = Path(spec.origin).parent.resolve() if spec and spec.origin else None
+        return folder is not None and folder in path.resolve().parents
+
+    @abstractmethod
+    def evaluate(self, frames: Sequence[Atoms]) -> Output:
+        """Evaluate some structures in one forward pass."""
+
+    def features(self, frames: Sequence[Atoms]) -> Float64Array:
+        """Return the features of all atoms: (n_atoms, n_features)."""
+        found = [np.empty((0, self.n_features))]
+        for batch in _batches(frames):
+            with torch.no_grad(), _quiet():
+                found.append(self.evaluate(batch).features.double().numpy())
+        return np.concatenate(found)
+
+    def vjp(self, frames: Sequence[Atoms]) -> tuple[Float64Array, Any]:
+        """Return features, and what takes cotangents of them back to positions and strain."""
+        with _quiet():
+            found = self.evaluate(frames)
+
+        def pull_back(cotangents: Float64Array) -> tuple[Float64Array, Float64Array]:
+            b = torch.as_tensor(cotangents, dtype=found.features.dtype)
+            parts = [self._gradients(found, found.features, one) for one in b]
+            positions, strains = zip(*parts, strict=True)
+            return np.stack(positions), np.stack(strains)
+
+        return found.features.detach().double().numpy(), pull_back
+
+    def reference(
+        self, frames: Sequence[Atoms], *, forces: bool = False, stress: bool = False
+    ) -> Reference:
+        """Return energies, and perhaps forces and stresses, of the network itself."""
+        energies, of_atoms, stresses = [], [], []
+        for batch in _batches(frames):
+            with _quiet(), contextlib.nullcontext() if forces or stress else torch.no_grad():
+                found = self.evaluate(batch)
+            if found.energies is None:
+                raise InputError("representation", "a model without energies", "one with energies")
+            energies.append(found.energies.detach().double().numpy())
+            if forces or stress:
+                ones = torch.ones_like(found.energies)
+                slopes, virials = self._gradients(found, found.energies, ones)
+                edges = offsets_of([len(atoms) for atoms in batch])
+                of_atoms += np.split(-slopes, edges[1:-1])
+                volumes = np.array([max(atoms.cell.volume, 1e-30) for atoms in batch])
+                stresses.append(virials[:, *VOIGT] / volumes[:, None])
+        return Reference(
+            np.concatenate(energies),
+            of_atoms if forces else None,
+            np.concatenate(stresses) if stress else None,
+        )
+
+    def _gradients(
+        self, found: Output, outputs: Any, cotangents: Any
+    ) -> tuple[Float64Array, Float64Array]:
+        """Return derivatives by positions (n_atoms, 3) and strain (n_structures, 3, 3)."""
+        inputs = [*found.positions, *found.strains]
+        if not outputs.requires_grad:  # no atom has a neighbour
+            slopes = [torch.zeros_like(one) for one in inputs]
+        else:
+            slopes = torch.autograd.grad(
+                outputs, inputs, cotangents, retain_graph=True, materialize_grads=True
+            )
+        k = len(found.positions)
+        positions = torch.cat([one.reshape(-1, 3) for one in slopes[:k]])
+        strains = torch.cat([one.reshape(-1, 3, 3) for one in slopes[k:]])
+        return positions.double().numpy(), strains.double().numpy()
+
+
+def _batches(frames: Sequence[Atoms]) -> Iterator[list[Atoms]]:
+    """Group structures for forward passes."""
+    batch: list[Atoms] = []
+    for atoms in frames:
+        if batch and sum(map(len, batch)) + len(atoms) > _ATOMS:
+            yield batch
+            batch = []
+        batch.append(atoms)
+    if batch:
+        yield batch
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide warnings and printed text of packages."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+# --- weights ---
+
+
+@lru_cache(maxsize=4)
+def load_network(
+    backbone: str, model: str | None, layer: int, sha256: str | None = None, trusted: bool = True
+) -> TorchNetwork:
+    """Load the weights of a network; those of a model file have a known digest.
+
+    Weights that are not `trusted` must be among those that come with the package.
+    """
+    kinds: dict[str, type[Any]] = {
+        "sevennet": SevenNet,
+        "chgnet": CHGNet,
+        "mace": Mace,
+        "metatomic": Metatomic,
+    }
+    kind, installed = kinds[backbone], version(PACKAGES[backbone])
+    with _quiet():
+        path = Path(kind.locate(model))
+        if not path.is_file():
+            raise InputError("model", repr(model), f"a file with the weights of a {backbone} model")
+        if not (trusted or kind.comes_with(path)):
+            raise InputError(
+                "representation",
+                None,
+                f"the file with the weights, {path.name}, because opening it may run code",
+                "Give it to AtomisticModel.load(…, representation=PATH), or use --weights PATH.",
+            )
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if sha256 is not None and digest != sha256:
+            raise InputError(
+                "model",
+                f"{path} (SHA-256 {digest[:16]}…)",
+                f"the weights that the model was trained with (SHA-256 {sha256[:16]}…)",
+            )
+        try:
+            network: TorchNetwork = kind(path, layer)
+        except InputError:
+            raise
+        except Exception as error:  # each package has its own
+            reason = " ".join(str(error).split())[:200]
+            raise InputError(
+                "model", str(path), f"weights that {backbone} {installed} can read ({reason})"
+            ) from error
+    network.version, network.digest = installed, digest
+    return network
+
+
+def _picked(layer: int, n: int) -> int:
+    """Return which of n interactions a layer is, from the first or from the last."""
+    if not -n <= layer < n:
+        raise InputError("layer", layer, f"from {-n} to {n - 1}: the model has {n} interactions")
+    return layer % n
+
+
+def _frozen(model: Any) -> Any:
+    model = model.to(torch.float64).eval()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+# --- networks of edges ---
+
+
+class Graph(NamedTuple):
+    """Structures of a batch as one graph, and the tensors that features depend on."""
+
+    numbers: Any  #: (n_atoms,)
+    batch: Any  #: (n_atoms,): structure of each atom
+    sizes: Any  #: (n_structures,)
+    positions: Any  #: (n_atoms, 3): leaf
+    strain: Any  #: (n_structures, 3, 3): leaf, zero
+    strained: Any  #: positions after the strain
+    cell: Any  #: (n_structures, 3, 3): after the strain
+    edges: Any  #: (2, n_edges): centre and neighbour
+    images: Any  #: (n_edges, 3): the periodic image that the neighbour is in
+    shifts: Any  #: (n_edges, 3): its lattice vector
+    vectors: Any  #: (n_edges, 3): from centre to neighbour
+
+
+def make_graph(frames: Sequence[Atoms], cutoff: float) -> Graph:
+    """Return the graph of all pairs of atoms within the cutoff (Å)."""
+    first, edges, images = 0, [], []
+    for atoms in frames:
+        cell = atoms.cell.complete().array
+        i, j, image = primitive_neighbor_list(  # type: ignore[no-untyped-call]
+            "ijS", atoms.pbc, cell, atoms.positions, cutoff
+        )
+        edges.append(np.stack([i, j]) + first)
+        images.append(image)
+        first += len(atoms)
+    sizes = torch.tensor([len(atoms) for atoms in frames])
+    batch = torch.repeat_interleave(torch.arange(len(frames)), sizes)
+    positions = torch.tensor(np.concatenate([atoms.positions for atoms in frames]))
+    strain = torch.zeros(len(frames), 3, 3, dtype=torch.float64)
+    if torch.is_grad_enabled():
+        positions.requires_grad_(True)
+        strain.requires_grad_(True)
+    grown = torch.eye(3, dtype=torch.float64) + strain
+    strained = torch.einsum("na,nab->nb", positions, grown[batch])
+    cell = torch.tensor(np.stack([atoms.cell.array for atoms in frames])) @ grown
+    pairs = torch.tensor(np.concatenate(edges, axis=1), dtype=torch.int64)
+    of_images = torch.tensor(np.concatenate(images), dtype=torch.float64)
+    shifts = torch.einsum("ea,eab->eb", of_images, cell[batch[pairs[0]]])
+    vectors = strained[pairs[1]] - strained[pairs[0]] + shifts
+    numbers = torch.tensor(np.concatenate([atoms.numbers for atoms in frames]), dtype=torch.int64)
+    return Graph(
+        numbers, batch, sizes, positions, strain, strained, cell, pairs, of_images, shifts, vectors
+    )
+
+
+class SevenNet(TorchNetwork):
+    """SevenNet: scalars after an interaction, the output of ``{layer}_equivariant_gate``."""
+
+    package = "sevenn"
+
+    @staticmethod
+    def locate(model: str | None) -> str:
+        """Return the file of a model, given by name or path."""
+        from sevenn.util import pretrained_name_to_path
+
+        model = model or "7net-0"
+        if Path(model).is_file():
+            return model
+        try:
+            return str(pretrained_name_to_path(model))
+        except (ValueError, OSError) as error:
+            raise InputError("model", repr(model), f"a SevenNet model ({error})") from None
+
+    def __init__(self, path: Path, layer: int) -> None:
+        import sevenn._keys as keys
+        from e3nn.o3 import Irreps
+        from sevenn.util import load_checkpoint
+
+        checkpoint = load_checkpoint(str(path))
+        self._model, self._keys = _frozen(checkpoint.build_model()), keys
+        self._model.set_is_batch_data(True)
+        if self._model.modal_map:
+            raise InputError("model", path.name, "a SevenNet model with a single fidelity")
+        self.species = tuple(sorted(int(z) for z in self._model.type_map))
+        self.cutoff = float(self._model.cutoff)
+        self._steps = dict(self._model._modules)
+        for name, module in self._steps.items():
+            if name.endswith("_convolution"):
+                self._steps[name] = _Convolution(module)
+        gates = [name for name in self._steps if name.endswith("_equivariant_gate")]
+        self._gate = gates[_picked(layer, len(gates))]
+        irreps = Irreps(self._steps[self._gate].gate.irreps_out)
+        # Scalars come first.
+        self.n_features = sum(n for n, irrep in irreps if irrep.l == 0 and irrep.p == 1)
+
+    def evaluate(self, frames: Sequence[Atoms]) -> Output:
+        """Evaluate some structures in one forward pass."""
+        keys, graph = self._keys, make_graph(frames, self.cutoff)
+        data = {
+            keys.ATOMIC_NUMBERS: graph.numbers,
+            keys.EDGE_IDX: graph.edges,
+            keys.EDGE_VEC: graph.vectors,
+            keys.NUM_ATOMS: graph.sizes,
+            keys.BATCH: graph.batch,
+        }
+        data[keys.NODE_FEATURE] = self._model._atomic_numbers_to_onehot(graph.numbers)
+        features = None
+        for name, module in self._steps.items():
+            if name == "force_output":
+                break
+            data = module(data)
+            if name == "onehot_idx_to_onehot":  # which is float32
+                for key in (keys.NODE_FEATURE, keys.NODE_ATTR):
+                    data[key] = data[key].double()
+            if name == self._gate:
+                features = data[keys.NODE_FEATURE][:, : self.n_features]
+        energies = data[keys.PRED_TOTAL_ENERGY]
+        return Output(features, energies, [graph.positions], [graph.strain])
+
+
+class _Convolution:
+    """A convolution of SevenNet, in half the time of its own.
+
+    e3nn multiplies the features of each neighbour with spherical harmonics for each path by itself,
+    and keeps all messages. Here, all paths of features of one order are a product with a small
+    matrix for each edge, and messages are summed at once.
+    """
+
+    def __init__(self, module: Any) -> None:
+        from e3nn.o3 import Irreps
+
+        self._module, product = module, module.convolution
+        given, harmonics, out = (
+            Irreps(one) for one in (product.irreps_in1, product.irreps_in2, product.irreps_out)
+        )
+        inputs, outputs, n = given.slices(), out.slices(), harmonics.dim
+        self._paths: dict[int, list[tuple[int, slice]]] = {}
+        matrices: dict[int, list[Any]] = {}
+        first = 0
+        for path in product.instructions:
+            multiplicity, dim = given[path.i_in1].mul, given[path.i_in1].ir.dim
+            own = slice(first, first + multiplicity)
+            weights = torch.zeros(dim * n, product.weight_numel, dtype=torch.float64)
+            weights[:, own] = 1.0
+            # Its coefficients, from unit vectors: those of the first of all features.
+            x = torch.zeros(dim * n, given.dim, dtype=torch.float64)
+            where = torch.arange(dim).repeat_interleave(n)
+            x[torch.arange(dim * n), inputs[path.i_in1].start + where] = 1.0
+            f = torch.eye(n, dtype=torch.float64).repeat(dim, 1)
+            start = outputs[path.i_out].start
+            found = product(x, f, weights)[:, start : start + out[path.i_out].ir.dim]
+            matrices.setdefault(path.i_in1, []).append(found.reshape(dim, n, -1))
+            self._paths.setdefault(path.i_in1, []).append((path.i_out, own))
+            first = own.stop
+        self._matrices = {
+            block: torch.cat(parts, dim=2).permute(1, 0, 2).reshape(n, -1)
+            for block, parts in matrices.items()
+        }
+        self._sizes = {block: [one.shape[2] for one in parts] for block, parts in matrices.items()}
+        self._inputs = {b: (inputs[b], given[b].mul, given[b].ir.dim) for b in matrices}
+        self._n_out = len(out)
+
+    def __call__(self, data: Any) -> Any:
+        module = self._module
+        x, f = data[module.key_x], data[module.key_filter]
+        weights = module.weight_nn(data[module.key_weight_input])
+        centre, neighbour = data[module.key_edge_idx]
+        n, n_edges = len(x), len(centre)
+        found: list[Any] = [None] * self._n_out
+        for block, matrix in self._matrices.items():
+            columns, multiplicity, dim = self._inputs[block]
+            own = x[:, columns][neighbour].reshape(n_edges, multiplicity, dim)
+            of_edges = (f @ matrix).reshape(n_edges, dim, matrix.shape[1] // dim)
+            products = torch.bmm(own, of_edges) if dim > 1 else own * of_edges
+            parts = products.split(self._sizes[block], dim=2)
+            for part, (place, some) in zip(parts, self._paths[block], strict=True):
+                total = torch.zeros(n, *part.shape[1:], dtype=x.dtype)
+                total = total.index_add(0, centre, part * weights[:, some, None])
+                found[place] = total.reshape(n, -1)
+        data[module.key_x] = torch.cat(found, dim=1).div(module.denominator)
+        return data
+
+
+class Mace(TorchNetwork):
+    """MACE: scalars of the features of atoms after an interaction."""
+
+    @staticmethod
+    def locate(model: str | None) -> str:
+        """Return the file of a model."""
+        if model is None:
+            raise InputError("model", None, "the file of a MACE model", 'Such as "mace:my.model".')
+        return model
+
+    def __init__(self, path: Path, layer: int) -> None:
+        from e3nn.o3 import Irreps
+
+        self._model = _frozen(torch.load(path, map_location="cpu", weights_only=False))
+        self.cutoff = float(self._model.r_max)
+        self.species = tuple(int(z) for z in self._model.atomic_numbers)
+        irreps = [Irreps(product.linear.irreps_out) for product in self._model.products]
+        edges = offsets_of([one.dim for one in irreps])
+        which = _picked(layer, len(irreps))
+        self.n_features = sum(n for n, irrep in irreps[which] if irrep.l == 0 and irrep.p == 1)
+        self._columns = slice(int(edges[which]), int(edges[which]) + self.n_features)
+
+    def evaluate(self, frames: Sequence[Atoms]) -> Output:
+        """Evaluate some structures in one forward pass."""
+        graph = make_graph(frames, self.cutoff)
+        places = torch.searchsorted(torch.tensor(self.species), graph.numbers)
+        data = {
+            "node_attrs": torch.nn.functional.one_hot(places, len(self.species)).double(),
+            "positions": graph.strained,
+            "edge_index": graph.edges,
+            "shifts": graph.shifts,
+            "unit_shifts": graph.images,
+            "cell": graph.cell.reshape(-1, 3),
+            "batch": graph.batch,
+            "ptr": torch.cat([torch.zeros(1, dtype=torch.int64), graph.sizes.cumsum(0)]),
+        }
+        found = self._model(data, compute_force=False)
+        features = found["node_feats"][:, self._columns]
+        return Output(features, found["energy"], [graph.positions], [graph.strain])
+
+
+# --- networks that make their own graphs ---
+
+
+class CHGNet(TorchNetwork):
+    """CHGNet: the features of atoms after the last interaction, before they are normalised."""
+
+    package = "chgnet"
+
+    @staticmethod
+    def locate(model: str | None) -> str:
+        """Return the file of a model, given by version or path."""
+        model = model or "0.3.0"
+        if Path(model).is_file():
+            return model
+        spec = find_spec("chgnet")
+        folder = Path(spec.origin if spec and spec.origin else "").parent / "pretrained" / model
+        found = sorted(folder.glob("*.pth.tar"))
+        if not found:
+            raise InputError("model", repr(model), "a file, or a version that CHGNet comes with")
+        return str(found[0])
+
+    def __init__(self, path: Path, layer: int) -> None:
+        from chgnet.model import CHGNet as Model
+
+        old = path.parent.name == "0.2.0"  # as CHGNet itself distinguishes them
+        self._model = _frozen(Model.from_file(str(path), mlp_out_bias=old))
+        if self._model.composition_model is not None:
+            self._model.composition_model.float()
+        self._model.graph_converter.set_isolated_atom_response("ignore")
+        layers = self._model.atom_conv_layers
+        self._layer = layers[_picked(layer, len(layers))]
+        self.species = tuple(range(1, self._model.atom_embedding.embedding.num_embeddings + 1))
+        self.cutoff = float(self._model.graph_converter.atom_graph_cutoff)
+        self.n_features = int(self._model.atom_fea_dim)
+
+    def evaluate(self, frames: Sequence[Atoms]) -> Output:
+        """Evaluate some structures in one forward pass."""
+        from chgnet.model.model import BatchedGraph
+
+        graphs = [self._graph(atoms) for atoms in frames]
+        batched = BatchedGraph.from_graphs(
+            graphs,
+            bond_basis_expansion=self._model.bond_basis_expansion,
+            angle_basis_expansion=self._model.angle_basis_expansion,
+            compute_stress=True,
+        )
+        outputs: list[Any] = []
+        hook = self._layer.register_forward_hook(lambda *parts: outputs.append(parts[-1]))
+        try:
+            energies = self._model._compute(batched)["e"]
+        finally:
+            hook.remove()
+        if self._model.composition_model is not None:
+            energies = energies + self._model.composition_model(graphs)
+        if self._model.is_intensive:
+            energies = energies * torch.tensor([len(atoms) for atoms in frames])
+        return Output(outputs[0], energies, batched.atom_positions, batched.strains)
+
+    def _graph(self, atoms: Atoms) -> Any:
+        from pymatgen.core import Lattice, Structure
+
+        atoms = in_box(atoms, self.cutoff + 1)
+        structure = Structure(
+            Lattice(atoms.cell.array), atoms.numbers, atoms.positions, coords_are_cartesian=True
+        )
+        graph = self._model.graph_converter(structure)
+        graph.lattice = torch.tensor(structure.lattice.matrix)  # in float64, as all of these
+        graph.atom_frac_coord = torch.tensor(
+            structure.frac_coords, requires_grad=torch.is_grad_enabled()
+        )
+        graph.neighbor_image = graph.neighbor_image.double()
+        return graph
+
+
+class Metatomic(TorchNetwork):
+    """A model of metatomic: its output ``feature``, in the precision that it was exported with."""
+
+    @staticmethod
+    def locate(model: str | None) -> str:
+        """Return the file of a model."""
+        if model is None:
+            expected = "the file of a model of metatomic"
+            raise InputError("model", None, expected, 'Such as "metatomic:my.pt".')
+        return model
+
+    def __init__(self, path: Path, layer: int) -> None:
+        from metatomic.torch import ModelEvaluationOptions, ModelOutput, load_atomistic_model
+
+        self._model = load_atomistic_model(str(path))
+        capabilities = self._model.capabilities()
+        names = [name for name in ("feature", "features") if name in capabilities.outputs]
+        if not names:
+            raise InputError("model", path.name, "a model of metatomic with the output feature")
+        self._name, self._has_energy = names[0], "energy" in capabilities.outputs
+        outputs = {self._name: ModelOutput(sample_kind="atom")}
+        if self._has_energy:
+            outputs["energy"] = ModelOutput(unit="eV", sample_kind="system")
+        self._options = ModelEvaluationOptions(length_unit="angstrom", outputs=outputs)
+        self._lists = self._model.requested_neighbor_lists()
+        self._dtype = getattr(torch, capabilities.dtype)
+        self.step = 1e-4 if self._dtype == torch.float64 else 1e-2
+        self.species = tuple(sorted(int(z) for z in capabilities.atomic_types))
+        cutoffs = [options.engine_cutoff("angstrom") for options in self._lists]
+        self.cutoff = float(max(cutoffs, default=0.0))
+        pair = Atoms([self.species[0]] * 2, [[0.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
+        with torch.no_grad():
+            self.n_features = int(self.evaluate([pair]).features.shape[1])
+
+    def evaluate(self, frames: Sequence[Atoms]) -> Output:
+        """Evaluate some structures in one forward pass."""
+        graph = make_graph(frames, self.cutoff)
+        found = self._model(self._systems(frames, graph), self._options, check_consistency=False)
+        features = found[self._name].keys_to_samples(found[self._name].keys.names).block()
+        order = torch.tensor(np.lexsort(features.samples.values[:, [1, 0]].numpy().T))
+        energies = None
+        if self._has_energy:
+            energies = found["energy"].block().values.reshape(-1)
+        return Output(features.values[order], energies, [graph.positions], [graph.strain])
+
+    def _systems(self, frames: Sequence[Atoms], graph: Graph) -> list[Any]:
+        """Return structures with the neighbour lists that the model requests."""
+        from metatensor.torch import Labels, TensorBlock
+        from metatomic.torch import System
+
+        systems, edges = [], offsets_of([len(atoms) for atoms in frames])
+        centre, neighbour = graph.edges
+        distances = torch.linalg.norm(graph.vectors.detach(), dim=1)
+        for s, atoms in enumerate(frames):
+            rows, pbc = slice(int(edges[s]), int(edges[s + 1])), torch.tensor(atoms.pbc)
+            system = System(
+                types=graph.numbers[rows].to(torch.int32),
+                positions=graph.strained[rows].to(self._dtype),
+                cell=(graph.cell[s] * pbc[:, None]).to(self._dtype),
+                pbc=pbc,
+            )
+            for options in self._lists:
+                own = (graph.batch[centre] == s) & (distances <= options.engine_cutoff("angstrom"))
+                if not options.full_list:
+                    own &= _once(centre, neighbour, graph.images)
+                pairs = torch.stack([centre[own], neighbour[own]], dim=1) - int(edges[s])
+                samples = torch.cat([pairs, graph.images[own]], dim=1).to(torch.int32)
+                block = TensorBlock(
+                    values=graph.vectors[own].to(self._dtype)[:, :, None],
+                    samples=Labels(_SAMPLES, samples),
+                    components=[Labels.range("xyz", 3)],
+                    properties=Labels.range("distance", 1),
+                )
+                system.add_neighbor_list(options, block)
+            systems.append(system)
+        return systems
+
+
+_SAMPLES = ["first_atom", "second_atom", "cell_shift_a", "cell_shift_b", "cell_shift_c"]
+
+
+def _once(centre: Any, neighbour: Any, images: Any) -> Any:
+    """Return which edges a list has that has each pair in one direction alone."""
+    a, b, c = images.T
+    positive = (a > 0) | ((a == 0) & ((b > 0) | ((b == 0) & (c > 0))))
+    return (centre < neighbour) | ((centre == neighbour) & positive)

@@ -1,0 +1,343 @@
+"""Representations: features of atoms, and the kernel between them.
+
+A model sees structures through a `Representation` alone: SOAP (`qualms.features.soap`), or the
+output of a pretrained network or of any object of yours (`qualms.features.learned`). It is made
+from its hyper-parameters, `RepresentationSettings`, and from structures in training, or from a
+model file.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
+
+import numpy as np
+import scipy.linalg
+from ase import Atoms
+from joblib.externals.loky import get_reusable_executor
+from joblib.externals.loky.process_executor import TerminatedWorkerError
+from pydantic import BaseModel, ConfigDict
+
+from qualms.arrays import Float64Array, FloatArray, IntArray
+from qualms.errors import InputError, QualmsError
+from qualms.features.derivatives import DifferentiableFeatures
+from qualms.gp.kernels import Kernel
+from qualms.io.tensors import Document, TensorSpec
+
+Dtype: TypeAlias = np.dtype[np.floating[Any]]
+
+
+def offsets_of(sizes: Sequence[int] | IntArray) -> IntArray:
+    """Return where each of consecutive parts begins, and the last one ends: (n + 1,)."""
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
+
+
+def in_box(atoms: Atoms, margin: float) -> Atoms:
+    """Return a structure that is periodic in all directions, with its atoms in the cell.
+
+    Along directions that were not periodic images are apart by a margin (Å).
+    """
+    vectors = atoms.cell.array[np.asarray(atoms.pbc)]
+    positions = atoms.positions - np.floor(atoms.positions @ np.linalg.pinv(vectors)) @ vectors
+    normals = scipy.linalg.null_space(vectors).T if len(vectors) else np.eye(3)
+    widths = np.ptp(positions @ normals.T, axis=0) + margin
+    cell = np.concatenate([vectors, widths[:, None] * normals])
+    return Atoms(atoms.numbers, positions, cell=cell, pbc=True)
+
+
+# --- hyper-parameters ---
+
+
+class Problem(NamedTuple):
+    """Size of a training, on which the number of features may depend."""
+
+    n_environments: int
+    n_representatives: int
+    derivatives: bool  #: whether the model has forces
+
+
+#: Returns some structures of a training set, and the atoms in them whose environments are used.
+Sample: TypeAlias = Callable[[], tuple[Sequence[Atoms], Sequence[IntArray]]]
+
+
+class RepresentationDocument(Document):
+    """What a model file has of a representation, beside its hyper-parameters and tensors."""
+
+    def tensors(self) -> dict[str, TensorSpec]:
+        """Return the tensors that belong to it; "species" is the number of elements."""
+        return {}
+
+
+class RepresentationSettings(BaseModel, ABC):
+    """Hyper-parameters of a representation and its kernel."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    itemsize: ClassVar[float] = 4.0  #: bytes of a feature in training
+
+    @property
+    def overhead(self) -> float:
+        """Bytes of libraries beside those that all models need."""
+        return 0.0
+
+    @property
+    @abstractmethod
+    def has_forces(self) -> bool:
+        """Whether features have derivatives, and these are continuous."""
+
+    @abstractmethod
+    def with_forces(self) -> Self:
+        """Return hyper-parameters whose features have continuous derivatives, or reject them."""
+
+    def resolved(self, species: Sequence[int]) -> Self:
+        """Return hyper-parameters for structures of these elements, or reject the elements."""
+        return self
+
+    def n_moving(self, sizes: IntArray, effort: str) -> int | None:
+        """Return the atoms of structures, of some sizes, whose forces an effort allows to learn."""
+        return None
+
+    @abstractmethod
+    def n_features(self, species: Sequence[int], problem: Problem) -> tuple[int, int]:
+        """Return the numbers of features after and before compression."""
+
+    @abstractmethod
+    def fit(self, species: Sequence[int], problem: Problem, sample: Sample) -> Representation:
+        """Return a representation; a sample is taken only if something is fitted to it."""
+
+    @abstractmethod
+    def build(
+        self,
+        species: tuple[int, ...],
+        document: RepresentationDocument,
+        tensors: Mapping[str, FloatArray],
+    ) -> Representation:
+        """Return a representation from a file; a `ValueError` if its parts do not fit together."""
+
+
+# --- representations ---
+
+
+class Reference(NamedTuple):
+    """Predictions of a pretrained model itself: in eV, eV/Å and eV/Å³, with ASE's order and sign.
+
+    There are no forces, or stresses, if they are not requested.
+    """
+
+    energies: Float64Array  #: (n_structures,)
+    forces: list[Float64Array] | None  #: (n_atoms, 3) for each structure
+    stresses: Float64Array | None  #: (n_structures, 6)
+
+
+@dataclass(frozen=True)
+class Representation(ABC):
+    """Features of atoms of some species (atomic numbers, increasing), and the kernel between them.
+
+    `settings` are its hyper-parameters.
+    """
+
+    settings: RepresentationSettings
+    species: tuple[int, ...]
+
+    #: Environments below which starting processes takes longer than computing their features.
+    serial: ClassVar[int] = 30_000
+
+    @property
+    @abstractmethod
+    def n_features(self) -> int:
+        """Number d of features of an environment."""
+
+    @property
+    @abstractmethod
+    def kernel(self) -> Kernel:
+        """The kernel between environments."""
+
+    @abstractmethod
+    def features(self, frames: Sequence[Atoms], centers: Sequence[IntArray]) -> FloatArray:
+        """Return the features of the chosen atoms of each structure, in order: (n, d)."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> Dtype:
+        """Type of features."""
+
+    @property
+    def basis_dtype(self) -> Dtype:
+        """Type of representatives in products with features."""
+        return np.dtype(np.float64)
+
+    def prepare(self) -> None:  # noqa: B027 — most have nothing to do
+        """Raise an `InputError` if what features need is missing, or not that of the training."""
+
+    def exact(self) -> Representation:
+        """Return the same representation with features in float64, for predictions."""
+        return self
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return hyper-parameters and sizes in a few words."""
+
+    @property
+    @abstractmethod
+    def cutoff(self) -> float:
+        """Distance in Å beyond which two atoms alone do not interact."""
+
+    @property
+    @abstractmethod
+    def has_derivatives(self) -> bool:
+        """Whether features have derivatives, continuous or not."""
+
+    @abstractmethod
+    def check_derivatives(self) -> None:
+        """Raise an `InputError` if features have no derivatives."""
+
+    @property
+    @abstractmethod
+    def differentiable(self) -> Sequence[DifferentiableFeatures]:
+        """Features with derivatives, one for each term of the kernel."""
+
+    @property
+    @abstractmethod
+    def stored(self) -> tuple[Any, dict[str, FloatArray]]:
+        """What a model file has of it beside hyper-parameters: a document, and tensors."""
+
+    def reference(
+        self, frames: Sequence[Atoms], *, forces: bool = False, stress: bool = False
+    ) -> Reference:
+        """Return the predictions of the pretrained model that features come from."""
+        raise InputError(
+            "representation",
+            type(self.settings).__name__,
+            "a pretrained network, which has energies of its own",
+        )
+
+
+# --- features of many structures, in batches, on several cores ---
+
+#: Environments whose features are multiplied at once.
+BLOCK = 4096
+#: Environments in a batch: enough for matrix products, few enough to limit the memory.
+BATCH = 4096
+#: Batches for each process that are computed ahead of the consumer.
+_AHEAD = 2
+
+_executor: Any = None
+
+
+class Batch(NamedTuple):
+    """Features (n_environments, d) of consecutive structures.
+
+    `sizes` (n_structures,) are the environments of each; some may have none.
+    """
+
+    features: FloatArray
+    sizes: IntArray
+
+    @property
+    def offsets(self) -> IntArray:
+        """Environments of structure s are rows ``offsets[s]:offsets[s + 1]``."""
+        return offsets_of(self.sizes)
+
+
+#: Structures and their centres.
+_Task = tuple[list[Atoms], list[IntArray]]
+
+
+def structure_blocks(offsets: IntArray, size: int = BLOCK) -> Iterator[tuple[int, int]]:
+    """Yield ranges of consecutive structures with about `size` environments each."""
+    first, n = 0, len(offsets) - 1
+    while first < n:
+        last = int(np.searchsorted(offsets, offsets[first] + size, side="right")) - 1
+        last = min(max(last, first + 1), n)
+        yield first, last
+        first = last
+
+
+def stream_features(
+    representation: Representation,
+    structures: Iterable[tuple[Atoms, IntArray]],
+    *,
+    n_workers: int = 1,
+    batch: int = BATCH,
+) -> Iterator[Batch]:
+    """Yield the features of structures, in order, in batches of about `batch` environments.
+
+    The structures, (Atoms, centers), may come from a generator that reads a file. They are shared
+    among worker processes if there are at least `Representation.serial` environments.
+    """
+    tasks = _tasks(structures, batch)
+    head: list[_Task] = []
+    count = 0
+    while (
+        n_workers > 1 and count < representation.serial and (task := next(tasks, None)) is not None
+    ):
+        head.append(task)
+        count += sum(map(len, task[1]))
+    tasks = chain(head, tasks)
+    if n_workers > 1 and count >= representation.serial:
+        yield from _parallel(representation, tasks, n_workers)
+    else:
+        yield from (_compute(representation, task) for task in tasks)
+
+
+def _tasks(structures: Iterable[tuple[Atoms, IntArray]], size: int) -> Iterator[_Task]:
+    """Group structures to batches of about `size` environments."""
+    frames: list[Atoms] = []
+    centers: list[IntArray] = []
+    count = 0
+    for atoms, chosen in structures:
+        # Without the arrays and calculators that processes do not need.
+        frames.append(Atoms(atoms.numbers, atoms.positions, cell=atoms.cell, pbc=atoms.pbc))
+        centers.append(chosen)
+        count += len(chosen)
+        if count >= size or len(frames) >= size:
+            yield frames, centers
+            frames, centers, count = [], [], 0
+    if frames:
+        yield frames, centers
+
+
+def _compute(representation: Representation, task: _Task) -> Batch:
+    frames, centers = task
+    sizes = np.array([len(chosen) for chosen in centers], dtype=np.intp)
+    return Batch(representation.features(frames, centers), sizes)
+
+
+def _parallel(
+    representation: Representation, tasks: Iterator[_Task], n_workers: int
+) -> Iterator[Batch]:
+    """Compute a few batches ahead: `joblib.Parallel` would not wait for the consumer."""
+    # One thread each: the processes are the parallelism.
+    single = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "RAYON")}
+    global _executor
+    executor = _executor = get_reusable_executor(max_workers=n_workers, env=single, timeout=60)
+    pending: deque[Any] = deque()
+    try:
+        for task in tasks:
+            pending.append(executor.submit(_compute, representation, task))
+            if len(pending) > _AHEAD * n_workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except TerminatedWorkerError as error:
+        raise QualmsError(
+            "A process that computed features was ended by the system, perhaps for lack of memory. "
+            "Use fewer threads, or a lower memory limit."
+        ) from error
+    finally:
+        for future in pending:
+            future.cancel()
+        if pending:  # after an interrupt; to kill the processes at once is not safe in loky
+            stop_workers()
+
+
+def stop_workers() -> None:
+    """End the processes that computed features, and free their memory."""
+    global _executor
+    if _executor is not None:
+        _executor.shutdown(wait=True)
+        _executor = None
