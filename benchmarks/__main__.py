@@ -38,7 +38,8 @@ BENCHMARKS = {
     "qm9": ("bench_scale", "run_qm9"),
     "tables": ("bench_tables", "run"),
     "learned": ("bench_learned", "run"),
-    "learned_shift": ("bench_learned", "run_shifted"),
+    "learned_forces": ("bench_learned", "run_forces"),
+    "learned_shift": ("bench_learned", "run_shift"),
 }
 SLOW = (
     "force_costs",
@@ -53,6 +54,7 @@ SLOW = (
     "qm9",
     "tables",
     "learned",
+    "learned_forces",
     "learned_shift",
 )
 RESULTS = Path(__file__).with_name("RESULTS.md")
