@@ -299,11 +299,12 @@ class SoapTape:
         """Return environments, atoms, and ∂e/∂r (g, 3, R) for slopes ∂e/∂y (n, R, k)."""
         owners, atoms, found = [], [], [np.empty((0, 3, slopes.shape[1]))]
         for changes in self._changes(_CACHED):
-            b = slopes[:, :, _places(columns, changes.columns)]
-            values, pulled = changes.values, np.empty((*changes.values.shape[:2], b.shape[1]))
+            values, lowest = changes.values, changes.owners[0]
+            b = slopes[lowest : changes.owners[-1] + 1, :, _places(columns, changes.columns)]
+            pulled = np.empty((*values.shape[:2], b.shape[1]))
             for i, begin, end in _runs(changes.owners):
                 into = pulled[begin:end].reshape(-1, b.shape[1])
-                np.matmul(values[begin:end].reshape(len(into), -1), b[i].T, out=into)
+                np.matmul(values[begin:end].reshape(len(into), -1), b[i - lowest].T, out=into)
             owners.append(changes.owners)
             atoms.append(changes.atoms)
             found.append(pulled)
