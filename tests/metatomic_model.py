@@ -1,10 +1,21 @@
-"""A model of metatomic, which TorchScript compiles from this file."""
+"""A model of metatomic, whose features are sums of Gaussians of distances, from a half list.
 
+Run with a path, this script writes it.
+"""
+
+import sys
 from typing import Dict, List, Optional  # noqa: UP035 — TorchScript
 
 import torch
 from metatensor.torch import Labels, TensorBlock, TensorMap
-from metatomic.torch import ModelOutput, NeighborListOptions, System
+from metatomic.torch import (
+    AtomisticModel,
+    ModelCapabilities,
+    ModelMetadata,
+    ModelOutput,
+    NeighborListOptions,
+    System,
+)
 
 
 class Densities(torch.nn.Module):
@@ -60,3 +71,18 @@ class Densities(torch.nn.Module):
         if "energy" in outputs:
             results["energy"] = TensorMap(key, [of_systems])
         return results
+
+
+if __name__ == "__main__":
+    outputs = {"feature": ModelOutput(sample_kind="atom")}
+    outputs["energy"] = ModelOutput(unit="eV", sample_kind="system")
+    capabilities = ModelCapabilities(
+        outputs=outputs,
+        atomic_types=[1, 8],
+        interaction_range=6.0,
+        length_unit="angstrom",
+        supported_devices=["cpu"],
+        dtype="float64",
+    )
+    module = Densities(NeighborListOptions(cutoff=6.0, full_list=False, strict=True)).eval()
+    AtomisticModel(module, ModelMetadata(), capabilities).save(sys.argv[1])

@@ -1,8 +1,12 @@
 """Features of networks, and of objects that follow the same protocol."""
 
+import contextlib
 import shlex
+import subprocess
+import sys
 import warnings
 from importlib.util import find_spec
+from pathlib import Path
 
 import ase.io
 import numpy as np
@@ -22,6 +26,10 @@ from qualms.errors import InputError, QualmsWarning
 from qualms.features.learned import Backbone, LearnedRepresentation, make_backbone
 from qualms.features.representation import Problem
 from qualms.gp.kernels import ExponentialKernel, RBFKernel, normalize_rows
+
+with contextlib.suppress(ImportError), warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import metatomic.torch  # noqa: F401 — before torch_geometric, which breaks TorchScript
 
 FEW = {"baseline": "mean", "n_representatives": 60, "n_members": 8, "n_posterior": 4, "threads": 1}
 STEP = 1e-3
@@ -405,28 +413,9 @@ def save_mace(path):
 
 
 def save_metatomic(path):
-    """Write a model whose features are sums of Gaussians of distances, from a half list."""
-    from metatomic.torch import (
-        AtomisticModel,
-        ModelCapabilities,
-        ModelMetadata,
-        ModelOutput,
-        NeighborListOptions,
-    )
-    from metatomic_model import Densities
-
-    outputs = {"feature": ModelOutput(sample_kind="atom")}
-    outputs["energy"] = ModelOutput(unit="eV", sample_kind="system")
-    capabilities = ModelCapabilities(
-        outputs=outputs,
-        atomic_types=[1, 8],
-        interaction_range=6.0,
-        length_unit="angstrom",
-        supported_devices=["cpu"],
-        dtype="float64",
-    )
-    module = Densities(NeighborListOptions(cutoff=6.0, full_list=False, strict=True)).eval()
-    AtomisticModel(module, ModelMetadata(), capabilities).save(str(path))
+    """Write a model; in another process, since torch_geometric, if loaded, breaks TorchScript."""
+    script = Path(__file__).with_name("metatomic_model.py")
+    subprocess.run([sys.executable, script, path], check=True, capture_output=True)
 
 
 @pytest.mark.parametrize(("backbone", "save"), [("mace", save_mace), ("metatomic", save_metatomic)])
