@@ -442,6 +442,9 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
         settings = Settings.model_validate(dict(values))
     except ValidationError as error:
         raise _first_problem(error) from None
+    if isinstance(settings.representation, Backbone):  # given by a user, and not by a file
+        trusted = settings.representation.model_copy(update={"trusted": True})
+        settings = settings.model_copy(update={"representation": trusted})
     if settings.species is not None and settings.kind != "atomic":
         raise InputError("species", values["species"], "none, unless kind='atomic'")
     if settings.resample == "atoms" and settings.kind != "atomic":

@@ -94,8 +94,9 @@ class Backbone(RepresentationSettings):
     model : str, optional
         File with the weights, or name of a model that comes with the package; SevenNet-0 or CHGNet
         0.3.0 by default.
-    layer : int
-        Interaction whose scalars are the features; the last by default.
+    layer : int or "all"
+        Interaction whose scalars are the features, from the first (0) or from the last (-1); or
+        those of all interactions, each scaled to unit length.
     length_scale : float, optional
         ℓ of the kernel; a linear kernel if None.
     version, sha256 : str, optional
@@ -106,7 +107,7 @@ class Backbone(RepresentationSettings):
 
     backbone: Literal["sevennet", "chgnet", "mace", "metatomic", "object"]
     model: Annotated[str, Field(min_length=1, max_length=4000)] | None = None
-    layer: Annotated[int, Field(ge=-100, le=100)] = -1
+    layer: Annotated[int, Field(ge=-100, le=100)] | Literal["all"] = "all"
     length_scale: Annotated[float, Field(ge=0.1, le=100)] | None = 1.0
     version: Annotated[str, Field(max_length=100)] | None = None
     sha256: Annotated[str, Field(max_length=200)] | None = None
@@ -157,14 +158,13 @@ class Backbone(RepresentationSettings):
 
         A model that was trained before is trained with the same weights.
         """
-        given = self.model_copy(update={"trusted": True})
-        network = given.opened()
+        network = self.opened()
         known = getattr(network, "species", None)
         if known is not None and (unknown := sorted(set(species) - set(known))):
             symbols = ", ".join(chemical_symbols[z] for z in unknown)
             raise InputError("frames", symbols, f"elements that {self.backbone} knows")
         found = {"version": getattr(network, "version", None), "sha256": _digest(network)}
-        return given.model_copy(update=found)
+        return self.model_copy(update=found)
 
     @property
     def overhead(self) -> float:

@@ -17,7 +17,7 @@ from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -158,7 +158,11 @@ def _quiet() -> Iterator[None]:
 
 @lru_cache(maxsize=4)
 def load_network(
-    backbone: str, model: str | None, layer: int, sha256: str | None = None, trusted: bool = True
+    backbone: str,
+    model: str | None,
+    layer: Layer,
+    sha256: str | None = None,
+    trusted: bool = True,
 ) -> TorchNetwork:
     """Load the weights of a network; those of a model file have a known digest.
 
@@ -203,11 +207,27 @@ def load_network(
     return network
 
 
-def _picked(layer: int, n: int) -> int:
-    """Return which of n interactions a layer is, from the first or from the last."""
+#: An interaction, from the first or from the last, or all of them.
+Layer = int | Literal["all"]
+
+
+def _picked(layer: Layer, n: int) -> list[int]:
+    """Return which of n interactions a layer is."""
+    if layer == "all":
+        return [*range(n)]
     if not -n <= layer < n:
-        raise InputError("layer", layer, f"from {-n} to {n - 1}: the model has {n} interactions")
-    return layer % n
+        expected = f"'all', or from {-n} to {n - 1}: the model has {n} interactions"
+        raise InputError("layer", layer, expected)
+    return [layer % n]
+
+
+def _joined(layers: Sequence[Any]) -> Any:
+    """Return the features (n, d) of one layer, or those of several, each of unit length."""
+    if len(layers) == 1:
+        return layers[0]
+    return torch.cat(
+        [one / (torch.linalg.norm(one, dim=1, keepdim=True) + 1e-12) for one in layers], 1
+    )
 
 
 def _frozen(model: Any) -> Any:
@@ -285,7 +305,7 @@ class SevenNet(TorchNetwork):
         except (ValueError, OSError) as error:
             raise InputError("model", repr(model), f"a SevenNet model ({error})") from None
 
-    def __init__(self, path: Path, layer: int) -> None:
+    def __init__(self, path: Path, layer: Layer) -> None:
         import sevenn._keys as keys
         from e3nn.o3 import Irreps
         from sevenn.util import load_checkpoint
@@ -302,10 +322,12 @@ class SevenNet(TorchNetwork):
             if name.endswith("_convolution"):
                 self._steps[name] = _Convolution(module)
         gates = [name for name in self._steps if name.endswith("_equivariant_gate")]
-        self._gate = gates[_picked(layer, len(gates))]
-        irreps = Irreps(self._steps[self._gate].gate.irreps_out)
         # Scalars come first.
-        self.n_features = sum(n for n, irrep in irreps if irrep.l == 0 and irrep.p == 1)
+        self._scalars = {
+            gates[k]: _n_scalars(Irreps(self._steps[gates[k]].gate.irreps_out))
+            for k in _picked(layer, len(gates))
+        }
+        self.n_features = sum(self._scalars.values())
 
     def evaluate(self, frames: Sequence[Atoms]) -> Output:
         """Evaluate some structures in one forward pass."""
@@ -318,7 +340,7 @@ class SevenNet(TorchNetwork):
             keys.BATCH: graph.batch,
         }
         data[keys.NODE_FEATURE] = self._model._atomic_numbers_to_onehot(graph.numbers)
-        features = None
+        features = []
         for name, module in self._steps.items():
             if name == "force_output":
                 break
@@ -326,10 +348,15 @@ class SevenNet(TorchNetwork):
             if name == "onehot_idx_to_onehot":  # which is float32
                 for key in (keys.NODE_FEATURE, keys.NODE_ATTR):
                     data[key] = data[key].double()
-            if name == self._gate:
-                features = data[keys.NODE_FEATURE][:, : self.n_features]
+            if name in self._scalars:
+                features.append(data[keys.NODE_FEATURE][:, : self._scalars[name]])
         energies = data[keys.PRED_TOTAL_ENERGY]
-        return Output(features, energies, [graph.positions], [graph.strain])
+        return Output(_joined(features), energies, [graph.positions], [graph.strain])
+
+
+def _n_scalars(irreps: Any) -> int:
+    """Return the number of scalars among features."""
+    return sum(n for n, irrep in irreps if irrep.l == 0 and irrep.p == 1)
 
 
 class _Convolution:
@@ -405,7 +432,7 @@ class Mace(TorchNetwork):
             raise InputError("model", None, "the file of a MACE model", 'Such as "mace:my.model".')
         return model
 
-    def __init__(self, path: Path, layer: int) -> None:
+    def __init__(self, path: Path, layer: Layer) -> None:
         from e3nn.o3 import Irreps
 
         self._model = _frozen(torch.load(path, map_location="cpu", weights_only=False))
@@ -413,9 +440,10 @@ class Mace(TorchNetwork):
         self.species = tuple(int(z) for z in self._model.atomic_numbers)
         irreps = [Irreps(product.linear.irreps_out) for product in self._model.products]
         edges = offsets_of([one.dim for one in irreps])
-        which = _picked(layer, len(irreps))
-        self.n_features = sum(n for n, irrep in irreps[which] if irrep.l == 0 and irrep.p == 1)
-        self._columns = slice(int(edges[which]), int(edges[which]) + self.n_features)
+        starts = [int(edges[k]) for k in _picked(layer, len(irreps))]
+        sizes = [_n_scalars(irreps[k]) for k in _picked(layer, len(irreps))]
+        self._columns = [slice(a, a + n) for a, n in zip(starts, sizes, strict=True)]
+        self.n_features = sum(sizes)
 
     def evaluate(self, frames: Sequence[Atoms]) -> Output:
         """Evaluate some structures in one forward pass."""
@@ -432,15 +460,15 @@ class Mace(TorchNetwork):
             "ptr": torch.cat([torch.zeros(1, dtype=torch.int64), graph.sizes.cumsum(0)]),
         }
         found = self._model(data, compute_force=False)
-        features = found["node_feats"][:, self._columns]
-        return Output(features, found["energy"], [graph.positions], [graph.strain])
+        features = [found["node_feats"][:, columns] for columns in self._columns]
+        return Output(_joined(features), found["energy"], [graph.positions], [graph.strain])
 
 
 # --- networks that make their own graphs ---
 
 
 class CHGNet(TorchNetwork):
-    """CHGNet: the features of atoms after the last interaction, before they are normalised."""
+    """CHGNet: the features of atoms after an interaction, before the last normalisation."""
 
     package = "chgnet"
 
@@ -457,7 +485,7 @@ class CHGNet(TorchNetwork):
             raise InputError("model", repr(model), "a file, or a version that CHGNet comes with")
         return str(found[0])
 
-    def __init__(self, path: Path, layer: int) -> None:
+    def __init__(self, path: Path, layer: Layer) -> None:
         from chgnet.model import CHGNet as Model
 
         old = path.parent.name == "0.2.0"  # as CHGNet itself distinguishes them
@@ -466,10 +494,10 @@ class CHGNet(TorchNetwork):
             self._model.composition_model.float()
         self._model.graph_converter.set_isolated_atom_response("ignore")
         layers = self._model.atom_conv_layers
-        self._layer = layers[_picked(layer, len(layers))]
+        self._layers = [layers[k] for k in _picked(layer, len(layers))]
         self.species = tuple(range(1, self._model.atom_embedding.embedding.num_embeddings + 1))
         self.cutoff = float(self._model.graph_converter.atom_graph_cutoff)
-        self.n_features = int(self._model.atom_fea_dim)
+        self.n_features = int(self._model.atom_fea_dim) * len(self._layers)
 
     def evaluate(self, frames: Sequence[Atoms]) -> Output:
         """Evaluate some structures in one forward pass."""
@@ -483,16 +511,20 @@ class CHGNet(TorchNetwork):
             compute_stress=True,
         )
         outputs: list[Any] = []
-        hook = self._layer.register_forward_hook(lambda *parts: outputs.append(parts[-1]))
+        hooks = [
+            layer.register_forward_hook(lambda *parts: outputs.append(parts[-1]))
+            for layer in self._layers
+        ]
         try:
             energies = self._model._compute(batched)["e"]
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
         if self._model.composition_model is not None:
             energies = energies + self._model.composition_model(graphs)
         if self._model.is_intensive:
             energies = energies * torch.tensor([len(atoms) for atoms in frames])
-        return Output(outputs[0], energies, batched.atom_positions, batched.strains)
+        return Output(_joined(outputs), energies, batched.atom_positions, batched.strains)
 
     def _graph(self, atoms: Atoms) -> Any:
         from pymatgen.core import Lattice, Structure
@@ -521,7 +553,7 @@ class Metatomic(TorchNetwork):
             raise InputError("model", None, expected, 'Such as "metatomic:my.pt".')
         return model
 
-    def __init__(self, path: Path, layer: int) -> None:
+    def __init__(self, path: Path, layer: Layer) -> None:
         from metatomic.torch import ModelEvaluationOptions, ModelOutput, load_atomistic_model
 
         self._model = load_atomistic_model(str(path))
