@@ -697,6 +697,15 @@ def test_conformal_scores_of_few_points_are_cross_fitted():
     assert np.mean(coverage) > 0.9 - 2 * np.std(coverage) / np.sqrt(len(coverage))
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("n", [2, 3, 5, 6])
+def test_conformal_scores_of_very_few_points(method, n):
+    y, members = synthetic(3, n=n)
+    data = calibration_data(y, members, groups=np.arange(n) // 2)
+    found = fit_calibration(data, method).conformal(data)
+    assert np.all(np.isfinite(found.scores))
+
+
 def test_points_absent_from_too_few_members():
     absent = np.zeros((20, 6), dtype=bool)
     absent[:, :2] = True

@@ -345,9 +345,9 @@ class Calibration(ABC):
         n = len(data.residuals)
         groups = np.arange(n) if data.groups is None else data.groups
         std, codes = self.std_of(data), np.unique(groups, return_inverse=True)[1]
-        if n <= _FEW_POINTS:
-            order = np.random.default_rng(0).permutation(int(codes.max()) + 1)
-            for fold in range(min(_N_FOLDS, len(order))):
+        order = np.random.default_rng(0).permutation(int(codes.max()) + 1)
+        if n <= _FEW_POINTS and len(order) >= _N_FOLDS:
+            for fold in range(_N_FOLDS):
                 out = order[codes] % _N_FOLDS == fold
                 with suppress(CalibrationError):  # if the others are too few
                     std[out] = self.fit(data.some(~out), self).std_of(data.some(out))
