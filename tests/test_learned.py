@@ -106,10 +106,11 @@ def test_saving_needs_the_object_again(trained, dimers, tmp_path):
     loaded = AtomisticModel.load(path, threads=1, representation=Densities())
     same_predictions(trained, loaded, dimers[40:44])
     assert loaded.summary() == trained.summary()
-    for given, parameter in ((None, "representation"), (NoDerivatives(), "representation")):
+    for given in (None, NoDerivatives(), "weights.pth"):
         with pytest.raises(InputError) as error:
             AtomisticModel.load(path, representation=given)
-        assert error.value.parameter == parameter
+        assert error.value.parameter == "representation"
+    assert trained.fitted.representation.serial == np.inf  # objects may not be pickled
 
 
 def test_the_kernel_is_a_gaussian_less_a_constant():
@@ -172,15 +173,20 @@ def test_no_forces_without_derivatives(dimers):
         assert error.value.parameter == "representation"
 
 
+def lengths(frames):
+    return np.concatenate([1 + np.linalg.norm(atoms.positions, axis=1) for atoms in frames])
+
+
 @pytest.mark.parametrize(
     ("changes", "parameter"),
     [
         ({"features": lambda self, frames: np.full((sum(map(len, frames)), 17), np.nan)}, None),
         ({"features": lambda self, frames: np.ones((sum(map(len, frames)), 17))}, None),
         ({"features": lambda self, frames: np.ones((3, 17))}, None),
+        ({"features": lambda self, frames: lengths(frames)[:, None] * np.ones(17)}, None),
         ({"species": (1, 6)}, "frames"),
     ],
-    ids=["not finite", "constant", "shape", "elements"],
+    ids=["not finite", "constant", "shape", "constant direction", "elements"],
 )
 def test_bad_features(dimers, changes, parameter):
     model = AtomisticModel("energy", representation=broken(**changes), **FEW)
@@ -208,6 +214,9 @@ def test_a_network_that_is_not_deterministic(dimers):
         ({"backbone": "nothing"}, "backbone"),
         ({"backbone": "sevennet", "length_scale": 0}, "length_scale"),
         ({"backbone": "sevennet", "cutoff": 5}, "cutoff"),
+        # What users give themselves is in no dict, and so in no file.
+        ({"backbone": "sevennet", "trusted": True}, "trusted"),
+        ({"backbone": "object", "network": "os"}, "network"),
         (Densities, "representation"),
         (3.0, "representation"),
     ],
@@ -309,6 +318,18 @@ def test_a_file_has_the_digest_of_the_weights(pretrained, dimers, tmp_path):
         AtomisticModel.load(path, representation=other)
     assert error.value.parameter == "model"
     assert settings.sha256[:16] in error.value.expected
+
+
+def test_no_weights_are_opened_because_a_file_names_them(pretrained, tmp_path):
+    from qualms.features.networks import load_network
+
+    backbone = pretrained.settings.representation.backbone
+    for model in (str(tmp_path / "weights.pth"), "7net-omni", "../r2scan"):
+        with pytest.raises(InputError) as error:
+            load_network(backbone, model, -1, None, False)
+        assert error.value.parameter == "representation"
+    one = load_network(backbone, None, -1, None, True)
+    assert one is load_network(backbone, None, -1, one.digest, False)  # loaded once
 
 
 def test_elements_that_a_network_does_not_know(pretrained, dimers):

@@ -1,5 +1,7 @@
 """Blended predictions, the three sources of variance, and conformal intervals."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from atomistic_fixtures import (
@@ -285,6 +287,15 @@ def test_sources_without_posterior_or_novelty():
         )
         assert found.novelty == 0.0
         assert np.all(np.isfinite(found.std(data.ensemble_std, 12, p, q)))
+
+
+def test_posterior_deviations_that_are_nearly_equal():
+    """ln s does not depend on ln p if that does not vary: the slope would be anything."""
+    data, _ = three_sources(np.random.default_rng(2), 30)
+    p = 1e-3 * (1 + 1e-6 * np.random.default_rng(3).normal(size=30))
+    found = SourcesCalibration.fit(replace(data, posterior_std=p))
+    assert found.log_std_slope == 0.0
+    assert build_calibration("sources", found.parameters()) == found
 
 
 def test_the_calibration_is_built_again_from_its_parameters():

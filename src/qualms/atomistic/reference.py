@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from ase import Atoms
+from ase.data import chemical_symbols
 from joblib import Parallel, delayed
 
 from qualms.arrays import Float64Array
@@ -143,7 +144,7 @@ class ReferencePotential(ABC):
                 f"frames[{first}]",
                 failed[first],
                 f"a structure for which the baseline {self.name} has values",
-                "Leave out those that have none (skip_failed=True, --skip-failed).",
+                "Leave it out; on the command line, --skip-failed does so.",
             )
         listed = "; ".join(f"frames[{i}] ({failed[i]})" for i in list(failed)[:_LISTED])
         more = f" and {len(failed) - _LISTED} more" if len(failed) > _LISTED else ""
@@ -237,9 +238,10 @@ def _size(result: dict[str, Float64Array]) -> int:
 
 def _state(atoms: Atoms) -> bytes:
     """Return what the values of a structure depend on."""
-    charges, magmoms = (atoms.arrays.get(f"initial_{x}") for x in ("charges", "magmoms"))
+    of_atoms = (atoms.arrays.get(f"initial_{x}") for x in ("charges", "magmoms"))
     state = repr([atoms.info.get(name) for name in _STATES]).encode()
-    parts = (atoms.numbers, atoms.positions, np.asarray(atoms.cell), atoms.pbc, charges, magmoms)
+    parts = [atoms.numbers, atoms.positions, np.asarray(atoms.cell), atoms.pbc, *of_atoms]
+    parts.append(atoms.arrays.get("tags"))
     for part in parts:
         state += b"|" if part is None else np.ascontiguousarray(part).tobytes()
     return hashlib.blake2b(state, digest_size=16).digest()
@@ -337,13 +339,18 @@ class BackboneReference(ComputedReference):
         if not hasattr(network, "reference"):
             expected = "a pretrained network as representation, with an energy of its own"
             raise InputError("baseline", "'backbone'", expected)
-        self._values = network.reference
+        self._values, self._species = network.reference, getattr(network, "species", None)
 
     def compute(self, frames: Sequence[Atoms], wanted: Sequence[set[str]]) -> list[Result]:
         """Compute structures of the same kind together, or each alone if that fails."""
         found: dict[int, Result] = {}
+        for i, atoms in enumerate(frames):
+            unknown = set() if self._species is None else {*atoms.numbers} - {*self._species}
+            if unknown:
+                listed = ", ".join(chemical_symbols[z] for z in sorted(unknown))
+                found[i] = f"elements that the network does not know: {listed}"
         for names in {frozenset(one) for one in wanted}:
-            here = [i for i, one in enumerate(wanted) if one == names]
+            here = [i for i, one in enumerate(wanted) if one == names and i not in found]
             try:
                 found |= zip(here, self._together([frames[i] for i in here], names), strict=True)
             except Exception:  # which structure it is, is found below

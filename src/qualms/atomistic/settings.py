@@ -443,7 +443,7 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
     except ValidationError as error:
         raise _first_problem(error) from None
     if isinstance(settings.representation, Backbone):  # given by a user, and not by a file
-        trusted = settings.representation.model_copy(update={"trusted": True})
+        trusted = settings.representation.trusting()
         settings = settings.model_copy(update={"representation": trusted})
     if settings.species is not None and settings.kind != "atomic":
         raise InputError("species", values["species"], "none, unless kind='atomic'")

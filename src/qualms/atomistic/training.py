@@ -74,6 +74,7 @@ from qualms.features.gradients import BATCH as GRADIENTS
 from qualms.features.representation import (
     BATCH,
     BLOCK,
+    SERIAL,
     Batch,
     Problem,
     Representation,
@@ -441,7 +442,7 @@ def _memory_needed(data: TrainingSet, n_workers: int) -> MemoryNeeded:
         picking += 48.0 * landmarks**2 + 12.0 * landmarks * d
     compressing = 12.0 * sample_size(n) * d_raw + 24.0 * d_raw**2 if d < d_raw else 0.0
 
-    workers = n_workers if n >= Representation.serial else 1
+    workers = n_workers if n >= SERIAL else 1
     batches = 20.0 * batch * d_raw + 8.0 * workers * batch * d
     batches += workers * (0.25e9 + 12.0 * batch * d_raw) if workers > 1 else 0.0
     least = max(compressing, solving, batches + rows + products)

@@ -26,6 +26,8 @@ _ONE_SIGMA = 0.8413447460685429
 _ROUNDS, _LEAST = 20, 1e-3
 #: Values of ln ŝ further from the median than this multiple of the median distance are moved there.
 _LIMIT = 6.0
+#: Scatter of ln p that is too small to depend on.
+_ALIKE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,9 +158,12 @@ def fit_log_std_prior(
     median = np.median(log_s)
     limit = _LIMIT * float(np.median(np.abs(log_s - median)))
     log_s = np.clip(log_s, median - limit, median + limit)
-    design = np.ones((len(log_s), 1))
+    design, typical = np.ones((len(log_s), 1)), 0.0
     if of_posterior and data.posterior_std is not None and np.all(data.posterior_std > 0):
-        design = np.column_stack([design, np.log(data.posterior_std)])
+        log_p = np.log(data.posterior_std)
+        typical = float(np.mean(log_p))
+        if np.std(log_p) > _ALIKE:
+            design = np.column_stack([design, log_p - typical])
     tau2 = 1.0
     for _ in range(_ROUNDS):
         w = data.weights / (v + tau2)
@@ -167,7 +172,7 @@ def fit_log_std_prior(
         residuals = log_s - design @ coefficients
         tau2 = max(float(np.average(residuals**2 - v, weights=w)), _LEAST)
     m, beta = [*coefficients.tolist(), 0.0][:2]
-    return m, beta, tau2**0.5
+    return m - beta * typical, beta, tau2**0.5
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeAlias, runti
 import numpy as np
 from ase import Atoms
 from ase.data import chemical_symbols
-from pydantic import Field, ValidationError
+from pydantic import Field, PrivateAttr, ValidationError
 
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
 from qualms.errors import InputError, QualmsWarning
@@ -111,10 +111,16 @@ class Backbone(RepresentationSettings):
     length_scale: Annotated[float, Field(ge=0.1, le=100)] | None = 1.0
     version: Annotated[str, Field(max_length=100)] | None = None
     sha256: Annotated[str, Field(max_length=200)] | None = None
-    #: the object; that of a name is loaded
-    network: Any = Field(default=None, exclude=True, repr=False)
-    #: whether a user gave the weights, rather than a file: opening them may run code
-    trusted: bool = Field(default=False, exclude=True, repr=False)
+    #: Given by users alone, never by files: the object; whether weights, which may run code when
+    #: they are opened, are theirs.
+    _network: Any = PrivateAttr(default=None)
+    _trusted: bool = PrivateAttr(default=False)
+
+    def trusting(self, network: object = None) -> Backbone:
+        """Return the same, with what a user gives: the object, or weights that may be opened."""
+        copy = self.model_copy()
+        copy._network, copy._trusted = network or self._network, True
+        return copy
 
     def opened(self) -> Any:
         """Return the `Network`; that of a name is loaded once in a process."""
@@ -122,26 +128,30 @@ class Backbone(RepresentationSettings):
             _check_installed(self.backbone)
             from qualms.features.networks import load_network
 
-            return load_network(self.backbone, self.model, self.layer, self.sha256, self.trusted)
+            return load_network(self.backbone, self.model, self.layer, self.sha256, self._trusted)
         expected = f"the object that the model was trained with, {self.model}"
         remedy = "Give it to AtomisticModel.load(path, representation=…)."
-        if self.network is None:
+        if self._network is None:
             raise InputError("representation", None, expected, remedy)
-        if self.sha256 not in (None, _digest(self.network)):
-            given = f"an object with digest {_digest(self.network)!r}"
+        if self.sha256 not in (None, _digest(self._network)):
+            given = f"an object with digest {_digest(self._network)!r}"
             raise InputError("representation", given, f"{expected}, {self.sha256!r}", remedy)
-        return self.network
+        return self._network
 
     def given(self, weights: object) -> Backbone:
         """Return the same with the file of the weights, or the object, that a user gives."""
-        if isinstance(weights, str | Path):
-            return self.model_copy(update={"model": str(weights), "trusted": True})
-        return self.model_copy(update={"network": weights})
+        is_path = isinstance(weights, str | Path)
+        if is_path == (self.backbone == "object"):
+            expected = f"the object {self.model}" if is_path else f"a file of {self.backbone}"
+            raise InputError("representation", repr(weights), expected)
+        if is_path:
+            return self.model_copy(update={"model": str(weights)}).trusting()
+        return self.trusting(weights)
 
     @property
     def has_forces(self) -> bool:
         """Whether the network has a vector-Jacobian product."""
-        return self.backbone != "object" or hasattr(self.network, "vjp")
+        return self.backbone != "object" or hasattr(self._network, "vjp")
 
     def with_forces(self) -> Backbone:
         """Return the same, or reject a network that has no vector-Jacobian product."""
@@ -257,7 +267,7 @@ def make_backbone(given: object) -> Backbone | None:
     if isinstance(given, type) or not isinstance(given, Network):
         return None
     model = f"{type(given).__module__}.{type(given).__qualname__}"
-    return Backbone(backbone="object", model=model, network=given)
+    return Backbone(backbone="object", model=model).trusting(given)
 
 
 # --- the representation ---
@@ -270,7 +280,10 @@ class LearnedRepresentation(Representation):
     settings: Backbone
     n_raw: int
 
-    serial: ClassVar[int] = 10_000
+    @property
+    def serial(self) -> float:
+        """Environments from which on processes pay; an object stays in its own."""
+        return np.inf if self.settings.backbone == "object" else 10_000
 
     @cached_property
     def network(self) -> Any:
@@ -388,7 +401,8 @@ def _check_features(
     """Reject features that are constant; warn if they differ between two evaluations."""
     last = int(np.searchsorted(np.cumsum([len(atoms) for atoms in frames]), _CHECKED)) + 1
     few = frames[:last]
-    one, two = (representation.raw_features(few) for _ in range(2))
+    # The kernel sees directions of features alone: their lengths may differ and yet be useless.
+    one, two = (_unit(representation.raw_features(few)) for _ in range(2))
     numbers = np.concatenate([atoms.numbers for atoms in few])
     spread = max(float(np.ptp(one[numbers == z], axis=0).max()) for z in np.unique(numbers))
     if len(few) > 1 and spread <= _SAME * np.abs(one).max():

@@ -17,7 +17,7 @@ from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -57,15 +57,8 @@ class TorchNetwork(ABC):
     digest: str
     step: float = 1e-4  #: of central differences of features, in Å
 
-    #: module whose folder has weights
-    package: str = ""
-
-    @classmethod
-    def comes_with(cls, path: Path) -> bool:
-        """Whether the weights in a file come with the package."""
-        spec = find_spec(cls.package) if cls.package else None
-        folder = Path(spec.origin).parent.resolve() if spec and spec.origin else None
-        return folder is not None and folder in path.resolve().parents
+    #: names of models whose weights come with the package
+    shipped: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def evaluate(self, frames: Sequence[Atoms]) -> Output:
@@ -156,7 +149,7 @@ def _quiet() -> Iterator[None]:
 # --- weights ---
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def load_network(
     backbone: str,
     model: str | None,
@@ -168,41 +161,47 @@ def load_network(
 
     Weights that are not `trusted` must be among those that come with the package.
     """
-    kinds: dict[str, type[Any]] = {
+    kinds: dict[str, Any] = {
         "sevennet": SevenNet,
         "chgnet": CHGNet,
         "mace": Mace,
         "metatomic": Metatomic,
     }
-    kind, installed = kinds[backbone], version(PACKAGES[backbone])
+    kind = kinds[backbone]
+    if not trusted and model is not None and model not in kind.shipped:
+        raise InputError(
+            "representation",
+            None,
+            f"the file with the weights, {Path(model).name}, because opening it may run code",
+            "Give it to AtomisticModel.load(…, representation=PATH), or use --weights PATH.",
+        )
     with _quiet():
         path = Path(kind.locate(model))
-        if not path.is_file():
-            raise InputError("model", repr(model), f"a file with the weights of a {backbone} model")
-        if not (trusted or kind.comes_with(path)):
-            raise InputError(
-                "representation",
-                None,
-                f"the file with the weights, {path.name}, because opening it may run code",
-                "Give it to AtomisticModel.load(…, representation=PATH), or use --weights PATH.",
-            )
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if sha256 is not None and digest != sha256:
-            raise InputError(
-                "model",
-                f"{path} (SHA-256 {digest[:16]}…)",
-                f"the weights that the model was trained with (SHA-256 {sha256[:16]}…)",
-            )
-        try:
+    if not path.is_file():
+        raise InputError("model", repr(model), f"a file with the weights of a {backbone} model")
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if sha256 is not None and digest != sha256:
+        raise InputError(
+            "model",
+            f"{path} (SHA-256 {digest[:16]}…)",
+            f"the weights that the model was trained with (SHA-256 {sha256[:16]}…)",
+        )
+    return _open(kind, path, layer, digest, version(PACKAGES[backbone]))
+
+
+@lru_cache(maxsize=4)
+def _open(kind: Any, path: Path, layer: Layer, digest: str, installed: str) -> TorchNetwork:
+    """Return the network in a file, once in a process."""
+    try:
+        with _quiet():
             network: TorchNetwork = kind(path, layer)
-        except InputError:
-            raise
-        except Exception as error:  # each package has its own
-            reason = " ".join(str(error).split())[:200]
-            raise InputError(
-                "model", str(path), f"weights that {backbone} {installed} can read ({reason})"
-            ) from error
+    except InputError:
+        raise
+    except Exception as error:  # each package has its own
+        reason = " ".join(str(error).split())[:200]
+        expected = f"weights that {kind.__name__} {installed} can read ({reason})"
+        raise InputError("model", str(path), expected) from error
     network.version, network.digest = installed, digest
     return network
 
@@ -290,7 +289,7 @@ def make_graph(frames: Sequence[Atoms], cutoff: float) -> Graph:
 class SevenNet(TorchNetwork):
     """SevenNet: scalars after an interaction, the output of ``{layer}_equivariant_gate``."""
 
-    package = "sevenn"
+    shipped = ("7net-0", "7net-0_22may2024", "7net-l3i5")
 
     @staticmethod
     def locate(model: str | None) -> str:
@@ -470,7 +469,7 @@ class Mace(TorchNetwork):
 class CHGNet(TorchNetwork):
     """CHGNet: the features of atoms after an interaction, before the last normalisation."""
 
-    package = "chgnet"
+    shipped = ("0.3.0", "0.2.0", "r2scan")
 
     @staticmethod
     def locate(model: str | None) -> str:

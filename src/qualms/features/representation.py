@@ -121,6 +121,9 @@ class RepresentationSettings(BaseModel, ABC):
 
 # --- representations ---
 
+#: Environments of SOAP below which starting processes takes longer than computing their features.
+SERIAL = 30_000
+
 
 class Reference(NamedTuple):
     """Predictions of a pretrained model itself: in eV, eV/Å and eV/Å³, with ASE's order and sign.
@@ -143,8 +146,10 @@ class Representation(ABC):
     settings: RepresentationSettings
     species: tuple[int, ...]
 
-    #: Environments below which starting processes takes longer than computing their features.
-    serial: ClassVar[int] = 30_000
+    @property
+    def serial(self) -> float:
+        """Environments below which starting processes takes longer than computing features."""
+        return SERIAL
 
     @property
     @abstractmethod
