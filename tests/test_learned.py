@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -106,6 +107,13 @@ def test_saving_needs_the_object_again(trained, dimers, tmp_path):
     loaded = AtomisticModel.load(path, threads=1, representation=Densities())
     same_predictions(trained, loaded, dimers[40:44])
     assert loaded.summary() == trained.summary()
+    trained.fitted.representation.prepare()
+    other = replace(
+        trained.fitted.representation,
+        settings=trained.settings.representation.model_copy(update={"version": "0.1"}),
+    )
+    with pytest.warns(QualmsWarning):
+        other.prepare()
     for given in (None, NoDerivatives(), "weights.pth"):
         with pytest.raises(InputError) as error:
             AtomisticModel.load(path, representation=given)

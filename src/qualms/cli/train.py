@@ -23,6 +23,7 @@ from qualms.cli._common import (
     remarks_about,
 )
 from qualms.errors import InputError
+from qualms.features.learned import make_backbone
 
 if TYPE_CHECKING:
     from qualms.atomistic.model import AtomisticModel
@@ -199,6 +200,8 @@ def _settings(config: Path | None, given: dict[str, Any], cutoff: float | None) 
     settings |= {name: value for name, value in given.items() if value is not None}
     if cutoff is not None:
         chosen = settings.get("representation", "auto")
+        if make_backbone(chosen) is not None:
+            raise InputError("--cutoff", cutoff, "none: that of a network cannot be changed")
         known = chosen if isinstance(chosen, dict) else {"preset": chosen}
         settings["representation"] = {**known, "cutoff": cutoff}
     if "target" not in settings:

@@ -263,6 +263,8 @@ def make_backbone(given: object) -> Backbone | None:
             first = error.errors()[0]
             name = str(first["loc"][0]) if first["loc"] else "representation"
             expected = first["msg"].removeprefix("Input should be ")
+            if first["type"] == "extra_forbidden":
+                expected = f"one of {', '.join(Backbone.model_fields)} of a network"
             raise InputError(name, repr(first["input"]), expected) from None
     if isinstance(given, type) or not isinstance(given, Network):
         return None
@@ -296,7 +298,14 @@ class LearnedRepresentation(Representation):
 
     def prepare(self) -> None:
         """Open the network, and compare it with that of the training."""
-        _ = self.network
+        found, trained = getattr(self.network, "version", None), self.settings.version
+        if found != trained:
+            warnings.warn(
+                f"The model was trained with version {trained} of {self.settings.backbone}, and "
+                f"{found} is installed: features of the same weights may differ.",
+                QualmsWarning,
+                stacklevel=2,
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes load networks themselves.
