@@ -85,7 +85,7 @@ def comparison(
                 row = [n, name, test, *scores(problem.tests[test], predicted, key), *cost]
                 print(*row, sep=" | ", flush=True)
                 rows.append(row)
-    unit = "meV/atom" if key == TARGET else "meV"
+    unit, n_test = "meV/atom" if key == TARGET else "meV", len(next(iter(problem.tests.values())))
     columns = ["labels", "features", "test set", f"energy MAE, {unit}", "coverage, %"]
     columns.append("log likelihood")
     if forces:
@@ -95,9 +95,9 @@ def comparison(
         "columns": [*columns, "training, s", "peak memory, MiB"],
         "rows": rows,
         "notes": [
-            f"Defaults of `qualms train`, {N_THREADS} cores, whole commands; {len(problem.tests[test])} "
-            "test structures. Coverage: reference values within σ and within 1.96 σ; nominal 68 / 95 %. "
-            "Δ: differences from the energies (and forces) of the network itself, or of GFN2-xTB.",
+            f"Defaults of `qualms train`, {N_THREADS} cores, whole commands; {n_test} test structures. "
+            "Coverage: reference values within σ and within 1.96 σ; nominal 68 / 95 %. Δ: differences "
+            "from the energies (and forces) of the network itself, or of GFN2-xTB.",
         ],
     }
 
