@@ -95,9 +95,9 @@ def comparison(
         "columns": [*columns, "training, s", "peak memory, MiB"],
         "rows": rows,
         "notes": [
-            f"Defaults of `qualms train`, {N_THREADS} cores, whole commands; {n_test} test structures. "
-            "Coverage: reference values within σ and within 1.96 σ; nominal 68 / 95 %. Δ: differences "
-            "from the energies (and forces) of the network itself, or of GFN2-xTB.",
+            f"Defaults of `qualms train`, {N_THREADS} cores, whole commands; {n_test} test "
+            "structures. Coverage: reference values within σ and within 1.96 σ; nominal 68 / 95 %. "
+            "Δ: differences from the energies (and forces) of the network, or of GFN2-xTB.",
         ],
     }
 
