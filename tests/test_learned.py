@@ -175,10 +175,13 @@ def test_no_forces_without_derivatives(dimers):
     assert error.value.parameter == "representation"
     model = AtomisticModel("energy", representation=NoDerivatives(), **FEW).fit(dimers[:30])
     assert np.all(model.predict(dimers[40:]).std > 0)
-    for call in (model.predict_forces, model.fitted.representation.reference):
-        with pytest.raises(InputError) as error:
-            call(dimers[:1])
-        assert error.value.parameter == "representation"
+    with pytest.raises(InputError) as error:
+        model.predict_forces(dimers[:1])
+    assert error.value.parameter == "representation"
+    given = {**FEW, "baseline": "backbone"}  # it has no energies either
+    with pytest.raises(InputError) as error:
+        AtomisticModel("energy", representation=NoDerivatives(), **given).fit(dimers[:30])
+    assert error.value.parameter == "baseline"
 
 
 def lengths(frames):
@@ -348,12 +351,12 @@ def test_elements_that_a_network_does_not_know(pretrained, dimers):
 
 
 def test_energies_of_the_network_itself(pretrained, dimers):
-    representation = pretrained.fitted.representation
-    found = representation.reference(dimers[:2], forces=True)
+    network = pretrained.fitted.representation.network
+    found = network.reference(dimers[:2], forces=True)
     one, two = dimers[0].copy(), dimers[0].copy()
     one.positions[1, 0] += 1e-3
     two.positions[1, 0] -= 1e-3
-    plus, minus = representation.reference([one, two]).energies
+    plus, minus = network.reference([one, two]).energies
     assert found.forces[0][1, 0] == pytest.approx(-(plus - minus) / 2e-3, abs=1e-3)
     assert found.stresses is None
 

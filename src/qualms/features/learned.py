@@ -31,7 +31,6 @@ from qualms.features.derivatives import VOIGT, Changes, DifferentiableFeatures, 
 from qualms.features.representation import (
     Dtype,
     Problem,
-    Reference,
     Representation,
     RepresentationDocument,
     RepresentationSettings,
@@ -66,7 +65,8 @@ class Network(Protocol):
     It may have more, each of which is optional:
 
     - ``vjp(frames)``, which returns features and a function, `PullBack`: models have forces;
-    - ``reference(frames, forces=False, stress=False)``, which returns a `Reference`;
+    - ``reference(frames, forces=False, stress=False)``, which returns a
+      `qualms.features.representation.Reference`;
     - ``species``, the atomic numbers that it knows, ``cutoff`` in Å, ``step`` in Å for central
       differences of features, 1e-4 by default, and ``digest``, a text that identifies it, which a
       model file stores and compares.
@@ -393,15 +393,6 @@ class LearnedRepresentation(Representation):
     def stored(self) -> tuple[LearnedDocument, dict[str, FloatArray]]:
         """What a model file has of it, beside the hyper-parameters."""
         return LearnedDocument(n_raw=self.n_raw), {}
-
-    def reference(
-        self, frames: Sequence[Atoms], *, forces: bool = False, stress: bool = False
-    ) -> Reference:
-        """Return the predictions of the network itself."""
-        if not hasattr(self.network, "reference"):
-            raise InputError("representation", self.settings.model, "a network with a reference")
-        found: Reference = self.network.reference(frames, forces=forces, stress=stress)
-        return found
 
 
 def _check_features(

@@ -23,7 +23,7 @@ from joblib.externals.loky.process_executor import TerminatedWorkerError
 from pydantic import BaseModel, ConfigDict
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
-from qualms.errors import InputError, QualmsError
+from qualms.errors import QualmsError
 from qualms.features.derivatives import DifferentiableFeatures
 from qualms.gp.kernels import Kernel
 from qualms.io.tensors import Document, TensorSpec
@@ -209,16 +209,6 @@ class Representation(ABC):
     @abstractmethod
     def stored(self) -> tuple[Any, dict[str, FloatArray]]:
         """What a model file has of it beside hyper-parameters: a document, and tensors."""
-
-    def reference(
-        self, frames: Sequence[Atoms], *, forces: bool = False, stress: bool = False
-    ) -> Reference:
-        """Return the predictions of the pretrained model that features come from."""
-        raise InputError(
-            "representation",
-            type(self.settings).__name__,
-            "a pretrained network, which has energies of its own",
-        )
 
 
 # --- features of many structures, in batches, on several cores ---
