@@ -12,7 +12,9 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from ase import Atoms
@@ -73,9 +75,12 @@ def read_frames(path: str | os.PathLike[str]) -> list[Atoms]:
     return list(iter_frames(path))
 
 
-def _guarded(file: Path, frames: Iterator[Atoms]) -> Iterator[Atoms]:
-    """Pass frames on; turn any exception of a reader into an `InputError` with its place."""
-    for index in itertools.count():
+def _guarded(file: Path, frames: Iterator[Atoms], first: int = 0) -> Iterator[Atoms]:
+    """Pass frames on; turn any exception of a reader into an `InputError` with its place.
+
+    The first of the frames has this number in the file.
+    """
+    for index in itertools.count(first):
         try:
             atoms = next(frames)
         except StopIteration:
@@ -88,7 +93,7 @@ def _guarded(file: Path, frames: Iterator[Atoms]) -> Iterator[Atoms]:
             given = f"'{file}' (frame {index}, {kind}{reason})"
             raise InputError("path", given, _EXTENDED_XYZ) from error
         yield atoms
-    if index == 0:
+    if index == first:
         raise InputError("path", f"'{file}' (empty)", "a file with at least one structure")
 
 
@@ -142,6 +147,85 @@ def _xyz_frames(stream: Iterator[str]) -> Iterator[Atoms]:
         except Exception as error:
             raise ValueError(f"line {number}: {type(error).__name__}: {error}") from error
         number += len(lines)
+
+
+@dataclass(frozen=True)
+class FrameFiles(Sequence[Atoms]):
+    """Structures in extended XYZ files, which are read when they are needed.
+
+    Only the place of each structure is in memory, so that files may be larger than it, and parts of
+    them can be sent to workers that see the same files.
+    """
+
+    paths: tuple[Path, ...]
+    file: IntArray  #: (n,): number of the file of each structure
+    begin: IntArray  #: (n,): its first byte
+    size: IntArray  #: (n,): its number of bytes
+    index: IntArray  #: (n,): its number within its file
+
+    @classmethod
+    def open(cls, paths: Iterable[str | os.PathLike[str]]) -> FrameFiles:
+        """Find the structures of some files, without reading them."""
+        files, places = tuple(Path(path).resolve() for path in paths), []
+        for path in files:
+            if not _is_xyz(path) or get_compression(str(path))[1] is not None:
+                given, remedy = f"'{path}'", "Convert or decompress it first."
+                raise InputError("path", given, "extended XYZ without compression", remedy)
+            try:
+                places.append(_places(path))
+            except OSError as error:
+                raise InputError("path", f"'{path}' ({error.strerror})", "a file to read") from error
+        edges = [0, *itertools.accumulate(len(begin) for begin, _ in places)]
+        number = np.repeat(np.arange(len(files)), np.diff(edges))
+        begin, size = (np.concatenate(parts) for parts in zip(*places, strict=True))
+        return cls(files, number, begin, size, np.arange(edges[-1]) - np.array(edges)[number])
+
+    def __len__(self) -> int:
+        return len(self.begin)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a structure, or those of a slice or of an array of numbers, not read yet."""
+        if isinstance(key, (int, np.integer)):
+            return next(iter(self[np.array([range(len(self))[key]])]))
+        parts = (self.file[key], self.begin[key], self.size[key], self.index[key])
+        return FrameFiles(self.paths, *parts)
+
+    def __iter__(self) -> Iterator[Atoms]:
+        """Read all structures, in order."""
+        edges = np.flatnonzero(np.diff(self.file, prepend=-1, append=-1))
+        for first, last in itertools.pairwise(edges.tolist()):
+            path = self.paths[self.file[first]]
+            places = zip(self.begin[first:last].tolist(), self.size[first:last], strict=True)
+            try:
+                with path.open("rb") as stream:
+                    for index, (begin, size) in zip(self.index[first:last], places, strict=True):
+                        stream.seek(begin)
+                        lines = io.StringIO(stream.read(size).decode("utf-8"))
+                        yield from _guarded(path, _xyz_frames(lines), first=int(index))
+            except OSError as error:
+                raise InputError("path", f"'{path}' ({error.strerror})", "a file to read") from error
+
+
+def _places(path: Path) -> tuple[IntArray, IntArray]:
+    """Return the first byte and the number of bytes of each structure of an extended XYZ file."""
+    begin, end = [], []
+    with path.open("rb") as stream:
+        place = 0
+        for line in stream:
+            start, place = place, place + len(line)
+            text = line.strip()
+            if text.isdigit():
+                place += sum(map(len, itertools.islice(stream, int(text) + 1)))
+                begin.append(start)
+                end.append(place)
+            elif text and begin:  # VEC, or an error that is found when the structure is read
+                end[-1] = place
+            elif text:
+                given = f"'{path}' (line 1: {line[:40]!r} is not a number of atoms)"
+                raise InputError("path", given, _EXTENDED_XYZ)
+    if not begin:
+        raise InputError("path", f"'{path}' (empty)", "a file with at least one structure")
+    return np.array(begin), np.array(end) - np.array(begin)
 
 
 def check_not_single(frames: object) -> None:

@@ -1,0 +1,349 @@
+"""Tasks on workers: in this process, by any executor of `concurrent.futures`, or by Dask.
+
+Structures are divided into shards, and a task is a function of one shard. Results come in the order
+of the shards, and sums are added up in a tree whose shape depends on the number of shards alone, so
+that they do not depend on the number of workers.
+
+A shard that is too large for the memory of its worker is halved. So results must be such that those
+of two halves, one after the other, can stand for that of the whole.
+"""
+
+from __future__ import annotations
+
+import socket
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Executor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
+
+from threadpoolctl import threadpool_limits
+
+from qualms.errors import InputError, QualmsError, QualmsWarning
+
+#: Packages whose versions must be the same everywhere: they determine features and results.
+PACKAGES = ("qualms", "dscribe", "featomic", "sevenn", "chgnet", "mace-torch", "metatomic-torch")
+#: Tasks for each worker that wait for it, with executors that do not schedule themselves.
+_AHEAD = 2
+
+Result = TypeVar("Result")
+
+
+class Shard(Protocol):
+    """A part of the work of a task that can be halved."""
+
+    def __len__(self) -> int:
+        """Return its size; a shard of one structure is not halved."""
+
+    def halves(self) -> tuple[Self, Self]:
+        """Return two shards that are this one, one after the other."""
+
+
+class _Done(NamedTuple):
+    """The result of a task and the warnings that it issued."""
+
+    result: Any
+    messages: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Runs tasks.
+
+    Parameters
+    ----------
+    executor : Executor or dask.distributed.Client, optional
+        Without, tasks run in this process, one after the other.
+    threads : int
+        Cores of a task.
+    """
+
+    executor: Any = None
+    threads: int = 1
+
+    @property
+    def is_dask(self) -> bool:
+        """Whether the executor is a Dask client: sums are then added up by its workers."""
+        return hasattr(self.executor, "scatter") and hasattr(self.executor, "gather")
+
+    @property
+    def number(self) -> int:
+        """Number of tasks that run at the same time, as far as that is known."""
+        if self.executor is None:
+            return 1
+        if self.is_dask:
+            return max(sum(self.executor.nthreads().values()), 1)
+        return int(getattr(self.executor, "_max_workers", None) or 4)
+
+    def check(self, files: Sequence[Path] = ()) -> None:
+        """Reject workers with other versions of packages, or that do not see the files."""
+        expected = versions(), sizes_of(files)
+        if self.is_dask:
+            with _end_of_workers():
+                found = self.executor.run(_inspect, tuple(files))
+            for one in found.values():
+                _compare(*expected, *one)
+        elif self.executor is not None:
+            for one in self.map(_inspect_for, [_Files(tuple(files))]):
+                _compare(*expected, *one)
+
+    def share(self, value: Any) -> Any:
+        """Return what tasks are given for a large value that many of them need."""
+        if not self.is_dask:
+            return value
+        with _end_of_workers():
+            return self.executor.scatter(value, broadcast=True, hash=False)
+
+    def map(
+        self,
+        function: Callable[..., Result],
+        shards: Iterable[Shard],
+        *shared: Any,
+        on_done: Callable[[Shard], object] | None = None,
+    ) -> Iterator[Result]:
+        """Yield ``function(shard, *shared)`` for each shard, in order.
+
+        A shard that was halved yields two results. `on_done` is called with each shard.
+        """
+        for shard, future in self._finished(function, shards, shared):
+            result = self._unwrap(future)
+            if on_done is not None:
+                on_done(shard)
+            yield result
+
+    def reduce(
+        self,
+        function: Callable[..., Result],
+        add: Callable[[Result, Result], Result],
+        shards: Iterable[Shard],
+        *shared: Any,
+        on_done: Callable[[Shard], object] | None = None,
+    ) -> Result:
+        """Return the sum of ``function(shard, *shared)``, added up in order in a binary tree.
+
+        `add` must not change its arguments. There must be at least one shard.
+        """
+        if not self.is_dask:
+            return _tree(self.map(function, shards, *shared, on_done=on_done), add)
+
+        def leaves() -> Iterator[Any]:
+            for shard, future in self._finished(function, shards, shared):
+                if on_done is not None:
+                    on_done(shard)
+                yield future
+
+        def pair(a: Any, b: Any) -> Any:
+            return self.executor.submit(_add, add, a, b, pure=False)
+
+        with _end_of_workers():
+            found: Result = self._unwrap(_tree(leaves(), pair))
+        return found
+
+    def _finished(
+        self, function: Callable[..., Any], shards: Iterable[Shard], shared: tuple[Any, ...]
+    ) -> Iterator[tuple[Shard, Any]]:
+        """Yield shards, in order, and their futures when these are done; halve if need be."""
+        todo, pending = deque(shards), deque[tuple[Shard, Any]]()
+        limit = len(todo) if self.is_dask else _AHEAD * self.number if self.executor else 1
+        try:
+            while todo or pending:
+                while todo and len(pending) < max(limit, 1):
+                    shard = todo.popleft()
+                    pending.append((shard, self._submit(function, shard, shared)))
+                shard, future = pending.popleft()
+                with _end_of_workers():
+                    error = future.exception()
+                if error is None:
+                    yield shard, future
+                elif _lacks_memory(error) and len(shard) > 1:
+                    message = f"A shard of {len(shard)} is too large for its worker: it is halved."
+                    warnings.warn(message, QualmsWarning, stacklevel=2)
+                    halves = [(half, self._submit(function, half, shared)) for half in shard.halves()]
+                    pending.extendleft(reversed(halves))
+                else:
+                    with _end_of_workers():
+                        raise error
+        finally:
+            for _, future in pending:
+                future.cancel()
+
+    def _submit(self, function: Callable[..., Any], shard: Shard, shared: tuple[Any, ...]) -> Any:
+        # Only tasks elsewhere can lack packages.
+        expected = versions() if self.executor is not None else {}
+        task = function, expected, self.threads, shard, *shared
+        if self.executor is None:
+            return _Here(task)
+        with _end_of_workers():
+            if self.is_dask:
+                return self.executor.submit(_run, *task, pure=False)
+            return self.executor.submit(_run, *task)
+
+    def _unwrap(self, future: Any) -> Any:
+        """Return the result of a task, and issue its warnings here, once each."""
+        done = future.result() if hasattr(future, "result") else future
+        if not isinstance(done, _Done):
+            return done
+        for message in done.messages:
+            warnings.warn(message, QualmsWarning, stacklevel=2)
+        return done.result
+
+
+class _Here:
+    """A task of this process, run when it is asked for: a future of one thread."""
+
+    def __init__(self, task: tuple[Any, ...]) -> None:
+        self._task, self._result, self._error = task, None, None
+
+    def exception(self) -> BaseException | None:
+        try:
+            self._done = _Done(self._call(), ())
+        except MemoryError as error:
+            return error
+        return None
+
+    def _call(self) -> Any:
+        function, _, threads, shard, *shared = self._task
+        with threadpool_limits(limits=threads):
+            return function(shard, *shared)
+
+    def result(self) -> _Done:
+        return self._done
+
+    def cancel(self) -> None:
+        """Do nothing: it has not begun."""
+
+
+def _run(
+    function: Callable[..., Any],
+    expected: dict[str, str],
+    threads: int,
+    shard: Shard,
+    *shared: Any,
+) -> _Done:
+    """Run a task on a worker, and record warnings."""
+    _compare(expected, {}, socket.gethostname(), versions(), {})
+    with warnings.catch_warnings(record=True) as caught, threadpool_limits(limits=threads):
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", QualmsWarning)
+        result = function(shard, *shared)
+    return _Done(result, tuple(dict.fromkeys(str(w.message) for w in caught)))
+
+
+def _add(add: Callable[[Any, Any], Any], a: _Done, b: _Done) -> _Done:
+    """Add two results on a worker."""
+    messages = tuple(dict.fromkeys(a.messages + b.messages))
+    return _Done(add(a.result, b.result), messages)
+
+
+def _tree(parts: Iterable[Any], add: Callable[[Any, Any], Any]) -> Any:
+    """Add parts up in order, as the leaves of a binary tree: at most log₂ n sums wait."""
+    waiting: list[tuple[int, Any]] = []
+    for part in parts:
+        level = 0
+        while waiting and waiting[-1][0] == level:
+            part, level = add(waiting.pop()[1], part), level + 1
+        waiting.append((level, part))
+    _, total = waiting.pop()
+    while waiting:
+        total = add(waiting.pop()[1], total)
+    return total
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    """Whether a task ended because its worker lacked memory; Dask kills such workers."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "KilledWorker"
+
+
+@contextmanager
+def _end_of_workers() -> Iterator[None]:
+    """Turn the end of workers, or of their scheduler, into an error that says what to do."""
+    try:
+        yield
+    except QualmsError:
+        raise
+    except Exception as error:
+        lost = {"KilledWorker", "CommClosedError", "FutureCancelledError", "TerminatedWorkerError"}
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        ended = (BrokenProcessPool, CancelledError, ConnectionError, TimeoutError)
+        if not (kinds & lost or isinstance(error, ended)):
+            raise
+        raise QualmsError(
+            f"The workers, or their scheduler, ended ({type(error).__name__}: {error}). Nothing "
+            "was written. Check their logs and memory, and start again."
+        ) from error
+
+
+# --- what workers must have in common ---
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Files that a worker must see."""
+
+    paths: tuple[Path, ...]
+
+    def __len__(self) -> int:
+        return 1
+
+    def halves(self) -> tuple[_Files, _Files]:
+        raise AssertionError
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that determine results, if they are installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def sizes_of(files: Sequence[Path]) -> dict[Path, int | None]:
+    """Return the size of each file in bytes, None if it cannot be seen."""
+    return {path: path.stat().st_size if path.is_file() else None for path in files}
+
+
+def _inspect(files: tuple[Path, ...]) -> tuple[str, dict[str, str], dict[Path, int | None]]:
+    return socket.gethostname(), versions(), sizes_of(files)
+
+
+def _inspect_for(files: _Files) -> tuple[str, dict[str, str], dict[Path, int | None]]:
+    return _inspect(files.paths)
+
+
+def _compare(
+    expected: dict[str, str],
+    sizes: dict[Path, int | None],
+    host: str,
+    found: dict[str, str],
+    seen: dict[Path, int | None],
+) -> None:
+    """Reject a worker whose packages or files differ from those here."""
+    for name, wanted in expected.items():
+        if found.get(name) != wanted:
+            given = f"{host} with {name} {found.get(name, 'missing')}"
+            remedy = "Install the same versions on all workers."
+            raise InputError("executor", given, f"{name} {wanted}, as here", remedy)
+    for path, size in sizes.items():
+        if seen[path] != size:
+            given = f"{host}, where '{path}' {'is missing' if seen[path] is None else 'differs'}"
+            expected_file = "workers that see the same files"
+            remedy = "Put the data on a file system that all workers share."
+            raise InputError("executor", given, expected_file, remedy)
+
+
+def as_workers(executor: Executor | Any | None, threads: int = 1) -> Workers:
+    """Return workers for an executor, a Dask client, or None; reject anything else."""
+    if executor is not None and not callable(getattr(executor, "submit", None)):
+        expected = "a concurrent.futures.Executor or a dask.distributed.Client"
+        raise InputError("executor", repr(executor)[:60], expected)
+    return Workers(executor, threads)
