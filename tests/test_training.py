@@ -309,7 +309,9 @@ def test_the_compression_sees_every_pair_of_elements(molecules):
     rare = next(a for a in molecules if 9 in a.numbers)
     data = collect_labels([*plain, rare], make_settings({"target": ENERGY}))
     for seed in range(5):
-        sample = training._sample(data, np.random.default_rng(seed))
+        elements = [np.unique(atoms.numbers).tolist() for atoms in data.frames]
+        sizes = np.diff(data.offsets)
+        sample = training._sample(elements, sizes, np.random.default_rng(seed))
         assert len(plain) in sample  # the last one
         assert len(np.unique(sample)) == len(sample)
 
@@ -394,7 +396,7 @@ def test_models_with_the_first_representatives_are_nested(monkeypatch):
         X = points.features[:r].astype(np.float64)
         factor = np.linalg.cholesky(features.representation.kernel(X, X))
         first = training.Representatives(
-            points.environments[:r], points.features[:r], Whitening(np.arange(r), factor)
+            *(array[:r] for array in points[:3]), Whitening(np.arange(r), factor)
         )
         explicit, nested = training.kernel_rows(features, first), rows.leading(r)
         size = np.abs(explicit.Phi).max()

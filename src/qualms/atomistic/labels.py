@@ -13,7 +13,7 @@ import difflib
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -123,6 +123,10 @@ class TrainingSet:
         pairs = zip(self.frames, self.centers, strict=True)
         return np.concatenate([atoms.numbers[chosen] for atoms, chosen in pairs])
 
+    def some(self, structures: IntArray) -> tuple[list[Atoms], list[IntArray]]:
+        """Return some structures, and the atoms in them whose environments are needed."""
+        return [self.frames[i] for i in structures], [self.centers[i] for i in structures]
+
     @property
     def row_groups(self) -> IntArray:
         """What is drawn, or left out, together: a number for each row of the target."""
@@ -161,12 +165,45 @@ def collect_labels(
         raise InputError("frames", "no structures", "at least 2 labelled structures")
     if groups is not None and len(groups) != len(frames):
         raise InputError("groups", f"{len(groups)} labels", f"one for each of {len(frames)} frames")
+    data = read_labels(frames, settings, reference=reference, skip_failed=skip_failed)
+    codes, n_duplicates = join_groups(fingerprints(data.frames), groups, data.source)
+    settings, preset = with_representation(data.settings, data.frames)
+    derivatives = data.derivatives
+    if derivatives is not None:
+        settings = with_force_atoms(settings, [len(atoms) for atoms in data.frames])
+        derivatives = thinned(derivatives, settings)
+    known = known_baseline(settings, data.species, data.design, data.isolated)
+    return replace(
+        data,
+        settings=known,
+        quantities={"energy": data.quantities["energy"], **_derived(derivatives, data.frames)},
+        groups=codes,
+        n_duplicates=n_duplicates,
+        derivatives=derivatives,
+        preset=preset,
+    )
+
+
+def read_labels(
+    frames: Sequence[Atoms],
+    settings: Settings,
+    *,
+    reference: ReferencePotential | None = None,
+    skip_failed: bool = False,
+    part: bool = False,
+) -> TrainingSet:
+    """Find labels, and check the structures; all of a training set, or a part of it.
+
+    Groups, the representation and the baseline depend on all structures, and are left as they are:
+    each structure is a group. A part may lack forces and stresses.
+    """
     found = labelled(frames, settings.target, settings.kind, settings.species)
     for i in found.frames.tolist():
         check_structures([frames[i]], first=i)
     derivatives, labels = None, [found.values, *found.rows]
     if settings.learns_forces:
-        derivatives = force_labels(frames, found.frames, settings.forces, settings.stress)
+        keys = settings.forces, settings.stress
+        derivatives = force_labels(frames, found.frames, *keys, required=not part)
         labels += [*derivatives.forces, derivatives.virials]
     digest, totals = data_hash([frames[i] for i in found.frames], labels), found
     if reference is not None:
@@ -185,44 +222,67 @@ def collect_labels(
             f"All labels {settings.target!r} are {found.values[0]:g} though structures differ in "
             "size. For a property that is not a sum over atoms, use kind='intensive'."
         )
-    sizes = [len(c) for c in centers] if settings.per_atom else np.ones(len(used), dtype=int)
-    structure = np.repeat(np.arange(len(used)), sizes)
-    missing, rows = found.n_unlabelled, np.arange(len(y))
-    energy = Quantity(y, rows, structure, np.ones(len(y)), n_without=missing)
-    codes, n_duplicates = _joined(used, groups, found.frames)
-    if n_duplicates:
-        _warn(
-            f"{n_duplicates} of {len(used)} structures are duplicates; copies are in or out of a "
-            "subsample together."
-        )
     species = settings.species
-    if settings.per_atom and species is None:
+    if settings.per_atom and species is None and not part:
         pairs = zip(used, centers, strict=True)
         numbers = np.concatenate([atoms.numbers[chosen] for atoms, chosen in pairs])
         species = tuple(np.unique(numbers).tolist())
     stored = {"memory": None, "threads": None, "species": species}
-    settings, preset = with_representation(settings.model_copy(update=stored), used)
-    if derivatives is not None:
-        derivatives = _thinned(derivatives, settings)
     data = TrainingSet(
-        settings=settings,
+        settings=settings.model_copy(update=stored),
         frames=used,
         source=found.frames,
         centers=centers,
-        quantities={"energy": energy, **_derived(derivatives, used, len(y))},
+        quantities=_quantities(y, used, centers, derivatives, settings, found.n_unlabelled),
         species=species_of(used),
-        groups=codes,
+        groups=np.arange(len(used)),
         n_isolated=found.n_isolated,
-        n_duplicates=n_duplicates,
+        n_duplicates=0,
         isolated=found.isolated,
         digest=digest,
         derivatives=derivatives,
-        preset=preset,
     )
     if reference is not None:
         before = totals.values[np.isin(totals.frames, found.frames)] / n_atoms
         _check_reference(reference, data, before)
-    return _with_known_baseline(data)
+    return data
+
+
+def _quantities(
+    y: Float64Array,
+    frames: Sequence[Atoms],
+    centers: Sequence[IntArray],
+    derivatives: ForceLabels | None,
+    settings: Settings,
+    n_without: int,
+) -> dict[str, Quantity]:
+    """Return the blocks of rows: of the target y (N,), and of forces and virials after it."""
+    sizes = [len(c) for c in centers] if settings.per_atom else np.ones(len(frames), dtype=int)
+    structure = np.repeat(np.arange(len(frames)), sizes)
+    energy = Quantity(y, np.arange(len(y)), structure, np.ones(len(y)), n_without=n_without)
+    return {"energy": energy, **_derived(derivatives, frames)}
+
+
+def join_sets(parts: Sequence[TrainingSet]) -> TrainingSet:
+    """Return the structures of several training sets of the same settings, one after the other."""
+    first, settings = parts[0], parts[0].settings
+    frames = [atoms for part in parts for atoms in part.frames]
+    centers = [chosen for part in parts for chosen in part.centers]
+    derivatives = None
+    if first.derivatives is not None:
+        labels = [part.derivatives for part in parts if part.derivatives is not None]
+        forces = [values for some in labels for values in some.forces]
+        derivatives = ForceLabels(forces, np.concatenate([some.virials for some in labels]))
+    y = np.concatenate([part.y for part in parts])
+    return replace(
+        first,
+        frames=frames,
+        source=np.concatenate([part.source for part in parts]),
+        centers=centers,
+        quantities=_quantities(y, frames, centers, derivatives, settings, 0),
+        groups=np.concatenate([part.groups for part in parts]),
+        derivatives=derivatives,
+    )
 
 
 def _check_reference(
@@ -244,22 +304,27 @@ def _check_reference(
         )
 
 
-def _with_known_baseline(data: TrainingSet) -> TrainingSet:
+def known_baseline(
+    settings: Settings,
+    species: Sequence[int],
+    design: Float64Array,
+    isolated: Mapping[int, float],
+) -> Settings:
     """Use isolated atoms if the compositions do not determine the energies of all elements."""
-    settings, n, linear = data.settings, len(data.species), data.settings.linear_baseline
-    if linear != "composition" or settings.per_atom or len(row_space(data.design)) == n:
-        return data
-    if settings.kind == "extensive" and {*data.species} <= {*data.isolated}:
+    linear = settings.linear_baseline
+    if linear != "composition" or settings.per_atom or len(row_space(design)) == len(species):
+        return settings
+    if settings.kind == "extensive" and {*species} <= {*isolated}:
         log.info("Baseline: energies of isolated atoms, since compositions do not determine them.")
         reference = settings.reference
         atoms = "atoms" if reference is None else reference.model_copy(update={"then": "atoms"})
-        return replace(data, settings=settings.model_copy(update={"baseline": atoms}))
+        return settings.model_copy(update={"baseline": atoms})
     _warn(
         f"The training set has too few compositions to determine {settings.target!r} of each of "
-        f"{symbols_of(data.species)}. Other compositions are rejected in predictions; add them, or "
+        f"{symbols_of(species)}. Other compositions are rejected in predictions; add them, or "
         "isolated atoms (config_type=isolated_atom)."
     )
-    return data
+    return settings
 
 
 def _differences(
@@ -314,12 +379,11 @@ def _differences(
     return left, ForceLabels([forces[i] for i in kept], virials[kept])
 
 
-def _derived(
-    labels: ForceLabels | None, frames: Sequence[Atoms], first: int
-) -> dict[str, Quantity]:
-    """Return the blocks of forces and virials, whose rows come after `first` others."""
+def _derived(labels: ForceLabels | None, frames: Sequence[Atoms]) -> dict[str, Quantity]:
+    """Return the blocks of forces and virials, whose rows come after those of the energies."""
     if labels is None:
         return {}
+    first = len(frames)
     place = np.concatenate([np.flatnonzero(mask) for mask in labels.known])
     structure = np.repeat(np.arange(len(frames)), np.diff(labels.offsets))
     sizes = np.array([len(atoms) for atoms in frames])
@@ -348,17 +412,25 @@ def _derived(
     return found
 
 
-def _joined(
-    frames: Sequence[Atoms], groups: Sequence[object] | None, source: IntArray
+def join_groups(
+    prints: Sequence[bytes], groups: Sequence[object] | None, source: IntArray
 ) -> tuple[IntArray, int]:
-    """Return the group of each structure, and the number of duplicates."""
-    prints = fingerprints(frames)
+    """Return the group of each structure, by its fingerprint, and the number of duplicates.
+
+    Structures have the numbers `source` (n,) among those that groups are labels of.
+    """
     codes = {digest: i for i, digest in enumerate(dict.fromkeys(prints))}
     distinct = np.array([codes[digest] for digest in prints], dtype=np.intp)
+    n_duplicates = len(prints) - len(codes)
+    if n_duplicates:
+        _warn(
+            f"{n_duplicates} of {len(prints)} structures are duplicates; copies are in or out of a "
+            "subsample together."
+        )
     if groups is None:
-        return distinct, len(frames) - len(codes)
-    labels = group_codes([groups[i] for i in source], len(frames))
-    return joined_groups(distinct, labels)[distinct], len(frames) - len(codes)
+        return distinct, n_duplicates
+    labels = group_codes([groups[i] for i in source], len(prints))
+    return joined_groups(distinct, labels)[distinct], n_duplicates
 
 
 # --- labels of structures and atoms ---------------------------------------------------------------
@@ -633,13 +705,18 @@ class ForceLabels:
 
 
 def force_labels(
-    frames: Sequence[Atoms], used: IntArray, forces: str | None, stress: str | None
+    frames: Sequence[Atoms],
+    used: IntArray,
+    forces: str | None,
+    stress: str | None,
+    *,
+    required: bool = True,
 ) -> ForceLabels:
     """Return the forces and virials, by their keys, of the structures with an energy (`used`)."""
     found = [np.full((len(frames[i]), 3), np.nan) for i in used]
     virials = np.full((len(used), 6), np.nan)
     if forces is not None:
-        known = find_forces(frames, forces)
+        known = find_forces(frames, forces, required=required)
         unused = [i for i in known if i not in set(used.tolist()) and not is_isolated(frames[i])]
         if unused:
             _warn(
@@ -649,25 +726,30 @@ def force_labels(
         found = [known.get(i, empty) for i, empty in zip(used.tolist(), found, strict=True)]
         _warn_if_zero([f for f in found if len(f) > 1], forces)
     if stress is not None:
-        known = find_stresses(frames, stress)
+        known = find_stresses(frames, stress, required=required)
         for row, i in enumerate(used.tolist()):
             if i in known:
                 virials[row] = known[i] * frames[i].cell.volume / len(frames[i])
         _warn_if_zero([*virials], stress)
     labels = ForceLabels(found, virials)
-    if not len(labels.y):
+    if required and not len(labels.y):
         name, key = ("forces", forces) if forces is not None else ("stress", stress)
         raise InputError(name, repr(key), "a label of at least one structure with an energy")
     return labels
 
 
-def _thinned(labels: ForceLabels, settings: Settings) -> ForceLabels:
+def with_force_atoms(settings: Settings, sizes: Sequence[int]) -> Settings:
+    """Return settings with the atoms of each structure, of some sizes, whose forces are learned."""
+    if settings.force_atoms != "auto" or settings.forces is None:
+        return settings
+    wanted = settings.features.n_moving(np.array(sizes), settings.effort) or "all"
+    return settings.model_copy(update={"force_atoms": wanted})
+
+
+def thinned(labels: ForceLabels, settings: Settings) -> ForceLabels:
     """Return the forces on some atoms of each structure, if not all are to be learned."""
     wanted = settings.force_atoms
-    if wanted == "auto":
-        sizes = np.array([len(forces) for forces in labels.forces])
-        wanted = settings.features.n_moving(sizes, settings.effort) or "all"
-    if wanted == "all":
+    if isinstance(wanted, str):
         return labels
     rng, forces = np.random.default_rng([settings.seed, _FORCES_STREAM]), []
     for all_forces in labels.forces:

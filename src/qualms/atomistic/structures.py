@@ -161,7 +161,7 @@ class FrameFiles(Sequence[Atoms]):
     file: IntArray  #: (n,): number of the file of each structure
     begin: IntArray  #: (n,): its first byte
     size: IntArray  #: (n,): its number of bytes
-    index: IntArray  #: (n,): its number within its file
+    number: IntArray  #: (n,): its number within its file
 
     @classmethod
     def open(cls, paths: Iterable[str | os.PathLike[str]]) -> FrameFiles:
@@ -174,7 +174,9 @@ class FrameFiles(Sequence[Atoms]):
             try:
                 places.append(_places(path))
             except OSError as error:
-                raise InputError("path", f"'{path}' ({error.strerror})", "a file to read") from error
+                raise InputError(
+                    "path", f"'{path}' ({error.strerror})", "a file to read"
+                ) from error
         edges = [0, *itertools.accumulate(len(begin) for begin, _ in places)]
         number = np.repeat(np.arange(len(files)), np.diff(edges))
         begin, size = (np.concatenate(parts) for parts in zip(*places, strict=True))
@@ -187,7 +189,7 @@ class FrameFiles(Sequence[Atoms]):
         """Return a structure, or those of a slice or of an array of numbers, not read yet."""
         if isinstance(key, (int, np.integer)):
             return next(iter(self[np.array([range(len(self))[key]])]))
-        parts = (self.file[key], self.begin[key], self.size[key], self.index[key])
+        parts = (self.file[key], self.begin[key], self.size[key], self.number[key])
         return FrameFiles(self.paths, *parts)
 
     def __iter__(self) -> Iterator[Atoms]:
@@ -198,12 +200,14 @@ class FrameFiles(Sequence[Atoms]):
             places = zip(self.begin[first:last].tolist(), self.size[first:last], strict=True)
             try:
                 with path.open("rb") as stream:
-                    for index, (begin, size) in zip(self.index[first:last], places, strict=True):
+                    for index, (begin, size) in zip(self.number[first:last], places, strict=True):
                         stream.seek(begin)
                         lines = io.StringIO(stream.read(size).decode("utf-8"))
                         yield from _guarded(path, _xyz_frames(lines), first=int(index))
             except OSError as error:
-                raise InputError("path", f"'{path}' ({error.strerror})", "a file to read") from error
+                raise InputError(
+                    "path", f"'{path}' ({error.strerror})", "a file to read"
+                ) from error
 
 
 def _places(path: Path) -> tuple[IntArray, IntArray]:

@@ -18,12 +18,12 @@ import logging
 import math
 import platform
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import combinations_with_replacement
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from ase import Atoms
@@ -89,14 +89,15 @@ from qualms.gp.ensemble import (
     calibration_factors,
     centred,
     draw_members,
+    fit_block_members,
     fit_centre,
     fit_full_model,
     fit_members,
     out_of_bag_prediction,
 )
-from qualms.gp.kernels import unit_scale
+from qualms.gp.kernels import Kernel, unit_scale
 from qualms.gp.linalg import Whitening, whiten
-from qualms.gp.noise import group_means, typical_log
+from qualms.gp.noise import BlockSums, group_means, typical_log
 from qualms.gp.sparse_gp import (
     ProjectedProcess,
     leave_out,
@@ -111,7 +112,7 @@ log = logging.getLogger(__name__)
 _NOT_NOVEL = 0.99
 #: Streams of random numbers, beside that of the draw of members: the sample that a compression is
 #: fitted to, the selection of representatives, posterior members, and the groups left out.
-_SAMPLE_STREAM, _SELECTION_STREAM, _POSTERIOR_STREAM, _LEAVE_OUT_STREAM = 1, 3, 4, 5
+_SAMPLE_STREAM, SELECTION_STREAM, _POSTERIOR_STREAM, _LEAVE_OUT_STREAM = 1, 3, 4, 5
 #: Multiplications that leaving rows out of the full model may take, some seconds.
 _PRODUCTS = 5e11
 #: The same for the errors of models of several sizes. Twice the representatives must lower them by
@@ -181,10 +182,14 @@ def fit(
 
 
 class Draw(NamedTuple):
-    """How often each row of the target is in each member, (N, N_R), and the baselines."""
+    """How often each row of the target is in each member, (N, N_R), and the baselines.
+
+    If members are made of blocks, `blocks` (B, N_R) is how often each block is in each member.
+    """
 
     counts: IntArray
     baseline: Baseline
+    blocks: IntArray | None = None
 
 
 def draw_ensemble(data: TrainingSet) -> Draw:
@@ -257,7 +262,7 @@ class KernelRows:
     basis: Basis  #: representatives and the kernel with them, scaled by Eq. (17), Musil et al. 2019
     origins: IntArray  #: (r, 2): structure, as given to `fit`, and atom of each representative
     whitening: Whitening  #: of the scaled kernel
-    Phi: Float64Array  #: (N, r): rows of all quantities
+    Phi: Float64Array  #: (N, r): rows of all quantities, or a sample of them
     k_xx: Float64Array  #: (n,): diagonal of the scaled kernel, of the rows of the target
     #: largest and mean novelty of the environments of a structure that few structures exceed
     novelty: tuple[float, float]
@@ -265,6 +270,8 @@ class KernelRows:
     nested: dict[int, tuple[float, float]] = field(default_factory=dict)
     size_limit: str = ""  #: what limited the number of representatives that was chosen, if any
     size_curve: dict[int, float] = field(default_factory=dict)  #: out-of-bag error for numbers
+    blocks: BlockSums | None = None  #: sums over all rows, if Phi is a sample of them
+    mean_size: float | None = None  #: mean number of atoms of all structures, if so
 
     def leading(self, r: int) -> KernelRows:
         """Return the rows of the model that has the first r representatives alone.
@@ -281,6 +288,7 @@ class KernelRows:
             whitening=self.whitening.leading(r),
             Phi=self.Phi[:, :r],  # a view: there may be no memory for a copy
             novelty=self.nested[r],
+            blocks=None if self.blocks is None else self.blocks.leading(r),
         )
 
 
@@ -321,6 +329,19 @@ _N_DERIVATIVES = 3 * 20
 _SECONDS = {"fast": 30.0, "default": 120.0, "best": 900.0}
 
 
+class TrainingSize(Protocol):
+    """What time and memory of a training depend on."""
+
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def species(self) -> list[int]: ...
+    @property
+    def n_environments(self) -> int: ...
+    @property
+    def n_rows(self) -> int: ...
+
+
 def _largest_size(data: TrainingSet, memory: float) -> tuple[int, str]:
     """Return the number of representatives that time and memory (bytes) allow, and what limits it.
 
@@ -336,7 +357,7 @@ def _largest_size(data: TrainingSet, memory: float) -> tuple[int, str]:
     sizes = sorted({min(size, limits[limit]) for size in _SIZES}, reverse=True)
     for size in sizes:
         of_size = replace(data, settings=settings.model_copy(update={"n_representatives": size}))
-        if _training_time(of_size) > _SECONDS[settings.effort]:
+        if training_time(of_size) > _SECONDS[settings.effort]:
             limit = "effort"
         elif min(_memory_needed(of_size, 1)[:2]) > memory:
             limit = "the memory"
@@ -345,12 +366,12 @@ def _largest_size(data: TrainingSet, memory: float) -> tuple[int, str]:
     return sizes[-1], limit
 
 
-def _training_time(data: TrainingSet) -> float:
+def training_time(data: TrainingSize) -> float:
     """Return a rough number of seconds, beside the features, from counts of operations."""
     n, n_rows, M = data.n_environments, data.n_rows, data.settings.n_selected
-    products = n * M * _n_features(data)[0]
+    products = n * M * n_features(data)[0]
     parts = {"kernel": products, "forces": 0.0, "rows": n_rows * M**2, "solution": M**3}
-    if data.derivatives is not None:
+    if data.settings.learns_forces:
         parts["forces"] = products * _N_DERIVATIVES
     return sum(_SECONDS_OF[part] * count for part, count in parts.items())
 
@@ -426,7 +447,7 @@ def _memory_needed(data: TrainingSet, n_workers: int) -> MemoryNeeded:
     """
     settings, n, size = data.settings, data.n_environments, data.settings.features.itemsize
     M, batch = min(settings.n_selected, n), min(BATCH, n)
-    d, d_raw = _n_features(data)
+    d, d_raw = n_features(data)
     base = 0.5e9 + settings.features.overhead + 4e3 * len(data.frames) + 100.0 * n
     rows = 8.0 * data.n_rows * M
     products = 12.0 * BLOCK * M + 4.0 * BLOCK * d
@@ -455,7 +476,7 @@ def _memory_needed(data: TrainingSet, n_workers: int) -> MemoryNeeded:
 
 def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int | None, int]:
     """Return environments per block if features are recomputed (None if kept), and processes."""
-    n, d = data.n_environments, _n_features(data)[0]
+    n, d = data.n_environments, n_features(data)[0]
     width = 1.1 * data.settings.features.itemsize * d  # bytes of an environment, and some more
     M = min(data.settings.n_selected, n)
 
@@ -486,54 +507,90 @@ def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int |
     return n_block, n_workers
 
 
-def _n_features(data: TrainingSet) -> tuple[int, int]:
+def n_features(data: TrainingSize) -> tuple[int, int]:
     """Return the numbers of features after and before compression."""
     return data.settings.features.n_features(data.species, _problem(data))
 
 
-def _problem(data: TrainingSet) -> Problem:
+def _problem(data: TrainingSize) -> Problem:
     settings, n = data.settings, data.n_environments
     return Problem(n, min(settings.n_selected, n), settings.has_forces)
 
 
 def _fit_representation(data: TrainingSet, stages: Stages) -> Representation:
     """Return the representation, with what is fitted to random structures."""
+    numbers = [np.unique(atoms.numbers).tolist() for atoms in data.frames]
+    return fit_representation(data, numbers, np.diff(data.offsets), data.some, stages)
 
-    def sample() -> tuple[list[Atoms], list[IntArray]]:
-        picked = _sample(data, np.random.default_rng([data.settings.seed, _SAMPLE_STREAM]))
-        return [data.frames[i] for i in picked], [data.centers[i] for i in picked]
+
+def fit_representation(
+    data: TrainingSize,
+    elements: Sequence[Sequence[int]],
+    sizes: IntArray,
+    read: Callable[[IntArray], tuple[Sequence[Atoms], Sequence[IntArray]]],
+    stages: Stages,
+) -> Representation:
+    """Return the representation, with what is fitted to random structures.
+
+    Structures have these elements and numbers of environments; `read` returns some of them, and the
+    atoms in them whose environments are used.
+    """
+
+    def sample() -> tuple[Sequence[Atoms], Sequence[IntArray]]:
+        rng = np.random.default_rng([data.settings.seed, _SAMPLE_STREAM])
+        return read(_sample(elements, sizes, rng))
 
     with stages.stage("Compression"):
         return data.settings.features.fit(data.species, _problem(data), sample)
 
 
-def _sample(data: TrainingSet, rng: np.random.Generator) -> IntArray:
+def _sample(
+    elements: Sequence[Sequence[int]], sizes: IntArray, rng: np.random.Generator
+) -> IntArray:
     """Return random structures with enough environments to fit a compression.
 
     The first structure with each pair of elements comes first: features of a pair that the sample
     lacks would be lost.
     """
-    order = rng.permutation(len(data.frames))
+    order = rng.permutation(len(elements))
     seen: set[tuple[int, int]] = set()
     first = []
     for place, i in enumerate(order):
-        present = np.unique(data.frames[i].numbers).tolist()
-        pairs = set(combinations_with_replacement(present, 2))
+        pairs = set(combinations_with_replacement(elements[i], 2))
         if not pairs <= seen:
             seen |= pairs
             first.append(place)
     order = np.concatenate([order[first], np.delete(order, first)])
-    sizes = np.diff(data.offsets)[order]
-    enough = int(np.searchsorted(np.cumsum(sizes), sample_size(data.n_environments))) + 1
+    enough = int(np.searchsorted(np.cumsum(sizes[order]), sample_size(int(sizes.sum())))) + 1
     return order[: max(enough, len(first))]
 
 
 class Representatives(NamedTuple):
-    """Environments (r,), counted through all structures, features (r, d), and their whitening."""
+    """Representative environments, their features (r, d), and their whitening."""
 
-    environments: IntArray
+    origins: IntArray  #: (r, 2): structure, as given to `fit`, and atom
+    groups: IntArray  #: (r,): group of the structure
     features: FloatArray
     whitening: Whitening
+
+
+class Candidates(NamedTuple):
+    """Environments to select representatives from, or those selected."""
+
+    origins: IntArray  #: (n, 2)
+    groups: IntArray  #: (n,)
+    species: IntArray  #: (n,): atomic number at the centre
+    features: FloatArray  #: (n, d)
+
+    def take(self, some: IntArray) -> Candidates:
+        """Return some of them."""
+        found: Any = (array[some] for array in self)
+        return Candidates(*found)
+
+    @classmethod
+    def join(cls, parts: Sequence[Candidates]) -> Candidates:
+        """Return the candidates of several parts."""
+        return cls(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
 def select_points(features: TrainingFeatures) -> Representatives:
@@ -543,112 +600,185 @@ def select_points(features: TrainingFeatures) -> Representatives:
     block, and then among those of all blocks.
     """
     data, kernel, offsets = features.data, features.representation.kernel, features.data.offsets
-    rng = np.random.default_rng([data.settings.seed, _SELECTION_STREAM])
+    rng = np.random.default_rng([data.settings.seed, SELECTION_STREAM])
     blocks = [(0, len(data.frames))]
     if features.n_block is not None:
         n_blocks = max(-(-data.n_environments // features.n_block), 1)
         blocks = list(structure_blocks(offsets, -(-data.n_environments // n_blocks)))
+    settings = data.settings if len(blocks) == 1 else candidate_settings(data.settings)
+    parts = [
+        select_candidates(features, first, last, settings, rng)
+        for first, last in blocks
+        if offsets[first] < offsets[last]
+    ]
+    return join_candidates(parts, kernel, data.settings, rng, features.stages)
 
-    def select(X: FloatArray, environments: IntArray, settings: Settings) -> IntArray:
-        total, species = min(settings.n_selected, len(X)), data.center_species[environments]
-        with features.stages.stage("Representatives", total) as advance:
-            return select_representatives(X, kernel, species, settings, rng, advance)
 
-    settings = data.settings
-    if len(blocks) > 1 and settings.selection == "cur":  # which selects among farthest points
-        more = {"selection": "fps", "n_representatives": LANDMARKS * settings.n_selected}
-        settings = settings.model_copy(update=more)
-    picked, candidates = [], []
-    for first, last in blocks:
-        environments = np.arange(offsets[first], offsets[last])
-        if len(environments):
-            X = features.array(first, last)
-            chosen = select(X, environments, settings)
-            picked.append(environments[chosen])
-            candidates.append(X[chosen])
-            del X
-    environments, X = np.concatenate(picked), np.concatenate(candidates)
-    if len(picked) > 1:
-        chosen = select(X, environments, data.settings)
-        environments, X = environments[chosen], X[chosen]
-    with features.stages.stage("Whitening"):
-        exact = X.astype(np.float64)
-        rtol = _RTOL_OF_FORCES if data.settings.learns_forces else _RTOL
+def candidate_settings(settings: Settings) -> Settings:
+    """Return settings for the selection within a block: CUR selects among farthest points."""
+    if settings.selection != "cur":
+        return settings
+    more = {"selection": "fps", "n_representatives": LANDMARKS * settings.n_selected}
+    return settings.model_copy(update=more)
+
+
+def select_candidates(
+    features: TrainingFeatures, first: int, last: int, settings: Settings, rng: np.random.Generator
+) -> Candidates:
+    """Select representatives among the environments of some structures."""
+    data, kernel = features.data, features.representation.kernel
+    some = slice(first, last)
+    sizes = np.diff(data.offsets[first : last + 1])
+    atoms = np.concatenate(data.centers[some])
+    origins = np.stack([np.repeat(data.source[some], sizes), atoms], axis=1).astype(np.int64)
+    species = data.center_species[data.offsets[first] : data.offsets[last]]
+    found = Candidates(
+        origins, np.repeat(data.groups[some], sizes), species, features.array(first, last)
+    )
+    return found.take(_selected(found, kernel, settings, rng, features.stages))
+
+
+def _selected(
+    found: Candidates, kernel: Kernel, settings: Settings, rng: np.random.Generator, stages: Stages
+) -> IntArray:
+    with stages.stage("Representatives", min(settings.n_selected, len(found.features))) as advance:
+        return select_representatives(found.features, kernel, found.species, settings, rng, advance)
+
+
+def join_candidates(
+    parts: Sequence[Candidates],
+    kernel: Kernel,
+    settings: Settings,
+    rng: np.random.Generator,
+    stages: Stages,
+) -> Representatives:
+    """Select representatives among those of all blocks, and whiten the kernel between them."""
+    found = parts[0]
+    if len(parts) > 1:
+        found = Candidates.join(parts)
+        found = found.take(_selected(found, kernel, settings, rng, stages))
+    with stages.stage("Whitening"):
+        exact = found.features.astype(np.float64)
+        rtol = _RTOL_OF_FORCES if settings.learns_forces else _RTOL
         whitening = whiten(np.asarray(kernel(exact, exact)), rtol=rtol)
-    pivots = whitening.pivots
-    return Representatives(environments[pivots], np.ascontiguousarray(X[pivots]), whitening)
+    found = found.take(whitening.pivots)
+    X = np.ascontiguousarray(found.features)
+    return Representatives(found.origins, found.groups, X, whitening)
 
 
 def _warn(text: str) -> None:
     warnings.warn(text, QualmsWarning, stacklevel=2)
 
 
-def kernel_rows(
-    features: TrainingFeatures, points: Representatives, size_limit: str = ""
-) -> KernelRows:
+class WhitenedRows(NamedTuple):
+    """Rows of all quantities (N, r) for the kernel as it is, not scaled by Eq. (17)."""
+
+    Phi: Float64Array
+    diagonal: Float64Array  #: (n,): of the kernel, for the rows of the target
+    #: (n_structures, n_sizes, 2): largest and mean novelty of the environments of each structure
+    novelty: Float64Array
+
+
+def nested_sizes(r: int) -> list[int]:
+    """Return the numbers of representatives of the models that a model of r is compared with."""
+    return [m for m in (r // 8, r // 4, r // 2) if _SMALLEST <= m < r]
+
+
+def whitened_rows(
+    features: TrainingFeatures, points: Representatives, sizes: Sequence[int]
+) -> WhitenedRows:
     """Compute the kernel rows of all quantities, and whiten them.
 
-    The kernel is scaled by Eq. (17), Musil et al. 2019, when its diagonal is known. A limit means
-    that fewer representatives may be chosen: the novelty is computed for each number.
+    The novelty is that of models with these numbers of representatives.
     """
     data, representation, stages = features.data, features.representation, features.stages
-    n, own = len(data.y), _own_representatives(data, points.environments)
+    n, own = len(data.y), _own_representatives(data.groups, points.groups)
     X_M = points.features.astype(representation.basis_dtype, copy=False)
-    unscaled = Basis(representation.kernel, X_M, 1.0, data.settings.per_atom)
+    basis = Basis(representation.kernel, X_M, 1.0, data.settings.per_atom)
     K = np.zeros((data.n_rows, len(X_M)))
-    r = len(X_M)
-    if size_limit and r < 0.9 * data.settings.n_selected:  # many were dropped
-        size_limit = "their linear dependence"
-    smaller = [m for m in (r // 8, r // 4, r // 2) if size_limit and _SMALLEST <= m < r]
-    sizes = [*smaller, r]
     diagonal, novelty = np.empty(n), np.empty((len(data.frames), len(sizes), 2))
     structure = row = done = 0
     with stages.stage("Kernel rows", data.n_environments) as advance:
         for block, offsets in features.blocks():
             here = slice(structure, structure + len(offsets) - 1)
-            rows = unscaled.rows(block, offsets, sizes=sizes, novelty=novelty[here], own=own[here])
+            rows = basis.rows(block, offsets, sizes=sizes, novelty=novelty[here], own=own[here])
             K[row : row + len(rows)] = rows
-            diagonal[row : row + len(rows)] = unscaled.prior_variance(block, offsets)
+            diagonal[row : row + len(rows)] = basis.prior_variance(block, offsets)
             structure, row, done = here.stop, row + len(rows), done + len(block)
             advance(done)
-    stop_workers()
     if data.derivatives is not None:
+        stop_workers()
         terms = kernel_terms(representation, X_M)
         with stages.stage("Rows of forces", data.n_environments) as advance:
             fill_rows(K[:n], K[n:], data.frames, data.derivatives, terms, advance)
-    scale = unit_scale(1.0, diagonal)
-    K *= scale
-    whitening = replace(points.whitening, factor=points.whitening.factor * np.sqrt(scale))
     with stages.stage("Whitening"), _few_threads(data, len(X_M)):
-        Phi = np.asarray(whitening.features(K, overwrite=True), dtype=np.float64)
-    of_structure, place = _located(data, points.environments)
-    atom = [data.centers[s][p] for s, p in zip(of_structure, place, strict=True)]
-    *nested, of_all = map(tuple, np.quantile(novelty, _NOT_NOVEL, axis=0).tolist())
+        Phi = np.asarray(points.whitening.features(K, overwrite=True), dtype=np.float64)
+    return WhitenedRows(Phi, diagonal, novelty)
+
+
+def kernel_rows(
+    features: TrainingFeatures, points: Representatives, size_limit: str = ""
+) -> KernelRows:
+    """Compute the kernel rows of all quantities.
+
+    The kernel is scaled by Eq. (17), Musil et al. 2019, when its diagonal is known. A limit means
+    that fewer representatives may be chosen: the novelty is computed for each number.
+    """
+    r = len(points.features)
+    smaller = nested_sizes(r) if size_limit else []
+    rows = whitened_rows(features, points, [*smaller, r])
+    stop_workers()
+    return scaled_rows(
+        features.representation,
+        points,
+        rows.Phi,
+        rows.diagonal,
+        float(np.mean(rows.diagonal)),
+        dict(zip([*smaller, r], rows.novelty.swapaxes(0, 1), strict=True)),
+        features.data.settings,
+        size_limit,
+    )
+
+
+def scaled_rows(
+    representation: Representation,
+    points: Representatives,
+    Phi: Float64Array,
+    diagonal: Float64Array,
+    mean_diagonal: float,
+    novelty: Mapping[int, Float64Array],
+    settings: Settings,
+    size_limit: str = "",
+) -> KernelRows:
+    """Return kernel rows for the kernel scaled by Eq. (17), Musil et al. 2019; Φ is overwritten.
+
+    The mean is that of all structures, and novelty (n_structures, 2) for each number of
+    representatives.
+    """
+    scale, r = unit_scale(1.0, np.array([mean_diagonal])), len(points.features)
+    Phi *= np.sqrt(scale)
+    if size_limit and r < 0.9 * settings.n_selected:  # many were dropped
+        size_limit = "their linear dependence"
+    whitening = points.whitening
+    limits = {m: tuple(np.quantile(v, _NOT_NOVEL, axis=0).tolist()) for m, v in novelty.items()}
     return KernelRows(
         representation=representation.exact(),  # predictions are float64
-        basis=replace(unscaled, representatives=points.features, scale=scale),
-        origins=np.stack([data.source[of_structure], np.array(atom)], axis=1).astype(np.int64),
-        whitening=whitening,
+        basis=Basis(representation.kernel, points.features, scale, settings.per_atom),
+        origins=points.origins,
+        whitening=replace(whitening, factor=whitening.factor * np.sqrt(scale)),
         Phi=Phi,
         k_xx=diagonal * scale,
-        novelty=of_all,
-        nested=dict(zip(smaller, nested, strict=True)),
+        novelty=limits.pop(r),
+        nested=limits,
         size_limit=size_limit,
     )
 
 
-def _located(data: TrainingSet, environments: IntArray) -> tuple[IntArray, IntArray]:
-    """Return the structure of each of some environments, and the place among its centres."""
-    structure = np.searchsorted(data.offsets, environments, side="right") - 1
-    return structure, environments - data.offsets[structure]
-
-
-def _own_representatives(data: TrainingSet, environments: IntArray) -> list[IntArray]:
-    """Return the representatives that come from each structure, or from its group."""
-    groups = data.groups[_located(data, environments)[0]]
-    sizes = np.bincount(groups, minlength=int(data.groups.max()) + 1)
-    by_group = np.split(np.argsort(groups, kind="stable"), np.cumsum(sizes)[:-1])
-    return [by_group[g] for g in data.groups]
+def _own_representatives(groups: IntArray, of_points: IntArray) -> list[IntArray]:
+    """Return the representatives that come from the group of each structure."""
+    order = np.argsort(of_points, kind="stable")
+    first, last = (np.searchsorted(of_points[order], groups, side=s) for s in ("left", "right"))
+    return [order[a:b] for a, b in zip(first.tolist(), last.tolist(), strict=True)]
 
 
 def _few_threads(data: TrainingSet, rank: int) -> threadpool_limits:
@@ -731,9 +861,7 @@ def fit_sparse_gp(
         y[quantity.rows] = quantity.y
     n = len(data.y)
     y[:n] -= baseline.predict(data.design)
-    if settings.noise_per == "structure":  # a noise σ of the energy of n atoms is σ/n per atom
-        sizes = np.array([len(atoms) for atoms in data.frames], dtype=np.float64)
-        weight[:n] = (sizes / sizes.mean()) ** 2
+    weight[:n] = target_weights(data, rows.mean_size)
     with (stages or Stages()).stage("Full model"), _few_threads(data, rows.Phi.shape[1]):
         if len(quantities) > 1:
             check_derivatives(rows.Phi[:, :_CHECKED], y[:n], data)
@@ -745,8 +873,21 @@ def fit_sparse_gp(
             center=settings.linear_baseline != "none",
             sample_weight=weight,
             groups=groups,
+            blocks=rows.blocks,
         )
     return SparseGP(rows, full)
+
+
+def target_weights(data: TrainingSet, mean_size: float | None = None) -> Float64Array:
+    """Return the weights (n,) of the rows of the target, given the mean size of all structures.
+
+    The noise of a row is that of the target divided by its weight: a noise σ of the energy of n
+    atoms is σ/n per atom.
+    """
+    if data.settings.noise_per != "structure":
+        return np.ones(len(data.y))
+    sizes = np.array([len(atoms) for atoms in data.frames], dtype=np.float64)
+    return np.asarray((sizes / (mean_size or sizes.mean())) ** 2)
 
 
 def _groups_of_rows(data: TrainingSet) -> IntArray:
@@ -831,17 +972,22 @@ def fit_ensemble(
     The settings of `data` may differ from those that `gp` was fitted with in what concerns the
     members.
     """
-    counts, baseline = draw
+    counts, baseline, of_blocks = draw
     if not counts.shape[1]:
         nothing = {name: np.empty((len(q.y), 0)) for name, q in data.quantities.items()}
         weights = np.empty((gp.rows.Phi.shape[1], 0))
         return Ensemble(gp, draw, weights, np.empty(0), nothing, "posterior")
-    times = np.empty((data.n_rows, counts.shape[1]), dtype=int)
-    for name, quantity in data.quantities.items():
-        times[quantity.rows] = _member_counts(name, quantity, counts)
-    targets = data.y[:, None] - baseline.predict_members(data.design)
     with (stages or Stages()).stage("Members"), _few_threads(data, gp.rows.Phi.shape[1]):
-        full, solution, means = fit_members(gp.full, gp.rows.Phi, targets[:, None], times)
+        if gp.rows.blocks is not None and of_blocks is not None:
+            columns = np.zeros((len(baseline.full) + 2, counts.shape[1]))
+            columns[0], columns[1:-1] = 1.0, baseline.full[:, None] - baseline.members
+            full, solution, means = fit_block_members(gp.full, gp.rows.blocks, of_blocks, columns)
+        else:
+            times = np.empty((data.n_rows, counts.shape[1]), dtype=int)
+            for name, quantity in data.quantities.items():
+                times[quantity.rows] = _member_counts(name, quantity, counts)
+            targets = data.y[:, None] - baseline.predict_members(data.design)
+            full, solution, means = fit_members(gp.full, gp.rows.Phi, targets[:, None], times)
         weights, intercepts = solution.weights[:, 0] * gp.scale, means[0]
         stacked = gp.rows.Phi @ weights
     members = {name: stacked[q.rows] for name, q in data.quantities.items()}
@@ -862,7 +1008,7 @@ def _member_counts(name: str, quantity: Quantity, counts: IntArray) -> IntArray:
 def calibrate(ensemble: Ensemble, data: TrainingSet, stages: Stages | None = None) -> Trained:
     """Choose what is predicted, add posterior members, and calibrate each quantity out of bag."""
     stages, gp = stages or Stages(), ensemble.gp
-    (counts, baseline), members = ensemble.draw, ensemble.members
+    (counts, baseline, _), members = ensemble.draw, ensemble.members
     n = int(np.count_nonzero(_out_of_bag(counts)))
     method = with_enough_points(data.settings.calibration, n)
     settings = data.settings.model_copy(update={"calibration": method})
@@ -954,7 +1100,7 @@ def _leave_out(gp: SparseGP, data: TrainingSet) -> dict[str, LeftOut]:
     labels, codes = np.unique(groups, return_inverse=True)
     n = _PRODUCTS / gp.rows.Phi.shape[1] ** 2
     rows = _random_groups(codes, np.arange(len(labels)), n, settings.seed)
-    owners = codes[_owner_rows(data, gp.rows.origins)]
+    owners = np.append(codes, -1)[_owner_rows(data, gp.rows.origins)]
     left_out = gp.leave_out(rows, codes[rows], owners)
     left_out = replace(left_out, has_posterior=settings.n_drawn > 0)
     parts = {}
@@ -968,13 +1114,18 @@ def _leave_out(gp: SparseGP, data: TrainingSet) -> dict[str, LeftOut]:
 
 
 def _owner_rows(data: TrainingSet, origins: IntArray) -> IntArray:
-    """Return a row of the target, of the structure or atom that each representative (r, 2) is."""
+    """Return a row of the target, of the structure or atom that each representative (r, 2) is.
+
+    It is −1 for those of other structures, if the data are a sample.
+    """
     structure = np.searchsorted(data.source, origins[:, 0])
-    if not data.settings.per_atom:
-        return structure
-    pairs = zip(structure, origins[:, 1], strict=True)
-    place = [int(np.searchsorted(data.centers[s], atom)) for s, atom in pairs]
-    return np.asarray(data.offsets[structure] + place)
+    here = data.source[np.minimum(structure, len(data.source) - 1)] == origins[:, 0]
+    rows = np.where(here, structure, -1)
+    if data.settings.per_atom:
+        for m in np.flatnonzero(here):
+            place = np.searchsorted(data.centers[structure[m]], origins[m, 1])
+            rows[m] = data.offsets[structure[m]] + place
+    return rows
 
 
 def _centre(

@@ -30,8 +30,14 @@ from qualms.arrays import (
 )
 from qualms.errors import InputError, NumericalError, QualmsWarning
 from qualms.gp.linalg import cholesky, cholesky_solve, cholesky_whiten
-from qualms.gp.noise import Replicates, noise_grid, select_joint_noise, select_noise
-from qualms.gp.sparse_gp import ProjectedProcess, fit_projected_process, gram_matrix
+from qualms.gp.noise import BlockSums, Replicates, noise_grid, select_joint_noise, select_noise
+from qualms.gp.sparse_gp import (
+    ProjectedProcess,
+    RowSums,
+    solve_projected_process,
+    sum_rows,
+    weighted_sum,
+)
 
 #: With fewer members, Student's t has less than two degrees of freedom.
 MIN_ABSENT = 3
@@ -877,6 +883,17 @@ class FullModel:
         """Weights of the whitened features, in the units of y: (r, T)."""
         return self.process.weights * self.scale
 
+    def with_raised_noise(self, factor: float) -> FullModel:
+        """Return the model with all noise variances multiplied by a factor."""
+        if factor == 1:
+            return self
+        old = self.process
+        moment = old.gram @ old.weights + old.noise_variance * old.weights
+        sums = RowSums(old.gram, moment, np.empty((0, 0)), 0)
+        process = solve_projected_process(sums, factor * old.noise_variance)
+        raised = {name: factor * value for name, value in self.noise.items()}
+        return replace(self, process=process, noise=raised)
+
 
 def fit_full_model(
     Phi: FloatArray,
@@ -888,6 +905,7 @@ def fit_full_model(
     sample_weight: FloatArray | None = None,
     groups: IntArray | None = None,
     replicates: Replicates | None = None,
+    blocks: BlockSums | None = None,
 ) -> FullModel:
     """Centre and scale the targets, select the noise variances and solve the full model.
 
@@ -908,6 +926,8 @@ def fit_full_model(
         Rows that are left out together when the noise is selected.
     replicates : Replicates, optional
         Scatter of repeated observations whose averages are y, in the units of y².
+    blocks : BlockSums, optional
+        Sums over all rows, if those given are a sample.
     """
     first, alone = next(iter(noise)), len(noise) == 1
     rows = rows or {first: np.arange(len(Phi))}
@@ -915,19 +935,34 @@ def fit_full_model(
     n = len(rows[first])
     Y, weight = as_targets(y, len(Phi)).copy(), check_sample_weight(sample_weight, len(Phi)).copy()
     mean = np.average(Y[:n], axis=0, weights=weight[:n]) * center
+    if blocks is not None:
+        mean = np.array([blocks.center])
     Y[:n] -= mean
-    if alone:
+    if not alone:
+        variance = _variance_of_derivatives(Phi[n:], Y[n:], blocks)
+        constant = np.zeros(len(mean), bool)
+    else:
         variance = np.average(Y**2, axis=0, weights=weight)
+        if blocks is not None:
+            squares = blocks.total(first).squares
+            variance = squares[:1, 0] / squares[-1, -1]
         # What rounding leaves of a constant is no variance; its scale is only a scale of rounding.
         constant = variance <= (1e-14 * mean) ** 2
-    else:
-        variance, constant = _variance_of_derivatives(Phi[n:], Y[n:]), np.zeros(len(mean), bool)
     scale = np.where(constant, 1e-6 * np.where(mean == 0, 1.0, np.abs(mean)), variance**0.5)
     unit = float(np.mean(scale[constant == constant.all()] ** 2))
     targets = np.where(constant, 0.0, Y / scale)
-    gram = gram_matrix(Phi, weight) if alone else None
     known = {name: float(v) for name, v in noise.items() if not isinstance(v, str)}
     criterion = value if isinstance(value := noise[first], str) else "loo"
+
+    def sum_all(variances: Mapping[str, float]) -> RowSums:
+        """Return the sums of all rows, given the noise variances of several quantities."""
+        if blocks is None:
+            return sum_rows(Phi, targets, weight)
+        ratios = [variances[first] / variances[name] for name in rows]
+        total = weighted_sum([blocks.total(name) for name in rows], ratios)
+        return total.combined(np.eye(1, len(total.squares))[0] * np.where(constant, 0, 1 / scale))
+
+    sums = sum_all({first: 1.0}) if alone else None
     if len(known) == len(noise):
         variances = known
     elif alone:
@@ -943,37 +978,52 @@ def fit_full_model(
                 noise_grid(float(weight.mean())),  # σ²/w is the noise of an observation
                 criterion=criterion,
                 sample_weight=weight,
-                gram=gram,
+                sums=sums,
                 replicates=replicates,
                 groups=groups,
             ).noise_variance
         variances = {first: relative * unit}
     else:
         variances = select_joint_noise(
-            Phi, Y[:, 0], rows, groups, prior=unit, weight=weight, criterion=criterion, known=known
+            Phi,
+            Y[:, 0],
+            rows,
+            groups,
+            prior=unit,
+            weight=weight,
+            criterion=criterion,
+            known=known,
+            blocks=blocks,
         )
     for name in [*noise][1:]:
         weight[rows[name]] *= variances[first] / variances[name]
-    gram = gram_matrix(Phi, weight) if gram is None else gram
+    sums = sum_all(variances) if sums is None else sums
 
     def solve(factor: float) -> FullModel:
         raised = {name: factor * value for name, value in variances.items()}
-        process = fit_projected_process(
-            Phi, targets, raised[first] / unit, sample_weight=weight, gram=gram
-        )
+        process = solve_projected_process(sums, raised[first] / unit)
         return FullModel(process, targets, weight, mean, scale, raised, center)
 
     return _with_raised_noise(solve, variances)
 
 
-def _variance_of_derivatives(Phi: FloatArray, y: Float64Array) -> Float64Array:
+def _variance_of_derivatives(
+    Phi: FloatArray, y: Float64Array, blocks: BlockSums | None
+) -> Float64Array:
     """Return the prior variance (1,) that gives derivatives y (n, 1) theirs, as in Eq. (17).
 
-    Musil et al. 2019. Most of the variance of the energies of one molecule is common to all.
+    Musil et al. 2019. Most of the variance of the energies of one molecule is common to all. Rows
+    (n, r) are those of all derivatives, or a sample; then `blocks` has the sums over all.
     """
-    blocks = (Phi[start : start + 4096] for start in range(0, len(Phi), 4096))
-    squares = sum(float(np.sum(np.square(block, dtype=np.float64))) for block in blocks)
-    return np.sum(y**2, axis=0) / squares if squares > 0 and np.any(y) else np.ones(1)
+    if blocks is None:
+        parts = (Phi[start : start + 4096] for start in range(0, len(Phi), 4096))
+        squares = sum(float(np.sum(np.square(part, dtype=np.float64))) for part in parts)
+        labels = np.sum(y**2, axis=0)
+    else:
+        totals = [blocks.total(name) for name in [*blocks.sums][1:]]
+        squares = sum(float(np.trace(total.gram)) for total in totals)
+        labels = np.array([sum(float(total.squares[0, 0]) for total in totals)])
+    return labels / squares if squares > 0 and np.any(labels) else np.ones(1)
 
 
 def fit_members(
@@ -1005,15 +1055,49 @@ def fit_members(
     targets[:n] = np.where(constant, 0.0, own - means)
 
     def solve(factor: float) -> tuple[FullModel, MemberSolution]:
-        model, weight = full, full.weight
-        if factor > 1:
-            noise, gram = factor * full.process.noise_variance, full.process.gram
-            process = fit_projected_process(Phi, full.y, noise, sample_weight=weight, gram=gram)
-            raised = {name: factor * value for name, value in full.noise.items()}
-            model = replace(full, process=process, noise=raised)
-        return model, solve_members(Phi, targets, counts, model.process, sample_weight=weight)
+        model = full.with_raised_noise(factor)
+        solution = solve_members(Phi, targets, counts, model.process, sample_weight=full.weight)
+        return model, solution
 
     return *_with_raised_noise(solve, full.noise), center + scale * means
+
+
+def fit_block_members(
+    full: FullModel, blocks: BlockSums, counts: IntArray, columns: Float64Array
+) -> tuple[FullModel, MemberSolution, Float64Array]:
+    """Solve all members whose training sets are made of blocks, from the sums over these.
+
+    Returns the same as `fit_members`.
+
+    Parameters
+    ----------
+    full : FullModel
+        Of one output, fitted to the same sums.
+    blocks : BlockSums
+    counts : (B, N_R) array of int
+        How often each block is in the training set of each member.
+    columns : (c, N_R) array
+        The target of each member as a combination of the columns of the sums.
+    """
+    first, one = next(iter(blocks.sums)), np.eye(len(columns))[-1]
+    ratios = {name: full.noise[first] / full.noise[name] for name in blocks.sums}
+    scale, n_members = float(full.scale[0]), counts.shape[1]
+    weights, means = np.empty((len(full.process.gram), 1, n_members)), np.empty((1, n_members))
+
+    def solve(factor: float) -> tuple[FullModel, MemberSolution]:
+        model = full.with_raised_noise(factor)
+        for i, times in enumerate(counts.T):
+            used = np.flatnonzero(times).tolist()
+            products = sum(times[b] * blocks.sums[first][b].squares[-1] for b in used)
+            means[0, i] = full.centered * (products @ columns[:, i]) / products[-1]
+            target = (columns[:, i] - means[0, i] * one) / scale
+            parts = [blocks.sums[name][b] for name in ratios for b in used]
+            total = weighted_sum(parts, [r * times[b] for r in ratios.values() for b in used])
+            process = solve_projected_process(total.combined(target), model.process.noise_variance)
+            weights[:, 0, i] = process.weights[:, 0]
+        return model, MemberSolution(weights, "sums of blocks")
+
+    return *_with_raised_noise(solve, full.noise), full.center[:, None] + means
 
 
 def _with_raised_noise(solve: Callable[[float], Result], noise: Mapping[str, float]) -> Result:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
@@ -41,7 +41,7 @@ from qualms.arrays import (
 )
 from qualms.errors import InputError, NumericalError, QualmsWarning
 from qualms.gp.linalg import cholesky, cholesky_solve, cholesky_whiten
-from qualms.gp.sparse_gp import gram_matrix
+from qualms.gp.sparse_gp import RowSums, sum_rows, weighted_sum
 
 #: Rows that are left out one by one, in one product.
 _BLOCK = 1024
@@ -96,7 +96,7 @@ def select_noise(
     *,
     criterion: str = "loo",
     sample_weight: FloatArray | None = None,
-    gram: Float64Array | None = None,
+    sums: RowSums | None = None,
     replicates: Replicates | None = None,
     groups: IntArray | None = None,
     max_rows: int = 4096,
@@ -116,8 +116,8 @@ def select_noise(
         a single molecule that nothing resembles would otherwise outweigh thousands of others.
     sample_weight : (N,) array, optional
         Positive; observation n has noise σ²/w_n, and its residual counts w_n times.
-    gram : (r, r) array, optional
-        ΦᵀΦ with weighted rows, if it is known already.
+    sums : RowSums, optional
+        Sums over all rows and outputs, if Φ is a sample of them, or if they are known already.
     replicates : Replicates, optional
         Scatter of observations of the same input whose averages are y; part of the marginal
         likelihood. To leave-one-out errors it only adds a constant.
@@ -133,9 +133,8 @@ def select_noise(
         raise InputError("criterion", repr(criterion), '"loo" or "evidence"')
     Y = as_targets(y, len(Phi))
     root = np.sqrt(check_sample_weight(sample_weight, len(Phi)))[:, None]
-    if gram is None:
-        gram = gram_matrix(Phi, sample_weight)
-    moment = np.asarray(Phi.T @ (root**2 * Y))
+    sums = sum_rows(Phi, Y, sample_weight) if sums is None else sums
+    gram, moment = sums.gram, sums.moment
     together = groups is not None and len(np.unique(groups)) < len(Y)
     parts = _left_out(len(Y), groups if together else None, max_rows)
     residuals_of = _group_residuals if together else _row_residuals
@@ -153,9 +152,9 @@ def select_noise(
 
     def likelihood(basis: _Basis) -> Float64Array:
         """Return minus the log marginal likelihood for each σ², up to a constant: (G,)."""
-        n, n_outputs = Y.shape
+        n, n_outputs = sums.n, Y.shape[1]
         explained = np.sum(basis.transform(moment.T) ** 2, axis=0) @ (1 / basis.diagonal)
-        quadratic = (float(np.sum((root * Y) ** 2)) - explained) / basis.noise
+        quadratic = (float(np.trace(sums.squares)) - explained) / basis.noise
         log_det = (n - len(basis.diagonal)) * np.log(basis.noise) + basis.log_det
         curve: Float64Array = 0.5 * (np.maximum(quadratic, 0.0) + n_outputs * log_det)
         if replicates is not None:
@@ -275,11 +274,35 @@ _SUM_BLOCK = 4096
 
 
 @dataclass(frozen=True)
+class BlockSums:
+    """Sums over the rows of blocks of the data, where only a sample of the rows is at hand.
+
+    The first column of the sums is the target of the full model less its mean, `center`. The last
+    is one; for derivatives of the target, which have no mean, it is zero.
+    """
+
+    sums: dict[str, list[RowSums]]  #: of each quantity, block by block
+    block: IntArray  #: (N,): block of each row of the sample
+    center: float  #: mean of the target over all rows; zero without centring
+
+    def total(self, name: str, blocks: Sequence[int] | None = None) -> RowSums:
+        """Return the sum over all blocks, or some of them, of a quantity."""
+        found = self.sums[name]
+        some = found if blocks is None else [found[b] for b in blocks]
+        return weighted_sum(some, [1.0] * len(some))
+
+    def leading(self, r: int) -> BlockSums:
+        """Return the sums of the first r features."""
+        return replace(self, sums={k: [s.leading(r) for s in v] for k, v in self.sums.items()})
+
+
+@dataclass(frozen=True)
 class Observations:
     """Rows of all kinds: whitened features (N, r) and targets (N,).
 
     `root` (N,) is √w: the noise of a row is that of its kind divided by its weight w. `kinds` holds
-    the rows of each kind; rows of one of the `groups` (N,) are left out together.
+    the rows of each kind; rows of one of the `groups` (N,) are left out together. If the rows are a
+    sample, `blocks` has the sums over all.
     """
 
     Phi: FloatArray
@@ -287,6 +310,7 @@ class Observations:
     root: Float64Array
     kinds: tuple[IntArray, ...]
     groups: IntArray
+    blocks: BlockSums | None = None
 
     def sums(self, kinds: Sequence[IntArray]) -> _Sums:
         """Sum over rows, times √w, in blocks: a copy of all of them might not fit beside Phi."""
@@ -317,6 +341,11 @@ class _Sums(NamedTuple):
 
     grams: Float64Array
     projections: Float64Array
+
+    @classmethod
+    def of(cls, sums: Sequence[RowSums]) -> _Sums:
+        """Return the sums of each kind, whose first column is the target."""
+        return cls(np.stack([s.gram for s in sums]), np.stack([s.moment[:, 0] for s in sums]))
 
     def solve(
         self, variances: Sequence[float], prior: float
@@ -375,9 +404,14 @@ def _distribute(fold: IntArray, has: BoolArray, settled: IntArray, n_folds: int)
 def _parts(observed: Observations) -> list[tuple[list[IntArray], _Sums]]:
     """Return the rows of each kind in each of five parts, and the sums over all other rows.
 
-    Large models take one part only.
+    Large models take one part only, and so do samples: the rows of some of the blocks.
     """
-    kinds = observed.kinds
+    kinds, blocks = observed.kinds, observed.blocks
+    if blocks is not None:
+        n_blocks = len(next(iter(blocks.sums.values())))
+        n_out = max(round(n_blocks / _FOLDS), 1)
+        others = [blocks.total(name, range(n_out, n_blocks)) for name in blocks.sums]
+        return [([rows[blocks.block[rows] < n_out] for rows in kinds], _Sums.of(others))]
     codes = np.unique(observed.groups, return_inverse=True)[1]
     n_groups = int(codes.max()) + 1
     n_folds = min(_FOLDS, n_groups)
@@ -441,17 +475,22 @@ def evidence(observed: Observations, prior: float) -> Callable[..., float]:
     With W the weights ρ_k of the rows, |s²ΦΦᵀ + σ_E²W⁻¹| = σ_E^2N |W|⁻¹ |A| (s²/σ_E²)^r, and
     yᵀ(s²ΦΦᵀ + σ_E²W⁻¹)⁻¹y = (yᵀWy − bᵀA⁻¹b)/σ_E², b = ΦᵀWy.
     """
-    kinds, scaled = observed.kinds, observed.root * observed.y
-    sums = observed.sums(kinds)
-    squares = np.array([np.sum(scaled[rows] ** 2) for rows in kinds])
-    n, r = observed.Phi.shape
+    kinds, scaled, r = observed.kinds, observed.root * observed.y, observed.Phi.shape[1]
+    if observed.blocks is None:
+        sums, sizes = observed.sums(kinds), np.array([len(rows) for rows in kinds])
+        squares = np.array([np.sum(scaled[rows] ** 2) for rows in kinds])
+    else:
+        totals = [observed.blocks.total(name) for name in observed.blocks.sums]
+        sums, sizes = _Sums.of(totals), np.array([total.n for total in totals])
+        squares = np.array([total.squares[0, 0] for total in totals])
+    n = int(sizes.sum())
 
     def score(*variances: float) -> float:
         w, b, log_det = sums.solve(variances, prior)
         ratios = variances[0] / np.array(variances)
         quadratic = float(squares @ ratios - b @ w) / variances[0]
         log_det += (n - r) * math.log(variances[0]) + r * math.log(prior)
-        log_det -= float(np.log(ratios) @ [len(rows) for rows in kinds])
+        log_det -= float(np.log(ratios) @ sizes)
         return 0.5 * float(max(quadratic, 0.0) + log_det)
 
     return score
@@ -481,6 +520,7 @@ def select_joint_noise(
     weight: Float64Array,
     criterion: str = "loo",
     known: Mapping[str, float] | None = None,
+    blocks: BlockSums | None = None,
 ) -> dict[str, float]:
     """Select the noise variance of each quantity, in the units of its targets squared.
 
@@ -502,13 +542,15 @@ def select_joint_noise(
         Errors of groups left out, or the log marginal likelihood.
     known : mapping from quantity to float, optional
         Variances that are not selected.
+    blocks : BlockSums, optional
+        Sums over all rows, if those given are a sample.
     """
     if criterion not in ("loo", "evidence"):
         raise InputError("criterion", repr(criterion), '"loo" or "evidence"')
     by_evidence, known, kinds = criterion == "evidence", known or {}, tuple(rows.values())
     root = np.sqrt(weight)
     units = tuple(_usual_square(root[some] * y[some], groups[some]) for some in kinds)
-    observed = Observations(Phi, y, root, kinds, groups)
+    observed = Observations(Phi, y, root, kinds, groups, blocks)
     score = (evidence if by_evidence else left_out_error)(observed, prior)
     fixed = [
         math.log10(known[name] / unit) if name in known else None

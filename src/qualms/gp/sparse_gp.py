@@ -6,7 +6,7 @@ The algebra is that of Rasmussen & Williams (2006), chapters 2 and 5.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -123,13 +123,67 @@ def novelty_variance(Phi_X: FloatArray, k_xx: FloatArray) -> Float64Array:
     return np.asarray(np.where(q2 > _ROUNDING * k_xx, q2, 0.0))
 
 
+@dataclass(frozen=True)
+class RowSums:
+    """Sums over rows that determine a model: all that it needs to know of the data.
+
+    Targets are linear combinations of the columns C (N, c); rows are weighted by W.
+    """
+
+    gram: Float64Array  #: (r, r): ΦᵀWΦ
+    moment: Float64Array  #: (r, c): ΦᵀWC
+    squares: Float64Array  #: (c, c): CᵀWC
+    n: int  #: rows
+
+    def __add__(self, other: RowSums) -> RowSums:
+        parts = (self.gram + other.gram, self.moment + other.moment, self.squares + other.squares)
+        return RowSums(*parts, self.n + other.n)
+
+    def combined(self, coefficients: Float64Array) -> RowSums:
+        """Return the sums for targets C B, given B (c, T) or (c,) as columns."""
+        B = coefficients.reshape(len(self.squares), -1)
+        return RowSums(self.gram, self.moment @ B, B.T @ self.squares @ B, self.n)
+
+    def scaled(self, factor: float) -> RowSums:
+        """Return the sums of features that are multiplied by a factor."""
+        return RowSums(factor**2 * self.gram, factor * self.moment, self.squares, self.n)
+
+    def leading(self, r: int) -> RowSums:
+        """Return the sums of the first r features."""
+        return RowSums(self.gram[:r, :r], self.moment[:r], self.squares, self.n)
+
+
+def weighted_sum(parts: Sequence[RowSums], weights: Sequence[float]) -> RowSums:
+    """Return the sums over all parts, the rows of each with their weights times a factor."""
+
+    def total(arrays: list[Float64Array]) -> Float64Array:
+        found = weights[0] * arrays[0]
+        for w, array in zip(weights[1:], arrays[1:], strict=True):
+            found += array if w == 1 else w * array  # in place: they may be large
+        return found
+
+    return RowSums(
+        total([part.gram for part in parts]),
+        total([part.moment for part in parts]),
+        total([part.squares for part in parts]),
+        sum(part.n for part in parts),
+    )
+
+
+def sum_rows(Phi: FloatArray, C: FloatArray, sample_weight: FloatArray | None = None) -> RowSums:
+    """Return the sums over rows Φ (N, r) with columns C (N, c), weighted."""
+    C = as_targets(C, len(Phi))
+    weighted = check_sample_weight(sample_weight, len(Phi))[:, None] * C
+    moment = np.asarray(Phi.T @ weighted, dtype=np.float64)
+    return RowSums(gram_matrix(Phi, sample_weight), moment, C.T @ weighted, len(Phi))
+
+
 def fit_projected_process(
     Phi: FloatArray,
     y: FloatArray,
     noise_variance: float,
     *,
     sample_weight: FloatArray | None = None,
-    gram: Float64Array | None = None,
 ) -> ProjectedProcess:
     """Solve (ΦᵀΦ + σ²) w = Φᵀy: the full model.
 
@@ -143,17 +197,16 @@ def fit_projected_process(
         σ² > 0.
     sample_weight : (N,) array, optional
         Positive; observation n has noise σ²/w_n.
-    gram : (r, r) array, optional
-        ΦᵀΦ with weighted rows, if it is known already.
     """
+    return solve_projected_process(sum_rows(Phi, y, sample_weight), noise_variance)
+
+
+def solve_projected_process(sums: RowSums, noise_variance: float) -> ProjectedProcess:
+    """Solve (ΦᵀΦ + σ²) w = Φᵀy, given sums whose columns are the outputs."""
     check_noise_variance(noise_variance)
-    Y = as_targets(y, len(Phi))
-    if gram is None:
-        gram = gram_matrix(Phi, sample_weight)
-    factor = cholesky(_add_diagonal(gram, noise_variance), what="ΦᵀΦ + σ²", overwrite=True)
-    w = check_sample_weight(sample_weight, len(Phi))
-    projected = np.asarray(Phi.T @ (w[:, None] * Y), dtype=np.float64)
-    return ProjectedProcess(cholesky_solve(factor, projected), gram, factor, noise_variance)
+    factor = cholesky(_add_diagonal(sums.gram, noise_variance), what="ΦᵀΦ + σ²", overwrite=True)
+    weights = cholesky_solve(factor, sums.moment)
+    return ProjectedProcess(weights, sums.gram, factor, noise_variance)
 
 
 def gram_matrix(Phi: FloatArray, sample_weight: FloatArray | None = None) -> Float64Array:
