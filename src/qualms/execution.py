@@ -10,6 +10,7 @@ of two halves, one after the other, can stand for that of the whole.
 
 from __future__ import annotations
 
+import os
 import socket
 import warnings
 from collections import deque
@@ -78,20 +79,20 @@ class Workers:
         if self.executor is None:
             return 1
         if self.is_dask:
-            return max(sum(self.executor.nthreads().values()), 1)
+            return max(int(sum(self.executor.nthreads().values())), 1)
         return int(getattr(self.executor, "_max_workers", None) or 4)
 
     def check(self, files: Sequence[Path] = ()) -> None:
         """Reject workers with other versions of packages, or that do not see the files."""
-        expected = versions(), sizes_of(files)
+        paths = tuple(Path(path).resolve() for path in files)
+        found: Iterable[Any] = ()
         if self.is_dask:
             with _end_of_workers():
-                found = self.executor.run(_inspect, tuple(files))
-            for one in found.values():
-                _compare(*expected, *one)
+                found = self.executor.run(_inspect, paths).values()
         elif self.executor is not None:
-            for one in self.map(_inspect_for, [_Files(tuple(files))]):
-                _compare(*expected, *one)
+            found = self.map(_inspect_for, [_Files(paths)])
+        for one in found:
+            _compare(versions(), sizes_of(paths), *one)
 
     def share(self, value: Any) -> Any:
         """Return what tasks are given for a large value that many of them need."""
@@ -112,7 +113,9 @@ class Workers:
         A shard that was halved yields two results. `on_done` is called with each shard.
         """
         for shard, future in self._finished(function, shards, shared):
-            result = self._unwrap(future)
+            with _end_of_workers():
+                done = future.result()
+            result: Result = _unwrap(done)
             if on_done is not None:
                 on_done(shard)
             yield result
@@ -129,8 +132,10 @@ class Workers:
 
         `add` must not change its arguments. There must be at least one shard.
         """
+        found: Result
         if not self.is_dask:
-            return _tree(self.map(function, shards, *shared, on_done=on_done), add)
+            found = _tree(self.map(function, shards, *shared, on_done=on_done), add)
+            return found
 
         def leaves() -> Iterator[Any]:
             for shard, future in self._finished(function, shards, shared):
@@ -142,7 +147,8 @@ class Workers:
             return self.executor.submit(_add, add, a, b, pure=False)
 
         with _end_of_workers():
-            found: Result = self._unwrap(_tree(leaves(), pair))
+            done = _tree(leaves(), pair).result()
+        found = _unwrap(done)
         return found
 
     def _finished(
@@ -164,7 +170,9 @@ class Workers:
                 elif _lacks_memory(error) and len(shard) > 1:
                     message = f"A shard of {len(shard)} is too large for its worker: it is halved."
                     warnings.warn(message, QualmsWarning, stacklevel=2)
-                    halves = [(half, self._submit(function, half, shared)) for half in shard.halves()]
+                    halves = [
+                        (half, self._submit(function, half, shared)) for half in shard.halves()
+                    ]
                     pending.extendleft(reversed(halves))
                 else:
                     with _end_of_workers():
@@ -174,9 +182,7 @@ class Workers:
                 future.cancel()
 
     def _submit(self, function: Callable[..., Any], shard: Shard, shared: tuple[Any, ...]) -> Any:
-        # Only tasks elsewhere can lack packages.
-        expected = versions() if self.executor is not None else {}
-        task = function, expected, self.threads, shard, *shared
+        task = function, _Driver(_process(), versions()), self.threads, shard, *shared
         if self.executor is None:
             return _Here(task)
         with _end_of_workers():
@@ -184,33 +190,26 @@ class Workers:
                 return self.executor.submit(_run, *task, pure=False)
             return self.executor.submit(_run, *task)
 
-    def _unwrap(self, future: Any) -> Any:
-        """Return the result of a task, and issue its warnings here, once each."""
-        done = future.result() if hasattr(future, "result") else future
-        if not isinstance(done, _Done):
-            return done
-        for message in done.messages:
-            warnings.warn(message, QualmsWarning, stacklevel=2)
-        return done.result
+
+def _unwrap(done: _Done) -> Any:
+    """Return the result of a task, and issue its warnings here, once each."""
+    for message in done.messages:
+        warnings.warn(message, QualmsWarning, stacklevel=3)
+    return done.result
 
 
 class _Here:
     """A task of this process, run when it is asked for: a future of one thread."""
 
     def __init__(self, task: tuple[Any, ...]) -> None:
-        self._task, self._result, self._error = task, None, None
+        self._task = task
 
     def exception(self) -> BaseException | None:
         try:
-            self._done = _Done(self._call(), ())
+            self._done = _run(*self._task)
         except MemoryError as error:
             return error
         return None
-
-    def _call(self) -> Any:
-        function, _, threads, shard, *shared = self._task
-        with threadpool_limits(limits=threads):
-            return function(shard, *shared)
 
     def result(self) -> _Done:
         return self._done
@@ -219,19 +218,30 @@ class _Here:
         """Do nothing: it has not begun."""
 
 
+class _Driver(NamedTuple):
+    """The process that submits tasks, and its packages."""
+
+    process: tuple[str, int]
+    packages: dict[str, str]
+
+
+def _process() -> tuple[str, int]:
+    """Return host and number of this process."""
+    return socket.gethostname(), os.getpid()
+
+
 def _run(
-    function: Callable[..., Any],
-    expected: dict[str, str],
-    threads: int,
-    shard: Shard,
-    *shared: Any,
+    function: Callable[..., Any], driver: _Driver, threads: int, shard: Shard, *shared: Any
 ) -> _Done:
-    """Run a task on a worker, and record warnings."""
-    _compare(expected, {}, socket.gethostname(), versions(), {})
-    with warnings.catch_warnings(record=True) as caught, threadpool_limits(limits=threads):
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("always", QualmsWarning)
-        result = function(shard, *shared)
+    """Run a task on a worker, and record warnings, unless they are issued in the same process."""
+    with threadpool_limits(limits=threads):
+        if driver.process == _process():
+            return _Done(function(shard, *shared), ())
+        _compare(driver.packages, {}, socket.gethostname(), versions(), {})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("always", QualmsWarning)
+            result = function(shard, *shared)
     return _Done(result, tuple(dict.fromkeys(str(w.message) for w in caught)))
 
 
@@ -274,8 +284,8 @@ def _end_of_workers() -> Iterator[None]:
         if not (kinds & lost or isinstance(error, ended)):
             raise
         raise QualmsError(
-            f"The workers, or their scheduler, ended ({type(error).__name__}: {error}). Nothing "
-            "was written. Check their logs and memory, and start again."
+            f"The workers, or their scheduler, ended ({type(error).__name__}: {error}). Check "
+            "their logs and memory, and start again."
         ) from error
 
 
@@ -309,7 +319,14 @@ def versions() -> dict[str, str]:
 
 def sizes_of(files: Sequence[Path]) -> dict[Path, int | None]:
     """Return the size of each file in bytes, None if it cannot be seen."""
-    return {path: path.stat().st_size if path.is_file() else None for path in files}
+    return {path: _size_of(path) for path in files}
+
+
+def _size_of(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
 
 
 def _inspect(files: tuple[Path, ...]) -> tuple[str, dict[str, str], dict[Path, int | None]]:
