@@ -19,8 +19,10 @@ from concurrent.futures import CancelledError, Executor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
@@ -132,24 +134,40 @@ class Workers:
 
         `add` must not change its arguments. There must be at least one shard.
         """
-        found: Result
-        if not self.is_dask:
-            found = _tree(self.map(function, shards, *shared, on_done=on_done), add)
-            return found
+        groups = self.reduce_groups(
+            function, add, shards, *shared, key=lambda shard: 0, on_done=on_done
+        )
+        return next(groups)[1]
 
-        def leaves() -> Iterator[Any]:
+    def reduce_groups(
+        self,
+        function: Callable[..., Result],
+        add: Callable[[Result, Result], Result],
+        shards: Iterable[Shard],
+        *shared: Any,
+        key: Callable[[Any], int],
+        on_done: Callable[[Shard], object] | None = None,
+    ) -> Iterator[tuple[int, Result]]:
+        """Yield the sum over each group of consecutive shards with the same key, and the key."""
+
+        def leaves() -> Iterator[tuple[int, Any]]:
             for shard, future in self._finished(function, shards, shared):
                 if on_done is not None:
                     on_done(shard)
-                yield future
+                yield key(shard), future if self.is_dask else future.result()
 
         def pair(a: Any, b: Any) -> Any:
             return self.executor.submit(_add, add, a, b, pure=False)
 
-        with _end_of_workers():
-            done = _tree(leaves(), pair).result()
-        found = _unwrap(done)
-        return found
+        for name, group in groupby(leaves(), key=itemgetter(0)):
+            with _end_of_workers():
+                parts = (part for _, part in group)
+                done = (
+                    _tree(parts, pair).result()
+                    if self.is_dask
+                    else _tree(parts, partial(_add, add))
+                )
+            yield name, _unwrap(done)
 
     def _finished(
         self, function: Callable[..., Any], shards: Iterable[Shard], shared: tuple[Any, ...]

@@ -123,6 +123,27 @@ class TrainingSet:
         pairs = zip(self.frames, self.centers, strict=True)
         return np.concatenate([atoms.numbers[chosen] for atoms, chosen in pairs])
 
+    def take(self, structures: IntArray) -> tuple[TrainingSet, IntArray]:
+        """Return the training set of some structures, and the rows that it has."""
+        rows = [np.flatnonzero(np.isin(self.quantities["energy"].structure, structures))]
+        derivatives = self.derivatives
+        if derivatives is not None:
+            owners = np.repeat(np.arange(len(self.frames)), np.diff(derivatives.offsets))
+            rows.append(len(self.y) + np.flatnonzero(np.isin(owners, structures)))
+            forces = [derivatives.forces[i] for i in structures]
+            derivatives = ForceLabels(forces, derivatives.virials[structures])
+        frames, centers = self.some(structures)
+        taken = replace(
+            self,
+            frames=frames,
+            source=self.source[structures],
+            centers=centers,
+            quantities=_quantities(self.y[rows[0]], frames, centers, derivatives, self.settings, 0),
+            groups=self.groups[structures],
+            derivatives=derivatives,
+        )
+        return taken, np.concatenate(rows)
+
     def some(self, structures: IntArray) -> tuple[list[Atoms], list[IntArray]]:
         """Return some structures, and the atoms in them whose environments are needed."""
         return [self.frames[i] for i in structures], [self.centers[i] for i in structures]
@@ -195,9 +216,10 @@ def read_labels(
     """Find labels, and check the structures; all of a training set, or a part of it.
 
     Groups, the representation and the baseline depend on all structures, and are left as they are:
-    each structure is a group. A part may lack forces and stresses.
+    each structure is a group. A part may have no labels.
     """
-    found = labelled(frames, settings.target, settings.kind, settings.species)
+    target = settings.target, settings.kind, settings.species
+    found = labelled(frames, *target, required=not part)
     for i in found.frames.tolist():
         check_structures([frames[i]], first=i)
     derivatives, labels = None, [found.values, *found.rows]
@@ -208,16 +230,17 @@ def read_labels(
     digest, totals = data_hash([frames[i] for i in found.frames], labels), found
     if reference is not None:
         found, derivatives = _differences(
-            frames, found, derivatives, reference, skip_failed=skip_failed
+            frames, found, derivatives, reference, skip_failed=skip_failed, required=not part
         )
     used = [frames[i] for i in found.frames]
     n_atoms = np.array([len(atoms) for atoms in used])
     centers = found.rows if settings.per_atom else [np.arange(n) for n in n_atoms]
     y = found.values / n_atoms if settings.kind == "extensive" else found.values
-    if np.max(np.abs(y)) > _LARGEST:
+    if np.max(np.abs(y), initial=0.0) > _LARGEST:
         given, expected = f"values of {np.max(np.abs(y)):.1e}", f"numbers below {_LARGEST:g}"
         raise InputError("target", given, expected)
-    if settings.kind == "extensive" and np.ptp(found.values) == 0 and np.ptp(n_atoms) > 0:
+    alike = len(y) > 0 and np.ptp(found.values) == 0 and np.ptp(n_atoms) > 0
+    if settings.kind == "extensive" and alike:
         _warn(
             f"All labels {settings.target!r} are {found.values[0]:g} though structures differ in "
             "size. For a property that is not a sum over atoms, use kind='intensive'."
@@ -242,7 +265,7 @@ def read_labels(
         digest=digest,
         derivatives=derivatives,
     )
-    if reference is not None:
+    if reference is not None and len(y):
         before = totals.values[np.isin(totals.frames, found.frames)] / n_atoms
         _check_reference(reference, data, before)
     return data
@@ -334,6 +357,7 @@ def _differences(
     reference: ReferencePotential,
     *,
     skip_failed: bool,
+    required: bool,
 ) -> tuple[Labelled, ForceLabels | None]:
     """Return energies, forces and virials less those of a reference potential.
 
@@ -343,7 +367,8 @@ def _differences(
     labels = derivatives or ForceLabels([np.empty(0)] * n, np.full((n, 6), np.nan))
     forces, virials, energies = labels.forces[:], labels.virials.copy(), np.empty(n)
     pairs = zip(forces, virials, strict=True)
-    wanted = np.array([[np.isfinite(values).any() for values in pair] for pair in pairs])
+    wanted = np.array([[np.isfinite(values).any() for values in pair] for pair in pairs], bool)
+    wanted = wanted.reshape(-1, 2)
     for has_forces, has_stress in np.unique(wanted, axis=0).tolist():
         rows = np.flatnonzero((wanted == (has_forces, has_stress)).all(axis=1))
         values = reference.evaluate(
@@ -361,7 +386,7 @@ def _differences(
             if values.stresses is not None:
                 virials[row] -= values.stresses[k] * atoms.cell.volume / len(atoms)
     kept = np.flatnonzero(np.isfinite(energies))
-    if not len(kept):
+    if required and not len(kept):
         raise InputError("baseline", reference.name, "values for at least one labelled structure")
     alone = {int(a.numbers[0]): i for i, a in enumerate(frames) if is_isolated(a)}
     numbers = [alone[z] for z in found.isolated]
@@ -452,19 +477,24 @@ class Labelled:
 
 
 def labelled(
-    frames: Sequence[Atoms], key: str, kind: str, species: Sequence[int] | None = None
+    frames: Sequence[Atoms],
+    key: str,
+    kind: str,
+    species: Sequence[int] | None = None,
+    *,
+    required: bool = True,
 ) -> Labelled:
     """Return which structures, or atoms of some species, have a label, and the labels.
 
     Structures of one atom whose ``info["config_type"]`` is "isolated_atom" or "IsolatedAtom" are
-    not learned from; their labels are returned apart.
+    not learned from; their labels are returned apart. There must be a label, if it is required.
     """
     per_atom = kind == "atomic"
-    values = find_targets(frames, key, per_atom=per_atom, species=species)
+    values = find_targets(frames, key, per_atom=per_atom, species=species, required=required)
     isolated = [is_isolated(atoms) for atoms in frames]
     rows = [np.flatnonzero(np.isfinite(v)) for v in values]
     used = [i for i in range(len(frames)) if len(rows[i]) and not isolated[i]]
-    if not used:
+    if not used and required:
         of = "" if species is None else f" of {symbols_of(species)}"
         what = f"atom{of}" if per_atom else "structure"
         raise InputError("key", repr(key), f"a label of at least one {what} that is not isolated")
@@ -474,7 +504,7 @@ def labelled(
         n_wanted = sum(int(np.count_nonzero(_is_wanted(atoms, species))) for atoms in rest)
     return Labelled(
         frames=np.array(used, dtype=np.intp),
-        values=np.concatenate([values[i][rows[i]] for i in used]),
+        values=np.concatenate([np.empty(0), *(values[i][rows[i]] for i in used)]),
         rows=[rows[i] for i in used] if per_atom else [],
         n_unlabelled=n_wanted - sum(len(rows[i]) for i in used),
         n_isolated=sum(isolated),
@@ -488,13 +518,14 @@ def find_targets(
     *,
     per_atom: bool = False,
     species: Sequence[int] | None = None,
+    required: bool = True,
 ) -> list[Float64Array]:
     """Return the label of each structure (1,), or those of its atoms (n_atoms,), NaN for none.
 
     Labels of atoms of other species than those wanted are left out.
     """
     values = [np.full(len(atoms) if per_atom else 1, np.nan) for atoms in frames]
-    for i, (value, place) in _find_all(frames, key, per_atom=per_atom).items():
+    for i, (value, place) in _find_all(frames, key, per_atom, required=required).items():
         n, wanted = len(values[i]), _is_wanted(frames[i], species) if per_atom else slice(None)
         expected = f"one number for each of {n} atoms" if per_atom else "one number"
         shapes: list[tuple[int, ...]] = [(n,), (n, 1)] if per_atom else [(), (1,)]
@@ -507,14 +538,14 @@ def find_targets(
 
 
 def _find_all(
-    frames: Sequence[Atoms], key: str, *, per_atom: bool
+    frames: Sequence[Atoms], key: str, per_atom: bool, *, required: bool
 ) -> dict[int, tuple[object, str]]:
     """Return the label, as it is stored, and its place, for each structure that has one."""
     if len(frames) == 0:
         raise InputError("frames", "no structures", "at least one")
     found = {i: hit for i, atoms in enumerate(frames) if (hit := find_label(atoms, key, per_atom))}
     predicted = sum(any(p for *_, p in _stored(atoms, key, per_atom)) for atoms in frames)
-    if not found:
+    if not found and required:
         _reject_key(frames, key, per_atom, predicted=predicted > 0)
     _check_shared_calculators(frames, found)
     if predicted:

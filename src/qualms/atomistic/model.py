@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -14,7 +15,7 @@ import numpy as np
 from ase import Atoms
 
 from qualms.arrays import BoolArray, Float64Array, IntArray
-from qualms.atomistic import training
+from qualms.atomistic import shards, training
 from qualms.atomistic.baseline import atom_design, structure_design
 from qualms.atomistic.fitted import Fitted, Provenance, Record, describe_size
 from qualms.atomistic.forces import (
@@ -35,6 +36,7 @@ from qualms.atomistic.settings import (
     signature,
 )
 from qualms.atomistic.structures import (
+    FrameFiles,
     check_not_single,
     check_species,
     check_structures,
@@ -43,6 +45,7 @@ from qualms.atomistic.structures import (
 from qualms.calibration.base import CalibrationData
 from qualms.calibration.methods import Scaled
 from qualms.errors import InputError, QualmsError, counted
+from qualms.execution import as_workers
 from qualms.features.representation import BATCH, Batch, stream_features
 from qualms.io.files import check_output
 from qualms.prediction import Prediction
@@ -89,10 +92,11 @@ class AtomisticModel:
     def fit(
         self,
         frames: Iterable[Atoms],
-        groups: Sequence[object] | None = None,
+        groups: Sequence[object] | str | None = None,
         *,
         progress: bool | Display = False,
         skip_failed: bool = False,
+        executor: Executor | Any | None = None,
     ) -> AtomisticModel:
         """Train all members and calibrate them on out-of-bag points.
 
@@ -100,26 +104,47 @@ class AtomisticModel:
         ----------
         frames : iterable of Atoms
             Structures without a label are skipped.
-        groups : sequence, optional
+        groups : sequence or str, optional
             Labels of structures that belong together, such as snapshots of one trajectory: they are
-            in or out of a subsample together.
+            in or out of a subsample together. A string is the key of labels in ``atoms.info``.
         progress : bool or Display
             Whether to show the progress on standard error, or what shows it.
         skip_failed : bool
             Whether structures for which the reference potential of the baseline fails are left out
             with a warning, rather than an error.
+        executor : concurrent.futures.Executor or dask.distributed.Client, optional
+            Workers that train on shards of the structures; see the page on scaling. Structures of
+            `qualms.atomistic.FrameFiles` are trained on in shards, too, and so are all others if
+            they need more memory than there may be used.
         """
         check_not_single(frames)
         stages = Stages(Bars() if progress is True else progress or None)
-        found = training.fit(
-            list(frames),
-            self._given,
-            groups,
-            threads=self.threads,
-            stages=stages,
-            reference=self.reference,
-            skip_failed=skip_failed,
-        )
+        in_shards = executor is not None or isinstance(frames, FrameFiles)
+        if not in_shards:
+            frames = list(frames)
+            try:
+                found = training.fit(
+                    frames,
+                    self._given,
+                    _labels(frames, groups) if isinstance(groups, str) else groups,
+                    threads=self.threads,
+                    stages=stages,
+                    reference=self.reference,
+                    skip_failed=skip_failed,
+                )
+            except training.TooLargeError:
+                in_shards = True
+        if in_shards:
+            workers = as_workers(executor, self.threads if executor is None else 1)
+            structures = frames if isinstance(frames, Sequence) else list(frames)
+            found = shards.fit(
+                structures,
+                self._given,
+                groups,
+                workers=workers,
+                stages=stages,
+                skip_failed=skip_failed,
+            )
         self._fitted, self.out_of_bag, self._potential = *found, None
         chosen = {"representation": self._fitted.settings.representation}
         self.settings = self._given.model_copy(update=chosen)
@@ -339,6 +364,17 @@ AtomisticModel.__signature__ = signature()  # type: ignore[attr-defined]
 AtomisticModel.__doc__ = (AtomisticModel.__doc__ or "").replace(
     "    Examples\n", f"    Parameters\n    ----------\n{parameter_list()}\n\n    Examples\n"
 )
+
+
+def _labels(frames: Sequence[Atoms], key: str) -> list[str]:
+    """Return the labels of groups under a key."""
+    missing = [i for i, atoms in enumerate(frames) if key not in atoms.info]
+    if missing:
+        present = sorted({str(name) for atoms in frames for name in atoms.info})
+        expected = f"a key of every structure (missing in frames[{missing[0]}])"
+        remedy = f"Keys present: {', '.join(present) or 'none'}."
+        raise InputError("groups", repr(key), expected, remedy)
+    return [str(atoms.info[key]) for atoms in frames]
 
 
 # --- from new structures to predictions -----------------------------------------------------------

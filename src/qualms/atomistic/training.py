@@ -114,7 +114,7 @@ _NOT_NOVEL = 0.99
 #: fitted to, the selection of representatives, posterior members, and the groups left out.
 _SAMPLE_STREAM, SELECTION_STREAM, _POSTERIOR_STREAM, _LEAVE_OUT_STREAM = 1, 3, 4, 5
 #: Multiplications that leaving rows out of the full model may take, some seconds.
-_PRODUCTS = 5e11
+PRODUCTS = 5e11
 #: The same for the errors of models of several sizes. Twice the representatives must lower them by
 #: this share at least: predictions take twice the time, and the ratio of two errors of some
 #: thousand rows is uncertain by a few per cent.
@@ -137,6 +137,10 @@ _N_COMPONENTS = 2.0
 #: Parameter of the noise variance of each quantity.
 _NOISES = {"energy": "noise", "forces": "forces_noise", "stress": "stress_noise"}
 _PACKAGES = ("numpy", "scipy", "ase", "dscribe", "featomic", "safetensors")
+
+
+class TooLargeError(InputError):
+    """The kernel rows of all labels do not fit in the memory limit."""
 
 
 class Trained(NamedTuple):
@@ -314,11 +318,11 @@ def compute_rows(
 
 #: Numbers of representatives to choose from, and the smallest of a nested model: with fewer, hardly
 #: any time is saved.
-_SIZES = (250, 500, 1000, 1500, 2000, 3000, 4000, 6000, 8000, 12_000, 16_000)
+SIZES = (250, 500, 1000, 1500, 2000, 3000, 4000, 6000, 8000, 12_000, 16_000)
 _SMALLEST = 250
 #: Representatives per label from which on errors hardly change: on 300 molecules of QM9 1500 and
 #: 3000 differ by 0.5 %.
-_PER_LABEL = 5
+PER_LABEL = 5
 #: Seconds of an operation on two cores of a server: of n M d for the selection and the kernel rows,
 #: of n M d for each derivative, of N M² for Gram matrices, noise and members, and of M³ for
 #: factorisations. Each is uncertain by a factor of two.
@@ -326,20 +330,27 @@ _SECONDS_OF = {"kernel": 1e-10, "forces": 2.4e-11, "rows": 1e-10, "solution": 1.
 #: Derivatives of the features of an environment: by three coordinates of some neighbours.
 _N_DERIVATIVES = 3 * 20
 #: Seconds of training, beside the features, for each effort.
-_SECONDS = {"fast": 30.0, "default": 120.0, "best": 900.0}
+SECONDS = {"fast": 30.0, "default": 120.0, "best": 900.0}
 
 
 class TrainingSize(Protocol):
     """What time and memory of a training depend on."""
 
     @property
-    def settings(self) -> Settings: ...
+    def settings(self) -> Settings:
+        """Settings."""
+
     @property
-    def species(self) -> list[int]: ...
+    def species(self) -> list[int]:
+        """Atomic numbers."""
+
     @property
-    def n_environments(self) -> int: ...
+    def n_environments(self) -> int:
+        """Environments whose features are needed."""
+
     @property
-    def n_rows(self) -> int: ...
+    def n_rows(self) -> int:
+        """Labels of all quantities."""
 
 
 def _largest_size(data: TrainingSet, memory: float) -> tuple[int, str]:
@@ -347,17 +358,17 @@ def _largest_size(data: TrainingSet, memory: float) -> tuple[int, str]:
 
     The smallest number is returned even if it exceeds them.
     """
-    settings, useful = data.settings, max(_PER_LABEL * data.n_rows, _SIZES[0])
+    settings, useful = data.settings, max(PER_LABEL * data.n_rows, SIZES[0])
     limits = {
         "the number of environments": data.n_environments,
         "the number of labels": useful,
-        "the largest number": _SIZES[-1],
+        "the largest number": SIZES[-1],
     }
     limit = min(limits, key=limits.__getitem__)
-    sizes = sorted({min(size, limits[limit]) for size in _SIZES}, reverse=True)
+    sizes = sorted({min(size, limits[limit]) for size in SIZES}, reverse=True)
     for size in sizes:
         of_size = replace(data, settings=settings.model_copy(update={"n_representatives": size}))
-        if training_time(of_size) > _SECONDS[settings.effort]:
+        if training_time(of_size) > SECONDS[settings.effort]:
             limit = "effort"
         elif min(_memory_needed(of_size, 1)[:2]) > memory:
             limit = "the memory"
@@ -474,24 +485,26 @@ def _memory_needed(data: TrainingSet, n_workers: int) -> MemoryNeeded:
     return MemoryNeeded(keep, recompute, beside, copies)
 
 
+def format_size(n: float) -> str:
+    """Return a number of bytes as text."""
+    return f"{n / 1e9:.1f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
+
+
 def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int | None, int]:
     """Return environments per block if features are recomputed (None if kept), and processes."""
     n, d = data.n_environments, n_features(data)[0]
     width = 1.1 * data.settings.features.itemsize * d  # bytes of an environment, and some more
     M = min(data.settings.n_selected, n)
 
-    def size(n: float) -> str:
-        return f"{n / 1e9:.1f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
-
     keep, recompute, beside, copies = _memory_needed(data, n_workers)
     while n_workers > 1 and min(keep, recompute) > limit:
         n_workers //= 2
         keep, recompute, beside, copies = _memory_needed(data, n_workers)
     if min(keep, recompute) > limit:
-        raise InputError(
+        raise TooLargeError(
             "memory",
-            size(limit),
-            f"at least {size(1.01 * min(keep, recompute))}",
+            format_size(limit),
+            f"at least {format_size(1.01 * min(keep, recompute))}",
             "Allow more memory, or use fewer representatives or training structures.",
         )
     n_block, use = None, keep
@@ -501,8 +514,8 @@ def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int |
         use = max(recompute, beside + width * n_block * copies)
     log.info(
         f"{n:,} environments × {d:,} features ({'kept' if n_block is None else 'computed twice'}), "
-        f"{data.n_rows:,} labels, {M:,} representatives: about {size(use)} of memory "
-        f"(limit {size(limit)})."
+        f"{data.n_rows:,} labels, {M:,} representatives: about {format_size(use)} of memory "
+        f"(limit {format_size(limit)})."
     )
     return n_block, n_workers
 
@@ -1098,7 +1111,7 @@ def _leave_out(gp: SparseGP, data: TrainingSet) -> dict[str, LeftOut]:
             for name, quantity in data.quantities.items()
         }
     labels, codes = np.unique(groups, return_inverse=True)
-    n = _PRODUCTS / gp.rows.Phi.shape[1] ** 2
+    n = PRODUCTS / gp.rows.Phi.shape[1] ** 2
     rows = _random_groups(codes, np.arange(len(labels)), n, settings.seed)
     owners = np.append(codes, -1)[_owner_rows(data, gp.rows.origins)]
     left_out = gp.leave_out(rows, codes[rows], owners)
@@ -1118,13 +1131,15 @@ def _owner_rows(data: TrainingSet, origins: IntArray) -> IntArray:
 
     It is −1 for those of other structures, if the data are a sample.
     """
-    structure = np.searchsorted(data.source, origins[:, 0])
-    here = data.source[np.minimum(structure, len(data.source) - 1)] == origins[:, 0]
+    order = np.argsort(data.source)
+    place = np.searchsorted(data.source, origins[:, 0], sorter=order)
+    structure = order[np.minimum(place, len(order) - 1)]
+    here = data.source[structure] == origins[:, 0]
     rows = np.where(here, structure, -1)
     if data.settings.per_atom:
         for m in np.flatnonzero(here):
-            place = np.searchsorted(data.centers[structure[m]], origins[m, 1])
-            rows[m] = data.offsets[structure[m]] + place
+            atom = np.searchsorted(data.centers[structure[m]], origins[m, 1])
+            rows[m] = data.offsets[structure[m]] + atom
     return rows
 
 

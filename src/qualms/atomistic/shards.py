@@ -1,0 +1,839 @@
+"""Training on shards: structures that are read, and rows that are computed, part by part.
+
+A sparse Gaussian process needs sums over the data, and little else. Three passes over structures
+compute them, each a function of a part of the structures that `qualms.execution` runs here or on
+workers:
+
+1. `scan`: labels, compositions and duplicates.
+2. `candidates`: features, and the farthest points within a part; representatives are selected among
+   those of all parts. As in `qualms.atomistic.training`, every environment is at most twice as far
+   from a representative as the guarantee of the plain algorithm states.
+3. `sum_rows_of`: features, kernel rows φ and their sums ΦᵀΦ and Φᵀy.
+
+Structures are divided at random into blocks, and members are trained on sets of blocks, so that
+their sums are sums over blocks. Rows of some random structures are kept: on these noise variances
+are selected, the members compared with the labels they have not seen, and uncertainties calibrated.
+
+The largest arrays are (representatives)² for each block, (kept rows) × (representatives), and a few
+numbers per structure. Parts do not depend on the number of workers, and neither does the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from ase import Atoms
+
+from qualms.arrays import BoolArray, Float64Array, IntArray
+from qualms.atomistic.baseline import Baseline, anchors, atom_design, fit_baseline, spans
+from qualms.atomistic.fitted import Record
+from qualms.atomistic.labels import (
+    TrainingSet,
+    join_groups,
+    join_sets,
+    known_baseline,
+    labelled,
+    read_labels,
+    thinned,
+    with_force_atoms,
+)
+from qualms.atomistic.reference import ReferencePotential, make_reference
+from qualms.atomistic.settings import Settings, parse_memory, with_representation
+from qualms.atomistic.structures import FrameFiles, composition, fingerprints
+from qualms.atomistic.training import (
+    PER_LABEL,
+    PRODUCTS,
+    SECONDS,
+    SELECTION_STREAM,
+    SIZES,
+    Candidates,
+    Draw,
+    KernelRows,
+    Representatives,
+    Trained,
+    TrainingFeatures,
+    calibrate,
+    candidate_settings,
+    fit_ensemble,
+    fit_nested,
+    fit_representation,
+    format_size,
+    join_candidates,
+    n_features,
+    nested_sizes,
+    scaled_rows,
+    select_candidates,
+    target_weights,
+    training_time,
+    whitened_rows,
+)
+from qualms.errors import InputError
+from qualms.execution import Workers
+from qualms.features.compression import sample_size
+from qualms.features.gradients import BATCH as GRADIENTS
+from qualms.features.representation import (
+    BATCH,
+    BLOCK,
+    Representation,
+    stop_workers,
+    structure_blocks,
+)
+from qualms.gp.ensemble import draw_members, subsample_size
+from qualms.gp.noise import BlockSums
+from qualms.gp.sparse_gp import RowSums, sum_rows
+from qualms.progress import Stages
+from qualms.resources import limited
+
+log = logging.getLogger(__name__)
+
+#: Structures that are scanned in a task.
+_SCANNED = 2000
+#: Rows whose sums are computed in a task, and at a time in it.
+_ROWS, _CHUNK = 16_384, 4096
+#: Blocks that members are made of: sixteen members of half of them differ in eight of 16 blocks. If
+#: no members are trained, noise variances of several quantities still need a block to test.
+_BLOCKS, _FOLDS = 16, 5
+#: Rows that are kept at most, and representatives that are chosen at least.
+_KEPT, _LEAST = 10_000, 1000
+#: Streams of random numbers: blocks, and rows that are kept.
+_BLOCK_STREAM, _KEPT_STREAM = 7, 8
+
+
+# --- parts of the structures ---
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some structures, their numbers among all, and perhaps their groups; see `execution.Shard`."""
+
+    frames: Sequence[Atoms]
+    numbers: IntArray  #: (n,)
+    groups: IntArray | None = None  #: (n,)
+    kept: BoolArray | None = None  #: (n,): whether the rows of the structure are kept
+    block: int = 0
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def some(self, first: int, last: int) -> Part:
+        """Return the structures of a range."""
+        here = slice(first, last)
+        return replace(
+            self,
+            frames=self.frames[here],
+            numbers=self.numbers[here],
+            groups=None if self.groups is None else self.groups[here],
+            kept=None if self.kept is None else self.kept[here],
+        )
+
+    def halves(self) -> tuple[Part, Part]:
+        """Return two parts of half the size."""
+        middle = len(self) // 2
+        return self.some(0, middle), self.some(middle, len(self))
+
+
+_REFERENCES: dict[str, ReferencePotential | None] = {}
+
+
+def _reference(settings: Settings) -> ReferencePotential | None:
+    """Return the reference potential of the labels, created once in each process."""
+    if settings.reference is None:
+        return None
+    key = settings.reference.model_dump_json()
+    if key not in _REFERENCES:
+        _REFERENCES[key] = make_reference(settings, confirmed=settings.reference)
+    return _REFERENCES[key]
+
+
+# --- the first pass: labels ---
+
+
+class Scanned(NamedTuple):
+    """What the first pass finds in a part, for each structure with a label."""
+
+    numbers: IntArray  #: (n,): among all structures
+    sizes: IntArray  #: (n,): atoms
+    environments: IntArray  #: (n,)
+    derived: IntArray  #: (n, 2): labels of force components, and of virial components
+    periodic: BoolArray  #: (n,)
+    prints: list[bytes]  #: fingerprints
+    groups: list[str]  #: labels of groups, if there are any
+    species: list[int]
+    composition: IntArray  #: (n, S): atoms of each of these species
+    y: Float64Array  #: (N,): labels of the target
+    row_species: IntArray  #: (N,): species of the atoms that an atomic target belongs to
+    n_without: int
+    n_isolated: int
+    isolated: dict[int, float]
+    digest: str
+
+
+def scan(part: Part, settings: Settings, group_key: str | None, skip_failed: bool) -> Scanned:
+    """Read the labels of a part, and check its structures."""
+    frames = list(part.frames)
+    groups = [str(atoms.info.get(group_key)) for atoms in frames] if group_key else []
+    with _numbered(part):
+        if group_key and (lacking := [i for i, a in enumerate(frames) if group_key not in a.info]):
+            expected = f"a key of every structure (missing in frames[{lacking[0]}])"
+            raise InputError("groups", repr(group_key), expected)
+        data = read_labels(
+            frames, settings, reference=_reference(settings), skip_failed=skip_failed, part=True
+        )
+    n, derived = len(data.frames), np.zeros((len(data.frames), 2), dtype=np.intp)
+    for k, name in enumerate(("forces", "stress")):
+        if name in data.quantities:
+            derived[:, k] = np.bincount(data.quantities[name].structure, minlength=n)
+    counts = composition(data.frames, data.species) if n else np.empty((0, 0))
+    atomic = settings.per_atom and n
+    return Scanned(
+        numbers=part.numbers[data.source],
+        sizes=np.array([len(atoms) for atoms in data.frames], dtype=np.intp),
+        environments=np.diff(data.offsets),
+        derived=derived,
+        periodic=np.array([bool(np.any(atoms.pbc)) for atoms in data.frames]),
+        prints=fingerprints(data.frames),
+        groups=[groups[i] for i in data.source] if group_key else [],
+        species=data.species,
+        composition=counts.astype(np.intp),
+        y=data.y,
+        row_species=data.center_species if atomic else np.empty(0, dtype=np.intp),
+        n_without=data.quantities["energy"].n_without,
+        n_isolated=data.n_isolated,
+        isolated=data.isolated,
+        digest=data.digest,
+    )
+
+
+@contextmanager
+def _numbered(part: Part) -> Iterator[None]:
+    """Name structures by their numbers among all, and by their files, in errors."""
+
+    def name(match: re.Match[str]) -> str:
+        i, frames = int(match[1]), part.frames
+        text = f"frames[{part.numbers[i]}]"
+        if isinstance(frames, FrameFiles):
+            text += f" ('{frames.paths[frames.file[i]]}', frame {frames.number[i]})"
+        return text
+
+    try:
+        yield
+    except InputError as error:
+        texts = (error.parameter, str(error.given), error.expected, error.remedy)
+        raise InputError(*(re.sub(r"frames\[(\d+)\]", name, t) for t in texts)) from error
+
+
+@dataclass(frozen=True)
+class Census:
+    """What the first pass finds in all structures: a few numbers for each with a label."""
+
+    settings: Settings  #: with the representation and the baseline
+    species: list[int]
+    numbers: IntArray  #: (n,): among all structures
+    sizes: IntArray  #: (n,): atoms
+    environments: IntArray  #: (n,)
+    derived: IntArray  #: (n, 2)
+    groups: IntArray  #: (n,)
+    composition: IntArray  #: (n, S)
+    y: Float64Array  #: (N,)
+    row_species: IntArray  #: (N,) of an atomic target
+    isolated: dict[int, float]
+    n_without: int
+    n_isolated: int
+    n_duplicates: int
+    digest: str
+    preset: str
+
+    @property
+    def n_environments(self) -> int:
+        """Environments of all structures."""
+        return int(self.environments.sum())
+
+    @property
+    def n_rows(self) -> int:
+        """Labels of all quantities."""
+        return len(self.y) + int(self.derived.sum())
+
+    @property
+    def rows(self) -> IntArray:
+        """Labels of each structure: (n,)."""
+        own = self.environments if self.settings.per_atom else 1
+        return np.asarray(self.derived.sum(axis=1) + own)
+
+    @property
+    def n_labels(self) -> dict[str, int]:
+        """Labels of each quantity that has some."""
+        forces, stress = self.derived.sum(axis=0).tolist()
+        found = {"energy": len(self.y), "forces": forces, "stress": stress}
+        return {name: n for name, n in found.items() if n}
+
+    @cached_property
+    def design(self) -> Float64Array:
+        """Design matrix of the baseline: (N, S)."""
+        if self.settings.per_atom:
+            return atom_design(self.row_species, self.species)
+        return np.asarray(self.composition / self.sizes[:, None])
+
+    @property
+    def of_rows(self) -> IntArray:
+        """Structure of each row of the target: (N,)."""
+        n = np.arange(len(self.numbers))
+        return np.repeat(n, self.environments) if self.settings.per_atom else n
+
+
+def take_census(
+    frames: Sequence[Atoms],
+    settings: Settings,
+    groups: Sequence[object] | str | None,
+    workers: Workers,
+    stages: Stages,
+    *,
+    skip_failed: bool,
+) -> Census:
+    """Read the labels of all structures, and choose what depends on all of them."""
+    if groups is not None and not isinstance(groups, str) and len(groups) != len(frames):
+        raise InputError("groups", f"{len(groups)} labels", f"one for each of {len(frames)} frames")
+    edges = range(0, len(frames), _SCANNED)
+    parts = [
+        Part(frames[i : i + _SCANNED], np.arange(i, min(i + _SCANNED, len(frames)))) for i in edges
+    ]
+    key = groups if isinstance(groups, str) else None
+    with stages.stage("Labels", len(frames)) as advance:
+        found = list(
+            workers.map(scan, parts, settings, key, skip_failed, on_done=_counting(advance))
+        )
+    species = sorted({z for one in found for z in one.species})
+    numbers, sizes, environments, derived, periodic, y, row_species = (
+        np.concatenate([getattr(one, name) for one in found])
+        for name in ("numbers", "sizes", "environments", "derived", "periodic", "y", "row_species")
+    )
+    if not len(numbers):
+        labelled(list(frames[:_SCANNED]), settings.target, settings.kind, settings.species)
+        raise InputError("frames", "no labelled structures", "at least 2")
+    columns = {z: k for k, z in enumerate(species)}
+    counts = np.zeros((len(numbers), len(species)), dtype=np.intp)
+    isolated: dict[int, float] = {}
+    first = 0
+    for one in found:
+        last = first + len(one.numbers)
+        counts[first:last, [columns[z] for z in one.species]] = one.composition
+        first = last
+        for z, value in one.isolated.items():
+            if not math.isclose(isolated.setdefault(z, value), value, rel_tol=1e-8):
+                given = (
+                    f"isolated atoms of atomic number {z} with {value:.10g} and {isolated[z]:.10g}"
+                )
+                raise InputError("frames", given, "one energy of each element")
+    labels = [label for one in found for label in one.groups] if key else groups
+    codes, n_duplicates = join_groups(
+        [digest for one in found for digest in one.prints],
+        labels,
+        np.arange(len(numbers)) if key else numbers,
+    )
+    kinds = settings.species
+    if settings.per_atom and kinds is None:
+        kinds = tuple(np.unique(row_species).tolist())
+    stored = {"memory": None, "threads": None, "species": kinds}
+    # One structure of all elements stands for the others.
+    alike = Atoms(species, np.zeros((len(species), 3)), pbc=bool(np.mean(periodic) >= 0.5))
+    settings, preset = with_representation(settings.model_copy(update=stored), [alike])
+    settings = with_force_atoms(settings, sizes.tolist())
+    census = Census(
+        settings=settings,
+        species=species,
+        numbers=numbers,
+        sizes=sizes,
+        environments=environments,
+        derived=derived,
+        groups=codes,
+        composition=counts,
+        y=y,
+        row_species=row_species,
+        isolated=isolated,
+        n_without=sum(one.n_without for one in found),
+        n_isolated=sum(one.n_isolated for one in found),
+        n_duplicates=n_duplicates,
+        digest=hashlib.blake2b(
+            "".join(one.digest for one in found).encode(), digest_size=16
+        ).hexdigest(),
+        preset=preset,
+    )
+    for name, key_of in (("forces", settings.forces), ("stress", settings.stress)):
+        if key_of is not None and name not in census.n_labels:
+            raise InputError(name, repr(key_of), "a label of at least one structure with an energy")
+    known = known_baseline(settings, species, census.design, isolated)
+    return replace(census, settings=known)
+
+
+def _counting(advance: Callable[[int], object]) -> Callable[[Any], None]:
+    """Return what is called with each part that is done, and shows the number of structures."""
+    done = 0
+
+    def on_done(part: Part) -> None:
+        nonlocal done
+        done += len(part)
+        advance(done)
+
+    return on_done
+
+
+def _part(frames: Sequence[Atoms], census: Census, some: IntArray, **others: Any) -> Part:
+    """Return some structures of those with labels; structures of files are read later."""
+    numbers = census.numbers[some]
+    chosen = frames[numbers] if isinstance(frames, FrameFiles) else [frames[i] for i in numbers]
+    return Part(chosen, numbers, census.groups[some], **others)
+
+
+# --- blocks and members ---
+
+
+class Blocks(NamedTuple):
+    """Blocks of structures, and the members that are made of them."""
+
+    block: IntArray  #: (n,): block of each structure
+    counts: IntArray  #: (B, N_R): how often each block is in each member
+    baseline: Baseline
+
+
+def draw_blocks(census: Census) -> Blocks:
+    """Divide structures into blocks, draw the blocks of members, and fit their baselines.
+
+    Structures of a group are in one block. If some member lacks an element, the few groups that
+    determine the baselines of all are in a block of their own, which every member has.
+    """
+    settings, groups = census.settings, np.unique(census.groups, return_inverse=True)[1]
+    n_groups = int(groups.max()) + 1
+    if n_groups < 2:
+        raise InputError("frames", f"{n_groups} group of structures", "at least 2 to draw from")
+    rng = np.random.default_rng([settings.seed, _BLOCK_STREAM])
+    wanted = _BLOCKS if settings.n_subsampled else _FOLDS if settings.learns_forces else 1
+    n_blocks = min(wanted, n_groups)
+    of_group = np.empty(n_groups, dtype=np.intp)
+    of_group[rng.permutation(n_groups)] = np.arange(n_groups) % n_blocks
+    counts = np.zeros((n_blocks, 0), dtype=np.intp)
+    if settings.n_subsampled:
+        share = subsample_size(settings.subsample, n_groups) / n_groups
+        counts = draw_members(n_blocks, settings.n_members, share, rng, replace=settings.replace)
+    rows = census.of_rows
+    lacking = ~spans(census.design, counts[of_group[groups[rows]]])
+    if settings.linear_baseline == "composition" and lacking.any():
+        of_group[groups[rows[anchors(census.design)]]] = n_blocks
+        counts = np.concatenate([counts, np.ones((1, counts.shape[1]), dtype=np.intp)])
+    block = of_group[groups]
+    baseline = fit_baseline(
+        settings.linear_baseline,
+        census.design,
+        census.y,
+        species=census.species,
+        kind=settings.kind,
+        counts=counts[block[rows]],
+        isolated=census.isolated,
+    )
+    return Blocks(block, counts, baseline)
+
+
+def _kept(census: Census, blocks: Blocks, n_representatives: int) -> BoolArray:
+    """Return the structures whose rows are kept: random groups that some members lack."""
+    rng = np.random.default_rng([census.settings.seed, _KEPT_STREAM])
+    groups = np.unique(census.groups, return_inverse=True)[1]
+    sizes = np.bincount(groups, weights=census.rows)
+    usual = np.unique(groups[blocks.block < _BLOCKS])
+    order = rng.permutation(usual)
+    n_rows = _kept_rows(census.n_rows, n_representatives)
+    n_groups = int(np.searchsorted(np.cumsum(sizes[order]), n_rows)) + 1
+    return np.isin(groups, order[:n_groups])
+
+
+def _kept_rows(n_rows: int, M: int) -> int:
+    return min(n_rows, _KEPT, max(int(PRODUCTS / M**2), 1000))
+
+
+# --- the second pass: representatives ---
+
+
+def _read(
+    part: Part, settings: Settings, species: list[int], *, reference: bool = False
+) -> TrainingSet:
+    """Read the labels of structures that have some; warnings have been issued before."""
+    assert part.groups is not None, "known after the first pass"
+    with warnings.catch_warnings(), _numbered(part):
+        warnings.simplefilter("ignore")
+        potential = _reference(settings) if reference else None
+        data = read_labels(list(part.frames), settings, reference=potential, part=True)
+    labels = data.derivatives
+    data = replace(
+        data,
+        settings=settings,
+        source=part.numbers[data.source],
+        groups=part.groups[data.source],
+        species=species,
+        derivatives=None if labels is None else thinned(labels, settings),
+    )
+    return join_sets([data])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the tasks of the second and third pass need to know."""
+
+    settings: Settings
+    species: list[int]
+    representation: Representation
+    n_workers: int  #: processes that compute features within a task
+
+    def read(self, part: Part, *, reference: bool) -> TrainingSet:
+        """Read the labels of a part; less the reference potential, if there is one."""
+        return _read(part, self.settings, self.species, reference=reference)
+
+    def features(self, data: TrainingSet) -> TrainingFeatures:
+        """Return the features of a part, computed as often as they are needed."""
+        return TrainingFeatures(data, self.representation, self.n_workers, Stages(), n_block=1)
+
+
+def candidates(part: Part, plan: Plan) -> Candidates:
+    """Select representatives within a part."""
+    data = plan.read(part, reference=False)
+    seed = [plan.settings.seed, SELECTION_STREAM, int(part.numbers[0])]
+    settings = candidate_settings(plan.settings)
+    features = plan.features(data)
+    return select_candidates(features, 0, len(data.frames), settings, np.random.default_rng(seed))
+
+
+def select(
+    frames: Sequence[Atoms], census: Census, plan: Plan, workers: Workers, stages: Stages
+) -> Representatives:
+    """Select representatives: within parts, and then among those of all parts."""
+    n = selection_size(census)
+    edges = np.concatenate([[0], np.cumsum(census.environments)])
+    ranges = structure_blocks(edges, n)
+    parts = [_part(frames, census, np.arange(first, last)) for first, last in ranges]
+    settings = plan.settings
+    shared = workers.share(plan)
+    with stages.stage("Features", len(census.numbers)) as advance:
+        found = list(workers.map(candidates, parts, shared, on_done=_counting(advance)))
+    rng = np.random.default_rng([settings.seed, SELECTION_STREAM])
+    return join_candidates(found, plan.representation.kernel, settings, rng, stages)
+
+
+def selection_size(census: Census) -> int:
+    """Return environments of a part from which representatives are selected.
+
+    Few parts have many features in memory, many parts many candidates: √(nM) is the best for both.
+    """
+    n, M = census.n_environments, census.settings.n_selected
+    return max(int(math.sqrt(n * M)), 2 * M)
+
+
+# --- the third pass: sums over rows ---
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """What the tasks of the third pass need to know, beside the `Plan`."""
+
+    points: Representatives
+    sizes: list[int]  #: numbers of representatives of nested models
+    baseline: Float64Array  #: (S,): coefficients of the full model
+    center: float  #: weighted mean of the target less the baseline
+    mean_size: float  #: atoms
+    chunk: int  #: structures whose rows are computed at a time
+
+
+class PartSums(NamedTuple):
+    """Sums over the rows of a part, and the rows that are kept, not scaled by Eq. (17)."""
+
+    sums: dict[str, RowSums]  #: by quantity
+    diagonal: float  #: sum of the diagonal of the kernel, over the rows of the target
+    novelty: Float64Array  #: (n_structures, n_sizes, 2)
+    kept: tuple[tuple[TrainingSet, Float64Array, Float64Array, int], ...]  #: rows, diagonal, block
+
+
+def sum_rows_of(part: Part, plan: Plan, rows: RowPlan) -> PartSums:
+    """Compute the rows of a part, some structures at a time, and sum over them."""
+    total: PartSums | None = None
+    for first in range(0, len(part), rows.chunk):
+        found = _sum_chunk(part.some(first, first + rows.chunk), plan, rows)
+        total = found if total is None else add_sums(total, found)
+    assert total is not None, "parts are not empty"
+    return total
+
+
+def _sum_chunk(part: Part, plan: Plan, rows: RowPlan) -> PartSums:
+    data = plan.read(part, reference=True)
+    Phi, diagonal, novelty = whitened_rows(plan.features(data), rows.points, rows.sizes)
+    n, design = len(data.y), data.design
+    C, weight = np.zeros((data.n_rows, design.shape[1] + 2)), np.ones(data.n_rows)
+    for quantity in data.quantities.values():
+        C[quantity.rows, 0] = quantity.y
+    C[:n, 0] -= design @ rows.baseline + rows.center
+    C[:n, 1:-1], C[:n, -1] = design, 1.0
+    weight[:n] = target_weights(data, rows.mean_size)
+    sums = {
+        name: sum_rows(Phi[q.rows], C[q.rows], weight[q.rows])
+        for name, q in data.quantities.items()
+    }
+    kept: tuple[Any, ...] = ()
+    if part.kept is not None and part.kept.any():
+        some = np.flatnonzero(np.isin(data.source, part.numbers[part.kept]))
+        sample, chosen = data.take(some)
+        kept = ((sample, Phi[chosen], diagonal[chosen[chosen < n]], part.block),)
+    return PartSums(sums, float(diagonal.sum()), novelty, kept)
+
+
+def add_sums(a: PartSums, b: PartSums) -> PartSums:
+    """Return the sums over both of two parts."""
+    names = dict.fromkeys([*a.sums, *b.sums])
+    sums = {
+        name: a.sums[name] + b.sums[name]
+        if name in a.sums and name in b.sums
+        else (a.sums.get(name) or b.sums[name])
+        for name in names
+    }
+    novelty = np.concatenate([a.novelty, b.novelty])
+    return PartSums(sums, a.diagonal + b.diagonal, novelty, a.kept + b.kept)
+
+
+class Summed(NamedTuple):
+    """Kernel rows with the sums over all, the structures whose rows are kept, and the draw."""
+
+    rows: KernelRows
+    sample: TrainingSet
+    draw: Draw
+
+
+def sum_all(
+    frames: Sequence[Atoms],
+    census: Census,
+    blocks: Blocks,
+    plan: Plan,
+    points: Representatives,
+    workers: Workers,
+    stages: Stages,
+    size_limit: str = "",
+) -> Summed:
+    """Compute the sums over all rows, block by block."""
+    settings, (block, counts, baseline) = plan.settings, blocks
+    r = len(points.features)
+    sizes = [*(nested_sizes(r) if size_limit else []), r]
+    rest = census.y - baseline.predict(census.design)
+    mean_size = float(census.sizes.mean())
+    weight = np.ones(len(rest))
+    if settings.noise_per == "structure":
+        weight = (census.sizes / mean_size) ** 2
+    center = float(np.average(rest, weights=weight)) if settings.linear_baseline != "none" else 0.0
+    per_structure = census.n_rows / len(census.numbers)
+    chunk = max(int(_CHUNK / per_structure), 1)
+    rows = RowPlan(points, sizes, baseline.full, center, mean_size, chunk)
+    kept, parts = _kept(census, blocks, r), []
+    for b in range(len(counts)):
+        here = np.flatnonzero(block == b)
+        for some in np.array_split(here, max(math.ceil(census.rows[here].sum() / _ROWS), 1)):
+            if len(some):
+                parts.append(_part(frames, census, some, kept=kept[some], block=b))
+    shared = workers.share(plan), workers.share(rows)
+    found: dict[int, PartSums] = {}
+    with stages.stage("Kernel rows", len(census.numbers)) as advance:
+        on_done = _counting(advance)
+        for b, total in workers.reduce_groups(
+            sum_rows_of, add_sums, parts, *shared, key=_block_of, on_done=on_done
+        ):
+            found[b] = total
+    stop_workers()
+    whole = [part for total in found.values() for part in total.kept]
+    sample = join_sets([data for data, *_ in whole])
+    sample = replace(
+        sample,
+        n_isolated=census.n_isolated,
+        n_duplicates=census.n_duplicates,
+        isolated=census.isolated,
+        digest=census.digest,
+        preset=census.preset,
+    )
+    energies = [len(data.y) for data, *_ in whole]
+    Phi = np.concatenate(
+        [Phi[:n] for (_, Phi, *_), n in zip(whole, energies, strict=True)]
+        + [Phi[n:] for (_, Phi, *_), n in zip(whole, energies, strict=True)]
+    )
+    of_structure = np.concatenate([np.full(len(data.frames), b) for data, _, _, b in whole])
+    of_rows = np.empty(sample.n_rows, dtype=np.intp)
+    for quantity in sample.quantities.values():
+        of_rows[quantity.rows] = of_structure[quantity.structure]
+    novelty = np.concatenate([total.novelty for total in found.values()]).swapaxes(0, 1)
+    result = scaled_rows(
+        plan.representation,
+        points,
+        Phi,
+        np.concatenate([diagonal for _, _, diagonal, _ in whole]),
+        sum(total.diagonal for total in found.values()) / len(census.y),
+        dict(zip(sizes, novelty, strict=True)),
+        settings,
+        size_limit,
+    )
+    factor, c = math.sqrt(result.basis.scale), census.design.shape[1] + 2
+    nothing = RowSums(np.zeros((r, r)), np.zeros((r, c)), np.zeros((c, c)), 0)
+    sums: dict[str, list[RowSums]] = {name: [] for name in census.n_labels}
+    for b in range(len(counts)):
+        total = found.pop(b)
+        for name, of_blocks in sums.items():
+            of_blocks.append(total.sums.pop(name, nothing).scaled(factor))
+    result = replace(result, blocks=BlockSums(sums, of_rows, center), mean_size=mean_size)
+    of_sample = counts[of_rows[sample.quantities["energy"].rows]]
+    return Summed(result, sample, Draw(of_sample, baseline, counts))
+
+
+def _block_of(part: Part) -> int:
+    return part.block
+
+
+# --- size of the problem ---
+
+
+def _with_size(census: Census, n_workers: int) -> tuple[Census, str]:
+    """Return the census with a number of representatives, and what limits it if it was chosen."""
+    if census.settings.n_representatives != "auto":
+        return census, ""
+
+    def of_size(M: int) -> Census:
+        chosen = census.settings.model_copy(update={"n_representatives": M})
+        return replace(census, settings=chosen)
+
+    limits = {
+        "the number of environments": census.n_environments,
+        "the number of labels": max(PER_LABEL * census.n_rows, SIZES[0]),
+        "the largest number": SIZES[-1],
+    }
+    limit = min(limits, key=limits.__getitem__)
+    seconds = SECONDS[census.settings.effort] * n_workers
+    for M in sorted({min(size, limits[limit]) for size in SIZES}, reverse=True):
+        if M <= _LEAST or training_time(of_size(M)) <= seconds:
+            return of_size(M), limit
+        limit = "effort"
+    raise AssertionError("the smallest is accepted")
+
+
+class MemoryNeeded(NamedTuple):
+    """Bytes of the process that trains the model, and of each of its workers."""
+
+    driver: float
+    worker: float
+
+
+def memory_needed(census: Census) -> MemoryNeeded:
+    """Return the memory of a training on shards, by the largest arrays of its stages."""
+    settings, n = census.settings, census.n_environments
+    M, (d, d_raw) = min(settings.n_selected, n), n_features(census)
+    size, square = settings.features.itemsize, 8.0 * M**2
+    base = 0.5e9 + settings.features.overhead
+    n_blocks = _BLOCKS if settings.n_subsampled else _FOLDS if settings.learns_forces else 1
+    per_structure = 500.0 + 16.0 * len(census.species) + 24.0 * settings.n_members
+    kept = 24.0 * _kept_rows(census.n_rows, M) * M
+    environments = min(selection_size(census), n)
+    n_parts = -(-n // environments)
+    joining = 2.2 * size * d * M * n_parts if n_parts > 1 else 0.0
+    sampled = 12.0 * sample_size(n) * d_raw + 24.0 * d_raw**2 if d < d_raw else 0.0
+    solving = (n_blocks * len(census.n_labels) + 6) * square + kept
+    driver = (
+        base + per_structure * len(census.numbers) + max(joining + 3 * square, solving, sampled)
+    )
+    copies = 2.2 if settings.per_species else 1.2
+    batch = 32.0 * min(BATCH, n) * d_raw + 12.0 * BLOCK * M
+    if settings.learns_forces:
+        batch += 48.0 * GRADIENTS * 30 * (d_raw + M)
+    selecting = copies * size * environments * d
+    summing = (3.0 + 3.0 * len(census.n_labels)) * square + 24.0 * _CHUNK * M + 12.0 * M * d
+    return MemoryNeeded(driver, base + batch + max(selecting, summing))
+
+
+def announce(census: Census, workers: Workers, limit: float) -> None:
+    """Log the memory that is needed; reject a training for which it does not suffice."""
+    driver, worker = memory_needed(census)
+    total = driver + worker if workers.executor is None else driver
+    M = census.settings.n_selected
+    text = (
+        f"{census.n_environments:,} environments, {census.n_rows:,} labels, {M:,} representatives, "
+    )
+    text += f"in shards: about {format_size(total)} of memory (limit {format_size(limit)})"
+    if workers.executor is not None:
+        text += f", and {format_size(worker)} for each of {workers.number} workers"
+    log.info(f"{text}.")
+    if total > limit:
+        raise InputError(
+            "memory",
+            format_size(limit),
+            f"at least {format_size(1.01 * total)}",
+            "Allow more memory, use fewer representatives, or uncertainty='posterior'.",
+        )
+
+
+def _record(record: Record, census: Census) -> Record:
+    """Return the record of a training with the numbers of all structures, not of a sample."""
+    without = {
+        "energy": census.n_without,
+        "forces": int(np.sum(census.derived[:, 0] == 0)),
+        "stress": int(np.sum(census.derived[:, 1] == 0)),
+    }
+    quantities = {
+        name: found.model_copy(update={"n_rows": census.n_labels[name], "n_without": without[name]})
+        for name, found in record.quantities.items()
+    }
+    update = {
+        "n_structures": len(census.numbers),
+        "n_environments": census.n_environments,
+        "quantities": quantities,
+    }
+    return record.model_copy(update=update)
+
+
+# --- the whole training ---
+
+
+def fit(
+    frames: Sequence[Atoms],
+    settings: Settings,
+    groups: Sequence[object] | str | None = None,
+    *,
+    workers: Workers,
+    stages: Stages | None = None,
+    skip_failed: bool = False,
+) -> Trained:
+    """Train a model on structures that are read part by part, and calibrate it.
+
+    Parameters are those of `qualms.atomistic.training.fit`; groups may be a key of ``atoms.info``.
+    """
+    stages = stages or Stages()
+    if settings.resample == "atoms":
+        remedy = "Train in one process, with more memory."
+        raise InputError("resample", "'atoms'", "'structures' for training on shards", remedy)
+    workers.check(frames.paths if isinstance(frames, FrameFiles) else ())
+    census = take_census(frames, settings, groups, workers, stages, skip_failed=skip_failed)
+    if census.preset:
+        log.info(f"Representation: {census.preset}.")
+    census, size_limit = _with_size(census, workers.number)
+    announce(census, workers, parse_memory(settings.memory))
+    blocks = draw_blocks(census)
+
+    def read(some: IntArray) -> tuple[Sequence[Atoms], Sequence[IntArray]]:
+        data = _read(_part(frames, census, some), census.settings, census.species)
+        return data.frames, data.centers
+
+    columns = np.array(census.species)
+    elements = [columns[row > 0].tolist() for row in census.composition]
+    representation = fit_representation(census, elements, census.environments, read, stages)
+    n_workers = workers.threads if workers.executor is None else 1
+    plan = Plan(census.settings, census.species, representation, n_workers)
+    points = select(frames, census, plan, workers, stages)
+    rows, sample, draw = sum_all(frames, census, blocks, plan, points, workers, stages, size_limit)
+    with limited(workers.threads):
+        gp = fit_nested(rows, sample, draw.baseline, stages)
+        ensemble = fit_ensemble(gp, sample, draw, stages)
+        found = calibrate(ensemble, sample, stages)
+    return found._replace(fitted=replace(found.fitted, record=_record(found.fitted.record, census)))
