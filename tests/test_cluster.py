@@ -1,13 +1,23 @@
 """Commands on Dask: options, prediction by parts, and evaluation."""
 
 import gc
+import os
+import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
+import ase.io
+import numpy as np
+import pandas as pd
 import pytest
 import yaml
-from test_execution import started
+from atomistic_fixtures import ENERGY, make_model
+from test_cli import contents, qualms
+from test_execution import dask_client, started
 
+from qualms.atomistic import bulk
 from qualms.cli import cluster
 from qualms.cli._common import Terminal
 from qualms.cli.cluster import open_workers
@@ -153,3 +163,222 @@ def test_without_dask(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, package, None)
             assert rejected(cluster=spec) == "--cluster"
+
+
+# --- prediction ---
+
+PREDICT = "predict model.safetensors new.xyz"
+#: The command in a process of its own, with small parts that take a while.
+SLOWLY = """
+import sys, time
+from qualms.atomistic import bulk
+from qualms.cli import main
+bulk._PART, write = 10, bulk.write_part
+def write_slowly(*arguments):
+    write(*arguments)
+    time.sleep(0.2)
+bulk.write_part = write_slowly
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, molecules):
+    """A directory with models and structures, which no test may change."""
+    folder = tmp_path_factory.mktemp("source")
+    model = make_model(units="eV", n_representatives=60, n_members=8).fit(molecules[:100])
+    model.save(folder / "model.safetensors")
+    shifts = make_model("shift", "atomic", species="N", n_representatives=30, n_members=8)
+    shifts.fit(molecules[:100]).save(folder / "atoms.safetensors")
+    ase.io.write(folder / "new.xyz", molecules[100:])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def by_workers():
+    """The option for two workers that have imported what they need, in another directory."""
+    with dask_client(n_workers=2) as client:
+        yield f"--scheduler {client.scheduler.address} --quiet"
+
+
+@pytest.fixture
+def desk(source, tmp_path, monkeypatch):
+    """An own directory with links to these files."""
+    for path in source.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def same_tables(a, b):
+    pd.testing.assert_frame_equal(a, b, check_exact=False, rtol=1e-12, check_dtype=False)
+
+
+def parts(directory):
+    """Names of the parts, and when they were written."""
+    return {path.name: path.stat().st_mtime_ns for path in Path(directory).glob("part-*")}
+
+
+@pytest.mark.parametrize("how", ["", "--ensemble --interval 0.8 --in meV --per atom"])
+def test_a_table_in_parts_equals_the_others(desk, by_workers, how, monkeypatch):
+    assert qualms(f"{PREDICT} {how} -o new.csv").code == 0
+    monkeypatch.setattr(bulk, "_PART", 30)
+    document = qualms(f"{PREDICT} {how} -o one.parquet --json").document
+    assert (document["n_structures"], document["target"]) == (100, ENERGY)
+    expected, found = pd.read_csv("new.csv"), pd.read_parquet("one.parquet")
+    same_tables(found, expected)
+    assert len(parts("one.parquet")) == 4
+    again = qualms(f"{PREDICT} {how} -o two.parquet {by_workers} --json").document
+    assert again == document | {"output": "two.parquet"}
+    same_tables(pd.read_parquet("two.parquet"), expected)
+    for suffix in ("csv", "xyz", "npz"):
+        if "--per" not in how or suffix != "xyz":
+            assert qualms(f"{PREDICT} {how} -o here.{suffix}").code == 0
+            assert qualms(f"{PREDICT} {how} -o there.{suffix} {by_workers}").code == 0
+    same_tables(pd.read_csv("there.csv"), expected)
+    with np.load("here.npz") as here, np.load("there.npz") as there:
+        assert [*here] == [*there]
+        np.testing.assert_allclose(here[ENERGY], there[ENERGY], rtol=1e-12)
+    if "--per" not in how:
+        pairs = zip(ase.io.read("here.xyz", ":"), ase.io.read("there.xyz", ":"), strict=True)
+        for here, there in pairs:
+            assert here == there
+            assert here.info.keys() == there.info.keys()
+
+
+def test_a_table_of_atoms_has_parts_without_any(desk, molecules, monkeypatch):
+    """The first molecules, and the last, have no nitrogen."""
+    frames = sorted(molecules[100:], key=lambda atoms: 7 in atoms.numbers)
+    n_without = sum(7 not in atoms.numbers for atoms in frames)
+    ase.io.write("sorted.xyz", [*frames[5:], *frames[:5]])
+    command = "predict atoms.safetensors sorted.xyz"
+    assert qualms(f"{command} -o new.csv").code == 0
+    monkeypatch.setattr(bulk, "_PART", 5)
+    assert qualms(f"{command} -o new.parquet").code == 0
+    expected = pd.read_csv("new.csv")
+    same_tables(pd.read_parquet("new.parquet"), expected)
+    assert expected["index"].min() == n_without - 5 >= 5
+    assert {*expected["symbol"]} == {"N"}
+
+
+def test_a_killed_run_continues(desk, by_workers):
+    command = [sys.executable, "-c", SLOWLY, *PREDICT.split(), "-o", "new.parquet", "--quiet"]
+    process = subprocess.Popen(command)
+    deadline = time.monotonic() + 60
+    while len(parts("new.parquet")) < 3 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    kept = parts("new.parquet")
+    assert 3 <= len(kept) < 10
+    Path("new.parquet/.part-000000000-000000009.parquet-1234.part.parquet").touch()
+    document = qualms(f"{PREDICT} -o new.parquet --json {by_workers}").document
+    found = parts("new.parquet")
+    assert len(found) == 10
+    assert {name: found[name] for name in kept} == kept
+    assert document["n_structures"] == 100
+    assert {*os.listdir("new.parquet")} == {*found, "_qualms.json"}
+    assert qualms(f"{PREDICT} -o new.csv").code == 0
+    same_tables(pd.read_parquet("new.parquet"), pd.read_csv("new.csv"))
+    assert qualms(f"{PREDICT} -o new.parquet").code == 0  # nothing is left to do
+    assert parts("new.parquet") == found
+
+
+def test_a_table_belongs_to_a_model_options_and_structures(desk, molecules):
+    assert qualms(f"{PREDICT} -o new.parquet").code == 0
+    before = contents("new.parquet")
+    make_model(units="eV", n_members=5).fit(molecules[:50]).save("other.safetensors")
+    ase.io.write("others.xyz", molecules[101:])
+    others = ["predict other.safetensors new.xyz", "predict model.safetensors others.xyz"]
+    others.append(f"{PREDICT} --ensemble")
+    for command in others:
+        assert qualms(f"{command} -o new.parquet").code == 2
+        assert contents("new.parquet") == before
+    assert qualms(f"{others[1]} -o new.parquet --force").code == 0
+    assert len(pd.read_parquet("new.parquet")) == 99
+
+
+@pytest.mark.parametrize("how", ["here", "by workers"])
+def test_a_broken_structure_is_named_and_parts_are_kept(desk, by_workers, how):
+    lines = Path("new.xyz").read_text().splitlines(keepends=True)
+    place = [i for i, line in enumerate(lines) if line.strip().isdecimal()][80]
+    lines[place + 3] = "C 0.0 what 0.0\n"
+    Path("broken.xyz").write_text("".join(lines))
+    options = by_workers if how == "by workers" else ""
+    ended = qualms(f"predict model.safetensors broken.xyz -o new.parquet {options}")
+    assert ended.code == 2
+    assert "broken.xyz" in ended.err
+    assert "frame 80" in ended.err
+    # Parts have 25 structures, or 20 for two workers.
+    assert [*pd.read_parquet("new.parquet")["index"]][:75] == [*range(75)]
+    assert len(parts("new.parquet")) >= 3
+
+
+def test_errors_count_structures_from_the_first(desk, molecules, monkeypatch):
+    monkeypatch.setattr(bulk, "_PART", 25)
+    frames = [*molecules[100:130], molecules[130].copy(), *molecules[131:]]
+    frames[30].symbols[0] = "Xe"
+    ase.io.write("strange.xyz", frames)
+    ended = qualms("predict model.safetensors strange.xyz -o new.parquet")
+    assert ended.code == 2
+    assert "frames[5]" in ended.err
+    assert "structure 25" in ended.err
+
+
+def test_more_workers_than_structures(desk):
+    ase.io.write("two.xyz", ase.io.read("new.xyz", ":2"))
+    assert qualms("predict model.safetensors two.xyz -o two.parquet --cluster local:3").code == 0
+    assert [*parts("two.parquet")] == ["part-000000000-000000001.parquet"]
+    assert len(pd.read_parquet("two.parquet")) == 2
+
+
+def test_a_part_that_is_too_large_is_halved(desk, monkeypatch):
+    monkeypatch.setattr(bulk, "_PART", 40)
+    predict = bulk.predict_batches
+
+    def limited(model, numbered, wanted):
+        if len(some := list(numbered)) > 15:
+            raise MemoryError
+        return predict(model, some, wanted)
+
+    monkeypatch.setattr(bulk, "predict_batches", limited)
+    assert qualms(f"{PREDICT} -o new.parquet").code == 0
+    assert list(pd.read_parquet("new.parquet")["index"]) == [*range(100)]
+    assert len(parts("new.parquet")) == 8
+
+
+def test_where_a_table_cannot_be_written(desk, monkeypatch):
+    Path("own.parquet").mkdir()
+    Path("own.parquet/precious.txt").touch()
+    Path("file.parquet").touch()
+    Path("damaged.parquet").mkdir()
+    Path("damaged.parquet/_qualms.json").write_text("[]")
+    before = contents(".")
+    for name in ("own", "file", "damaged", "none/new"):
+        assert qualms(f"{PREDICT} -o {name}.parquet --force").code == 2
+    assert qualms(f"{PREDICT} --atoms -o new.parquet").code == 2
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert qualms(f"{PREDICT} -o new.parquet").code == 2
+    assert contents(".") == before
+
+
+def test_workers_that_do_not_see_the_files(desk, by_workers, monkeypatch):
+    before = contents(".")
+    monkeypatch.setattr("qualms.execution.sizes_of", lambda files: dict.fromkeys(files, 4))
+    ended = qualms(f"{PREDICT} -o new.csv {by_workers}")
+    assert (ended.code, "executor" in ended.err) == (2, True)
+    assert contents(".") == before
+
+
+def test_forces_by_workers(desk, by_workers, force_model, alloys):
+    force_model.save("forces.safetensors")
+    ase.io.write("alloys.xyz", alloys[26:])
+    for name, how in {"here": "", "there": by_workers}.items():
+        command = (
+            f"predict forces.safetensors alloys.xyz --forces --stress --atoms --ensemble {how}"
+        )
+        assert qualms(f"{command} -o {name}.npz").code == 0
+    with np.load("here.npz") as here, np.load("there.npz") as there:
+        assert {*here} == {*there} >= {"forces", "stress_ensemble", "energy_atoms_novelty"}
+        for name in {*here} - {"energy_units"}:
+            np.testing.assert_allclose(here[name], there[name], rtol=1e-9, atol=1e-12)

@@ -255,7 +255,7 @@ def test_structures_that_fail_are_named_or_left_out(rich):
     with rejects("frames[3]"):
         model.predict(rich)
     with pytest.warns(QualmsWarning, match=r"frames\[3\]"):
-        kept = list(model.reference.computable(rich))
+        kept = [atoms for _, atoms in model.reference.computable(enumerate(rich))]
     assert [atoms.info["energy"] for atoms in kept] == [
         atoms.info["energy"] for i, atoms in enumerate(rich) if i not in (3, 11)
     ]

@@ -125,16 +125,16 @@ class ReferencePotential(ABC):
         )
 
     def computable(
-        self, frames: Iterable[Atoms], *, forces: bool = False, stress: bool = False
-    ) -> Iterator[Atoms]:
-        """Yield the structures that have values; a warning names the others."""
-        numbered = enumerate(frames)
-        while block := list(itertools.islice(numbered, _BLOCK)):
+        self, numbered: Iterable[tuple[int, Atoms]], *, forces: bool = False, stress: bool = False
+    ) -> Iterator[tuple[int, Atoms]]:
+        """Yield numbers and structures that have values; a warning names the others."""
+        remaining = iter(numbered)
+        while block := list(itertools.islice(remaining, _BLOCK)):
             indices, some = [i for i, _ in block], [atoms for _, atoms in block]
             check_structures(some, first=indices[0])
             how = {"forces": forces, "stress": stress, "skip_failed": True}
             energies = self.evaluate(some, indices=indices, **how).energies
-            yield from (a for a, e in zip(some, energies, strict=True) if np.isfinite(e))
+            yield from (one for one, e in zip(block, energies, strict=True) if np.isfinite(e))
 
     def _report(self, failed: dict[int, str], n: int, *, skip_failed: bool) -> None:
         """Raise an error about the first structure that failed, or warn about all."""

@@ -1,7 +1,7 @@
 """Writing predictions to files, batch by batch: structures may be more than fit into memory.
 
 The suffix of the file decides: extended XYZ, which keeps the structures and all their properties,
-CSV, or NPZ. ``docs/file-formats.md`` lists the keys of each format.
+CSV, Parquet, or NPZ. ``docs/file-formats.md`` lists the keys of each format.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ _TENSORS = ("stress", "virial", "uid")
 class _Batch(NamedTuple):
     """Predictions of some structures; `start` structures were written before.
 
-    `rows` are the predicted atoms of each structure, for properties of atoms. `ends` are where the
-    rows of each structure begin and end in `values`: prediction, standard deviation and members.
+    `numbers` are those of the structures in tables. `rows` are the predicted atoms of each
+    structure, for properties of atoms. `ends` are where the rows of each structure begin and end in
+    `values`: prediction, standard deviation and members.
     """
 
     start: int
+    numbers: IntArray
     frames: Sequence[Atoms]
     rows: list[IntArray] | None
     ends: list[int]
@@ -68,12 +70,14 @@ class PredictionWriter:
         self._interval = interval
         self._arrays: dict[str, list[NDArray[Any]]] = {}
         self.n_structures = 0
+        self.metadata: dict[str, str] = {}  #: of formats that have some
 
     def write(
         self,
         frames: Sequence[Atoms],
         prediction: Prediction,
         *,
+        numbers: Sequence[int] | None = None,
         rows: Sequence[IntArray] | None = None,
         extra: Mapping[str, Sequence[Any]] | None = None,
         arrays: Arrays | None = None,
@@ -87,6 +91,8 @@ class PredictionWriter:
             Structures; they are not changed.
         prediction : Prediction
             For structures, of shape (n_frames,). For atoms, those of all frames, concatenated.
+        numbers : sequence of int, optional
+            The index of each frame in tables; by default they are counted from 0.
         rows : sequence of arrays of int, optional
             For atoms: the indices of those that are predicted, for each frame. All by default.
         extra : mapping of sequences, optional
@@ -118,7 +124,9 @@ class PredictionWriter:
             for name, array in part.items():
                 if len(array) != n:
                     raise InputError(parameter, f"{name}: {len(array)} rows", f"{n} rows")
-        self._write(_Batch(self.n_structures, frames, atoms, ends, values, *parts))
+        start = self.n_structures
+        index = range(start, start + len(frames)) if numbers is None else numbers
+        self._write(_Batch(start, np.array(index), frames, atoms, ends, values, *parts))
         self.n_structures += len(frames)
 
     def _write(self, batch: _Batch) -> None:
@@ -143,7 +151,8 @@ def open_writer(
     Parameters
     ----------
     path : path
-        Ends in ``.xyz``, ``.extxyz`` (both also with ``.gz``), ``.csv`` or ``.npz``.
+        Ends in ``.xyz``, ``.extxyz`` (both also with ``.gz``), ``.csv``, ``.parquet`` or
+        ``.npz``.
     target : str
         Key of the predictions in the file.
     kind : {"structure", "atomic"}
@@ -212,30 +221,55 @@ def _add_further(
             store[name] = value
 
 
+def _table(batch: _Batch) -> Arrays:
+    """Return the columns of a table: a row per structure, or per predicted atom."""
+    if batch.arrays or batch.tensors:
+        raise InputError("path", "a table", "a name that ends in .xyz or .npz")
+    counts = np.diff(batch.ends)
+    columns: dict[str, NDArray[Any]] = {"index": np.repeat(batch.numbers, counts)}
+    if batch.rows is None:
+        formulas = [frame.get_chemical_formula() for frame in batch.frames]  # type: ignore[no-untyped-call]
+        columns |= {"formula": np.array(formulas), "n_atoms": np.array([*map(len, batch.frames)])}
+    else:
+        pairs = list(zip(batch.frames, batch.rows, strict=True))
+        symbols = [frame.symbols[i] for frame, rows in pairs for i in rows]
+        columns |= {"atom": np.concatenate(batch.rows), "symbol": np.array(symbols, dtype=str)}
+    for name, values in batch.values.items():
+        if values.ndim == 1:
+            columns[name] = values
+        else:
+            columns |= {f"{name}_{i}": member for i, member in enumerate(values.T)}
+    return columns | {name: np.repeat(column, counts) for name, column in batch.extra.items()}
+
+
 class _CSVWriter(PredictionWriter):
-    """A row per structure, or per predicted atom."""
+    """A table as text."""
 
     _writer: Any = None
 
     def _write(self, batch: _Batch) -> None:
-        if batch.arrays or batch.tensors:
-            raise InputError("path", "a table in CSV", "a name that ends in .xyz or .npz")
+        columns = _table(batch)
         if self._writer is None:
             self._writer = csv.writer(codecs.getwriter("utf-8")(self._stream), lineterminator="\n")
-            first = "index formula n_atoms" if batch.rows is None else "index atom symbol"
-            names = first.split()
-            for name, values in batch.values.items():
-                ends = [""] if values.ndim == 1 else [f"_{i}" for i in range(values.shape[1])]
-                names += [f"{name}{end}" for end in ends]
-            self._writer.writerow([*names, *batch.extra])
-        numbers = np.column_stack([*batch.values.values()]).tolist()
-        for i, frame in enumerate(batch.frames):
-            about = [(frame.get_chemical_formula(), len(frame))]  # type: ignore[no-untyped-call]
-            if batch.rows is not None:
-                about = [(atom, frame.symbols[atom]) for atom in batch.rows[i].tolist()]
-            extra = [column[i].item() for column in batch.extra.values()]
-            rows = zip(about, numbers[batch.ends[i] : batch.ends[i + 1]], strict=True)
-            self._writer.writerows([batch.start + i, *a, *row, *extra] for a, row in rows)
+            self._writer.writerow(columns)
+        lists = (column.tolist() for column in columns.values())
+        self._writer.writerows(zip(*lists, strict=True))
+
+
+class _ParquetWriter(PredictionWriter):
+    """The same table by pyarrow, with `metadata`. It stays in memory until the end."""
+
+    def _write(self, batch: _Batch) -> None:
+        for name, column in _table(batch).items():
+            self._arrays.setdefault(name, []).append(column)
+
+    def _finish(self) -> None:
+        import pyarrow
+        from pyarrow import parquet
+
+        columns = {name: np.concatenate(parts) for name, parts in self._arrays.items()}
+        table = pyarrow.table(columns).replace_schema_metadata(self.metadata)
+        parquet.write_table(table, self._stream)
 
 
 class _NPZWriter(PredictionWriter):
@@ -259,6 +293,7 @@ _WRITERS: dict[str, type[PredictionWriter]] = {
     ".xyz": _XYZWriter,
     ".extxyz": _XYZWriter,
     ".csv": _CSVWriter,
+    ".parquet": _ParquetWriter,
     ".npz": _NPZWriter,
 }
 
