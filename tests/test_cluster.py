@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import ase.io
@@ -18,6 +19,7 @@ from test_cli import contents, qualms
 from test_execution import dask_client, started
 
 from qualms.atomistic import bulk
+from qualms.atomistic.evaluation import evaluate
 from qualms.cli import cluster
 from qualms.cli._common import Terminal
 from qualms.cli.cluster import open_workers
@@ -382,3 +384,45 @@ def test_forces_by_workers(desk, by_workers, force_model, alloys):
         assert {*here} == {*there} >= {"forces", "stress_ensemble", "energy_atoms_novelty"}
         for name in {*here} - {"energy_units"}:
             np.testing.assert_allclose(here[name], there[name], rtol=1e-9, atol=1e-12)
+
+
+# --- evaluation ---
+
+
+def test_scores_do_not_depend_on_workers(desk, by_workers, force_model, alloys, molecules):
+    force_model.save("forces.safetensors")
+    ase.io.write("alloys.xyz", alloys[26:])
+    ase.io.write("more.xyz", molecules[80:100])
+    for command in (
+        "evaluate model.safetensors new.xyz --validation more.xyz",
+        "evaluate atoms.safetensors new.xyz",
+        "evaluate forces.safetensors alloys.xyz --in meV",
+    ):
+        here, there = (qualms(f"{command} --json {how}").document for how in ("", by_workers))
+        assert here.keys() == there.keys()
+        quantities = [name for name in ("forces", "stress") if name in here]
+        assert len(quantities) == (2 if "forces" in command else 0)
+        for a, b in [(here, there), *((here[name], there[name]) for name in quantities)]:
+            scores = [pd.DataFrame(one["scores"]) for one in (a, b)]
+            pd.testing.assert_frame_equal(*scores, rtol=1e-7)
+            assert a["n_extrapolating"] == b["n_extrapolating"]
+
+
+@pytest.mark.parametrize("how", ["threads", "dask"])
+def test_evaluation_by_an_executor(by_workers, energy_model, molecules, monkeypatch, how):
+    from distributed import Client
+
+    monkeypatch.setattr("qualms.atomistic.evaluation._PART", 30)
+    expected = evaluate(energy_model, molecules[120:])["energy"]
+    executor = ThreadPoolExecutor(1) if how == "threads" else Client(by_workers.split()[1])
+    with executor:
+        found = evaluate(energy_model, molecules[120:], executor=executor)["energy"]
+    np.testing.assert_allclose(found.prediction.members, expected.prediction.members, rtol=1e-9)
+    np.testing.assert_array_equal(found.structure, expected.structure)
+
+
+def test_what_is_no_executor(energy_model, molecules):
+    with pytest.raises(InputError) as error:
+        evaluate(energy_model, molecules[120:], executor=4)
+    assert error.value.parameter == "executor"
+    assert qualms("evaluate predictions.csv --target energy --cluster local:2").code == 2

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from copy import copy
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from ase import Atoms
 
 from qualms.arrays import BoolArray, Float64Array, IntArray
+from qualms.atomistic.forces import ForcePrediction
 from qualms.atomistic.labels import find_forces, find_stresses, labelled
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.reference import ReferencePotential
 from qualms.atomistic.settings import Settings
+from qualms.atomistic.shards import Part
 from qualms.atomistic.structures import check_structures, symbols_of
 from qualms.atomistic.training import not_zero_by_symmetry
 from qualms.calibration.base import Calibration, calibration_data
@@ -22,6 +27,7 @@ from qualms.calibration.methods import NoCalibration, VectorCalibration, vector_
 from qualms.calibration.sources import WithNovelty
 from qualms.errors import CalibrationError, InputError, QualmsWarning
 from qualms.evaluation import COMPONENT_NAMES, Evaluation, energy_factor
+from qualms.execution import Workers, as_workers
 from qualms.gp.ensemble import ensemble_mean_std, group_codes
 from qualms.metrics import Scores, score
 from qualms.prediction import Prediction
@@ -31,8 +37,8 @@ from qualms.progress import Stages
 _VALIDATED = ("linear", "power")
 #: Fewer points than these cannot be split for a cross-fit.
 _MIN_CROSS_FIT = 8
-#: Structures whose forces are predicted at once.
-_CHUNK = 50
+#: Structures whose forces are predicted at once, and averages in a task.
+_CHUNK, _PART = 50, 500
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,7 @@ def evaluate(
     unknown_species: str = "error",
     skip_failed: bool = False,
     stages: Stages | None = None,
+    executor: Executor | Any | None = None,
 ) -> dict[str, Evaluation]:
     """Score a model with every calibration, and its projected process.
 
@@ -139,6 +146,8 @@ def evaluate(
         a warning, rather than an error.
     stages : Stages, optional
         Shows the progress.
+    executor : concurrent.futures.Executor or dask.distributed.Client, optional
+        Workers that predict, each task on one core.
 
     Returns
     -------
@@ -153,10 +162,11 @@ def evaluate(
         raise InputError("per", repr(per), "none, unless the target is extensive")
     for name in model.settings.keys:
         energy_factor(model.settings.units_of(name), units)  # before any work
-    test = _predict(model, frames, unknown_species, skip_failed, stages)
+    predictor = _Predictor.of(model, executor, stages)
+    test = _predict(predictor, frames, unknown_species, skip_failed)
     others = {}
     if validation is not None:
-        others = _predict(model, validation, unknown_species, skip_failed, stages)
+        others = _predict(predictor, validation, unknown_species, skip_failed)
     return {
         name: _evaluate(model, frames, name, test[name], others.get(name), units, per)
         for name in test
@@ -302,23 +312,50 @@ def _validated(test: _Points, validation: _Points | None, method: str) -> Float6
         return None
 
 
+class _Predictor(NamedTuple):
+    """A model, and workers that share a copy of it."""
+
+    model: AtomisticModel
+    shared: Any
+    workers: Workers
+    stages: Stages
+
+    @classmethod
+    def of(cls, model: AtomisticModel, executor: Any, stages: Stages) -> _Predictor:
+        if executor is None:
+            return cls(model, model, Workers(None, model.threads), stages)
+        workers = as_workers(executor)
+        workers.check()
+        other = copy(model)
+        other.threads = workers.threads
+        return cls(model, workers.share(other), workers, stages)
+
+    def map(
+        self, task: Callable[..., Any], frames: Sequence[Atoms], size: int, *options: Any
+    ) -> Iterator[Any]:
+        """Yield what tasks return for parts of the structures, in order."""
+        edges = range(0, len(frames), size)
+        parts = [
+            Part(frames[i : i + size], np.arange(i, min(i + size, len(frames)))) for i in edges
+        ]
+        for found in self.workers.map(task, parts, self.shared, *options):
+            yield from found
+
+
 def _predict(
-    model: AtomisticModel,
-    frames: Sequence[Atoms],
-    unknown_species: str,
-    skip_failed: bool,
-    stages: Stages,
+    predictor: _Predictor, frames: Sequence[Atoms], unknown_species: str, skip_failed: bool
 ) -> dict[str, _Points]:
     """Predict everything that has a reference value."""
+    model, stages = predictor.model, predictor.stages
     species = model.fitted.representation.species
     options = {"unknown_species": unknown_species}
     references = find_references(frames, model.settings, species, **options)
     if model.reference is not None:
         with stages.stage("Baseline"):
             references = _computable(model.reference, frames, references, skip_failed)
-    found = {"energy": _predict_target(model, frames, references.pop("energy"), stages)}
+    found = {"energy": _predict_target(predictor, frames, references.pop("energy"))}
     if references:
-        found |= _predict_derivatives(model, frames, references, stages)
+        found |= _predict_derivatives(predictor, frames, references)
     return found
 
 
@@ -346,28 +383,53 @@ def _computable(
     return {name: one.some(~np.isin(one.structure, failed)) for name, one in references.items()}
 
 
+class _Averages(NamedTuple):
+    """Predictions of some structures: averages over atoms, or atoms."""
+
+    members: Float64Array  #: (n, N_R), not calibrated
+    processes: Float64Array  #: (3, n): mean of the projected process, and parts of its variance
+    novelty_std: Float64Array  #: (n,)
+    extrapolates: BoolArray  #: (n_structures,)
+
+
+def _predict_averages(frames: Sequence[Atoms], model: AtomisticModel) -> Iterator[_Averages]:
+    fitted = model.fitted
+    for chunk in model.stream(frames):
+        distances = np.empty((len(chunk.frames), 2))
+        K_XM, design = chunk.rows(distances), chunk.design
+        members = fitted.members(K_XM, design) + chunk.reference[:, None]
+        flags = chunk.extrapolates(Prediction(members) * chunk.factors, distances)
+        processes, novelty = np.empty((3, 0)), np.empty(0)
+        if fitted.pp_variance is not None:
+            k_xx = chunk.prior_variance()
+            parts = fitted.pp_variance.parts(K_XM, k_xx)
+            processes = np.stack([fitted.pp_mean(K_XM, design) + chunk.reference, *parts])
+            if fitted.calibration.needs_novelty:
+                novelty = fitted.pp_variance.novelty_std(K_XM, k_xx)
+        yield _Averages(members, processes, novelty, flags)
+
+
+def _averages_of(part: Part, model: AtomisticModel) -> list[_Averages]:
+    """Return the same from a worker."""
+    return list(_predict_averages(part.frames, model))
+
+
 def _predict_target(
-    model: AtomisticModel, frames: Sequence[Atoms], references: References, stages: Stages
+    predictor: _Predictor, frames: Sequence[Atoms], references: References
 ) -> _Points:
     """Predict averages over atoms, or atoms."""
-    fitted, indices = model.fitted, np.unique(references.structure)
+    model, fitted = predictor.model, predictor.model.fitted
+    indices = np.unique(references.structure)
     used = [frames[i] for i in indices]
-    members, novelty, parts, extrapolating, done = [], [], [], [], 0
-    with stages.stage("Predictions", len(used)) as advance:
-        for chunk in model.stream(used):
-            distances = np.empty((len(chunk.frames), 2))
-            K_XM, design = chunk.rows(distances), chunk.design
-            members.append(fitted.members(K_XM, design) + chunk.reference[:, None])
-            found = Prediction(members[-1]) * chunk.factors
-            extrapolating.append(chunk.extrapolates(found, distances))
-            if fitted.pp_variance is not None:
-                k_xx = chunk.prior_variance()
-                p2, q2 = fitted.pp_variance.parts(K_XM, k_xx)
-                parts.append((fitted.pp_mean(K_XM, design) + chunk.reference, p2, q2))
-                if fitted.calibration.needs_novelty:
-                    novelty.append(fitted.pp_variance.novelty_std(K_XM, k_xx))
-            done += len(chunk.frames)
-            advance(done)
+    found: list[_Averages] = []
+    with predictor.stages.stage("Predictions", len(used)) as advance:
+        results = _predict_averages(used, model)
+        if predictor.workers.executor is not None:
+            results = predictor.map(_averages_of, used, _PART)
+        for one in results:
+            found.append(one)
+            advance(sum(len(averages.extrapolates) for averages in found))
+    members, processes_of, novelty, flags = zip(*found, strict=True)
     y, rows = references.y, np.arange(len(references.y))
     if model.settings.kind == "extensive":
         y = y / [len(atoms) for atoms in used]
@@ -379,11 +441,11 @@ def _predict_target(
     raw, q = np.concatenate(members)[rows], None
     processes = {}
     if fitted.pp_variance is not None:
-        mean, p2, q2 = np.concatenate(parts, axis=1)[:, rows]
+        mean, p2, q2 = np.concatenate(processes_of, axis=1)[:, rows]
         noise = fitted.pp_variance.noise_variance * fitted.pp_variance.variance
         processes["GPR PP"] = np.stack([mean, np.sqrt(p2 + q2 + noise)])
         processes["GPR PP, posterior part"] = np.stack([mean, np.sqrt(p2)])
-        q = np.concatenate(novelty)[rows] if novelty else None
+        q = np.concatenate(novelty)[rows] if fitted.calibration.needs_novelty else None
     transform = fitted.calibration if q is None else WithNovelty(fitted.calibration, q)
     return _Points(
         references=references,
@@ -393,15 +455,16 @@ def _predict_target(
         n_subsampled=fitted.settings.n_subsampled or raw.shape[1],
         novelty_std=q,
         processes=processes,
-        extrapolating=indices[np.concatenate(extrapolating)].tolist(),
+        extrapolating=indices[np.concatenate(flags)].tolist(),
     )
 
 
+def _forces_of(part: Part, model: AtomisticModel, stress: bool) -> ForcePrediction:
+    return model.predict_forces(part.frames, stress=stress)
+
+
 def _predict_derivatives(
-    model: AtomisticModel,
-    frames: Sequence[Atoms],
-    references: Mapping[str, References],
-    stages: Stages,
+    predictor: _Predictor, frames: Sequence[Atoms], references: Mapping[str, References]
 ) -> dict[str, _Points]:
     """Predict forces and stresses; each structure once, with its stress if that has a reference."""
     structures = {name: {*one.structure.tolist()} for name, one in references.items()}
@@ -409,18 +472,15 @@ def _predict_derivatives(
     rest = set().union(*structures.values()) - with_stress
     predicted: dict[str, dict[int, Prediction]] = {name: {} for name in references}
     done = 0
-    with stages.stage("Forces", len(with_stress) + len(rest)) as advance:
+    with predictor.stages.stage("Forces", len(with_stress) + len(rest)) as advance:
         for used, stress in ((sorted(with_stress), True), (sorted(rest), False)):
-            for start in range(0, len(used), _CHUNK):
-                some = used[start : start + _CHUNK]
-                found = model.predict_forces([frames[i] for i in some], stress=stress)
-                for i, one in zip(some, found, strict=True):
-                    for name in references:
-                        if i in structures[name]:
-                            predicted[name][i] = getattr(one, name)
-                done += len(some)
-                advance(done)
-    n = model.settings.n_subsampled
+            found = predictor.map(_forces_of, [frames[i] for i in used], _CHUNK, stress)
+            for i, one in zip(used, found, strict=True):
+                for name in references:
+                    if i in structures[name]:
+                        predicted[name][i] = getattr(one, name)
+                advance(done := done + 1)
+    n = predictor.model.settings.n_subsampled
     points = {name: _known_components(one, predicted[name], n) for name, one in references.items()}
     return {name: one for name, one in points.items() if one is not None}
 

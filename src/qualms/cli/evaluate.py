@@ -28,6 +28,7 @@ from qualms.cli._common import (
     reading,
     remarks_about,
 )
+from qualms.cli.cluster import Cluster, ClusterConfig, Scheduler, SchedulerFile, open_workers
 from qualms.errors import InputError, counted
 
 if TYPE_CHECKING:
@@ -66,6 +67,10 @@ _OF_MODELS = {
     "skip_failed": SkipFailed,
     "weights": Weights,
     "threads": Threads,
+    "scheduler": Scheduler,
+    "scheduler_file": SchedulerFile,
+    "cluster": Cluster,
+    "cluster_config": ClusterConfig,
 }
 _OF_PREDICTIONS = {**READING, "units": Units}
 _OF_BOTH = {
@@ -173,6 +178,7 @@ def _evaluate_model(
     skip_failed: bool,
     weights: Path | None,
     threads: int | None,
+    **where: Any,
 ) -> Evaluated:
     from qualms.atomistic import evaluation
     from qualms.atomistic.model import AtomisticModel, summarize
@@ -188,16 +194,18 @@ def _evaluate_model(
     loaded = AtomisticModel.load(model, threads=threads, baseline=chosen, representation=weights)
     frames = [atoms for path in test for atoms in read_frames(path)]
     document = None if calibration is None else read_calibration(calibration)
-    found = evaluation.evaluate(
-        loaded,
-        frames,
-        None if validation is None else read_frames(validation),
-        units=in_units,
-        per=per,
-        unknown_species="ignore" if ignore_unknown_species else "error",
-        skip_failed=skip_failed,
-        stages=Stages(terminal.progress()),
-    )
+    with open_workers(**where, terminal=terminal) as client:
+        found = evaluation.evaluate(
+            loaded,
+            frames,
+            None if validation is None else read_frames(validation),
+            units=in_units,
+            per=per,
+            unknown_species="ignore" if ignore_unknown_species else "error",
+            skip_failed=skip_failed,
+            stages=Stages(terminal.progress()),
+            executor=client,
+        )
     main, remarks = found["energy"], remarks_about(loaded, found)
     if calibration is not None and document is not None:
         name = f"{calibration.name} ({document.method})"
