@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import ase.io
 import numpy as np
@@ -336,6 +337,12 @@ def client():
         yield found
 
 
+@pytest.fixture(scope="module")
+def pool():
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as found:
+        yield found
+
+
 def cases(molecules, alloys):
     energies = make_model(n_representatives=40), molecules[:60], molecules[60:80]
     shifts = make_model("shift", "atomic", species="H", n_representatives=30)
@@ -348,18 +355,17 @@ def cases(molecules, alloys):
 
 
 @pytest.mark.parametrize("name", ["energies", "atoms", "forces"])
-def test_workers_train_the_same_model(client, molecules, alloys, name, tmp_path):
+def test_workers_train_the_same_model(client, pool, molecules, alloys, name, tmp_path):
     model, train, test = cases(molecules, alloys)[name]
     files = FrameFiles.open([written(tmp_path / "train.xyz", train)])
     serial = AtomisticModel.from_fitted(
         shards.fit(files, model.settings, workers=Workers()).fitted, threads=1
     )
     expected = serial.predict(test)
-    with ProcessPoolExecutor(2) as pool:
-        for executor in (pool, client):
-            found = model.fit(files, executor=executor).predict(test)
-            np.testing.assert_allclose(found.mean, expected.mean, atol=1e-9 * expected.std.min())
-            np.testing.assert_allclose(found.std, expected.std, rtol=1e-9)
+    for executor in (pool, client):
+        found = model.fit(files, executor=executor).predict(test)
+        np.testing.assert_allclose(found.mean, expected.mean, atol=1e-9 * expected.std.min())
+        np.testing.assert_allclose(found.std, expected.std, rtol=1e-9)
 
 
 def test_a_worker_is_killed(client, molecules, tmp_path):
@@ -426,6 +432,13 @@ def test_a_broken_frame(small_parts, molecules, tmp_path):
         make_model().fit(FrameFiles.open([path]))
     assert error.value.parameter == "path"
     assert "frame 17" in str(error.value.given)
+
+
+def test_forked_processes_are_rejected(molecules):
+    pool = ProcessPoolExecutor(2, mp_context=get_context("fork"))
+    with pool, pytest.raises(InputError) as error:
+        make_model().fit(molecules[:20], executor=pool)
+    assert error.value.parameter == "executor"
 
 
 def test_atoms_are_not_resampled_in_shards(molecules):

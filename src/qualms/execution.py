@@ -381,4 +381,13 @@ def as_workers(executor: Executor | Any | None, threads: int = 1) -> Workers:
     if executor is not None and not callable(getattr(executor, "submit", None)):
         expected = "a concurrent.futures.Executor or a dask.distributed.Client"
         raise InputError("executor", repr(executor)[:60], expected)
+    context = getattr(executor, "_mp_context", None)
+    if context is not None and context.get_start_method() == "fork":
+        # A copy of a process in which featomic has started threads waits for these for ever.
+        raise InputError(
+            "executor",
+            "a pool of forked processes",
+            "processes that are started anew",
+            "ProcessPoolExecutor(mp_context=multiprocessing.get_context('spawn'))",
+        )
     return Workers(executor, threads)
