@@ -540,7 +540,7 @@ BAD = {
     "train none.xyz --config small.yaml -o new.safetensors": "",
     "train good.xyz -o new.safetensors": "--target",
     f"{TRAIN} --intensive --per-atom-target": "--intensive",
-    f"{TRAIN} --group-key config": "--group-key",
+    f"{TRAIN} --group-key config": "groups",
     f"{TRAIN} --config broken.yaml": "--config",
     f"{TRAIN} --config unknown.yaml": "--config",
     f"{TRAIN} --validation chlorine.xyz": "",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +22,7 @@ from qualms.cli._common import (
     baseline_of,
     remarks_about,
 )
+from qualms.cli.cluster import Cluster, ClusterConfig, Scheduler, SchedulerFile, open_workers
 from qualms.errors import InputError
 from qualms.features.learned import make_backbone
 
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 _DATA, _MODEL = "Data", "Model"
 #: Subsamples of fewer structures were probably meant to be a fraction.
 _SMALL = 10
+#: Memory of structures, relative to the size of their file; those that would take more than half of
+#: the limit are read part by part.
+_EXPANSION, _SHARE = 10, 0.5
 #: Parameters of the command in the order of the help. Those that `train` does not have itself are
 #: made from the fields of `Settings`; its other fields can be set in the configuration file.
 _ORDER = (
@@ -42,7 +46,8 @@ _ORDER = (
     *("baseline", "baseline_key", "skip_failed"),
     *("noise", "forces_noise", "stress_noise"),
     *("uncertainty", "n_members", "subsample", "centre", "calibration", "seed"),
-    *("memory", "threads", "force", "quiet", "as_json"),
+    *("memory", "threads", "scheduler", "scheduler_file", "cluster", "cluster_config"),
+    *("force", "quiet", "as_json"),
 )
 
 
@@ -114,6 +119,10 @@ def train(
     ] = None,
     baseline_key: BaselineKey = None,
     skip_failed: SkipFailed = False,
+    scheduler: Scheduler = None,
+    scheduler_file: SchedulerFile = None,
+    cluster: Cluster = None,
+    cluster_config: ClusterConfig = None,
     force: Force = False,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -122,7 +131,8 @@ def train(
     """Run ``qualms train``."""
     from qualms.atomistic.evaluation import evaluate, find_references
     from qualms.atomistic.model import AtomisticModel
-    from qualms.atomistic.structures import read_frames, species_of
+    from qualms.atomistic.settings import parse_memory
+    from qualms.atomistic.structures import FrameFiles, read_frames, species_of
     from qualms.io.files import atomic_output, check_not_input, check_output
     from qualms.io.predictions import check_name
     from qualms.progress import Stages
@@ -147,12 +157,21 @@ def train(
     for path in (output, summary):
         check_not_input(path, *data, validation, config)
         check_output(path, force=force)
-    frames = [atoms for path in data for atoms in read_frames(path)]
     held_out = None if validation is None else read_frames(validation)
-    if held_out is not None:  # errors are found before the training starts
-        find_references(held_out, model.settings, species_of(frames))
-    groups = None if group_key is None else _groups(frames, group_key)
-    model.fit(frames, groups, progress=terminal.progress() or False, skip_failed=skip_failed)
+    with open_workers(scheduler, scheduler_file, cluster, cluster_config, terminal) as executor:
+        room = _SHARE * parse_memory(model.settings.memory)
+        large = sum(path.stat().st_size for path in data if path.is_file()) * _EXPANSION > room
+        in_parts = executor is not None or (large and all(path.suffix != ".gz" for path in data))
+        frames: Any = FrameFiles.open(data) if in_parts else [*_read(data)]
+        if held_out is not None and not in_parts:  # errors are found before the training starts
+            find_references(held_out, model.settings, species_of(frames))
+        model.fit(
+            frames,
+            group_key,
+            progress=terminal.progress() or False,
+            skip_failed=skip_failed,
+            executor=executor,
+        )
     model.save(output, force=force)
     found: dict[str, Evaluation] = {}
     if held_out is not None:
@@ -169,6 +188,13 @@ def train(
         json.dump(document, file, indent=2)
     terminal.result(model.summary(), *tables, document=document)
     terminal.info(f"Wrote {output} and {summary}.")
+
+
+def _read(paths: list[Path]) -> Iterator[Any]:
+    from qualms.atomistic.structures import iter_frames
+
+    for path in paths:
+        yield from iter_frames(path)
 
 
 def summary_document(
@@ -222,13 +248,3 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
         raise InputError("--config", str(path), "a mapping of parameters to values")
     return settings
-
-
-def _groups(frames: list[Any], key: str) -> list[str]:
-    missing = [i for i, atoms in enumerate(frames) if key not in atoms.info]
-    if missing:
-        present = sorted({str(name) for atoms in frames for name in atoms.info})
-        expected = f"a key of every structure (missing in frames[{missing[0]}])"
-        remedy = f"Keys present: {', '.join(present) or 'none'}."
-        raise InputError("--group-key", repr(key), expected, remedy)
-    return [str(atoms.info[key]) for atoms in frames]
