@@ -269,7 +269,7 @@ def _run(
 
 @cache
 def _reuse_memory() -> None:
-    """Undo a default of Dask: with it, every large array is new memory, which costs 60 % more time.
+    """Undo a default of Dask, with which every large array is new memory: that costs time.
 
     Its workers return what is freed to the system. Here up to 128 MB are kept, as is usual.
     """
