@@ -323,8 +323,8 @@ def test_errors_count_structures_from_the_first(desk, molecules, monkeypatch):
     ase.io.write("strange.xyz", frames)
     ended = qualms("predict model.safetensors strange.xyz -o new.parquet")
     assert ended.code == 2
-    assert "frames[5]" in ended.err
-    assert "structure 25" in ended.err
+    assert "frames[30]" in ended.err
+    assert "strange.xyz" in ended.err
 
 
 def test_more_workers_than_structures(desk):

@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -204,6 +205,35 @@ def test_bad_features(dimers, changes, parameter):
     with pytest.raises(InputError) as error:
         model.fit(dimers[:30])
     assert error.value.parameter == (parameter or "representation")
+
+
+@pytest.mark.parametrize(
+    "pulled",
+    [
+        lambda b: (np.full((len(b), 5, 3), np.nan), np.zeros((len(b), 1, 3, 3))),
+        lambda b: (np.zeros((len(b), 3, 5)), np.zeros((len(b), 1, 3, 3))),
+        lambda b: (np.zeros((len(b), 5, 3)), np.zeros((len(b), 1, 6))),
+    ],
+    ids=["not finite", "shape", "shape of strains"],
+)
+def test_bad_derivatives(dimers, pulled):
+    network = broken(vjp=lambda self, frames: (Densities().features(frames), pulled))
+    model = AtomisticModel("energy", representation=network, **FEW).fit(dimers[:30])
+    with pytest.raises(InputError) as error:
+        model.predict_forces(dimers[:1])
+    assert error.value.parameter == "representation"
+
+
+def test_features_of_an_object_in_shards(dimers):
+    model = AtomisticModel("energy", representation=Densities(), **FEW)
+    whole, parts = (
+        model.fit(dimers[:30]),
+        AtomisticModel("energy", representation=Densities(), **FEW),
+    )
+    found = parts.fit(dimers[:30], executor=ThreadPoolExecutor(1)).predict(dimers[30:])
+    expected = whole.predict(dimers[30:])
+    z = (found.mean - expected.mean) / np.hypot(found.std, expected.std)
+    assert np.sqrt(np.mean(z**2)) < 1.0
 
 
 def test_a_network_that_is_not_deterministic(dimers):

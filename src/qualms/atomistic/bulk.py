@@ -11,7 +11,6 @@ import json
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +23,7 @@ from qualms.arrays import BoolArray, Float64Array
 from qualms.atomistic.forces import ForcePrediction, has_forces
 from qualms.atomistic.model import AtomisticModel, Chunk, atom_contributions
 from qualms.atomistic.novelty import force_norm
-from qualms.atomistic.shards import Part
+from qualms.atomistic.shards import Part, numbered
 from qualms.atomistic.structures import FrameFiles
 from qualms.errors import InputError, QualmsError
 from qualms.evaluation import energy_factor, per_atom_units
@@ -197,21 +196,9 @@ def _part(frames: FrameFiles, first: int, last: int) -> Part:
 
 def predict_part(part: Part, file: ModelFile, wanted: Wanted) -> list[Predicted]:
     """Predict a part of the structures."""
-    with _numbers_in_errors(part):
-        numbered = zip(part.numbers.tolist(), part.frames, strict=True)
-        return list(predict_batches(file.load(), numbered, wanted))
-
-
-@contextmanager
-def _numbers_in_errors(part: Part) -> Iterator[None]:
-    """State where structures are counted from in errors, unless these name a file."""
-    try:
-        yield
-    except InputError as error:
-        if error.parameter == "path" or part.numbers[0] == 0:
-            raise
-        given = f"{error.given} (frames[0] is structure {part.numbers[0]} of the file)"
-        raise InputError(error.parameter, given, error.expected, error.remedy) from error
+    with numbered(part):
+        pairs = zip(part.numbers.tolist(), part.frames, strict=True)
+        return list(predict_batches(file.load(), pairs, wanted))
 
 
 # --- tables in parts ---
@@ -282,10 +269,10 @@ def write_part(part: Part, file: ModelFile, wanted: Wanted, directory: Path) -> 
             interval=wanted.interval,
             force=True,
         ) as writer,
-        _numbers_in_errors(part),
+        numbered(part),
     ):
-        numbered = zip(part.numbers.tolist(), part.frames, strict=True)
-        for batch in predict_batches(model, numbered, wanted):
+        pairs = zip(part.numbers.tolist(), part.frames, strict=True)
+        for batch in predict_batches(model, pairs, wanted):
             writer.write(**batch.arguments)
             counts.update(batch.counts)
         writer.metadata["qualms"] = json.dumps(counts)

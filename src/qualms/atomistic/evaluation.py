@@ -18,7 +18,7 @@ from qualms.atomistic.labels import find_forces, find_stresses, labelled
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.reference import ReferencePotential
 from qualms.atomistic.settings import Settings
-from qualms.atomistic.shards import Part
+from qualms.atomistic.shards import Part, divided
 from qualms.atomistic.structures import check_structures, symbols_of
 from qualms.atomistic.training import not_zero_by_symmetry
 from qualms.calibration.base import Calibration, calibration_data
@@ -334,11 +334,7 @@ class _Predictor(NamedTuple):
         self, task: Callable[..., Any], frames: Sequence[Atoms], size: int, *options: Any
     ) -> Iterator[Any]:
         """Yield what tasks return for parts of the structures, in order."""
-        edges = range(0, len(frames), size)
-        parts = [
-            Part(frames[i : i + size], np.arange(i, min(i + size, len(frames)))) for i in edges
-        ]
-        for found in self.workers.map(task, parts, self.shared, *options):
+        for found in self.workers.map(task, divided(frames, size), self.shared, *options):
             yield from found
 
 

@@ -142,6 +142,7 @@ class AtomisticModel:
                 self._given,
                 groups,
                 workers=workers,
+                threads=self.threads,
                 stages=stages,
                 skip_failed=skip_failed,
             )

@@ -142,6 +142,13 @@ class Part:
         return self.some(0, middle), self.some(middle, len(self))
 
 
+def divided(frames: Sequence[Atoms], size: int) -> list[Part]:
+    """Return parts of consecutive structures."""
+    numbers = np.arange(len(frames))
+    edges = range(0, len(frames), size)
+    return [Part(frames[i : i + size], numbers[i : i + size]) for i in edges]
+
+
 _REFERENCES: dict[str, ReferencePotential | None] = {}
 
 
@@ -149,7 +156,7 @@ def _reference(settings: Settings) -> ReferencePotential | None:
     """Return the reference potential of the labels, created once in each process."""
     if settings.reference is None:
         return None
-    key = settings.reference.model_dump_json()
+    key = f"{settings.reference!r} {settings.units} {settings.representation!r}"
     if key not in _REFERENCES:
         _REFERENCES[key] = make_reference(settings, confirmed=settings.reference)
     return _REFERENCES[key]
@@ -182,7 +189,7 @@ def scan(part: Part, settings: Settings, group_key: str | None, skip_failed: boo
     """Read the labels of a part, and check its structures."""
     frames = list(part.frames)
     groups = [str(atoms.info.get(group_key)) for atoms in frames] if group_key else []
-    with _numbered(part):
+    with numbered(part):
         if group_key and (lacking := [i for i, a in enumerate(frames) if group_key not in a.info]):
             expected = f"a key of every structure (missing in frames[{lacking[0]}])"
             raise InputError("groups", repr(group_key), expected)
@@ -215,7 +222,7 @@ def scan(part: Part, settings: Settings, group_key: str | None, skip_failed: boo
 
 
 @contextmanager
-def _numbered(part: Part) -> Iterator[None]:
+def numbered(part: Part) -> Iterator[None]:
     """Name structures by their numbers among all, and by their files, in errors."""
 
     def name(match: re.Match[str]) -> str:
@@ -302,10 +309,7 @@ def take_census(
     """Read the labels of all structures, and choose what depends on all of them."""
     if groups is not None and not isinstance(groups, str) and len(groups) != len(frames):
         raise InputError("groups", f"{len(groups)} labels", f"one for each of {len(frames)} frames")
-    edges = range(0, len(frames), _SCANNED)
-    parts = [
-        Part(frames[i : i + _SCANNED], np.arange(i, min(i + _SCANNED, len(frames)))) for i in edges
-    ]
+    parts = divided(frames, _SCANNED)
     key = groups if isinstance(groups, str) else None
     with stages.stage("Labels", len(frames)) as advance:
         found = list(
@@ -446,8 +450,8 @@ def _kept(census: Census, blocks: Blocks, n_representatives: int) -> BoolArray:
     rng = np.random.default_rng([census.settings.seed, _KEPT_STREAM])
     groups = np.unique(census.groups, return_inverse=True)[1]
     sizes = np.bincount(groups, weights=census.rows)
-    usual = np.unique(groups[blocks.block < _BLOCKS])
-    order = rng.permutation(usual)
+    lacked = (blocks.counts == 0).any(axis=1) | (blocks.counts.shape[1] == 0)
+    order = rng.permutation(np.unique(groups[lacked[blocks.block]]))
     n_rows = _kept_rows(census.n_rows, n_representatives)
     n_groups = int(np.searchsorted(np.cumsum(sizes[order]), n_rows)) + 1
     return np.isin(groups, order[:n_groups])
@@ -465,7 +469,7 @@ def _read(
 ) -> TrainingSet:
     """Read the labels of structures that have some; warnings have been issued before."""
     assert part.groups is not None, "known after the first pass"
-    with warnings.catch_warnings(), _numbered(part):
+    with warnings.catch_warnings(), numbered(part):
         warnings.simplefilter("ignore")
         potential = _reference(settings) if reference else None
         data = read_labels(list(part.frames), settings, reference=potential, part=True)
@@ -682,9 +686,9 @@ def sum_all(
     nothing = RowSums(np.zeros((r, r)), np.zeros((r, c)), np.zeros((c, c)), 0)
     sums: dict[str, list[RowSums]] = {name: [] for name in census.n_labels}
     for b in range(len(counts)):
-        total = found.pop(b)
+        of_block = found.pop(b).sums if b in found else {}
         for name, of_blocks in sums.items():
-            of_blocks.append(total.sums.pop(name, nothing).scaled(factor))
+            of_blocks.append(of_block.pop(name, nothing).scaled(factor))
     result = replace(result, blocks=BlockSums(sums, of_rows, center), mean_size=mean_size)
     of_sample = counts[of_rows[sample.quantities["energy"].rows]]
     return Summed(result, sample, Draw(of_sample, baseline, counts))
@@ -802,6 +806,7 @@ def fit(
     groups: Sequence[object] | str | None = None,
     *,
     workers: Workers,
+    threads: int = 1,
     stages: Stages | None = None,
     skip_failed: bool = False,
 ) -> Trained:
@@ -827,12 +832,13 @@ def fit(
 
     columns = np.array(census.species)
     elements = [columns[row > 0].tolist() for row in census.composition]
-    representation = fit_representation(census, elements, census.environments, read, stages)
-    n_workers = workers.threads if workers.executor is None else 1
-    plan = Plan(census.settings, census.species, representation, n_workers)
-    points = select(frames, census, plan, workers, stages)
-    rows, sample, draw = sum_all(frames, census, blocks, plan, points, workers, stages, size_limit)
-    with limited(workers.threads):
+    with limited(threads):
+        representation = fit_representation(census, elements, census.environments, read, stages)
+        n_workers = threads if workers.executor is None else 1
+        plan = Plan(census.settings, census.species, representation, n_workers)
+        points = select(frames, census, plan, workers, stages)
+        summed = sum_all(frames, census, blocks, plan, points, workers, stages, size_limit)
+        rows, sample, draw = summed
         gp = fit_nested(rows, sample, draw.baseline, stages)
         ensemble = fit_ensemble(gp, sample, draw, stages)
         found = calibrate(ensemble, sample, stages)

@@ -23,6 +23,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeAlias, runti
 import numpy as np
 from ase import Atoms
 from ase.data import chemical_symbols
+from numpy.typing import ArrayLike
 from pydantic import Field, PrivateAttr, ValidationError
 
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
@@ -339,7 +340,11 @@ class LearnedRepresentation(Representation):
 
     def raw_features(self, frames: Sequence[Atoms]) -> Float64Array:
         """Return the output of the network for all atoms: (n, n_raw)."""
-        y = np.asarray(self.network.features(frames), dtype=np.float64)
+        return self.checked(self.network.features(frames), frames)
+
+    def checked(self, features: ArrayLike, frames: Sequence[Atoms]) -> Float64Array:
+        """Return what a network returned for structures, if it is finite and of the right shape."""
+        y = np.asarray(features, dtype=np.float64)
         shape = sum(map(len, frames)), self.n_raw
         if y.shape != shape:
             raise InputError("representation", f"features of shape {y.shape}", f"shape {shape}")
@@ -470,7 +475,7 @@ class NetworkTape:
         if not self.gradients:
             return self.representation.raw_features(self.frames), None
         y, pull_back = self.representation.network.vjp(self.frames)
-        return np.asarray(y, dtype=np.float64), pull_back
+        return self.representation.checked(y, self.frames), pull_back
 
     @cached_property
     def numbers(self) -> IntArray:
@@ -518,9 +523,15 @@ class NetworkTape:
         x = y / self.lengths
         b -= np.einsum("rnf,nf->rn", b, x)[:, :, None] * x
         b /= self.lengths
-        positions, strain = pull_back(b.reshape(R, n, -1))
-        virials = np.asarray(strain)[:, :, *VOIGT]
-        return Pulled(np.asarray(positions).transpose(1, 2, 0), virials.transpose(1, 2, 0))
+        positions, strain = map(np.asarray, pull_back(b.reshape(R, n, -1)))
+        shapes = (R, n, 3), (R, len(self.frames), 3, 3)
+        finite = np.all(np.isfinite(positions)) and np.all(np.isfinite(strain))
+        if (positions.shape, strain.shape) != shapes or not finite:
+            given = f"derivatives of shapes {positions.shape} and {strain.shape}"
+            expected = f"finite ones of shapes {shapes[0]} and {shapes[1]}"
+            raise InputError("representation", given, expected)
+        virials = strain[:, :, *VOIGT]
+        return Pulled(positions.transpose(1, 2, 0), virials.transpose(1, 2, 0))
 
     @property
     def _step(self) -> float:
