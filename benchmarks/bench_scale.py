@@ -5,8 +5,8 @@ archive: see `qualms.data.qm9`), or from the package qm9pack. Training and predi
 of their own each, so that peak memory is theirs. With QUALMS_UNCOMPRESSED=1 the size of the paper
 is also measured without compression of the features.
 
-Run this file alone, with ``paper``, ``qm9``, ``scale`` or ``copies`` and a divisor of all sizes,
-for tables of a small problem on the terminal.
+Run this file alone, with ``paper``, ``qm9``, ``scale``, ``parquet`` or ``copies`` and a divisor of
+all sizes, for tables of a small problem on the terminal.
 """
 
 from __future__ import annotations
@@ -280,6 +280,7 @@ def run_qm9(divisor: int = 1) -> list[dict[str, Any]]:
 
 N_WORKERS = 2
 WAYS = {"in memory": "memory", "shards": "shards", f"shards, {N_WORKERS} Dask workers": "dask"}
+N_PREDICTED = 100_000
 #: Sizes relative to QM9, and the displacements (Å) by which its copies differ.
 COPIES, DISPLACEMENT = (1, 3, 10), 0.01
 
@@ -345,6 +346,33 @@ def run_scale(divisor: int = 1) -> list[dict[str, Any]]:
         ],
     }
     return [first, times]
+
+
+def run_parquet(divisor: int = 1) -> list[dict[str, Any]]:
+    """Predict many molecules to a table in parts, by one process and by workers of Dask."""
+    n, M, rows, alone = N_PREDICTED // divisor, N_REPRESENTATIVES // divisor, [], None
+    command = Path(sys.executable).with_name("qualms")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_molecules(folder / "new.xyz", n)
+        settings = {"n_representatives": M}
+        in_subprocess("train", str(folder / "model.safetensors"), PAPER_TRAIN // divisor, settings)
+        for label, options in {"one process": [], "2 workers": ["--cluster", "local:2"]}.items():
+            predict = [command, "predict", "model.safetensors", "new.xyz", "--quiet", *options]
+            found = measure([*predict, "-o", f"{label[0]}.parquet"], cwd=folder)
+            alone = alone or found.seconds
+            parts = len(list((folder / f"{label[0]}.parquet").glob("*.parquet")))
+            cells = [f"{found.seconds:.0f}", f"{found.seconds / alone:.2f} ×", f"{found.peak:.0f}"]
+            rows.append([label, n, parts, *cells])
+    columns = ["predicted by", "molecules", "parts", "seconds", "of one process"]
+    return [
+        {
+            "title": f"Predictions with uncertainties in Parquet: QM9, M = {M}, 2 cores",
+            "columns": [*columns, "peak memory of all processes, MiB"],
+            "rows": rows,
+            "notes": ["Whole commands, with the start of the workers."],
+        }
+    ]
 
 
 def run_copies(divisor: int = 1) -> list[dict[str, Any]]:
