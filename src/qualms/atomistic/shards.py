@@ -49,7 +49,7 @@ from qualms.atomistic.labels import (
 )
 from qualms.atomistic.reference import ReferencePotential, make_reference
 from qualms.atomistic.settings import Settings, parse_memory, with_representation
-from qualms.atomistic.structures import FrameFiles, composition, fingerprints
+from qualms.atomistic.structures import FrameFiles, composition, fingerprints, symbols_of
 from qualms.atomistic.training import (
     PER_LABEL,
     PRODUCTS,
@@ -172,13 +172,13 @@ class Scanned(NamedTuple):
     sizes: IntArray  #: (n,): atoms
     environments: IntArray  #: (n,)
     derived: IntArray  #: (n, 2): labels of force components, and of virial components
-    periodic: BoolArray  #: (n,)
     prints: list[bytes]  #: fingerprints
     groups: list[str]  #: labels of groups, if there are any
     species: list[int]
     composition: IntArray  #: (n, S): atoms of each of these species
     y: Float64Array  #: (N,): labels of the target
     row_species: IntArray  #: (N,): species of the atoms that an atomic target belongs to
+    n_periodic: int
     n_without: int
     n_isolated: int
     isolated: dict[int, float]
@@ -207,13 +207,13 @@ def scan(part: Part, settings: Settings, group_key: str | None, skip_failed: boo
         sizes=np.array([len(atoms) for atoms in data.frames], dtype=np.intp),
         environments=np.diff(data.offsets),
         derived=derived,
-        periodic=np.array([bool(np.any(atoms.pbc)) for atoms in data.frames]),
         prints=fingerprints(data.frames),
         groups=[groups[i] for i in data.source] if group_key else [],
         species=data.species,
         composition=counts.astype(np.intp),
         y=data.y,
         row_species=data.center_species if atomic else np.empty(0, dtype=np.intp),
+        n_periodic=sum(bool(np.any(atoms.pbc)) for atoms in data.frames),
         n_without=data.quantities["energy"].n_without,
         n_isolated=data.n_isolated,
         isolated=data.isolated,
@@ -316,59 +316,50 @@ def take_census(
             workers.map(scan, parts, settings, key, skip_failed, on_done=_counting(advance))
         )
     species = sorted({z for one in found for z in one.species})
-    numbers, sizes, environments, derived, periodic, y, row_species = (
-        np.concatenate([getattr(one, name) for one in found])
-        for name in ("numbers", "sizes", "environments", "derived", "periodic", "y", "row_species")
-    )
-    if not len(numbers):
+    joined: dict[str, Any] = {
+        name: np.concatenate([getattr(one, name) for one in found])
+        for name in ("numbers", "sizes", "environments", "derived", "y", "row_species")
+    }
+    n = len(joined["numbers"])
+    if not n:
         labelled(list(frames[:_SCANNED]), settings.target, settings.kind, settings.species)
         raise InputError("frames", "no labelled structures", "at least 2")
-    columns = {z: k for k, z in enumerate(species)}
-    counts = np.zeros((len(numbers), len(species)), dtype=np.intp)
+    counts, first = np.zeros((n, len(species)), dtype=np.intp), 0
     isolated: dict[int, float] = {}
-    first = 0
     for one in found:
-        last = first + len(one.numbers)
-        counts[first:last, [columns[z] for z in one.species]] = one.composition
-        first = last
+        here = slice(first, first := first + len(one.numbers))
+        counts[here, np.searchsorted(species, one.species)] = one.composition
         for z, value in one.isolated.items():
             if not math.isclose(isolated.setdefault(z, value), value, rel_tol=1e-8):
-                given = (
-                    f"isolated atoms of atomic number {z} with {value:.10g} and {isolated[z]:.10g}"
-                )
+                given = f"isolated {symbols_of([z])} atoms with {value:.10g} and {isolated[z]:.10g}"
                 raise InputError("frames", given, "one energy of each element")
     labels = [label for one in found for label in one.groups] if key else groups
     codes, n_duplicates = join_groups(
         [digest for one in found for digest in one.prints],
         labels,
-        np.arange(len(numbers)) if key else numbers,
+        np.arange(n) if key else joined["numbers"],
     )
     kinds = settings.species
     if settings.per_atom and kinds is None:
-        kinds = tuple(np.unique(row_species).tolist())
+        kinds = tuple(np.unique(joined["row_species"]).tolist())
     stored = {"memory": None, "threads": None, "species": kinds}
     # One structure of all elements stands for the others.
-    alike = Atoms(species, np.zeros((len(species), 3)), pbc=bool(np.mean(periodic) >= 0.5))
+    periodic = sum(one.n_periodic for one in found) >= 0.5 * n
+    alike = Atoms(species, np.zeros((len(species), 3)), pbc=periodic)
     settings, preset = with_representation(settings.model_copy(update=stored), [alike])
-    settings = with_force_atoms(settings, sizes.tolist())
+    settings = with_force_atoms(settings, joined["sizes"].tolist())
+    digests = "".join(one.digest for one in found).encode()
     census = Census(
+        **joined,
         settings=settings,
         species=species,
-        numbers=numbers,
-        sizes=sizes,
-        environments=environments,
-        derived=derived,
         groups=codes,
         composition=counts,
-        y=y,
-        row_species=row_species,
         isolated=isolated,
         n_without=sum(one.n_without for one in found),
         n_isolated=sum(one.n_isolated for one in found),
         n_duplicates=n_duplicates,
-        digest=hashlib.blake2b(
-            "".join(one.digest for one in found).encode(), digest_size=16
-        ).hexdigest(),
+        digest=hashlib.blake2b(digests, digest_size=16).hexdigest(),
         preset=preset,
     )
     for name, key_of in (("forces", settings.forces), ("stress", settings.stress)):
