@@ -75,8 +75,8 @@ def test_without_options_there_are_no_workers():
 
 @pytest.mark.filterwarnings("ignore:Port 8787:UserWarning")
 def test_processes_of_this_machine(capsys):
-    with workers(cluster="local:2") as client:
-        assert list(client.nthreads().values()) == [1, 1]
+    with workers(cluster="local:3") as client:
+        assert list(client.nthreads().values()) == [1, 1, 1]
         assert client.submit(sum, [1, 2]).result() == 3
     assert "http://" in capsys.readouterr().err
 

@@ -79,17 +79,17 @@ def always_too_large(shard):
     raise MemoryError
 
 
-def fills_memory(shard):
+def fills_memory(shard, shared=()):
     content = np.ones((len(shard), 15_000_000))  # 120 MB each
     if len(shard) > 2:
         time.sleep(60)  # until it is killed
     return [round(x) for x in content[:, 0] * np.arange(shard.first, shard.last)]
 
 
-def killed_once(shard):
+def killed_once(shard, shared=0.0):
     if shard.first == 15 and shard.note("killed"):
         os.kill(os.getpid(), signal.SIGKILL)
-    return values(shard)
+    return values(shard) + shared
 
 
 def killed(shard):
@@ -309,10 +309,11 @@ def test_a_killed_process_of_a_pool_is_an_error():
 def test_a_killed_worker_of_dask_changes_nothing(client, tmp_path, how):
     workers, parts = Workers(client), shards(notes=tmp_path)
     expected = Workers().reduce(values, add, parts)
+    shared = workers.share(0.0)
     if how == "reduce":
-        found = workers.reduce(killed_once, add, parts)
+        found = workers.reduce(killed_once, add, parts, shared)
     else:
-        found = execution._tree(workers.map(killed_once, parts), add)
+        found = execution._tree(workers.map(killed_once, parts, shared), add)
     assert (tmp_path / "killed").exists()
     np.testing.assert_array_equal(found, expected)
 
@@ -323,9 +324,11 @@ def test_a_shard_whose_workers_are_killed_for_lack_of_memory_is_halved():
     with (
         dask.config.set({"distributed.scheduler.allowed-failures": 0}),
         dask_client(n_workers=1, memory_limit="500MB") as client,
-        pytest.warns(QualmsWarning, match="halved"),
     ):
-        found = list(Workers(client).map(fills_memory, [Numbers(0, 4)]))
+        workers = Workers(client)
+        shared = workers.share([1])  # on the worker that is killed
+        with pytest.warns(QualmsWarning, match="halved"):
+            found = list(workers.map(fills_memory, [Numbers(0, 4)], shared))
     assert found == [[0, 1], [2, 3]]
 
 

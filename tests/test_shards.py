@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -32,6 +33,7 @@ from qualms.gp.noise import (
     BlockSums,
     Observations,
     left_out_error,
+    n_left_out,
     select_noise,
     typical_log,
 )
@@ -488,3 +490,77 @@ def test_reference_potentials_in_shards(small_parts, monkeypatch, tmp_path):
     given = {"baseline": {"key": "cheap"}, "uncertainty": "posterior", "n_representatives": 60}
     a, b = both(lambda: make_model("energy", **given), frames[:30])
     same(a, b, frames[30:])
+
+
+# --- blocks and rows that are kept ---
+
+
+def census_of(frames, model):
+    return shards.take_census(frames, model.settings, None, Workers(), Stages(), skip_failed=False)
+
+
+def test_rows_of_rare_quantities_are_kept_and_in_several_blocks(small_parts, alloys):
+    frames = copies(alloys)
+    for atoms in frames[6:]:
+        del atoms.arrays["force"]
+    census = census_of(frames, make_force_model(n_members=16))
+    blocks = shards.draw_blocks(census)
+    has_forces = census.derived[:, 0] > 0
+    assert len(np.unique(blocks.block[has_forces])) >= 5
+    n_out = n_left_out(shards._BLOCKS)
+    assert 0 < np.count_nonzero(blocks.block[has_forces] < n_out) < 6
+    kept = shards.keep_rows(census, blocks)
+    assert np.all(kept[has_forces & (blocks.block < shards._BLOCKS)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # few structures with forces
+        model = make_force_model(n_members=16, calibration="student")
+        found = shards.fit(frames, model.settings, workers=Workers())
+    assert found.fitted.record.quantities["forces"].n_rows == 6 * 12
+
+
+def test_subsamples_are_made_of_blocks(molecules):
+    census = census_of(molecules[:100], make_model(subsample=0.9))
+    with pytest.warns(QualmsWarning, match="blocks"):
+        blocks = shards.draw_blocks(census)
+    assert blocks.counts[: shards._BLOCKS].sum(axis=0).tolist() == [14] * 16
+
+
+@pytest.mark.parametrize(
+    ("n", "given", "parameter"),
+    [
+        (3, {}, "baseline"),
+        (60, {"subsample": 0.97, "n_members": 3, "baseline": "mean"}, "subsample"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_blocks_that_leave_nothing_to_calibrate_on(molecules, n, given, parameter):
+    with pytest.raises(InputError) as error:
+        shards.fit(molecules[:n], make_model(**given).settings, workers=Workers())
+    assert error.value.parameter == parameter
+
+
+def test_forces_on_some_atoms(small_parts, alloys):
+    given = {"force_atoms": 2, "calibration": "student", "n_members": 16}
+    whole = make_force_model(**given).fit(alloys[:30])
+    found = shards.fit(alloys[:30], make_force_model(**given).settings, workers=Workers())
+    for record in (whole.record, found.fitted.record):
+        assert record.quantities["forces"].n_rows == 30 * 2 * 3
+
+
+def test_the_number_of_representatives_does_not_depend_on_workers(molecules):
+    census = census_of(molecules[:60], make_model(n_representatives="auto"))
+    size, _ = training.largest_size(census, lambda n: True)
+    least = training.largest_size(
+        census, lambda n: shards.shard_memory(census.with_size(n), 1000).driver < 1.0
+    )
+    assert size > 250
+    assert least == (250, "the memory")
+
+
+def test_warnings_of_parts_are_issued_once(small_parts, molecules):
+    frames = copies(molecules[:60])
+    for atoms in frames[::2]:
+        atoms.info[f"REF_{ENERGY}"] = atoms.info.pop(ENERGY)
+    with pytest.warns(QualmsWarning, match="several places") as caught:
+        census_of(frames, make_model())
+    assert len(caught) <= 2  # which place is named first

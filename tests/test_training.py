@@ -430,19 +430,25 @@ def test_a_given_number_of_representatives_is_not_changed(molecules):
     assert not model.record.size_limit
 
 
+def largest(data, memory):
+    return training.largest_size(
+        data, lambda n: min(training._memory_needed(data.with_size(n), 1)[:2]) <= memory
+    )
+
+
 def test_effort_memory_and_data_limit_the_number_of_representatives(molecules, monkeypatch):
     def prepare(n=20, **given):
         data = collect_labels(molecules, make_settings({"target": ENERGY, **given}))
         return replace(data, frames=data.frames * n, centers=data.centers * n)
 
-    assert training._largest_size(prepare(), 1e15) == (5 * len(molecules), "the number of labels")
+    assert largest(prepare(), 1e15) == (5 * len(molecules), "the number of labels")
     monkeypatch.setattr(training, "PER_LABEL", 1000)
-    limits = [training._largest_size(prepare(effort=e), 1e15) for e in ("fast", "default", "best")]
+    limits = [largest(prepare(effort=e), 1e15) for e in ("fast", "default", "best")]
     sizes = [size for size, _ in limits]
     assert sizes == sorted(set(sizes))
     assert limits[1][1] == "effort"
     data = prepare(effort="best")
-    size, limit = training._largest_size(data, 3e9)
+    size, limit = largest(data, 3e9)
     assert 250 < size < sizes[2]
     assert "memory" in limit
 
@@ -453,8 +459,8 @@ def test_effort_memory_and_data_limit_the_number_of_representatives(molecules, m
     plan(size)  # fits
     with rejects("memory"):
         plan(2 * size)
-    assert training._largest_size(prepare(1), 1e15)[0] == sum(map(len, molecules))
-    assert training._largest_size(data, 1e3)[0] == 250  # the error comes later
+    assert largest(prepare(1), 1e15)[0] == sum(map(len, molecules))
+    assert largest(data, 1e3)[0] == 250  # the error comes later
 
 
 # --- memory, progress, threads ---

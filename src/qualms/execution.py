@@ -13,6 +13,8 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+import sys
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,8 +37,9 @@ from qualms.errors import InputError, QualmsError, QualmsWarning
 PACKAGES = ("qualms", "dscribe", "featomic", "sevenn", "chgnet", "mace-torch", "metatomic-torch")
 #: Parameters of `mallopt` in the C library of Linux.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-#: Tasks for each worker that wait for it, with executors that do not schedule themselves.
+#: Tasks for each worker that run or wait: more results than these are never in memory.
 _AHEAD = 2
+_TURN = threading.Lock()
 
 Result = TypeVar("Result")
 
@@ -92,19 +95,37 @@ class Workers:
         paths = tuple(Path(path).resolve() for path in files)
         found: Iterable[Any] = ()
         if self.is_dask:
-            with _end_of_workers():
-                found = self.executor.run(_inspect, paths).values()
+            try:
+                with _end_of_workers():
+                    found = self.executor.run(_inspect, paths).values()
+            except ImportError as error:
+                expected, remedy = "qualms on all workers", "Install the same versions on them."
+                raise InputError("executor", f"workers ({error})", expected, remedy) from error
         elif self.executor is not None:
             found = self.map(_inspect_for, [_Files(paths)])
         for one in found:
             _compare(versions(), sizes_of(paths), *one)
 
+    @property
+    def memory(self) -> float | None:
+        """Memory limit of the smallest worker in bytes; None if it is not known."""
+        if not self.is_dask:
+            return None
+        workers = self.executor.scheduler_info(n_workers=-1)["workers"].values()
+        return min(
+            (float(one["memory_limit"]) for one in workers if one["memory_limit"]), default=None
+        )
+
     def share(self, value: Any) -> Any:
-        """Return what tasks are given for a large value that many of them need."""
+        """Return what tasks are given for a large value that many of them need.
+
+        With Dask, it is the result of a task: one that is lost with its worker is computed again.
+        """
         if not self.is_dask:
             return value
-        with _end_of_workers():
-            return self.executor.scatter(value, broadcast=True, hash=False)
+        with _end_of_workers(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is large
+            return self.executor.submit(_same, value, pure=False)
 
     def map(
         self,
@@ -177,7 +198,7 @@ class Workers:
     ) -> Iterator[tuple[Shard, Any]]:
         """Yield shards, in order, and their futures when these are done; halve if need be."""
         todo, pending = deque(shards), deque[tuple[Shard, Any]]()
-        limit = len(todo) if self.is_dask else _AHEAD * self.number if self.executor else 1
+        limit = 1 if self.executor is None else _AHEAD * self.number
         try:
             while todo or pending:
                 while todo and len(pending) < max(limit, 1):
@@ -186,6 +207,8 @@ class Workers:
                 shard, future = pending.popleft()
                 with _end_of_workers():
                     error = future.exception()
+                    if error is None and future.cancelled():
+                        raise CancelledError
                 if error is None:
                     yield shard, future
                 elif _lacks_memory(error) and len(shard) > 1:
@@ -235,6 +258,9 @@ class _Here:
     def result(self) -> _Done:
         return self._done
 
+    def cancelled(self) -> bool:
+        return False
+
     def cancel(self) -> None:
         """Do nothing: it has not begun."""
 
@@ -254,8 +280,12 @@ def _process() -> tuple[str, int]:
 def _run(
     function: Callable[..., Any], driver: _Driver, threads: int, shard: Shard, *shared: Any
 ) -> _Done:
-    """Run a task on a worker, and record warnings, unless they are issued in the same process."""
-    with threadpool_limits(limits=threads):
+    """Run a task on a worker, and record warnings, unless they are issued in the same process.
+
+    Tasks of a worker with several threads take turns, with all threads for products: libraries of
+    features, warnings and calculators are not made for threads.
+    """
+    with _TURN, threadpool_limits(limits=max(threads, _threads_of_worker())):
         if driver.process == _process():
             return _Done(function(shard, *shared), ())
         _reuse_memory()
@@ -265,6 +295,18 @@ def _run(
             warnings.simplefilter("always", QualmsWarning)
             result = function(shard, *shared)
     return _Done(result, tuple(dict.fromkeys(str(w.message) for w in caught)))
+
+
+def _threads_of_worker() -> int:
+    """Return the threads of the worker of Dask that runs this; 1 of all others."""
+    distributed = sys.modules.get("distributed")
+    with suppress(ValueError, AttributeError):
+        return int(distributed.get_worker().state.nthreads)  # type: ignore[union-attr]
+    return 1
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 @cache

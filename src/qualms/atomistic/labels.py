@@ -123,6 +123,11 @@ class TrainingSet:
         pairs = zip(self.frames, self.centers, strict=True)
         return np.concatenate([atoms.numbers[chosen] for atoms, chosen in pairs])
 
+    def with_size(self, n_representatives: int) -> TrainingSet:
+        """Return the same with a number of representatives."""
+        update = {"n_representatives": n_representatives}
+        return replace(self, settings=self.settings.model_copy(update=update))
+
     def take(self, structures: IntArray) -> tuple[TrainingSet, IntArray]:
         """Return the training set of some structures, and the rows that it has."""
         rows = [np.flatnonzero(np.isin(self.quantities["energy"].structure, structures))]
@@ -192,7 +197,7 @@ def collect_labels(
     derivatives = data.derivatives
     if derivatives is not None:
         settings = with_force_atoms(settings, [len(atoms) for atoms in data.frames])
-        derivatives = thinned(derivatives, settings)
+        derivatives = thinned(derivatives, settings, data.source)
     known = known_baseline(settings, data.species, data.design, data.isolated)
     return replace(
         data,
@@ -239,12 +244,8 @@ def read_labels(
     if np.max(np.abs(y), initial=0.0) > _LARGEST:
         given, expected = f"values of {np.max(np.abs(y)):.1e}", f"numbers below {_LARGEST:g}"
         raise InputError("target", given, expected)
-    alike = len(y) > 0 and np.ptp(found.values) == 0 and np.ptp(n_atoms) > 0
-    if settings.kind == "extensive" and alike:
-        _warn(
-            f"All labels {settings.target!r} are {found.values[0]:g} though structures differ in "
-            "size. For a property that is not a sum over atoms, use kind='intensive'."
-        )
+    if settings.kind == "extensive" and not part:
+        check_not_constant(settings.target, found.values, n_atoms)
     species = settings.species
     if settings.per_atom and species is None and not part:
         pairs = zip(used, centers, strict=True)
@@ -265,10 +266,19 @@ def read_labels(
         digest=digest,
         derivatives=derivatives,
     )
-    if reference is not None and len(y):
+    if reference is not None and not part:
         before = totals.values[np.isin(totals.frames, found.frames)] / n_atoms
         _check_reference(reference, data, before)
     return data
+
+
+def check_not_constant(target: str, values: Float64Array, sizes: IntArray) -> None:
+    """Warn if an extensive property (n,) does not depend on the numbers of atoms (n,)."""
+    if np.ptp(values) == 0 and np.ptp(sizes) > 0:
+        _warn(
+            f"All labels {target!r} are {values[0]:g} though structures differ in size. For a "
+            "property that is not a sum over atoms, use kind='intensive'."
+        )
 
 
 def _quantities(
@@ -755,13 +765,15 @@ def force_labels(
                 "energy; their forces are not used."
             )
         found = [known.get(i, empty) for i, empty in zip(used.tolist(), found, strict=True)]
-        _warn_if_zero([f for f in found if len(f) > 1], forces)
+        if required:
+            _warn_if_zero([f for f in found if len(f) > 1], forces)
     if stress is not None:
         known = find_stresses(frames, stress, required=required)
         for row, i in enumerate(used.tolist()):
             if i in known:
                 virials[row] = known[i] * frames[i].cell.volume / len(frames[i])
-        _warn_if_zero([*virials], stress)
+        if required:
+            _warn_if_zero([*virials], stress)
     labels = ForceLabels(found, virials)
     if required and not len(labels.y):
         name, key = ("forces", forces) if forces is not None else ("stress", stress)
@@ -777,13 +789,16 @@ def with_force_atoms(settings: Settings, sizes: Sequence[int]) -> Settings:
     return settings.model_copy(update={"force_atoms": wanted})
 
 
-def thinned(labels: ForceLabels, settings: Settings) -> ForceLabels:
-    """Return the forces on some atoms of each structure, if not all are to be learned."""
-    wanted = settings.force_atoms
+def thinned(labels: ForceLabels, settings: Settings, source: IntArray) -> ForceLabels:
+    """Return the forces on some atoms of each structure, if not all are to be learned.
+
+    Atoms depend on the number of the structure (n,) among those given.
+    """
+    wanted, forces = settings.force_atoms, []
     if isinstance(wanted, str):
         return labels
-    rng, forces = np.random.default_rng([settings.seed, _FORCES_STREAM]), []
-    for all_forces in labels.forces:
+    for number, all_forces in zip(source.tolist(), labels.forces, strict=True):
+        rng = np.random.default_rng([settings.seed, _FORCES_STREAM, number])
         kept = rng.permutation(len(all_forces))[:wanted]
         forces.append(np.full_like(all_forces, np.nan))
         forces[-1][kept] = all_forces[kept]

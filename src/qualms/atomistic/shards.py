@@ -39,6 +39,7 @@ from qualms.atomistic.baseline import Baseline, anchors, atom_design, fit_baseli
 from qualms.atomistic.fitted import Record
 from qualms.atomistic.labels import (
     TrainingSet,
+    check_not_constant,
     join_groups,
     join_sets,
     known_baseline,
@@ -51,11 +52,8 @@ from qualms.atomistic.reference import ReferencePotential, make_reference
 from qualms.atomistic.settings import Settings, parse_memory, with_representation
 from qualms.atomistic.structures import FrameFiles, composition, fingerprints, symbols_of
 from qualms.atomistic.training import (
-    PER_LABEL,
     PRODUCTS,
-    SECONDS,
     SELECTION_STREAM,
-    SIZES,
     Candidates,
     Draw,
     KernelRows,
@@ -64,20 +62,21 @@ from qualms.atomistic.training import (
     TrainingFeatures,
     calibrate,
     candidate_settings,
+    check_out_of_bag,
     fit_ensemble,
     fit_nested,
     fit_representation,
     format_size,
     join_candidates,
+    largest_size,
     n_features,
     nested_sizes,
     scaled_rows,
     select_candidates,
     target_weights,
-    training_time,
     whitened_rows,
 )
-from qualms.errors import InputError
+from qualms.errors import InputError, QualmsWarning, counted
 from qualms.execution import Workers
 from qualms.features.compression import sample_size
 from qualms.features.gradients import BATCH as GRADIENTS
@@ -89,7 +88,7 @@ from qualms.features.representation import (
     structure_blocks,
 )
 from qualms.gp.ensemble import draw_members, subsample_size
-from qualms.gp.noise import BlockSums
+from qualms.gp.noise import BlockSums, n_left_out
 from qualms.gp.sparse_gp import RowSums, sum_rows
 from qualms.progress import Stages
 from qualms.resources import limited
@@ -98,15 +97,23 @@ log = logging.getLogger(__name__)
 
 #: Structures that are scanned in a task.
 _SCANNED = 2000
-#: Rows whose sums are computed in a task, and at a time in it.
-_ROWS, _CHUNK = 16_384, 4096
+#: Rows whose sums are computed in a task, with this number of representatives or more, and at a
+#: time in it: sending the sums takes much less time than computing them.
+_ROWS, _LARGE, _CHUNK = 16_384, 5000, 4096
 #: Blocks that members are made of: sixteen members of half of them differ in eight of 16 blocks. If
 #: no members are trained, noise variances of several quantities still need a block to test.
 _BLOCKS, _FOLDS = 16, 5
-#: Rows that are kept at most, and representatives that are chosen at least.
-_KEPT, _LEAST = 10_000, 1000
+#: Difference of the share of the blocks of members to the subsample that was asked for.
+_ROUNDED = 0.02
+#: Rows that are kept at most, groups of each quantity among them at least, and representatives
+#: that are chosen at least.
+_KEPT, _OF_EACH, _LEAST = 10_000, 10, 1000
 #: Streams of random numbers: blocks, and rows that are kept.
 _BLOCK_STREAM, _KEPT_STREAM = 7, 8
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, QualmsWarning, stacklevel=2)
 
 
 # --- parts of the structures ---
@@ -260,6 +267,11 @@ class Census:
     digest: str
     preset: str
 
+    def with_size(self, n_representatives: int) -> Census:
+        """Return the same with a number of representatives."""
+        update = {"n_representatives": n_representatives}
+        return replace(self, settings=self.settings.model_copy(update=update))
+
     @property
     def n_environments(self) -> int:
         """Environments of all structures."""
@@ -311,10 +323,9 @@ def take_census(
         raise InputError("groups", f"{len(groups)} labels", f"one for each of {len(frames)} frames")
     parts = divided(frames, _SCANNED)
     key = groups if isinstance(groups, str) else None
-    with stages.stage("Labels", len(frames)) as advance:
-        found = list(
-            workers.map(scan, parts, settings, key, skip_failed, on_done=_counting(advance))
-        )
+    options = settings, key, skip_failed
+    with stages.stage("Labels", len(frames)) as advance, _once():
+        found = list(workers.map(scan, parts, *options, on_done=_counting(advance)))
     species = sorted({z for one in found for z in one.species})
     joined: dict[str, Any] = {
         name: np.concatenate([getattr(one, name) for one in found])
@@ -348,6 +359,10 @@ def take_census(
     alike = Atoms(species, np.zeros((len(species), 3)), pbc=periodic)
     settings, preset = with_representation(settings.model_copy(update=stored), [alike])
     settings = with_force_atoms(settings, joined["sizes"].tolist())
+    if isinstance(settings.force_atoms, int):
+        joined["derived"][:, 0] = np.minimum(joined["derived"][:, 0], 3 * settings.force_atoms)
+    if settings.kind == "extensive":
+        check_not_constant(settings.target, joined["y"] * joined["sizes"], joined["sizes"])
     digests = "".join(one.digest for one in found).encode()
     census = Census(
         **joined,
@@ -367,6 +382,17 @@ def take_census(
             raise InputError(name, repr(key_of), "a label of at least one structure with an energy")
     known = known_baseline(settings, species, census.design, isolated)
     return replace(census, settings=known)
+
+
+@contextmanager
+def _once() -> Iterator[None]:
+    """Issue warnings of several parts that differ in numbers alone only once."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    alike = {re.sub(r"\d+", "", str(w.message)): w for w in reversed(caught)}
+    for w in reversed(alike.values()):
+        warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
 
 
 def _counting(advance: Callable[[int], object]) -> Callable[[Any], None]:
@@ -410,19 +436,31 @@ def draw_blocks(census: Census) -> Blocks:
     if n_groups < 2:
         raise InputError("frames", f"{n_groups} group of structures", "at least 2 to draw from")
     rng = np.random.default_rng([settings.seed, _BLOCK_STREAM])
-    wanted = _BLOCKS if settings.n_subsampled else _FOLDS if settings.learns_forces else 1
-    n_blocks = min(wanted, n_groups)
+    n_blocks = min(_n_blocks(settings), n_groups)
+    # Groups with the same quantities are spread evenly, and those with rare ones come first.
+    kinds = _kinds(census, groups) @ (1, 2)
+    rarity = np.bincount(kinds)[kinds]
+    order = rng.permutation(n_groups)
+    order = order[np.lexsort((kinds[order], rarity[order]))]
     of_group = np.empty(n_groups, dtype=np.intp)
-    of_group[rng.permutation(n_groups)] = np.arange(n_groups) % n_blocks
+    of_group[order] = np.arange(n_groups) % n_blocks
     counts = np.zeros((n_blocks, 0), dtype=np.intp)
     if settings.n_subsampled:
         share = subsample_size(settings.subsample, n_groups) / n_groups
         counts = draw_members(n_blocks, settings.n_members, share, rng, replace=settings.replace)
+        used = counts[:, 0].sum() / n_blocks
+        if abs(used - share) > _ROUNDED and not settings.replace:
+            _warn(
+                f"Members are trained on {used:.3g} of the structures, not {share:.3g}: subsamples "
+                f"are made of {n_blocks} blocks."
+            )
     rows = census.of_rows
     lacking = ~spans(census.design, counts[of_group[groups[rows]]])
-    if settings.linear_baseline == "composition" and lacking.any():
+    anchored = settings.linear_baseline == "composition" and bool(lacking.any())
+    if anchored:
         of_group[groups[rows[anchors(census.design)]]] = n_blocks
         counts = np.concatenate([counts, np.ones((1, counts.shape[1]), dtype=np.intp)])
+    check_out_of_bag(settings, counts[of_group[groups[rows]]], anchored=anchored)
     block = of_group[groups]
     baseline = fit_baseline(
         settings.linear_baseline,
@@ -436,20 +474,40 @@ def draw_blocks(census: Census) -> Blocks:
     return Blocks(block, counts, baseline)
 
 
-def _kept(census: Census, blocks: Blocks, n_representatives: int) -> BoolArray:
-    """Return the structures whose rows are kept: random groups that some members lack."""
+def _n_blocks(settings: Settings) -> int:
+    return _BLOCKS if settings.n_subsampled else _FOLDS if settings.learns_forces else 1
+
+
+def _kinds(census: Census, groups: IntArray) -> BoolArray:
+    """Return whether each group has forces, and stresses: (n_groups, 2)."""
+    columns = [np.bincount(groups, weights=n) > 0 for n in census.derived.T]
+    return np.stack(columns, axis=1)
+
+
+def keep_rows(census: Census, blocks: Blocks) -> BoolArray:
+    """Return the structures whose rows are kept: (n,), random groups that some members lack.
+
+    With several quantities, groups of the blocks that test noise variances and of others alternate
+    as long as there are both, and some groups of each quantity come first.
+    """
+    M = census.settings.n_selected
     rng = np.random.default_rng([census.settings.seed, _KEPT_STREAM])
     groups = np.unique(census.groups, return_inverse=True)[1]
     sizes = np.bincount(groups, weights=census.rows)
     lacked = (blocks.counts == 0).any(axis=1) | (blocks.counts.shape[1] == 0)
     order = rng.permutation(np.unique(groups[lacked[blocks.block]]))
-    n_rows = _kept_rows(census.n_rows, n_representatives)
+    if census.derived.any():
+        block, later = np.empty(len(sizes), dtype=np.intp), np.ones(len(order), dtype=bool)
+        block[groups] = blocks.block
+        tests = block[order] < n_left_out(_n_blocks(census.settings))
+        rank = np.where(tests, np.cumsum(tests), np.cumsum(~tests))
+        for has in _kinds(census, groups)[order].T:
+            for some in (has & tests, has & ~tests):
+                later[np.flatnonzero(some)[: _OF_EACH // 2]] = False
+        order = order[np.lexsort((rank, later))]
+    n_rows = min(census.n_rows, _KEPT, max(int(PRODUCTS / M**2), 1000))
     n_groups = int(np.searchsorted(np.cumsum(sizes[order]), n_rows)) + 1
-    return np.isin(groups, order[:n_groups])
-
-
-def _kept_rows(n_rows: int, M: int) -> int:
-    return min(n_rows, _KEPT, max(int(PRODUCTS / M**2), 1000))
+    return np.isin(groups, order[: max(n_groups, _OF_EACH)])
 
 
 # --- the second pass: representatives ---
@@ -464,14 +522,14 @@ def _read(
         warnings.simplefilter("ignore")
         potential = _reference(settings) if reference else None
         data = read_labels(list(part.frames), settings, reference=potential, part=True)
-    labels = data.derivatives
+    labels, numbers = data.derivatives, part.numbers[data.source]
     data = replace(
         data,
         settings=settings,
-        source=part.numbers[data.source],
+        source=numbers,
         groups=part.groups[data.source],
         species=species,
-        derivatives=None if labels is None else thinned(labels, settings),
+        derivatives=None if labels is None else thinned(labels, settings, numbers),
     )
     return join_sets([data])
 
@@ -491,6 +549,7 @@ class Plan:
 
     def features(self, data: TrainingSet) -> TrainingFeatures:
         """Return the features of a part, computed as often as they are needed."""
+        self.representation.prepare()  # rejects a worker with other weights of a network
         return TrainingFeatures(data, self.representation, self.n_workers, Stages(), n_block=1)
 
 
@@ -613,9 +672,10 @@ def sum_all(
     points: Representatives,
     workers: Workers,
     stages: Stages,
+    kept: BoolArray,
     size_limit: str = "",
 ) -> Summed:
-    """Compute the sums over all rows, block by block."""
+    """Compute the sums over all rows, block by block, and keep the rows of some structures."""
     settings, (block, counts, baseline) = plan.settings, blocks
     r = len(points.features)
     sizes = [*(nested_sizes(r) if size_limit else []), r]
@@ -628,10 +688,10 @@ def sum_all(
     per_structure = census.n_rows / len(census.numbers)
     chunk = max(int(_CHUNK / per_structure), 1)
     rows = RowPlan(points, sizes, baseline.full, center, mean_size, chunk)
-    kept, parts = _kept(census, blocks, r), []
+    parts, of_task = [], max(int(_ROWS * min(r / _LARGE, 1.0)), _CHUNK)
     for b in range(len(counts)):
         here = np.flatnonzero(block == b)
-        for some in np.array_split(here, max(math.ceil(census.rows[here].sum() / _ROWS), 1)):
+        for some in np.array_split(here, max(math.ceil(census.rows[here].sum() / of_task), 1)):
             if len(some):
                 parts.append(_part(frames, census, some, kept=kept[some], block=b))
     shared = workers.share(plan), workers.share(rows)
@@ -692,73 +752,53 @@ def _block_of(part: Part) -> int:
 # --- size of the problem ---
 
 
-def _with_size(census: Census, n_workers: int) -> tuple[Census, str]:
-    """Return the census with a number of representatives, and what limits it if it was chosen."""
-    if census.settings.n_representatives != "auto":
-        return census, ""
-
-    def of_size(M: int) -> Census:
-        chosen = census.settings.model_copy(update={"n_representatives": M})
-        return replace(census, settings=chosen)
-
-    limits = {
-        "the number of environments": census.n_environments,
-        "the number of labels": max(PER_LABEL * census.n_rows, SIZES[0]),
-        "the largest number": SIZES[-1],
-    }
-    limit = min(limits, key=limits.__getitem__)
-    seconds = SECONDS[census.settings.effort] * n_workers
-    for M in sorted({min(size, limits[limit]) for size in SIZES}, reverse=True):
-        if M <= _LEAST or training_time(of_size(M)) <= seconds:
-            return of_size(M), limit
-        limit = "effort"
-    raise AssertionError("the smallest is accepted")
-
-
-class MemoryNeeded(NamedTuple):
-    """Bytes of the process that trains the model, and of each of its workers."""
+class ShardMemory(NamedTuple):
+    """Bytes of the process that trains the model, of each worker, and of both in one process."""
 
     driver: float
     worker: float
+    together: float
 
 
-def memory_needed(census: Census) -> MemoryNeeded:
+def shard_memory(census: Census, n_kept: int) -> ShardMemory:
     """Return the memory of a training on shards, by the largest arrays of its stages."""
     settings, n = census.settings, census.n_environments
     M, (d, d_raw) = min(settings.n_selected, n), n_features(census)
-    size, square = settings.features.itemsize, 8.0 * M**2
-    base = 0.5e9 + settings.features.overhead
-    n_blocks = _BLOCKS if settings.n_subsampled else _FOLDS if settings.learns_forces else 1
-    per_structure = 500.0 + 16.0 * len(census.species) + 24.0 * settings.n_members
-    kept = 24.0 * _kept_rows(census.n_rows, M) * M
+    size, square, kinds = settings.features.itemsize, 8.0 * M**2, len(census.n_labels)
     environments = min(selection_size(census), n)
     n_parts = -(-n // environments)
+    base = 0.4e9 + settings.features.overhead
+    labels = (400.0 + 16.0 * len(census.species) + 24.0 * settings.n_members) * len(census.numbers)
     joining = 2.2 * size * d * M * n_parts if n_parts > 1 else 0.0
     sampled = 12.0 * sample_size(n) * d_raw + 24.0 * d_raw**2 if d < d_raw else 0.0
-    solving = (n_blocks * len(census.n_labels) + 6) * square + kept
-    driver = (
-        base + per_structure * len(census.numbers) + max(joining + 3 * square, solving, sampled)
-    )
-    copies = 2.2 if settings.per_species else 1.2
+    sums, kept = _n_blocks(settings) * kinds * square, 8.0 * n_kept * M
+    solving = sums + 5 * square + 2 * kept
     batch = 32.0 * min(BATCH, n) * d_raw + 12.0 * BLOCK * M
     if settings.learns_forces:
         batch += 48.0 * GRADIENTS * 30 * (d_raw + M)
-    selecting = copies * size * environments * d
-    summing = (3.0 + 3.0 * len(census.n_labels)) * square + 24.0 * _CHUNK * M + 12.0 * M * d
-    return MemoryNeeded(driver, base + batch + max(selecting, summing))
-
-
-def announce(census: Census, workers: Workers, limit: float) -> None:
-    """Log the memory that is needed; reject a training for which it does not suffice."""
-    driver, worker = memory_needed(census)
-    total = driver + worker if workers.executor is None else driver
-    M = census.settings.n_selected
-    text = (
-        f"{census.n_environments:,} environments, {census.n_rows:,} labels, {M:,} representatives, "
+    selecting = (2.2 if settings.per_species else 1.2) * size * environments * d
+    summing = (2.0 + 3.0 * kinds) * square + 16.0 * _CHUNK * M + 12.0 * M * d
+    one = max(
+        joining + 3 * square, solving, sampled, selecting + batch, sums + kept + summing + batch
     )
-    text += f"in shards: about {format_size(total)} of memory (limit {format_size(limit)})"
+    return ShardMemory(
+        driver=base + labels + max(joining + 3 * square, solving, sampled),
+        worker=base + batch + max(selecting, summing),
+        together=base + labels + one,
+    )
+
+
+def announce(census: Census, n_kept: int, workers: Workers, limit: float) -> None:
+    """Log the memory that is needed; reject a training for which it does not suffice."""
+    driver, worker, together = shard_memory(census, n_kept)
+    total = together if workers.executor is None else driver
+    text = (
+        f"{census.n_environments:,} environments, {census.n_rows:,} labels, "
+        f"{census.settings.n_selected:,} representatives, in shards: about {format_size(total)} of "
+        f"memory (limit {format_size(limit)})"
+    )
     if workers.executor is not None:
-        text += f", and {format_size(worker)} for each of {workers.number} workers"
+        text += f", and {format_size(worker)} for each of {counted(workers.number, 'worker')}"
     log.info(f"{text}.")
     if total > limit:
         raise InputError(
@@ -766,6 +806,11 @@ def announce(census: Census, workers: Workers, limit: float) -> None:
             format_size(limit),
             f"at least {format_size(1.01 * total)}",
             "Allow more memory, use fewer representatives, or uncertainty='posterior'.",
+        )
+    if workers.memory is not None and worker > workers.memory:
+        _warn(
+            f"A worker needs about {format_size(worker)}, and Dask's memory_limit of one is "
+            f"{format_size(workers.memory)}. Use fewer workers with more memory each."
         )
 
 
@@ -813,9 +858,17 @@ def fit(
     census = take_census(frames, settings, groups, workers, stages, skip_failed=skip_failed)
     if census.preset:
         log.info(f"Representation: {census.preset}.")
-    census, size_limit = _with_size(census, workers.number)
-    announce(census, workers, parse_memory(settings.memory))
+    size_limit, memory = "", parse_memory(settings.memory)
+    if census.settings.n_representatives == "auto":
+
+        def fits(n: int) -> bool:
+            return shard_memory(census.with_size(n), _KEPT).driver <= memory
+
+        n, size_limit = largest_size(census, fits, _LEAST)
+        census = census.with_size(n)
     blocks = draw_blocks(census)
+    kept = keep_rows(census, blocks)
+    announce(census, int(census.rows[kept].sum()), workers, memory)
 
     def read(some: IntArray) -> tuple[Sequence[Atoms], Sequence[IntArray]]:
         data = _read(_part(frames, census, some), census.settings, census.species)
@@ -828,8 +881,9 @@ def fit(
         n_workers = threads if workers.executor is None else 1
         plan = Plan(census.settings, census.species, representation, n_workers)
         points = select(frames, census, plan, workers, stages)
-        summed = sum_all(frames, census, blocks, plan, points, workers, stages, size_limit)
-        rows, sample, draw = summed
+        rows, sample, draw = sum_all(
+            frames, census, blocks, plan, points, workers, stages, kept, size_limit
+        )
         gp = fit_nested(rows, sample, draw.baseline, stages)
         ensemble = fit_ensemble(gp, sample, draw, stages)
         found = calibrate(ensemble, sample, stages)

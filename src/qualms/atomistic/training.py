@@ -23,7 +23,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import combinations_with_replacement
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 from ase import Atoms
@@ -220,23 +220,7 @@ def draw_ensemble(data: TrainingSet) -> Draw:
     if anchored:
         here = np.ix_(np.isin(groups, groups[anchors(design)]), lacking)
         counts[here] = np.maximum(counts[here], 1)
-    calibrated = settings.n_subsampled and settings.calibration != "none"
-    if calibrated and not _out_of_bag(counts).any():
-        if anchored:
-            raise InputError(
-                "baseline",
-                "'composition'",
-                "more different structures (or groups): members that lack an element get the "
-                "structures that determine it, and none remains to calibrate on",
-                "Use more structures, or baseline='mean'.",
-            )
-        raise InputError(
-            "subsample",
-            settings.subsample,
-            f"subsamples that leave some of the {n} rows out of at least {MIN_ABSENT} of "
-            f"{settings.n_members} members, to calibrate on",
-            "Use smaller subsamples, more members or more structures, or calibration='none'.",
-        )
+    check_out_of_bag(settings, counts, anchored=anchored)
     baseline = fit_baseline(
         settings.linear_baseline,
         design,
@@ -247,6 +231,30 @@ def draw_ensemble(data: TrainingSet) -> Draw:
         isolated=data.isolated,
     )
     return Draw(counts, baseline)
+
+
+def check_out_of_bag(settings: Settings, counts: IntArray, *, anchored: bool) -> None:
+    """Reject members, with counts (n, N_R) of each row, that leave nothing to calibrate on.
+
+    Members are anchored if those that lack an element got the rows that determine it.
+    """
+    if not settings.n_subsampled or settings.calibration == "none" or _out_of_bag(counts).any():
+        return
+    if anchored:
+        raise InputError(
+            "baseline",
+            "'composition'",
+            "more different structures (or groups): members that lack an element get the "
+            "structures that determine it, and none remains to calibrate on",
+            "Use more structures, or baseline='mean'.",
+        )
+    raise InputError(
+        "subsample",
+        settings.subsample,
+        f"subsamples that leave some of the {len(counts)} rows out of at least {MIN_ABSENT} of "
+        f"{settings.n_members} members, to calibrate on",
+        "Use smaller subsamples, more members or more structures, or calibration='none'.",
+    )
 
 
 def _out_of_bag(counts: IntArray) -> BoolArray:
@@ -309,8 +317,12 @@ def compute_rows(
     """
     size_limit, bytes_ = "", parse_memory(memory)
     if data.settings.n_representatives == "auto":
-        n, size_limit = _largest_size(data, bytes_)
-        data = replace(data, settings=data.settings.model_copy(update={"n_representatives": n}))
+
+        def fits(n: int) -> bool:
+            return min(_memory_needed(data.with_size(n), 1)[:2]) <= bytes_
+
+        n, size_limit = largest_size(data, fits)
+        data = data.with_size(n)
     features = fit_features(data, bytes_, threads, stages or Stages())
     points = select_points(features)
     return kernel_rows(features, points, size_limit)
@@ -352,32 +364,36 @@ class TrainingSize(Protocol):
     def n_rows(self) -> int:
         """Labels of all quantities."""
 
+    def with_size(self, n_representatives: int) -> Self:
+        """Return the same with a number of representatives."""
 
-def _largest_size(data: TrainingSet, memory: float) -> tuple[int, str]:
-    """Return the number of representatives that time and memory (bytes) allow, and what limits it.
 
-    The smallest number is returned even if it exceeds them.
+def largest_size(
+    data: TrainingSize, fits: Callable[[int], bool], least: int = 0
+) -> tuple[int, str]:
+    """Return the number of representatives that time and memory allow, and what limits it.
+
+    `fits` returns whether the memory suffices for a number. Numbers up to `least` may take any
+    time, and the smallest number is returned in any case.
     """
-    settings, useful = data.settings, max(PER_LABEL * data.n_rows, SIZES[0])
     limits = {
         "the number of environments": data.n_environments,
-        "the number of labels": useful,
+        "the number of labels": max(PER_LABEL * data.n_rows, SIZES[0]),
         "the largest number": SIZES[-1],
     }
     limit = min(limits, key=limits.__getitem__)
     sizes = sorted({min(size, limits[limit]) for size in SIZES}, reverse=True)
     for size in sizes:
-        of_size = replace(data, settings=settings.model_copy(update={"n_representatives": size}))
-        if training_time(of_size) > SECONDS[settings.effort]:
+        if size > least and _training_time(data.with_size(size)) > SECONDS[data.settings.effort]:
             limit = "effort"
-        elif min(_memory_needed(of_size, 1)[:2]) > memory:
+        elif not fits(size):
             limit = "the memory"
         else:
             return size, limit
     return sizes[-1], limit
 
 
-def training_time(data: TrainingSize) -> float:
+def _training_time(data: TrainingSize) -> float:
     """Return a rough number of seconds, beside the features, from counts of operations."""
     n, n_rows, M = data.n_environments, data.n_rows, data.settings.n_selected
     products = n * M * n_features(data)[0]

@@ -77,7 +77,7 @@ def open_workers(
     with ExitStack() as stack:
         place, timeout = scheduler, _WORKERS
         if cluster is not None:
-            started, timeout = start_cluster(cluster, cluster_config, quiet=terminal.quiet)
+            started, timeout = start_cluster(cluster, cluster_config)
             place = stack.enter_context(started)
         try:
             if scheduler_file is not None:
@@ -100,7 +100,7 @@ def _is_local(cluster: str) -> bool:
     return cluster.partition(":")[0] == "local"
 
 
-def start_cluster(cluster: str, config: Path | None, *, quiet: bool = False) -> tuple[Any, int]:
+def start_cluster(cluster: str, config: Path | None) -> tuple[Any, int]:
     """Start processes of this machine (``local:N``), or submit jobs to a queue.
 
     Returns
@@ -115,8 +115,11 @@ def start_cluster(cluster: str, config: Path | None, *, quiet: bool = False) -> 
         number = cluster.partition(":")[2]
         if not number.isdecimal() or int(number) < 1:
             raise InputError("--cluster", cluster, "a number of processes, such as local:4")
-        logs = logging.CRITICAL if quiet else logging.WARNING
-        return LocalCluster(int(number), threads_per_worker=1, silence_logs=logs), _WORKERS
+        # Errors of tasks arrive as exceptions.
+        started = LocalCluster(
+            n_workers=int(number), threads_per_worker=1, silence_logs=logging.CRITICAL
+        )
+        return started, _WORKERS
     try:
         import dask_jobqueue
     except ImportError as error:

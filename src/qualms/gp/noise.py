@@ -401,6 +401,11 @@ def _distribute(fold: IntArray, has: BoolArray, settled: IntArray, n_folds: int)
         fold[given[i[0]]], fold[taken[j[0]]] = least, most
 
 
+def n_left_out(n_blocks: int) -> int:
+    """Return how many of the first blocks noise variances are tested on."""
+    return max(round(n_blocks / _FOLDS), 1)
+
+
 def _parts(observed: Observations) -> list[tuple[list[IntArray], _Sums]]:
     """Return the rows of each kind in each of five parts, and the sums over all other rows.
 
@@ -409,7 +414,7 @@ def _parts(observed: Observations) -> list[tuple[list[IntArray], _Sums]]:
     kinds, blocks = observed.kinds, observed.blocks
     if blocks is not None:
         n_blocks = len(next(iter(blocks.sums.values())))
-        n_out = max(round(n_blocks / _FOLDS), 1)
+        n_out = n_left_out(n_blocks)
         others = [blocks.total(name, range(n_out, n_blocks)) for name in blocks.sums]
         return [([rows[blocks.block[rows] < n_out] for rows in kinds], _Sums.of(others))]
     codes = np.unique(observed.groups, return_inverse=True)[1]
