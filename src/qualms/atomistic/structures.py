@@ -168,7 +168,7 @@ class FrameFiles(Sequence[Atoms]):
         """Find the structures of some files, without reading them."""
         files, places = tuple(Path(path).resolve() for path in paths), []
         for path in files:
-            if not _is_xyz(path) or get_compression(str(path))[1] is not None:
+            if not readable([path]):
                 given, remedy = f"'{path}'", "Convert or decompress it first."
                 raise InputError("path", given, "extended XYZ without compression", remedy)
             try:
@@ -208,6 +208,11 @@ class FrameFiles(Sequence[Atoms]):
                 raise InputError(
                     "path", f"'{path}' ({error.strerror})", "a file to read"
                 ) from error
+
+
+def readable(paths: Iterable[Path]) -> bool:
+    """Return whether files are such that `FrameFiles` can read them: XYZ without compression."""
+    return all(_is_xyz(path) and get_compression(str(path))[1] is None for path in paths)
 
 
 def _places(path: Path) -> tuple[IntArray, IntArray]:

@@ -124,6 +124,9 @@ def predict(
     target, (_, units) = loaded.settings.target, wanted.units(loaded)
     kind: Literal["atomic", "structure"] = "atomic" if loaded.fitted.per_atom else "structure"
     n: Counter[str] = Counter()
+    on_workers = any(option is not None for option in (scheduler, scheduler_file, cluster))
+    # Before workers are started: there may be nothing to read.
+    frames = FrameFiles.open([structures]) if in_parts or on_workers else None
     with (
         open_workers(scheduler, scheduler_file, cluster, cluster_config, terminal) as client,
         Stages(terminal.progress()).stage("Structures") as advance,
@@ -132,8 +135,7 @@ def predict(
         workers = as_workers(client, loaded.threads if client is None else threads or 1)
         if client is not None:
             file = replace(file, threads=workers.threads)
-        if in_parts:
-            frames = FrameFiles.open([structures])
+        if in_parts and frames is not None:
             n.update(
                 bulk.write_table(
                     output, frames, file, wanted, workers, force=force, advance=advance
@@ -145,10 +147,10 @@ def predict(
                     output, target, kind=kind, ensemble=ensemble, interval=interval, force=force
                 )
             )
-            if client is None:
+            if frames is None:
                 batches = bulk.predict_batches(loaded, enumerate(iter_frames(structures)), wanted)
             else:
-                batches = bulk.predict_parts(FrameFiles.open([structures]), file, wanted, workers)
+                batches = bulk.predict_parts(frames, file, wanted, workers)
             for batch in batches:
                 writer.write(**batch.arguments)
                 n.update(batch.counts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -132,7 +132,7 @@ def train(
     from qualms.atomistic.evaluation import evaluate, find_references
     from qualms.atomistic.model import AtomisticModel
     from qualms.atomistic.settings import parse_memory
-    from qualms.atomistic.structures import FrameFiles, read_frames, species_of
+    from qualms.atomistic.structures import FrameFiles, read_frames, readable, species_of
     from qualms.io.files import atomic_output, check_not_input, check_output
     from qualms.io.predictions import check_name
     from qualms.progress import Stages
@@ -157,14 +157,20 @@ def train(
     for path in (output, summary):
         check_not_input(path, *data, validation, config)
         check_output(path, force=force)
+    # Errors in files are found before workers are started, or the training is.
     held_out = None if validation is None else read_frames(validation)
+    large = sum(path.stat().st_size for path in data if path.is_file()) * _EXPANSION
+    on_workers = any(option is not None for option in (scheduler, scheduler_file, cluster))
+    frames: Any
+    if on_workers or (large > _SHARE * parse_memory(model.settings.memory) and readable(data)):
+        frames = FrameFiles.open(data)
+    else:
+        frames = [atoms for path in data for atoms in read_frames(path)]
+    if held_out is not None:
+        known = species_of(held_out if isinstance(frames, FrameFiles) else frames)
+        find_references(held_out, model.settings, known)
+    found: dict[str, Evaluation] = {}
     with open_workers(scheduler, scheduler_file, cluster, cluster_config, terminal) as executor:
-        room = _SHARE * parse_memory(model.settings.memory)
-        large = sum(path.stat().st_size for path in data if path.is_file()) * _EXPANSION > room
-        in_parts = executor is not None or (large and all(path.suffix != ".gz" for path in data))
-        frames: Any = FrameFiles.open(data) if in_parts else [*_read(data)]
-        if held_out is not None and not in_parts:  # errors are found before the training starts
-            find_references(held_out, model.settings, species_of(frames))
         model.fit(
             frames,
             group_key,
@@ -172,13 +178,14 @@ def train(
             skip_failed=skip_failed,
             executor=executor,
         )
-    model.save(output, force=force)
-    found: dict[str, Evaluation] = {}
-    if held_out is not None:
-        stages = Stages(terminal.progress())
-        found = evaluate(model, held_out, skip_failed=skip_failed, stages=stages)
-        for remark in remarks_about(model, found):
-            terminal.info(remark)
+        model.save(output, force=force)
+        if held_out is not None:
+            stages = Stages(terminal.progress())
+            found = evaluate(
+                model, held_out, skip_failed=skip_failed, stages=stages, executor=executor
+            )
+            for remark in remarks_about(model, found):
+                terminal.info(remark)
     tables = [
         score_table(one.scores, units=one.units, title=f"Validation: {one.target}")
         for one in found.values()
@@ -188,13 +195,6 @@ def train(
         json.dump(document, file, indent=2)
     terminal.result(model.summary(), *tables, document=document)
     terminal.info(f"Wrote {output} and {summary}.")
-
-
-def _read(paths: list[Path]) -> Iterator[Any]:
-    from qualms.atomistic.structures import iter_frames
-
-    for path in paths:
-        yield from iter_frames(path)
 
 
 def summary_document(
