@@ -98,7 +98,10 @@ class Workers:
             try:
                 with _end_of_workers():
                     found = self.executor.run(_inspect, paths).values()
-            except ImportError as error:
+            except Exception as error:
+                # Dask passes on the text of an error of a worker that cannot read its task.
+                if "ModuleNotFoundError" not in repr(error):
+                    raise
                 expected, remedy = "qualms on all workers", "Install the same versions on them."
                 raise InputError("executor", f"workers ({error})", expected, remedy) from error
         elif self.executor is not None:
