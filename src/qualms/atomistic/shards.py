@@ -602,13 +602,22 @@ class RowPlan:
     chunk: int  #: structures whose rows are computed at a time
 
 
+class Kept(NamedTuple):
+    """Structures of a block whose rows are kept, the rows, and the diagonal of the kernel."""
+
+    data: TrainingSet
+    Phi: Float64Array
+    diagonal: Float64Array
+    block: int
+
+
 class PartSums(NamedTuple):
     """Sums over the rows of a part, and the rows that are kept, not scaled by Eq. (17)."""
 
     sums: dict[str, RowSums]  #: by quantity
     diagonal: float  #: sum of the diagonal of the kernel, over the rows of the target
     novelty: Float64Array  #: (n_structures, n_sizes, 2)
-    kept: tuple[tuple[TrainingSet, Float64Array, Float64Array, int], ...]  #: rows, diagonal, block
+    kept: tuple[Kept, ...]
 
 
 def sum_rows_of(part: Part, plan: Plan, rows: RowPlan) -> PartSums:
@@ -635,11 +644,11 @@ def _sum_chunk(part: Part, plan: Plan, rows: RowPlan) -> PartSums:
         name: sum_rows(Phi[q.rows], C[q.rows], weight[q.rows])
         for name, q in data.quantities.items()
     }
-    kept: tuple[Any, ...] = ()
+    kept: tuple[Kept, ...] = ()
     if part.kept is not None and part.kept.any():
         some = np.flatnonzero(np.isin(data.source, part.numbers[part.kept]))
         sample, chosen = data.take(some)
-        kept = ((sample, Phi[chosen], diagonal[chosen[chosen < n]], part.block),)
+        kept = (Kept(sample, Phi[chosen], diagonal[chosen[chosen < n]], part.block),)
     return PartSums(sums, float(diagonal.sum()), novelty, kept)
 
 
@@ -703,31 +712,15 @@ def sum_all(
         ):
             found[b] = total
     stop_workers()
-    whole = [part for total in found.values() for part in total.kept]
-    sample = join_sets([data for data, *_ in whole])
-    sample = replace(
-        sample,
-        n_isolated=census.n_isolated,
-        n_duplicates=census.n_duplicates,
-        isolated=census.isolated,
-        digest=census.digest,
-        preset=census.preset,
+    sample, Phi, diagonal, of_rows = _join_kept(
+        [kept for total in found.values() for kept in total.kept], census
     )
-    energies = [len(data.y) for data, *_ in whole]
-    Phi = np.concatenate(
-        [Phi[:n] for (_, Phi, *_), n in zip(whole, energies, strict=True)]
-        + [Phi[n:] for (_, Phi, *_), n in zip(whole, energies, strict=True)]
-    )
-    of_structure = np.concatenate([np.full(len(data.frames), b) for data, _, _, b in whole])
-    of_rows = np.empty(sample.n_rows, dtype=np.intp)
-    for quantity in sample.quantities.values():
-        of_rows[quantity.rows] = of_structure[quantity.structure]
     novelty = np.concatenate([total.novelty for total in found.values()]).swapaxes(0, 1)
     result = scaled_rows(
         plan.representation,
         points,
         Phi,
-        np.concatenate([diagonal for _, _, diagonal, _ in whole]),
+        diagonal,
         sum(total.diagonal for total in found.values()) / len(census.y),
         dict(zip(sizes, novelty, strict=True)),
         settings,
@@ -747,6 +740,30 @@ def sum_all(
 
 def _block_of(part: Part) -> int:
     return part.block
+
+
+def _join_kept(
+    parts: Sequence[Kept], census: Census
+) -> tuple[TrainingSet, Float64Array, Float64Array, IntArray]:
+    """Return the structures whose rows are kept, these rows, their diagonal and their blocks."""
+    sample = replace(
+        join_sets([part.data for part in parts]),
+        n_isolated=census.n_isolated,
+        n_duplicates=census.n_duplicates,
+        isolated=census.isolated,
+        digest=census.digest,
+        preset=census.preset,
+    )
+    # Rows of the target come first, and then those of its derivatives.
+    Phi = np.concatenate(
+        [part.Phi[: len(part.data.y)] for part in parts]
+        + [part.Phi[len(part.data.y) :] for part in parts]
+    )
+    of_structure = np.repeat([p.block for p in parts], [len(p.data.frames) for p in parts])
+    of_rows = np.empty(sample.n_rows, dtype=np.intp)
+    for quantity in sample.quantities.values():
+        of_rows[quantity.rows] = of_structure[quantity.structure]
+    return sample, Phi, np.concatenate([part.diagonal for part in parts]), of_rows
 
 
 # --- size of the problem ---
