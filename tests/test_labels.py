@@ -31,7 +31,8 @@ from qualms.atomistic.structures import (
     check_species,
     check_structures,
     composition,
-    data_hash,
+    data_digest,
+    data_hashes,
     fingerprints,
     iter_frames,
     read_frames,
@@ -185,10 +186,14 @@ def test_fingerprints_and_digests():
     assert prints[0] == prints[1] == prints[2]
     assert len(set(prints)) == 5
     frames = [atoms, other]
-    digest = data_hash(frames, np.array([1.0, np.nan]))
-    assert digest == data_hash(copies(frames), [1.0, -np.nan])
+
+    def digest(frames, labels):
+        return data_digest(data_hashes(frames, labels))
+
+    found = digest(frames, np.array([1.0, np.nan]))
+    assert found == digest(copies(frames), [1.0, -np.nan])
     changed = [(frames, [1.0, 2.0]), (frames[::-1], [1.0, np.nan]), (frames[:1], [1.0])]
-    assert len({digest, *(data_hash(*case) for case in changed)}) == 4
+    assert len({found, *(digest(*case) for case in changed)}) == 4
 
 
 def test_composition_and_species():

@@ -240,6 +240,7 @@ def test_energies_as_in_memory(small_parts, monkeypatch, molecules, tmp_path):
     for name in ("n_structures", "n_environments", "effective_rank", "n_duplicates"):
         assert getattr(a.record, name) == getattr(b.record, name)
     assert b.record.quantities["energy"].n_rows == 80
+    assert a.provenance.data_digest == b.provenance.data_digest
     b.save(tmp_path / "model.safetensors")
     again = AtomisticModel.load(tmp_path / "model.safetensors", threads=1)
     np.testing.assert_allclose(again.predict(molecules[80:90]).std, b.predict(molecules[80:90]).std)
@@ -376,13 +377,22 @@ def test_a_worker_is_killed(client, molecules, tmp_path):
     victim = next(iter(client.run(os.getpid).values()))
 
     def kill():
-        time.sleep(0.7)
+        while not any(client.processing().values()):
+            time.sleep(0.02)
+        time.sleep(0.3)
         os.kill(victim, signal.SIGKILL)
 
-    threading.Thread(target=kill).start()
+    thread = threading.Thread(target=kill)
+    thread.start()
     found = make_model().fit(files, executor=client).predict(molecules[150:])
+    thread.join()
     np.testing.assert_allclose(found.mean, expected.mean, atol=1e-9 * expected.std.min())
-    assert victim not in client.run(os.getpid).values()
+    client.wait_for_workers(2, timeout=60)
+    assert victim not in [one["pid"] for one in client.run(_about).values()]
+
+
+def _about():
+    return {"pid": os.getpid()}
 
 
 def test_more_workers_than_structures(client, molecules, tmp_path):

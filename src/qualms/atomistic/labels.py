@@ -28,7 +28,8 @@ from qualms.atomistic.structures import (
     VOIGT,
     check_not_single,
     check_structures,
-    data_hash,
+    data_digest,
+    data_hashes,
     fingerprints,
     species_of,
     symbols_of,
@@ -93,7 +94,7 @@ class TrainingSet:
     n_isolated: int
     n_duplicates: int
     isolated: dict[int, float]  #: energies of isolated atoms found in the data
-    digest: str  #: of structures and labels
+    hashes: list[bytes]  #: of each structure with its labels, as they were given
     derivatives: ForceLabels | None = None  #: forces and virials by structure
     preset: str = ""  #: the representation, if it was chosen, and why
 
@@ -106,6 +107,11 @@ class TrainingSet:
     def offsets(self) -> IntArray:
         """Environments of structure s are ``offsets[s]:offsets[s + 1]``."""
         return offsets_of([len(c) for c in self.centers])
+
+    @property
+    def digest(self) -> str:
+        """Digest of structures and labels."""
+        return data_digest(self.hashes)
 
     @property
     def n_environments(self) -> int:
@@ -227,12 +233,17 @@ def read_labels(
     found = labelled(frames, *target, required=not part)
     for i in found.frames.tolist():
         check_structures([frames[i]], first=i)
-    derivatives, labels = None, [found.values, *found.rows]
+    sizes = [len(rows) for rows in found.rows] if settings.per_atom else [1] * len(found.frames)
+    labels: list[Any] = np.split(found.values, np.cumsum(sizes)[:-1]) if sizes else []
+    derivatives, totals = None, found
+    if settings.per_atom:
+        labels = [np.concatenate(pair) for pair in zip(found.rows, labels, strict=True)]
     if settings.learns_forces:
         keys = settings.forces, settings.stress
         derivatives = force_labels(frames, found.frames, *keys, required=not part)
-        labels += [*derivatives.forces, derivatives.virials]
-    digest, totals = data_hash([frames[i] for i in found.frames], labels), found
+        parts = zip(labels, derivatives.forces, derivatives.virials, strict=True)
+        labels = [np.concatenate([y, f.ravel(), v]) for y, f, v in parts]
+    hashes = data_hashes([frames[i] for i in found.frames], labels)
     if reference is not None:
         found, derivatives = _differences(
             frames, found, derivatives, reference, skip_failed=skip_failed, required=not part
@@ -263,7 +274,7 @@ def read_labels(
         n_isolated=found.n_isolated,
         n_duplicates=0,
         isolated=found.isolated,
-        digest=digest,
+        hashes=hashes,
         derivatives=derivatives,
     )
     if reference is not None and not part:

@@ -20,7 +20,6 @@ numbers per structure. Parts do not depend on the number of workers, and neither
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import re
@@ -50,7 +49,13 @@ from qualms.atomistic.labels import (
 )
 from qualms.atomistic.reference import ReferencePotential, make_reference
 from qualms.atomistic.settings import Settings, parse_memory, with_representation
-from qualms.atomistic.structures import FrameFiles, composition, fingerprints, symbols_of
+from qualms.atomistic.structures import (
+    FrameFiles,
+    composition,
+    data_digest,
+    fingerprints,
+    symbols_of,
+)
 from qualms.atomistic.training import (
     PRODUCTS,
     SELECTION_STREAM,
@@ -189,7 +194,7 @@ class Scanned(NamedTuple):
     n_without: int
     n_isolated: int
     isolated: dict[int, float]
-    digest: str
+    hashes: list[bytes]
 
 
 def scan(part: Part, settings: Settings, group_key: str | None, skip_failed: bool) -> Scanned:
@@ -224,7 +229,7 @@ def scan(part: Part, settings: Settings, group_key: str | None, skip_failed: boo
         n_without=data.quantities["energy"].n_without,
         n_isolated=data.n_isolated,
         isolated=data.isolated,
-        digest=data.digest,
+        hashes=data.hashes,
     )
 
 
@@ -363,7 +368,6 @@ def take_census(
         joined["derived"][:, 0] = np.minimum(joined["derived"][:, 0], 3 * settings.force_atoms)
     if settings.kind == "extensive":
         check_not_constant(settings.target, joined["y"] * joined["sizes"], joined["sizes"])
-    digests = "".join(one.digest for one in found).encode()
     census = Census(
         **joined,
         settings=settings,
@@ -374,7 +378,7 @@ def take_census(
         n_without=sum(one.n_without for one in found),
         n_isolated=sum(one.n_isolated for one in found),
         n_duplicates=n_duplicates,
-        digest=hashlib.blake2b(digests, digest_size=16).hexdigest(),
+        digest=data_digest(digest for one in found for digest in one.hashes),
         preset=preset,
     )
     for name, key_of in (("forces", settings.forces), ("stress", settings.stress)):
@@ -751,7 +755,6 @@ def _join_kept(
         n_isolated=census.n_isolated,
         n_duplicates=census.n_duplicates,
         isolated=census.isolated,
-        digest=census.digest,
         preset=census.preset,
     )
     # Rows of the target come first, and then those of its derivatives.
@@ -904,4 +907,7 @@ def fit(
         gp = fit_nested(rows, sample, draw.baseline, stages)
         ensemble = fit_ensemble(gp, sample, draw, stages)
         found = calibrate(ensemble, sample, stages)
-    return found._replace(fitted=replace(found.fitted, record=_record(found.fitted.record, census)))
+    fitted = found.fitted
+    provenance = fitted.provenance.model_copy(update={"data_digest": census.digest})
+    record = _record(fitted.record, census)
+    return found._replace(fitted=replace(fitted, record=record, provenance=provenance))

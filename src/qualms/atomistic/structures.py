@@ -372,12 +372,20 @@ def fingerprints(frames: Iterable[Atoms]) -> list[bytes]:
     return found
 
 
-def data_hash(frames: Iterable[Atoms], values: Iterable[ArrayLike]) -> str:
-    """Return a hexadecimal digest of structures, in order, and their labels (NaN for none)."""
-    flat = np.concatenate([np.ravel(np.asarray(v, dtype=np.float64)) for v in values]) + 0.0
-    flat[np.isnan(flat)] = np.nan  # there are many bit patterns of NaN
-    content = b"".join(fingerprints(frames)) + flat.astype("<f8").tobytes()
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+def data_hashes(frames: Iterable[Atoms], values: Iterable[ArrayLike]) -> list[bytes]:
+    """Return 16 bytes for each structure and its labels (NaN for none)."""
+    found = []
+    for print_, labels in zip(fingerprints(frames), values, strict=True):
+        flat = np.ravel(np.asarray(labels, dtype=np.float64)) + 0.0
+        flat[np.isnan(flat)] = np.nan  # there are many bit patterns of NaN
+        content = print_ + flat.astype("<f8").tobytes()
+        found.append(hashlib.blake2b(content, digest_size=16).digest())
+    return found
+
+
+def data_digest(hashes: Iterable[bytes]) -> str:
+    """Return a hexadecimal digest of the hashes of structures, in order."""
+    return hashlib.blake2b(b"".join(hashes), digest_size=16).hexdigest()
 
 
 def species_of(frames: Iterable[Atoms]) -> list[int]:
