@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m 'not slow'
 COVERAGE := --cov=src/qualms/gp --cov=src/qualms/calibration --cov-branch --cov-fail-under=95
 # Tests whose results depend on the kernels of the linear algebra library.
-NUMERICAL := $(wildcard $(patsubst %,tests/test_%.py,kernels representatives sparse_gp noise ensemble regressors model training forces ase))
+NUMERICAL := $(wildcard $(patsubst %,tests/test_%.py,kernels representatives sparse_gp noise ensemble regressors model training shards forces ase))
 
 .PHONY: help demo test test-learned test-mace test-slow fuzz test-processors check docs dist bench format lock clean
 
