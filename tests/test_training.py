@@ -442,7 +442,7 @@ def test_effort_memory_and_data_limit_the_number_of_representatives(molecules, m
         return replace(data, frames=data.frames * n, centers=data.centers * n)
 
     assert largest(prepare(), 1e15) == (5 * len(molecules), "the number of labels")
-    monkeypatch.setattr(training, "PER_LABEL", 1000)
+    monkeypatch.setattr(training, "_PER_LABEL", 1000)
     limits = [largest(prepare(effort=e), 1e15) for e in ("fast", "default", "best")]
     sizes = [size for size, _ in limits]
     assert sizes == sorted(set(sizes))

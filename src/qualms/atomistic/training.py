@@ -330,11 +330,11 @@ def compute_rows(
 
 #: Numbers of representatives to choose from, and the smallest of a nested model: with fewer, hardly
 #: any time is saved.
-SIZES = (250, 500, 1000, 1500, 2000, 3000, 4000, 6000, 8000, 12_000, 16_000)
+_SIZES = (250, 500, 1000, 1500, 2000, 3000, 4000, 6000, 8000, 12_000, 16_000)
 _SMALLEST = 250
 #: Representatives per label from which on errors hardly change: on 300 molecules of QM9 1500 and
 #: 3000 differ by 0.5 %.
-PER_LABEL = 5
+_PER_LABEL = 5
 #: Seconds of an operation on two cores of a server: of n M d for the selection and the kernel rows,
 #: of n M d for each derivative, of N M² for Gram matrices, noise and members, and of M³ for
 #: factorisations. Each is uncertain by a factor of two.
@@ -342,7 +342,7 @@ _SECONDS_OF = {"kernel": 1e-10, "forces": 2.4e-11, "rows": 1e-10, "solution": 1.
 #: Derivatives of the features of an environment: by three coordinates of some neighbours.
 _N_DERIVATIVES = 3 * 20
 #: Seconds of training, beside the features, for each effort.
-SECONDS = {"fast": 30.0, "default": 120.0, "best": 900.0}
+_SECONDS = {"fast": 30.0, "default": 120.0, "best": 900.0}
 
 
 class TrainingSize(Protocol):
@@ -378,13 +378,13 @@ def largest_size(
     """
     limits = {
         "the number of environments": data.n_environments,
-        "the number of labels": max(PER_LABEL * data.n_rows, SIZES[0]),
-        "the largest number": SIZES[-1],
+        "the number of labels": max(_PER_LABEL * data.n_rows, _SIZES[0]),
+        "the largest number": _SIZES[-1],
     }
     limit = min(limits, key=limits.__getitem__)
-    sizes = sorted({min(size, limits[limit]) for size in SIZES}, reverse=True)
+    sizes = sorted({min(size, limits[limit]) for size in _SIZES}, reverse=True)
     for size in sizes:
-        if size > least and _training_time(data.with_size(size)) > SECONDS[data.settings.effort]:
+        if size > least and _training_time(data.with_size(size)) > _SECONDS[data.settings.effort]:
             limit = "effort"
         elif not fits(size):
             limit = "the memory"
