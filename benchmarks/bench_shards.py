@@ -1,7 +1,7 @@
 """Training in shards beside training in memory: accuracy, calibration, and representatives.
 
-Molecules are those of QM9 that come with the package. Parts are made small, so that there are as
-many as with much more data.
+Molecules are those of QM9 that come with the package. The rows that are kept are a part of all, as
+with much more data.
 """
 
 from __future__ import annotations
