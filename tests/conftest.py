@@ -51,3 +51,12 @@ def no_figures(monkeypatch):
     """Omit the figures of reports, which take most of the time."""
     none = dict.fromkeys(("conditional", "reliability", "binned", "z_scores", "parity"), "data:,")
     monkeypatch.setattr("qualms.report.report.report_figures", lambda evaluation: none)
+
+
+@pytest.fixture
+def desk(source, tmp_path, monkeypatch):
+    """An own directory with links to the files of `source`, a fixture of the module."""
+    for path in source.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

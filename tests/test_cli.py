@@ -78,15 +78,6 @@ def source(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def desk(source, tmp_path, monkeypatch):
-    """An own directory with links to these files."""
-    for path in source.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 # --- help and start ---
 
 

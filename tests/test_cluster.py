@@ -203,15 +203,6 @@ def by_workers():
         yield f"--scheduler {client.scheduler.address} --quiet"
 
 
-@pytest.fixture
-def desk(source, tmp_path, monkeypatch):
-    """An own directory with links to these files."""
-    for path in source.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def same_tables(a, b):
     pd.testing.assert_frame_equal(a, b, check_exact=False, rtol=1e-12, check_dtype=False)
 

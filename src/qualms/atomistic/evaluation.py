@@ -418,13 +418,14 @@ def _predict_target(
     indices = np.unique(references.structure)
     used = [frames[i] for i in indices]
     found: list[_Averages] = []
+    done = 0
     with predictor.stages.stage("Predictions", len(used)) as advance:
         results = _predict_averages(used, model)
         if predictor.workers.executor is not None:
             results = predictor.map(_averages_of, used, _PART)
         for one in results:
             found.append(one)
-            advance(sum(len(averages.extrapolates) for averages in found))
+            advance(done := done + len(one.extrapolates))
     members, processes_of, novelty, flags = zip(*found, strict=True)
     y, rows = references.y, np.arange(len(references.y))
     if model.settings.kind == "extensive":

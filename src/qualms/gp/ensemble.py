@@ -944,7 +944,7 @@ def fit_full_model(
     else:
         variance = np.average(Y**2, axis=0, weights=weight)
         if blocks is not None:
-            squares = blocks.total(first).squares
+            squares = np.sum([part.squares for part in blocks.sums[first]], axis=0)
             variance = squares[:1, 0] / squares[-1, -1]
         # What rounding leaves of a constant is no variance; its scale is only a scale of rounding.
         constant = variance <= (1e-14 * mean) ** 2
@@ -1020,9 +1020,9 @@ def _variance_of_derivatives(
         squares = sum(float(np.sum(np.square(part, dtype=np.float64))) for part in parts)
         labels = np.sum(y**2, axis=0)
     else:
-        totals = [blocks.total(name) for name in [*blocks.sums][1:]]
-        squares = sum(float(np.trace(total.gram)) for total in totals)
-        labels = np.array([sum(float(total.squares[0, 0]) for total in totals)])
+        sums = [part for name in [*blocks.sums][1:] for part in blocks.sums[name]]
+        squares = sum(float(np.trace(part.gram)) for part in sums)
+        labels = np.array([sum(float(part.squares[0, 0]) for part in sums)])
     return labels / squares if squares > 0 and np.any(labels) else np.ones(1)
 
 
