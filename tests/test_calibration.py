@@ -25,6 +25,7 @@ from qualms.calibration.methods import (
     Scaled,
     StudentCalibration,
     VectorCalibration,
+    component_share,
     extrapolate_std,
     variance_scale,
     vector_std,
@@ -618,6 +619,34 @@ def test_a_calibration_of_vectors_and_tensors(method, n_components):
     np.testing.assert_allclose(vector_std(found.std(axis=-1, ddof=1)), calibration.std(r, 8))
     if method == "linear":
         np.testing.assert_allclose(found, calibration.transform(members))
+
+
+@pytest.mark.parametrize("n_components", [3, 6])
+def test_the_covariance_of_vectors_is_shrunk_towards_a_sphere(n_components):
+    rng, u = np.random.default_rng(0), 0.4
+    members = rng.normal(size=(5, n_components, 9)) * np.arange(1.0, n_components + 1)[:, None]
+    r = vector_std(members.std(axis=-1, ddof=1))
+    calibration = build_calibration("power", {"alpha": 2.0, "gamma": 0.5})
+    found = VectorCalibration(calibration, u).transform(members)
+    np.testing.assert_allclose(found.mean(axis=-1), members.mean(axis=-1), atol=1e-12)
+    root = np.sqrt([1, 1, 1, 2, 2, 2][:n_components])  # the norm of a tensor counts yz and zy
+    for raw, one, r_i in zip(members, found, r, strict=True):
+        C, wanted = np.cov(root[:, None] * raw), np.eye(n_components)
+        wanted = calibration.std(r_i, 9) ** 2 * ((1 - u) * C / r_i**2 + u * wanted)
+        np.testing.assert_allclose(np.cov(root[:, None] * one), wanted, rtol=1e-9, atol=1e-12)
+    std = members.std(axis=-1, ddof=1)
+    share = component_share(std, np.tile(r, (n_components, 1)).T, u, root**2)
+    sigma = calibration.std(r, 9)[:, None]
+    np.testing.assert_allclose(found.std(axis=-1, ddof=1), sigma * share)
+
+
+def test_a_direction_in_which_members_agree_has_no_uncertainty():
+    members = np.random.default_rng(0).normal(size=(4, 3, 9))
+    members[:, 2] = 1e-17 * members[:, 2]  # zero by symmetry
+    calibration = build_calibration("linear", {"alpha": 2.0})
+    std = VectorCalibration(calibration, 1.0).transform(members).std(axis=-1, ddof=1)
+    assert np.all(std[:, :2] > 0.5)
+    assert np.all(std[:, 2] < 1e-12)
 
 
 def test_members_that_agree_stay_as_they_are():

@@ -34,8 +34,6 @@ from qualms.atomistic.forces import (
 )
 from qualms.atomistic.labels import ForceLabels
 from qualms.atomistic.structures import VOIGT
-from qualms.calibration.base import calibration_data
-from qualms.calibration.fitting import fit_out_of_bag
 from qualms.calibration.methods import VectorCalibration
 from qualms.data import qm9
 from qualms.features import gradients, soap
@@ -492,11 +490,16 @@ def test_stress_is_calibrated_out_of_bag():
     known = alloys()[:26]
     model = trained("virtual", uncertainty="subsampling", centre="members")
     members = model.predict_forces(known, stress=True).stress.uncalibrated.members
-    absent = np.repeat(model.fitted.membership == 0, 6, axis=0)
-    data = calibration_data(stresses(known).ravel(), members.reshape(-1, 16), absent)
-    expected = fit_out_of_bag(data, "linear")
-    found = model.fitted.calibrations["stress"]["linear"]
-    assert found.alpha == pytest.approx(expected.alpha, rel=1e-4)
+    u, found = model.fitted.isotropy["stress"], model.fitted.calibrations["stress"]["linear"]
+    terms = []  # z_k²/(r² share²) of all components of all stresses, one by one
+    for y, one, membership in zip(stresses(known), members, model.fitted.membership, strict=True):
+        absent = one[:, membership == 0]
+        z, variances = y - absent.mean(axis=1), absent.var(axis=1, ddof=1)
+        r2 = np.mean(variances[[[0, 5, 4], [5, 1, 3], [4, 3, 2]]])
+        share2 = (1 - u) * variances / r2 + u / np.array([1, 1, 1, 2, 2, 2])
+        if absent.shape[1] >= 5:
+            terms.append(z**2 / (r2 * share2))
+    assert found.alpha == pytest.approx(np.sqrt(np.mean(terms)), rel=1e-4)
     assert model.fitted.calibration_of("stress").n_points == 26 * 6
     assert model.fitted.calibration_of("stress") != model.fitted.calibration_of("forces")
 
@@ -504,11 +507,28 @@ def test_stress_is_calibrated_out_of_bag():
 def test_uncertainties_of_stresses_cover_the_errors():
     new = alloys(40, seed=5)
     predicted = trained("virtual").predict_forces(new, stress=True).stress
-    own = VectorCalibration(trained("virtual").fitted.calibration_of("stress"))
+    fitted = trained("virtual").fitted
+    own = VectorCalibration(fitted.calibration_of("stress"), fitted.isotropy["stress"])
     np.testing.assert_allclose(predicted.std, predicted.calibrated(own).std)
     flat = Prediction(predicted.members.reshape(-1, predicted.n_members))
     # Components of 40 stresses are correlated: a standard error of about a tenth.
     assert 0.5 < score(stresses(new).ravel(), flat).coverage_68 < 0.9
+
+
+def test_forces_of_each_species_have_their_own_uncertainty():
+    """Labels of one species have noise that the features cannot know of."""
+    rng, frames = np.random.default_rng(0), copies(alloys(60))
+    for atoms in frames:
+        atoms.arrays["force"] += 0.3 * (atoms.numbers == 29)[:, None] * rng.normal(size=(4, 3))
+    model = make_force_model(n_representatives=200, n_members=16).fit(frames[:40])
+    factors, new = model.fitted.species_factors["forces"], frames[40:]
+    assert factors["Cu"] > 5 * factors["Al"]
+    numbers = np.concatenate([atoms.numbers for atoms in new])
+    y = np.concatenate([atoms.arrays["force"] for atoms in new])
+    z = np.abs(model.predict_forces(new).forces.mean - y)
+    std = model.predict_forces(new).forces.std
+    for number in np.unique(numbers):
+        assert 0.55 < np.mean((z < std)[numbers == number]) < 0.85
 
 
 def test_a_model_learns_from_the_stress_of_slabs():

@@ -262,9 +262,11 @@ def test_vectors_are_scaled_as_a_whole():
     members[..., :4] -= members[..., :4].mean(axis=-1, keepdims=True)
     rotation = np.linalg.qr(rng.normal(size=(3, 3)))[0]
     calibration = SourcesCalibration(alpha=1.1, posterior=0.4, floor=0.2, n_subsampled=4)
-    found = VectorCalibration(calibration).transform(members)
-    turned = VectorCalibration(calibration).transform(np.einsum("ij,njk->nik", rotation, members))
-    np.testing.assert_allclose(np.einsum("ij,njk->nik", rotation, found), turned, atol=1e-12)
+    for isotropy in (0.0, 0.3, 1.0):
+        own = VectorCalibration(calibration, isotropy)
+        found = own.transform(members)
+        turned = own.transform(np.einsum("ij,njk->nik", rotation, members))
+        np.testing.assert_allclose(np.einsum("ij,njk->nik", rotation, found), turned, atol=1e-12)
 
 
 def test_sources_with_too_little_data():

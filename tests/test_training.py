@@ -26,6 +26,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from qualms import AtomisticModel, InputError, QualmsWarning, resources, score
 from qualms.atomistic import training
+from qualms.atomistic.evaluation import evaluate
 from qualms.atomistic.forces import kernel_terms
 from qualms.atomistic.labels import collect_labels
 from qualms.atomistic.settings import make_settings, parse_memory
@@ -288,6 +289,23 @@ def test_atoms_of_a_structure_stay_together_unless_told(molecules, resample):
     assert model.fitted.membership.max() > 1
     split = sum(bool((part != part[0]).any()) for part in parts)
     assert split == (0 if resample == "structures" else 30)
+
+
+def test_atoms_of_each_species_have_their_own_uncertainty(molecules):
+    """Labels of hydrogen are exact, those of the others have noise."""
+    frames, rng = copies(molecules), np.random.default_rng(0)
+    for atoms in frames:
+        near = np.exp(-(atoms.get_all_distances() ** 2)).sum(axis=1)
+        atoms.arrays["charge"] = near + 0.1 * (atoms.numbers > 1) * rng.normal(size=len(atoms))
+    model = make_model("charge", "atomic", n_members=16).fit(frames[:40])
+    factors, new = model.fitted.species_factors["energy"], frames[40:]
+    assert factors["C"] > 1.2 * factors["H"]
+    predicted, numbers = model.predict(new), np.concatenate([atoms.numbers for atoms in new])
+    z = np.abs(predicted.mean - np.concatenate([atoms.arrays["charge"] for atoms in new]))
+    for some in (numbers == 1, numbers > 1):
+        assert 0.5 < np.mean(z[some] < predicted.std[some]) < 0.85
+    same = evaluate(model, new)["energy"].prediction
+    np.testing.assert_allclose(same.std, predicted.std, rtol=1e-6)
 
 
 def test_the_uncertainty_of_the_baseline_is_in_the_members(molecules):

@@ -21,9 +21,15 @@ from qualms.atomistic.settings import Settings
 from qualms.atomistic.shards import Part, divided
 from qualms.atomistic.structures import check_structures, symbols_of
 from qualms.atomistic.training import not_zero_by_symmetry
-from qualms.calibration.base import Calibration, calibration_data
+from qualms.calibration.base import Calibration, MemberTransform, calibration_data
 from qualms.calibration.fitting import MODEL_METHODS, fit_calibration
-from qualms.calibration.methods import NoCalibration, VectorCalibration, vector_std
+from qualms.calibration.methods import (
+    MULTIPLICITY,
+    Multiplied,
+    VectorCalibration,
+    component_share,
+    vector_std,
+)
 from qualms.calibration.sources import WithNovelty
 from qualms.errors import CalibrationError, InputError, QualmsWarning
 from qualms.evaluation import COMPONENT_NAMES, Evaluation, energy_factor
@@ -179,8 +185,9 @@ class _Points:
 
     `members` are those of all points before calibration: (n, N_R), or (v, k, N_R) of v vectors or
     tensors, whose vector and component the points are in `place`. The first `n_subsampled` are
-    trained on subsamples. Estimates by the projected process, mean and standard deviation (2, n),
-    are in `processes`; `extrapolating` are structures that are out of distribution.
+    trained on subsamples; σ of vectors has an `isotropy`. Estimates by the projected process, mean
+    and standard deviation (2, n), are in `processes`; `extrapolating` are structures that are out
+    of distribution.
     """
 
     references: References
@@ -189,26 +196,32 @@ class _Points:
     members: Float64Array
     n_subsampled: int
     place: tuple[IntArray, IntArray] | None = None
+    isotropy: float = 0.0
     novelty_std: Float64Array | None = None
     processes: Mapping[str, Float64Array] = field(default_factory=dict)
     extrapolating: Sequence[int] | None = None
+
+    @property
+    def raw(self) -> Float64Array:
+        """Subsampled members, not calibrated: (n, N_R)."""
+        members = self.members if self.place is None else self.members[self.place]
+        return members[:, : self.n_subsampled]
 
     def apply(self, calibration: Calibration) -> Float64Array:
         """Return calibrated members: (n, N_R)."""
         if self.place is None:
             return calibration.transform(self.members, novelty_std=self.novelty_std)
-        return VectorCalibration(calibration).transform(self.members)[self.place]
+        return VectorCalibration(calibration, self.isotropy).transform(self.members)[self.place]
 
     def fit(self, method: str, chosen: BoolArray | slice) -> Calibration:
         """Return a calibration of the subsampled members, fitted to the chosen points."""
-        members = self.members[..., : self.n_subsampled]
-        ratios = np.ones(len(self.y))
+        data = calibration_data(self.y[chosen], self.raw[chosen])
         if self.place is not None:
-            ensemble_std = ensemble_mean_std(members)[1]
-            members = members[self.place]
-            ratios = vector_std(ensemble_std)[self.place[0]] / ensemble_std[self.place]
-        members = (members * ratios[:, None])[chosen]
-        data = calibration_data((self.y * ratios)[chosen], members)
+            vector, component = (index[chosen][data.rows] for index in self.place)
+            r = vector_std(ensemble_mean_std(self.members[..., : self.n_subsampled])[1])[vector]
+            m = MULTIPLICITY[self.members.shape[1]][component]
+            share = component_share(data.ensemble_std, r, self.isotropy, m)
+            data = replace(data, residuals=data.residuals / share, ensemble_std=r)
         return replace(fit_calibration(data, method), n_subsampled=self.n_subsampled)
 
     def some(self, chosen: BoolArray) -> _Points:
@@ -235,7 +248,7 @@ def _evaluate(
     units: str | None,
     per: str | None,
 ) -> Evaluation:
-    raw = Prediction(test.apply(NoCalibration(n_subsampled=test.n_subsampled)))
+    raw = Prediction(test.raw)
     known = (test.prediction.std > 0) & (raw.std > 0)  # others have no score
     if not known.all():
         n_lost = int(np.count_nonzero(~known))
@@ -443,7 +456,13 @@ def _predict_target(
         processes["GPR PP"] = np.stack([mean, np.sqrt(p2 + q2 + noise)])
         processes["GPR PP, posterior part"] = np.stack([mean, np.sqrt(p2)])
         q = np.concatenate(novelty)[rows] if fitted.calibration.needs_novelty else None
-    transform = fitted.calibration if q is None else WithNovelty(fitted.calibration, q)
+    transform: MemberTransform = fitted.calibration
+    if q is not None:
+        transform = WithNovelty(fitted.calibration, q)
+    if "energy" in fitted.species_factors and references.atom is not None:
+        pairs = zip(references.structure, references.atom, strict=True)
+        numbers = np.array([frames[i].numbers[j] for i, j in pairs])
+        transform = Multiplied(transform, fitted.factors_of("energy", numbers))
     return _Points(
         references=references,
         y=y,
@@ -477,9 +496,13 @@ def _predict_derivatives(
                     if i in structures[name]:
                         predicted[name][i] = getattr(one, name)
                 advance(done := done + 1)
-    n = predictor.model.settings.n_subsampled
-    points = {name: _known_components(one, predicted[name], n) for name, one in references.items()}
-    return {name: one for name, one in points.items() if one is not None}
+    fitted = predictor.model.fitted
+    points: dict[str, _Points] = {}
+    for name, one in references.items():
+        known = _known_components(one, predicted[name], fitted.settings.n_subsampled)
+        if known is not None:
+            points[name] = replace(known, isotropy=fitted.isotropy.get(name, 0.0))
+    return points
 
 
 def _known_components(

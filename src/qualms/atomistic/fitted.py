@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from ase.data import chemical_symbols
 from pydantic import Field
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
@@ -15,6 +16,7 @@ from qualms.atomistic.kernel_rows import Basis
 from qualms.atomistic.settings import Settings
 from qualms.calibration.base import Calibration, MemberTransform
 from qualms.calibration.conformal import Conformal
+from qualms.calibration.methods import VectorCalibration
 from qualms.calibration.sources import WithNovelty
 from qualms.features.representation import Representation
 from qualms.gp.linalg import cholesky_whiten
@@ -147,6 +149,10 @@ class Fitted:
     baseline: Baseline
     #: out-of-bag calibrations of "energy", and perhaps "forces" and "stress", by method
     calibrations: Mapping[str, Mapping[str, Calibration]]
+    #: share of the isotropic part of σ of "forces" and "stress": see `VectorCalibration`
+    isotropy: Mapping[str, float]
+    #: factors of σ of atoms, by quantity and chemical symbol
+    species_factors: Mapping[str, Mapping[str, float]]
     #: distribution of out-of-bag errors, relative to the calibrated standard deviation
     conformal: Mapping[str, Conformal]
     pp_variance: ProjectedVariance | None
@@ -183,12 +189,21 @@ class Fitted:
     ) -> MemberTransform:
         """Return the calibration of the target for kernel rows, with their novelty if it matters.
 
-        `prior_variance` returns the diagonal of K_XX.
+        `prior_variance` returns the diagonal of K_XX. Factors of species are not included.
         """
         calibration = self.calibration
         if not calibration.needs_novelty or self.pp_variance is None:
             return calibration
         return WithNovelty(calibration, self.pp_variance.novelty_std(K_XM, prior_variance()))
+
+    def vector_calibration(self, calibration: Calibration, quantity: str) -> VectorCalibration:
+        """Return a calibration of forces or stresses, with their isotropy."""
+        return VectorCalibration(calibration, self.isotropy.get(quantity, 0.0))
+
+    def factors_of(self, quantity: str, numbers: IntArray) -> Float64Array:
+        """Return the factors of σ of atoms (n,) with these atomic numbers."""
+        known = self.species_factors.get(quantity, {})
+        return np.array([known.get(chemical_symbols[z], 1.0) for z in numbers])
 
     @cached_property
     def basis(self) -> Basis:

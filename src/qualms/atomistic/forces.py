@@ -32,7 +32,7 @@ from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.labels import ForceLabels
 from qualms.atomistic.structures import check_species, check_structures
 from qualms.calibration.base import MemberTransform
-from qualms.calibration.methods import Scaled, VectorCalibration
+from qualms.calibration.methods import Multiplied, Scaled
 from qualms.errors import InputError, QualmsWarning, counted
 from qualms.features.derivatives import Changes, DifferentiableFeatures, Tape
 from qualms.features.representation import Representation, offsets_of
@@ -345,9 +345,10 @@ def predict_with_forces(
     """Return calibrated energies, forces and stresses by all members.
 
     A model that was trained on forces has a calibration of its own for them, and one that was
-    trained on stresses for those. Each force, and each stress, is rescaled as a whole, so that
-    directions do not matter. Otherwise the members of the forces on all atoms of a structure, and
-    those of its stress, are scaled about their means by the factor that calibrates its energy.
+    trained on stresses for those. Each force, and each stress, is transformed as a whole, so that
+    directions do not matter; σ of forces has a factor for each species. Otherwise the members of
+    the forces on all atoms of a structure, and those of its stress, are scaled about their means by
+    the factor that calibrates its energy.
     """
     found = derivatives(potential, frames, strain=stress)
     sizes = np.array([len(atoms) for atoms in frames])
@@ -362,6 +363,9 @@ def predict_with_forces(
         stresses = raw.calibrated(_own(fitted, "stress", factors), conformal.get("stress"))
     _warn_about_lone_atoms(fitted, frames, found.forces)
     own = _own(fitted, "forces", np.repeat(factors, sizes))
+    if "forces" in fitted.species_factors:
+        numbers = np.concatenate([atoms.numbers for atoms in frames])
+        own = Multiplied(own, fitted.factors_of("forces", numbers))
     forces = Prediction(found.forces).calibrated(own, conformal.get("forces"))
     return ForcePrediction(energy * sizes, forces, stresses, offsets_of(sizes))
 
@@ -408,7 +412,9 @@ def member_energies(
 def _own(fitted: Fitted, quantity: str, factors: Float64Array) -> MemberTransform:
     """Return the calibration of forces, or of stresses: their own, or given factors."""
     own = fitted.calibration_of(quantity)
-    return Scaled(factors, fitted.calibration) if own is None else VectorCalibration(own)
+    if own is None:
+        return Scaled(factors, fitted.calibration)
+    return fitted.vector_calibration(own, quantity)
 
 
 # --- which models and structures have forces ---

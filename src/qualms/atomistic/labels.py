@@ -75,6 +75,7 @@ class Quantity:
     vector: IntArray | None = None  #: (n,): the force, or the virial, that it is a component of
     multiplicity: Float64Array | None = None  #: (n,): of the component in its symmetric tensor
     n_without: int = 0  #: structures, or atoms of an atomic property, without a label
+    species: IntArray | None = None  #: (n,): of the atom of a force or of an atomic property
 
 
 @dataclass(frozen=True)
@@ -304,6 +305,9 @@ def _quantities(
     sizes = [len(c) for c in centers] if settings.per_atom else np.ones(len(frames), dtype=int)
     structure = np.repeat(np.arange(len(frames)), sizes)
     energy = Quantity(y, np.arange(len(y)), structure, np.ones(len(y)), n_without=n_without)
+    if settings.per_atom:
+        species = np.concatenate([a.numbers[c] for a, c in zip(frames, centers, strict=True)])
+        energy = replace(energy, species=species)
     return {"energy": energy, **_derived(derivatives, frames)}
 
 
@@ -440,6 +444,8 @@ def _derived(labels: ForceLabels | None, frames: Sequence[Atoms]) -> dict[str, Q
     density = np.array([len(a) / a.cell.volume if a.cell.rank == 3 else 0.0 for a in frames])
     is_virial = place >= 3 * n
     component = np.where(is_virial, place - 3 * n, place % 3)
+    # The virial, after the forces, belongs to no atom.
+    numbers = np.concatenate([[*atoms.numbers, 0] for atoms in frames])
     factor = np.where(is_virial, density[structure], 1.0)
     found = {}
     for name, chosen in (("forces", ~is_virial), ("stress", is_virial)):
@@ -454,6 +460,7 @@ def _derived(labels: ForceLabels | None, frames: Sequence[Atoms]) -> dict[str, Q
                 vector[rows],
                 multiplicity[rows],
                 len(frames) - len(np.unique(structure[rows])),
+                numbers[vector[rows]] if name == "forces" else None,
             )
     return found
 

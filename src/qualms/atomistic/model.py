@@ -43,7 +43,7 @@ from qualms.atomistic.structures import (
     symbols_of,
 )
 from qualms.calibration.base import CalibrationData
-from qualms.calibration.methods import Scaled
+from qualms.calibration.methods import Multiplied, Scaled
 from qualms.errors import InputError, QualmsError, counted
 from qualms.execution import as_workers
 from qualms.features.representation import BATCH, Batch, stream_features
@@ -426,11 +426,15 @@ class Chunk:
         return structure_design(self.known, self.fitted.baseline.species)
 
     @property
+    def center_species(self) -> IntArray:
+        """Atomic number at the centre of each environment."""
+        pairs = zip(self.frames, self.centers, strict=True)
+        return np.concatenate([atoms.numbers[chosen] for atoms, chosen in pairs])
+
+    @property
     def atom_design(self) -> Float64Array:
         """Design matrix of the baseline, a row for each environment."""
-        pairs = zip(self.frames, self.centers, strict=True)
-        numbers = np.concatenate([atoms.numbers[chosen] for atoms, chosen in pairs])
-        return atom_design(numbers, self.fitted.baseline.species)
+        return atom_design(self.center_species, self.fitted.baseline.species)
 
     def rows(self, novelty: Float64Array | None = None) -> Float64Array:
         """Return the kernel rows K_XM, and fill `novelty` (n_structures, 2) if it is given."""
@@ -449,6 +453,9 @@ class Chunk:
         """Return the same without the reference potential, which has no uncertainty."""
         raw = Prediction(self.fitted.members(rows, self.design))
         transform = self.fitted.transform_for(rows, self.prior_variance)
+        if "energy" in self.fitted.species_factors:
+            factors = self.fitted.factors_of("energy", self.center_species)
+            transform = Multiplied(transform, factors)
         calibrated = raw.calibrated(transform, self.fitted.conformal.get("energy"))
         return calibrated * self.sizes if self.fitted.settings.kind == "extensive" else calibrated
 
@@ -616,6 +623,9 @@ def summarize(fitted: Fitted) -> dict[str, str]:
             described = calibration.describe()
             if not settings.n_subsampled:
                 described = described.replace("ŝ", "p")
+            if factors := fitted.species_factors.get(name):
+                of_species = ", ".join(f"{f:.2f} ({symbol})" for symbol, f in factors.items())
+                described += f", × {of_species}"
             facts[f"{of}calibration"] = f"{described} ({points})"
     facts["time"] = format_time(sum(record.seconds.values()))
     made = f"{provenance.created} by qualms {provenance.packages.get('qualms', '')}"

@@ -35,7 +35,7 @@ from qualms.io.tensors import (
 
 FORMAT = "qualms model"
 #: Raised whenever the meaning of a file changes.
-PROTOCOL = 7
+PROTOCOL = 8
 
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
@@ -65,6 +65,8 @@ class ModelDocument(Document):
     pp_noise: _Positive | None
     pp_target_variance: _Positive | None
     calibrations: dict[str, dict[str, CalibrationDocument]]
+    isotropy: dict[str, _Share]
+    species_factors: dict[str, dict[str, _Factor]]
     conformal: tuple[str, ...]  #: quantities that have conformal intervals
     training_novelty: tuple[_Share, _Share]
     largest_ensemble_std: float = Field(ge=0, le=LARGEST)
@@ -91,6 +93,8 @@ def write_model(path: str | Path, fitted: Fitted, *, force: bool) -> None:
             }
             for quantity, calibrations in fitted.calibrations.items()
         },
+        isotropy=dict(fitted.isotropy),
+        species_factors={name: dict(f) for name, f in fitted.species_factors.items()},
         conformal=tuple(fitted.conformal),
         training_novelty=fitted.training_novelty,
         largest_ensemble_std=fitted.largest_ensemble_std,
@@ -201,6 +205,8 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
             quantity: _calibrations(document, documents)
             for quantity, documents in document.calibrations.items()
         },
+        isotropy=document.isotropy,
+        species_factors=document.species_factors,
         conformal={name: _conformal(tensors[f"conformal_{name}"]) for name in document.conformal},
         pp_variance=_variance(document, tensors, r),
         membership=tensors["membership"],

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 from ase import Atoms
+from ase.data import chemical_symbols
 from threadpoolctl import threadpool_limits
 
 import qualms
@@ -58,9 +59,9 @@ from qualms.calibration.fitting import (
     MODEL_METHODS,
     best_method,
     fit_out_of_bag,
-    out_of_bag_points,
 )
-from qualms.calibration.methods import NoCalibration
+from qualms.calibration.groups import fit_grouped
+from qualms.calibration.methods import NoCalibration, component_share
 from qualms.calibration.sources import MIN_POINTS, with_enough_points
 from qualms.errors import (
     CalibrationError,
@@ -86,7 +87,6 @@ from qualms.gp.ensemble import (
     MIN_ABSENT,
     FullModel,
     Residuals,
-    calibration_factors,
     centred,
     draw_members,
     fit_block_members,
@@ -134,6 +134,8 @@ _ROUNDING, _TINY = 1e-10, 1e-12
 _ENOUGH, _WELL = {"forces": 10, "stress": 3}, 10
 #: Independent components of a force or stress: fewer than there are, since they are correlated.
 _N_COMPONENTS = 2.0
+#: Shares of a sphere that are tried in the covariance of the members of a vector.
+_ISOTROPIES = (0.0, 0.25, 0.5, 0.75, 1.0)
 #: Parameter of the noise variance of each quantity.
 _NOISES = {"energy": "noise", "forces": "forces_noise", "stress": "stress_noise"}
 _PACKAGES = ("numpy", "scipy", "ase", "dscribe", "featomic", "safetensors")
@@ -1079,6 +1081,8 @@ def calibrate(ensemble: Ensemble, data: TrainingSet, stages: Stages | None = Non
         pp_intercept=gp.center,
         baseline=replace(baseline, members=centred(baseline.members, baseline.full, centre, none)),
         calibrations={name: o.calibrations for name, o in out_of_bag.items() if o.calibrations},
+        isotropy={name: o.isotropy for name, o in out_of_bag.items() if o.isotropy},
+        species_factors={n: o.species_factors for n, o in out_of_bag.items() if o.species_factors},
         conformal={n: o.conformal for n, o in out_of_bag.items() if o.conformal is not None},
         pp_variance=_projected_variance(gp, settings) if settings.keep_pp else None,
         membership=np.minimum(counts, 255).astype(np.uint8),
@@ -1223,7 +1227,9 @@ class OutOfBag(NamedTuple):
     calibrations: dict[str, Calibration]
     n_structures: int
     conformal: Conformal | None = None  #: of the calibration that is wanted
-    method: str = "none"  #: that calibration, of the target
+    method: str = "none"  #: that calibration
+    species_factors: Mapping[str, float] = {}  #: by which it is multiplied
+    isotropy: float = 0.0  #: of vectors
 
 
 def calibrate_out_of_bag(
@@ -1246,6 +1252,7 @@ def calibrate_out_of_bag(
     y, members, structure = quantity.y[rows], members[rows], quantity.structure[rows]
     absent = (_member_counts(name, quantity, counts) == 0)[rows]
     used = _out_of_bag(~absent)
+    species = None if quantity.species is None else quantity.species[rows]
     if name == "energy":
         n_structures = len(np.unique(structure[used]))
         unscaled = NoCalibration(n_subsampled=settings.n_subsampled if settings.n_drawn else 0)
@@ -1264,7 +1271,9 @@ def calibrate_out_of_bag(
             return none
         found = _fit_methods(data, settings)
         method = best_method(data, found) if wanted == "auto" else wanted
-        return OutOfBag(data, found, n_structures, found[method].conformal(data), method)
+        found[method], scaled, factors = _by_species(found[method], data, species)
+        conformal = found[method].conformal(scaled)
+        return OutOfBag(data, found, n_structures, conformal, method, factors)
     if members.shape[1] or left_out.full is None:
         apart = not_zero_by_symmetry(y, members)
     else:
@@ -1276,20 +1285,16 @@ def calibrate_out_of_bag(
     if _too_few(name, n_structures, n_available, wanted):
         return OutOfBag(None, {}, 0)
     try:
-        data, scaled = _components(quantity, members, absent, left_out, apart)
+        data, isotropy, scaled = _components(quantity, members, absent, left_out, apart, settings)
         found = _fit_methods(scaled, settings)
+        of_points = None if species is None else species[apart]
+        found[wanted], scaled, factors = _by_species(found[wanted], scaled, of_points)
     except CalibrationError as error:
         if wanted != "none":
             _warn(f"{name}: {error} The factor that calibrates energies is used.")
         return OutOfBag(None, {}, 0)
     conformal = found[wanted].conformal(scaled)
-    # The density of z is r/ŝ times that of z r/ŝ.
-    for method, calibration in found.items():
-        after, before = (of.some(out_of_bag_points(of, method)) for of in (scaled, data))
-        shift = after.mean(np.log(after.ensemble_std)) - before.mean(np.log(before.ensemble_std))
-        likelihood = calibration.log_likelihood + shift
-        found[method] = replace(calibration, log_likelihood=likelihood)
-    return OutOfBag(data, found, n_structures, conformal)
+    return OutOfBag(data, found, n_structures, conformal, wanted, factors, isotropy)
 
 
 def _points(
@@ -1308,36 +1313,71 @@ def _components(
     absent: BoolArray,
     left_out: LeftOut,
     apart: BoolArray,
-) -> tuple[CalibrationData, CalibrationData]:
-    """Return points of forces or stresses, those not zero by symmetry: as they are, and scaled.
+    settings: Settings,
+) -> tuple[CalibrationData, float, CalibrationData]:
+    """Return points of forces or stresses, those not zero by symmetry; their isotropy; and scaled.
 
-    Components are multiplied by r/ŝ, where r is the ensemble standard deviation of the whole
-    vector: see `qualms.calibration.methods`.
+    Scaled components are divided by `component_share`, and have the standard deviations of their
+    vectors. The isotropy is that of the highest likelihood.
     """
     rows, groups, full = left_out
+    factor = quantity.factor[rows]
+    data = _points(
+        (quantity.y[rows] * factor)[apart],
+        (members * factor[:, None])[apart],
+        absent[apart],
+        LeftOut(rows[apart], groups[apart], full and full.some(apart).scaled(factor[apart])),
+    )
+    used = np.flatnonzero(apart)[data.rows]
     ensemble_std = np.zeros(len(rows))
     if absent.shape[1]:
         found = out_of_bag_prediction(members, absent)
         ensemble_std[found.used] = found.std
     elif full is not None:
         ensemble_std = full.posterior_std
-    pooled = _pooled(quantity, rows, ensemble_std)
-    ratios = calibration_factors(pooled, ensemble_std)[apart]
-    factor = quantity.factor[rows][apart]
-    y, absent = quantity.y[rows][apart] * factor, absent[apart]
-    members = members[apart] * factor[:, None]
-    plain = LeftOut(rows[apart], groups[apart], None)
-    scaled = plain
-    if full is not None:
-        p = _pooled(quantity, rows, full.posterior_std)[apart] * factor
-        of_components = full.some(apart).scaled(factor)
-        plain = plain._replace(full=of_components)
-        scaled = plain._replace(full=of_components.scaled(ratios, p))
-    data = _points(y, members, absent, plain)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of points without standard deviation, as before
-        points = _points(y * ratios, members * ratios[:, None], absent, scaled)
-    return data, replace(points, n_components=_N_COMPONENTS)
+    r, p = (_pooled(quantity, rows, ensemble_std) * factor)[used], None
+    if full is not None and data.posterior_std is not None:
+        p = (_pooled(quantity, rows, full.posterior_std) * factor)[used]
+    assert quantity.multiplicity is not None
+    assert quantity.component is not None
+    m, n_components = quantity.multiplicity[rows][used], int(quantity.component.max()) + 1
+    # Members fewer than that leave directions without uncertainty.
+    enough = settings.n_subsampled + settings.n_drawn > n_components
+    fits = []
+    for isotropy in _ISOTROPIES if enough and settings.calibration != "none" else (0.0,):
+        share = component_share(data.ensemble_std, r, isotropy, m)
+        scaled = replace(
+            data,
+            residuals=data.residuals / share,
+            ensemble_std=r,
+            posterior_std=p,
+            n_components=_N_COMPONENTS,
+            divided_by=share,
+        )
+        likelihood = fit_out_of_bag(scaled, settings.calibration).log_likelihood
+        fits.append((likelihood, isotropy, scaled))
+    return data, *max(fits, key=lambda fit: fit[0])[1:]
+
+
+def _by_species(
+    calibration: Calibration,
+    data: CalibrationData,
+    species: IntArray | None,
+) -> tuple[Calibration, CalibrationData, Mapping[str, float]]:
+    """Fit the calibration again with a factor of σ for each species (n_all,); and its points.
+
+    The points, of which `data.rows` are the places among all, are divided by these factors.
+    """
+    if species is None or calibration.method == "none":
+        return calibration, data, {}
+    symbols = np.array(chemical_symbols)[species[data.rows]]
+    if len(np.unique(symbols)) < 2:
+        return calibration, data, {}
+    grouped = fit_grouped(data, calibration.method, symbols, clusters=data.groups)
+    scaled = grouped.common(data, symbols)
+    found = fit_out_of_bag(scaled, calibration.method)
+    factors = {symbol: group.factor for symbol, group in grouped.groups.items()}
+    return replace(found, n_subsampled=calibration.n_subsampled), scaled, factors
 
 
 def _fit_methods(data: CalibrationData, settings: Settings) -> dict[str, Calibration]:

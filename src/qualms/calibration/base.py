@@ -67,6 +67,10 @@ class CalibrationData:
         Points of one group are not independent.
     n_components : float
         Independent components of the vectors, or tensors, whose standard deviation ŝ is.
+    rows : (n,) array of int, optional
+        Places of the points among those that they were taken from.
+    divided_by : (n,) array, optional
+        Factors that the residuals were divided by: likelihoods are those of the residuals before.
     """
 
     residuals: Float64Array
@@ -78,6 +82,13 @@ class CalibrationData:
     centre: float = 1.0
     groups: IntArray | None = None
     n_components: float = 1.0
+    rows: IntArray | None = None
+    divided_by: Float64Array | None = None
+
+    @property
+    def scale(self) -> Float64Array:
+        """Factors (n,) that the residuals were divided by."""
+        return np.ones(len(self.weights)) if self.divided_by is None else self.divided_by
 
     def mean(self, values: FloatArray) -> float:
         """Return the weighted mean over points."""
@@ -147,6 +158,7 @@ class FullModelData:
             novelty_std=self.novelty_std,
             centre=0.0,
             groups=groups,
+            rows=np.arange(n),
         )
         known = data.some(data.ensemble_std > 0)
         if len(known.residuals) < 2 or not np.any(known.residuals):
@@ -156,13 +168,10 @@ class FullModelData:
             )
         return known
 
-    def scaled(
-        self, factor: float | Float64Array, posterior_std: Float64Array | None = None
-    ) -> FullModelData:
-        """Return everything multiplied by a factor, or with another p."""
-        p = self.posterior_std * factor if posterior_std is None else posterior_std
+    def scaled(self, factor: float | Float64Array) -> FullModelData:
+        """Return everything multiplied by a factor."""
         q = None if self.novelty_std is None else self.novelty_std * factor
-        z, kept = self.residuals * factor, self.kept * factor
+        z, p, kept = (a * factor for a in (self.residuals, self.posterior_std, self.kept))
         return replace(self, residuals=z, posterior_std=p, novelty_std=q, kept=kept)
 
     def some(self, chosen: BoolArray | IntArray) -> FullModelData:
@@ -212,6 +221,7 @@ def calibration_data(
             given = f"minimum {weights.min():.3g}"
             raise InputError("sample_weight", given, "weights ≥ 0, not all of them 0")
     rounding = rounding_of(predicted if absent is None else np.where(absent, predicted, 0.0))
+    rows = np.arange(len(targets))
     if absent is None:
         mean, ensemble_std = ensemble_mean_std(predicted)
         data = CalibrationData(
@@ -226,11 +236,11 @@ def calibration_data(
             )
         residuals = targets[found.used] - found.mean
         data = CalibrationData(residuals, found.std, found.n_absent, weights[found.used])
-        rounding = rounding[found.used]
+        rounding, rows = rounding[found.used], np.flatnonzero(found.used)
         if full is not None:
             data = full.blended(data, found.used)
         groups = None if groups is None else groups[found.used]
-    data = replace(data, groups=groups)
+    data = replace(data, groups=groups, rows=rows)
     if np.all(np.maximum(np.abs(data.residuals), data.ensemble_std) <= 1e4 * rounding):
         raise ExactFitError("The members are exact to rounding: there is no error to calibrate.")
     differ = data.ensemble_std > rounding
@@ -355,7 +365,7 @@ class Calibration(ABC):
 
     def fitted_to(self, data: CalibrationData) -> Self:
         """Return the calibration with the number and the likelihood of these points."""
-        likelihood = data.mean(self.density_of(data))
+        likelihood = data.mean(self.density_of(data) - np.log(data.scale))
         return replace(self, n_points=len(data.residuals), log_likelihood=likelihood)
 
     def typical_factor(self, n_members: int) -> float | None:

@@ -66,7 +66,8 @@ class GroupedCalibration:
 
     def common(self, data: CalibrationData, labels: Sequence[str] | StrArray) -> CalibrationData:
         """Return errors without the factors, z/f, to which the overall calibration is fitted."""
-        return replace(data, residuals=data.residuals / self.factors(labels))
+        f = self.factors(labels)
+        return replace(data, residuals=data.residuals / f, divided_by=data.scale * f)
 
     def density_of(self, data: CalibrationData, labels: Sequence[str] | StrArray) -> Float64Array:
         """Return ln p(z | ŝ) of points (n,) with these labels: ln p(z/f | ŝ) − ln f."""
@@ -125,8 +126,8 @@ def fit_grouped(
         change = np.log(grouped.factors(names) / before.factors(names))
         if np.all(np.abs(change) < _SETTLED):
             break
-    likelihood = data.mean(grouped.density_of(data, labels))
-    return replace(grouped, overall=replace(grouped.overall, log_likelihood=likelihood))
+    overall = grouped.overall.fitted_to(grouped.common(data, labels))
+    return replace(grouped, overall=overall)
 
 
 def _centered(grouped: GroupedCalibration) -> GroupedCalibration:

@@ -11,9 +11,9 @@ from scipy.optimize import brentq, minimize_scalar
 from scipy.special import digamma, gammaln, polygamma, stdtrit
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
-from qualms.calibration.base import Calibration, CalibrationData
+from qualms.calibration.base import Calibration, CalibrationData, MemberTransform
 from qualms.errors import CalibrationError, InputError
-from qualms.gp.ensemble import rescaled
+from qualms.gp.ensemble import calibration_factors, rescaled
 from qualms.metrics import gaussian_log_density, student_log_density
 
 #: Exponents tried by the power calibration. A larger standard deviation never
@@ -296,35 +296,82 @@ def _inverse_trigamma(value: float) -> float:
     return float(np.exp(brentq(lambda x: float(polygamma(1, np.exp(x))) - value, -20.0, 20.0)))
 
 
-# One factor for all components of a vector or a tensor, so that directions do not matter.
+# Vectors and tensors: what is found does not depend on how they are turned.
 #: How often components are in a vector (x, y, z), and in a symmetric tensor (xx, yy, zz, yz, xz,
 #: xy), by how many there are.
-_MULTIPLICITY = {3: np.ones(3), 6: np.array([1.0, 1.0, 1.0, 2.0, 2.0, 2.0])}
+MULTIPLICITY = {3: np.ones(3), 6: np.array([1.0, 1.0, 1.0, 2.0, 2.0, 2.0])}
+#: Share of the standard deviation of a vector below which members agree in a direction.
+_SYMMETRIC = 1e-3
 
 
 def vector_std(ensemble_std: FloatArray) -> Float64Array:
     """Return the standard deviation r (…) of vectors or tensors, given components (…, 3 or 6)."""
-    w = _MULTIPLICITY[ensemble_std.shape[-1]]
+    w = MULTIPLICITY[ensemble_std.shape[-1]]
     return np.asarray(np.sqrt(np.asarray(ensemble_std, dtype=np.float64) ** 2 @ (w / w.sum())))
+
+
+def component_share(
+    ensemble_std: Float64Array, pooled: Float64Array, isotropy: float, multiplicity: Float64Array
+) -> Float64Array:
+    """Return σ_k/σ of components (…): √((1 − u) ŝ_k²/r² + u/m_k).
+
+    The standard deviations of components ŝ_k (…) and of their whole vectors r (…) are those of an
+    ensemble; u is the isotropy, and m_k (…) how often a component is in its tensor.
+    """
+    squares = calibration_factors(ensemble_std, pooled) ** 2
+    return np.asarray(np.sqrt((1 - isotropy) * squares + isotropy / multiplicity))
 
 
 @dataclass(frozen=True)
 class VectorCalibration:
-    """A calibration of vectors or tensors, one factor for all components; a `MemberTransform`.
+    """A calibration of vectors or tensors; a `MemberTransform`.
 
-    `calibration` is fitted to components multiplied by r/ŝ_k.
+    The covariance of the members of a vector is Ĉ, with r² for the mean of its diagonal. That of
+    few members is more anisotropic than it should be, so that Ĉ is shrunk towards a sphere:
+
+        Σ = σ²(r) [(1 − u) Ĉ/r² + u I].
+
+    Tensors are vectors of six components, those off the diagonal multiplied by √2. `calibration` is
+    fitted to components divided by `component_share`.
     """
 
     calibration: Calibration
+    isotropy: float = 0.0  #: u
 
     def transform(self, members: FloatArray) -> Float64Array:
-        """Scale members (…, 3 or 6, N_R) about their mean, all components by one factor."""
-        return self.calibration.transform(members, _of_whole_vectors)
+        """Give the members (…, 3 or 6, N_R) of each vector the covariance Σ about their mean."""
+        scaled = self.calibration.transform(members, _of_whole_vectors)
+        if not self.isotropy:
+            return scaled
+        root = MULTIPLICITY[scaled.shape[-2]][:, None] ** 0.5
+        mean = scaled.mean(axis=-1, keepdims=True)
+        deviations = (scaled - mean) * root
+        C = deviations @ np.swapaxes(deviations, -1, -2) / (scaled.shape[-1] - 1)
+        variances, axes = np.linalg.eigh(C)
+        sphere = np.trace(C, axis1=-2, axis2=-1)[..., None] / np.sum(root**2)
+        # Directions in which members agree, because of symmetry, have no uncertainty.
+        least = np.maximum(_SYMMETRIC**2 * sphere, np.finfo(np.float64).tiny)
+        factors = np.sqrt(1 - self.isotropy + self.isotropy * sphere / np.maximum(variances, least))
+        turned = np.swapaxes(axes, -1, -2) @ deviations
+        return np.asarray(mean + axes @ (factors[..., None] * turned) / root)
 
 
 def _of_whole_vectors(std: Float64Array) -> Float64Array:
     """Return the standard deviation of the vector for each of its components (…, 3 or 6)."""
     return np.broadcast_to(vector_std(std)[..., None], std.shape)
+
+
+@dataclass(frozen=True)
+class Multiplied:
+    """A calibration whose σ is multiplied by factors (n,) along the first axis."""
+
+    calibration: MemberTransform
+    factors: Float64Array
+
+    def transform(self, members: FloatArray) -> Float64Array:
+        """Scale members (n, …, N_R) about their mean."""
+        scaled = self.calibration.transform(members)
+        return rescaled(scaled, self.factors.reshape(-1, *[1] * (scaled.ndim - 2)))
 
 
 @dataclass(frozen=True)

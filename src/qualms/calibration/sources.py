@@ -106,7 +106,7 @@ class SourcesCalibration(Calibration):
         weighted = (fitted.alpha**2 + fitted.centre**2 / data.n_members) * data.ensemble_std**2
         if data.posterior_std is not None:
             weighted = weighted + (fitted.posterior * data.posterior_std) ** 2
-        total, of_members = data.mean(fitted.std_of(data) ** 2), data.mean(weighted)
+        total, of_members = data.mean((data.scale * fitted.std_of(data)) ** 2), data.mean(weighted)
         return replace(fitted, typical=(total / of_members) ** 0.5 if of_members > 0 else 1.0)
 
     def typical_factor(self, n_members: int) -> float:
