@@ -243,10 +243,13 @@ class Prediction(NDArrayOperatorsMixin):
             std = calibration.std(raw.std, 2)
             return Prediction(mean=raw.mean, std=std, uncalibrated=raw, conformal=conformal)
         members = _members_of(raw, "calibrated")
-        if isinstance(calibration, StudentCalibration):
-            dof = float(calibration.dof(calibration.n_subsampled or members.shape[-1]))
-        elif isinstance(calibration, Calibration) and calibration.n_subsampled:
-            dof = calibration.n_subsampled - 1.0  # posterior members are another source
+        method: object = calibration
+        while hasattr(method, "calibration"):  # of vectors, of species, …
+            method = method.calibration
+        if isinstance(method, StudentCalibration):
+            dof = float(method.dof(method.n_subsampled or members.shape[-1]))
+        elif isinstance(method, Calibration) and method.n_subsampled:
+            dof = method.n_subsampled - 1.0  # posterior members are another source
         members = calibration.transform(members)
         return Prediction(members, uncalibrated=raw, conformal=conformal, dof=dof)
 

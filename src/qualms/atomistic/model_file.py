@@ -66,7 +66,7 @@ class ModelDocument(Document):
     pp_target_variance: _Positive | None
     calibrations: dict[str, dict[str, CalibrationDocument]]
     isotropy: dict[str, _Share]
-    species_factors: dict[str, dict[str, _Factor]]
+    species_factors: dict[str, dict[str, Annotated[float, Field(ge=1e-6, le=1e6)]]]
     conformal: tuple[str, ...]  #: quantities that have conformal intervals
     training_novelty: tuple[_Share, _Share]
     largest_ensemble_std: float = Field(ge=0, le=LARGEST)
@@ -190,6 +190,9 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
     quantities = set(document.settings.keys)
     if "energy" not in document.calibrations or not set(document.calibrations) <= quantities:
         raise ValueError(f"calibrations of {', '.join(document.calibrations)}")
+    of_atoms = {"forces"} | ({"energy"} if document.settings.per_atom else set())
+    if not set(document.species_factors) <= of_atoms:
+        raise ValueError(f"factors of species of {', '.join(document.species_factors)}")
     return Fitted(
         settings=document.settings,
         representation=representation,

@@ -59,6 +59,7 @@ from qualms.calibration.fitting import (
     MODEL_METHODS,
     best_method,
     fit_out_of_bag,
+    out_of_bag_points,
 )
 from qualms.calibration.groups import fit_grouped
 from qualms.calibration.methods import NoCalibration, component_share
@@ -136,6 +137,8 @@ _ENOUGH, _WELL = {"forces": 10, "stress": 3}, 10
 _N_COMPONENTS = 2.0
 #: Shares of a sphere that are tried in the covariance of the members of a vector.
 _ISOTROPIES = (0.0, 0.25, 0.5, 0.75, 1.0)
+#: Points that are enough for factors of species, and a difference of these that is none.
+_ENOUGH_POINTS, _EQUAL = 10_000, 1e-3
 #: Parameter of the noise variance of each quantity.
 _NOISES = {"energy": "noise", "forces": "forces_noise", "stress": "stress_noise"}
 _PACKAGES = ("numpy", "scipy", "ase", "dscribe", "featomic", "safetensors")
@@ -1285,7 +1288,7 @@ def calibrate_out_of_bag(
     if _too_few(name, n_structures, n_available, wanted):
         return OutOfBag(None, {}, 0)
     try:
-        data, isotropy, scaled = _components(quantity, members, absent, left_out, apart, settings)
+        data, scaled, isotropy = _components(quantity, members, absent, left_out, apart, settings)
         found = _fit_methods(scaled, settings)
         of_points = None if species is None else species[apart]
         found[wanted], scaled, factors = _by_species(found[wanted], scaled, of_points)
@@ -1314,19 +1317,20 @@ def _components(
     left_out: LeftOut,
     apart: BoolArray,
     settings: Settings,
-) -> tuple[CalibrationData, float, CalibrationData]:
-    """Return points of forces or stresses, those not zero by symmetry; their isotropy; and scaled.
+) -> tuple[CalibrationData, CalibrationData, float]:
+    """Return points of forces or stresses, as they are and scaled, and their isotropy.
 
-    Scaled components are divided by `component_share`, and have the standard deviations of their
-    vectors. The isotropy is that of the highest likelihood.
+    Components that are zero by symmetry are left out. Scaled ones are divided by `component_share`,
+    and have the standard deviations of their vectors. The isotropy has the highest likelihood.
     """
     rows, groups, full = left_out
     factor = quantity.factor[rows]
+    of_components = None if full is None else full.some(apart).scaled(factor[apart])
     data = _points(
         (quantity.y[rows] * factor)[apart],
         (members * factor[:, None])[apart],
         absent[apart],
-        LeftOut(rows[apart], groups[apart], full and full.some(apart).scaled(factor[apart])),
+        LeftOut(rows[apart], groups[apart], of_components),
     )
     used = np.flatnonzero(apart)[data.rows]
     ensemble_std = np.zeros(len(rows))
@@ -1339,12 +1343,9 @@ def _components(
     if full is not None and data.posterior_std is not None:
         p = (_pooled(quantity, rows, full.posterior_std) * factor)[used]
     assert quantity.multiplicity is not None
-    assert quantity.component is not None
-    m, n_components = quantity.multiplicity[rows][used], int(quantity.component.max()) + 1
-    # Members fewer than that leave directions without uncertainty.
-    enough = settings.n_subsampled + settings.n_drawn > n_components
+    m = quantity.multiplicity[rows][used]
     fits = []
-    for isotropy in _ISOTROPIES if enough and settings.calibration != "none" else (0.0,):
+    for isotropy in _ISOTROPIES if settings.calibration != "none" else (0.0,):
         share = component_share(data.ensemble_std, r, isotropy, m)
         scaled = replace(
             data,
@@ -1356,28 +1357,40 @@ def _components(
         )
         likelihood = fit_out_of_bag(scaled, settings.calibration).log_likelihood
         fits.append((likelihood, isotropy, scaled))
-    return data, *max(fits, key=lambda fit: fit[0])[1:]
+    _, isotropy, scaled = max(fits, key=lambda fit: fit[0])
+    if settings.n_subsampled:
+        # Anisotropy by chance is ∝ 1/(c − 1) of c members, and less of all than out of bag.
+        odds = (float(np.mean(data.n_members)) - 1) / (settings.n_subsampled - 1)
+        isotropy = isotropy * odds / (isotropy * odds + 1 - isotropy)
+    return data, scaled, isotropy
 
 
 def _by_species(
-    calibration: Calibration,
-    data: CalibrationData,
-    species: IntArray | None,
+    calibration: Calibration, data: CalibrationData, species: IntArray | None
 ) -> tuple[Calibration, CalibrationData, Mapping[str, float]]:
-    """Fit the calibration again with a factor of σ for each species (n_all,); and its points.
+    """Fit a calibration again with a factor of σ for each species; return its points as well.
 
-    The points, of which `data.rows` are the places among all, are divided by these factors.
+    `data.rows` are their places among the species given, and they are divided by these factors,
+    whose mean square is one.
     """
+    nothing: tuple[Calibration, CalibrationData, dict[str, float]] = calibration, data, {}
     if species is None or calibration.method == "none":
-        return calibration, data, {}
+        return nothing
     symbols = np.array(chemical_symbols)[species[data.rows]]
-    if len(np.unique(symbols)) < 2:
-        return calibration, data, {}
-    grouped = fit_grouped(data, calibration.method, symbols, clusters=data.groups)
-    scaled = grouped.common(data, symbols)
+    some = out_of_bag_points(data, calibration.method)
+    some &= np.arange(len(some)) % (-(-len(some) // _ENOUGH_POINTS)) == 0
+    if len(np.unique(symbols[some])) < 2:
+        return nothing
+    points = data.some(some)
+    grouped = fit_grouped(points, calibration.method, symbols[some], clusters=points.groups)
+    factors = grouped.factors(symbols)
+    factors /= np.sqrt(data.mean(factors**2))
+    if np.ptp(factors) < _EQUAL:
+        return nothing
+    scaled = replace(data, residuals=data.residuals / factors, divided_by=data.scale * factors)
     found = fit_out_of_bag(scaled, calibration.method)
-    factors = {symbol: group.factor for symbol, group in grouped.groups.items()}
-    return replace(found, n_subsampled=calibration.n_subsampled), scaled, factors
+    of_species = {str(s): float(factors[symbols == s][0]) for s in np.unique(symbols)}
+    return replace(found, n_subsampled=calibration.n_subsampled), scaled, of_species
 
 
 def _fit_methods(data: CalibrationData, settings: Settings) -> dict[str, Calibration]:

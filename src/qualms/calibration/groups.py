@@ -162,7 +162,7 @@ def fit_groups(
     start = np.zeros(len(kinds)) if near is None else np.log(near.factors(kinds))
     alone = _log_factors(data, overall, which, start)
     # The scale of k points, ½ ln(χ²_k/k), has a mean below zero and a variance above 1/(2k).
-    k = counts / (2 * variance)
+    k = counts / (2 * max(variance, 1e-9))
     bias, v = log_std_moments(k)
     alone -= bias
     tau2 = max(float(np.sum(alone**2 / v) - len(kinds)) / float(np.sum(1 / v)), 0.0)

@@ -300,8 +300,8 @@ def _inverse_trigamma(value: float) -> float:
 #: How often components are in a vector (x, y, z), and in a symmetric tensor (xx, yy, zz, yz, xz,
 #: xy), by how many there are.
 MULTIPLICITY = {3: np.ones(3), 6: np.array([1.0, 1.0, 1.0, 2.0, 2.0, 2.0])}
-#: Share of the standard deviation of a vector below which members agree in a direction.
-_SYMMETRIC = 1e-3
+#: κ, the share of its variance below which the members of a vector agree in a direction.
+_SYMMETRIC = 0.01
 
 
 def vector_std(ensemble_std: FloatArray) -> Float64Array:
@@ -313,26 +313,30 @@ def vector_std(ensemble_std: FloatArray) -> Float64Array:
 def component_share(
     ensemble_std: Float64Array, pooled: Float64Array, isotropy: float, multiplicity: Float64Array
 ) -> Float64Array:
-    """Return σ_k/σ of components (…): √((1 − u) ŝ_k²/r² + u/m_k).
+    """Return σ_k/σ of components (n,) of vectors, or tensors: √((1 − u) ŝ_k²/r² + u w/m_k).
 
-    The standard deviations of components ŝ_k (…) and of their whole vectors r (…) are those of an
-    ensemble; u is the isotropy, and m_k (…) how often a component is in its tensor.
+    ŝ_k (n,) are their standard deviations, r (n,) those of their vectors, u is the isotropy, m_k
+    (n,) how often a component is in its tensor, and w the mean of m_k.
     """
+    w = 1.5 if np.any(multiplicity > 1) else 1.0
     squares = calibration_factors(ensemble_std, pooled) ** 2
-    return np.asarray(np.sqrt((1 - isotropy) * squares + isotropy / multiplicity))
+    return np.asarray(np.sqrt((1 - isotropy) * squares + isotropy * w / multiplicity))
 
 
 @dataclass(frozen=True)
 class VectorCalibration:
     """A calibration of vectors or tensors; a `MemberTransform`.
 
-    The covariance of the members of a vector is Ĉ, with r² for the mean of its diagonal. That of
-    few members is more anisotropic than it should be, so that Ĉ is shrunk towards a sphere:
+    The covariance Ĉ of few members of a vector is more anisotropic than that of many, so that it is
+    shrunk towards a sphere:
 
-        Σ = σ²(r) [(1 − u) Ĉ/r² + u I].
+        Σ = σ²(r)/r² [(1 − u) Ĉ + u s̄ I],
 
-    Tensors are vectors of six components, those off the diagonal multiplied by √2. `calibration` is
-    fitted to components divided by `component_share`.
+    r² being the mean square of ŝ over components, and s̄ the mean eigenvalue of Ĉ. Tensors are
+    vectors of six components, those off the diagonal multiplied by √2. In directions in which the
+    members agree, because of symmetry, there is no uncertainty: I is ∝ Ĉ/(Ĉ + κ s̄) with a small κ,
+    such that Σ has the trace of Ĉ σ²/r². `calibration` is fitted to components divided by
+    `component_share`.
     """
 
     calibration: Calibration
@@ -345,15 +349,16 @@ class VectorCalibration:
             return scaled
         root = MULTIPLICITY[scaled.shape[-2]][:, None] ** 0.5
         mean = scaled.mean(axis=-1, keepdims=True)
-        deviations = (scaled - mean) * root
-        C = deviations @ np.swapaxes(deviations, -1, -2) / (scaled.shape[-1] - 1)
-        variances, axes = np.linalg.eigh(C)
-        sphere = np.trace(C, axis1=-2, axis2=-1)[..., None] / np.sum(root**2)
-        # Directions in which members agree, because of symmetry, have no uncertainty.
-        least = np.maximum(_SYMMETRIC**2 * sphere, np.finfo(np.float64).tiny)
-        factors = np.sqrt(1 - self.isotropy + self.isotropy * sphere / np.maximum(variances, least))
-        turned = np.swapaxes(axes, -1, -2) @ deviations
-        return np.asarray(mean + axes @ (factors[..., None] * turned) / root)
+        X = (scaled - mean) * root
+        variances, axes = np.linalg.eigh(X @ np.swapaxes(X, -1, -2))
+        variances = np.maximum(variances, 0.0)
+        mean_variance = variances.mean(axis=-1, keepdims=True) + np.finfo(np.float64).tiny
+        sphere = variances / (variances + _SYMMETRIC * mean_variance)
+        sphere /= sphere.mean(axis=-1, keepdims=True) + np.finfo(np.float64).tiny
+        target = (1 - self.isotropy) * variances + self.isotropy * mean_variance * sphere
+        factors = np.sqrt(calibration_factors(target, variances))
+        L = axes * factors[..., None, :] @ np.swapaxes(axes, -1, -2)  # Σ^½ Ĉ^−½ r/σ
+        return np.asarray(mean + L @ X / root)
 
 
 def _of_whole_vectors(std: Float64Array) -> Float64Array:
