@@ -39,7 +39,7 @@ EFFORTS = ("default", "best")
 #: What gap_fit can do in the memory of a small machine: geometries, and numbers of representatives
 #: by problem.
 N_GAP = 200
-SIZES = {"azobenzene": (250, 500, 1000, 2000), "3BPA": (500,)}
+SIZES = {"azobenzene": (250, 500, 1000), "3BPA": (500,)}
 ERROR_TARGET, MEMORY = 15.0, "16GB"
 #: The features of gap_fit.
 AS_GAP = {"preset": "organic", "smoothing": 0.5, "radial_scaling": None, "compression": None}
