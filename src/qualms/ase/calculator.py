@@ -302,9 +302,9 @@ class MemberCalculator(ModelCalculator):
 
     Notes
     -----
-    A calibration of forces whose factor depends on the standard deviation (all but linear) has
-    another factor for each atom, and no energy has such forces. Members are then rescaled by one
-    factor for all forces: the typical one of the calibration, or of the student calibration.
+    Calibrated forces have another factor for each atom, because of its standard deviation or its
+    element, and no energy has such forces. Members are rescaled by one factor for all forces: the
+    typical one of the calibration, or of the student calibration.
     """
 
     implemented_properties = ["energy", "free_energy", "forces", "stress"]  # noqa: RUF012

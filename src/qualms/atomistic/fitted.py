@@ -16,7 +16,6 @@ from qualms.atomistic.kernel_rows import Basis
 from qualms.atomistic.settings import Settings
 from qualms.calibration.base import Calibration, MemberTransform
 from qualms.calibration.conformal import Conformal
-from qualms.calibration.methods import VectorCalibration
 from qualms.calibration.sources import WithNovelty
 from qualms.features.representation import Representation
 from qualms.gp.linalg import cholesky_whiten
@@ -195,10 +194,6 @@ class Fitted:
         if not calibration.needs_novelty or self.pp_variance is None:
             return calibration
         return WithNovelty(calibration, self.pp_variance.novelty_std(K_XM, prior_variance()))
-
-    def vector_calibration(self, calibration: Calibration, quantity: str) -> VectorCalibration:
-        """Return a calibration of forces or stresses, with their isotropy."""
-        return VectorCalibration(calibration, self.isotropy.get(quantity, 0.0))
 
     def factors_of(self, quantity: str, numbers: IntArray) -> Float64Array:
         """Return the factors of σ of atoms (n,) with these atomic numbers."""

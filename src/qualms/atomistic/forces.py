@@ -32,7 +32,7 @@ from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.labels import ForceLabels
 from qualms.atomistic.structures import check_species, check_structures
 from qualms.calibration.base import MemberTransform
-from qualms.calibration.methods import Multiplied, Scaled
+from qualms.calibration.methods import Multiplied, Scaled, VectorCalibration
 from qualms.errors import InputError, QualmsWarning, counted
 from qualms.features.derivatives import Changes, DifferentiableFeatures, Tape
 from qualms.features.representation import Representation, offsets_of
@@ -414,7 +414,7 @@ def _own(fitted: Fitted, quantity: str, factors: Float64Array) -> MemberTransfor
     own = fitted.calibration_of(quantity)
     if own is None:
         return Scaled(factors, fitted.calibration)
-    return fitted.vector_calibration(own, quantity)
+    return VectorCalibration(own, fitted.isotropy.get(quantity, 0.0))
 
 
 # --- which models and structures have forces ---
