@@ -637,11 +637,20 @@ def test_the_covariance_of_vectors_is_shrunk_towards_a_sphere(n_components):
         assert np.trace(after) == pytest.approx(np.trace(wanted))
         # Directions of small variance are a little off, because of those without any.
         np.testing.assert_allclose(after, wanted, atol=0.03 * np.trace(wanted) / n_components)
-        share = component_share(std_k, np.full(n_components, r), u, m)
+        share = component_share(std_k, np.full(n_components, r), u, m / m.mean())
         assert np.sum(m * share**2) == pytest.approx(m.sum())
         np.testing.assert_allclose(
             np.diag(after), m * (share * calibration.std(r, 30)) ** 2, rtol=0.05
         )
+
+
+def test_likelihoods_are_those_of_points_before_they_were_divided():
+    y, members = synthetic(0, n=200)
+    data, f = calibration_data(y, members), np.random.default_rng(1).uniform(0.5, 2, 200)
+    divided = dataclasses.replace(data, residuals=data.residuals / f, divided_by=f)
+    found = fit_calibration(divided, "linear")
+    density = gaussian_log_density(data.residuals, f * found.std_of(data))
+    assert found.log_likelihood == pytest.approx(density.mean())
 
 
 def test_a_direction_in_which_members_agree_has_no_uncertainty():

@@ -188,6 +188,9 @@ FORGERIES = {
     "fraction of members": put(
         "calibrations", "energy", "sources", "parameters", "n_subsampled", value=3.5
     ),
+    "factors of species of structures": put("species_factors", value={"energy": {"C": 2.0}}),
+    "no factor of a species": put("species_factors", value={"forces": {"C": 0.0}}),
+    "too isotropic": put("isotropy", value={"forces": 1.5}),
     "steep power": put("calibrations", "energy", "power", "parameters", "gamma", value=1e3),
     "vanishing Cholesky factor": lambda d, t: t["pp_posterior"].__setitem__(0, 1e-30),
     "no record": put("record", "quantities", value={}),

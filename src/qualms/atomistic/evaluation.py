@@ -219,8 +219,8 @@ class _Points:
         if self.place is not None:
             vector, component = (index[chosen][data.rows] for index in self.place)
             r = vector_std(ensemble_mean_std(self.members[..., : self.n_subsampled])[1])[vector]
-            m = MULTIPLICITY[self.members.shape[1]][component]
-            share = component_share(data.ensemble_std, r, self.isotropy, m)
+            m = MULTIPLICITY[self.members.shape[1]]
+            share = component_share(data.ensemble_std, r, self.isotropy, m[component] / m.mean())
             data = replace(data, residuals=data.residuals / share, ensemble_std=r)
         return replace(fit_calibration(data, method), n_subsampled=self.n_subsampled)
 

@@ -62,7 +62,7 @@ from qualms.calibration.fitting import (
     out_of_bag_points,
 )
 from qualms.calibration.groups import fit_grouped
-from qualms.calibration.methods import NoCalibration, component_share
+from qualms.calibration.methods import MULTIPLICITY, NoCalibration, component_share
 from qualms.calibration.sources import MIN_POINTS, with_enough_points
 from qualms.errors import (
     CalibrationError,
@@ -1343,7 +1343,8 @@ def _components(
     if full is not None and data.posterior_std is not None:
         p = (_pooled(quantity, rows, full.posterior_std) * factor)[used]
     assert quantity.multiplicity is not None
-    m = quantity.multiplicity[rows][used]
+    n_components = 6 if np.any(quantity.multiplicity > 1) else 3
+    m = quantity.multiplicity[rows][used] / MULTIPLICITY[n_components].mean()
     fits = []
     for isotropy in _ISOTROPIES if settings.calibration != "none" else (0.0,):
         share = component_share(data.ensemble_std, r, isotropy, m)

@@ -313,14 +313,13 @@ def vector_std(ensemble_std: FloatArray) -> Float64Array:
 def component_share(
     ensemble_std: Float64Array, pooled: Float64Array, isotropy: float, multiplicity: Float64Array
 ) -> Float64Array:
-    """Return σ_k/σ of components (n,) of vectors, or tensors: √((1 − u) ŝ_k²/r² + u w/m_k).
+    """Return σ_k/σ of components (n,) of vectors, or tensors: √((1 − u) ŝ_k²/r² + u/m_k).
 
-    ŝ_k (n,) are their standard deviations, r (n,) those of their vectors, u is the isotropy, m_k
-    (n,) how often a component is in its tensor, and w the mean of m_k.
+    ŝ_k (n,) are their standard deviations, r (n,) those of their vectors, u is the isotropy, and
+    m_k (n,) how often a component is in its tensor, relative to the mean.
     """
-    w = 1.5 if np.any(multiplicity > 1) else 1.0
     squares = calibration_factors(ensemble_std, pooled) ** 2
-    return np.asarray(np.sqrt((1 - isotropy) * squares + isotropy * w / multiplicity))
+    return np.asarray(np.sqrt((1 - isotropy) * squares + isotropy / multiplicity))
 
 
 @dataclass(frozen=True)
