@@ -108,6 +108,9 @@ def comparison(
 def _smaller(problem: Problem, divisor: int) -> Problem:
     n = max(N_TEST // divisor, 10)
     tests = {name: frames[:n] for name, frames in problem.tests.items()}
+    if "mixed T" in tests:  # in the order of temperatures
+        frames = problem.tests["mixed T"]
+        tests["mixed T"] = frames[:: len(frames) // n]
     return Problem(problem.name, problem.train, tests, {})
 
 
