@@ -335,7 +335,7 @@ def compute_rows(
 
 #: Numbers of representatives to choose from, and the smallest of a nested model: with fewer, hardly
 #: any time is saved.
-_SIZES = (250, 500, 1000, 1500, 2000, 3000, 4000, 6000, 8000, 12_000, 16_000)
+_SIZES = (250, 500, 1000, 1500, 2000, 3000, 4000, 6000, 8000, 10_000, 12_000, 16_000)
 _SMALLEST = 250
 #: Representatives per label from which on errors hardly change: on 300 molecules of QM9 1500 and
 #: 3000 differ by 0.5 %.
@@ -343,7 +343,7 @@ _PER_LABEL = 5
 #: Seconds of an operation on two cores of a server: of n M d for the selection and the kernel rows,
 #: of n M d for each derivative, of N M² for Gram matrices, noise and members, and of M³ for
 #: factorisations. Each is uncertain by a factor of two.
-_SECONDS_OF = {"kernel": 1e-10, "forces": 2.4e-11, "rows": 1e-10, "solution": 1.5e-10}
+_SECONDS_OF = {"kernel": 1e-10, "forces": 2.4e-11, "rows": 7e-11, "solution": 1.5e-10}
 #: Derivatives of the features of an environment: by three coordinates of some neighbours.
 _N_DERIVATIVES = 3 * 20
 #: Seconds of training, beside the features, for each effort.
@@ -483,11 +483,12 @@ def _memory_needed(data: TrainingSet, n_workers: int) -> MemoryNeeded:
     base = 0.5e9 + settings.features.overhead + 4e3 * len(data.frames) + 100.0 * n
     rows = 8.0 * data.n_rows * M
     products = 12.0 * BLOCK * M + 4.0 * BLOCK * d
-    solving = rows + 48.0 * M**2 + min(0.5 * rows, 2e9) + 128.0 * settings.n_members * data.n_rows
+    solving = rows + 48.0 * M**2 + 128.0 * settings.n_members * data.n_rows
+    solving += 9.0 * M * min(data.n_rows, max(PRODUCTS / M**2, 1000))  # rows that are left out
     if settings.learns_forces:
         # Derivatives by some 30 neighbours, and Gram matrices of parts of the data.
         products += 48.0 * GRADIENTS * 30 * (d_raw + M)
-        solving += (20 if M <= 800 else 6) * 8.0 * M**2
+        solving += (20 if M <= 800 else 2) * 8.0 * M**2
     picking = size * M * d + 100e6
     copies = 2 if settings.per_species else 1  # the features of one species are copied
     if settings.selection == "cur":

@@ -267,18 +267,19 @@ def leave_out(
         Columns U of L⁻¹ of the representatives that belong to a group.
     """
     root = _root_weight(sample_weight, len(Phi))
-    A, target = Phi, as_targets(y, len(Phi))
+    target = as_targets(y, len(Phi))
+    residuals: Float64Array = np.asarray(target - Phi @ model.weights)
     if root is not None:  # rows times √w turn noise σ²/w_n into σ²
-        A, target = Phi * root, target * root
-    residuals: Float64Array = np.asarray(target - A @ model.weights)
-    kept, variance = np.empty_like(residuals), np.empty(len(A))
-    given = np.arange(len(A)) if groups is None else groups
+        target, residuals = target * root, residuals * root
+    kept, variance = np.empty_like(residuals), np.empty(len(Phi))
+    given = np.arange(len(Phi)) if groups is None else groups
     labels, codes = np.unique(given, return_inverse=True)
     order = np.argsort(codes, kind="stable")
     edges = np.flatnonzero(np.diff(codes[order], prepend=-1, append=len(codes)))
     for some in _in_blocks(edges):
         rows = order[some[0] : some[-1]]
-        V = cholesky_whiten(model.factor, A[rows].T)
+        A = Phi[rows] if root is None else Phi[rows] * root[rows]
+        V = cholesky_whiten(model.factor, A.T)
         names = labels[codes[order[some[:-1]]]].tolist()
         columns = {name: own[name] for name in names if name in own} if own else {}
         if len(rows) == len(some) - 1 and not columns:
