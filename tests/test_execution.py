@@ -120,6 +120,13 @@ def add(a, b):
     return a + b
 
 
+def total(workers, function, shards, *shared, on_done=None, add=add):
+    """Sum over all shards."""
+    options = {"key": lambda shard: 0, "on_done": on_done}
+    [(_, found)] = workers.reduce(function, add, shards, *shared, **options)
+    return found
+
+
 # --- executors ---
 
 
@@ -178,13 +185,13 @@ def test_shared_values_are_given_to_all_tasks(workers):
 def test_sums_do_not_depend_on_the_workers(workers):
     for n in (1, 5, 35, 40):
         done = []
-        found = workers.reduce(values, add, shards(n), on_done=done.append)
-        np.testing.assert_array_equal(found, Workers().reduce(values, add, shards(n)))
+        found = total(workers, values, shards(n), on_done=done.append)
+        np.testing.assert_array_equal(found, total(Workers(), values, shards(n)))
         assert done == shards(n)
 
 
 def test_sums_are_added_up_in_a_tree():
-    text = Workers().reduce(lambda s: str(s.first), lambda a, b: f"({a}{b})", shards(7, 1))
+    text = total(Workers(), lambda s: str(s.first), shards(7, 1), add=lambda a, b: f"({a}{b})")
     assert text == "(((01)(23))((45)6))"
 
 
@@ -194,7 +201,7 @@ def test_a_shard_that_is_too_large_is_halved(workers):
     assert [i for part in found for i in part] == [*range(11)]
     assert max(map(len, found)) == 2
     with pytest.warns(QualmsWarning, match="halved"):
-        assert workers.reduce(too_large, add, shards(11, 6)) == [*range(11)]
+        assert total(workers, too_large, shards(11, 6)) == [*range(11)]
 
 
 def test_a_single_structure_that_is_too_large_is_an_error(workers):
@@ -205,7 +212,7 @@ def test_a_single_structure_that_is_too_large_is_an_error(workers):
 def test_warnings_are_issued_here(workers):
     for run in (
         lambda: list(workers.map(warns, shards(4, 2))),
-        lambda: workers.reduce(warns, add, shards(4, 2)),
+        lambda: total(workers, warns, shards(4, 2)),
     ):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -222,7 +229,7 @@ def test_errors_of_tasks_arrive_as_they_are(workers):
         list(workers.map(rejects, shards()))
     assert (error.value.parameter, error.value.given) == ("shard", 0)
     with pytest.raises(InputError):
-        workers.reduce(rejects, add, shards())
+        total(workers, rejects, shards())
     with pytest.raises(ZeroDivisionError):
         list(workers.map(fails, shards()))
     assert list(workers.map(listed, shards(2))) == [[0, 1]]  # they work on
@@ -243,10 +250,10 @@ def test_an_executor_of_another_library(monkeypatch):
     with executorlib.SingleNodeExecutor(**options) as executor:
         workers = Workers(executor)
         workers.check([Path(__file__)])
-        expected = Workers().reduce(values, add, shards())
-        np.testing.assert_array_equal(workers.reduce(values, add, shards()), expected)
+        expected = total(Workers(), values, shards())
+        np.testing.assert_array_equal(total(workers, values, shards()), expected)
         with pytest.warns(QualmsWarning, match="halved"):
-            assert workers.reduce(too_large, add, shards(11, 6)) == [*range(11)]
+            assert total(workers, too_large, shards(11, 6)) == [*range(11)]
         with pytest.raises(InputError):  # one task: executorlib waits for ever for cancelled ones
             list(workers.map(rejects, shards(5)))
 
@@ -308,10 +315,10 @@ def test_a_killed_process_of_a_pool_is_an_error():
 @pytest.mark.parametrize("how", ["map", "reduce"])
 def test_a_killed_worker_of_dask_changes_nothing(client, tmp_path, how):
     workers, parts = Workers(client), shards(notes=tmp_path)
-    expected = Workers().reduce(values, add, parts)
+    expected = total(Workers(), values, parts)
     shared = workers.share(0.0)
     if how == "reduce":
-        found = workers.reduce(killed_once, add, parts, shared)
+        found = total(workers, killed_once, parts, shared)
     else:
         found = execution._tree(workers.map(killed_once, parts, shared), add)
     assert (tmp_path / "killed").exists()

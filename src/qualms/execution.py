@@ -155,27 +155,14 @@ class Workers:
         add: Callable[[Result, Result], Result],
         shards: Iterable[Shard],
         *shared: Any,
-        on_done: Callable[[Shard], object] | None = None,
-    ) -> Result:
-        """Return the sum of ``function(shard, *shared)``, added up in order in a binary tree.
-
-        `add` must not change its arguments. There must be at least one shard.
-        """
-        groups = self.reduce_groups(
-            function, add, shards, *shared, key=lambda shard: 0, on_done=on_done
-        )
-        return next(groups)[1]
-
-    def reduce_groups(
-        self,
-        function: Callable[..., Result],
-        add: Callable[[Result, Result], Result],
-        shards: Iterable[Shard],
-        *shared: Any,
         key: Callable[[Any], int],
         on_done: Callable[[Shard], object] | None = None,
     ) -> Iterator[tuple[int, Result]]:
-        """Yield the sum over each group of consecutive shards with the same key, and the key."""
+        """Yield each key, and the sum of ``function(shard, *shared)`` over its shards.
+
+        Shards of a key follow each other. They are added up in order, in a binary tree. `add` must
+        not change its arguments.
+        """
 
         def leaves() -> Iterator[tuple[int, Any]]:
             for shard, future in self._finished(function, shards, shared):

@@ -711,7 +711,7 @@ def sum_all(
     found: dict[int, PartSums] = {}
     with stages.stage("Kernel rows", len(census.numbers)) as advance:
         on_done = _counting(advance)
-        for b, total in workers.reduce_groups(
+        for b, total in workers.reduce(
             sum_rows_of, add_sums, parts, *shared, key=_block_of, on_done=on_done
         ):
             found[b] = total
