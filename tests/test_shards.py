@@ -316,6 +316,7 @@ def test_a_chosen_number_of_representatives(small_parts, monkeypatch, molecules)
     fitted = shards.fit(molecules[:60], model.settings, workers=Workers()).fitted
     assert len(fitted.record.size_curve) > 1
     assert fitted.record.effective_rank in fitted.record.size_curve
+    assert fitted.settings.n_representatives == "auto"
 
 
 def test_too_little_memory_for_all_rows(small_parts, monkeypatch, molecules):

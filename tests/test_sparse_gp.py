@@ -135,6 +135,25 @@ def test_whitening_finds_the_rank_of_a_deficient_kernel(n_distinct, n_features, 
     np.testing.assert_allclose(Phi @ Phi.T, rows @ rows.T, atol=1e-7)
 
 
+@pytest.mark.parametrize("rounding", [1e-15, 1e-7])
+def test_rounding_of_the_kernel_does_not_change_the_order(rounding):
+    """Of three elements: kernels between these vanish, and most variances are equal at first."""
+    rows = normalize_rows(rng.random((30, 8)))
+    K = KERNEL(rows, rows) * np.kron(np.eye(3), np.ones((10, 10)))
+    expected = whiten(K)
+    assert expected.pivots[:3].tolist() == [0, 10, 20]
+    for _ in range(10):
+        scale = 1.0 + rounding * rng.normal(size=30)
+        found = whiten(scale[:, None] * K * scale)
+        np.testing.assert_array_equal(found.pivots, expected.pivots)
+    L = expected.factor
+    np.testing.assert_allclose(L @ L.T, K[np.ix_(expected.pivots, expected.pivots)], atol=1e-14)
+
+
+def test_the_first_representative_is_that_of_the_largest_variance():
+    assert whiten(np.diag([1.0, 3.0, 2.0])).pivots.tolist() == [1, 2, 0]
+
+
 def test_an_indefinite_kernel_is_reported():
     K = np.array([[1.0, 2.0], [2.0, 1.0]])
     with pytest.warns(QualmsWarning):

@@ -910,4 +910,7 @@ def fit(
     fitted = found.fitted
     provenance = fitted.provenance.model_copy(update={"data_digest": census.digest})
     record = _record(fitted.record, census)
-    return found._replace(fitted=replace(fitted, record=record, provenance=provenance))
+    asked = {"n_representatives": settings.n_representatives}
+    settings = fitted.settings.model_copy(update=asked)
+    fitted = replace(fitted, settings=settings, record=record, provenance=provenance)
+    return found._replace(fitted=fitted)

@@ -692,6 +692,8 @@ def join_candidates(
     if len(parts) > 1:
         found = Candidates.join(parts)
         found = found.take(_selected(found, kernel, settings, rng, stages))
+    # Environments of different elements are equally far apart, so that rounding chooses the order.
+    found = found.take(np.lexsort(found.origins.T[::-1]))
     with stages.stage("Whitening"):
         exact = found.features.astype(np.float64)
         rtol = _RTOL_OF_FORCES if settings.learns_forces else _RTOL

@@ -83,7 +83,8 @@ def open_workers(
             if scheduler_file is not None:
                 place = json.loads(scheduler_file.read_text("utf-8"))["address"]
             client = stack.enter_context(distributed.Client(place, timeout=_CONNECT))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        # A server of another kind answers with what is no message of Dask.
+        except (OSError, ValueError, KeyError, TypeError, MemoryError) as error:
             expected = "the address of a running scheduler, such as tcp://host:8786"
             raise InputError(option, f"{value} ({error})", expected) from error
         terminal.info(f"Dask dashboard: {client.dashboard_link}")

@@ -14,6 +14,8 @@ from qualms.errors import InputError, NumericalError, QualmsWarning
 
 #: Prior variance that is negative beyond rounding, relative to the largest.
 _NEGATIVE = 1e-5
+#: Priority of the first of M representatives over the last, as a fraction of their variance.
+_PRIORITY = 0.01
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,11 @@ def whiten(K_MM: FloatArray, *, rtol: float | None = None) -> Whitening:
 
     Cholesky with complete pivoting: at each step the representative of largest prior variance,
     given those taken before, is next, until that variance falls below ``rtol`` times the largest
-    diagonal. Unlike jitter it does not change the representatives that are kept, and unlike an
+    diagonal. Of nearly equal ones, the first is taken: normalised kernels of environments of
+    several elements are full of variances that are equal up to rounding, which would choose the
+    order, and so the members that are drawn.
+
+    Unlike jitter it does not change the representatives that are kept, and unlike an
     eigen-decomposition it identifies those that need not be stored, in a seventh of the time. A
     warning is issued if K_MM is not positive semi-definite beyond rounding.
 
@@ -125,8 +131,13 @@ def whiten(K_MM: FloatArray, *, rtol: float | None = None) -> Whitening:
             f"{largest:.3g}. Are all features zero?"
         )
     rtol = len(K_MM) * np.finfo(np.float64).eps if rtol is None else rtol
+    # The factor of D K D is D L: a decreasing D changes the order of the pivots, and nothing else.
+    priority = np.sqrt(np.linspace(1.0, 1.0 - _PRIORITY, len(K_MM)))
+    K_MM *= priority[:, None]
+    K_MM *= priority
     factor, pivots, rank, _ = lapack.dpstrf(K_MM, tol=rtol * largest, lower=1, overwrite_a=1)
     order = pivots.astype(np.intp) - 1
+    factor /= priority[order, None]
     # Prior variance left in each dropped representative: the diagonal after the last step.
     left = diagonal[order[rank:]] - np.sum(factor[rank:, :rank] ** 2, axis=1)
     if left.min(initial=0.0) < -_NEGATIVE * largest:
