@@ -25,7 +25,7 @@ class Whitening:
     Attributes
     ----------
     pivots : (r,) array of int
-        The representatives that are kept, in order of decreasing novelty. The others are, to
+        The representatives that are kept, in order of novelty, to one percent. The others are, to
         rounding, combinations of these, so that nothing is lost with them.
     factor : (r, r) array
         Lower triangular L with K_MM[pivots, pivots] = L Lᵀ.
@@ -106,7 +106,7 @@ def whiten(K_MM: FloatArray, *, rtol: float | None = None) -> Whitening:
     several elements are full of variances that are equal up to rounding, which would choose the
     order, and so the members that are drawn.
 
-    Unlike jitter it does not change the representatives that are kept, and unlike an
+    Unlike jitter, pivoting does not change the representatives that are kept, and unlike an
     eigen-decomposition it identifies those that need not be stored, in a seventh of the time. A
     warning is issued if K_MM is not positive semi-definite beyond rounding.
 
@@ -131,7 +131,8 @@ def whiten(K_MM: FloatArray, *, rtol: float | None = None) -> Whitening:
             f"{largest:.3g}. Are all features zero?"
         )
     rtol = len(K_MM) * np.finfo(np.float64).eps if rtol is None else rtol
-    # The factor of D K D is D L: a decreasing D changes the order of the pivots, and nothing else.
+    # The factor of D K D is D L: a decreasing D changes the order of the pivots, and the threshold
+    # of those that are dropped by one percent, but not the kernel that L stands for.
     priority = np.sqrt(np.linspace(1.0, 1.0 - _PRIORITY, len(K_MM)))
     K_MM *= priority[:, None]
     K_MM *= priority
