@@ -243,18 +243,30 @@ def shrinkage_joint(z, s_hat, c, alpha, gamma, m, tau, n_steps=4001):
 # --- selection ---
 
 
+def ten_bits(x):
+    """x rounded to ten binary digits."""
+    if x == 0:
+        return 0.0
+    unit = 2.0 ** (math.floor(math.log2(x)) + 1 - 10)
+    return unit * round(x / unit)
+
+
 def farthest_points(X, n, start=0):
     """The textbook loop on explicit differences: indices, and distances to the picks before."""
     X = np.asarray(X, dtype=np.float64)
     indices, distances = [start], [np.inf]
-    nearest = np.array([np.sum((x - X[start]) ** 2) for x in X])
+
+    def squares(pick):
+        return np.array([ten_bits(np.sum((x - X[pick]) ** 2)) for x in X])
+
+    nearest = squares(start)
     while len(indices) < n:
         pick = int(np.argmax(nearest))
         if nearest[pick] == 0:
             break
         indices.append(pick)
         distances.append(math.sqrt(nearest[pick]))
-        nearest = np.minimum(nearest, np.sum((X - X[pick]) ** 2, axis=1))
+        nearest = np.minimum(nearest, squares(pick))
     return indices, distances
 
 

@@ -91,6 +91,30 @@ def test_distances_far_below_the_norm_are_resolved():
     assert_textbook(farthest_points(X, 60), X, 60)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_rounding_of_the_features_does_not_choose_the_picks(dtype):
+    """Pairs of equivalent atoms, of two elements whose features are orthogonal."""
+    rng, eps = np.random.default_rng(7), np.finfo(dtype).eps
+    X = soap_like(rng, 600, 40, dtype=dtype).repeat(2, axis=0)
+    X[1::2] *= 1 + 100 * eps * rng.uniform(-1, 1, (600, 40)).astype(dtype)
+    X = np.kron(np.eye(2, dtype=dtype), X)
+    expected = farthest_points(X, 50).indices
+    assert expected[1] == len(X) // 2
+    for _ in range(5):
+        rounded = X * (1 + eps * rng.uniform(-1, 1, X.shape).astype(dtype))
+        np.testing.assert_array_equal(farthest_points(rounded, 50).indices, expected)
+
+
+def test_picks_are_the_farthest_to_a_part_in_a_thousand():
+    X = soap_like(np.random.default_rng(8), 800, 30)
+    indices, distances = farthest_points(X, 80)
+    nearest = np.full(len(X), np.inf)
+    for i in range(80):
+        assert i == 0 or nearest[indices[i]] > nearest.max() * (1 - 2.0**-9)
+        assert i == 0 or distances[i] ** 2 == pytest.approx(nearest[indices[i]], rel=2.0**-9)
+        nearest = np.minimum(nearest, np.sum((X - X[indices[i]]) ** 2, axis=1))
+
+
 @pytest.mark.parametrize("shape", [(40, 12), (12, 40), (25, 25)])
 @pytest.mark.parametrize("seed", range(3))
 def test_cur_in_a_fixed_space_picks_the_pivots_of_a_qr_factorisation(seed, shape):
