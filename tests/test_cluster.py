@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -81,6 +82,36 @@ def test_processes_of_this_machine(capsys):
     assert "http://" in capsys.readouterr().err
 
 
+#: A task that is interrupted from the keyboard.
+INTERRUPTED = """
+import time
+from qualms.cli._common import Terminal
+from qualms.cli.cluster import open_workers
+try:
+    with open_workers(None, None, "local:2", None, Terminal()) as client:
+        client.submit(time.sleep, 60).result()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_an_interrupt_ends_the_workers_without_a_word_of_theirs():
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", INTERRUPTED],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a process group of its own, as of a command in a terminal
+    )
+    assert process.stderr is not None
+    while "worker" not in process.stderr.readline():
+        assert process.poll() is None
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert (output, errors) == ("interrupted\n", "")
+
+
 def test_workers_of_a_scheduler(tmp_path, monkeypatch):
     contact = tmp_path / "scheduler.json"
     options = ("--port", "0", "--no-dashboard")
@@ -119,6 +150,18 @@ def test_the_script_of_a_job(queue, monkeypatch):
     assert "--nworkers 8 " in script
 
 
+@pytest.mark.filterwarnings("ignore:Port 8787:UserWarning")
+def test_a_queue_that_is_configured_for_dask(queue, monkeypatch):
+    import dask.config
+
+    monkeypatch.setattr("dask_jobqueue.SLURMCluster.scale", lambda self, jobs: None)
+    with dask.config.set({"jobqueue.slurm.cores": 6, "jobqueue.slurm.memory": "12GB"}):
+        with cluster.start_cluster("slurm", None)[0] as started:
+            assert "--nworkers 6 " in started.job_script()
+        with cluster.start_cluster("slurm", config(queue, cores=4, processes=2))[0] as started:
+            assert "--nworkers 2 " in started.job_script()
+
+
 @pytest.mark.parametrize("spec", ["local", "local:", "local:0", "local:two", "cloud", "jobqueue"])
 def test_other_clusters_are_rejected(spec):
     assert rejected(cluster=spec) == "--cluster"
@@ -131,7 +174,17 @@ def test_a_queue_needs_its_commands(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "text",
-    ["[1]", "{", "jobs: none", "jobs: 0\ncores: 1", "cores: 2", "cores: 1\nmemory: 1GB\nqueu: a"],
+    [
+        "[1]",
+        "{",
+        "jobs: none",
+        "jobs: 0\ncores: 1\nmemory: 1GB",
+        "cores: 2",
+        "memory: 1GB",
+        "cores: two\nmemory: 1GB",
+        "cores: 1\nmemory: much",
+        "cores: 1\nmemory: 1GB\nqueu: a",
+    ],
 )
 @pytest.mark.filterwarnings("ignore:unclosed cluster:ResourceWarning")
 def test_bad_configurations_are_rejected(queue, text):
@@ -153,6 +206,8 @@ def test_schedulers_that_do_not_answer(monkeypatch, tmp_path):
     monkeypatch.setattr(cluster, "_CONNECT", 0.5)
     for address in ("tcp://127.0.0.1:1", "127.0.0.1:1", "nothing://x"):
         assert rejected(scheduler=address) == "--scheduler"
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
+        assert rejected(scheduler=f"tcp://127.0.0.1:{silent.getsockname()[1]}") == "--scheduler"
     file = tmp_path / "scheduler.json"
     for text in (None, "{}", "no JSON"):
         if text is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import shutil
@@ -82,11 +83,13 @@ def open_workers(
         try:
             if scheduler_file is not None:
                 place = json.loads(scheduler_file.read_text("utf-8"))["address"]
+            if cluster is None:
+                asyncio.run(asyncio.wait_for(_shake_hands(place), _CONNECT))
             client = stack.enter_context(distributed.Client(place, timeout=_CONNECT))
-        # A server of another kind answers with what is no message of Dask.
+        # A server of another kind answers with what is no message of Dask, or not at all.
         except (OSError, ValueError, KeyError, TypeError, MemoryError) as error:
             expected = "the address of a running scheduler, such as tcp://host:8786"
-            raise InputError(option, f"{value} ({error})", expected) from error
+            raise InputError(option, f"{value} ({str(error) or 'no answer'})", expected) from error
         terminal.info(f"Dask dashboard: {client.dashboard_link}")
         try:
             client.wait_for_workers(1, timeout=timeout)
@@ -95,6 +98,15 @@ def open_workers(
             raise InputError(option, value, f"a worker within {timeout} s", remedy) from error
         terminal.info(f"{counted(len(client.nthreads()), 'worker')} at the start.")
         yield client
+
+
+async def _shake_hands(address: Any) -> None:
+    """Connect to a server of Dask, whose client would wait for ever for another one."""
+    from distributed import Security
+    from distributed.comm import connect
+
+    comm = await connect(address, **Security().get_connection_args("client"))
+    await comm.close()
 
 
 def _is_local(cluster: str) -> bool:
@@ -112,16 +124,22 @@ def start_cluster(cluster: str, config: Path | None) -> tuple[Any, int]:
     """
     if _is_local(cluster):
         from distributed import LocalCluster
+        from distributed.gc import disable_gc_diagnosis
 
         number = cluster.partition(":")[2]
         if not number.isdecimal() or int(number) < 1:
             raise InputError("--cluster", cluster, "a number of processes, such as local:4")
-        # Errors of tasks arrive as exceptions.
+        # Errors of tasks arrive as exceptions. Ctrl-C reaches all processes; this one ends them.
         started = LocalCluster(
-            n_workers=int(number), threads_per_worker=1, silence_logs=logging.CRITICAL
+            n_workers=int(number),
+            threads_per_worker=1,
+            silence_logs=logging.CRITICAL,
+            preload="import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)",
         )
+        disable_gc_diagnosis(force=True)  # Python ignores a Ctrl-C that arrives in its callback
         return started, _WORKERS
     try:
+        import dask.config
         import dask_jobqueue
     except ImportError as error:
         expected, remedy = "an installation with dask-jobqueue", "pip install 'qualms[dask]'."
@@ -141,7 +159,12 @@ def start_cluster(cluster: str, config: Path | None) -> tuple[Any, int]:
     for name, number in {"jobs": jobs, "timeout": timeout}.items():
         if not isinstance(number, int) or number < 1:
             raise InputError("--cluster-config", f"{name}: {number}", "a positive integer")
-    options.setdefault("processes", options.get("cores"))  # of one core each
+    known = {**dask.config.get(f"jobqueue.{cluster}", {}), **options}
+    if lacking := [name for name in ("cores", "memory") if known.get(name) is None]:
+        given = f"{config or 'no file'} without {' and '.join(lacking)}"
+        expected = "cores and memory of a job, such as {cores: 16, memory: 64GB}"
+        raise InputError("--cluster-config", given, expected)
+    options["processes"] = known.get("processes") or known["cores"]  # of one core each
     try:
         started = kind(**options)
     except (ValueError, TypeError) as error:
