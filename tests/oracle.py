@@ -243,11 +243,11 @@ def shrinkage_joint(z, s_hat, c, alpha, gamma, m, tau, n_steps=4001):
 # --- selection ---
 
 
-def ten_bits(x):
-    """x rounded to ten binary digits."""
+def rounded(x):
+    """x to 14 binary digits."""
     if x == 0:
         return 0.0
-    unit = 2.0 ** (math.floor(math.log2(x)) + 1 - 10)
+    unit = 2.0 ** (math.floor(math.log2(x)) + 1 - 14)
     return unit * round(x / unit)
 
 
@@ -257,7 +257,7 @@ def farthest_points(X, n, start=0):
     indices, distances = [start], [np.inf]
 
     def squares(pick):
-        return np.array([ten_bits(np.sum((x - X[pick]) ** 2)) for x in X])
+        return np.array([rounded(np.sum((x - X[pick]) ** 2)) for x in X])
 
     nearest = squares(start)
     while len(indices) < n:
