@@ -13,6 +13,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from qualms import execution
@@ -94,6 +95,18 @@ def killed_once(shard, shared=0.0):
 
 def killed(shard):
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def memory():
+    """Resident memory of this process in bytes."""
+    return psutil.Process().memory_info().rss
+
+
+def uses_memory(shard):
+    """240 MB in pieces that the C library keeps when they are free."""
+    before = memory()
+    pieces = [np.ones(1_000_000) for _ in range(30)]
+    return memory() - before, len(pieces)
 
 
 def waits(shard):
@@ -242,6 +255,23 @@ def test_nothing_is_computed_in_vain():
     assert begun == shards()[:1]
 
 
+def test_workers_that_join_get_tasks():
+    class Counting(ThreadPoolExecutor):
+        submitted = 0
+
+        def submit(self, *task):
+            self.submitted += 1
+            return super().submit(*task)
+
+    with Counting(1) as executor:
+        results = Workers(executor).map(listed, shards(40, 1))
+        next(results)
+        assert executor.submitted == 2
+        executor._max_workers = 4
+        next(results)
+        assert executor.submitted == 1 + 8
+
+
 def test_an_executor_of_another_library(monkeypatch):
     """executorlib starts processes on the nodes of a cluster; here, on this machine."""
     executorlib = pytest.importorskip("executorlib", reason="executorlib is not installed")
@@ -337,6 +367,40 @@ def test_a_shard_whose_workers_are_killed_for_lack_of_memory_is_halved():
         with pytest.warns(QualmsWarning, match="halved"):
             found = list(workers.map(fills_memory, [Numbers(0, 4)], shared))
     assert found == [[0, 1], [2, 3]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Memory is returned by a call of Linux.")
+def test_a_task_returns_its_memory(client):
+    """Dask gives no tasks to a worker whose memory is nearly full."""
+    list(Workers(client).map(listed, shards(40, 1)))  # imports what they need
+    before = client.run(memory)
+    [(used, _)] = Workers(client).map(uses_memory, [Numbers(0, 1)])
+    assert used > 200e6
+    after = client.run(memory)
+    assert max(after[worker] - before[worker] for worker in before) < 60e6
+
+
+@pytest.mark.parametrize("how", ["map", "reduce"])
+def test_without_workers_there_is_a_warning_and_an_end(monkeypatch, how):
+    pytest.importorskip("distributed", reason="Dask is not installed")
+    monkeypatch.setattr(execution, "_POLL", 0.2)
+    with dask_client(n_workers=1) as client:
+        workers = Workers(client)
+        assert list(workers.map(listed, shards(4, 2))) == [[0, 1], [2, 3]]
+        client.cluster.scale(0)
+        while client.nthreads():
+            time.sleep(0.05)
+        with ThreadPoolExecutor(1) as executor:
+            later = executor.submit(lambda: time.sleep(1) or client.cluster.scale(1))
+            with pytest.warns(QualmsWarning, match="no worker"):
+                found = total(workers, listed, shards(4, 2))
+            later.result()
+        assert found == [0, 1, 2, 3]
+        client.cluster.scale(0)
+        monkeypatch.setattr(execution, "_PATIENCE", 1.0)
+        run = total if how == "reduce" else lambda w, f, s: list(w.map(f, s))
+        with pytest.warns(QualmsWarning), pytest.raises(QualmsError, match="no worker"):
+            run(workers, listed, shards(4, 2))
 
 
 def test_the_end_of_the_scheduler_is_an_error(tmp_path):

@@ -431,12 +431,13 @@ def test_a_structure_that_cannot_be_used(small_parts, molecules, tmp_path):
     assert "frame 21" in error.value.parameter
 
 
-def test_a_broken_frame(small_parts, molecules, tmp_path):
+@pytest.mark.parametrize("line", [b"C nothing 0 0", b"C \xff\xfe 0 0"])
+def test_a_broken_frame(small_parts, molecules, tmp_path, line):
     path = written(tmp_path / "train.xyz", molecules[:20])
-    lines = path.read_text().splitlines()
+    lines = path.read_bytes().splitlines()
     starts = [i for i, line in enumerate(lines) if line.strip().isdigit()]
-    lines[starts[17] + 3] = "C nothing 0 0"
-    path.write_text("\n".join(lines) + "\n")
+    lines[starts[17] + 3] = line
+    path.write_bytes(b"\n".join(lines) + b"\n")
     with pytest.raises(InputError) as error:
         make_model().fit(FrameFiles.open([path]))
     assert error.value.parameter == "path"
@@ -562,6 +563,21 @@ def test_the_number_of_representatives_does_not_depend_on_workers(molecules):
     )
     assert size > 250
     assert least == (250, "the memory")
+
+
+def test_the_number_of_representatives_fits_in_the_memory(molecules, monkeypatch, caplog):
+    model = make_model(n_representatives="auto", memory="0.55GB")
+    monkeypatch.setattr(training, "_PER_LABEL", 50)
+    with caplog.at_level("INFO", "qualms"):
+        found = shards.fit(molecules[:60], model.settings, workers=Workers()).fitted
+    assert found.record.size_limit == "the memory"
+    assert "limit 550.0 MB" in caplog.text
+
+
+def test_no_structures():
+    with pytest.raises(InputError) as error:
+        shards.fit([], make_model().settings, workers=Workers())
+    assert error.value.parameter == "frames"
 
 
 def test_warnings_of_parts_are_issued_once(small_parts, molecules):

@@ -27,7 +27,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar, cast
 
 from threadpoolctl import threadpool_limits
 
@@ -39,6 +39,8 @@ PACKAGES = ("qualms", "dscribe", "featomic", "sevenn", "chgnet", "mace-torch", "
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 #: Tasks for each worker that run or wait: more results than these are never in memory.
 _AHEAD = 2
+#: Seconds after which it is checked whether workers of Dask run, and to wait if none does.
+_POLL, _PATIENCE = 10.0, 1800.0
 _TURN = threading.Lock()
 
 Result = TypeVar("Result")
@@ -112,12 +114,14 @@ class Workers:
     @property
     def memory(self) -> float | None:
         """Memory limit of the smallest worker in bytes; None if it is not known."""
+        limits = [one["memory_limit"] for one in self._dask_workers()]
+        return min((float(limit) for limit in limits if limit), default=None)
+
+    def _dask_workers(self) -> list[dict[str, Any]]:
+        """Return what the scheduler of Dask knows of each worker."""
         if not self.is_dask:
-            return None
-        workers = self.executor.scheduler_info(n_workers=-1)["workers"].values()
-        return min(
-            (float(one["memory_limit"]) for one in workers if one["memory_limit"]), default=None
-        )
+            return []
+        return [*self.executor.scheduler_info(n_workers=-1)["workers"].values()]
 
     def share(self, value: Any) -> Any:
         """Return what tasks are given for a large value that many of them need.
@@ -176,11 +180,10 @@ class Workers:
         for name, group in groupby(leaves(), key=itemgetter(0)):
             with _end_of_workers():
                 parts = (part for _, part in group)
-                done = (
-                    _tree(parts, pair).result()
-                    if self.is_dask
-                    else _tree(parts, partial(_add, add))
-                )
+                done = _tree(parts, pair if self.is_dask else partial(_add, add))
+                if self.is_dask:
+                    self._wait(done)
+                    done = done.result()
             yield name, _unwrap(done)
 
     def _finished(
@@ -188,15 +191,16 @@ class Workers:
     ) -> Iterator[tuple[Shard, Any]]:
         """Yield shards, in order, and their futures when these are done; halve if need be."""
         todo, pending = deque(shards), deque[tuple[Shard, Any]]()
-        limit = 1 if self.executor is None else _AHEAD * self.number
         try:
             while todo or pending:
-                while todo and len(pending) < max(limit, 1):
+                # Workers may join at any time.
+                limit = 1 if self.executor is None else _AHEAD * self.number
+                while todo and len(pending) < limit:
                     shard = todo.popleft()
                     pending.append((shard, self._submit(function, shard, shared)))
                 shard, future = pending.popleft()
                 with _end_of_workers():
-                    error = future.exception()
+                    error = self._wait(future)
                     if error is None and future.cancelled():
                         raise CancelledError
                 if error is None:
@@ -214,6 +218,26 @@ class Workers:
         finally:
             for _, future in pending:
                 future.cancel()
+
+    def _wait(self, future: Any) -> BaseException | None:
+        """Wait for a task, and return its error; with Dask, not for ever if no worker runs."""
+        if not self.is_dask:
+            return cast("BaseException | None", future.exception())
+        waited = 0.0
+        while waited < _PATIENCE:
+            try:
+                return cast("BaseException | None", future.exception(timeout=_POLL))
+            except TimeoutError:
+                states = [one["status"] for one in self._dask_workers()]
+            if "running" in states:
+                waited = 0.0
+                continue
+            state = "All workers are paused, for lack of memory" if states else "There is no worker"
+            if not waited:
+                message = f"{state}: waiting for {_PATIENCE / 60:.0f} min at most."
+                warnings.warn(message, QualmsWarning, stacklevel=2)
+            waited += _POLL
+        raise QualmsError(f"{state}. Start workers with more memory or time, and start again.")
 
     def _submit(self, function: Callable[..., Any], shard: Shard, shared: tuple[Any, ...]) -> Any:
         task = function, _Driver(_process(), versions()), self.threads, shard, *shared
@@ -278,9 +302,8 @@ def _run(
     with _TURN, threadpool_limits(limits=max(threads, _threads_of_worker())):
         if driver.process == _process():
             return _Done(function(shard, *shared), ())
-        _reuse_memory()
         _compare(driver.packages, {}, socket.gethostname(), versions(), {})
-        with warnings.catch_warnings(record=True) as caught:
+        with _reuse_memory(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("ignore")
             warnings.simplefilter("always", QualmsWarning)
             result = function(shard, *shared)
@@ -299,17 +322,35 @@ def _same(value: Any) -> Any:
     return value
 
 
-@cache
-def _reuse_memory() -> None:
-    """Undo a default of Dask, with which every large array is new memory: that costs time.
+@contextmanager
+def _reuse_memory() -> Iterator[None]:
+    """Undo a default of Dask within a task: every large array is new memory, which costs time.
 
-    Its workers return what is freed to the system. Here up to 128 MB are kept, as is usual.
+    Its workers return what is freed to the system at once. Here that is done at the end of the
+    task: Dask gives no tasks to workers whose memory is nearly full.
     """
-    if os.environ.get("MALLOC_TRIM_THRESHOLD_") == "65536":
-        with suppress(OSError, AttributeError):
-            libc = ctypes.CDLL("libc.so.6")
+    libc = _libc()
+    try:
+        yield
+    finally:
+        if libc is not None:
+            libc.mallopt(_TRIM_THRESHOLD, 64 * 1024)
+            bytearray(1024**2)  # what is free is returned when more of it becomes free
             libc.mallopt(_TRIM_THRESHOLD, 128 * 1024**2)
-            libc.mallopt(_MMAP_THRESHOLD, 32 * 1024**2)
+
+
+@cache
+def _libc() -> Any:
+    """Return the C library of a worker of Dask, after it was told to reuse memory, or None."""
+    if os.environ.get("MALLOC_TRIM_THRESHOLD_") != "65536":
+        return None
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(_TRIM_THRESHOLD, 128 * 1024**2)
+        libc.mallopt(_MMAP_THRESHOLD, 32 * 1024**2)
+    except (OSError, AttributeError):
+        return None
+    return libc
 
 
 def _add(add: Callable[[Any, Any], Any], a: _Done, b: _Done) -> _Done:
@@ -350,9 +391,10 @@ def _end_of_workers() -> Iterator[None]:
         ended = (BrokenProcessPool, CancelledError, ConnectionError, TimeoutError)
         if not (kinds & lost or isinstance(error, ended)):
             raise
+        reason = ": ".join(filter(None, [type(error).__name__, str(error)]))
         raise QualmsError(
-            f"The workers, or their scheduler, ended ({type(error).__name__}: {error}). Check "
-            "their logs and memory, and start again."
+            f"The workers, or their scheduler, ended ({reason}). Check their logs and memory, and "
+            "start again."
         ) from error
 
 

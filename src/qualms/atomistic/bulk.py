@@ -251,6 +251,7 @@ def write_table(
         pass
     if _missing(directory, len(frames), size):
         raise QualmsError(f"Parts that workers wrote are not in '{directory}': do they share it?")
+    _remove_incomplete(directory)
     return _sum_counts(directory)
 
 
@@ -313,8 +314,7 @@ def _open_table(
         given = f"'{directory}', of another model, other options or other structures"
         remedy = "Choose another name, or start again with --force (force=True in Python)."
         raise InputError("path", given, "a new directory, or that of the same run", remedy)
-    for path in directory.glob(".part-*"):  # of writers that were killed
-        path.unlink()
+    _remove_incomplete(directory)
     if known is not None and not force:
         return size
     for path in directory.glob("part-*.parquet"):
@@ -324,6 +324,12 @@ def _open_table(
     with atomic_output(about, force=True, mode="w") as stream:
         stream.write(json.dumps(document, indent=2) + "\n")
     return size
+
+
+def _remove_incomplete(directory: Path) -> None:
+    """Remove files of writers that were killed."""
+    for path in directory.glob(".part-*"):
+        path.unlink()
 
 
 def _missing(directory: Path, n: int, size: int) -> list[tuple[int, int]]:

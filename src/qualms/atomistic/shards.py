@@ -324,6 +324,8 @@ def take_census(
     skip_failed: bool,
 ) -> Census:
     """Read the labels of all structures, and choose what depends on all of them."""
+    if not len(frames):
+        raise InputError("frames", "no structures", "at least 2 labelled structures")
     if groups is not None and not isinstance(groups, str) and len(groups) != len(frames):
         raise InputError("groups", f"{len(groups)} labels", f"one for each of {len(frames)} frames")
     parts = divided(frames, _SCANNED)
@@ -882,7 +884,8 @@ def fit(
     if census.settings.n_representatives == "auto":
 
         def fits(n: int) -> bool:
-            return shard_memory(census.with_size(n), _KEPT).driver <= memory
+            # That of one process, so that the number does not depend on workers.
+            return shard_memory(census.with_size(n), _KEPT).together <= memory
 
         n, size_limit = largest_size(census, fits, _LEAST)
         census = census.with_size(n)

@@ -202,7 +202,7 @@ class FrameFiles(Sequence[Atoms]):
                 with path.open("rb") as stream:
                     for index, (begin, size) in zip(self.number[first:last], places, strict=True):
                         stream.seek(begin)
-                        lines = io.StringIO(stream.read(size).decode("utf-8"))
+                        lines = io.TextIOWrapper(io.BytesIO(stream.read(size)), "utf-8")
                         yield from _guarded(path, _xyz_frames(lines), first=int(index))
             except OSError as error:
                 raise InputError(

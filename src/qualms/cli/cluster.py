@@ -75,6 +75,7 @@ def open_workers(
     except ImportError as error:
         expected, remedy = "an installation with Dask", "pip install 'qualms[dask]'."
         raise InputError(option, value, expected, remedy) from error
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # errors arrive as exceptions
     with ExitStack() as stack:
         place, timeout = scheduler, _WORKERS
         if cluster is not None:
@@ -129,7 +130,7 @@ def start_cluster(cluster: str, config: Path | None) -> tuple[Any, int]:
         number = cluster.partition(":")[2]
         if not number.isdecimal() or int(number) < 1:
             raise InputError("--cluster", cluster, "a number of processes, such as local:4")
-        # Errors of tasks arrive as exceptions. Ctrl-C reaches all processes; this one ends them.
+        # Ctrl-C reaches all processes; this one ends the others.
         started = LocalCluster(
             n_workers=int(number),
             threads_per_worker=1,
