@@ -181,12 +181,23 @@ def test_posterior_members_have_the_posterior_covariance():
     rng = np.random.default_rng(2)
     Phi, y = rng.normal(size=(30, 4)), rng.normal(size=30)
     model = fit_projected_process(Phi, y, 0.3)
-    drawn = posterior_deviations(model, 20_000, rng)
+    drawn = posterior_deviations(model, 20_000, rng, np.arange(4))
     np.testing.assert_allclose(drawn.mean(axis=1), 0, atol=1e-12)
     expected = 0.3 * np.linalg.inv(Phi.T @ Phi + 0.3 * np.eye(4))
     scale = np.sqrt(np.outer(np.diag(expected), np.diag(expected)))
     np.testing.assert_allclose(np.cov(drawn) / scale, expected / scale, atol=0.04)
-    assert posterior_deviations(model, 0, rng).shape == (4, 0)
+    assert posterior_deviations(model, 0, rng, np.arange(4)).shape == (4, 0)
+
+
+def test_posterior_members_do_not_depend_on_the_order_of_independent_representatives():
+    rng = np.random.default_rng(4)
+    Phi, y = np.linalg.qr(rng.normal(size=(30, 5)))[0], rng.normal(size=30)
+    pivots, swapped = np.array([6, 1, 3, 2, 0]), np.array([6, 3, 1, 2, 0])
+    drawn = {}
+    for name, order, columns in (("a", pivots, slice(None)), ("b", swapped, [0, 2, 1, 3, 4])):
+        model = fit_projected_process(Phi[:, columns], y, 0.3)
+        drawn[name] = posterior_deviations(model, 8, np.random.default_rng(5), order)
+    np.testing.assert_allclose(drawn["b"], drawn["a"][[0, 2, 1, 3, 4]], atol=1e-12)
 
 
 # --- three sources ---

@@ -604,7 +604,10 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
             without = data.centred(self.centre, predicted, counts, without)
             centre = np.array([one.centre for one in without])
             # The posteriors of several outputs are independent.
-            draws = [posterior_deviations(full.process, n_posterior, rng) for _ in full.scale]
+            draws = [
+                posterior_deviations(full.process, n_posterior, rng, basis.whitening.pivots)
+                for _ in full.scale
+            ]
             drawn = np.stack(draws, axis=1) * full.scale[:, None]
             columns = centred(weights, full.weights, centre, drawn)
             intercepts = centred(intercepts, full.center, centre, np.zeros(n_posterior))

@@ -336,13 +336,16 @@ def _without_own(
     return y + solved[:n, :T], -np.diag(solved[:n, T:])
 
 
-def posterior_deviations(model: ProjectedProcess, n: int, rng: np.random.Generator) -> Float64Array:
+def posterior_deviations(
+    model: ProjectedProcess, n: int, rng: np.random.Generator, pivots: IntArray
+) -> Float64Array:
     """Draw deviations of the weights from their posterior N(w, σ²A⁻¹): (r, n), of zero mean.
 
     A = LLᵀ, so that σL⁻ᵀξ has this covariance. The n draws are centred; the expectation of their
-    covariance (ddof = 1) stays the same.
+    covariance (ddof = 1) stays the same. Random numbers belong to representatives, not to their
+    places among the pivots (r,), so that an order that rounding changes matters little.
     """
-    xi = rng.standard_normal((len(model.factor), n))
+    xi = rng.standard_normal((int(pivots.max()) + 1, n))[pivots]
     xi -= xi.sum(axis=1, keepdims=True) / max(n, 1)
     deviations = solve_triangular(
         model.factor, xi, lower=True, trans="T", overwrite_b=True, check_finite=False
