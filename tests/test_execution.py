@@ -13,7 +13,6 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from qualms import execution
@@ -95,18 +94,6 @@ def killed_once(shard, shared=0.0):
 
 def killed(shard):
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def memory():
-    """Resident memory of this process in bytes."""
-    return psutil.Process().memory_info().rss
-
-
-def uses_memory(shard):
-    """240 MB in pieces that the C library keeps when they are free."""
-    before = memory()
-    pieces = [np.ones(1_000_000) for _ in range(30)]
-    return memory() - before, len(pieces)
 
 
 def waits(shard):
@@ -367,17 +354,6 @@ def test_a_shard_whose_workers_are_killed_for_lack_of_memory_is_halved():
         with pytest.warns(QualmsWarning, match="halved"):
             found = list(workers.map(fills_memory, [Numbers(0, 4)], shared))
     assert found == [[0, 1], [2, 3]]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Memory is returned by a call of Linux.")
-def test_a_task_returns_its_memory(client):
-    """Dask gives no tasks to a worker whose memory is nearly full."""
-    list(Workers(client).map(listed, shards(40, 1)))  # imports what they need
-    before = client.run(memory)
-    [(used, _)] = Workers(client).map(uses_memory, [Numbers(0, 1)])
-    assert used > 200e6
-    after = client.run(memory)
-    assert max(after[worker] - before[worker] for worker in before) < 60e6
 
 
 @pytest.mark.parametrize("how", ["map", "reduce"])

@@ -302,8 +302,9 @@ def _run(
     with _TURN, threadpool_limits(limits=max(threads, _threads_of_worker())):
         if driver.process == _process():
             return _Done(function(shard, *shared), ())
+        _reuse_memory()
         _compare(driver.packages, {}, socket.gethostname(), versions(), {})
-        with _reuse_memory(), warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("ignore")
             warnings.simplefilter("always", QualmsWarning)
             result = function(shard, *shared)
@@ -322,35 +323,17 @@ def _same(value: Any) -> Any:
     return value
 
 
-@contextmanager
-def _reuse_memory() -> Iterator[None]:
-    """Undo a default of Dask within a task: every large array is new memory, which costs time.
-
-    Its workers return what is freed to the system at once. Here that is done at the end of the
-    task: Dask gives no tasks to workers whose memory is nearly full.
-    """
-    libc = _libc()
-    try:
-        yield
-    finally:
-        if libc is not None:
-            libc.mallopt(_TRIM_THRESHOLD, 64 * 1024)
-            bytearray(1024**2)  # what is free is returned when more of it becomes free
-            libc.mallopt(_TRIM_THRESHOLD, 128 * 1024**2)
-
-
 @cache
-def _libc() -> Any:
-    """Return the C library of a worker of Dask, after it was told to reuse memory, or None."""
-    if os.environ.get("MALLOC_TRIM_THRESHOLD_") != "65536":
-        return None
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(_TRIM_THRESHOLD, 128 * 1024**2)
-        libc.mallopt(_MMAP_THRESHOLD, 32 * 1024**2)
-    except (OSError, AttributeError):
-        return None
-    return libc
+def _reuse_memory() -> None:
+    """Undo a default of Dask, with which every large array is new memory: that costs time.
+
+    Its workers return what is freed to the system. Here up to 128 MB are kept, as is usual.
+    """
+    if os.environ.get("MALLOC_TRIM_THRESHOLD_") == "65536":
+        with suppress(OSError, AttributeError):
+            libc = ctypes.CDLL("libc.so.6")
+            libc.mallopt(_TRIM_THRESHOLD, 128 * 1024**2)
+            libc.mallopt(_MMAP_THRESHOLD, 32 * 1024**2)
 
 
 def _add(add: Callable[[Any, Any], Any], a: _Done, b: _Done) -> _Done:
