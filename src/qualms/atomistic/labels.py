@@ -179,6 +179,15 @@ class TrainingSet:
         return structure_design(self.frames, species)
 
 
+def check_frames(frames: Sequence[Atoms], groups: Sequence[object] | str | None) -> None:
+    """Reject no structures, and labels of groups that are not one for each; a key may be given."""
+    check_not_single(frames)
+    if not len(frames):
+        raise InputError("frames", "no structures", "at least 2 labelled structures")
+    if groups is not None and not isinstance(groups, str) and len(groups) != len(frames):
+        raise InputError("groups", f"{len(groups)} labels", f"one for each of {len(frames)} frames")
+
+
 def collect_labels(
     frames: Sequence[Atoms],
     settings: Settings,
@@ -193,11 +202,7 @@ def collect_labels(
     a reference potential, labels are differences from it; structures for which it fails are an
     error, or left out.
     """
-    check_not_single(frames)
-    if not len(frames):
-        raise InputError("frames", "no structures", "at least 2 labelled structures")
-    if groups is not None and len(groups) != len(frames):
-        raise InputError("groups", f"{len(groups)} labels", f"one for each of {len(frames)} frames")
+    check_frames(frames, groups)
     data = read_labels(frames, settings, reference=reference, skip_failed=skip_failed)
     codes, n_duplicates = join_groups(fingerprints(data.frames), groups, data.source)
     settings, preset = with_representation(data.settings, data.frames)

@@ -38,6 +38,7 @@ from qualms.atomistic.baseline import Baseline, anchors, atom_design, fit_baseli
 from qualms.atomistic.fitted import Record
 from qualms.atomistic.labels import (
     TrainingSet,
+    check_frames,
     check_not_constant,
     join_groups,
     join_sets,
@@ -324,10 +325,7 @@ def take_census(
     skip_failed: bool,
 ) -> Census:
     """Read the labels of all structures, and choose what depends on all of them."""
-    if not len(frames):
-        raise InputError("frames", "no structures", "at least 2 labelled structures")
-    if groups is not None and not isinstance(groups, str) and len(groups) != len(frames):
-        raise InputError("groups", f"{len(groups)} labels", f"one for each of {len(frames)} frames")
+    check_frames(frames, groups)
     parts = divided(frames, _SCANNED)
     key = groups if isinstance(groups, str) else None
     options = settings, key, skip_failed

@@ -692,7 +692,7 @@ def join_candidates(
     if len(parts) > 1:
         found = Candidates.join(parts)
         found = found.take(_selected(found, kernel, settings, rng, stages))
-    # Environments of different elements are equally far apart, so that rounding chooses the order.
+    # Among environments that are equally far apart, rounding may choose the order of selection.
     found = found.take(np.lexsort(found.origins.T[::-1]))
     with stages.stage("Whitening"):
         exact = found.features.astype(np.float64)
