@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 
 class QualmsError(Exception):
     """Base class of every error that qualms raises on purpose."""
 
 
 class InputError(QualmsError, ValueError):
-    """An argument cannot be used.
+    """An argument, an option or a file cannot be used.
 
-    `parameter` is the one to change, as the caller spells it, `given` its value, shape or count,
-    `expected` names accepted values, and `remedy` what to do, if that does not already state it.
+    The message is a sentence or two, written for the case: what is wrong, what would be right, and
+    what to do. Names of arguments stand between backticks in it, alone (`n_members`) or with a
+    value (`force=True`); the command line shows its own options in their place.
+
+    Parameters
+    ----------
+    message : str
+    parameter : str
+        The argument to change, as the caller spells it.
     """
 
-    def __init__(self, parameter: str, given: object, expected: str, remedy: str = "") -> None:
-        message = f"{parameter}={given} cannot be used: expected {expected}."
-        super().__init__(f"{message} {remedy}".rstrip())
-        self.parameter, self.given = parameter, given
-        self.expected, self.remedy = expected, remedy
+    def __init__(self, message: str, *template: object, parameter: str = "") -> None:
+        # Messages of a template, (parameter, given, expected, remedy), are being rewritten.
+        if template:
+            parameter, (given, expected, *others) = message, template
+            message = f"{parameter}={given} cannot be used: expected {expected}."
+            self.given, self.expected, self.remedy = (
+                given,
+                str(expected),
+                " ".join(map(str, others)),
+            )
+            message += f" {self.remedy}"
+        super().__init__(message.rstrip())
+        self.parameter = parameter
 
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        # The default would rebuild the exception from its one-string message.
-        return type(self), (self.parameter, self.given, self.expected, self.remedy)
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        # The default would rebuild the exception from its message alone.
+        return partial(type(self), parameter=self.parameter), self.args
 
 
 class NumericalError(QualmsError, ArithmeticError):
