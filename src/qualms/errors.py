@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from functools import partial
 
 
@@ -65,3 +67,9 @@ class QualmsWarning(UserWarning):
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, in the plural unless it is one."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def did_you_mean(value: object, choices: Iterable[str]) -> str:
+    """Return a question after the most similar choice, to end a message with; "" without one."""
+    similar = get_close_matches(str(value), [*choices], n=1)
+    return f" Did you mean {similar[0]!r}?" if similar else ""
