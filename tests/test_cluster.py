@@ -74,12 +74,32 @@ def test_without_options_there_are_no_workers():
         assert client is None
 
 
-@pytest.mark.filterwarnings("ignore:Port 8787:UserWarning")
-def test_processes_of_this_machine(capsys):
-    with workers(cluster="local:3") as client:
-        assert list(client.nthreads().values()) == [1, 1, 1]
-        assert client.submit(sum, [1, 2]).result() == 3
-    assert "http://" in capsys.readouterr().err
+def thread_limits():
+    return {os.environ[f"{name}_NUM_THREADS"] for name in ("OMP", "OPENBLAS", "MKL", "RAYON")}
+
+
+def test_processes_of_this_machine(monkeypatch):
+    psutil = pytest.importorskip("psutil", reason="psutil is not installed")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    this = psutil.Process()
+    before = {*this.children(recursive=True)}
+    ports = {c.laddr for c in this.net_connections()}
+    with workers(cluster="local:3") as executor:
+        assert executor.submit(sum, [1, 2]).result() == 3
+        assert executor.submit(thread_limits).result() == {"1"}
+        assert os.environ["OMP_NUM_THREADS"] == "7"
+        started = {*this.children(recursive=True)} - before
+        assert len(started) >= 3
+        # Nobody else can give them work: they are reached by pipes alone.
+        assert {c.laddr for c in this.net_connections()} == ports
+        assert [c for process in started for c in process.net_connections()] == []
+        executor.submit(time.sleep, 60)
+    assert psutil.wait_procs(running(started), timeout=5)[1] == []
+
+
+def running(processes):
+    """The workers of some processes, without the one that Python keeps to tidy up."""
+    return [p for p in processes if p.is_running() and "resource_tracker" not in str(p.cmdline())]
 
 
 #: A task that is interrupted from the keyboard.
@@ -88,14 +108,15 @@ import time
 from qualms.cli._common import Terminal
 from qualms.cli.cluster import open_workers
 try:
-    with open_workers(None, None, "local:2", None, Terminal()) as client:
-        client.submit(time.sleep, 60).result()
+    with open_workers(None, None, "local:2", None, Terminal()) as executor:
+        executor.submit(time.sleep, 60).result()
 except KeyboardInterrupt:
     print("interrupted")
 """
 
 
-def test_an_interrupt_ends_the_workers_without_a_word_of_theirs():
+@pytest.mark.parametrize("delay", [0.0, 1.0])
+def test_an_interrupt_ends_the_workers_without_a_word_of_theirs(delay):
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", INTERRUPTED],
         stdout=subprocess.PIPE,
@@ -106,10 +127,25 @@ def test_an_interrupt_ends_the_workers_without_a_word_of_theirs():
     assert process.stderr is not None
     while "worker" not in process.stderr.readline():
         assert process.poll() is None
-    time.sleep(0.5)
+    time.sleep(delay)
     os.killpg(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=60)
     assert (output, errors) == ("interrupted\n", "")
+
+
+def test_workers_end_with_a_process_that_is_killed():
+    psutil = pytest.importorskip("psutil", reason="psutil is not installed")
+    process = subprocess.Popen([sys.executable, "-c", INTERRUPTED], stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    process.stderr.readline()
+    deadline = time.monotonic() + 30
+    while len(started := psutil.Process(process.pid).children()) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.5)
+    process.kill()
+    assert psutil.wait_procs(started, timeout=30)[1] == []
+    process.communicate()
 
 
 def test_workers_of_a_scheduler(tmp_path, monkeypatch):
@@ -216,10 +252,12 @@ def test_schedulers_that_do_not_answer(monkeypatch, tmp_path):
 
 
 def test_without_dask(monkeypatch):
-    for package, spec in {"distributed": "local:2", "dask_jobqueue": "slurm"}.items():
+    for package in ("distributed", "dask_jobqueue"):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, package, None)
-            assert rejected(cluster=spec) == "--cluster"
+            assert rejected(cluster="slurm") == "--cluster"
+            with workers(cluster="local:1") as executor:
+                assert executor.submit(sum, [1, 2]).result() == 3
 
 
 # --- prediction ---
