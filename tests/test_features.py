@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 
 import numpy as np
 import oracle
@@ -27,10 +28,12 @@ from qualms.features.representation import (
 from qualms.features.soap import (
     PRESETS,
     Compression,
+    FeatomicEngine,
     RadialScaling,
     Scale,
     Soap,
     SoapRepresentation,
+    System,
     choose_preset,
     fit_representation,
     make_engine,
@@ -174,6 +177,42 @@ def test_too_many_radial_functions_are_rejected(engine, capfd):
     with rejects("engine"):
         make_engine("quip", Scale(), SPECIES)
     capfd.readouterr()  # featomic prints, too
+
+
+@pytest.mark.parametrize("engine", ["dscribe", "featomic"])
+def test_other_failures_of_an_engine_are_not_attributed_to_hyper_parameters(engine, monkeypatch):
+    scale = Scale(cutoff=3.21, n_radial=2, l_max=1)
+    with monkeypatch.context() as without_library:
+        without_library.setitem(sys.modules, "dscribe.descriptors", None)
+        without_library.setitem(sys.modules, "featomic", None)
+        with pytest.raises(ImportError):
+            make_engine(engine, scale, SPECIES)
+
+    def fail(*args):
+        raise MemoryError("radial functions")
+
+    monkeypatch.setattr("qualms.features.soap.in_cell", fail)
+    monkeypatch.setattr("qualms.features.soap.System.of", fail)
+    with pytest.raises(MemoryError):
+        make_engine(engine, scale, SPECIES)
+
+
+def test_densities_and_their_changes_own_their_memory():
+    # featomic frees its arrays with the result that they belong to: versions before 0.6.6 gave
+    # forces from freed memory.
+    engine = make_engine("featomic", Scale(smoothing=0.5), SPECIES)
+    assert isinstance(engine, FeatomicEngine)
+    atoms = molecule("CH3CH2OH")
+    system = System(np.sort(atoms.numbers), atoms.positions, np.zeros((3, 3)))
+    samples = np.stack([np.zeros(len(atoms), dtype=int), np.arange(len(atoms))], axis=1)
+    expansion = engine.expand([system], samples, strain=True)
+    changes = engine.expand_neighbours([system], samples)
+    arrays = [*expansion.coefficients, *expansion.strain, *changes[:3], *changes.values]
+    assert len(arrays) == 3 * 6 + 3
+    for array in arrays:
+        owner = array if array.base is None else array.base
+        assert type(owner) is np.ndarray
+        assert owner.flags.owndata
 
 
 # --- the kernel of the paper ---

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import combinations_with_replacement, pairwise
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias, cast
 
 import numpy as np
 from ase import Atoms
@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from scipy.sparse import csc_array
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
-from qualms.errors import InputError, counted
+from qualms.errors import InputError, counted, did_you_mean
 from qualms.features.compression import Projection, fit_projection
 from qualms.features.derivatives import DifferentiableFeatures
 from qualms.features.pseudo_species import mixing_weights
@@ -176,9 +176,10 @@ class Soap(RepresentationSettings):
         """Return the same with neighbours that fade smoothly at the cutoff."""
         if self.engine == "dscribe" or any(s.radial_basis != "gto" for s in self.scales):
             raise InputError(
-                "engine",
-                f"{self.engine!r}, radial_basis={self.scales[0].radial_basis!r}",
-                "engine 'featomic' and radial_basis 'gto', whose features have derivatives",
+                "Forces need features with derivatives, which `engine='featomic'` has with "
+                f"`radial_basis='gto'`; the representation has the engine {self.engine!r} and the "
+                f"radial basis {self.scales[0].radial_basis!r}.",
+                parameter="engine",
             )
         widths = [s.smoothing if s.smoothing is not None else SMOOTHING for s in self.scales]
         pairs = zip(self.scales, widths, strict=True)
@@ -299,14 +300,25 @@ def make_soap(representation: str | Soap | dict[str, Any] = "organic", **overrid
         representation = overrides.pop("preset", "organic")
     if isinstance(representation, str):
         if representation not in PRESETS:
-            raise InputError("representation", repr(representation), f"one of {', '.join(PRESETS)}")
+            raise InputError(
+                f"There is no representation {representation!r}; choose one of "
+                f"{', '.join(PRESETS)}.{did_you_mean(representation, PRESETS)}",
+                parameter="representation",
+            )
         representation = PRESETS[representation]
     if not isinstance(representation, Soap):
-        raise InputError("representation", type(representation).__name__, "a name, dict or Soap")
-    known = set(Scale.model_fields) | set(Soap.model_fields)
-    if unknown := sorted(map(str, set(overrides) - known)):
-        given, expected = f"unknown {', '.join(unknown)}", ", ".join(sorted(known))
-        raise InputError("representation", given, expected)
+        raise InputError(
+            "A representation is the name of a preset, a dict of hyper-parameters or a `Soap`, not "
+            f"of type {type(representation).__name__}.",
+            parameter="representation",
+        )
+    known = sorted(set(Scale.model_fields) | set(Soap.model_fields))
+    if unknown := sorted(map(str, set(overrides) - set(known))):
+        raise InputError(
+            f"A representation has no {', '.join(map(repr, unknown))}; its hyper-parameters are "
+            f"{', '.join(known)}.{did_you_mean(unknown[0], known)}",
+            parameter="representation",
+        )
     document = representation.model_dump()
     document |= {k: v for k, v in overrides.items() if k in Soap.model_fields}
     of_scales = {k: v for k, v in overrides.items() if k in Scale.model_fields}
@@ -321,8 +333,13 @@ def make_soap(representation: str | Soap | dict[str, Any] = "organic", **overrid
         # Fields that may be of several kinds are followed by the name of a class.
         parts = [str(part) for part in first["loc"] if part != Compression.__name__]
         name = parts[-1] if parts and parts[-1] in overrides else ".".join(parts)
-        expected = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-        raise InputError(name or "representation", repr(first["input"]), expected) from None
+        reason = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+        if first["type"] == "extra_forbidden":
+            reason = "there is no such hyper-parameter"
+        message = f"The representation has {name}={first['input']!r}; {reason}."
+        if not name:
+            message = f"The hyper-parameters of the representation do not fit together: {reason}."
+        raise InputError(message, parameter=name or "representation") from None
 
 
 # --- engines ---
@@ -366,6 +383,11 @@ class Engine(ABC):
         """Yield the power spectra of the chosen atoms of each structure."""
 
     @property
+    @abstractmethod
+    def error(self) -> type[Exception]:
+        """What the library raises if it cannot compute the radial functions."""
+
+    @property
     def n_features(self) -> int:
         """Length of a power spectrum."""
         return max(int(columns.stop) for columns in self.pair_columns.values())
@@ -375,15 +397,21 @@ class Engine(ABC):
 def make_engine(name: str, scale: Scale, species: tuple[int, ...]) -> Engine:
     """Return an engine; cached, since the set-up takes longer than a small molecule."""
     if name not in ("dscribe", "featomic"):
-        raise InputError("engine", repr(name), '"dscribe" or "featomic"')
+        raise InputError(
+            f"There is no engine {name!r}; use 'dscribe' or 'featomic'.", parameter="engine"
+        )
     of_featomic = FeatomicEngine if scale.pseudo_species is None else PseudoSpeciesEngine
     engine = (DscribeEngine if name == "dscribe" else of_featomic)(scale, species)
     try:
         next(engine.pieces([Atoms([species[0]])], [np.arange(1)]))
-    except Exception as error:
-        # Nearly dependent radial functions; each library has its own exception.
+    except engine.error as error:
+        if "radial" not in str(error):
+            raise
         raise InputError(
-            "n_radial", scale.n_radial, "fewer radial functions, or a wider cutoff", f"({error})"
+            f"{name} cannot compute {counted(scale.n_radial, 'radial function')} with a cutoff of "
+            f"{scale.cutoff:g} Å and Gaussians of width {scale.gaussian_width:g} Å ({error}). "
+            "Use a smaller `n_radial`, or another `cutoff` or `gaussian_width`.",
+            parameter="n_radial",
         ) from error
     return engine
 
@@ -441,6 +469,11 @@ class DscribeEngine(Engine):
             columns = [self.pair_columns[p] for p in combinations_with_replacement(present, 2)]
             whole = present == self.species
             yield Piece(rows, (slice(0, len(root)),) if whole else tuple(columns), values)
+
+    @property
+    def error(self) -> type[Exception]:
+        """What dscribe raises if it cannot compute the radial functions."""
+        return ValueError
 
     def _root_multiplicity(self, n_species: int) -> Float64Array:
         """Return √2 for each pair αn ≠ α′n′, and 1 for αn = α′n′, in dscribe's order."""
@@ -566,6 +599,13 @@ class FeatomicEngine(Engine):
             values[rows, pair] = block.values
         yield Piece(np.arange(n), (slice(0, self.n_features),), finish(values))
 
+    @property
+    def error(self) -> type[Exception]:
+        """What featomic raises if it cannot compute the radial functions."""
+        from featomic import FeatomicError
+
+        return cast(type[Exception], FeatomicError)
+
     def _compute(
         self, calculator: Any, frames: Sequence[Atoms], centers: Sequence[IntArray]
     ) -> Iterator[tuple[dict[str, int], IntArray, Any]]:
@@ -596,8 +636,9 @@ class FeatomicEngine(Engine):
         merged = computed.keys_to_samples("center_type").keys_to_properties("neighbor_type")
         blocks = [merged.block_by_id(i) for i in range(self.scale.l_max + 1)]
         types = np.asarray(blocks[0].properties.values)[:: self.scale.n_radial, 0]
-        changes = [np.asarray(b.gradient("strain").values) for b in blocks] if strain else []
-        return Expansion(tuple(types.tolist()), [np.asarray(b.values) for b in blocks], changes)
+        # Copies: featomic frees its arrays together with `computed` and `merged`.
+        changes = [np.array(b.gradient("strain").values) for b in blocks] if strain else []
+        return Expansion(tuple(types.tolist()), [np.array(b.values) for b in blocks], changes)
 
     def _sum_of_pairs(self, systems: Sequence[System], samples: IntArray) -> Expansion:
         """Return the same from the densities of single atoms.
@@ -641,8 +682,9 @@ class FeatomicEngine(Engine):
         computed = _call(self.expansion, alike, samples, ["positions"])
         blocks = [computed.block_by_id(i) for i in range(self.scale.l_max + 1)]
         changes = [block.gradient("positions") for block in blocks]
-        sample, system, atom = np.asarray(changes[0].samples.values).T
-        return NeighbourChanges(sample, system, atom, [np.asarray(c.values) for c in changes])
+        # Copies: featomic frees its arrays together with `computed`.
+        sample, system, atom = np.array(changes[0].samples.values).T
+        return NeighbourChanges(sample, system, atom, [np.array(c.values) for c in changes])
 
     @cached_property
     def calculator(self) -> Any:
@@ -795,7 +837,7 @@ class PseudoSpeciesEngine(FeatomicEngine):
 
 _COMPRESSIONS = {"pca": "PCA", "pairs": "PCA of pairs of species", "fps": "FPS", "cur": "CUR"}
 #: How a model gets forces.
-REMEDY = "Train with forces, or with representation={'engine': 'featomic', 'smoothing': 0.5}."
+REMEDY = "Train with forces, or with a representation by featomic that has `smoothing=0.5`."
 #: Leading principal components that are multiplied in float64, in training and in predictions: they
 #: carry nearly all of x·x′.
 _N_EXACT = 64, 512
@@ -861,8 +903,11 @@ class SoapRepresentation(Representation):
     def check_derivatives(self) -> None:
         """Raise an `InputError` if features are not those of featomic."""
         if not self.has_derivatives:
-            expected = "'featomic', whose features have derivatives"
-            raise InputError("engine", repr(self.soap.resolved_engine), expected, REMEDY)
+            raise InputError(
+                f"Features by {self.soap.resolved_engine} have no derivatives, those by featomic "
+                f"do. {REMEDY}",
+                parameter="engine",
+            )
 
     @property
     def stored(self) -> tuple[SoapDocument, dict[str, FloatArray]]:
