@@ -31,7 +31,7 @@ demo: $(VENV)/.base ## train, calibrate and evaluate a model on 2000 molecules o
 test: $(VENV)/.test ## run the tests, with the coverage of gp and calibration
 	$(PYTEST) $(COVERAGE)
 
-test-learned: $(VENV)/.test $(VENV)/.sevennet $(VENV)/.chgnet $(VENV)/.metatomic ## run the tests of pretrained networks with their weights
+test-learned: $(VENV)/.test $(VENV)/.sevennet $(VENV)/.metatomic ## run the tests of pretrained networks with their weights
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_learned.py 'tests/test_docs.py::test_code_blocks[docs/pretrained.md]'
 
 # MACE and SevenNet need different versions of e3nn.
@@ -73,7 +73,7 @@ format: $(VENV)/.check ## format the code
 lock: ## renew constraints.txt with the newest versions that pyproject.toml allows
 	rm -rf .lock-venv
 	$(PYTHON) -m venv .lock-venv
-	.lock-venv/bin/python -m pip install --quiet '.[test,check,bench,qm9,docs,dist,sevennet,chgnet,metatomic]'
+	.lock-venv/bin/python -m pip install --quiet '.[test,check,bench,qm9,docs,dist,sevennet,metatomic]'
 	.lock-venv/bin/python -m pip freeze --exclude qualms --exclude e3nn | sed 's/+cpu//' > constraints.txt
 	rm -rf .lock-venv
 

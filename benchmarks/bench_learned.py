@@ -2,7 +2,7 @@
 
 Azobenzene and 3BPA come from the files that `benchmarks.bench_forces` describes, molecules of QM9
 from the file that QUALMS_QM9 names or from the package qm9pack. Rows of networks and baselines
-whose packages (``sevenn``, ``chgnet``, ``tblite``) are not installed are left out.
+whose packages (``sevenn``, ``tblite``) are not installed are left out.
 
 Training and prediction are commands, so that time and peak memory are those of a process of their
 own. Run this file alone, with a divisor of all sizes and names of problems such as QM9, azobenzene
@@ -29,7 +29,7 @@ from qualms.metrics import gaussian_log_density
 
 #: Labelled structures; with forces, and those of networks, whose Jacobians take minutes.
 LABELS, LABELS_OF_QM9 = (50, 100, 400, 1000), (100, 400, 2000)
-LABELS_OF_FORCES, LABELS_OF_JACOBIANS = (50, 100, 400, 1000), {"CHGNet": 50, "SevenNet-0": 100}
+LABELS_OF_FORCES, LABELS_OF_JACOBIANS = (50, 100, 400, 1000), {"SevenNet-0": 100}
 #: Test structures of each set.
 N_TEST = 200
 TARGET = "atomization_energy"
@@ -39,8 +39,6 @@ SOAP: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "SOAP + Δ (GFN2-xTB)": ({"baseline": "tblite:GFN2-xTB"}, ("tblite",)),
 }
 NETWORKS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "CHGNet": ({"representation": "chgnet"}, ("chgnet",)),
-    "CHGNet + Δ": ({"representation": "chgnet", "baseline": "backbone"}, ("chgnet",)),
     "SevenNet-0": ({"representation": "sevennet"}, ("sevenn",)),
     "SevenNet-0 + Δ": ({"representation": "sevennet", "baseline": "backbone"}, ("sevenn",)),
 }

@@ -285,15 +285,15 @@ def test_a_missing_package(monkeypatch, dimers):
 
     monkeypatch.setattr("qualms.features.learned.version", version)
     with pytest.raises(InputError) as error:
-        AtomisticModel("energy", representation="chgnet").fit(dimers)
+        AtomisticModel("energy", representation="sevennet").fit(dimers)
     assert error.value.parameter == "representation"
-    assert "pip install 'qualms[chgnet]'" in error.value.remedy
+    assert "pip install 'qualms[sevennet]'" in error.value.remedy
 
 
 # --- pretrained networks, with their weights ---
 
 #: Package of each network whose weights are in its wheel.
-WEIGHTS = {"sevennet": "sevenn", "chgnet": "chgnet"}
+WEIGHTS = {"sevennet": "sevenn"}
 
 
 @pytest.fixture(scope="module", params=WEIGHTS)
@@ -419,11 +419,11 @@ def test_structures_without_neighbours(pretrained):
 
 
 def test_command_line(dimers, tmp_path, monkeypatch):
-    pytest.importorskip("chgnet")
+    pytest.importorskip("sevenn")
     monkeypatch.chdir(tmp_path)
     ase.io.write("data.xyz", dimers[:40], format="extxyz")
     train = ["train", "data.xyz", "--target", "energy", "--units", "eV", "--baseline", "mean"]
-    options = ["--representation", "chgnet", "--representatives", "60", "--threads", "1", "-q"]
+    options = ["--representation", "sevennet", "--representatives", "60", "--threads", "1", "-q"]
     for command in (
         [*train, *options, "-o", "model.safetensors"],
         ["predict", "model.safetensors", "data.xyz", "-o", "out.xyz", "--forces", "-q"],
@@ -432,7 +432,7 @@ def test_command_line(dimers, tmp_path, monkeypatch):
     ):
         ended = qualms(shlex.join(command))
         assert ended.code == 0, ended.err
-    assert "chgnet 0.4" in ended.out
+    assert "sevennet 0." in ended.out
     assert "energy_uncertainty" in ase.io.read("out.xyz").info
     other = tmp_path / "other.tar"
     other.write_bytes(b"not these")

@@ -34,7 +34,7 @@ from threadpoolctl import threadpool_limits
 from qualms.errors import InputError, QualmsError, QualmsWarning
 
 #: Packages whose versions must be the same everywhere: they determine features and results.
-PACKAGES = ("qualms", "dscribe", "featomic", "sevenn", "chgnet", "mace-torch", "metatomic-torch")
+PACKAGES = ("qualms", "dscribe", "featomic", "sevenn", "mace-torch", "metatomic-torch")
 #: Parameters of `mallopt` in the C library of Linux.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 #: Tasks for each worker that run or wait: more results than these are never in memory.

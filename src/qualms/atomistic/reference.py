@@ -41,7 +41,6 @@ from qualms.resources import find_libraries, limited
 _IMPORTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tblite": ("tblite.ase:TBLite", {"verbosity": 0, "cache_api": False}),
     "sevennet": ("sevenn.calculator:SevenNetCalculator", {}),
-    "chgnet": ("chgnet.model.dynamics:CHGNetCalculator", {}),
 }
 #: Calculators that use one core for a small molecule, so that several processes pay.
 _SERIAL = ("tblite",)

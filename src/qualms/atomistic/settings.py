@@ -53,7 +53,6 @@ _Linear = Literal["none", "mean", "atoms", "composition"] | dict[int, float]
 CALCULATORS: dict[str, tuple[str, ...]] = {
     "tblite": ("GFN2-xTB", "GFN1-xTB", "IPEA1-xTB"),
     "sevennet": (),
-    "chgnet": (),
 }
 #: Arguments of tblite: numbers only, so that a file cannot name others.
 _TBLITE = ("charge", "multiplicity", "accuracy", "electronic_temperature", "max_iterations")
@@ -108,7 +107,7 @@ class Reference(BaseModel):
         if self.calculator is not None and (self.forces or self.stress):
             raise ValueError("keys of forces and stress beside the key of an energy only")
         name = (self.calculator or "").partition(":")[0]
-        if self.arguments and (self.key or name in ("backbone", "sevennet", "chgnet")):
+        if self.arguments and (self.key or name in ("backbone", "sevennet")):
             raise ValueError("arguments of a calculator only")
         if name in CALCULATORS:
             names = [f"{name}:{m}" for m in CALCULATORS[name]] or [name]
@@ -187,7 +186,7 @@ class Settings(BaseModel):
         "str, dict, Soap, Backbone or Network",
         'Preset ("organic", "nmr", "inorganic", "general"), chosen by elements, periodicity and '
         'kind of property by default ("auto"), or SOAP hyper-parameters: see '
-        "`qualms.features.soap`. Or a pretrained network (``sevennet``, ``chgnet``, ``mace:PATH``, "
+        "`qualms.features.soap`. Or a pretrained network (``sevennet``, ``mace:PATH``, "
         "``metatomic:PATH``), or an object: see `qualms.features.learned`.",
         validate_default=True,
     )

@@ -91,10 +91,10 @@ class Backbone(RepresentationSettings):
 
     Attributes
     ----------
-    backbone : {"sevennet", "chgnet", "mace", "metatomic", "object"}
+    backbone : {"sevennet", "mace", "metatomic", "object"}
     model : str, optional
-        File with the weights, or name of a model that comes with the package; SevenNet-0 or CHGNet
-        0.3.0 by default.
+        File with the weights, or name of a model that comes with the package; SevenNet-0 by
+        default.
     layer : int or "all"
         Interaction whose scalars are the features, from the first (0) or from the last (-1); or
         those of all interactions, each scaled to unit length.
@@ -106,7 +106,7 @@ class Backbone(RepresentationSettings):
 
     itemsize: ClassVar[float] = 8.0
 
-    backbone: Literal["sevennet", "chgnet", "mace", "metatomic", "object"]
+    backbone: Literal["sevennet", "mace", "metatomic", "object"]
     model: Annotated[str, Field(min_length=1, max_length=4000)] | None = None
     layer: Annotated[int, Field(ge=-100, le=100)] | Literal["all"] = "all"
     length_scale: Annotated[float, Field(ge=0.1, le=100)] | None = 1.0
@@ -233,7 +233,6 @@ def _digest(network: object) -> str | None:
 #: Package of each backbone.
 PACKAGES = {
     "sevennet": "sevenn",
-    "chgnet": "chgnet",
     "mace": "mace-torch",
     "metatomic": "metatomic-torch",
 }

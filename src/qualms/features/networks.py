@@ -1,4 +1,4 @@
-"""Pretrained networks in torch: SevenNet, CHGNet, MACE and models of metatomic.
+"""Pretrained networks in torch: SevenNet, MACE and models of metatomic.
 
 Each takes structures to scalars of atoms inside the graph of automatic differentiation, so that
 features have derivatives, in float64: predictions do not depend on the batch. Weights are checked
@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -28,7 +27,7 @@ from qualms.arrays import Float64Array
 from qualms.errors import InputError
 from qualms.features.derivatives import VOIGT
 from qualms.features.learned import PACKAGES
-from qualms.features.representation import Reference, in_box, offsets_of
+from qualms.features.representation import Reference, offsets_of
 
 #: Atoms in a forward pass: intermediate results of more do not fit in the cache.
 _ATOMS = 128
@@ -163,7 +162,6 @@ def load_network(
     """
     kinds: dict[str, Any] = {
         "sevennet": SevenNet,
-        "chgnet": CHGNet,
         "mace": Mace,
         "metatomic": Metatomic,
     }
@@ -463,82 +461,7 @@ class Mace(TorchNetwork):
         return Output(_joined(features), found["energy"], [graph.positions], [graph.strain])
 
 
-# --- networks that make their own graphs ---
-
-
-class CHGNet(TorchNetwork):
-    """CHGNet: the features of atoms after an interaction, before the last normalisation."""
-
-    shipped = ("0.3.0", "0.2.0", "r2scan")
-
-    @staticmethod
-    def locate(model: str | None) -> str:
-        """Return the file of a model, given by version or path."""
-        model = model or "0.3.0"
-        if Path(model).is_file():
-            return model
-        spec = find_spec("chgnet")
-        folder = Path(spec.origin if spec and spec.origin else "").parent / "pretrained" / model
-        found = sorted(folder.glob("*.pth.tar"))
-        if not found:
-            raise InputError("model", repr(model), "a file, or a version that CHGNet comes with")
-        return str(found[0])
-
-    def __init__(self, path: Path, layer: Layer) -> None:
-        from chgnet.model import CHGNet as Model
-
-        old = path.parent.name == "0.2.0"  # as CHGNet itself distinguishes them
-        self._model = _frozen(Model.from_file(str(path), mlp_out_bias=old))
-        if self._model.composition_model is not None:
-            self._model.composition_model.float()
-        self._model.graph_converter.set_isolated_atom_response("ignore")
-        layers = self._model.atom_conv_layers
-        self._layers = [layers[k] for k in _picked(layer, len(layers))]
-        self.species = tuple(range(1, self._model.atom_embedding.embedding.num_embeddings + 1))
-        self.cutoff = float(self._model.graph_converter.atom_graph_cutoff)
-        self.n_features = int(self._model.atom_fea_dim) * len(self._layers)
-
-    def evaluate(self, frames: Sequence[Atoms]) -> Output:
-        """Evaluate some structures in one forward pass."""
-        from chgnet.model.model import BatchedGraph
-
-        graphs = [self._graph(atoms) for atoms in frames]
-        batched = BatchedGraph.from_graphs(
-            graphs,
-            bond_basis_expansion=self._model.bond_basis_expansion,
-            angle_basis_expansion=self._model.angle_basis_expansion,
-            compute_stress=True,
-        )
-        outputs: list[Any] = []
-        hooks = [
-            layer.register_forward_hook(lambda *parts: outputs.append(parts[-1]))
-            for layer in self._layers
-        ]
-        try:
-            energies = self._model._compute(batched)["e"]
-        finally:
-            for hook in hooks:
-                hook.remove()
-        if self._model.composition_model is not None:
-            energies = energies + self._model.composition_model(graphs)
-        if self._model.is_intensive:
-            energies = energies * torch.tensor([len(atoms) for atoms in frames])
-        return Output(_joined(outputs), energies, batched.atom_positions, batched.strains)
-
-    def _graph(self, atoms: Atoms) -> Any:
-        from pymatgen.core import Lattice, Structure
-
-        atoms = in_box(atoms, self.cutoff + 1)
-        structure = Structure(
-            Lattice(atoms.cell.array), atoms.numbers, atoms.positions, coords_are_cartesian=True
-        )
-        graph = self._model.graph_converter(structure)
-        graph.lattice = torch.tensor(structure.lattice.matrix)  # in float64, as all of these
-        graph.atom_frac_coord = torch.tensor(
-            structure.frac_coords, requires_grad=torch.is_grad_enabled()
-        )
-        graph.neighbor_image = graph.neighbor_image.double()
-        return graph
+# --- models of metatomic ---
 
 
 class Metatomic(TorchNetwork):
