@@ -348,7 +348,7 @@ def run_scale(divisor: int = 1) -> list[dict[str, Any]]:
 
 
 def run_parquet(divisor: int = 1) -> list[dict[str, Any]]:
-    """Predict many molecules to a table in parts, by one process and by workers of Dask."""
+    """Predict many molecules to a table, by one process and by workers of this machine."""
     n, M, rows, alone = N_PREDICTED // divisor, N_REPRESENTATIVES // divisor, [], None
     command = Path(sys.executable).with_name("qualms")
     with tempfile.TemporaryDirectory() as name:
@@ -360,10 +360,9 @@ def run_parquet(divisor: int = 1) -> list[dict[str, Any]]:
             predict = [command, "predict", "model.safetensors", "new.xyz", "--quiet", *options]
             found = measure([*predict, "-o", f"{label[0]}.parquet"], cwd=folder)
             alone = alone or found.seconds
-            parts = len(list((folder / f"{label[0]}.parquet").glob("*.parquet")))
             cells = [f"{found.seconds:.0f}", f"{found.seconds / alone:.2f} ×", f"{found.peak:.0f}"]
-            rows.append([label, n, parts, *cells])
-    columns = ["predicted by", "molecules", "parts", "seconds", "of one process"]
+            rows.append([label, n, *cells])
+    columns = ["predicted by", "molecules", "seconds", "of one process"]
     return [
         {
             "title": f"Predictions with uncertainties in Parquet: QM9, M = {M}, 2 cores",

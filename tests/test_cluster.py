@@ -1,4 +1,4 @@
-"""Commands on Dask: options, prediction by parts, and evaluation."""
+"""Commands on workers: options, prediction by parts, and evaluation."""
 
 import gc
 import os
@@ -21,11 +21,14 @@ from test_execution import dask_client, started
 
 from qualms.atomistic import bulk
 from qualms.atomistic.evaluation import evaluate
+from qualms.atomistic.structures import FrameFiles
 from qualms.cli import cluster
 from qualms.cli._common import Terminal
 from qualms.cli.cluster import open_workers
-from qualms.errors import InputError
+from qualms.errors import InputError, QualmsWarning
+from qualms.execution import Workers
 
+parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
 pytest.importorskip("distributed", reason="Dask is not installed")
 pytest.importorskip("dask_jobqueue", reason="dask-jobqueue is not installed")
 
@@ -89,17 +92,13 @@ def test_processes_of_this_machine(monkeypatch):
         assert executor.submit(thread_limits).result() == {"1"}
         assert os.environ["OMP_NUM_THREADS"] == "7"
         started = {*this.children(recursive=True)} - before
-        assert len(started) >= 3
+        tidying = {p for p in started if "resource_tracker" in str(p.cmdline())}  # of Python
+        assert len(started - tidying) == 3
         # Nobody else can give them work: they are reached by pipes alone.
         assert {c.laddr for c in this.net_connections()} == ports
         assert [c for process in started for c in process.net_connections()] == []
         executor.submit(time.sleep, 60)
-    assert psutil.wait_procs(running(started), timeout=5)[1] == []
-
-
-def running(processes):
-    """The workers of some processes, without the one that Python keeps to tidy up."""
-    return [p for p in processes if p.is_running() and "resource_tracker" not in str(p.cmdline())]
+    assert psutil.wait_procs(started - tidying, timeout=5)[1] == []
 
 
 #: A task that is interrupted from the keyboard.
@@ -263,18 +262,6 @@ def test_without_dask(monkeypatch):
 # --- prediction ---
 
 PREDICT = "predict model.safetensors new.xyz"
-#: The command in a process of its own, with small parts that take a while.
-SLOWLY = """
-import sys, time
-from qualms.atomistic import bulk
-from qualms.cli import main
-bulk._PART, write = 10, bulk.write_part
-def write_slowly(*arguments):
-    write(*arguments)
-    time.sleep(0.2)
-bulk.write_part = write_slowly
-main()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -300,126 +287,78 @@ def same_tables(a, b):
     pd.testing.assert_frame_equal(a, b, check_exact=False, rtol=1e-12, check_dtype=False)
 
 
-def parts(directory):
-    """Names of the parts, and when they were written."""
-    return {path.name: path.stat().st_mtime_ns for path in Path(directory).glob("part-*")}
-
-
 @pytest.mark.parametrize("how", ["", "--ensemble --interval 0.8 --in meV --per atom"])
-def test_a_table_in_parts_equals_the_others(desk, by_workers, how, monkeypatch):
-    assert qualms(f"{PREDICT} {how} -o new.csv").code == 0
-    monkeypatch.setattr(bulk, "_PART", 30)
-    document = qualms(f"{PREDICT} {how} -o one.parquet --json").document
-    assert (document["n_structures"], document["target"]) == (100, ENERGY)
-    expected, found = pd.read_csv("new.csv"), pd.read_parquet("one.parquet")
-    same_tables(found, expected)
-    assert len(parts("one.parquet")) == 4
-    again = qualms(f"{PREDICT} {how} -o two.parquet {by_workers} --json").document
-    assert again == document | {"output": "two.parquet"}
-    same_tables(pd.read_parquet("two.parquet"), expected)
-    for suffix in ("csv", "xyz", "npz"):
-        if "--per" not in how or suffix != "xyz":
-            assert qualms(f"{PREDICT} {how} -o here.{suffix}").code == 0
-            assert qualms(f"{PREDICT} {how} -o there.{suffix} {by_workers}").code == 0
+def test_files_do_not_depend_on_workers(desk, by_workers, how, monkeypatch):
+    monkeypatch.setattr("qualms.io.predictions._ROW_GROUP", 30)
+    suffixes = ["csv", "parquet", "npz"] + ["xyz"] * ("--per" not in how)
+    for suffix in suffixes:
+        here = qualms(f"{PREDICT} {how} -o here.{suffix} --json").document
+        assert (here["n_structures"], here["target"]) == (100, ENERGY)
+        there = qualms(f"{PREDICT} {how} -o there.{suffix} --json {by_workers}").document
+        assert there == here | {"output": f"there.{suffix}"}
+    expected = pd.read_csv("here.csv")
     same_tables(pd.read_csv("there.csv"), expected)
+    for name in ("here", "there"):
+        same_tables(pd.read_parquet(f"{name}.parquet"), expected)
+    assert parquet.ParquetFile("there.parquet").num_row_groups == 3  # parts have 20 structures
     with np.load("here.npz") as here, np.load("there.npz") as there:
         assert [*here] == [*there]
         np.testing.assert_allclose(here[ENERGY], there[ENERGY], rtol=1e-12)
-    if "--per" not in how:
+    if "xyz" in suffixes:
         pairs = zip(ase.io.read("here.xyz", ":"), ase.io.read("there.xyz", ":"), strict=True)
         for here, there in pairs:
             assert here == there
             assert here.info.keys() == there.info.keys()
 
 
-def test_a_table_of_atoms_has_parts_without_any(desk, molecules, monkeypatch):
+def test_a_table_of_atoms_has_parts_without_any(desk, molecules, by_workers, monkeypatch):
     """The first molecules, and the last, have no nitrogen."""
+    monkeypatch.setattr("qualms.io.predictions._ROW_GROUP", 5)
     frames = sorted(molecules[100:], key=lambda atoms: 7 in atoms.numbers)
     n_without = sum(7 not in atoms.numbers for atoms in frames)
     ase.io.write("sorted.xyz", [*frames[5:], *frames[:5]])
     command = "predict atoms.safetensors sorted.xyz"
     assert qualms(f"{command} -o new.csv").code == 0
-    monkeypatch.setattr(bulk, "_PART", 5)
-    assert qualms(f"{command} -o new.parquet").code == 0
+    assert qualms(f"{command} -o new.parquet {by_workers}").code == 0
     expected = pd.read_csv("new.csv")
     same_tables(pd.read_parquet("new.parquet"), expected)
     assert expected["index"].min() == n_without - 5 >= 5
     assert {*expected["symbol"]} == {"N"}
 
 
-def test_a_killed_run_continues(desk, by_workers):
-    command = [sys.executable, "-c", SLOWLY, *PREDICT.split(), "-o", "new.parquet", "--quiet"]
-    process = subprocess.Popen(command)
-    deadline = time.monotonic() + 60
-    while len(parts("new.parquet")) < 3 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    kept = parts("new.parquet")
-    assert 3 <= len(kept) < 10
-    Path("new.parquet/.part-000000000-000000009.parquet-1234.part.parquet").touch()
-    document = qualms(f"{PREDICT} -o new.parquet --json {by_workers}").document
-    found = parts("new.parquet")
-    assert len(found) == 10
-    assert {name: found[name] for name in kept} == kept
-    assert document["n_structures"] == 100
-    assert {*os.listdir("new.parquet")} == {*found, "_qualms.json"}
-    assert qualms(f"{PREDICT} -o new.csv").code == 0
-    same_tables(pd.read_parquet("new.parquet"), pd.read_csv("new.csv"))
-    assert qualms(f"{PREDICT} -o new.parquet").code == 0  # nothing is left to do
-    assert parts("new.parquet") == found
-
-
-def test_a_table_belongs_to_a_model_options_and_structures(desk, molecules):
-    assert qualms(f"{PREDICT} -o new.parquet").code == 0
-    before = contents("new.parquet")
-    make_model(units="eV", n_members=5).fit(molecules[:50]).save("other.safetensors")
-    ase.io.write("others.xyz", molecules[101:])
-    others = ["predict other.safetensors new.xyz", "predict model.safetensors others.xyz"]
-    others.append(f"{PREDICT} --ensemble")
-    for command in others:
-        assert qualms(f"{command} -o new.parquet").code == 2
-        assert contents("new.parquet") == before
-    assert qualms(f"{others[1]} -o new.parquet --force").code == 0
-    assert len(pd.read_parquet("new.parquet")) == 99
-
-
 @pytest.mark.parametrize("how", ["here", "by workers"])
-def test_a_broken_structure_is_named_and_parts_are_kept(desk, by_workers, how):
+def test_a_broken_structure_is_named_and_nothing_is_written(desk, by_workers, how):
     lines = Path("new.xyz").read_text().splitlines(keepends=True)
     place = [i for i, line in enumerate(lines) if line.strip().isdecimal()][80]
     lines[place + 3] = "C 0.0 what 0.0\n"
     Path("broken.xyz").write_text("".join(lines))
+    before = contents(".")
     options = by_workers if how == "by workers" else ""
     ended = qualms(f"predict model.safetensors broken.xyz -o new.parquet {options}")
     assert ended.code == 2
     assert "broken.xyz" in ended.err
     assert "frame 80" in ended.err
-    # Parts have 25 structures, or 20 for two workers.
-    assert [*pd.read_parquet("new.parquet")["index"]][:75] == [*range(75)]
-    assert len(parts("new.parquet")) >= 3
+    assert contents(".") == before
 
 
-def test_errors_count_structures_from_the_first(desk, molecules, monkeypatch):
-    monkeypatch.setattr(bulk, "_PART", 25)
+def test_errors_count_structures_from_the_first(desk, molecules, by_workers):
     frames = [*molecules[100:130], molecules[130].copy(), *molecules[131:]]
     frames[30].symbols[0] = "Xe"
     ase.io.write("strange.xyz", frames)
-    ended = qualms("predict model.safetensors strange.xyz -o new.parquet")
-    assert ended.code == 2
-    assert "frames[30]" in ended.err
-    assert "strange.xyz" in ended.err
+    for options in ("", by_workers):
+        ended = qualms(f"predict model.safetensors strange.xyz -o new.parquet {options}")
+        assert ended.code == 2
+        assert "30" in ended.err
+        assert "Xe" in ended.err
 
 
 def test_more_workers_than_structures(desk):
     ase.io.write("two.xyz", ase.io.read("new.xyz", ":2"))
     assert qualms("predict model.safetensors two.xyz -o two.parquet --cluster local:3").code == 0
-    assert [*parts("two.parquet")] == ["part-000000000-000000001.parquet"]
     assert len(pd.read_parquet("two.parquet")) == 2
 
 
 def test_a_part_that_is_too_large_is_halved(desk, monkeypatch):
-    monkeypatch.setattr(bulk, "_PART", 40)
     predict = bulk.predict_batches
 
     def limited(model, numbered, wanted):
@@ -428,23 +367,23 @@ def test_a_part_that_is_too_large_is_halved(desk, monkeypatch):
         return predict(model, some, wanted)
 
     monkeypatch.setattr(bulk, "predict_batches", limited)
-    assert qualms(f"{PREDICT} -o new.parquet").code == 0
-    assert list(pd.read_parquet("new.parquet")["index"]) == [*range(100)]
-    assert len(parts("new.parquet")) == 8
+    frames, file = FrameFiles.open(["new.xyz"]), bulk.ModelFile.of(Path("model.safetensors"))
+    with pytest.warns(QualmsWarning, match="halved"):
+        batches = [*bulk.predict_parts(frames, file, bulk.Wanted(), Workers())]
+    numbers = [i for batch in batches for i in batch.arguments["numbers"]]
+    assert numbers == [*range(100)]
 
 
 def test_where_a_table_cannot_be_written(desk, monkeypatch):
-    Path("own.parquet").mkdir()
-    Path("own.parquet/precious.txt").touch()
+    Path("folder.parquet").mkdir()
     Path("file.parquet").touch()
-    Path("damaged.parquet").mkdir()
-    Path("damaged.parquet/_qualms.json").write_text("[]")
     before = contents(".")
-    for name in ("own", "file", "damaged", "none/new"):
-        assert qualms(f"{PREDICT} -o {name}.parquet --force").code == 2
+    for name in ("folder.parquet --force", "file.parquet", "none/new.parquet"):
+        assert qualms(f"{PREDICT} -o {name}").code == 2
     assert qualms(f"{PREDICT} --atoms -o new.parquet").code == 2
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert qualms(f"{PREDICT} -o new.parquet").code == 2
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    ended = qualms(f"{PREDICT} -o new.parquet")
+    assert (ended.code, "pyarrow" in ended.err) == (2, True)
     assert contents(".") == before
 
 

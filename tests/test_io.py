@@ -396,7 +396,7 @@ def test_npz_of_structures_and_atoms(tmp_path):
         assert arrays["atom"].tolist() == [0, 1, 2, 3, 4, 0, 1, 2] * 2
 
 
-@pytest.mark.parametrize("suffix", ["xyz", "xyz.gz", "csv", "npz"])
+@pytest.mark.parametrize("suffix", ["xyz", "xyz.gz", "csv", "npz", "parquet"])
 def test_no_predictions_are_a_file_too(tmp_path, suffix):
     path = tmp_path / f"a.{suffix}"
     with open_writer(path, "energy", kind="structure", ensemble=True):

@@ -1,20 +1,19 @@
-"""Predictions of many structures: batch by batch for a file, or a table in parts by workers.
+"""Predictions of many structures: batch by batch, in this process or by workers.
 
-A part is a range of the structures, and a task of `qualms.execution`: workers read structures and
-model from their files, and write tables themselves.
+Workers predict parts of the structures, as tasks of `qualms.execution`: they read structures and
+model from their files, and return predictions in order.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from ase import Atoms
@@ -25,19 +24,16 @@ from qualms.atomistic.model import AtomisticModel, Chunk, atom_contributions
 from qualms.atomistic.novelty import force_norm
 from qualms.atomistic.shards import Part, numbered
 from qualms.atomistic.structures import FrameFiles
-from qualms.errors import InputError, QualmsError
+from qualms.errors import InputError
 from qualms.evaluation import energy_factor, per_atom_units
 from qualms.execution import Workers
-from qualms.io.files import atomic_output
-from qualms.io.predictions import EXTRAPOLATES, open_writer
+from qualms.io.predictions import EXTRAPOLATES
 from qualms.prediction import Prediction
 
 #: Structures of a part, and the fewest that are worth a task.
 _PART, _FEWEST = 5000, 20
 #: Parts for each worker, so that none waits long for the last.
 _ROUNDS = 4
-#: The file of a table that describes it; readers of tables ignore its name.
-_ABOUT = "_qualms.json"
 
 
 @dataclass(frozen=True)
@@ -199,159 +195,6 @@ def predict_part(part: Part, file: ModelFile, wanted: Wanted) -> list[Predicted]
     with numbered(part):
         pairs = zip(part.numbers.tolist(), part.frames, strict=True)
         return list(predict_batches(file.load(), pairs, wanted))
-
-
-# --- tables in parts ---
-
-
-def write_table(
-    directory: Path,
-    frames: FrameFiles,
-    file: ModelFile,
-    wanted: Wanted,
-    workers: Workers,
-    *,
-    force: bool = False,
-    advance: Callable[[int], object] = lambda done: None,
-) -> dict[str, int]:
-    """Write predictions to a directory of Parquet files, one for each part of the structures.
-
-    Parts that exist are kept: a run that was interrupted continues.
-
-    Parameters
-    ----------
-    directory : Path
-        New, or that of a run with the same model, options and structures.
-    frames, file, wanted
-        Structures, model and options.
-    workers : Workers
-        Write the parts.
-    force : bool
-        Whether to start again if the directory exists.
-    advance : callable
-        Is called with the number of structures that are done.
-
-    Returns
-    -------
-    dict of str to int
-        Counts of all structures in the table: see `Predicted.counts`.
-    """
-    directory = directory.resolve()  # workers may have another working directory
-    size = _open_table(directory, frames, file, wanted, workers.number, force=force)
-    workers.check([file.path, *frames.paths, directory / _ABOUT])
-    missing = [_part(frames, *edge) for edge in _missing(directory, len(frames), size)]
-    done = len(frames) - sum(map(len, missing))
-    advance(done)
-
-    def on_done(part: Any) -> None:
-        nonlocal done
-        advance(done := done + len(part))
-
-    for _ in workers.map(write_part, missing, file, wanted, directory, on_done=on_done):
-        pass
-    if _missing(directory, len(frames), size):
-        raise QualmsError(f"Parts that workers wrote are not in '{directory}': do they share it?")
-    _remove_incomplete(directory)
-    return _sum_counts(directory)
-
-
-def write_part(part: Part, file: ModelFile, wanted: Wanted, directory: Path) -> None:
-    """Predict a part of the structures, and write its file, completely or not at all."""
-    model = file.load()
-    path = directory / f"part-{part.numbers[0]:09d}-{part.numbers[-1]:09d}.parquet"
-    kind: Literal["atomic", "structure"] = "atomic" if model.fitted.per_atom else "structure"
-    counts: Counter[str] = Counter()
-    with (
-        open_writer(
-            path,
-            model.settings.target,
-            kind=kind,
-            ensemble=wanted.ensemble,
-            interval=wanted.interval,
-            force=True,
-        ) as writer,
-        numbered(part),
-    ):
-        pairs = zip(part.numbers.tolist(), part.frames, strict=True)
-        for batch in predict_batches(model, pairs, wanted):
-            writer.write(**batch.arguments)
-            counts.update(batch.counts)
-        writer.metadata["qualms"] = json.dumps(counts)
-
-
-def _open_table(
-    directory: Path,
-    frames: FrameFiles,
-    file: ModelFile,
-    wanted: Wanted,
-    n_workers: int,
-    *,
-    force: bool,
-) -> int:
-    """Create a directory, or open that of an interrupted run; return the size of its parts."""
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError as error:
-        expected, remedy = "an installation with pyarrow", "pip install 'qualms[tables]'."
-        raise InputError("path", f"'{directory}'", expected, remedy) from error
-    inputs = [(path.stat().st_size, path.stat().st_mtime_ns) for path in frames.paths]
-    content = json.dumps([file.digest, file.baseline, asdict(wanted), inputs], sort_keys=True)
-    digest = hashlib.sha256(content.encode()).hexdigest()
-    about = directory / _ABOUT
-    try:
-        directory.mkdir(exist_ok=True)
-        known = json.loads(about.read_text("utf-8")) if about.exists() else None
-        others = known is None and any(directory.iterdir())
-        size = 0 if known is None else int(known["part_size"])
-    except OSError as error:
-        given = f"'{directory}' ({error.strerror})"
-        raise InputError("path", given, "a directory that can be written") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError("path", f"'{about}' ({error})", "a file that qualms wrote") from error
-    if others:
-        raise InputError("path", f"'{directory}'", "a new directory, or one with predictions")
-    if known is not None and known.get("digest") != digest and not force:
-        given = f"'{directory}', of another model, other options or other structures"
-        remedy = "Choose another name, or start again with --force (force=True in Python)."
-        raise InputError("path", given, "a new directory, or that of the same run", remedy)
-    _remove_incomplete(directory)
-    if known is not None and not force:
-        return size
-    for path in directory.glob("part-*.parquet"):
-        path.unlink()
-    size = _part_size(len(frames), n_workers)
-    document = {"format": "qualms predictions", "version": 1, "digest": digest, "part_size": size}
-    with atomic_output(about, force=True, mode="w") as stream:
-        stream.write(json.dumps(document, indent=2) + "\n")
-    return size
-
-
-def _remove_incomplete(directory: Path) -> None:
-    """Remove files of writers that were killed."""
-    for path in directory.glob(".part-*"):
-        path.unlink()
-
-
-def _missing(directory: Path, n: int, size: int) -> list[tuple[int, int]]:
-    """Return the ranges of structures that no part has, divided at multiples of the size."""
-    names = [path.stem.split("-") for path in sorted(directory.glob("part-*.parquet"))]
-    found = [(int(first), int(last) + 1) for _, first, last in names]
-    ranges = []
-    for (_, a), (b, _) in pairwise([(0, 0), *found, (n, n)]):
-        if a > b:
-            raise QualmsError(f"Parts in '{directory}' overlap at structure {b}: use --force.")
-        ranges += _divided(a, b, size) if a < b else []
-    return ranges
-
-
-def _sum_counts(directory: Path) -> dict[str, int]:
-    """Return the counts that the parts of a table have stored."""
-    from pyarrow import parquet
-
-    total: Counter[str] = Counter()
-    for path in directory.glob("part-*.parquet"):
-        total.update(json.loads(parquet.read_schema(path).metadata[b"qualms"]))
-    return dict(total)
 
 
 # --- forces, stresses and atoms ---

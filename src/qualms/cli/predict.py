@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -51,8 +50,7 @@ def predict(
         Option(
             "--output",
             "-o",
-            help="File to write: .xyz, .csv or .npz; or .parquet, a directory of files. If that "
-            "is interrupted, the same command continues.",
+            help="File to write: .xyz, .csv, .parquet or .npz.",
         ),
     ],
     ensemble: Annotated[
@@ -111,9 +109,7 @@ def predict(
     from qualms.progress import Stages
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
-    in_parts = output.suffix == ".parquet"
-    if not in_parts:
-        check_output(output, force=force)
+    check_output(output, force=force)
     wanted = bulk.Wanted(
         ensemble, interval, forces, stress, atoms, in_units, per, ignore_unknown, skip_failed
     )
@@ -126,35 +122,24 @@ def predict(
     n: Counter[str] = Counter()
     on_workers = any(option is not None for option in (scheduler, scheduler_file, cluster))
     # Before workers are started: there may be nothing to read.
-    frames = FrameFiles.open([structures]) if in_parts or on_workers else None
+    frames = FrameFiles.open([structures]) if on_workers else None
     with (
-        open_workers(scheduler, scheduler_file, cluster, cluster_config, terminal) as client,
+        open_workers(scheduler, scheduler_file, cluster, cluster_config, terminal) as executor,
         Stages(terminal.progress()).stage("Structures") as advance,
-        ExitStack() as stack,
+        open_writer(
+            output, target, kind=kind, ensemble=ensemble, interval=interval, force=force
+        ) as writer,
     ):
-        workers = as_workers(client, loaded.threads if client is None else threads or 1)
-        if client is not None:
-            file = replace(file, threads=workers.threads)
-        if in_parts and frames is not None:
-            n.update(
-                bulk.write_table(
-                    output, frames, file, wanted, workers, force=force, advance=advance
-                )
-            )
+        if frames is None:
+            batches = bulk.predict_batches(loaded, enumerate(iter_frames(structures)), wanted)
         else:
-            writer = stack.enter_context(
-                open_writer(
-                    output, target, kind=kind, ensemble=ensemble, interval=interval, force=force
-                )
-            )
-            if frames is None:
-                batches = bulk.predict_batches(loaded, enumerate(iter_frames(structures)), wanted)
-            else:
-                batches = bulk.predict_parts(frames, file, wanted, workers)
-            for batch in batches:
-                writer.write(**batch.arguments)
-                n.update(batch.counts)
-                advance(n["structures"])
+            workers = as_workers(executor, threads or 1)
+            file = replace(file, threads=workers.threads)
+            batches = bulk.predict_parts(frames, file, wanted, workers)
+        for batch in batches:
+            writer.write(**batch.arguments)
+            n.update(batch.counts)
+            advance(n["structures"])
         if stress and n["without_volume"] == n["structures"]:
             raise InputError("--stress", "no structure whose cell has a volume", "at least one")
     for name, text in _WARNINGS.items():

@@ -10,6 +10,7 @@ import codecs
 import contextlib
 import csv
 import gzip
+import os
 import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ Arrays = Mapping[str, NDArray[Any]]
 EXTRAPOLATES = "qualms_extrapolates"
 #: Names with another meaning in tables.
 _IN_TABLES = ("index", "formula", "n_atoms", "structure", "atom", "symbol")
+#: Rows of a Parquet file that are written together.
+_ROW_GROUP = 10_000
 #: ASE expects tensors, or text, under these names, and cannot read a file with numbers there.
 _TENSORS = ("stress", "virial", "uid")
 
@@ -70,7 +73,6 @@ class PredictionWriter:
         self._interval = interval
         self._arrays: dict[str, list[NDArray[Any]]] = {}
         self.n_structures = 0
-        self.metadata: dict[str, str] = {}  #: of formats that have some
 
     def write(
         self,
@@ -109,7 +111,10 @@ class PredictionWriter:
             counts = [len(indices) for indices in atoms]
         if prediction.shape != (sum(counts),) or len(counts) != len(frames):
             expected = f"({sum(counts)},), one per {self._kind} row of {len(frames)} frames"
-            raise InputError("prediction", f"shape {prediction.shape}", expected)
+            raise InputError(
+                f"`prediction` has the shape {prediction.shape}, not {expected}.",
+                parameter="prediction",
+            )
         values = {self._target: prediction.mean, f"{self._target}_uncertainty": prediction.std}
         if self._interval is not None:
             low, high = prediction.interval(self._interval, "conformal")
@@ -123,7 +128,10 @@ class PredictionWriter:
         for parameter, part, n in zip(("extra", "arrays", "tensors"), parts, lengths, strict=True):
             for name, array in part.items():
                 if len(array) != n:
-                    raise InputError(parameter, f"{name}: {len(array)} rows", f"{n} rows")
+                    raise InputError(
+                        f"{name!r} of `{parameter}` has {len(array)} rows, not {n}.",
+                        parameter=parameter,
+                    )
         start = self.n_structures
         index = range(start, start + len(frames)) if numbers is None else numbers
         self._write(_Batch(start, np.array(index), frames, atoms, ends, values, *parts))
@@ -169,7 +177,11 @@ def open_writer(
     writer_type = _WRITERS.get(Path(name.removesuffix(".gz")).suffix)
     if writer_type is None or (compressed and writer_type is not _XYZWriter):
         suffixes = ", ".join([*_WRITERS, ".xyz.gz"])
-        raise InputError("path", path, f"a name that ends in one of {suffixes}")
+        raise InputError(
+            f"Predictions cannot be written to {os.fspath(path)!r}: its name must end in one of "
+            f"{suffixes}.",
+            parameter="path",
+        )
     check_name("target", target)
     with contextlib.ExitStack() as stack:
         stream: IO[Any] = stack.enter_context(atomic_output(path, force=force))
@@ -224,7 +236,11 @@ def _add_further(
 def _table(batch: _Batch) -> Arrays:
     """Return the columns of a table: a row per structure, or per predicted atom."""
     if batch.arrays or batch.tensors:
-        raise InputError("path", "a table", "a name that ends in .xyz or .npz")
+        raise InputError(
+            "Tables have no columns for forces, stresses and values of atoms: write them to a file "
+            "that ends in .xyz or .npz.",
+            parameter="path",
+        )
     counts = np.diff(batch.ends)
     columns: dict[str, NDArray[Any]] = {"index": np.repeat(batch.numbers, counts)}
     if batch.rows is None:
@@ -257,19 +273,44 @@ class _CSVWriter(PredictionWriter):
 
 
 class _ParquetWriter(PredictionWriter):
-    """The same table by pyarrow, with `metadata`. It stays in memory until the end."""
+    """The same table by pyarrow, in row groups."""
+
+    _writer: Any = None
+    _n_rows = 0
+
+    def __init__(self, stream: IO[Any], target: str, **options: Any) -> None:
+        super().__init__(stream, target, **options)
+        try:
+            import pyarrow.parquet  # noqa: F401
+        except ImportError as error:
+            raise InputError(
+                "Parquet files need pyarrow, which is not installed: pip install 'qualms[tables]'.",
+                parameter="path",
+            ) from error
 
     def _write(self, batch: _Batch) -> None:
-        for name, column in _table(batch).items():
+        columns = _table(batch)
+        for name, column in columns.items():
             self._arrays.setdefault(name, []).append(column)
+        self._n_rows += len(columns["index"])
+        if self._n_rows >= _ROW_GROUP:
+            self._write_group()
 
-    def _finish(self) -> None:
+    def _write_group(self) -> None:
         import pyarrow
         from pyarrow import parquet
 
         columns = {name: np.concatenate(parts) for name, parts in self._arrays.items()}
-        table = pyarrow.table(columns).replace_schema_metadata(self.metadata)
-        parquet.write_table(table, self._stream)
+        table = pyarrow.table(columns)
+        if self._writer is None:
+            self._writer = parquet.ParquetWriter(self._stream, table.schema)
+        self._writer.write_table(table)
+        self._arrays, self._n_rows = {}, 0
+
+    def _finish(self) -> None:
+        if self._arrays or self._writer is None:
+            self._write_group()
+        self._writer.close()
 
 
 class _NPZWriter(PredictionWriter):
@@ -310,5 +351,9 @@ def check_name(parameter: str, name: str) -> None:
     """Check that every format can hold a key."""
     reserved = (*IN_COMMENT, *IN_COLUMNS, *_IN_TABLES, *_TENSORS)
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]*", name) or name in reserved:
-        expected = "letters, digits, _ and -, and no name that file formats reserve"
-        raise InputError(parameter, repr(name), expected)
+        why = (
+            "file formats reserve it" if name in reserved else "it may have A-Z, a-z, 0-9, _ and -"
+        )
+        raise InputError(
+            f"{name!r} cannot be the key of a property in files: {why}.", parameter=parameter
+        )
