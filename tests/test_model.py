@@ -399,12 +399,25 @@ def test_invalid_structures_and_options(molecules, energy_model):
         (lambda: energy_model.predict([Atoms()]), "frames[0]"),
         (lambda: energy_model.target_atoms(molecules[:1]), "kind"),
         (lambda: make_model().fit(molecules[0]), "frames"),
+        (lambda: make_model().fit(molecules, [a.info[ENERGY] for a in molecules]), "y"),
+        (lambda: make_model().fit("no.xyz"), "path"),
+        (lambda: energy_model.predict("no.xyz"), "path"),
         (lambda: make_model(keep_pp=False).fit(molecules[:40]).predict_pp(molecules), "keep_pp"),
     ):
         with rejects(parameter):
             call()
     with pytest.raises(QualmsError):
         make_model().predict(molecules[:1])
+
+
+def test_structures_of_a_file_are_those_of_a_list(molecules, tmp_path):
+    path = tmp_path / "molecules.xyz"
+    write(path, molecules[:40])
+    expected = make_model().fit(molecules[:40]).predict(molecules[:5])
+    for name in (path, str(path)):
+        prediction = make_model().fit(name).predict(name)
+        np.testing.assert_allclose(prediction.mean[:5], expected.mean, rtol=1e-5)
+    assert np.shape(make_model().fit(path).extrapolates(path)) == (40,)
 
 
 # --- extrapolation ---

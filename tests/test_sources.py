@@ -597,9 +597,9 @@ def test_uncertainties_are_finite_whatever_the_data(molecules, name, uncertainty
     model = make_model(uncertainty=uncertainty, **given)
     if name in ("constant target", "few points"):
         with pytest.warns(QualmsWarning):
-            model.fit(frames, groups)
+            model.fit(frames, groups=groups)
     else:
-        model.fit(frames, groups)
+        model.fit(frames, groups=groups)
     found = model.predict(new)
     assert np.all(np.isfinite(found.members))
     if name == "constant target":
@@ -613,8 +613,8 @@ def test_two_groups(molecules):
     """All members without a group are the same model; the posterior has a variance anyway."""
     groups = ["a"] * 20 + ["b"] * 20
     with pytest.raises(CalibrationError):
-        make_model(baseline="mean").fit(molecules[:40], groups)
-    model = make_model(baseline="mean", uncertainty="posterior").fit(molecules[:40], groups)
+        make_model(baseline="mean").fit(molecules[:40], groups=groups)
+    model = make_model(baseline="mean", uncertainty="posterior").fit(molecules[:40], groups=groups)
     assert model.predict(molecules[120:130]).std.min() > 0
 
 

@@ -271,7 +271,7 @@ def test_duplicates_and_groups_are_in_or_out_together(molecules):
     frames[40].translate([1e-9, 0, 0])
     groups = [f"run {i // 4}" for i in range(40)] + ["run 9"]
     with pytest.warns(QualmsWarning):
-        model = make_model(baseline="mean").fit(frames, groups)
+        model = make_model(baseline="mean").fit(frames, groups=groups)
     assert model.record.n_duplicates == 1
     # The duplicate joins the first run and the last one.
     codes = np.array([*np.repeat(np.arange(10), 4) % 9, 0])
@@ -374,6 +374,8 @@ def test_a_target_that_is_linear_in_the_composition_is_exact(molecules):
         (20, {"memory": 1e6}, "memory"),
         (20, {"groups": [1] * 19}, "groups"),
         (20, {"groups": ["a"] * 20}, "groups"),
+        (20, {"groups": list(range(20))}, "groups"),
+        (20, {"groups": "no_such_key"}, "groups"),
     ],
 )
 def test_insufficient_data_are_rejected_before_the_work(
@@ -382,7 +384,7 @@ def test_insufficient_data_are_rejected_before_the_work(
     monkeypatch.setattr(training, "stream_features", None)
     groups = settings.pop("groups", None)
     with rejects(parameter):
-        make_model(**settings).fit(molecules[:n], groups)
+        make_model(**settings).fit(molecules[:n], groups=groups)
 
 
 # --- the number of representatives ---

@@ -71,5 +71,6 @@ def counted(number: int, noun: str) -> str:
 
 def did_you_mean(value: object, choices: Iterable[str]) -> str:
     """Return a question after the most similar choice, to end a message with; "" without one."""
-    similar = get_close_matches(str(value), [*choices], n=1)
-    return f" Did you mean {similar[0]!r}?" if similar else ""
+    folded = {choice.casefold(): choice for choice in sorted(choices)}
+    similar = get_close_matches(str(value).casefold(), folded, n=1)
+    return f" Did you mean {folded[similar[0]]!r}?" if similar else ""

@@ -9,7 +9,6 @@ so do values that a model predicted: see `qualms.io.xyz`.
 
 from __future__ import annotations
 
-import difflib
 import logging
 import warnings
 from collections import Counter
@@ -34,7 +33,7 @@ from qualms.atomistic.structures import (
     species_of,
     symbols_of,
 )
-from qualms.errors import InputError, QualmsWarning
+from qualms.errors import InputError, QualmsWarning, counted, did_you_mean
 from qualms.features.representation import offsets_of
 from qualms.gp.ensemble import group_codes
 from qualms.io.xyz import is_prediction
@@ -180,29 +179,60 @@ class TrainingSet:
 
 
 def check_frames(frames: Sequence[Atoms], groups: Sequence[object] | str | None) -> None:
-    """Reject no structures, and labels of groups that are not one for each; a key may be given."""
+    """Reject no structures, and groups that are none; a key of groups is not checked here."""
     check_not_single(frames)
     if not len(frames):
-        raise InputError("frames", "no structures", "at least 2 labelled structures")
-    if groups is not None and not isinstance(groups, str) and len(groups) != len(frames):
-        raise InputError("groups", f"{len(groups)} labels", f"one for each of {len(frames)} frames")
+        raise InputError(
+            "There are no structures; at least 2 with a label are needed.", parameter="frames"
+        )
+    if groups is None or isinstance(groups, str):
+        return
+    if len(groups) != len(frames):
+        raise InputError(
+            f"`groups` has {counted(len(groups), 'label')} for {counted(len(frames), 'structure')};"
+            " it has one label for each structure.",
+            parameter="groups",
+        )
+    if len(np.unique(group_codes(groups, len(frames)))) == len(frames) > 1:
+        raise InputError(
+            "No two values of `groups` are the same, so that no structures belong together. "
+            "`groups` has the same value for structures of one molecule, crystal or trajectory; "
+            "leave it out if each structure is independent. Labels to learn belong in atoms.info "
+            "or atoms.arrays.",
+            parameter="groups",
+        )
+
+
+def group_labels(frames: Sequence[Atoms], key: str) -> list[str]:
+    """Return the label of the group of each structure, under a key of ``atoms.info``."""
+    for i, atoms in enumerate(frames):
+        if key not in atoms.info:
+            present = {str(name) for atoms in frames for name in atoms.info}
+            raise InputError(
+                f"Structure {i} has no {key!r} in atoms.info, the key of `groups`."
+                f"{did_you_mean(key, present)} {_listed(present)}",
+                parameter="groups",
+            )
+    return [str(atoms.info[key]) for atoms in frames]
 
 
 def collect_labels(
     frames: Sequence[Atoms],
     settings: Settings,
-    groups: Sequence[object] | None = None,
+    groups: Sequence[object] | str | None = None,
     *,
     reference: ReferencePotential | None = None,
     skip_failed: bool = False,
 ) -> TrainingSet:
     """Find labels and duplicates, and check that the structures can be used.
 
-    Groups are labels of structures that belong together, such as snapshots of one trajectory. With
-    a reference potential, labels are differences from it; structures for which it fails are an
-    error, or left out.
+    Groups are labels of structures that belong together, such as snapshots of one trajectory, or
+    the key of these labels. With a reference potential, labels are differences from it; structures
+    for which it fails are an error, or left out.
     """
     check_frames(frames, groups)
+    if isinstance(groups, str):
+        groups = group_labels(frames, groups)
     data = read_labels(frames, settings, reference=reference, skip_failed=skip_failed)
     codes, n_duplicates = join_groups(fingerprints(data.frames), groups, data.source)
     settings, preset = with_representation(data.settings, data.frames)
@@ -684,11 +714,14 @@ def _reject_key(frames: Sequence[Atoms], key: str, per_atom: bool, *, predicted:
 
 def _reject(name: str, key: str, expected: str, present: set[str]) -> NoReturn:
     """Raise an error that lists the keys that exist, and suggests a similar one."""
-    folded = {k.casefold(): k for k in sorted(present)}
-    close = difflib.get_close_matches(key.casefold(), list(folded), n=1)
-    hint = f"Did you mean {folded[close[0]]!r}?" if close else ""
+    hint = did_you_mean(key, present).strip()
     keys = ", ".join(map(repr, sorted(present))) or "none exists"
     raise InputError(name, repr(key), f"{expected} ({keys})", hint)
+
+
+def _listed(keys: set[str]) -> str:
+    """Return a sentence with keys that exist."""
+    return f"Keys present: {', '.join(map(repr, sorted(keys)))}." if keys else "There are no keys."
 
 
 def _present(frames: Sequence[Atoms], per_atom: bool, *shapes: tuple[int, ...]) -> set[str]:

@@ -8,6 +8,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from qualms.atomistic.structures import (
     check_not_single,
     check_species,
     check_structures,
+    iter_frames,
     symbols_of,
 )
 from qualms.calibration.base import CalibrationData
@@ -52,6 +54,8 @@ from qualms.prediction import Prediction
 from qualms.progress import Bars, Display, Stages
 from qualms.resources import default_threads, format_time, limited
 
+#: Structures, or the path of a file that has them.
+_Structures = Iterable[Atoms] | str | PathLike[str]
 #: Rounding of novelties.
 _ROUNDING = 1e-6
 
@@ -91,9 +95,10 @@ class AtomisticModel:
 
     def fit(
         self,
-        frames: Iterable[Atoms],
-        groups: Sequence[object] | str | None = None,
+        frames: _Structures,
+        y: object = None,
         *,
+        groups: Sequence[object] | str | None = None,
         progress: bool | Display = False,
         skip_failed: bool = False,
         executor: Executor | Any | None = None,
@@ -102,8 +107,10 @@ class AtomisticModel:
 
         Parameters
         ----------
-        frames : iterable of Atoms
-            Structures without a label are skipped.
+        frames : iterable of Atoms, or path
+            Structures, or the file that has them. Those without a label are skipped.
+        y : None
+            Labels are in the structures, under the key `target`.
         groups : sequence or str, optional
             Labels of structures that belong together, such as snapshots of one trajectory: they are
             in or out of a subsample together. A string is the key of labels in ``atoms.info``.
@@ -117,16 +124,25 @@ class AtomisticModel:
             `qualms.atomistic.FrameFiles` are trained on in shards, too, and so are all others if
             they need more memory than there may be used.
         """
-        check_not_single(frames)
+        if y is not None:
+            store = "atoms.arrays" if self._given.per_atom else "atoms.info"
+            raise InputError(
+                f"Labels are not an argument of fit: store them in the structures, as "
+                f"{store}[{self._given.target!r}]. Structures that belong together are named by "
+                "`groups`, as a keyword.",
+                parameter="y",
+            )
+        structures = structures_of(frames)
         stages = Stages(Bars() if progress is True else progress or None)
-        in_shards = executor is not None or isinstance(frames, FrameFiles)
+        in_shards = executor is not None or isinstance(structures, FrameFiles)
+        if not isinstance(structures, Sequence):
+            structures = list(structures)
         if not in_shards:
-            frames = list(frames)
             try:
                 found = training.fit(
-                    frames,
+                    structures,
                     self._given,
-                    _labels(frames, groups) if isinstance(groups, str) else groups,
+                    groups,
                     threads=self.threads,
                     stages=stages,
                     reference=self.reference,
@@ -135,13 +151,11 @@ class AtomisticModel:
             except training.TooLargeError:
                 in_shards = True
         if in_shards:
-            workers = as_workers(executor, self.threads if executor is None else 1)
-            structures = frames if isinstance(frames, Sequence) else list(frames)
             found = shards.fit(
                 structures,
                 self._given,
                 groups,
-                workers=workers,
+                workers=as_workers(executor, self.threads if executor is None else 1),
                 threads=self.threads,
                 stages=stages,
                 skip_failed=skip_failed,
@@ -161,12 +175,12 @@ class AtomisticModel:
         model._fitted = fitted
         return model
 
-    def predict(self, frames: Iterable[Atoms], *, unknown_species: str = "error") -> Prediction:
+    def predict(self, frames: _Structures, *, unknown_species: str = "error") -> Prediction:
         """Predict with calibrated uncertainties.
 
         Parameters
         ----------
-        frames : sequence of Atoms
+        frames : iterable of Atoms, or path
         unknown_species : {"error", "ignore"}
             Whether atoms of elements that the model was not trained on are an error, or are
             ignored; so are compositions whose baseline the training set does not determine.
@@ -180,16 +194,14 @@ class AtomisticModel:
         chunks = self.stream(frames, unknown_species=unknown_species)
         return Prediction.concatenate([chunk.predict(chunk.rows()) for chunk in chunks])
 
-    def predict_mean(
-        self, frames: Sequence[Atoms], *, unknown_species: str = "error"
-    ) -> Float64Array:
+    def predict_mean(self, frames: _Structures, *, unknown_species: str = "error") -> Float64Array:
         """Predict without uncertainties."""
         chunks = self.stream(frames, unknown_species=unknown_species)
         means = ((self.fitted.mean(c.rows(), c.design) + c.reference) * c.factors for c in chunks)
         return np.concatenate([*means])
 
     def predict_atoms(
-        self, frames: Sequence[Atoms], *, unknown_species: str = "error"
+        self, frames: _Structures, *, unknown_species: str = "error"
     ) -> list[Prediction]:
         """Predict the contribution of each atom to each structure, with uncertainties.
 
@@ -199,19 +211,19 @@ class AtomisticModel:
         chunks = self.stream(frames, unknown_species=unknown_species)
         return [atom for chunk in chunks for atom in atom_contributions(chunk)]
 
-    def predict_forces(self, frames: Sequence[Atoms], *, stress: bool = False) -> ForcePrediction:
+    def predict_forces(self, frames: _Structures, *, stress: bool = False) -> ForcePrediction:
         """Predict energies and forces, the derivatives of every member's energy.
 
         For features by featomic, in float64: energies are those of `predict` up to rounding. With
         `stress`, the stresses of structures whose cells have a volume are predicted, too.
         """
-        check_not_single(frames)
-        check_frames(self.fitted, frames := list(frames), stress=stress)
-        with limited(self.threads, sum(map(len, frames))):
-            found = predict_with_forces(self.fitted, self.potential, frames, stress=stress)
+        structures = list(structures_of(frames))
+        check_frames(self.fitted, structures, stress=stress)
+        with limited(self.threads, sum(map(len, structures))):
+            found = predict_with_forces(self.fitted, self.potential, structures, stress=stress)
         if self.reference is None:
             return found
-        energies, forces, stresses = self.reference.evaluate(frames, forces=True, stress=stress)
+        energies, forces, stresses = self.reference.evaluate(structures, forces=True, stress=stress)
         assert forces is not None
         return replace(
             found,
@@ -221,7 +233,7 @@ class AtomisticModel:
         )
 
     def predict_pp(
-        self, frames: Sequence[Atoms], *, unknown_species: str = "error"
+        self, frames: _Structures, *, unknown_species: str = "error"
     ) -> tuple[Float64Array, Float64Array]:
         """Predict with the full projected process, Eq. (3): mean and σ_PP, not calibrated."""
         variance = self.fitted.pp_variance
@@ -235,7 +247,7 @@ class AtomisticModel:
             stds.append(variance.std(rows, chunk.prior_variance()) * chunk.factors)
         return np.concatenate(means), np.concatenate(stds)
 
-    def extrapolates(self, frames: Sequence[Atoms], *, unknown_species: str = "error") -> BoolArray:
+    def extrapolates(self, frames: _Structures, *, unknown_species: str = "error") -> BoolArray:
         """Return for each structure whether it is an extrapolation: see `Chunk.extrapolates`."""
         flags = []
         for chunk in self.stream(frames, unknown_species=unknown_species):
@@ -244,16 +256,15 @@ class AtomisticModel:
             flags.append(chunk.extrapolates(learned, novelty))
         return np.concatenate(flags)
 
-    def stream(self, frames: Iterable[Atoms], *, unknown_species: str = "error") -> Iterator[Chunk]:
+    def stream(self, frames: _Structures, *, unknown_species: str = "error") -> Iterator[Chunk]:
         """Yield structures and their features in chunks; `frames` may be larger than memory."""
         if unknown_species not in ("error", "ignore"):
             raise InputError("unknown_species", repr(unknown_species), '"error" or "ignore"')
-        check_not_single(frames)
         chunk, ignore = None, unknown_species == "ignore"
         with limited(self.threads):
             for chunk in stream_chunks(
                 self.fitted,
-                frames,
+                structures_of(frames),
                 threads=self.threads,
                 allow_unknown=ignore,
                 potential=self.reference,
@@ -367,15 +378,12 @@ AtomisticModel.__doc__ = (AtomisticModel.__doc__ or "").replace(
 )
 
 
-def _labels(frames: Sequence[Atoms], key: str) -> list[str]:
-    """Return the labels of groups under a key."""
-    missing = [i for i, atoms in enumerate(frames) if key not in atoms.info]
-    if missing:
-        present = sorted({str(name) for atoms in frames for name in atoms.info})
-        expected = f"a key of every structure (missing in frames[{missing[0]}])"
-        remedy = f"Keys present: {', '.join(present) or 'none'}."
-        raise InputError("groups", repr(key), expected, remedy)
-    return [str(atoms.info[key]) for atoms in frames]
+def structures_of(frames: _Structures) -> Iterable[Atoms]:
+    """Return structures; those of a file are read one by one."""
+    if isinstance(frames, (str, PathLike)):
+        return iter_frames(frames)
+    check_not_single(frames)
+    return frames
 
 
 # --- from new structures to predictions -----------------------------------------------------------

@@ -40,6 +40,7 @@ from qualms.atomistic.labels import (
     TrainingSet,
     check_frames,
     check_not_constant,
+    group_labels,
     join_groups,
     join_sets,
     known_baseline,
@@ -116,6 +117,10 @@ _ROUNDED = 0.02
 _KEPT, _OF_EACH, _LEAST = 10_000, 10, 1000
 #: Streams of random numbers: blocks, and rows that are kept.
 _BLOCK_STREAM, _KEPT_STREAM = 7, 8
+
+
+#: Where errors name a structure by its number.
+_NUMBER = re.compile(r"(?P<before>\b[Ss]tructure |\bframes\[)(?P<number>\d+)(?P<after>\]?)")
 
 
 def _warn(text: str) -> None:
@@ -201,11 +206,8 @@ class Scanned(NamedTuple):
 def scan(part: Part, settings: Settings, group_key: str | None, skip_failed: bool) -> Scanned:
     """Read the labels of a part, and check its structures."""
     frames = list(part.frames)
-    groups = [str(atoms.info.get(group_key)) for atoms in frames] if group_key else []
     with numbered(part):
-        if group_key and (lacking := [i for i, a in enumerate(frames) if group_key not in a.info]):
-            expected = f"a key of every structure (missing in frames[{lacking[0]}])"
-            raise InputError("groups", repr(group_key), expected)
+        groups = group_labels(frames, group_key) if group_key else []
         data = read_labels(
             frames, settings, reference=_reference(settings), skip_failed=skip_failed, part=True
         )
@@ -239,8 +241,8 @@ def numbered(part: Part) -> Iterator[None]:
     """Name structures by their numbers among all, and by their files, in errors."""
 
     def name(match: re.Match[str]) -> str:
-        i, frames = int(match[1]), part.frames
-        text = f"frames[{part.numbers[i]}]"
+        i, frames = int(match["number"]), part.frames
+        text = f"{match['before']}{part.numbers[i]}{match['after']}"
         if isinstance(frames, FrameFiles):
             text += f" ('{frames.paths[frames.file[i]]}', frame {frames.number[i]})"
         return text
@@ -248,8 +250,8 @@ def numbered(part: Part) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        texts = (error.parameter, str(error.given), error.expected, error.remedy)
-        raise InputError(*(re.sub(r"frames\[(\d+)\]", name, t) for t in texts)) from error
+        message, parameter = (_NUMBER.sub(name, text) for text in (str(error), error.parameter))
+        raise InputError(message, parameter=parameter) from error
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ class Trained(NamedTuple):
 def fit(
     frames: Sequence[Atoms],
     settings: Settings,
-    groups: Sequence[object] | None = None,
+    groups: Sequence[object] | str | None = None,
     *,
     threads: int = 1,
     stages: Stages | None = None,
@@ -167,8 +167,9 @@ def fit(
 ) -> Trained:
     """Train a model on labelled structures and calibrate it on out-of-bag points.
 
-    Structures of the same group are in or out of a subsample together. With a reference potential,
-    the model learns the differences of the labels from it.
+    Structures of the same group are in or out of a subsample together; groups may be a key of
+    ``atoms.info``. With a reference potential, the model learns the differences of the labels from
+    it.
     """
     stages = stages or Stages()
     with threadpool_limits(limits=threads):

@@ -173,7 +173,7 @@ def train(
     with open_workers(scheduler, scheduler_file, cluster, cluster_config, terminal) as executor:
         model.fit(
             frames,
-            group_key,
+            groups=group_key,
             progress=terminal.progress() or False,
             skip_failed=skip_failed,
             executor=executor,
