@@ -6,6 +6,7 @@ import gzip
 import os
 import pickle
 import struct
+from pathlib import Path
 
 import ase.io
 import numpy as np
@@ -21,7 +22,14 @@ from safetensors.numpy import load_file, save_file
 
 from qualms import Prediction
 from qualms.errors import InputError
-from qualms.io.files import atomic_output, atomic_path, check_not_input, check_output
+from qualms.io.files import (
+    atomic_output,
+    atomic_path,
+    check_input,
+    check_not_input,
+    check_output,
+    written_together,
+)
 from qualms.io.predictions import open_writer
 from qualms.io.tensors import (
     Document,
@@ -68,7 +76,74 @@ def test_a_file_that_appears_in_the_meantime_is_kept(tmp_path):
     assert path.read_bytes() == b"theirs"
     (kept,) = (p for p in tmp_path.iterdir() if p != path)
     assert kept.read_bytes() == b"mine"
-    assert kept.name in error.value.remedy
+    assert kept.name in str(error.value)
+
+
+def write_pair(folder, force=False):
+    with written_together():
+        for name in ("model", "summary"):
+            with atomic_output(folder / name, force=force, mode="w") as file:
+                file.write(name)
+
+
+def test_files_that_belong_together(tmp_path, monkeypatch):
+    with written_together():
+        write_pair(tmp_path)  # it is part of the larger block
+        assert not {"model", "summary"} & {*os.listdir(tmp_path)}
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {
+        "model": "model",
+        "summary": "summary",
+    }
+    (tmp_path / "model").write_text("old")
+    (tmp_path / "summary").write_text("old")
+    renamed, replace = [], Path.replace
+
+    def replace_all_but_the_model(temporary, target):
+        renamed.append(target.name)
+        if target.name == "model":
+            raise OSError("The file system is read-only now.")
+        return replace(temporary, target)
+
+    monkeypatch.setattr(Path, "replace", replace_all_but_the_model)
+    with pytest.raises(OSError, match="read-only"):
+        write_pair(tmp_path, force=True)
+    assert renamed == ["summary", "model"]  # the model, to which the summary belongs, comes last
+    assert {*os.listdir(tmp_path)} == {"model", "summary"}
+    assert (tmp_path / "model").read_text() == "old"
+
+
+def test_files_that_belong_together_appear_together_or_not_at_all(tmp_path):
+    with pytest.raises(KeyboardInterrupt), written_together():  # noqa: PT012
+        write_pair(tmp_path)
+        raise KeyboardInterrupt
+    assert os.listdir(tmp_path) == []
+    (tmp_path / "summary").touch()
+    with rejects("path"):
+        write_pair(tmp_path)
+    assert os.listdir(tmp_path) == ["summary"]
+    with written_together():  # a failure that is caught removes its own file alone
+        with contextlib.suppress(ZeroDivisionError), atomic_output(tmp_path / "a") as file:
+            file.write(str(1 // 0).encode())
+        with atomic_output(tmp_path / "b") as file:
+            file.write(b"2")
+    assert {*os.listdir(tmp_path)} == {"summary", "b"}
+
+
+def test_a_file_that_cannot_be_renamed(tmp_path):
+    with pytest.raises(IsADirectoryError), atomic_output(tmp_path / "a", force=True):
+        (tmp_path / "a").mkdir()
+    assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "pipe", "/dev/zero", "a\0b"])
+def test_input_must_be_a_regular_file(tmp_path, kind):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    with rejects("--config"):
+        check_input(tmp_path / kind, "--config")
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("file")
+    assert check_input(tmp_path / "link") == tmp_path / "link"
 
 
 @pytest.mark.parametrize("name", [".", "no/such/file", "/dev/null", "loop"])

@@ -6,7 +6,10 @@ Verbs are imported when they are used: ``qualms --help`` imports nothing but typ
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -18,8 +21,16 @@ import qualms
 from qualms.cli._common import warnings_as_lines
 from qualms.errors import QualmsError
 
-#: Exit code and message of an interrupt from the keyboard, as shells have it.
-_INTERRUPTED = 130, "Interrupted; no incomplete file was written."
+#: Exit codes, as shells have them, and messages of an interrupt from the keyboard and of signals by
+#: which queue systems and terminals end a command.
+_ENDED = {
+    128 + number: f"{how}; no incomplete file was written."
+    for number, how in {
+        signal.SIGINT: "Interrupted",
+        signal.SIGTERM: "Terminated",
+        signal.SIGHUP: "Terminal closed",
+    }.items()
+}
 
 #: Verbs and their help. A verb is the function, or Typer, of the same name in its module.
 VERBS = {
@@ -118,15 +129,15 @@ def _options(
 def main() -> None:
     """Run a command. Bad input ends in one line and exit code 2, never in a traceback."""
     try:
-        with warnings_as_lines():
+        with _signals_as_exits(), warnings_as_lines():
             app()
     except QualmsError as error:
         _fail(2, str(error))
     except KeyboardInterrupt:
-        _fail(*_INTERRUPTED)
+        _fail(130, _ENDED[130])
     except SystemExit as end:
-        if end.code == _INTERRUPTED[0]:  # typer converts the interrupt
-            _fail(*_INTERRUPTED)
+        if end.code in _ENDED:  # typer converts the interrupt
+            _fail(end.code, _ENDED[end.code])
         raise
     except BrokenPipeError:
         # The reader of the output, such as `head`, has ended.
@@ -134,6 +145,25 @@ def main() -> None:
         sys.exit(1)
     except (OSError, MemoryError) as error:
         _fail(2, f"{type(error).__name__}: {error}")
+
+
+@contextmanager
+def _signals_as_exits() -> Iterator[None]:
+    """Let signals end the command as errors do, so that temporary files are removed."""
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # another one would interrupt the cleaning up
+        sys.exit(128 + number)
+
+    # A signal that the shell ignores (nohup) stays ignored.
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _fail(code: int, message: str) -> None:

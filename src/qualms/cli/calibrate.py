@@ -70,7 +70,7 @@ def calibrate(
     from qualms.ensembles.calibration_file import make_document, write_calibration
     from qualms.ensembles.io import read_ensemble, read_source
     from qualms.evaluation import energy_factor
-    from qualms.io.files import check_not_input, check_output
+    from qualms.io.files import check_not_input, check_output, written_together
     from qualms.progress import Stages
     from qualms.report.assessment import assess, with_uncertainty
     from qualms.report.report import check_report, write_report
@@ -108,7 +108,6 @@ def calibrate(
         per=per,
     )
     document = make_document(calibrated, ensemble, by, units or "")
-    write_calibration(document, output, force=force)
     for remark in calibrated.remarks:
         terminal.warn(remark)
     files = ", ".join(path.name for path in predictions)
@@ -124,21 +123,23 @@ def calibrate(
     }
     after = f"After calibration: {len(calibrated.comparison.folds)}-fold cross-validation."
     written = [output]
-    if report is None:
-        assessment = assess(with_uncertainty(evaluation)[0], seed=seed or 0)
-    else:
-        made = write_report(
-            report,
-            {ensemble.target: evaluation},
-            title=title,
-            facts=facts,
-            remarks=[*calibrated.remarks, after],
-            tables=tables,
-            force=force,
-            seed=seed or 0,
-        )
-        assessment = made.sections[ensemble.target].assessment
-        written += made.paths
+    with written_together():
+        write_calibration(document, output, force=force)
+        if report is None:
+            assessment = assess(with_uncertainty(evaluation)[0], seed=seed or 0)
+        else:
+            made = write_report(
+                report,
+                {ensemble.target: evaluation},
+                title=title,
+                facts=facts,
+                remarks=[*calibrated.remarks, after],
+                tables=tables,
+                force=force,
+                seed=seed or 0,
+            )
+            assessment = made.sections[ensemble.target].assessment
+            written += made.paths
     terminal.result(
         facts["calibration"],
         f"Selection: {calibrated.reason}",

@@ -133,7 +133,7 @@ def train(
     from qualms.atomistic.model import AtomisticModel
     from qualms.atomistic.settings import parse_memory
     from qualms.atomistic.structures import FrameFiles, read_frames, readable, species_of
-    from qualms.io.files import atomic_output, check_not_input, check_output
+    from qualms.io.files import check_not_input, check_output, written_together
     from qualms.io.predictions import check_name
     from qualms.progress import Stages
     from qualms.report.tables import score_table
@@ -178,7 +178,9 @@ def train(
             skip_failed=skip_failed,
             executor=executor,
         )
-        model.save(output, force=force)
+        with written_together():
+            model.save(output, force=force)
+            _write_summary(summary, summary_document(model), force=force)
         if held_out is not None:
             stages = Stages(terminal.progress())
             found = evaluate(
@@ -191,10 +193,17 @@ def train(
         for one in found.values()
     ]
     document = summary_document(model, found)
-    with atomic_output(summary, force=force, mode="w") as file:
-        json.dump(document, file, indent=2)
+    if found:
+        _write_summary(summary, document, force=True)
     terminal.result(model.summary(), *tables, document=document)
     terminal.info(f"Wrote {output} and {summary}.")
+
+
+def _write_summary(path: Path, document: Mapping[str, Any], *, force: bool) -> None:
+    from qualms.io.files import atomic_output
+
+    with atomic_output(path, force=force, mode="w") as file:
+        json.dump(document, file, indent=2)
 
 
 def summary_document(

@@ -1,4 +1,4 @@
-"""Writing files: complete or not at all, and never over an existing file unless asked to.
+"""Files: written completely or not at all, and never over an existing one unless asked to.
 
 Content goes to a hidden temporary file ``.NAME-….part`` in the directory of the destination, which
 is renamed when it is complete.
@@ -9,26 +9,116 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import stat
 from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NamedTuple
 
 from qualms.errors import InputError
 
 AnyPath = str | os.PathLike[str]
 
 
+# --- reading ---
+
+
+def check_input(path: AnyPath, parameter: str = "path") -> Path:
+    """Check that a path is that of a regular file: opening a pipe would wait for its writer."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(
+            f"{_shown(path)} cannot be read: {reason}.", parameter=parameter
+        ) from error
+    if not stat.S_ISREG(mode):
+        kind = "a directory" if stat.S_ISDIR(mode) else "a pipe, socket or device"
+        raise InputError(
+            f"{_shown(path)} is {kind}. Input must be a regular file.", parameter=parameter
+        )
+    return Path(path)
+
+
+def _shown(path: AnyPath) -> str:
+    """Return a path as it stands in messages."""
+    return repr(os.fspath(path))
+
+
+# --- writing ---
+
+
+class _Temporary(NamedTuple):
+    """A temporary file, its destination, and whether it may replace a file there."""
+
+    temporary: Path
+    target: Path
+    path: AnyPath
+    force: bool
+
+
+#: Complete files of a block of `written_together`.
+_TOGETHER: ContextVar[list[_Temporary] | None] = ContextVar("_TOGETHER", default=None)
+
+
 def check_output(path: AnyPath, *, force: bool = False) -> Path:
     """Check that a file can be written, before the work starts whose result it will hold."""
-    _create_temporary(path, _destination(path, force=force)).unlink()
+    temporary = _temporary(target := _destination(path, force=force))
+    _create(temporary, path, target)
+    temporary.unlink()
     return Path(path)
 
 
 def check_not_input(output: AnyPath, *inputs: AnyPath | None) -> None:
     """Check that an output file is none of the input files."""
-    for given in inputs:
-        if given is not None and os.path.realpath(given) == os.path.realpath(output):
-            raise InputError("output", f"'{output}'", "a file other than the input files")
+    for path in inputs:
+        if path is not None and os.path.realpath(path) == os.path.realpath(output):
+            raise InputError(
+                f"{_shown(output)} is an input file. Choose another name for the output.",
+                parameter="output",
+            )
+
+
+@contextlib.contextmanager
+def written_together() -> Iterator[None]:
+    """Let files that belong together appear together.
+
+    What `atomic_path` and `atomic_output` write within the block stays under temporary names until
+    its end. The first of them, to which the others belong, is renamed last. If the block fails,
+    none appears. Within another such block, this one does nothing.
+    """
+    if _TOGETHER.get() is not None:
+        yield
+        return
+    files: list[_Temporary] = []
+    token = _TOGETHER.set(files)
+    try:
+        yield
+        _rename(files)
+    finally:
+        _TOGETHER.reset(token)
+        _remove(files)
+
+
+def _remove(files: list[_Temporary]) -> None:
+    for file in files:
+        file.temporary.unlink(missing_ok=True)
+
+
+def _rename(files: list[_Temporary]) -> None:
+    """Give complete files their names, from the last to the first, and empty the list."""
+    appeared = [f.path for f in files if os.path.lexists(f.target) and not f.force]
+    if appeared:  # in the meantime: keep both
+        names = ", ".join(str(file.temporary) for file in files)
+        files.clear()
+        raise InputError(
+            f"{_shown(appeared[0])} has appeared in the meantime. It was not replaced; the new "
+            f"content is in {names}.",
+            parameter="path",
+        )
+    while files:
+        files[-1].temporary.replace(files[-1].target)
+        files.pop()
 
 
 @contextlib.contextmanager
@@ -36,23 +126,25 @@ def atomic_path(path: AnyPath, *, force: bool = False) -> Iterator[Path]:
     """Yield the name of a temporary file that replaces ``path`` if the block succeeds.
 
     It is empty and has the suffix of the destination. If ``path`` is a symbolic link, the file that
-    it leads to is replaced. `force` allows to replace an existing file.
+    it leads to is replaced. `force` allows to replace an existing file. See `written_together` for
+    several files.
     """
     target = _destination(path, force=force)
-    temporary = _create_temporary(path, target)
-    permissions = temporary.stat().st_mode & 0o777
+    temporary, together = _temporary(target), _TOGETHER.get()
+    files = [_Temporary(temporary, target, path, force)]
     try:
+        _create(temporary, path, target)
+        permissions = temporary.stat().st_mode & 0o777
         yield temporary
         temporary.chmod(permissions)  # some libraries make files that are private to the user
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    if os.path.lexists(target) and not force:  # created in the meantime: keep both files
-        remedy = f"The new one is {temporary}."
-        raise InputError("path", path, "a file that does not exist yet", remedy)
-    temporary.replace(target)
+        if together is None:
+            _rename(files)
+        else:
+            together.append(files.pop())
+    finally:
+        _remove(files)
 
 
 @contextlib.contextmanager
@@ -73,23 +165,35 @@ def _destination(path: AnyPath, *, force: bool) -> Path:
     target = Path(os.path.realpath(path))
     # Methods of `Path` raise where a directory may not be searched; those of `os.path` do not.
     if os.path.lexists(target) and not os.path.isfile(target):
-        raise InputError("path", path, "a new file or a regular one, no directory or device")
+        raise InputError(
+            f"{_shown(path)} is a directory or a device. Output must be a regular file.",
+            parameter="path",
+        )
     if os.path.lexists(target) and not force:
-        remedy = "Choose another name, or replace the file with --force (force=True in Python)."
-        raise InputError("path", path, "a file that does not exist yet", remedy)
+        raise InputError(
+            f"{_shown(path)} exists. Choose another name, or replace it with `force=True`.",
+            parameter="path",
+        )
     if not os.path.isdir(target.parent):
-        remedy = f"Create {target.parent} first."
-        raise InputError("path", path, "a file in an existing directory", remedy)
+        raise InputError(
+            f"{_shown(path)} cannot be written: there is no directory {_shown(target.parent)}. "
+            "Create it first.",
+            parameter="path",
+        )
     return target
 
 
-def _create_temporary(path: AnyPath, target: Path) -> Path:
-    """Create an empty file next to the target; only an attempt shows whether that is possible."""
-    name = f".{target.name[:40]}-{secrets.token_hex(4)}.part{target.suffix}"
-    temporary = target.with_name(name)
+def _temporary(target: Path) -> Path:
+    """Return the name of a temporary file next to the target."""
+    return target.with_name(f".{target.name[:40]}-{secrets.token_hex(8)}.part{target.suffix}")
+
+
+def _create(temporary: Path, path: AnyPath, target: Path) -> None:
+    """Create an empty file; only an attempt shows whether that is possible."""
     try:
         temporary.touch(exist_ok=False)
     except OSError as error:
-        expected = "a file in a directory with write permission"
-        raise InputError("path", path, expected, f"({error.strerror}.)") from error
-    return temporary
+        raise InputError(
+            f"{_shown(path)} cannot be written: {error.strerror} in {_shown(target.parent)}.",
+            parameter="path",
+        ) from error

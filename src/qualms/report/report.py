@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 from qualms.arrays import Float64Array, IntArray
 from qualms.errors import InputError, counted
 from qualms.evaluation import Evaluation
-from qualms.io.files import AnyPath, atomic_output, check_output
+from qualms.io.files import AnyPath, atomic_output, check_output, written_together
 from qualms.report.assessment import Assessment, assess, with_uncertainty
 from qualms.report.figures import report_figures
 from qualms.report.structure_map import (
@@ -224,10 +223,12 @@ def write_report(
         map=shown,
         viewer=viewer if shown is not None else None,
     )
-    with ExitStack() as stack:
-        stack.enter_context(atomic_output(page, force=force)).write(text.encode("utf-8"))
+    with written_together():
+        with atomic_output(page, force=force) as file:
+            file.write(text.encode("utf-8"))
         if shown is not None:
-            stack.enter_context(atomic_output(map_path, force=force)).write(shown.compressed())
+            with atomic_output(map_path, force=force) as file:
+                file.write(shown.compressed())
     return Report(sections, notes, shown, (page,) if shown is None else (page, map_path))
 
 
