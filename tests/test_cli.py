@@ -180,6 +180,7 @@ def test_groups_and_validation_scores(desk):
     document = qualms(f"{train} --validation test.xyz -o new.safetensors --json").document
     evaluated = qualms("evaluate new.safetensors test.xyz --json").document
     validated, scored = (pd.DataFrame(x) for x in (document["validation"], evaluated["scores"]))
+    assert document["energy_assessment"] == evaluated["assessment"]
     pd.testing.assert_frame_equal(validated, scored, rtol=1e-6)
     membership = AtomisticModel.load("new.safetensors").fitted.membership.reshape(20, 4, -1)
     assert (membership == membership[:, :1]).all()  # groups are not split

@@ -59,6 +59,15 @@ def load(path):
         return dict(arrays)
 
 
+def vector_stds(document, members):
+    """Standard deviations (n, 3) of vectors by a linear calibration of members (n, N_R, 3)."""
+    std, u = members.std(axis=1, ddof=1), document.isotropy
+    if u is not None:
+        r2 = np.mean(std**2, axis=1, keepdims=True)
+        std = np.sqrt((1 - u) * std**2 + u * r2)
+    return document.parameters["alpha"] * std
+
+
 def points_of(members):
     """Members (n, N_R, k) of vectors as members (n·k, N_R) of points."""
     return members.transpose(0, 2, 1).reshape(-1, members.shape[1])
@@ -190,8 +199,28 @@ def test_the_order_is_stated_where_the_shape_leaves_it_open(order, flat):
     assert not apply_calibration(document, "new.npz", "out.npz").remarks
     new = load("out.npz")
     np.testing.assert_allclose(new["f"], members.mean(axis=1))
-    expected = document.parameters["alpha"] * members.std(axis=1, ddof=1)
-    np.testing.assert_allclose(new["f_uncertainty"], expected)
+    np.testing.assert_allclose(new["f_uncertainty"], vector_stds(document, members))
+
+
+@pytest.mark.parametrize("n_members", [4, 5])
+def test_vectors_have_the_standard_deviation_of_all_components(n_members):
+    rng = np.random.default_rng(0)
+    s = np.exp(rng.normal(-2, 0.5, (400, 1)))
+    members = s[:, None] * rng.normal(size=(400, n_members, 3))
+    np.savez("v.npz", f_ensemble=members, REF_f=1.6 * s * rng.normal(size=(400, 3)))
+    whole = calibrate_ensemble(read_ensemble("v.npz", "f"), "student")
+    assert whole.isotropy == 1.0
+    np.testing.assert_allclose(whole.std[::3], whole.std[1::3])
+    np.savez("c.npz", f_ensemble=points_of(members), REF_f=whole.ensemble.y)
+    alone = calibrate_ensemble(read_ensemble("c.npz", "f"), "student")
+    assert alone.isotropy is None
+    assert whole.after.log_likelihood > alone.after.log_likelihood + 0.02
+    assert abs(whole.after.coverage_68 - 0.683) < abs(alone.after.coverage_68 - 0.683)
+    # Whoever applies the file gets the same uncertainties as the points that it was fitted to.
+    document = make_document(whole, whole.ensemble, None)
+    apply_calibration(document, "v.npz", "out.npz")
+    again = load("out.npz")["f_uncertainty"].reshape(-1)
+    np.testing.assert_allclose(again, whole.std, rtol=0.1)
 
 
 # --- tensors ---
@@ -289,7 +318,7 @@ def test_vectors_in_columns(components):
     document, _ = fit_and_apply("p.csv", "f", order="member")
     assert [*read_source("out.csv").columns][: len(columns)] == [*columns]
     again = read_ensemble("out.csv", "f", order="member")
-    expected = document.parameters["alpha"] * points_of(members).std(axis=1, ddof=1)
+    expected = vector_stds(document, members).reshape(-1)
     np.testing.assert_allclose(again.std, expected)
     np.testing.assert_allclose(again.mean, points_of(members).mean(axis=1), atol=1e-12)
     fit_and_apply("p.csv", "f", order="member", output="no.csv", write_members=False)

@@ -247,6 +247,20 @@ def test_shieldings_of_new_crystals():
     assert 0.6 < own.coverage_68 < 0.8
 
 
+def test_another_zero_is_suspected_if_the_bias_is_the_same_everywhere():
+    rng, structure = np.random.default_rng(0), np.arange(400)
+    z, kinds = rng.normal(size=400), {"composition": (structure % 4).astype(str)}
+    std = np.exp(rng.normal(size=400))
+    (constant,) = check_errors(z + 3, std, structure, kinds)
+    assert "same zero" in constant
+    # Of one composition, and where the uncertainty is large.
+    of_one = check_errors(z + 9 * (structure % 4 == 1), std, structure, kinds)
+    large = check_errors(z + 6 * (std > 2), std, structure, kinds)
+    for found in (of_one, check_errors(z + std, std, structure, kinds), large):
+        assert not any("same zero" in text for text in found)
+    assert any("composition: 1 (mean error +" in text for text in of_one)
+
+
 def test_groups_without_a_bias_are_seldom_said_to_be_biased():
     """Many small groups are many tests."""
     rng, structure = np.random.default_rng(0), np.arange(1000)

@@ -305,7 +305,7 @@ def test_the_assessment_is_right_nearly_always(ensemble_std, grade):
         y, raw = ensemble(300, ensemble_std=ensemble_std, n_members=64, seed=seed)
         prediction = Prediction(mean=raw.mean, std=raw.std)
         given = evaluation(300, y=y, prediction=prediction, frames=None)
-        grades.append(assess(given, n_bootstrap=20).grade)
+        grades.append(assess(given, n_bootstrap=100).grade)
     assert grades.count(grade) >= 18
 
 
@@ -346,6 +346,16 @@ def test_the_assessment_cannot_be_fooled():
     for error, grade in ((1.0, "approximate"), (0.0, "calibrated")):
         some = np.arange(1000) < 20
         assert grade_of(np.where(some, error, z), np.where(some, 0.0, 1.0)) == grade
+
+
+def test_calibrated_uncertainties_cover_what_they_should():
+    rng = np.random.default_rng(0)
+    mean, z = rng.normal(size=(2, 5000))
+    prediction = Prediction(mean=mean, std=np.full(5000, 1.08))
+    found = assess(evaluation(5000, y=mean + z, prediction=prediction, frames=None))
+    # The miscalibration area is negligible, but the interval of the coverage excludes 68.3 %.
+    assert found.grade == "approximate"
+    assert "too large by a factor of about 1.0" in found.sentence
 
 
 def test_groups_with_a_bias_of_their_own_are_named():

@@ -184,6 +184,8 @@ _EQUAL, _SUSPICIOUS = 0.01, 30.0
 #: A bias above this fraction of the root mean square is one if the probability of any such bias by
 #: chance is small; from this number of structures on.
 _BIASED, _BY_CHANCE, _FEW = 0.5, 0.01, 5
+#: A bias is the same everywhere if that of no part of the points differs by this fraction of it.
+_CONSTANT, _PARTS = 0.25, 4
 #: Number of groups that are named.
 _NAMED = 5
 
@@ -219,10 +221,21 @@ def check_errors(
         factor = f"{max(ratio, 1 / ratio):.3g} times {size} than the standard deviations"
         found.append(f"Errors are {factor}: are the units of both the same?")
     codes = np.unique(structure, return_inverse=True)[1].reshape(-1)
-    if bias := _bias(residuals, codes):
+    bias = _bias(residuals, codes)
+    if bias:
         text = f"their mean is {bias[0]:+.3g}, {bias[1]:.0%} of their root mean square"
-        found.append(f"Errors are biased: {text}. Subtract it first. (Another zero of energy?)")
-        return found
+        quarter = np.argsort(np.argsort(std, kind="stable")) * _PARTS // len(std)
+        partitions = [quarter, *((kinds or {}).values())]
+        if all(_is_constant(bias[0], residuals, codes, labels) for labels in partitions):
+            return [
+                *found,
+                f"Errors are biased: {text}, and they have the same mean everywhere. Subtract it "
+                "first. (Do reference values and predictions have the same zero?)",
+            ]
+        found.append(
+            f"Errors are biased: {text}, but the bias is not the same everywhere. No uncertainty "
+            "accounts for a bias."
+        )
     seen: list[Any] = []
     for kind, labels in (kinds or {}).items():
         names, which = np.unique(labels, return_inverse=True)
@@ -232,33 +245,51 @@ def check_errors(
         seen.append(which)
         biased = {}
         for i, name in enumerate(names):
-            if bias := _bias(residuals[which == i], codes[which == i], n_tests=len(names)):
-                biased[str(name)] = bias
+            if of_part := _bias(residuals[which == i], codes[which == i], n_tests=len(names)):
+                biased[str(name)] = of_part
         worst = sorted(biased, key=lambda name: -abs(biased[name][0]))
         if worst:
             shown = ", ".join(f"{n} (mean error {biased[n][0]:+.3g})" for n in worst[:_NAMED])
             more = f" and {len(worst) - _NAMED} more" if len(worst) > _NAMED else ""
-            found.append(
-                f"Errors are biased by {kind}: {shown}{more}. No uncertainty accounts for a bias."
-            )
+            text = f"Errors are biased by {kind}: {shown}{more}."
+            found.append(text if bias else f"{text} No uncertainty accounts for a bias.")
     return found
+
+
+def _is_constant(bias: float, z: Float64Array, codes: IntArray, labels: Any) -> bool:
+    """Return whether the mean error of each part of the points is the bias, up to chance."""
+    names, which = np.unique(labels, return_inverse=True)
+    for i in range(len(names)):
+        part = which.reshape(-1) == i
+        mean, by_chance = _mean_error(z[part], codes[part], len(names))
+        if abs(mean - bias) > max(_CONSTANT * abs(bias), by_chance):
+            return False
+    return True
 
 
 def _bias(z: Float64Array, codes: IntArray, n_tests: int = 1) -> tuple[float, float] | tuple[()]:
     """Return mean, and mean over root mean square, of errors that are biased; else nothing.
 
-    A two-sided t test of the mean, with a level that is divided by the number of tests.
+    A two-sided t test of the mean.
     """
-    n_groups = len(np.unique(codes))
-    if n_groups < _FEW:
-        return ()
-    mean, rms = float(np.mean(z)), root_mean_square(z)
-    sums = np.bincount(codes, z - mean)
-    error = float(np.sqrt(np.sum(sums**2) * n_groups / (n_groups - 1))) / len(z)
-    significant = float(stdtrit(n_groups - 1, 1 - 0.5 * _BY_CHANCE / n_tests))
-    if abs(mean) <= max(_BIASED * rms, significant * error):
+    mean, by_chance = _mean_error(z, codes, n_tests)
+    rms = root_mean_square(z)
+    if abs(mean) <= max(_BIASED * rms, by_chance):
         return ()
     return mean, abs(mean) / rms
+
+
+def _mean_error(z: Float64Array, codes: IntArray, n_tests: int) -> tuple[float, float]:
+    """Return the mean of errors, and how far it may be off by chance; ∞ for few structures.
+
+    With a probability that is divided by the number of tests.
+    """
+    mean, n_groups = float(np.mean(z)), len(np.unique(codes))
+    if n_groups < _FEW:
+        return mean, np.inf
+    sums = np.bincount(codes, z - mean)
+    error = float(np.sqrt(np.sum(sums**2) * n_groups / (n_groups - 1))) / len(z)
+    return mean, error * float(stdtrit(n_groups - 1, 1 - 0.5 * _BY_CHANCE / n_tests))
 
 
 def kinds_of(

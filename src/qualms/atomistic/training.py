@@ -62,7 +62,13 @@ from qualms.calibration.fitting import (
     out_of_bag_points,
 )
 from qualms.calibration.groups import fit_grouped
-from qualms.calibration.methods import MULTIPLICITY, NoCalibration, component_share
+from qualms.calibration.methods import (
+    INDEPENDENT_COMPONENTS,
+    ISOTROPIES,
+    MULTIPLICITY,
+    NoCalibration,
+    component_share,
+)
 from qualms.calibration.sources import MIN_POINTS, with_enough_points
 from qualms.errors import (
     CalibrationError,
@@ -133,10 +139,6 @@ _ROUNDING, _TINY = 1e-10, 1e-12
 #: warning is needed. Errors within a structure are correlated. The factor of energies is as good
 #: for forces as one from fewer than ten structures; for stresses it is often too small by half.
 _ENOUGH, _WELL = {"forces": 10, "stress": 3}, 10
-#: Independent components of a force or stress: fewer than there are, since they are correlated.
-_N_COMPONENTS = 2.0
-#: Shares of a sphere that are tried in the covariance of the members of a vector.
-_ISOTROPIES = (0.0, 0.25, 0.5, 0.75, 1.0)
 #: Points that are enough for factors of species, and a difference of these that is none.
 _ENOUGH_POINTS, _EQUAL = 10_000, 1e-3
 #: Parameter of the noise variance of each quantity.
@@ -1350,14 +1352,14 @@ def _components(
     n_components = 6 if np.any(quantity.multiplicity > 1) else 3
     m = quantity.multiplicity[rows][used] / MULTIPLICITY[n_components].mean()
     fits = []
-    for isotropy in _ISOTROPIES if settings.calibration != "none" else (0.0,):
+    for isotropy in ISOTROPIES if settings.calibration != "none" else (0.0,):
         share = component_share(data.ensemble_std, r, isotropy, m)
         scaled = replace(
             data,
             residuals=data.residuals / share,
             ensemble_std=r,
             posterior_std=p,
-            n_components=_N_COMPONENTS,
+            n_components=INDEPENDENT_COMPONENTS,
             divided_by=share,
         )
         likelihood = fit_out_of_bag(scaled, settings.calibration).log_likelihood

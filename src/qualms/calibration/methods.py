@@ -298,14 +298,18 @@ def _inverse_trigamma(value: float) -> float:
 
 # Vectors and tensors: what is found does not depend on how they are turned.
 #: How often components are in a vector (x, y, z), and in a symmetric tensor (xx, yy, zz, yz, xz,
-#: xy), by how many there are.
-MULTIPLICITY = {3: np.ones(3), 6: np.array([1.0, 1.0, 1.0, 2.0, 2.0, 2.0])}
+#: xy) or any other (xx, xy, xz, …), by how many there are.
+MULTIPLICITY = {3: np.ones(3), 6: np.array([1.0, 1.0, 1.0, 2.0, 2.0, 2.0]), 9: np.ones(9)}
+#: Independent components of a vector or tensor: fewer than there are, since they are correlated.
+INDEPENDENT_COMPONENTS = 2
+#: Shares of a sphere that are tried in the covariance of the members of a vector.
+ISOTROPIES = (0.0, 0.25, 0.5, 0.75, 1.0)
 #: κ, the share of its variance below which the members of a vector agree in a direction.
 _SYMMETRIC = 0.01
 
 
 def vector_std(ensemble_std: FloatArray) -> Float64Array:
-    """Return the standard deviation r (…) of vectors or tensors, given components (…, 3 or 6)."""
+    """Return the standard deviation r (…) of vectors or tensors, of components (…, 3, 6 or 9)."""
     w = MULTIPLICITY[ensemble_std.shape[-1]]
     return np.asarray(np.sqrt(np.asarray(ensemble_std, dtype=np.float64) ** 2 @ (w / w.sum())))
 

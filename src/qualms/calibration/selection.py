@@ -279,7 +279,7 @@ def cross_validate(
             for left_out, part in zip(folds, parts[method], strict=True):
                 some = data.some(left_out)
                 std = part.std_of(some, kinds[left_out])
-                density[left_out] = gaussian_log_density(some.residuals, std)
+                density[left_out] = gaussian_log_density(some.residuals, std) - np.log(some.scale)
             densities[method] = density
         except CalibrationError as error:
             failures[method] = str(error)

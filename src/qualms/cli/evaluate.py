@@ -103,16 +103,20 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 @with_options
 def evaluate(files: Files, quiet: Quiet = False, as_json: Json = False, **options: Any) -> None:
     """Run ``qualms evaluate``."""
+    from qualms.report.assessment import assess
     from qualms.report.tables import score_records, score_table
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
     found = evaluate_files(files, terminal, **options)
-    tables, documents, remarks = [], {}, [*found.remarks]
+    documents, remarks = {}, [*found.remarks]
+    parts: list[Any] = []
     for name, one in found.evaluations.items():
         remarks += [f"{one.target}: {warning}" for warning in one.checked()]
         points = "points" if one.component is None else "components"
         title = f"{one.target}: {len(one)} {points} of {counted(one.n_structures, 'structure')}"
-        tables.append(score_table(one.scores, units=one.units, title=title))
+        assessment = assess(one)
+        parts.append(score_table(one.scores, units=one.units, title=title))
+        parts.append(f"{one.target}: {assessment.sentence}")
         documents[name] = {
             "key": one.target,
             "units": one.units,
@@ -122,6 +126,7 @@ def evaluate(files: Files, quiet: Quiet = False, as_json: Json = False, **option
             "n_unknown_species": one.n_unknown,
             "n_extrapolating": one.n_extrapolating,
             "validation": one.validation,
+            "assessment": assessment.document(),
             "scores": score_records(one.scores),
         }
     main: dict[str, Any] = documents.pop(next(iter(documents)))
@@ -134,7 +139,7 @@ def evaluate(files: Files, quiet: Quiet = False, as_json: Json = False, **option
             f"Predictions have the share λ = {document['centre']:.2f} of the ensemble mean; the "
             "rest is the full model.",
         )
-    terminal.result(*tables, *notes, *remarks, document=document)
+    terminal.result(*parts, *notes, *remarks, document=document)
 
 
 class Evaluated(NamedTuple):
@@ -257,8 +262,7 @@ def _evaluate_predictions(
     remarks = [*ensemble.remarks, *left_out, *found.remarks()]
     if calibration is not None and document is not None:
         document.check_kind(points)
-        count = None if points.members is None else points.count
-        other = Prediction(mean=points.mean, std=document.std(points.std, count, points.labels))
+        other = Prediction(mean=points.mean, std=document.std_of(points))
         calibrated = evaluate_ensemble(points, other, **options)
         name = f"{calibration.name} ({document.method})"
         scores[name] = score(calibrated.y, calibrated.prediction)

@@ -136,6 +136,7 @@ def train(
     from qualms.io.files import check_not_input, check_output, written_together
     from qualms.io.predictions import check_name
     from qualms.progress import Stages
+    from qualms.report.assessment import assess
     from qualms.report.tables import score_table
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
@@ -188,14 +189,16 @@ def train(
             )
             for remark in remarks_about(model, found):
                 terminal.info(remark)
-    tables = [
-        score_table(one.scores, units=one.units, title=f"Validation: {one.target}")
-        for one in found.values()
-    ]
     document = summary_document(model, found)
+    parts: list[Any] = []
+    for quantity, one in found.items():
+        assessment = assess(one)
+        document[f"{quantity}_assessment"] = assessment.document()
+        parts += [score_table(one.scores, units=one.units, title=f"Validation: {one.target}")]
+        parts += [f"{one.target}: {assessment.sentence}", *assessment.details]
     if found:
         _write_summary(summary, document, force=True)
-    terminal.result(model.summary(), *tables, document=document)
+    terminal.result(model.summary(), *parts, document=document)
     terminal.info(f"Wrote {output} and {summary}.")
 
 

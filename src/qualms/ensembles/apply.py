@@ -97,8 +97,7 @@ def apply_calibration(
     )
     document.check_kind(ensemble)
     remarks = [*ensemble.remarks, *_checks(document, ensemble)]
-    count = None if ensemble.members is None else ensemble.count
-    std = document.std(ensemble.std, count, ensemble.labels)
+    std = document.std_of(ensemble)
     aside = _references(source, ensemble)
     if aside:
         kept = ", ".join(f"{key} as REF_{key}" for key in sorted(aside))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -11,8 +12,9 @@ from ase import Atoms
 
 from qualms.arrays import Float64Array, IntArray
 from qualms.calibration.base import Calibration, CalibrationData
-from qualms.calibration.fitting import METHODS, N_PARAMETERS
+from qualms.calibration.fitting import METHODS, N_PARAMETERS, fit_calibration
 from qualms.calibration.groups import GroupedCalibration
+from qualms.calibration.methods import ISOTROPIES
 from qualms.calibration.selection import (
     FEW,
     Candidate,
@@ -55,16 +57,18 @@ _SHIFTED = 10.0
 class Calibrated:
     """A calibration and its assessment.
 
-    `ensemble` and `data` are the n points that it is fitted to. `std` (n,) are cross-validated
-    standard deviations: each is by a calibration that was fitted to other points. `before` and
-    `after` are scores of the ensemble standard deviations and of `std`. `comparison` is the
-    cross-validation of all methods, `reason` why this one was chosen, and `remarks` are warnings
-    for the user.
+    `ensemble` and `data` are the n points that it is fitted to; for vectors, `data` has standard
+    deviations of whole vectors with this `isotropy`, unless it is None. `std` (n,) are
+    cross-validated standard deviations: each is by a calibration that was fitted to other points.
+    `before` and `after` are scores of the ensemble standard deviations and of `std`. `comparison`
+    is the cross-validation of all methods, `reason` why this one was chosen, and `remarks` are
+    warnings for the user.
     """
 
     ensemble: Ensemble
     data: CalibrationData
     calibration: Calibration
+    isotropy: float | None
     grouped: GroupedCalibration | None
     intervals: ConfidenceIntervals
     comparison: Comparison
@@ -77,7 +81,7 @@ class Calibrated:
     @property
     def prediction(self) -> Prediction:
         """The points with cross-validated standard deviations, and before calibration."""
-        raw = Prediction(mean=self.ensemble.mean, std=self.data.ensemble_std)
+        raw = Prediction(mean=self.ensemble.mean, std=self.ensemble.std)
         return Prediction(mean=self.ensemble.mean, std=self.std, uncalibrated=raw)
 
 
@@ -114,8 +118,7 @@ def calibrate_ensemble(
         remedy = "" if ensemble.members is not None else "The other methods need members."
         raise InputError("method", repr(method), f"one of auto, {', '.join(methods)}", remedy)
     points, left_out = usable_points(ensemble)
-    data = CalibrationData(points.y - points.mean, points.std, points.count, np.ones(len(points)))
-    if not np.any(data.residuals):
+    if np.array_equal(points.y, points.mean):
         raise CalibrationError("The reference values equal the predictions: all errors are zero.")
     clusters, labels = _clusters(points), points.labels
     if len(points) <= N_PARAMETERS.get(method, 0):
@@ -123,6 +126,8 @@ def calibrate_ensemble(
             f"{len(points)} points are too few for method='{method}' with {N_PARAMETERS[method]} "
             "parameters. Use more points, or method='linear'."
         )
+    isotropy = _isotropy(points, method)
+    data = _data(points, isotropy)
     if method == "auto":
         methods = candidate_methods(data, int(clusters.max()) + 1)
     comparison = cross_validate(
@@ -146,21 +151,42 @@ def calibrate_ensemble(
     intervals = confidence_intervals(calibration, common, level=level, groups=clusters)
     std, kinds = np.empty(len(points)), np.full(len(points), "") if labels is None else labels
     for out, fitted in zip(comparison.folds, comparison.fold_calibrations[chosen], strict=True):
-        std[out] = fitted.std_of(data.some(out), kinds[out])
-    checks = _checks(points, data, calibration.method, std, int(clusters.max()) + 1)
+        std[out] = fitted.std_of(data.some(out), kinds[out]) * data.scale[out]
+    checks = _checks(points, calibration.method, std, int(clusters.max()) + 1)
     return Calibrated(
         ensemble=points,
         data=data,
         calibration=calibration,
+        isotropy=isotropy,
         grouped=candidate.grouped,
         intervals=intervals,
         comparison=comparison,
         std=std,
-        before=score_arrays(points.y, points.mean, data.ensemble_std),
+        before=score_arrays(points.y, points.mean, points.std),
         after=score_arrays(points.y, points.mean, std),
         reason=_reason(comparison, candidate, asked=method != "auto"),
         remarks=(*ensemble.remarks, *left_out, *_check_data(points, frames), *checks),
     )
+
+
+def _data(points: Ensemble, isotropy: float | None) -> CalibrationData:
+    """Return errors and standard deviations of points, of whole vectors with an isotropy."""
+    std, count, share = points.pooled(isotropy)
+    z = (points.y - points.mean) / share
+    return CalibrationData(z, std, count, np.ones(len(points)), divided_by=share)
+
+
+def _isotropy(points: Ensemble, method: str) -> float | None:
+    """Return the isotropy of vectors with the highest likelihood; None if they are not pooled."""
+    if points.vector_std is None or method == "none":
+        return None
+    if method == "auto":
+        method = "linear" if points.members is None or points.count.min() < 3 else "student"
+    fits: dict[float | None, float] = {}
+    for isotropy in (None, *ISOTROPIES[1:]):
+        with suppress(CalibrationError):
+            fits[isotropy] = fit_calibration(_data(points, isotropy), method).log_likelihood
+    return max(fits, key=lambda isotropy: fits[isotropy], default=None)
 
 
 def evaluate_ensemble(
@@ -265,20 +291,20 @@ def _reason(comparison: Comparison, chosen: Candidate, *, asked: bool) -> str:
 
 
 def _checks(
-    ensemble: Ensemble, data: CalibrationData, method: str, std: Float64Array, n_independent: int
+    ensemble: Ensemble, method: str, std: Float64Array, n_independent: int
 ) -> Iterator[str]:
     """Yield warnings; `std` is cross-validated."""
     if n_independent < FEW:
         yield f"Only {n_independent} independent points. Calibrate on more points."
     better = {"linear": "student", "power": "shrinkage"}.get(method)
-    c = int(np.median(data.n_members))
+    c = int(np.median(ensemble.count))
     if ensemble.members is not None and better is not None and c < _FEW_MEMBERS:
         yield (
             f"'{method}' neglects the sampling error of the standard deviation of {c} members, "
             f"and its parameters are biased. Consider '{better}'."
         )
-    yield from _outliers(ensemble, data, std)
-    yield from _uncorrelated(data, n_independent)
+    yield from _outliers(ensemble, std)
+    yield from _uncorrelated(ensemble, n_independent)
 
 
 def _check_data(ensemble: Ensemble, frames: Frames | None) -> list[str]:
@@ -330,9 +356,10 @@ def _members(ensemble: Ensemble) -> Iterator[str]:
         )
 
 
-def _outliers(ensemble: Ensemble, data: CalibrationData, std: Float64Array) -> Iterator[str]:
+def _outliers(ensemble: Ensemble, std: Float64Array) -> Iterator[str]:
     """Name points with errors far beyond their standard deviation, such as wrong labels."""
-    far = outlying_points(data.residuals, std).tolist()
+    errors = np.abs(ensemble.y - ensemble.mean)
+    far = outlying_points(errors, std).tolist()
     if not far:
         return
     places = []
@@ -340,7 +367,7 @@ def _outliers(ensemble: Ensemble, data: CalibrationData, std: Float64Array) -> I
         place = f"structure {ensemble.structure[i]}"
         place += f", atom {ensemble.atom[i]}" if ensemble.per_atom else ""
         place += "" if ensemble.component is None else f", component {ensemble.component[i]}"
-        places.append(f"{place} ({abs(data.residuals[i]) / std[i]:.3g} σ)")
+        places.append(f"{place} ({errors[i] / std[i]:.3g} σ)")
     more = ", …" if len(far) > _NAMED else ""
     yield (
         f"{len(far)} of {ensemble.counted()} may have wrong reference values: "
@@ -348,7 +375,7 @@ def _outliers(ensemble: Ensemble, data: CalibrationData, std: Float64Array) -> I
     )
 
 
-def _uncorrelated(data: CalibrationData, n_independent: int) -> Iterator[str]:
+def _uncorrelated(ensemble: Ensemble, n_independent: int) -> Iterator[str]:
     """Check whether the ensemble standard deviation is correlated with the size of errors.
 
     The inverse hyperbolic tangent of a rank correlation has a standard error of about 1.03/√(n − 3)
@@ -356,7 +383,7 @@ def _uncorrelated(data: CalibrationData, n_independent: int) -> Iterator[str]:
     """
     if n_independent < 5:
         return
-    rank = spearman(data.residuals, data.ensemble_std)
+    rank = spearman(ensemble.y - ensemble.mean, ensemble.std)
     half = 1.96 * 1.03 / np.sqrt(n_independent - 3)
     low, high = np.tanh(np.arctanh(np.clip(rank, -0.999, 0.999)) + np.array([-half, half]))
     found = f"rank correlation {rank:.2f}, between {low:.2f} and {high:.2f}".replace("-", "−")

@@ -19,7 +19,7 @@ from qualms.ensembles.io import Ensemble
 from qualms.errors import InputError, QualmsError
 from qualms.io.files import atomic_output
 
-VERSION = 1
+VERSION = 2
 #: Bytes of the largest file.
 _LARGEST_FILE = 10_000_000
 #: JSON has no NaN or infinity; bounds reject numbers whose squares would overflow.
@@ -33,7 +33,8 @@ class CalibrationDocument(BaseModel):
     """Content of a calibration file.
 
     ``docs/file-formats.md`` describes the fields. `std_range` is the range of most ensemble
-    standard deviations. `order` is None for scalars, and `n_members` if there are no members.
+    standard deviations. `isotropy` is that of vectors, if σ is a function of the standard deviation
+    of whole vectors. `order` is None for scalars, and `n_members` if there are no members.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -49,6 +50,7 @@ class CalibrationDocument(BaseModel):
     std_range: tuple[_Positive, _Positive]
     method: _Text
     parameters: dict[str, _Count | _Finite]
+    isotropy: Annotated[float, Field(ge=0, le=1)] | None = None
     by: _Text | None = None
     groups: dict[str, GroupFactor] = {}
     out_of_bag: bool
@@ -82,6 +84,12 @@ class CalibrationDocument(BaseModel):
             given = f"made for {self.kind}s, {self.n_components} per row"
             expected = f"one for {ensemble.kind}s, {ensemble.n_components} per row"
             raise InputError("calibration", given, expected)
+
+    def std_of(self, ensemble: Ensemble) -> Float64Array:
+        """Return calibrated standard deviations of all points of an ensemble (n,)."""
+        std, count, share = ensemble.pooled(self.isotropy)
+        n_members = None if ensemble.members is None else count
+        return share * self.std(std, n_members, ensemble.labels)
 
     def std(
         self,
@@ -125,9 +133,10 @@ def make_document(
         order=ensemble.order,
         n_members=ensemble.n_members,
         units=units,
-        std_range=tuple(np.quantile(calibrated.data.ensemble_std, [0.01, 0.99]).tolist()),
+        std_range=tuple(np.quantile(calibrated.ensemble.std, [0.01, 0.99]).tolist()),
         method=calibration.method,
         parameters=calibration.parameters(),
+        isotropy=calibrated.isotropy,
         by=by,
         groups={} if grouped is None else dict(grouped.groups),
         out_of_bag=ensemble.absent is not None,

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from ase import Atoms
@@ -19,6 +19,12 @@ from ase.stress import voigt_6_to_full_3x3_stress
 from qualms.arrays import BoolArray, Float64Array, IntArray, StrArray
 from qualms.atomistic.structures import read_frames
 from qualms.calibration.base import rounding_of
+from qualms.calibration.methods import (
+    INDEPENDENT_COMPONENTS,
+    MULTIPLICITY,
+    component_share,
+    vector_std,
+)
 from qualms.errors import InputError, counted
 from qualms.gp.ensemble import MIN_ABSENT, ensemble_mean_std, out_of_bag_prediction
 from qualms.io.files import atomic_output
@@ -36,6 +42,14 @@ COMPONENTS: dict[int, tuple[str, ...]] = {
 }
 
 
+class Pooled(NamedTuple):
+    """What a calibration of n points is applied to: σ is `share` times that of `std`."""
+
+    std: Float64Array  #: (n,): standard deviations, of whole vectors if they are pooled
+    n_members: IntArray  #: (n,): numbers of members whose standard deviations are as accurate
+    share: Float64Array  #: (n,)
+
+
 @dataclass(frozen=True)
 class Ensemble:
     """Predictions of n points: structures, atoms, or components of vectors and tensors.
@@ -49,6 +63,8 @@ class Ensemble:
         Mean, standard deviation (ddof = 1) and number of the members with a finite prediction, of
         the out-of-bag members if there are flags; NaN where these are too few. Without members,
         the stored values, and 2.
+    vector_std : (n,) array, optional
+        Root mean square of `std` over the components of the vector, or tensor, of each point.
     members, absent : (n, N_R) arrays, optional
         Predictions, NaN where a member has none, and whether the point is out-of-bag for it.
     y : (n,) array
@@ -77,6 +93,7 @@ class Ensemble:
     mean: Float64Array
     std: Float64Array
     count: IntArray
+    vector_std: Float64Array | None
     members: Float64Array | None
     absent: BoolArray | None
     y: Float64Array
@@ -123,9 +140,28 @@ class Ensemble:
         some: dict[str, Any] = {name: array[chosen] for name, array in arrays.items()}
         return replace(self, **some)
 
+    def pooled(self, isotropy: float | None) -> Pooled:
+        """Return standard deviations of whole vectors; those of the points themselves for None.
+
+        The isotropy is that of `qualms.calibration.methods.component_share`. A vector has more
+        degrees of freedom than a component, as if there were more members. Components on which all
+        members agree, because of symmetry, have no share.
+        """
+        if isotropy is None or self.vector_std is None or self.component is None:
+            return Pooled(self.std, self.count, np.ones(len(self)))
+        m = MULTIPLICITY[self.n_components]
+        share = component_share(
+            self.std, self.vector_std, isotropy, m[self.component] / m.mean()
+        ) * (self.std > 0)
+        count = self.count
+        if self.members is not None:
+            count = 1 + INDEPENDENT_COMPONENTS * (count - 1)
+        return Pooled(self.vector_std, count, share)
+
     def unusable(self) -> dict[str, BoolArray]:
         """Return, by reason, which points have no mean and standard deviation."""
-        known = np.isfinite(self.mean + self.std)
+        whole = self.std if self.vector_std is None else self.vector_std
+        known = np.isfinite(self.mean + self.std + whole)
         if self.members is None:
             return {"with NaN or infinite predictions": ~known}
         which = "" if self.absent is None else "out-of-bag "
@@ -238,6 +274,7 @@ def read_ensemble(
         mean=centre,
         std=width,
         count=count,
+        vector_std=np.repeat(vector_std(width.reshape(n, k)), k) if k in MULTIPLICITY else None,
         members=values,
         absent=flags,
         y=y.reshape(-1),

@@ -89,18 +89,19 @@ def assess(evaluation: Evaluation, *, n_bootstrap: int = 200, seed: int = 0) -> 
 
     Without the part that is due to chance, it is below 0.03 for "calibrated" uncertainties (or
     within the limit of chance, if there are enough points to notice 0.1), and for "wrong" ones it
-    exceeds 0.1 by more than chance. All others are "approximate". Warnings about the data and
-    outliers exclude "calibrated".
+    exceeds 0.1 by more than chance. All others are "approximate". Warnings about the data, outliers
+    and a coverage of ±σ whose confidence interval excludes 68.3 % exclude "calibrated". Points with
+    σ = 0 are left out.
 
     Parameters
     ----------
     evaluation : Evaluation
-        With all σ > 0.
     n_bootstrap : int
         Number of bootstrap samples of the structures.
     seed : int
         Of the bootstrap of the scores.
     """
+    evaluation, _ = with_uncertainty(evaluation)
     prediction, raw = evaluation.prediction, evaluation.prediction.uncalibrated
     compared = {"as predicted": prediction}
     if raw is not prediction:
@@ -138,25 +139,32 @@ def _lead(
 ) -> tuple[Grade, str]:
     """Return the grade, and the beginning of the sentence."""
     if area.area > area.limit and area.excess - (area.limit - area.by_chance) > _LARGE:
-        lead = "The uncertainties are not calibrated"
-        low, high = one.factor_interval or (0.0, np.inf)
-        if low > 1.0:
-            lead += f" (too small by a factor of about {_factors(one.factor, low, high)})"
-        if high < 1.0:
-            inverse = (1.0 / max(f, 1e-9) for f in (one.factor, high, low))
-            lead += f" (too large by a factor of about {_factors(*inverse)})"
-        return "wrong", lead
+        return "wrong", f"The uncertainties are not calibrated{_too_small_or_large(one)}"
     if area.limit > _LARGE and area.area <= area.limit:
         few = counted(n_structures, "structure")
         return "approximate", f"{few} are too few to determine whether uncertainties are calibrated"
-    if area.excess <= _NEGLIGIBLE or area.area <= area.limit:
+    low, high = one.within_interval or (0.0, 1.0)
+    covered = low <= EXPECTED_WITHIN <= high
+    if covered and (area.excess <= _NEGLIGIBLE or area.area <= area.limit):
         if warned:
             return (
                 "approximate",
                 "The coverage is right, but the data may be wrong (see the warnings)",
             )
         return "calibrated", "The uncertainties are calibrated"
-    return "approximate", "The uncertainties are approximately calibrated"
+    off = "" if covered else _too_small_or_large(one)
+    return "approximate", f"The uncertainties are approximately calibrated{off}"
+
+
+def _too_small_or_large(one: OneSigma) -> str:
+    """Return the factor by which σ is wrong, if that is more than chance."""
+    low, high = one.factor_interval or (0.0, np.inf)
+    if low > 1.0:
+        return f" (too small by a factor of about {_factors(one.factor, low, high)})"
+    if high < 1.0:
+        inverse = (1.0 / max(f, 1e-9) for f in (one.factor, high, low))
+        return f" (too large by a factor of about {_factors(*inverse)})"
+    return ""
 
 
 def _factors(factor: float, low: float, high: float) -> str:
