@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from qualms.errors import InputError
+from qualms.errors import InputError, counted
 
 #: Any floating-point array: features and kernels may be float32 to save time and memory.
 FloatArray = NDArray[np.floating[Any]]
@@ -26,7 +26,8 @@ def check_integer(parameter: str, value: object, lowest: int, what: str = "") ->
     """Return an integer that is at least `lowest`; floats and booleans are rejected."""
     whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not whole or int(value) < lowest:  # type: ignore[call-overload]
-        raise InputError(parameter, repr(value), what or f"an integer ≥ {lowest}")
+        right = what or f"an integer ≥ {lowest}"
+        raise InputError(f"`{parameter}` is {value!r}; use {right}.", parameter=parameter)
     return int(value)  # type: ignore[call-overload, no-any-return]
 
 
@@ -35,7 +36,8 @@ def check_number(parameter: str, value: object, lowest: float, *, strict: bool =
     number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
     if not number or not np.isfinite(value) or value < lowest or (strict and value == lowest):  # type: ignore[call-overload, operator]
         sign = ">" if strict else "≥"
-        raise InputError(parameter, repr(value), f"a finite number {sign} {lowest:g}")
+        right = f"a finite number {sign} {lowest:g}"
+        raise InputError(f"`{parameter}` is {value!r}; use {right}.", parameter=parameter)
     return float(value)  # type: ignore[arg-type]
 
 
@@ -48,7 +50,10 @@ def as_targets(y: FloatArray, n: int) -> Float64Array:
     """Return y (n,) or (n, T) as finite float64 of shape (n, T)."""
     Y = check_points("y", y)
     if Y.ndim not in (1, 2) or len(Y) != n:
-        raise InputError("y", f"shape {Y.shape}", f"({n},) or ({n}, n_outputs)")
+        raise InputError(
+            f"`y` has the shape {Y.shape}; for {n} points it is ({n},) or ({n}, n_outputs).",
+            parameter="y",
+        )
     return Y[:, None] if Y.ndim == 1 else Y
 
 
@@ -59,7 +64,9 @@ def check_sample_weight(sample_weight: FloatArray | None, n: int) -> Float64Arra
     w = check_points("sample_weight", sample_weight, (n,))
     if np.any(w <= 0):
         raise InputError(
-            "sample_weight", f"minimum {w.min():.3g}", "weights > 0", "Leave some out."
+            f"`sample_weight` goes down to {w.min():.3g}, but weights must be positive. Leave out "
+            "the points that shall not count.",
+            parameter="sample_weight",
         )
     return w
 
@@ -68,7 +75,10 @@ def reject_masked(parameter: str, values: Any) -> None:
     """Reject masked numbers: NumPy and scikit-learn would use what is below the mask."""
     if np.ma.is_masked(values):
         n = int(np.sum(np.ma.getmaskarray(values)))
-        raise InputError(parameter, f"{n} masked values", "numbers", "Drop those points.")
+        raise InputError(
+            f"`{parameter}` has {counted(n, 'masked value')}. Drop those points.",
+            parameter=parameter,
+        )
 
 
 def check_points(
@@ -82,15 +92,26 @@ def check_points(
             raise TypeError
         array = array.astype(np.float64, copy=False)
     except (TypeError, ValueError):
-        raise InputError(parameter, type(values).__name__, "an array of real numbers") from None
+        raise InputError(
+            f"`{parameter}`, of type {type(values).__name__}, is not an array of real numbers.",
+            parameter=parameter,
+        ) from None
     if shape is not None and array.shape != shape:
-        raise InputError(parameter, f"shape {array.shape}", f"shape {shape}, one value per point")
+        raise InputError(
+            f"`{parameter}` has the shape {array.shape} instead of {shape}, one value per point.",
+            parameter=parameter,
+        )
     if array.size == 0:
-        raise InputError(parameter, f"shape {array.shape}", "at least one point")
+        raise InputError(
+            f"`{parameter}` has the shape {array.shape}; it needs at least one point.",
+            parameter=parameter,
+        )
     n_bad = array.size - int(np.count_nonzero(np.isfinite(array)))
     if n_bad:
         raise InputError(
-            parameter, f"{n_bad} NaN or infinite values", "finite numbers", "Drop those points."
+            f"`{parameter}` is NaN or infinite at {n_bad} of {counted(array.size, 'point')}. Drop "
+            "those points.",
+            parameter=parameter,
         )
     return array
 
@@ -106,9 +127,12 @@ def check_std(
     std = check_points(parameter, values, shape)
     n_bad = int(np.count_nonzero(std < 0.0 if allow_zero else std <= 0.0))
     if n_bad:
-        given, sign = f"{n_bad} of {std.size} values are too small", "≥" if allow_zero else ">"
-        remedy = "Drop those points, or check why all members agree on them."
-        raise InputError(parameter, given, f"standard deviations {sign} 0", remedy)
+        raise InputError(
+            f"`{parameter}` is {'negative' if allow_zero else 'zero or negative'} at {n_bad} of "
+            f"{counted(std.size, 'point')}. Drop those points, or check why all members agree on "
+            "them.",
+            parameter=parameter,
+        )
     return std
 
 
@@ -116,7 +140,11 @@ def check_dof(dof: ArrayLike, shape: tuple[int, ...], above: float = 0.0) -> Flo
     """Return degrees of freedom > `above` (2 for a variance), one number or one per point."""
     nu = check_points("dof", dof, None if np.ndim(dof) == 0 else shape)
     if np.any(nu <= above):
-        raise InputError("dof", float(np.min(nu)), f"degrees of freedom > {above:g}")
+        raise InputError(
+            f"The degrees of freedom `dof` go down to {float(np.min(nu)):g}; they must be more "
+            f"than {above:g}.",
+            parameter="dof",
+        )
     return nu
 
 
@@ -125,7 +153,9 @@ def check_members(members: ArrayLike, shape: tuple[int, ...]) -> Float64Array:
     array = check_points("members", members)
     if array.shape[:-1] != shape or array.ndim == 0:
         raise InputError(
-            "members", f"shape {array.shape}", f"shape {shape} plus a last axis for the members"
+            f"`members` has the shape {array.shape}; it needs the shape {shape} of the points and "
+            "a last axis for the members.",
+            parameter="members",
         )
     return array.reshape(-1, array.shape[-1])
 

@@ -28,7 +28,7 @@ from qualms.arrays import (
     check_points,
     check_std,
 )
-from qualms.errors import InputError
+from qualms.errors import InputError, counted
 
 #: Probability that a Gaussian variable is within one σ.
 EXPECTED_WITHIN = float(erf(np.sqrt(0.5)))
@@ -243,7 +243,9 @@ def interval_score(residuals: ArrayLike, std: ArrayLike, level: float = 0.95) ->
         Probability within (0, 1).
     """
     if not 0.0 < level < 1.0:
-        raise InputError("level", level, "a number within (0, 1)")
+        raise InputError(
+            f"`level` is {level!r}; use a probability between 0 and 1.", parameter="level"
+        )
     z = np.abs(check_points("residuals", residuals))
     return float(np.mean(_interval_scores(z, check_std(std, z.shape, allow_zero=True), level)))
 
@@ -265,8 +267,11 @@ def ence(residuals: ArrayLike, std: ArrayLike, n_bins: int | None = None) -> flo
     bins = binned_errors(residuals, std, n_bins)
     if np.any(bins.rmv == 0.0):
         n_zero = int(np.count_nonzero(np.asarray(std) == 0.0))
-        given = f"0 for {n_zero} points, among them a whole bin"
-        raise InputError("std", given, "standard deviations > 0", "Drop those points.")
+        raise InputError(
+            f"The standard deviation is 0 for {counted(n_zero, 'point')}, among them a whole bin. "
+            "Drop those points.",
+            parameter="std",
+        )
     return float(np.mean(np.abs(bins.rmv - bins.rmse) / bins.rmv))
 
 
@@ -416,7 +421,10 @@ def _terms_of_scores(
     if members is not None:
         x = check_members(members, reference.shape)
         if x.shape[1] < 2:
-            raise InputError("members", "1 member", "at least 2 members")
+            raise InputError(
+                f"`members` has {counted(x.shape[1], 'member')}; at least 2 are needed.",
+                parameter="members",
+            )
         terms["crps_ensemble"] = _ensemble_crps(reference.ravel(), x)
     if factor_95 is not None:
         terms["coverage_95_conformal"] = (distance <= factor_95 * sigma).astype(np.float64)
@@ -477,15 +485,26 @@ def score(
     """
     if prediction is None:
         if mean is None or std is None:
-            raise InputError("prediction", None, "a Prediction, or mean and std")
+            raise InputError(
+                "There is nothing to score. Give a `prediction`, or `mean` and `std`.",
+                parameter="prediction",
+            )
         return score_arrays(y, mean, std)
     if mean is not None or std is not None:
-        raise InputError("mean", "a prediction and mean or std", "one or the other")
+        raise InputError(
+            "Give either a `prediction`, or `mean` and `std`, not both.", parameter="mean"
+        )
     if not hasattr(prediction, "members"):
-        given = type(prediction).__name__
-        raise InputError("prediction", given, "a Prediction", "Or use mean= and std=.")
+        raise InputError(
+            f"`prediction`, of type {type(prediction).__name__}, is not a Prediction. Arrays are "
+            "given as `mean` and `std`.",
+            parameter="prediction",
+        )
     if np.shape(y) != prediction.mean.shape:
-        raise InputError("y", f"shape {np.shape(y)}", f"{prediction.mean.shape}, as predicted")
+        raise InputError(
+            f"`y` has the shape {np.shape(y)}, the prediction {prediction.mean.shape}.",
+            parameter="y",
+        )
     return score_arrays(
         y, prediction.mean, prediction.std, prediction.members, prediction.factor_95
     )
@@ -581,8 +600,11 @@ def calibration_curve(
     """
     expected = np.arange(1, 100) / 100.0 if levels is None else check_points("levels", levels)
     if expected.ndim != 1 or expected.min() <= 0.0 or expected.max() >= 1.0:
-        given = f"shape {expected.shape} from {expected.min():g} to {expected.max():g}"
-        raise InputError("levels", given, "a list of numbers within (0, 1)")
+        raise InputError(
+            f"`levels` has the shape {expected.shape} and values from {expected.min():g} to "
+            f"{expected.max():g}; use a list of probabilities between 0 and 1.",
+            parameter="levels",
+        )
     covered = np.sort(covering_levels(residuals, std, dof))
     observed = np.searchsorted(covered, expected, side="right") / covered.size
     return CalibrationCurve(expected, np.asarray(observed, dtype=np.float64), int(covered.size))
@@ -607,7 +629,10 @@ def binned_errors(residuals: ArrayLike, std: ArrayLike, n_bins: int | None = Non
     if n_bins is None:
         n_bins = int(np.clip(n // 10, 1, 10))
     if not 1 <= n_bins <= n:
-        raise InputError("n_bins", n_bins, f"between 1 and the number of points, {n}")
+        raise InputError(
+            f"`n_bins` is {n_bins!r}; use at least 1 bin and at most one per point, {n}.",
+            parameter="n_bins",
+        )
     order = np.argsort(sigma, kind="stable")
     sigma, z = sigma[order], z.ravel()[order]
     starts = _bin_starts(sigma, n_bins)
@@ -661,11 +686,19 @@ def conditional_error_density(
     center = check_points("mean", mean, reference.shape).ravel()
     sigma = check_std(std, reference.shape, allow_zero=True).ravel()
     if not np.any(sigma > 0.0):
-        raise InputError("std", f"0 for all {sigma.size} points", "standard deviations > 0")
+        raise InputError(
+            f"The standard deviation is 0 at all points, {sigma.size} of them.",
+            parameter="std",
+        )
     if not min_points > 0.0:
-        raise InputError("min_points", min_points, "a number > 0")
+        raise InputError(
+            f"`min_points` is {min_points!r}; use a number > 0.", parameter="min_points"
+        )
     if bandwidth is not None and np.shape(bandwidth) != (2,):
-        raise InputError("bandwidth", bandwidth, "two numbers, along ln σ and along ln ε")
+        raise InputError(
+            f"`bandwidth` is {bandwidth!r}; use two numbers, along ln σ and along ln ε.",
+            parameter="bandwidth",
+        )
     actual = np.abs(reference.ravel() - center)[:, None]
     # Without members, an error of size σ marks the place of each point along ln σ.
     expected = sigma[:, None]
@@ -675,7 +708,11 @@ def conditional_error_density(
     for name, errors in (("y", actual), ("members", expected)):
         used = (errors > 0.0) & (sigma > 0.0)[:, None]
         if not used.any():
-            raise InputError(name, "all equal to mean", "errors other than 0 where std > 0")
+            raise InputError(
+                f"`{name}` equals the mean wherever `std` is positive: there are no errors whose "
+                "density could be estimated.",
+                parameter=name,
+            )
         rows, columns = np.nonzero(used)
         pairs.append(np.log(np.stack([sigma[rows], errors[rows, columns]])))
     margins = [(0.0, 0.0), _GAUSSIAN_RANGE if members is None else (0.0, 0.0)]
@@ -725,8 +762,11 @@ def _density_axis(
         scott = float(np.std(true, ddof=1)) * true.size ** (-1.0 / 6.0) if true.size > 1 else 0.0
         bandwidth = max(scott, _FINEST * span, _SMALLEST_BANDWIDTH)
     elif not (np.isfinite(bandwidth) and bandwidth > 0.2 * _FINEST * span):
-        least = f"more than a thousandth of the range, {0.2 * _FINEST * span:g}"
-        raise InputError("bandwidth", bandwidth, f"a finite number, {least}")
+        raise InputError(
+            f"A `bandwidth` is {bandwidth!r}; use a finite number, more than a thousandth of the "
+            f"range, {0.2 * _FINEST * span:g}.",
+            parameter="bandwidth",
+        )
     width = bandwidth / _BINS_PER_BANDWIDTH
     n_bins = int(np.ceil(span / width)) + 2 * _MARGIN * _BINS_PER_BANDWIDTH
     start = low + 0.5 * span - 0.5 * n_bins * width
@@ -900,10 +940,16 @@ def _resamples(
     """Return the number of groups, and the rows of each resample; none if there is one group."""
     check_integer("n_bootstrap", n_bootstrap, 20)
     if not 0.0 < level < 1.0:
-        raise InputError("level", level, "a number within (0, 1)")
+        raise InputError(
+            f"`level` is {level!r}; use a probability between 0 and 1.", parameter="level"
+        )
     labels = np.arange(len(reference)) if groups is None else np.asarray(groups)
     if labels.shape not in (reference.shape, reference.shape[:1]):
-        raise InputError("groups", f"shape {labels.shape}", f"{reference.shape}, a label per point")
+        raise InputError(
+            f"`groups` has the shape {labels.shape} instead of {reference.shape}, a label per "
+            "point.",
+            parameter="groups",
+        )
     if labels.shape != reference.shape:
         labels = np.repeat(labels, reference[0].size)
     codes = np.unique(labels.ravel(), return_inverse=True)[1].ravel()

@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike
 from scipy.fft import irfft, next_fast_len, rfft
 
 from qualms.arrays import Float64Array, IntArray, check_number, check_points
-from qualms.errors import InputError, QualmsWarning
+from qualms.errors import InputError, QualmsWarning, counted
 from qualms.prediction import Prediction, decimals
 
 __all__ = ["ThermalAverage", "reweight"]
@@ -332,8 +332,11 @@ def reweight(
     """
     potentials = _values("energies", energies)
     if potentials.ndim != 2 or min(potentials.shape) < 2:
-        given = f"shape {potentials.shape}"
-        raise InputError("energies", given, "(n, N_R): at least 2 frames and 2 members")
+        raise InputError(
+            f"`energies` has the shape {potentials.shape}; use (n, N_R), with at least 2 frames "
+            "and 2 members.",
+            parameter="energies",
+        )
     n, n_members = potentials.shape
     beta = 1.0 / _thermal_energy(temperature, kT)
     drove = potentials.mean(axis=1)
@@ -345,7 +348,9 @@ def reweight(
     if values.ndim == 3:
         values, h = _in_pairs(values, h, paired)
     if estimator not in _ESTIMATORS:
-        raise InputError("estimator", repr(estimator), "'cea' or 'direct'")
+        raise InputError(
+            f"There is no `estimator` {estimator!r}; use 'cea' or 'direct'.", parameter="estimator"
+        )
     common = values.mean(axis=2) if values.ndim == 3 else values
     inefficiency = _inefficiency(common, h[:, :n_members])
     length = block_length(n, inefficiency)
@@ -371,14 +376,19 @@ def reweight(
 def _values(name: str, given: Prediction | ArrayLike) -> Float64Array:
     """Return the members of a prediction, or an array as it is."""
     if isinstance(given, Prediction) and given.members is None:
-        raise InputError(name, "a prediction without members", "one with members")
+        raise InputError(
+            f"The prediction `{name}` has no members; reweighting needs them.", parameter=name
+        )
     return check_points(name, given.members if isinstance(given, Prediction) else given)
 
 
 def _thermal_energy(temperature: float | None, kT: float | None) -> float:
     if (temperature is None) == (kT is None):
-        given = "neither" if kT is None else "both"
-        raise InputError("temperature", f"{given} of temperature and kT", "one of them")
+        raise InputError(
+            "Give one of `temperature` and `kT`; there is "
+            f"{'neither of them' if kT is None else 'a value for both'}.",
+            parameter="temperature",
+        )
     if kT is not None:
         return check_number("kT", kT, 0, strict=True)
     return BOLTZMANN * check_number("temperature", temperature, 0, strict=True)
@@ -389,8 +399,11 @@ def _observable(given: Prediction | ArrayLike, n: int) -> tuple[Float64Array, tu
     array = _values("observable", given)
     shape = given.shape if isinstance(given, Prediction) else array.shape
     if not shape or shape[0] != n or len(shape) > 2:
-        expected = f"({n},) or ({n}, T), as many as energies"
-        raise InputError("observable", f"shape {shape}", expected)
+        raise InputError(
+            f"`observable` has the shape {shape}; for the energies of {n} frames it is ({n},) or "
+            f"({n}, T).",
+            parameter="observable",
+        )
     n_observables = int(np.prod(shape[1:]))
     return array.reshape(n, n_observables, *array.shape[len(shape) :]), shape[1:]
 
@@ -403,9 +416,11 @@ def _in_pairs(
     if not paired:
         return np.repeat(values, n_potential, axis=2), np.tile(h, (1, n_observable))
     if n_observable != n_potential:
-        expected = f"{n_potential}, those of the energies"
-        remedy = "Use paired=False for an observable of another model."
-        raise InputError("observable", f"{n_observable} members", expected, remedy)
+        raise InputError(
+            f"`observable` has {counted(n_observable, 'member')}, the energies have {n_potential}. "
+            "Use `paired=False` for an observable of another model.",
+            parameter="observable",
+        )
     return values, h
 
 

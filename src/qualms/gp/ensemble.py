@@ -28,7 +28,7 @@ from qualms.arrays import (
     check_number,
     check_sample_weight,
 )
-from qualms.errors import InputError, NumericalError, QualmsWarning
+from qualms.errors import InputError, NumericalError, QualmsWarning, counted, did_you_mean
 from qualms.gp.linalg import cholesky, cholesky_solve, cholesky_whiten
 from qualms.gp.noise import BlockSums, Replicates, noise_grid, select_joint_noise, select_noise
 from qualms.gp.sparse_gp import (
@@ -51,12 +51,18 @@ def subsample_size(subsample: float, n_train: int) -> int:
     A float is a fraction, rounded to at least one and at most N − 1 samples; an int is n itself.
     """
     if n_train < 2:
-        raise InputError("n_train", n_train, "at least 2 samples to draw subsamples from")
+        raise InputError(
+            f"Subsamples are drawn from at least 2 samples or groups; there is {n_train}.",
+            parameter="n_train",
+        )
     whole = isinstance(subsample, (int, np.integer)) and not isinstance(subsample, bool)
     fraction = isinstance(subsample, (float, np.floating))
     if not ((whole and 1 <= subsample < n_train) or (fraction and 0 < subsample < 1)):
-        expected = f"a fraction between 0 and 1, or a number of samples 1 ≤ n < N = {n_train}"
-        raise InputError("subsample", repr(subsample), expected, "For a bootstrap: replace=True.")
+        raise InputError(
+            f"`subsample` is {subsample!r}; use a fraction between 0 and 1, or a number of samples "
+            f"from 1 to {n_train - 1}. For a bootstrap, use `replace=True`.",
+            parameter="subsample",
+        )
     if fraction:
         return int(np.clip(round(subsample * n_train), 1, n_train - 1))
     if subsample == 1:
@@ -90,11 +96,17 @@ def draw_members(
         near-copies.
     """
     if n_members < 2:
-        raise InputError("n_members", n_members, "at least 2 members, for a standard deviation")
+        raise InputError(
+            f"`n_members` is {n_members}; a standard deviation needs at least 2 members.",
+            parameter="n_members",
+        )
     codes = group_codes(groups, n_train)
     n_groups = int(codes.max()) + 1
     if groups is not None and n_groups < 2:
-        raise InputError("groups", f"{n_groups} distinct label", "at least 2 groups")
+        raise InputError(
+            "All samples are in one group, but subsamples are drawn from at least 2 `groups`.",
+            parameter="groups",
+        )
     if replace:
         draws = [rng.integers(n_groups, size=n_groups) for _ in range(n_members)]
     else:
@@ -110,13 +122,18 @@ def group_codes(groups: Sequence[object] | IntArray | None, n_train: int) -> Int
         return np.arange(n_train)
     labels = np.asarray(groups)
     if labels.shape != (n_train,):
-        given = f"shape {labels.shape}"
-        raise InputError("groups", given, f"one label for each of {n_train} samples")
+        raise InputError(
+            f"`groups` has the shape {labels.shape} instead of ({n_train},), one label for each "
+            "sample.",
+            parameter="groups",
+        )
     try:
         return np.unique(labels, return_inverse=True)[1].reshape(-1).astype(np.intp)
     except TypeError as error:
-        given = f"labels of mixed types ({error})"
-        raise InputError("groups", given, "one type of label") from error
+        raise InputError(
+            f"The labels in `groups` are of several types ({error}). Use one type of label.",
+            parameter="groups",
+        ) from error
 
 
 def ensemble_mean_std(members: FloatArray) -> tuple[Float64Array, Float64Array]:
@@ -125,7 +142,11 @@ def ensemble_mean_std(members: FloatArray) -> tuple[Float64Array, Float64Array]:
     Eq. (4), Musil et al. 2019.
     """
     if members.shape[-1] < 2:
-        raise InputError("members", f"{members.shape[-1]} member", "at least 2 on the last axis")
+        raise InputError(
+            f"`members` has {counted(members.shape[-1], 'member')} on its last axis; a standard "
+            "deviation needs at least 2.",
+            parameter="members",
+        )
     members = np.asarray(members, dtype=np.float64)
     mean = members.mean(axis=-1)
     # np.std would take the mean again, and for few points several times as long.
@@ -191,10 +212,16 @@ def out_of_bag_prediction(
     members = np.asarray(members, dtype=np.float64)
     absent = np.asarray(absent, dtype=bool)
     if absent.shape != (len(members), members.shape[-1]):
-        expected = f"({len(members)}, {members.shape[-1]}), like members"
-        raise InputError("absent", f"shape {absent.shape}", expected)
+        raise InputError(
+            f"`absent` has the shape {absent.shape} instead of that of points and members, "
+            f"{(len(members), members.shape[-1])}.",
+            parameter="absent",
+        )
     if min_absent < 2:
-        raise InputError("min_absent", min_absent, "at least 2, for a standard deviation")
+        raise InputError(
+            f"`min_absent` is {min_absent}; a standard deviation needs at least 2 members.",
+            parameter="min_absent",
+        )
     n_absent = absent.sum(axis=1)
     used = n_absent >= min_absent
     values, mask, c = members[used], absent[used], n_absent[used]
@@ -775,9 +802,18 @@ def solve_members(
     """
     problem = _check(Phi, Y, counts, full, sample_weight)
     if method not in ("auto", *METHODS):
-        raise InputError("method", repr(method), f"one of auto, {', '.join(METHODS)}")
+        choices = ("auto", *METHODS)
+        raise InputError(
+            f"There is no `method` {method!r}; use one of {', '.join(choices)}."
+            f"{did_you_mean(method, choices)}",
+            parameter="method",
+        )
     if method == "complement" and not problem.is_subsample:
-        raise InputError("method", "'complement'", "counts of 0 and 1", "Use method='auto'.")
+        raise InputError(
+            "`method='complement'` is for subsamples, whose `counts` are 0 and 1. Use "
+            "`method='auto'`.",
+            parameter="method",
+        )
     check_number("tolerance", tolerance, 0, strict=True)
     check_integer("max_iterations", max_iterations, 1)
     C, n_present = problem.C, np.count_nonzero(problem.C, axis=1)
@@ -832,29 +868,46 @@ def _check(
 ) -> MemberProblem:
     """Validate the arguments, and bring them into the order of the solvers."""
     if Phi.ndim != 2 or 0 in Phi.shape or Phi.dtype not in (np.float32, np.float64):
-        raise InputError("Phi", f"{Phi.dtype} of shape {Phi.shape}", "float64 or float32 (N, r)")
+        raise InputError(
+            f"`Phi` is an array of {Phi.dtype} and of shape {Phi.shape}; use float64 or float32 of "
+            "shape (N, r).",
+            parameter="Phi",
+        )
     n_train, rank = Phi.shape
     # One matrix-vector product finds NaN and infinities without a temporary of the size of Phi.
     with np.errstate(invalid="ignore", over="ignore"):
         if not np.all(np.isfinite(np.ones(n_train, dtype=Phi.dtype) @ Phi)):
-            raise InputError("Phi", "NaN or infinite values", "finite values")
+            raise InputError("`Phi` has NaN or infinite values.", parameter="Phi")
     weight = check_sample_weight(sample_weight, n_train)
     times = np.asarray(counts, dtype=np.float64)
     if times.ndim != 2 or len(times) != n_train or times.shape[1] < 2:
-        raise InputError("counts", f"shape {times.shape}", f"({n_train}, N_R) with N_R ≥ 2 members")
+        raise InputError(
+            f"`counts` has the shape {times.shape} instead of ({n_train}, N_R) with N_R ≥ 2 "
+            "members.",
+            parameter="counts",
+        )
     if not np.all(np.isfinite(times)) or np.any(times < 0) or not np.all(times.any(axis=0)):
-        expected = "finite multiplicities ≥ 0, and at least one row for each member"
-        raise InputError("counts", "an array", expected)
+        raise InputError(
+            "`counts` must be finite multiplicities ≥ 0, with at least one row for each member.",
+            parameter="counts",
+        )
     n_members = times.shape[1]
     targets = np.asarray(Y, dtype=np.float64)
     targets = targets[:, :, None] if targets.ndim == 2 else targets
     if targets.ndim != 3 or len(targets) != n_train or targets.shape[2] not in (1, n_members):
-        given = f"shape {np.shape(Y)}"
-        raise InputError("Y", given, f"({n_train}, T) or ({n_train}, T, {n_members})")
+        raise InputError(
+            f"`Y` has the shape {np.shape(Y)} instead of ({n_train}, T) or "
+            f"({n_train}, T, {n_members}).",
+            parameter="Y",
+        )
     if not np.all(np.isfinite(targets)):
-        raise InputError("Y", "NaN or infinite values", "finite values")
+        raise InputError("`Y` has NaN or infinite values.", parameter="Y")
     if full.factor.shape != (rank, rank):
-        raise InputError("full", f"factor of shape {full.factor.shape}", f"({rank}, {rank})")
+        raise InputError(
+            f"The factor of `full` has the shape {full.factor.shape} instead of {(rank, rank)}: "
+            "it is the model of other features.",
+            parameter="full",
+        )
     per_member = np.broadcast_to(targets, (*targets.shape[:2], n_members)).transpose(2, 1, 0)
     is_subsample = bool(np.all((times == 0) | (times == 1)))
     C = np.ascontiguousarray((times * weight[:, None]).T)

@@ -16,7 +16,7 @@ from typing import Protocol, cast
 import numpy as np
 
 from qualms.arrays import Float64Array, FloatArray, IntArray, check_integer, check_number
-from qualms.errors import InputError
+from qualms.errors import InputError, counted
 
 #: Rows with the same zeros from which on it pays to leave these zeros out of a product.
 _GROUP = 32
@@ -131,10 +131,9 @@ class PowerKernel:
         lowest = float(dots.min(initial=0.0))
         if not self.clip and lowest < -100 * np.finfo(dots.dtype).eps:  # more than rounding
             raise InputError(
-                "exponent",
-                self.exponent,
-                f"an integer, because some products x·x′ are negative (down to {lowest:.3g})",
-                "Use an integer exponent, or offset=1.",
+                f"Some products x·x′ are negative (down to {lowest:.3g}), which cannot be raised "
+                f"to the power {self.exponent:g}. Use an integer `exponent`, or `offset=1`.",
+                parameter="exponent",
             )
         np.maximum(dots, 0, out=dots)
         return np.power(dots, dots.dtype.type(self.exponent), out=dots)
@@ -285,11 +284,17 @@ class WeightedSumKernel:
     def __post_init__(self) -> None:
         for name, values in (("weights", self.weights), ("columns", self.columns)):
             if values is not None and len(values) != len(self.kernels):
-                expected = f"one for each of {len(self.kernels)} kernels"
-                raise InputError(name, f"{len(values)} values", expected)
+                raise InputError(
+                    f"There are {len(values)} `{name}` for {counted(len(self.kernels), 'kernel')}; "
+                    "give one for each kernel.",
+                    parameter=name,
+                )
         w = np.asarray(self.weights, dtype=float)
         if not np.all(np.isfinite(w)) or np.any(w < 0) or not np.any(w > 0):
-            raise InputError("weights", list(self.weights), "finite values ≥ 0, at least one > 0")
+            raise InputError(
+                f"`weights` is {list(self.weights)}; use finite values ≥ 0, and at least one > 0.",
+                parameter="weights",
+            )
 
     def __call__(self, X: FloatArray, Y: FloatArray, /) -> FloatArray:
         """Return the kernel between the rows of X (n, d) and those of Y (m, d): (n, m)."""
@@ -333,8 +338,10 @@ def sum_over_structures(K: FloatArray, offsets: IntArray, *, average: bool = Fal
     offsets = np.asarray(offsets, dtype=np.intp)
     sizes = np.diff(offsets)
     if not len(sizes) or offsets[0] != 0 or offsets[-1] != len(K) or np.any(sizes < 1):
-        expected = f"increasing integers from 0 to the number of rows, {len(K)}"
-        raise InputError("offsets", offsets, expected)
+        raise InputError(
+            f"`offsets` is {offsets}; it must increase from 0 to the number of rows, {len(K)}.",
+            parameter="offsets",
+        )
     # A sum for each structure: np.add.reduceat along the first axis takes 20 times longer.
     sums = np.empty((len(sizes), K.shape[1]))
     for s, (begin, end) in enumerate(pairwise(offsets)):
@@ -361,8 +368,11 @@ def unit_scale(
     """
     mean_diag = float(np.average(k_diag.astype(np.float64), weights=sample_weight))
     if not (mean_diag > 0 and np.isfinite(mean_diag)):
-        remedy = "Are all features zero, or far too large? Scale them."
-        raise InputError("k_diag", f"mean {mean_diag:.3g}", "a positive finite mean", remedy)
+        raise InputError(
+            f"The mean of the kernel's diagonal is {mean_diag:.3g}, which is not positive and "
+            "finite. Are all features zero, or far too large? Scale them.",
+            parameter="k_diag",
+        )
     return variance / mean_diag
 
 

@@ -10,7 +10,7 @@ import scipy.linalg
 from scipy.linalg import lapack
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
-from qualms.errors import InputError, NumericalError, QualmsWarning
+from qualms.errors import InputError, NumericalError, QualmsWarning, counted
 
 #: Prior variance that is negative beyond rounding, relative to the largest.
 _NEGATIVE = 1e-5
@@ -81,8 +81,11 @@ class Whitening:
         `pivots`. Overwriting it, if it is C-contiguous float64, saves an array of its size.
         """
         if K_XM.shape[1] != self.effective_rank:
-            given = f"{K_XM.shape[1]} columns"
-            raise InputError("K_XM", given, f"one for each of {self.effective_rank} pivots")
+            raise InputError(
+                f"`K_XM` has {counted(K_XM.shape[1], 'column')}; it needs one for each of "
+                f"{counted(self.effective_rank, 'pivot')}.",
+                parameter="K_XM",
+            )
         solved: FloatArray = scipy.linalg.solve_triangular(
             self.factor, K_XM.T, lower=True, overwrite_b=overwrite, check_finite=False
         ).T
@@ -120,9 +123,11 @@ def whiten(K_MM: FloatArray, *, rtol: float | None = None) -> Whitening:
     """
     K_MM = np.array(K_MM, dtype=np.float64, order="F")
     if K_MM.ndim != 2 or K_MM.shape[0] != K_MM.shape[1] or K_MM.size == 0:
-        raise InputError("K_MM", f"shape {K_MM.shape}", "a square matrix")
+        raise InputError(
+            f"`K_MM` has the shape {K_MM.shape}; it must be a square matrix.", parameter="K_MM"
+        )
     if not np.all(np.isfinite(K_MM)):
-        raise InputError("K_MM", "NaN or infinite values", "finite values")
+        raise InputError("`K_MM` has NaN or infinite values.", parameter="K_MM")
     diagonal = np.diag(K_MM).copy()
     largest = float(diagonal.max())
     if not largest > 0:

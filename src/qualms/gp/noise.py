@@ -128,9 +128,14 @@ def select_noise(
     """
     tried = np.asarray(grid, dtype=np.float64)
     if len(tried) < 3 or not np.all(np.isfinite(tried)) or np.any(np.diff(tried, prepend=0) <= 0):
-        raise InputError("grid", tried, "at least 3 increasing noise variances > 0")
+        raise InputError(
+            f"`grid` is {tried}; use at least 3 increasing noise variances > 0.", parameter="grid"
+        )
     if criterion not in ("loo", "evidence"):
-        raise InputError("criterion", repr(criterion), '"loo" or "evidence"')
+        raise InputError(
+            f"There is no `criterion` {criterion!r}; use 'loo' or 'evidence'.",
+            parameter="criterion",
+        )
     Y = as_targets(y, len(Phi))
     root = np.sqrt(check_sample_weight(sample_weight, len(Phi)))[:, None]
     sums = sum_rows(Phi, Y, sample_weight) if sums is None else sums
@@ -551,7 +556,10 @@ def select_joint_noise(
         Sums over all rows, if those given are a sample.
     """
     if criterion not in ("loo", "evidence"):
-        raise InputError("criterion", repr(criterion), '"loo" or "evidence"')
+        raise InputError(
+            f"There is no `criterion` {criterion!r}; use 'loo' or 'evidence'.",
+            parameter="criterion",
+        )
     by_evidence, known, kinds = criterion == "evidence", known or {}, tuple(rows.values())
     root = np.sqrt(weight)
     units = tuple(_usual_square(root[some] * y[some], groups[some]) for some in kinds)

@@ -10,7 +10,7 @@ import numpy as np
 from scipy.linalg import blas, eigh, lapack
 
 from qualms.arrays import Float64Array, FloatArray, IntArray, check_integer
-from qualms.errors import InputError
+from qualms.errors import InputError, counted
 
 #: Rows that are checked, or multiplied, at once.
 ROWS = 2048
@@ -23,18 +23,28 @@ def as_float(X: FloatArray, name: str) -> FloatArray:
         try:
             array = array.astype(np.float64)
         except (TypeError, ValueError) as error:
-            raise InputError(name, f"an array of {array.dtype}", "real numbers") from error
+            raise InputError(
+                f"`{name}` is an array of {array.dtype}, not of real numbers.", parameter=name
+            ) from error
     if array.ndim != 2 or 0 in array.shape:
-        raise InputError(name, f"an array of shape {array.shape}", "a table with rows and columns")
+        raise InputError(
+            f"`{name}` has the shape {array.shape}; it must be a table with rows and columns.",
+            parameter=name,
+        )
     return array
 
 
 def check_counts(name: str, size: int, n: int, start: int = 0) -> None:
     """Reject more picks than rows, and a start that is not a row."""
     if check_integer("n", n, 1) > size:
-        raise InputError("n", n, f"from 1 to the {size} rows of {name}")
+        raise InputError(
+            f"`n` is {n}, but `{name}` has only {counted(size, 'row')}.", parameter="n"
+        )
     if check_integer("start", start, 0) >= size:
-        raise InputError("start", start, f"from 0 to {size - 1}, a row of {name}")
+        raise InputError(
+            f"`start` is {start}; it is a row of `{name}`, from 0 to {size - 1}.",
+            parameter="start",
+        )
 
 
 # Farthest point sampling at the speed of matrix products.
@@ -128,7 +138,10 @@ def farthest_points(
         norms[begin : begin + ROWS] = np.einsum("ij,ij->i", block, block)
     if not (norms < np.finfo(X.dtype).max).all():
         row = int((norms < np.finfo(X.dtype).max).argmin())
-        raise InputError("X", f"a non-finite or overflowing value in row {row}", "finite features")
+        raise InputError(
+            f"Row {row} of `X` has a feature that is NaN, infinite or too large to be squared.",
+            parameter="X",
+        )
     search = _Search(X, n, on_pick)
     ids = np.arange(len(X))
     level = _Level(X, norms, ids, np.full(len(X), np.inf), np.zeros_like(ids))
@@ -333,7 +346,7 @@ def cur_from_kernel(K: FloatArray, n: int) -> IntArray:
     """Pick rows by `cur` in the feature space of a kernel (n_points, n_points): K = Φ Φᵀ."""
     K = as_float(K, "K")
     if K.shape[0] != K.shape[1]:
-        raise InputError("K", f"an array of shape {K.shape}", "a square matrix")
+        raise InputError(f"`K` has the shape {K.shape}; it must be a square matrix.", parameter="K")
     check_counts("K", len(K), n)
     of_float64 = np.finfo(K.dtype).eps / np.finfo(np.float64).eps
     return _pivots(_leading(K.astype(np.float64), n, len(K) * of_float64, "K")[1])
@@ -342,7 +355,7 @@ def cur_from_kernel(K: FloatArray, n: int) -> IntArray:
 def _leading(C: Float64Array, n: int, size: float, name: str) -> tuple[Float64Array, Float64Array]:
     """Return at most n leading eigenvalues and -vectors of C above ε · size · the largest."""
     if not np.isfinite(C).all():
-        raise InputError(name, "NaN, infinite or overflowing values", "finite numbers")
+        raise InputError(f"`{name}` has NaN, infinite or overflowing values.", parameter=name)
     first = max(len(C) - n, 0)
     values, vectors = eigh(C, subset_by_index=(first, len(C) - 1), overwrite_a=True)
     kept = values > np.finfo(np.float64).eps * size * max(values[-1], 0.0)

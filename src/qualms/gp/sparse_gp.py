@@ -76,7 +76,10 @@ def fit_gaussian_process(
     """
     check_noise_variance(noise_variance)
     if K_NN.ndim != 2 or K_NN.shape[0] != K_NN.shape[1] or not np.all(np.isfinite(K_NN)):
-        raise InputError("K_NN", f"shape {K_NN.shape}", "a square matrix of finite values")
+        raise InputError(
+            f"`K_NN`, of shape {K_NN.shape}, must be a square matrix of finite values.",
+            parameter="K_NN",
+        )
     noise = noise_variance / check_sample_weight(sample_weight, len(K_NN))
     factor = cholesky(_add_diagonal(K_NN, noise), what="K_NN + σ²", overwrite=True)
     weights = cholesky_solve(factor, as_targets(y, len(K_NN)))
@@ -220,7 +223,7 @@ def gram_matrix(Phi: FloatArray, sample_weight: FloatArray | None = None) -> Flo
             block = Phi[start : start + _BLOCK] * root[start : start + _BLOCK]
             gram += block.T @ block
     if not np.all(np.isfinite(gram)):
-        raise InputError("Phi", "NaN or infinite values", "finite values")
+        raise InputError("`Phi` has NaN or infinite values.", parameter="Phi")
     return gram
 
 
