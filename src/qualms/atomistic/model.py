@@ -84,6 +84,9 @@ class AtomisticModel:
         self, settings: Settings, threads: int | None, confirmed: Reference | None = None
     ) -> None:
         self.settings = self._given = settings
+        if confirmed is not None:  # training uses the potential that the user gave
+            same = confirmed.model_copy(update={"then": settings.linear_baseline})
+            self._given = settings.model_copy(update={"baseline": same})
         self.threads = default_threads(threads)
         self._fitted: Fitted | None = None
         self._potential: Potential | None = None
@@ -134,6 +137,7 @@ class AtomisticModel:
             )
         structures = structures_of(frames)
         stages = Stages(Bars() if progress is True else progress or None)
+        reference = self.reference  # an error if a file names code that no user confirmed
         in_shards = executor is not None or isinstance(structures, FrameFiles)
         if not isinstance(structures, Sequence):
             structures = list(structures)
@@ -145,7 +149,7 @@ class AtomisticModel:
                     groups,
                     threads=self.threads,
                     stages=stages,
-                    reference=self.reference,
+                    reference=reference,
                     skip_failed=skip_failed,
                 )
             except training.TooLargeError:

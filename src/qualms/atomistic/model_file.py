@@ -1,7 +1,8 @@
 """Model files: one safetensors file with everything that a prediction needs.
 
 The document is validated against a schema, and every tensor against the sizes that the document
-implies, before anything is built. Nothing in the file is ever executed.
+implies, before anything is built. Nothing that the file names is imported, opened or executed here;
+weights that it names are opened later if `qualms.features.weights` allows it.
 """
 
 from __future__ import annotations
@@ -137,8 +138,11 @@ def read_model(path: str | Path, representation: object | None = None) -> Fitted
     if representation is not None:
         backbone = document.settings.representation
         if not isinstance(backbone, Backbone):
-            expected = "none: the features are those of SOAP"
-            raise InputError("representation", repr(representation), expected)
+            raise InputError(
+                f"{path} has features of SOAP, which need no weights and no object. Leave out "
+                "`representation`.",
+                parameter="representation",
+            )
         update = {"representation": backbone.given(representation)}
         settings = document.settings.model_copy(update=update)
         document = document.model_copy(update={"settings": settings})

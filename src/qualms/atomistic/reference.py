@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib.metadata import packages_distributions, version
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,7 @@ from qualms.atomistic.settings import Reference, Settings
 from qualms.atomistic.structures import check_structures
 from qualms.errors import InputError, QualmsWarning
 from qualms.evaluation import ENERGIES
+from qualms.features.weights import installed_folder, shipped_weights
 from qualms.resources import find_libraries, limited
 
 #: Where known calculators are, and the arguments that are always given to them. tblite would start
@@ -140,12 +142,11 @@ class ReferencePotential(ABC):
         if not skip_failed:
             first = next(iter(failed))
             raise InputError(
-                f"frames[{first}]",
-                failed[first],
-                f"a structure for which the baseline {self.name} has values",
-                "Leave it out; on the command line, --skip-failed does so.",
+                f"The baseline {self.name} has no values for structure {first} ({failed[first]}). "
+                "Use `skip_failed=True` to leave out such structures.",
+                parameter=f"frames[{first}]",
             )
-        listed = "; ".join(f"frames[{i}] ({failed[i]})" for i in list(failed)[:_LISTED])
+        listed = "; ".join(f"structure {i} ({failed[i]})" for i in list(failed)[:_LISTED])
         more = f" and {len(failed) - _LISTED} more" if len(failed) > _LISTED else ""
         warnings.warn(
             f"{len(failed)} of {n} structures are left out, for which the baseline {self.name} "
@@ -298,23 +299,34 @@ def _calculator(text: str) -> Any:
     path, arguments = _IMPORTS.get(given, (str(settings.calculator), {}))
     if given == "tblite":
         arguments = {**arguments, "method": method}
+    elif given == "sevennet":  # by its default, a file in the working directory would come first
+        arguments = {**arguments, "model": str(shipped_weights("sevennet").path)}
     module, _, name = path.partition(":")
-    what = repr(settings.name)
     try:
         # Some write to standard output when they are made, and warn about themselves.
         with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             made = getattr(importlib.import_module(module), name)(**arguments, **settings.arguments)
     except ImportError as error:
-        remedy = f"pip install 'qualms[{given}]'" if given in _IMPORTS else "Install its package."
-        given_ = f"{what} ({_reason(error)})"
-        raise InputError("baseline", given_, "a package that is installed", remedy) from error
+        remedy = f"Run: pip install 'qualms[{given}]'" if given in _IMPORTS else "Install it."
+        raise InputError(
+            f"The package of the baseline {settings.name!r} cannot be imported ({_reason(error)}). "
+            f"{remedy}",
+            parameter="baseline",
+        ) from error
     except Exception as error:
-        expected = "a class or function that returns an ASE calculator for these arguments"
-        raise InputError("baseline", f"{what} ({_reason(error)})", expected) from error
+        raise InputError(
+            f"The baseline {settings.name!r} cannot be created with the arguments "
+            f"{settings.arguments} ({_reason(error)}). Give a class or function that returns an "
+            "ASE calculator.",
+            parameter="baseline",
+        ) from error
     if not hasattr(made, "get_property"):
-        given_ = f"{what}, which returns a {type(made).__name__}"
-        raise InputError("baseline", given_, "a class or function that returns an ASE calculator")
+        raise InputError(
+            f"The baseline {settings.name!r} returns a {type(made).__name__}. Give a class or "
+            "function that returns an ASE calculator.",
+            parameter="baseline",
+        )
     find_libraries()
     return made
 
@@ -336,8 +348,12 @@ class BackboneReference(ComputedReference):
         # Hyper-parameters of a network load it.
         network = representation.opened() if hasattr(representation, "opened") else representation
         if not hasattr(network, "reference"):
-            expected = "a pretrained network as representation, with an energy of its own"
-            raise InputError("baseline", "'backbone'", expected)
+            raise InputError(
+                "The baseline 'backbone' is the energy of the pretrained network of the "
+                "representation, which has none. Use a network such as "
+                "`representation='sevennet'`, or another `baseline`.",
+                parameter="baseline",
+            )
         self._values, self._species = network.reference, getattr(network, "species", None)
 
     def compute(self, frames: Sequence[Atoms], wanted: Sequence[set[str]]) -> list[Result]:
@@ -378,8 +394,8 @@ def make_reference(
 ) -> ReferencePotential | None:
     """Return the reference potential of a model; None if it has none.
 
-    An import path is used only if the caller `confirmed` all of it: the settings may be those of a
-    file, and importing a module, or giving arguments to it, executes code.
+    The settings may be those of a file, and importing a module, or giving arguments to it, executes
+    code. What the caller has not `confirmed` is imported from installed packages, by known names.
     """
     reference = settings.reference
     if reference is None:
@@ -392,16 +408,23 @@ def make_reference(
     factor = ENERGIES["eV"] / ENERGIES.get(settings.units, 1.0)
     if reference.calculator == "backbone":
         return BackboneReference(settings.representation, factor)
-    if reference.is_import_path and confirmed is None:
-        given = repr(reference.calculator)
-        arguments = f" and its arguments {reference.arguments}" if reference.arguments else ""
+    if confirmed is None and not _is_installed(reference):
+        arguments = f" with the arguments {reference.arguments}" if reference.arguments else ""
         raise InputError(
-            "baseline",
-            f"{given} in the model file",
-            f"this calculator{arguments}, confirmed by you, because it executes code",
-            f"AtomisticModel.load(path, baseline={given}), or --baseline {reference.calculator}.",
+            f"The model was trained with the calculator {reference.calculator!r}{arguments}, which "
+            "is no known calculator of an installed package. Creating it executes code: give the "
+            "same as `baseline`, if you trust it.",
+            parameter="baseline",
         )
     return CalculatorReference(reference, factor, threads)
+
+
+def _is_installed(reference: Reference) -> bool:
+    """Return whether a calculator is a known one, of a package in site-packages."""
+    path, _ = _IMPORTS.get(str(reference.calculator).partition(":")[0], ("", {}))
+    package = path.partition(":")[0].partition(".")[0]
+    # A package that is missing is reported when it is imported.
+    return bool(package) and (find_spec(package) is None or installed_folder(package) is not None)
 
 
 def _check_same(stored: Reference, given: Reference) -> None:
@@ -409,6 +432,9 @@ def _check_same(stored: Reference, given: Reference) -> None:
     if stored.key is not None or given.key is not None:
         return
     if (stored.calculator, stored.arguments) != (given.calculator, given.arguments):
-        text = f"{given.name!r}, {given.arguments}"
-        expected = f"{stored.name!r}, {stored.arguments}, with which the model was trained"
-        raise InputError("baseline", text, expected)
+        raise InputError(
+            f"The model was trained with the baseline {stored.name!r} and the arguments "
+            f"{stored.arguments}, not with {given.name!r} and {given.arguments}. Give the same as "
+            "`baseline`.",
+            parameter="baseline",
+        )

@@ -29,7 +29,7 @@ from pydantic import (
 
 from qualms.arrays import check_number
 from qualms.calibration.fitting import MODEL_METHODS
-from qualms.errors import InputError, QualmsError
+from qualms.errors import InputError, QualmsError, did_you_mean
 from qualms.evaluation import ENERGIES
 from qualms.features.learned import Backbone, make_backbone
 from qualms.features.representation import RepresentationSettings
@@ -102,32 +102,42 @@ class Reference(BaseModel):
 
     @model_validator(mode="after")
     def _known_names(self) -> Reference:
-        if (self.calculator is None) == (self.key is None):
-            raise ValueError("either a calculator or a key")
-        if self.calculator is not None and (self.forces or self.stress):
-            raise ValueError("keys of forces and stress beside the key of an energy only")
         name = (self.calculator or "").partition(":")[0]
-        if self.arguments and (self.key or name in ("backbone", "sevennet")):
-            raise ValueError("arguments of a calculator only")
-        if name in CALCULATORS:
-            names = [f"{name}:{m}" for m in CALCULATORS[name]] or [name]
-            if self.calculator not in names:
-                raise ValueError(f"one of {', '.join(names)}")
-            wrong = [
-                k
-                for k, v in self.arguments.items()
-                if k not in _TBLITE or not isinstance(v, (int, float))
-            ]
-            if wrong:
-                raise ValueError(f"numbers for some of {', '.join(_TBLITE)}, not {wrong[0]!r}")
+        problem = ""
+        if (self.calculator is None) == (self.key is None):
+            problem = "A reference potential has a calculator or a key, and not both."
+        elif self.calculator is not None and (self.forces or self.stress):
+            problem = "Keys of forces and stress belong to the key of an energy, not to a "
+            problem += f"calculator such as {self.calculator!r}."
+        elif self.arguments and (self.key or name in ("backbone", "sevennet")):
+            problem = f"The reference potential {self.name} takes no arguments."
+        elif name in CALCULATORS:
+            problem = self._problem_of_known(name)
         elif self.calculator not in (None, "backbone") and not _IMPORT_PATH.fullmatch(
             str(self.calculator)
         ):
-            raise ValueError(
-                "'backbone', a calculator such as 'tblite:GFN2-xTB', or the import path of one for "
-                "ASE, 'package.module:callable'"
+            problem = (
+                f"{self.calculator!r} is no calculator. Give 'backbone', a name such as "
+                "'tblite:GFN2-xTB', or the import path of a calculator of ASE, "
+                "'package.module:callable'."
             )
+        if problem:
+            raise InputError(problem, parameter="baseline")
         return self
+
+    def _problem_of_known(self, name: str) -> str:
+        """Return what is wrong with the method or the arguments of one of `CALCULATORS`."""
+        names = [f"{name}:{method}" for method in CALCULATORS[name]] or [name]
+        if self.calculator not in names:
+            problem = f"There is no calculator {self.calculator!r}, only {', '.join(names)}."
+            return problem + did_you_mean(self.calculator, names)
+        for key, value in self.arguments.items():
+            if key not in _TBLITE or not isinstance(value, (int, float)):
+                return (
+                    f"The argument {key}={value!r} of {self.calculator} is none of the numbers "
+                    f"that it takes: {', '.join(_TBLITE)}.{did_you_mean(key, _TBLITE)}"
+                )
+        return ""
 
 
 def as_reference(value: Any) -> Reference | None:
@@ -139,10 +149,16 @@ def as_reference(value: Any) -> Reference | None:
     try:
         return Reference.model_validate(dict(value))
     except ValidationError as error:
-        first = _first_problem(error)
-        if first.parameter.startswith("baseline"):
-            raise first from None
-        raise InputError("baseline", repr(value), f"{first.parameter}: {first.expected}") from None
+        first = error.errors()[0]
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, InputError):
+            raise cause from None
+        name, fields = ".".join(map(str, first["loc"])), [*Reference.model_fields]
+        problem = f"The entry {name!r} of the baseline {value!r} is wrong: {first['msg']}."
+        if first["type"] == "extra_forbidden":
+            problem = f"A reference potential has no entry {name!r}, only {', '.join(fields)}."
+            problem += did_you_mean(name, fields)
+        raise InputError(problem, parameter="baseline") from None
 
 
 def _by_number(value: Any) -> Any:
@@ -407,6 +423,15 @@ class Settings(BaseModel):
     @classmethod
     def _reference_or_energies(cls, value: Any) -> Any:
         reference = as_reference(value)
+        names = ("composition", "mean", "atoms", "none")
+        if isinstance(value, str) and reference is None and value not in names:
+            calculators = [f"{n}:{m}" for n, ms in CALCULATORS.items() for m in ms or ("",)]
+            known = (*names, "backbone", *(one.rstrip(":") for one in calculators))
+            raise InputError(
+                f"There is no baseline {value!r}. Use one of {', '.join(known)}, or the import "
+                f"path of a calculator, package.module:callable.{did_you_mean(value, known)}",
+                parameter="baseline",
+            )
         return _by_number(value) if reference is None else reference
 
     @field_validator("calibration", mode="before")

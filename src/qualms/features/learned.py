@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike
 from pydantic import Field, PrivateAttr, ValidationError
 
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
-from qualms.errors import InputError, QualmsWarning
+from qualms.errors import InputError, QualmsWarning, did_you_mean
 from qualms.features.derivatives import VOIGT, Changes, DifferentiableFeatures, Pulled
 from qualms.features.representation import (
     Dtype,
@@ -38,6 +38,7 @@ from qualms.features.representation import (
     Sample,
     offsets_of,
 )
+from qualms.features.weights import PACKAGES, find_weights
 from qualms.gp.kernels import ExponentialKernel, Kernel, LinearKernel, normalize_rows
 
 #: Atoms whose derivatives are in memory at once, several small structures or one of any size.
@@ -93,8 +94,9 @@ class Backbone(RepresentationSettings):
     ----------
     backbone : {"sevennet", "mace", "metatomic", "object"}
     model : str, optional
-        File with the weights, or name of a model that comes with the package; SevenNet-0 by
-        default.
+        File with the weights, or the name of weights that come with the package (``7net-0``, the
+        default, ``7net-0_22may2024``, ``7net-l3i5``), which no file in the working directory
+        replaces.
     layer : int or "all"
         Interaction whose scalars are the features, from the first (0) or from the last (-1); or
         those of all interactions, each scaled to unit length.
@@ -127,26 +129,40 @@ class Backbone(RepresentationSettings):
         """Return the `Network`; that of a name is loaded once in a process."""
         if self.backbone != "object":
             _check_installed(self.backbone)
-            from qualms.features.networks import load_network
+            weights = find_weights(
+                self.backbone, self.model, sha256=self.sha256, trusted=self._trusted
+            )
+            from qualms.features.networks import load_network  # imports torch
 
-            return load_network(self.backbone, self.model, self.layer, self.sha256, self._trusted)
-        expected = f"the object that the model was trained with, {self.model}"
-        remedy = "Give it to AtomisticModel.load(path, representation=…)."
+            return load_network(self.backbone, weights, self.layer)
         if self._network is None:
-            raise InputError("representation", None, expected, remedy)
-        if self.sha256 not in (None, _digest(self._network)):
-            given = f"an object with digest {_digest(self._network)!r}"
-            raise InputError("representation", given, f"{expected}, {self.sha256!r}", remedy)
+            raise InputError(
+                f"The features of the model are those of an object, {self.model}, which is not in "
+                "the model file. Give the object to AtomisticModel.load as `representation`.",
+                parameter="representation",
+            )
+        if self.sha256 not in (None, digest := _digest(self._network)):
+            raise InputError(
+                f"The digest of the object is {digest!r}, but the model was trained with "
+                f"{self.model} with the digest {self.sha256!r}. Give that one as `representation`.",
+                parameter="representation",
+            )
         return self._network
 
     def given(self, weights: object) -> Backbone:
         """Return the same with the file of the weights, or the object, that a user gives."""
         is_path = isinstance(weights, str | Path)
         if is_path == (self.backbone == "object"):
-            expected = f"the object {self.model}" if is_path else f"a file of {self.backbone}"
-            raise InputError("representation", repr(weights), expected)
-        if is_path:
-            return self.model_copy(update={"model": str(weights)}).trusting()
+            needed = f"the object {self.model}" if is_path else f"a file for {self.backbone}"
+            raise InputError(
+                f"The model was trained with another kind of network than {weights!r}. Give "
+                f"{needed} as `representation`.",
+                parameter="representation",
+            )
+        if isinstance(weights, str | Path):
+            # A text may be the name of weights that come with the package; a path never is.
+            model = weights if isinstance(weights, str) else str(weights.absolute())
+            return self.model_copy(update={"model": model}).trusting()
         return self.trusting(weights)
 
     @property
@@ -158,9 +174,9 @@ class Backbone(RepresentationSettings):
         """Return the same, or reject a network that has no vector-Jacobian product."""
         if not self.has_forces:
             raise InputError(
-                "representation",
-                self.model,
-                "an object with a method vjp: forces are derivatives of features",
+                f"Forces are derivatives of features, which {self.model} does not have. Give it a "
+                "method vjp, as qualms.features.learned.Network describes.",
+                parameter="representation",
             )
         return self
 
@@ -173,7 +189,11 @@ class Backbone(RepresentationSettings):
         known = getattr(network, "species", None)
         if known is not None and (unknown := sorted(set(species) - set(known))):
             symbols = ", ".join(chemical_symbols[z] for z in unknown)
-            raise InputError("frames", symbols, f"elements that {self.backbone} knows")
+            raise InputError(
+                f"The structures contain {symbols}, which the network {self.backbone} does not "
+                "know. Leave these structures out, or use another `representation`.",
+                parameter="frames",
+            )
         found = {"version": getattr(network, "version", None), "sha256": _digest(network)}
         return self.model_copy(update=found)
 
@@ -230,22 +250,16 @@ def _digest(network: object) -> str | None:
     return None if found is None else str(found)
 
 
-#: Package of each backbone.
-PACKAGES = {
-    "sevennet": "sevenn",
-    "mace": "mace-torch",
-    "metatomic": "metatomic-torch",
-}
-
-
 def _check_installed(backbone: str) -> None:
     package = PACKAGES[backbone]
     try:
         version(package)
     except PackageNotFoundError:
-        expected = f"the package {package}, which is not installed"
-        remedy = f"Run: pip install 'qualms[{backbone}]'"
-        raise InputError("representation", repr(backbone), expected, remedy) from None
+        raise InputError(
+            f"The network {backbone} needs the package {package}, which is not installed. Run: "
+            f"pip install 'qualms[{backbone}]'",
+            parameter="representation",
+        ) from None
 
 
 def make_backbone(given: object) -> Backbone | None:
@@ -262,10 +276,17 @@ def make_backbone(given: object) -> Backbone | None:
         except ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0]) if first["loc"] else "representation"
-            expected = first["msg"].removeprefix("Input should be ")
+            fields = [*Backbone.model_fields]
             if first["type"] == "extra_forbidden":
-                expected = f"one of {', '.join(Backbone.model_fields)} of a network"
-            raise InputError(name, repr(first["input"]), expected) from None
+                problem = f"A network has no hyper-parameter {name!r}, only {', '.join(fields)}."
+                raise InputError(problem + did_you_mean(name, fields), parameter=name) from None
+            must = first["msg"].removeprefix("Input should be ")
+            similar = did_you_mean(first["input"], PACKAGES) if name == "backbone" else ""
+            raise InputError(
+                f"The hyper-parameter {name!r} of a network is {first['input']!r}, and should be "
+                f"{must}.{similar}",
+                parameter=name,
+            ) from None
     if isinstance(given, type) or not isinstance(given, Network):
         return None
     model = f"{type(given).__module__}.{type(given).__qualname__}"
@@ -292,8 +313,11 @@ class LearnedRepresentation(Representation):
         """The `Network`."""
         network = self.settings.opened()
         if network.n_features != self.n_raw:
-            given, expected = f"{network.n_features} features", f"{self.n_raw} features"
-            raise InputError("representation", given, expected)
+            raise InputError(
+                f"The network has {network.n_features} features of each atom, and the model was "
+                f"trained with {self.n_raw}. Give the same network as `representation`.",
+                parameter="representation",
+            )
         return network
 
     def prepare(self) -> None:
@@ -346,13 +370,20 @@ class LearnedRepresentation(Representation):
         y = np.asarray(features, dtype=np.float64)
         shape = sum(map(len, frames)), self.n_raw
         if y.shape != shape:
-            raise InputError("representation", f"features of shape {y.shape}", f"shape {shape}")
+            raise InputError(
+                f"The network returned features of shape {y.shape}; their shape should be {shape}, "
+                "the number of atoms and of features.",
+                parameter="representation",
+            )
         if not np.all(np.isfinite(y)):
             offsets = offsets_of([len(atoms) for atoms in frames])
             bad = int(np.flatnonzero(~np.isfinite(y).all(axis=1))[0])
             which = frames[int(np.searchsorted(offsets, bad, side="right")) - 1]
-            given = f"features of {which.get_chemical_formula()} that are not finite"  # type: ignore[no-untyped-call]
-            raise InputError("representation", given, "finite features of every structure")
+            raise InputError(
+                f"The network returned features of {which.symbols} that are not finite. Leave this "
+                "structure out, or use another `representation`.",
+                parameter="representation",
+            )
         return y
 
     def placed(self, values: Float64Array, numbers: IntArray) -> Float64Array:
@@ -411,7 +442,9 @@ def _check_features(
     spread = max(float(np.ptp(one[numbers == z], axis=0).max()) for z in np.unique(numbers))
     if len(few) > 1 and spread <= _SAME * np.abs(one).max():
         raise InputError(
-            "representation", "constant features", "features that differ between structures"
+            "All atoms of an element have the same features, so that nothing can be learned. Use "
+            "another `representation`, or another layer of the network.",
+            parameter="representation",
         )
     if (change := float(np.abs(one - two).max())) > _SAME * np.abs(one).max():
         warnings.warn(
@@ -526,9 +559,12 @@ class NetworkTape:
         shapes = (R, n, 3), (R, len(self.frames), 3, 3)
         finite = np.all(np.isfinite(positions)) and np.all(np.isfinite(strain))
         if (positions.shape, strain.shape) != shapes or not finite:
-            given = f"derivatives of shapes {positions.shape} and {strain.shape}"
-            expected = f"finite ones of shapes {shapes[0]} and {shapes[1]}"
-            raise InputError("representation", given, expected)
+            raise InputError(
+                f"The network returned derivatives of shapes {positions.shape} and {strain.shape}"
+                f"{'' if finite else ', which are not finite'}; they should be finite, of shapes "
+                f"{shapes[0]} and {shapes[1]}.",
+                parameter="representation",
+            )
         virials = strain[:, :, *VOIGT]
         return Pulled(positions.transpose(1, 2, 0), virials.transpose(1, 2, 0))
 

@@ -1,14 +1,13 @@
 """Pretrained networks in torch: SevenNet, MACE and models of metatomic.
 
 Each takes structures to scalars of atoms inside the graph of automatic differentiation, so that
-features have derivatives, in float64: predictions do not depend on the batch. Weights are checked
-against the digest of a model file before they are opened, because that may run code in them.
+features have derivatives, in float64: predictions do not depend on the batch. Opening weights may
+run code in them: `qualms.features.weights` decides which are opened.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import warnings
 from abc import ABC, abstractmethod
@@ -16,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +25,8 @@ from ase.neighborlist import primitive_neighbor_list
 from qualms.arrays import Float64Array
 from qualms.errors import InputError
 from qualms.features.derivatives import VOIGT
-from qualms.features.learned import PACKAGES
 from qualms.features.representation import Reference, offsets_of
+from qualms.features.weights import PACKAGES, Weights
 
 #: Atoms in a forward pass: intermediate results of more do not fit in the cache.
 _ATOMS = 128
@@ -55,9 +54,6 @@ class TorchNetwork(ABC):
     version: str
     digest: str
     step: float = 1e-4  #: of central differences of features, in Å
-
-    #: names of models whose weights come with the package
-    shipped: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def evaluate(self, frames: Sequence[Atoms]) -> Output:
@@ -93,7 +89,11 @@ class TorchNetwork(ABC):
             with _quiet(), contextlib.nullcontext() if forces or stress else torch.no_grad():
                 found = self.evaluate(batch)
             if found.energies is None:
-                raise InputError("representation", "a model without energies", "one with energies")
+                raise InputError(
+                    "The network of the representation has no energies, which `baseline='backbone'`"
+                    " needs. Choose another baseline, or a network with energies.",
+                    parameter="representation",
+                )
             energies.append(found.energies.detach().double().numpy())
             if forces or stress:
                 ones = torch.ones_like(found.energies)
@@ -148,59 +148,23 @@ def _quiet() -> Iterator[None]:
 # --- weights ---
 
 
-@lru_cache(maxsize=16)
-def load_network(
-    backbone: str,
-    model: str | None,
-    layer: Layer,
-    sha256: str | None = None,
-    trusted: bool = True,
-) -> TorchNetwork:
-    """Load the weights of a network; those of a model file have a known digest.
-
-    Weights that are not `trusted` must be among those that come with the package.
-    """
-    kinds: dict[str, Any] = {
-        "sevennet": SevenNet,
-        "mace": Mace,
-        "metatomic": Metatomic,
-    }
-    kind = kinds[backbone]
-    if not trusted and model is not None and model not in kind.shipped:
-        raise InputError(
-            "representation",
-            None,
-            f"the file with the weights, {Path(model).name}, because opening it may run code",
-            "Give it to AtomisticModel.load(…, representation=PATH), or use --weights PATH.",
-        )
-    with _quiet():
-        path = Path(kind.locate(model))
-    if not path.is_file():
-        raise InputError("model", repr(model), f"a file with the weights of a {backbone} model")
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if sha256 is not None and digest != sha256:
-        raise InputError(
-            "model",
-            f"{path} (SHA-256 {digest[:16]}…)",
-            f"the weights that the model was trained with (SHA-256 {sha256[:16]}…)",
-        )
-    return _open(kind, path, layer, digest, version(PACKAGES[backbone]))
-
-
 @lru_cache(maxsize=4)
-def _open(kind: Any, path: Path, layer: Layer, digest: str, installed: str) -> TorchNetwork:
-    """Return the network in a file, once in a process."""
+def load_network(backbone: str, weights: Weights, layer: Layer) -> TorchNetwork:
+    """Return the network in a file, opened once in a process."""
+    kinds: dict[str, Any] = {"sevennet": SevenNet, "mace": Mace, "metatomic": Metatomic}
+    installed = version(PACKAGES[backbone])
     try:
         with _quiet():
-            network: TorchNetwork = kind(path, layer)
+            network: TorchNetwork = kinds[backbone](weights.path, layer)
     except InputError:
         raise
     except Exception as error:  # each package has its own
         reason = " ".join(str(error).split())[:200]
-        expected = f"weights that {kind.__name__} {installed} can read ({reason})"
-        raise InputError("model", str(path), expected) from error
-    network.version, network.digest = installed, digest
+        raise InputError(
+            f"{PACKAGES[backbone]} {installed} cannot read the weights {weights.path} ({reason}).",
+            parameter="model",
+        ) from error
+    network.version, network.digest = installed, weights.sha256
     return network
 
 
@@ -213,8 +177,11 @@ def _picked(layer: Layer, n: int) -> list[int]:
     if layer == "all":
         return [*range(n)]
     if not -n <= layer < n:
-        expected = f"'all', or from {-n} to {n - 1}: the model has {n} interactions"
-        raise InputError("layer", layer, expected)
+        raise InputError(
+            f"The network has {n} interactions, and no layer {layer}. Use 'all', or a number from "
+            f"{-n} to {n - 1}, as `layer`.",
+            parameter="layer",
+        )
     return [layer % n]
 
 
@@ -287,21 +254,6 @@ def make_graph(frames: Sequence[Atoms], cutoff: float) -> Graph:
 class SevenNet(TorchNetwork):
     """SevenNet: scalars after an interaction, the output of ``{layer}_equivariant_gate``."""
 
-    shipped = ("7net-0", "7net-0_22may2024", "7net-l3i5")
-
-    @staticmethod
-    def locate(model: str | None) -> str:
-        """Return the file of a model, given by name or path."""
-        from sevenn.util import pretrained_name_to_path
-
-        model = model or "7net-0"
-        if Path(model).is_file():
-            return model
-        try:
-            return str(pretrained_name_to_path(model))
-        except (ValueError, OSError) as error:
-            raise InputError("model", repr(model), f"a SevenNet model ({error})") from None
-
     def __init__(self, path: Path, layer: Layer) -> None:
         import sevenn._keys as keys
         from e3nn.o3 import Irreps
@@ -311,7 +263,11 @@ class SevenNet(TorchNetwork):
         self._model, self._keys = _frozen(checkpoint.build_model()), keys
         self._model.set_is_batch_data(True)
         if self._model.modal_map:
-            raise InputError("model", path.name, "a SevenNet model with a single fidelity")
+            raise InputError(
+                f"{path} has several fidelities, of which qualms cannot choose one. Use a SevenNet "
+                "model with a single fidelity, such as '7net-0'.",
+                parameter="model",
+            )
         self.species = tuple(sorted(int(z) for z in self._model.type_map))
         self.cutoff = float(self._model.cutoff)
         self._steps = dict(self._model._modules)
@@ -422,13 +378,6 @@ class _Convolution:
 class Mace(TorchNetwork):
     """MACE: scalars of the features of atoms after an interaction."""
 
-    @staticmethod
-    def locate(model: str | None) -> str:
-        """Return the file of a model."""
-        if model is None:
-            raise InputError("model", None, "the file of a MACE model", 'Such as "mace:my.model".')
-        return model
-
     def __init__(self, path: Path, layer: Layer) -> None:
         from e3nn.o3 import Irreps
 
@@ -467,14 +416,6 @@ class Mace(TorchNetwork):
 class Metatomic(TorchNetwork):
     """A model of metatomic: its output ``feature``, in the precision that it was exported with."""
 
-    @staticmethod
-    def locate(model: str | None) -> str:
-        """Return the file of a model."""
-        if model is None:
-            expected = "the file of a model of metatomic"
-            raise InputError("model", None, expected, 'Such as "metatomic:my.pt".')
-        return model
-
     def __init__(self, path: Path, layer: Layer) -> None:
         from metatomic.torch import ModelEvaluationOptions, ModelOutput, load_atomistic_model
 
@@ -482,7 +423,11 @@ class Metatomic(TorchNetwork):
         capabilities = self._model.capabilities()
         names = [name for name in ("feature", "features") if name in capabilities.outputs]
         if not names:
-            raise InputError("model", path.name, "a model of metatomic with the output feature")
+            raise InputError(
+                f"{path} has no features: its outputs are {', '.join(capabilities.outputs)}. "
+                "Export the model with the output 'feature'.",
+                parameter="model",
+            )
         self._name, self._has_energy = names[0], "energy" in capabilities.outputs
         outputs = {self._name: ModelOutput(sample_kind="atom")}
         if self._has_energy:

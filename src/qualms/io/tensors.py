@@ -93,8 +93,11 @@ def write_tensors(
         values = np.asarray(array, order="C")
         values = values.astype(values.dtype.newbyteorder("<"), copy=False)
         if values.dtype not in _DTYPES or not _is_bounded(values):
-            expected = f"integers, float32 or float64 of at most {LARGEST:g}"
-            raise InputError(f"arrays[{name!r}]", f"{values.dtype} values", expected)
+            raise InputError(
+                f"The array {name!r} of type {values.dtype} cannot be stored. Arrays are integers, "
+                f"float32 or float64, finite and at most {LARGEST:g}.",
+                parameter=f"arrays[{name!r}]",
+            )
         stored[name] = values
     text = document.model_dump_json()
     metadata = {"format": format, "version": str(version), "document": text}
