@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sklearn.ensemble import GradientBoostingRegressor
 
 from qualms import Prediction, calibrate
-from qualms.calibration.base import CalibrationData, calibration_data
+from qualms.calibration.base import CalibrationData, calibration_data, with_equal_members
 from qualms.calibration.fitting import (
     METHODS,
     PerOutputCalibration,
@@ -36,6 +36,7 @@ from qualms.calibration.selection import (
     make_folds,
 )
 from qualms.calibration.shrinkage import ShrinkageCalibration
+from qualms.calibration.sources import SourcesCalibration
 from qualms.errors import CalibrationError, InputError, QualmsWarning
 from qualms.gp.ensemble import ensemble_mean_std
 from qualms.metrics import gaussian_log_density, log_likelihood, score_arrays
@@ -772,3 +773,51 @@ def test_bad_input(parameter, call):
     data = calibration_data(np.arange(10.0), rng_members(10, 5))
     with rejects(parameter):
         call(data)
+
+
+def two_kinds(rng, n_points, n_subsampled, n_posterior):
+    """Members of two kinds, of correlated points, whose means are the prediction, 3."""
+    raw = rng.normal(size=(n_points, 3)) @ rng.normal(size=(3, n_subsampled + n_posterior))
+    for kind in (raw[:, :n_subsampled], raw[:, n_subsampled:]):
+        kind += 3.0 - kind.mean(axis=1, keepdims=True)
+    return raw
+
+
+@pytest.mark.parametrize(
+    ("alpha", "posterior", "n_members"), [(1.2, 0.0, 8), (0.0, 0.7, 16), (1.2, 0.7, 24)]
+)
+def test_members_that_carry_nothing_are_left_out(alpha, posterior, n_members):
+    raw = two_kinds(np.random.default_rng(0), 5, 8, 16)
+    expected = alpha**2 * np.cov(raw[:, :8]) + posterior**2 * np.cov(raw[:, 8:])
+    calibration = SourcesCalibration(
+        alpha=alpha, posterior=posterior, centre=0.0, n_subsampled=8, log_std_std=10.0
+    )
+    for n in (n_members, 40):
+        members = dataclasses.replace(calibration, n_calibrated=0 if n == n_members else n).own(raw)
+        assert members.shape == (5, n)
+        np.testing.assert_allclose(members.mean(axis=1), 3.0, rtol=1e-12)
+        np.testing.assert_allclose(np.cov(members), expected, rtol=1e-9, atol=1e-12)
+        assert len(np.unique(members[0].round(12))) == n  # none is a copy
+
+
+def test_calibrations_of_one_model_have_equally_many_members():
+    calibrations = [
+        SourcesCalibration(alpha=1.0, posterior=b, centre=0.0, n_subsampled=8) for b in (0.0, 0.5)
+    ]
+    raw = two_kinds(np.random.default_rng(1), 4, 8, 16)
+    equal = with_equal_members(calibrations, 24)
+    for before, after in zip(calibrations, equal, strict=True):
+        assert after.own(raw).shape == (4, 24)
+        np.testing.assert_allclose(np.cov(after.own(raw)), np.cov(before.own(raw)), rtol=1e-9)
+
+
+def test_each_member_is_a_draw_of_the_whole_covariance():
+    # Four of 68 members carry nearly all of the uncertainty. The probability that a difference of
+    # one standard deviation has the other sign is 16 %; unmixed, at most 4 of 68 could say so.
+    calibration = SourcesCalibration(alpha=1.0, posterior=1e-3, centre=0.0, n_subsampled=4)
+    votes = []
+    for seed in range(30):
+        members = calibration.own(two_kinds(np.random.default_rng(seed), 2, 4, 64))
+        difference = members[0] - members[1]
+        votes.append(np.mean(difference < -difference.std(ddof=1)))
+    assert np.mean(votes) == pytest.approx(0.159, abs=0.02)

@@ -79,6 +79,8 @@ from qualms.prediction import Prediction
 _BLOCK = 2048
 #: Number of representatives if none is given.
 _DEFAULT_REPRESENTATIVES = 1000
+#: Number of representatives that novelty is measured with.
+_LEADING = 256
 SELECTIONS = ("fps", "cur", "random")
 #: Share of the training points that would not count as extrapolation if they were new, and the
 #: rounding of their novelty.
@@ -129,22 +131,36 @@ class Basis:
             Phi = self.whitening.features(self.kernel_rows(block), overwrite=True)
             yield np.asarray(Phi), self.prior_variance(block)
 
-    def novelty(self, X: FloatArray) -> tuple[Float64Array, Float64Array]:
-        """Return q² and the prior variances of X (n, d): (n,) each."""
-        parts = [(novelty_variance(Phi, k_xx), k_xx) for Phi, k_xx in self.whitened(X)]
-        q2, k_xx = (np.concatenate(values) for values in zip(*parts, strict=True))
-        return q2, k_xx
+    @cached_property
+    def leading(self) -> Whitening:
+        """Whitening by the first representatives, with which novelty is measured.
 
-    def contract(self, X: FloatArray, weights: Float64Array) -> Float64Array:
-        """Return Σ_m k(x, m) w_m for X (n, d) and kernel weights (r, …): (n, …)."""
+        All would cost as much as the kernel.
+        """
+        return self.whitening.leading(_LEADING)
+
+    def contract(
+        self, X: FloatArray, weights: Float64Array, novelty: Float64Array | None = None
+    ) -> Float64Array:
+        """Return Σ_m k(x, m) w_m for X (n, d) and kernel weights (r, …): (n, …).
+
+        `novelty` (n, 2) is filled with q² and the prior variance of each point, if it is given.
+        """
         flat = weights.reshape(len(weights), -1)
-        parts = [self.kernel_rows(block) @ flat for block in self.blocks(X)]
-        return np.concatenate(parts).reshape(len(X), *weights.shape[1:])
+        m, products = self.leading.effective_rank, np.empty((len(X), flat.shape[1]))
+        for i, block in enumerate(self.blocks(X)):
+            rows, K = slice(i * _BLOCK, (i + 1) * _BLOCK), self.kernel_rows(block)
+            products[rows] = K @ flat
+            if novelty is not None:
+                novelty[rows, 1] = self.prior_variance(block)
+                Phi = self.leading.features(K[:, :m])
+                novelty[rows, 0] = novelty_variance(Phi, novelty[rows, 1])
+        return products.reshape(len(X), *weights.shape[1:])
 
 
-def _relative(q2: Float64Array, k_xx: Float64Array) -> Float64Array:
-    """Return the novelty q² of points as a share of their prior variance: (n,)."""
-    return q2 / np.maximum(k_xx, np.finfo(np.float64).tiny)
+def _relative(novelty: Float64Array) -> Float64Array:
+    """Return q² as a share of the prior variance, given both for each point (n, 2): (n,)."""
+    return np.asarray(novelty[:, 0] / np.maximum(novelty[:, 1], np.finfo(np.float64).tiny))
 
 
 def build_basis(
@@ -580,9 +596,12 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         Phi = basis.features(points)
         k_xx = np.concatenate([basis.prior_variance(block) for block in basis.blocks(points)])
         codes = data.point_groups
-        q2 = novelty_variance(Phi, k_xx)  # and without its own representatives, as a new point:
-        q2 += basis.whitening.own_share(Phi, codes, codes[basis.indices])
-        self._novelty_limit = float(np.quantile(_relative(q2, k_xx), _NOT_NOVEL))
+        m = basis.leading.effective_rank
+        q2 = novelty_variance(Phi[:, :m], k_xx)
+        # And without its own representatives, as a new point.
+        q2 += basis.leading.own_share(Phi[:, :m], codes, codes[basis.indices[:m]])
+        relative = _relative(np.column_stack([q2, k_xx]))
+        self._novelty_limit = float(np.quantile(relative, _NOT_NOVEL))
         full = fit_full_model(
             Phi,
             data.point_y,
@@ -672,11 +691,12 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         if not self._has_members():
             raise InputError("n_members", 0, "at least 2 members for an ensemble")
         X = self._validated(X)
-        members = self.basis_.contract(X, self.weights_) + self.intercept_
         calibration: MemberTransform = self.calibration_
-        if self.calibration_.needs_novelty:
-            q = np.sqrt(self.basis_.novelty(X)[0])
-            calibration = WithNovelty(self.calibration_, self._outputs(q[:, None] * self._scale))
+        novelty = np.empty((len(X), 2)) if self.calibration_.needs_novelty else None
+        members = self.basis_.contract(X, self.weights_, novelty) + self.intercept_
+        if novelty is not None:
+            q = np.sqrt(novelty[:, :1]) * self._scale
+            calibration = WithNovelty(self.calibration_, self._outputs(q))
         return Prediction(members).calibrated(calibration, self._conformal)
 
     def extrapolates(self, X: ArrayLike) -> BoolArray:
@@ -685,8 +705,10 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         The novelty is the share of the prior variance that the representatives cannot describe. If
         they span all features, as those of a power kernel of few features do, no point is novel.
         """
-        found = _relative(*self.basis_.novelty(self._validated(X)))
-        return np.asarray(found > self._novelty_limit + _ROUNDING)
+        X = self._validated(X)
+        novelty = np.empty((len(X), 2))
+        self.basis_.contract(X, np.empty((self.effective_rank_, 0)), novelty)
+        return np.asarray(_relative(novelty) > self._novelty_limit + _ROUNDING)
 
     def pp_mean(self, X: ArrayLike) -> Float64Array:
         """Predict with the full projected process, Eq. (3): (n,) or (n, T)."""

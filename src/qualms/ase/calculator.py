@@ -354,8 +354,8 @@ class MemberCalculator(ModelCalculator):
         n, calibration = self.n_members, fitted.calibration
         f = calibration.constant_factor(n)
         if self.calibrated_for == "forces":
+            calibration = fitted.calibration_of("forces") or calibration
             of_forces = fitted.calibrations["forces"]
-            calibration = of_forces[fitted.settings.calibration]
             others = [of_forces.get(method) for method in ("student", "linear")]
             factors = [c.typical_factor(n) for c in (calibration, *others) if c]
             f = next((factor for factor in factors if factor is not None), 1.0)

@@ -14,7 +14,7 @@ from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.atomistic.baseline import Baseline
 from qualms.atomistic.kernel_rows import Basis
 from qualms.atomistic.settings import Settings
-from qualms.calibration.base import Calibration, MemberTransform
+from qualms.calibration.base import Calibration, MemberTransform, with_equal_members
 from qualms.calibration.conformal import Conformal
 from qualms.calibration.sources import WithNovelty
 from qualms.features.representation import Representation
@@ -174,14 +174,22 @@ class Fitted:
         """Number of members of a calibrated prediction."""
         return int(self.calibration.own(self.intercepts).shape[-1])
 
+    @cached_property
+    def _calibrations(self) -> dict[str, Calibration]:
+        """The calibration of each quantity, by the method in use, with equally many members."""
+        method = self.settings.calibration
+        in_use = {q: c[method] for q, c in self.calibrations.items() if method in c}
+        equal = with_equal_members([*in_use.values()], len(self.intercepts))
+        return dict(zip(in_use, equal, strict=True))
+
     @property
     def calibration(self) -> Calibration:
         """The calibration of the target."""
-        return self.calibrations["energy"][self.settings.calibration]
+        return self._calibrations["energy"]
 
     def calibration_of(self, quantity: str) -> Calibration | None:
         """Return the calibration of a quantity, if it has one of its own."""
-        return self.calibrations.get(quantity, {}).get(self.settings.calibration)
+        return self._calibrations.get(quantity)
 
     def transform_for(
         self, K_XM: Float64Array, prior_variance: Callable[[], Float64Array]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any, ClassVar, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
@@ -27,6 +28,7 @@ _EXACT = 1_000_000
 #: Points up to which calibrations that conformal scores refer to are cross-fitted, and folds.
 _FEW_POINTS, _N_FOLDS = 500, 5
 P_co = TypeVar("P_co", covariant=True)
+C = TypeVar("C", bound="Calibration")
 Pool: TypeAlias = Callable[[Float64Array], Float64Array]
 
 
@@ -272,6 +274,65 @@ def rounding_of(members: FloatArray) -> Float64Array:
     return rounding
 
 
+def combined_members(
+    members: FloatArray, kinds: Sequence[tuple[int, float]], n: int = 0
+) -> Float64Array:
+    """Return members (…, n) whose covariance is the weighted sum of those of several kinds.
+
+    Let D_k be the deviations of the n_k members of kind k from the prediction, the mean of each
+    kind, divided by √(n_k − 1). The columns of D = [w₁D₁, w₂D₂, …] have the covariance
+    D Dᵀ = Σ w_k² D_k D_kᵀ, but each is a draw of one kind alone: their votes, and what is not
+    linear in them, would be wrong. With a random isometry Q that is orthogonal to (1, …, 1) on both
+    sides, Q Qᵀ = I − 11ᵀ/Σn_k, the columns of √(n − 1) D Q have mean and covariance of the same
+    values, and each is a draw of the whole. Members of a single kind stay as they are.
+
+    Parameters
+    ----------
+    members : (…, N_R) array
+        One kind after the other.
+    kinds : sequence of (int, float)
+        n_k and w_k. Members whose weight is zero carry nothing and are left out.
+    n : int
+        At least the number of members with a weight; by default that number.
+    """
+    counts, weights = zip(*kinds, strict=True)
+    used = np.repeat(weights, counts) > 0
+    values = np.asarray(members, dtype=np.float64)[..., used]
+    n_used = values.shape[-1]
+    n = n or n_used
+    alone = n == n_used and len({*np.repeat(range(len(counts)), counts)[used]}) == 1
+    if alone and max(weights) == 1.0:
+        return values
+    mean = values.mean(axis=-1, keepdims=True)
+    scales = [w * ((n - 1) / max(k - 1, 1)) ** 0.5 for k, w in kinds]
+    D = (values - mean) * np.repeat(scales, counts)[used]
+    return np.asarray(mean + (D if alone else D @ _isometry(n_used, n)))
+
+
+@lru_cache(maxsize=32)
+def _isometry(k: int, n: int) -> Float64Array:
+    """Return a random Q (k, n ≥ k) with Q Qᵀ = I − 11ᵀ/k and Q 1 = 0, the same in each process."""
+    turned = np.random.default_rng(0).standard_normal((n - 1, k - 1))
+    Q: Float64Array = _contrasts(k) @ np.linalg.qr(turned)[0].T @ _contrasts(n).T
+    Q.flags.writeable = False
+    return Q
+
+
+def _contrasts(n: int) -> Float64Array:
+    """Return an orthonormal basis (n, n − 1) of the vectors whose elements sum to zero."""
+    Q: Float64Array = np.linalg.qr(np.column_stack([np.ones(n), np.eye(n)[:, 1:]]))[0]
+    return Q[:, 1:]
+
+
+def with_equal_members(calibrations: Sequence[C], n_members: int) -> list[C]:
+    """Return calibrations of the N_R members of one model that yield equally many members each.
+
+    Those of different quantities can then be combined in pairs.
+    """
+    n = max(c.own(np.zeros(n_members)).shape[-1] for c in calibrations)
+    return [replace(c, n_calibrated=n) for c in calibrations]
+
+
 def _deviations(n: int) -> Float64Array:
     """Return n evenly spaced numbers of zero mean and unit standard deviation (ddof = 1)."""
     values = np.arange(n) - (n - 1) / 2
@@ -295,6 +356,9 @@ class Calibration(ABC):
     n_subsampled : int
         Number of members that ŝ is taken over, the first; 0 if there are no others. The others, of
         a sparse Gaussian process, are drawn from the posterior of the full model.
+    n_calibrated : int
+        Number of members of a calibrated prediction; 0: as many as σ has independent sources of.
+        See `with_equal_members`.
     """
 
     method: ClassVar[str]
@@ -307,6 +371,7 @@ class Calibration(ABC):
     log_likelihood: float = 0.0
     centre: float = 1.0
     n_subsampled: int = 0
+    n_calibrated: int = 0
 
     @classmethod
     @abstractmethod
@@ -378,9 +443,18 @@ class Calibration(ABC):
         low, high = (self.std(stds, n_members) / stds).tolist()
         return float(high) if np.isclose(low, high, rtol=1e-12, atol=0.0) else None
 
+    def kinds(self, n_members: int) -> tuple[tuple[int, float], tuple[int, float]]:
+        """Return number and weight of the subsampled members, the first, and of the others.
+
+        The covariance of the members that are scaled is the sum of those of both kinds, times the
+        squares of the weights.
+        """
+        n = self.n_subsampled or n_members
+        return (n, 1.0), (n_members - n, 0.0)
+
     def own(self, members: FloatArray) -> Float64Array:
-        """Return the members (…, N_R) that are scaled: the subsampled ones."""
-        return np.asarray(members, dtype=np.float64)[..., : self.n_subsampled or None]
+        """Return the members that are scaled, of the `kinds` (…, N_R) that have a weight."""
+        return combined_members(members, self.kinds(np.shape(members)[-1]), self.n_calibrated)
 
     def factors_of(self, std: Float64Array, members: FloatArray) -> Float64Array:
         """Return the factors (…) that gave members (…, N_R) the calibrated σ (…)."""

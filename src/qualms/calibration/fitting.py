@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 
 from qualms.arrays import BoolArray, Float64Array, FloatArray, check_integer, check_number
-from qualms.calibration.base import Calibratable, Calibration, CalibrationData, P_co
+from qualms.calibration.base import (
+    Calibratable,
+    Calibration,
+    CalibrationData,
+    P_co,
+    with_equal_members,
+)
 from qualms.calibration.methods import (
     LinearCalibration,
     NoCalibration,
@@ -60,6 +66,7 @@ _RANGES = {
     "log_std_slope": (-100.0, 100.0),
     "log_std_std": (1e-6, 100.0),
     "n_components": (1.0, 10.0),
+    "n_calibrated": (0.0, 0.0),  # that of a model follows from its calibrations
 }
 
 
@@ -166,7 +173,7 @@ class PerOutputCalibration:
             c.transform(
                 members[..., t, :], novelty_std=None if novelty_std is None else novelty_std[..., t]
             )
-            for t, c in enumerate(self.outputs)
+            for t, c in enumerate(with_equal_members(self.outputs, members.shape[-1]))
         ]
         return np.stack(scaled, axis=-2)
 

@@ -109,6 +109,9 @@ class SourcesCalibration(Calibration):
         total, of_members = data.mean((data.scale * fitted.std_of(data)) ** 2), data.mean(weighted)
         return replace(fitted, typical=(total / of_members) ** 0.5 if of_members > 0 else 1.0)
 
+    def constant_factor(self, n_members: int) -> None:
+        """Return none: σ is not ∝ ŝ."""
+
     def typical_factor(self, n_members: int) -> float:
         """Return the usual factor of the members weighted by a and b."""
         return self.typical
@@ -186,21 +189,13 @@ class SourcesCalibration(Calibration):
         """Coefficients at their bound of zero have no confidence interval of this kind."""
         raise NotImplementedError
 
-    def own(self, members: FloatArray) -> Float64Array:
-        """Return members (…, S + K) whose covariance is a²·(subsampled) + b²·(posterior).
-
-        Both kinds have the prediction as their mean, which does not change.
-        """
-        values = np.asarray(members, dtype=np.float64)
-        n_all = values.shape[-1]
-        n = self.n_subsampled or n_all
-        a = (self.alpha**2 + self.centre**2 / n) ** 0.5
-        weights = (a, self.posterior) if a or self.posterior else (1.0, 1.0)
-        counts = (n, n_all - n)
-        pairs = zip(weights, counts, strict=True)
-        factors = [w * ((n_all - 1) / max(k - 1, 1)) ** 0.5 for w, k in pairs]
-        mean = values.mean(axis=-1, keepdims=True)
-        return np.asarray(mean + (values - mean) * np.repeat(factors, counts))
+    def kinds(self, n_members: int) -> tuple[tuple[int, float], tuple[int, float]]:
+        """Return number and weight, a and b, of the subsampled and of the posterior members."""
+        n = self.n_subsampled or n_members
+        a, b = (self.alpha**2 + self.centre**2 / n) ** 0.5, self.posterior
+        if not (a or (b and n_members > n)):
+            a = b = 1.0  # σ has other sources alone
+        return (n, a), (n_members - n, b)
 
     @property
     def needs_novelty(self) -> bool:
