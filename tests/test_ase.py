@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import ase.io
@@ -473,6 +474,24 @@ def test_members_are_potentials_whatever_the_calibration(crystal_model):
     np.testing.assert_allclose(found, gradient(std, crystal, 1e-3), atol=1e-5)
     found = calc.get_property("energy_uncertainty_stress", crystal)
     np.testing.assert_allclose(found, strain_derivative(std, crystal, 1e-4), atol=1e-6)
+
+
+def test_one_calculator_may_be_used_by_several_threads(water_model):
+    frames = waters(40, seed=3)
+    calc = Calculator(water_model)
+    expected = [(calc.get_property("energy", a), calc.get_property("forces", a)) for a in frames]
+
+    def results(atoms):
+        atoms = atoms.copy()
+        atoms.calc = calc
+        return atoms.get_potential_energy(), atoms.get_forces()
+
+    with ThreadPoolExecutor(6) as pool:
+        for found, (energy, forces) in zip(pool.map(results, frames), expected, strict=True):
+            assert found[0] == pytest.approx(energy, abs=1e-9)
+            np.testing.assert_allclose(found[1], forces, atol=1e-8)
+    assert copy.deepcopy(calc).get_property("energy", frames[0]) == expected[0][0]
+    assert pickle.loads(pickle.dumps(calc)).get_property("energy", frames[0]) == expected[0][0]
 
 
 def test_a_calculator_may_use_its_own_number_of_threads(water_model):

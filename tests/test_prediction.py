@@ -259,7 +259,7 @@ def test_score_and_calibrate_take_predictions_and_arrays():
         (lambda: Prediction(mean=[1.0], std=[-1.0]), "std"),
         (lambda: Prediction(mean=[1.0], std=[1.0, 2.0]), "std"),
         (lambda: Prediction(mean=[np.nan], std=[1.0]), "mean"),
-        (lambda: P + Prediction(np.ones((5, 3))), "n_members"),
+        (lambda: Prediction.concatenate([P, Prediction(np.ones((5, 3)))]), "predictions"),
         (lambda: P + np.ones(4), "prediction"),
         (lambda: Q + np.ones(4), "prediction"),
         (lambda: np.ones((2, 3)) @ P, "prediction"),
@@ -275,6 +275,18 @@ def test_score_and_calibrate_take_predictions_and_arrays():
 def test_bad_input(call, parameter):
     with rejects(parameter):
         call()
+
+
+def test_errors_of_models_with_different_numbers_of_members_add_in_quadrature():
+    generator = np.random.default_rng(1)
+    few, many = (Prediction(generator.normal(size=(200, n))) for n in (16, 400))
+    difference = few - many
+    assert difference.n_members == 400
+    np.testing.assert_allclose(difference.mean, few.mean - many.mean, atol=1e-12)
+    ratio = difference.std / np.hypot(few.std, many.std)
+    assert np.abs(ratio - 1).max() < 0.15  # the sampling noise of 400 pairs
+    alone = (few - Prediction(np.zeros((200, 400)))).covariance()
+    np.testing.assert_allclose(alone, few.covariance(), atol=1e-12)
 
 
 @pytest.mark.parametrize(

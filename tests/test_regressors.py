@@ -3,6 +3,7 @@ import oracle
 import pandas as pd
 import pytest
 from checks import rejects
+from sklearn.base import BaseEstimator, RegressorMixin, clone
 from sklearn.compose import make_column_transformer
 from sklearn.datasets import make_friedman1
 from sklearn.ensemble import HistGradientBoostingRegressor, RandomForestRegressor
@@ -468,3 +469,29 @@ def test_the_noise_is_that_of_new_groups():
     apart = ProjectedProcessRegressor("rbf", random_state=0).fit(Z, y)
     together = ProjectedProcessRegressor("rbf", random_state=0).fit(Z, y, groups=codes)
     assert together.noise_variance_ > 3 * apart.noise_variance_
+
+
+class Returns(RegressorMixin, BaseEstimator):
+    """A regressor that returns some array."""
+
+    def __init__(self, shape=(), value=0.0):
+        self.shape, self.value = shape, value
+
+    def fit(self, X, y):
+        return self
+
+    def predict(self, X):
+        return np.full((len(X), *self.shape), self.value)
+
+
+@pytest.mark.parametrize("estimator", [None, Ridge, "ridge", Returns((2,)), Returns(value=np.nan)])
+def test_estimators_that_cannot_be_used(estimator):
+    with rejects("estimator"):
+        ResamplingRegressor(estimator).fit(X, Y)
+
+
+@pytest.mark.parametrize("regressor", [small(), ResamplingRegressor(Ridge())])
+@pytest.mark.parametrize("y", [Y.astype(str), np.array([dict] * len(Y)), Y * 1e-200, Y * 1e200])
+def test_targets_that_are_not_numbers_or_too_small_or_large(regressor, y):
+    with rejects("y"):
+        clone(regressor).fit(X, y)

@@ -64,6 +64,15 @@ class QualmsWarning(UserWarning):
     """A result was returned, but the user must know about something."""
 
 
+def unknown_choice(parameter: str, value: object, choices: Iterable[str]) -> InputError:
+    """Return the error of a parameter whose value is not among some choices."""
+    listed = [*choices]
+    message = f"`{parameter}` is {value!r}; it must be {' or '.join(listed)}."
+    if len(listed) > 2:
+        message = f"`{parameter}` is {value!r}; it must be one of {', '.join(listed)}."
+    return InputError(message + did_you_mean(str(value), listed), parameter=parameter)
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, in the plural unless it is one."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -34,6 +34,7 @@ from qualms.calibration.base import (
     CalibrationData,
     MemberTransform,
     calibration_data,
+    combined_members,
 )
 from qualms.calibration.conformal import Conformal
 from qualms.calibration.fitting import (
@@ -44,7 +45,7 @@ from qualms.calibration.fitting import (
 )
 from qualms.calibration.methods import StudentCalibration
 from qualms.calibration.selection import choose_calibration
-from qualms.errors import InputError, QualmsWarning
+from qualms.errors import InputError, QualmsWarning, unknown_choice
 from qualms.gp.ensemble import ensemble_mean_std, group_codes
 
 #: Standard deviations below this fraction of the mean are rounding; below the second fraction of
@@ -102,13 +103,16 @@ class Prediction(NDArrayOperatorsMixin):
         self.conformal, self.dof = conformal, dof
         if members is not None:
             if mean is not None or std is not None:
-                raise InputError("mean", "members and mean or std", "either members or both others")
+                raise InputError("Give either `members`, or `mean` and `std`.", parameter="mean")
             self._members: Float64Array | None = _read_only(members, "members")
             if self._members.ndim < 1 or self._members.shape[-1] < 2:
-                given = f"shape {self._members.shape}"
-                raise InputError("members", given, "at least 2 members on the last axis")
+                raise InputError(
+                    f"`members` have shape {self._members.shape}; their last axis must have at "
+                    "least 2 members.",
+                    parameter="members",
+                )
         elif mean is None or std is None:
-            raise InputError("members", None, "members, or mean and std")
+            raise InputError("Give `members`, or `mean` and `std`.", parameter="members")
         else:
             self._members = None
             self._moments = _read_only(mean, "mean"), _read_only(std, "std")
@@ -194,22 +198,30 @@ class Prediction(NDArrayOperatorsMixin):
             depend on their distribution: see `qualms.calibration.conformal`.
         """
         if not 0 < check_number("level", level, 0) < 1:
-            raise InputError("level", level, "a probability between 0 and 1")
+            raise InputError(
+                f"`level` is {level}; it must be a probability between 0 and 1.", parameter="level"
+            )
         if method == "gaussian":
             factor = float(ndtri((1 + level) / 2))
         elif method == "student":
             dof = self.dof or (self.n_members or 0) - 1.0
             if dof <= 2:
-                raise InputError("method", "'student'", "a prediction by at least 4 members")
+                raise InputError(
+                    "Intervals of Student's t need a prediction by at least 4 members. Use "
+                    "`method='gaussian'`.",
+                    parameter="method",
+                )
             factor = float(stdtrit(dof, (1 + level) / 2) * np.sqrt((dof - 2) / dof))
         elif method == "conformal":
             if self.conformal is None:
-                expected = "a prediction of single points by a model with out-of-bag errors"
-                raise InputError("method", "'conformal'", expected, "Use method='gaussian'.")
+                raise InputError(
+                    "Conformal intervals need single points predicted by a model with out-of-bag "
+                    "errors. Use `method='gaussian'`.",
+                    parameter="method",
+                )
             factor = self.conformal.quantile(level)
         else:
-            expected = '"gaussian", "student" or "conformal"'
-            raise InputError("method", repr(method), expected)
+            raise unknown_choice("method", method, ("gaussian", "student", "conformal"))
         return self.mean - factor * self.std, self.mean + factor * self.std
 
     @property
@@ -270,7 +282,9 @@ class Prediction(NDArrayOperatorsMixin):
         """Sum over points, member by member; ``numpy.sum`` does the same."""
         n_axes = len(self.shape)
         if axis is not None and not (isinstance(axis, int) and -n_axes <= axis < n_axes):
-            raise InputError("axis", axis, f"an axis of a prediction of shape {self.shape}")
+            raise InputError(
+                f"`axis` is {axis}; the prediction has shape {self.shape}.", parameter="axis"
+            )
         # Never the last axis of the members.
         axes = tuple(range(n_axes)) if axis is None else (axis % n_axes,)
         return _combined("sum", lambda members: members.sum(axis=axes), self)
@@ -278,6 +292,13 @@ class Prediction(NDArrayOperatorsMixin):
     @staticmethod
     def concatenate(predictions: Sequence[Prediction]) -> Prediction:
         """Join predictions of one model along the first axis."""
+        counts = sorted({p.n_members for p in predictions if p.n_members is not None})
+        if len(counts) > 1:
+            raise InputError(
+                f"Predictions by {' and '.join(map(str, counts))} members are not of one model, "
+                "and cannot be joined.",
+                parameter="predictions",
+            )
         return _rearranged(lambda *parts: np.concatenate(parts), *predictions)
 
     def __getitem__(self, index: Any) -> Prediction:
@@ -369,31 +390,44 @@ def decimals(*errors: float) -> int:
 def stack_members(results: Sequence[ArrayLike | None]) -> Float64Array:
     """Return the results of a function for each of N_R members, of one shape, as (…, N_R)."""
     if any(result is None for result in results):
-        raise InputError("f", "a function that returns None", "one that returns numbers")
+        raise InputError("`f` returned None; it must return numbers.", parameter="f")
     arrays = [np.asarray(result, dtype=float) for result in results]
     for i, array in enumerate(arrays):
         if array.shape != arrays[0].shape:
-            given = f"shape {array.shape} for member {i}, {arrays[0].shape} for member 0"
-            raise InputError("f", given, "a function whose results have one shape for all members")
+            raise InputError(
+                f"`f` returned shape {array.shape} for member {i}, and {arrays[0].shape} for "
+                "member 0; the shapes must be the same.",
+                parameter="f",
+            )
     return np.stack(arrays, axis=-1)
 
 
 def _members_of(prediction: Prediction, operation: str) -> Float64Array:
     """Return the members, which an operation on several points or predictions needs."""
     if prediction.members is None:
-        expected = "a prediction with members: without, the correlation of errors is not known"
-        raise InputError("prediction", f"no members, for {operation}", expected)
+        raise InputError(
+            f"The `prediction` has no members, so that the correlation of its errors is not known: "
+            f"{operation} is not possible.",
+            parameter="prediction",
+        )
     return np.asarray(prediction.members)
 
 
 def _combined(
     operation: str, f: Callable[..., Float64Array], *predictions: Prediction
 ) -> Prediction:
-    """Combine the members of predictions and, on demand, their members before calibration."""
-    counts = sorted({_members_of(p, operation).shape[-1] for p in predictions})
-    if len(counts) > 1:
-        raise InputError("n_members", counts, "predictions by the members of one model")
-    return _lifted(lambda *parts: Prediction(f(*(p.members for p in parts))), *predictions)
+    """Combine the members of predictions and, on demand, their members before calibration.
+
+    Predictions by different numbers of members are of different models, whose errors are
+    independent: the fewer are spread over as many as the others have.
+    """
+
+    def of(*parts: Prediction) -> Prediction:
+        members = [_members_of(p, operation) for p in parts]
+        n = max(m.shape[-1] for m in members)
+        return Prediction(f(*(combined_members(m, [(m.shape[-1], 1.0)], n) for m in members)))
+
+    return _lifted(of, *predictions)
 
 
 def _lifted(f: Callable[..., Prediction], *predictions: Prediction) -> Prediction:
@@ -469,8 +503,11 @@ def _linear_combination(a: Any, b: Any) -> Prediction:
 
 def _shape_error(operation: str, operands: Sequence[Any]) -> InputError:
     shapes = [x.shape if isinstance(x, Prediction) else np.shape(x) for x in operands]
-    given = f"shapes {' and '.join(map(str, shapes))} for {operation}"
-    return InputError("prediction", given, "shapes that can be broadcast")
+    return InputError(
+        f"Shapes {' and '.join(map(str, shapes))} of the `prediction` and the other operand cannot "
+        f"be broadcast, for {operation}.",
+        parameter="prediction",
+    )
 
 
 def calibrate(
@@ -527,9 +564,11 @@ def calibrate(
         members = raw.members
         mean, std = (raw.mean, raw.std) if members is None else (mean, std)
     if (members is None) == (mean is None) or (mean is None) != (std is None):
-        raise InputError("members", "none, or some of all three", "either members, or mean and std")
+        raise InputError("Give either `members`, or `mean` and `std`.", parameter="members")
     if targets.ndim not in (1, 2):
-        raise InputError("y", f"shape {targets.shape}", "(n,) or (n, T)")
+        raise InputError(
+            f"`y` has shape {targets.shape}; it must be (n,) or (n, T).", parameter="y"
+        )
     n, n_outputs = len(targets), targets.size // len(targets)
     # One column for each calibration: of n points, or of all components of n vectors.
     shape = (n * n_outputs, 1) if pool or (pool is None and n_outputs == 3) else (n, n_outputs)
@@ -541,8 +580,11 @@ def calibrate(
     data: list[CalibrationData] = []
     if mean is not None and std is not None:
         if method != "auto" and class_of(method).needs_members:
-            expected = "auto, linear, power or none, without members"
-            raise InputError("method", repr(method), expected)
+            raise InputError(
+                f"The method {method!r} needs members. Without them, use `method='auto'`, linear, "
+                "power or none.",
+                parameter="method",
+            )
         z = targets - check_points("mean", mean, targets.shape)
         stds = check_std(std, targets.shape).reshape(shape)
         for pair in zip(z.reshape(shape).T, stds.T, strict=True):
@@ -556,8 +598,11 @@ def calibrate(
         if absent is not None:
             unseen = np.asarray(absent, dtype=bool)
             if unseen.shape != (n, values.shape[-1]):
-                expected = f"({n}, {values.shape[-1]}), like members"
-                raise InputError("absent", f"shape {unseen.shape}", expected)
+                raise InputError(
+                    f"`absent` has shape {unseen.shape}; it must be ({n}, {values.shape[-1]}), as "
+                    "the members.",
+                    parameter="absent",
+                )
             known &= np.repeat(unseen, repeats, axis=0)[:, None, :]
         for k, column in enumerate(targets.reshape(shape).T):
             used = known[:, k] if absent is not None or missing.any() else None

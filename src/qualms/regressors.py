@@ -48,7 +48,14 @@ from qualms.calibration.fitting import (
 )
 from qualms.calibration.methods import NoCalibration
 from qualms.calibration.sources import MIN_POINTS, WithNovelty, with_enough_points
-from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWarning
+from qualms.errors import (
+    CalibrationError,
+    ExactFitError,
+    InputError,
+    QualmsWarning,
+    counted,
+    unknown_choice,
+)
 from qualms.gp.ensemble import (
     FullModel,
     Residuals,
@@ -200,8 +207,11 @@ def _choose(
     Farthest points are far in the space of the features; leverage scores are those of the kernel.
     """
     if n is not None and check_integer("n_representatives", n, 1) > len(X):
-        expected = f"1 to {len(X)}, the number of distinct training points, or None"
-        raise InputError("n_representatives", n, expected)
+        raise InputError(
+            f"`n_representatives` is {n}, but there are only {len(X)} distinct training points. "
+            "Use at most as many, or None.",
+            parameter="n_representatives",
+        )
     wanted = min(len(X), _DEFAULT_REPRESENTATIVES) if n is None else n
     if selection == "random":
         return np.sort(rng.permutation(len(X))[:wanted]).astype(np.intp)
@@ -264,9 +274,15 @@ class TrainingSet:
         """Draw the members and return how often each point is in each: (n_points, N_R)."""
         check_integer("n_members", n_members, 2, "at least 2 members, for a standard deviation")
         if not isinstance(replace, (bool, np.bool_)):
-            raise InputError("replace", repr(replace), "True or False")
+            raise InputError(
+                f"`replace` is {replace!r}; it must be True or False.", parameter="replace"
+            )
         if len(self.first) < 2:
-            raise InputError("X", "a single distinct row", "at least 2, to draw subsamples from")
+            raise InputError(
+                "All rows of `X` are the same: at least 2 distinct ones are needed to draw "
+                "subsamples from.",
+                parameter="X",
+            )
         n = len(self.first)
         return draw_members(n, n_members, subsample, rng, replace=replace, groups=self.groups)
 
@@ -370,6 +386,7 @@ def training_set(
     """Validate the arguments of ``fit`` and collect the distinct points of non-zero weight."""
     reject_masked("X", X)
     reject_masked("y", y)
+    _reject_text(y)
     if keep_frames and is_frame(X):
         # Columns have names and types that a pipeline may need: members get them unchanged.
         X, y = validate_data(estimator, X, y, skip_check_array=True)
@@ -381,14 +398,21 @@ def training_set(
     y = np.asarray(y)
     n, largest, single_output = len(y), float(np.max(np.abs(y))), y.ndim == 1
     if largest and not 1e-140 < largest < 1e140:
-        raise InputError("y", f"values of {largest:.1e}", "numbers whose squares are finite")
+        raise InputError(
+            f"The largest value of `y` is {largest:.1e}, whose square cannot be represented. Use "
+            "units in which it lies between 1e-140 and 1e140.",
+            parameter="y",
+        )
     weight = _check_sample_weight(
         sample_weight, np.empty((n, 1)), dtype=np.float64, ensure_non_negative=True
     )
     labels = None if groups is None else group_codes(groups, n)
     rows = np.flatnonzero(weight > 0)
     if len(rows) < 2:
-        raise InputError("sample_weight", f"{len(rows)} positive weights", "at least 2")
+        raise InputError(
+            f"`sample_weight` has {counted(len(rows), 'positive weight')}; at least 2 are needed.",
+            parameter="sample_weight",
+        )
     kept = X if len(rows) == n else take_rows(X, rows)
     points = _distinct_rows_of(kept)
     targets = np.asarray(y, dtype=np.float64).reshape(n, -1)[rows]
@@ -401,6 +425,19 @@ def training_set(
     return TrainingSet(
         rows, kept, targets, weight[rows], points.inverse, points.first, joined, single_output
     )
+
+
+def _reject_text(y: Any) -> None:
+    """Reject targets that are not numbers; scikit-learn checks everything else."""
+    values = np.asarray(y)
+    try:
+        if values.dtype.kind == "O":
+            values = values.astype(np.float64)
+    except (TypeError, ValueError):
+        pass
+    if y is not None and values.dtype.kind not in "biufc":
+        first = next(iter(values.ravel().tolist()), None)
+        raise InputError(f"`y` holds {first!r}; its values must be numbers.", parameter="y")
 
 
 def is_frame(X: Any) -> bool:
@@ -448,8 +485,7 @@ def check_calibration_name(calibration: str | None, methods: Collection[str] = M
     """Return the name of a known method, or "auto"; None means "none"."""
     name = "none" if calibration is None else calibration
     if not isinstance(name, str) or name not in (*methods, "auto"):
-        expected = f"None, auto or one of {', '.join(methods)}"
-        raise InputError("calibration", repr(calibration), expected)
+        raise unknown_choice("calibration", calibration, (*methods, "auto"))
     return name
 
 
@@ -689,7 +725,11 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
     def predict_ensemble(self, X: ArrayLike) -> Prediction:
         """Return the calibrated predictions of all members for X (n, d)."""
         if not self._has_members():
-            raise InputError("n_members", 0, "at least 2 members for an ensemble")
+            raise InputError(
+                "The model was fitted with `n_members=0` and has no ensemble. Fit it with at least "
+                "2 members.",
+                parameter="n_members",
+            )
         X = self._validated(X)
         calibration: MemberTransform = self.calibration_
         novelty = np.empty((len(X), 2)) if self.calibration_.needs_novelty else None
@@ -726,20 +766,26 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
     def _check_parameters(self) -> str:
         """Validate parameters before the data; return the name of the calibration."""
         if self.selection not in SELECTIONS:
-            raise InputError("selection", repr(self.selection), f"one of {', '.join(SELECTIONS)}")
+            raise unknown_choice("selection", self.selection, SELECTIONS)
         if isinstance(self.noise, (int, float, np.number)):
             check_number("noise", self.noise, 0, strict=True)
         elif self.noise not in ("loo", "evidence"):
-            raise InputError("noise", repr(self.noise), '"loo", "evidence" or a number > 0')
-        if check_integer("n_members", self.n_members, 0) == 1:
-            raise InputError("n_members", self.n_members, "at least 2 members, or 0 for none")
-        if check_integer("n_posterior", self.n_posterior, 0) == 1:
-            raise InputError("n_posterior", self.n_posterior, "at least 2 members, or 0 for none")
+            raise unknown_choice("noise", self.noise, ("loo", "evidence", "a positive number"))
+        for name in ("n_members", "n_posterior"):
+            if check_integer(name, getattr(self, name), 0) == 1:
+                raise InputError(
+                    f"`{name}` is 1; a standard deviation needs at least 2. Use 0 for none.",
+                    parameter=name,
+                )
         if isinstance(self.centre, str):
             if self.centre not in ("auto", "full", "members"):
-                raise InputError("centre", repr(self.centre), '"auto", "full", "members", a number')
+                choices = ("auto", "full", "members", "a number between 0 and 1")
+                raise unknown_choice("centre", self.centre, choices)
         elif check_number("centre", self.centre, 0) > 1:
-            raise InputError("centre", self.centre, "a share between 0 and 1")
+            raise InputError(
+                f"`centre` is {self.centre}; the share of the ensemble mean lies between 0 and 1.",
+                parameter="centre",
+            )
         return check_calibration_name(self.calibration, MODEL_METHODS)
 
     def _make_kernel(self, X: FloatArray) -> Kernel:
@@ -747,14 +793,18 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         kernel, offset, length_scale = self.kernel, self.offset, self.length_scale
         if not isinstance(kernel, str):
             if not (callable(kernel) and hasattr(kernel, "diag")):
-                raise InputError("kernel", kernel, "a callable kernel(X, Y) with a method diag(X)")
+                raise InputError(
+                    f"`kernel` is {kernel!r}; it must be a name, or a callable kernel(X, Y) with a "
+                    "method diag(X).",
+                    parameter="kernel",
+                )
             return kernel
         if kernel == "rbf":
             return RBFKernel(median_length_scale(X) if length_scale is None else length_scale)
         if kernel not in ("power", "linear"):
-            raise InputError("kernel", repr(kernel), '"power", "rbf", "linear" or a kernel object')
+            raise unknown_choice("kernel", kernel, ("power", "rbf", "linear", "a kernel object"))
         if isinstance(offset, str) and offset != "auto":
-            raise InputError("offset", repr(offset), '"auto" or a number ≥ 0')
+            raise unknown_choice("offset", offset, ("auto", "a number that is not negative"))
         if kernel == "linear":
             squares = np.einsum("ij,ij->i", X, X, dtype=np.float64)
             return LinearKernel(float(squares.mean()) if isinstance(offset, str) else offset)
@@ -853,11 +903,20 @@ class ResamplingRegressor(MetaEstimatorMixin, MultiOutputMixin, RegressorMixin, 
             Not negative; handed on to the estimator, which must accept them.
         """
         method = check_calibration_name(self.calibration)
+        if not _is_regressor(self.estimator):
+            raise InputError(
+                f"`estimator` is {self.estimator!r}; it must be an object with methods fit and "
+                "predict, such as Ridge().",
+                parameter="estimator",
+            )
         if sample_weight is not None and not has_fit_parameter(self.estimator, "sample_weight"):
-            expected = f"None, because {type(self.estimator).__name__}.fit takes no sample_weight"
-            raise InputError("sample_weight", "an array", expected)
+            raise InputError(
+                f"{type(self.estimator).__name__}.fit takes no `sample_weight`. Fit without, or "
+                "use another estimator.",
+                parameter="sample_weight",
+            )
         data = training_set(self, X, y, groups, sample_weight, keep_frames=True)
-        self._single_output = data.single_output
+        self._single_output, self._n_outputs = data.single_output, data.y.shape[1]
         rng = new_generator(self.random_state)
         counts = data.draw_counts(self.n_members, self.subsample, self.replace, rng)
         self.member_indices_ = data.member_rows(counts)
@@ -907,13 +966,33 @@ class ResamplingRegressor(MetaEstimatorMixin, MultiOutputMixin, RegressorMixin, 
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
-        tags.input_tags.allow_nan = get_tags(self.estimator).input_tags.allow_nan
+        if _is_regressor(self.estimator):
+            tags.input_tags.allow_nan = get_tags(self.estimator).input_tags.allow_nan
         return tags
 
     def _members(self, X: Any) -> Float64Array:
         """Return the predictions of each member: (n, T, N_R)."""
         predicted = [np.asarray(e.predict(X), dtype=np.float64) for e in self.estimators_]
-        return np.stack([p.reshape(len(X), -1) for p in predicted], axis=-1)
+        shape, name = (len(X), self._n_outputs), type(self.estimator).__name__
+        for values in predicted:
+            if values.size != len(X) * self._n_outputs or values.shape[:1] != shape[:1]:
+                raise InputError(
+                    f"{name}.predict returned an array of shape {values.shape} for {len(X)} rows "
+                    f"and {counted(self._n_outputs, 'output')}.",
+                    parameter="estimator",
+                )
+            if not np.all(np.isfinite(values)):
+                raise InputError(
+                    f"{name}.predict returned values that are not finite.", parameter="estimator"
+                )
+        return np.stack([values.reshape(shape) for values in predicted], axis=-1)
+
+
+def _is_regressor(estimator: Any) -> bool:
+    """Whether an estimator, rather than its class, has fit and predict."""
+    return not isinstance(estimator, type) and all(
+        hasattr(estimator, name) for name in ("fit", "predict")
+    )
 
 
 def _seeded(estimator: Any, seed: int) -> Any:

@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import RLock
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,7 +47,13 @@ from qualms.atomistic.novelty import force_norm
 from qualms.atomistic.reference import KeyReference
 from qualms.calibration.base import Calibration
 from qualms.calibration.methods import NoCalibration, Scaled
-from qualms.errors import InputError, QualmsWarning, UncertaintyError
+from qualms.errors import (
+    InputError,
+    QualmsWarning,
+    UncertaintyError,
+    did_you_mean,
+    unknown_choice,
+)
 from qualms.gp.ensemble import ensemble_mean_std
 from qualms.prediction import Prediction, stack_members
 from qualms.resources import default_threads, limited
@@ -156,6 +163,11 @@ class UncertaintyCalculator(AseCalculator):
     name = "qualms"
     ignored_changes = {"initial_charges", "initial_magmoms"}  # noqa: RUF012
 
+    def __init__(self) -> None:
+        super().__init__()
+        # Structure and results belong together, whichever thread asks for them.
+        self._lock = RLock()
+
     def calculate(
         self,
         atoms: Atoms | None = None,
@@ -171,11 +183,18 @@ class UncertaintyCalculator(AseCalculator):
         self, name: str, atoms: Atoms | None = None, allow_calculation: bool = True
     ) -> Any:
         """Return a property, computed if necessary: see ASE."""
-        value = super().get_property(name, atoms, allow_calculation)
-        if atoms is not None and value is not None:
-            # It may have been computed before, for an equal structure.
-            self._returned(atoms)
-        return value
+        with self._lock:
+            value = super().get_property(name, atoms, allow_calculation)
+            if atoms is not None and value is not None:
+                # It may have been computed before, for an equal structure.
+                self._returned(atoms)
+            return value
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=RLock())
 
     def _compute(self, atoms: Atoms, properties: Sequence[str]) -> Results:
         raise NotImplementedError
@@ -264,7 +283,7 @@ class ModelCalculator(UncertaintyCalculator):
 
     def __getstate__(self) -> dict[str, Any]:
         # featomic's calculators cannot be pickled, and are made again when they are needed.
-        return self.__dict__ | {"_potential": None}
+        return super().__getstate__() | {"_potential": None}
 
     def _point(self, energy: Prediction, n_atoms: int) -> CalibratedPoint:
         """Return the energy of one structure and how its calibration depends on it."""
@@ -278,7 +297,7 @@ class ModelCalculator(UncertaintyCalculator):
         new = copy.copy(self)
         memo[id(self)] = new
         for name, value in vars(self).items():
-            if name not in ("model", "_potential"):
+            if name not in ("model", "_potential", "_lock"):
                 setattr(new, name, copy.deepcopy(value, memo))
         return new
 
@@ -313,14 +332,19 @@ class MemberCalculator(ModelCalculator):
         super().__init__(model)
         self.index = check_integer("index", index, 0)
         if self.index >= self.n_members:
-            raise InputError("index", index, f"one of {self.n_members} members, from 0")
+            raise InputError(
+                f"`index` is {index}; predictions have {self.n_members} members, counted from 0.",
+                parameter="index",
+            )
         if calibrated_for not in (None, *_CALIBRATED_FOR):
-            expected = " or ".join(map(repr, _CALIBRATED_FOR))
-            raise InputError("calibrated_for", repr(calibrated_for), expected)
+            raise unknown_choice("calibrated_for", calibrated_for, _CALIBRATED_FOR)
         own = self._fitted and self._fitted.calibration_of("forces")
         if calibrated_for == "forces" and own is None:
-            expected = "'energy': the model has no calibration of forces"
-            raise InputError("calibrated_for", "'forces'", expected, "Train it on forces.")
+            raise InputError(
+                "The model has no calibration of forces. Use `calibrated_for='energy'`, or train "
+                "it on forces.",
+                parameter="calibrated_for",
+            )
         self.calibrated_for = calibrated_for or ("energy" if own is None else "forces")
         self._mixture = self._weights_of_members()
 
@@ -379,18 +403,31 @@ def _check_model(model: Model) -> None:
     """Reject a model that is not a potential in eV."""
     if not isinstance(model, AtomisticModel):
         if not (hasattr(model, "predict") and hasattr(model, "predict_forces")):
-            raise InputError("model", type(model).__name__, "an AtomisticModel, or its file")
+            raise InputError(
+                f"`model` is a {type(model).__name__}; it must be an AtomisticModel, or its file.",
+                parameter="model",
+            )
         return
     kind, unit = model.fitted.settings.kind, model.fitted.settings.units
     if kind != "extensive":
-        raise InputError("model", f"kind {kind!r}", "an energy, of kind 'extensive'")
+        raise InputError(
+            f"The `model` predicts a property of kind {kind!r}; a calculator needs an energy, "
+            "which is 'extensive'.",
+            parameter="model",
+        )
     if unit and unit.casefold() != "ev":
-        expected = "energies in eV"
-        raise InputError("model", f"energies in {unit}", expected, "Train it on energies in eV.")
+        raise InputError(
+            f"The `model` predicts energies in {unit}; a calculator needs eV. Train it on energies "
+            "in eV.",
+            parameter="model",
+        )
     if isinstance(model.reference, KeyReference):  # values of other positions would be used
-        expected = "a baseline that can be computed when atoms move"
-        remedy = "Load it with the calculator: AtomisticModel.load(path, baseline=…)."
-        raise InputError("model", f"the baseline {model.reference.name}", expected, remedy)
+        raise InputError(
+            f"The baseline of the `model` is read from structures ({model.reference.name}) and is "
+            "not known when atoms move. Load the model with the calculator that computes it: "
+            "AtomisticModel.load(path, baseline=…).",
+            parameter="model",
+        )
 
 
 class Calculator(ModelCalculator):
@@ -462,7 +499,9 @@ class Calculator(ModelCalculator):
             model = AtomisticModel.load(model, threads=threads)
         elif threads is not None:
             if not isinstance(model, AtomisticModel):
-                raise InputError("threads", threads, "None, unless the model is an AtomisticModel")
+                raise InputError(
+                    "`threads` can be set for an AtomisticModel only.", parameter="threads"
+                )
             model = copy.copy(model)
             model.threads = default_threads(threads)
         super().__init__(model)
@@ -484,7 +523,7 @@ class Calculator(ModelCalculator):
                 )
         self.uncertainty_threshold = _limits(uncertainty_threshold)
         if on_exceed not in ("warn", "raise") and not callable(on_exceed):
-            raise InputError("on_exceed", repr(on_exceed), "'warn', 'raise' or a callable")
+            raise unknown_choice("on_exceed", on_exceed, ("warn", "raise", "a callable"))
         self.on_exceed = on_exceed
         self.annotate = annotate
         self.forces_uncertainty_every = check_integer(
@@ -614,7 +653,11 @@ def _limits(threshold: float | Mapping[str, float] | None) -> dict[str, float]:
         threshold = {"energy_uncertainty": threshold}
     for name in threshold:
         if name not in _LIMITED:
-            raise InputError(parameter, name, f"limits of {' or '.join(_LIMITED)}")
+            raise InputError(
+                f"`{parameter}` has a limit of {name!r}; there are limits of {', '.join(_LIMITED)}."
+                f"{did_you_mean(str(name), _LIMITED)}",
+                parameter=parameter,
+            )
     return {key: check_number(parameter, limit, 0, strict=True) for key, limit in threshold.items()}
 
 
@@ -673,15 +716,17 @@ class WeightedBaseline(UncertaintyCalculator):
         super().__init__()
         for name, given in (("learned", learned), ("baseline", baseline)):
             if not (hasattr(given, "get_property") and hasattr(given, "implemented_properties")):
-                advice = "Use qualms.ase.Calculator(model)." if hasattr(given, "predict") else ""
-                raise InputError(name, repr(given), "an ASE calculator", advice)
+                advice = " Use qualms.ase.Calculator(model)." if hasattr(given, "predict") else ""
+                raise InputError(
+                    f"`{name}` is {given!r}; it must be an ASE calculator.{advice}", parameter=name
+                )
         self._has_gradient = _has_gradient(learned)
         self.learned, self.baseline = learned, baseline
         self.baseline_uncertainty = check_number(
             "baseline_uncertainty", baseline_uncertainty, 0, strict=True
         )
         if learns not in ("total", "difference"):
-            raise InputError("learns", repr(learns), "'total' or 'difference'")
+            raise unknown_choice("learns", learns, ("total", "difference"))
         self.learns = learns
         self.annotate = annotate
         # Of this object, rather than of the class: not all calculators have a stress.
@@ -746,8 +791,11 @@ class WeightedBaseline(UncertaintyCalculator):
         forces = np.asarray(self.learned.get_property("forces_ensemble", atoms), dtype=np.float64)
         members = np.asarray(self.learned.get_property("energy_ensemble", atoms), dtype=np.float64)
         if forces.shape != (len(atoms), 3, len(members)):
-            given = f"forces_ensemble of shape {forces.shape}"
-            raise InputError("learned", given, f"{(len(atoms), 3, len(members))}")
+            raise InputError(
+                f"forces_ensemble of `learned` has shape {forces.shape}; for these atoms and "
+                f"members it must be {(len(atoms), 3, len(members))}.",
+                parameter="learned",
+            )
         return -calibrated_point(members, members, None).std_gradient(forces)
 
 
@@ -758,5 +806,8 @@ def _has_gradient(learned: AseCalculator) -> bool:
         return True
     if {"energy_ensemble", "forces_ensemble"} <= has:
         return False
-    expected = "one with energy_ensemble and forces_ensemble, as qualms.ase.Calculator has"
-    raise InputError("learned", f"a calculator of {', '.join(sorted(has))}", expected)
+    raise InputError(
+        f"`learned` is a calculator of {', '.join(sorted(has))}; it must have energy_ensemble and "
+        "forces_ensemble, as qualms.ase.Calculator has.",
+        parameter="learned",
+    )

@@ -614,7 +614,7 @@ def summarize(fitted: Fitted) -> dict[str, str]:
         "noise": f"σ = {target.noise:.4g} {settings.units_of('energy')}".rstrip()
         + f" ({target.noise / record.target_std:.1e} of the standard deviation of the target)",
         "baseline": _baseline(fitted),
-        "members": " and ".join(kinds),
+        "members": f"{' and '.join(kinds)}; predictions have {fitted.n_members} independent ones",
         "prediction": f"{_CENTRES.get(record.centre, 'blend')} (share of the ensemble mean: "
         f"λ = {record.centre:.2f})",
     }

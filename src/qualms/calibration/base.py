@@ -214,14 +214,19 @@ def calibration_data(
     """
     targets = check_points("y", y)
     if targets.ndim != 1:
-        raise InputError("y", f"shape {targets.shape}", "one value per point, shape (n,)")
+        raise InputError(
+            f"`y` has shape {targets.shape}; it must have one value per point.", parameter="y"
+        )
     predicted = check_members(members, targets.shape)
     weights = np.ones(len(targets))
     if sample_weight is not None:
         weights = check_points("sample_weight", sample_weight, targets.shape)
         if np.any(weights < 0) or not np.any(weights > 0):
-            given = f"minimum {weights.min():.3g}"
-            raise InputError("sample_weight", given, "weights ≥ 0, not all of them 0")
+            raise InputError(
+                "`sample_weight` must not be negative, nor zero for all points; its smallest value "
+                f"is {weights.min():.3g}.",
+                parameter="sample_weight",
+            )
     rounding = rounding_of(predicted if absent is None else np.where(absent, predicted, 0.0))
     rows = np.arange(len(targets))
     if absent is None:

@@ -33,10 +33,9 @@ class Conformal:
         k = int(np.searchsorted(self.probabilities, level * (1 - 1e-12)))
         if k == len(self.scores):
             raise InputError(
-                "level",
-                level,
-                f"at most {self.probabilities[-1]:.4g} with so few out-of-bag points",
-                "Use more data, or method='gaussian'.",
+                f"`level` is {level}; so few out-of-bag points determine intervals up to "
+                f"{self.probabilities[-1]:.4g}. Use more data, or `method='gaussian'`.",
+                parameter="level",
             )
         return float(self.scores[k])
 

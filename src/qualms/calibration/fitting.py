@@ -25,7 +25,7 @@ from qualms.calibration.methods import (
 )
 from qualms.calibration.shrinkage import ShrinkageCalibration
 from qualms.calibration.sources import SourcesCalibration
-from qualms.errors import CalibrationError, InputError
+from qualms.errors import CalibrationError, InputError, unknown_choice
 from qualms.metrics import gaussian_log_density
 
 #: Calibrations by name.
@@ -51,7 +51,7 @@ _EXACT, PAPER_ABSENT, _ENOUGH = ("linear", "power"), 5, 30
 def class_of(method: str) -> type[Calibration]:
     """Return the calibration of this name."""
     if method not in MODEL_METHODS:
-        raise InputError("method", repr(method), f"one of {', '.join(MODEL_METHODS)}")
+        raise unknown_choice("method", method, MODEL_METHODS)
     return MODEL_METHODS[method]
 
 
@@ -75,7 +75,7 @@ def build_calibration(method: str, parameters: Mapping[str, Any]) -> Calibration
     for name, value in parameters.items():
         low, high = _RANGES.get(name, (0.0, _LARGEST))
         if check_number(name, value, low) > high:
-            raise InputError(name, value, f"at most {high:g}")
+            raise InputError(f"`{name}` is {value}; it is at most {high:g}.", parameter=name)
         if name in ("n_points", "n_subsampled"):
             check_integer(name, value, 0)
     return class_of(method)(**parameters)
@@ -164,10 +164,10 @@ class PerOutputCalibration:
         """Scale the members (…, T, N_R) about their means, output by output; q is (…, T)."""
         if members.ndim < 2 or members.shape[-2] != len(self.outputs):
             raise InputError(
-                "prediction",
-                f"shape {members.shape[:-1]}",
-                f"{len(self.outputs)} outputs on the last axis",
-                "For some of the outputs, apply their own calibrations, .outputs[t].",
+                f"The `prediction` has shape {members.shape[:-1]}; the calibration is for "
+                f"{len(self.outputs)} outputs on the last axis. For some of these, apply their own "
+                "calibrations, outputs[t].",
+                parameter="prediction",
             )
         scaled = [
             c.transform(

@@ -156,7 +156,10 @@ def fit_groups(
     names = np.asarray(labels, dtype=str)
     n = len(data.residuals)
     if names.shape != (n,):
-        raise InputError("labels", f"shape {names.shape}", f"one label for each of {n} points")
+        raise InputError(
+            f"`labels` have shape {names.shape}; there must be one for each of {n} points.",
+            parameter="labels",
+        )
     variance = _variance_per_point(data, overall, group_codes(clusters, n))
     kinds, which, counts = np.unique(names, return_inverse=True, return_counts=True)
     start = np.zeros(len(kinds)) if near is None else np.log(near.factors(kinds))

@@ -410,7 +410,10 @@ class StdExtrapolation:
     def alpha(self, subsample: int) -> float:
         """Return the factor from the standard deviation of subsamples of this size to N."""
         if not 0 < subsample < self.n_train:
-            raise InputError("subsample", subsample, f"0 < n < N = {self.n_train}")
+            raise InputError(
+                f"`subsample` is {subsample}; it must lie between 0 and N = {self.n_train}.",
+                parameter="subsample",
+            )
         ratio = subsample / self.n_train
         return float(ratio**self.exponent / (1 - ratio) ** 0.5)
 
@@ -433,12 +436,18 @@ def extrapolate_std(
     """
     n = np.asarray(subsamples, dtype=np.float64)
     if len(np.unique(n)) < 2 or len(n) != len(ensemble_stds) or n.min() < 1 or n.max() >= n_train:
-        expected = f"at least two sizes 1 ≤ n < N = {n_train}, one per array"
-        raise InputError("subsamples", list(subsamples), expected)
+        raise InputError(
+            f"`subsamples` are {list(subsamples)}; at least two different sizes 1 ≤ n < N = "
+            f"{n_train} are needed, one for each array of standard deviations.",
+            parameter="subsamples",
+        )
     if not all(
         np.size(s) and np.all(np.isfinite(s)) and np.all(np.asarray(s) > 0) for s in ensemble_stds
     ):
-        raise InputError("ensemble_stds", "values ≤ 0 or not finite", "positive finite values")
+        raise InputError(
+            "Some of the `ensemble_stds` are not positive finite numbers.",
+            parameter="ensemble_stds",
+        )
     log_sigma = np.array([np.mean(np.log(s)) for s in ensemble_stds]) - 0.5 * np.log(
         1 - n / n_train
     )

@@ -72,7 +72,9 @@ def confidence_intervals(
         Labels of points whose errors are correlated.
     """
     if not 0 < level < 1:
-        raise InputError("level", level, "a probability between 0 and 1")
+        raise InputError(
+            f"`level` is {level}; it must be a probability between 0 and 1.", parameter="level"
+        )
     if calibration.n_parameters == 0:
         return ConfidenceIntervals((1.0, 1.0), (1.0, 1.0), level)
     codes = group_codes(groups, len(data.residuals))
@@ -312,11 +314,13 @@ def make_folds(codes: IntArray, n_folds: int, seed: int = 0) -> list[BoolArray]:
     Return masks of the points to leave out; no more than there are groups.
     """
     if n_folds < 2:
-        raise InputError("n_folds", n_folds, "at least 2")
+        raise InputError(f"`n_folds` is {n_folds}; at least 2 are needed.", parameter="n_folds")
     n_groups = int(codes.max()) + 1
     if n_groups < 2:
         raise InputError(
-            "groups", "one group", "at least 2, so that one can be left out", "Add structures."
+            "All points belong to one of the `groups`; at least 2 are needed, so that one can be "
+            "left out.",
+            parameter="groups",
         )
     n_folds = min(n_folds, n_groups)
     fold = (np.random.default_rng(seed).permutation(n_groups) % n_folds)[codes]
