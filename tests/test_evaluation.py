@@ -182,7 +182,7 @@ def test_structures_out_of_distribution_are_counted(molecules, energy_model):
     test[7].numbers[0] = 17
     with rejects("frames"):
         evaluate(energy_model, test)
-    found = evaluate(energy_model, test, unknown_species="ignore")["energy"]
+    found = evaluate(energy_model, test, unknown_species="skip")["energy"]
     assert (len(found), found.n_unknown) == (29, 1)
     assert 7 not in found.structure
 

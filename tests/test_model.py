@@ -394,7 +394,7 @@ def test_models_can_be_copied_to_other_processes(alloys, force_model):
 def test_invalid_structures_and_options(molecules, energy_model):
     for call, parameter in (
         (lambda: energy_model.predict([]), "frames"),
-        (lambda: energy_model.predict(molecules[0]), "frames"),
+        (lambda: energy_model.predict_mean(molecules[0]), "frames"),
         (lambda: energy_model.predict(molecules[:1], unknown_species="skip"), "unknown_species"),
         (lambda: energy_model.predict([Atoms()]), "frames[0]"),
         (lambda: energy_model.target_atoms(molecules[:1]), "kind"),

@@ -448,15 +448,15 @@ def test_commands(totals, tmp_path, monkeypatch, no_figures):
     (tmp_path / "small.yaml").write_text(
         json.dumps({"representation": SMOOTH, "n_representatives": 60, "threads": 1})
     )
-    given = f"--baseline '{json.dumps(BASELINE)}'"
-    options = "--config small.yaml --target energy --forces force --units eV"
-    assert qualms(f"train train.xyz {options} {given} -o m.safetensors").code == 0
+    given = f"'{json.dumps(BASELINE)}'"
+    options = "--config small.yaml --target energy --forces-key force --units eV"
+    assert qualms(f"train train.xyz {options} --baseline {given} -o m.safetensors").code == 0
     assert PATH in qualms("info m.safetensors").out
     document = json.loads(qualms("info m.safetensors --json").out)
     assert document["settings"]["baseline"]["calculator"] == PATH
     command = "predict m.safetensors test.xyz --forces -o p.xyz --force"
     assert qualms(command).code == 2
-    assert qualms(f"{command} {given}").code == 0
+    assert qualms(f"{command} --confirm-baseline {given}").code == 0
     first = ase.io.read("p.xyz", ":")
     assert qualms(f"{command} --baseline-key lj_energy").code == 0
     second = ase.io.read("p.xyz", ":")
@@ -470,7 +470,9 @@ def test_commands(totals, tmp_path, monkeypatch, no_figures):
     ):
         assert qualms(command).code == 2
         assert qualms(f"{command} --baseline-key lj_energy").code == 0
-    assert qualms(f"{command} --force {given} --baseline-key lj_energy").code == 2
+    assert (
+        qualms(f"{command} --force --confirm-baseline {given} --baseline-key lj_energy").code == 2
+    )
     assert qualms("train train.xyz --target energy --baseline {x -o n.safetensors").code == 2
 
 
@@ -484,7 +486,7 @@ def test_commands_skip_what_fails(rich, tmp_path, monkeypatch, no_figures):
     assert qualms(f"{train} -o m.safetensors").code == 2
     assert qualms(f"{train} -o m.safetensors --skip-failed").code == 0
     for verb, output in (("predict", "-o p.xyz"), ("evaluate", ""), ("report", "-o r.html")):
-        command = f"{verb} m.safetensors all.xyz {output} --baseline {FAILING} --json"
+        command = f"{verb} m.safetensors all.xyz {output} --confirm-baseline {FAILING} --json"
         ended = qualms(command)
         assert ended.code == 2
         assert "tructure 3 " in ended.err

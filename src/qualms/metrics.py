@@ -29,6 +29,7 @@ from qualms.arrays import (
     check_std,
 )
 from qualms.errors import InputError, counted
+from qualms.notebooks import html_table
 
 #: Probability that a Gaussian variable is within one σ.
 EXPECTED_WITHIN = float(erf(np.sqrt(0.5)))
@@ -370,6 +371,10 @@ class Scores:
         values = {k: "-" if v is None else f"{v:.6g}" for k, v in self.as_dict().items()}
         name_width, value_width = max(map(len, values)), max(map(len, values.values()))
         return "\n".join(f"{n:<{name_width}}  {v:>{value_width}}" for n, v in values.items())
+
+    def _repr_html_(self) -> str:
+        """Return the scores as a table, for notebooks."""
+        return html_table((), (line.split() for line in str(self).splitlines()))
 
 
 def score_arrays(

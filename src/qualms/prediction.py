@@ -18,10 +18,11 @@ apply a calibration to the result.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
@@ -45,12 +46,18 @@ from qualms.calibration.fitting import (
 )
 from qualms.calibration.methods import StudentCalibration
 from qualms.calibration.selection import choose_calibration
-from qualms.errors import InputError, QualmsWarning, unknown_choice
+from qualms.errors import InputError, QualmsError, QualmsWarning, unknown_choice
 from qualms.gp.ensemble import ensemble_mean_std, group_codes
+from qualms.notebooks import html_table
+
+if TYPE_CHECKING:
+    import pandas
 
 #: Standard deviations below this fraction of the mean are rounding; below the second fraction of
 #: a larger standard deviation they do not determine how many decimals are printed.
 _ROUNDING, _MATTERS = 1e-13, 1e-2
+#: Values that a notebook shows.
+_SHOWN = 10
 #: Independent points below which a calibration is poorly determined.
 _FEW = 10
 
@@ -366,6 +373,35 @@ class Prediction(NDArrayOperatorsMixin):
             return f"{mean:.6g} ± 0"
         digits = decimals(std)
         return f"{mean:.{digits}f} ± {std:.{digits}f}"
+
+    def __format__(self, spec: str) -> str:
+        """Return mean ± standard deviation of a single prediction, as in ``f"{p[0]:.3f}"``."""
+        if not spec or self.shape:
+            return format(str(self), spec)
+        return f"{float(self.mean):{spec}} ± {float(self.std):{spec}}"
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return a data frame with the columns ``mean`` and ``std``, and a row for each value.
+
+        The index has a level for each axis of the prediction.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise QualmsError("to_pandas needs pandas: pip install pandas.") from error
+        index = None
+        if len(self.shape) > 1:
+            index = pandas.MultiIndex.from_product([range(n) for n in self.shape])
+        columns = {"mean": np.ravel(self.mean), "std": np.ravel(self.std)}
+        return pandas.DataFrame(columns, index=index)
+
+    def _repr_html_(self) -> str:
+        """Return mean and standard deviation of the first values, for notebooks."""
+        indices = [*itertools.islice(np.ndindex(self.shape), _SHOWN)]
+        rows = [(", ".join(map(str, i)), *str(self[i]).split(" ± ")) for i in indices]
+        hidden = int(np.prod(self.shape)) - len(rows)
+        note = f"and {hidden} more; {self!r}" if hidden else repr(self)
+        return html_table(("", "mean", "std"), rows, note=note)
 
     def __repr__(self) -> str:
         members = "without members" if self._members is None else f"by {self.n_members} members"

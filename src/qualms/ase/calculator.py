@@ -329,6 +329,7 @@ class MemberCalculator(ModelCalculator):
     implemented_properties = ["energy", "free_energy", "forces", "stress"]  # noqa: RUF012
 
     def __init__(self, model: Model, index: int, calibrated_for: str | None = None) -> None:
+        """Set up the calculator; the class describes the parameters."""
         super().__init__(model)
         self.index = check_integer("index", index, 0)
         if self.index >= self.n_members:
@@ -495,6 +496,7 @@ class Calculator(ModelCalculator):
         threads: int | None = None,
         forces_uncertainty_every: int = 1,
     ) -> None:
+        """Set up the calculator; the class describes the parameters."""
         if isinstance(model, (str, Path)):
             model = AtomisticModel.load(model, threads=threads)
         elif threads is not None:

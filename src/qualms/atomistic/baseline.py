@@ -62,7 +62,7 @@ class Baseline:
                 f"{frames[i].get_chemical_formula()} in frames[{first + i}]{others}",
                 "compositions that those of the training set determine (combinations of them)",
                 "Train with isolated atoms or more compositions, or ignore this "
-                "(unknown_species='ignore', --ignore-unknown-species).",
+                "(`unknown_species='ignore'`).",
             )
 
     def predict(self, design: Float64Array) -> Float64Array:

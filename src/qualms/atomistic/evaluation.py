@@ -75,7 +75,7 @@ def find_references(
     """Return the reference values of each quantity, and check the structures that have some.
 
     Forces and stresses that no structure has are left out. The species are those that the model is
-    trained on; structures with others are an error, or left out (``unknown_species="ignore"``).
+    trained on; structures with others are an error, or left out (``unknown_species="skip"``).
     """
     found = labelled(frames, settings.target, settings.kind, settings.species)
     structure, atom = found.frames, None
@@ -96,10 +96,10 @@ def find_references(
     if unknown and (unknown_species == "error" or len(unknown) == len(used)):
         elements = symbols_of(sorted(set().union(*others.values())))
         raise InputError(
-            "frames",
-            f"{elements} in {len(unknown)} of {len(used)} structures, first frames[{unknown[0]}]",
-            f"known species only: {symbols_of(species)}",
-            "Train with these species, or leave such structures out (--ignore-unknown-species).",
+            f"Structure {unknown[0]} is one of {len(unknown)} (of {len(used)}) that contain "
+            f"{elements}; the model was trained on {symbols_of(species)}. Leave such structures "
+            "out with `unknown_species='skip'`, or train with these elements.",
+            parameter="frames",
         )
     kept = {name: one.some(~np.isin(one.structure, unknown)) for name, one in references.items()}
     return {n: replace(one, n_unknown=len(unknown)) for n, one in kept.items() if len(one.y)}
@@ -145,7 +145,7 @@ def evaluate(
         Units of energy to evaluate in, such as meV; those of the model by default.
     per : {"atom", "structure"}, optional
         Whether to evaluate extensive properties per atom, the default, or per structure.
-    unknown_species : {"error", "ignore"}
+    unknown_species : {"error", "skip"}
         Structures with elements that are not in the training set are rejected or left out.
     skip_failed : bool
         Whether structures for which the reference potential of the baseline fails are left out with

@@ -50,6 +50,8 @@ from qualms.errors import InputError, QualmsError, counted
 from qualms.execution import as_workers
 from qualms.features.representation import BATCH, Batch, stream_features
 from qualms.io.files import check_output
+from qualms.metrics import Scores, score
+from qualms.notebooks import html_table
 from qualms.prediction import Prediction
 from qualms.progress import Bars, Display, Stages
 from qualms.resources import default_threads, format_time, limited
@@ -179,12 +181,12 @@ class AtomisticModel:
         model._fitted = fitted
         return model
 
-    def predict(self, frames: _Structures, *, unknown_species: str = "error") -> Prediction:
+    def predict(self, frames: Atoms | _Structures, *, unknown_species: str = "error") -> Prediction:
         """Predict with calibrated uncertainties.
 
         Parameters
         ----------
-        frames : iterable of Atoms, or path
+        frames : Atoms, iterable of Atoms, or path
         unknown_species : {"error", "ignore"}
             Whether atoms of elements that the model was not trained on are an error, or are
             ignored; so are compositions whose baseline the training set does not determine.
@@ -193,10 +195,49 @@ class AtomisticModel:
         Returns
         -------
         Prediction
-            One value for each structure; for atomic properties, for each of `target_atoms`.
+            One value for each structure, without an axis if it is a single ``Atoms``; for atomic
+            properties, one for each of `target_atoms`.
         """
+        if isinstance(frames, Atoms):
+            found = self.predict([frames], unknown_species=unknown_species)
+            return found if self.fitted.per_atom else found[0]
         chunks = self.stream(frames, unknown_species=unknown_species)
         return Prediction.concatenate([chunk.predict(chunk.rows()) for chunk in chunks])
+
+    def score(
+        self,
+        frames: _Structures,
+        *,
+        quantity: str = "energy",
+        units: str | None = None,
+        per: str | None = None,
+        unknown_species: str = "error",
+    ) -> Scores:
+        """Score predictions of labelled structures, as ``qualms evaluate`` does.
+
+        Parameters
+        ----------
+        frames : iterable of Atoms, or path
+            With labels; those without are skipped.
+        quantity : {"energy", "forces", "stress"}
+            "energy" stands for any target.
+        units, per, unknown_species
+            See `qualms.atomistic.evaluation.evaluate`: energies are per atom by default.
+        """
+        from qualms.atomistic.evaluation import evaluate
+
+        structures = list(structures_of(frames))
+        evaluations = evaluate(
+            self, structures, units=units, per=per, unknown_species=unknown_species
+        )
+        if quantity not in evaluations:
+            raise InputError(
+                f"`quantity={quantity!r}` cannot be scored: the model and the structures have "
+                f"{', '.join(evaluations)}.",
+                parameter="quantity",
+            )
+        evaluation = evaluations[quantity]
+        return score(evaluation.y, evaluation.prediction)
 
     def predict_mean(self, frames: _Structures, *, unknown_species: str = "error") -> Float64Array:
         """Predict without uncertainties."""
@@ -370,6 +411,11 @@ class AtomisticModel:
     def __getstate__(self) -> dict[str, Any]:
         # featomic's calculators cannot be pickled, and are made again when they are needed.
         return self.__dict__ | {"_potential": None, "_reference": None}
+
+    def _repr_html_(self) -> str:
+        """Return settings, data, errors and calibrations as a table, for notebooks."""
+        facts = {} if self._fitted is None else summarize(self._fitted)
+        return html_table((), facts.items(), note=repr(self))
 
     def __repr__(self) -> str:
         state = "trained" if self._fitted is not None else "not trained"

@@ -11,6 +11,8 @@ import itertools
 import math
 import os
 import re
+import stat
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +34,7 @@ from numpy.typing import ArrayLike
 from scipy.spatial import cKDTree
 
 from qualms.arrays import Float64Array, IntArray
-from qualms.errors import InputError
+from qualms.errors import InputError, counted
 from qualms.features.derivatives import VOIGT as VOIGT
 
 #: No two nuclei come this close (Å): the bond of H₂ is seven times as long.
@@ -50,24 +52,84 @@ MIN_INDEPENDENCE = 1e-3
 #: Numbers of columns in ``Properties=species:S:1:pos:R:3``, and the largest in all.
 _COLUMNS, _MOST_COLUMNS = re.compile(r":[RSIL]:(\d+)", re.IGNORECASE), 100_000
 
-_EXTENDED_XYZ = (
-    "extended XYZ (the number of atoms, a comment line and one line for each atom), or another "
-    "format that ASE can read"
+#: Formats that are read, beside (extended) XYZ, by their names in ASE: none of their readers
+#: executes or unpickles anything, or connects to a server.
+FORMATS = (
+    *("traj", "db", "json", "cif", "vasp", "vasp-xml", "vasp-out", "vasp-xdatcar"),
+    *("aims", "aims-output", "espresso-in", "espresso-out", "castep-castep", "magres"),
+    *("gaussian-out", "orca-output", "nwchem-out", "turbomole", "gen", "struct_out", "xsf", "res"),
+    *("lammps-data", "lammps-dump-text", "proteindatabank", "gromacs", "mol", "sdf"),
 )
+_RANGE = re.compile(r"-?\d+|(-?\d+)?(:(-?\d+)?){1,2}")
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where structures come from: the names of files, and the number of structures of each."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> Places:
+        """Return the places of structures that are all in one file."""
+        return cls((Path(path).name,), (sys.maxsize,))
+
+    def place(self, index: int) -> tuple[str, int]:
+        """Return the name of the file of a structure, and its number there."""
+        for name, size in zip(self.names, self.sizes, strict=True):
+            if index < size:
+                return name, index
+            index -= size
+        raise IndexError(index)
+
+
+def split_range(path: str | os.PathLike[str]) -> tuple[Path, slice]:
+    """Return the file, and the range after ``@`` as in ASE: ``data.xyz@:50``, ``data.traj@-1``.
+
+    A file whose name has an ``@`` and which exists is meant as a whole.
+    """
+    file = Path(path)
+    if "@" not in file.name or file.exists():
+        return file, slice(None)
+    name, _, text = str(file).rpartition("@")
+    bounds = (
+        [int(bound) if bound else None for bound in text.split(":")]
+        if (_RANGE.fullmatch(text))
+        else []
+    )
+    if not bounds or bounds[2:] == [0]:
+        raise InputError(
+            f"There is no file '{file}', and {text!r} is not a range of structures, such as :50, "
+            "10:20, ::10 or -1.",
+            parameter="path",
+        )
+    if len(bounds) == 1 and bounds[0] is not None:
+        return Path(name), slice(bounds[0], bounds[0] + 1 or None)
+    return Path(name), slice(*bounds)
+
+
+def file_of(path: str | os.PathLike[str]) -> Path:
+    """Return the file of a path that may have a range."""
+    return split_range(path)[0]
 
 
 def iter_frames(path: str | os.PathLike[str]) -> Iterator[Atoms]:
     """Read structures one by one; their geometry is not checked: see `check_structures`.
 
-    The file is (extended) XYZ, perhaps compressed (``.gz``, ``.bz2``, ``.xz``), or of any other
-    format that `ase.io.iread` knows. All frames are read.
+    The file is (extended) XYZ, perhaps compressed (``.gz``, ``.bz2``, ``.xz``), or of one of the
+    `FORMATS`. All frames are read, or those of a range: ``data.traj@::10``. Energies and forces of
+    other codes are results of the calculator of a structure; key-value pairs of a database are in
+    ``atoms.info``.
     """
-    file = Path(path)
-    try:
-        file.open("rb").close()
-    except OSError as error:
-        raise InputError("path", f"'{file}' ({error.strerror})", "a file to read") from error
-    return _guarded(file, _frames(file))
+    file, some = split_range(path)
+    _check_regular(file)
+    frames = _frames(file)
+    if min(some.start or 0, some.stop or 0, some.step or 1) < 0:  # counted from the end
+        frames = iter([*_guarded(Places.of(file), frames)][some])
+    elif some != slice(None):
+        frames = itertools.islice(frames, some.start, some.stop, some.step)
+    return _guarded(Places.of(path), frames)
 
 
 def read_frames(path: str | os.PathLike[str]) -> list[Atoms]:
@@ -75,26 +137,52 @@ def read_frames(path: str | os.PathLike[str]) -> list[Atoms]:
     return list(iter_frames(path))
 
 
-def _guarded(file: Path, frames: Iterator[Atoms], first: int = 0) -> Iterator[Atoms]:
+def read_files(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[Atoms], Places]:
+    """Read all structures of some files, with their places."""
+    lists = [read_frames(path) for path in paths]
+    places = Places(tuple(Path(path).name for path in paths), tuple(map(len, lists)))
+    return [*itertools.chain.from_iterable(lists)], places
+
+
+def _check_regular(file: Path) -> None:
+    """Reject what cannot be opened, and pipes, which can be read only once."""
+    try:
+        if not (stat.S_ISREG(file.stat().st_mode)):
+            kind = "a directory" if file.is_dir() else "a pipe or device"
+            raise InputError(f"'{file}' is {kind}, not a file with structures.", parameter="path")
+        file.open("rb").close()
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(f"'{file}' cannot be read: {reason}.", parameter="path") from error
+
+
+def _guarded(place: Places, frames: Iterator[Atoms], first: int = 0) -> Iterator[Atoms]:
     """Pass frames on; turn any exception of a reader into an `InputError` with its place.
 
     The first of the frames has this number in the file.
     """
+    name = place.names[0]
     for index in itertools.count(first):
         try:
             atoms = next(frames)
         except StopIteration:
             break
+        except InputError:
+            raise
         except Exception as error:
             # Readers raise anything from KeyError to UnicodeDecodeError, often over many lines.
             # Messages such as that of KeyError('Qq') need the name of the exception.
-            reason = " ".join(str(error).split())[:200]
+            reason = " ".join(str(error).split())[:200].rstrip(".")
             kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-            given = f"'{file}' (frame {index}, {kind}{reason})"
-            raise InputError("path", given, _EXTENDED_XYZ) from error
+            raise InputError(
+                f"Structure {index} of {name} cannot be read ({kind}{reason}). Extended XYZ has "
+                "the number of atoms, a comment line and one line for each atom; other formats are "
+                "recognized by the names of files.",
+                parameter="path",
+            ) from error
         yield atoms
     if index == first:
-        raise InputError("path", f"'{file}' (empty)", "a file with at least one structure")
+        raise InputError(f"{name} has no structures.", parameter="path")
 
 
 def _frames(file: Path) -> Iterator[Atoms]:
@@ -102,8 +190,18 @@ def _frames(file: Path) -> Iterator[Atoms]:
         # With an explicit encoding a file means the same on every machine.
         with io.TextIOWrapper(open_with_compression(str(file), "rb"), "utf-8") as stream:
             yield from _xyz_frames(stream)
-    else:
-        yield from iread(str(file), do_not_split_by_at_sign=True)
+        return
+    # An absolute name is never taken for the address of a server.
+    format_ = filetype(os.path.abspath(file))
+    if format_ not in FORMATS or (format_ == "db" and file.suffix != ".db"):
+        raise InputError(
+            f"'{file}' is of the format {format_!r} of ASE, which is not read. Convert it to "
+            f"extended XYZ; other formats that are read: {', '.join(FORMATS)}.",
+            parameter="path",
+        )
+    for atoms in iread(os.path.abspath(file), format=format_, do_not_split_by_at_sign=True):
+        atoms.info.update(atoms.info.pop("key_value_pairs", {}))
+        yield atoms
 
 
 def _is_xyz(file: Path) -> bool:
@@ -112,7 +210,7 @@ def _is_xyz(file: Path) -> bool:
     if suffix in (".xyz", ".extxyz"):
         return True
     try:
-        name = filetype(str(file))
+        name = filetype(os.path.abspath(file))
     except UnknownFileTypeError:
         return True
     return name == "extxyz" or name not in ioformats
@@ -165,22 +263,29 @@ class FrameFiles(Sequence[Atoms]):
 
     @classmethod
     def open(cls, paths: Iterable[str | os.PathLike[str]]) -> FrameFiles:
-        """Find the structures of some files, without reading them."""
-        files, places = tuple(Path(path).resolve() for path in paths), []
-        for path in files:
-            if not readable([path]):
-                given, remedy = f"'{path}'", "Convert or decompress it first."
-                raise InputError("path", given, "extended XYZ without compression", remedy)
-            try:
-                places.append(_places(path))
-            except OSError as error:
+        """Find the structures of some files, or of ranges of them, without reading them."""
+        files: list[Path] = []
+        parts = []
+        for path in paths:
+            file, some = split_range(path)
+            _check_regular(file)
+            if not readable([file]):
                 raise InputError(
-                    "path", f"'{path}' ({error.strerror})", "a file to read"
-                ) from error
-        edges = [0, *itertools.accumulate(len(begin) for begin, _ in places)]
-        number = np.repeat(np.arange(len(files)), np.diff(edges))
-        begin, size = (np.concatenate(parts) for parts in zip(*places, strict=True))
-        return cls(files, number, begin, size, np.arange(edges[-1]) - np.array(edges)[number])
+                    f"'{file}' is not extended XYZ without compression, which is needed to read "
+                    "structures in parts: convert or decompress it first.",
+                    parameter="path",
+                )
+            begin, size = _places(file)
+            chosen = np.arange(len(begin))[some]
+            if not len(chosen):
+                raise InputError(f"{Path(path).name} has no structures.", parameter="path")
+            parts.append((np.full(len(chosen), len(files)), begin[chosen], size[chosen], chosen))
+            files.append(file.resolve())
+        return cls(tuple(files), *map(np.concatenate, zip(*parts, strict=True)))
+
+    def place(self, index: int) -> tuple[str, int]:
+        """Return the name of the file of a structure, and its number there."""
+        return self.paths[self.file[index]].name, int(self.number[index])
 
     def __len__(self) -> int:
         return len(self.begin)
@@ -203,16 +308,16 @@ class FrameFiles(Sequence[Atoms]):
                     for index, (begin, size) in zip(self.number[first:last], places, strict=True):
                         stream.seek(begin)
                         lines = io.TextIOWrapper(io.BytesIO(stream.read(size)), "utf-8")
-                        yield from _guarded(path, _xyz_frames(lines), first=int(index))
+                        yield from _guarded(Places.of(path), _xyz_frames(lines), int(index))
             except OSError as error:
                 raise InputError(
-                    "path", f"'{path}' ({error.strerror})", "a file to read"
+                    f"'{path}' cannot be read: {error.strerror}.", parameter="path"
                 ) from error
 
 
 def readable(paths: Iterable[Path]) -> bool:
     """Return whether files are such that `FrameFiles` can read them: XYZ without compression."""
-    return all(_is_xyz(path) and get_compression(str(path))[1] is None for path in paths)
+    return all(_is_xyz(f) and get_compression(str(f))[1] is None for f in map(file_of, paths))
 
 
 def _places(path: Path) -> tuple[IntArray, IntArray]:
@@ -230,17 +335,22 @@ def _places(path: Path) -> tuple[IntArray, IntArray]:
             elif text and begin:  # VEC, or an error that is found when the structure is read
                 end[-1] = place
             elif text:
-                given = f"'{path}' (line 1: {line[:40]!r} is not a number of atoms)"
-                raise InputError("path", given, _EXTENDED_XYZ)
+                raise InputError(
+                    f"'{path}' is not extended XYZ: its first line, {text[:40]!r}, is not a number "
+                    "of atoms.",
+                    parameter="path",
+                )
     if not begin:
-        raise InputError("path", f"'{path}' (empty)", "a file with at least one structure")
+        raise InputError(f"'{path}' has no structures.", parameter="path")
     return np.array(begin), np.array(end) - np.array(begin)
 
 
 def check_not_single(frames: object) -> None:
     """Reject one structure where several are expected: it is iterable, too, over its atoms."""
     if isinstance(frames, Atoms):
-        raise InputError("frames", "one ase.Atoms", "a list of ase.Atoms", "Write [atoms].")
+        raise InputError(
+            "`frames` is a single ase.Atoms; write [atoms], a list of one.", parameter="frames"
+        )
 
 
 def check_structures(frames: Iterable[Atoms], *, first: int = 0) -> None:
@@ -254,49 +364,65 @@ def check_structures(frames: Iterable[Atoms], *, first: int = 0) -> None:
     """
     check_not_single(frames)
     for index, atoms in enumerate(frames, start=first):
-        name = f"frames[{index}]"
         if not isinstance(atoms, Atoms):
-            raise InputError(name, f"a {type(atoms).__name__}", "ase.Atoms")
-        _check_atoms(name, atoms)
-        vectors = _periodic_vectors(name, atoms)
-        _check_volume(name, atoms, vectors)
-        _check_distances(name, atoms, vectors)
+            raise _bad(index, f"is an object of type {type(atoms).__name__}, not ase.Atoms.")
+        _check_atoms(index, atoms)
+        vectors = _periodic_vectors(index, atoms)
+        _check_volume(index, atoms, vectors)
+        _check_distances(index, atoms, vectors)
 
 
-def _check_atoms(name: str, atoms: Atoms) -> None:
+def _bad(index: int, problem: str) -> InputError:
+    """Return an error about a structure."""
+    return InputError(f"Structure {index} {problem}", parameter=f"frames[{index}]")
+
+
+def _check_atoms(index: int, atoms: Atoms) -> None:
     """Reject structures without atoms, and atoms without an element or a finite position."""
     if len(atoms) == 0:
-        raise InputError(name, "no atoms", "at least one atom")
+        raise _bad(index, "has no atoms.")
     numbers, positions, largest = atoms.numbers, atoms.positions, len(chemical_symbols) - 1
     if numbers.min() < 1 or numbers.max() > largest:
         i = np.flatnonzero((numbers < 1) | (numbers > largest))[0]
-        given = f"atom {i} of atomic number {numbers[i]}"
-        raise InputError(name, given, f"elements, 1 to {largest} (ASE's symbol X is number 0)")
+        raise _bad(
+            index,
+            f"has an atom, {i}, of atomic number {numbers[i]}, which is no element: they are 1 to "
+            f"{largest} (ASE's symbol X is number 0).",
+        )
     far = ~(np.abs(positions) <= MAX_LENGTH)  # NaN, too
     if far.any():
         i = np.flatnonzero(far.any(axis=1))[0]
-        expected = f"finite positions, at most {MAX_LENGTH:g} Å"
-        raise InputError(name, f"atom {i} at {positions[i]}", expected)
+        raise _bad(
+            index,
+            f"has an atom, {i}, at {positions[i].tolist()}: positions must be finite, and at most "
+            f"{MAX_LENGTH:g} Å.",
+        )
 
 
-def _periodic_vectors(name: str, atoms: Atoms) -> Float64Array:
+def _periodic_vectors(index: int, atoms: Atoms) -> Float64Array:
     """Return the cell vectors of the periodic directions, (0 … 3, 3), if they are independent."""
     vectors: Float64Array = np.asarray(atoms.cell, dtype=np.float64)[atoms.pbc]
     if len(vectors) == 0:
         return vectors
     if not np.all(np.abs(vectors) <= MAX_LENGTH):
-        expected = f"a finite cell, at most {MAX_LENGTH:g} Å"
-        raise InputError(name, f"cell vectors {vectors.tolist()}", expected)
+        raise _bad(
+            index,
+            f"has the cell vectors {vectors.tolist()}: they must be finite, and at most "
+            f"{MAX_LENGTH:g} Å.",
+        )
     lengths = np.linalg.norm(vectors, axis=1)
-    expected = f"independent cell vectors of at least {MIN_DISTANCE} Å along periodic directions"
     singular = np.linalg.svd(vectors / np.maximum(lengths, MIN_DISTANCE)[:, None], compute_uv=False)
     if lengths.min() < MIN_DISTANCE or singular[-1] < MIN_INDEPENDENCE:
-        remedy = "Set pbc to False along directions that are not periodic."
-        raise InputError(name, f"cell vectors {vectors.tolist()}", expected, remedy)
+        raise _bad(
+            index,
+            f"has the cell vectors {vectors.tolist()} along periodic directions: they must be "
+            f"independent, and at least {MIN_DISTANCE} Å long. Set pbc to False along directions "
+            "that are not periodic.",
+        )
     return vectors
 
 
-def _check_volume(name: str, atoms: Atoms, vectors: Float64Array) -> None:
+def _check_volume(index: int, atoms: Atoms, vectors: Float64Array) -> None:
     """Reject a box that is far too large: its cell or, where that is not periodic, its extent."""
     axes, lengths = np.eye(3), np.empty(0)
     if len(vectors):
@@ -304,11 +430,14 @@ def _check_volume(name: str, atoms: Atoms, vectors: Float64Array) -> None:
     extents = np.ptp(atoms.positions @ axes[len(vectors) :].T, axis=0)
     volume = float(np.prod(lengths) * np.prod(np.maximum(extents, 1.0)))
     if volume > MAX_VOLUME:
-        expected = f"at most {MAX_VOLUME:g} Å³"
-        raise InputError(name, f"a box of {volume:.1e} Å³", expected, "Use a smaller cell.")
+        raise _bad(
+            index,
+            f"is in a box of {volume:.1e} Å³: at most {MAX_VOLUME:g} Å³ can be used. Use a smaller "
+            "cell.",
+        )
 
 
-def _check_distances(name: str, atoms: Atoms, vectors: Float64Array) -> None:
+def _check_distances(index: int, atoms: Atoms, vectors: Float64Array) -> None:
     """Reject atoms at the same place, also as periodic images."""
     points, owners = _with_images(atoms.positions, vectors)
     found = cKDTree(points).query(points, k=2, distance_upper_bound=MIN_DISTANCE)
@@ -320,11 +449,11 @@ def _check_distances(name: str, atoms: Atoms, vectors: Float64Array) -> None:
     j = int(neighbours[i, 1] if neighbours[i, 0] == i else neighbours[i, 0])
     a, b = sorted((int(owners[i]), int(owners[j])))
     other = "its periodic image" if a == b else f"atom {b} ({atoms.symbols[b]})"
-    raise InputError(
-        name,
-        f"atom {a} ({atoms.symbols[a]}) and {other}, {distances[i]:.2g} Å apart",
-        f"atoms at least {MIN_DISTANCE} Å apart",
-        "Remove atoms that are there twice; positions and cells are in Å.",
+    raise _bad(
+        index,
+        f"has atom {a} ({atoms.symbols[a]}) and {other} {distances[i]:.2g} Å apart: atoms must be "
+        f"at least {MIN_DISTANCE} Å apart. Remove atoms that are there twice; positions and cells "
+        "are in Å.",
     )
 
 
@@ -406,13 +535,14 @@ def check_species(frames: Sequence[Atoms], known: Sequence[int], *, first: int =
     unknown = {i: {*atoms.numbers.tolist()} - {*known} for i, atoms in enumerate(frames, first)}
     found = [i for i, species in unknown.items() if species]
     if found:
-        others = f" and {len(found) - 1} other structures" if len(found) > 1 else ""
+        others = counted(len(found) - 1, "other structure")
+        more = f" (and {others})" if len(found) > 1 else ""
         raise InputError(
-            "frames",
-            f"{symbols_of(sorted(set().union(*unknown.values())))} in frames[{found[0]}]{others}",
-            f"known species only: {symbols_of(known)}",
-            "Omit such structures, train with these species, or ignore the atoms "
-            "(unknown_species='ignore', --ignore-unknown-species).",
+            f"Structure {found[0]}{more} contains "
+            f"{symbols_of(sorted(set().union(*unknown.values())))}; the model was trained on "
+            f"{symbols_of(known)}. Leave such structures out, train with these elements, or ignore "
+            "such atoms with `unknown_species='ignore'`.",
+            parameter="frames",
         )
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
+from qualms.cli.verb import in_options
 from qualms.errors import InputError, QualmsWarning
 
 if TYPE_CHECKING:
@@ -89,12 +90,17 @@ def warnings_as_lines() -> Iterator[None]:
         def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
             if str(message) not in seen and issubclass(category, QualmsWarning):
                 seen.add(str(message))
-                sys.stderr.write(f"Warning: {message}\n")
+                sys.stderr.write(f"Warning: {in_options(str(message))}\n")
 
         warnings.showwarning = show
         yield
 
 
+#: What files with structures may be.
+FORMATS = (
+    "extended XYZ, .traj, .db, .cif, POSCAR, vasprun.xml, OUTCAR, …; some of them by a range, as "
+    "in data.xyz@:50"
+)
 Model = Annotated[Path, Argument(metavar="MODEL", help="Model file (.safetensors).")]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="Print results and warnings only.")]
 Json = Annotated[bool, Option("--json", help="Print results as one JSON document.")]
@@ -113,9 +119,10 @@ Weights = Annotated[
 ]
 Seed = Annotated[int | None, Option("--seed", min=0, help="Random seed.")]
 # The reference potential of a model.
-Baseline = Annotated[
+ConfirmBaseline = Annotated[
     str | None,
     Option(
+        "--confirm-baseline",
         help="Confirm the reference potential that the model was trained with, if it is an import "
         "path (package.module:callable), or replace a key by a calculator.",
     ),
@@ -157,9 +164,10 @@ Reference = Annotated[
     str | None,
     Option(rich_help_panel=_FILES, help="Key of the reference values; by default REF_TARGET."),
 ]
-Members = Annotated[
+MemberKeys = Annotated[
     str | None,
     Option(
+        "--member-keys",
         rich_help_panel=_FILES,
         help="Pattern of the keys or columns of members, such as 'MACE*_energy'.",
     ),
@@ -183,6 +191,10 @@ Absent = Annotated[
         "TARGET_absent, if present.",
     ),
 ]
+CalibrationFile = Annotated[
+    Path | None,
+    Option("--calibration-file", help="Also score this file of `qualms calibrate`."),
+]
 Order = Annotated[
     str | None,
     Option(
@@ -195,7 +207,7 @@ Order = Annotated[
 READING = {
     "target": Target,
     "reference": Reference,
-    "members": Members,
+    "member_keys": MemberKeys,
     "mean_column": MeanColumn,
     "std_column": StdColumn,
     "absent": Absent,
@@ -208,16 +220,15 @@ InUnits = Annotated[
     str | None,
     Option(
         "--in",
-        metavar="[eV|meV|Hartree|kcal/mol|kJ/mol]",
-        help="Units of energy of the output; by default those of the data.",
+        help="Units of energy of the output: eV, meV, Hartree, kcal/mol or kJ/mol; by default "
+        "those of the data.",
     ),
 ]
 Per = Annotated[
     str | None,
     Option(
-        metavar="[atom|structure]",
-        help="Energies per atom or per structure. By default those of a model are per atom, and "
-        "predictions are as in the file.",
+        help="Energies per atom or per structure: atom or structure. By default scores of a model "
+        "are per atom; predictions are as in the data.",
     ),
 ]
 
@@ -226,14 +237,20 @@ def baseline_of(baseline: str | None, key: str | None) -> Any:
     """Return the baseline of options: a name, a mapping in JSON, or a key."""
     if key is not None:
         if baseline is not None:
-            raise InputError("--baseline-key", key, "no --baseline beside it")
+            raise InputError(
+                f"`baseline_key` ({key}) and `baseline` ({baseline}) exclude each other.",
+                parameter="--baseline-key",
+            )
         return {"key": key}
     if baseline is None or not baseline.lstrip().startswith("{"):
         return baseline
     try:
         return json.loads(baseline)
     except ValueError as error:
-        raise InputError("--baseline", baseline, f"a name, or JSON ({error})") from error
+        raise InputError(
+            f"`baseline` is neither a name nor valid JSON: {baseline!r} ({error}).",
+            parameter="--baseline",
+        ) from error
 
 
 def reading(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,10 +258,15 @@ def reading(options: Mapping[str, Any]) -> dict[str, Any]:
     mean, std = options["mean_column"], options["std_column"]
     target = options["target"] or mean
     if target is None:
-        expected = "the name of the property, or a --mean-column, for predictions"
-        raise InputError("--target", None, expected, "A model file ends in .safetensors.")
-    others = {k: v for k, v in options.items() if k not in ("target", "mean_column", "std_column")}
-    return {"target": target, "mean": mean, "std": std, **others}
+        raise InputError(
+            "Predictions need --target, the name of the property, or --mean-column. (If the first "
+            "file is a model, its name must end in .safetensors.)",
+            parameter="--target",
+        )
+    names = ("target", "mean_column", "std_column", "member_keys")
+    others = {k: v for k, v in options.items() if k not in names}
+    members = options["member_keys"]
+    return {"target": target, "mean": mean, "std": std, "members": members, **others}
 
 
 def description(ensemble: Ensemble) -> str:

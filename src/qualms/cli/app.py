@@ -19,7 +19,8 @@ from typer.core import TyperCommand, TyperGroup
 
 import qualms
 from qualms.cli._common import warnings_as_lines
-from qualms.errors import QualmsError
+from qualms.cli.verb import Verb
+from qualms.errors import QualmsError, did_you_mean
 
 #: Exit codes, as shells have them, and messages of an interrupt from the keyboard and of signals by
 #: which queue systems and terminals end a command.
@@ -35,6 +36,7 @@ _ENDED = {
 #: Verbs and their help. A verb is the function, or Typer, of the same name in its module.
 VERBS = {
     "train": "Train a model on labelled structures, and calibrate it on out-of-bag predictions.",
+    "template": "Print a configuration file for `qualms train`: every setting with its default.",
     "predict": "Predict properties of new structures, with uncertainties. Structures are read as a "
     "stream; the file may be larger than memory.",
     "evaluate": "Score a model on labelled structures with all calibration methods, or predictions "
@@ -50,18 +52,26 @@ VERBS = {
 #: An example of each verb, for its help.
 EXAMPLES = {
     "train": "qualms train data.xyz --target energy --units eV -o model.safetensors",
+    "template": "qualms template > run.yaml\n\nqualms train --config run.yaml",
     "predict": "qualms predict model.safetensors new.xyz -o predicted.xyz",
     "evaluate": "qualms evaluate model.safetensors test.xyz --in meV\n\n"
     "qualms evaluate predictions.csv --target energy --reference dft_energy",
     "report": "qualms report model.safetensors test.xyz -o report.html\n\n"
     "qualms report mace0.xyz mace1.xyz mace2.xyz --target MACE_energy --reference REF_energy "
     "-o report.html",
-    "calibrate": "qualms calibrate committee.xyz --members 'MACE*_energy' --target energy "
-    "-o energy.json",
-    "apply": "qualms apply energy.json new.xyz --members 'MACE*_energy' -o calibrated.xyz",
+    "calibrate": "qualms calibrate committee.xyz --member-keys 'MACE*_energy' "
+    "--target energy -o energy.json",
+    "apply": "qualms apply energy.json new.xyz --member-keys 'MACE*_energy' -o calibrated.xyz",
     "info": "qualms info model.safetensors",
     "demo": "qualms demo -o qualms-demo",
     "reproduce": "qualms reproduce qm9 --scale small",
+}
+#: Options that the help shows unless all are asked for.
+COMMON = {
+    "train": (
+        *("output", "config", "target", "units", "forces", "stress"),
+        *("group_key", "test", "baseline", "effort"),
+    )
 }
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
@@ -83,13 +93,23 @@ class Verbs(TyperGroup):
             return TyperCommand(cmd_name, help=VERBS[cmd_name])
         verb = getattr(import_module(f"qualms.cli.{cmd_name}"), cmd_name)
         if not isinstance(verb, typer.Typer):
-            single = typer.Typer(add_completion=False, context_settings=_CONTEXT)
-            single.command(cmd_name)(verb)
+            single = typer.Typer(
+                add_completion=False, context_settings=_CONTEXT, rich_markup_mode=None
+            )
+            single.command(cmd_name, cls=Verb)(verb)
             verb = single
-        command = typer.main.get_command(verb)
+        command: Any = typer.main.get_command(verb)
         command.name, command.help = cmd_name, VERBS[cmd_name]
         command.epilog = f"Example:\n\n{EXAMPLES[cmd_name]}"
+        if cmd_name in COMMON:
+            command.common = COMMON[cmd_name]
         return command
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the verb of a command line; of an unknown one, say which was meant."""
+        if args and args[0] not in VERBS:
+            ctx.fail(f"No such command {args[0]!r}.{did_you_mean(args[0], VERBS)}")
+        return super().resolve_command(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the list of verbs."""

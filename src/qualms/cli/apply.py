@@ -12,7 +12,7 @@ from qualms.cli._common import (
     Force,
     Json,
     MeanColumn,
-    Members,
+    MemberKeys,
     Order,
     Quiet,
     StdColumn,
@@ -32,7 +32,7 @@ def apply(
     target: Annotated[
         str | None, Option(help="Name of the property, if it is different here.")
     ] = None,
-    members: Members = None,
+    member_keys: MemberKeys = None,
     mean_column: MeanColumn = None,
     std_column: StdColumn = None,
     absent: Absent = None,
@@ -60,7 +60,7 @@ def apply(
         predictions,
         output,
         target=target or mean_column,
-        members=members,
+        members=member_keys,
         mean=mean_column,
         std=std_column,
         absent=absent,

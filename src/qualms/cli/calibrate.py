@@ -13,7 +13,7 @@ from qualms.cli._common import (
     InUnits,
     Json,
     MeanColumn,
-    Members,
+    MemberKeys,
     Order,
     Per,
     Predictions,
@@ -37,7 +37,7 @@ def calibrate(
     output: Annotated[Path, Option("--output", "-o", help="Calibration file to write (.json).")],
     target: Target = None,
     reference: Reference = None,
-    members: Members = None,
+    member_keys: MemberKeys = None,
     mean_column: MeanColumn = None,
     std_column: StdColumn = None,
     absent: Absent = None,
@@ -48,8 +48,8 @@ def calibrate(
     method: Annotated[
         str,
         Option(
-            metavar="[auto|none|linear|power|student|shrinkage]",
-            help="Calibration method; auto selects by cross-validation.",
+            help="Calibration method: none, linear, power, student or shrinkage; auto selects by "
+            "cross-validation.",
         ),
     ] = "auto",
     by: Annotated[
@@ -89,8 +89,9 @@ def calibrate(
         for path in check_report(report, force=force):
             check_not_input(path, *predictions, output)
     energy_factor(units or "", in_units)  # before any work
-    names = {"target": target, "reference": reference, "members": members, "absent": absent}
-    names |= {"mean_column": mean_column, "std_column": std_column, "order": order}
+    names = {"target": target, "reference": reference, "member_keys": member_keys}
+    names |= {"mean_column": mean_column, "std_column": std_column}
+    names |= {"absent": absent, "order": order}
     sources = [read_source(path) for path in predictions]
     ensemble = read_ensemble(sources, **reading(names), by=by)
     terminal.info(description(ensemble))

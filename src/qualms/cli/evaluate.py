@@ -12,8 +12,9 @@ from typer import Argument, Option
 
 from qualms.cli._common import (
     READING,
-    Baseline,
     BaselineKey,
+    CalibrationFile,
+    ConfirmBaseline,
     InUnits,
     Json,
     Per,
@@ -29,6 +30,7 @@ from qualms.cli._common import (
     remarks_about,
 )
 from qualms.cli.cluster import Cluster, ClusterConfig, Scheduler, SchedulerFile, open_workers
+from qualms.cli.verb import naming_files
 from qualms.errors import InputError, counted
 
 if TYPE_CHECKING:
@@ -54,15 +56,15 @@ _OF_MODELS = {
             "default, two halves of TEST calibrate each other.",
         ),
     ],
-    "ignore_unknown_species": Annotated[
+    "skip_unknown_species": Annotated[
         bool,
         Option(
-            "--ignore-unknown-species",
+            "--skip-unknown-species",
             rich_help_panel=_MODELS,
             help="Leave out structures with elements that are not in the training set.",
         ),
     ],
-    "baseline": Baseline,
+    "confirm_baseline": ConfirmBaseline,
     "baseline_key": BaselineKey,
     "skip_failed": SkipFailed,
     "weights": Weights,
@@ -74,9 +76,7 @@ _OF_MODELS = {
 }
 _OF_PREDICTIONS = {**READING, "units": Units}
 _OF_BOTH = {
-    "calibration": Annotated[
-        Path | None, Option(help="Also score this file of `qualms calibrate`.")
-    ],
+    "calibration_file": CalibrationFile,
     "in_units": InUnits,
     "per": Per,
 }
@@ -92,7 +92,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         for name, annotation in (_OF_BOTH | _OF_MODELS | _OF_PREDICTIONS).items()
     ]
     for i, parameter in enumerate(shared):
-        if parameter.name in ("ignore_unknown_species", "skip_failed"):
+        if parameter.name in ("skip_unknown_species", "skip_failed"):
             shared[i] = parameter.replace(default=False)
     parameters = [*(p.replace(kind=kind) for p in own.values()), *shared]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -160,9 +160,14 @@ def evaluate_files(files: Sequence[Path], terminal: Terminal, **options: Any) ->
     is_model = files[0].suffix == ".safetensors"
     for name in _OF_PREDICTIONS if is_model else _OF_MODELS:
         if options.pop(name) and name != "threads":
-            given = f"with {'a model' if is_model else 'predictions'}"
-            expected = "predictions" if is_model else "a model (.safetensors) as the first file"
-            raise InputError(f"--{name.replace('_', '-')}", given, expected)
+            option = f"--{name.replace('_', '-')}"
+            raise InputError(
+                f"{option} is for predictions, and {files[0]} is a model."
+                if is_model
+                else f"{option} is for models, and {files[0]} has predictions: the name of a model "
+                "ends in .safetensors.",
+                parameter=option,
+            )
     if is_model:
         return _evaluate_model(files[0], files[1:], terminal, **options)
     return _evaluate_predictions(files, **options)
@@ -173,12 +178,12 @@ def _evaluate_model(
     test: Sequence[Path],
     terminal: Terminal,
     *,
-    calibration: Path | None,
+    calibration_file: Path | None,
     in_units: str | None,
     per: str | None,
     validation: Path | None,
-    ignore_unknown_species: bool,
-    baseline: str | None,
+    skip_unknown_species: bool,
+    confirm_baseline: str | None,
     baseline_key: str | None,
     skip_failed: bool,
     weights: Path | None,
@@ -187,48 +192,62 @@ def _evaluate_model(
 ) -> Evaluated:
     from qualms.atomistic import evaluation
     from qualms.atomistic.model import AtomisticModel, summarize
-    from qualms.atomistic.structures import read_frames
+    from qualms.atomistic.structures import read_files
     from qualms.ensembles.apply import recalibrate
     from qualms.ensembles.calibration_file import read_calibration
     from qualms.metrics import score
     from qualms.progress import Stages
 
     if not test:
-        raise InputError("TEST", None, "labelled structures after the model")
-    chosen = baseline_of(baseline, baseline_key)
+        raise InputError(
+            f"There is no file to evaluate {model} on: name one with labelled structures after it.",
+            parameter="TEST",
+        )
+    chosen = baseline_of(confirm_baseline, baseline_key)
     loaded = AtomisticModel.load(model, threads=threads, baseline=chosen, representation=weights)
-    frames = [atoms for path in test for atoms in read_frames(path)]
-    document = None if calibration is None else read_calibration(calibration)
-    with open_workers(**where, terminal=terminal) as client:
+    frames, test_files = read_files(test)
+    unknown = "skip" if skip_unknown_species else "error"
+    others = None
+    if validation is not None:
+        others, files = read_files([validation])
+        with naming_files(files):
+            evaluation.find_references(
+                others,
+                loaded.settings,
+                loaded.fitted.representation.species,
+                unknown_species=unknown,
+            )
+    document = None if calibration_file is None else read_calibration(calibration_file)
+    with open_workers(**where, terminal=terminal) as client, naming_files(test_files):
         found = evaluation.evaluate(
             loaded,
             frames,
-            None if validation is None else read_frames(validation),
+            others,
             units=in_units,
             per=per,
-            unknown_species="ignore" if ignore_unknown_species else "error",
+            unknown_species=unknown,
             skip_failed=skip_failed,
             stages=Stages(terminal.progress()),
             executor=client,
         )
     main, remarks = found["energy"], remarks_about(loaded, found)
-    if calibration is not None and document is not None:
-        name = f"{calibration.name} ({document.method})"
+    if calibration_file is not None and document is not None:
+        name = f"{calibration_file.name} ({document.method})"
         scores = {**main.scores, name: score(main.y, recalibrate(main, document))}
         found["energy"] = replace(main, scores=scores)
         remarks.append(f"{name}: fitted to {document.parameters.get('n_points')} points.")
     fitted_to = "out-of-bag predictions of the training set."
     note = f"Calibrations were fitted to {fitted_to}"
     if any("(validation)" in name for name in main.scores):
-        others = f"All other calibrations were fitted to {fitted_to}"
-        note = f"(validation): fitted to {main.validation}. {others}"
+        note = f"(validation): fitted to {main.validation}. All other calibrations were fitted to "
+        note += fitted_to
     return Evaluated(loaded, found, remarks, [note], summarize(loaded.fitted))
 
 
 def _evaluate_predictions(
     files: Sequence[Path],
     *,
-    calibration: Path | None,
+    calibration_file: Path | None,
     in_units: str | None,
     per: str | None,
     units: str | None,
@@ -241,7 +260,7 @@ def _evaluate_predictions(
     from qualms.metrics import score
     from qualms.prediction import Prediction
 
-    document = None if calibration is None else read_calibration(calibration)
+    document = None if calibration_file is None else read_calibration(calibration_file)
     sources = [read_source(path) for path in files]
     ensemble = read_ensemble(
         sources,
@@ -260,11 +279,11 @@ def _evaluate_predictions(
     found = evaluate_ensemble(points, **options)
     scores = {"as predicted": score(found.y, found.prediction)}
     remarks = [*ensemble.remarks, *left_out, *found.remarks()]
-    if calibration is not None and document is not None:
+    if calibration_file is not None and document is not None:
         document.check_kind(points)
         other = Prediction(mean=points.mean, std=document.std_of(points))
         calibrated = evaluate_ensemble(points, other, **options)
-        name = f"{calibration.name} ({document.method})"
+        name = f"{calibration_file.name} ({document.method})"
         scores[name] = score(calibrated.y, calibrated.prediction)
         remarks.append(f"{name}: fitted to {document.parameters.get('n_points')} points.")
     found = replace(found, scores=scores)

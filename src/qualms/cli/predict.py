@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from typer import Argument, Option
 
 from qualms.cli._common import (
-    Baseline,
+    FORMATS,
     BaselineKey,
+    ConfirmBaseline,
     Force,
     InUnits,
     Json,
     Model,
+    Per,
     Quiet,
     SkipFailed,
     Terminal,
@@ -24,6 +26,7 @@ from qualms.cli._common import (
     baseline_of,
 )
 from qualms.cli.cluster import Cluster, ClusterConfig, Scheduler, SchedulerFile, open_workers
+from qualms.cli.verb import naming_files
 from qualms.errors import InputError, counted
 
 if TYPE_CHECKING:
@@ -42,9 +45,7 @@ _WARNINGS = {
 
 def predict(
     model: Model,
-    structures: Annotated[
-        Path, Argument(metavar="STRUCTURES", help="New structures: extended XYZ.")
-    ],
+    structures: Annotated[Path, Argument(metavar="STRUCTURES", help=f"New structures: {FORMATS}.")],
     output: Annotated[
         Path,
         Option(
@@ -72,13 +73,7 @@ def predict(
         ),
     ] = False,
     in_units: InUnits = None,
-    per: Annotated[
-        str | None,
-        Option(
-            metavar="[atom|structure]",
-            help="Energies per atom or per structure, the default; .csv, .parquet or .npz.",
-        ),
-    ] = None,
+    per: Per = None,
     ignore_unknown: Annotated[
         bool,
         Option(
@@ -87,7 +82,7 @@ def predict(
             "composition.",
         ),
     ] = False,
-    baseline: Baseline = None,
+    confirm_baseline: ConfirmBaseline = None,
     baseline_key: BaselineKey = None,
     skip_failed: SkipFailed = False,
     weights: Weights = None,
@@ -102,7 +97,7 @@ def predict(
 ) -> None:
     """Predict properties of new structures, with uncertainties."""
     from qualms.atomistic import bulk
-    from qualms.atomistic.structures import FrameFiles, iter_frames
+    from qualms.atomistic.structures import FrameFiles, Places, iter_frames
     from qualms.execution import as_workers
     from qualms.io.files import check_output
     from qualms.io.predictions import open_writer
@@ -113,7 +108,7 @@ def predict(
     wanted = bulk.Wanted(
         ensemble, interval, forces, stress, atoms, in_units, per, ignore_unknown, skip_failed
     )
-    chosen = baseline_of(baseline, baseline_key)
+    chosen = baseline_of(confirm_baseline, baseline_key)
     file = bulk.ModelFile.of(model, threads=threads, baseline=chosen, weights=weights)
     loaded = file.load()
     _check_options(loaded, output, wanted)
@@ -129,6 +124,7 @@ def predict(
         open_writer(
             output, target, kind=kind, ensemble=ensemble, interval=interval, force=force
         ) as writer,
+        naming_files(Places.of(structures)),
     ):
         if frames is None:
             batches = bulk.predict_batches(loaded, enumerate(iter_frames(structures)), wanted)
@@ -141,7 +137,10 @@ def predict(
             n.update(batch.counts)
             advance(n["structures"])
         if stress and n["without_volume"] == n["structures"]:
-            raise InputError("--stress", "no structure whose cell has a volume", "at least one")
+            raise InputError(
+                f"No structure of {structures} has a cell with a volume, which --stress needs.",
+                parameter="--stress",
+            )
     for name, text in _WARNINGS.items():
         if n[name]:
             terminal.warn(f"{n[name]} of {n['structures']} structures {text}")
@@ -163,27 +162,52 @@ def _check_options(model: AtomisticModel, output: Path, wanted: Wanted) -> None:
     if wanted.forces or wanted.stress:
         check_model(model.fitted)
         if wanted.ignore_unknown:
-            raise InputError(str(option), "with --ignore-unknown-species", "one of the two")
+            raise InputError(
+                f"{option} and --ignore-unknown-species exclude each other: atoms that are ignored "
+                "have no forces.",
+                parameter=str(option),
+            )
     if wanted.atoms and model.fitted.per_atom:
-        raise InputError("--atoms", "for an atomic property", "a property of structures")
+        raise InputError(
+            f"--atoms is for properties of structures, and {model.settings.target!r} is a property "
+            "of atoms.",
+            parameter="--atoms",
+        )
     if option and output.suffix in _TABLES:
-        raise InputError("--output", str(output), f"a file that ends in .xyz or .npz, for {option}")
+        raise InputError(
+            f"{output} cannot hold the values of {option}: --output must end in .xyz or .npz.",
+            parameter="--output",
+        )
     if wanted.interval is not None:
         _check_interval(model, wanted.interval)
     if (wanted.in_units or wanted.per) and output.suffix not in (*_TABLES, ".npz"):
         # Programs that read structures assume eV.
         option = "--in" if wanted.in_units else "--per"
-        expected = f"a file that ends in .csv, .parquet or .npz, for {option}"
-        raise InputError("--output", str(output), expected)
+        raise InputError(
+            f"{output} would be read in eV by other programs: with {option}, --output must end in "
+            ".csv, .parquet or .npz.",
+            parameter="--output",
+        )
     extensive = model.settings.kind == "extensive"
     if wanted.per not in (None, "structure") and (wanted.per != "atom" or not extensive):
-        raise InputError("--per", wanted.per, "atom or structure, for an extensive property")
+        raise InputError(
+            f"--per {wanted.per} cannot be used: it is atom or structure, and for extensive "
+            f"properties only ({model.settings.target!r} is {model.settings.kind}).",
+            parameter="--per",
+        )
 
 
 def _check_interval(model: AtomisticModel, level: float) -> None:
     conformal = model.fitted.conformal
     if "energy" not in conformal:
-        raise InputError("--interval", level, "a model with out-of-bag errors")
+        raise InputError(
+            "--interval needs out-of-bag errors, which this model does not have.",
+            parameter="--interval",
+        )
     largest = min(float(one.probabilities[-1]) for one in conformal.values())
     if not 0 < level <= largest:
-        raise InputError("--interval", level, f"between 0 and {largest:.4g}, by out-of-bag points")
+        raise InputError(
+            f"--interval {level} is not between 0 and {largest:.4g}, the largest coverage that the "
+            "out-of-bag points of this model determine.",
+            parameter="--interval",
+        )

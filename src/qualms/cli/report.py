@@ -32,7 +32,7 @@ def report(
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
     for path in check_report(output, force=force):
-        check_not_input(path, *files, options["validation"], options["calibration"])
+        check_not_input(path, *files, options["validation"], options["calibration_file"])
     found = evaluate_files(files, terminal, **options)
     first, main = next(iter(found.evaluations.items()))
     model = found.model

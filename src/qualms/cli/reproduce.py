@@ -12,6 +12,7 @@ import typer
 from typer import Argument, Option
 
 from qualms.cli._common import Force, Json, Quiet, Terminal, Threads
+from qualms.cli.verb import Verb
 from qualms.errors import InputError
 from qualms.io.files import check_output
 from qualms.progress import Stages
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from qualms.reproduce.problems import Problem, ShiftedProblem
     from qualms.reproduce.results import Results
 
-reproduce = typer.Typer(name="reproduce", no_args_is_help=True, add_completion=False)
+reproduce = typer.Typer(
+    name="reproduce", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+)
 
 Output = Annotated[
     Path, Option("--output", "-o", help="Directory for results, tables and figures.")
@@ -33,7 +36,7 @@ _SCALES = {"paper": "paper", "small": "small"}
 _SPLITS = {"atoms": ["atoms"], "crystals": ["crystals"], "both": ["atoms", "crystals"]}
 
 
-@reproduce.command()
+@reproduce.command(cls=Verb)
 def qm9(
     data: Annotated[
         str | None, Option(help="NPZ file or dsgdb9nsd.xyz.tar.bz2; otherwise the package qm9pack.")
@@ -67,7 +70,7 @@ def qm9(
     run.finish([run.problem(make, seeds, shifted)])
 
 
-@reproduce.command()
+@reproduce.command(cls=Verb)
 def csd(
     data: Annotated[
         Path, Option(help="CSD-1000R: extended XYZ, or chemiscope JSON.", show_default=False)
@@ -105,7 +108,7 @@ def csd(
     run.finish(found)
 
 
-@reproduce.command()
+@reproduce.command(cls=Verb)
 def tables(
     results: Annotated[list[Path], Argument(metavar="RESULTS...", help="JSON files.")],
     output: Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +14,7 @@ from typer import Argument, Option
 
 from qualms.atomistic.settings import Settings
 from qualms.cli._common import (
+    FORMATS,
     BaselineKey,
     Force,
     Json,
@@ -23,7 +25,8 @@ from qualms.cli._common import (
     remarks_about,
 )
 from qualms.cli.cluster import Cluster, ClusterConfig, Scheduler, SchedulerFile, open_workers
-from qualms.errors import InputError
+from qualms.cli.verb import Located, naming_files
+from qualms.errors import InputError, did_you_mean
 from qualms.features.learned import make_backbone
 
 if TYPE_CHECKING:
@@ -36,12 +39,21 @@ _SMALL = 10
 #: Memory of structures, relative to the size of their file; those that would take more than half of
 #: the limit are read part by part.
 _EXPANSION, _SHARE = 10, 0.5
+#: Entries of the configuration file beside the fields of `Settings`: parameters of the command.
+ENTRIES = {
+    "data": "Labelled structures: a file, or a list of files.",
+    "output": "Model file to write (.safetensors).",
+    "group_key": "Key of group labels; structures of one group are never split.",
+    "test": "Labelled structures to evaluate the model on: a file, or a list of files.",
+}
+#: Options whose names are not those of their fields.
+_NAMES = {"forces": "forces-key", "stress": "stress-key"}
 #: Parameters of the command in the order of the help. Those that `train` does not have itself are
 #: made from the fields of `Settings`; its other fields can be set in the configuration file.
 _ORDER = (
     *("data", "output", "config"),
     *("target", "forces", "stress", "units", "intensive", "per_atom_target", "species"),
-    *("group_key", "validation"),
+    *("group_key", "test"),
     *("representation", "cutoff", "n_representatives", "effort", "selection"),
     *("baseline", "baseline_key", "skip_failed"),
     *("noise", "forces_noise", "stress_noise"),
@@ -66,14 +78,18 @@ def _option(name: str) -> inspect.Parameter:
     """Return the option for a field: its help, panel and possible values are those of the field."""
     field = Settings.model_fields[name]
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-    # The type as in the documentation, such as {"fps", "cur", "random"}.
-    values = str(extra.get("type", "")).replace('"', "")
-    default = None if field.default in (None, "") or field.is_required() else str(field.default)
+    # The type as in the documentation, such as {"fps", "cur", "random"} or float.
+    type_name = str(extra.get("type", "")).replace('"', "")
+    values = re.sub("[{}]", "", type_name).replace("float", "a number").replace("int", "a number")
+    text = (field.description or "").replace("``", "")
+    if "{" in type_name or "auto" in type_name:
+        text += f" Values: {values.replace('dict', 'JSON').replace('str', 'a name')}."
+    if field.default not in (None, "") and not field.is_required():
+        text += f" Default: {field.default}."
     option = Option(
-        f"--{name.removeprefix('n_').replace('_', '-')}",
-        help=(field.description or "").replace("``", ""),
-        metavar=values if any(word in values for word in ("{", "float", "auto")) else None,
-        show_default=default if default is not None else False,
+        f"--{_NAMES.get(name, name.removeprefix('n_').replace('_', '-'))}",
+        help=text,
+        show_default=False,
         rich_help_panel=str(extra.get("group", _MODEL)).capitalize(),
     )
     type_ = int if field.annotation in (int, int | None) else str
@@ -85,12 +101,16 @@ def _option(name: str) -> inspect.Parameter:
 @_with_settings
 def train(
     data: Annotated[
-        list[Path], Argument(metavar="DATA", help="Labelled structures: extended XYZ files.")
-    ],
-    output: Annotated[Path, Option("--output", "-o", help="Model file to write (.safetensors).")],
+        list[Path] | None,
+        Argument(metavar="DATA", help=f"Labelled structures: {FORMATS}."),
+    ] = None,
+    output: Annotated[Path | None, Option("--output", "-o", help=ENTRIES["output"])] = None,
     config: Annotated[
         Path | None,
-        Option(help="YAML file with parameters of AtomisticModel; options override it."),
+        Option(
+            help="YAML file with settings, as `qualms template` prints it; options override it. It "
+            "may also have entries for data, output, group_key and test.",
+        ),
     ] = None,
     intensive: Annotated[
         bool, Option("--intensive", help="The target is an average.", rich_help_panel=_DATA)
@@ -101,14 +121,15 @@ def train(
     ] = False,
     group_key: Annotated[
         str | None,
+        Option(help=ENTRIES["group_key"], rich_help_panel=_DATA),
+    ] = None,
+    test: Annotated[
+        list[Path] | None,
         Option(
-            help="Key of group labels; structures of one group are never split.",
+            metavar="PATH",
+            help="Labelled structures to evaluate the model on; for several files, once for each.",
             rich_help_panel=_DATA,
         ),
-    ] = None,
-    validation: Annotated[
-        Path | None,
-        Option(help="Labelled structures to evaluate the model on.", rich_help_panel=_DATA),
     ] = None,
     cutoff: Annotated[
         float | None,
@@ -132,7 +153,13 @@ def train(
     from qualms.atomistic.evaluation import evaluate, find_references
     from qualms.atomistic.model import AtomisticModel
     from qualms.atomistic.settings import parse_memory
-    from qualms.atomistic.structures import FrameFiles, read_frames, readable, species_of
+    from qualms.atomistic.structures import (
+        FrameFiles,
+        file_of,
+        read_files,
+        readable,
+        species_of,
+    )
     from qualms.io.files import check_not_input, check_output, written_together
     from qualms.io.predictions import check_name
     from qualms.progress import Stages
@@ -141,10 +168,25 @@ def train(
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
     if intensive and per_atom_target:
-        raise InputError("--intensive", "with --per-atom-target", "one of the two")
+        raise InputError(
+            "--intensive and --per-atom-target exclude each other.", parameter="--intensive"
+        )
     settings["kind"] = "atomic" if per_atom_target else "intensive" if intensive else None
     settings["baseline"] = baseline_of(settings["baseline"], baseline_key)
-    model = AtomisticModel(**_settings(config, settings, cutoff))
+    settings |= {"data": data or None, "output": output, "group_key": group_key, "test": test}
+    run = _settings(config, settings, cutoff)
+    data, test = (_paths(name, run.pop(name, None)) for name in ("data", "test"))
+    output, group_key = run.pop("output", None), run.pop("group_key", None)
+    if not data:
+        raise InputError(
+            "There is nothing to train on: name files with labelled structures, or write `data` in "
+            "the configuration file.",
+            parameter="DATA",
+        )
+    if not isinstance(output, (str, Path)):
+        raise InputError("--output, the model file to write, is missing.", parameter="--output")
+    output = Path(output)
+    model = AtomisticModel(**run)
     check_name("target", model.settings.target)
     size = model.settings.subsample
     if size >= 1 and size < _SMALL:
@@ -153,40 +195,47 @@ def train(
             "fraction is less than one."
         )
     if output.suffix != ".safetensors":
-        raise InputError("--output", str(output), "a name that ends in .safetensors")
+        raise InputError(
+            f"--output {output} does not end in .safetensors, as model files do.",
+            parameter="--output",
+        )
     summary = output.with_suffix(".json")
     for path in (output, summary):
-        check_not_input(path, *data, validation, config)
+        check_not_input(path, *map(file_of, (*data, *test)), config)
         check_output(path, force=force)
     # Errors in files are found before workers are started, or the training is.
-    held_out = None if validation is None else read_frames(validation)
-    large = sum(path.stat().st_size for path in data if path.is_file()) * _EXPANSION
+    held_out, test_files = read_files(test) if test else ([], None)
+    large = sum(file.stat().st_size for file in map(file_of, data) if file.is_file()) * _EXPANSION
     on_workers = any(option is not None for option in (scheduler, scheduler_file, cluster))
     frames: Any
+    files: Located
     if on_workers or (large > _SHARE * parse_memory(model.settings.memory) and readable(data)):
-        frames = FrameFiles.open(data)
+        frames = files = FrameFiles.open(data)
     else:
-        frames = [atoms for path in data for atoms in read_frames(path)]
-    if held_out is not None:
+        frames, files = read_files(data)
+    if test_files is not None:
         known = species_of(held_out if isinstance(frames, FrameFiles) else frames)
-        find_references(held_out, model.settings, known)
+        with naming_files(test_files):
+            find_references(held_out, model.settings, known)
     found: dict[str, Evaluation] = {}
     with open_workers(scheduler, scheduler_file, cluster, cluster_config, terminal) as executor:
-        model.fit(
-            frames,
-            groups=group_key,
-            progress=terminal.progress() or False,
-            skip_failed=skip_failed,
-            executor=executor,
-        )
+        with naming_files(files):
+            model.fit(
+                frames,
+                groups=group_key,
+                progress=terminal.progress() or False,
+                skip_failed=skip_failed,
+                executor=executor,
+            )
         with written_together():
             model.save(output, force=force)
             _write_summary(summary, summary_document(model), force=force)
-        if held_out is not None:
+        if test_files is not None:
             stages = Stages(terminal.progress())
-            found = evaluate(
-                model, held_out, skip_failed=skip_failed, stages=stages, executor=executor
-            )
+            with naming_files(test_files):
+                found = evaluate(
+                    model, held_out, skip_failed=skip_failed, stages=stages, executor=executor
+                )
             for remark in remarks_about(model, found):
                 terminal.info(remark)
     document = summary_document(model, found)
@@ -194,7 +243,7 @@ def train(
     for quantity, one in found.items():
         assessment = assess(one)
         document[f"{quantity}_assessment"] = assessment.document()
-        parts += [score_table(one.scores, units=one.units, title=f"Validation: {one.target}")]
+        parts += [score_table(one.scores, units=one.units, title=f"Test: {one.target}")]
         parts += [f"{one.target}: {assessment.sentence}", *assessment.details]
     if found:
         _write_summary(summary, document, force=True)
@@ -227,27 +276,43 @@ def summary_document(
         **{f"{quantity}_calibrations": found for quantity, found in calibrations.items()},
     }
     for quantity, found in evaluations.items():
-        key = "validation" if quantity == "energy" else f"{quantity}_validation"
+        key = "test" if quantity == "energy" else f"{quantity}_test"
         document[key] = score_records(found.scores)
     return document
 
 
 def _settings(config: Path | None, given: dict[str, Any], cutoff: float | None) -> dict[str, Any]:
-    """Return the parameters of the configuration file, overridden by those of the command line."""
+    """Return the entries of the configuration file, overridden by those of the command line."""
     settings = {} if config is None else _read_config(config)
+    known = [*ENTRIES, *Settings.model_fields]
+    for name in settings:
+        if name not in known:
+            raise InputError(
+                f"{config} has an entry {name!r}, which is not a setting."
+                + (did_you_mean(name, known) or f" The settings are {', '.join(known)}."),
+                parameter="--config",
+            )
     settings |= {name: value for name, value in given.items() if value is not None}
     if cutoff is not None:
         chosen = settings.get("representation", "auto")
         if make_backbone(chosen) is not None:
-            raise InputError("--cutoff", cutoff, "none: that of a network cannot be changed")
-        known = chosen if isinstance(chosen, dict) else {"preset": chosen}
-        settings["representation"] = {**known, "cutoff": cutoff}
-    if "target" not in settings:
-        raise InputError("--target", None, "the key of the property to learn")
-    unknown = sorted(set(settings) - {*Settings.model_fields})
-    if unknown:
-        raise InputError("--config", unknown[0], f"some of {', '.join(Settings.model_fields)}")
+            raise InputError(
+                f"--cutoff {cutoff} cannot be used: the cutoff of a network cannot be changed.",
+                parameter="--cutoff",
+            )
+        scales = chosen if isinstance(chosen, dict) else {"preset": chosen}
+        settings["representation"] = {**scales, "cutoff": cutoff}
+    if settings.get("target") is None:
+        raise InputError("--target, the key of the property, is missing.", parameter="--target")
     return settings
+
+
+def _paths(name: str, value: Any) -> list[Path]:
+    """Return the files of an entry: one, several or none."""
+    files = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(file, (str, Path)) for file in files):
+        raise InputError(f"`{name}` is {value!r}, not a file or a list of files.", parameter=name)
+    return [Path(file) for file in files]
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -255,8 +320,14 @@ def _read_config(path: Path) -> dict[str, Any]:
 
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError("--config", str(path), f"a readable YAML file ({error})") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{path} cannot be read as a YAML file: {reason}.", parameter="--config"
+        ) from error
     if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
-        raise InputError("--config", str(path), "a mapping of parameters to values")
+        raise InputError(
+            f"{path} does not have settings in lines such as `n_members: 16`.",
+            parameter="--config",
+        )
     return settings
