@@ -32,12 +32,12 @@ test: $(VENV)/.test ## run the tests, with the coverage of gp and calibration
 	$(PYTEST) $(COVERAGE)
 
 test-learned: $(VENV)/.test $(VENV)/.sevennet $(VENV)/.metatomic ## run the tests of pretrained networks with their weights
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_learned.py 'tests/test_docs.py::test_code_blocks[docs/pretrained.md]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_learned.py tests/test_security.py 'tests/test_docs.py::test_code_blocks[docs/pretrained.md]'
 
 # MACE and SevenNet need different versions of e3nn.
 test-mace: ## run the test of MACE models, in an environment of its own
 	$(MAKE) VENV=$(VENV)-mace $(VENV)-mace/.test $(VENV)-mace/.mace
-	OMP_NUM_THREADS=1 $(VENV)-mace/bin/python -m pytest tests/test_learned.py -k mace
+	OMP_NUM_THREADS=1 $(VENV)-mace/bin/python -m pytest tests/test_learned.py tests/test_security.py -k mace
 
 test-slow: $(VENV)/.test ## run the tests that take minutes or need large data
 	$(BIN)/python -m pytest -m slow

@@ -225,8 +225,11 @@ def test_names_are_resolved_in_the_installed_package(installed, folder, marker, 
             assert path.read_text() == (model or "7net-0")
             assert hashlib.sha256(path.read_bytes()).hexdigest() == digest
     for model in ("weights.pth", str(folder / "7net-0"), "./7net-0", "7NET-0", "sevennet"):
-        with rejects("representation"):
-            find_weights("sevennet", model, trusted=False)
+        for backbone in ("sevennet", "mace", "metatomic"):
+            with rejects("representation"):
+                find_weights(backbone, model, trusted=False)
+    with rejects("representation"):
+        find_weights("mace", None, trusted=False)
     assert not marker.exists()
 
 
