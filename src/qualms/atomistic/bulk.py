@@ -24,9 +24,9 @@ from qualms.atomistic.model import AtomisticModel, Chunk, atom_contributions
 from qualms.atomistic.novelty import force_norm
 from qualms.atomistic.shards import Part, numbered
 from qualms.atomistic.structures import FrameFiles
-from qualms.errors import InputError
 from qualms.evaluation import energy_factor, per_atom_units
 from qualms.execution import Workers
+from qualms.io.files import check_input
 from qualms.io.predictions import EXTRAPOLATES
 from qualms.prediction import Prediction
 
@@ -49,11 +49,8 @@ class ModelFile:
     @classmethod
     def of(cls, path: Path, *, weights: Path | None = None, **options: Any) -> ModelFile:
         """Return a file that exists, with its digest; names are those that workers know, too."""
-        try:
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise InputError("path", f"'{path}' ({error.strerror})", "a model file") from error
+        with check_input(path).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
         absolute = None if weights is None else weights.resolve()
         return cls(path.resolve(), weights=absolute, digest=digest, **options)
 

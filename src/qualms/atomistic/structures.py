@@ -11,7 +11,6 @@ import itertools
 import math
 import os
 import re
-import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from scipy.spatial import cKDTree
 from qualms.arrays import Float64Array, IntArray
 from qualms.errors import InputError, counted
 from qualms.features.derivatives import VOIGT as VOIGT
+from qualms.io.files import check_input
 
 #: No two nuclei come this close (Å): the bond of H₂ is seven times as long.
 MIN_DISTANCE = 0.1
@@ -123,7 +123,7 @@ def iter_frames(path: str | os.PathLike[str]) -> Iterator[Atoms]:
     ``atoms.info``.
     """
     file, some = split_range(path)
-    _check_regular(file)
+    check_input(file)
     frames = _frames(file)
     if min(some.start or 0, some.stop or 0, some.step or 1) < 0:  # counted from the end
         frames = iter([*_guarded(Places.of(file), frames)][some])
@@ -142,18 +142,6 @@ def read_files(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[Atoms], Pl
     lists = [read_frames(path) for path in paths]
     places = Places(tuple(Path(path).name for path in paths), tuple(map(len, lists)))
     return [*itertools.chain.from_iterable(lists)], places
-
-
-def _check_regular(file: Path) -> None:
-    """Reject what cannot be opened, and pipes, which can be read only once."""
-    try:
-        if not (stat.S_ISREG(file.stat().st_mode)):
-            kind = "a directory" if file.is_dir() else "a pipe or device"
-            raise InputError(f"'{file}' is {kind}, not a file with structures.", parameter="path")
-        file.open("rb").close()
-    except OSError as error:
-        reason = error.strerror or error
-        raise InputError(f"'{file}' cannot be read: {reason}.", parameter="path") from error
 
 
 def _guarded(place: Places, frames: Iterator[Atoms], first: int = 0) -> Iterator[Atoms]:
@@ -268,7 +256,7 @@ class FrameFiles(Sequence[Atoms]):
         parts = []
         for path in paths:
             file, some = split_range(path)
-            _check_regular(file)
+            check_input(file)
             if not readable([file]):
                 raise InputError(
                     f"'{file}' is not extended XYZ without compression, which is needed to read "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -20,10 +21,39 @@ from qualms.cli.verb import in_options
 from qualms.errors import InputError, QualmsWarning
 
 if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.segment import Segment
+
     from qualms.atomistic.model import AtomisticModel
     from qualms.ensembles.io import Ensemble
     from qualms.evaluation import Evaluation
     from qualms.progress import Bars
+
+
+#: Control characters that move the cursor, change colours, or make a terminal answer; not \t, \n.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    r"""Return text with control characters as escape sequences, such as ``\x1b``.
+
+    Texts of files and names of files are not trusted.
+    """
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+class _Printable:
+    """Something that rich prints, with `printable` text."""
+
+    def __init__(self, content: Any) -> None:
+        self._content = content
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        content = self._content
+        if isinstance(content, str):
+            content = printable(content)  # before rich removes some of the characters
+        for segment in console.render(content, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
 
 
 class Terminal(logging.Handler):
@@ -56,11 +86,11 @@ class Terminal(logging.Handler):
     def info(self, text: str) -> None:
         """Print a message, unless quiet."""
         if not self.quiet:
-            self._err.print(text, markup=False, soft_wrap=True)
+            self._err.print(printable(text), markup=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """Print a warning."""
-        self._err.print(f"Warning: {text}", markup=False, soft_wrap=True, style="yellow")
+        self._err.print(f"Warning: {printable(text)}", markup=False, soft_wrap=True, style="yellow")
 
     def result(self, *parts: Any, document: Mapping[str, Any]) -> None:
         """Print a result: as text and tables, or as JSON."""
@@ -68,7 +98,7 @@ class Terminal(logging.Handler):
             self._out.file.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
             return
         for part in parts:
-            self._out.print(part, markup=False, soft_wrap=isinstance(part, str))
+            self._out.print(_Printable(part), markup=False, soft_wrap=isinstance(part, str))
 
     def progress(self) -> Bars | None:
         """Return progress bars, if standard error is a terminal."""
@@ -90,7 +120,7 @@ def warnings_as_lines() -> Iterator[None]:
         def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
             if str(message) not in seen and issubclass(category, QualmsWarning):
                 seen.add(str(message))
-                sys.stderr.write(f"Warning: {in_options(str(message))}\n")
+                sys.stderr.write(f"Warning: {printable(in_options(str(message)))}\n")
 
         warnings.showwarning = show
         yield

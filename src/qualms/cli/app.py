@@ -5,6 +5,7 @@ Verbs are imported when they are used: ``qualms --help`` imports nothing but typ
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ from typer import Option
 from typer.core import TyperCommand, TyperGroup
 
 import qualms
-from qualms.cli._common import warnings_as_lines
+from qualms.cli._common import printable, warnings_as_lines
 from qualms.cli.verb import Verb
 from qualms.errors import QualmsError, did_you_mean
 
@@ -148,6 +149,7 @@ def _options(
 
 def main() -> None:
     """Run a command. Bad input ends in one line and exit code 2, never in a traceback."""
+    _prepare_streams()
     try:
         with _signals_as_exits(), warnings_as_lines():
             app()
@@ -165,6 +167,16 @@ def main() -> None:
         sys.exit(1)
     except (OSError, MemoryError) as error:
         _fail(2, f"{type(error).__name__}: {error}")
+
+
+def _prepare_streams() -> None:
+    """Let any text be printed, to any terminal, or to none."""
+    for name in ("stdin", "stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed: no other file may get its number, to which libraries write
+            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper) and name != "stdin":
+            stream.reconfigure(errors="backslashreplace")
 
 
 @contextmanager
@@ -187,5 +199,5 @@ def _signals_as_exits() -> Iterator[None]:
 
 
 def _fail(code: int, message: str) -> None:
-    sys.stderr.write(f"Error: {' '.join(message.split())}\n")
+    sys.stderr.write(f"Error: {printable(' '.join(message.split()))}\n")
     sys.exit(code)

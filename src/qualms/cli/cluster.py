@@ -102,6 +102,8 @@ def open_workers(
             f"{option} needs Dask, which is not installed: pip install 'qualms[dask]'.",
             parameter=option,
         ) from error
+    from qualms.io.files import check_input
+
     logging.getLogger("distributed").setLevel(logging.CRITICAL)  # errors arrive as exceptions
     with ExitStack() as stack:
         place, timeout = scheduler, _WORKERS
@@ -110,11 +112,14 @@ def open_workers(
             place = stack.enter_context(started)
         try:
             if scheduler_file is not None:
+                check_input(scheduler_file, "--scheduler-file")
                 place = json.loads(scheduler_file.read_text("utf-8"))["address"]
             if cluster is None:
                 asyncio.run(asyncio.wait_for(_shake_hands(place), _CONNECT))
             client = stack.enter_context(distributed.Client(place, timeout=_CONNECT))
         # A server of another kind answers with what is no message of Dask, or not at all.
+        except InputError:
+            raise
         except (OSError, ValueError, KeyError, TypeError, MemoryError) as error:
             raise InputError(
                 f"No scheduler of Dask answers at {value} ({str(error) or 'no answer'}). An "
@@ -267,9 +272,11 @@ def _read_config(path: Path | None) -> dict[str, Any]:
         return {}
     import yaml
 
+    from qualms.io.files import check_input
+
     try:
-        content = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = yaml.safe_load(check_input(path, "--cluster-config").read_text("utf-8"))
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(
             f"{path} is not a readable YAML file: {reason}.", parameter="--cluster-config"

@@ -318,9 +318,11 @@ def _paths(name: str, value: Any) -> list[Path]:
 def _read_config(path: Path) -> dict[str, Any]:
     import yaml
 
+    from qualms.io.files import check_input
+
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        settings = yaml.safe_load(check_input(path, "--config").read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise InputError(
             f"{path} cannot be read as a YAML file: {reason}.", parameter="--config"

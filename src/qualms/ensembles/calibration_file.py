@@ -17,7 +17,7 @@ from qualms.calibration.groups import GroupedCalibration, GroupFactor
 from qualms.ensembles.calibrate import STD_METHODS, Calibrated
 from qualms.ensembles.io import Ensemble
 from qualms.errors import InputError, QualmsError
-from qualms.io.files import atomic_output
+from qualms.io.files import atomic_output, check_input
 
 VERSION = 2
 #: Bytes of the largest file.
@@ -161,14 +161,14 @@ def read_calibration(path: str | Path) -> CalibrationDocument:
     """Read a calibration; everything is validated before anything is built."""
     remedy = ""
     try:
-        with Path(path).open("rb") as file:
+        with check_input(path).open("rb") as file:
             content = file.read(_LARGEST_FILE + 1)
         if len(content) > _LARGEST_FILE:
             raise ValueError(f"more than {_LARGEST_FILE / 1e6:g} MB")
         json.loads(content, object_pairs_hook=_unique)
         return CalibrationDocument.model_validate_json(content)
-    except OSError as error:
-        raise InputError("path", f"'{path}' ({error.strerror})", "a calibration file") from None
+    except InputError:
+        raise
     except ValidationError as error:
         first = error.errors()[0]
         problem = f"{ascii('.'.join(map(str, first['loc'])))[:60]}: {first['msg']}"

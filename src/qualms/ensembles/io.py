@@ -27,7 +27,7 @@ from qualms.calibration.methods import (
 )
 from qualms.errors import InputError, counted
 from qualms.gp.ensemble import MIN_ABSENT, ensemble_mean_std, out_of_bag_prediction
-from qualms.io.files import atomic_output
+from qualms.io.files import atomic_output, check_input
 from qualms.io.predictions import EXTRAPOLATES, write_npz
 
 #: Endings of the keys of members and of uncertainties; the last is a variance.
@@ -673,6 +673,7 @@ def read_source(path: str | Path) -> Source:
     suffix = file.suffix.lower()
     if suffix not in TABLES:
         return read_frames(path)
+    check_input(file)
     try:
         if suffix in _TEXT:
             table = _read_text(file, suffix)

@@ -24,20 +24,26 @@ AnyPath = str | os.PathLike[str]
 
 
 def check_input(path: AnyPath, parameter: str = "path") -> Path:
-    """Check that a path is that of a regular file: opening a pipe would wait for its writer."""
+    """Check that a path is that of a regular file that can be read."""
+    if reason := why_unreadable(path):
+        raise InputError(f"{_shown(path)} {reason}.", parameter=parameter)
+    return Path(path)
+
+
+def why_unreadable(path: AnyPath) -> str:
+    """Return why a file cannot be read, "" if it can.
+
+    Only regular files can: opening a pipe would wait for its writer, and a device may have no end.
+    """
     try:
         mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode):
+            kind = "directory" if stat.S_ISDIR(mode) else "pipe, socket or device"
+            return f"is a {kind}, not a regular file"
+        open(path, "rb").close()
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(
-            f"{_shown(path)} cannot be read: {reason}.", parameter=parameter
-        ) from error
-    if not stat.S_ISREG(mode):
-        kind = "a directory" if stat.S_ISDIR(mode) else "a pipe, socket or device"
-        raise InputError(
-            f"{_shown(path)} is {kind}. Input must be a regular file.", parameter=parameter
-        )
-    return Path(path)
+        return f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    return ""
 
 
 def _shown(path: AnyPath) -> str:

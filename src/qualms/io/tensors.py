@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save_file
 
 from qualms.errors import InputError, QualmsError
-from qualms.io.files import AnyPath, atomic_path
+from qualms.io.files import AnyPath, atomic_path, why_unreadable
 
 AnyArray = NDArray[Any]
 DocumentT = TypeVar("DocumentT", bound=BaseModel)
@@ -119,6 +119,8 @@ def read_tensors(
     format, version : str, int
         Expected kind of file and version of it; other versions are rejected.
     """
+    if reason := why_unreadable(path):
+        raise StorageError(path, f"the file {reason}")
     try:
         content = Path(path).read_bytes()
         metadata = _read_metadata(content, format, version)

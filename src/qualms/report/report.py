@@ -225,7 +225,7 @@ def write_report(
     )
     with written_together():
         with atomic_output(page, force=force) as file:
-            file.write(text.encode("utf-8"))
+            file.write(text.encode("utf-8", "backslashreplace"))  # names of files may not be text
         if shown is not None:
             with atomic_output(map_path, force=force) as file:
                 file.write(shown.compressed())
