@@ -2,6 +2,8 @@
 
 import itertools
 import re
+import warnings
+from contextlib import nullcontext
 
 import ase.io
 import numpy as np
@@ -11,7 +13,14 @@ from ase.build import bulk, molecule
 from ase.calculators.lj import LennardJones
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import write
-from atomistic_fixtures import ENERGY, copies, make_force_model, make_model
+from atomistic_fixtures import (
+    ENERGY,
+    SMOOTH,
+    copies,
+    labelled_dimers,
+    make_force_model,
+    make_model,
+)
 from checks import rejects
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -464,6 +473,24 @@ def test_outliers_are_found_worst_first():
     assert find_outliers(y, y - predicted, 1e3 * std, structure).tolist() == [20, 7]
 
 
+def test_duplicates_of_one_structure_are_no_scale_of_errors(molecules):
+    frames = copies([*molecules[:30], *[molecules[0]] * 30])
+    with pytest.warns(QualmsWarning, match="duplicates") as caught:
+        make_model().fit(frames)
+    assert not any("label errors" in str(w.message) for w in caught)
+
+
+@pytest.mark.filterwarnings("ignore:.*left out of the calibration")
+def test_a_wrong_energy_that_most_members_have_seen_is_named(molecules):
+    settings = {"n_members": 8, "n_representatives": 20, "seed": 2}
+    membership = make_model(**settings).fit(molecules[:80]).fitted.membership
+    seen = int(np.argmax(membership.sum(axis=1)))
+    frames = copies(molecules[:80])
+    frames[seen].info[ENERGY] = 1e6
+    with pytest.warns(QualmsWarning, match=rf"label errors in 1 structure.*frames\[{seen}\]"):
+        make_model(**settings).fit(frames)
+
+
 @pytest.mark.parametrize("wrong", [{3: 1e6}, {3: 1e30}, dict.fromkeys(range(0, 40, 10), "meV")])
 @pytest.mark.parametrize("uncertainty", ["both", "posterior"])
 @pytest.mark.filterwarnings("ignore:.*left out of the calibration")
@@ -504,6 +531,30 @@ def test_wrong_signs_and_units_cause_a_warning(alloys, factors):
         atoms.info["virtual"] = atoms.info["virtual"] * factors[1]
     with pytest.warns(QualmsWarning):
         make_force_model(stress="virtual").fit(frames)
+
+
+@pytest.mark.parametrize("factor", [1.0, -1.0, 23.06, 0.0194])
+def test_few_structures_tell_signs_and_units_of_forces(factor):
+    frames = labelled_dimers(12)
+    for atoms in frames:
+        atoms.arrays["forces"] *= factor
+    model = make_model("energy", forces="forces", representation=SMOOTH, calibration="student")
+    caught = nullcontext()
+    if factor != 1.0:
+        what = "opposite sign" if factor < 0 else "times the size"
+        caught = pytest.warns(QualmsWarning, match=what)
+    with caught, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The training set has too few compositions")
+        model.fit(frames)
+
+
+def test_noise_as_large_as_the_labels_causes_a_warning(alloys):
+    frames = copies(alloys[:24])
+    rng = np.random.default_rng(0)
+    for atoms in frames:
+        atoms.arrays["force"] = rng.normal(size=(len(atoms), 3))
+    with pytest.warns(QualmsWarning, match="noise"):
+        make_force_model().fit(frames)
 
 
 def test_no_warning_where_energies_are_not_informative(alloys):

@@ -1,39 +1,51 @@
 """Checks of labels: sign and units of forces and stresses, and outliers.
 
-A model of the energies alone predicts forces and virials. Labels that agree with these but for
-noise have, on average, the same sign and size. With labels l and predictions p, regression of l on
-p and of p on l gives the factor between them as
+A model of the forces alone predicts differences of energies between structures of one composition
+and cell, and a model of the energies alone predicts forces and virials. Labels that agree with
+these but for noise have, on average, the same sign and size. With labels l and predictions p,
+regression of l on p and of p on l gives the factor between them as
 
     ⟨lp⟩/⟨p²⟩ = a   and   ⟨l²⟩/⟨lp⟩ = b = a/r²,        r: correlation.
 
 Errors of p make a too small and shrinkage of p makes b too large, so that the factor is between the
-two. No warning is issued where energies are not informative: r is small, or the model explains
-little of the energies.
+two. No warning is issued where predictions are not informative: r is small, or the model explains
+little of what it was fitted to. Forces are far more numerous than energies, so that ten structures
+suffice; energies tell more if all structures have different compositions or cells.
+
+Whatever the reason, a model has learned nothing if the noise that it was fitted with is larger than
+the labels.
 
 Single structures must not dominate. So labels and predictions that are larger than in the median
-structure are scaled down to it, both by the same factor, and medians measure how much of the
-energies is explained.
+structure are scaled down to it, both by the same factor, and medians measure how much is explained.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import ase.units
 import numpy as np
+from ase import Atoms
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.atomistic.labels import TrainingSet
 from qualms.errors import QualmsWarning, counted
 from qualms.gp.ensemble import fit_full_model
+from qualms.gp.noise import group_means
 
 #: Structures from which energies are informative.
 _ENOUGH = 10
-#: Share of the variance of energies that their model must explain.
+#: Share of the variance of energies, or forces, that their model must explain.
 _EXPLAINED = 0.7
-#: Correlations from which predictions are informative, and accurate.
-_INFORMATIVE, _ACCURATE = 0.6, 0.9
+#: Forces that are enough for a model of them alone.
+_N_FORCES = 5000
+#: Correlations from which predictions are informative, and accurate. Those of n random numbers are
+#: 1/√n.
+_INFORMATIVE, _IN_SIGMA, _ACCURATE = 0.5, 2.0, 0.9
+#: Energies that may be so many times the median.
+_OUTSIDE = 4.0
 #: Factors beyond which a warning is issued, if predictions are informative, or accurate.
 _LIMIT, _LIMIT_IF_ACCURATE = 3.0, 1.6
 #: How much larger than with eV and Å the numbers are in other units, and the tolerance.
@@ -52,6 +64,9 @@ _CONVENTIONS = {
     "forces": "Forces are −∂E/∂r in the units of the energy per Å.",
     "stress": "A stress is (1/V) ∂E/∂ε, positive under tension, in the units of the energy per Å³.",
 }
+#: Noise, relative to the labels, that leaves nothing to learn: 0.03 to 0.4 for correct labels of
+#: ten structures or more, and 1.3 to 3.2 for forces of the wrong sign or in other units.
+_NOISE = 1.2
 #: Outliers have so many times the median error (or spread of labels), and so many times the median
 #: error in units of the standard deviation.
 _FAR, _FAR_IN_STD = 30.0, 10.0
@@ -66,40 +81,91 @@ class Factor(NamedTuple):
     a: float
     b: float
     r: float
+    n: int  #: independent values
+
+    @property
+    def is_informative(self) -> bool:
+        """Whether predictions tell anything about labels."""
+        return bool(abs(self.r) > max(_INFORMATIVE, _IN_SIGMA / np.sqrt(max(self.n, 1))))
 
     @property
     def is_one(self) -> bool:
         """Whether the factor may be one."""
-        if abs(self.r) < _INFORMATIVE:
+        if not self.is_informative:
             return True
         limit = _LIMIT_IF_ACCURATE if abs(self.r) > _ACCURATE else _LIMIT
         return self.r > 0 and self.a < limit and self.b > 1 / limit
 
 
-def factor_between(labels: Float64Array, predicted: Float64Array) -> Factor:
-    """Return how much larger labels are than predictions, both (n,)."""
+def factor_between(labels: Float64Array, predicted: Float64Array, n: int | None = None) -> Factor:
+    """Return how much larger labels are than predictions, both of n independent values."""
+    n = len(labels) if n is None else n
     ll, lp, pp = labels @ labels, labels @ predicted, predicted @ predicted
     if ll == 0 or pp == 0 or lp == 0:
-        return Factor(1.0, 1.0, 0.0)
-    return Factor(float(lp / pp), float(ll / lp), float(lp / np.sqrt(ll * pp)))
+        return Factor(1.0, 1.0, 0.0, n)
+    return Factor(float(lp / pp), float(ll / lp), float(lp / np.sqrt(ll * pp)), n)
 
 
-def check_derivatives(Phi: FloatArray, energies: Float64Array, data: TrainingSet) -> None:
+def check_derivatives(Phi: FloatArray, energies: Float64Array, data: TrainingSet) -> set[str]:
     """Warn if forces or stresses are not derivatives of the energies by sign or size.
 
     Phi (N, r) are the whitened kernel rows of all quantities; energies (n,) are per atom and
-    without baseline.
+    without baseline. Returns the quantities of which a warning was issued.
     """
-    n = len(energies)
     if len(np.unique(data.groups)) < _ENOUGH or np.ptp(energies) == 0:
-        return
+        return set()
+    factors = _factors_by_forces(Phi, energies, data)
+    if {*data.quantities} > {"energy", *factors}:
+        factors = _factors_by_energies(Phi, energies, data) | factors
+    wrong = {name for name, factor in factors.items() if not factor.is_one}
+    for name in wrong:
+        _warn_of_factor(name, data.settings.keys[name], factors[name])
+    return wrong
+
+
+def _factors_by_forces(
+    Phi: FloatArray, energies: Float64Array, data: TrainingSet
+) -> dict[str, Factor]:
+    """Return how much larger forces are than those of the energies, if that is clear.
+
+    A model of forces alone predicts energies. These are compared between structures of the same
+    composition and cell, since forces tell nothing about other changes.
+    """
+    if "forces" not in data.quantities:
+        return {}
+    forces = data.quantities["forces"]
+    step = -(-len(forces.y) // _N_FORCES)
+    some = np.flatnonzero(forces.structure % step == 0)
+    rows, groups = forces.rows[some], data.groups[forces.structure[some]]
+    if len(np.unique(groups)) < 2 or not forces.y[some].any():
+        return {}
+    full = fit_full_model(Phi[rows], forces.y[some], {"energy": "loo"}, center=False, groups=groups)
+    weights = full.weights[:, 0]
+    errors = forces.y[some] - Phi[rows] @ weights
+    if np.median(errors**2) > (1 - _EXPLAINED) * np.median(forces.y[some] ** 2):
+        return {}
+    kinds = _same_atoms(data.frames)
+    n = len(energies) - int(kinds.max()) - 1
+    predicted = _centered(np.asarray(Phi[: len(energies)] @ weights, dtype=np.float64), kinds)
+    structure = np.arange(len(energies))
+    pair = equalized(predicted, _centered(energies, kinds), structure, _OUTSIDE)
+    factor = factor_between(*pair, n)
+    return {"forces": factor} if n >= _ENOUGH - 1 and factor.is_informative else {}
+
+
+def _factors_by_energies(
+    Phi: FloatArray, energies: Float64Array, data: TrainingSet
+) -> dict[str, Factor]:
+    """Return how much larger forces and stresses are than a model of energies alone predicts."""
+    n = len(energies)
     center = data.settings.linear_baseline != "none"
     loo = {"energy": "loo"}
     full = fit_full_model(Phi[:n], energies, loo, center=center, groups=data.groups)
     weights = full.weights[:, 0]
     errors = energies - full.center[0] - Phi[:n] @ weights
     if _median_square(errors) > (1 - _EXPLAINED) * _median_square(energies):
-        return
+        return {}
+    factors = {}
     for name, quantity in data.quantities.items():
         if name == "energy":
             continue
@@ -110,16 +176,46 @@ def check_derivatives(Phi: FloatArray, energies: Float64Array, data: TrainingSet
             # Energies at one volume do not determine the pressure there.
             component = np.asarray(quantity.component)
             labels, predicted = _centered(labels, component), _centered(predicted, component)
-        found = factor_between(*equalized(labels, predicted, quantity.structure))
-        if not found.is_one:
-            _warn_of_factor(name, data.settings.keys[name], found)
+        factors[name] = factor_between(*equalized(labels, predicted, quantity.structure))
+    return factors
 
 
-def _centered(values: Float64Array, component: IntArray) -> Float64Array:
-    """Return values less the median of each component."""
+def check_noise(noise: Mapping[str, float], data: TrainingSet, energies: Float64Array) -> None:
+    """Warn if fitted noise variances of quantities are larger than the labels.
+
+    Energies (n,) are per atom and without baseline.
+    """
+    for name, variance in noise.items():
+        values = energies - energies.mean() if name == "energy" else data.quantities[name].y
+        square = float(np.mean(values**2))
+        if 0 < _NOISE**2 * square < variance:
+            units = data.settings.units_of("energy" if name == "stress" else name)
+            warnings.warn(
+                f"{name}={data.settings.keys[name]!r}: the fitted noise, {np.sqrt(variance):.3g} "
+                f"{units}, is larger than the labels, {np.sqrt(square):.3g}: the model describes "
+                "none of them. Check signs and units of all labels, or use more representatives. "
+                f"{_CONVENTIONS['forces']}",
+                QualmsWarning,
+                stacklevel=2,
+            )
+
+
+def _same_atoms(frames: Sequence[Atoms]) -> IntArray:
+    """Return a number for each structure, the same for those with the same atoms and cell."""
+    codes: dict[bytes, int] = {}
+    kinds = []
+    for atoms in frames:
+        cell = np.round(np.asarray(atoms.cell) * np.asarray(atoms.pbc)[:, None], 3) + 0.0
+        content = np.sort(atoms.numbers).tobytes() + b"|" + cell.tobytes()
+        kinds.append(codes.setdefault(content, len(codes)))
+    return np.array(kinds, dtype=np.intp)
+
+
+def _centered(values: Float64Array, kinds: IntArray) -> Float64Array:
+    """Return values less the median of each kind."""
     centered = values.copy()
-    for c in np.unique(component):
-        centered[component == c] -= np.median(values[component == c])
+    for kind in np.unique(kinds):
+        centered[kinds == kind] -= np.median(values[kinds == kind])
     return centered
 
 
@@ -129,14 +225,17 @@ def _median_square(values: Float64Array) -> float:
 
 
 def equalized(
-    labels: Float64Array, predicted: Float64Array, structure: IntArray
+    labels: Float64Array, predicted: Float64Array, structure: IntArray, limit: float = 1.0
 ) -> tuple[Float64Array, Float64Array]:
-    """Scale labels and predictions (n,) so that no structure has larger ones than the median."""
+    """Scale labels and predictions (n,) so that no structure has larger ones than the median.
+
+    The limit is in units of the median.
+    """
     largest = np.ones(int(structure.max()) + 1)
     for values in (labels, predicted):
         norms = np.sqrt(np.bincount(structure, weights=values**2))
         if norms.any():
-            largest = np.maximum(largest, norms / np.median(norms[norms > 0]))
+            largest = np.maximum(largest, norms / (limit * np.median(norms[norms > 0])))
     return labels / largest[structure], predicted / largest[structure]
 
 
@@ -149,33 +248,44 @@ def _warn_of_factor(name: str, key: str, found: Factor) -> None:
         units = [u for u, f in _UNITS[name].items() if 1 / _NEAR < size / f < _NEAR]
         guess = f" (units of {' or '.join(units)}?)" if units else ""
     warnings.warn(
-        f"{name}={key!r}: labels have {' and '.join(differences)} that a model of the energies "
-        f"predicts{guess}, correlation {found.r:.2f}. {_CONVENTIONS[name]}",
+        f"{name}={key!r}: labels have {' and '.join(differences)} of the derivatives of the "
+        f"energies{guess}, correlation {found.r:.2f}. {_CONVENTIONS[name]}",
         QualmsWarning,
         stacklevel=2,
     )
 
 
 def find_outliers(
-    y: Float64Array, residuals: Float64Array, std: Float64Array, structure: IntArray
+    y: Float64Array,
+    residuals: Float64Array,
+    std: Float64Array,
+    structure: IntArray,
+    copies: IntArray | None = None,
 ) -> IntArray:
     """Return structures whose labels are far from their out-of-bag predictions, the worst first.
 
-    Labels y (n,) are of one quantity, residuals and standard deviations (n,) out-of-bag. Scales are
-    medians over structures, which a few wrong labels do not change: an error is far larger than
-    those of others or, if wrong labels have spoilt the whole model, the label itself and its error
-    are far outside the range of labels.
+    Labels y (n,) are of one quantity, residuals and standard deviations (n,) out-of-bag; `copies`
+    has a number for each structure, the same for duplicates. Scales are medians over different
+    structures, which a few wrong labels do not change: an error is far larger than those of others
+    or, if wrong labels have spoilt the whole model, the label itself and its error are far outside
+    the range of labels.
     """
     codes, where, rows = np.unique(structure, return_inverse=True, return_counts=True)
-    if len(codes) < _ENOUGH:
+    kinds = np.unique(codes if copies is None else copies[codes], return_inverse=True)[1]
+    if kinds.max(initial=0) + 1 < _ENOUGH:
         return codes[:0]
+
+    def typical(values: Float64Array) -> float:
+        return float(np.median(group_means(values, kinds)))
+
+    deviation = np.abs(y - np.median(group_means(y, kinds[where])))
     z, s, deviation = (
-        np.sqrt(np.bincount(where, weights=v**2) / rows) for v in (residuals, std, y - np.median(y))
+        np.sqrt(np.bincount(where, weights=v**2) / rows) for v in (residuals, std, deviation)
     )
     least = max(1e-9 * float(np.median(np.abs(y))), _TINY)  # rounding
-    usual, spread = (max(float(np.median(v)), least) for v in (z, deviation))
+    usual, spread = (max(typical(v), least) for v in (z, deviation))
     t = z / np.maximum(s, _TINY)
-    wrong = (z > _FAR * usual) & (t > _FAR_IN_STD * max(np.median(t), 1.0))
+    wrong = (z > _FAR * usual) & (t > _FAR_IN_STD * max(typical(t), 1.0))
     wrong |= (z > _FAR * spread) & (deviation > _FAR * spread)
     worst = np.flatnonzero(wrong)
     return codes[worst[np.argsort(-z[worst], kind="stable")]]

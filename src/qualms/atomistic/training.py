@@ -44,10 +44,16 @@ from qualms.atomistic.fitted import (
 )
 from qualms.atomistic.forces import fill_rows, kernel_terms
 from qualms.atomistic.kernel_rows import LANDMARKS, Basis, select_representatives
-from qualms.atomistic.label_checks import check_derivatives, find_outliers, warn_of_outliers
+from qualms.atomistic.label_checks import (
+    check_derivatives,
+    check_noise,
+    find_outliers,
+    warn_of_outliers,
+)
 from qualms.atomistic.labels import Quantity, TrainingSet, collect_labels
 from qualms.atomistic.reference import ReferencePotential, calculator_version
 from qualms.atomistic.settings import Settings, parse_memory
+from qualms.atomistic.structures import fingerprints
 from qualms.calibration.base import (
     Calibration,
     CalibrationData,
@@ -903,8 +909,9 @@ def fit_sparse_gp(
     y[:n] -= baseline.predict(data.design)
     weight[:n] = target_weights(data, rows.mean_size)
     with (stages or Stages()).stage("Full model"), _few_threads(data, rows.Phi.shape[1]):
+        wrong = set(quantities)
         if len(quantities) > 1:
-            check_derivatives(rows.Phi[:, :_CHECKED], y[:n], data)
+            wrong = check_derivatives(rows.Phi[:, :_CHECKED], y[:n], data)
         full = fit_full_model(
             rows.Phi,
             y,
@@ -915,6 +922,9 @@ def fit_sparse_gp(
             groups=groups,
             blocks=rows.blocks,
         )
+    if not wrong:  # or there are no derivatives
+        fitted = [name for name in quantities if isinstance(getattr(settings, _NOISES[name]), str)]
+        check_noise({name: full.noise[name] for name in fitted}, data, y[:n])
     return SparseGP(rows, full)
 
 
@@ -1203,19 +1213,25 @@ def _check_labels(
     counts: IntArray,
     left_out: Mapping[str, LeftOut],
 ) -> None:
-    """List structures whose labels are far from their out-of-bag predictions."""
+    """List structures whose labels are far from their out-of-bag predictions.
+
+    Where too few members are without a row, the full model without it is used.
+    """
+    copies = None
+    if data.n_duplicates:
+        copies = np.unique(fingerprints(data.frames), return_inverse=True)[1]
     for name, quantity in data.quantities.items():
-        rows, full = left_out[name].rows, left_out[name].full
+        residuals, std = np.full((2, len(quantity.y)), np.nan)
+        rows, _, full = left_out[name]
+        if full is not None:
+            residuals[rows], std[rows] = full.residuals, full.posterior_std
         if counts.shape[1]:
             absent = _member_counts(name, quantity, counts) == 0
-            used, mean, std, _ = out_of_bag_prediction(members[name], absent)
-            rows = np.flatnonzero(used)
-            residuals = quantity.y[rows] - mean
-        else:
-            assert full is not None, "posterior members need the full model"
-            residuals, std = full.residuals, full.posterior_std
-        found = find_outliers(quantity.y[rows], residuals, std, quantity.structure[rows])
-        warn_of_outliers(name, found, data.source)
+            used, mean, spread, _ = out_of_bag_prediction(members[name], absent)
+            residuals[used], std[used] = quantity.y[used] - mean, spread
+        rows = np.flatnonzero(np.isfinite(residuals))
+        points = quantity.y[rows], residuals[rows], std[rows], quantity.structure[rows]
+        warn_of_outliers(name, find_outliers(*points, copies), data.source)
 
 
 def _largest_std(data: CalibrationData | None, settings: Settings) -> float:
