@@ -146,7 +146,7 @@ def run_all(folder):
         ("metatomic", "{folder}/weights.pth"),
     ],
 )
-def test_weights_that_a_file_names(learned, folder, bomb, marker, backbone, model):
+def test_weights_that_a_file_names(learned, folder, bomb, marker, no_figures, backbone, model):
     if backbone == "sevennet" and not HAS_SEVENNET:
         pytest.skip("sevenn is not installed; the resolver is tested below")
     name = model and model.format(folder=folder)
@@ -157,7 +157,7 @@ def test_weights_that_a_file_names(learned, folder, bomb, marker, backbone, mode
 
 
 @pytest.mark.parametrize("calculator", ["sevennet", "hostile:make", "backbone", "tblite:GFN2-xTB"])
-def test_calculators_that_a_file_names(soap, folder, marker, monkeypatch, calculator):
+def test_calculators_that_a_file_names(soap, folder, marker, monkeypatch, no_figures, calculator):
     if calculator == "sevennet" and not HAS_SEVENNET:
         pytest.skip("sevenn is not installed; the resolver is tested below")
     for place in (folder, Path.cwd()):
@@ -270,9 +270,10 @@ def test_a_package_of_the_working_directory_is_not_installed(
 
 
 @pytest.mark.parametrize(
-    "python", [["-m", "qualms"], ["../bin/command.py"]], ids=["module", "command"]
+    "command",
+    ["-m qualms info {}", "../bin/command.py predict {} new.xyz -o out.parquet --cluster local:1"],
 )
-def test_nothing_is_imported_from_the_working_directory(soap, frames, tmp_path, marker, python):
+def test_nothing_is_imported_from_the_working_directory(soap, frames, tmp_path, marker, command):
     """Neither by ``python -m``, nor by the processes that are started."""
     work = tmp_path / "work"
     for name in ("ase", "joblib", "multiprocessing", "numpy", "sevenn", "torch"):
@@ -282,10 +283,13 @@ def test_nothing_is_imported_from_the_working_directory(soap, frames, tmp_path, 
     script = "from qualms.__main__ import run\nif __name__ == '__main__':\n    run()\n"
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "command.py").write_text(script)  # as pip writes it
-    command = [*python, "predict", soap[1], "new.xyz", "-o", "out.parquet", "--cluster", "local:1"]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"}
     ended = subprocess.run(
-        [sys.executable, *command], cwd=work, env=environment, capture_output=True, check=False
+        [sys.executable, *shlex.split(command.format(soap[1]))],
+        cwd=work,
+        env=environment,
+        capture_output=True,
+        check=False,
     )
     assert not marker.exists()
     assert ended.returncode == 0, ended.stderr.decode()
