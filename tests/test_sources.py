@@ -1,8 +1,10 @@
 """Blended predictions, the three sources of variance, and conformal intervals."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
+import oracle
 import pytest
 from atomistic_fixtures import (
     ENERGY,
@@ -30,7 +32,7 @@ from qualms.calibration.base import CalibrationData, FullModelData
 from qualms.calibration.conformal import fit_conformal
 from qualms.calibration.fitting import build_calibration, fit_calibration
 from qualms.calibration.methods import VectorCalibration
-from qualms.calibration.sources import MIN_POINTS, SourcesCalibration
+from qualms.calibration.sources import MIN_POINTS, SourcesCalibration, fit_inverse_dof
 from qualms.errors import CalibrationError
 from qualms.gp.ensemble import Residuals, centred, ensemble_mean_std, fit_centre
 from qualms.gp.kernels import PowerKernel, normalize_rows
@@ -278,6 +280,82 @@ def test_vectors_are_scaled_as_a_whole():
         found = own.transform(members)
         turned = own.transform(np.einsum("ij,njk->nik", rotation, members))
         np.testing.assert_allclose(np.einsum("ij,njk->nik", rotation, found), turned, atol=1e-12)
+
+
+# --- heavy tails ---
+
+
+def with_tails(rng, dof, n=1000):
+    """Points of two sources whose errors are t, or Gaussian, with the standard deviation σ."""
+    data, sigma = three_sources(rng, n, c=100, coefficients=(1.5, 0.0, 0.0, 0.1))
+    z = rng.normal(size=n) if np.isinf(dof) else rng.standard_t(dof, n) * np.sqrt(1 - 2 / dof)
+    return replace(data, residuals=sigma * z), sigma
+
+
+@pytest.mark.parametrize("dof", [4.0, 8.0, np.inf])
+def test_sigma_is_the_standard_deviation_whatever_the_tails(dof):
+    """Over many draws; and intervals with the fitted ν hold what they promise on new points."""
+    rng, scales, tails, inside = np.random.default_rng(int(min(dof, 99))), [], [], []
+    levels = np.array([0.5, 0.683, 0.95, 0.99])
+    for _ in range(25):
+        found = SourcesCalibration.fit(with_tails(rng, dof)[0])
+        new, sigma = with_tails(rng, dof, 2000)
+        std = found.std_of(new)
+        scales.append(np.mean(std**2) / np.mean(sigma**2))
+        tails.append(found.inverse_dof)
+        prediction = Prediction(mean=np.zeros(2000), std=std, dof=found.predictive_dof(12))
+        upper = [prediction.interval(level, "student")[1] for level in levels]
+        inside.append(np.mean(np.abs(new.residuals) <= upper, axis=1))
+    assert np.mean(scales) == pytest.approx(1.0, abs=0.03)
+    assert np.mean(tails) == pytest.approx(1 / dof, abs=0.015)
+    np.testing.assert_allclose(np.mean(inside, axis=0), levels, atol=0.008)
+
+
+def test_gaussian_errors_have_no_tails():
+    rng = np.random.default_rng(11)
+    tails = [fit_inverse_dof(rng.normal(size=2000), np.ones(2000)) for _ in range(100)]
+    assert np.mean(np.equal(tails, 0.0)) > 0.85
+    assert max(tails) < 0.08
+    assert SourcesCalibration().predictive_dof(8) == np.inf
+
+
+@pytest.mark.parametrize("dof", [3.0, 6.0])
+def test_weights_count_points_several_times(dof):
+    rng = np.random.default_rng(12)
+    u = rng.standard_t(dof, 400) * np.sqrt(1 - 2 / dof)
+    counts = rng.integers(0, 3, 400)
+    repeated = fit_inverse_dof(np.repeat(u, counts), np.ones(counts.sum()))
+    assert fit_inverse_dof(u, counts.astype(float)) == pytest.approx(repeated, rel=1e-3)
+
+
+def test_the_maximum_of_the_likelihood_of_unit_variance():
+    """Against a search on a grid, with the density by the gamma function."""
+    rng, grid = np.random.default_rng(13), np.arange(0.01, 0.49, 0.002)
+    u = rng.standard_t(5, 500) * np.sqrt(3 / 5)
+    likelihoods = [
+        sum(math.log(oracle.student_density(x, math.sqrt(1 - 2 * t), 1 / t)) for x in u)
+        for t in grid
+    ]
+    found = fit_inverse_dof(u, np.ones(500))
+    assert found == pytest.approx(grid[np.argmax(likelihoods)], abs=0.002)
+
+
+def test_a_single_wrong_label_is_an_extreme_tail():
+    u = np.append(np.random.default_rng(14).normal(size=200) * 1e-4, 1e2)
+    found = SourcesCalibration(inverse_dof=fit_inverse_dof(u, np.ones(201)))
+    assert 2 < found.predictive_dof(8) < 2.1
+    assert build_calibration("sources", found.parameters()) == found
+    with rejects("inverse_dof"):
+        build_calibration("sources", found.parameters() | {"inverse_dof": 0.5})
+
+
+def test_predictions_have_the_tails_of_out_of_bag_errors(molecules):
+    model = make_model().fit(molecules[:100])
+    found = model.predict(molecules[120:125])
+    assert found.dof == model.fitted.calibration.predictive_dof(found.n_members)
+    heavy = replace(model.fitted.calibration, inverse_dof=0.25)
+    assert found.calibrated(heavy).dof == 4.0
+    assert "ν = 4" in heavy.describe()
 
 
 def test_sources_with_too_little_data():

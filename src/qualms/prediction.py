@@ -44,7 +44,6 @@ from qualms.calibration.fitting import (
     fit_calibration,
     fit_out_of_bag,
 )
-from qualms.calibration.methods import StudentCalibration
 from qualms.calibration.selection import choose_calibration
 from qualms.errors import InputError, QualmsError, QualmsWarning, unknown_choice
 from qualms.gp.ensemble import ensemble_mean_std, group_codes
@@ -82,7 +81,8 @@ class Prediction(NDArrayOperatorsMixin):
         Distribution of out-of-bag errors, for `interval`. Indexing, concatenation and the addition
         and multiplication of constants keep it; combinations of points lose it.
     dof : float, optional
-        Degrees of freedom of Student's t, for `interval`; N_R − 1 by default. Kept as `conformal`.
+        Degrees of freedom of Student's t, for `interval`: those of the errors, if a model has found
+        them, infinite for Gaussian ones; N_R − 1 by default. Kept as `conformal`.
 
     Examples
     --------
@@ -218,7 +218,7 @@ class Prediction(NDArrayOperatorsMixin):
                     "`method='gaussian'`.",
                     parameter="method",
                 )
-            factor = float(stdtrit(dof, (1 + level) / 2) * np.sqrt((dof - 2) / dof))
+            factor = float(stdtrit(dof, (1 + level) / 2) * np.sqrt(1 - 2 / dof))
         elif method == "conformal":
             if self.conformal is None:
                 raise InputError(
@@ -265,10 +265,8 @@ class Prediction(NDArrayOperatorsMixin):
         method: object = calibration
         while hasattr(method, "calibration"):  # of vectors, of species, …
             method = method.calibration
-        if isinstance(method, StudentCalibration):
-            dof = float(method.dof(method.n_subsampled or members.shape[-1]))
-        elif isinstance(method, Calibration) and method.n_subsampled:
-            dof = method.n_subsampled - 1.0  # posterior members are another source
+        if isinstance(method, Calibration):
+            dof = method.predictive_dof(members.shape[-1])
         members = calibration.transform(members)
         return Prediction(members, uncalibrated=raw, conformal=conformal, dof=dof)
 

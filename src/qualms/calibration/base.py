@@ -516,6 +516,10 @@ class Calibration(ABC):
         """Schwarz's criterion k ln n − 2 ln L; the smaller the better."""
         return self.aic + self.n_parameters * (float(np.log(max(self.n_points, 1))) - 2)
 
+    def predictive_dof(self, n_members: int) -> float | None:
+        """Return ν of the t distribution of errors predicted by so many members, if it is known."""
+        return self.n_subsampled - 1.0 if self.n_subsampled else None
+
     def describe(self) -> str:
         """Return the method and its parameters in a line."""
         return f"{self.method}, α = {_short(self.alpha)}, γ = {_short(self.gamma)}"

@@ -67,6 +67,7 @@ _RANGES = {
     "log_std_std": (1e-6, 100.0),
     "n_components": (1.0, 10.0),
     "n_calibrated": (0.0, 0.0),  # that of a model follows from its calibrations
+    "inverse_dof": (0.0, 0.5 - 1e-6),
 }
 
 

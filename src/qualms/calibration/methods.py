@@ -240,6 +240,10 @@ class StudentCalibration(Calibration):
         """Return the degrees of freedom ν₀ + N_R − 1."""
         return self.prior_dof + np.asarray(n_members, dtype=np.float64) - 1
 
+    def predictive_dof(self, n_members: int) -> float:
+        """Return ν₀ + N_R − 1 of the subsampled members."""
+        return float(self.dof(self.n_subsampled or n_members))
+
     def _shrunk(self, ensemble_std: FloatArray, n_members: int | IntArray) -> Float64Array:
         """Return s̃, of which the square is the weighted mean of ŝ² and s₀²."""
         share = self.prior_dof / self.dof(n_members)

@@ -496,8 +496,8 @@ class ZScoreDisplay(Display):
     z_scores : array of any shape
         Residuals over their predicted standard deviations.
     dof : float, optional
-        Degrees of freedom ν > 2 of Student's t, scaled to unit variance; N_R − 1 for an ensemble.
-        None: not drawn.
+        Degrees of freedom ν > 2 of Student's t, scaled to unit variance; `Prediction.dof`, or
+        N_R − 1 for an ensemble. None: not drawn.
 
     Attributes
     ----------
@@ -530,9 +530,10 @@ class ZScoreDisplay(Display):
 
     @classmethod
     def _compute(cls, y: Float64Array, prediction: Prediction) -> tuple[Any, ...]:
-        sigma, n_members = check_std(prediction.std, prediction.shape), prediction.n_members or 0
+        sigma = check_std(prediction.std, prediction.shape)
+        dof = prediction.dof or (prediction.n_members or 0) - 1.0
         with np.errstate(over="ignore"):
-            return (y - prediction.mean) / sigma, n_members - 1.0 if n_members > 3 else None
+            return (y - prediction.mean) / sigma, dof if 2.0 < dof < np.inf else None
 
     def _draw(self, ax: Axes, **kwargs: Any) -> None:
         x = np.linspace(self.edges[0], self.edges[-1], 401)
@@ -540,7 +541,7 @@ class ZScoreDisplay(Display):
         if self.dof is not None:
             scale = np.full_like(x, np.sqrt((self.dof - 2.0) / self.dof))
             student = np.exp(student_log_density(x, scale, self.dof))
-            curves[rf"Student, $\nu={self.dof:g}$"] = student
+            curves[rf"Student, $\nu={self.dof:.3g}$"] = student
         bars: dict[str, Any] = {"fill": True, "facecolor": GREY, "edgecolor": GUIDE}
         ax.stairs(self.density, self.edges, **bars | {"linewidth": 0.6} | kwargs)
         for (label, values), color, dashes in zip(
