@@ -8,8 +8,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m '
 COVERAGE := --cov=src/qualms/gp --cov=src/qualms/calibration --cov-branch --cov-fail-under=95
 # Tests whose results depend on the kernels of the linear algebra library.
 NUMERICAL := $(wildcard $(patsubst %,tests/test_%.py,kernels representatives sparse_gp noise ensemble regressors model training shards forces ase))
+# Numerical, file and command-line tests, for other versions of the dependencies.
+SMALL_SET := $(patsubst %,tests/test_%.py,kernels sparse_gp noise ensemble regressors features forces model_file io cli)
 
-.PHONY: help demo test test-learned test-mace test-slow fuzz test-processors check docs dist bench format lock clean
+.PHONY: help demo test test-lowest test-newest versions test-learned test-mace test-slow fuzz test-processors check docs dist bench format lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -49,6 +51,18 @@ test-processors: $(VENV)/.test ## run the numerical tests with the kernels of ot
 	OPENBLAS_CORETYPE=Haswell $(PYTEST) -q $(NUMERICAL)
 	OPENBLAS_CORETYPE=Nehalem $(PYTEST) -q $(NUMERICAL)
 
+test-lowest: ## run a small set of tests with the lowest dependencies that pyproject.toml allows
+	$(MAKE) versions VENV=$(VENV)-lowest RESOLUTION=lowest-direct
+
+test-newest: ## run a small set of tests with the newest dependencies, without constraints.txt
+	$(MAKE) versions VENV=$(VENV)-newest RESOLUTION=highest
+
+versions:
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --resolution $(RESOLUTION) -e '.[test]'
+	$(PYTEST) -q $(SMALL_SET)
+
 check: $(VENV)/.check ## check format, lint, types and layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -78,4 +92,4 @@ lock: ## renew constraints.txt with the newest versions that pyproject.toml allo
 	rm -rf .lock-venv
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) $(VENV)-mace .lock-venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage .hypothesis build dist docs/_build docs/api
+	rm -rf $(VENV) $(VENV)-mace $(VENV)-lowest $(VENV)-newest .lock-venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage .hypothesis build dist docs/_build docs/api

@@ -42,9 +42,11 @@ def small(**parameters):
     ids=lambda e: f"{type(e).__name__}-{e.n_members}",
 )
 @pytest.mark.filterwarnings("ignore::qualms.QualmsWarning", "ignore::FutureWarning")
-def test_scikit_learn_s_checks_pass_with_nothing_skipped(estimator):
+def test_scikit_learn_s_checks_pass(estimator):
     results = check_estimator(estimator, on_fail="raise")
-    assert {r["status"] for r in results} == {"passed"}
+    # scikit-learn 1.9 tries arrays of other libraries only if SCIPY_ARRAY_API is set.
+    others = {r["check_name"] for r in results if r["status"] != "passed"}
+    assert others <= {"check_array_api_input"}
     assert len(results) > 50
 
 

@@ -867,18 +867,40 @@ def _check(
     sample_weight: FloatArray | None,
 ) -> MemberProblem:
     """Validate the arguments, and bring them into the order of the solvers."""
+    _check_features(Phi)
+    n_train, rank = Phi.shape
+    weight = check_sample_weight(sample_weight, n_train)
+    times = _check_counts(counts, n_train)
+    n_members = times.shape[1]
+    targets = _check_labels(Y, n_train, n_members)
+    if full.factor.shape != (rank, rank):
+        raise InputError(
+            f"The factor of `full` has the shape {full.factor.shape} instead of {(rank, rank)}: "
+            "it is the model of other features.",
+            parameter="full",
+        )
+    per_member = np.broadcast_to(targets, (*targets.shape[:2], n_members)).transpose(2, 1, 0)
+    is_subsample = bool(np.all((times == 0) | (times == 1)))
+    C = np.ascontiguousarray((times * weight[:, None]).T)
+    return MemberProblem(Phi, per_member, C, weight, full, is_subsample)
+
+
+def _check_features(Phi: FloatArray) -> None:
+    """Reject features (N, r) that are not finite floating-point numbers."""
     if Phi.ndim != 2 or 0 in Phi.shape or Phi.dtype not in (np.float32, np.float64):
         raise InputError(
             f"`Phi` is an array of {Phi.dtype} and of shape {Phi.shape}; use float64 or float32 of "
             "shape (N, r).",
             parameter="Phi",
         )
-    n_train, rank = Phi.shape
     # One matrix-vector product finds NaN and infinities without a temporary of the size of Phi.
     with np.errstate(invalid="ignore", over="ignore"):
-        if not np.all(np.isfinite(np.ones(n_train, dtype=Phi.dtype) @ Phi)):
+        if not np.all(np.isfinite(np.ones(len(Phi), dtype=Phi.dtype) @ Phi)):
             raise InputError("`Phi` has NaN or infinite values.", parameter="Phi")
-    weight = check_sample_weight(sample_weight, n_train)
+
+
+def _check_counts(counts: FloatArray | IntArray, n_train: int) -> Float64Array:
+    """Return the multiplicities (N, N_R) of samples in members as float64."""
     times = np.asarray(counts, dtype=np.float64)
     if times.ndim != 2 or len(times) != n_train or times.shape[1] < 2:
         raise InputError(
@@ -891,7 +913,11 @@ def _check(
             "`counts` must be finite multiplicities ≥ 0, with at least one row for each member.",
             parameter="counts",
         )
-    n_members = times.shape[1]
+    return times
+
+
+def _check_labels(Y: FloatArray, n_train: int, n_members: int) -> Float64Array:
+    """Return the labels as finite float64, (N, T, 1) or, one set for each member, (N, T, N_R)."""
     targets = np.asarray(Y, dtype=np.float64)
     targets = targets[:, :, None] if targets.ndim == 2 else targets
     if targets.ndim != 3 or len(targets) != n_train or targets.shape[2] not in (1, n_members):
@@ -902,16 +928,7 @@ def _check(
         )
     if not np.all(np.isfinite(targets)):
         raise InputError("`Y` has NaN or infinite values.", parameter="Y")
-    if full.factor.shape != (rank, rank):
-        raise InputError(
-            f"The factor of `full` has the shape {full.factor.shape} instead of {(rank, rank)}: "
-            "it is the model of other features.",
-            parameter="full",
-        )
-    per_member = np.broadcast_to(targets, (*targets.shape[:2], n_members)).transpose(2, 1, 0)
-    is_subsample = bool(np.all((times == 0) | (times == 1)))
-    C = np.ascontiguousarray((times * weight[:, None]).T)
-    return MemberProblem(Phi, per_member, C, weight, full, is_subsample)
+    return targets
 
 
 # The full model and its members, in the units of y.
