@@ -49,7 +49,9 @@ def force_model(alloys):
 @pytest.fixture
 def no_figures(monkeypatch):
     """Omit the figures of reports, which take most of the time."""
-    none = dict.fromkeys(("conditional", "reliability", "binned", "z_scores", "parity"), "data:,")
+    none = dict.fromkeys(
+        ("conditional", "reliability", "binned", "z_scores", "residuals"), "data:,"
+    )
     monkeypatch.setattr("qualms.report.report.report_figures", lambda evaluation: none)
 
 

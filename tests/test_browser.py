@@ -43,6 +43,13 @@ const places = [...document.querySelectorAll(".scroll")];
 return places.filter(e => e.scrollWidth > e.clientWidth).length;
 """
 
+#: Height of the map, and how far the structure is below it.
+PLACES = """
+const [plane, structure] = ["map-plane", "map-structure"]
+  .map(id => document.getElementById(id).getBoundingClientRect());
+return [plane.height, structure.top - plane.bottom];
+"""
+
 #: Finds plotly's element, which is in a shadow tree, and where on the screen a point of it is.
 PLOT = """
 const find = (root) => {
@@ -208,6 +215,26 @@ def test_atoms_of_a_structure_are_coloured(browser, tmp_path):
     assert color["property"] == NOVELTY
     assert (color["min"], color["max"]) == (0, pytest.approx(largest, rel=0.05))
     assert n_colors(browser, "map-structure") > 50
+    # On a telephone, the structure is below the map.
+    size = {"width": 390, "height": 900, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        wait_for(lambda: browser.execute_script("return innerWidth") == 390)
+        height, below = browser.execute_script(PLACES)
+        assert height > 250
+        assert below >= 0
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert severe(browser) == []
+
+
+def test_elements_have_their_usual_colours(browser, tmp_path):
+    path = write_report(tmp_path / "elements.html", {"energy": evaluation_of_atoms()}).paths[0]
+    opened(browser, path)
+    browser.execute_script("qualmsMap.map._options.color.property.value = 'element'")
+    scale = browser.execute_script("return qualmsMap.map._options.colorScale()")
+    assert [color for _, color in scale if color == "rgb(144,144,144)"]  # carbon
+    assert browser.execute_script("return qualmsMap.map._options.color.mode.value") == "linear"
     assert severe(browser) == []
 
 

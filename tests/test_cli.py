@@ -608,7 +608,7 @@ def test_the_demo(tmp_path, monkeypatch):
     document = qualms("demo --threads 1 --json").document
     assert set(document["log_likelihood"]) == {"0.25", "0.5"}
     assert document["training"]["n_structures"] == 100
-    figures = {"errors.png", "parity.png", "reliability.png", "subsamples.png"}
+    figures = {"errors.png", "residuals.png", "reliability.png", "subsamples.png"}
     assert set(os.listdir("qualms-demo")) == figures | {"model.safetensors"}
     before = contents(tmp_path)
     assert qualms("demo").code == 2

@@ -9,7 +9,7 @@ from atomistic_fixtures import ENERGY, copies, reference_values
 from checks import rejects
 
 from qualms import AtomisticModel, Prediction, calibrate, score
-from qualms.atomistic.evaluation import evaluate, find_references
+from qualms.atomistic.evaluation import evaluate, find_references, kernel_components
 from qualms.atomistic.structures import read_frames
 from qualms.evaluation import Evaluation, check_errors, energy_factor
 
@@ -245,6 +245,25 @@ def test_shieldings_of_new_crystals():
     assert own.rmse < 0.3 * np.std(found.y)
     assert own.log_likelihood > found.scores["linear (validation)"].log_likelihood - 0.03
     assert 0.6 < own.coverage_68 < 0.8
+
+
+def test_kernel_principal_components(molecules, energy_model):
+    frames, model = molecules[:40], energy_model
+    found = np.concatenate(kernel_components(model, frames))
+    assert found.shape == (40, 2)
+    np.testing.assert_allclose(found.mean(axis=0), 0, atol=1e-9)
+    assert abs(np.corrcoef(found.T)[0, 1]) < 1e-6
+    # The same as the eigenvectors of the centred kernel between structures.
+    basis = model.fitted.basis
+    K_XM = np.concatenate([chunk.rows() for chunk in model.stream(frames)])
+    K = K_XM @ np.linalg.pinv(basis.environment_rows(basis.representatives), rcond=1e-9) @ K_XM.T
+    centering = np.eye(40) - 1 / 40
+    values, vectors = np.linalg.eigh(centering @ K @ centering)
+    expected = vectors[:, [-1, -2]] * np.sqrt(values[[-1, -2]])
+    np.testing.assert_allclose(np.abs(found), np.abs(expected), atol=1e-3 * np.abs(found).max())
+    # The order of structures does not matter.
+    again = np.concatenate(kernel_components(model, frames[::-1]))[::-1]
+    np.testing.assert_allclose(again, found, atol=1e-6)
 
 
 def test_another_zero_is_suspected_if_the_bias_is_the_same_everywhere():

@@ -26,8 +26,8 @@ from qualms.metrics import (
 from qualms.report import (
     BinnedErrorDisplay,
     ConditionalErrorDisplay,
-    ParityDisplay,
     ReliabilityDisplay,
+    ResidualDisplay,
     Table,
     ZScoreDisplay,
     assess,
@@ -45,7 +45,7 @@ from qualms.report.tables import interval_records, score_records, write_number
 OF_PREDICTIONS = [
     BinnedErrorDisplay,
     ConditionalErrorDisplay,
-    ParityDisplay,
+    ResidualDisplay,
     ReliabilityDisplay,
     ZScoreDisplay,
 ]
@@ -346,6 +346,41 @@ def test_the_assessment_cannot_be_fooled():
     for error, grade in ((1.0, "approximate"), (0.0, "calibrated")):
         some = np.arange(1000) < 20
         assert grade_of(np.where(some, error, z), np.where(some, 0.0, 1.0)) == grade
+
+
+def test_figures_state_what_they_show():
+    y, found = ensemble(600)
+    legend = ConditionalErrorDisplay.from_prediction(y, found).plot().ax_.get_legend()
+    assert "0.05, 0.15, 0.25, 0.35" in legend.get_title().get_text()
+    for display in (BinnedErrorDisplay, ResidualDisplay):
+        ax = display.from_prediction(y, found).plot().ax_
+        assert len(ax.get_legend().get_texts()) == 1
+    rows = {n: {"a": 1 + n, "b": 1.1 + n, "c": 1.2, "d": 1.3} for n in (0.05, 0.25, 0.5, 0.9)}
+    rows[0.05] |= {"a": -90.0, "b": -80.0}
+    (ax,) = subsample_figure(rows, {}).axes
+    assert "n/N" in ax.get_xlabel()
+    names = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert names == ["a (-90 at 0.05)", "b (-80 at 0.05)", "c", "d"]
+    assert not ax.texts
+
+
+def test_coordinates_and_types_on_the_map():
+    given = evaluation(30)
+    for i, atoms in enumerate(given.frames):
+        atoms.info["config_type"] = ["bulk", "<b>slab</b>"][i % 2]
+    found = make_map(given, [0], coordinates=lambda some: [np.array([[i, -2.0 * i]]) for i in some])
+    first, second = (f"kernel principal component {k}" for k in (1, 2))
+    settings = found.data["settings"]["map"]
+    assert (settings["x"]["property"], settings["y"]["property"]) == (first, second)
+    assert settings["symbol"] == "config_type"
+    properties = found.data["properties"]
+    assert properties[second]["values"] == [-2.0 * i for i in range(30)]
+    assert properties["config_type"]["values"][:2] == ["bulk", "bslab/b"]
+    of_atoms = evaluation_of_atoms(5)
+    elements = make_map(of_atoms, [0]).element_colors
+    symbols = [a.symbols[j] for a in of_atoms.frames for j in range(len(a))]
+    assert len(elements) == len(set(symbols))
+    assert "rgb(255,13,13)" in dict(elements).values() or "O" not in symbols
 
 
 def test_calibrated_uncertainties_cover_what_they_should():

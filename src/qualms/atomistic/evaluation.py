@@ -35,6 +35,7 @@ from qualms.errors import CalibrationError, InputError, QualmsWarning
 from qualms.evaluation import COMPONENT_NAMES, Evaluation, energy_factor
 from qualms.execution import Workers, as_workers
 from qualms.gp.ensemble import ensemble_mean_std, group_codes
+from qualms.gp.linalg import whiten
 from qualms.metrics import Scores, score
 from qualms.prediction import Prediction
 from qualms.progress import Stages
@@ -43,6 +44,8 @@ from qualms.progress import Stages
 _VALIDATED = ("linear", "power")
 #: Fewer points than these cannot be split for a cross-fit.
 _MIN_CROSS_FIT = 8
+#: Representatives of kernel principal components.
+_N_LEADING = 500
 #: Structures whose forces are predicted at once, and averages in a task.
 _CHUNK, _PART = 50, 500
 
@@ -177,6 +180,41 @@ def evaluate(
         name: _evaluate(model, frames, name, test[name], others.get(name), units, per)
         for name in test
     }
+
+
+def kernel_components(model: AtomisticModel, frames: Sequence[Atoms]) -> list[Float64Array]:
+    """Return the first two kernel principal components of structures, or of atoms.
+
+    They are those of the kernel that the first representatives, which are the most different ones,
+    span. Their signs are such that the largest component is positive.
+
+    Returns
+    -------
+    list of (1, 2) or (n_atoms, 2) arrays
+        For a property of structures, or of atoms; NaN for atoms that are not predicted.
+    """
+    basis = model.fitted.basis
+    first = model.fitted.representatives[:_N_LEADING]
+    # Rows of features in single precision are rounded.
+    whitening = whiten(basis.environment_rows(first)[:, :_N_LEADING], rtol=1e-6)
+    K_XM, centers = [], []
+    for chunk in model.stream(frames):
+        K_XM.append(chunk.rows()[:, whitening.pivots])
+        centers += chunk.centers
+    Phi = np.asarray(whitening.features(np.concatenate(K_XM)), dtype=np.float64)
+    U, s, _ = np.linalg.svd(Phi - Phi.mean(axis=0), full_matrices=False)
+    scores = np.zeros((len(Phi), 2))
+    scores[:, : U.shape[1]] = (U * s)[:, :2]
+    scores *= np.where(scores.max(axis=0) < -scores.min(axis=0), -1.0, 1.0)
+    if not model.fitted.per_atom:
+        return list(scores[:, None])
+    found, start = [], 0
+    for atoms, chosen in zip(frames, centers, strict=True):
+        rows = np.full((len(atoms), 2), np.nan)
+        rows[chosen] = scores[start : start + len(chosen)]
+        found.append(rows)
+        start += len(chosen)
+    return found
 
 
 @dataclass(frozen=True)

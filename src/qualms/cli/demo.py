@@ -19,7 +19,7 @@ TARGET = "atomization_energy_per_atom"
 UNITS = "eV/atom"
 _PP = "GPR PP"
 _TITLE = "Mean log likelihood of the test molecules (sources: centred on the blend)"
-FILES = ("model.safetensors", "errors.png", "parity.png", "reliability.png", "subsamples.png")
+FILES = ("model.safetensors", "errors.png", "residuals.png", "reliability.png", "subsamples.png")
 
 
 def demo(
@@ -41,8 +41,8 @@ def demo(
     from qualms.progress import Stages
     from qualms.report.figures import (
         ConditionalErrorDisplay,
-        ParityDisplay,
         ReliabilityDisplay,
+        ResidualDisplay,
         line_style,
         style,
         subsample_figure,
@@ -86,7 +86,7 @@ def demo(
         uncalibrated.plot(reliability.ax_, label="raw", reference=False, **line_style(1))
     displays: list[Display] = [
         ConditionalErrorDisplay.from_prediction(y, prediction, units=UNITS),
-        ParityDisplay.from_prediction(y, prediction, units=UNITS, target="energy"),
+        ResidualDisplay.from_prediction(y, prediction, units=UNITS, target="energy"),
         reliability,
     ]
     save = [display.save for display in displays] + [subsample_figure(shown, references).savefig]

@@ -13,7 +13,7 @@ from qualms.cli.evaluate import Files, evaluate_files, with_options
 
 if TYPE_CHECKING:
     from qualms.atomistic.model import AtomisticModel
-    from qualms.report.structure_map import AtomValues
+    from qualms.report.structure_map import AtomValues, Coordinates
 
 
 @with_options
@@ -38,9 +38,10 @@ def report(
     model = found.model
     names = [path.name for path in files]
     of = ", ".join(names) if model is None else f"{names[0]} on {', '.join(names[1:])}"
-    values = None
+    values, coordinates = None, None
     if model is not None:
         values = _atom_values(model, main.frames or (), options["in_units"])
+        coordinates = _coordinates(model, main.frames or ())
     written = write_report(
         output,
         found.evaluations,
@@ -48,6 +49,7 @@ def report(
         facts=found.facts,
         remarks=[*found.remarks, *(found.notes if model is not None else ())],
         atom_values=values,
+        coordinates=coordinates,
         force=force,
     )
     parts: list[Any] = []
@@ -78,6 +80,13 @@ def report(
             **documents,
         },
     )
+
+
+def _coordinates(model: AtomisticModel, frames: Sequence[Any]) -> Coordinates:
+    """Return what computes the axes of the map: kernel principal components."""
+    from qualms.atomistic.evaluation import kernel_components
+
+    return lambda some: kernel_components(model, [frames[i] for i in some])
 
 
 def _atom_values(

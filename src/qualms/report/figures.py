@@ -321,12 +321,12 @@ class BinnedErrorDisplay(Display):
             _draw_diagonal(ax)
         if shown.any():
             look: dict[str, Any] = {"color": INK, "marker": "o", "linestyle": "none"}
-            look |= {"elinewidth": 0.8, "label": label or None} | kwargs
+            look |= {"elinewidth": 0.8, "label": label or "bins, ± standard error"} | kwargs
             ax.errorbar(x, y, xerr=x_bars, yerr=y_bars, **look)
         if not shown.all():
             note = f"{np.count_nonzero(~shown)} of {shown.size} bins at zero"
             ax.text(0.96, 0.05, note, ha="right", transform=ax.transAxes)
-        if label:
+        if shown.any():
             ax.legend(loc="upper left")
 
 
@@ -384,7 +384,7 @@ class ConditionalErrorDisplay(Display):
         if not supported.any():
             ax.text(0.05, 0.9, "too few points for contours", transform=ax.transAxes)
         if legend:
-            _conditional_legend(ax)
+            _conditional_legend(ax, heights)
 
     def _set_axes(self, ax: Axes, supported: BoolArray, lowest: float) -> None:
         """Show the range of σ with contours, and that of ε down to below the lowest of them."""
@@ -416,8 +416,8 @@ def _draw_contours(
         ax.contour(x, y, density, **{"levels": crossed, "linewidths": 0.9} | kwargs)
 
 
-def _conditional_legend(ax: Axes) -> None:
-    """Name lines and shading above the axes, where they cover nothing."""
+def _conditional_legend(ax: Axes, levels: Float64Array) -> None:
+    """Name lines, their levels and shading above the axes, where they cover nothing."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -429,7 +429,9 @@ def _conditional_legend(ax: Axes) -> None:
         Patch(facecolor=GREY, label=r"$P(\ln\sigma)$"),
         Line2D([], [], color=GUIDE, linestyle=":", label=r"$\epsilon=\sigma$", **thin),
     ]
-    ax.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    title = rf"contours at {', '.join(f'{level:g}' for level in levels)} per unit of $\ln\epsilon$"
+    place: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 2}
+    ax.legend(handles=handles, title=title, title_fontsize="small", **place)
 
 
 #: Half-width, in standard errors, of the band that contains 95 % of calibrated curves at each p.
@@ -560,11 +562,12 @@ _MANY, _CELLS, _N_BARS = 300, 60, 30
 
 
 @dataclass(eq=False)
-class ParityDisplay(Display):
-    """Predicted against reference values, with error bars of ±σ.
+class ResidualDisplay(Display):
+    """Errors, reference minus prediction, against predicted values, with error bars of ±σ.
 
-    Of more than 300 points the density is drawn, and 30 of them, at even ranks of y, have error
-    bars. Far outliers lie outside of the axes; their number is written.
+    Bars that cross zero contain the reference value. Of more than 300 points the density is drawn,
+    and 30 of them, at even ranks of the prediction, have error bars. Far outliers lie outside of
+    the axes; their number is written.
 
     Parameters
     ----------
@@ -575,44 +578,54 @@ class ParityDisplay(Display):
     y: Float64Array
     mean: Float64Array
     std: Float64Array
+    _aspect: ClassVar[float] = 0.9
 
     @classmethod
     def _compute(cls, y: Float64Array, prediction: Prediction) -> tuple[Any, ...]:
         return y.ravel(), prediction.mean.ravel(), prediction.std.ravel()
 
     def _draw(self, ax: Axes, **kwargs: Any) -> None:
-        pairs = np.stack([self.y, self.mean])
-        limits = robust_limits(pairs)
-        chosen: IntArray = np.argsort(self.y, kind="stable")
-        _draw_diagonal(ax)
+        z = self.y - self.mean
+        low, high = robust_limits(z)
+        reach = max(abs(low), abs(high))
+        # Room above the points, for numbers and the legend.
+        limits = robust_limits(self.mean), (-1.2 * reach, 1.7 * reach)
+        chosen: IntArray = np.argsort(self.mean, kind="stable")
+        ax.axhline(0.0, color=GUIDE, linewidth=0.8, linestyle=":", zorder=2.0)
+        label = r"error $\pm\sigma$"
         if chosen.size > _MANY:
             chosen = chosen[np.linspace(0, chosen.size - 1, _N_BARS).round().astype(np.intp)]
-            self._draw_density(ax, limits)
-        bars: dict[str, Any] = {"color": INK, "marker": "o", "linestyle": "none"}
+            self._draw_density(ax, z, limits)
+            label += f", {_N_BARS} points"
+        bars: dict[str, Any] = {"color": INK, "marker": "o", "linestyle": "none", "label": label}
         bars |= {"markersize": 2.0, "elinewidth": 0.6, "zorder": 3.0} | kwargs
-        ax.errorbar(self.y[chosen], self.mean[chosen], yerr=self.std[chosen], **bars)
-        ax.set(xlim=limits, ylim=limits, aspect="equal")
+        ax.errorbar(self.mean[chosen], z[chosen], yerr=self.std[chosen], **bars)
+        ax.set(xlim=limits[0], ylim=limits[1])
         set_even_ticks(ax.xaxis, ax.yaxis)
-        what = self.target or "value"
-        ax.set_xlabel(axis_label(f"Reference {what}", units=self.units))
-        ax.set_ylabel(axis_label(f"Predicted {what}", units=self.units))
-        z = self.y - self.mean
+        ax.set_xlabel(axis_label(f"Predicted {self.target or 'value'}", units=self.units))
+        ax.set_ylabel(axis_label("Reference − predicted", units=self.units))
+        ax.legend(loc="upper right")
         errors = {"RMSE": rmse(z), "MAE": mae(z)}
         lines = [f"{name} {error:.3g} {self.units}".rstrip() for name, error in errors.items()]
-        n_outside = int(np.any((pairs < limits[0]) | (pairs > limits[1]), axis=0).sum())
-        _write_corner(ax, lines, self.y.size, n_outside)
+        outside = [
+            (values < low) | (values > high)
+            for values, (low, high) in zip((self.mean, z), limits, strict=True)
+        ]
+        _write_corner(ax, lines, z.size, int(np.any(outside, axis=0).sum()))
 
-    def _draw_density(self, ax: Axes, limits: tuple[float, float]) -> None:
+    def _draw_density(
+        self, ax: Axes, z: Float64Array, limits: tuple[tuple[float, float], tuple[float, float]]
+    ) -> None:
         """Count points in hexagons, with a colour bar in the lower right corner."""
         from matplotlib.colors import LinearSegmentedColormap
 
         # Not from white, or single points would be invisible; not to black, or error bars would.
         greys = LinearSegmentedColormap.from_list("greys", ["0.88", "0.5"])
         drawn: dict[str, Any] = {"bins": "log", "mincnt": 1, "linewidths": 0.35}
-        drawn |= {"gridsize": _CELLS, "extent": (*limits, *limits), "edgecolors": "face"}
-        cells = ax.hexbin(self.y, self.mean, cmap=greys, **drawn)
+        drawn |= {"gridsize": _CELLS, "extent": (*limits[0], *limits[1]), "edgecolors": "face"}
+        cells = ax.hexbin(self.mean, z, cmap=greys, **drawn)
         cells.set_clim(1.0, max(10.0, float(np.max(np.asarray(cells.get_array())))))
-        key = ax.inset_axes((0.62, 0.13, 0.32, 0.03))
+        key = ax.inset_axes((0.62, 0.1, 0.32, 0.03))
         bar = ax.figure.colorbar(cells, cax=key, orientation="horizontal")
         key.tick_params(which="both", direction="out", top=False, length=1.5, pad=1.0)
         key.tick_params(labelsize="small")
@@ -625,12 +638,12 @@ def subsample_figure(
 ) -> Figure:
     """Draw log likelihoods against subsample size, one line per estimator.
 
-    Values far below the others lie outside of the axes; triangles at the bottom mark them.
+    Values far below the others lie outside of the axes: the legend has them.
 
     Parameters
     ----------
     rows : mapping of subsample size to mapping of estimator to log likelihood
-        As for `qualms.report.paper_table`, but sizes are numbers.
+        As for `qualms.report.paper_table`, but sizes are numbers of points, or fractions below 1.
     references : mapping of str to float
         Log likelihoods that do not depend on the size, such as that of the projected process.
     """
@@ -649,23 +662,22 @@ def subsample_figure(
     with style():
         figure = Figure(figsize=(COLUMN_WIDTH, 0.9 * COLUMN_WIDTH), layout="constrained")
         ax = figure.add_subplot()
-        foot = ax.get_xaxis_transform()  # x in data, y as a fraction of the axes
         for i, (name, found) in enumerate(lines.items()):
-            look = line_style(i)
-            ax.plot(sizes, found, label=name, linewidth=1.0, **look)
-            for j in np.flatnonzero(found < low).tolist():
-                place: dict[str, Any] = {"color": look["color"], "transform": foot}
-                ax.plot([sizes[j]], [0.03], marker="v", **place)
-                ax.text(sizes[j], 0.055, f"{found[j]:.3g}", size="small", ha="center", **place)
+            below = ", ".join(
+                f"{found[j]:.3g} at {sizes[j]:g}" for j in np.flatnonzero(found < low)
+            )
+            label = f"{name} ({below})" if below else name
+            ax.plot(sizes, found, label=label, linewidth=1.0, **line_style(i))
         for i, (name, value) in enumerate(references.items()):
             label = name if value >= low else f"{name}: {value:.3g}"
             ax.axhline(
                 value, color=GUIDE, linewidth=1.0, linestyle=(0, (2 + 4 * i, 2)), label=label
             )
-        ax.set(ylim=(low, high), xlabel=r"Subsample size $n$", ylabel="Log likelihood per point")
+        size = r"Subsample size $n/N$" if max(sizes) <= 1 else r"Subsample size $n$"
+        ax.set(ylim=(low, high), xlabel=size, ylabel="Log likelihood per point")
         ax.margins(x=0.08)
         set_even_ticks(ax.xaxis)
-        ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+        ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     return figure
 
 
@@ -682,7 +694,7 @@ def report_figures(evaluation: Evaluation) -> dict[str, str]:
         "reliability": ReliabilityDisplay,
         "binned": BinnedErrorDisplay,
         "z_scores": ZScoreDisplay,
-        "parity": ParityDisplay,
+        "residuals": ResidualDisplay,
     }
     found = {k: kind.from_prediction(y, prediction, units=units) for k, kind in kinds.items()}
     found["reliability"].n_independent = evaluation.n_structures  # type: ignore[attr-defined]

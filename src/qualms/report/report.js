@@ -10,6 +10,16 @@
     const config = { meta: "map-meta", map: "map-plane", structure: "map-structure", info: "map-info" };
     const viewer = await Chemiscope.DefaultVisualizer.load(config, data, warnings);
     window.qualmsMap = viewer;
+    // Elements have their usual colours, as in the structures; the viewer would use its palette.
+    const elements = JSON.parse(document.getElementById("map-plane").dataset.elementColors);
+    const options = viewer.map._options;
+    if (elements.length && options && options.colorScale) {
+      const palette = options.colorScale.bind(options);
+      options.colorScale = () => (options.color.property.value === "element" ? elements : palette());
+      options.color.property.onchange.unshift((name) => {
+        if (name === "element") options.color.mode.value = "linear";
+      });
+    }
     for (const button of document.querySelectorAll("button[data-structure]")) {
       button.addEventListener("click", () => {
         const structure = Number(button.dataset.structure);

@@ -20,6 +20,7 @@ from qualms.report.figures import report_figures
 from qualms.report.structure_map import (
     NOT_INSTALLED,
     AtomValues,
+    Coordinates,
     StructureMap,
     load_viewer,
     make_map,
@@ -152,6 +153,7 @@ def write_report(
     remarks: Sequence[str] = (),
     tables: Mapping[str, Table] | None = None,
     atom_values: AtomValues | None = None,
+    coordinates: Coordinates | None = None,
     force: bool = False,
     max_structures: int = 1000,
     seed: int = 0,
@@ -181,6 +183,9 @@ def write_report(
     atom_values : callable, optional
         Takes indices of frames and returns properties of all their atoms, by name: values and
         units. The map colours atoms by the first.
+    coordinates : callable, optional
+        Takes indices of frames and returns two coordinates of each, (1, 2), or of all their atoms,
+        (n_atoms, 2): the axes of the map.
     force : bool
         Whether existing files may be replaced.
     max_structures : int
@@ -207,7 +212,8 @@ def write_report(
     if viewer is not None:
         # The worst by either measure, in turn.
         first = np.stack(worst_points(main), axis=1).ravel().tolist()
-        options: dict[str, Any] = {"atom_values": atom_values, "max_structures": max_structures}
+        options: dict[str, Any] = {"atom_values": atom_values, "coordinates": coordinates}
+        options["max_structures"] = max_structures
         shown = make_map(main, first, title=title, seed=seed, **options)
     sections = {
         name: Section(name, e, assess(e, seed=seed), report_figures(e), shown)

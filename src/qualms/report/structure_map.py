@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from ase.data import atomic_numbers
+from ase.data.colors import jmol_colors
 
 from qualms.arrays import Float64Array, IntArray, check_integer
 from qualms.evaluation import Evaluation
@@ -30,6 +32,10 @@ _CUTOFF = 4.0
 _DECIMALS = 3
 #: Name of the property of atoms that is 1 where extrapolation begins.
 NOVELTY = "novelty (relative)"
+#: Names of the kernel principal components of structures, or of atoms.
+COMPONENTS = ("kernel principal component 1", "kernel principal component 2")
+#: Key of structures whose values have different symbols on the map, if there are not too many.
+_CONFIG_TYPE, _MOST_TYPES = "config_type", 20
 #: Fraction of the atoms within the range of the colours.
 _WITHIN = 0.99
 #: The viewer in the package chemiscope, and the licences of the libraries in it.
@@ -40,6 +46,9 @@ NOT_INSTALLED = (
 
 #: Values of properties and their units, which may be empty, by name.
 Properties = dict[str, tuple[Float64Array, str]]
+#: Returns two coordinates of each of the structures with the given indices, (1, 2), or of all their
+#: atoms, (n_atoms, 2), NaN for those that are not predicted.
+Coordinates = Callable[[Sequence[int]], Sequence[Float64Array]]
 #: Returns properties of all atoms of the structures with the given indices; the map colours atoms
 #: by the first.
 AtomValues = Callable[[Sequence[int]], Mapping[str, tuple[Float64Array, str]]]
@@ -67,12 +76,15 @@ class StructureMap:
         Index in the map of each structure that is shown.
     of_atoms : bool
         Whether a point is an atom rather than a structure.
+    element_colors : sequence of (float, str)
+        Scale of the usual colours of elements, if points are atoms: the viewer has none.
     """
 
     data: Mapping[str, Any]
     note: str
     places: Mapping[int, int]
     of_atoms: bool
+    element_colors: Sequence[tuple[float, str]] = ()
 
     def link(self, evaluation: Evaluation, point: int) -> tuple[int, int | None] | None:
         """Return the place of the structure of a point, and its atom if points are atoms."""
@@ -112,6 +124,7 @@ def make_map(
     *,
     title: str = "",
     atom_values: AtomValues | None = None,
+    coordinates: Coordinates | None = None,
     max_structures: int = 1000,
     seed: int = 0,
 ) -> StructureMap | None:
@@ -124,8 +137,8 @@ def make_map(
     first : sequence of int
         Points whose structures are on the map in any case: the worst.
     title : str
-    atom_values : callable, optional
-        See `AtomValues`.
+    atom_values, coordinates : callables, optional
+        See `AtomValues` and `Coordinates`.
     max_structures : int
         If there are more structures, a random sample is added to the first.
     seed : int
@@ -164,39 +177,57 @@ def make_map(
         environments = [(i, j, _CUTOFF) for i, f in enumerate(frames) for j in range(len(f))]
     kind = "atom" if of_atoms else "structure"
     axes = list(properties)[:3]
+    if coordinates is not None:
+        rows = coordinates(shown.tolist())
+        pairs = zip(index.tolist(), atom.tolist(), strict=True)
+        found = [rows[i][j] for i, j in pairs] if of_atoms else [np.nanmean(r, 0) for r in rows]
+        properties |= {n: (x, "") for n, x in zip(COMPONENTS, np.transpose(found), strict=True)}
+        axes = [*COMPONENTS, axes[2]]
+    labels, symbol = _categories(frames, index, atom if of_atoms else None)
     colors, note_of_atoms = _atom_colors(inside) if inside else (None, "")
     settings = package.quick_settings(
         x=axes[0],
         y=axes[1],
         map_color=axes[2],
+        symbol=symbol,
         structure_settings=colors,
         periodic=any(atoms.pbc.any() for atoms in frames),
         target=kind,
-        map_settings=_map_settings(properties, logarithmic=not single),
+        map_settings=_map_settings(
+            properties, axes, logarithmic=not single and coordinates is None
+        ),
     )
     worst = int(np.flatnonzero(points == first[0])[0])
     settings["pinned"] = [worst if of_atoms else int(index[worst])]
     data = package.create_input(
         structures=[_structure(atoms) for atoms in frames],
-        properties=_written(properties, kind) | _written(inside, "atom"),
+        properties=_written(properties, kind)
+        | _written(inside, "atom")
+        | {name: {"target": kind, "values": values} for name, values in labels.items()},
         environments=environments,
         # The viewer interprets the name of a data set as HTML.
         metadata={"name": html.escape(title or evaluation.target)},
         settings=settings,
     )
-    note = f"Each point is one {kind}; the colour is σ. A click shows the structure."
-    if not single:
-        note = (
-            "Each point is one structure: root mean square of its errors against that of σ. The "
-            "colour is its largest |error|/σ. A click shows the structure."
-        )
+    note = f"Each point is one {kind}; the colour is {'σ' if single else 'its largest |error|/σ'}."
+    if coordinates is not None:
+        similar = "environments" if of_atoms else "structures"
+        note += f" Points that are close have similar {similar}: the axes are kernel principal"
+        note += " components."
+    elif not single:
+        note += " The axes are the root mean squares of its errors and of σ."
+    if symbol is not None:
+        note += f" The symbol is the {symbol}."
+    note += " Coloured by element, atoms have their usual colours." if of_atoms else ""
+    note += " A click shows the structure."
     if shown.size < every.size:
         note += (
             f" The map contains {shown.size} of {every.size} structures: those of the worst "
             "predictions and a random sample. Their number in the data is one of the properties."
         )
     places = {structure: i for i, structure in enumerate(shown.tolist())}
-    return StructureMap(data, note + note_of_atoms, places, of_atoms)
+    scale = _element_scale(labels["element"]) if of_atoms else ()
+    return StructureMap(data, note + note_of_atoms, places, of_atoms, scale)
 
 
 def _chemiscope() -> Any:
@@ -248,9 +279,41 @@ def _of_structures(e: Evaluation, index: IntArray) -> Properties:
     return found | {"number of the structure": (numbers, "")}
 
 
-def _map_settings(properties: Properties, *, logarithmic: bool) -> dict[str, Any]:
+def _categories(
+    frames: Sequence[Any], index: IntArray, atom: IntArray | None
+) -> tuple[dict[str, list[str]], str | None]:
+    """Return labels of points by name, and which of them determines the symbol.
+
+    That is the config_type, if there are several, and the element of atoms.
+    """
+    found: dict[str, list[str]] = {}
+    # The viewer interprets labels as a kind of HTML.
+    types = [str(atoms.info.get(_CONFIG_TYPE, "")) for atoms in frames]
+    types = ["".join(c for c in t if c.isprintable() and c not in "<>&")[:40] or "–" for t in types]
+    symbol = _CONFIG_TYPE if 1 < len({*types}) <= _MOST_TYPES else None
+    if atom is None:
+        return ({_CONFIG_TYPE: types} if symbol else {}), symbol
+    pairs = [*zip(index.tolist(), atom.tolist(), strict=True)]
+    if symbol:
+        found[_CONFIG_TYPE] = [types[i] for i, _ in pairs]
+    return found | {"element": [str(frames[i].symbols[j]) for i, j in pairs]}, symbol
+
+
+def _element_scale(elements: Sequence[str]) -> list[tuple[float, str]]:
+    """Return the usual colours of elements, which the viewer numbers as they occur."""
+    colors = []
+    for element in dict.fromkeys(elements):
+        red, green, blue = (round(255 * c) for c in jmol_colors[atomic_numbers[element]])
+        colors.append(f"rgb({red},{green},{blue})")
+    last = max(len(colors) - 1, 1)
+    return [(i / last, color) for i, color in enumerate([*colors, *colors[:1]][: last + 1])]
+
+
+def _map_settings(
+    properties: Properties, axes: Sequence[str], *, logarithmic: bool
+) -> dict[str, Any]:
     """Return logarithmic scales, for the colour and perhaps for both axes, if values allow it."""
-    x, y, color = list(properties)[:3]
+    x, y, color = axes
     allowed = {name: bool(np.all(properties[name][0] > 0)) for name in (x, y, color)}
     settings: dict[str, Any] = {"palette": "viridis", "color": {"property": color}}
     if allowed[color]:  # σ varies by orders of magnitude
