@@ -55,7 +55,10 @@ class Stages:
 
 
 class Bars:
-    """A progress bar for each stage; a `Display`."""
+    """A progress bar for the stage that runs, below those that it is a part of; a `Display`.
+
+    Bars disappear with the end of their stages.
+    """
 
     def __init__(self, console: Console | None = None) -> None:
         self._progress = Progress(
@@ -65,23 +68,21 @@ class Bars:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=console or Console(stderr=True),
+            transient=True,
         )
-        self._task = TaskID(0)
+        self._tasks: list[TaskID] = []
 
     def begin(self, stage: str, total: int | None) -> None:
         """Show a new bar."""
+        self._tasks.append(self._progress.add_task(stage, total=total))
         self._progress.start()
-        self._task = self._progress.add_task(stage, total=total)
 
     def advance(self, done: int) -> None:
         """Move the bar."""
-        self._progress.update(self._task, completed=done)
+        self._progress.update(self._tasks[-1], completed=done)
 
     def end(self, seconds: float) -> None:
-        """Fill the bar and keep it."""
-        total = self._progress.tasks[self._task].total
-        total = 1 if total is None else total
-        self._progress.update(self._task, total=total, completed=total)
-        self._progress.stop_task(self._task)
-        self._progress.refresh()
-        self._progress.stop()
+        """Remove the bar."""
+        self._progress.remove_task(self._tasks.pop())
+        if not self._tasks:
+            self._progress.stop()

@@ -187,9 +187,16 @@ def _frames(file: Path) -> Iterator[Atoms]:
             f"extended XYZ; other formats that are read: {', '.join(FORMATS)}.",
             parameter="path",
         )
-    for atoms in iread(os.path.abspath(file), format=format_, do_not_split_by_at_sign=True):
-        atoms.info.update(atoms.info.pop("key_value_pairs", {}))
-        yield atoms
+    if format_ in ("db", "json"):
+        from ase.db import connect
+
+        with connect(os.path.abspath(file), format_, serial=True) as database:  # type: ignore[no-untyped-call]
+            for row in database.select():
+                atoms = row.toatoms()
+                atoms.info.update(row.key_value_pairs)
+                yield atoms
+    else:
+        yield from iread(os.path.abspath(file), format=format_, do_not_split_by_at_sign=True)
 
 
 def _is_xyz(file: Path) -> bool:

@@ -137,7 +137,11 @@ Json = Annotated[bool, Option("--json", help="Print results as one JSON document
 Force = Annotated[bool, Option("--force", "-f", help="Replace existing output.")]
 Threads = Annotated[
     int | None,
-    Option("--threads", min=1, help="Number of cores; by default all that are idle."),
+    Option(
+        "--threads",
+        min=1,
+        help="Number of cores; by default all that are idle and that OMP_NUM_THREADS allows.",
+    ),
 ]
 Weights = Annotated[
     Path | None,
@@ -147,7 +151,7 @@ Weights = Annotated[
         "its package.",
     ),
 ]
-Seed = Annotated[int | None, Option("--seed", min=0, help="Random seed.")]
+Seed = Annotated[int | None, Option("--seed", min=0, help="Random seed. Default: 0.")]
 # The reference potential of a model.
 ConfirmBaseline = Annotated[
     str | None,
@@ -244,7 +248,7 @@ READING = {
     "order": Order,
 }
 Units = Annotated[
-    str | None, Option(rich_help_panel=_FILES, help="Units of the predictions, such as eV.")
+    str | None, Option(rich_help_panel=_FILES, help="Units of the target, stored and displayed.")
 ]
 InUnits = Annotated[
     str | None,

@@ -46,13 +46,14 @@ def apply(
     as_json: Json = False,
 ) -> None:
     """Run ``qualms apply``."""
+    from qualms.atomistic.structures import file_of
     from qualms.ensembles.apply import apply_calibration
     from qualms.ensembles.calibration_file import read_calibration
     from qualms.errors import counted
     from qualms.io.files import check_not_input, check_output
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
-    check_not_input(output, calibration, *predictions)
+    check_not_input(output, calibration, *map(file_of, predictions))
     check_output(output, force=force)
     document = read_calibration(calibration)
     applied = apply_calibration(

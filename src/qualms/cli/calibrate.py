@@ -65,6 +65,7 @@ def calibrate(
     as_json: Json = False,
 ) -> None:
     """Run ``qualms calibrate``."""
+    from qualms.atomistic.structures import file_of
     from qualms.calibration.fitting import METHODS
     from qualms.ensembles.calibrate import calibrate_ensemble, evaluate_ensemble
     from qualms.ensembles.calibration_file import make_document, write_calibration
@@ -83,11 +84,12 @@ def calibrate(
     )
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
-    check_not_input(output, *predictions, report)
+    inputs = [file_of(path) for path in predictions]
+    check_not_input(output, *inputs, report)
     check_output(output, force=force)
     if report is not None:
         for path in check_report(report, force=force):
-            check_not_input(path, *predictions, output)
+            check_not_input(path, *inputs, output)
     energy_factor(units or "", in_units)  # before any work
     names = {"target": target, "reference": reference, "member_keys": member_keys}
     names |= {"mean_column": mean_column, "std_column": std_column}

@@ -26,13 +26,16 @@ def report(
     **options: Any,
 ) -> None:
     """Run ``qualms report``."""
+    from qualms.atomistic.structures import file_of
     from qualms.io.files import check_not_input
     from qualms.report.report import check_report, write_report
     from qualms.report.tables import interval_records, interval_table
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
+    validation = options["validation"]
+    others = (validation and file_of(validation), options["calibration_file"])
     for path in check_report(output, force=force):
-        check_not_input(path, *files, options["validation"], options["calibration_file"])
+        check_not_input(path, *map(file_of, files), *others)
     found = evaluate_files(files, terminal, **options)
     first, main = next(iter(found.evaluations.items()))
     model = found.model

@@ -30,7 +30,7 @@ Output = Annotated[
 ]
 ScaleOption = Annotated[str, Option("--scale", help="paper, or small: a tenth of it.")]
 Seeds = Annotated[int, Option("--seeds", min=1, max=1000, help="Number of random splits.")]
-Memory = Annotated[str, Option("--memory", help="Memory limit, such as 8GB.")]
+Memory = Annotated[str, Option("--memory", help="Memory limit for training, such as 8GB.")]
 _DIRECTORY = Path("qualms-reproduction")
 _SCALES = {"paper": "paper", "small": "small"}
 _SPLITS = {"atoms": ["atoms"], "crystals": ["crystals"], "both": ["atoms", "crystals"]}
