@@ -33,10 +33,12 @@ from qualms.atomistic.labels import (
     find_stresses,
     find_targets,
     labelled,
+    state_of,
 )
 from qualms.atomistic.settings import make_settings
 from qualms.atomistic.structures import (
     MIN_DISTANCE,
+    FrameFiles,
     check_species,
     check_structures,
     composition,
@@ -502,6 +504,80 @@ def test_wrong_energies_are_named(molecules, wrong, uncertainty):
         make_model(uncertainty=uncertainty).fit(frames)
     text = next(str(w.message) for w in caught if "label errors" in str(w.message))
     assert {int(i) for i in re.findall(r"frames\[(\d+)\]", text)} == {*wrong}
+
+
+# --- charges and spins ---
+
+
+def with_state(formula, *, pbc=False, **state):
+    atoms = Atoms(formula, np.eye(3)[: len(Atoms(formula))], pbc=pbc, cell=[9, 9, 9])
+    for key, value in state.items():
+        store = atoms.arrays if np.ndim(value) else atoms.info
+        store[key] = value
+    return atoms
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [with_state("OH2"), with_state("OH2", charge=0), with_state("OH2", charge=0.0, uhf=0)],
+        [with_state("OH2", multiplicity=1), with_state("OH", multiplicity=2)],
+        [with_state("OH2", spin=0), with_state("OH", spin=1), with_state("OH", spin=0.5)],
+        [with_state("OH2", spin=1, charge=1), with_state("OH2", spin=1, charge="1")],
+        [with_state("OH2", initial_charges=np.array([-0.8, 0.4, 0.41])), with_state("OH2")],
+        [with_state("OH2", initial_magmoms=np.array([0, 1.0, 2]), pbc=True), with_state("OH2")],
+    ],
+)
+def test_states_that_are_the_same(frames):
+    assert len({state_of(atoms) for atoms in frames}) == 1
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"charge": 1},
+        {"total_charge": -1.0},
+        {"spin": 2},
+        {"multiplicity": 3},
+        {"uhf": 2},
+        {"charge": "cation"},
+        {"initial_magmoms": np.array([2.0, 0, 0])},
+        {"initial_charges": np.array([1.0, 0, 0])},
+    ],
+)
+def test_states_that_differ(state):
+    assert state_of(with_state("OH2", **state)) != state_of(with_state("OH2"))
+    assert state_of(with_state("OH2", **state), [*state]) == () or "initial" in next(iter(state))
+
+
+@pytest.mark.parametrize("in_shards", [False, True])
+def test_mixed_charges_are_rejected_unless_they_are_allowed(molecules, in_shards, tmp_path):
+    frames = copies(molecules[:40])
+    for atoms in frames[30:]:
+        atoms.info["charge"] = 1
+    write(tmp_path / "mixed.xyz", frames)
+    given = FrameFiles.open([tmp_path / "mixed.xyz"]) if in_shards else frames
+    with rejects("mixed_states"):
+        make_model().fit(given)
+    model = make_model(mixed_states=True, calibration="student").fit(given)
+    assert model.record.state is None
+    model.predict(frames[28:32])  # warnings are errors
+
+
+@pytest.mark.parametrize("in_shards", [False, True])
+def test_another_charge_than_in_training_is_an_extrapolation(molecules, in_shards, tmp_path):
+    frames = copies(molecules[:50])
+    for atoms in frames:
+        atoms.info["charge"] = -1
+    write(tmp_path / "anions.xyz", frames[:40])
+    given = FrameFiles.open([tmp_path / "anions.xyz"]) if in_shards else frames[:40]
+    model = make_model(calibration="student").fit(given)
+    assert model.record.state == {"charge": -1.0}
+    expected = model.extrapolates(frames[:10])
+    frames[7].info["charge"] = 0
+    with pytest.warns(QualmsWarning, match="charge"):
+        found = model.extrapolates(frames[:10])
+    assert found.tolist() == [*expected[:7], True, *expected[8:]]
 
 
 def test_masked_labels_are_missing(molecules):

@@ -93,6 +93,8 @@ class Record(Document):
     n_environments: int
     n_isolated: int  #: isolated atoms, which are not learned from
     n_duplicates: int
+    #: charge and spin of all structures, where they are not the default; None if there are several
+    state: dict[str, float | str] | None = None
     quantities: dict[str, QuantityRecord]
     centre: float  #: share λ of the mean of subsampled members in the prediction
     preset: str = ""  #: the representation, if it was chosen, and why

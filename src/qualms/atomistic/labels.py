@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -42,6 +42,21 @@ if TYPE_CHECKING:
     from qualms.atomistic.reference import ReferencePotential
 
 log = logging.getLogger(__name__)
+
+#: Charge and spin of a structure: keys and values that are not the default. See `state_of`.
+State = tuple[tuple[str, float | str], ...]
+#: Keys of charges and spins in ``atoms.info`` (MACE, tblite, ORCA, FHI-aims, PySCF, …), and what
+#: stands for none.
+CHARGES = {"charge": 0.0, "total_charge": 0.0, "net_charge": 0.0}
+SPINS = {
+    "spin": 0.0,
+    "total_spin": 0.0,
+    "uhf": 0.0,
+    "fixed_spin_moment": 0.0,
+    "multiplicity": 1.0,
+    "spin_multiplicity": 1.0,
+}
+_DEFAULTS = CHARGES | SPINS | {"initial_charges": 0.0, "initial_magmoms": 0.0}
 
 #: How data sets tag the isolated atoms that energies are counted from, in lower case.
 ISOLATED = ("isolated_atom", "isolatedatom")
@@ -95,6 +110,7 @@ class TrainingSet:
     n_duplicates: int
     isolated: dict[int, float]  #: energies of isolated atoms found in the data
     hashes: list[bytes]  #: of each structure with its labels, as they were given
+    states: dict[State, int]  #: charges and spins, and the first structure given with each
     derivatives: ForceLabels | None = None  #: forces and virials by structure
     preset: str = ""  #: the representation, if it was chosen, and why
 
@@ -234,6 +250,7 @@ def collect_labels(
     if isinstance(groups, str):
         groups = group_labels(frames, groups)
     data = read_labels(frames, settings, reference=reference, skip_failed=skip_failed)
+    check_states(data.states, settings)
     codes, n_duplicates = join_groups(fingerprints(data.frames), groups, data.source)
     settings, preset = with_representation(data.settings, data.frames)
     derivatives = data.derivatives
@@ -311,12 +328,68 @@ def read_labels(
         n_duplicates=0,
         isolated=found.isolated,
         hashes=hashes,
+        states=_first_of_each(frames, found.frames, settings),
         derivatives=derivatives,
     )
     if reference is not None and not part:
         before = totals.values[np.isin(totals.frames, found.frames)] / n_atoms
         _check_reference(reference, data, before)
     return data
+
+
+def state_of(atoms: Atoms, labels: Collection[str] = ()) -> State:
+    """Return charge and spin of a structure where they are not the default; see `CHARGES`, `SPINS`.
+
+    Spins are those above what an odd number of electrons demands, so that molecules in their lowest
+    spin state are alike in any convention. Atomic charges and the moments of molecules stand for
+    their sums; moments of periodic structures are where a calculation begins. Labels do not count.
+    """
+    values = {k: _number(atoms.info[k]) for k in {*CHARGES, *SPINS} & {*atoms.info} - {*labels}}
+    if "initial_charges" in atoms.arrays:
+        values["initial_charges"] = float(np.round(np.sum(atoms.arrays["initial_charges"])))
+    if "initial_magmoms" in atoms.arrays and not atoms.pbc.any():
+        values["initial_magmoms"] = float(np.sum(atoms.arrays["initial_magmoms"]))
+    values = {k: v for k, v in values.items() if v not in ("", _DEFAULTS[k])}
+    charges = (values.get(key) for key in (*CHARGES, "initial_charges"))
+    charge = next((c for c in charges if isinstance(c, float)), 0.0)
+    odd = (int(np.sum(atoms.numbers)) - round(charge)) % 2 if values else 0
+    state = {}
+    for key, value in values.items():
+        if isinstance(value, float) and key not in (*CHARGES, "initial_charges"):
+            value = (value if value.is_integer() else 2 * value) - odd
+        if value != _DEFAULTS[key]:
+            state[key] = value
+    return tuple(sorted(state.items()))
+
+
+def _number(value: object) -> float | str:
+    """Return a value as a number, if it is one; nothing and NaN as an empty text."""
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return "" if value is None else str(value)[:100]
+    return number if np.isfinite(number) else ""
+
+
+def _first_of_each(frames: Sequence[Atoms], used: IntArray, settings: Settings) -> dict[State, int]:
+    """Return the states of the structures with labels (n,), and the first with each."""
+    states: dict[State, int] = {}
+    for i in used.tolist():
+        states.setdefault(state_of(frames[i], settings.keys.values()), i)
+    return states
+
+
+def check_states(states: Mapping[State, int], settings: Settings) -> None:
+    """Reject structures that differ in charge or spin, unless that is allowed."""
+    if len(states) > 1 and not settings.mixed_states:
+        (one, i), (other, j) = sorted(states.items(), key=lambda item: item[1])[:2]
+        keys = sorted({key for key, _ in {*one} ^ {*other}})
+        raise InputError(
+            f"Structures {i} and {j} differ in {' and '.join(map(repr, keys))}. The model knows "
+            "elements and positions alone, so that it cannot tell charges or spins apart: train a "
+            "model for each. Use `mixed_states=True` to learn from all of them nevertheless.",
+            parameter="mixed_states",
+        )
 
 
 def check_not_constant(target: str, values: Float64Array, sizes: IntArray) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -26,6 +27,7 @@ from qualms.atomistic.forces import (
     make_potential,
     predict_with_forces,
 )
+from qualms.atomistic.labels import state_of
 from qualms.atomistic.model_file import read_model, write_model
 from qualms.atomistic.reference import ReferencePotential, make_reference
 from qualms.atomistic.settings import (
@@ -46,7 +48,7 @@ from qualms.atomistic.structures import (
 )
 from qualms.calibration.base import CalibrationData
 from qualms.calibration.methods import Multiplied, Scaled
-from qualms.errors import InputError, QualmsError, counted
+from qualms.errors import InputError, QualmsError, QualmsWarning, counted
 from qualms.execution import as_workers
 from qualms.features.representation import BATCH, Batch, stream_features
 from qualms.io.files import check_output
@@ -264,6 +266,7 @@ class AtomisticModel:
         """
         structures = list(structures_of(frames))
         check_frames(self.fitted, structures, stress=stress)
+        any(warn_of_state(atoms, self.fitted, i) for i, atoms in enumerate(structures))
         with limited(self.threads, sum(map(len, structures))):
             found = predict_with_forces(self.fitted, self.potential, structures, stress=stress)
         if self.reference is None:
@@ -465,6 +468,11 @@ class Chunk:
         return np.array([len(a) > len(b) for a, b in zip(self.frames, self.known, strict=True)])
 
     @property
+    def has_other_state(self) -> BoolArray:
+        """Whether a structure has another charge or spin than those of the training."""
+        return np.array([differs_in_state(atoms, self.fitted) for atoms in self.frames])
+
+    @property
     def sizes(self) -> Float64Array:
         """Number of atoms of each structure if the target is extensive, otherwise one."""
         if self.fitted.settings.kind != "extensive":
@@ -528,7 +536,8 @@ class Chunk:
 
         It is if the largest or the mean novelty of its environments exceeds that of 99 % of the
         training structures, if the ensemble standard deviation exceeds that of all out-of-bag
-        points, if it has atoms of unknown species, or if its composition has no baseline.
+        points, if it has atoms of unknown species or another charge or spin than the training
+        structures, or if its composition has no baseline.
         """
         limits = np.array(self.fitted.training_novelty) + _ROUNDING
         # Members that agree to rounding on all training rows differ by rounding everywhere.
@@ -537,7 +546,7 @@ class Chunk:
         if self.fitted.per_atom:
             edges = pairwise(self.batch.offsets)
             above = np.array([bool(np.any(above[a:b])) for a, b in edges])
-        unknown = self.has_unknown
+        unknown = self.has_unknown | self.has_other_state
         if not self.fitted.per_atom:
             unknown = unknown | ~self.fitted.baseline.is_determined(self.design)
         return np.asarray(np.any(novelty > limits, axis=1) | above | unknown)
@@ -564,8 +573,10 @@ def stream_chunks(
     species = fitted.representation.species
 
     def structures() -> Iterator[tuple[Atoms, IntArray]]:
+        is_alike = True
         for index, atoms in enumerate(frames):
             check_structures([atoms], first=index)
+            is_alike = is_alike and not warn_of_state(atoms, fitted, index)
             is_known = np.isin(atoms.numbers, species)
             if not allow_unknown:
                 check_species([atoms], species, first=index)
@@ -587,6 +598,28 @@ def stream_chunks(
         given, known, centers = (list(part) for part in zip(*taken, strict=True))
         yield Chunk(given, known, centers, found, fitted, first, potential)
         first += len(given)
+
+
+def differs_in_state(atoms: Atoms, fitted: Fitted) -> bool:
+    """Return whether a structure has another charge or spin than all of the training, if known."""
+    known = fitted.record.state
+    return known is not None and dict(state_of(atoms, fitted.settings.keys.values())) != known
+
+
+def warn_of_state(atoms: Atoms, fitted: Fitted, index: int) -> bool:
+    """Warn of a structure with another charge or spin than those of the training."""
+    if not differs_in_state(atoms, fitted):
+        return False
+    known = fitted.record.state or {}
+    state = dict(state_of(atoms, fitted.settings.keys.values()))
+    keys = " and ".join(repr(k) for k in sorted({*known, *state}) if known.get(k) != state.get(k))
+    warnings.warn(
+        f"Structure {index}, and perhaps others, differs in {keys} from the structures that the "
+        "model was trained on. Predictions do not depend on charge and spin.",
+        QualmsWarning,
+        stacklevel=2,
+    )
+    return True
 
 
 def centers_of(numbers: IntArray, fitted: Fitted) -> IntArray:

@@ -211,6 +211,11 @@ class Settings(BaseModel):
         "list of str, optional",
         "Elements of an atomic property, such as H or H,C; those with labels by default.",
     )
+    mixed_states: bool = _data(
+        False,
+        "bool",
+        "Learn from structures that differ in charge or spin, which the model cannot tell apart.",
+    )
     n_representatives: Literal["auto"] | Annotated[int, Field(ge=1, le=1_000_000)] = _model(
         "auto",
         'int or "auto"',
@@ -221,7 +226,8 @@ class Settings(BaseModel):
         "default",
         '{"fast", "default", "best"}',
         "Time that limits a number of representatives that is chosen: about 30 s, 2 min or 15 min "
-        "of training on two cores, beside the features.",
+        "of training on two cores, beside the features. Twice the number must lower the error by "
+        "5 % at least, unless the effort is ``best``.",
     )
     selection: Literal["fps", "cur", "random"] = _model(
         "fps", '{"fps", "cur", "random"}', "Method that selects representative environments."

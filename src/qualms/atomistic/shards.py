@@ -37,9 +37,11 @@ from qualms.arrays import BoolArray, Float64Array, IntArray
 from qualms.atomistic.baseline import Baseline, anchors, atom_design, fit_baseline, spans
 from qualms.atomistic.fitted import Record
 from qualms.atomistic.labels import (
+    State,
     TrainingSet,
     check_frames,
     check_not_constant,
+    check_states,
     group_labels,
     join_groups,
     join_sets,
@@ -201,6 +203,7 @@ class Scanned(NamedTuple):
     n_isolated: int
     isolated: dict[int, float]
     hashes: list[bytes]
+    states: dict[State, int]  #: charges and spins, and the number of the first structure
 
 
 def scan(part: Part, settings: Settings, group_key: str | None, skip_failed: bool) -> Scanned:
@@ -233,6 +236,7 @@ def scan(part: Part, settings: Settings, group_key: str | None, skip_failed: boo
         n_isolated=data.n_isolated,
         isolated=data.isolated,
         hashes=data.hashes,
+        states={state: int(part.numbers[i]) for state, i in data.states.items()},
     )
 
 
@@ -272,6 +276,7 @@ class Census:
     n_without: int
     n_isolated: int
     n_duplicates: int
+    states: dict[State, int]  #: charges and spins, and the first structure with each
     digest: str
     preset: str
 
@@ -343,14 +348,17 @@ def take_census(
         labelled(list(frames[:_SCANNED]), settings.target, settings.kind, settings.species)
         raise InputError("frames", "no labelled structures", "at least 2")
     counts, first = np.zeros((n, len(species)), dtype=np.intp), 0
+    states: dict[State, int] = {}
     isolated: dict[int, float] = {}
     for one in found:
+        states |= {state: i for state, i in one.states.items() if state not in states}
         here = slice(first, first := first + len(one.numbers))
         counts[here, np.searchsorted(species, one.species)] = one.composition
         for z, value in one.isolated.items():
             if not math.isclose(isolated.setdefault(z, value), value, rel_tol=1e-8):
                 given = f"isolated {symbols_of([z])} atoms with {value:.10g} and {isolated[z]:.10g}"
                 raise InputError("frames", given, "one energy of each element")
+    check_states(states, settings)
     labels = [label for one in found for label in one.groups] if key else groups
     codes, n_duplicates = join_groups(
         [digest for one in found for digest in one.prints],
@@ -380,6 +388,7 @@ def take_census(
         n_without=sum(one.n_without for one in found),
         n_isolated=sum(one.n_isolated for one in found),
         n_duplicates=n_duplicates,
+        states=states,
         digest=data_digest(digest for one in found for digest in one.hashes),
         preset=preset,
     )
@@ -756,6 +765,7 @@ def _join_kept(
         join_sets([part.data for part in parts]),
         n_isolated=census.n_isolated,
         n_duplicates=census.n_duplicates,
+        states=census.states,
         isolated=census.isolated,
         preset=census.preset,
     )

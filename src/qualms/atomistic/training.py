@@ -129,9 +129,10 @@ _SAMPLE_STREAM, SELECTION_STREAM, _POSTERIOR_STREAM, _LEAVE_OUT_STREAM = 1, 3, 4
 #: Multiplications that leaving rows out of the full model may take, some seconds.
 PRODUCTS = 5e11
 #: The same for the errors of models of several sizes. Twice the representatives must lower them by
-#: this share at least: predictions take twice the time, and the ratio of two errors of some
-#: thousand rows is uncertain by a few per cent.
-_PRODUCTS_OF_SIZES, _GAIN = 1e11, 0.05
+#: this share at least, for each effort: predictions take twice the time, and the ratio of two
+#: errors of some thousand rows is uncertain by a few per cent.
+_PRODUCTS_OF_SIZES = 1e11
+_GAIN = {"fast": 0.05, "default": 0.05, "best": 0.0}
 #: Features are float32, or with forces float64: see `qualms.gp.linalg.whiten`.
 _RTOL, _RTOL_OF_FORCES = 1e-6, 1e-10
 #: Representatives and rows up to which matrices are small, and one thread is the fastest.
@@ -966,7 +967,8 @@ def fit_nested(
 
     The models of the leading half, quarter and eighth of the representatives are fitted as well.
     From the largest on, the number is halved as long as that raises the typical error of groups
-    that are left out by less than `_GAIN`; the error is that of the quantity with most labels.
+    that are left out by less than `_GAIN` of the effort; the error is that of the quantity with
+    most labels.
     """
     gp = fit_sparse_gp(rows, data, baseline, stages)
     if not rows.nested:
@@ -983,12 +985,13 @@ def fit_nested(
         return math.exp(typical_log(means)) / 4  # of equal errors: these
 
     chosen, curve, enough = gp, {r: error(gp)}, True
+    gain = _GAIN[data.settings.effort]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what concerns the data was said before
         for size in sorted(rows.nested, reverse=True):
             gp = fit_sparse_gp(rows.leading(size), data, baseline, stages)
             of_double, curve[size] = curve[min(curve)], error(gp)
-            enough = enough and of_double > (1 - _GAIN) * curve[size]
+            enough = enough and of_double > (1 - gain) * curve[size]
             chosen = gp if enough else chosen
     curve = dict(sorted(curve.items()))
     chosen = SparseGP(replace(chosen.rows, size_curve=curve), chosen.full)
@@ -1487,6 +1490,7 @@ def _record(
         n_environments=data.n_environments,
         n_isolated=data.n_isolated,
         n_duplicates=data.n_duplicates,
+        state=dict(*data.states) if len(data.states) == 1 else None,
         quantities=quantities,
         centre=centre,
         effective_rank=len(gp.rows.origins),

@@ -53,6 +53,7 @@ _NAMES = {"forces": "forces-key", "stress": "stress-key"}
 _ORDER = (
     *("data", "output", "config"),
     *("target", "forces", "stress", "units", "intensive", "per_atom_target", "species"),
+    *("mixed_states",),
     *("group_key", "test"),
     *("representation", "cutoff", "n_representatives", "effort", "selection"),
     *("baseline", "baseline_key", "skip_failed"),
@@ -92,7 +93,8 @@ def _option(name: str) -> inspect.Parameter:
         show_default=False,
         rich_help_panel=str(extra.get("group", _MODEL)).capitalize(),
     )
-    type_ = int if field.annotation in (int, int | None) else str
+    types: dict[Any, type] = {int: int, int | None: int, bool: bool}
+    type_ = types.get(field.annotation, str)
     annotation = Annotated[type_ | None, option]  # type: ignore[valid-type]
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, kind, default=None, annotation=annotation)
