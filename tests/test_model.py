@@ -68,6 +68,7 @@ def test_every_parameter_is_in_the_signature_and_in_the_documentation():
 
 
 INVALID = {
+    "mixed_states": ["perhaps", 7],
     "target": [None, "", 3],
     "kind": ["total"],
     "representation": [
