@@ -391,7 +391,7 @@ def test_workers_that_do_not_see_the_files(desk, by_workers, monkeypatch):
     before = contents(".")
     monkeypatch.setattr("qualms.execution.sizes_of", lambda files: dict.fromkeys(files, 4))
     ended = qualms(f"{PREDICT} -o new.csv {by_workers}")
-    assert (ended.code, "executor" in ended.err) == (2, True)
+    assert (ended.code, "worker" in ended.err) == (2, True)
     assert contents(".") == before
 
 

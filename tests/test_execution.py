@@ -109,7 +109,7 @@ def warns(shard):
 
 
 def rejects(shard):
-    raise InputError("shard", shard.first, "another one")
+    raise InputError(f"Shard {shard.first} cannot be used.", parameter="shard")
 
 
 def fails(shard):
@@ -227,7 +227,7 @@ def test_warnings_are_issued_here(workers):
 def test_errors_of_tasks_arrive_as_they_are(workers):
     with pytest.raises(InputError) as error:
         list(workers.map(rejects, shards()))
-    assert (error.value.parameter, error.value.given) == ("shard", 0)
+    assert (error.value.parameter, str(error.value)) == ("shard", "Shard 0 cannot be used.")
     with pytest.raises(InputError):
         total(workers, rejects, shards())
     with pytest.raises(ZeroDivisionError):

@@ -24,6 +24,7 @@ from scipy.spatial.transform import Rotation
 from threadpoolctl import threadpool_limits
 
 from qualms import InputError, Prediction, QualmsWarning, score
+from qualms.atomistic.bulk import Wanted, predict_batches
 from qualms.atomistic.forces import (
     KernelTerm,
     derivatives,
@@ -38,6 +39,7 @@ from qualms.calibration.methods import VectorCalibration
 from qualms.data import qm9
 from qualms.features import gradients, soap
 from qualms.features.gradients import SoapTape, Surroundings, batches
+from qualms.io.predictions import EXTRAPOLATES
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training set has too few compositions")
 
@@ -603,3 +605,31 @@ def test_models_and_structures_without_forces_are_rejected(energy_model, shift_m
         with pytest.raises(InputError) as error:
             predict()
         assert error.value.parameter.startswith(parameter)
+
+
+def test_features_are_computed_once_for_forces(force_model, alloys, monkeypatch):
+    """The novelty of structures comes from the pass that computes their forces."""
+    frames, calls = alloys[26:], []
+    monkeypatch.setattr(force_model, "threads", 1)  # features are computed in this process
+    novelty, by_forces = np.empty((2, len(frames), 2))
+    [chunk] = force_model.stream(frames)
+    chunk.rows(novelty)
+    expected = chunk.extrapolates(force_model.predict(frames), novelty)
+    forces = force_model.predict_forces(frames, novelty=by_forces).forces
+    np.testing.assert_allclose(by_forces, novelty, atol=2e-6)
+
+    def count(kind, name):
+        method = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *a, **k: calls.append(name) or method(*a, **k))
+
+    count(type(force_model.fitted.representation), "features")
+    for kind in {type(term.features) for term in force_model.potential}:
+        count(kind, "tapes")
+    [batch] = predict_batches(force_model, enumerate(frames), Wanted(forces=True))
+    assert calls == ["tapes"] * len(force_model.potential)
+    assert batch.arguments["extra"][EXTRAPOLATES] == expected.tolist()
+    np.testing.assert_array_equal(batch.arguments["arrays"]["forces"], forces.mean)
+    calls.clear()
+    [batch] = predict_batches(force_model, enumerate(frames), Wanted())
+    assert calls == ["features"]
+    assert batch.arguments["extra"][EXTRAPOLATES] == expected.tolist()

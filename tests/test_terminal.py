@@ -67,7 +67,9 @@ def run(*arguments, encoding="utf-8"):
             main()
         except SystemExit as end:
             code = end.code or 0
-    return Ended(code, *(stream.buffer.getvalue().decode(encoding) for stream in streams))
+    return Ended(
+        code, *(stream.buffer.getvalue().decode(encoding, "replace") for stream in streams)
+    )
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp437"])

@@ -104,8 +104,11 @@ class Workers:
                 # Dask passes on the text of an error of a worker that cannot read its task.
                 if "ModuleNotFoundError" not in repr(error):
                     raise
-                expected, remedy = "qualms on all workers", "Install the same versions on them."
-                raise InputError("executor", f"workers ({error})", expected, remedy) from error
+                raise InputError(
+                    f"A worker cannot import qualms ({error}). Install the same versions on all "
+                    "workers.",
+                    parameter="executor",
+                ) from error
         elif self.executor is not None:
             found = self.map(_inspect_for, [_Files(paths)])
         for one in found:
@@ -439,29 +442,36 @@ def _compare(
     """Reject a worker whose packages or files differ from those here."""
     for name, wanted in expected.items():
         if found.get(name) != wanted:
-            given = f"{host} with {name} {found.get(name, 'missing')}"
-            remedy = "Install the same versions on all workers."
-            raise InputError("executor", given, f"{name} {wanted}, as here", remedy)
+            there = f"has {name} {found[name]}" if name in found else f"does not have {name}"
+            raise InputError(
+                f"The worker on {host} {there}; here it is {wanted}. Install the same versions on "
+                "all workers.",
+                parameter="executor",
+            )
     for path, size in sizes.items():
         if seen[path] != size:
-            given = f"{host}, where '{path}' {'is missing' if seen[path] is None else 'differs'}"
-            expected_file = "workers that see the same files"
-            remedy = "Put the data on a file system that all workers share."
-            raise InputError("executor", given, expected_file, remedy)
+            state = "is missing" if seen[path] is None else "has another size"
+            raise InputError(
+                f"{str(path)!r} {state} on {host}, where a worker runs. Put the files on a file "
+                "system that all workers share.",
+                parameter="executor",
+            )
 
 
 def as_workers(executor: Executor | Any | None, threads: int = 1) -> Workers:
     """Return workers for an executor, a Dask client, or None; reject anything else."""
     if executor is not None and not callable(getattr(executor, "submit", None)):
-        expected = "a concurrent.futures.Executor or a dask.distributed.Client"
-        raise InputError("executor", repr(executor)[:60], expected)
+        raise InputError(
+            f"`executor` is {repr(executor)[:60]}, not a concurrent.futures.Executor or a "
+            "dask.distributed.Client.",
+            parameter="executor",
+        )
     context = getattr(executor, "_mp_context", None)
     if context is not None and context.get_start_method() == "fork":
         # A copy of a process in which featomic has started threads waits for these for ever.
         raise InputError(
-            "executor",
-            "a pool of forked processes",
-            "processes that are started anew",
-            "ProcessPoolExecutor(mp_context=multiprocessing.get_context('spawn'))",
+            "`executor` is a pool of forked processes, which may wait for ever. Use "
+            "ProcessPoolExecutor(mp_context=multiprocessing.get_context('spawn')).",
+            parameter="executor",
         )
     return Workers(executor, threads)

@@ -112,23 +112,26 @@ def predict_batches(
             yield atoms
 
     unknown = "ignore" if wanted.ignore_unknown else "error"
-    for chunk in model.stream(frames(), unknown_species=unknown):
+    by_atom = wanted.atoms and has_forces(model.fitted)
+    features = wanted.atoms or not derivatives
+    for chunk in model.stream(frames(), unknown_species=unknown, features=features):
         novelty = np.empty((len(chunk.frames), 2))
-        prediction = chunk.predict(chunk.rows(novelty))
         arrays: dict[str, Any] = {}
         tensors: dict[str, Any] = {}
-        found = None
-        if derivatives or (wanted.atoms and has_forces(model.fitted)):
+        forces = None
+        if derivatives or by_atom:
             solid = np.array([wanted.stress and one.cell.rank == 3 for one in chunk.known])
-            found = model.predict_forces(chunk.known, stress=bool(solid.all()))
-            if derivatives:
-                prediction = found.energy
+            forces = model.predict_forces(chunk.known, stress=bool(solid.all()), novelty=novelty)
             if wanted.forces:
-                arrays |= _components("forces", found.forces, wanted)
+                arrays |= _components("forces", forces.forces, wanted)
             if wanted.stress:
-                tensors = _stresses(model, chunk.frames, solid, found.stress, wanted)
+                tensors = _stresses(model, chunk.frames, solid, forces.stress, wanted)
+        if forces is not None and derivatives:
+            prediction = forces.energy
+        else:
+            prediction = chunk.predict(chunk.rows(novelty))
         if wanted.atoms:
-            arrays |= _atom_arrays(chunk, found, wanted)
+            arrays |= _atom_arrays(chunk, forces, wanted)
         extrapolates = chunk.extrapolates(prediction, novelty)
         extra: dict[str, list[Any]] = {EXTRAPOLATES: extrapolates.tolist()}
         if wanted.in_units or wanted.per:
@@ -234,7 +237,7 @@ def _components(name: str, prediction: Prediction, wanted: Wanted) -> dict[str, 
     return arrays
 
 
-def _atom_arrays(chunk: Chunk, found: ForcePrediction | None, wanted: Wanted) -> dict[str, Any]:
+def _atom_arrays(chunk: Chunk, forces: ForcePrediction | None, wanted: Wanted) -> dict[str, Any]:
     """Return contributions, novelty and uncertainties of atoms; NaN for unknown elements."""
     parts = atom_contributions(chunk)
     name = f"{chunk.fitted.settings.target}_atoms"
@@ -252,8 +255,8 @@ def _atom_arrays(chunk: Chunk, found: ForcePrediction | None, wanted: Wanted) ->
         f"{name}_uncertainty": of_all([part.std for part in parts]),
         f"{name}_novelty": of_all(chunk.atom_novelty()),
     }
-    if found is not None:
-        arrays[f"{name}_force_uncertainty"] = of_all([force_norm(found.forces.std)])
+    if forces is not None:
+        arrays[f"{name}_force_uncertainty"] = of_all([force_norm(forces.forces.std)])
     if wanted.ensemble:
         arrays[f"{name}_ensemble"] = of_all([part.members for part in parts])
     return arrays

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,6 +30,7 @@ from scipy.sparse import csr_array
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.atomistic.baseline import structure_design
 from qualms.atomistic.fitted import Fitted
+from qualms.atomistic.kernel_rows import normalized, novelty_of
 from qualms.atomistic.labels import ForceLabels
 from qualms.atomistic.structures import check_species, check_structures
 from qualms.calibration.base import MemberTransform
@@ -73,6 +75,11 @@ class KernelTerm:
         k, _ = self.function.value_and_slope(x @ self.representatives.T)
         energies: Float64Array = k @ (self.share * self.weights)
         return energies
+
+    def kernel(self, x: Float64Array, others: Float64Array) -> Float64Array:
+        """Return the part of this term in the kernel, for products x·X of any shape."""
+        products = np.einsum("iq,iq->i", x, x) if others is x else x @ others.T
+        return self.share * self.function.value_and_slope(products)[0]
 
     def energy_slopes(self, tape: Tape) -> tuple[Float64Array, Float64Array, IntArray]:
         """Return e (n, R), ∂e/∂x (n, R, k) and the k columns of x."""
@@ -175,13 +182,23 @@ def potential_energies(potential: Potential, frames: Sequence[Atoms]) -> Float64
 
 
 def derivatives(
-    potential: Potential, frames: Sequence[Atoms], *, strain: bool = False
+    potential: Potential,
+    frames: Sequence[Atoms],
+    *,
+    strain: bool = False,
+    novelty: Float64Array | None = None,
 ) -> Derivatives:
-    """Return energies and derivatives of structures, batch by batch of environments."""
+    """Return energies and derivatives of structures, batch by batch of environments.
+
+    If it is given, `novelty` (n_structures, 2) is filled as by `Basis.rows`.
+    """
     R, n_atoms = potential[0].weights.shape[1], sum(map(len, frames))
     total = _no_derivatives(len(frames), n_atoms, R, strain)
+    similarity = None if novelty is None else _Similarity(potential, n_atoms)
     for term in potential:
         for tape in term.features.tapes(frames, _GRADIENTS[: 1 + strain]):
+            if similarity is not None:
+                similarity.add(term, tape)
             energies, slopes, columns = term.energy_slopes(tape)
             np.add.at(total.energies, tape.structures[tape.owners], energies)
             pulled = tape.pull_back(slopes, columns)
@@ -189,7 +206,30 @@ def derivatives(
             total.forces[tape.atoms] -= pulled.positions
             if total.virials is not None and pulled.strain is not None:
                 total.virials[tape.structures] += pulled.strain
+    if novelty is not None and similarity is not None:
+        edges = pairwise(offsets_of(np.array([len(atoms) for atoms in frames])))
+        each = similarity.novelty()
+        novelty[:] = [(each[a:b].max(), each[a:b].mean()) for a, b in edges]
     return total
+
+
+class _Similarity:
+    """The kernel of environments with representatives (n_atoms, M), summed over its terms."""
+
+    def __init__(self, potential: Potential, n_atoms: int) -> None:
+        X = [(term, term.representatives) for term in potential]
+        self._K = np.zeros((n_atoms, len(X[0][1])), dtype=np.float32)
+        self._of_atoms = np.zeros(n_atoms)
+        self._of_points = np.sum([term.kernel(x, x) for term, x in X], axis=0)
+
+    def add(self, term: KernelTerm, tape: Tape) -> None:
+        atoms, x = tape.atoms[tape.centers], tape.x
+        self._K[atoms] += term.kernel(x, term.representatives)
+        self._of_atoms[atoms] += term.kernel(x, x)
+
+    def novelty(self) -> FloatArray:
+        """Return the novelty of each environment: (n_atoms,)."""
+        return novelty_of(normalized(self._K, self._of_atoms, self._of_points))
 
 
 # --- training: kernel rows of forces and virials, forward ---
@@ -340,9 +380,14 @@ class ForcePrediction:
 
 
 def predict_with_forces(
-    fitted: Fitted, potential: Potential, frames: Sequence[Atoms], *, stress: bool
+    fitted: Fitted,
+    potential: Potential,
+    frames: Sequence[Atoms],
+    *,
+    stress: bool,
+    novelty: Float64Array | None = None,
 ) -> ForcePrediction:
-    """Return calibrated energies, forces and stresses by all members.
+    """Return calibrated energies, forces and stresses by all members; see `derivatives`.
 
     A model that was trained on forces has a calibration of its own for them, and one that was
     trained on stresses for those. Each force, and each stress, is transformed as a whole, so that
@@ -350,7 +395,7 @@ def predict_with_forces(
     the forces on all atoms of a structure, and those of its stress, are scaled about their means by
     the factor that calibrates its energy.
     """
-    found = derivatives(potential, frames, strain=stress)
+    found = derivatives(potential, frames, strain=stress, novelty=novelty)
     sizes = np.array([len(atoms) for atoms in frames])
     per_atom = Prediction(member_energies(fitted, frames, found.energies))
     conformal = fitted.conformal
@@ -429,7 +474,9 @@ def check_model(fitted: Fitted) -> None:
     """Reject a model without forces; warn if its forces are not continuous."""
     if fitted.settings.kind != "extensive":
         raise InputError(
-            "kind", repr(fitted.settings.kind), "'extensive': forces are derivatives of an energy"
+            f"The model predicts {fitted.settings.target}, which is {fitted.settings.kind}. Forces "
+            "are derivatives of an energy, which is extensive.",
+            parameter="kind",
         )
     fitted.representation.check_derivatives()
     if not fitted.settings.has_forces:
@@ -445,11 +492,14 @@ def check_frames(fitted: Fitted, frames: Sequence[Atoms], *, stress: bool) -> No
     """Reject a model without forces, and structures that it cannot predict, or without a stress."""
     check_model(fitted)
     if not len(frames):
-        raise InputError("frames", "no structures", "at least one")
+        raise InputError("There is no structure in `frames`.", parameter="frames")
     for i, atoms in enumerate(frames):
         check_structures([atoms], first=i)
         check_species([atoms], fitted.representation.species, first=i)
         fitted.baseline.check_compositions([atoms], first=i)
         if stress and (rank := atoms.cell.rank) < 3:
-            expected = "three: without a volume there is no stress"
-            raise InputError(f"frames[{i}].cell", f"{rank} vectors", expected)
+            raise InputError(
+                f"The cell of structure {i} has {counted(rank, 'vector')}. Without a volume there "
+                "is no stress.",
+                parameter=f"frames[{i}].cell",
+            )

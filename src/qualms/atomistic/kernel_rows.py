@@ -80,7 +80,7 @@ class Basis:
                     if own is not None and len(own[s]):
                         part = part.copy()
                         part[:, own[s]] = 0.0
-                    blocks = [_novelty(part[:, i:j]) for i, j in pairwise(edges)]
+                    blocks = [novelty_of(part[:, i:j]) for i, j in pairwise(edges)]
                     each = np.minimum.accumulate(blocks, axis=0)
                     novelty[s, :, 0] = each.max(axis=1, initial=0.0)
                     novelty[s, :, 1] = each.sum(axis=1, dtype=np.float64) / max(b - a, 1)
@@ -103,7 +103,7 @@ class Basis:
         for start in range(0, len(features), step):
             block = features[start : start + step]
             K = self.kernel(block, self.representatives)
-            found[start : start + step] = _novelty(self._normalized(K, block))
+            found[start : start + step] = novelty_of(self._normalized(K, block))
         return found
 
     def prior_variance(self, features: FloatArray, offsets: IntArray) -> Float64Array:
@@ -116,15 +116,19 @@ class Basis:
         return diagonal * self.scale
 
     def _normalized(self, K: FloatArray, features: FloatArray) -> FloatArray:
-        """Return the normalised kernel; K itself if all features have unit length."""
-        norms = [np.sqrt(self.kernel.diag(X)) for X in (features, self.representatives)]
-        if all(np.allclose(norm, 1, atol=1e-4) for norm in norms):
-            return K
-        of_rows, of_columns = (np.where(norm > 0, norm, 1.0) for norm in norms)
-        return np.asarray(K / of_columns / of_rows[:, None], dtype=K.dtype)
+        return normalized(K, self.kernel.diag(features), self.kernel.diag(self.representatives))
 
 
-def _novelty(similarity: FloatArray) -> FloatArray:
+def normalized(K: FloatArray, of_rows: FloatArray, of_columns: FloatArray) -> FloatArray:
+    """Return the kernel (n, M) divided by √(k_xx k_mm); K itself if these (n,), (M,) are one."""
+    norms = [np.sqrt(diagonal) for diagonal in (of_rows, of_columns)]
+    if all(np.allclose(norm, 1, atol=1e-4) for norm in norms):
+        return K
+    rows, columns = (np.where(norm > 0, norm, 1.0) for norm in norms)
+    return np.asarray(K / columns / rows[:, None], dtype=K.dtype)
+
+
+def novelty_of(similarity: FloatArray) -> FloatArray:
     """Return one minus the largest normalised kernel of each environment, given (n, M): (n,)."""
     novelty: FloatArray = np.clip(1.0 - similarity.max(axis=1), 0.0, 1.0)
     return novelty

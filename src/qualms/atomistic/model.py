@@ -258,17 +258,27 @@ class AtomisticModel:
         chunks = self.stream(frames, unknown_species=unknown_species)
         return [atom for chunk in chunks for atom in atom_contributions(chunk)]
 
-    def predict_forces(self, frames: _Structures, *, stress: bool = False) -> ForcePrediction:
+    def predict_forces(
+        self,
+        frames: _Structures,
+        *,
+        stress: bool = False,
+        novelty: Float64Array | None = None,
+    ) -> ForcePrediction:
         """Predict energies and forces, the derivatives of every member's energy.
 
         For features by featomic, in float64: energies are those of `predict` up to rounding. With
-        `stress`, the stresses of structures whose cells have a volume are predicted, too.
+        `stress`, the stresses of structures whose cells have a volume are predicted, too. If it is
+        given, `novelty` (n_structures, 2) is filled with the largest and the mean novelty of the
+        environments of each structure.
         """
         structures = list(structures_of(frames))
         check_frames(self.fitted, structures, stress=stress)
         any(warn_of_state(atoms, self.fitted, i) for i, atoms in enumerate(structures))
         with limited(self.threads, sum(map(len, structures))):
-            found = predict_with_forces(self.fitted, self.potential, structures, stress=stress)
+            found = predict_with_forces(
+                self.fitted, self.potential, structures, stress=stress, novelty=novelty
+            )
         if self.reference is None:
             return found
         energies, forces, stresses = self.reference.evaluate(structures, forces=True, stress=stress)
@@ -304,8 +314,13 @@ class AtomisticModel:
             flags.append(chunk.extrapolates(learned, novelty))
         return np.concatenate(flags)
 
-    def stream(self, frames: _Structures, *, unknown_species: str = "error") -> Iterator[Chunk]:
-        """Yield structures and their features in chunks; `frames` may be larger than memory."""
+    def stream(
+        self, frames: _Structures, *, unknown_species: str = "error", features: bool = True
+    ) -> Iterator[Chunk]:
+        """Yield structures and their features in chunks; `frames` may be larger than memory.
+
+        Chunks without features are for predictions by `predict_forces`.
+        """
         if unknown_species not in ("error", "ignore"):
             raise InputError("unknown_species", repr(unknown_species), '"error" or "ignore"')
         chunk, ignore = None, unknown_species == "ignore"
@@ -316,6 +331,7 @@ class AtomisticModel:
                 threads=self.threads,
                 allow_unknown=ignore,
                 potential=self.reference,
+                features=features,
             ):
                 yield chunk
         if chunk is None:
@@ -560,6 +576,7 @@ def stream_chunks(
     allow_unknown: bool = False,
     batch: int | None = None,
     potential: ReferencePotential | None = None,
+    features: bool = True,
 ) -> Iterator[Chunk]:
     """Yield structures, which may come from a generator, with their features, in order.
 
@@ -593,7 +610,8 @@ def stream_chunks(
             yield known, inside
 
     representation, some, first = fitted.representation, structures(), 0
-    for found in stream_features(representation, some, n_workers=threads, batch=batch):
+    batches = stream_features(representation, some, n_workers=threads, batch=batch)
+    for found in batches if features else _without_features(some, batch):
         taken = [waiting.popleft() for _ in found.sizes]
         given, known, centers = (list(part) for part in zip(*taken, strict=True))
         yield Chunk(given, known, centers, found, fitted, first, potential)
@@ -620,6 +638,18 @@ def warn_of_state(atoms: Atoms, fitted: Fitted, index: int) -> bool:
         stacklevel=2,
     )
     return True
+
+
+def _without_features(structures: Iterable[tuple[Atoms, IntArray]], batch: int) -> Iterator[Batch]:
+    """Yield batches of about `batch` environments, whose features are not computed."""
+    sizes: list[int] = []
+    for _, centers in structures:
+        sizes.append(len(centers))
+        if sum(sizes) >= batch:
+            yield Batch(np.empty((0, 0)), np.array(sizes))
+            sizes = []
+    if sizes:
+        yield Batch(np.empty((0, 0)), np.array(sizes))
 
 
 def centers_of(numbers: IntArray, fitted: Fitted) -> IntArray:
