@@ -11,7 +11,7 @@ NUMERICAL := $(wildcard $(patsubst %,tests/test_%.py,kernels representatives spa
 # Numerical, file and command-line tests, for other versions of the dependencies.
 SMALL_SET := $(patsubst %,tests/test_%.py,kernels sparse_gp noise ensemble regressors features forces model_file io cli)
 
-.PHONY: help demo test test-lowest test-newest versions test-learned test-mace test-slow fuzz test-processors check docs dist bench format lock clean
+.PHONY: help demo demo-docs test test-lowest test-newest versions test-learned test-mace test-slow fuzz test-processors check docs dist bench format lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -29,6 +29,10 @@ $(VENV)/.%: $(VENV)/.base
 
 demo: $(VENV)/.base ## train, calibrate and evaluate a model on 2000 molecules of QM9
 	$(BIN)/qualms demo --force
+
+demo-docs: $(VENV)/.base ## the same for the documentation, which shows its output and figures
+	COLUMNS=140 $(BIN)/qualms demo --force --quiet > docs/_static/demo.txt
+	for name in errors reliability subsamples; do cp qualms-demo/$$name.png docs/_static/demo-$$name.png; done
 
 test: $(VENV)/.test ## run the tests, with the coverage of gp and calibration
 	$(PYTEST) $(COVERAGE)

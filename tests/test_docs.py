@@ -176,6 +176,18 @@ def test_names_in_the_table_of_equations():
         assert pydoc.locate(name) is not None, name
 
 
+def test_figures_of_the_readme_are_those_of_the_benchmarks():
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    for row in (
+        r"\| 130831 \| in memory \| (\d+) \|[^|]+\| (\d+) \(",
+        r"\| 130831 \| shards \| (\d+) \|[^|]+\| (\d+) \(",
+        r"\| 1308310 \| \d+ \| (\d+) \|[^|]+\| (\d+) \(",
+    ):
+        seconds, memory = map(int, re.search(row, results).groups())
+        assert f"{seconds / 60:.0f} minutes and {memory / 1024:.1f} GiB" in readme
+
+
 # --- examples ---
 
 
