@@ -14,7 +14,7 @@ from ase.units import Hartree, kcal, kJ, mol
 from scipy.special import stdtrit
 
 from qualms.arrays import BoolArray, Float64Array, IntArray, StrArray, check_points
-from qualms.errors import InputError, counted
+from qualms.errors import InputError, counted, unknown_choice
 from qualms.metrics import Scores, root_mean_square
 from qualms.prediction import Prediction
 
@@ -60,9 +60,11 @@ class Evaluation:
     def __post_init__(self) -> None:
         y = check_points("y", self.y)
         if y.ndim != 1:
-            raise InputError("y", f"shape {y.shape}", "(n,)", "Flatten several outputs.")
+            message = f"`y` has the shape {y.shape}, not (n,). Flatten several outputs."
+            raise InputError(message, parameter="y")
         if self.prediction.shape != y.shape:
-            raise InputError("prediction", f"shape {self.prediction.shape}", f"{y.shape}, as of y")
+            message = f"`prediction` has the shape {self.prediction.shape}, and `y` {y.shape}."
+            raise InputError(message, parameter="prediction")
         object.__setattr__(self, "y", y)
         for name in ("structure", "atom", "component"):
             values = getattr(self, name)
@@ -73,12 +75,16 @@ class Evaluation:
 
     def _check_frames(self, frames: Sequence[Atoms]) -> None:
         if np.any((self.structure < 0) | (self.structure >= len(frames))):
-            given = f"{self.structure.min()} to {self.structure.max()}"
-            raise InputError("structure", given, f"indices of {len(frames)} frames")
+            raise InputError(
+                f"`structure` has indices from {self.structure.min()} to {self.structure.max()}, "
+                f"but there are {counted(len(frames), 'frame')}, from 0.",
+                parameter="structure",
+            )
         if self.atom is not None:
             sizes = np.array([len(atoms) for atoms in frames])[self.structure]
             if np.any((self.atom < 0) | (self.atom >= sizes)):
-                raise InputError("atom", "an index out of range", "atoms of their structures")
+                message = "Some indices in `atom` exceed the number of atoms of their structure."
+                raise InputError(message, parameter="atom")
 
     def __len__(self) -> int:
         return len(self.y)
@@ -156,11 +162,15 @@ def energy_factor(units: str, wanted: str | None) -> tuple[float, str]:
     if not wanted:
         return 1.0, units
     if wanted not in ENERGIES:
-        raise InputError("--in", repr(wanted), f"one of {', '.join(ENERGIES)}")
+        raise unknown_choice("--in", wanted, ENERGIES)
     found = [name for name in ENERGIES if units == name or units.startswith(f"{name}/")]
     if not found:
-        remedy = "Units of a model are given to `qualms train`, those of predictions by --units."
-        raise InputError("--in", f"{wanted!r} for data in {units!r}", "units of energy", remedy)
+        data = f"in {units!r}, which is no unit of energy" if units else "without known units"
+        raise InputError(
+            f"Values {data} cannot be converted to {wanted!r}. State the units of the data: those "
+            "of a model when it is trained, those of predictions with the option --units.",
+            parameter="--in",
+        )
     return ENERGIES[found[0]] / ENERGIES[wanted], wanted + units.removeprefix(found[0])
 
 
@@ -172,8 +182,11 @@ def per_atom_units(units: str) -> str:
 def _indices(name: str, values: IntArray, n: int) -> IntArray:
     array = np.asarray(values)
     if array.shape != (n,) or array.dtype.kind not in "iu":
-        given = f"{array.dtype.name} of shape {array.shape}"
-        raise InputError(name, given, f"an integer for each of {n} points")
+        raise InputError(
+            f"`{name}` is an array of {array.dtype.name} with the shape {array.shape}; it must "
+            f"have an integer for each of {counted(n, 'point')}.",
+            parameter=name,
+        )
     return array.astype(np.intp)
 
 

@@ -31,7 +31,7 @@ from qualms.calibration.methods import (
     vector_std,
 )
 from qualms.calibration.sources import WithNovelty
-from qualms.errors import CalibrationError, InputError, QualmsWarning
+from qualms.errors import CalibrationError, InputError, QualmsWarning, counted, unknown_choice
 from qualms.evaluation import COMPONENT_NAMES, Evaluation, energy_factor
 from qualms.execution import Workers, as_workers
 from qualms.gp.ensemble import ensemble_mean_std, group_codes
@@ -166,9 +166,13 @@ def evaluate(
     """
     stages = stages or Stages()
     if per not in (None, "atom", "structure"):
-        raise InputError("per", repr(per), "'atom' or 'structure'")
+        raise unknown_choice("per", per, ("atom", "structure"))
     if per is not None and model.settings.kind != "extensive":
-        raise InputError("per", repr(per), "none, unless the target is extensive")
+        raise InputError(
+            f"`per` is for extensive properties, such as energies of structures; the target "
+            f"{model.settings.target!r} is {model.settings.kind}.",
+            parameter="per",
+        )
     for name in model.settings.keys:
         energy_factor(model.settings.units_of(name), units)  # before any work
     predictor = _Predictor.of(model, executor, stages)
@@ -292,7 +296,8 @@ def _evaluate(
         n_lost = int(np.count_nonzero(~known))
         text = f"{n_lost} of {len(known)} points have σ = 0; they are left out."
         if not known.any():
-            raise InputError("frames", "σ = 0 for all points", "some points with σ > 0")
+            message = f"The uncertainty of all {counted(n_lost, 'point')} is zero: no scores."
+            raise InputError(message, parameter="frames")
         warnings.warn(text, QualmsWarning, stacklevel=2)
         test, raw = test.some(known), raw[known]
     out_of_bag, references = model.fitted.calibrations.get(name, {}), test.references
@@ -426,7 +431,8 @@ def _computable(
         )
         failed += chosen[np.isnan(values.energies)].tolist()
     if len(failed) == len(used):
-        raise InputError("baseline", potential.name, "values for at least one labelled structure")
+        message = f"The baseline, {potential.name}, failed for all labelled structures."
+        raise InputError(message, parameter="baseline")
     return {name: one.some(~np.isin(one.structure, failed)) for name, one in references.items()}
 
 

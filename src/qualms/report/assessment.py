@@ -75,7 +75,8 @@ def with_uncertainty(evaluation: Evaluation) -> tuple[Evaluation, list[str]]:
     if not n_lost:
         return evaluation, []
     if n_lost == len(evaluation):
-        raise InputError("prediction", "σ = 0 for all points", "at least one σ > 0")
+        message = f"The uncertainty of all {counted(n_lost, 'point')} is zero: they have no score."
+        raise InputError(message, parameter="prediction")
     remark = f"{evaluation.target}: {n_lost} of {len(evaluation)} points have σ = 0; left out."
     found = replace(evaluation.some(kept), scores=evaluation.scores)
     errors = np.abs(evaluation.residuals)

@@ -224,8 +224,11 @@ class Display(ABC):
         """Compute the numbers from reference values and a prediction of the same shape."""
         given: object = prediction
         if not isinstance(given, Prediction):
-            remedy = "Use Prediction(members), or Prediction(mean=..., std=...)."
-            raise InputError("prediction", type(given).__name__, "a Prediction", remedy)
+            raise InputError(
+                f"`prediction` is a {type(given).__name__}, not a Prediction. Use "
+                "Prediction(members), or Prediction(mean=..., std=...).",
+                parameter="prediction",
+            )
         numbers = cls._compute(check_points("y", y, prediction.shape), prediction)
         return cls(*numbers, units=units, target=target)
 
@@ -638,7 +641,7 @@ def subsample_figure(
 ) -> Figure:
     """Draw log likelihoods against subsample size, one line per estimator.
 
-    Values far below the others lie outside of the axes: the legend has them.
+    Values far below the others lie outside of the axes; arrows show how many, at each size.
 
     Parameters
     ----------
@@ -663,21 +666,23 @@ def subsample_figure(
         figure = Figure(figsize=(COLUMN_WIDTH, 0.9 * COLUMN_WIDTH), layout="constrained")
         ax = figure.add_subplot()
         for i, (name, found) in enumerate(lines.items()):
-            below = ", ".join(
-                f"{found[j]:.3g} at {sizes[j]:g}" for j in np.flatnonzero(found < low)
-            )
-            label = f"{name} ({below})" if below else name
-            ax.plot(sizes, found, label=label, linewidth=1.0, **line_style(i))
+            ax.plot(sizes, found, label=name, linewidth=1.0, **line_style(i))
+        # x in data, y as a fraction of the axes
+        place: dict[str, Any] = {"transform": ax.get_xaxis_transform(), "size": "small"}
+        n_below = np.sum([found < low for found in lines.values()], axis=0)
+        for size, n in zip(sizes, n_below.tolist(), strict=True):
+            if n:
+                ax.text(size, 0.02, f"{n}\n\u2193", ha="center", linespacing=0.9, **place)
         for i, (name, value) in enumerate(references.items()):
             label = name if value >= low else f"{name}: {value:.3g}"
             ax.axhline(
                 value, color=GUIDE, linewidth=1.0, linestyle=(0, (2 + 4 * i, 2)), label=label
             )
-        size = r"Subsample size $n/N$" if max(sizes) <= 1 else r"Subsample size $n$"
-        ax.set(ylim=(low, high), xlabel=size, ylabel="Log likelihood per point")
+        label = r"Subsample size $n/N$" if max(sizes) <= 1 else r"Subsample size $n$"
+        ax.set(ylim=(low, high), xlabel=label, ylabel="Log likelihood per point")
         ax.margins(x=0.08)
         set_even_ticks(ax.xaxis)
-        ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+        ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
     return figure
 
 

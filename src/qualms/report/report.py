@@ -139,7 +139,7 @@ def check_report(path: AnyPath, *, force: bool = False) -> tuple[Path, Path]:
     """Check that a report can be written, and return the paths of the page and of its map."""
     page = Path(path)
     if page.suffix.lower() not in (".html", ".htm"):
-        raise InputError("path", path, "a name that ends in .html")
+        raise InputError(f"A report is an .html file; {str(path)!r} is not.", parameter="path")
     data = page.with_name(page.stem + MAP_SUFFIX)
     return check_output(page, force=force), check_output(data, force=force)
 
@@ -195,12 +195,15 @@ def write_report(
     """
     page, map_path = check_report(path, force=force)
     if not evaluations:
-        raise InputError("evaluations", "nothing", "at least one Evaluation")
+        message = "There is nothing to report: `evaluations` is empty."
+        raise InputError(message, parameter="evaluations")
     found, notes = {}, [*remarks]
     for name, evaluation in evaluations.items():
         if not np.any(evaluation.residuals):
             raise InputError(
-                "reference", "values equal to the predictions", "values that are not predictions"
+                f"All reference values of {name} equal the predictions. Use values that are not "
+                "predictions.",
+                parameter="reference",
             )
         found[name], remark = with_uncertainty(evaluation)
         notes += remark
