@@ -121,8 +121,10 @@ _KEPT, _OF_EACH, _LEAST = 10_000, 10, 1000
 _BLOCK_STREAM, _KEPT_STREAM = 7, 8
 
 
-#: Where errors name a structure by its number.
-_NUMBER = re.compile(r"(?P<before>\b[Ss]tructure |\bframes\[)(?P<number>\d+)(?P<after>\]?)")
+#: Where errors name a structure by its number, unless by that in a file: "Structure 3 of new.xyz".
+_NUMBER = re.compile(
+    r"(?P<before>\b[Ss]tructure |\bframes\[)(?P<number>\d+)(?P<after>\]?)(?!\d| of )"
+)
 
 
 def _warn(text: str) -> None:
