@@ -441,7 +441,7 @@ def test_a_broken_frame(small_parts, molecules, tmp_path, line):
     with pytest.raises(InputError) as error:
         make_model().fit(FrameFiles.open([path]))
     assert error.value.parameter == "path"
-    assert "frame 17" in str(error.value.given)
+    assert "17 of train.xyz" in str(error.value)
 
 
 def test_forked_processes_are_rejected(molecules):

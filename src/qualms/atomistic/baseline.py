@@ -56,13 +56,13 @@ class Baseline:
             return
         known = self.is_determined(structure_design(frames, self.species))
         for i in np.flatnonzero(~known)[:1]:
-            others = f" and {np.sum(~known) - 1} other structures" if np.sum(~known) > 1 else ""
+            others = f" (and {np.sum(~known) - 1} others)" if np.sum(~known) > 1 else ""
             raise InputError(
-                "frames",
-                f"{frames[i].get_chemical_formula()} in frames[{first + i}]{others}",
-                "compositions that those of the training set determine (combinations of them)",
-                "Train with isolated atoms or more compositions, or ignore this "
-                "(`unknown_species='ignore'`).",
+                f"Structure {first + i}{others} is {frames[i].get_chemical_formula()}; the energy "
+                "of this composition is not a combination of those of the training set. Train with "
+                "isolated atoms or more compositions, or use `unknown_species='ignore'` to predict "
+                "nevertheless.",
+                parameter="frames",
             )
 
     def predict(self, design: Float64Array) -> Float64Array:
@@ -85,7 +85,11 @@ def atom_design(numbers: IntArray, species: Sequence[int]) -> Float64Array:
     design: Float64Array = (numbers[:, None] == np.asarray(species)).astype(np.float64)
     unseen = np.unique(numbers[design.sum(axis=1) == 0])
     if len(unseen):
-        raise InputError("numbers", symbols_of(unseen.tolist()), f"only {symbols_of(species)}")
+        raise InputError(
+            f"There are atoms of {symbols_of(unseen.tolist())}; the baseline is one of "
+            f"{symbols_of(species)}.",
+            parameter="numbers",
+        )
     return design
 
 
@@ -207,13 +211,18 @@ def _atoms(
 ) -> Float64Array:
     """Return the given or found energies of isolated atoms, in the order of the species: (S,)."""
     energies = isolated if isinstance(baseline, str) else baseline
-    given = f"energies of isolated atoms ({symbols_of(energies)})"
     if kind != "extensive":
-        expected = f"'none', 'mean' or 'composition' for kind={kind!r}"
-        raise InputError("baseline", given, expected)
+        raise InputError(
+            f"Energies of isolated atoms are no baseline for `kind={kind!r}`. Use 'none', 'mean' "
+            "or 'composition' as `baseline`.",
+            parameter="baseline",
+        )
     missing = [z for z in species if z not in energies]
     if missing:
-        expected = f"an energy for each species; that of {symbols_of(missing)} is missing"
-        remedy = "Give a mapping such as {'H': -13.6}, in units of the target."
-        raise InputError("baseline", given, expected, remedy)
+        raise InputError(
+            f"Energies of isolated atoms are known for {symbols_of(energies)}; that of "
+            f"{symbols_of(missing)} is missing. Use a `baseline` such as {{'H': -13.6}}, in the "
+            "units of the target, or structures with config_type=isolated_atom.",
+            parameter="baseline",
+        )
     return np.array([energies[z] for z in species], dtype=np.float64)

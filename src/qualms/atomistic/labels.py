@@ -70,8 +70,9 @@ _FORCES_STREAM = 6
 #: Largest label: weights and variances are still finite.
 _LARGEST = 1e40
 _RESULTS = "calc.results"
-_PER_ATOM = "It is a per-atom array: use kind='atomic' / --per-atom-target."
-_PER_STRUCTURE = "It is a number per structure: use kind='extensive' or 'intensive' / --target."
+_FORCES = "three numbers for each atom"
+_PER_ATOM = "It is an array of atoms: use `kind='atomic'`."
+_PER_STRUCTURE = "It is a number per structure: use `kind='extensive'` or `kind='intensive'`."
 
 
 # --- the rows of the linear problem ---------------------------------------------------------------
@@ -306,8 +307,11 @@ def read_labels(
     centers = found.rows if settings.per_atom else [np.arange(n) for n in n_atoms]
     y = found.values / n_atoms if settings.kind == "extensive" else found.values
     if np.max(np.abs(y), initial=0.0) > _LARGEST:
-        given, expected = f"values of {np.max(np.abs(y)):.1e}", f"numbers below {_LARGEST:g}"
-        raise InputError("target", given, expected)
+        raise InputError(
+            f"Labels {settings.target!r} are as large as {np.max(np.abs(y)):.1e}; numbers above "
+            f"{_LARGEST:g} cannot be learned. Correct these labels, or use other units.",
+            parameter="target",
+        )
     if settings.kind == "extensive" and not part:
         check_not_constant(settings.target, found.values, n_atoms)
     species = settings.species
@@ -520,7 +524,11 @@ def _differences(
                 virials[row] -= values.stresses[k] * atoms.cell.volume / len(atoms)
     kept = np.flatnonzero(np.isfinite(energies))
     if required and not len(kept):
-        raise InputError("baseline", reference.name, "values for at least one labelled structure")
+        raise InputError(
+            f"The baseline {reference.name} failed for every structure with a label. Use another "
+            "baseline, or correct its arguments.",
+            parameter="baseline",
+        )
     alone = {int(a.numbers[0]): i for i, a in enumerate(frames) if is_isolated(a)}
     numbers = [alone[z] for z in found.isolated]
     of_atoms = reference.evaluate([frames[i] for i in numbers], indices=numbers, skip_failed=True)
@@ -633,7 +641,10 @@ def labelled(
     if not used and required:
         of = "" if species is None else f" of {symbols_of(species)}"
         what = f"atom{of}" if per_atom else "structure"
-        raise InputError("key", repr(key), f"a label of at least one {what} that is not isolated")
+        raise InputError(
+            f"No {what} has a label {key!r}, other than isolated atoms; at least one is needed.",
+            parameter="key",
+        )
     rest = [atoms for atoms, alone in zip(frames, isolated, strict=True) if not alone]
     n_wanted = len(rest)
     if per_atom:
@@ -678,7 +689,7 @@ def _find_all(
 ) -> dict[int, tuple[object, str]]:
     """Return the label, as it is stored, and its place, for each structure that has one."""
     if len(frames) == 0:
-        raise InputError("frames", "no structures", "at least one")
+        raise InputError("There are no structures; at least one is needed.", parameter="frames")
     found = {i: hit for i, atoms in enumerate(frames) if (hit := find_label(atoms, key, per_atom))}
     predicted = sum(any(p for *_, p in _stored(atoms, key, per_atom)) for atoms in frames)
     if not found and required:
@@ -729,10 +740,10 @@ def _check_shared_calculators(
         j = owners.setdefault(id(frames[i].calc), i)
         if frames[i] is not frames[j]:
             raise InputError(
-                f"frames[{i}].calc",
-                f"the calculator of frames[{j}]",
-                "one calculator for each structure, because it stores one set of results",
-                "Copy each result to atoms.info or atoms.arrays when it is computed.",
+                f"Structure {i} and structure {j} share a calculator, which stores the results of "
+                "one structure only. Copy each result to atoms.info or atoms.arrays when it is "
+                "computed.",
+                parameter=f"frames[{i}].calc",
             )
 
 
@@ -747,15 +758,22 @@ def _numbers(
     if array.dtype.kind not in "iuf" or array.shape not in shapes:
         if array.dtype == bool:
             hint = "In extended XYZ a key without a value means True: omit keys of missing labels."
-        given = f"an array of {array.dtype.name} of shape {array.shape}"
-        raise InputError(name, given if array.ndim else repr(array.item())[:40], expected, hint)
+        value = f"an array of {array.dtype.name} of shape {array.shape}"
+        value = value if array.ndim else repr(array.item())[:40]
+        raise InputError(
+            f"The label {name} is {value}; it must be {expected}. {hint}", parameter=name
+        )
     return array.astype(np.float64)
 
 
 def _finite(values: Float64Array, name: str) -> Float64Array:
     """Return values that are finite or NaN."""
     if np.isinf(values).any():
-        raise InputError(name, "infinite values", "finite numbers, or NaN where there is none")
+        raise InputError(
+            f"The label {name} has infinite values. Write finite numbers, or NaN where there is no "
+            "label.",
+            parameter=name,
+        )
     return values
 
 
@@ -775,26 +793,33 @@ def _as_array(value: object) -> np.ndarray[Any, Any]:
 def _reject_key(frames: Sequence[Atoms], key: str, per_atom: bool, *, predicted: bool) -> NoReturn:
     """Raise an error that lists the keys that exist."""
     if predicted:
-        expected = f"labels; values with {key}_uncertainty beside them are predictions"
-        remedy = f"Store labels as REF_{key}, or remove an outdated {key}_uncertainty."
-        raise InputError("key", repr(key), expected, remedy)
-    expected = f"a label of {'atoms' if per_atom else 'structures'}"
+        raise InputError(
+            f"All values of {key!r} have {key}_uncertainty beside them: they are predictions, not "
+            f"labels. Store labels as REF_{key}, or remove an outdated {key}_uncertainty.",
+            parameter="key",
+        )
     if {key, f"REF_{key}"} & _present(frames, not per_atom):
         hint = _PER_STRUCTURE if per_atom else _PER_ATOM
-        raise InputError("key", repr(key), expected, hint)
-    _reject("key", key, expected, _present(frames, per_atom))
+        what = "atoms" if per_atom else "structures"
+        raise InputError(f"{key!r} is not a label of {what}. {hint}", parameter="key")
+    _reject("key", key, "label of atoms" if per_atom else "label", _present(frames, per_atom))
 
 
-def _reject(name: str, key: str, expected: str, present: set[str]) -> NoReturn:
+def _reject(name: str, key: str, what: str, present: set[str]) -> NoReturn:
     """Raise an error that lists the keys that exist, and suggests a similar one."""
-    hint = did_you_mean(key, present).strip()
-    keys = ", ".join(map(repr, sorted(present))) or "none exists"
-    raise InputError(name, repr(key), f"{expected} ({keys})", hint)
+    raise InputError(
+        f"No structure has a {what} {key!r}.{did_you_mean(key, present)} {_listed(present)}",
+        parameter=name,
+    )
 
 
 def _listed(keys: set[str]) -> str:
     """Return a sentence with keys that exist."""
-    return f"Keys present: {', '.join(map(repr, sorted(keys)))}." if keys else "There are no keys."
+    return (
+        f"Keys present: {', '.join(map(repr, sorted(keys)))}."
+        if keys
+        else "There are no such keys."
+    )
 
 
 def _present(frames: Sequence[Atoms], per_atom: bool, *shapes: tuple[int, ...]) -> set[str]:
@@ -828,8 +853,11 @@ def _isolated_values(
     for i in np.flatnonzero(isolated).tolist():
         z, value = int(frames[i].numbers[0]), float(values[i][0])
         if not np.isnan(value) and not np.isclose(found.setdefault(z, value), value, 1e-8, 0.0):
-            given = f"an isolated {symbols_of([z])} atom with {key}={value:.10g}"
-            raise InputError(f"frames[{i}]", given, f"{found[z]:.10g}, as in one before it")
+            raise InputError(
+                f"Structure {i} is an isolated {symbols_of([z])} atom with {key}={value:.10g}, and "
+                f"one before it has {found[z]:.10g}. Keep one of the two.",
+                parameter=f"frames[{i}]",
+            )
     return found
 
 
@@ -906,8 +934,16 @@ def force_labels(
     labels = ForceLabels(found, virials)
     if required and not len(labels.y):
         name, key = ("forces", forces) if forces is not None else ("stress", stress)
-        raise InputError(name, repr(key), "a label of at least one structure with an energy")
+        reject_without_energy(name, str(key))
     return labels
+
+
+def reject_without_energy(name: str, key: str) -> NoReturn:
+    """Raise an error about forces, or stresses, of structures without an energy."""
+    raise InputError(
+        f"No structure with an energy has {name} under {key!r}; at least one is needed.",
+        parameter=name,
+    )
 
 
 def with_force_atoms(settings: Settings, sizes: Sequence[int]) -> Settings:
@@ -951,12 +987,12 @@ def find_forces(
     """Return the forces (n_atoms, 3) of each structure that has some."""
     places = {i: hit for i, atoms in enumerate(frames) if (hit := find_label(atoms, key, True))}
     if not places and required:
-        _reject("forces", key, "three numbers for each atom", _present(frames, True, (3,)))
+        _reject("forces", key, "label of three numbers for each atom", _present(frames, True, (3,)))
     _check_shared_calculators(frames, places)
     found = {}
     for i, (value, place) in places.items():
         name = f"frames[{i}].{place}"
-        found[i] = _finite(_numbers(value, name, [(len(frames[i]), 3)], "(n_atoms, 3)"), name)
+        found[i] = _finite(_numbers(value, name, [(len(frames[i]), 3)], _FORCES), name)
     return {i: values for i, values in found.items() if np.isfinite(values).any()}
 
 
@@ -969,15 +1005,15 @@ def find_stresses(
     """
     if "virial" in key.casefold() and "stress" not in key.casefold():
         raise InputError(
-            "stress",
-            repr(key),
-            "the key of a stress, (1/V) ∂E/∂ε, rather than of a virial, −V times that",
-            f"Convert it: atoms.info['stress'] = -atoms.info[{key!r}] / atoms.get_volume().",
+            f"{key!r} seems to be a virial, which is −V times the stress (1/V) ∂E/∂ε that is "
+            f"learned. Convert it: atoms.info['stress'] = -atoms.info[{key!r}] / "
+            "atoms.get_volume().",
+            parameter="stress",
         )
     places = {i: hit for i, atoms in enumerate(frames) if (hit := find_label(atoms, key, False))}
     if not places and required:
         tensors = _present(frames, False, (6,), (9,), (3, 3))
-        _reject("stress", key, "six numbers, or a symmetric matrix", tensors)
+        _reject("stress", key, "label of six numbers, or a symmetric matrix,", tensors)
     _check_shared_calculators(frames, places)
     values = {i: voigt(value, f"frames[{i}].{place}") for i, (value, place) in places.items()}
     known = {i: v for i, v in values.items() if frames[i].pbc.any() or np.nan_to_num(v).any()}
@@ -996,9 +1032,13 @@ def voigt(value: object, name: str) -> Float64Array:
     """Return a stress as six numbers, from six or nine."""
     array = _as_array(value)
     if array.size != 9:
-        six = _numbers(value, name, [(6,)], "xx, yy, zz, yz, xz, xy, or a 3 × 3 matrix")
+        six = _numbers(
+            value, name, [(6,)], "six numbers (xx, yy, zz, yz, xz, xy) or a 3 × 3 matrix"
+        )
         return _finite(six, name)
     matrix = _finite(_numbers(array.reshape(3, 3), name, [(3, 3)], "a 3 × 3 matrix"), name)
     if np.abs(matrix - matrix.T).max() > _SYMMETRY * np.abs(matrix).max():
-        raise InputError(name, "a matrix that is not symmetric", "a symmetric stress")
+        raise InputError(
+            f"The stress {name} is a matrix that is not symmetric; stresses are.", parameter=name
+        )
     return np.asarray((matrix + matrix.T)[VOIGT] / 2)

@@ -296,7 +296,11 @@ class AtomisticModel:
         """Predict with the full projected process, Eq. (3): mean and σ_PP, not calibrated."""
         variance = self.fitted.pp_variance
         if variance is None:
-            raise InputError("keep_pp", False, "True when the model was trained")
+            raise InputError(
+                "The model was trained with `keep_pp=False`, so that its projected process has no "
+                "variance. Train it with `keep_pp=True`.",
+                parameter="keep_pp",
+            )
         means, stds = [], []
         for chunk in self.stream(frames, unknown_species=unknown_species):
             rows = chunk.rows()
@@ -322,7 +326,10 @@ class AtomisticModel:
         Chunks without features are for predictions by `predict_forces`.
         """
         if unknown_species not in ("error", "ignore"):
-            raise InputError("unknown_species", repr(unknown_species), '"error" or "ignore"')
+            raise InputError(
+                f"`unknown_species` is 'error' or 'ignore', not {unknown_species!r}.",
+                parameter="unknown_species",
+            )
         chunk, ignore = None, unknown_species == "ignore"
         with limited(self.threads):
             for chunk in stream_chunks(
@@ -335,12 +342,19 @@ class AtomisticModel:
             ):
                 yield chunk
         if chunk is None:
-            raise InputError("frames", "no structures", "at least one")
+            raise InputError(
+                "There are no structures to predict; at least one is needed.", parameter="frames"
+            )
 
     def target_atoms(self, frames: Sequence[Atoms]) -> list[IntArray]:
         """Return, for an atomic property, the atoms of each structure that `predict` predicts."""
         if self.settings.kind != "atomic":
-            raise InputError("kind", repr(self.settings.kind), "'atomic'")
+            raise InputError(
+                f"The target is of `kind={self.settings.kind!r}`; values of single atoms are "
+                "predicted for `kind='atomic'` only. Contributions of atoms are those of "
+                "`predict_atoms`.",
+                parameter="kind",
+            )
         return [centers_of(atoms.numbers, self.fitted) for atoms in frames]
 
     def save(self, path: str | Path, *, force: bool = False) -> None:
@@ -380,8 +394,11 @@ class AtomisticModel:
         """
         confirmed, fitted = as_reference(baseline), read_model(path, representation)
         if baseline is not None and (confirmed is None or fitted.settings.reference is None):
-            expected = "a calculator or a key, if the model was trained with one"
-            raise InputError("baseline", repr(baseline), expected)
+            raise InputError(
+                f"`baseline={baseline!r}` does not fit the model: it is a calculator or a key, for "
+                "a model that was trained with one.",
+                parameter="baseline",
+            )
         fitted.representation.prepare()
         model = cls.from_fitted(fitted, threads=threads, confirmed=confirmed)
         if confirmed is not None:
@@ -600,9 +617,11 @@ def stream_chunks(
                 if not fitted.per_atom:
                     fitted.baseline.check_compositions([atoms], first=index)
             elif not is_known.any():
-                given = f"{symbols_of(sorted({*atoms.numbers.tolist()}))} alone in frames[{index}]"
-                expected = f"at least one atom of a known species: {symbols_of(species)}"
-                raise InputError("frames", given, expected, "Omit such structures.")
+                raise InputError(
+                    f"Structure {index} contains {symbols_of(sorted({*atoms.numbers.tolist()}))} "
+                    f"alone; the model was trained on {symbols_of(species)}. Leave it out.",
+                    parameter="frames",
+                )
             kept = np.flatnonzero(is_known)
             known = atoms if len(kept) == len(atoms) else atoms[kept]
             inside = centers_of(known.numbers, fitted)

@@ -445,7 +445,7 @@ class Settings(BaseModel):
     def _known_calibration(cls, value: Any) -> Any:
         name = "none" if value is None else value
         if not isinstance(name, str) or name not in {*MODEL_METHODS, "auto"}:
-            raise ValueError(f"one of {', '.join(MODEL_METHODS)}, auto")
+            raise ValueError(f"one of {', '.join(map(repr, (*MODEL_METHODS, 'auto')))}")
         return name
 
     @field_validator("memory", "threads", mode="before")
@@ -476,23 +476,47 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
         trusted = settings.representation.trusting()
         settings = settings.model_copy(update={"representation": trusted})
     if settings.species is not None and settings.kind != "atomic":
-        raise InputError("species", values["species"], "none, unless kind='atomic'")
+        raise InputError(
+            f"`species` are the elements of an atomic property, `kind='atomic'`; this one is of "
+            f"`kind={settings.kind!r}`. Leave it out.",
+            parameter="species",
+        )
     if settings.resample == "atoms" and settings.kind != "atomic":
-        raise InputError("resample", "'atoms'", "'structures', unless kind='atomic'")
+        raise InputError(
+            f"`resample='atoms'` needs labels of atoms, `kind='atomic'`; this property is of "
+            f"`kind={settings.kind!r}`. Use `resample='structures'`.",
+            parameter="resample",
+        )
     _check_members(settings)
     if settings.reference is not None:
         _check_reference(settings, settings.reference)
     if settings.force_atoms != "auto" and settings.forces is None:
-        raise InputError("force_atoms", settings.force_atoms, "'auto' if no forces are learned")
+        raise InputError(
+            f"`force_atoms={settings.force_atoms!r}` has no meaning, since no `forces` are "
+            "learned. Leave it out, or name their key.",
+            parameter="force_atoms",
+        )
     for name in ("forces", "stress"):
         noise = getattr(settings, f"{name}_noise")
         if noise != "auto" and getattr(settings, name) is None:
-            raise InputError(f"{name}_noise", noise, f"'auto' if no {name} are learned")
+            raise InputError(
+                f"`{name}_noise={noise!r}` has no meaning, since no `{name}` is learned. Leave it "
+                "out, or name the key.",
+                parameter=f"{name}_noise",
+            )
     if settings.learns_forces and settings.kind != "extensive":
         name = "forces" if settings.forces is not None else "stress"
-        raise InputError(name, f"with kind={settings.kind!r}", "kind='extensive', an energy")
+        raise InputError(
+            f"`{name}` is a derivative of an energy, `kind='extensive'`; the target is of "
+            f"`kind={settings.kind!r}`. Leave it out, or change `kind`.",
+            parameter=name,
+        )
     if settings.noise_per != "atom" and not settings.learns_forces:
-        raise InputError("noise_per", repr(settings.noise_per), "'atom' if no forces are learned")
+        raise InputError(
+            f"`noise_per={settings.noise_per!r}` has no meaning, since no `forces` are learned. "
+            "Leave it out.",
+            parameter="noise_per",
+        )
     return _with_forces(settings)
 
 
@@ -506,26 +530,42 @@ def _check_members(settings: Settings) -> None:
     for name in unused[settings.uncertainty]:
         value, default = getattr(settings, name), Settings.model_fields[name].default
         if value not in (default, "full"):
-            expected = f"its default, {default!r}, with uncertainty={settings.uncertainty!r}"
-            raise InputError(name, repr(value), expected)
+            raise InputError(
+                f"`{name}={value!r}` has no meaning with `uncertainty={settings.uncertainty!r}`, "
+                "which has no such members. Leave it out.",
+                parameter=name,
+            )
     few = settings.n_subsampled and settings.n_members < MIN_ABSENT
     if few and settings.calibration != "none":
-        expected = f"at least {MIN_ABSENT}, unless calibration='none'"
-        raise InputError("n_members", settings.n_members, expected)
+        raise InputError(
+            f"`n_members={settings.n_members}` is too few to calibrate on: {MIN_ABSENT} are needed "
+            "at least, unless `calibration='none'`.",
+            parameter="n_members",
+        )
 
 
 def _check_reference(settings: Settings, reference: Reference) -> None:
     """Reject a reference potential of a property that is no energy, or in unknown units."""
-    given = repr(reference.name)
     if settings.kind != "extensive":
-        expected = f"no reference potential with kind={settings.kind!r}: it is for energies"
-        raise InputError("baseline", given, expected)
+        raise InputError(
+            f"The baseline {reference.name} is a potential of energies; the target is of "
+            f"`kind={settings.kind!r}`. Use 'none', 'mean' or 'composition' as `baseline`.",
+            parameter="baseline",
+        )
     own = {settings.keys[name]: reference.key_of(name) for name in settings.keys}
     if any(target == key for target, key in own.items()):
-        raise InputError("baseline", given, "other keys than those of the labels")
+        raise InputError(
+            f"The baseline has the {reference.name}, which is that of the labels. Name the key of "
+            "other energies.",
+            parameter="baseline",
+        )
     if reference.key is None and settings.units not in ("", *ENERGIES):
-        expected = f"{', '.join(ENERGIES)}, so that energies of a calculator can be converted"
-        raise InputError("units", repr(settings.units), expected)
+        raise InputError(
+            f"Energies of the baseline {reference.name} cannot be converted to "
+            f"`units={settings.units!r}`. Use {', '.join(ENERGIES)}."
+            f"{did_you_mean(settings.units, ENERGIES)}",
+            parameter="units",
+        )
 
 
 def with_representation(settings: Settings, frames: Sequence[Atoms]) -> tuple[Settings, str]:
@@ -552,6 +592,10 @@ def _with_forces(settings: Settings) -> Settings:
     return settings.model_copy(update={"representation": smooth})
 
 
+#: What messages of pydantic have around the value that is expected.
+_PYDANTIC = re.compile(r"^Value error, |^Input should be |\bvalid |, unable to .*")
+
+
 def _first_problem(error: ValidationError) -> InputError:
     problems = error.errors()
     problem = problems[0]
@@ -560,15 +604,26 @@ def _first_problem(error: ValidationError) -> InputError:
         return cause
     name = str(problem["loc"][0]) if problem["loc"] else "settings"
     if problem["type"] == "extra_forbidden":
-        known = ", ".join(Settings.model_fields)
-        return InputError(name, repr(problem["input"]), f"a known parameter: {known}")
+        known = [*Settings.model_fields]
+        similar = did_you_mean(name, known) or f" There are {', '.join(known)}."
+        return InputError(f"There is no parameter {name!r}.{similar}", parameter=name)
     # A value that may be of several types has a problem with each of them.
     expected = [
-        other["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        _PYDANTIC.sub("", other["msg"])
         for other in problems
         if other["loc"][:1] == problem["loc"][:1]
     ]
-    return InputError(name, repr(problem["input"]), ", or ".join(dict.fromkeys(expected)))
+    if problem["type"] == "missing":
+        return InputError(f"`{name}` is missing; it is required.", parameter=name)
+    for words, better in (("String should have", "a string of"), ("a integer", "an integer")):
+        expected = [text.replace(words, better) for text in expected]
+    choices = re.findall(r"'([^']*)'", " ".join(expected))
+    value = problem["input"]
+    return InputError(
+        f"`{name}` cannot be {value!r}; it must be {', or '.join(dict.fromkeys(expected))}."
+        f"{did_you_mean(value, choices) if isinstance(value, str) else ''}",
+        parameter=name,
+    )
 
 
 def signature() -> inspect.Signature:
@@ -607,6 +662,9 @@ def parse_memory(memory: str | float | None) -> float:
             power = " kmgt".index(match[2] or " ")
             size = float(match[1]) * (1024.0 if match[3] else 1000.0) ** power
     if not isinstance(size, (int, float)) or isinstance(size, bool) or not 0 < size < float("inf"):
-        expected = 'a positive number of bytes, or a size such as "8GB"'
-        raise InputError("memory", repr(memory), expected)
+        raise InputError(
+            f"`memory` cannot be {memory!r}: it is a positive number of bytes, or a size such as "
+            "'8GB'.",
+            parameter="memory",
+        )
     return float(size)

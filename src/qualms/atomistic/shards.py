@@ -48,6 +48,7 @@ from qualms.atomistic.labels import (
     known_baseline,
     labelled,
     read_labels,
+    reject_without_energy,
     thinned,
     with_force_atoms,
 )
@@ -348,7 +349,9 @@ def take_census(
     n = len(joined["numbers"])
     if not n:
         labelled(list(frames[:_SCANNED]), settings.target, settings.kind, settings.species)
-        raise InputError("frames", "no labelled structures", "at least 2")
+        raise InputError(
+            "No structure has a label; at least 2 are needed to train on.", parameter="frames"
+        )
     counts, first = np.zeros((n, len(species)), dtype=np.intp), 0
     states: dict[State, int] = {}
     isolated: dict[int, float] = {}
@@ -358,8 +361,11 @@ def take_census(
         counts[here, np.searchsorted(species, one.species)] = one.composition
         for z, value in one.isolated.items():
             if not math.isclose(isolated.setdefault(z, value), value, rel_tol=1e-8):
-                given = f"isolated {symbols_of([z])} atoms with {value:.10g} and {isolated[z]:.10g}"
-                raise InputError("frames", given, "one energy of each element")
+                raise InputError(
+                    f"There are isolated {symbols_of([z])} atoms with energies {isolated[z]:.10g} "
+                    f"and {value:.10g}. Keep one for each element.",
+                    parameter="frames",
+                )
     check_states(states, settings)
     labels = [label for one in found for label in one.groups] if key else groups
     codes, n_duplicates = join_groups(
@@ -396,7 +402,7 @@ def take_census(
     )
     for name, key_of in (("forces", settings.forces), ("stress", settings.stress)):
         if key_of is not None and name not in census.n_labels:
-            raise InputError(name, repr(key_of), "a label of at least one structure with an energy")
+            reject_without_energy(name, key_of)
     known = known_baseline(settings, species, census.design, isolated)
     return replace(census, settings=known)
 
@@ -451,7 +457,11 @@ def draw_blocks(census: Census) -> Blocks:
     settings, groups = census.settings, np.unique(census.groups, return_inverse=True)[1]
     n_groups = int(groups.max()) + 1
     if n_groups < 2:
-        raise InputError("frames", f"{n_groups} group of structures", "at least 2 to draw from")
+        raise InputError(
+            "All structures belong to one group; at least 2 groups are needed to draw subsamples "
+            "from.",
+            parameter="frames",
+        )
     rng = np.random.default_rng([settings.seed, _BLOCK_STREAM])
     n_blocks = min(_n_blocks(settings), n_groups)
     # Groups with the same quantities are spread evenly, and those with rare ones come first.
@@ -535,10 +545,11 @@ def _read(
 ) -> TrainingSet:
     """Read the labels of structures that have some; warnings have been issued before."""
     assert part.groups is not None, "known after the first pass"
+    frames = list(part.frames)
     with warnings.catch_warnings(), numbered(part):
         warnings.simplefilter("ignore")
         potential = _reference(settings) if reference else None
-        data = read_labels(list(part.frames), settings, reference=potential, part=True)
+        data = read_labels(frames, settings, reference=potential, part=True)
     labels, numbers = data.derivatives, part.numbers[data.source]
     data = replace(
         data,
@@ -836,10 +847,10 @@ def announce(census: Census, n_kept: int, workers: Workers, limit: float) -> Non
     log.info(f"{text}.")
     if total > limit:
         raise InputError(
-            "memory",
-            format_size(limit),
-            f"at least {format_size(1.01 * total)}",
-            "Allow more memory, use fewer representatives, or uncertainty='posterior'.",
+            f"The training needs at least {format_size(1.01 * total)} of memory; the limit is "
+            f"{format_size(limit)}. Raise `memory`, or use a smaller `n_representatives` or "
+            "`uncertainty='posterior'`.",
+            parameter="memory",
         )
     if workers.memory is not None and worker > workers.memory:
         _warn(
@@ -886,8 +897,11 @@ def fit(
     """
     stages = stages or Stages()
     if settings.resample == "atoms":
-        remedy = "Train in one process, with more memory."
-        raise InputError("resample", "'atoms'", "'structures' for training on shards", remedy)
+        raise InputError(
+            "`resample='atoms'` is not available for training on shards. Use "
+            "`resample='structures'`, or train in one process with more `memory`.",
+            parameter="resample",
+        )
     workers.check(frames.paths if isinstance(frames, FrameFiles) else ())
     census = take_census(frames, settings, groups, workers, stages, skip_failed=skip_failed)
     if census.preset:

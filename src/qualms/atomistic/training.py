@@ -223,7 +223,10 @@ def draw_ensemble(data: TrainingSet) -> Draw:
         what = "labelled atoms" if settings.resample == "atoms" else "different labelled structures"
         grouped = len(np.unique(data.source)) > 1 and settings.resample != "atoms"
         name, what = ("groups", "groups of structures") if grouped else ("frames", what)
-        raise InputError(name, f"{n_groups} {what}", f"at least 2 {what} to draw from")
+        raise InputError(
+            f"There are fewer than 2 {what}, from which subsamples are drawn.",
+            parameter=name,
+        )
     rng = np.random.default_rng(settings.seed)
     counts = np.zeros((n, 0), dtype=np.intp)
     if settings.n_subsampled:
@@ -257,18 +260,17 @@ def check_out_of_bag(settings: Settings, counts: IntArray, *, anchored: bool) ->
         return
     if anchored:
         raise InputError(
-            "baseline",
-            "'composition'",
-            "more different structures (or groups): members that lack an element get the "
-            "structures that determine it, and none remains to calibrate on",
-            "Use more structures, or baseline='mean'.",
+            "`baseline='composition'` needs more different structures (or groups): members that "
+            "lack an element get the structures that determine it, and none remains to calibrate "
+            "on. Use more structures, or `baseline='mean'`.",
+            parameter="baseline",
         )
     raise InputError(
-        "subsample",
-        settings.subsample,
-        f"subsamples that leave some of the {len(counts)} rows out of at least {MIN_ABSENT} of "
-        f"{settings.n_members} members, to calibrate on",
-        "Use smaller subsamples, more members or more structures, or calibration='none'.",
+        f"Subsamples of {settings.subsample} leave none of the {len(counts)} rows out of at least "
+        f"{MIN_ABSENT} of {settings.n_members} members, so that there is nothing to calibrate on. "
+        "Use a smaller `subsample`, a larger `n_members`, more structures, or "
+        "`calibration='none'`.",
+        parameter="subsample",
     )
 
 
@@ -534,10 +536,10 @@ def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int |
         keep, recompute, beside, copies = _memory_needed(data, n_workers)
     if min(keep, recompute) > limit:
         raise TooLargeError(
-            "memory",
-            format_size(limit),
-            f"at least {format_size(1.01 * min(keep, recompute))}",
-            "Allow more memory, or use fewer representatives or training structures.",
+            f"The training needs at least {format_size(1.01 * min(keep, recompute))} of memory; "
+            f"the limit is {format_size(limit)}. Raise `memory`, or use a smaller "
+            "`n_representatives` or fewer structures.",
+            parameter="memory",
         )
     n_block, use = None, keep
     if keep > limit:
