@@ -553,7 +553,7 @@ BAD = {
     "predict model.safetensors good.xyz --atoms -o new.csv": "--output",
     "predict atoms.safetensors good.xyz --atoms -o new.xyz": "--atoms",
     "evaluate model.safetensors good.xyz --calibration-file old.json": "",
-    "report model.safetensors good.xyz -o new.pdf": "path",
+    "report model.safetensors good.xyz -o new.pdf": ".html",
     "demo -o old.json": "",
 }
 

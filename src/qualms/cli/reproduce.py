@@ -13,7 +13,7 @@ from typer import Argument, Option
 
 from qualms.cli._common import Force, Json, Quiet, Terminal, Threads
 from qualms.cli.verb import Verb
-from qualms.errors import InputError
+from qualms.errors import InputError, unknown_choice
 from qualms.io.files import check_output
 from qualms.progress import Stages
 
@@ -147,8 +147,8 @@ class _Run:
         try:
             self.output.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            expected = "a directory, or a name for a new one"
-            raise InputError("output", f"'{self.output}'", expected, f"({error})") from error
+            message = f"The directory {str(self.output)!r} cannot be made: {error.strerror}."
+            raise InputError(message, parameter="output") from error
         for name in names:
             check_output(self.output / f"{name}.json", force=self.force)
 
@@ -209,5 +209,5 @@ class _Run:
 
 def _choice(parameter: str, given: str, choices: Mapping[str, Any]) -> Any:
     if given not in choices:
-        raise InputError(parameter, repr(given), f"one of {', '.join(choices)}")
+        raise unknown_choice(parameter, given, choices)
     return choices[given]

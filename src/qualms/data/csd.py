@@ -17,7 +17,7 @@ import numpy as np
 from ase import Atoms
 
 from qualms.atomistic.structures import read_frames
-from qualms.errors import InputError
+from qualms.errors import InputError, did_you_mean
 
 #: Keys of the shieldings (ppm) in CSD-1000R, and in the relaxed crystals of ShiftML.
 SHIELDINGS = ("CS_total", "cs_iso")
@@ -43,28 +43,33 @@ def csd(path: str | os.PathLike[str], *, target: str | None = None) -> list[Atom
     """
     source = Path(path)
     if not source.is_file():
-        raise InputError("data", f"'{path}'", "a file of crystals, extended XYZ or chemiscope JSON")
+        message = (
+            f"There is no file {str(path)!r}. Crystals are in extended XYZ or chemiscope JSON."
+        )
+        raise InputError(message, parameter="data")
     is_json = source.name.endswith((".json", ".json.gz"))
     frames = _read_chemiscope(source) if is_json else read_frames(source)
     passing = [a for a in frames if str(a.info.get("STATUS", "PASSING")) == "PASSING"]
     if not passing:
-        given = f"{len(frames)} structures in '{path}'"
-        raise InputError("data", given, "crystals without a STATUS, or with STATUS=PASSING")
+        raise InputError(
+            f"All {len(frames)} structures in {str(path)!r} have a STATUS other than PASSING.",
+            parameter="data",
+        )
     keys = SHIELDINGS if target is None else (target,)
     key = next((k for k in keys if any(k in a.arrays for a in passing)), None)
     if key is None:
         known = sorted({k for a in passing[:10] for k in a.arrays} - {"numbers", "positions"})
         raise InputError(
-            "target",
-            f"none of {', '.join(keys)} in '{path}'",
-            f"one of {', '.join(known)}" if known else "a file with values of atoms",
-            f"Rename the shieldings to {SHIELDINGS[0]}, or set target= in Python.",
+            f"{str(path)!r} has no values of atoms under {' or '.join(keys)}; it has "
+            f"{', '.join(known) or 'none at all'}. Rename the shieldings to {SHIELDINGS[0]}, or "
+            f"set `target`.{did_you_mean(keys[0], known)}",
+            parameter="target",
         )
     for i, atoms in enumerate(frames):
         # Without its neighbours an atom would have another shielding.
         if atoms.cell.rank < 3 or not np.all(atoms.pbc):
-            given = f"structure {i} of '{path}' without a cell, or not periodic"
-            raise InputError("data", given, "crystals, periodic along three cell vectors")
+            message = f"Structure {i} of {str(path)!r} is not periodic along three cell vectors."
+            raise InputError(message, parameter="data")
     for atoms in passing:
         values = atoms.arrays.get(key, np.full(len(atoms), np.nan))
         atoms.arrays["shielding"] = np.asarray(values, dtype=np.float64)
@@ -93,8 +98,11 @@ def _read_chemiscope(path: Path) -> list[Atoms]:
                 for (s, i), value in zip(places, values, strict=True):
                     frames[s].arrays[name][i] = value
     except _MALFORMED as error:
-        expected = "a chemiscope data set: structures, properties of atoms, environments"
-        raise InputError("data", f"'{path}'", expected, f"Reading it failed: {error!r}.") from error
+        raise InputError(
+            f"{str(path)!r} is not a chemiscope data set of structures, properties of atoms and "
+            f"environments: {error!r}.",
+            parameter="data",
+        ) from error
     return frames
 
 

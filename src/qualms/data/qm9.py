@@ -78,8 +78,11 @@ def read_npz(path: Traversable) -> Generator[Record]:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as npz:
             arrays = _as_arrays(npz)
     except (KeyError, TypeError, ValueError, OSError, zipfile.BadZipFile, zlib.error) as error:
-        expected = "an NPZ file with the arrays " + ", ".join(_INTEGER_ARRAYS + _FLOAT_ARRAYS)
-        raise InputError("source", f"'{path}'", expected, f"Reading it failed: {error}.") from error
+        raise InputError(
+            f"{str(path)!r} is not an NPZ file with the arrays "
+            f"{', '.join(_INTEGER_ARRAYS + _FLOAT_ARRAYS)}: {error}.",
+            parameter="source",
+        ) from error
     elements = arrays["atomref_numbers"].tolist()
     references = dict(zip(elements, arrays["atomref_U0"].tolist(), strict=True))
     for i, index in enumerate(arrays["index"].tolist()):
@@ -122,8 +125,8 @@ def read_qm9pack() -> Generator[Record]:
     """
     spec = importlib.util.find_spec("qm9pack")
     if spec is None or not spec.submodule_search_locations:
-        remedy = "Install it: pip install 'qualms[qm9]'"
-        raise InputError("source", "'qm9pack'", "the package qm9pack to be installed", remedy)
+        message = "The package qm9pack is not installed: pip install 'qualms[qm9]'."
+        raise InputError(message, parameter="source")
     folder = Path(spec.submodule_search_locations[0], "data")
     for part in (1, 2, 3):
         yield from _read_csv(folder / f"qm9_part{part}.csv")
@@ -140,9 +143,11 @@ def _read_csv(path: Path) -> Generator[Record]:
             for row in rows:
                 yield int(row[columns["Index"]]), partial(_csv_molecule, columns, row)
     except (OSError, ValueError, IndexError, csv.Error) as error:
-        expected = f"its table {path.name} to have the columns {', '.join(wanted)}"
-        remedy = f"Reading it failed: {error}. Install it again: pip install 'qualms[qm9]'"
-        raise InputError("source", "'qm9pack'", expected, remedy) from error
+        raise InputError(
+            f"The table {path.name} of qm9pack does not have the columns {', '.join(wanted)}: "
+            f"{error}. Install it again: pip install 'qualms[qm9]'.",
+            parameter="source",
+        ) from error
 
 
 def _csv_molecule(columns: Mapping[str, int], row: list[str]) -> Molecule:
@@ -175,8 +180,11 @@ def read_archive(path: Path) -> Generator[Record]:
         if n_found == 0:
             raise ValueError("it has no .xyz file")
     except (OSError, EOFError, ValueError, IndexError, tarfile.TarError) as error:
-        remedy = f"Reading it as an archive failed after {n_found} molecules: {error}."
-        raise InputError("source", f"'{path}'", SOURCES, remedy) from error
+        raise InputError(
+            f"{str(path)!r} cannot be read as an archive of QM9; that failed after {n_found} "
+            f"molecules: {error}. `source` is {SOURCES}.",
+            parameter="source",
+        ) from error
 
 
 def _xyz_molecule(text: str) -> Molecule:
@@ -279,8 +287,8 @@ def select(
         draw: Any = sorted if n is None else partial(heapq.nsmallest, n)
         chosen = draw(records, key=lambda _: rng.random())
     if n is not None and len(chosen) < n:
-        expected = f"at most {len(chosen)}, the number of molecules of the source"
-        raise InputError("n", n, expected, remedy)
+        message = f"The source has {len(chosen)} molecules, fewer than n = {n}. {remedy}"
+        raise InputError(message.rstrip(), parameter="n")
     return chosen
 
 
@@ -295,7 +303,7 @@ def _open(source: str | os.PathLike[str]) -> Generator[Record]:
             return read_archive(Path(source))
         if _magic(source).startswith(b"PK"):
             return read_npz(Path(source))
-    raise InputError("source", repr(source), SOURCES)
+    raise InputError(f"`source` is {source!r}; it must be {SOURCES}.", parameter="source")
 
 
 def is_archive(source: str | os.PathLike[str]) -> bool:
@@ -320,8 +328,8 @@ def _as_atoms(record: Record, source: object) -> Atoms:
         if not all(np.isfinite(x).all() for x in (positions, reference, *energies.values())):
             raise ValueError("a position or an energy is not finite")
     except (ValueError, LookupError) as error:
-        remedy = f"Molecule {index} is damaged: {error!r}."
-        raise InputError("source", f"'{source}'", "QM9's format", remedy) from error
+        message = f"Molecule {index} of {str(source)!r} is damaged: {error!r}."
+        raise InputError(message, parameter="source") from error
     info: dict[str, float] = {"gdb9_index": index}
     info |= {name: HARTREE_TO_EV * energies[name] for name in ENERGIES}
     info["atomization_energy"] = HARTREE_TO_EV * (energies["U0"] - float(reference))
@@ -337,8 +345,10 @@ def _as_indices(uncharacterized: str | os.PathLike[str] | Iterable[int]) -> froz
             return frozenset(check_integer("uncharacterized", i, 1) for i in uncharacterized)
         lines = Path(uncharacterized).read_text(encoding="utf-8").splitlines()
     except (OSError, TypeError, UnicodeDecodeError) as error:
-        raise InputError("uncharacterized", uncharacterized, expected, f"{error}.") from error
+        message = f"`uncharacterized` is {expected}; {uncharacterized!r} is not: {error}."
+        raise InputError(message, parameter="uncharacterized") from error
     indices = frozenset(int(w[0]) for w in map(str.split, lines) if w and w[0].isdecimal())
     if not indices:
-        raise InputError("uncharacterized", uncharacterized, expected, "It has no index.")
+        message = f"`uncharacterized` is {expected}; {str(uncharacterized)!r} has no index."
+        raise InputError(message, parameter="uncharacterized")
     return indices

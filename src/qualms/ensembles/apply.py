@@ -85,8 +85,11 @@ def apply_calibration(
     suffix = Path(output).suffix.lower()
     expected_suffix = source.suffix if isinstance(source, Table) else ""
     if (suffix if suffix in TABLES else "") != expected_suffix:
-        expected = f"a file of the format of the predictions ({expected_suffix or '.xyz'})"
-        raise InputError("output", f"'{output}'", expected)
+        raise InputError(
+            f"The output has the format of the predictions, {expected_suffix or '.xyz'}; the name "
+            f"{str(output)!r} is that of another.",
+            parameter="output",
+        )
     ensemble = read_ensemble(
         sources,
         target or document.target,
@@ -130,8 +133,11 @@ def recalibrate(evaluation: Evaluation, document: CalibrationDocument) -> Predic
     kind = "structure" if evaluation.atom is None else "atom"
     kind = kind if evaluation.component is None else "component"
     if (document.target, document.kind) != (evaluation.target, kind):
-        given = f"made for {document.target} of {document.kind}s"
-        raise InputError("calibration", given, f"one for {evaluation.target} of {kind}s")
+        raise InputError(
+            f"The calibration was fitted to {document.target} of {document.kind}s, and cannot be "
+            f"used for {evaluation.target} of {kind}s.",
+            parameter="calibration",
+        )
     labels = None
     if document.by is not None and evaluation.frames is not None:
         frames = evaluation.frames
@@ -156,8 +162,11 @@ def _checks(document: CalibrationDocument, ensemble: Ensemble) -> Iterator[str]:
     bad = np.any([*reasons.values()], axis=0)
     found = [f"{ensemble.counted(int(w.sum()))} {why}" for why, w in reasons.items() if w.any()]
     if bad.all():
-        remedy = f"Flags of out-of-bag members are read from {ensemble.target}_absent."
-        raise InputError(ensemble.key, ", ".join(found), "finite predictions", remedy)
+        raise InputError(
+            f"No point can be calibrated: {', '.join(found)}. (Flags of out-of-bag members are "
+            f"read from {ensemble.target}_absent.)",
+            parameter=ensemble.key,
+        )
     yield from (f"{text}: NaN is written for them." for text in found)
     if ensemble.n_members != document.n_members:
         yield (

@@ -25,7 +25,7 @@ from qualms.calibration.selection import (
     cross_validate,
 )
 from qualms.ensembles.io import COMPONENTS, Ensemble
-from qualms.errors import CalibrationError, InputError
+from qualms.errors import CalibrationError, InputError, unknown_choice
 from qualms.evaluation import (
     Evaluation,
     check_errors,
@@ -115,8 +115,13 @@ def calibrate_ensemble(
     """
     methods = STD_METHODS if ensemble.members is None else tuple(METHODS)
     if method not in ("auto", *methods):
-        remedy = "" if ensemble.members is not None else "The other methods need members."
-        raise InputError("method", repr(method), f"one of auto, {', '.join(methods)}", remedy)
+        if method in METHODS:
+            raise InputError(
+                f"The method {method!r} needs members, and there are standard deviations only. Use "
+                f"one of {', '.join(methods)}.",
+                parameter="method",
+            )
+        raise unknown_choice("method", method, ("auto", *methods))
     points, left_out = usable_points(ensemble)
     if np.array_equal(points.y, points.mean):
         raise CalibrationError("The reference values equal the predictions: all errors are zero.")
@@ -213,13 +218,18 @@ def evaluate_ensemble(
         Evaluate properties of structures per atom.
     """
     if per not in (None, "atom", "structure"):
-        raise InputError("per", repr(per), "'atom' or 'structure'")
+        raise unknown_choice("per", per, ("atom", "structure"))
     factor, units = energy_factor(units, in_units)
     factors = np.full(len(points), factor)
     if per == "atom":
         if points.kind != "structure" or points.sizes is None:
-            expected = "a property of structures, whose numbers of atoms are known (n_atoms)"
-            raise InputError("per", f"'atom' for {points.kind}s", expected)
+            why = (
+                "belongs to structures already, but their numbers of atoms (n_atoms) are not known"
+            )
+            if points.kind != "structure":
+                why = f"is a property of {points.kind}s, not of structures"
+            message = f"{points.target} cannot be divided by the number of atoms: it {why}."
+            raise InputError(message, parameter="per")
         factors, units = factors / points.sizes, per_atom_units(units)
     if prediction is None:
         members = points.members if points.absent is None else None

@@ -81,9 +81,11 @@ class CalibrationDocument(BaseModel):
     def check_kind(self, ensemble: Ensemble) -> None:
         """Reject a calibration that was fitted to points of another kind."""
         if (self.kind, self.n_components) != (ensemble.kind, ensemble.n_components):
-            given = f"made for {self.kind}s, {self.n_components} per row"
-            expected = f"one for {ensemble.kind}s, {ensemble.n_components} per row"
-            raise InputError("calibration", given, expected)
+            raise InputError(
+                f"The calibration was fitted to {self.kind}s, {self.n_components} per row; these "
+                f"predictions are of {ensemble.kind}s, {ensemble.n_components} per row.",
+                parameter="calibration",
+            )
 
     def std_of(self, ensemble: Ensemble) -> Float64Array:
         """Return calibrated standard deviations of all points of an ensemble (n,)."""
@@ -175,8 +177,9 @@ def read_calibration(path: str | Path) -> CalibrationDocument:
         remedy = "Update qualms." if first["loc"] == ("version",) else ""
     except (ValueError, RecursionError) as error:
         problem = str(error)
-    expected = "a file that `qualms calibrate` wrote"
-    raise InputError("path", f"'{path}' ({' '.join(problem.split())})", expected, remedy)
+    problem = " ".join(problem.split()).rstrip(".")
+    message = f"{str(path)!r} is not a calibration file of qualms: {problem}."
+    raise InputError(f"{message} {remedy}".rstrip(), parameter="path")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

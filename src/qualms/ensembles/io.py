@@ -25,7 +25,7 @@ from qualms.calibration.methods import (
     component_share,
     vector_std,
 )
-from qualms.errors import InputError, counted
+from qualms.errors import InputError, counted, did_you_mean, unknown_choice
 from qualms.gp.ensemble import MIN_ABSENT, ensemble_mean_std, out_of_bag_prediction
 from qualms.io.files import atomic_output, check_input
 from qualms.io.predictions import EXTRAPOLATES, write_npz
@@ -211,9 +211,10 @@ def read_ensemble(
         If given, no reference values are needed, and each row has so many components.
     """
     if order not in (None, "member", "component"):
-        raise InputError("order", repr(order), "'member' or 'component'")
+        raise unknown_choice("order", order, ("member", "component"))
     if members is not None and std is not None:
-        raise InputError("members", repr(members), "either members or a standard deviation")
+        message = "`members` and `std` exclude each other: give members or a standard deviation."
+        raise InputError(message, parameter="members")
     sources = _sources(source)
     reference = reference or f"REF_{target}"
     names = _Names(target, members, mean, std, (reference, *(k for k in (absent, by) if k)))
@@ -227,7 +228,7 @@ def read_ensemble(
         y = np.full((n, n_components), np.nan)
         shape = () if n_components == 1 else (n_components,)
     else:
-        raise InputError("reference", repr(reference), "a key of the file", rows.known())
+        raise rows.unknown("reference", reference, "reference values")
     stored_mean = None
     if target in rows.arrays:
         stored = rows.numbers(target)
@@ -242,7 +243,8 @@ def read_ensemble(
         assert stored_mean is not None
         centre, width, count = stored_mean, _like(key, rows.numbers(key), shape), np.full(n * k, 2)
         if np.any(width < 0):
-            raise InputError(key, "negative values", "uncertainties ≥ 0")
+            message = f"Some values of {key} are negative; uncertainties are not."
+            raise InputError(message, parameter=key)
         width = np.sqrt(width) if key.endswith("_var") else width
     else:
         stored = rows.numbers(key)
@@ -319,11 +321,16 @@ def _member_order(
         fits.append("component")
     if rest or n_members < 2 or not fits:
         expected = f"({n}, N_R)" if k == 1 else f"({n}, N_R, {k}) or ({n}, {k}, N_R)"
-        raise InputError(key, f"shape {(n, *inner)}", f"{expected}, with N_R ≥ 2")
+        message = f"{key} has the shape {(n, *inner)}; N_R ≥ 2 members have the shape {expected}."
+        raise InputError(message, parameter=key)
     if k == 1:
         return None, False
     if len(inner) == 1 and f"{target}_0" in rows.columns.get(key, ()):
-        raise InputError(target, f"columns {target}_0, …", f"members of vectors in {key}_0, …")
+        raise InputError(
+            f"The columns {target}_0, … are components of a vector or members of a number. Members "
+            f"of vectors belong into the columns {key}_0, …",
+            parameter=target,
+        )
     if len(fits) == 1 or key in rows.stacked:
         return fits[0], False
     return "component" if order == "component" else "member", order is None
@@ -351,7 +358,8 @@ def _like(key: str, values: Float64Array, shape: tuple[int, ...]) -> Float64Arra
         # ASE turns the nine numbers of a stress into six.
         values = voigt_6_to_full_3x3_stress(values)  # type: ignore[no-untyped-call]
     if np.prod(values.shape[1:]) != np.prod(shape):
-        raise InputError(key, f"shape {values.shape[1:]}", f"the shape of the others, {shape}")
+        message = f"{key} has the shape {values.shape[1:]} per row, and the other values {shape}."
+        raise InputError(message, parameter=key)
     return values.reshape(-1)
 
 
@@ -361,11 +369,14 @@ def _absent(rows: _Rows, target: str, key: str | None, k: int, n_members: int) -
     if name not in rows.arrays:
         if key is None:
             return None
-        raise InputError("absent", repr(key), "a key of the file", rows.known())
+        raise rows.unknown("absent", key, "flags of out-of-bag members")
     flags = rows.numbers(name).reshape(len(rows.structure), -1)
     if flags.shape[1] != n_members or not np.all((flags == 0) | (flags == 1)):
-        given = f"{name} of shape {flags.shape}"
-        raise InputError("absent", given, f"0 or 1 (false or true) for each of {n_members} members")
+        raise InputError(
+            f"{name} must have a flag, 0 or 1, for each of {n_members} members; its shape is "
+            f"{flags.shape}, and its values are from {np.min(flags):g} to {np.max(flags):g}.",
+            parameter="absent",
+        )
     return np.repeat(flags.astype(bool), k, axis=0)
 
 
@@ -374,8 +385,10 @@ def _labels(rows: _Rows, by: str) -> StrArray:
     symbols = rows.symbols if by == "element" else None
     labels = rows.arrays.get(by) if symbols is None else symbols
     if labels is None or labels.shape != rows.structure.shape:
-        expected = "element, for properties of atoms, or a key of one label per structure or atom"
-        raise InputError("by", repr(by), expected, rows.known())
+        if by == "element":
+            message = "Groups by element are for properties of atoms, with structures in the file."
+            raise InputError(message, parameter="by")
+        raise rows.unknown("by", by, "one label per structure or atom")
     return np.asarray(labels).astype(str)
 
 
@@ -403,9 +416,18 @@ class _Rows:
         usable = keys if target in self.arrays else keys[: len(MEMBERS)]
         found = next((key for key in usable if key in self.arrays), None)
         if found is None:
-            expected = f"one of {', '.join(keys)} (uncertainties beside {target}), or {target}_0, …"
-            raise InputError("target", repr(target), expected, self.known())
+            raise InputError(
+                f"There are no predictions of {target!r}: they are read from {', '.join(keys)} "
+                f"(uncertainties with {target} beside them), or {target}_0, … {self.known()}"
+                f"{did_you_mean(target, self.keys)}",
+                parameter="target",
+            )
         return found
+
+    def unknown(self, parameter: str, key: str, what: str) -> InputError:
+        """Return the error of a key that the file does not have."""
+        message = f"There are no {what} under {key!r}. {self.known()}"
+        return InputError(message + did_you_mean(key, self.keys), parameter=parameter)
 
     def numbers(self, key: str) -> Float64Array:
         """Return an array of real numbers with one row per structure or atom."""
@@ -413,10 +435,12 @@ class _Rows:
         try:
             numbers = np.asarray(self.arrays[key]).astype(np.float64, casting="same_kind")
         except (TypeError, ValueError):
-            raise InputError(key, "text or complex numbers", "real numbers") from None
+            message = f"{key} has text or complex numbers in the place of real numbers."
+            raise InputError(message, parameter=key) from None
         if len(numbers) != n:
-            remedy = "Is it transposed?" if n in numbers.shape else ""
-            raise InputError(key, f"shape {numbers.shape}", f"{n} rows", remedy)
+            message = f"{key} has the shape {numbers.shape}, but there are {n} rows."
+            message += " Is it transposed?" if n in numbers.shape else ""
+            raise InputError(message, parameter=key)
         return numbers
 
     def known(self) -> str:
@@ -469,8 +493,9 @@ class _Names:
             parts = [found[name] for name in names]
             shapes = {np.shape(part) for part in parts}
             if len(shapes) > 1:
-                given = f"{', '.join(names)} of shapes {' and '.join(map(str, sorted(shapes)))}"
-                raise InputError(key, given, "one shape")
+                listed = " and ".join(map(str, sorted(shapes)))
+                message = f"{', '.join(names)} must have one shape; they have {listed}."
+                raise InputError(message, parameter=key)
             arrays[key] = parts[0] if len(parts) == 1 else np.stack(parts, axis=1)
             joined[key] = tuple(names)
 
@@ -509,9 +534,9 @@ def _merged(found: Sequence[_Rows], names: _Names) -> _Rows:
     keys = {key for rows in found for key in rows.keys}
     for asked, name in (("members", names.members), ("mean_column", names.mean)):
         if name and not any(fnmatchcase(key, name) for key in keys):
-            raise InputError(asked, repr(name), "a key of the file", first.known())
+            raise first.unknown(asked, name, "predictions")
     if names.std is not None and names.std not in keys:
-        raise InputError("std_column", repr(names.std), "a key of the file", first.known())
+        raise first.unknown("std_column", names.std, "standard deviations")
     if not others:
         return first
     key = f"{names.target}{MEMBERS[0]}"
@@ -526,12 +551,14 @@ def _merged(found: Sequence[_Rows], names: _Names) -> _Rows:
         elif names.target in rows.arrays and names.target not in names.others:
             parts.append(rows.numbers(names.target)[:, None])
         if before == (len(parts), len(arrays)):
-            given = f"file {i} without predictions of {names.target!r}"
-            raise InputError("predictions", given, "predictions in each file", rows.known())
+            message = f"File {i} adds no predictions of {names.target!r}, and nothing else."
+            raise InputError(f"{message} {rows.known()}", parameter="predictions")
         if len(rows.structure) != len(first.structure):
-            given = f"{len(rows.structure)} rows in file {i}"
-            expected = f"the {len(first.structure)} rows of the first file in the same order"
-            raise InputError("predictions", given, expected)
+            raise InputError(
+                f"File {i} has {len(rows.structure)} rows, and the first {len(first.structure)}. "
+                "All files must have the same rows in the same order.",
+                parameter="predictions",
+            )
     columns, stacked = dict(first.columns), first.stacked
     if len(parts) > 1:
         arrays.pop(names.target, None)
@@ -539,8 +566,9 @@ def _merged(found: Sequence[_Rows], names: _Names) -> _Rows:
         try:
             arrays[key], stacked = np.concatenate(parts, axis=1), (key,)
         except ValueError:
-            given = f"shapes {' and '.join(str(part.shape[2:]) for part in parts)}"
-            raise InputError("predictions", given, "values of one shape in all files") from None
+            listed = " and ".join(str(part.shape[2:]) for part in parts)
+            message = f"Values of {names.target} have different shapes in the files: {listed}."
+            raise InputError(message, parameter="predictions") from None
     return replace(first, arrays=arrays, columns=columns, keys=keys, stacked=stacked)
 
 
@@ -551,8 +579,9 @@ def _check_same_structures(sources: Sequence[Source]) -> None:
         for i, (a, b) in enumerate(zip(first, frames, strict=False)):
             same = np.array_equal(a.numbers, b.numbers)
             if not same or not np.allclose(a.positions, b.positions, atol=1e-3):
-                given = f"frames[{i}] differs between two files"
-                raise InputError("predictions", given, "the same structures in the same order")
+                message = f"Structure {i} differs between two files. All files must have the same"
+                message += " structures in the same order."
+                raise InputError(message, parameter="predictions")
 
 
 # Structures.
@@ -594,8 +623,9 @@ def _frame_rows(frames: Sequence[Atoms], names: _Names) -> _Rows:
         known = [part for part in parts if part is not None]
         shapes = {part.shape[1:] for part in known}
         if len(shapes) > 1:
-            given = f"values of shapes {' and '.join(map(str, sorted(shapes)))}"
-            raise InputError(key, given, "one shape in all structures")
+            listed = " and ".join(map(str, sorted(shapes)))
+            message = f"{key} must have one shape in all structures; it has {listed}."
+            raise InputError(message, parameter=key)
         if known:
             missing: Any = "" if any(part.dtype.kind in "US" for part in known) else np.nan
             collected[key] = np.concatenate(
@@ -685,14 +715,18 @@ def read_source(path: str | Path) -> Source:
                 return read_frames(path)
             table = Table(".npz", arrays, {name: a for name, a in arrays.items() if a.ndim})
     except ImportError:
-        remedy = "Or install pandas and pyarrow: pip install 'qualms[tables]'."
-        raise InputError("path", f"'{file}'", "an .xyz or .npz file", remedy) from None
+        raise InputError(
+            f"Reading {str(file)!r} needs pandas and pyarrow: pip install 'qualms[tables]'. Files "
+            ".xyz and .npz are read without.",
+            parameter="path",
+        ) from None
     except Exception as error:
         # Readers of damaged files raise anything.
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
-        raise InputError("path", f"'{file}' ({reason})", f"a {file.suffix} file") from None
+        message = f"{str(file)!r} cannot be read as a {file.suffix} file: {reason.rstrip('.')}."
+        raise InputError(message, parameter="path") from None
     if not any(len(column) for column in table.columns.values()):
-        raise InputError("path", f"'{file}' (no rows)", "a table with at least one row")
+        raise InputError(f"The table {str(file)!r} has no rows.", parameter="path")
     return table
 
 

@@ -46,7 +46,7 @@ REPRESENTATIONS: dict[Split, dict[str, Any]] = {
 _HELD_OUT = 0.1
 #: Molecules of each out-of-distribution set; fewest crystals of a shifted problem.
 _N_SHIFTED, _FEWEST_CRYSTALS = 5_000, 20
-_FEW_CRYSTALS = "Use more and smaller crystals, or split over atoms (--split atoms)."
+_FEW_CRYSTALS = "Use more and smaller crystals, or a random split over atoms."
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,12 @@ def qm9_problem(
 def check_characterized(source: AnyPath, uncharacterized: AnyPath | None) -> None:
     """Reject the archive of QM9 without the list of molecules that failed its consistency check."""
     if uncharacterized is None and is_archive(source):
-        expected = "the list of the 3,054 molecules that failed QM9's consistency check, too"
-        remedy = "Give uncharacterized.txt, published with QM9, as --uncharacterized."
-        raise InputError("data", f"'{source}'", expected, remedy)
+        raise InputError(
+            f"The archive {str(source)!r} has the 3,054 molecules that failed QM9's consistency "
+            "check, too. Give their list, uncharacterized.txt, published with QM9, as "
+            "`uncharacterized`.",
+            parameter="data",
+        )
 
 
 def qm9_shift(
@@ -138,8 +141,11 @@ def qm9_shift(
     small = rng.permutation(np.flatnonzero(heavy <= largest))
     n_held_out = int(_HELD_OUT * len(small))
     if n_held_out < 10:
-        given = f"{len(small)} molecules of at most {largest} heavy atoms"
-        raise InputError("data", given, "100 or more of them")
+        raise InputError(
+            f"The data have {len(small)} molecules of at most {largest} heavy atoms; 100 are "
+            "needed.",
+            parameter="data",
+        )
     chosen = {f"≤ {largest} heavy atoms, held out": small[:n_held_out]}
     for n in range(largest + 1, 10):
         of_size = rng.permutation(np.flatnonzero(heavy == n))
@@ -185,7 +191,8 @@ def csd_problem(
     train, validation, test = (_with_labels_of(crystals, part) for part in parts)
     labels = np.concatenate([atoms.arrays["shielding"] for atoms in train])
     if np.nanmax(labels) == np.nanmin(labels):
-        raise InputError("data", f"shieldings that are all {np.nanmax(labels):g}", "different ones")
+        message = f"All shieldings of the data are {np.nanmax(labels):g}: nothing can be learned."
+        raise InputError(message, parameter="data")
     sizes = tuple(n // DIVISORS[scale] for n in SIZES)
     return Problem(
         name=f"csd-{split}",
@@ -219,7 +226,8 @@ def csd_shift(
         for part in (mixed[:n_held_out], relaxed)
     )
     if not held_out or not others:
-        raise InputError("relaxed", "no crystals", "crystals of the elements of the training set")
+        message = "No crystal in `relaxed` has the elements of the training set alone."
+        raise InputError(message, parameter="relaxed")
     n_relaxed = max(len(relaxed) // DIVISORS[scale], _FEWEST_CRYSTALS)
     new = [others[i] for i in rng.permutation(len(others))[:n_relaxed]]
     tests = {"rattled crystals, held out": held_out, "relaxed crystals": new}
@@ -231,8 +239,11 @@ def _in_crystals(sizes: Sequence[int], train: Sequence[Atoms]) -> tuple[int, ...
     n, n_labels = len(train), len(_labelled_atoms(train))
     found = tuple(max(round(size * n / n_labels), 2) for size in sizes)
     if any(a >= b for a, b in pairwise([*found, n])):
-        expected = f"more of them: subsamples would have {', '.join(map(str, found))} crystals"
-        raise InputError("data", f"{n} training crystals", expected, _FEW_CRYSTALS)
+        raise InputError(
+            f"{n} training crystals are too few: subsamples would have "
+            f"{', '.join(map(str, found))} of them. {_FEW_CRYSTALS}",
+            parameter="data",
+        )
     return found
 
 
@@ -245,7 +256,8 @@ def _split(
     """
     places = _labelled_atoms(crystals)
     if len(places) < (1.0 if split == "atoms" else 0.95) * sum(n):
-        raise InputError("data", f"{len(places)} ¹H shieldings", f"at least {sum(n)} of them")
+        message = f"The data have {len(places)} ¹H shieldings; at least {sum(n)} are needed."
+        raise InputError(message, parameter="data")
     if split == "atoms":
         return np.split(places[rng.permutation(len(places))[: sum(n)]], np.cumsum(n)[:-1])
     order = rng.permutation(len(crystals))
@@ -254,8 +266,11 @@ def _split(
     chosen = np.split(order[: edges[-1]], edges[:-1])
     parts = [places[np.isin(places[:, 0], part)] for part in chosen]
     if not all(map(len, parts)):
-        expected = "enough crystals for separate training, validation and test sets"
-        raise InputError("data", f"{len(crystals)} crystals", expected, _FEW_CRYSTALS)
+        raise InputError(
+            f"{len(crystals)} crystals are too few for separate training, validation and test "
+            f"sets. {_FEW_CRYSTALS}",
+            parameter="data",
+        )
     return parts
 
 

@@ -132,11 +132,13 @@ def read_results(path: str | os.PathLike[str]) -> Results:
     try:
         return Results.model_validate_json(Path(path).read_bytes())
     except OSError as error:
-        raise InputError("results", f"'{path}'", "a readable file", str(error)) from error
+        message = f"The results {str(path)!r} cannot be read: {error.strerror}."
+        raise InputError(message, parameter="results") from error
     except ValidationError as error:
         first = error.errors()[0]
-        remedy = f"{'.'.join(map(str, first['loc'])) or 'the document'}: {first['msg']}."
-        raise InputError("results", f"'{path}'", "results of qualms reproduce", remedy) from error
+        place = ".".join(map(str, first["loc"])) or "the document"
+        message = f"{str(path)!r} has no results of qualms reproduce: {place}: {first['msg']}."
+        raise InputError(message, parameter="results") from error
 
 
 def write_results(path: Path, results: Results) -> Results:
