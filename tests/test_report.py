@@ -657,3 +657,14 @@ def test_large_maps_have_the_worst_and_a_sample():
     assert {*worst} <= {*shown.places}
     assert make_map(given, worst, max_structures=10, seed=1).data == shown.data
     assert set(make_map(given, worst, max_structures=2).places) == {50, 3}
+
+
+def test_heavy_tails_that_the_calibration_found_are_expected():
+    # Errors of Student's t with ν = 8 lie within ±σ more often than those of a Gaussian: 72 %.
+    z = np.random.default_rng(0).standard_t(8, size=4000) / np.sqrt(8 / 6)
+    grades = []
+    for dof in (8.0, np.inf):
+        prediction = Prediction(np.random.default_rng(1).normal(size=(4000, 8)), dof=dof)
+        y = prediction.mean + z * prediction.std
+        grades.append(assess(evaluation(4000, y=y, prediction=prediction, frames=None)).grade)
+    assert grades == ["calibrated", "approximate"]

@@ -181,8 +181,16 @@ class ConditionalArea:
         return float(np.sqrt(max(self.area**2 - self.by_chance**2, 0.0)))
 
 
+def expected_within(dof: float | None = None) -> float:
+    """Return the probability of |z| ≤ σ: of a Gaussian, or of Student's t of ν > 2."""
+    return float(covering_levels([1.0], [1.0], dof)[0])
+
+
 def conditional_area(
-    residuals: ArrayLike, std: ArrayLike, groups: ArrayLike | None = None
+    residuals: ArrayLike,
+    std: ArrayLike,
+    groups: ArrayLike | None = None,
+    dof: float | None = None,
 ) -> ConditionalArea:
     """Return the mean miscalibration area in bins of σ, of equal count.
 
@@ -195,8 +203,10 @@ def conditional_area(
         z = y − ȳ and σ ≥ 0.
     groups : (n,) array, optional
         Labels of correlated points. Those in one bin count as one point for what is due to chance.
+    dof : float, optional
+        As in :func:`covering_levels`.
     """
-    levels, sigma = covering_levels(residuals, std), np.asarray(std, dtype=np.float64)
+    levels, sigma = covering_levels(residuals, std, dof), np.asarray(std, dtype=np.float64)
     labels = np.arange(levels.size) if groups is None else np.asarray(groups)
     n_bins = int(np.clip(np.unique(labels).size // _POINTS_PER_BIN, 1, _MOST_BINS))
     order = np.argsort(sigma, kind="stable")
@@ -910,11 +920,12 @@ def bootstrap_one_sigma(
     n_bootstrap: int = 200,
     level: float = 0.95,
     rng: np.random.Generator | None = None,
+    expected: float = EXPECTED_WITHIN,
 ) -> OneSigma:
     """Return the coverage of ±σ, and the factor of σ that makes it right, with intervals.
 
-    `residuals` and `std` > 0 are (n,) or (n, n_targets) arrays; other parameters are those of
-    :func:`bootstrap_scores`.
+    `residuals` and `std` > 0 are (n,) or (n, n_targets) arrays, `expected` is the right coverage;
+    other parameters are those of :func:`bootstrap_scores`.
     """
     z = check_points("residuals", residuals)
     with np.errstate(over="ignore"):
@@ -922,7 +933,7 @@ def bootstrap_one_sigma(
 
     def count(t: Float64Array) -> tuple[float, float]:
         # The smallest factor that covers at least the expected fraction.
-        k = max(int(np.ceil(EXPECTED_WITHIN * t.size - 1e-9)), 1) - 1
+        k = max(int(np.ceil(expected * t.size - 1e-9)), 1) - 1
         return float(np.mean(t <= 1.0)), float(np.partition(t, k)[k])
 
     within, factor = count(t)

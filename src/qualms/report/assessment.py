@@ -12,7 +12,6 @@ from qualms.arrays import BoolArray, IntArray
 from qualms.errors import InputError, counted
 from qualms.evaluation import Evaluation
 from qualms.metrics import (
-    EXPECTED_WITHIN,
     BinnedErrors,
     ConditionalArea,
     OneSigma,
@@ -21,6 +20,7 @@ from qualms.metrics import (
     bootstrap_one_sigma,
     bootstrap_scores,
     conditional_area,
+    expected_within,
     outlying_points,
 )
 
@@ -91,8 +91,9 @@ def assess(evaluation: Evaluation, *, n_bootstrap: int = 200, seed: int = 0) -> 
     Without the part that is due to chance, it is below 0.03 for "calibrated" uncertainties (or
     within the limit of chance, if there are enough points to notice 0.1), and for "wrong" ones it
     exceeds 0.1 by more than chance. All others are "approximate". Warnings about the data, outliers
-    and a coverage of ±σ whose confidence interval excludes 68.3 % exclude "calibrated". Points with
-    σ = 0 are left out.
+    and a coverage of ±σ whose confidence interval excludes the expected one exclude "calibrated".
+    Points with σ = 0 are left out. A calibration that found heavy tails out of bag is assessed
+    against its Student's t, whose ±σ contains more than 68.3 %.
 
     Parameters
     ----------
@@ -109,20 +110,26 @@ def assess(evaluation: Evaluation, *, n_bootstrap: int = 200, seed: int = 0) -> 
         compared = {"before calibration": raw, "after calibration": prediction}
     options: dict[str, Any] = {"groups": evaluation.structure, "n_bootstrap": n_bootstrap}
     scores, within = {}, []
+    dof = prediction.dof if prediction.dof is not None and 2 < prediction.dof < np.inf else None
+    expected = expected_within(dof)
     for name, p in compared.items():
         rng = np.random.default_rng(seed)
         arrays = evaluation.y, p.mean, p.std, p.members, p.factor_95
         scores[name] = bootstrap_scores(*arrays, rng=rng, **options)
-        within.append(bootstrap_one_sigma(evaluation.residuals, p.std, **options))
+        within.append(
+            bootstrap_one_sigma(evaluation.residuals, p.std, expected=expected, **options)
+        )
     final, one = scores[name], within[-1]
     z, std = evaluation.residuals, prediction.std
-    area, outliers = conditional_area(z, std, evaluation.structure), outlying_points(z, std)
+    area = conditional_area(z, std, evaluation.structure, dof)
+    outliers = outlying_points(z, std)
     warnings = [*evaluation.checked(), *_outliers(evaluation, outliers)]
-    grade, lead = _lead(area, one, bool(warnings), evaluation.n_structures)
+    grade, lead = _lead(area, one, expected, bool(warnings), evaluation.n_structures)
+    tails = "" if dof is None else f" of Student's t, ν = {dof:.3g}"
     where = f" in {area.n_bins} bins of σ" if area.n_bins > 1 else ""
     sentence = (
         f"{lead}: {_percent(one)} of the reference values lie within one σ of the prediction "
-        f"({100 * EXPECTED_WITHIN:.1f} % expected); the miscalibration area{where} is "
+        f"({100 * expected:.1f} % expected{tails}); the miscalibration area{where} is "
         f"{area.area:.3f} (by chance {area.by_chance:.3f}, at most {area.limit:.3f})."
     )
     before = "No calibration was applied."
@@ -131,12 +138,20 @@ def assess(evaluation: Evaluation, *, n_bootstrap: int = 200, seed: int = 0) -> 
     conformal = _conformal(prediction.factor_95, final)
     bins = _bins(binned_errors(z, std, area.n_bins))
     gain = _gain(evaluation, final)
-    details = (*warnings, before, _tails(one, final), conformal, bins, _order(final), gain)
+    details = (
+        *warnings,
+        before,
+        _tails(one, final, expected),
+        conformal,
+        bins,
+        _order(final),
+        gain,
+    )
     return Assessment(grade, sentence, tuple(filter(None, details)), scores)
 
 
 def _lead(
-    area: ConditionalArea, one: OneSigma, warned: bool, n_structures: int
+    area: ConditionalArea, one: OneSigma, expected: float, warned: bool, n_structures: int
 ) -> tuple[Grade, str]:
     """Return the grade, and the beginning of the sentence."""
     if area.area > area.limit and area.excess - (area.limit - area.by_chance) > _LARGE:
@@ -145,7 +160,7 @@ def _lead(
         few = counted(n_structures, "structure")
         return "approximate", f"{few} are too few to determine whether uncertainties are calibrated"
     low, high = one.within_interval or (0.0, 1.0)
-    covered = low <= EXPECTED_WITHIN <= high
+    covered = low <= expected <= high
     if covered and (area.excess <= _NEGLIGIBLE or area.area <= area.limit):
         if warned:
             return (
@@ -215,15 +230,15 @@ def _outliers(evaluation: Evaluation, outliers: IntArray) -> Iterator[str]:
     )
 
 
-def _tails(one: OneSigma, scores: ScoreIntervals) -> str:
+def _tails(one: OneSigma, scores: ScoreIntervals, expected: float) -> str:
     text = f"The 95 % intervals contain {100 * scores.scores.coverage_95:.1f} %"
     heavy = ""
     if "coverage_95" in scores.intervals and one.within_interval is not None:
         low, high = scores.intervals["coverage_95"]
         text += f" [{100 * low:.1f}, {100 * high:.1f}]"
         # More than expected within one σ and fewer within two: no factor corrects both.
-        if one.within_interval[0] > EXPECTED_WITHIN and high < 0.95:
-            heavy = "; the errors have heavier tails than a Gaussian"
+        if one.within_interval[0] > expected and high < 0.95:
+            heavy = "; the errors have heavier tails than expected"
     return f"{text} of the reference values{heavy}."
 
 
