@@ -159,7 +159,7 @@ def test_warnings_name_options(tmp_path, monkeypatch):
 
     def warn(*_, **__):
         warnings.warn("Use `force=True`.", QualmsWarning, stacklevel=2)
-        raise InputError("End.")
+        raise InputError("End.", parameter="data")
 
     with patch("qualms.cli._common.Terminal.__init__", side_effect=warn):
         assert "Warning: Use --force.\n" in qualms(TRAIN).err

@@ -25,18 +25,8 @@ class InputError(QualmsError, ValueError):
         The argument to change, as the caller spells it.
     """
 
-    def __init__(self, message: str, *template: object, parameter: str = "") -> None:
-        # Messages of a template, (parameter, given, expected, remedy), are being rewritten.
-        if template:
-            parameter, (given, expected, *others) = message, template
-            message = f"{parameter}={given} cannot be used: expected {expected}."
-            self.given, self.expected, self.remedy = (
-                given,
-                str(expected),
-                " ".join(map(str, others)),
-            )
-            message += f" {self.remedy}"
-        super().__init__(message.rstrip())
+    def __init__(self, message: str, *, parameter: str) -> None:
+        super().__init__(message)
         self.parameter = parameter
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
