@@ -183,6 +183,14 @@ def test_errors_name_the_file_of_a_structure(tmp_path, monkeypatch):
     train = "train --config small.yaml --quiet -o m.safetensors"
     assert "Structure 20 of b.xyz has" in qualms(f"{train} a.xyz b.xyz").err
     assert "Structure 20 of b.xyz has" in qualms(f"{train} a.xyz --test b.xyz").err
+    for text, shown in {
+        "Structures 3 and 25 differ": "Structures 3 of a.xyz and 5 of b.xyz differ",
+        "frames[25].info['x'] is": "'x' of structure 5 of b.xyz is",
+        "frames[0] is": "structure 0 of a.xyz is",
+        "structure 3 of z.xyz and structure 99": "structure 3 of z.xyz and structure 99",
+    }.items():
+        with patch("qualms.atomistic.model.AtomisticModel.fit", side_effect=InputError(text)):
+            assert shown in qualms(f"{train} a.xyz b.xyz").err
     assert qualms(f"{train} good.xyz").code == 0
     ended = qualms("predict m.safetensors c.xyz -o new.xyz")
     assert "Structure 1 of c.xyz contains Cl" in ended.err

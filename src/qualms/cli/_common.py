@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from qualms.cli.verb import in_options
+from qualms.cli.verb import in_options, with_files
 from qualms.errors import InputError, QualmsWarning
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def warnings_as_lines() -> Iterator[None]:
         def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
             if str(message) not in seen and issubclass(category, QualmsWarning):
                 seen.add(str(message))
-                sys.stderr.write(f"Warning: {printable(in_options(str(message)))}\n")
+                sys.stderr.write(f"Warning: {printable(in_options(with_files(str(message))))}\n")
 
         warnings.showwarning = show
         yield

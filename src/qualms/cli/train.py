@@ -85,7 +85,7 @@ def _option(name: str) -> inspect.Parameter:
     text = (field.description or "").replace("``", "")
     if "{" in type_name or "auto" in type_name:
         text += f" Values: {values.replace('dict', 'JSON').replace('str', 'a name')}."
-    if field.default not in (None, "") and not field.is_required():
+    if field.annotation is not bool and field.default not in (None, "") and not field.is_required():
         text += f" Default: {field.default}."
     option = Option(
         f"--{_NAMES.get(name, name.removeprefix('n_').replace('_', '-'))}",

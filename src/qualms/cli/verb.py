@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from typer.core import TyperCommand
 
-from qualms.errors import InputError, QualmsError
+from qualms.errors import QualmsError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 _HELP_ALL = "--help-all"
 #: An argument between backticks, with or without a value, or anything else between backticks.
 _QUOTED = re.compile(r"`(?:([A-Za-z_]\w*)(?:=([^`]*))?|[^`]*)`")
-#: Structures by their number, unless the file is named already.
-_STRUCTURE = re.compile(r"\b([Ss]tructure )(\d+)\b(?! of )")
+#: Structures by their numbers, unless the file is named already, and values of a structure.
+_STRUCTURES = re.compile(r"\b[Ss]tructures? \d+\b(?! of )(?:(?:, | and )\d+\b)*")
+_FRAME = re.compile(r"frames\[(\d+)\](?:\.[\w.]+\[('[^']*')\])?")
 #: Parameters of verbs that stand for an argument of the library which has another name there; the
 #: first that the verb has is the one.
 _OTHER_NAMES = {
@@ -39,6 +40,7 @@ _OTHER_NAMES = {
 }
 #: Kinds of properties are flags.
 _KINDS = {"atomic": "--per-atom-target", "intensive": "--intensive"}
+_located: ContextVar[Located | None] = ContextVar("located", default=None)
 _running: ContextVar[Verb | None] = ContextVar("verb", default=None)
 
 
@@ -138,17 +140,34 @@ class Located(Protocol):
 
 @contextmanager
 def naming_files(frames: Located) -> Iterator[None]:
-    """Name the file of a structure in errors: "Structure 0 of new.xyz"."""
-
-    def replacement(match: re.Match[str]) -> str:
-        try:
-            name, number = frames.place(int(match[2]))
-        except IndexError:
-            return match[0]
-        return f"{match[1]}{number} of {name}"
-
+    """Name the file of a structure in errors and warnings: "Structure 0 of new.xyz"."""
+    token = _located.set(frames)
     try:
         yield
-    except InputError as error:
-        error.args = (_STRUCTURE.sub(replacement, str(error)),)
+    except QualmsError as error:
+        error.args = (with_files(str(error)),)
         raise
+    finally:
+        _located.reset(token)
+
+
+def with_files(message: str) -> str:
+    """Return a message with the file of each structure whose number is in it, if it is known."""
+    frames = _located.get()
+    if frames is None:
+        return message
+
+    def place(text: str) -> str:
+        try:
+            name, number = frames.place(int(text))
+        except IndexError:
+            return text
+        return f"{number} of {name}"
+
+    def value(match: re.Match[str]) -> str:
+        return f"{match[2]} of structure {match[1]}" if match[2] else f"structure {match[1]}"
+
+    def numbers(match: re.Match[str]) -> str:
+        return re.sub(r"\d+", lambda number: place(number[0]), match[0])
+
+    return _STRUCTURES.sub(numbers, _FRAME.sub(value, message))
