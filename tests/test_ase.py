@@ -287,7 +287,7 @@ def test_a_warning_is_issued_when_the_threshold_is_crossed(committee, atoms):
     with pytest.warns(QualmsWarning):
         atoms.get_potential_energy()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", QualmsWarning)
         atoms.positions[0] += 1e-6
         atoms.get_potential_energy()  # still beyond: no second warning
         far = atoms.copy()

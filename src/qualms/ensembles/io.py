@@ -782,7 +782,7 @@ def _read_parquet(file: Path) -> Table:
     content, columns = pandas.read_parquet(file, dtype_backend="pyarrow"), {}
     for name, column in content.items():
         if column.dtype.kind not in "biuf":
-            columns[name] = column.astype(str).to_numpy(dtype=str)
+            columns[name] = np.array([*map(str, column)], dtype=str)
         else:
             missing = {"dtype": float, "na_value": np.nan} if column.hasnans else {}
             columns[name] = column.to_numpy(**missing)
