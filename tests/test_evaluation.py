@@ -266,6 +266,13 @@ def test_kernel_principal_components(molecules, energy_model):
     np.testing.assert_allclose(again, found, atol=1e-6)
 
 
+def test_degrees_of_freedom_are_those_of_the_model(molecules, energy_model):
+    test = molecules[120:140]
+    expected = energy_model.predict(test).dof
+    assert expected is not None
+    assert evaluate(energy_model, test)["energy"].prediction.dof == expected
+
+
 def test_another_zero_is_suspected_if_the_bias_is_the_same_everywhere():
     rng, structure = np.random.default_rng(0), np.arange(400)
     z, kinds = rng.normal(size=400), {"composition": (structure % 4).astype(str)}

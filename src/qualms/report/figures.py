@@ -489,7 +489,8 @@ class ReliabilityDisplay(Display):
         ax.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
         ax.set(xlabel="Nominal coverage", ylabel="Observed coverage")
         if ax.get_legend_handles_labels()[0]:
-            ax.legend(loc="upper left")
+            # Above the curve of uncertainties that are too small, below that of others.
+            ax.legend(loc="upper left" if np.mean(y - x) <= 0.0 else "lower right")
 
 
 @dataclass(eq=False)
@@ -711,7 +712,8 @@ def report_figures(evaluation: Evaluation) -> dict[str, str]:
             "binned": {"linestyle": "none", "markerfacecolor": "white"},
         }.items():
             ax = found[name].plot(label="after").ax_
-            kinds[name].from_prediction(y, raw, units=units).plot(ax, **look | more)
+            with style():
+                kinds[name].from_prediction(y, raw, units=units).plot(ax, **look | more)
     return {name: _data_uri(display) for name, display in found.items()}
 
 
