@@ -10,6 +10,7 @@ import numpy as np
 import oracle_forces
 import pytest
 from ase import Atoms
+from ase.calculators.morse import MorsePotential
 from atomistic_fixtures import (
     ENERGY,
     SMALL,
@@ -589,3 +590,20 @@ def test_limits_are_lowered_and_never_raised():
             with limited(*given):
                 assert in_use() == {expected}
         assert in_use() == {2}
+
+
+@pytest.mark.filterwarnings("ignore:forces=")  # one dimension, and no noise
+def test_elements_that_are_never_together_have_no_features():
+    rng, frames = np.random.default_rng(0), []
+    for i in range(40):
+        atoms = Atoms(("OH", "CF")[i % 2], [[0, 0, 0], [1.1 + 0.3 * rng.random(), 0, 0]])
+        atoms.calc = MorsePotential(r0=1.2, epsilon=0.5, rho0=3.0)
+        energy, forces = atoms.get_potential_energy(), atoms.get_forces()
+        atoms.calc = None
+        atoms.info["energy"], atoms.arrays["forces"] = energy, forces
+        frames.append(atoms)
+    representation = SMOOTH | {"compression": {"n_features": 12}}
+    given = {"forces": "forces", "representation": representation, "baseline": "mean"}
+    model = make_model("energy", **given).fit(frames[:30])
+    errors = model.predict(frames[30:]).mean - [a.info["energy"] for a in frames[30:]]
+    assert np.sqrt(np.mean(errors**2)) < 0.01

@@ -39,11 +39,12 @@ from qualms.gp.noise import group_means
 _ENOUGH = 10
 #: Share of the variance of energies, or forces, that their model must explain.
 _EXPLAINED = 0.7
-#: Forces that are enough for a model of them alone.
-_N_FORCES = 5000
+#: Forces that are enough for a model of them alone, and its noise variance relative to theirs. With
+#: less noise, rounding of the kernel rows of energies may count.
+_N_FORCES, _SMOOTH = 5000, 1e-3
 #: Correlations from which predictions are informative, and accurate. Those of n random numbers are
 #: 1/√n.
-_INFORMATIVE, _IN_SIGMA, _ACCURATE = 0.5, 2.0, 0.9
+_INFORMATIVE, _IN_SIGMA, _ACCURATE = 0.4, 2.0, 0.9
 #: Energies that may be so many times the median.
 _OUTSIDE = 4.0
 #: Factors beyond which a warning is issued, if predictions are informative, or accurate.
@@ -139,10 +140,14 @@ def _factors_by_forces(
     rows, groups = forces.rows[some], data.groups[forces.structure[some]]
     if len(np.unique(groups)) < 2 or not forces.y[some].any():
         return {}
-    full = fit_full_model(Phi[rows], forces.y[some], {"energy": "loo"}, center=False, groups=groups)
+    noise = {"energy": _SMOOTH * float(np.mean(forces.y[some] ** 2))}
+    full = fit_full_model(Phi[rows], forces.y[some], noise, center=False, groups=groups)
     weights = full.weights[:, 0]
     errors = forces.y[some] - Phi[rows] @ weights
-    if np.median(errors**2) > (1 - _EXPLAINED) * np.median(forces.y[some] ** 2):
+    unexplained, squares = (
+        np.median(group_means(v**2, forces.structure[some])) for v in (errors, forces.y[some])
+    )
+    if unexplained > (1 - _EXPLAINED) * squares:
         return {}
     kinds = _same_atoms(data.frames)
     n = len(energies) - int(kinds.max()) - 1
@@ -180,20 +185,20 @@ def _factors_by_energies(
     return factors
 
 
-def check_noise(noise: Mapping[str, float], data: TrainingSet, energies: Float64Array) -> None:
-    """Warn if fitted noise variances of quantities are larger than the labels.
+def check_noise(noise: Mapping[str, float], data: TrainingSet) -> None:
+    """Warn if fitted noise variances of forces, or stresses, are larger than the labels.
 
-    Energies (n,) are per atom and without baseline.
+    That of energies may be, if forces tell all that there is to learn.
     """
     for name, variance in noise.items():
-        values = energies - energies.mean() if name == "energy" else data.quantities[name].y
-        square = float(np.mean(values**2))
+        square = float(np.mean(data.quantities[name].y ** 2))
         if 0 < _NOISE**2 * square < variance:
             units = data.settings.units_of("energy" if name == "stress" else name)
             warnings.warn(
                 f"{name}={data.settings.keys[name]!r}: the fitted noise, {np.sqrt(variance):.3g} "
                 f"{units}, is larger than the labels, {np.sqrt(square):.3g}: the model describes "
-                "none of them. Check signs and units of all labels, or use more representatives. "
+                "none of them. Check signs and units of all labels, or use more representatives or "
+                "structures. "
                 f"{_CONVENTIONS['forces']}",
                 QualmsWarning,
                 stacklevel=2,

@@ -926,8 +926,9 @@ def fit_sparse_gp(
             blocks=rows.blocks,
         )
     if not wrong:  # or there are no derivatives
-        fitted = [name for name in quantities if isinstance(getattr(settings, _NOISES[name]), str)]
-        check_noise({name: full.noise[name] for name in fitted}, data, y[:n])
+        others = {name: _NOISES[name] for name in quantities if name != "energy"}
+        fitted = [name for name, key in others.items() if getattr(settings, key) == "auto"]
+        check_noise({name: full.noise[name] for name in fitted}, data)
     return SparseGP(rows, full)
 
 

@@ -18,6 +18,7 @@ by the positions of the atoms, have been computed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -623,7 +624,9 @@ class ScaleFeatures:
             matrix = matrix.swapaxes(1, 2)
         elif z == other:  # both densities change
             matrix = matrix + matrix.swapaxes(1, 2)
-        return Coupling(columns, matrix.reshape(-1, len(columns)), factors, turned)
+        # Species that are never together have no columns.
+        matrix = matrix.reshape(math.prod(shape[:3]), len(columns))
+        return Coupling(columns, matrix, factors, turned)
 
 
 def scale_features(representation: SoapRepresentation) -> list[ScaleFeatures]:
