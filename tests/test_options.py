@@ -138,6 +138,7 @@ EVALUATE = "evaluate m.safetensors a.xyz"
         (TRAIN, "Use `n_members=16`.", "Use --members 16."),
         (TRAIN, "Use `force=True`.", "Use --force."),
         (TRAIN, "Use `kind='atomic'`.", "Use --per-atom-target."),
+        (TRAIN, "`kind='extensive'`.", "without --per-atom-target or --intensive."),
         (TRAIN, "`groups` and `forces`.", "--group-key and --forces-key."),
         (TRAIN, "`n_posterior` is 1.", "n_posterior (--config) is 1."),
         (TRAIN, "Lines such as `a: 1`.", "Lines such as a: 1."),

@@ -112,7 +112,7 @@ def in_options(message: str) -> str:
         text = "" if value is None else value.strip("'\"")
         if name == "kind" and verb.option("per_atom_target") is not None:
             flags = " or ".join(_KINDS.values())
-            return _KINDS.get(text, f"neither {flags}" if value else flags)
+            return _KINDS.get(text, f"without {flags}" if value else flags)
         option = verb.option(name)
         if option is None:
             of_file = verb.option("config") is not None and name in _settings()
