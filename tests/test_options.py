@@ -190,7 +190,8 @@ def test_errors_name_the_file_of_a_structure(tmp_path, monkeypatch):
         "frames[0] is": "structure 0 of a.xyz is",
         "structure 3 of z.xyz and structure 99": "structure 3 of z.xyz and structure 99",
     }.items():
-        with patch("qualms.atomistic.model.AtomisticModel.fit", side_effect=InputError(text)):
+        error = InputError(text, parameter="frames")
+        with patch("qualms.atomistic.model.AtomisticModel.fit", side_effect=error):
             assert shown in qualms(f"{train} a.xyz b.xyz").err
     assert qualms(f"{train} good.xyz").code == 0
     ended = qualms("predict m.safetensors c.xyz -o new.xyz")

@@ -72,9 +72,10 @@ def test_structures_without_labels(files):
         np.testing.assert_allclose(atoms.cell.volume, files[0].cell.volume, rtol=1e-4)
 
 
-@pytest.mark.skipif(not VASP.is_dir(), reason="this installation of ASE has no test data")
 @pytest.mark.parametrize("name", ["OUTCAR_example_1", "vasprun_pstress.xml"])
 def test_output_of_vasp(name, tmp_path):
+    if not (VASP / name).is_file():
+        pytest.skip("this version of ASE comes without the file")
     found, expected = read_frames(VASP / name), ase.io.read(VASP / name, ":")
     assert len(found) == len(expected)
     for atoms, other in zip(found, expected, strict=True):
