@@ -62,7 +62,7 @@ def test_every_parameter_is_in_the_signature_and_in_the_documentation():
     assert parameters["n_members"].default == 16
     assert parameters["target"].default is inspect.Parameter.empty
     for name, field in Settings.model_fields.items():
-        assert f"    {name} : " in AtomisticModel.__doc__
+        assert f"\n{name} : " in inspect.getdoc(AtomisticModel)
         assert field.description
         assert field.json_schema_extra["group"] in ("data", "model", "uncertainty", "resources")
 
