@@ -8,9 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import cached_property
+from inspect import cleandoc
 from itertools import pairwise
 from os import PathLike
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import numpy as np
@@ -459,8 +461,9 @@ class AtomisticModel:
 
 
 AtomisticModel.__signature__ = signature()  # type: ignore[attr-defined]
-AtomisticModel.__doc__ = (AtomisticModel.__doc__ or "").replace(
-    "    Examples\n", f"    Parameters\n    ----------\n{parameter_list()}\n\n    Examples\n"
+# Python 3.13 removes the indentation of docstrings, other versions do not.
+AtomisticModel.__doc__ = cleandoc(AtomisticModel.__doc__ or "").replace(
+    "Examples\n", f"Parameters\n----------\n{dedent(parameter_list())}\n\nExamples\n"
 )
 
 
