@@ -87,7 +87,6 @@ INVALID = {
     "force_atoms": [0, "some", 2],
     "forces_noise": [0.0, 1.0],
     "stress_noise": ["loo", 1.0],
-    "noise_per": ["cell", "structure"],
     "uncertainty": ["all", None],
     "n_members": [1, 2],
     "n_posterior": [1, 2.5],

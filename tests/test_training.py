@@ -84,14 +84,12 @@ def twice(atoms):
     return double
 
 
-@pytest.mark.parametrize("noise_per", ["atom", "structure"])
-def test_every_member_is_the_weighted_least_squares_solution_of_its_structures(alloys, noise_per):
+def test_every_member_is_the_weighted_least_squares_solution_of_its_structures(alloys):
     noise, forces_noise = 1e-3, 3e-2
     frames = [twice(atoms) if i % 3 == 0 else atoms for i, atoms in enumerate(alloys[:14])]
     found = make_force_model(
         noise=noise**2,
         forces_noise=forces_noise**2,
-        noise_per=noise_per,
         baseline="none",
         n_representatives=25,
         uncertainty="subsampling",
@@ -107,8 +105,6 @@ def test_every_member_is_the_weighted_least_squares_solution_of_its_structures(a
     K_MM = np.asarray(fitted.representation.kernel(X, X))
     y_E = reference_values(frames, "energy") / sizes
     y_F = np.concatenate([atoms.arrays["force"].ravel() for atoms in frames])
-    # Per structure: the same noise of the whole energy, that of a structure of mean size.
-    noises = noise * (sizes.mean() / sizes if noise_per == "structure" else np.ones(14))
     L = np.linalg.cholesky(K_MM)
     prior = np.sum(y_F**2) / np.sum(np.linalg.solve(L, K_F.T) ** 2)
     new = oracle_forces.kernel_rows(terms, alloys[30:33])
@@ -116,9 +112,8 @@ def test_every_member_is_the_weighted_least_squares_solution_of_its_structures(a
     for i in range(8):
         seen = fitted.membership[:, i].astype(bool)
         mine = np.repeat(seen, 3 * sizes)
-        A_E = K_E[seen] / noises[seen, None]
-        A = np.concatenate([A_E, K_F[mine] / forces_noise, L.T / np.sqrt(prior)])
-        b = np.concatenate([y_E[seen] / noises[seen], y_F[mine] / forces_noise, np.zeros(M)])
+        A = np.concatenate([K_E[seen] / noise, K_F[mine] / forces_noise, L.T / np.sqrt(prior)])
+        b = np.concatenate([y_E[seen] / noise, y_F[mine] / forces_noise, np.zeros(M)])
         w = np.linalg.lstsq(A, b, rcond=None)[0]
         np.testing.assert_allclose(
             predicted.energy.uncalibrated.members[:, i], new.energies @ w, rtol=1e-6

@@ -277,11 +277,6 @@ class Settings(BaseModel):
         '"auto" or float',
         "Noise variance of virials per atom (Vσ/n, an energy); selected by default.",
     )
-    noise_per: Literal["atom", "structure"] = _model(
-        "atom",
-        '{"atom", "structure"}',
-        "With forces: whether energies have the same noise per atom or per structure.",
-    )
     uncertainty: Literal["both", "subsampling", "posterior"] = _uncertainty(
         "both",
         '{"both", "subsampling", "posterior"}',
@@ -510,12 +505,6 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
             f"`{name}` is a derivative of an energy, `kind='extensive'`; the target is of "
             f"`kind={settings.kind!r}`. Leave it out, or change `kind`.",
             parameter=name,
-        )
-    if settings.noise_per != "atom" and not settings.learns_forces:
-        raise InputError(
-            f"`noise_per={settings.noise_per!r}` has no meaning, since no `forces` are learned. "
-            "Leave it out.",
-            parameter="noise_per",
         )
     return _with_forces(settings)
 

@@ -83,7 +83,6 @@ from qualms.atomistic.training import (
     nested_sizes,
     scaled_rows,
     select_candidates,
-    target_weights,
     whitened_rows,
 )
 from qualms.errors import InputError, QualmsWarning, counted
@@ -625,8 +624,7 @@ class RowPlan:
     points: Representatives
     sizes: list[int]  #: numbers of representatives of nested models
     baseline: Float64Array  #: (S,): coefficients of the full model
-    center: float  #: weighted mean of the target less the baseline
-    mean_size: float  #: atoms
+    center: float  #: mean of the target less the baseline
     chunk: int  #: structures whose rows are computed at a time
 
 
@@ -662,16 +660,12 @@ def _sum_chunk(part: Part, plan: Plan, rows: RowPlan) -> PartSums:
     data = plan.read(part, reference=True)
     Phi, diagonal, novelty = whitened_rows(plan.features(data), rows.points, rows.sizes)
     n, design = len(data.y), data.design
-    C, weight = np.zeros((data.n_rows, design.shape[1] + 2)), np.ones(data.n_rows)
+    C = np.zeros((data.n_rows, design.shape[1] + 2))
     for quantity in data.quantities.values():
         C[quantity.rows, 0] = quantity.y
     C[:n, 0] -= design @ rows.baseline + rows.center
     C[:n, 1:-1], C[:n, -1] = design, 1.0
-    weight[:n] = target_weights(data, rows.mean_size)
-    sums = {
-        name: sum_rows(Phi[q.rows], C[q.rows], weight[q.rows])
-        for name, q in data.quantities.items()
-    }
+    sums = {name: sum_rows(Phi[q.rows], C[q.rows]) for name, q in data.quantities.items()}
     kept: tuple[Kept, ...] = ()
     if part.kept is not None and part.kept.any():
         some = np.flatnonzero(np.isin(data.source, part.numbers[part.kept]))
@@ -717,14 +711,10 @@ def sum_all(
     r = len(points.features)
     sizes = [*(nested_sizes(r) if size_limit else []), r]
     rest = census.y - baseline.predict(census.design)
-    mean_size = float(census.sizes.mean())
-    weight = np.ones(len(rest))
-    if settings.noise_per == "structure":
-        weight = (census.sizes / mean_size) ** 2
-    center = float(np.average(rest, weights=weight)) if settings.linear_baseline != "none" else 0.0
+    center = float(rest.mean()) if settings.linear_baseline != "none" else 0.0
     per_structure = census.n_rows / len(census.numbers)
     chunk = max(int(_CHUNK / per_structure), 1)
-    rows = RowPlan(points, sizes, baseline.full, center, mean_size, chunk)
+    rows = RowPlan(points, sizes, baseline.full, center, chunk)
     parts, of_task = [], max(int(_ROWS * min(r / _LARGE, 1.0)), _CHUNK)
     for b in range(len(counts)):
         here = np.flatnonzero(block == b)
@@ -761,7 +751,7 @@ def sum_all(
         of_block = found.pop(b).sums if b in found else {}
         for name, of_blocks in sums.items():
             of_blocks.append(of_block.pop(name, nothing).scaled(factor))
-    result = replace(result, blocks=BlockSums(sums, of_rows, center), mean_size=mean_size)
+    result = replace(result, blocks=BlockSums(sums, of_rows, center))
     of_sample = counts[of_rows[sample.quantities["energy"].rows]]
     return Summed(result, sample, Draw(of_sample, baseline, counts))
 

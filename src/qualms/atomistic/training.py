@@ -300,7 +300,6 @@ class KernelRows:
     size_limit: str = ""  #: what limited the number of representatives that was chosen, if any
     size_curve: dict[int, float] = field(default_factory=dict)  #: out-of-bag error for numbers
     blocks: BlockSums | None = None  #: sums over all rows, if Phi is a sample of them
-    mean_size: float | None = None  #: mean number of atoms of all structures, if so
 
     def leading(self, r: int) -> KernelRows:
         """Return the rows of the model that has the first r representatives alone.
@@ -905,12 +904,11 @@ def fit_sparse_gp(
     forces and virials theirs, if they are learned.
     """
     settings, quantities = data.settings, data.quantities
-    y, weight, groups = np.empty(data.n_rows), np.ones(data.n_rows), _groups_of_rows(data)
+    y, groups = np.empty(data.n_rows), _groups_of_rows(data)
     for quantity in quantities.values():
         y[quantity.rows] = quantity.y
     n = len(data.y)
     y[:n] -= baseline.predict(data.design)
-    weight[:n] = target_weights(data, rows.mean_size)
     with (stages or Stages()).stage("Full model"), _few_threads(data, rows.Phi.shape[1]):
         wrong = set(quantities)
         if len(quantities) > 1:
@@ -921,7 +919,6 @@ def fit_sparse_gp(
             {name: getattr(settings, _NOISES[name]) for name in quantities},
             rows={name: quantity.rows for name, quantity in quantities.items()},
             center=settings.linear_baseline != "none",
-            sample_weight=weight,
             groups=groups,
             blocks=rows.blocks,
         )
@@ -930,18 +927,6 @@ def fit_sparse_gp(
         fitted = [name for name, key in others.items() if getattr(settings, key) == "auto"]
         check_noise({name: full.noise[name] for name in fitted}, data)
     return SparseGP(rows, full)
-
-
-def target_weights(data: TrainingSet, mean_size: float | None = None) -> Float64Array:
-    """Return the weights (n,) of the rows of the target, given the mean size of all structures.
-
-    The noise of a row is that of the target divided by its weight: a noise σ of the energy of n
-    atoms is σ/n per atom.
-    """
-    if data.settings.noise_per != "structure":
-        return np.ones(len(data.y))
-    sizes = np.array([len(atoms) for atoms in data.frames], dtype=np.float64)
-    return np.asarray((sizes / (mean_size or sizes.mean())) ** 2)
 
 
 def _groups_of_rows(data: TrainingSet) -> IntArray:
