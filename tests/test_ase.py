@@ -25,6 +25,7 @@ from qualms.ase import Calculator, MemberCalculator, UncertaintyError, WeightedB
 from qualms.ase.calculator import calibrated_point
 from qualms.atomistic.labels import find_label
 from qualms.calibration.fitting import build_calibration
+from qualms.calibration.members import source_members
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training set has too few compositions")
 
@@ -430,7 +431,8 @@ def test_members_are_calibrated_for_forces_or_for_the_energy(force_model, water)
     calibration = calibrations[force_model.settings.calibration]
     factor = calibration.typical_factor(8) or calibrations["student"].typical_factor(8)
     raw, raw_energy = (
-        Prediction(calibration.own(p.uncalibrated.members)) for p in (found.forces, found.energy)
+        Prediction(source_members(calibration, p.uncalibrated.members))
+        for p in (found.forces, found.energy)
     )
     forces = calc.map(lambda member: member.get_forces(water))
     np.testing.assert_allclose(forces.mean, raw.mean, atol=1e-7)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sklearn.ensemble import GradientBoostingRegressor
 
 from qualms import Prediction, calibrate
-from qualms.calibration.base import CalibrationData, calibration_data, with_equal_members
+from qualms.calibration.base import CalibrationData, calibration_data
 from qualms.calibration.fitting import (
     METHODS,
     PerOutputCalibration,
@@ -19,16 +19,13 @@ from qualms.calibration.fitting import (
     fit_calibration,
 )
 from qualms.calibration.groups import fit_grouped, fit_groups
+from qualms.calibration.members import calibrated_members, source_members, with_equal_members
 from qualms.calibration.methods import (
     NoCalibration,
     PowerCalibration,
-    Scaled,
     StudentCalibration,
-    VectorCalibration,
-    component_share,
     extrapolate_std,
     variance_scale,
-    vector_std,
 )
 from qualms.calibration.selection import (
     confidence_intervals,
@@ -37,6 +34,7 @@ from qualms.calibration.selection import (
 )
 from qualms.calibration.shrinkage import ShrinkageCalibration
 from qualms.calibration.sources import SourcesCalibration
+from qualms.calibration.vectors import component_share, vector_std
 from qualms.errors import CalibrationError, InputError, QualmsWarning
 from qualms.gp.ensemble import ensemble_mean_std
 from qualms.metrics import gaussian_log_density, log_likelihood, score_arrays
@@ -267,7 +265,7 @@ def test_transformed_members_have_the_calibrated_std_and_the_same_mean(method):
     y, members = synthetic(0, n=100)
     fitted = calibrate(y, members, method=method)
     mean, ensemble_std = ensemble_mean_std(members)
-    new_mean, new_std = ensemble_mean_std(fitted.transform(members))
+    new_mean, new_std = ensemble_mean_std(calibrated_members(fitted, members))
     np.testing.assert_allclose(new_mean, mean, atol=1e-12)
     np.testing.assert_allclose(new_std, fitted.std(ensemble_std, members.shape[1]), rtol=1e-9)
 
@@ -276,7 +274,8 @@ def test_power_transform_is_eq_19():
     members = np.random.default_rng(0).normal(size=(4, 5))
     mean, sigma = ensemble_mean_std(members)
     expected = mean[:, None] + 1.5 * (members - mean[:, None]) * sigma[:, None] ** (0.7 - 1)
-    np.testing.assert_allclose(PowerCalibration(alpha=1.5, gamma=0.7).transform(members), expected)
+    calibration = PowerCalibration(alpha=1.5, gamma=0.7)
+    np.testing.assert_allclose(calibrated_members(calibration, members), expected)
 
 
 def test_student_std_is_that_of_t():
@@ -593,7 +592,7 @@ def test_grouped_members_have_the_grouped_std():
     grouped = fit_groups(data, fit_calibration(data, "student"), labels)
     members = rng.normal(size=(5, 8))
     some = ["g0", "g1", "g1", "new", "g0"]
-    scaled = grouped.transform(members, some)
+    scaled = calibrated_members(grouped.overall, members, factors=grouped.factors(some))
     np.testing.assert_allclose(scaled.mean(axis=1), members.mean(axis=1))
     std = grouped.std(members.std(axis=1, ddof=1), 8, some)
     np.testing.assert_allclose(scaled.std(axis=1, ddof=1), std)
@@ -615,11 +614,11 @@ def test_a_calibration_of_vectors_and_tensors(method, n_components):
     np.testing.assert_allclose(vector_std(ensemble_std), r)
     data = calibration_data(2 * r * rng.normal(size=40), r[:, None] * rng.normal(size=(40, 8)))
     calibration = fit_calibration(data, method)
-    found = VectorCalibration(calibration).transform(members)
+    found = calibrated_members(calibration, members, isotropy=0.0)
     np.testing.assert_allclose(found.mean(axis=-1), members.mean(axis=-1), atol=1e-12)
     np.testing.assert_allclose(vector_std(found.std(axis=-1, ddof=1)), calibration.std(r, 8))
     if method == "linear":
-        np.testing.assert_allclose(found, calibration.transform(members))
+        np.testing.assert_allclose(found, calibrated_members(calibration, members))
 
 
 @pytest.mark.parametrize("n_components", [3, 6])
@@ -628,7 +627,7 @@ def test_the_covariance_of_vectors_is_shrunk_towards_a_sphere(n_components):
     members = rng.normal(size=(5, n_components, 30)) * np.linspace(1, 2, n_components)[:, None]
     std = members.std(axis=-1, ddof=1)
     calibration = build_calibration("power", {"alpha": 2.0, "gamma": 0.5})
-    found = VectorCalibration(calibration, u).transform(members)
+    found = calibrated_members(calibration, members, isotropy=u)
     np.testing.assert_allclose(found.mean(axis=-1), members.mean(axis=-1), atol=1e-12)
     m = np.array([1.0, 1, 1, 2, 2, 2][:n_components])  # the norm of a tensor counts yz and zy
     for raw, one, r, std_k in zip(members, found, vector_std(std), std, strict=True):
@@ -658,7 +657,7 @@ def test_a_direction_in_which_members_agree_has_no_uncertainty():
     members = np.random.default_rng(0).normal(size=(4, 3, 9))
     members[:, 2] = 1e-17 * members[:, 2]  # zero by symmetry
     calibration = build_calibration("linear", {"alpha": 2.0})
-    std = VectorCalibration(calibration, 1.0).transform(members).std(axis=-1, ddof=1)
+    std = calibrated_members(calibration, members, isotropy=1.0).std(axis=-1, ddof=1)
     assert np.all(std[:, :2] > 0.5)
     assert np.all(std[:, 2] < 1e-12)
 
@@ -666,8 +665,8 @@ def test_a_direction_in_which_members_agree_has_no_uncertainty():
 def test_members_that_agree_stay_as_they_are():
     calibration = build_calibration("power", {"alpha": 2.0, "gamma": 0.5})
     same = np.ones((2, 3, 4))
-    np.testing.assert_array_equal(VectorCalibration(calibration).transform(same), same)
-    found = calibration.transform(same)  # members that agree may be wrong
+    np.testing.assert_array_equal(calibrated_members(calibration, same, isotropy=0.0), same)
+    found = calibrated_members(calibration, same)  # members that agree may be wrong
     np.testing.assert_allclose(found.mean(axis=-1), same.mean(axis=-1))
     sigma = calibration.std(np.zeros(same.shape[:-1]), same.shape[-1])
     np.testing.assert_allclose(found.std(axis=-1, ddof=1), sigma, atol=1e-12)
@@ -676,9 +675,9 @@ def test_members_that_agree_stay_as_they_are():
 def test_factors_from_elsewhere_are_those_of_the_first_axis():
     members = np.random.default_rng(0).normal(size=(2, 3, 5))
     ensemble_std = members.std(axis=-1, ddof=1)
-    found = Scaled(np.array([2.0, 0.5]), NoCalibration()).transform(members)
+    found = Prediction(members).scaled(NoCalibration(), np.array([2.0, 0.5])).members
     np.testing.assert_allclose(found.std(axis=-1, ddof=1), ensemble_std * [[2.0], [0.5]])
-    found = Scaled(3.0, NoCalibration()).transform(members[0])
+    found = Prediction(members[0]).scaled(NoCalibration(), 3.0).members
     np.testing.assert_allclose(found, members[0].mean(-1, keepdims=True) * -2 + 3 * members[0])
 
 
@@ -793,7 +792,8 @@ def test_members_that_carry_nothing_are_left_out(alpha, posterior, n_members):
         alpha=alpha, posterior=posterior, centre=0.0, n_subsampled=8, log_std_std=10.0
     )
     for n in (n_members, 40):
-        members = dataclasses.replace(calibration, n_calibrated=0 if n == n_members else n).own(raw)
+        more = dataclasses.replace(calibration, n_calibrated=0 if n == n_members else n)
+        members = source_members(more, raw)
         assert members.shape == (5, n)
         np.testing.assert_allclose(members.mean(axis=1), 3.0, rtol=1e-12)
         np.testing.assert_allclose(np.cov(members), expected, rtol=1e-9, atol=1e-12)
@@ -807,8 +807,10 @@ def test_calibrations_of_one_model_have_equally_many_members():
     raw = two_kinds(np.random.default_rng(1), 4, 8, 16)
     equal = with_equal_members(calibrations, 24)
     for before, after in zip(calibrations, equal, strict=True):
-        assert after.own(raw).shape == (4, 24)
-        np.testing.assert_allclose(np.cov(after.own(raw)), np.cov(before.own(raw)), rtol=1e-9)
+        assert source_members(after, raw).shape == (4, 24)
+        np.testing.assert_allclose(
+            np.cov(source_members(after, raw)), np.cov(source_members(before, raw)), rtol=1e-9
+        )
 
 
 def test_each_member_is_a_draw_of_the_whole_covariance():
@@ -817,7 +819,7 @@ def test_each_member_is_a_draw_of_the_whole_covariance():
     calibration = SourcesCalibration(alpha=1.0, posterior=1e-3, centre=0.0, n_subsampled=4)
     votes = []
     for seed in range(30):
-        members = calibration.own(two_kinds(np.random.default_rng(seed), 2, 4, 64))
+        members = source_members(calibration, two_kinds(np.random.default_rng(seed), 2, 4, 64))
         difference = members[0] - members[1]
         votes.append(np.mean(difference < -difference.std(ddof=1)))
     assert np.mean(votes) == pytest.approx(0.159, abs=0.02)

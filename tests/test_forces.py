@@ -35,7 +35,7 @@ from qualms.atomistic.forces import (
 )
 from qualms.atomistic.labels import ForceLabels
 from qualms.atomistic.structures import VOIGT
-from qualms.calibration.methods import VectorCalibration
+from qualms.calibration.members import source_members
 from qualms.data import qm9
 from qualms.features import gradients, soap
 from qualms.features.gradients import SoapTape, Surroundings, batches
@@ -291,7 +291,7 @@ def test_an_atom_with_no_features_at_all():
 
 def own_std(model, prediction):
     """Standard deviations of the members that the calibration of the energy scales."""
-    members = model.fitted.calibration.own(prediction.uncalibrated.members)
+    members = source_members(model.fitted.calibration, prediction.uncalibrated.members)
     return members.std(axis=-1, ddof=1)
 
 
@@ -513,8 +513,9 @@ def test_uncertainties_of_stresses_cover_the_errors():
     new = alloys(40, seed=5)
     predicted = trained("virtual").predict_forces(new, stress=True).stress
     fitted = trained("virtual").fitted
-    own = VectorCalibration(fitted.calibration_of("stress"), fitted.isotropy.get("stress", 0.0))
-    np.testing.assert_allclose(predicted.std, predicted.calibrated(own).std)
+    calibration, isotropy = fitted.calibration_of("stress"), fitted.isotropy.get("stress", 0.0)
+    again = predicted.calibrated(calibration, isotropy=isotropy)
+    np.testing.assert_allclose(predicted.std, again.std)
     flat = Prediction(predicted.members.reshape(-1, predicted.n_members))
     # Components of 40 stresses are correlated: a standard error of about a tenth.
     assert 0.5 < score(stresses(new).ravel(), flat).coverage_68 < 0.9

@@ -31,7 +31,7 @@ from qualms.atomistic.labels import collect_labels
 from qualms.calibration.base import CalibrationData, FullModelData
 from qualms.calibration.conformal import fit_conformal
 from qualms.calibration.fitting import build_calibration, fit_calibration
-from qualms.calibration.methods import VectorCalibration
+from qualms.calibration.members import calibrated_members, source_members
 from qualms.calibration.sources import MIN_POINTS, SourcesCalibration, fit_inverse_dof
 from qualms.errors import CalibrationError
 from qualms.gp.ensemble import Residuals, centred, ensemble_mean_std, fit_centre
@@ -260,7 +260,7 @@ def test_members_have_the_calibrated_variance_and_keep_their_covariance():
     np.testing.assert_allclose(found.mean, 3.0, rtol=1e-12)
     s, p = (ensemble_mean_std(part)[1] for part in (raw[:, :8], raw[:, 8:]))
     np.testing.assert_allclose(found.std, calibration.std(s, 8, p, n_posterior=16), rtol=1e-10)
-    own = calibration.own(raw)
+    own = source_members(calibration, raw)
     covariance = 1.2**2 * np.cov(raw[:, :8]) + 0.7**2 * np.cov(raw[:, 8:])
     np.testing.assert_allclose(np.cov(own), covariance, rtol=1e-9, atol=1e-12)
     correlations = np.corrcoef(found.members)
@@ -276,9 +276,9 @@ def test_vectors_are_scaled_as_a_whole():
     rotation = np.linalg.qr(rng.normal(size=(3, 3)))[0]
     calibration = SourcesCalibration(alpha=1.1, posterior=0.4, floor=0.2, n_subsampled=4)
     for isotropy in (0.0, 0.3, 1.0):
-        own = VectorCalibration(calibration, isotropy)
-        found = own.transform(members)
-        turned = own.transform(np.einsum("ij,njk->nik", rotation, members))
+        found = calibrated_members(calibration, members, isotropy=isotropy)
+        turned = np.einsum("ij,njk->nik", rotation, members)
+        turned = calibrated_members(calibration, turned, isotropy=isotropy)
         np.testing.assert_allclose(np.einsum("ij,njk->nik", rotation, found), turned, atol=1e-12)
 
 

@@ -33,9 +33,7 @@ from qualms.arrays import Float64Array, check_members, check_number, check_point
 from qualms.calibration.base import (
     Calibration,
     CalibrationData,
-    MemberTransform,
     calibration_data,
-    combined_members,
 )
 from qualms.calibration.conformal import Conformal
 from qualms.calibration.fitting import (
@@ -44,9 +42,10 @@ from qualms.calibration.fitting import (
     fit_calibration,
     fit_out_of_bag,
 )
+from qualms.calibration.members import calibrated_members, combined_members, source_members
 from qualms.calibration.selection import choose_calibration
 from qualms.errors import InputError, QualmsError, QualmsWarning, unknown_choice
-from qualms.gp.ensemble import ensemble_mean_std, group_codes
+from qualms.gp.ensemble import ensemble_mean_std, group_codes, rescaled
 from qualms.notebooks import html_table
 
 if TYPE_CHECKING:
@@ -248,27 +247,58 @@ class Prediction(NDArrayOperatorsMixin):
         return np.atleast_2d(np.cov(members.reshape(-1, members.shape[-1])))
 
     def calibrated(
-        self, calibration: MemberTransform, conformal: Conformal | None = None
+        self,
+        calibration: Calibration | PerOutputCalibration,
+        conformal: Conformal | None = None,
+        **options: Any,
     ) -> Prediction:
         """Return the prediction with its members scaled about their mean by a calibration.
 
-        A calibrated prediction is calibrated again from its uncalibrated members. `conformal` is
-        the distribution of out-of-bag errors after this calibration. Without members, the standard
-        deviation is calibrated, by a method that does not depend on their number.
+        A calibrated prediction is calibrated again from its uncalibrated members. Without members,
+        the standard deviation is calibrated, by a method that does not depend on their number.
+
+        Parameters
+        ----------
+        calibration : Calibration
+            Or one for each output.
+        conformal : Conformal, optional
+            Distribution of out-of-bag errors after this calibration.
+        **options
+            Of `qualms.calibration.members.calibrated_members`: novelty of the points, isotropy of
+            vectors, factors of elements.
         """
         raw, dof = self.uncalibrated, None
-        if raw.members is None and not getattr(calibration, "needs_members", True):
-            assert isinstance(calibration, Calibration)
+        if (
+            raw.members is None
+            and isinstance(calibration, Calibration)
+            and not (calibration.needs_members)
+        ):
             std = calibration.std(raw.std, 2)
             return Prediction(mean=raw.mean, std=std, uncalibrated=raw, conformal=conformal)
         members = _members_of(raw, "calibrated")
-        method: object = calibration
-        while hasattr(method, "calibration"):  # of vectors, of species, …
-            method = method.calibration
-        if isinstance(method, Calibration):
-            dof = method.predictive_dof(members.shape[-1])
-        members = calibration.transform(members)
+        if isinstance(calibration, PerOutputCalibration):
+            members = calibration.members(members, **options)
+        else:
+            dof = calibration.predictive_dof(members.shape[-1])
+            members = calibrated_members(calibration, members, **options)
         return Prediction(members, uncalibrated=raw, conformal=conformal, dof=dof)
+
+    def scaled(
+        self,
+        calibration: Calibration,
+        factors: float | Float64Array,
+        conformal: Conformal | None = None,
+    ) -> Prediction:
+        """Return the prediction with the members that a calibration uses, scaled by given factors.
+
+        Factors are one number, or one for each of the first axis: those that calibrate another
+        quantity.
+        """
+        members = source_members(calibration, _members_of(self, "scaled"))
+        f = np.reshape(factors, (-1, *[1] * (members.ndim - 2)))
+        dof = calibration.predictive_dof(members.shape[-1])
+        scaled = rescaled(members, np.broadcast_to(f, members.shape[:-1]))
+        return Prediction(scaled, uncalibrated=self, conformal=conformal, dof=dof)
 
     def map(self, f: Callable[[Float64Array], ArrayLike]) -> Prediction:
         """Apply a function to the predictions of each member, one member at a time.

@@ -35,7 +35,6 @@ from qualms.arrays import (
 from qualms.calibration.base import (
     Calibration,
     FullModelData,
-    MemberTransform,
     calibration_data,
 )
 from qualms.calibration.conformal import Conformal
@@ -47,7 +46,7 @@ from qualms.calibration.fitting import (
     fit_out_of_bag,
 )
 from qualms.calibration.methods import NoCalibration
-from qualms.calibration.sources import MIN_POINTS, WithNovelty, with_enough_points
+from qualms.calibration.sources import MIN_POINTS, with_enough_points
 from qualms.errors import (
     CalibrationError,
     ExactFitError,
@@ -731,13 +730,11 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
                 parameter="n_members",
             )
         X = self._validated(X)
-        calibration: MemberTransform = self.calibration_
         novelty = np.empty((len(X), 2)) if self.calibration_.needs_novelty else None
         members = self.basis_.contract(X, self.weights_, novelty) + self.intercept_
-        if novelty is not None:
-            q = np.sqrt(novelty[:, :1]) * self._scale
-            calibration = WithNovelty(self.calibration_, self._outputs(q))
-        return Prediction(members).calibrated(calibration, self._conformal)
+        q = None if novelty is None else self._outputs(np.sqrt(novelty[:, :1]) * self._scale)
+        raw = Prediction(members)
+        return raw.calibrated(self.calibration_, self._conformal, novelty_std=q)
 
     def extrapolates(self, X: ArrayLike) -> BoolArray:
         """Return whether each point is more novel than 99 % of the training points were: (n,).

@@ -46,7 +46,7 @@ from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.novelty import force_norm
 from qualms.atomistic.reference import KeyReference
 from qualms.calibration.base import Calibration
-from qualms.calibration.methods import NoCalibration, Scaled
+from qualms.calibration.members import calibrated_members, source_members
 from qualms.errors import (
     InputError,
     QualmsWarning,
@@ -54,7 +54,7 @@ from qualms.errors import (
     did_you_mean,
     unknown_choice,
 )
-from qualms.gp.ensemble import ensemble_mean_std
+from qualms.gp.ensemble import ensemble_mean_std, rescaled
 from qualms.prediction import Prediction, stack_members
 from qualms.resources import default_threads, limited
 
@@ -128,10 +128,14 @@ def calibrated_point(
     after calibration: the number of atoms, for an extensive property.
     """
     if calibration is not None:
-        return CalibratedPoint(raw, lambda members: scale * calibration.transform(members / scale))
+        return CalibratedPoint(
+            raw, lambda members: scale * calibrated_members(calibration, members / scale)
+        )
     before, after = (ensemble_mean_std(members)[1] for members in (raw, calibrated))
     factor = float(after / before) if before > 0.0 else 1.0
-    return CalibratedPoint(raw, Scaled(factor, NoCalibration()).transform)
+    return CalibratedPoint(
+        raw, lambda members: rescaled(members, np.full(members.shape[:-1], factor))
+    )
 
 
 # --- calculators ---
@@ -387,8 +391,9 @@ class MemberCalculator(ModelCalculator):
         if f is None:
             return None
         n = fitted.weights.shape[1]
-        own = calibration.own(np.eye(n))[:, self.index]  # E_j' before the factor, in terms of E_j
-        return np.asarray(f * own + (1.0 - f) / n)
+        # The member before it is scaled, in terms of all E_j.
+        weights = source_members(calibration, np.eye(n))[:, self.index]
+        return np.asarray(f * weights + (1.0 - f) / n)
 
 
 def annotate(atoms: Atoms, results: Results) -> None:

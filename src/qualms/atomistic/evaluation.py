@@ -21,16 +21,10 @@ from qualms.atomistic.settings import Settings
 from qualms.atomistic.shards import Part, divided
 from qualms.atomistic.structures import check_structures, symbols_of
 from qualms.atomistic.training import not_zero_by_symmetry
-from qualms.calibration.base import Calibration, MemberTransform, calibration_data
+from qualms.calibration.base import Calibration, calibration_data
 from qualms.calibration.fitting import MODEL_METHODS, fit_calibration
-from qualms.calibration.methods import (
-    MULTIPLICITY,
-    Multiplied,
-    VectorCalibration,
-    component_share,
-    vector_std,
-)
-from qualms.calibration.sources import WithNovelty
+from qualms.calibration.members import calibrated_members
+from qualms.calibration.vectors import MULTIPLICITY, component_share, vector_std
 from qualms.errors import CalibrationError, InputError, QualmsWarning, counted, unknown_choice
 from qualms.evaluation import COMPONENT_NAMES, Evaluation, energy_factor
 from qualms.execution import Workers, as_workers
@@ -252,8 +246,8 @@ class _Points:
     def apply(self, calibration: Calibration) -> Float64Array:
         """Return calibrated members: (n, N_R)."""
         if self.place is None:
-            return calibration.transform(self.members, novelty_std=self.novelty_std)
-        return VectorCalibration(calibration, self.isotropy).transform(self.members)[self.place]
+            return calibrated_members(calibration, self.members, novelty_std=self.novelty_std)
+        return calibrated_members(calibration, self.members, isotropy=self.isotropy)[self.place]
 
     def fit(self, method: str, chosen: BoolArray | slice) -> Calibration:
         """Return a calibration of the subsampled members, fitted to the chosen points."""
@@ -501,17 +495,17 @@ def _predict_target(
         processes["GPR PP"] = np.stack([mean, np.sqrt(p2 + q2 + noise)])
         processes["GPR PP, posterior part"] = np.stack([mean, np.sqrt(p2)])
         q = np.concatenate(novelty)[rows] if fitted.calibration.needs_novelty else None
-    transform: MemberTransform = fitted.calibration
-    if q is not None:
-        transform = WithNovelty(fitted.calibration, q)
+    factors = None
     if "energy" in fitted.species_factors and references.atom is not None:
         pairs = zip(references.structure, references.atom, strict=True)
         numbers = np.array([frames[i].numbers[j] for i, j in pairs])
-        transform = Multiplied(transform, fitted.factors_of("energy", numbers))
+        factors = fitted.factors_of("energy", numbers)
     return _Points(
         references=references,
         y=y,
-        prediction=Prediction(raw).calibrated(transform, fitted.conformal.get("energy")),
+        prediction=Prediction(raw).calibrated(
+            fitted.calibration, fitted.conformal.get("energy"), novelty_std=q, factors=factors
+        ),
         members=raw,
         n_subsampled=fitted.settings.n_subsampled or raw.shape[1],
         novelty_std=q,

@@ -14,9 +14,9 @@ from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.atomistic.baseline import Baseline
 from qualms.atomistic.kernel_rows import Basis
 from qualms.atomistic.settings import Settings
-from qualms.calibration.base import Calibration, MemberTransform, with_equal_members
+from qualms.calibration.base import Calibration
 from qualms.calibration.conformal import Conformal
-from qualms.calibration.sources import WithNovelty
+from qualms.calibration.members import source_members, with_equal_members
 from qualms.features.representation import Representation
 from qualms.gp.linalg import cholesky_whiten
 from qualms.gp.sparse_gp import novelty_variance, posterior_variance
@@ -150,7 +150,7 @@ class Fitted:
     baseline: Baseline
     #: out-of-bag calibrations of "energy", and perhaps "forces" and "stress", by method
     calibrations: Mapping[str, Mapping[str, Calibration]]
-    #: share of the isotropic part of σ of "forces" and "stress": see `VectorCalibration`
+    #: share of the isotropic part of σ of "forces" and "stress": see `calibration.vectors`
     isotropy: Mapping[str, float]
     #: factors of σ of atoms, by quantity and chemical symbol
     species_factors: Mapping[str, Mapping[str, float]]
@@ -174,7 +174,7 @@ class Fitted:
     @property
     def n_members(self) -> int:
         """Number of members of a calibrated prediction."""
-        return int(self.calibration.own(self.intercepts).shape[-1])
+        return int(source_members(self.calibration, self.intercepts).shape[-1])
 
     @cached_property
     def _calibrations(self) -> dict[str, Calibration]:
@@ -193,17 +193,16 @@ class Fitted:
         """Return the calibration of a quantity, if it has one of its own."""
         return self._calibrations.get(quantity)
 
-    def transform_for(
+    def novelty_std(
         self, K_XM: Float64Array, prior_variance: Callable[[], Float64Array]
-    ) -> MemberTransform:
-        """Return the calibration of the target for kernel rows, with their novelty if it matters.
+    ) -> Float64Array | None:
+        """Return q for kernel rows (n, r), if σ of the target depends on it: (n,).
 
-        `prior_variance` returns the diagonal of K_XX. Factors of species are not included.
+        `prior_variance` returns the diagonal of K_XX.
         """
-        calibration = self.calibration
-        if not calibration.needs_novelty or self.pp_variance is None:
-            return calibration
-        return WithNovelty(calibration, self.pp_variance.novelty_std(K_XM, prior_variance()))
+        if not self.calibration.needs_novelty or self.pp_variance is None:
+            return None
+        return self.pp_variance.novelty_std(K_XM, prior_variance())
 
     def factors_of(self, quantity: str, numbers: IntArray) -> Float64Array:
         """Return the factors of σ of atoms (n,) with these atomic numbers."""

@@ -33,8 +33,7 @@ from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.kernel_rows import normalized, novelty_of
 from qualms.atomistic.labels import ForceLabels
 from qualms.atomistic.structures import check_species, check_structures
-from qualms.calibration.base import MemberTransform
-from qualms.calibration.methods import Multiplied, Scaled, VectorCalibration
+from qualms.calibration.members import member_factors
 from qualms.errors import InputError, QualmsWarning, counted
 from qualms.features.derivatives import Changes, DifferentiableFeatures, Tape
 from qualms.features.representation import Representation, offsets_of
@@ -398,20 +397,20 @@ def predict_with_forces(
     found = derivatives(potential, frames, strain=stress, novelty=novelty)
     sizes = np.array([len(atoms) for atoms in frames])
     per_atom = Prediction(member_energies(fitted, frames, found.energies))
-    conformal = fitted.conformal
-    energy = per_atom.calibrated(fitted.calibration, conformal.get("energy"))
-    factors = fitted.calibration.factors_of(energy.std, per_atom.members)
+    energy = per_atom.calibrated(fitted.calibration, fitted.conformal.get("energy"))
+    factors = member_factors(fitted.calibration, energy.std, per_atom.members)
     stresses = None
     if found.virials is not None:
         volumes = np.array([atoms.cell.volume for atoms in frames])
         raw = Prediction(found.virials / volumes[:, None, None])
-        stresses = raw.calibrated(_own(fitted, "stress", factors), conformal.get("stress"))
+        stresses = _calibrated(fitted, "stress", raw, factors)
     _warn_about_lone_atoms(fitted, frames, found.forces)
-    own = _own(fitted, "forces", np.repeat(factors, sizes))
+    of_species = None
     if "forces" in fitted.species_factors:
         numbers = np.concatenate([atoms.numbers for atoms in frames])
-        own = Multiplied(own, fitted.factors_of("forces", numbers))
-    forces = Prediction(found.forces).calibrated(own, conformal.get("forces"))
+        of_species = fitted.factors_of("forces", numbers)
+    raw = Prediction(found.forces)
+    forces = _calibrated(fitted, "forces", raw, np.repeat(factors, sizes), of_species)
     return ForcePrediction(energy * sizes, forces, stresses, offsets_of(sizes))
 
 
@@ -454,12 +453,19 @@ def member_energies(
     return energies / sizes + fitted.intercepts + fitted.baseline.predict_members(design)
 
 
-def _own(fitted: Fitted, quantity: str, factors: Float64Array) -> MemberTransform:
-    """Return the calibration of forces, or of stresses: their own, or given factors."""
-    own = fitted.calibration_of(quantity)
-    if own is None:
-        return Scaled(factors, fitted.calibration)
-    return VectorCalibration(own, fitted.isotropy.get(quantity, 0.0))
+def _calibrated(
+    fitted: Fitted,
+    quantity: str,
+    raw: Prediction,
+    factors: Float64Array,
+    of_species: Float64Array | None = None,
+) -> Prediction:
+    """Return forces, or stresses, calibrated by their own calibration or by given factors (n,)."""
+    calibration, conformal = fitted.calibration_of(quantity), fitted.conformal.get(quantity)
+    if calibration is None:
+        return raw.scaled(fitted.calibration, factors, conformal)
+    isotropy = fitted.isotropy.get(quantity, 0.0)
+    return raw.calibrated(calibration, conformal, isotropy=isotropy, factors=of_species)
 
 
 # --- which models and structures have forces ---

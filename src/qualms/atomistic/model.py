@@ -49,7 +49,7 @@ from qualms.atomistic.structures import (
     symbols_of,
 )
 from qualms.calibration.base import CalibrationData
-from qualms.calibration.methods import Multiplied, Scaled
+from qualms.calibration.members import member_factors
 from qualms.errors import InputError, QualmsError, QualmsWarning, counted
 from qualms.execution import as_workers
 from qualms.features.representation import BATCH, Batch, stream_features
@@ -554,11 +554,15 @@ class Chunk:
     def predict_learned(self, rows: Float64Array) -> Prediction:
         """Return the same without the reference potential, which has no uncertainty."""
         raw = Prediction(self.fitted.members(rows, self.design))
-        transform = self.fitted.transform_for(rows, self.prior_variance)
-        if "energy" in self.fitted.species_factors:
-            factors = self.fitted.factors_of("energy", self.center_species)
-            transform = Multiplied(transform, factors)
-        calibrated = raw.calibrated(transform, self.fitted.conformal.get("energy"))
+        fitted, factors = self.fitted, None
+        if "energy" in fitted.species_factors:
+            factors = fitted.factors_of("energy", self.center_species)
+        calibrated = raw.calibrated(
+            fitted.calibration,
+            fitted.conformal.get("energy"),
+            novelty_std=fitted.novelty_std(rows, self.prior_variance),
+            factors=factors,
+        )
         return calibrated * self.sizes if self.fitted.settings.kind == "extensive" else calibrated
 
     def atom_novelty(self) -> list[Float64Array]:
@@ -697,9 +701,9 @@ def atom_contributions(chunk: Chunk) -> list[Prediction]:
     raw += fitted.intercepts
     raw += fitted.baseline.predict_members(chunk.atom_design)
     calibration = fitted.calibration
-    factors = calibration.factors_of(whole.std, whole.uncalibrated.members)
+    factors = member_factors(calibration, whole.std, whole.uncalibrated.members)
     return [
-        Prediction(raw[a:b]).calibrated(Scaled(float(factor), calibration))
+        Prediction(raw[a:b]).scaled(calibration, float(factor))
         for (a, b), factor in zip(edges, factors, strict=True)
     ]
 

@@ -68,14 +68,14 @@ from qualms.calibration.fitting import (
     out_of_bag_points,
 )
 from qualms.calibration.groups import fit_grouped
-from qualms.calibration.methods import (
+from qualms.calibration.methods import NoCalibration
+from qualms.calibration.sources import MIN_POINTS, with_enough_points
+from qualms.calibration.vectors import (
     INDEPENDENT_COMPONENTS,
     ISOTROPIES,
     MULTIPLICITY,
-    NoCalibration,
     component_share,
 )
-from qualms.calibration.sources import MIN_POINTS, with_enough_points
 from qualms.errors import (
     CalibrationError,
     ExactFitError,

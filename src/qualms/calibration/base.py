@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
-from typing import Any, ClassVar, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -17,10 +16,8 @@ from qualms.calibration.conformal import Conformal, fit_conformal
 from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWarning
 from qualms.gp.ensemble import (
     MIN_ABSENT,
-    calibration_factors,
     ensemble_mean_std,
     out_of_bag_prediction,
-    rescaled,
 )
 
 #: Number of members whose standard deviation has no sampling error.
@@ -28,21 +25,12 @@ _EXACT = 1_000_000
 #: Points up to which calibrations that conformal scores refer to are cross-fitted, and folds.
 _FEW_POINTS, _N_FOLDS = 500, 5
 P_co = TypeVar("P_co", covariant=True)
-C = TypeVar("C", bound="Calibration")
-Pool: TypeAlias = Callable[[Float64Array], Float64Array]
-
-
-class MemberTransform(Protocol):
-    """A transformation of the predictions of members."""
-
-    def transform(self, members: FloatArray) -> Float64Array:
-        """Scale the members about their mean so that their standard deviation is calibrated."""
 
 
 class Calibratable(Protocol[P_co]):
     """Something that lets a calibration be applied to it, such as `qualms.Prediction`."""
 
-    def calibrated(self, calibration: MemberTransform) -> P_co:
+    def calibrated(self, calibration: Any) -> P_co:
         """Return a calibrated copy."""
 
 
@@ -279,71 +267,6 @@ def rounding_of(members: FloatArray) -> Float64Array:
     return rounding
 
 
-def combined_members(
-    members: FloatArray, kinds: Sequence[tuple[int, float]], n: int = 0
-) -> Float64Array:
-    """Return members (…, n) whose covariance is the weighted sum of those of several kinds.
-
-    Let D_k be the deviations of the n_k members of kind k from the prediction, the mean of each
-    kind, divided by √(n_k − 1). The columns of D = [w₁D₁, w₂D₂, …] have the covariance
-    D Dᵀ = Σ w_k² D_k D_kᵀ, but each is a draw of one kind alone: their votes, and what is not
-    linear in them, would be wrong. With a random isometry Q that is orthogonal to (1, …, 1) on both
-    sides, Q Qᵀ = I − 11ᵀ/Σn_k, the columns of √(n − 1) D Q have mean and covariance of the same
-    values, and each is a draw of the whole. Members of a single kind stay as they are.
-
-    Parameters
-    ----------
-    members : (…, N_R) array
-        One kind after the other.
-    kinds : sequence of (int, float)
-        n_k and w_k. Members whose weight is zero carry nothing and are left out.
-    n : int
-        At least the number of members with a weight; by default that number.
-    """
-    counts, weights = zip(*kinds, strict=True)
-    used = np.repeat(weights, counts) > 0
-    values = np.asarray(members, dtype=np.float64)[..., used]
-    n_used = values.shape[-1]
-    n = n or n_used
-    alone = n == n_used and len({*np.repeat(range(len(counts)), counts)[used]}) == 1
-    if alone and max(weights) == 1.0:
-        return values
-    mean = values.mean(axis=-1, keepdims=True)
-    scales = [w * ((n - 1) / max(k - 1, 1)) ** 0.5 for k, w in kinds]
-    D = (values - mean) * np.repeat(scales, counts)[used]
-    return np.asarray(mean + (D if alone else D @ _isometry(n_used, n)))
-
-
-@lru_cache(maxsize=32)
-def _isometry(k: int, n: int) -> Float64Array:
-    """Return a random Q (k, n ≥ k) with Q Qᵀ = I − 11ᵀ/k and Q 1 = 0, the same in each process."""
-    turned = np.random.default_rng(0).standard_normal((n - 1, k - 1))
-    Q: Float64Array = _contrasts(k) @ np.linalg.qr(turned)[0].T @ _contrasts(n).T
-    Q.flags.writeable = False
-    return Q
-
-
-def _contrasts(n: int) -> Float64Array:
-    """Return an orthonormal basis (n, n − 1) of the vectors whose elements sum to zero."""
-    Q: Float64Array = np.linalg.qr(np.column_stack([np.ones(n), np.eye(n)[:, 1:]]))[0]
-    return Q[:, 1:]
-
-
-def with_equal_members(calibrations: Sequence[C], n_members: int) -> list[C]:
-    """Return calibrations of the N_R members of one model that yield equally many members each.
-
-    Those of different quantities can then be combined in pairs.
-    """
-    n = max(c.own(np.zeros(n_members)).shape[-1] for c in calibrations)
-    return [replace(c, n_calibrated=n) for c in calibrations]
-
-
-def _deviations(n: int) -> Float64Array:
-    """Return n evenly spaced numbers of zero mean and unit standard deviation (ddof = 1)."""
-    values = np.arange(n) - (n - 1) / 2
-    return np.asarray(values / values.std(ddof=1))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Calibration(ABC):
     """A rule that turns the ensemble standard deviation into a calibrated one.
@@ -363,7 +286,7 @@ class Calibration(ABC):
         a sparse Gaussian process, are drawn from the posterior of the full model.
     n_calibrated : int
         Number of members of a calibrated prediction; 0: as many as σ has independent sources of.
-        See `with_equal_members`.
+        See `qualms.calibration.members`.
     """
 
     method: ClassVar[str]
@@ -384,8 +307,18 @@ class Calibration(ABC):
         """Maximise the likelihood of the data; `near`, a fit to similar points, may be a start."""
 
     @abstractmethod
-    def std(self, ensemble_std: FloatArray, n_members: int | IntArray) -> Float64Array:
-        """Return the calibrated standard deviation for ŝ of so many members."""
+    def std(
+        self,
+        ensemble_std: FloatArray,
+        n_members: int | IntArray,
+        posterior_std: FloatArray | None = None,
+        novelty_std: FloatArray | None = None,
+        n_posterior: int | None = None,
+    ) -> Float64Array:
+        """Return σ (…), a function of ŝ over c members, p and q; most methods ignore p and q.
+
+        p is exact, or the standard deviation of so many posterior members.
+        """
 
     @abstractmethod
     def log_density(
@@ -414,7 +347,7 @@ class Calibration(ABC):
 
     def std_of(self, data: CalibrationData) -> Float64Array:
         """Return the calibrated standard deviation of each point of the data: (n,)."""
-        return self.std(data.ensemble_std, data.n_members)
+        return self.std(data.ensemble_std, data.n_members, data.posterior_std, data.novelty_std)
 
     def conformal(self, data: CalibrationData) -> Conformal:
         """Return the distribution of |z|/σ of the points of the data.
@@ -456,46 +389,6 @@ class Calibration(ABC):
         """
         n = self.n_subsampled or n_members
         return (n, 1.0), (n_members - n, 0.0)
-
-    def own(self, members: FloatArray) -> Float64Array:
-        """Return the members that are scaled, of the `kinds` (…, N_R) that have a weight."""
-        return combined_members(members, self.kinds(np.shape(members)[-1]), self.n_calibrated)
-
-    def factors_of(self, std: Float64Array, members: FloatArray) -> Float64Array:
-        """Return the factors (…) that gave members (…, N_R) the calibrated σ (…)."""
-        return calibration_factors(std, ensemble_mean_std(self.own(members))[1])
-
-    def transform(
-        self,
-        members: FloatArray,
-        pool: Pool | None = None,
-        novelty_std: FloatArray | None = None,
-    ) -> Float64Array:
-        """Scale the members (…, N_R) about their mean to the calibrated standard deviation.
-
-        Eq. (19), Musil et al. 2019, for any calibration. `pool` takes standard deviations (…) to
-        those that the factors depend on, such as those of whole vectors; most methods ignore the
-        novelty q (…).
-        """
-        own = self.own(members)
-        mean, ensemble_std = ensemble_mean_std(own)
-        pooled = ensemble_std if pool is None else pool(ensemble_std)
-        sigma = self.std_of_members(members, pooled, pool or np.asarray, novelty_std)
-        scaled = rescaled(own, calibration_factors(sigma, pooled), mean)
-        if pool is None and np.any(equal := ensemble_std == 0):
-            # Members that agree may be wrong. Their deviations have no direction: any will do.
-            scaled[equal] += sigma[equal][..., None] * _deviations(own.shape[-1])
-        return scaled
-
-    def std_of_members(
-        self,
-        members: FloatArray,
-        own_std: Float64Array,
-        pool: Pool,
-        novelty_std: FloatArray | None,
-    ) -> Float64Array:
-        """Return σ (…) for members (…, N_R), of which `own` have this (pooled) deviation (…)."""
-        return self.std(own_std, self.n_subsampled or members.shape[-1])
 
     @property
     def needs_novelty(self) -> bool:

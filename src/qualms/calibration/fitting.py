@@ -15,8 +15,8 @@ from qualms.calibration.base import (
     Calibration,
     CalibrationData,
     P_co,
-    with_equal_members,
 )
+from qualms.calibration.members import calibrated_members, with_equal_members
 from qualms.calibration.methods import (
     LinearCalibration,
     NoCalibration,
@@ -159,7 +159,7 @@ class PerOutputCalibration:
         """Mean log likelihood of each output: (T,)."""
         return np.array([c.log_likelihood for c in self.outputs])
 
-    def transform(
+    def members(
         self, members: FloatArray, *, novelty_std: FloatArray | None = None
     ) -> Float64Array:
         """Scale the members (…, T, N_R) about their means, output by output; q is (…, T)."""
@@ -171,8 +171,10 @@ class PerOutputCalibration:
                 parameter="prediction",
             )
         scaled = [
-            c.transform(
-                members[..., t, :], novelty_std=None if novelty_std is None else novelty_std[..., t]
+            calibrated_members(
+                c,
+                members[..., t, :],
+                novelty_std=None if novelty_std is None else novelty_std[..., t],
             )
             for t, c in enumerate(with_equal_members(self.outputs, members.shape[-1]))
         ]

@@ -28,7 +28,7 @@ from qualms.calibration.base import Calibration, CalibrationData
 from qualms.calibration.fitting import fit_calibration
 from qualms.calibration.methods import log_std_moments
 from qualms.errors import InputError
-from qualms.gp.ensemble import group_codes, group_scatter, rescaled
+from qualms.gp.ensemble import group_codes, group_scatter
 
 #: Bounds of ln f, step of its derivatives, and its accuracy.
 _WIDEST, _STEP, _PRECISE = 7.0, 3e-3, 1e-5
@@ -82,10 +82,6 @@ class GroupedCalibration:
     def std_of(self, data: CalibrationData, labels: Sequence[str] | StrArray) -> Float64Array:
         """Return the calibrated standard deviations of points (n,) of data with these labels."""
         return self.factors(labels) * self.overall.std_of(data)
-
-    def transform(self, members: FloatArray, labels: Sequence[str] | StrArray) -> Float64Array:
-        """Scale members (n, N_R) about their means so that their std is calibrated."""
-        return rescaled(self.overall.transform(members), self.factors(labels))
 
 
 def fit_grouped(

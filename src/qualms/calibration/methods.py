@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from scipy.optimize import brentq, minimize_scalar
 from scipy.special import digamma, gammaln, polygamma, stdtrit
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
-from qualms.calibration.base import Calibration, CalibrationData, MemberTransform
+from qualms.calibration.base import Calibration, CalibrationData
 from qualms.errors import CalibrationError, InputError
-from qualms.gp.ensemble import calibration_factors, rescaled
 from qualms.metrics import gaussian_log_density, student_log_density
 
 #: Exponents tried by the power calibration. A larger standard deviation never
@@ -68,7 +67,9 @@ class PowerCalibration(Calibration):
         log_alpha = 0.5 * float(np.log(alpha2)) - gamma * center
         return -log_alpha - gamma * center - 0.5 * (_LOG_2PI + 1), float(np.exp(log_alpha))
 
-    def std(self, ensemble_std: FloatArray, n_members: int | IntArray) -> Float64Array:
+    def std(
+        self, ensemble_std: FloatArray, n_members: int | IntArray, *_: Any, **__: Any
+    ) -> Float64Array:
         """Return α σ^γ."""
         return self.alpha * np.asarray(ensemble_std, dtype=np.float64) ** self.gamma
 
@@ -255,7 +256,9 @@ class StudentCalibration(Calibration):
         k2 = self.alpha**2 + self.centre**2 / np.asarray(n_members, dtype=np.float64)
         return self._shrunk(ensemble_std, n_members) * np.sqrt(k2)
 
-    def std(self, ensemble_std: FloatArray, n_members: int | IntArray) -> Float64Array:
+    def std(
+        self, ensemble_std: FloatArray, n_members: int | IntArray, *_: Any, **__: Any
+    ) -> Float64Array:
         """Return the standard deviation; the half-width of 68 % where t has no variance."""
         nu = self.dof(n_members)
         of_variance = np.sqrt(nu / np.where(nu > 2, nu - 2, 1.0))
@@ -298,110 +301,6 @@ class StudentCalibration(Calibration):
 def _inverse_trigamma(value: float) -> float:
     """Return the x at which ψ′(x) has this value, by bisection of ln x."""
     return float(np.exp(brentq(lambda x: float(polygamma(1, np.exp(x))) - value, -20.0, 20.0)))
-
-
-# Vectors and tensors: what is found does not depend on how they are turned.
-#: How often components are in a vector (x, y, z), and in a symmetric tensor (xx, yy, zz, yz, xz,
-#: xy) or any other (xx, xy, xz, …), by how many there are.
-MULTIPLICITY = {3: np.ones(3), 6: np.array([1.0, 1.0, 1.0, 2.0, 2.0, 2.0]), 9: np.ones(9)}
-#: Independent components of a vector or tensor: fewer than there are, since they are correlated.
-INDEPENDENT_COMPONENTS = 2
-#: Shares of a sphere that are tried in the covariance of the members of a vector.
-ISOTROPIES = (0.0, 0.25, 0.5, 0.75, 1.0)
-#: κ, the share of its variance below which the members of a vector agree in a direction.
-_SYMMETRIC = 0.01
-
-
-def vector_std(ensemble_std: FloatArray) -> Float64Array:
-    """Return the standard deviation r (…) of vectors or tensors, of components (…, 3, 6 or 9)."""
-    w = MULTIPLICITY[ensemble_std.shape[-1]]
-    return np.asarray(np.sqrt(np.asarray(ensemble_std, dtype=np.float64) ** 2 @ (w / w.sum())))
-
-
-def component_share(
-    ensemble_std: Float64Array, pooled: Float64Array, isotropy: float, multiplicity: Float64Array
-) -> Float64Array:
-    """Return σ_k/σ of components (n,) of vectors, or tensors: √((1 − u) ŝ_k²/r² + u/m_k).
-
-    ŝ_k (n,) are their standard deviations, r (n,) those of their vectors, u is the isotropy, and
-    m_k (n,) how often a component is in its tensor, relative to the mean.
-    """
-    squares = calibration_factors(ensemble_std, pooled) ** 2
-    return np.asarray(np.sqrt((1 - isotropy) * squares + isotropy / multiplicity))
-
-
-@dataclass(frozen=True)
-class VectorCalibration:
-    """A calibration of vectors or tensors; a `MemberTransform`.
-
-    The covariance Ĉ of few members of a vector is more anisotropic than that of many, so that it is
-    shrunk towards a sphere:
-
-        Σ = σ²(r)/r² [(1 − u) Ĉ + u s̄ I],
-
-    r² being the mean square of ŝ over components, and s̄ the mean eigenvalue of Ĉ. Tensors are
-    vectors of six components, those off the diagonal multiplied by √2. In directions in which the
-    members agree, because of symmetry, there is no uncertainty: I is ∝ Ĉ/(Ĉ + κ s̄) with a small κ,
-    such that Σ has the trace of Ĉ σ²/r². `calibration` is fitted to components divided by
-    `component_share`.
-    """
-
-    calibration: Calibration
-    isotropy: float = 0.0  #: u
-
-    def transform(self, members: FloatArray) -> Float64Array:
-        """Give the members (…, 3 or 6, N_R) of each vector the covariance Σ about their mean."""
-        scaled = self.calibration.transform(members, _of_whole_vectors)
-        if not self.isotropy:
-            return scaled
-        root = MULTIPLICITY[scaled.shape[-2]][:, None] ** 0.5
-        mean = scaled.mean(axis=-1, keepdims=True)
-        X = (scaled - mean) * root
-        variances, axes = np.linalg.eigh(X @ np.swapaxes(X, -1, -2))
-        variances = np.maximum(variances, 0.0)
-        mean_variance = variances.mean(axis=-1, keepdims=True) + np.finfo(np.float64).tiny
-        sphere = variances / (variances + _SYMMETRIC * mean_variance)
-        sphere /= sphere.mean(axis=-1, keepdims=True) + np.finfo(np.float64).tiny
-        target = (1 - self.isotropy) * variances + self.isotropy * mean_variance * sphere
-        factors = np.sqrt(calibration_factors(target, variances))
-        L = axes * factors[..., None, :] @ np.swapaxes(axes, -1, -2)  # Σ^½ Ĉ^−½ r/σ
-        return np.asarray(mean + L @ X / root)
-
-
-def _of_whole_vectors(std: Float64Array) -> Float64Array:
-    """Return the standard deviation of the vector for each of its components (…, 3 or 6)."""
-    return np.broadcast_to(vector_std(std)[..., None], std.shape)
-
-
-@dataclass(frozen=True)
-class Multiplied:
-    """A calibration whose σ is multiplied by factors (n,) along the first axis."""
-
-    calibration: MemberTransform
-    factors: Float64Array
-
-    def transform(self, members: FloatArray) -> Float64Array:
-        """Scale members (n, …, N_R) about their mean."""
-        scaled = self.calibration.transform(members)
-        return rescaled(scaled, self.factors.reshape(-1, *[1] * (scaled.ndim - 2)))
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """Scaling of members about their mean by given factors; a `MemberTransform`.
-
-    `factors` is one number, or one for each of the first axis: (n,). The members are those that
-    `calibration` scales.
-    """
-
-    factors: float | Float64Array
-    calibration: Calibration
-
-    def transform(self, members: FloatArray) -> Float64Array:
-        """Scale members (n, …, N_R)."""
-        points = members.shape[:-1]
-        factors = np.reshape(self.factors, (-1, *[1] * (len(points) - 1)))
-        return rescaled(self.calibration.own(members), np.broadcast_to(factors, points))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from scipy.optimize import minimize
@@ -122,7 +122,9 @@ class ShrinkageCalibration(Calibration):
             centre=data.centre,
         )
 
-    def std(self, ensemble_std: FloatArray, n_members: int | IntArray) -> Float64Array:
+    def std(
+        self, ensemble_std: FloatArray, n_members: int | IntArray, *_: Any, **__: Any
+    ) -> Float64Array:
         """Return the calibrated standard deviation."""
         s, c = np.broadcast_arrays(np.asarray(ensemble_std, dtype=np.float64), n_members)
         # Members may agree by chance: ŝ is not taken to be smaller than nearly all s are.

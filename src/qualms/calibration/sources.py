@@ -32,10 +32,9 @@ import numpy as np
 from scipy.optimize import minimize, minimize_scalar
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
-from qualms.calibration.base import Calibration, CalibrationData, Pool
+from qualms.calibration.base import Calibration, CalibrationData
 from qualms.calibration.methods import fit_log_std_prior, log_std_moments, require_three_members
 from qualms.errors import CalibrationError, QualmsWarning
-from qualms.gp.ensemble import ensemble_mean_std
 from qualms.metrics import gaussian_log_density, student_log_density
 
 #: Fewest points for which the coefficients of several sources can be distinguished.
@@ -184,10 +183,6 @@ class SourcesCalibration(Calibration):
         """Return the Gaussian ln p(z | ŝ, p, q) of each point of the data: (n,)."""
         return gaussian_log_density(data.residuals, self.std_of(data))
 
-    def std_of(self, data: CalibrationData) -> Float64Array:
-        """Return the calibrated standard deviation of each point of the data: (n,)."""
-        return self.std(data.ensemble_std, data.n_members, data.posterior_std, data.novelty_std)
-
     def predictive_dof(self, n_members: int) -> float:
         """Return ν of the errors; infinite if they are Gaussian."""
         return 1 / self.inverse_dof if self.inverse_dof else np.inf
@@ -222,20 +217,6 @@ class SourcesCalibration(Calibration):
         """Whether q is a source that is used."""
         return self.novelty > 0
 
-    def std_of_members(
-        self,
-        members: FloatArray,
-        own_std: Float64Array,
-        pool: Pool,
-        novelty_std: FloatArray | None,
-    ) -> Float64Array:
-        """Return σ (…) for ŝ of the subsampled and p of the posterior members (…, S + K)."""
-        n = self.n_subsampled or members.shape[-1]
-        n_posterior = members.shape[-1] - n
-        s = pool(ensemble_mean_std(members[..., :n])[1])
-        p = pool(ensemble_mean_std(members[..., n:])[1]) if n_posterior else None
-        return self.std(s, n, p, novelty_std, n_posterior)
-
 
 def fit_inverse_dof(z_scores: Float64Array, weights: Float64Array) -> float:
     """Return 1/ν of the t distribution of unit variance that z/σ (n,) follow; 0 for a Gaussian.
@@ -267,18 +248,6 @@ def with_enough_points(method: str, n: int) -> str:
         stacklevel=2,
     )
     return "student"
-
-
-@dataclass(frozen=True)
-class WithNovelty:
-    """A calibration of points of known novelty q (…); a `MemberTransform`."""
-
-    calibration: Any  # a Calibration, or one for each output
-    novelty_std: FloatArray
-
-    def transform(self, members: FloatArray) -> Float64Array:
-        """Scale members (…, N_R) about their mean."""
-        return np.asarray(self.calibration.transform(members, novelty_std=self.novelty_std))
 
 
 def _choose(

@@ -14,7 +14,6 @@ from qualms.arrays import Float64Array, IntArray
 from qualms.calibration.base import Calibration, CalibrationData
 from qualms.calibration.fitting import METHODS, N_PARAMETERS, fit_calibration
 from qualms.calibration.groups import GroupedCalibration
-from qualms.calibration.methods import ISOTROPIES
 from qualms.calibration.selection import (
     FEW,
     Candidate,
@@ -24,6 +23,7 @@ from qualms.calibration.selection import (
     confidence_intervals,
     cross_validate,
 )
+from qualms.calibration.vectors import ISOTROPIES
 from qualms.ensembles.io import COMPONENTS, Ensemble
 from qualms.errors import CalibrationError, InputError, unknown_choice
 from qualms.evaluation import (

@@ -19,7 +19,7 @@ from ase.stress import voigt_6_to_full_3x3_stress
 from qualms.arrays import BoolArray, Float64Array, IntArray, StrArray
 from qualms.atomistic.structures import read_frames
 from qualms.calibration.base import rounding_of
-from qualms.calibration.methods import (
+from qualms.calibration.vectors import (
     INDEPENDENT_COMPONENTS,
     MULTIPLICITY,
     component_share,

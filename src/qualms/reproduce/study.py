@@ -151,7 +151,8 @@ class Subsampled:
         """Return the calibrated prediction of the model: a blend, with all sources of variance."""
         fitted = self.blend
         raw = Prediction(fitted.members(points.K_XM, points.design))
-        found = raw.calibrated(fitted.transform_for(points.K_XM, lambda: points.k_xx))
+        q = fitted.novelty_std(points.K_XM, lambda: points.k_xx)
+        found = raw.calibrated(fitted.calibration, novelty_std=q)
         return Estimate(points.y, found.mean, found.std, found.members, fitted.calibration)
 
     def posterior_part(self, points: Points) -> Estimate:
