@@ -672,48 +672,16 @@ def test_kernel_rows_are_averages_and_novelty_is_the_distance_to_the_nearest(dty
 # --- selection of representatives ---
 
 
-def candidates(rng, n=400, d=12):
-    """Non-negative features of unit length, and species of their centres, of which one is rare."""
-    X = normalize_rows(rng.gamma(0.5, size=(n, d)).astype(np.float32))
-    center_species = rng.choice(SPECIES, n, p=[0.7, 0.28, 0.02])
-    center_species[:3] = SPECIES
-    return X, center_species
-
-
-def select(X, center_species, *, seed=0, on_pick=None, **given):
-    chosen = make_settings({"target": "e", "n_representatives": 40, **given})
-    rng = np.random.default_rng(seed)
-    return select_representatives(X, PowerKernel(2.0), center_species, chosen, rng, on_pick)
-
-
-def test_farthest_points_of_all_and_of_each_species():
-    X, center_species = candidates(np.random.default_rng(3))
-    assert select(X, center_species).tolist() == oracle.farthest_points(X, 40)[0]
+@pytest.mark.parametrize("selection", ["fps", "cur", "random"])
+def test_representatives_are_different_environments(selection):
+    rng = np.random.default_rng(3)
+    X = normalize_rows(rng.gamma(0.5, size=(400, 12)).astype(np.float32))
+    chosen = make_settings({"target": "e", "n_representatives": 40, "selection": selection})
     counts = []
-    chosen = select(X, center_species, per_species=True, on_pick=counts.append)
+    picks = select_representatives(X, PowerKernel(2.0), chosen, rng, counts.append)
+    assert len(set(picks.tolist())) == len(picks) == 40
     assert counts == sorted(counts)
-    assert counts[-1] == len(set(chosen.tolist())) == 40
-    for z in SPECIES:
-        rows = np.flatnonzero(center_species == z)
-        own = chosen[center_species[chosen] == z]
-        expected = oracle.farthest_points(X[rows], len(own))[0]
-        assert own.tolist() == rows[expected].tolist()
-
-
-@settings(max_examples=20)
-@given(counts=st.lists(st.integers(1, 60), min_size=1, max_size=6), n=st.integers(1, 80))
-def test_species_share_representatives_in_proportion_and_each_has_one(counts, n):
-    rng = np.random.default_rng(6)
-    center_species = rng.permutation(np.repeat(np.arange(1, len(counts) + 1), counts))
-    X = rng.normal(size=(len(center_species), 3)).astype(np.float32)
-    chosen = select(X, center_species, selection="random", per_species=True, n_representatives=n)
-    n = min(n, len(X))
-    assert len(set(chosen.tolist())) == len(chosen) == n
-    shares = np.bincount(center_species[chosen], minlength=len(counts) + 1)[1:]
-    if n < len(counts):
-        assert shares.max() == 1
-        return
-    assert shares.min() >= 1
-    exact = n * np.array(counts) / sum(counts)
-    assert (shares - exact < 1).all()
-    assert (exact - shares < 1 + np.maximum(1 - exact, 0).sum()).all()
+    if selection == "fps":
+        assert picks.tolist() == oracle.farthest_points(X, 40)[0]
+    few = select_representatives(X[:30], PowerKernel(2.0), chosen, rng)
+    assert sorted(few.tolist()) == [*range(30)]

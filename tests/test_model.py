@@ -79,7 +79,6 @@ INVALID = {
     "n_representatives": [0, 2.5, "lots"],
     "effort": ["max", 60],
     "selection": ["best"],
-    "per_species": ["perhaps"],
     "baseline": ["linear", {"Q": 1.0}, {"H": "large"}],
     "noise": [0, -1.0, float("nan"), "aic"],
     "forces": [""],

@@ -187,7 +187,7 @@ def test_representatives_of_parts_cover_all_environments(seed, M, n_parts):
     settings = make_model(n_representatives=M).settings
     parts = []
     for some in np.array_split(np.arange(len(X)), n_parts):
-        found = training.Candidates(np.stack([some, some], 1), some, some, X[some])
+        found = training.Candidates(np.stack([some, some], 1), some, X[some])
         picks = farthest_points(found.features, min(M, len(some))).indices
         parts.append(found.take(picks))
     joined = training.join_candidates(parts, PowerKernel(2), settings, rng, Stages())

@@ -143,41 +143,18 @@ LANDMARKS = 2
 def select_representatives(
     features: FloatArray,
     kernel: Kernel,
-    center_species: IntArray,
     settings: Settings,
     rng: np.random.Generator,
     on_pick: Callable[[int], object] | None = None,
 ) -> IntArray:
     """Select environments: at most ``settings.n_representatives`` indices, in order of selection.
 
-    Candidates have features (n, d), and atoms `center_species` (n,) at their centres. With
-    ``settings.per_species``, each species gets a share of the representatives in proportion to its
-    environments. `on_pick` is called with the number of picks so far.
+    Candidates have features (n, d). `on_pick` is called with the number of picks so far.
     """
     n = min(settings.n_selected, len(features))
-    if not settings.per_species:
-        return _select(features, kernel, n, settings.selection, rng, on_pick)
-    picks: list[IntArray] = []
-    for z, share in _shares(center_species, n).items():
-        rows = np.flatnonzero(center_species == z)
-        chosen = _select(features[rows], kernel, share, settings.selection, rng, None)
-        picks.append(rows[chosen])
-        if on_pick is not None:
-            on_pick(sum(map(len, picks)))
-    return np.concatenate(picks)
-
-
-def _select(
-    features: FloatArray,
-    kernel: Kernel,
-    n: int,
-    selection: str,
-    rng: np.random.Generator,
-    on_pick: Callable[[int], object] | None,
-) -> IntArray:
-    if selection == "random":
+    if settings.selection == "random":
         return rng.permutation(len(features))[:n]
-    if selection == "fps":
+    if settings.selection == "fps":
         return farthest_points(features, n, on_pick=on_pick).indices
     n_landmarks = min(LANDMARKS * n, len(features))
     found = None if on_pick is None else lambda k: on_pick(k * n // n_landmarks)
@@ -186,18 +163,3 @@ def _select(
     K = np.asarray(kernel(X, X))
     del X
     return landmarks[cur_from_kernel(K, min(n, len(landmarks)))]
-
-
-def _shares(center_species: IntArray, n: int) -> dict[int, int]:
-    """Divide n among the species in proportion to their environments, one at least for each.
-
-    If n is less than the number of species, the most frequent get one each.
-    """
-    species, counts = np.unique(center_species, return_counts=True)
-    exact = n * counts / counts.sum()
-    shares = np.zeros(len(species), dtype=int)
-    shares[np.argsort(-counts, kind="stable")[:n]] = 1
-    while shares.sum() < n:
-        # The species furthest below its exact share has fewer picks than environments.
-        shares[np.argmax(exact - shares)] += 1
-    return {int(z): int(s) for z, s in zip(species, shares, strict=True) if s}

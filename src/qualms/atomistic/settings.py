@@ -232,11 +232,6 @@ class Settings(BaseModel):
     selection: Literal["fps", "cur", "random"] = _model(
         "fps", '{"fps", "cur", "random"}', "Method that selects representative environments."
     )
-    per_species: bool = _model(
-        False,
-        "bool",
-        "Select representatives for each element, in proportion to its environments.",
-    )
     baseline: Reference | _Linear = _model(
         "composition",
         '{"composition", "mean", "atoms", "none"}, str or dict',

@@ -811,7 +811,7 @@ def shard_memory(census: Census, n_kept: int) -> ShardMemory:
     batch = 32.0 * min(BATCH, n) * d_raw + 12.0 * BLOCK * M
     if settings.learns_forces:
         batch += 48.0 * GRADIENTS * 30 * (d_raw + M)
-    selecting = (2.2 if settings.per_species else 1.2) * size * environments * d
+    selecting = 1.2 * size * environments * d
     summing = (2.0 + 3.0 * kinds) * square + 16.0 * _CHUNK * M + 12.0 * M * d
     one = max(
         joining + 3 * square, solving, sampled, selecting + batch, sums + kept + summing + batch

@@ -479,7 +479,6 @@ class MemoryNeeded(NamedTuple):
     keep: float
     recompute: float
     beside: float
-    copies: int  #: of the features from which representatives are selected
 
 
 def _memory_needed(data: TrainingSet, n_workers: int) -> MemoryNeeded:
@@ -501,7 +500,6 @@ def _memory_needed(data: TrainingSet, n_workers: int) -> MemoryNeeded:
         products += 48.0 * GRADIENTS * 30 * (d_raw + M)
         solving += (20 if M <= 800 else 2) * 8.0 * M**2
     picking = size * M * d + 100e6
-    copies = 2 if settings.per_species else 1  # the features of one species are copied
     if settings.selection == "cur":
         landmarks = min(2 * M, n)
         picking += 48.0 * landmarks**2 + 12.0 * landmarks * d
@@ -511,11 +509,10 @@ def _memory_needed(data: TrainingSet, n_workers: int) -> MemoryNeeded:
     batches = 20.0 * batch * d_raw + 8.0 * workers * batch * d
     batches += workers * (0.25e9 + 12.0 * batch * d_raw) if workers > 1 else 0.0
     least = max(compressing, solving, batches + rows + products)
-    kept, select = size * n * d, 1.1 * picking + size * (copies - 1) * n * d
-    keep = base + max(least, kept + max(batches, select, rows + products))
+    keep = base + max(least, size * n * d + max(batches, 1.1 * picking, rows + products))
     beside = base + batches + picking  # while representatives are selected block by block
-    recompute = max(base + least, beside + 2.2 * size * M * d * copies)
-    return MemoryNeeded(keep, recompute, beside, copies)
+    recompute = max(base + least, beside + 2.2 * size * M * d)
+    return MemoryNeeded(keep, recompute, beside)
 
 
 def format_size(n: float) -> str:
@@ -529,10 +526,10 @@ def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int |
     width = 1.1 * data.settings.features.itemsize * d  # bytes of an environment, and some more
     M = min(data.settings.n_selected, n)
 
-    keep, recompute, beside, copies = _memory_needed(data, n_workers)
+    keep, recompute, beside = _memory_needed(data, n_workers)
     while n_workers > 1 and min(keep, recompute) > limit:
         n_workers //= 2
-        keep, recompute, beside, copies = _memory_needed(data, n_workers)
+        keep, recompute, beside = _memory_needed(data, n_workers)
     if min(keep, recompute) > limit:
         raise TooLargeError(
             f"The training needs at least {format_size(1.01 * min(keep, recompute))} of memory; "
@@ -543,8 +540,8 @@ def _plan_memory(data: TrainingSet, limit: float, n_workers: int) -> tuple[int |
     n_block, use = None, keep
     if keep > limit:
         # Candidates of all blocks are kept, at most M of each.
-        n_block = max(int((limit - beside) / width) // (1 + copies), 2 * M)
-        use = max(recompute, beside + width * n_block * copies)
+        n_block = max(int((limit - beside) / width) // 2, 2 * M)
+        use = max(recompute, beside + width * n_block)
     log.info(
         f"{n:,} environments × {d:,} features ({'kept' if n_block is None else 'computed twice'}), "
         f"{data.n_rows:,} labels, {M:,} representatives: about {format_size(use)} of memory "
@@ -625,7 +622,6 @@ class Candidates(NamedTuple):
 
     origins: IntArray  #: (n, 2)
     groups: IntArray  #: (n,)
-    species: IntArray  #: (n,): atomic number at the centre
     features: FloatArray  #: (n, d)
 
     def take(self, some: IntArray) -> Candidates:
@@ -677,10 +673,7 @@ def select_candidates(
     sizes = np.diff(data.offsets[first : last + 1])
     atoms = np.concatenate(data.centers[some])
     origins = np.stack([np.repeat(data.source[some], sizes), atoms], axis=1).astype(np.int64)
-    species = data.center_species[data.offsets[first] : data.offsets[last]]
-    found = Candidates(
-        origins, np.repeat(data.groups[some], sizes), species, features.array(first, last)
-    )
+    found = Candidates(origins, np.repeat(data.groups[some], sizes), features.array(first, last))
     return found.take(_selected(found, kernel, settings, rng, features.stages))
 
 
@@ -688,7 +681,7 @@ def _selected(
     found: Candidates, kernel: Kernel, settings: Settings, rng: np.random.Generator, stages: Stages
 ) -> IntArray:
     with stages.stage("Representatives", min(settings.n_selected, len(found.features))) as advance:
-        return select_representatives(found.features, kernel, found.species, settings, rng, advance)
+        return select_representatives(found.features, kernel, settings, rng, advance)
 
 
 def join_candidates(
