@@ -42,7 +42,6 @@ COMPRESSIONS: dict[str, dict[str, Any] | str | None] = {
     "auto": "auto",
     "PCA 1000": {"method": "pca", "n_features": 1000},
     "PCA 500": {"method": "pca", "n_features": 500},
-    "FPS 500": {"method": "fps", "n_features": 500},
 }
 
 

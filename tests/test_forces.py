@@ -63,7 +63,6 @@ VARIANTS = {
         "exponent": 3.5,
         "compression": {"method": "pairs", "n_features": 24},
     },
-    "chosen columns": {"compression": {"method": "fps", "n_features": 30}},
     "two scales": TWO_SCALES,
     "two scales, compressed": TWO_SCALES | {"compression": {"n_features": 40}, "exponent": 3},
     "not normalised": {"normalize": False},

@@ -108,14 +108,13 @@ class Compression(_Frozen):
 
     Attributes
     ----------
-    method : {"pca", "pairs", "fps", "cur"}
-        Principal components, of all features or of those of single pairs of species; or columns
-        chosen by farthest point sampling or by leverage scores.
+    method : {"pca", "pairs"}
+        Principal components, of all features or of those of single pairs of species.
     n_features : int
         Number of features to keep; a representation with fewer is left as it is.
     """
 
-    method: Literal["pca", "pairs", "fps", "cur"] = "pca"
+    method: Literal["pca", "pairs"] = "pca"
     n_features: Annotated[int, Field(ge=1, le=1_000_000)] = 1000
 
 
@@ -835,7 +834,7 @@ class PseudoSpeciesEngine(FeatomicEngine):
 
 # --- the representation: features of environments and the kernel between them ---
 
-_COMPRESSIONS = {"pca": "PCA", "pairs": "PCA of pairs of species", "fps": "FPS", "cur": "CUR"}
+_COMPRESSIONS = {"pca": "PCA", "pairs": "PCA of pairs of species"}
 #: How a model gets forces.
 REMEDY = "Train with forces, or with a representation by featomic that has `smoothing=0.5`."
 #: Leading principal components that are multiplied in float64, in training and in predictions: they
