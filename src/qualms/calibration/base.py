@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Protocol, Self, TypeVar
@@ -325,21 +324,6 @@ class Calibration(ABC):
         self, residuals: FloatArray, ensemble_std: FloatArray, n_members: int | IntArray
     ) -> Float64Array:
         """Return ln p(z | ŝ) under the predictive density of the method, per point."""
-
-    @abstractmethod
-    def scores(
-        self, data: CalibrationData
-    ) -> tuple[Float64Array, Callable[[Float64Array], Float64Array]]:
-        """Return the parameters θ = (ln α, …), and the gradient of each point's log likelihood."""
-
-    @classmethod
-    def profile(cls, data: CalibrationData, gamma: float) -> tuple[float, float]:
-        """Return the highest mean log likelihood at this γ, and its α."""
-        raise NotImplementedError
-
-    def is_identifiable(self, data: CalibrationData) -> bool:
-        """Whether γ can be fitted: not if all standard deviations are equal."""
-        return float(np.ptp(np.log(data.ensemble_std))) >= 1e-6
 
     def density_of(self, data: CalibrationData) -> Float64Array:
         """Return ln p(z | ŝ) of each point of the data: (n,)."""

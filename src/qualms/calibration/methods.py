@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -18,7 +18,8 @@ from qualms.metrics import gaussian_log_density, student_log_density
 #: Exponents tried by the power calibration. A larger standard deviation never
 #: means a smaller error.
 GAMMA_RANGE = (0.0, 5.0)
-_LOG_2PI = float(np.log(2 * np.pi))
+#: Standard deviations whose logarithms differ by less than this are equal.
+_EQUAL = 1e-6
 #: Φ(1): the probability below +σ of a Gaussian.
 _ONE_SIGMA = 0.8413447460685429
 #: Rounds of the moment estimate of the distribution of ln s, and its smallest variance τ².
@@ -45,27 +46,22 @@ class PowerCalibration(Calibration):
         concave in γ, because the logarithm of a sum of exponentials is convex: one maximum, found
         by a bounded search.
         """
-        gamma = 1.0
-        if cls().is_identifiable(data):
-            found = minimize_scalar(
-                lambda gamma: -cls.profile(data, gamma)[0],
-                bounds=GAMMA_RANGE,
-                method="bounded",
-                options={"xatol": 1e-8},
-            )
-            gamma = float(found.x)
-            # The search ends beside a bound.
-            gamma = max((gamma, *GAMMA_RANGE), key=lambda gamma: cls.profile(data, gamma)[0])
-        return cls(alpha=cls.profile(data, gamma)[1], gamma=gamma).fitted_to(data)
-
-    @classmethod
-    def profile(cls, data: CalibrationData, gamma: float) -> tuple[float, float]:
-        """Return the highest mean log likelihood at this γ, and its α."""
         log_std = np.log(data.ensemble_std)
         center = data.mean(log_std)  # so that powers neither overflow nor vanish
-        alpha2 = data.mean(data.residuals**2 * np.exp(-2 * gamma * (log_std - center)))
-        log_alpha = 0.5 * float(np.log(alpha2)) - gamma * center
-        return -log_alpha - gamma * center - 0.5 * (_LOG_2PI + 1), float(np.exp(log_alpha))
+
+        def log_scale(gamma: float) -> float:
+            """Return ln α + γ center of the best α: minus the log likelihood and a constant."""
+            squares = data.residuals**2 * np.exp(-2 * gamma * (log_std - center))
+            return 0.5 * float(np.log(data.mean(squares)))
+
+        gamma = 1.0
+        if np.ptp(log_std) >= _EQUAL:
+            found = minimize_scalar(
+                log_scale, bounds=GAMMA_RANGE, method="bounded", options={"xatol": 1e-8}
+            )
+            gamma = min((float(found.x), *GAMMA_RANGE), key=log_scale)  # it ends beside a bound
+        alpha = float(np.exp(log_scale(gamma) - gamma * center))
+        return cls(alpha=alpha, gamma=gamma).fitted_to(data)
 
     def std(
         self, ensemble_std: FloatArray, n_members: int | IntArray, *_: Any, **__: Any
@@ -78,22 +74,6 @@ class PowerCalibration(Calibration):
     ) -> Float64Array:
         """Return the Gaussian ln p(z | ŝ), Eq. (5), per point."""
         return gaussian_log_density(residuals, self.std(ensemble_std, n_members))
-
-    def scores(
-        self, data: CalibrationData
-    ) -> tuple[Float64Array, Callable[[Float64Array], Float64Array]]:
-        """Return θ = (ln α, γ), or ln α alone, and the gradient of ln p(z | ŝ) of each point.
-
-        With ln σ = ln α + γ ln ŝ it is (z²/σ² − 1) ∂ ln σ/∂θ.
-        """
-        design = np.stack([np.ones_like(data.ensemble_std), np.log(data.ensemble_std)], axis=1)
-
-        def gradient(at: Float64Array) -> Float64Array:
-            full = np.append(at, self.gamma)[:2]
-            t2 = data.residuals**2 * np.exp(-2 * (design @ full))
-            return np.asarray((t2 - 1)[:, None] * design[:, : len(at)])
-
-        return np.array([np.log(self.alpha), self.gamma])[: self.n_parameters], gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,24 +258,6 @@ class StudentCalibration(Calibration):
             return super().typical_factor(n_members)
         typical = np.asarray(self.prior_std * np.exp(-log_std_moments(self.prior_dof)[0]))
         return float(self.std(typical, n_members) / typical)
-
-    def scores(
-        self, data: CalibrationData
-    ) -> tuple[Float64Array, Callable[[Float64Array], Float64Array]]:
-        """Return θ = (ln α,), and the gradient of ln p(z | ŝ) of each point.
-
-        With k² = α² + λ²/c and u = z²/(ν k² s̃²) the density is −½ ln k² − ½(ν+1) ln(1 + u) plus a
-        constant, and its derivative in ln α is (α²/k²)((ν+1) u/(1+u) − 1).
-        """
-        nu, scale = self.dof(data.n_members), self._shrunk(data.ensemble_std, data.n_members)
-
-        def gradient(at: Float64Array) -> Float64Array:
-            alpha2 = np.exp(2 * at[0])
-            k2 = alpha2 + data.centre**2 / data.n_members
-            u = (data.residuals / scale) ** 2 / (nu * k2)
-            return np.asarray((alpha2 / k2 * ((nu + 1) * u / (1 + u) - 1))[:, None])
-
-        return np.array([np.log(self.alpha)]), gradient
 
 
 def _inverse_trigamma(value: float) -> float:

@@ -1,34 +1,27 @@
-"""Confidence intervals of α and γ, and the choice of a method.
-
-A maximum likelihood estimate θ is off by H⁻¹ Σ s, where H is minus the second derivative of the log
-likelihood and s the gradient that each point contributes, so that its covariance is H⁻¹ J H⁻¹ with
-J = Σ s sᵀ (the "sandwich": White, Econometrica 50, 1 (1982)). It holds for errors that are not
-distributed as the method assumes, and, with s summed over groups first, for points whose errors
-are correlated.
-"""
+"""Confidence intervals of α and γ, and the choice of a method."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import brentq
-from scipy.special import ndtri, stdtrit
+from scipy.special import ndtr, stdtrit
 
 from qualms.arrays import BoolArray, Float64Array, IntArray, StrArray
 from qualms.calibration.base import Calibration, CalibrationData
 from qualms.calibration.fitting import METHODS, N_PARAMETERS, fit_calibration
 from qualms.calibration.groups import GroupedCalibration, fit_grouped
-from qualms.calibration.methods import GAMMA_RANGE
 from qualms.errors import CalibrationError, InputError
 from qualms.gp.ensemble import group_codes, group_scatter
 from qualms.metrics import gaussian_log_density
 
-#: Step of the derivative of gradients, in ln α, γ, m and ln τ.
-_STEP = 1e-4
-#: γ closer to a bound than this is at the bound.
-_AT_BOUND = 1e-3
+#: Points, and groups, that are enough for confidence intervals.
+_ENOUGH, _ENOUGH_GROUPS = 1000, 50
+_N_RESAMPLES = 200
+#: Standard deviations whose logarithms differ by less than this do not determine γ.
+_ALIKE = 0.01
 #: A calibration set with fewer independent points is small.
 FEW = 20
 #: Negligible differences of the mean log likelihood.
@@ -40,7 +33,7 @@ class ConfidenceIntervals:
     """Intervals (lower, upper) of the parameters of a calibration, and their probability.
 
     An interval is None if the data do not determine the parameter, such as γ if all standard
-    deviations are equal.
+    deviations are equal, or any if all points are of one group.
     """
 
     alpha: tuple[float, float] | None
@@ -55,11 +48,14 @@ def confidence_intervals(
     level: float = 0.95,
     groups: Sequence[object] | IntArray | None = None,
 ) -> ConfidenceIntervals:
-    """Return intervals of α and γ from the curvature of the likelihood.
+    """Return intervals of α and γ from a bootstrap over groups.
 
-    At a bound (α = 0, γ = 0) they are from the profile likelihood: all values at which the highest
-    log likelihood is less than half a quantile of χ² below its maximum. The interval of α is then
-    that at the γ of the calibration. Groups count as one point each.
+    The calibration is fitted again to G groups drawn with replacement, 200 times, and the intervals
+    are quantiles of its parameters. Those of few groups are too narrow by the factor that
+    Student's t is wider than a Gaussian, so that their quantiles lie further out ("expanded
+    percentiles": Hesterberg, Am. Stat. 69, 371 (2015)). Of more than 1000 points, the G groups are
+    drawn from a subset of so many points, and of at least 50 groups, and deviations are those from
+    the fit to the subset ("little bootstrap": Kleiner et al., J. R. Stat. Soc. B 76, 795 (2014)).
 
     Parameters
     ----------
@@ -69,81 +65,43 @@ def confidence_intervals(
     level : float
         Probability covered, in (0, 1).
     groups : (n,) array, optional
-        Labels of points whose errors are correlated.
+        Labels of points whose errors are correlated: they are drawn together.
     """
     if not 0 < level < 1:
         raise InputError(
             f"`level` is {level}; it must be a probability between 0 and 1.", parameter="level"
         )
-    if calibration.n_parameters == 0:
-        return ConfidenceIntervals((1.0, 1.0), (1.0, 1.0), level)
-    codes = group_codes(groups, len(data.residuals))
+    n = len(data.residuals)
+    codes = group_codes(groups, n)
     n_groups = int(codes.max()) + 1
-    if calibration.alpha == 0:
+    if n_groups < 2:
+        return ConfidenceIntervals(None, None, level)
+    rng = np.random.default_rng(0)
+    n_subset = min(n_groups, max(n_groups * _ENOUGH // n, _ENOUGH_GROUPS))
+    codes = rng.permutation(n_groups)[codes]
+    subset, codes = data.some(codes < n_subset), codes[codes < n_subset]
 
-        def of_alpha(alpha: float) -> float:
-            return data.mean(replace(calibration, alpha=alpha).density_of(data))
+    def refit(weights: Float64Array) -> list[float]:
+        drawn = replace(subset, weights=weights).some(weights > 0)
+        fitted = fit_calibration(drawn, calibration.method, calibration)
+        return [fitted.alpha, fitted.gamma]
 
-        alpha = _profile(of_alpha, 0.0, np.inf, n_groups, level)
-        return ConfidenceIntervals(alpha, (1.0, 1.0), level)
-    theta, scores = calibration.scores(data)
-    gamma: tuple[float, float] | None = (calibration.gamma, calibration.gamma)
-    bounds = [bound for bound in GAMMA_RANGE if abs(calibration.gamma - bound) < _AT_BOUND]
-    if calibration.n_parameters > 1 and (bounds or not calibration.is_identifiable(data)):
-        # γ is not varied: the interval is that of α at this γ.
-        rest, all_scores = theta[1:], scores
-        theta, scores = theta[:1], lambda at: all_scores(np.append(at, rest))[:, :1]
-        gamma = None
-        for bound in bounds:
-            other = sum(GAMMA_RANGE) - bound
-            gamma = _profile(
-                lambda g: type(calibration).profile(data, g)[0], bound, other, n_groups, level
-            )
-    variances = _sandwich(theta, scores, data.weights, codes)
-    if variances is None:
-        return ConfidenceIntervals(None, gamma, level)
-    half = -float(stdtrit(max(n_groups - 1, 1), (1 - level) / 2)) * np.sqrt(variances)
-    lower, upper = theta - half, theta + half
-    if len(theta) > 1:
-        gamma = (max(float(lower[1]), 0.0), float(upper[1]))
-    return ConfidenceIntervals((float(np.exp(lower[0])), float(np.exp(upper[0]))), gamma, level)
-
-
-def _profile(
-    log_likelihood: Callable[[float], float], bound: float, other: float, n: int, level: float
-) -> tuple[float, float]:
-    """Return the values from a bound, where the likelihood is highest, towards the other one.
-
-    `log_likelihood` is the mean over points, of which n are independent.
-    """
-    floor = log_likelihood(bound) - 0.5 * float(ndtri(0.5 * (1 + level))) ** 2 / n
-    end = other
-    if not np.isfinite(end):
-        end = 1.0
-        while log_likelihood(end) > floor:
-            end *= 2
-    if log_likelihood(end) < floor:
-        end = float(brentq(lambda x: log_likelihood(x) - floor, bound, end, xtol=1e-4))
-    return (min(bound, end), max(bound, end))
-
-
-def _sandwich(
-    theta: Float64Array,
-    scores: Callable[[Float64Array], Float64Array],
-    weights: Float64Array,
-    codes: IntArray,
-) -> Float64Array | None:
-    """Return the diagonal of H⁻¹ J H⁻¹, or None if the likelihood has no maximum inside."""
-    steps = _STEP * np.eye(len(theta))
-    H = np.stack([weights @ (scores(theta - h) - scores(theta + h)) / (2 * _STEP) for h in steps])
-    H = 0.5 * (H + H.T)
-    values = np.linalg.eigvalsh(H)
-    if not np.all(np.isfinite(H)) or values[0] <= 1e-9 * values[-1]:
-        return None
-    # At a maximum inside the bounds the gradients sum to zero, up to the accuracy of the search.
-    J = group_scatter(weights[:, None] * scores(theta), codes)
-    half = np.linalg.solve(H, J)
-    return np.asarray(np.maximum(np.diag(np.linalg.solve(H, half.T)), 0.0))
+    try:
+        parameters = [refit(subset.weights)]
+    except CalibrationError:  # few errors are not zero
+        return ConfidenceIntervals(None, None, level)
+    for _ in range(_N_RESAMPLES):
+        counts = np.bincount(rng.integers(n_subset, size=n_groups), minlength=n_subset)
+        with suppress(CalibrationError):
+            parameters.append(refit(subset.weights * counts[codes]))
+    tail = ndtr(np.sqrt(n_groups / (n_groups - 1)) * stdtrit(n_groups - 1, 0.5 * (1 - level)))
+    quantiles = np.quantile(parameters, [tail, 1 - tail], axis=0)
+    shift = np.array([calibration.alpha, calibration.gamma]) - parameters[0]
+    low, high = np.maximum(quantiles + shift, 0.0).tolist()
+    # γ matters if σ ∝ s^γ depends on the point.
+    proportional = replace(calibration, gamma=1.0, centre=0.0).std_of(data)
+    varied = calibration.n_parameters < 2 or np.ptp(np.log(proportional)) > _ALIKE
+    return ConfidenceIntervals((low[0], high[0]), (low[1], high[1]) if varied else None, level)
 
 
 @dataclass(frozen=True)

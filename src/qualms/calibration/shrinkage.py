@@ -31,8 +31,6 @@ _CHUNK = 512
 _ENOUGH = 2000
 #: Nodes of at most so many points are cached: 150 MB.
 _KEPT = 100_000
-#: Standard deviations whose logarithms scatter by less than this, τ, are equal.
-_ALIKE = 0.01
 #: Standard deviations τ below the mean of ln s that ln ŝ is taken to be at least.
 _WIDTHS = 3.0
 _LOG_2PI = float(np.log(2 * np.pi))
@@ -76,26 +74,10 @@ class ShrinkageCalibration(Calibration):
         the nodes are placed again by the last m and τ until these have converged. For many points,
         the start is a fit to a subset.
         """
-        return cls._fit(data, near).fitted_to(data)
-
-    @classmethod
-    def profile(cls, data: CalibrationData, gamma: float) -> tuple[float, float]:
-        """Return the highest mean log likelihood of (z, ŝ) at this γ, and its α."""
-        fitted = cls._fit(data, None, gamma)
-        nodes = _placed(data, fitted._theta())
-        return data.mean(_joint_density(fitted._theta(), data, nodes)[0]), fitted.alpha
-
-    @classmethod
-    def _fit(
-        cls, data: CalibrationData, near: Calibration | None, gamma: float | None = None
-    ) -> Self:
-        """Fit all parameters, or all but γ."""
         require_three_members(data, cls.method)
-        n, bounds = len(data.residuals), [*_BOUNDS]
-        if gamma is not None:
-            bounds[1] = (gamma, gamma)
+        n = len(data.residuals)
         if near is None and n > 2 * _ENOUGH:
-            near = cls._fit(data.some(np.arange(n) % (n // _ENOUGH) == 0), None, gamma)
+            near = cls.fit(data.some(np.arange(n) % (n // _ENOUGH) == 0))
         log_unit = data.mean(np.log(data.ensemble_std))
         unit = np.exp(log_unit)
         scaled = replace(
@@ -106,11 +88,11 @@ class ShrinkageCalibration(Calibration):
             theta = near._theta() - shift
         else:
             theta = _initial_guess(scaled)
-        theta = np.clip(theta, *np.transpose(bounds))
+        theta = np.clip(theta, *np.transpose(_BOUNDS))
         for _ in range(5):
             previous = theta
-            given = (scaled, _placed(scaled, theta))
-            theta = minimize(_objective, theta, given, jac=True, method="L-BFGS-B", bounds=bounds).x
+            args = (scaled, _placed(scaled, theta))
+            theta = minimize(_objective, theta, args, jac=True, method="L-BFGS-B", bounds=_BOUNDS).x
             if np.all(np.abs(theta - previous)[2:] < 0.02):
                 break
         log_alpha, power, m, log_tau = theta.tolist()
@@ -120,7 +102,7 @@ class ShrinkageCalibration(Calibration):
             log_std_mean=m + log_unit,
             log_std_std=float(np.exp(log_tau)),
             centre=data.centre,
-        )
+        ).fitted_to(data)
 
     def std(
         self, ensemble_std: FloatArray, n_members: int | IntArray, *_: Any, **__: Any
@@ -149,17 +131,6 @@ class ShrinkageCalibration(Calibration):
             joint = log_post - 0.5 * (np.log(v) + z[part, None] ** 2 / v)
             density[part] = _log_sum(joint) - _log_sum(log_post) - 0.5 * _LOG_2PI
         return density
-
-    def scores(
-        self, data: CalibrationData
-    ) -> tuple[Float64Array, Callable[[Float64Array], Float64Array]]:
-        """Return θ = (ln α, γ, m, ln τ), and the gradient in θ of ln p(z, ŝ) of each point."""
-        nodes = _placed(data, self._theta())
-        return self._theta(), lambda at: _joint_density(at, data, nodes)[1]
-
-    def is_identifiable(self, data: CalibrationData) -> bool:
-        """Whether γ can be fitted: not if σ differs by sampling noise only."""
-        return self.log_std_std >= _ALIKE
 
     def _theta(self) -> Float64Array:
         logs = np.log([self.alpha, self.log_std_std])

@@ -23,7 +23,7 @@ which is smaller for out-of-bag points than for predictions.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, ClassVar, Self
@@ -197,12 +197,6 @@ class SourcesCalibration(Calibration):
         used += [f"{self.floor:.3g}²"] if self.floor else []
         tails = f", ν = {1 / self.inverse_dof:.3g}" if self.inverse_dof else ""
         return f"{self.method}, σ² = {' + '.join(used)}{tails}"
-
-    def scores(
-        self, data: CalibrationData
-    ) -> tuple[Float64Array, Callable[[Float64Array], Float64Array]]:
-        """Coefficients at their bound of zero have no confidence interval of this kind."""
-        raise NotImplementedError
 
     def kinds(self, n_members: int) -> tuple[tuple[int, float], tuple[int, float]]:
         """Return number and weight, a and b, of the subsampled and of the posterior members."""
