@@ -17,7 +17,7 @@ import pytest
 
 from qualms import execution
 from qualms.errors import InputError, QualmsError, QualmsWarning
-from qualms.execution import Workers, as_workers
+from qualms.execution import AHEAD, Workers, as_workers
 
 EXECUTORS = ("none", "threads", "processes", "dask")
 #: Where processes that do not inherit `sys.path` find this file.
@@ -26,18 +26,11 @@ PYTHONPATH = os.pathsep.join([str(Path(__file__).parent), *sys.path])
 
 @dataclass(frozen=True)
 class Numbers:
-    """A shard: some numbers, and a place where tasks of all processes leave notes."""
+    """A part: some numbers, and a place where tasks of all processes leave notes."""
 
     first: int
     last: int
     notes: Path | None = None
-
-    def __len__(self):
-        return self.last - self.first
-
-    def halves(self):
-        middle = (self.first + self.last) // 2
-        return Numbers(self.first, middle, self.notes), Numbers(middle, self.last, self.notes)
 
     def note(self, name):
         """Whether this is the first task that leaves this note."""
@@ -48,83 +41,70 @@ class Numbers:
         return True
 
 
-def shards(n=40, size=5, notes=None):
+def parts_of(n=40, size=5, notes=None):
     return [Numbers(i, min(i + size, n), notes) for i in range(0, n, size)]
 
 
 # --- tasks ---
 
 
-def values(shard):
+def values(part):
     """Numbers whose sum depends on the order of the additions."""
-    return np.random.default_rng(shard.first).normal(size=3) * 10.0 ** (shard.first % 7)
+    return np.random.default_rng(part.first).normal(size=3) * 10.0 ** (part.first % 7)
 
 
-def listed(shard, shared=()):
-    return [*range(shard.first, shard.last), *shared]
+def listed(part, shared=()):
+    return [*range(part.first, part.last), *shared]
 
 
-def slow_at_first(shard):
-    time.sleep(0.2 if shard.first == 0 else 0.0)
-    return listed(shard)
+def slow_at_first(part):
+    time.sleep(0.2 if part.first == 0 else 0.0)
+    return listed(part)
 
 
-def too_large(shard):
-    if len(shard) > 2:
-        raise MemoryError
-    return listed(shard)
+def name_of(part):
+    return str(part.first)
 
 
-def always_too_large(shard):
-    raise MemoryError
-
-
-def fills_memory(shard, shared=()):
-    content = np.ones((len(shard), 15_000_000))  # 120 MB each
-    if len(shard) > 2:
-        time.sleep(60)  # until it is killed
-    return [round(x) for x in content[:, 0] * np.arange(shard.first, shard.last)]
-
-
-def killed_once(shard, shared=0.0):
-    if shard.first == 15 and shard.note("killed"):
+def killed_once(part, shared=0.0):
+    if part.first == 15 and part.note("killed"):
         os.kill(os.getpid(), signal.SIGKILL)
-    return values(shard) + shared
+    return values(part) + shared
 
 
-def killed(shard):
+def killed(part):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def waits(shard):
-    shard.note("begun")
+def waits(part):
+    part.note("begun")
     time.sleep(60)
 
 
-def warns(shard):
+def warns(part):
     for _ in range(2):
         warnings.warn("This is odd.", QualmsWarning, stacklevel=1)
     warnings.warn("This is a matter of the library.", UserWarning, stacklevel=1)
-    return listed(shard)
+    return listed(part)
 
 
-def rejects(shard):
-    raise InputError(f"Shard {shard.first} cannot be used.", parameter="shard")
+def rejects(part):
+    raise InputError(f"Part {part.first} cannot be used.", parameter="part")
 
 
-def fails(shard):
-    raise ZeroDivisionError
+def lacks_memory(part):
+    raise MemoryError
 
 
 def add(a, b):
     return a + b
 
 
-def total(workers, function, shards, *shared, on_done=None, add=add):
-    """Sum over all shards."""
-    options = {"key": lambda shard: 0, "on_done": on_done}
-    [(_, found)] = workers.reduce(function, add, shards, *shared, **options)
-    return found
+def total(workers, function, parts, *shared, on_done=None):
+    """Sum over all parts."""
+    options = {"key": lambda part: 0, "on_done": on_done}
+    [(_, result)] = workers.reduce(function, add, parts, *shared, **options)
+    return result
 
 
 # --- executors ---
@@ -134,8 +114,8 @@ def total(workers, function, shards, *shared, on_done=None, add=add):
 def client():
     """Two workers of Dask, in processes."""
     pytest.importorskip("distributed", reason="Dask is not installed")
-    with dask_client(n_workers=2) as found:
-        yield found
+    with dask_client(n_workers=2) as client:
+        yield client
 
 
 @contextmanager
@@ -158,91 +138,75 @@ def workers(request):
     """Workers of each kind."""
     match request.param:
         case "none":
-            yield Workers()
+            yield as_workers(None)
         case "threads":
             with ThreadPoolExecutor(2) as executor:
-                yield Workers(executor)
+                yield as_workers(executor)
         case "processes":
-            yield Workers(request.getfixturevalue("processes"))
+            yield as_workers(request.getfixturevalue("processes"))
         case "dask":
-            yield Workers(request.getfixturevalue("client"))
+            yield as_workers(request.getfixturevalue("client"))
+
+
+def in_other_processes(workers):
+    return workers.executor is not None and not isinstance(workers.executor, ThreadPoolExecutor)
 
 
 def test_results_come_in_order(workers):
     done = []
-    found = list(workers.map(slow_at_first, shards(), on_done=done.append))
-    assert [i for part in found for i in part] == [*range(40)]
-    assert done == shards()
+    results = list(workers.map(slow_at_first, parts_of(), on_done=done.append))
+    assert [i for result in results for i in result] == [*range(40)]
+    assert done == parts_of()
     assert workers.number == (1 if workers.executor is None else 2)
 
 
 def test_shared_values_are_given_to_all_tasks(workers):
     shared = workers.share(np.array([-1, -2]))
-    found = list(workers.map(listed, shards(4, 2), shared))
-    assert found == [[0, 1, -1, -2], [2, 3, -1, -2]]
+    results = list(workers.map(listed, parts_of(4, 2), shared))
+    assert results == [[0, 1, -1, -2], [2, 3, -1, -2]]
 
 
 def test_sums_do_not_depend_on_the_workers(workers):
     for n in (1, 5, 35, 40):
         done = []
-        found = total(workers, values, shards(n), on_done=done.append)
-        np.testing.assert_array_equal(found, total(Workers(), values, shards(n)))
-        assert done == shards(n)
+        result = total(workers, values, parts_of(n), on_done=done.append)
+        np.testing.assert_array_equal(result, total(Workers(), values, parts_of(n)))
+        assert done == parts_of(n)
 
 
-def test_sums_are_added_up_in_a_tree():
-    text = total(Workers(), lambda s: str(s.first), shards(7, 1), add=lambda a, b: f"({a}{b})")
-    assert text == "(((01)(23))((45)6))"
-
-
-def test_a_shard_that_is_too_large_is_halved(workers):
-    with pytest.warns(QualmsWarning, match="halved"):
-        found = list(workers.map(too_large, shards(11, 6)))
-    assert [i for part in found for i in part] == [*range(11)]
-    assert max(map(len, found)) == 2
-    with pytest.warns(QualmsWarning, match="halved"):
-        assert total(workers, too_large, shards(11, 6)) == [*range(11)]
-
-
-def test_a_single_structure_that_is_too_large_is_an_error(workers):
-    with pytest.raises(MemoryError):
-        list(workers.map(always_too_large, shards(2, 1)))
+def test_sums_of_a_key_are_added_up_in_order(workers):
+    sums = workers.reduce(
+        name_of, lambda a, b: f"({a}{b})", parts_of(7, 1), key=lambda part: part.first // 5
+    )
+    assert list(sums) == [(0, "((((01)2)3)4)"), (1, "(56)")]
 
 
 def test_warnings_are_issued_here(workers):
-    for run in (
-        lambda: list(workers.map(warns, shards(4, 2))),
-        lambda: total(workers, warns, shards(4, 2)),
-    ):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            run()
-        assert {str(w.message) for w in caught if w.category is QualmsWarning} == {"This is odd."}
-        elsewhere = workers.executor is not None and not isinstance(
-            workers.executor, ThreadPoolExecutor
-        )
-        assert elsewhere != any("library" in str(w.message) for w in caught)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        total(workers, warns, parts_of(4, 2))
+    assert {str(w.message) for w in caught if w.category is QualmsWarning} == {"This is odd."}
+    assert in_other_processes(workers) != any("library" in str(w.message) for w in caught)
 
 
 def test_errors_of_tasks_arrive_as_they_are(workers):
-    with pytest.raises(InputError) as error:
-        list(workers.map(rejects, shards()))
-    assert (error.value.parameter, str(error.value)) == ("shard", "Shard 0 cannot be used.")
-    with pytest.raises(InputError):
-        total(workers, rejects, shards())
-    with pytest.raises(ZeroDivisionError):
-        list(workers.map(fails, shards()))
-    assert list(workers.map(listed, shards(2))) == [[0, 1]]  # they work on
+    for run in (lambda *task: list(workers.map(*task)), lambda *task: total(workers, *task)):
+        with pytest.raises(InputError) as error:
+            run(rejects, parts_of())
+        assert (error.value.parameter, str(error.value)) == ("part", "Part 0 cannot be used.")
+        with pytest.raises(MemoryError):
+            run(lacks_memory, parts_of())
+    assert list(workers.map(listed, parts_of(2))) == [[0, 1]]  # they work on
 
 
 def test_nothing_is_computed_in_vain():
     begun = []
-    results = Workers().map(begun.append, shards())
+    results = Workers().map(begun.append, parts_of())
     next(results)
-    assert begun == shards()[:1]
+    assert begun == parts_of()[:1]
 
 
-def test_workers_that_join_get_tasks():
+def test_few_results_are_in_memory():
     class Counting(ThreadPoolExecutor):
         submitted = 0
 
@@ -250,36 +214,18 @@ def test_workers_that_join_get_tasks():
             self.submitted += 1
             return super().submit(*task)
 
-    with Counting(1) as executor:
-        results = Workers(executor).map(listed, shards(40, 1))
-        next(results)
-        assert executor.submitted == 2
-        executor._max_workers = 4
-        next(results)
-        assert executor.submitted == 1 + 8
-
-
-def test_an_executor_of_another_library(monkeypatch):
-    """executorlib starts processes on the nodes of a cluster; here, on this machine."""
-    executorlib = pytest.importorskip("executorlib", reason="executorlib is not installed")
-    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
-    options = {"max_workers": 2, "block_allocation": True}
-    with executorlib.SingleNodeExecutor(**options) as executor:
-        workers = Workers(executor)
-        workers.check([Path(__file__)])
-        expected = total(Workers(), values, shards())
-        np.testing.assert_array_equal(total(workers, values, shards()), expected)
-        with pytest.warns(QualmsWarning, match="halved"):
-            assert total(workers, too_large, shards(11, 6)) == [*range(11)]
-        with pytest.raises(InputError):  # one task: executorlib waits for ever for cancelled ones
-            list(workers.map(rejects, shards(5)))
+    with Counting(3) as executor:
+        results = Workers(executor).map(listed, parts_of(40, 1))
+        for n in range(1, 5):
+            next(results)
+            assert executor.submitted == 3 * AHEAD + n - 1
 
 
 # --- what is rejected ---
 
 
-@pytest.mark.parametrize("executor", [4, "processes", map])
-def test_anything_without_submit_is_no_executor(executor):
+@pytest.mark.parametrize("executor", [4, "processes", map, ThreadPoolExecutor])
+def test_other_objects_are_no_executors(executor):
     with pytest.raises(InputError) as error:
         as_workers(executor)
     assert error.value.parameter == "executor"
@@ -289,16 +235,14 @@ def test_anything_without_submit_is_no_executor(executor):
 def test_workers_with_other_versions_are_rejected(workers, monkeypatch):
     workers.check()
     monkeypatch.setattr(execution, "versions", lambda: {"qualms": "99.0"})
-    if workers.executor is None or isinstance(workers.executor, ThreadPoolExecutor):
+    if not in_other_processes(workers):
         workers.check()
         return
-    for run in (workers.check, lambda: list(workers.map(listed, shards()))):
-        with pytest.raises(InputError) as error:
-            run()
-        assert error.value.parameter == "executor"
-        assert os.uname().nodename in str(error.value)
-        assert "99.0" in str(error.value)
-        assert execution.version("qualms") in str(error.value)
+    with pytest.raises(InputError) as error:
+        workers.check()
+    assert error.value.parameter == "executor"
+    for text in (os.uname().nodename, "99.0", execution.version("qualms")):
+        assert text in str(error.value)
 
 
 def test_workers_that_do_not_see_files_are_rejected(workers, monkeypatch, tmp_path):
@@ -306,16 +250,14 @@ def test_workers_that_do_not_see_files_are_rejected(workers, monkeypatch, tmp_pa
     file = Path("data.xyz")
     file.write_text("1\n\nH 0 0 0\n")
     workers.check([file])
-    if workers.executor is None or isinstance(workers.executor, ThreadPoolExecutor):
+    if not in_other_processes(workers):
         return
-    for size in (4, None):  # as if the file here were another, or only there
-        monkeypatch.setattr(execution, "sizes_of", lambda files, size=size: dict.fromkeys(files, 4))
-        if size is None:
-            file.unlink()
-        with pytest.raises(InputError) as error:
+    monkeypatch.setattr(execution, "sizes_of", lambda files: [4])
+    for state in ("has another size", "is missing"):
+        with pytest.raises(InputError, match=f"data.xyz' {state}") as error:
             workers.check([file])
         assert error.value.parameter == "executor"
-        assert "data.xyz" in str(error.value)
+        file.unlink(missing_ok=True)
 
 
 # --- the end of workers ---
@@ -323,60 +265,27 @@ def test_workers_that_do_not_see_files_are_rejected(workers, monkeypatch, tmp_pa
 
 def test_a_killed_process_of_a_pool_is_an_error():
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
-        with pytest.raises(QualmsError, match="ended"):
-            list(Workers(executor).map(killed, shards()))
-        with pytest.raises(QualmsError, match="ended"):
-            list(Workers(executor).map(listed, shards()))
+        for task in (killed, listed):
+            with pytest.raises(QualmsError, match="ended"):
+                list(Workers(executor).map(task, parts_of()))
 
 
-@pytest.mark.parametrize("how", ["map", "reduce"])
-def test_a_killed_worker_of_dask_changes_nothing(client, tmp_path, how):
-    workers, parts = Workers(client), shards(notes=tmp_path)
-    expected = total(Workers(), values, parts)
-    shared = workers.share(0.0)
-    if how == "reduce":
-        found = total(workers, killed_once, parts, shared)
-    else:
-        found = execution._tree(workers.map(killed_once, parts, shared), add)
+def test_a_killed_worker_of_dask_changes_nothing(client, tmp_path):
+    workers, parts = as_workers(client), parts_of(notes=tmp_path)
+    result = total(workers, killed_once, parts, workers.share(0.0))
     assert (tmp_path / "killed").exists()
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(result, total(Workers(), values, parts))
 
 
-def test_a_shard_whose_workers_are_killed_for_lack_of_memory_is_halved():
+def test_without_workers_there_is_an_end_if_dask_is_told_so():
     dask = pytest.importorskip("dask", reason="Dask is not installed")
     pytest.importorskip("distributed", reason="Dask is not installed")
     with (
-        dask.config.set({"distributed.scheduler.allowed-failures": 0}),
-        dask_client(n_workers=1, memory_limit="500MB") as client,
+        dask.config.set({"distributed.scheduler.no-workers-timeout": "500ms"}),
+        dask_client(n_workers=0) as client,
+        pytest.raises(QualmsError, match="ended"),
     ):
-        workers = Workers(client)
-        shared = workers.share([1])  # on the worker that is killed
-        with pytest.warns(QualmsWarning, match="halved"):
-            found = list(workers.map(fills_memory, [Numbers(0, 4)], shared))
-    assert found == [[0, 1], [2, 3]]
-
-
-@pytest.mark.parametrize("how", ["map", "reduce"])
-def test_without_workers_there_is_a_warning_and_an_end(monkeypatch, how):
-    pytest.importorskip("distributed", reason="Dask is not installed")
-    monkeypatch.setattr(execution, "_POLL", 0.2)
-    with dask_client(n_workers=1) as client:
-        workers = Workers(client)
-        assert list(workers.map(listed, shards(4, 2))) == [[0, 1], [2, 3]]
-        client.cluster.scale(0)
-        while client.nthreads():
-            time.sleep(0.05)
-        with ThreadPoolExecutor(1) as executor:
-            later = executor.submit(lambda: time.sleep(1) or client.cluster.scale(1))
-            with pytest.warns(QualmsWarning, match="no worker"):
-                found = total(workers, listed, shards(4, 2))
-            later.result()
-        assert found == [0, 1, 2, 3]
-        client.cluster.scale(0)
-        monkeypatch.setattr(execution, "_PATIENCE", 1.0)
-        run = total if how == "reduce" else lambda w, f, s: list(w.map(f, s))
-        with pytest.warns(QualmsWarning), pytest.raises(QualmsError, match="no worker"):
-            run(workers, listed, shards(4, 2))
+        list(as_workers(client).map(listed, parts_of()))
 
 
 def test_the_end_of_the_scheduler_is_an_error(tmp_path):
@@ -389,14 +298,14 @@ def test_the_end_of_the_scheduler_is_an_error(tmp_path):
             started("worker", "--nthreads", "1", "--no-dashboard", contact=contact),
             distributed.Client(scheduler_file=str(contact)) as client,
         ):
-            results = Workers(client).map(waits, shards(4, 2, tmp_path))
+            results = as_workers(client).map(waits, parts_of(4, 2, tmp_path))
             with ThreadPoolExecutor(1) as executor:
-                found = executor.submit(list, results)
+                finished = executor.submit(list, results)
                 while not (tmp_path / "begun").exists():
                     time.sleep(0.05)
                 scheduler.kill()
                 with pytest.raises(QualmsError, match="ended"):
-                    found.result(timeout=50)
+                    finished.result(timeout=50)
 
 
 @contextmanager

@@ -136,7 +136,7 @@ def _warn(text: str) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """Some structures, their numbers among all, and perhaps their groups; see `execution.Shard`."""
+    """Some structures, their numbers among all, and perhaps their groups."""
 
     frames: Sequence[Atoms]
     numbers: IntArray  #: (n,)
@@ -157,11 +157,6 @@ class Part:
             groups=None if self.groups is None else self.groups[here],
             kept=None if self.kept is None else self.kept[here],
         )
-
-    def halves(self) -> tuple[Part, Part]:
-        """Return two parts of half the size."""
-        middle = len(self) // 2
-        return self.some(0, middle), self.some(middle, len(self))
 
 
 def divided(frames: Sequence[Atoms], size: int) -> list[Part]:
