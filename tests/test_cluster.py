@@ -19,14 +19,11 @@ from atomistic_fixtures import ENERGY, make_model
 from test_cli import contents, qualms
 from test_execution import dask_client, started
 
-from qualms.atomistic import bulk
 from qualms.atomistic.evaluation import evaluate
-from qualms.atomistic.structures import FrameFiles
 from qualms.cli import cluster
 from qualms.cli._common import Terminal
 from qualms.cli.cluster import open_workers
-from qualms.errors import InputError, QualmsWarning
-from qualms.execution import Workers
+from qualms.errors import InputError
 
 parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
 pytest.importorskip("distributed", reason="Dask is not installed")
@@ -153,7 +150,7 @@ def test_workers_of_a_scheduler(tmp_path, monkeypatch):
     with started("scheduler", *options, contact=contact):
         while not contact.exists():
             time.sleep(0.05)
-        monkeypatch.setattr(cluster, "_WORKERS", 1)
+        monkeypatch.setattr(cluster, "WORKERS_TIMEOUT", 1)
         assert rejected(scheduler_file=contact) == "--scheduler-file"  # there are no workers
         monkeypatch.undo()
         with started("worker", "--no-dashboard", contact=contact):
@@ -175,10 +172,8 @@ def test_jobs_of_a_queue(queue):
 def test_the_script_of_a_job(queue, monkeypatch):
     monkeypatch.setattr("dask_jobqueue.SLURMCluster.scale", lambda self, jobs: None)
     options = {"cores": 8, "memory": "16GB", "queue": "long", "job-extra-directives": ["--nice=9"]}
-    started, timeout = cluster.start_cluster("slurm", config(queue, timeout=5, **options))
-    with started:
+    with cluster.start_slurm(config(queue, **options)) as started:
         script = started.job_script()
-    assert timeout == 5
     for line in ("#SBATCH -p long", "#SBATCH --cpus-per-task=8", "#SBATCH --nice=9"):
         assert line in script.splitlines()
     assert "--nthreads 1 " in script
@@ -191,13 +186,13 @@ def test_a_queue_that_is_configured_for_dask(queue, monkeypatch):
 
     monkeypatch.setattr("dask_jobqueue.SLURMCluster.scale", lambda self, jobs: None)
     with dask.config.set({"jobqueue.slurm.cores": 6, "jobqueue.slurm.memory": "12GB"}):
-        with cluster.start_cluster("slurm", None)[0] as started:
+        with cluster.start_slurm(None) as started:
             assert "--nworkers 6 " in started.job_script()
-        with cluster.start_cluster("slurm", config(queue, cores=4, processes=2))[0] as started:
+        with cluster.start_slurm(config(queue, cores=4, processes=2)) as started:
             assert "--nworkers 2 " in started.job_script()
 
 
-@pytest.mark.parametrize("spec", ["local", "local:", "local:0", "local:two", "cloud", "jobqueue"])
+@pytest.mark.parametrize("spec", ["local", "local:", "local:0", "local:two", "cloud", "pbs"])
 def test_other_clusters_are_rejected(spec):
     assert rejected(cluster=spec) == "--cluster"
 
@@ -238,7 +233,7 @@ def test_options_that_contradict_each_other(queue):
 
 
 def test_schedulers_that_do_not_answer(monkeypatch, tmp_path):
-    monkeypatch.setattr(cluster, "_CONNECT", 0.5)
+    monkeypatch.setattr(cluster, "CONNECT_TIMEOUT", 0.5)
     for address in ("tcp://127.0.0.1:1", "127.0.0.1:1", "nothing://x"):
         assert rejected(scheduler=address) == "--scheduler"
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
@@ -357,22 +352,6 @@ def test_more_workers_than_structures(desk):
     assert len(pd.read_parquet("two.parquet")) == 2
 
 
-def test_a_part_that_is_too_large_is_halved(desk, monkeypatch):
-    predict = bulk.predict_batches
-
-    def limited(model, numbered, wanted):
-        if len(some := list(numbered)) > 15:
-            raise MemoryError
-        return predict(model, some, wanted)
-
-    monkeypatch.setattr(bulk, "predict_batches", limited)
-    frames, file = FrameFiles.open(["new.xyz"]), bulk.ModelFile.of(Path("model.safetensors"))
-    with pytest.warns(QualmsWarning, match="halved"):
-        batches = [*bulk.predict_parts(frames, file, bulk.Wanted(), Workers())]
-    numbers = [i for batch in batches for i in batch.arguments["numbers"]]
-    assert numbers == [*range(100)]
-
-
 def test_where_a_table_cannot_be_written(desk, monkeypatch):
     Path("folder.parquet").mkdir()
     Path("file.parquet").touch()
@@ -388,7 +367,7 @@ def test_where_a_table_cannot_be_written(desk, monkeypatch):
 
 def test_workers_that_do_not_see_the_files(desk, by_workers, monkeypatch):
     before = contents(".")
-    monkeypatch.setattr("qualms.execution.sizes_of", lambda files: dict.fromkeys(files, 4))
+    monkeypatch.setattr("qualms.execution.sizes_of", lambda files: [4] * len(files))
     ended = qualms(f"{PREDICT} -o new.csv {by_workers}")
     assert (ended.code, "worker" in ended.err) == (2, True)
     assert contents(".") == before

@@ -287,6 +287,24 @@ def baseline_of(baseline: str | None, key: str | None) -> Any:
         ) from error
 
 
+def read_yaml(path: Path, option: str) -> dict[str, Any]:
+    """Return the entries of a YAML file that an option names."""
+    import yaml
+
+    from qualms.io.files import check_input
+
+    try:
+        entries = yaml.safe_load(check_input(path, option).read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{path} cannot be read as a YAML file: {reason}.", parameter=option
+        ) from error
+    if not isinstance(entries, dict) or not all(isinstance(name, str) for name in entries):
+        raise InputError(f"{path} does not have lines of the form `name: value`.", parameter=option)
+    return entries
+
+
 def reading(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return parameters of `qualms.ensembles.io.read_ensemble` for options of `READING`."""
     mean, std = options["mean_column"], options["std_column"]

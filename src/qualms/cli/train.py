@@ -22,6 +22,7 @@ from qualms.cli._common import (
     SkipFailed,
     Terminal,
     baseline_of,
+    read_yaml,
     remarks_about,
 )
 from qualms.cli.cluster import Cluster, ClusterConfig, Scheduler, SchedulerFile, open_workers
@@ -285,7 +286,7 @@ def summary_document(
 
 def _settings(config: Path | None, given: dict[str, Any], cutoff: float | None) -> dict[str, Any]:
     """Return the entries of the configuration file, overridden by those of the command line."""
-    settings = {} if config is None else _read_config(config)
+    settings = {} if config is None else read_yaml(config, "--config")
     known = [*ENTRIES, *Settings.model_fields]
     for name in settings:
         if name not in known:
@@ -315,23 +316,3 @@ def _paths(name: str, value: Any) -> list[Path]:
     if not all(isinstance(file, (str, Path)) for file in files):
         raise InputError(f"`{name}` is {value!r}, not a file or a list of files.", parameter=name)
     return [Path(file) for file in files]
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    import yaml
-
-    from qualms.io.files import check_input
-
-    try:
-        settings = yaml.safe_load(check_input(path, "--config").read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(
-            f"{path} cannot be read as a YAML file: {reason}.", parameter="--config"
-        ) from error
-    if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
-        raise InputError(
-            f"{path} does not have settings in lines such as `n_members: 16`.",
-            parameter="--config",
-        )
-    return settings
