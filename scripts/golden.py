@@ -210,7 +210,7 @@ def estimators(directory):
         pp.pp_std(new),
     )
     several = {
-        "power": ProjectedProcessRegressor(random_state=1, noise="evidence", selection="cur"),
+        "power": ProjectedProcessRegressor(random_state=1, selection="cur"),
         "bootstrap": ProjectedProcessRegressor("rbf", random_state=1, replace=True),
         "ridge": ResamplingRegressor(Ridge(), calibration="shrinkage", random_state=1),
     }

@@ -189,13 +189,6 @@ def projected_process(K_MM, K_NM, K_XM, K_XX, y, noise, weights=None):
     return mean, K_XX - Q_XX + K_XM @ inverse @ K_XM.T
 
 
-def gaussian_log_density(y, covariance):
-    """ln N(y; 0, C) with an explicit inverse and determinant."""
-    sign, log_det = np.linalg.slogdet(covariance)
-    assert sign > 0
-    return -0.5 * (y @ np.linalg.inv(covariance) @ y + log_det + len(y) * math.log(2 * math.pi))
-
-
 def leave_one_out(fit_and_predict, n):
     """Call ``fit_and_predict(kept rows, row left out)`` for every row."""
     return np.array([fit_and_predict([j for j in range(n) if j != i], i) for i in range(n)])

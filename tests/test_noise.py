@@ -1,15 +1,11 @@
 import numpy as np
-import oracle
 import pytest
 from checks import rejects
 from scipy.optimize import minimize_scalar
 
-from qualms import QualmsWarning
 from qualms.gp.noise import (
     Observations,
-    Replicates,
     _parts,
-    evidence,
     left_out_error,
     noise_grid,
     select_joint_noise,
@@ -52,16 +48,10 @@ def test_groups_are_left_out_together(weight):
         assert score == pytest.approx(w @ np.abs(residuals) / w.sum(), rel=1e-6)
 
 
-@pytest.mark.parametrize("criterion", ["loo", "evidence"])
 @pytest.mark.parametrize("grouped", [False, True])
-def test_a_search_finds_the_noise_that_the_whole_curve_has(monkeypatch, criterion, grouped):
+def test_a_search_finds_the_noise_that_the_whole_curve_has(monkeypatch, grouped):
     Y2 = np.stack([Y, np.sin(Y)], axis=1)
-    options = {
-        "criterion": criterion,
-        "sample_weight": WEIGHT,
-        "groups": np.arange(N) // 3 if grouped else None,
-        "replicates": Replicates(5, np.array([0.3, 0.1])),
-    }
+    options = {"sample_weight": WEIGHT, "groups": np.arange(N) // 3 if grouped else None}
     grid = noise_grid(float(np.var(Y2)))
     whole = select_noise(PHI, Y2, grid, **options)
     monkeypatch.setattr("qualms.gp.noise._MANY_COLUMNS", 0)
@@ -83,28 +73,15 @@ def test_noise_is_robust_against_one_outlier():
     assert odd == pytest.approx(select_noise(Z[1:], y[1:], grid).noise_variance, rel=1.0)
 
 
-@pytest.mark.parametrize("weight", [None, WEIGHT])
-def test_evidence_curve_is_the_log_marginal_likelihood(weight):
-    grid = np.geomspace(1e-4, 10, 7)
-    selection = select_noise(PHI, Y, grid, criterion="evidence", sample_weight=weight)
-    w = np.ones(N) if weight is None else weight
-    expected = [oracle.gaussian_log_density(Y, PHI @ PHI.T + np.diag(g / w)) for g in grid]
-    # Equal up to a constant.
-    np.testing.assert_allclose(
-        selection.scores - selection.scores[0], expected[0] - np.array(expected), rtol=1e-7
-    )
-
-
-@pytest.mark.parametrize("criterion", ["loo", "evidence"])
-def test_the_noise_of_synthetic_data_is_found(criterion):
+def test_the_noise_of_synthetic_data_is_found():
     found = []
     for seed in range(20):
         random = np.random.default_rng(seed)
         Z = random.normal(size=(400, 10))
         y = Z @ random.normal(size=10) + 0.3 * random.normal(size=400)
-        found.append(select_noise(Z, y, noise_grid(np.var(y)), criterion=criterion).noise_variance)
-    # Leave-one-out looks at the error alone, which is flat near its minimum, so it scatters more.
-    assert np.median(found) == pytest.approx(0.09, rel=0.1 if criterion == "evidence" else 1.0)
+        found.append(select_noise(Z, y, noise_grid(np.var(y))).noise_variance)
+    # Leave-one-out looks at the error alone, which is flat near its minimum, so it scatters.
+    assert np.median(found) == pytest.approx(0.09, rel=1.0)
 
 
 def test_known_sums_can_be_used():
@@ -129,8 +106,7 @@ def joint_noise(Phi, y, kind, groups, **options):
     """Select the noise of quantities that have a number for each row."""
     names = enumerate(("energy", "forces", "stress"))
     rows = {name: np.flatnonzero(kind == k) for k, name in names if np.any(kind == k)}
-    given = {"prior": 1.0, "weight": np.ones(len(y))} | options
-    return select_joint_noise(Phi, y, rows, groups, **given)
+    return select_joint_noise(Phi, y, rows, groups, **{"prior": 1.0, **options})
 
 
 def score_of_groups(z, groups):
@@ -150,24 +126,20 @@ def test_left_out_errors_are_those_of_models_without_the_structures():
     few = ~is_force | (groups < 8)
     Phi, y, is_force, groups = Phi[few], y[few], is_force[few], groups[few]
     kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
-    root = np.random.default_rng(3).uniform(0.5, 2.0, len(y))
-    left_out = [
-        np.concatenate(part) for part, _ in _parts(Observations(Phi, y, root, kinds, groups))
-    ]
+    left_out = [np.concatenate(part) for part, _ in _parts(Observations(Phi, y, kinds, groups))]
     assert sorted(np.concatenate(left_out).tolist()) == list(range(len(y)))
     z = np.empty(len(y))
     for rows in left_out:
         # Whole groups, energy and forces.
         assert set(groups[rows]).isdisjoint(groups[np.delete(np.arange(len(y)), rows)])
         rest = np.delete(np.arange(len(y)), rows)
-        weight = (root**2 * np.where(is_force, 1 / 0.3, 1 / 0.02))[rest]
+        weight = np.where(is_force, 1 / 0.3, 1 / 0.02)[rest]
         A = Phi[rest].T @ (weight[:, None] * Phi[rest]) + np.eye(5) / 0.7
         z[rows] = y[rows] - Phi[rows] @ np.linalg.solve(A, Phi[rest].T @ (weight * y[rest]))
-    z *= root
     # A kind counts by the groups that have it.
     energies, forces = (score_of_groups(z[rows], groups[rows]) for rows in kinds)
     expected = energies + 8 / 20 * forces
-    found = left_out_error(Observations(Phi, y, root, kinds, groups), 0.7)(0.02, 0.3)
+    found = left_out_error(Observations(Phi, y, kinds, groups), 0.7)(0.02, 0.3)
     assert found.sum() == pytest.approx(expected, abs=1e-9)
 
 
@@ -196,7 +168,7 @@ def test_both_kinds_keep_small_errors():
     y = Phi @ w + noise * rng.normal(size=len(Phi))
     found = joint_noise(Phi, y, is_force, groups)
     kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
-    errors = left_out_error(Observations(Phi, y, np.ones(len(y)), kinds, groups), 1.0)
+    errors = left_out_error(Observations(Phi, y, kinds, groups), 1.0)
 
     def score(*variances):
         return errors(*variances).sum()
@@ -217,20 +189,9 @@ def test_forces_do_not_make_energies_worse():
     y = np.where(is_force, Phi @ w[:, 1], Phi @ w[:, 0]) + noise * rng.normal(size=len(Phi))
     found = joint_noise(Phi, y, is_force, groups)
     kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
-    errors = left_out_error(Observations(Phi, y, np.ones(len(y)), kinds, groups), 1.0)
+    errors = left_out_error(Observations(Phi, y, kinds, groups), 1.0)
     alone = min(errors(v, np.inf)[0] for v in np.geomspace(1e-6, 1.0, 13))
     assert errors(found["energy"], found["forces"])[0] < alone + 0.05
-
-
-def test_the_evidence_is_bounded_by_what_targets_usually_are():
-    Phi, y, is_force, groups = problem(np.random.default_rng(3))
-    y[0] = 1e4  # a wrong energy, which makes noise of all others by a Gaussian likelihood
-    with pytest.warns(QualmsWarning):
-        found = joint_noise(Phi, y, is_force, groups, criterion="evidence")
-    usual = np.median(y[~is_force] ** 2)
-    assert found["energy"] <= 10 * usual
-    # Errors of what is left out do not care for one of them.
-    assert joint_noise(Phi, y, is_force, groups)["forces"] < usual
 
 
 def three_kinds(rng, n=80, r=15):
@@ -244,29 +205,10 @@ def three_kinds(rng, n=80, r=15):
 
 
 def test_virials_have_a_noise_of_their_own():
-    found = [
-        joint_noise(*three_kinds(np.random.default_rng(seed)), criterion="evidence")
-        for seed in range(5)
-    ]
+    variances = [joint_noise(*three_kinds(np.random.default_rng(seed))) for seed in range(10)]
     for name, expected in (("energy", 0.05), ("forces", 0.5), ("stress", 0.01)):
-        noises = np.sqrt([one[name] for one in found])
-        assert np.median(noises) == pytest.approx(expected, rel=0.35)
-
-
-@pytest.mark.parametrize("n_kinds", [2, 3])
-def test_the_evidence_of_several_kinds_is_that_of_the_joint_gaussian(n_kinds):
-    Phi, y, kind, groups = three_kinds(np.random.default_rng(1), n=6, r=4)
-    kind = np.minimum(kind, n_kinds - 1)
-    kinds = tuple(np.flatnonzero(kind == k) for k in range(n_kinds))
-    root = np.random.default_rng(2).uniform(0.5, 2.0, len(y))
-    nll = evidence(Observations(Phi, y, root, kinds, groups), 0.7)
-
-    def constant(*variances):
-        covariance = 0.7 * Phi @ Phi.T + np.diag(np.array(variances)[kind] / root**2)
-        return nll(*variances) + oracle.gaussian_log_density(y, covariance)
-
-    for some in ((0.01, 0.2, 0.3), (0.1, 3.0, 0.3), (0.1, 0.2, 0.001)):
-        assert constant(*some[:n_kinds]) == pytest.approx(constant(*[0.1] * n_kinds), abs=1e-8)
+        noise = np.median([np.sqrt(selected[name]) for selected in variances])
+        assert 0.5 < noise / expected < 2
 
 
 @pytest.mark.parametrize(
@@ -274,7 +216,6 @@ def test_the_evidence_of_several_kinds_is_that_of_the_joint_gaussian(n_kinds):
     [
         ("grid", {"grid": np.array([1.0, 2.0])}),
         ("grid", {"grid": np.array([1.0, 2.0, 2.0])}),
-        ("criterion", {"criterion": "magic"}),
         ("y", {"y": np.ones(4)}),
     ],
 )
@@ -284,10 +225,8 @@ def test_bad_input(parameter, change):
         select_noise(**(arguments | change))
 
 
-def test_joint_noise_keeps_given_variances_and_rejects_unknown_criteria():
+def test_joint_noise_keeps_given_variances():
     arguments = problem(np.random.default_rng(6), n=10, r=4, per=2)
     found = joint_noise(*arguments, known={"forces": 0.2})
     assert found["forces"] == 0.2
     assert found["energy"] > 0
-    with rejects("criterion"):
-        joint_noise(*arguments, criterion="magic")

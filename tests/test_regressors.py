@@ -35,7 +35,7 @@ def small(**parameters):
     "estimator",
     [
         ProjectedProcessRegressor(),
-        ProjectedProcessRegressor("rbf", n_members=0, noise="evidence", selection="cur"),
+        ProjectedProcessRegressor("rbf", n_members=0, selection="cur"),
         ResamplingRegressor(Ridge()),
         ResamplingRegressor(Ridge(), n_members=8, replace=True, calibration="linear"),
     ],

@@ -69,7 +69,7 @@ def problem(kinds, seed=0):
     Phi, design = rng.normal(size=(first, r)), rng.uniform(size=(n["energy"], 2))
     y = Phi @ rng.normal(size=r) + 0.3 * rng.normal(size=first)
     y[rows["energy"]] += 5.0
-    weight = np.where(np.arange(first) < n["energy"], rng.uniform(0.5, 2.0, first), 1.0)
+    weight = rng.uniform(0.5, 2.0, first) if len(kinds) == 1 else np.ones(first)
     block = np.concatenate([rng.permutation(len(some)) % B for some in rows.values()])
     center = float(np.average(y[: n["energy"]], weights=weight[: n["energy"]]))
     C = np.zeros((first, 4))
@@ -86,7 +86,7 @@ def problem(kinds, seed=0):
     return rows, Phi, design, y, weight, block, BlockSums(sums, block, center)
 
 
-@pytest.mark.parametrize("noise", ["loo", "evidence", 0.05])
+@pytest.mark.parametrize("noise", ["loo", 0.05])
 @pytest.mark.parametrize("kinds", [("energy",), ("energy", "forces")])
 def test_the_full_model_of_sums_is_that_of_all_rows(kinds, noise):
     rows, Phi, _, y, weight, _, blocks = problem(kinds)
@@ -121,16 +121,16 @@ def test_the_noise_is_selected_by_some_rows_left_out_of_all():
 
 
 def test_joint_noise_variances_are_selected_by_rows_of_some_blocks():
-    rows, Phi, _, y, weight, block, blocks = problem(("energy", "forces"))
-    kinds, root = tuple(rows.values()), np.sqrt(weight)
+    rows, Phi, _, y, _, block, blocks = problem(("energy", "forces"))
+    kinds = tuple(rows.values())
     z = y.copy()
     z[rows["energy"]] -= blocks.center
-    observed = Observations(Phi, z, root, kinds, np.arange(len(y)), blocks)
+    observed = Observations(Phi, z, kinds, np.arange(len(y)), blocks)
     found = left_out_error(observed, 0.7)(0.02, 0.3)
     out = block == 0  # one of five
-    w = np.where(np.arange(len(y)) < 60, weight, 0.02 / 0.3)[~out]
+    w = np.where(np.arange(len(y)) < 60, 1.0, 0.02 / 0.3)[~out]
     model = fit_projected_process(Phi[~out], z[~out], 0.02 / 0.7, sample_weight=w)
-    errors = root * np.abs(z - model.mean(Phi)[:, 0])
+    errors = np.abs(z - model.mean(Phi)[:, 0])
     expected = [typical_log(errors[some[out[some]]]) for some in kinds]
     counts = np.array([np.count_nonzero(out[some]) for some in kinds])
     np.testing.assert_allclose(found, expected * counts / counts.max(), rtol=1e-9)
@@ -162,7 +162,6 @@ def test_sums_of_parts():
         np.testing.assert_allclose(whole.gram, Phi.T @ np.diag(w) @ Phi)
         np.testing.assert_allclose(whole.moment, Phi.T @ np.diag(w) @ C)
         np.testing.assert_allclose(whole.squares, C.T @ np.diag(w) @ C)
-        assert whole.n == 20
     twice = weighted_sum(parts, [2.0, 0.5])
     factors = np.where(np.arange(20) < 8, 2.0, 0.5)
     np.testing.assert_allclose(twice.gram, Phi.T @ np.diag(factors * w) @ Phi)

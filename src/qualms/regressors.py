@@ -76,7 +76,6 @@ from qualms.gp.kernels import (
     unit_scale,
 )
 from qualms.gp.linalg import Whitening, whiten
-from qualms.gp.noise import Replicates
 from qualms.gp.representatives import cur, farthest_points
 from qualms.gp.sparse_gp import leave_out, novelty_variance, posterior_deviations
 from qualms.prediction import Prediction
@@ -261,11 +260,12 @@ class TrainingSet:
         np.add.at(sums, self.inverse, self.weight[:, None] * self.y)
         return sums / self.point_weight[:, None]
 
-    def replicates(self) -> Replicates:
-        """Return the scatter of rows about the mean of their point; equal rows count as one."""
+    def replicate_variance(self) -> Float64Array:
+        """Return the variance (T,) of rows about the mean of their point; equal rows are one."""
         deviations = self.y - self.point_y[self.inverse]
         different = distinct_rows(np.column_stack([self.inverse, self.y]))
-        return Replicates(len(different.first) - len(self.first), self.weight @ deviations**2)
+        dof = max(len(different.first) - len(self.first), 1)
+        return np.asarray(self.weight @ deviations**2 / dof)
 
     def draw_counts(
         self, n_members: int, subsample: float, replace: bool, rng: np.random.Generator
@@ -516,9 +516,9 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         M; at most 1000 by default.
     selection : {"fps", "cur", "random"}
         How representatives are chosen: farthest points, leverage scores, or at random.
-    noise : {"loo", "evidence"} or float
-        Noise variance σ² in the units of y² (with several outputs: for their mean variance), or how
-        to choose it: by the smallest leave-one-out error or by the largest marginal likelihood.
+    noise : "loo" or float
+        Noise variance σ², selected by leave-one-out errors or given in the units of y² (with
+        several outputs: for their mean variance).
     n_members : int
         N_R ≥ 2, or 0 for the projected process of Eq. (3), whose uncertainty is not calibrated.
     subsample : float or int
@@ -643,7 +643,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
             {"y": self.noise},
             sample_weight=weight,
             groups=data.groups,
-            replicates=data.replicates(),
+            replicate_variance=data.replicate_variance(),
         )
         for fitted in ("weights_", "intercept_", "centre_", "member_indices_", "calibration_"):
             if hasattr(self, fitted):
@@ -766,8 +766,8 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
             raise unknown_choice("selection", self.selection, SELECTIONS)
         if isinstance(self.noise, (int, float, np.number)):
             check_number("noise", self.noise, 0, strict=True)
-        elif self.noise not in ("loo", "evidence"):
-            raise unknown_choice("noise", self.noise, ("loo", "evidence", "a positive number"))
+        elif self.noise != "loo":
+            raise unknown_choice("noise", self.noise, ("loo", "a positive number"))
         for name in ("n_members", "n_posterior"):
             if check_integer(name, getattr(self, name), 0) == 1:
                 raise InputError(

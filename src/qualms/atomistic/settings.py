@@ -242,10 +242,10 @@ class Settings(BaseModel):
         "``package.module:callable`` (an ASE calculator), or a dict with ``calculator`` and "
         "``arguments``, or with the ``key`` of its energies in the structures.",
     )
-    noise: Literal["loo", "evidence"] | _Variance = _model(
+    noise: Literal["loo"] | _Variance = _model(
         "loo",
-        '{"loo", "evidence"} or float',
-        "Criterion that selects the noise variance σ², or σ² itself in the units of the target "
+        '"loo" or float',
+        "Noise variance σ², selected by leave-one-out errors or given in the units of the target "
         "squared (per atom if the target is extensive).",
     )
     forces: _Key | None = _data(

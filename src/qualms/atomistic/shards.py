@@ -740,7 +740,7 @@ def sum_all(
         size_limit,
     )
     factor, c = math.sqrt(result.basis.scale), census.design.shape[1] + 2
-    nothing = RowSums(np.zeros((r, r)), np.zeros((r, c)), np.zeros((c, c)), 0)
+    nothing = RowSums(np.zeros((r, r)), np.zeros((r, c)), np.zeros((c, c)))
     sums: dict[str, list[RowSums]] = {name: [] for name in census.n_labels}
     for b in range(len(counts)):
         of_block = found.pop(b).sums if b in found else {}

@@ -30,7 +30,7 @@ from qualms.arrays import (
 )
 from qualms.errors import InputError, NumericalError, QualmsWarning, counted, did_you_mean
 from qualms.gp.linalg import cholesky, cholesky_solve, cholesky_whiten
-from qualms.gp.noise import BlockSums, Replicates, noise_grid, select_joint_noise, select_noise
+from qualms.gp.noise import BlockSums, noise_grid, select_joint_noise, select_noise
 from qualms.gp.sparse_gp import (
     ProjectedProcess,
     RowSums,
@@ -959,7 +959,7 @@ class FullModel:
             return self
         old = self.process
         moment = old.gram @ old.weights + old.noise_variance * old.weights
-        sums = RowSums(old.gram, moment, np.empty((0, 0)), 0)
+        sums = RowSums(old.gram, moment, np.empty((0, 0)))
         process = solve_projected_process(sums, factor * old.noise_variance)
         raised = {name: factor * value for name, value in self.noise.items()}
         return replace(self, process=process, noise=raised)
@@ -974,7 +974,7 @@ def fit_full_model(
     center: bool = True,
     sample_weight: FloatArray | None = None,
     groups: IntArray | None = None,
-    replicates: Replicates | None = None,
+    replicate_variance: Float64Array | None = None,
     blocks: BlockSums | None = None,
 ) -> FullModel:
     """Centre and scale the targets, select the noise variances and solve the full model.
@@ -984,18 +984,20 @@ def fit_full_model(
     Phi : (N, r) array
         Whitened features, for a kernel of unit mean diagonal.
     y : (N,) or (N, T) array
-    noise : mapping from quantity to {"loo", "evidence"} or float
-        How to select σ², or σ² itself in the units of y² (with several outputs: for their mean
-        variance). The first quantity is the target; the others are derivatives of it.
+    noise : mapping from quantity to {"loo", "auto"} or float
+        Noise variance σ² in the units of y² (with several outputs: for their mean variance), if it
+        is not selected. The first quantity is the target; the others are derivatives of it.
     rows : mapping from quantity to array of int, optional
         Rows of each of several quantities; those of the target come first.
     center : bool
         Whether the mean of the target belongs to the model; without, its prior mean is zero.
     sample_weight : (N,) array, optional
+        Weights of the rows of a single quantity.
     groups : (N,) array of int, optional
         Rows that are left out together when the noise is selected.
-    replicates : Replicates, optional
-        Scatter of repeated observations whose averages are y, in the units of y².
+    replicate_variance : (T,) array, optional
+        Variance of repeated observations whose averages are y, in the units of y². It is the noise
+        variance if y is constant.
     blocks : BlockSums, optional
         Sums over all rows, if those given are a sample.
     """
@@ -1022,7 +1024,6 @@ def fit_full_model(
     unit = float(np.mean(scale[constant == constant.all()] ** 2))
     targets = np.where(constant, 0.0, Y / scale)
     known = {name: float(v) for name, v in noise.items() if not isinstance(v, str)}
-    criterion = value if isinstance(value := noise[first], str) else "loo"
 
     def sum_all(variances: Mapping[str, float]) -> RowSums:
         """Return the sums of all rows, given the noise variances of several quantities."""
@@ -1036,34 +1037,23 @@ def fit_full_model(
     if len(known) == len(noise):
         variances = known
     elif alone:
-        if replicates is not None:
-            replicates = Replicates(replicates.dof, replicates.sum_of_squares / scale**2)
         if constant.all():
             # Only the scatter of replicates, if there is any, determines the noise.
-            relative = 1.0 if replicates is None else max(replicates.variance, 1.0)
+            scatter = 0.0 if replicate_variance is None else replicate_variance / scale**2
+            relative = max(float(np.mean(scatter)), 1.0)
         else:
             relative = select_noise(
                 Phi,
                 targets,
                 noise_grid(float(weight.mean())),  # σ²/w is the noise of an observation
-                criterion=criterion,
                 sample_weight=weight,
                 sums=sums,
-                replicates=replicates,
                 groups=groups,
             ).noise_variance
         variances = {first: relative * unit}
     else:
         variances = select_joint_noise(
-            Phi,
-            Y[:, 0],
-            rows,
-            groups,
-            prior=unit,
-            weight=weight,
-            criterion=criterion,
-            known=known,
-            blocks=blocks,
+            Phi, Y[:, 0], rows, groups, prior=unit, known=known, blocks=blocks
         )
     for name in [*noise][1:]:
         weight[rows[name]] *= variances[first] / variances[name]

@@ -1,11 +1,10 @@
-"""Choosing noise variances by leave-one-out errors or by the marginal likelihood.
+"""Choosing noise variances by leave-one-out errors.
 
 One quantity: one eigen-decomposition gives the whole curve. With ΦᵀΦ = V S Vᵀ and Z = ΦV, for every
 σ² at once,
 
     ŷ = Z (S + σ²)⁻¹ Zᵀy,
-    leverage h_n = Σ_k Z²_nk / (S_k + σ²),
-    ln|ΦΦᵀ + σ²| = (N−r) ln σ² + Σ_k ln(S_k + σ²).
+    leverage h_n = Σ_k Z²_nk / (S_k + σ²).
 
 With thousands of columns that decomposition takes longer than all the rest. The best σ² is then
 searched for, with one Cholesky factorisation for each value tried: leverages are h_n = |L⁻¹φ_n|²,
@@ -21,7 +20,6 @@ times.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -39,7 +37,7 @@ from qualms.arrays import (
     as_targets,
     check_sample_weight,
 )
-from qualms.errors import InputError, NumericalError, QualmsWarning
+from qualms.errors import InputError, NumericalError
 from qualms.gp.linalg import cholesky, cholesky_solve, cholesky_whiten
 from qualms.gp.sparse_gp import RowSums, sum_rows, weighted_sum
 
@@ -53,35 +51,11 @@ _EPS = float(np.finfo(np.float64).eps)
 class NoiseSelection(NamedTuple):
     """The best σ², refined between grid points, and the curve it was chosen from.
 
-    `scores` (G,) of the noise variances that were tried: the mean absolute leave-one-out residual,
-    or minus the log marginal likelihood.
+    `scores` (G,): the mean absolute leave-one-out residual of the noise variances that were tried.
     """
 
     noise_variance: float
     scores: Float64Array
-
-
-@dataclass(frozen=True)
-class Replicates:
-    """Scatter of several observations of one input about their mean, over all inputs.
-
-    `dof` is the number of different observations less that of inputs, `sum_of_squares` (T,) the
-    weighted sum of squared deviations of each output, in the units of y².
-    """
-
-    dof: int
-    sum_of_squares: Float64Array
-
-    @property
-    def variance(self) -> float:
-        """Noise variance that the scatter alone suggests, averaged over outputs."""
-        return float(np.mean(self.sum_of_squares)) / max(self.dof, 1)
-
-    def negative_log_likelihood(self, noise_variance: Float64Array) -> Float64Array:
-        """Return minus the log likelihood of the scatter, up to a constant, for each σ²: (G,)."""
-        dof = self.dof * self.sum_of_squares.size
-        total = float(np.sum(self.sum_of_squares))
-        return np.asarray(0.5 * (dof * np.log(noise_variance) + total / noise_variance))
 
 
 def noise_grid(variance: float) -> Float64Array:
@@ -94,14 +68,15 @@ def select_noise(
     y: FloatArray,
     grid: FloatArray,
     *,
-    criterion: str = "loo",
     sample_weight: FloatArray | None = None,
     sums: RowSums | None = None,
-    replicates: Replicates | None = None,
     groups: IntArray | None = None,
     max_rows: int = 4096,
 ) -> NoiseSelection:
-    """Choose σ² for a projected process.
+    """Choose the σ² of a projected process that has the smallest mean absolute error.
+
+    The errors are leave-one-out residuals. Absolute, not squared: a single molecule that nothing
+    resembles would otherwise outweigh thousands of others.
 
     Parameters
     ----------
@@ -111,16 +86,10 @@ def select_noise(
         Observations. Outputs are pooled, so they should be on one scale.
     grid : (G,) array
         Noise variances to try, increasing, G ≥ 3.
-    criterion : {"loo", "evidence"}
-        Mean absolute leave-one-out residual, or log marginal likelihood. Absolute, not squared:
-        a single molecule that nothing resembles would otherwise outweigh thousands of others.
     sample_weight : (N,) array, optional
         Positive; observation n has noise σ²/w_n, and its residual counts w_n times.
     sums : RowSums, optional
         Sums over all rows and outputs, if Φ is a sample of them, or if they are known already.
-    replicates : Replicates, optional
-        Scatter of observations of the same input whose averages are y; part of the marginal
-        likelihood. To leave-one-out errors it only adds a constant.
     groups : (N,) array of int, optional
         Rows that are left out together, such as atoms of one crystal.
     max_rows : int
@@ -130,11 +99,6 @@ def select_noise(
     if len(tried) < 3 or not np.all(np.isfinite(tried)) or np.any(np.diff(tried, prepend=0) <= 0):
         raise InputError(
             f"`grid` is {tried}; use at least 3 increasing noise variances > 0.", parameter="grid"
-        )
-    if criterion not in ("loo", "evidence"):
-        raise InputError(
-            f"There is no `criterion` {criterion!r}; use 'loo' or 'evidence'.",
-            parameter="criterion",
         )
     Y = as_targets(y, len(Phi))
     root = np.sqrt(check_sample_weight(sample_weight, len(Phi)))[:, None]
@@ -147,7 +111,7 @@ def select_noise(
     def loo(basis: _Basis) -> Float64Array:
         """Return the mean absolute leave-one-out residual for each σ²: (G,)."""
         projected, shrink = basis.transform(moment.T).T, 1 / basis.diagonal
-        total, count = np.zeros(len(basis.noise)), 0.0
+        total, count = np.zeros(shrink.shape[1]), 0.0
         for part in parts:
             Z, targets = basis.transform(Phi[part] * root[part]), Y[part] * root[part]
             residuals = residuals_of(Z, targets, shrink, projected)  # √w times them: (b, T, G)
@@ -155,25 +119,11 @@ def select_noise(
             count += float(np.sum(root[part] ** 2)) * Y.shape[1]
         return total / count
 
-    def likelihood(basis: _Basis) -> Float64Array:
-        """Return minus the log marginal likelihood for each σ², up to a constant: (G,)."""
-        n, n_outputs = sums.n, Y.shape[1]
-        explained = np.sum(basis.transform(moment.T) ** 2, axis=0) @ (1 / basis.diagonal)
-        quadratic = (float(np.trace(sums.squares)) - explained) / basis.noise
-        log_det = (n - len(basis.diagonal)) * np.log(basis.noise) + basis.log_det
-        curve: Float64Array = 0.5 * (np.maximum(quadratic, 0.0) + n_outputs * log_det)
-        if replicates is not None:
-            curve += replicates.negative_log_likelihood(basis.noise)
-        return curve
-
-    score = loo if criterion == "loo" else likelihood
     if len(gram) > _MANY_COLUMNS:
-        tried, scores = _search(gram, tried, score)
+        tried, scores = _search(gram, tried, loo)
     else:
         S, V = scipy.linalg.eigh(gram, check_finite=False)
-        shifted = np.maximum(S, 0.0)[:, None] + tried
-        log_det = np.sum(np.log(shifted), axis=0)
-        scores = score(_Basis(tried, lambda rows: rows @ V, shifted, log_det))
+        scores = loo(_Basis(lambda rows: rows @ V, np.maximum(S, 0.0)[:, None] + tried))
     return NoiseSelection(_refined_minimum(tried, scores), scores)
 
 
@@ -181,13 +131,11 @@ class _Basis(NamedTuple):
     """A basis in which A = ΦᵀΦ + σ² is diagonal for each of some σ² (G,).
 
     Its vectors are the eigenvectors of ΦᵀΦ, for all σ² at once, or the columns of L⁻ᵀ, in which
-    A = L Lᵀ is one. `transform` maps rows (·, r), `diagonal` is (r, G), and `log_det` ln|A| (G,).
+    A = L Lᵀ is one. `transform` maps rows (·, r), and `diagonal` is (r, G).
     """
 
-    noise: Float64Array
     transform: Callable[[FloatArray], Float64Array]
     diagonal: Float64Array
-    log_det: Float64Array
 
 
 def _search(
@@ -204,8 +152,7 @@ def _search(
             shifted = gram.copy(order="F")
             shifted.flat[:: len(shifted) + 1] += grid[i]
             L = cholesky(shifted, what="ΦᵀΦ + σ²", overwrite=True)
-            one, log_det = np.ones((len(L), 1)), np.array([2 * np.sum(np.log(np.diag(L)))])
-            basis = _Basis(grid[[i]], lambda rows: cholesky_whiten(L, rows.T).T, one, log_det)
+            basis = _Basis(lambda rows: cholesky_whiten(L, rows.T).T, np.ones((len(L), 1)))
             found[i] = float(score(basis)[0])
         return found[i]
 
@@ -305,35 +252,31 @@ class BlockSums:
 class Observations:
     """Rows of all kinds: whitened features (N, r) and targets (N,).
 
-    `root` (N,) is √w: the noise of a row is that of its kind divided by its weight w. `kinds` holds
-    the rows of each kind; rows of one of the `groups` (N,) are left out together. If the rows are a
-    sample, `blocks` has the sums over all.
+    `kinds` holds the rows of each kind; rows of one of the `groups` (N,) are left out together. If
+    the rows are a sample, `blocks` has the sums over all.
     """
 
     Phi: FloatArray
     y: Float64Array
-    root: Float64Array
     kinds: tuple[IntArray, ...]
     groups: IntArray
     blocks: BlockSums | None = None
 
     def sums(self, kinds: Sequence[IntArray]) -> _Sums:
-        """Sum over rows, times √w, in blocks: a copy of all of them might not fit beside Phi."""
+        """Sum over rows, in blocks: a copy of all of them might not fit beside Phi."""
         n_kinds, r = len(kinds), self.Phi.shape[1]
         sums = _Sums(np.zeros((n_kinds, r, r)), np.zeros((n_kinds, r)))
         for k, rows in enumerate(kinds):
             for some in _in_blocks(rows):
-                block = self.Phi[some] * self.root[some, None]
+                block = self.Phi[some].astype(np.float64, copy=False)
                 sums.grams[k] += block.T @ block
-                sums.projections[k] += block.T @ (self.root[some] * self.y[some])
+                sums.projections[k] += block.T @ self.y[some]
         return sums
 
     def missed(self, rows: IntArray, w: Float64Array) -> Float64Array:
-        """Return √weight |z| of some rows, by the weights w (r,) of a model without them."""
-        found = [
-            self.root[some] * np.abs(self.y[some] - self.Phi[some] @ w) for some in _in_blocks(rows)
-        ]
-        return np.concatenate([np.empty(0), *found])
+        """Return |z| of some rows, by the weights w (r,) of a model without them."""
+        errors = [np.abs(self.y[some] - self.Phi[some] @ w) for some in _in_blocks(rows)]
+        return np.concatenate([np.empty(0), *errors])
 
 
 def _in_blocks(rows: IntArray) -> list[IntArray]:
@@ -352,16 +295,13 @@ class _Sums(NamedTuple):
         """Return the sums of each kind, whose first column is the target."""
         return cls(np.stack([s.gram for s in sums]), np.stack([s.moment[:, 0] for s in sums]))
 
-    def solve(
-        self, variances: Sequence[float], prior: float
-    ) -> tuple[Float64Array, Float64Array, float]:
-        """Return the weights (r,), Φᵀy (r,) and ln|A|, rows weighted by ρ_k = σ_E²/σ_k²."""
+    def solve(self, variances: Sequence[float], prior: float) -> Float64Array:
+        """Return the weights (r,), with rows weighted by ρ_k = σ_E²/σ_k²."""
         ratios = variances[0] / np.array(variances)
         A = np.tensordot(ratios, self.grams, 1).T  # symmetric; LAPACK overwrites Fortran order
         A[np.diag_indices_from(A)] += variances[0] / prior
         factor = cholesky(A, what="ΦᵀΦ + σ²", overwrite=True)
-        b = ratios @ self.projections
-        return cholesky_solve(factor, b), b, 2 * float(np.sum(np.log(np.diag(factor))))
+        return cholesky_solve(factor, ratios @ self.projections)
 
 
 def group_means(values: Float64Array, groups: IntArray) -> Float64Array:
@@ -450,7 +390,7 @@ def left_out_error(observed: Observations, prior: float) -> Callable[..., Float6
     counts = np.array([len(np.unique(groups[rows])) for rows in left_out])
 
     def errors(*variances: float) -> Float64Array:
-        models = [(rows, rest.solve(variances, prior)[0]) for rows, rest in parts]
+        models = [(rows, rest.solve(variances, prior)) for rows, rest in parts]
         logs = np.empty(len(left_out))
         for k, rows in enumerate(left_out):
             missed = np.concatenate([observed.missed(some[k], w) for some, w in models])
@@ -479,38 +419,11 @@ def typical_log(errors: Float64Array) -> float:
     return float(2 * np.mean(np.log(a + math.exp(scale))) - scale)
 
 
-def evidence(observed: Observations, prior: float) -> Callable[..., float]:
-    """Return minus the log marginal likelihood, up to a constant; groups do not matter to it.
-
-    With W the weights ρ_k of the rows, |s²ΦΦᵀ + σ_E²W⁻¹| = σ_E^2N |W|⁻¹ |A| (s²/σ_E²)^r, and
-    yᵀ(s²ΦΦᵀ + σ_E²W⁻¹)⁻¹y = (yᵀWy − bᵀA⁻¹b)/σ_E², b = ΦᵀWy.
-    """
-    kinds, scaled, r = observed.kinds, observed.root * observed.y, observed.Phi.shape[1]
-    if observed.blocks is None:
-        sums, sizes = observed.sums(kinds), np.array([len(rows) for rows in kinds])
-        squares = np.array([np.sum(scaled[rows] ** 2) for rows in kinds])
-    else:
-        totals = [observed.blocks.total(name) for name in observed.blocks.sums]
-        sums, sizes = _Sums.of(totals), np.array([total.n for total in totals])
-        squares = np.array([total.squares[0, 0] for total in totals])
-    n = int(sizes.sum())
-
-    def score(*variances: float) -> float:
-        w, b, log_det = sums.solve(variances, prior)
-        ratios = variances[0] / np.array(variances)
-        quadratic = float(squares @ ratios - b @ w) / variances[0]
-        log_det += (n - r) * math.log(variances[0]) + r * math.log(prior)
-        log_det -= float(np.log(ratios) @ sizes)
-        return 0.5 * float(max(quadratic, 0.0) + log_det)
-
-    return score
-
-
 #: Decades relative to the usual square of the targets: first guess for the first quantity and for
 #: the others, and lower limit.
 _START, _START_OF_OTHERS, _LOWEST = -4.0, -3.0, -12.0
-#: Upper limits: relative to the mean square, and to the usual one for the marginal likelihood.
-_HIGHEST, _HIGHEST_OF_EVIDENCE = 1.0, 0.5
+#: Upper limit, in decades relative to the mean square.
+_HIGHEST = 1.0
 #: Steps in decades of the search.
 _STEPS = (1.0, 0.5, 0.25)
 #: Decades about the noise of the first quantity at which it is learned alone, the loss of accuracy
@@ -527,8 +440,6 @@ def select_joint_noise(
     groups: IntArray,
     *,
     prior: float,
-    weight: Float64Array,
-    criterion: str = "loo",
     known: Mapping[str, float] | None = None,
     blocks: BlockSums | None = None,
 ) -> dict[str, float]:
@@ -546,25 +457,14 @@ def select_joint_noise(
         Rows that are left out together.
     prior : float
         s², in the units of the first quantity squared.
-    weight : (N,) array
-        Positive; the noise of a row is that of its quantity divided by its weight.
-    criterion : {"loo", "evidence"}
-        Errors of groups left out, or the log marginal likelihood.
     known : mapping from quantity to float, optional
         Variances that are not selected.
     blocks : BlockSums, optional
         Sums over all rows, if those given are a sample.
     """
-    if criterion not in ("loo", "evidence"):
-        raise InputError(
-            f"There is no `criterion` {criterion!r}; use 'loo' or 'evidence'.",
-            parameter="criterion",
-        )
-    by_evidence, known, kinds = criterion == "evidence", known or {}, tuple(rows.values())
-    root = np.sqrt(weight)
-    units = tuple(_usual_square(root[some] * y[some], groups[some]) for some in kinds)
-    observed = Observations(Phi, y, root, kinds, groups, blocks)
-    score = (evidence if by_evidence else left_out_error)(observed, prior)
+    known, kinds = known or {}, tuple(rows.values())
+    units = tuple(_usual_square(y[some], groups[some]) for some in kinds)
+    score = left_out_error(Observations(Phi, y, kinds, groups, blocks), prior)
     fixed = [
         math.log10(known[name] / unit) if name in known else None
         for name, unit in zip(rows, units, strict=True)
@@ -572,10 +472,9 @@ def select_joint_noise(
 
     def terms(decades: Sequence[float]) -> Float64Array:
         try:
-            found = score(*(unit * 10**d for unit, d in zip(units, decades, strict=True)))
+            return score(*(unit * 10**d for unit, d in zip(units, decades, strict=True)))
         except NumericalError:  # so little noise that it is lost in rounding
-            found = np.inf
-        return np.atleast_1d(found)
+            return np.full(len(units), np.inf)
 
     def search(limit: float = np.inf) -> tuple[float, ...]:
         def total(decades: Sequence[float]) -> float:
@@ -585,32 +484,22 @@ def select_joint_noise(
         return _pattern_search(total, starts, fixed, highest)
 
     # Decades by which the mean square is larger than the usual one, if it is.
-    squares = [np.mean((root[some] * y[some]) ** 2) for some in kinds]
+    squares = [np.mean(y[some] ** 2) for some in kinds]
     beyond = np.log10(np.maximum(np.array(squares) / units, 1.0))
-    highest = np.full(len(rows), _HIGHEST_OF_EVIDENCE) if by_evidence else _HIGHEST + beyond
+    highest = _HIGHEST + beyond
     # Where the usual square and the mean square differ much, either may be the better guess.
     guess = np.array([_START] + [_START_OF_OTHERS] * (len(rows) - 1))
     starts = [np.minimum(guess + shift, highest) for shift in (0.0, beyond)]
     decades = search()
-    if not by_evidence and fixed[0] is None:
+    if fixed[0] is None:
         others = [np.inf] * (len(rows) - 1)
         alone = {decades[0] + d: terms((decades[0] + d, *others))[0] for d in _NEAR}
         energy = min(alone, key=alone.__getitem__)
         if terms(decades)[0] > alone[energy] + _WORSE:
             starts = [np.array(decades), np.array([energy, *highest[1:]])]
             decades = search(alone[energy])
-    best = dict(zip(rows, decades, strict=True))
-    at_limit = [q for q, d in best.items() if q not in known and d >= _HIGHEST_OF_EVIDENCE]
-    if by_evidence and at_limit:
-        warnings.warn(
-            f"The marginal likelihood is highest for a noise of {' and '.join(at_limit)} above the "
-            "usual size of labels, so that little is learned from them. Structures far from all "
-            "others can cause this: check their labels, or choose the noise by 'loo'.",
-            QualmsWarning,
-            stacklevel=2,
-        )
-    found = {q: unit * 10 ** best[q] for q, unit in zip(rows, units, strict=True)}
-    return {**found, **known}
+    selected = {q: u * 10**d for q, u, d in zip(rows, units, decades, strict=True)}
+    return {**selected, **known}
 
 
 def _usual_square(y: Float64Array, groups: IntArray) -> float:

@@ -136,24 +136,23 @@ class RowSums:
     gram: Float64Array  #: (r, r): ΦᵀWΦ
     moment: Float64Array  #: (r, c): ΦᵀWC
     squares: Float64Array  #: (c, c): CᵀWC
-    n: int  #: rows
 
     def __add__(self, other: RowSums) -> RowSums:
         parts = (self.gram + other.gram, self.moment + other.moment, self.squares + other.squares)
-        return RowSums(*parts, self.n + other.n)
+        return RowSums(*parts)
 
     def combined(self, coefficients: Float64Array) -> RowSums:
         """Return the sums for targets C B, given B (c, T) or (c,) as columns."""
         B = coefficients.reshape(len(self.squares), -1)
-        return RowSums(self.gram, self.moment @ B, B.T @ self.squares @ B, self.n)
+        return RowSums(self.gram, self.moment @ B, B.T @ self.squares @ B)
 
     def scaled(self, factor: float) -> RowSums:
         """Return the sums of features that are multiplied by a factor."""
-        return RowSums(factor**2 * self.gram, factor * self.moment, self.squares, self.n)
+        return RowSums(factor**2 * self.gram, factor * self.moment, self.squares)
 
     def leading(self, r: int) -> RowSums:
         """Return the sums of the first r features."""
-        return RowSums(self.gram[:r, :r], self.moment[:r], self.squares, self.n)
+        return RowSums(self.gram[:r, :r], self.moment[:r], self.squares)
 
 
 def weighted_sum(parts: Sequence[RowSums], weights: Sequence[float]) -> RowSums:
@@ -169,7 +168,6 @@ def weighted_sum(parts: Sequence[RowSums], weights: Sequence[float]) -> RowSums:
         total([part.gram for part in parts]),
         total([part.moment for part in parts]),
         total([part.squares for part in parts]),
-        sum(part.n for part in parts),
     )
 
 
@@ -178,7 +176,7 @@ def sum_rows(Phi: FloatArray, C: FloatArray, sample_weight: FloatArray | None = 
     C = as_targets(C, len(Phi))
     weighted = check_sample_weight(sample_weight, len(Phi))[:, None] * C
     moment = np.asarray(Phi.T @ weighted, dtype=np.float64)
-    return RowSums(gram_matrix(Phi, sample_weight), moment, C.T @ weighted, len(Phi))
+    return RowSums(gram_matrix(Phi, sample_weight), moment, C.T @ weighted)
 
 
 def fit_projected_process(
