@@ -638,3 +638,24 @@ def test_no_warning_where_energies_are_not_informative(alloys):
     for atoms, energy in zip(frames, np.random.default_rng(0).normal(size=24), strict=True):
         atoms.info["energy"] = energy
     make_force_model().fit(frames)  # warnings are errors
+
+
+def test_labels_of_copies_that_differ_are_named(molecules):
+    frames = [*molecules[:30], *copies(molecules[:30])]
+    frames[33].info[ENERGY] += 50.0
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        make_model().fit(frames)
+    named = [str(w.message) for w in found if "are the same" in str(w.message)]
+    assert len(named) == 1
+    assert named[0].startswith("Structures 3 and 33")
+
+
+@pytest.mark.parametrize("key", ["charge", "Charge", "total charge", "mult", "Multiplicity"])
+def test_charges_and_spins_in_any_spelling(key):
+    atoms = molecule("H2O")
+    default = 1 if key.lower().startswith("mult") else 0
+    atoms.info[key] = default + 1e-9
+    assert state_of(atoms) == ()
+    atoms.info[key] = default + 2
+    assert state_of(atoms) != ()

@@ -404,8 +404,10 @@ class Prediction(NDArrayOperatorsMixin):
 
     def __format__(self, spec: str) -> str:
         """Return mean ± standard deviation of a single prediction, as in ``f"{p[0]:.3f}"``."""
-        if not spec or self.shape:
-            return format(str(self), spec)
+        if self.shape and spec:
+            raise TypeError("the format is for a single prediction: take p[i]")
+        if not spec:
+            return str(self)
         return f"{float(self.mean):{spec}} ± {float(self.std):{spec}}"
 
     def to_pandas(self) -> pandas.DataFrame:

@@ -144,6 +144,14 @@ class Basis:
         """
         return self.whitening.leading(_LEADING)
 
+    def novelty(self, X: FloatArray) -> Float64Array:
+        """Return q² and the prior variance of X (n, d), by the leading representatives: (n, 2)."""
+        m = self.leading.effective_rank
+        leading = replace(self, representatives=self.representatives[:m], whitening=self.leading)
+        novelty = np.empty((len(X), 2))
+        leading.contract(X, np.empty((m, 0)), novelty)
+        return novelty
+
     def contract(
         self, X: FloatArray, weights: Float64Array, novelty: Float64Array | None = None
     ) -> Float64Array:
@@ -602,6 +610,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         self,
         X: ArrayLike,
         y: ArrayLike,
+        *,
         groups: Sequence[object] | None = None,
         sample_weight: ArrayLike | None = None,
     ) -> ProjectedProcessRegressor:
@@ -743,9 +752,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         they span all features, as those of a power kernel of few features do, no point is novel.
         """
         X = self._validated(X)
-        novelty = np.empty((len(X), 2))
-        self.basis_.contract(X, np.empty((self.effective_rank_, 0)), novelty)
-        return np.asarray(_relative(novelty) > self._novelty_limit + _ROUNDING)
+        return np.asarray(_relative(self.basis_.novelty(X)) > self._novelty_limit + _ROUNDING)
 
     def pp_mean(self, X: ArrayLike) -> Float64Array:
         """Predict with the full projected process, Eq. (3): (n,) or (n, T)."""
@@ -884,6 +891,7 @@ class ResamplingRegressor(MetaEstimatorMixin, MultiOutputMixin, RegressorMixin, 
         self,
         X: ArrayLike,
         y: ArrayLike,
+        *,
         groups: Sequence[object] | None = None,
         sample_weight: ArrayLike | None = None,
     ) -> ResamplingRegressor:

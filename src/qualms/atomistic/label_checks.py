@@ -296,6 +296,29 @@ def find_outliers(
     return codes[worst[np.argsort(-z[worst], kind="stable")]]
 
 
+def check_copies(
+    y: Float64Array, residuals: Float64Array, copies: IntArray, source: IntArray
+) -> None:
+    """Warn if labels y (n,) of the same structure differ by more than the model errs.
+
+    Residuals (n,) are out-of-bag. Structures of the same number among `copies` (n,) are copies;
+    their numbers among those given are `source` (n,).
+    """
+    typical = float(np.median(np.abs(residuals)))
+    for kind in np.flatnonzero(np.bincount(copies) > 1):
+        rows = np.flatnonzero(copies == kind)
+        low, high = rows[np.argmin(y[rows])], rows[np.argmax(y[rows])]
+        if y[high] - y[low] > max(typical, _TINY):
+            i, j = sorted(int(source[k]) for k in (low, high))
+            warnings.warn(
+                f"Structures {i} and {j} are the same, but their labels are not: {y[low]:.6g} and "
+                f"{y[high]:.6g} (per atom, without baseline potential). Check both.",
+                QualmsWarning,
+                stacklevel=2,
+            )
+            return
+
+
 def warn_of_outliers(name: str, found: IntArray, source: IntArray) -> None:
     """List structures (n,) with possible label errors by their numbers among those given."""
     if not len(found):

@@ -45,14 +45,15 @@ log = logging.getLogger(__name__)
 
 #: Charge and spin of a structure: keys and values that are not the default. See `state_of`.
 State = tuple[tuple[str, float | str], ...]
-#: Keys of charges and spins in ``atoms.info`` (MACE, tblite, ORCA, FHI-aims, PySCF, …), and what
-#: stands for none.
+#: Keys of charges and spins in ``atoms.info`` (MACE, tblite, ORCA, FHI-aims, PySCF, …), in lower
+#: case and without blanks, and what stands for none.
 CHARGES = {"charge": 0.0, "total_charge": 0.0, "net_charge": 0.0}
 SPINS = {
     "spin": 0.0,
     "total_spin": 0.0,
     "uhf": 0.0,
     "fixed_spin_moment": 0.0,
+    "mult": 1.0,
     "multiplicity": 1.0,
     "spin_multiplicity": 1.0,
 }
@@ -348,7 +349,8 @@ def state_of(atoms: Atoms, labels: Collection[str] = ()) -> State:
     spin state are alike in any convention. Atomic charges and the moments of molecules stand for
     their sums; moments of periodic structures are where a calculation begins. Labels do not count.
     """
-    values = {k: _number(atoms.info[k]) for k in {*CHARGES, *SPINS} & {*atoms.info} - {*labels}}
+    keys = {str(k).lower().replace(" ", "_"): k for k in atoms.info if k not in labels}
+    values = {k: _number(atoms.info[keys[k]]) for k in {*CHARGES, *SPINS} & {*keys}}
     if "initial_charges" in atoms.arrays:
         values["initial_charges"] = float(np.round(np.sum(atoms.arrays["initial_charges"])))
     if "initial_magmoms" in atoms.arrays and not atoms.pbc.any():
@@ -372,7 +374,7 @@ def _number(value: object) -> float | str:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         return "" if value is None else str(value)[:100]
-    return number if np.isfinite(number) else ""
+    return round(number, 6) + 0.0 if np.isfinite(number) else ""
 
 
 def _first_of_each(frames: Sequence[Atoms], used: IntArray, settings: Settings) -> dict[State, int]:

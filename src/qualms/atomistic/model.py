@@ -49,7 +49,7 @@ from qualms.atomistic.structures import (
     symbols_of,
 )
 from qualms.calibration.base import CalibrationData
-from qualms.calibration.members import member_factors
+from qualms.calibration.members import member_factors, n_independent
 from qualms.errors import InputError, QualmsError, QualmsWarning, counted
 from qualms.execution import as_workers
 from qualms.features.representation import BATCH, Batch, stream_features
@@ -230,7 +230,7 @@ class AtomisticModel:
         """
         from qualms.atomistic.evaluation import evaluate
 
-        structures = list(structures_of(frames))
+        structures = [frames] if isinstance(frames, Atoms) else list(structures_of(frames))
         evaluations = evaluate(
             self, structures, units=units, per=per, unknown_species=unknown_species
         )
@@ -749,7 +749,7 @@ def summarize(fitted: Fitted) -> dict[str, str]:
         "noise": f"σ = {target.noise:.4g} {settings.units_of('energy')}".rstrip()
         + f" ({target.noise / record.target_std:.1e} of the standard deviation of the target)",
         "baseline": _baseline(fitted),
-        "members": f"{' and '.join(kinds)}; predictions have {fitted.n_members} independent ones",
+        "members": f"{' and '.join(kinds)}; predictions have {_independent(fitted)}",
         "prediction": f"{_CENTRES.get(record.centre, 'blend')} (share of the ensemble mean: "
         f"λ = {record.centre:.2f})",
     }
@@ -777,6 +777,15 @@ def summarize(fitted: Fitted) -> dict[str, str]:
     facts["time"] = format_time(sum(record.seconds.values()))
     made = f"{provenance.created} by qualms {provenance.packages.get('qualms', '')}"
     return facts | {"made": f"{made}, data {provenance.data_digest[:12]}"}
+
+
+def _independent(fitted: Fitted) -> str:
+    """Return the number of members of predictions, and how many are independent."""
+    n = len(fitted.intercepts)
+    ranks = {q: n_independent(fitted.calibration_of(q), n) for q in fitted.calibrations}
+    each = "; ".join(f"{rank} of {name}" for name, rank in ranks.items())
+    independent = next(iter(ranks.values())) if len({*ranks.values()}) == 1 else each
+    return f"{fitted.n_members}, independent: {independent}"
 
 
 def _baseline(fitted: Fitted) -> str:

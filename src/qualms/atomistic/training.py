@@ -45,6 +45,7 @@ from qualms.atomistic.fitted import (
 from qualms.atomistic.forces import fill_rows, kernel_terms
 from qualms.atomistic.kernel_rows import LANDMARKS, Basis, select_representatives
 from qualms.atomistic.label_checks import (
+    check_copies,
     check_derivatives,
     check_noise,
     find_outliers,
@@ -1216,6 +1217,8 @@ def _check_labels(
         rows = np.flatnonzero(np.isfinite(residuals))
         points = quantity.y[rows], residuals[rows], std[rows], quantity.structure[rows]
         warn_of_outliers(name, find_outliers(*points, copies), data.source)
+        if copies is not None and not data.settings.per_atom and name == "energy":
+            check_copies(*points[:2], copies[points[3]], data.source[points[3]])
 
 
 def _largest_std(data: CalibrationData | None, settings: Settings) -> float:

@@ -80,6 +80,16 @@ def source_members(calibration: Calibration, members: FloatArray) -> Float64Arra
     return combined_members(members, kinds, calibration.n_calibrated)
 
 
+def n_independent(calibration: Calibration | None, n_members: int) -> int:
+    """Return how many of the members of a calibrated prediction are independent.
+
+    The deviations of n_k members of a kind from their mean have the rank n_k − 1; the mean itself
+    counts as one.
+    """
+    kinds = () if calibration is None else calibration.kinds(n_members)
+    return 1 + sum(n - 1 for n, weight in kinds if n and weight)
+
+
 def member_factors(
     calibration: Calibration, std: Float64Array, members: FloatArray
 ) -> Float64Array:

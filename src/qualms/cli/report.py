@@ -60,7 +60,9 @@ def report(
     for name, section in written.sections.items():
         one, assessment = section.evaluation, section.assessment
         parts += [f"{one.target}: {assessment.sentence}", *assessment.details]
-        parts.append(interval_table(assessment.scores, units=one.units, title=one.target))
+        parts.append(
+            interval_table(assessment.scores, units=one.units, title=one.target, dof=assessment.dof)
+        )
         documents[name] = {
             "units": one.units,
             "n_points": len(one),

@@ -58,6 +58,7 @@ class Assessment:
     sentence: str
     details: tuple[str, ...]
     scores: Mapping[str, ScoreIntervals]
+    dof: float | None = None  #: of Student's t that the uncertainties are compared with
 
     def document(self) -> dict[str, Any]:
         """Return the assessment, without the scores, for JSON."""
@@ -147,7 +148,7 @@ def assess(evaluation: Evaluation, *, n_bootstrap: int = 200, seed: int = 0) -> 
         _order(final),
         gain,
     )
-    return Assessment(grade, sentence, tuple(filter(None, details)), scores)
+    return Assessment(grade, sentence, tuple(filter(None, details)), scores, dof)
 
 
 def _lead(
@@ -192,7 +193,7 @@ def _bins(bins: BinnedErrors) -> str:
     if len(bins.rmse) < 2:
         return ""
     ratios, errors = bins.rmse / bins.rmv, bins.rmse_stderr / bins.rmv
-    first, last = (f"{ratios[k]:.2f} ± {errors[k]:.2f}" for k in (0, -1))
+    first, last = (f"{ratios[k]:.3g} ± {errors[k]:.2g}" for k in (0, -1))
     return f"RMSE/σ is {first} where σ is smallest and {last} where it is largest."
 
 
@@ -207,7 +208,7 @@ def _gain(evaluation: Evaluation, scores: ScoreIntervals) -> str:
     best = max(others, key=lambda name: others[name], default="")
     if not best or not others[best] > _GAIN:
         return ""
-    return f"With calibration='{best}' the log likelihood would be higher by {others[best]:.2f}."
+    return f"With calibration='{best}' the log likelihood would be higher by {others[best]:.2g}."
 
 
 def _percent(one: OneSigma) -> str:

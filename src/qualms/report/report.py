@@ -85,7 +85,8 @@ class Section:
     @cached_property
     def scores(self) -> Table:
         """Scores with confidence intervals."""
-        return interval_table(self.assessment.scores, units=self.evaluation.units)
+        assessment = self.assessment
+        return interval_table(assessment.scores, units=self.evaluation.units, dof=assessment.dof)
 
     @cached_property
     def others(self) -> Table | None:

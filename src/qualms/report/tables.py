@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from scipy.special import ndtri
 
 from qualms.calibration.groups import GroupedCalibration
 from qualms.calibration.selection import Comparison
-from qualms.metrics import AREA_BY_CHANCE, ScoreIntervals, Scores
+from qualms.metrics import AREA_BY_CHANCE, ScoreIntervals, Scores, covering_levels
 
 if TYPE_CHECKING:
     import rich.table
@@ -123,6 +124,10 @@ _SCORES = {
 }
 
 
+#: Levels of the Gaussian intervals whose coverage is a score.
+_LEVELS = {"coverage_68": 0.68, "coverage_95": 0.95}
+
+
 def score_table(rows: Mapping[str, Scores], *, units: str = "", title: str = "") -> Table:
     """Compare predictions of the same points, one row each.
 
@@ -184,7 +189,11 @@ def paper_table(rows: Mapping[Any, Mapping[str, float | None]], *, title: str = 
 
 
 def interval_table(
-    columns: Mapping[str, ScoreIntervals], *, units: str = "", title: str = ""
+    columns: Mapping[str, ScoreIntervals],
+    *,
+    units: str = "",
+    title: str = "",
+    dof: float | None = None,
 ) -> Table:
     """Compare scores and their confidence intervals, one row per score.
 
@@ -195,6 +204,8 @@ def interval_table(
     units : str
         Units of y.
     title : str
+    dof : float, optional
+        Degrees of freedom of Student's t, for the ideal coverage of Gaussian intervals.
     """
     first = next(iter(columns.values()))
     rows = []
@@ -203,7 +214,11 @@ def interval_table(
             continue
         label = f"{score.label}, {units}" if score.decimals is None and units else score.label
         cells = [_interval_cell(name, score, column) for column in columns.values()]
-        rows.append([label, *cells, score.ideal or _expected_if_calibrated(name, first)])
+        ideal = score.ideal or _expected_if_calibrated(name, first)
+        if dof is not None and name in _LEVELS:
+            z = float(ndtri(0.5 * (1 + _LEVELS[name])))
+            ideal = f"{100 * covering_levels([z], [1.0], dof)[0]:.1f} %"
+        rows.append([label, *cells, ideal])
     note = ""
     if first.intervals:
         note = (
