@@ -4,7 +4,8 @@ An error that a member makes for one molecule it makes, in much the same way, fo
 Arithmetic therefore acts member by member, and ``(p[0] - p[1]).std`` is the uncertainty of the
 difference: smaller than the two uncertainties added in quadrature, the more so the more similar the
 two structures are. Members of different models are combined in pairs: independent errors add in
-quadrature, up to sampling noise.
+quadrature, up to sampling noise. Those of predictions with different numbers of members are taken
+to be independent.
 
 A calibration scales the members of each point about their mean by a factor that depends on the
 ensemble standard deviation of that point. If the factor is the same for all points (linear),
