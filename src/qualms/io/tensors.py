@@ -212,7 +212,8 @@ def _read_metadata(content: bytes, format: str, version: int) -> dict[str, str]:
     if not re.fullmatch(r"[1-9][0-9]{0,5}", found):
         raise ValueError(f"{ascii(found)[:60]} is not the version of a {format}")
     if int(found) != version:
-        other = "a newer" if int(found) > version else "an older"
+        newer = int(found) > version
+        other, remedy = ("a newer", "update qualms") if newer else ("an older", "train again")
         known = f"version {found} of the format; this qualms reads version {version}"
-        raise ValueError(f"written by {other} qualms ({known})")
+        raise ValueError(f"the file was written by {other} qualms ({known}): {remedy}")
     return metadata
