@@ -564,6 +564,14 @@ def test_the_number_of_representatives_does_not_depend_on_workers(molecules):
     assert least == (250, "the memory")
 
 
+def test_sums_that_wait_need_memory(molecules):
+    census = census_of(molecules[:60], make_model(n_representatives=1000))
+    few, some, many, more = (
+        shards.shard_memory(census, 1000, n_workers).driver for n_workers in (1, 4, 100, 1000)
+    )
+    assert few < some < many == more  # there are not more sums than tasks
+
+
 def test_the_number_of_representatives_fits_in_the_memory(molecules, monkeypatch, caplog):
     model = make_model(n_representatives="auto", memory="0.55GB")
     monkeypatch.setattr(training, "_PER_LABEL", 50)

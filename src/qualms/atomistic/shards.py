@@ -86,7 +86,7 @@ from qualms.atomistic.training import (
     whitened_rows,
 )
 from qualms.errors import InputError, QualmsWarning, counted
-from qualms.execution import Workers
+from qualms.execution import AHEAD, Workers
 from qualms.features.compression import sample_size
 from qualms.features.gradients import BATCH as GRADIENTS
 from qualms.features.representation import (
@@ -710,7 +710,7 @@ def sum_all(
     per_structure = census.n_rows / len(census.numbers)
     chunk = max(int(_CHUNK / per_structure), 1)
     rows = RowPlan(points, sizes, baseline.full, center, chunk)
-    parts, of_task = [], max(int(_ROWS * min(r / _LARGE, 1.0)), _CHUNK)
+    parts, of_task = [], rows_of_task(r)
     for b in range(len(counts)):
         here = np.flatnonzero(block == b)
         for some in np.array_split(here, max(math.ceil(census.rows[here].sum() / of_task), 1)):
@@ -749,6 +749,11 @@ def sum_all(
     result = replace(result, blocks=BlockSums(sums, of_rows, center))
     of_sample = counts[of_rows[sample.quantities["energy"].rows]]
     return Summed(result, sample, Draw(of_sample, baseline, counts))
+
+
+def rows_of_task(M: int) -> int:
+    """Return the number of rows over which a task sums, for M representatives."""
+    return max(int(_ROWS * min(M / _LARGE, 1.0)), _CHUNK)
 
 
 def _block_of(part: Part) -> int:
@@ -790,7 +795,7 @@ class ShardMemory(NamedTuple):
     together: float
 
 
-def shard_memory(census: Census, n_kept: int) -> ShardMemory:
+def shard_memory(census: Census, n_kept: int, n_workers: int = 1) -> ShardMemory:
     """Return the memory of a training on shards, by the largest arrays of its stages."""
     settings, n = census.settings, census.n_environments
     M, (d, d_raw) = min(settings.n_selected, n), n_features(census)
@@ -803,6 +808,8 @@ def shard_memory(census: Census, n_kept: int) -> ShardMemory:
     sampled = 12.0 * sample_size(n) * d_raw + 24.0 * d_raw**2 if d < d_raw else 0.0
     sums, kept = _n_blocks(settings) * kinds * square, 8.0 * n_kept * M
     solving = sums + 5 * square + 2 * kept
+    n_tasks = census.n_rows // rows_of_task(M) + _n_blocks(settings)
+    adding = sums + kept + (min(AHEAD * n_workers, n_tasks) + 1) * kinds * square
     batch = 32.0 * min(BATCH, n) * d_raw + 12.0 * BLOCK * M
     if settings.learns_forces:
         batch += 48.0 * GRADIENTS * 30 * (d_raw + M)
@@ -812,7 +819,7 @@ def shard_memory(census: Census, n_kept: int) -> ShardMemory:
         joining + 3 * square, solving, sampled, selecting + batch, sums + kept + summing + batch
     )
     return ShardMemory(
-        driver=base + labels + max(joining + 3 * square, solving, sampled),
+        driver=base + labels + max(joining + 3 * square, solving, adding, sampled),
         worker=base + batch + max(selecting, summing),
         together=base + labels + one,
     )
@@ -820,7 +827,7 @@ def shard_memory(census: Census, n_kept: int) -> ShardMemory:
 
 def announce(census: Census, n_kept: int, workers: Workers, limit: float) -> None:
     """Log the memory that is needed; reject a training for which it does not suffice."""
-    driver, worker, together = shard_memory(census, n_kept)
+    driver, worker, together = shard_memory(census, n_kept, workers.number)
     total = together if workers.executor is None else driver
     text = (
         f"{census.n_environments:,} environments, {census.n_rows:,} labels, "
