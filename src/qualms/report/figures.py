@@ -673,15 +673,15 @@ def subsample_figure(
         n_below = np.sum([found < low for found in lines.values()], axis=0)
         for size, n in zip(sizes, n_below.tolist(), strict=True):
             if n:
-                ax.text(size, 0.02, f"{n}\n\u2193", ha="center", linespacing=0.9, **place)
+                ax.text(size, 0.02, f"{n} below\n\u2193", ha="center", linespacing=0.9, **place)
         for i, (name, value) in enumerate(references.items()):
-            label = name if value >= low else f"{name}: {value:.3g}"
+            label = name if value >= low else f"{name}: {value:.3g}".replace("-", "\u2212")
             ax.axhline(
                 value, color=GUIDE, linewidth=1.0, linestyle=(0, (2 + 4 * i, 2)), label=label
             )
         label = r"Subsample size $n/N$" if max(sizes) <= 1 else r"Subsample size $n$"
         ax.set(ylim=(low, high), xlabel=label, ylabel="Log likelihood per point")
-        ax.margins(x=0.08)
+        ax.margins(x=0.14)
         set_even_ticks(ax.xaxis)
         ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
     return figure
