@@ -12,7 +12,7 @@ from qualms.errors import InputError
 def rejects(parameter):
     """Expect an `InputError` that names this parameter, in one line."""
     with pytest.raises(InputError) as error:
-        yield
+        yield error
     assert error.value.parameter == parameter
     assert "\n" not in str(error.value)
 

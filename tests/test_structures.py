@@ -1,5 +1,6 @@
 """Files with structures: formats and ranges of ASE."""
 
+import gzip
 import os
 from pathlib import Path
 
@@ -57,12 +58,34 @@ def test_ranges(files, name, text):
         assert parts.place(len(parts) - 1) == ("data.xyz", 1)
 
 
-@pytest.mark.parametrize("name", ["data.xyz@a", "data.xyz@1:2:3:4", "data.xyz@::0", "no.xyz@:5"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("data.xyz@a", "data.xyz@1:2:3:4", "data.xyz@::0", "no.xyz@:5"),
+        *("data.traj@99999999999999999999", "data.traj@:-99999999999999999999"),
+    ],
+)
 def test_bad_ranges(files, name):
     with rejects("path"):
         read_frames(name)
     with rejects("path"):
         read_frames("data.xyz@50:")
+
+
+@pytest.mark.parametrize("name", ["a.traj", "a.db", "vasprun.xml", "POSCAR", "a.json", "a.xyz"])
+def test_extended_xyz_is_explained_for_files_of_this_format(tmp_path, name):
+    (tmp_path / name).write_bytes(b"garb\xffage\n")
+    with rejects("path") as error:
+        read_frames(tmp_path / name)
+    assert ("Extended XYZ" in str(error.value)) == (name == "a.xyz")
+
+
+def test_compressed_databases_are_not_read(files):
+    for name in ("data.db.gz", "data.json.gz"):
+        Path(name).write_bytes(gzip.compress(Path("data.db").read_bytes()))
+        with rejects("path") as error:
+            read_frames(name)
+        assert "decompress" in str(error.value)
 
 
 def test_structures_without_labels(files):

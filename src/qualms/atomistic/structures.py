@@ -60,7 +60,12 @@ FORMATS = (
     *("gaussian-out", "orca-output", "nwchem-out", "turbomole", "gen", "struct_out", "xsf", "res"),
     *("lammps-data", "lammps-dump-text", "proteindatabank", "gromacs", "mol", "sdf"),
 )
-_RANGE = re.compile(r"-?\d+|(-?\d+)?(:(-?\d+)?){1,2}")
+#: Numbers of so many digits are indices on every machine.
+_RANGE = re.compile(r"-?\d{1,18}|(-?\d{1,18})?(:(-?\d{1,18})?){1,2}")
+
+
+class _XyzError(ValueError):
+    """A text cannot be read as extended XYZ."""
 
 
 @dataclass(frozen=True)
@@ -161,11 +166,15 @@ def _guarded(place: Places, frames: Iterator[Atoms], first: int = 0) -> Iterator
             # Readers raise anything from KeyError to UnicodeDecodeError, often over many lines.
             # Messages such as that of KeyError('Qq') need the name of the exception.
             reason = " ".join(str(error).split())[:200].rstrip(".")
-            kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+            if type(error) not in (ValueError, _XyzError):
+                reason = ": ".join(filter(None, (type(error).__name__, reason)))
+            xyz = (
+                " Extended XYZ has the number of atoms, a comment line and one line for each atom; "
+                "other formats are recognized by the names of files."
+            )
             raise InputError(
-                f"Structure {index} of {name} cannot be read ({kind}{reason}). Extended XYZ has "
-                "the number of atoms, a comment line and one line for each atom; other formats are "
-                "recognized by the names of files.",
+                f"Structure {index} of {name} cannot be read ({reason})."
+                f"{xyz if isinstance(error, _XyzError) else ''}",
                 parameter="path",
             ) from error
         yield atoms
@@ -181,6 +190,11 @@ def _frames(file: Path) -> Iterator[Atoms]:
         return
     # An absolute name is never taken for the address of a server.
     format_ = filetype(os.path.abspath(file))
+    if format_ in ("db", "json") and get_compression(str(file))[1] is not None:
+        raise InputError(
+            f"'{file}' is a compressed database, which is not read: decompress it first.",
+            parameter="path",
+        )
     if format_ not in FORMATS or (format_ == "db" and file.suffix != ".db"):
         raise InputError(
             f"'{file}' is of the format {format_!r} of ASE, which is not read. Convert it to "
@@ -212,6 +226,15 @@ def _is_xyz(file: Path) -> bool:
 
 
 def _xyz_frames(stream: Iterator[str]) -> Iterator[Atoms]:
+    """Read a stream frame by frame; a `ValueError` becomes one that knows of the format."""
+    try:
+        yield from _cut(stream)
+    except ValueError as error:
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise _XyzError(f"{kind}{error}") from error
+
+
+def _cut(stream: Iterator[str]) -> Iterator[Atoms]:
     """Cut a stream into frames, and leave it to ASE to read each.
 
     Given the whole file, ASE scans it to its end before it returns the first frame, and silently
