@@ -112,6 +112,14 @@ def test_a_forged_file_without_a_change_is_a_model(saved, tmp_path, molecules):
         is_rejected(other)
 
 
+def test_texts_of_a_file_have_no_lines_in_the_summary(saved, tmp_path):
+    path = tmp_path / "model.safetensors"
+    forge(saved, path, put("provenance", "created", value="today\ntarget  gap"))
+    assert len(AtomisticModel.load(path).summary().splitlines()) == len(
+        saved[0].summary().splitlines()
+    )
+
+
 def put(*keys, value):
     """Set a field of the document."""
 
@@ -133,6 +141,7 @@ def cut(name, axis=0):
 
 
 FORGERIES = {
+    "a line in the units": put("settings", "units", value="eV\nmade  today"),
     "too many members": put("settings", "n_members", value=17),
     "too many posterior members": put("settings", "n_posterior", value=65),
     "no posterior members": put("settings", "uncertainty", value="subsampling"),

@@ -138,7 +138,7 @@ EVALUATE = "evaluate m.safetensors a.xyz"
         (TRAIN, "Use `n_members=16`.", "Use --members 16."),
         (TRAIN, "Use `force=True`.", "Use --force."),
         (TRAIN, "Use `kind='atomic'`.", "Use --per-atom-target."),
-        (TRAIN, "`kind='extensive'`.", "without --per-atom-target or --intensive."),
+        (TRAIN, "`kind` is 1.", "kind (--config) is 1."),
         (TRAIN, "`groups` and `forces`.", "--group-key and --forces-key."),
         (TRAIN, "`n_posterior` is 1.", "n_posterior (--config) is 1."),
         (TRAIN, "Lines such as `a: 1`.", "Lines such as a: 1."),
@@ -201,3 +201,50 @@ def test_errors_name_the_file_of_a_structure(tmp_path, monkeypatch):
         ended = qualms(f"evaluate m.safetensors {command}")
         assert "Structure 1 of c.xyz" in ended.err
         assert "--skip-unknown-species" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("group_key: 5", "run.yaml: group_key is 5"),
+        ("group_key: [a]", "run.yaml: group_key"),
+        ("seed: 1\nseed: 2", "'seed' occurs more than once"),
+        ("baseline: {H: 1, H: 2}", "'H' occurs more than once"),
+        ("kind: [1, 2]", "run.yaml: kind cannot be [1, 2]; it must be"),
+        ("species: Xx", "run.yaml: 'Xx' in species is not a chemical element.\n"),
+        ("n_members: 1", "run.yaml: n_members"),
+        ("representation: {cutoff: -3}", "run.yaml: The representation has cutoff=-3;"),
+        ("representation: sevenet", "Did you mean 'sevennet'?"),
+        ("validation: a.xyz", "Did you mean 'test'?"),
+        ('units: "eV\\nmade  today"', "run.yaml: units"),
+    ],
+)
+def test_errors_in_the_configuration_file(tmp_path, monkeypatch, text, shown):
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(f"target: e\n{text}\n")
+    ended = qualms("train a.xyz --config run.yaml -o m.safetensors")
+    assert ended.code == 2
+    assert shown in ended.err
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ("--per-atom-target", "--per-atom-target is for values of atoms.\n"),
+        ("--per-atom-target --species H", "--per-atom-target is for values of atoms.\n"),
+        ("--species H", "Use --per-atom-target, or leave out --species.\n"),
+        ("--intensive --forces-key f", "Leave out --forces-key, or --intensive.\n"),
+        ('--baseline \'{"calculatr": "x:y"}\'', "Did you mean 'calculator'?"),
+        ('--baseline \'{"H": "x"}\'', "use a finite number.\n"),
+        ("--cutoff -3", "The representation has --cutoff -3.0;"),
+    ],
+)
+def test_errors_of_options(tmp_path, monkeypatch, options, shown):
+    monkeypatch.chdir(tmp_path)
+    ase.io.write("a.xyz", labelled_molecules(12))
+    Path("run.yaml").write_text("n_members: 8\n")  # options are not in the file
+    train = f"train a.xyz --config run.yaml --target {ENERGY} -o m.safetensors"
+    ended = qualms(f"{train} {options}")
+    assert ended.code == 2
+    assert shown in ended.err
+    assert "run.yaml" not in ended.err

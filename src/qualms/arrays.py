@@ -35,9 +35,9 @@ def check_number(parameter: str, value: object, lowest: float, *, strict: bool =
     """Return a finite number that is at least (or above) `lowest`."""
     number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
     if not number or not np.isfinite(value) or value < lowest or (strict and value == lowest):  # type: ignore[call-overload, operator]
-        sign = ">" if strict else "≥"
-        right = f"a finite number {sign} {lowest:g}"
-        raise InputError(f"`{parameter}` is {value!r}; use {right}.", parameter=parameter)
+        bound = f" {'>' if strict else '≥'} {lowest:g}" if np.isfinite(lowest) else ""
+        message = f"`{parameter}` is {value!r}; use a finite number{bound}."
+        raise InputError(message, parameter=parameter)
     return float(value)  # type: ignore[arg-type]
 
 

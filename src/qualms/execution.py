@@ -231,6 +231,9 @@ def _end_of_workers() -> Iterator[None]:
         if not (of_dask or isinstance(error, ended)):
             raise
         reason = ": ".join(filter(None, [type(error).__name__, str(error)]))
+        if isinstance(error, BrokenExecutor):  # processes of this machine
+            message = f"A worker ended ({reason}). It may have run out of memory"
+            raise QualmsError(f"{message}: use fewer workers.") from error
         raise QualmsError(
             f"The workers, or their scheduler, ended ({reason}). Check their logs and memory, and "
             "start again."

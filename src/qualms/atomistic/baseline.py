@@ -213,8 +213,8 @@ def _atoms(
     energies = isolated if isinstance(baseline, str) else baseline
     if kind != "extensive":
         raise InputError(
-            f"Energies of isolated atoms are no baseline for `kind={kind!r}`. Use 'none', 'mean' "
-            "or 'composition' as `baseline`.",
+            f"Energies of isolated atoms are no baseline for a property that is {kind}. Use "
+            "'none', 'mean' or 'composition' as `baseline`.",
             parameter="baseline",
         )
     missing = [z for z in species if z not in energies]

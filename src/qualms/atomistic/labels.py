@@ -73,7 +73,7 @@ _LARGEST = 1e40
 _RESULTS = "calc.results"
 _FORCES = "three numbers for each atom"
 _PER_ATOM = "It is an array of atoms: use `kind='atomic'`."
-_PER_STRUCTURE = "It is a number per structure: use `kind='extensive'` or `kind='intensive'`."
+_PER_STRUCTURE = "It is a number per structure, and `kind='atomic'` is for values of atoms."
 
 
 # --- the rows of the linear problem ---------------------------------------------------------------

@@ -352,9 +352,8 @@ class AtomisticModel:
         """Return, for an atomic property, the atoms of each structure that `predict` predicts."""
         if self.settings.kind != "atomic":
             raise InputError(
-                f"The target is of `kind={self.settings.kind!r}`; values of single atoms are "
-                "predicted for `kind='atomic'` only. Contributions of atoms are those of "
-                "`predict_atoms`.",
+                f"The target is {self.settings.kind}; values of single atoms are predicted for "
+                "`kind='atomic'` only. Contributions of atoms are those of `predict_atoms`.",
                 parameter="kind",
             )
         return [centers_of(atoms.numbers, self.fitted) for atoms in frames]
@@ -411,7 +410,9 @@ class AtomisticModel:
         """Return settings, data, errors and calibrations of the model, a line each."""
         facts = summarize(self.fitted)
         width = max(map(len, facts))
-        return "\n".join(f"{name:<{width}}  {text}" for name, text in facts.items())
+        # Some of the texts come from files, and could have lines of their own.
+        lines = (f"{name:<{width}}  {text}" for name, text in facts.items())
+        return "\n".join(line.replace("\n", "\\n") for line in lines)
 
     @property
     def fitted(self) -> Fitted:

@@ -165,9 +165,11 @@ def _by_number(value: Any) -> Any:
     """Return energies of isolated atoms by atomic number; anything else as it is."""
     if not isinstance(value, Mapping):
         return value
-    for element, energy in value.items():
-        check_number(f"baseline[{element!r}]", energy, -np.inf)
-    return {as_number(z): float(energy) for z, energy in value.items()}
+    others = Reference.model_fields
+    energies = {as_number(z, "baseline", others): energy for z, energy in value.items()}
+    for element, energy in energies.items():
+        check_number(f"baseline[{chemical_symbols[element]!r}]", energy, -np.inf)
+    return {element: float(energy) for element, energy in energies.items()}
 
 
 def _parameter(group: str, default: Any, type_: str, description: str, **options: Any) -> Any:
@@ -404,6 +406,15 @@ class Settings(BaseModel):
             return backbone
         return make_soap(value) if isinstance(value, (str, dict)) else value
 
+    @field_validator("target", "forces", "stress", "units")
+    @classmethod
+    def _one_line(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and re.search(r"[\x00-\x1f\x7f-\x9f]", value):
+            name = str(info.field_name)
+            message = f"`{name}` is {value!r}, which has control characters."
+            raise InputError(message, parameter=name)
+        return value
+
     @field_validator("species", mode="before")
     @classmethod
     def _numbers_of_symbols(cls, value: Any) -> Any:
@@ -413,7 +424,7 @@ class Settings(BaseModel):
             return None
         if not isinstance(value, Iterable) or not (listed := list(value)):
             raise ValueError("one chemical element or more")
-        return tuple(sorted({as_number(z) for z in listed}))
+        return tuple(sorted({as_number(z, "species") for z in listed}))
 
     @field_validator("baseline", mode="before")
     @classmethod
@@ -446,13 +457,14 @@ class Settings(BaseModel):
         return value
 
 
-def as_number(species: str | int) -> int:
-    """Return the atomic number of a symbol or number."""
+def as_number(species: str | int, parameter: str, others: Iterable[str] = ()) -> int:
+    """Return the atomic number of a symbol or number in a parameter, which may have others."""
     text = str(species).strip()
     if text.isdigit() and 0 < int(text) < len(chemical_symbols):
         return int(text)
     if atomic_numbers.get(text, 0) == 0:
-        raise ValueError(f"{species!r} is not a chemical element")
+        message = f"{species!r} in `{parameter}` is not a chemical element."
+        raise InputError(message + did_you_mean(species, others), parameter=parameter)
     return int(atomic_numbers[text])
 
 
@@ -467,14 +479,14 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
         settings = settings.model_copy(update={"representation": trusted})
     if settings.species is not None and settings.kind != "atomic":
         raise InputError(
-            f"`species` are the elements of an atomic property, `kind='atomic'`; this one is of "
-            f"`kind={settings.kind!r}`. Leave it out.",
+            f"`species` are the elements of a property of atoms; this one is {settings.kind}. Use "
+            "`kind='atomic'`, or leave out `species`.",
             parameter="species",
         )
     if settings.resample == "atoms" and settings.kind != "atomic":
         raise InputError(
-            f"`resample='atoms'` needs labels of atoms, `kind='atomic'`; this property is of "
-            f"`kind={settings.kind!r}`. Use `resample='structures'`.",
+            f"`resample='atoms'` needs labels of atoms; this property is {settings.kind}. Use "
+            "`kind='atomic'` or `resample='structures'`.",
             parameter="resample",
         )
     _check_members(settings)
@@ -497,8 +509,8 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
     if settings.learns_forces and settings.kind != "extensive":
         name = "forces" if settings.forces is not None else "stress"
         raise InputError(
-            f"`{name}` is a derivative of an energy, `kind='extensive'`; the target is of "
-            f"`kind={settings.kind!r}`. Leave it out, or change `kind`.",
+            f"`{name}` is a derivative of an energy, which is extensive. Leave out `{name}`, or "
+            f"`kind={settings.kind!r}`.",
             parameter=name,
         )
     return _with_forces(settings)
@@ -532,8 +544,8 @@ def _check_reference(settings: Settings, reference: Reference) -> None:
     """Reject a reference potential of a property that is no energy, or in unknown units."""
     if settings.kind != "extensive":
         raise InputError(
-            f"The baseline {reference.name} is a potential of energies; the target is of "
-            f"`kind={settings.kind!r}`. Use 'none', 'mean' or 'composition' as `baseline`.",
+            f"The baseline {reference.name} is a potential of energies; the target is "
+            f"{settings.kind}. Use 'none', 'mean' or 'composition' as `baseline`.",
             parameter="baseline",
         )
     own = {settings.keys[name]: reference.key_of(name) for name in settings.keys}

@@ -518,6 +518,8 @@ def _memory_needed(data: TrainingSet, n_workers: int) -> MemoryNeeded:
 
 def format_size(n: float) -> str:
     """Return a number of bytes as text."""
+    if n < 1e6:
+        return f"{n:.0f} bytes"
     return f"{n / 1e9:.1f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
 
 
@@ -1277,7 +1279,7 @@ def calibrate_out_of_bag(
             data = _points(y, members, absent, left_out)
         except CalibrationError as error:
             if wanted != "none" and not isinstance(error, ExactFitError):
-                remedy = "A model with uncertainty='posterior' needs no subsamples."
+                remedy = "A model with `uncertainty='posterior'` needs no subsamples."
                 raise CalibrationError(f"{error} {remedy}") from None
             _warn(f"{error} The ensemble standard deviation is not calibrated.")
             return none

@@ -91,7 +91,7 @@ class SourcesCalibration(Calibration):
         if n < MIN_POINTS:
             raise CalibrationError(
                 f"{n} points are too few to distinguish sources of variance; {MIN_POINTS} are "
-                "needed. Use more data, or calibration='student'."
+                "needed. Use more data, or the calibration 'student'."
             )
         m, beta, tau = fit_log_std_prior(data, of_posterior=True)
         prior = cls(

@@ -293,8 +293,19 @@ def read_yaml(path: Path, option: str) -> dict[str, Any]:
 
     from qualms.io.files import check_input
 
+    class Loader(yaml.SafeLoader):
+        """The safe loader, which would take the last of repeated keys."""
+
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            names: list[str] = [str(name.value) for name, _ in node.value]
+            if repeated := next((name for name in names if names.count(name) > 1), None):
+                raise yaml.YAMLError(f"{repeated!r} occurs more than once")
+            return node
+
     try:
-        entries = yaml.safe_load(check_input(path, option).read_text(encoding="utf-8"))
+        text = check_input(path, option).read_text(encoding="utf-8")
+        entries = yaml.load(text, Loader)
     except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise InputError(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
@@ -47,6 +48,8 @@ ENTRIES = {
     "group_key": "Key of group labels; structures of one group are never split.",
     "test": "Labelled structures to evaluate the model on: a file, or a list of files.",
 }
+#: Names of entries in other programs.
+_SYNONYMS = {"validation": "test", "valid_file": "test", "test_file": "test", "train_file": "data"}
 #: Options whose names are not those of their fields.
 _NAMES = {"forces": "forces-key", "stress": "stress-key"}
 #: Parameters of the command in the order of the help. Those that `train` does not have itself are
@@ -177,9 +180,16 @@ def train(
     settings["kind"] = "atomic" if per_atom_target else "intensive" if intensive else None
     settings["baseline"] = baseline_of(settings["baseline"], baseline_key)
     settings |= {"data": data or None, "output": output, "group_key": group_key, "test": test}
-    run = _settings(config, settings, cutoff)
-    data, test = (_paths(name, run.pop(name, None)) for name in ("data", "test"))
-    output, group_key = run.pop("output", None), run.pop("group_key", None)
+    entries = {} if config is None else _entries(config)
+    run = _settings(entries, settings, cutoff)
+    with _naming_file(config, [name for name in run if run[name] is entries.get(name)]):
+        data, test = (_paths(name, run.pop(name, None)) for name in ("data", "test"))
+        output, group_key = run.pop("output", None), run.pop("group_key", None)
+        if not isinstance(group_key, (str, NoneType)):
+            raise InputError(
+                f"`group_key` is {group_key!r}, not the name of a key.", parameter="group_key"
+            )
+        model = AtomisticModel(**run)
     if not data:
         raise InputError(
             "There is nothing to train on: name files with labelled structures, or write `data` in "
@@ -189,7 +199,6 @@ def train(
     if not isinstance(output, (str, Path)):
         raise InputError("--output, the model file to write, is missing.", parameter="--output")
     output = Path(output)
-    model = AtomisticModel(**run)
     check_name("target", model.settings.target)
     size = model.settings.subsample
     if size >= 1 and size < _SMALL:
@@ -284,18 +293,40 @@ def summary_document(
     return document
 
 
-def _settings(config: Path | None, given: dict[str, Any], cutoff: float | None) -> dict[str, Any]:
-    """Return the entries of the configuration file, overridden by those of the command line."""
-    settings = {} if config is None else read_yaml(config, "--config")
+def _entries(config: Path) -> dict[str, Any]:
+    """Return the entries of the configuration file."""
+    entries = read_yaml(config, "--config")
     known = [*ENTRIES, *Settings.model_fields]
-    for name in settings:
+    for name in entries:
         if name not in known:
+            similar = did_you_mean(_SYNONYMS.get(name, name), known)
             raise InputError(
                 f"{config} has an entry {name!r}, which is not a setting."
-                + (did_you_mean(name, known) or f" The settings are {', '.join(known)}."),
+                + (similar or f" The settings are {', '.join(known)}."),
                 parameter="--config",
             )
-    settings |= {name: value for name, value in given.items() if value is not None}
+    return entries
+
+
+@contextmanager
+def _naming_file(config: Path | None, names: Sequence[str]) -> Iterator[None]:
+    """Let errors of entries with these names begin with the file, and name no options."""
+    try:
+        yield
+    except InputError as error:
+        name = error.parameter.partition("[")[0]
+        if name not in [*ENTRIES, *Settings.model_fields]:  # a hyper-parameter
+            name = "representation"
+        if name in names:
+            error.args = (f"{config}: {error}".replace("`", ""),)
+        raise
+
+
+def _settings(
+    entries: dict[str, Any], given: dict[str, Any], cutoff: float | None
+) -> dict[str, Any]:
+    """Return the entries of the configuration file, overridden by those of the command line."""
+    settings = entries | {name: value for name, value in given.items() if value is not None}
     if cutoff is not None:
         chosen = settings.get("representation", "auto")
         if make_backbone(chosen) is not None:

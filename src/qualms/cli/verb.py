@@ -34,11 +34,12 @@ _OTHER_NAMES = {
     "members": ("member_keys",),
     "random_state": ("seed",),
     "representation": ("weights",),
+    "source": ("data",),
     "std": ("std_column",),
     "unknown_species": ("ignore_unknown", "skip_unknown_species"),
     "wanted": ("in_units",),
 }
-#: Kinds of properties are flags.
+#: Kinds of properties that are flags.
 _KINDS = {"atomic": "--per-atom-target", "intensive": "--intensive"}
 _located: ContextVar[Located | None] = ContextVar("located", default=None)
 _running: ContextVar[Verb | None] = ContextVar("verb", default=None)
@@ -110,9 +111,8 @@ def in_options(message: str) -> str:
         if name is None or verb is None:
             return match[0].strip("`")
         text = "" if value is None else value.strip("'\"")
-        if name == "kind" and verb.option("per_atom_target") is not None:
-            flags = " or ".join(_KINDS.values())
-            return _KINDS.get(text, f"without {flags}" if value else flags)
+        if name == "kind" and text in _KINDS and verb.option("per_atom_target") is not None:
+            return _KINDS[text]
         option = verb.option(name)
         if option is None:
             of_file = verb.option("config") is not None and name in _settings()

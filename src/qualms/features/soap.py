@@ -38,6 +38,7 @@ from qualms.features.representation import (
     in_box,
     offsets_of,
 )
+from qualms.features.weights import PACKAGES
 from qualms.gp.kernels import Kernel, PowerKernel, WeightedSumKernel, normalize_rows
 from qualms.io.tensors import TensorSpec
 from qualms.resources import limit_rayon
@@ -299,9 +300,10 @@ def make_soap(representation: str | Soap | dict[str, Any] = "organic", **overrid
         representation = overrides.pop("preset", "organic")
     if isinstance(representation, str):
         if representation not in PRESETS:
+            names = (*PRESETS, *PACKAGES)
             raise InputError(
                 f"There is no representation {representation!r}; choose one of "
-                f"{', '.join(PRESETS)}.{did_you_mean(representation, PRESETS)}",
+                f"{', '.join(names)}.{did_you_mean(representation, names)}",
                 parameter="representation",
             )
         representation = PRESETS[representation]
@@ -335,7 +337,7 @@ def make_soap(representation: str | Soap | dict[str, Any] = "organic", **overrid
         reason = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
         if first["type"] == "extra_forbidden":
             reason = "there is no such hyper-parameter"
-        message = f"The representation has {name}={first['input']!r}; {reason}."
+        message = f"The representation has `{name}={first['input']!r}`; {reason}."
         if not name:
             message = f"The hyper-parameters of the representation do not fit together: {reason}."
         raise InputError(message, parameter=name or "representation") from None

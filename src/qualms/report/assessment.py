@@ -208,7 +208,9 @@ def _gain(evaluation: Evaluation, scores: ScoreIntervals) -> str:
     best = max(others, key=lambda name: others[name], default="")
     if not best or not others[best] > _GAIN:
         return ""
-    return f"With calibration='{best}' the log likelihood would be higher by {others[best]:.2g}."
+    return (
+        f"With the calibration {best!r} the log likelihood would be higher by {others[best]:.2g}."
+    )
 
 
 def _percent(one: OneSigma) -> str:
