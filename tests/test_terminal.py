@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ from atomistic_fixtures import make_model
 from rich.console import Console
 from test_cli import SMALL_RUN, Ended, qualms
 
+from qualms import AtomisticModel
 from qualms.cli._common import Terminal
 from qualms.cli.app import main
 from qualms.report import Table
@@ -41,14 +43,6 @@ def source(tmp_path_factory, molecules):
     columns = {"REF_e": std * rng.normal(size=60), "e_ensemble": members}
     np.savez(folder / "members.npz", **columns)
     return folder
-
-
-@pytest.fixture
-def desk(source, tmp_path, monkeypatch):
-    for path in source.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 # --- output ---
@@ -117,10 +111,11 @@ def test_colours_of_the_command_itself_reach_a_terminal(monkeypatch):
     assert stream.getvalue().startswith("\x1b[")
 
 
-def test_control_characters_of_files_and_names_do_not_reach_the_terminal(desk, molecules):
-    model = make_model(units=f"eV{ESCAPES}", n_representatives=30, n_members=8)
-    model.fit(molecules[:100]).save("odd.safetensors")
-    for command in ("info odd.safetensors", "evaluate odd.safetensors new.xyz", "info", "predict"):
+def test_control_characters_of_files_and_names_do_not_reach_the_terminal(desk):
+    fitted = AtomisticModel.load("model.safetensors").fitted
+    record = fitted.record.model_copy(update={"preset": f"odd{ESCAPES}"})
+    AtomisticModel.from_fitted(replace(fitted, record=record)).save("odd.safetensors")
+    for command in ("info odd.safetensors", "info", "predict"):
         arguments = ["new.xyz", "-o", "new.csv"] if command == "predict" else []
         name = [f"nothing{ESCAPES}"] if " " not in command else []
         ended = qualms(command, *map(shlex.quote, name), *arguments)
