@@ -361,7 +361,7 @@ def test_figures_state_what_they_show():
     assert "n/N" in ax.get_xlabel()
     # Two values at 0.05 are below the axis.
     (arrow,) = ax.texts
-    assert (arrow.get_position()[0], arrow.get_text()) == (0.05, "2\n↓")
+    assert (arrow.get_position()[0], arrow.get_text()) == (0.05, "2 below\n↓")
 
 
 def test_coordinates_and_types_on_the_map():
