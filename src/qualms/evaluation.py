@@ -168,7 +168,7 @@ def energy_factor(units: str, wanted: str | None) -> tuple[float, str]:
         data = f"in {units!r}, which is no unit of energy" if units else "without known units"
         raise InputError(
             f"Values {data} cannot be converted to {wanted!r}. State the units of the data: those "
-            "of a model when it is trained, those of predictions with the option --units.",
+            "of a model when it is trained, those of predictions with `units`.",
             parameter="--in",
         )
     return ENERGIES[found[0]] / ENERGIES[wanted], wanted + units.removeprefix(found[0])

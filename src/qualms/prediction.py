@@ -295,9 +295,9 @@ class Prediction(NDArrayOperatorsMixin):
         Factors are one number, or one for each of the first axis: those that calibrate another
         quantity.
         """
-        members = source_members(calibration, _members_of(self, "scaled"))
+        raw = _members_of(self, "scaled")
+        members, dof = source_members(calibration, raw), calibration.predictive_dof(raw.shape[-1])
         f = np.reshape(factors, (-1, *[1] * (members.ndim - 2)))
-        dof = calibration.predictive_dof(members.shape[-1])
         scaled = rescaled(members, np.broadcast_to(f, members.shape[:-1]))
         return Prediction(scaled, uncalibrated=self, conformal=conformal, dof=dof)
 

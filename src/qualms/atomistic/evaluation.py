@@ -458,7 +458,7 @@ def _predict_averages(frames: Sequence[Atoms], model: AtomisticModel) -> Iterato
 
 
 def _averages_of(part: Part, model: AtomisticModel) -> list[_Averages]:
-    """Return the same from a worker."""
+    """Return the averages of a part, as a task of a worker."""
     return list(_predict_averages(part.frames, model))
 
 

@@ -148,7 +148,7 @@ class TrainingSet:
         return np.concatenate([atoms.numbers[chosen] for atoms, chosen in pairs])
 
     def with_size(self, n_representatives: int) -> TrainingSet:
-        """Return the same with a number of representatives."""
+        """Return a copy with a number of representatives."""
         update = {"n_representatives": n_representatives}
         return replace(self, settings=self.settings.model_copy(update=update))
 

@@ -553,7 +553,7 @@ class Chunk:
         return learned if self.potential is None else learned + self.reference * self.sizes
 
     def predict_learned(self, rows: Float64Array) -> Prediction:
-        """Return the same without the reference potential, which has no uncertainty."""
+        """Return the prediction without the reference potential, which has no uncertainty."""
         raw = Prediction(self.fitted.members(rows, self.design))
         fitted, factors = self.fitted, None
         if "energy" in fitted.species_factors:

@@ -217,7 +217,7 @@ class ComputedReference(ReferencePotential):
         """Return the wanted values, and others that come with them, or the reason of a failure."""
 
     def results(self, frames: Sequence[Atoms], wanted: Sequence[set[str]]) -> list[Result]:
-        """Return what is known, and compute the rest."""
+        """Look known values up, and compute the others."""
         keys = [_state(atoms) for atoms in frames]
         rest = [i for i, k in enumerate(keys) if not wanted[i] <= self._known.get(k, {}).keys()]
         known: dict[int, Result] = {i: self._known[keys[i]] for i in {*range(len(keys))} - {*rest}}
@@ -237,7 +237,7 @@ def _size(result: dict[str, Float64Array]) -> int:
 
 
 def _state(atoms: Atoms) -> bytes:
-    """Return what the values of a structure depend on."""
+    """Return a digest of all that the values of a structure depend on."""
     of_atoms = (atoms.arrays.get(f"initial_{x}") for x in ("charges", "magmoms"))
     state = repr([atoms.info.get(name) for name in _STATES]).encode()
     parts = [atoms.numbers, atoms.positions, np.asarray(atoms.cell), atoms.pbc, *of_atoms]

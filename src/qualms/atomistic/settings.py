@@ -126,7 +126,7 @@ class Reference(BaseModel):
         return self
 
     def _problem_of_known(self, name: str) -> str:
-        """Return what is wrong with the method or the arguments of one of `CALCULATORS`."""
+        """Return an error in the method or the arguments of one of `CALCULATORS`; "" if correct."""
         names = [f"{name}:{method}" for method in CALCULATORS[name]] or [name]
         if self.calculator not in names:
             problem = f"There is no calculator {self.calculator!r}, only {', '.join(names)}."

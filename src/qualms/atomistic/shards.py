@@ -278,7 +278,7 @@ class Census:
     preset: str
 
     def with_size(self, n_representatives: int) -> Census:
-        """Return the same with a number of representatives."""
+        """Return a copy with a number of representatives."""
         update = {"n_representatives": n_representatives}
         return replace(self, settings=self.settings.model_copy(update=update))
 
@@ -413,7 +413,7 @@ def _once() -> Iterator[None]:
 
 
 def _counting(advance: Callable[[int], object]) -> Callable[[Any], None]:
-    """Return what is called with each part that is done, and shows the number of structures."""
+    """Return a callback that advances the progress bar by the size of a finished part."""
     done = 0
 
     def on_done(part: Part) -> None:

@@ -382,7 +382,7 @@ class TrainingSize(Protocol):
         """Labels of all quantities."""
 
     def with_size(self, n_representatives: int) -> Self:
-        """Return the same with a number of representatives."""
+        """Return a copy with a number of representatives."""
 
 
 def largest_size(
