@@ -7,7 +7,11 @@ from ase.calculators.emt import EMT
 from ase.calculators.morse import MorsePotential
 
 from qualms import AtomisticModel
+from qualms.atomistic import training
+from qualms.atomistic.parts import take_census
 from qualms.data import qm9
+from qualms.execution import Workers
+from qualms.progress import Stages
 
 ENERGY = "atomization_energy"
 #: A representation that takes no time, and is good enough.
@@ -104,6 +108,27 @@ def make_force_model(**settings):
     """A small model of energies and forces of alloys."""
     given = {"representation": SMOOTH, "n_representatives": 60, "n_members": 8, "forces": "force"}
     return make_model("energy", **(given | settings))
+
+
+def problem_of(frames, settings, groups=None):
+    """The training problem of some structures."""
+    census = take_census(frames, settings, groups)
+    return training.resolve(settings, census, Workers(), 1)
+
+
+def membership(frames, model, groups=None):
+    """How often each row of the target is in each member: (N, S)."""
+    problem = problem_of(frames, model.settings, groups)
+    return training.draw_members(problem)[0].counts[problem.rows]
+
+
+def rows_of(problem):
+    """Kernel rows of a problem, and its baseline."""
+    workers, stages = Workers(), Stages()
+    draw, baseline = training.draw_members(problem)
+    features = training.fit_features(problem, workers, stages)
+    points = training.select_points(problem, features, workers, stages)
+    return training.sum_rows(problem, features, points, draw, baseline, workers, stages), baseline
 
 
 def copies(frames):

@@ -136,7 +136,7 @@ def test_training_writes_a_model_and_a_summary(desk):
     assert {"settings", "training", "calibrations", "provenance"} <= set(document)
     assert document["settings"]["n_members"] == 8
     assert document["training"]["n_structures"] == 80
-    assert document["calibrations"]["student"]["alpha"] > 0
+    assert document["calibrations"]["energy"]["alpha"] > 0
     assert qualms("info new.safetensors --json").document == document
     quiet = qualms("train train.xyz --config small.yaml -o new.safetensors --quiet --force")
     assert (quiet.code, quiet.err) == (0, "")
@@ -182,8 +182,10 @@ def test_groups_and_validation_scores(desk):
     validated, scored = (pd.DataFrame(x) for x in (document["test"], evaluated["scores"]))
     assert document["energy_assessment"] == evaluated["assessment"]
     pd.testing.assert_frame_equal(validated, scored, rtol=1e-6)
-    membership = AtomisticModel.load("new.safetensors").fitted.membership.reshape(20, 4, -1)
-    assert (membership == membership[:, :1]).all()  # groups are not split
+    points = AtomisticModel.load("new.safetensors").out_of_bag["energy"]
+    runs, counts = np.unique(points.structure // 4, return_counts=True)
+    assert counts.tolist() == [4] * len(runs)  # groups are not split
+    assert len(np.unique(points.groups)) == len(runs)
 
 
 def test_an_interrupt_leaves_no_files(desk):
@@ -441,7 +443,8 @@ def test_training_on_forces(alloys):
     _, document = alloys
     for name in ("", "forces_", "stress_"):
         assert document[f"{name}test"][0]["rmse"] > 0
-        assert "student" in document[f"{name}calibrations"]
+    for name in ("energy", "forces", "stress"):
+        assert document["calibrations"][name]["alpha"] > 0
 
 
 def test_predicted_forces_and_stresses(alloys, tmp_path):

@@ -1,3 +1,7 @@
+"""Drawing members, sums over blocks, the full model and its members."""
+
+import warnings
+
 import numpy as np
 import oracle
 import pytest
@@ -7,314 +11,285 @@ from hypothesis import strategies as st
 
 from qualms.arrays import distinct_rows, joined_groups
 from qualms.errors import NumericalError, QualmsWarning
+from qualms.gp import ensemble
 from qualms.gp.ensemble import (
-    METHODS,
-    InaccurateError,
-    MemberProblem,
-    ProblemSize,
+    draw_blocks,
     draw_members,
     ensemble_mean_std,
-    estimated_costs,
-    normal_product,
+    fit_full_model,
+    fit_members,
+    fit_rows,
+    keep_groups,
     out_of_bag_prediction,
-    predict,
-    project,
-    solve_by_conjugate_gradients,
-    solve_members,
     subsample_size,
+    with_points,
 )
-from qualms.gp.sparse_gp import ProjectedProcess, fit_projected_process
+from qualms.gp.noise import select_noise
+from qualms.gp.sparse_gp import fit_projected_process
+from qualms.gp.sums import BlockSums, KeptRows, sum_rows, weighted_sum
 
-EXACT = ("dual", "direct", "complement")
-TOLERANCE = 1e-3
-
-
-def whitened_features(rng, n_train, rank):
-    """Clustered rows whose columns decay like the spectrum of a smooth kernel; mean k_nn = 1."""
-    centres = rng.standard_normal((5, rank))
-    rows = centres[rng.integers(5, size=n_train)] + rng.standard_normal((n_train, rank))
-    Phi = rows * (1.0 + np.arange(rank)) ** -1.0
-    return Phi / np.sqrt(np.mean(np.sum(Phi**2, axis=1)))
+# --- sums ---
 
 
-def targets(rng, Phi, n_outputs=1):
-    smooth = np.sin(3 * Phi @ rng.standard_normal((Phi.shape[1], n_outputs)))
-    return smooth + 0.05 * rng.standard_normal(smooth.shape)
-
-
-def subsamples(rng, n_train, n_members, n):
-    counts = np.zeros((n_train, n_members), dtype=np.intp)
-    for i in range(n_members):
-        counts[rng.permutation(n_train)[:n], i] = 1
-    return counts
-
-
-def bootstraps(rng, n_train, n_members):
-    draws = rng.integers(n_train, size=(n_members, n_train))
-    return np.stack([np.bincount(d, minlength=n_train) for d in draws], axis=1)
-
-
-def full_model(Phi, Y, noise_variance, sample_weight=None):
-    shared = Y.mean(axis=2) if Y.ndim == 3 else Y
-    return fit_projected_process(
-        np.asarray(Phi, dtype=np.float64), shared, noise_variance, sample_weight=sample_weight
-    )
-
-
-def case(name):
-    """Return Phi, Y, counts, noise_variance, sample_weight."""
-    rng = np.random.default_rng(7)
-    N, r, n_members, noise = 120, 25, 6, 1e-3
-    sizes = {"n < r": 12, "n close to N": 115, "one row absent": 119, "n just above r": 30}
-    n = sizes.get(name.split(":")[0], 60)
-    n_members = 2 if name == "two members" else n_members
-    Phi = whitened_features(rng, N, 1 if name == "one representative" else r)
-    if name == "float32":
-        Phi = Phi.astype(np.float32)
-    elif name == "rank-deficient":
-        Phi[:, 15:] = Phi[:, :10] @ rng.standard_normal((10, 10))
-    elif name == "zero rows":
-        Phi[::3] = 0
-    elif "tiny noise" in name:
-        noise = 1e-10
-    elif name == "strong noise":
-        noise = 10.0
-    elif name == "fortran order":
-        Phi = np.asfortranarray(Phi)
-    n_outputs = 3 if "outputs" in name else 1
-    Y = targets(rng, Phi, n_outputs) * 10.0 ** np.arange(n_outputs)
-    counts = subsamples(rng, N, n_members, n)
-    if "bootstrap" in name:
-        counts = bootstraps(rng, N, n_members)
-    weight = rng.uniform(0.2, 3.0, N) if "weights" in name else None
-    if "own targets" in name:
-        Y = Y[:, :, None] - (Y.T @ counts / counts.sum(axis=0))
-    return Phi, Y, counts, noise, weight
-
-
-CASES = [
-    "subsampling",
-    "bootstrap with weights",
-    "outputs with own targets and weights",
-    "n < r: tiny noise",
-    "n < r: outputs with own targets and weights",
-    "n just above r",
-    "n close to N",
-    "one row absent",
-    "rank-deficient",
-    "tiny noise",
-    "strong noise",
-    "zero rows",
-    "two members",
-    "one representative",
-    "float32",
-    "fortran order",
-]
-
-
-def prediction_error(Phi, weights, expected):
-    """RMS error of each member's predictions over the RMS ensemble std, per output."""
-    F = np.einsum("nr,rti->nti", np.asarray(Phi, dtype=np.float64), expected)
-    error = np.einsum("nr,rti->nti", np.asarray(Phi, dtype=np.float64), weights - expected)
-    ensemble_std = np.sqrt(F.var(axis=2, ddof=1).mean(axis=0))
-    return np.sqrt((error**2).mean(axis=0)) / ensemble_std[:, None]
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("method", [*EXACT, "cg", "auto"])
-def test_members_equal_explicit_inverses(name, method):
-    Phi, Y, counts, noise, weight = case(name)
-    if method == "complement" and counts.max() > 1:
-        pytest.skip("the complement of a bootstrap is not defined")
-    if method in ("complement", "cg") and name.startswith("n < r"):
-        pytest.skip("too few rows; see the tests of falling back")
-    expected = oracle.member_weights(Phi, Y, counts, noise, weight)
-    full = full_model(Phi, Y, noise, weight)
-    solved = solve_members(Phi, Y, counts, full, sample_weight=weight, method=method)
-    assert solved.weights.shape == expected.shape
-    assert solved.weights.dtype == np.float64
-    assert solved.method == method or method == "auto"
-    if solved.method == "cg":
-        assert solved.n_iterations > 0
-        error = prediction_error(Phi, solved.weights, expected)
-        assert np.sqrt(np.mean(error**2, axis=1)).max() < TOLERANCE
-        assert error.max() < 2 * TOLERANCE
-    else:
-        assert solved.n_iterations == 0
-        assert prediction_error(Phi, solved.weights, expected).max() < 1e-6
-        size = np.abs(expected).max()
-        np.testing.assert_allclose(solved.weights, expected, rtol=1e-6, atol=1e-6 * size)
-
-
-def test_cg_holds_its_tolerance_over_many_problems():
-    for seed in range(15):
-        rng = np.random.default_rng(seed)
-        N, r = 400, int(rng.integers(20, 100))
-        n, noise = int(rng.integers(110, 390)), 10 ** rng.uniform(-7, -1)
-        Phi = whitened_features(rng, N, r)
-        Y, counts = targets(rng, Phi), subsamples(rng, N, 8, n)
-        full = full_model(Phi, Y, noise)
-        tolerance = 10 ** rng.uniform(-5, -2)
-        expected = solve_members(Phi, Y, counts, full, method="direct").weights
-        solved = solve_members(Phi, Y, counts, full, method="cg", tolerance=tolerance)
-        per_member = prediction_error(Phi, solved.weights, expected)
-        assert np.sqrt(np.mean(per_member**2)) < tolerance
-        assert per_member.max() < 2 * tolerance
-
-
-@pytest.mark.parametrize("method", [*EXACT, "cg", "auto"])
-def test_labels_of_absent_rows_never_enter(method):
-    Phi, Y, counts, _, _ = case("subsampling")
-    # One direction that only the first row determines, hardly any noise, and a wild label.
-    Phi = np.hstack([Phi, np.eye(len(Phi), 1)])
-    absent = np.flatnonzero(counts[0] == 0)
-    first, second = (
-        solve_members(
-            Phi, y, counts, full_model(Phi, y, 1e-6), method=method, tolerance=1e-6
-        ).weights[:, :, absent]
-        for y in (Y, Y + 100.0 * np.eye(len(Y), 1))
-    )
-    np.testing.assert_allclose(first, second, rtol=0, atol=1e-3)
-    assert np.all(np.abs(first[-1]) < 1e-3)
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("n < r")])
-@pytest.mark.parametrize("method", ["cg", "complement"])
-def test_too_few_rows_for_the_full_model_to_help(name, method):
-    Phi, Y, counts, noise, weight = case(name)
-    expected = oracle.member_weights(Phi, Y, counts, noise, weight)
-    full = full_model(Phi, Y, noise, weight)
-    with pytest.warns(QualmsWarning):
-        solved = solve_members(Phi, Y, counts, full, sample_weight=weight, method=method)
-    assert solved.method == "dual"
-    assert prediction_error(Phi, solved.weights, expected).max() < 1e-6
-    auto = solve_members(Phi, Y, counts, full, sample_weight=weight)
-    np.testing.assert_array_equal(auto.weights, solved.weights)
-
-
-def test_cg_that_does_not_converge_warns_and_solves_exactly():
-    Phi, Y, counts, noise, _ = case("tiny noise")
-    full = full_model(Phi, Y, noise)
-    expected = oracle.member_weights(Phi, Y, counts, noise)
-    with pytest.warns(QualmsWarning):
-        solved = solve_members(Phi, Y, counts, full, method="cg", max_iterations=2)
-    assert solved.method in ("dual", "direct")
-    assert solved.n_iterations == 0
-    assert prediction_error(Phi, solved.weights, expected).max() < 1e-6
-
-
-def slow_problem():
-    """About as many rows as features and hardly any noise: CG converges, but slowly."""
+@pytest.mark.parametrize("n", [20, 700])  # few rows, which are kept, and many
+def test_sums_of_parts(n):
     rng = np.random.default_rng(0)
-    Phi = whitened_features(rng, 400, 80)
-    Y, counts = targets(rng, Phi), subsamples(rng, 400, 4, 90)
-    return Phi, Y, counts, full_model(Phi, Y, 1e-7)
+    Phi, C, w = rng.normal(size=(n, 3)), rng.normal(size=(n, 2)), rng.uniform(0.5, 2, n)
+    half = slice(0, n // 2), slice(n // 2, n)
+    parts = [sum_rows(Phi[some], C[some], w[some]) for some in half]
+    for whole in (parts[0] + parts[1], weighted_sum(parts, [1.0, 1.0]), sum_rows(Phi, C, w)):
+        np.testing.assert_allclose(whole.gram, Phi.T @ np.diag(w) @ Phi)
+        np.testing.assert_allclose(whole.moment, Phi.T @ np.diag(w) @ C)
+        np.testing.assert_allclose(whole.squares, C.T @ np.diag(w) @ C)
+        assert whole.trace == pytest.approx(np.trace(whole.gram))
+        np.testing.assert_allclose(whole.leading(2).gram, whole.gram[:2, :2])
+        np.testing.assert_allclose(whole.scaled(3.0).gram, 9 * whole.gram)
+        np.testing.assert_allclose(whole.scaled(3.0).moment, 3 * whole.moment)
+    twice = weighted_sum(parts, [2.0, 0.5])
+    factors = np.where(np.arange(n) < n // 2, 2.0, 0.5)
+    np.testing.assert_allclose(twice.gram, Phi.T @ np.diag(factors * w) @ Phi)
+    B, (some, _) = rng.normal(size=(2, 3)), half
+    CB = C[some] @ B
+    np.testing.assert_allclose(parts[0].combined(B).squares, CB.T @ (w[some, None] * CB))
 
 
-def test_cg_gives_up_when_its_rate_is_too_low():
-    Phi, Y, counts, full = slow_problem()
-    weight = np.ones(len(Phi))
-    per_member = np.repeat(Y.T[None], counts.shape[1], axis=0)
-    problem = MemberProblem(Phi, per_member, counts.T * weight, weight, full, True)
-    patient = solve_by_conjugate_gradients(problem, 1e-3, may_give_up=True)
-    assert patient.n_iterations > 40
-    for may_give_up, steps in ((True, "1[0-9]|2[0-3]"), (False, "24")):
-        with pytest.raises(InaccurateError, match=f"({steps}) iterations"):
-            solve_by_conjugate_gradients(problem, 1e-3, 24, may_give_up=may_give_up)
+def test_features_that_are_not_finite_are_rejected():
+    for n in (5, 500):
+        Phi = np.ones((n, 3))
+        Phi[2, 1] = np.nan
+        with rejects("Phi"):
+            sum_rows(Phi, np.ones(n))
 
 
-def test_auto_abandons_cg_without_a_warning_where_it_is_slow(monkeypatch):
-    Phi, Y, counts, full = slow_problem()
-    costs = {"dual": 1e9, "complement": 1e9, "cg": 0.0, "direct": 1e9}
-    monkeypatch.setattr("qualms.gp.ensemble.estimated_costs", lambda size: dict(costs))
-    solved = solve_members(Phi, Y, counts, full)  # warnings are errors
-    assert solved.method in ("dual", "direct")
-    expected = oracle.member_weights(Phi, Y, counts, full.noise_variance)
-    assert prediction_error(Phi, solved.weights, expected).max() < 1e-4
+# --- blocks ---
 
 
-def test_complement_that_cancels_falls_back():
-    # A full model whose Gram matrix is not that of Phi stands for one lost to rounding.
-    Phi, Y, counts, noise, _ = case("n close to N")
-    full = full_model(Phi, Y, noise)
-    expected = oracle.member_weights(Phi, Y, counts, noise)
-    for factor in (0.1, 1 + 1e-3):
-        wrong = full_model(factor * Phi, Y, noise)
-        with pytest.warns(QualmsWarning):
-            solved = solve_members(Phi, Y, counts, wrong, method="complement")
-        assert solved.method in ("dual", "direct")
-        assert prediction_error(Phi, solved.weights, expected).max() < 1e-6
-    assert solve_members(Phi, Y, counts, full, method="complement").method == "complement"
-
-
-def test_noise_lost_in_rounding_is_an_error():
-    rng = np.random.default_rng(0)
-    Phi = 1e6 * np.repeat(rng.standard_normal((50, 1)), 4, axis=1)
-    Y, counts = rng.standard_normal((50, 1)), subsamples(rng, 50, 3, 30)
-    unit = ProjectedProcess(np.zeros((4, 1)), np.eye(4), np.eye(4), 1e-12)
-    with pytest.raises(NumericalError):
-        solve_members(Phi, Y, counts, unit, method="direct")
-
-
-def test_thin_products_over_several_blocks(monkeypatch):
-    monkeypatch.setattr("qualms.gp.ensemble.block_size", lambda Phi: 7)
-    rng = np.random.default_rng(0)
-    Phi, W, Z = (rng.standard_normal(shape) for shape in ((30, 4), (3, 4), (3, 30)))
-    C = rng.uniform(size=(3, 30))
-    np.testing.assert_allclose(project(Phi, Z), Z @ Phi)
-    np.testing.assert_allclose(predict(Phi, W), W @ Phi.T)
-    F, product = normal_product(Phi, C, 0.5, W)
-    np.testing.assert_allclose(F, W @ Phi.T)
-    for q in range(3):
-        np.testing.assert_allclose(product[q], (Phi.T * C[q]) @ Phi @ W[q] + 0.5 * W[q])
-
-
-@pytest.mark.parametrize(
-    ("parameter", "change"),
-    [
-        ("Phi", {"Phi": np.ones((20, 3), dtype=int)}),
-        ("Phi", {"Phi": np.full((20, 3), np.nan)}),
-        ("Y", {"Y": np.ones(20)}),
-        ("Y", {"Y": np.ones((19, 1))}),
-        ("Y", {"Y": np.ones((20, 1, 3))}),
-        ("Y", {"Y": np.full((20, 1), np.inf)}),
-        ("counts", {"counts": np.ones((20, 1))}),
-        ("counts", {"counts": -np.ones((20, 4))}),
-        ("counts", {"counts": np.zeros((20, 4))}),
-        ("counts", {"counts": np.full((20, 4), np.nan)}),
-        ("full", {"Phi": np.ones((20, 2))}),
-        ("sample_weight", {"sample_weight": np.zeros(20)}),
-        ("method", {"method": "magic"}),
-        ("method", {"method": "complement", "counts": 2 * np.ones((20, 4))}),
-        ("tolerance", {"tolerance": 0.0}),
-        ("max_iterations", {"max_iterations": 0}),
-    ],
-)
-def test_bad_input_names_the_parameter(parameter, change):
-    rng = np.random.default_rng(0)
-    Phi = whitened_features(rng, 20, 3)
-    Y, counts = targets(rng, Phi), subsamples(rng, 20, 4, 10)
-    arguments = {"Phi": Phi, "Y": Y, "counts": counts, "full": full_model(Phi, Y, 0.1)}
-    with rejects(parameter):
-        solve_members(**(arguments | change))
-
-
-@pytest.mark.parametrize("seed", [4, 36, 7])
-@pytest.mark.parametrize("method", ["cg", "auto"])
-@pytest.mark.filterwarnings("ignore::qualms.QualmsWarning")
-def test_cg_with_many_rows_of_high_leverage(method, seed):
-    """Rows of very different size, of which many alone determine a direction."""
+@settings(max_examples=30)
+@given(st.integers(2, 90), st.integers(0, 99), st.sampled_from([0.25, 0.5, 0.75, 0.9]))
+def test_blocks_divide_groups_evenly(n_groups, seed, subsample):
     rng = np.random.default_rng(seed)
-    Phi = rng.normal(size=(600, 150)) * np.exp(2 * rng.normal(size=(600, 1)))
-    Y = Phi @ rng.normal(size=(150, 1)) + rng.normal(size=(600, 1))
-    full = full_model(Phi, Y, 1e-4 * np.mean(Phi**2))
-    counts = np.stack([rng.permutation(600) < 540 for _ in range(6)], axis=1)
-    exact, solved = (
-        Phi @ solve_members(Phi, Y, counts, full, method=m).weights[:, 0]
-        for m in ("direct", method)
+    groups = rng.permutation(np.repeat(np.arange(n_groups), 3)) * 7
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # few groups
+        draw = draw_blocks(groups, rng, n_members=6, subsample=subsample, n_rows=10**6)
+    for group in np.unique(groups):
+        assert len(np.unique(draw.block[groups == group])) == 1
+    sizes = np.bincount(draw.block)
+    assert len(sizes) == draw.n_blocks <= min(n_groups, 20)
+    assert np.ptp(sizes) <= 3
+    np.testing.assert_array_equal(draw.counts, draw.of_blocks[draw.block])
+
+
+def test_members_of_blocks_have_the_size_of_the_subsample():
+    groups, given = np.arange(3600), {"n_members": 4, "n_rows": 10**5}
+    for subsample in (0.5, 0.75, 0.9, 1 / 3, 0.95):
+        draw = draw_blocks(groups, np.random.default_rng(0), subsample=subsample, **given)
+        np.testing.assert_allclose(draw.counts.mean(axis=0), subsample, rtol=1e-9)
+        assert 16 <= draw.n_blocks <= 20
+    with pytest.warns(QualmsWarning, match="blocks"):
+        draw_blocks(groups, np.random.default_rng(0), subsample=0.985, **given)
+    few = draw_blocks(groups, np.random.default_rng(0), n_members=4, n_rows=3600)
+    assert few.n_blocks == 64
+
+
+def test_rare_kinds_are_in_several_blocks():
+    kinds = (np.arange(200) < 6).astype(int)
+    draw = draw_blocks(np.arange(200), np.random.default_rng(0), n_members=4, kinds=kinds)
+    assert len(np.unique(draw.block[kinds == 1])) == 6
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_points_are_added_to_members_that_lack_them(free):
+    draw = draw_blocks(np.arange(60), np.random.default_rng(1), n_members=5, free=free)
+    points, members = np.arange(60) % 20 == 3, np.array([True, False, False, True, False])
+    more = with_points(draw, points, members)
+    expected = np.where(points[:, None] & members, 1, draw.counts)
+    np.testing.assert_array_equal(more.counts, expected)
+    if not free:
+        np.testing.assert_array_equal(more.counts, more.of_blocks[more.block])
+        assert not set(more.block[points]) & set(more.block[~points])
+
+
+def test_rows_of_whole_groups_are_kept():
+    rng = np.random.default_rng(0)
+    groups, n_rows = rng.integers(0, 300, size=1000), rng.integers(1, 5, size=1000)
+    rare = groups == groups[0]
+    kept = keep_groups(groups, n_rows, 400, np.random.default_rng(1), [rare])
+    assert kept[rare].all()
+    assert not set(groups[kept]) & set(groups[~kept])
+    assert 400 <= n_rows[kept].sum() < 450
+    assert keep_groups(groups, n_rows, 10**6, np.random.default_rng(1)).all()
+
+
+# --- the full model and its members ---
+
+
+def problem(kinds=("energy",), n_outputs=1, free=False, seed=0, keep=None):
+    """Rows of one or two quantities in blocks, with their sums; some are kept."""
+    rng = np.random.default_rng(seed)
+    n, r = {"energy": 60, "forces": 90}, 12
+    rows, first = {}, 0
+    for name in kinds:
+        rows[name], first = np.arange(first, first + n[name]), first + n[name]
+    Phi = rng.normal(size=(first, r))
+    y = Phi @ rng.normal(size=(r, n_outputs)) + 0.3 * rng.normal(size=(first, n_outputs))
+    y[rows["energy"]] += 5.0
+    weight = rng.uniform(0.5, 2.0, first) if len(kinds) == 1 else np.ones(first)
+    energy = rows["energy"]
+    mean = np.average(y[energy], axis=0, weights=weight[energy])
+    columns = np.zeros((first, n_outputs + 3))
+    columns[:, :n_outputs] = y
+    columns[energy, :n_outputs] -= mean
+    columns[energy, n_outputs:-1] = rng.uniform(size=(60, 2))
+    columns[energy, -1] = 1.0
+    groups = np.concatenate([np.arange(60), np.arange(90) % 60])[:first]
+    draw = draw_blocks(np.arange(60), rng, n_members=5, free=free).take(groups)
+    sums = {
+        name: draw.take(some).sum_blocks(Phi[some], columns[some], weight[some])
+        for name, some in rows.items()
+    }
+    every = KeptRows(Phi, columns, rows, groups, draw, weight, n_outputs)
+    return BlockSums.of(sums, draw.n_blocks), every, mean
+
+
+def some_of(kept, chosen):
+    """The rows of some groups."""
+    places = np.flatnonzero(np.isin(kept.groups, chosen))
+    rows = {name: np.flatnonzero(np.isin(places, some)) for name, some in kept.rows.items()}
+    return KeptRows(
+        kept.Phi[places],
+        kept.columns[places],
+        rows,
+        kept.groups[places],
+        kept.draw.take(places),
+        kept.weight[places],
+        kept.n_outputs,
     )
-    ensemble_std = np.sqrt(np.mean(exact.var(axis=1, ddof=1)))
-    assert np.sqrt(np.mean((solved - exact) ** 2)) < 1e-3 * ensemble_std
+
+
+def solve_rows(Phi, y, weight, noise):
+    """Weights by explicit inverses."""
+    A = Phi.T @ (weight[:, None] * Phi) + noise * np.eye(Phi.shape[1])
+    return np.linalg.inv(A) @ Phi.T @ (weight[:, None] * y)
+
+
+@pytest.mark.parametrize("n_outputs", [1, 2])
+def test_the_full_model_of_sums_is_that_of_all_rows(n_outputs):
+    sums, kept, mean = problem(n_outputs=n_outputs)
+    full = fit_full_model(some_of(kept, np.arange(20)), sums, {"energy": 0.05}, mean=mean)
+    scale = np.sqrt(np.average(kept.y**2, axis=0, weights=kept.weight))
+    np.testing.assert_allclose(full.scale, scale)
+    noise = 0.05 / np.mean(scale**2)
+    expected = solve_rows(kept.Phi, kept.y / scale, kept.weight, noise) * scale
+    np.testing.assert_allclose(full.weights, expected, rtol=1e-8)
+
+
+def test_quantities_are_weighted_by_their_noise():
+    sums, kept, mean = problem(("energy", "forces"))
+    full = fit_full_model(kept, sums, {"energy": 0.05, "forces": 0.4}, mean=mean)
+    forces = kept.rows["forces"]
+    prior = np.sum(kept.y[forces] ** 2) / np.sum(kept.Phi[forces] ** 2)  # Eq. (17), of forces
+    weight = np.where(np.isin(np.arange(150), forces), 0.05 / 0.4, 1.0)
+    expected = solve_rows(kept.Phi, kept.y, weight, 0.05 / prior)
+    np.testing.assert_allclose(full.weights, expected, rtol=1e-8)
+    np.testing.assert_allclose(full.weight, weight)
+
+
+@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize(
+    ("kinds", "n_outputs"), [(("energy",), 1), (("energy",), 2), (("energy", "forces"), 1)]
+)
+def test_members_equal_explicit_inverses(kinds, n_outputs, free):
+    sums, kept, mean = problem(kinds, n_outputs, free)
+    noise = dict(zip(kinds, (0.05, 0.4), strict=False))
+    full = fit_full_model(kept, sums, noise, mean=mean)
+    rng = np.random.default_rng(3)
+    columns = np.zeros((n_outputs + 3, n_outputs, 5))
+    columns[:n_outputs] = np.eye(n_outputs)[:, :, None]
+    columns[n_outputs:-1] = rng.normal(size=(2, n_outputs, 5))  # own baselines
+    again, weights, means = fit_members(full, sums, kept, columns)
+    assert again.noise == full.noise
+    energy, counts = kept.rows["energy"], kept.draw.counts
+    for i in range(5):
+        targets = kept.columns @ columns[:, :, i]
+        w = full.weight * counts[:, i]
+        mean = np.average(targets[energy], axis=0, weights=w[energy])
+        np.testing.assert_allclose(means[:, i], mean, rtol=1e-9)
+        targets[energy] -= mean
+        expected = solve_rows(kept.Phi, targets / full.scale, w, full.process.noise_variance)
+        np.testing.assert_allclose(weights[:, :, i], expected * full.scale, rtol=1e-7, atol=1e-9)
+    _, _, none = fit_members(full, sums, kept, columns, centered=False)
+    assert not none.any()
+
+
+def test_labels_of_absent_rows_never_enter():
+    sums, kept, mean = problem()
+    columns = np.zeros((4, 1, 5))
+    columns[0] = 1.0
+    full = fit_full_model(kept, sums, {"energy": 1e-4}, mean=mean)
+    b = int(np.flatnonzero(kept.draw.of_blocks[:, 0] == 0)[0])
+    wild = kept.columns.copy()
+    wild[kept.draw.block == b, 0] += 100.0
+    other = BlockSums.of(
+        {"energy": kept.draw.sum_blocks(kept.Phi, wild, kept.weight)}, sums.n_blocks
+    )
+    first, second = (fit_members(full, s, kept, columns)[1][:, 0, 0] for s in (sums, other))
+    np.testing.assert_array_equal(first, second)
+
+
+def test_noise_that_is_lost_in_rounding_is_raised(monkeypatch):
+    sums, kept, mean = problem(("energy", "forces"))
+    full = fit_full_model(kept, sums, {"energy": 1e-3, "forces": 1e-2}, mean=mean)
+    solve, least = ensemble.solve_projected_process, 5 * full.process.noise_variance
+
+    def fails_at_first(total, noise_variance):
+        if noise_variance < least:
+            raise NumericalError("lost")
+        return solve(total, noise_variance)
+
+    monkeypatch.setattr(ensemble, "solve_projected_process", fails_at_first)
+    columns = np.zeros((4, 1, 5))
+    columns[0] = 1.0
+    with pytest.warns(QualmsWarning):
+        raised, _, _ = fit_members(full, sums, kept, columns)
+    assert raised.noise == pytest.approx({"energy": 1e-2, "forces": 1e-1})
+    monkeypatch.undo()
+    expected = fit_full_model(kept, sums, raised.noise, mean=mean)
+    np.testing.assert_allclose(raised.weights, expected.weights, rtol=1e-9)
+    least = np.inf
+    monkeypatch.setattr(ensemble, "solve_projected_process", fails_at_first)
+    with pytest.raises(NumericalError):
+        fit_members(full, sums, kept, columns)
+
+
+def test_the_noise_is_selected_by_some_rows_left_out_of_all():
+    sums, kept, _ = problem()
+    grid, some = np.geomspace(1e-2, 1e2, 5), np.arange(3, 60, 7)
+    total, z, w = sums.total("energy").combined(np.eye(4)[:, :1]), kept.y[:, 0], kept.weight
+    found = select_noise(
+        kept.Phi[some], z[some], grid, sample_weight=w[some], sums=total, max_rows=100
+    )
+    for noise, score in zip(grid, found.scores, strict=True):
+        errors = []
+        for i in some:
+            rest = np.delete(np.arange(60), i)
+            model = fit_projected_process(kept.Phi[rest], z[rest], noise, sample_weight=w[rest])
+            errors.append(w[i] * abs(z[i] - model.mean(kept.Phi[[i]])[0, 0]))
+        assert score == pytest.approx(sum(errors) / w[some].sum(), rel=1e-9)
+
+
+def test_rows_of_one_block():
+    rng = np.random.default_rng(0)
+    Phi, y = rng.normal(size=(40, 5)), 3 + rng.normal(size=40)
+    full, mean = fit_rows(Phi, y, 0.1)
+    assert mean == pytest.approx(y.mean())
+    noise = 0.1 / np.var(y)
+    expected = fit_projected_process(Phi, (y - mean) / np.std(y), noise).weights * np.std(y)
+    np.testing.assert_allclose(full.weights, expected, rtol=1e-9)
+    assert fit_rows(Phi, y, 0.1, center=False)[1] == 0.0
+
+
+# --- drawing ---
 
 
 @settings(max_examples=20)
@@ -396,25 +371,6 @@ def test_groups_that_share_a_point_are_joined():
     groups = joined_groups(inverse, codes)
     assert groups[0] == groups[1] == groups[3]
     assert groups[2] != groups[0]
-
-
-@pytest.mark.parametrize(
-    ("n_train", "rank", "n_present", "n_members", "cheapest"),
-    [
-        (20_000, 5000, 1000, 16, "dual"),
-        (20_000, 5000, 10_000, 16, "cg"),
-        (20_000, 5000, 19_998, 2, "complement"),
-        (200_000, 50, 100_000, 4, "direct"),
-    ],
-)
-def test_estimated_costs(n_train, rank, n_present, n_members, cheapest):
-    size = ProblemSize(
-        n_train, rank, n_members, 1, n_present, float(rank), n_present / n_train, TOLERANCE
-    )
-    assert min(METHODS, key=estimated_costs(size).__getitem__) == cheapest
-    for d_eff in (-3.0, 1e6):  # an estimate may leave its range
-        costs = estimated_costs(size._replace(effective_dimension=d_eff))
-        assert all(0 < cost < np.inf for cost in costs.values())
 
 
 @pytest.mark.parametrize(

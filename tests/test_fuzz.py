@@ -221,13 +221,13 @@ def use_ensemble(calibration, path, output):
 
 
 def use_frames(path, model):
-    from qualms.atomistic.labels import collect_labels
+    from qualms.atomistic.parts import take_census
     from qualms.atomistic.structures import read_frames
 
     frames = read_frames(path)
     found = model.predict(frames, unknown_species="ignore")
     is_valid(found.mean, found.std)
-    collect_labels(frames, model.settings)
+    take_census(frames, model.settings)
 
 
 def work(kind, first, last, folder):

@@ -20,6 +20,7 @@ from atomistic_fixtures import (
     labelled_dimers,
     make_force_model,
     make_model,
+    membership,
 )
 from checks import rejects
 from hypothesis import given, settings
@@ -27,7 +28,6 @@ from hypothesis import strategies as st
 
 from qualms.atomistic.label_checks import equalized, factor_between, find_outliers
 from qualms.atomistic.labels import (
-    collect_labels,
     find_forces,
     find_label,
     find_stresses,
@@ -35,6 +35,7 @@ from qualms.atomistic.labels import (
     labelled,
     state_of,
 )
+from qualms.atomistic.parts import take_census
 from qualms.atomistic.settings import make_settings
 from qualms.atomistic.structures import (
     MIN_DISTANCE,
@@ -356,10 +357,11 @@ def test_blocks_of_rows(alloys):
     for atoms in frames[2:]:
         del atoms.info["virtual"]
     settings = make_settings({"target": "energy", "forces": "force", "stress": "virtual"})
-    data = collect_labels(frames, settings)
+    census = take_census(frames, settings)
+    data = census.data
     energy, forces, stress = (data.quantities[q] for q in ("energy", "forces", "stress"))
     assert [len(q.y) for q in (energy, forces, stress)] == [5, 4 * 12 - 1, 12]
-    assert (forces.n_without, stress.n_without, data.n_rows) == (1, 3, 64)
+    assert (census.n_without, data.n_rows) == ({"energy": 0, "forces": 1, "stress": 3}, 64)
     rows = np.concatenate([energy.rows, forces.rows, stress.rows])
     assert sorted(rows.tolist()) == list(range(64))
     np.testing.assert_array_equal(forces.structure, np.repeat([0, 2, 3, 4], [12, 12, 11, 12]))
@@ -424,13 +426,13 @@ def test_forces_without_an_energy_and_zeros_cause_a_warning(alloys):
     frames = copies(alloys[:6])
     del frames[2].info["energy"]
     with pytest.warns(QualmsWarning):
-        data = collect_labels(frames, settings)
+        data = take_census(frames, settings).data
     assert len(data.quantities["forces"].y) == 5 * 12
     for atoms in frames:
         atoms.info["energy"] = 1.0
         atoms.arrays["force"][:] = 0.0
     with pytest.warns(QualmsWarning):
-        collect_labels(frames, settings)
+        take_census(frames, settings)
 
 
 # --- checks ---
@@ -485,8 +487,8 @@ def test_duplicates_of_one_structure_are_no_scale_of_errors(molecules):
 @pytest.mark.filterwarnings("ignore:.*left out of the calibration")
 def test_a_wrong_energy_that_most_members_have_seen_is_named(molecules):
     settings = {"n_members": 8, "n_representatives": 20, "seed": 2}
-    membership = make_model(**settings).fit(molecules[:80]).fitted.membership
-    seen = int(np.argmax(membership.sum(axis=1)))
+    counts = membership(molecules[:80], make_model(**settings))
+    seen = int(np.argmax(counts.sum(axis=1)))
     frames = copies(molecules[:80])
     frames[seen].info[ENERGY] = 1e6
     with pytest.warns(QualmsWarning, match=rf"label errors in 1 structure.*frames\[{seen}\]"):
@@ -596,7 +598,7 @@ def test_equal_energies_of_unequal_molecules_cause_a_warning(molecules):
     for atoms in frames:
         atoms.info[ENERGY] = -3.0
     with pytest.warns(QualmsWarning):
-        collect_labels(frames, make_model().settings)
+        take_census(frames, make_model().settings)
 
 
 @pytest.mark.parametrize("factors", [(-1.0, 1.0), (23.06, 1.0), (1.0, -1.0), (1.0, 160.2)])

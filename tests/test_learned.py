@@ -15,15 +15,13 @@ import numpy as np
 import pytest
 from ase import Atoms
 from ase.build import bulk
-from atomistic_fixtures import ENERGY, labelled_dimers, same_predictions
+from atomistic_fixtures import ENERGY, labelled_dimers, problem_of, rows_of, same_predictions
 from fake_network import Densities, NoDerivatives
 from test_cli import qualms
 
 from qualms import AtomisticModel
 from qualms.ase import Calculator
-from qualms.atomistic.labels import collect_labels
 from qualms.atomistic.settings import make_settings
-from qualms.atomistic.training import compute_rows
 from qualms.errors import InputError, QualmsWarning
 from qualms.features.learned import Backbone, LearnedRepresentation, make_backbone
 from qualms.features.representation import Problem
@@ -152,13 +150,13 @@ def test_forces_of_some_atoms(dimers):
     """Rows of the forces on chosen atoms are those that training on all forces has."""
     given = {"forces": "forces", "units": "eV", "representation": Densities(), **FEW}
     some, every = (
-        collect_labels(dimers[:20], make_settings({"target": "energy", "force_atoms": n, **given}))
+        problem_of(dimers[:20], make_settings({"target": "energy", "force_atoms": n, **given}))
         for n in (2, "all")
     )
-    assert some.quantities["forces"].rows.size == 20 * 2 * 3
-    one, two = (compute_rows(data, memory="1GB") for data in (some, every))
-    known = np.concatenate([np.isfinite(f).ravel() for f in some.derivatives.forces])
-    np.testing.assert_allclose(one.Phi[20:], two.Phi[20:][known], atol=1e-9)
+    assert some.data.quantities["forces"].rows.size == 20 * 2 * 3
+    one, two = (rows_of(problem)[0] for problem in (some, every))
+    known = np.concatenate([np.isfinite(f).ravel() for f in one.sample.derivatives.forces])
+    np.testing.assert_allclose(one.kept.Phi[20:], two.kept.Phi[20:][known], atol=1e-9)
     assert Backbone(backbone="sevennet").n_moving(np.full(100, 24), "default") is None
     assert Backbone(backbone="sevennet").n_moving(np.full(1000, 24), "default") == 3
 

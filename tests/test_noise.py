@@ -3,16 +3,16 @@ import pytest
 from checks import rejects
 from scipy.optimize import minimize_scalar
 
+from qualms.gp.ensemble import draw_blocks
 from qualms.gp.noise import (
-    Observations,
-    _parts,
     left_out_error,
     noise_grid,
     select_joint_noise,
     select_noise,
     typical_log,
 )
-from qualms.gp.sparse_gp import fit_projected_process, leave_out, sum_rows
+from qualms.gp.sparse_gp import fit_projected_process, leave_out
+from qualms.gp.sums import BlockSums, KeptRows, sum_rows
 
 N = 30
 rng = np.random.default_rng(3)
@@ -106,7 +106,20 @@ def joint_noise(Phi, y, kind, groups, **options):
     """Select the noise of quantities that have a number for each row."""
     names = enumerate(("energy", "forces", "stress"))
     rows = {name: np.flatnonzero(kind == k) for k, name in names if np.any(kind == k)}
-    return select_joint_noise(Phi, y, rows, groups, **{"prior": 1.0, **options})
+    return select_joint_noise(*observed(Phi, y, rows, groups), **{"prior": 1.0, **options})
+
+
+def observed(Phi, y, rows, groups):
+    """Rows in five blocks of groups, all of them kept, and their sums."""
+    columns, every = y[:, None], np.arange(len(y))
+    kinds = np.zeros(int(groups.max()) + 1, dtype=int)
+    for k, some in enumerate(rows.values()):
+        kinds[groups[some]] += 2**k
+    rng = np.random.default_rng(0)
+    draw = draw_blocks(np.arange(len(kinds)), rng, n_members=0, kinds=kinds).take(groups)
+    kept = KeptRows(Phi, columns, rows, groups, draw, np.ones(len(every)))
+    sums = {k: draw.take(some).sum_blocks(Phi[some], columns[some]) for k, some in rows.items()}
+    return kept, BlockSums.of(sums, draw.n_blocks)
 
 
 def score_of_groups(z, groups):
@@ -126,8 +139,9 @@ def test_left_out_errors_are_those_of_models_without_the_structures():
     few = ~is_force | (groups < 8)
     Phi, y, is_force, groups = Phi[few], y[few], is_force[few], groups[few]
     kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
-    left_out = [np.concatenate(part) for part, _ in _parts(Observations(Phi, y, kinds, groups))]
-    assert sorted(np.concatenate(left_out).tolist()) == list(range(len(y)))
+    kept, sums = observed(Phi, y, dict(zip(("energy", "forces"), kinds, strict=True)), groups)
+    left_out = [np.flatnonzero(kept.draw.block == b) for b in range(5)]
+    assert all(np.isin(rows, left_out[0]).any() for rows in kinds)
     z = np.empty(len(y))
     for rows in left_out:
         # Whole groups, energy and forces.
@@ -139,7 +153,7 @@ def test_left_out_errors_are_those_of_models_without_the_structures():
     # A kind counts by the groups that have it.
     energies, forces = (score_of_groups(z[rows], groups[rows]) for rows in kinds)
     expected = energies + 8 / 20 * forces
-    found = left_out_error(Observations(Phi, y, kinds, groups), 0.7)(0.02, 0.3)
+    found = left_out_error(kept, sums, 0.7)(0.02, 0.3)
     assert found.sum() == pytest.approx(expected, abs=1e-9)
 
 
@@ -167,8 +181,8 @@ def test_both_kinds_keep_small_errors():
     noise = np.where(is_force, 0.3, 0.01)
     y = Phi @ w + noise * rng.normal(size=len(Phi))
     found = joint_noise(Phi, y, is_force, groups)
-    kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
-    errors = left_out_error(Observations(Phi, y, kinds, groups), 1.0)
+    rows = {"energy": np.flatnonzero(~is_force), "forces": np.flatnonzero(is_force)}
+    errors = left_out_error(*observed(Phi, y, rows, groups), 1.0)
 
     def score(*variances):
         return errors(*variances).sum()
@@ -188,8 +202,8 @@ def test_forces_do_not_make_energies_worse():
     noise = np.where(is_force, 0.02, 0.1)
     y = np.where(is_force, Phi @ w[:, 1], Phi @ w[:, 0]) + noise * rng.normal(size=len(Phi))
     found = joint_noise(Phi, y, is_force, groups)
-    kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
-    errors = left_out_error(Observations(Phi, y, kinds, groups), 1.0)
+    rows = {"energy": np.flatnonzero(~is_force), "forces": np.flatnonzero(is_force)}
+    errors = left_out_error(*observed(Phi, y, rows, groups), 1.0)
     alone = min(errors(v, np.inf)[0] for v in np.geomspace(1e-6, 1.0, 13))
     assert errors(found["energy"], found["forces"])[0] < alone + 0.05
 

@@ -97,7 +97,9 @@ def test_scores_are_those_of_the_command(model, tmp_path, monkeypatch):
     expected = next(row for row in document["scores"] if row["name"] == "sources (out-of-bag)")
     for test in (frames, "test.xyz"):
         for name, value in trained.score(test, **options).as_dict().items():
-            assert value == pytest.approx(expected[name], rel=1e-5), name
+            # Ranks of standard deviations that are nearly the same depend on rounding.
+            tolerance = {"abs": 0.02} if name == "spearman" else {"rel": 1e-5}
+            assert value == pytest.approx(expected[name], **tolerance), name
     with rejects("quantity"):
         trained.score(frames, quantity="forces")
 

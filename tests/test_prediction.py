@@ -108,31 +108,33 @@ def test_sums_and_linear_combinations():
             P.sum(axis=axis)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize(("calibration", "tolerance"), [("student", 0.4), ("sources", 0.5)])
-def test_uncertainties_of_small_differences_are_calibrated(seed, calibration, tolerance):
+@pytest.mark.parametrize(("calibration", "tolerance"), [("student", 0.4), ("sources", 0.4)])
+def test_uncertainties_of_small_differences_are_calibrated(calibration, tolerance):
     """Errors of similar points cancel in their difference, and members have the same errors.
 
     The constant source is scaled with the members, and cancels more than it should.
     """
-    draw = np.random.default_rng(seed)
 
     def reference(X):
         return np.sin(3 * X[:, 0]) * np.cos(2 * X[:, 1]) + X[:, 2] * X[:, 3]
 
-    X = draw.uniform(-1, 1, size=(160, 5))
-    given = {"length_scale": 1.5, "calibration": calibration, "random_state": seed}
-    model = ProjectedProcessRegressor("rbf", **given)
-    model.fit(X, reference(X) + 0.02 * draw.normal(size=160))
-    before = draw.uniform(-1, 1, size=(300, 5))
-    after = before + 0.05 * draw.normal(size=before.shape)
-    E = model.predict_ensemble(np.vstack([before, after]))
-    change = E[300:] - E[:300]
-    error = change.mean - (reference(after) - reference(before))
-    quadrature = np.hypot(E.std[:300], E.std[300:])
-    assert np.mean(change.std) < 0.3 * np.mean(quadrature)
-    expected = pytest.approx(np.sqrt(np.mean(error**2)), rel=tolerance)
-    assert np.sqrt(np.mean(change.std**2)) == expected
+    squares = []
+    for seed in range(12):
+        draw = np.random.default_rng(seed)
+        X = draw.uniform(-1, 1, size=(160, 5))
+        given = {"length_scale": 1.5, "calibration": calibration, "random_state": seed}
+        model = ProjectedProcessRegressor("rbf", **given)
+        model.fit(X, reference(X) + 0.02 * draw.normal(size=160))
+        before = draw.uniform(-1, 1, size=(300, 5))
+        after = before + 0.05 * draw.normal(size=before.shape)
+        E = model.predict_ensemble(np.vstack([before, after]))
+        change = E[300:] - E[:300]
+        error = change.mean - (reference(after) - reference(before))
+        quadrature = np.hypot(E.std[:300], E.std[300:])
+        assert np.mean(change.std) < 0.3 * np.mean(quadrature)
+        squares.append((np.mean(error**2), np.mean(change.std**2)))
+    of_errors, of_std = np.sqrt(np.mean(squares, axis=0))
+    assert of_std == pytest.approx(of_errors, rel=tolerance)
 
 
 def test_a_power_calibration_is_applied_before_combining():

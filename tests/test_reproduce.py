@@ -199,12 +199,13 @@ def test_a_study_trains_the_same_model_as_fit(once):
         assert list(row) == [*OUR_COLUMNS, "sources", "GPR PP"]
         assert row["student"] == pytest.approx(row["CV"], abs=0.3)
     assert study.rows[0.5]["GPR PP"] == study.rows[150]["GPR PP"]
-    alone = AtomisticModel(**problem.settings.model_dump(), threads=1).fit(problem.train)
+    free = problem.settings.model_dump() | {"draw": "free"}
+    alone = AtomisticModel(**free, threads=1).fit(problem.train)
     predicted = alone.predict(problem.test)
     np.testing.assert_allclose(study.model.predict(problem.test).mean, predicted.mean, rtol=1e-6)
     # The rows are the paper's: of the members alone, centred on their mean.
     paper = {"uncertainty": "subsampling", "centre": "members", "calibration": "student"}
-    given = problem.settings.model_dump() | paper
+    given = free | paper
     predicted = AtomisticModel(**given, threads=1).fit(problem.train).predict(problem.test)
     expected = gaussian(predicted.mean - once[2].y, predicted.std)
     assert study.rows[0.5]["student"] == pytest.approx(expected, rel=1e-4)
@@ -213,11 +214,11 @@ def test_a_study_trains_the_same_model_as_fit(once):
 def test_the_shifted_model_uses_the_given_resources(crystals, monkeypatch):
     given = {}
 
-    def compute_rows(*_, **resources):
-        given.update(resources)
+    def resolve(settings, census, workers, threads):
+        given.update(threads=threads, memory=settings.memory)
         raise InterruptedError
 
-    monkeypatch.setattr("qualms.reproduce.study.compute_rows", compute_rows)
+    monkeypatch.setattr("qualms.reproduce.study.resolve", resolve)
     problem = csd_shift(crystals, crystals[:2], "small")
     with pytest.raises(InterruptedError):
         run_shift(problem, threads=3, memory="3GB", stages=Stages())

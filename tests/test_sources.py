@@ -11,7 +11,9 @@ from atomistic_fixtures import (
     copies,
     make_force_model,
     make_model,
+    problem_of,
     reference_values,
+    rows_of,
     same_predictions,
 )
 from checks import rejects
@@ -27,7 +29,6 @@ from qualms import (
     score,
 )
 from qualms.atomistic import training
-from qualms.atomistic.labels import collect_labels
 from qualms.calibration.base import CalibrationData, FullModelData
 from qualms.calibration.conformal import fit_conformal
 from qualms.calibration.fitting import build_calibration, fit_calibration
@@ -38,6 +39,7 @@ from qualms.gp.ensemble import Residuals, centred, ensemble_mean_std, fit_centre
 from qualms.gp.kernels import PowerKernel, normalize_rows
 from qualms.gp.linalg import whiten
 from qualms.gp.sparse_gp import fit_projected_process, leave_out, posterior_deviations
+from qualms.progress import Stages
 
 
 def synthetic_ensemble(rng, n, c, centre, alpha):
@@ -549,31 +551,32 @@ def test_a_structure_is_left_out_with_its_energy_forces_and_virial(alloys):
     settings = make_force_model(noise=1e-4, forces_noise=1e-2, stress_noise=1e-3, **given).settings
     frames = [atoms.repeat((2, 1, 1)) if i == 1 else atoms for i, atoms in enumerate(alloys[:6])]
     frames[1].info["energy"] = 2 * alloys[1].info["energy"]
-    data = collect_labels(frames, settings)
-    gp = training.fit_sparse_gp(
-        training.compute_rows(data), data, training.draw_ensemble(data).baseline
-    )
+    problem = problem_of(frames, settings)
+    rows, _ = rows_of(problem)
+    gp = training.fit_sparse_model(rows, problem, Stages())
+    full, data = gp.full, rows.sample
     structure = np.empty(data.n_rows, dtype=int)
     for quantity in data.quantities.values():
         structure[quantity.rows] = quantity.structure
-    found = gp.leave_out(np.arange(data.n_rows), structure)
-    some = gp.leave_out(np.flatnonzero(structure % 2), structure[structure % 2 == 1])
-    Phi, y, r = gp.rows.Phi, gp.y, gp.rows.Phi.shape[1]
+    found = leave_out(
+        full.process, rows.kept.Phi, full.y, sample_weight=full.weight, groups=structure
+    )
+    Phi, y, r = rows.kept.Phi, rows.kept.y[:, 0], len(rows.points)
+    np.testing.assert_allclose(full.y[:, 0] * gp.scale, y)
     variances = np.empty(data.n_rows)  # of the noise of each row
     for name, quantity in data.quantities.items():
-        variances[quantity.rows] = gp.noise[name]
-    assert {*gp.noise} == {"energy", "forces", "stress"}
+        variances[quantity.rows] = full.noise[name]
+    assert {*full.noise} == {"energy", "forces", "stress"}
     for s in range(6):
         kept, out = structure != s, structure == s
         A = (Phi[kept].T / variances[kept]) @ Phi[kept] + np.eye(r) / gp.scale**2
         w = np.linalg.solve(A, Phi[kept].T @ (y[kept] / variances[kept]))
         p2 = np.einsum("ij,ji->i", Phi[out], np.linalg.solve(A, Phi[out].T))
         expected = y[out] - Phi[out] @ w
-        np.testing.assert_allclose(found.residuals[out], expected, rtol=1e-6, atol=1e-9)
-        np.testing.assert_allclose(found.posterior_std[out], np.sqrt(p2), rtol=1e-6)
-        if s % 2:
-            part = structure[structure % 2 == 1] == s
-            np.testing.assert_allclose(some.residuals[part], expected, rtol=1e-6, atol=1e-9)
+        z = found.residuals[out, 0] * gp.scale
+        np.testing.assert_allclose(z, expected, rtol=1e-6, atol=1e-9)
+        p = np.sqrt(found.variance[out]) * gp.scale
+        np.testing.assert_allclose(p, np.sqrt(p2), rtol=1e-6)
 
 
 def test_out_of_bag_residuals_are_those_of_the_blend(molecules):
@@ -596,7 +599,6 @@ def test_out_of_bag_residuals_are_those_of_the_blend(molecules):
 
 def test_posterior_members_alone(molecules, tmp_path):
     model = make_model(uncertainty="posterior").fit(molecules[:100])
-    assert model.fitted.membership.shape == (100, 0)
     assert model.record.centre == 0.0
     new = molecules[120:]
     found = model.predict(new)
@@ -716,11 +718,11 @@ def test_estimators_with_few_points():
 def test_the_method_of_highest_out_of_bag_likelihood_can_be_chosen(molecules, uncertainty):
     chosen = make_model(uncertainty=uncertainty, calibration="auto").fit(molecules[:100])
     calibration = chosen.fitted.calibration
-    likelihoods = {
-        method: fitted.log_likelihood - fitted.n_parameters / 100
-        for method, fitted in chosen.fitted.calibrations["energy"].items()
-        if method in ("sources", "shrinkage", "student")
+    others = {
+        method: chosen.fitted.with_calibration(method).calibration
+        for method in ("sources", "shrinkage", "student")
     }
+    likelihoods = {m: of.log_likelihood - of.n_parameters / 100 for m, of in others.items()}
     # Those of shrinkage and student are of their own densities, which are close to Gaussians.
     assert likelihoods[calibration.method] > max(likelihoods.values()) - 0.1
     given = make_model(uncertainty=uncertainty, calibration=calibration.method)

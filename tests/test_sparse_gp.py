@@ -12,11 +12,11 @@ from qualms.gp.linalg import cholesky, whiten
 from qualms.gp.sparse_gp import (
     fit_gaussian_process,
     fit_projected_process,
-    gram_matrix,
     leave_out,
     novelty_variance,
     posterior_variance,
 )
+from qualms.gp.sums import gram_matrix
 
 N, M, N_NEW, NOISE = 30, 8, 6, 0.05
 rng = np.random.default_rng(3)
@@ -65,7 +65,7 @@ def test_rows_can_be_left_out_in_groups(weight, block, monkeypatch):
 def test_the_gram_matrix_of_weighted_rows_is_summed_in_blocks(monkeypatch):
     random = np.random.default_rng(7)
     Phi, weight = random.normal(size=(50, 4)), random.random(50)
-    monkeypatch.setattr(projected_process, "_BLOCK", 7)
+    monkeypatch.setattr("qualms.gp.sums._BLOCK", 7)
     np.testing.assert_allclose(gram_matrix(Phi, weight), Phi.T @ np.diag(weight) @ Phi, atol=1e-12)
 
 

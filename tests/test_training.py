@@ -13,13 +13,15 @@ from ase import Atoms
 from ase.calculators.morse import MorsePotential
 from atomistic_fixtures import (
     ENERGY,
-    SMALL,
     SMOOTH,
     copies,
     labelled_alloys,
     make_force_model,
     make_model,
+    membership,
+    problem_of,
     reference_values,
+    rows_of,
     same_predictions,
 )
 from checks import rejects
@@ -29,10 +31,10 @@ from qualms import AtomisticModel, InputError, QualmsWarning, resources, score
 from qualms.atomistic import training
 from qualms.atomistic.evaluation import evaluate
 from qualms.atomistic.forces import kernel_terms
-from qualms.atomistic.labels import collect_labels
+from qualms.atomistic.parts import take_census
+from qualms.atomistic.reference import KeyReference
 from qualms.atomistic.settings import make_settings, parse_memory
-from qualms.errors import NumericalError
-from qualms.gp import ensemble
+from qualms.execution import Workers
 from qualms.gp.linalg import Whitening
 from qualms.gp.representatives import farthest_points
 from qualms.prediction import Prediction
@@ -109,8 +111,9 @@ def test_every_member_is_the_weighted_least_squares_solution_of_its_structures(a
     prior = np.sum(y_F**2) / np.sum(np.linalg.solve(L, K_F.T) ** 2)
     new = oracle_forces.kernel_rows(terms, alloys[30:33])
     predicted = found.predict_forces(alloys[30:33])
+    inside = membership(frames, found)
     for i in range(8):
-        seen = fitted.membership[:, i].astype(bool)
+        seen = inside[:, i].astype(bool)
         mine = np.repeat(seen, 3 * sizes)
         A = np.concatenate([K_E[seen] / noise, K_F[mine] / forces_noise, L.T / np.sqrt(prior)])
         b = np.concatenate([y_E[seen] / noise, y_F[mine] / forces_noise, np.zeros(M)])
@@ -129,68 +132,27 @@ def test_out_of_bag_points_are_predicted_by_the_other_members(molecules):
     model.fit(train)
     n_atoms = np.array([len(atoms) for atoms in train])
     members = model.predict(train).uncalibrated.members / n_atoms[:, None]
-    residuals, ensemble_stds = [], []
-    rows = zip(reference_values(train) / n_atoms, members, model.fitted.membership, strict=True)
-    for y, row, seen in rows:
-        if np.count_nonzero(seen == 0) >= 3:
-            residuals.append(y - row[seen == 0].mean())
-            ensemble_stds.append(row[seen == 0].std(ddof=1))
+    y, absent = reference_values(train) / n_atoms, membership(train, model) == 0
     found, record = model.out_of_bag["energy"], model.record.quantities["energy"]
+    assert record.n_out_of_bag == len(found.residuals) == len(np.unique(found.structure)) > 100
+    expected = [(y[i] - members[i, absent[i]].mean()) for i in found.structure]
+    stds = [members[i, absent[i]].std(ddof=1) for i in found.structure]
     # Features are float32 in training.
-    np.testing.assert_allclose(
-        found.residuals, residuals, rtol=1e-5, atol=1e-4 * max(ensemble_stds)
+    np.testing.assert_allclose(found.residuals, expected, rtol=1e-5, atol=1e-4 * max(stds))
+    np.testing.assert_allclose(found.ensemble_std, stds, rtol=1e-5)
+    np.testing.assert_array_equal(found.n_members, absent[found.structure].sum(axis=1))
+    assert record.rmse == pytest.approx(np.sqrt(np.mean(np.square(expected))))
+    assert record.mae == pytest.approx(np.mean(np.abs(expected)))
+    assert model.fitted.largest_ensemble_std == pytest.approx(max(stds))
+
+
+def test_points_do_not_depend_on_the_number_of_representatives(molecules, monkeypatch):
+    monkeypatch.setattr(training, "N_KEPT", 50)
+    few, many = (
+        make_model(n_representatives=n).fit(molecules[:120]).out_of_bag["energy"] for n in (20, 200)
     )
-    np.testing.assert_allclose(found.ensemble_std, ensemble_stds, rtol=1e-5)
-    assert record.rmse == pytest.approx(np.sqrt(np.mean(np.square(residuals))))
-    assert record.mae == pytest.approx(np.mean(np.abs(residuals)))
-    assert record.n_out_of_bag == len(residuals) > 100
-    assert model.fitted.largest_ensemble_std == pytest.approx(max(ensemble_stds))
-
-
-def test_the_full_model_and_other_subsamples_share_kernel_rows(molecules):
-    settings = make_settings({"target": ENERGY, "representation": SMALL, "n_representatives": 60})
-    data = collect_labels(molecules[:60], settings)
-    draw = training.draw_ensemble(data)
-    gp = training.fit_sparse_gp(training.compute_rows(data), data, draw.baseline)
-    other = replace(data, settings=settings.model_copy(update={"subsample": 0.25}))
-    for some in (data, other):
-        members = training.fit_ensemble(gp, some, training.draw_ensemble(some))
-        fitted = training.calibrate(members, some).fitted
-        alone = training.fit(molecules[:60], some.settings).fitted
-        np.testing.assert_array_equal(fitted.membership, alone.membership)
-        np.testing.assert_allclose(fitted.weights, alone.weights, rtol=1e-6, atol=1e-9)
-    # Residuals of the model without a structure, against a model that is fitted without it.
-    Phi, rest = gp.rows.Phi, np.arange(60) != 7
-    A = Phi[rest].T @ Phi[rest] + gp.process.noise_variance * np.eye(Phi.shape[1])
-    expected = gp.y[7] - Phi[7] @ np.linalg.solve(A, Phi[rest].T @ gp.y[rest])
-    assert gp.leave_out(np.arange(60), np.arange(60)).residuals[7] == pytest.approx(
-        expected, rel=1e-6
-    )
-
-
-def test_noise_that_is_lost_in_rounding_is_raised(alloys, monkeypatch):
-    given = {"target": "energy", "forces": "force", "noise": 1e-3, "forces_noise": 1e-2}
-    given |= {"representation": SMOOTH, "n_representatives": 20, "calibration": "student"}
-    data = collect_labels(alloys[:12], make_settings(given))
-    draw = training.draw_ensemble(data)
-    gp = training.fit_sparse_gp(training.compute_rows(data), data, draw.baseline)
-    assert gp.noise == {"energy": 1e-3, "forces": 1e-2}
-    solve, least = ensemble.solve_members, 5 * gp.process.noise_variance
-
-    def fails_at_first(*args, **kwargs):
-        if args[3].noise_variance < least:
-            raise NumericalError("lost")
-        return solve(*args, **kwargs)
-
-    monkeypatch.setattr(ensemble, "solve_members", fails_at_first)
-    with pytest.warns(QualmsWarning):
-        members = training.fit_ensemble(gp, data, draw)
-    raised = training.calibrate(members, data).fitted
-    assert raised.record.quantities["energy"].noise ** 2 == pytest.approx(1e-2)
-    assert raised.record.quantities["forces"].noise ** 2 == pytest.approx(1e-1)
-    least = np.inf
-    with pytest.raises(NumericalError):
-        training.fit_ensemble(gp, data, draw)
+    np.testing.assert_array_equal(few.structure, many.structure)
+    assert 50 <= len(few.structure) < 60
 
 
 # --- forces and stresses ---
@@ -257,7 +219,8 @@ def test_same_seed_same_bytes(molecules, selection):
     )
     assert first.fitted.weights.tobytes() == again.fitted.weights.tobytes()
     same_predictions(first, again, molecules[120:125])
-    assert not np.array_equal(first.fitted.membership, other.fitted.membership)
+    drawn = [membership(molecules[:30], model) for model in (first, other)]
+    assert not np.array_equal(*drawn)
     same = np.array_equal(first.fitted.origins, other.fitted.origins)
     assert same == (selection != "random")
 
@@ -271,35 +234,40 @@ def test_duplicates_and_groups_are_in_or_out_together(molecules):
     assert model.record.n_duplicates == 1
     # The duplicate joins the first run and the last one.
     codes = np.array([*np.repeat(np.arange(10), 4) % 9, 0])
-    membership = model.fitted.membership
-    assert len(np.unique(membership, axis=0)) == 9
+    with pytest.warns(QualmsWarning):
+        counts = membership(frames, model, groups)
+    assert len(np.unique(counts, axis=0)) == 9
     for code in range(9):
-        assert len(np.unique(membership[codes == code], axis=0)) == 1
+        assert len(np.unique(counts[codes == code], axis=0)) == 1
 
 
 @pytest.mark.parametrize("resample", ["structures", "atoms"])
 def test_atoms_of_a_structure_stay_together_unless_told(molecules, resample):
     model = make_model("shift", "atomic", resample=resample, replace=True).fit(molecules[:30])
     edges = np.cumsum([0, *(len(atoms) for atoms in molecules[:30])])
-    parts = [model.fitted.membership[a:b] for a, b in pairwise(edges)]
-    assert model.fitted.membership.max() > 1
+    counts = membership(molecules[:30], model)
+    parts = [counts[a:b] for a, b in pairwise(edges)]
+    assert counts.max() > 1
     split = sum(bool((part != part[0]).any()) for part in parts)
     assert split == (0 if resample == "structures" else 30)
 
 
 def test_atoms_of_each_species_have_their_own_uncertainty(molecules):
     """Labels of hydrogen are exact, those of the others have noise."""
-    frames, rng = copies(molecules), np.random.default_rng(0)
-    for atoms in frames:
-        near = np.exp(-(atoms.get_all_distances() ** 2)).sum(axis=1)
-        atoms.arrays["charge"] = near + 0.1 * (atoms.numbers > 1) * rng.normal(size=len(atoms))
-    model = make_model("charge", "atomic", n_members=16).fit(frames[:40])
-    factors, new = model.fitted.species_factors["energy"], frames[40:]
-    assert factors["C"] > 1.2 * factors["H"]
-    predicted, numbers = model.predict(new), np.concatenate([atoms.numbers for atoms in new])
-    z = np.abs(predicted.mean - np.concatenate([atoms.arrays["charge"] for atoms in new]))
-    for some in (numbers == 1, numbers > 1):
-        assert 0.5 < np.mean(z[some] < predicted.std[some]) < 0.85
+    ratios = []
+    for seed in range(3):
+        frames, rng = copies(molecules), np.random.default_rng(seed)
+        for atoms in frames:
+            near = np.exp(-(atoms.get_all_distances() ** 2)).sum(axis=1)
+            atoms.arrays["charge"] = near + 0.1 * (atoms.numbers > 1) * rng.normal(size=len(atoms))
+        model = make_model("charge", "atomic", n_members=16, seed=seed).fit(frames[:40])
+        factors, new = model.fitted.calibrations["energy"].elements, frames[40:]
+        ratios.append(factors["C"] / factors["H"])
+        predicted, numbers = model.predict(new), np.concatenate([atoms.numbers for atoms in new])
+        z = np.abs(predicted.mean - np.concatenate([atoms.arrays["charge"] for atoms in new]))
+        for some in (numbers == 1, numbers > 1):
+            assert 0.5 < np.mean(z[some] < predicted.std[some]) < 0.85
+    assert np.median(ratios) > 1.2
     same = evaluate(model, new)["energy"].prediction
     np.testing.assert_allclose(same.std, predicted.std, rtol=1e-6)
 
@@ -312,8 +280,9 @@ def test_the_uncertainty_of_the_baseline_is_in_the_members(molecules):
     fitted = make_model("noise", **given).fit(frames).fitted
     X = np.array([[np.mean(a.numbers == z) for z in fitted.baseline.species] for a in frames])
     y = reference_values(frames, "noise") / [len(atoms) for atoms in frames]
+    counts = membership(frames, make_model("noise", **given))
     for i in range(16):
-        rows = np.repeat(np.arange(60), fitted.membership[:, i])
+        rows = np.repeat(np.arange(60), counts[:, i])
         expected = np.linalg.lstsq(X[rows], y[rows], rcond=None)[0]
         np.testing.assert_allclose(fitted.baseline.members[:, i], expected, rtol=1e-6, atol=1e-9)
 
@@ -321,11 +290,9 @@ def test_the_uncertainty_of_the_baseline_is_in_the_members(molecules):
 def test_the_compression_sees_every_pair_of_elements(molecules):
     plain = [a for a in molecules if 9 not in a.numbers][:100]
     rare = next(a for a in molecules if 9 in a.numbers)
-    data = collect_labels([*plain, rare], make_settings({"target": ENERGY}))
+    data = take_census([*plain, rare], make_settings({"target": ENERGY})).data
     for seed in range(5):
-        elements = [np.unique(atoms.numbers).tolist() for atoms in data.frames]
-        sizes = np.diff(data.offsets)
-        sample = training._sample(elements, sizes, np.random.default_rng(seed))
+        sample = training.random_sample(data, np.random.default_rng(seed))
         assert len(plain) in sample  # the last one
         assert len(np.unique(sample)) == len(sample)
 
@@ -378,6 +345,7 @@ def test_insufficient_data_are_rejected_before_the_work(
     molecules, monkeypatch, n, settings, parameter
 ):
     monkeypatch.setattr(training, "stream_features", None)
+    monkeypatch.setattr(training, "fit_features", None)
     groups = settings.pop("groups", None)
     with rejects(parameter):
         make_model(**settings).fit(molecules[:n], groups=groups)
@@ -400,27 +368,32 @@ def chains(n, wave, seed=0):
 def test_models_with_the_first_representatives_are_nested(monkeypatch):
     monkeypatch.setattr(training, "_SMALLEST", 10)
     given = {"target": "energy", "forces": "force", "stress": "virtual", "representation": SMOOTH}
-    auto = given | {"n_representatives": "auto"}
-    data = collect_labels(labelled_alloys(12), make_settings(auto))
-    rows = training.compute_rows(data)
-    assert len(rows.nested) == 2
-    features = training.fit_features(
-        replace(data, settings=make_settings(given | {"n_representatives": 48})), 4e9, 1, Stages()
-    )
-    points = training.select_points(features)
-    for r in rows.nested:
-        X = points.features[:r].astype(np.float64)
+    settings = make_settings(given | {"n_representatives": "auto"})
+    problem = problem_of(labelled_alloys(12), settings)
+    rows, baseline = rows_of(problem)
+    sizes = [r for r in rows.novelty if r < len(rows.points)]
+    assert len(sizes) == 2
+    workers, stages = Workers(), Stages()
+    draw, _ = training.draw_members(problem)
+    for r in sizes:
+        # The same representatives, whitened anew.
+        features = training.fit_features(problem, workers, stages)
+        some = rows.points.environments.take(np.arange(r))
+        X = some.features.astype(np.float64)
         factor = np.linalg.cholesky(features.representation.kernel(X, X))
-        first = training.Representatives(
-            *(array[:r] for array in points[:3]), Whitening(np.arange(r), factor)
+        first = training.Representatives(some, Whitening(np.arange(r), factor))
+        alone = replace(problem, size_limit="")
+        explicit = training.sum_rows(alone, features, first, draw, baseline, workers, stages)
+        nested = rows.leading(r)
+        size = np.abs(explicit.kept.Phi).max()
+        np.testing.assert_allclose(nested.kept.Phi, explicit.kept.Phi, atol=1e-5 * size)
+        np.testing.assert_allclose(
+            nested.points.whitening.factor, explicit.points.whitening.factor, atol=1e-7
         )
-        explicit, nested = training.kernel_rows(features, first), rows.leading(r)
-        size = np.abs(explicit.Phi).max()
-        np.testing.assert_allclose(nested.Phi, explicit.Phi, atol=1e-5 * size)
-        np.testing.assert_allclose(nested.whitening.factor, explicit.whitening.factor, atol=1e-7)
-        np.testing.assert_allclose(nested.novelty, explicit.novelty, atol=1e-6)
-        np.testing.assert_array_equal(nested.origins, explicit.origins)
-        np.testing.assert_array_equal(nested.basis.representatives, explicit.basis.representatives)
+        np.testing.assert_allclose(nested.novelty[r], explicit.novelty[r], atol=1e-6)
+        for name in given.keys() & {"energy", "forces", "stress"}:
+            one, two = (rows_.sums.total(name).gram for rows_ in (nested, explicit))
+            np.testing.assert_allclose(one, two, atol=1e-5 * np.abs(two).max())
 
 
 @pytest.mark.filterwarnings("ignore:The training set has too few compositions")
@@ -446,87 +419,106 @@ def test_a_given_number_of_representatives_is_not_changed(molecules):
     assert not model.record.size_limit
 
 
-def largest(data, memory):
-    return training.largest_size(
-        data, lambda n: min(training._memory_needed(data.with_size(n), 1)[:2]) <= memory
-    )
-
-
 def test_effort_memory_and_data_limit_the_number_of_representatives(molecules, monkeypatch):
-    def prepare(n=20, **given):
-        data = collect_labels(molecules, make_settings({"target": ENERGY, **given}))
-        return replace(data, frames=data.frames * n, centers=data.centers * n)
+    def chosen(n=None, **given):
+        settings = make_settings({"target": ENERGY, **given})
+        problem = problem_of(molecules[:n], settings)
+        return problem.settings.n_selected, problem.size_limit
 
-    assert largest(prepare(), 1e15) == (5 * len(molecules), "the number of labels")
+    assert chosen() == (5 * len(molecules), "the number of labels")
     monkeypatch.setattr(training, "_PER_LABEL", 1000)
-    limits = [largest(prepare(effort=e), 1e15) for e in ("fast", "default", "best")]
-    sizes = [size for size, _ in limits]
-    assert sizes == sorted(set(sizes))
-    assert limits[1][1] == "effort"
-    data = prepare(effort="best")
-    size, limit = largest(data, 3e9)
-    assert 250 < size < sizes[2]
-    assert "memory" in limit
-
-    def plan(n_representatives):
-        settings = data.settings.model_copy(update={"n_representatives": n_representatives})
-        training._plan_memory(replace(data, settings=settings), 3e9, 1)
-
-    plan(size)  # fits
+    assert chosen(20)[1] == "the number of environments"
+    limits = [chosen(effort=effort) for effort in ("fast", "default")]
+    assert [size for size, _ in limits] == sorted({size for size, _ in limits})
+    assert limits[0][1] == "effort"
+    data = take_census(molecules, make_settings({"target": ENERGY})).data
+    settings = make_settings({"target": ENERGY, "representation": "organic"})
+    fixed = settings.model_copy(update={"n_representatives": 500})
+    memory = training.memory_needed(fixed, data).together
+    size, limit = chosen(effort="default", memory=memory)
+    assert 250 <= size < limits[1][0]
+    assert limit == "the memory"
     with rejects("memory"):
-        plan(2 * size)
-    assert largest(prepare(1), 1e15)[0] == sum(map(len, molecules))
-    assert largest(data, 1e3)[0] == 250  # the error comes later
+        chosen(n_representatives=3000, memory=0.9 * memory)
 
 
 # --- memory, progress, threads ---
 
 
-def in_blocks(monkeypatch, size):
-    """Recompute features, and select representatives in blocks of this size."""
-    monkeypatch.setattr(training, "_plan_memory", lambda *given: (size, 1))
-
-
 def test_a_memory_limit_makes_it_recompute(molecules, caplog):
     caplog.set_level(logging.INFO)
-    data = collect_labels(molecules, make_settings({"target": ENERGY, "n_representatives": 20}))
-    data = replace(data, frames=data.frames * 200, centers=data.centers * 200)
-    found = []  # None if features are kept
-    for limit in np.geomspace(0.6e9, 20e9, 40):
+    data = take_census(molecules, make_settings({"target": ENERGY})).data
+    many = data.take(np.tile(np.arange(len(molecules)), 200))
+    settings = make_settings(
+        {"target": ENERGY, "representation": "organic", "n_representatives": 20}
+    )
+    cached, again = (
+        training.memory_needed(settings, many, cached=c).together for c in (True, False)
+    )
+    assert again < 0.5 * cached
+    census = replace(take_census(molecules, settings), data=many)
+    found = []
+    for limit in (0.9 * again, 1.1 * again, 1.1 * cached):
+        given = settings.model_copy(update={"memory": limit})
         try:
-            found.append(training._plan_memory(data, limit, 1)[0])
+            found.append(training.resolve(given, census, Workers(), 1).cached)
         except InputError:
-            found.append(0)
-    blocks = [n for n in found if n]
-    n_kept = found.count(None)
-    assert found == [0] * found.count(0) + sorted(blocks) + [None] * n_kept
-    assert 0 in found
-    assert blocks
-    assert len(caplog.records) == len(blocks) + n_kept > len(blocks)
+            found.append(None)
+    assert found == [None, False, True]
+    assert "computed twice" in caplog.text
+    assert "kept" in caplog.text
 
 
 @pytest.mark.parametrize("selection", ["fps", "cur", "random"])
-def test_recomputed_features_give_an_equivalent_model(molecules, monkeypatch, selection):
+def test_recomputed_features_give_the_same_model(molecules, monkeypatch, selection):
     train, new = molecules[:60], molecules[160:]
-    models = []
-    for size in (None, 10**6, 300):  # kept; one block: the same selection; several
-        if size is not None:
-            in_blocks(monkeypatch, size)
+    resolve, models = training.resolve, []
+    for cached, size in ((True, 10**6), (False, 10**6), (True, 300), (False, 300)):
+        monkeypatch.setattr(training, "_PART", 0)
+        monkeypatch.setattr(training, "part_size", lambda *_, size=size: size)
+        monkeypatch.setattr(
+            training, "resolve", lambda *a, c=cached: replace(resolve(*a), cached=c)
+        )
         models.append(make_model(selection=selection, noise=1e-3).fit(train))
-    kept, again, blocks = models
-    np.testing.assert_array_equal(again.fitted.origins, kept.fitted.origins)
-    np.testing.assert_allclose(again.predict(new).mean, kept.predict(new).mean, rtol=1e-5)
-    assert len(np.unique(blocks.fitted.origins, axis=0)) == blocks.record.effective_rank
+    kept, again, parts, parts_again = models
+    for one, other in ((kept, again), (parts, parts_again)):
+        np.testing.assert_array_equal(one.fitted.origins, other.fitted.origins)
+        np.testing.assert_allclose(one.predict(new).mean, other.predict(new).mean, rtol=1e-5)
+    assert len(np.unique(parts.fitted.origins, axis=0)) == parts.record.effective_rank
     rmse = [
-        np.sqrt(np.mean((m.predict(new).mean - reference_values(new)) ** 2)) for m in (kept, blocks)
+        np.sqrt(np.mean((m.predict(new).mean - reference_values(new)) ** 2)) for m in (kept, parts)
     ]
     assert rmse[1] < 1.15 * rmse[0]
-    if selection == "fps":  # representatives of blocks cover all environments
+    if selection == "fps":  # representatives of parts cover all environments
         centers = [np.arange(len(atoms)) for atoms in train]
         X = kept.fitted.representation.features(train, centers)
-        picks = blocks.fitted.representatives
+        picks = parts.fitted.representatives
         radius = np.sqrt(max(np.min(np.sum((x - picks) ** 2, axis=1)) for x in X))
         assert radius <= 2 * farthest_points(X, 100).distances[-1]
+
+
+def test_the_reference_potential_is_computed_once(molecules, monkeypatch):
+    """Also if features do not fit in the memory: the plan is made before."""
+    calls = []
+
+    class Counting(KeyReference):
+        def results(self, frames, wanted):
+            calls.extend(frames)
+            return super().results(frames, wanted)
+
+    frames = copies(molecules[:40])
+    for atoms in frames:
+        atoms.info["cheap"] = 0.9 * atoms.info[ENERGY]
+    model = make_model(baseline={"key": "cheap"})
+    monkeypatch.setattr(training, "memory_needed", lambda *_, **options: needs(options))
+    monkeypatch.setattr(AtomisticModel, "reference", Counting(model.settings.reference))
+
+    def needs(options):
+        size = 1e15 if options.get("cached") else 1e8
+        return training.MemoryNeeded(size, size, size)
+
+    model.fit(frames)
+    assert len(calls) == 40
 
 
 def test_progress_is_shown_stage_by_stage(molecules):

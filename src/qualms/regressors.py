@@ -56,14 +56,17 @@ from qualms.errors import (
     unknown_choice,
 )
 from qualms.gp.ensemble import (
+    N_KEPT,
     FullModel,
     Residuals,
     centred,
+    draw_blocks,
     draw_members,
     fit_centre,
     fit_full_model,
     fit_members,
     group_codes,
+    keep_groups,
     out_of_bag_prediction,
 )
 from qualms.gp.kernels import (
@@ -77,7 +80,13 @@ from qualms.gp.kernels import (
 )
 from qualms.gp.linalg import Whitening, whiten
 from qualms.gp.representatives import cur, farthest_points
-from qualms.gp.sparse_gp import leave_out, novelty_variance, posterior_deviations
+from qualms.gp.sparse_gp import (
+    leave_out,
+    novelty_variance,
+    novelty_without_own,
+    posterior_deviations,
+)
+from qualms.gp.sums import BlockSums, Draw, KeptRows, RowSums
 from qualms.prediction import Prediction
 
 #: Inputs whose kernel rows are held at once.
@@ -239,7 +248,7 @@ def _choose(
 
 # Training points, their members and their calibration, for both regressors.
 @dataclass(frozen=True)
-class TrainingSet:
+class TrainingRows:
     """Rows of a training set and the distinct points among them.
 
     `rows` (n_rows,) are those given to ``fit`` whose weight is not zero; `X`, `y` (n_rows, T),
@@ -275,10 +284,31 @@ class TrainingSet:
         dof = max(len(different.first) - len(self.first), 1)
         return np.asarray(self.weight @ deviations**2 / dof)
 
-    def draw_counts(
-        self, n_members: int, subsample: float, replace: bool, rng: np.random.Generator
-    ) -> IntArray:
-        """Draw the members and return how often each point is in each: (n_points, N_R)."""
+    @property
+    def mean(self) -> Float64Array:
+        """Weighted mean of the targets: (T,)."""
+        return np.asarray(np.average(self.y, axis=0, weights=self.weight))
+
+    def take(self, points: IntArray) -> TrainingRows:
+        """Return the rows of some points (n,), in increasing order."""
+        place = np.full(len(self.first), -1)
+        place[points] = np.arange(len(points))
+        rows = np.flatnonzero(place[self.inverse] >= 0)
+        row_of = np.full(len(self.inverse), -1)
+        row_of[rows] = np.arange(len(rows))
+        return TrainingRows(
+            self.rows[rows],
+            None,
+            self.y[rows],
+            self.weight[rows],
+            place[self.inverse[rows]],
+            row_of[self.first[points]],
+            None if self.groups is None else self.groups[points],
+            self.single_output,
+        )
+
+    def check_draw(self, n_members: int, replace: bool) -> None:
+        """Reject parameters of the draw of members, and points that are too few for it."""
         check_integer("n_members", n_members, 2, "at least 2 members, for a standard deviation")
         if not isinstance(replace, (bool, np.bool_)):
             raise InputError(
@@ -290,8 +320,11 @@ class TrainingSet:
                 "subsamples from.",
                 parameter="X",
             )
-        n = len(self.first)
-        return draw_members(n, n_members, subsample, rng, replace=replace, groups=self.groups)
+        if self.groups is not None and len(np.unique(self.groups)) < 2:
+            raise InputError(
+                "All samples are in one group, but subsamples are drawn from at least 2 `groups`.",
+                parameter="groups",
+            )
 
     @property
     def point_groups(self) -> IntArray:
@@ -380,6 +413,35 @@ class TrainingSet:
         return PerOutputCalibration(tuple(calibration for calibration, _ in outputs)), None
 
 
+def sum_points(
+    basis: Basis, X: FloatArray, data: TrainingRows, draw: Draw, kept: IntArray
+) -> tuple[BlockSums, KeptRows]:
+    """Return the sums over distinct points X (n, d) by block, and the rows of some of them."""
+    order = np.argsort(draw.block, kind="stable")
+    columns = np.column_stack([data.point_y - data.mean, np.ones(len(X))])
+    sums: dict[int, RowSums] = {}
+    Phi, place = np.empty((len(kept), basis.whitening.effective_rank)), np.full(len(X), -1)
+    place[kept] = np.arange(len(kept))
+    weight = data.point_weight
+    for start in range(0, len(order), _BLOCK):
+        some = order[start : start + _BLOCK]
+        rows = basis.features(X[some])
+        for b, part in draw.take(some).sum_blocks(rows, columns[some], weight[some]).items():
+            sums[b] = sums[b] + part if b in sums else part
+        chosen = np.flatnonzero(place[some] >= 0)
+        Phi[place[some[chosen]]] = rows[chosen]
+    of_kept = KeptRows(
+        Phi,
+        columns[kept],
+        {"y": np.arange(len(kept))},
+        data.point_groups[kept],
+        draw.take(kept),
+        weight[kept],
+        data.y.shape[1],
+    )
+    return BlockSums.of({"y": sums}, draw.n_blocks), of_kept
+
+
 def training_set(
     estimator: Any,
     X: ArrayLike,
@@ -389,7 +451,7 @@ def training_set(
     *,
     dtype: Any = "numeric",
     keep_frames: bool = False,
-) -> TrainingSet:
+) -> TrainingRows:
     """Validate the arguments of ``fit`` and collect the distinct points of non-zero weight."""
     reject_masked("X", X)
     reject_masked("y", y)
@@ -429,7 +491,7 @@ def training_set(
         message = f"{which} constant: there is nothing to learn, and the uncertainty is zero."
         warnings.warn(message, QualmsWarning, stacklevel=2)
     joined = None if labels is None else joined_groups(points.inverse, labels[rows])
-    return TrainingSet(
+    return TrainingRows(
         rows, kept, targets, weight[rows], points.inverse, points.first, joined, single_output
     )
 
@@ -637,34 +699,42 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         )
         self.representative_indices_ = data.rows[data.first[basis.indices]]
         self.effective_rank_ = basis.whitening.effective_rank
-        Phi = basis.features(points)
-        k_xx = np.concatenate([basis.prior_variance(block) for block in basis.blocks(points)])
         codes = data.point_groups
+        if self.n_members:
+            data.check_draw(self.n_members, self.replace)
+        draw = draw_blocks(
+            codes,
+            rng,
+            n_members=self.n_members,
+            subsample=self.subsample,
+            replace=self.replace,
+            n_rows=len(codes),
+        )
+        chosen = keep_groups(codes, np.ones(len(codes), dtype=np.intp), N_KEPT, rng)
+        some, mean = np.flatnonzero(chosen), data.mean
+        sums, kept = sum_points(basis, points, data, draw, some)
+        k_xx = np.concatenate([basis.prior_variance(b) for b in basis.blocks(points[some])])
         m = basis.leading.effective_rank
-        q2 = novelty_variance(Phi[:, :m], k_xx)
-        # And without its own representatives, as a new point.
-        q2 += basis.leading.own_share(Phi[:, :m], codes, codes[basis.indices[:m]])
+        # Without its own representatives, as a new point.
+        owners = codes[basis.indices]
+        q2 = novelty_without_own(kept.Phi, k_xx, basis.whitening, kept.groups, owners, m)
         relative = _relative(np.column_stack([q2, k_xx]))
         self._novelty_limit = float(np.quantile(relative, _NOT_NOVEL))
-        full = fit_full_model(
-            Phi,
-            data.point_y,
-            {"y": self.noise},
-            sample_weight=weight,
-            groups=data.groups,
-            replicate_variance=data.replicate_variance(),
-        )
+        variance = data.replicate_variance()
+        full = fit_full_model(kept, sums, {"y": self.noise}, mean=mean, replicate_variance=variance)
         for fitted in ("weights_", "intercept_", "centre_", "member_indices_", "calibration_"):
             if hasattr(self, fitted):
                 delattr(self, fitted)  # of an earlier fit with members
         if self.n_members:
-            counts = data.draw_counts(self.n_members, self.subsample, self.replace, rng)
-            full, solution, intercepts = fit_members(full, Phi, data.point_y, counts)
-            weights = solution.weights * full.scale[:, None]
-            predicted = (np.tensordot(Phi, weights, 1) + intercepts)[data.inverse]
+            T = len(mean)
+            columns = np.repeat(np.eye(T + 1, T)[:, :, None], self.n_members, axis=2)
+            full, weights, means = fit_members(full, sums, kept, columns)
+            intercepts = mean[:, None] + means
+            sample, counts = data.take(some), draw.counts[some]
+            predicted = (np.tensordot(kept.Phi, weights, 1) + intercepts)[sample.inverse]
             n_posterior = self.n_posterior
-            without = self._without_each_point(full, Phi, data, np.sqrt(q2))
-            without = data.centred(self.centre, predicted, counts, without)
+            without = self._without_each_point(full, kept, sample, owners, np.sqrt(q2))
+            without = sample.centred(self.centre, predicted, counts, without)
             centre = np.array([one.centre for one in without])
             # The posteriors of several outputs are independent.
             draws = [
@@ -672,39 +742,43 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
                 for _ in full.scale
             ]
             drawn = np.stack(draws, axis=1) * full.scale[:, None]
-            columns = centred(weights, full.weights, centre, drawn)
-            intercepts = centred(intercepts, full.center, centre, np.zeros(n_posterior))
+            blended = centred(weights, full.weights, centre, drawn)
+            intercepts = centred(intercepts, mean, centre, np.zeros(n_posterior))
             self.centre_ = self._outputs(centre)
-            self.weights_ = self._outputs(basis.whitening.kernel_weights(columns), axis=1)
+            self.weights_ = self._outputs(basis.whitening.kernel_weights(blended), axis=1)
             self.intercept_ = self._outputs(intercepts, axis=0)
-            self.member_indices_ = data.member_rows(counts)
-            found = data.calibrate(predicted, counts, method, without)
-            self.calibration_, self._conformal = found
+            self.member_indices_ = data.member_rows(draw.counts)
+            self.calibration_, self._conformal = sample.calibrate(
+                predicted, counts, method, without
+            )
         self.pp_weights_ = self._outputs(basis.whitening.kernel_weights(full.weights))
-        self.pp_intercept_ = self._outputs(full.center)
+        self.pp_intercept_ = self._outputs(mean)
         self.noise_variance_ = self._outputs(full.process.noise_variance * full.scale**2)
         self._process, self._scale = full.process, full.scale
         return self
 
     def _without_each_point(
-        self, full: FullModel, Phi: Float64Array, data: TrainingSet, novelty: Float64Array
+        self,
+        full: FullModel,
+        kept: KeptRows,
+        data: TrainingRows,
+        owners: IntArray,
+        novelty: Float64Array,
     ) -> list[FullModelData]:
         """Return, for each output, the full model without the point of each row, or its group.
 
         The representatives among these points are left out as well.
         """
-        basis = self.basis_
-        groups = data.point_groups
-        own = basis.whitening.columns_of(groups, groups[basis.indices])
-        found = leave_out(
-            full.process, Phi, full.y, sample_weight=full.weight, groups=groups, own=own
+        own = self.basis_.whitening.columns_of(kept.groups, owners)
+        left_out = leave_out(
+            full.process, kept.Phi, full.y, sample_weight=full.weight, groups=kept.groups, own=own
         )
-        predicted = (data.point_y - z * full.scale for z in (found.residuals, found.kept))
-        z, kept = (data.y - of_points[data.inverse] for of_points in predicted)
-        p, q = np.sqrt(found.variance)[data.inverse], novelty[data.inverse]
+        predicted = (data.point_y - z * full.scale for z in (left_out.residuals, left_out.kept))
+        z, of_kept = (data.y - of_points[data.inverse] for of_points in predicted)
+        p, q = np.sqrt(left_out.variance)[data.inverse], novelty[data.inverse]
         drawn = self.n_posterior > 0
         return [
-            FullModelData(z[:, t], p * scale, q * scale, kept[:, t], has_posterior=drawn)
+            FullModelData(z[:, t], p * scale, q * scale, of_kept[:, t], has_posterior=drawn)
             for t, scale in enumerate(full.scale)
         ]
 
@@ -923,7 +997,15 @@ class ResamplingRegressor(MetaEstimatorMixin, MultiOutputMixin, RegressorMixin, 
         data = training_set(self, X, y, groups, sample_weight, keep_frames=True)
         self._single_output, self._n_outputs = data.single_output, data.y.shape[1]
         rng = new_generator(self.random_state)
-        counts = data.draw_counts(self.n_members, self.subsample, self.replace, rng)
+        data.check_draw(self.n_members, self.replace)
+        counts = draw_members(
+            len(data.first),
+            self.n_members,
+            self.subsample,
+            rng,
+            replace=self.replace,
+            groups=data.groups,
+        )
         self.member_indices_ = data.member_rows(counts)
         # Points come in an order of their own, so that the order of the rows does not matter.
         order = np.argsort(data.inverse, kind="stable")

@@ -384,10 +384,10 @@ class MemberCalculator(ModelCalculator):
         f = calibration.constant_factor(n)
         if self.calibrated_for == "forces":
             calibration = fitted.calibration_of("forces") or calibration
-            of_forces = fitted.calibrations["forces"]
-            others = [of_forces.get(method) for method in ("student", "linear")]
-            factors = [c.typical_factor(n) for c in (calibration, *others) if c]
-            f = next((factor for factor in factors if factor is not None), 1.0)
+            f = calibration.typical_factor(n)
+            if f is None:
+                student = fitted.with_calibration("student").calibration_of("forces")
+                f = 1.0 if student is None else student.typical_factor(n)
         if f is None:
             return None
         n = fitted.weights.shape[1]

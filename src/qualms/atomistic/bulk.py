@@ -22,7 +22,7 @@ from qualms.arrays import BoolArray, Float64Array
 from qualms.atomistic.forces import ForcePrediction, has_forces
 from qualms.atomistic.model import AtomisticModel, Chunk, atom_contributions
 from qualms.atomistic.novelty import force_norm
-from qualms.atomistic.shards import Part, numbered
+from qualms.atomistic.parts import Part, numbered
 from qualms.atomistic.structures import FrameFiles
 from qualms.evaluation import energy_factor, per_atom_units
 from qualms.execution import Workers
@@ -210,7 +210,7 @@ def _stresses(
     """Return stresses of solids, NaN elsewhere; `stress` is known if all structures are solids."""
     n_members = model.fitted.n_members if wanted.ensemble else 0
     widths = {"stress": 6, "stress_uncertainty": 6, "stress_ensemble": 6 * n_members}
-    if wanted.interval is not None and "stress" in model.fitted.conformal:
+    if wanted.interval is not None and "stress" in model.fitted.calibrations:
         widths |= {"stress_lower": 6, "stress_upper": 6}
     tensors = {key: np.full((len(frames), n), np.nan) for key, n in widths.items() if n}
     if stress is None and solid.any():

@@ -11,19 +11,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from ase import Atoms
+from ase.data import chemical_symbols
 
-from qualms.arrays import BoolArray, Float64Array, IntArray
+from qualms.arrays import BoolArray, Float64Array, IntArray, StrArray
 from qualms.atomistic.forces import ForcePrediction
 from qualms.atomistic.labels import find_forces, find_stresses, labelled
 from qualms.atomistic.model import AtomisticModel
+from qualms.atomistic.out_of_bag import not_zero_by_symmetry
+from qualms.atomistic.parts import Part, divided
+from qualms.atomistic.quantities import KINDS, TARGET
 from qualms.atomistic.reference import ReferencePotential
 from qualms.atomistic.settings import Settings
-from qualms.atomistic.shards import Part, divided
 from qualms.atomistic.structures import check_structures, symbols_of
-from qualms.atomistic.training import not_zero_by_symmetry
-from qualms.calibration.base import Calibration, calibration_data
+from qualms.calibration.base import calibration_data
 from qualms.calibration.fitting import MODEL_METHODS, fit_calibration
 from qualms.calibration.members import calibrated_members
+from qualms.calibration.quantity import QuantityCalibration
 from qualms.calibration.vectors import MULTIPLICITY, component_share, vector_std
 from qualms.errors import CalibrationError, InputError, QualmsWarning, counted, unknown_choice
 from qualms.evaluation import COMPONENT_NAMES, Evaluation, energy_factor
@@ -174,8 +177,11 @@ def evaluate(
     others = {}
     if validation is not None:
         others = _predict(predictor, validation, unknown_species, skip_failed)
+    calibrations = {
+        method: model.fitted.with_calibration(method).calibrations for method in MODEL_METHODS
+    }
     return {
-        name: _evaluate(model, frames, name, test[name], others.get(name), units, per)
+        name: _evaluate(model, frames, name, test[name], others.get(name), calibrations, units, per)
         for name in test
     }
 
@@ -221,7 +227,8 @@ class _Points:
 
     `members` are those of all points before calibration: (n, N_R), or (v, k, N_R) of v vectors or
     tensors, whose vector and component the points are in `place`. The first `n_subsampled` are
-    trained on subsamples; σ of vectors has an `isotropy`. Estimates by the projected process, mean
+    trained on subsamples; σ of vectors has an `isotropy`. Points, or vectors, that belong to atoms
+    have the `symbols` of these. Estimates by the projected process, mean
     and standard deviation (2, n), are in `processes`; `extrapolating` are structures that are out
     of distribution.
     """
@@ -233,6 +240,7 @@ class _Points:
     n_subsampled: int
     place: tuple[IntArray, IntArray] | None = None
     isotropy: float = 0.0
+    symbols: StrArray | None = None
     novelty_std: Float64Array | None = None
     processes: Mapping[str, Float64Array] = field(default_factory=dict)
     extrapolating: Sequence[int] | None = None
@@ -243,13 +251,19 @@ class _Points:
         members = self.members if self.place is None else self.members[self.place]
         return members[:, : self.n_subsampled]
 
-    def apply(self, calibration: Calibration) -> Float64Array:
+    def apply(self, of: QuantityCalibration) -> Float64Array:
         """Return calibrated members: (n, N_R)."""
-        if self.place is None:
-            return calibrated_members(calibration, self.members, novelty_std=self.novelty_std)
-        return calibrated_members(calibration, self.members, isotropy=self.isotropy)[self.place]
+        factors = None if self.symbols is None else of.factors(self.symbols)
+        members = calibrated_members(
+            of.calibration,
+            self.members,
+            novelty_std=self.novelty_std,
+            isotropy=None if self.place is None else of.isotropy,
+            factors=factors,
+        )
+        return members if self.place is None else members[self.place]
 
-    def fit(self, method: str, chosen: BoolArray | slice) -> Calibration:
+    def fit(self, method: str, chosen: BoolArray | slice) -> QuantityCalibration:
         """Return a calibration of the subsampled members, fitted to the chosen points."""
         data = calibration_data(self.y[chosen], self.raw[chosen])
         if self.place is not None:
@@ -258,7 +272,8 @@ class _Points:
             m = MULTIPLICITY[self.members.shape[1]]
             share = component_share(data.ensemble_std, r, self.isotropy, m[component] / m.mean())
             data = replace(data, residuals=data.residuals / share, ensemble_std=r)
-        return replace(fit_calibration(data, method), n_subsampled=self.n_subsampled)
+        calibration = replace(fit_calibration(data, method), n_subsampled=self.n_subsampled)
+        return QuantityCalibration(calibration, self.isotropy)
 
     def some(self, chosen: BoolArray) -> _Points:
         """Return the chosen points."""
@@ -270,6 +285,7 @@ class _Points:
             prediction=self.prediction[chosen],
             members=self.members[chosen] if place is None else self.members,
             place=None if place is None else (place[0][chosen], place[1][chosen]),
+            symbols=self.symbols if place or self.symbols is None else self.symbols[chosen],
             novelty_std=None if self.novelty_std is None else self.novelty_std[chosen],
             processes={name: values[:, chosen] for name, values in self.processes.items()},
         )
@@ -281,6 +297,7 @@ def _evaluate(
     name: str,
     test: _Points,
     validation: _Points | None,
+    calibrations: Mapping[str, Mapping[str, QuantityCalibration]],
     units: str | None,
     per: str | None,
 ) -> Evaluation:
@@ -294,7 +311,7 @@ def _evaluate(
             raise InputError(message, parameter="frames")
         warnings.warn(text, QualmsWarning, stacklevel=2)
         test, raw = test.some(known), raw[known]
-    out_of_bag, references = model.fitted.calibrations.get(name, {}), test.references
+    references = test.references
     settings, sizes = model.settings, np.ones(len(test.y))
     factor, of_units = energy_factor(settings.units_of(name), units)
     factors = np.full(len(test.y), factor)
@@ -313,11 +330,14 @@ def _evaluate(
         if members is not None:
             scores[f"{method} (validation)"] = scored(Prediction(members))
     for method in MODEL_METHODS:
-        if method != "none" and method in out_of_bag:
-            used = method == model.fitted.settings.calibration
-            found = test.prediction if used else Prediction(test.apply(out_of_bag[method]))
-            scores[f"{method} (out-of-bag)"] = scored(found)
-    if not out_of_bag:
+        if method == model.fitted.settings.calibration and name in model.fitted.calibrations:
+            if method != "none":
+                scores[f"{method} (out-of-bag)"] = scored(test.prediction)
+        elif method != "none" and name in model.fitted.points:
+            of = calibrations[method].get(name)
+            if of is not None:
+                scores[f"{method} (out-of-bag)"] = scored(Prediction(test.apply(of)))
+    if name not in model.fitted.calibrations:
         scores["as the energy"] = scored(test.prediction)
     for name_of_process, (mean, std) in test.processes.items():
         scores[name_of_process] = scored(Prediction(mean=mean, std=std))
@@ -495,17 +515,15 @@ def _predict_target(
         processes["GPR PP"] = np.stack([mean, np.sqrt(p2 + q2 + noise)])
         processes["GPR PP, posterior part"] = np.stack([mean, np.sqrt(p2)])
         q = np.concatenate(novelty)[rows] if fitted.calibration.needs_novelty else None
-    factors = None
-    if "energy" in fitted.species_factors and references.atom is not None:
+    numbers = None
+    if references.atom is not None:
         pairs = zip(references.structure, references.atom, strict=True)
         numbers = np.array([frames[i].numbers[j] for i, j in pairs])
-        factors = fitted.factors_of("energy", numbers)
     return _Points(
         references=references,
         y=y,
-        prediction=Prediction(raw).calibrated(
-            fitted.calibration, fitted.conformal.get("energy"), novelty_std=q, factors=factors
-        ),
+        prediction=fitted.calibrated(TARGET, raw, numbers=numbers, novelty_std=q),
+        symbols=None if numbers is None else np.array(chemical_symbols)[numbers],
         members=raw,
         n_subsampled=fitted.settings.n_subsampled or raw.shape[1],
         novelty_std=q,
@@ -540,7 +558,13 @@ def _predict_derivatives(
     for name, one in references.items():
         known = _known_components(one, predicted[name], fitted.settings.n_subsampled)
         if known is not None:
-            points[name] = replace(known, isotropy=fitted.isotropy.get(name, 0.0))
+            of = fitted.calibrations.get(name)
+            symbols = None
+            if KINDS[name].of_atoms:
+                numbers = np.concatenate([frames[i].numbers for i in sorted(predicted[name])])
+                symbols = np.array(chemical_symbols)[numbers]
+            isotropy = 0.0 if of is None else of.isotropy
+            points[name] = replace(known, isotropy=isotropy, symbols=symbols)
     return points
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -13,14 +14,17 @@ from pydantic import Field
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.atomistic.baseline import Baseline
 from qualms.atomistic.kernel_rows import Basis
+from qualms.atomistic.quantities import KINDS, TARGET
 from qualms.atomistic.settings import Settings
-from qualms.calibration.base import Calibration
-from qualms.calibration.conformal import Conformal
+from qualms.calibration.base import Calibration, CalibrationData
 from qualms.calibration.members import source_members, with_equal_members
+from qualms.calibration.quantity import QuantityCalibration, calibrate_points
+from qualms.errors import CalibrationError
 from qualms.features.representation import Representation
 from qualms.gp.linalg import cholesky_whiten
 from qualms.gp.sparse_gp import novelty_variance, posterior_variance
 from qualms.io.tensors import Document
+from qualms.prediction import Prediction
 
 #: Kernel rows whose variances are computed at once.
 _ROWS = 1024
@@ -103,7 +107,6 @@ class Record(Document):
     size_curve: dict[int, float] = Field(default_factory=dict)
     size_limit: str = ""  #: what limits the number, if it was chosen: effort, memory, …
     target_std: float  #: standard deviation of the targets less the baseline
-    solver: str  #: method that solved the members
     seconds: dict[str, float]  #: time of each stage
 
 
@@ -114,7 +117,7 @@ def describe_size(
     limit = f'effort="{settings.effort}"' if limit == "effort" else limit
     if n not in curve:
         return f"{n:,} (limited by {limit})"
-    units = settings.units_of("energy" if quantity == "stress" else quantity)  # virials per atom
+    units = settings.noise_units_of(quantity)
     others = "; ".join(f"{m:,}: {error:.3g}" for m, error in curve.items() if m != n)
     text = f"{n:,} (typical out-of-bag error {curve[n]:.3g} {units}; {others}"
     *_, half, last = curve
@@ -148,17 +151,9 @@ class Fitted:
     pp_weights: Float64Array  #: (r,): kernel weights of the full projected process
     pp_intercept: float
     baseline: Baseline
-    #: out-of-bag calibrations of "energy", and perhaps "forces" and "stress", by method
-    calibrations: Mapping[str, Mapping[str, Calibration]]
-    #: share of the isotropic part of σ of "forces" and "stress": see `calibration.vectors`
-    isotropy: Mapping[str, float]
-    #: factors of σ of atoms, by quantity and chemical symbol
-    species_factors: Mapping[str, Mapping[str, float]]
-    #: distribution of out-of-bag errors, relative to the calibrated standard deviation
-    conformal: Mapping[str, Conformal]
+    calibrations: Mapping[str, QuantityCalibration]  #: of the target, and perhaps derivatives
+    points: Mapping[str, CalibrationData]  #: out-of-bag points that these were fitted to
     pp_variance: ProjectedVariance | None
-    #: (N, S): how often each training row is in each subsampled member
-    membership: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
     #: largest and mean novelty of the environments of a structure that only one training structure
     #: in a hundred exceeds, its own representatives not counted
     training_novelty: tuple[float, float]
@@ -178,20 +173,68 @@ class Fitted:
 
     @cached_property
     def _calibrations(self) -> dict[str, Calibration]:
-        """The calibration of each quantity, by the method in use, with equally many members."""
-        method = self.settings.calibration
-        in_use = {q: c[method] for q, c in self.calibrations.items() if method in c}
-        equal = with_equal_members([*in_use.values()], len(self.intercepts))
-        return dict(zip(in_use, equal, strict=True))
+        """The calibration of each quantity, with equally many members."""
+        equal = with_equal_members(
+            [of.calibration for of in self.calibrations.values()], len(self.intercepts)
+        )
+        return dict(zip(self.calibrations, equal, strict=True))
 
     @property
     def calibration(self) -> Calibration:
         """The calibration of the target."""
-        return self._calibrations["energy"]
+        return self._calibrations[TARGET]
 
     def calibration_of(self, quantity: str) -> Calibration | None:
         """Return the calibration of a quantity, if it has one of its own."""
         return self._calibrations.get(quantity)
+
+    def calibrated(
+        self,
+        quantity: str,
+        members: Float64Array,
+        *,
+        numbers: IntArray | None = None,
+        novelty_std: Float64Array | None = None,
+        factors: Float64Array | None = None,
+    ) -> Prediction:
+        """Return the calibrated prediction of a quantity.
+
+        Parameters
+        ----------
+        quantity : str
+        members : (n, N_R) or (n, k, N_R) array
+            Before calibration; of scalars, or of vectors, which are transformed as a whole.
+        numbers : (n,) array of int, optional
+            Atomic numbers, if the quantity belongs to atoms: σ has factors of elements.
+        novelty_std : (n,) array, optional
+            q of each point.
+        factors : (n,) array, optional
+            Factors by which the target was calibrated, for quantities that have no calibration of
+            their own.
+        """
+        raw, of = Prediction(members), self.calibrations.get(quantity)
+        if of is None:
+            assert factors is not None, "of the target"
+            return raw.scaled(self.calibration, factors)
+        of_elements = None
+        if numbers is not None:
+            of_elements = of.factors(np.array(chemical_symbols)[numbers])
+        isotropy = of.isotropy if KINDS[quantity].is_derivative else None
+        options = {"novelty_std": novelty_std, "isotropy": isotropy, "factors": of_elements}
+        return raw.calibrated(self._calibrations[quantity], of.conformal, **options)
+
+    def with_calibration(self, method: str) -> Fitted:
+        """Return the model with another calibration method, fitted to the out-of-bag points.
+
+        Quantities to which it cannot be fitted have none.
+        """
+        calibrations = {}
+        n = {"n_subsampled": self.settings.n_subsampled, "n_posterior": self.settings.n_drawn}
+        for quantity, points in self.points.items():
+            with suppress(CalibrationError):
+                calibrations[quantity] = calibrate_points(points, method, **n)
+        settings = self.settings.model_copy(update={"calibration": method})
+        return replace(self, settings=settings, calibrations=calibrations)
 
     def novelty_std(
         self, K_XM: Float64Array, prior_variance: Callable[[], Float64Array]
@@ -203,11 +246,6 @@ class Fitted:
         if not self.calibration.needs_novelty or self.pp_variance is None:
             return None
         return self.pp_variance.novelty_std(K_XM, prior_variance())
-
-    def factors_of(self, quantity: str, numbers: IntArray) -> Float64Array:
-        """Return the factors of σ of atoms (n,) with these atomic numbers."""
-        known = self.species_factors.get(quantity, {})
-        return np.array([known.get(chemical_symbols[z], 1.0) for z in numbers])
 
     @cached_property
     def basis(self) -> Basis:

@@ -32,6 +32,7 @@ from qualms.atomistic.baseline import structure_design
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.kernel_rows import normalized, novelty_of
 from qualms.atomistic.labels import ForceLabels
+from qualms.atomistic.quantities import TARGET
 from qualms.atomistic.structures import check_species, check_structures
 from qualms.calibration.members import member_factors
 from qualms.errors import InputError, QualmsWarning, counted
@@ -396,21 +397,21 @@ def predict_with_forces(
     """
     found = derivatives(potential, frames, strain=stress, novelty=novelty)
     sizes = np.array([len(atoms) for atoms in frames])
-    per_atom = Prediction(member_energies(fitted, frames, found.energies))
-    energy = per_atom.calibrated(fitted.calibration, fitted.conformal.get("energy"))
-    factors = member_factors(fitted.calibration, energy.std, per_atom.members)
+    energies = member_energies(fitted, frames, found.energies)
+    energy = fitted.calibrated(TARGET, energies)
+    factors = member_factors(fitted.calibration, energy.std, energies)
     stresses = None
     if found.virials is not None:
         volumes = np.array([atoms.cell.volume for atoms in frames])
-        raw = Prediction(found.virials / volumes[:, None, None])
-        stresses = _calibrated(fitted, "stress", raw, factors)
+        raw = found.virials / volumes[:, None, None]
+        stresses = fitted.calibrated("stress", raw, factors=factors)
     _warn_about_lone_atoms(fitted, frames, found.forces)
-    of_species = None
-    if "forces" in fitted.species_factors:
-        numbers = np.concatenate([atoms.numbers for atoms in frames])
-        of_species = fitted.factors_of("forces", numbers)
-    raw = Prediction(found.forces)
-    forces = _calibrated(fitted, "forces", raw, np.repeat(factors, sizes), of_species)
+    forces = fitted.calibrated(
+        "forces",
+        found.forces,
+        numbers=np.concatenate([atoms.numbers for atoms in frames]),
+        factors=np.repeat(factors, sizes),
+    )
     return ForcePrediction(energy * sizes, forces, stresses, offsets_of(sizes))
 
 
@@ -438,10 +439,9 @@ def _warn_about_lone_atoms(fitted: Fitted, frames: Sequence[Atoms], forces: Floa
 
 def predict_energies(fitted: Fitted, potential: Potential, frames: Sequence[Atoms]) -> Prediction:
     """Return the energies of `predict_with_forces` alone, in less time."""
-    per_atom = Prediction(member_energies(fitted, frames, potential_energies(potential, frames)))
-    calibrated = per_atom.calibrated(fitted.calibration, fitted.conformal.get("energy"))
-    energies: Prediction = calibrated * np.array([*map(len, frames)])
-    return energies
+    energies = member_energies(fitted, frames, potential_energies(potential, frames))
+    calibrated: Prediction = fitted.calibrated(TARGET, energies) * np.array([*map(len, frames)])
+    return calibrated
 
 
 def member_energies(
@@ -451,21 +451,6 @@ def member_energies(
     sizes = np.array([len(atoms) for atoms in frames], dtype=np.float64)[:, None]
     design = structure_design(frames, fitted.baseline.species)
     return energies / sizes + fitted.intercepts + fitted.baseline.predict_members(design)
-
-
-def _calibrated(
-    fitted: Fitted,
-    quantity: str,
-    raw: Prediction,
-    factors: Float64Array,
-    of_species: Float64Array | None = None,
-) -> Prediction:
-    """Return forces, or stresses, calibrated by their own calibration or by given factors (n,)."""
-    calibration, conformal = fitted.calibration_of(quantity), fitted.conformal.get(quantity)
-    if calibration is None:
-        return raw.scaled(fitted.calibration, factors, conformal)
-    isotropy = fitted.isotropy.get(quantity, 0.0)
-    return raw.calibrated(calibration, conformal, isotropy=isotropy, factors=of_species)
 
 
 # --- which models and structures have forces ---

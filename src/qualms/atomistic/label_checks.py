@@ -31,8 +31,9 @@ from ase import Atoms
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.atomistic.labels import TrainingSet
+from qualms.atomistic.settings import Settings
 from qualms.errors import QualmsWarning, counted
-from qualms.gp.ensemble import fit_full_model
+from qualms.gp.ensemble import fit_rows
 from qualms.gp.noise import group_means
 
 #: Structures from which energies are informative.
@@ -107,7 +108,9 @@ def factor_between(labels: Float64Array, predicted: Float64Array, n: int | None 
     return Factor(float(lp / pp), float(ll / lp), float(lp / np.sqrt(ll * pp)), n)
 
 
-def check_derivatives(Phi: FloatArray, energies: Float64Array, data: TrainingSet) -> set[str]:
+def check_derivatives(
+    Phi: FloatArray, energies: Float64Array, data: TrainingSet, settings: Settings
+) -> set[str]:
     """Warn if forces or stresses are not derivatives of the energies by sign or size.
 
     Phi (N, r) are the whitened kernel rows of all quantities; energies (n,) are per atom and
@@ -117,10 +120,11 @@ def check_derivatives(Phi: FloatArray, energies: Float64Array, data: TrainingSet
         return set()
     factors = _factors_by_forces(Phi, energies, data)
     if {*data.quantities} > {"energy", *factors}:
-        factors = _factors_by_energies(Phi, energies, data) | factors
+        center = settings.linear_baseline != "none"
+        factors = _factors_by_energies(Phi, energies, data, center=center) | factors
     wrong = {name for name, factor in factors.items() if not factor.is_one}
     for name in wrong:
-        _warn_of_factor(name, data.settings.keys[name], factors[name])
+        _warn_of_factor(name, settings.keys[name], factors[name])
     return wrong
 
 
@@ -140,8 +144,8 @@ def _factors_by_forces(
     rows, groups = forces.rows[some], data.groups[forces.structure[some]]
     if len(np.unique(groups)) < 2 or not forces.y[some].any():
         return {}
-    noise = {"energy": _SMOOTH * float(np.mean(forces.y[some] ** 2))}
-    full = fit_full_model(Phi[rows], forces.y[some], noise, center=False, groups=groups)
+    noise = _SMOOTH * float(np.mean(forces.y[some] ** 2))
+    full, _ = fit_rows(Phi[rows], forces.y[some], noise, center=False, groups=groups)
     weights = full.weights[:, 0]
     errors = forces.y[some] - Phi[rows] @ weights
     unexplained, squares = (
@@ -159,15 +163,13 @@ def _factors_by_forces(
 
 
 def _factors_by_energies(
-    Phi: FloatArray, energies: Float64Array, data: TrainingSet
+    Phi: FloatArray, energies: Float64Array, data: TrainingSet, *, center: bool
 ) -> dict[str, Factor]:
     """Return how much larger forces and stresses are than a model of energies alone predicts."""
     n = len(energies)
-    center = data.settings.linear_baseline != "none"
-    loo = {"energy": "loo"}
-    full = fit_full_model(Phi[:n], energies, loo, center=center, groups=data.groups)
+    full, mean = fit_rows(Phi[:n], energies, "loo", center=center, groups=data.groups)
     weights = full.weights[:, 0]
-    errors = energies - full.center[0] - Phi[:n] @ weights
+    errors = energies - mean - Phi[:n] @ weights
     if _median_square(errors) > (1 - _EXPLAINED) * _median_square(energies):
         return {}
     factors = {}
@@ -185,7 +187,7 @@ def _factors_by_energies(
     return factors
 
 
-def check_noise(noise: Mapping[str, float], data: TrainingSet) -> None:
+def check_noise(noise: Mapping[str, float], data: TrainingSet, settings: Settings) -> None:
     """Warn if fitted noise variances of forces, or stresses, are larger than the labels.
 
     That of energies may be, if forces tell all that there is to learn.
@@ -193,9 +195,9 @@ def check_noise(noise: Mapping[str, float], data: TrainingSet) -> None:
     for name, variance in noise.items():
         square = float(np.mean(data.quantities[name].y ** 2))
         if 0 < _NOISE**2 * square < variance:
-            units = data.settings.units_of("energy" if name == "stress" else name)
+            units = settings.noise_units_of(name)
             warnings.warn(
-                f"{name}={data.settings.keys[name]!r}: the fitted noise, {np.sqrt(variance):.3g} "
+                f"{name}={settings.keys[name]!r}: the fitted noise, {np.sqrt(variance):.3g} "
                 f"{units}, is larger than the labels, {np.sqrt(square):.3g}: the model describes "
                 "none of them. Check signs and units of all labels, or use more representatives or "
                 "structures. "

@@ -9,7 +9,6 @@ so do values that a model predicted: see `qualms.io.xyz`.
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -21,16 +20,16 @@ import numpy as np
 from ase import Atoms
 
 from qualms.arrays import BoolArray, Float64Array, IntArray, joined_groups
-from qualms.atomistic.baseline import RCOND, atom_design, row_space, structure_design
-from qualms.atomistic.settings import Settings, with_representation
+from qualms.atomistic.baseline import RCOND, atom_design
+from qualms.atomistic.quantities import DERIVATIVES, KINDS, TARGET, Quantity
+from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import (
     VOIGT,
+    FrameFiles,
     check_not_single,
     check_structures,
-    data_digest,
     data_hashes,
     fingerprints,
-    species_of,
     symbols_of,
 )
 from qualms.errors import InputError, QualmsWarning, counted, did_you_mean
@@ -40,8 +39,6 @@ from qualms.io.xyz import is_prediction
 
 if TYPE_CHECKING:
     from qualms.atomistic.reference import ReferencePotential
-
-log = logging.getLogger(__name__)
 
 #: Charge and spin of a structure: keys and values that are not the default. See `state_of`.
 State = tuple[tuple[str, float | str], ...]
@@ -80,56 +77,37 @@ _PER_STRUCTURE = "It is a number per structure, and `kind='atomic'` is for value
 
 
 @dataclass(frozen=True)
-class Quantity:
-    """Labels of one quantity, a block of rows of the linear problem."""
-
-    y: Float64Array  #: (n,): energies per atom if extensive, forces, virials per atom Vσ/n_atoms
-    rows: IntArray  #: (n,): places of these rows among all rows
-    structure: IntArray  #: (n,): structure of each row
-    factor: Float64Array  #: (n,): to the units of the quantity: n_atoms/V for stresses, or one
-    component: IntArray | None = None  #: (n,): of a force (x, y, z) or virial (xx, yy, zz, yz, …)
-    vector: IntArray | None = None  #: (n,): the force, or the virial, that it is a component of
-    multiplicity: Float64Array | None = None  #: (n,): of the component in its symmetric tensor
-    n_without: int = 0  #: structures, or atoms of an atomic property, without a label
-    species: IntArray | None = None  #: (n,): of the atom of a force or of an atomic property
-
-
-@dataclass(frozen=True)
 class TrainingSet:
-    """Labelled structures. A row of "energy" is a structure, or an atom if the target is atomic."""
+    """Labelled structures: all of a training set, or a part of it.
 
-    settings: Settings  #: with the elements of an atomic property, and the representation
-    frames: list[Atoms]  #: structures with labels
-    source: IntArray  #: (n_frames,): their indices among the structures given
-    #: atoms of each structure whose environments are needed: all, or those with labels
-    centers: list[IntArray]
-    #: "energy", which stands for any target, and "forces" and "stress" if they are learned
-    quantities: dict[str, Quantity]
-    species: list[int]  #: atomic numbers of all structures
-    #: (n_frames,): structures that are in or out of a subsample together; duplicates always are
+    A row of the target is a structure, or an atom if the target is atomic.
+    """
+
+    per_atom: bool  #: whether the target is atomic
+    frames: Sequence[Atoms]  #: structures with labels, perhaps in files; empty if they are not read
+    source: IntArray  #: (n,): their numbers among the structures given
+    sizes: IntArray  #: (n,): atoms
+    numbers: IntArray  #: (Σ sizes,): atomic numbers
+    volumes: Float64Array  #: (n,): of cells; zero without
+    #: atoms of each structure whose environments are needed: those with labels, or None for all
+    centers: list[IntArray] | None
+    y: Float64Array  #: (N,): labels of the target
+    derivatives: ForceLabels | None  #: forces and virials by structure
+    #: (n,): structures that are in or out of a subsample together; duplicates always are
     groups: IntArray
-    n_isolated: int
-    n_duplicates: int
-    isolated: dict[int, float]  #: energies of isolated atoms found in the data
-    hashes: list[bytes]  #: of each structure with its labels, as they were given
-    states: dict[State, int]  #: charges and spins, and the first structure given with each
-    derivatives: ForceLabels | None = None  #: forces and virials by structure
-    preset: str = ""  #: the representation, if it was chosen, and why
+    copies: IntArray  #: (n,): the same number for duplicates
 
-    @property
-    def y(self) -> Float64Array:
-        """Labels of the target: (N,)."""
-        return self.quantities["energy"].y
+    @cached_property
+    def environments(self) -> IntArray:
+        """Environments of each structure that are needed: (n,)."""
+        if self.centers is None:
+            return self.sizes
+        return np.array([len(chosen) for chosen in self.centers], dtype=np.intp)
 
     @cached_property
     def offsets(self) -> IntArray:
         """Environments of structure s are ``offsets[s]:offsets[s + 1]``."""
-        return offsets_of([len(c) for c in self.centers])
-
-    @property
-    def digest(self) -> str:
-        """Digest of structures and labels."""
-        return data_digest(self.hashes)
+        return offsets_of(self.environments)
 
     @property
     def n_environments(self) -> int:
@@ -142,58 +120,142 @@ class TrainingSet:
         return sum(len(quantity.y) for quantity in self.quantities.values())
 
     @cached_property
+    def rows_of_structures(self) -> IntArray:
+        """Number of labels of each structure: (n,)."""
+        counts = np.zeros(len(self.source), dtype=np.intp)
+        for quantity in self.quantities.values():
+            counts += np.bincount(quantity.structure, minlength=len(counts))
+        return counts
+
+    @cached_property
+    def species(self) -> list[int]:
+        """Atomic numbers of all structures."""
+        return [int(z) for z in np.unique(self.numbers)]
+
+    @property
     def center_species(self) -> IntArray:
         """Atomic number at the centre of each environment."""
-        pairs = zip(self.frames, self.centers, strict=True)
-        return np.concatenate([atoms.numbers[chosen] for atoms, chosen in pairs])
+        if self.centers is None:
+            return self.numbers
+        first = offsets_of(self.sizes)[:-1]
+        places = [a + chosen for a, chosen in zip(first, self.centers, strict=True)]
+        return np.asarray(self.numbers[np.concatenate([np.empty(0, dtype=np.intp), *places])])
 
-    def with_size(self, n_representatives: int) -> TrainingSet:
-        """Return a copy with a number of representatives."""
-        update = {"n_representatives": n_representatives}
-        return replace(self, settings=self.settings.model_copy(update=update))
+    @property
+    def composition(self) -> IntArray:
+        """Number of atoms of each species in each structure: (n, S)."""
+        counts = np.zeros((len(self.sizes), len(self.species)), dtype=np.intp)
+        structure = np.repeat(np.arange(len(self.sizes)), self.sizes)
+        np.add.at(counts, (structure, np.searchsorted(self.species, self.numbers)), 1)
+        return counts
 
-    def take(self, structures: IntArray) -> tuple[TrainingSet, IntArray]:
-        """Return the training set of some structures, and the rows that it has."""
-        rows = [np.flatnonzero(np.isin(self.quantities["energy"].structure, structures))]
-        derivatives = self.derivatives
-        if derivatives is not None:
-            owners = np.repeat(np.arange(len(self.frames)), np.diff(derivatives.offsets))
-            rows.append(len(self.y) + np.flatnonzero(np.isin(owners, structures)))
-            forces = [derivatives.forces[i] for i in structures]
-            derivatives = ForceLabels(forces, derivatives.virials[structures])
-        frames, centers = self.some(structures)
-        taken = replace(
+    def design(self, species: Sequence[int]) -> Float64Array:
+        """Return the design matrix of a baseline of species that include all: (N, S)."""
+        if self.per_atom:
+            return atom_design(self.center_species, species)
+        X = np.zeros((len(self.sizes), len(species)))
+        X[:, np.searchsorted(species, self.species)] = self.composition
+        return X / self.sizes[:, None]
+
+    @cached_property
+    def quantities(self) -> dict[str, Quantity]:
+        """Rows of the target, and of the derivatives of it that have labels."""
+        n = np.arange(len(self.source))
+        structure = np.repeat(n, self.environments) if self.per_atom else n
+        species = self.center_species if self.per_atom else None
+        ones, rows = np.ones(len(self.y)), np.arange(len(self.y))
+        target = Quantity(self.y, rows, structure, ones, species=species)
+        return {TARGET: target, **self._derived()}
+
+    def _derived(self) -> dict[str, Quantity]:
+        """Return the blocks of forces and virials, whose rows come after those of the target."""
+        labels, sizes, n_frames = self.derivatives, self.sizes, len(self.sizes)
+        if labels is None or not n_frames:
+            return {}
+        place = np.concatenate([np.flatnonzero(mask) for mask in labels.known])
+        structure = np.repeat(np.arange(n_frames), np.diff(labels.offsets))
+        n = sizes[structure]
+        # Each structure has n forces and a virial.
+        vector = offsets_of(sizes + 1)[:-1][structure] + np.minimum(place // 3, n)
+        multiplicity = np.where(place >= 3 * n + 3, 2.0, 1.0)
+        solid = self.volumes > 0
+        density = np.divide(sizes, self.volumes, out=np.zeros(n_frames), where=solid)
+        is_virial = place >= 3 * n
+        component = np.where(is_virial, place - 3 * n, place % 3)
+        # The virial, after the forces, belongs to no atom.
+        numbers = np.zeros(len(self.numbers) + n_frames, dtype=self.numbers.dtype)
+        numbers[np.arange(len(self.numbers)) + np.repeat(np.arange(n_frames), sizes)] = self.numbers
+        factor = np.where(is_virial, density[structure], 1.0)
+        quantities = {}
+        for name, chosen in zip(DERIVATIVES, (~is_virial, is_virial), strict=True):
+            rows = np.flatnonzero(chosen)
+            if len(rows):
+                quantities[name] = Quantity(
+                    labels.y[rows],
+                    len(self.y) + rows,
+                    structure[rows],
+                    factor[rows],
+                    component[rows],
+                    vector[rows],
+                    multiplicity[rows],
+                    numbers[vector[rows]] if KINDS[name].of_atoms else None,
+                )
+        return quantities
+
+    def take(self, structures: IntArray) -> TrainingSet:
+        """Return the training set of some structures."""
+        labels, frames = self.derivatives, self.frames
+        if isinstance(frames, FrameFiles):
+            frames = frames[structures]
+        elif len(frames):
+            frames = [frames[i] for i in structures]
+        if labels is not None:
+            forces = [labels.forces[i] for i in structures]
+            labels = ForceLabels(forces, labels.virials[structures])
+        rows = _ranges(self.offsets, structures) if self.per_atom else structures
+        return replace(
             self,
             frames=frames,
             source=self.source[structures],
-            centers=centers,
-            quantities=_quantities(self.y[rows[0]], frames, centers, derivatives, self.settings, 0),
+            sizes=self.sizes[structures],
+            numbers=self.numbers[_ranges(offsets_of(self.sizes), structures)],
+            volumes=self.volumes[structures],
+            centers=None if self.centers is None else [self.centers[i] for i in structures],
+            y=self.y[rows],
+            derivatives=labels,
             groups=self.groups[structures],
-            derivatives=derivatives,
+            copies=self.copies[structures],
         )
-        return taken, np.concatenate(rows)
-
-    def some(self, structures: IntArray) -> tuple[list[Atoms], list[IntArray]]:
-        """Return some structures, and the atoms in them whose environments are needed."""
-        return [self.frames[i] for i in structures], [self.centers[i] for i in structures]
 
     @property
-    def row_groups(self) -> IntArray:
-        """What is drawn, or left out, together: a number for each row of the target."""
-        if self.settings.resample == "atoms":
-            return np.arange(len(self.y))
-        return self.groups[self.quantities["energy"].structure]
+    def environments_of_frames(self) -> Iterator[tuple[Atoms, IntArray]]:
+        """Structures, and their atoms whose environments are needed."""
+        centers = [np.arange(n) for n in self.sizes] if self.centers is None else self.centers
+        return zip(self.frames, centers, strict=True)
 
-    @cached_property
-    def design(self) -> Float64Array:
-        """Design matrix of the baseline: (N, S)."""
-        return self.design_for(self.species)
 
-    def design_for(self, species: Sequence[int]) -> Float64Array:
-        """Return the design matrix of a baseline of other species, which include all: (N, S)."""
-        if self.settings.per_atom:
-            return atom_design(self.center_species, species)
-        return structure_design(self.frames, species)
+def _ranges(offsets: IntArray, some: IntArray) -> IntArray:
+    """Return the places of all elements of some of consecutive parts."""
+    sizes = np.diff(offsets)[some]
+    starts = np.repeat(offsets[some] - offsets_of(sizes)[:-1], sizes)
+    return np.asarray(starts + np.arange(int(sizes.sum())))
+
+
+def join_sets(parts: Sequence[TrainingSet]) -> TrainingSet:
+    """Return the structures of several training sets, one after the other; without frames."""
+    first = parts[0]
+    arrays: dict[str, Any] = {
+        name: np.concatenate([getattr(part, name) for part in parts])
+        for name in ("source", "sizes", "numbers", "volumes", "y", "groups", "copies")
+    }
+    centers, derivatives = None, None
+    if first.centers is not None:
+        centers = [chosen for part in parts for chosen in part.centers or ()]
+    if first.derivatives is not None:
+        labels = [part.derivatives for part in parts if part.derivatives is not None]
+        forces = [values for some in labels for values in some.forces]
+        derivatives = ForceLabels(forces, np.concatenate([some.virials for some in labels]))
+    return replace(first, frames=(), centers=centers, derivatives=derivatives, **arrays)
 
 
 def check_frames(frames: Sequence[Atoms], groups: Sequence[object] | str | None) -> None:
@@ -234,41 +296,19 @@ def group_labels(frames: Sequence[Atoms], key: str) -> list[str]:
     return [str(atoms.info[key]) for atoms in frames]
 
 
-def collect_labels(
-    frames: Sequence[Atoms],
-    settings: Settings,
-    groups: Sequence[object] | str | None = None,
-    *,
-    reference: ReferencePotential | None = None,
-    skip_failed: bool = False,
-) -> TrainingSet:
-    """Find labels and duplicates, and check that the structures can be used.
+@dataclass(frozen=True)
+class Scan:
+    """Labels of some structures, and facts about these."""
 
-    Groups are labels of structures that belong together, such as snapshots of one trajectory, or
-    the key of these labels. With a reference potential, labels are differences from it; structures
-    for which it fails are an error, or left out.
-    """
-    check_frames(frames, groups)
-    if isinstance(groups, str):
-        groups = group_labels(frames, groups)
-    data = read_labels(frames, settings, reference=reference, skip_failed=skip_failed)
-    check_states(data.states, settings)
-    codes, n_duplicates = join_groups(fingerprints(data.frames), groups, data.source)
-    settings, preset = with_representation(data.settings, data.frames)
-    derivatives = data.derivatives
-    if derivatives is not None:
-        settings = with_force_atoms(settings, [len(atoms) for atoms in data.frames])
-        derivatives = thinned(derivatives, settings, data.source)
-    known = known_baseline(settings, data.species, data.design, data.isolated)
-    return replace(
-        data,
-        settings=known,
-        quantities={"energy": data.quantities["energy"], **_derived(derivatives, data.frames)},
-        groups=codes,
-        n_duplicates=n_duplicates,
-        derivatives=derivatives,
-        preset=preset,
-    )
+    data: TrainingSet  #: each structure is a group
+    before: Float64Array  #: (N,): the target before a reference potential is subtracted
+    prints: list[bytes]  #: fingerprints of structures
+    hashes: list[bytes]  #: of each structure with its labels, as they were given
+    n_without: int  #: structures, or atoms of an atomic property, without a label
+    n_isolated: int
+    isolated: dict[int, float]  #: energies of isolated atoms found in the data
+    states: dict[State, int]  #: charges and spins, and the first structure given with each
+    n_periodic: int
 
 
 def read_labels(
@@ -277,69 +317,76 @@ def read_labels(
     *,
     reference: ReferencePotential | None = None,
     skip_failed: bool = False,
-    part: bool = False,
-) -> TrainingSet:
-    """Find labels, and check the structures; all of a training set, or a part of it.
+    required: bool = True,
+) -> Scan:
+    """Find labels, and check the structures that have some.
 
-    Groups, the representation and the baseline depend on all structures, and are left as they are:
-    each structure is a group. A part may have no labels.
+    Parameters
+    ----------
+    frames : sequence of Atoms
+    settings : Settings
+    reference : ReferencePotential, optional
+        Labels are differences from it.
+    skip_failed : bool
+        Whether structures for which the potential fails are left out, rather than an error.
+    required : bool
+        Whether there must be a label of each quantity; a part of the structures may have none.
     """
-    target = settings.target, settings.kind, settings.species
-    found = labelled(frames, *target, required=not part)
-    for i in found.frames.tolist():
+    scanned = labelled(frames, settings.target, settings.kind, settings.species, required=required)
+    for i in scanned.frames.tolist():
         check_structures([frames[i]], first=i)
-    sizes = [len(rows) for rows in found.rows] if settings.per_atom else [1] * len(found.frames)
-    labels: list[Any] = np.split(found.values, np.cumsum(sizes)[:-1]) if sizes else []
-    derivatives, totals = None, found
+    sizes = [len(rows) for rows in scanned.rows] if settings.per_atom else [1] * len(scanned.frames)
+    labels: list[Any] = np.split(scanned.values, np.cumsum(sizes)[:-1]) if sizes else []
+    derivatives, totals = None, scanned
     if settings.per_atom:
-        labels = [np.concatenate(pair) for pair in zip(found.rows, labels, strict=True)]
+        labels = [np.concatenate(pair) for pair in zip(scanned.rows, labels, strict=True)]
     if settings.learns_forces:
         keys = settings.forces, settings.stress
-        derivatives = force_labels(frames, found.frames, *keys, required=not part)
+        derivatives = force_labels(frames, scanned.frames, *keys, required=required)
         parts = zip(labels, derivatives.forces, derivatives.virials, strict=True)
         labels = [np.concatenate([y, f.ravel(), v]) for y, f, v in parts]
-    hashes = data_hashes([frames[i] for i in found.frames], labels)
+    hashes = data_hashes([frames[i] for i in scanned.frames], labels)
     if reference is not None:
-        found, derivatives = _differences(
-            frames, found, derivatives, reference, skip_failed=skip_failed, required=not part
+        scanned, derivatives = _differences(
+            frames, scanned, derivatives, reference, skip_failed=skip_failed, required=required
         )
-    used = [frames[i] for i in found.frames]
-    n_atoms = np.array([len(atoms) for atoms in used])
-    centers = found.rows if settings.per_atom else [np.arange(n) for n in n_atoms]
-    y = found.values / n_atoms if settings.kind == "extensive" else found.values
+    used = [frames[i] for i in scanned.frames]
+    n_atoms = np.array([len(atoms) for atoms in used], dtype=np.intp)
+    y, before = scanned.values, scanned.values
+    if settings.kind == "extensive":
+        y = scanned.values / n_atoms
+        before = totals.values[np.isin(totals.frames, scanned.frames)] / n_atoms
     if np.max(np.abs(y), initial=0.0) > _LARGEST:
         raise InputError(
             f"Labels {settings.target!r} are as large as {np.max(np.abs(y)):.1e}; numbers above "
             f"{_LARGEST:g} cannot be learned. Correct these labels, or use other units.",
             parameter="target",
         )
-    if settings.kind == "extensive" and not part:
-        check_not_constant(settings.target, found.values, n_atoms)
-    species = settings.species
-    if settings.per_atom and species is None and not part:
-        pairs = zip(used, centers, strict=True)
-        numbers = np.concatenate([atoms.numbers[chosen] for atoms, chosen in pairs])
-        species = tuple(np.unique(numbers).tolist())
-    stored = {"memory": None, "threads": None, "species": species}
+    none = np.empty(0, dtype=np.intp)
     data = TrainingSet(
-        settings=settings.model_copy(update=stored),
+        per_atom=settings.per_atom,
         frames=used,
-        source=found.frames,
-        centers=centers,
-        quantities=_quantities(y, used, centers, derivatives, settings, found.n_unlabelled),
-        species=species_of(used),
-        groups=np.arange(len(used)),
-        n_isolated=found.n_isolated,
-        n_duplicates=0,
-        isolated=found.isolated,
-        hashes=hashes,
-        states=_first_of_each(frames, found.frames, settings),
+        source=scanned.frames,
+        sizes=n_atoms,
+        numbers=np.concatenate([none, *(atoms.numbers for atoms in used)]).astype(np.intp),
+        volumes=np.array([a.cell.volume if a.cell.rank == 3 else 0.0 for a in used], float),
+        centers=scanned.rows if settings.per_atom else None,
+        y=y,
         derivatives=derivatives,
+        groups=np.arange(len(used)),
+        copies=np.arange(len(used)),
     )
-    if reference is not None and not part:
-        before = totals.values[np.isin(totals.frames, found.frames)] / n_atoms
-        _check_reference(reference, data, before)
-    return data
+    return Scan(
+        data=data,
+        before=before,
+        prints=fingerprints(used),
+        hashes=hashes,
+        n_without=scanned.n_unlabelled,
+        n_isolated=scanned.n_isolated,
+        isolated=scanned.isolated,
+        states=_first_of_each(frames, scanned.frames, settings),
+        n_periodic=sum(bool(np.any(atoms.pbc)) for atoms in used),
+    )
 
 
 def state_of(atoms: Atoms, labels: Collection[str] = ()) -> State:
@@ -407,86 +454,21 @@ def check_not_constant(target: str, values: Float64Array, sizes: IntArray) -> No
         )
 
 
-def _quantities(
-    y: Float64Array,
-    frames: Sequence[Atoms],
-    centers: Sequence[IntArray],
-    derivatives: ForceLabels | None,
-    settings: Settings,
-    n_without: int,
-) -> dict[str, Quantity]:
-    """Return the blocks of rows: of the target y (N,), and of forces and virials after it."""
-    sizes = [len(c) for c in centers] if settings.per_atom else np.ones(len(frames), dtype=int)
-    structure = np.repeat(np.arange(len(frames)), sizes)
-    energy = Quantity(y, np.arange(len(y)), structure, np.ones(len(y)), n_without=n_without)
-    if settings.per_atom:
-        species = np.concatenate([a.numbers[c] for a, c in zip(frames, centers, strict=True)])
-        energy = replace(energy, species=species)
-    return {"energy": energy, **_derived(derivatives, frames)}
-
-
-def join_sets(parts: Sequence[TrainingSet]) -> TrainingSet:
-    """Return the structures of several training sets of the same settings, one after the other."""
-    first, settings = parts[0], parts[0].settings
-    frames = [atoms for part in parts for atoms in part.frames]
-    centers = [chosen for part in parts for chosen in part.centers]
-    derivatives = None
-    if first.derivatives is not None:
-        labels = [part.derivatives for part in parts if part.derivatives is not None]
-        forces = [values for some in labels for values in some.forces]
-        derivatives = ForceLabels(forces, np.concatenate([some.virials for some in labels]))
-    y = np.concatenate([part.y for part in parts])
-    return replace(
-        first,
-        frames=frames,
-        source=np.concatenate([part.source for part in parts]),
-        centers=centers,
-        quantities=_quantities(y, frames, centers, derivatives, settings, 0),
-        groups=np.concatenate([part.groups for part in parts]),
-        derivatives=derivatives,
-    )
-
-
-def _check_reference(
-    reference: ReferencePotential, data: TrainingSet, before: Float64Array
-) -> None:
+def check_differences(name: str, target: str, data: TrainingSet, before: Float64Array) -> None:
     """Warn if differences from a reference potential vary more than the energies per atom (N,).
 
     A potential of the opposite sign doubles them, other units do more.
     """
-    X, y = data.design, np.stack([before, data.y], axis=1)
+    X, y = data.design(data.species), np.stack([before, data.y], axis=1)
     rest = y - y.mean(axis=0)
     rest -= X @ np.linalg.lstsq(X, rest, rcond=RCOND)[0]
     energies, differences = np.sqrt(np.mean(rest**2, axis=0))
     if differences > _WORSE * energies + _ROUNDING * np.abs(y).max():
         _warn(
-            f"Differences from the baseline {reference.name} vary by {differences:.3g} per atom, "
-            f"the energies {data.settings.target!r} by {energies:.3g}: it does not help. Check "
+            f"Differences from the baseline {name} vary by {differences:.3g} per atom, "
+            f"the energies {target!r} by {energies:.3g}: it does not help. Check "
             "units and signs."
         )
-
-
-def known_baseline(
-    settings: Settings,
-    species: Sequence[int],
-    design: Float64Array,
-    isolated: Mapping[int, float],
-) -> Settings:
-    """Use isolated atoms if the compositions do not determine the energies of all elements."""
-    linear = settings.linear_baseline
-    if linear != "composition" or settings.per_atom or len(row_space(design)) == len(species):
-        return settings
-    if settings.kind == "extensive" and {*species} <= {*isolated}:
-        log.info("Baseline: energies of isolated atoms, since compositions do not determine them.")
-        reference = settings.reference
-        atoms = "atoms" if reference is None else reference.model_copy(update={"then": "atoms"})
-        return settings.model_copy(update={"baseline": atoms})
-    _warn(
-        f"The training set has too few compositions to determine {settings.target!r} of each of "
-        f"{symbols_of(species)}. Other compositions are rejected in predictions; add them, or "
-        "isolated atoms (config_type=isolated_atom)."
-    )
-    return settings
 
 
 def _differences(
@@ -547,48 +529,13 @@ def _differences(
     return left, ForceLabels([forces[i] for i in kept], virials[kept])
 
 
-def _derived(labels: ForceLabels | None, frames: Sequence[Atoms]) -> dict[str, Quantity]:
-    """Return the blocks of forces and virials, whose rows come after those of the energies."""
-    if labels is None:
-        return {}
-    first = len(frames)
-    place = np.concatenate([np.flatnonzero(mask) for mask in labels.known])
-    structure = np.repeat(np.arange(len(frames)), np.diff(labels.offsets))
-    sizes = np.array([len(atoms) for atoms in frames])
-    n = sizes[structure]
-    # Each structure has n forces and a virial.
-    vector = offsets_of(sizes + 1)[:-1][structure] + np.minimum(place // 3, n)
-    multiplicity = np.where(place >= 3 * n + 3, 2.0, 1.0)
-    density = np.array([len(a) / a.cell.volume if a.cell.rank == 3 else 0.0 for a in frames])
-    is_virial = place >= 3 * n
-    component = np.where(is_virial, place - 3 * n, place % 3)
-    # The virial, after the forces, belongs to no atom.
-    numbers = np.concatenate([[*atoms.numbers, 0] for atoms in frames])
-    factor = np.where(is_virial, density[structure], 1.0)
-    found = {}
-    for name, chosen in (("forces", ~is_virial), ("stress", is_virial)):
-        rows = np.flatnonzero(chosen)
-        if len(rows):
-            found[name] = Quantity(
-                labels.y[rows],
-                first + rows,
-                structure[rows],
-                factor[rows],
-                component[rows],
-                vector[rows],
-                multiplicity[rows],
-                len(frames) - len(np.unique(structure[rows])),
-                numbers[vector[rows]] if name == "forces" else None,
-            )
-    return found
-
-
 def join_groups(
     prints: Sequence[bytes], groups: Sequence[object] | None, source: IntArray
-) -> tuple[IntArray, int]:
-    """Return the group of each structure, by its fingerprint, and the number of duplicates.
+) -> tuple[IntArray, IntArray, int]:
+    """Return a number for each different structure, the groups, and the number of duplicates.
 
-    Structures have the numbers `source` (n,) among those that groups are labels of.
+    Structures have fingerprints, and the numbers `source` (n,) among those that groups are labels
+    of. Duplicates are in one group.
     """
     codes = {digest: i for i, digest in enumerate(dict.fromkeys(prints))}
     distinct = np.array([codes[digest] for digest in prints], dtype=np.intp)
@@ -599,9 +546,9 @@ def join_groups(
             "subsample together."
         )
     if groups is None:
-        return distinct, n_duplicates
+        return distinct, distinct, n_duplicates
     labels = group_codes([groups[i] for i in source], len(prints))
-    return joined_groups(distinct, labels)[distinct], n_duplicates
+    return distinct, joined_groups(distinct, labels)[distinct], n_duplicates
 
 
 # --- labels of structures and atoms ---------------------------------------------------------------
@@ -948,28 +895,19 @@ def reject_without_energy(name: str, key: str) -> NoReturn:
     )
 
 
-def with_force_atoms(settings: Settings, sizes: Sequence[int]) -> Settings:
-    """Return settings with the atoms of each structure, of some sizes, whose forces are learned."""
-    if settings.force_atoms != "auto" or settings.forces is None:
-        return settings
-    wanted = settings.features.n_moving(np.array(sizes), settings.effort) or "all"
-    return settings.model_copy(update={"force_atoms": wanted})
+def thinned(data: TrainingSet, n_atoms: int, seed: int) -> TrainingSet:
+    """Return a training set with the forces on some atoms of each structure.
 
-
-def thinned(labels: ForceLabels, settings: Settings, source: IntArray) -> ForceLabels:
-    """Return the forces on some atoms of each structure, if not all are to be learned.
-
-    Atoms depend on the number of the structure (n,) among those given.
+    Atoms depend on the number of the structure among those given.
     """
-    wanted, forces = settings.force_atoms, []
-    if isinstance(wanted, str):
-        return labels
-    for number, all_forces in zip(source.tolist(), labels.forces, strict=True):
-        rng = np.random.default_rng([settings.seed, _FORCES_STREAM, number])
-        kept = rng.permutation(len(all_forces))[:wanted]
+    assert data.derivatives is not None
+    forces = []
+    for number, all_forces in zip(data.source.tolist(), data.derivatives.forces, strict=True):
+        rng = np.random.default_rng([seed, _FORCES_STREAM, number])
+        chosen = rng.permutation(len(all_forces))[:n_atoms]
         forces.append(np.full_like(all_forces, np.nan))
-        forces[-1][kept] = all_forces[kept]
-    return replace(labels, forces=forces)
+        forces[-1][chosen] = all_forces[chosen]
+    return replace(data, derivatives=ForceLabels(forces, data.derivatives.virials))
 
 
 def _warn(text: str) -> None:

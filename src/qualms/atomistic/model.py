@@ -19,7 +19,7 @@ import numpy as np
 from ase import Atoms
 
 from qualms.arrays import BoolArray, Float64Array, IntArray
-from qualms.atomistic import shards, training
+from qualms.atomistic import training
 from qualms.atomistic.baseline import atom_design, structure_design
 from qualms.atomistic.fitted import Fitted, Provenance, Record, describe_size
 from qualms.atomistic.forces import (
@@ -31,6 +31,7 @@ from qualms.atomistic.forces import (
 )
 from qualms.atomistic.labels import state_of
 from qualms.atomistic.model_file import read_model, write_model
+from qualms.atomistic.quantities import TARGET
 from qualms.atomistic.reference import ReferencePotential, make_reference
 from qualms.atomistic.settings import (
     Reference,
@@ -41,7 +42,6 @@ from qualms.atomistic.settings import (
     signature,
 )
 from qualms.atomistic.structures import (
-    FrameFiles,
     check_not_single,
     check_species,
     check_structures,
@@ -99,8 +99,6 @@ class AtomisticModel:
         #: The reference potential as the user gave it, rather than a file.
         self._confirmed = confirmed
         self._reference: ReferencePotential | None = None
-        #: Out-of-bag points of each quantity; not stored in the model file.
-        self.out_of_bag: dict[str, CalibrationData] = {}
 
     def fit(
         self,
@@ -129,9 +127,8 @@ class AtomisticModel:
             Whether structures for which the reference potential of the baseline fails are left out
             with a warning, rather than an error.
         executor : concurrent.futures.Executor or dask.distributed.Client, optional
-            Workers that train on shards of the structures; see the page on scaling. Structures of
-            `qualms.atomistic.FrameFiles` are trained on in shards, too, and so are all others if
-            they need more memory than there may be used.
+            Workers that compute parts of the structures; see the page on scaling. Structures of
+            `qualms.atomistic.FrameFiles` are read part by part.
         """
         if y is not None:
             store = "atoms.arrays" if self._given.per_atom else "atoms.info"
@@ -142,35 +139,19 @@ class AtomisticModel:
                 parameter="y",
             )
         structures = structures_of(frames)
-        stages = Stages(Bars() if progress is True else progress or None)
-        reference = self.reference  # an error if a file names code that no user confirmed
-        in_shards = executor is not None or isinstance(structures, FrameFiles)
         if not isinstance(structures, Sequence):
             structures = list(structures)
-        if not in_shards:
-            try:
-                found = training.fit(
-                    structures,
-                    self._given,
-                    groups,
-                    threads=self.threads,
-                    stages=stages,
-                    reference=reference,
-                    skip_failed=skip_failed,
-                )
-            except training.TooLargeError:
-                in_shards = True
-        if in_shards:
-            found = shards.fit(
-                structures,
-                self._given,
-                groups,
-                workers=as_workers(executor, self.threads if executor is None else 1),
-                threads=self.threads,
-                stages=stages,
-                skip_failed=skip_failed,
-            )
-        self._fitted, self.out_of_bag, self._potential = *found, None
+        self._fitted = training.fit(
+            structures,
+            self._given,
+            groups,
+            workers=as_workers(executor, self.threads if executor is None else 1),
+            threads=self.threads,
+            stages=Stages(Bars() if progress is True else progress or None),
+            reference=self.reference,  # an error if a file names code that no user confirmed
+            skip_failed=skip_failed,
+        )
+        self._potential = None
         chosen = {"representation": self._fitted.settings.representation}
         self.settings = self._given.model_copy(update=chosen)
         return self
@@ -422,6 +403,11 @@ class AtomisticModel:
         return self._fitted
 
     @property
+    def out_of_bag(self) -> Mapping[str, CalibrationData]:
+        """Out-of-bag points of each quantity, to which the calibrations were fitted."""
+        return self.fitted.points
+
+    @property
     def record(self) -> Record:
         """Data, errors and times of the training."""
         return self.fitted.record
@@ -554,17 +540,14 @@ class Chunk:
 
     def predict_learned(self, rows: Float64Array) -> Prediction:
         """Return the prediction without the reference potential, which has no uncertainty."""
-        raw = Prediction(self.fitted.members(rows, self.design))
-        fitted, factors = self.fitted, None
-        if "energy" in fitted.species_factors:
-            factors = fitted.factors_of("energy", self.center_species)
-        calibrated = raw.calibrated(
-            fitted.calibration,
-            fitted.conformal.get("energy"),
+        fitted = self.fitted
+        calibrated = fitted.calibrated(
+            TARGET,
+            fitted.members(rows, self.design),
+            numbers=self.center_species if fitted.per_atom else None,
             novelty_std=fitted.novelty_std(rows, self.prior_variance),
-            factors=factors,
         )
-        return calibrated * self.sizes if self.fitted.settings.kind == "extensive" else calibrated
+        return calibrated * self.sizes if fitted.settings.kind == "extensive" else calibrated
 
     def atom_novelty(self) -> list[Float64Array]:
         """Return the novelty of each environment, in units of the limit of extrapolation."""
@@ -721,9 +704,9 @@ def summarize(fitted: Fitted) -> dict[str, str]:
     units = f" in {settings.units}" if settings.units else ""
     of = f" of {symbols_of(settings.species)}" if settings.species else ""
     how = "bootstrap" if settings.replace else f"subsamples of {settings.subsample:g}"
-    kinds = [f"{settings.n_members}, {how} ({record.solver})"] if settings.n_subsampled else []
+    kinds = [f"{settings.n_members}, {how}"] if settings.n_subsampled else []
     kinds += [f"{settings.n_drawn} of the posterior"] if settings.n_drawn else []
-    target = record.quantities["energy"]
+    target = record.quantities[TARGET]
     counts = {
         "unlabelled skipped": target.n_without,
         "isolated atoms": record.n_isolated,
@@ -747,7 +730,7 @@ def summarize(fitted: Fitted) -> dict[str, str]:
         "representation": f"{record.preset and f'{record.preset}: '}"
         f"{fitted.representation.describe()}",
         "representatives": f"{size}, by {settings.selection}",
-        "noise": f"σ = {target.noise:.4g} {settings.units_of('energy')}".rstrip()
+        "noise": f"σ = {target.noise:.4g} {settings.units_of(TARGET)}".rstrip()
         + f" ({target.noise / record.target_std:.1e} of the standard deviation of the target)",
         "baseline": _baseline(fitted),
         "members": f"{' and '.join(kinds)}; predictions have {_independent(fitted)}",
@@ -755,9 +738,9 @@ def summarize(fitted: Fitted) -> dict[str, str]:
         f"λ = {record.centre:.2f})",
     }
     for name, found in record.quantities.items():
-        of, units = "" if name == "energy" else f"{name} ", settings.units_of(name)
+        of, units = "" if name == TARGET else f"{name} ", settings.units_of(name)
         if of:
-            noise_units = settings.units_of("energy" if name == "stress" else name)
+            noise_units = settings.noise_units_of(name)
             counts_of = f"{found.n_rows} components, {found.n_without} structures without"
             facts[name] = f"{counts_of}; σ = {found.noise:.4g} {noise_units}"
         facts[f"{of}error"] = "not available (no out-of-bag errors)"
@@ -771,7 +754,7 @@ def summarize(fitted: Fitted) -> dict[str, str]:
             described = calibration.describe()
             if not settings.n_subsampled:
                 described = described.replace("ŝ", "p")
-            if factors := fitted.species_factors.get(name):
+            if factors := fitted.calibrations[name].elements:
                 of_species = ", ".join(f"{f:.2f} ({symbol})" for symbol, f in factors.items())
                 described += f", × {of_species}"
             facts[f"{of}calibration"] = f"{described} ({points})"

@@ -7,20 +7,22 @@ weights that it names are opened later if `qualms.features.weights` allows it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from ase.data import chemical_symbols
+from ase.data import atomic_numbers, chemical_symbols
 from pydantic import Field
 
+from qualms.arrays import Float64Array
 from qualms.atomistic.baseline import Baseline
 from qualms.atomistic.fitted import Fitted, ProjectedVariance, Provenance, Record
+from qualms.atomistic.quantities import KINDS, TARGET
 from qualms.atomistic.settings import Settings
-from qualms.calibration.base import Calibration
+from qualms.calibration.base import CalibrationData
 from qualms.calibration.conformal import Conformal
 from qualms.calibration.fitting import build_calibration
+from qualms.calibration.quantity import QuantityCalibration
 from qualms.errors import InputError, QualmsError
 from qualms.features.learned import Backbone, LearnedDocument
 from qualms.features.soap import SoapDocument
@@ -36,7 +38,7 @@ from qualms.io.tensors import (
 
 FORMAT = "qualms model"
 #: Raised whenever the meaning of a file changes.
-PROTOCOL = 9
+PROTOCOL = 10
 
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
@@ -48,10 +50,20 @@ _LEAST = 1e-12
 
 
 class CalibrationDocument(Document):
-    """Method and parameters of a calibration."""
+    """Method, parameters and factors of the calibration of a quantity."""
 
     method: str
     parameters: dict[str, float | int]
+    isotropy: _Share
+    elements: dict[str, Annotated[float, Field(ge=1e-6, le=1e6)]]
+    is_conformal: bool  #: whether it has conformal intervals
+
+
+class PointsDocument(Document):
+    """Columns of the tensor of the out-of-bag points of a quantity."""
+
+    columns: tuple[str, ...] = Field(min_length=1)
+    centre: _Share
 
 
 class ModelDocument(Document):
@@ -65,10 +77,8 @@ class ModelDocument(Document):
     pp_intercept: _Number
     pp_noise: _Positive | None
     pp_target_variance: _Positive | None
-    calibrations: dict[str, dict[str, CalibrationDocument]]
-    isotropy: dict[str, _Share]
-    species_factors: dict[str, dict[str, Annotated[float, Field(ge=1e-6, le=1e6)]]]
-    conformal: tuple[str, ...]  #: quantities that have conformal intervals
+    calibrations: dict[str, CalibrationDocument]
+    points: dict[str, PointsDocument]
     training_novelty: tuple[_Share, _Share]
     largest_ensemble_std: float = Field(ge=0, le=LARGEST)
     record: Record
@@ -88,15 +98,19 @@ def write_model(path: str | Path, fitted: Fitted, *, force: bool) -> None:
         pp_noise=fitted.pp_variance.noise_variance if fitted.pp_variance else None,
         pp_target_variance=fitted.pp_variance.variance if fitted.pp_variance else None,
         calibrations={
-            quantity: {
-                name: CalibrationDocument(method=c.method, parameters=c.parameters())
-                for name, c in calibrations.items()
-            }
-            for quantity, calibrations in fitted.calibrations.items()
+            quantity: CalibrationDocument(
+                method=of.calibration.method,
+                parameters=of.calibration.parameters(),
+                isotropy=of.isotropy,
+                elements=dict(of.elements),
+                is_conformal=of.conformal is not None,
+            )
+            for quantity, of in fitted.calibrations.items()
         },
-        isotropy=dict(fitted.isotropy),
-        species_factors={name: dict(f) for name, f in fitted.species_factors.items()},
-        conformal=tuple(fitted.conformal),
+        points={
+            quantity: PointsDocument(columns=tuple(_columns(points)), centre=points.centre)
+            for quantity, points in fitted.points.items()
+        },
         training_novelty=fitted.training_novelty,
         largest_ensemble_std=fitted.largest_ensemble_std,
         record=fitted.record,
@@ -117,16 +131,35 @@ def _tensors(fitted: Fitted) -> dict[str, Any]:
         "baseline": fitted.baseline.full,
         "baseline_members": fitted.baseline.members,
         "baseline_span": fitted.baseline.span,
-        "membership": fitted.membership,
     }
-    for quantity, conformal in fitted.conformal.items():
-        pair = conformal.scores, conformal.probabilities
-        tensors[f"conformal_{quantity}"] = np.stack(pair, axis=1)
+    for quantity, of in fitted.calibrations.items():
+        if of.conformal is not None:
+            pair = of.conformal.scores, of.conformal.probabilities
+            tensors[f"conformal_{quantity}"] = np.stack(pair, axis=1)
+    for quantity, points in fitted.points.items():
+        tensors[f"points_{quantity}"] = np.stack([*_columns(points).values()], axis=1)
     if fitted.pp_variance is not None:
         rows = np.tril_indices(len(fitted.representatives))
         tensors["pp_whitening"] = fitted.pp_variance.whitening[rows]
         tensors["pp_posterior"] = fitted.pp_variance.posterior[rows]
     return tensors
+
+
+#: Out-of-bag points: arrays that all have, and that some have.
+_REQUIRED = ("residuals", "ensemble_std", "n_members", "groups", "structure")
+_OPTIONAL = ("posterior_std", "novelty_std", "component_std", "multiplicity")
+#: Columns of integers.
+_INTEGERS = ("n_members", "groups", "structure")
+
+
+def _columns(points: CalibrationData) -> dict[str, Float64Array]:
+    """Return the arrays of out-of-bag points by name, and the atomic numbers of elements."""
+    arrays = {name: getattr(points, name) for name in (*_REQUIRED, *_OPTIONAL)}
+    columns = {k: np.asarray(v, dtype=np.float64) for k, v in arrays.items() if v is not None}
+    if points.element is not None:
+        numbers = [atomic_numbers[str(symbol)] for symbol in points.element]
+        columns["element"] = np.array(numbers, dtype=np.float64)
+    return columns
 
 
 def read_model(path: str | Path, representation: object | None = None) -> Fitted:
@@ -151,7 +184,6 @@ def read_model(path: str | Path, representation: object | None = None) -> Fitted
             "n_subsampled": document.settings.n_subsampled,
             "n_members": document.settings.n_subsampled + document.settings.n_drawn,
             "species": len(document.species),
-            "rows": document.record.quantities["energy"].n_rows,
         }
         sizes = check_tensors(tensors, _expected(document), path=path, sizes=sizes)
         fitted = _build(document, tensors, sizes["r"])
@@ -174,10 +206,13 @@ def _expected(document: ModelDocument) -> dict[str, TensorSpec]:
         "baseline": TensorSpec("f", ("species",)),
         "baseline_members": TensorSpec("f", ("species", "n_members")),
         "baseline_span": TensorSpec("f", ("span", "species")),
-        "membership": TensorSpec("u", ("rows", "n_subsampled")),
     }
-    for quantity in document.conformal:
-        expected[f"conformal_{quantity}"] = TensorSpec("f", (f"n_{quantity}", 2))
+    for quantity, of in document.calibrations.items():
+        if of.is_conformal:
+            expected[f"conformal_{quantity}"] = TensorSpec("f", (f"n_{quantity}", 2))
+    for quantity, points in document.points.items():
+        shape = f"points_{quantity}", len(points.columns)
+        expected[f"points_{quantity}"] = TensorSpec("f", shape)
     if document.pp_noise is not None:
         for name in ("pp_whitening", "pp_posterior"):
             expected[name] = TensorSpec("f", ("triangle",))
@@ -192,11 +227,15 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
     representation = features.build(document.species, document.features, tensors)
     of_baseline = (tensors[f"baseline{part}"] for part in ("", "_members", "_span"))
     quantities = set(document.settings.keys)
-    if "energy" not in document.calibrations or not set(document.calibrations) <= quantities:
+    if TARGET not in document.calibrations or not set(document.calibrations) <= quantities:
         raise ValueError(f"calibrations of {', '.join(document.calibrations)}")
-    of_atoms = {"forces"} | ({"energy"} if document.settings.per_atom else set())
-    if not set(document.species_factors) <= of_atoms:
-        raise ValueError(f"factors of species of {', '.join(document.species_factors)}")
+    if not set(document.points) <= set(document.calibrations):
+        raise ValueError(f"points of {', '.join(document.points)}")
+    of_atoms = {name for name in quantities if KINDS[name].of_atoms}
+    of_atoms |= {TARGET} if document.settings.per_atom else set()
+    for quantity, of in document.calibrations.items():
+        if of.elements and quantity not in of_atoms:
+            raise ValueError(f"factors of elements of {quantity}")
     return Fitted(
         settings=document.settings,
         representation=representation,
@@ -209,14 +248,14 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
         pp_intercept=document.pp_intercept,
         baseline=Baseline(document.baseline, document.species, *of_baseline),
         calibrations={
-            quantity: _calibrations(document, documents)
-            for quantity, documents in document.calibrations.items()
+            quantity: _calibration(document, of, tensors.get(f"conformal_{quantity}"))
+            for quantity, of in document.calibrations.items()
         },
-        isotropy=document.isotropy,
-        species_factors=document.species_factors,
-        conformal={name: _conformal(tensors[f"conformal_{name}"]) for name in document.conformal},
+        points={
+            quantity: _points(of, tensors[f"points_{quantity}"])
+            for quantity, of in document.points.items()
+        },
         pp_variance=_variance(document, tensors, r),
-        membership=tensors["membership"],
         training_novelty=document.training_novelty,
         largest_ensemble_std=document.largest_ensemble_std,
         record=document.record,
@@ -224,21 +263,34 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
     )
 
 
-def _calibrations(
-    document: ModelDocument, documents: Mapping[str, CalibrationDocument]
-) -> dict[str, Calibration]:
-    calibrations = {
-        name: build_calibration(c.method, c.parameters) for name, c in documents.items()
-    }
-    if document.settings.calibration not in calibrations:
-        raise ValueError(f"no calibration {document.settings.calibration}")
+def _calibration(
+    document: ModelDocument, of: CalibrationDocument, conformal: Any
+) -> QuantityCalibration:
+    calibration = build_calibration(of.method, of.parameters)
     typical = np.array([document.largest_ensemble_std or 1.0])
-    for name, calibration in calibrations.items():
-        with np.errstate(all="ignore"):
-            std = float(calibration.std(typical, max(document.settings.n_members, 3))[0])
-        if not 0 <= std < np.inf:
-            raise ValueError(f"calibration {name} gives a standard deviation of {std}")
-    return calibrations
+    with np.errstate(all="ignore"):
+        std = float(calibration.std(typical, max(document.settings.n_members, 3))[0])
+    if not 0 <= std < np.inf:
+        raise ValueError(f"calibration {of.method} gives a standard deviation of {std}")
+    scores = _conformal(conformal) if of.is_conformal else None
+    return QuantityCalibration(calibration, of.isotropy, of.elements, scores)
+
+
+def _points(of: PointsDocument, table: Any) -> CalibrationData:
+    columns = dict(zip(of.columns, table.T, strict=True))
+    known = {*_REQUIRED, *_OPTIONAL, "element"}
+    if not {*_REQUIRED} <= {*columns} <= known or not len(table):
+        raise ValueError(f"out-of-bag points with {', '.join(columns)}")
+    arrays: dict[str, Any] = {name: np.ascontiguousarray(v) for name, v in columns.items()}
+    if any(np.any(v < 0) for name, v in arrays.items() if name != "residuals"):
+        raise ValueError("out-of-bag points with negative values")
+    if not np.all(arrays["ensemble_std"] > 0) or np.any(arrays["n_members"] < 2):
+        raise ValueError("out-of-bag points without an ensemble standard deviation")
+    for name in _INTEGERS:
+        arrays[name] = arrays[name].astype(np.intp)
+    if "element" in arrays:
+        arrays["element"] = np.array(chemical_symbols)[arrays["element"].astype(np.intp)]
+    return CalibrationData(weights=np.ones(len(table)), centre=of.centre, **arrays)
 
 
 def _conformal(pairs: Any) -> Conformal:

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import psutil
-from ase import Atoms
 from ase.data import atomic_numbers, chemical_symbols
 from pydantic import (
     BaseModel,
@@ -28,6 +27,7 @@ from pydantic import (
 )
 
 from qualms.arrays import check_number
+from qualms.atomistic.quantities import DERIVATIVES, KINDS, TARGET
 from qualms.calibration.fitting import MODEL_METHODS
 from qualms.errors import InputError, QualmsError, did_you_mean
 from qualms.evaluation import ENERGIES
@@ -302,6 +302,12 @@ class Settings(BaseModel):
         "Unit of subsampling for atomic properties: structures, since atoms of one structure are "
         "similar, or single atoms.",
     )
+    draw: Literal["blocks", "free"] = _uncertainty(
+        "blocks",
+        '{"blocks", "free"}',
+        "Subsamples are sets of random blocks of structures, whose sums are formed once; or drawn "
+        "structure by structure, as in the paper, which takes longer.",
+    )
     replace: bool = _uncertainty(False, "bool", "Bootstrap instead of subsampling.")
     calibration: str = _uncertainty(
         "sources",
@@ -374,13 +380,13 @@ class Settings(BaseModel):
     @property
     def learns_forces(self) -> bool:
         """Whether forces or stresses are learned together with the energy."""
-        return self.forces is not None or self.stress is not None
+        return len(self.keys) > 1
 
     @property
     def keys(self) -> dict[str, str]:
         """Key of each quantity that is learned."""
-        found = {"energy": self.target, "forces": self.forces, "stress": self.stress}
-        return {quantity: key for quantity, key in found.items() if key is not None}
+        keys = {TARGET: self.target} | {name: getattr(self, name) for name in DERIVATIVES}
+        return {quantity: key for quantity, key in keys.items() if key is not None}
 
     @property
     def has_forces(self) -> bool:
@@ -389,10 +395,20 @@ class Settings(BaseModel):
 
     def units_of(self, quantity: str) -> str:
         """Return the units of a quantity; energies are per atom if the target is extensive."""
-        if quantity == "energy" and self.kind != "extensive":
+        if quantity == TARGET and self.kind != "extensive":
             return self.units
-        per = {"energy": "atom", "forces": "Å", "stress": "Å³"}[quantity]
-        return f"{self.units}/{per}" if self.units else f"per {per}"
+        return self._per(KINDS[quantity].per)
+
+    def noise_units_of(self, quantity: str) -> str:
+        """Return the units of the rows of a quantity, and of its noise."""
+        return (
+            self._per(KINDS[quantity].noise_per)
+            if KINDS[quantity].noise_per
+            else (self.units_of(quantity))
+        )
+
+    def _per(self, what: str) -> str:
+        return f"{self.units}/{what}" if self.units else f"per {what}"
 
     @field_validator("representation", mode="before")
     @classmethod
@@ -498,8 +514,8 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
             "learned. Leave it out, or name their key.",
             parameter="force_atoms",
         )
-    for name in ("forces", "stress"):
-        noise = getattr(settings, f"{name}_noise")
+    for name in DERIVATIVES:
+        noise = getattr(settings, KINDS[name].noise)
         if noise != "auto" and getattr(settings, name) is None:
             raise InputError(
                 f"`{name}_noise={noise!r}` has no meaning, since no `{name}` is learned. Leave it "
@@ -507,7 +523,7 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
                 parameter=f"{name}_noise",
             )
     if settings.learns_forces and settings.kind != "extensive":
-        name = "forces" if settings.forces is not None else "stress"
+        name = [*settings.keys][1]
         raise InputError(
             f"`{name}` is a derivative of an energy, which is extensive. Leave out `{name}`, or "
             f"`kind={settings.kind!r}`.",
@@ -519,7 +535,7 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
 def _check_members(settings: Settings) -> None:
     """Reject parameters of members that the model does not have, and too few members."""
     unused = {
-        "posterior": ("n_members", "subsample", "replace", "centre"),
+        "posterior": ("n_members", "subsample", "draw", "replace", "centre"),
         "subsampling": ("n_posterior",),
         "both": (),
     }
@@ -564,18 +580,19 @@ def _check_reference(settings: Settings, reference: Reference) -> None:
         )
 
 
-def with_representation(settings: Settings, frames: Sequence[Atoms]) -> tuple[Settings, str]:
-    """Return settings with the representation for these structures, and what was chosen and why.
+def with_representation(
+    settings: Settings, species: Sequence[int], *, periodic: bool
+) -> tuple[Settings, str]:
+    """Return settings with the representation for some species, and what was chosen and why.
 
-    The text is empty if there was nothing to choose.
+    The text is empty if there was nothing to choose. Most structures are periodic, or not.
     """
     chosen = ""
     if isinstance(settings.representation, dict):
-        name, reason = choose_preset(frames, settings.kind)
+        name, reason = choose_preset(species, settings.kind, periodic=periodic)
         soap = make_soap({**settings.representation, "preset": name})
         chosen = f"{name} (chosen for {reason})"
         settings = settings.model_copy(update={"representation": soap})
-    species = sorted({int(z) for atoms in frames for z in np.unique(atoms.numbers)})
     features = settings.features.resolved(species)
     return _with_forces(settings.model_copy(update={"representation": features})), chosen
 

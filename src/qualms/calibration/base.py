@@ -10,7 +10,15 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import numpy as np
 
-from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray, check_members, check_points
+from qualms.arrays import (
+    BoolArray,
+    Float64Array,
+    FloatArray,
+    IntArray,
+    StrArray,
+    check_members,
+    check_points,
+)
 from qualms.calibration.conformal import Conformal, fit_conformal
 from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWarning
 from qualms.gp.ensemble import (
@@ -60,6 +68,14 @@ class CalibrationData:
         Places of the points among those that they were taken from.
     divided_by : (n,) array, optional
         Factors that the residuals were divided by: likelihoods are those of the residuals before.
+    component_std, multiplicity : (n,) arrays, optional
+        Of components of vectors or tensors: ŝ of the component itself, `ensemble_std` and
+        `posterior_std` being those of the whole vector; and how often it is in its tensor, relative
+        to the mean. See `qualms.calibration.vectors`.
+    structure : (n,) array of int, optional
+        Number of the structure.
+    element : (n,) array of str, optional
+        Chemical symbol of the atom, if the points belong to atoms.
     """
 
     residuals: Float64Array
@@ -73,6 +89,10 @@ class CalibrationData:
     n_components: float = 1.0
     rows: IntArray | None = None
     divided_by: Float64Array | None = None
+    component_std: Float64Array | None = None
+    multiplicity: Float64Array | None = None
+    structure: IntArray | None = None
+    element: StrArray | None = None
 
     @property
     def scale(self) -> Float64Array:

@@ -198,13 +198,13 @@ def _check_options(model: AtomisticModel, output: Path, wanted: Wanted) -> None:
 
 
 def _check_interval(model: AtomisticModel, level: float) -> None:
-    conformal = model.fitted.conformal
-    if "energy" not in conformal:
+    conformal = {name: of.conformal for name, of in model.fitted.calibrations.items()}
+    if conformal["energy"] is None:
         raise InputError(
             "--interval needs out-of-bag errors, which this model does not have.",
             parameter="--interval",
         )
-    largest = min(float(one.probabilities[-1]) for one in conformal.values())
+    largest = min(float(of.probabilities[-1]) for of in conformal.values() if of is not None)
     if not 0 < level <= largest:
         raise InputError(
             f"--interval {level} is not between 0 and {largest:.4g}, the largest coverage that the "

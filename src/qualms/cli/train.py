@@ -276,16 +276,19 @@ def summary_document(
     """Return the description of a model as a JSON document."""
     from qualms.report.tables import score_records
 
-    calibrations = {
-        quantity: {name: {"method": c.method, **c.parameters()} for name, c in found.items()}
-        for quantity, found in model.fitted.calibrations.items()
-    }
     document: dict[str, Any] = {
         "settings": model.settings.model_dump(mode="json"),
         "training": model.record.model_dump(mode="json"),
-        "calibrations": calibrations.pop("energy"),
+        "calibrations": {
+            quantity: {
+                "method": of.calibration.method,
+                **of.calibration.parameters(),
+                "isotropy": of.isotropy,
+                "elements": dict(of.elements),
+            }
+            for quantity, of in model.fitted.calibrations.items()
+        },
         "provenance": model.provenance.model_dump(mode="json"),
-        **{f"{quantity}_calibrations": found for quantity, found in calibrations.items()},
     }
     for quantity, found in evaluations.items():
         key = "test" if quantity == "energy" else f"{quantity}_test"

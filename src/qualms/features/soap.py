@@ -259,19 +259,17 @@ _ORGANIC = frozenset((1, 5, 6, 7, 8, 9, 14, 15, 16, 17, 34, 35, 53))
 _FEW_ELEMENTS = 8
 
 
-def choose_preset(frames: Sequence[Atoms], kind: str) -> tuple[str, str]:
-    """Return the preset for structures and a kind of property, and why.
+def choose_preset(species: Sequence[int], kind: str, *, periodic: bool) -> tuple[str, str]:
+    """Return the preset for structures of some species and a kind of property, and why.
 
     Molecules, with few elements, are organic. Of crystals, at least half of the structures, those
     with carbon, hydrogen and other elements of organic molecules alone are organic, or nmr for
     properties of atoms. All others are inorganic.
     """
-    species = {int(z) for atoms in frames for z in np.unique(atoms.numbers)}
-    periodic = np.mean([np.any(atoms.pbc) for atoms in frames]) >= 0.5
     name = "inorganic"
     if not periodic and len(species) <= _FEW_ELEMENTS:
         name = "organic"
-    elif periodic and {1, 6} <= species <= _ORGANIC:
+    elif periodic and {1, 6} <= {*species} <= _ORGANIC:
         name = "nmr" if kind == "atomic" else "organic"
     what = "crystals" if periodic else "molecules"
     if periodic and name != "inorganic":

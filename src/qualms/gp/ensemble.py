@@ -1,40 +1,34 @@
 """Ensembles of subsampled sparse models that share one basis: Eqs. (4), (10) and (11).
 
-Three parts: drawing the training sets of members and averaging over them; solving all members for
-little more than the cost of one model; the full model and its members in the units of y. Arrays of
-member predictions have the members on their last axis: (n, N_R), or (n, T, N_R) for T outputs.
+Two parts: drawing the training sets of members and averaging over them; the full model and its
+members, solved from sums over rows. Arrays of member predictions have the members on their last
+axis: (n, N_R), or (n, T, N_R) for T outputs.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from scipy.linalg import blas, solve_triangular
 
 from qualms.arrays import (
     BoolArray,
     Float64Array,
     FloatArray,
     IntArray,
-    as_targets,
-    check_integer,
-    check_number,
-    check_sample_weight,
 )
-from qualms.errors import InputError, NumericalError, QualmsWarning, counted, did_you_mean
-from qualms.gp.linalg import cholesky, cholesky_solve, cholesky_whiten
-from qualms.gp.noise import BlockSums, noise_grid, select_joint_noise, select_noise
-from qualms.gp.sparse_gp import (
-    ProjectedProcess,
+from qualms.errors import InputError, NumericalError, QualmsWarning, counted
+from qualms.gp.noise import noise_grid, select_joint_noise, select_noise
+from qualms.gp.sparse_gp import ProjectedProcess, solve_projected_process
+from qualms.gp.sums import (
+    FEW_ROWS,
+    BlockSums,
+    Draw,
+    KeptRows,
     RowSums,
-    solve_projected_process,
     sum_rows,
     weighted_sum,
 )
@@ -114,6 +108,145 @@ def draw_members(
         draws = [rng.permutation(n_groups)[:n] for _ in range(n_members)]
     counts = [np.bincount(drawn, minlength=n_groups)[codes] for drawn in draws]
     return np.stack(counts, axis=1).astype(np.intp)
+
+
+#: Blocks that members are made of: sixteen members of half of 16 blocks differ in eight of them. If
+#: rows are few, more blocks cost nothing, and draws are nearly free.
+_BLOCKS, _MANY_BLOCKS = 16, 64
+#: More blocks that are tried, of which the subsamples may be a whole number.
+_MORE = 4
+#: Blocks without members: noise variances of several quantities are tested on one of them.
+_FOLDS = 5
+#: Difference of the share of the blocks of members to the subsample that was asked for.
+_ROUNDED = 0.02
+
+
+def n_blocks_of(n_members: int, n_rows: int, *, free: bool) -> int:
+    """Return the number of blocks for so many members and rows, if there are enough groups."""
+    if free or not n_members:
+        return _FOLDS
+    return _MANY_BLOCKS if n_rows <= _MANY_BLOCKS * FEW_ROWS else _BLOCKS
+
+
+def draw_blocks(
+    groups: IntArray,
+    rng: np.random.Generator,
+    *,
+    n_members: int,
+    subsample: float = 0.5,
+    replace: bool = False,
+    free: bool = False,
+    n_rows: int = 0,
+    kinds: IntArray | None = None,
+) -> Draw:
+    """Divide points into blocks, and draw the blocks that members are trained on.
+
+    Parameters
+    ----------
+    groups : (n,) array of int
+        Labels of points; those of one group are in one block.
+    rng : numpy.random.Generator
+    n_members : int
+        N_R ≥ 2, or 0 for none.
+    subsample : float or int
+        Size of the training sets of members: a fraction of the groups, or a number of them.
+    replace : bool
+        Draw with replacement (bootstrap).
+    free : bool
+        Draw groups, as in the paper, rather than blocks.
+    n_rows : int
+        Number of rows, on which the number of blocks depends.
+    kinds : (n,) array of int, optional
+        Kinds of points, such as those with forces: each is spread evenly over the blocks.
+    """
+    labels, first, codes = np.unique(groups, return_index=True, return_inverse=True)
+    n_groups = len(labels)
+    n = subsample_size(subsample, n_groups) if n_members and not replace else n_groups
+    fewest = n_blocks_of(n_members, n_rows, free=free)
+    most = fewest + (0 if free or not n_members else _MORE)
+    share = n / n_groups
+
+    def rounding(size: int) -> tuple[float, bool]:
+        used = min(max(round(size * share), 1), size - 1) / size if size > 1 else share
+        return round(abs(used - share), 9), n_groups % size > 0
+
+    # Of a few numbers of blocks, the first of which the subsamples are a whole number.
+    n_blocks = min(range(min(fewest, n_groups), min(most, n_groups) + 1), key=rounding)
+    order = rng.permutation(n_groups)
+    if kinds is not None:  # those of a kind follow each other, rare ones first
+        of_group = kinds[first]
+        rarity = np.bincount(of_group)[of_group]
+        order = order[np.lexsort((of_group[order], rarity[order]))]
+    block = np.empty(n_groups, dtype=np.intp)
+    block[order] = np.arange(n_groups) % n_blocks
+    block = block[codes]
+    if free or not n_members:
+        counts = np.empty((len(codes), 0), dtype=np.intp)
+        if n_members:
+            counts = draw_members(
+                len(codes), n_members, subsample, rng, replace=replace, groups=codes
+            )
+        return Draw(block, counts, n_blocks, None)
+    of_blocks = draw_members(n_blocks, n_members, 0.5 if replace else share, rng, replace=replace)
+    if not replace and rounding(n_blocks)[0] > _ROUNDED:
+        used = of_blocks[:, 0].sum() / n_blocks
+        warnings.warn(
+            f"Members are trained on {used:.3g} of the data, not {share:.3g}: subsamples are made "
+            f"of {n_blocks} blocks.",
+            QualmsWarning,
+            stacklevel=2,
+        )
+    return Draw(block, of_blocks[block], n_blocks, of_blocks)
+
+
+def with_points(draw: Draw, points: BoolArray, members: BoolArray) -> Draw:
+    """Return a draw with some points (n,) in the training sets of some members (N_R,) as well.
+
+    Of each block, these points become a block of their own, which few rows make cheap.
+    """
+    if draw.of_blocks is None:
+        more = points[:, None] & members
+        return replace(draw, counts=np.where(more, np.maximum(draw.counts, 1), draw.counts))
+    old = np.unique(draw.block[points])
+    block = draw.block.copy()
+    block[points] = draw.n_blocks + np.searchsorted(old, draw.block[points])
+    with_them = np.where(members, np.maximum(draw.of_blocks[old], 1), draw.of_blocks[old])
+    of_blocks = np.concatenate([draw.of_blocks, with_them])
+    return Draw(block, of_blocks[block], len(of_blocks), of_blocks)
+
+
+def keep_groups(
+    groups: IntArray,
+    n_rows: IntArray,
+    n: int,
+    rng: np.random.Generator,
+    preferred: Sequence[BoolArray] = (),
+) -> BoolArray:
+    """Return points (N,) of random groups, whole ones, that have at least n rows together.
+
+    Parameters
+    ----------
+    groups, n_rows : (N,) arrays of int
+        Group of each point, and its number of rows.
+    n : int
+    rng : numpy.random.Generator
+    preferred : sequence of (N,) arrays of bool
+        Of each of these kinds of points, ten groups come first.
+    """
+    codes = np.unique(groups, return_inverse=True)[1]
+    order = rng.permutation(int(codes.max()) + 1)
+    later = np.ones(len(order), dtype=bool)
+    for kind in preferred:
+        has = np.bincount(codes, weights=kind, minlength=len(order)) > 0
+        later[np.flatnonzero(has[order])[:_OF_EACH]] = False
+    order = order[np.argsort(later, kind="stable")]
+    sizes = np.bincount(codes, weights=n_rows, minlength=len(order))[order]
+    n_groups = int(np.searchsorted(np.cumsum(sizes), n)) + 1
+    return np.isin(codes, order[: max(n_groups, _OF_EACH)])
+
+
+#: Rows that are kept at most, whole groups aside, and groups of each quantity at least.
+N_KEPT, _OF_EACH = 10_000, 10
 
 
 def group_codes(groups: Sequence[object] | IntArray | None, n_train: int) -> IntArray:
@@ -300,637 +433,6 @@ def centred(
     return np.concatenate([blend + (members - mean), blend + drawn], axis=-1)
 
 
-# Thin products in float64, a block of rows of Φ at a time: a float32 Φ is never widened whole.
-# Matrices have one row per system, q = member * n_outputs + output.
-def block_size(Phi: FloatArray) -> int:
-    """Return how many rows of Φ are visited at a time: 64 MiB in float64."""
-    return max(1, 2**23 // int(Phi.shape[1]))
-
-
-def row_blocks(Phi: FloatArray) -> Iterator[tuple[slice, Float64Array]]:
-    """Yield ``(rows, Phi[rows])`` in C-contiguous float64, a block at a time."""
-    size = block_size(Phi)
-    for start in range(0, len(Phi), size):
-        rows = slice(start, min(start + size, len(Phi)))
-        yield rows, np.ascontiguousarray(Phi[rows], dtype=np.float64)
-
-
-def project(Phi: FloatArray, Z: Float64Array) -> Float64Array:
-    """Return ZΦ (n_systems, r) for Z (n_systems, N)."""
-    out = np.zeros((len(Z), Phi.shape[1]))
-    for rows, block in row_blocks(Phi):
-        out += Z[:, rows] @ block
-    return out
-
-
-def predict(Phi: FloatArray, W: Float64Array) -> Float64Array:
-    """Return WΦᵀ (n_systems, N) for W (n_systems, r)."""
-    return np.concatenate([W @ block.T for _, block in row_blocks(Phi)], axis=1)
-
-
-def normal_product(
-    Phi: FloatArray, C: Float64Array, noise_variance: float, W: Float64Array
-) -> tuple[Float64Array, Float64Array]:
-    """Return F = WΦᵀ (n_systems, N) and (C ∘ F)Φ + σ²W (n_systems, r), in one pass over Φ.
-
-    C (n_systems, N) holds the weight of each row of Φ in each system.
-    """
-    F, product = np.empty((len(W), len(Phi))), noise_variance * W
-    for rows, block in row_blocks(Phi):
-        F[:, rows] = W @ block.T
-        product += (C[:, rows] * F[:, rows]) @ block
-    return F, product
-
-
-# Solving all members.
-# With fewer rows than the full model has effective parameters, there are directions that the full
-# model determines well and that only σ² determines in the member. CG, with the full model as
-# preconditioner, stops before it has found them, seemingly converged, and the residual of the
-# complement hides them. The transition at one was sharp on all data tried.
-_ROWS_PER_PARAMETER = 1.05
-#: Steps after which the observed rate of convergence is reliable enough to stop because of it.
-_STEPS_BEFORE_GIVING_UP = 16
-
-
-class MemberSolution(NamedTuple):
-    """Weights (r, T, N_R) of all members, and how they were found.
-
-    `method` is the name of a solver, and `n_iterations` the passes over Φ of conjugate gradients.
-    """
-
-    weights: Float64Array
-    method: str
-    n_iterations: int = 0
-
-
-@dataclass(frozen=True)
-class MemberProblem:
-    """The systems to solve: members on the first axis, rows of Φ (N, r) on the last.
-
-    `Y` (N_R, T, N) are the targets of each member, possibly a broadcast view, and `C` (N_R, N) the
-    multiplicity of each row times its `sample_weight` (N,). The model `full` has the same Phi and
-    sample weights. In a subsample no row counts more than once.
-    """
-
-    Phi: FloatArray
-    Y: Float64Array
-    C: Float64Array
-    sample_weight: Float64Array
-    full: ProjectedProcess
-    is_subsample: bool
-
-    @property
-    def n_outputs(self) -> int:
-        """T."""
-        return int(self.Y.shape[1])
-
-    def systems(self) -> Float64Array:
-        """Return C with one row per system: member by member, outputs within."""
-        return np.repeat(self.C, self.n_outputs, axis=0)
-
-    def as_weights(self, W: Float64Array) -> Float64Array:
-        """Bring solutions of all systems (N_R·T, r) into the order (r, T, N_R)."""
-        by_member = W.reshape(len(self.C), self.n_outputs, -1)
-        return np.ascontiguousarray(by_member.transpose(2, 1, 0))
-
-    def effective_dimension(self) -> float:
-        """Estimate d_eff = Tr[ΦᵀΦ (ΦᵀΦ + σ²)⁻¹] = r − σ²|L⁻¹|² of the full model.
-
-        16 random signs s, E|L⁻¹s|² = |L⁻¹|², leave a standard error below √((r − d_eff)/8). Where
-        σ² is nearly lost in rounding, so is L⁻¹: the estimate is clipped to [0, r].
-        """
-        rank = self.Phi.shape[1]
-        signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(rank, 16))
-        V = cholesky_whiten(self.full.factor, signs)
-        return float(np.clip(rank - self.full.noise_variance * np.sum(V**2) / 16, 0.0, rank))
-
-    def scale(self, F: Float64Array) -> Float64Array:
-        """Return the RMS standard deviation between members of predictions F, per output: (T,).
-
-        F (N_R·T, N) has one row per system. Where the members agree, a small fraction of y is
-        returned instead.
-        """
-        by_member = F.reshape(-1, self.n_outputs, F.shape[1])
-        std = np.sqrt(by_member.var(axis=0, ddof=1).mean(axis=-1))
-        return np.asarray(np.maximum(std, self._smallest_scale))
-
-    @cached_property
-    def _smallest_scale(self) -> Float64Array:
-        rms = np.sqrt(np.mean(self.Y**2, axis=(0, 2)))
-        return np.asarray(np.maximum(1e-8 * rms, np.finfo(np.float64).tiny))
-
-
-class ProblemSize(NamedTuple):
-    """Numbers that determine the cost of solving the members.
-
-    `n_present` is the number of distinct rows in a member, `effective_dimension` d_eff of the full
-    model, and `effective_fraction` p = (Σc)² / (N Σc²), which is n/N for a subsample.
-    """
-
-    n_train: int
-    rank: int
-    n_members: int
-    n_outputs: int
-    n_present: float
-    effective_dimension: float
-    effective_fraction: float
-    tolerance: float
-
-    @property
-    def per_iteration(self) -> float:
-        """Two thin products, two triangular solves, and bookkeeping on (systems, N) arrays."""
-        systems = self.n_members * self.n_outputs
-        thin = 110 + 4.5 * systems
-        return thin * self.rank * (self.n_train + self.rank) + 1000 * systems * self.n_train
-
-
-class InaccurateError(NumericalError):
-    """A solver cannot reach the tolerance for this problem."""
-
-
-def estimated_costs(size: ProblemSize) -> dict[str, float]:
-    """Estimate the cost of each solver, given the full model.
-
-    The unit is one floating-point operation of a large matrix product. Thin products, triangular
-    solves and factorisations count for more than their operations, as measured with OpenBLAS.
-
-    If all leverages are γ = d_eff/N and a member keeps a fraction p of the rows, the eigenvalues of
-    the preconditioned operator of CG fill (√(p(1−γ)) ± √(γ(1−p)))² (the edges of the Jacobi
-    ensemble), and the error shrinks by √(γ(1−p)) / √(p(1−γ)) per iteration. Unequal leverages add
-    to that; ``method="auto"`` abandons CG when the observed rate is too slow.
-    """
-    N, r, n, p = size.n_train, size.rank, size.n_present, size.effective_fraction
-    lacking, factorise = N - n, r**3 / 2 + 60 * N * r
-    woodbury = 1.2 * r**2 * lacking + 1.2 * lacking**2 * r + lacking**3 / 2
-    downdate = 1.2 * r**2 * lacking + 10 * r**2 + factorise
-    leverage = min(max(size.effective_dimension / N, 0.0), 1.0)
-    seen, unseen = math.sqrt(p * (1 - leverage)), math.sqrt(leverage * (1 - min(p, 1.0)))
-    rate = min(max(unseen / seen, 0.05), 0.8) if seen > 0 else 0.8
-    iterations = 3 + 1.2 * math.log(2 / min(size.tolerance, 1.0)) / -math.log(rate)
-    complement = size.n_members * (min(woodbury, downdate) + 300 * r * lacking)
-    return {
-        "dual": size.n_members * (1.2 * n**2 * r + n**3 / 2 + 900 * r * n),
-        "complement": complement + 2 * size.per_iteration,
-        "cg": iterations * size.per_iteration + 450 * N * r + 1.2 * r**2 * N / 10,
-        "direct": size.n_members * (1.2 * r**2 * n + 300 * r * n + factorise),
-    }
-
-
-def solve_direct(problem: MemberProblem) -> MemberSolution:
-    """Solve (Φᵀ diag(c) Φ + σ²) w = Φᵀ diag(c) y member by member."""
-    members = [_direct(problem, i) for i in range(len(problem.C))]
-    return MemberSolution(np.stack(members, axis=-1), "direct")
-
-
-def _direct(problem: MemberProblem, i: int) -> Float64Array:
-    gram = np.zeros((problem.Phi.shape[1],) * 2, order="F")
-    _add_gram(gram, problem.Phi, problem.C[i])
-    return _solve_gram(problem, i, gram)
-
-
-def solve_dual(problem: MemberProblem) -> MemberSolution:
-    """Solve w = Aᵀ(AAᵀ + σ²)⁻¹√c y, where A = diag(√c)Φ has the rows of one member only.
-
-    A member with more rows than features is solved directly: its AAᵀ is singular and depends on σ²
-    more delicately.
-    """
-    few = np.count_nonzero(problem.C, axis=1) <= problem.Phi.shape[1]
-    members = [_dual(problem, i) if few[i] else _direct(problem, i) for i in range(len(few))]
-    return MemberSolution(np.stack(members, axis=-1), "dual")
-
-
-def _dual(problem: MemberProblem, i: int) -> Float64Array:
-    rows = np.flatnonzero(problem.C[i])
-    root = np.sqrt(problem.C[i, rows])
-    A = _scaled_rows(problem.Phi, rows, root)
-    kernel = blas.dsyrk(1.0, A.T, trans=1, lower=1)
-    kernel[np.diag_indices_from(kernel)] += problem.full.noise_variance
-    factor = cholesky(kernel, what="ΦΦᵀ + σ² of a member", overwrite=True)
-    return np.asarray(A.T @ cholesky_solve(factor, (root * problem.Y[i][:, rows]).T))
-
-
-def solve_complement(problem: MemberProblem, tolerance: float) -> MemberSolution:
-    """Remove from the full model, for each member, the rows that it lacks.
-
-    Raises `InaccurateError` if the subtraction loses too much to rounding.
-    """
-    Phi, T, factor = problem.Phi, problem.n_outputs, problem.full.factor
-    # The full model of each member's own targets: the given one need not have the same.
-    all_rows = project(Phi, problem.sample_weight * problem.Y.reshape(-1, len(Phi)))
-    W = cholesky_solve(factor, all_rows.T).T
-    few = (problem.C == 0).sum(axis=1).max() < Phi.shape[1]
-    remove = _woodbury if few else _downdate
-    try:
-        for i in range(len(problem.C)):
-            mine = slice(i * T, (i + 1) * T)
-            W[mine] = remove(problem, i, W[mine].T).T
-    except NumericalError as error:
-        raise InaccurateError("the difference of Gram matrices is lost in rounding") from error
-    # The residual ρ shows the error: ‖e‖²_A = ρ·A⁻¹ρ, and A⁻¹ is about that of the full model.
-    F, C = predict(Phi, W), problem.systems()
-    rho = project(Phi, C * (problem.Y.reshape(F.shape) - F)) - problem.full.noise_variance * W
-    energy = np.sum(cholesky_whiten(factor, rho.T) ** 2, axis=0) / C.sum(axis=1)
-    rms = np.sqrt(np.mean(energy.reshape(-1, T), axis=0))
-    left = float(np.max(rms / problem.scale(F)))
-    if not left <= tolerance:
-        raise InaccurateError(f"rounding left a relative error of {left:.1e}")
-    return MemberSolution(problem.as_weights(W), "complement")
-
-
-def _woodbury(problem: MemberProblem, i: int, start: Float64Array) -> Float64Array:
-    """Leave rows out of the full model w by the matrix inversion lemma.
-
-    With A = diag(√s)Φ of the absent rows, (ΦᵀΦ + σ²) = LLᵀ and V = L⁻¹Aᵀ,
-
-        w_i = w − (LLᵀ)⁻¹Aᵀ (1 − A(LLᵀ)⁻¹Aᵀ)⁻¹ (√s y − A w) = w − L⁻ᵀV (1 − VᵀV)⁻¹ √s (y − Φw).
-    """
-    rows = np.flatnonzero(problem.C[i] == 0)
-    if not rows.size:
-        return start
-    root = np.sqrt(problem.sample_weight[rows])
-    A = _scaled_rows(problem.Phi, rows, root)
-    missed = (root * problem.Y[i][:, rows]).T - A @ start
-    V = solve_triangular(problem.full.factor, A.T, lower=True, overwrite_b=True, check_finite=False)
-    core = blas.dsyrk(-1.0, V, trans=1, lower=1)
-    core[np.diag_indices_from(core)] += 1.0
-    change = V @ cholesky_solve(cholesky(core, what="1 − VᵀV", overwrite=True), missed)
-    back = solve_triangular(problem.full.factor, change, lower=True, trans="T", check_finite=False)
-    return np.asarray(start - back)
-
-
-def _downdate(problem: MemberProblem, i: int, start: Float64Array) -> Float64Array:
-    """Subtract the Gram matrix of the absent rows from that of all rows."""
-    gram = np.array(problem.full.gram.T, order="F")
-    absent = np.where(problem.C[i] == 0, problem.sample_weight, 0.0)
-    _add_gram(gram, problem.Phi, absent, sign=-1.0)
-    return _solve_gram(problem, i, gram)
-
-
-def solve_by_conjugate_gradients(
-    problem: MemberProblem,
-    tolerance: float,
-    max_iterations: int = 500,
-    *,
-    may_give_up: bool = False,
-) -> MemberSolution:
-    """Solve all members at once, until the estimated prediction error is below tolerance.
-
-    Raises `InaccurateError` after `max_iterations`, or if it `may_give_up`, as soon as the observed
-    rate predicts that these will not suffice.
-
-    Starting from the full model's weights, not from zero, would save two or three iterations. But
-    where a member lacks the only rows that determine some direction, CG does not move in that
-    direction, and the start stays: labels that the member must not know. The preconditioner holds
-    no labels.
-    """
-    C, n_outputs, noise = problem.systems(), problem.n_outputs, problem.full.noise_variance
-    R = project(problem.Phi, C * problem.Y.reshape(C.shape))
-    precondition = _Preconditioner(problem)
-    X, F = np.zeros_like(R), np.zeros_like(C)
-    steps, error = np.zeros((max_iterations, len(R))), np.zeros(len(R))
-    scale, k = problem.scale(F), 0
-    P = precondition(R, np.arange(len(R)))
-    rz = np.einsum("qr,qr->q", R, P)
-    active = np.flatnonzero(rz != 0)  # systems of zero right-hand side are solved; NaN is not
-    R, P, rz = R[active], P[active], rz[active]
-    while active.size and k < max_iterations:
-        FP, AP = normal_product(problem.Phi, C[active], noise, P)
-        length = _divide(rz, np.einsum("qr,qr->q", P, AP))
-        X[active] += length[:, None] * P
-        F[active] += length[:, None] * FP
-        steps[k, active] = length * np.sqrt(np.einsum("qn,qn->q", FP, FP) / FP.shape[1])
-        k += 1
-        error[active] = _remaining_error(steps[:k, active])
-        scale = problem.scale(F)
-        excess = error[active] / (tolerance * scale[active % n_outputs])
-        going = ~(excess <= 1)  # NaN counts as not converged
-        R, P, rz, active = (R - length[:, None] * AP)[going], P[going], rz[going], active[going]
-        if may_give_up and k >= _STEPS_BEFORE_GIVING_UP and going.any():
-            # The mean rate since the first step, not the cautious one of `_remaining_error`:
-            # steps stop shrinking for a while whenever CG finds another small eigenvalue.
-            ratio = _divide(steps[k - 1, active], steps[0, active])
-            rate = np.clip(ratio ** (1 / (k - 1)), 0.3, 0.98)
-            if not k + np.max(np.log(excess[going]) / -np.log(rate)) <= max_iterations:
-                break
-        if active.size:
-            Z = precondition(R, active)
-            previous, rz = rz, np.einsum("qr,qr->q", R, Z)
-            P = Z + _divide(rz, previous)[:, None] * P
-    rms = np.sqrt(np.mean(error.reshape(-1, n_outputs) ** 2, axis=0))
-    left = float(np.max(rms / scale))
-    if active.size or not left <= tolerance:
-        raise InaccurateError(f"{k} iterations left a relative error of {left:.1e}")
-    return MemberSolution(problem.as_weights(X), "cg", k)
-
-
-def _divide(a: Float64Array, b: Float64Array) -> Float64Array:
-    """Return a / b, and 0 where b vanishes: a system already solved exactly takes no step."""
-    return np.divide(a, b, out=np.zeros(b.shape), where=b != 0)
-
-
-def _remaining_error(steps: Float64Array) -> Float64Array:
-    """Estimate the RMS error (n_systems,) from the RMS lengths of steps (n_steps, n_systems).
-
-    The error after step k is the sum of the steps to come. Steps of preconditioned CG make acute
-    angles with one another in the inner product of the preconditioner (Hestenes & Stiefel 1952),
-    which here is that of the predictions on all rows, up to σ². So their lengths nearly add,
-    ‖e_k‖ ≲ Σ_{j>k} s_j, and if they shrink by ρ each the sum is s_k ρ/(1−ρ). Unlike the residual
-    this is sensitive to small eigenvalues, and unlike the energy norm it includes the absent rows.
-    To be safe against single short steps and plateaus, ρ is the slowest mean rate between the last
-    step and any but the one before it, and s_k the largest of the last three steps, shrunk by ρ to
-    the present.
-    """
-    last = len(steps) - 1
-    if last == 0:
-        return np.full(steps.shape[1], np.inf)
-    back = np.arange(last, min(2, last) - 1, -1)[:, None]
-    before = steps[: len(back)]
-    ratio = _divide(np.broadcast_to(steps[last], before.shape), before)
-    rate = np.clip(np.max(ratio ** (1 / back), axis=0), 0.3, 0.98)
-    recent = steps[-3:] * rate ** np.arange(min(2, last), -1, -1)[:, None]
-    return np.asarray(np.max(recent, axis=0) * rate / (1 - rate))
-
-
-class _Preconditioner:
-    """Inverse of the full model without the rows of high leverage that a member lacks.
-
-    Relative to the full model ΦᵀΦ + σ² = LLᵀ a subsample is 1 − VVᵀ, V = L⁻¹Aᵀ of the absent rows
-    A. Its eigenvalues crowd around n/N except for those that a few rows pull towards zero: with
-    |V|² = 1 in one direction only that row determines it. These make CG slow or, below the
-    tolerance, make it stop too early. So the rows of highest leverage |L⁻¹φ|² are removed by the
-    matrix inversion lemma, for each member those it lacks:
-
-        (LLᵀ − AᵀA)⁻¹ = L⁻ᵀ (1 + V (1 − VᵀV)⁻¹ Vᵀ) L⁻¹.
-
-    Using (n/N)ΦᵀΦ + σ² instead was measured to save no iterations, and costs a factorisation.
-    """
-
-    def __init__(self, problem: MemberProblem) -> None:
-        self._factor, self._n_outputs = problem.full.factor, problem.n_outputs
-        self._cores: list[tuple[IntArray, Float64Array] | None] = [None] * len(problem.C)
-        rows = _high_leverage_rows(problem)
-        # V is kept transposed, like everything that thin products are taken with.
-        self._V = _scaled_rows(problem.Phi, rows, np.sqrt(problem.sample_weight[rows]))
-        if not rows.size:
-            return
-        self._V = self._solve_lower(self._V)
-        overlap = self._V @ self._V.T
-        for i, c in enumerate(problem.C[:, rows]):
-            lacking = np.flatnonzero(c == 0)
-            core = np.asfortranarray(np.eye(lacking.size) - overlap[np.ix_(lacking, lacking)])
-            if lacking.size:
-                # Where this is lost to rounding the member goes without it: a preconditioner need
-                # only be positive definite.
-                with contextlib.suppress(NumericalError):
-                    self._cores[i] = (lacking, cholesky(core, what="1 − VᵀV", overwrite=True))
-
-    def __call__(self, R: Float64Array, systems: IntArray) -> Float64Array:
-        """Apply it to the residuals (·, r) of some systems."""
-        U = self._solve_lower(R.copy())
-        if not self._V.size:
-            return self._solve_lower(U, transposed=True)
-        overlaps = U @ self._V.T
-        B = np.zeros_like(overlaps)
-        for row, system in enumerate(systems):
-            core = self._cores[system // self._n_outputs]
-            if core is not None:
-                lacking, factor = core
-                B[row, lacking] = cholesky_solve(factor, overlaps[row, lacking])
-        return self._solve_lower(U + B @ self._V, transposed=True)
-
-    def _solve_lower(self, B: Float64Array, *, transposed: bool = False) -> Float64Array:
-        """Return the rows L⁻¹b, or L⁻ᵀb, in the place of those of B; SciPy's own is slower."""
-        solved: Float64Array = blas.dtrsm(
-            1.0, self._factor, B.T, lower=1, trans_a=int(transposed), overwrite_b=1
-        ).T
-        return solved
-
-
-def _high_leverage_rows(problem: MemberProblem) -> IntArray:
-    """Return the rows of leverage s|L⁻¹φ|² above 0.3 or so, at most every tenth row.
-
-    128 random signs s, E(φ·L⁻ᵀs)² = |L⁻¹φ|², estimate the leverages to an eighth of their value. On
-    20,000 molecules, with 300 leverages above 0.7, 32 signs and every twentieth row took 48
-    iterations, 128 and every twentieth 36, and 128 and every tenth 22.
-    """
-    signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(problem.Phi.shape[1], 128))
-    probes: Float64Array = solve_triangular(
-        problem.full.factor, signs, lower=True, trans="T", check_finite=False
-    )
-    F = predict(problem.Phi, np.ascontiguousarray(probes.T))
-    leverage = problem.sample_weight * np.mean(F**2, axis=0)
-    order = np.argsort(-leverage, kind="stable")
-    highest, others = np.split(order, [max(1, len(leverage) // 10)])
-    n_decisive = int(np.sum(leverage[others] > 0.7))
-    if n_decisive:
-        # CG might stop, seemingly converged, before it has found a direction that only absent rows
-        # determine.
-        raise InaccurateError(f"{n_decisive + highest.size} rows have a leverage close to one")
-    return np.sort(highest[leverage[highest] > 0.3])
-
-
-def _solve_gram(problem: MemberProblem, i: int, gram: Float64Array) -> Float64Array:
-    """Solve member i given the lower triangle of its Gram matrix, which is overwritten."""
-    gram[np.diag_indices_from(gram)] += problem.full.noise_variance
-    factor = cholesky(gram, what="ΦᵀΦ + σ² of a member", overwrite=True)
-    return cholesky_solve(factor, project(problem.Phi, problem.C[i] * problem.Y[i]).T)
-
-
-def _add_gram(
-    gram: Float64Array, Phi: FloatArray, weight: Float64Array, *, sign: float = 1.0
-) -> None:
-    """Add ±Φᵀ diag(weight) Φ to the lower triangle of a Fortran-ordered ``gram``, in place."""
-    rows = np.flatnonzero(weight)
-    size = block_size(Phi)
-    for start in range(0, len(rows), size):
-        some = rows[start : start + size]
-        A = _scaled_rows(Phi, some, np.sqrt(weight[some]))
-        blas.dsyrk(sign, A.T, beta=1.0, c=gram, lower=1, overwrite_c=1)
-
-
-def _scaled_rows(Phi: FloatArray, rows: IntArray, factors: Float64Array) -> Float64Array:
-    """Return diag(factors) Phi[rows], a new C-contiguous float64 array."""
-    A: Float64Array = Phi[rows].astype(np.float64, order="C", copy=False)
-    A *= factors[:, None]
-    return A
-
-
-#: Ways to solve members.
-METHODS = ("dual", "complement", "cg", "direct")
-
-
-def solve_members(
-    Phi: FloatArray,
-    Y: FloatArray,
-    counts: FloatArray | IntArray,
-    full: ProjectedProcess,
-    *,
-    sample_weight: FloatArray | None = None,
-    method: str = "auto",
-    tolerance: float = 1e-3,
-    max_iterations: int = 500,
-) -> MemberSolution:
-    """Train all members: w_i = (Φᵀ diag(c_i) Φ + σ²)⁻¹ Φᵀ diag(c_i) y_i.
-
-    Parameters
-    ----------
-    Phi : (N, r) array
-        Whitened features, float64 or float32; solved in float64 in either case.
-    Y : (N, T) or (N, T, N_R) array
-        Targets, common to all members or each member's own.
-    counts : (N, N_R) array
-        How often each row is in each member: 0 or 1 in subsampling, integers in a bootstrap.
-    full : ProjectedProcess
-        The full model of the same Phi and sample weights: its factor, its Gram matrix and σ² are
-        used, its weights are not.
-    sample_weight : (N,) array, optional
-        Positive; multiplies the counts: c_i = counts[:, i] * sample_weight.
-    method : {"auto", "dual", "complement", "cg", "direct"}
-        ``auto`` takes the solver of lowest estimated cost, and abandons ``cg`` for the cheaper of
-        ``dual`` and ``direct`` if it converges too slowly.
-    tolerance : float
-        Accepted RMS prediction error of ``cg`` and ``complement`` on the training rows, relative to
-        the RMS standard deviation (ddof = 1) between members. If a requested method cannot reach
-        it, a warning is issued, and the cheaper of ``dual`` and ``direct`` is used.
-    max_iterations : int
-        Of ``cg``.
-
-    Raises
-    ------
-    NumericalError
-        If σ² is lost in the rounding of a member's Gram matrix.
-    """
-    problem = _check(Phi, Y, counts, full, sample_weight)
-    if method not in ("auto", *METHODS):
-        choices = ("auto", *METHODS)
-        raise InputError(
-            f"There is no `method` {method!r}; use one of {', '.join(choices)}."
-            f"{did_you_mean(method, choices)}",
-            parameter="method",
-        )
-    if method == "complement" and not problem.is_subsample:
-        raise InputError(
-            "`method='complement'` is for subsamples, whose `counts` are 0 and 1. Use "
-            "`method='auto'`.",
-            parameter="method",
-        )
-    check_number("tolerance", tolerance, 0, strict=True)
-    check_integer("max_iterations", max_iterations, 1)
-    C, n_present = problem.C, np.count_nonzero(problem.C, axis=1)
-    size = ProblemSize(
-        len(Phi),
-        Phi.shape[1],
-        len(C),
-        problem.n_outputs,
-        float(n_present.mean()),
-        problem.effective_dimension(),
-        float(np.mean(C.sum(axis=1) ** 2 / (C**2).sum(axis=1))) / len(Phi),
-        tolerance,
-    )
-    costs = estimated_costs(size)
-    few = n_present.min() < _ROWS_PER_PARAMETER * size.effective_dimension
-    exact = min(("dual", "direct"), key=costs.__getitem__)
-    if few or not problem.is_subsample:
-        del costs["complement"]
-    if few:
-        del costs["cg"]
-    chosen = min(costs, key=costs.__getitem__) if method == "auto" else method
-    try:
-        if chosen not in costs:
-            raise InaccurateError(
-                "members have fewer rows than the full model has effective parameters"
-            )
-        if chosen == "complement":
-            return solve_complement(problem, tolerance)
-        if chosen == "cg":
-            may_give_up = method == "auto"
-            affordable = math.ceil(costs[exact] / size.per_iteration)
-            budget = min(max_iterations, affordable) if may_give_up else max_iterations
-            return solve_by_conjugate_gradients(problem, tolerance, budget, may_give_up=may_give_up)
-        exact = chosen
-    except InaccurateError as error:
-        if method != "auto":
-            warnings.warn(
-                f"method='{method}' cannot reach tolerance={tolerance:.1e}: {error}. The members "
-                f"were solved by method='{exact}' instead.",
-                QualmsWarning,
-                stacklevel=2,
-            )
-    return solve_dual(problem) if exact == "dual" else solve_direct(problem)
-
-
-def _check(
-    Phi: FloatArray,
-    Y: FloatArray,
-    counts: FloatArray | IntArray,
-    full: ProjectedProcess,
-    sample_weight: FloatArray | None,
-) -> MemberProblem:
-    """Validate the arguments, and bring them into the order of the solvers."""
-    _check_features(Phi)
-    n_train, rank = Phi.shape
-    weight = check_sample_weight(sample_weight, n_train)
-    times = _check_counts(counts, n_train)
-    n_members = times.shape[1]
-    targets = _check_labels(Y, n_train, n_members)
-    if full.factor.shape != (rank, rank):
-        raise InputError(
-            f"The factor of `full` has the shape {full.factor.shape} instead of {(rank, rank)}: "
-            "it is the model of other features.",
-            parameter="full",
-        )
-    per_member = np.broadcast_to(targets, (*targets.shape[:2], n_members)).transpose(2, 1, 0)
-    is_subsample = bool(np.all((times == 0) | (times == 1)))
-    C = np.ascontiguousarray((times * weight[:, None]).T)
-    return MemberProblem(Phi, per_member, C, weight, full, is_subsample)
-
-
-def _check_features(Phi: FloatArray) -> None:
-    """Reject features (N, r) that are not finite floating-point numbers."""
-    if Phi.ndim != 2 or 0 in Phi.shape or Phi.dtype not in (np.float32, np.float64):
-        raise InputError(
-            f"`Phi` is an array of {Phi.dtype} and of shape {Phi.shape}; use float64 or float32 of "
-            "shape (N, r).",
-            parameter="Phi",
-        )
-    # One matrix-vector product finds NaN and infinities without a temporary of the size of Phi.
-    with np.errstate(invalid="ignore", over="ignore"):
-        if not np.all(np.isfinite(np.ones(len(Phi), dtype=Phi.dtype) @ Phi)):
-            raise InputError("`Phi` has NaN or infinite values.", parameter="Phi")
-
-
-def _check_counts(counts: FloatArray | IntArray, n_train: int) -> Float64Array:
-    """Return the multiplicities (N, N_R) of samples in members as float64."""
-    times = np.asarray(counts, dtype=np.float64)
-    if times.ndim != 2 or len(times) != n_train or times.shape[1] < 2:
-        raise InputError(
-            f"`counts` has the shape {times.shape} instead of ({n_train}, N_R) with N_R ≥ 2 "
-            "members.",
-            parameter="counts",
-        )
-    if not np.all(np.isfinite(times)) or np.any(times < 0) or not np.all(times.any(axis=0)):
-        raise InputError(
-            "`counts` must be finite multiplicities ≥ 0, with at least one row for each member.",
-            parameter="counts",
-        )
-    return times
-
-
-def _check_labels(Y: FloatArray, n_train: int, n_members: int) -> Float64Array:
-    """Return the labels as finite float64, (N, T, 1) or, one set for each member, (N, T, N_R)."""
-    targets = np.asarray(Y, dtype=np.float64)
-    targets = targets[:, :, None] if targets.ndim == 2 else targets
-    if targets.ndim != 3 or len(targets) != n_train or targets.shape[2] not in (1, n_members):
-        raise InputError(
-            f"`Y` has the shape {np.shape(Y)} instead of ({n_train}, T) or "
-            f"({n_train}, T, {n_members}).",
-            parameter="Y",
-        )
-    if not np.all(np.isfinite(targets)):
-        raise InputError("`Y` has NaN or infinite values.", parameter="Y")
-    return targets
-
-
 # The full model and its members, in the units of y.
 #: How often noise variances that are lost in rounding are raised, by a factor of ten.
 _ATTEMPTS = 8
@@ -941,223 +443,198 @@ class FullModel:
     """The projected process of all rows, for targets of zero mean and unit prior variance."""
 
     process: ProjectedProcess
-    y: Float64Array  #: (N, T): targets less `center`, divided by `scale`; zero if constant
+    y: Float64Array  #: (N, T): targets of the kept rows divided by `scale`; zero if constant
     weight: Float64Array  #: (N,): the noise variance of a row is that of the target divided by it
-    center: Float64Array  #: (T,): mean of the target; zero without centring
     scale: Float64Array  #: (T,): square root of the prior variance
     noise: dict[str, float]  #: noise variance of each quantity, in its units squared
-    centered: bool
 
     @property
     def weights(self) -> Float64Array:
         """Weights of the whitened features, in the units of y: (r, T)."""
         return self.process.weights * self.scale
 
-    def with_raised_noise(self, factor: float) -> FullModel:
-        """Return the model with all noise variances multiplied by a factor."""
-        if factor == 1:
-            return self
-        old = self.process
-        moment = old.gram @ old.weights + old.noise_variance * old.weights
-        sums = RowSums(old.gram, moment, np.empty((0, 0)))
-        process = solve_projected_process(sums, factor * old.noise_variance)
-        raised = {name: factor * value for name, value in self.noise.items()}
-        return replace(self, process=process, noise=raised)
+    @property
+    def ratios(self) -> dict[str, float]:
+        """Weights of rows of each quantity: the noise variance of the target over its own."""
+        first = next(iter(self.noise.values()))
+        return {name: first / variance for name, variance in self.noise.items()}
 
 
 def fit_full_model(
-    Phi: FloatArray,
-    y: FloatArray,
+    kept: KeptRows,
+    sums: BlockSums,
     noise: Mapping[str, str | float],
     *,
-    rows: Mapping[str, IntArray] | None = None,
-    center: bool = True,
-    sample_weight: FloatArray | None = None,
-    groups: IntArray | None = None,
+    mean: Float64Array,
     replicate_variance: Float64Array | None = None,
-    blocks: BlockSums | None = None,
 ) -> FullModel:
-    """Centre and scale the targets, select the noise variances and solve the full model.
+    """Scale the targets, select the noise variances and solve the full model.
 
     Parameters
     ----------
-    Phi : (N, r) array
-        Whitened features, for a kernel of unit mean diagonal.
-    y : (N,) or (N, T) array
+    kept : KeptRows
+        Some rows, or all; for a kernel of unit mean diagonal.
+    sums : BlockSums
+        Over all rows.
     noise : mapping from quantity to {"loo", "auto"} or float
         Noise variance σ² in the units of y² (with several outputs: for their mean variance), if it
         is not selected. The first quantity is the target; the others are derivatives of it.
-    rows : mapping from quantity to array of int, optional
-        Rows of each of several quantities; those of the target come first.
-    center : bool
-        Whether the mean of the target belongs to the model; without, its prior mean is zero.
-    sample_weight : (N,) array, optional
-        Weights of the rows of a single quantity.
-    groups : (N,) array of int, optional
-        Rows that are left out together when the noise is selected.
+    mean : (T,) array
+        Mean of the target, which was subtracted; zero if it is not a part of the model.
     replicate_variance : (T,) array, optional
         Variance of repeated observations whose averages are y, in the units of y². It is the noise
         variance if y is constant.
-    blocks : BlockSums, optional
-        Sums over all rows, if those given are a sample.
     """
-    first, alone = next(iter(noise)), len(noise) == 1
-    rows = rows or {first: np.arange(len(Phi))}
-    groups = np.arange(len(Phi)) if groups is None else groups
-    n = len(rows[first])
-    Y, weight = as_targets(y, len(Phi)).copy(), check_sample_weight(sample_weight, len(Phi)).copy()
-    mean = np.average(Y[:n], axis=0, weights=weight[:n]) * center
-    if blocks is not None:
-        mean = np.array([blocks.center])
-    Y[:n] -= mean
-    if not alone:
-        variance = _variance_of_derivatives(Phi[n:], Y[n:], blocks)
-        constant = np.zeros(len(mean), bool)
-    else:
-        variance = np.average(Y**2, axis=0, weights=weight)
-        if blocks is not None:
-            squares = np.sum([part.squares for part in blocks.sums[first]], axis=0)
-            variance = squares[:1, 0] / squares[-1, -1]
+    first, alone, T = sums.target, len(noise) == 1, len(mean)
+    if alone:
+        squares = np.sum([part.squares for part in sums.sums[first]], axis=0)
+        variance = np.diag(squares)[:T] / squares[-1, -1]
         # What rounding leaves of a constant is no variance; its scale is only a scale of rounding.
         constant = variance <= (1e-14 * mean) ** 2
+    else:
+        variance, constant = _variance_of_derivatives(sums), np.zeros(T, bool)
     scale = np.where(constant, 1e-6 * np.where(mean == 0, 1.0, np.abs(mean)), variance**0.5)
     unit = float(np.mean(scale[constant == constant.all()] ** 2))
-    targets = np.where(constant, 0.0, Y / scale)
+    columns = np.zeros((len(next(iter(sums.sums.values()))[0].squares), T))
+    columns[np.arange(T), np.arange(T)] = np.where(constant, 0.0, 1 / scale)
+    targets = np.where(constant, 0.0, kept.y / scale)
     known = {name: float(v) for name, v in noise.items() if not isinstance(v, str)}
-
-    def sum_all(variances: Mapping[str, float]) -> RowSums:
-        """Return the sums of all rows, given the noise variances of several quantities."""
-        if blocks is None:
-            return sum_rows(Phi, targets, weight)
-        ratios = [variances[first] / variances[name] for name in rows]
-        total = weighted_sum([blocks.total(name) for name in rows], ratios)
-        return total.combined(np.eye(1, len(total.squares))[0] * np.where(constant, 0, 1 / scale))
-
-    sums = sum_all({first: 1.0}) if alone else None
+    total = sums.total(first).combined(columns) if alone else None
     if len(known) == len(noise):
         variances = known
-    elif alone:
-        if constant.all():
-            # Only the scatter of replicates, if there is any, determines the noise.
-            scatter = 0.0 if replicate_variance is None else replicate_variance / scale**2
-            relative = max(float(np.mean(scatter)), 1.0)
-        else:
-            relative = select_noise(
-                Phi,
-                targets,
-                noise_grid(float(weight.mean())),  # σ²/w is the noise of an observation
-                sample_weight=weight,
-                sums=sums,
-                groups=groups,
-            ).noise_variance
-        variances = {first: relative * unit}
+    elif total is None:
+        variances = select_joint_noise(kept, sums, prior=unit, known=known)
+    elif constant.all():
+        # Only the scatter of replicates, if there is any, determines the noise.
+        scatter = 0.0 if replicate_variance is None else replicate_variance / scale**2
+        variances = {first: unit * max(float(np.mean(scatter)), 1.0)}
     else:
-        variances = select_joint_noise(
-            Phi, Y[:, 0], rows, groups, prior=unit, known=known, blocks=blocks
+        found = select_noise(
+            kept.Phi,
+            targets,
+            noise_grid(float(kept.weight.mean())),  # σ²/w is the noise of an observation
+            sample_weight=kept.weight,
+            sums=total,
+            groups=kept.groups,
         )
-    for name in [*noise][1:]:
-        weight[rows[name]] *= variances[first] / variances[name]
-    sums = sum_all(variances) if sums is None else sums
+        variances = {first: unit * found.noise_variance}
+    ratios = {name: variances[first] / variance for name, variance in variances.items()}
+    weight = kept.weight.copy()
+    for name, ratio in ratios.items():
+        weight[kept.rows[name]] *= ratio
+    if total is None:
+        parts = [sums.total(name) for name in ratios]
+        total = weighted_sum(parts, [*ratios.values()]).combined(columns)
 
     def solve(factor: float) -> FullModel:
         raised = {name: factor * value for name, value in variances.items()}
-        process = solve_projected_process(sums, raised[first] / unit)
-        return FullModel(process, targets, weight, mean, scale, raised, center)
+        process = solve_projected_process(total, raised[first] / unit)
+        return FullModel(process, targets, weight, scale, raised)
 
     return _with_raised_noise(solve, variances)
 
 
-def _variance_of_derivatives(
-    Phi: FloatArray, y: Float64Array, blocks: BlockSums | None
-) -> Float64Array:
-    """Return the prior variance (1,) that gives derivatives y (n, 1) theirs, as in Eq. (17).
+def _variance_of_derivatives(sums: BlockSums) -> Float64Array:
+    """Return the prior variance (1,) that gives derivatives of the target theirs, as in Eq. (17).
 
-    Musil et al. 2019. Most of the variance of the energies of one molecule is common to all. Rows
-    (n, r) are those of all derivatives, or a sample; then `blocks` has the sums over all.
+    Musil et al. 2019. Most of the variance of the energies of one molecule is common to all.
     """
-    if blocks is None:
-        parts = (Phi[start : start + 4096] for start in range(0, len(Phi), 4096))
-        squares = sum(float(np.sum(np.square(part, dtype=np.float64))) for part in parts)
-        labels = np.sum(y**2, axis=0)
-    else:
-        sums = [part for name in [*blocks.sums][1:] for part in blocks.sums[name]]
-        squares = sum(float(np.trace(part.gram)) for part in sums)
-        labels = np.array([sum(float(part.squares[0, 0]) for part in sums)])
-    return labels / squares if squares > 0 and np.any(labels) else np.ones(1)
+    parts = [part for name in [*sums.sums][1:] for part in sums.sums[name]]
+    prior = sum(part.trace for part in parts)
+    labels = sum(float(part.squares[0, 0]) for part in parts)
+    return np.array([labels / prior if prior > 0 and labels else 1.0])
+
+
+def fit_rows(
+    Phi: FloatArray,
+    y: Float64Array,
+    noise: str | float,
+    *,
+    center: bool = True,
+    groups: IntArray | None = None,
+) -> tuple[FullModel, float]:
+    """Fit the full model of rows (N, r) with targets (N,), all in one block; and their mean.
+
+    The noise variance is "loo" or given; the mean belongs to the model if it is centred.
+    """
+    n = len(y)
+    mean = float(np.mean(y)) if center else 0.0
+    draw = Draw(np.zeros(n, dtype=np.intp), np.empty((n, 0), dtype=np.intp), 1, None)
+    groups = np.arange(n) if groups is None else groups
+    exact = np.asarray(Phi, dtype=np.float64)
+    columns = np.column_stack([y - mean, np.ones(n)])
+    kept = KeptRows(exact, columns, {"y": np.arange(n)}, groups, draw, np.ones(n))
+    sums = BlockSums({"y": [sum_rows(exact, columns)]})
+    return fit_full_model(kept, sums, {"y": noise}, mean=np.array([mean])), mean
 
 
 def fit_members(
-    full: FullModel, Phi: FloatArray, y: FloatArray, counts: IntArray
-) -> tuple[FullModel, MemberSolution, Float64Array]:
-    """Solve all members on the basis of the full model, with its noise.
-
-    Returns the full model, whose noise is raised if members need that; the solution, of targets
-    divided by ``full.scale``; and the intercepts (T, N_R) in the units of y, the means of the
-    target over the training set of each member.
-
-    Parameters
-    ----------
-    full : FullModel
-    Phi : (N, r) array
-    y : (n, T) or (n, T, N_R) array
-        The target, common to all members or each member's own; without its derivatives.
-    counts : (N, N_R) array of int
-        How often each row is in the training set of each member.
-    """
-    given = np.asarray(y, dtype=np.float64)
-    given = given[:, :, None] if given.ndim == 2 else given
-    n, center, scale = len(given), full.center[:, None], full.scale[:, None]
-    own = (given - center) / scale
-    times = full.weight[:n, None] * counts[:n]
-    means = np.sum(own * (times / times.sum(axis=0))[:, None], axis=0) * full.centered
-    constant = ~np.any(full.y, axis=0)[:, None]
-    targets = np.repeat(full.y[:, :, None], counts.shape[1], axis=2)
-    targets[:n] = np.where(constant, 0.0, own - means)
-
-    def solve(factor: float) -> tuple[FullModel, MemberSolution]:
-        model = full.with_raised_noise(factor)
-        solution = solve_members(Phi, targets, counts, model.process, sample_weight=full.weight)
-        return model, solution
-
-    return *_with_raised_noise(solve, full.noise), center + scale * means
-
-
-def fit_block_members(
-    full: FullModel, blocks: BlockSums, counts: IntArray, columns: Float64Array
-) -> tuple[FullModel, MemberSolution, Float64Array]:
-    """Solve all members whose training sets are made of blocks, from the sums over these.
-
-    Returns the same as `fit_members`.
+    full: FullModel,
+    sums: BlockSums,
+    kept: KeptRows,
+    columns: Float64Array,
+    *,
+    centered: bool = True,
+) -> tuple[FullModel, Float64Array, Float64Array]:
+    """Solve all members, from the sums over their training sets.
 
     Parameters
     ----------
     full : FullModel
-        Of one output, fitted to the same sums.
-    blocks : BlockSums
-    counts : (B, N_R) array of int
-        How often each block is in the training set of each member.
-    columns : (c, N_R) array
-        The target of each member as a combination of the columns of the sums.
+        Fitted to the same sums.
+    sums : BlockSums
+    kept : KeptRows
+        All rows, if members are drawn freely.
+    columns : (c, T, N_R) array
+        The targets of each member as combinations of the columns of the sums.
+    centered : bool
+        Whether the mean of the target over its training set belongs to a member.
+
+    Returns
+    -------
+    FullModel
+        With noise that is raised if members need that.
+    weights : (r, T, N_R) array
+        Of the whitened features, in the units of y.
+    means : (T, N_R) array
+        Of the targets over the training set of each member, less the mean over all rows.
     """
-    first, one = next(iter(blocks.sums)), np.eye(len(columns))[-1]
-    ratios = {name: full.noise[first] / full.noise[name] for name in blocks.sums}
-    scale, n_members = float(full.scale[0]), counts.shape[1]
-    weights, means = np.empty((len(full.process.gram), 1, n_members)), np.empty((1, n_members))
+    c, T, n_members = columns.shape
+    constant = ~np.any(full.y, axis=0)
+    weights, means = np.empty((len(full.process.factor), T, n_members)), np.empty((T, n_members))
 
-    def solve(factor: float) -> tuple[FullModel, MemberSolution]:
-        model = full.with_raised_noise(factor)
-        for i, times in enumerate(counts.T):
-            used = np.flatnonzero(times).tolist()
-            products = sum(times[b] * blocks.sums[first][b].squares[-1] for b in used)
-            means[0, i] = full.centered * (products @ columns[:, i]) / products[-1]
-            target = (columns[:, i] - means[0, i] * one) / scale
-            parts = [blocks.sums[name][b] for name in ratios for b in used]
-            total = weighted_sum(parts, [r * times[b] for r in ratios.values() for b in used])
-            process = solve_projected_process(total.combined(target), model.process.noise_variance)
-            weights[:, 0, i] = process.weights[:, 0]
-        return model, MemberSolution(weights, "sums of blocks")
+    def scaled(target: Float64Array) -> Float64Array:
+        return np.where(constant, 0.0, target / full.scale)
 
-    return *_with_raised_noise(solve, full.noise), full.center[:, None] + means
+    def solve(factor: float) -> FullModel:
+        model = full
+        if factor > 1:
+            total = sums.weighted(np.ones(sums.n_blocks, dtype=np.intp), full.ratios)
+            noise_variance = factor * full.process.noise_variance
+            process = solve_projected_process(total.combined(scaled(np.eye(c, T))), noise_variance)
+            noise = {name: factor * value for name, value in full.noise.items()}
+            model = replace(full, process=process, noise=noise)
+        for i in range(n_members):
+            total = _member_sums(full, sums, kept, i)
+            # The last column is one for rows of the target alone.
+            means[:, i] = centered * (total.squares[-1] @ columns[:, :, i]) / total.squares[-1, -1]
+            target = columns[:, :, i].copy()
+            target[-1] -= means[:, i]
+            total = total.combined(scaled(target))
+            weights[:, :, i] = solve_projected_process(total, model.process.noise_variance).weights
+        return model
+
+    model = _with_raised_noise(solve, full.noise)
+    return model, weights * full.scale[:, None], means
+
+
+def _member_sums(full: FullModel, sums: BlockSums, kept: KeptRows, i: int) -> RowSums:
+    """Return the sums over the training set of a member: of its blocks, or of its rows."""
+    if kept.draw.of_blocks is not None:
+        return sums.weighted(kept.draw.of_blocks[:, i], full.ratios)
+    times = kept.draw.counts[:, i]
+    rows = np.flatnonzero(times)
+    return sum_rows(kept.Phi[rows], kept.columns[rows], full.weight[rows] * times[rows])
 
 
 def _with_raised_noise(solve: Callable[[float], Result], noise: Mapping[str, float]) -> Result:
@@ -1167,11 +644,11 @@ def _with_raised_noise(solve: Callable[[float], Result], noise: Mapping[str, flo
     remedy = "Check for labels much larger than all others, or set larger noise variances."
     for factor in (10.0 ** np.arange(_ATTEMPTS)).tolist():
         try:
-            found = solve(factor)
+            result = solve(factor)
         except NumericalError:
             continue
         if factor > 1:
             message = f"{problem}. All were multiplied by {factor:.0e}. {remedy}"
             warnings.warn(message, QualmsWarning, stacklevel=2)
-        return found
+        return result
     raise NumericalError(f"{problem}, and with variances {factor:.0e} times as large. {remedy}")

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
@@ -30,7 +29,6 @@ import scipy.linalg
 from scipy.optimize import brentq
 
 from qualms.arrays import (
-    BoolArray,
     Float64Array,
     FloatArray,
     IntArray,
@@ -39,7 +37,7 @@ from qualms.arrays import (
 )
 from qualms.errors import InputError, NumericalError
 from qualms.gp.linalg import cholesky, cholesky_solve, cholesky_whiten
-from qualms.gp.sparse_gp import RowSums, sum_rows, weighted_sum
+from qualms.gp.sums import BlockSums, KeptRows, RowSums, sum_rows
 
 #: Rows that are left out one by one, in one product.
 _BLOCK = 1024
@@ -217,71 +215,10 @@ def _refined_minimum(grid: Float64Array, scores: Float64Array) -> float:
 
 
 # Noise variances of several kinds of observations: energies, forces and virials.
-#: Share of the groups in a part that is left out, and features up to which all parts are.
+#: Folds that blocks are left out in, and features up to which all of them are.
 _FOLDS, _SMALL = 5, 800
 #: Logarithms of errors that differ by less are equal.
 _SAME = 1e-9
-#: Rows that are summed over at once.
-_SUM_BLOCK = 4096
-
-
-@dataclass(frozen=True)
-class BlockSums:
-    """Sums over the rows of blocks of the data, where only a sample of the rows is at hand.
-
-    The first column of the sums is the target of the full model less its mean, `center`. The last
-    is one; for derivatives of the target, which have no mean, it is zero.
-    """
-
-    sums: dict[str, list[RowSums]]  #: of each quantity, block by block
-    block: IntArray  #: (N,): block of each row of the sample
-    center: float  #: mean of the target over all rows; zero without centring
-
-    def total(self, name: str, blocks: Sequence[int] | None = None) -> RowSums:
-        """Return the sum over all blocks, or some of them, of a quantity."""
-        found = self.sums[name]
-        some = found if blocks is None else [found[b] for b in blocks]
-        return weighted_sum(some, [1.0] * len(some))
-
-    def leading(self, r: int) -> BlockSums:
-        """Return the sums of the first r features."""
-        return replace(self, sums={k: [s.leading(r) for s in v] for k, v in self.sums.items()})
-
-
-@dataclass(frozen=True)
-class Observations:
-    """Rows of all kinds: whitened features (N, r) and targets (N,).
-
-    `kinds` holds the rows of each kind; rows of one of the `groups` (N,) are left out together. If
-    the rows are a sample, `blocks` has the sums over all.
-    """
-
-    Phi: FloatArray
-    y: Float64Array
-    kinds: tuple[IntArray, ...]
-    groups: IntArray
-    blocks: BlockSums | None = None
-
-    def sums(self, kinds: Sequence[IntArray]) -> _Sums:
-        """Sum over rows, in blocks: a copy of all of them might not fit beside Phi."""
-        n_kinds, r = len(kinds), self.Phi.shape[1]
-        sums = _Sums(np.zeros((n_kinds, r, r)), np.zeros((n_kinds, r)))
-        for k, rows in enumerate(kinds):
-            for some in _in_blocks(rows):
-                block = self.Phi[some].astype(np.float64, copy=False)
-                sums.grams[k] += block.T @ block
-                sums.projections[k] += block.T @ self.y[some]
-        return sums
-
-    def missed(self, rows: IntArray, w: Float64Array) -> Float64Array:
-        """Return |z| of some rows, by the weights w (r,) of a model without them."""
-        errors = [np.abs(self.y[some] - self.Phi[some] @ w) for some in _in_blocks(rows)]
-        return np.concatenate([np.empty(0), *errors])
-
-
-def _in_blocks(rows: IntArray) -> list[IntArray]:
-    """Divide rows into blocks."""
-    return [rows[start : start + _SUM_BLOCK] for start in range(0, len(rows), _SUM_BLOCK)]
 
 
 class _Sums(NamedTuple):
@@ -311,90 +248,44 @@ def group_means(values: Float64Array, groups: IntArray) -> Float64Array:
     return means
 
 
-def _folds(has: BoolArray, n_folds: int) -> IntArray:
-    """Divide groups into folds of one size, with each kind in all of them as evenly as possible.
+class _Fold(NamedTuple):
+    """Rows of each quantity that are left out together, and the sums over all others."""
 
-    Folds are drawn first. Then groups with and without the rarest kind are exchanged until that is
-    spread evenly, then those with and without the next, alike in the kinds before, and so on.
+    rows: list[IntArray]
+    rest: _Sums
+
+
+def _folds(kept: KeptRows, sums: BlockSums) -> list[_Fold]:
+    """Return blocks that are left out together, one in five; of large models, the first fold."""
+    n_blocks, names = sums.n_blocks, [*sums.sums]
+    n_folds = min(_FOLDS, n_blocks)
+    folds = []
+    for k in range(1 if kept.Phi.shape[1] > _SMALL else n_folds):
+        others = [b for b in range(n_blocks) if b % n_folds != k]
+        out = kept.draw.block % n_folds == k
+        rows = [kept.rows[name][out[kept.rows[name]]] for name in names]
+        folds.append(_Fold(rows, _Sums.of([sums.total(name, others) for name in names])))
+    return folds
+
+
+def left_out_error(kept: KeptRows, sums: BlockSums, prior: float) -> Callable[..., Float64Array]:
+    """Return the function of the variances of all quantities whose sum (k,) is minimised.
+
+    It is `typical_log` of the mean absolute errors of groups left out, quantity by quantity; one
+    that fewer groups have counts less. Quantities of infinite variance are not learned from.
     """
-    # Groups in a mixed order: neighbours in a file are often alike.
-    place = np.random.default_rng(0).permutation(len(has))
-    mixed = has[np.argsort(place)]
-    fold = np.arange(len(has)) % n_folds
-    settled = np.zeros(len(has), dtype=np.intp)  # a number for each set of kinds
-    for kind in np.argsort(has.sum(axis=0), kind="stable"):
-        _distribute(fold, mixed[:, kind], settled, n_folds)
-        settled = 2 * settled + mixed[:, kind]
-    return fold[place]
-
-
-def _distribute(fold: IntArray, has: BoolArray, settled: IntArray, n_folds: int) -> None:
-    """Exchange groups that are alike in what is settled, until each fold has as many of a kind.
-
-    Large models leave out the first fold alone: there must be some in it, and in the rest.
-    """
-    while True:
-        counts = np.bincount(fold[has], minlength=n_folds)
-        most, least = int(np.argmax(counts)), int(np.argmin(counts))
-        if counts[most] - counts[least] <= 1 and (counts[0] or counts.sum() < 2):
-            return
-        given = np.flatnonzero(has & (fold == most))
-        taken = np.flatnonzero(~has & (fold == least))
-        _, i, j = np.intersect1d(settled[given], settled[taken], return_indices=True)
-        if not len(i):
-            return
-        fold[given[i[0]]], fold[taken[j[0]]] = least, most
-
-
-def n_left_out(n_blocks: int) -> int:
-    """Return how many of the first blocks noise variances are tested on."""
-    return max(round(n_blocks / _FOLDS), 1)
-
-
-def _parts(observed: Observations) -> list[tuple[list[IntArray], _Sums]]:
-    """Return the rows of each kind in each of five parts, and the sums over all other rows.
-
-    Large models take one part only, and so do samples: the rows of some of the blocks.
-    """
-    kinds, blocks = observed.kinds, observed.blocks
-    if blocks is not None:
-        n_blocks = len(next(iter(blocks.sums.values())))
-        n_out = n_left_out(n_blocks)
-        others = [blocks.total(name, range(n_out, n_blocks)) for name in blocks.sums]
-        return [([rows[blocks.block[rows] < n_out] for rows in kinds], _Sums.of(others))]
-    codes = np.unique(observed.groups, return_inverse=True)[1]
-    n_groups = int(codes.max()) + 1
-    n_folds = min(_FOLDS, n_groups)
-    has = np.zeros((n_groups, len(kinds)), dtype=bool)
-    for k, rows in enumerate(kinds):
-        has[codes[rows], k] = True
-    fold = _folds(has, n_folds)[codes]
-    if observed.Phi.shape[1] > _SMALL:
-        rest = observed.sums([rows[fold[rows] != 0] for rows in kinds])
-        return [([rows[fold[rows] == 0] for rows in kinds], rest)]
-    left_out = [[rows[fold[rows] == k] for rows in kinds] for k in range(n_folds)]
-    sums = [observed.sums(rows) for rows in left_out]
-    grams, projections = (sum(some) for some in zip(*sums, strict=True))
-    rests = [_Sums(grams - part.grams, projections - part.projections) for part in sums]
-    return list(zip(left_out, rests, strict=True))
-
-
-def left_out_error(observed: Observations, prior: float) -> Callable[..., Float64Array]:
-    """Return the function of the variances of all kinds whose sum (k,) is minimised.
-
-    It is `typical_log` of the mean absolute errors of groups left out, kind by kind; a kind that
-    fewer groups have counts less. Kinds of infinite variance are not learned from.
-    """
-    parts, groups = _parts(observed), observed.groups
-    left_out = [np.concatenate(rows) for rows in zip(*(rows for rows, _ in parts), strict=True)]
+    folds, groups = _folds(kept, sums), kept.groups
+    tests = [[(kept.Phi[some], kept.y[some, 0]) for some in fold.rows] for fold in folds]
+    left_out = [np.concatenate(rows) for rows in zip(*(fold.rows for fold in folds), strict=True)]
     counts = np.array([len(np.unique(groups[rows])) for rows in left_out])
 
     def errors(*variances: float) -> Float64Array:
-        models = [(rows, rest.solve(variances, prior)) for rows, rest in parts]
+        weights = [fold.rest.solve(variances, prior) for fold in folds]
         logs = np.empty(len(left_out))
         for k, rows in enumerate(left_out):
-            missed = np.concatenate([observed.missed(some[k], w) for some, w in models])
-            logs[k] = typical_log(group_means(missed, groups[rows]))
+            pairs = zip((of_fold[k] for of_fold in tests), weights, strict=True)
+            missed = [np.abs(y - Phi @ w) for (Phi, y), w in pairs]
+            logs[k] = typical_log(group_means(np.concatenate(missed), groups[rows]))
         return np.asarray(logs * (counts / counts.max()))
 
     return errors
@@ -434,37 +325,29 @@ _GAIN = 0.01
 
 
 def select_joint_noise(
-    Phi: FloatArray,
-    y: Float64Array,
-    rows: Mapping[str, IntArray],
-    groups: IntArray,
+    kept: KeptRows,
+    sums: BlockSums,
     *,
     prior: float,
     known: Mapping[str, float] | None = None,
-    blocks: BlockSums | None = None,
 ) -> dict[str, float]:
     """Select the noise variance of each quantity, in the units of its targets squared.
 
     Parameters
     ----------
-    Phi : (N, r) array
-        Whitened features.
-    y : (N,) array
-        Targets, of zero mean in the prior.
-    rows : mapping from quantity to array of int
-        Rows of each quantity; the first is the one that others are derivatives of.
-    groups : (N,) array of int
-        Rows that are left out together.
+    kept : KeptRows
+        Of several quantities; the first is the one that others are derivatives of.
+    sums : BlockSums
+        Over all rows.
     prior : float
         s², in the units of the first quantity squared.
     known : mapping from quantity to float, optional
         Variances that are not selected.
-    blocks : BlockSums, optional
-        Sums over all rows, if those given are a sample.
     """
-    known, kinds = known or {}, tuple(rows.values())
+    known, rows, y, groups = known or {}, kept.rows, kept.y[:, 0], kept.groups
+    kinds = tuple(rows.values())
     units = tuple(_usual_square(y[some], groups[some]) for some in kinds)
-    score = left_out_error(Observations(Phi, y, kinds, groups, blocks), prior)
+    score = left_out_error(kept, sums, prior)
     fixed = [
         math.log10(known[name] / unit) if name in known else None
         for name, unit in zip(rows, units, strict=True)

@@ -6,7 +6,7 @@ The algebra is that of Rasmussen & Williams (2006), chapters 2 and 5.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -23,9 +23,10 @@ from qualms.arrays import (
     check_sample_weight,
 )
 from qualms.errors import InputError
-from qualms.gp.linalg import cholesky, cholesky_solve, cholesky_whiten
+from qualms.gp.linalg import Whitening, cholesky, cholesky_solve, cholesky_whiten
+from qualms.gp.sums import RowSums, sum_rows
 
-#: Rows that are weighted, or left out, at once.
+#: Rows that are left out at once.
 _BLOCK = 4096
 _EPS = np.finfo(np.float64).eps
 #: A difference of variances is rounding below this share of them.
@@ -90,12 +91,11 @@ def fit_gaussian_process(
 class ProjectedProcess:
     """A projected process conditioned on N observations, in whitened coordinates.
 
-    `weights` (r, T) are A⁻¹Φᵀy, one column per output; `gram` (r, r) is ΦᵀΦ, rows weighted;
-    `factor` (r, r) is the lower Cholesky factor of A = ΦᵀΦ + σ²; σ² is in the units of y².
+    `weights` (r, T) are A⁻¹Φᵀy, one column per output; `factor` (r, r) is the lower Cholesky factor
+    of A = ΦᵀΦ + σ², rows weighted; σ² is in the units of y².
     """
 
     weights: Float64Array
-    gram: Float64Array
     factor: Float64Array
     noise_variance: float
 
@@ -126,57 +126,32 @@ def novelty_variance(Phi_X: FloatArray, k_xx: FloatArray) -> Float64Array:
     return np.asarray(np.where(q2 > _ROUNDING * k_xx, q2, 0.0))
 
 
-@dataclass(frozen=True)
-class RowSums:
-    """Sums over rows that determine a model: all that it needs to know of the data.
+def novelty_without_own(
+    Phi: FloatArray,
+    k_xx: FloatArray,
+    whitening: Whitening,
+    groups: IntArray,
+    owners: IntArray,
+    m: int,
+) -> Float64Array:
+    """Return q² of training points without the representatives of their own group: (n,).
 
-    Targets are linear combinations of the columns C (N, c); rows are weighted by W.
+    Parameters
+    ----------
+    Phi : (n, r) array
+    k_xx : (n,) array
+        Prior variances.
+    whitening : Whitening
+    groups : (n,) array of int
+        Group of each point.
+    owners : (r,) array of int
+        Group of each representative.
+    m : int
+        Number of leading representatives that novelty is measured with.
     """
-
-    gram: Float64Array  #: (r, r): ΦᵀWΦ
-    moment: Float64Array  #: (r, c): ΦᵀWC
-    squares: Float64Array  #: (c, c): CᵀWC
-
-    def __add__(self, other: RowSums) -> RowSums:
-        parts = (self.gram + other.gram, self.moment + other.moment, self.squares + other.squares)
-        return RowSums(*parts)
-
-    def combined(self, coefficients: Float64Array) -> RowSums:
-        """Return the sums for targets C B, given B (c, T) or (c,) as columns."""
-        B = coefficients.reshape(len(self.squares), -1)
-        return RowSums(self.gram, self.moment @ B, B.T @ self.squares @ B)
-
-    def scaled(self, factor: float) -> RowSums:
-        """Return the sums of features that are multiplied by a factor."""
-        return RowSums(factor**2 * self.gram, factor * self.moment, self.squares)
-
-    def leading(self, r: int) -> RowSums:
-        """Return the sums of the first r features."""
-        return RowSums(self.gram[:r, :r], self.moment[:r], self.squares)
-
-
-def weighted_sum(parts: Sequence[RowSums], weights: Sequence[float]) -> RowSums:
-    """Return the sums over all parts, the rows of each with their weights times a factor."""
-
-    def total(arrays: list[Float64Array]) -> Float64Array:
-        found = weights[0] * arrays[0]
-        for w, array in zip(weights[1:], arrays[1:], strict=True):
-            found += array if w == 1 else w * array  # in place: they may be large
-        return found
-
-    return RowSums(
-        total([part.gram for part in parts]),
-        total([part.moment for part in parts]),
-        total([part.squares for part in parts]),
-    )
-
-
-def sum_rows(Phi: FloatArray, C: FloatArray, sample_weight: FloatArray | None = None) -> RowSums:
-    """Return the sums over rows Φ (N, r) with columns C (N, c), weighted."""
-    C = as_targets(C, len(Phi))
-    weighted = check_sample_weight(sample_weight, len(Phi))[:, None] * C
-    moment = np.asarray(Phi.T @ weighted, dtype=np.float64)
-    return RowSums(gram_matrix(Phi, sample_weight), moment, C.T @ weighted)
+    leading = Phi[:, :m]
+    share = whitening.leading(m).own_share(leading, groups, owners[:m])
+    return novelty_variance(leading, k_xx) + share
 
 
 def fit_projected_process(
@@ -206,23 +181,7 @@ def solve_projected_process(sums: RowSums, noise_variance: float) -> ProjectedPr
     """Solve (ΦᵀΦ + σ²) w = Φᵀy, given sums whose columns are the outputs."""
     check_noise_variance(noise_variance)
     factor = cholesky(_add_diagonal(sums.gram, noise_variance), what="ΦᵀΦ + σ²", overwrite=True)
-    weights = cholesky_solve(factor, sums.moment)
-    return ProjectedProcess(weights, sums.gram, factor, noise_variance)
-
-
-def gram_matrix(Phi: FloatArray, sample_weight: FloatArray | None = None) -> Float64Array:
-    """Return Φᵀ diag(w) Φ in float64: (r, r). A copy of all of Φ might not fit beside it."""
-    root = _root_weight(sample_weight, len(Phi))
-    if root is None:
-        gram: Float64Array = np.asarray(Phi.T @ Phi, dtype=np.float64)
-    else:
-        gram = np.zeros((Phi.shape[1], Phi.shape[1]))
-        for start in range(0, len(Phi), _BLOCK):
-            block = Phi[start : start + _BLOCK] * root[start : start + _BLOCK]
-            gram += block.T @ block
-    if not np.all(np.isfinite(gram)):
-        raise InputError("`Phi` has NaN or infinite values.", parameter="Phi")
-    return gram
+    return ProjectedProcess(cholesky_solve(factor, sums.moment), factor, noise_variance)
 
 
 class LeftOut(NamedTuple):

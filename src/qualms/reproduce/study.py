@@ -18,21 +18,29 @@ from threadpoolctl import threadpool_limits
 
 from qualms.arrays import BoolArray, Float64Array
 from qualms.atomistic.fitted import Fitted
-from qualms.atomistic.labels import TrainingSet, collect_labels
+from qualms.atomistic.kernel_rows import Basis
 from qualms.atomistic.model import AtomisticModel
+from qualms.atomistic.out_of_bag import left_out_errors
+from qualms.atomistic.parts import take_census
+from qualms.atomistic.quantities import TARGET
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import check_species
 from qualms.atomistic.training import (
     Ensemble,
+    TrainingProblem,
     calibrate,
-    compute_rows,
-    draw_ensemble,
+    draw_members,
     fit_ensemble,
-    fit_sparse_gp,
+    fit_features,
+    fit_sparse_model,
+    resolve,
+    select_points,
+    sum_rows,
 )
 from qualms.calibration.base import Calibration, CalibrationData, calibration_data
 from qualms.calibration.fitting import fit_calibration, fit_out_of_bag, out_of_bag_points
 from qualms.calibration.methods import NoCalibration
+from qualms.execution import Workers
 from qualms.features.representation import stream_features
 from qualms.gp.ensemble import out_of_bag_prediction
 from qualms.metrics import binned_errors, log_likelihood, score_arrays
@@ -135,7 +143,11 @@ class Subsampled:
     blend: Fitted  #: as the settings have it
     training_members: Float64Array  #: uncalibrated predictions of the training points, (N, N_R)
     absent: BoolArray  #: whether a training point is absent from a member, (N, N_R)
-    out_of_bag: CalibrationData
+
+    @property
+    def out_of_bag(self) -> CalibrationData:
+        """Out-of-bag points, centred on the ensemble mean."""
+        return self.fitted.points[TARGET]
 
     def ensemble_mean(self, points: Points) -> Estimate:
         """Return the uncalibrated estimate that is centred on the ensemble mean."""
@@ -193,55 +205,74 @@ class TrainedOnce:
     ) -> None:
         self.stages = stages or Stages()
         self.threads = threads
-        self.data = collect_labels(train, settings)
-        self.settings = self.data.settings
-        baseline = draw_ensemble(self.data).baseline
-        rows = compute_rows(self.data, memory=memory, threads=threads, stages=self.stages)
-        self.gp = fit_sparse_gp(rows, self.data, baseline, self.stages)
+        workers, free = Workers(threads=threads), {"draw": "free", "memory": memory}
+        settings = settings.model_copy(update=free)
+        census = take_census(train, settings, stages=self.stages)
+        self.problem = resolve(settings, census, workers, threads)
+        self.settings = self.problem.settings
+        draw, baseline = draw_members(self.problem)
+        features = fit_features(self.problem, workers, self.stages)
+        self.representation = features.representation
+        points = select_points(self.problem, features, workers, self.stages)
+        rows = sum_rows(self.problem, features, points, draw, baseline, workers, self.stages)
+        self.model = fit_sparse_model(rows, self.problem, self.stages)
 
     def ensemble(self, subsample: float, *, with_replacement: bool = False) -> Subsampled:
         """Draw and solve the members of one subsample size, and calibrate them out of bag."""
-        data, ensemble = self._solve(subsample, with_replacement)
+        problem, ensemble = self._solve(subsample, with_replacement)
         paper = {"uncertainty": "subsampling", "centre": "members", "calibration": "student"}
-        of_paper = replace(data, settings=data.settings.model_copy(update=paper))
-        fitted, out_of_bag = calibrate(ensemble, of_paper, self.stages)
-        blend = calibrate(ensemble, data, self.stages).fitted
-        members = ensemble.members["energy"]
-        return Subsampled(fitted, blend, members, fitted.membership == 0, out_of_bag["energy"])
+        of_paper = replace(problem, settings=problem.settings.model_copy(update=paper))
+        fitted, blend = (
+            calibrate(ensemble, some, self.representation, self.stages)
+            for some in (of_paper, problem)
+        )
+        absent = ensemble.model.rows.kept.draw.counts == 0
+        return Subsampled(fitted, blend, ensemble.members[TARGET], absent)
 
     def leave_one_out_residuals(self) -> Float64Array:
         """Return the residuals (N,) of the full model without each point, or without its group."""
-        return self.gp.leave_out(np.arange(len(self.data.y)), self.data.row_groups).residuals
+        return left_out_errors(self.model, TARGET, np.inf)[0]
+
+    @property
+    def n_groups(self) -> int:
+        """Number of points, or groups of them, that are drawn."""
+        return len(np.unique(self.model.rows.kept.groups))
 
     def points(self, frames: Sequence[Atoms], name: str) -> Points:
         """Compute the kernel rows of the labelled points of further structures."""
-        rows, data = self.gp.rows, collect_labels(frames, self.settings)
-        check_species(data.frames, rows.representation.species)
+        data, rows = take_census(frames, self.settings).data, self.model.rows
+        representation = self.representation.exact()
+        check_species(data.frames, representation.species)
+        X = rows.points.environments.features
+        basis = Basis(representation.kernel, X, rows.scale, data.per_atom)
         K, k_xx = [], []
-        structures = zip(data.frames, data.centers, strict=True)
+        structures = data.environments_of_frames
         with self.stages.stage(f"Kernel rows of the {name} set"):
-            for batch in stream_features(rows.representation, structures, n_workers=self.threads):
-                K.append(rows.basis.rows(batch.features, batch.offsets))
-                k_xx.append(rows.basis.prior_variance(batch.features, batch.offsets))
-        design = data.design_for(self.data.species)
+            for batch in stream_features(representation, structures, n_workers=self.threads):
+                K.append(basis.rows(batch.features, batch.offsets))
+                k_xx.append(basis.prior_variance(batch.features, batch.offsets))
+        design = data.design(self.problem.data.species)
         return Points(np.concatenate(K), design, np.concatenate(k_xx), data.y)
 
-    def model(self) -> AtomisticModel:
+    def fitted(self) -> AtomisticModel:
         """Return the model with the subsample size of the settings."""
-        data, ensemble = self._solve(self.settings.subsample, self.settings.replace)
-        fitted = calibrate(ensemble, data, self.stages).fitted
+        problem, ensemble = self._solve(self.settings.subsample, self.settings.replace)
+        fitted = calibrate(ensemble, problem, self.representation, self.stages)
         return AtomisticModel.from_fitted(fitted, threads=self.threads)
 
-    def _solve(self, subsample: float, with_replacement: bool) -> tuple[TrainingSet, Ensemble]:
+    def _solve(self, subsample: float, with_replacement: bool) -> tuple[TrainingProblem, Ensemble]:
         update = {"subsample": subsample, "replace": with_replacement}
-        data = replace(self.data, settings=self.settings.model_copy(update=update))
-        return data, fit_ensemble(self.gp, data, draw_ensemble(data), self.stages)
+        settings = self.settings.model_copy(update=update)
+        problem = replace(self.problem, settings=settings)
+        draw, baseline = draw_members(problem)
+        model = replace(self.model, rows=self.model.rows.with_draw(draw))
+        return problem, fit_ensemble(model, problem, baseline, self.stages)
 
 
 def out_of_bag_calibrations(fitted: Fitted) -> dict[str, Calibration]:
     """Return the out-of-bag calibrations of a model, centred on the ensemble mean, by column."""
-    found = fitted.calibrations["energy"]
-    return {column: found[method] for column, method in OUT_OF_BAG.items() if method in found}
+    points = fitted.points[TARGET]
+    return {column: fit_out_of_bag(points, method) for column, method in OUT_OF_BAG.items()}
 
 
 @dataclass(frozen=True)
@@ -300,7 +331,7 @@ def study_subsamples(
             of_model = ensemble.sources(new).log_likelihood
             likelihoods = {c: e.log_likelihood for c, e in found.items()}
             rows[size] = likelihoods | {SOURCES: of_model, PROCESS: process}
-        return Study(rows, once.model())
+        return Study(rows, once.fitted())
 
 
 def run_seed(
@@ -324,7 +355,7 @@ def run_seed(
         validation = once.points(problem.validation, "validation")
         test = once.points(problem.test, "test")
         residuals = once.leave_one_out_residuals()
-        n_groups = len(np.unique(once.data.row_groups))
+        n_groups = once.n_groups
         panels: dict[str, Mapping[str, Estimate]] = {}
         process: dict[str, Estimate] = {}
         posterior: dict[str, Estimate] = {}
@@ -375,12 +406,12 @@ def run_seed(
     peak = sum(resource.getrusage(who).ru_maxrss for who in used)
     seed = SeedResult(
         seed=problem.settings.seed,
-        n_train=len(once.data.y),
+        n_train=len(once.problem.data.y),
         n_validation=len(validation.y),
         n_test=len(test.y),
-        n_environments=once.data.n_environments,
-        n_representatives=len(once.gp.rows.origins),
-        noise=float(once.gp.noise["energy"] ** 0.5),
+        n_environments=once.problem.data.n_environments,
+        n_representatives=len(once.model.rows.points),
+        noise=float(once.model.full.noise[TARGET] ** 0.5),
         seconds=stages.seconds,
         wall=time.perf_counter() - started,
         memory=float(peak * (1 if sys.platform == "darwin" else 1024)),

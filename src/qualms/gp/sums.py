@@ -1,0 +1,271 @@
+"""Sums over rows: all that a sparse model needs to know of the data.
+
+The weights of a model, (ΦᵀWΦ + σ²) w = ΦᵀWy, depend on sums over rows alone, and sums are additive:
+those of a training set are those of its parts. Structures are divided into blocks, and the training
+set of a member is a set of blocks, so that the sums of all members follow from those of the blocks,
+each of which is formed once. Members of free draws, as in the paper, have sums of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from qualms.arrays import Float64Array, FloatArray, IntArray, as_targets, check_sample_weight
+from qualms.errors import InputError
+
+#: Rows up to which they are kept instead of their Gram matrix: their product then takes no longer
+#: than reading a matrix from memory.
+FEW_ROWS = 128
+#: Rows that are weighted at once.
+_BLOCK = 4096
+
+
+@dataclass(frozen=True)
+class RowSums:
+    """Sums over rows Φ (N, r), weighted by W, with columns C (N, c) that targets are made of.
+
+    Attributes
+    ----------
+    dense : (r, r) array or None
+        ΦᵀWΦ of all rows but the `few`.
+    few : (n, r) array
+        √W Φ of some rows, which take less memory than their Gram matrix.
+    moment : (r, c) array
+        ΦᵀWC.
+    squares : (c, c) array
+        CᵀWC.
+    """
+
+    dense: Float64Array | None
+    few: Float64Array
+    moment: Float64Array
+    squares: Float64Array
+
+    @property
+    def gram(self) -> Float64Array:
+        """ΦᵀWΦ: (r, r)."""
+        product: Float64Array = self.few.T @ self.few
+        if self.dense is not None:
+            product += self.dense
+        return product
+
+    @property
+    def trace(self) -> float:
+        """Σ w |φ|², the trace of the Gram matrix."""
+        return float(np.sum(self.few**2)) + (0.0 if self.dense is None else np.trace(self.dense))
+
+    def __add__(self, other: RowSums) -> RowSums:
+        few = np.concatenate([self.few, other.few])
+        dense = self.dense if other.dense is None else other.dense
+        if self.dense is not None and other.dense is not None:
+            dense = self.dense + other.dense
+        moment, squares = self.moment + other.moment, self.squares + other.squares
+        return RowSums(*_compact(dense, few), moment, squares)
+
+    def combined(self, coefficients: Float64Array) -> RowSums:
+        """Return the sums for targets C B, given B (c, T) or (c,) as columns."""
+        B = coefficients.reshape(len(self.squares), -1)
+        return RowSums(self.dense, self.few, self.moment @ B, B.T @ self.squares @ B)
+
+    def scaled(self, factor: float) -> RowSums:
+        """Return the sums of features that are multiplied by a factor."""
+        dense = None if self.dense is None else factor**2 * self.dense
+        return RowSums(dense, factor * self.few, factor * self.moment, self.squares)
+
+    def leading(self, r: int) -> RowSums:
+        """Return the sums of the first r features."""
+        dense = None if self.dense is None else self.dense[:r, :r]
+        return RowSums(dense, self.few[:, :r], self.moment[:r], self.squares)
+
+
+def _compact(
+    dense: Float64Array | None, few: Float64Array
+) -> tuple[Float64Array | None, Float64Array]:
+    """Return a Gram matrix with the product of rows (n, r) added, unless these are few."""
+    if len(few) <= min(FEW_ROWS, few.shape[1]):
+        return dense, few
+    product: Float64Array = few.T @ few
+    if dense is not None:
+        product += dense
+    return product, few[:0]
+
+
+def sums_size(n_rows: float, r: int) -> float:
+    """Return the bytes of the sums over so many rows with r features."""
+    return 8.0 * r * (n_rows if n_rows <= min(FEW_ROWS, r) else r)
+
+
+def sum_rows(Phi: FloatArray, C: FloatArray, sample_weight: FloatArray | None = None) -> RowSums:
+    """Return the sums over rows Φ (N, r) with columns C (N, c), weighted."""
+    C = as_targets(C, len(Phi))
+    weight = check_sample_weight(sample_weight, len(Phi))[:, None]
+    moment = np.asarray(Phi.T @ (weight * C), dtype=np.float64)
+    squares = C.T @ (weight * C)
+    if len(Phi) > min(FEW_ROWS, Phi.shape[1]):
+        return RowSums(
+            gram_matrix(Phi, sample_weight), np.empty((0, Phi.shape[1])), moment, squares
+        )
+    few = np.asarray(Phi * np.sqrt(weight), dtype=np.float64)
+    _check_finite(few)
+    return RowSums(None, few, moment, squares)
+
+
+def gram_matrix(Phi: FloatArray, sample_weight: FloatArray | None = None) -> Float64Array:
+    """Return Φᵀ diag(w) Φ in float64: (r, r). A copy of all of Φ might not fit beside it."""
+    root = np.sqrt(check_sample_weight(sample_weight, len(Phi)))[:, None]
+    if np.all(root == 1):
+        gram: Float64Array = np.asarray(Phi.T @ Phi, dtype=np.float64)
+    else:
+        gram = np.zeros((Phi.shape[1], Phi.shape[1]))
+        for start in range(0, len(Phi), _BLOCK):
+            block = Phi[start : start + _BLOCK] * root[start : start + _BLOCK]
+            gram += block.T @ block
+    _check_finite(gram)
+    return gram
+
+
+def _check_finite(values: Float64Array) -> None:
+    if not np.all(np.isfinite(values)):
+        raise InputError("`Phi` has NaN or infinite values.", parameter="Phi")
+
+
+def weighted_sum(parts: Sequence[RowSums], weights: Sequence[float]) -> RowSums:
+    """Return the sums over all parts, the rows of each with their weights times a factor."""
+
+    def total(arrays: Iterable[tuple[float, Float64Array]]) -> Float64Array | None:
+        result: Float64Array | None = None
+        for w, array in arrays:
+            if result is None:
+                result = w * array
+            else:
+                result += array if w == 1 else w * array  # in place: they may be large
+        return result
+
+    pairs = list(zip(weights, parts, strict=True))
+    dense = total((w, part.dense) for w, part in pairs if part.dense is not None)
+    few = np.concatenate([w**0.5 * part.few for w, part in pairs])
+    moment, squares = (total((w, getattr(p, name)) for w, p in pairs) for name in SUMS)
+    assert moment is not None
+    assert squares is not None
+    return RowSums(*_compact(dense, few), moment, squares)
+
+
+#: Sums that are never kept as rows.
+SUMS = ("moment", "squares")
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Blocks that points are divided into, and the members that are made of them.
+
+    Attributes
+    ----------
+    block : (n,) array of int
+        Block of each point.
+    counts : (n, N_R) array of int
+        How often each point is in the training set of each member.
+    n_blocks : int
+        B.
+    of_blocks : (B, N_R) array of int or None
+        How often each block is; None if points are drawn freely.
+    """
+
+    block: IntArray
+    counts: IntArray
+    n_blocks: int
+    of_blocks: IntArray | None
+
+    def take(self, points: IntArray) -> Draw:
+        """Return the draw of some points, or of rows that belong to these points."""
+        return replace(self, block=self.block[points], counts=self.counts[points])
+
+    def sum_blocks(
+        self, Phi: FloatArray, C: FloatArray, sample_weight: FloatArray | None = None
+    ) -> dict[int, RowSums]:
+        """Return the sums over rows (n, r), with columns (n, c), in each block that has some."""
+        weight = check_sample_weight(sample_weight, len(Phi))
+        sums = {}
+        for b in np.unique(self.block).tolist():
+            rows = np.flatnonzero(self.block == b)
+            sums[b] = sum_rows(Phi[rows], C[rows], weight[rows])
+        return sums
+
+
+@dataclass(frozen=True)
+class BlockSums:
+    """Sums over all rows of each quantity, block by block.
+
+    The first T columns are the targets of the full model, less their mean. The last is one; for
+    derivatives of the target, which have no mean, it is zero.
+    """
+
+    sums: dict[str, list[RowSums]]  #: by quantity; the target is the first
+
+    @classmethod
+    def of(cls, sums: Mapping[str, Mapping[int, RowSums]], n_blocks: int) -> BlockSums:
+        """Return the sums of so many blocks; those that are not given have no rows."""
+        some = next(iter(next(iter(sums.values())).values()))
+        r, c = some.moment.shape
+        nothing = RowSums(None, np.empty((0, r)), np.zeros((r, c)), np.zeros((c, c)))
+        return cls({k: [v.get(b, nothing) for b in range(n_blocks)] for k, v in sums.items()})
+
+    @property
+    def target(self) -> str:
+        """The first quantity, of which others are derivatives."""
+        return next(iter(self.sums))
+
+    @property
+    def n_blocks(self) -> int:
+        """B."""
+        return len(self.sums[self.target])
+
+    def total(self, name: str, blocks: Iterable[int] | None = None) -> RowSums:
+        """Return the sums of a quantity over all blocks, or some of them."""
+        some = range(self.n_blocks) if blocks is None else blocks
+        parts = [self.sums[name][b] for b in some]
+        return weighted_sum(parts, [1.0] * len(parts))
+
+    def weighted(self, times: IntArray, ratios: Mapping[str, float]) -> RowSums:
+        """Return the sums over blocks, each so many times (B,), weighted by quantity."""
+        pairs = [(name, b) for name in self.sums for b in np.flatnonzero(times).tolist()]
+        parts = [self.sums[name][b] for name, b in pairs]
+        return weighted_sum(parts, [ratios[name] * times[b] for name, b in pairs])
+
+    def scaled(self, factor: float) -> BlockSums:
+        """Return the sums of features that are multiplied by a factor."""
+        return self._each(lambda sums: sums.scaled(factor))
+
+    def leading(self, r: int) -> BlockSums:
+        """Return the sums of the first r features."""
+        return self._each(lambda sums: sums.leading(r))
+
+    def _each(self, change: Callable[[RowSums], RowSums]) -> BlockSums:
+        return replace(self, sums={k: [change(s) for s in v] for k, v in self.sums.items()})
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """Rows that are kept: noise is selected, and uncertainties are calibrated, on these.
+
+    They are those of whole groups: of some, or of all if members are drawn freely.
+    """
+
+    Phi: Float64Array  #: (N, r): whitened features
+    columns: Float64Array  #: (N, c): as in `BlockSums`
+    rows: Mapping[str, IntArray]  #: places of the rows of each quantity
+    groups: IntArray  #: (N,): rows that are left out together
+    draw: Draw  #: block of each row, and how often it is in each member
+    weight: Float64Array  #: (N,): rows of a quantity have its noise variance divided by this
+    n_outputs: int = 1  #: T
+
+    @property
+    def y(self) -> Float64Array:
+        """Targets, less their mean over all rows: (N, T)."""
+        return self.columns[:, : self.n_outputs]
+
+    def leading(self, r: int) -> KeptRows:
+        """Return the rows with the first r features; a view: there may be no memory for a copy."""
+        return replace(self, Phi=self.Phi[:, :r])
