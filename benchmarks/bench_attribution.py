@@ -19,10 +19,10 @@ from ase import Atoms
 from ase.build import bulk
 from ase.calculators.emt import EMT
 from ase.data import covalent_radii
+from qualms.atomistic.novelty import atom_force_std, atom_novelty
 
 from benchmarks.bench_forces import three_bpa
 from qualms import AtomisticModel
-from qualms.atomistic.novelty import atom_force_std, atom_novelty
 from qualms.data import qm9
 
 #: By how much bonds are stretched, or squeezed.
@@ -93,7 +93,7 @@ def measures(model: AtomisticModel, frames: Sequence[Atoms]) -> dict[str, list[A
     """Return every measure of all atoms of all structures."""
     found = {
         "novelty": atom_novelty(model, frames),
-        "σ of contributions": [part.std for part in model.predict_atoms(frames)],
+        "σ of contributions": [part.std for part in model.predict(frames, atoms=True).atoms],
     }
     if model.fitted.representation.has_derivatives:
         found["σ of forces"] = atom_force_std(model, frames)

@@ -123,8 +123,10 @@ def energy(directory):
     result |= scored("energy.raw", y, found.uncalibrated)
     result["energy.predict_mean"] = model.predict_mean(test)
     result["energy.pp.mean"], result["energy.pp.std"] = model.predict_pp(test)
-    result["energy.extrapolates"] = model.extrapolates(test)
-    result |= predicted("energy.atoms", Prediction.concatenate(model.predict_atoms(test[:5])))
+    result["energy.extrapolates"] = model.predict(test).extrapolates
+    result |= predicted(
+        "energy.atoms", Prediction.concatenate(model.predict(test[:5], atoms=True).atoms)
+    )
     model.save(directory / "model.safetensors")
     ase.io.write(directory / "test.xyz", test)
     document = qualms("evaluate", directory / "model.safetensors", directory / "test.xyz")
@@ -160,7 +162,7 @@ def forces(directory):
         stress="dft_stress",
         units="eV",
     ).fit(frames[:28])
-    found = model.predict_forces(frames[28:], stress=True)
+    found = model.predict(frames[28:], stress=True, forces=True)
     result = predicted("forces.predict", model.predict(frames[28:]))
     for quantity in ("energy", "forces", "stress"):
         result |= predicted(f"forces.{quantity}", getattr(found, quantity))
@@ -186,7 +188,7 @@ def atomic(directory):
             "shift", "atomic", representation=small, n_representatives=150, **settings
         ).fit(frames[:80])
         result |= predicted(f"atomic.{name}", model.predict(frames[80:]))
-        result[f"atomic.{name}.extrapolates"] = model.extrapolates(frames[80:])
+        result[f"atomic.{name}.extrapolates"] = model.predict(frames[80:]).extrapolates
     return result
 
 

@@ -4,7 +4,7 @@ import numpy as np
 from ase.neighborlist import neighbor_list
 
 from qualms import Prediction
-from qualms.atomistic.forces import ForcePrediction
+from qualms.atomistic.predictions import Parts, StructurePrediction
 from qualms.calibration.fitting import build_calibration
 
 CUTOFF = 3.0
@@ -23,19 +23,15 @@ class PairCommittee:
         )
         self.calls = []
 
-    def predict(self, frames):
-        self.calls.append("energy")
-        return self._calibrated(self._members(frames)[0], ENERGY_FACTOR)
-
-    def predict_forces(self, frames, *, stress=False):
-        self.calls.append("stress" if stress else "forces")
-        energy, forces, stresses = self._members(frames)
-        return ForcePrediction(
-            energy=self._calibrated(energy, ENERGY_FACTOR),
-            forces=self._calibrated(forces, FORCES_FACTOR),
-            offsets=np.cumsum([0, *map(len, frames)]),
+    def predict(self, frames, *, forces=False, stress=False):
+        self.calls.append("stress" if stress else "forces" if forces else "energy")
+        energy, of_atoms, stresses = self._members(frames)
+        parts = Parts(
+            list(frames),
+            forces=self._calibrated(of_atoms, FORCES_FACTOR) if forces else None,
             stress=self._calibrated(stresses, FORCES_FACTOR) if stress else None,
         )
+        return StructurePrediction(self._calibrated(energy, ENERGY_FACTOR), parts)
 
     def _calibrated(self, members, factor):
         return Prediction(members).calibrated(build_calibration("linear", {"alpha": factor}))

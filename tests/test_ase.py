@@ -111,7 +111,7 @@ def test_a_factor_without_a_calibration_is_constant_and_equal_members_have_no_gr
 
 def test_results_are_those_of_the_model(committee, crystal):
     calc = Calculator(committee)
-    found = committee.predict_forces([crystal], stress=True)
+    found = committee.predict([crystal], stress=True, forces=True)
     expected = {
         "energy": found.energy.mean[0],
         "free_energy": found.energy.mean[0],
@@ -185,7 +185,7 @@ def test_atoms_may_change_between_calls(committee, atoms):
     atoms.calc = calc
 
     def agrees():
-        found = committee.predict_forces([atoms])
+        found = committee.predict([atoms], forces=True)
         assert atoms.get_potential_energy() == pytest.approx(found.energy.mean[0])
         np.testing.assert_allclose(atoms.get_forces(), found.forces.mean)
         assert atoms.arrays["forces_ensemble"].shape == (len(atoms), 3 * committee.n_members)
@@ -301,7 +301,7 @@ def test_a_warning_is_issued_when_the_threshold_is_crossed(committee, atoms):
 
 @pytest.mark.parametrize("share", [0.99, 1.01])
 def test_an_error_stops_a_simulation_whatever_the_orientation(committee, atoms, share):
-    lengths = np.linalg.norm(committee.predict_forces([atoms]).forces.std, axis=1)
+    lengths = np.linalg.norm(committee.predict([atoms], forces=True).forces.std, axis=1)
     calc = Calculator(committee, {"forces_uncertainty": share * lengths.max()}, "raise")
     for angle in (0, 25, 70):
         turned = atoms.copy()
@@ -354,7 +354,7 @@ def waters(n, scale=0.08, seed=0, last=(0, 1.2, 0)):
     for _ in range(n):
         atoms = Atoms("OH2", [[0, 0, 0], [1.2, 0, 0], last])
         atoms.positions += scale * rng.normal(size=(3, 3))
-        found = reference.predict_forces([atoms])
+        found = reference.predict([atoms], forces=True)
         atoms.info["energy"] = float(found.energy.mean[0])
         atoms.arrays["true_forces"] = found.forces.mean
         frames.append(atoms)
@@ -420,14 +420,14 @@ def test_dynamics_of_a_trained_molecule_conserve_the_energy():
 @pytest.mark.parametrize("calibrated_for", ["forces", "energy"])
 def test_forces_of_a_calibrated_member_are_derivatives(force_model, water, calibrated_for):
     calc = Calculator(force_model)
-    found = force_model.predict_forces([water])
+    found = force_model.predict([water], forces=True)
     np.testing.assert_allclose(calc.get_property("forces_uncertainty", water), found.forces.std)
     water.calc = calc.member(3, calibrated_for=calibrated_for)
     assert_derivatives(water, (1e-3, 0), (1e-4, 0), stress=False)
 
 
 def test_members_are_calibrated_for_forces_or_for_the_energy(force_model, water):
-    calc, found = Calculator(force_model), force_model.predict_forces([water])
+    calc, found = Calculator(force_model), force_model.predict([water], forces=True)
     fitted = force_model.fitted
     calibration = fitted.calibration_of("forces")
     student = fitted.with_calibration("student").calibration_of("forces")
@@ -552,7 +552,7 @@ class Members(AseCalculator):
 
     def calculate(self, atoms=None, properties=None, system_changes=None):
         super().calculate(atoms, properties, system_changes)
-        found = self.committee.predict_forces([self.atoms])
+        found = self.committee.predict([self.atoms], forces=True)
         energies = found.energy.uncalibrated.members[0]
         forces = found.forces.uncalibrated.members
         self.results = {

@@ -148,7 +148,7 @@ def test_compositions_outside_the_span_of_the_training_set_are_rejected(tmp_path
         assert one.predict([twice]).mean[0] == pytest.approx(2 * -1800, abs=5)
         with rejects("frames"):
             one.predict([twice, ethanol])
-        assert one.extrapolates([ethanol, frames[0]], unknown_species="ignore")[0]
+        assert one.predict([ethanol, frames[0]], unknown_species="ignore").extrapolates[0]
     others = rattled("CH4", 3, rng) + rattled("H2O", 3, rng)
     model = make_model("energy", n_representatives=20, calibration="student").fit(frames + others)
     assert model.predict([ethanol]).mean[0] == pytest.approx(-2600, abs=5)  # warnings are errors

@@ -212,12 +212,12 @@ def test_predictions_are_those_of_the_model(desk):
         document = ended.document
         assert (document["target"], document["units"]) == (ENERGY, "eV")
         assert document["n_structures"] == len(test)
-        assert document["n_extrapolating"] == model.extrapolates(test).sum()
+        assert document["n_extrapolating"] == model.predict(test).extrapolates.sum()
     arrays = np.load("out.npz")
     np.testing.assert_allclose(arrays[ENERGY], expected.mean, rtol=1e-12)
     np.testing.assert_allclose(arrays[f"{ENERGY}_uncertainty"], expected.std, rtol=1e-9)
     np.testing.assert_allclose(arrays[f"{ENERGY}_ensemble"], expected.members, rtol=1e-12)
-    np.testing.assert_array_equal(arrays["qualms_extrapolates"], model.extrapolates(test))
+    np.testing.assert_array_equal(arrays["qualms_extrapolates"], model.predict(test).extrapolates)
     out = ase.io.read("out.xyz.gz", ":")
     np.testing.assert_allclose(info(out, f"{ENERGY}_uncertainty"), expected.std, rtol=1e-6)
     np.testing.assert_allclose(info(out, f"REF_{ENERGY}"), info(test, ENERGY))
@@ -454,7 +454,7 @@ def test_predicted_forces_and_stresses(alloys, tmp_path):
     ase.io.write(tmp_path / "mixed.xyz", frames)
     options = "--forces --stress --ensemble --threads 1 --json"
     model = AtomisticModel.load(folder / "model.safetensors", threads=1)
-    expected = model.predict_forces(frames)
+    expected = model.predict(frames, forces=True)
     for name in ("out.npz", "out.xyz"):
         command = f"predict {folder}/model.safetensors {tmp_path}/mixed.xyz {options}"
         assert qualms(f"{command} -o {tmp_path}/{name}").document["n_without_volume"] == 1
@@ -464,8 +464,8 @@ def test_predicted_forces_and_stresses(alloys, tmp_path):
     np.testing.assert_allclose(arrays["forces_uncertainty"], expected.forces.std, atol=1e-9)
     assert np.isnan(arrays["stress"][3]).all()
     solid = np.arange(8) != 3
-    stress = model.predict_forces(
-        [f for f, has in zip(frames, solid, strict=True) if has], stress=True
+    stress = model.predict(
+        [f for f, has in zip(frames, solid, strict=True) if has], stress=True, forces=True
     )
     np.testing.assert_allclose(arrays["stress"][solid], stress.stress.mean, atol=1e-9)
     np.testing.assert_allclose(arrays["stress_uncertainty"][solid], stress.stress.std, atol=1e-9)

@@ -123,7 +123,7 @@ def test_forces_and_stresses_are_scored_by_component(alloys, force_model):
     for i in range(0, len(forces), 7):
         atoms = test[forces.structure[i]]
         assert atoms.arrays["force"][forces.atom[i], forces.component[i]] == forces.y[i]
-    predicted = force_model.predict_forces(test, stress=True)
+    predicted = force_model.predict(test, stress=True, forces=True)
     known = [i for i in range(10) if i != 2]
     expected = predicted.stress[known]
     # Weights of posterior members are large and cancel: rounding depends on the batch.
@@ -176,7 +176,7 @@ def test_structures_out_of_distribution_are_counted(molecules, energy_model):
     for atoms in test[:4]:
         atoms.positions *= 0.6
     found = evaluate(energy_model, test)["energy"]
-    np.testing.assert_array_equal(found.extrapolates, energy_model.extrapolates(test))
+    np.testing.assert_array_equal(found.extrapolates, energy_model.predict(test).extrapolates)
     assert found.n_extrapolating >= 4
     assert len(found.remarks()) == 1
     test[7].numbers[0] = 17
@@ -255,7 +255,7 @@ def test_kernel_principal_components(molecules, energy_model):
     assert abs(np.corrcoef(found.T)[0, 1]) < 1e-6
     # The same as the eigenvectors of the centred kernel between structures.
     basis = model.fitted.basis
-    K_XM = np.concatenate([chunk.rows() for chunk in model.stream(frames)])
+    K_XM = np.concatenate([chunk.rows() for chunk in model.chunks(frames)])
     K = K_XM @ np.linalg.pinv(basis.environment_rows(basis.representatives), rcond=1e-9) @ K_XM.T
     centering = np.eye(40) - 1 / 40
     values, vectors = np.linalg.eigh(centering @ K @ centering)

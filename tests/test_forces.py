@@ -32,7 +32,6 @@ from qualms.atomistic.forces import (
     fill_rows,
     kernel_terms,
     make_potential,
-    potential_energies,
 )
 from qualms.atomistic.labels import ForceLabels
 from qualms.atomistic.structures import VOIGT
@@ -135,9 +134,9 @@ def test_atoms_without_neighbours_are_reported():
     model = molecular(next(iter(VARIANTS)))
     far = some_molecule() + Atoms("O", positions=[[0, 0, 20.0]])
     with pytest.warns(QualmsWarning):
-        found = model.predict_forces([far])
+        found = model.predict([far], forces=True)
     assert not found.forces.std[-1].any()
-    model.predict_forces([molecule("CO2"), Atoms("O")])  # zero by symmetry: no warning
+    model.predict([molecule("CO2"), Atoms("O")], forces=True)  # zero by symmetry: no warning
 
 
 def assert_same(found, expected, rtol=1e-6):
@@ -165,7 +164,7 @@ def virial_by_differences(fitted, atoms, v):
 
 
 def assert_forces_are_derivatives(model, atoms):
-    found = model.predict_forces([atoms])
+    found = model.predict([atoms], forces=True)
     expected = np.array(
         [
             [force_by_differences(model.fitted, atoms, atom, axis) for axis in range(3)]
@@ -200,7 +199,7 @@ def test_products_that_compression_made_negative_count_as_zero_everywhere(name):
     kernel = np.asarray(representation.kernel(x, X)).sum(axis=0)
     np.testing.assert_allclose(rows.energies[0], kernel, rtol=1e-10)
     # Those are the features from which energies alone are predicted, too.
-    alone, found = molecular(name).predict([atoms]), molecular(name).predict_forces([atoms])
+    alone, found = molecular(name).predict([atoms]), molecular(name).predict([atoms], forces=True)
     np.testing.assert_allclose(found.energy.members, alone.members, rtol=1e-5)
 
 
@@ -219,7 +218,7 @@ def test_forces_on_a_slab():
 @pytest.mark.parametrize("name", CRYSTALS)
 def test_stress_of_every_member_is_the_derivative_of_its_energy(name):
     model, atoms = crystalline(name), some_crystal()
-    found = model.predict_forces([atoms], stress=True)
+    found = model.predict([atoms], stress=True, forces=True)
     virials = [virial_by_differences(model.fitted, atoms, v) for v in range(6)]
     expected = np.array(virials) / atoms.get_volume()
     assert expected.shape[1] == 4 + 16
@@ -239,7 +238,7 @@ def test_forces_turn_with_the_molecule_and_do_not_depend_on_where_it_is(seed):
     order = rng.permutation(len(atoms))
     turned = atoms.copy()
     turned.positions = turned.positions @ rotation.T + rng.normal(scale=10, size=3)
-    before, after = model.predict_forces([atoms]), model.predict_forces([turned[order]])
+    before, after = model.predict([atoms], forces=True), model.predict([turned[order]], forces=True)
     expected = np.einsum("ab,jbr->jar", rotation, before.forces.members)[order]
     assert_same(after.forces.members, expected, 1e-8)
     assert_same(after.energy.members, before.energy.members, 1e-10)
@@ -281,7 +280,7 @@ def test_an_atom_with_no_features_at_all():
     chosen = SMOOTH | {"center_weight": 0.0}
     given = {"n_representatives": 30, "n_members": 4, "calibration": "student"}
     model = make_model(representation=chosen, **given).fit(qm9(n=40))
-    found = model.predict_forces([Atoms("C")])
+    found = model.predict([Atoms("C")], forces=True)
     np.testing.assert_array_equal(found.forces.members, 0)
     assert_forces_are_derivatives(model, some_molecule())
 
@@ -299,13 +298,13 @@ def own_std(model, prediction):
 def test_without_training_on_them_forces_and_stress_are_scaled_as_the_energy(n_members):
     model = molecular("ζ = 2", n_members)
     assert model.fitted.calibration.method == ("student" if n_members == 4 else "sources")
-    found = model.predict_forces([some_molecule(), molecule("CH4")])
-    for energy, forces, _ in found:
-        factor = energy.std / own_std(model, energy)
+    found = model.predict([some_molecule(), molecule("CH4")], forces=True)
+    for one in found:
+        forces, factor = one.forces, one.std / own_std(model, one)
         np.testing.assert_allclose(forces.std, factor * own_std(model, forces), rtol=1e-9)
         np.testing.assert_allclose(forces.mean, forces.uncalibrated.mean, atol=1e-9)
     assert trained().fitted.calibration_of("stress") is None
-    found = trained().predict_forces(alloys()[26:], stress=True)
+    found = trained().predict(alloys()[26:], stress=True, forces=True)
     factors = found.energy.std / own_std(trained(), found.energy)
     expected = own_std(trained(), found.stress) * factors[:, None]
     np.testing.assert_allclose(found.stress.std, expected)
@@ -315,7 +314,7 @@ def test_without_training_on_them_forces_and_stress_are_scaled_as_the_energy(n_m
 def test_far_from_the_training_set_uncertainties_are_large(factor):
     model, frames = molecular("ζ = 2", n_members=16), qm9(n=70)[50:]
     far = [Atoms(atoms.numbers, factor * atoms.positions) for atoms in frames]
-    usual, strange = model.predict_forces(frames), model.predict_forces(far)
+    usual, strange = model.predict(frames, forces=True), model.predict(far, forces=True)
     assert np.all(np.isfinite(strange.forces.members))
     assert np.median(strange.energy.std) > 3 * np.median(usual.energy.std)
 
@@ -430,7 +429,7 @@ def test_parts_have_the_derivatives_of_the_whole(name, monkeypatch):
     def found(large):
         monkeypatch.setattr(gradients, "LARGE", large)
         both = derivatives(potential, frames, strain=True)
-        arrays = [both.energies, both.forces, both.virials, potential_energies(potential, frames)]
+        arrays = [both.energies, both.forces, both.virials, both.atoms]
         if name == "an oblique crystal":
             arrays += oracle_forces.kernel_rows(kernels, frames, strain=True)
         return arrays
@@ -491,7 +490,7 @@ def stresses(frames):
 def test_stress_is_calibrated_out_of_bag():
     known = alloys()[:26]
     model = trained("virtual", uncertainty="subsampling", centre="members")
-    members = model.predict_forces(known, stress=True).stress.uncalibrated.members
+    members = model.predict(known, stress=True, forces=True).stress.uncalibrated.members
     of_stress = model.fitted.with_calibration("linear").calibrations["stress"]
     found, u = of_stress.calibration, of_stress.isotropy
     inside = membership(known, model)
@@ -513,7 +512,7 @@ def test_stress_is_calibrated_out_of_bag():
 
 def test_uncertainties_of_stresses_cover_the_errors():
     new = alloys(40, seed=5)
-    predicted = trained("virtual").predict_forces(new, stress=True).stress
+    predicted = trained("virtual").predict(new, stress=True, forces=True).stress
     fitted = trained("virtual").fitted
     calibration, isotropy = fitted.calibration_of("stress"), fitted.calibrations["stress"].isotropy
     again = predicted.calibrated(calibration, isotropy=isotropy)
@@ -536,7 +535,7 @@ def test_forces_of_each_species_have_their_own_uncertainty():
         assert factors["Cu"] > 5 * factors["Al"]
         numbers = np.concatenate([atoms.numbers for atoms in new])
         y = np.concatenate([atoms.arrays["force"] for atoms in new])
-        found = model.predict_forces(new).forces
+        found = model.predict(new, forces=True).forces
         inside = np.abs(found.mean - y) < found.std
         covered.append([np.mean(inside[numbers == number]) for number in (13, 29)])
     assert np.all(np.mean(covered, axis=0) > 0.55)
@@ -548,7 +547,7 @@ def test_uncertainties_of_forces_with_few_members(n_members):
     """Few members without a point differ little in some direction, by chance."""
     frames, new = alloys(60, seed=3), alloys(40, seed=5)
     model = make_force_model(n_representatives=200, n_members=n_members).fit(frames)
-    predicted = model.predict_forces(new).forces
+    predicted = model.predict(new, forces=True).forces
     z = np.abs(predicted.mean - np.concatenate([atoms.arrays["force"] for atoms in new]))
     assert 0.55 < np.mean(z < predicted.std) < 0.82
 
@@ -559,7 +558,7 @@ def test_almost_symmetric_forces_have_almost_no_uncertainty():
     for height in (0.0, 1e-4, 1e-3):
         moved = atoms.copy()
         moved.positions[0, 0] += height
-        std.append(model.predict_forces([moved]).forces.std)
+        std.append(model.predict([moved], forces=True).forces.std)
     assert np.all(std[0][:, 0] < 1e-8 * std[0].max())
     assert np.all(std[1][:, 0] < 0.03 * std[1].max())
     assert std[2][:, 0].max() > std[1][:, 0].max()
@@ -575,7 +574,9 @@ def test_a_model_learns_from_the_stress_of_slabs():
         atoms.rattle(0.08, seed=i)
         frames.append(labelled_by_emt(atoms))
     found = make_force_model(stress="virtual", calibration="student").fit(frames[::2])
-    errors = found.predict_forces(frames[1::2], stress=True).stress.mean - stresses(frames[1::2])
+    errors = found.predict(frames[1::2], stress=True, forces=True).stress.mean - stresses(
+        frames[1::2]
+    )
     assert np.sqrt(np.mean(errors**2)) < 0.2 * np.std(stresses(frames))
 
 
@@ -587,7 +588,7 @@ def test_noisy_stresses_do_not_spoil_forces():
 
     def error(model):
         reference = np.concatenate([atoms.arrays["force"] for atoms in new])
-        return np.sqrt(np.mean((model.predict_forces(new).forces.mean - reference) ** 2))
+        return np.sqrt(np.mean((model.predict(new, forces=True).forces.mean - reference) ** 2))
 
     # With one noise variance for both, errors of forces would be five times as large.
     assert error(with_noise) < 2 * error(make_force_model().fit(noisy))
@@ -601,12 +602,11 @@ def test_models_and_structures_without_forces_are_rejected(energy_model, shift_m
     slab.symbols[:] = ["Na", "Cl"]
     close = Atoms("NaCl", [[0, 0, 0], [0, 0, 0.01]])
     cases = [
-        ("engine", lambda: energy_model.predict_forces(molecules[:1])),
-        ("kind", lambda: shift_model.predict_forces(molecules[:1])),
-        ("frames", lambda: model.predict_forces([])),
-        ("frames", lambda: model.predict_forces([molecule("SiH4")])),
-        ("frames[1]", lambda: model.predict_forces([some_crystal(), close])),
-        ("frames[1].cell", lambda: model.predict_forces([some_crystal(), slab], stress=True)),
+        ("engine", lambda: energy_model.predict(molecules[:1], forces=True)),
+        ("kind", lambda: shift_model.predict(molecules[:1], forces=True)),
+        ("frames", lambda: model.predict([], forces=True)),
+        ("frames", lambda: model.predict([molecule("SiH4")], forces=True)),
+        ("frames[1]", lambda: model.predict([some_crystal(), close], forces=True)),
     ]
     for parameter, predict in cases:
         with pytest.raises(InputError) as error:
@@ -618,12 +618,8 @@ def test_features_are_computed_once_for_forces(force_model, alloys, monkeypatch)
     """The novelty of structures comes from the pass that computes their forces."""
     frames, calls = alloys[26:], []
     monkeypatch.setattr(force_model, "threads", 1)  # features are computed in this process
-    novelty, by_forces = np.empty((2, len(frames), 2))
-    [chunk] = force_model.stream(frames)
-    chunk.rows(novelty)
-    expected = chunk.extrapolates(force_model.predict(frames), novelty)
-    forces = force_model.predict_forces(frames, novelty=by_forces).forces
-    np.testing.assert_allclose(by_forces, novelty, atol=2e-6)
+    expected = force_model.predict(frames).extrapolates
+    forces = force_model.predict(frames, forces=True).forces
 
     def count(kind, name):
         method = getattr(kind, name)
@@ -632,7 +628,7 @@ def test_features_are_computed_once_for_forces(force_model, alloys, monkeypatch)
     count(type(force_model.fitted.representation), "features")
     for kind in {type(term.features) for term in force_model.potential}:
         count(kind, "tapes")
-    [batch] = predict_batches(force_model, enumerate(frames), Wanted(forces=True))
+    [batch] = predict_batches(force_model, enumerate(frames), Wanted(forces=True, atoms=True))
     assert calls == ["tapes"] * len(force_model.potential)
     assert batch.arguments["extra"][EXTRAPOLATES] == expected.tolist()
     np.testing.assert_array_equal(batch.arguments["arrays"]["forces"], forces.mean)

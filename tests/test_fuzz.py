@@ -194,15 +194,15 @@ def use_model(path, frames):
 
     model = AtomisticModel.load(path, threads=1)
     model.summary()
-    atoms = model.predict_atoms(frames)
+    atoms = model.predict(frames, atoms=True).atoms
     for found in (model.predict(frames), *atoms):
         is_valid(found.mean, found.std)
     is_valid(model.predict_mean(frames), 0)
     if model.settings.keep_pp:
         is_valid(*model.predict_pp(frames))
-    model.extrapolates(frames)
+    assert len(model.predict(frames).extrapolates) == len(frames)
     if model.settings.forces:
-        found = model.predict_forces(frames[:1])
+        found = model.predict(frames[:1], forces=True)
         is_valid(found.energy.mean, found.energy.std)
         is_valid(found.forces.mean, found.forces.std)
 

@@ -575,10 +575,10 @@ def test_another_charge_than_in_training_is_an_extrapolation(molecules, in_shard
     given = FrameFiles.open([tmp_path / "anions.xyz"]) if in_shards else frames[:40]
     model = make_model(calibration="student").fit(given)
     assert model.record.state == {"charge": -1.0}
-    expected = model.extrapolates(frames[:10])
+    expected = model.predict(frames[:10]).extrapolates
     frames[7].info["charge"] = 0
     with pytest.warns(QualmsWarning, match="charge"):
-        found = model.extrapolates(frames[:10])
+        found = model.predict(frames[:10]).extrapolates
     assert found.tolist() == [*expected[:7], True, *expected[8:]]
 
 

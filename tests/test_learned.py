@@ -50,7 +50,7 @@ def trained(dimers):
 
 def test_an_object_is_as_good_as_any_representation(trained, dimers):
     new = dimers[40:]
-    found = trained.predict_forces(new)
+    found = trained.predict(new, forces=True)
     forces = np.concatenate([atoms.arrays["forces"] for atoms in new])
     energies = np.array([atoms.info["energy"] for atoms in new])
     np.testing.assert_allclose(found.energy.mean, trained.predict(new).mean, atol=1e-5)
@@ -61,7 +61,7 @@ def test_an_object_is_as_good_as_any_representation(trained, dimers):
 
 def test_forces_are_derivatives_of_the_energies_of_all_members(trained, dimers):
     atoms = dimers[50]
-    forces = trained.predict_forces([atoms]).forces.uncalibrated.members
+    forces = trained.predict([atoms], forces=True).forces.uncalibrated.members
     for i, axis in ((0, 0), (3, 1)):
         moved = [atoms.copy(), atoms.copy()]
         for one, sign in zip(moved, (1, -1), strict=True):
@@ -95,7 +95,7 @@ def test_training_rows_are_derivatives_of_energies(dimers):
 def test_the_calculator_of_ase(trained, dimers):
     atoms = dimers[55].copy()
     atoms.calc = Calculator(trained)
-    found = trained.predict_forces([atoms])[0]
+    found = trained.predict([atoms], forces=True)[0]
     assert atoms.get_potential_energy() == pytest.approx(float(found.energy.mean))
     np.testing.assert_allclose(atoms.get_forces(), found.forces.mean, atol=1e-10)
 
@@ -175,7 +175,7 @@ def test_no_forces_without_derivatives(dimers):
     model = AtomisticModel("energy", representation=NoDerivatives(), **FEW).fit(dimers[:30])
     assert np.all(model.predict(dimers[40:]).std > 0)
     with pytest.raises(InputError) as error:
-        model.predict_forces(dimers[:1])
+        model.predict(dimers[:1], forces=True)
     assert error.value.parameter == "representation"
     given = {**FEW, "baseline": "backbone"}  # it has no energies either
     with pytest.raises(InputError) as error:
@@ -218,7 +218,7 @@ def test_bad_derivatives(dimers, pulled):
     network = broken(vjp=lambda self, frames: (Densities().features(frames), pulled))
     model = AtomisticModel("energy", representation=network, **FEW).fit(dimers[:30])
     with pytest.raises(InputError) as error:
-        model.predict_forces(dimers[:1])
+        model.predict(dimers[:1], forces=True)
     assert error.value.parameter == "representation"
 
 
@@ -304,7 +304,7 @@ def pretrained(dimers):
 
 def test_forces_of_networks_are_derivatives(pretrained, dimers):
     atoms = dimers[50]
-    found = pretrained.predict_forces([atoms])
+    found = pretrained.predict([atoms], forces=True)
     forces = found.forces.uncalibrated.members
     np.testing.assert_allclose(found.energy.mean, pretrained.predict([atoms]).mean, atol=1e-5)
     for i, axis in ((0, 0), (3, 1)):

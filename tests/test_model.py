@@ -9,7 +9,9 @@ import inspect
 import pickle
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -36,8 +38,6 @@ from scipy.sparse.csgraph import connected_components
 from threadpoolctl import threadpool_limits
 
 from qualms import AtomisticModel, Prediction, ProjectedProcessRegressor, QualmsError
-from qualms.atomistic.model import stream_chunks
-from qualms.atomistic.novelty import atom_force_std, atom_novelty, attributions
 from qualms.atomistic.settings import Settings, make_settings, with_representation
 from qualms.calibration.fitting import MODEL_METHODS
 from qualms.features.soap import PRESETS, SMOOTHING, make_soap
@@ -207,14 +207,17 @@ def test_atoms_of_chosen_species(molecules, shift_model):
     for predicted, expected in zip(shift_model.target_atoms(new), wanted, strict=True):
         np.testing.assert_array_equal(predicted, expected)
     edges = pairwise(np.cumsum([0, *map(len, wanted)]))
-    for part, (begin, end) in zip(shift_model.predict_atoms(new), edges, strict=True):
+    for part, (begin, end) in zip(shift_model.predict(new, atoms=True).atoms, edges, strict=True):
         np.testing.assert_allclose(part.members, prediction.members[begin:end], rtol=1e-9)
     n_hydrogen = sum(np.count_nonzero(a.numbers == 1) for a in molecules[:60])
     assert shift_model.record.n_environments == n_hydrogen
     oxide = molecule("CO2")  # without the wanted atoms
     assert shift_model.predict([oxide]).shape == (0,)
-    assert [p.shape for p in shift_model.predict_atoms([oxide, molecule("H2O")])] == [(0,), (2,)]
-    assert not shift_model.extrapolates([oxide])[0]
+    assert [p.shape for p in shift_model.predict([oxide, molecule("H2O")], atoms=True).atoms] == [
+        (0,),
+        (2,),
+    ]
+    assert not shift_model.predict([oxide]).extrapolates[0]
 
 
 def test_unlabelled_structures_are_skipped_and_counted(molecules):
@@ -255,7 +258,7 @@ def test_energies_of_isolated_atoms_given_or_found(molecules):
 def test_contributions_of_atoms_add_up_member_by_member(molecules, target, kind, calibration):
     model = make_model(target, kind, calibration=calibration).fit(molecules[:40])
     new = molecules[120:125]
-    whole, atoms = model.predict(new), model.predict_atoms(new)
+    whole, atoms = model.predict(new), model.predict(new, atoms=True).atoms
     combine = np.sum if kind == "extensive" else np.mean
     for i, parts in enumerate(atoms):
         assert_same(combine(parts.members, axis=0)[None], whole[i : i + 1])
@@ -289,19 +292,20 @@ def test_batches_threads_and_the_order_of_structures_and_atoms_change_nothing(ca
     moved = [frames[i][shuffle] for i, shuffle in zip(order, shuffles, strict=True)]
     wanted = expected[order]
     if model.settings.per_atom:  # predictions of atoms come in the order of the structure
-        atoms, parts = model.target_atoms(frames), model.predict_atoms(frames)
+        atoms, parts = model.target_atoms(frames), model.predict(frames, atoms=True).atoms
         places = [
             np.argsort(atoms[i])[np.searchsorted(atoms[i], shuffle[np.isin(shuffle, atoms[i])])]
             for i, shuffle in zip(order, shuffles, strict=True)
         ]
         chosen = zip(order, places, strict=True)
         wanted = Prediction.concatenate([parts[i][place] for i, place in chosen])
-    chunks = stream_chunks(model.fitted, iter(moved), batch=batch)
-    assert_same(np.concatenate([c.predict(c.rows()).members for c in chunks]), wanted)
+    with patch("qualms.atomistic.predictions.BATCH", batch):
+        chunks = [*model.stream(iter(moved))]
+    assert_same(np.concatenate([chunk.members for chunk in chunks]), wanted)
     with threadpool_limits(limits=2):
-        (one,) = model.predict_atoms(frames[:1])
+        (one,) = model.predict(frames[:1], atoms=True).atoms
         assert_same(model.predict(frames).members, expected)
-    assert_same(one.members, model.predict_atoms(frames)[0])
+    assert_same(one.members, model.predict(frames, atoms=True).atoms[0])
 
 
 _SCRIPT = """
@@ -339,19 +343,19 @@ def molecular_forces():
 @given(seed=st.integers(0, 2**32 - 1))
 def test_forces_depend_on_their_structure_alone(molecular_forces, seed):
     (model, frames), rng = molecular_forces, np.random.default_rng(seed)
-    expected = model.predict_forces(frames)
+    expected = model.predict(frames, forces=True)
     edges = np.cumsum([0, *map(len, frames)])
     order = rng.permutation(len(frames))
     shuffles = [rng.permutation(len(frames[i])) for i in order]
     moved = [frames[i][shuffle] for i, shuffle in zip(order, shuffles, strict=True)]
-    found = model.predict_forces(moved)
+    found = model.predict(moved, forces=True)
     places = np.concatenate([edges[i] + s for i, s in zip(order, shuffles, strict=True)])
     assert_same(found.energy.members, expected.energy[order])
     assert_same(found.forces.members, expected.forces[places])
     # Energies that come with forces are those that come without.
     assert_same(model.predict(moved).members, expected.energy[order])
     with threadpool_limits(limits=2):
-        one = model.predict_forces(frames[:1])
+        one = model.predict(frames[:1], forces=True)
     assert_same(one.energy.members, expected.energy[:1])
     assert_same(one.forces.members, expected.forces[: edges[1]])
 
@@ -387,7 +391,7 @@ def test_twice_the_cell_is_twice_the_energy():
 
 def test_models_can_be_copied_to_other_processes(alloys, force_model):
     again = pickle.loads(pickle.dumps(force_model))
-    members = [m.predict_forces(alloys[30:32]).energy.members for m in (force_model, again)]
+    members = [m.predict(alloys[30:32], forces=True).energy.members for m in (force_model, again)]
     np.testing.assert_allclose(*members, rtol=1e-9)
 
 
@@ -417,23 +421,23 @@ def test_structures_of_a_file_are_those_of_a_list(molecules, tmp_path):
     for name in (path, str(path)):
         prediction = make_model().fit(name).predict(name)
         np.testing.assert_allclose(prediction.mean[:5], expected.mean, rtol=1e-5)
-    assert np.shape(make_model().fit(path).extrapolates(path)) == (40,)
+    assert np.shape(make_model().fit(path).predict(path).extrapolates) == (40,)
 
 
 # --- extrapolation ---
 
 
 def test_known_structures_are_no_extrapolation(molecules, energy_model, shift_model):
-    assert energy_model.extrapolates(molecules[:120]).mean() <= 0.02
-    assert energy_model.extrapolates(molecules[120:]).mean() <= 0.08
-    assert shift_model.extrapolates(molecules[:60]).mean() <= 0.02
+    assert energy_model.predict(molecules[:120]).extrapolates.mean() <= 0.02
+    assert energy_model.predict(molecules[120:]).extrapolates.mean() <= 0.08
+    assert shift_model.predict(molecules[:60]).extrapolates.mean() <= 0.02
 
 
 @pytest.mark.parametrize("factor", [0.6, 0.9, 1.15, 5.0])
 def test_distorted_structures_are_flagged(molecules, energy_model, shift_model, factor):
     distorted = scaled(molecules[120:130], factor)
-    assert energy_model.extrapolates(distorted).mean() > 0.9
-    assert shift_model.extrapolates(distorted).mean() > 0.7
+    assert energy_model.predict(distorted).extrapolates.mean() > 0.9
+    assert shift_model.predict(distorted).extrapolates.mean() > 0.7
 
 
 def scaled(frames, factor):
@@ -446,14 +450,18 @@ def scaled(frames, factor):
 def test_unknown_species_are_rejected_or_ignored(energy_model, shift_model):
     known, chloride = molecule("CH4"), molecule("CH3Cl")
     frames = [known, chloride]
-    for call in (energy_model.predict, energy_model.predict_pp, shift_model.extrapolates):
+    for call in (
+        energy_model.predict,
+        energy_model.predict_pp,
+        lambda x: shift_model.predict(x).extrapolates,
+    ):
         with rejects("frames"):
             call(frames)
     without = chloride[[i for i, s in enumerate(chloride.symbols) if s != "Cl"]]
     ignored = energy_model.predict(frames, unknown_species="ignore")
     assert_same(energy_model.predict([known, without]).members, ignored)
-    assert energy_model.extrapolates(frames, unknown_species="ignore")[1]
-    parts = energy_model.predict_atoms(frames, unknown_species="ignore")
+    assert energy_model.predict(frames, unknown_species="ignore").extrapolates[1]
+    parts = energy_model.predict(frames, unknown_species="ignore", atoms=True).atoms
     assert [len(p) for p in parts] == [5, 4]
     with rejects("frames"):
         energy_model.predict([Atoms("Cl")], unknown_species="ignore")
@@ -467,7 +475,7 @@ def test_unknown_species_are_not_mixed_from_others():
     model.fit(crystals)
     other = crystals[0].copy()
     other.symbols[other.symbols == "Na"] = "K"
-    for call in (model.predict, model.predict_forces):
+    for call in (model.predict, lambda x: model.predict(x, forces=True)):
         with rejects("frames"):
             call([other])
     assert model.predict([other], unknown_species="ignore").mean.shape == (1,)
@@ -492,6 +500,10 @@ def rescaled(atoms, factor):
             yield new, (i, j)
 
 
+def atom_novelty(model, frames):
+    return model.predict(frames, atoms=True).atom_novelty
+
+
 @pytest.mark.parametrize("representation", [{}, {"normalize": False}])
 def test_the_most_novel_atom_is_at_the_bond_that_is_too_long(representation, molecules):
     model = make_model(n_representatives=150, representation=representation).fit(molecules[:120])
@@ -513,24 +525,52 @@ def test_the_most_uncertain_force_is_at_the_atom_that_was_moved(force_model):
         crystal.positions[i] += 0.6 * direction / np.linalg.norm(direction)
         cases.append(crystal)
         bonds.append(np.argsort(crystal.get_distances(i, range(32), mic=True))[:2])
-    for found in (atom_force_std(force_model, cases), atom_novelty(force_model, cases)):
+    predicted = force_model.predict(cases, forces=True, atoms=True)
+    for found in (predicted.force_std, predicted.atom_novelty):
         hits = [values.argmax() in bond for values, bond in zip(found, bonds, strict=True)]
         assert np.mean(hits) >= 0.7
 
 
-def test_attributions_collect_novelty_and_uncertainties(
-    alloys, molecules, force_model, energy_model
-):
-    some = alloys[30:31]
-    ((novelty, std, force_std),) = attributions(force_model, some)
-    np.testing.assert_allclose(novelty, atom_novelty(force_model, some)[0])
-    np.testing.assert_allclose(std, force_model.predict_atoms(some)[0].std)
-    forces = force_model.predict_forces(some).forces
-    np.testing.assert_allclose(force_std, np.linalg.norm(forces.std, axis=1))
+def test_one_prediction_has_everything(alloys, molecules, force_model, energy_model):
+    some = alloys[30:33]
+    every = force_model.predict(some, forces=True, stress=True, atoms=True)
+    alone, by_features = force_model.predict(some), force_model.predict(some, atoms=True)
+    np.testing.assert_allclose(every.mean, alone.mean, rtol=1e-8)
+    np.testing.assert_allclose(every.std, alone.std, rtol=1e-4)
+    np.testing.assert_allclose(every.novelty, alone.novelty, atol=1e-4)
+    assert every.reasons == alone.reasons
+    for one, other in zip(every.atoms, by_features.atoms, strict=True):
+        np.testing.assert_allclose(one.members, other.members, rtol=1e-5, atol=1e-6)
+    for one, other in zip(every.atom_novelty, by_features.atom_novelty, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+    np.testing.assert_allclose(every.force_std[1], np.linalg.norm(every.forces.std[4:8], axis=1))
+    second = every.structure(1)
+    assert second.shape == ()
+    np.testing.assert_array_equal(second.members, every.members[1])
+    np.testing.assert_array_equal(second.forces.members, every.forces.members[4:8])
+    np.testing.assert_array_equal(second.stress.members, every.stress.members[1])
+    again = pickle.loads(pickle.dumps(every))
+    np.testing.assert_array_equal(again.forces.members, every.forces.members)
+    np.testing.assert_array_equal(again.uncalibrated.members, every.uncalibrated.members)
+    for name in ("forces", "stress", "atoms", "atom_novelty"):
+        with pytest.raises(AttributeError, match="use predict"):
+            getattr(alone, name)
     # dscribe has no derivatives.
-    assert attributions(energy_model, molecules[150:151])[0].force_std is None
     with rejects("engine"):
-        atom_force_std(energy_model, molecules[150:151])
+        energy_model.predict(molecules[150:151], forces=True)
+
+
+def test_stresses_of_structures_without_a_volume_are_not_known(alloys, force_model):
+    mixed = copies(alloys[30:33])
+    mixed[1].cell, mixed[1].pbc = None, False
+    found = force_model.predict(mixed, forces=True, stress=True)
+    assert found.is_solid.tolist() == [True, False, True]
+    alone = force_model.predict([mixed[0], mixed[2]], stress=True).stress
+    np.testing.assert_allclose(found.stress.std, alone.std, rtol=1e-9)
+    np.testing.assert_allclose(found[2].stress.std, alone.std[1], rtol=1e-9)
+    assert len(found.forces) == 12
+    with rejects("stress"):
+        force_model.predict(mixed[1:2], stress=True)
 
 
 def test_novelty_is_one_where_extrapolation_begins(energy_model, molecules):
@@ -538,11 +578,25 @@ def test_novelty_is_one_where_extrapolation_begins(energy_model, molecules):
     origin, atom = fitted.origins[0]
     assert atom_novelty(energy_model, [molecules[origin]])[0][atom] < 1e-3  # a representative
     new = molecules[150:190]
-    largest = np.array([novelty.max() for novelty in atom_novelty(energy_model, new)])
+    predicted = energy_model.predict(new, atoms=True)
+    largest = np.array([novelty.max() for novelty in predicted.atom_novelty])
+    np.testing.assert_allclose(largest, predicted.novelty)
     assert largest.min() < 1 < largest.max()
-    assert np.all(energy_model.extrapolates(new)[largest > 1])
-    chunk = next(iter(energy_model.stream(new[:1])))
+    assert np.all(predicted.extrapolates[largest > 1])
+    for s in np.flatnonzero(largest > 1):
+        assert f"atom {predicted.atom_novelty[s].argmax()} (" in predicted.reasons[s]
+    (chunk,) = energy_model.chunks(new[:1])
     x, X = (a.astype(np.float64) for a in (chunk.batch.features, fitted.representatives))
     kernel = (x @ X.T) ** fitted.representation.soap.exponent
     expected = (1 - kernel.max(axis=1)) / fitted.training_novelty[0]
-    np.testing.assert_allclose(atom_novelty(energy_model, new[:1])[0], expected, atol=1e-4)
+    np.testing.assert_allclose(predicted.atom_novelty[0], expected, atol=1e-4)
+
+
+def test_threads_may_share_a_model(force_model, alloys):
+    """What is made when it is needed is made once, and predictions are those of one thread."""
+    model = pickle.loads(pickle.dumps(force_model))
+    expected = force_model.predict(alloys[26:30], forces=True).forces.std
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(model.predict, alloys[26:30], forces=True) for _ in range(8)]
+        for job in jobs:
+            np.testing.assert_allclose(job.result().forces.std, expected, rtol=1e-9)

@@ -56,7 +56,7 @@ def same(a, b, frames, forces=False):
     np.testing.assert_allclose(one.std, other.std, rtol=1e-3)
     np.testing.assert_array_equal(a.fitted.origins, b.fitted.origins)
     if forces:
-        one, other = (m.predict_forces(frames, stress=True) for m in (a, b))
+        one, other = (m.predict(frames, stress=True, forces=True) for m in (a, b))
         for name in ("forces", "stress"):
             f, g = getattr(one, name), getattr(other, name)
             np.testing.assert_allclose(f.mean, g.mean, atol=1e-4 * np.abs(f.mean).max())

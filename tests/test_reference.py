@@ -114,12 +114,16 @@ def test_a_model_equals_one_of_the_differences(model, learned, totals):
         (model.predict_mean(new), learned.predict_mean(new) + shift),
         (model.predict_pp(new)[0], learned.predict_pp(new)[0] + shift),
         (model.predict_pp(new)[1], learned.predict_pp(new)[1]),
-        ([atoms.mean.sum() for atoms in model.predict_atoms(new)], expected.mean),
+        ([atoms.mean.sum() for atoms in model.predict(new, atoms=True).atoms], expected.mean),
     ):
         np.testing.assert_allclose(one, other, rtol=0, atol=atol)
-    np.testing.assert_array_equal(model.extrapolates(new), learned.extrapolates(new))
+    np.testing.assert_array_equal(
+        model.predict(new).extrapolates, learned.predict(new).extrapolates
+    )
     shifts = {"energy": shift, "forces": np.concatenate(forces), "stress": np.array(stresses)}
-    all_found, all_expected = (one.predict_forces(new, stress=True) for one in (model, learned))
+    all_found, all_expected = (
+        one.predict(new, stress=True, forces=True) for one in (model, learned)
+    )
     for name, shift in shifts.items():
         one, other = getattr(all_found, name), getattr(all_expected, name)
         atol = 1e-4 * other.std.max()
@@ -175,8 +179,8 @@ def test_values_of_keys_and_of_a_calculator_are_the_same(model, path, totals, al
     by_keys = make_force_model(baseline=KEYS, **SETTINGS).fit(totals[:N_TRAIN])
     replaced = AtomisticModel.load(path, baseline={"key": "lj_energy"})  # other keys are derived
     new = totals[N_TRAIN:]
-    expected = model.predict_forces(new, stress=True)
-    for found in (one.predict_forces(new, stress=True) for one in (by_keys, replaced)):
+    expected = model.predict(new, stress=True, forces=True)
+    for found in (one.predict(new, stress=True, forces=True) for one in (by_keys, replaced)):
         for name in ("energy", "forces", "stress"):
             one, other = getattr(found, name), getattr(expected, name)
             np.testing.assert_allclose(one.members, other.members, 0, 1e-4 * other.std.max())
@@ -188,7 +192,7 @@ def test_values_of_keys_and_of_a_calculator_are_the_same(model, path, totals, al
     del lacking[2].arrays["lj_forces"]
     by_keys.predict(lacking)
     with rejects("frames[2]"):
-        by_keys.predict_forces(lacking)
+        by_keys.predict(lacking, forces=True)
     assert by_keys.summary().splitlines()[6].endswith("key 'lj_energy', then composition")
 
 
@@ -273,7 +277,7 @@ def test_values_are_computed_once(rich):
     model = make_force_model(**settings).fit(frames)
     assert Failing.n_calls == len(frames)
     evaluate(model, frames)
-    model.predict_forces(frames, stress=True)
+    model.predict(frames, stress=True, forces=True)
     assert Failing.n_calls == len(frames)
 
 
@@ -340,7 +344,7 @@ def test_a_model_of_keys_can_be_given_a_calculator(model, totals, tmp_path):
     by_keys.save(tmp_path / "model")
     atoms = totals[30].copy()
     atoms.calc = Calculator(AtomisticModel.load(tmp_path / "model", baseline=BASELINE))
-    expected = model.predict_forces([atoms])[0].forces.mean
+    expected = model.predict([atoms], forces=True)[0].forces.mean
     np.testing.assert_allclose(atoms.get_forces(), expected, atol=1e-6)
 
 

@@ -607,7 +607,9 @@ def test_posterior_members_alone(molecules, tmp_path):
     covered = np.abs(reference_values(new) - found.mean) < found.std
     assert 0.5 < covered.mean() < 0.85
     assert np.all(np.isfinite(found.interval(0.9, "conformal")))
-    for parts, whole in zip(model.predict_atoms(new[:3]), found[:3].members, strict=True):
+    for parts, whole in zip(
+        model.predict(new[:3], atoms=True).atoms, found[:3].members, strict=True
+    ):
         np.testing.assert_allclose(parts.members.sum(axis=0), whole, rtol=1e-8)
     model.save(tmp_path / "model.safetensors")
     loaded = AtomisticModel.load(tmp_path / "model.safetensors", threads=1)
@@ -621,7 +623,7 @@ def test_posterior_members_of_energies_forces_and_stresses(alloys, tmp_path):
     model = make_force_model(**given).fit(alloys[:26])
     model.save(tmp_path / "model.safetensors")
     loaded = AtomisticModel.load(tmp_path / "model.safetensors", threads=1)
-    one, two = (m.predict_forces(alloys[26:], stress=True) for m in (model, loaded))
+    one, two = (m.predict(alloys[26:], stress=True, forces=True) for m in (model, loaded))
     for name in ("energy", "forces", "stress"):
         prediction = getattr(one, name)
         assert prediction.n_members == 16
@@ -645,7 +647,7 @@ def test_all_quantities_have_the_same_members(alloys):
     """Few energies cannot tell sources apart; then forces and stresses are calibrated likewise."""
     with pytest.warns(QualmsWarning):
         model = make_force_model(stress="virtual").fit(alloys[:14])
-    found = model.predict_forces(alloys[30:32], stress=True)
+    found = model.predict(alloys[30:32], stress=True, forces=True)
     methods = {model.fitted.calibration_of(name).method for name in ("energy", "forces", "stress")}
     assert methods == {"student"}
     assert {found.energy.n_members, found.forces.n_members, found.stress.n_members} == {8}

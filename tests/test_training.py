@@ -110,7 +110,7 @@ def test_every_member_is_the_weighted_least_squares_solution_of_its_structures(a
     L = np.linalg.cholesky(K_MM)
     prior = np.sum(y_F**2) / np.sum(np.linalg.solve(L, K_F.T) ** 2)
     new = oracle_forces.kernel_rows(terms, alloys[30:33])
-    predicted = found.predict_forces(alloys[30:33])
+    predicted = found.predict(alloys[30:33], forces=True)
     inside = membership(frames, found)
     for i in range(8):
         seen = inside[:, i].astype(bool)
@@ -160,7 +160,7 @@ def test_points_do_not_depend_on_the_number_of_representatives(molecules, monkey
 
 def errors(model, frames):
     """Root mean squared errors of energies per atom, forces and stresses."""
-    found = model.predict_forces(frames, stress=True)
+    found = model.predict(frames, stress=True, forces=True)
     energy = (found.energy.mean - reference_values(frames, "energy")) / 4
     forces = found.forces.mean - np.concatenate([atoms.arrays["force"] for atoms in frames])
     stress = found.stress.mean - reference_values(frames, "virtual")
@@ -184,7 +184,7 @@ def test_forces_and_stresses_are_learned(alloys, force_model):
 def test_uncertainties_of_forces_are_calibrated(alloys):
     model = make_force_model(n_members=16).fit(alloys[:26])
     new = labelled_alloys(40, seed=5)
-    predicted = model.predict_forces(new).forces
+    predicted = model.predict(new, forces=True).forces
     y = np.concatenate([atoms.arrays["force"] for atoms in new])
     flat = Prediction(predicted.members.reshape(-1, predicted.n_members))
     assert 0.5 < score(y.ravel(), flat).coverage_68 < 0.85
@@ -200,7 +200,7 @@ def test_few_forces_are_calibrated_as_the_energy(alloys):
     with pytest.warns(QualmsWarning):
         model = make_force_model(uncertainty="subsampling").fit(frames)
     assert set(model.fitted.calibrations) == {"energy"}
-    found = model.predict_forces(alloys[30:32])
+    found = model.predict(alloys[30:32], forces=True)
     factors = found.energy.std / found.energy.uncalibrated.std
     ratio = found.forces.std / found.forces.uncalibrated.std
     np.testing.assert_allclose(ratio[:4], factors[0], rtol=1e-6)
@@ -309,7 +309,7 @@ def test_a_constant_target_has_no_uncertainty(molecules):
     prediction = model.predict(molecules[120:130])
     np.testing.assert_allclose(prediction.mean, 2.5, rtol=1e-12)
     assert prediction.std.max() < 1e-12
-    assert not model.extrapolates(molecules[120:130]).any()
+    assert not model.predict(molecules[120:130]).extrapolates.any()
 
 
 def test_a_target_that_is_linear_in_the_composition_is_exact(molecules):

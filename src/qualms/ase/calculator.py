@@ -33,17 +33,17 @@ from ase.outputs import Properties, all_outputs
 from numpy.typing import ArrayLike
 
 from qualms.arrays import Float64Array, check_integer, check_number
+from qualms.atomistic.baseline import structure_design
 from qualms.atomistic.fitted import Fitted
-from qualms.atomistic.forces import (
-    ForcePrediction,
-    Potential,
-    check_frames,
-    derivatives,
-    member_energies,
-    predict_energies,
-)
+from qualms.atomistic.forces import Potential, check_model, derivatives
 from qualms.atomistic.model import AtomisticModel
-from qualms.atomistic.novelty import force_norm
+from qualms.atomistic.predictions import (
+    Request,
+    StructurePrediction,
+    check_frames,
+    force_norm,
+    member_energies,
+)
 from qualms.atomistic.reference import KeyReference
 from qualms.calibration.base import Calibration
 from qualms.calibration.members import calibrated_members, source_members
@@ -68,14 +68,18 @@ _OTHER_ZERO = 30.0
 #: square of that.
 _STEP = 1e-4
 #: Results that ASE does not write: copied to ``atoms.info`` and to ``atoms.arrays``.
-_OF_ATOMS = ("forces_uncertainty", "forces_ensemble")
+_OF_ATOMS = ("forces_uncertainty", "forces_ensemble", "novelty")
 _OF_STRUCTURES = (
     "energy_uncertainty", "energy_ensemble", "energy_predicted",
-    "stress_uncertainty", "stress_ensemble", "weight",
+    "stress_uncertainty", "stress_ensemble", "weight", "extrapolates", "extrapolation_reason",
 )  # fmt: skip
 #: Properties that need derivatives, and derivatives with respect to the cell.
 _WITH_STRESS = ("stress", "stress_uncertainty", "stress_ensemble", "energy_uncertainty_stress")
-_WITH_FORCES = ("forces", *_OF_ATOMS, "energy_uncertainty_gradient", *_WITH_STRESS)
+_WITH_FORCES = (
+    "forces", "forces_uncertainty", "forces_ensemble", "energy_uncertainty_gradient", *_WITH_STRESS,
+)  # fmt: skip
+#: Novelty of atoms, and whether the structure is an extrapolation, computed once they are needed.
+_OF_NOVELTY = ("novelty", "extrapolates", "extrapolation_reason")
 #: Derivatives of the uncertainty, computed once they are needed.
 _OF_UNCERTAINTY = ("energy_uncertainty_gradient", "energy_uncertainty_stress")
 #: Uncertainties that may have a threshold.
@@ -149,12 +153,10 @@ class CommitteePotential(Protocol):
         """N_R."""
         ...
 
-    def predict(self, frames: Sequence[Atoms]) -> Prediction:
-        """Predict energies in eV."""
-        ...
-
-    def predict_forces(self, frames: Sequence[Atoms], *, stress: bool = False) -> ForcePrediction:
-        """Predict energies, forces and, perhaps, stresses."""
+    def predict(
+        self, frames: Sequence[Atoms], *, forces: bool = False, stress: bool = False
+    ) -> StructurePrediction:
+        """Predict energies in eV and, perhaps, forces and stresses."""
         ...
 
 
@@ -218,7 +220,7 @@ class ModelCalculator(UncertaintyCalculator):
         _check_model(model)
         super().__init__()
         self.model = model
-        self._with_stress = self._with_gradient = False
+        self._with_stress = self._with_gradient = self._with_novelty = False
         self._potential: Potential | None = None  # that of `_of_mixture`
 
     @property
@@ -240,38 +242,42 @@ class ModelCalculator(UncertaintyCalculator):
             # After the first stress, the stress is computed with all forces.
             self._with_stress = True
         self._with_gradient |= any(name in _OF_UNCERTAINTY for name in properties)
+        self._with_novelty |= any(name in _OF_NOVELTY for name in properties)
         if not any(name in _WITH_FORCES for name in properties):
-            return self._of_energy(self._energy(atoms))
+            return self._of_energy(self._predict(atoms))
         return self._of_forces(atoms, stress=has_volume and self._with_stress)
 
-    def _of_energy(self, energy: Prediction) -> Results:
+    def _of_energy(self, energy: StructurePrediction) -> Results:
         raise NotImplementedError
 
     def _of_forces(self, atoms: Atoms, *, stress: bool) -> Results:
         raise NotImplementedError
 
-    def _energy(self, atoms: Atoms) -> Prediction:
-        """Return the energy of a structure, equal to the one that comes with its forces."""
-        fitted = self._fitted
-        if fitted is None or not fitted.representation.has_derivatives:
-            return self.model.predict([atoms])[0]
-        assert isinstance(self.model, AtomisticModel)
-        check_frames(fitted, [atoms], stress=False)
+    def _predict(
+        self, atoms: Atoms, *, forces: bool = False, stress: bool = False
+    ) -> StructurePrediction:
+        """Return the prediction of a structure."""
+        if not isinstance(self.model, AtomisticModel):
+            options = {"forces": forces, "stress": stress} if forces else {}
+            return self.model.predict([atoms], **options).structure(0)
+        novelty = self._with_novelty
+        request = Request(forces=forces, stress=stress, atoms=novelty, novelty=novelty)
         with limited(self.model.threads, len(atoms)):
-            energy = predict_energies(fitted, self.model.potential, [atoms])[0]
-        reference = self.model.reference
-        return energy if reference is None else energy + reference.evaluate([atoms]).energies[0]
+            (found,) = self.model.stream([atoms], request)
+        return found.structure(0)
 
     def _of_mixture(
         self, model: AtomisticModel, c: Float64Array, atoms: Atoms, *, stress: bool
     ) -> Results:
         """Return the results of the one potential Σ_j c_j E_j, in the time of one member."""
-        check_frames(model.fitted, [atoms], stress=stress)
+        check_model(model.fitted)
+        check_frames(model.fitted, [atoms])
         if self._potential is None:
             self._potential = [replace(k, weights=k.weights @ c[:, None]) for k in model.potential]
         with limited(model.threads, len(atoms)):
             found = derivatives(self._potential, [atoms], strain=stress)
-        others = member_energies(model.fitted, [atoms], np.zeros((1, len(c))))[0] @ c * len(atoms)
+        design = structure_design([atoms], model.fitted.baseline.species)
+        others = member_energies(model.fitted, design, np.zeros((1, len(c))))[0] @ c * len(atoms)
         energy = float(found.energies[0, 0] + others)
         results: Results = {"energy": energy, "free_energy": energy, "forces": found.forces[..., 0]}
         if found.virials is not None:
@@ -353,7 +359,7 @@ class MemberCalculator(ModelCalculator):
         self.calibrated_for = calibrated_for or ("energy" if own is None else "forces")
         self._mixture = self._weights_of_members()
 
-    def _of_energy(self, energy: Prediction) -> Results:
+    def _of_energy(self, energy: StructurePrediction) -> Results:
         value = float(energy.members[self.index])
         if self._mixture is not None:
             value = float(energy.uncalibrated.members @ self._mixture)
@@ -362,13 +368,11 @@ class MemberCalculator(ModelCalculator):
     def _of_forces(self, atoms: Atoms, *, stress: bool) -> Results:
         if self._mixture is not None and isinstance(self.model, AtomisticModel):
             return self._of_mixture(self.model, self._mixture, atoms, stress=stress)
-        found = self.model.predict_forces([atoms], stress=stress)
-        energy, forces, stresses = found[0]
-        results, point = self._of_energy(energy), self._point(energy, len(atoms))
-        for name, one in (("forces", forces), ("stress", stresses)):
-            if one is not None:
-                raw = one.uncalibrated.members
-                results[name] = point.member_gradients(raw)[..., self.index]
+        found = self._predict(atoms, forces=True, stress=stress)
+        results, point = self._of_energy(found), self._point(found, len(atoms))
+        for name in ("forces", "stress")[: 1 + stress]:
+            raw = getattr(found, name).uncalibrated.members
+            results[name] = point.member_gradients(raw)[..., self.index]
         return results
 
     def _weights_of_members(self) -> Float64Array | None:
@@ -408,7 +412,7 @@ def annotate(atoms: Atoms, results: Results) -> None:
 def _check_model(model: Model) -> None:
     """Reject a model that is not a potential in eV."""
     if not isinstance(model, AtomisticModel):
-        if not (hasattr(model, "predict") and hasattr(model, "predict_forces")):
+        if not hasattr(model, "predict"):
             raise InputError(
                 f"`model` is a {type(model).__name__}; it must be an AtomisticModel, or its file.",
                 parameter="model",
@@ -512,6 +516,8 @@ class Calculator(ModelCalculator):
             model = copy.copy(model)
             model.threads = default_threads(threads)
         super().__init__(model)
+        if isinstance(self.model, AtomisticModel):
+            self.implemented_properties = [*self.implemented_properties, *_OF_NOVELTY]
         if isinstance(model, AtomisticModel) and not model.fitted.settings.units:
             warnings.warn(
                 "The model has no units of energy: energies are assumed to be in eV, and forces in "
@@ -587,32 +593,37 @@ class Calculator(ModelCalculator):
             self._n_forces += 1
         return super()._compute(atoms, properties)
 
-    def _of_energy(self, energy: Prediction) -> Results:
-        return {
+    def _of_energy(self, energy: StructurePrediction) -> Results:
+        results: Results = {
             "energy": float(energy.mean),
             "free_energy": float(energy.mean),
             "energy_uncertainty": float(energy.std),
             "energy_ensemble": energy.members.copy(),
         }
+        if energy.parts.atom_novelty is not None:
+            results["novelty"] = energy.atom_novelty[0]
+            results["extrapolates"] = bool(energy.extrapolates[0])
+            results["extrapolation_reason"] = energy.reasons[0]
+        return results
 
     def _of_forces(self, atoms: Atoms, *, stress: bool) -> Results:
         if self._only_means and isinstance(self.model, AtomisticModel):
             n = self.model.fitted.weights.shape[1]
             means = self._of_mixture(self.model, np.full(n, 1 / n), atoms, stress=stress)
-            return means | self._of_energy(self._energy(atoms))
-        found = self.model.predict_forces([atoms], stress=stress)
-        energy, forces, stresses = found[0]
-        results = self._of_energy(energy)
-        for name, one in (("forces", forces), ("stress", stresses)):
-            if one is not None:
-                results[name], results[f"{name}_uncertainty"] = one.mean, one.std
-                results[f"{name}_ensemble"] = one.members.copy()
+            return means | self._of_energy(self._predict(atoms))
+        found = self._predict(atoms, forces=True, stress=stress)
+        results = self._of_energy(found)
+        for name in ("forces", "stress")[: 1 + stress]:
+            of: Prediction = getattr(found, name)
+            results[name], results[f"{name}_uncertainty"] = of.mean, of.std
+            results[f"{name}_ensemble"] = of.members.copy()
         if not self._with_gradient:
             return results
-        raw, point = forces.uncalibrated.members, self._point(energy, len(atoms))
+        point = self._point(found, len(atoms))
+        raw = found.forces.uncalibrated.members
         results["energy_uncertainty_gradient"] = -point.std_gradient(raw)
-        if stresses is not None:
-            raw = stresses.uncalibrated.members
+        if stress:
+            raw = found.stress.uncalibrated.members
             results["energy_uncertainty_stress"] = point.std_gradient(raw)
         return results
 

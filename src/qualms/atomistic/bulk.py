@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from ase import Atoms
 
-from qualms.arrays import BoolArray, Float64Array
-from qualms.atomistic.forces import ForcePrediction, has_forces
-from qualms.atomistic.model import AtomisticModel, Chunk, atom_contributions
-from qualms.atomistic.novelty import force_norm
+from qualms.arrays import Float64Array
+from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.parts import Part, numbered
+from qualms.atomistic.predictions import Request, StructurePrediction, force_norm
 from qualms.atomistic.structures import FrameFiles
 from qualms.evaluation import energy_factor, per_atom_units
 from qualms.execution import Workers
@@ -112,52 +111,45 @@ def predict_batches(
             yield atoms
 
     unknown = "ignore" if wanted.ignore_unknown else "error"
-    by_atom = wanted.atoms and has_forces(model.fitted)
-    features = wanted.atoms or not derivatives
-    for chunk in model.stream(frames(), unknown_species=unknown, features=features):
-        novelty = np.empty((len(chunk.frames), 2))
+    of_forces = wanted.forces or (wanted.atoms and model.fitted.settings.has_forces)
+    request = Request(of_forces, wanted.stress, wanted.atoms)
+    for batch in model.stream(frames(), request, unknown_species=unknown):
+        parts, centers = batch.parts, batch.parts.centers or []
         arrays: dict[str, Any] = {}
         tensors: dict[str, Any] = {}
-        forces = None
-        if derivatives or by_atom:
-            solid = np.array([wanted.stress and one.cell.rank == 3 for one in chunk.known])
-            forces = model.predict_forces(chunk.known, stress=bool(solid.all()), novelty=novelty)
-            if wanted.forces:
-                arrays |= _components("forces", forces.forces, wanted)
-            if wanted.stress:
-                tensors = _stresses(model, chunk.frames, solid, forces.stress, wanted)
-        if forces is not None and derivatives:
-            prediction = forces.energy
-        else:
-            prediction = chunk.predict(chunk.rows(novelty))
+        if wanted.forces:
+            arrays |= _components("forces", batch.forces, wanted)
+        if wanted.stress:
+            tensors |= _stresses(batch, model, wanted)
         if wanted.atoms:
-            arrays |= _atom_arrays(chunk, forces, wanted)
-        extrapolates = chunk.extrapolates(prediction, novelty)
-        extra: dict[str, list[Any]] = {EXTRAPOLATES: extrapolates.tolist()}
+            arrays |= _atom_arrays(target, batch, wanted)
+        prediction: Prediction = batch
         if wanted.in_units or wanted.per:
-            sizes = [len(known) for known in chunk.known] if wanted.per == "atom" else 1.0
-            prediction = prediction * (factor / np.asarray(sizes))
+            sizes = np.array([len(c) for c in centers]) if wanted.per == "atom" else 1.0
+            prediction = batch * (factor / sizes)
             arrays, tensors = (
-                {k: v if k.endswith("_novelty") else v * factor for k, v in part.items()}
-                for part in (arrays, tensors)
+                {k: v if k.endswith("_novelty") else v * factor for k, v in values.items()}
+                for values in (arrays, tensors)
             )
+        extra: dict[str, list[Any]] = {EXTRAPOLATES: batch.extrapolates.tolist()}
         if units:
-            extra[f"{target}_units"] = [units] * len(chunk.frames)
+            extra[f"{target}_units"] = [units] * len(parts.frames)
         arguments = {
-            "frames": chunk.frames,
+            "frames": parts.frames,
             "prediction": prediction,
-            "numbers": [waiting.popleft() for _ in chunk.frames],
-            "rows": chunk.centers if model.fitted.per_atom else None,
+            "numbers": [waiting.popleft() for _ in parts.frames],
+            "rows": centers if model.fitted.per_atom else None,
             "extra": extra,
             "arrays": arrays,
             "tensors": tensors,
         }
-        flat = sum(wanted.stress and int(one.cell.rank) < 3 for one in chunk.frames)
+        species = model.fitted.representation.species
+        unknown_atoms = [not np.isin(atoms.numbers, species).all() for atoms in parts.frames]
         counts = {
-            "structures": len(chunk.frames),
-            "extrapolating": int(extrapolates.sum()),
-            "unknown_species": int(chunk.has_unknown.sum()),
-            "without_volume": flat,
+            "structures": len(parts.frames),
+            "extrapolating": int(batch.extrapolates.sum()),
+            "unknown_species": sum(unknown_atoms),
+            "without_volume": sum(wanted.stress and int(a.cell.rank) < 3 for a in parts.frames),
         }
         yield Predicted(arguments, counts)
 
@@ -200,22 +192,14 @@ def predict_part(part: Part, file: ModelFile, wanted: Wanted) -> list[Predicted]
 # --- forces, stresses and atoms ---
 
 
-def _stresses(
-    model: AtomisticModel,
-    frames: Sequence[Any],
-    solid: BoolArray,
-    stress: Prediction | None,
-    wanted: Wanted,
-) -> dict[str, Any]:
-    """Return stresses of solids, NaN elsewhere; `stress` is known if all structures are solids."""
+def _stresses(batch: StructurePrediction, model: AtomisticModel, wanted: Wanted) -> dict[str, Any]:
+    """Return stresses, NaN for structures without a volume."""
+    solid, stress = batch.is_solid, batch.parts.stress
     n_members = model.fitted.n_members if wanted.ensemble else 0
     widths = {"stress": 6, "stress_uncertainty": 6, "stress_ensemble": 6 * n_members}
     if wanted.interval is not None and "stress" in model.fitted.calibrations:
         widths |= {"stress_lower": 6, "stress_upper": 6}
-    tensors = {key: np.full((len(frames), n), np.nan) for key, n in widths.items() if n}
-    if stress is None and solid.any():
-        some = [atoms for atoms, is_solid in zip(frames, solid, strict=True) if is_solid]
-        stress = model.predict_forces(some, stress=True).stress
+    tensors = {key: np.full((len(solid), n), np.nan) for key, n in widths.items() if n}
     if stress is not None:
         for key, values in _components("stress", stress, wanted).items():
             tensors[key][solid] = values
@@ -237,13 +221,11 @@ def _components(name: str, prediction: Prediction, wanted: Wanted) -> dict[str, 
     return arrays
 
 
-def _atom_arrays(chunk: Chunk, forces: ForcePrediction | None, wanted: Wanted) -> dict[str, Any]:
+def _atom_arrays(target: str, batch: StructurePrediction, wanted: Wanted) -> dict[str, Any]:
     """Return contributions, novelty and uncertainties of atoms; NaN for unknown elements."""
-    parts = atom_contributions(chunk)
-    name = f"{chunk.fitted.settings.target}_atoms"
-    known = np.concatenate(
-        [np.isin(np.arange(len(f)), c) for f, c in zip(chunk.frames, chunk.centers, strict=True)]
-    )
+    parts, name = batch.parts, f"{target}_atoms"
+    pairs = zip(parts.frames, parts.centers or [], strict=True)
+    known = np.concatenate([np.isin(np.arange(len(f)), c) for f, c in pairs])
 
     def of_all(values: Sequence[Float64Array]) -> Float64Array:
         full = np.full((len(known), *values[0].shape[1:]), np.nan)
@@ -251,12 +233,12 @@ def _atom_arrays(chunk: Chunk, forces: ForcePrediction | None, wanted: Wanted) -
         return full
 
     arrays = {
-        name: of_all([part.mean for part in parts]),
-        f"{name}_uncertainty": of_all([part.std for part in parts]),
-        f"{name}_novelty": of_all(chunk.atom_novelty()),
+        name: of_all([part.mean for part in batch.atoms]),
+        f"{name}_uncertainty": of_all([part.std for part in batch.atoms]),
+        f"{name}_novelty": of_all(batch.atom_novelty),
     }
-    if forces is not None:
-        arrays[f"{name}_force_uncertainty"] = of_all([force_norm(forces.forces.std)])
+    if parts.forces is not None:
+        arrays[f"{name}_force_uncertainty"] = of_all([force_norm(batch.forces.std)])
     if wanted.ensemble:
-        arrays[f"{name}_ensemble"] = of_all([part.members for part in parts])
+        arrays[f"{name}_ensemble"] = of_all([part.members for part in batch.atoms])
     return arrays

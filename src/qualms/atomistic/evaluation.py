@@ -14,11 +14,11 @@ from ase import Atoms
 from ase.data import chemical_symbols
 
 from qualms.arrays import BoolArray, Float64Array, IntArray, StrArray
-from qualms.atomistic.forces import ForcePrediction
 from qualms.atomistic.labels import find_forces, find_stresses, labelled
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.out_of_bag import not_zero_by_symmetry
 from qualms.atomistic.parts import Part, divided
+from qualms.atomistic.predictions import Request, StructurePrediction
 from qualms.atomistic.quantities import KINDS, TARGET
 from qualms.atomistic.reference import ReferencePotential
 from qualms.atomistic.settings import Settings
@@ -202,7 +202,7 @@ def kernel_components(model: AtomisticModel, frames: Sequence[Atoms]) -> list[Fl
     # Rows of features in single precision are rounded.
     whitening = whiten(basis.environment_rows(first)[:, :_N_LEADING], rtol=1e-6)
     K_XM, centers = [], []
-    for chunk in model.stream(frames):
+    for chunk in model.chunks(frames):
         K_XM.append(chunk.rows()[:, whitening.pivots])
         centers += chunk.centers
     Phi = np.asarray(whitening.features(np.concatenate(K_XM)), dtype=np.float64)
@@ -451,35 +451,9 @@ def _computable(
     return {name: one.some(~np.isin(one.structure, failed)) for name, one in references.items()}
 
 
-class _Averages(NamedTuple):
-    """Predictions of some structures: averages over atoms, or atoms."""
-
-    members: Float64Array  #: (n, N_R), not calibrated
-    processes: Float64Array  #: (3, n): mean of the projected process, and parts of its variance
-    novelty_std: Float64Array  #: (n,)
-    extrapolates: BoolArray  #: (n_structures,)
-
-
-def _predict_averages(frames: Sequence[Atoms], model: AtomisticModel) -> Iterator[_Averages]:
-    fitted = model.fitted
-    for chunk in model.stream(frames):
-        distances = np.empty((len(chunk.frames), 2))
-        K_XM, design = chunk.rows(distances), chunk.design
-        members = fitted.members(K_XM, design) + chunk.reference[:, None]
-        flags = chunk.extrapolates(Prediction(members) * chunk.factors, distances)
-        processes, novelty = np.empty((3, 0)), np.empty(0)
-        if fitted.pp_variance is not None:
-            k_xx = chunk.prior_variance()
-            parts = fitted.pp_variance.parts(K_XM, k_xx)
-            processes = np.stack([fitted.pp_mean(K_XM, design) + chunk.reference, *parts])
-            if fitted.calibration.needs_novelty:
-                novelty = fitted.pp_variance.novelty_std(K_XM, k_xx)
-        yield _Averages(members, processes, novelty, flags)
-
-
-def _averages_of(part: Part, model: AtomisticModel) -> list[_Averages]:
-    """Return the averages of a part, as a task of a worker."""
-    return list(_predict_averages(part.frames, model))
+def _predict_part(part: Part, model: AtomisticModel, request: Request) -> list[StructurePrediction]:
+    """Return the predictions of a part, as a task of a worker."""
+    return list(model.stream(part.frames, request))
 
 
 def _predict_target(
@@ -489,16 +463,15 @@ def _predict_target(
     model, fitted = predictor.model, predictor.model.fitted
     indices = np.unique(references.structure)
     used = [frames[i] for i in indices]
-    found: list[_Averages] = []
-    done = 0
+    found: list[StructurePrediction] = []
+    done, request = 0, Request(process=True)
     with predictor.stages.stage("Predictions", len(used)) as advance:
-        results = _predict_averages(used, model)
+        results = model.stream(used, request)
         if predictor.workers.executor is not None:
-            results = predictor.map(_averages_of, used, _PART)
-        for one in results:
-            found.append(one)
-            advance(done := done + len(one.extrapolates))
-    members, processes_of, novelty, flags = zip(*found, strict=True)
+            results = predictor.map(_predict_part, used, _PART, request)
+        for batch in results:
+            found.append(batch)
+            advance(done := done + len(batch.parts.frames))
     y, rows = references.y, np.arange(len(references.y))
     if model.settings.kind == "extensive":
         y = y / [len(atoms) for atoms in used]
@@ -507,14 +480,19 @@ def _predict_target(
         pairs = zip(indices, model.target_atoms(used), strict=True)
         predicted = np.concatenate([i * span + atoms for i, atoms in pairs])
         rows = np.flatnonzero(np.isin(predicted, references.structure * span + references.atom))
-    raw, q = np.concatenate(members)[rows], None
+    raw, q = np.concatenate([batch.uncalibrated.members for batch in found]), None
+    if model.settings.kind == "extensive":
+        raw = raw / np.array([len(atoms) for atoms in used])[:, None]
+    raw = raw[rows]
     processes = {}
     if fitted.pp_variance is not None:
-        mean, p2, q2 = np.concatenate(processes_of, axis=1)[:, rows]
+        of_batches = [batch.parts.process for batch in found if batch.parts.process is not None]
+        mean, p2, q2 = np.concatenate(of_batches, axis=1)[:, rows]
         noise = fitted.pp_variance.noise_variance * fitted.pp_variance.variance
         processes["GPR PP"] = np.stack([mean, np.sqrt(p2 + q2 + noise)])
         processes["GPR PP, posterior part"] = np.stack([mean, np.sqrt(p2)])
-        q = np.concatenate(novelty)[rows] if fitted.calibration.needs_novelty else None
+        novelty = [b.parts.novelty_std for b in found if b.parts.novelty_std is not None]
+        q = np.concatenate(novelty)[rows] if novelty else None
     numbers = None
     if references.atom is not None:
         pairs = zip(references.structure, references.atom, strict=True)
@@ -528,12 +506,8 @@ def _predict_target(
         n_subsampled=fitted.settings.n_subsampled or raw.shape[1],
         novelty_std=q,
         processes=processes,
-        extrapolating=indices[np.concatenate(flags)].tolist(),
+        extrapolating=indices[np.concatenate([b.extrapolates for b in found])].tolist(),
     )
-
-
-def _forces_of(part: Part, model: AtomisticModel, stress: bool) -> ForcePrediction:
-    return model.predict_forces(part.frames, stress=stress)
 
 
 def _predict_derivatives(
@@ -547,12 +521,16 @@ def _predict_derivatives(
     done = 0
     with predictor.stages.stage("Forces", len(with_stress) + len(rest)) as advance:
         for used, stress in ((sorted(with_stress), True), (sorted(rest), False)):
-            found = predictor.map(_forces_of, [frames[i] for i in used], _CHUNK, stress)
-            for i, one in zip(used, found, strict=True):
-                for name in references:
-                    if i in structures[name]:
-                        predicted[name][i] = getattr(one, name)
-                advance(done := done + 1)
+            request = Request(forces=True, stress=stress, novelty=False)
+            batches = predictor.map(_predict_part, [frames[i] for i in used], _CHUNK, request)
+            remaining = iter(used)
+            for batch in batches:
+                for s in range(len(batch.parts.frames)):
+                    i, of_structure = next(remaining), batch.structure(s)
+                    for name in references:
+                        if i in structures[name]:
+                            predicted[name][i] = getattr(of_structure, name)
+                advance(done := done + len(batch.parts.frames))
     fitted = predictor.model.fitted
     points: dict[str, _Points] = {}
     for name, one in references.items():

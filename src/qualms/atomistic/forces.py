@@ -17,10 +17,9 @@ quadratic form in x, which takes less time if there are fewer features than repr
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -28,19 +27,14 @@ from ase import Atoms
 from scipy.sparse import csr_array
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
-from qualms.atomistic.baseline import structure_design
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.kernel_rows import normalized, novelty_of
 from qualms.atomistic.labels import ForceLabels
-from qualms.atomistic.quantities import TARGET
-from qualms.atomistic.structures import check_species, check_structures
-from qualms.calibration.members import member_factors
-from qualms.errors import InputError, QualmsWarning, counted
+from qualms.errors import InputError, QualmsWarning
 from qualms.features.derivatives import Changes, DifferentiableFeatures, Tape
-from qualms.features.representation import Representation, offsets_of
+from qualms.features.representation import Representation
 from qualms.features.soap import REMEDY
 from qualms.gp.kernels import PowerKernel, ProductKernel, product_terms
-from qualms.prediction import Prediction
 
 #: Bytes that the quadratic forms of all members may take.
 _ROOM = 256e6
@@ -69,12 +63,6 @@ class KernelTerm:
     share: float
     representatives: Float64Array
     weights: Float64Array
-
-    def energies(self, x: Float64Array) -> Float64Array:
-        """Return e (n, R) for features x (n, q)."""
-        k, _ = self.function.value_and_slope(x @ self.representatives.T)
-        energies: Float64Array = k @ (self.share * self.weights)
-        return energies
 
     def kernel(self, x: Float64Array, others: Float64Array) -> Float64Array:
         """Return the part of this term in the kernel, for products x·X of any shape."""
@@ -172,45 +160,46 @@ def _no_derivatives(n_structures: int, n_atoms: int, R: int, strain: bool) -> De
 # --- predictions: derivatives of the energies of members, backward ---
 
 
-def potential_energies(potential: Potential, frames: Sequence[Atoms]) -> Float64Array:
-    """Return the energies of `derivatives` alone: (n_structures, R)."""
-    energies = np.zeros((len(frames), potential[0].weights.shape[1]))
-    for term in potential:
-        for tape in term.features.tapes(frames):
-            np.add.at(energies, tape.structures[tape.owners], term.energies(tape.x))
-    return energies
-
-
 def derivatives(
-    potential: Potential,
-    frames: Sequence[Atoms],
-    *,
-    strain: bool = False,
-    novelty: Float64Array | None = None,
-) -> Derivatives:
+    potential: Potential, frames: Sequence[Atoms], *, strain: bool = False, novelty: bool = False
+) -> PotentialValues:
     """Return energies and derivatives of structures, batch by batch of environments.
 
-    If it is given, `novelty` (n_structures, 2) is filled as by `Basis.rows`.
+    Parameters
+    ----------
+    potential : Potential
+    frames : sequence of Atoms
+    strain : bool
+        Whether virials are computed.
+    novelty : bool
+        Whether the novelty of environments is computed.
     """
     R, n_atoms = potential[0].weights.shape[1], sum(map(len, frames))
     total = _no_derivatives(len(frames), n_atoms, R, strain)
-    similarity = None if novelty is None else _Similarity(potential, n_atoms)
+    similarity, atoms = _Similarity(potential, n_atoms) if novelty else None, np.zeros((n_atoms, R))
     for term in potential:
         for tape in term.features.tapes(frames, _GRADIENTS[: 1 + strain]):
             if similarity is not None:
                 similarity.add(term, tape)
             energies, slopes, columns = term.energy_slopes(tape)
             np.add.at(total.energies, tape.structures[tape.owners], energies)
+            atoms[tape.atoms[tape.centers]] += energies
             pulled = tape.pull_back(slopes, columns)
             # An atom, or structure, may come in several batches, but only once in each.
             total.forces[tape.atoms] -= pulled.positions
             if total.virials is not None and pulled.strain is not None:
                 total.virials[tape.structures] += pulled.strain
-    if novelty is not None and similarity is not None:
-        edges = pairwise(offsets_of(np.array([len(atoms) for atoms in frames])))
-        each = similarity.novelty()
-        novelty[:] = [(each[a:b].max(), each[a:b].mean()) for a, b in edges]
-    return total
+    return PotentialValues(*total, atoms, None if similarity is None else similarity.novelty())
+
+
+class PotentialValues(NamedTuple):
+    """Values of a potential: see `Derivatives`; and by environments."""
+
+    energies: Float64Array  #: (n_structures, R)
+    forces: Float64Array  #: (n_atoms, 3, R)
+    virials: Float64Array | None  #: (n_structures, 6, R)
+    atoms: Float64Array  #: (n_atoms, R): energy of each environment
+    novelty: FloatArray | None  #: (n_atoms,)
 
 
 class _Similarity:
@@ -330,135 +319,7 @@ def _add_forces(
     flat += np.asarray(csr_array((signs, (rows, entries)), shape=shape) @ second)
 
 
-# --- calibrated energies, forces and stresses ---
-
-
-class StructureForces(NamedTuple):
-    """Energy, forces (n_atoms, 3) and, if it was predicted, stress (6,) of one structure."""
-
-    energy: Prediction
-    forces: Prediction
-    stress: Prediction | None
-
-
-@dataclass(frozen=True)
-class ForcePrediction:
-    """Energies, forces and stresses of structures, by all members, calibrated.
-
-    Before calibration (``forces.uncalibrated``) the forces of each member are the derivative of its
-    energy (``energy.uncalibrated``).
-
-    Attributes
-    ----------
-    energy : Prediction of shape (n_structures,)
-    forces : Prediction of shape (n_atoms, 3)
-        Of the atoms of all structures, in order; units of the energy per Å.
-    stress : Prediction of shape (n_structures, 6), optional
-        σ = (1/V) ∂E/∂ε in ASE's order (xx, yy, zz, yz, xz, xy) and sign: positive under tension.
-        Units of the energy per Å³.
-    offsets : (n_structures + 1,) array of int
-        Atoms of structure s are ``offsets[s]:offsets[s + 1]``.
-    """
-
-    energy: Prediction
-    forces: Prediction
-    stress: Prediction | None
-    offsets: IntArray
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, index: int) -> StructureForces:
-        """Return the predictions of one structure."""
-        s = range(len(self))[index]
-        rows = slice(int(self.offsets[s]), int(self.offsets[s + 1]))
-        stress = None if self.stress is None else self.stress[s]
-        return StructureForces(self.energy[s], self.forces[rows], stress)
-
-    def __iter__(self) -> Iterator[StructureForces]:
-        return (self[s] for s in range(len(self)))
-
-
-def predict_with_forces(
-    fitted: Fitted,
-    potential: Potential,
-    frames: Sequence[Atoms],
-    *,
-    stress: bool,
-    novelty: Float64Array | None = None,
-) -> ForcePrediction:
-    """Return calibrated energies, forces and stresses by all members; see `derivatives`.
-
-    A model that was trained on forces has a calibration of its own for them, and one that was
-    trained on stresses for those. Each force, and each stress, is transformed as a whole, so that
-    directions do not matter; σ of forces has a factor for each species. Otherwise the members of
-    the forces on all atoms of a structure, and those of its stress, are scaled about their means by
-    the factor that calibrates its energy.
-    """
-    found = derivatives(potential, frames, strain=stress, novelty=novelty)
-    sizes = np.array([len(atoms) for atoms in frames])
-    energies = member_energies(fitted, frames, found.energies)
-    energy = fitted.calibrated(TARGET, energies)
-    factors = member_factors(fitted.calibration, energy.std, energies)
-    stresses = None
-    if found.virials is not None:
-        volumes = np.array([atoms.cell.volume for atoms in frames])
-        raw = found.virials / volumes[:, None, None]
-        stresses = fitted.calibrated("stress", raw, factors=factors)
-    _warn_about_lone_atoms(fitted, frames, found.forces)
-    forces = fitted.calibrated(
-        "forces",
-        found.forces,
-        numbers=np.concatenate([atoms.numbers for atoms in frames]),
-        factors=np.repeat(factors, sizes),
-    )
-    return ForcePrediction(energy * sizes, forces, stresses, offsets_of(sizes))
-
-
-def _warn_about_lone_atoms(fitted: Fitted, frames: Sequence[Atoms], forces: Float64Array) -> None:
-    """Warn if a force is zero because the atom has no neighbours: its uncertainty is zero, too."""
-    cutoff = fitted.representation.cutoff
-    lone, start = 0, 0
-    for atoms in frames:
-        own = forces[start : start + len(atoms)]
-        start += len(atoms)
-        if len(atoms) == 1:  # zero by symmetry
-            continue
-        for i in np.flatnonzero(~np.any(own, axis=(1, 2))).tolist():
-            others = [j for j in range(len(atoms)) if j != i]
-            distances = atoms.get_distances(i, others, mic=True)  # type: ignore[no-untyped-call]
-            lone += bool(np.all(distances > cutoff))
-    if lone:
-        warnings.warn(
-            f"{counted(lone, 'atom')} without neighbours within the cutoff: the forces on them and "
-            "their uncertainties are zero, which is no estimate.",
-            QualmsWarning,
-            stacklevel=2,
-        )
-
-
-def predict_energies(fitted: Fitted, potential: Potential, frames: Sequence[Atoms]) -> Prediction:
-    """Return the energies of `predict_with_forces` alone, in less time."""
-    energies = member_energies(fitted, frames, potential_energies(potential, frames))
-    calibrated: Prediction = fitted.calibrated(TARGET, energies) * np.array([*map(len, frames)])
-    return calibrated
-
-
-def member_energies(
-    fitted: Fitted, frames: Sequence[Atoms], energies: Float64Array
-) -> Float64Array:
-    """Return the energy per atom by each member, baseline included: (n_structures, N_R)."""
-    sizes = np.array([len(atoms) for atoms in frames], dtype=np.float64)[:, None]
-    design = structure_design(frames, fitted.baseline.species)
-    return energies / sizes + fitted.intercepts + fitted.baseline.predict_members(design)
-
-
 # --- which models and structures have forces ---
-
-
-def has_forces(fitted: Fitted) -> bool:
-    """Whether a model has continuous forces, learned or not."""
-    return fitted.settings.has_forces
 
 
 def check_model(fitted: Fitted) -> None:
@@ -477,20 +338,3 @@ def check_model(fitted: Fitted) -> None:
             QualmsWarning,
             stacklevel=2,
         )
-
-
-def check_frames(fitted: Fitted, frames: Sequence[Atoms], *, stress: bool) -> None:
-    """Reject a model without forces, and structures that it cannot predict, or without a stress."""
-    check_model(fitted)
-    if not len(frames):
-        raise InputError("There is no structure in `frames`.", parameter="frames")
-    for i, atoms in enumerate(frames):
-        check_structures([atoms], first=i)
-        check_species([atoms], fitted.representation.species, first=i)
-        fitted.baseline.check_compositions([atoms], first=i)
-        if stress and (rank := atoms.cell.rank) < 3:
-            raise InputError(
-                f"The cell of structure {i} has {counted(rank, 'vector')}. Without a volume there "
-                "is no stress.",
-                parameter=f"frames[{i}].cell",
-            )

@@ -55,9 +55,9 @@ class Basis:
         ----------
         features : (n_environments, d) array
         offsets : (n_structures + 1,) array of int
-        novelty : (n_structures, 2) or (n_structures, n_sizes, 2) array, optional
-            Is filled with the largest and the mean novelty of the environments of each structure:
-            one minus the largest normalised kernel with a representative, from 0 to 1.
+        novelty : (n_environments,) or (n_environments, n_sizes) array, optional
+            Is filled with the novelty of each environment: one minus the largest normalised kernel
+            with a representative, from 0 to 1.
         sizes : sequence of int
             Numbers of leading representatives, increasing, that novelty refers to; all of them,
             unless given.
@@ -67,23 +67,19 @@ class Basis:
         n = len(features) if self.per_atom else len(offsets) - 1
         M = len(self.representatives)
         rows, edges = np.empty((n, M)), [0, *(sizes or [M])]
-        if novelty is not None:
-            novelty = novelty.reshape(len(novelty), -1, 2)  # a view
         for first, last in structure_blocks(offsets, _ELEMENTS // M):
             begin, end = offsets[first], offsets[last]
             block, local = features[begin:end], offsets[first : last + 1] - begin
             K = self.kernel(block, self.representatives)
             if novelty is not None:
                 similarity = self._normalized(K, block)
-                for s, (a, b) in enumerate(pairwise(local), first):
-                    part = similarity[a:b]
-                    if own is not None and len(own[s]):
-                        part = part.copy()
-                        part[:, own[s]] = 0.0
-                    blocks = [novelty_of(part[:, i:j]) for i, j in pairwise(edges)]
-                    each = np.minimum.accumulate(blocks, axis=0)
-                    novelty[s, :, 0] = each.max(axis=1, initial=0.0)
-                    novelty[s, :, 1] = each.sum(axis=1, dtype=np.float64) / max(b - a, 1)
+                if own is not None:
+                    similarity = similarity.copy()
+                    for s, (a, b) in enumerate(pairwise(local), first):
+                        similarity[a:b, own[s]] = 0.0
+                each = [novelty_of(similarity[:, i:j]) for i, j in pairwise(edges)]
+                of_sizes = np.minimum.accumulate(each, axis=0).T
+                novelty[begin:end] = of_sizes.reshape(novelty[begin:end].shape)
             if self.per_atom:
                 rows[begin:end] = K
             else:
@@ -95,16 +91,6 @@ class Basis:
         """Return the kernel rows of single environments (n, d): (n, M)."""
         rows: Float64Array = np.asarray(self.kernel(features, self.representatives), np.float64)
         return rows * self.scale
-
-    def novelty(self, features: FloatArray) -> Float64Array:
-        """Return the novelty of environments (n, d), from 0 to 1: (n,)."""
-        found = np.empty(len(features))
-        step = max(_ELEMENTS // len(self.representatives), 1)
-        for start in range(0, len(features), step):
-            block = features[start : start + step]
-            K = self.kernel(block, self.representatives)
-            found[start : start + step] = novelty_of(self._normalized(K, block))
-        return found
 
     def prior_variance(self, features: FloatArray, offsets: IntArray) -> Float64Array:
         """Return the diagonal of the kernel: (n_structures,), or (n_environments,)."""
@@ -126,6 +112,19 @@ def normalized(K: FloatArray, of_rows: FloatArray, of_columns: FloatArray) -> Fl
         return K
     rows, columns = (np.where(norm > 0, norm, 1.0) for norm in norms)
     return np.asarray(K / columns / rows[:, None], dtype=K.dtype)
+
+
+def structure_novelty(novelty: Float64Array, offsets: IntArray) -> Float64Array:
+    """Return the largest and the mean novelty of the environments of structures.
+
+    Given that of all environments, (n,) or (n, k): (n_structures, 2), or (n_structures, k, 2); zero
+    for structures without environments.
+    """
+    found = np.zeros((len(offsets) - 1, *novelty.shape[1:], 2))
+    for s, (a, b) in enumerate(pairwise(offsets)):
+        if b > a:
+            found[s, ..., 0], found[s, ..., 1] = novelty[a:b].max(axis=0), novelty[a:b].mean(axis=0)
+    return found
 
 
 def novelty_of(similarity: FloatArray) -> FloatArray:

@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-import warnings
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
-from functools import cached_property
 from inspect import cleandoc
-from itertools import pairwise
 from os import PathLike
 from pathlib import Path
 from textwrap import dedent
+from threading import RLock
 from typing import Any
 
 import numpy as np
 from ase import Atoms
 
-from qualms.arrays import BoolArray, Float64Array, IntArray
+from qualms.arrays import Float64Array, IntArray
 from qualms.atomistic import training
-from qualms.atomistic.baseline import atom_design, structure_design
 from qualms.atomistic.fitted import Fitted, Provenance, Record, describe_size
-from qualms.atomistic.forces import (
-    ForcePrediction,
-    Potential,
-    check_frames,
-    make_potential,
-    predict_with_forces,
-)
-from qualms.atomistic.labels import state_of
+from qualms.atomistic.forces import Potential, make_potential
 from qualms.atomistic.model_file import read_model, write_model
+from qualms.atomistic.predictions import (
+    Chunk,
+    Request,
+    StructurePrediction,
+    centers_of,
+    check_derivatives_request,
+    predict_chunk,
+    stream_chunks,
+)
 from qualms.atomistic.quantities import TARGET
 from qualms.atomistic.reference import ReferencePotential, make_reference
 from qualms.atomistic.settings import (
@@ -41,29 +38,19 @@ from qualms.atomistic.settings import (
     parameter_list,
     signature,
 )
-from qualms.atomistic.structures import (
-    check_not_single,
-    check_species,
-    check_structures,
-    iter_frames,
-    symbols_of,
-)
+from qualms.atomistic.structures import check_not_single, iter_frames, symbols_of
 from qualms.calibration.base import CalibrationData
-from qualms.calibration.members import member_factors, n_independent
-from qualms.errors import InputError, QualmsError, QualmsWarning, counted
+from qualms.calibration.members import n_independent
+from qualms.errors import InputError, QualmsError, counted
 from qualms.execution import as_workers
-from qualms.features.representation import BATCH, Batch, stream_features
 from qualms.io.files import check_output
 from qualms.metrics import Scores, score
 from qualms.notebooks import html_table
-from qualms.prediction import Prediction
 from qualms.progress import Bars, Display, Stages
 from qualms.resources import default_threads, format_time, limited
 
 #: Structures, or the path of a file that has them.
 _Structures = Iterable[Atoms] | str | PathLike[str]
-#: Rounding of novelties.
-_ROUNDING = 1e-6
 
 
 class AtomisticModel:
@@ -95,6 +82,7 @@ class AtomisticModel:
             self._given = settings.model_copy(update={"baseline": same})
         self.threads = default_threads(threads)
         self._fitted: Fitted | None = None
+        self._lock = RLock()  # of what is made when it is needed: threads may share a model
         self._potential: Potential | None = None
         #: The reference potential as the user gave it, rather than a file.
         self._confirmed = confirmed
@@ -166,28 +154,50 @@ class AtomisticModel:
         model._fitted = fitted
         return model
 
-    def predict(self, frames: Atoms | _Structures, *, unknown_species: str = "error") -> Prediction:
-        """Predict with calibrated uncertainties.
+    def predict(
+        self,
+        frames: Atoms | _Structures,
+        *,
+        forces: bool = False,
+        stress: bool = False,
+        atoms: bool = False,
+        unknown_species: str = "error",
+    ) -> StructurePrediction:
+        """Predict with calibrated uncertainties; features are computed once.
 
         Parameters
         ----------
         frames : Atoms, iterable of Atoms, or path
+        forces, stress : bool
+            Predict derivatives of the energies of all members: forces, and stresses of structures
+            whose cells have a volume. For features by featomic or by a network.
+        atoms : bool
+            Predict the contribution, and the novelty, of each atom.
         unknown_species : {"error", "ignore"}
             Whether atoms of elements that the model was not trained on are an error, or are
             ignored; so are compositions whose baseline the training set does not determine.
-            `extrapolates` flags both.
+            `StructurePrediction.extrapolates` flags both.
 
         Returns
         -------
-        Prediction
+        StructurePrediction
             One value for each structure, without an axis if it is a single ``Atoms``; for atomic
-            properties, one for each of `target_atoms`.
+            properties, one for each of `target_atoms`. With the novelty of each structure, whether
+            it is an extrapolation, and why.
         """
         if isinstance(frames, Atoms):
-            found = self.predict([frames], unknown_species=unknown_species)
-            return found if self.fitted.per_atom else found[0]
-        chunks = self.stream(frames, unknown_species=unknown_species)
-        return Prediction.concatenate([chunk.predict(chunk.rows()) for chunk in chunks])
+            options = {"forces": forces, "stress": stress, "atoms": atoms}
+            return self.predict([frames], unknown_species=unknown_species, **options).structure(0)
+        request = Request(forces, stress, atoms)
+        predicted = StructurePrediction.join(
+            [*self.stream(frames, request, unknown_species=unknown_species)]
+        )
+        if stress and predicted.parts.stress is None:
+            raise InputError(
+                "No structure has a cell with a volume, and without one there is no stress.",
+                parameter="stress",
+            )
+        return predicted
 
     def score(
         self,
@@ -226,52 +236,13 @@ class AtomisticModel:
 
     def predict_mean(self, frames: _Structures, *, unknown_species: str = "error") -> Float64Array:
         """Predict without uncertainties."""
-        chunks = self.stream(frames, unknown_species=unknown_species)
-        means = ((self.fitted.mean(c.rows(), c.design) + c.reference) * c.factors for c in chunks)
-        return np.concatenate([*means])
-
-    def predict_atoms(
-        self, frames: _Structures, *, unknown_species: str = "error"
-    ) -> list[Prediction]:
-        """Predict the contribution of each atom to each structure, with uncertainties.
-
-        Contributions sum (extensive) or average (intensive) to the prediction, member by member. A
-        reference potential has no contributions of atoms: they sum to the difference from it.
-        """
-        chunks = self.stream(frames, unknown_species=unknown_species)
-        return [atom for chunk in chunks for atom in atom_contributions(chunk)]
-
-    def predict_forces(
-        self,
-        frames: _Structures,
-        *,
-        stress: bool = False,
-        novelty: Float64Array | None = None,
-    ) -> ForcePrediction:
-        """Predict energies and forces, the derivatives of every member's energy.
-
-        For features by featomic, in float64: energies are those of `predict` up to rounding. With
-        `stress`, the stresses of structures whose cells have a volume are predicted, too. If it is
-        given, `novelty` (n_structures, 2) is filled with the largest and the mean novelty of the
-        environments of each structure.
-        """
-        structures = list(structures_of(frames))
-        check_frames(self.fitted, structures, stress=stress)
-        any(warn_of_state(atoms, self.fitted, i) for i, atoms in enumerate(structures))
-        with limited(self.threads, sum(map(len, structures))):
-            found = predict_with_forces(
-                self.fitted, self.potential, structures, stress=stress, novelty=novelty
-            )
-        if self.reference is None:
-            return found
-        energies, forces, stresses = self.reference.evaluate(structures, forces=True, stress=stress)
-        assert forces is not None
-        return replace(
-            found,
-            energy=found.energy + energies,
-            forces=found.forces + np.concatenate(forces),
-            stress=None if found.stress is None else found.stress + stresses,
-        )
+        means = []
+        for chunk in self.chunks(frames, unknown_species=unknown_species):
+            mean = self.fitted.mean(chunk.rows(), chunk.design) * chunk.factors
+            if self.reference is not None:
+                mean = mean + self.reference.evaluate(chunk.known).energies
+            means.append(mean)
+        return np.concatenate(means)
 
     def predict_pp(
         self, frames: _Structures, *, unknown_species: str = "error"
@@ -285,29 +256,37 @@ class AtomisticModel:
                 parameter="keep_pp",
             )
         means, stds = [], []
-        for chunk in self.stream(frames, unknown_species=unknown_species):
+        for chunk in self.chunks(frames, unknown_species=unknown_species):
             rows = chunk.rows()
-            mean = self.fitted.pp_mean(rows, chunk.design) + chunk.reference
-            means.append(mean * chunk.factors)
+            mean = self.fitted.pp_mean(rows, chunk.design) * chunk.factors
+            if self.reference is not None:
+                mean = mean + self.reference.evaluate(chunk.known).energies
+            means.append(mean)
             stds.append(variance.std(rows, chunk.prior_variance()) * chunk.factors)
         return np.concatenate(means), np.concatenate(stds)
 
-    def extrapolates(self, frames: _Structures, *, unknown_species: str = "error") -> BoolArray:
-        """Return for each structure whether it is an extrapolation: see `Chunk.extrapolates`."""
-        flags = []
-        for chunk in self.stream(frames, unknown_species=unknown_species):
-            novelty = np.empty((len(chunk.frames), 2))
-            learned = chunk.predict_learned(chunk.rows(novelty))
-            flags.append(chunk.extrapolates(learned, novelty))
-        return np.concatenate(flags)
-
     def stream(
+        self,
+        frames: _Structures,
+        request: Request = Request(),  # noqa: B008 — immutable
+        *,
+        unknown_species: str = "error",
+    ) -> Iterator[StructurePrediction]:
+        """Yield predictions in chunks of structures; `frames` may be larger than memory."""
+        potential = None
+        if request.derivatives:
+            check_derivatives_request(self.fitted, allow_unknown=unknown_species == "ignore")
+            potential = self.potential
+        chunks = self.chunks(frames, unknown_species=unknown_species, features=potential is None)
+        for chunk in chunks:
+            n_atoms = None if potential is None else sum(map(len, chunk.frames))
+            with limited(self.threads, n_atoms):
+                yield predict_chunk(chunk, request, potential, self.reference)
+
+    def chunks(
         self, frames: _Structures, *, unknown_species: str = "error", features: bool = True
     ) -> Iterator[Chunk]:
-        """Yield structures and their features in chunks; `frames` may be larger than memory.
-
-        Chunks without features are for predictions by `predict_forces`.
-        """
+        """Yield structures and their features in chunks; `frames` may be larger than memory."""
         if unknown_species not in ("error", "ignore"):
             raise InputError(
                 f"`unknown_species` is 'error' or 'ignore', not {unknown_species!r}.",
@@ -320,7 +299,6 @@ class AtomisticModel:
                 structures_of(frames),
                 threads=self.threads,
                 allow_unknown=ignore,
-                potential=self.reference,
                 features=features,
             ):
                 yield chunk
@@ -334,7 +312,7 @@ class AtomisticModel:
         if self.settings.kind != "atomic":
             raise InputError(
                 f"The target is {self.settings.kind}; values of single atoms are predicted for "
-                "`kind='atomic'` only. Contributions of atoms are those of `predict_atoms`.",
+                "`kind='atomic'` only. Contributions of atoms: `predict(..., atoms=True)`.",
                 parameter="kind",
             )
         return [centers_of(atoms.numbers, self.fitted) for atoms in frames]
@@ -420,22 +398,28 @@ class AtomisticModel:
     @property
     def potential(self) -> Potential:
         """The energy of environments by all members, for features by featomic."""
-        if self._potential is None:
-            self._potential = make_potential(self.fitted, self.fitted.weights)
-        return self._potential
+        with self._lock:
+            if self._potential is None:
+                self._potential = make_potential(self.fitted, self.fitted.weights)
+            return self._potential
 
     @property
     def reference(self) -> ReferencePotential | None:
         """The reference potential whose values are added to predictions, if there is one."""
-        if self._reference is None:
-            self._reference = make_reference(
-                self.settings, confirmed=self._confirmed, threads=self.threads
-            )
-        return self._reference
+        with self._lock:
+            if self._reference is None:
+                self._reference = make_reference(
+                    self.settings, confirmed=self._confirmed, threads=self.threads
+                )
+            return self._reference
 
     def __getstate__(self) -> dict[str, Any]:
         # featomic's calculators cannot be pickled, and are made again when they are needed.
-        return self.__dict__ | {"_potential": None, "_reference": None}
+        state = self.__dict__ | {"_potential": None, "_reference": None}
+        return {name: value for name, value in state.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=RLock())
 
     def _repr_html_(self) -> str:
         """Return settings, data, errors and calibrations as a table, for notebooks."""
@@ -460,236 +444,6 @@ def structures_of(frames: _Structures) -> Iterable[Atoms]:
         return iter_frames(frames)
     check_not_single(frames)
     return frames
-
-
-# --- from new structures to predictions -----------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Some structures to predict, and their features."""
-
-    frames: list[Atoms]  #: as they were given
-    known: list[Atoms]  #: without atoms of unknown species
-    centers: list[IntArray]  #: the atoms of `frames` whose environments are used
-    batch: Batch  #: features of these environments
-    fitted: Fitted
-    first: int = 0  #: number of the first structure
-    potential: ReferencePotential | None = None
-
-    @cached_property
-    def reference(self) -> Float64Array:
-        """Values of the reference potential, or zeros, to be added to predicted averages."""
-        if self.potential is None:
-            return np.zeros(len(self.factors))
-        indices = range(self.first, self.first + len(self.frames))
-        return self.potential.evaluate(self.known, indices=indices).energies / self.sizes
-
-    @property
-    def has_unknown(self) -> BoolArray:
-        """Whether a structure has atoms of unknown species."""
-        return np.array([len(a) > len(b) for a, b in zip(self.frames, self.known, strict=True)])
-
-    @property
-    def has_other_state(self) -> BoolArray:
-        """Whether a structure has another charge or spin than those of the training."""
-        return np.array([differs_in_state(atoms, self.fitted) for atoms in self.frames])
-
-    @property
-    def sizes(self) -> Float64Array:
-        """Number of atoms of each structure if the target is extensive, otherwise one."""
-        if self.fitted.settings.kind != "extensive":
-            return np.ones(len(self.frames))
-        return np.array([len(known) for known in self.known], dtype=np.float64)
-
-    @property
-    def factors(self) -> Float64Array:
-        """Factor of each predicted average."""
-        return np.ones(len(self.batch.features)) if self.fitted.per_atom else self.sizes
-
-    @property
-    def design(self) -> Float64Array:
-        """Design matrix of the baseline, a row for each prediction."""
-        if self.fitted.per_atom:
-            return self.atom_design
-        return structure_design(self.known, self.fitted.baseline.species)
-
-    @property
-    def center_species(self) -> IntArray:
-        """Atomic number at the centre of each environment."""
-        pairs = zip(self.frames, self.centers, strict=True)
-        return np.concatenate([atoms.numbers[chosen] for atoms, chosen in pairs])
-
-    @property
-    def atom_design(self) -> Float64Array:
-        """Design matrix of the baseline, a row for each environment."""
-        return atom_design(self.center_species, self.fitted.baseline.species)
-
-    def rows(self, novelty: Float64Array | None = None) -> Float64Array:
-        """Return the kernel rows K_XM, and fill `novelty` (n_structures, 2) if it is given."""
-        return self.fitted.basis.rows(self.batch.features, self.batch.offsets, novelty=novelty)
-
-    def prior_variance(self) -> Float64Array:
-        """Return the diagonal of K_XX, a number for each prediction."""
-        return self.fitted.basis.prior_variance(self.batch.features, self.batch.offsets)
-
-    def predict(self, rows: Float64Array) -> Prediction:
-        """Return the calibrated prediction for kernel rows."""
-        learned = self.predict_learned(rows)
-        return learned if self.potential is None else learned + self.reference * self.sizes
-
-    def predict_learned(self, rows: Float64Array) -> Prediction:
-        """Return the prediction without the reference potential, which has no uncertainty."""
-        fitted = self.fitted
-        calibrated = fitted.calibrated(
-            TARGET,
-            fitted.members(rows, self.design),
-            numbers=self.center_species if fitted.per_atom else None,
-            novelty_std=fitted.novelty_std(rows, self.prior_variance),
-        )
-        return calibrated * self.sizes if fitted.settings.kind == "extensive" else calibrated
-
-    def atom_novelty(self) -> list[Float64Array]:
-        """Return the novelty of each environment, in units of the limit of extrapolation."""
-        limit = self.fitted.training_novelty[0] + _ROUNDING
-        novelty = self.fitted.basis.novelty(self.batch.features) / limit
-        return [novelty[a:b] for a, b in pairwise(self.batch.offsets)]
-
-    def extrapolates(self, prediction: Prediction, novelty: Float64Array) -> BoolArray:
-        """Return for each structure, given its novelty, whether it is an extrapolation.
-
-        It is if the largest or the mean novelty of its environments exceeds that of 99 % of the
-        training structures, if the ensemble standard deviation exceeds that of all out-of-bag
-        points, if it has atoms of unknown species or another charge or spin than the training
-        structures, or if its composition has no baseline.
-        """
-        limits = np.array(self.fitted.training_novelty) + _ROUNDING
-        # Members that agree to rounding on all training rows differ by rounding everywhere.
-        largest = (self.fitted.largest_ensemble_std or np.inf) * self.factors
-        above = prediction.uncalibrated.std > largest
-        if self.fitted.per_atom:
-            edges = pairwise(self.batch.offsets)
-            above = np.array([bool(np.any(above[a:b])) for a, b in edges])
-        unknown = self.has_unknown | self.has_other_state
-        if not self.fitted.per_atom:
-            unknown = unknown | ~self.fitted.baseline.is_determined(self.design)
-        return np.asarray(np.any(novelty > limits, axis=1) | above | unknown)
-
-
-def stream_chunks(
-    fitted: Fitted,
-    frames: Iterable[Atoms],
-    *,
-    threads: int = 1,
-    allow_unknown: bool = False,
-    batch: int | None = None,
-    potential: ReferencePotential | None = None,
-    features: bool = True,
-) -> Iterator[Chunk]:
-    """Yield structures, which may come from a generator, with their features, in order.
-
-    Atoms of unknown species are left out if they are allowed, and an error otherwise. A chunk has
-    about `batch` environments, by default 30 MB of features: larger arrays are allocated again each
-    time, which takes as long as computing the features.
-    """
-    if batch is None:
-        batch = min(max(30_000_000 // (8 * fitted.representation.n_features), 256), BATCH)
-    waiting: deque[tuple[Atoms, Atoms, IntArray]] = deque()
-    species = fitted.representation.species
-
-    def structures() -> Iterator[tuple[Atoms, IntArray]]:
-        is_alike = True
-        for index, atoms in enumerate(frames):
-            check_structures([atoms], first=index)
-            is_alike = is_alike and not warn_of_state(atoms, fitted, index)
-            is_known = np.isin(atoms.numbers, species)
-            if not allow_unknown:
-                check_species([atoms], species, first=index)
-                if not fitted.per_atom:
-                    fitted.baseline.check_compositions([atoms], first=index)
-            elif not is_known.any():
-                raise InputError(
-                    f"Structure {index} contains {symbols_of(sorted({*atoms.numbers.tolist()}))} "
-                    f"alone; the model was trained on {symbols_of(species)}. Leave it out.",
-                    parameter="frames",
-                )
-            kept = np.flatnonzero(is_known)
-            known = atoms if len(kept) == len(atoms) else atoms[kept]
-            inside = centers_of(known.numbers, fitted)
-            waiting.append((atoms, known, kept[inside]))
-            yield known, inside
-
-    representation, some, first = fitted.representation, structures(), 0
-    batches = stream_features(representation, some, n_workers=threads, batch=batch)
-    for found in batches if features else _without_features(some, batch):
-        taken = [waiting.popleft() for _ in found.sizes]
-        given, known, centers = (list(part) for part in zip(*taken, strict=True))
-        yield Chunk(given, known, centers, found, fitted, first, potential)
-        first += len(given)
-
-
-def differs_in_state(atoms: Atoms, fitted: Fitted) -> bool:
-    """Return whether a structure has another charge or spin than all of the training, if known."""
-    known = fitted.record.state
-    return known is not None and dict(state_of(atoms, fitted.settings.keys.values())) != known
-
-
-def warn_of_state(atoms: Atoms, fitted: Fitted, index: int) -> bool:
-    """Warn of a structure with another charge or spin than those of the training."""
-    if not differs_in_state(atoms, fitted):
-        return False
-    known = fitted.record.state or {}
-    state = dict(state_of(atoms, fitted.settings.keys.values()))
-    keys = " and ".join(repr(k) for k in sorted({*known, *state}) if known.get(k) != state.get(k))
-    warnings.warn(
-        f"Structure {index}, and perhaps others, differs in {keys} from the structures that the "
-        "model was trained on. Predictions do not depend on charge and spin.",
-        QualmsWarning,
-        stacklevel=2,
-    )
-    return True
-
-
-def _without_features(structures: Iterable[tuple[Atoms, IntArray]], batch: int) -> Iterator[Batch]:
-    """Yield batches of about `batch` environments, whose features are not computed."""
-    sizes: list[int] = []
-    for _, centers in structures:
-        sizes.append(len(centers))
-        if sum(sizes) >= batch:
-            yield Batch(np.empty((0, 0)), np.array(sizes))
-            sizes = []
-    if sizes:
-        yield Batch(np.empty((0, 0)), np.array(sizes))
-
-
-def centers_of(numbers: IntArray, fitted: Fitted) -> IntArray:
-    """Return the atoms whose environments are used: all, or those of the species of the target."""
-    species = fitted.settings.species
-    return np.arange(len(numbers)) if species is None else np.flatnonzero(np.isin(numbers, species))
-
-
-def atom_contributions(chunk: Chunk) -> list[Prediction]:
-    """Return the contribution of each atom to the property of its structure.
-
-    Contributions sum (extensive) or average (intensive) to the prediction of the structure, member
-    by member, also after calibration: the members of all atoms of a structure are scaled about
-    their means by the factor that calibrates the structure. Of atomic properties, they are the
-    predictions; with a reference potential, they sum to the difference from it.
-    """
-    fitted = chunk.fitted
-    whole = chunk.predict_learned(chunk.rows())
-    edges = list(pairwise(chunk.batch.offsets))
-    if fitted.per_atom:
-        return [whole[a:b] for a, b in edges]
-    raw = fitted.basis.environment_rows(chunk.batch.features) @ fitted.weights
-    raw += fitted.intercepts
-    raw += fitted.baseline.predict_members(chunk.atom_design)
-    calibration = fitted.calibration
-    factors = member_factors(calibration, whole.std, whole.uncalibrated.members)
-    return [
-        Prediction(raw[a:b]).scaled(calibration, float(factor))
-        for (a, b), factor in zip(edges, factors, strict=True)
-    ]
 
 
 # --- summary --------------------------------------------------------------------------------------

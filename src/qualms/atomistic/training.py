@@ -46,7 +46,12 @@ from qualms.atomistic.fitted import (
     describe_size,
 )
 from qualms.atomistic.forces import fill_rows, kernel_terms
-from qualms.atomistic.kernel_rows import LANDMARKS, Basis, select_representatives
+from qualms.atomistic.kernel_rows import (
+    LANDMARKS,
+    Basis,
+    select_representatives,
+    structure_novelty,
+)
 from qualms.atomistic.label_checks import check_derivatives, check_noise
 from qualms.atomistic.labels import TrainingSet, thinned
 from qualms.atomistic.out_of_bag import (
@@ -859,7 +864,9 @@ def whitened_rows(part: RowPart, task: RowTask) -> WhitenedRows:
     structure = row = 0
     for block, offsets in task.features.blocks(data, part.features):
         here = slice(structure, structure + len(offsets) - 1)
-        rows = basis.rows(block, offsets, sizes=sizes, novelty=novelty[here], own=own[here])
+        each = np.empty((len(block), len(sizes)))
+        rows = basis.rows(block, offsets, sizes=sizes, novelty=each, own=own[here])
+        novelty[here] = structure_novelty(each, offsets)
         K[row : row + len(rows)] = rows
         diagonal[row : row + len(rows)] = basis.prior_variance(block, offsets)
         structure, row = here.stop, row + len(rows)

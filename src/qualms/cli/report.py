@@ -100,7 +100,6 @@ def _atom_values(
     """Return what computes novelty and uncertainties of atoms for the map of structures."""
     import numpy as np
 
-    from qualms.atomistic.novelty import attributions
     from qualms.evaluation import energy_factor
     from qualms.report.structure_map import NOVELTY, Properties
 
@@ -111,11 +110,13 @@ def _atom_values(
     units = [(1.0, ""), *(energy_factor(one, in_units) for one in energies)]
 
     def atom_values(some: Sequence[int]) -> Properties:
-        columns = zip(*attributions(model, [frames[i] for i in some]), strict=True)
+        has_forces = model.fitted.settings.has_forces
+        found = model.predict([frames[i] for i in some], forces=has_forces, atoms=True)
+        columns = [found.atom_novelty, [part.std for part in found.atoms]]
+        columns += [found.force_std] if has_forces else []
         return {
             name: (np.concatenate(values) * factor, unit)
-            for name, (factor, unit), values in zip(names, units, columns, strict=True)
-            if values[0] is not None
+            for name, (factor, unit), values in zip(names, units, columns, strict=False)
         }
 
     return atom_values

@@ -448,9 +448,10 @@ def run_shift(
             members = paper.predict(frames).uncalibrated.members[known]
             raw = Estimate.from_members(y[known], members)
             process = Estimate(y[known], *(values[known] for values in model.predict_pp(frames)))
-            own = model.predict(frames)[known]
+            predicted = model.predict(frames)
+            own = predicted[known]
             blend = Estimate(y[known], own.mean, own.std, own.members, model.fitted.calibration)
-            extrapolation = float(np.mean(model.extrapolates(frames)))
+            extrapolation = float(np.mean(predicted.extrapolates))
         # The first set is in distribution, and serves as the validation set.
         validation = validation or (raw, process)
         found = raw.compare(validation[0], calibrations) | {SOURCES: blend}

@@ -1,0 +1,633 @@
+"""Predictions of structures: one pass over their features, and everything that was asked for.
+
+The novelty of an atom measures how different its environment is from the representatives: one minus
+the largest normalised kernel, in units of the limit that one training structure in a hundred
+exceeds. It needs no energies, so that it does not depend on how an energy is divided between atoms,
+and it finds a bond that is too long. It is relative, and no uncertainty.
+
+The force on an atom, unlike a part of an energy, can be measured, and has an uncertainty.
+Contributions of atoms to an energy have an ensemble standard deviation as well. But a model that
+has seen energies of structures alone determines sums over atoms, not their parts: members that
+agree on a methyl group differ by tenths of an eV on the share of its carbon.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from ase import Atoms
+from ase.data import chemical_symbols
+
+from qualms.arrays import BoolArray, Float64Array, IntArray
+from qualms.atomistic.baseline import atom_design, structure_design
+from qualms.atomistic.fitted import Fitted
+from qualms.atomistic.forces import Potential, check_model, derivatives
+from qualms.atomistic.kernel_rows import structure_novelty
+from qualms.atomistic.labels import state_of
+from qualms.atomistic.quantities import TARGET
+from qualms.atomistic.reference import ReferencePotential, ReferenceValues
+from qualms.atomistic.structures import check_species, check_structures, symbols_of
+from qualms.calibration.members import member_factors
+from qualms.errors import InputError, QualmsWarning, counted
+from qualms.features.representation import BATCH, Batch, stream_features
+from qualms.prediction import Prediction
+
+#: Rounding of novelties.
+_ROUNDING = 1e-6
+#: Bytes of the features of a chunk: larger arrays are allocated again each time, which takes as
+#: long as computing the features.
+_BYTES = 30_000_000
+
+
+class Request(NamedTuple):
+    """What is predicted, beside the target."""
+
+    forces: bool = False
+    stress: bool = False
+    atoms: bool = False  #: contributions and novelty of atoms
+    novelty: bool = True  #: novelty, and whether structures are extrapolations
+    process: bool = False  #: the projected process, Eq. (3), Musil et al. 2019
+
+    @property
+    def derivatives(self) -> bool:
+        """Whether derivatives of the target are predicted."""
+        return self.forces or self.stress
+
+
+class Parts(NamedTuple):
+    """What a prediction has beside the target."""
+
+    frames: list[Atoms]
+    forces: Prediction | None = None  #: (n_atoms, 3): of all structures, in order
+    stress: Prediction | None = None  #: (n_solid, 6): of structures with a volume, in order
+    #: atoms of each structure whose environments are used: of known elements, and of the species of
+    #: an atomic property
+    centers: list[IntArray] | None = None
+    novelty: Float64Array | None = None  #: (n,): largest of the environments, in units of the limit
+    reasons: list[str] | None = None  #: why each structure is an extrapolation; or an empty text
+    atoms: list[Prediction] | None = None  #: contribution of each of the `centers`, by structure
+    atom_novelty: list[Float64Array] | None = None  #: novelty of each of the `centers`
+    process: Float64Array | None = None  #: (3, N): mean, p² and q² of the projected process
+    novelty_std: Float64Array | None = None  #: (N,): q, if σ depends on it
+
+
+class StructurePrediction(Prediction):
+    """The target of structures with calibrated uncertainties, and what else was asked for.
+
+    It is a `Prediction` of one value for each structure (for atomic properties, for each of the
+    `centers`). Before calibration (``forces.uncalibrated``) the forces of each member are the
+    derivative of its energy.
+
+    Attributes
+    ----------
+    forces : Prediction of shape (n_atoms, 3), optional
+        Of the atoms of all structures, in order; units of the target per Å.
+    stress : Prediction of shape (n_solid, 6), optional
+        σ = (1/V) ∂E/∂ε in ASE's order (xx, yy, zz, yz, xz, xy) and sign: positive under tension.
+        Of the structures whose cells have a volume, `is_solid` (n_structures,).
+    atoms : list of Prediction, optional
+        Contributions of atoms to each structure, which sum (extensive) or average (intensive) to
+        the target member by member; a reference potential has none.
+    novelty : (n_structures,) array
+        Largest novelty of an environment: beyond one, the structure is an extrapolation.
+    atom_novelty : list of arrays, optional
+        The same of each environment.
+    extrapolates : (n_structures,) array of bool
+    reasons : list of str
+        Why a structure is an extrapolation.
+    """
+
+    def __init__(self, target: Prediction, parts: Parts, *, is_atomic: bool = False) -> None:
+        super().__init__(
+            target.members,
+            uncalibrated=lambda: target.uncalibrated,
+            conformal=target.conformal,
+            dof=target.dof,
+        )
+        #: the target alone, which has this name among the quantities
+        self.energy = target
+        self.parts, self.is_atomic = parts, is_atomic
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        made = partial(StructurePrediction, is_atomic=self.is_atomic)
+        return made, (self.energy, self.parts)
+
+    @property
+    def forces(self) -> Prediction:
+        """Forces on all atoms."""
+        forces: Prediction = _asked("forces", self.parts.forces)
+        return forces
+
+    @property
+    def stress(self) -> Prediction:
+        """Stresses of all structures."""
+        stress: Prediction = _asked("stress", self.parts.stress)
+        return stress
+
+    @property
+    def atoms(self) -> list[Prediction]:
+        """Contributions of atoms."""
+        contributions: list[Prediction] = _asked("atoms", self.parts.atoms)
+        return contributions
+
+    @property
+    def atom_novelty(self) -> list[Float64Array]:
+        """Novelty of each environment."""
+        novelty: list[Float64Array] = _asked("atoms", self.parts.atom_novelty)
+        return novelty
+
+    @property
+    def force_std(self) -> list[Float64Array]:
+        """Uncertainty √(σ_x² + σ_y² + σ_z²) of the force on each atom, by structure."""
+        norms, edges = force_norm(self.forces.std), np.cumsum([len(a) for a in self.parts.frames])
+        return np.split(norms, edges[:-1])
+
+    @property
+    def novelty(self) -> Float64Array:
+        """Largest novelty of the environments of each structure."""
+        novelty: Float64Array = _asked("novelty", self.parts.novelty)
+        return novelty
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why each structure is an extrapolation; empty if it is none."""
+        reasons: list[str] = _asked("novelty", self.parts.reasons)
+        return reasons
+
+    @property
+    def extrapolates(self) -> BoolArray:
+        """Whether each structure is an extrapolation."""
+        return np.array([bool(reason) for reason in self.reasons])
+
+    @property
+    def is_solid(self) -> BoolArray:
+        """Whether the cell of each structure has a volume."""
+        return np.array([atoms.cell.rank == 3 for atoms in self.parts.frames])
+
+    def __getitem__(self, index: Any) -> Prediction:
+        """Return one structure, with all that was predicted; or the target of several."""
+        if isinstance(index, (int, np.integer)) and not self.is_atomic and self.shape:
+            return self.structure(int(index))
+        return self.energy[index]
+
+    def structure(self, index: int) -> StructurePrediction:
+        """Return the prediction of one structure."""
+        parts = self.parts
+        s = range(len(parts.frames))[index]
+        first = sum(len(atoms) for atoms in parts.frames[:s])
+        here, stress, solid = slice(first, first + len(parts.frames[s])), None, self.is_solid
+        if parts.stress is not None and solid[s]:
+            stress = parts.stress[int(solid[:s].sum())]
+        one = Parts(
+            frames=parts.frames[s : s + 1],
+            centers=None if parts.centers is None else parts.centers[s : s + 1],
+            novelty=None if parts.novelty is None else parts.novelty[s : s + 1],
+            reasons=None if parts.reasons is None else parts.reasons[s : s + 1],
+            forces=None if parts.forces is None else parts.forces[here],
+            stress=stress,
+            atoms=None if parts.atoms is None else parts.atoms[s : s + 1],
+            atom_novelty=None if parts.atom_novelty is None else parts.atom_novelty[s : s + 1],
+        )
+        rows: Any = s
+        if parts.centers is not None and self.is_atomic:
+            begin = sum(len(c) for c in parts.centers[:s])
+            rows = slice(begin, begin + len(parts.centers[s]))
+        return StructurePrediction(self.energy[rows], one, is_atomic=self.is_atomic)
+
+    @staticmethod
+    def join(predictions: Sequence[StructurePrediction]) -> StructurePrediction:
+        """Return the predictions of several lists of structures, one after the other."""
+        if len(predictions) == 1:
+            return predictions[0]
+        columns: list[Any] = list(zip(*(p.parts for p in predictions), strict=True))
+        joined = dict(zip(Parts._fields, columns, strict=True))
+        for name, values in joined.items():
+            values = [value for value in values if value is not None]
+            if not values:
+                joined[name] = None
+            elif isinstance(values[0], list):
+                joined[name] = [item for part in values for item in part]
+            elif isinstance(values[0], Prediction):
+                joined[name] = Prediction.concatenate(values)
+            else:
+                joined[name] = np.concatenate(values, axis=-1)
+        target = Prediction.concatenate([p.energy for p in predictions])
+        atomic = predictions[0].is_atomic
+        return StructurePrediction(target, Parts(**joined), is_atomic=atomic)
+
+
+def _asked(name: str, value: Any) -> Any:
+    if value is None:
+        raise AttributeError(f"The prediction has no {name}: use predict(..., {name}=True).")
+    return value
+
+
+def force_norm(std: Float64Array) -> Float64Array:
+    """Return √(σ_x² + σ_y² + σ_z²), (n_atoms,), for uncertainties of forces (n_atoms, 3).
+
+    It does not depend on the orientation of the structure.
+    """
+    return np.asarray(np.linalg.norm(std, axis=1))
+
+
+# --- chunks of structures -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some structures to predict, and their features."""
+
+    frames: list[Atoms]  #: as they were given
+    known: list[Atoms]  #: without atoms of unknown species
+    centers: list[IntArray]  #: the atoms of `frames` whose environments are used
+    batch: Batch  #: features of these environments; none if derivatives are predicted
+    fitted: Fitted
+    first: int  #: number of the first structure
+
+    @property
+    def sizes(self) -> Float64Array:
+        """Number of atoms of each structure if the target is extensive, otherwise one."""
+        if self.fitted.settings.kind != "extensive":
+            return np.ones(len(self.frames))
+        return np.array([len(known) for known in self.known], dtype=np.float64)
+
+    @property
+    def factors(self) -> Float64Array:
+        """Factor of each predicted average."""
+        return np.ones(int(self.batch.sizes.sum())) if self.fitted.per_atom else self.sizes
+
+    @cached_property
+    def design(self) -> Float64Array:
+        """Design matrix of the baseline, a row for each prediction."""
+        if self.fitted.per_atom:
+            return self.atom_design
+        return structure_design(self.known, self.fitted.baseline.species)
+
+    @property
+    def center_species(self) -> IntArray:
+        """Atomic number at the centre of each environment."""
+        pairs = zip(self.frames, self.centers, strict=True)
+        return np.concatenate([atoms.numbers[chosen] for atoms, chosen in pairs])
+
+    @property
+    def atom_design(self) -> Float64Array:
+        """Design matrix of the baseline, a row for each environment."""
+        return atom_design(self.center_species, self.fitted.baseline.species)
+
+    def rows(self, novelty: Float64Array | None = None) -> Float64Array:
+        """Return the kernel rows K_XM, and fill `novelty` (n_environments,) if it is given."""
+        return self.fitted.basis.rows(self.batch.features, self.batch.offsets, novelty=novelty)
+
+    def prior_variance(self) -> Float64Array:
+        """Return the diagonal of K_XX, a number for each prediction."""
+        return self.fitted.basis.prior_variance(self.batch.features, self.batch.offsets)
+
+
+def stream_chunks(
+    fitted: Fitted,
+    frames: Iterable[Atoms],
+    *,
+    threads: int = 1,
+    allow_unknown: bool = False,
+    features: bool = True,
+) -> Iterator[Chunk]:
+    """Yield structures, which may come from a generator, with their features, in order.
+
+    Parameters
+    ----------
+    fitted : Fitted
+    frames : iterable of Atoms
+    threads : int
+    allow_unknown : bool
+        Whether atoms of unknown species are left out, rather than an error.
+    features : bool
+        Whether features are computed.
+    """
+    batch = min(max(_BYTES // (8 * fitted.representation.n_features), 256), BATCH)
+    waiting: deque[tuple[Atoms, Atoms, IntArray]] = deque()
+    species = fitted.representation.species
+
+    def structures() -> Iterator[tuple[Atoms, IntArray]]:
+        is_alike = True
+        for index, atoms in enumerate(frames):
+            check_structures([atoms], first=index)
+            is_alike = is_alike and not warn_of_state(atoms, fitted, index)
+            is_known = np.isin(atoms.numbers, species)
+            if not allow_unknown:
+                check_species([atoms], species, first=index)
+                if not fitted.per_atom:
+                    fitted.baseline.check_compositions([atoms], first=index)
+            elif not is_known.any():
+                raise InputError(
+                    f"Structure {index} contains {symbols_of(sorted({*atoms.numbers.tolist()}))} "
+                    f"alone; the model was trained on {symbols_of(species)}. Leave it out.",
+                    parameter="frames",
+                )
+            used = np.flatnonzero(is_known)
+            known = atoms if len(used) == len(atoms) else atoms[used]
+            inside = centers_of(known.numbers, fitted)
+            waiting.append((atoms, known, used[inside]))
+            yield known, inside
+
+    representation, some, first = fitted.representation, structures(), 0
+    batches = stream_features(representation, some, n_workers=threads, batch=batch)
+    for part in batches if features else _without_features(some, batch):
+        taken = [waiting.popleft() for _ in part.sizes]
+        given, known, centers = (list(column) for column in zip(*taken, strict=True))
+        yield Chunk(given, known, centers, part, fitted, first)
+        first += len(given)
+
+
+def _without_features(structures: Iterable[tuple[Atoms, IntArray]], batch: int) -> Iterator[Batch]:
+    """Yield batches of about `batch` environments, whose features are not computed."""
+    sizes: list[int] = []
+    for _, centers in structures:
+        sizes.append(len(centers))
+        if sum(sizes) >= batch:
+            yield Batch(np.empty((0, 0)), np.array(sizes))
+            sizes = []
+    if sizes:
+        yield Batch(np.empty((0, 0)), np.array(sizes))
+
+
+def centers_of(numbers: IntArray, fitted: Fitted) -> IntArray:
+    """Return the atoms whose environments are used: all, or those of the species of the target."""
+    species = fitted.settings.species
+    return np.arange(len(numbers)) if species is None else np.flatnonzero(np.isin(numbers, species))
+
+
+def differs_in_state(atoms: Atoms, fitted: Fitted) -> list[str]:
+    """Return in which charges and spins a structure differs from all of the training, if known."""
+    known = fitted.record.state
+    if known is None:
+        return []
+    state = dict(state_of(atoms, fitted.settings.keys.values()))
+    return [k for k in sorted({*known, *state}) if known.get(k) != state.get(k)]
+
+
+def warn_of_state(atoms: Atoms, fitted: Fitted, index: int) -> bool:
+    """Warn of a structure with another charge or spin than those of the training."""
+    keys = differs_in_state(atoms, fitted)
+    if keys:
+        warnings.warn(
+            f"Structure {index}, and perhaps others, differs in {' and '.join(map(repr, keys))} "
+            "from the structures that the model was trained on. Predictions do not depend on "
+            "charge and spin.",
+            QualmsWarning,
+            stacklevel=2,
+        )
+    return bool(keys)
+
+
+# --- one prediction -------------------------------------------------------------------------------
+
+
+class _Raw(NamedTuple):
+    """Members before calibration, and novelty."""
+
+    members: Float64Array  #: (N, N_R): of averages over atoms, or of atoms
+    novelty: Float64Array | None  #: (n_environments,)
+    novelty_std: Float64Array | None = None  #: (N,): q, if σ depends on it
+    atoms: Float64Array | None = None  #: (n_environments, N_R): contributions
+    forces: Float64Array | None = None  #: (n_atoms, 3, N_R)
+    virials: Float64Array | None = None  #: (n_structures, 6, N_R); NaN without a volume
+    process: Float64Array | None = None  #: (3, N)
+
+
+def predict_chunk(
+    chunk: Chunk,
+    request: Request,
+    potential: Potential | None,
+    reference: ReferencePotential | None,
+) -> StructurePrediction:
+    """Return the calibrated prediction of some structures.
+
+    A quantity that the model was trained on has a calibration of its own. Otherwise the members of
+    the forces on all atoms of a structure, those of its stress, and the contributions of its atoms
+    are scaled about their means by the factor that calibrates the target.
+    """
+    fitted, sizes = chunk.fitted, chunk.sizes
+    raw = (
+        _by_features(chunk, request) if potential is None else _by_tapes(chunk, request, potential)
+    )
+    per_atom = fitted.calibrated(
+        TARGET,
+        raw.members,
+        numbers=chunk.center_species if fitted.per_atom else None,
+        novelty_std=raw.novelty_std,
+    )
+    factors = member_factors(fitted.calibration, per_atom.std, raw.members)
+    learned: Prediction = per_atom * chunk.factors
+    forces = stress = contributions = None
+    edges = list(pairwise(chunk.batch.offsets))
+    if raw.forces is not None and request.forces:
+        _warn_about_lone_atoms(fitted, chunk.known, raw.forces)
+        n = [len(atoms) for atoms in chunk.known]
+        numbers = np.concatenate([atoms.numbers for atoms in chunk.known])
+        forces = fitted.calibrated(
+            "forces", raw.forces, numbers=numbers, factors=np.repeat(factors, n)
+        )
+    solid = np.array([atoms.cell.rank == 3 for atoms in chunk.known])
+    if raw.virials is not None and solid.any():
+        volumes = np.array([atoms.cell.volume for atoms in chunk.known])[solid, None, None]
+        stress = fitted.calibrated("stress", raw.virials[solid] / volumes, factors=factors[solid])
+    if raw.atoms is not None:
+        contributions = [
+            Prediction(raw.atoms[a:b]).scaled(fitted.calibration, float(factor))
+            for (a, b), factor in zip(edges, factors, strict=True)
+        ]
+    elif request.atoms:  # of an atomic property, they are the predictions
+        contributions = [learned[a:b] for a, b in edges]
+    novelty = reasons = atom_novelty = None
+    if raw.novelty is not None:
+        limit, reasons = (
+            fitted.training_novelty[0] + _ROUNDING,
+            _reasons(chunk, learned, raw.novelty),
+        )
+        novelty = structure_novelty(raw.novelty, chunk.batch.offsets)[:, 0] / limit
+        atom_novelty = [raw.novelty[a:b] / limit for a, b in edges]
+    target, process = learned, raw.process
+    if reference is not None:
+        values = _reference_values(chunk, request, reference)
+        target = learned + values.energies
+        if process is not None:
+            process = process + np.stack([values.energies / sizes, 0 * sizes, 0 * sizes])
+        if forces is not None and values.forces is not None:
+            forces = forces + np.concatenate(values.forces)
+        if stress is not None and values.stresses is not None:
+            stress = stress + values.stresses[solid]
+    parts = Parts(
+        frames=chunk.frames,
+        centers=chunk.centers,
+        novelty=novelty,
+        reasons=reasons,
+        forces=forces,
+        stress=stress,
+        atoms=contributions,
+        atom_novelty=atom_novelty if request.atoms else None,
+        process=process,
+        novelty_std=raw.novelty_std if request.process else None,
+    )
+    return StructurePrediction(target, parts, is_atomic=fitted.per_atom)
+
+
+def _reference_values(
+    chunk: Chunk, request: Request, reference: ReferencePotential
+) -> ReferenceValues:
+    indices = range(chunk.first, chunk.first + len(chunk.frames))
+    return reference.evaluate(
+        chunk.known, forces=request.derivatives, stress=request.stress, indices=indices
+    )
+
+
+def _by_features(chunk: Chunk, request: Request) -> _Raw:
+    """Return members of averages, or of atoms, from the features of the environments."""
+    fitted = chunk.fitted
+    novelty = np.empty(int(chunk.batch.sizes.sum())) if request.novelty else None
+    K_XM = chunk.rows(novelty)
+    contributions = process = None
+    if request.atoms and not fitted.per_atom:
+        contributions = fitted.basis.environment_rows(chunk.batch.features) @ fitted.weights
+        contributions += fitted.intercepts
+        contributions += fitted.baseline.predict_members(chunk.atom_design)
+    if request.process and fitted.pp_variance is not None:
+        variances = fitted.pp_variance.parts(K_XM, chunk.prior_variance())
+        process = np.stack([fitted.pp_mean(K_XM, chunk.design), *variances])
+    return _Raw(
+        members=fitted.members(K_XM, chunk.design),
+        novelty=novelty,
+        novelty_std=fitted.novelty_std(K_XM, chunk.prior_variance),
+        atoms=contributions,
+        process=process,
+    )
+
+
+def _by_tapes(chunk: Chunk, request: Request, potential: Potential) -> _Raw:
+    """Return members of energies and of their derivatives, from one pass over the features."""
+    fitted, frames = chunk.fitted, chunk.known
+    n_atoms, R = sum(map(len, frames)), fitted.weights.shape[1]
+    novelty, atoms = np.empty(n_atoms), np.zeros((n_atoms, R))
+    forces, virials = np.empty((n_atoms, 3, R)), np.full((len(frames), 6, R), np.nan)
+    energies, solid = np.empty((len(frames), R)), np.array([a.cell.rank == 3 for a in frames])
+    owner = np.repeat(np.arange(len(frames)), [len(a) for a in frames])
+    strained = solid & request.stress
+    for strain in np.unique(strained).tolist():
+        some = np.flatnonzero(strained == strain)
+        places = np.flatnonzero(strained[owner] == strain)
+        part = derivatives(
+            potential, [frames[i] for i in some], strain=strain, novelty=request.novelty
+        )
+        energies[some], forces[places] = part.energies, part.forces
+        atoms[places] = part.atoms
+        if part.novelty is not None:
+            novelty[places] = part.novelty
+        if part.virials is not None:
+            virials[some] = part.virials
+    members = member_energies(fitted, chunk.design, energies / chunk.sizes[:, None])
+    contributions = None
+    if request.atoms:
+        contributions = atoms
+        contributions += fitted.intercepts
+        contributions += fitted.baseline.predict_members(chunk.atom_design)
+    return _Raw(
+        members=members,
+        novelty=novelty if request.novelty else None,
+        atoms=contributions,
+        forces=forces,
+        virials=virials if request.stress else None,
+    )
+
+
+def member_energies(fitted: Fitted, design: Float64Array, energies: Float64Array) -> Float64Array:
+    """Return averages by each member (n, N_R), with intercepts and baselines."""
+    return energies + fitted.intercepts + fitted.baseline.predict_members(design)
+
+
+def _reasons(chunk: Chunk, learned: Prediction, novelty: Float64Array) -> list[str]:
+    """Return why each structure is an extrapolation; an empty text if it is none.
+
+    It is if the largest or the mean novelty of its environments exceeds that of 99 % of the
+    training structures, if the ensemble standard deviation exceeds that of all out-of-bag points,
+    if it has atoms of unknown species or another charge or spin than the training structures, or if
+    its composition has no baseline.
+    """
+    fitted, offsets = chunk.fitted, chunk.batch.offsets
+    limits = np.array(fitted.training_novelty) + _ROUNDING
+    of_structures = structure_novelty(novelty, offsets)
+    # Members that agree to rounding on all training rows differ by rounding everywhere.
+    largest = (fitted.largest_ensemble_std or np.inf) * chunk.factors
+    above = np.asarray(learned.uncalibrated.std > largest)
+    determined = np.ones(len(chunk.frames), dtype=bool)
+    if not fitted.per_atom:
+        determined = fitted.baseline.is_determined(chunk.design)
+    reasons = []
+    for s, (atoms, known) in enumerate(zip(chunk.frames, chunk.known, strict=True)):
+        found = []
+        if len(atoms) > len(known):
+            others = {*atoms.numbers.tolist()} - {*fitted.representation.species}
+            found.append(f"elements {symbols_of(sorted(others))} are unknown")
+        if keys := differs_in_state(atoms, fitted):
+            found.append(f"{' and '.join(keys)} differ from the training set")
+        if not determined[s]:
+            found.append("the composition is not determined by the training set")
+        a, b = offsets[s], offsets[s + 1]
+        if of_structures[s, 0] > limits[0]:
+            i = int(chunk.centers[s][np.argmax(novelty[a:b])])
+            times = of_structures[s, 0] / limits[0]
+            symbol = chemical_symbols[atoms.numbers[i]]
+            text = f"the environment of atom {i} ({symbol}) is novel"
+            found.append(f"{text}, {times:.1f} × the limit")
+        elif of_structures[s, 1] > limits[1]:
+            times = of_structures[s, 1] / limits[1]
+            found.append(f"its environments are novel on average, {times:.1f} × the limit")
+        if np.any(above[a:b] if fitted.per_atom else above[s]):
+            found.append("members differ more than on all out-of-bag points")
+        reasons.append("; ".join(found))
+    return reasons
+
+
+def check_frames(fitted: Fitted, frames: Sequence[Atoms]) -> None:
+    """Reject structures that the model cannot predict."""
+    for i, atoms in enumerate(frames):
+        check_structures([atoms], first=i)
+        check_species([atoms], fitted.representation.species, first=i)
+        fitted.baseline.check_compositions([atoms], first=i)
+
+
+def check_derivatives_request(fitted: Fitted, *, allow_unknown: bool) -> None:
+    """Reject derivatives of a model without forces, and of structures with atoms left out."""
+    check_model(fitted)
+    if allow_unknown:
+        raise InputError(
+            "Atoms that are ignored have no forces: use `unknown_species='error'`.",
+            parameter="unknown_species",
+        )
+
+
+def _warn_about_lone_atoms(fitted: Fitted, frames: Sequence[Atoms], forces: Float64Array) -> None:
+    """Warn if a force is zero because the atom has no neighbours: its uncertainty is zero, too."""
+    cutoff = fitted.representation.cutoff
+    lone, start = 0, 0
+    for atoms in frames:
+        of_atoms = forces[start : start + len(atoms)]
+        start += len(atoms)
+        if len(atoms) == 1:  # zero by symmetry
+            continue
+        for i in np.flatnonzero(~np.any(of_atoms, axis=(1, 2))).tolist():
+            others = [j for j in range(len(atoms)) if j != i]
+            distances = atoms.get_distances(i, others, mic=True)  # type: ignore[no-untyped-call]
+            lone += bool(np.all(distances > cutoff))
+    if lone:
+        warnings.warn(
+            f"{counted(lone, 'atom')} without neighbours within the cutoff: the forces on them and "
+            "their uncertainties are zero, which is no estimate.",
+            QualmsWarning,
+            stacklevel=2,
+        )
