@@ -39,7 +39,7 @@ from qualms import AtomisticModel, Prediction, ProjectedProcessRegressor, Qualms
 from qualms.atomistic.model import stream_chunks
 from qualms.atomistic.novelty import atom_force_std, atom_novelty, attributions
 from qualms.atomistic.settings import Settings, make_settings, with_representation
-from qualms.calibration.fitting import MODEL_METHODS
+from qualms.calibration.methods import MODEL_METHODS
 from qualms.features.soap import PRESETS, SMOOTHING, make_soap
 
 PER_ATOM = "atomization_energy_per_atom"

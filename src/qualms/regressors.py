@@ -32,21 +32,18 @@ from qualms.arrays import (
     joined_groups,
     reject_masked,
 )
-from qualms.calibration.base import (
-    Calibration,
-    FullModelData,
-    calibration_data,
-)
+from qualms.calibration.choice import fit_best, fit_out_of_bag
 from qualms.calibration.conformal import Conformal
-from qualms.calibration.fitting import (
+from qualms.calibration.members import PerOutputCalibration
+from qualms.calibration.methods import (
     METHODS,
+    MIN_POINTS,
     MODEL_METHODS,
-    PerOutputCalibration,
-    fit_best,
-    fit_out_of_bag,
+    Calibration,
+    NoCalibration,
+    with_enough_points,
 )
-from qualms.calibration.methods import NoCalibration
-from qualms.calibration.sources import MIN_POINTS, with_enough_points
+from qualms.calibration.points import FullModelData, calibration_data
 from qualms.errors import (
     CalibrationError,
     ExactFitError,

@@ -45,8 +45,8 @@ from qualms.atomistic.forces import (
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.novelty import force_norm
 from qualms.atomistic.reference import KeyReference
-from qualms.calibration.base import Calibration
 from qualms.calibration.members import calibrated_members, source_members
+from qualms.calibration.methods import Calibration
 from qualms.errors import (
     InputError,
     QualmsWarning,

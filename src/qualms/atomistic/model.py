@@ -48,8 +48,8 @@ from qualms.atomistic.structures import (
     iter_frames,
     symbols_of,
 )
-from qualms.calibration.base import CalibrationData
 from qualms.calibration.members import member_factors, n_independent
+from qualms.calibration.points import CalibrationData
 from qualms.errors import InputError, QualmsError, QualmsWarning, counted
 from qualms.execution import as_workers
 from qualms.features.representation import BATCH, Batch, stream_features

@@ -1,12 +1,10 @@
-"""Calibrations and the data that they are fitted to."""
+"""Points that calibrations are fitted to, and how they are collected."""
 
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -19,26 +17,11 @@ from qualms.arrays import (
     check_members,
     check_points,
 )
-from qualms.calibration.conformal import Conformal, fit_conformal
 from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWarning
-from qualms.gp.ensemble import (
-    MIN_ABSENT,
-    ensemble_mean_std,
-    out_of_bag_prediction,
-)
+from qualms.gp.ensemble import MIN_ABSENT, ensemble_mean_std, group_codes, out_of_bag_prediction
 
 #: Number of members whose standard deviation has no sampling error.
 _EXACT = 1_000_000
-#: Points up to which calibrations that conformal scores refer to are cross-fitted, and folds.
-_FEW_POINTS, _N_FOLDS = 500, 5
-P_co = TypeVar("P_co", covariant=True)
-
-
-class Calibratable(Protocol[P_co]):
-    """Something that lets a calibration be applied to it, such as `qualms.Prediction`."""
-
-    def calibrated(self, calibration: Any) -> P_co:
-        """Return a calibrated copy."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +40,7 @@ class CalibrationData:
     weights : (n,) array
         How often each point counts; all ones, except in a bootstrap or with sample weights.
     posterior_std, novelty_std : (n,) arrays, optional
-        p and q of a sparse Gaussian process: see `qualms.calibration.sources`.
+        p and q of a sparse Gaussian process: see `SourcesCalibration`.
     centre : float
         λ, the share of the mean over members in the prediction: 1 without a full model.
     groups : (n,) array of int, optional
@@ -104,11 +87,14 @@ class CalibrationData:
         return float(self.weights @ values / self.weights.sum())
 
     @property
+    def codes(self) -> IntArray:
+        """Groups (n,) as integers 0 … G−1; without groups, each point is one."""
+        return group_codes(self.groups, len(self.weights))
+
+    @property
     def n_independent(self) -> float:
-        """Number of independent points, or of groups, (Σw)²/Σw² of their weights w (Kish)."""
-        groups = np.arange(len(self.weights)) if self.groups is None else self.groups
-        w = np.bincount(np.unique(groups, return_inverse=True)[1], self.weights)
-        return float(w.sum() ** 2 / (w @ w))
+        """Effective number of independent points, or of groups."""
+        return n_effective(np.bincount(self.codes, self.weights))
 
     def some(self, chosen: BoolArray) -> CalibrationData:
         """Return some of the points."""
@@ -169,13 +155,13 @@ class FullModelData:
             groups=groups,
             rows=np.arange(n),
         )
-        known = data.some(data.ensemble_std > 0)
-        if len(known.residuals) < 2 or not np.any(known.residuals):
+        points = data.some(data.ensemble_std > 0)
+        if len(points.residuals) < 2 or not np.any(points.residuals):
             raise CalibrationError(
                 "The posterior variance, or the error, of all points is zero: there is nothing to "
                 "calibrate on."
             )
-        return known
+        return points
 
     def scaled(self, factor: float | Float64Array) -> FullModelData:
         """Return everything multiplied by a factor."""
@@ -242,30 +228,29 @@ def calibration_data(
             targets - mean, ensemble_std, np.full(len(targets), predicted.shape[1]), weights
         )
     else:
-        found = out_of_bag_prediction(predicted, absent)
-        if not found.used.any():
+        used, mean, ensemble_std, n_absent = out_of_bag_prediction(predicted, absent)
+        if not used.any():
             raise CalibrationError(
                 f"No point is absent from at least {MIN_ABSENT} members, so there is nothing to "
                 "calibrate on. Increase n_members or decrease subsample."
             )
-        residuals = targets[found.used] - found.mean
-        data = CalibrationData(residuals, found.std, found.n_absent, weights[found.used])
-        rounding, rows = rounding[found.used], np.flatnonzero(found.used)
+        data = CalibrationData(targets[used] - mean, ensemble_std, n_absent, weights[used])
+        rounding, rows = rounding[used], np.flatnonzero(used)
         if full is not None:
-            data = full.blended(data, found.used)
-        groups = None if groups is None else groups[found.used]
+            data = full.blended(data, used)
+        groups = None if groups is None else groups[used]
     data = replace(data, groups=groups, rows=rows)
     if np.all(np.maximum(np.abs(data.residuals), data.ensemble_std) <= 1e4 * rounding):
         raise ExactFitError("The members are exact to rounding: there is no error to calibrate.")
     differ = data.ensemble_std > rounding
-    n_without, kept = int(np.sum(~differ)), data.some(differ & (data.weights > 0))
-    if len(kept.residuals) < 2:
+    n_without, points = int(np.sum(~differ)), data.some(differ & (data.weights > 0))
+    if len(points.residuals) < 2:
         raise CalibrationError(
-            f"{len(kept.residuals)} of {differ.size} points can be used; for {n_without} all "
+            f"{len(points.residuals)} of {differ.size} points can be used; for {n_without} all "
             "members predict the same. At least 2 are needed: use more data, groups or members, "
             "smaller subsamples, or no calibration."
         )
-    if not np.any(kept.residuals):
+    if not np.any(points.residuals):
         raise CalibrationError(
             "All residuals are exactly zero, so no scale of the errors can be found. "
             "Are the targets predictions of the same members?"
@@ -277,7 +262,7 @@ def calibration_data(
             QualmsWarning,
             stacklevel=2,
         )
-    return kept
+    return points
 
 
 def rounding_of(members: FloatArray) -> Float64Array:
@@ -286,145 +271,32 @@ def rounding_of(members: FloatArray) -> Float64Array:
     return rounding
 
 
-@dataclass(frozen=True, kw_only=True)
-class Calibration(ABC):
-    """A rule that turns the ensemble standard deviation into a calibrated one.
+def n_effective(weights: FloatArray | IntArray) -> float:
+    """Return (Σw)²/Σw², the number of points of equal weight that count as much (Kish)."""
+    return float(weights.sum() ** 2 / (weights @ weights))
 
-    Attributes
+
+def make_folds(codes: IntArray, n_folds: int, seed: int = 0) -> list[BoolArray]:
+    """Split points into folds that share no group; return masks of the points to leave out.
+
+    Parameters
     ----------
-    alpha, gamma : float
-        Scale and exponent; see the methods.
-    n_points : int
-        Number of points the calibration was fitted to.
-    log_likelihood : float
-        Mean over these points of ln p(z | ŝ) under the predictive density of the method.
-    centre : float
-        λ, the share of the ensemble mean in the prediction: see `CalibrationData`.
-    n_subsampled : int
-        Number of members that ŝ is taken over, the first; 0 if there are no others. The others, of
-        a sparse Gaussian process, are drawn from the posterior of the full model.
-    n_calibrated : int
-        Number of members of a calibrated prediction; 0: as many as σ has independent sources of.
-        See `qualms.calibration.members`.
+    codes : (n,) array of int
+        Groups of the points, 0 … G−1.
+    n_folds : int
+        Number of folds; G if there are fewer groups.
+    seed : int
+        Seed of the random split.
     """
-
-    method: ClassVar[str]
-    n_parameters: ClassVar[int]
-    needs_members: ClassVar[bool] = True  #: whether σ depends on the number of members
-
-    alpha: float = 1.0
-    gamma: float = 1.0
-    n_points: int = 0
-    log_likelihood: float = 0.0
-    centre: float = 1.0
-    n_subsampled: int = 0
-    n_calibrated: int = 0
-
-    @classmethod
-    @abstractmethod
-    def fit(cls, data: CalibrationData, near: Calibration | None = None) -> Self:
-        """Maximise the likelihood of the data; `near`, a fit to similar points, may be a start."""
-
-    @abstractmethod
-    def std(
-        self,
-        ensemble_std: FloatArray,
-        n_members: int | IntArray,
-        posterior_std: FloatArray | None = None,
-        novelty_std: FloatArray | None = None,
-        n_posterior: int | None = None,
-    ) -> Float64Array:
-        """Return σ (…), a function of ŝ over c members, p and q; most methods ignore p and q.
-
-        p is exact, or the standard deviation of so many posterior members.
-        """
-
-    @abstractmethod
-    def log_density(
-        self, residuals: FloatArray, ensemble_std: FloatArray, n_members: int | IntArray
-    ) -> Float64Array:
-        """Return ln p(z | ŝ) under the predictive density of the method, per point."""
-
-    def density_of(self, data: CalibrationData) -> Float64Array:
-        """Return ln p(z | ŝ) of each point of the data: (n,)."""
-        return self.log_density(data.residuals, data.ensemble_std, data.n_members)
-
-    def std_of(self, data: CalibrationData) -> Float64Array:
-        """Return the calibrated standard deviation of each point of the data: (n,)."""
-        return self.std(data.ensemble_std, data.n_members, data.posterior_std, data.novelty_std)
-
-    def conformal(self, data: CalibrationData) -> Conformal:
-        """Return the distribution of |z|/σ of the points of the data.
-
-        Few points are left out of the calibration that gives their σ: parameters that are fitted to
-        them make their scores smaller than those of new points.
-        """
-        n = len(data.residuals)
-        groups = np.arange(n) if data.groups is None else data.groups
-        std, codes = self.std_of(data), np.unique(groups, return_inverse=True)[1]
-        order = np.random.default_rng(0).permutation(int(codes.max()) + 1)
-        if n <= _FEW_POINTS and len(order) >= _N_FOLDS:
-            for fold in range(_N_FOLDS):
-                out = order[codes] % _N_FOLDS == fold
-                with suppress(CalibrationError):  # if the others are too few
-                    std[out] = self.fit(data.some(~out), self).std_of(data.some(out))
-        return fit_conformal(np.abs(data.residuals) / std, groups)
-
-    def fitted_to(self, data: CalibrationData) -> Self:
-        """Return the calibration with the number and the likelihood of these points."""
-        likelihood = data.mean(self.density_of(data) - np.log(data.scale))
-        return replace(self, n_points=len(data.residuals), log_likelihood=likelihood)
-
-    def typical_factor(self, n_members: int) -> float | None:
-        """Return the usual σ/ŝ of so many members, if it is known."""
-        return self.constant_factor(n_members)
-
-    def constant_factor(self, n_members: int) -> float | None:
-        """Return σ/ŝ of so many members, if it does not depend on ŝ."""
-        stds = np.array([1e-3, 1.0])
-        low, high = (self.std(stds, n_members) / stds).tolist()
-        return float(high) if np.isclose(low, high, rtol=1e-12, atol=0.0) else None
-
-    def kinds(self, n_members: int) -> tuple[tuple[int, float], tuple[int, float]]:
-        """Return number and weight of the subsampled members, the first, and of the others.
-
-        The covariance of the members that are scaled is the sum of those of both kinds, times the
-        squares of the weights.
-        """
-        n = self.n_subsampled or n_members
-        return (n, 1.0), (n_members - n, 0.0)
-
-    @property
-    def needs_novelty(self) -> bool:
-        """Whether σ depends on the novelty q."""
-        return False
-
-    def apply(self, prediction: Calibratable[P_co]) -> P_co:
-        """Return the calibrated prediction."""
-        return prediction.calibrated(self)
-
-    @property
-    def aic(self) -> float:
-        """Akaike's criterion 2k − 2 ln L; the smaller the better."""
-        return 2 * self.n_parameters - 2 * self.n_points * self.log_likelihood
-
-    @property
-    def bic(self) -> float:
-        """Schwarz's criterion k ln n − 2 ln L; the smaller the better."""
-        return self.aic + self.n_parameters * (float(np.log(max(self.n_points, 1))) - 2)
-
-    def predictive_dof(self, n_members: int) -> float | None:
-        """Return ν of the t distribution of errors predicted by so many members, if it is known."""
-        return self.n_subsampled - 1.0 if self.n_subsampled else None
-
-    def describe(self) -> str:
-        """Return the method and its parameters in a line."""
-        return f"{self.method}, α = {_short(self.alpha)}, γ = {_short(self.gamma)}"
-
-    def parameters(self) -> dict[str, Any]:
-        """Return everything needed to build the calibration again, as plain numbers."""
-        return asdict(self)
-
-
-def _short(value: float) -> str:
-    return f"{value:.3f}" if value == 0 or abs(value) >= 0.01 else f"{value:.2e}"
+    if n_folds < 2:
+        raise InputError(f"`n_folds` is {n_folds}; at least 2 are needed.", parameter="n_folds")
+    n_groups = int(codes.max()) + 1
+    if n_groups < 2:
+        raise InputError(
+            "All points belong to one of the `groups`; at least 2 are needed, so that one can be "
+            "left out.",
+            parameter="groups",
+        )
+    n_folds = min(n_folds, n_groups)
+    fold = (np.random.default_rng(seed).permutation(n_groups) % n_folds)[codes]
+    return [fold == k for k in range(n_folds)]
