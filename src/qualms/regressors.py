@@ -358,7 +358,7 @@ class TrainingRows:
         root, outputs = np.sqrt(self.weight[found.used]), []
         groups = self.row_groups[found.used]
         for t, one in enumerate(full):
-            z_f, z_m = one.kept[found.used], self.y[found.used, t] - found.mean[:, t]
+            z_f, z_m = one.residuals_with_own[found.used], self.y[found.used, t] - found.mean[:, t]
             scaled = z_f * root, z_m * root, found.std[:, t] * root
             residuals = Residuals(*scaled, found.n_absent, groups)
             residuals = residuals.mostly(one.without_representatives[found.used])

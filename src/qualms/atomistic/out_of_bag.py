@@ -145,7 +145,7 @@ def choose_centre(found: Mapping[str, OutOfBagRows], settings: Settings) -> floa
         assert of.full is not None, "needed for a blend"
         used, mean, std, n_absent = out_of_bag_prediction(of.members, of.absent)
         if len(np.unique(of.quantity.structure[used])) >= MIN_POINTS:
-            z = of.full.kept[used], of.quantity.y[used] - mean
+            z = of.full.residuals_with_own[used], of.quantity.y[used] - mean
             of_members = Residuals(*z, std, n_absent, of.groups[used])
             residuals.append(of_members.mostly(of.full.without_representatives[used]))
     return fit_centre(residuals, n_members)

@@ -65,8 +65,7 @@ class GroupedCalibration:
 
     def common(self, data: CalibrationData, labels: Sequence[str] | StrArray) -> CalibrationData:
         """Return errors without the factors, z/f, to which the overall calibration is fitted."""
-        f = self.factors(labels)
-        return replace(data, residuals=data.residuals / f, divided_by=data.scale * f)
+        return data.divided(self.factors(labels))
 
     def density_of(self, data: CalibrationData, labels: Sequence[str] | StrArray) -> Float64Array:
         """Return ln p(z | ŝ) of points (n,) with these labels: ln p(z/f | ŝ) − ln f."""

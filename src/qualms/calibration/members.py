@@ -67,7 +67,8 @@ def calibrated_members(
     scaled = rescaled(sources, calibration_factors(sigma, std_over(sources)))
     if isotropy is None and np.any(equal := np.ptp(sources, axis=-1) == 0):
         # Members that agree may be wrong. Their deviations have no direction: any will do.
-        scaled[equal] += sigma[equal][..., None] * _deviations(sources.shape[-1])
+        deviations = np.arange(sources.shape[-1]) - (sources.shape[-1] - 1) / 2
+        scaled[equal] += sigma[equal][..., None] * (deviations / deviations.std(ddof=1))
     if isotropy:
         scaled = shrink_towards_sphere(scaled, isotropy)
     if factors is not None:
@@ -225,9 +226,3 @@ def _contrasts(n: int) -> Float64Array:
     """Return an orthonormal basis (n, n − 1) of the vectors whose elements sum to zero."""
     Q: Float64Array = np.linalg.qr(np.column_stack([np.ones(n), np.eye(n)[:, 1:]]))[0]
     return Q[:, 1:]
-
-
-def _deviations(n: int) -> Float64Array:
-    """Return n evenly spaced numbers of zero mean and unit standard deviation (ddof = 1)."""
-    values = np.arange(n) - (n - 1) / 2
-    return np.asarray(values / values.std(ddof=1))

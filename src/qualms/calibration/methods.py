@@ -22,46 +22,11 @@ from qualms.metrics import gaussian_log_density, student_log_density
 
 #: Points up to which calibrations that conformal scores refer to are cross-fitted, and folds.
 _FEW_POINTS, _N_FOLDS = 500, 5
-#: Exponents tried by the power calibration. A larger standard deviation never
-#: means a smaller error.
+#: Exponents of ŝ that are tried. A larger standard deviation never means a smaller error.
 GAMMA_RANGE = (0.0, 5.0)
 #: Standard deviations whose logarithms differ by less than this are equal.
 _EQUAL = 1e-6
-#: Φ(1): the probability below +σ of a Gaussian.
-_ONE_SIGMA = 0.8413447460685429
-#: Rounds of the moment estimate of the distribution of ln s, and its smallest variance τ².
-_ROUNDS, _LEAST = 20, 1e-3
-#: Values of ln ŝ further from the median than this multiple of the median distance are moved there.
-_LIMIT = 6.0
-#: Scatter of ln p that is too small to depend on.
-_ALIKE = 0.05
-
-
-#: Nodes of the quadrature of shrinkage.
-_NODES = np.linspace(-4.5, 4.5, 61)
-#: Points at a time: their arrays fit in the cache.
-_CHUNK = 512
-#: Size of the subset that the start of a larger fit of shrinkage is taken from.
-START_POINTS = 2000
-#: Nodes of at most so many points are cached: 150 MB.
-CACHED_POINTS = 100_000
-#: Standard deviations τ below the mean of ln s that ln ŝ is taken to be at least.
-_WIDTHS = 3.0
 _LOG_2PI = float(np.log(2 * np.pi))
-#: Bounds of ln α (after scaling by the typical standard deviation), γ, m and ln τ.
-_SHRINKAGE_BOUNDS = [(-15.0, 15.0), GAMMA_RANGE, (-10.0, 10.0), (-6.0, 3.0)]
-
-
-#: Fewest independent points that determine several parameters, such as coefficients of sources.
-MIN_POINTS = 20
-#: Points that are enough to choose the sources, and to fit ν.
-_N_SOURCES = 5000
-#: Bounds of the logarithm of the share of a source in the mean square error.
-_SHARES = (-20.0, 5.0)
-#: Bounds of 1/ν: t has no variance at 1/2, and cannot be told from a Gaussian below the first.
-_TAILS = (1e-4, 0.5 - 1e-4)
-
-
 P_co = TypeVar("P_co", covariant=True)
 
 
@@ -134,11 +99,10 @@ class Calibration(ABC):
             Number of posterior members that p is taken over; p is exact if not given.
         """
 
-    @abstractmethod
     def log_density(
         self, residuals: FloatArray, ensemble_std: FloatArray, n_members: int | IntArray
     ) -> Float64Array:
-        """Return ln p(z | ŝ) under the predictive density of the method, per point.
+        """Return ln p(z | ŝ) of the predictive density, per point: a Gaussian, Eq. (5), or other.
 
         Parameters
         ----------
@@ -147,6 +111,7 @@ class Calibration(ABC):
         n_members : int or (n,) array of int
             Number of members that ŝ is taken over.
         """
+        return gaussian_log_density(residuals, self.std(ensemble_std, n_members))
 
     def density_of(self, data: CalibrationData) -> Float64Array:
         """Return ln p(z | ŝ) of each point of the data: (n,)."""
@@ -271,12 +236,6 @@ class PowerCalibration(Calibration):
         """Return α σ^γ."""
         return self.alpha * np.asarray(ensemble_std, dtype=np.float64) ** self.gamma
 
-    def log_density(
-        self, residuals: FloatArray, ensemble_std: FloatArray, n_members: int | IntArray
-    ) -> Float64Array:
-        """Return the Gaussian ln p(z | ŝ), Eq. (5), per point."""
-        return gaussian_log_density(residuals, self.std(ensemble_std, n_members))
-
 
 @dataclass(frozen=True, kw_only=True)
 class LinearCalibration(PowerCalibration):
@@ -375,6 +334,15 @@ def extrapolate_std(
 
 
 # --- student --------------------------------------------------------------------------------------
+
+#: Φ(1): the probability below +σ of a Gaussian.
+_ONE_SIGMA = 0.8413447460685429
+#: Rounds of the moment estimate of the distribution of ln s, and its smallest variance τ².
+_ROUNDS, _LEAST = 20, 1e-3
+#: Values of ln ŝ further from the median than this multiple of the median distance are moved there.
+_LIMIT = 6.0
+#: Scatter of ln p that is too small to depend on.
+_ALIKE = 0.05
 
 
 def log_std_moments(dof: float | FloatArray) -> tuple[Float64Array, Float64Array]:
@@ -530,6 +498,19 @@ class StudentCalibration(Calibration):
 
 # --- shrinkage ------------------------------------------------------------------------------------
 
+#: Nodes of the quadrature of shrinkage.
+_NODES = np.linspace(-4.5, 4.5, 61)
+#: Points at a time: their arrays fit in the cache.
+_CHUNK = 512
+#: Size of the subset that the start of a larger fit of shrinkage is taken from.
+START_POINTS = 2000
+#: Nodes of at most so many points are cached: 150 MB.
+CACHED_POINTS = 100_000
+#: Standard deviations τ below the mean of ln s that ln ŝ is taken to be at least.
+_WIDTHS = 3.0
+#: Bounds of ln α (after scaling by the typical standard deviation), γ, m and ln τ.
+_SHRINKAGE_BOUNDS = [(-15.0, 15.0), GAMMA_RANGE, (-10.0, 10.0), (-6.0, 3.0)]
+
 
 class _Nodes(NamedTuple):
     """Quadrature over u = ln s for some points: ∫ p(ŝ|u) f(u) du ≈ Σ_q exp(log_weight) f(u)."""
@@ -626,7 +607,7 @@ class ShrinkageCalibration(Calibration):
         least = np.exp(self.log_std_mean - _WIDTHS * self.log_std_std)
         flat, counts = np.maximum(s.reshape(-1), least), c.reshape(-1)
         variance = np.empty(flat.shape)
-        for part in _parts(flat.size):
+        for part in _chunks(flat.size):
             log_post, v = self._posterior(flat[part], counts[part])
             post = np.exp(log_post - log_post.max(axis=1, keepdims=True))
             variance[part] = np.sum(post * v, axis=1) / post.sum(axis=1)
@@ -639,7 +620,7 @@ class ShrinkageCalibration(Calibration):
         z = np.asarray(residuals, dtype=np.float64)
         s, c = np.broadcast_arrays(np.asarray(ensemble_std, dtype=np.float64), n_members)
         density = np.empty(z.shape)
-        for part in _parts(z.size):
+        for part in _chunks(z.size):
             log_post, v = self._posterior(s[part], c[part])
             joint = log_post - 0.5 * (np.log(v) + z[part, None] ** 2 / v)
             density[part] = _log_sum(joint) - _log_sum(log_post) - 0.5 * _LOG_2PI
@@ -656,7 +637,7 @@ class ShrinkageCalibration(Calibration):
         return nodes.log_weight - 0.5 * ((nodes.u - m) / tau) ** 2, v
 
 
-def _parts(n: int) -> Iterator[slice]:
+def _chunks(n: int) -> Iterator[slice]:
     return (slice(start, start + _CHUNK) for start in range(0, n, _CHUNK))
 
 
@@ -690,7 +671,7 @@ def _placed(data: CalibrationData, theta: Float64Array) -> _AllNodes:
     n, m, tau = len(data.residuals), float(theta[2]), float(np.exp(theta[3]))
 
     def nodes() -> Iterator[tuple[slice, _Nodes]]:
-        for part in _parts(n):
+        for part in _chunks(n):
             yield part, _quadrature(data.ensemble_std[part], data.n_members[part], m, tau)
 
     if n > CACHED_POINTS:
@@ -732,6 +713,15 @@ def _shrinkage_objective(
 
 
 # --- sources --------------------------------------------------------------------------------------
+
+#: Fewest independent points that determine several parameters, such as coefficients of sources.
+MIN_POINTS = 20
+#: Points that are enough to choose the sources, and to fit ν.
+_N_SOURCES = 5000
+#: Bounds of the logarithm of the share of a source in the mean square error.
+_SHARES = (-20.0, 5.0)
+#: Bounds of 1/ν: t has no variance at 1/2, and cannot be told from a Gaussian below the first.
+_TAILS = (1e-4, 0.5 - 1e-4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -881,12 +871,6 @@ class SourcesCalibration(Calibration):
         if novelty_std is not None:
             variance = variance + (self.novelty * np.asarray(novelty_std)) ** 2
         return np.asarray(np.sqrt(variance))
-
-    def log_density(
-        self, residuals: FloatArray, ensemble_std: FloatArray, n_members: int | IntArray
-    ) -> Float64Array:
-        """Return the Gaussian ln p(z | ŝ) per point, of the ensemble and the constant alone."""
-        return gaussian_log_density(residuals, self.std(ensemble_std, n_members))
 
     def density_of(self, data: CalibrationData) -> Float64Array:
         """Return the Gaussian ln p(z | ŝ, p, q) of each point of the data: (n,)."""

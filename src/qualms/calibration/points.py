@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from qualms.gp.ensemble import MIN_ABSENT, ensemble_mean_std, group_codes, out_o
 
 #: Number of members whose standard deviation has no sampling error.
 _EXACT = 1_000_000
+D = TypeVar("D", "CalibrationData", "FullModelData")
 
 
 @dataclass(frozen=True)
@@ -98,12 +100,12 @@ class CalibrationData:
 
     def some(self, chosen: BoolArray) -> CalibrationData:
         """Return some of the points."""
-        arrays: dict[str, Any] = {
-            name: values[chosen]
-            for name, values in vars(self).items()
-            if isinstance(values, np.ndarray)
-        }
-        return replace(self, **arrays)
+        return _with_arrays(self, lambda values: values[chosen])
+
+    def divided(self, factors: Float64Array) -> CalibrationData:
+        """Return points whose residuals are divided by factors (n,)."""
+        scale = self.scale * factors
+        return replace(self, residuals=self.residuals / factors, divided_by=scale)
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,8 @@ class FullModelData:
     residuals, posterior_std, novelty_std : (n,) arrays
         Of the model that lacks the representatives of the point as well, as it would for a new
         point; `novelty_std` may not be known.
-    kept : (n,) array
-        Residuals of the model that keeps them, as out-of-bag members do: for comparison with these.
+    residuals_with_own : (n,) array
+        Residuals of the model that has them, as out-of-bag members do: for comparison with these.
     centre : float
         λ, the share of the mean over members in the prediction.
     has_posterior : bool
@@ -126,14 +128,14 @@ class FullModelData:
     residuals: Float64Array
     posterior_std: Float64Array
     novelty_std: Float64Array | None
-    kept: Float64Array
+    residuals_with_own: Float64Array
     centre: float = 0.0
     has_posterior: bool = True
 
     @property
     def without_representatives(self) -> BoolArray:
         """Whether a point has no representatives of its own: (n,)."""
-        return np.asarray(self.kept == self.residuals)
+        return np.asarray(self.residuals_with_own == self.residuals)
 
     def blended(self, data: CalibrationData, used: BoolArray) -> CalibrationData:
         """Return data of the points used, with the residuals of the blend."""
@@ -165,15 +167,17 @@ class FullModelData:
 
     def scaled(self, factor: float | Float64Array) -> FullModelData:
         """Return everything multiplied by a factor."""
-        q = None if self.novelty_std is None else self.novelty_std * factor
-        z, p, kept = (a * factor for a in (self.residuals, self.posterior_std, self.kept))
-        return replace(self, residuals=z, posterior_std=p, novelty_std=q, kept=kept)
+        return _with_arrays(self, lambda values: values * factor)
 
     def some(self, chosen: BoolArray | IntArray) -> FullModelData:
         """Return some of the points."""
-        q = None if self.novelty_std is None else self.novelty_std[chosen]
-        z, p, kept = self.residuals[chosen], self.posterior_std[chosen], self.kept[chosen]
-        return replace(self, residuals=z, posterior_std=p, novelty_std=q, kept=kept)
+        return _with_arrays(self, lambda values: values[chosen])
+
+
+def _with_arrays(data: D, change: Callable[[Any], Any]) -> D:
+    """Return data with each array changed."""
+    arrays = {k: change(v) for k, v in vars(data).items() if isinstance(v, np.ndarray)}
+    return replace(data, **arrays)
 
 
 def calibration_data(

@@ -142,12 +142,7 @@ def _over_share(points: CalibrationData, isotropy: float) -> CalibrationData:
     share = component_share(
         points.component_std, points.ensemble_std, isotropy, points.multiplicity
     )
-    return replace(
-        points,
-        residuals=points.residuals / share,
-        n_components=INDEPENDENT_COMPONENTS,
-        divided_by=share,
-    )
+    return replace(points.divided(share), n_components=INDEPENDENT_COMPONENTS)
 
 
 def _by_element(
@@ -171,8 +166,6 @@ def _by_element(
     factors /= np.sqrt(points.mean(factors**2))
     if np.ptp(factors) < _EQUAL:
         return nothing
-    scaled = replace(
-        points, residuals=points.residuals / factors, divided_by=points.scale * factors
-    )
     elements = {str(s): float(factors[symbols == s][0]) for s in np.unique(symbols)}
+    scaled = points.divided(factors)
     return fit_out_of_bag(scaled, calibration.method), scaled, elements
