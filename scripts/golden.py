@@ -37,10 +37,10 @@ from qualms import (
     score,
 )
 from qualms.ase import Calculator
+from qualms.calibration.methods import METHODS
 from qualms.data import qm9
 from qualms.thermo import reweight
 
-METHODS = ("student", "shrinkage", "linear", "power", "none")
 SCORES = [
     "rmse",
     "mae",

@@ -5,7 +5,7 @@ from ase.neighborlist import neighbor_list
 
 from qualms import Prediction
 from qualms.atomistic.predictions import Parts, StructurePrediction
-from qualms.calibration.fitting import build_calibration
+from qualms.calibration.methods import build_calibration
 
 CUTOFF = 3.0
 #: Energies and forces are calibrated apart, and differently.

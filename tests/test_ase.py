@@ -24,8 +24,8 @@ from qualms import InputError, Prediction, QualmsError, QualmsWarning
 from qualms.ase import Calculator, MemberCalculator, UncertaintyError, WeightedBaseline
 from qualms.ase.calculator import calibrated_point
 from qualms.atomistic.labels import find_label
-from qualms.calibration.fitting import build_calibration
 from qualms.calibration.members import source_members
+from qualms.calibration.methods import build_calibration
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training set has too few compositions")
 

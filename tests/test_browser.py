@@ -10,7 +10,7 @@ from PIL import Image
 from test_report import evaluation, evaluation_of_atoms
 
 from qualms import Prediction, score
-from qualms.calibration.fitting import METHODS
+from qualms.calibration.methods import METHODS
 from qualms.report import write_report
 from qualms.report.structure_map import NOVELTY
 

@@ -11,29 +11,27 @@ from hypothesis import strategies as st
 from sklearn.ensemble import GradientBoostingRegressor
 
 from qualms import Prediction, calibrate
-from qualms.calibration.base import CalibrationData, calibration_data
-from qualms.calibration.fitting import (
-    METHODS,
-    PerOutputCalibration,
-    build_calibration,
-    fit_calibration,
-)
+from qualms.calibration.choice import confidence_intervals, cross_validate
 from qualms.calibration.groups import fit_grouped, fit_groups
-from qualms.calibration.members import calibrated_members, source_members, with_equal_members
+from qualms.calibration.members import (
+    PerOutputCalibration,
+    calibrated_members,
+    source_members,
+    with_equal_members,
+)
 from qualms.calibration.methods import (
+    METHODS,
     NoCalibration,
     PowerCalibration,
+    ShrinkageCalibration,
+    SourcesCalibration,
     StudentCalibration,
+    build_calibration,
     extrapolate_std,
+    fit_calibration,
     variance_scale,
 )
-from qualms.calibration.selection import (
-    confidence_intervals,
-    cross_validate,
-    make_folds,
-)
-from qualms.calibration.shrinkage import ShrinkageCalibration
-from qualms.calibration.sources import SourcesCalibration
+from qualms.calibration.points import CalibrationData, calibration_data, make_folds
 from qualms.calibration.vectors import component_share, vector_std
 from qualms.errors import CalibrationError, InputError, QualmsWarning
 from qualms.gp.ensemble import ensemble_mean_std
@@ -197,9 +195,9 @@ def test_many_points_are_fitted_to_the_same_maximum(monkeypatch):
     again = fit_calibration(
         data, "shrinkage", fit_calibration(data.some(data.ensemble_std > 0.2), "shrinkage")
     )
-    monkeypatch.setattr("qualms.calibration.shrinkage._KEPT", 100)
+    monkeypatch.setattr("qualms.calibration.methods.CACHED_POINTS", 100)
     uncached = fit_calibration(data, "shrinkage")
-    monkeypatch.setattr("qualms.calibration.shrinkage._ENOUGH", 10**6)
+    monkeypatch.setattr("qualms.calibration.methods.START_POINTS", 10**6)
     slow = fit_calibration(data, "shrinkage")
     assert fast.log_likelihood == pytest.approx(slow.log_likelihood, abs=1e-6)
     assert fast.parameters() == pytest.approx(slow.parameters(), rel=1e-3)

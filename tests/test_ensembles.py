@@ -13,7 +13,7 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from checks import rejects
 
 from qualms import Prediction
-from qualms.calibration.fitting import METHODS
+from qualms.calibration.methods import METHODS, STD_METHODS
 from qualms.ensembles import (
     apply_calibration,
     calibrate_ensemble,
@@ -22,7 +22,7 @@ from qualms.ensembles import (
     write_calibration,
 )
 from qualms.ensembles.apply import recalibrate
-from qualms.ensembles.calibrate import STD_METHODS, evaluate_ensemble
+from qualms.ensembles.calibrate import evaluate_ensemble
 from qualms.ensembles.calibration_file import make_document
 from qualms.ensembles.io import read_source
 from qualms.errors import CalibrationError, InputError

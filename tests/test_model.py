@@ -39,7 +39,7 @@ from threadpoolctl import threadpool_limits
 
 from qualms import AtomisticModel, Prediction, ProjectedProcessRegressor, QualmsError
 from qualms.atomistic.settings import Settings, make_settings, with_representation
-from qualms.calibration.fitting import MODEL_METHODS
+from qualms.calibration.methods import MODEL_METHODS
 from qualms.features.soap import PRESETS, SMOOTHING, make_soap
 
 PER_ATOM = "atomization_energy_per_atom"

@@ -18,7 +18,7 @@ from sklearn.tree import DecisionTreeRegressor
 from sklearn.utils.estimator_checks import check_estimator
 
 from qualms import ProjectedProcessRegressor, ResamplingRegressor, calibrate, score
-from qualms.calibration.fitting import PerOutputCalibration
+from qualms.calibration.members import PerOutputCalibration
 from qualms.errors import CalibrationError, QualmsWarning
 
 X, Y = make_friedman1(360, n_features=6, noise=0.1, random_state=0)

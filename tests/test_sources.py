@@ -29,11 +29,16 @@ from qualms import (
     score,
 )
 from qualms.atomistic import training
-from qualms.calibration.base import CalibrationData, FullModelData
 from qualms.calibration.conformal import fit_conformal
-from qualms.calibration.fitting import build_calibration, fit_calibration
 from qualms.calibration.members import calibrated_members, source_members
-from qualms.calibration.sources import MIN_POINTS, SourcesCalibration, fit_inverse_dof
+from qualms.calibration.methods import (
+    MIN_POINTS,
+    SourcesCalibration,
+    build_calibration,
+    fit_calibration,
+    fit_inverse_dof,
+)
+from qualms.calibration.points import CalibrationData, FullModelData
 from qualms.errors import CalibrationError
 from qualms.gp.ensemble import Residuals, centred, ensemble_mean_std, fit_centre
 from qualms.gp.kernels import PowerKernel, normalize_rows

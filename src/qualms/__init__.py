@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qualms.atomistic.model import AtomisticModel
-    from qualms.calibration.base import Calibration
+    from qualms.calibration.methods import Calibration
     from qualms.errors import (
         CalibrationError,
         InputError,
@@ -48,7 +48,7 @@ __all__ = [
 #: with it the help of the command line, takes no time.
 _LAZY = {
     "AtomisticModel": "qualms.atomistic.model",
-    "Calibration": "qualms.calibration.base",
+    "Calibration": "qualms.calibration.methods",
     "CalibrationError": "qualms.errors",
     "InputError": "qualms.errors",
     "NumericalError": "qualms.errors",

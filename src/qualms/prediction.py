@@ -31,20 +31,16 @@ from numpy.typing import ArrayLike
 from scipy.special import ndtri, stdtrit
 
 from qualms.arrays import Float64Array, check_members, check_number, check_points, check_std
-from qualms.calibration.base import (
-    Calibration,
-    CalibrationData,
-    calibration_data,
-)
+from qualms.calibration.choice import choose_calibration, fit_out_of_bag
 from qualms.calibration.conformal import Conformal
-from qualms.calibration.fitting import (
+from qualms.calibration.members import (
     PerOutputCalibration,
-    class_of,
-    fit_calibration,
-    fit_out_of_bag,
+    calibrated_members,
+    combined_members,
+    source_members,
 )
-from qualms.calibration.members import calibrated_members, combined_members, source_members
-from qualms.calibration.selection import choose_calibration
+from qualms.calibration.methods import STD_METHODS, Calibration, class_of, fit_calibration
+from qualms.calibration.points import CalibrationData, calibration_data
 from qualms.errors import InputError, QualmsError, QualmsWarning, unknown_choice
 from qualms.gp.ensemble import ensemble_mean_std, group_codes, rescaled
 from qualms.notebooks import html_table
@@ -648,8 +644,8 @@ def calibrate(
     if mean is not None and std is not None:
         if method != "auto" and class_of(method).needs_members:
             raise InputError(
-                f"The method {method!r} needs members. Without them, use `method='auto'`, linear, "
-                "power or none.",
+                f"The method {method!r} needs members. Without them, use `method='auto'`, or one "
+                f"of {', '.join(STD_METHODS)}.",
                 parameter="method",
             )
         z = targets - check_points("mean", mean, targets.shape)

@@ -32,21 +32,18 @@ from qualms.arrays import (
     joined_groups,
     reject_masked,
 )
-from qualms.calibration.base import (
-    Calibration,
-    FullModelData,
-    calibration_data,
-)
+from qualms.calibration.choice import fit_best, fit_out_of_bag
 from qualms.calibration.conformal import Conformal
-from qualms.calibration.fitting import (
+from qualms.calibration.members import PerOutputCalibration
+from qualms.calibration.methods import (
     METHODS,
+    MIN_POINTS,
     MODEL_METHODS,
-    PerOutputCalibration,
-    fit_best,
-    fit_out_of_bag,
+    Calibration,
+    NoCalibration,
+    with_enough_points,
 )
-from qualms.calibration.methods import NoCalibration
-from qualms.calibration.sources import MIN_POINTS, with_enough_points
+from qualms.calibration.points import FullModelData, calibration_data
 from qualms.errors import (
     CalibrationError,
     ExactFitError,
@@ -361,7 +358,7 @@ class TrainingRows:
         root, outputs = np.sqrt(self.weight[found.used]), []
         groups = self.row_groups[found.used]
         for t, one in enumerate(full):
-            z_f, z_m = one.kept[found.used], self.y[found.used, t] - found.mean[:, t]
+            z_f, z_m = one.residuals_with_own[found.used], self.y[found.used, t] - found.mean[:, t]
             scaled = z_f * root, z_m * root, found.std[:, t] * root
             residuals = Residuals(*scaled, found.n_absent, groups)
             residuals = residuals.mostly(one.without_representatives[found.used])

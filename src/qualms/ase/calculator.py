@@ -45,8 +45,8 @@ from qualms.atomistic.predictions import (
     member_energies,
 )
 from qualms.atomistic.reference import KeyReference
-from qualms.calibration.base import Calibration
 from qualms.calibration.members import calibrated_members, source_members
+from qualms.calibration.methods import Calibration
 from qualms.errors import (
     InputError,
     QualmsWarning,

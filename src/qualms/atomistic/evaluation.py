@@ -23,11 +23,15 @@ from qualms.atomistic.quantities import KINDS, TARGET
 from qualms.atomistic.reference import ReferencePotential
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import check_structures, symbols_of
-from qualms.calibration.base import calibration_data
-from qualms.calibration.fitting import MODEL_METHODS, fit_calibration
 from qualms.calibration.members import calibrated_members
-from qualms.calibration.quantity import QuantityCalibration
-from qualms.calibration.vectors import MULTIPLICITY, component_share, vector_std
+from qualms.calibration.methods import MODEL_METHODS, STD_METHODS, fit_calibration
+from qualms.calibration.points import calibration_data
+from qualms.calibration.vectors import (
+    MULTIPLICITY,
+    QuantityCalibration,
+    component_share,
+    vector_std,
+)
 from qualms.errors import CalibrationError, InputError, QualmsWarning, counted, unknown_choice
 from qualms.evaluation import COMPONENT_NAMES, Evaluation, energy_factor
 from qualms.execution import Workers, as_workers
@@ -38,7 +42,7 @@ from qualms.prediction import Prediction
 from qualms.progress import Stages
 
 #: Methods that the paper also fits to a validation set: "CV" and "N-L" in its tables.
-_VALIDATED = ("linear", "power")
+_VALIDATED = tuple(method for method in STD_METHODS if method != "none")
 #: Fewer points than these cannot be split for a cross-fit.
 _MIN_CROSS_FIT = 8
 #: Representatives of kernel principal components.

@@ -16,9 +16,10 @@ from qualms.atomistic.baseline import Baseline
 from qualms.atomistic.kernel_rows import Basis
 from qualms.atomistic.quantities import KINDS, TARGET
 from qualms.atomistic.settings import Settings
-from qualms.calibration.base import Calibration, CalibrationData
 from qualms.calibration.members import source_members, with_equal_members
-from qualms.calibration.quantity import QuantityCalibration, calibrate_points
+from qualms.calibration.methods import Calibration
+from qualms.calibration.points import CalibrationData
+from qualms.calibration.vectors import QuantityCalibration, calibrate_points
 from qualms.errors import CalibrationError
 from qualms.features.representation import Representation
 from qualms.gp.linalg import cholesky_whiten

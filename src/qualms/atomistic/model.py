@@ -39,8 +39,8 @@ from qualms.atomistic.settings import (
     signature,
 )
 from qualms.atomistic.structures import check_not_single, iter_frames, symbols_of
-from qualms.calibration.base import CalibrationData
 from qualms.calibration.members import n_independent
+from qualms.calibration.points import CalibrationData
 from qualms.errors import InputError, QualmsError, counted
 from qualms.execution import as_workers
 from qualms.io.files import check_output

@@ -19,10 +19,10 @@ from qualms.atomistic.baseline import Baseline
 from qualms.atomistic.fitted import Fitted, ProjectedVariance, Provenance, Record
 from qualms.atomistic.quantities import KINDS, TARGET
 from qualms.atomistic.settings import Settings
-from qualms.calibration.base import CalibrationData
 from qualms.calibration.conformal import Conformal
-from qualms.calibration.fitting import build_calibration
-from qualms.calibration.quantity import QuantityCalibration
+from qualms.calibration.methods import build_calibration
+from qualms.calibration.points import CalibrationData
+from qualms.calibration.vectors import QuantityCalibration
 from qualms.errors import InputError, QualmsError
 from qualms.features.learned import Backbone, LearnedDocument
 from qualms.features.soap import SoapDocument

@@ -18,11 +18,10 @@ from qualms.atomistic.fitted import n_leading
 from qualms.atomistic.label_checks import check_copies, find_outliers, warn_of_outliers
 from qualms.atomistic.quantities import KINDS, TARGET, Quantity
 from qualms.atomistic.settings import Settings
-from qualms.calibration.base import CalibrationData, FullModelData, calibration_data
-from qualms.calibration.methods import NoCalibration
-from qualms.calibration.quantity import QuantityCalibration, calibrate_points, choose_method
-from qualms.calibration.sources import MIN_POINTS, with_enough_points
-from qualms.calibration.vectors import MULTIPLICITY
+from qualms.calibration.choice import fit_best
+from qualms.calibration.methods import MIN_POINTS, MODEL_METHODS, NoCalibration, with_enough_points
+from qualms.calibration.points import CalibrationData, FullModelData, calibration_data
+from qualms.calibration.vectors import MULTIPLICITY, QuantityCalibration, calibrate_points
 from qualms.errors import CalibrationError, ExactFitError, QualmsWarning, counted
 from qualms.gp.ensemble import MIN_ABSENT, Residuals, fit_centre, out_of_bag_prediction
 from qualms.gp.sparse_gp import leave_out, novelty_without_own
@@ -146,7 +145,7 @@ def choose_centre(found: Mapping[str, OutOfBagRows], settings: Settings) -> floa
         assert of.full is not None, "needed for a blend"
         used, mean, std, n_absent = out_of_bag_prediction(of.members, of.absent)
         if len(np.unique(of.quantity.structure[used])) >= MIN_POINTS:
-            z = of.full.kept[used], of.quantity.y[used] - mean
+            z = of.full.residuals_with_own[used], of.quantity.y[used] - mean
             of_members = Residuals(*z, std, n_absent, of.groups[used])
             residuals.append(of_members.mostly(of.full.without_representatives[used]))
     return fit_centre(residuals, n_members)
@@ -276,7 +275,8 @@ def calibrate_quantities(
             if np.ptp(of.quantity.y) == 0:
                 raise _ConstantTargetError
             points[name] = collect_points(name, of, centre, source)
-            method = choose_method(points[name]) if method == "auto" else method
+            if method == "auto":
+                method = fit_best(points[name], MODEL_METHODS).method
             calibrations[name] = calibrate_points(points[name], method, **n)
         except CalibrationError as error:
             points.pop(name, None)

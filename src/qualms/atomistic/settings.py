@@ -7,6 +7,7 @@ from this list.
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +29,7 @@ from pydantic import (
 
 from qualms.arrays import check_number
 from qualms.atomistic.quantities import DERIVATIVES, KINDS, TARGET
-from qualms.calibration.fitting import MODEL_METHODS
+from qualms.calibration.methods import MEMBER_METHODS, MODEL_METHODS
 from qualms.errors import InputError, QualmsError, did_you_mean
 from qualms.evaluation import ENERGIES
 from qualms.features.learned import Backbone, make_backbone
@@ -41,6 +42,8 @@ from qualms.resources import default_threads
 _N_POSTERIOR, _N_POSTERIOR_OF_FORCES = 64, 16
 #: Share of the memory of the machine that is used if no limit is given.
 _SHARE = 0.75
+#: Methods of calibration, the default first.
+_CALIBRATIONS = (*reversed(MODEL_METHODS), "auto")
 
 Kind = Literal["extensive", "intensive", "atomic"]
 #: Bounds of numbers hold for model files as well.
@@ -311,9 +314,9 @@ class Settings(BaseModel):
     replace: bool = _uncertainty(False, "bool", "Bootstrap instead of subsampling.")
     calibration: str = _uncertainty(
         "sources",
-        '{"sources", "student", "shrinkage", "linear", "power", "none", "auto"}',
-        "Method that calibrates the standard deviation on out-of-bag points. ``auto``: sources, "
-        "shrinkage or student, whichever has the highest likelihood there.",
+        f"{{{', '.join(map(json.dumps, _CALIBRATIONS))}}}",
+        "Method that calibrates the standard deviation on out-of-bag points. ``auto``: the one of "
+        f"{', '.join(reversed(MEMBER_METHODS))} that has the highest likelihood there.",
     )
     units: str = _data("", "str", "Units of the target, stored and displayed.", max_length=100)
     seed: int = _uncertainty(0, "int", "Random seed.", ge=0, le=2**64)
@@ -461,8 +464,8 @@ class Settings(BaseModel):
     @classmethod
     def _known_calibration(cls, value: Any) -> Any:
         name = "none" if value is None else value
-        if not isinstance(name, str) or name not in {*MODEL_METHODS, "auto"}:
-            raise ValueError(f"one of {', '.join(map(repr, (*MODEL_METHODS, 'auto')))}")
+        if not isinstance(name, str) or name not in _CALIBRATIONS:
+            raise ValueError(f"one of {', '.join(map(repr, _CALIBRATIONS))}")
         return name
 
     @field_validator("memory", "threads", mode="before")

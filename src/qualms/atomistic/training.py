@@ -67,7 +67,7 @@ from qualms.atomistic.quantities import DERIVATIVES, KINDS, TARGET
 from qualms.atomistic.reference import ReferencePotential, calculator_version
 from qualms.atomistic.settings import Settings, parse_memory, with_representation
 from qualms.atomistic.structures import FrameFiles, symbols_of
-from qualms.calibration.base import CalibrationData
+from qualms.calibration.points import CalibrationData
 from qualms.errors import InputError, QualmsWarning, counted
 from qualms.execution import AHEAD, Workers
 from qualms.features.compression import sample_size

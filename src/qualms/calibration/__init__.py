@@ -10,11 +10,17 @@
 | sources | sum of variances: ensemble, posterior, novelty, constant | a, b, c, d |
 """
 
-from qualms.calibration.base import Calibration, CalibrationData, calibration_data
-from qualms.calibration.fitting import METHODS, fit_calibration
+from qualms.calibration.choice import confidence_intervals, cross_validate
 from qualms.calibration.groups import GroupedCalibration, fit_grouped
-from qualms.calibration.methods import PowerCalibration, extrapolate_std, variance_scale
-from qualms.calibration.selection import confidence_intervals, cross_validate
+from qualms.calibration.methods import (
+    METHODS,
+    Calibration,
+    PowerCalibration,
+    extrapolate_std,
+    fit_calibration,
+    variance_scale,
+)
+from qualms.calibration.points import CalibrationData, calibration_data
 
 __all__ = [
     "METHODS",

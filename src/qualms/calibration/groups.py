@@ -24,9 +24,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from qualms.arrays import Float64Array, FloatArray, IntArray, StrArray
-from qualms.calibration.base import Calibration, CalibrationData
-from qualms.calibration.fitting import fit_calibration
-from qualms.calibration.methods import log_std_moments
+from qualms.calibration.methods import Calibration, fit_calibration, log_std_moments
+from qualms.calibration.points import CalibrationData
 from qualms.errors import InputError
 from qualms.gp.ensemble import group_codes, group_scatter
 
@@ -61,13 +60,12 @@ class GroupedCalibration:
 
     def factors(self, labels: Sequence[str] | StrArray) -> Float64Array:
         """Return the factor of each point."""
-        known = {label: group.factor for label, group in self.groups.items()}
-        return np.array([known.get(str(label), 1.0) for label in labels])
+        factors = {label: group.factor for label, group in self.groups.items()}
+        return np.array([factors.get(str(label), 1.0) for label in labels])
 
     def common(self, data: CalibrationData, labels: Sequence[str] | StrArray) -> CalibrationData:
         """Return errors without the factors, z/f, to which the overall calibration is fitted."""
-        f = self.factors(labels)
-        return replace(data, residuals=data.residuals / f, divided_by=data.scale * f)
+        return data.divided(self.factors(labels))
 
     def density_of(self, data: CalibrationData, labels: Sequence[str] | StrArray) -> Float64Array:
         """Return ln p(z | ŝ) of points (n,) with these labels: ln p(z/f | ŝ) − ln f."""
@@ -76,7 +74,17 @@ class GroupedCalibration:
     def std(
         self, ensemble_std: FloatArray, n_members: int | IntArray, labels: Sequence[str] | StrArray
     ) -> Float64Array:
-        """Return the calibrated standard deviations of points (n,) with these labels."""
+        """Return the calibrated standard deviations (n,) of points.
+
+        Parameters
+        ----------
+        ensemble_std : (n,) array
+            ŝ.
+        n_members : int or (n,) array of int
+            Number of members that ŝ is taken over.
+        labels : sequence of n str
+            The group of each point.
+        """
         return np.asarray(self.factors(labels) * self.overall.std(ensemble_std, n_members))
 
     def std_of(self, data: CalibrationData, labels: Sequence[str] | StrArray) -> Float64Array:
@@ -146,8 +154,18 @@ def fit_groups(
 ) -> GroupedCalibration:
     """Find the factor of each group, on top of a calibration of all points.
 
-    Other parameters are those of `fit_grouped`. Points of one cluster count for fewer than they
-    are.
+    Parameters
+    ----------
+    data : CalibrationData
+        n points.
+    overall : Calibration
+        Of all points.
+    labels : sequence of n str
+        The group of each.
+    clusters : (n,) array, optional
+        Labels of points whose errors are correlated: they count for fewer than they are.
+    near : GroupedCalibration, optional
+        A fit to similar points, to begin with.
     """
     names = np.asarray(labels, dtype=str)
     n = len(data.residuals)

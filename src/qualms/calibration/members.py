@@ -8,15 +8,16 @@ any calibration.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
 
 from qualms.arrays import Float64Array, FloatArray
-from qualms.calibration.base import Calibration
+from qualms.calibration.methods import Calibratable, Calibration, P_co
 from qualms.calibration.vectors import shrink_towards_sphere, vector_std
+from qualms.errors import InputError
 from qualms.gp.ensemble import calibration_factors, ensemble_mean_std, rescaled
 
 C = TypeVar("C", bound=Calibration)
@@ -55,23 +56,81 @@ def calibrated_members(
     n_subsampled = calibration.n_subsampled or values.shape[-1]
     n_posterior = values.shape[-1] - n_subsampled
 
-    def spread(some: Float64Array) -> Float64Array:
+    def std_over(some: Float64Array) -> Float64Array:
         std = ensemble_mean_std(some)[1]
         return std if isotropy is None else np.broadcast_to(vector_std(std)[..., None], std.shape)
 
-    s = spread(values[..., :n_subsampled])
-    p = spread(values[..., n_subsampled:]) if n_posterior else None
+    s = std_over(values[..., :n_subsampled])
+    p = std_over(values[..., n_subsampled:]) if n_posterior else None
     sigma = calibration.std(s, n_subsampled, p, novelty_std, n_posterior)
     sources = source_members(calibration, values)
-    scaled = rescaled(sources, calibration_factors(sigma, spread(sources)))
+    scaled = rescaled(sources, calibration_factors(sigma, std_over(sources)))
     if isotropy is None and np.any(equal := np.ptp(sources, axis=-1) == 0):
         # Members that agree may be wrong. Their deviations have no direction: any will do.
-        scaled[equal] += sigma[equal][..., None] * _deviations(sources.shape[-1])
+        deviations = np.arange(sources.shape[-1]) - (sources.shape[-1] - 1) / 2
+        scaled[equal] += sigma[equal][..., None] * (deviations / deviations.std(ddof=1))
     if isotropy:
         scaled = shrink_towards_sphere(scaled, isotropy)
     if factors is not None:
         scaled = rescaled(scaled, np.reshape(factors, (-1, *[1] * (scaled.ndim - 2))))
     return scaled
+
+
+@dataclass(frozen=True)
+class PerOutputCalibration:
+    """One calibration for each output of a model with several: their units need not be the same."""
+
+    outputs: tuple[Calibration, ...]
+
+    @property
+    def method(self) -> str:
+        """Name of the method; an output that is constant has none."""
+        return next((c.method for c in self.outputs if c.method != "none"), "none")
+
+    @property
+    def alpha(self) -> Float64Array:
+        """α of each output: (T,)."""
+        return np.array([c.alpha for c in self.outputs])
+
+    @property
+    def gamma(self) -> Float64Array:
+        """γ of each output: (T,)."""
+        return np.array([c.gamma for c in self.outputs])
+
+    @property
+    def log_likelihood(self) -> Float64Array:
+        """Mean log likelihood of each output: (T,)."""
+        return np.array([c.log_likelihood for c in self.outputs])
+
+    def members(
+        self, members: FloatArray, *, novelty_std: FloatArray | None = None
+    ) -> Float64Array:
+        """Scale the members (…, T, N_R) about their means, output by output; q is (…, T)."""
+        if members.ndim < 2 or members.shape[-2] != len(self.outputs):
+            raise InputError(
+                f"The `prediction` has shape {members.shape[:-1]}; the calibration is for "
+                f"{len(self.outputs)} outputs on the last axis. For some of these, apply their own "
+                "calibrations, outputs[t].",
+                parameter="prediction",
+            )
+        scaled = [
+            calibrated_members(
+                c,
+                members[..., t, :],
+                novelty_std=None if novelty_std is None else novelty_std[..., t],
+            )
+            for t, c in enumerate(with_equal_members(self.outputs, members.shape[-1]))
+        ]
+        return np.stack(scaled, axis=-2)
+
+    @property
+    def needs_novelty(self) -> bool:
+        """Whether q is a source of an output."""
+        return any(c.needs_novelty for c in self.outputs)
+
+    def apply(self, prediction: Calibratable[P_co]) -> P_co:
+        """Return the calibrated prediction."""
+        return prediction.calibrated(self)
 
 
 def source_members(calibration: Calibration, members: FloatArray) -> Float64Array:
@@ -93,7 +152,20 @@ def n_independent(calibration: Calibration | None, n_members: int) -> int:
 def member_factors(
     calibration: Calibration, std: Float64Array, members: FloatArray
 ) -> Float64Array:
-    """Return the factors (…) by which a calibration scaled its `source_members` to σ (…)."""
+    """Return the factors by which a calibration scaled its `source_members` to σ.
+
+    Parameters
+    ----------
+    calibration : Calibration
+    std : (…) array
+        σ.
+    members : (…, N_R) array
+        Before calibration.
+
+    Returns
+    -------
+    (…) array
+    """
     return calibration_factors(std, ensemble_mean_std(source_members(calibration, members))[1])
 
 
@@ -154,9 +226,3 @@ def _contrasts(n: int) -> Float64Array:
     """Return an orthonormal basis (n, n − 1) of the vectors whose elements sum to zero."""
     Q: Float64Array = np.linalg.qr(np.column_stack([np.ones(n), np.eye(n)[:, 1:]]))[0]
     return Q[:, 1:]
-
-
-def _deviations(n: int) -> Float64Array:
-    """Return n evenly spaced numbers of zero mean and unit standard deviation (ddof = 1)."""
-    values = np.arange(n) - (n - 1) / 2
-    return np.asarray(values / values.std(ddof=1))

@@ -1,4 +1,6 @@
-"""Vectors and tensors: their standard deviations do not depend on how they are turned.
+"""Vectors, tensors, factors of elements, and the calibration of a quantity that may have them.
+
+Standard deviations of vectors and tensors do not depend on how these are turned.
 
 The covariance Ĉ of few members of a vector is more anisotropic than that of many, so that it is
 shrunk towards a sphere:
@@ -10,13 +12,24 @@ Tensors are vectors of six components, those off the diagonal multiplied by √2
 which the members agree, because of symmetry, there is no uncertainty: I is ∝ Ĉ/(Ĉ + κ s̄) with a
 small κ, such that Σ has the trace of Ĉ σ²/r². The calibration σ(r) is fitted to components divided
 by `component_share`.
+
+Everything about a quantity is computed from out-of-bag points, which a model keeps: another method,
+or another set of factors, needs no training.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
 import numpy as np
 
-from qualms.arrays import Float64Array, FloatArray
+from qualms.arrays import Float64Array, FloatArray, StrArray
+from qualms.calibration.choice import fit_best, fit_out_of_bag, out_of_bag_points
+from qualms.calibration.conformal import Conformal
+from qualms.calibration.groups import fit_grouped
+from qualms.calibration.methods import MODEL_METHODS, Calibration
+from qualms.calibration.points import CalibrationData
 from qualms.gp.ensemble import calibration_factors
 
 #: How often components are in a vector (x, y, z), and in a symmetric tensor (xx, yy, zz, yz, xz,
@@ -28,6 +41,8 @@ INDEPENDENT_COMPONENTS = 2
 ISOTROPIES = (0.0, 0.25, 0.5, 0.75, 1.0)
 #: κ, the share of its variance below which the members of a vector agree in a direction.
 _SYMMETRIC = 0.01
+#: Points that are enough for factors of elements, and a difference of these that is none.
+_N_POINTS, _EQUAL = 10_000, 1e-3
 
 
 def vector_std(ensemble_std: FloatArray) -> Float64Array:
@@ -41,8 +56,14 @@ def component_share(
 ) -> Float64Array:
     """Return σ_k/σ of components (n,) of vectors, or tensors: √((1 − u) ŝ_k²/r² + u/m_k).
 
-    ŝ_k (n,) are their standard deviations, r (n,) those of their vectors, u is the isotropy, and
-    m_k (n,) how often a component is in its tensor, relative to the mean.
+    Parameters
+    ----------
+    ensemble_std, pooled : (n,) arrays
+        ŝ_k, the standard deviations of the components, and r, those of their vectors.
+    isotropy : float
+        u.
+    multiplicity : (n,) array
+        m_k, how often a component is in its tensor, relative to the mean.
     """
     squares = calibration_factors(ensemble_std, pooled) ** 2
     return np.asarray(np.sqrt((1 - isotropy) * squares + isotropy / multiplicity))
@@ -65,3 +86,86 @@ def shrink_towards_sphere(members: Float64Array, isotropy: float) -> Float64Arra
     factors = np.sqrt(calibration_factors(target, variances))
     L = axes * factors[..., None, :] @ np.swapaxes(axes, -1, -2)  # Σ^½ Ĉ^−½ r/σ
     return np.asarray(mean + L @ X / root)
+
+
+@dataclass(frozen=True)
+class QuantityCalibration:
+    """How the standard deviation of a quantity is calibrated."""
+
+    calibration: Calibration
+    isotropy: float = 0.0  #: share of the isotropic part of σ of vectors: see above
+    elements: Mapping[str, float] = field(default_factory=dict)  #: factors of σ by chemical symbol
+    #: distribution of out-of-bag errors, relative to the calibrated standard deviation
+    conformal: Conformal | None = None
+
+    def factors(self, symbols: StrArray) -> Float64Array | None:
+        """Return the factors (n,) of atoms of these elements; None if there are none."""
+        if not self.elements:
+            return None
+        return np.array([self.elements.get(str(symbol), 1.0) for symbol in symbols])
+
+
+def calibrate_points(
+    points: CalibrationData, method: str, *, n_subsampled: int, n_posterior: int
+) -> QuantityCalibration:
+    """Fit a calibration to out-of-bag points, with the isotropy of vectors and factors of elements.
+
+    Parameters
+    ----------
+    points : CalibrationData
+    method : str
+        Name of a method; "auto": the one of highest likelihood.
+    n_subsampled, n_posterior : int
+        Members of both kinds that predictions have.
+    """
+    if method == "auto":
+        method = fit_best(points, MODEL_METHODS).method
+    n = n_subsampled if n_posterior else 0
+    scaled, isotropy = points, 0.0
+    if points.component_std is not None:
+        shares = ISOTROPIES if method != "none" else (0.0,)
+        fits = [(fit_out_of_bag(s := _over_share(points, u), method), u, s) for u in shares]
+        _, isotropy, scaled = max(fits, key=lambda fit: fit[0].log_likelihood)
+        if n_subsampled:
+            # Anisotropy by chance is ∝ 1/(c − 1) of c members, and less of all than out of bag.
+            odds = (float(np.mean(points.n_members)) - 1) / (n_subsampled - 1)
+            isotropy = min(isotropy * odds / (isotropy * odds + 1 - isotropy), 1.0)
+    calibration, scaled, elements = _by_element(fit_out_of_bag(scaled, method), scaled)
+    calibration = replace(calibration, n_subsampled=n)
+    return QuantityCalibration(calibration, isotropy, elements, calibration.conformal(scaled))
+
+
+def _over_share(points: CalibrationData, isotropy: float) -> CalibrationData:
+    """Return components divided by their share of σ, which is that of their vectors."""
+    assert points.component_std is not None
+    assert points.multiplicity is not None
+    share = component_share(
+        points.component_std, points.ensemble_std, isotropy, points.multiplicity
+    )
+    return replace(points.divided(share), n_components=INDEPENDENT_COMPONENTS)
+
+
+def _by_element(
+    calibration: Calibration, points: CalibrationData
+) -> tuple[Calibration, CalibrationData, dict[str, float]]:
+    """Fit a calibration again with a factor of σ for each element; return its points as well.
+
+    They are divided by these factors, whose mean square is one.
+    """
+    nothing: tuple[Calibration, CalibrationData, dict[str, float]] = calibration, points, {}
+    if points.element is None or calibration.method == "none":
+        return nothing
+    symbols = points.element
+    some = out_of_bag_points(points, calibration.method)
+    some &= np.arange(len(some)) % (-(-len(some) // _N_POINTS)) == 0
+    if len(np.unique(symbols[some])) < 2:
+        return nothing
+    sample = points.some(some)
+    grouped = fit_grouped(sample, calibration.method, symbols[some], clusters=sample.groups)
+    factors = grouped.factors(symbols)
+    factors /= np.sqrt(points.mean(factors**2))
+    if np.ptp(factors) < _EQUAL:
+        return nothing
+    elements = {str(s): float(factors[symbols == s][0]) for s in np.unique(symbols)}
+    scaled = points.divided(factors)
+    return fit_out_of_bag(scaled, calibration.method), scaled, elements

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
+from qualms.calibration.methods import METHODS
 from qualms.cli._common import (
     Absent,
     Force,
@@ -48,7 +49,7 @@ def calibrate(
     method: Annotated[
         str,
         Option(
-            help="Calibration method: none, linear, power, student or shrinkage; auto selects by "
+            help=f"Calibration method: {', '.join(METHODS)}; or auto, which selects one by "
             "cross-validation.",
         ),
     ] = "auto",
@@ -66,7 +67,6 @@ def calibrate(
 ) -> None:
     """Run ``qualms calibrate``."""
     from qualms.atomistic.structures import file_of
-    from qualms.calibration.fitting import METHODS
     from qualms.ensembles.calibrate import calibrate_ensemble, evaluate_ensemble
     from qualms.ensembles.calibration_file import make_document, write_calibration
     from qualms.ensembles.io import read_ensemble, read_source

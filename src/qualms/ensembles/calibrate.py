@@ -11,11 +11,7 @@ import numpy as np
 from ase import Atoms
 
 from qualms.arrays import Float64Array, IntArray
-from qualms.calibration.base import Calibration, CalibrationData
-from qualms.calibration.fitting import METHODS, N_PARAMETERS, fit_calibration
-from qualms.calibration.groups import GroupedCalibration
-from qualms.calibration.selection import (
-    FEW,
+from qualms.calibration.choice import (
     Candidate,
     Comparison,
     ConfidenceIntervals,
@@ -23,6 +19,16 @@ from qualms.calibration.selection import (
     confidence_intervals,
     cross_validate,
 )
+from qualms.calibration.groups import GroupedCalibration
+from qualms.calibration.methods import (
+    METHODS,
+    MIN_POINTS,
+    N_PARAMETERS,
+    STD_METHODS,
+    Calibration,
+    fit_calibration,
+)
+from qualms.calibration.points import CalibrationData
 from qualms.calibration.vectors import ISOTROPIES
 from qualms.ensembles.io import COMPONENTS, Ensemble
 from qualms.errors import CalibrationError, InputError, unknown_choice
@@ -37,8 +43,6 @@ from qualms.gp.ensemble import group_codes
 from qualms.metrics import Scores, outlying_points, score_arrays, spearman
 from qualms.prediction import Prediction
 
-#: Methods for standard deviations without members: the others need the number of members.
-STD_METHODS = tuple(name for name, cls in METHODS.items() if not cls.needs_members)
 N_FOLDS = 5
 Frames: TypeAlias = Sequence[Atoms]
 #: Methods that neglect the sampling error of the ensemble standard deviation need more members.
@@ -304,7 +308,7 @@ def _checks(
     ensemble: Ensemble, method: str, std: Float64Array, n_independent: int
 ) -> Iterator[str]:
     """Yield warnings; `std` is cross-validated."""
-    if n_independent < FEW:
+    if n_independent < MIN_POINTS:
         yield f"Only {n_independent} independent points. Calibrate on more points."
     better = {"linear": "student", "power": "shrinkage"}.get(method)
     c = int(np.median(ensemble.count))

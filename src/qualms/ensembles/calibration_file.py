@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 import qualms
 from qualms.arrays import Float64Array, IntArray
-from qualms.calibration.fitting import build_calibration
 from qualms.calibration.groups import GroupedCalibration, GroupFactor
-from qualms.ensembles.calibrate import STD_METHODS, Calibrated
+from qualms.calibration.methods import STD_METHODS, build_calibration
+from qualms.ensembles.calibrate import Calibrated
 from qualms.ensembles.io import Ensemble
 from qualms.errors import InputError, QualmsError
 from qualms.io.files import atomic_output, check_input

@@ -18,7 +18,7 @@ from ase.stress import voigt_6_to_full_3x3_stress
 
 from qualms.arrays import BoolArray, Float64Array, IntArray, StrArray
 from qualms.atomistic.structures import read_frames
-from qualms.calibration.base import rounding_of
+from qualms.calibration.points import rounding_of
 from qualms.calibration.vectors import (
     INDEPENDENT_COMPONENTS,
     MULTIPLICITY,
@@ -143,7 +143,7 @@ class Ensemble:
     def pooled(self, isotropy: float | None) -> Pooled:
         """Return standard deviations of whole vectors; those of the points themselves for None.
 
-        The isotropy is that of `qualms.calibration.methods.component_share`. A vector has more
+        The isotropy is that of `qualms.calibration.vectors.component_share`. A vector has more
         degrees of freedom than a component, as if there were more members. Components on which all
         members agree, because of symmetry, have no share.
         """

@@ -10,25 +10,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy.special import ndtri
 
+from qualms.calibration.choice import Comparison
 from qualms.calibration.groups import GroupedCalibration
-from qualms.calibration.selection import Comparison
+from qualms.calibration.methods import MEMBER_METHODS
 from qualms.metrics import AREA_BY_CHANCE, ScoreIntervals, Scores, covering_levels
 
 if TYPE_CHECKING:
     import rich.table
 
 #: Columns of `paper_table`: those of the paper in its order, then the additional methods.
-PAPER_COLUMNS = (
-    "Raw",
-    "CV",
-    "N-L",
-    "Int.",
-    "Int. N-L",
-    "student",
-    "shrinkage",
-    "sources",
-    "GPR PP",
-)
+PAPER_COLUMNS = ("Raw", "CV", "N-L", "Int.", "Int. N-L", *MEMBER_METHODS, "GPR PP")
 
 _MISSING = "–"
 _BEST = "*"

@@ -37,9 +37,15 @@ from qualms.atomistic.training import (
     select_points,
     sum_rows,
 )
-from qualms.calibration.base import Calibration, CalibrationData, calibration_data
-from qualms.calibration.fitting import fit_calibration, fit_out_of_bag, out_of_bag_points
-from qualms.calibration.methods import NoCalibration
+from qualms.calibration.choice import fit_out_of_bag, out_of_bag_points
+from qualms.calibration.methods import (
+    MEMBER_METHODS,
+    METHODS,
+    Calibration,
+    NoCalibration,
+    fit_calibration,
+)
+from qualms.calibration.points import CalibrationData, calibration_data
 from qualms.execution import Workers
 from qualms.features.representation import stream_features
 from qualms.gp.ensemble import out_of_bag_prediction
@@ -56,9 +62,10 @@ from qualms.reproduce.results import (
 )
 
 #: Columns of the paper's tables, with the methods that are fitted to a validation set, and those
-#: that are fitted to out-of-bag points (ours are student and shrinkage).
+#: that are fitted to out-of-bag points, ours among them.
 VALIDATED = {"CV": "linear", "N-L": "power"}
-OUT_OF_BAG = {"Int.": "linear", "Int. N-L": "power", "student": "student", "shrinkage": "shrinkage"}
+OUR_METHODS = tuple(method for method in MEMBER_METHODS if method in METHODS)
+OUT_OF_BAG = {"Int.": "linear", "Int. N-L": "power", **{method: method for method in OUR_METHODS}}
 #: Rows and columns of the tables: the projected process, Eq. (3), its posterior part, and the model
 #: as it is trained by default.
 PROCESS, POSTERIOR, SOURCES = "GPR PP", "GPR PP, posterior part", "sources"

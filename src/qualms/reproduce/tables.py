@@ -11,11 +11,11 @@ import numpy as np
 from qualms.io.files import atomic_output
 from qualms.report.tables import Table
 from qualms.reproduce.results import EnsembleResult, EstimatorResult, Results, ShiftResult
-from qualms.reproduce.study import POSTERIOR, PROCESS, VALIDATED
+from qualms.reproduce.study import OUR_METHODS, POSTERIOR, PROCESS, VALIDATED
 
 #: Columns of the paper's tables, and of ours.
 PAPER_COLUMNS = ("Raw", "CV", "N-L", "Int.", "Int. N-L")
-OUR_COLUMNS = (*PAPER_COLUMNS, "student", "shrinkage")
+OUR_COLUMNS = (*PAPER_COLUMNS, *OUR_METHODS)
 STUDENT_T = "Student's t"
 
 #: Mean log likelihoods that Musil et al. 2019 print, by subsample size: QM9 (eV/atom), and ¹H

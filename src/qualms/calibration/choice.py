@@ -1,8 +1,8 @@
-"""Confidence intervals of α and γ, and the choice of a method."""
+"""The choice of a method, by likelihood or cross-validation, and confidence intervals."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -10,22 +10,69 @@ import numpy as np
 from scipy.special import ndtr, stdtrit
 
 from qualms.arrays import BoolArray, Float64Array, IntArray, StrArray
-from qualms.calibration.base import Calibration, CalibrationData
-from qualms.calibration.fitting import METHODS, N_PARAMETERS, fit_calibration
 from qualms.calibration.groups import GroupedCalibration, fit_grouped
+from qualms.calibration.methods import (
+    MEMBER_METHODS,
+    METHODS,
+    MIN_POINTS,
+    N_PARAMETERS,
+    STD_METHODS,
+    Calibration,
+    NoCalibration,
+    fit_calibration,
+)
+from qualms.calibration.points import CalibrationData, make_folds
 from qualms.errors import CalibrationError, InputError
 from qualms.gp.ensemble import group_codes, group_scatter
 from qualms.metrics import gaussian_log_density
 
-#: Points, and groups, that are enough for confidence intervals.
-_ENOUGH, _ENOUGH_GROUPS = 1000, 50
-_N_RESAMPLES = 200
+#: Absences that the paper requires of methods that neglect the sampling error of ŝ, and the
+#: smallest number of such points.
+_PAPER_ABSENT, _N_PAPER = 5, 30
+#: Points, and groups, that are enough for confidence intervals, and bootstrap samples.
+_N_POINTS, _N_GROUPS, _N_RESAMPLES = 1000, 50, 200
 #: Standard deviations whose logarithms differ by less than this do not determine γ.
 _ALIKE = 0.01
-#: A calibration set with fewer independent points is small.
-FEW = 20
 #: Negligible differences of the mean log likelihood.
 _NEGLIGIBLE = 1e-4
+
+
+def out_of_bag_points(data: CalibrationData, method: str) -> BoolArray:
+    """Return which out-of-bag points (n,) a method is fitted to.
+
+    E[z²/ŝ²] ∝ (c − 1)/(c − 3) is infinite for c = 3 members. Methods that neglect the sampling
+    error of ŝ are fitted to points absent from five members or more, as in the paper; if there are
+    few such points, to all. The others account for c and use all points.
+    """
+    often_absent: BoolArray = data.n_members >= _PAPER_ABSENT
+    neglects = method in STD_METHODS and N_PARAMETERS[method] > 0
+    if neglects and np.count_nonzero(often_absent) >= _N_PAPER:
+        return often_absent
+    return np.ones(len(data.n_members), dtype=bool)
+
+
+def fit_out_of_bag(data: CalibrationData, method: str = "student") -> Calibration:
+    """Fit one calibration by name to out-of-bag points: Eq. (12)."""
+    return fit_calibration(data.some(out_of_bag_points(data, method)), method)
+
+
+def fit_best(data: CalibrationData, methods: Collection[str]) -> Calibration:
+    """Fit some methods to out-of-bag points; return the one of highest likelihood, by AIC.
+
+    Likelihoods are those of Gaussians. Methods that do not account for the number of members are
+    left out, as are those that cannot be fitted; the result is "none" if no other is left.
+    """
+    fitted: list[Calibration] = []
+    for method in reversed(MEMBER_METHODS):
+        if method in methods:
+            with suppress(CalibrationError):
+                fitted.append(fit_out_of_bag(data, method))
+
+    def score(calibration: Calibration) -> float:
+        density = gaussian_log_density(data.residuals, calibration.std_of(data))
+        return data.n_independent * data.mean(density) - calibration.n_parameters
+
+    return max(fitted, key=score) if fitted else NoCalibration.fit(data)
 
 
 @dataclass(frozen=True)
@@ -77,7 +124,7 @@ def confidence_intervals(
     if n_groups < 2:
         return ConfidenceIntervals(None, None, level)
     rng = np.random.default_rng(0)
-    n_subset = min(n_groups, max(n_groups * _ENOUGH // n, _ENOUGH_GROUPS))
+    n_subset = min(n_groups, max(n_groups * _N_POINTS // n, _N_GROUPS))
     codes = rng.permutation(n_groups)[codes]
     subset, codes = data.some(codes < n_subset), codes[codes < n_subset]
 
@@ -172,18 +219,15 @@ def candidate_methods(data: CalibrationData, n_independent: int) -> tuple[str, .
     `student` and `shrinkage` are `linear` and `power` that account for the number of members, if
     there are three or more. Few points determine one parameter.
     """
-    methods = ("none", "student", "shrinkage")
-    if data.n_members.min() < 3:
-        methods = ("none", "linear", "power")
-    most = len(data.residuals) - 1 if n_independent >= FEW else 1
-    return tuple(m for m in methods if N_PARAMETERS[m] <= most)
+    similar = MEMBER_METHODS if data.n_members.min() >= 3 else STD_METHODS
+    most = len(data.residuals) - 1 if n_independent >= MIN_POINTS else 1
+    return tuple(m for m in METHODS if m in ("none", *similar) and N_PARAMETERS[m] <= most)
 
 
 def choose_calibration(data: CalibrationData) -> Calibration:
     """Return the calibration that cross-validation, with the groups of the data, chooses."""
-    codes = group_codes(data.groups, len(data.residuals))
-    methods = candidate_methods(data, int(codes.max()) + 1)
-    return cross_validate(data, methods, groups=codes).chosen.calibration
+    methods = candidate_methods(data, int(data.codes.max()) + 1)
+    return cross_validate(data, methods, groups=data.codes).chosen.calibration
 
 
 def cross_validate(
@@ -219,11 +263,11 @@ def cross_validate(
     kinds = np.full(n, "") if labels is None else np.asarray(labels, dtype=str)
 
     def fit(
-        method: str, kept: BoolArray, near: GroupedCalibration | None = None
+        method: str, chosen: BoolArray, near: GroupedCalibration | None = None
     ) -> GroupedCalibration:
-        some = data.some(kept)
+        some = data.some(chosen)
         if labels is not None:
-            return fit_grouped(some, method, kinds[kept], clusters=codes[kept], near=near)
+            return fit_grouped(some, method, kinds[chosen], clusters=codes[chosen], near=near)
         overall = None if near is None else near.overall
         return GroupedCalibration(fit_calibration(some, method, overall), {})
 
@@ -264,22 +308,3 @@ def cross_validate(
         )
     candidates.sort(key=lambda c: -c.log_likelihood)
     return Comparison(tuple(candidates), failures, tuple(folds), parts)
-
-
-def make_folds(codes: IntArray, n_folds: int, seed: int = 0) -> list[BoolArray]:
-    """Split points with group codes (n,), 0 … G−1, into folds that share no group.
-
-    Return masks of the points to leave out; no more than there are groups.
-    """
-    if n_folds < 2:
-        raise InputError(f"`n_folds` is {n_folds}; at least 2 are needed.", parameter="n_folds")
-    n_groups = int(codes.max()) + 1
-    if n_groups < 2:
-        raise InputError(
-            "All points belong to one of the `groups`; at least 2 are needed, so that one can be "
-            "left out.",
-            parameter="groups",
-        )
-    n_folds = min(n_folds, n_groups)
-    fold = (np.random.default_rng(seed).permutation(n_groups) % n_folds)[codes]
-    return [fold == k for k in range(n_folds)]
