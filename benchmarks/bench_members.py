@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 
 from qualms.gp.ensemble import solve_members
-from qualms.gp.linalg import whiten
 from qualms.gp.noise import select_noise
-from qualms.gp.sparse_gp import fit_projected_process
+from qualms.gp.sparse_gp import fit_projected_process, whiten
 
 N_TRAIN, N_MEMBERS, N_FEATURES = 20_000, 16, 600
 SIZES = (5_000, 2_000)

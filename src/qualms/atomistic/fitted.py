@@ -21,8 +21,7 @@ from qualms.calibration.members import source_members, with_equal_members
 from qualms.calibration.quantity import QuantityCalibration, calibrate_points
 from qualms.errors import CalibrationError
 from qualms.features.representation import Representation
-from qualms.gp.linalg import cholesky_whiten
-from qualms.gp.sparse_gp import novelty_variance, posterior_variance
+from qualms.gp.sparse_gp import cholesky_whiten, novelty_variance, posterior_variance
 from qualms.io.tensors import Document
 from qualms.prediction import Prediction
 
