@@ -20,7 +20,7 @@ from qualms.calibration.base import Calibration, CalibrationData
 from qualms.calibration.members import source_members, with_equal_members
 from qualms.calibration.quantity import QuantityCalibration, calibrate_points
 from qualms.errors import CalibrationError
-from qualms.features.representation import Representation
+from qualms.features.base import Representation
 from qualms.gp.sparse_gp import cholesky_whiten, novelty_variance, posterior_variance
 from qualms.io.tensors import Document
 from qualms.prediction import Prediction

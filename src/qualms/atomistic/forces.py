@@ -1,7 +1,7 @@
 """Forces and stresses: derivatives of kernels, for training, and of the energies of all members.
 
 The kernel of an environment with a representative X is a sum of terms k = c f(x·X), each with
-features x of its own (see `qualms.features.derivatives`): the scales of SOAP with f(t) = t^ζ, for
+features x of its own (see `qualms.features.base`): the scales of SOAP with f(t) = t^ζ, for
 instance. A change of positions changes y, of which x is the normalised vector, and with it
 
     Δk = c f′(x·X) (Δy·X − (Δy·x) x·X) / |y|    for normalised features,
@@ -36,8 +36,7 @@ from qualms.atomistic.quantities import TARGET
 from qualms.atomistic.structures import check_species, check_structures
 from qualms.calibration.members import member_factors
 from qualms.errors import InputError, QualmsWarning, counted
-from qualms.features.derivatives import Changes, DifferentiableFeatures, Tape
-from qualms.features.representation import Representation, offsets_of
+from qualms.features.base import Changes, DifferentiableFeatures, Representation, Tape, offsets_of
 from qualms.features.soap import REMEDY
 from qualms.gp.kernels import PowerKernel, ProductKernel, product_terms
 from qualms.prediction import Prediction
@@ -156,7 +155,7 @@ class Derivatives(NamedTuple):
     """Energies (n_structures, R) without baseline, forces (n_atoms, 3, R) and perhaps virials.
 
     Of R members or representatives. Virials ∂E/∂ε (n_structures, 6, R) are in the order of
-    `qualms.features.derivatives.VOIGT`.
+    `qualms.features.base.VOIGT`.
     """
 
     energies: Float64Array

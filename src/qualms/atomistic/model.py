@@ -52,7 +52,7 @@ from qualms.calibration.base import CalibrationData
 from qualms.calibration.members import member_factors, n_independent
 from qualms.errors import InputError, QualmsError, QualmsWarning, counted
 from qualms.execution import as_workers
-from qualms.features.representation import BATCH, Batch, stream_features
+from qualms.features.base import BATCH, Batch, stream_features
 from qualms.io.files import check_output
 from qualms.metrics import Scores, score
 from qualms.notebooks import html_table

@@ -65,9 +65,7 @@ from qualms.atomistic.structures import FrameFiles, symbols_of
 from qualms.calibration.base import CalibrationData
 from qualms.errors import InputError, QualmsWarning, counted
 from qualms.execution import AHEAD, Workers
-from qualms.features.compression import sample_size
-from qualms.features.gradients import BATCH as GRADIENTS
-from qualms.features.representation import (
+from qualms.features.base import (
     BATCH,
     BLOCK,
     SERIAL,
@@ -77,6 +75,8 @@ from qualms.features.representation import (
     stream_features,
     structure_blocks,
 )
+from qualms.features.compression import sample_size
+from qualms.features.soap_derivatives import BATCH as GRADIENTS
 from qualms.gp.ensemble import (
     MIN_ABSENT,
     N_KEPT,

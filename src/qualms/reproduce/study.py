@@ -41,7 +41,7 @@ from qualms.calibration.base import Calibration, CalibrationData, calibration_da
 from qualms.calibration.fitting import fit_calibration, fit_out_of_bag, out_of_bag_points
 from qualms.calibration.methods import NoCalibration
 from qualms.execution import Workers
-from qualms.features.representation import stream_features
+from qualms.features.base import stream_features
 from qualms.gp.ensemble import out_of_bag_prediction
 from qualms.metrics import binned_errors, log_likelihood, score_arrays
 from qualms.prediction import Prediction
