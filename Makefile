@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m 'not slow'
 COVERAGE := --cov=src/qualms/gp --cov=src/qualms/calibration --cov-branch --cov-fail-under=95
 # Tests whose results depend on the kernels of the linear algebra library.
-NUMERICAL := $(wildcard $(patsubst %,tests/test_%.py,kernels representatives sparse_gp noise ensemble regressors model training shards forces ase))
+NUMERICAL := $(wildcard $(patsubst %,tests/test_%.py,kernels representatives sparse_gp noise ensemble regressors model training parts forces ase))
 # Numerical, file and command-line tests, for other versions of the dependencies.
 SMALL_SET := $(patsubst %,tests/test_%.py,kernels sparse_gp noise ensemble regressors features forces model_file io cli)
 

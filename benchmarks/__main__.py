@@ -7,11 +7,11 @@ python -m benchmarks paper qm9   # the slow ones
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import os
 import platform
 import re
-import sys
 import time
 from importlib import import_module
 from importlib.metadata import distributions
@@ -22,7 +22,6 @@ from threadpoolctl import threadpool_info
 #: Where the benchmarks are: module and function, by name, in the order of the results.
 BENCHMARKS = {
     "selection": ("bench_selection", "run"),
-    "members": ("bench_members", "run"),
     "prediction": ("bench_prediction", "run"),
     "atomistic": ("bench_atomistic", "run"),
     "gap": ("bench_gap", "run"),
@@ -36,7 +35,6 @@ BENCHMARKS = {
     "differences": ("bench_differences", "run"),
     "paper": ("bench_scale", "run_paper"),
     "qm9": ("bench_scale", "run_qm9"),
-    "shards": ("bench_shards", "run"),
     "scale": ("bench_scale", "run_scale"),
     "parquet": ("bench_scale", "run_parquet"),
     "copies3": ("bench_scale", "run_copies3"),
@@ -58,7 +56,6 @@ SLOW = (
     "differences",
     "paper",
     "qm9",
-    "shards",
     "scale",
     "parquet",
     "copies3",
@@ -130,21 +127,27 @@ def sections() -> dict[str, str]:
 
 def main() -> None:
     """Run what was asked for, section by section."""
-    wanted = sys.argv[1:] or [name for name in BENCHMARKS if name not in SLOW]
-    unknown = set(wanted) - set(BENCHMARKS)
-    if unknown:
-        sys.exit(f"unknown benchmark {', '.join(unknown)}: choose from {', '.join(BENCHMARKS)}")
-    found = sections()
-    for name in wanted:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        epilog=f"Benchmarks: {', '.join(BENCHMARKS)}. Slow: {', '.join(SLOW)}.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmark to run")
+    names = parser.parse_args().names or [name for name in BENCHMARKS if name not in SLOW]
+    if unknown := set(names) - set(BENCHMARKS):
+        parser.error(f"unknown {', '.join(unknown)}: choose from {', '.join(BENCHMARKS)}")
+    results = sections()
+    for name in names:
         print(f"{name} …", flush=True)
         start = time.perf_counter()
         module, function = BENCHMARKS[name]
         tables = getattr(import_module(f"benchmarks.{module}"), function)()
         if not tables:  # skipped: what was measured before stays
             continue
-        found[name] = render(name, tables, time.perf_counter() - start)
-        print(found[name], flush=True)
-        ordered = [found[n] for n in BENCHMARKS if n in found]
+        results[name] = render(name, tables, time.perf_counter() - start)
+        print(results[name], flush=True)
+        ordered = [results[n] for n in BENCHMARKS if n in results]
         RESULTS.write_text(HEADER + "\n" + "\n".join(ordered))
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from qualms.features.representation import Reference
+from qualms.features.base import Reference
 
 WIDTHS = np.array([0.8, 1.2, 1.7, 2.3])
 

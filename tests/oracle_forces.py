@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 
 from qualms.atomistic.forces import Derivatives, derivative_rows
-from qualms.features.pseudo_species import mixing_weights
+from qualms.features.compression import mixing_weights
 from qualms.features.soap import in_cell, make_engine
 
 

@@ -181,7 +181,7 @@ def test_figures_of_the_readme_are_those_of_the_benchmarks():
     results = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
     for row in (
         r"\| 130831 \| in memory \| (\d+) \|[^|]+\| (\d+) \(",
-        r"\| 130831 \| shards \| (\d+) \|[^|]+\| (\d+) \(",
+        r"\| 130831 \| from a file \| (\d+) \|[^|]+\| (\d+) \(",
         r"\| 1308310 \| \d+ \| (\d+) \|[^|]+\| (\d+) \(",
     ):
         seconds, memory = map(int, re.search(row, results).groups())

@@ -17,14 +17,13 @@ from threadpoolctl import threadpool_limits
 
 from qualms.atomistic.kernel_rows import Basis, select_representatives
 from qualms.atomistic.settings import make_settings
-from qualms.features.compression import fit_projection, principal_components
-from qualms.features.pseudo_species import mixing_weights
-from qualms.features.representation import (
+from qualms.features.base import (
     Problem,
     Representation,
     stream_features,
     structure_blocks,
 )
+from qualms.features.compression import fit_projection, mixing_weights, principal_components
 from qualms.features.soap import (
     PRESETS,
     Compression,

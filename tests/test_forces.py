@@ -34,11 +34,11 @@ from qualms.atomistic.forces import (
     make_potential,
 )
 from qualms.atomistic.labels import ForceLabels
-from qualms.atomistic.structures import VOIGT
 from qualms.calibration.members import source_members
 from qualms.data import qm9
-from qualms.features import gradients, soap
-from qualms.features.gradients import SoapTape, Surroundings, batches
+from qualms.features import soap, soap_derivatives
+from qualms.features.base import VOIGT
+from qualms.features.soap_derivatives import SoapTape, Surroundings, batches
 from qualms.io.predictions import EXTRAPOLATES
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training set has too few compositions")
@@ -268,7 +268,7 @@ def test_all_ways_to_derivatives_of_features_agree(variant, monkeypatch):
     for forward, few, elements in ((True, 100, 10**9), (False, 0, 1), (True, 0, 1)):
         monkeypatch.setattr(SoapTape, "_prefers_forward", lambda self, R, way=forward: way)
         monkeypatch.setattr(soap, "_FEW_ATOMS", few)
-        monkeypatch.setattr(gradients, "_CACHED", elements)
+        monkeypatch.setattr(soap_derivatives, "_CACHED", elements)
         found.append(derivatives(potential, frames))
     for other in found[1:]:
         assert_same(other.energies, found[0].energies, 1e-12)
@@ -427,7 +427,7 @@ def test_parts_have_the_derivatives_of_the_whole(name, monkeypatch):
     kernels = kernel_terms(fitted.representation, fitted.representatives[::10])
 
     def found(large):
-        monkeypatch.setattr(gradients, "LARGE", large)
+        monkeypatch.setattr(soap_derivatives, "LARGE", large)
         both = derivatives(potential, frames, strain=True)
         arrays = [both.energies, both.forces, both.virials, both.atoms]
         if name == "an oblique crystal":
@@ -449,7 +449,7 @@ def test_cutouts_have_all_neighbours(seed, pbc, oblique, cutoff):
     atoms = large_crystal(pbc, repeat=(3, 4, 3), oblique=oblique, seed=seed)
     centers = np.sort(np.random.default_rng(seed).choice(len(atoms), 9, replace=False))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradients, "LARGE", 50)
+        patch.setattr(soap_derivatives, "LARGE", 50)
         cut = Surroundings(atoms).around(centers, cutoff)
     np.testing.assert_array_equal(cut.origins[cut.centers], centers)
     np.testing.assert_array_equal(cut.atoms.numbers, atoms.numbers[cut.origins])
@@ -476,7 +476,7 @@ def test_parts_are_all_atoms_once_and_do_not_grow_with_the_structure():
     assert sizes[3] < 500
     assert sizes[3] < 1.2 * sizes[2]
     narrow = large_crystal(repeat=(1, 10, 9))
-    assert len(narrow) >= gradients.LARGE
+    assert len(narrow) >= soap_derivatives.LARGE
     assert Surroundings(narrow).around(np.arange(5), METAL["cutoff"]).atoms is narrow
 
 

@@ -23,8 +23,8 @@ from qualms import AtomisticModel
 from qualms.ase import Calculator
 from qualms.atomistic.settings import make_settings
 from qualms.errors import InputError, QualmsWarning
+from qualms.features.base import Problem
 from qualms.features.learned import Backbone, LearnedRepresentation, make_backbone
-from qualms.features.representation import Problem
 from qualms.gp.kernels import ExponentialKernel, RBFKernel, normalize_rows
 
 with contextlib.suppress(ImportError), warnings.catch_warnings():

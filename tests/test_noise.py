@@ -241,6 +241,6 @@ def test_bad_input(parameter, change):
 
 def test_joint_noise_keeps_given_variances():
     arguments = problem(np.random.default_rng(6), n=10, r=4, per=2)
-    found = joint_noise(*arguments, known={"forces": 0.2})
+    found = joint_noise(*arguments, fixed={"forces": 0.2})
     assert found["forces"] == 0.2
     assert found["energy"] > 0

@@ -21,8 +21,7 @@ from test_model_file import forge, put
 
 from qualms import AtomisticModel, InputError
 from qualms.ase import Calculator
-from qualms.features import weights
-from qualms.features.weights import find_weights, installed_folder, shipped_weights
+from qualms.features.learned import SHIPPED, find_weights, installed_folder, shipped_weights
 
 HAS_SEVENNET = find_spec("sevenn") is not None and find_spec("torch") is not None
 FEW = {"baseline": "mean", "n_representatives": 30, "n_members": 8, "n_posterior": 4, "threads": 1}
@@ -102,7 +101,7 @@ def folder(request, tmp_path, monkeypatch, bomb, frames):
         monkeypatch.syspath_prepend(planted)  # as ``python -m`` and notebooks do
     for name in NAMES:
         (planted / name).write_bytes(bomb)
-    for name, _ in weights.SHIPPED["sevennet"].values():  # not a package, only its files
+    for name, _ in SHIPPED["sevennet"].values():  # not a package, only its files
         (planted / name).parent.mkdir(parents=True)
         (planted / name).write_bytes(bomb)
     ase.io.write(tmp_path / "here" / "new.xyz", frames[:3], format="extxyz")
@@ -205,19 +204,19 @@ def installed(tmp_path, monkeypatch, marker):
     """A package called sevenn in site-packages, with weights whose digest is known."""
     site = tmp_path / "lib" / "site-packages"
     listed = {}
-    for name, (file, _) in weights.SHIPPED["sevennet"].items():
+    for name, (file, _) in SHIPPED["sevennet"].items():
         (site / file).parent.mkdir(parents=True)
         (site / file).write_text(name)
         listed[name] = (file, hashlib.sha256(name.encode()).hexdigest())
     (site / "sevenn" / "__init__.py").write_text(CODE.format(str(marker)))
-    monkeypatch.setitem(weights.SHIPPED, "sevennet", listed)
+    monkeypatch.setitem(SHIPPED, "sevennet", listed)
     monkeypatch.syspath_prepend(site)
     return site
 
 
 def test_names_are_resolved_in_the_installed_package(installed, folder, marker, monkeypatch):
     monkeypatch.syspath_prepend(installed)
-    for model in (None, *weights.SHIPPED["sevennet"]):
+    for model in (None, *SHIPPED["sevennet"]):
         for trusted in (True, False):
             path, digest = find_weights("sevennet", model, trusted=trusted)
             assert path.is_absolute()

@@ -42,8 +42,12 @@ from qualms.calibration.points import CalibrationData, FullModelData
 from qualms.errors import CalibrationError
 from qualms.gp.ensemble import Residuals, centred, ensemble_mean_std, fit_centre
 from qualms.gp.kernels import PowerKernel, normalize_rows
-from qualms.gp.linalg import whiten
-from qualms.gp.sparse_gp import fit_projected_process, leave_out, posterior_deviations
+from qualms.gp.sparse_gp import (
+    fit_projected_process,
+    leave_out,
+    posterior_deviations,
+    whiten,
+)
 from qualms.progress import Stages
 
 
@@ -158,9 +162,9 @@ def test_representatives_of_a_point_can_be_left_out_with_it(groups):
     model = fit_projected_process(Phi, y, noise)
     U = np.linalg.inv(whitening.factor)
     own = {g: U[:, groups[points] == g] for g in np.unique(groups[points])}
-    found = leave_out(model, Phi, y, groups=groups, own=own)
+    found = leave_out(model, Phi, y, groups=groups, group_columns=own)
     plain = leave_out(model, Phi, y, groups=groups)
-    np.testing.assert_allclose(found.kept, plain.residuals, rtol=1e-9)
+    np.testing.assert_allclose(found.same_basis, plain.residuals, rtol=1e-9)
     for group in np.unique(groups):
         kept, out = groups != group, groups == group
         others = points[groups[points] != group]

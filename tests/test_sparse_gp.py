@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 from qualms.errors import NumericalError, QualmsWarning
 from qualms.gp import sparse_gp as projected_process
 from qualms.gp.kernels import PowerKernel, normalize_rows
-from qualms.gp.linalg import cholesky, whiten
 from qualms.gp.sparse_gp import (
+    cholesky,
     fit_gaussian_process,
     fit_projected_process,
     leave_out,
     novelty_variance,
     posterior_variance,
+    whiten,
 )
 from qualms.gp.sums import gram_matrix
 

@@ -35,8 +35,8 @@ from qualms.atomistic.parts import take_census
 from qualms.atomistic.reference import KeyReference
 from qualms.atomistic.settings import make_settings, parse_memory
 from qualms.execution import Workers
-from qualms.gp.linalg import Whitening
 from qualms.gp.representatives import farthest_points
+from qualms.gp.sparse_gp import Whitening
 from qualms.prediction import Prediction
 from qualms.progress import Stages
 from qualms.resources import SMALL as FEW_ATOMS

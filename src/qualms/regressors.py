@@ -75,13 +75,14 @@ from qualms.gp.kernels import (
     normalize_rows,
     unit_scale,
 )
-from qualms.gp.linalg import Whitening, whiten
 from qualms.gp.representatives import cur, farthest_points
 from qualms.gp.sparse_gp import (
+    Whitening,
     leave_out,
     novelty_variance,
     novelty_without_own,
     posterior_deviations,
+    whiten,
 )
 from qualms.gp.sums import BlockSums, Draw, KeptRows, RowSums
 from qualms.prediction import Prediction
@@ -766,11 +767,17 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
 
         The representatives among these points are left out as well.
         """
-        own = self.basis_.whitening.columns_of(kept.groups, owners)
         left_out = leave_out(
-            full.process, kept.Phi, full.y, sample_weight=full.weight, groups=kept.groups, own=own
+            full.process,
+            kept.Phi,
+            full.y,
+            sample_weight=full.weight,
+            groups=kept.groups,
+            group_columns=self.basis_.whitening.columns_of(kept.groups, owners),
         )
-        predicted = (data.point_y - z * full.scale for z in (left_out.residuals, left_out.kept))
+        predicted = (
+            data.point_y - z * full.scale for z in (left_out.residuals, left_out.same_basis)
+        )
         z, of_kept = (data.y - of_points[data.inverse] for of_points in predicted)
         p, q = np.sqrt(left_out.variance)[data.inverse], novelty[data.inverse]
         drawn = self.n_posterior > 0

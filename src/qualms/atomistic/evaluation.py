@@ -36,7 +36,7 @@ from qualms.errors import CalibrationError, InputError, QualmsWarning, counted, 
 from qualms.evaluation import COMPONENT_NAMES, Evaluation, energy_factor
 from qualms.execution import Workers, as_workers
 from qualms.gp.ensemble import ensemble_mean_std, group_codes
-from qualms.gp.linalg import whiten
+from qualms.gp.sparse_gp import whiten
 from qualms.metrics import Scores, score
 from qualms.prediction import Prediction
 from qualms.progress import Stages

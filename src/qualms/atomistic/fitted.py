@@ -21,9 +21,8 @@ from qualms.calibration.methods import Calibration
 from qualms.calibration.points import CalibrationData
 from qualms.calibration.vectors import QuantityCalibration, calibrate_points
 from qualms.errors import CalibrationError
-from qualms.features.representation import Representation
-from qualms.gp.linalg import cholesky_whiten
-from qualms.gp.sparse_gp import novelty_variance, posterior_variance
+from qualms.features.base import Representation
+from qualms.gp.sparse_gp import cholesky_whiten, novelty_variance, posterior_variance
 from qualms.io.tensors import Document
 from qualms.prediction import Prediction
 

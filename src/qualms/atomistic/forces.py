@@ -1,7 +1,7 @@
 """Forces and stresses: derivatives of kernels, for training, and of the energies of all members.
 
 The kernel of an environment with a representative X is a sum of terms k = c f(x·X), each with
-features x of its own (see `qualms.features.derivatives`): the scales of SOAP with f(t) = t^ζ, for
+features x of its own (see `qualms.features.base`): the scales of SOAP with f(t) = t^ζ, for
 instance. A change of positions changes y, of which x is the normalised vector, and with it
 
     Δk = c f′(x·X) (Δy·X − (Δy·x) x·X) / |y|    for normalised features,
@@ -31,8 +31,7 @@ from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.kernel_rows import normalized, novelty_of
 from qualms.atomistic.labels import ForceLabels
 from qualms.errors import InputError, QualmsWarning
-from qualms.features.derivatives import Changes, DifferentiableFeatures, Tape
-from qualms.features.representation import Representation
+from qualms.features.base import Changes, DifferentiableFeatures, Representation, Tape
 from qualms.features.soap import REMEDY
 from qualms.gp.kernels import PowerKernel, ProductKernel, product_terms
 
@@ -144,7 +143,7 @@ class Derivatives(NamedTuple):
     """Energies (n_structures, R) without baseline, forces (n_atoms, 3, R) and perhaps virials.
 
     Of R members or representatives. Virials ∂E/∂ε (n_structures, 6, R) are in the order of
-    `qualms.features.derivatives.VOIGT`.
+    `qualms.features.base.VOIGT`.
     """
 
     energies: Float64Array

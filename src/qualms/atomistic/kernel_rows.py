@@ -19,7 +19,7 @@ import numpy as np
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.atomistic.settings import Settings
-from qualms.features.representation import structure_blocks
+from qualms.features.base import structure_blocks
 from qualms.gp.kernels import Kernel, sum_over_structures
 from qualms.gp.representatives import cur_from_kernel, farthest_points
 

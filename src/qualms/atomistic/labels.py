@@ -24,7 +24,6 @@ from qualms.atomistic.baseline import RCOND, atom_design
 from qualms.atomistic.quantities import DERIVATIVES, KINDS, TARGET, Quantity
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import (
-    VOIGT,
     FrameFiles,
     check_not_single,
     check_structures,
@@ -33,7 +32,7 @@ from qualms.atomistic.structures import (
     symbols_of,
 )
 from qualms.errors import InputError, QualmsWarning, counted, did_you_mean
-from qualms.features.representation import offsets_of
+from qualms.features.base import VOIGT, offsets_of
 from qualms.gp.ensemble import group_codes
 from qualms.io.xyz import is_prediction
 

@@ -2,7 +2,7 @@
 
 The document is validated against a schema, and every tensor against the sizes that the document
 implies, before anything is built. Nothing that the file names is imported, opened or executed here;
-weights that it names are opened later if `qualms.features.weights` allows it.
+weights that it names are opened later if `qualms.features.learned` allows it.
 """
 
 from __future__ import annotations

@@ -101,16 +101,20 @@ def _leave_all_out(model: SparseModel, settings: Settings) -> FullModelData:
     """Return the full model without each group of rows that are kept, and its representatives."""
     rows, full, kept = model.rows, model.full, model.rows.kept
     owners, whitening = _owners(model), rows.points.whitening
-    own = whitening.columns_of(kept.groups, owners)
-    found = leave_out(
-        full.process, kept.Phi, full.y, sample_weight=full.weight, groups=kept.groups, own=own
+    left_out = leave_out(
+        full.process,
+        kept.Phi,
+        full.y,
+        sample_weight=full.weight,
+        groups=kept.groups,
+        group_columns=whitening.columns_of(kept.groups, owners),
     )
     # Novelty is known for rows of the target alone; it is zero elsewhere.
     q2, n, m = np.zeros(len(kept.Phi)), len(rows.k_xx), n_leading(kept.Phi.shape[1])
     q2[:n] = novelty_without_own(kept.Phi[:n], rows.k_xx, whitening, kept.groups[:n], owners, m)
-    p, q = np.sqrt(found.variance), np.sqrt(q2)
-    data = FullModelData(found.residuals[:, 0], p, q, found.kept[:, 0]).scaled(model.scale)
-    return replace(data, has_posterior=settings.n_drawn > 0)
+    p, q = np.sqrt(left_out.variance), np.sqrt(q2)
+    data = FullModelData(left_out.residuals[:, 0], p, q, left_out.same_basis[:, 0])
+    return replace(data.scaled(model.scale), has_posterior=settings.n_drawn > 0)
 
 
 def _owners(model: SparseModel) -> IntArray:

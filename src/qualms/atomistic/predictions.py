@@ -36,7 +36,7 @@ from qualms.atomistic.reference import ReferencePotential, ReferenceValues
 from qualms.atomistic.structures import check_species, check_structures, symbols_of
 from qualms.calibration.members import member_factors
 from qualms.errors import InputError, QualmsWarning, counted
-from qualms.features.representation import BATCH, Batch, stream_features
+from qualms.features.base import BATCH, Batch, stream_features
 from qualms.prediction import Prediction
 
 #: Rounding of novelties.

@@ -35,7 +35,7 @@ from qualms.atomistic.settings import Reference, Settings
 from qualms.atomistic.structures import check_structures
 from qualms.errors import InputError, QualmsWarning
 from qualms.evaluation import ENERGIES
-from qualms.features.weights import installed_folder, shipped_weights
+from qualms.features.learned import installed_folder, shipped_weights
 from qualms.resources import find_libraries, limited
 
 #: Where known calculators are, and the arguments that are always given to them. tblite would start

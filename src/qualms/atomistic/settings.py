@@ -32,8 +32,8 @@ from qualms.atomistic.quantities import DERIVATIVES, KINDS, TARGET
 from qualms.calibration.methods import MEMBER_METHODS, MODEL_METHODS
 from qualms.errors import InputError, QualmsError, did_you_mean
 from qualms.evaluation import ENERGIES
+from qualms.features.base import RepresentationSettings
 from qualms.features.learned import Backbone, make_backbone
-from qualms.features.representation import RepresentationSettings
 from qualms.features.soap import Soap, choose_preset, make_soap
 from qualms.gp.ensemble import MIN_ABSENT
 from qualms.resources import default_threads

@@ -34,7 +34,6 @@ from scipy.spatial import cKDTree
 
 from qualms.arrays import Float64Array, IntArray
 from qualms.errors import InputError, counted
-from qualms.features.derivatives import VOIGT as VOIGT
 from qualms.io.files import check_input
 
 #: No two nuclei come this close (Å): the bond of H₂ is seven times as long.

@@ -70,9 +70,7 @@ from qualms.atomistic.structures import FrameFiles, symbols_of
 from qualms.calibration.points import CalibrationData
 from qualms.errors import InputError, QualmsWarning, counted
 from qualms.execution import AHEAD, Workers
-from qualms.features.compression import sample_size
-from qualms.features.gradients import BATCH as GRADIENTS
-from qualms.features.representation import (
+from qualms.features.base import (
     BATCH,
     BLOCK,
     SERIAL,
@@ -82,6 +80,8 @@ from qualms.features.representation import (
     stream_features,
     structure_blocks,
 )
+from qualms.features.compression import sample_size
+from qualms.features.soap_derivatives import BATCH as GRADIENTS
 from qualms.gp.ensemble import (
     MIN_ABSENT,
     N_KEPT,
@@ -95,9 +95,8 @@ from qualms.gp.ensemble import (
     with_points,
 )
 from qualms.gp.kernels import Kernel, unit_scale
-from qualms.gp.linalg import Whitening, whiten
 from qualms.gp.noise import group_means, typical_log
-from qualms.gp.sparse_gp import posterior_deviations
+from qualms.gp.sparse_gp import Whitening, posterior_deviations, whiten
 from qualms.gp.sums import BlockSums, Draw, KeptRows, RowSums, sums_size
 from qualms.progress import Stages
 from qualms.resources import limited
@@ -123,7 +122,7 @@ _SMALLEST = 250
 #: representatives must lower errors by this share at least, for each effort: predictions take twice
 #: the time, and the ratio of two errors of some thousand rows is uncertain by a few per cent.
 _PRODUCTS_OF_SIZES, _GAIN = 1e11, {"fast": 0.05, "default": 0.05, "best": 0.0}
-#: Features are float32, or with forces float64: see `qualms.gp.linalg.whiten`.
+#: Features are float32, or with forces float64: see `qualms.gp.sparse_gp.whiten`.
 _RTOL, _RTOL_OF_FORCES = 1e-6, 1e-10
 #: Representatives and rows up to which matrices are small, and one thread is the fastest.
 _SMALL, _FEW = 500, 50_000

@@ -2,7 +2,7 @@
 
 Each takes structures to scalars of atoms inside the graph of automatic differentiation, so that
 features have derivatives, in float64: predictions do not depend on the batch. Opening weights may
-run code in them: `qualms.features.weights` decides which are opened.
+run code in them: `qualms.features.learned` decides which are opened.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from ase.neighborlist import primitive_neighbor_list
 
 from qualms.arrays import Float64Array
 from qualms.errors import InputError
-from qualms.features.derivatives import VOIGT
-from qualms.features.representation import Reference, offsets_of
-from qualms.features.weights import PACKAGES, Weights
+from qualms.features.base import PACKAGES, VOIGT, Reference, offsets_of
+from qualms.features.learned import Weights
 
 #: Atoms in a forward pass: intermediate results of more do not fit in the cache.
 _ATOMS = 128

@@ -25,10 +25,9 @@ from scipy.sparse import csc_array
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.errors import InputError, counted, did_you_mean
-from qualms.features.compression import Projection, fit_projection
-from qualms.features.derivatives import DifferentiableFeatures
-from qualms.features.pseudo_species import mixing_weights
-from qualms.features.representation import (
+from qualms.features.base import (
+    PACKAGES,
+    DifferentiableFeatures,
     Dtype,
     Problem,
     Representation,
@@ -38,7 +37,7 @@ from qualms.features.representation import (
     in_box,
     offsets_of,
 )
-from qualms.features.weights import PACKAGES
+from qualms.features.compression import Projection, fit_projection, mixing_weights
 from qualms.gp.kernels import Kernel, PowerKernel, WeightedSumKernel, normalize_rows
 from qualms.io.tensors import TensorSpec
 from qualms.resources import limit_rayon
@@ -87,7 +86,7 @@ class Scale(_Frozen):
         Weight of the atom at the centre.
     pseudo_species : int, optional
         Number of combinations of elements whose densities are expanded; all elements by default.
-        Needs featomic. See `qualms.features.pseudo_species`.
+        Needs featomic. See `qualms.features.compression`.
     weight : float
         Of this scale in a sum over several.
     """
@@ -960,7 +959,7 @@ class SoapRepresentation(Representation):
     @property
     def differentiable(self) -> Sequence[DifferentiableFeatures]:
         """Features with derivatives, one for each term of the kernel; they need featomic."""
-        from qualms.features.gradients import scale_features
+        from qualms.features.soap_derivatives import scale_features
 
         return scale_features(self)
 

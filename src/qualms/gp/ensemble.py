@@ -122,7 +122,14 @@ _ROUNDED = 0.02
 
 
 def n_blocks_of(n_members: int, n_rows: int, *, free: bool) -> int:
-    """Return the number of blocks for so many members and rows, if there are enough groups."""
+    """Return the number of blocks, if there are enough groups.
+
+    Parameters
+    ----------
+    n_members, n_rows : int
+    free : bool
+        Whether members are drawn freely rather than made of blocks.
+    """
     if free or not n_members:
         return _FOLDS
     return _MANY_BLOCKS if n_rows <= _MANY_BLOCKS * FEW_ROWS else _BLOCKS
@@ -200,9 +207,15 @@ def draw_blocks(
 
 
 def with_points(draw: Draw, points: BoolArray, members: BoolArray) -> Draw:
-    """Return a draw with some points (n,) in the training sets of some members (N_R,) as well.
+    """Return a draw with some points in the training sets of some members as well.
 
-    Of each block, these points become a block of their own, which few rows make cheap.
+    Of each block, these points become a separate block, which few rows make cheap.
+
+    Parameters
+    ----------
+    draw : Draw
+    points : (n,) array of bool
+    members : (N_R,) array of bool
     """
     if draw.of_blocks is None:
         more = points[:, None] & members
@@ -291,7 +304,16 @@ def ensemble_mean_std(members: FloatArray) -> tuple[Float64Array, Float64Array]:
 def rescaled(
     members: FloatArray, factor: float | FloatArray, mean: Float64Array | None = None
 ) -> Float64Array:
-    """Scale members (…, N_R) about their mean, or the mean given, by f (…): ȳ + f (y⁽ⁱ⁾ − ȳ)."""
+    """Scale the deviations of members from their mean: ȳ + f (y⁽ⁱ⁾ − ȳ).
+
+    Parameters
+    ----------
+    members : (…, N_R) array
+    factor : float or (…) array
+        f.
+    mean : (…) array, optional
+        Instead of the mean of the members.
+    """
     values, f = np.asarray(members, dtype=np.float64), np.asarray(factor, dtype=np.float64)
     center = ensemble_mean_std(values)[0] if mean is None else mean
     return np.asarray(center[..., None] + (values - center[..., None]) * f[..., None])
@@ -421,10 +443,19 @@ def centred(
     centre: float | Float64Array,
     drawn: Float64Array,
 ) -> Float64Array:
-    """Shift members (…, S) to the prediction, and add deviations (…, K) from it: (…, S + K).
+    """Centre members on the prediction, and append posterior draws: (…, S + K).
 
-    The prediction is w(λ) = (1 − λ)·full + λ·(mean of the members), for `full` (…) and λ that
-    broadcast.
+    The prediction is w(λ) = (1 − λ)·full + λ·(mean of the members).
+
+    Parameters
+    ----------
+    members : (…, S) array
+    full : (…) array
+        Of the full model.
+    centre : float or array
+        λ, which broadcasts with `full`.
+    drawn : (…, K) array
+        Deviations of posterior draws from the prediction.
     """
     n = members.shape[-1]
     mean = members.sum(axis=-1, keepdims=True) / max(n, 1)
@@ -498,18 +529,18 @@ def fit_full_model(
     columns = np.zeros((len(next(iter(sums.sums.values()))[0].squares), T))
     columns[np.arange(T), np.arange(T)] = np.where(constant, 0.0, 1 / scale)
     targets = np.where(constant, 0.0, kept.y / scale)
-    known = {name: float(v) for name, v in noise.items() if not isinstance(v, str)}
+    fixed = {name: float(v) for name, v in noise.items() if not isinstance(v, str)}
     total = sums.total(first).combined(columns) if alone else None
-    if len(known) == len(noise):
-        variances = known
+    if len(fixed) == len(noise):
+        variances = fixed
     elif total is None:
-        variances = select_joint_noise(kept, sums, prior=unit, known=known)
+        variances = select_joint_noise(kept, sums, prior=unit, fixed=fixed)
     elif constant.all():
         # Only the scatter of replicates, if there is any, determines the noise.
         scatter = 0.0 if replicate_variance is None else replicate_variance / scale**2
         variances = {first: unit * max(float(np.mean(scatter)), 1.0)}
     else:
-        found = select_noise(
+        selection = select_noise(
             kept.Phi,
             targets,
             noise_grid(float(kept.weight.mean())),  # σ²/w is the noise of an observation
@@ -517,7 +548,7 @@ def fit_full_model(
             sums=total,
             groups=kept.groups,
         )
-        variances = {first: unit * found.noise_variance}
+        variances = {first: unit * selection.noise_variance}
     ratios = {name: variances[first] / variance for name, variance in variances.items()}
     weight = kept.weight.copy()
     for name, ratio in ratios.items():
@@ -553,9 +584,20 @@ def fit_rows(
     center: bool = True,
     groups: IntArray | None = None,
 ) -> tuple[FullModel, float]:
-    """Fit the full model of rows (N, r) with targets (N,), all in one block; and their mean.
+    """Fit the full model of rows that are all in one block; return it and the mean of the targets.
 
-    The noise variance is "loo" or given; the mean belongs to the model if it is centred.
+    Parameters
+    ----------
+    Phi : (N, r) array
+        Whitened features.
+    y : (N,) array
+        Targets.
+    noise : "loo" or float
+        Noise variance, or how it is selected.
+    center : bool
+        Whether the mean belongs to the model; it is zero otherwise.
+    groups : (N,) array of int, optional
+        Rows that are left out together.
     """
     n = len(y)
     mean = float(np.mean(y)) if center else 0.0

@@ -36,7 +36,7 @@ from qualms.arrays import (
     check_sample_weight,
 )
 from qualms.errors import InputError, NumericalError
-from qualms.gp.linalg import cholesky, cholesky_solve, cholesky_whiten
+from qualms.gp.sparse_gp import cholesky, cholesky_solve, cholesky_whiten
 from qualms.gp.sums import BlockSums, KeptRows, RowSums, sum_rows
 
 #: Rows that are left out one by one, in one product.
@@ -143,16 +143,16 @@ def _search(
 
     There is one factorisation per value. `scipy.optimize.minimize_scalar` takes half as many again.
     """
-    found: dict[int, float] = {}
+    scores: dict[int, float] = {}
 
     def score_at(i: int) -> float:
-        if i not in found:
+        if i not in scores:
             shifted = gram.copy(order="F")
             shifted.flat[:: len(shifted) + 1] += grid[i]
             L = cholesky(shifted, what="ΦᵀΦ + σ²", overwrite=True)
             basis = _Basis(lambda rows: cholesky_whiten(L, rows.T).T, np.ones((len(L), 1)))
-            found[i] = float(score(basis)[0])
-        return found[i]
+            scores[i] = float(score(basis)[0])
+        return scores[i]
 
     low, high = 0, len(grid) - 1
     while high - low > 2:
@@ -165,8 +165,8 @@ def _search(
     for neighbour in (best - 1, best + 1):
         if 0 <= neighbour < len(grid):
             score_at(neighbour)
-    tried = sorted(found)
-    return grid[tried], np.array([found[i] for i in tried])
+    tried = sorted(scores)
+    return grid[tried], np.array([scores[i] for i in tried])
 
 
 def _left_out(n: int, groups: IntArray | None, max_rows: int) -> list[IntArray]:
@@ -176,8 +176,8 @@ def _left_out(n: int, groups: IntArray | None, max_rows: int) -> list[IntArray]:
         return [rows[start : start + _BLOCK] for start in range(0, len(rows), _BLOCK)]
     codes = np.unique(groups, return_inverse=True)[1]
     members = np.split(np.argsort(codes, kind="stable"), np.cumsum(np.bincount(codes))[:-1])
-    wanted = max(round(len(members) * min(max_rows / n, 1.0)), 2)
-    return [members[i] for i in np.linspace(0, len(members) - 1, wanted).astype(np.intp)]
+    n_sets = max(round(len(members) * min(max_rows / n, 1.0)), 2)
+    return [members[i] for i in np.linspace(0, len(members) - 1, n_sets).astype(np.intp)]
 
 
 def _row_residuals(
@@ -273,6 +273,15 @@ def left_out_error(kept: KeptRows, sums: BlockSums, prior: float) -> Callable[..
 
     It is `typical_log` of the mean absolute errors of groups left out, quantity by quantity; one
     that fewer groups have counts less. Quantities of infinite variance are not learned from.
+
+    Parameters
+    ----------
+    kept : KeptRows
+        Rows that errors are computed of.
+    sums : BlockSums
+        Over all rows.
+    prior : float
+        s², in the units of the first quantity squared.
     """
     folds, groups = _folds(kept, sums), kept.groups
     tests = [[(kept.Phi[some], kept.y[some, 0]) for some in fold.rows] for fold in folds]
@@ -329,7 +338,7 @@ def select_joint_noise(
     sums: BlockSums,
     *,
     prior: float,
-    known: Mapping[str, float] | None = None,
+    fixed: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """Select the noise variance of each quantity, in the units of its targets squared.
 
@@ -341,15 +350,15 @@ def select_joint_noise(
         Over all rows.
     prior : float
         s², in the units of the first quantity squared.
-    known : mapping from quantity to float, optional
+    fixed : mapping from quantity to float, optional
         Variances that are not selected.
     """
-    known, rows, y, groups = known or {}, kept.rows, kept.y[:, 0], kept.groups
+    fixed, rows, y, groups = fixed or {}, kept.rows, kept.y[:, 0], kept.groups
     kinds = tuple(rows.values())
     units = tuple(_usual_square(y[some], groups[some]) for some in kinds)
     score = left_out_error(kept, sums, prior)
-    fixed = [
-        math.log10(known[name] / unit) if name in known else None
+    fixed_decades = [
+        math.log10(fixed[name] / unit) if name in fixed else None
         for name, unit in zip(rows, units, strict=True)
     ]
 
@@ -361,10 +370,10 @@ def select_joint_noise(
 
     def search(limit: float = np.inf) -> tuple[float, ...]:
         def total(decades: Sequence[float]) -> float:
-            found = terms(decades)
-            return float(found.sum() + _EXCESS * max(found[0] - limit, 0.0))
+            errors = terms(decades)
+            return float(errors.sum() + _EXCESS * max(errors[0] - limit, 0.0))
 
-        return _pattern_search(total, starts, fixed, highest)
+        return _pattern_search(total, starts, fixed_decades, highest)
 
     # Decades by which the mean square is larger than the usual one, if it is.
     squares = [np.mean(y[some] ** 2) for some in kinds]
@@ -374,7 +383,7 @@ def select_joint_noise(
     guess = np.array([_START] + [_START_OF_OTHERS] * (len(rows) - 1))
     starts = [np.minimum(guess + shift, highest) for shift in (0.0, beyond)]
     decades = search()
-    if fixed[0] is None:
+    if fixed_decades[0] is None:
         others = [np.inf] * (len(rows) - 1)
         alone = {decades[0] + d: terms((decades[0] + d, *others))[0] for d in _NEAR}
         energy = min(alone, key=alone.__getitem__)
@@ -382,7 +391,7 @@ def select_joint_noise(
             starts = [np.array(decades), np.array([energy, *highest[1:]])]
             decades = search(alone[energy])
     selected = {q: u * 10**d for q, u, d in zip(rows, units, decades, strict=True)}
-    return {**selected, **known}
+    return {**selected, **fixed}
 
 
 def _usual_square(y: Float64Array, groups: IntArray) -> float:
@@ -412,8 +421,8 @@ def _pattern_search(
         tuple(float(d) if f is None else f for d, f in zip(start, fixed, strict=True))
         for start in starts
     ]
-    known = {where: score(where) for where in dict.fromkeys(first)}
-    best = min(known, key=known.__getitem__)
+    scores = {where: score(where) for where in dict.fromkeys(first)}
+    best = min(scores, key=scores.__getitem__)
     free = [i for i, value in enumerate(fixed) if value is None]
     moves = [np.eye(len(best))[i] for i in free]
     if len(free) > 2:
@@ -425,8 +434,8 @@ def _pattern_search(
             for move, sign in product(moves, (-1, 1)):
                 trial = np.where(move, np.clip(best + sign * step * move, _LOWEST, highest), best)
                 where = tuple(trial.tolist())
-                if where not in known:
-                    known[where] = score(where)
-                if known[where] < known[best] - _GAIN * step:
+                if where not in scores:
+                    scores[where] = score(where)
+                if scores[where] < scores[best] - _GAIN * step:
                     best, moved = where, True
     return best

@@ -16,7 +16,7 @@ from qualms.errors import InputError, counted
 ROWS = 2048
 
 
-def as_float(X: FloatArray, name: str) -> FloatArray:
+def _as_float(X: FloatArray, name: str) -> FloatArray:
     """`X` as it is if float32 or float64, otherwise as float64."""
     array = np.asarray(X)
     if array.dtype not in (np.float32, np.float64):
@@ -34,7 +34,7 @@ def as_float(X: FloatArray, name: str) -> FloatArray:
     return array
 
 
-def check_counts(name: str, size: int, n: int, start: int = 0) -> None:
+def _check_counts(name: str, size: int, n: int, start: int = 0) -> None:
     """Reject more picks than rows, and a start that is not a row."""
     if check_integer("n", n, 1) > size:
         raise InputError(
@@ -130,8 +130,8 @@ def farthest_points(
         `n` picks, or fewer if every other row repeats a pick: a row within ``16 ε |x|`` of a pick,
         with ε the machine precision of `X`, counts as a repetition.
     """
-    X = as_float(X, "X")
-    check_counts("X", len(X), n, start)
+    X = _as_float(X, "X")
+    _check_counts("X", len(X), n, start)
     norms = np.empty(len(X))
     for begin in range(0, len(X), ROWS):
         block = X[begin : begin + ROWS].astype(np.float64)
@@ -289,8 +289,8 @@ class _Search:
             halves = _products(X, self.rows[first:last])
         else:
             parts = range(0, len(X), _GEMV_ROWS)
-            one = [_products(X[i : i + _GEMV_ROWS], self.rows[first]) for i in parts]
-            halves = np.concatenate(one)[:, None]
+            products = [_products(X[i : i + _GEMV_ROWS], self.rows[first]) for i in parts]
+            halves = np.concatenate(products)[:, None]
         np.subtract(self.half_norms[first:last], halves, out=halves)
         d2: Float64Array = norms + 2.0 * halves.min(axis=1)
         # The expansion is off by 0.3 ε √D |x|² for most data, by ten times that for constant rows
@@ -326,8 +326,8 @@ def cur(X: FloatArray, n: int) -> IntArray:
         How many rows to pick. Fewer are picked if these span all rows: singular values below
         ``sqrt(ε max(X.shape))`` of the largest of `X`, with ε that of float64, count as zero.
     """
-    X = as_float(X, "X")
-    check_counts("X", len(X), n)
+    X = _as_float(X, "X")
+    _check_counts("X", len(X), n)
     wide = len(X) < X.shape[1]
     A = X.T if wide else X
     blocks = [slice(begin, begin + ROWS) for begin in range(0, len(A), ROWS)]
@@ -344,10 +344,10 @@ def cur(X: FloatArray, n: int) -> IntArray:
 
 def cur_from_kernel(K: FloatArray, n: int) -> IntArray:
     """Pick rows by `cur` in the feature space of a kernel (n_points, n_points): K = Φ Φᵀ."""
-    K = as_float(K, "K")
+    K = _as_float(K, "K")
     if K.shape[0] != K.shape[1]:
         raise InputError(f"`K` has the shape {K.shape}; it must be a square matrix.", parameter="K")
-    check_counts("K", len(K), n)
+    _check_counts("K", len(K), n)
     of_float64 = np.finfo(K.dtype).eps / np.finfo(np.float64).eps
     return _pivots(_leading(K.astype(np.float64), n, len(K) * of_float64, "K")[1])
 
@@ -358,8 +358,8 @@ def _leading(C: Float64Array, n: int, size: float, name: str) -> tuple[Float64Ar
         raise InputError(f"`{name}` has NaN, infinite or overflowing values.", parameter=name)
     first = max(len(C) - n, 0)
     values, vectors = eigh(C, subset_by_index=(first, len(C) - 1), overwrite_a=True)
-    kept = values > np.finfo(np.float64).eps * size * max(values[-1], 0.0)
-    return values[kept], vectors[:, kept]
+    significant = values > np.finfo(np.float64).eps * size * max(values[-1], 0.0)
+    return values[significant], vectors[:, significant]
 
 
 def _pivots(U: Float64Array) -> IntArray:

@@ -2,17 +2,23 @@
 
 y = f + ε with f ~ GP(0, K) and ε ~ N(0, σ²); per-sample weights w_n mean noise of variance σ²/w_n.
 The algebra is that of Rasmussen & Williams (2006), chapters 2 and 5.
+
+In the order of the module: whitening, which turns kernel rows into features Φ of a unit prior; the
+exact process; the projected process, solved from sums over rows; the parts of its variance; its
+predictions of rows that are left out; draws from its posterior; factorisations.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from scipy.linalg import solve_triangular
+import scipy.linalg
+from scipy.linalg import lapack
 
 from qualms.arrays import (
     Float64Array,
@@ -22,8 +28,7 @@ from qualms.arrays import (
     check_noise_variance,
     check_sample_weight,
 )
-from qualms.errors import InputError
-from qualms.gp.linalg import Whitening, cholesky, cholesky_solve, cholesky_whiten
+from qualms.errors import InputError, NumericalError, QualmsWarning, counted
 from qualms.gp.sums import RowSums, sum_rows
 
 #: Rows that are left out at once.
@@ -31,6 +36,156 @@ _BLOCK = 4096
 _EPS = np.finfo(np.float64).eps
 #: A difference of variances is rounding below this share of them.
 _ROUNDING = 1e-10
+#: Prior variance that is negative beyond rounding, relative to the largest.
+_NEGATIVE = 1e-5
+#: Priority of the first of M representatives over the last, as a fraction of their variance.
+_PRIORITY = 0.01
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """A basis in which the prior of the representatives is the unit matrix.
+
+    Attributes
+    ----------
+    pivots : (r,) array of int
+        The representatives that are kept, in order of novelty, to one percent. The others are, to
+        rounding, combinations of these, so that nothing is lost with them.
+    factor : (r, r) array
+        Lower triangular L with K_MM[pivots, pivots] = L Lᵀ.
+    n_dropped : int
+        Number of the others.
+    """
+
+    pivots: IntArray
+    factor: Float64Array
+    n_dropped: int = 0
+
+    @property
+    def effective_rank(self) -> int:
+        """Number r of representatives that are kept."""
+        return len(self.pivots)
+
+    def leading(self, n: int) -> Whitening:
+        """Return the whitening by the first n pivots: its features are the first n of these."""
+        return Whitening(self.pivots[:n], self.factor[:n, :n].copy(), self.n_dropped)
+
+    def columns_of(self, groups: IntArray, owners: IntArray) -> dict[int, Float64Array]:
+        """Return the columns of L⁻¹ (r, k) of the representatives of each group that has some.
+
+        Representative m belongs to group owners[m]. If fewer than half of the representatives are
+        independent, the rank of the kernel is that of its features, and others would take their
+        places: then there are none.
+        """
+        if self.n_dropped > len(self.pivots):
+            return {}
+        chosen = np.flatnonzero(np.isin(owners, groups))
+        unit = np.zeros((len(owners), len(chosen)))
+        unit[chosen, np.arange(len(chosen))] = 1.0
+        inverse = cholesky_whiten(self.factor, unit)
+        return {int(g): inverse[:, owners[chosen] == g] for g in np.unique(owners[chosen])}
+
+    def own_share(self, Phi: FloatArray, groups: IntArray, owners: IntArray) -> Float64Array:
+        """Return what only the representatives of its group describe of each row (n, r): (n,).
+
+        Without them φ is projected on what is orthogonal to the columns U of L⁻¹ that belong to
+        them, and φφᵀ smaller by φU(UᵀU)⁻¹Uᵀφᵀ.
+
+        Parameters
+        ----------
+        Phi : (n, r) array
+        groups : (n,) array of int
+            Group of each row.
+        owners : (r,) array of int
+            Group of each representative.
+        """
+        share, order = np.zeros(len(Phi)), np.argsort(groups, kind="stable")
+        for group, U in self.columns_of(groups, owners).items():
+            rows = order[slice(*np.searchsorted(groups[order], [group, group + 1]))]
+            Q = np.linalg.qr(U)[0]
+            share[rows] = np.sum((Phi[rows] @ Q) ** 2, axis=1)
+        return share
+
+    def features(self, K_XM: FloatArray, *, overwrite: bool = False) -> FloatArray:
+        """Return the whitened features Φ = K_XM L⁻ᵀ, so that Φ Φᵀ = K_XM K_MM⁻¹ K_MX.
+
+        K_XM (n, r) is the kernel between the inputs and the kept representatives, in the order of
+        `pivots`. Overwriting it, if it is C-contiguous float64, saves an array of its size.
+        """
+        if K_XM.shape[1] != self.effective_rank:
+            raise InputError(
+                f"`K_XM` has {counted(K_XM.shape[1], 'column')}; it needs one for each of "
+                f"{counted(self.effective_rank, 'pivot')}.",
+                parameter="K_XM",
+            )
+        solved: FloatArray = scipy.linalg.solve_triangular(
+            self.factor, K_XM.T, lower=True, overwrite_b=overwrite, check_finite=False
+        ).T
+        return solved
+
+    def kernel_weights(self, w: Float64Array) -> Float64Array:
+        """Return the weights L⁻ᵀ w of the kept representatives, for w (r, …) of the features."""
+        flat = w.reshape(len(w), -1)
+        solved: Float64Array = scipy.linalg.solve_triangular(
+            self.factor, flat, lower=True, trans="T", check_finite=False
+        )
+        return solved.reshape(w.shape)
+
+
+def whiten(K_MM: FloatArray, *, rtol: float | None = None) -> Whitening:
+    """Factorise the kernel of the representatives, dropping those that are numerically null.
+
+    Cholesky with complete pivoting: at each step the representative of largest prior variance,
+    given those taken before, is next, until that variance falls below ``rtol`` times the largest
+    diagonal. Of nearly equal ones, the first is taken: normalised kernels of environments of
+    several elements are full of variances that are equal up to rounding, which would choose the
+    order, and so the members that are drawn.
+
+    Unlike jitter, pivoting does not change the representatives that are kept, and unlike an
+    eigen-decomposition it identifies those that need not be stored, in a seventh of the time. A
+    warning is issued if K_MM is not positive semi-definite beyond rounding.
+
+    Parameters
+    ----------
+    K_MM : (M, M) array
+        Symmetric; duplicate or null rows are allowed.
+    rtol : float, optional
+        M times the rounding unit of float64 by default. If the kernel rows that will be whitened
+        are float32, take about 1e-6: rounding of these rows is amplified by ``rtol ** -0.5``.
+    """
+    K_MM = np.array(K_MM, dtype=np.float64, order="F")
+    if K_MM.ndim != 2 or K_MM.shape[0] != K_MM.shape[1] or K_MM.size == 0:
+        raise InputError(
+            f"`K_MM` has the shape {K_MM.shape}; it must be a square matrix.", parameter="K_MM"
+        )
+    if not np.all(np.isfinite(K_MM)):
+        raise InputError("`K_MM` has NaN or infinite values.", parameter="K_MM")
+    diagonal = np.diag(K_MM).copy()
+    largest = float(diagonal.max())
+    if not largest > 0:
+        raise NumericalError(
+            "The kernel of the representatives vanishes: its largest diagonal element is "
+            f"{largest:.3g}. Are all features zero?"
+        )
+    rtol = len(K_MM) * np.finfo(np.float64).eps if rtol is None else rtol
+    # The factor of D K D is D L: a decreasing D changes the order of the pivots, and the threshold
+    # of those that are dropped by one percent, but not the kernel that L stands for.
+    priority = np.sqrt(np.linspace(1.0, 1.0 - _PRIORITY, len(K_MM)))
+    K_MM *= priority[:, None]
+    K_MM *= priority
+    factor, pivots, rank, _ = lapack.dpstrf(K_MM, tol=rtol * largest, lower=1, overwrite_a=1)
+    order = pivots.astype(np.intp) - 1
+    factor /= priority[order, None]
+    # Prior variance left in each dropped representative: the diagonal after the last step.
+    left = diagonal[order[rank:]] - np.sum(factor[rank:, :rank] ** 2, axis=1)
+    if left.min(initial=0.0) < -_NEGATIVE * largest:
+        warnings.warn(
+            "The kernel is not positive semi-definite; negative directions were dropped. "
+            "(The power kernel is positive semi-definite for integer exponents.)",
+            QualmsWarning,
+            stacklevel=2,
+        )
+    return Whitening(order[:rank], np.tril(factor[:rank, :rank]), len(order) - rank)
 
 
 @dataclass(frozen=True)
@@ -112,10 +267,50 @@ class ProjectedProcess:
         return p2 + novelty_variance(Phi_X, k_xx) + self.noise_variance
 
 
+def fit_projected_process(
+    Phi: FloatArray,
+    y: FloatArray,
+    noise_variance: float,
+    *,
+    sample_weight: FloatArray | None = None,
+) -> ProjectedProcess:
+    """Solve (ΦᵀΦ + σ²) w = Φᵀy: the full model.
+
+    Parameters
+    ----------
+    Phi : (N, r) array
+        Whitened features of the training inputs.
+    y : (N,) or (N, T) array
+        Observations, of zero mean in the prior.
+    noise_variance : float
+        σ² > 0.
+    sample_weight : (N,) array, optional
+        Positive; observation n has noise σ²/w_n.
+    """
+    return solve_projected_process(sum_rows(Phi, y, sample_weight), noise_variance)
+
+
+def solve_projected_process(sums: RowSums, noise_variance: float) -> ProjectedProcess:
+    """Solve (ΦᵀΦ + σ²) w = Φᵀy, given sums whose columns are the outputs."""
+    check_noise_variance(noise_variance)
+    factor = cholesky(_add_diagonal(sums.gram, noise_variance), what="ΦᵀΦ + σ²", overwrite=True)
+    return ProjectedProcess(cholesky_solve(factor, sums.moment), factor, noise_variance)
+
+
 def posterior_variance(
     Phi_X: FloatArray, factor: Float64Array, noise_variance: float
 ) -> Float64Array:
-    """Return p² = σ² φA⁻¹φᵀ of Eq. (3), given the factor of A: (n,)."""
+    """Return p² = σ² φA⁻¹φᵀ of Eq. (3), Musil et al. 2019: (n,).
+
+    Parameters
+    ----------
+    Phi_X : (n, r) array
+        Whitened features.
+    factor : (r, r) array
+        Lower Cholesky factor of A = ΦᵀΦ + σ².
+    noise_variance : float
+        σ².
+    """
     V = cholesky_whiten(factor, Phi_X.T)
     return np.asarray(noise_variance * np.einsum("ij,ij->j", V, V))
 
@@ -154,42 +349,12 @@ def novelty_without_own(
     return novelty_variance(leading, k_xx) + share
 
 
-def fit_projected_process(
-    Phi: FloatArray,
-    y: FloatArray,
-    noise_variance: float,
-    *,
-    sample_weight: FloatArray | None = None,
-) -> ProjectedProcess:
-    """Solve (ΦᵀΦ + σ²) w = Φᵀy: the full model.
-
-    Parameters
-    ----------
-    Phi : (N, r) array
-        Whitened features of the training inputs.
-    y : (N,) or (N, T) array
-        Observations, of zero mean in the prior.
-    noise_variance : float
-        σ² > 0.
-    sample_weight : (N,) array, optional
-        Positive; observation n has noise σ²/w_n.
-    """
-    return solve_projected_process(sum_rows(Phi, y, sample_weight), noise_variance)
-
-
-def solve_projected_process(sums: RowSums, noise_variance: float) -> ProjectedProcess:
-    """Solve (ΦᵀΦ + σ²) w = Φᵀy, given sums whose columns are the outputs."""
-    check_noise_variance(noise_variance)
-    factor = cholesky(_add_diagonal(sums.gram, noise_variance), what="ΦᵀΦ + σ²", overwrite=True)
-    return ProjectedProcess(cholesky_solve(factor, sums.moment), factor, noise_variance)
-
-
 class LeftOut(NamedTuple):
     """Predictions of training points by the model that lacks them."""
 
     residuals: Float64Array  #: (N, T): label minus prediction
     variance: Float64Array  #: (N,): posterior variance of the prediction, σ²φA⁻¹φᵀ
-    kept: Float64Array  #: (N, T): residuals of the model that keeps all representatives
+    same_basis: Float64Array  #: (N, T): residuals of the model that keeps all representatives
 
 
 def leave_out(
@@ -199,7 +364,7 @@ def leave_out(
     *,
     sample_weight: FloatArray | None = None,
     groups: IntArray | None = None,
-    own: Mapping[int, Float64Array] | None = None,
+    group_columns: Mapping[int, Float64Array] | None = None,
 ) -> LeftOut:
     """Predict each row by the model that lacks it, or its group, in closed form.
 
@@ -223,29 +388,30 @@ def leave_out(
     sample_weight : (N,) array, optional
     groups : (N,) array of int, optional
         Rows that are left out together; each alone, if not given.
-    own : mapping from group to (r, k) array, optional
-        Columns U of L⁻¹ of the representatives that belong to a group.
+    group_columns : mapping from group to (r, k) array, optional
+        Columns U of L⁻¹ of the representatives that belong to a group: `Whitening.columns_of`.
     """
     root = _root_weight(sample_weight, len(Phi))
     target = as_targets(y, len(Phi))
     residuals: Float64Array = np.asarray(target - Phi @ model.weights)
     if root is not None:  # rows times √w turn noise σ²/w_n into σ²
         target, residuals = target * root, residuals * root
-    kept, variance = np.empty_like(residuals), np.empty(len(Phi))
-    given = np.arange(len(Phi)) if groups is None else groups
-    labels, codes = np.unique(given, return_inverse=True)
+    same_basis, variance = np.empty_like(residuals), np.empty(len(Phi))
+    groups = np.arange(len(Phi)) if groups is None else groups
+    group_columns = group_columns or {}
+    labels, codes = np.unique(groups, return_inverse=True)
     order = np.argsort(codes, kind="stable")
     edges = np.flatnonzero(np.diff(codes[order], prepend=-1, append=len(codes)))
-    for some in _in_blocks(edges):
-        rows = order[some[0] : some[-1]]
+    for block in _in_blocks(edges):
+        rows = order[block[0] : block[-1]]
         A = Phi[rows] if root is None else Phi[rows] * root[rows]
         V = cholesky_whiten(model.factor, A.T)
-        names = labels[codes[order[some[:-1]]]].tolist()
-        columns = {name: own[name] for name in names if name in own} if own else {}
-        if len(rows) == len(some) - 1 and not columns:
+        names = labels[codes[order[block[:-1]]]].tolist()
+        columns = {name: group_columns[name] for name in names if name in group_columns}
+        if len(rows) == len(block) - 1 and not columns:
             h = np.einsum("ij,ij->j", V, V)
             slack = np.maximum(1 - h, _EPS)
-            kept[rows] = residuals[rows] = residuals[rows] / slack[:, None]
+            same_basis[rows] = residuals[rows] = residuals[rows] / slack[:, None]
             variance[rows] = h / slack
             continue
         W = (
@@ -254,27 +420,27 @@ def leave_out(
             else V
         )
         first = 0
-        for name, (begin, end) in zip(names, pairwise((some - some[0]).tolist()), strict=True):
+        for name, (begin, end) in zip(names, pairwise((block - block[0]).tolist()), strict=True):
             out, V_g = rows[begin:end], V[:, begin:end]
             values, U = np.linalg.eigh(V_g.T @ V_g)
             values = np.clip(values, 0.0, 1 - _EPS)
-            kept[out] = U @ ((U.T @ residuals[out]) / (1 - values)[:, None])
+            same_basis[out] = U @ ((U.T @ residuals[out]) / (1 - values)[:, None])
             if name in columns:
                 weights = columns[name].T @ model.weights
                 last = first + len(weights)
-                residuals[out], variance[out] = _without_own(
+                residuals[out], variance[out] = _without_representatives(
                     V_g, target[out], residuals[out], W[:, first:last], weights
                 )
                 first = last
             else:
-                residuals[out], variance[out] = kept[out], U**2 @ (values / (1 - values))
+                residuals[out], variance[out] = same_basis[out], U**2 @ (values / (1 - values))
     variance = np.maximum(variance, 0.0) * model.noise_variance
     if root is None:
-        return LeftOut(residuals, variance, kept)
-    return LeftOut(residuals / root, variance / root[:, 0] ** 2, kept / root)
+        return LeftOut(residuals, variance, same_basis)
+    return LeftOut(residuals / root, variance / root[:, 0] ** 2, same_basis / root)
 
 
-def _without_own(
+def _without_representatives(
     V: Float64Array,
     y: Float64Array,
     residuals: Float64Array,
@@ -296,23 +462,6 @@ def _without_own(
     return y + solved[:n, :T], -np.diag(solved[:n, T:])
 
 
-def posterior_deviations(
-    model: ProjectedProcess, n: int, rng: np.random.Generator, pivots: IntArray
-) -> Float64Array:
-    """Draw deviations of the weights from their posterior N(w, σ²A⁻¹): (r, n), of zero mean.
-
-    A = LLᵀ, so that σL⁻ᵀξ has this covariance. The n draws are centred; the expectation of their
-    covariance (ddof = 1) stays the same. Random numbers belong to representatives, not to their
-    places among the pivots (r,), so that an order that rounding changes matters little.
-    """
-    xi = rng.standard_normal((int(pivots.max()) + 1, n))[pivots]
-    xi -= xi.sum(axis=1, keepdims=True) / max(n, 1)
-    deviations = solve_triangular(
-        model.factor, xi, lower=True, trans="T", overwrite_b=True, check_finite=False
-    )
-    return np.asarray(deviations * model.noise_variance**0.5)
-
-
 def _in_blocks(edges: IntArray) -> Iterator[IntArray]:
     """Yield the edges of groups, whole ones, of about as many rows as are taken at once."""
     first = 0
@@ -327,6 +476,67 @@ def _root_weight(sample_weight: FloatArray | None, n: int) -> Float64Array | Non
     """Return √w (n, 1), or None where nothing is to be scaled and so nothing to be copied."""
     w = check_sample_weight(sample_weight, n)
     return None if np.all(w == 1) else np.sqrt(w)[:, None]
+
+
+def posterior_deviations(
+    model: ProjectedProcess, n: int, rng: np.random.Generator, pivots: IntArray
+) -> Float64Array:
+    """Draw deviations of the weights from their posterior N(w, σ²A⁻¹): (r, n), of zero mean.
+
+    A = LLᵀ, so that σL⁻ᵀξ has this covariance. The n draws are centred; the expectation of their
+    covariance (ddof = 1) stays the same.
+
+    Parameters
+    ----------
+    model : ProjectedProcess
+    n : int
+    rng : numpy.random.Generator
+    pivots : (r,) array of int
+        Of the whitening. Random numbers belong to representatives, not to their places among the
+        pivots, so that an order that rounding changes matters little.
+    """
+    xi = rng.standard_normal((int(pivots.max()) + 1, n))[pivots]
+    xi -= xi.sum(axis=1, keepdims=True) / max(n, 1)
+    deviations = scipy.linalg.solve_triangular(
+        model.factor, xi, lower=True, trans="T", overwrite_b=True, check_finite=False
+    )
+    return np.asarray(deviations * model.noise_variance**0.5)
+
+
+def cholesky(A: Float64Array, *, what: str, overwrite: bool = False) -> Float64Array:
+    """Return the lower Cholesky factor of a symmetric matrix, or raise a `NumericalError`.
+
+    Parameters
+    ----------
+    A : (n, n) array
+    what : str
+        Name of A in the error.
+    overwrite : bool
+        Whether A, if it is in Fortran order, may be overwritten.
+    """
+    try:
+        factor: Float64Array = scipy.linalg.cholesky(
+            A, lower=True, overwrite_a=overwrite, check_finite=False
+        )
+    except scipy.linalg.LinAlgError as error:
+        raise NumericalError(
+            f"{what} is not positive definite to rounding ({error}). "
+            "Increase noise_variance, or scale the features."
+        ) from error
+    return factor
+
+
+def cholesky_solve(factor: Float64Array, B: Float64Array) -> Float64Array:
+    """Solve A X = B for B (n, …), given the lower Cholesky factor of A."""
+    flat = B.reshape(len(B), -1)
+    solved: Float64Array = scipy.linalg.cho_solve((factor, True), flat, check_finite=False)
+    return solved.reshape(B.shape)
+
+
+def cholesky_whiten(factor: Float64Array, B: FloatArray) -> Float64Array:
+    """Solve L X = B for B (n, m), given the lower factor L of A: XᵀX = BᵀA⁻¹B, never negative."""
+    solved: Float64Array = scipy.linalg.solve_triangular(factor, B, lower=True, check_finite=False)
+    return solved
 
 
 def _add_diagonal(A: FloatArray, value: float | Float64Array) -> Float64Array:

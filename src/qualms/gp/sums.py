@@ -99,7 +99,16 @@ def sums_size(n_rows: float, r: int) -> float:
 
 
 def sum_rows(Phi: FloatArray, C: FloatArray, sample_weight: FloatArray | None = None) -> RowSums:
-    """Return the sums over rows Φ (N, r) with columns C (N, c), weighted."""
+    """Return the sums over rows.
+
+    Parameters
+    ----------
+    Phi : (N, r) array
+    C : (N, c) array
+        Columns that targets are made of.
+    sample_weight : (N,) array, optional
+        Positive; one by default.
+    """
     C = as_targets(C, len(Phi))
     weight = check_sample_weight(sample_weight, len(Phi))[:, None]
     moment = np.asarray(Phi.T @ (weight * C), dtype=np.float64)
@@ -185,7 +194,16 @@ class Draw:
     def sum_blocks(
         self, Phi: FloatArray, C: FloatArray, sample_weight: FloatArray | None = None
     ) -> dict[int, RowSums]:
-        """Return the sums over rows (n, r), with columns (n, c), in each block that has some."""
+        """Return the sums over the rows of each block that has some.
+
+        Parameters
+        ----------
+        Phi : (n, r) array
+        C : (n, c) array
+            Columns that targets are made of.
+        sample_weight : (n,) array, optional
+            Positive; one by default.
+        """
         weight = check_sample_weight(sample_weight, len(Phi))
         sums = {}
         for b in np.unique(self.block).tolist():

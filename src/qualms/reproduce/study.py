@@ -47,7 +47,7 @@ from qualms.calibration.methods import (
 )
 from qualms.calibration.points import CalibrationData, calibration_data
 from qualms.execution import Workers
-from qualms.features.representation import stream_features
+from qualms.features.base import stream_features
 from qualms.gp.ensemble import out_of_bag_prediction
 from qualms.metrics import binned_errors, log_likelihood, score_arrays
 from qualms.prediction import Prediction

@@ -1,4 +1,4 @@
-"""SOAP features and their derivatives, by featomic: `qualms.features.derivatives` for SOAP.
+"""SOAP features and their derivatives, by featomic: the `DifferentiableFeatures` of SOAP.
 
 featomic expands the density of each species α around an atom in coefficients c_αnlm. They are
 contracted here to the power spectrum p_αnα′n′l ∝ Σ_m c_αnlm c_α′n′lm, of which y = pP are the raw
@@ -32,8 +32,7 @@ from scipy.sparse import csc_array
 from scipy.spatial import cKDTree
 
 from qualms.arrays import BoolArray, Float64Array, IntArray
-from qualms.features.derivatives import VOIGT, Changes, Pulled
-from qualms.features.representation import offsets_of
+from qualms.features.base import VOIGT, Changes, Pulled, offsets_of
 from qualms.features.soap import (
     Expansion,
     FeatomicEngine,
