@@ -198,6 +198,16 @@ def test_an_interrupt_leaves_no_files(desk):
         assert contents(desk) == before
 
 
+def test_calibrations_are_compared_on_the_stored_points(desk):
+    document = qualms("info model.safetensors --calibrations --json").document
+    records = {record["method"]: record for record in document["out_of_bag"]}
+    assert {"none", "student", "sources"} <= set(records)
+    assert records["student"]["log_likelihood"] > records["none"]["log_likelihood"]
+    assert 0.5 < records["sources"]["coverage_68"] < 0.85
+    assert "within 1.96" in qualms("info model.safetensors --calibrations").out
+    assert "out_of_bag" not in qualms("info model.safetensors --json").document
+
+
 # --- predict ---
 
 

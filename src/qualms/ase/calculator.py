@@ -262,8 +262,8 @@ class ModelCalculator(UncertaintyCalculator):
             return self.model.predict([atoms], **options).structure(0)
         novelty = self._with_novelty
         request = Request(forces=forces, stress=stress, atoms=novelty, novelty=novelty)
-        with limited(self.model.threads, len(atoms)):
-            (found,) = self.model.stream([atoms], request)
+        smooth = self.model.fitted.representation.has_derivatives
+        (found,) = self.model.stream([atoms], request, smooth=smooth)
         return found.structure(0)
 
     def _of_mixture(

@@ -17,13 +17,14 @@ from qualms.atomistic.kernel_rows import Basis
 from qualms.atomistic.quantities import KINDS, TARGET
 from qualms.atomistic.settings import Settings
 from qualms.calibration.members import source_members, with_equal_members
-from qualms.calibration.methods import Calibration
+from qualms.calibration.methods import MODEL_METHODS, Calibration
 from qualms.calibration.points import CalibrationData
 from qualms.calibration.vectors import QuantityCalibration, calibrate_points
 from qualms.errors import CalibrationError
 from qualms.features.base import Representation
 from qualms.gp.sparse_gp import cholesky_whiten, novelty_variance, posterior_variance
 from qualms.io.tensors import Document
+from qualms.metrics import gaussian_log_density
 from qualms.prediction import Prediction
 
 #: Kernel rows whose variances are computed at once.
@@ -235,6 +236,27 @@ class Fitted:
                 calibrations[quantity] = calibrate_points(points, method, **n)
         settings = self.settings.model_copy(update={"calibration": method})
         return replace(self, settings=settings, calibrations=calibrations)
+
+    def compare_calibrations(self) -> list[dict[str, float | str]]:
+        """Return scores of all calibration methods on the out-of-bag points of each quantity.
+
+        The log likelihood is that of Gaussians, in the units of the quantity. Points are those that
+        the methods are fitted to.
+        """
+        records: list[dict[str, float | str]] = []
+        n = {"n_subsampled": self.settings.n_subsampled, "n_posterior": self.settings.n_drawn}
+        for quantity, points in self.points.items():
+            for method in MODEL_METHODS:
+                with suppress(CalibrationError):
+                    of = calibrate_points(points, method, **n)
+                    z, sigma = points.residuals, of.std_of(points)
+                    record: dict[str, float | str] = {"quantity": quantity, "method": method}
+                    record["log_likelihood"] = float(np.mean(gaussian_log_density(z, sigma)))
+                    for level, factor in (("68", 1.0), ("95", 1.96)):
+                        record[f"coverage_{level}"] = float(np.mean(np.abs(z) <= factor * sigma))
+                    record["parameters"] = of.calibration.describe()
+                    records.append(record)
+        return records
 
     def novelty_std(
         self, K_XM: Float64Array, prior_variance: Callable[[], Float64Array]

@@ -160,7 +160,12 @@ def _no_derivatives(n_structures: int, n_atoms: int, R: int, strain: bool) -> De
 
 
 def derivatives(
-    potential: Potential, frames: Sequence[Atoms], *, strain: bool = False, novelty: bool = False
+    potential: Potential,
+    frames: Sequence[Atoms],
+    *,
+    forces: bool = True,
+    strain: bool = False,
+    novelty: bool = False,
 ) -> PotentialValues:
     """Return energies and derivatives of structures, batch by batch of environments.
 
@@ -168,8 +173,8 @@ def derivatives(
     ----------
     potential : Potential
     frames : sequence of Atoms
-    strain : bool
-        Whether virials are computed.
+    forces, strain : bool
+        Whether forces, and virials, are computed; forces are zero otherwise.
     novelty : bool
         Whether the novelty of environments is computed.
     """
@@ -177,12 +182,18 @@ def derivatives(
     total = _no_derivatives(len(frames), n_atoms, R, strain)
     similarity, atoms = _Similarity(potential, n_atoms) if novelty else None, np.zeros((n_atoms, R))
     for term in potential:
-        for tape in term.features.tapes(frames, _GRADIENTS[: 1 + strain]):
+        for tape in term.features.tapes(frames, _GRADIENTS[: forces + strain]):
             if similarity is not None:
                 similarity.add(term, tape)
-            energies, slopes, columns = term.energy_slopes(tape)
+            if not forces:
+                products = tape.x @ term.representatives.T
+                energies = term.function.value_and_slope(products)[0] @ (term.share * term.weights)
+            else:
+                energies, slopes, columns = term.energy_slopes(tape)
             np.add.at(total.energies, tape.structures[tape.owners], energies)
             atoms[tape.atoms[tape.centers]] += energies
+            if not forces:
+                continue
             pulled = tape.pull_back(slopes, columns)
             # An atom, or structure, may come in several batches, but only once in each.
             total.forces[tape.atoms] -= pulled.positions

@@ -271,11 +271,25 @@ class AtomisticModel:
         request: Request = Request(),  # noqa: B008 — immutable
         *,
         unknown_species: str = "error",
+        smooth: bool = False,
     ) -> Iterator[StructurePrediction]:
-        """Yield predictions in chunks of structures; `frames` may be larger than memory."""
+        """Yield predictions in chunks of structures; `frames` may be larger than memory.
+
+        Parameters
+        ----------
+        frames : iterable of Atoms, or path
+        request : Request
+            What is predicted, beside the target.
+        unknown_species : {"error", "ignore"}
+            See `predict`.
+        smooth : bool
+            Whether energies come from the features that have derivatives, also without these: in
+            this process, and equal to those that come with forces.
+        """
         potential = None
         if request.derivatives:
             check_derivatives_request(self.fitted, allow_unknown=unknown_species == "ignore")
+        if request.derivatives or smooth:
             potential = self.potential
         chunks = self.chunks(frames, unknown_species=unknown_species, features=potential is None)
         for chunk in chunks:

@@ -522,7 +522,11 @@ def _by_tapes(chunk: Chunk, request: Request, potential: Potential) -> _Raw:
         some = np.flatnonzero(strained == strain)
         places = np.flatnonzero(strained[owner] == strain)
         part = derivatives(
-            potential, [frames[i] for i in some], strain=strain, novelty=request.novelty
+            potential,
+            [frames[i] for i in some],
+            forces=request.derivatives,
+            strain=strain,
+            novelty=request.novelty,
         )
         energies[some], forces[places] = part.energies, part.forces
         atoms[places] = part.atoms

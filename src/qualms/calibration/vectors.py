@@ -104,6 +104,16 @@ class QuantityCalibration:
             return None
         return np.array([self.elements.get(str(symbol), 1.0) for symbol in symbols])
 
+    def std_of(self, points: CalibrationData) -> Float64Array:
+        """Return the calibrated standard deviations of points (n,)."""
+        sigma = self.calibration.std_of(points)
+        if points.component_std is not None and points.multiplicity is not None:
+            sigma = sigma * component_share(
+                points.component_std, points.ensemble_std, self.isotropy, points.multiplicity
+            )
+        factors = None if points.element is None else self.factors(points.element)
+        return sigma if factors is None else sigma * factors
+
 
 def calibrate_points(
     points: CalibrationData, method: str, *, n_subsampled: int, n_posterior: int
