@@ -31,10 +31,12 @@ from qualms.gp.sums import BlockSums, KeptRows, sum_rows, weighted_sum
 # --- sums ---
 
 
-@pytest.mark.parametrize("n", [20, 700])  # few rows, which are kept, and many
-def test_sums_of_parts(n):
+@pytest.mark.parametrize("panel", [2, 3, 512])
+@pytest.mark.parametrize("n", [6, 20, 700])  # few rows, which are kept, and many
+def test_sums_of_parts(n, panel, monkeypatch):
+    monkeypatch.setattr("qualms.gp.sums._PANEL", panel)
     rng = np.random.default_rng(0)
-    Phi, C, w = rng.normal(size=(n, 3)), rng.normal(size=(n, 2)), rng.uniform(0.5, 2, n)
+    Phi, C, w = rng.normal(size=(n, 7)), rng.normal(size=(n, 2)), rng.uniform(0.5, 2, n)
     half = slice(0, n // 2), slice(n // 2, n)
     parts = [sum_rows(Phi[some], C[some], w[some]) for some in half]
     for whole in (parts[0] + parts[1], weighted_sum(parts, [1.0, 1.0]), sum_rows(Phi, C, w)):
@@ -42,15 +44,25 @@ def test_sums_of_parts(n):
         np.testing.assert_allclose(whole.moment, Phi.T @ np.diag(w) @ C)
         np.testing.assert_allclose(whole.squares, C.T @ np.diag(w) @ C)
         assert whole.trace == pytest.approx(np.trace(whole.gram))
-        np.testing.assert_allclose(whole.leading(2).gram, whole.gram[:2, :2])
-        np.testing.assert_allclose(whole.scaled(3.0).gram, 9 * whole.gram)
-        np.testing.assert_allclose(whole.scaled(3.0).moment, 3 * whole.moment)
+        for r in (2, 5, 7):
+            np.testing.assert_allclose(whole.leading(r).gram, whole.gram[:r, :r])
+            np.testing.assert_allclose(whole.leading(r).moment, whole.moment[:r])
     twice = weighted_sum(parts, [2.0, 0.5])
     factors = np.where(np.arange(n) < n // 2, 2.0, 0.5)
     np.testing.assert_allclose(twice.gram, Phi.T @ np.diag(factors * w) @ Phi)
     B, (some, _) = rng.normal(size=(2, 3)), half
     CB = C[some] @ B
     np.testing.assert_allclose(parts[0].combined(B).squares, CB.T @ (w[some, None] * CB))
+
+
+def test_features_are_scaled_in_place():
+    rng = np.random.default_rng(0)
+    Phi, C = rng.normal(size=(40, 3)), rng.normal(size=(40, 2))
+    sums = BlockSums({"y": [sum_rows(Phi[:2], C[:2]), sum_rows(Phi[2:], C[2:])]})
+    sums.scale(3.0)
+    np.testing.assert_allclose(sums.total("y").gram, 9 * Phi.T @ Phi)
+    np.testing.assert_allclose(sums.total("y").moment, 3 * Phi.T @ C)
+    np.testing.assert_allclose(sums.total("y").squares, C.T @ C)
 
 
 def test_features_that_are_not_finite_are_rejected():

@@ -197,7 +197,7 @@ def test_pipes_and_directories_are_no_input(desk, command):
 def test_a_signal_leaves_no_file(desk, number):
     text = Path("new.xyz").read_text()
     with Path("large.xyz").open("w") as file:
-        file.writelines([text] * 900)
+        file.writelines([text] * 450)
     before = {*os.listdir()}
     command = [*COMMAND, "predict", "model.safetensors", "large.xyz", "-o", "large.csv"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

@@ -1024,7 +1024,9 @@ def _scaled(
     scale = unit_scale(1.0, np.array([total.diagonal / len(data.y)]))
     sample = data.take(kept)
     of_target, of_others, diagonals = zip(*total.kept, strict=True)
-    Phi = np.concatenate([*of_target, *of_others]) * math.sqrt(scale)
+    Phi = np.concatenate([*of_target, *of_others])
+    total.kept.clear()  # there may be no memory for both
+    Phi *= math.sqrt(scale)
     columns, groups = _columns(sample, data.species, baseline.full, center), np.arange(len(Phi))
     of_points = np.empty(len(Phi), dtype=np.intp)
     for quantity in sample.quantities.values():
@@ -1034,13 +1036,15 @@ def _scaled(
     if problem.draws_atoms:
         of_points = _points_of(problem, kept)
     rows = {name: quantity.rows for name, quantity in sample.quantities.items()}
+    sums = BlockSums.of(total.sums, draw.n_blocks)
+    sums.scale(math.sqrt(scale))
     whitening = points.whitening
     factor = whitening.factor * math.sqrt(scale)
     novelty = np.quantile(total.novelty, _NOT_NOVEL, axis=0)
     return Rows(
         points=replace(points, whitening=replace(whitening, factor=factor)),
         scale=scale,
-        sums=BlockSums.of(total.sums, draw.n_blocks).scaled(math.sqrt(scale)),
+        sums=sums,
         kept=KeptRows(Phi, columns, rows, groups, draw.take(of_points), np.ones(len(Phi))),
         sample=sample,
         of_points=of_points,

@@ -8,7 +8,7 @@ each of which is formed once. Members of free draws, as in the paper, have sums 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,8 +29,9 @@ class RowSums:
 
     Attributes
     ----------
-    dense : (r, r) array or None
-        ΦᵀWΦ of all rows but the `few`.
+    panels : tuple of (r − a, w) arrays
+        ΦᵀWΦ of all rows but the `few`: its columns a … a + w from the diagonal down, w = 512 at a
+        time, since it is symmetric; none if all rows are few.
     few : (n, r) array
         √W Φ of some rows, which take less memory than their Gram matrix.
     moment : (r, c) array
@@ -39,7 +40,7 @@ class RowSums:
         CᵀWC.
     """
 
-    dense: Float64Array | None
+    panels: tuple[Float64Array, ...]
     few: Float64Array
     moment: Float64Array
     squares: Float64Array
@@ -48,54 +49,70 @@ class RowSums:
     def gram(self) -> Float64Array:
         """ΦᵀWΦ: (r, r)."""
         product: Float64Array = self.few.T @ self.few
-        if self.dense is not None:
-            product += self.dense
+        for k, panel in enumerate(self.panels):
+            a = k * _PANEL
+            b = a + panel.shape[1]
+            product[a:, a:b] += panel
+            product[a:b, b:] += panel[b - a :].T
         return product
 
     @property
     def trace(self) -> float:
         """Σ w |φ|², the trace of the Gram matrix."""
-        return float(np.sum(self.few**2)) + (0.0 if self.dense is None else np.trace(self.dense))
+        return float(np.sum(self.few**2) + sum(np.trace(panel) for panel in self.panels))
 
     def __add__(self, other: RowSums) -> RowSums:
         few = np.concatenate([self.few, other.few])
-        dense = self.dense if other.dense is None else other.dense
-        if self.dense is not None and other.dense is not None:
-            dense = self.dense + other.dense
+        panels = _added(self.panels, other.panels)
         moment, squares = self.moment + other.moment, self.squares + other.squares
-        return RowSums(*_compact(dense, few), moment, squares)
+        return RowSums(*_compact(panels, few), moment, squares)
 
     def combined(self, coefficients: Float64Array) -> RowSums:
         """Return the sums for targets C B, given B (c, T) or (c,) as columns."""
         B = coefficients.reshape(len(self.squares), -1)
-        return RowSums(self.dense, self.few, self.moment @ B, B.T @ self.squares @ B)
-
-    def scaled(self, factor: float) -> RowSums:
-        """Return the sums of features that are multiplied by a factor."""
-        dense = None if self.dense is None else factor**2 * self.dense
-        return RowSums(dense, factor * self.few, factor * self.moment, self.squares)
+        return RowSums(self.panels, self.few, self.moment @ B, B.T @ self.squares @ B)
 
     def leading(self, r: int) -> RowSums:
         """Return the sums of the first r features."""
-        dense = None if self.dense is None else self.dense[:r, :r]
-        return RowSums(dense, self.few[:, :r], self.moment[:r], self.squares)
+        panels = tuple(
+            panel[: r - k * _PANEL, : r - k * _PANEL]
+            for k, panel in enumerate(self.panels)
+            if k * _PANEL < r
+        )
+        return RowSums(panels, self.few[:, :r], self.moment[:r], self.squares)
+
+
+#: Columns of a Gram matrix in a panel.
+_PANEL = 512
 
 
 def _compact(
-    dense: Float64Array | None, few: Float64Array
-) -> tuple[Float64Array | None, Float64Array]:
-    """Return a Gram matrix with the product of rows (n, r) added, unless these are few."""
+    panels: tuple[Float64Array, ...], few: Float64Array
+) -> tuple[tuple[Float64Array, ...], Float64Array]:
+    """Return panels of a Gram matrix with the product of rows (n, r) added, unless few."""
     if len(few) <= min(FEW_ROWS, few.shape[1]):
-        return dense, few
-    product: Float64Array = few.T @ few
-    if dense is not None:
-        product += dense
-    return product, few[:0]
+        return panels, few
+    return _added(panels, _panels(few)), few[:0]
+
+
+def _added(
+    some: tuple[Float64Array, ...], others: tuple[Float64Array, ...]
+) -> tuple[Float64Array, ...]:
+    """Return the sum of two Gram matrices, of which one may have no rows."""
+    if not (some and others):
+        return some or others
+    return tuple(a + b for a, b in zip(some, others, strict=True))
+
+
+def _panels(Phi: FloatArray) -> tuple[Float64Array, ...]:
+    """Return the panels of ΦᵀΦ for rows (n, r)."""
+    starts = range(0, Phi.shape[1], _PANEL)
+    return tuple(np.asarray(Phi[:, a:].T @ Phi[:, a : a + _PANEL], np.float64) for a in starts)
 
 
 def sums_size(n_rows: float, r: int) -> float:
     """Return the bytes of the sums over so many rows with r features."""
-    return 8.0 * r * (n_rows if n_rows <= min(FEW_ROWS, r) else r)
+    return 8.0 * r * (n_rows if n_rows <= min(FEW_ROWS, r) else min((r + _PANEL) / 2, r))
 
 
 def sum_rows(Phi: FloatArray, C: FloatArray, sample_weight: FloatArray | None = None) -> RowSums:
@@ -113,27 +130,20 @@ def sum_rows(Phi: FloatArray, C: FloatArray, sample_weight: FloatArray | None = 
     weight = check_sample_weight(sample_weight, len(Phi))[:, None]
     moment = np.asarray(Phi.T @ (weight * C), dtype=np.float64)
     squares = C.T @ (weight * C)
-    if len(Phi) > min(FEW_ROWS, Phi.shape[1]):
-        return RowSums(
-            gram_matrix(Phi, sample_weight), np.empty((0, Phi.shape[1])), moment, squares
-        )
-    few = np.asarray(Phi * np.sqrt(weight), dtype=np.float64)
-    _check_finite(few)
-    return RowSums(None, few, moment, squares)
-
-
-def gram_matrix(Phi: FloatArray, sample_weight: FloatArray | None = None) -> Float64Array:
-    """Return Φᵀ diag(w) Φ in float64: (r, r). A copy of all of Φ might not fit beside it."""
-    root = np.sqrt(check_sample_weight(sample_weight, len(Phi)))[:, None]
-    if np.all(root == 1):
-        gram: Float64Array = np.asarray(Phi.T @ Phi, dtype=np.float64)
-    else:
-        gram = np.zeros((Phi.shape[1], Phi.shape[1]))
+    panels: tuple[Float64Array, ...] = ()
+    few = np.empty((0, Phi.shape[1]))
+    if len(Phi) <= min(FEW_ROWS, Phi.shape[1]):
+        few = np.asarray(Phi * np.sqrt(weight), dtype=np.float64)
+    elif np.all(weight == 1):
+        panels = _panels(Phi)
+    else:  # a copy of all rows might not fit beside them
         for start in range(0, len(Phi), _BLOCK):
-            block = Phi[start : start + _BLOCK] * root[start : start + _BLOCK]
-            gram += block.T @ block
-    _check_finite(gram)
-    return gram
+            rows = slice(start, start + _BLOCK)
+            product = _panels(Phi[rows] * np.sqrt(weight[rows]))
+            panels = _added(panels, product)
+    for values in (few, *panels):
+        _check_finite(values)
+    return RowSums(panels, few, moment, squares)
 
 
 def _check_finite(values: Float64Array) -> None:
@@ -154,11 +164,15 @@ def weighted_sum(parts: Sequence[RowSums], weights: Sequence[float]) -> RowSums:
         return result
 
     pairs = list(zip(weights, parts, strict=True))
-    dense = total((w, part.dense) for w, part in pairs if part.dense is not None)
+    n_panels = max(len(part.panels) for part in parts)
+    panels = [
+        total((w, part.panels[k]) for w, part in pairs if part.panels) for k in range(n_panels)
+    ]
     few = np.concatenate([w**0.5 * part.few for w, part in pairs])
     moment, squares = (total((w, getattr(p, name)) for w, p in pairs) for name in SUMS)
     assert moment is not None
     assert squares is not None
+    dense = tuple(panel for panel in panels if panel is not None)
     return RowSums(*_compact(dense, few), moment, squares)
 
 
@@ -227,7 +241,7 @@ class BlockSums:
         """Return the sums of so many blocks; those that are not given have no rows."""
         some = next(iter(next(iter(sums.values())).values()))
         r, c = some.moment.shape
-        nothing = RowSums(None, np.empty((0, r)), np.zeros((r, c)), np.zeros((c, c)))
+        nothing = RowSums((), np.empty((0, r)), np.zeros((r, c)), np.zeros((c, c)))
         return cls({k: [v.get(b, nothing) for b in range(n_blocks)] for k, v in sums.items()})
 
     @property
@@ -252,16 +266,18 @@ class BlockSums:
         parts = [self.sums[name][b] for name, b in pairs]
         return weighted_sum(parts, [ratios[name] * times[b] for name, b in pairs])
 
-    def scaled(self, factor: float) -> BlockSums:
-        """Return the sums of features that are multiplied by a factor."""
-        return self._each(lambda sums: sums.scaled(factor))
+    def scale(self, factor: float) -> None:
+        """Multiply all features by a factor, in place: there may be no memory for a copy."""
+        for of_blocks in self.sums.values():
+            for sums in of_blocks:
+                for array in (sums.few, sums.moment):
+                    array *= factor
+                for panel in sums.panels:
+                    panel *= factor**2
 
     def leading(self, r: int) -> BlockSums:
         """Return the sums of the first r features."""
-        return self._each(lambda sums: sums.leading(r))
-
-    def _each(self, change: Callable[[RowSums], RowSums]) -> BlockSums:
-        return replace(self, sums={k: [change(s) for s in v] for k, v in self.sums.items()})
+        return BlockSums({k: [s.leading(r) for s in v] for k, v in self.sums.items()})
 
 
 @dataclass(frozen=True)
