@@ -481,7 +481,9 @@ class Calculator(ModelCalculator):
     - ``stress_uncertainty`` (6,), ``stress_ensemble`` (6, N_R): calibrated, eV/Å³, with the stress.
       In ``atoms.info`` the latter has 6 N_R numbers, member by member;
     - ``energy_uncertainty_gradient`` (n, 3) and ``energy_uncertainty_stress`` (6,): derivatives of
-      ``energy_uncertainty``, eV/Å and eV/Å³.
+      ``energy_uncertainty``, eV/Å and eV/Å³;
+    - ``novelty`` (n,), ``extrapolates`` and ``extrapolation_reason``, of an `AtomisticModel`: see
+      `qualms.atomistic.predictions`. They are computed once one of them was requested.
 
     Forces are computed only if they are requested. Copies share the model.
 

@@ -230,9 +230,9 @@ class Settings(BaseModel):
     effort: Literal["fast", "default", "best"] = _model(
         "default",
         '{"fast", "default", "best"}',
-        "Time that limits a number of representatives that is chosen: about 30 s, 2 min or 15 min "
-        "of training on two cores, beside the features. Twice the number must lower the error by "
-        "5 % at least, unless the effort is ``best``.",
+        "Limits a number of representatives that is chosen: at most 1000, 3000 or 10,000, and five "
+        "per label, within ``memory``. The number is halved while that raises the out-of-bag error "
+        "by less than 5 %, or not at all if the effort is ``best``.",
     )
     selection: Literal["fps", "cur", "random"] = _model(
         "fps", '{"fps", "cur", "random"}', "Method that selects representative environments."
