@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scipy.spatial.transform import Rotation
 from threadpoolctl import threadpool_limits
 
-from qualms.atomistic.kernel_rows import Basis, select_representatives
+from qualms.atomistic.kernel_rows import Basis, select_representatives, structure_novelty
 from qualms.atomistic.settings import make_settings
 from qualms.features.base import (
     Problem,
@@ -642,8 +642,9 @@ def test_kernel_rows_are_averages_and_novelty_is_the_distance_to_the_nearest(dty
     X = scaling * normalize_rows(rng.gamma(0.5, size=(30, 6)))
     Y, offsets = X[:9].astype(dtype), np.array([0, 7, 8, 19, 30])
     X, own = X.astype(dtype), [np.arange(7), np.arange(7, 8), np.arange(8, 9), np.arange(0)]
-    kernel, novelty = PowerKernel(2.0), np.full((4, 2), np.nan)
+    kernel, novelty = PowerKernel(2.0), np.full(30, np.nan)
     rows = Basis(kernel, Y, 3.0, False).rows(X, offsets, novelty=novelty, own=own)
+    of_structures = structure_novelty(novelty, offsets)
     K = (X.astype(float) @ Y.astype(float).T) ** 2
     similarity = K / scaling**4
     for s, (a, b) in enumerate(itertools.pairwise(offsets)):
@@ -651,11 +652,12 @@ def test_kernel_rows_are_averages_and_novelty_is_the_distance_to_the_nearest(dty
         part = similarity[a:b].copy()
         part[:, own[s]] = 0.0
         each = np.clip(1 - part.max(axis=1), 0, 1)
-        np.testing.assert_allclose(novelty[s], (each.max(), each.mean()), atol=1e-5)
+        np.testing.assert_allclose(novelty[a:b], each, atol=1e-5)
+        np.testing.assert_allclose(of_structures[s], (each.max(), each.mean()), atol=1e-5)
     by_atom = Basis(kernel, Y, 3.0, True)
-    np.testing.assert_allclose(by_atom.rows(X, offsets), 3.0 * K, atol=1e-5)
+    np.testing.assert_allclose(by_atom.rows(X, offsets, novelty=novelty), 3.0 * K, atol=1e-5)
+    np.testing.assert_allclose(novelty, np.clip(1 - similarity.max(axis=1), 0, 1), atol=1e-5)
     np.testing.assert_allclose(by_atom.environment_rows(X), 3.0 * K, atol=1e-5)
-    np.testing.assert_allclose(by_atom.novelty(X), 1 - similarity.max(axis=1), atol=1e-5)
     np.testing.assert_allclose(by_atom.prior_variance(X, offsets), 3 * scaling**4, rtol=1e-5)
 
 

@@ -1,15 +1,18 @@
 """Model files: what is read is what was saved, and invalid files are rejected."""
 
+import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
-from atomistic_fixtures import ENERGY, SMALL, make_model, same_predictions
+from atomistic_fixtures import ENERGY, SMALL, labelled_alloys, make_model, same_predictions
 from checks import metadata_of
 from pydantic import BaseModel, ConfigDict
 
 from qualms import AtomisticModel
 from qualms.atomistic.model_file import FORMAT, PROTOCOL
+from qualms.data import qm9
 from qualms.io.tensors import StorageError, read_tensors, write_tensors
 
 ATOMS = dict.fromkeys("HCNOF", -1.0)
@@ -209,3 +212,24 @@ FORGERIES = {
 def test_inconsistent_parts(saved, tmp_path, name):
     forge(saved, tmp_path / "model.safetensors", FORGERIES[name])
     is_rejected(tmp_path / "model.safetensors")
+
+
+# --- files of earlier versions ---
+
+
+@pytest.mark.parametrize("version", range(10, PROTOCOL + 1))
+def test_stored_models_are_read_and_predict_the_same(version):
+    """Every version from 10 on is read by all later ones."""
+    folder = Path(__file__).parent / "stored"
+    expected = json.loads((folder / f"predictions-{version}.json").read_text())
+    energies = AtomisticModel.load(folder / f"energies-{version}.safetensors", threads=1)
+    found = energies.predict(qm9(n=65)[60:])
+    atol = 1e-5 * np.min(expected["energies"]["std"])
+    np.testing.assert_allclose(found.mean, expected["energies"]["mean"], rtol=0, atol=atol)
+    np.testing.assert_allclose(found.std, expected["energies"]["std"], rtol=1e-5)
+    forces = AtomisticModel.load(folder / f"forces-{version}.safetensors", threads=1)
+    new = forces.predict(labelled_alloys(27)[24:], forces=True, stress=True)
+    np.testing.assert_allclose(new.forces.mean, expected["forces"]["mean"], atol=1e-6)
+    np.testing.assert_allclose(new.forces.std, expected["forces"]["std"], rtol=1e-4, atol=1e-9)
+    np.testing.assert_allclose(new.stress.std, expected["forces"]["stress"], rtol=1e-4, atol=1e-9)
+    assert energies.fitted.with_calibration("student").calibration.method == "student"
