@@ -182,7 +182,7 @@ def derivatives(
     total = _no_derivatives(len(frames), n_atoms, R, strain)
     similarity, atoms = _Similarity(potential, n_atoms) if novelty else None, np.zeros((n_atoms, R))
     for term in potential:
-        for tape in term.features.tapes(frames, _GRADIENTS[: forces + strain]):
+        for tape in term.features.tapes(frames, _GRADIENTS[: int(forces) + int(strain)]):
             if similarity is not None:
                 similarity.add(term, tape)
             if not forces:
