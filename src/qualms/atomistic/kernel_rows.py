@@ -72,14 +72,17 @@ class Basis:
             block, local = features[begin:end], offsets[first : last + 1] - begin
             K = self.kernel(block, self.representatives)
             if novelty is not None:
-                similarity = self._normalized(K, block)
+                similarity, removed = self._normalized(K, block), []
                 if own is not None:
-                    similarity = similarity.copy()
                     for s, (a, b) in enumerate(pairwise(local), first):
-                        similarity[a:b, own[s]] = 0.0
+                        if len(own[s]):
+                            removed.append((a, b, own[s], similarity[a:b, own[s]]))
+                            similarity[a:b, own[s]] = 0.0
                 each = [novelty_of(similarity[:, i:j]) for i, j in pairwise(edges)]
                 of_sizes = np.minimum.accumulate(each, axis=0).T
                 novelty[begin:end] = of_sizes.reshape(novelty[begin:end].shape)
+                for a, b, columns, values in removed:  # it may be K itself
+                    similarity[a:b, columns] = values
             if self.per_atom:
                 rows[begin:end] = K
             else:

@@ -108,8 +108,8 @@ _NOT_NOVEL = 0.99
 #: Streams of random numbers: the sample that a compression is fitted to, the selection of
 #: representatives, posterior members, blocks, and rows that are kept.
 _SAMPLE_STREAM, _SELECTION_STREAM, _POSTERIOR_STREAM, _BLOCK_STREAM, _KEPT_STREAM = 1, 3, 4, 7, 8
-#: Environments of a part from which representatives are selected, at least.
-_PART = 50_000
+#: Bytes of the features of a part from which representatives are selected, at least.
+_PART = 2e9
 #: Rows whose sums are computed in a task, with so many representatives or more, and at a time in
 #: it: sending the sums takes much less time than computing them.
 _ROWS, _LARGE, _CHUNK = 16_384, 5000, 4096
@@ -436,7 +436,8 @@ def memory_needed(
         compressing,
         batch + (features + picking if cached and n_parts == 1 else features + selecting),
         features + joining + picking + 3 * square,
-        features + sums + kept + summing + (0.0 if cached else batch),
+        2 * features + square,  # sorted by block, and freed block by block as sums grow
+        max(features, sums) + kept + summing + (0.0 if cached else batch),
         solving,
     )
     return MemoryNeeded(
@@ -630,8 +631,8 @@ def part_size(settings: Settings, data: TrainingSet) -> int:
 
     Few parts have many features in memory, many parts many candidates: √(nM) is the best for both.
     """
-    M = settings.n_selected
-    return max(int(math.sqrt(data.n_environments * M)), 2 * M, _PART)
+    M, width = settings.n_selected, settings.features.itemsize * n_features(settings, data)[0]
+    return max(int(math.sqrt(data.n_environments * M)), 2 * M, int(_PART / width))
 
 
 def select_points(
@@ -651,12 +652,13 @@ def select_points(
     with stages.stage("Features", data.n_environments) as advance:
         count = _counter(advance)
         task = replace(features, count=count).shared(workers)
-        keep = problem.cached or alone
         for part, (some, X) in zip(
-            parts, workers.map(candidates, parts, settings, task, alone, keep), strict=True
+            parts,
+            workers.map(candidates, parts, settings, task, alone, problem.cached),
+            strict=True,
         ):
             found.append(some)
-            if problem.cached:
+            if problem.cached and X is not None:
                 features.cache.append(X)
             if workers.executor is not None:
                 count(part.n_environments)
@@ -668,7 +670,7 @@ def select_points(
 
 def candidates(
     part: TrainingSet, settings: Settings, features: Features, alone: bool, keep: bool
-) -> tuple[Environments, FloatArray]:
+) -> tuple[Environments, FloatArray | None]:
     """Return candidates of a part: representatives selected in it, or all if there are no others.
 
     Features of all environments are returned as well, if they are to be kept.
@@ -685,7 +687,7 @@ def candidates(
         rng = np.random.default_rng([settings.seed, _SELECTION_STREAM, int(part.source[0])])
         kernel = features.representation.kernel
         found = found.take(select_representatives(X, kernel, settings, rng))
-    return found, X if keep else X[:0]
+    return found, X if keep else None
 
 
 def _centers(part: TrainingSet) -> list[IntArray]:
@@ -921,11 +923,13 @@ def sum_rows(
     n_parts = math.ceil(edges[-1] / rows_of_task(r))
     pieces = np.split(order, np.searchsorted(edges, edges[-1] * np.arange(1, n_parts) / n_parts))
     cache = _Cache(data, features.cache)
-    parts = (
+    parts = [
         RowPart(data.take(some), draw.take(_points_of(problem, some)), kept[some], cache.take(some))
         for some in pieces
         if len(some)
-    )
+    ]
+    features.cache.clear()  # those of a part are freed when its rows are summed
+    del cache
     total: PartSums | None = None
     with stages.stage("Kernel rows", data.n_environments) as advance:
         count = _counter(advance)
@@ -943,13 +947,14 @@ def sum_rows(
         if workers.executor is not None:
             remote = replace(task.features, count=_count_nothing)
             shared = workers.share(replace(task, features=remote))
-        for found in workers.map(sum_part, parts, shared):
+        waiting = iter(parts)
+        del parts
+        for found in workers.map(sum_part, waiting, shared):
             total = found if total is None else total.add(found)
             if workers.executor is not None:
                 advance(int(data.environments[order[: len(total.novelty)]].sum()))
     assert total is not None, "there are structures"
     stop_workers()
-    features.cache.clear()
     return _scaled(problem, points, draw, baseline, total, order[kept[order]], center, sizes)
 
 

@@ -293,7 +293,9 @@ def fit_projected_process(
 def solve_projected_process(sums: RowSums, noise_variance: float) -> ProjectedProcess:
     """Solve (ΦᵀΦ + σ²) w = Φᵀy, given sums whose columns are the outputs."""
     check_noise_variance(noise_variance)
-    factor = cholesky(_add_diagonal(sums.gram, noise_variance), what="ΦᵀΦ + σ²", overwrite=True)
+    A = sums.gram.T  # a new symmetric array; in Fortran order LAPACK can overwrite it
+    A[np.diag_indices_from(A)] += noise_variance
+    factor = cholesky(A, what="ΦᵀΦ + σ²", overwrite=True)
     return ProjectedProcess(cholesky_solve(factor, sums.moment), factor, noise_variance)
 
 

@@ -47,14 +47,17 @@ class RowSums:
 
     @property
     def gram(self) -> Float64Array:
-        """ΦᵀWΦ: (r, r)."""
-        product: Float64Array = self.few.T @ self.few
+        """ΦᵀWΦ: (r, r), a new array."""
+        r = self.few.shape[1]
+        gram = np.empty((r, r)) if self.panels else np.zeros((r, r))
         for k, panel in enumerate(self.panels):
             a = k * _PANEL
             b = a + panel.shape[1]
-            product[a:, a:b] += panel
-            product[a:b, b:] += panel[b - a :].T
-        return product
+            gram[a:, a:b] = panel
+            gram[a:b, b:] = panel[b - a :].T
+        if len(self.few):
+            gram += self.few.T @ self.few
+        return gram
 
     @property
     def trace(self) -> float:
