@@ -9,6 +9,7 @@ import warnings
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -62,10 +63,6 @@ def slow_at_first(part):
     return listed(part)
 
 
-def name_of(part):
-    return str(part.first)
-
-
 def killed_once(part, shared=0.0):
     if part.first == 15 and part.note("killed"):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -102,9 +99,7 @@ def add(a, b):
 
 def total(workers, function, parts, *shared, on_done=None):
     """Sum over all parts."""
-    options = {"key": lambda part: 0, "on_done": on_done}
-    [(_, result)] = workers.reduce(function, add, parts, *shared, **options)
-    return result
+    return reduce(add, workers.map(function, parts, *shared, on_done=on_done))
 
 
 # --- executors ---
@@ -172,13 +167,6 @@ def test_sums_do_not_depend_on_the_workers(workers):
         result = total(workers, values, parts_of(n), on_done=done.append)
         np.testing.assert_array_equal(result, total(Workers(), values, parts_of(n)))
         assert done == parts_of(n)
-
-
-def test_sums_of_a_key_are_added_up_in_order(workers):
-    sums = workers.reduce(
-        name_of, lambda a, b: f"({a}{b})", parts_of(7, 1), key=lambda part: part.first // 5
-    )
-    assert list(sums) == [(0, "((((01)2)3)4)"), (1, "(56)")]
 
 
 def test_warnings_are_issued_here(workers):

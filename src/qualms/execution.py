@@ -1,8 +1,8 @@
 """Tasks on workers: in this process, or by an executor of `concurrent.futures`.
 
-Structures are divided into parts, and a task is a function of one part. Results come, and sums are
-added up, in the order of the parts, so that they do not depend on the number of workers. Dask is
-used by the executor of its client.
+Structures are divided into parts, and a task is a function of one part. Results come in the order
+of the parts, so that sums of them do not depend on the number of workers. Dask is used by the
+executor of its client.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -142,25 +140,6 @@ class Workers:
         finally:
             for _, future in pending:
                 future.cancel()
-
-    def reduce(
-        self,
-        function: Callable[..., Result],
-        add: Callable[[Result, Result], Result],
-        parts: Iterable[Part],
-        *shared: Any,
-        key: Callable[[Part], int],
-        on_done: Callable[[Part], object] | None = None,
-    ) -> Iterator[tuple[int, Result]]:
-        """Yield each key, and the sum of ``function(part, *shared)`` over its parts.
-
-        Parts of a key follow each other. This process adds them up, in order, as they arrive.
-        """
-        parts = list(parts)
-        results = self.map(function, parts, *shared, on_done=on_done)
-        pairs = zip(map(key, parts), results, strict=True)
-        for name, group in groupby(pairs, key=itemgetter(0)):
-            yield name, reduce(add, map(itemgetter(1), group))
 
 
 def as_workers(executor: Executor | Any | None, threads: int = 1) -> Workers:

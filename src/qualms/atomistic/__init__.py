@@ -1,6 +1,7 @@
 """Atomistic models: structures in, properties with calibrated uncertainties out."""
 
 from qualms.atomistic.model import AtomisticModel
+from qualms.atomistic.predictions import StructurePrediction
 from qualms.atomistic.structures import FrameFiles
 from qualms.features.soap import Compression, RadialScaling, Scale, Soap, make_soap
 
@@ -11,5 +12,6 @@ __all__ = [
     "RadialScaling",
     "Scale",
     "Soap",
+    "StructurePrediction",
     "make_soap",
 ]

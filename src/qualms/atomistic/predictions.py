@@ -36,7 +36,7 @@ from qualms.atomistic.reference import ReferencePotential, ReferenceValues
 from qualms.atomistic.structures import check_species, check_structures, symbols_of
 from qualms.calibration.members import member_factors
 from qualms.errors import InputError, QualmsWarning, counted
-from qualms.features.base import BATCH, Batch, stream_features
+from qualms.features.base import BATCH, Batch, offsets_of, stream_features
 from qualms.prediction import Prediction
 
 #: Rounding of novelties.
@@ -166,10 +166,18 @@ class StructurePrediction(Prediction):
         """Whether each structure is an extrapolation."""
         return np.array([bool(reason) for reason in self.reasons])
 
-    @property
+    @cached_property
     def is_solid(self) -> BoolArray:
         """Whether the cell of each structure has a volume."""
         return np.array([atoms.cell.rank == 3 for atoms in self.parts.frames])
+
+    @cached_property
+    def _places(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Where atoms, environments and stresses of each structure begin: (n + 1,) each."""
+        frames, centers = self.parts.frames, self.parts.centers or []
+        sizes = [len(a) for a in frames], [len(c) for c in centers], self.is_solid.astype(int)
+        of_atoms, of_centers, of_stress = (offsets_of(n) for n in sizes)
+        return of_atoms, of_centers, of_stress
 
     def __getitem__(self, index: Any) -> Prediction:
         """Return one structure, with all that was predicted; or the target of several."""
@@ -181,10 +189,10 @@ class StructurePrediction(Prediction):
         """Return the prediction of one structure."""
         parts = self.parts
         s = range(len(parts.frames))[index]
-        first = sum(len(atoms) for atoms in parts.frames[:s])
-        here, stress, solid = slice(first, first + len(parts.frames[s])), None, self.is_solid
-        if parts.stress is not None and solid[s]:
-            stress = parts.stress[int(solid[:s].sum())]
+        of_atoms, of_centers, of_stress = self._places
+        here, stress = slice(of_atoms[s], of_atoms[s + 1]), None
+        if parts.stress is not None and self.is_solid[s]:
+            stress = parts.stress[of_stress[s]]
         one = Parts(
             frames=parts.frames[s : s + 1],
             centers=None if parts.centers is None else parts.centers[s : s + 1],
@@ -197,8 +205,7 @@ class StructurePrediction(Prediction):
         )
         rows: Any = s
         if parts.centers is not None and self.is_atomic:
-            begin = sum(len(c) for c in parts.centers[:s])
-            rows = slice(begin, begin + len(parts.centers[s]))
+            rows = slice(of_centers[s], of_centers[s + 1])
         return StructurePrediction(self.energy[rows], one, is_atomic=self.is_atomic)
 
     @staticmethod
