@@ -229,8 +229,12 @@ class TrainingSet:
     @property
     def environments_of_frames(self) -> Iterator[tuple[Atoms, IntArray]]:
         """Structures, and their atoms whose environments are needed."""
-        centers = [np.arange(n) for n in self.sizes] if self.centers is None else self.centers
-        return zip(self.frames, centers, strict=True)
+        return zip(self.frames, self.all_centers, strict=True)
+
+    @property
+    def all_centers(self) -> list[IntArray]:
+        """Atoms of each structure whose environments are needed."""
+        return [np.arange(n) for n in self.sizes] if self.centers is None else self.centers
 
 
 def _ranges(offsets: IntArray, some: IntArray) -> IntArray:

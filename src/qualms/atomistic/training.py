@@ -109,7 +109,7 @@ _NOT_NOVEL = 0.99
 #: representatives, posterior members, blocks, and rows that are kept.
 _SAMPLE_STREAM, _SELECTION_STREAM, _POSTERIOR_STREAM, _BLOCK_STREAM, _KEPT_STREAM = 1, 3, 4, 7, 8
 #: Bytes of the features of a part from which representatives are selected, at least.
-_PART = 2e9
+_PART = 4e8
 #: Rows whose sums are computed in a task, with so many representatives or more, and at a time in
 #: it: sending the sums takes much less time than computing them.
 _ROWS, _LARGE, _CHUNK = 16_384, 5000, 4096
@@ -676,8 +676,8 @@ def candidates(
     Features of all environments are returned as well, if they are to be kept.
     """
     X = features.array(part)
-    centers = (chosen for _, chosen in zip(part.sizes, _centers(part), strict=True))
-    origins = np.stack([np.repeat(part.source, part.environments), np.concatenate([*centers])], 1)
+    atoms = np.concatenate(part.all_centers)
+    origins = np.stack([np.repeat(part.source, part.environments), atoms], 1)
     groups = np.repeat(part.groups, part.environments)
     found = Environments(origins.astype(np.int64), groups, X)
     if not alone:
@@ -688,10 +688,6 @@ def candidates(
         kernel = features.representation.kernel
         found = found.take(select_representatives(X, kernel, settings, rng))
     return found, X if keep else None
-
-
-def _centers(part: TrainingSet) -> list[IntArray]:
-    return [np.arange(n) for n in part.sizes] if part.centers is None else part.centers
 
 
 def whitened_points(
