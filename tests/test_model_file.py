@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from qualms import AtomisticModel
 from qualms.atomistic.model_file import FORMAT, PROTOCOL
 from qualms.data import qm9
+from qualms.errors import CalibrationError
 from qualms.io.tensors import StorageError, read_tensors, write_tensors
 
 ATOMS = dict.fromkeys("HCNOF", -1.0)
@@ -233,3 +235,13 @@ def test_stored_models_are_read_and_predict_the_same(version):
     np.testing.assert_allclose(new.forces.std, expected["forces"]["std"], rtol=1e-4, atol=1e-9)
     np.testing.assert_allclose(new.stress.std, expected["forces"]["stress"], rtol=1e-4, atol=1e-9)
     assert energies.fitted.with_calibration("student").calibration.method == "student"
+
+
+def test_other_calibrations_need_points(molecules):
+    """A method that cannot be fitted is an error, and never a model without a calibration."""
+    model = make_model(n_representatives=30).fit(molecules[:60])
+    other = model.fitted.with_calibration("auto")
+    assert other.settings.calibration == other.calibration.method != "auto"
+    assert model.fitted.with_calibration(None).calibration.method == "none"
+    with pytest.raises(CalibrationError):
+        replace(model.fitted, points={}).with_calibration("student")

@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import RLock
@@ -48,6 +49,7 @@ from qualms.atomistic.reference import KeyReference
 from qualms.calibration.members import calibrated_members, source_members
 from qualms.calibration.methods import Calibration
 from qualms.errors import (
+    CalibrationError,
     InputError,
     QualmsWarning,
     UncertaintyError,
@@ -390,7 +392,9 @@ class MemberCalculator(ModelCalculator):
             calibration = fitted.calibration_of("forces") or calibration
             f = calibration.typical_factor(n)
             if f is None:
-                student = fitted.with_calibration("student").calibration_of("forces")
+                student = None
+                with suppress(CalibrationError):
+                    student = fitted.with_calibration("student").calibration_of("forces")
                 f = 1.0 if student is None else student.typical_factor(n)
         if f is None:
             return None

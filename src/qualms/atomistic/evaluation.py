@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -181,9 +182,10 @@ def evaluate(
     others = {}
     if validation is not None:
         others = _predict(predictor, validation, unknown_species, skip_failed)
-    calibrations = {
-        method: model.fitted.with_calibration(method).calibrations for method in MODEL_METHODS
-    }
+    calibrations = {}
+    for method in MODEL_METHODS:
+        with suppress(CalibrationError):
+            calibrations[method] = model.fitted.with_calibration(method).calibrations
     return {
         name: _evaluate(model, frames, name, test[name], others.get(name), calibrations, units, per)
         for name in test
@@ -338,7 +340,7 @@ def _evaluate(
             if method != "none":
                 scores[f"{method} (out-of-bag)"] = scored(test.prediction)
         elif method != "none" and name in model.fitted.points:
-            of = calibrations[method].get(name)
+            of = calibrations.get(method, {}).get(name)
             if of is not None:
                 scores[f"{method} (out-of-bag)"] = scored(Prediction(test.apply(of)))
     if name not in model.fitted.calibrations:

@@ -16,6 +16,7 @@ from qualms.atomistic.baseline import Baseline
 from qualms.atomistic.kernel_rows import Basis
 from qualms.atomistic.quantities import KINDS, TARGET
 from qualms.atomistic.settings import Settings
+from qualms.calibration.choice import fit_best
 from qualms.calibration.members import source_members, with_equal_members
 from qualms.calibration.methods import MODEL_METHODS, Calibration
 from qualms.calibration.points import CalibrationData
@@ -224,17 +225,28 @@ class Fitted:
         options = {"novelty_std": novelty_std, "isotropy": isotropy, "factors": of_elements}
         return raw.calibrated(self._calibrations[quantity], of.conformal, **options)
 
-    def with_calibration(self, method: str) -> Fitted:
+    def with_calibration(self, method: str | None) -> Fitted:
         """Return the model with another calibration method, fitted to the out-of-bag points.
 
-        Quantities to which it cannot be fitted have none.
+        "auto" is chosen by the points of the target. A `CalibrationError` is raised if the method
+        cannot be fitted to these; other quantities to which it cannot be fitted have none.
         """
+        name = "none" if method is None else method
+        if TARGET not in self.points:
+            raise CalibrationError(
+                "The model has no out-of-bag points, to which a calibration could be fitted."
+            )
+        if name == "auto":
+            name = fit_best(self.points[TARGET], MODEL_METHODS).method
         calibrations = {}
         n = {"n_subsampled": self.settings.n_subsampled, "n_posterior": self.settings.n_drawn}
         for quantity, points in self.points.items():
-            with suppress(CalibrationError):
-                calibrations[quantity] = calibrate_points(points, method, **n)
-        settings = self.settings.model_copy(update={"calibration": method})
+            try:
+                calibrations[quantity] = calibrate_points(points, name, **n)
+            except CalibrationError:
+                if quantity == TARGET:
+                    raise
+        settings = self.settings.model_copy(update={"calibration": name})
         return replace(self, settings=settings, calibrations=calibrations)
 
     def compare_calibrations(self) -> list[dict[str, float | str]]:

@@ -457,6 +457,11 @@ def structures_of(frames: _Structures) -> Iterable[Atoms]:
     if isinstance(frames, (str, PathLike)):
         return iter_frames(frames)
     check_not_single(frames)
+    if not isinstance(frames, Iterable):
+        raise InputError(
+            f"`frames` is {frames!r}; it must be a list of structures, or the path of a file.",
+            parameter="frames",
+        )
     return frames
 
 

@@ -248,7 +248,12 @@ def _pooled(quantity: Quantity, std: Float64Array) -> Float64Array:
 
 
 def calibrate_quantities(
-    found: Mapping[str, OutOfBagRows], settings: Settings, centre: float, source: IntArray
+    found: Mapping[str, OutOfBagRows],
+    settings: Settings,
+    centre: float,
+    source: IntArray,
+    *,
+    is_constant: bool,
 ) -> tuple[dict[str, CalibrationData], dict[str, QuantityCalibration], str]:
     """Return out-of-bag points and calibration of each quantity, and the method.
 
@@ -276,7 +281,7 @@ def calibrate_quantities(
                     _warn(f"{name}: {error} The factor that calibrates energies is used.")
             continue
         try:
-            if np.ptp(of.quantity.y) == 0:
+            if is_constant:
                 raise _ConstantTargetError
             points[name] = collect_points(name, of, centre, source)
             if method == "auto":

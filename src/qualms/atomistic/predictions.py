@@ -127,7 +127,9 @@ class StructurePrediction(Prediction):
 
     @property
     def stress(self) -> Prediction:
-        """Stresses of all structures."""
+        """Stresses of all structures that have a volume."""
+        if self.parts.stress is None and not self.is_solid.any():
+            raise AttributeError("The cell has no volume, so that there is no stress.")
         stress: Prediction = _asked("stress", self.parts.stress)
         return stress
 

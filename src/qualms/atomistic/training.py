@@ -772,7 +772,7 @@ class PartSums:
 
     sums: dict[str, dict[int, RowSums]]  #: by quantity and block
     diagonal: float  #: sum of the diagonal of the kernel, over the rows of the target
-    novelty: Float64Array  #: (n_structures, n_sizes, 2)
+    novelty: list[Float64Array]  #: (n_structures, n_sizes, 2): of several chunks
     #: rows of the target, of its derivatives, and diagonal, of structures that are kept
     kept: list[tuple[Float64Array, Float64Array, Float64Array]]
 
@@ -783,8 +783,8 @@ class PartSums:
             mine = sums.setdefault(name, {})
             for b, some in of_blocks.items():
                 mine[b] = mine[b] + some if b in mine else some
-        novelty = np.concatenate([self.novelty, other.novelty])
-        return PartSums(sums, self.diagonal + other.diagonal, novelty, self.kept + other.kept)
+        diagonal, novelty = self.diagonal + other.diagonal, self.novelty + other.novelty
+        return PartSums(sums, diagonal, novelty, self.kept + other.kept)
 
 
 def sum_part(part: RowPart, task: RowTask) -> PartSums:
@@ -821,7 +821,7 @@ def _sum_chunk(part: RowPart, task: RowTask) -> PartSums:
             chosen[quantity.rows] = part.kept[quantity.structure]
         of_target = chosen[:n]
         kept.append((Phi[:n][of_target], Phi[n:][chosen[n:]], diagonal[of_target]))
-    return PartSums(sums, float(diagonal.sum()), novelty, kept)
+    return PartSums(sums, float(diagonal.sum()), [novelty], kept)
 
 
 def _columns(
@@ -943,12 +943,12 @@ def sum_rows(
         if workers.executor is not None:
             remote = replace(task.features, count=_count_nothing)
             shared = workers.share(replace(task, features=remote))
-        waiting = iter(parts)
+        waiting, n_environments = iter(parts), iter([p.data.n_environments for p in parts])
         del parts
         for found in workers.map(sum_part, waiting, shared):
             total = found if total is None else total.add(found)
             if workers.executor is not None:
-                advance(int(data.environments[order[: len(total.novelty)]].sum()))
+                count(next(n_environments))
     assert total is not None, "there are structures"
     stop_workers()
     return _scaled(problem, points, draw, baseline, total, order[kept[order]], center, sizes)
@@ -1027,6 +1027,7 @@ def _scaled(
     of_target, of_others, diagonals = zip(*total.kept, strict=True)
     Phi = np.concatenate([*of_target, *of_others])
     total.kept.clear()  # there may be no memory for both
+    del of_target, of_others
     Phi *= math.sqrt(scale)
     columns, groups = _columns(sample, data.species, baseline.full, center), np.arange(len(Phi))
     of_points = np.empty(len(Phi), dtype=np.intp)
@@ -1041,7 +1042,7 @@ def _scaled(
     sums.scale(math.sqrt(scale))
     whitening = points.whitening
     factor = whitening.factor * math.sqrt(scale)
-    novelty = np.quantile(total.novelty, _NOT_NOVEL, axis=0)
+    novelty = np.quantile(np.concatenate(total.novelty), _NOT_NOVEL, axis=0)
     return Rows(
         points=replace(points, whitening=replace(whitening, factor=factor)),
         scale=scale,
@@ -1179,7 +1180,9 @@ def calibrate(
     with stages.stage("Calibration"), _few_threads(problem.data.n_rows, r):
         found = predict_out_of_bag(model, settings, ensemble.members)
         centre = choose_centre(found, settings)
-        points, calibrations, method = calibrate_quantities(found, settings, centre, sample.source)
+        points, calibrations, method = calibrate_quantities(
+            found, settings, centre, sample.source, is_constant=np.ptp(problem.data.y) == 0
+        )
         check_labels(found, sample.copies, sample.source, per_atom=sample.per_atom)
     settings = settings.model_copy(update={"calibration": method})
     whitening, environments = rows.points.whitening, rows.points.environments

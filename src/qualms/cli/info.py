@@ -31,7 +31,7 @@ def info(
         document["out_of_bag"] = records
         rows = [
             [
-                f"{record['quantity']}, {record['method']}",
+                f"{loaded.settings.keys[str(record['quantity'])]}, {record['method']}",
                 f"{record['log_likelihood']:.3f}",
                 f"{record['coverage_68']:.1%}",
                 f"{record['coverage_95']:.1%}",
@@ -40,5 +40,7 @@ def info(
             for record in records
         ]
         headers = ["calibration", "log likelihood", "within σ", "within 1.96 σ", "parameters"]
-        parts.append(Table(headers, rows))
+        parts.append(
+            Table(headers, rows) if rows else "The model has no out-of-bag points to compare on."
+        )
     Terminal(quiet=quiet, as_json=as_json).result(loaded.summary(), *parts, document=document)
