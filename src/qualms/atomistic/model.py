@@ -26,6 +26,7 @@ from qualms.atomistic.predictions import (
     centers_of,
     check_derivatives_request,
     predict_chunk,
+    reference_values,
     stream_chunks,
 )
 from qualms.atomistic.quantities import TARGET
@@ -240,7 +241,7 @@ class AtomisticModel:
         for chunk in self.chunks(frames, unknown_species=unknown_species):
             mean = self.fitted.mean(chunk.rows(), chunk.design) * chunk.factors
             if self.reference is not None:
-                mean = mean + self.reference.evaluate(chunk.known).energies
+                mean = mean + reference_values(chunk, Request(), self.reference).energies
             means.append(mean)
         return np.concatenate(means)
 
@@ -260,7 +261,7 @@ class AtomisticModel:
             rows = chunk.rows()
             mean = self.fitted.pp_mean(rows, chunk.design) * chunk.factors
             if self.reference is not None:
-                mean = mean + self.reference.evaluate(chunk.known).energies
+                mean = mean + reference_values(chunk, Request(), self.reference).energies
             means.append(mean)
             stds.append(variance.std(rows, chunk.prior_variance()) * chunk.factors)
         return np.concatenate(means), np.concatenate(stds)

@@ -464,7 +464,7 @@ def predict_chunk(
         atom_novelty = [raw.novelty[a:b] / limit for a, b in edges]
     target, process = learned, raw.process
     if reference is not None:
-        values = _reference_values(chunk, request, reference)
+        values = reference_values(chunk, request, reference)
         target = learned + values.energies
         if process is not None:
             process = process + np.stack([values.energies / sizes, 0 * sizes, 0 * sizes])
@@ -487,9 +487,10 @@ def predict_chunk(
     return StructurePrediction(target, parts, is_atomic=fitted.per_atom)
 
 
-def _reference_values(
+def reference_values(
     chunk: Chunk, request: Request, reference: ReferencePotential
 ) -> ReferenceValues:
+    """Return values of the reference potential; errors name structures by their numbers."""
     indices = range(chunk.first, chunk.first + len(chunk.frames))
     return reference.evaluate(
         chunk.known, forces=request.derivatives, stress=request.stress, indices=indices

@@ -531,7 +531,7 @@ class Features:
         return X
 
     def shared(self, workers: Workers) -> Any:
-        """Return what tasks are given: without the cache, and workers cannot count here."""
+        """Share the features with workers, without the cache and the progress of this process."""
         if workers.executor is None:
             return self
         return workers.share(replace(self, cache=[], count=_count_nothing))
@@ -599,7 +599,7 @@ class Environments:
     features: FloatArray  #: (n, d)
 
     def take(self, some: IntArray) -> Environments:
-        """Return some of them."""
+        """Return the environments with these indices."""
         return Environments(self.origins[some], self.groups[some], self.features[some])
 
     @classmethod
@@ -738,7 +738,7 @@ class Rows:
         return replace(self, **parts)
 
     def with_draw(self, draw: Draw) -> Rows:
-        """Return the same rows with other members."""
+        """Return a copy with other members."""
         return replace(self, kept=replace(self.kept, draw=draw.take(self.of_points)))
 
 
@@ -1130,7 +1130,7 @@ def fit_nested(rows: Rows, problem: TrainingProblem, stages: Stages) -> SparseMo
 
 
 def _size_limit(problem: TrainingProblem, r: int) -> str:
-    """Return what limits the number of representatives that is chosen."""
+    """Return the limit of the number of representatives that is chosen."""
     if problem.size_limit and r < 0.9 * problem.settings.n_selected:  # many were dropped
         return "their linear dependence"
     return problem.size_limit
