@@ -7,8 +7,8 @@ from ase.calculators.emt import EMT
 from ase.calculators.morse import MorsePotential
 
 from qualms import AtomisticModel
-from qualms.atomistic import training
-from qualms.atomistic.parts import take_census
+from qualms.atomistic import census, passes, training
+from qualms.atomistic.census import take_census
 from qualms.data import qm9
 from qualms.execution import Workers
 from qualms.progress import Stages
@@ -112,8 +112,7 @@ def make_force_model(**settings):
 
 def problem_of(frames, settings, groups=None):
     """The training problem of some structures."""
-    census = take_census(frames, settings, groups)
-    return training.resolve(settings, census, Workers(), 1)
+    return training.resolve(settings, take_census(frames, settings, groups), Workers(), 1)
 
 
 def membership(frames, model, groups=None):
@@ -126,9 +125,17 @@ def rows_of(problem):
     """Kernel rows of a problem, and its baseline."""
     workers, stages = Workers(), Stages()
     draw, baseline = training.draw_members(problem)
-    features = training.fit_features(problem, workers, stages)
-    points = training.select_points(problem, features, workers, stages)
-    return training.sum_rows(problem, features, points, draw, baseline, workers, stages), baseline
+    features = passes.fit_features(problem, stages)
+    points, cache = passes.select_points(problem, features, workers, stages)
+    options = cache, workers, stages
+    return passes.sum_rows(problem, features, points, draw, baseline, *options), baseline
+
+
+def set_constant(monkeypatch, name, value):
+    """Set a constant of the training in each module that has it."""
+    for module in (census, passes, training):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, value)
 
 
 def copies(frames):

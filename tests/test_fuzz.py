@@ -221,7 +221,7 @@ def use_ensemble(calibration, path, output):
 
 
 def use_frames(path, model):
-    from qualms.atomistic.parts import take_census
+    from qualms.atomistic.census import take_census
     from qualms.atomistic.structures import read_frames
 
     frames = read_frames(path)

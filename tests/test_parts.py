@@ -21,24 +21,25 @@ from atomistic_fixtures import (
     make_model,
     problem_of,
     rows_of,
+    set_constant,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qualms.atomistic import FrameFiles, parts, training
-from qualms.atomistic.parts import take_census
+from qualms.atomistic import FrameFiles, training
+from qualms.atomistic.census import take_census
 from qualms.errors import InputError, QualmsWarning
 from qualms.execution import Workers
 from qualms.gp.representatives import farthest_points
 
 #: Parts and blocks so small that there are several of each.
-FEW = {"_SCANNED": 13, "_ROWS": 40, "_CHUNK": 11}
+FEW = {"SCANNED": 13, "ROWS": 40, "CHUNK": 11}
 
 
 @pytest.fixture
 def small_parts(monkeypatch):
     for name, value in FEW.items():
-        monkeypatch.setattr(parts if hasattr(parts, name) else training, name, value)
+        set_constant(monkeypatch, name, value)
 
 
 def written(path, frames):
@@ -87,8 +88,7 @@ def test_the_model_does_not_depend_on_the_number_of_parts(
     ase.io.write(tmp_path / "train.xyz", frames, columns=None)
     whole = model().fit(frames)
     for name, value in FEW.items():
-        module = parts if hasattr(parts, name) else training
-        monkeypatch.setattr(module, name, value)
+        set_constant(monkeypatch, name, value)
     files = model().fit(FrameFiles.open([tmp_path / "train.xyz"]))
     same(whole, files, new, forces=kind == "forces")
     assert whole.fitted.training_novelty == pytest.approx(files.fitted.training_novelty, rel=1e-4)
@@ -105,7 +105,7 @@ def test_the_model_does_not_depend_on_the_number_of_parts(
 def test_digests_do_not_depend_on_parts(molecules, monkeypatch):
     whole = take_census(molecules[:60], make_model().settings)
     with ThreadPoolExecutor(1) as executor:
-        monkeypatch.setattr(parts, "_SCANNED", 7)
+        set_constant(monkeypatch, "SCANNED", 7)
         some = take_census(molecules[:60], make_model().settings, workers=Workers(executor))
     assert whole.digest == some.digest
     np.testing.assert_array_equal(whole.data.y, some.data.y)
@@ -316,7 +316,7 @@ def test_reference_potentials_of_parts(small_parts, tmp_path):
 
 
 def test_rows_of_rare_quantities_are_kept(small_parts, monkeypatch, alloys):
-    monkeypatch.setattr(training, "N_KEPT", 20)
+    set_constant(monkeypatch, "N_KEPT", 20)
     frames = copies(alloys)
     for atoms in frames[6:]:
         del atoms.arrays["force"]

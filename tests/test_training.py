@@ -23,15 +23,16 @@ from atomistic_fixtures import (
     reference_values,
     rows_of,
     same_predictions,
+    set_constant,
 )
 from checks import rejects
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from qualms import AtomisticModel, InputError, QualmsWarning, resources, score
-from qualms.atomistic import training
+from qualms.atomistic import passes, training
+from qualms.atomistic.census import take_census
 from qualms.atomistic.evaluation import evaluate
 from qualms.atomistic.forces import kernel_terms
-from qualms.atomistic.parts import take_census
 from qualms.atomistic.reference import KeyReference
 from qualms.atomistic.settings import make_settings, parse_memory
 from qualms.execution import Workers
@@ -147,7 +148,7 @@ def test_out_of_bag_points_are_predicted_by_the_other_members(molecules):
 
 
 def test_points_do_not_depend_on_the_number_of_representatives(molecules, monkeypatch):
-    monkeypatch.setattr(training, "N_KEPT", 50)
+    set_constant(monkeypatch, "N_KEPT", 50)
     few, many = (
         make_model(n_representatives=n).fit(molecules[:120]).out_of_bag["energy"] for n in (20, 200)
     )
@@ -292,7 +293,7 @@ def test_the_compression_sees_every_pair_of_elements(molecules):
     rare = next(a for a in molecules if 9 in a.numbers)
     data = take_census([*plain, rare], make_settings({"target": ENERGY})).data
     for seed in range(5):
-        sample = training.random_sample(data, np.random.default_rng(seed))
+        sample = passes.random_sample(data, np.random.default_rng(seed))
         assert len(plain) in sample  # the last one
         assert len(np.unique(sample)) == len(sample)
 
@@ -344,7 +345,7 @@ def test_a_target_that_is_linear_in_the_composition_is_exact(molecules):
 def test_insufficient_data_are_rejected_before_the_work(
     molecules, monkeypatch, n, settings, parameter
 ):
-    monkeypatch.setattr(training, "stream_features", None)
+    monkeypatch.setattr(passes, "stream_features", None)
     monkeypatch.setattr(training, "fit_features", None)
     groups = settings.pop("groups", None)
     with rejects(parameter):
@@ -366,7 +367,7 @@ def chains(n, wave, seed=0):
 
 
 def test_models_with_the_first_representatives_are_nested(monkeypatch):
-    monkeypatch.setattr(training, "_SMALLEST", 10)
+    set_constant(monkeypatch, "SMALLEST", 10)
     given = {"target": "energy", "forces": "force", "stress": "virtual", "representation": SMOOTH}
     settings = make_settings(given | {"n_representatives": "auto"})
     problem = problem_of(labelled_alloys(12), settings)
@@ -377,13 +378,13 @@ def test_models_with_the_first_representatives_are_nested(monkeypatch):
     draw, _ = training.draw_members(problem)
     for r in sizes:
         # The same representatives, whitened anew.
-        features = training.fit_features(problem, workers, stages)
+        features = passes.fit_features(problem, stages)
         some = rows.points.environments.take(np.arange(r))
         X = some.features.astype(np.float64)
-        factor = np.linalg.cholesky(features.representation.kernel(X, X))
-        first = training.Representatives(some, Whitening(np.arange(r), factor))
+        factor = np.linalg.cholesky(features.kernel(X, X))
+        first = passes.Representatives(some, Whitening(np.arange(r), factor))
         alone = replace(problem, size_limit="")
-        explicit = training.sum_rows(alone, features, first, draw, baseline, workers, stages)
+        explicit = passes.sum_rows(alone, features, first, draw, baseline, [], workers, stages)
         nested = rows.leading(r)
         size = np.abs(explicit.kept.Phi).max()
         np.testing.assert_allclose(nested.kept.Phi, explicit.kept.Phi, atol=1e-5 * size)
@@ -398,7 +399,7 @@ def test_models_with_the_first_representatives_are_nested(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:The training set has too few compositions")
 def test_more_representatives_are_chosen_where_the_target_varies_fast(monkeypatch, tmp_path):
-    monkeypatch.setattr(training, "_SMALLEST", 8)
+    set_constant(monkeypatch, "SMALLEST", 8)
     soap, chosen = {"cutoff": 5.0, "n_radial": 6, "l_max": 2}, []
     for wave in (0.5, 8.0):
         model = make_model("energy", n_representatives="auto", representation=soap)
@@ -426,7 +427,7 @@ def test_effort_memory_and_data_limit_the_number_of_representatives(molecules, m
         return problem.settings.n_selected, problem.size_limit
 
     assert chosen() == (5 * len(molecules), "the number of labels")
-    monkeypatch.setattr(training, "_PER_LABEL", 1000)
+    set_constant(monkeypatch, "PER_LABEL", 1000)
     assert chosen(20)[1] == "the number of environments"
     limits = [chosen(effort=effort) for effort in ("fast", "default")]
     assert [size for size, _ in limits] == sorted({size for size, _ in limits})
@@ -474,8 +475,7 @@ def test_recomputed_features_give_the_same_model(molecules, monkeypatch, selecti
     train, new = molecules[:60], molecules[160:]
     resolve, models = training.resolve, []
     for cached, size in ((True, 10**6), (False, 10**6), (True, 300), (False, 300)):
-        monkeypatch.setattr(training, "_PART", 0)
-        monkeypatch.setattr(training, "part_size", lambda *_, size=size: size)
+        set_constant(monkeypatch, "part_size", lambda *_, size=size: size)
         monkeypatch.setattr(
             training, "resolve", lambda *a, c=cached: replace(resolve(*a), cached=c)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
 from functools import partial
@@ -52,6 +53,11 @@ class UncertaintyError(QualmsError, RuntimeError):
 
 class QualmsWarning(UserWarning):
     """A result was returned, but the user must know about something."""
+
+
+def warn(message: str) -> None:
+    """Issue a `QualmsWarning` of the function that calls this one."""
+    warnings.warn(message, QualmsWarning, stacklevel=3)
 
 
 def unknown_choice(parameter: str, value: object, choices: Iterable[str]) -> InputError:

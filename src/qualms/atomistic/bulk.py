@@ -20,9 +20,8 @@ from ase import Atoms
 
 from qualms.arrays import Float64Array
 from qualms.atomistic.model import AtomisticModel
-from qualms.atomistic.parts import Part, numbered
 from qualms.atomistic.predictions import Request, StructurePrediction, force_norm
-from qualms.atomistic.structures import FrameFiles
+from qualms.atomistic.structures import FrameFiles, Part, numbered
 from qualms.evaluation import energy_factor, per_atom_units
 from qualms.execution import Workers
 from qualms.io.files import check_input

@@ -17,13 +17,12 @@ from ase.data import chemical_symbols
 from qualms.arrays import BoolArray, Float64Array, IntArray, StrArray
 from qualms.atomistic.labels import find_forces, find_stresses, labelled
 from qualms.atomistic.model import AtomisticModel
-from qualms.atomistic.out_of_bag import not_zero_by_symmetry
-from qualms.atomistic.parts import Part, divided
 from qualms.atomistic.predictions import Request, StructurePrediction
 from qualms.atomistic.quantities import KINDS, TARGET
 from qualms.atomistic.reference import ReferencePotential
 from qualms.atomistic.settings import Settings
-from qualms.atomistic.structures import check_structures, symbols_of
+from qualms.atomistic.structures import Part, check_structures, divided, symbols_of
+from qualms.atomistic.training import not_zero_by_symmetry
 from qualms.calibration.members import calibrated_members
 from qualms.calibration.methods import MODEL_METHODS, STD_METHODS, fit_calibration
 from qualms.calibration.points import calibration_data

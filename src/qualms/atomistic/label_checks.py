@@ -30,7 +30,7 @@ import numpy as np
 from ase import Atoms
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
-from qualms.atomistic.labels import TrainingSet
+from qualms.atomistic.census import TrainingSet
 from qualms.atomistic.settings import Settings
 from qualms.errors import QualmsWarning, counted
 from qualms.gp.ensemble import fit_rows

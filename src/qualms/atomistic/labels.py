@@ -9,549 +9,32 @@ so do values that a model predicted: see `qualms.io.xyz`.
 
 from __future__ import annotations
 
-import warnings
+import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 from ase import Atoms
 
-from qualms.arrays import BoolArray, Float64Array, IntArray, joined_groups
-from qualms.atomistic.baseline import RCOND, atom_design
-from qualms.atomistic.quantities import DERIVATIVES, KINDS, TARGET, Quantity
-from qualms.atomistic.settings import Settings
+from qualms.arrays import BoolArray, Float64Array, IntArray
 from qualms.atomistic.structures import (
-    FrameFiles,
-    check_not_single,
-    check_structures,
-    data_hashes,
-    fingerprints,
     symbols_of,
 )
-from qualms.errors import InputError, QualmsWarning, counted, did_you_mean
+from qualms.errors import InputError, did_you_mean, warn
 from qualms.features.base import VOIGT, offsets_of
-from qualms.gp.ensemble import group_codes
 from qualms.io.xyz import is_prediction
-
-if TYPE_CHECKING:
-    from qualms.atomistic.reference import ReferencePotential
-
-#: Charge and spin of a structure: keys and values that are not the default. See `state_of`.
-State = tuple[tuple[str, float | str], ...]
-#: Keys of charges and spins in ``atoms.info`` (MACE, tblite, ORCA, FHI-aims, PySCF, …), in lower
-#: case and without blanks, and what stands for none.
-CHARGES = {"charge": 0.0, "total_charge": 0.0, "net_charge": 0.0}
-SPINS = {
-    "spin": 0.0,
-    "total_spin": 0.0,
-    "uhf": 0.0,
-    "fixed_spin_moment": 0.0,
-    "mult": 1.0,
-    "multiplicity": 1.0,
-    "spin_multiplicity": 1.0,
-}
-_DEFAULTS = CHARGES | SPINS | {"initial_charges": 0.0, "initial_magmoms": 0.0}
 
 #: How data sets tag the isolated atoms that energies are counted from, in lower case.
 ISOLATED = ("isolated_atom", "isolatedatom")
 #: A matrix whose halves differ by more than this, relative to its largest number, is no stress.
 _SYMMETRY = 1e-3
-#: Differences from a reference potential vary more than energies from this factor on, unless that
-#: is rounding, relative to the largest energy.
-_WORSE, _ROUNDING = 1.5, 1e-10
-#: Stream of random numbers that select the atoms whose forces are learned.
-_FORCES_STREAM = 6
-#: Largest label: weights and variances are still finite.
-_LARGEST = 1e40
 _RESULTS = "calc.results"
 _FORCES = "three numbers for each atom"
 _PER_ATOM = "It is an array of atoms: use `kind='atomic'`."
 _PER_STRUCTURE = "It is a number per structure, and `kind='atomic'` is for values of atoms."
-
-
-# --- the rows of the linear problem ---------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TrainingSet:
-    """Labelled structures: all of a training set, or a part of it.
-
-    A row of the target is a structure, or an atom if the target is atomic.
-    """
-
-    per_atom: bool  #: whether the target is atomic
-    frames: Sequence[Atoms]  #: structures with labels, perhaps in files; empty if they are not read
-    source: IntArray  #: (n,): their numbers among the structures given
-    sizes: IntArray  #: (n,): atoms
-    numbers: IntArray  #: (Σ sizes,): atomic numbers
-    volumes: Float64Array  #: (n,): of cells; zero without
-    #: atoms of each structure whose environments are needed: those with labels, or None for all
-    centers: list[IntArray] | None
-    y: Float64Array  #: (N,): labels of the target
-    derivatives: ForceLabels | None  #: forces and virials by structure
-    #: (n,): structures that are in or out of a subsample together; duplicates always are
-    groups: IntArray
-    copies: IntArray  #: (n,): the same number for duplicates
-
-    @cached_property
-    def environments(self) -> IntArray:
-        """Environments of each structure that are needed: (n,)."""
-        if self.centers is None:
-            return self.sizes
-        return np.array([len(chosen) for chosen in self.centers], dtype=np.intp)
-
-    @cached_property
-    def offsets(self) -> IntArray:
-        """Environments of structure s are ``offsets[s]:offsets[s + 1]``."""
-        return offsets_of(self.environments)
-
-    @property
-    def n_environments(self) -> int:
-        """Number of environments whose features are needed."""
-        return int(self.offsets[-1])
-
-    @property
-    def n_rows(self) -> int:
-        """Number of labels of all quantities."""
-        return sum(len(quantity.y) for quantity in self.quantities.values())
-
-    @cached_property
-    def rows_of_structures(self) -> IntArray:
-        """Number of labels of each structure: (n,)."""
-        counts = np.zeros(len(self.source), dtype=np.intp)
-        for quantity in self.quantities.values():
-            counts += np.bincount(quantity.structure, minlength=len(counts))
-        return counts
-
-    @cached_property
-    def species(self) -> list[int]:
-        """Atomic numbers of all structures."""
-        return [int(z) for z in np.unique(self.numbers)]
-
-    @property
-    def center_species(self) -> IntArray:
-        """Atomic number at the centre of each environment."""
-        if self.centers is None:
-            return self.numbers
-        first = offsets_of(self.sizes)[:-1]
-        places = [a + chosen for a, chosen in zip(first, self.centers, strict=True)]
-        return np.asarray(self.numbers[np.concatenate([np.empty(0, dtype=np.intp), *places])])
-
-    @property
-    def composition(self) -> IntArray:
-        """Number of atoms of each species in each structure: (n, S)."""
-        counts = np.zeros((len(self.sizes), len(self.species)), dtype=np.intp)
-        structure = np.repeat(np.arange(len(self.sizes)), self.sizes)
-        np.add.at(counts, (structure, np.searchsorted(self.species, self.numbers)), 1)
-        return counts
-
-    def design(self, species: Sequence[int]) -> Float64Array:
-        """Return the design matrix of a baseline of species that include all: (N, S)."""
-        if self.per_atom:
-            return atom_design(self.center_species, species)
-        X = np.zeros((len(self.sizes), len(species)))
-        X[:, np.searchsorted(species, self.species)] = self.composition
-        return X / self.sizes[:, None]
-
-    @cached_property
-    def quantities(self) -> dict[str, Quantity]:
-        """Rows of the target, and of the derivatives of it that have labels."""
-        n = np.arange(len(self.source))
-        structure = np.repeat(n, self.environments) if self.per_atom else n
-        species = self.center_species if self.per_atom else None
-        ones, rows = np.ones(len(self.y)), np.arange(len(self.y))
-        target = Quantity(self.y, rows, structure, ones, species=species)
-        return {TARGET: target, **self._derived()}
-
-    def _derived(self) -> dict[str, Quantity]:
-        """Return the blocks of forces and virials, whose rows come after those of the target."""
-        labels, sizes, n_frames = self.derivatives, self.sizes, len(self.sizes)
-        if labels is None or not n_frames:
-            return {}
-        place = np.concatenate([np.flatnonzero(mask) for mask in labels.known])
-        structure = np.repeat(np.arange(n_frames), np.diff(labels.offsets))
-        n = sizes[structure]
-        # Each structure has n forces and a virial.
-        vector = offsets_of(sizes + 1)[:-1][structure] + np.minimum(place // 3, n)
-        multiplicity = np.where(place >= 3 * n + 3, 2.0, 1.0)
-        solid = self.volumes > 0
-        density = np.divide(sizes, self.volumes, out=np.zeros(n_frames), where=solid)
-        is_virial = place >= 3 * n
-        component = np.where(is_virial, place - 3 * n, place % 3)
-        # The virial, after the forces, belongs to no atom.
-        numbers = np.zeros(len(self.numbers) + n_frames, dtype=self.numbers.dtype)
-        numbers[np.arange(len(self.numbers)) + np.repeat(np.arange(n_frames), sizes)] = self.numbers
-        factor = np.where(is_virial, density[structure], 1.0)
-        quantities = {}
-        for name, chosen in zip(DERIVATIVES, (~is_virial, is_virial), strict=True):
-            rows = np.flatnonzero(chosen)
-            if len(rows):
-                quantities[name] = Quantity(
-                    labels.y[rows],
-                    len(self.y) + rows,
-                    structure[rows],
-                    factor[rows],
-                    component[rows],
-                    vector[rows],
-                    multiplicity[rows],
-                    numbers[vector[rows]] if KINDS[name].of_atoms else None,
-                )
-        return quantities
-
-    def take(self, structures: IntArray) -> TrainingSet:
-        """Return the training set of some structures."""
-        labels, frames = self.derivatives, self.frames
-        if isinstance(frames, FrameFiles):
-            frames = frames[structures]
-        elif len(frames):
-            frames = [frames[i] for i in structures]
-        if labels is not None:
-            forces = [labels.forces[i] for i in structures]
-            labels = ForceLabels(forces, labels.virials[structures])
-        rows = _ranges(self.offsets, structures) if self.per_atom else structures
-        return replace(
-            self,
-            frames=frames,
-            source=self.source[structures],
-            sizes=self.sizes[structures],
-            numbers=self.numbers[_ranges(offsets_of(self.sizes), structures)],
-            volumes=self.volumes[structures],
-            centers=None if self.centers is None else [self.centers[i] for i in structures],
-            y=self.y[rows],
-            derivatives=labels,
-            groups=self.groups[structures],
-            copies=self.copies[structures],
-        )
-
-    @property
-    def environments_of_frames(self) -> Iterator[tuple[Atoms, IntArray]]:
-        """Structures, and their atoms whose environments are needed."""
-        return zip(self.frames, self.all_centers, strict=True)
-
-    @property
-    def all_centers(self) -> list[IntArray]:
-        """Atoms of each structure whose environments are needed."""
-        return [np.arange(n) for n in self.sizes] if self.centers is None else self.centers
-
-
-def _ranges(offsets: IntArray, some: IntArray) -> IntArray:
-    """Return the places of all elements of some of consecutive parts."""
-    sizes = np.diff(offsets)[some]
-    starts = np.repeat(offsets[some] - offsets_of(sizes)[:-1], sizes)
-    return np.asarray(starts + np.arange(int(sizes.sum())))
-
-
-def join_sets(parts: Sequence[TrainingSet]) -> TrainingSet:
-    """Return the structures of several training sets, one after the other; without frames."""
-    first = parts[0]
-    arrays: dict[str, Any] = {
-        name: np.concatenate([getattr(part, name) for part in parts])
-        for name in ("source", "sizes", "numbers", "volumes", "y", "groups", "copies")
-    }
-    centers, derivatives = None, None
-    if first.centers is not None:
-        centers = [chosen for part in parts for chosen in part.centers or ()]
-    if first.derivatives is not None:
-        labels = [part.derivatives for part in parts if part.derivatives is not None]
-        forces = [values for some in labels for values in some.forces]
-        derivatives = ForceLabels(forces, np.concatenate([some.virials for some in labels]))
-    return replace(first, frames=(), centers=centers, derivatives=derivatives, **arrays)
-
-
-def check_frames(frames: Sequence[Atoms], groups: Sequence[object] | str | None) -> None:
-    """Reject no structures, and groups that are none; a key of groups is not checked here."""
-    check_not_single(frames)
-    if not len(frames):
-        raise InputError(
-            "There are no structures; at least 2 with a label are needed.", parameter="frames"
-        )
-    if groups is None or isinstance(groups, str):
-        return
-    if len(groups) != len(frames):
-        raise InputError(
-            f"`groups` has {counted(len(groups), 'label')} for {counted(len(frames), 'structure')};"
-            " it has one label for each structure.",
-            parameter="groups",
-        )
-    if len(np.unique(group_codes(groups, len(frames)))) == len(frames) > 1:
-        raise InputError(
-            "No two values of `groups` are the same, so that no structures belong together. "
-            "`groups` has the same value for structures of one molecule, crystal or trajectory; "
-            "leave it out if each structure is independent. Labels to learn belong in atoms.info "
-            "or atoms.arrays.",
-            parameter="groups",
-        )
-
-
-def group_labels(frames: Sequence[Atoms], key: str) -> list[str]:
-    """Return the label of the group of each structure, under a key of ``atoms.info``."""
-    for i, atoms in enumerate(frames):
-        if key not in atoms.info:
-            present = {str(name) for atoms in frames for name in atoms.info}
-            raise InputError(
-                f"Structure {i} has no {key!r} in atoms.info, the key of `groups`."
-                f"{did_you_mean(key, present)} {_listed(present)}",
-                parameter="groups",
-            )
-    return [str(atoms.info[key]) for atoms in frames]
-
-
-@dataclass(frozen=True)
-class Scan:
-    """Labels of some structures, and facts about these."""
-
-    data: TrainingSet  #: each structure is a group
-    before: Float64Array  #: (N,): the target before a reference potential is subtracted
-    prints: list[bytes]  #: fingerprints of structures
-    hashes: list[bytes]  #: of each structure with its labels, as they were given
-    n_without: int  #: structures, or atoms of an atomic property, without a label
-    n_isolated: int
-    isolated: dict[int, float]  #: energies of isolated atoms found in the data
-    states: dict[State, int]  #: charges and spins, and the first structure given with each
-    n_periodic: int
-
-
-def read_labels(
-    frames: Sequence[Atoms],
-    settings: Settings,
-    *,
-    reference: ReferencePotential | None = None,
-    skip_failed: bool = False,
-    required: bool = True,
-) -> Scan:
-    """Find labels, and check the structures that have some.
-
-    Parameters
-    ----------
-    frames : sequence of Atoms
-    settings : Settings
-    reference : ReferencePotential, optional
-        Labels are differences from it.
-    skip_failed : bool
-        Whether structures for which the potential fails are left out, rather than an error.
-    required : bool
-        Whether there must be a label of each quantity; a part of the structures may have none.
-    """
-    scanned = labelled(frames, settings.target, settings.kind, settings.species, required=required)
-    for i in scanned.frames.tolist():
-        check_structures([frames[i]], first=i)
-    sizes = [len(rows) for rows in scanned.rows] if settings.per_atom else [1] * len(scanned.frames)
-    labels: list[Any] = np.split(scanned.values, np.cumsum(sizes)[:-1]) if sizes else []
-    derivatives, totals = None, scanned
-    if settings.per_atom:
-        labels = [np.concatenate(pair) for pair in zip(scanned.rows, labels, strict=True)]
-    if settings.learns_forces:
-        keys = settings.forces, settings.stress
-        derivatives = force_labels(frames, scanned.frames, *keys, required=required)
-        parts = zip(labels, derivatives.forces, derivatives.virials, strict=True)
-        labels = [np.concatenate([y, f.ravel(), v]) for y, f, v in parts]
-    hashes = data_hashes([frames[i] for i in scanned.frames], labels)
-    if reference is not None:
-        scanned, derivatives = _differences(
-            frames, scanned, derivatives, reference, skip_failed=skip_failed, required=required
-        )
-    used = [frames[i] for i in scanned.frames]
-    n_atoms = np.array([len(atoms) for atoms in used], dtype=np.intp)
-    y, before = scanned.values, scanned.values
-    if settings.kind == "extensive":
-        y = scanned.values / n_atoms
-        before = totals.values[np.isin(totals.frames, scanned.frames)] / n_atoms
-    if np.max(np.abs(y), initial=0.0) > _LARGEST:
-        raise InputError(
-            f"Labels {settings.target!r} are as large as {np.max(np.abs(y)):.1e}; numbers above "
-            f"{_LARGEST:g} cannot be learned. Correct these labels, or use other units.",
-            parameter="target",
-        )
-    none = np.empty(0, dtype=np.intp)
-    data = TrainingSet(
-        per_atom=settings.per_atom,
-        frames=used,
-        source=scanned.frames,
-        sizes=n_atoms,
-        numbers=np.concatenate([none, *(atoms.numbers for atoms in used)]).astype(np.intp),
-        volumes=np.array([a.cell.volume if a.cell.rank == 3 else 0.0 for a in used], float),
-        centers=scanned.rows if settings.per_atom else None,
-        y=y,
-        derivatives=derivatives,
-        groups=np.arange(len(used)),
-        copies=np.arange(len(used)),
-    )
-    return Scan(
-        data=data,
-        before=before,
-        prints=fingerprints(used),
-        hashes=hashes,
-        n_without=scanned.n_unlabelled,
-        n_isolated=scanned.n_isolated,
-        isolated=scanned.isolated,
-        states=_first_of_each(frames, scanned.frames, settings),
-        n_periodic=sum(bool(np.any(atoms.pbc)) for atoms in used),
-    )
-
-
-def state_of(atoms: Atoms, labels: Collection[str] = ()) -> State:
-    """Return charge and spin of a structure where they are not the default; see `CHARGES`, `SPINS`.
-
-    Spins are those above what an odd number of electrons demands, so that molecules in their lowest
-    spin state are alike in any convention. Atomic charges and the moments of molecules stand for
-    their sums; moments of periodic structures are where a calculation begins. Labels do not count.
-    """
-    keys = {str(k).lower().replace(" ", "_"): k for k in atoms.info if k not in labels}
-    values = {k: _number(atoms.info[keys[k]]) for k in {*CHARGES, *SPINS} & {*keys}}
-    if "initial_charges" in atoms.arrays:
-        values["initial_charges"] = float(np.round(np.sum(atoms.arrays["initial_charges"])))
-    if "initial_magmoms" in atoms.arrays and not atoms.pbc.any():
-        values["initial_magmoms"] = float(np.sum(atoms.arrays["initial_magmoms"]))
-    values = {k: v for k, v in values.items() if v not in ("", _DEFAULTS[k])}
-    charges = (values.get(key) for key in (*CHARGES, "initial_charges"))
-    charge = next((c for c in charges if isinstance(c, float)), 0.0)
-    odd = (int(np.sum(atoms.numbers)) - round(charge)) % 2 if values else 0
-    state = {}
-    for key, value in values.items():
-        if isinstance(value, float) and key not in (*CHARGES, "initial_charges"):
-            value = (value if value.is_integer() else 2 * value) - odd
-        if value != _DEFAULTS[key]:
-            state[key] = value
-    return tuple(sorted(state.items()))
-
-
-def _number(value: object) -> float | str:
-    """Return a value as a number, if it is one; nothing and NaN as an empty text."""
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        return "" if value is None else str(value)[:100]
-    return round(number, 6) + 0.0 if np.isfinite(number) else ""
-
-
-def _first_of_each(frames: Sequence[Atoms], used: IntArray, settings: Settings) -> dict[State, int]:
-    """Return the states of the structures with labels (n,), and the first with each."""
-    states: dict[State, int] = {}
-    for i in used.tolist():
-        states.setdefault(state_of(frames[i], settings.keys.values()), i)
-    return states
-
-
-def check_states(states: Mapping[State, int], settings: Settings) -> None:
-    """Reject structures that differ in charge or spin, unless that is allowed."""
-    if len(states) > 1 and not settings.mixed_states:
-        (one, i), (other, j) = sorted(states.items(), key=lambda item: item[1])[:2]
-        keys = sorted({key for key, _ in {*one} ^ {*other}})
-        raise InputError(
-            f"Structures {i} and {j} differ in {' and '.join(map(repr, keys))}. The model knows "
-            "elements and positions alone, so that it cannot tell charges or spins apart: train a "
-            "model for each. Use `mixed_states=True` to learn from all of them nevertheless.",
-            parameter="mixed_states",
-        )
-
-
-def check_not_constant(target: str, values: Float64Array, sizes: IntArray) -> None:
-    """Warn if an extensive property (n,) does not depend on the numbers of atoms (n,)."""
-    if np.ptp(values) == 0 and np.ptp(sizes) > 0:
-        _warn(
-            f"All labels {target!r} are {values[0]:g} though structures differ in size. For a "
-            "property that is not a sum over atoms, use kind='intensive'."
-        )
-
-
-def check_differences(name: str, target: str, data: TrainingSet, before: Float64Array) -> None:
-    """Warn if differences from a reference potential vary more than the energies per atom (N,).
-
-    A potential of the opposite sign doubles them, other units do more.
-    """
-    X, y = data.design(data.species), np.stack([before, data.y], axis=1)
-    rest = y - y.mean(axis=0)
-    rest -= X @ np.linalg.lstsq(X, rest, rcond=RCOND)[0]
-    energies, differences = np.sqrt(np.mean(rest**2, axis=0))
-    if differences > _WORSE * energies + _ROUNDING * np.abs(y).max():
-        _warn(
-            f"Differences from the baseline {name} vary by {differences:.3g} per atom, "
-            f"the energies {target!r} by {energies:.3g}: it does not help. Check "
-            "units and signs."
-        )
-
-
-def _differences(
-    frames: Sequence[Atoms],
-    found: Labelled,
-    derivatives: ForceLabels | None,
-    reference: ReferencePotential,
-    *,
-    skip_failed: bool,
-    required: bool,
-) -> tuple[Labelled, ForceLabels | None]:
-    """Return energies, forces and virials less those of a reference potential.
-
-    Structures for which it fails are left out with `skip_failed`, isolated atoms always.
-    """
-    indices, n = found.frames, len(found.frames)
-    labels = derivatives or ForceLabels([np.empty(0)] * n, np.full((n, 6), np.nan))
-    forces, virials, energies = labels.forces[:], labels.virials.copy(), np.empty(n)
-    pairs = zip(forces, virials, strict=True)
-    wanted = np.array([[np.isfinite(values).any() for values in pair] for pair in pairs], bool)
-    wanted = wanted.reshape(-1, 2)
-    for has_forces, has_stress in np.unique(wanted, axis=0).tolist():
-        rows = np.flatnonzero((wanted == (has_forces, has_stress)).all(axis=1))
-        values = reference.evaluate(
-            [frames[i] for i in indices[rows]],
-            forces=has_forces,
-            stress=has_stress,
-            indices=indices[rows].tolist(),
-            skip_failed=skip_failed,
-        )
-        energies[rows] = values.energies
-        for k, row in enumerate(rows):
-            atoms = frames[indices[row]]
-            if values.forces is not None:
-                forces[row] = forces[row] - values.forces[k]
-            if values.stresses is not None:
-                virials[row] -= values.stresses[k] * atoms.cell.volume / len(atoms)
-    kept = np.flatnonzero(np.isfinite(energies))
-    if required and not len(kept):
-        raise InputError(
-            f"The baseline {reference.name} failed for every structure with a label. Use another "
-            "baseline, or correct its arguments.",
-            parameter="baseline",
-        )
-    alone = {int(a.numbers[0]): i for i, a in enumerate(frames) if is_isolated(a)}
-    numbers = [alone[z] for z in found.isolated]
-    of_atoms = reference.evaluate([frames[i] for i in numbers], indices=numbers, skip_failed=True)
-    isolated = zip(found.isolated.items(), of_atoms.energies.tolist(), strict=True)
-    left = replace(
-        found,
-        frames=indices[kept],
-        values=(found.values - energies)[kept],
-        n_unlabelled=found.n_unlabelled + n - len(kept),
-        isolated={z: value - energy for (z, value), energy in isolated if np.isfinite(energy)},
-    )
-    if derivatives is None:
-        return left, None
-    return left, ForceLabels([forces[i] for i in kept], virials[kept])
-
-
-def join_groups(
-    prints: Sequence[bytes], groups: Sequence[object] | None, source: IntArray
-) -> tuple[IntArray, IntArray, int]:
-    """Return a number for each different structure, the groups, and the number of duplicates.
-
-    Structures have fingerprints, and the numbers `source` (n,) among those that groups are labels
-    of. Duplicates are in one group.
-    """
-    codes = {digest: i for i, digest in enumerate(dict.fromkeys(prints))}
-    distinct = np.array([codes[digest] for digest in prints], dtype=np.intp)
-    n_duplicates = len(prints) - len(codes)
-    if n_duplicates:
-        _warn(
-            f"{n_duplicates} of {len(prints)} structures are duplicates; copies are in or out of a "
-            "subsample together."
-        )
-    if groups is None:
-        return distinct, distinct, n_duplicates
-    labels = group_codes([groups[i] for i in source], len(prints))
-    return distinct, joined_groups(distinct, labels)[distinct], n_duplicates
 
 
 # --- labels of structures and atoms ---------------------------------------------------------------
@@ -607,7 +90,11 @@ def labelled(
         rows=[rows[i] for i in used] if per_atom else [],
         n_unlabelled=n_wanted - sum(len(rows[i]) for i in used),
         n_isolated=sum(isolated),
-        isolated=_isolated_values(frames, values, isolated, key),
+        isolated=agreeing(
+            (int(frames[i].numbers[0]), float(values[i][0]))
+            for i in np.flatnonzero(isolated).tolist()
+            if len(rows[i])
+        ),
     )
 
 
@@ -648,14 +135,14 @@ def _find_all(
         _reject_key(frames, key, per_atom, predicted=predicted > 0)
     _check_shared_calculators(frames, found)
     if predicted:
-        _warn(
+        warn(
             f"{key!r} has {key}_uncertainty beside it in {predicted} structures: these values are "
             f"predictions, not labels; REF_{key} is used where it exists."
         )
     places = Counter(place for _, place in found.values())
     if len(places) > 1:
         several = ", ".join(f"{place} ({n} structures)" for place, n in places.most_common())
-        _warn(f"{key!r} is in several places: {several}. Check that the origin is the same.")
+        warn(f"{key!r} is in several places: {several}. Check that the origin is the same.")
     return found
 
 
@@ -760,12 +247,12 @@ def _reject_key(frames: Sequence[Atoms], key: str, per_atom: bool, *, predicted:
 def _reject(name: str, key: str, what: str, present: set[str]) -> NoReturn:
     """Raise an error that lists the keys that exist, and suggests a similar one."""
     raise InputError(
-        f"No structure has a {what} {key!r}.{did_you_mean(key, present)} {_listed(present)}",
+        f"No structure has a {what} {key!r}.{did_you_mean(key, present)} {listed(present)}",
         parameter=name,
     )
 
 
-def _listed(keys: set[str]) -> str:
+def listed(keys: set[str]) -> str:
     """Return a sentence with keys that exist."""
     return (
         f"Keys present: {', '.join(map(repr, sorted(keys)))}."
@@ -797,20 +284,17 @@ def is_isolated(atoms: Atoms) -> bool:
     return len(atoms) == 1 and str(atoms.info.get("config_type")).lower() in ISOLATED
 
 
-def _isolated_values(
-    frames: Sequence[Atoms], values: Sequence[Float64Array], isolated: Sequence[bool], key: str
-) -> dict[int, float]:
-    """Return the label of each isolated atom, if all labels of its species agree."""
-    found: dict[int, float] = {}
-    for i in np.flatnonzero(isolated).tolist():
-        z, value = int(frames[i].numbers[0]), float(values[i][0])
-        if not np.isnan(value) and not np.isclose(found.setdefault(z, value), value, 1e-8, 0.0):
+def agreeing(values: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """Return the energy of isolated atoms by atomic number; all of an element must agree."""
+    energies: dict[int, float] = {}
+    for z, value in values:
+        if not math.isclose(energies.setdefault(z, value), value, rel_tol=1e-8):
             raise InputError(
-                f"Structure {i} is an isolated {symbols_of([z])} atom with {key}={value:.10g}, and "
-                f"one before it has {found[z]:.10g}. Keep one of the two.",
-                parameter=f"frames[{i}]",
+                f"There are isolated {symbols_of([z])} atoms with energies {energies[z]:.10g} and "
+                f"{value:.10g}. Keep one for each element.",
+                parameter="frames",
             )
-    return found
+    return energies
 
 
 # --- labels of forces and stresses ----------------------------------------------------------------
@@ -869,7 +353,7 @@ def force_labels(
         known = find_forces(frames, forces, required=required)
         unused = [i for i in known if i not in set(used.tolist()) and not is_isolated(frames[i])]
         if unused:
-            _warn(
+            warn(
                 f"{len(unused)} structures (first frames[{unused[0]}]) have {forces!r} but no "
                 "energy; their forces are not used."
             )
@@ -898,30 +382,11 @@ def reject_without_energy(name: str, key: str) -> NoReturn:
     )
 
 
-def thinned(data: TrainingSet, n_atoms: int, seed: int) -> TrainingSet:
-    """Return a training set with the forces on some atoms of each structure.
-
-    Atoms depend on the number of the structure among those given.
-    """
-    assert data.derivatives is not None
-    forces = []
-    for number, all_forces in zip(data.source.tolist(), data.derivatives.forces, strict=True):
-        rng = np.random.default_rng([seed, _FORCES_STREAM, number])
-        chosen = rng.permutation(len(all_forces))[:n_atoms]
-        forces.append(np.full_like(all_forces, np.nan))
-        forces[-1][chosen] = all_forces[chosen]
-    return replace(data, derivatives=ForceLabels(forces, data.derivatives.virials))
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, QualmsWarning, stacklevel=2)
-
-
 def _warn_if_zero(labels: Sequence[Float64Array], key: str) -> None:
     """Warn if all forces, or stresses, are zero, which stands for unknown in some data sets."""
     known = [values for values in labels if np.isfinite(values).any()]
     if len(known) > 1 and not any(np.any(np.nan_to_num(values)) for values in known):
-        _warn(f"All values of {key!r} are zero. If they are unknown, omit them or write NaN.")
+        warn(f"All values of {key!r} are zero. If they are unknown, omit them or write NaN.")
 
 
 def find_forces(
@@ -964,7 +429,7 @@ def find_stresses(
     found = {i: value for i, value in known.items() if frames[i].cell.rank == 3}
     unused = sorted({*known} - {*found})
     if unused and required:
-        _warn(
+        warn(
             f"{len(unused)} structures (first frames[{unused[0]}]) have {key!r} but no cell with a "
             "volume; their stress is not used."
         )

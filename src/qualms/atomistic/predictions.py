@@ -30,10 +30,9 @@ from qualms.atomistic.baseline import atom_design, structure_design
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.forces import Potential, check_model, derivatives
 from qualms.atomistic.kernel_rows import structure_novelty
-from qualms.atomistic.labels import state_of
 from qualms.atomistic.quantities import TARGET
 from qualms.atomistic.reference import ReferencePotential, ReferenceValues
-from qualms.atomistic.structures import check_species, check_structures, symbols_of
+from qualms.atomistic.structures import check_species, check_structures, state_of, symbols_of
 from qualms.calibration.members import member_factors
 from qualms.errors import InputError, QualmsWarning, counted
 from qualms.features.base import BATCH, Batch, offsets_of, stream_features

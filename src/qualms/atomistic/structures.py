@@ -12,7 +12,8 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,26 @@ MAX_VOLUME = 1e8
 #: Smallest singular value of the periodic cell vectors, scaled to unit length, that is taken for a
 #: volume. The angle between two vectors is then about 0.1°.
 MIN_INDEPENDENCE = 1e-3
+
+#: Charge and spin of a structure: keys and values that are not the default. See `state_of`.
+State = tuple[tuple[str, float | str], ...]
+#: Keys of charges and spins in ``atoms.info`` (MACE, tblite, ORCA, FHI-aims, PySCF, …), in lower
+#: case and without blanks, and what stands for none.
+CHARGES = {"charge": 0.0, "total_charge": 0.0, "net_charge": 0.0}
+SPINS = {
+    "spin": 0.0,
+    "total_spin": 0.0,
+    "uhf": 0.0,
+    "fixed_spin_moment": 0.0,
+    "mult": 1.0,
+    "multiplicity": 1.0,
+    "spin_multiplicity": 1.0,
+}
+_DEFAULTS = CHARGES | SPINS | {"initial_charges": 0.0, "initial_magmoms": 0.0}
+#: Where errors name a structure by its number, unless by that in a file: "Structure 3 of new.xyz".
+_NUMBER = re.compile(
+    r"(?P<before>\b[Ss]tructure |\bframes\[)(?P<number>\d+)(?P<after>\]?)(?!\d| of )"
+)
 
 #: Numbers of columns in ``Properties=species:S:1:pos:R:3``, and the largest in all.
 _COLUMNS, _MOST_COLUMNS = re.compile(r":[RSIL]:(\d+)", re.IGNORECASE), 100_000
@@ -362,6 +383,48 @@ def _places(path: Path) -> tuple[IntArray, IntArray]:
     return np.array(begin), np.array(end) - np.array(begin)
 
 
+# --- parts of the structures ---
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some structures, and their numbers among all."""
+
+    frames: Sequence[Atoms]
+    numbers: IntArray  #: (n,)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+def divided(frames: Sequence[Atoms], size: int) -> list[Part]:
+    """Return parts of consecutive structures."""
+    numbers = np.arange(len(frames))
+    edges = range(0, len(frames), size)
+    return [Part(frames[i : i + size], numbers[i : i + size]) for i in edges]
+
+
+@contextmanager
+def numbered(part: Part) -> Iterator[None]:
+    """Name structures by their numbers among all, and by their files, in errors."""
+
+    def name(match: re.Match[str]) -> str:
+        i, frames = int(match["number"]), part.frames
+        text = f"{match['before']}{part.numbers[i]}{match['after']}"
+        if isinstance(frames, FrameFiles):
+            text += f" ('{frames.paths[frames.file[i]]}', frame {frames.number[i]})"
+        return text
+
+    try:
+        yield
+    except InputError as error:
+        message, parameter = (_NUMBER.sub(name, text) for text in (str(error), error.parameter))
+        raise InputError(message, parameter=parameter) from error
+
+
+# --- checks and facts ---
+
+
 def check_not_single(frames: object) -> None:
     """Reject one structure where several are expected: it is iterable, too, over its atoms."""
     if isinstance(frames, Atoms):
@@ -567,3 +630,38 @@ def symbols_of(species: Iterable[int]) -> str:
     """Return the symbols of atomic numbers, in one readable string."""
     names = [chemical_symbols[z] if 0 <= z < len(chemical_symbols) else str(z) for z in species]
     return ", ".join(names) or "none"
+
+
+def state_of(atoms: Atoms, labels: Collection[str] = ()) -> State:
+    """Return charge and spin of a structure where they are not the default; see `CHARGES`, `SPINS`.
+
+    Spins are those above what an odd number of electrons demands, so that molecules in their lowest
+    spin state are alike in any convention. Atomic charges and the moments of molecules stand for
+    their sums; moments of periodic structures are where a calculation begins. Labels do not count.
+    """
+    keys = {str(k).lower().replace(" ", "_"): k for k in atoms.info if k not in labels}
+    values = {k: _number(atoms.info[keys[k]]) for k in {*CHARGES, *SPINS} & {*keys}}
+    if "initial_charges" in atoms.arrays:
+        values["initial_charges"] = float(np.round(np.sum(atoms.arrays["initial_charges"])))
+    if "initial_magmoms" in atoms.arrays and not atoms.pbc.any():
+        values["initial_magmoms"] = float(np.sum(atoms.arrays["initial_magmoms"]))
+    values = {k: v for k, v in values.items() if v not in ("", _DEFAULTS[k])}
+    charges = (values.get(key) for key in (*CHARGES, "initial_charges"))
+    charge = next((c for c in charges if isinstance(c, float)), 0.0)
+    odd = (int(np.sum(atoms.numbers)) - round(charge)) % 2 if values else 0
+    state = {}
+    for key, value in values.items():
+        if isinstance(value, float) and key not in (*CHARGES, "initial_charges"):
+            value = (value if value.is_integer() else 2 * value) - odd
+        if value != _DEFAULTS[key]:
+            state[key] = value
+    return tuple(sorted(state.items()))
+
+
+def _number(value: object) -> float | str:
+    """Return a value as a number, if it is one; nothing and NaN as an empty text."""
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return "" if value is None else str(value)[:100]
+    return round(number, 6) + 0.0 if np.isfinite(number) else ""

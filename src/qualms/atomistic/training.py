@@ -24,19 +24,19 @@ import logging
 import math
 import platform
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
-from itertools import combinations_with_replacement
 from typing import Any, NamedTuple
 
 import numpy as np
 from ase import Atoms
-from threadpoolctl import threadpool_limits
+from ase.data import chemical_symbols
 
 import qualms
-from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
+from qualms.arrays import BoolArray, Float64Array, IntArray
 from qualms.atomistic.baseline import Baseline, anchors, fit_baseline, row_space, spans
+from qualms.atomistic.census import Census, TrainingSet, take_census, thinned
 from qualms.atomistic.fitted import (
     Fitted,
     ProjectedVariance,
@@ -44,41 +44,44 @@ from qualms.atomistic.fitted import (
     QuantityRecord,
     Record,
     describe_size,
+    n_leading,
 )
-from qualms.atomistic.forces import fill_rows, kernel_terms
-from qualms.atomistic.kernel_rows import (
+from qualms.atomistic.label_checks import (
+    check_copies,
+    check_derivatives,
+    check_noise,
+    find_outliers,
+    warn_of_outliers,
+)
+from qualms.atomistic.passes import (
+    CHUNK,
     LANDMARKS,
-    Basis,
-    select_representatives,
-    structure_novelty,
+    SMALLEST,
+    Rows,
+    TrainingProblem,
+    few_threads,
+    fit_features,
+    n_features,
+    part_size,
+    rows_of_task,
+    select_points,
+    sum_rows,
 )
-from qualms.atomistic.label_checks import check_derivatives, check_noise
-from qualms.atomistic.labels import TrainingSet, thinned
-from qualms.atomistic.out_of_bag import (
-    calibrate_quantities,
-    check_labels,
-    choose_centre,
-    largest_std,
-    left_out_errors,
-    predict_out_of_bag,
-)
-from qualms.atomistic.parts import Census, take_census
-from qualms.atomistic.quantities import DERIVATIVES, KINDS, TARGET
+from qualms.atomistic.quantities import KINDS, TARGET, Quantity
 from qualms.atomistic.reference import ReferencePotential, calculator_version
 from qualms.atomistic.settings import Settings, parse_memory, with_representation
 from qualms.atomistic.structures import FrameFiles, symbols_of
-from qualms.calibration.points import CalibrationData
-from qualms.errors import InputError, QualmsWarning, counted
+from qualms.calibration.choice import fit_best
+from qualms.calibration.methods import MIN_POINTS, MODEL_METHODS, NoCalibration, with_enough_points
+from qualms.calibration.points import CalibrationData, FullModelData, calibration_data
+from qualms.calibration.vectors import MULTIPLICITY, QuantityCalibration, calibrate_points
+from qualms.errors import CalibrationError, ExactFitError, InputError, counted, warn
 from qualms.execution import AHEAD, Workers
 from qualms.features.base import (
     BATCH,
     BLOCK,
     SERIAL,
-    Problem,
     Representation,
-    stop_workers,
-    stream_features,
-    structure_blocks,
 )
 from qualms.features.compression import sample_size
 from qualms.features.soap_derivatives import BATCH as GRADIENTS
@@ -86,49 +89,36 @@ from qualms.gp.ensemble import (
     MIN_ABSENT,
     N_KEPT,
     FullModel,
+    Residuals,
     centred,
     draw_blocks,
+    fit_centre,
     fit_full_model,
     fit_members,
-    keep_groups,
     n_blocks_of,
+    out_of_bag_prediction,
     with_points,
 )
-from qualms.gp.kernels import Kernel, unit_scale
 from qualms.gp.noise import group_means, typical_log
-from qualms.gp.sparse_gp import Whitening, posterior_deviations, whiten
-from qualms.gp.sums import BlockSums, Draw, KeptRows, RowSums, sums_size
+from qualms.gp.sparse_gp import leave_out, novelty_without_own, posterior_deviations
+from qualms.gp.sums import Draw, sums_size
 from qualms.progress import Stages
 from qualms.resources import limited
 
 log = logging.getLogger(__name__)
 
-#: Share of the training structures that would not count as extrapolation if they were new.
-_NOT_NOVEL = 0.99
-#: Streams of random numbers: the sample that a compression is fitted to, the selection of
-#: representatives, posterior members, blocks, and rows that are kept.
-_SAMPLE_STREAM, _SELECTION_STREAM, _POSTERIOR_STREAM, _BLOCK_STREAM, _KEPT_STREAM = 1, 3, 4, 7, 8
-#: Bytes of the features of a part from which representatives are selected, at least.
-_PART = 4e8
-#: Rows whose sums are computed in a task, with so many representatives or more, and at a time in
-#: it: sending the sums takes much less time than computing them.
-_ROWS, _LARGE, _CHUNK = 16_384, 5000, 4096
-#: Most representatives that are chosen, by effort, and how many for each label: on 300 molecules of
-#: QM9 1500 and 3000 differ by 0.5 %.
-_MOST, _PER_LABEL = {"fast": 1000, "default": 3000, "best": 10_000}, 5
-#: The smallest number that is chosen, and of a nested model: with fewer, hardly any time is saved.
-_SMALLEST = 250
-#: Multiplications that leaving rows out of models of several sizes may take. Twice the
-#: representatives must lower errors by this share at least, for each effort: predictions take twice
-#: the time, and the ratio of two errors of some thousand rows is uncertain by a few per cent.
-_PRODUCTS_OF_SIZES, _GAIN = 1e11, {"fast": 0.05, "default": 0.05, "best": 0.0}
-#: Features are float32, or with forces float64: see `qualms.gp.sparse_gp.whiten`.
-_RTOL, _RTOL_OF_FORCES = 1e-6, 1e-10
-#: Representatives and rows up to which matrices are small, and one thread is the fastest.
-_SMALL, _FEW = 500, 50_000
-#: Representatives of the model that tells whether forces are derivatives of the energies.
-_CHECKED = 1000
-_PACKAGES = ("numpy", "scipy", "ase", "dscribe", "featomic", "safetensors")
+#: Streams of random numbers: posterior members, and blocks.
+_POSTERIOR_STREAM, _BLOCK_STREAM = 4, 7
+#: Most representatives that are chosen, by effort, and for each label: on 300 molecules of QM9 1500
+#: and 3000 differ by 0.5 %.
+_MOST, PER_LABEL = {"fast": 1000, "default": 3000, "best": 10_000}, 5
+#: Twice the representatives must lower errors by this share at least, for each effort: predictions
+#: take twice the time, and the ratio of two errors of some thousand rows is uncertain by a few per
+#: cent.
+_GAIN = {"fast": 0.05, "default": 0.05, "best": 0.0}
+#: Components on which members agree to this share of the largest label, or to this number, are zero
+#: by symmetry.
+_ROUNDING, _TINY = 1e-10, 1e-12
 
 
 def fit(
@@ -177,40 +167,15 @@ def fit(
         )
         problem = resolve(settings, census, workers, threads)
         draw, baseline = draw_members(problem)
-        features = fit_features(problem, workers, stages)
-        points = select_points(problem, features, workers, stages)
-        rows = sum_rows(problem, features, points, draw, baseline, workers, stages)
+        features = fit_features(problem, stages)
+        points, cache = select_points(problem, features, workers, stages)
+        rows = sum_rows(problem, features, points, draw, baseline, cache, workers, stages)
         model = fit_nested(rows, problem, stages)
         ensemble = fit_ensemble(model, problem, baseline, stages)
-        return calibrate(ensemble, problem, features.representation, stages)
+        return calibrate(ensemble, problem, features, stages)
 
 
 # --- what is open before the census, and the draw of members --------------------------------------
-
-
-@dataclass(frozen=True)
-class TrainingProblem:
-    """A training set, and settings in which nothing is open."""
-
-    settings: Settings
-    data: TrainingSet
-    census: Census
-    n_given: int | str  #: number of representatives in the settings that were given
-    preset: str  #: the representation, if it was chosen, and why
-    size_limit: str  #: what limits the number of representatives, if it is chosen
-    cached: bool  #: whether features are kept between the passes
-    n_processes: int  #: processes that compute features
-
-    @property
-    def rows(self) -> IntArray:
-        """Structure of each row of the target, or its place, if atoms are drawn: (N,)."""
-        structure = self.data.quantities[TARGET].structure
-        return np.arange(len(structure)) if self.draws_atoms else structure
-
-    @property
-    def draws_atoms(self) -> bool:
-        """Whether members are made of atoms rather than of structures."""
-        return self.settings.resample == "atoms"
 
 
 def resolve(settings: Settings, census: Census, workers: Workers, threads: int) -> TrainingProblem:
@@ -230,7 +195,7 @@ def resolve(settings: Settings, census: Census, workers: Workers, threads: int) 
     if isinstance(settings.force_atoms, int):
         data = thinned(data, settings.force_atoms, settings.seed)
     settings = _with_baseline(settings, data, census.isolated)
-    given, size_limit = settings.n_representatives, ""
+    requested, size_limit = settings.n_representatives, ""
     if settings.n_representatives == "auto":
         n, size_limit = _largest_size(settings, data, limit)
         settings = settings.model_copy(update={"n_representatives": n})
@@ -242,7 +207,7 @@ def resolve(settings: Settings, census: Census, workers: Workers, threads: int) 
         settings=settings,
         data=data,
         census=census,
-        n_given=given,
+        n_requested=requested,
         preset=preset,
         size_limit=size_limit,
         cached=may_cache and kept <= limit,
@@ -266,7 +231,7 @@ def _with_baseline(
         reference = settings.reference
         atoms = "atoms" if reference is None else reference.model_copy(update={"then": "atoms"})
         return settings.model_copy(update={"baseline": atoms})
-    _warn(
+    warn(
         f"The training set has too few compositions to determine {settings.target!r} of each of "
         f"{symbols_of(species)}. Other compositions are rejected in predictions; add them, or "
         "isolated atoms (config_type=isolated_atom)."
@@ -278,17 +243,17 @@ def _largest_size(settings: Settings, data: TrainingSet, memory: float) -> tuple
     """Return the number of representatives that effort, labels and memory allow, and the limit."""
     limits = {
         "the number of environments": data.n_environments,
-        "the number of labels": max(_PER_LABEL * data.n_rows, _SMALLEST),
+        "the number of labels": max(PER_LABEL * data.n_rows, SMALLEST),
         "effort": _MOST[settings.effort],
     }
     limit = min(limits, key=limits.__getitem__)
     n = limits[limit]
-    while n > _SMALLEST:
+    while n > SMALLEST:
         tried = settings.model_copy(update={"n_representatives": n})
         # That of one process, so that the number does not depend on workers.
         if memory_needed(tried, data).together <= memory:
             break
-        n, limit = max(n // 2, _SMALLEST), "the memory"
+        n, limit = max(n // 2, SMALLEST), "the memory"
     return n, limit
 
 
@@ -310,7 +275,7 @@ def draw_members(problem: TrainingProblem) -> tuple[Draw, Baseline]:
         )
     kinds = None
     if settings.learns_forces:
-        kinds = sum(2**k * has for k, has in enumerate(_has_derivatives(data, groups)))
+        kinds = sum(2**k * has for k, has in enumerate(problem.derivatives_of_groups(groups)))
     draw = draw_blocks(
         groups,
         np.random.default_rng([settings.seed, _BLOCK_STREAM]),
@@ -339,18 +304,6 @@ def draw_members(problem: TrainingProblem) -> tuple[Draw, Baseline]:
     return draw, baseline
 
 
-def _has_derivatives(data: TrainingSet, groups: IntArray) -> list[IntArray]:
-    """Return whether the group of each structure has labels of each derivative: (n,) arrays."""
-    found = []
-    codes = np.unique(groups, return_inverse=True)[1]
-    for name in DERIVATIVES:
-        has = np.zeros(int(codes.max()) + 1, dtype=np.intp)
-        if name in data.quantities:
-            has[codes[data.quantities[name].structure]] = 1
-        found.append(has[codes])
-    return found
-
-
 def _check_out_of_bag(settings: Settings, counts: IntArray, *, anchored: bool) -> None:
     """Reject members, with counts (n, N_R) of each point, that leave nothing to calibrate on.
 
@@ -373,10 +326,6 @@ def _check_out_of_bag(settings: Settings, counts: IntArray, *, anchored: bool) -
         "`calibration='none'`.",
         parameter="subsample",
     )
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, QualmsWarning, stacklevel=2)
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -422,7 +371,7 @@ def memory_needed(
     batch = 20.0 * min(BATCH, n) * d_raw + 8.0 * processes * min(BATCH, n) * d
     if processes > 1:
         batch += processes * (0.25e9 + 12.0 * min(BATCH, n) * d_raw)
-    chunk = min(_CHUNK, data.n_rows)
+    chunk = min(CHUNK, data.n_rows)
     products = 12.0 * BLOCK * M + 16.0 * chunk * M + 12.0 * M * d
     if settings.learns_forces:
         products += 48.0 * GRADIENTS * 30 * (d_raw + M)  # derivatives by some 30 neighbours
@@ -470,7 +419,7 @@ def _announce(problem: TrainingProblem, workers: Workers, limit: float) -> None:
             parameter="memory",
         )
     if workers.memory is not None and needed.worker > workers.memory:
-        _warn(
+        warn(
             f"A worker needs about {format_size(needed.worker)}, and Dask's memory_limit of one is "
             f"{format_size(workers.memory)}. Use fewer workers with more memory each."
         )
@@ -481,579 +430,6 @@ def format_size(n: float) -> str:
     if n < 1e6:
         return f"{n:.0f} bytes"
     return f"{n / 1e9:.1f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
-
-
-def n_features(settings: Settings, data: TrainingSet) -> tuple[int, int]:
-    """Return the numbers of features after and before compression."""
-    return settings.features.n_features(data.species, _problem(settings, data))
-
-
-def _problem(settings: Settings, data: TrainingSet) -> Problem:
-    n = data.n_environments
-    return Problem(n, min(settings.n_selected, n), settings.has_forces)
-
-
-# --- features and representatives -----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Features:
-    """The representation, and the features of a training set if they are kept."""
-
-    representation: Representation
-    n_processes: int
-    count: Callable[[int], object]  #: is called with numbers of environments that are done
-    cache: list[FloatArray] = field(default_factory=list)  #: of consecutive parts: (n, d) each
-
-    def blocks(
-        self, part: TrainingSet, cached: FloatArray | None = None
-    ) -> Iterator[tuple[FloatArray, IntArray]]:
-        """Yield features of consecutive structures, and where each structure begins."""
-        if cached is None:
-            self.representation.prepare()  # rejects a worker with other weights of a network
-            pairs, n = part.environments_of_frames, self.n_processes
-            for batch in stream_features(self.representation, pairs, n_workers=n):
-                yield batch.features, batch.offsets
-                self.count(len(batch.features))
-            return
-        for first, last in structure_blocks(part.offsets):
-            edges = part.offsets[first : last + 1]
-            yield cached[edges[0] : edges[-1]], edges - edges[0]
-            self.count(int(edges[-1] - edges[0]))
-
-    def array(self, part: TrainingSet) -> FloatArray:
-        """Return the features of all environments of a part: (n, d)."""
-        shape = part.n_environments, self.representation.n_features
-        X, done = np.empty(shape, dtype=self.representation.dtype), 0
-        for block, _ in self.blocks(part):
-            X[done : done + len(block)] = block
-            done += len(block)
-        return X
-
-    def shared(self, workers: Workers) -> Any:
-        """Share the features with workers, without the cache and the progress of this process."""
-        if workers.executor is None:
-            return self
-        return workers.share(replace(self, cache=[], count=_count_nothing))
-
-
-def _count_nothing(n: int) -> None:
-    """Ignore a number of environments: this process shows no progress."""
-
-
-def _counter(advance: Callable[[int], object]) -> Callable[[int], None]:
-    """Return a function that adds up what it is called with, and shows the sum."""
-    done = 0
-
-    def count(n: int) -> None:
-        nonlocal done
-        done += n
-        advance(done)
-
-    return count
-
-
-def fit_features(problem: TrainingProblem, workers: Workers, stages: Stages) -> Features:
-    """Return the representation, with what is fitted to random structures."""
-    settings, data = problem.settings, problem.data
-
-    def sample() -> tuple[Sequence[Atoms], Sequence[IntArray]]:
-        rng = np.random.default_rng([settings.seed, _SAMPLE_STREAM])
-        pairs = data.take(random_sample(data, rng)).environments_of_frames
-        frames, centers = zip(*pairs, strict=True)
-        return frames, centers
-
-    with stages.stage("Compression"):
-        representation = settings.features.fit(data.species, _problem(settings, data), sample)
-    return Features(representation, problem.n_processes, _count_nothing)
-
-
-def random_sample(data: TrainingSet, rng: np.random.Generator) -> IntArray:
-    """Return random structures with enough environments to fit a compression.
-
-    The first structure with each pair of elements comes first: features of a pair that the sample
-    lacks would be lost.
-    """
-    columns = np.array(data.species)
-    elements = [columns[row > 0].tolist() for row in data.composition]
-    order = rng.permutation(len(elements))
-    seen: set[tuple[int, int]] = set()
-    first = []
-    for place, i in enumerate(order):
-        pairs = set(combinations_with_replacement(elements[i], 2))
-        if not pairs <= seen:
-            seen |= pairs
-            first.append(place)
-    order = np.concatenate([order[first], np.delete(order, first)])
-    sizes = np.cumsum(data.environments[order])
-    enough = int(np.searchsorted(sizes, sample_size(data.n_environments))) + 1
-    return order[: max(enough, len(first))]
-
-
-@dataclass(frozen=True)
-class Environments:
-    """Environments to select representatives from, or those selected."""
-
-    origins: IntArray  #: (n, 2): structure, as given to `fit`, and atom
-    groups: IntArray  #: (n,): group of the structure
-    features: FloatArray  #: (n, d)
-
-    def take(self, some: IntArray) -> Environments:
-        """Return the environments with these indices."""
-        return Environments(self.origins[some], self.groups[some], self.features[some])
-
-    @classmethod
-    def join(cls, parts: Sequence[Environments]) -> Environments:
-        """Return the environments of several parts."""
-        if len(parts) == 1:
-            return parts[0]
-        names = ("origins", "groups", "features")
-        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
-
-
-@dataclass(frozen=True)
-class Representatives:
-    """Representative environments, in the order of the pivots, and their whitening."""
-
-    environments: Environments
-    whitening: Whitening
-
-    def __len__(self) -> int:
-        return len(self.environments.origins)
-
-    def leading(self, r: int) -> Representatives:
-        """Return the first r representatives: the factor of the whitening is triangular."""
-        return Representatives(self.environments.take(np.arange(r)), self.whitening.leading(r))
-
-
-def part_size(settings: Settings, data: TrainingSet) -> int:
-    """Return environments of a part from which representatives are selected.
-
-    Few parts have many features in memory, many parts many candidates: √(nM) is the best for both.
-    """
-    M, width = settings.n_selected, settings.features.itemsize * n_features(settings, data)[0]
-    return max(int(math.sqrt(data.n_environments * M)), 2 * M, int(_PART / width))
-
-
-def select_points(
-    problem: TrainingProblem, features: Features, workers: Workers, stages: Stages
-) -> Representatives:
-    """Select representatives: within parts, and then among those of all parts.
-
-    For farthest points, both steps leave every environment within twice the optimal covering radius
-    of a pick, as the plain algorithm does; together, at most twice as far. Features are kept, if
-    they fit in the memory.
-    """
-    settings, data = problem.settings, problem.data
-    ranges = list(structure_blocks(data.offsets, part_size(settings, data)))
-    parts = [data.take(np.arange(first, last)) for first, last in ranges]
-    alone = len(parts) == 1
-    found = []
-    with stages.stage("Features", data.n_environments) as advance:
-        count = _counter(advance)
-        task = replace(features, count=count).shared(workers)
-        for part, (some, X) in zip(
-            parts,
-            workers.map(candidates, parts, settings, task, alone, problem.cached),
-            strict=True,
-        ):
-            found.append(some)
-            if problem.cached and X is not None:
-                features.cache.append(X)
-            if workers.executor is not None:
-                count(part.n_environments)
-    if not problem.cached:
-        stop_workers()  # and free their memory
-    rng = np.random.default_rng([settings.seed, _SELECTION_STREAM])
-    return whitened_points(Environments.join(found), features, settings, rng, stages)
-
-
-def candidates(
-    part: TrainingSet, settings: Settings, features: Features, alone: bool, keep: bool
-) -> tuple[Environments, FloatArray | None]:
-    """Return candidates of a part: representatives selected in it, or all if there are no others.
-
-    Features of all environments are returned as well, if they are to be kept.
-    """
-    X = features.array(part)
-    atoms = np.concatenate(part.all_centers)
-    origins = np.stack([np.repeat(part.source, part.environments), atoms], 1)
-    groups = np.repeat(part.groups, part.environments)
-    found = Environments(origins.astype(np.int64), groups, X)
-    if not alone:
-        if settings.selection == "cur":  # selects among farthest points
-            more = {"selection": "fps", "n_representatives": LANDMARKS * settings.n_selected}
-            settings = settings.model_copy(update=more)
-        rng = np.random.default_rng([settings.seed, _SELECTION_STREAM, int(part.source[0])])
-        kernel = features.representation.kernel
-        found = found.take(select_representatives(X, kernel, settings, rng))
-    return found, X if keep else None
-
-
-def whitened_points(
-    found: Environments,
-    features: Features,
-    settings: Settings,
-    rng: np.random.Generator,
-    stages: Stages,
-) -> Representatives:
-    """Select representatives among candidates, and drop those that others describe to rounding."""
-    kernel: Kernel = features.representation.kernel
-    n = min(settings.n_selected, len(found.features))
-    with stages.stage("Representatives", n) as advance:
-        found = found.take(select_representatives(found.features, kernel, settings, rng, advance))
-    # Among environments that are equally far apart, rounding may choose the order of selection.
-    found = found.take(np.lexsort(found.origins.T[::-1]))
-    with stages.stage("Whitening"):
-        exact = found.features.astype(np.float64)
-        rtol = _RTOL_OF_FORCES if settings.learns_forces else _RTOL
-        whitening = whiten(np.asarray(kernel(exact, exact)), rtol=rtol)
-    return Representatives(found.take(whitening.pivots), whitening)
-
-
-# --- sums over kernel rows, and rows that are kept ------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Sums over the rows of all quantities, and the rows that are kept."""
-
-    points: Representatives  #: for the kernel scaled by Eq. (17), Musil et al. 2019
-    scale: float  #: the factor of the kernel
-    sums: BlockSums
-    kept: KeptRows
-    sample: TrainingSet  #: structures whose rows are kept
-    of_points: IntArray  #: (N,): structure, or atom, among all that are drawn, of each kept row
-    center: float  #: mean of the target less the baseline
-    k_xx: Float64Array  #: (n,): diagonal of the scaled kernel, of kept rows of the target
-    #: largest and mean novelty of the environments of a structure that few structures exceed, for
-    #: numbers of representatives
-    novelty: dict[int, tuple[float, float]]
-
-    def leading(self, r: int) -> Rows:
-        """Return the rows of the model that has the first r representatives alone."""
-        if r == len(self.points):
-            return self
-        parts = {name: getattr(self, name).leading(r) for name in ("points", "sums", "kept")}
-        return replace(self, **parts)
-
-    def with_draw(self, draw: Draw) -> Rows:
-        """Return a copy with other members."""
-        return replace(self, kept=replace(self.kept, draw=draw.take(self.of_points)))
-
-
-@dataclass(frozen=True)
-class RowTask:
-    """What the tasks of the last pass need to know."""
-
-    features: Features
-    points: Representatives
-    sizes: list[int]  #: numbers of representatives that novelty is computed for
-    species: list[int]
-    baseline: Float64Array  #: (S,): coefficients of the full model
-    center: float
-    draws_atoms: bool
-    chunk: int  #: structures whose rows are computed at a time
-
-
-@dataclass(frozen=True)
-class RowPart:
-    """Structures whose rows are computed, with their draw and, perhaps, their features."""
-
-    data: TrainingSet
-    draw: Draw  #: of structures, or of atoms
-    kept: BoolArray  #: (n,): whether the rows of a structure are kept
-    features: FloatArray | None
-
-
-@dataclass(frozen=True)
-class PartSums:
-    """Sums over the rows of a part, not scaled by Eq. (17), and the rows that are kept."""
-
-    sums: dict[str, dict[int, RowSums]]  #: by quantity and block
-    diagonal: float  #: sum of the diagonal of the kernel, over the rows of the target
-    novelty: list[Float64Array]  #: (n_structures, n_sizes, 2): of several chunks
-    #: rows of the target, of its derivatives, and diagonal, of structures that are kept
-    kept: list[tuple[Float64Array, Float64Array, Float64Array]]
-
-    def add(self, other: PartSums) -> PartSums:
-        """Return the sums over both of two parts."""
-        sums = {name: dict(of_blocks) for name, of_blocks in self.sums.items()}
-        for name, of_blocks in other.sums.items():
-            mine = sums.setdefault(name, {})
-            for b, some in of_blocks.items():
-                mine[b] = mine[b] + some if b in mine else some
-        diagonal, novelty = self.diagonal + other.diagonal, self.novelty + other.novelty
-        return PartSums(sums, diagonal, novelty, self.kept + other.kept)
-
-
-def sum_part(part: RowPart, task: RowTask) -> PartSums:
-    """Compute the rows of a part, some structures at a time, and sum over them."""
-    total: PartSums | None = None
-    data, n = part.data, len(part.data.source)
-    for first in range(0, n, task.chunk):
-        some = np.arange(first, min(first + task.chunk, n))
-        features = part.features
-        if features is not None:
-            features = features[data.offsets[some[0]] : data.offsets[some[-1] + 1]]
-        points = some
-        if task.draws_atoms:
-            points = np.arange(data.offsets[some[0]], data.offsets[some[-1] + 1])
-        chunk = RowPart(data.take(some), part.draw.take(points), part.kept[some], features)
-        found = _sum_chunk(chunk, task)
-        total = found if total is None else total.add(found)
-    assert total is not None, "parts are not empty"
-    return total
-
-
-def _sum_chunk(part: RowPart, task: RowTask) -> PartSums:
-    data = part.data
-    Phi, diagonal, novelty = whitened_rows(part, task)
-    n, sums = len(data.y), {}
-    C = _columns(data, task.species, task.baseline, task.center)
-    for name, quantity in data.quantities.items():
-        points = quantity.rows if task.draws_atoms else quantity.structure
-        sums[name] = part.draw.take(points).sum_blocks(Phi[quantity.rows], C[quantity.rows])
-    kept = []
-    if part.kept.any():
-        chosen = np.zeros(data.n_rows, dtype=bool)
-        for quantity in data.quantities.values():
-            chosen[quantity.rows] = part.kept[quantity.structure]
-        of_target = chosen[:n]
-        kept.append((Phi[:n][of_target], Phi[n:][chosen[n:]], diagonal[of_target]))
-    return PartSums(sums, float(diagonal.sum()), [novelty], kept)
-
-
-def _columns(
-    data: TrainingSet, species: Sequence[int], baseline: Float64Array, center: float
-) -> Float64Array:
-    """Return the columns of sums: labels less baseline and mean, design matrix, and one.
-
-    Derivatives of the target have neither baseline nor mean.
-    """
-    n, design = len(data.y), data.design(species)
-    columns = np.zeros((data.n_rows, design.shape[1] + 2))
-    for quantity in data.quantities.values():
-        columns[quantity.rows, 0] = quantity.y
-    columns[:n, 0] -= design @ baseline + center
-    columns[:n, 1:-1], columns[:n, -1] = design, 1.0
-    return columns
-
-
-class WhitenedRows(NamedTuple):
-    """Rows of all quantities (N, r) for the kernel as it is, not scaled by Eq. (17)."""
-
-    Phi: Float64Array
-    diagonal: Float64Array  #: (n,): of the kernel, for the rows of the target
-    #: (n_structures, n_sizes, 2): largest and mean novelty of the environments of each structure
-    novelty: Float64Array
-
-
-def whitened_rows(part: RowPart, task: RowTask) -> WhitenedRows:
-    """Compute the kernel rows of all quantities, and whiten them."""
-    data, representation, found = part.data, task.features.representation, task.points.environments
-    X_M = found.features.astype(representation.basis_dtype, copy=False)
-    basis = Basis(representation.kernel, X_M, 1.0, data.per_atom)
-    own = _own_representatives(data.groups, found.groups)
-    n, sizes = len(data.y), task.sizes
-    K = np.zeros((data.n_rows, len(X_M)))
-    diagonal, novelty = np.empty(n), np.empty((len(data.source), len(sizes), 2))
-    structure = row = 0
-    for block, offsets in task.features.blocks(data, part.features):
-        here = slice(structure, structure + len(offsets) - 1)
-        each = np.empty((len(block), len(sizes)))
-        rows = basis.rows(block, offsets, sizes=sizes, novelty=each, own=own[here])
-        novelty[here] = structure_novelty(each, offsets)
-        K[row : row + len(rows)] = rows
-        diagonal[row : row + len(rows)] = basis.prior_variance(block, offsets)
-        structure, row = here.stop, row + len(rows)
-    if data.derivatives is not None:
-        terms = kernel_terms(representation, X_M)
-        fill_rows(K[:n], K[n:], list(data.frames), data.derivatives, terms)
-    with _few_threads(len(K), len(X_M)):
-        whitening = task.points.whitening
-        Phi = np.asarray(whitening.features(K, overwrite=True), dtype=np.float64)
-    return WhitenedRows(Phi, diagonal, novelty)
-
-
-def _own_representatives(groups: IntArray, of_points: IntArray) -> list[IntArray]:
-    """Return the representatives that come from the group of each structure."""
-    order = np.argsort(of_points, kind="stable")
-    first, last = (np.searchsorted(of_points[order], groups, side=s) for s in ("left", "right"))
-    return [order[a:b] for a, b in zip(first.tolist(), last.tolist(), strict=True)]
-
-
-def _few_threads(n_rows: int, rank: int) -> threadpool_limits:
-    """Use one thread for small matrices: on a busy machine more would wait for one another."""
-    return threadpool_limits(limits=1 if rank <= _SMALL and n_rows <= _FEW else None)
-
-
-def rows_of_task(M: int) -> int:
-    """Return the number of rows over which a task sums, for M representatives."""
-    return max(int(_ROWS * min(M / _LARGE, 1.0)), _CHUNK)
-
-
-def sum_rows(
-    problem: TrainingProblem,
-    features: Features,
-    points: Representatives,
-    draw: Draw,
-    baseline: Baseline,
-    workers: Workers,
-    stages: Stages,
-) -> Rows:
-    """Compute the sums over all rows, by quantity and block, and keep the rows of some structures.
-
-    The kernel is scaled by Eq. (17), Musil et al. 2019, when its diagonal is known.
-    """
-    settings, data, r = problem.settings, problem.data, len(points)
-    sizes = [*(nested_sizes(r) if problem.size_limit else []), r]
-    rest = data.y - baseline.predict(data.design(data.species))
-    center = float(rest.mean()) if settings.linear_baseline != "none" else 0.0
-    per_structure = data.n_rows / len(data.source)
-    kept = _keep_structures(problem, draw)
-    order = np.arange(len(data.source))
-    if not problem.draws_atoms:  # blocks follow each other, so that a part has few of them
-        order = np.argsort(draw.block, kind="stable")
-    edges = np.cumsum(data.rows_of_structures[order])
-    n_parts = math.ceil(edges[-1] / rows_of_task(r))
-    pieces = np.split(order, np.searchsorted(edges, edges[-1] * np.arange(1, n_parts) / n_parts))
-    cache = _Cache(data, features.cache)
-    parts = [
-        RowPart(data.take(some), draw.take(_points_of(problem, some)), kept[some], cache.take(some))
-        for some in pieces
-        if len(some)
-    ]
-    features.cache.clear()  # those of a part are freed when its rows are summed
-    del cache
-    total: PartSums | None = None
-    with stages.stage("Kernel rows", data.n_environments) as advance:
-        count = _counter(advance)
-        task = RowTask(
-            features=replace(features, cache=[], count=count),
-            points=points,
-            sizes=sizes,
-            species=data.species,
-            baseline=baseline.full,
-            center=center,
-            draws_atoms=problem.draws_atoms,
-            chunk=max(int(_CHUNK / per_structure), 1),
-        )
-        shared: Any = task
-        if workers.executor is not None:
-            remote = replace(task.features, count=_count_nothing)
-            shared = workers.share(replace(task, features=remote))
-        waiting, n_environments = iter(parts), iter([p.data.n_environments for p in parts])
-        del parts
-        for found in workers.map(sum_part, waiting, shared):
-            total = found if total is None else total.add(found)
-            if workers.executor is not None:
-                count(next(n_environments))
-    assert total is not None, "there are structures"
-    stop_workers()
-    return _scaled(problem, points, draw, baseline, total, order[kept[order]], center, sizes)
-
-
-class _Cache:
-    """Features of structures, in one array for each of several consecutive parts."""
-
-    def __init__(self, data: TrainingSet, parts: Sequence[FloatArray]) -> None:
-        self._data, self._parts = data, parts
-        self._first = np.cumsum([0, *map(len, parts)])
-
-    def take(self, structures: IntArray) -> FloatArray | None:
-        """Return the features of some structures (n, d), if they are kept."""
-        if not self._parts:
-            return None
-        offsets = self._data.offsets
-        part = np.searchsorted(self._first, offsets[structures], side="right") - 1
-        part = np.minimum(part, len(self._parts) - 1)
-        pieces = [
-            self._parts[p][offsets[s] - self._first[p] : offsets[s + 1] - self._first[p]]
-            for s, p in zip(structures, part, strict=True)
-        ]
-        return np.concatenate(pieces)
-
-
-def _points_of(problem: TrainingProblem, structures: IntArray) -> IntArray:
-    """Return the points of the draw, structures or atoms, of some structures."""
-    if not problem.draws_atoms:
-        return structures
-    offsets = problem.data.offsets
-    return np.concatenate([np.arange(offsets[s], offsets[s + 1]) for s in structures])
-
-
-def nested_sizes(r: int) -> list[int]:
-    """Return the numbers of representatives of the models that a model of r is compared with."""
-    return [m for m in (r // 8, r // 4, r // 2) if _SMALLEST <= m < r]
-
-
-def _keep_structures(problem: TrainingProblem, draw: Draw) -> BoolArray:
-    """Return the structures whose rows are kept: (n,), random groups that some members lack.
-
-    All, if members are drawn freely.
-    """
-    data, settings = problem.data, problem.settings
-    if settings.draw == "free":
-        return np.ones(len(data.source), dtype=bool)
-    lacked = (draw.counts == 0).any(axis=1) | (draw.counts.shape[1] == 0)
-    if problem.draws_atoms:
-        lacked = np.bincount(data.quantities[TARGET].structure, lacked) > 0
-    some, kept = np.flatnonzero(lacked), np.zeros(len(data.source), dtype=bool)
-    kept[some] = keep_groups(
-        data.groups[some],
-        data.rows_of_structures[some],
-        N_KEPT,
-        np.random.default_rng([settings.seed, _KEPT_STREAM]),
-        [has[some] > 0 for has in _has_derivatives(data, data.groups)],
-    )
-    return kept
-
-
-def _scaled(
-    problem: TrainingProblem,
-    points: Representatives,
-    draw: Draw,
-    baseline: Baseline,
-    total: PartSums,
-    kept: IntArray,
-    center: float,
-    sizes: Sequence[int],
-) -> Rows:
-    """Return sums and kept rows for the kernel scaled by Eq. (17), Musil et al. 2019."""
-    data = problem.data
-    scale = unit_scale(1.0, np.array([total.diagonal / len(data.y)]))
-    sample = data.take(kept)
-    of_target, of_others, diagonals = zip(*total.kept, strict=True)
-    Phi = np.concatenate([*of_target, *of_others])
-    total.kept.clear()  # there may be no memory for both
-    del of_target, of_others
-    Phi *= math.sqrt(scale)
-    columns, groups = _columns(sample, data.species, baseline.full, center), np.arange(len(Phi))
-    of_points = np.empty(len(Phi), dtype=np.intp)
-    for quantity in sample.quantities.values():
-        of_points[quantity.rows] = kept[quantity.structure]
-        if not problem.draws_atoms:
-            groups[quantity.rows] = sample.groups[quantity.structure]
-    if problem.draws_atoms:
-        of_points = _points_of(problem, kept)
-    rows = {name: quantity.rows for name, quantity in sample.quantities.items()}
-    sums = BlockSums.of(total.sums, draw.n_blocks)
-    sums.scale(math.sqrt(scale))
-    whitening = points.whitening
-    factor = whitening.factor * math.sqrt(scale)
-    novelty = np.quantile(np.concatenate(total.novelty), _NOT_NOVEL, axis=0)
-    return Rows(
-        points=replace(points, whitening=replace(whitening, factor=factor)),
-        scale=scale,
-        sums=sums,
-        kept=KeptRows(Phi, columns, rows, groups, draw.take(of_points), np.ones(len(Phi))),
-        sample=sample,
-        of_points=of_points,
-        center=center,
-        k_xx=np.concatenate(diagonals) * scale,
-        novelty={m: (float(a), float(b)) for m, (a, b) in zip(sizes, novelty, strict=True)},
-    )
 
 
 # --- the sparse Gaussian process ------------------------------------------------------------------
@@ -1080,17 +456,40 @@ def fit_sparse_model(rows: Rows, problem: TrainingProblem, stages: Stages) -> Sp
     forces and virials theirs, if they are learned.
     """
     settings, quantities, kept = problem.settings, rows.sample.quantities, rows.kept
-    with stages.stage("Full model"), _few_threads(problem.data.n_rows, len(rows.points)):
+    with stages.stage("Full model"), few_threads(problem.data.n_rows, len(rows.points)):
         wrong = set(quantities)
         if len(quantities) > 1:
             energies = kept.y[kept.rows[TARGET], 0]
-            wrong = check_derivatives(kept.Phi[:, :_CHECKED], energies, rows.sample, settings)
+            wrong = check_derivatives(kept.Phi[:, :1000], energies, rows.sample, settings)
         noise = {name: getattr(settings, KINDS[name].noise) for name in rows.sums.sums}
         full = fit_full_model(kept, rows.sums, noise, mean=np.array([rows.center]))
     if not wrong:  # or there are no derivatives
         free = [n for n in noise if KINDS[n].is_derivative and isinstance(noise[n], str)]
         check_noise({name: full.noise[name] for name in free}, rows.sample, settings)
     return SparseModel(rows, full)
+
+
+def left_out_errors(model: SparseModel, name: str, n_rows: float) -> tuple[Float64Array, IntArray]:
+    """Return errors of the full model without the group of a row, and the groups.
+
+    Of some groups that have labels of a quantity, with about so many rows; with all
+    representatives.
+    """
+    kept, full = model.rows.kept, model.full
+    codes = np.unique(kept.groups, return_inverse=True)[1]
+    of_rows = codes[kept.rows[name]]
+    groups = of_rows[np.sort(np.unique(of_rows, return_index=True)[1])]  # random: block by block
+    n = int(np.searchsorted(np.cumsum(np.bincount(codes)[groups]), n_rows)) + 1
+    some = np.flatnonzero(np.isin(codes, groups[:n]))
+    found = leave_out(
+        full.process,
+        kept.Phi[some],
+        full.y[some],
+        sample_weight=full.weight[some],
+        groups=codes[some],
+    )
+    of_quantity = np.isin(some, kept.rows[name])
+    return found.residuals[of_quantity, 0] * model.scale, codes[some[of_quantity]]
 
 
 def fit_nested(rows: Rows, problem: TrainingProblem, stages: Stages) -> SparseModel:
@@ -1107,7 +506,7 @@ def fit_nested(rows: Rows, problem: TrainingProblem, stages: Stages) -> SparseMo
     if len(rows.novelty) == 1:
         return model
     name = max(quantities, key=lambda name: len(quantities[name].y))
-    n_left_out = max(_PRODUCTS_OF_SIZES / r**2, 1000)
+    n_left_out = max(1e11 / r**2, 1000)  # a minute of multiplications at most
 
     def error(model: SparseModel) -> float:
         z, groups = left_out_errors(model, name, n_left_out)
@@ -1158,7 +557,7 @@ def fit_ensemble(
     S, r = settings.n_subsampled, len(rows.points)
     columns = np.zeros((len(baseline.full) + 2, 1, S))
     columns[0], columns[1:-1, 0] = 1.0, baseline.full[:, None] - baseline.members
-    with stages.stage("Members"), _few_threads(problem.data.n_rows, r):
+    with stages.stage("Members"), few_threads(problem.data.n_rows, r):
         centered = settings.linear_baseline != "none"
         full, solved, means = fit_members(
             model.full, rows.sums, rows.kept, columns, centered=centered
@@ -1171,13 +570,308 @@ def fit_ensemble(
     return Ensemble(replace(model, full=full), baseline, weights, intercepts, members)
 
 
+# --- out-of-bag points and calibrations ---
+
+
+@dataclass(frozen=True)
+class OutOfBagRows:
+    """Predictions of the rows of a quantity that are kept, by members and the full model."""
+
+    quantity: Quantity
+    members: Float64Array  #: (n, S): of all members
+    absent: BoolArray  #: (n, S): whether the training set of the member lacks the row
+    groups: IntArray  #: (n,): rows that are left out together
+    full: FullModelData | None  #: without each group; None if it is not needed
+
+    @property
+    def used(self) -> BoolArray:
+        """Which rows (n,) enough members are without; all if there are no members."""
+        n_members = self.absent.shape[1]
+        enough: BoolArray = self.absent.sum(axis=1) >= (MIN_ABSENT if n_members else 0)
+        return enough
+
+
+def predict_out_of_bag(
+    model: SparseModel, settings: Settings, members: Mapping[str, Float64Array]
+) -> dict[str, OutOfBagRows]:
+    """Return predictions of kept rows by members (n, S) of each quantity, and the full model."""
+    rows, found = model.rows, {}
+    full = None
+    if settings.centre != "members" or settings.n_drawn:
+        full = _leave_all_out(model, settings)
+    for name, quantity in rows.sample.quantities.items():
+        of_quantity = None if full is None else full.some(quantity.rows)
+        if of_quantity is not None and (
+            name != TARGET or settings.has_forces or not settings.keep_pp
+        ):
+            of_quantity = replace(of_quantity, novelty_std=None)  # not known, or not of predictions
+        absent = rows.kept.draw.counts[quantity.rows] == 0
+        groups = rows.kept.groups[quantity.rows]
+        found[name] = OutOfBagRows(quantity, members[name], absent, groups, of_quantity)
+    return found
+
+
+def _leave_all_out(model: SparseModel, settings: Settings) -> FullModelData:
+    """Return the full model without each group of rows that are kept, and its representatives."""
+    rows, full, kept = model.rows, model.full, model.rows.kept
+    owners, whitening = _owners(model), rows.points.whitening
+    left_out = leave_out(
+        full.process,
+        kept.Phi,
+        full.y,
+        sample_weight=full.weight,
+        groups=kept.groups,
+        group_columns=whitening.columns_of(kept.groups, owners),
+    )
+    # Novelty is known for rows of the target alone; it is zero elsewhere.
+    q2, n, m = np.zeros(len(kept.Phi)), len(rows.k_xx), n_leading(kept.Phi.shape[1])
+    q2[:n] = novelty_without_own(kept.Phi[:n], rows.k_xx, whitening, kept.groups[:n], owners, m)
+    p, q = np.sqrt(left_out.variance), np.sqrt(q2)
+    data = FullModelData(left_out.residuals[:, 0], p, q, left_out.same_basis[:, 0])
+    return replace(data.scaled(model.scale), has_posterior=settings.n_drawn > 0)
+
+
+def _owners(model: SparseModel) -> IntArray:
+    """Return the group, among those of kept rows, of each representative; −1 for none."""
+    rows, found = model.rows, model.rows.points.environments
+    structures = rows.sample.groups[rows.sample.quantities[TARGET].structure]
+    n = len(rows.sample.y)
+    if np.array_equal(structures, rows.kept.groups[:n]):
+        return found.groups
+    # Single atoms are left out.
+    sample, centers = rows.sample, rows.sample.centers or []
+    source = np.repeat(sample.source, sample.environments)
+    row_of = dict(
+        zip(
+            zip(source.tolist(), np.concatenate(centers).tolist(), strict=True),
+            range(n),
+            strict=True,
+        )
+    )
+    return np.array([row_of.get((int(s), int(a)), -1) for s, a in found.origins], dtype=np.intp)
+
+
+def choose_centre(found: Mapping[str, OutOfBagRows], settings: Settings) -> float:
+    """Return the share λ of the ensemble mean in the prediction, given or of smallest error."""
+    n_members = settings.n_subsampled
+    if not n_members or settings.centre == "full":
+        return 0.0
+    if settings.centre != "auto":
+        return 1.0 if settings.centre == "members" else float(settings.centre)
+    residuals = []
+    for of in found.values():
+        assert of.full is not None, "needed for a blend"
+        used, mean, std, n_absent = out_of_bag_prediction(of.members, of.absent)
+        if len(np.unique(of.quantity.structure[used])) >= MIN_POINTS:
+            z = of.full.residuals_with_own[used], of.quantity.y[used] - mean
+            of_members = Residuals(*z, std, n_absent, of.groups[used])
+            residuals.append(of_members.mostly(of.full.without_representatives[used]))
+    return fit_centre(residuals, n_members)
+
+
+def collect_points(name: str, of: OutOfBagRows, centre: float, source: IntArray) -> CalibrationData:
+    """Return the out-of-bag points of a quantity.
+
+    Components of vectors that are zero by symmetry are left out. Structures have the numbers
+    `source` among those that were given.
+    """
+    quantity = of.quantity
+    if of.full is not None:
+        of = replace(of, full=replace(of.full, centre=centre))
+    points = _points(of) if not KINDS[name].is_derivative else _components(of)
+    assert points.rows is not None
+    element = None
+    if quantity.species is not None:
+        element = np.array(chemical_symbols)[quantity.species[points.rows]]
+    structure = source[quantity.structure[points.rows]]
+    return replace(points, structure=structure, element=element, rows=None)
+
+
+def _points(of: OutOfBagRows, y: Float64Array | None = None) -> CalibrationData:
+    """Return points: of the members and the full model, or of one of the two."""
+    if of.full is not None and not of.absent.shape[1]:
+        return of.full.alone(of.groups)
+    y = of.quantity.y if y is None else y
+    return calibration_data(y, of.members, of.absent, full=of.full, groups=of.groups)
+
+
+def _components(of: OutOfBagRows) -> CalibrationData:
+    """Return points of components of forces or stresses, with the uncertainties of the vectors."""
+    quantity, full = of.quantity, of.full
+    some, factor = np.flatnonzero(asymmetric(of)), quantity.factor
+    chosen = OutOfBagRows(
+        quantity,
+        (of.members * factor[:, None])[some],
+        of.absent[some],
+        of.groups[some],
+        None if full is None else full.some(some).scaled(factor[some]),
+    )
+    points = _points(chosen, (quantity.y * factor)[some])
+    used = some[points.rows]
+    ensemble_std = np.zeros(len(quantity.y))
+    if of.absent.shape[1]:
+        found = out_of_bag_prediction(of.members, of.absent)
+        ensemble_std[found.used] = found.std
+    elif full is not None:
+        ensemble_std = full.posterior_std
+    p = None
+    if full is not None and points.posterior_std is not None:
+        p = (_pooled(quantity, full.posterior_std) * factor)[used]
+    assert quantity.multiplicity is not None
+    n_components = 6 if np.any(quantity.multiplicity > 1) else 3
+    return replace(
+        points,
+        rows=used,
+        ensemble_std=(_pooled(quantity, ensemble_std) * factor)[used],
+        posterior_std=p,
+        component_std=points.ensemble_std,
+        multiplicity=quantity.multiplicity[used] / MULTIPLICITY[n_components].mean(),
+    )
+
+
+def asymmetric(of: OutOfBagRows) -> BoolArray:
+    """Return which components (n,) are not zero by symmetry; all, if all seem to be."""
+    if of.members.shape[1] or of.full is None:
+        apart = not_zero_by_symmetry(of.quantity.y, of.members)
+    else:
+        p = of.full.posterior_std
+        # A variance of zero, to rounding, has this standard deviation.
+        apart = p > _ROUNDING**0.5 * p.max(initial=0.0)
+    return apart if apart.any() else np.ones(len(apart), dtype=bool)
+
+
+def not_zero_by_symmetry(y: Float64Array, members: Float64Array) -> BoolArray:
+    """Return which components (n,) members (n, N_R) do not agree on to rounding."""
+    largest = float(np.abs(y).max(initial=0.0))
+    return np.asarray(np.ptp(members, axis=1) > max(_ROUNDING * largest, _TINY))
+
+
+def _pooled(quantity: Quantity, std: Float64Array) -> Float64Array:
+    """Return the standard deviation of whole vectors, over known components, for their rows."""
+    assert quantity.vector is not None
+    assert quantity.multiplicity is not None
+    w, vector = quantity.multiplicity, quantity.vector
+    squares = np.bincount(vector, w * std**2) / np.maximum(np.bincount(vector, w), 1.0)
+    return np.asarray(np.sqrt(squares)[vector])
+
+
+def calibrate_quantities(
+    found: Mapping[str, OutOfBagRows],
+    settings: Settings,
+    centre: float,
+    source: IntArray,
+    *,
+    is_constant: bool,
+) -> tuple[dict[str, CalibrationData], dict[str, QuantityCalibration], str]:
+    """Return out-of-bag points and calibration of each quantity, and the method.
+
+    A target without errors is not calibrated; nor are forces, or stresses, of too few structures,
+    for which the factor of the energy is used.
+    """
+    n = {"n_subsampled": settings.n_subsampled, "n_posterior": settings.n_drawn}
+    target = found[TARGET]
+    available = int(np.count_nonzero(target.used))
+    method = with_enough_points(settings.calibration, available)
+    points: dict[str, CalibrationData] = {}
+    calibrations: dict[str, QuantityCalibration] = {}
+    for name, of in found.items():
+        if KINDS[name].is_derivative:
+            n_structures = len(np.unique(of.quantity.structure[asymmetric(of) & of.used]))
+            n_available = len(np.unique(target.quantity.structure[target.used]))
+            if _too_few(name, n_structures, n_available, method):
+                continue
+            try:
+                points[name] = collect_points(name, of, centre, source)
+                calibrations[name] = calibrate_points(points[name], method, **n)
+            except CalibrationError as error:
+                points.pop(name, None)
+                if method != "none":
+                    warn(f"{name}: {error} The factor that calibrates energies is used.")
+            continue
+        try:
+            if is_constant:
+                raise _ConstantTargetError
+            points[name] = collect_points(name, of, centre, source)
+            if method == "auto":
+                method = fit_best(points[name], MODEL_METHODS).method
+            calibrations[name] = calibrate_points(points[name], method, **n)
+        except CalibrationError as error:
+            points.pop(name, None)
+            if isinstance(error, _ConstantTargetError):
+                warn(
+                    "All targets are the same: there is nothing to learn, and the uncertainty is 0."
+                )
+            elif method != "none" and not isinstance(error, ExactFitError):
+                remedy = "A model with `uncertainty='posterior'` needs no subsamples."
+                raise CalibrationError(f"{error} {remedy}") from None
+            else:
+                warn(f"{error} The ensemble standard deviation is not calibrated.")
+            of_kinds = n["n_subsampled"] if n["n_posterior"] else 0
+            calibrations[name] = QuantityCalibration(NoCalibration(n_subsampled=of_kinds))
+            method = "none" if method == "auto" else method
+    return points, calibrations, method
+
+
+class _ConstantTargetError(CalibrationError):
+    """All targets are the same."""
+
+
+def _too_few(name: str, n: int, available: int, method: str) -> bool:
+    """Return whether n out-of-bag structures are too few for a calibration, with a warning."""
+    least = KINDS[name].least
+    too_few = n < min(least, available)
+    if method != "none" and n < min(10, available):
+        effect = "the calibration is poorly determined."
+        if too_few:
+            effect = f"{least} are needed to calibrate; the factor of energies is used."
+        warn(f"{name}: {counted(n, 'out-of-bag structure')}; {effect}")
+    return too_few
+
+
+def largest_std(points: CalibrationData | None, settings: Settings) -> float:
+    """Return the largest standard deviation of all members of an out-of-bag point."""
+    if points is None:
+        return 0.0
+    if not settings.n_subsampled or points.posterior_std is None:
+        return float(points.ensemble_std.max())
+    n, k = settings.n_subsampled - 1, max(settings.n_drawn - 1, 0)
+    squares = n * points.ensemble_std**2 + k * points.posterior_std**2
+    return float(np.sqrt(squares.max() / (settings.n_subsampled + settings.n_drawn - 1)))
+
+
+def check_labels(
+    found: Mapping[str, OutOfBagRows], copies: IntArray, source: IntArray, *, per_atom: bool
+) -> None:
+    """List structures whose labels are far from their out-of-bag predictions.
+
+    Where too few members are without a row, the full model without it is used. Structures of the
+    same number among `copies` (n,) are duplicates.
+    """
+    for name, of in found.items():
+        quantity = of.quantity
+        residuals, std = np.full((2, len(quantity.y)), np.nan)
+        if of.full is not None:
+            residuals, std = of.full.residuals.copy(), of.full.posterior_std.copy()
+        if of.absent.shape[1]:
+            used, mean, ensemble_std, _ = out_of_bag_prediction(of.members, of.absent)
+            residuals[used], std[used] = quantity.y[used] - mean, ensemble_std
+        rows = np.flatnonzero(np.isfinite(residuals))
+        points = quantity.y[rows], residuals[rows], std[rows], quantity.structure[rows]
+        warn_of_outliers(name, find_outliers(*points, copies), source)
+        if name == TARGET and not per_atom:
+            check_copies(*points[:2], copies[points[3]], source[points[3]])
+
+
+# --- the trained model ---
+
+
 def calibrate(
     ensemble: Ensemble, problem: TrainingProblem, representation: Representation, stages: Stages
 ) -> Fitted:
     """Choose what is predicted, add posterior members, and calibrate each quantity out of bag."""
     settings, model, baseline = problem.settings, ensemble.model, ensemble.baseline
     rows, sample, r = model.rows, model.rows.sample, len(model.rows.points)
-    with stages.stage("Calibration"), _few_threads(problem.data.n_rows, r):
+    with stages.stage("Calibration"), few_threads(problem.data.n_rows, r):
         found = predict_out_of_bag(model, settings, ensemble.members)
         centre = choose_centre(found, settings)
         points, calibrations, method = calibrate_quantities(
@@ -1191,9 +885,10 @@ def calibrate(
     process = model.full.process
     drawn = posterior_deviations(process, settings.n_drawn, rng, whitening.pivots) * model.scale
     columns = centred(ensemble.weights, full_weights, centre, drawn)
+    packages = ("numpy", "scipy", "ase", "dscribe", "featomic", "safetensors")
     none = np.zeros(settings.n_drawn)  # intercepts and baselines have no posterior
     return Fitted(
-        settings=settings.model_copy(update={"n_representatives": problem.n_given}),
+        settings=settings.model_copy(update={"n_representatives": problem.n_requested}),
         representation=representation.exact(),  # predictions are float64
         representatives=environments.features,
         origins=environments.origins,
@@ -1215,7 +910,7 @@ def calibrate(
             python=platform.python_version(),
             packages={
                 "qualms": qualms.__version__,
-                **{n: version(n) for n in _PACKAGES},
+                **{name: version(name) for name in packages},
                 **calculator_version(settings.reference),
             },
             data_digest=problem.census.digest,
@@ -1245,7 +940,7 @@ def _record(
         n_structures = 0 if of is None or of.structure is None else len(np.unique(of.structure))
         quantities[name] = QuantityRecord(
             n_rows=len(quantity.y),
-            n_without=census.n_without[name],
+            n_without=census.n_without(name),
             n_out_of_bag=0 if z is None else len(z),
             n_out_of_bag_structures=n_structures,
             rmse=None if z is None else float(np.sqrt(np.mean(z**2))),

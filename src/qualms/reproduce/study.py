@@ -17,25 +17,22 @@ from ase import Atoms
 from threadpoolctl import threadpool_limits
 
 from qualms.arrays import BoolArray, Float64Array
+from qualms.atomistic.census import take_census
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.kernel_rows import Basis
 from qualms.atomistic.model import AtomisticModel
-from qualms.atomistic.out_of_bag import left_out_errors
-from qualms.atomistic.parts import take_census
+from qualms.atomistic.passes import TrainingProblem, fit_features, select_points, sum_rows
 from qualms.atomistic.quantities import TARGET
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import check_species
 from qualms.atomistic.training import (
     Ensemble,
-    TrainingProblem,
     calibrate,
     draw_members,
     fit_ensemble,
-    fit_features,
     fit_sparse_model,
+    left_out_errors,
     resolve,
-    select_points,
-    sum_rows,
 )
 from qualms.calibration.choice import fit_out_of_bag, out_of_bag_points
 from qualms.calibration.methods import (
@@ -218,10 +215,18 @@ class TrainedOnce:
         self.problem = resolve(settings, census, workers, threads)
         self.settings = self.problem.settings
         draw, baseline = draw_members(self.problem)
-        features = fit_features(self.problem, workers, self.stages)
-        self.representation = features.representation
-        points = select_points(self.problem, features, workers, self.stages)
-        rows = sum_rows(self.problem, features, points, draw, baseline, workers, self.stages)
+        self.representation = fit_features(self.problem, self.stages)
+        points, cache = select_points(self.problem, self.representation, workers, self.stages)
+        rows = sum_rows(
+            self.problem,
+            self.representation,
+            points,
+            draw,
+            baseline,
+            cache,
+            workers,
+            self.stages,
+        )
         self.model = fit_sparse_model(rows, self.problem, self.stages)
 
     def ensemble(self, subsample: float, *, with_replacement: bool = False) -> Subsampled:

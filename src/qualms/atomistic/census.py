@@ -1,0 +1,684 @@
+"""The training set, and its census: the first pass over all labelled structures.
+
+A census of a part of the structures is read by a task; those of all parts add up to one. Structures
+in memory are one part, those of files are read part by part, and results do not depend on that.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from ase import Atoms
+
+from qualms.arrays import Float64Array, IntArray, joined_groups
+from qualms.atomistic.baseline import RCOND, atom_design
+from qualms.atomistic.labels import (
+    ForceLabels,
+    Labelled,
+    agreeing,
+    force_labels,
+    is_isolated,
+    labelled,
+    listed,
+    reject_without_energy,
+)
+from qualms.atomistic.quantities import DERIVATIVES, KINDS, TARGET, Quantity
+from qualms.atomistic.reference import ReferencePotential, make_reference
+from qualms.atomistic.settings import Settings
+from qualms.atomistic.structures import (
+    FrameFiles,
+    Part,
+    State,
+    check_not_single,
+    check_structures,
+    data_digest,
+    data_hashes,
+    divided,
+    fingerprints,
+    numbered,
+    state_of,
+)
+from qualms.errors import InputError, counted, did_you_mean, warn
+from qualms.execution import Workers
+from qualms.features.base import offsets_of
+from qualms.gp.ensemble import group_codes
+from qualms.progress import Stages
+
+#: Structures whose labels are read in a task.
+SCANNED = 2000
+#: Largest label: weights and variances are still finite.
+_LARGEST = 1e40
+#: Stream of random numbers that select the atoms whose forces are learned.
+_FORCES_STREAM = 6
+
+
+@dataclass(frozen=True)
+class TrainingSet:
+    """Labelled structures: all of a training set, or a part of it.
+
+    A row of the target is a structure, or an atom if the target is atomic.
+    """
+
+    per_atom: bool  #: whether the target is atomic
+    frames: Sequence[Atoms]  #: structures with labels, perhaps in files; empty if they are not read
+    source: IntArray  #: (n,): their numbers among the structures given
+    sizes: IntArray  #: (n,): atoms
+    numbers: IntArray  #: (Σ sizes,): atomic numbers
+    volumes: Float64Array  #: (n,): of cells; zero without
+    #: atoms of each structure whose environments are needed: those with labels, or None for all
+    centers: list[IntArray] | None
+    y: Float64Array  #: (N,): labels of the target
+    derivatives: ForceLabels | None  #: forces and virials by structure
+    #: (n,): structures that are in or out of a subsample together; duplicates always are
+    groups: IntArray
+    copies: IntArray  #: (n,): the same number for duplicates
+
+    @cached_property
+    def environments(self) -> IntArray:
+        """Environments of each structure that are needed: (n,)."""
+        if self.centers is None:
+            return self.sizes
+        return np.array([len(chosen) for chosen in self.centers], dtype=np.intp)
+
+    @cached_property
+    def offsets(self) -> IntArray:
+        """Environments of structure s are ``offsets[s]:offsets[s + 1]``."""
+        return offsets_of(self.environments)
+
+    @property
+    def n_environments(self) -> int:
+        """Number of environments whose features are needed."""
+        return int(self.offsets[-1])
+
+    @property
+    def n_rows(self) -> int:
+        """Number of labels of all quantities."""
+        return sum(len(quantity.y) for quantity in self.quantities.values())
+
+    @cached_property
+    def rows_of_structures(self) -> IntArray:
+        """Number of labels of each structure: (n,)."""
+        counts = np.zeros(len(self.source), dtype=np.intp)
+        for quantity in self.quantities.values():
+            counts += np.bincount(quantity.structure, minlength=len(counts))
+        return counts
+
+    @cached_property
+    def species(self) -> list[int]:
+        """Atomic numbers of all structures."""
+        return [int(z) for z in np.unique(self.numbers)]
+
+    @property
+    def center_species(self) -> IntArray:
+        """Atomic number at the centre of each environment."""
+        if self.centers is None:
+            return self.numbers
+        first = offsets_of(self.sizes)[:-1]
+        places = [a + chosen for a, chosen in zip(first, self.centers, strict=True)]
+        return np.asarray(self.numbers[np.concatenate([np.empty(0, dtype=np.intp), *places])])
+
+    @property
+    def composition(self) -> IntArray:
+        """Number of atoms of each species in each structure: (n, S)."""
+        counts = np.zeros((len(self.sizes), len(self.species)), dtype=np.intp)
+        structure = np.repeat(np.arange(len(self.sizes)), self.sizes)
+        np.add.at(counts, (structure, np.searchsorted(self.species, self.numbers)), 1)
+        return counts
+
+    def design(self, species: Sequence[int]) -> Float64Array:
+        """Return the design matrix of a baseline of species that include all: (N, S)."""
+        if self.per_atom:
+            return atom_design(self.center_species, species)
+        X = np.zeros((len(self.sizes), len(species)))
+        X[:, np.searchsorted(species, self.species)] = self.composition
+        return X / self.sizes[:, None]
+
+    @cached_property
+    def quantities(self) -> dict[str, Quantity]:
+        """Rows of the target, and of the derivatives of it that have labels."""
+        n = np.arange(len(self.source))
+        structure = np.repeat(n, self.environments) if self.per_atom else n
+        species = self.center_species if self.per_atom else None
+        ones, rows = np.ones(len(self.y)), np.arange(len(self.y))
+        target = Quantity(self.y, rows, structure, ones, species=species)
+        return {TARGET: target, **self._derived()}
+
+    def _derived(self) -> dict[str, Quantity]:
+        """Return the blocks of forces and virials, whose rows come after those of the target."""
+        labels, sizes, n_frames = self.derivatives, self.sizes, len(self.sizes)
+        if labels is None or not n_frames:
+            return {}
+        place = np.concatenate([np.flatnonzero(mask) for mask in labels.known])
+        structure = np.repeat(np.arange(n_frames), np.diff(labels.offsets))
+        n = sizes[structure]
+        # Each structure has n forces and a virial.
+        vector = offsets_of(sizes + 1)[:-1][structure] + np.minimum(place // 3, n)
+        multiplicity = np.where(place >= 3 * n + 3, 2.0, 1.0)
+        solid = self.volumes > 0
+        density = np.divide(sizes, self.volumes, out=np.zeros(n_frames), where=solid)
+        is_virial = place >= 3 * n
+        component = np.where(is_virial, place - 3 * n, place % 3)
+        # The virial, after the forces, belongs to no atom.
+        numbers = np.zeros(len(self.numbers) + n_frames, dtype=self.numbers.dtype)
+        numbers[np.arange(len(self.numbers)) + np.repeat(np.arange(n_frames), sizes)] = self.numbers
+        factor = np.where(is_virial, density[structure], 1.0)
+        quantities = {}
+        for name, chosen in zip(DERIVATIVES, (~is_virial, is_virial), strict=True):
+            rows = np.flatnonzero(chosen)
+            if len(rows):
+                quantities[name] = Quantity(
+                    labels.y[rows],
+                    len(self.y) + rows,
+                    structure[rows],
+                    factor[rows],
+                    component[rows],
+                    vector[rows],
+                    multiplicity[rows],
+                    numbers[vector[rows]] if KINDS[name].of_atoms else None,
+                )
+        return quantities
+
+    def take(self, structures: IntArray) -> TrainingSet:
+        """Return the training set of some structures."""
+        labels, frames = self.derivatives, self.frames
+        if isinstance(frames, FrameFiles):
+            frames = frames[structures]
+        elif len(frames):
+            frames = [frames[i] for i in structures]
+        if labels is not None:
+            forces = [labels.forces[i] for i in structures]
+            labels = ForceLabels(forces, labels.virials[structures])
+        rows = ranges(self.offsets, structures) if self.per_atom else structures
+        return replace(
+            self,
+            frames=frames,
+            source=self.source[structures],
+            sizes=self.sizes[structures],
+            numbers=self.numbers[ranges(offsets_of(self.sizes), structures)],
+            volumes=self.volumes[structures],
+            centers=None if self.centers is None else [self.centers[i] for i in structures],
+            y=self.y[rows],
+            derivatives=labels,
+            groups=self.groups[structures],
+            copies=self.copies[structures],
+        )
+
+    @property
+    def environments_of_frames(self) -> Iterator[tuple[Atoms, IntArray]]:
+        """Structures, and their atoms whose environments are needed."""
+        return zip(self.frames, self.all_centers, strict=True)
+
+    @property
+    def all_centers(self) -> list[IntArray]:
+        """Atoms of each structure whose environments are needed."""
+        return [np.arange(n) for n in self.sizes] if self.centers is None else self.centers
+
+
+def ranges(offsets: IntArray, some: IntArray) -> IntArray:
+    """Return the places of all elements of some of consecutive parts."""
+    sizes = np.diff(offsets)[some]
+    starts = np.repeat(offsets[some] - offsets_of(sizes)[:-1], sizes)
+    return np.asarray(starts + np.arange(int(sizes.sum())))
+
+
+def join_sets(parts: Sequence[TrainingSet]) -> TrainingSet:
+    """Return the structures of several training sets, one after the other; without frames."""
+    first = parts[0]
+    arrays: dict[str, Any] = {
+        name: np.concatenate([getattr(part, name) for part in parts])
+        for name in ("source", "sizes", "numbers", "volumes", "y", "groups", "copies")
+    }
+    centers, derivatives = None, None
+    if first.centers is not None:
+        centers = [chosen for part in parts for chosen in part.centers or ()]
+    if first.derivatives is not None:
+        labels = [part.derivatives for part in parts if part.derivatives is not None]
+        forces = [values for some in labels for values in some.forces]
+        derivatives = ForceLabels(forces, np.concatenate([some.virials for some in labels]))
+    return replace(first, frames=(), centers=centers, derivatives=derivatives, **arrays)
+
+
+# --- the census ---
+
+
+@dataclass(frozen=True)
+class Census:
+    """Labels of structures, and facts about them; those of several parts can be joined."""
+
+    data: TrainingSet
+    before: Float64Array  #: (N,): the target before a reference potential is subtracted
+    prints: list[bytes]  #: fingerprints of structures
+    hashes: list[bytes]  #: of each structure with its labels, as they were given
+    group_labels: list[str]  #: of each structure, if groups have a key
+    n_unlabelled: int  #: structures, or atoms of an atomic property, without a label
+    n_isolated: int
+    isolated: dict[int, float]  #: energies of isolated atoms found in the data
+    states: dict[State, int]  #: charges and spins, and the first structure with each
+    n_periodic: int
+
+    @property
+    def n_duplicates(self) -> int:
+        """Number of structures that are copies of others."""
+        return len(self.prints) - len({*self.prints})
+
+    @property
+    def is_periodic(self) -> bool:
+        """Whether at least half of the structures are."""
+        return 2 * self.n_periodic >= len(self.data.source)
+
+    @property
+    def digest(self) -> str:
+        """Digest of structures and labels."""
+        return data_digest(self.hashes)
+
+    def n_without(self, quantity: str) -> int:
+        """Return the structures, or atoms of an atomic property, without a label of a quantity."""
+        if quantity == TARGET:
+            return self.n_unlabelled
+        return len(self.data.source) - self.data.quantities[quantity].n_structures
+
+    @classmethod
+    def join(cls, parts: Sequence[Census]) -> Census:
+        """Return the census of all structures of several parts, in order."""
+        states: dict[State, int] = {}
+        for part in reversed(parts):
+            states |= part.states
+        return cls(
+            data=join_sets([part.data for part in parts]),
+            before=np.concatenate([part.before for part in parts]),
+            prints=[digest for part in parts for digest in part.prints],
+            hashes=[digest for part in parts for digest in part.hashes],
+            group_labels=[label for part in parts for label in part.group_labels],
+            n_unlabelled=sum(part.n_unlabelled for part in parts),
+            n_isolated=sum(part.n_isolated for part in parts),
+            isolated=agreeing(item for part in parts for item in part.isolated.items()),
+            states=states,
+            n_periodic=sum(part.n_periodic for part in parts),
+        )
+
+
+def take_census(
+    frames: Sequence[Atoms],
+    settings: Settings,
+    groups: Sequence[object] | str | None = None,
+    *,
+    workers: Workers | None = None,
+    stages: Stages | None = None,
+    reference: ReferencePotential | None = None,
+    skip_failed: bool = False,
+) -> Census:
+    """Read the labels of all structures, check them, and find duplicates.
+
+    Parameters
+    ----------
+    frames : sequence of Atoms
+        Perhaps in files, `FrameFiles`, which are then read part by part.
+    settings : Settings
+    groups : sequence or str, optional
+        Labels of structures that belong together, or their key in ``atoms.info``.
+    workers : Workers, optional
+    stages : Stages, optional
+    reference : ReferencePotential, optional
+        Labels are differences from it; workers make it themselves.
+    skip_failed : bool
+        Whether structures for which the potential fails are left out, rather than an error.
+    """
+    workers, stages = workers or Workers(), stages or Stages()
+    check_frames(frames, groups)
+    in_memory = workers.executor is None and not isinstance(frames, FrameFiles)
+    parts = divided(frames, len(frames) if in_memory else SCANNED)
+    key = groups if isinstance(groups, str) else None
+    options = settings, key, skip_failed, reference if workers.executor is None else None
+    stage = "Labels" if settings.reference is None else "Baseline"
+    with stages.stage(stage, len(frames)) as advance, _once():
+        censuses: list[Census] = []
+        for census in workers.map(_scan, parts, len(parts) == 1, *options):
+            censuses.append(census)
+            advance(sum(len(part) for part in parts[: len(censuses)]))
+    census = Census.join(censuses)
+    data = census.data
+    if not len(data.source):
+        labelled(list(frames[:SCANNED]), settings.target, settings.kind, settings.species)
+        raise InputError(
+            "No structure has a label; at least 2 are needed to train on.", parameter="frames"
+        )
+    for name in DERIVATIVES:
+        label_key = settings.keys.get(name)
+        if label_key is not None and name not in data.quantities and len(parts) > 1:
+            force_labels(list(frames[:SCANNED]), np.arange(0), settings.forces, settings.stress)
+            reject_without_energy(name, label_key)
+    check_states(census.states, settings)
+    copies, codes = join_groups(
+        census.prints,
+        census.group_labels if key else groups,
+        np.arange(len(data.source)) if key else data.source,
+    )
+    used: Any = [frames[i] for i in data.source]
+    if isinstance(frames, FrameFiles):
+        used = frames[data.source]
+    data = replace(data, frames=used, groups=codes, copies=copies)
+    if settings.kind == "extensive":
+        check_not_constant(settings.target, data.y * data.sizes, data.sizes)
+    if settings.reference is not None:
+        check_differences(settings.reference.name, settings.target, data, census.before)
+    return replace(census, data=data)
+
+
+def _scan(
+    part: Part,
+    required: bool,
+    settings: Settings,
+    group_key: str | None,
+    skip_failed: bool,
+    reference: ReferencePotential | None,
+) -> Census:
+    """Take the census of a part, as a task; there must be labels if they are required."""
+    frames = list(part.frames)
+    if reference is None and settings.reference is not None:
+        reference = _reference_of_worker(settings)
+    with numbered(part):
+        labels = group_labels(frames, group_key) if group_key else []
+        census = read_labels(
+            frames, settings, reference=reference, skip_failed=skip_failed, required=required
+        )
+    source = census.data.source
+    return replace(
+        census,
+        data=replace(census.data, source=part.numbers[source], frames=()),
+        group_labels=[labels[i] for i in source] if group_key else [],
+        states={state: int(part.numbers[i]) for state, i in census.states.items()},
+    )
+
+
+_REFERENCES: dict[str, ReferencePotential] = {}
+
+
+def _reference_of_worker(settings: Settings) -> ReferencePotential:
+    """Return the reference potential of the labels, created once in each worker."""
+    key = f"{settings.reference!r} {settings.units} {settings.representation!r}"
+    if key not in _REFERENCES:
+        made = make_reference(settings, confirmed=settings.reference)
+        assert made is not None
+        _REFERENCES[key] = made
+    return _REFERENCES[key]
+
+
+@contextmanager
+def _once() -> Iterator[None]:
+    """Issue warnings of several parts that differ in numbers alone only once."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    alike: dict[str, list[warnings.WarningMessage]] = {}
+    for warning in caught:
+        alike.setdefault(re.sub(r"\d+", "", str(warning.message)), []).append(warning)
+    for first, *others in alike.values():
+        text = f"{first.message}"
+        if others:
+            text += f" The same holds for {counted(len(others), 'other part')} of the structures."
+        warnings.warn_explicit(text, first.category, first.filename, first.lineno)
+
+
+def check_frames(frames: Sequence[Atoms], groups: Sequence[object] | str | None) -> None:
+    """Reject no structures, and groups that are none; a key of groups is not checked here."""
+    check_not_single(frames)
+    if not len(frames):
+        raise InputError(
+            "There are no structures; at least 2 with a label are needed.", parameter="frames"
+        )
+    if groups is None or isinstance(groups, str):
+        return
+    if len(groups) != len(frames):
+        raise InputError(
+            f"`groups` has {counted(len(groups), 'label')} for {counted(len(frames), 'structure')};"
+            " it has one label for each structure.",
+            parameter="groups",
+        )
+    if len(np.unique(group_codes(groups, len(frames)))) == len(frames) > 1:
+        raise InputError(
+            "No two values of `groups` are the same, so that no structures belong together. "
+            "`groups` has the same value for structures of one molecule, crystal or trajectory; "
+            "leave it out if each structure is independent. Labels to learn belong in atoms.info "
+            "or atoms.arrays.",
+            parameter="groups",
+        )
+
+
+def group_labels(frames: Sequence[Atoms], key: str) -> list[str]:
+    """Return the label of the group of each structure, under a key of ``atoms.info``."""
+    for i, atoms in enumerate(frames):
+        if key not in atoms.info:
+            present = {str(name) for atoms in frames for name in atoms.info}
+            raise InputError(
+                f"Structure {i} has no {key!r} in atoms.info, the key of `groups`."
+                f"{did_you_mean(key, present)} {listed(present)}",
+                parameter="groups",
+            )
+    return [str(atoms.info[key]) for atoms in frames]
+
+
+def read_labels(
+    frames: Sequence[Atoms],
+    settings: Settings,
+    *,
+    reference: ReferencePotential | None = None,
+    skip_failed: bool = False,
+    required: bool = True,
+) -> Census:
+    """Find labels, and check the structures that have some.
+
+    Parameters
+    ----------
+    frames : sequence of Atoms
+    settings : Settings
+    reference : ReferencePotential, optional
+        Labels are differences from it.
+    skip_failed : bool
+        Whether structures for which the potential fails are left out, rather than an error.
+    required : bool
+        Whether there must be a label of each quantity; a part of the structures may have none.
+    """
+    scanned = labelled(frames, settings.target, settings.kind, settings.species, required=required)
+    for i in scanned.frames.tolist():
+        check_structures([frames[i]], first=i)
+    sizes = [len(rows) for rows in scanned.rows] if settings.per_atom else [1] * len(scanned.frames)
+    labels: list[Any] = np.split(scanned.values, np.cumsum(sizes)[:-1]) if sizes else []
+    derivatives, totals = None, scanned
+    if settings.per_atom:
+        labels = [np.concatenate(pair) for pair in zip(scanned.rows, labels, strict=True)]
+    if settings.learns_forces:
+        keys = settings.forces, settings.stress
+        derivatives = force_labels(frames, scanned.frames, *keys, required=required)
+        parts = zip(labels, derivatives.forces, derivatives.virials, strict=True)
+        labels = [np.concatenate([y, f.ravel(), v]) for y, f, v in parts]
+    hashes = data_hashes([frames[i] for i in scanned.frames], labels)
+    if reference is not None:
+        scanned, derivatives = _differences(
+            frames, scanned, derivatives, reference, skip_failed=skip_failed, required=required
+        )
+    used = [frames[i] for i in scanned.frames]
+    n_atoms = np.array([len(atoms) for atoms in used], dtype=np.intp)
+    y, before = scanned.values, scanned.values
+    if settings.kind == "extensive":
+        y = scanned.values / n_atoms
+        before = totals.values[np.isin(totals.frames, scanned.frames)] / n_atoms
+    if np.max(np.abs(y), initial=0.0) > _LARGEST:
+        raise InputError(
+            f"Labels {settings.target!r} are as large as {np.max(np.abs(y)):.1e}; numbers above "
+            f"{_LARGEST:g} cannot be learned. Correct these labels, or use other units.",
+            parameter="target",
+        )
+    none = np.empty(0, dtype=np.intp)
+    data = TrainingSet(
+        per_atom=settings.per_atom,
+        frames=used,
+        source=scanned.frames,
+        sizes=n_atoms,
+        numbers=np.concatenate([none, *(atoms.numbers for atoms in used)]).astype(np.intp),
+        volumes=np.array([a.cell.volume if a.cell.rank == 3 else 0.0 for a in used], float),
+        centers=scanned.rows if settings.per_atom else None,
+        y=y,
+        derivatives=derivatives,
+        groups=np.arange(len(used)),
+        copies=np.arange(len(used)),
+    )
+    return Census(
+        data=data,
+        before=before,
+        prints=fingerprints(used),
+        hashes=hashes,
+        group_labels=[],
+        n_unlabelled=scanned.n_unlabelled,
+        n_isolated=scanned.n_isolated,
+        isolated=scanned.isolated,
+        states=_first_of_each(frames, scanned.frames, settings),
+        n_periodic=sum(bool(np.any(atoms.pbc)) for atoms in used),
+    )
+
+
+def _first_of_each(frames: Sequence[Atoms], used: IntArray, settings: Settings) -> dict[State, int]:
+    """Return the states of the structures with labels (n,), and the first with each."""
+    states: dict[State, int] = {}
+    for i in used.tolist():
+        states.setdefault(state_of(frames[i], settings.keys.values()), i)
+    return states
+
+
+def check_states(states: Mapping[State, int], settings: Settings) -> None:
+    """Reject structures that differ in charge or spin, unless that is allowed."""
+    if len(states) > 1 and not settings.mixed_states:
+        (one, i), (other, j) = sorted(states.items(), key=lambda item: item[1])[:2]
+        keys = sorted({key for key, _ in {*one} ^ {*other}})
+        raise InputError(
+            f"Structures {i} and {j} differ in {' and '.join(map(repr, keys))}. The model knows "
+            "elements and positions alone, so that it cannot tell charges or spins apart: train a "
+            "model for each. Use `mixed_states=True` to learn from all of them nevertheless.",
+            parameter="mixed_states",
+        )
+
+
+def check_not_constant(target: str, values: Float64Array, sizes: IntArray) -> None:
+    """Warn if an extensive property (n,) does not depend on the numbers of atoms (n,)."""
+    if np.ptp(values) == 0 and np.ptp(sizes) > 0:
+        warn(
+            f"All labels {target!r} are {values[0]:g} though structures differ in size. For a "
+            "property that is not a sum over atoms, use kind='intensive'."
+        )
+
+
+def check_differences(name: str, target: str, data: TrainingSet, before: Float64Array) -> None:
+    """Warn if differences from a reference potential vary more than the energies per atom (N,).
+
+    A potential of the opposite sign doubles them, other units do more.
+    """
+    X, y = data.design(data.species), np.stack([before, data.y], axis=1)
+    rest = y - y.mean(axis=0)
+    rest -= X @ np.linalg.lstsq(X, rest, rcond=RCOND)[0]
+    energies, differences = np.sqrt(np.mean(rest**2, axis=0))
+    if differences > 1.5 * energies + 1e-10 * np.abs(y).max():  # and not by rounding
+        warn(
+            f"Differences from the baseline {name} vary by {differences:.3g} per atom, "
+            f"the energies {target!r} by {energies:.3g}: it does not help. Check "
+            "units and signs."
+        )
+
+
+def _differences(
+    frames: Sequence[Atoms],
+    found: Labelled,
+    derivatives: ForceLabels | None,
+    reference: ReferencePotential,
+    *,
+    skip_failed: bool,
+    required: bool,
+) -> tuple[Labelled, ForceLabels | None]:
+    """Return energies, forces and virials less those of a reference potential.
+
+    Structures for which it fails are left out with `skip_failed`, isolated atoms always.
+    """
+    indices, n = found.frames, len(found.frames)
+    labels = derivatives or ForceLabels([np.empty(0)] * n, np.full((n, 6), np.nan))
+    forces, virials, energies = labels.forces[:], labels.virials.copy(), np.empty(n)
+    pairs = zip(forces, virials, strict=True)
+    wanted = np.array([[np.isfinite(values).any() for values in pair] for pair in pairs], bool)
+    wanted = wanted.reshape(-1, 2)
+    for has_forces, has_stress in np.unique(wanted, axis=0).tolist():
+        rows = np.flatnonzero((wanted == (has_forces, has_stress)).all(axis=1))
+        values = reference.evaluate(
+            [frames[i] for i in indices[rows]],
+            forces=has_forces,
+            stress=has_stress,
+            indices=indices[rows].tolist(),
+            skip_failed=skip_failed,
+        )
+        energies[rows] = values.energies
+        for k, row in enumerate(rows):
+            atoms = frames[indices[row]]
+            if values.forces is not None:
+                forces[row] = forces[row] - values.forces[k]
+            if values.stresses is not None:
+                virials[row] -= values.stresses[k] * atoms.cell.volume / len(atoms)
+    kept = np.flatnonzero(np.isfinite(energies))
+    if required and not len(kept):
+        raise InputError(
+            f"The baseline {reference.name} failed for every structure with a label. Use another "
+            "baseline, or correct its arguments.",
+            parameter="baseline",
+        )
+    alone = {int(a.numbers[0]): i for i, a in enumerate(frames) if is_isolated(a)}
+    numbers = [alone[z] for z in found.isolated]
+    of_atoms = reference.evaluate([frames[i] for i in numbers], indices=numbers, skip_failed=True)
+    isolated = zip(found.isolated.items(), of_atoms.energies.tolist(), strict=True)
+    left = replace(
+        found,
+        frames=indices[kept],
+        values=(found.values - energies)[kept],
+        n_unlabelled=found.n_unlabelled + n - len(kept),
+        isolated={z: value - energy for (z, value), energy in isolated if np.isfinite(energy)},
+    )
+    if derivatives is None:
+        return left, None
+    return left, ForceLabels([forces[i] for i in kept], virials[kept])
+
+
+def join_groups(
+    prints: Sequence[bytes], groups: Sequence[object] | None, source: IntArray
+) -> tuple[IntArray, IntArray]:
+    """Return a number for each different structure, and the groups, in which duplicates are one.
+
+    Structures have fingerprints, and the numbers `source` (n,) among those that groups are labels
+    of.
+    """
+    codes = {digest: i for i, digest in enumerate(dict.fromkeys(prints))}
+    distinct = np.array([codes[digest] for digest in prints], dtype=np.intp)
+    if n_duplicates := len(prints) - len(codes):
+        warn(
+            f"{n_duplicates} of {len(prints)} structures are duplicates; copies are in or out of a "
+            "subsample together."
+        )
+    if groups is None:
+        return distinct, distinct
+    labels = group_codes([groups[i] for i in source], len(prints))
+    return distinct, joined_groups(distinct, labels)[distinct]
+
+
+def thinned(data: TrainingSet, n_atoms: int, seed: int) -> TrainingSet:
+    """Return a training set with the forces on some atoms of each structure.
+
+    Atoms depend on the number of the structure among those given.
+    """
+    assert data.derivatives is not None
+    forces = []
+    for number, all_forces in zip(data.source.tolist(), data.derivatives.forces, strict=True):
+        rng = np.random.default_rng([seed, _FORCES_STREAM, number])
+        chosen = rng.permutation(len(all_forces))[:n_atoms]
+        forces.append(np.full_like(all_forces, np.nan))
+        forces[-1][chosen] = all_forces[chosen]
+    return replace(data, derivatives=ForceLabels(forces, data.derivatives.virials))

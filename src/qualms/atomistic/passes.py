@@ -1,0 +1,706 @@
+"""Passes over the parts of a training set: features, representatives, and sums of kernel rows.
+
+After the census, a second pass computes features and selects representatives among those of all
+parts; a third one computes kernel rows, whitens them, φ, and sums them over blocks of structures,
+ΦᵀΦ and Φᵀy. Rows of some random structures are kept. Features are kept between the passes if they
+fit in the memory, and computed twice otherwise; no array of (all labels) × (representatives)
+exists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement
+
+import numpy as np
+from ase import Atoms
+from threadpoolctl import threadpool_limits
+
+from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
+from qualms.atomistic.baseline import Baseline
+from qualms.atomistic.census import Census, TrainingSet, ranges
+from qualms.atomistic.forces import fill_rows, kernel_terms
+from qualms.atomistic.kernel_rows import Basis, structure_novelty
+from qualms.atomistic.quantities import DERIVATIVES, TARGET
+from qualms.atomistic.settings import Settings
+from qualms.execution import Workers
+from qualms.features.base import (
+    Problem,
+    Representation,
+    stop_workers,
+    stream_features,
+    structure_blocks,
+)
+from qualms.features.compression import sample_size
+from qualms.gp.ensemble import N_KEPT, keep_groups
+from qualms.gp.kernels import Kernel, unit_scale
+from qualms.gp.representatives import cur_from_kernel, farthest_points
+from qualms.gp.sparse_gp import Whitening, whiten
+from qualms.gp.sums import BlockSums, Draw, KeptRows, RowSums
+from qualms.progress import Stages
+
+#: Share of the training structures that would not count as extrapolation if they were new.
+_NOT_NOVEL = 0.99
+#: Streams of random numbers: the sample that a compression is fitted to, the selection of
+#: representatives, and the rows that are kept.
+_SAMPLE_STREAM, _SELECTION_STREAM, _KEPT_STREAM = 1, 3, 8
+#: Bytes of the features of a part from which representatives are selected, at least.
+PART = 4e8
+#: Rows whose sums are computed in a task, with so many representatives or more, and at a time in
+#: it: sending the sums takes much less time than computing them.
+ROWS, _LARGE, CHUNK = 16_384, 5000, 4096
+#: Features are float32, or with forces float64: see `qualms.gp.sparse_gp.whiten`.
+_RTOL, _RTOL_OF_FORCES = 1e-6, 1e-10
+#: The smallest number of representatives that is chosen, and of a nested model: with fewer, hardly
+#: any time is saved.
+SMALLEST = 250
+#: CUR selects from this many times more farthest points.
+LANDMARKS = 2
+
+
+@dataclass(frozen=True)
+class TrainingProblem:
+    """A training set, and settings in which nothing is open."""
+
+    settings: Settings
+    data: TrainingSet
+    census: Census
+    n_requested: int | str  #: number of representatives in the settings of the user
+    preset: str  #: the representation, if it was chosen, and why
+    size_limit: str  #: what limits the number of representatives, if it is chosen
+    cached: bool  #: whether features are kept between the passes
+    n_processes: int  #: processes that compute features
+
+    @property
+    def rows(self) -> IntArray:
+        """Structure of each row of the target, or its place, if atoms are drawn: (N,)."""
+        structure = self.data.quantities[TARGET].structure
+        return np.arange(len(structure)) if self.draws_atoms else structure
+
+    @property
+    def draws_atoms(self) -> bool:
+        """Whether members are made of atoms rather than of structures."""
+        return self.settings.resample == "atoms"
+
+    def points(self, structures: IntArray) -> IntArray:
+        """Return the points that are drawn, structures or atoms, of some structures."""
+        return ranges(self.data.offsets, structures) if self.draws_atoms else structures
+
+    def derivatives_of_groups(self, groups: IntArray) -> list[BoolArray]:
+        """Return whether the group of each structure (n,) has labels of each derivative."""
+        codes = np.unique(groups, return_inverse=True)[1]
+        has = np.zeros((len(DERIVATIVES), int(codes.max()) + 1), dtype=bool)
+        for of_groups, name in zip(has, DERIVATIVES, strict=True):
+            if name in self.data.quantities:
+                of_groups[codes[self.data.quantities[name].structure]] = True
+        return [of_groups[codes] for of_groups in has]
+
+
+def n_features(settings: Settings, data: TrainingSet) -> tuple[int, int]:
+    """Return the numbers of features after and before compression."""
+    return settings.features.n_features(data.species, _problem(settings, data))
+
+
+def _problem(settings: Settings, data: TrainingSet) -> Problem:
+    n = data.n_environments
+    return Problem(n, min(settings.n_selected, n), settings.has_forces)
+
+
+# --- features -------------------------------------------------------------------------------------
+
+
+def fit_features(problem: TrainingProblem, stages: Stages) -> Representation:
+    """Return the representation, with what is fitted to random structures."""
+    settings, data = problem.settings, problem.data
+
+    def sample() -> tuple[Sequence[Atoms], Sequence[IntArray]]:
+        rng = np.random.default_rng([settings.seed, _SAMPLE_STREAM])
+        pairs = data.take(random_sample(data, rng)).environments_of_frames
+        frames, centers = zip(*pairs, strict=True)
+        return frames, centers
+
+    with stages.stage("Compression"):
+        return settings.features.fit(data.species, _problem(settings, data), sample)
+
+
+def random_sample(data: TrainingSet, rng: np.random.Generator) -> IntArray:
+    """Return random structures with enough environments to fit a compression.
+
+    The first structure with each pair of elements comes first: features of a pair that the sample
+    lacks would be lost.
+    """
+    columns = np.array(data.species)
+    elements = [columns[row > 0].tolist() for row in data.composition]
+    order = rng.permutation(len(elements))
+    seen: set[tuple[int, int]] = set()
+    first = []
+    for place, i in enumerate(order):
+        pairs = set(combinations_with_replacement(elements[i], 2))
+        if not pairs <= seen:
+            seen |= pairs
+            first.append(place)
+    order = np.concatenate([order[first], np.delete(order, first)])
+    sizes = np.cumsum(data.environments[order])
+    enough = int(np.searchsorted(sizes, sample_size(data.n_environments))) + 1
+    return order[: max(enough, len(first))]
+
+
+def feature_blocks(
+    representation: Representation,
+    part: TrainingSet,
+    *,
+    n_processes: int = 1,
+    count: Callable[[int], object] | None = None,
+    cached: FloatArray | None = None,
+) -> Iterator[tuple[FloatArray, IntArray]]:
+    """Yield features of consecutive structures, and where each structure begins.
+
+    Parameters
+    ----------
+    representation : Representation
+    part : TrainingSet
+    n_processes : int
+        Processes that compute features.
+    count : callable, optional
+        Is called with numbers of environments that are done.
+    cached : (n, d) array, optional
+        Features of all environments of the part, if they are known.
+    """
+    if cached is None:
+        representation.prepare()  # rejects a worker with other weights of a network
+        pairs = part.environments_of_frames
+        batches = stream_features(representation, pairs, n_workers=n_processes)
+        blocks = ((batch.features, batch.offsets) for batch in batches)
+    else:
+        edges = (part.offsets[i : j + 1] for i, j in structure_blocks(part.offsets))
+        blocks = ((cached[e[0] : e[-1]], e - e[0]) for e in edges)
+    for features, offsets in blocks:
+        yield features, offsets
+        if count is not None:
+            count(len(features))
+
+
+def _counter(advance: Callable[[int], object]) -> Callable[[int], None]:
+    """Return a function that adds up what it is called with, and shows the sum."""
+    done = 0
+
+    def count(n: int) -> None:
+        nonlocal done
+        done += n
+        advance(done)
+
+    return count
+
+
+# --- representatives ---
+
+
+@dataclass(frozen=True)
+class Environments:
+    """Environments to select representatives from, or those selected."""
+
+    origins: IntArray  #: (n, 2): structure, as given to `fit`, and atom
+    groups: IntArray  #: (n,): group of the structure
+    features: FloatArray  #: (n, d)
+
+    def take(self, some: IntArray) -> Environments:
+        """Return the environments with these indices."""
+        return Environments(self.origins[some], self.groups[some], self.features[some])
+
+    @classmethod
+    def join(cls, parts: Sequence[Environments]) -> Environments:
+        """Return the environments of several parts."""
+        if len(parts) == 1:
+            return parts[0]
+        names = ("origins", "groups", "features")
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+
+@dataclass(frozen=True)
+class Representatives:
+    """Representative environments, in the order of the pivots, and their whitening."""
+
+    environments: Environments
+    whitening: Whitening
+
+    def __len__(self) -> int:
+        return len(self.environments.origins)
+
+    def leading(self, r: int) -> Representatives:
+        """Return the first r representatives: the factor of the whitening is triangular."""
+        return Representatives(self.environments.take(np.arange(r)), self.whitening.leading(r))
+
+
+def part_size(settings: Settings, data: TrainingSet) -> int:
+    """Return environments of a part from which representatives are selected.
+
+    Few parts have many features in memory, many parts many candidates: √(nM) is the best for both.
+    """
+    M, width = settings.n_selected, settings.features.itemsize * n_features(settings, data)[0]
+    return max(int(math.sqrt(data.n_environments * M)), 2 * M, int(PART / width))
+
+
+def select_points(
+    problem: TrainingProblem, representation: Representation, workers: Workers, stages: Stages
+) -> tuple[Representatives, list[FloatArray]]:
+    """Select representatives: within parts, and then among those of all parts.
+
+    For farthest points, both steps leave every environment within twice the optimal covering radius
+    of a pick, as the plain algorithm does; together, at most twice as far. Features (n, d) of the
+    parts, which are consecutive, are returned as well if they are kept.
+    """
+    settings, data = problem.settings, problem.data
+    edges = structure_blocks(data.offsets, part_size(settings, data))
+    parts = [data.take(np.arange(first, last)) for first, last in edges]
+    selected, cache = [], []
+    with stages.stage("Features", data.n_environments) as advance:
+        count = _counter(advance)
+        results = workers.map(
+            candidates,
+            parts,
+            settings,
+            workers.share(representation),
+            problem.n_processes,
+            len(parts) == 1,
+            problem.cached,
+            None if workers.executor else count,
+        )
+        for part, (environments, features) in zip(parts, results, strict=True):
+            selected.append(environments)
+            if features is not None:
+                cache.append(features)
+            if workers.executor is not None:
+                count(part.n_environments)
+    if not problem.cached:
+        stop_workers()  # and free their memory
+    environments, kernel = Environments.join(selected), representation.kernel
+    return whitened_points(environments, kernel, settings, stages), cache
+
+
+def candidates(
+    part: TrainingSet,
+    settings: Settings,
+    representation: Representation,
+    n_processes: int,
+    alone: bool,
+    cached: bool,
+    count: Callable[[int], object] | None,
+) -> tuple[Environments, FloatArray | None]:
+    """Return candidates of a part: representatives selected in it, or all if it is alone.
+
+    Features of all environments are returned as well, if they are to be cached.
+    """
+    shape, done = (part.n_environments, representation.n_features), 0
+    X = np.empty(shape, dtype=representation.dtype)
+    for block, _ in feature_blocks(representation, part, n_processes=n_processes, count=count):
+        X[done : done + len(block)] = block
+        done += len(block)
+    atoms = np.concatenate(part.all_centers)
+    origins = np.stack([np.repeat(part.source, part.environments), atoms], 1)
+    groups = np.repeat(part.groups, part.environments)
+    environments = Environments(origins.astype(np.int64), groups, X)
+    if not alone:
+        if settings.selection == "cur":  # selects among farthest points
+            more = {"selection": "fps", "n_representatives": LANDMARKS * settings.n_selected}
+            settings = settings.model_copy(update=more)
+        rng = np.random.default_rng([settings.seed, _SELECTION_STREAM, int(part.source[0])])
+        selected = select_representatives(X, representation.kernel, settings, rng)
+        environments = environments.take(selected)
+    return environments, X if cached else None
+
+
+def whitened_points(
+    environments: Environments, kernel: Kernel, settings: Settings, stages: Stages
+) -> Representatives:
+    """Select representatives among candidates, and drop those that others describe to rounding."""
+    rng = np.random.default_rng([settings.seed, _SELECTION_STREAM])
+    X, n = environments.features, min(settings.n_selected, len(environments.features))
+    with stages.stage("Representatives", n) as advance:
+        environments = environments.take(select_representatives(X, kernel, settings, rng, advance))
+    # Among environments that are equally far apart, rounding may choose the order of selection.
+    environments = environments.take(np.lexsort(environments.origins.T[::-1]))
+    with stages.stage("Whitening"):
+        exact = environments.features.astype(np.float64)
+        rtol = _RTOL_OF_FORCES if settings.learns_forces else _RTOL
+        whitening = whiten(np.asarray(kernel(exact, exact)), rtol=rtol)
+    return Representatives(environments.take(whitening.pivots), whitening)
+
+
+def select_representatives(
+    features: FloatArray,
+    kernel: Kernel,
+    settings: Settings,
+    rng: np.random.Generator,
+    on_pick: Callable[[int], object] | None = None,
+) -> IntArray:
+    """Select environments: at most ``settings.n_representatives`` indices, in order of selection.
+
+    Candidates have features (n, d). `on_pick` is called with the number of picks so far.
+    """
+    n = min(settings.n_selected, len(features))
+    if settings.selection == "random":
+        return rng.permutation(len(features))[:n]
+    if settings.selection == "fps":
+        return farthest_points(features, n, on_pick=on_pick).indices
+    n_landmarks = min(LANDMARKS * n, len(features))
+    found = None if on_pick is None else lambda k: on_pick(k * n // n_landmarks)
+    landmarks = farthest_points(features, n_landmarks, on_pick=found).indices
+    X = features[landmarks].astype(np.float64)
+    K = np.asarray(kernel(X, X))
+    del X
+    return landmarks[cur_from_kernel(K, min(n, len(landmarks)))]
+
+
+# --- sums over kernel rows, and rows that are kept ------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Sums over the rows of all quantities, and the rows that are kept."""
+
+    points: Representatives  #: for the kernel scaled by Eq. (17), Musil et al. 2019
+    scale: float  #: the factor of the kernel
+    sums: BlockSums
+    kept: KeptRows
+    sample: TrainingSet  #: structures whose rows are kept
+    of_points: IntArray  #: (N,): structure, or atom, among all that are drawn, of each kept row
+    center: float  #: mean of the target less the baseline
+    k_xx: Float64Array  #: (n,): diagonal of the scaled kernel, of kept rows of the target
+    #: largest and mean novelty of the environments of a structure that few structures exceed, for
+    #: numbers of representatives
+    novelty: dict[int, tuple[float, float]]
+
+    def leading(self, r: int) -> Rows:
+        """Return the rows of the model that has the first r representatives alone."""
+        if r == len(self.points):
+            return self
+        parts = {name: getattr(self, name).leading(r) for name in ("points", "sums", "kept")}
+        return replace(self, **parts)
+
+    def with_draw(self, draw: Draw) -> Rows:
+        """Return a copy with other members."""
+        return replace(self, kept=replace(self.kept, draw=draw.take(self.of_points)))
+
+
+@dataclass(frozen=True)
+class RowTask:
+    """Arguments that the tasks of the last pass have in common."""
+
+    representation: Representation
+    n_processes: int
+    points: Representatives
+    sizes: list[int]  #: numbers of representatives that novelty is computed for
+    species: list[int]
+    baseline: Float64Array  #: (S,): coefficients of the full model
+    center: float
+    draws_atoms: bool
+    chunk: int  #: structures whose rows are computed at a time
+    count: Callable[[int], object] | None = None  #: see `feature_blocks`
+
+
+@dataclass(frozen=True)
+class RowPart:
+    """Structures whose rows are computed, with their draw and, perhaps, their features."""
+
+    data: TrainingSet
+    draw: Draw  #: of structures, or of atoms
+    kept: BoolArray  #: (n,): whether the rows of a structure are kept
+    features: FloatArray | None
+
+
+@dataclass(frozen=True)
+class PartSums:
+    """Sums over the rows of a part, not scaled by Eq. (17), and the rows that are kept."""
+
+    sums: dict[str, dict[int, RowSums]]  #: by quantity and block
+    diagonal: float  #: sum of the diagonal of the kernel, over the rows of the target
+    novelty: list[Float64Array]  #: (n_structures, n_sizes, 2): of several chunks
+    #: rows of the target, of its derivatives, and diagonal, of structures that are kept
+    kept: list[tuple[Float64Array, Float64Array, Float64Array]]
+
+    def add(self, other: PartSums) -> PartSums:
+        """Return the sums over both of two parts."""
+        sums = {name: dict(of_blocks) for name, of_blocks in self.sums.items()}
+        for name, of_blocks in other.sums.items():
+            mine = sums.setdefault(name, {})
+            for b, some in of_blocks.items():
+                mine[b] = mine[b] + some if b in mine else some
+        diagonal, novelty = self.diagonal + other.diagonal, self.novelty + other.novelty
+        return PartSums(sums, diagonal, novelty, self.kept + other.kept)
+
+
+def sum_part(part: RowPart, task: RowTask) -> PartSums:
+    """Compute the rows of a part, some structures at a time, and sum over them."""
+    total: PartSums | None = None
+    data, n = part.data, len(part.data.source)
+    for first in range(0, n, task.chunk):
+        some = np.arange(first, min(first + task.chunk, n))
+        features = part.features
+        if features is not None:
+            features = features[data.offsets[some[0]] : data.offsets[some[-1] + 1]]
+        points = some
+        if task.draws_atoms:
+            points = np.arange(data.offsets[some[0]], data.offsets[some[-1] + 1])
+        chunk = RowPart(data.take(some), part.draw.take(points), part.kept[some], features)
+        found = _sum_chunk(chunk, task)
+        total = found if total is None else total.add(found)
+    assert total is not None, "parts are not empty"
+    return total
+
+
+def _sum_chunk(part: RowPart, task: RowTask) -> PartSums:
+    data = part.data
+    Phi, diagonal, novelty = whitened_rows(part, task)
+    n, sums = len(data.y), {}
+    C = _columns(data, task.species, task.baseline, task.center)
+    for name, quantity in data.quantities.items():
+        points = quantity.rows if task.draws_atoms else quantity.structure
+        sums[name] = part.draw.take(points).sum_blocks(Phi[quantity.rows], C[quantity.rows])
+    kept = []
+    if part.kept.any():
+        is_kept = np.zeros(data.n_rows, dtype=bool)
+        for quantity in data.quantities.values():
+            is_kept[quantity.rows] = part.kept[quantity.structure]
+        of_target = is_kept[:n]
+        kept.append((Phi[:n][of_target], Phi[n:][is_kept[n:]], diagonal[of_target]))
+    return PartSums(sums, float(diagonal.sum()), [novelty], kept)
+
+
+def _columns(
+    data: TrainingSet, species: Sequence[int], baseline: Float64Array, center: float
+) -> Float64Array:
+    """Return the columns of sums: labels less baseline and mean, design matrix, and one.
+
+    Derivatives of the target have neither baseline nor mean.
+    """
+    n, design = len(data.y), data.design(species)
+    columns = np.zeros((data.n_rows, design.shape[1] + 2))
+    for quantity in data.quantities.values():
+        columns[quantity.rows, 0] = quantity.y
+    columns[:n, 0] -= design @ baseline + center
+    columns[:n, 1:-1], columns[:n, -1] = design, 1.0
+    return columns
+
+
+def whitened_rows(part: RowPart, task: RowTask) -> tuple[Float64Array, Float64Array, Float64Array]:
+    """Compute the kernel rows of all quantities, not scaled by Eq. (17), and whiten them.
+
+    Returns
+    -------
+    Phi : (N, r) array
+    diagonal : (n,) array
+        Of the kernel, for the rows of the target.
+    novelty : (n_structures, n_sizes, 2) array
+        Largest and mean novelty of the environments of each structure, for numbers of
+        representatives, those of the group of the structure left out.
+    """
+    data, representation, points = part.data, task.representation, task.points.environments
+    X_M = points.features.astype(representation.basis_dtype, copy=False)
+    basis = Basis(representation.kernel, X_M, 1.0, data.per_atom)
+    same_group = _places_of_groups(points.groups, data.groups)
+    n, sizes = len(data.y), task.sizes
+    K = np.zeros((data.n_rows, len(X_M)))
+    diagonal, novelty = np.empty(n), np.empty((len(data.source), len(sizes), 2))
+    structure = row = 0
+    blocks = feature_blocks(
+        representation,
+        data,
+        n_processes=task.n_processes,
+        count=task.count,
+        cached=part.features,
+    )
+    for block, offsets in blocks:
+        here = slice(structure, structure + len(offsets) - 1)
+        each = np.empty((len(block), len(sizes)))
+        rows = basis.rows(block, offsets, sizes=sizes, novelty=each, own=same_group[here])
+        novelty[here] = structure_novelty(each, offsets)
+        K[row : row + len(rows)] = rows
+        diagonal[row : row + len(rows)] = basis.prior_variance(block, offsets)
+        structure, row = here.stop, row + len(rows)
+    if data.derivatives is not None:
+        terms = kernel_terms(representation, X_M)
+        fill_rows(K[:n], K[n:], list(data.frames), data.derivatives, terms)
+    with few_threads(len(K), len(X_M)):
+        Phi = task.points.whitening.features(K, overwrite=True)
+    return np.asarray(Phi, dtype=np.float64), diagonal, novelty
+
+
+def _places_of_groups(groups: IntArray, numbers: IntArray) -> list[IntArray]:
+    """Return the places of each of some numbers (k,) among groups (n,): k arrays of int."""
+    order = np.argsort(groups, kind="stable")
+    first, last = (np.searchsorted(groups[order], numbers, side=s) for s in ("left", "right"))
+    return [order[a:b] for a, b in zip(first.tolist(), last.tolist(), strict=True)]
+
+
+def few_threads(n_rows: int, rank: int) -> threadpool_limits:
+    """Use one thread for small matrices: on a busy machine more would wait for one another."""
+    return threadpool_limits(limits=1 if rank <= 500 and n_rows <= 50_000 else None)
+
+
+def rows_of_task(M: int) -> int:
+    """Return the number of rows over which a task sums, for M representatives."""
+    return max(int(ROWS * min(M / _LARGE, 1.0)), CHUNK)
+
+
+def sum_rows(
+    problem: TrainingProblem,
+    representation: Representation,
+    points: Representatives,
+    draw: Draw,
+    baseline: Baseline,
+    cache: list[FloatArray],
+    workers: Workers,
+    stages: Stages,
+) -> Rows:
+    """Compute the sums over all rows, by quantity and block, and keep the rows of some structures.
+
+    The kernel is scaled by Eq. (17), Musil et al. 2019, when its diagonal is known.
+
+    Parameters
+    ----------
+    problem : TrainingProblem
+    representation : Representation
+    points : Representatives
+    draw : Draw
+        Members, as sets of blocks of structures or atoms.
+    baseline : Baseline
+    cache : list of arrays
+        Features of consecutive parts, if they were kept; the list is emptied.
+    workers : Workers
+    stages : Stages
+    """
+    settings, data, r = problem.settings, problem.data, len(points)
+    sizes = [*(nested_sizes(r) if problem.size_limit else []), r]
+    rest = data.y - baseline.predict(data.design(data.species))
+    center = float(rest.mean()) if settings.linear_baseline != "none" else 0.0
+    kept = _keep_structures(problem, draw)
+    order = np.arange(len(data.source))
+    if not problem.draws_atoms:  # blocks follow each other, so that a part has few of them
+        order = np.argsort(draw.block, kind="stable")
+    edges = np.cumsum(data.rows_of_structures[order])
+    n_parts = math.ceil(edges[-1] / rows_of_task(r))
+    split = np.split(order, np.searchsorted(edges, edges[-1] * np.arange(1, n_parts) / n_parts))
+    parts = [
+        RowPart(
+            data.take(structures),
+            draw.take(problem.points(structures)),
+            kept[structures],
+            _take_cached(data, cache, structures),
+        )
+        for structures in split
+        if len(structures)
+    ]
+    cache.clear()  # features of a part are freed when its rows are summed
+    total: PartSums | None = None
+    with stages.stage("Kernel rows", data.n_environments) as advance:
+        count = _counter(advance)
+        task = RowTask(
+            representation=representation,
+            n_processes=problem.n_processes,
+            points=points,
+            sizes=sizes,
+            species=data.species,
+            baseline=baseline.full,
+            center=center,
+            draws_atoms=problem.draws_atoms,
+            chunk=max(int(CHUNK * len(data.source) / data.n_rows), 1),
+            count=None if workers.executor else count,
+        )
+        n_environments = [part.data.n_environments for part in parts]
+        results = workers.map(sum_part, iter(parts), workers.share(task))
+        del parts
+        for n, of_part in zip(n_environments, results, strict=True):
+            total = of_part if total is None else total.add(of_part)
+            if workers.executor is not None:
+                count(n)
+    assert total is not None, "there are structures"
+    stop_workers()
+    return _scaled(problem, points, draw, baseline, total, order[kept[order]], center, sizes)
+
+
+def _take_cached(
+    data: TrainingSet, cache: Sequence[FloatArray], structures: IntArray
+) -> FloatArray | None:
+    """Return the features (n, d) of some structures, if those of all consecutive parts are kept."""
+    if not cache:
+        return None
+    first = np.cumsum([0, *map(len, cache)])
+    begin, end = data.offsets[structures], data.offsets[structures + 1]
+    part = np.minimum(np.searchsorted(first, begin, side="right") - 1, len(cache) - 1)
+    ranges = zip(part, begin - first[part], end - first[part], strict=True)
+    return np.concatenate([cache[p][a:b] for p, a, b in ranges])
+
+
+def nested_sizes(r: int) -> list[int]:
+    """Return the numbers of representatives of the models that a model of r is compared with."""
+    return [m for m in (r // 8, r // 4, r // 2) if SMALLEST <= m < r]
+
+
+def _keep_structures(problem: TrainingProblem, draw: Draw) -> BoolArray:
+    """Return the structures whose rows are kept: (n,), random groups that some members lack.
+
+    All, if members are drawn freely.
+    """
+    data, settings = problem.data, problem.settings
+    if settings.draw == "free":
+        return np.ones(len(data.source), dtype=bool)
+    lacked = (draw.counts == 0).any(axis=1) | (draw.counts.shape[1] == 0)
+    if problem.draws_atoms:
+        lacked = np.bincount(data.quantities[TARGET].structure, lacked) > 0
+    some, kept = np.flatnonzero(lacked), np.zeros(len(data.source), dtype=bool)
+    kept[some] = keep_groups(
+        data.groups[some],
+        data.rows_of_structures[some],
+        N_KEPT,
+        np.random.default_rng([settings.seed, _KEPT_STREAM]),
+        [has[some] for has in problem.derivatives_of_groups(data.groups)],
+    )
+    return kept
+
+
+def _scaled(
+    problem: TrainingProblem,
+    points: Representatives,
+    draw: Draw,
+    baseline: Baseline,
+    total: PartSums,
+    kept: IntArray,
+    center: float,
+    sizes: Sequence[int],
+) -> Rows:
+    """Return sums and kept rows for the kernel scaled by Eq. (17), Musil et al. 2019."""
+    data = problem.data
+    scale = unit_scale(1.0, np.array([total.diagonal / len(data.y)]))
+    sample = data.take(kept)
+    of_target, of_others, diagonals = zip(*total.kept, strict=True)
+    Phi = np.concatenate([*of_target, *of_others])
+    total.kept.clear()  # there may be no memory for both
+    del of_target, of_others
+    Phi *= math.sqrt(scale)
+    columns, groups = _columns(sample, data.species, baseline.full, center), np.arange(len(Phi))
+    of_points = np.empty(len(Phi), dtype=np.intp)
+    for quantity in sample.quantities.values():
+        of_points[quantity.rows] = kept[quantity.structure]
+        if not problem.draws_atoms:
+            groups[quantity.rows] = sample.groups[quantity.structure]
+    if problem.draws_atoms:
+        of_points = problem.points(kept)
+    rows = {name: quantity.rows for name, quantity in sample.quantities.items()}
+    sums = BlockSums.of(total.sums, draw.n_blocks)
+    sums.scale(math.sqrt(scale))
+    whitening = points.whitening
+    factor = whitening.factor * math.sqrt(scale)
+    novelty = np.quantile(np.concatenate(total.novelty), _NOT_NOVEL, axis=0)
+    return Rows(
+        points=replace(points, whitening=replace(whitening, factor=factor)),
+        scale=scale,
+        sums=sums,
+        kept=KeptRows(Phi, columns, rows, groups, draw.take(of_points), np.ones(len(Phi))),
+        sample=sample,
+        of_points=of_points,
+        center=center,
+        k_xx=np.concatenate(diagonals) * scale,
+        novelty={m: (float(a), float(b)) for m, (a, b) in zip(sizes, novelty, strict=True)},
+    )
