@@ -60,7 +60,7 @@ def cost_row(
         del soap["cutoff"]  # it would be that of all scales
     model = AtomisticModel("energy", representation=soap, **settings)
     fitted, new = model.fit(frames[:n_train]).fitted, list(frames[n_train:])
-    mean = make_potential(fitted, fitted.mean_weights[:, None])
+    mean = make_potential(fitted, fitted.weights.mean(axis=1)[:, None])
     calls = [[atoms] for atoms in new] if ALONE in name else [new]
 
     def mean_alone() -> object:

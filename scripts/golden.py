@@ -121,7 +121,6 @@ def energy(directory):
     found = model.predict(test)
     result |= predicted("energy", found) | scored("energy", y, found)
     result |= scored("energy.raw", y, found.uncalibrated)
-    result["energy.predict_mean"] = model.predict_mean(test)
     result["energy.pp.mean"], result["energy.pp.std"] = model.predict_pp(test)
     result["energy.extrapolates"] = model.predict(test).extrapolates
     result |= predicted(
@@ -332,7 +331,7 @@ def difference(name, expected, found):
     if old.shape != new.shape or (np.isnan(old) != np.isnan(new)).any():
         return np.inf
     stem, _, last = name.rpartition(".")
-    std = expected.get(f"{stem}.std") if last in ("mean", "members", "predict_mean") else None
+    std = expected.get(f"{stem}.std") if last in ("mean", "members") else None
     scale = np.nanmax(np.abs(old), initial=0.0) if std is None else np.median(std)
     return np.nanmax(np.abs(new - old), initial=0.0) / (scale or 1.0)
 

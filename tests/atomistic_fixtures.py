@@ -153,7 +153,6 @@ def same_predictions(a, b, frames):
     pairs = [
         (first.members, second.members),
         (first.uncalibrated.members, second.uncalibrated.members),
-        (a.predict_mean(frames), b.predict_mean(frames)),
     ]
     if a.settings.keep_pp:
         pairs.append((a.predict_pp(frames), b.predict_pp(frames)))

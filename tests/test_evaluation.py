@@ -18,8 +18,6 @@ CRYSTALS = Path(__file__).parents[2] / "shared/data/csd/CSD-1000R_500.extxyz.gz"
 CRYSTALS = Path(os.environ.get("QUALMS_CSD", CRYSTALS))
 SCORES = [
     "raw",
-    "linear (validation)",
-    "power (validation)",
     "linear (out-of-bag)",
     "power (out-of-bag)",
     "student (out-of-bag)",
@@ -31,15 +29,14 @@ SCORES = [
 
 
 def test_every_calibration_is_scored(molecules, energy_model):
-    test, validation = copies(molecules[120:160]), molecules[160:]
+    test = copies(molecules[120:160])
     del test[5].info[ENERGY]
-    found = evaluate(energy_model, test, validation)
+    found = evaluate(energy_model, test)
     assert set(found) == {"energy"}
     result = found["energy"]
     assert list(result.scores) == SCORES
     assert (result.target, result.quantity, result.units) == (ENERGY, "energy", "eV/atom")
     assert (len(result), result.n_structures, result.n_unlabelled) == (39, 39, 1)
-    assert "40" in result.validation
     labelled = [atoms for i, atoms in enumerate(test) if i != 5]
     n_atoms = [len(atoms) for atoms in labelled]
     np.testing.assert_array_equal(result.structure, [i for i in range(40) if i != 5])
@@ -49,40 +46,15 @@ def test_every_calibration_is_scored(molecules, energy_model):
     np.testing.assert_allclose(result.prediction.std * n_atoms, expected.std)
     own = result.scores["sources (out-of-bag)"]
     assert own.log_likelihood == pytest.approx(score(result.y, result.prediction).log_likelihood)
-    by_validation = result.scores["linear (validation)"].log_likelihood
-    assert own.log_likelihood == pytest.approx(by_validation, abs=0.3)
+    other = energy_model.fitted.with_calibration("linear")
+    by_other = AtomisticModel.from_fitted(other).predict(labelled)
+    expected = score(reference_values(labelled), by_other).sharpness
+    per_structure = evaluate(energy_model, test, per="structure")["energy"]
+    assert per_structure.scores["linear (out-of-bag)"].sharpness == pytest.approx(expected)
     mean, std = energy_model.predict_pp(labelled)
     z = (mean / n_atoms - result.y) / (std / n_atoms)
     pp = -np.mean(0.5 * z**2 + np.log(std / n_atoms) + 0.5 * np.log(2 * np.pi))
     assert result.scores["GPR PP"].log_likelihood == pytest.approx(pp)
-
-
-def cross_fitted_sharpness(result, even):
-    """Return the sharpness of each half of the points calibrated on the other."""
-    raw = Prediction(result.prediction.uncalibrated.members[:, :16])  # the subsampled ones
-    variance = np.empty(len(even))
-    for half in (even, ~even):
-        alpha = calibrate(result.y[~half], raw[~half].members, method="linear").alpha
-        variance[half] = (alpha * raw.std[half]) ** 2
-    return np.sqrt(variance.mean())
-
-
-def test_without_a_validation_set_halves_calibrate_each_other(molecules, energy_model):
-    result = evaluate(energy_model, molecules[120:160])["energy"]
-    expected = cross_fitted_sharpness(result, np.arange(40) % 2 == 0)
-    assert result.scores["linear (validation)"].sharpness == pytest.approx(expected)
-    few = evaluate(energy_model, molecules[120:125])["energy"]
-    assert list(few.scores) == [name for name in SCORES if "validation" not in name]
-
-
-def test_halves_do_not_share_a_structure(molecules, shift_model):
-    test = molecules[120:140]
-    result = evaluate(shift_model, test)["energy"]
-    even = np.repeat(np.arange(20) % 2 == 0, [np.sum(atoms.numbers == 1) for atoms in test])
-    expected = cross_fitted_sharpness(result, even)
-    assert result.scores["linear (validation)"].sharpness == pytest.approx(expected)
-    alone = evaluate(shift_model, test[:1])["energy"]
-    assert not [name for name in alone.scores if "validation" in name]
 
 
 def test_only_labelled_atoms_are_scored(molecules, shift_model):
@@ -243,7 +215,6 @@ def test_shieldings_of_new_crystals():
     found = evaluate(AtomisticModel("CS_total", "atomic", **given).fit(train), test)["energy"]
     own = found.scores["student (out-of-bag)"]
     assert own.rmse < 0.3 * np.std(found.y)
-    assert own.log_likelihood > found.scores["linear (validation)"].log_likelihood - 0.03
     assert 0.6 < own.coverage_68 < 0.8
 
 

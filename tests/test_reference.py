@@ -111,7 +111,6 @@ def test_a_model_equals_one_of_the_differences(model, learned, totals):
         (found.members, expected.members + shift[:, None]),
         (found.uncalibrated.members, expected.uncalibrated.members + shift[:, None]),
         (found.interval(0.8, "conformal"), np.add(expected.interval(0.8, "conformal"), shift)),
-        (model.predict_mean(new), learned.predict_mean(new) + shift),
         (model.predict_pp(new)[0], learned.predict_pp(new)[0] + shift),
         (model.predict_pp(new)[1], learned.predict_pp(new)[1]),
         ([atoms.mean.sum() for atoms in model.predict(new, atoms=True).atoms], expected.mean),

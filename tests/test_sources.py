@@ -594,7 +594,6 @@ def test_out_of_bag_residuals_are_those_of_the_blend(molecules):
         model = make_model(centre=centre).fit(train)
         residuals[centre] = model.out_of_bag["energy"].residuals
         found = model.predict(molecules[120:130])
-        np.testing.assert_allclose(found.mean, model.predict_mean(molecules[120:130]), rtol=1e-9)
         # Members of a kind that the calibration does not use are left out.
         assert found.n_members in (16, 64, 16 + 64)
         assert np.linalg.matrix_rank(found.covariance()) == 10 - 1 + (found.n_members >= 10)

@@ -2,53 +2,37 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from ase import Atoms
-from ase.data import chemical_symbols
 
-from qualms.arrays import BoolArray, Float64Array, IntArray, StrArray
+from qualms.arrays import BoolArray, Float64Array, IntArray
+from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.labels import find_forces, find_stresses, labelled
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.predictions import Request, StructurePrediction
-from qualms.atomistic.quantities import KINDS, TARGET
+from qualms.atomistic.quantities import DERIVATIVES, KINDS, TARGET
 from qualms.atomistic.reference import ReferencePotential
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import Part, check_structures, divided, symbols_of
 from qualms.atomistic.training import not_zero_by_symmetry
-from qualms.calibration.members import calibrated_members
-from qualms.calibration.methods import MODEL_METHODS, STD_METHODS, fit_calibration
-from qualms.calibration.points import calibration_data
-from qualms.calibration.vectors import (
-    MULTIPLICITY,
-    QuantityCalibration,
-    component_share,
-    vector_std,
-)
-from qualms.errors import CalibrationError, InputError, QualmsWarning, counted, unknown_choice
-from qualms.evaluation import COMPONENT_NAMES, Evaluation, energy_factor
+from qualms.calibration.methods import MODEL_METHODS
+from qualms.errors import CalibrationError, InputError, counted, unknown_choice, warn
+from qualms.evaluation import Evaluation, energy_factor
 from qualms.execution import Workers, as_workers
-from qualms.gp.ensemble import ensemble_mean_std, group_codes
 from qualms.gp.sparse_gp import whiten
-from qualms.metrics import Scores, score
+from qualms.metrics import score
 from qualms.prediction import Prediction
 from qualms.progress import Stages
 
-#: Methods that the paper also fits to a validation set: "CV" and "N-L" in its tables.
-_VALIDATED = tuple(method for method in STD_METHODS if method != "none")
-#: Fewer points than these cannot be split for a cross-fit.
-_MIN_CROSS_FIT = 8
 #: Representatives of kernel principal components.
 _N_LEADING = 500
-#: Structures whose forces are predicted at once, and averages in a task.
-_CHUNK, _PART = 50, 500
 
 
 @dataclass(frozen=True)
@@ -86,12 +70,12 @@ def find_references(
     if settings.per_atom:
         structure = np.repeat(structure, [len(rows) for rows in found.rows])
         atom = np.concatenate(found.rows)
-    references = {"energy": References(found.values, structure, atom, None, found.n_unlabelled)}
-    finders = {"forces": find_forces, "stress": find_stresses}
+    references = {TARGET: References(found.values, structure, atom, None, found.n_unlabelled)}
+    finders = dict(zip(DERIVATIVES, (find_forces, find_stresses), strict=True))
     for name, find in finders.items():
         key = settings.keys.get(name)
         if key is not None and (values := find(frames, key, required=False)):
-            references[name] = _components(values, frames, of_atoms=name == "forces")
+            references[name] = _components(values, frames, of_atoms=KINDS[name].of_atoms)
     used = sorted({int(i) for one in references.values() for i in np.unique(one.structure)})
     for i in used:
         check_structures([frames[i]], first=i)
@@ -126,7 +110,6 @@ def _components(
 def evaluate(
     model: AtomisticModel,
     frames: Sequence[Atoms],
-    validation: Sequence[Atoms] | None = None,
     *,
     units: str | None = None,
     per: str | None = None,
@@ -142,9 +125,6 @@ def evaluate(
     model : AtomisticModel
     frames : sequence of Atoms
         New structures with labels; those without are skipped.
-    validation : sequence of Atoms, optional
-        Further structures, to fit the calibrations that are not out-of-bag to. Without, these are
-        fitted to one half of the structures of `frames` and applied to the other.
     units : str, optional
         Units of energy to evaluate in, such as meV; those of the model by default.
     per : {"atom", "structure"}, optional
@@ -165,30 +145,39 @@ def evaluate(
         "energy", which stands for any target, and "forces" and "stress" if the model was trained on
         them and structures have them. Components that are zero by symmetry are left out.
     """
-    stages = stages or Stages()
+    stages, settings, fitted = stages or Stages(), model.settings, model.fitted
     if per not in (None, "atom", "structure"):
         raise unknown_choice("per", per, ("atom", "structure"))
-    if per is not None and model.settings.kind != "extensive":
+    if per is not None and settings.kind != "extensive":
         raise InputError(
             f"`per` is for extensive properties, such as energies of structures; the target "
-            f"{model.settings.target!r} is {model.settings.kind}.",
+            f"{settings.target!r} is {settings.kind}.",
             parameter="per",
         )
-    for name in model.settings.keys:
-        energy_factor(model.settings.units_of(name), units)  # before any work
-    predictor = _Predictor.of(model, executor, stages)
-    test = _predict(predictor, frames, unknown_species, skip_failed)
+    for name in settings.keys:
+        energy_factor(settings.units_of(name), units)  # before any work
+    species = fitted.representation.species
+    references = find_references(frames, settings, species, unknown_species=unknown_species)
+    if model.reference is not None:
+        with stages.stage("Baseline"):
+            references = _computable(model.reference, frames, references, skip_failed)
+    used = np.unique(np.concatenate([of.structure for of in references.values()]))
+    structures = [frames[i] for i in used]
+    prediction = _predict(model, structures, references, stages, as_workers(executor))
     others = {}
-    if validation is not None:
-        others = _predict(predictor, validation, unknown_species, skip_failed)
-    calibrations = {}
     for method in MODEL_METHODS:
-        with suppress(CalibrationError):
-            calibrations[method] = model.fitted.with_calibration(method).calibrations
-    return {
-        name: _evaluate(model, frames, name, test[name], others.get(name), calibrations, units, per)
-        for name in test
-    }
+        if method not in ("none", fitted.settings.calibration):
+            with suppress(CalibrationError):
+                others[method] = fitted.with_calibration(method)
+    evaluations = {}
+    for name, of in references.items():
+        points = _select(name, of, used, prediction, fitted)
+        if points is not None:
+            scale = energy_factor(settings.units_of(name), units)
+            if name == TARGET and per == "structure":
+                scale = energy_factor(settings.units, units)
+            evaluations[name] = points.evaluate(model, frames, others, *scale, per=per)
+    return evaluations
 
 
 def kernel_components(model: AtomisticModel, frames: Sequence[Atoms]) -> list[Float64Array]:
@@ -226,209 +215,36 @@ def kernel_components(model: AtomisticModel, frames: Sequence[Atoms]) -> list[Fl
     return found
 
 
-@dataclass(frozen=True)
-class _Points:
-    """Reference values y (n,) and their predictions.
-
-    `members` are those of all points before calibration: (n, N_R), or (v, k, N_R) of v vectors or
-    tensors, whose vector and component the points are in `place`. The first `n_subsampled` are
-    trained on subsamples; σ of vectors has an `isotropy`. Points, or vectors, that belong to atoms
-    have the `symbols` of these. Estimates by the projected process, mean
-    and standard deviation (2, n), are in `processes`; `extrapolating` are structures that are out
-    of distribution.
-    """
-
-    references: References
-    y: Float64Array
-    prediction: Prediction
-    members: Float64Array
-    n_subsampled: int
-    place: tuple[IntArray, IntArray] | None = None
-    isotropy: float = 0.0
-    symbols: StrArray | None = None
-    novelty_std: Float64Array | None = None
-    processes: Mapping[str, Float64Array] = field(default_factory=dict)
-    extrapolating: Sequence[int] | None = None
-
-    @property
-    def raw(self) -> Float64Array:
-        """Subsampled members, not calibrated: (n, N_R)."""
-        members = self.members if self.place is None else self.members[self.place]
-        return members[:, : self.n_subsampled]
-
-    def apply(self, of: QuantityCalibration) -> Float64Array:
-        """Return calibrated members: (n, N_R)."""
-        factors = None if self.symbols is None else of.factors(self.symbols)
-        members = calibrated_members(
-            of.calibration,
-            self.members,
-            novelty_std=self.novelty_std,
-            isotropy=None if self.place is None else of.isotropy,
-            factors=factors,
-        )
-        return members if self.place is None else members[self.place]
-
-    def fit(self, method: str, chosen: BoolArray | slice) -> QuantityCalibration:
-        """Return a calibration of the subsampled members, fitted to the chosen points."""
-        data = calibration_data(self.y[chosen], self.raw[chosen])
-        if self.place is not None:
-            vector, component = (index[chosen][data.rows] for index in self.place)
-            r = vector_std(ensemble_mean_std(self.members[..., : self.n_subsampled])[1])[vector]
-            m = MULTIPLICITY[self.members.shape[1]]
-            share = component_share(data.ensemble_std, r, self.isotropy, m[component] / m.mean())
-            data = replace(data, residuals=data.residuals / share, ensemble_std=r)
-        calibration = replace(fit_calibration(data, method), n_subsampled=self.n_subsampled)
-        return QuantityCalibration(calibration, self.isotropy)
-
-    def some(self, chosen: BoolArray) -> _Points:
-        """Return the chosen points."""
-        place = self.place
-        return replace(
-            self,
-            references=self.references.some(chosen),
-            y=self.y[chosen],
-            prediction=self.prediction[chosen],
-            members=self.members[chosen] if place is None else self.members,
-            place=None if place is None else (place[0][chosen], place[1][chosen]),
-            symbols=self.symbols if place or self.symbols is None else self.symbols[chosen],
-            novelty_std=None if self.novelty_std is None else self.novelty_std[chosen],
-            processes={name: values[:, chosen] for name, values in self.processes.items()},
-        )
-
-
-def _evaluate(
-    model: AtomisticModel,
-    frames: Sequence[Atoms],
-    name: str,
-    test: _Points,
-    validation: _Points | None,
-    calibrations: Mapping[str, Mapping[str, QuantityCalibration]],
-    units: str | None,
-    per: str | None,
-) -> Evaluation:
-    raw = Prediction(test.raw)
-    known = (test.prediction.std > 0) & (raw.std > 0)  # others have no score
-    if not known.all():
-        n_lost = int(np.count_nonzero(~known))
-        text = f"{n_lost} of {len(known)} points have σ = 0; they are left out."
-        if not known.any():
-            message = f"The uncertainty of all {counted(n_lost, 'point')} is zero: no scores."
-            raise InputError(message, parameter="frames")
-        warnings.warn(text, QualmsWarning, stacklevel=2)
-        test, raw = test.some(known), raw[known]
-    references = test.references
-    settings, sizes = model.settings, np.ones(len(test.y))
-    factor, of_units = energy_factor(settings.units_of(name), units)
-    factors = np.full(len(test.y), factor)
-    if name == "energy" and settings.kind == "extensive":
-        sizes = np.array([len(frames[i]) for i in references.structure], dtype=np.float64)
-        if per == "structure":
-            factors, of_units = factor * sizes, energy_factor(settings.units, units)[1]
-    y, raw = test.y * factors, raw * factors
-
-    def scored(prediction: Prediction) -> Scores:
-        return score(y, prediction * factors)
-
-    scores = {"raw": score(y, raw)}
-    for method in _VALIDATED:
-        members = _validated(test, validation, method)
-        if members is not None:
-            scores[f"{method} (validation)"] = scored(Prediction(members))
-    for method in MODEL_METHODS:
-        if method == model.fitted.settings.calibration and name in model.fitted.calibrations:
-            if method != "none":
-                scores[f"{method} (out-of-bag)"] = scored(test.prediction)
-        elif method != "none" and name in model.fitted.points:
-            of = calibrations.get(method, {}).get(name)
-            if of is not None:
-                scores[f"{method} (out-of-bag)"] = scored(Prediction(test.apply(of)))
-    if name not in model.fitted.calibrations:
-        scores["as the energy"] = scored(test.prediction)
-    for name_of_process, (mean, std) in test.processes.items():
-        scores[name_of_process] = scored(Prediction(mean=mean, std=std))
-    flags = test.extrapolating
-    other_half = "the other half of the test set"
-    return Evaluation(
-        target=settings.keys[name],
-        quantity=name,
-        y=y,
-        prediction=Prediction(
-            test.prediction.members * factors[:, None],
-            uncalibrated=raw,
-            conformal=test.prediction.conformal,
-            dof=test.prediction.dof,
-        ),
-        structure=references.structure,
-        atom=references.atom,
-        component=references.component,
-        component_names=COMPONENT_NAMES.get(name, ()),
-        units=of_units,
-        factor=factors / sizes,
-        frames=frames,
-        scores=scores,
-        validation=f"{len(validation.y)} validation points" if validation else other_half,
-        n_unlabelled=references.n_unlabelled,
-        n_unknown=references.n_unknown,
-        extrapolates=None if flags is None else np.isin(references.structure, flags),
-    )
-
-
-def _validated(test: _Points, validation: _Points | None, method: str) -> Float64Array | None:
-    """Return members calibrated on other points than those that are scored, if possible."""
-    structure = test.references.structure
-    try:
-        if validation is not None:
-            return test.apply(validation.fit(method, slice(None)))
-        if len(test.y) < _MIN_CROSS_FIT or len(np.unique(structure)) < 2:
-            return None
-        even = group_codes(structure, len(test.y)) % 2 == 0
-        of_even, of_odd = (test.apply(test.fit(method, half)) for half in (even, ~even))
-        return np.where(even[:, None], of_odd, of_even)
-    except CalibrationError:
-        return None
-
-
-class _Predictor(NamedTuple):
-    """A model, and workers that share a copy of it."""
-
-    model: AtomisticModel
-    shared: Any
-    workers: Workers
-    stages: Stages
-
-    @classmethod
-    def of(cls, model: AtomisticModel, executor: Any, stages: Stages) -> _Predictor:
-        if executor is None:
-            return cls(model, model, Workers(None, model.threads), stages)
-        workers = as_workers(executor)
-        workers.check()
-        other = copy(model)
-        other.threads = workers.threads
-        return cls(model, workers.share(other), workers, stages)
-
-    def map(
-        self, task: Callable[..., Any], frames: Sequence[Atoms], size: int, *options: Any
-    ) -> Iterator[Any]:
-        """Yield what tasks return for parts of the structures, in order."""
-        for found in self.workers.map(task, divided(frames, size), self.shared, *options):
-            yield from found
-
-
 def _predict(
-    predictor: _Predictor, frames: Sequence[Atoms], unknown_species: str, skip_failed: bool
-) -> dict[str, _Points]:
-    """Predict everything that has a reference value."""
-    model, stages = predictor.model, predictor.stages
-    species = model.fitted.representation.species
-    options = {"unknown_species": unknown_species}
-    references = find_references(frames, model.settings, species, **options)
-    if model.reference is not None:
-        with stages.stage("Baseline"):
-            references = _computable(model.reference, frames, references, skip_failed)
-    found = {"energy": _predict_target(predictor, frames, references.pop("energy"))}
-    if references:
-        found |= _predict_derivatives(predictor, frames, references)
-    return found
+    model: AtomisticModel,
+    structures: Sequence[Atoms],
+    references: Mapping[str, References],
+    stages: Stages,
+    workers: Workers,
+) -> StructurePrediction:
+    """Predict all quantities that have reference values, in one pass."""
+    derivatives = {name: name in references for name in DERIVATIVES}
+    has_derivatives = any(derivatives.values())
+    request = Request(**derivatives, process=not has_derivatives)
+    batches: list[StructurePrediction] = []
+    with stages.stage("Predictions", len(structures)) as advance:
+        results: Iterable[StructurePrediction] = model.stream(structures, request)
+        if workers.executor is not None:
+            workers.check()
+            other = copy(model)
+            other.threads = workers.threads
+            parts = divided(structures, 50 if has_derivatives else 500)
+            tasks = workers.map(_predict_part, parts, workers.share(other), request)
+            results = (batch for part in tasks for batch in part)
+        for batch in results:
+            batches.append(batch)
+            advance(sum(len(batch.parts.frames) for batch in batches))
+    return StructurePrediction.join(batches)
+
+
+def _predict_part(part: Part, model: AtomisticModel, request: Request) -> list[StructurePrediction]:
+    """Return the predictions of a part, as a task of a worker."""
+    return list(model.stream(part.frames, request))
 
 
 def _computable(
@@ -438,150 +254,177 @@ def _computable(
     skip_failed: bool,
 ) -> dict[str, References]:
     """Compute the reference potential, and leave out structures for which it fails."""
-    used = np.unique(np.concatenate([one.structure for one in references.values()]))
+    used = np.unique(np.concatenate([of.structure for of in references.values()]))
     stressed = np.isin(used, references["stress"].structure if "stress" in references else ())
     failed = []
-    for chosen, stress in ((used[stressed], True), (used[~stressed], False)):
+    for some, stress in ((used[stressed], True), (used[~stressed], False)):
         values = potential.evaluate(
-            [frames[i] for i in chosen],
+            [frames[i] for i in some],
             forces="forces" in references,
             stress=stress,
-            indices=chosen.tolist(),
+            indices=some.tolist(),
             skip_failed=skip_failed,
         )
-        failed += chosen[np.isnan(values.energies)].tolist()
+        failed += some[np.isnan(values.energies)].tolist()
     if len(failed) == len(used):
         message = f"The baseline, {potential.name}, failed for all labelled structures."
         raise InputError(message, parameter="baseline")
-    return {name: one.some(~np.isin(one.structure, failed)) for name, one in references.items()}
+    return {name: of.some(~np.isin(of.structure, failed)) for name, of in references.items()}
 
 
-def _predict_part(part: Part, model: AtomisticModel, request: Request) -> list[StructurePrediction]:
-    """Return the predictions of a part, as a task of a worker."""
-    return list(model.stream(part.frames, request))
+@dataclass(frozen=True)
+class _Points:
+    """Reference values of a quantity, and the prediction that they are compared with."""
+
+    quantity: str
+    references: References
+    y: Float64Array  #: (n,): per atom if the target is extensive
+    prediction: Prediction  #: (m,) or (v, k): of all values, or of all vectors or tensors
+    place: tuple[IntArray, ...]  #: where each of the n values is in it
+    numbers: IntArray | None  #: (m,) or (v,): atomic numbers, if the quantity belongs to atoms
+    novelty_std: Float64Array | None  #: (m,): q
+    processes: Mapping[str, Float64Array]  #: (2, n): mean and σ of the projected process
+    extrapolates: BoolArray  #: (n,)
+
+    def some(self, which: BoolArray) -> _Points:
+        """Return some of the points."""
+        return replace(
+            self,
+            references=self.references.some(which),
+            y=self.y[which],
+            place=tuple(index[which] for index in self.place),
+            processes={name: values[:, which] for name, values in self.processes.items()},
+            extrapolates=self.extrapolates[which],
+        )
+
+    def raw(self, fitted: Fitted) -> Prediction:
+        """Return the members that are trained on subsamples, or all, before calibration."""
+        members = self.prediction.uncalibrated.members[self.place]
+        return Prediction(members[:, : fitted.settings.n_subsampled or members.shape[1]])
+
+    def calibrated(self, fitted: Fitted) -> Prediction:
+        """Return the prediction by a model with another calibration."""
+        prediction = fitted.calibrated(
+            self.quantity,
+            self.prediction.uncalibrated.members,
+            numbers=self.numbers,
+            novelty_std=self.novelty_std,
+        )
+        return prediction[self.place]
+
+    def evaluate(
+        self,
+        model: AtomisticModel,
+        frames: Sequence[Atoms],
+        others: Mapping[str, Fitted],
+        factor: float,
+        units: str,
+        *,
+        per: str | None,
+    ) -> Evaluation:
+        """Score the prediction, and those of models with other calibrations.
+
+        Values are multiplied by a factor, and have these units; they are per atom or per structure.
+        """
+        fitted, name = model.fitted, self.quantity
+        has_score = (self.prediction[self.place].std > 0) & (self.raw(fitted).std > 0)
+        if not has_score.all():
+            n_lost = int(np.count_nonzero(~has_score))
+            if n_lost == len(has_score):
+                message = f"The uncertainty of all {counted(n_lost, 'point')} is zero: no scores."
+                raise InputError(message, parameter="frames")
+            warn(f"{n_lost} of {len(has_score)} points have σ = 0; they are left out.")
+            return self.some(has_score).evaluate(model, frames, others, factor, units, per=per)
+        references, sizes = self.references, np.ones(len(self.y))
+        if name == TARGET and model.settings.kind == "extensive":
+            sizes = np.array([len(frames[i]) for i in references.structure], dtype=np.float64)
+        factors = factor * sizes if per == "structure" else np.full(len(self.y), factor)
+        y, raw, own = self.y * factors, self.raw(fitted) * factors, self.prediction[self.place]
+        scores = {"raw": score(y, raw)}
+        for method in MODEL_METHODS:
+            if method in others and name in others[method].calibrations:
+                predicted = self.calibrated(others[method])
+                scores[f"{method} (out-of-bag)"] = score(y, predicted * factors)
+            elif method == fitted.settings.calibration != "none" and name in fitted.calibrations:
+                scores[f"{method} (out-of-bag)"] = score(y, own * factors)
+        if name not in fitted.calibrations:
+            scores["as the energy"] = score(y, own * factors)
+        for process, (mean, std) in self.processes.items():
+            scores[process] = score(y, Prediction(mean=mean, std=std) * factors)
+        return Evaluation(
+            target=model.settings.keys[name],
+            quantity=name,
+            y=y,
+            prediction=Prediction(
+                own.members * factors[:, None],
+                uncalibrated=raw,
+                conformal=own.conformal,
+                dof=own.dof,
+            ),
+            structure=references.structure,
+            atom=references.atom,
+            component=references.component,
+            component_names=KINDS[name].components,
+            units=units,
+            factor=factors / sizes,
+            frames=frames,
+            scores=scores,
+            n_unlabelled=references.n_unlabelled,
+            n_unknown=references.n_unknown,
+            extrapolates=self.extrapolates,
+        )
 
 
-def _predict_target(
-    predictor: _Predictor, frames: Sequence[Atoms], references: References
-) -> _Points:
-    """Predict averages over atoms, or atoms."""
-    model, fitted = predictor.model, predictor.model.fitted
-    indices = np.unique(references.structure)
-    used = [frames[i] for i in indices]
-    found: list[StructurePrediction] = []
-    done, request = 0, Request(process=True)
-    with predictor.stages.stage("Predictions", len(used)) as advance:
-        results = model.stream(used, request)
-        if predictor.workers.executor is not None:
-            results = predictor.map(_predict_part, used, _PART, request)
-        for batch in results:
-            found.append(batch)
-            advance(done := done + len(batch.parts.frames))
-    y, rows = references.y, np.arange(len(references.y))
-    if model.settings.kind == "extensive":
-        y = y / [len(atoms) for atoms in used]
-    if references.atom is not None:  # atoms of the target's species without a label are predicted
-        span = max(map(len, used))
-        pairs = zip(indices, model.target_atoms(used), strict=True)
-        predicted = np.concatenate([i * span + atoms for i, atoms in pairs])
-        rows = np.flatnonzero(np.isin(predicted, references.structure * span + references.atom))
-    raw, q = np.concatenate([batch.uncalibrated.members for batch in found]), None
-    if model.settings.kind == "extensive":
-        raw = raw / np.array([len(atoms) for atoms in used])[:, None]
-    raw = raw[rows]
-    processes = {}
-    if fitted.pp_variance is not None:
-        of_batches = [batch.parts.process for batch in found if batch.parts.process is not None]
-        mean, p2, q2 = np.concatenate(of_batches, axis=1)[:, rows]
-        noise = fitted.pp_variance.noise_variance * fitted.pp_variance.variance
-        processes["GPR PP"] = np.stack([mean, np.sqrt(p2 + q2 + noise)])
-        processes["GPR PP, posterior part"] = np.stack([mean, np.sqrt(p2)])
-        novelty = [b.parts.novelty_std for b in found if b.parts.novelty_std is not None]
-        q = np.concatenate(novelty)[rows] if novelty else None
-    numbers = None
-    if references.atom is not None:
-        pairs = zip(references.structure, references.atom, strict=True)
-        numbers = np.array([frames[i].numbers[j] for i, j in pairs])
-    return _Points(
+def _select(
+    name: str,
+    references: References,
+    used: IntArray,
+    prediction: StructurePrediction,
+    fitted: Fitted,
+) -> _Points | None:
+    """Return the points of a quantity that have reference values, and are not zero by symmetry.
+
+    Predictions are of the structures with the numbers `used`.
+    """
+    structure, parts = np.searchsorted(used, references.structure), prediction.parts
+    y, numbers, processes = references.y, None, {}
+    if name == TARGET:
+        centers, offsets = parts.centers or [], prediction.offsets_of(TARGET)
+        rows, sizes = structure, np.array([len(c) for c in centers], dtype=np.float64)
+        if references.atom is not None:
+            pairs = zip(structure, references.atom, strict=True)
+            rows = offsets[structure] + [np.searchsorted(centers[s], a) for s, a in pairs]
+            numbers = np.concatenate(
+                [atoms.numbers[c] for atoms, c in zip(parts.frames, centers, strict=True)]
+            )
+        place: tuple[IntArray, ...] = (rows,)
+        of, factors = prediction.energy, np.ones(prediction.shape)
+        if fitted.settings.kind == "extensive":
+            y, factors = y / sizes[structure], sizes
+            of = of / sizes
+        if parts.process is not None:
+            mean, p, std = (parts.process / factors)[:, rows]
+            processes = {"GPR PP": [mean, std], "GPR PP, posterior part": [mean, p]}
+    else:
+        of = getattr(prediction, name)
+        assert references.component is not None
+        rows = prediction.offsets_of(name)[structure]
+        if references.atom is not None:
+            rows = rows + references.atom
+            numbers = np.concatenate([atoms.numbers for atoms in parts.frames])
+        place = rows, references.component
+    points = _Points(
+        quantity=name,
         references=references,
         y=y,
-        prediction=fitted.calibrated(TARGET, raw, numbers=numbers, novelty_std=q),
-        symbols=None if numbers is None else np.array(chemical_symbols)[numbers],
-        members=raw,
-        n_subsampled=fitted.settings.n_subsampled or raw.shape[1],
-        novelty_std=q,
-        processes=processes,
-        extrapolating=indices[np.concatenate([b.extrapolates for b in found])].tolist(),
+        prediction=of,
+        place=place,
+        numbers=numbers,
+        novelty_std=parts.novelty_std if name == TARGET else None,
+        processes={process: np.stack(values) for process, values in processes.items()},
+        extrapolates=prediction.extrapolates[structure],
     )
-
-
-def _predict_derivatives(
-    predictor: _Predictor, frames: Sequence[Atoms], references: Mapping[str, References]
-) -> dict[str, _Points]:
-    """Predict forces and stresses; each structure once, with its stress if that has a reference."""
-    structures = {name: {*one.structure.tolist()} for name, one in references.items()}
-    with_stress = structures.get("stress", set())
-    rest = set().union(*structures.values()) - with_stress
-    predicted: dict[str, dict[int, Prediction]] = {name: {} for name in references}
-    done = 0
-    with predictor.stages.stage("Forces", len(with_stress) + len(rest)) as advance:
-        for used, stress in ((sorted(with_stress), True), (sorted(rest), False)):
-            request = Request(forces=True, stress=stress, novelty=False)
-            batches = predictor.map(_predict_part, [frames[i] for i in used], _CHUNK, request)
-            remaining = iter(used)
-            for batch in batches:
-                for s in range(len(batch.parts.frames)):
-                    i, of_structure = next(remaining), batch.structure(s)
-                    for name in references:
-                        if i in structures[name]:
-                            predicted[name][i] = getattr(of_structure, name)
-                advance(done := done + len(batch.parts.frames))
-    fitted = predictor.model.fitted
-    points: dict[str, _Points] = {}
-    for name, one in references.items():
-        known = _known_components(one, predicted[name], fitted.settings.n_subsampled)
-        if known is not None:
-            of = fitted.calibrations.get(name)
-            symbols = None
-            if KINDS[name].of_atoms:
-                numbers = np.concatenate([frames[i].numbers for i in sorted(predicted[name])])
-                symbols = np.array(chemical_symbols)[numbers]
-            isotropy = 0.0 if of is None else of.isotropy
-            points[name] = replace(known, isotropy=isotropy, symbols=symbols)
+    if KINDS[name].is_derivative:
+        differs = not_zero_by_symmetry(y, of.uncalibrated.members[place])
+        return points.some(differs) if differs.any() else None
     return points
-
-
-def _known_components(
-    references: References, predicted: Mapping[int, Prediction], n_subsampled: int
-) -> _Points | None:
-    """Collect components that have a reference value and are not zero by symmetry."""
-    assert references.component is not None
-    order = sorted(predicted)
-    k = predicted[order[0]].shape[-1]
-
-    def stacked(members: Iterable[Float64Array]) -> Float64Array:
-        return np.concatenate([m.reshape(-1, k, m.shape[-1]) for m in members])
-
-    raw = stacked(np.asarray(predicted[i].uncalibrated.members) for i in order)
-    own = stacked(np.asarray(predicted[i].members) for i in order)
-    first = np.cumsum([0, *(predicted[i].mean.size // k for i in order)])
-    rows = first[np.searchsorted(order, references.structure)]
-    rows = rows + (0 if references.atom is None else references.atom)
-    apart = not_zero_by_symmetry(references.y, raw[rows, references.component])
-    if not apart.any():
-        return None
-    rows, component = rows[apart], references.component[apart]
-    kept = references.some(apart)
-    return _Points(
-        references=kept,
-        y=kept.y,
-        prediction=Prediction(
-            own[rows, component],
-            uncalibrated=Prediction(raw[rows, component]),
-            conformal=predicted[order[0]].conformal,
-            dof=predicted[order[0]].dof,
-        ),
-        members=raw,
-        n_subsampled=n_subsampled or raw.shape[-1],
-        place=(np.asarray(rows, dtype=np.intp), component),
-    )

@@ -28,9 +28,6 @@ from qualms.io.tensors import Document
 from qualms.metrics import gaussian_log_density
 from qualms.prediction import Prediction
 
-#: Kernel rows whose variances are computed at once.
-_ROWS = 1024
-
 
 def n_leading(r: int) -> int:
     """Return the number of representatives, of r, that novelty is measured with: the first.
@@ -55,15 +52,19 @@ class ProjectedVariance:
 
     def std(self, K_XM: Float64Array, k_xx: Float64Array) -> Float64Array:
         """Return σ_PP for kernel rows (n, r) and prior variances (n,): (n,)."""
-        p2, q2 = self.parts(K_XM, k_xx)
-        return np.asarray(np.sqrt(p2 + q2 + self.noise_variance * self.variance))
+        return np.asarray(np.sqrt(sum(self.parts(K_XM, k_xx)) + self.noise_variance_of_target))
+
+    @property
+    def noise_variance_of_target(self) -> float:
+        """σ² in the units of the target, squared."""
+        return self.noise_variance * self.variance
 
     def parts(self, K_XM: Float64Array, k_xx: Float64Array) -> tuple[Float64Array, Float64Array]:
         """Return p² and q², the parts of σ_PP² − σ² for kernel rows (n, r): (n,) each."""
         p2, q2 = np.empty(len(K_XM)), np.empty(len(K_XM))
         whitening, posterior = self._exact
-        for start in range(0, len(K_XM), _ROWS):
-            part = slice(start, start + _ROWS)
+        for start in range(0, len(K_XM), 1024):  # of limited memory
+            part = slice(start, start + 1024)
             Phi = cholesky_whiten(whitening, K_XM[part].T).T
             p2[part] = posterior_variance(Phi, posterior, self.noise_variance)
             q2[part] = novelty_variance(Phi, k_xx[part])
@@ -288,21 +289,11 @@ class Fitted:
         X = self.representatives.astype(self.representation.basis_dtype, order="F", copy=False)
         return Basis(self.representation.kernel, X, self.kernel_scale, self.per_atom)
 
-    @cached_property
-    def mean_weights(self) -> Float64Array:
-        """Kernel weights of the prediction: (r,)."""
-        return np.asarray(self.weights.mean(axis=1))
-
     def members(self, K_XM: Float64Array, design: Float64Array) -> Float64Array:
         """Return the prediction of each member, per atom if extensive: (n, N_R)."""
         members = K_XM @ self.weights
         members += self.intercepts
         return np.asarray(members + self.baseline.predict_members(design))
-
-    def mean(self, K_XM: Float64Array, design: Float64Array) -> Float64Array:
-        """Return the prediction alone: (n,)."""
-        baseline = design @ self.baseline.members.mean(axis=1)
-        return np.asarray(K_XM @ self.mean_weights + self.intercepts.mean() + baseline)
 
     def pp_mean(self, K_XM: Float64Array, design: Float64Array) -> Float64Array:
         """Return the mean of the full projected process: (n,)."""

@@ -11,7 +11,6 @@ from textwrap import dedent
 from threading import RLock
 from typing import Any
 
-import numpy as np
 from ase import Atoms
 
 from qualms.arrays import Float64Array, IntArray
@@ -26,7 +25,6 @@ from qualms.atomistic.predictions import (
     centers_of,
     check_derivatives_request,
     predict_chunk,
-    reference_values,
     stream_chunks,
 )
 from qualms.atomistic.quantities import TARGET
@@ -235,36 +233,21 @@ class AtomisticModel:
         evaluation = evaluations[quantity]
         return score(evaluation.y, evaluation.prediction)
 
-    def predict_mean(self, frames: _Structures, *, unknown_species: str = "error") -> Float64Array:
-        """Predict without uncertainties."""
-        means = []
-        for chunk in self.chunks(frames, unknown_species=unknown_species):
-            mean = self.fitted.mean(chunk.rows(), chunk.design) * chunk.factors
-            if self.reference is not None:
-                mean = mean + reference_values(chunk, Request(), self.reference).energies
-            means.append(mean)
-        return np.concatenate(means)
-
     def predict_pp(
         self, frames: _Structures, *, unknown_species: str = "error"
     ) -> tuple[Float64Array, Float64Array]:
         """Predict with the full projected process, Eq. (3): mean and σ_PP, not calibrated."""
-        variance = self.fitted.pp_variance
-        if variance is None:
+        if self.fitted.pp_variance is None:
             raise InputError(
                 "The model was trained with `keep_pp=False`, so that its projected process has no "
                 "variance. Train it with `keep_pp=True`.",
                 parameter="keep_pp",
             )
-        means, stds = [], []
-        for chunk in self.chunks(frames, unknown_species=unknown_species):
-            rows = chunk.rows()
-            mean = self.fitted.pp_mean(rows, chunk.design) * chunk.factors
-            if self.reference is not None:
-                mean = mean + reference_values(chunk, Request(), self.reference).energies
-            means.append(mean)
-            stds.append(variance.std(rows, chunk.prior_variance()) * chunk.factors)
-        return np.concatenate(means), np.concatenate(stds)
+        request = Request(novelty=False, process=True)
+        batches = self.stream(frames, request, unknown_species=unknown_species)
+        process = StructurePrediction.join([*batches]).parts.process
+        assert process is not None
+        return process[0], process[2]
 
     def stream(
         self,

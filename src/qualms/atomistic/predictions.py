@@ -30,7 +30,7 @@ from qualms.atomistic.baseline import atom_design, structure_design
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.forces import Potential, check_model, derivatives
 from qualms.atomistic.kernel_rows import structure_novelty
-from qualms.atomistic.quantities import TARGET
+from qualms.atomistic.quantities import DERIVATIVES, KINDS, TARGET
 from qualms.atomistic.reference import ReferencePotential, ReferenceValues
 from qualms.atomistic.structures import check_species, check_structures, state_of, symbols_of
 from qualms.calibration.members import member_factors
@@ -73,7 +73,7 @@ class Parts(NamedTuple):
     reasons: list[str] | None = None  #: why each structure is an extrapolation; or an empty text
     atoms: list[Prediction] | None = None  #: contribution of each of the `centers`, by structure
     atom_novelty: list[Float64Array] | None = None  #: novelty of each of the `centers`
-    process: Float64Array | None = None  #: (3, N): mean, p² and q² of the projected process
+    process: Float64Array | None = None  #: (3, N): mean, p and σ_PP of the projected process
     novelty_std: Float64Array | None = None  #: (N,): q, if σ depends on it
 
 
@@ -172,13 +172,16 @@ class StructurePrediction(Prediction):
         """Whether the cell of each structure has a volume."""
         return np.array([atoms.cell.rank == 3 for atoms in self.parts.frames])
 
-    @cached_property
-    def _places(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Where atoms, environments and stresses of each structure begin: (n + 1,) each."""
-        frames, centers = self.parts.frames, self.parts.centers or []
-        sizes = [len(a) for a in frames], [len(c) for c in centers], self.is_solid.astype(int)
-        of_atoms, of_centers, of_stress = (offsets_of(n) for n in sizes)
-        return of_atoms, of_centers, of_stress
+    def offsets_of(self, quantity: str) -> IntArray:
+        """Return where values of a quantity begin for each structure: (n + 1,)."""
+        kind = KINDS[quantity]
+        if kind.of_atoms:
+            return offsets_of([len(atoms) for atoms in self.parts.frames])
+        if kind.is_derivative:
+            return offsets_of(self.is_solid.astype(int))
+        if self.is_atomic:
+            return offsets_of([len(centers) for centers in self.parts.centers or []])
+        return np.arange(len(self.parts.frames) + 1)
 
     def __getitem__(self, index: Any) -> Prediction:
         """Return one structure, with all that was predicted; or the target of several."""
@@ -188,26 +191,26 @@ class StructurePrediction(Prediction):
 
     def structure(self, index: int) -> StructurePrediction:
         """Return the prediction of one structure."""
-        parts = self.parts
-        s = range(len(parts.frames))[index]
-        of_atoms, of_centers, of_stress = self._places
-        here, stress = slice(of_atoms[s], of_atoms[s + 1]), None
-        if parts.stress is not None and self.is_solid[s]:
-            stress = parts.stress[of_stress[s]]
-        one = Parts(
-            frames=parts.frames[s : s + 1],
-            centers=None if parts.centers is None else parts.centers[s : s + 1],
-            novelty=None if parts.novelty is None else parts.novelty[s : s + 1],
-            reasons=None if parts.reasons is None else parts.reasons[s : s + 1],
-            forces=None if parts.forces is None else parts.forces[here],
-            stress=stress,
-            atoms=None if parts.atoms is None else parts.atoms[s : s + 1],
-            atom_novelty=None if parts.atom_novelty is None else parts.atom_novelty[s : s + 1],
-        )
-        rows: Any = s
-        if parts.centers is not None and self.is_atomic:
-            rows = slice(of_centers[s], of_centers[s + 1])
-        return StructurePrediction(self.energy[rows], one, is_atomic=self.is_atomic)
+        s = range(len(self.parts.frames))[index]
+
+        def here(quantity: str) -> slice:
+            offsets = self.offsets_of(quantity)
+            return slice(offsets[s], offsets[s + 1])
+
+        parts: dict[str, Any] = {}
+        for name, value in self.parts._asdict().items():
+            parts[name] = value
+            if name in DERIVATIVES and value is not None:
+                of_structure = value[here(name)]
+                parts[name] = of_structure if KINDS[name].of_atoms else of_structure[0]
+            elif name in ("process", "novelty_std") and value is not None:
+                parts[name] = value[..., here(TARGET)]
+            elif value is not None:
+                parts[name] = value[s : s + 1]
+        if not self.is_solid[s]:
+            parts["stress"] = None
+        target = self.energy[here(TARGET) if self.is_atomic else s]
+        return StructurePrediction(target, Parts(**parts), is_atomic=self.is_atomic)
 
     @staticmethod
     def join(predictions: Sequence[StructurePrediction]) -> StructurePrediction:
@@ -406,7 +409,7 @@ class _Raw(NamedTuple):
     atoms: Float64Array | None = None  #: (n_environments, N_R): contributions
     forces: Float64Array | None = None  #: (n_atoms, 3, N_R)
     virials: Float64Array | None = None  #: (n_structures, 6, N_R); NaN without a volume
-    process: Float64Array | None = None  #: (3, N)
+    process: Float64Array | None = None  #: (3, N): mean, p and σ_PP of the projected process
 
 
 def predict_chunk(
@@ -421,7 +424,7 @@ def predict_chunk(
     the forces on all atoms of a structure, those of its stress, and the contributions of its atoms
     are scaled about their means by the factor that calibrates the target.
     """
-    fitted, sizes = chunk.fitted, chunk.sizes
+    fitted = chunk.fitted
     raw = (
         _by_features(chunk, request) if potential is None else _by_tapes(chunk, request, potential)
     )
@@ -462,11 +465,13 @@ def predict_chunk(
         novelty = structure_novelty(raw.novelty, chunk.batch.offsets)[:, 0] / limit
         atom_novelty = [raw.novelty[a:b] / limit for a, b in edges]
     target, process = learned, raw.process
+    if process is not None:
+        process *= chunk.factors
     if reference is not None:
         values = reference_values(chunk, request, reference)
         target = learned + values.energies
         if process is not None:
-            process = process + np.stack([values.energies / sizes, 0 * sizes, 0 * sizes])
+            process[0] += values.energies
         if forces is not None and values.forces is not None:
             forces = forces + np.concatenate(values.forces)
         if stress is not None and values.stresses is not None:
@@ -507,8 +512,9 @@ def _by_features(chunk: Chunk, request: Request) -> _Raw:
         contributions += fitted.intercepts
         contributions += fitted.baseline.predict_members(chunk.atom_design)
     if request.process and fitted.pp_variance is not None:
-        variances = fitted.pp_variance.parts(K_XM, chunk.prior_variance())
-        process = np.stack([fitted.pp_mean(K_XM, chunk.design), *variances])
+        p2, q2 = fitted.pp_variance.parts(K_XM, chunk.prior_variance())
+        stds = np.sqrt([p2, p2 + q2 + fitted.pp_variance.noise_variance_of_target])
+        process = np.stack([fitted.pp_mean(K_XM, chunk.design), *stds])
     return _Raw(
         members=fitted.members(K_XM, chunk.design),
         novelty=novelty,
