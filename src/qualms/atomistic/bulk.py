@@ -58,8 +58,8 @@ class ModelFile:
             options = {"baseline": self.baseline, "representation": self.weights}
             _LOADED.model = AtomisticModel.load(self.path, threads=self.threads, **options)
             _LOADED.file = self
-        found: AtomisticModel = _LOADED.model
-        return found
+        model: AtomisticModel = _LOADED.model
+        return model
 
 
 #: The model of a thread; calculators of features are not shared by threads.

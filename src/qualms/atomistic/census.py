@@ -592,7 +592,7 @@ def check_differences(name: str, target: str, data: TrainingSet, before: Float64
 
 def _differences(
     frames: Sequence[Atoms],
-    found: Labelled,
+    targets: Labelled,
     derivatives: ForceLabels | None,
     reference: ReferencePotential,
     *,
@@ -603,14 +603,14 @@ def _differences(
 
     Structures for which it fails are left out with `skip_failed`, isolated atoms always.
     """
-    indices, n = found.frames, len(found.frames)
+    indices, n = targets.frames, len(targets.frames)
     labels = derivatives or ForceLabels([np.empty(0)] * n, np.full((n, 6), np.nan))
     forces, virials, energies = labels.forces[:], labels.virials.copy(), np.empty(n)
     pairs = zip(forces, virials, strict=True)
-    wanted = np.array([[np.isfinite(values).any() for values in pair] for pair in pairs], bool)
-    wanted = wanted.reshape(-1, 2)
-    for has_forces, has_stress in np.unique(wanted, axis=0).tolist():
-        rows = np.flatnonzero((wanted == (has_forces, has_stress)).all(axis=1))
+    has_labels = np.array([[np.isfinite(values).any() for values in pair] for pair in pairs], bool)
+    has_labels = has_labels.reshape(-1, 2)
+    for has_forces, has_stress in np.unique(has_labels, axis=0).tolist():
+        rows = np.flatnonzero((has_labels == (has_forces, has_stress)).all(axis=1))
         values = reference.evaluate(
             [frames[i] for i in indices[rows]],
             forces=has_forces,
@@ -633,14 +633,14 @@ def _differences(
             parameter="baseline",
         )
     alone = {int(a.numbers[0]): i for i, a in enumerate(frames) if is_isolated(a)}
-    numbers = [alone[z] for z in found.isolated]
+    numbers = [alone[z] for z in targets.isolated]
     of_atoms = reference.evaluate([frames[i] for i in numbers], indices=numbers, skip_failed=True)
-    isolated = zip(found.isolated.items(), of_atoms.energies.tolist(), strict=True)
+    isolated = zip(targets.isolated.items(), of_atoms.energies.tolist(), strict=True)
     left = replace(
-        found,
+        targets,
         frames=indices[kept],
-        values=(found.values - energies)[kept],
-        n_unlabelled=found.n_unlabelled + n - len(kept),
+        values=(targets.values - energies)[kept],
+        n_unlabelled=targets.n_unlabelled + n - len(kept),
         isolated={z: value - energy for (z, value), energy in isolated if np.isfinite(energy)},
     )
     if derivatives is None:

@@ -65,12 +65,12 @@ def find_references(
     Forces and stresses that no structure has are left out. The species are those that the model is
     trained on; structures with others are an error, or left out (``unknown_species="skip"``).
     """
-    found = labelled(frames, settings.target, settings.kind, settings.species)
-    structure, atom = found.frames, None
+    labels = labelled(frames, settings.target, settings.kind, settings.species)
+    structure, atom = labels.frames, None
     if settings.per_atom:
-        structure = np.repeat(structure, [len(rows) for rows in found.rows])
-        atom = np.concatenate(found.rows)
-    references = {TARGET: References(found.values, structure, atom, None, found.n_unlabelled)}
+        structure = np.repeat(structure, [len(rows) for rows in labels.rows])
+        atom = np.concatenate(labels.rows)
+    references = {TARGET: References(labels.values, structure, atom, None, labels.n_unlabelled)}
     finders = dict(zip(DERIVATIVES, (find_forces, find_stresses), strict=True))
     for name, find in finders.items():
         key = settings.keys.get(name)
@@ -206,13 +206,13 @@ def kernel_components(model: AtomisticModel, frames: Sequence[Atoms]) -> list[Fl
     scores *= np.where(scores.max(axis=0) < -scores.min(axis=0), -1.0, 1.0)
     if not model.fitted.per_atom:
         return list(scores[:, None])
-    found, start = [], 0
+    components, start = [], 0
     for atoms, chosen in zip(frames, centers, strict=True):
         rows = np.full((len(atoms), 2), np.nan)
         rows[chosen] = scores[start : start + len(chosen)]
-        found.append(rows)
+        components.append(rows)
         start += len(chosen)
-    return found
+    return components
 
 
 def _predict(
@@ -339,16 +339,20 @@ class _Points:
         if name == TARGET and model.settings.kind == "extensive":
             sizes = np.array([len(frames[i]) for i in references.structure], dtype=np.float64)
         factors = factor * sizes if per == "structure" else np.full(len(self.y), factor)
-        y, raw, own = self.y * factors, self.raw(fitted) * factors, self.prediction[self.place]
+        y, raw, calibrated = (
+            self.y * factors,
+            self.raw(fitted) * factors,
+            self.prediction[self.place],
+        )
         scores = {"raw": score(y, raw)}
         for method in MODEL_METHODS:
             if method in others and name in others[method].calibrations:
                 predicted = self.calibrated(others[method])
                 scores[f"{method} (out-of-bag)"] = score(y, predicted * factors)
             elif method == fitted.settings.calibration != "none" and name in fitted.calibrations:
-                scores[f"{method} (out-of-bag)"] = score(y, own * factors)
+                scores[f"{method} (out-of-bag)"] = score(y, calibrated * factors)
         if name not in fitted.calibrations:
-            scores["as the energy"] = score(y, own * factors)
+            scores["as the energy"] = score(y, calibrated * factors)
         for process, (mean, std) in self.processes.items():
             scores[process] = score(y, Prediction(mean=mean, std=std) * factors)
         return Evaluation(
@@ -356,10 +360,10 @@ class _Points:
             quantity=name,
             y=y,
             prediction=Prediction(
-                own.members * factors[:, None],
+                calibrated.members * factors[:, None],
                 uncalibrated=raw,
-                conformal=own.conformal,
-                dof=own.dof,
+                conformal=calibrated.conformal,
+                dof=calibrated.dof,
             ),
             structure=references.structure,
             atom=references.atom,

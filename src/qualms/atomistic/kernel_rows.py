@@ -121,11 +121,14 @@ def structure_novelty(novelty: Float64Array, offsets: IntArray) -> Float64Array:
     Given that of all environments, (n,) or (n, k): (n_structures, 2), or (n_structures, k, 2); zero
     for structures without environments.
     """
-    found = np.zeros((len(offsets) - 1, *novelty.shape[1:], 2))
+    values = np.zeros((len(offsets) - 1, *novelty.shape[1:], 2))
     for s, (a, b) in enumerate(pairwise(offsets)):
         if b > a:
-            found[s, ..., 0], found[s, ..., 1] = novelty[a:b].max(axis=0), novelty[a:b].mean(axis=0)
-    return found
+            values[s, ..., 0], values[s, ..., 1] = (
+                novelty[a:b].max(axis=0),
+                novelty[a:b].mean(axis=0),
+            )
+    return values
 
 
 def novelty_of(similarity: FloatArray) -> FloatArray:

@@ -246,9 +246,9 @@ def equalized(
     return labels / largest[structure], predicted / largest[structure]
 
 
-def _warn_of_factor(name: str, key: str, found: Factor) -> None:
-    size = float(np.sqrt(found.a * found.b))
-    differences = ["the opposite sign"] if found.r < 0 else []
+def _warn_of_factor(name: str, key: str, factor: Factor) -> None:
+    size = float(np.sqrt(factor.a * factor.b))
+    differences = ["the opposite sign"] if factor.r < 0 else []
     guess = ""
     if not 1 / _LIMIT_IF_ACCURATE < size < _LIMIT_IF_ACCURATE:
         differences.append(f"{size:.3g} times the size")
@@ -256,7 +256,7 @@ def _warn_of_factor(name: str, key: str, found: Factor) -> None:
         guess = f" (units of {' or '.join(units)}?)" if units else ""
     warnings.warn(
         f"{name}={key!r}: labels have {' and '.join(differences)} of the derivatives of the "
-        f"energies{guess}, correlation {found.r:.2f}. {_CONVENTIONS[name]}",
+        f"energies{guess}, correlation {factor.r:.2f}. {_CONVENTIONS[name]}",
         QualmsWarning,
         stacklevel=2,
     )
@@ -321,14 +321,14 @@ def check_copies(
             return
 
 
-def warn_of_outliers(name: str, found: IntArray, source: IntArray) -> None:
+def warn_of_outliers(name: str, outliers: IntArray, source: IntArray) -> None:
     """List structures (n,) with possible label errors by their numbers among those given."""
-    if not len(found):
+    if not len(outliers):
         return
-    listed = ", ".join(f"frames[{source[s]}]" for s in found[:_LISTED])
-    more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
+    listed = ", ".join(f"frames[{source[s]}]" for s in outliers[:_LISTED])
+    more = f" and {len(outliers) - _LISTED} more" if len(outliers) > _LISTED else ""
     warnings.warn(
-        f"{name}: possible label errors in {counted(len(found), 'structure')} ({listed}{more}): "
+        f"{name}: possible label errors in {counted(len(outliers), 'structure')} ({listed}{more}): "
         "labels are far from out-of-bag predictions. Check values and units.",
         QualmsWarning,
         stacklevel=2,

@@ -81,14 +81,14 @@ def labelled(
             parameter="key",
         )
     rest = [atoms for atoms, alone in zip(frames, isolated, strict=True) if not alone]
-    n_wanted = len(rest)
+    n_labelable = len(rest)
     if per_atom:
-        n_wanted = sum(int(np.count_nonzero(_is_wanted(atoms, species))) for atoms in rest)
+        n_labelable = sum(int(np.count_nonzero(_is_of_species(atoms, species))) for atoms in rest)
     return Labelled(
         frames=np.array(used, dtype=np.intp),
         values=np.concatenate([np.empty(0), *(values[i][rows[i]] for i in used)]),
         rows=[rows[i] for i in used] if per_atom else [],
-        n_unlabelled=n_wanted - sum(len(rows[i]) for i in used),
+        n_unlabelled=n_labelable - sum(len(rows[i]) for i in used),
         n_isolated=sum(isolated),
         isolated=agreeing(
             (int(frames[i].numbers[0]), float(values[i][0]))
@@ -112,14 +112,17 @@ def find_targets(
     """
     values = [np.full(len(atoms) if per_atom else 1, np.nan) for atoms in frames]
     for i, (value, place) in _find_all(frames, key, per_atom, required=required).items():
-        n, wanted = len(values[i]), _is_wanted(frames[i], species) if per_atom else slice(None)
+        n, of_species = (
+            len(values[i]),
+            _is_of_species(frames[i], species) if per_atom else slice(None),
+        )
         expected = f"one number for each of {n} atoms" if per_atom else "one number"
         shapes: list[tuple[int, ...]] = [(n,), (n, 1)] if per_atom else [(), (1,)]
         shape, hint = _as_array(value).shape, ""
         if shape[:1] == (() if per_atom else (len(frames[i]),)):
             hint = _PER_STRUCTURE if per_atom else _PER_ATOM
-        found = _numbers(value, f"frames[{i}].{place}", shapes, expected, hint).reshape(n)
-        values[i][wanted] = _finite(found[wanted], f"frames[{i}].{place}")
+        numbers = _numbers(value, f"frames[{i}].{place}", shapes, expected, hint).reshape(n)
+        values[i][of_species] = _finite(numbers[of_species], f"frames[{i}].{place}")
     return values
 
 
@@ -129,21 +132,21 @@ def _find_all(
     """Return the label, as it is stored, and its place, for each structure that has one."""
     if len(frames) == 0:
         raise InputError("There are no structures; at least one is needed.", parameter="frames")
-    found = {i: hit for i, atoms in enumerate(frames) if (hit := find_label(atoms, key, per_atom))}
+    labels = {i: hit for i, atoms in enumerate(frames) if (hit := find_label(atoms, key, per_atom))}
     predicted = sum(any(p for *_, p in _stored(atoms, key, per_atom)) for atoms in frames)
-    if not found and required:
+    if not labels and required:
         _reject_key(frames, key, per_atom, predicted=predicted > 0)
-    _check_shared_calculators(frames, found)
+    _check_shared_calculators(frames, labels)
     if predicted:
         warn(
             f"{key!r} has {key}_uncertainty beside it in {predicted} structures: these values are "
             f"predictions, not labels; REF_{key} is used where it exists."
         )
-    places = Counter(place for _, place in found.values())
+    places = Counter(place for _, place in labels.values())
     if len(places) > 1:
         several = ", ".join(f"{place} ({n} structures)" for place, n in places.most_common())
         warn(f"{key!r} is in several places: {several}. Check that the origin is the same.")
-    return found
+    return labels
 
 
 def find_label(atoms: Atoms, key: str, per_atom: bool) -> tuple[object, str] | None:
@@ -156,10 +159,10 @@ def _stored(atoms: Atoms, key: str, per_atom: bool) -> Iterator[tuple[object, st
     """Yield the values under a key, their places, and whether they are predictions."""
     store, name = (atoms.arrays, "arrays") if per_atom else (atoms.info, "info")
     results = _stored_results(atoms)
-    found = [(k, store[k], f"{name}[{k!r}]", None) for k in (key, f"REF_{key}") if k in store]
+    stored = [(k, store[k], f"{name}[{k!r}]", None) for k in (key, f"REF_{key}") if k in store]
     if key in results:
-        found.append((key, results[key], f"{_RESULTS}[{key!r}]", atoms.calc))
-    for k, value, place, calculator in found:
+        stored.append((key, results[key], f"{_RESULTS}[{key!r}]", atoms.calc))
+    for k, value, place, calculator in stored:
         stores = (atoms.info, atoms.arrays, results)
         uncertain = any(f"{k}_uncertainty" in one for one in stores)
         yield value, place, uncertain and is_prediction(atoms, k, value, calculator)
@@ -171,11 +174,11 @@ def _stored_results(atoms: Atoms) -> dict[str, Any]:
 
 
 def _check_shared_calculators(
-    frames: Sequence[Atoms], found: dict[int, tuple[object, str]]
+    frames: Sequence[Atoms], labels: dict[int, tuple[object, str]]
 ) -> None:
     """Reject one calculator of several structures: it stores the results of the last one only."""
     owners: dict[int, int] = {}
-    for i in (i for i, (_, place) in found.items() if place.startswith(_RESULTS)):
+    for i in (i for i, (_, place) in labels.items() if place.startswith(_RESULTS)):
         j = owners.setdefault(id(frames[i].calc), i)
         if frames[i] is not frames[j]:
             raise InputError(
@@ -274,7 +277,7 @@ def _present(frames: Sequence[Atoms], per_atom: bool, *shapes: tuple[int, ...]) 
     return keys - {"numbers", "positions"} if per_atom else keys
 
 
-def _is_wanted(atoms: Atoms, species: Sequence[int] | None) -> BoolArray:
+def _is_of_species(atoms: Atoms, species: Sequence[int] | None) -> BoolArray:
     numbers = np.asarray(atoms.numbers)
     return np.ones(len(numbers), dtype=bool) if species is None else np.isin(numbers, species)
 
@@ -347,7 +350,7 @@ def force_labels(
     required: bool = True,
 ) -> ForceLabels:
     """Return the forces and virials, by their keys, of the structures with an energy (`used`)."""
-    found = [np.full((len(frames[i]), 3), np.nan) for i in used]
+    of_frames = [np.full((len(frames[i]), 3), np.nan) for i in used]
     virials = np.full((len(used), 6), np.nan)
     if forces is not None:
         known = find_forces(frames, forces, required=required)
@@ -357,9 +360,9 @@ def force_labels(
                 f"{len(unused)} structures (first frames[{unused[0]}]) have {forces!r} but no "
                 "energy; their forces are not used."
             )
-        found = [known.get(i, empty) for i, empty in zip(used.tolist(), found, strict=True)]
+        of_frames = [known.get(i, empty) for i, empty in zip(used.tolist(), of_frames, strict=True)]
         if required:
-            _warn_if_zero([f for f in found if len(f) > 1], forces)
+            _warn_if_zero([f for f in of_frames if len(f) > 1], forces)
     if stress is not None:
         known = find_stresses(frames, stress, required=required)
         for row, i in enumerate(used.tolist()):
@@ -367,7 +370,7 @@ def force_labels(
                 virials[row] = known[i] * frames[i].cell.volume / len(frames[i])
         if required:
             _warn_if_zero([*virials], stress)
-    labels = ForceLabels(found, virials)
+    labels = ForceLabels(of_frames, virials)
     if required and not len(labels.y):
         name, key = ("forces", forces) if forces is not None else ("stress", stress)
         reject_without_energy(name, str(key))
@@ -397,11 +400,11 @@ def find_forces(
     if not places and required:
         _reject("forces", key, "label of three numbers for each atom", _present(frames, True, (3,)))
     _check_shared_calculators(frames, places)
-    found = {}
+    forces = {}
     for i, (value, place) in places.items():
         name = f"frames[{i}].{place}"
-        found[i] = _finite(_numbers(value, name, [(len(frames[i]), 3)], _FORCES), name)
-    return {i: values for i, values in found.items() if np.isfinite(values).any()}
+        forces[i] = _finite(_numbers(value, name, [(len(frames[i]), 3)], _FORCES), name)
+    return {i: values for i, values in forces.items() if np.isfinite(values).any()}
 
 
 def find_stresses(
@@ -426,14 +429,14 @@ def find_stresses(
     values = {i: voigt(value, f"frames[{i}].{place}") for i, (value, place) in places.items()}
     known = {i: v for i, v in values.items() if frames[i].pbc.any() or np.nan_to_num(v).any()}
     known = {i: value for i, value in known.items() if np.isfinite(value).any()}
-    found = {i: value for i, value in known.items() if frames[i].cell.rank == 3}
-    unused = sorted({*known} - {*found})
+    stresses = {i: value for i, value in known.items() if frames[i].cell.rank == 3}
+    unused = sorted({*known} - {*stresses})
     if unused and required:
         warn(
             f"{len(unused)} structures (first frames[{unused[0]}]) have {key!r} but no cell with a "
             "volume; their stress is not used."
         )
-    return found
+    return stresses
 
 
 def voigt(value: object, name: str) -> Float64Array:

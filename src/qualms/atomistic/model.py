@@ -494,19 +494,21 @@ def summarize(fitted: Fitted) -> dict[str, str]:
         "prediction": f"{_CENTRES.get(record.centre, 'blend')} (share of the ensemble mean: "
         f"λ = {record.centre:.2f})",
     }
-    for name, found in record.quantities.items():
+    for name, of_quantity in record.quantities.items():
         of, units = "" if name == TARGET else f"{name} ", settings.units_of(name)
         if of:
             noise_units = settings.noise_units_of(name)
-            counts_of = f"{found.n_rows} components, {found.n_without} structures without"
-            facts[name] = f"{counts_of}; σ = {found.noise:.4g} {noise_units}"
+            counts_of = (
+                f"{of_quantity.n_rows} components, {of_quantity.n_without} structures without"
+            )
+            facts[name] = f"{counts_of}; σ = {of_quantity.noise:.4g} {noise_units}"
         facts[f"{of}error"] = "not available (no out-of-bag errors)"
-        if found.rmse is not None:
-            errors = f"RMSE {found.rmse:.4g}, MAE {found.mae:.4g} {units}".rstrip()
-            facts[f"{of}error"] = f"{errors} ({found.n_out_of_bag} out-of-bag rows)"
+        if of_quantity.rmse is not None:
+            errors = f"RMSE {of_quantity.rmse:.4g}, MAE {of_quantity.mae:.4g} {units}".rstrip()
+            facts[f"{of}error"] = f"{errors} ({of_quantity.n_out_of_bag} out-of-bag rows)"
         facts[f"{of}calibration"] = "as the energy"
         if (calibration := fitted.calibration_of(name)) is not None:
-            structures = counted(found.n_out_of_bag_structures, "structure")
+            structures = counted(of_quantity.n_out_of_bag_structures, "structure")
             points = f"{calibration.n_points} points of {structures}"
             described = calibration.describe()
             if not settings.n_subsampled:

@@ -345,8 +345,8 @@ def select_representatives(
     if settings.selection == "fps":
         return farthest_points(features, n, on_pick=on_pick).indices
     n_landmarks = min(LANDMARKS * n, len(features))
-    found = None if on_pick is None else lambda k: on_pick(k * n // n_landmarks)
-    landmarks = farthest_points(features, n_landmarks, on_pick=found).indices
+    on_landmark = None if on_pick is None else lambda k: on_pick(k * n // n_landmarks)
+    landmarks = farthest_points(features, n_landmarks, on_pick=on_landmark).indices
     X = features[landmarks].astype(np.float64)
     K = np.asarray(kernel(X, X))
     del X
@@ -444,8 +444,8 @@ def sum_part(part: RowPart, task: RowTask) -> PartSums:
         if task.draws_atoms:
             points = np.arange(data.offsets[some[0]], data.offsets[some[-1] + 1])
         chunk = RowPart(data.take(some), part.draw.take(points), part.kept[some], features)
-        found = _sum_chunk(chunk, task)
-        total = found if total is None else total.add(found)
+        of_chunk = _sum_chunk(chunk, task)
+        total = of_chunk if total is None else total.add(of_chunk)
     assert total is not None, "parts are not empty"
     return total
 

@@ -351,9 +351,9 @@ def stream_chunks(
     batches = stream_features(representation, some, n_workers=threads, batch=batch)
     for part in batches if features else _without_features(some, batch):
         taken = [waiting.popleft() for _ in part.sizes]
-        given, known, centers = (list(column) for column in zip(*taken, strict=True))
-        yield Chunk(given, known, centers, part, fitted, first)
-        first += len(given)
+        originals, known, centers = (list(column) for column in zip(*taken, strict=True))
+        yield Chunk(originals, known, centers, part, fitted, first)
+        first += len(originals)
 
 
 def _without_features(structures: Iterable[tuple[Atoms, IntArray]], batch: int) -> Iterator[Batch]:
@@ -588,27 +588,27 @@ def _reasons(chunk: Chunk, learned: Prediction, novelty: Float64Array) -> list[s
         determined = fitted.baseline.is_determined(chunk.design)
     reasons = []
     for s, (atoms, known) in enumerate(zip(chunk.frames, chunk.known, strict=True)):
-        found = []
+        texts = []
         if len(atoms) > len(known):
             others = {*atoms.numbers.tolist()} - {*fitted.representation.species}
-            found.append(f"elements {symbols_of(sorted(others))} are unknown")
+            texts.append(f"elements {symbols_of(sorted(others))} are unknown")
         if keys := differs_in_state(atoms, fitted):
-            found.append(f"{' and '.join(keys)} differ from the training set")
+            texts.append(f"{' and '.join(keys)} differ from the training set")
         if not determined[s]:
-            found.append("the composition is not determined by the training set")
+            texts.append("the composition is not determined by the training set")
         a, b = offsets[s], offsets[s + 1]
         if of_structures[s, 0] > limits[0]:
             i = int(chunk.centers[s][np.argmax(novelty[a:b])])
             times = of_structures[s, 0] / limits[0]
             symbol = chemical_symbols[atoms.numbers[i]]
             text = f"the environment of atom {i} ({symbol}) is novel"
-            found.append(f"{text}, {times:.1f} × the limit")
+            texts.append(f"{text}, {times:.1f} × the limit")
         elif of_structures[s, 1] > limits[1]:
             times = of_structures[s, 1] / limits[1]
-            found.append(f"its environments are novel on average, {times:.1f} × the limit")
+            texts.append(f"its environments are novel on average, {times:.1f} × the limit")
         if np.any(above[a:b] if fitted.per_atom else above[s]):
-            found.append("members differ more than on all out-of-bag points")
-        reasons.append("; ".join(found))
+            texts.append("members differ more than on all out-of-bag points")
+        reasons.append("; ".join(texts))
     return reasons
 
 

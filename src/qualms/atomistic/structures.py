@@ -520,8 +520,8 @@ def _check_volume(index: int, atoms: Atoms, vectors: Float64Array) -> None:
 def _check_distances(index: int, atoms: Atoms, vectors: Float64Array) -> None:
     """Reject atoms at the same place, also as periodic images."""
     points, owners = _with_images(atoms.positions, vectors)
-    found = cKDTree(points).query(points, k=2, distance_upper_bound=MIN_DISTANCE)
-    distances, neighbours = np.asarray(found[0])[:, 1], np.asarray(found[1])
+    nearest = cKDTree(points).query(points, k=2, distance_upper_bound=MIN_DISTANCE)
+    distances, neighbours = np.asarray(nearest[0])[:, 1], np.asarray(nearest[1])
     i = int(distances.argmin())
     if not np.isfinite(distances[i]):
         return
@@ -570,26 +570,26 @@ def fingerprints(frames: Iterable[Atoms]) -> list[bytes]:
     periodicity. Cell vectors along which they are not periodic do not count: the box around a
     molecule is not a part of it.
     """
-    found = []
+    digests = []
     for atoms in frames:
         pbc = np.asarray(atoms.pbc, dtype=bool)
         lengths = np.concatenate([atoms.positions, np.asarray(atoms.cell) * pbc[:, None]])
         # Fixed byte order, so that all machines agree; adding zero turns −0.0 into 0.0.
         lengths = (np.round(lengths, 6) + 0.0).astype("<f8")
         content = atoms.numbers.astype("<i8").tobytes() + lengths.tobytes() + pbc.tobytes()
-        found.append(hashlib.blake2b(content, digest_size=16).digest())
-    return found
+        digests.append(hashlib.blake2b(content, digest_size=16).digest())
+    return digests
 
 
 def data_hashes(frames: Iterable[Atoms], values: Iterable[ArrayLike]) -> list[bytes]:
     """Return 16 bytes for each structure and its labels (NaN for none)."""
-    found = []
+    digests = []
     for print_, labels in zip(fingerprints(frames), values, strict=True):
         flat = np.ravel(np.asarray(labels, dtype=np.float64)) + 0.0
         flat[np.isnan(flat)] = np.nan  # there are many bit patterns of NaN
         content = print_ + flat.astype("<f8").tobytes()
-        found.append(hashlib.blake2b(content, digest_size=16).digest())
-    return found
+        digests.append(hashlib.blake2b(content, digest_size=16).digest())
+    return digests
 
 
 def data_digest(hashes: Iterable[bytes]) -> str:
@@ -613,12 +613,12 @@ def composition(frames: Sequence[Atoms], species: Sequence[int]) -> Float64Array
 def check_species(frames: Sequence[Atoms], known: Sequence[int], *, first: int = 0) -> None:
     """Reject structures with unknown species; the first structure has the number `first`."""
     unknown = {i: {*atoms.numbers.tolist()} - {*known} for i, atoms in enumerate(frames, first)}
-    found = [i for i, species in unknown.items() if species]
-    if found:
-        others = counted(len(found) - 1, "other structure")
-        more = f" (and {others})" if len(found) > 1 else ""
+    structures = [i for i, species in unknown.items() if species]
+    if structures:
+        others = counted(len(structures) - 1, "other structure")
+        more = f" (and {others})" if len(structures) > 1 else ""
         raise InputError(
-            f"Structure {found[0]}{more} contains "
+            f"Structure {structures[0]}{more} contains "
             f"{symbols_of(sorted(set().union(*unknown.values())))}; the model was trained on "
             f"{symbols_of(known)}. Leave such structures out, train with these elements, or ignore "
             "such atoms with `unknown_species='ignore'`.",

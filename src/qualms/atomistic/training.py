@@ -481,7 +481,7 @@ def left_out_errors(model: SparseModel, name: str, n_rows: float) -> tuple[Float
     groups = of_rows[np.sort(np.unique(of_rows, return_index=True)[1])]  # random: block by block
     n = int(np.searchsorted(np.cumsum(np.bincount(codes)[groups]), n_rows)) + 1
     some = np.flatnonzero(np.isin(codes, groups[:n]))
-    found = leave_out(
+    left_out = leave_out(
         full.process,
         kept.Phi[some],
         full.y[some],
@@ -489,7 +489,7 @@ def left_out_errors(model: SparseModel, name: str, n_rows: float) -> tuple[Float
         groups=codes[some],
     )
     of_quantity = np.isin(some, kept.rows[name])
-    return found.residuals[of_quantity, 0] * model.scale, codes[some[of_quantity]]
+    return left_out.residuals[of_quantity, 0] * model.scale, codes[some[of_quantity]]
 
 
 def fit_nested(rows: Rows, problem: TrainingProblem, stages: Stages) -> SparseModel:
@@ -595,7 +595,7 @@ def predict_out_of_bag(
     model: SparseModel, settings: Settings, members: Mapping[str, Float64Array]
 ) -> dict[str, OutOfBagRows]:
     """Return predictions of kept rows by members (n, S) of each quantity, and the full model."""
-    rows, found = model.rows, {}
+    rows, out_of_bag = model.rows, {}
     full = None
     if settings.centre != "members" or settings.n_drawn:
         full = _leave_all_out(model, settings)
@@ -607,8 +607,8 @@ def predict_out_of_bag(
             of_quantity = replace(of_quantity, novelty_std=None)  # not known, or not of predictions
         absent = rows.kept.draw.counts[quantity.rows] == 0
         groups = rows.kept.groups[quantity.rows]
-        found[name] = OutOfBagRows(quantity, members[name], absent, groups, of_quantity)
-    return found
+        out_of_bag[name] = OutOfBagRows(quantity, members[name], absent, groups, of_quantity)
+    return out_of_bag
 
 
 def _leave_all_out(model: SparseModel, settings: Settings) -> FullModelData:
@@ -633,11 +633,11 @@ def _leave_all_out(model: SparseModel, settings: Settings) -> FullModelData:
 
 def _owners(model: SparseModel) -> IntArray:
     """Return the group, among those of kept rows, of each representative; −1 for none."""
-    rows, found = model.rows, model.rows.points.environments
+    rows, environments = model.rows, model.rows.points.environments
     structures = rows.sample.groups[rows.sample.quantities[TARGET].structure]
     n = len(rows.sample.y)
     if np.array_equal(structures, rows.kept.groups[:n]):
-        return found.groups
+        return environments.groups
     # Single atoms are left out.
     sample, centers = rows.sample, rows.sample.centers or []
     source = np.repeat(sample.source, sample.environments)
@@ -648,10 +648,12 @@ def _owners(model: SparseModel) -> IntArray:
             strict=True,
         )
     )
-    return np.array([row_of.get((int(s), int(a)), -1) for s, a in found.origins], dtype=np.intp)
+    return np.array(
+        [row_of.get((int(s), int(a)), -1) for s, a in environments.origins], dtype=np.intp
+    )
 
 
-def choose_centre(found: Mapping[str, OutOfBagRows], settings: Settings) -> float:
+def choose_centre(out_of_bag: Mapping[str, OutOfBagRows], settings: Settings) -> float:
     """Return the share λ of the ensemble mean in the prediction, given or of smallest error."""
     n_members = settings.n_subsampled
     if not n_members or settings.centre == "full":
@@ -659,7 +661,7 @@ def choose_centre(found: Mapping[str, OutOfBagRows], settings: Settings) -> floa
     if settings.centre != "auto":
         return 1.0 if settings.centre == "members" else float(settings.centre)
     residuals = []
-    for of in found.values():
+    for of in out_of_bag.values():
         assert of.full is not None, "needed for a blend"
         used, mean, std, n_absent = out_of_bag_prediction(of.members, of.absent)
         if len(np.unique(of.quantity.structure[used])) >= MIN_POINTS:
@@ -710,8 +712,8 @@ def _components(of: OutOfBagRows) -> CalibrationData:
     used = some[points.rows]
     ensemble_std = np.zeros(len(quantity.y))
     if of.absent.shape[1]:
-        found = out_of_bag_prediction(of.members, of.absent)
-        ensemble_std[found.used] = found.std
+        ensemble = out_of_bag_prediction(of.members, of.absent)
+        ensemble_std[ensemble.used] = ensemble.std
     elif full is not None:
         ensemble_std = full.posterior_std
     p = None
@@ -756,7 +758,7 @@ def _pooled(quantity: Quantity, std: Float64Array) -> Float64Array:
 
 
 def calibrate_quantities(
-    found: Mapping[str, OutOfBagRows],
+    out_of_bag: Mapping[str, OutOfBagRows],
     settings: Settings,
     centre: float,
     source: IntArray,
@@ -769,12 +771,12 @@ def calibrate_quantities(
     for which the factor of the energy is used.
     """
     n = {"n_subsampled": settings.n_subsampled, "n_posterior": settings.n_drawn}
-    target = found[TARGET]
+    target = out_of_bag[TARGET]
     available = int(np.count_nonzero(target.used))
     method = with_enough_points(settings.calibration, available)
     points: dict[str, CalibrationData] = {}
     calibrations: dict[str, QuantityCalibration] = {}
-    for name, of in found.items():
+    for name, of in out_of_bag.items():
         if KINDS[name].is_derivative:
             n_structures = len(np.unique(of.quantity.structure[asymmetric(of) & of.used]))
             n_available = len(np.unique(target.quantity.structure[target.used]))
@@ -840,14 +842,14 @@ def largest_std(points: CalibrationData | None, settings: Settings) -> float:
 
 
 def check_labels(
-    found: Mapping[str, OutOfBagRows], copies: IntArray, source: IntArray, *, per_atom: bool
+    out_of_bag: Mapping[str, OutOfBagRows], copies: IntArray, source: IntArray, *, per_atom: bool
 ) -> None:
     """List structures whose labels are far from their out-of-bag predictions.
 
     Where too few members are without a row, the full model without it is used. Structures of the
     same number among `copies` (n,) are duplicates.
     """
-    for name, of in found.items():
+    for name, of in out_of_bag.items():
         quantity = of.quantity
         residuals, std = np.full((2, len(quantity.y)), np.nan)
         if of.full is not None:
@@ -872,12 +874,12 @@ def calibrate(
     settings, model, baseline = problem.settings, ensemble.model, ensemble.baseline
     rows, sample, r = model.rows, model.rows.sample, len(model.rows.points)
     with stages.stage("Calibration"), few_threads(problem.data.n_rows, r):
-        found = predict_out_of_bag(model, settings, ensemble.members)
-        centre = choose_centre(found, settings)
+        out_of_bag = predict_out_of_bag(model, settings, ensemble.members)
+        centre = choose_centre(out_of_bag, settings)
         points, calibrations, method = calibrate_quantities(
-            found, settings, centre, sample.source, is_constant=np.ptp(problem.data.y) == 0
+            out_of_bag, settings, centre, sample.source, is_constant=np.ptp(problem.data.y) == 0
         )
-        check_labels(found, sample.copies, sample.source, per_atom=sample.per_atom)
+        check_labels(out_of_bag, sample.copies, sample.source, per_atom=sample.per_atom)
     settings = settings.model_copy(update={"calibration": method})
     whitening, environments = rows.points.whitening, rows.points.environments
     full_weights = model.full.weights[:, 0]
